@@ -1,7 +1,7 @@
 """The daemon's command line: ``kvoffd serve``, ``kvoffd config``, ``kvoffd --version``.
 
-argparse and not typer: the options are made from the table of settings, and typer makes options from signatures.
-Nothing heavy is imported before the arguments are parsed.
+The options are made from the list of settings, so argparse fits; typer makes options from signatures. Nothing heavy is
+imported before the arguments are parsed.
 """
 
 from __future__ import annotations
@@ -39,33 +39,33 @@ GROUPS = {
     "http_address": "monitoring",
     "cuda_library": "GPUs",
 }
-"""By its first setting, the title of a group of settings in --help."""
+"""Titles of the groups of settings in --help, by the first setting of each."""
 EPILOG = (
     "A flag overrides its KVOFFD_ variable, the variable overrides the key in the file. Examples: kvoffd serve "
     "--pool-size 64GiB; kvoffd serve --pool-size 64GiB --disk /mnt/nvme=1TiB; kvoffd serve --config /etc/kvoffd.toml"
 )
 _UNKNOWN = "unrecognized arguments: "
-_NO_MEMORY = "the system gives it too little memory: see ulimit -d and ulimit -v"
+_NO_MEMORY = "not enough memory: see ulimit -d and ulimit -v"
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one sentence instead of printing the usage."""
+    """Prints one sentence for an error instead of the usage."""
 
     def error(self, message: str) -> NoReturn:
         unknown = message.removeprefix(_UNKNOWN).split()[0].split("=")[0] if message.startswith(_UNKNOWN) else ""
         if nearest := unknown and did_you_mean(unknown, self._option_string_actions):
             message = f"{message} ({nearest})"
-        hint = f"{self.prog} --help shows what can be given"
+        hint = f"{self.prog} --help shows the options"
         if "argument COMMAND" in message:
-            hint = "kvoffd serve runs the daemon, kvoffd-cli looks at one; each has a --help"
-        _refuse(f"{message}; {hint}.", _asked_format())
+            hint = "kvoffd serve runs the daemon, kvoffd-cli inspects one; each has a --help"
+        _refuse(f"{message}; {hint}.", _log_format_variable())
         self.exit(EXIT_REFUSED)
 
 
 def main(arguments: Sequence[str] | None = None, limits: Limits | None = None) -> int:
-    """Run ``kvoffd`` with ``arguments`` (the process's own where None); return the exit status. ``limits``: a test's.
+    """Run ``kvoffd`` with ``arguments`` (default: the process's); return the exit status. ``limits`` is for tests.
 
-    0 is success, 2 a refusal with one sentence on stderr; ``serve`` returns what the daemon returns.
+    0 is success, 2 an error with one sentence on stderr; ``serve`` returns the daemon's status.
     """
     open_standard_streams()
     parser = make_parser()
@@ -79,14 +79,13 @@ def main(arguments: Sequence[str] | None = None, limits: Limits | None = None) -
     try:
         config = load_config(flags, os.environ, given.config, limits)
     except ConfigError as error:
-        return _refuse(str(error), flags["log_format"] or _asked_format())
+        return _refuse(str(error), flags["log_format"] or _log_format_variable())
     return serve(config) if given.command == "serve" else show(config, as_json=given.json)
 
 
 def open_standard_streams() -> None:
-    """Put /dev/null where standard input, output or error is closed, as some programs start their children. Else a
-    socket or a file of the daemon would have its number: what a library prints would go there, and libuv ends the
-    process when it is to close one.
+    """Open /dev/null for closed standard streams. Otherwise a socket or file of the daemon would get their number:
+    libraries would print into it, and libuv aborts the process when it closes one.
     """
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         if fd == 1 and sys.stdout is None:
@@ -97,10 +96,10 @@ def open_standard_streams() -> None:
 
 
 def serve(config: Config) -> int:
-    """Run the daemon until it is to stop; return its exit status."""
+    """Run the daemon until it ends; return its exit status."""
     from kvoffd.errors import KvoffdError, NoMoreThreads
 
-    # For NumPy's import: the loop would wait while the kernel makes a huge page for an array, up to 5 ms each time.
+    # Read when NumPy is imported. The kernel takes up to 5 ms for a huge page, and the loop would wait for it.
     os.environ.setdefault("NUMPY_MADVISE_HUGEPAGE", "0")
     try:
         from kvoffd.observe.logging import configure_logging
@@ -118,8 +117,8 @@ def serve(config: Config) -> int:
         return _refuse(str(NoMoreThreads()), config.log_format)
 
 
-def _asked_format() -> str:
-    """The log format that the environment asks for: the configuration could not be read."""
+def _log_format_variable() -> str:
+    """Return the log format of the environment, for errors of the configuration."""
     return os.environ.get(f"{VARIABLE_PREFIX}LOG_FORMAT", "")
 
 
@@ -131,24 +130,24 @@ def _refuse(sentence: str, log_format: str) -> int:
 
 
 def show(config: Config, *, as_json: bool) -> int:
-    """Print what is in force and where it came from."""
+    """Print the configuration with each value's source."""
     try:
         print(config_as_json(config) if as_json else config_as_toml(config), end="", flush=True)
     except OSError as error:
-        # Python would complain again when it closes stdout.
+        # Python would print the error again when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(error, BrokenPipeError):  # the reader, such as head, has seen enough
+        if not isinstance(error, BrokenPipeError):  # as when piped to head
             return _refuse(f"standard output: {error.strerror}.", config.log_format)
     return 0
 
 
 def config_as_toml(config: Config) -> str:
-    """A TOML file that gives the same configuration, with each value's source, and the memory it needs, as comments."""
+    """Return a TOML file of the configuration; its comments are each value's source and the memory that is needed."""
     from kvoffd.memory_estimate import memory_summary
 
     pairs: list[tuple[str, str]] = []
     for setting, (name, text, source) in zip(SETTINGS, settings_in_force(config), strict=True):
-        # JSON's escapes are TOML's, but for DEL, which TOML wants escaped too.
+        # TOML has the same escapes as JSON, but also requires one for DEL.
         quoted = json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
         pairs.append((f"{name} = {text if setting.metavar == 'N' else quoted}", source))
     width = max(len(left) for left, _ in pairs)
@@ -157,7 +156,7 @@ def config_as_toml(config: Config) -> str:
 
 
 def config_as_json(config: Config) -> str:
-    """One JSON object: by setting, the value (bytes and seconds as numbers), the text that gives it and its source."""
+    """Return JSON: by setting, the value (bytes and seconds as numbers), its text and its source."""
     shown = {}
     for setting, (name, text, source) in zip(SETTINGS, settings_in_force(config), strict=True):
         value = getattr(config, setting.field_name)
@@ -167,7 +166,7 @@ def config_as_json(config: Config) -> str:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of ``kvoffd``. Values stay text here: ``load_config`` judges them, whatever their source."""
+    """Return the parser of ``kvoffd``. It leaves values as text: ``load_config`` checks those of all sources."""
     parser = _Parser(
         prog="kvoffd",
         description="Keeps the KV cache blocks of this node's LLM engines: in host memory, on local disks, and in "
@@ -181,18 +180,18 @@ def make_parser() -> argparse.ArgumentParser:
         help="run the daemon",
         allow_abbrev=False,
         usage="kvoffd serve [OPTION]...",
-        description="Runs the daemon, until SIGTERM. Most need --pool-size alone.",
+        description="Runs the daemon until SIGTERM. Most users need only --pool-size.",
     )
     showing = commands.add_parser(
         "config",
-        help="print the configuration that serve would use, and where each value comes from",
+        help="print the configuration that serve would use, with each value's source",
         allow_abbrev=False,
-        description="Prints the configuration that serve would use with the same flags, as TOML that --config reads. "
-        "Settings of a running daemon: kvoffd-cli stats settings.",
+        description="Prints the configuration that serve would use with the same flags, as TOML for --config. For a "
+        "running daemon use kvoffd-cli stats settings.",
     )
     showing.add_argument("--json", action="store_true", help="print JSON: bytes and seconds as numbers")
     for one in (parser, serving, showing):
-        one.set_defaults(parser=one)  # whose --help has the options
+        one.set_defaults(parser=one)  # the parser that main reports unknown arguments with
     for command in (serving, showing):
         command.epilog = EPILOG
         _add_settings(command)
@@ -206,7 +205,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
             group = parser.add_argument_group(GROUPS[setting.name])
         default = setting.show(getattr(_DEFAULTS, setting.field_name))
         text = f"{setting.description} [{setting.variable}{default and f', default {default}'}]"
-        # argparse takes a % in a help text, such as one in the default directory, for a placeholder.
+        # argparse takes a % in help for a placeholder, and the default directory may have one.
         group.add_argument(
             setting.flag,
             dest=setting.name,

@@ -1,9 +1,9 @@
-"""The daemon's configuration: flags over ``KVOFFD_*`` variables over a TOML file over defaults.
+"""The daemon's configuration: flags override ``KVOFFD_*`` variables, a TOML file and defaults, in this order.
 
-The fields of ``Config`` are the only list of settings. Flags, variables, TOML keys, help and ``kvoffd config`` are made
+The fields of ``Config`` are the only list of settings: flags, variables, TOML keys, help and ``kvoffd config`` are made
 from it. A value carries its unit, so a setting's name has none: ``pool_bytes`` is ``pool_size`` in the file,
-``--pool-size`` on the command line and ``KVOFFD_POOL_SIZE`` in the environment. ``Limits`` are constants: no user needs
-to change them, and tests may.
+``--pool-size`` on the command line and ``KVOFFD_POOL_SIZE`` in the environment. ``Limits`` are constants, which only
+tests change.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvoffd_proto.units import exact_duration, exact_size, is_host, parse_durati
 
 VARIABLE_PREFIX = "KVOFFD_"
 CONFIG_VARIABLE = "KVOFFD_CONFIG"
-# Kubernetes gives every pod variables of these names for a Service named kvoffd: they are not ours.
+# Kubernetes sets variables of these names in every pod for a Service named kvoffd: they are ignored.
 _SERVICE_LINK = re.compile(r"KVOFFD(_[A-Z0-9_]+)?_(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT(_[0-9]+_.+)?)")
 
 MIN_DISK_BYTES = 16 * 1024**2
@@ -34,11 +34,11 @@ ALL_INTERFACES = "*"
 
 
 class ConfigError(Exception):
-    """The configuration is refused. The text is one sentence that names the setting, its value and its source."""
+    """An invalid configuration. The text is one sentence that names the setting, its value and its source."""
 
 
 class DiskSize(NamedTuple):
-    """A directory and the most bytes that the daemon may take there."""
+    """A directory and the bytes that the daemon allocates there."""
 
     directory: str
     size_bytes: int
@@ -48,18 +48,18 @@ class DiskSize(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What values a setting may have."""
+    """Type of a setting's values."""
 
     parse: Callable[[Any], Any]
-    """Reads a text or a TOML value. Raises ValueError with half a sentence, which says what is allowed."""
+    """Parser of a text or a TOML value. Raises ValueError with half a sentence that says what is allowed."""
     metavar: str
     show: Callable[[Any], str] = str
-    """The text from which ``parse`` makes a value."""
+    """Inverse of ``parse``: the text of a value."""
     repeated: bool = False
-    """Whether the flag may be given more than once."""
+    """Whether the flag may be repeated."""
 
     def setting(self, default: Any, description: str) -> Any:
-        """A field of ``Config``: a sentence says what it does, one when to change it."""
+        """Return a field of ``Config``; its description says what it does, then when to change it."""
         metadata = {"kind": self, "description": description}
         given = {"default_factory" if callable(default) else "default": default}
         return field(**given, metadata=metadata)
@@ -73,7 +73,7 @@ def _at_least(kind: Kind, little: str, minimum: float) -> Kind:
         if (found := kind.parse(value)) < minimum:
             digits, meant = str(value).strip(), ""
             if little == "small" and digits.isdecimal() and found > 0:
-                meant = f". A number alone is bytes: write {digits}GiB"
+                meant = f". A number without a unit is bytes: write {digits}GiB"
             raise ValueError(f"{quoted(value)} is too {little}; at least {kind.show(minimum)} is needed{meant}")
         return found
 
@@ -118,7 +118,7 @@ def choice(*choices: str) -> Kind:
 
 def _write_mode(value: object) -> str:
     if isinstance(value, str) and value.strip().lower() in ("reuse", "evict"):
-        raise ValueError(f"{quoted(value)} is gone; write auto, the default, in its place")
+        raise ValueError(f"{quoted(value)} was removed; write auto, the default, instead")
     return str(WRITE_MODES.parse(value))
 
 
@@ -128,7 +128,7 @@ def _per_day(value: object) -> int | None:
     try:
         return int(size(0).parse(value))
     except ValueError as error:
-        raise ValueError(f"{error}; or auto, or 0 for no bound") from None
+        raise ValueError(f"{error}; or auto, or 0 for no limit") from None
 
 
 def _ids(value: object) -> tuple[int, ...]:
@@ -151,7 +151,7 @@ def _text(value: object, what: str) -> str:
 
 
 def _absolute(name: str, value: object) -> Path:
-    """The path that a part of a value names. Raises ValueError."""
+    """Return the absolute path of a part of a value. Raises ValueError."""
     try:
         return Path(name).expanduser().absolute()
     except (RuntimeError, OSError) as error:
@@ -169,7 +169,7 @@ def _disks(value: object) -> tuple[DiskSize, ...]:
         if names.count(name) > 1:
             raise ValueError(f"{quoted(name)} is given twice; give each directory once")
         if "," in name:
-            raise ValueError(f"{quoted(name)} has a comma in it, which separates directories; choose another one")
+            raise ValueError(f"{quoted(name)} contains a comma, which separates directories; choose another one")
     return found
 
 
@@ -216,7 +216,7 @@ def _address(value: object) -> str:
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Read ``host:port``, with brackets round an IPv6 host. Raises ValueError with half a sentence."""
+    """Read ``host:port``, with brackets around an IPv6 host. Raises ValueError with half a sentence."""
     host, colon, port = text.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
@@ -224,7 +224,7 @@ def parse_address(text: str) -> tuple[str, int]:
         host = ""
     if not (colon and re.fullmatch("[0-9]{1,5}", port) and int(port) < 65536 and is_host(host)):
         raise ValueError(
-            f"{quoted(text)} is not an address; write host:port, such as 127.0.0.1:9464, or nothing to switch it off"
+            f"{quoted(text)} is not an address; write host:port, such as 127.0.0.1:9464, or an empty text to disable it"
         )
     return host, int(port)
 
@@ -257,10 +257,10 @@ PER_DAY = Kind(_per_day, f"SIZE|{AUTO}", lambda nbytes: AUTO if nbytes is None e
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds and deadlines that no user needs to change. Units end the names.
+    """Limits and deadlines that no user needs to change. Units end the names.
 
-    They are small enough that one request keeps the loop for 5 ms at most (``make bench ARGS=loop``). Clients learn
-    theirs from Welcome and split what is larger.
+    They let one request block the loop for at most 5 ms (``make bench ARGS=loop``). Clients learn theirs from Welcome
+    and split larger requests.
     """
 
     max_frame_bytes: int = 2 * 1024**2
@@ -269,142 +269,141 @@ class Limits:
     max_jobs_per_message: int = 1024
     max_jobs_in_flight: int = 4096
     max_pieces_in_flight: int = 65_536
-    """Of a session: block ids of its unfinished jobs, times the layers of their group. Or twice the pieces of its
-    memory, if that is more, so that only who copies a block several times at once meets it."""
+    """Limit per session on block ids of its unfinished jobs, times the layers of their group; at least twice the pieces
+    of its memory, so that only a client that copies blocks several times at once reaches it."""
     max_registrations: int = 8
     max_leases: int = 16_384
     max_leased_keys: int = 1_048_576
-    """Of a session, as the numbers of its jobs, registrations and leases."""
+    """Limit per session, as those of jobs, registrations and leases."""
     max_segments: int = 16_384
-    """Of a session: a GPU's KV cache may lie in thousands of chunks."""
+    """Limit per session; a GPU's KV cache may consist of thousands of chunks."""
     max_namespaces: int = 1024
     credit_bytes: int = 0
-    """Bytes of stores that clients are asked to have outstanding at most, all sessions together; 0 takes an eighth of
-    the pool, at most 1 GiB."""
+    """Bytes of stores that all clients together are asked to have outstanding at most; 0 is an eighth of the pool, at
+    most 1 GiB."""
     leased_share: float = 0.875
     """Share of the pool that leases may hold."""
     lease_ttl_s: float = 600.0
     partial_timeout_s: float = 60.0
-    """After which a block that still lacks a rank's shard is dropped."""
+    """Time after which a block that lacks a rank's shard is dropped."""
     job_deadline_s: float = 30.0
     totals_every_s: float = 10.0
-    """How often the totals that outlive the daemon are saved: a kill loses what came since."""
+    """Interval between saves of the totals that outlive the daemon; a killed daemon loses the last interval."""
     pin_linger_s: float = 600.0
-    """How long the pool stays pinned after the last engine on a GPU has left."""
+    """Time for which the pool stays pinned after the last engine on a GPU has left."""
     touch_threads: int = 0
-    """Threads that touch the pool at the start; 0 chooses their number by the cores."""
+    """Threads that touch the pool at the start; 0 derives their number from the cores."""
     cuda_batches: bool = True
-    """Whether small pieces are copied in batches where the CUDA driver knows them."""
+    """Whether small pieces are copied in batches if the CUDA driver supports it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """What the daemon runs with. Units end the names."""
+    """Settings of the daemon. Units end the names."""
 
     directory: Path = DIRECTORY.setting(  # noqa: RUF009 - it is a field
         default_directory,
-        "Directory of the daemon's three sockets, made with mode 0750 where it is missing. Change it for a second "
-        "daemon on one machine, or to a volume that pods share.",
+        "Directory of the daemon's three sockets, created with mode 0750 if missing. Change it for a second daemon on "
+        "one machine, or to a volume that pods share.",
     )
     pool_bytes: int = size(1024**2).setting(
         4 * 1024**3,
-        "Memory for blocks, taken at the start and kept. Set it to what the machine can spare: more memory, more hits.",
+        "Memory for blocks, allocated at the start. Set it to what the machine can spare: more memory, more hits.",
     )
     pool_file: str = Kind(_pool_file, "PATH").setting(
         "",
-        "File on tmpfs or hugetlbfs that keeps the pool for the next daemon. Set it where systemd does not keep the "
-        "memory over a restart, as in containers.",
+        "File on tmpfs or hugetlbfs that keeps the pool for the next daemon. Set it if systemd cannot keep the memory "
+        "over a restart, as in containers.",
     )
     numa: str = choice("auto", "off").setting(
         "auto",
-        "Whether the pool is spread over the NUMA nodes of the GPUs, each GPU's blocks on its own node. Switch it off"
-        " where something else places memory.",
+        "Whether the pool is spread over the NUMA nodes of the GPUs, with each GPU's blocks on its own node. Switch it "
+        "off if something else places memory.",
     )
     eviction_policy: str = choice(*POLICY_NAMES).setting(
         DEFAULT_POLICY,
-        "Which blocks are stored, and which are evicted first when the pool is full. Compare policies on a recording "
-        "of your own traffic with `kvoffd-cli trace replay` before you change it.",
+        "Which blocks are stored, and which are evicted first when the pool is full. Before you change it, compare "
+        "policies on a recording of your own traffic with `kvoffd-cli trace replay`.",
     )
     disk: tuple[DiskSize, ...] = Kind(_disks, "DIRECTORY=SIZE", _commas, repeated=True).setting(
         (),
-        "Directory of a local SSD for blocks that leave the pool, and the bytes to allocate there. Give it again for"
-        " each SSD.",
+        "Directory of a local SSD for blocks that leave the pool, and the bytes to allocate there. Repeat it for each "
+        "SSD.",
     )
     disk_write: str = WRITE_MODE.setting(
         TieringSettings.mode.value,
-        "Which blocks are written to disk: every block while the disk has space, and once it is full those that are "
-        "likely to come back (auto); every block (always); or none (never). Choose never to read a disk alone.",
+        "Which blocks are written to disk: every block while the disk has space, then those that are likely to be "
+        "reused (auto); every block (always); or none (never). Choose never to only read a disk.",
     )
     disk_write_bytes_per_day: int | None = PER_DAY.setting(
         None,
-        "Bytes that may be written to all disks in a day once each was filled, 0 for no bound; auto is the disks' size,"
-        " with disk_write always no bound. Set it to what your SSDs are rated for.",
+        "Bytes that may be written to all disks in a day after each was filled once; 0 is no limit; auto is the disks' "
+        "size, but no limit with disk_write always. Set it to the rated endurance of your SSDs.",
     )
     disk_deadline_s: float = duration(0.1).setting(
         TieringSettings.deadline_s,
-        "Time for a disk to read a block once it is the block's turn; later it is a miss. Raise it for disks that "
-        "pause.",
+        "Time for a disk to read a block, without queueing; later it is a miss. Raise it for disks that pause.",
     )
     shared: tuple[str, ...] = Kind(_urls, "URL", _commas, repeated=True).setting(
         (),
         "Store that nodes share: redis://host:port, rediss:// for TLS, redis+cluster:// and any server of a cluster, "
-        "s3://bucket/prefix?endpoint=url&region=name. Give it again for each store.",
+        "s3://bucket/prefix?endpoint=url&region=name. Repeat it for each store.",
     )
     shared_password_file: str = file("/etc/kvoffd/shared.password").setting(
         "",
-        "File with a password, or user:password, in its n-th line for the n-th shared store. Set it where a store "
-        "wants one.",
+        "File with a password, or user:password, in its n-th line for the n-th shared store. Set it if a store "
+        "requires one.",
     )
     shared_write: str = WRITE_MODE.setting(
         TieringSettings.mode.value,
-        "Which blocks are written to each shared store, as of disk_write. Choose never on nodes that only read.",
+        "Which blocks are written to each shared store; see disk_write. Choose never on nodes that only read.",
     )
     shared_ask_deadline_s: float = duration(0.001).setting(
         0.5,
-        "Time for a shared store to say whether it has a block; later it is a miss. Engines wait less for short "
+        "Time for a shared store to answer whether it has a block; later it is a miss. Engines wait less for short "
         "prompts. Raise it for a store behind a very slow network.",
     )
     shared_deadline_s: float = duration(0.1).setting(
         2.0,
-        "Time for a shared store to send a block once it is the block's turn; later it is a miss. Raise it for a store "
-        "behind a very slow network.",
+        "Time for a shared store to send a block, without queueing; later it is a miss. Raise it for a store behind a "
+        "very slow network.",
     )
     copy_threads: int = number(1, 64).setting(
         1,
-        "Threads that copy between engines' host memory and the pool, for each direction. Raise it for engines on CPU"
-        " with cores to spare; GPUs have threads of their own.",
+        "Threads that copy between engines' host memory and the pool, for each direction. Raise it for CPU engines if "
+        "the machine has idle cores; GPUs have threads of their own.",
     )
     verify_share: float = Kind(_share, "SHARE", "{:.12g}".format).setting(
         1 / 64,
-        "Share of the loads that compare blocks with their checksums. Set 1 where memory is not to be trusted; blocks"
-        " of an earlier daemon are compared in any case.",
+        "Share of the loads that compare blocks with their checksums. Set 1 if memory is unreliable; blocks of an "
+        "earlier daemon are always compared.",
     )
     allowed_uids: tuple[int, ...] = IDS.setting(
         (),
-        "Users that may connect, beside root and the daemon's own user. Name the users that engines run as.",
+        "Users that may connect, besides root and the daemon's own user. Name the users that engines run as.",
     )
     allowed_gids: tuple[int, ...] = IDS.setting(
         (),
-        "Groups whose users may connect; where nothing is given, the daemon's own group. Only a process's primary "
-        "group counts.",
+        "Groups whose users may connect; the daemon's own group if empty. Only a process's primary group counts.",
     )
     admin_uids: tuple[int, ...] = IDS.setting(
         (),
-        "Users that may administer; where nothing is given, all that may connect. Set it where engines of several "
-        "users share the daemon.",
+        "Users that may administer; all that may connect if empty. Set it if engines of several users share the "
+        "daemon.",
     )
     max_sessions: int = number(1, 65_536).setting(
         256,
-        "Most open sessions: an engine has one for its scheduler and one for each worker. Raise it for more engines.",
+        "Limit of open sessions: an engine has one for its scheduler and one for each worker. Raise it for more "
+        "engines.",
     )
     shutdown_deadline_s: float = duration(0.0).setting(
         10.0,
-        "How long running jobs may finish after SIGTERM. Keep it below TimeoutStopSec and "
+        "Time for running jobs to finish after SIGTERM. Keep it below TimeoutStopSec and "
         "terminationGracePeriodSeconds.",
     )
     http_address: str = Kind(_address, "HOST:PORT").setting(
         "127.0.0.1:9464",
-        "Address of /metrics, /healthz, /readyz, /stats.json and the page; an empty one serves no HTTP. Change it so "
+        "Address of /metrics, /healthz, /readyz, /stats.json and the page; an empty one disables HTTP. Change it so "
         "that your monitoring reaches it; there is no password.",
     )
     log_level: str = choice("debug", "info", "warning", "error").setting(
@@ -417,26 +416,25 @@ class Config:
     )
     cuda_library: str = file("/usr/lib/libcuda.so.1").setting(
         "",
-        "Path of the CUDA driver's library; an empty one is the system's. Set it where the system does not find the "
-        "library.",
+        "Path of the CUDA driver's library; an empty one is the system's. Set it if the system does not find it.",
     )
     pin_pool: str = choice("start", "use").setting(
         "start",
-        "When the pool is pinned for GPUs: at the start where a GPU is visible, or with the first engine on one. "
-        "Choose use where the daemon must take nothing of an idle GPU.",
+        "When the pool is pinned for GPUs: at the start if a GPU is visible, or with the first engine on one. Choose "
+        "use if the daemon must not take memory of an idle GPU.",
     )
     limits: Limits = field(default_factory=Limits)
-    """Not a setting: what tests replace."""
+    """Constants that tests replace; not a setting."""
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """By setting, where its value came from, such as ``flag --pool-size``; defaults are left out."""
+    """Sources of the settings, such as ``flag --pool-size``; defaults are left out."""
 
 
 _ENDINGS = {"_bytes_per_day": "_per_day", "_bytes": "_size", "_s": "", "": ""}
-"""What a setting's name has in place of the unit that ends its field's name."""
+"""Endings of fields' names, and what replaces them in the setting's name."""
 
 
 class Setting:
-    """One field of ``Config`` as users see it: ``name`` is the key in the file."""
+    """A field of ``Config`` as users see it; ``name`` is its key in the file."""
 
     def __init__(self, field_name: str, kind: Kind, description: str) -> None:
         self.field_name, self.description = field_name, description
@@ -451,7 +449,7 @@ SETTINGS = tuple(Setting(one.name, **one.metadata) for one in dataclasses.fields
 
 
 def settings_in_force(config: Config) -> list[tuple[str, str, str]]:
-    """Of each setting its name, its value as text, and where that came from."""
+    """Return name, value as text, and source of each setting."""
     return [
         (one.name, one.show(getattr(config, one.field_name)), config.sources.get(one.name, "default"))
         for one in SETTINGS
@@ -467,17 +465,17 @@ def load_config(
     config_path: str | Path | None = None,
     limits: Limits | None = None,
 ) -> Config:
-    """Put the configuration together.
+    """Merge the configuration from its sources.
 
     Args:
-        flags: By setting name (``pool_size``), the text given on the command line, or the texts where a flag may be
-            given again; None where it was not given.
-        environ: The environment; ``KVOFFD_CONFIG`` in it names the file when ``config_path`` is None.
-        config_path: The TOML file; None for none.
-        limits: Those of a test.
+        flags: texts of the command line by setting name (``pool_size``); a list if the flag may be repeated, None if it
+            was not given.
+        environ: the environment; its ``KVOFFD_CONFIG`` names the file if ``config_path`` is None.
+        config_path: a TOML file.
+        limits: for tests.
 
     Raises:
-        ConfigError: a file that cannot be read, an unknown setting, an impossible value.
+        ConfigError: a file that cannot be read, an unknown setting, an invalid value.
     """
     path = config_path if config_path is not None else environ.get(CONFIG_VARIABLE) or None
     by_flag = {one.name: (flags[one.name], f"flag {one.flag}") for one in SETTINGS if flags.get(one.name) is not None}
@@ -489,7 +487,7 @@ def load_config(
             if one.name in layer:
                 given, source = layer[one.name]
                 if not all(map(is_utf8, given if isinstance(given, list) else [given])):
-                    raise ConfigError(f"{one.name} ({source}): what is given is not UTF-8; choose another name.")
+                    raise ConfigError(f"{one.name} ({source}): the value is not UTF-8; choose another name.")
                 try:
                     values[one.field_name] = one.parse(given)
                 except ValueError as error:
@@ -536,7 +534,7 @@ def _check_known(key: str, names: Collection[str], where: str) -> None:
 
 
 def did_you_mean(name: str, names: Collection[str]) -> str:
-    """A question that names the nearest of ``names``; empty where none is near."""
+    """Return a question with the most similar of ``names``; empty if none is similar."""
     import difflib  # only errors need it
 
     close = difflib.get_close_matches(name, sorted(names), n=1)

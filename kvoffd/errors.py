@@ -1,4 +1,4 @@
-"""What can go wrong in the daemon: one exception with a code of the wire and a sentence."""
+"""Errors of the daemon: one exception with a wire code and a sentence."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ logger = logging.getLogger(__name__)
 
 
 class KvoffdError(Exception):
-    """A refusal. ``code`` travels to the client, the message says what to do."""
+    """A refused request. The client receives ``code`` and the message, which says what to do."""
 
     code: ErrorCode = ErrorCode.INTERNAL
 
@@ -22,12 +22,12 @@ class KvoffdError(Exception):
 
     @classmethod
     def of(cls, code: ErrorCode) -> KvoffdError:
-        """A refusal that the code's own sentence explains."""
+        """Return an error with the code's own sentence."""
         return KvoffdError(code.sentence, code)
 
 
 def refusal_of(error: Exception) -> KvoffdError:
-    """The text that a client gets for an error. A failure of the daemon's own goes to the log."""
+    """Return the error for a client. Internal failures are logged."""
     if isinstance(error, KvoffdError):
         return error
     logger.error("A request failed inside the daemon.", exc_info=error)
@@ -35,41 +35,41 @@ def refusal_of(error: Exception) -> KvoffdError:
 
 
 class BadGeometry(KvoffdError):
-    """Tensors, groups or shards that do not fit each other, the namespace or the pool."""
+    """Tensors, groups or shards do not fit each other, the namespace or the pool."""
 
     code = ErrorCode.BAD_GEOMETRY
 
 
 class ShardTooLarge(BadGeometry):
-    """A shard is larger than the pool can hold in one piece."""
+    """A shard is too large for any slot of the pool."""
 
 
 class OutOfBounds(KvoffdError):
-    """A tensor reaches outside its segment."""
+    """A tensor exceeds its segment."""
 
     code = ErrorCode.OUT_OF_BOUNDS
 
 
 class BadBlockIds(KvoffdError):
-    """Block ids outside the tensors, or too many or too few for the keys."""
+    """Block ids are outside the tensors, or too many or too few for the keys."""
 
     code = ErrorCode.BAD_BLOCK_IDS
 
 
 class BadKeys(KvoffdError):
-    """Keys of a wrong length, or one key twice."""
+    """Keys have a wrong length, or are repeated."""
 
     code = ErrorCode.BAD_KEYS
 
 
 class UnsafeSegment(KvoffdError):
-    """Memory the daemon must not map: it could shrink under it."""
+    """The daemon must not map the memory, for example because it could shrink."""
 
     code = ErrorCode.UNSAFE_SEGMENT
 
 
 class PoolTooLarge(KvoffdError):
-    """More memory was asked for than the machine or the cgroup can give."""
+    """The pool does not fit the machine or its cgroup."""
 
     code = ErrorCode.NO_SPACE
 
@@ -87,31 +87,31 @@ class NamespaceMismatch(KvoffdError):
 
 
 class UnknownLease(KvoffdError):
-    """The lease is unknown, has ended or belongs elsewhere."""
+    """The lease is unknown, has ended or belongs to another session or namespace."""
 
     code = ErrorCode.UNKNOWN_LEASE
 
 
 class NotReady(KvoffdError):
-    """Keys of a load are not under its lease, or are not written from where it begins."""
+    """Keys of a load are not under its lease, or were stored without the engine blocks it begins with."""
 
     code = ErrorCode.NOT_READY
 
     def __init__(self, group: int, missing: list[int]) -> None:
         super().__init__(
-            f"{len(missing)} keys of group {group} can not be loaded under this lease, or not from their first engine "
-            "block on; recompute them."
+            f"{len(missing)} keys of group {group} cannot be loaded under this lease, or not from their first engine "
+            "block; recompute them."
         )
         self.group = group
         self.missing = missing
-        """Indices of those keys in the request, ascending."""
+        """Indices of these keys in the request, ascending."""
 
 
 class NoMoreThreads(KvoffdError):
-    """The kernel gives this process no more threads."""
+    """The kernel refuses another thread."""
 
     def __init__(self) -> None:
         super().__init__(
-            "The daemon gets no more threads, of which processes beside it may have too many: see pids.max of its "
-            "cgroups, pod_pids_limit of Kubernetes, ulimit -u and the memory that it may have."
+            "The daemon cannot start a thread; other processes may use up the limit: see pids.max of its cgroups, "
+            "podPidsLimit of Kubernetes, ulimit -u, and its memory limit."
         )

@@ -128,7 +128,7 @@ class SchedulerClient(Session):
         self._reports: deque[m.PromptReport] = deque(maxlen=m.MAX_PROMPT_REPORTS)
         self._transport.start(self)
 
-    def lookup(self, groups: Sequence[m.GroupKeys], again: bool = False) -> LookupFuture:
+    def lookup(self, groups: Sequence[m.GroupKeys], again: bool = False, *, reported: bool = False) -> LookupFuture:
         """Ask which keys are ready and pin those under a new lease. While not connected, return a failed lookup.
 
         Keys that exceed the limit of one request are sent in several.
@@ -136,6 +136,7 @@ class SchedulerClient(Session):
         Args:
             groups: keys, root of the prefix first.
             again: the same keys were looked up before and some were pending: do not count them again.
+            reported: report_prompt() follows for this lease, and the daemon counts the keys then.
 
         Raises:
             ValueError: the keys of a group are not a whole number of the namespace's key_bytes.
@@ -155,19 +156,16 @@ class SchedulerClient(Session):
             found = LookupFuture(lease_id, transport=self._transport, missing=len(parts), partial=[b""] * len(groups))
             self._unanswered[lease_id] = found
             for places, asked in parts:
-                message = m.Lookup(self._next_request_id(), self._fingerprint, lease_id, list(asked), again)
+                message = m.Lookup(self._next_request_id(), self._fingerprint, lease_id, list(asked), again, reported)
                 self._send(message, now, functools.partial(self._on_answer, found, places, asked, now))
                 if found.done:  # it could not be sent
                     break
             return found
 
-    def release(self, lease_id: int, unused: str = "") -> None:
-        """End a lease. Harmless if it has ended, or its lookup is unanswered or was never sent.
-
-        ``unused``: why found keys were not loaded, as in ``Release``; counted among the misses.
-        """
+    def release(self, lease_id: int) -> None:
+        """End a lease. Harmless if it has ended, or its lookup is unanswered or was never sent."""
         with self._transport.lock:
-            self._release(lease_id, unused)
+            self._release(lease_id)
 
     def invalidate(self, groups: Sequence[m.GroupKeys]) -> None:
         """Have the daemon drop unusable blocks. Does nothing while not connected."""
@@ -221,13 +219,13 @@ class SchedulerClient(Session):
 
     # --- with the lock held ----------------------------------------------------------------------
 
-    def _release(self, lease_id: int, unused: str = "") -> None:
+    def _release(self, lease_id: int) -> None:
         if (found := self._leases.pop(lease_id, None)) is not None:
             found.stale_at = 0.0
         if lease_id in self._unanswered:
             self._unanswered[lease_id].unwanted = True
         if self.ready and lease_id:  # messages keep their order: it arrives after its lookup
-            self._send(m.Release(m.NO_REPLY, [lease_id], unused))
+            self._send(m.Release(m.NO_REPLY, [lease_id]))
 
     def _on_answer(
         self,

@@ -2,4 +2,4 @@
 
 DEFAULT_POLICY = "learned"
 POLICY_NAMES = (DEFAULT_POLICY, "arc", "lru")
-"""Here, since the command line needs them and not numpy."""
+"""Defined here because the command line needs them without importing numpy."""

@@ -1,23 +1,24 @@
-/* The blocks of the pool: what is known of each by the number of its first slot, and one hash table for all namespaces that
- * finds it by the number of its group and its key. block_table.py owns the memory; the keys are in the slot table.
+/* Blocks of the pool: arrays by the number of a block's first slot, and one hash table for all namespaces that finds a
+ * block by its group's number and its key. block_table.py owns the memory; the keys are in the slot table.
  *
- * The order of writes to a record matters, since the process may be killed between any two: pool/slot_table.py has it. The
- * compiler must keep to it, hence the fences; the CPU does as far as another process can see.
+ * The order of writes to a record matters, because the process may be killed between any two: see pool/slot_table.py.
+ * The fences keep the compiler to it; the CPU keeps to it as far as another process can see.
  */
 #include "blocks.h"
 
 #include <stdatomic.h>
 
-/* Of everything that C and Python share: system/native.py has it too, and refuses another one. */
-const uint32_t kvoffd_version = 12;
+/* Version of everything that C and Python share: system/native.py has the same, and refuses another one. */
+const uint32_t kvoffd_version = 13;
 
 #define WRITE(record, type, field, given) ({ type value_ = (given); memcpy((record) + (field), &value_, sizeof value_); })
 
-/* Words of `misses` have all but the last four bits of a key's hash, and the reason why it left. What falls on the same place
- * replaces what was there. */
+/* A word of `misses` holds all but the last four bits of a key's hash, and the reason why the key left. A new word
+ * replaces the one in its place. */
 enum { MISSES = 1 << 19 /* KNOWN_MISSES of block_table.py */ };
 #define REASON 15ULL
-enum { PARTIAL = 3 }; /* of MissReason in namespace.py: a shard is missing */
+enum { PARTIAL = 3 }; /* MissReason in namespace.py: a shard is missing */
+enum { FOUND = 255 }; /* of block_table.py */
 
 static void set_record(uint8_t *record, uint64_t state)
 {
@@ -26,7 +27,7 @@ static void set_record(uint8_t *record, uint64_t state)
     atomic_signal_fence(memory_order_seq_cst);
 }
 
-/* Completes a table whose first fields are set; returns whether there was the memory. */
+/* Completes a table whose first fields are set; returns whether there was enough memory. */
 int kvoffd_blocks_open(struct blocks *x, const uint64_t seed[2])
 {
     for (uint32_t byte = 0; byte < 256; byte++) {
@@ -46,7 +47,7 @@ void kvoffd_blocks_close(struct blocks *x)
     close_index(&x->index);
 }
 
-/* Finds up to TOGETHER keys, which lie end to end: their hashes and blocks, NONE for those that are not there, and states. */
+/* Finds up to TOGETHER concatenated keys: their hashes, states and blocks, NONE for absent keys. */
 static void find_some(const struct blocks *x, uint32_t group, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
                       uint64_t *hashed, uint8_t *states, uint32_t *blocks)
 {
@@ -90,14 +91,14 @@ static void pin(struct blocks *x, uint32_t block)
     }
 }
 
-/* Pins blocks, once more for each time that one comes. */
+/* Pins blocks; a block that occurs several times is pinned as many times. */
 void kvoffd_blocks_pin(struct blocks *x, const uint32_t *blocks, uint64_t count)
 {
     for (uint64_t i = 0; i < count; i++)
         pin(x, blocks[i]);
 }
 
-/* Undoes that; finds the blocks that nothing pins any more, and returns how many. */
+/* Removes one pin for each occurrence; finds the blocks that are not pinned any more, and returns how many. */
 uint64_t kvoffd_blocks_unpin(struct blocks *x, const uint32_t *blocks, uint64_t count)
 {
     uint64_t found = 0;
@@ -111,7 +112,7 @@ uint64_t kvoffd_blocks_unpin(struct blocks *x, const uint32_t *blocks, uint64_t 
     return found;
 }
 
-/* The number of the reason for which a key that is not there left, 0 where that is not known. */
+/* Returns the reason why an absent key left, 0 if unknown. */
 static uint64_t reason_of(const struct blocks *x, uint64_t hashed)
 {
     uint64_t there = x->misses[hashed & (MISSES - 1)];
@@ -119,16 +120,18 @@ static uint64_t reason_of(const struct blocks *x, uint64_t hashed)
     return (there ^ hashed) & ~REASON ? 0 : there & REASON;
 }
 
-/* What a lookup found: READY keys, those of them before the first that is not; and the others by reason. */
+/* Result of a lookup: the number of READY keys, and of those before the first other key. */
 struct found {
-    uint64_t ready, run, misses[REASON + 1];
+    uint64_t ready, run;
 };
 
-/* Looks keys up: finds their states, and the blocks of those that are READY, which are pinned if `pins`. */
+/* Looks up keys: finds their states, behind these the reasons of misses, and the blocks of READY keys, which are pinned if
+ * `pins`. */
 void kvoffd_blocks_lookup(struct blocks *x, uint32_t group, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
                           uint32_t pins)
 {
     struct found *found = (struct found *)x->counts;
+    uint8_t *reasons = x->bytes + count;
     uint64_t hashed[TOGETHER];
     uint32_t blocks[TOGETHER];
 
@@ -140,12 +143,13 @@ void kvoffd_blocks_lookup(struct blocks *x, uint32_t group, const uint8_t *keys,
             __builtin_prefetch(blocks[i] == NONE ? (void *)&x->misses[hashed[i] & (MISSES - 1)] : &x->pins[blocks[i]]);
         for (uint64_t i = 0; i < together; i++) {
             if (x->bytes[begin + i] == READY) {
+                reasons[begin + i] = FOUND;
                 found->run += found->ready == begin + i;
                 x->numbers[found->ready++] = blocks[i];
                 if (pins)
                     pin(x, blocks[i]);
             } else
-                found->misses[blocks[i] == NONE ? reason_of(x, hashed[i]) : PARTIAL]++;
+                reasons[begin + i] = blocks[i] == NONE ? reason_of(x, hashed[i]) : PARTIAL;
         }
     }
 }
@@ -166,23 +170,23 @@ static void take_out(const struct blocks *x, struct block_list *list, uint32_t b
     *(newer == NONE ? &list->newest : &x->older[newer]) = older;
 }
 
-/* Puts blocks of a group, which are in the index, into its list. */
+/* Appends blocks of a group, which are in the index, to its list. */
 void kvoffd_blocks_append(const struct blocks *x, const struct block_group *g, const uint32_t *blocks, uint64_t count)
 {
     for (uint64_t i = 0; i < count; i++)
         append(x, g->list, blocks[i]);
 }
 
-/* Finds up to `count` of the oldest blocks of a group, among as many as `seen` of them; if `loose`, READY ones that nothing
- * pins, and the others become its newest: they are in use. Returns how many. */
-uint64_t kvoffd_blocks_oldest(struct blocks *x, const struct block_group *g, uint64_t count, uint64_t seen, uint32_t loose)
+/* Finds up to `count` of the oldest blocks of a group among the first `seen`; if `unpinned`, only READY, unpinned ones,
+ * and the others become its newest, as they are in use. Returns how many. */
+uint64_t kvoffd_blocks_oldest(struct blocks *x, const struct block_group *g, uint64_t count, uint64_t seen, uint32_t unpinned)
 {
     uint32_t next = g->list->oldest, last = g->list->newest, found = 0, block = NONE;
 
     while (block != last && found < count && seen--) {
         block = next;
         next = x->newer[block];
-        if (!loose || (x->state[block] == READY && !x->pins[block])) {
+        if (!unpinned || (x->state[block] == READY && !x->pins[block])) {
             x->numbers[found++] = block;
         } else if (block != last) {
             take_out(x, g->list, block);
@@ -192,8 +196,8 @@ uint64_t kvoffd_blocks_oldest(struct blocks *x, const struct block_group *g, uin
     return found;
 }
 
-/* Makes blocks of free slots, [count][ranks], for keys none of which is there: their records name the namespace and its
- * group, and all their shards are still to be written. Returns how many: fewer where a key is there. */
+/* Makes blocks of free slots, [count][ranks], for absent keys: their records name the namespace and its group, and all
+ * shards are still to be written. Returns how many: fewer if a key is present. */
 static uint64_t enter(struct blocks *x, const struct block_group *g, const uint32_t *slots, uint64_t count,
                       const uint8_t *keys)
 {
@@ -226,9 +230,9 @@ static uint64_t enter(struct blocks *x, const struct block_group *g, const uint3
     return count;
 }
 
-/* Makes blocks of up to `count` keys, none of which is there, in slots that are free, each on its rank's node first. Where
- * one rank gets none, since another slot size has taken the free regions, all ask for half as many. Finds the slots,
- * [blocks][ranks], and returns how many blocks; NONE where a key is there. */
+/* Makes blocks for up to `count` absent keys in free slots, preferably on each rank's node. If one rank gets no slot
+ * because other slot sizes have taken the free regions, tries half as many. Finds the slots, [blocks][ranks], and
+ * returns how many blocks; NONE if a key is present. */
 uint64_t kvoffd_blocks_take(struct blocks *x, struct slots *slots, const struct block_group *g, const uint8_t *keys,
                             uint64_t count)
 {
@@ -250,7 +254,7 @@ uint64_t kvoffd_blocks_take(struct blocks *x, struct slots *slots, const struct 
     }
 }
 
-/* Seals a record: all behind its state is written. */
+/* Seals a record once all fields after its state are written. */
 static void seal(const struct blocks *x, uint8_t *record)
 {
     uint32_t crc;
@@ -260,9 +264,9 @@ static void seal(const struct blocks *x, uint8_t *record)
     WRITE(record, uint32_t, CRC, crc);
 }
 
-/* Notes that shards of `length` bytes are whole, from the last one to the first, with rising generations. `first_blocks` may
- * be NULL for 0. Finds the blocks that lack no shard now, in the order in which they were noted, and their keys; returns
- * how many. Where a block is not WRITING nothing is done, and NONE returned. */
+/* Marks shards of `length` bytes as complete, from the last to the first, with rising generations. `first_blocks` may
+ * be NULL for 0. Finds the blocks that became complete, in that order, and their keys; returns how many. If a block is
+ * not WRITING, changes nothing and returns NONE. */
 uint32_t kvoffd_blocks_publish(struct blocks *x, const uint32_t *blocks, const uint32_t *slots, uint64_t count,
                                const uint16_t *first_blocks, uint32_t length, const uint64_t *checksums)
 {
@@ -291,7 +295,7 @@ uint32_t kvoffd_blocks_publish(struct blocks *x, const uint32_t *blocks, const u
     return found;
 }
 
-/* Enters the checksum of a shard that was published without one. If the daemon is killed in it, the record is not believed. */
+/* Sets the checksum of a shard that was published without one. A daemon killed here loses the block. */
 void kvoffd_blocks_set_checksum(const struct blocks *x, uint32_t slot, uint64_t checksum)
 {
     uint8_t *record = record_of(x, slot);
@@ -307,7 +311,7 @@ static uint32_t slot_of_rank(const struct blocks *x, uint32_t block, uint32_t ra
     return block;
 }
 
-/* A store by a rank begins to write its shards of blocks: finds their slots and where these are. */
+/* Marks a rank's shards of blocks as being written: finds their slots and pool offsets. */
 void kvoffd_blocks_begin_writes(struct blocks *x, const struct slots *slots, const uint32_t *blocks, uint64_t count,
                                 uint32_t rank)
 {
@@ -318,9 +322,9 @@ void kvoffd_blocks_begin_writes(struct blocks *x, const struct slots *slots, con
     }
 }
 
-/* Finds and pins blocks for a load by a rank, behind them its slots of them, and where these are. Says of each key whether
- * the rank can read it from its beginning, the first key from `first_block` on; returns whether it can read all, else
- * nothing is pinned. */
+/* Finds and pins the blocks for a load by a rank, then the rank's slots, and their pool offsets. Finds for each key
+ * whether the rank can read it from its beginning, the first key from `first_block`; returns whether all are
+ * readable, and pins nothing if not. */
 int kvoffd_blocks_begin_load(struct blocks *x, const struct slots *slots, uint32_t group, const uint8_t *keys,
                              uint64_t count, uint64_t key_bytes, uint32_t rank, uint32_t first_block)
 {
@@ -340,7 +344,7 @@ int kvoffd_blocks_begin_load(struct blocks *x, const struct slots *slots, uint32
     return readable == count;
 }
 
-/* Whether a store writes a shard of the block. */
+/* Returns whether a store is writing a shard of the block. */
 static int being_written(const struct blocks *x, uint32_t block)
 {
     uint32_t at = block;
@@ -353,13 +357,13 @@ static int being_written(const struct blocks *x, uint32_t block)
     return 0;
 }
 
-/* What became of blocks that are out of the index. */
+/* Result for blocks that left the index. */
 struct released {
-    uint64_t slots; /* of those that are FREE now, and of them the ones that were UNVERIFIED, and CORRUPT */
+    uint64_t slots; /* slots that became FREE; of these, the ones that were UNVERIFIED, and CORRUPT */
     uint64_t unverified, corrupt;
 };
 
-/* Ends a DROPPED block if nothing holds it, and finds its slots; of these the ones that are CORRUPT stay marked so. */
+/* Ends a DROPPED block that is not in use, and finds its slots; those that are CORRUPT stay marked. */
 static void release(struct blocks *x, uint32_t block)
 {
     struct released *released = (struct released *)x->counts;
@@ -378,7 +382,7 @@ static void release(struct blocks *x, uint32_t block)
     } while (at != block);
 }
 
-/* Ends those of the blocks that are DROPPED and that nothing holds. */
+/* Ends DROPPED blocks that are not in use. */
 void kvoffd_blocks_release(struct blocks *x, const uint32_t *blocks, uint64_t count)
 {
     *(struct released *)x->counts = (struct released){ 0 };
@@ -386,13 +390,13 @@ void kvoffd_blocks_release(struct blocks *x, const uint32_t *blocks, uint64_t co
         release(x, blocks[i]);
 }
 
-static void note(const struct blocks *x, uint64_t hashed, uint64_t reason)
+static void record_miss(const struct blocks *x, uint64_t hashed, uint64_t reason)
 {
     x->misses[hashed & (MISSES - 1)] = (hashed & ~REASON) | reason;
 }
 
-/* Takes blocks of a group out of the index, and finds their keys. They are DROPPED then, no successor brings them back, and those that
- * nothing holds are ended. Notes why they left where there is a reason. Returns how many: fewer where one is not there. */
+/* Takes blocks of a group out of the index, and finds their keys. They become DROPPED, are not recovered by the next
+ * daemon, and end if not in use. Remembers `reason` if not 0. Returns how many: fewer if one is not in the index. */
 uint64_t kvoffd_blocks_drop(struct blocks *x, const struct block_group *g, const uint32_t *blocks, uint64_t count,
                             uint64_t reason)
 {
@@ -411,7 +415,7 @@ uint64_t kvoffd_blocks_drop(struct blocks *x, const struct block_group *g, const
         memcpy(keys, key, g->key_bytes);
         keys += g->key_bytes;
         if (reason)
-            note(x, hashed, reason);
+            record_miss(x, hashed, reason);
         x->state[block] = DROPPED;
         do {
             set_record(record_of(x, at), x->shard[at] & CORRUPT ? BAD_RECORD : FREE_RECORD);
@@ -422,8 +426,8 @@ uint64_t kvoffd_blocks_drop(struct blocks *x, const struct block_group *g, const
     return count;
 }
 
-/* Drops blocks of a group, and enters others of it, for keys none of which is there, in their slots: finds the keys of the
- * former, and the slots, [count][ranks]. Returns how many it entered: fewer where a block was held or a key is there. */
+/* Drops blocks of a group and makes blocks for absent keys in their slots: finds the keys of the dropped blocks, and
+ * the slots, [count][ranks]. Returns how many it made: fewer if a block was in use or a key is present. */
 uint64_t kvoffd_blocks_replace(struct blocks *x, const struct block_group *g, const uint32_t *blocks, uint64_t count,
                                const uint8_t *keys, uint64_t reason)
 {
@@ -436,27 +440,27 @@ uint64_t kvoffd_blocks_replace(struct blocks *x, const struct block_group *g, co
     return enter(x, g, x->numbers, count, keys);
 }
 
-/* The number of the group that all the blocks are of; 0 where one has pins and they should be `loose`. */
-uint32_t kvoffd_blocks_alike(const struct blocks *x, const uint32_t *blocks, uint64_t count, uint32_t loose)
+/* Returns the number of the group of all the blocks; 0 if they have none in common, or `unpinned` and one is pinned. */
+uint32_t kvoffd_blocks_common_group(const struct blocks *x, const uint32_t *blocks, uint64_t count, uint32_t unpinned)
 {
     for (uint64_t i = 0; i < count; i++)
-        if (x->group[blocks[i]] != x->group[blocks[0]] || (loose && x->pins[blocks[i]]))
+        if (x->group[blocks[i]] != x->group[blocks[0]] || (unpinned && x->pins[blocks[i]]))
             return 0;
     return count ? x->group[blocks[0]] : 0;
 }
 
-/* What is chosen so that slots come free for blocks of a group. Of READY blocks `missing` is 0: here it has their marks. */
+/* State of choosing the blocks to evict for a group. `missing` is 0 for READY blocks, so that it can hold the marks. */
 enum { CHOSEN = 1, PASSED, REGIONS_COMPARED = 16 };
 struct choice {
     struct blocks *x;
     const struct slots *slots;
-    uint64_t sizes, found, room, passed_pages, met;
+    uint64_t sizes, found, most_found, passed_pages, met;
     struct {
         uint64_t bytes;
         int64_t lacking; /* slots */
     } size[MOST_RANKS];
-    uint32_t *passed; /* by region, slots of blocks that were passed over */
-    uint32_t *regions; /* those where there were any, in the order in which they were met */
+    uint32_t *passed; /* by region, slots of blocks that were skipped */
+    uint32_t *regions; /* regions with any, in the order in which they were met */
 };
 
 static int64_t *lacking_of(struct choice *c, uint32_t slot)
@@ -499,8 +503,8 @@ static void choose(struct choice *c, uint32_t block)
     x->numbers[c->found++] = block;
 }
 
-/* Chooses all blocks of the region of which most was passed over, among the first ones that were met; returns whether there
- * is one whose blocks may all go. */
+/* Chooses all blocks of the region with the largest part skipped, among the first regions met; returns whether there is
+ * one whose blocks can all be evicted. */
 static int choose_region(struct choice *c)
 {
     const struct slots *slots = c->slots;
@@ -525,7 +529,7 @@ static int choose_region(struct choice *c)
         tried |= 1ULL << best_at;
         first = best * slots->slots_per_region;
         count = slots_in(slots, best, slots->slot_bytes[best]);
-        for (i = 0; i < count && c->found + count <= c->room; i++) {
+        for (i = 0; i < count && c->found + count <= c->most_found; i++) {
             uint32_t block = first + i;
             if (!slots->in_use[block])
                 continue;
@@ -550,13 +554,13 @@ static int choose_region(struct choice *c)
     }
 }
 
-/* Finds blocks, at most `room` of them, whose slots make space for `count` blocks of a group: see Victims.for_space. `order`
- * has READY blocks that nothing pins; `last`: there are no others. Returns how many; NONE where there is no memory. Counts 1
- * where they are enough. */
-uint64_t kvoffd_blocks_make_space(struct blocks *x, const struct slots *slots, const struct block_group *g, uint64_t count,
-                                  const uint32_t *order, uint64_t blocks, uint64_t room, uint32_t last)
+/* Finds at most `most_found` blocks to evict for `count` blocks of a group: see Victims.for_space. `order` has READY,
+ * unpinned blocks; `last`: there are no others. Returns how many, and sets counts[0] to whether they are enough; NONE
+ * if memory is short. */
+uint64_t kvoffd_blocks_choose_victims(struct blocks *x, const struct slots *slots, const struct block_group *g, uint64_t count,
+                                  const uint32_t *order, uint64_t blocks, uint64_t most_found, uint32_t last)
 {
-    struct choice c = { .x = x, .slots = slots, .room = room };
+    struct choice c = { .x = x, .slots = slots, .most_found = most_found };
     uint64_t patience = 0, seen = 0;
 
     c.passed = calloc(3 * slots->regions, sizeof *c.passed);
@@ -571,7 +575,7 @@ uint64_t kvoffd_blocks_make_space(struct blocks *x, const struct slots *slots, c
         c.size[i].bytes = g->rank[rank].slot_bytes;
         c.size[i].lacking += count;
     }
-    for (; seen < blocks && lacks(&c) && c.found < room; seen++) {
+    for (; seen < blocks && lacks(&c) && c.found < most_found; seen++) {
         uint32_t block = order[seen], at = block;
         int64_t *lacking;
         int useful = 0;
@@ -622,11 +626,11 @@ void kvoffd_blocks_keys(const struct blocks *x, const uint32_t *blocks, uint64_t
     }
 }
 
-enum { PRESENT, LACKING, MINE, AGAIN, NARROW };
+enum { PRESENT, ABSENT, JOIN, DUPLICATE, NARROW };
 
-/* Says what a store by a rank has to do about each of `count` keys, and finds the blocks of those that have one. Keys that
- * are to be written come as AGAIN under later numbers. NARROW: the rank's shard begins behind `first_blocks`, which may be
- * NULL for 0, and the block may go. Returns whether there was the memory. */
+/* Finds the verdict of each key that a rank stores, and the blocks of keys that have one. A key to be written is a
+ * DUPLICATE at later numbers. NARROW: the rank's shard begins after `first_blocks` (NULL for 0), and the block is not
+ * in use. Returns whether there was enough memory. */
 uint64_t kvoffd_blocks_plan(const struct blocks *x, uint32_t group, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
                        uint32_t rank, const uint16_t *first_blocks)
 {
@@ -635,7 +639,7 @@ uint64_t kvoffd_blocks_plan(const struct blocks *x, uint32_t group, const uint8_
     uint64_t mask = 63;
     while (mask < 2 * count)
         mask = 2 * mask + 1;
-    uint32_t *wanted = calloc(mask + 1, sizeof *wanted); /* numbers, plus 1, of keys to write, by their hash */
+    uint32_t *wanted = calloc(mask + 1, sizeof *wanted); /* hash table of keys to write: their numbers plus 1 */
     if (!wanted)
         return 0;
     for (uint64_t i = 0; i < count; i++) {
@@ -645,15 +649,15 @@ uint64_t kvoffd_blocks_plan(const struct blocks *x, uint32_t group, const uint8_
             at = (at + 1) & mask;
         blocks[i] = NONE;
         if (wanted[at]) {
-            verdicts[i] = AGAIN;
+            verdicts[i] = DUPLICATE;
             continue;
         }
         uint64_t entry = *find(x, hashed, group, key, key_bytes);
-        verdicts[i] = LACKING;
+        verdicts[i] = ABSENT;
         if (entry) {
             uint32_t block = blocks[i] = slot_of(entry), slot = slot_of_rank(x, block, rank);
             uint8_t shard = x->shard[slot] & SHARD_STATE;
-            verdicts[i] = shard == RESERVED ? MINE : PRESENT;
+            verdicts[i] = shard == RESERVED ? JOIN : PRESENT;
             if (shard == WRITTEN && !x->pins[block] && !being_written(x, block) &&
                 READ(record_of(x, slot), uint16_t, FIRST_BLOCK) > (first_blocks ? first_blocks[i] : 0))
                 verdicts[i] = NARROW;
@@ -665,20 +669,17 @@ uint64_t kvoffd_blocks_plan(const struct blocks *x, uint32_t group, const uint8_
     return 1;
 }
 
-/* Notes why each of `count` keys left, 1 to 15. */
-void kvoffd_blocks_note(const struct blocks *x, uint32_t group, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
+/* Remembers the reason, 1 to 15, why each of `count` keys left. */
+void kvoffd_blocks_record_misses(const struct blocks *x, uint32_t group, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
                         uint64_t reason)
 {
     for (uint64_t i = 0; i < count; i++)
-        note(x, hash(x, group, keys + i * key_bytes, key_bytes), reason);
+        record_miss(x, hash(x, group, keys + i * key_bytes, key_bytes), reason);
 }
 
-/* Counts by reason the keys whose state is 0; those of which nothing is noted under the first. */
-void kvoffd_blocks_count(const struct blocks *x, uint32_t group, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
-                         const uint8_t *states)
+/* Finds the reason why each key left, 0 if it is unknown. */
+void kvoffd_blocks_reasons(const struct blocks *x, uint32_t group, const uint8_t *keys, uint64_t count, uint64_t key_bytes)
 {
-    memset(x->counts, 0, (REASON + 1) * sizeof *x->counts);
     for (uint64_t i = 0; i < count; i++)
-        if (!states[i])
-            x->counts[reason_of(x, hash(x, group, keys + i * key_bytes, key_bytes))]++;
+        x->bytes[i] = reason_of(x, hash(x, group, keys + i * key_bytes, key_bytes));
 }

@@ -1,5 +1,5 @@
-/* What is known of the pool's blocks by slot, and the index that finds them by key: see blocks.c. Here is what recover.c
- * needs of it too. The layout of a record is that of pool/slot_table.py; the states are those of block_table.py.
+/* State of the pool's blocks by slot, and the index that finds them by key: see blocks.c. This header has what
+ * recover.c needs too. The record layout is that of pool/slot_table.py; the states are those of block_table.py.
  */
 #ifndef KVOFFD_BLOCKS_H
 #define KVOFFD_BLOCKS_H
@@ -13,12 +13,12 @@ enum { CHECKSUM = 96, CRC = 104 };
 enum { FREE_RECORD = 0, PAGE = 4096 };
 static const uint64_t READY_RECORD = 0x215944414552766B; /* "kvREADY!" */
 static const uint64_t BAD_RECORD = 0x2121444142766B21; /* "!kvBAD!!" */
-enum { FREE, WRITING, READY, DROPPED = 16, NOT_FIRST }; /* of a block, and of a slot that is not a block's first */
-enum { RESERVED, WRITING_SHARD, WRITTEN, SHARD_STATE, UNVERIFIED = 4, CORRUPT = 8 }; /* of a shard */
+enum { FREE, WRITING, READY, DROPPED = 16, NOT_FIRST }; /* states of a block; of a slot that is not a block's first */
+enum { RESERVED, WRITING_SHARD, WRITTEN, SHARD_STATE, UNVERIFIED = 4, CORRUPT = 8 }; /* bits of a shard */
 
 #define READ(record, type, field) ({ type value_; memcpy(&value_, (record) + (field), sizeof value_); value_; })
 
-/* The blocks of a group that are in the index, in the order in which they were entered: NONE where there is none. */
+/* The blocks of a group that are in the index, in the order in which they were added; NONE if there are none. */
 struct block_list {
     uint32_t oldest, newest;
 };
@@ -26,7 +26,7 @@ struct block_list {
 /* A group, as policy.py packs it. */
 struct block_group {
     struct block_list *list;
-    uint32_t number, namespace, index, key_bytes, ranks, pages; /* `pages`: of a block's slots */
+    uint32_t number, namespace, index, key_bytes, ranks, pages; /* `pages`: pages of a block's slots */
     struct {
         uint32_t slot_bytes;
         int32_t node;
@@ -35,20 +35,20 @@ struct block_group {
 
 /* BlockTable of block_table.py has the same fields. */
 struct blocks {
-    uint64_t generation; /* the highest that a record has */
+    uint64_t generation; /* highest generation of any record */
     uint64_t pinned_blocks, pinned_bytes;
     uint8_t *records; /* the slot table's */
     uint8_t *state, *shard;
     uint32_t *pins;
     uint8_t *missing;
     uint32_t *group, *next, *pages, *older, *newer; /* the last two: neighbours in the list of the block's group */
-    uint64_t *misses; /* why keys left: see blocks.c */
-    /* What a call finds, until the next one: bytes or keys, numbers of blocks or slots, offsets in the pool, and counts. */
+    uint64_t *misses; /* reasons why keys left: see blocks.c */
+    /* Results of the last call: bytes or keys, numbers of blocks or slots, pool offsets, and counts. */
     uint8_t *bytes;
     uint32_t *numbers;
     uint64_t *offsets, *counts;
     struct slot_index index;
-    uint32_t crc[8][256]; /* what a byte, and so many zeros behind it, make of a CRC-32 */
+    uint32_t crc[8][256]; /* CRC-32 of a byte followed by this many zero bytes */
 };
 
 static inline uint8_t *record_of(const struct blocks *x, uint32_t slot)
@@ -66,7 +66,7 @@ static inline uint64_t hash(const struct blocks *x, uint32_t group, const uint8_
     return hash_of(&x->index, group, key, key_bytes);
 }
 
-/* The place of the key's entry, from its home on, or an empty one. */
+/* Returns the place of the key's entry, searching from its home, or an empty place. */
 static inline uint64_t *find_from(const struct blocks *x, uint64_t *place, uint64_t hashed, uint32_t group,
                                   const uint8_t *key, uint64_t key_bytes)
 {
@@ -83,7 +83,7 @@ static inline uint64_t *find(const struct blocks *x, uint64_t hashed, uint32_t g
     return find_from(x, home(&x->index, hashed), hashed, group, key, key_bytes);
 }
 
-/* The place of a block's entry, or an empty one where it has none. */
+/* Returns the place of a block's entry, or an empty place. */
 static inline uint64_t *place_of(const struct blocks *x, uint32_t block)
 {
     const uint8_t *record = record_of(x, block);
@@ -92,7 +92,7 @@ static inline uint64_t *place_of(const struct blocks *x, uint32_t block)
     return find(x, hash(x, x->group[block], record + KEY, key_bytes), x->group[block], record + KEY, key_bytes);
 }
 
-/* zlib's CRC-32 of what a record's own is of: of several at once, as each step waits for the one before. */
+/* Computes zlib's CRC-32 of records, over the fields that it covers; several at once, to overlap the steps. */
 static inline void crcs_of(const struct blocks *x, const uint8_t *records, int count, uint32_t *crcs)
 {
     for (int i = 0; i < count; i++)

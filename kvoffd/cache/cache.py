@@ -1,16 +1,16 @@
-"""The cache: which blocks are in the pool, who may read them, and which go when space is wanted.
+"""The cache: which blocks are in the pool, who may read them, and which are evicted when space is needed.
 
 A block's life::
 
-    FREE    -> WRITING  begin_store, begin_fill: the slots of all ranks are taken at once
-    WRITING -> READY    commit_store: the last missing shard is there
-    WRITING -> FREE     abort_store, where nothing else is written of it
+    FREE    -> WRITING  begin_store, begin_fill: the slots of all ranks are allocated at once
+    WRITING -> READY    commit_store: the last missing shard is written
+    WRITING -> FREE     abort_store, if no other shard of it is written or being written
     WRITING -> DROPPED  drop: invalidated, corrupt, partial for too long
     READY   -> DROPPED  drop
     READY   -> FREE     evict
-    DROPPED -> FREE     at once; or with the last unpin or the end of a store that it waits for
+    DROPPED -> FREE     at once, or with the last unpin or the end of the store that still uses it
 
-A block is DROPPED once it has left the index, and keeps its slots until nothing holds them.
+A DROPPED block has left the index and keeps its slots until nothing uses them.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import msgpack
 
+from kvoffd.cache.asked_keys import AskedKeys, PromptOutcome, UncountedPrompts, count_prompt
 from kvoffd.cache.block_table import (
     CORRUPT,
     DROPPED,
+    FOUND,
     FREE,
     NO_BLOCK,
     READY,
@@ -55,10 +57,10 @@ from kvoffd.cache.policy import REJECTED, Chain, Group, Policy
 from kvoffd.cache.tickets import (
     Check,
     FillTicket,
-    Held,
     Lease,
     LoadTicket,
     PoolUsage,
+    SessionLeases,
     Stored,
     StorePart,
     StoreTicket,
@@ -68,42 +70,42 @@ from kvoffd.errors import BadGeometry, NotReady, UnknownLease, UnknownNamespace
 from kvoffd.pool.allocator import PAGE_BYTES, SlotAllocator, SlotIds
 from kvoffd.pool.slot_table import Deflated, SlotTable
 from kvoffd_proto.admin import BlockInfo, ShardSpec
-from kvoffd_proto.messages import ABSENT, KeyState
+from kvoffd_proto.messages import ABSENT, PENDING, SHARED, KeyState
 
 logger = logging.getLogger(__name__)
-# np.unique is called nowhere here: it imports numpy.ma at its first call, for 20 ms.
+# Do not call np.unique here: its first call imports numpy.ma, which takes 20 ms.
 
 LOOKED_AT_ONCE = 4096
-"""Slots of which one step looks whether they were compared with their checksums."""
+"""Slots that one step of ``next_unverified`` scans."""
 SWEPT_AT_ONCE, ENDED_AT_ONCE = 1024, 1024
-"""Slots of what was reset that one step frees, and leases whose blocks one step lets go."""
+"""Slots of reset namespaces that one step frees, and ended leases that one step unpins."""
 MAX_OVER_QUOTA = 1024
-"""Blocks that one store evicts, besides one for each of its own, of a namespace that has more than its quota."""
+"""Extra evictions per store while a namespace is over quota."""
 PARTIAL_GRACE_S = 2.0
-"""Partial blocks that are older go first when space is wanted."""
+"""Age from which partial blocks are dropped first when space is needed."""
 MOST_WRITING_PART = 4
-"""Where blocks that lack a shard have more of the pool, those that nobody writes go as soon as space is wanted."""
-MAX_REQUESTS_TO_NOTE = 8
-"""Requests of which the policy has not heard yet; one more than these notes the oldest."""
+"""Divisor of the pool: if WRITING blocks take more, partial ones are dropped as soon as space is needed."""
+MAX_UNREPORTED_REQUESTS = 8
+"""Requests that may wait for ``report_requests``; one more reports the oldest."""
 RECOVERED_AT_ONCE = 4096
-"""Recovered blocks of which those of one group are entered together: about the order of use among all."""
+"""Recovered blocks that are grouped and entered together: keeps about the order of use among all."""
 _NOTHING: BlockIds = np.empty(0, np.uint32)
 _NO_SLOTS: npt.NDArray[np.uint32] = np.empty((0, 1), np.uint32)
 _REASONS, _KEY_STATES = list(MissReason), {int(state): state for state in KeyState}
-_LACKING = bytes([Verdict.LACKING])
+_ABSENT = bytes([Verdict.ABSENT])
 
 
 class Cache:
-    """Blocks of all namespaces in one pool. For one thread.
+    """Blocks of all namespaces in one pool. Not thread-safe.
 
-    Every method raises KvoffdError and changes nothing, or does all it says. A ticket is ended exactly once, after the
-    last byte of its copy has moved.
+    A method that raises KvoffdError has changed nothing. End a ticket exactly once, after the last byte of its copy has
+    moved.
 
     Args:
-        partial_timeout_s: partial blocks that are older go.
-        leased_share: of the pool that leases may pin. The first half of it is for any session; beyond it each session
-            that has leases has an equal part.
-        max_leased_keys: of a session.
+        partial_timeout_s: age at which partial blocks are dropped.
+        leased_share: part of the pool that leases may pin. Any session may use the first half of it; beyond that, the
+            sessions that have leases get equal parts.
+        max_leased_keys: limit for one session.
     """
 
     def __init__(
@@ -119,59 +121,62 @@ class Cache:
         max_leased_keys: int = 1 << 20,
     ) -> None:
         self.slots, self.table, self.policy = slots, table, policy
-        slots.note_sizes_in(table.region_sizes)
+        slots.save_sizes_in(table.region_sizes)
         self.blocks = BlockTable(table.records)
         self.tiers: TierHooks | None = None
         self.namespaces: dict[bytes, Namespace] = {}
-        """By fingerprint, in the order in which they were opened."""
+        """Namespaces by fingerprint, in the order in which they were opened."""
         self.quotas: dict[bytes, int] = {}
-        """By fingerprint, the most bytes of the pool that a namespace may have, open or not: an operator says so."""
+        """Limits of pool bytes, set by an operator, by fingerprint; the namespace need not be open."""
         self.leases: dict[int, Lease] = {}
-        """The one that ends first comes first."""
+        """Active leases by id, in the order of their deadlines."""
         self.checked_slots = self.checked_bytes = self.mismatches = 0
-        """Slots that were compared with their checksum, and those of them that were wrong."""
+        """Slots compared with their checksums, their bytes, and the slots whose checksum was wrong."""
         self.quarantined_slots = self.quarantined_bytes = 0
         self.unverified_slots = 0
-        """Slots that an earlier daemon wrote and nobody has checked, or whose checksum is still to be taken."""
+        """Slots that an earlier daemon wrote and nobody has compared, or whose checksum is still to be computed."""
         self.watchers: list[Callable[[Sequence[Chain]], None]] = []
-        """``note_requests`` passes each request on to them, after the policy."""
+        """Called by ``report_requests`` with each request, after the policy."""
+        self.on_counted: Callable[[Chain, int], None] = lambda chain, own: None
+        """Called for each chain when it is counted, with the number of leading keys that the engine had itself."""
         self._events, self._clock = events, clock
         self._lease_ttl_s, self._partial_timeout_s = lease_ttl_s, partial_timeout_s
         self._max_leased_keys, self.most_leased_bytes = max_leased_keys, int(leased_share * slots.pool_bytes)
-        self.held: dict[int, Held] = {}
-        """By session that has leases."""
+        self.session_leases: dict[int, SessionLeases] = {}
+        """Leases of each session that has any."""
         self._bytes_in = dict.fromkeys(WITH_SLOTS, 0)
-        """By state, bytes of all blocks, of forgotten namespaces too."""
+        """Bytes of all blocks by state, including those of forgotten namespaces."""
         self._next_number = 1
         self._warned_of_no_space = False
         self._saves_late = self._save_due = self._saves_short = False
         self._unverified_at = 0
-        """Slots before this one were looked at by ``next_unverified``."""
+        """Slot at which ``next_unverified`` continues."""
         self._groups: dict[int, Group] = {}
-        """By number, those that blocks may be stored in, and those of which slots are still to be freed."""
+        """Groups by number: those in use, and those whose slots are still to be freed."""
         self._next_group = 1
         self._current: dict[Namespace, list[Group]] = {}
-        """By number in the namespace."""
+        """Groups of each namespace, by index."""
         self._victims = Victims(slots, self.blocks, policy, self._groups, self._waiting)
         self._partial: dict[int, float] = {}
-        """Blocks that lack a shard which nobody writes, and since when."""
-        self._requested: deque[tuple[Namespace, list[Chain]]] = deque()
-        """What was asked for, oldest first, until ``note_requests``."""
-        self._some_left = False
-        """READY blocks left the index since then."""
+        """Blocks that lack a shard which nobody is writing, with the time since when."""
+        self._requested: deque[tuple[Namespace, list[Chain], bool]] = deque()
+        """Requests that ``report_requests`` has yet to report, oldest first; whether ``count_prompt`` counts them."""
+        self._uncounted = UncountedPrompts()
+        self._ready_removed = False
+        """Whether READY blocks left the index since the last ``report_requests``."""
         self.swept_at_once, self.ended_at_once = SWEPT_AT_ONCE, ENDED_AT_ONCE
         self._dead: dict[int, Group] = {}
-        """By number, groups that were reset and are to be swept out."""
+        """Groups that were reset and whose blocks are still to be freed, by number."""
         self._ended: deque[Lease] = deque()
-        """Leases that nobody can use any more, and whose blocks are still to be let go."""
+        """Leases that have ended and whose blocks are still to be unpinned."""
         self.unannounced = np.zeros(len(self.blocks.state), np.bool_)
-        """By slot: a recovered block that listeners have not heard of yet."""
+        """[slots] whether it is a recovered block that was not reported to the listener yet."""
         self._to_announce = _NOTHING
 
     # --- namespaces -----------------------------------------------------------------------------
 
     def namespace(self, fingerprint: bytes) -> Namespace:
-        """The open namespace. Raises UnknownNamespace."""
+        """Return the open namespace. Raises UnknownNamespace."""
         if (found := self.namespaces.get(fingerprint)) is None:
             raise UnknownNamespace(
                 f"No namespace with the fingerprint {fingerprint.hex()} is open; send OpenNamespace first."
@@ -179,7 +184,7 @@ class Cache:
         return found
 
     def open_namespace(self, namespace: Namespace) -> tuple[Namespace, bool]:
-        """Open or join a namespace; the flag says that it is new. Raises NamespaceMismatch if its geometry differs."""
+        """Open or join a namespace; return also whether it is new. Raises NamespaceMismatch on another geometry."""
         if (known := self.namespaces.get(namespace.fingerprint)) is not None:
             known.check_same(namespace.world_size, namespace.key_bytes, namespace.groups)
             return known, False
@@ -189,7 +194,7 @@ class Cache:
         return namespace, True
 
     def _give_number(self, namespace: Namespace, number: int) -> None:
-        """From now on its blocks belong to new groups."""
+        """Set the namespace's number and give it new groups for its blocks."""
         namespace.number = number
         self._next_number = max(self._next_number, number + 1)
         first, self._next_group = self._next_group, self._next_group + len(namespace.groups)
@@ -199,13 +204,13 @@ class Cache:
         self._fix_sizes(namespace)
 
     def _fix_sizes(self, namespace: Namespace) -> None:
-        """Its groups may have blocks once all ranks of the world have registered."""
+        """Set the groups' sizes. Groups can have blocks once all ranks have registered."""
         for group in self._current[namespace]:
             lengths = namespace.shard_lengths(group.index)
             group.set_sizes(lengths, [self.slots.slot_size(length) for length in lengths])
 
     def _fix_shard_bytes(self, namespace: Namespace, rank: int, shard_bytes: Sequence[int]) -> bool:
-        """As the namespace's. Raises ShardTooLarge too."""
+        """Set the namespace's shard bytes. Raises BadGeometry, ShardTooLarge."""
         for nbytes in shard_bytes:
             self.slots.slot_size(nbytes)  # which raises
         return namespace.fix_shard_bytes(rank, shard_bytes)
@@ -218,11 +223,11 @@ class Cache:
         node: int | None,
         shards: Sequence[ShardSpec] | None = None,
     ) -> None:
-        """Fix the bytes of a rank's shards, by group, at its first registration, and the NUMA node of its slots.
+        """Set the bytes of a rank's shards, by group, and the NUMA node of its slots, at its first registration.
 
-        ``shards`` describes them. Raises BadGeometry if they were fixed otherwise or do not fit the namespace;
-        ShardTooLarge if no slot could hold one. A shard of 0 bytes, of a rank without a layer in the group, gets the
-        smallest slot.
+        ``shards`` describes them. Raises BadGeometry if the bytes differ from earlier ones or do not fit the namespace,
+        and ShardTooLarge if no slot can hold a shard. A shard of 0 bytes, of a rank without a layer in the group, gets
+        the smallest slot.
         """
         new = self._fix_shard_bytes(namespace, rank, shard_bytes)
         namespace.nodes[rank] = node
@@ -233,10 +238,10 @@ class Cache:
             self._save()
 
     def _save(self) -> None:
-        """Write down what a successor must know of the namespaces. It has no block of those that are left out.
+        """Save what the next daemon must know of the namespaces. It loses the blocks of those that are left out.
 
-        Where there is too little room, that is first what nobody needs to read the blocks, then namespaces, those with
-        the fewest blocks first.
+        If the slot table has too little space, leave out first what is not needed to read the blocks, then the
+        namespaces with the fewest blocks.
         """
         self._save_due = self._saves_late
         if self._saves_late:
@@ -254,17 +259,17 @@ class Cache:
             logger.warning("Too many namespaces (%d) to persist: %d are lost at a restart.", count, count - len(kept))
 
     def group(self, namespace: Namespace, group: int) -> Group:
-        """The group as it is until the next reset. Raises BadGeometry."""
+        """Return the current group, valid until the next reset. Raises BadGeometry."""
         current = self._current[namespace]
         if not 0 <= group < len(current):
             namespace.check(group)  # which raises
         return current[group]
 
     def reset(self, namespace: Namespace, *, keep_tiers: bool = False, generation: int | None = None) -> int:
-        """Forget every block, as when the weights changed, in the tiers too. Returns how many pool and disks had.
+        """Forget all blocks, also in the tiers, as when the weights changed. Returns how many the pool and disks had.
 
-        Nothing is found from now on, by a successor either: the namespace has a new number. ``background`` frees the
-        slots. Its leases end, lest a load under one serves what is stale. ``generation``: of the blocks to come.
+        Nothing is found from now on, nor by the next daemon: the namespace gets a new number. ``background`` frees the
+        slots. All leases end, so that no load serves stale blocks. ``generation``: that of later blocks.
         """
         dropped = namespace.blocks_in[READY] + namespace.blocks_in[WRITING]
         namespace.counters.invalidated_blocks += dropped
@@ -286,7 +291,7 @@ class Cache:
 
     @contextmanager
     def saving_once(self) -> Iterator[None]:
-        """For many changes of namespaces: they are written down once, at the end. A kill before leaves none of them."""
+        """Save the namespaces only once, at the end of the context. A process killed before saves no change."""
         self._saves_late = True
         try:
             yield
@@ -296,7 +301,7 @@ class Cache:
                 self._save()
 
     def _retire(self, group: Group) -> None:
-        """Nothing is looked for in the group any more."""
+        """Stop using a group for lookups."""
         group.dead = True
         if group.blocks_in[WRITING] or group.blocks_in[READY]:
             self._dead[group.number] = group
@@ -306,7 +311,7 @@ class Cache:
             del self._groups[group.number]
 
     def forget_namespace(self, namespace: Namespace) -> None:
-        """Forget a namespace that has no block in the index and that nobody has open; its name is free for another."""
+        """Forget a namespace without blocks in the index that is not open; its fingerprint becomes free."""
         assert not namespace.blocks_in[READY] + namespace.blocks_in[WRITING]
         for group in self._current.pop(namespace):
             self._retire(group)
@@ -316,10 +321,10 @@ class Cache:
         self._save()
 
     def restore_namespace(self, record: NamespaceRecord) -> list[Group]:
-        """Open a namespace as an earlier daemon wrote it down, with its number, before anything else. Returns its
-        groups; ``enter_recovered`` takes their blocks.
+        """Open a namespace with the number that an earlier daemon saved, before anything else. Returns its groups;
+        pass their blocks to ``enter_recovered``.
 
-        Raises BadGeometry, ShardTooLarge, and has changed nothing then, where this pool cannot hold its shards.
+        Raises BadGeometry, ShardTooLarge, and changes nothing, if this pool cannot hold its shards.
         """
         geometry = record.world_size, record.key_bytes, record.groups, record.description
         namespace = Namespace(record.fingerprint, record.label, *geometry)
@@ -335,28 +340,29 @@ class Cache:
         return self._current[namespace]
 
     def enter_recovered(self, blocks: BlockIds, quarantined: SlotIds) -> None:
-        """Take over READY blocks that are in the BlockTable and the allocator, the least recently used first, and slots
-        that are not to be used. The namespaces are written down anew; ``announce_recovered`` is to be called."""
+        """Add READY blocks that are in the BlockTable and the allocator, the least recently used first, and quarantined
+        slots. Saves the namespaces; call ``announce_recovered`` afterwards."""
         for begin in range(0, len(blocks), RECOVERED_AT_ONCE):
-            for group, alike in self.by_group(blocks[begin : begin + RECOVERED_AT_ONCE]):
-                self.blocks.pages[alike] = group.block_bytes // PAGE_BYTES
-                self.unverified_slots += len(alike) * len(group.sizes)
-                self._count(group, FREE, READY, len(alike))
-                self.blocks.append(group, alike)
-                self.policy.insert(group, alike, self.blocks.keys(alike, group.key_bytes))
+            for group, members in self.by_group(blocks[begin : begin + RECOVERED_AT_ONCE]):
+                self.blocks.pages[members] = group.block_bytes // PAGE_BYTES
+                self.unverified_slots += len(members) * len(group.sizes)
+                self._count(group, FREE, READY, len(members))
+                self.blocks.append(group, members)
+                self.policy.insert(group, members, self.blocks.keys(members, group.key_bytes))
         self._to_announce = blocks
         self.unannounced[blocks] = True
         self._quarantine(quarantined)
         self._save()
 
     def announce_recovered(self) -> bool:
-        """Tell listeners of some blocks that were recovered, the latest first. Returns whether there are more."""
-        some, self._to_announce = self._to_announce[-RECOVERED_AT_ONCE:], self._to_announce[:-RECOVERED_AT_ONCE]
-        some = some[self.unannounced[some]]
-        self.unannounced[some] = False
-        for group, alike in self.by_group(some):
+        """Report a batch of recovered blocks to the listener, the latest first. Returns whether more remain."""
+        batch, self._to_announce = self._to_announce[-RECOVERED_AT_ONCE:], self._to_announce[:-RECOVERED_AT_ONCE]
+        batch = batch[self.unannounced[batch]]
+        self.unannounced[batch] = False
+        for group, members in self.by_group(batch):
             if not group.dead:
-                self._events.stored(group.namespace, group.index, self.blocks.split_keys(alike, group.key_bytes)[::-1])
+                keys = self.blocks.split_keys(members, group.key_bytes)
+                self._events.stored(group.namespace, group.index, keys[::-1])
         return bool(self._to_announce.size)
 
     # --- lookups and leases ---------------------------------------------------------------------
@@ -369,12 +375,20 @@ class Cache:
         groups: Sequence[tuple[int, bytes]],
         *,
         again: bool = False,
+        reported: bool = False,
     ) -> tuple[list[bytes], int]:
-        """The state of each key, and how many blocks the lease has. READY ones are pinned under it.
+        """Return the state of each key, and how many blocks the lease has. READY blocks are pinned under it.
 
-        What a tier has is requested from it, and PENDING. ``again``: the request was counted before. Where leases may
-        not pin so much, each group's last READY keys are called ABSENT. Raises BadGeometry, BadKeys; UnknownLease where
-        the lease is another session's or namespace's.
+        Blocks in a tier are requested from it, and PENDING. If leases may not pin all blocks, each group's last READY
+        keys are reported as ABSENT.
+
+        Args:
+            again: the request was counted before.
+            reported: its keys are counted by ``count_prompt``.
+
+        Raises:
+            BadGeometry, BadKeys
+            UnknownLease: the lease belongs to another session or namespace.
         """
         lease = self.leases.get(lease_id)
         if lease is not None and (lease.session != session or lease.namespace is not namespace):
@@ -386,159 +400,148 @@ class Cache:
         is_new = lease is None
         if lease is None:
             lease = Lease(lease_id, session, namespace, self._clock() + self._lease_ttl_s, _NOTHING)
+            lease.counts = not (again or reported)
         lease.asking = 0
         for index, keys in groups if self._dead else ():
-            self._note_reset(current[index], keys)
+            self._record_reset(current[index], keys)
         found = [self.blocks.lookup(current[index].number, keys, size, pin=is_new) for index, keys in groups]
         ready = found[0].ready if len(found) == 1 else np.concatenate([_NOTHING, *[one.ready for one in found]])
         states = [one.states for one in found]
+        asked = None if again else [AskedKeys(namespace, reported=reported) for _ in groups]
         if self.tiers is not None and len(ready) < sum(map(len, states)):
             try:
-                shown = self.tiers.find(lease, groups, states, again)
+                tier_states = self.tiers.find(lease, groups, states, asked)
             except BaseException:
                 if is_new:
                     self.unpin(ready)
                     self.tiers.lease_ended(lease)
                 raise
-            if shown is not states:
-                every = zip(groups, found, shown, strict=True)
-                found = [self._coming(current[index], keys, one, shows) for (index, keys), one, shows in every]
-        held = self.held.get(session) or Held()
+            if tier_states is not states:
+                found = [_with_pending(one, new) for one, new in zip(found, tier_states, strict=True)]
+        leased = self.session_leases.get(session) or SessionLeases()
         if is_new and (ready.size or lease.coming):
-            self.leases[lease_id], self.held[session] = lease, held
-            held.leases[lease] = namespace.leases[lease] = None
+            self.leases[lease_id], self.session_leases[session] = lease, leased
+            leased.leases[lease] = namespace.leases[lease] = None
         if ready.size:
             if is_new:
-                fresh, loose_bytes = ready, sum([one.loose_bytes for one in found])
+                fresh, unpinned_bytes = ready, sum([one.unpinned_bytes for one in found])
             else:
                 fresh = ready[~np.isin(ready, lease.blocks)]
-                loose_bytes = self.blocks.pin(fresh)
-            roomy = self.blocks.pinned_bytes <= self.most_leased_bytes // 2
-            if roomy and held.keys + len(fresh) <= self._max_leased_keys:
+                unpinned_bytes = self.blocks.pin(fresh)
+            is_free = self.blocks.pinned_bytes <= self.most_leased_bytes // 2
+            if is_free and leased.keys + len(fresh) <= self._max_leased_keys:
                 part = 1.0
             else:
-                part = self._leasable(held, len(fresh), loose_bytes)
+                part = self._leasable(leased, len(fresh), unpinned_bytes)
             if part < 1.0:
                 self.blocks.unpin(fresh)
-                found = [_shortened(one, lease.blocks, part) for one in found]
+                found = [_limit_ready(one, lease.blocks, part) for one in found]
                 ready = np.concatenate([one.ready for one in found])
                 fresh = ready[~np.isin(ready, lease.blocks)]
-                loose_bytes = self.blocks.pin(fresh)
-            self._note_held(lease, held, fresh, loose_bytes)
-            if not lease.blocks.size and not lease.coming:  # it may pin nothing
+                unpinned_bytes = self.blocks.pin(fresh)
+            self._add_to_lease(lease, leased, fresh, unpinned_bytes)
+            if not lease.blocks.size and not lease.coming:  # the limit allowed no pin
                 self._end([lease])
-        if not again:
+        if asked is not None:
             counters, tokens, chains = namespace.counters, 0, []
             counters.lookups += 1
-            for (index, keys), one in zip(groups, found, strict=True):
+            for (index, keys), one, counted in zip(groups, found, asked, strict=True):
                 group = current[index]
                 counters.keys_asked += len(one.states)
                 counters.keys_ready += len(one.ready)
                 counters.prefix_keys_ready += one.run
                 tokens = max(tokens, len(one.states) * group.tokens)
-                if len(one.ready) < len(one.states):
-                    self._count_missing(namespace, one.misses)
+                counted.found(chain := Chain(group, keys, one.ready, one.run), one.reasons)
                 if group.sizes:
-                    chains.append(Chain(group, keys, one.ready, one.run))
+                    chains.append(chain)
             counters.asked_tokens += tokens
+            if reported:
+                for prompt in self._uncounted.add(session, lease_id, asked):
+                    self._count_prompt(prompt, None)
             if chains:
-                self._requested.append((namespace, chains))
-                if len(self._requested) > MAX_REQUESTS_TO_NOTE:
-                    self._note_request()
+                self._requested.append((namespace, chains, reported))
+                if len(self._requested) > MAX_UNREPORTED_REQUESTS:
+                    self._report_request()
         return [one.states for one in found], len(lease.blocks)
 
-    def _note_held(self, lease: Lease, held: Held, fresh: BlockIds, loose_bytes: int) -> None:
-        """Blocks were pinned for a lease of a session."""
+    def _add_to_lease(self, lease: Lease, leased: SessionLeases, fresh: BlockIds, unpinned_bytes: int) -> None:
+        """Add newly pinned blocks to a lease and its session."""
         lease.blocks = np.concatenate([lease.blocks, fresh]) if lease.blocks.size else fresh
-        lease.nbytes += loose_bytes
-        held.nbytes += loose_bytes
-        held.keys += len(fresh)
+        lease.nbytes += unpinned_bytes
+        leased.nbytes += unpinned_bytes
+        leased.keys += len(fresh)
 
     def hold(self, lease: Lease, blocks: BlockIds) -> None:
-        """Pin READY blocks that came up for a lease, if it has not ended and leases may pin as much."""
+        """Pin READY blocks that were promoted for a lease, unless it has ended or leases may not pin more."""
         if self.leases.get(lease.lease_id) is not lease:
             return
         lease.coming = max(0, lease.coming - len(blocks))
-        held, loose_bytes = self.held[lease.session], self.blocks.pin(blocks)
-        if held.keys + len(blocks) > self._max_leased_keys or (loose_bytes and self.leasable_bytes < 0):
+        leased, unpinned_bytes = self.session_leases[lease.session], self.blocks.pin(blocks)
+        if leased.keys + len(blocks) > self._max_leased_keys or (unpinned_bytes and self.leasable_bytes < 0):
             self.blocks.unpin(blocks)
         else:
-            self._note_held(lease, held, blocks, loose_bytes)
+            self._add_to_lease(lease, leased, blocks, unpinned_bytes)
 
     @property
     def leasable_bytes(self) -> int:
         """Bytes that leases may still pin."""
         return self.most_leased_bytes - self.blocks.pinned_bytes
 
-    def _leasable(self, held: Held, keys: int, loose_bytes: int) -> float:
-        """The part of so many keys, which are pinned, that a session may lease besides what it has: 1.0 for all.
+    def _leasable(self, leased: SessionLeases, keys: int, unpinned_bytes: int) -> float:
+        """Return the part of newly pinned keys that a session may lease in addition to its leases: 1.0 for all.
 
-        ``loose_bytes``: of those of their bytes that nothing else pins. Only such bytes are taken from others.
+        ``unpinned_bytes``: their bytes that nothing else pins. Only these take space from other sessions.
         """
-        part, most = (self._max_leased_keys - held.keys) / max(1, keys), self.most_leased_bytes
-        if loose_bytes and self.blocks.pinned_bytes > most // 2:
-            # Not those that wait for a tier and have nothing yet.
-            sharers = sum(one.nbytes > 0 for one in self.held.values()) + (not held.nbytes)
-            part = min(part, (most // sharers - held.nbytes) / loose_bytes)
+        part, most = (self._max_leased_keys - leased.keys) / max(1, keys), self.most_leased_bytes
+        if unpinned_bytes and self.blocks.pinned_bytes > most // 2:
+            # Sessions that only wait for a tier, and have nothing pinned yet, do not count.
+            sharers = sum(one.nbytes > 0 for one in self.session_leases.values()) + (not leased.nbytes)
+            part = min(part, (most // sharers - leased.nbytes) / unpinned_bytes)
         return max(0.0, min(1.0, part))
 
-    def leases_of(self, session: int) -> Held:
-        """What a session has leased."""
-        return self.held.get(session) or Held()
+    def leases_of(self, session: int) -> SessionLeases:
+        """Return the leases of a session."""
+        return self.session_leases.get(session) or SessionLeases()
 
-    def _coming(self, group: Group, keys: bytes, found: Found, states: bytes) -> Found:
-        """What a lookup found, where tiers bring some of it up: that is no miss yet."""
-        if states == found.states:
-            return found
-        covered = np.maximum(np.frombuffer(found.states, np.uint8), np.frombuffer(states, np.uint8)).tobytes()
-        misses = list(self.blocks.count_misses(group.number, keys, group.key_bytes, covered))
-        misses[MissReason.PARTIAL] += states.count(WRITING)
-        return found._replace(states=states, misses=misses)
+    def count_prompt(self, session: int, lease_id: int, outcome: PromptOutcome) -> None:
+        """Count the keys of a prompt whose engine reports what it did with it. Counted ones are not counted again."""
+        self._count_prompt(self._uncounted.take(session, lease_id), outcome)
 
-    def _count_missing(self, namespace: Namespace, misses: Sequence[int]) -> None:
-        """Count keys by the number of the reason for which they are not there."""
-        for reason, count in enumerate(misses):
-            if count:
-                namespace.counters.misses[_REASONS[reason]] += count
+    def _count_prompt(self, parts: Sequence[AskedKeys], outcome: PromptOutcome | None) -> None:
+        for chain, own in count_prompt(parts, outcome):
+            if chain.group.sizes and not (chain.group.dead or chain.group.namespace.of_bench):
+                self.on_counted(chain, own)
 
-    def count_misses(self, namespace: Namespace, group: int, keys: bytes) -> None:
-        """Count keys as missed, of which a lookup could not tell whether they would come."""
-        states = bytes(len(keys) // namespace.key_bytes)
+    def record_misses(self, namespace: Namespace, group: int, keys: bytes, reason: MissReason) -> None:
+        """Remember the reason why these keys have no block any more."""
+        self.blocks.record_misses(self.group(namespace, group).number, keys, namespace.key_bytes, reason)
+
+    def reasons_of(self, namespace: Namespace, group: int, keys: bytes) -> list[MissReason]:
+        """Return why keys were last missing, as far as is known; they may have been stored since."""
         known = self.group(namespace, group)
-        self._note_reset(known, keys)
-        self._count_missing(namespace, self.blocks.count_misses(known.number, keys, namespace.key_bytes, states))
+        self._record_reset(known, keys)
+        return list(map(_REASONS.__getitem__, self.blocks.miss_reasons(known.number, keys, namespace.key_bytes)))
 
-    def note_misses(self, namespace: Namespace, group: int, keys: bytes, reason: MissReason) -> None:
-        """These keys are not there from now on, for this reason."""
-        self.blocks.note_misses(self.group(namespace, group).number, keys, namespace.key_bytes, reason)
-
-    def reason_of(self, namespace: Namespace, group: int, key: bytes) -> MissReason:
-        """Why a key was not there when it was asked for, as far as is known; it may have been stored since."""
-        known = self.group(namespace, group)
-        self._note_reset(known, key)
-        counts = self.blocks.count_misses(known.number, key, namespace.key_bytes, bytes(1))
-        return _REASONS[counts.index(1)]
-
-    def _note_reset(self, group: Group, keys: bytes) -> None:
-        """Note which of these keys were reset, as ``background`` does when it comes to their blocks."""
+    def _record_reset(self, group: Group, keys: bytes) -> None:
+        """Record which of these keys were reset, as ``background`` does when it reaches their blocks."""
         for number in self._dead.keys() & group.unswept:
             states, _ = self.blocks.find(number, keys, group.key_bytes)
             gone = np.flatnonzero(np.frombuffer(states, np.uint8) != FREE)
-            names = _some(keys, gone, group.key_bytes)
-            self.blocks.note_misses(group.number, names, group.key_bytes, MissReason.INVALIDATED)
+            packed_keys = _select_keys(keys, gone, group.key_bytes)
+            self.blocks.record_misses(group.number, packed_keys, group.key_bytes, MissReason.INVALIDATED)
 
-    def note_requests(self) -> None:
-        """Tell the policy and the watchers what was asked for, but by a bench. For when the replies are out."""
+    def report_requests(self) -> None:
+        """Report requests, except a bench's, to the policy and the watchers. Call it after the replies are sent."""
         while self._requested:
-            self._note_request()
-        self._some_left = False
+            self._report_request()
+        self._ready_removed = False
 
-    def _note_request(self) -> None:
-        namespace, found = self._requested.popleft()
+    def _report_request(self) -> None:
+        namespace, found, reported = self._requested.popleft()
         chains, ready = [], []
         for chain in found:
             if not chain.group.dead:
-                if self._some_left:
+                if self._ready_removed:
                     chain = chain._replace(ready=chain.ready[self.blocks.state[chain.ready] == READY])
                 chains.append(chain)
                 if chain.ready.size:
@@ -547,65 +550,56 @@ class Cache:
             self.tiers.used(np.concatenate(ready))
         if chains and not namespace.of_bench:
             self.policy.requested(chains)
+            for chain in () if reported else chains:
+                self.on_counted(chain, 0)
             for tell in self.watchers:
                 tell(chains)
 
-    def release(
-        self,
-        session: int,
-        lease_ids: Iterable[int],
-        unused: MissReason | None = None,
-        not_awaited: MissReason | None = None,
-    ) -> int:
-        """End leases of a session; those that are not alive are no error. Returns how many ended.
-
-        ``unused``: why what they hold was not loaded, a miss then; ``not_awaited``: the same of what comes up.
-        """
+    def release(self, session: int, lease_ids: Iterable[int]) -> int:
+        """End leases of a session; unknown ids are ignored. Returns how many ended."""
         found = [self.leases.get(lease_id) for lease_id in dict.fromkeys(lease_ids)]
         leases = [lease for lease in found if lease is not None and lease.session == session]
-        for lease in leases:
-            misses = lease.namespace.counters.misses
-            if unused is not None:
-                misses[unused] += 0 if lease.loaded else len(lease.blocks)
-            if not_awaited is not None:
-                misses[not_awaited] += lease.coming
         return self._end(leases)
 
     def end_session(self, session: int) -> int:
-        """End all leases of a session that is gone. Returns how many."""
+        """End all leases of a closed session. Returns how many."""
+        for prompt in self._uncounted.take_all(session):
+            self._count_prompt(prompt, None)
         return self._end(self._alive(self.leases_of(session).leases))
 
     def _alive(self, leases: Iterable[Lease]) -> list[Lease]:
-        """Those of the leases that have not ended."""
+        """Return the leases that have not ended."""
         if not self._ended:
             return list(leases)
         return [lease for lease in leases if self.leases.get(lease.lease_id) is lease]
 
     def _end(self, leases: Sequence[Lease]) -> int:
-        """End leases. Where they are many, ``background`` lets go what they hold."""
+        """End leases. If there are many, ``background`` unpins their blocks."""
         for lease in leases:
             del self.leases[lease.lease_id]
+            if lease.counts and lease.blocks.size:
+                lease.namespace.counters.covered_keys += len(lease.blocks)
         self._ended.extend(leases)
         if len(self._ended) <= self.ended_at_once:
-            self._let_go()
+            self._unpin_ended()
         return len(leases)
 
-    def _let_go(self) -> None:
-        some = [self._ended.popleft() for _ in range(min(self.ended_at_once, len(self._ended)))]
-        for lease in some:
-            held = self.held[lease.session]
-            del held.leases[lease], lease.namespace.leases[lease]
-            held.keys -= len(lease.blocks)
-            held.nbytes -= lease.nbytes
-            if not held.leases:
-                del self.held[lease.session]
+    def _unpin_ended(self) -> None:
+        ended = [self._ended.popleft() for _ in range(min(self.ended_at_once, len(self._ended)))]
+        for lease in ended:
+            leased = self.session_leases[lease.session]
+            del leased.leases[lease], lease.namespace.leases[lease]
+            leased.keys -= len(lease.blocks)
+            leased.nbytes -= lease.nbytes
+            if not leased.leases:
+                del self.session_leases[lease.session]
             if self.tiers is not None:
                 self.tiers.lease_ended(lease)
-        if some:
-            self.unpin(some[0].blocks if len(some) == 1 else np.concatenate([lease.blocks for lease in some]))
+        if ended:
+            self.unpin(ended[0].blocks if len(ended) == 1 else np.concatenate([lease.blocks for lease in ended]))
 
     def tick(self) -> int:
-        """End overdue leases, drop blocks that were partial for too long. Returns how many of both."""
+        """End overdue leases, and drop blocks that were partial for too long. Returns the number of both."""
         now = self._clock()
         overdue = list(takewhile(lambda lease: lease.deadline <= now, self.leases.values()))
         partial = self._partial_since(now - self._partial_timeout_s)
@@ -613,43 +607,43 @@ class Cache:
         return self._end(overdue) + len(partial)
 
     def unpin(self, blocks: BlockIds) -> None:
-        """Undo a ``BlockTable.pin``."""
-        loose = self.blocks.unpin(blocks)
+        """Undo ``BlockTable.pin``."""
+        unpinned = self.blocks.unpin(blocks)
         if self._bytes_in[DROPPED]:
-            self._free_dropped(loose[self.blocks.state[loose] == DROPPED])
+            self._free_dropped(unpinned[self.blocks.state[unpinned] == DROPPED])
 
     # --- stores ---------------------------------------------------------------------------------
 
     def begin_store(self, namespace: Namespace, rank: int, parts: Sequence[StorePart]) -> StoreTicket:
-        """Take slots for what is not there, evicting where need be, after blocks that hold less than is offered went.
+        """Allocate slots for the missing blocks, evicting if needed. Narrower blocks are dropped first.
 
-        Each group comes once; it, its keys and the rank were checked. What is there of any is not evicted for others.
+        Each group occurs once; groups, keys and rank must be valid. Blocks that any of the keys has are not evicted.
         """
         groups, size, ticket = self._current[namespace], namespace.key_bytes, StoreTicket(rank, [])
         offers: list[tuple[Stored, StorePart, Sequence[int]]] = []
-        held: list[BlockIds] = []
+        pinned: list[BlockIds] = []
         try:
             for part in parts:
                 group = groups[part.group]
                 offered = group.number, part.keys, size, rank, part.first_blocks
                 verdicts, blocks = self.blocks.plan(*offered)
-                if verdicts == _LACKING * len(verdicts):
+                if verdicts == _ABSENT * len(verdicts):
                     offers.append((Stored(group, _NOTHING, _NOTHING), part, range(len(verdicts))))
                     continue
                 if Verdict.NARROW in verdicts:
                     gone = blocks[np.frombuffer(verdicts, np.uint8) == Verdict.NARROW]
-                    names = self.blocks.keys(gone, size)
+                    packed_keys = self.blocks.keys(gone, size)
                     self.drop(gone, MissReason.PARTIAL)
-                    if self.tiers is not None:  # what a tier has of them is as little
-                        self.tiers.forget(namespace, group.index, names, MissReason.PARTIAL)
+                    if self.tiers is not None:  # a tier's copies are as narrow
+                        self.tiers.forget(namespace, group.index, packed_keys, MissReason.PARTIAL)
                     verdicts, blocks = self.blocks.plan(*offered)
                 of_key = np.frombuffer(verdicts, np.uint8)
-                lacking, mine, again = (
-                    np.flatnonzero(of_key == one).tolist() for one in (Verdict.LACKING, Verdict.MINE, Verdict.AGAIN)
+                absent, joined, duplicates = (
+                    np.flatnonzero(of_key == one).tolist() for one in (Verdict.ABSENT, Verdict.JOIN, Verdict.DUPLICATE)
                 )
-                offers.append((Stored(group, blocks[mine], _NOTHING, mine, again=again), part, lacking))
-                held.append(blocks[blocks != NO_BLOCK])
-                self.blocks.pin(held[-1])
+                offers.append((Stored(group, blocks[joined], _NOTHING, joined, duplicates=duplicates), part, absent))
+                pinned.append(blocks[blocks != NO_BLOCK])
+                self.blocks.pin(pinned[-1])
             for stored, part, new in offers:
                 ticket.parts.append(stored)
                 self._admit(rank, stored, part, new)
@@ -657,57 +651,57 @@ class Cache:
             self.abort_store(ticket)
             raise
         finally:
-            for there in held:
+            for there in pinned:
                 self.unpin(there)
         return ticket
 
-    def _admit(self, rank: int, stored: Stored, part: StorePart, lacking: Sequence[int]) -> None:
-        """Make blocks of the lacking keys that the policy admits; and enter what is to be copied."""
-        group, mine = stored.group, stored.copy
-        size, begin, names = group.key_bytes, 0, part.keys
-        if len(lacking) * size < len(names):
-            names = _some(names, lacking, size)
-        numbers: list[Sequence[int]] = [mine] if mine else []
-        blocks = [stored.blocks] if mine else []
-        runs: Sequence[tuple[int, float]] = [(len(lacking), inf)]
-        short = -inf  # what has a score up to here gets no space
+    def _admit(self, rank: int, stored: Stored, part: StorePart, absent: Sequence[int]) -> None:
+        """Make blocks for the absent keys that the policy admits, and fill in what to copy."""
+        group, joined = stored.group, stored.copy
+        size, begin, packed_keys = group.key_bytes, 0, part.keys
+        if len(absent) * size < len(packed_keys):
+            packed_keys = _select_keys(packed_keys, absent, size)
+        numbers: list[Sequence[int]] = [joined] if joined else []
+        blocks = [stored.blocks] if joined else []
+        runs: Sequence[tuple[int, float]] = [(len(absent), inf)]
+        refused_score = -inf  # keys with a score up to this get no space
         try:
-            if part.starts is not None and lacking and group.sizes and not group.namespace.of_bench:
+            if part.starts is not None and absent and group.sizes and not group.namespace.of_bench:
                 starts = list(part.starts)
                 if len(starts) > 1:
-                    starts = sorted({*np.searchsorted(lacking, starts).tolist()})
-                runs = self.policy.admit(group, names, starts)
+                    starts = sorted({*np.searchsorted(absent, starts).tolist()})
+                runs = self.policy.admit(group, packed_keys, starts)
                 if self.slots.free_bytes < group.block_bytes and not self._dead and not self._partial:
-                    short = self.policy.lowest
+                    refused_score = self.policy.lowest
             for count, score in runs:
                 end, taken = begin + count, 0
-                limit = inf if self.tiers is not None else score  # the pool is the way down to them
-                if score != REJECTED and limit > short:
-                    slots = self._take(group, names[begin * size : end * size], limit)
+                limit = inf if self.tiers is not None else score  # blocks reach the tiers only through the pool
+                if score != REJECTED and limit > refused_score:
+                    slots = self._take(group, packed_keys[begin * size : end * size], limit)
                     if taken := len(slots):
                         blocks.append(slots[:, 0])
-                        numbers.append(lacking[begin : begin + taken])
+                        numbers.append(absent[begin : begin + taken])
                     if taken < count:
-                        short = limit
+                        refused_score = limit
                 if taken < count:
-                    others = short < inf and self._victims.are_left(self._bytes_in[READY])
+                    others = refused_score < inf and self._victims.are_left(self._bytes_in[READY])
                     lost = stored.rejected if score == REJECTED or others else stored.no_space
-                    lost += lacking[begin + taken : end]
+                    lost += absent[begin + taken : end]
                 begin = end
             if stored.no_space:
                 cause = self.no_space_cause(group)
                 reason = MissReason.QUOTA if cause == "quota" else MissReason.NO_SPACE
-                self.blocks.note_misses(group.number, _some(part.keys, stored.no_space, size), size, reason)
+                self.blocks.record_misses(group.number, _select_keys(part.keys, stored.no_space, size), size, reason)
                 group.namespace.counters.no_space[cause] += len(stored.no_space)
             if stored.rejected:
-                names = _some(part.keys, stored.rejected, size)
-                self.policy.rejected(group, names)
-                self.blocks.note_misses(group.number, names, size, MissReason.REJECTED)
+                packed_keys = _select_keys(part.keys, stored.rejected, size)
+                self.policy.rejected(group, packed_keys)
+                self.blocks.record_misses(group.number, packed_keys, size, MissReason.REJECTED)
                 group.namespace.counters.rejected_keys += len(stored.rejected)
-        finally:  # what was taken is the store's, also where it fails
-            stored.copy = list(numbers[0]) if len(numbers) == 1 else [key for some in numbers for key in some]
+        finally:  # allocated slots belong to the store even if this fails
+            stored.copy = list(numbers[0]) if len(numbers) == 1 else [key for keys in numbers for key in keys]
             stored.blocks = blocks[0] if len(blocks) == 1 else np.concatenate([_NOTHING, *blocks])
-            if mine:
+            if joined:
                 order = np.argsort(stored.copy)
                 stored.copy, stored.blocks = np.array(stored.copy)[order].tolist(), stored.blocks[order]
             stored.slots, stored.offsets = self.blocks.begin_writes(self.slots, stored.blocks, rank)
@@ -722,9 +716,9 @@ class Cache:
         checksums: Sequence[Iterable[int]],
         tokens: Mapping[bytes, BlockTokens] = NO_TOKENS,
     ) -> int:
-        """End a store whose bytes are all in place. Returns how many blocks became READY.
+        """End a store whose bytes are all written. Returns how many blocks became READY.
 
-        ``checksums``: by part, of each key to copy; 0 where one is still to be taken.
+        ``checksums``: by part, of each copied key; 0 if it is still to be computed.
         """
         became_ready = 0
         for part, given in zip(ticket.parts, checksums, strict=True):
@@ -737,36 +731,36 @@ class Cache:
                 self._end_writes(group, blocks[~living], slots[~living])
                 blocks, slots, sums = blocks[living], slots[living], array("Q", compress(sums, living))
                 firsts = None if firsts is None else array("H", compress(firsts, living))
-            ready, names = self.blocks.publish(blocks, slots, firsts, length, sums, group.key_bytes)
+            ready, packed_keys = self.blocks.publish(blocks, slots, firsts, length, sums, group.key_bytes)
             became_ready += len(ready)
             self.unverified_slots += sums.count(0)
             if len(ready) < len(blocks):
-                self._note_partial(group, blocks[self.blocks.missing[blocks] != 0])
+                self._mark_partial(group, blocks[self.blocks.missing[blocks] != 0])
             if ready.size:
                 group.namespace.counters.stored_blocks += len(ready)
                 self._count(group, WRITING, READY, len(ready))
-                self.policy.insert(group, ready, names)
-                keys = np.frombuffer(names, group.namespace.key_type)[::-1].tolist()
+                self.policy.insert(group, ready, packed_keys)
+                keys = np.frombuffer(packed_keys, group.namespace.key_type)[::-1].tolist()
                 self._events.stored(group.namespace, group.index, keys, tokens=tokens)
                 if self.tiers is not None:
                     self.tiers.stored(ready[::-1])
         return became_ready
 
     def abort_store(self, ticket: StoreTicket) -> None:
-        """End a store that did not copy everything: its shards go, what other ranks wrote stays and waits."""
+        """End a store that did not copy everything: its shards are discarded, those of other ranks stay and wait."""
         for part in ticket.parts:
             self._end_writes(part.group, part.blocks, part.slots)
 
     def drop_unfinished(self, ticket: StoreTicket | FillTicket, reason: MissReason = MissReason.PARTIAL) -> None:
-        """Drop those of a ticket's blocks that lack a shard: others may store their keys elsewhere. The ticket is still
-        to be ended. What a tier has of them stays."""
+        """Drop a ticket's blocks that lack a shard, so that their keys can be stored again. The ticket must
+        still be ended. Copies in a tier stay."""
         parts = ticket.parts if isinstance(ticket, StoreTicket) else [ticket]
         for part in parts:
             if not part.group.dead:
                 self.drop(part.blocks[self.blocks.state[part.blocks] == WRITING], reason)
 
     def _end_writes(self, group: Group, blocks: BlockIds, slots: SlotIds) -> None:
-        """The slots of these shards of blocks are not written any more, and hold nothing."""
+        """End the writes to these shards' slots, whose content is discarded."""
         if not blocks.size:
             return
         self.blocks.shard[slots] = RESERVED
@@ -774,18 +768,18 @@ class Cache:
         if writing.size and not group.dead:
             every = self.blocks.shard[self.blocks.slots(writing, len(group.sizes))] & SHARD_STATE
             unused = (every == RESERVED).all(axis=1)
-            self._note_partial(group, writing[~unused])
+            self._mark_partial(group, writing[~unused])
             self._remove(group, WRITING, writing[unused])
         self._free_dropped(blocks[self.blocks.state[blocks] == DROPPED])
 
-    def _note_partial(self, group: Group, blocks: BlockIds) -> None:
-        """Note those of the blocks as partial that nobody writes."""
+    def _mark_partial(self, group: Group, blocks: BlockIds) -> None:
+        """Mark the blocks that nobody is writing as partial."""
         shards, now = self.blocks.shard[self.blocks.slots(blocks, len(group.sizes))] & SHARD_STATE, self._clock()
         self._partial |= dict.fromkeys(blocks[(shards != WRITING_SHARD).all(axis=1)].tolist(), now)
 
     def begin_fill(self, namespace: Namespace, group: int, keys: Sequence[bytes]) -> dict[int, FillTicket | None]:
-        """Take slots of all ranks for keys that come from a tier. By their places, those that the pool lacks: a ticket
-        for each, None where there is no space. Raises BadGeometry."""
+        """Allocate slots of all ranks for keys from a tier. Returns, by the index of each key without a block, a
+        ticket, or None if there is no space. Raises BadGeometry."""
         known = self._current[namespace][group]
         if not known.sizes:
             raise BadGeometry("Not all ranks of the namespace have registered; register them first.")
@@ -799,7 +793,7 @@ class Cache:
         return {number: next(tickets, None) for number in numbers}
 
     def end_fill(self, ticket: FillTicket, first_blocks: Sequence[int], checksums: Sequence[int]) -> bool:
-        """End a fill, with both by rank; without them where not all of the block is there. True where it is READY."""
+        """End a fill, with both by rank; empty if the block is incomplete. Returns whether it became READY."""
         group, slots = ticket.group, ticket.slots
         if not checksums:
             self._end_writes(group, slots[:1], slots)
@@ -816,14 +810,14 @@ class Cache:
     def begin_load(
         self, namespace: Namespace, rank: int, lease_id: int, group: int, keys: bytes, first_block: int = 0
     ) -> LoadTicket:
-        """Hold the slots of a rank's shards of READY blocks. The first key is read from ``first_block`` on.
+        """Pin READY blocks and return a rank's slots of them. The first key is read from ``first_block`` on.
 
-        Rank, group and keys were checked. Raises UnknownLease; NotReady with the numbers of keys that are not READY,
-        are corrupt, or whose written range begins later.
+        Rank, group and keys must be valid. Raises UnknownLease, and NotReady with the numbers of keys that are not
+        READY, are corrupt, or whose written range begins later.
         """
         lease = self.leases.get(lease_id)
         if lease is None or lease.namespace is not namespace:
-            raise UnknownLease(f"The lease {lease_id} is unknown, has ended or is of another namespace; look up again.")
+            raise UnknownLease(f"The lease {lease_id} is unknown, ended or of another namespace; look up again.")
         known, size = self._current[namespace][group], namespace.key_bytes
         found = self.blocks.begin_load(self.slots, known.number, keys, size, rank, first_block)
         if isinstance(found, list):
@@ -831,11 +825,10 @@ class Cache:
         return LoadTicket(rank, lease, known, keys[:size], *found)
 
     def end_load(self, tickets: Sequence[LoadTicket], *, counts: bool = False, ends_lease: bool = False) -> None:
-        """End the tickets of one job. ``ends_lease``: the lease ends with the last rank of the world of which that is
-        said.
+        """End the tickets of one job. ``ends_lease``: end the lease too, once every rank's job has asked for it.
 
-        ``counts``: count the keys and tokens that the load brought. What several ranks load counts once. Tokens of a
-        lease are those of the group with the most: with a sliding window less is loaded for as many.
+        ``counts``: count the loaded keys and tokens, once for all ranks. A lease's tokens are those of its largest
+        group: with a sliding window, fewer blocks stand for as many tokens.
         """
         if self.tiers is not None:
             self.tiers.loaded(tickets)
@@ -859,8 +852,8 @@ class Cache:
     # --- space ----------------------------------------------------------------------------------
 
     def _take(self, group: Group, keys: bytes, below: float) -> npt.NDArray[np.uint32]:
-        """Make WRITING blocks of keys that have none, from the first on, as far as there is space; what has a lower
-        score than ``below`` may go for them. Returns their slots, [blocks, ranks]."""
+        """Make WRITING blocks for keys without one, as far as there is space, evicting blocks with a score below
+        ``below``. Returns their slots, [blocks, ranks]."""
         size, ranks = group.key_bytes, len(group.sizes)
         count, entered = len(keys) // size if ranks else 0, 0
         if self.quotas and count and group.namespace.fingerprint in self.quotas:
@@ -874,7 +867,7 @@ class Cache:
                     slots = self.blocks.take(self.slots, group, left, count - entered)
                 if len(slots):
                     self._count(group, FREE, WRITING, len(slots))
-                elif not swept:  # where that is not enough, others go
+                elif not swept:  # evicts only if this is not enough
                     swept = True
                     self._sweep(sorted(self._dead.values(), key=lambda one: group.sizes != one.sizes), count - entered)
                     continue
@@ -883,9 +876,9 @@ class Cache:
                 elif not victims.size:
                     continue
                 else:
-                    count = min(count, entered + len(victims))  # where they are fewer, nothing else may go
+                    count = min(count, entered + len(victims))  # if they are fewer, nothing else can be evicted
                     slots = self._replace(group, victims, left)
-                found.append(slots)  # fewer than are wanted where slots ran out: space is made for the rest
+                found.append(slots)  # fewer than wanted if slots ran out: the next round makes space
                 entered += len(slots)
         except BaseException:
             for slots in found:
@@ -896,7 +889,7 @@ class Cache:
         return np.concatenate(found) if found else np.empty((0, max(1, ranks)), np.uint32)
 
     def _within_quota(self, group: Group, count: int, below: float) -> int:
-        """How many of ``count`` blocks the namespace may take, evicting its own where it has its quota."""
+        """Return how many of ``count`` blocks the quota allows, after evicting blocks of the namespace if needed."""
         namespace, each = group.namespace, group.block_bytes
         quota = self.quotas[namespace.fingerprint]
         most = count + MAX_OVER_QUOTA
@@ -911,7 +904,7 @@ class Cache:
         return max(0, min(count, (quota - namespace.held_bytes) // each))
 
     def no_space_cause(self, group: Group) -> str:
-        """What has the space that a block of a group does not get now: one of NO_SPACE_CAUSES."""
+        """Return the cause, one of NO_SPACE_CAUSES, why a block of a group gets no space now."""
         usage, quota = self.usage, self.quotas.get(group.namespace.fingerprint)
         if quota is not None and group.namespace.held_bytes + group.block_bytes > quota:
             return "quota"
@@ -922,10 +915,9 @@ class Cache:
         return "pinned" if usage.pinned >= usage.writing else "writing"
 
     def _evict_for(self, group: Group, count: int, below: float) -> BlockIds | None:
-        """Blocks of a group, up to ``count``, for others of it to replace; none where space was made otherwise, and
-        None where nothing may go."""
+        """Return up to ``count`` blocks to replace; empty if space was made otherwise; None if none can be evicted."""
         if self._partial:
-            # Where ranks store what others never do, that must not take the pool from what can be read.
+            # If ranks store blocks that others never complete, they must not crowd out readable blocks.
             crowded = self._bytes_in[WRITING] > self.slots.pool_bytes // MOST_WRITING_PART
             partial = self._partial_since(self._clock() - (0.0 if crowded else PARTIAL_GRACE_S))
             if partial := [block for block in partial if not self.blocks.pins[block]]:
@@ -939,17 +931,17 @@ class Cache:
         return _NOTHING
 
     def _waiting(self, blocks: BlockIds) -> npt.NDArray[np.bool_] | None:
-        """Which of the blocks wait to be written to a tier; None where none does."""
+        """Return which of the blocks wait to be written to a tier; None if none does."""
         return None if self.tiers is None else self.tiers.waiting(blocks)
 
     def _replace(self, group: Group, victims: BlockIds, keys: bytes) -> npt.NDArray[np.uint32]:
-        """Evict READY blocks of a group, and make WRITING ones of as many of the keys in their slots. Returns these."""
+        """Evict READY blocks of a group, and make WRITING ones for the keys in their slots. Returns these slots."""
         if self.tiers is not None:
             self.tiers.evicted(victims)
         group.namespace.counters.evicted_blocks += len(victims)
-        slots, names, unverified = self.blocks.replace(group, victims, keys, MissReason.EVICTED)
+        slots, packed_keys, unverified = self.blocks.replace(group, victims, keys, MissReason.EVICTED)
         self.unverified_slots -= unverified
-        self._left(group, victims, names)
+        self._report_removed(group, victims, packed_keys)
         self._count(group, READY, WRITING, len(victims))
         return slots
 
@@ -959,16 +951,16 @@ class Cache:
     # --- ends -----------------------------------------------------------------------------------
 
     def _evict(self, blocks: BlockIds, reason: MissReason = MissReason.EVICTED) -> None:
-        """Free READY blocks that nothing pins, because others need the space."""
+        """Evict READY, unpinned blocks."""
         if self.tiers is not None and blocks.size:
             self.tiers.evicted(blocks)
-        for group, alike in self.by_group(blocks):
+        for group, members in self.by_group(blocks):
             if not group.dead:
-                group.namespace.counters.evicted_blocks += len(alike)
-            self._remove(group, READY, alike, reason)
+                group.namespace.counters.evicted_blocks += len(members)
+            self._remove(group, READY, members, reason)
 
     def invalidate(self, namespace: Namespace, groups: Sequence[tuple[int, bytes]]) -> int:
-        """Forget keys, in the tiers too. What is held keeps its slots. Returns how many blocks were in the pool.
+        """Forget keys, also in the tiers. Blocks in use keep their slots. Returns how many blocks the pool had.
 
         Raises BadGeometry, BadKeys.
         """
@@ -985,41 +977,41 @@ class Cache:
         return dropped
 
     def drop(self, blocks: BlockIds | Sequence[int], reason: MissReason) -> None:
-        """Take WRITING and READY blocks out of the index. Their slots come free once nothing holds them."""
-        for group, alike in self.by_group(np.asarray(blocks, np.uint32)):
-            group.namespace.counters.invalidated_blocks += len(alike)
+        """Take WRITING and READY blocks out of the index. Their slots are freed once nothing uses them."""
+        for group, members in self.by_group(np.asarray(blocks, np.uint32)):
+            group.namespace.counters.invalidated_blocks += len(members)
             for state in (READY, WRITING):
-                self._remove(group, state, alike[self.blocks.state[alike] == state], reason)
+                self._remove(group, state, members[self.blocks.state[members] == state], reason)
 
     def _drop_partial(self, blocks: Sequence[int]) -> None:
-        """Drop blocks that lack a shard which nobody stored in time."""
-        for group, alike in self.by_group(np.array(blocks, np.uint32)):
-            group.namespace.counters.partial_blocks += len(alike)
-            self.drop(alike, MissReason.PARTIAL)
+        """Drop blocks that lack a shard which was not stored in time."""
+        for group, members in self.by_group(np.array(blocks, np.uint32)):
+            group.namespace.counters.partial_blocks += len(members)
+            self.drop(members, MissReason.PARTIAL)
 
     def _remove(self, group: Group, state: int, blocks: BlockIds, reason: MissReason | None = None) -> None:
-        """Take blocks, all of one state, out of index and policy, and free the slots of those that nothing holds."""
+        """Take blocks of one state out of index and policy, and free the slots of those that are not in use."""
         if not blocks.size:
             return
-        names, slots, unverified, corrupt = self.blocks.drop(group, blocks, reason or 0)
+        packed_keys, slots, unverified, corrupt = self.blocks.drop(group, blocks, reason or 0)
         if group.dead and group.namespace in self._current:
             now = self._current[group.namespace][group.index]
-            self.blocks.note_misses(now.number, names, group.key_bytes, MissReason.INVALIDATED)
+            self.blocks.record_misses(now.number, packed_keys, group.key_bytes, MissReason.INVALIDATED)
         if state == READY:
-            self._left(group, blocks, names)
+            self._report_removed(group, blocks, packed_keys)
         for block in blocks.tolist() if self._partial else ():
             self._partial.pop(block, None)
-        held = len(blocks) - len(slots) // len(group.sizes)
-        if held and not group.dead:
-            self._count(group, state, DROPPED, held)
-        self._freed(group, DROPPED if group.dead else state, slots, unverified, corrupt)
+        in_use = len(blocks) - len(slots) // len(group.sizes)
+        if in_use and not group.dead:
+            self._count(group, state, DROPPED, in_use)
+        self._free_ended(group, DROPPED if group.dead else state, slots, unverified, corrupt)
 
-    def _left(self, group: Group, blocks: BlockIds, names: bytes) -> None:
-        """Blocks that were READY are gone: the policy and listeners hear of it."""
-        self._some_left = True
-        self.policy.remove(group, blocks, names)
-        keys = np.frombuffer(names, group.namespace.key_type)
-        if self._to_announce.size:  # listeners have not heard of these
+    def _report_removed(self, group: Group, blocks: BlockIds, packed_keys: bytes) -> None:
+        """Report to policy and listener that READY blocks are gone."""
+        self._ready_removed = True
+        self.policy.remove(group, blocks, packed_keys)
+        keys = np.frombuffer(packed_keys, group.namespace.key_type)
+        if self._to_announce.size:  # some may never have been reported
             silent = self.unannounced[blocks]
             self.unannounced[blocks] = False
             keys = keys[~silent]
@@ -1027,15 +1019,15 @@ class Cache:
             self._events.removed(group.namespace, group.index, keys.tolist())
 
     def _free_dropped(self, blocks: BlockIds) -> None:
-        """Free the slots of those of the blocks that are DROPPED and that nothing holds."""
-        for group, alike in self.by_group(blocks):
-            self._freed(group, DROPPED, *self.blocks.release(alike, len(group.sizes)))
+        """Free the slots of DROPPED blocks that are not in use."""
+        for group, members in self.by_group(blocks):
+            self._free_ended(group, DROPPED, *self.blocks.release(members, len(group.sizes)))
 
-    def _freed(self, group: Group, state: int, slots: SlotIds, unverified: int, corrupt: int) -> None:
-        """Blocks of a group, which were counted as of this state, have ended."""
+    def _free_ended(self, group: Group, state: int, slots: SlotIds, unverified: int, corrupt: int) -> None:
+        """Free the slots of ended blocks, which were counted with this state."""
         self.unverified_slots -= unverified
         self._count(group, state, FREE, len(slots) // len(group.sizes))
-        if corrupt:  # they stay handed out, so that nobody else gets them
+        if corrupt:  # they stay allocated, so that nobody else gets them
             bad = self.blocks.shard[slots] != 0
             self._quarantine(slots[bad])
             slots = slots[~bad]
@@ -1050,16 +1042,16 @@ class Cache:
         self.blocks.group[slots] = 0
 
     def background(self) -> bool:
-        """Free some of what was reset, and let go what ended leases hold. Returns whether there is more."""
+        """Do one step of freeing reset blocks, or of unpinning blocks of ended leases. Returns whether more remain."""
         if self._ended:
-            self._let_go()
+            self._unpin_ended()
         elif self._dead:
             group = next(iter(self._dead.values()))
             self._sweep([group], max(1, self.swept_at_once // len(group.sizes)))
         return bool(self._ended or self._dead)
 
     def _sweep(self, groups: Sequence[Group], count: int) -> int:
-        """Free so many blocks of groups that were reset, or as many as there are. Returns how many it took."""
+        """Free up to ``count`` blocks of groups that were reset. Returns how many."""
         taken = 0
         for group in groups:
             blocks = self.blocks.oldest(group, count - taken)
@@ -1073,7 +1065,7 @@ class Cache:
         return taken
 
     def by_group(self, blocks: BlockIds) -> list[tuple[Group, BlockIds]]:
-        """Blocks that have slots by their groups, in each in the order in which they were given."""
+        """Group blocks, which have slots, by their group; each keeps its order."""
         if not blocks.size:
             return []
         if only := self.blocks.group_of(blocks):
@@ -1085,7 +1077,7 @@ class Cache:
         return self._groups[int(self.blocks.group[block])]
 
     def _count(self, group: Group, before: int, after: int, count: int) -> None:
-        """Count blocks of a group as of another state."""
+        """Count blocks of a group in another state."""
         namespace, nbytes = group.namespace, count * group.block_bytes
         if before != FREE:
             group.blocks_in[before] -= count
@@ -1101,10 +1093,10 @@ class Cache:
     # --- checksums ------------------------------------------------------------------------------
 
     def check(self, slot: int, generation: int, checksum: int) -> bool:
-        """Act on the ``checksum`` that a slot's bytes have; False where it is wrong: its block is dropped then.
+        """Compare a slot's record with the ``checksum`` of its bytes; if it is wrong, drop the block and return False.
 
-        Where the slot was freed or written anew since ``generation``, nothing follows. Where another check found the
-        bytes wrong they stay so: memory that changes is not trusted.
+        Does nothing if the slot was freed or rewritten since ``generation``. A slot that another check found wrong
+        stays wrong: memory that changes is not trusted.
         """
         record, shard = self.table.records[slot], int(self.blocks.shard[slot])
         if int(record["generation"]) != generation or not self.slots.in_use[slot] or shard & SHARD_STATE != WRITTEN:
@@ -1122,11 +1114,11 @@ class Cache:
             self.unverified_slots -= shard & UNVERIFIED != 0
             self.blocks.set_corrupt(slot)
             group = self._of_block(slot)
-            names = self.blocks.keys(head, group.key_bytes)
+            packed_keys = self.blocks.keys(head, group.key_bytes)
             if self.blocks.state[head[0]] != DROPPED:
                 self.drop(head, MissReason.CORRUPT)
             if self.tiers is not None and not group.dead:
-                self.tiers.forget(group.namespace, group.index, names, MissReason.CORRUPT)
+                self.tiers.forget(group.namespace, group.index, packed_keys, MissReason.CORRUPT)
             return False
         if self.blocks.shard[slot] & UNVERIFIED:
             self.blocks.shard[slot] &= ~np.uint8(UNVERIFIED)
@@ -1134,7 +1126,7 @@ class Cache:
         return True
 
     def checks(self, slots: SlotIds) -> list[Check]:
-        """What there is to check in these slots by now: none that is free, being written or known to be corrupt."""
+        """Return the checks that these slots need now; free, unfinished and known corrupt slots need none."""
         shards = self.blocks.shard[slots]
         slots = slots[(shards & SHARD_STATE == WRITTEN) & (shards & CORRUPT == 0)]
         records = self.table.records[slots]
@@ -1142,23 +1134,23 @@ class Cache:
         return list(map(Check, slots.tolist(), *(column.tolist() for column in columns)))
 
     def checks_of_load(self, ticket: LoadTicket, every: bool, first_block: int = 0) -> list[Check]:
-        """What a load must check before it copies: shards that are not verified yet, or ``every`` shard.
+        """Return the checks before a load: of shards that are not verified yet, or of ``every`` shard.
 
-        A shard that is read from its middle on is checked too: its reader has not all that its checksum covers. Shards
-        whose checksum is still to be taken are loaded as they are.
+        A shard that is read from its middle is checked too, because its reader lacks bytes that the checksum covers.
+        Shards whose checksum is still to be computed are loaded unchecked.
         """
         wanted = (self.blocks.shard[ticket.slots] & UNVERIFIED != 0) | every
         wanted[:1] |= first_block > 0
         return [check for check in self.checks(ticket.slots[wanted]) if check.checksum]
 
     def corrupt_keys(self, ticket: LoadTicket) -> bytes:
-        """The keys of a load's blocks of which wrong bytes were found in the slots that it holds."""
+        """Return the keys of a load's blocks whose slots hold wrong bytes."""
         bad = self.blocks.shard[ticket.slots] & CORRUPT != 0
         return self.blocks.keys(ticket.blocks[bad], ticket.group.key_bytes)
 
     def next_unverified(self, limit: int) -> SlotIds:
-        """The next slots, up to so many, whose bytes an earlier daemon wrote and nobody has compared with their
-        checksum, or whose checksum is still to be taken. They come again unless they are checked."""
+        """Return up to ``limit`` slots that an earlier daemon wrote and nobody has compared, or whose checksum is still
+        to be computed. They come again unless they are checked."""
         passes = 0
         while self.unverified_slots and passes < 2:
             begin, end = self._unverified_at, min(self._unverified_at + LOOKED_AT_ONCE, len(self.blocks.shard))
@@ -1174,7 +1166,7 @@ class Cache:
     # --- facts ----------------------------------------------------------------------------------
 
     def describe(self, blocks: BlockIds) -> list[BlockInfo]:
-        """What there is to say of blocks of one group that have slots."""
+        """Describe blocks of one group that have slots."""
         if not blocks.size:
             return []
         group = self._of_block(int(blocks[0]))
@@ -1196,10 +1188,10 @@ class Cache:
     def page(
         self, namespace: Namespace, group: int, position: int, places: int, prefix: str, limit: int
     ) -> tuple[BlockIds, int]:
-        """Some of a group's blocks whose keys begin with these hex digits, and the position behind them; 0 at the end.
+        """Return blocks of a group whose keys begin with these hex digits, and the next position; 0 at the end.
 
-        About ``places`` slots are looked into from ``position`` on, 0 at first. A block that is there from the first
-        page to the last is on exactly one.
+        Scans about ``places`` slots from ``position``, which is 0 at first. A block that exists from the first page to
+        the last is on exactly one.
         """
         known, slots, seen = self.group(namespace, group), self.slots, list[SlotIds]()
         if len(prefix) == 2 * namespace.key_bytes:
@@ -1225,33 +1217,44 @@ class Cache:
 
     @property
     def usage(self) -> PoolUsage:
-        """Bytes of the pool by use."""
+        """Bytes of the pool by state."""
         writing, ready, dropped = (self._bytes_in[state] for state in (WRITING, READY, DROPPED))
         pinned = self.blocks.pinned_bytes, self.blocks.pinned_blocks
         return PoolUsage(self.slots.free_bytes, writing, ready, dropped, self.quarantined_bytes, *pinned)
 
 
-def _some(keys: bytes, numbers: Sequence[int] | npt.NDArray[np.intp], size: int) -> bytes:
-    """The keys of these ascending numbers, end to end: one slice where they are neighbours, as they often are."""
+def _select_keys(keys: bytes, numbers: Sequence[int] | npt.NDArray[np.intp], size: int) -> bytes:
+    """Return the keys with these ascending numbers, concatenated; consecutive ones, which are common, are one slice."""
     if len(numbers) and numbers[-1] - numbers[0] == len(numbers) - 1:
         return keys[numbers[0] * size : (numbers[-1] + 1) * size]
     return np.frombuffer(keys, np.dtype((np.void, size)))[numbers].tobytes()
 
 
 def _snapshot(next_number: int, namespaces: Sequence[Namespace], left_out: int, *, short: bool) -> list[Deflated]:
-    """Return a ``NamespaceSnapshot`` as msgpack."""
+    """Encode a ``NamespaceSnapshot`` as msgpack."""
     head = b"\x93" + msgpack.encode(next_number) + b"\xdc" + len(namespaces).to_bytes(2, "big")
     records = [one.record(short=short) for one in namespaces]
     return [Deflated.of(head), *records, Deflated.of(msgpack.encode(left_out))]
 
 
-def _shortened(found: Found, held: BlockIds, part: float) -> Found:
-    """The same with only this part of the READY keys, the first ones, called READY, beside what is ``held``."""
-    states, ready = np.frombuffer(found.states, np.uint8).copy(), np.isin(found.ready, held)
+def _limit_ready(found: Found, leased: BlockIds, part: float) -> Found:
+    """Leave only the first part of the READY keys READY, in addition to those that the lease has already."""
+    states, ready = np.frombuffer(found.states, np.uint8).copy(), np.isin(found.ready, leased)
     fresh = np.flatnonzero(~ready)
     ready[fresh[: int(fresh.size * part)]] = True
     states[np.flatnonzero(states == READY)[~ready]] = ABSENT
-    misses = list(found.misses)
-    misses[MissReason.LEASE_LIMIT] += len(ready) - int(ready.sum())
+    reasons = bytearray(found.reasons)
+    for at in np.flatnonzero(np.frombuffer(found.states, np.uint8) != states).tolist():
+        reasons[at] = MissReason.LEASE_LIMIT
     run = min(found.run, int(np.append(ready, False).argmin()))
-    return found._replace(states=states.tobytes(), ready=found.ready[ready], run=run, misses=misses)
+    return found._replace(states=states.tobytes(), ready=found.ready[ready], run=run, reasons=bytes(reasons))
+
+
+def _with_pending(found: Found, states: bytes) -> Found:
+    """Return a lookup's result with the states of keys that tiers bring up: these are not missed yet."""
+    if states == found.states:
+        return found
+    shown = np.frombuffer(states, np.uint8)
+    reasons = np.frombuffer(found.reasons, np.uint8).copy()
+    reasons[(shown == PENDING) | (shown == SHARED)] = FOUND
+    return found._replace(states=states, reasons=reasons.tobytes())

@@ -1,16 +1,16 @@
-/* How many hits an LRU of other sizes would have had: sampled keys in the order of their last use, cut at these sizes.
+/* Estimates the hits of an LRU at other sizes: a list of sampled keys in the order of their last use, cut at these
+ * sizes.
  *
- * Called by curve.py. Chains are cut into pieces of 512 tokens at most, which are one key where blocks are large. Where
- * they are small the first pieces are of one key, and others have at most a part of the keys before them: prompts end and
- * part from others within pieces, and what that hides must be little of the prompt. A piece is known by its first key, and
- * has as many keys as it had when it was last used. Whether it is sampled follows from the key's
- * hash, so that it is at each of its uses or at none; `scale` pieces stand behind each. The first pieces of chains are
- * sampled apart from the others, and more of them: one that all prompts begin with may be a large part of all uses. A
- * piece's place in the list is in a segment, between two of the sizes, so that a use costs a step for each of them and no
- * search.
+ * Called by curve.py. Chains are divided into pieces of up to 512 tokens: one key if blocks are large. If they are
+ * small, the first pieces have one key, and later ones at most a part of the keys before them: prompts end and diverge
+ * within pieces, which may hide only a small part of a prompt. A piece is identified by its first key, and has the keys
+ * of its last use. The key's hash decides whether the piece is sampled, always or never; each sampled piece represents
+ * `scale` pieces. The first pieces of chains have a sample of their own with a higher rate, because one with which all
+ * prompts begin may be a large part of all uses. The list is divided into segments, one between each two sizes, so that
+ * a use costs one step per segment and no search.
  *
- * Source of sampling by hashes, and of a sample of bounded size: C. Waldspurger et al., "Efficient MRC Construction with
- * SHARDS", FAST 2015.
+ * Source of hash sampling with a bounded sample: C. Waldspurger et al., "Efficient MRC Construction with SHARDS", FAST
+ * 2015.
  */
 #include "../system/key_hash.h"
 
@@ -20,58 +20,58 @@
 
 enum { FIRST, NEXT, REST, KINDS };
 enum { SIZES = 13, PIECES = 131072, PIECE_TOKENS = 512, BUCKETS = 2 * PIECES, NONE = 0, NEXT_PIECES = 8 };
-/* A piece of more than one key has at most two PARTS-ths of the keys before it. Of a chain at most MOST_SMALL pieces are
+/* A piece of more than one key has at most 2/PARTS of the keys before it. At most MOST_SMALL pieces of a chain are
  * shorter than its longest. */
 enum { PARTS = 32, MOST_SMALL = PARTS + 64 * PARTS / 2 };
 
-/* Pieces of each kind have places of their own, from here to where those of the next one begin. The first place is none. */
+/* Pieces of each kind have their own range of places, from begin[kind] to begin[kind + 1]. Place 0 is unused. */
 static const uint32_t begin[KINDS + 1] = {1, PIECES / 4, PIECES / 2, PIECES};
-/* Of a request: pieces of each kind that are looked at while a sample becomes smaller; and moves from one segment to the
- * next, beside those that its own pieces cause. */
+/* Limits for one request: pieces of each kind that a sweep examines, and moves to the next segment in addition to those
+ * that its own pieces cause. */
 enum { SWEPT = 256, MOVED = 4096 };
 
 struct piece {
-    uint64_t hash; /* of its first key */
-    uint64_t last; /* of the last of its keys */
-    uint32_t newer, older; /* in the list; also, of a free one, the next free one */
-    uint32_t next; /* in its bucket */
-    uint32_t bytes, keys; /* no keys where the place is free */
+    uint64_t hash; /* hash of its first key */
+    uint64_t last; /* hash of its last key */
+    uint32_t newer, older; /* neighbours in the list; `older` of a free place is the next free one */
+    uint32_t next; /* next piece in its bucket */
+    uint32_t bytes, keys; /* `keys` is 0 if the place is free */
     uint8_t kind, segment;
-    uint8_t halvings; /* of its kind's sample when its weight was last taken */
+    uint8_t halvings; /* halvings of its kind's sample when its weight was last set */
 };
 
-/* A piece of the request that is sampled. */
+/* A sampled piece of the request. */
 struct use {
     uint64_t hash, last;
     uint32_t keys;
     uint8_t kind;
 };
 
-/* What was asked for in a namespace, in tokens; curve.py has the same. */
+/* Requested tokens of a namespace; curve.py has the same. */
 struct counts {
     double total[KINDS]; /* all pieces */
-    double sampled[KINDS]; /* what stands behind the sampled ones */
-    double hits[KINDS][SIZES]; /* of that, by the smallest size with which a use is a hit */
-    double found; /* by the requests themselves */
+    double sampled[KINDS]; /* pieces that the sampled ones represent */
+    double hits[KINDS][SIZES]; /* part of `sampled`, by the smallest size at which the use is a hit */
+    double found; /* found by the requests themselves */
 };
 
 /* curve.py reads the first fields. */
 struct curve {
     uint64_t nbytes;
-    double seen_bytes; /* of the blocks of all pieces in the list, about */
+    double seen_bytes; /* estimated bytes of the blocks of all pieces in the list */
     double width[SIZES]; /* bytes between two sizes */
     double held[SIZES]; /* bytes in each segment */
-    uint32_t halvings[KINDS]; /* of the sample: that so many upper bits of a hash are 0 */
-    uint32_t hand[KINDS]; /* pieces behind it were not looked at since the last of them */
-    uint32_t free[KINDS], top[KINDS]; /* places: from `top` on none was ever used */
+    uint32_t halvings[KINDS]; /* halvings of the sample: a sampled hash has this many leading 0 bits */
+    uint32_t hand[KINDS]; /* next place to sweep after the last halving */
+    uint32_t free[KINDS], top[KINDS]; /* first free place below `top`; places from `top` on were never used */
     uint32_t newest;
-    uint32_t oldest[SIZES]; /* of each segment; NONE where that is empty */
+    uint32_t oldest[SIZES]; /* oldest piece of each segment; NONE if it is empty */
     uint64_t seed[2];
     struct use *uses;
-    uint64_t *seen; /* the hashes of the request's pieces, by their lower bits; 0 where there is none */
-    uint64_t room; /* for so many uses, a power of two, and twice as many hashes */
+    uint64_t *seen; /* hash table of the request's pieces; 0 if empty */
+    uint64_t room; /* number of `uses`, a power of two; `seen` has twice as many */
     uint32_t buckets[BUCKETS];
-    struct piece pieces[PIECES]; /* the first one is none */
+    struct piece pieces[PIECES]; /* the first one is unused */
 };
 
 static uint64_t hash_of(const struct curve *c, uint64_t group, const uint8_t *key, uint64_t key_bytes)
@@ -81,7 +81,7 @@ static uint64_t hash_of(const struct curve *c, uint64_t group, const uint8_t *ke
 
 static uint32_t *bucket(struct curve *c, uint64_t hash)
 {
-    return &c->buckets[hash % BUCKETS]; /* the low bits: the high ones say whether it is sampled */
+    return &c->buckets[hash % BUCKETS]; /* the low bits, because the high ones decide the sampling */
 }
 
 static uint32_t find(struct curve *c, uint64_t hash)
@@ -98,7 +98,7 @@ static int is_sampled(const struct curve *c, int kind, uint64_t hash)
     return hash <= UINT64_MAX >> c->halvings[kind];
 }
 
-/* The pieces that stand behind a sampled one. */
+/* Pieces that a sampled one represents. */
 static double scale(uint32_t halvings)
 {
     return (double)((uint64_t)1 << halvings);
@@ -109,7 +109,7 @@ static double weight(const struct piece *piece)
     return piece->bytes * scale(piece->halvings);
 }
 
-/* The piece's newer neighbour, if that is in this segment. */
+/* Returns the piece's newer neighbour if it is in this segment. */
 static uint32_t before(const struct curve *c, uint32_t at, uint8_t segment)
 {
     uint32_t newer = c->pieces[at].newer;
@@ -117,7 +117,7 @@ static uint32_t before(const struct curve *c, uint32_t at, uint8_t segment)
     return newer != NONE && c->pieces[newer].segment == segment ? newer : NONE;
 }
 
-/* Take a piece out of the list. */
+/* Takes a piece out of the list. */
 static void unlink_piece(struct curve *c, uint32_t at)
 {
     struct piece *piece = &c->pieces[at];
@@ -147,7 +147,7 @@ static void forget(struct curve *c, uint32_t at)
     c->free[piece->kind] = at;
 }
 
-/* Push what a segment has too much of into the next, in so many steps; what the last one has too much of is forgotten. */
+/* Moves the excess of each segment to the next, in up to `steps` steps; the excess of the last one is forgotten. */
 static void settle(struct curve *c, uint64_t steps)
 {
     for (int segment = 0; segment < SIZES; segment++) {
@@ -167,12 +167,12 @@ static void settle(struct curve *c, uint64_t steps)
                 c->oldest[segment + 1] = at;
         }
         if (c->oldest[segment] == NONE)
-            c->held[segment] = 0; /* no rest of rounding */
+            c->held[segment] = 0; /* clears rounding errors */
     }
 }
 
-/* Look at the next pieces of a kind whose sample was halved: those that are in it no more are forgotten, and what stands
- * behind the others has doubled. */
+/* Examines the next pieces of a kind whose sample was halved: forgets those that are not sampled any more, and doubles
+ * what the others represent. */
 static void sweep(struct curve *c, int kind, int count)
 {
     for (; count-- && c->hand[kind] < begin[kind + 1]; c->hand[kind]++) {
@@ -190,7 +190,7 @@ static void sweep(struct curve *c, int kind, int count)
     }
 }
 
-/* A free place for a piece that is sampled; NONE where it is not, since there were too many. */
+/* Returns a free place for a piece; NONE if the sample had to be halved and no longer includes the piece. */
 static uint32_t new_place(struct curve *c, int kind, uint64_t hash)
 {
     uint32_t at;
@@ -228,7 +228,7 @@ static void use(struct curve *c, const struct use *used, uint64_t bytes)
         unlink_piece(c, at);
         piece = &c->pieces[at];
     }
-    if (used->keys >= piece->keys) { /* else only its beginning was used */
+    if (used->keys >= piece->keys) { /* otherwise only its beginning was used */
         piece->keys = used->keys;
         piece->last = used->last;
     }
@@ -245,17 +245,17 @@ static void use(struct curve *c, const struct use *used, uint64_t bytes)
         c->oldest[0] = at;
 }
 
-/* Note one chain of a request: `count` keys of `key_bytes`, of blocks of `bytes` and `tokens`. The request found the first
- * `run` of them. */
+/* Counts one chain of a request: `count` keys of `key_bytes`, whose blocks have `bytes` and `tokens`. The request found
+ * the first `run` of them. The engine had the first `own` of them itself: these are used, but not counted. */
 void kvoffd_curve_asked(struct curve *c, struct counts *counts, uint64_t group, const uint8_t *keys, uint64_t count,
-                        uint64_t key_bytes, uint64_t bytes, uint64_t tokens, uint64_t run)
+                        uint64_t key_bytes, uint64_t bytes, uint64_t tokens, uint64_t run, uint64_t own)
 {
-    uint64_t per = tokens > 1 && tokens < PIECE_TOKENS ? PIECE_TOKENS / tokens : 1; /* keys of a piece, at most */
+    uint64_t per = tokens > 1 && tokens < PIECE_TOKENS ? PIECE_TOKENS / tokens : 1; /* most keys of a piece */
     uint64_t used = 0, n = 1, pieces = MOST_SMALL + 2 * count / per, mask;
 
-    if (!count) /* there may be no memory yet */
+    if (!count) /* `seen` may not be allocated yet */
         return;
-    counts->found += run * tokens;
+    counts->found += (run > own ? run - own : 0) * tokens;
     if (pieces > count)
         pieces = count;
     if (pieces > c->room) {
@@ -278,7 +278,7 @@ void kvoffd_curve_asked(struct curve *c, struct counts *counts, uint64_t group, 
         const uint8_t *key = keys + first * key_bytes;
         struct use one = {.hash = hash_of(c, group, key, key_bytes)};
         uint32_t at;
-        double there;
+        double there, not_own;
 
         while (2 * longest <= per && PARTS * longest <= first)
             longest *= 2;
@@ -287,30 +287,32 @@ void kvoffd_curve_asked(struct curve *c, struct counts *counts, uint64_t group, 
         uint64_t place = one.hash & mask;
         while (c->seen[place] && c->seen[place] != one.hash)
             place = (place + 1) & mask;
-        if (c->seen[place]) /* what comes twice counts once */
+        if (c->seen[place]) /* a repeated piece counts once */
             continue;
         c->seen[place] = one.hash;
-        counts->total[one.kind] += (double)(tokens * n);
+        not_own = first >= own ? n : first + n > own ? first + n - own : 0;
+        counts->total[one.kind] += tokens * not_own;
         if (!is_sampled(c, one.kind, one.hash))
             continue;
         one.last = n > 1 ? hash_of(c, group, key + (n - 1) * key_bytes, key_bytes) : one.hash;
-        counts->sampled[one.kind] += tokens * (double)n * scale(c->halvings[one.kind]);
+        counts->sampled[one.kind] += tokens * not_own * scale(c->halvings[one.kind]);
         if ((at = find(c, one.hash)) != NONE) {
             const struct piece *known = &c->pieces[at];
-            if (known->keys < n) /* it has grown, or is another one from somewhere in the middle */
+            if (known->keys < n) /* it has grown, or is another piece that shares its beginning */
                 there = known->last == hash_of(c, group, key + (known->keys - 1) * key_bytes, key_bytes)
                             ? known->keys
                             : known->keys / 2.0;
             else
                 there = known->keys == n && known->last != one.last ? n / 2.0 : n;
-            counts->hits[one.kind][known->segment] += tokens * there * scale(c->halvings[one.kind]);
+            there -= n - not_own;
+            counts->hits[one.kind][known->segment] += tokens * (there > 0 ? there : 0) * scale(c->halvings[one.kind]);
         }
         c->uses[used++] = one;
     }
     for (int kind = 0; kind < KINDS; kind++)
         sweep(c, kind, SWEPT);
     pieces = used;
-    while (used) /* the tail first: it is what an LRU evicts first */
+    while (used) /* the tail first, because an LRU evicts it first */
         use(c, &c->uses[--used], bytes);
     settle(c, MOVED + SIZES * pieces);
     c->seen_bytes = 0;
@@ -318,7 +320,7 @@ void kvoffd_curve_asked(struct curve *c, struct counts *counts, uint64_t group, 
         c->seen_bytes += c->held[segment];
 }
 
-/* A new curve for these sizes, ascending, in bytes; NULL where there is no memory. */
+/* Makes a curve for these sizes in bytes, ascending; NULL if memory is short. */
 struct curve *kvoffd_curve_new(const double sizes[SIZES], const uint8_t seed[16])
 {
     struct curve *c = calloc(1, sizeof *c);

@@ -1,7 +1,7 @@
-"""How many hits a pool of another size would have, had it the policy lru: learned from a sample of what is asked for.
+"""Estimates the LRU hit ratio at other pool sizes from a sample of lookups (SHARDS).
 
-A request's hits are the keys before the first that is not there, as everywhere; tokens are counted, not keys. The work
-is done in ``curve.c``.
+A request's hits are the keys before the first that is missing, as everywhere; tokens are counted, not keys. Implemented
+in ``curve.c``.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from kvoffd.system.native import native
 from kvoffd_proto.stats import HitCurve
 
 SIZES = (0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 7.0, 10.0)
-"""Of pools, in parts of the pool that is there."""
+"""Estimated pool sizes, as multiples of the pool's size."""
 HALVED_EVERY_S = 86400.0
-"""What was counted weighs half a day later."""
+"""Interval after which older counts are halved."""
 UNKNOWN_TOKENS = 1
-"""Tokens of a block whose group does not say."""
+"""Tokens of a block whose group does not give them."""
 _KINDS = 3
 _ROW = 2 * _KINDS + _KINDS * len(SIZES) + 1
-"""Numbers in ``struct counts`` of curve.c."""
+"""Length of ``struct counts`` of curve.c."""
 _NAMES = [f"{size:g}" for size in SIZES]
 _Row = NDArray[np.float64]
 _NOTHING = np.zeros(_ROW)
 
 
 class HitRatioCurve:
-    """Watches a cache; its memory is bounded. For the cache's thread."""
+    """Watches a cache; its memory is bounded. Not thread-safe."""
 
     def __init__(self, pool_bytes: int, clock: Callable[[], float]) -> None:
         self._native = native()
@@ -46,7 +46,7 @@ class HitRatioCurve:
         self._clock = clock
         self.halved_at = clock()
         self._rows = np.zeros((1, _ROW))
-        """What was counted: first of namespaces that were forgotten, then of each; and unused ones."""
+        """Counts: of forgotten namespaces together, then of each namespace; the rest are unused."""
         self._row_of: dict[Namespace, int] = {}
         self._unused: list[int] = []
 
@@ -56,19 +56,18 @@ class HitRatioCurve:
 
     @property
     def seen_bytes(self) -> int:
-        """Bytes of the different blocks that were asked for lately, up to the largest size, about."""
+        """Estimated bytes of the different blocks that were recently requested, up to the largest size."""
         return int(ctypes.c_double.from_address(self._at + 8).value)
 
-    def requested(self, chains: Sequence[Chain]) -> None:
-        """Note a request."""
-        for chain in chains:
-            group, keys, size = chain.group, chain.keys, chain.group.key_bytes
-            if (row := self._row_of.get(group.namespace)) is None:
-                row = self._new_row(group.namespace)
-            tokens, row_at = group.tokens or UNKNOWN_TOKENS, self._rows_at + row * 8 * _ROW
-            self._native.curve_asked(
-                self._at, row_at, group.number, keys, len(keys) // size, size, group.block_bytes, tokens, chain.run
-            )
+    def requested(self, chain: Chain, own: int = 0) -> None:
+        """Record a chain that was looked up. The engine had the first ``own`` keys itself: these are not counted."""
+        group, keys, size = chain.group, chain.keys, chain.group.key_bytes
+        if (row := self._row_of.get(group.namespace)) is None:
+            row = self._new_row(group.namespace)
+        tokens, row_at = group.tokens or UNKNOWN_TOKENS, self._rows_at + row * 8 * _ROW
+        self._native.curve_asked(
+            self._at, row_at, group.number, keys, len(keys) // size, size, group.block_bytes, tokens, chain.run, own
+        )
 
     def _new_row(self, namespace: Namespace) -> int:
         if not self._unused:
@@ -79,25 +78,25 @@ class HitRatioCurve:
         return row
 
     def tick(self) -> None:
-        """Have what is old weigh less."""
+        """Halve old counts when it is time."""
         if self._clock() - self.halved_at >= HALVED_EVERY_S:
             self.halved_at = self._clock()
             self._rows *= 0.5
 
     def namespace_forgotten(self, namespace: Namespace) -> None:
-        """Go on to count what was asked for in it: it is a part of all."""
+        """Keep the counts of a forgotten namespace as a part of the total."""
         if (row := self._row_of.pop(namespace, None)) is not None:
             self._rows[0] += self._rows[row]
             self._rows[row] = 0
             self._unused.append(row)
 
     def of_namespaces(self, namespaces: Sequence[Namespace]) -> list[HitCurve]:
-        """What requests of each namespace had found, in pools of all namespaces."""
+        """Return the curve of each namespace's requests; each pool size is shared by all namespaces."""
         rows = [self._row_of.get(namespace) for namespace in namespaces]
         return _curves([_NOTHING if row is None else self._rows[row] for row in rows])
 
     def in_all(self) -> HitCurve:
-        """All namespaces together, those that were forgotten among them."""
+        """Return the curve of all namespaces, including forgotten ones."""
         return _curves([self._rows.sum(axis=0)])[0]
 
 
@@ -106,7 +105,7 @@ def _curves(rows: Sequence[_Row]) -> list[HitCurve]:
     total, sampled = counts[:, :_KINDS], counts[:, _KINDS : 2 * _KINDS]
     hits = counts[:, 2 * _KINDS : -1].reshape(-1, _KINDS, len(SIZES)).cumsum(axis=2)
     asked = total.sum(axis=1)
-    # Of what was asked for, not of what a sample should have been: a sample that is too large or small does no harm.
+    # Scaled by the sampled tokens, not by the expected size of the sample: its deviation does no harm then.
     parts = hits / np.maximum(sampled, 1)[:, :, None] * total[:, :, None]
     ratios = np.minimum(1.0, parts.sum(axis=1) / np.maximum(asked, 1)[:, None])
     columns = zip(asked.tolist(), counts[:, -1].tolist(), ratios.tolist(), strict=True)

@@ -1,4 +1,4 @@
-"""What the cache calls: a listener for blocks that become readable, and the tiers below the pool."""
+"""Interfaces that the cache calls: a listener for readable blocks, and the tiers below the pool."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from kvoffd.cache.asked_keys import AskedKeys
 from kvoffd.cache.block_table import BlockIds
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.cache.tickets import Lease, LoadTicket
@@ -16,7 +17,7 @@ from kvoffd_proto.events import MEDIUM_CPU
 
 
 class BlockTokens(NamedTuple):
-    """What a store sent with a block, as in ``GroupTransfer``: the key before it, and its token ids."""
+    """Metadata that a store sent with a block, as in ``GroupTransfer``: the previous key, and the token ids."""
 
     parent: bytes
     token_ids: bytes
@@ -26,8 +27,8 @@ NO_TOKENS: Mapping[bytes, BlockTokens] = MappingProxyType({})
 
 
 class CacheListener(Protocol):
-    """Hears of every change of what the pool and the tiers below it hold, in order: folding the calls from the start
-    gives the index of each. ``medium``: CPU for the pool, STORAGE for the tiers, whatever they are, as in vLLM.
+    """Receives every change of the contents of pool and tiers, in order: replaying the calls from the start gives the
+    contents of each. ``medium``: CPU for the pool, STORAGE for all tiers, as in vLLM.
 
     It is called in the middle of a change and must not call the cache.
     """
@@ -40,28 +41,37 @@ class CacheListener(Protocol):
         medium: str = MEDIUM_CPU,
         tokens: Mapping[bytes, BlockTokens] = NO_TOKENS,
     ) -> None:
-        """These keys are there from now on; none of them was before. ``tokens``: of those whose store sent them."""
+        """These keys are present from now on; none was before. ``tokens``: of the keys whose store sent them."""
 
     def removed(self, namespace: Namespace, group: int, keys: list[bytes], medium: str = MEDIUM_CPU) -> None:
-        """These keys are not there any more; all of them were before. Of those that a disk had when it was opened
-        ``stored`` did not tell."""
+        """These keys are not present any more; all were before. ``stored`` did not report keys that a disk had when it
+        was opened."""
 
     def cleared(self, namespace: Namespace) -> None:
-        """No key of the namespace is anywhere any more."""
+        """The namespace has no key any more, in the pool or in a tier."""
 
 
 class TierHooks(Protocol):
-    """Looks after the tiers below the pool. Called in the middle of a change: it must not change the cache."""
+    """Manages the tiers below the pool. Called in the middle of a change: it must not change the cache."""
 
-    def find(self, lease: Lease, groups: Sequence[tuple[int, bytes]], states: list[bytes], again: bool) -> list[bytes]:
-        """The states that a lookup answers with: PENDING or SHARED for FREE keys that come from a tier, whose number is
-        noted in the lease. The same list where no tier can be asked."""
+    def find(
+        self,
+        lease: Lease,
+        groups: Sequence[tuple[int, bytes]],
+        states: list[bytes],
+        asked: Sequence[AskedKeys] | None,
+    ) -> list[bytes]:
+        """Return the states that a lookup reports: PENDING or SHARED for FREE keys that come from a tier; the lease
+        records how many. Returns ``states`` itself if no tier can be asked.
+
+        ``asked``: by group, where keys that do not come are counted as missed; None if they were counted before.
+        """
 
     def lease_ended(self, lease: Lease) -> None:
-        """What lookups under this lease waited for need not come up for it."""
+        """The lease ended: promotions for it alone can stop."""
 
     def loaded(self, tickets: Sequence[LoadTicket]) -> None:
-        """These loads have ended."""
+        """These loads ended."""
 
     def used(self, blocks: BlockIds) -> None:
         """A lookup found these blocks READY."""
@@ -70,13 +80,13 @@ class TierHooks(Protocol):
         """These blocks became READY."""
 
     def evicted(self, blocks: BlockIds) -> None:
-        """These READY blocks leave the pool because others need the space. Their keys and bytes are still there."""
+        """These READY blocks are about to be evicted. Their keys and bytes are still present."""
 
     def waiting(self, blocks: BlockIds) -> npt.NDArray[np.bool_] | None:
-        """Which of the blocks wait to be written, to be evicted after others that do not; None where none waits."""
+        """Return which of the blocks wait to be written to a tier and are evicted after others; None if none waits."""
 
     def forget(self, namespace: Namespace, group: int, keys: bytes, why: MissReason) -> None:
-        """Remove keys from the tiers for good, and stop bringing them up."""
+        """Remove keys from the tiers permanently, and stop promoting them."""
 
     def forget_all(self, namespace: Namespace) -> int:
-        """Remove the whole namespace from the tiers for good. Returns how many blocks the disks had."""
+        """Remove the namespace from the tiers permanently. Returns how many blocks the disks had."""

@@ -1,8 +1,8 @@
-/* What the policy `learned` knows: spans of keys, the cells that order them, and how long keys take to come back.
+/* State of the policy `learned`: spans of keys, the cells that order them, and how long keys take to return.
  *
- * learned.py owns one `struct learned` and calls what begins with kvoffd_. One thread at a time. A key is known by a hash
- * of 64 bits, never 0, and nothing else of it is kept: two keys with one hash would be taken for one, which with 100
- * million keys happens once in 3,700 daemons and costs a decision about one block.
+ * learned.py owns one `struct learned` and calls the functions that begin with kvoffd_. Not thread-safe. A key is
+ * identified by a hash of 64 bits, never 0, and nothing else of it is stored. Two keys with equal hashes are confused:
+ * with 100 million keys that happens in one of 3,700 daemons, and costs one wrong decision about a block.
  */
 #define WORDS 2 /* struct place */
 #include "../system/slot_index.h"
@@ -19,119 +19,119 @@ enum {
     CELLS = CLASSES * BINS,
     EPOCHS_IN_LIFETIME = 4, /* lives that began in one epoch are counted together */
     EPOCHS_KEPT = 320,
-    AHEAD = 8, /* keys between one that is looked for and one that is fetched from memory */
-    MOST_SEEN = UINT16_MAX, /* sightings, turns */
+    AHEAD = 8, /* distance in keys from a lookup to its prefetch */
+    MOST_SEEN = UINT16_MAX, /* limit of sightings and turns */
     PAGE = 4096,
 };
 
-/* Classes: what tells keys apart. learned.py names them. */
+/* Classes of keys. learned.py describes them. */
 enum {
-    RECOVERED = 0, /* blocks of an earlier daemon whose keys are not known */
-    STORED = 1, /* what a store brought that no lookup asked for: what an engine wrote itself */
+    RECOVERED = 0, /* blocks of an earlier daemon whose keys are unknown */
+    STORED = 1, /* stored keys that no lookup requested, such as generated text */
     LAST = 2, /* the last part of a prompt, behind its last whole unit */
-    SHARED = 3, /* by how often they were seen: 6 */
+    SHARED = 3, /* by sightings: 6 */
     CONTINUED = 9, /* known keys of a conversation, by pause, turn and new text: 4 x 2 x 3 */
-    APPENDED = 33, /* its new ones: 4 x 2 x 4 */
-    BRANCH = 65, /* new keys behind a known part that others continued otherwise, by how many: 6 */
-    FIRST = 71, /* new keys of a new conversation, by how many: 6 */
+    APPENDED = 33, /* new keys of a conversation: 4 x 2 x 4 */
+    BRANCH = 65, /* new keys behind a known part that other requests continued differently, by number: 6 */
+    FIRST = 71, /* new keys of a new conversation, by number: 6 */
 };
 
-/* Keys of one chain, consecutive, that one request touched last and that have one class. A later request takes keys from
- * the front, and forgetting from the back: keys have places, of which [low, high) are still here. Spans are known by
- * number; 0 is none. */
+/* Consecutive keys of one chain that the same request touched last and that have the same class. A later request takes
+ * keys from the front, and forgetting from the back: keys have places, of which [low, high) remain. Spans are
+ * identified by number; 0 means none. */
 struct span {
     struct keys *keys;
-    uint64_t since; /* the bytes accessed when its keys' lives began */
-    uint32_t pages; /* of a block */
-    uint32_t seen; /* the last walk that came by */
-    uint32_t low, top, high; /* from `top` on no place has a block */
-    uint32_t held; /* blocks */
-    uint32_t previous, next; /* while it has blocks: neighbours in the cell */
+    uint64_t since; /* accessed bytes when the lives of its keys began */
+    uint32_t pages; /* pages of a block */
+    uint32_t seen; /* last walk that visited it */
+    uint32_t low, top, high; /* places from `top` on have no blocks */
+    uint32_t held; /* number of blocks */
+    uint32_t previous, next; /* neighbours in the cell while it has blocks */
     uint16_t sightings; /* requests that saw the keys */
-    uint16_t turn; /* number of the request in its conversation; 0 for what a store brought */
-    uint32_t behind; /* keys of the request behind `high` */
+    uint16_t turn; /* number of the request in its conversation; 0 for stored keys */
+    uint32_t behind; /* number of the request's keys behind `high` */
     uint32_t before, child; /* neighbours in the request */
     uint32_t older, younger; /* neighbours in the order in which spans are forgotten */
     uint8_t kind; /* class */
     uint8_t age_bin;
-    uint8_t met : 1; /* by the request at hand */
-    uint8_t old : 1; /* older than what is remembered: keys that lose their block are forgotten */
-    uint8_t closed : 1; /* a store of keys in it was rejected; the others of this request are, too */
+    uint8_t met : 1; /* found by the current request */
+    uint8_t old : 1; /* older than the remembered history: keys that lose their block are forgotten */
+    uint8_t closed : 1; /* a store of its keys was rejected, which rejects the later keys of its request too */
 };
 
 /* A span's keys. */
 struct keys {
-    uint32_t base, room; /* the first one's place, and the number */
-    uint64_t hashes[]; /* and behind them handles of blocks, 0 for none */
+    uint32_t base, room; /* place of the first key, and number of keys */
+    uint64_t hashes[]; /* followed by the handles of their blocks, 0 for none */
 };
 
-/* Where a key is. */
+/* Location of a key. */
 struct place {
-    uint64_t hash; /* 0 where the entry is empty */
+    uint64_t hash; /* 0 if the entry is empty */
     uint32_t span, place;
 };
 
-struct row { /* spans in order, linked by two fields */
+struct row { /* ordered spans, linked by two of their fields */
     uint32_t first, last;
 };
 
-/* What learned.py reads, and sets where it goes on with what an earlier daemon learned. */
+/* Fields that learned.py reads, and sets to continue with an earlier daemon's state. */
 struct known {
     uint64_t lifetime; /* bytes that the pool holds */
     uint64_t now; /* bytes accessed so far */
-    uint64_t requests; /* that accessed them */
+    uint64_t requests; /* requests that accessed them */
     uint64_t known_keys, blocks, spans;
-    uint64_t known_bytes; /* of the blocks that known keys have, or would have */
-    uint64_t nbytes; /* memory of all that is known */
-    uint64_t as_lru; /* learned.py: blocks go as in an LRU, and all are taken */
-    double lowest; /* score of all blocks when keys were last offered; INFINITY where there are none */
+    uint64_t known_bytes; /* bytes that blocks of all known keys have, or would have */
+    uint64_t nbytes; /* memory of the policy */
+    uint64_t as_lru; /* set by learned.py: evict as an LRU, and admit everything */
+    double lowest; /* lowest score of a block at the last offer; INFINITY if there was none */
 };
 
-/* What was counted, and what follows from it; learned.py reads it, and sets the first three. */
+/* Counters and the scores computed from them; learned.py reads them, and sets the first three. */
 struct counts {
     double returned[CLASSES][BINS], forgotten[CLASSES][BINS]; /* bytes of lives by the age at which they ended */
     double accessed[CLASSES]; /* bytes of the requests' keys, by the class that they got */
-    double hazard[CLASSES][BINS]; /* chance to come back in each age bin of those that are still to */
-    double score[CLASSES][BINS]; /* hits for each byte accessed until then */
-    double edges[BINS]; /* where age bins begin, in bytes accessed */
-    uint64_t cell_bytes[CELLS]; /* of blocks, by class and age bin */
+    double hazard[CLASSES][BINS]; /* chance to return in each age bin, if not returned before */
+    double score[CLASSES][BINS]; /* expected hits per accessed byte until they occur */
+    double edges[BINS]; /* accessed bytes at which age bins begin */
+    uint64_t cell_bytes[CELLS]; /* bytes of blocks by class and age bin */
 };
 
 struct learned {
     struct known known;
     struct counts counts;
     double admission_score[CLASSES];
-    struct slot_index places; /* of known keys */
-    struct span *spans; /* [span_room], by number, of which those from `span_top` on were never used */
-    uint32_t span_room, span_top, unused_spans; /* the latter linked by `child` */
-    uint64_t keys_bytes; /* of all spans' keys */
-    struct row oldest; /* spans that are not old, the next one to be forgotten first */
+    struct slot_index places; /* places of known keys */
+    struct span *spans; /* [span_room] by number; those from `span_top` on were never used */
+    uint32_t span_room, span_top, unused_spans; /* unused spans are linked by `child` */
+    uint64_t keys_bytes; /* memory of all spans' keys */
+    struct row oldest; /* spans that are not old, in the order in which they are forgotten */
     uint64_t age_at, learn_at, learn_after, learned_at, epoch;
-    uint32_t aged; /* cells of which the spans were moved since `age_at` */
-    double open[CLASSES][EPOCHS_KEPT]; /* bytes of lives that go on, by the epoch in which they began */
+    uint32_t aged; /* cells whose spans were moved since `age_at` */
+    double open[CLASSES][EPOCHS_KEPT]; /* bytes of unfinished lives by the epoch in which they began */
     struct row cells[CELLS]; /* spans that have blocks, by class and age bin; the oldest first */
-    uint16_t rank[CELLS], by_rank[CELLS]; /* ascending score */
-    uint64_t filled[(CELLS + 63) / 64]; /* ranks of cells that are not empty, as bits */
+    uint16_t rank[CELLS], by_rank[CELLS]; /* ranks by ascending score */
+    uint64_t filled[(CELLS + 63) / 64]; /* bit set of the ranks of non-empty cells */
     uint32_t walks;
-    uint64_t noted_keys, noted_bytes; /* of the request at hand, in the groups that are noted */
+    uint64_t recorded_keys, recorded_bytes; /* recorded keys and bytes of the current request */
     void *scratch;
     uint64_t scratch_bytes;
 };
 
 /* --- memory and the table of keys --- */
 
-/* Memory for the call at hand. What was got before is lost. */
+/* Returns memory for the current call. Memory from earlier calls becomes invalid. */
 static void *scratch(struct learned *l, uint64_t nbytes)
 {
     if (nbytes > l->scratch_bytes || !l->scratch) {
         free(l->scratch);
-        l->scratch = or_end(malloc(nbytes + 1)); /* also for nothing */
+        l->scratch = or_end(malloc(nbytes + 1)); /* so that 0 bytes succeed too */
         l->scratch_bytes = nbytes;
     }
     return l->scratch;
 }
 
-/* Where a key is, or an empty place. */
+/* Returns the place of a key, or an empty place. */
 static struct place *find_place(const struct learned *l, uint64_t hash)
 {
     struct place *there = (struct place *)home(&l->places, hash);
@@ -141,13 +141,13 @@ static struct place *find_place(const struct learned *l, uint64_t hash)
     return there;
 }
 
-/* A key will be looked for soon. */
+/* Prefetches the place of a key. */
 static void fetch_place(const struct learned *l, uint64_t hash)
 {
     __builtin_prefetch(home(&l->places, hash));
 }
 
-/* Says where a key is, wherever it was. */
+/* Sets the place of a key, which may be new. */
 static void set_place(struct learned *l, uint64_t hash, uint32_t span, uint32_t place)
 {
     struct place *there = find_place(l, hash);
@@ -159,7 +159,7 @@ static void set_place(struct learned *l, uint64_t hash, uint32_t span, uint32_t 
     *there = (struct place){ .hash = hash, .span = span, .place = place };
 }
 
-/* Forgets a key if it is in a span. */
+/* Forgets a key if it belongs to this span. */
 static void remove_place(struct learned *l, uint64_t hash, uint32_t span)
 {
     struct place *there = find_place(l, hash);
@@ -170,47 +170,49 @@ static void remove_place(struct learned *l, uint64_t hash, uint32_t span)
     l->known.known_keys--;
 }
 
-/* Bytes of a block. */
+/* Returns the bytes of a block. */
 static uint64_t weight_of(const struct span *s)
 {
     return (uint64_t)s->pages * PAGE;
 }
 
-/* Where the hash of a key is, and those of the keys behind it. */
+/* Returns the address of a key's hash; the hashes of later keys follow. */
 static uint64_t *hash_at(struct span *s, uint32_t place)
 {
     return &s->keys->hashes[place - s->keys->base];
 }
 
-/* Where the handle of a key's block is, and those of the keys behind it. */
+/* Returns the address of the handle of a key's block; the handles of later keys follow. */
 static uint32_t *handle_at(struct span *s, uint32_t place)
 {
     return (uint32_t *)(s->keys->hashes + s->keys->room) + (place - s->keys->base);
 }
 
-/* --- how long keys take to come back --- */
+/* --- how long keys take to return --- */
 
-/* Learned from those that did, and with it what the score of their blocks is.
+/* Estimated from the keys that did return, and used to score the blocks.
  *
- * A life begins when a request touches a key and ends when the next one does; of lives that go on, and of those that were
- * forgotten, it is known that they took longer (they are censored: Kaplan and Meier, "Nonparametric Estimation from
- * Incomplete Observations", 1958). A block's score is the most hits by some age for the room it takes until then,
- * both expected (J. C. Gittins, "Bandit Processes and Dynamic Allocation Indices", 1979). Ages are in accessed bytes.
+ * A life of a key begins when a request touches it and ends when the next one does. Unfinished and forgotten lives are
+ * known to take longer than they were watched: they are censored (Kaplan and Meier, "Nonparametric Estimation from
+ * Incomplete Observations", 1958). A block's score is the maximum over ages of the expected hits up to that age, per
+ * expected space used until then (J. C. Gittins, "Bandit Processes and Dynamic Allocation Indices", 1979). Ages are in
+ * accessed bytes.
  */
 
-/* Of a block, in hits. */
+/* Cost of storing a block, in hits. */
 static const double WRITE_COST = 0.03;
-/* A class's hazard is as its group's until it had as many keys as so many mean requests. */
+/* Weight of a group's hazard in that of a class, in keys of this many mean requests. */
 static const double PRIOR_REQUESTS = 60;
-/* The same for a class's multiplier, in keys that came back. */
+/* The same for a class's multiplier, in keys that returned. */
 static const double MULTIPLIER_REQUESTS = 10;
-/* A multiplier below 1 is believed of an age as far as keys of the class were watched at it, in mean requests: what was
- * asked for once a night does not come back at noon, and must not be taken for dead by that. */
+/* Weight, in mean requests, against a multiplier below 1 at ages at which few keys of the class were watched: text that
+ * is requested once a night does not return at noon, which is no evidence that it never does. */
 static const double WATCHED_REQUESTS = 2;
 static const double HIGHEST_HAZARD = 0.95;
-/* What nobody was watched at is guessed. Blocks go as if so many came back in an age bin as in the one before: bins grow
- * with age, so that without evidence the oldest go first. They are stored as if so many came back in each, since a late
- * return is seen late. */
+/* Guess for ages without evidence. For eviction, an age bin without evidence gets the hazard of the bin before: bins
+ * grow with age, so the oldest blocks go first. For admission, each such bin gets this hazard, because late returns are
+ * seen late.
+ */
 static const double HOPED = 0.01;
 
 static int bin_of(const struct learned *l, double age)
@@ -242,7 +244,7 @@ static void begin_lives(struct learned *l, const struct span *s, uint64_t keys)
         l->open[s->kind][epoch % EPOCHS_KEPT] += keys * weight_of(s);
 }
 
-/* `ends`: by age bin, what kind of end it is; NULL for lives that should not have been counted. */
+/* Ends lives. `ends`: counter by age bin for this kind of end; NULL if the lives should not count. */
 static void end_lives(struct learned *l, const struct span *s, uint64_t keys, double *ends)
 {
     uint64_t epoch = s->since / epoch_bytes(l);
@@ -253,7 +255,7 @@ static void end_lives(struct learned *l, const struct span *s, uint64_t keys, do
         l->open[s->kind][epoch % EPOCHS_KEPT] -= keys * weight_of(s);
 }
 
-/* Time has passed: lives that began too long ago are watched no more. */
+/* Enters the current epoch: lives that began too long ago are not watched any more. */
 static void enter_epoch(struct learned *l)
 {
     uint64_t now = l->known.now / epoch_bytes(l), first = l->epoch + 1;
@@ -270,7 +272,7 @@ static void enter_epoch(struct learned *l)
     l->epoch = now;
 }
 
-/* Bytes of keys of all classes that did not come back so far, by the age up to which they were watched. */
+/* Adds up the bytes of keys that did not return so far, by class and the age up to which they were watched. */
 static void add_unseen(const struct learned *l, double unseen[CLASSES][BINS])
 {
     uint64_t first = l->epoch < EPOCHS_KEPT ? 0 : l->epoch - EPOCHS_KEPT + 1;
@@ -288,7 +290,7 @@ static void add_unseen(const struct learned *l, double unseen[CLASSES][BINS])
     }
 }
 
-/* Classes of one group are likely alike: those of one pause, and those of one kind where there are no pauses. */
+/* Returns the group of a class. Classes of a group are likely similar: they have the same pause, or else kind. */
 static int group_of(int kind)
 {
     if (kind >= APPENDED && kind < BRANCH)
@@ -298,23 +300,22 @@ static int group_of(int kind)
     return kind;
 }
 
-/* A block's score from one age on: the most hits that it brings by a later one, less those that it costs, for the
- * room that it takes until then. */
+/* Returns a block's score from an age on: the most expected hits less `cost`, per space used, by any later age. */
 static double most_hits(const struct learned *l, const double hazard[BINS], int age, double cost)
 {
-    double alive = 1, hits = 0, room = 0, most = -1e300;
+    double alive = 1, hits = 0, space = 0, most = -1e300;
 
     for (int bin = age; bin < BINS - 1; bin++) {
-        room += alive * (l->counts.edges[bin + 1] - l->counts.edges[bin]) * (1 - hazard[bin] / 2);
+        space += alive * (l->counts.edges[bin + 1] - l->counts.edges[bin]) * (1 - hazard[bin] / 2);
         hits += alive * hazard[bin];
         alive *= 1 - hazard[bin];
-        if (hits - cost > most * room)
-            most = (hits - cost) / room;
+        if (hits - cost > most * space)
+            most = (hits - cost) / space;
     }
     return most;
 }
 
-/* The part that came back of what was watched, as far as that is much beside what a guess counts as. */
+/* Returns the returned part of the watched bytes, combined with a guess that weighs `prior` bytes. */
 static double hazard_of(double returned, double watched, double guess, double prior)
 {
     return fmin(HIGHEST_HAZARD, (returned + prior * fmin(HIGHEST_HAZARD, guess)) / (watched + prior));
@@ -323,7 +324,7 @@ static double hazard_of(double returned, double watched, double guess, double pr
 static void work_out(struct learned *l)
 {
     enum { GROUPS = CLASSES + 8 };
-    static double unseen[CLASSES][BINS], at_risk[CLASSES][BINS]; /* one thread calls */
+    static double unseen[CLASSES][BINS], at_risk[CLASSES][BINS]; /* static is safe: only one thread calls */
     double all_bytes = l->known.now;
     double mean = (all_bytes ? all_bytes : 1) / (double)(l->known.requests ? l->known.requests : 1);
     double prior = PRIOR_REQUESTS * mean, enough = MULTIPLIER_REQUESTS * mean, watched_enough = WATCHED_REQUESTS * mean;
@@ -334,7 +335,7 @@ static void work_out(struct learned *l)
     for (int kind = 0; kind < CLASSES; kind++) {
         double later = 0;
         for (int bin = BINS - 1; bin >= 0; bin--) {
-            /* A life that is not watched to its end counts half in its last bin. */
+            /* A life that was not watched to its end counts half in its last bin. */
             at_risk[kind][bin] = later + l->counts.returned[kind][bin] + unseen[kind][bin] / 2;
             later += l->counts.returned[kind][bin] + unseen[kind][bin];
         }
@@ -374,10 +375,10 @@ static void work_out(struct learned *l)
     }
 }
 
-/* --- the order in which blocks go: by age in the cells, and cells by their score --- */
+/* --- eviction order: by age within cells, and cells by their score --- */
 
 enum { NEAR = 64, MOVED_AT_ONCE = 512, AGINGS = 32, MOVED_CELLS = CLASSES * (BINS - 1) };
-static const uint64_t LOWEST = 2047; /* CELLS and more */
+static const uint64_t LOWEST = 2047; /* mask that covers all cell numbers */
 _Static_assert(CELLS <= 2048, "the number of a cell has eleven bits");
 
 static uint32_t cell_of(const struct span *s)
@@ -385,7 +386,7 @@ static uint32_t cell_of(const struct span *s)
     return s->kind * BINS + s->age_bin;
 }
 
-/* Puts a span behind another one of its cell, or first where that is 0. */
+/* Links a span into its cell behind another one, or first if `before` is 0. */
 static void link_in(struct learned *l, uint32_t number, uint32_t before)
 {
     struct span *own = &l->spans[number];
@@ -404,7 +405,7 @@ static void set_filled(struct learned *l, uint32_t cell)
     *word = l->cells[cell].first ? *word | bit : *word & ~bit;
 }
 
-/* Puts a span that holds blocks into its cell, by age as far as that is near. */
+/* Puts a span that has blocks into its cell, ordered by age within the last NEAR spans. */
 static void fill_cell(struct learned *l, uint32_t number)
 {
     uint32_t cell = cell_of(&l->spans[number]), before = l->cells[cell].last;
@@ -415,7 +416,7 @@ static void fill_cell(struct learned *l, uint32_t number)
     set_filled(l, cell);
 }
 
-/* A span is about to lose its blocks, or to move to another cell. */
+/* Takes a span out of its cell because it loses its blocks, or moves to another cell. */
 static void leave_cell(struct learned *l, uint32_t number)
 {
     struct span *own = &l->spans[number];
@@ -427,13 +428,13 @@ static void leave_cell(struct learned *l, uint32_t number)
     set_filled(l, cell_of(own));
 }
 
-/* A span that is in a cell has got so many blocks, or lost them where they are less than 0. */
+/* Counts blocks that a span in a cell got, or lost if `blocks` is negative. */
 static void add_blocks(struct learned *l, const struct span *s, int64_t blocks)
 {
     l->counts.cell_bytes[cell_of(s)] += blocks * (int64_t)weight_of(s);
 }
 
-/* Spans whose age bin has ended move to the next one, some at a time. */
+/* Moves spans whose age bin has ended to the next bin, a limited number at a time. */
 static void move_cells(struct learned *l)
 {
     if (l->aged == MOVED_CELLS && l->known.now >= l->age_at) {
@@ -462,13 +463,13 @@ static int by_value(const void *one, const void *other)
     return a < b ? -1 : a > b;
 }
 
-/* The scores of cells have changed. */
+/* Sorts the cells after their scores have changed. */
 static void order_cells(struct learned *l)
 {
     uint64_t keys[CELLS];
 
-    /* The bits of a score, which is not below 0, but the lowest, which tell no difference that means anything; in these
-     * the oldest are first. */
+    /* The sort key has the bits of a score, which is never negative, except for the lowest bits, which are too small to
+     * matter: these put the oldest first. */
     for (int cell = 0; cell < CELLS; cell++) {
         memcpy(&keys[cell], &l->counts.score[cell / BINS][cell % BINS], sizeof *keys);
         keys[cell] = (keys[cell] & ~LOWEST) + (BINS - 1 - cell % BINS) * CLASSES + cell / BINS;
@@ -489,7 +490,7 @@ static void order_cells(struct learned *l)
 enum { REMEMBERED_POOLS = 16, GHOST_PART = 50, FEWEST = 1024, WASTED = 32 };
 enum { FORGOTTEN_AT_ONCE = 2048 };
 
-/* Memory of a span's keys, with what malloc takes. */
+/* Returns the memory of a span's keys, including malloc's overhead. */
 static uint64_t keys_bytes(uint32_t keys)
 {
     uint64_t nbytes = sizeof(struct keys) + keys * (sizeof(uint64_t) + sizeof(uint32_t)) + sizeof(size_t);
@@ -497,7 +498,7 @@ static uint64_t keys_bytes(uint32_t keys)
     return (nbytes + 15) / 16 * 16;
 }
 
-/* Gives a span room for keys, the first one at the place `low`, and copies as many. */
+/* Allocates a span's keys, the first at the place `low`, and copies `count` of them. */
 static void make_keys(struct learned *l, struct span *s, const uint64_t *hashes, const uint32_t *handles, uint32_t count)
 {
     s->keys = or_end(malloc(sizeof *s->keys + count * (sizeof *hashes + sizeof *handles)));
@@ -517,7 +518,7 @@ static void free_keys(struct learned *l, struct keys *keys)
     free(keys);
 }
 
-/* A span without keys, whose other fields are 0. */
+/* Returns a new span without keys, whose other fields are 0. */
 static uint32_t new_span(struct learned *l, uint64_t weight)
 {
     uint32_t number = l->unused_spans;
@@ -537,7 +538,7 @@ static uint32_t new_span(struct learned *l, uint64_t weight)
     return number;
 }
 
-/* Gives a span its keys, without blocks, and enters them, wherever they were. */
+/* Gives a span its keys, without blocks, and sets their places. */
 static void set_keys(struct learned *l, uint32_t number, const uint64_t *hashes, uint32_t count)
 {
     struct span *s = &l->spans[number];
@@ -551,7 +552,7 @@ static void set_keys(struct learned *l, uint32_t number, const uint64_t *hashes,
     }
 }
 
-/* A new span, whose keys' lives begin or began then. It is in no order yet. */
+/* Begins a span whose keys' lives began at `since`. It is not linked into any order yet. */
 static uint32_t begin_span(struct learned *l, const uint64_t *hashes, uint32_t count, int kind, uint64_t weight, uint64_t since)
 {
     uint32_t number = new_span(l, weight);
@@ -575,7 +576,7 @@ static void leave_order(struct learned *l, uint32_t number)
     s->older = s->younger = 0;
 }
 
-/* Puts a span into the order of forgetting, before another one or, where that is 0, as the youngest. */
+/* Links a span into the order of forgetting, before another one or, if that is 0, as the youngest. */
 static void link_before(struct learned *l, uint32_t number, uint32_t younger)
 {
     struct span *s = &l->spans[number];
@@ -586,7 +587,7 @@ static void link_before(struct learned *l, uint32_t number, uint32_t younger)
     *(younger ? &l->spans[younger].older : &l->oldest.last) = number;
 }
 
-/* A span has no keys any more. */
+/* Removes a span without keys. */
 static void bury(struct learned *l, uint32_t number)
 {
     struct span *s = &l->spans[number];
@@ -604,7 +605,7 @@ static void bury(struct learned *l, uint32_t number)
     l->known.spans--;
 }
 
-/* Counts anew what of a span has blocks. */
+/* Recounts the blocks of a span. */
 static void count_blocks(struct span *s)
 {
     s->held = 0;
@@ -616,7 +617,7 @@ static void count_blocks(struct span *s)
         }
 }
 
-/* A span has got fewer keys: where much of its arrays is unused, what is left moves to smaller ones. */
+/* Moves the keys of a span that has lost some to smaller arrays if much is unused; removes the span if none is left. */
 static void compact(struct learned *l, uint32_t number)
 {
     struct span *s = &l->spans[number];
@@ -633,7 +634,7 @@ static void compact(struct learned *l, uint32_t number)
     free_keys(l, before);
 }
 
-/* Forgets the last keys of a span, at most so many, that are behind its last block; returns how many. */
+/* Forgets up to `most` of the span's last keys, behind its last block; returns how many. */
 static uint32_t forget_tail(struct learned *l, uint32_t number, uint64_t most)
 {
     struct span *s = &l->spans[number];
@@ -654,7 +655,7 @@ static uint32_t forget_tail(struct learned *l, uint32_t number, uint64_t most)
     return keys;
 }
 
-/* To be called when keys of a span have got or lost blocks, or were taken: `top` may be too high by now. */
+/* Corrects `top` after keys of a span got or lost blocks, or were taken; then shrinks the span. */
 static void settle_span(struct learned *l, uint32_t number)
 {
     struct span *s = &l->spans[number];
@@ -667,7 +668,7 @@ static void settle_span(struct learned *l, uint32_t number)
         compact(l, number);
 }
 
-/* Makes a span of the keys from a place on, which is not the first; returns it. */
+/* Splits a span before a place that is not its first; returns the span of the later keys. */
 static uint32_t split_span(struct learned *l, uint32_t number, uint32_t place)
 {
     uint32_t rest = new_span(l, weight_of(&l->spans[number])), had = l->spans[number].held;
@@ -696,7 +697,7 @@ static uint32_t split_span(struct learned *l, uint32_t number, uint32_t place)
     return rest;
 }
 
-/* Takes the first keys out of a span, and writes the handles of their blocks. Their places are not to be found then. */
+/* Takes the first keys out of a span, and writes the handles of their blocks. The keys' places become invalid. */
 static void take_keys(struct learned *l, uint32_t number, uint32_t count, uint32_t *handles)
 {
     struct span *s = &l->spans[number];
@@ -713,14 +714,13 @@ static void take_keys(struct learned *l, uint32_t number, uint32_t count, uint32
     settle_span(l, number);
 }
 
-/* Forgets some of the keys that are remembered longest while they are too many: to be called where so many are added or
- * lose their blocks. */
+/* Forgets the oldest keys while too many are remembered. `added`: keys that were added, or lost their blocks. */
 static void forget_some(struct learned *l, uint64_t added)
 {
     uint64_t most_bytes = (1 + REMEMBERED_POOLS) * l->known.lifetime, most = FORGOTTEN_AT_ONCE + 2 * added;
 
     for (uint64_t done = 0; done < most; done++) {
-        /* A block's own key is not counted: it is bounded with the pool. */
+        /* Keys with blocks do not count: the pool limits them. */
         uint64_t ghosts = l->known.known_keys - l->known.blocks;
         uint64_t nbytes = ghosts * (2 * sizeof(struct place) + 12) + l->known.spans * (sizeof(struct span) + keys_bytes(0));
         uint32_t number = l->oldest.first;
@@ -735,9 +735,9 @@ static void forget_some(struct learned *l, uint64_t added)
     l->known.nbytes = sizeof *l + l->places.nbytes + l->span_top * sizeof *l->spans + l->keys_bytes;
 }
 
-/* --- what requests ask for and stores offer: their keys' spans, and the classes of these --- */
+/* --- spans and classes of the keys that requests look up and stores offer --- */
 
-/* What amounts of text are counted in, and the most that a request may leave out of the one that it continues. */
+/* Unit for amounts of text, and the most tokens that a request may omit of the one that it continues. */
 enum { UNIT_TOKENS = 512 };
 enum { FEWEST_LEARNED = 40, MEMORY_REQUESTS = 8000, EVIDENCE_PART = 50, TIME_PART = 32 };
 
@@ -746,7 +746,7 @@ static const double PAUSES[] = { 0.5, 2, 8 }; /* in pool lifetimes */
 
 #define LENGTH(array) (int)(sizeof(array) / sizeof *(array))
 
-/* How many of the limits are not above a value. */
+/* Returns how many of the limits are at most `value`. */
 static int step_of(uint64_t value, const uint32_t *limits, int count)
 {
     int step = 0;
@@ -758,7 +758,7 @@ static int step_of(uint64_t value, const uint32_t *limits, int count)
 
 /* --- keys --- */
 
-/* Writes the hashes of `count` keys that lie end to end. `name`: another one where the same keys mean other blocks. */
+/* Writes the hashes of `count` concatenated keys. `name` distinguishes equal keys of different groups. */
 static void hash_keys(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
                    uint64_t *hashes)
 {
@@ -768,7 +768,7 @@ static void hash_keys(struct learned *l, uint64_t name, const uint8_t *keys, uin
     }
 }
 
-/* The same of keys that come from the last to the first. */
+/* The same for keys that are given from the last to the first. */
 static void hash_backwards(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
                            uint64_t *hashes)
 {
@@ -776,8 +776,7 @@ static void hash_backwards(struct learned *l, uint64_t name, const uint8_t *keys
         hash_keys(l, name, keys + (count - 1 - i) * key_bytes, 1, key_bytes, hashes + i);
 }
 
-/* Leaves out the hashes that come again; returns how many are left. `seen` has room for `room` numbers, a power of two
- * and more than `count`. */
+/* Removes repeated hashes; returns how many are left. The size of `seen` is a power of two above `count`. */
 static uint64_t leave_out_repeats(uint64_t *hashes, uint64_t count, uint32_t *seen, uint64_t room)
 {
     uint64_t kept = 0;
@@ -795,7 +794,7 @@ static uint64_t leave_out_repeats(uint64_t *hashes, uint64_t count, uint32_t *se
     return kept;
 }
 
-/* How many of the keys, from the first on, have neighbouring places in one span, or none; `first` is the first's. */
+/* Returns how many of the first keys have consecutive places in one span, or none; writes the first one's place. */
 static uint32_t run_length(const struct learned *l, const uint64_t *hashes, uint32_t count, struct place *first)
 {
     uint32_t length = 1;
@@ -817,25 +816,25 @@ static uint32_t run_length(const struct learned *l, const uint64_t *hashes, uint
 
 /* --- requests --- */
 
-/* Neighbouring keys of a request that get one span. */
+/* Consecutive keys of a request that get one span. */
 struct segment {
     uint32_t begin, end, sightings;
-    uint32_t span; /* that had these keys */
+    uint32_t span; /* span that had these keys */
     int kind;
 };
 
 /* One group's part of a request. */
 struct request {
     uint64_t *hashes;
-    uint32_t *handles; /* of the blocks that its keys have */
+    uint32_t *handles; /* blocks of its keys */
     struct segment *segments;
     uint32_t count, met, made, turn;
-    uint64_t tokens; /* of a block */
+    uint64_t tokens; /* tokens of a block */
     int pause, new;
-    uint64_t left_out; /* tokens of the request before that this one does not have */
+    uint64_t left_out; /* tokens of the previous request that this one lacks */
 };
 
-/* Finds the known keys at the start of the chain: the spans that begin with them. Each becomes a segment. */
+/* Finds the known keys at the start of the chain, in spans that begin with them. Each span becomes a segment. */
 static void meet(struct learned *l, struct request *r)
 {
     while (r->met < r->count && find_place(l, r->hashes[r->met])->hash) {
@@ -850,7 +849,7 @@ static void meet(struct learned *l, struct request *r)
     }
 }
 
-/* What the classes of the request's keys are made of. */
+/* Computes the features from which the classes of the request's keys follow. */
 static void describe(const struct learned *l, struct request *r)
 {
     uint64_t units = (r->tokens * (r->count - r->met) + UNIT_TOKENS - 1) / UNIT_TOKENS;
@@ -878,7 +877,7 @@ static int later_turn(const struct request *r)
     return (r->turn < 4 ? r->turn : 4) / 2 - 1;
 }
 
-/* Class of keys that were seen so often before. */
+/* Returns the class of keys that were seen this many times before. */
 static int known_class(const struct request *r, uint32_t sightings)
 {
     if (r->turn == 1 || sightings >= r->turn)
@@ -886,7 +885,7 @@ static int known_class(const struct request *r, uint32_t sightings)
     return CONTINUED + (r->pause * 2 + later_turn(r)) * 3 + (r->new < 2 ? r->new : 2);
 }
 
-/* Class of keys that were never seen. */
+/* Returns the class of keys that were never seen. */
 static int new_class(const struct request *r)
 {
     static const uint8_t NEWS[] = { 0, 1, 2, 2, 3, 3 };
@@ -898,7 +897,7 @@ static int new_class(const struct request *r)
     return FIRST + r->new;
 }
 
-/* The known keys came back. */
+/* Ends the lives of the known keys, which returned, and takes them out of their spans. */
 static void take_known(struct learned *l, struct request *r)
 {
     for (uint32_t i = 0; i < r->made; i++) {
@@ -914,8 +913,7 @@ static void take_known(struct learned *l, struct request *r)
         take_keys(l, r->segments[i].span, r->segments[i].end - r->segments[i].begin, r->handles + r->segments[i].begin);
 }
 
-/* Takes keys out of their spans from the first given one on; the lives of those that are known are not counted.
- * `forgotten`: they are known no more. */
+/* Takes keys out of their spans; their lives do not count. `forgotten`: forgets them too. */
 static void take_out(struct learned *l, const uint64_t *hashes, uint32_t count, uint32_t *handles, int forgotten)
 {
     for (uint32_t i = 0; i < count;) {
@@ -933,7 +931,7 @@ static void take_out(struct learned *l, const uint64_t *hashes, uint32_t count, 
     }
 }
 
-/* Keys, from the last to the first, lost their blocks and are known no more. Returns how many had one. */
+/* Forgets keys, given from the last to the first, that lost their blocks. Returns how many had one. */
 uint64_t kvoffd_learned_forget(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t count, uint64_t key_bytes)
 {
     uint64_t *hashes = scratch(l, count * (sizeof *hashes + sizeof(uint32_t))), blocks = 0;
@@ -954,7 +952,7 @@ static void add_segment(struct request *r, uint32_t begin, uint32_t end, int kin
         r->segments[r->made++] = (struct segment){ begin, end, 1, 0, kind };
 }
 
-/* Joins neighbours that are of one class and were seen as often: known keys and new ones never were. */
+/* Joins neighbouring segments of one class and equal sightings; known keys and new ones always differ in these. */
 static void join_segments(struct request *r)
 {
     uint32_t made = 0;
@@ -970,7 +968,7 @@ static void join_segments(struct request *r)
     r->made = made + 1;
 }
 
-/* Makes the spans of the request, the last one first in the order of forgetting. */
+/* Makes the spans of the request; its last span is the first to be forgotten. */
 static void add_spans(struct learned *l, struct request *r, uint64_t weight)
 {
     uint32_t before = 0;
@@ -999,9 +997,9 @@ static void add_spans(struct learned *l, struct request *r, uint64_t weight)
         link_before(l, number, 0);
 }
 
-/* Notes one group's part of a request, as much of it as the pool could hold: its known keys came back, and all get new
+/* Records one group's part of a request, up to as many keys as fit the pool: known keys returned, and all get new
  * classes. */
-static void note(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t count, uint64_t key_bytes, uint64_t weight,
+static void record(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t count, uint64_t key_bytes, uint64_t weight,
                  uint64_t tokens)
 {
     uint64_t seen = 2;
@@ -1012,8 +1010,8 @@ static void note(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t
         seen *= 2;
     seen *= 2;
     uint64_t each = sizeof(uint64_t) + sizeof(struct segment) + sizeof(uint32_t);
-    uint8_t *room = scratch(l, (count + 2) * each + seen * sizeof(uint32_t));
-    struct request r = { .hashes = (uint64_t *)room, .tokens = tokens };
+    uint8_t *memory = scratch(l, (count + 2) * each + seen * sizeof(uint32_t));
+    struct request r = { .hashes = (uint64_t *)memory, .tokens = tokens };
     r.segments = (struct segment *)(r.hashes + count);
     r.handles = (uint32_t *)(r.segments + count + 2);
     if (!count)
@@ -1021,16 +1019,16 @@ static void note(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t
     hash_keys(l, name, keys, count, key_bytes, r.hashes);
     r.count = count;
     meet(l, &r);
-    if (r.met < r.count) /* those that were met are different keys */
+    if (r.met < r.count) /* known keys at the start are all different */
         r.count = leave_out_repeats(r.hashes, count, r.handles + count, seen);
     memset(r.handles, 0, r.count * sizeof *r.handles);
     describe(l, &r);
     take_known(l, &r);
     if (r.met < r.count) {
-        /* Keys of the last part of the prompt, behind its last whole unit. */
+        /* Number of keys in the last part of the prompt, behind its last whole unit. */
         uint32_t part = (tokens * r.count - 1) % UNIT_TOKENS / tokens + 1;
         uint32_t last = r.count > part ? r.count - part : 0;
-        /* Of what is known behind an unknown key it is learned that it is not there. */
+        /* Known keys behind an unknown one did not serve this request: their lives do not count. */
         take_out(l, r.hashes + r.met, r.count - r.met, r.handles + r.met, 0);
         if (last < r.met)
             last = r.met;
@@ -1039,12 +1037,12 @@ static void note(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t
     }
     join_segments(&r);
     add_spans(l, &r, weight);
-    l->noted_keys += r.count;
-    l->noted_bytes += r.count * weight;
+    l->recorded_keys += r.count;
+    l->recorded_bytes += r.count * weight;
 }
 
-/* It is learned again when what is known has become a little more, at the latest after a pool lifetime: when the pool has
- * just become full, what was learned a lifetime ago says nothing of half of its blocks' ages. */
+/* Plans the next learning: once the evidence has grown a little, and no later than after a pool lifetime. When the pool
+ * has just become full, earlier results say nothing about half of its blocks' ages. */
 static void plan_learning(struct learned *l)
 {
     double later = (double)l->known.now / TIME_PART;
@@ -1055,7 +1053,7 @@ static void plan_learning(struct learned *l)
     l->learn_after = l->known.requests + (more > FEWEST_LEARNED ? more : FEWEST_LEARNED);
 }
 
-/* Works out the scores of all classes anew. What was seen before weighs less from now on. */
+/* Computes the scores of all classes, and reduces the weight of older counts. */
 static void learn(struct learned *l)
 {
     double kept = 1;
@@ -1074,18 +1072,18 @@ static void learn(struct learned *l)
     }
 }
 
-/* Notes one group's part of a request, and with the last one that time passed. */
-void kvoffd_learned_note(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
+/* Records one group's part of a request; the last part also advances the time. */
+void kvoffd_learned_record(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
                          uint64_t weight, uint64_t tokens, uint64_t is_last)
 {
-    note(l, name, keys, count, key_bytes, weight, tokens);
-    if (!is_last || !l->noted_keys)
+    record(l, name, keys, count, key_bytes, weight, tokens);
+    if (!is_last || !l->recorded_keys)
         return;
     l->known.requests++;
-    l->known.now += l->noted_bytes;
+    l->known.now += l->recorded_bytes;
     enter_epoch(l);
-    forget_some(l, l->noted_keys);
-    l->noted_keys = l->noted_bytes = 0;
+    forget_some(l, l->recorded_keys);
+    l->recorded_keys = l->recorded_bytes = 0;
     move_cells(l);
     if (l->known.now >= l->learn_at && l->known.requests >= l->learn_after)
         learn(l);
@@ -1110,14 +1108,14 @@ static double lowest_score(const struct learned *l)
     return INFINITY;
 }
 
-/* Writes the scores of keys that have no block, in runs, of which there are at most `count`; returns how many. Chains
- * begin at `starts`, the first at 0. */
+/* Writes the scores of keys without blocks in runs, at most `count`; returns how many. `starts`: index of the first key
+ * of each chain; the first is 0. */
 uint64_t kvoffd_learned_admit(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
                                uint64_t weight, const uint64_t *starts, uint64_t chains, struct offer *offers)
 {
     uint64_t *hashes = scratch(l, count * sizeof *hashes), made = 0;
 
-    forget_some(l, count); /* what is stored without a request is bounded, too */
+    forget_some(l, count); /* limits keys that are stored without a request, too */
     l->known.lowest = lowest_score(l);
     hash_keys(l, name, keys, count, key_bytes, hashes);
     for (uint64_t chain = 0; chain < chains; chain++) {
@@ -1144,7 +1142,7 @@ uint64_t kvoffd_learned_admit(struct learned *l, uint64_t name, const uint8_t *k
     return made;
 }
 
-/* Keys that were offered were rejected: so are the others of their requests from there on. */
+/* Rejects offered keys and the later keys of their requests. */
 void kvoffd_learned_rejected(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t count, uint64_t key_bytes)
 {
     uint64_t *hashes = scratch(l, count * sizeof *hashes);
@@ -1161,12 +1159,11 @@ void kvoffd_learned_rejected(struct learned *l, uint64_t name, const uint8_t *ke
 
 /* --- blocks of known keys, by handle --- */
 
-/* Spans that are gone through in one call, for a request's last one; and blocks that no request asked for, and that are
- * entered together: a request for some of them takes as long as they are many. */
+/* Spans that one call visits to find a request's last one; and blocks without a request that are entered together, as a
+ * request for some of them takes time in proportion to their number. */
 enum { MOST_STEPS = 1024, MOST_TOGETHER = 1024 };
 
-/* Keys got blocks, which are known by numbers; both come from the last to the first. Returns 0, or 1 where one has a block:
- * then some are entered. */
+/* Adds blocks of keys, both from the last to the first. Returns 0, or 1 if a key has a block: not all are added. */
 uint64_t kvoffd_learned_insert(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
                                uint64_t weight, const uint32_t *numbers)
 {
@@ -1188,7 +1185,7 @@ uint64_t kvoffd_learned_insert(struct learned *l, uint64_t name, const uint8_t *
             for (uint32_t at = 0; at < length; at++) {
                 if (blocks[at])
                     return 1;
-                blocks[at] = numbers[together - 1 - i - at] + 1; /* 0 is none */
+                blocks[at] = numbers[together - 1 - i - at] + 1; /* 0 means none */
             }
             if (first.place + length > s->top)
                 s->top = first.place + length;
@@ -1205,7 +1202,7 @@ uint64_t kvoffd_learned_insert(struct learned *l, uint64_t name, const uint8_t *
     return 0;
 }
 
-/* Keys, from the last to the first, lost their blocks. Returns 0, or 1 where one had none: then some are removed. */
+/* Removes blocks of keys, from the last to the first. Returns 0, or 1 if a key has none: not all are removed then. */
 uint64_t kvoffd_learned_remove(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t count, uint64_t key_bytes)
 {
     uint64_t *hashes = scratch(l, count * sizeof *hashes);
@@ -1235,8 +1232,8 @@ uint64_t kvoffd_learned_remove(struct learned *l, uint64_t name, const uint8_t *
     return 0;
 }
 
-/* The last span of a request whose blocks this walk has not come by, from one on; of a request that somebody made of very
- * many spans one of the next ones. */
+/* Returns the last span of a request, from this one on, that the current walk has not visited; if the request has very
+ * many spans, one of the next MOST_STEPS. */
 static uint32_t deepest(const struct learned *l, uint32_t number)
 {
     uint32_t child, steps = 0;
@@ -1246,8 +1243,8 @@ static uint32_t deepest(const struct learned *l, uint32_t number)
     return number;
 }
 
-/* Writes the numbers of a span's blocks, those of the deepest span first of those that are behind it in the same request,
- * so that chains have no holes. Returns how many are written then. */
+/* Writes the blocks of a span, preceded by those of later spans of its request from the last one on, so that chains get
+ * no holes. Returns how many blocks are written in total. */
 static uint64_t walk(struct learned *l, uint32_t oldest, uint32_t *handles, uint64_t found, uint64_t most)
 {
     if (l->spans[oldest].seen == l->walks)
@@ -1267,7 +1264,7 @@ static uint64_t walk(struct learned *l, uint32_t oldest, uint32_t *handles, uint
     }
 }
 
-/* The same as an LRU has them: the oldest of all cells' first. */
+/* The same in the order of an LRU: the oldest span of all cells first. */
 static uint64_t walk_by_age(struct learned *l, uint32_t *handles, uint64_t most)
 {
     uint32_t next[CELLS], found = 0;
@@ -1286,7 +1283,7 @@ static uint64_t walk_by_age(struct learned *l, uint32_t *handles, uint64_t most)
     }
 }
 
-/* Writes the numbers of blocks with the lowest scores, the next to go first, at most `most`; returns how many. */
+/* Writes up to `most` blocks with scores below `below`, in eviction order; returns how many. */
 uint64_t kvoffd_learned_candidates(struct learned *l, double below, uint32_t *handles, uint64_t most)
 {
     uint64_t found = 0;
@@ -1308,7 +1305,7 @@ uint64_t kvoffd_learned_candidates(struct learned *l, double below, uint32_t *ha
     return found;
 }
 
-/* The chance that a key of a span comes back while `within` bytes more are accessed. */
+/* Returns the chance that a key of a span returns before `within` more bytes are accessed. */
 static double chance(const struct learned *l, const struct span *s, uint64_t within)
 {
     const double *edges = l->counts.edges;
@@ -1322,7 +1319,7 @@ static double chance(const struct learned *l, const struct span *s, uint64_t wit
     return 1 - left;
 }
 
-/* Writes the chance of each key, 1 where nothing is learned of it. */
+/* Writes the chance of each key, 1 if unknown. */
 void kvoffd_learned_chances(struct learned *l, uint64_t name, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
                             uint64_t within, double *chances)
 {
@@ -1339,7 +1336,7 @@ void kvoffd_learned_chances(struct learned *l, uint64_t name, const uint8_t *key
 
 static const double AGES[BINS] = { 0, 0.125, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48 };
 
-/* For a pool that holds `lifetime` bytes. `seed`: so that nobody can choose keys that fall together. */
+/* Makes the state for a pool of `lifetime` bytes. `seed` is secret, so that nobody can choose keys that collide. */
 struct learned *kvoffd_learned_new(uint64_t lifetime, const uint64_t seed[2])
 {
     struct learned *l = calloc(1, sizeof *l);
@@ -1353,7 +1350,7 @@ struct learned *kvoffd_learned_new(uint64_t lifetime, const uint64_t seed[2])
     or_end(open_index(&l->places, seed) ? l : NULL);
     l->span_room = FEWEST;
     l->spans = or_end(calloc(FEWEST, sizeof *l->spans));
-    l->span_top = 1; /* number 0 is none */
+    l->span_top = 1; /* number 0 means none */
     work_out(l);
     order_cells(l);
     forget_some(l, 0);
@@ -1370,9 +1367,9 @@ void kvoffd_learned_free(struct learned *l)
     free(l);
 }
 
-/* Goes on with the time and counts that learned.py has set, before anything else: they are of an earlier daemon. Lives that
- * had not ended are left out: their keys are not known any more. */
-void kvoffd_learned_go_on(struct learned *l)
+/* Continues with the time and counters of an earlier daemon that learned.py has set; call it first. Unfinished lives
+ * are omitted, because their keys are not known any more. */
+void kvoffd_learned_resume(struct learned *l)
 {
     l->epoch = l->known.now / epoch_bytes(l);
     work_out(l);

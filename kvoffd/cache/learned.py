@@ -1,13 +1,13 @@
-"""Keep the blocks with the most expected hits for their size, by how keys came back so far.
+"""Eviction policy that keeps the blocks with the most expected hits per byte, learned from how keys returned so far.
 
-A request's keys are classed by what says whether and when they are asked for again: whether the request continues a
-conversation, which turn it is, how long the pause was, how much text is new, how many requests saw the key. Each such
-class learns how long its keys take to come back. What is offered is stored where its score is higher than that of what
-would have to go for it. Keys without blocks are watched too: hits alone teach nothing.
+A request's keys are classified by what predicts their reuse: whether the request continues a conversation, its turn,
+the pause before it, how much text is new, how many requests saw the key. Each class learns how long its keys take to
+return. An offered block is stored if its score is higher than that of the blocks it would evict. Keys without blocks
+are watched too, because hits alone teach nothing.
 
-All thresholds are in tokens, or in pool lifetimes: the time in which as many bytes are accessed as the pool has.
+All thresholds are in tokens, or in pool lifetimes: the time in which as many bytes are accessed as the pool holds.
 
-``learned.c`` does the work.
+Implemented in ``learned.c``.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from kvoffd.system.native import native
 from kvoffd_proto.stats import LearnedStats, PolicyClass
 
 UNIT_TOKENS = 512
-"""Tokens of a block whose group does not say."""
+"""Tokens of a block whose group does not give them."""
 FORMAT = 6
-"""Version of what is kept for the next daemon."""
+"""Version of the state that is kept for the next daemon."""
 SEED_BYTES = 16
 _OFFER = struct.Struct("=dQ")
 _HEAD = struct.Struct("=II")
 _TIME = struct.Struct("=3Q")
 _MAX_COUNT, _MAX_SUM = 1 << 62, 1e30
-"""Of a successor's bytes, keys and requests, and of its sums of bytes."""
+"""Limits for the counters of restored state, and for its sums of bytes."""
 
 _SEEN = "never", "once", "2 times", "3 times", "4 to 7 times", "8 times or more"
 _PAUSES = "a short pause", "about a lifetime", "2 to 8 lifetimes", "a longer pause"
@@ -62,11 +62,11 @@ CLASSES = (
     *(f"new text behind a shared prefix, {tokens} tokens" for tokens in _TEXT),
     *(f"first turn, {tokens} tokens" for tokens in _TEXT),
 )
-"""What tells the keys of each class from others, by the class's number in learned.c."""
+"""Description of each class, by its number in learned.c."""
 
 
 BINS = 17
-"""Of ages, for each class."""
+"""Age bins of each class."""
 
 
 class Known(ctypes.Structure):
@@ -80,7 +80,7 @@ class Known(ctypes.Structure):
 
 
 class Counts(ctypes.Structure):
-    """What follows ``struct known`` in learned.c: [class][age bin]."""
+    """Arrays that follow ``struct known`` in learned.c: [class][age bin]."""
 
     _fields_ = (
         ("returned", ctypes.c_double * BINS * len(CLASSES)),
@@ -94,11 +94,11 @@ class Counts(ctypes.Structure):
 
 
 _KEPT_BYTES = Counts.hazard.offset
-"""So many bytes of the counts are kept for the next daemon."""
+"""Size of the arrays that are kept for the next daemon."""
 
 
 class Learned(InOrder):
-    """``struct learned``, which knows blocks by their numbers."""
+    """The policy, ``struct learned``, which identifies blocks by their numbers."""
 
     def __init__(self, pool_bytes: int) -> None:
         self._native = native()
@@ -115,7 +115,7 @@ class Learned(InOrder):
         for chain in chains:
             group, keys, size = chain.group, chain.keys, chain.group.key_bytes
             tokens, is_last = group.tokens or UNIT_TOKENS, chain is chains[-1]
-            self._native.learned_note(
+            self._native.learned_record(
                 self._at, group.number, keys, len(keys) // size, size, group.block_bytes, tokens, is_last
             )
 
@@ -128,10 +128,10 @@ class Learned(InOrder):
     def remove(self, group: Group, blocks: BlockIds, keys: bytes) -> None:
         if group.namespace.of_bench:
             known = self._native.learned_forget(self._at, group.number, keys, len(blocks), group.key_bytes)
-            assert known == len(blocks), "removed what is not there"
+            assert known == len(blocks), "removed a block that is not in the policy"
             return
         unknown = self._native.learned_remove(self._at, group.number, keys, len(blocks), group.key_bytes)
-        assert not unknown, "removed what is not there"
+        assert not unknown, "removed a block that is not in the policy"
 
     def admit(self, group: Group, keys: bytes, starts: Sequence[int]) -> Sequence[tuple[int, float]]:
         size = group.key_bytes
@@ -147,7 +147,7 @@ class Learned(InOrder):
         return [(length, score if learned or score == REJECTED else inf) for score, length in runs]
 
     def _is_learned_of(self, group: Group) -> bool:
-        """Whether what was learned is of this group's keys, too: its namespace asked for as much as the pool holds."""
+        """Return whether the learned values apply to this group: its namespace requested as much as the pool holds."""
         return group.namespace.totals.keys_asked * group.block_bytes >= self._pool_bytes
 
     def rejected(self, group: Group, keys: bytes) -> None:
@@ -202,19 +202,19 @@ class Learned(InOrder):
 
     def restore(self, state: bytes) -> None:
         if len(state) < _HEAD.size:
-            raise ValueError("it is cut off")
+            raise ValueError("the state is cut off")
         (version, checksum), body = _HEAD.unpack_from(state), state[_HEAD.size :]
         if version != FORMAT:
             raise ValueError("another release wrote it")
         if zlib.crc32(body) != checksum:
             raise ValueError("its checksum is wrong")
         if len(body) != _TIME.size + _KEPT_BYTES:
-            raise ValueError("its layout is another")
+            raise ValueError("its layout differs")
         (lifetime, *time), sums = _TIME.unpack_from(body), np.frombuffer(body, np.float64, offset=_TIME.size)
         if lifetime != self.known.lifetime:
-            raise ValueError("it is of a pool of another size")
+            raise ValueError("it belongs to a pool of another size")
         if max(time) > _MAX_COUNT or not ((sums >= 0) & (sums <= _MAX_SUM)).all():
-            raise ValueError("its counts are none")
+            raise ValueError("invalid counters")
         self.known.now, self.known.requests = time
         ctypes.memmove(ctypes.addressof(self._counts), body[_TIME.size :], _KEPT_BYTES)
-        self._native.learned_go_on(self._at)
+        self._native.learned_resume(self._at)

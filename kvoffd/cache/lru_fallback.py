@@ -1,6 +1,6 @@
-"""Has the policy ``learned`` do as an LRU for a while, where the hit-ratio curve says that an LRU had more hits.
+"""Switches `learned` to LRU for a while when the curve predicts that LRU would hit more.
 
-Loads that no class of keys tells apart are served worse by what was learned of classes.
+Learned classes do badly on workloads in which no class of keys predicts reuse.
 """
 
 from __future__ import annotations
@@ -9,31 +9,31 @@ from kvoffd.cache.curve import HitRatioCurve
 from kvoffd.cache.learned import Learned
 
 LEAST_LEAD = 0.02
-"""Of an LRU, as a part of what was asked for: the curve is an estimate, and to change costs hits."""
+"""Least lead of an LRU, as a part of requested tokens: the curve is an estimate, and a switch costs hits."""
 JUDGED_AFTER = 8
-"""Pool lifetimes after each change: what was learned is at its worst when the pool has just become full."""
+"""Pool lifetimes after each switch: learned values are worst just after the pool has filled."""
 FIRST_STAY, MAX_STAY = 32, 1024
-"""Pool lifetimes for which it is done as an LRU does; twice as long each time."""
+"""Pool lifetimes for which LRU stays on; doubled each time."""
 KEPT = 1 - 1 / 16
-"""Of what was counted, after a pool lifetime."""
+"""Factor for older counts after each pool lifetime."""
 
 
 class LruFallback:
-    """Judges once in a pool lifetime."""
+    """Judges once per pool lifetime."""
 
     def __init__(self, curve: HitRatioCurve, policy: Learned) -> None:
         self._curve, self._known = curve, policy.known
         self._last = curve.in_all()
         self._asked = self._lead = 0.0
-        """Tokens asked for, and those that an LRU would have found and the pool did not."""
+        """Requested tokens, and those of them that an LRU would have found and the pool did not."""
         self._excess = 0.0
-        """The same as a part, while it was done as an LRU does: requests that come at once find nothing yet."""
+        """Predicted lead while LRU was on, as a part: concurrent requests do not find what the curve expects."""
         self._stay = FIRST_STAY
         self._next_at = self._known.now + self._known.lifetime
         self._change_at = self._known.now + JUDGED_AFTER * self._known.lifetime
 
     def judge(self) -> None:
-        """Judge, if it is time. The curve and the policy have noted the same requests."""
+        """Judge, if it is time. The curve and the policy must have counted the same requests."""
         known = self._known
         if known.now < self._next_at:
             return

@@ -1,4 +1,4 @@
-"""What an eviction policy over numbered blocks does."""
+"""The interface of eviction policies over numbered blocks."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from kvoffd.pool.allocator import NO_NODE, PAGE_BYTES
 from kvoffd_proto.stats import LearnedStats
 
 REJECTED = -1.0
-"""Score of a key that is not to be stored, whatever space there is."""
+"""Score of a key that must not be stored, even if there is space."""
 GHOST_PART = 50
-"""What is remembered of keys without blocks may take one part in so many of the pool's bytes."""
+"""Divisor of the pool's bytes that limits the memory for keys without blocks."""
 BATCH, MAX_BATCH = 128, 8192
-"""Candidates that are given at once: at first, and once many were passed over."""
+"""Size of the first batch of candidates, and of the largest."""
 
 
 class Group:
-    """One group of a namespace, between two resets.
+    """A group of a namespace between two resets.
 
     Args:
-        number: no other group of this daemon has it.
-        index: its number in the namespace.
+        number: unique within this daemon.
+        index: the group's number in the namespace.
     """
 
     def __init__(self, number: int, namespace: Namespace, index: int) -> None:
         self.number, self.namespace, self.index, self.key_bytes = number, namespace, index, namespace.key_bytes
         self.tokens = namespace.groups[index].tokens_per_block
-        """Of a block; 0 where its group does not say."""
+        """Tokens of a block; 0 if its group does not give them."""
         self.dead = False
-        """The namespace was reset: its blocks are swept out."""
+        """Whether the namespace was reset, so that the group's blocks are being freed."""
         self.unswept: list[int] = []
-        """Numbers that this group of its namespace had before resets, as long as some of those blocks may be there."""
+        """Numbers of this group before resets, until all those blocks are freed."""
         self.blocks_in = dict.fromkeys(WITH_SLOTS, 0)
-        """By state, the number of blocks that have slots."""
+        """Number of blocks with slots, by state."""
         self._list = array("I", [NO_BLOCK, NO_BLOCK])
         """``struct block_list`` of blocks.h."""
         self.set_sizes([], [])
 
     def set_sizes(self, lengths: Sequence[int], sizes: Sequence[int]) -> None:
-        """By rank, the bytes of a block's shards, and of their slots; none while a rank has not registered."""
+        """Set the bytes of a block's shards and of their slots, by rank; empty until all ranks have registered."""
         self.lengths, self.sizes, self.block_bytes = lengths, sizes, sum(sizes)
         whose = self.number, self.namespace.number, self.index, self.key_bytes
         nodes = [self.namespace.nodes.get(rank) for rank in range(len(sizes))]
@@ -58,79 +58,79 @@ class Group:
 
 
 class Chain(NamedTuple):
-    """What a request asked for of one group."""
+    """Keys of one group that a request looked up."""
 
     group: Group
     keys: bytes
-    """End to end, root of the prefix first."""
+    """Concatenated, root of the prefix first."""
     ready: BlockIds
-    """Those of its blocks that it found READY and that still are, in that order."""
+    """Blocks that were READY at the lookup and still are, in the order of the keys."""
     run: int = 0
-    """Keys that it found READY before the first that was not."""
+    """Keys that were READY before the first that was not."""
 
 
 class Policy(Protocol):
-    """Knows requests, and the READY blocks in the order in which they should go; nothing of pins, slots or sizes."""
+    """Orders READY blocks for eviction, based on requests. It knows nothing of pins, slots or slot sizes."""
 
     def requested(self, chains: Sequence[Chain]) -> None:
-        """Note a request. A chain's tail becomes older than its root."""
+        """Record a request. A chain's tail becomes older than its root."""
 
     def insert(self, group: Group, blocks: BlockIds, keys: bytes) -> None:
         """Add blocks that became READY, the least recently used first: a chain's tail before its root."""
 
     def remove(self, group: Group, blocks: BlockIds, keys: bytes) -> None:
-        """Remove blocks, in any order, a chain's tail before its root if it is to be quick."""
+        """Remove blocks, in any order; fastest if a chain's tail comes before its root."""
 
     def first(self, count: int, below: float = inf) -> BlockIds:
-        """The blocks that should go first, of those whose score is lower: so many, if there are."""
+        """Return the first ``count`` blocks to evict among those with a score below ``below``."""
 
     def candidates(self, below: float = inf) -> Iterator[BlockIds]:
-        """All of these, some at a time. Any change of the policy ends it."""
+        """Yield all of these in batches. Any change of the policy ends the iteration."""
 
     def admit(self, group: Group, keys: bytes, starts: Sequence[int]) -> Sequence[tuple[int, float]]:
-        """Lengths of runs of keys that a store offers and that have no block, each with the score of its keys: only
-        blocks with a lower one give way to them.
+        """Split keys that a store offers, and that have no block, into runs. Returns the length of each run and the
+        score of its keys: only blocks with a lower score may be evicted for them.
 
-        ``starts``: where the keys of each chain begin, the first at 0.
+        ``starts``: index of the first key of each chain; the first is 0.
         """
 
     @property
     def lowest(self) -> float:
-        """The lowest score of a block at the last ``admit``, or a lower one."""
+        """Lower bound of the blocks' scores at the last ``admit``."""
 
     def rejected(self, group: Group, keys: bytes) -> None:
-        """Offered keys scored less than the blocks that would have had to go."""
+        """Offered keys were rejected: the blocks to evict had higher scores."""
 
     def chance(self, group: Group, keys: bytes, within_bytes: int) -> npt.NDArray[np.float64]:
-        """The chance of each key to be asked for again before so many bytes more are; 1 where nothing tells."""
+        """Return each key's chance of reuse before ``within_bytes`` more bytes are requested; 1 if unknown."""
 
     @property
     def accessed_bytes(self) -> int:
-        """Bytes that were asked for so far; 0 where the policy tells no chances."""
+        """Bytes requested so far; 0 if the policy does not estimate chances."""
 
     @property
     def ghosts(self) -> int:
-        """Keys without a block that are remembered."""
+        """Number of remembered keys without a block."""
 
     @property
     def nbytes(self) -> int:
-        """Memory of what is known."""
+        """Memory of the policy."""
 
     def describe(self) -> LearnedStats:
-        """What was learned."""
+        """Return statistics of what was learned."""
 
     def state(self) -> bytes:
-        """The statistics, for a successor; empty where there are none."""
+        """Return the state for the next daemon; empty if there is none."""
 
     def restore(self, state: bytes) -> None:
-        """Go on with an earlier policy's statistics, before anything else. Raises ValueError where they are no use."""
+        """Continue with the state of an earlier policy; call it first. Raises ValueError if the state is unusable."""
 
 
 class InOrder:
-    """Half of a policy whose blocks a function of C writes to an address, so many at most, in the order in which they
-    should go; it returns how many it wrote.
+    """Base of policies in which a C function writes blocks to an address, in eviction order and at most as many as
+    requested; it returns how many it wrote.
 
-    They are copied out of a buffer: to ask each new array for its address takes longer.
+    Results are copied out of one buffer: asking each new array for its address takes longer.
     """
 
     def __init__(self, write: Callable[[float, int, int], int]) -> None:
@@ -154,8 +154,8 @@ class InOrder:
 
 
 def make_policy(name: str, pool_bytes: int, slots: int) -> Policy:
-    """A new policy, one of ``kvoffd.cache.POLICY_NAMES``, for a pool of so many bytes and slot numbers. Raises
-    ValueError for others."""
+    """Make a policy, one of ``kvoffd.cache.POLICY_NAMES``, for a pool with this many bytes and slot numbers. Raises
+    ValueError for an unknown name."""
     from kvoffd.cache.learned import Learned
     from kvoffd.cache.queues import Queues
 

@@ -1,22 +1,22 @@
-/* The queues of the policies `lru` and `arc`: see queues.py. */
+/* Queues of the policies `lru` and `arc`: see queues.py. */
 #include "../system/slot_index.h"
 
 enum { ONCE, AGAIN, ONCE_GHOSTS, AGAIN_GHOSTS, QUEUES };
 
-/* A block or a ghost, in one of the queues: rings, each through the entry that has its number. */
+/* A block or a ghost in a queue. Queues are rings; each passes through the entry whose index is the queue's number. */
 struct entry {
-    uint64_t hash; /* of the group's number and the key */
+    uint64_t hash; /* hash of the group's number and the key */
     uint32_t older, newer;
     uint32_t block, queue;
 };
 
 struct queues {
     uint64_t counts[QUEUES]; /* queues.py reads these */
-    uint64_t capacity, most_ghosts; /* the former in blocks; no ghosts are kept for `lru` */
-    double target; /* blocks that should be in ONCE */
-    struct slot_index index; /* of entries by their hash; not of blocks where there are no ghosts */
+    uint64_t capacity, most_ghosts; /* `capacity` in blocks; `most_ghosts` is 0 for `lru` */
+    double target; /* wanted number of blocks in ONCE */
+    struct slot_index index; /* entries by hash; unused for `lru` */
     struct entry *entries;
-    uint32_t room, top, unused; /* entries; those from `top` on were never used, and the others are linked by `newer` */
+    uint32_t room, top, unused; /* entries allocated, ever used, and the first unused below `top`, linked by `newer` */
     uint32_t *entry_of; /* by block */
 };
 
@@ -40,7 +40,7 @@ static void take(struct queues *x, uint32_t at)
     x->counts[own->queue]--;
 }
 
-/* The place of an entry with this hash, or an empty one. */
+/* Returns the place of the entry with this hash, or an empty one. */
 static uint64_t *place_of(const struct queues *x, uint64_t hash)
 {
     uint64_t *place = home(&x->index, hash);
@@ -50,7 +50,7 @@ static uint64_t *place_of(const struct queues *x, uint64_t hash)
     return place;
 }
 
-/* A new entry; 0 where there is no memory. */
+/* Returns a new entry. */
 static uint32_t new_entry(struct queues *x)
 {
     uint32_t at = x->unused;
@@ -83,7 +83,7 @@ void kvoffd_queues_free(struct queues *x)
     free(x);
 }
 
-/* New queues for so many slot numbers; NULL where there is no memory. */
+/* Makes queues for this many slot numbers; NULL if memory is short. */
 struct queues *kvoffd_queues_new(uint64_t slots, uint64_t most_ghosts, const uint8_t *seed)
 {
     struct queues *x = calloc(1, sizeof *x);
@@ -121,8 +121,7 @@ static void keep_in_bounds(struct queues *x)
         forget(x, x->entries[counts[ONCE_GHOSTS] >= counts[AGAIN_GHOSTS] ? ONCE_GHOSTS : AGAIN_GHOSTS].newer);
 }
 
-/* Adds blocks, each as the newest; those whose ghosts are there to AGAIN. Returns how many: fewer where one is there, or
- * no memory. */
+/* Adds blocks as the newest; to AGAIN if there is a ghost. Returns how many: fewer if one is present already. */
 uint64_t kvoffd_queues_insert(struct queues *x, uint32_t group, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
                               const uint32_t *blocks)
 {
@@ -155,7 +154,7 @@ uint64_t kvoffd_queues_insert(struct queues *x, uint32_t group, const uint8_t *k
     return count;
 }
 
-/* Makes blocks the newest, from the last one to the first: of `arc` in AGAIN. */
+/* Makes blocks the newest, from the last to the first; for `arc`, in AGAIN. */
 void kvoffd_queues_use(struct queues *x, const uint32_t *blocks, uint64_t count)
 {
     while (count--) {
@@ -165,7 +164,7 @@ void kvoffd_queues_use(struct queues *x, const uint32_t *blocks, uint64_t count)
     }
 }
 
-/* Removes blocks, of which ghosts stay if `leaves`. */
+/* Removes blocks, leaving ghosts if `leaves`. */
 void kvoffd_queues_remove(struct queues *x, const uint32_t *blocks, uint64_t count, uint32_t leaves)
 {
     for (uint64_t i = 0; i < count; i++) {
@@ -179,10 +178,10 @@ void kvoffd_queues_remove(struct queues *x, const uint32_t *blocks, uint64_t cou
     }
 }
 
-/* Writes the next blocks to go, at most so many: what is too much in ONCE, then AGAIN, then the rest. Returns how many. */
+/* Writes up to `most` blocks in eviction order: the excess of ONCE, then AGAIN, then the rest. Returns how many. */
 uint64_t kvoffd_queues_candidates(const struct queues *x, double below, uint32_t *blocks, uint64_t most)
 {
-    (void)below; /* of `learned`; none has a score here */
+    (void)below; /* for `learned`; blocks have no scores here */
     uint64_t found = 0, target = x->target, first = x->counts[ONCE] > target ? x->counts[ONCE] - target : 0;
     uint32_t at = x->entries[ONCE].newer;
 

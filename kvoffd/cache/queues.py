@@ -1,9 +1,9 @@
-"""The policies ``lru``, least recently used goes first, and ``arc``: blocks seen once and blocks seen again compete.
+"""The policies ``lru`` (evicts the least recently used) and ``arc`` (balances blocks seen once and blocks seen again).
 
 Source: N. Megiddo and D. S. Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003. The names there:
-T1 ``ONCE``, T2 ``AGAIN``, B1 ``ONCE_GHOSTS``, B2 ``AGAIN_GHOSTS``, p ``target``. ``queues.c`` does the work. The
-paper's cache holds a fixed number of pages. The pool holds bytes, so its capacity in blocks is taken from how many it
-was seen to hold, and follows when larger or smaller blocks take over.
+T1 ``ONCE``, T2 ``AGAIN``, B1 ``ONCE_GHOSTS``, B2 ``AGAIN_GHOSTS``, p ``target``. Implemented in ``queues.c``. The
+paper's cache holds a fixed number of pages. The pool holds bytes, so its capacity in blocks is the number that it was
+seen to hold, which adapts when block sizes change.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from kvoffd.system.native import native
 from kvoffd_proto.stats import LearnedStats
 
 ENTRY_BYTES = 50
-"""Memory of a block's entry or a ghost's and of its place in the index, at most."""
+"""Largest memory of a block's entry or a ghost, including its place in the index."""
 
 
 class Queues(InOrder):
-    """``struct queues``. For ``lru`` there is one queue and no ghosts. It takes what a store offers.
+    """``struct queues``. For ``lru``, there is one queue and no ghosts. Admits everything that a store offers.
 
     Args:
-        slots: slot numbers that there are.
+        slots: number of slot numbers.
         pool_bytes: for ``arc``; 0 for ``lru``.
     """
 
@@ -63,7 +63,7 @@ class Queues(InOrder):
 
     @property
     def ghosts(self) -> int:
-        """Removed blocks that are remembered: at most as many as the pool holds, in the long run, or fewer."""
+        """Number of remembered removed blocks: in the long run at most as many as the pool holds."""
         return self._counts[2] + self._counts[3]
 
     @property
@@ -86,4 +86,4 @@ class Queues(InOrder):
         return b""
 
     def restore(self, state: bytes) -> None:
-        """There is nothing to go on with."""
+        """Do nothing: this policy has no state."""

@@ -1,37 +1,37 @@
-/* Recovers the blocks of an earlier daemon: one pass over the records of its slot table. recovery.py calls it and owns all
- * memory; pool/slot_table.py has the layout of a record.
+/* Recovers the blocks of an earlier daemon in one pass over the records of its slot table. recovery.py calls it and
+ * owns all memory; pool/slot_table.py has the record layout.
  */
 #include "blocks.h"
 
 enum { LEAST_SLOT = 8192, RECORDS_TOGETHER = 4 };
-static const uint64_t MOST_GENERATION = ((uint64_t)1 << 62) - 1; /* others can follow */
+static const uint64_t MOST_GENERATION = ((uint64_t)1 << 62) - 1; /* later generations must remain */
 
-/* What is known of one group of one namespace: Group of recovery.py. */
+/* A group of a known namespace: _Group of recovery.py. */
 struct group {
-    uint32_t number; /* in the index */
-    uint32_t lengths_at; /* in `lengths`, of rank 0 */
+    uint32_t number; /* the group's number in the index */
+    uint32_t lengths_at; /* index of rank 0 in `lengths` */
     uint16_t ranks;
     uint8_t key_bytes;
 };
 
-/* Recovery of recovery.py. The last five arrays have room for as many slots as there are. */
+/* _Recovery of recovery.py. Each of the last five arrays can hold all slots. */
 struct recovery {
     uint64_t pool_bytes, region_bytes, slots_per_region, regions, namespaces;
     const uint64_t *slot_bytes; /* [regions] */
     const uint32_t *namespace_numbers; /* [namespaces] ascending */
-    const uint32_t *first_groups; /* [namespaces + 1] in `groups` */
+    const uint32_t *first_groups; /* [namespaces + 1] index in `groups` */
     const struct group *groups;
-    const uint32_t *lengths; /* bytes of a shard; 0 of a rank that did not register */
+    const uint32_t *lengths; /* bytes of a shard; 0 for a rank that did not register */
     struct blocks *blocks;
-    uint32_t *heads; /* of blocks, whole or not; then of those that are whole */
-    uint64_t *generations; /* of the latter */
-    uint32_t *discarded, *bad, *used; /* records to strike out; slots in quarantine; slots of whole blocks */
+    uint32_t *heads; /* blocks, complete or not; at the end, the complete ones */
+    uint64_t *generations; /* generations of the complete ones */
+    uint32_t *discarded, *bad, *used; /* records to erase; quarantined slots; slots of complete blocks */
     uint64_t heads_found, discarded_found, bad_found, used_found;
-    /* Of the discarded: those of numbers that are not known, below `next_number` and from it on; of incomplete blocks. */
+    /* Discarded records: of unknown namespaces below `next_number`, from it on, and of incomplete blocks. */
     uint64_t next_number, reset_found, unwritten_found, incomplete_found;
 };
 
-/* The size of the slot as its region has it; 0 where there is no such slot. */
+/* Returns the slot size of the slot's region; 0 if there is no such slot. */
 static uint64_t size_of(const struct recovery *r, uint64_t slot)
 {
     uint64_t region = slot / r->slots_per_region, index = slot % r->slots_per_region, base = region * r->region_bytes;
@@ -70,7 +70,7 @@ static uint32_t rank_of(const struct blocks *x, uint32_t slot)
     return READ(record_of(x, slot), uint16_t, RANK);
 }
 
-/* Takes a record up if it is whole and agrees with its region and its namespace; returns whether. */
+/* Accepts a record if it is valid and agrees with its region and namespace; returns whether it did. */
 static int take(struct recovery *r, const uint8_t *record, uint32_t slot, uint32_t crc)
 {
     struct blocks *x = r->blocks;
@@ -107,7 +107,7 @@ static int take(struct recovery *r, const uint8_t *record, uint32_t slot, uint32
         return 1;
     }
     uint32_t head = slot_of(found), before = head;
-    do { /* a rank that is there twice keeps what is newer; one slot takes the other's place in the ring */
+    do { /* of two slots of one rank, the newer replaces the other in the ring */
         uint32_t there = x->next[before];
         if (rank_of(x, there) == rank) {
             if (generation_of(x, there) > READ(record, uint64_t, GENERATION))
@@ -131,7 +131,7 @@ static int take(struct recovery *r, const uint8_t *record, uint32_t slot, uint32
     return 1;
 }
 
-/* Has the place where a record's key belongs brought near. */
+/* Prefetches the index place of a record's key. */
 static void prefetch(const struct recovery *r, const uint8_t *record)
 {
     const struct group *group = group_of(r, record);
@@ -140,7 +140,7 @@ static void prefetch(const struct recovery *r, const uint8_t *record)
         __builtin_prefetch(home(&r->blocks->index, hash(r->blocks, group->number, record + KEY, group->key_bytes)));
 }
 
-/* Judges `count` records, the first of which is of slot `first`. */
+/* Checks `count` records; the first belongs to slot `first`. */
 void kvoffd_recover_records(struct recovery *r, const uint8_t *records, uint64_t count, uint64_t first)
 {
     struct blocks *x = r->blocks;
@@ -164,7 +164,7 @@ void kvoffd_recover_records(struct recovery *r, const uint8_t *records, uint64_t
     }
 }
 
-/* Makes blocks of what was taken: a block that has all ranks is known by the slot of rank 0; others are discarded. */
+/* Makes blocks of the accepted records, identified by the slot of rank 0; those that lack a rank are discarded. */
 void kvoffd_recover_blocks(struct recovery *r)
 {
     struct blocks *x = r->blocks;
@@ -175,7 +175,7 @@ void kvoffd_recover_blocks(struct recovery *r)
         uint32_t ranks = x->missing[head];
         uint64_t newest = 0;
         if (x->state[head] != NOT_FIRST || !ranks)
-            continue; /* another slot took its place, or it is done */
+            continue; /* another slot replaced it, or the block is done */
         do {
             slots[rank_of(x, at)] = at;
             if (generation_of(x, at) > newest)

@@ -1,7 +1,7 @@
-"""Recovers the blocks of an earlier daemon from the slot table, in one pass: ``recover.c`` judges the records.
+"""Recovers the blocks of an earlier daemon from the slot table, in one pass: ``recover.c`` checks the records.
 
-A record counts when it is READY, its CRC is right, it has a checksum, and it agrees with its region and with its
-namespace as that is known. A block counts when all its ranks do. Everything else is struck out.
+A record is valid if it is READY, its CRC is right, it has a checksum, and it agrees with its region and its namespace's
+saved geometry. A block is valid if the records of all its ranks are. All other records are erased.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _BATCH_BYTES = 4 << 20
 
 class RecoveredBlocks(NamedTuple):
     blocks: BlockIds
-    """READY, the one that was used least recently first."""
+    """READY blocks, the least recently used first."""
     quarantined: SlotIds
-    """Slots that an earlier daemon found to hold wrong bytes: they are not used again."""
+    """Slots in which an earlier daemon found wrong bytes: they are not used again."""
     reset: int
-    """Records that were struck out since their namespace was reset, or left out."""
+    """Records erased because their namespace was reset, or left out."""
     unwritten: int
-    """Those of namespaces that were not written down, for want of room."""
+    """Records of namespaces that were not saved because the slot table lacked space."""
     incomplete: int
-    """Those of blocks of which a rank is missing."""
+    """Records of blocks that lack a rank."""
     damaged: int
-    """Those that are torn, have no checksum, or contradict what is known."""
+    """Records that are torn, have no checksum, or contradict the saved geometry."""
 
 
 class _Group(ctypes.Structure):
@@ -74,15 +74,15 @@ def recover(
     namespaces: Mapping[int, Sequence[Group]],
     next_number: int,
 ) -> RecoveredBlocks:
-    """Enter what an earlier daemon left whole into an empty BlockTable and SlotAllocator, and strike out the rest.
+    """Enter the complete blocks of an earlier daemon into an empty BlockTable and SlotAllocator, and erase the rest.
 
-    The file's data is read and never its holes, which reading through a mapping would fill. A process that is killed
-    anywhere in this leaves a table from which the next one recovers the same.
+    Only the file's data is read, not its holes: reading those through a mapping would allocate them. A process killed
+    at any point of this leaves a table from which the next one recovers the same blocks.
 
     Args:
         fd: the file that begins with the table.
-        namespaces: by their numbers, the groups of those that are known, where all ranks have registered.
-        next_number: the first that the snapshot knows nothing of.
+        namespaces: groups of the known namespaces whose ranks have all registered, by namespace number.
+        next_number: the first number that is newer than the snapshot.
     """
     geometry, count = table.geometry, table.geometry.slots
     numbers = sorted(namespaces)
@@ -94,7 +94,7 @@ def recover(
     )
     first_groups = np.cumsum([0, *(len(namespaces[number]) for number in numbers)], dtype=np.uint32)
     lengths = np.array([size for group in groups for size in group.lengths], np.uint32)
-    # As much as there can be; what is not written is not in memory.
+    # Sized for the worst case; pages that are not written use no memory.
     heads, discarded, bad, used = (np.empty(count, np.uint32) for _ in range(4))
     generations = np.empty(count, np.uint64)
     namespace_numbers = np.array(numbers, np.uint32)
@@ -121,11 +121,11 @@ def recover(
 
 
 def _judge_records(fd: int, table: SlotTable, recovery: object) -> None:
-    """Has the records judged that lie in the file's data: it may lie in many small pieces, a page to a few records."""
+    """Check the records in the file's data, which may consist of many small pieces of a page."""
     judge = native().recover_records
     begin = table.geometry.records_at
     end = begin + table.geometry.slots * RECORD_BYTES
-    # One buffer for all: the kernel would have to find new pages for each new one.
+    # One buffer for all reads: for a new one, the kernel would have to find new pages each time.
     room = memoryview(bytearray(min(_BATCH_BYTES, end - begin)))
     address = ctypes.addressof(ctypes.c_char.from_buffer(room))
     position = hole_at = begin
@@ -134,16 +134,16 @@ def _judge_records(fd: int, table: SlotTable, recovery: object) -> None:
             position = _seek(fd, position, os.SEEK_DATA)
             if position >= end:
                 break
-            hole_at = min(end, _seek(fd, position, os.SEEK_HOLE))  # once for all of it: the kernel counts page by page
+            hole_at = min(end, _seek(fd, position, os.SEEK_HOLE))  # once per piece: the kernel scans page by page
         stop = min(hole_at, position + len(room))
-        # Data begins and ends with pages, and pages hold whole records; what was cut off in between is gone.
+        # Data begins and ends at pages, and pages hold whole records; a file truncated since then gives fewer.
         count = os.preadv(fd, [room[: stop - position]], position) // RECORD_BYTES
         judge(recovery, address, count, (position - begin) // RECORD_BYTES)
         position = stop
 
 
 def _seek(fd: int, position: int, whence: int) -> int:
-    """Where the file's next data or hole begins at or after ``position``; its end when there is none."""
+    """Return where the file's next data or hole begins at or after ``position``; the file's end if there is none."""
     try:
         return os.lseek(fd, position, whence)
     except OSError as error:

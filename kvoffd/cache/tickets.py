@@ -1,4 +1,4 @@
-"""What the cache hands out: leases, and the tickets of running stores, fills and loads."""
+"""Objects that the cache gives out: leases, and the tickets of running stores, fills and loads."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from kvoffd.pool.allocator import SlotIds
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """Pins on what the lookups of one request found, and on what comes up for it, until it is released or its time is
-    up."""
+    """Pins on the blocks that the lookups of one request found, and on those promoted for it, until its end."""
 
     lease_id: int
     session: int
@@ -25,32 +24,34 @@ class Lease:
     deadline: float
     blocks: BlockIds
     nbytes: int = 0
-    """Of the blocks that nothing had pinned before."""
+    """Bytes of the blocks that were not pinned before."""
     loaded_ranks: set[int] = field(default_factory=set)
     loaded: set[tuple[int, bytes]] = field(default_factory=set)
-    """Group and first key of each load that was counted: other ranks load the same."""
+    """Group and first key of each counted load: other ranks load the same."""
     loaded_tokens: dict[int, int] = field(default_factory=dict)
-    """By group."""
+    """Loaded tokens by group."""
     coming: int = 0
-    """Keys of the last lookup that were on their way up, or may be."""
+    """Keys of the last lookup that are, or may be, on their way up from a tier."""
     asking: int = 0
-    """Those of them of which a store has not said yet whether it has them."""
+    """Keys among these that a store is still being asked about."""
     wait_s: float = 0.0
-    """The expected time until they are up, as of that lookup; 0 where it is not known."""
+    """Expected time until they are in the pool, as of the last lookup; 0 if unknown."""
+    counts: bool = False
+    """Whether what it pins counts as loaded or not needed at its end: nobody reports the prompt's outcome."""
 
 
 @dataclass(slots=True, eq=False)
-class Held:
-    """What one session has leased. A block counts once for each lease."""
+class SessionLeases:
+    """Leases of one session. A block counts once for each lease."""
 
     leases: dict[Lease, None] = field(default_factory=dict)
     keys: int = 0
     nbytes: int = 0
-    """See ``Lease``."""
+    """Sum of the leases' ``nbytes``."""
 
 
 class StorePart(Protocol):
-    """What a store offers of one group."""
+    """Keys of one group that a store offers."""
 
     @property
     def group(self) -> int: ...
@@ -60,30 +61,30 @@ class StorePart(Protocol):
 
     @property
     def first_blocks(self) -> Mapping[int, int]:
-        """By the number of a key: the engine block from which on it is written, where that is not the first."""
+        """First engine block that is written, by key number, if it is not the key's first."""
 
     @property
     def starts(self) -> Sequence[int] | None:
-        """Numbers of the keys at which chains begin, the first at 0; None where the policy has no say."""
+        """Numbers of the keys at which chains begin, the first at 0; None to bypass the policy."""
 
 
 @dataclass(slots=True, eq=False)
 class Stored:
-    """What becomes of the keys of one part. Numbers count the keys that were given; keys in no list are present."""
+    """Result of a store for one part. Numbers index the given keys; keys in no list are present."""
 
     group: Group
     blocks: BlockIds
-    """The block of each key to copy. Until slots are taken, of those that have one."""
+    """Block of each key to copy. Until slots are allocated, only of keys that had one."""
     slots: SlotIds
-    """This rank's slot of each; it belongs to the store until its end."""
+    """This rank's slot of each block; it belongs to the store until its end."""
     copy: list[int] = field(default_factory=list)
-    """Keys to copy, ascending."""
+    """Numbers of the keys to copy, ascending."""
     first_blocks: Iterable[int] | None = None
-    """Of these keys, the engine block from which on each is written; None where it is the first of all."""
+    """First engine block that is written, for each key to copy; None if all begin at 0."""
     offsets: Offsets = field(default_factory=lambda: np.empty(0, np.uint64))
-    """Where the slots are."""
-    again: list[int] = field(default_factory=list)
-    """Keys that come under an earlier number too, which is copied, or in one of the next lists."""
+    """Pool offsets of the slots."""
+    duplicates: list[int] = field(default_factory=list)
+    """Numbers of keys that occur earlier too, where they are copied or in one of the next lists."""
     no_space: list[int] = field(default_factory=list)
     rejected: list[int] = field(default_factory=list)
 
@@ -98,13 +99,13 @@ class StoreTicket:
 
 @dataclass(slots=True, eq=False)
 class FillTicket:
-    """A block that is brought up from a tier, all ranks of it."""
+    """A block that is being read from a tier, for all ranks."""
 
     group: Group
     slots: SlotIds
-    """By rank."""
+    """Slots by rank."""
     offsets: list[int]
-    """Their pool offsets in bytes."""
+    """Pool offsets of the slots in bytes."""
 
     @property
     def blocks(self) -> BlockIds:
@@ -113,27 +114,27 @@ class FillTicket:
 
 @dataclass(slots=True, eq=False)
 class LoadTicket:
-    """A running load of one rank: its blocks stay until its end, whatever becomes of the lease."""
+    """A running load of one rank: its blocks stay until its end, even if the lease ends."""
 
     rank: int
     lease: Lease
-    """It may have ended since, and another one have its id."""
+    """The lease may have ended since, and another may have its id."""
     group: Group
     first_key: bytes
     blocks: BlockIds
     slots: SlotIds
     offsets: Offsets
-    """Where these are."""
+    """Pool offsets of the slots."""
     tokens: int = 0
-    """That it brings, of its group. The job that begins the load sets it."""
+    """Tokens of its group that it loads. The job that begins the load sets this."""
 
 
 class Check(NamedTuple):
-    """A shard's bytes to compare with their checksum; to take it where that is 0."""
+    """A shard to compare with its checksum; if that is 0, compute it."""
 
     slot: int
     generation: int
-    """That its record had: the slot may have been written anew when the bytes are hashed."""
+    """Generation of its record: the slot may have been rewritten by the time the bytes are hashed."""
     offset: int
     length: int
     checksum: int
@@ -149,5 +150,5 @@ class PoolUsage:
     dropped: int
     quarantined: int
     pinned: int
-    """Of the ready and dropped ones, those that a lease or a running copy needs."""
+    """Ready and dropped bytes that a lease or a running copy needs."""
     pinned_blocks: int

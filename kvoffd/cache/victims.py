@@ -1,4 +1,4 @@
-"""Which blocks go for others."""
+"""Selection of the blocks to evict."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from kvoffd.cache.policy import BATCH, Group, Policy
 from kvoffd.pool.allocator import PAGE_BYTES, SlotAllocator
 
 MAX_SKIPPED_PINNED = 1000
-"""Pinned blocks that one eviction passes over; more of them become the newest, as they are in use."""
+"""Pinned blocks that one eviction may skip; if there are more, they become the newest, as they are in use."""
 MAX_CONSIDERED = 65536
-"""Blocks among which one eviction chooses."""
+"""Blocks from which one eviction chooses."""
 MAX_PASSED = 1024
-"""Blocks of others in the policy's order that are passed over for one of a namespace that has its quota."""
+"""Blocks of other namespaces in the policy's order that an eviction for a quota may skip."""
 WRITTEN_AHEAD, MIN_AHEAD = 4, 1024
-"""Of this many times the blocks that are to go, and at least so many, those that wait to be written to a tier go last:
-what was just read from a disk goes before what no disk has."""
+"""Blocks that wait to be written to a tier go last among this multiple of the blocks to evict, at least MIN_AHEAD: a
+block that was just read from a disk goes before one that no disk has."""
 _NOTHING: BlockIds = np.empty(0, np.uint32)
 
 
 class Victims:
-    """Chooses READY blocks that nothing pins. It changes nothing but their order.
+    """Chooses READY, unpinned blocks. It changes nothing but their order.
 
     Args:
-        groups: those whose blocks have slots, by number.
-        waiting: which blocks wait to be written to a tier, None where none does. Those that do not go before them, of
-            the next few.
+        groups: groups whose blocks have slots, by number.
+        waiting: returns which blocks wait to be written to a tier, None if none does. Of the next few blocks, those are
+            evicted last.
     """
 
     def __init__(
@@ -44,67 +44,67 @@ class Victims:
         self._waiting = waiting
 
     def are_left(self, ready_bytes: int) -> bool:
-        """Whether any of the READY blocks, of so many bytes, may go."""
+        """Return whether any of the READY blocks, which have this many bytes, can be evicted."""
         return ready_bytes > self._blocks.pinned_bytes or any(
             (self._blocks.pins[batch] == 0).any() for batch in self._policy.candidates()
         )
 
     def own(self, group: Group, count: int, below: float) -> BlockIds | None:
-        """The next ``count`` blocks with a score lower than ``below``, or as many as there are, if all are of the group
-        and may go, as a rule; otherwise None."""
+        """Return the next ``count`` blocks with a score below ``below``, or as many as there are, if all belong to the
+        group and can be evicted; None if not."""
         first = self._policy.first(count, below)
         if (waiting := self._waiting(first)) is not None and waiting.any():
             ahead, most = count, max(WRITTEN_AHEAD * count, MIN_AHEAD)
             while True:
                 ahead = min(most, 4 * ahead)
-                some = self._policy.first(ahead, below)
-                loose = some[self._blocks.pins[some] == 0]
-                waiting = self._waiting(loose)
-                if waiting is None or len(loose) - waiting.sum() >= count or len(some) < ahead or ahead == most:
+                batch = self._policy.first(ahead, below)
+                unpinned = batch[self._blocks.pins[batch] == 0]
+                waiting = self._waiting(unpinned)
+                if waiting is None or len(unpinned) - waiting.sum() >= count or len(batch) < ahead or ahead == most:
                     break
-            first = self._written_first(loose)[:count]
-            if len(first) < min(count, len(some)):
+            first = self._written_first(unpinned)[:count]
+            if len(first) < min(count, len(batch)):
                 return None
-        return first if not first.size or self._blocks.group_of(first, loose=True) == group.number else None
+        return first if not first.size or self._blocks.group_of(first, unpinned=True) == group.number else None
 
     def for_space(self, group: Group, count: int, below: float) -> BlockIds:
-        """Blocks with a score lower than ``below`` to evict so that slots for ``count`` blocks of a group come free;
-        too few or none if need be.
+        """Choose blocks with a score below ``below`` to evict so that slots for ``count`` blocks of a group become
+        free; the result may be too few or empty.
 
-        Blocks with a slot of a wanted size go in the policy's order. The older blocks of other sizes that are passed
-        over on the way help only by whole regions. A region goes once the bytes passed over are as many as it holds: by
-        then what is evicted too early in it is outweighed by what stays too long elsewhere. So the sizes share the pool
-        by age of use, none starves, and one slot of an odd size does not cost a region of blocks in use.
+        Blocks with a slot of a wanted size go in the policy's order. The older blocks of other sizes that are skipped
+        on the way help only by whole regions. A region is evicted once the skipped bytes are as many as it holds: by
+        then, evicting some of its blocks too early costs less than keeping others too long elsewhere. So the sizes
+        share the pool by age of use, none starves, and one slot of an odd size does not cost a region of used blocks.
         """
         most = BATCH
         while True:
             order = self._policy.first(most, below)
             pinned, last = self._blocks.pins[order] != 0, len(order) < most or most >= MAX_CONSIDERED
-            loose = self._written_first(order[~pinned])
-            chosen, enough = self._blocks.make_space(self._slots, group, count, loose, last=last)
+            unpinned = self._written_first(order[~pinned])
+            chosen, enough = self._blocks.choose_victims(self._slots, group, count, unpinned, last=last)
             if enough or last:
                 return self._picked(chosen, order[pinned])
             most *= 4
 
     def _written_first(self, blocks: BlockIds) -> BlockIds:
-        """The same blocks, those that wait to be written last; the order is otherwise the same."""
+        """Return the same blocks in the same order, but with those that wait to be written last."""
         if (waiting := self._waiting(blocks)) is None:
             return blocks
         return np.concatenate([blocks[~waiting], blocks[waiting]])
 
     def _picked(self, chosen: BlockIds, pinned: BlockIds) -> BlockIds:
-        if chosen.size and len(pinned) > MAX_SKIPPED_PINNED:  # to pass them each time takes long
+        if chosen.size and len(pinned) > MAX_SKIPPED_PINNED:  # skipping them each time takes long
             numbers = self._blocks.group[pinned]
             for number in set(numbers.tolist()):
-                group, alike = self._groups[number], pinned[numbers == number]
-                names = self._blocks.keys(alike, group.key_bytes)
-                self._policy.remove(group, alike, names)
-                self._policy.insert(group, alike, names)
+                group, members = self._groups[number], pinned[numbers == number]
+                packed_keys = self._blocks.keys(members, group.key_bytes)
+                self._policy.remove(group, members, packed_keys)
+                self._policy.insert(group, members, packed_keys)
         return chosen
 
     def of_namespace(self, groups: Sequence[Group], nbytes: int, most: int, below: float) -> BlockIds:
-        """Blocks of a namespace's groups of about so many bytes, and at most so many: the next ones in the policy's
-        order or, where those of many others come before them, the ones that were stored first."""
+        """Choose blocks of a namespace's groups of about ``nbytes`` bytes, and at most ``most``: the next ones in the
+        policy's order or, if too many of other namespaces come before them, the ones that were stored first."""
         blocks, numbers = self._blocks, [group.number for group in groups]
         victims, passed = _NOTHING, 0
         for batch in self._policy.candidates(below):
@@ -113,7 +113,7 @@ class Victims:
             if passed >= MAX_PASSED or len(victims) >= most or self._bytes_of(victims) >= nbytes:
                 break
         if passed >= MAX_PASSED and self._bytes_of(victims) < nbytes:
-            each = [blocks.oldest(one, min(most, -(-nbytes // one.block_bytes)), loose=True) for one in groups]
+            each = [blocks.oldest(one, min(most, -(-nbytes // one.block_bytes)), unpinned=True) for one in groups]
             stored = np.concatenate(each)
             stored = stored[np.argsort(blocks.records["generation"][stored])]
             victims = np.concatenate([victims, stored[~np.isin(stored, victims)]])

@@ -1,1 +1,1 @@
-"""What operators see: logs, metrics, latencies and rates."""
+"""Observability: logs, metrics, latencies and rates."""

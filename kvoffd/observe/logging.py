@@ -1,6 +1,6 @@
-"""Log records on stderr, one line each, as text or as JSON; with their priority where the journal reads it.
+"""Log records on stderr, one line each, as text or as JSON; with their priority if the journal reads it.
 
-A thread writes them: a reader that does not read, or a disk that hangs, keeps nobody waiting.
+A thread writes them, so that a stuck reader or a disk that hangs blocks nothing else.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ import time
 from datetime import UTC, datetime
 from typing import Any
 
-# A client chooses some of the texts that are logged, such as its name: it must not be able to forge a line, or to
-# talk to a terminal. Tracebacks become one line the same way.
+# Clients choose some of the logged text, such as their names. Escapes keep them from forging a line or controlling a
+# terminal, and make one line of a traceback.
 _ESCAPES = {code: ascii(chr(code))[1:-1] for code in (*range(0x20), *range(0x7F, 0xA0), 0x2028, 0x2029)}
-# The levels of syslog(3), as sd-daemon(3) puts them before a line: without them the journal takes all lines for "info".
+# Levels of syslog(3), which sd-daemon(3) prints before a line; without them the journal takes all lines for "info".
 _PRIORITIES = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
 STDERR = 2
 MOST_LINES = 4096
-"""Lines that wait to be written; more are lost, and counted."""
+"""Lines that may wait to be written; more are dropped and counted."""
 FLUSH_S = 1.0
 RARE_S = 60.0
-"""Between two warnings of one kind."""
+"""Time between two warnings of one kind."""
 
 
 class LineFormatter(logging.Formatter):
     """``2026-01-31T12:00:00.123Z INFO kvoffd.server: text``, with line breaks and control characters escaped; or JSON.
 
-    JSON is one object a line: ``time``, ``level``, ``logger``, ``message`` and, after a failure, ``exception``.
+    JSON is one object per line: ``time``, ``level``, ``logger``, ``message`` and, with a traceback, ``exception``.
 
     Args:
-        fd: where lines go. Each begins with its priority where systemd says that this is its journal (systemd.exec(5)).
-        for_people: ``kvoffd: text`` in place of text with time, level and logger.
+        fd: destination of the lines. They begin with their priority if it is systemd's journal (systemd.exec(5)).
+        for_people: ``kvoffd: text`` instead of text with time, level and logger.
     """
 
     def __init__(self, log_format: str, fd: int, for_people: bool = False) -> None:
@@ -61,9 +61,9 @@ class LineFormatter(logging.Formatter):
 
 
 class QueuedLines(logging.Handler):
-    """Has a thread write records to ``fd``, in order. Lines are lost where it cannot; the log says so when it can.
+    """Writes records to ``fd`` in a thread, in order. Lines that cannot be written are counted in a later warning.
 
-    The thread uses no stream of Python's, whose lock the end of the process would wait for.
+    The thread uses no Python stream, since the exit of the process would wait for the stream's lock.
     """
 
     def __init__(self, fd: int, formatter: logging.Formatter) -> None:
@@ -82,7 +82,7 @@ class QueuedLines(logging.Handler):
             self.handleError(record)
 
     def flush(self) -> None:
-        """Wait until all lines are out, but not for long."""
+        """Wait at most FLUSH_S until all lines are written."""
         with self._lines.all_tasks_done:
             self._lines.all_tasks_done.wait_for(lambda: not self._lines.unfinished_tasks, FLUSH_S)
 
@@ -91,7 +91,7 @@ class QueuedLines(logging.Handler):
             if not self._write(self._lines.get()):
                 self._lost += 1
             elif (lost := self._lost) and self._lines.empty():
-                text = f"{lost} lines of the log were lost: they could not be written, or not in time."
+                text = f"{lost} lines of the log were lost: they could not be written in time."
                 if self._write(self.format(logging.LogRecord(__name__, logging.WARNING, "", 0, text, None, None))):
                     self._lost -= lost
             self._lines.task_done()
@@ -101,13 +101,13 @@ class QueuedLines(logging.Handler):
         try:
             while left:
                 left = left[os.write(self._fd, left) :]
-        except OSError:  # nobody reads it, or the disk is full
+        except OSError:  # no reader, or the disk is full
             return False
         return True
 
 
 class RareWarnings:
-    """Warnings of which one a minute is enough: a client that causes them could fill a disk. Others: debugging."""
+    """Logs at most one warning a minute, so that no client can fill a disk, and the others at level debug."""
 
     def __init__(self, logger: logging.Logger, level: int = logging.WARNING) -> None:
         self._logger, self._level = logger, level
@@ -125,25 +125,25 @@ def configure_logging(level: str, log_format: str, fd: int = STDERR) -> None:
     """Send the records of all loggers from ``level`` up to ``fd``, replacing other handlers.
 
     Args:
-        level: One of ``kvoffd.config.LOG_LEVELS``.
-        log_format: One of ``kvoffd.config.LOG_FORMATS``.
+        level: value of the setting ``log_level``.
+        log_format: value of the setting ``log_format``.
     """
     handler = QueuedLines(fd, LineFormatter(log_format, fd))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
 
 
 def log_what_python_prints() -> None:
-    """Make records of what Python itself would print on stderr: warnings, and exceptions that nothing caught."""
+    """Log what Python would print on stderr: warnings and uncaught exceptions."""
     logging.captureWarnings(True)
     sys.excepthook = lambda kind, error, trace: _log_uncaught((kind, error, trace))
     threading.excepthook = lambda failed: _log_uncaught((failed.exc_type, failed.exc_value, failed.exc_traceback))
 
 
 def print_refusal(sentence: str, log_format: str) -> None:
-    """Say on stderr why the daemon does not start."""
+    """Print on stderr why the daemon does not start."""
     record = logging.LogRecord("kvoffd", logging.ERROR, "", 0, sentence, None, None)
     print(LineFormatter(log_format, STDERR, for_people=True).format(record), file=sys.stderr)
 
 
 def _log_uncaught(failure: Any) -> None:
-    logging.getLogger("kvoffd").critical("An exception was not caught.", exc_info=failure)
+    logging.getLogger("kvoffd").critical("Uncaught exception.", exc_info=failure)

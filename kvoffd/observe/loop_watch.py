@@ -1,4 +1,4 @@
-"""How long the event loop is blocked: by a callback, or by many in a row, while every client waits."""
+"""Measures how long callbacks block the event loop, one or many in a row, while every client waits."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kvoffd_proto.stats import Histogram
 logger = logging.getLogger(__name__)
 
 BEAT_S, IDLE_BEAT_S = 0.05, 0.25
-"""Seconds between two beats of a loop that works, and of one that does not: a wake-up costs 0.1 ms of CPU."""
+"""Seconds between two beats of a busy and of an idle loop: a wake-up costs 0.1 ms of CPU."""
 WORKING_SHARE = 0.01
-"""Share of a core from which on a loop works."""
+"""Share of a core that makes a loop busy."""
 SAMPLED_S = 0.06
-"""How late a beat is when another thread looks what the loop is doing."""
+"""Delay of a beat after which the other thread samples the loop's stack."""
 LOGGED_S = 0.1
 FRAMES_LOGGED = 6
 BOUNDS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
@@ -32,12 +32,11 @@ STOP = (
 
 
 class LoopWatch:
-    """Beats in the loop and measures how late each is, less the time for which the thread had no CPU to run on. Where a
-    turn of the loop (``with watch``) took longer since the last beat, that counts.
+    """Measures how late a timer of the loop (a beat) runs, without the time in which the thread waited for a CPU. If a
+    turn of the loop (``with watch``) took longer since the last beat, its duration counts instead.
 
-    A thread of its own wakes about as often. It looks at the loop's stack when a beat is late, which costs the loop
-    nothing and knows every callback. Where it did not run either for most of that time, and the process used little
-    CPU, nothing ran.
+    Another thread wakes about as often and samples the loop's stack when a beat is late, which costs the loop nothing.
+    If that thread did not run for most of that time either, and the process used little CPU, the process was stopped.
     """
 
     def __init__(self) -> None:
@@ -45,8 +44,8 @@ class LoopWatch:
         self.loop_blocked_maximum_seconds = 0.0
         self._due_at = 0.0
         self._turns, self._turn_at, self._longest_turn_s = 0, 0.0, 0.0
-        """Those that are under way, one inside the other; when the outermost began; the longest since the last beat."""
-        # The beat that was late, what ran then, and for how long at a stretch the thread that looks did not run.
+        """Depth of nested turns; start of the outermost; longest turn since the last beat."""
+        # The late beat, what ran then, and the longest time for which the sampling thread did not run.
         self._seen = 0.0, "", 0.0
         self._wake_at = 0.0
         self._warnings = RareWarnings(logger)
@@ -56,15 +55,15 @@ class LoopWatch:
 
     @property
     def loop_blocked(self) -> Histogram:
-        """All beats by how long the loop was blocked since the one before, in seconds."""
+        """Beats by the seconds for which the loop was blocked since the previous one."""
         return self._blocked.counted()
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Watch ``loop``, whose thread calls this, until ``stop``."""
+        """Watch ``loop`` until ``stop``. Called in the loop's thread."""
         try:
             self._schedstat = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
-            pass  # a kernel without scheduler statistics: waits for a CPU count as blocked
+            pass  # no scheduler statistics: waiting for a CPU counts as blocked
         self._loop = loop
         self._waited_s = self._waited_seen_s = self._waited_for_cpu_s()
         self._used_s = self._beat_at = 0.0
@@ -75,7 +74,7 @@ class LoopWatch:
         self._thread.start()
 
     def __enter__(self) -> None:
-        """What the loop calls takes from here to the end of the block."""
+        """Begin a turn, the code that the loop runs until the end of the block."""
         if not self._turns:
             self._turn_at = time.monotonic()
         self._turns += 1
@@ -97,7 +96,7 @@ class LoopWatch:
         if self._ended.is_set():
             return
         now, waited_s = time.monotonic(), self._waited_for_cpu_s()
-        # The wait for a CPU since the last beat, of which some may have been before this one was due.
+        # The wait for a CPU since the last beat may partly be from before this beat was due.
         late_s = max(0.0, now - self._due_at - (waited_s - self._waited_s))
         self._waited_s = self._waited_seen_s = waited_s
         late_s, self._longest_turn_s = max(late_s, self._longest_turn_s), 0.0
@@ -109,7 +108,7 @@ class LoopWatch:
                 what = ""
             if not what or max(absent_s, now - self._wake_at) > late_s / 2:
                 idle = time.process_time() - self._process_s <= late_s / 2
-                what = STOP if idle else what or "what was not seen"
+                what = STOP if idle else what or "unknown code"
             self._warnings.warn("The loop was blocked for %.0f ms by %s.", late_s * 1000, what)
         self._beat_again(now)
 
@@ -122,11 +121,11 @@ class LoopWatch:
         self._loop.call_later(period_s, self._beat)
 
     def _waited_for_cpu_s(self) -> float:
-        """For how long the loop's thread could run and had no CPU, since its start (Documentation/scheduler)."""
+        """Return how long the loop's thread has waited for a CPU (Linux, Documentation/scheduler/sched-stats.rst)."""
         return int(os.pread(self._schedstat, 64, 0).split()[1]) / 1e9 if self._schedstat >= 0 else 0.0
 
     def _watch(self, watched: int) -> None:
-        """Look at the loop's stack while a beat is late. In a thread."""
+        """Sample the loop's stack while a beat is late. Runs in a thread."""
         while True:
             self._wake_at = max(time.monotonic() + SAMPLED_S / 4, self._due_at + SAMPLED_S)
             if self._ended.wait(self._wake_at - time.monotonic()):
@@ -140,7 +139,7 @@ class LoopWatch:
 
 
 def describe(frame: FrameType | None) -> str:
-    """The innermost calls, such as ``close (mappings.py:80) in tick (lifelines.py:120)``."""
+    """Return the innermost calls, such as ``close (mappings.py:80) in tick (lifeline.py:120)``."""
     calls: list[str] = []
     while frame is not None and len(calls) < FRAMES_LOGGED:
         code = frame.f_code

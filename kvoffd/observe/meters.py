@@ -1,4 +1,4 @@
-"""Meters: what counters gained in the last minute and hour, and how long things take. Each is used by one thread."""
+"""Increases of counters in the last minute and hour, and histograms of durations."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from kvoffd_proto.stats import Histogram
 _BINS = 20
 LOOKUP_BOUNDS_S = (25e-6, 50e-6, 100e-6, 250e-6, 500e-6, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 1.0)
 MINUTE_S, HOUR_S = WINDOWS_S = 60.0, 3600.0
-"""What traffic is shown over, beside the daemon's life."""
+"""Periods of the traffic report, besides the daemon's lifetime."""
 
 
 class CounterWindows:
-    """What a set of counters gained over each of ``WINDOWS_S``, from samples of them. For one thread.
+    """Increases of a set of counters over each of ``WINDOWS_S``, from samples. For one thread.
 
-    For each window at most ``_BINS`` samples are kept, so that a window's beginning moves in steps of a twentieth. A
-    sample that equals the one before costs no memory of its own. At the beginning all counters are 0.
+    A window keeps at most ``_BINS`` samples, so its start moves in steps of a twentieth. A sample that equals the
+    previous one takes no memory. All counters start at 0.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -28,7 +28,7 @@ class CounterWindows:
         self._kept = {window_s: deque([start]) for window_s in WINDOWS_S}
 
     def sample(self, values: Mapping[str, float]) -> None:
-        """Take note of the counters. To be called about once a second, or more often."""
+        """Record the counters. Call it at least about once a second."""
         now = self._clock()
         for window_s, kept in self._kept.items():
             at, before = kept[-1]
@@ -39,7 +39,7 @@ class CounterWindows:
                 kept.popleft()
 
     def gained(self, window_s: float, values: Mapping[str, float]) -> tuple[float, dict[str, float]]:
-        """Return how many seconds the window has, fewer than ``window_s`` at first, and what was gained in it."""
+        """Return the window's seconds, fewer than ``window_s`` at first, and the counters' increases in it."""
         now = self._clock()
         kept = self._kept[window_s]
         while len(kept) > 1 and kept[1][0] <= now - window_s:
@@ -49,7 +49,7 @@ class CounterWindows:
 
 
 class DurationHistogram:
-    """Counts durations by upper bounds, in seconds, since the daemon's start. For one thread."""
+    """Counts durations since the daemon's start by upper bounds, in seconds. For one thread."""
 
     def __init__(self, bounds_s: Sequence[float]) -> None:
         self._bounds_s = bounds_s

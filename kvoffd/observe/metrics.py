@@ -1,4 +1,4 @@
-"""The page for Prometheus, made from the fields of ``DaemonStats``: see ``Metric`` in ``kvoffd_proto.stats``."""
+"""Metrics for Prometheus, made from the fields of ``DaemonStats``: see ``Metric`` in ``kvoffd_proto.stats``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Labels = tuple[str, ...]
 
 @dataclass(frozen=True)
 class MetricSpec:
-    """One metric: what it is called, what it means, and its samples (label values and value)."""
+    """Name, meaning and samples (label values and value) of one metric."""
 
     name: str
     kind: str
@@ -34,7 +34,7 @@ class MetricSpec:
 
 @cache
 def _fields(struct: type[Struct]) -> list[tuple[str, Metric, type[Struct] | None, str]]:
-    """Name, metric, Struct inside and description of the fields that /metrics has."""
+    """Return name, metric, inner Struct and description of the fields that /metrics has."""
     return [
         (item.name, metric, struct_in(hint), description)
         for item, hint, description in fields_of(struct)
@@ -42,19 +42,19 @@ def _fields(struct: type[Struct]) -> list[tuple[str, Metric, type[Struct] | None
     ]
 
 
-def _metrics(struct: type[Struct], held: list[tuple[Labels, Any]], prefix: str, labels: Labels) -> Iterator[MetricSpec]:
-    """The metrics of one Struct and of the parts in it; ``held``: all such Structs with the values of ``labels``."""
+def _metrics(struct: type[Struct], rows: list[tuple[Labels, Any]], prefix: str, labels: Labels) -> Iterator[MetricSpec]:
+    """Yield the metrics of a Struct type and its parts; ``rows``: values of ``labels`` and Struct."""
     own = [name for name, metric, *_ in _fields(struct) if metric.kind == "label"]
     labels = (*labels, *(metric.label for _, metric, *_ in _fields(struct) if metric.kind == "label"))
-    held = [((*values, *(getattr(one, name) for name in own)), one) for values, one in held]
+    rows = [((*values, *(getattr(one, name) for name in own)), one) for values, one in rows]
     for name, metric, inner, description in _fields(struct):
         if metric.kind == "part":
             assert inner is not None
-            parts = [((*values, *metric.fixed[1:]), each) for values, one in held for each in _all(getattr(one, name))]
+            parts = [((*values, *metric.fixed[1:]), each) for values, one in rows for each in _all(getattr(one, name))]
             yield from _metrics(inner, parts, prefix + metric.prefix, (*labels, *metric.fixed[:1]))
         elif metric.kind != "label":
             ending = "_total" if metric.kind == "counter" else ""
-            samples = [sample for values, one in held for sample in _samples(getattr(one, name), values, metric.keys)]
+            samples = [sample for values, one in rows for sample in _samples(getattr(one, name), values, metric.keys)]
             label = (metric.label,) if metric.label else ()
             yield MetricSpec(f"{prefix}{name}{ending}", metric.kind, description, (*labels, *label), samples)
 
@@ -74,9 +74,9 @@ def _samples(value: Any, labels: Labels, keys: Iterable[str]) -> Iterator[tuple[
 
 
 def all_metrics(stats: DaemonStats | None) -> list[MetricSpec]:
-    """All metrics with their samples of ``stats``; parts that differ in a fixed label are one metric.
+    """Return all metrics with the samples of ``stats``; parts that differ in a fixed label are one metric.
 
-    Namespaces of benches, of which each run has new ones, are left out.
+    Namespaces of benches are left out, since each run creates new ones.
     """
     if stats is not None:
         stats = replace(stats, namespaces=[one for one in stats.namespaces if not one.of_bench])
@@ -93,7 +93,7 @@ def all_metrics(stats: DaemonStats | None) -> list[MetricSpec]:
 
 
 _PROCESS = ProcessCollector(registry=None)
-"""What every exporter tells of its process, ``process_start_time_seconds`` for one."""
+"""Standard metrics of a process, such as ``process_start_time_seconds``."""
 
 
 class _StatsCollector(Collector):
@@ -108,7 +108,7 @@ class _StatsCollector(Collector):
                     histogram.add_metric(values, list(one.buckets.items()), one.sum_seconds)
                 yield histogram
                 continue
-            # The library adds the ending to a counter's name itself.
+            # The library appends _total to a counter's name.
             kind = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily
             family = kind(spec.name.removesuffix("_total"), spec.description, labels=spec.labels)
             for values, number in spec.samples:
@@ -117,7 +117,7 @@ class _StatsCollector(Collector):
 
 
 def render_metrics(stats: DaemonStats) -> bytes:
-    """The page that Prometheus scrapes, in its text format 0.0.4."""
+    """Return the metrics in Prometheus's text format 0.0.4."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_StatsCollector(stats))
     registry.register(_PROCESS)

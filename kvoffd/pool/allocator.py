@@ -1,10 +1,10 @@
-"""Slots of the pool, by number: which are free, and of what size they are.
+"""Allocator of pool slots: which slot numbers are free, and the size of each slot.
 
-The pool is cut into regions. All slots of a region have one size until the last of them is free again; then the region
-takes any size. So namespaces of different block sizes share the memory.
+The pool is divided into regions. All slots of a region have one size. Once they are all free, the region can take
+another size, so that namespaces of different block sizes share the memory.
 
-Slot ``region * slots_per_region + index`` lies at ``region * region_bytes + index * slot_bytes[region]``: numbers are
-dense within a region, so that tables by slot number touch few pages for large slots.
+Slot ``region * slots_per_region + index`` begins at ``region * region_bytes + index * slot_bytes[region]``: numbers are
+dense within a region, so that tables indexed by slot number touch few pages for large slots.
 """
 
 from __future__ import annotations
@@ -27,37 +27,38 @@ _REGIONS = 64
 _LEAST_REGIONS = 12
 _MIN_REGION_BYTES = 4 << 20
 _MAX_REGION_BYTES = 256 << 20
-"""A region changes its slot size as a whole, so it must not hold more blocks than may be evicted at once."""
+"""Limited because a region changes its slot size as a whole: all its blocks are evicted at once."""
 NO_NODE = -1
-"""Number of the NUMA node of memory that lies on none that is known, as in slots.h."""
+"""NUMA node number of memory whose node is unknown, as in slots.h."""
 SlotIds: TypeAlias = npt.NDArray[np.uint32]
 
 
 def page_up(nbytes: int) -> int:
-    """``nbytes`` rounded up to whole pages."""
+    """Round ``nbytes`` up to whole pages."""
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def default_region_bytes(pool_bytes: int) -> int:
-    """About a 64th of the pool, but at most 256 MiB; at least 4 MiB or, where the pool has not 12 times as much, the
-    largest power of two of which it has.
+    """Return a 64th of the pool, at most 256 MiB and at least 4 MiB (in pools below 48 MiB: a 12th, rounded down to a
+    power of two).
 
-    Each slot size may leave all but one slot of a region free, so blocks of ``n`` sizes are evicted while ``n - 1``
-    regions are free at most, and what is left behind the last slot of each: ``n - 1`` twelfths of the smallest pool.
+    Each slot size may leave all but one slot of a region free. So with ``n`` slot sizes, blocks are evicted while up to
+    ``n - 1`` regions' worth of memory is free, plus the rest behind the last slot of each region: ``n - 1`` twelfths of
+    the smallest pool.
     """
     least = min(_MIN_REGION_BYTES, 1 << (pool_bytes // _LEAST_REGIONS).bit_length() - 1)
     return max(MIN_SLOT_BYTES, page_up(max(least, min(_MAX_REGION_BYTES, pool_bytes // _REGIONS))))
 
 
 def pool_bytes_for(slot_bytes: int) -> int:
-    """A size from which on a pool has regions that hold a slot of this size."""
+    """Return a pool size whose regions hold a slot of this size."""
     if slot_bytes > _MIN_REGION_BYTES:
         return _REGIONS * slot_bytes
     return _LEAST_REGIONS << (slot_bytes - 1).bit_length()
 
 
 class PoolSegment(NamedTuple):
-    """Bytes [begin, end) of the pool, which lie on one NUMA node."""
+    """Bytes [begin, end) of the pool, all on one NUMA node."""
 
     begin: int
     end: int
@@ -65,7 +66,7 @@ class PoolSegment(NamedTuple):
 
 
 def cut_pool(pool_bytes: int, region_bytes: int, nodes: Sequence[Locality]) -> list[PoolSegment]:
-    """One segment per node, of whole regions and about equal size; fewer where there are fewer regions than nodes."""
+    """Split the pool into one segment per node, of whole regions and about equal size; fewer if regions are fewer."""
     regions = -(-pool_bytes // region_bytes)
     bounds = [number * regions // len(nodes) * region_bytes for number in range(len(nodes))] + [pool_bytes]
     return [
@@ -76,31 +77,30 @@ def cut_pool(pool_bytes: int, region_bytes: int, nodes: Sequence[Locality]) -> l
 
 
 class SlotAllocator(Structure):
-    """Hands out slots. For one thread. It is the ``struct slots`` of slots.h, whose numbers C changes.
+    """Allocates slots. Not thread-safe. It is the ``struct slots`` of slots.h, whose counters C changes.
 
     Args:
-        pool_bytes: at least ``MIN_SLOT_BYTES``. What is behind the last whole slot of a region is not used.
+        pool_bytes: at least ``MIN_SLOT_BYTES``. Bytes behind the last whole slot of a region are not used.
         region_bytes: a multiple of ``PAGE_BYTES``; ``default_region_bytes`` when None. The last region may be shorter.
-        nodes: NUMA nodes over which the regions are spread; none leaves that to the kernel.
+        nodes: NUMA nodes over which to spread the regions; if empty, the kernel decides.
 
     Raises:
-        BadGeometry: the pool holds no slot, or is not as large as a region.
+        BadGeometry: the pool holds no slot, or is smaller than a region.
     """
 
     _fields_ = (
         *((name, ctypes.c_uint64) for name in ("pool_bytes", "region_bytes", "slots_per_region", "regions")),
         *((name, ctypes.c_uint64) for name in ("free_bytes", "slots_on_other_nodes")),
-        *((f"at_{name}", ctypes.c_void_p) for name in ("slot_bytes", "in_use", "stack", "free", "node", "noted")),
+        *((f"at_{name}", ctypes.c_void_p) for name in ("slot_bytes", "in_use", "stack", "free", "node", "saved")),
     )
     pool_bytes: int
     region_bytes: int
     slots_per_region: int
     regions: int
     free_bytes: int
-    """Bytes in no slot that is handed out, those among them that are too few for a slot."""
+    """Bytes outside allocated slots, including remainders that are too small for a slot."""
     slots_on_other_nodes: int
-    """Slots that were asked for on one NUMA node and handed out on another, since the start; those that were given back
-    at once, since other ranks lacked theirs, are among them."""
+    """Slots requested on one NUMA node and allocated on another since the start, even if they were returned at once."""
 
     def __init__(self, pool_bytes: int, region_bytes: int | None = None, nodes: Sequence[Locality] = ()) -> None:
         if pool_bytes < MIN_SLOT_BYTES:
@@ -116,35 +116,35 @@ class SlotAllocator(Structure):
         self.slots_per_region, self.regions = region_bytes // MIN_SLOT_BYTES, -(-pool_bytes // region_bytes)
         self.segments = cut_pool(pool_bytes, region_bytes, nodes)
         self.slot_bytes = np.zeros(self.regions, np.int64)
-        """[regions] size of the region's slots in bytes; 0 where the region is free."""
+        """[regions] bytes of the region's slots; 0 if the region is free."""
         self.in_use = np.zeros(self.regions * self.slots_per_region, np.bool_)
-        """[slots] whether the slot is handed out."""
+        """[slots] whether the slot is allocated."""
         parts = [(one.end, NO_NODE if one.locality.node is None else one.locality.node) for one in self.segments]
         starts = range(0, pool_bytes, region_bytes)
         self._node = np.array([next((node for end, node in parts if at < end), NO_NODE) for at in starts], np.int32)
-        """By region."""
+        """[regions] NUMA node."""
         self._stack = np.zeros(self.regions * self.slots_per_region, np.uint32)
-        """From a region's first slot on, the numbers of its free slots, the next one last."""
+        """[slots] each region's stack of free slot numbers, from its first slot; the top is allocated next."""
         self._free = np.zeros(self.regions, np.uint32)
-        """By region, how many these are."""
+        """[regions] length of the region's stack."""
         self._native, self.address = native(), ctypes.addressof(self)  # type: ignore[arg-type]
         self.at_slot_bytes, self.at_in_use, self.at_stack, self.at_free, self.at_node = (
             one.ctypes.data for one in (self.slot_bytes, self.in_use, self._stack, self._free, self._node)
         )
 
-    def note_sizes_in(self, sizes: npt.NDArray[np.uint64]) -> None:
-        """From now on note there, by region, the slot size that it takes, for a successor."""
-        self._noted, self.at_noted = sizes, sizes.ctypes.data
+    def save_sizes_in(self, sizes: npt.NDArray[np.uint64]) -> None:
+        """Save each region's slot size in ``sizes`` [regions] from now on, for the next daemon."""
+        self._saved, self.at_saved = sizes, sizes.ctypes.data
 
     @property
     def used_bytes(self) -> int:
         return self.pool_bytes - self.free_bytes
 
     def slot_size(self, nbytes: int) -> int:
-        """Size of the slot that holds ``nbytes``: whole pages, at least ``MIN_SLOT_BYTES``.
+        """Return the size of the slot that holds ``nbytes``: whole pages, at least ``MIN_SLOT_BYTES``.
 
         Raises:
-            ShardTooLarge: no region could hold it.
+            ShardTooLarge: no region can hold it.
         """
         size = max(MIN_SLOT_BYTES, page_up(nbytes))
         if size > self.region_bytes:
@@ -157,31 +157,30 @@ class SlotAllocator(Structure):
         return size
 
     def take(self, slot_bytes: int, count: int, node: int | None = None) -> SlotIds:
-        """Hand out up to ``count`` free slots of a size, those on NUMA node ``node`` first.
+        """Allocate up to ``count`` slots of a size, preferably on NUMA node ``node``.
 
-        Of regions of the size, the fullest gives first, so that others become free as a whole.
+        The fullest regions of the size come first, so that others become entirely free.
         """
         taken = np.empty(count, np.uint32)
         number = NO_NODE if node is None else node
         return taken[: self._native.slots_take(self.address, slot_bytes, count, number, taken.ctypes.data, 1)]
 
     def slots_in(self, region: int, slot_bytes: int) -> int:
-        """How many slots of a size the region has."""
+        """Return how many slots of a size fit the region."""
         begin = region * self.region_bytes
         return (min(begin + self.region_bytes, self.pool_bytes) - begin) // slot_bytes
 
     def free(self, slots: SlotIds) -> None:
-        """Take slots back. Raises ValueError, and has taken none, where one is not handed out or comes twice."""
+        """Free slots. Raises ValueError, and frees none, if one is not allocated or occurs twice."""
         assert slots.dtype == np.uint32
         if self._native.slots_free(self.address, slots.tobytes(), len(slots)):
-            raise ValueError("A slot is freed that is not handed out, or is freed twice.")
+            raise ValueError("A slot to free is not allocated, or is freed twice.")
 
     def restore(self, slots: SlotIds, slot_bytes: npt.NDArray[np.int64]) -> None:
-        """Hand out slots that an earlier daemon has in use, each in its region and once; ``slot_bytes`` of all regions.
-        For a new allocator."""
+        """Allocate the slots that an earlier daemon used. For a new allocator. ``slot_bytes``: [regions]."""
         self.in_use[slots] = True
         in_use = self.in_use.reshape(self.regions, self.slots_per_region)
-        assert np.count_nonzero(in_use) == len(slots), "a slot comes twice"
+        assert np.count_nonzero(in_use) == len(slots), "a slot occurs twice"
         for region in np.flatnonzero(in_use.any(axis=1)).tolist():
             size, first = int(slot_bytes[region]), region * self.slots_per_region
             count = self.slots_in(region, size)
@@ -192,12 +191,12 @@ class SlotAllocator(Structure):
             self.free_bytes -= size * (count - len(free))
 
     def offsets(self, slots: SlotIds) -> npt.NDArray[np.int64]:
-        """Pool offset in bytes of each slot, which is in use."""
+        """Return the pool offset in bytes of each slot; the slots must be allocated."""
         regions, index = np.divmod(slots.astype(np.int64), self.slots_per_region)
         offsets: npt.NDArray[np.int64] = regions * self.region_bytes + index * self.slot_bytes[regions]
         return offsets
 
     def neighbours(self, region: int) -> SlotIds:
-        """The slots of a region that are in use."""
+        """Return the allocated slots of a region."""
         first = region * self.slots_per_region
         return (np.flatnonzero(self.in_use[first : first + self.slots_per_region]) + first).astype(np.uint32)

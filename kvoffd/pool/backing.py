@@ -1,4 +1,4 @@
-"""Where the memory of the pool and its slot table comes from: memfds, or a file on tmpfs or hugetlbfs; old or new."""
+"""Sources of the memory for a pool and its slot table: memfds, or a file on tmpfs or hugetlbfs; existing or new."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from kvoffd.system.limits import MemoryLimit, memory_limit
 from kvoffd.system.mappings import HUGETLBFS_MAGIC, TMPFS_MAGIC, filesystem_magic
 from kvoffd_proto.units import format_size
 
-# Where the pool begins in the file: a multiple of this and of the file system's pages. So tmpfs can use huge pages.
+# The pool's offset in the file is a multiple of this and of the file system's page size, so tmpfs can use huge pages.
 _ALIGNMENT = 2 << 20
 _ALLOCATE_STEP_BYTES = 256 << 20
 
 
 Memories: TypeAlias = tuple[PoolMemory, PoolMemory]
-"""Of a pool, and of its slot table."""
+"""Memory of a pool, and of its slot table."""
 
 
 def _both(map_pool: Callable[[], PoolMemory], map_table: Callable[[], PoolMemory]) -> Memories:
-    """Maps both, or neither where one of the calls raises."""
+    """Map both, or neither if one of the calls raises."""
     pool = map_pool()
     with OnError(pool.close):
         return pool, map_table()
@@ -46,8 +46,8 @@ class MemfdBacking:
     """Sealed memfds: new ones, or an earlier daemon's that systemd kept.
 
     Args:
-        stored: the earlier daemon's pool and table; owned from here on.
-        on_discard: called when they are of no use, after they are closed and before new ones are made.
+        stored: descriptors of the earlier daemon's pool and table; this object closes them.
+        on_discard: called if they are unusable, after they are closed and before new ones are made.
     """
 
     def __init__(self, stored: tuple[int, int] | None = None, on_discard: Callable[[], None] | None = None) -> None:
@@ -55,29 +55,29 @@ class MemfdBacking:
         self._on_discard = on_discard
 
     def limit(self) -> MemoryLimit:
-        """How large a pool and its table can be here, with the memory that they hold already."""
+        """Return the memory available for a pool and its table, including what they hold already."""
         held = sum(held_bytes(os.fstat(fd)) for fd in self._stored or ())
         limit = memory_limit()
         return MemoryLimit(limit.bytes + held, limit.source)
 
     def find(self, geometry: TableGeometry) -> Memories | None:
-        """The memory that an earlier daemon left, or None. Raises BadTable when it is not of this geometry."""
+        """Map the memory of an earlier daemon; None if there is none. Raises BadTable if it has another geometry."""
         if self._stored is None:
             return None
         pool_fd, table_fd = self._stored
         check_table(table_fd, geometry)
         if (size := os.fstat(pool_fd).st_size) != geometry.pool_bytes:
-            raise BadTable(f"The memory beside the slot table has {size} bytes, and the table names another size.")
+            raise BadTable(f"The pool's memory has {size} bytes, but its slot table gives another size.")
         try:
             return _both(
                 lambda: PoolMemory.of_memfd(pool_fd, geometry.pool_bytes),
                 lambda: PoolMemory.of_memfd(table_fd, geometry.size_bytes),
             )
         except UnsafeSegment as error:
-            raise BadTable(f"What was kept is no memory of kvoffd's: {error.message}") from error
+            raise BadTable(f"The stored memory is not a pool of kvoffd: {error.message}") from error
 
     def make(self, geometry: TableGeometry) -> Memories:
-        """New memory, all zeros; what an earlier daemon left is freed before. Raises PoolTooLarge."""
+        """Make new memory, all zeros, after freeing an earlier daemon's. Raises PoolTooLarge."""
         if self._stored is not None:
             self.close()
             if self._on_discard is not None:
@@ -88,7 +88,7 @@ class MemfdBacking:
         )
 
     def close(self) -> None:
-        """Close its own descriptors. Mappings stay."""
+        """Close the descriptors of the earlier daemon. Mappings stay."""
         for fd in self._stored or ():
             os.close(fd)
         self._stored = None
@@ -99,13 +99,13 @@ class PoolFileError(KvoffdError):
 
 
 class FileBacking:
-    """One file at ``path``: the slot table at its start, the pool behind it. Locked while the daemon lives.
+    """One file at ``path``: the slot table, then the pool. It is locked while the daemon lives.
 
-    All memory of the file is allocated from the start, since a write that finds the file system full would be a
-    SIGBUS. The file gets its name when it is complete, and only the daemon's user may open it (mode 0600).
+    All memory of the file is allocated at once, because a write to a hole in a full file system raises SIGBUS. The file
+    gets its name when it is complete, and only the daemon's user may open it (mode 0600).
 
     Raises:
-        PoolFileError: not on tmpfs or hugetlbfs, no file of kvoffd's, of another user, or in use by another daemon.
+        PoolFileError: not on tmpfs or hugetlbfs, not a pool file, owned by another user, or in use by another daemon.
     """
 
     def __init__(self, path: Path) -> None:
@@ -146,7 +146,7 @@ class FileBacking:
 
     def find(self, geometry: TableGeometry) -> Memories | None:
         if self._fd < 0:
-            raise BadTable(f"There was no pool file {self._path}: this is its first start, or somebody removed it.")
+            raise BadTable(f"There was no pool file {self._path}: this is its first start, or the file was removed.")
         check_table(self._fd, geometry)
         wanted, status = sum(self._parts(geometry)), os.fstat(self._fd)
         if status.st_size != wanted:
@@ -176,16 +176,16 @@ class FileBacking:
         return self._map(geometry)
 
     def publish(self) -> None:
-        """Gives a new file its name; does nothing for an old one. The table must have its header."""
+        """Link a new file to its path; do nothing for an existing one. The table must have its header."""
         if self._fd < 0 or os.fstat(self._fd).st_nlink:
             return
         try:
-            # Only with a directory's descriptor does Python follow the link, as is meant here.
+            # Python passes AT_SYMLINK_FOLLOW, which is needed here, only if a directory descriptor is given.
             os.link(f"/proc/self/fd/{self._fd}", self._path.name, src_dir_fd=self._fd, dst_dir_fd=self._directory_fd)
         except OSError as error:
             raise PoolFileError(
-                f"The pool file {self._path} cannot be named ({error.strerror}); if another daemon just made it, give "
-                "each daemon a pool file of its own."
+                f"The pool file {self._path} cannot be linked ({error.strerror}); if another daemon just created it, "
+                "give each daemon its own pool file."
             ) from error
 
     def close(self) -> None:
@@ -195,7 +195,7 @@ class FileBacking:
         self._fd = self._directory_fd = -1
 
     def _claim(self) -> int:
-        """Opens and locks the file if it is the daemon's; -1 where there is none."""
+        """Open and lock the file if it is the daemon's; -1 if there is none."""
         try:
             return claim_file(self._calls, self._path.name, self._directory_fd, create=False, check=self._check_ours)
         except FileNotFoundError:
@@ -206,19 +206,19 @@ class FileBacking:
             ) from error
         except FileInUse as error:
             raise PoolFileError(
-                f"Another kvoffd has the pool file {self._path} in use; stop it first or name another file."
+                f"Another kvoffd is using the pool file {self._path}; stop it first or name another file."
             ) from error
 
     def _check_ours(self, fd: int, status: os.stat_result) -> None:
         if not is_regular(status) or (status.st_size and not is_table(fd)):
             raise PoolFileError(
-                f"{self._path} is no pool file of kvoffd's and is left as it is; name another file, or remove it."
+                f"{self._path} is not a pool file of kvoffd and is left unchanged; name another file, or remove it."
             )
         if fault := foreign_owner(status, "a pool"):
             raise PoolFileError(f"The pool file {self._path} {fault}. Remove it or name another.")
 
     def _parts(self, geometry: TableGeometry) -> tuple[int, int]:
-        """Bytes of the table and of the pool: whole pages of the file system, since huge ones are mapped whole."""
+        """Bytes of the table and of the pool, rounded up to whole pages of the file system (huge pages map whole)."""
         step = max(_ALIGNMENT, self._page_bytes)
         return -(-geometry.size_bytes // step) * step, -(-geometry.pool_bytes // step) * step
 
@@ -227,10 +227,10 @@ class FileBacking:
             for _ in allocate_in_steps(self._calls, self._fd, size_bytes, _ALLOCATE_STEP_BYTES):
                 pass
         except OSError as error:
-            what, room = ("huge pages", "have more (vm.nr_hugepages)") if self._huge else ("memory", "make room")
+            what, cure = ("huge pages", "raise vm.nr_hugepages") if self._huge else ("memory", "free some memory")
             raise PoolTooLarge(
-                f"{self._path.parent} has not the {what} for a pool file of {size_bytes} bytes "
-                f"({format_size(size_bytes)}): {error.strerror}. Choose a smaller pool or {room}."
+                f"{self._path.parent} lacks the {what} for a pool file of {size_bytes} bytes "
+                f"({format_size(size_bytes)}): {error.strerror}. Choose a smaller pool or {cure}."
             ) from error
 
     def _map(self, geometry: TableGeometry) -> Memories:
@@ -242,4 +242,4 @@ class FileBacking:
 
 
 PoolBacking: TypeAlias = MemfdBacking | FileBacking
-"""Finds or makes the memory of one pool at a time."""
+"""Source of the memory of one pool."""

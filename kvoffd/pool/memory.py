@@ -1,4 +1,4 @@
-"""Shared memory of the daemon, mapped and touched: a sealed memfd, or a part of a file."""
+"""Shared memory of the daemon: a sealed memfd, or a part of a file, mapped and populated."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from kvoffd.system.mappings import (
 )
 from kvoffd.system.numa import NOWHERE, run_near, usable_cpus
 
-# Touched by one thread at a time: short enough to stop soon and to show progress, long enough to cost nothing.
+# Bytes that a thread touches at once: short enough to stop soon and to show progress, long enough to cost nothing.
 TOUCH_CHUNK_BYTES = 32 << 20
 PAUSE_S = 0.01
 
 
 class PoolMemory:
-    """``size_bytes`` of shared memory, mapped in ``segment``; made by a class method. Owns ``fd``."""
+    """``size_bytes`` of shared memory, mapped as ``segment``; made by a class method. Owns ``fd``."""
 
     def __init__(self, fd: int, segment: MappedSegment) -> None:
         self.fd = fd
@@ -44,9 +44,9 @@ class PoolMemory:
 
     @classmethod
     def create(cls, size_bytes: int, name: str) -> PoolMemory:
-        """Makes a memfd, sealed against any change of its size; no page of it is resident yet.
+        """Make a memfd whose size is sealed; no page of it is resident yet.
 
-        ``name`` is shown by /proc/self/maps.
+        /proc/self/maps shows ``name``.
 
         Raises:
             PoolTooLarge: the kernel refuses a file or a mapping of that size.
@@ -67,10 +67,10 @@ class PoolMemory:
 
     @classmethod
     def of_memfd(cls, fd: int, size_bytes: int) -> PoolMemory:
-        """Maps a memfd that ``create`` made, also in another process. Keeps a copy of ``fd``.
+        """Map a memfd that ``create`` made, in this or another process. Keeps a duplicate of ``fd``.
 
         Raises:
-            UnsafeSegment: it is no such memfd, or it is smaller.
+            UnsafeSegment: the descriptor is not such a memfd, or it is smaller.
         """
         segment = map_memfd(fd, size_bytes)
         with OnError(segment.close):
@@ -78,7 +78,7 @@ class PoolMemory:
 
     @classmethod
     def of_file(cls, fd: int, size_bytes: int, offset: int) -> PoolMemory:
-        """Maps a part of a file that only the daemon has open, from ``offset`` on. Keeps a copy of ``fd``.
+        """Map a part of a file that only the daemon has open, beginning at ``offset``. Keeps a duplicate of ``fd``.
 
         Raises:
             PoolTooLarge: the kernel refuses the mapping.
@@ -94,7 +94,7 @@ class PoolMemory:
 
     @property
     def buffer(self) -> memoryview:
-        """All bytes, to be read and written; they must stay mapped until the view is released."""
+        """All bytes, readable and writable; they must stay mapped until the view is released."""
         return view_of(self.segment.address, self.size_bytes)
 
     def touch(
@@ -104,20 +104,20 @@ class PoolMemory:
         should_stop: Callable[[], bool] = lambda: False,
         segments: Sequence[PoolSegment] = (),
     ) -> int:
-        """Makes every page resident, in parallel, without changing its content; returns the bytes touched.
+        """Make every page resident, in parallel, without changing its content; return the bytes touched.
 
-        It asks for huge pages, which the kernel gives shared memory only where an administrator allows it
-        (``shmem_enabled``): measured, one thread touches 6.4 to 20 GB/s of huge pages instead of 1.3 to 1.6 GB/s where
-        memory is in one piece, and 0.75 to 1.6 GB/s where the kernel has to compact memory first.
+        Requests huge pages, which the kernel grants shared memory only if an administrator allows it
+        (``shmem_enabled``). Measured for one thread: 6.4 to 20 GB/s with huge pages from unfragmented memory, 0.75 to
+        1.6 GB/s if the kernel has to compact memory first, and 1.3 to 1.6 GB/s with small pages.
 
         Args:
-            threads: how many to use; 0 for one per CPU this process may run on, at most 16.
-            on_progress: called with the bytes touched so far. An exception from it ends the touching.
-            should_stop: asked by the threads between chunks; touching ends early once it returns True.
-            segments: all parts of the memory. Threads near its NUMA node touch each, so that its pages lie there.
+            threads: number of threads; 0 for one per usable CPU, at most 16.
+            on_progress: called with the bytes touched so far. If it raises, touching ends.
+            should_stop: called by the threads between chunks; once it returns True, touching ends early.
+            segments: all parts of the memory. Threads near its NUMA node touch each, which places its pages there.
 
         Raises:
-            PoolTooLarge: the memory is not there.
+            PoolTooLarge: the memory is not available.
         """
         self._ask_for_huge_pages()
         threads = threads or min(16, len(usable_cpus()))
@@ -147,10 +147,10 @@ class PoolMemory:
         return touched_bytes
 
     def map_pages(self, should_stop: Callable[[], bool], is_busy: Callable[[], bool]) -> None:
-        """Fills the page tables of memory that is resident, so that no copy faults.
+        """Fill the page tables of resident memory, so that copies do not fault.
 
-        In steps: nothing is mapped or unmapped during one. Ends early once ``should_stop`` returns True, and waits
-        while ``is_busy`` does: copies map what they need themselves, and have the cores for it.
+        Works in steps, in which no other thread can map or unmap memory. Ends early once ``should_stop`` returns True,
+        and pauses while ``is_busy`` does: copies then map what they need, and have the CPUs for it.
         """
         self._ask_for_huge_pages()
         end = self.segment.address + self.size_bytes
@@ -161,11 +161,11 @@ class PoolMemory:
                 return
 
     def _ask_for_huge_pages(self) -> None:
-        """A kernel without them refuses; that is fine."""
+        """Request huge pages. A kernel without them refuses, which is harmless."""
         madvise(self.segment.address, self.size_bytes, mmap.MADV_HUGEPAGE)
 
     def close(self) -> None:
-        """Unmaps and closes; a second call does nothing. No copy may be using the memory."""
+        """Unmap and close; a second call does nothing. No copy may be using the memory."""
         self.segment.close()
         if self.fd >= 0:
             os.close(self.fd)
@@ -173,7 +173,7 @@ class PoolMemory:
 
 
 def _populate(address: int, length: int) -> None:
-    """Makes the pages of [address, address + length) resident and writable."""
+    """Make the pages of [address, address + length) resident and writable."""
     while code := madvise(address, length, MADV_POPULATE_WRITE):
         if code in (errno.EINTR, errno.EAGAIN):
             continue
@@ -187,6 +187,6 @@ def _populate(address: int, length: int) -> None:
 
 
 def _populate_by_writing(address: int, length: int) -> None:
-    """For kernels before 5.14, and seccomp filters: writes one byte of every page back to where it came from."""
+    """Rewrite one byte of every page with itself: for kernels before 5.14, and behind seccomp filters."""
     pages = np.frombuffer(view_of(address, length), dtype=np.uint8)[:: mmap.PAGESIZE]
     np.bitwise_or(pages, 0, out=pages)

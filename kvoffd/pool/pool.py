@@ -15,21 +15,21 @@ from kvoffd.system.numa import Locality
 
 
 class Pool:
-    """Owns the pool's memory and its slot table. All but ``touch`` and ``digests`` belongs to the event loop's thread.
+    """Owns the pool's memory and its slot table. Only ``touch`` and ``digests`` may run in other threads.
 
-    The memory that an earlier daemon left in ``backing`` is taken over, with its slot table as that left it;
-    ``cache/recovery`` finds the blocks in it.
+    The pool reuses memory that an earlier daemon left in ``backing``, with the slot table in it; ``cache/recovery``
+    finds the blocks.
 
     Args:
-        size_bytes: of the pool; the table comes on top, at most 2 % of it.
+        size_bytes: size of the pool without the table, which adds at most 2 %.
         region_bytes: see SlotAllocator.
-        limit: the memory that can be had, with what ``backing`` holds already; found out when None.
-        backing: where the memory comes from; new memfds when None.
-        nodes: NUMA nodes to spread the pool over; none leaves it to the kernel. A pool that is taken over stays where
-            it is, which is the same place as long as these are the same nodes.
+        limit: the memory available, including what ``backing`` holds already; found out when None.
+        backing: source of the memory; new memfds when None.
+        nodes: NUMA nodes to spread the pool over; if empty, the kernel decides. A reused pool stays where it is, which
+            is the same place if the nodes are the same.
 
     Raises:
-        PoolTooLarge: the machine, a cgroup or the file system cannot give that much.
+        PoolTooLarge: the machine, a cgroup or the file system cannot provide that much.
         BadGeometry: the pool is too small to hold a slot.
     """
 
@@ -44,20 +44,20 @@ class Pool:
     ) -> None:
         backing = MemfdBacking() if backing is None else backing
         limit = backing.limit() if limit is None else limit
-        check_fits(size_bytes, limit)  # before the regions of an absurdly large pool are listed
+        check_fits(size_bytes, limit)  # before the allocator lists the regions of an absurdly large pool
         self.slots = SlotAllocator(size_bytes, region_bytes, nodes)
         self.pool_bytes = size_bytes
         geometry = TableGeometry(size_bytes, self.slots.region_bytes)
         self.table_bytes = geometry.size_bytes
         check_fits(size_bytes + self.table_bytes, limit)
         self.cold_reason = ""
-        """Why an earlier daemon's pool was not taken over; empty where it was, or where there was none."""
+        """Reason that an earlier daemon's pool was not reused; empty if it was, or if there was none."""
         try:
             found = backing.find(geometry)
         except BadTable as error:
             found, self.cold_reason = None, error.message
         self.recovered = found is not None
-        """Whether an earlier daemon's pool was taken over, be it empty."""
+        """Whether an earlier daemon's pool was reused, even an empty one."""
         self._memory, self._table_memory = found or backing.make(geometry)
         self.mapping = self._memory.segment
         """All bytes of the pool, mapped until ``close``."""
@@ -68,40 +68,40 @@ class Pool:
 
     @property
     def buffer(self) -> memoryview:
-        """All bytes of the pool, to be read and written, until ``close``. It does not check whose slots they are."""
+        """All bytes of the pool, readable and writable until ``close``. Nothing checks whose slots they are."""
         return self._memory.buffer[: self.pool_bytes]
 
     @property
     def memory_fds(self) -> tuple[int, int]:
-        """Descriptors of the pool and of its table, which systemd keeps for the next daemon."""
+        """Descriptors of the pool and its table, which systemd stores for the next daemon."""
         return self._memory.fd, self._table_memory.fd
 
     @property
     def resident(self) -> bool:
-        """Whether every page is in memory already, as in a pool that was taken over: then it need not be touched."""
+        """Whether every page is in memory already, as in a reused pool, which need not be touched."""
         return self.recovered and held_bytes(os.fstat(self._memory.fd)) >= self.pool_bytes
 
     @property
     def removed(self) -> bool:
-        """Whether the pool file has no name any more, so that no successor can find it. Memfds never have one."""
+        """Whether the pool file was unlinked, so that the next daemon cannot find it. Memfds never have a name."""
         return self._is_file and not os.fstat(self._memory.fd).st_nlink
 
     def touch(
         self, threads: int, on_progress: Callable[[int], None], should_stop: Callable[[], bool] = lambda: False
     ) -> int:
-        """Makes all pages of the pool resident: see PoolMemory.touch."""
+        """Make all pages of the pool resident: see PoolMemory.touch."""
         return self._memory.touch(threads, on_progress, should_stop, segments=self.slots.segments)
 
     def map_pages(self, should_stop: Callable[[], bool], is_busy: Callable[[], bool]) -> None:
-        """Fills the page tables of a resident pool while it is in use: see PoolMemory.map_pages."""
+        """Fill the page tables of a resident pool while it is in use: see PoolMemory.map_pages."""
         self._memory.map_pages(should_stop, is_busy)
 
     def digests(self, places: Sequence[tuple[int, int]]) -> list[int]:
-        """The checksums of places, given by offset and length in bytes: never 0. For any thread, until ``close``."""
+        """Compute the checksums of byte ranges (offset, length): never 0. For any thread, until ``close``."""
         return digests(self._bytes, places)
 
     def close(self) -> None:
-        """Unmaps all memory; a second call does nothing. No copy may be using it."""
+        """Unmap all memory; a second call does nothing. No copy may be using it."""
         self._table_memory.close()
         self._bytes.release()
         self._memory.close()

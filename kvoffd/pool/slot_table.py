@@ -1,4 +1,4 @@
-"""The slot table: the pool's description of itself, in memory that outlives the daemon.
+"""The slot table: describes the pool's slots in memory that outlives the daemon.
 
 Layout of the file (native byte order, parts begin at pages, numbers unsigned):
 
@@ -6,21 +6,21 @@ Layout of the file (native byte order, parts begin at pages, numbers unsigned):
 part          content
 ============  ====================================================================================================
 header        ``HEADER``: magic, format, record size, boot id, pool bytes, region bytes, bytes of the namespaces'
-              part; CRC-32 of all that
-regions       8 bytes each: the slot size that the region had last; 0 for never
+              part; CRC-32 of these fields
+regions       8 bytes each: the last slot size of the region; 0 if it never had one
 namespaces    two halves, each a whole snapshot: see ``SlotTable.save_namespaces``
 records       ``RECORD``, 128 bytes each, by slot number (see ``allocator``)
 ============  ====================================================================================================
 
 ``cache/blocks.c`` writes a record in this order: its owner, while the state is FREE_RECORD; the slot's bytes;
-generation, first block, length and checksum; the CRC of all behind the state; then the state READY_RECORD, in one
-aligned 8-byte store. So a reader that finds that and a right CRC finds whole bytes, wherever the writer was killed.
+generation, first block, length and checksum; the CRC of all fields after the state; then the state READY_RECORD, in one
+aligned 8-byte store. So a record with that state and a correct CRC has complete bytes, wherever the writer was killed.
 
-That needs no fences. A killed process stops between two instructions of each of its threads: what a thread stored
-before is in the shared pages, on x86 as on ARM, since a store that was retired cannot be taken back. That one thread's
-copy comes before another's READY is seen to by the queue and lock between them.
+This needs no memory fences. A killed process stops each of its threads between two instructions. What a thread stored
+before is in the shared pages, on x86 and on ARM, because a retired store cannot be undone. The queue and lock between
+two threads order the copy of one before the READY of the other.
 
-The state "!kvBAD!!" is of a slot that lost what was stored in it: it is never used again.
+The state "!kvBAD!!" marks a slot that lost its bytes: it is never used again.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ CRC = Struct("=I")
 RECORD_BYTES = 128
 MAX_KEY_BYTES = 64
 MAX_GENERATION = 2**62 - 1
-"""Of a record that is believed: others can follow."""
+"""Largest generation that recovery accepts: later ones must remain."""
 READY_RECORD = int.from_bytes(b"kvREADY!", "little")
-"""State of a record whose slot is whole; no flipped bit of another state makes it."""
+"""State of a record whose slot is complete; one flipped bit in another state cannot produce it."""
 FREE_RECORD = 0
 BAD_RECORD = int.from_bytes(b"!kvBAD!!", "little")
-"""State of a record whose slot holds wrong bytes: it is never used again."""
+"""State of a record whose slot holds wrong bytes: the slot is never used again."""
 RECORD = np.dtype(
     {
         "names": [
@@ -65,11 +65,11 @@ RECORD = np.dtype(
         "itemsize": RECORD_BYTES,
     }
 )
-"""``namespace``: its number. ``first_block``: engine blocks at the start of the key that were left out. ``length``: of
-the shard in bytes. ``checksum``: ``checksums.digest`` of these, 0 where none was taken. ``crc``: CRC-32 of the bytes
-from ``generation`` on to it."""
+"""``namespace``: its number. ``first_block``: engine blocks left out at the start of the key. ``length``: bytes of the
+shard. ``checksum``: their ``checksums.digest``, 0 if none was computed. ``crc``: CRC-32 of the bytes from
+``generation`` to ``checksum``."""
 _MOST_NAMESPACE_BYTES = 4 << 20
-_SNAPSHOT = Struct("=QII")  # number of the snapshot; length and CRC-32 of what follows
+_SNAPSHOT = Struct("=QII")  # number of the snapshot; length and CRC-32 of its content
 _MAX_UNPACKED_BYTES = 64 << 20
 _SHORT = 64
 _ADLER = 65521
@@ -77,19 +77,19 @@ _ADLER = 65521
 
 
 class Deflated(NamedTuple):
-    """Bytes as a part of a zlib stream (RFC 1950), which needs not be packed anew for each stream."""
+    """A compressed part of a zlib stream (RFC 1950), which is compressed once for many streams."""
 
     packed: bytes
     nbytes: int
-    """Of what was packed."""
+    """Bytes before compression."""
     checksum: int
-    """Adler-32 of it."""
+    """Adler-32 of the uncompressed bytes."""
 
     @classmethod
     def of(cls, content: bytes) -> Deflated:
         nbytes = len(content)
         if nbytes <= _SHORT:
-            packed = Struct("<BHH").pack(0, nbytes, nbytes ^ 0xFFFF) + content  # as it is
+            packed = Struct("<BHH").pack(0, nbytes, nbytes ^ 0xFFFF) + content  # stored, not compressed
         else:
             packer = zlib.compressobj(1, wbits=-zlib.MAX_WBITS)
             packed = packer.compress(content) + packer.flush(zlib.Z_FULL_FLUSH)
@@ -106,12 +106,12 @@ class Deflated(NamedTuple):
 
 
 class BadTable(KvoffdError):
-    """The memory that should hold a slot table holds none that this daemon can use. The message says why."""
+    """The memory holds no slot table that this daemon can use. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class TableGeometry:
-    """Where the parts of the table of a pool lie."""
+    """Offsets and sizes of the parts of a pool's slot table."""
 
     pool_bytes: int
     region_bytes: int
@@ -122,7 +122,7 @@ class TableGeometry:
 
     @property
     def slots(self) -> int:
-        """Slot numbers that there are."""
+        """Number of slot numbers."""
         return self.regions * (self.region_bytes // MIN_SLOT_BYTES)
 
     @property
@@ -135,7 +135,7 @@ class TableGeometry:
 
     @property
     def namespace_bytes(self) -> int:
-        """Of both halves: a thousandth of the pool keeps the table of a small one small."""
+        """Bytes of both halves: a thousandth of the pool, so that a small pool has a small table."""
         return min(_MOST_NAMESPACE_BYTES, max(2 * PAGE_BYTES, page_up(self.pool_bytes // 1000)))
 
     @property
@@ -144,7 +144,7 @@ class TableGeometry:
 
     @property
     def size_bytes(self) -> int:
-        """Size of the table: 1.7 % of the pool and a few pages. What is never written is never in memory."""
+        """Size of the table: 1.7 % of the pool and a few pages. Pages that are never written use no memory."""
         return page_up(self.records_at + self.slots * RECORD_BYTES)
 
     def header(self, boot_id: bytes) -> bytes:
@@ -155,18 +155,18 @@ class TableGeometry:
 
 
 def is_table(fd: int) -> bool:
-    """Whether the file is a table of kvoffd, of this release or any other, although its first bytes may be damaged."""
+    """Return whether the file begins like a slot table of any release, even if its first bytes are damaged."""
     return begins_as(os.pread(fd, HEADER.size, 0), MAGIC)
 
 
 def check_table(fd: int, wanted: TableGeometry) -> None:
-    """Raise BadTable unless the file holds a table of this geometry, format and boot, as long as it must be."""
+    """Raise BadTable unless the file holds a complete table of this geometry, format and boot."""
     try:
         header, size = os.pread(fd, HEADER.size + CRC.size, 0), os.fstat(fd).st_size
     except OSError as error:
         raise BadTable(f"The slot table cannot be read: {error.strerror}.") from error
     if not begins_as(header, MAGIC):
-        raise BadTable("The file is no slot table of kvoffd.")
+        raise BadTable("The file is not a slot table of kvoffd.")
     if len(header) < HEADER.size + CRC.size:
         raise BadTable("The slot table is cut off in its header.")
     if header[HEADER.size :] != CRC.pack(zlib.crc32(header[: HEADER.size])):
@@ -175,24 +175,24 @@ def check_table(fd: int, wanted: TableGeometry) -> None:
     if version != FORMAT_VERSION:
         raise BadTable(f"The slot table has format {version}, and this release reads format {FORMAT_VERSION}.")
     if boot_id != read_boot_id():
-        raise BadTable("The slot table is from before the machine's last boot.")
+        raise BadTable("The slot table was written before the machine's last boot.")
     if pool_bytes != wanted.pool_bytes:
         raise BadTable(
-            f"The existing pool has {format_size(pool_bytes)} ({pool_bytes} bytes), and "
+            f"The existing pool has {format_size(pool_bytes)} ({pool_bytes} bytes), but "
             f"{format_size(wanted.pool_bytes)} ({wanted.pool_bytes} bytes) are configured."
         )
     if header != wanted.header(boot_id):
-        raise BadTable(f"The existing pool is cut into regions of {region_bytes} bytes, not as this one.")
+        raise BadTable(f"The existing pool has regions of {region_bytes} bytes, which this configuration does not use.")
     if size < wanted.size_bytes:
         raise BadTable(f"The slot table is cut off: {size} of its {wanted.size_bytes} bytes are there.")
 
 
 class SlotTable:
-    """Writes the table of one pool. For one thread.
+    """Writes the table of one pool. Not thread-safe.
 
     Args:
-        memory: all of the table, zeros where it is new.
-        new: write a header; otherwise the table is one that ``check_table`` found good.
+        memory: the whole table, zeros if it is new.
+        new: write a header; otherwise ``check_table`` must have accepted the table.
     """
 
     def __init__(self, memory: memoryview, geometry: TableGeometry, *, new: bool) -> None:
@@ -203,17 +203,17 @@ class SlotTable:
         self.region_sizes: npt.NDArray[np.uint64] = np.frombuffer(
             self._bytes, np.uint64, geometry.regions, geometry.regions_at
         )
-        """[regions] bytes of a slot, as it was last set."""
+        """[regions] bytes of a slot, as last set."""
         self._snapshot = 0
-        if new:  # the header comes last: a table without one is none
+        if new:  # the header comes last: a table without it is not accepted
             header = geometry.header(read_boot_id())
             self._bytes[: len(header)] = header
 
     def save_namespaces(self, snapshot: Sequence[Deflated]) -> bool:
-        """Write what a successor must know of the namespaces, as msgpack, into the half that is not current.
+        """Write what the next daemon must know of the namespaces, as msgpack, into the half that is not current.
 
-        The half's number comes last: a process killed anywhere in this leaves the other one. Returns False, and has
-        changed nothing, where there is no room for it.
+        The half's number is written last, so a process killed before leaves the other half valid. Returns False, and
+        changes nothing, if the snapshot does not fit.
         """
         half_bytes = self.geometry.namespace_bytes // 2
         packed, nbytes, checksum = Deflated.joined(snapshot)
@@ -232,7 +232,7 @@ class SlotTable:
         return True
 
     def load_namespaces(self, kind: type[msgspec.Struct]) -> Any:
-        """The snapshot that was written last and is whole, as a ``kind``; None where there is none."""
+        """Return the latest complete snapshot as a ``kind``; None if there is none."""
         half_bytes = self.geometry.namespace_bytes // 2
         found = None
         for half in range(2):

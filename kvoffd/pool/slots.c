@@ -1,6 +1,6 @@
-/* Hands out slots of the pool by number: see allocator.py, which owns the memory.
+/* Allocates slots of the pool by number: see allocator.py, which owns the memory.
  *
- * A region that has a slot size keeps the numbers of its free slots on a stack, which begins at the region's first slot.
+ * A region that has a slot size keeps its free slot numbers on a stack, which begins at the region's first slot.
  */
 #include "slots.h"
 
@@ -15,8 +15,8 @@ uint64_t slots_in(const struct slots *x, uint64_t region, uint64_t slot_bytes)
     return ((end < x->pool_bytes ? end : x->pool_bytes) - begin) / slot_bytes;
 }
 
-/* The fullest region of a size that has a free slot, on a node or, if `anywhere`, on any; else the first such free region;
- * `regions` where there is none. */
+/* Returns the fullest region of a size that has a free slot, on the node or, if `anywhere`, on any; else the first free
+ * region; `regions` if there is none. */
 static uint64_t best_region(const struct slots *x, int64_t slot_bytes, int32_t node, int anywhere)
 {
     uint64_t best = x->regions, empty = x->regions;
@@ -41,21 +41,21 @@ static int is_known(const struct slots *x, int32_t node)
     return 0;
 }
 
-/* Gives a free region a slot size. A successor must know it before the region's first record is written. */
+/* Gives a free region a slot size, which the next daemon must find before the region's first record is written. */
 static void open_region(struct slots *x, uint64_t region, uint64_t slot_bytes)
 {
-    uint64_t room = slots_in(x, region, slot_bytes), first = region * x->slots_per_region;
+    uint64_t slots = slots_in(x, region, slot_bytes), first = region * x->slots_per_region;
 
     x->slot_bytes[region] = slot_bytes;
-    x->free[region] = room;
-    for (uint64_t i = 0; i < room; i++)
-        x->stack[first + i] = first + room - 1 - i;
-    if (x->noted && x->noted[region] != slot_bytes) /* else its page need not be in memory */
-        __atomic_store_n(&x->noted[region], slot_bytes, __ATOMIC_RELEASE);
+    x->free[region] = slots;
+    for (uint64_t i = 0; i < slots; i++)
+        x->stack[first + i] = first + slots - 1 - i;
+    if (x->saved && x->saved[region] != slot_bytes) /* an equal value need not bring its page into memory */
+        __atomic_store_n(&x->saved[region], slot_bytes, __ATOMIC_RELEASE);
     atomic_signal_fence(memory_order_seq_cst);
 }
 
-/* Hands out up to `count` slots of a size, those on a node first: each to a place that is `stride` behind the one before.
+/* Allocates up to `count` slots of a size, those on the node first, and stores one number every `stride` places.
  * Returns how many. */
 uint64_t kvoffd_slots_take(struct slots *x, uint64_t slot_bytes, uint64_t count, int32_t node, uint32_t *slots,
                            uint64_t stride)
@@ -81,7 +81,7 @@ uint64_t kvoffd_slots_take(struct slots *x, uint64_t slot_bytes, uint64_t count,
     return found;
 }
 
-/* Takes a slot back that is handed out. */
+/* Frees an allocated slot. */
 void free_slot(struct slots *x, uint32_t slot)
 {
     uint64_t region = slot / x->slots_per_region;
@@ -93,7 +93,7 @@ void free_slot(struct slots *x, uint32_t slot)
         x->slot_bytes[region] = x->free[region] = 0;
 }
 
-/* Takes slots back; NOT_OUT where one is not handed out or comes twice, and none is taken then. */
+/* Frees slots. Returns NOT_OUT, and frees none, if one is not allocated or occurs twice. */
 int kvoffd_slots_free(struct slots *x, const uint32_t *slots, uint64_t count)
 {
     for (uint64_t i = 0; i < count; i++) {
@@ -104,7 +104,7 @@ int kvoffd_slots_free(struct slots *x, const uint32_t *slots, uint64_t count)
         }
         x->in_use[slots[i]] = RETURNED;
     }
-    while (count--) /* the first of them is handed out first */
+    while (count--) /* so that the first of them is allocated first */
         free_slot(x, slots[count]);
     return 0;
 }

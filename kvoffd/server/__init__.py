@@ -1,1 +1,1 @@
-"""Sockets, sessions, jobs, requests and publishing. What decides about blocks lies in ``cache`` and ``tiering``."""
+"""Sockets, sessions, jobs, requests and publishing. Decisions about blocks are in ``cache`` and ``tiering``."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvoffd.errors import KvoffdError
 from kvoffd.server.handlers import Pending, answers, filled
 from kvoffd.server.namespaces import forget_idle
-from kvoffd.server.requests import CLEARED_UNKEPT
+from kvoffd.server.requests import CLEARED_NOT_SAVED
 from kvoffd.server.sessions import Session
 from kvoffd_proto import admin as a
 from kvoffd_proto import messages as m
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FLEET_WAIT_S = 1.5
-"""For a reset to reach all shared stores; the client waits for 2 s."""
-LISTED_PLACES, LISTED_SHARDS = 16384, 1024
-"""One page of a listing looks at so many slots or a few more, and has so many shards: a few milliseconds."""
+"""Time for a reset to reach all shared stores; the client waits for 2 s."""
+LISTED_SLOTS, LISTED_SHARDS = 16384, 1024
+"""Limits of a listing's page: slots that are scanned, give or take a few, and shards. It takes a few milliseconds."""
 _HEX_DIGITS = frozenset("0123456789abcdef")
 
 
 @answers(a.Clear)
 def clear(service: Service, session: Session, message: a.Clear) -> Pending:
-    """Drop the blocks of one namespace, or of all. What is empty then and nobody has open is forgotten."""
+    """Drop the blocks of one namespace, or of all, and forget empty namespaces that no session has open."""
     cache, count = service.cache, 0
     if message.namespace is not None:
         count = service.reset(cache.namespace(message.namespace))
@@ -41,12 +41,12 @@ def clear(service: Service, session: Session, message: a.Clear) -> Pending:
                 count += cache.reset(namespace, generation=service.state.generation(namespace.fingerprint))
     forget_idle(service)
     logger.info("Session %d (%s) cleared %d blocks.", session.id, session.peer, count)
-    return service.once_kept(m.Done(message.request_id, count), CLEARED_UNKEPT)
+    return service.reply_once_saved(m.Done(message.request_id, count), CLEARED_NOT_SAVED)
 
 
 @answers(a.ResetFleet)
 def reset_fleet(service: Service, session: Session, message: a.ResetFleet) -> Pending:
-    """Make a namespace's blocks void for all nodes; the count is that of the stores that know it."""
+    """Invalidate a namespace's blocks on all nodes; the reply's count is the number of shared stores."""
     stores = service.tier_supervisor.shared
     if not stores:
         why = "No tier is shared with other nodes; start the daemon with --shared URL."
@@ -66,14 +66,13 @@ def reset_fleet(service: Service, session: Session, message: a.ResetFleet) -> Pe
 
 @answers(a.SetQuota)
 def set_quota(service: Service, session: Session, message: a.SetQuota) -> Pending:
-    """Set a namespace's quota, and have it written for the next daemon before the answer, which says where that
-    failed."""
+    """Set a namespace's quota. The reply waits until it is saved for the next daemon."""
     quotas = service.cache.quotas
     if message.quota_bytes is None:
         quotas.pop(message.namespace, None)
     else:
         if message.namespace not in quotas and len(quotas) >= (most := service.config.limits.max_namespaces):
-            why = f"{most} namespaces, open or not, have a quota, the most there may be; take those of others away."
+            why = f"{most} namespaces, open or not, have a quota, which is the limit; remove some."
             raise KvoffdError(why, ErrorCode.BAD_ARGUMENT)
         quotas[message.namespace] = message.quota_bytes
     service.state.save_quotas(quotas)
@@ -83,8 +82,8 @@ def set_quota(service: Service, session: Session, message: a.SetQuota) -> Pendin
         "none" if message.quota_bytes is None else format_size(message.quota_bytes),
     )
 
-    otherwise = "The quota holds until the daemon ends, and the next one may not have it."
-    return service.once_kept(m.Done(message.request_id, 1), otherwise)
+    otherwise = "The quota applies until the daemon ends; the next one may not have it."
+    return service.reply_once_saved(m.Done(message.request_id, 1), otherwise)
 
 
 @answers(a.Trace)
@@ -94,7 +93,7 @@ def trace(service: Service, session: Session, message: a.Trace) -> a.TraceReply:
 
 @answers(a.Scrub)
 def scrub(service: Service, session: Session, message: a.Scrub) -> a.ScrubReply:
-    """Begin to compare every readable block with its checksum, or tell how far that is."""
+    """Start a scrub of all ready blocks, or report its progress."""
     if message.start:
         service.scrubber.start()
     return service.scrubber.report(message.request_id)
@@ -117,12 +116,12 @@ def describe_namespace(service: Service, session: Session, message: a.DescribeNa
 def list_blocks(service: Service, session: Session, message: a.ListBlocks) -> a.BlocksListed:
     namespace, prefix = service.cache.namespace(message.namespace), message.prefix.lower()
     if message.group >= (groups := len(namespace.groups)):
-        there = "only group 0" if groups == 1 else f"groups 0 to {groups - 1}"
+        known = "only group 0" if groups == 1 else f"groups 0 to {groups - 1}"
         raise KvoffdError(
-            f"The namespace {namespace.label!r} has no group {message.group}; it has {there}.", ErrorCode.BAD_ARGUMENT
+            f"The namespace {namespace.label!r} has no group {message.group}; it has {known}.", ErrorCode.BAD_ARGUMENT
         )
     if not _HEX_DIGITS.issuperset(prefix):
-        raise KvoffdError(f"{prefix[:80]!r} is not the beginning of a key; give hex digits.", ErrorCode.BAD_KEYS)
+        raise KvoffdError(f"{prefix[:80]!r} is not a prefix of a key; give hex digits.", ErrorCode.BAD_KEYS)
     limit = min(message.limit, max(1, LISTED_SHARDS // namespace.world_size))
-    blocks, position = service.cache.page(namespace, message.group, message.position, LISTED_PLACES, prefix, limit)
+    blocks, position = service.cache.page(namespace, message.group, message.position, LISTED_SLOTS, prefix, limit)
     return a.BlocksListed(message.request_id, service.cache.describe(blocks), position)

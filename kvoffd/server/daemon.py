@@ -1,4 +1,4 @@
-"""The daemon's life: take the directory and the memory, serve, stop."""
+"""The daemon's life cycle: lock the directory, open the pool, serve, stop."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvoffd.server.http import HttpServer
 from kvoffd.server.lifeline import LifelineServer
 from kvoffd.server.memory import open_gpus
 from kvoffd.server.persistence import PolicyFile, State, state_file
-from kvoffd.server.recovery import restore, take_pool
+from kvoffd.server.recovery import open_pool, restore
 from kvoffd.server.service import Service
 from kvoffd.server.sockets import Sockets
 from kvoffd.server.stats import daemon_stats
@@ -45,29 +45,29 @@ from kvoffd_proto.units import format_size
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.25
-# Times a step of scrubbing. Pauses keep it from engines' way better than a low priority of its thread would: that might
-# be put to sleep with the GIL in its hands.
+# The scrubber pauses for this multiple of a step's duration. A low thread priority would be worse: the thread might be
+# descheduled while it holds the GIL.
 SCRUB_REST = 3.0
 ABANDON_S = 1.0
 LINGER_MS = 500
 SLOW_CALLS = 2
-"""Threads beside the loop: one maps pages for long, one takes checksums."""
+"""Threads for long calls: one maps pages, one computes checksums."""
 ENGINE_CLOSE_S = 2.0
 DISKS_CLOSE_S = 5.0
 GPUS_CLOSE_S = 5.0
 EXIT_STUCK = 70  # EX_SOFTWARE of sysexits.h
-EXIT_GPU_LOST = 75  # EX_TEMPFAIL: CUDA must be started anew, by a new process
-# Copy threads hand the interpreter back and forth with the loop thousands of times a second; with CPython's
-# default of 5 ms a lookup could wait that long behind a copy loop.
+EXIT_GPU_LOST = 75  # EX_TEMPFAIL: only a new process can use CUDA again
+# Copy threads and the loop exchange the GIL thousands of times a second; with CPython's default of 5 ms a lookup could
+# wait that long for a copy thread.
 SWITCH_INTERVAL_S = 0.0001
 
 
 class StartError(KvoffdError):
-    """The daemon cannot start. The message is one sentence for the operator."""
+    """The daemon cannot start. The message is a sentence for the operator."""
 
 
 def run(config: Config) -> int:
-    """Serve until SIGTERM, SIGINT or SIGHUP, then return 0. Raises KvoffdError with a sentence when it cannot start."""
+    """Serve until SIGTERM, SIGINT or SIGHUP, then return 0. Raises KvoffdError if it cannot start."""
     log_what_python_prints()
     daemon: Daemon | None = None
     try:
@@ -79,19 +79,19 @@ def run(config: Config) -> int:
             raise
         logger.debug("The daemon cannot start.", exc_info=True)
         raise StartError(
-            f"The system refuses what the daemon needs to start ({str(error) or 'it gives no more memory'}); see the "
-            "limits (ulimit -a) and the seccomp filter that it is started with."
+            f"The daemon cannot start: a system call failed ({str(error) or 'out of memory'}); see the limits (ulimit "
+            "-a) and the container's seccomp filter."
         ) from error
     if daemon.gpu_lost or daemon.copy_stuck:
         logging.shutdown()
-        # Past the driver's own end, which may hang where its context is lost, or a call of it does.
+        # Skips the driver's exit handlers, which may hang.
         os._exit(EXIT_GPU_LOST if daemon.gpu_lost else 0)
     return 0
 
 
 def _prepare() -> None:
-    """Set the process up. Raises KvoffdError, OSError."""
-    native()  # fails now, or after minutes of touching the pool
+    """Set up the process. Raises KvoffdError, OSError."""
+    native()  # an error must come before the pool is touched, which may take minutes
     os.umask(0o007)
     raise_descriptor_limit()
     check_loop_calls()
@@ -99,7 +99,7 @@ def _prepare() -> None:
 
 
 class Daemon:
-    """One daemon: ``serve`` is its life from the first lock to the last socket."""
+    """One daemon; ``serve`` runs it from start to end."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -108,10 +108,10 @@ class Daemon:
         self._directory = DaemonDirectory(config.directory)
         self._stop = asyncio.Event()
         self.copy_stuck = False
-        """Whether a thread hangs, with memory that it may still use."""
+        """Whether a thread hangs that may still use the pool or an engine's memory."""
         self.gpu_lost = False
         self.served = False
-        """Whether it came so far as to open its sockets."""
+        """Whether the sockets were opened."""
         self._lost_sockets = RareWarnings(logger)
         self._tick_failures = RareWarnings(logger, logging.ERROR)
         self._page_mapper: asyncio.Future[None] | None = None
@@ -122,12 +122,12 @@ class Daemon:
         self._http: HttpServer | None = None
 
     async def serve(self) -> None:
-        """Start, serve until it is to stop, stop. Raises KvoffdError when it cannot start."""
+        """Start, serve until a signal, stop. Raises KvoffdError if it cannot start."""
         loop = asyncio.get_running_loop()
-        # Without a number asyncio asks for the CPUs of the process, which a seccomp filter may refuse.
+        # Without a number of threads asyncio asks for the process's CPUs, which a seccomp filter may refuse.
         loop.set_default_executor(ThreadPoolExecutor(SLOW_CALLS, "kvoffd-slow"))
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup(1) has it
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup(1)
                 loop.add_signal_handler(number, self._stop.set)
         # Read before the pool is touched, which may take minutes.
         self._shared_stores = shared_stores(self._config)
@@ -138,14 +138,14 @@ class Daemon:
             try:
                 self._state.restore()
                 stopped = self._stop.is_set
-                self._pool = await asyncio.to_thread(take_pool, self._config, self._notifier, self._stored_fds, stopped)
+                self._pool = await asyncio.to_thread(open_pool, self._config, self._notifier, self._stored_fds, stopped)
                 try:
                     if not self._stop.is_set():
                         await self._serve_pool()
                 finally:
                     await self._close_pool()
             finally:
-                if not self.served:  # else that is done
+                if not self.served:  # otherwise _shutdown has closed it
                     self._state.file.close()
         finally:
             if self._http is not None:
@@ -155,42 +155,42 @@ class Daemon:
         logger.info("Stopped.")
 
     def _start_http(self) -> None:
-        """Answer probes before the pool is touched, which may take minutes, and refuse a taken address before that."""
+        """Start HTTP before the pool is touched, which may take minutes: for probes, and to fail early."""
         if not self._config.http_address:
             return
         try:
             self._http = HttpServer(self._config.http_address, self, asyncio.get_running_loop())
         except KvoffdError as error:
-            # A second daemon on the node must not fail for a page that nobody asked it for.
+            # A second daemon on the node must start although the default address is in use.
             if self._config.http_address != Config().http_address:
                 raise
-            self._http_problem = f"No /metrics and no probes are served: {error.message}"
+            self._http_problem = f"/metrics and the probes are not served: {error.message}"
             logger.warning("%s", self._http_problem)
         else:
             self._http.start()
 
     def health(self) -> HealthReply:
-        """For HTTP, in the loop's thread."""
+        """Return the health for HTTP. Called in the loop's thread."""
         if self._serving:
             return health_reply(self._service, Health(0))
         state = "stopping" if self._stop.is_set() else "starting"
         return HealthReply(0, HealthLevel.DOWN, [HealthProblem(state, f"The daemon is {state}.")])
 
     def stats(self) -> DaemonStats | None:
-        """For HTTP, in the loop's thread; None while the daemon starts or stops."""
+        """Return the statistics for HTTP; None while the daemon starts or stops. Called in the loop's thread."""
         if not self._serving:
             return None
         with self._service.loop_watch:
             return daemon_stats(self._service)
 
     def unreachable(self) -> str:
-        """Why no engine can connect, a sentence; empty where one can. For HTTP, in any thread."""
+        """Return a sentence why no engine can connect; empty if they can. For HTTP, in any thread."""
         return self._directory.lost_sockets() if self._serving else ""
 
     async def _serve_pool(self) -> None:
         self._build_service()
-        # Modules and what was built live as long as the daemon: to look at them all, as the collector does every few
-        # thousand blocks that come up, stops the loop for 40 ms.
+        # Modules and parts live as long as the daemon. Without this a full collection, one per few thousand promotions,
+        # would block the loop for 40 ms.
         gc.freeze()
         try:
             await self._startup()
@@ -200,7 +200,7 @@ class Daemon:
             await self._shutdown()
 
     def _build_service(self) -> None:
-        """The parts without sockets, over the pool."""
+        """Create the parts without sockets, over the pool."""
         config, pool = self._config, self._pool
         events = EventLog()
         cache = Cache(
@@ -230,13 +230,13 @@ class Daemon:
             pool,
             _ProcessHost(self._sockets, self._page_faulter),
             self._state,
-            max_attached=descriptor_limits()[0] // 2,  # the others are for connections
+            max_attached=descriptor_limits()[0] // 2,  # the rest is for connections
         )
         self._service.http_problem = self._http_problem
         self._lifelines = LifelineServer(self._service, self._directory, self._sockets, self._page_faulter)
 
     async def _startup(self) -> None:
-        """Open the sockets, say that the daemon serves, and begin with what may take its time. Raises StartError."""
+        """Open the sockets, report that the daemon serves, and start slow work. Raises StartError."""
         config = self._config
         try:
             self._sockets.open(self._service)
@@ -246,7 +246,7 @@ class Daemon:
         self.served = self._serving = True
         self._notifier.ready(f"Serving {config.directory} with a pool of {format_size(config.pool_bytes)}.")
         page = (
-            f", and people at http://{config.http_address}/" if config.http_address and not self._http_problem else ""
+            f", and a page at http://{config.http_address}/" if config.http_address and not self._http_problem else ""
         )
         logger.info("Serving %s%s.", config.directory, page)
         self._service.tier_supervisor.start(self._shared_stores)
@@ -257,14 +257,14 @@ class Daemon:
             self._page_mapper = loop.run_in_executor(None, self._pool.map_pages, *parts)
 
     async def _main_loop(self) -> None:
-        """Tick until it is to stop. systemd's watchdog is fed only after a turn of the message loop."""
+        """Tick until a signal. systemd's watchdog is notified only after a turn of the message loop."""
         service = self._service
         service.loop_watch.start(asyncio.get_running_loop())
         try:
             while not self._stop.is_set():
                 self._tick()
                 if service.memory.stuck:
-                    _give_up()
+                    _exit_stuck()
                 service.sockets_problem = self._directory.lost_sockets()
                 if service.sockets_problem:
                     self._lost_sockets.warn("%s", service.sockets_problem)
@@ -282,32 +282,32 @@ class Daemon:
             self._stop.set()
             service.loop_watch.stop()
             if self._scrubbing is not None:
-                await self._scrubbing  # ends with its step; the pool must stay mapped that long
+                await self._scrubbing  # ends after its step, which reads the pool
 
     def _tick(self) -> None:
-        """What is due a few times a second. A failure in it is ours, and no reason to stop serving."""
+        """Do periodic work. A failure in it is a bug, and no reason to stop serving."""
         ticks = self._service.tick, self._lifelines.tick, self._policy_file.tick
         with self._service.loop_watch:
             for tick in ticks:
                 try:
                     tick()
                 except Exception:
-                    text = "Periodic work failed inside the daemon; it is tried again, and logged once a minute."
+                    text = "Periodic work failed inside the daemon; it is retried. This is logged once a minute."
                     self._tick_failures.warn(text, exc_info=True)
 
     def _lose_gpu(self, why: str) -> None:
         """Stop as at SIGTERM, but end with EXIT_GPU_LOST."""
         logger.critical(
-            "The daemon's context on a GPU is lost, and only a new process can use CUDA again: %s Running jobs may "
-            "finish, then the daemon ends; when it is started again the engines connect by themselves. The driver's "
-            "log (dmesg, Xid) may say what happened.",
+            "The daemon's context on a GPU is lost, and only a new process can use CUDA again: %s The daemon exits "
+            "after its running jobs; engines reconnect by themselves when it is started again. The driver's log "
+            "(dmesg, Xid) may say what happened.",
             why,
         )
         self.gpu_lost = True
         self._stop.set()
 
     async def _scrub(self) -> None:
-        """Read slots as long as there is a reason to, in a thread, and rest between two steps."""
+        """Run the scrubber's steps in a thread, with pauses, until it has no work."""
         scrubber = self._service.scrubber
         while not self._stop.is_set() and scrubber.has_work:
             started = time.monotonic()
@@ -315,14 +315,14 @@ class Daemon:
                 slots = [(check.offset, check.length) for check in checks]
                 try:
                     checksums = await asyncio.to_thread(self._pool.digests, slots)
-                except RuntimeError:  # there is no thread for it, and a step is short enough for this one
+                except RuntimeError:  # no thread can be started; a step is short enough for this one
                     checksums = self._pool.digests(slots)
                 scrubber.finish_step(checks, checksums)
                 self._sockets.wake()
             await asyncio.sleep((time.monotonic() - started) * SCRUB_REST)
 
     async def _finish_jobs(self) -> None:
-        """Take no more work, let what runs finish within the deadline, fail the rest, publish it all."""
+        """Refuse new work, let running jobs finish within the deadline, fail the others, publish all results."""
         self._service.sessions.stopping = True
         self._notifier.stopping("Stopping: running jobs may finish.")
         jobs = self._service.jobs
@@ -331,13 +331,13 @@ class Daemon:
             logger.info("Stopping: %d jobs may finish within %.1f s.", jobs.unfinished, deadline - time.monotonic())
         await _until(lambda: not jobs.unfinished, deadline)
         if jobs.unfinished:
-            logger.warning("Stopping: %d jobs did not finish in time and are failed.", jobs.unfinished)
+            logger.warning("Stopping: %d jobs did not finish in time; they fail.", jobs.unfinished)
             jobs.abandon(jobs.running)
             await _until(lambda: not jobs.unfinished, time.monotonic() + ABANDON_S)
         self._sockets.flush()
 
     async def _shutdown(self) -> None:
-        """Close all sockets, end all threads but for what hangs, and send what that has left."""
+        """Close the tiers, end all threads that do not hang, send remaining messages and close the sockets."""
         self._serving = False
         if not self._service.tier_supervisor.close(DISKS_CLOSE_S):
             self.copy_stuck = True
@@ -346,17 +346,17 @@ class Daemon:
         self._state.file.close()
         if not self._host_engine.close(ENGINE_CLOSE_S) or not self._gpus.stop(ENGINE_CLOSE_S):
             self.copy_stuck = True
-            logger.warning("A copy does not end; its memory stays mapped until the process is gone.")
-        self._sockets.work_off()
+            logger.warning("A copy does not end; its memory stays mapped until the process exits.")
+        self._sockets.finish_posted()
         self._lifelines.close()
         self._page_faulter.close()
         if not self._gpus.close(GPUS_CLOSE_S):
-            # The driver lets go of the pool when the process ends.
+            # The driver unpins the pool when the process exits.
             self.copy_stuck = True
         self._sockets.close(LINGER_MS)
 
     async def _close_pool(self) -> None:
-        """Unmap the pool, unless a copy that does not end still uses it."""
+        """Unmap the pool, unless a copy that hangs still uses it."""
         self._stop.set()
         if self._page_mapper is not None:
             await self._page_mapper
@@ -376,16 +376,16 @@ class _ProcessHost:
 
 
 async def _until(condition: Callable[[], bool], deadline: float) -> None:
-    """Wait for ``condition``, which other callbacks of the loop bring about, until ``deadline`` at most."""
-    while not condition() and time.monotonic() < deadline:  # noqa: ASYNC110 - the deadline must hold without an event
+    """Wait for ``condition``, which other callbacks of the loop make true, until ``deadline`` at most."""
+    while not condition() and time.monotonic() < deadline:  # noqa: ASYNC110 - there is no event at the deadline
         await asyncio.sleep(0.01)
 
 
-def _give_up() -> None:
-    """End the process on the spot: its EOF fails what no thread will ever finish, and lets engines go on."""
+def _exit_stuck() -> None:
+    """Exit at once: EOF on the lifelines fails the jobs that no thread will finish, and unblocks engines."""
     logger.critical(
-        "A copy in host memory does not end, and engines wait for it. The daemon ends; when it is started again the "
-        "engines connect by themselves. The kernel's log (dmesg) may say what hangs."
+        "A copy in host memory hangs, and engines wait for it. The daemon exits; engines reconnect by themselves when "
+        "it is started again. The kernel's log (dmesg) may say what hangs."
     )
     logging.shutdown()
     os._exit(EXIT_STUCK)

@@ -1,4 +1,4 @@
-"""What goes out over ``events.sock``: results of jobs, numbered in each session, and KV events, in each namespace."""
+"""Messages of ``events.sock``: results of jobs, numbered by session, and KV events, numbered by namespace."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvoffd_proto.events import (
 from kvoffd_proto.messages import Completions, JobResult
 
 MAX_EVENTS_PER_MESSAGE = 64
-"""Bounds a message where very much happened at once, as when a pool is recovered."""
+"""Limit of a message, for when a pool is recovered."""
 
 Frames = tuple[bytes, bytes, bytes]
 """Topic, sequence number, payload: one message of ``events.sock``."""
@@ -34,16 +34,16 @@ class CompletionLog:
 
     def __init__(self, epoch: int, session_id: int) -> None:
         self.pending: list[JobResult] = []
-        """What the next flush publishes."""
+        """Results that the next flush publishes."""
         self.nbytes = 0
-        """Of the batches that are not acknowledged, encoded."""
+        """Encoded size of the unacknowledged batches."""
         self._topic = session_topic(epoch, session_id)
         self._unacknowledged: deque[tuple[Completions, int]] = deque()
-        """With the bytes of each."""
+        """Batches with their encoded sizes, oldest first."""
         self._sequence = 0
 
     def flush(self, credit_bytes: int) -> Frames | None:
-        """Close the current batch; return it as the frames to publish, or None when it is empty."""
+        """Close the current batch and return its frames; None if it is empty."""
         if not self.pending:
             return None
         self._sequence += 1
@@ -54,26 +54,26 @@ class CompletionLog:
         return self._topic, self._sequence.to_bytes(SEQUENCE_BYTES, "big"), payload
 
     def acknowledge(self, sequence: int) -> None:
-        """The client has all batches up to this one."""
+        """Forget all batches up to this one, which the client has received."""
         while self._unacknowledged and self._unacknowledged[0][0].sequence <= sequence:
             self.nbytes -= self._unacknowledged.popleft()[1]
 
     def replay(self) -> list[Completions]:
-        """All batches that are not acknowledged, oldest first."""
+        """Return all unacknowledged batches, oldest first."""
         return [batch for batch, _ in self._unacknowledged]
 
 
 class EventLog:
-    """A listener of the cache: notes what happened, and makes messages of it at each flush. Keeps nothing else."""
+    """Collects the cache's events and makes messages of them."""
 
     def __init__(self, wall_clock: Callable[[], float] = time.time) -> None:
         self._wall_clock = wall_clock
         self.pending: dict[Namespace, list[KvEvent]] = {}
-        """What is still to be published, until ``take``."""
+        """Events that the next ``take`` returns."""
         self._numbers: WeakKeyDictionary[Namespace, int] = WeakKeyDictionary()
-        """Of each namespace's next message. One that is forgotten and opened again counts from 0, and is cleared."""
+        """Number of each namespace's next message; 0 after it was forgotten, which clears it, and opened again."""
         self.published = 0
-        """Messages of all namespaces."""
+        """Messages published for all namespaces."""
 
     def stored(
         self,
@@ -103,7 +103,7 @@ class EventLog:
         self.pending.setdefault(namespace, []).append(AllBlocksCleared())
 
     def take(self) -> list[Frames]:
-        """Return the messages to publish for all that happened since the last call."""
+        """Return the messages for all events since the last call."""
         messages: list[Frames] = []
         for namespace, events in self.pending.items():
             number = self._numbers.get(namespace, 0)

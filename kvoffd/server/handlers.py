@@ -1,4 +1,4 @@
-"""What a handler of requests may return, and which function answers which request."""
+"""The table of request handlers, and their return types."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ StructT = TypeVar("StructT", bound=Struct)
 
 @dataclass(eq=False)
 class Pending:
-    """A reply that must wait. Returned by a handler; the service asks ``poll`` until it is there."""
+    """A reply that is not available yet. The service calls ``poll`` until it is."""
 
     poll: Callable[[bool], m.AnyReply | None] = lambda late: None
-    """Returns the reply, or None where it is not there yet; raises an error to refuse the request. Its argument says
-    that ``until`` has passed: then it must do one of the two others."""
+    """Returns the reply, or None to wait longer; raises an error to refuse the request. Its argument says that
+    ``until`` has passed: then it must not return None."""
     until: float = inf
-    """Time of the daemon's clock."""
+    """Deadline, in the daemon's clock."""
     request_id: int = field(default=0, init=False)
     session: Session | None = field(default=None, init=False)
-    """Whose request it is. When it ends, nobody is left to be answered."""
+    """Session of the request. When it ends, the reply is dropped."""
 
-    def bring(self, result: m.AnyReply | Exception) -> None:
-        """This is the reply, or the reason why there is none."""
+    def resolve(self, result: m.AnyReply | Exception) -> None:
+        """Set the reply, or the error that refuses the request."""
 
         def poll(late: bool) -> m.AnyReply:
             if isinstance(result, Exception):
@@ -43,12 +43,10 @@ class Pending:
 
 
 def filled(kind: type[StructT], *sources: object, **given: object) -> StructT:
-    """Return a struct: a field is ``given``, or else the attribute of the same name of the first source that has it.
-
-    A counter with the name of its field needs no line here.
+    """Return a struct whose fields are ``given``, or else attributes of that name of the first source that has one.
 
     Raises:
-        AttributeError: a field is nowhere to be found.
+        AttributeError: a field is missing.
     """
     for name in kind.__struct_fields__:
         if name not in given:
@@ -57,13 +55,13 @@ def filled(kind: type[StructT], *sources: object, **given: object) -> StructT:
                     given[name] = getattr(source, name)
                     break
             else:
-                raise AttributeError(f"Nothing that counts has {kind.__name__}.{name}.")
+                raise AttributeError(f"No source has {kind.__name__}.{name}.")
     return kind(**given)
 
 
 RequestT = TypeVar("RequestT", bound=m.AnyRequest)
 Answer: TypeAlias = m.AnyReply | Pending | None
-"""None where the answer comes by other ways, as that of accepted jobs does."""
+"""Return value of a handler; None if there is no reply, as for jobs, whose results are published."""
 Handler: TypeAlias = Callable[["Service", Session, RequestT], Answer]
 
 HANDLERS: dict[type[m.AnyRequest], tuple[m.Exchange, Handler[m.AnyRequest]]] = {}
@@ -74,7 +72,7 @@ def answers(kind: type[RequestT]) -> Callable[[Handler[RequestT]], Handler[Reque
 
     def register(handler: Handler[RequestT]) -> Handler[RequestT]:
         assert kind not in HANDLERS, kind
-        # It is called with requests of its own kind only, which the type of the table cannot say.
+        # The table's type cannot express that a handler gets requests of its own kind only.
         HANDLERS[kind] = m.EXCHANGES[kind], cast("Handler[m.AnyRequest]", handler)
         return handler
 

@@ -1,4 +1,4 @@
-"""What an operator should see to, and how well the daemon works for it."""
+"""The daemon's health: its level, and the problems that an operator should fix."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
     from kvoffd.server.service import Service
 
 PINNED_SHARE = 0.85
-"""From this share of the usable pool on, pinned bytes leave too little for stores. Less than leases may pin."""
+"""Share of the usable pool at which pinned bytes leave too little for stores. Less than leases may pin."""
 DESCRIPTORS_SHARE = 0.8
-"""Of the files that the process may open. What sessions attach is bounded by half of them."""
+"""Share of the limit of open files that is a problem. Sessions may attach up to half of the limit."""
 
 
 def health_reply(service: Service, message: a.Health) -> a.HealthReply:
-    """The daemon's health. That it answers at all says that its loop does. Needs no session."""
+    """Reply to a health request, which needs no session. A reply also proves that the loop runs."""
     traffic = service.traffic
     level, causes = health_of(service, traffic.in_last(MINUTE_S, traffic.total()))
     return a.HealthReply(message.request_id, level, causes)
 
 
 def health_of(service: Service, recent: Window) -> tuple[a.HealthLevel, list[a.HealthProblem]]:
-    """The level, and its causes, the worst first. ``recent``: the last minute."""
+    """Return the level and its causes, the worst first. ``recent``: traffic of the last minute."""
     causes = [a.HealthProblem(reason, sentence) for reason, sentence in _problems(service, recent)]
     if service.sessions.stopping:
         return a.HealthLevel.DOWN, [a.HealthProblem("stopping", "The daemon is stopping."), *causes]
@@ -39,7 +39,7 @@ def health_of(service: Service, recent: Window) -> tuple[a.HealthLevel, list[a.H
 
 
 def _problems(service: Service, recent: Window) -> Iterator[tuple[str, str]]:
-    """A word for the kind, and a sentence that says what to do."""
+    """Yield a word for each problem's kind, and a sentence that says what to do."""
     if service.sockets_problem:
         yield "sockets_lost", service.sockets_problem
     for sentence in service.memory.gpus.problems:
@@ -47,8 +47,8 @@ def _problems(service: Service, recent: Window) -> Iterator[tuple[str, str]]:
     if lost := service.cache.quarantined_slots:
         yield (
             "pool_corrupt",
-            f"{lost} slot{plural(lost)} of the pool did not match the checksum. The blocks are dropped and the slots "
-            "not used any more; check the machine's memory (dmesg, edac-util). A new pool uses all of its memory "
+            f"{lost} slot{plural(lost)} of the pool did not match the checksum. The blocks were dropped and the slots "
+            "are not used any more; check the machine's memory (dmesg, edac-util). A new pool uses all of its memory "
             "again.",
         )
     if service.pool.removed:
@@ -64,14 +64,14 @@ def _problems(service: Service, recent: Window) -> Iterator[tuple[str, str]]:
         yield (
             "pool_pinned",
             f"{format_size(usage.pinned)} of {format_size(usable_bytes)} of the pool are pinned"
-            f"{_most_pinned(service)}: stores find no space. `kvoffd-cli clients` says who holds what. Enlarge the "
-            "pool, or end the sessions that hold blocks and do not load them.",
+            f"{_most_pinned(service)}: stores find no space. `kvoffd-cli clients` shows what each session pins. "
+            "Enlarge the pool, or end the sessions that pin blocks without loading them.",
         )
     if dropped := recent.no_space_keys:
         cause = max(recent.no_space_causes, key=recent.no_space_causes.__getitem__)
         whose, advice = "", "Enlarge the pool."
         if cause == "pinned":
-            whose, advice = _most_pinned(service), "`kvoffd-cli clients` says who holds what."
+            whose, advice = _most_pinned(service), "`kvoffd-cli clients` shows what each session pins."
         elif cause == "quota":
             whose, advice = _full_quota(service), "`kvoffd-cli namespaces quota` raises it."
         yield (
@@ -83,25 +83,24 @@ def _problems(service: Service, recent: Window) -> Iterator[tuple[str, str]]:
     if late >= LEAST_LATE and late > LATE_SHARE * lookups:
         yield (
             "lookups_late",
-            f"In the last {over} engines did not get the answers of {format_count(late)} of {format_count(lookups)} "
-            "lookups in the time that computing the prompts takes, so they computed them. The daemon or the engines "
-            "get too little CPU: give the daemon a core of its own (CPUAffinity= in its systemd unit), or run less on "
-            "this machine.",
+            f"In the last {over} {format_count(late)} of {format_count(lookups)} lookups took longer than computing "
+            "the prompts, so engines computed them. The daemon or the engines get too little CPU: give the daemon a "
+            "core of its own (CPUAffinity= in its systemd unit), or run less on this machine.",
         )
     if service.sessions.of_engines >= (most := service.config.max_sessions):
         yield (
             "sessions_taken",
             f"All {most} sessions are taken: further engines are refused, and run without the cache. `kvoffd-cli "
-            "clients` says who has them; close some, or raise max_sessions.",
+            "clients` lists them; close some, or raise max_sessions.",
         )
-    # libzmq ends the process where it has no descriptor for a connection.
+    # libzmq aborts the process if it has no descriptor for a connection.
     open_files, most_files = open_descriptors(), descriptor_limits()[0]
     if open_files > DESCRIPTORS_SHARE * most_files:
         yield (
             "descriptors",
-            f"{format_count(open_files)} of the {format_count(most_files)} files that the daemon may open are open. "
-            "With the last one it ends, and starts again. Something keeps connections open or registers memory in many "
-            "pieces: `ss -xp` and `kvoffd-cli clients` say who. End it, or raise the limit (LimitNOFILE= in the "
+            f"{format_count(open_files)} of the {format_count(most_files)} files that the daemon may open are open. At "
+            "the limit it crashes and restarts. A client keeps many connections open, or registers memory in many "
+            "pieces: `ss -xp` and `kvoffd-cli clients` show which. End it, or raise the limit (LimitNOFILE= in the "
             "systemd unit, ulimit -n).",
         )
     if service.http_problem:
@@ -109,16 +108,16 @@ def _problems(service: Service, recent: Window) -> Iterator[tuple[str, str]]:
 
 
 def _full_quota(service: Service) -> str:
-    """The namespace whose quota refused the most, as the middle of a sentence."""
+    """Return the namespace whose quota refused the most blocks, as a part of a sentence."""
     one = max(service.cache.namespaces.values(), key=lambda one: one.totals.no_space["quota"], default=None)
     quota_bytes = None if one is None else service.cache.quotas.get(one.fingerprint)
-    if one is None or quota_bytes is None:  # it was forgotten, or its quota was taken away
+    if one is None or quota_bytes is None:  # it was forgotten, or its quota was removed
         return ""
     return f" ({one.label} {namespace_id(one.fingerprint)}, at most {format_size(quota_bytes)})"
 
 
 def _most_pinned(service: Service) -> str:
-    """The session that holds the most, as the middle of a sentence."""
+    """Return the session that pins the most, as a part of a sentence."""
     found = [
         (service.cache.leases_of(one.id).nbytes, one.id, one.name or one.role or "new") for one in service.sessions
     ]

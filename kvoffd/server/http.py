@@ -1,10 +1,10 @@
 """HTTP for scrapers, probes and people: /metrics, /healthz, /readyz, /stats.json and, at /, a page that shows them.
 
-/healthz is 200 while the loop that serves engines answers and engines can connect, whatever else is wrong: a restart
-mends nothing else. /readyz is 200 while the daemon takes sessions. Both name the problems that the daemon knows of.
+/healthz is 200 while the loop answers and engines can connect, whatever else is wrong: a restart would fix nothing
+else. /readyz is 200 while the daemon accepts sessions. Both list the known problems.
 
-Each connection has a thread and one request. The loop is asked for what is answered, which proves that it turns. An
-answer is for all who ask within a second: any process of the machine may ask, and lookups must not wait for that.
+Each connection has a thread and one request. Answers are computed in the loop, which proves that it runs. They are
+cached for a second: any process of the machine may ask, and must not slow down lookups.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REQUEST_S = 5.0
-"""For a request to arrive, and for its answer to be read."""
+"""Time for a request to arrive, and for its answer to be read."""
 LOOP_S = 2.0
 FRESH_S = 1.0
 MAX_CONNECTIONS = 32
@@ -46,7 +46,7 @@ POLICY = (
     "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-"""What the page may do: it has no other source than this daemon."""
+"""Content-Security-Policy: the page uses no other source than this daemon."""
 
 ReplyT = TypeVar("ReplyT")
 
@@ -71,15 +71,15 @@ def _sentence(status: HTTPStatus, text: str) -> _Answer:
 
 
 class HttpServer:
-    """Listens once it is made, answers from ``start`` on. Raises KvoffdError when the address cannot be had."""
+    """Listens when constructed, answers after ``start``. Raises KvoffdError if the address is unusable."""
 
     def __init__(self, address: str, daemon: Daemon, loop: asyncio.AbstractEventLoop) -> None:
         self._daemon, self._loop = daemon, loop
         self._dashboard = Path(__file__).with_name("dashboard.html").read_bytes()
         self._locks = {path: threading.Lock() for path in PATHS}
         self._fresh: dict[str, tuple[float, _Answer]] = {}
-        self._places = threading.Semaphore(2 * MAX_CONNECTIONS)
-        """For connections; more wait in the kernel."""
+        self._free = threading.Semaphore(2 * MAX_CONNECTIONS)
+        """Connections that may still be accepted; more wait in the kernel's backlog."""
         self._lock = threading.Lock()
         self._open: list[socket.socket] = []
         """Oldest first; guarded by ``_lock``."""
@@ -89,8 +89,8 @@ class HttpServer:
             self._listeners = _listeners(host, port)
         except OSError as error:
             raise KvoffdError(
-                f"The HTTP address {host}:{port} cannot be listened on ({error.strerror or error}); "
-                "free it and restart this daemon, choose another with --http-address, or give an empty one for no HTTP."
+                f"The HTTP address {host}:{port} cannot be used ({error.strerror or error}); free it and restart this "
+                "daemon, choose another with --http-address, or give an empty one to disable HTTP."
             ) from error
 
     def start(self) -> None:
@@ -104,7 +104,7 @@ class HttpServer:
             _shut(listener)
 
     def answer(self, path: str) -> _Answer:
-        """Answer a GET. In a connection's thread."""
+        """Answer a GET. Called in a connection's thread."""
         if path == "/":
             return _Answer(HTTPStatus.OK, self._dashboard, "text/html; charset=utf-8")
         if path not in PATHS:
@@ -137,12 +137,12 @@ class HttpServer:
             return _sentence(HTTPStatus.SERVICE_UNAVAILABLE, "The daemon is starting or stopping.")
         if path == "/stats.json":
             return _Answer(HTTPStatus.OK, msgspec.json.encode(stats), "application/json")
-        from kvoffd.observe.metrics import render_metrics  # imports for too long to be waited for at a start
+        from kvoffd.observe.metrics import render_metrics  # a slow import, which would delay the start
 
         return _Answer(HTTPStatus.OK, render_metrics(stats), "text/plain; version=0.0.4; charset=utf-8")
 
     def _ask(self, question: Callable[[], ReplyT]) -> ReplyT:
-        """Have the loop answer. Raises TimeoutError."""
+        """Call ``question`` in the loop and return its result. Raises TimeoutError."""
         reply: Future[ReplyT] = Future()
 
         def ask() -> None:
@@ -161,16 +161,16 @@ class HttpServer:
     # --- connections: each has a thread and one request -------------------------------------------
 
     def _accept(self, listener: socket.socket) -> None:
-        """Accept connections until ``close``. In a thread of its own, which sleeps while nobody connects.
+        """Accept connections until ``close``, in a thread of its own.
 
-        A connection too many takes the place of the oldest: a probe is answered however many others are idle.
+        Beyond the limit the oldest connection is closed, so that idle ones never block a probe.
         """
         with listener:
-            while self._places.acquire() and not self._ended:
+            while self._free.acquire() and not self._ended:
                 try:
                     connection, _ = listener.accept()
                 except OSError:
-                    self._places.release()
+                    self._free.release()
                     time.sleep(0 if self._ended else RETRY_S)
                     continue
                 with self._lock:
@@ -179,14 +179,14 @@ class HttpServer:
                         _shut(self._open[-MAX_CONNECTIONS - 1])
                 try:
                     threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
-                except RuntimeError:  # there is no thread for it
+                except RuntimeError:  # no thread can be started
                     self._close(connection)
 
     def _close(self, connection: socket.socket) -> None:
         with self._lock:
             self._open.remove(connection)
             connection.close()
-        self._places.release()
+        self._free.release()
 
     def _serve(self, connection: socket.socket) -> None:
         try:
@@ -195,14 +195,14 @@ class HttpServer:
                 connection.sendall(answer.encode())
                 _finish(connection)
         except OSError:
-            pass  # the peer went away, or does not read: there is nobody to tell
+            pass  # the peer is gone, or does not read
         except Exception:
             logger.exception("An HTTP connection failed inside the daemon.")
         finally:
             self._close(connection)
 
     def _read_and_answer(self, connection: socket.socket) -> _Answer | None:
-        """The answer to the connection's request; None when the peer closed without one."""
+        """Return the answer to the connection's request; None if the peer closed without one."""
         head, until = b"", time.monotonic() + REQUEST_S
         while b"\r\n\r\n" not in head:
             if len(head) > MAX_REQUEST_BYTES:
@@ -222,16 +222,14 @@ class HttpServer:
             return _sentence(HTTPStatus.METHOD_NOT_ALLOWED, "Only GET is served.")
         path = words[1].split(b"?", 1)[0].decode(errors="replace")
         if path in FOR_BROWSERS and not _is_here(head):
-            return _sentence(
-                HTTPStatus.FORBIDDEN, "Ask for this by an address, by localhost or by this machine's name."
-            )
+            return _sentence(HTTPStatus.FORBIDDEN, "Use an IP address, localhost or this machine's name as the host.")
         return self.answer(path)
 
 
 def _is_here(head: bytes) -> bool:
-    """Whether a request's Host is an address, a name without a dot, or this machine's name.
+    """Return whether the Host header is an address, a name without a dot, or this machine's name.
 
-    A page from elsewhere whose own name was made to lead here has another one (DNS rebinding), and reads nothing.
+    That protects against DNS rebinding: a foreign page whose name resolves to this machine reads nothing.
     """
     found = [
         line[5:].strip().decode(errors="replace") for line in head.split(b"\r\n")[1:] if line[:5].lower() == b"host:"
@@ -247,9 +245,9 @@ def _is_here(head: bytes) -> bool:
 
 
 def _listeners(host: str, port: int) -> list[socket.socket]:
-    """Sockets that listen wherever the host is; ``*`` is everywhere, by IPv4 and IPv6. Raises OSError.
+    """Return sockets that listen on all addresses of a host; ``*`` is every interface, IPv4 and IPv6. Raises OSError.
 
-    ``localhost`` may be an IPv6 address that the machine, without IPv6, does not have: it is passed over.
+    Addresses that the machine lacks are skipped if another one works: ``localhost`` may include ::1 without IPv6.
     """
     if host == ALL_INTERFACES:
         if socket.has_dualstack_ipv6():
@@ -275,7 +273,7 @@ def _receive(connection: socket.socket, until: float) -> bytes:
 
 
 def _finish(connection: socket.socket) -> None:
-    """Get the answer to the peer: closing with parts of the request unread would reset the connection first."""
+    """Read the rest of the request: closing before would reset the connection, and the answer might be lost."""
     connection.shutdown(socket.SHUT_WR)
     until = time.monotonic() + REQUEST_S
     for _ in range(MAX_DISCARDED_BYTES // MAX_REQUEST_BYTES):
@@ -287,4 +285,4 @@ def _shut(opened: socket.socket) -> None:
     try:
         opened.shutdown(socket.SHUT_RDWR)
     except OSError:
-        pass  # its peer was faster
+        pass  # the peer closed first

@@ -1,12 +1,12 @@
-"""Stores and loads: a Submit is accepted whole or refused whole, and each accepted job has exactly one result.
+"""Stores and loads: a Submit is accepted or refused as a whole, and each accepted job has exactly one result.
 
-The stores of one message are one copy, a load is a copy of its own. An engine copies in threads of its own, and
-``Host.post`` brings the end of a copy back.
+The stores of one message are one copy, each load is another. Copy engines have their own threads, and report the end of
+a copy by ``Host.post``.
 
-A copy on a GPU that hangs does not come back at its deadline. A store of that kind is answered all the same: the
-engine's blocks are only read, and the slots hold nothing that anyone may read. They stay taken, and the registration
-mapped, until the copy has ended after all. A load of that kind is not answered: its bytes may still land in the
-engine's blocks, which the engine keeps until it has the result or the lifeline has ended.
+A copy that hangs on a GPU does not end at its deadline. A store gets its result all the same: the copy only reads the
+engine's blocks, and its slots are not readable. They stay allocated, and the registration mapped, until the copy ends.
+A load gets none: it may still write to the engine's blocks, which the engine keeps until it has the result or the
+lifeline has ended.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ logger = logging.getLogger(__name__)
 
 ID_LIMIT = 2**31
 QUIET_S = 0.05
-"""Engines that have copied nothing for so long do not copy."""
+"""Time without a copy after which engines count as idle."""
 MAX_UNACKNOWLEDGED_BYTES = 2 << 20
-"""Of a session's results, of which one may name thousands of keys. One ResultsReply has all of them."""
+"""Limit of a session's unacknowledged results, all of which fit a ResultsReply. One may name thousands of keys."""
 
 ERROR_OF_OUTCOME = {
     Outcome.CANCELLED: ErrorCode.CANCELLED,
@@ -70,66 +70,65 @@ ERROR_OF_OUTCOME = {
 
 @dataclass
 class DirectionCounters:
-    """What happened to the jobs of one direction."""
+    """Counters of one direction's jobs."""
 
     jobs: int = 0
     failed_jobs: int = 0
     bytes: int = 0
 
 
-# --- what a message asks for ----------------------------------------------------------------------
+# --- parts of a message ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupPart:
-    """What the stores, or the loads, of a message name of one group. It is sound."""
+    """One group's keys and blocks in the stores, or the loads, of a message, after all checks."""
 
     group: int
     layout: GroupLayout
     keys: bytes
-    """Of all its jobs, in their order, end to end."""
+    """Keys of all its jobs, in order, end to end."""
     split: list[bytes]
-    """The same, one by one."""
+    """The keys as a list."""
     block_ids: npt.NDArray[np.int32]
     """[m] engine blocks."""
     spans: list[JobSpan]
-    """Of the jobs that name the group, in their order."""
+    """Ranges of the jobs with this group, in order."""
     parents: bytes
-    """Of each key, end to end; empty where no store sent them."""
+    """Parents of the keys, end to end; empty if no store sent them."""
     token_ids: bytes
-    """Of each key's block, end to end; empty where no store sent them."""
+    """Token ids of the keys' blocks, end to end; empty if no store sent them."""
     first_blocks: Mapping[int, int]
-    """By number of a key, the engine block from which on it is written, where that is not the first."""
+    """First stored engine block by number of the key, if it is not 0."""
     starts: Sequence[int] | None
-    """Of a store: the first key of each job; None where the policy has no say."""
+    """First key of each store; None for loads, and for stores that the policy must admit."""
 
     def tokens(self) -> Mapping[bytes, BlockTokens]:
-        """By key, its parent and token ids, which its store sent."""
+        """Return parent and token ids by key."""
         size, each = len(self.parents) // len(self.split), len(self.token_ids) // len(self.split)
         return {
             key: BlockTokens(self.parents[at * size : (at + 1) * size], self.token_ids[at * each : (at + 1) * each])
             for at, key in enumerate(self.split)
         }
 
-    def put_by_job(self, numbers: Sequence[int], found: dict[int, list[GroupKeys]]) -> None:
-        """Put the keys of these numbers, ascending, among those of their jobs."""
+    def add_by_job(self, numbers: Sequence[int], found: dict[int, list[GroupKeys]]) -> None:
+        """Add the keys of these numbers, ascending, to the lists of their jobs."""
         for span in self.spans:
-            some = numbers[bisect_left(numbers, span.key) : bisect_left(numbers, span.keys_end)]
-            if some:
-                found[span.job].append(GroupKeys(self.group, b"".join([self.split[number] for number in some])))
+            own = numbers[bisect_left(numbers, span.key) : bisect_left(numbers, span.keys_end)]
+            if own:
+                found[span.job].append(GroupKeys(self.group, b"".join([self.split[number] for number in own])))
 
 
 def checked_parts(
     registration: Registration, batch: Stores | Loads, *, storing: bool, is_offered: bool = True
 ) -> list[GroupPart]:
-    """What some jobs ask for, by group; ``is_offered``: the policy may refuse stores. Raises KvoffdError where one of
-    them is not in order."""
+    """Check jobs and return their parts by group; ``is_offered``: the policy may reject stores. Raises KvoffdError."""
     namespace, jobs, parts = registration.namespace, len(batch.job_ids), list[GroupPart]()
     named: set[int] = set()
     for part in batch.groups:
         group = part.group
         if not 0 <= group < len(namespace.groups) or len(part.keys) % namespace.key_bytes:
-            namespace.check(group, part.keys)  # which raises
+            namespace.check(group, part.keys)  # raises
         if any(other.group == group for other in parts):
             raise BadKeys(f"Group {group} comes twice; put its keys into one part, or send two messages.")
         keys: list[bytes] = np.frombuffer(part.keys, namespace.key_type).tolist()
@@ -141,12 +140,12 @@ def checked_parts(
             raise kind(str(error)) from None
         named.update([span.job for span in spans])
         block_ids = np.frombuffer(part.block_ids, dtype="<i4")
-        # One comparison: a negative id is a large one without its sign.
+        # One comparison: a negative id is a large unsigned number.
         limit = min(layout.block_limit, ID_LIMIT)
         if block_ids.size and int(block_ids.view(np.uint32).max()) >= limit:
             wrong = block_ids[(block_ids < 0) | (block_ids >= limit)][0]
             raise BadBlockIds(
-                f"Block id {wrong} lies outside the registered tensors; name blocks from 0 to {layout.block_limit - 1}."
+                f"Block id {wrong} is outside the registered tensors; use ids from 0 to {layout.block_limit - 1}."
             )
         if len(set(keys)) < len(keys) and any(len(set(keys[at:end])) < end - at for _, at, end, *_ in spans):
             raise BadKeys(f"A key of group {group} occurs twice in one job; send each key once.")
@@ -175,7 +174,7 @@ def checked_parts(
             )
         )
     if len(named) < jobs:
-        raise BadBlockIds("A job has no keys and no block ids; leave it out.")
+        raise BadBlockIds("A job has neither keys nor block ids; leave it out.")
     return parts
 
 
@@ -184,50 +183,50 @@ def checked_parts(
 
 @dataclass(eq=False)
 class Job:
-    """A copy that was accepted, until it touches nothing any more: the stores of one message, or a load."""
+    """An accepted copy, until it touches no memory any more: the stores of one message, or a load."""
 
     direction: ClassVar[Direction]
 
     ids: Sequence[int]
-    """The client's jobs, each unique among the session's unfinished jobs."""
+    """Ids of the client's jobs, unique among the session's unfinished ones."""
     session: Session
     registration: Registration
     accepted_at: float
-    """Before slots are taken: to evict for it is part of what it costs its engine."""
+    """Start of its deadline: before the evictions for its slots, since its engine waits for them too."""
     copies: list[BlockCopy] = field(default_factory=list, init=False)
     nbytes: int = field(default=0, init=False)
-    """That it copies."""
+    """Bytes to copy."""
     checksums: SlotChecksums | None = field(default=None, init=False)
     transfer: Transfer | None = field(default=None, init=False)
     answered: bool = field(default=False, init=False)
-    """It has its results. Where its copy hangs it still holds its slots and the client's memory."""
+    """Whether it has its results. If its copy hangs, it still uses its slots and the client's memory."""
 
     @property
     def pieces(self) -> int:
-        """That it copies at most."""
+        """Largest number of pieces to copy."""
         return sum([copy.block_ids.size * len(copy.layout.layers) for copy in self.copies])
 
     def plan(self) -> Plan:
         return plan_blocks(self.direction, self.copies)
 
     def withdraw(self) -> bool:
-        """Take its transfer out of the queue. False where there is none, or its copy has begun."""
+        """Remove its transfer from the queue; return False if there is none, or its copy has begun."""
         transfer, queues = self.transfer, self.registration.memory.engine.queues
         return transfer is not None and queues[self.direction].cancel(transfer)
 
 
 @dataclass(eq=False)
 class StoreBatch(Job):
-    """The stores of one message. Checksums are by part and key."""
+    """The stores of one message. Checksums are in the order of parts and keys."""
 
     direction = Direction.STORE
     parts: Sequence[GroupPart]
     ticket: StoreTicket | None = field(default=None, init=False)
     copied_bytes: list[int] = field(default_factory=list, init=False)
-    """By store."""
+    """Bytes to copy for each store."""
 
     def begin(self, cache: Cache, pool: Pool) -> None:
-        """Take slots for what is absent. ``abort`` undoes it, also where it raises."""
+        """Take slots for absent keys. ``abort`` undoes it, even after an error."""
         registration = self.registration
         self.copied_bytes = [0] * len(self.ids)
         places: list[tuple[int, int]] = []
@@ -253,10 +252,9 @@ class StoreBatch(Job):
             self.checksums = SlotChecksums(pool.digests, places, [0] * len(places), pool_address=pool.mapping.address)
 
     def end(self, cache: Cache, seconds: float, error: ErrorCode | None, *, hangs: bool = False) -> list[JobResult]:
-        """The copy has ended: where ``error`` is None all was copied that found space, and its blocks become readable.
-        Returns a result for each store.
+        """Commit the copied blocks, or drop them if there is an ``error``. Return a result for each store.
 
-        ``hangs``: the copy may still write. Others may store its keys elsewhere in the pool; ``abort`` is to follow.
+        ``hangs``: the copy may still write. Its keys may be stored in other slots, and ``abort`` must follow.
         """
         assert self.ticket is not None
         if hangs:
@@ -277,13 +275,13 @@ class StoreBatch(Job):
         rejected: defaultdict[int, list[GroupKeys]] = defaultdict(list)
         for part, stored in zip(self.parts, self.ticket.parts, strict=True):
             lost, refused = stored.no_space, stored.rejected
-            if stored.again:  # a key that comes twice fares the same both times
-                lost, refused = (_with_again(part.split, some, stored.again) for some in (lost, refused))
-            if error is not None:  # a store whose keys were all there lost nothing
-                lost = sorted({*lost, *stored.copy, *stored.again}.difference(refused))
+            if stored.duplicates:  # a repeated key has the same result every time
+                lost, refused = (_with_repeats(part.split, one, stored.duplicates) for one in (lost, refused))
+            if error is not None:  # a store without keys to copy lost nothing
+                lost = sorted({*lost, *stored.copy, *stored.duplicates}.difference(refused))
             if lost or refused:
-                part.put_by_job(lost, failed)
-                part.put_by_job(refused, rejected)
+                part.add_by_job(lost, failed)
+                part.add_by_job(refused, rejected)
         code = ErrorCode.SESSION_ENDED if self.session.ended else error or ErrorCode.NO_SPACE
         copied = [0] * len(self.ids) if error is not None else self.copied_bytes
         return [
@@ -294,20 +292,20 @@ class StoreBatch(Job):
         ]
 
     def abort(self, cache: Cache) -> None:
-        """Give the slots back: what is in them counts for nothing."""
+        """Free the slots; their content is not used."""
         if self.ticket is not None:
             cache.abort_store(self.ticket)
 
 
-def _with_again(keys: Sequence[bytes], numbers: Sequence[int], again: Sequence[int]) -> list[int]:
-    """The numbers, and those ``again`` of the same keys, ascending."""
+def _with_repeats(keys: Sequence[bytes], numbers: Sequence[int], repeats: Sequence[int]) -> list[int]:
+    """Return the numbers, and those of ``repeats`` with the same keys, ascending."""
     named = {keys[number] for number in numbers}
-    return sorted([*numbers, *(number for number in again if keys[number] in named)])
+    return sorted([*numbers, *(number for number in repeats if keys[number] in named)])
 
 
 @dataclass(eq=False)
 class LoadJob(Job):
-    """A load. Tickets are by part, checksums those of ``checks``."""
+    """A load, with a ticket for each part, and checksums of ``checks``."""
 
     direction = Direction.LOAD
     parts: Sequence[tuple[GroupPart, JobSpan]]
@@ -315,25 +313,25 @@ class LoadJob(Job):
     keep_lease: bool
     tickets: list[LoadTicket] = field(default_factory=list, init=False)
     checks: list[Check] = field(default_factory=list, init=False)
-    """Slots that are compared with their checksums."""
+    """Slots to compare with their checksums."""
     failed: list[GroupKeys] = field(default_factory=list, init=False)
-    """Keys that are known to be not ready, or not whole."""
+    """Keys that are not ready, or corrupt."""
     error: ErrorCode | None = field(default=None, init=False)
-    """Why it cannot be done, where that is known before it is copied."""
+    """Error of a load that fails without a copy."""
 
     def begin(self, cache: Cache, pool: Pool, *, verify: bool) -> None:
-        """Hold the slots; nothing is copied where a block is not ready. ``abort`` undoes it.
+        """Hold the slots. If a block is not ready, nothing is copied. ``abort`` undoes it.
 
-        ``verify``: all slots are compared with their checksums, else those that nobody has compared since an earlier
-        daemon wrote them.
+        ``verify``: compare all slots with their checksums, instead of only those that an earlier daemon wrote and that
+        were not compared since.
         """
         registration = self.registration
-        whose = registration.namespace, registration.rank, self.lease_id
+        owner = registration.namespace, registration.rank, self.lease_id
         size = registration.namespace.key_bytes
         for part, span in self.parts:
             keys, first = part.keys[span.key * size : span.keys_end * size], span.first_block
             try:
-                ticket = cache.begin_load(*whose, part.group, keys, first)
+                ticket = cache.begin_load(*owner, part.group, keys, first)
             except (NotReady, UnknownLease) as refusal:
                 missing = refusal.missing if isinstance(refusal, NotReady) else range(span.keys_end - span.key)
                 self.failed.append(GroupKeys(part.group, b"".join([part.split[span.key + at] for at in missing])))
@@ -356,18 +354,18 @@ class LoadJob(Job):
             self.checksums = SlotChecksums(pool.digests, places, [0] * len(places), expected)
 
     def abort(self, cache: Cache) -> None:
-        """Hold nothing any more; the lease lives on."""
+        """Release the slots and keep the lease."""
         cache.end_load(self.tickets)
 
     def end(self, cache: Cache, seconds: float, error: ErrorCode | None, *, hangs: bool = False) -> list[JobResult]:
-        """The copy has ended, well where ``error`` is None. Returns the result."""
-        assert not hangs, "its bytes may still land"
+        """End the load after its copy and return its result; ``error`` is that of the copy."""
+        assert not hangs, "the copy may still write"
         if self.checksums is not None:
             for check, found in zip(self.checks, self.checksums.sums, strict=True):
                 if found:
                     apply_check(cache, check, found)
         if cache.mismatches:
-            # What somebody else found wrong in the meantime is wrong for this load too.
+            # Another load or the scrubber may have found a block of this load corrupt since it began.
             corrupt = [GroupKeys(one.group.index, keys) for one in self.tickets if (keys := cache.corrupt_keys(one))]
             self.failed += corrupt
             error = ErrorCode.CHECKSUM if corrupt else error
@@ -386,14 +384,14 @@ _wrong_slots = RareWarnings(logger, logging.ERROR)
 
 
 def apply_check(cache: Cache, check: Check, checksum: int) -> bool:
-    """Act on the checksum that a slot's bytes have; False, and a line in the log once a minute, where it is wrong."""
+    """Act on the computed checksum of a slot; if it is wrong, return False and log that, at most once a minute."""
     record = cache.table.records[check.slot]
     key = record["key"][: record["key_bytes"]].tobytes()
     if cache.check(check.slot, check.generation, checksum):
         return True
     _wrong_slots.warn(
-        "The bytes of key %s (group %d, rank %d) at pool offset %d do not match their checksum: the block is dropped "
-        "and its slot not used any more; %d slots were found wrong so far. Something wrote over them, or the machine's "
+        "The bytes of key %s (group %d, rank %d) at pool offset %d do not match their checksum: the block is dropped, "
+        "and its slot is not used any more; %d mismatches so far. Something overwrote the slot, or the machine's "
         "memory fails.",
         key.hex(),
         record["group"],
@@ -405,7 +403,7 @@ def apply_check(cache: Cache, check: Check, checksum: int) -> bool:
 
 
 class Jobs:
-    """The jobs of all sessions, from their acceptance until their copy has ended."""
+    """The jobs of all sessions, from acceptance until their copies have ended."""
 
     def __init__(self, config: Config, cache: Cache, pool: Pool, host: Host) -> None:
         self._config = config
@@ -413,28 +411,28 @@ class Jobs:
         self._pool = pool
         self._host = host
         self.running: dict[Job, None] = {}
-        """All whose copy may still touch memory, oldest first."""
+        """Jobs whose copies may still touch memory, oldest first."""
         self.quiet_at = -inf
-        """When engines will have copied nothing for ``QUIET_S``; ``inf`` while they copy."""
+        """Time at which engines will have been idle for ``QUIET_S``; ``inf`` while they copy."""
         self.verify_due = 0.0
-        """From 1 on a load compares all its slots: ``verify_share`` of the loads do."""
+        """Sum of ``verify_share`` over loads; at 1 a load compares all its slots."""
         self.with_results: dict[int, Session] = {}
-        """Sessions with results that were not published yet, by id."""
+        """Sessions with unpublished results, by id."""
         self.counters = {direction: DirectionCounters() for direction in Direction}
         self.cancelled_stores = 0
-        """Stores that a Cancel ended before their copy began."""
+        """Number of stores that were cancelled before their copy began."""
 
     @property
     def unfinished(self) -> int:
         return sum(len(job.ids) for job in self.running)
 
     def start(self, job: StoreBatch | LoadJob) -> None:
-        """Run a job. It ends, maybe at once, whatever becomes of its copy."""
+        """Run a job. It ends in any case, perhaps before this returns."""
         session = job.session
         session.jobs.update(dict.fromkeys(job.ids, job))
         session.in_flight += len(job.ids)
         session.pieces += job.pieces
-        assert job.registration.on_closed is None, "memory that is being closed takes no jobs"
+        assert job.registration.on_closed is None, "a registration that is being closed accepts no jobs"
         job.registration.jobs += 1
         self.running[job] = None
         self.quiet_at = inf
@@ -452,21 +450,21 @@ class Jobs:
         try:
             job.registration.memory.engine.queues[job.direction].submit(job.transfer)
         except Exception:
-            # It is accepted and holds slots: whatever went wrong, its end must free them.
-            logger.exception("A transfer could not be handed to the copy engine; its job fails.")
+            # The job is accepted and has slots, so it must end.
+            logger.exception("The copy engine did not accept a transfer; its job fails.")
             self.finished(job, Outcome.FAILED)
 
     def finished(self, job: StoreBatch | LoadJob, outcome: Outcome, *, hangs: bool = False) -> None:
-        """The copy has ended: nothing touches the job's slots and the client's memory any more.
+        """End a job whose copy does not touch slots or the client's memory any more.
 
-        ``hangs``: it has not, long after its deadline. A store has its results all the same, see above.
+        ``hangs``: the copy has not ended long after its deadline. A store gets its results all the same, see above.
         """
         if hangs and isinstance(job, LoadJob):
             return
         session, now, error = job.session, self._host.now(), ERROR_OF_OUTCOME.get(outcome)
         seconds = job.transfer.copy_s if job.transfer is not None else 0.0
-        # The client may have given its blocks to another request the moment it closed its lifeline, so what was copied
-        # of them counts only if the lifeline is still open now, after the copy.
+        # A client may reuse its blocks as soon as it has closed its lifeline, so the copied bytes count only if the
+        # lifeline is still open after the copy.
         if isinstance(job, StoreBatch) and error is None and (session.ended or not session.lifeline.alive()):
             error = ErrorCode.CANCELLED
         try:
@@ -475,8 +473,8 @@ class Jobs:
             else:
                 results = job.end(self._cache, seconds, error, hangs=hangs)
         except Exception:
-            # What it held stays held: nobody knows what of it may be read, or given to others.
-            logger.exception("The end of a copy failed inside the daemon; its jobs fail.")
+            # Its slots are not freed: it is unknown whether they may be read or reused.
+            logger.exception("Ending a copy failed inside the daemon; its jobs fail.")
             results = [JobResult(job_id, False, 0, seconds, ErrorCode.INTERNAL) for job_id in job.ids]
         if not job.answered:
             job.answered = True
@@ -498,7 +496,7 @@ class Jobs:
         self.quiet_at = inf if self.running else now + QUIET_S
         session.in_flight -= len(job.ids)
         session.pieces -= job.pieces
-        job.transfer = None  # they refer to each other
+        job.transfer = None  # breaks a reference cycle
         job.registration.jobs -= 1
         if job.registration.on_closed is not None:
             job.registration.close_if_idle()
@@ -506,7 +504,7 @@ class Jobs:
             session.release_if_idle()
 
     def abandon(self, jobs: Iterable[Job]) -> None:
-        """Stop jobs, in this order: those that wait now, those that run at their next step."""
+        """Stop jobs, in this order: queued ones now, running ones at their next step."""
         for job in dict.fromkeys(jobs):
             if job.transfer is not None and not job.withdraw():
                 job.transfer.must_end(Outcome.FAILED)
@@ -517,51 +515,51 @@ class Jobs:
 
 @answers(Submit)
 def submit(service: Service, session: Session, message: Submit) -> None:
-    """Accept stores and loads, all or none. Their results are the answer."""
+    """Accept stores and loads, all or none. Their results are published instead of a reply."""
     cache, pool, jobs, limits = service.cache, service.pool, service.jobs, service.config.limits
     stores, loads, log, accepted_at = message.stores, message.loads, session.completions, service.clock()
     log.acknowledge(message.acknowledged)
     registration = session.registrations[message.registration_id]
-    of_loads = checked_parts(registration, loads, storing=False)
-    of_stores = checked_parts(registration, stores, storing=True, is_offered=not session.operator)
+    load_parts = checked_parts(registration, loads, storing=False)
+    store_parts = checked_parts(registration, stores, storing=True, is_offered=not session.operator)
     ids = [*stores.job_ids, *loads.job_ids]
     if len(set(ids)) < len(ids) or not session.jobs.keys().isdisjoint(ids):
         raise KvoffdError.of(ErrorCode.DUPLICATE_JOB)
     if not len(loads.job_ids) == len(loads.lease_ids) == len(loads.keep_lease):
         raise BadKeys(
-            f"{len(loads.job_ids)} loads, {len(loads.lease_ids)} leases and {len(loads.keep_lease)} times whether "
-            "to keep them; send one of each for each load."
+            f"The message has {len(loads.job_ids)} loads, {len(loads.lease_ids)} lease_ids and {len(loads.keep_lease)} "
+            "values of keep_lease; send one of each for each load."
         )
-    parts = (*of_loads, *of_stores)
+    parts = (*load_parts, *store_parts)
     keys = sum([len(part.split) for part in parts])
     pieces = sum([part.block_ids.size * len(part.layout.layers) for part in parts])
-    of_memory = sum([layout.block_limit * len(layout.layers) for layout in registration.layouts])
+    memory_pieces = sum([layout.block_limit * len(layout.layers) for layout in registration.layouts])
     for count, most, what in (
         (len(ids), limits.max_jobs_per_message, "jobs in one message"),
         (keys, limits.max_keys_per_submit, "keys in one message"),
         (session.in_flight + len(ids), limits.max_jobs_in_flight, "jobs in flight with these"),
-        (session.pieces + pieces, max(limits.max_pieces_in_flight, 2 * of_memory), "pieces in flight with these"),
+        (session.pieces + pieces, max(limits.max_pieces_in_flight, 2 * memory_pieces), "pieces in flight with these"),
     ):
         if count > most:
-            why = f"{count} {what}; {most} are allowed. Send several messages, or wait for results."
+            why = f"{count} {what}; the limit is {most}. Send several messages, or wait for results."
             raise KvoffdError(why, ErrorCode.TOO_MANY)
     if log.nbytes >= MAX_UNACKNOWLEDGED_BYTES:
         raise KvoffdError("The session does not acknowledge its results; do so in each Submit.", ErrorCode.TOO_MANY)
     wanted: list[list[tuple[GroupPart, JobSpan]]] = [[] for _ in loads.job_ids]
-    for part in of_loads:
+    for part in load_parts:
         for span in part.spans:
             wanted[span.job].append((part, span))
     begun: list[StoreBatch | LoadJob] = []
     try:
-        for job_id, lease_id, keep, asked in zip(loads.job_ids, loads.lease_ids, loads.keep_lease, wanted, strict=True):
-            load = LoadJob((job_id,), session, registration, accepted_at, asked, lease_id, keep)
+        for job_id, lease_id, keep, spans in zip(loads.job_ids, loads.lease_ids, loads.keep_lease, wanted, strict=True):
+            load = LoadJob((job_id,), session, registration, accepted_at, spans, lease_id, keep)
             begun.append(load)
             jobs.verify_due += service.config.verify_share
             verify = jobs.verify_due >= 1.0
             jobs.verify_due -= verify
             load.begin(cache, pool, verify=verify)
         if stores.job_ids:
-            batch = StoreBatch(stores.job_ids, session, registration, accepted_at, of_stores)
+            batch = StoreBatch(stores.job_ids, session, registration, accepted_at, store_parts)
             begun.append(batch)
             batch.begin(cache, pool)
     except BaseException:
@@ -574,10 +572,9 @@ def submit(service: Service, session: Session, message: Submit) -> None:
 
 @answers(Cancel)
 def cancel(service: Service, session: Session, message: Cancel) -> CancelReply:
-    """Fail jobs that have not started. Returns the ids of these, and those given whose bytes move, or will.
+    """Fail jobs whose copy has not begun. Returns their ids, and the requested ids of the other unfinished jobs.
 
-    Stores that are copied together are cancelled together, all of them when one is to be. Unknown ids have ended and
-    are in neither list.
+    The stores of one message are cancelled together. Unknown ids have ended and are in neither list.
     """
     session.completions.acknowledge(message.acknowledged)
     cancelled: list[int] = []

@@ -1,7 +1,7 @@
 """``lifeline.sock``: admits clients by their credentials, takes their descriptors, and ends a session with its stream.
 
-Whatever ends the stream ends the session: the client closes it, the kernel does so for a process that died, or the
-client breaks its protocol. ``MemoryReleased`` is the last frame: no copy touches the client's memory any more.
+A stream ends when the client closes it or dies, or violates the protocol. ``MemoryReleased`` is the last frame: no copy
+touches the client's memory any more.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ logger = logging.getLogger(__name__)
 HELLO_DEADLINE_S = 10.0
 ACCEPTED_AT_ONCE = 16
 MAX_UNNAMED = 16
-"""Descriptors that have come and whose frames have not."""
+"""Limit of received descriptors without an Attach frame."""
 _READ_BYTES = 1024
-"""Some forty frames: what one wake-up of the loop handles of a lifeline."""
+"""Bytes read from a lifeline at a time, some forty frames."""
 _ANCILLARY_BYTES = socket.CMSG_SPACE(253 * 4)
-"""Room for all descriptors of a message (SCM_MAX_FD): the kernel closes what finds none in the thread that reads."""
+"""Buffer for all descriptors of a message (SCM_MAX_FD): the kernel would close others in the loop's thread."""
 
 
 class Connection:
-    """One accepted stream. Is its session's Lifeline.
+    """One accepted stream, its session's Lifeline.
 
     Attributes:
-        leaving: its client said that it leaves.
-        session: set once the peer is admitted, before anything is read from it.
+        leaving: the client has sent Leaving.
+        session: set when the peer is admitted, before the first read.
     """
 
     def __init__(self, stream: socket.socket, close_descriptor: Callable[[int], None]) -> None:
@@ -56,13 +56,13 @@ class Connection:
         self.close_descriptor = close_descriptor
         self._buffer = lifeline.FrameBuffer()
         self._unnamed: list[int | KvoffdError] = []
-        """What came and has no frame yet. What is no memory is closed at once, and this says why: held open, a client's
-        own end of the lifeline would hide that the client is gone."""
+        """Descriptors without a frame yet. One that is not memory is closed at once and replaced by the error: if it
+        were the client's own end of the lifeline, an open copy would hide the client's death."""
 
     def alive(self) -> bool:
         if self.stream.fileno() < 0:
             return False
-        # Not by peeking: what a peer wrote before it died would hide that it died.
+        # Not by MSG_PEEK: unread bytes would hide that the peer died.
         poller = select.poll()
         poller.register(self.stream, select.POLLRDHUP)
         return not poller.poll(0)
@@ -71,26 +71,26 @@ class Connection:
         if self.stream.fileno() >= 0:
             with suppress(OSError):  # the peer is gone
                 self.stream.shutdown(socket.SHUT_RDWR)
-            self.close_descriptor(self.stream.detach())  # and with it what was sent and not read
+            self.close_descriptor(self.stream.detach())  # together with unread descriptors
         for fd in self._unnamed:
             if isinstance(fd, int):
                 self.close_descriptor(fd)
         self._unnamed.clear()
 
     def close_with(self, last: lifeline.FromDaemon) -> None:
-        """Send a last frame, if the peer is there, and close."""
+        """Send a last frame, if possible, and close."""
         with suppress(OSError):
             self.send(last)
         self.close()
 
     def send(self, message: lifeline.FromDaemon) -> None:
-        """Send one small frame. Raises OSError where the peer does not read its lifeline: it is taken for dead."""
+        """Send one small frame. Raises OSError if the peer does not read its lifeline, and so counts as dead."""
         frame = lifeline.encode_frame(message)
         if self.stream.send(frame, socket.MSG_NOSIGNAL) != len(frame):
             raise OSError("the peer does not read its lifeline")
 
     def receive(self) -> list[lifeline.FromClient]:
-        """The frames that have arrived. Raises EOFError at its end, LifelineError or OSError where it must end."""
+        """Return the frames that have arrived. Raises EOFError, or LifelineError or OSError if the stream must end."""
         try:
             data, ancillary, flags, _ = self.stream.recvmsg(_READ_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
@@ -101,7 +101,7 @@ class Connection:
                 fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
                 self._unnamed += map(self._checked, fds)
         if flags & socket.MSG_CTRUNC:
-            raise lifeline.LifelineError("More descriptors came with one message than are accepted.")
+            raise lifeline.LifelineError("A message has too many descriptors.")
         if not data:
             raise EOFError
         frames = [lifeline.decode_from_client(body) for body in self._buffer.feed(data)]
@@ -110,7 +110,7 @@ class Connection:
         return frames
 
     def take_descriptor(self) -> int:
-        """The descriptor of the next Attach. Raises KvoffdError where it is refused, LifelineError where none came."""
+        """Return the next Attach's descriptor. Raises KvoffdError if it is refused, LifelineError if there is none."""
         if not self._unnamed:
             raise lifeline.LifelineError("An Attach frame came without its descriptor.")
         fd = self._unnamed.pop(0)
@@ -119,7 +119,7 @@ class Connection:
         return fd
 
     def _checked(self, fd: int) -> int | KvoffdError:
-        """The descriptor; or why it is refused, and then it is closed."""
+        """Return the descriptor, or close it and return the error if it is refused."""
         try:
             check_descriptor(fd)
         except KvoffdError as error:
@@ -129,7 +129,7 @@ class Connection:
 
 
 class LifelineServer:
-    """Listens on ``lifeline.sock`` and turns connections into sessions, and their ends into the sessions' ends."""
+    """Listens on ``lifeline.sock``, opens a session for each connection, and ends it with the connection."""
 
     def __init__(
         self, service: Service, directory: DaemonDirectory, sockets: Sockets, page_faulter: PageFaulter
@@ -141,7 +141,7 @@ class LifelineServer:
         self._loop = asyncio.get_running_loop()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
         self._connections: dict[int, Connection] = {}
-        """By descriptor, while they are watched."""
+        """Connections that the loop watches, by descriptor."""
         self._refused, self._ended = RareWarnings(logger), RareWarnings(logger)
 
     def open(self) -> None:
@@ -160,10 +160,9 @@ class LifelineServer:
             self._end(connection, Ending.STOPPING)
 
     def tick(self) -> None:
-        """End connections of processes that died, and those that never said Hello: they would hold a session for ever.
+        """End connections of dead processes, and those without a Hello, which would take a session forever.
 
-        The loop tells once only of a process that died with something unread (EPOLLERR; libuv then stops to look), and
-        that may be before what it had sent was read.
+        If a process dies with unread data, libuv reports EPOLLERR only once, perhaps before its last frames were read.
         """
         poller = select.poll()
         for fd in self._connections:
@@ -203,7 +202,7 @@ class LifelineServer:
                 connection.close()
 
     def _admit(self, connection: Connection) -> None:
-        """Open a session, or refuse the connection with a sentence."""
+        """Open a session, or refuse the connection with an error."""
         service = self._service
         try:
             peer = Peer(*peer_credentials(connection.stream))
@@ -250,7 +249,7 @@ class LifelineServer:
             self._end(connection, Ending.FAILED)
 
     def _attach(self, connection: Connection, segment_id: int) -> None:
-        """Keep a descriptor for a Register, or refuse it. Raises LifelineError where none came, OSError."""
+        """Keep a descriptor for a later Register, or refuse it. Raises OSError; LifelineError without a descriptor."""
         answer: lifeline.Attached | lifeline.AttachRefused = lifeline.Attached(segment_id)
         fd = -1
         try:
@@ -264,7 +263,7 @@ class LifelineServer:
         connection.send(answer)
 
     def _end(self, connection: Connection, why: Ending) -> None:
-        """End the session; release the peer's memory and close the stream when its last copy has ended."""
+        """End the session. After its last copy, release the peer's memory and close the stream."""
         fd = connection.stream.fileno()
         if self._connections.pop(fd, None) is not None:
             self._loop.remove_reader(fd)

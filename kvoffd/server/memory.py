@@ -1,4 +1,4 @@
-"""A worker's KV memory as the daemon has mapped it, whatever it is made of."""
+"""Maps the KV memory that workers register, on the host or a GPU."""
 
 from __future__ import annotations
 
@@ -24,39 +24,39 @@ logger = logging.getLogger(__name__)
 STUCK_AFTER_S = 3.0
 
 Post: TypeAlias = Callable[[Callable[[], None]], None]
-"""Has the service's thread call something soon; from any thread."""
+"""Schedules a call in the service's thread. For any thread."""
 
 
 class Host(Protocol):
-    """Time, threads and memory of the daemon, or of the simulator. The service calls it in its own thread."""
+    """Clock, threads and memory of the daemon, or of the simulator. Called in the service's thread."""
 
     def now(self) -> float:
-        """Seconds of a clock that never goes back."""
+        """Return the seconds of a monotonic clock."""
 
     def post(self, call: Callable[[], None]) -> None:
-        """Have the service's thread call something soon. May be called in any thread."""
+        """Schedule a call in the service's thread. For any thread."""
 
     def map_memfd(self, fd: int, size_bytes: int) -> MappedSegment:
-        """Map a client's memfd. Raises KvoffdError where it is not safe to use."""
+        """Map a client's memfd. Raises KvoffdError if it is not safe to use."""
 
     def unmap(self, segments: Sequence[MappedSegment], then: Callable[[], None]) -> None:
-        """Unmap segments, which takes long, and call ``then``, both in any thread."""
+        """Unmap segments, which is slow, then call ``then``, both in any thread."""
 
     def random(self, count: int) -> bytes:
-        """Random bytes that nobody can guess."""
+        """Return cryptographically random bytes."""
 
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Mapped segments of one registration, and the engine that copies to and from them."""
+    """Mapped segments of one registration, and the copy engine for them."""
 
     engine: CopyEngine
     spans: list[tuple[int, int]]
     """(address, size in bytes) of each segment, in the order of the handles."""
     node: int | None
-    """The NUMA node that slots for it should lie on; None where it does not matter or is not known."""
+    """Preferred NUMA node of its slots; None if any, or unknown."""
     close: Callable[[Callable[[], None]], None]
-    """Unmaps it, then has its argument called in the service's thread. No copy of it may be running. Once."""
+    """Unmaps it, then calls its argument in the service's thread. Call it once, while no copy uses the memory."""
     on_gpu: bool = False
 
 
@@ -64,28 +64,28 @@ OnMapped: TypeAlias = Callable[[EngineMemory | KvoffdError], None]
 
 
 class MemoryMapper:
-    """Maps what clients register, and knows the engine that copies each kind of memory."""
+    """Maps the memory that clients register, and chooses the copy engine for it."""
 
     def __init__(self, engine: CopyEngine, host: Host, gpus: Gpus) -> None:
         self._engine = engine
-        """Copies between memfds and the pool."""
+        """The engine for memfds."""
         self._host = host
         self.gpus = gpus
 
     @property
     def stuck(self) -> bool:
-        """A copy in host memory hangs: engines wait for it, and for all behind it, until this process ends.
+        """Whether a copy in host memory hangs: engines wait for it, and for all queued copies, until the process ends.
 
-        Not said at once: a process that was stopped for long finds its copies overdue too when it goes on.
+        STUCK_AFTER_S excludes a process that was stopped, whose copies are overdue too when it continues.
         """
         return self._engine.hangs_s() >= STUCK_AFTER_S
 
     def map(self, uid: int, handles: Sequence[Handle], fds: Mapping[int, int], on_mapped: OnMapped) -> None:
         """Map the memory of a registration and call ``on_mapped``, now or later, in the service's thread.
 
-        ``uid`` is the user whose process exported it. ``fds`` are the attached descriptors by segment id; they stay the
-        caller's, and open until ``on_mapped``. Raises KvoffdError, and then calls nothing, when the handles cannot be
-        one registration.
+        ``uid`` is the user whose process exported it. ``fds`` are the attached descriptors by segment id; the caller
+        closes them after ``on_mapped``. Raises KvoffdError, without calling it, if the handles cannot be one
+        registration.
         """
         host = [handle for handle in handles if isinstance(handle, MemfdHandle)]
         if len(host) == len(handles):
@@ -93,7 +93,7 @@ class MemoryMapper:
             return
         gpu = [handle for handle in handles if not isinstance(handle, MemfdHandle)]
         if host or len({handle.gpu_uuid for handle in gpu}) > 1:
-            why = "A registration names several GPUs, or memory of the host too; register each on its own."
+            why = "A registration has memory of several GPUs, or of a GPU and the host; register each separately."
             raise KvoffdError(why, ErrorCode.UNSUPPORTED)
         exports = [
             IpcExport(handle.handle, handle.size_bytes, uid)
@@ -124,7 +124,7 @@ class MemoryMapper:
         return EngineMemory(self._engine, spans, None, close)
 
     def _on_gpu(self, memory: GpuMemory | KvoffdError) -> EngineMemory | KvoffdError:
-        """Memory of a GPU, which that GPU's own thread unmaps."""
+        """Return a GPU's memory, which that GPU's thread unmaps, or the error."""
         if isinstance(memory, KvoffdError):
             return memory
         spans = [(segment.address, segment.size_bytes) for segment in memory.segments]
@@ -135,7 +135,7 @@ class MemoryMapper:
 
 
 def open_gpus(config: Config, pool: Pool) -> Gpus:
-    """The GPUs as the settings have them. The pool has been touched."""
+    """Return the GPUs, by the settings. The pool must be touched."""
     gpus = Gpus(
         pool.mapping.address,
         pool.pool_bytes,
@@ -144,7 +144,7 @@ def open_gpus(config: Config, pool: Pool) -> Gpus:
         pin_linger_s=config.limits.pin_linger_s,
     )
     if gpus.available:
-        logger.info("A CUDA driver is here; GPUs are used when their engines register.")
+        logger.info("Found a CUDA driver; GPUs are used when their engines register.")
         if config.pin_pool == "start":
             gpus.pin_pool()
     return gpus

@@ -1,4 +1,4 @@
-"""Which namespaces there are: opened for sessions within bounds, and forgotten when nobody needs them."""
+"""Opens namespaces for sessions, within limits, and forgets unused ones."""
 
 from __future__ import annotations
 
@@ -19,17 +19,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_NAMESPACES_OF_SESSION = 16
-"""An engine is in one at a time."""
+"""Limit of open namespaces per session; an engine uses one at a time."""
 FORGET_AFTER_S = 60.0
-"""How long an empty namespace that nobody has open is still shown to operators."""
+"""Time for which operators still see an empty namespace that no session has open."""
 
 
 @answers(m.OpenNamespace)
 def open_namespace(service: Service, session: Session, message: m.OpenNamespace) -> m.NamespaceOpened:
-    """Open or join a namespace.
-
-    An empty namespace that nobody has open is replaced when a client opens it with another geometry.
-    """
+    """Open or join a namespace. An idle one (empty and not open) is replaced if the client's geometry differs."""
     cache, fingerprint = service.cache, message.namespace
     geometry = message.world_size, message.key_bytes, message.groups
     if fingerprint not in session.namespaces and (held := len(session.namespaces)) >= MAX_NAMESPACES_OF_SESSION:
@@ -37,11 +34,11 @@ def open_namespace(service: Service, session: Session, message: m.OpenNamespace)
         raise KvoffdError(why, ErrorCode.TOO_MANY)
     known = cache.namespaces.get(fingerprint)
     if known is not None and not known.is_same(*geometry) and _idle(known, opened_namespaces(service)):
-        logger.info("The empty namespace %r is forgotten for one of another geometry.", known.label)
+        logger.info("Replaced the empty namespace %r by one of another geometry.", known.label)
         _forget(service, known)
         known = None
     if known is None:
-        _forget_unused(service)
+        _evict_unused(service)
     label, description = printable(message.label), printable(message.description)
     namespace, created = cache.open_namespace(Namespace(fingerprint, label, *geometry, description))
     session.namespaces[fingerprint] = namespace
@@ -51,7 +48,7 @@ def open_namespace(service: Service, session: Session, message: m.OpenNamespace)
 
 
 def forget_idle(service: Service, after_s: float = 0.0) -> None:
-    """Forget the empty namespaces that nobody has had open for so long, as far as that was seen; a bench's at once."""
+    """Forget namespaces that have been idle for ``after_s``, as seen by these calls; those of benches at once."""
     opened, now = opened_namespaces(service), service.clock()
     with service.cache.saving_once():
         for namespace in list(service.cache.namespaces.values()):
@@ -64,9 +61,8 @@ def forget_idle(service: Service, after_s: float = 0.0) -> None:
                 _forget(service, namespace)
 
 
-def _forget_unused(service: Service) -> None:
-    """Forget a namespace that nobody has open, if there must be room for one more. Raises KvoffdError where none may
-    go."""
+def _evict_unused(service: Service) -> None:
+    """Evict a namespace that no session has open if the limit is reached. Raises KvoffdError if all are open."""
     cache, most = service.cache, service.config.limits.max_namespaces
     if len(cache.namespaces) < most:
         return
@@ -75,15 +71,15 @@ def _forget_unused(service: Service) -> None:
     if not unused:
         why = f"All {most} namespaces are in use, the limit. End engines that are not needed."
         raise KvoffdError(why, ErrorCode.TOO_MANY)
-    # A block in each must not take all places for good.
+    # Even one with blocks: else a block in each would block new namespaces forever.
     least = min(unused, key=lambda one: one.ready_bytes)
-    logger.info("The namespace %r, which nobody has open, is forgotten for another one.", least.label)
+    logger.info("Evicted the unused namespace %r to make room for a new one.", least.label)
     cache.reset(least, keep_tiers=True)
     _forget(service, least)
 
 
 def opened_namespaces(service: Service) -> set[bytes]:
-    """The fingerprints that sessions have open."""
+    """Return the fingerprints of the namespaces that sessions have open."""
     return {name for session in service.sessions for name in session.namespaces}
 
 

@@ -1,14 +1,14 @@
-"""Files from one daemon to the next: generations and quotas of namespaces, and what the policy learned.
+"""Files that outlive the daemon: generations and quotas of namespaces, and the policy's state.
 
-A namespace's **generation** is raised whenever its blocks become stale: by a reset and by a clear. Pools, disks and
-files of exported blocks note the generation in which a block was stored. A block of a lower one is void, wherever and
-whenever it is found: in a disk that was away or could not be written to, an older copy of a file, another pool. Nothing
-else keeps away what was cleared, so a reset is answered when ``kvoffd.state`` is on its device.
+A namespace's **generation** is raised by each reset and clear, which make its blocks stale. Pools, disks and files of
+exported blocks record the generation in which a block was stored. A block of a lower generation is void wherever it is
+found: on a disk that was detached or read-only, in an older copy of a file, in another pool. This is the only
+protection against cleared blocks, so a reset is answered only when ``kvoffd.state`` is on its device.
 
-A generation is a point in time, in microseconds since 1970, above all that state file, pools and disks have shown. So
-one that is raised after the state file was lost is above all from before. Where none was raised, the highest that is
-found counts. One in the future was raised before the clock was set back: nobody can tell whether it is from before or
-after those that are known, so all blocks that there are become void.
+A generation is a time, in microseconds since 1970, above all generations seen in the state file, pools and disks. So
+one that is raised after the state file was lost is above all earlier ones. A higher one that is found in a pool or on a
+disk replaces the known one. One in the future was raised before the clock was set back: it may be older or newer than
+the known ones, so all existing blocks of the namespace become void.
 """
 
 from __future__ import annotations
@@ -42,47 +42,46 @@ logger = logging.getLogger(__name__)
 STATE_FILE, POLICY_SUFFIX = "kvoffd.state", ".policy"
 MAX_STATE_BYTES = 16 << 20
 MAX_NAMES = 4096
-"""Namespaces with a generation of their own, here and in each shared store, and of those that are not shared.
+"""Limit of the namespaces with an entry in each table of ``Resets``.
 
-The oldest are forgotten, but for those that are there. All others then count as reset when they were, or
-are not shared either.
+Beyond it the oldest entry of a namespace that does not exist is removed. Then all namespaces without one count as reset
+at that time, or as not shared.
 """
 RETRY_S = 5.0
-"""After which a write that failed is tried again: a file system may have been full for a moment."""
+"""Time until a failed write is retried: the file system may have been full for a moment."""
 READ_TRIES, READ_PAUSE_S = 3, 0.2
 CLOSE_S = 2.0
-"""For a file to be written when the daemon ends."""
+"""Time for a last write when the daemon ends."""
 POLICY_EVERY_S = 300.0
 MAX_POLICY_BYTES = 1 << 20
 IN_MEMORY = 0x01021994, 0x858458F6
-"""``f_type`` of tmpfs and ramfs: a reboot loses what is there."""
+"""``f_type`` of tmpfs and ramfs, which do not survive a reboot."""
 
 
 class StateFile:
-    """A file of this user's, read at the start and written anew in a thread, since a file system may be slow or hang.
+    """A file that is read at the start and replaced by a thread, since a file system may be slow or hang.
 
-    It has the old content or the new one, whole and on the device. The latest content wins; what could not be written
-    is tried again.
+    A write replaces the file atomically and syncs it. Only the latest content is written; a failed write is retried.
     """
 
     def __init__(self, path: str, max_bytes: int) -> None:
         """Raises NoMoreThreads."""
         self.path = path
         self.on_saved: Callable[[], None] = lambda: None
-        """Called in the file's thread when it was written, or could not be."""
+        """Called in the file's thread after each write, failed or not."""
         self._max_bytes = max_bytes
         self._changed = threading.Condition()
         self._content = b""
-        """What was saved last."""
+        """Content of the latest ``save``."""
         self._ends = False
         self.saved = self.tried = self.written = 0
-        """Numbers of what was saved last, of what it was last tried to write, and of what is on the device."""
+        """Numbers of the latest save, of the latest one that a write was tried for, and of the one on the device."""
         self._problem = ""
-        """Why that failed the last time."""
+        """Error of the latest write; empty if it succeeded."""
         start(threading.Thread(target=self._run, name=f"kvoffd-{path.rpartition('.')[2]}"[:15], daemon=True))
 
     def read(self) -> bytes:
-        """All of it. Raises OSError; ValueError where it is of no use, which says why and begins with ``it``."""
+        """Return the content. Raises OSError; ValueError with a clause that begins with ``it`` if it is unusable."""
         with open(self.path, "rb", opener=_open_own) as file:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
@@ -97,14 +96,14 @@ class StateFile:
         try:
             directory = open_directory(Path(self.path).parent)
         except OSError:
-            return True  # nothing can be written there, which is said
+            return True  # nothing can be written there, which `problem` reports
         try:
             return filesystem_magic(directory) not in IN_MEMORY
         finally:
             os.close(directory)
 
     def save(self, content: bytes) -> None:
-        """Write it soon, in place of what is still to be written."""
+        """Schedule a write, which replaces any pending one."""
         with self._changed:
             self._content = content
             self.saved += 1
@@ -112,16 +111,16 @@ class StateFile:
 
     @property
     def is_saved(self) -> bool:
-        """Whether what was saved last is written, or could not be."""
+        """Whether the latest content is written, or has failed to be."""
         return self.tried == self.saved
 
     @property
     def problem(self) -> str:
-        """Why the file may not have what was saved last, a clause; empty where it has that."""
+        """Clause why the file may lack the latest content; empty if it has it."""
         return self._problem if self.is_saved else f"{self.path} takes long to write"
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all is written, or has failed once more; False where that takes longer."""
+        """Wait until the latest content is written or has failed again; return False after ``timeout_s``."""
         with self._changed:
             if self._problem:
                 self.tried = min(self.tried, self.saved - 1)
@@ -129,11 +128,11 @@ class StateFile:
             return self._changed.wait_for(lambda: self.is_saved, timeout_s)
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """As ``flush``; then the thread ends. A second call does nothing."""
+        """Flush, then end the thread. Idempotent."""
         if self._ends:
             return
         if not self.flush(timeout_s):
-            logger.warning("%s takes long to write; the next daemon goes on with what it had.", self.path)
+            logger.warning("%s takes long to write; the next daemon may find its previous content.", self.path)
         with self._changed:
             self._ends = True
             self._changed.notify_all()
@@ -151,7 +150,7 @@ class StateFile:
             except Exception as error:
                 problem = f"{self.path} cannot be written: {error}"
                 if not isinstance(error, OSError):
-                    logger.exception("Writing %s failed: a bug; it is tried again.", self.path)
+                    logger.exception("Writing %s failed: a bug; it is retried.", self.path)
             with self._changed:
                 if problem and not self._problem:
                     logger.warning("%s.", problem)
@@ -161,22 +160,22 @@ class StateFile:
             try:
                 self.on_saved()
             except Exception:
-                logger.exception("Nobody hears that %s was written: a bug.", self.path)
+                logger.exception("The callback after writing %s failed: a bug.", self.path)
 
     def _write(self, content: bytes) -> None:
-        """Raises OSError: then the file is as it was."""
-        beside = f"{self.path}.new"
-        Path(beside).unlink(missing_ok=True)
+        """Replace the file. Raises OSError, and then leaves it as it was."""
+        new = f"{self.path}.new"
+        Path(new).unlink(missing_ok=True)
         try:
-            made = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            with open(made, "wb") as file:
+            fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            with open(fd, "wb") as file:
                 file.write(content)
                 file.flush()
-                os.fsync(made)
-            os.replace(beside, self.path)
+                os.fsync(fd)
+            os.replace(new, self.path)
         except BaseException:
-            with suppress(OSError):  # what there is of it would take the space that is lacking, as of a small tmpfs
-                os.unlink(beside)
+            with suppress(OSError):  # free the space, which may be what is lacking
+                os.unlink(new)
             raise
         directory = open_directory(Path(self.path).parent)
         try:
@@ -186,7 +185,7 @@ class StateFile:
 
 
 def _open_own(path: str, flags: int) -> int:
-    """Follows no link, and does not block: somebody may have put a FIFO there."""
+    """Open a file without following a link, and without blocking on a FIFO."""
     try:
         return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
@@ -196,20 +195,20 @@ def _open_own(path: str, flags: int) -> int:
 
 
 class Resets(msgspec.Struct):
-    """What keeps away what was cleared. Namespaces go by their fingerprints."""
+    """Protection against cleared blocks. Keys are fingerprints of namespaces."""
 
     last: Count = 0
-    """The highest generation that was ever given or found."""
+    """Highest generation that was ever raised or found."""
     floor: Count = 0
-    """Generation of all namespaces that have none of their own: of the last time that all were cleared."""
+    """Generation of all namespaces without their own, from the last time that all were cleared."""
     generations: dict[bytes, Count] = {}
     fleet: dict[str, dict[bytes, Count]] = {}
-    """By URL of a shared store, the generations that were followed."""
+    """Fleet generations that were applied here, by URL of the shared store."""
     unshared: dict[bytes, bool] = {}
-    """True: an engine has reset the namespace, and no shared store is asked for it until the fleet is reset. False: the
-    fleet was, since ``shares_others`` is False."""
+    """True: an engine has reset the namespace, so shared stores are not used for it until it is reset on all nodes.
+    False: it was reset on all nodes since ``shares_others`` is False."""
     shares_others: bool = True
-    """Whether the other namespaces are shared. Not once it was lost which were reset."""
+    """Whether namespaces not in ``unshared`` are shared; False once the resets were lost."""
 
 
 class Quotas(msgspec.Struct):
@@ -219,24 +218,24 @@ class Quotas(msgspec.Struct):
 class Counted(msgspec.Struct):
     lifetime: Lifetime = Lifetime()
     disk_spent: tuple[float, float] = (0.0, 0.0)
-    """Bytes of the day's writes to disks that were spent, and when that was, in seconds since 1970."""
+    """Bytes spent of the disks' daily write budget, and when, in seconds since 1970."""
 
 
 PARTS: dict[bytes, type[msgspec.Struct]] = {b"resets": Resets, b"quotas": Quotas, b"counted": Counted}
-"""Of ``kvoffd.state``, by name. Each is a line: the CRC-32 of the rest, the name, and the content as JSON."""
+"""Parts of ``kvoffd.state`` by name. Each is a line: the CRC-32 of the rest, the name, and the content as JSON."""
 
 
 class StateUnreadable(KvoffdError):
-    """There is a file, and the system does not let it be read. The message says what to do."""
+    """The file exists but cannot be read. The message says what to do."""
 
 
 class State:
-    """What is known of namespaces, saved whenever it changes. For the daemon's thread, but for ``generation``.
+    """Persistent state of namespaces, saved at each change. For the daemon's thread, except ``generation``.
 
-    It does not lie beside the pool's file: a reset holds for whatever pool comes next.
+    It is not stored with the pool: a reset also applies to every later pool.
 
     Attributes:
-        is_there: whether there is a namespace. Very many resets by one client make the daemon forget no other's.
+        is_there: returns whether a namespace exists, so that one client's many resets do not displace others'.
     """
 
     def __init__(self, file: StateFile, wall_clock: Callable[[], float] = time.time) -> None:
@@ -246,12 +245,10 @@ class State:
         self._lines = dict.fromkeys(PARTS, b"")
 
     def restore(self) -> None:
-        """Take over what the file has.
+        """Read the file. Damage to a part loses only that part.
 
-        What is damaged of it costs only itself. Where that is what keeps away what was cleared, all that there is
-        becomes void, and nothing is shared until it is reset on all nodes.
-
-        Raises StateUnreadable.
+        If the resets are lost, all existing blocks become void, and namespaces are not shared until they are reset on
+        all nodes. Raises StateUnreadable.
         """
         try:
             content, why = self._read(), "it is damaged"
@@ -263,19 +260,19 @@ class State:
         self.resets, self.quotas, self.counted = (found.get(name, kind()) for name, kind in PARTS.items())  # type: ignore[assignment]
         lost = ", ".join(name.decode() for name in PARTS if name not in found)
         if lost:
-            logger.warning("Of %s the following is of no use, since %s: %s.", self.file.path, why, lost)
+            logger.warning("Cannot use these parts of %s, because %s: %s.", self.file.path, why, lost)
         if b"resets" not in found:
             logger.warning(
-                "What was cleared or reset before is not known. So all blocks of before are void, and no namespace is "
-                "shared with other nodes until `kvoffd-cli clear --all-nodes`."
+                "Earlier clears and resets are unknown. So all existing blocks are void, and no namespace is shared "
+                "with other nodes until `kvoffd-cli clear --all-nodes`."
             )
             self.resets.shares_others = False
             self.raise_all()
         if content != self._encoded(*PARTS):
-            self._save(*PARTS)  # so that the next daemon finds nothing wrong
+            self._save(*PARTS)  # repairs the file
 
     def _read(self) -> bytes | None:
-        """None where there is no file. Raises StateUnreadable; ValueError where it is none of ours."""
+        """Return the content; None if there is no file. Raises StateUnreadable; ValueError if it is not ours."""
         for _ in range(READ_TRIES):
             try:
                 return self.file.read()
@@ -285,37 +282,37 @@ class State:
                 problem = error
                 time.sleep(READ_PAUSE_S)
         raise StateUnreadable(
-            f"{self.file.path}, which says what was cleared, cannot be read ({problem.strerror}); mend that. "
-            "Without the file what was cleared may come back from disks and shared stores."
+            f"{self.file.path}, the record of clears and resets, cannot be read ({problem.strerror}); fix that. "
+            "Without it cleared blocks may come back from disks and shared stores."
         )
 
     # --- generations -----------------------------------------------------------------------------
 
     def generation(self, fingerprint: bytes) -> int:
-        """Of blocks that are stored now; those of lower ones are void. For any thread."""
+        """Return the namespace's current generation; blocks of lower ones are void. For any thread."""
         return self.resets.generations.get(fingerprint, self.resets.floor)
 
     def raise_generation(self, fingerprint: bytes) -> None:
-        """All blocks of a namespace that there are anywhere are void."""
+        """Make all existing blocks of a namespace void, wherever they are."""
         self._set_generation(fingerprint, self._next())
 
     def raise_all(self) -> None:
-        """All blocks of all namespaces are void."""
+        """Make all existing blocks of all namespaces void."""
         self.resets.last = self.resets.floor = self._next()
         self.resets.generations.clear()
         self._save(b"resets")
 
-    def found(self, fingerprint: bytes, generation: int) -> bool:
-        """A pool or disk has blocks of a generation. Returns whether they count.
+    def accept(self, fingerprint: bytes, generation: int) -> bool:
+        """Return whether blocks of this generation, found in a pool or on a disk, are valid.
 
-        A higher one than is known counts from now on: what was known was lost.
+        A generation above the known one replaces it: the state file had lost it.
         """
         if generation <= (known := self.generation(fingerprint)):
             return generation == known
         if is_sound := generation <= self._now():
             self._set_generation(fingerprint, generation)
         else:
-            logger.warning("The clock was set back: a namespace was reset in the future. All its blocks are void.")
+            logger.warning("The clock was set back: a namespace's reset is in the future. All its blocks are void.")
             self.resets.last = max(self.resets.last, generation)
             self.raise_generation(fingerprint)
         return is_sound
@@ -324,9 +321,9 @@ class State:
         return int(1e6 * self._wall_clock())
 
     def _next(self) -> int:
-        """A generation above all that are known."""
+        """Return a generation above all known ones."""
         if (now := self._now()) <= self.resets.last:
-            logger.info("The clock is behind the last reset; generations are counted on from that.")
+            logger.info("The clock is behind the last reset; generations continue from that.")
         return max(now, self.resets.last + 1)
 
     def _set_generation(self, fingerprint: bytes, generation: int) -> None:
@@ -335,18 +332,18 @@ class State:
         self.resets.floor = max(self.resets.floor, gone or 0)
         self._save(b"resets")
 
-    # --- what is shared --------------------------------------------------------------------------
+    # --- sharing ---------------------------------------------------------------------------------
 
     def is_unshared(self, fingerprint: bytes) -> bool:
-        """Whether nothing of a namespace may come from shared stores, nor go there."""
+        """Return whether the namespace may neither be read from shared stores nor written to them."""
         return self.resets.unshared.get(fingerprint, not self.resets.shares_others)
 
     def unshare(self, fingerprint: bytes) -> None:
-        """An engine reset a namespace here alone: what others have of it may be stale."""
+        """Stop sharing a namespace that was reset on this node only: blocks of other nodes may be stale."""
         self._set_unshared(fingerprint, True)
 
-    def followed(self, fingerprint: bytes, generations: Mapping[str, int]) -> None:
-        """A namespace was reset on all nodes; the generations are those of the shared stores, by URL."""
+    def save_fleet_reset(self, fingerprint: bytes, generations: Mapping[str, int]) -> None:
+        """Record that a namespace was reset on all nodes; ``generations`` are the shared stores', by URL."""
         self.resets.unshared.pop(fingerprint, None)
         if not self.resets.shares_others:
             self._set_unshared(fingerprint, False)
@@ -370,7 +367,7 @@ class State:
             self.counted.lifetime = lifetime
             self._save(b"counted")
 
-    def note_disk_spent(self, nbytes: float) -> None:
+    def save_disk_spent(self, nbytes: float) -> None:
         self.counted.disk_spent = nbytes, self._wall_clock()
         self._save(b"counted")
 
@@ -378,7 +375,7 @@ class State:
         self.file.save(self._encoded(*changed))
 
     def _encoded(self, *changed: bytes) -> bytes:
-        """The file's content. What protects is there twice, so that damage to one place costs none of it."""
+        """Return the file's content. The resets are in it twice, so that damage to one place loses none."""
         for name, part in zip(PARTS, (self.resets, self.quotas, self.counted), strict=True):
             if name in changed or not self._lines[name]:
                 body = name + b" " + msgspec.json.encode(part)
@@ -387,9 +384,9 @@ class State:
 
 
 def _parts_of(content: bytes) -> dict[bytes, msgspec.Struct]:
-    """The parts of a state file that are whole."""
+    """Return the undamaged parts of a state file."""
     lines = content.split(b"\n")
-    if len(lines[0]) == 8:  # as 0.2 wrote it
+    if len(lines[0]) == 8:  # the format of 0.2
         lines = [b"%s %s %s" % (lines[0], name, b"".join(lines[1:])) for name in PARTS]
     found: dict[bytes, msgspec.Struct] = {}
     for line in lines:
@@ -402,28 +399,30 @@ def _parts_of(content: bytes) -> dict[bytes, msgspec.Struct]:
 
 
 def state_file(config: Config) -> StateFile:
-    """``kvoffd.state``, in the directory that systemd keeps for the service over reboots (StateDirectory=), if there is
-    one, else in the daemon's. Raises NoMoreThreads."""
+    """Return ``kvoffd.state``, in systemd's StateDirectory= if there is one, else in the daemon's directory.
+
+    Raises NoMoreThreads.
+    """
     directory = os.environ.get("STATE_DIRECTORY", "").partition(":")[0] or config.directory
     return StateFile(f"{directory}/{STATE_FILE}", MAX_STATE_BYTES)
 
 
 class PolicyFile:
-    """What a policy learned, in ``<pool_file>.policy``, or ``kvoffd.policy`` in the daemon's directory.
+    """The policy's state, in ``<pool_file>.policy``, or in ``kvoffd.policy`` in the daemon's directory.
 
-    It is written now and then, and when the daemon ends: one that is killed leaves what it knew a while ago.
+    It is written every POLICY_EVERY_S and when the daemon ends.
     """
 
     def __init__(self, policy: Policy, config: Config) -> None:
         self._policy = policy
         self._name = config.eviction_policy.encode()
-        self._file = StateFile(_beside_pool(config), MAX_POLICY_BYTES)
+        self._file = StateFile(_policy_path(config), MAX_POLICY_BYTES)
         self._due = time.monotonic() + POLICY_EVERY_S
 
     def restore(self) -> None:
-        """Have the policy, which is new, go on with what an earlier daemon left, if it left anything of use.
+        """Restore the new policy from an earlier daemon's file, if it is usable.
 
-        What is of no use is removed, so that it is said once. What another policy knew stays until this one writes.
+        An unusable file is removed, so that it is reported once. Another policy's stays until this one writes.
         """
         path = self._file.path
         try:
@@ -431,13 +430,13 @@ class PolicyFile:
             if name == self._name:
                 self._policy.restore(state)
             elif name.decode("ascii", "replace") in POLICY_NAMES:
-                logger.info("What another policy knew, in %s, is left alone.", path)
+                logger.info("The policy state in %s is of another policy and is not used.", path)
             else:
-                raise ValueError("no policy wrote it")
+                raise ValueError("it is not a policy's")
         except FileNotFoundError:
             return
         except (OSError, ValueError) as error:
-            logger.warning("What a policy knew, in %s, is of no use: %s. The policy begins without it.", path, error)
+            logger.warning("Ignoring the policy state in %s: %s. The policy starts cold.", path, error)
             with suppress(OSError):
                 os.unlink(path)
 
@@ -447,7 +446,7 @@ class PolicyFile:
             self._save()
 
     def close(self) -> None:
-        """Leave what the policy knows now to the next daemon. Where that fails, it goes on with what was before."""
+        """Save the policy's state for the next daemon. If that fails, the previous file stays."""
         self._save()
         self._file.close()
 
@@ -456,8 +455,8 @@ class PolicyFile:
             self._file.save(self._name + b"\n" + state)
 
 
-def _beside_pool(config: Config) -> str:
-    """Where it is kept as long as the pool. Files on hugetlbfs can be mapped and not written."""
+def _policy_path(config: Config) -> str:
+    """Return a path next to the pool's file, except on hugetlbfs, whose files can be mapped but not written."""
     if config.pool_file and not is_hugetlbfs(Path(config.pool_file).parent):
         return config.pool_file + POLICY_SUFFIX
     return str(config.directory / "kvoffd") + POLICY_SUFFIX

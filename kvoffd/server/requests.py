@@ -1,15 +1,17 @@
-"""Requests of engines: their sessions, namespaces and memory, lookups of schedulers, stores and loads of workers."""
+"""Requests of engines: sessions, memory, lookups, invalidations and reports. Stores and loads are in ``jobs``."""
 
 from __future__ import annotations
 
 import logging
 import math
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from msgspec import structs
 
 from kvoffd import __version__
+from kvoffd.cache.asked_keys import PromptOutcome
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.config import Limits
 from kvoffd.errors import BadGeometry, BadKeys, KvoffdError
@@ -28,15 +30,19 @@ if TYPE_CHECKING:
     from kvoffd.server.service import Service
 
 logger = logging.getLogger(__name__)
-CLEARED_UNKEPT = "A kill or a reboot may bring back what was cleared, from disks and shared stores."
-UNUSED = {"late": MissReason.LATE, "skipped": MissReason.SKIPPED}
-"""Why a lease ends whose blocks were not loaded."""
+CLEARED_NOT_SAVED = "After a kill or a reboot cleared blocks may come back from disks and shared stores."
+UNLOADED: Mapping[str, MissReason] = {
+    m.Outcome.LATE: MissReason.LATE,
+    m.Outcome.SKIPPED: MissReason.SKIPPED,
+    m.Outcome.NO_SPACE: MissReason.ENGINE_FULL,
+}
+"""Outcomes of prompts that did not load what was found, with the reason why these keys were missed."""
 _other_versions = RareWarnings(logger)
 
 
 @answers(m.Hello)
 def hello(service: Service, session: Session, message: m.Hello) -> m.Welcome:
-    """Open the session. Saying it twice with the same role is harmless."""
+    """Set the session's role and name. Idempotent for the same role."""
     if message.protocol_version != m.PROTOCOL_VERSION:
         _other_versions.warn(
             "A client (%s) was refused: it speaks protocol %d, this daemon speaks %d. Install the same kvoffd release "
@@ -46,7 +52,7 @@ def hello(service: Service, session: Session, message: m.Hello) -> m.Welcome:
             m.PROTOCOL_VERSION,
         )
         raise KvoffdError(
-            f"The client speaks protocol {message.protocol_version}, this daemon (kvoffd {__version__}) speaks "
+            f"The client speaks protocol {message.protocol_version}, but this daemon (kvoffd {__version__}) speaks "
             f"{m.PROTOCOL_VERSION}; install the same kvoffd release on both ends.",
             ErrorCode.BAD_VERSION,
         )
@@ -62,9 +68,9 @@ def hello(service: Service, session: Session, message: m.Hello) -> m.Welcome:
 
 @answers(m.Results)
 def results(service: Service, session: Session, message: m.Results) -> m.ResultsReply:
-    """Give out the completions that were not acknowledged, and the jobs that have none yet."""
+    """Return the unacknowledged results, and the ids of unfinished jobs."""
     session.completions.acknowledge(message.acknowledged)
-    # A job that ended but whose batch is still open must be in one of the two lists.
+    # Without the flush a job whose result is in the open batch would be in neither list.
     if frames := session.completions.flush(service.sessions.credit_bytes):
         service.publications.append(frames)
     return m.ResultsReply(message.request_id, session.completions.replay(), list(session.jobs))
@@ -72,10 +78,7 @@ def results(service: Service, session: Session, message: m.Results) -> m.Results
 
 @answers(m.Register)
 def register(service: Service, session: Session, message: m.Register) -> Pending:
-    """Map a worker's memory; the reply follows once that is done.
-
-    Takes the attached descriptors over when all of it is sound, none of them otherwise.
-    """
+    """Map a worker's memory, then reply. After an error the session keeps the attached descriptors."""
     namespace = session.namespaces[message.namespace]
     _check_registration(service, session, message, namespace)
     descriptors = _claim(session, message.segments)
@@ -88,11 +91,11 @@ def register(service: Service, session: Session, message: m.Register) -> Pending
             reply = _registered(service, session, message, namespace, result)
         except Exception as error:
             _give_back(session, descriptors)
-            answer.bring(error)
+            answer.resolve(error)
             return
         for fd in descriptors.values():
             os.close(fd)
-        answer.bring(reply)
+        answer.resolve(reply)
 
     try:
         service.memory.map(session.peer.uid, message.segments, descriptors, mapped)
@@ -103,31 +106,31 @@ def register(service: Service, session: Session, message: m.Register) -> Pending
 
 @answers(m.Unregister)
 def unregister(service: Service, session: Session, message: m.Unregister) -> Pending:
-    """Stop the registration's jobs and unmap its memory; the reply follows once that is done."""
+    """Stop the registration's jobs and unmap its memory, then reply."""
     registration = session.registrations[message.registration_id]
     del session.registrations[message.registration_id]
     service.sessions.share_credit()
     answer = Pending()
     service.jobs.abandon([job for job in session.jobs.values() if job.registration is registration])
-    registration.close_when_idle(lambda: answer.bring(m.Done(message.request_id, 1)))
+    registration.close_when_idle(lambda: answer.resolve(m.Done(message.request_id, 1)))
     return answer
 
 
 def _check_registration(service: Service, session: Session, message: m.Register, namespace: Namespace) -> None:
-    """Raise KvoffdError where the registration cannot be."""
+    """Raise KvoffdError for an invalid registration."""
     if message.registration_id in session.registrations or message.registration_id in session.registering:
-        raise BadGeometry("A registration with this id exists; make a new id.")
+        raise BadGeometry("A registration with this id exists; use a new id.")
     held = len(session.registrations) + len(session.registering)
     if held >= service.config.limits.max_registrations:
         raise KvoffdError(f"The session holds {held} registrations, its limit; end one.", ErrorCode.TOO_MANY)
     if message.rank >= namespace.world_size:
         last = namespace.world_size - 1
-        raise BadGeometry(f"The namespace has no rank {message.rank}; name one from 0 to {last}.")
+        raise BadGeometry(f"The namespace has no rank {message.rank}; use one from 0 to {last}.")
     if (pages := sum(map(len, message.groups))) > MAX_PAGES:
-        raise BadGeometry(f"The registration has {pages} pages in its groups; send {MAX_PAGES} at most.")
+        raise BadGeometry(f"The registration has {pages} pages in its groups; the limit is {MAX_PAGES}.")
     if len(message.groups) != len(namespace.groups):
         raise BadGeometry(
-            f"The registration has {len(message.groups)} groups, its namespace {len(namespace.groups)}; describe each."
+            f"The registration has {len(message.groups)} groups, but its namespace {len(namespace.groups)}; send each."
         )
 
 
@@ -138,7 +141,7 @@ def _registered(
     namespace: Namespace,
     memory: EngineMemory | Exception,
 ) -> m.Registered:
-    """Enter the registration, or unmap its memory and raise."""
+    """Add the registration; on an error unmap its memory and raise."""
     if isinstance(memory, Exception):
         raise memory
     try:
@@ -163,7 +166,7 @@ def _registered(
 
 
 def _claim(session: Session, handles: list[Handle]) -> dict[int, int]:
-    """Take the descriptors that handles name from the session: segment id -> fd. Raises KvoffdError."""
+    """Take the handles' descriptors from the session and return them by segment id. Raises KvoffdError."""
     ids: list[int] = []
     for handle in handles:
         if isinstance(handle, m.MemfdHandle):
@@ -180,7 +183,7 @@ def _claim(session: Session, handles: list[Handle]) -> dict[int, int]:
 
 
 def _give_back(session: Session, descriptors: dict[int, int]) -> None:
-    """Undo a claim. A new attachment may have the same id by now; then the old one has lost it."""
+    """Undo a claim. Close a descriptor whose id was attached again since."""
     for segment_id, fd in descriptors.items():
         if session.ended or segment_id in session.segments:
             session.lifeline.close_descriptor(fd)
@@ -190,14 +193,16 @@ def _give_back(session: Session, descriptors: dict[int, int]) -> None:
 
 @answers(m.Lookup)
 def lookup(service: Service, session: Session, message: m.Lookup) -> m.LookupReply:
-    """Tell which keys are ready and pin those."""
+    """Return the states of keys, and pin those that are ready."""
     started, limits = service.clock(), service.config.limits
     namespace, groups = session.namespaces[message.namespace], [(part.group, part.keys) for part in message.groups]
     _check_count(groups, namespace, limits)
-    if (held := service.cache.held.get(session.id)) is not None and len(held.leases) >= limits.max_leases:
+    if (held := service.cache.session_leases.get(session.id)) is not None and len(held.leases) >= limits.max_leases:
         raise KvoffdError(f"The session holds {limits.max_leases} leases, its limit; release some.", ErrorCode.TOO_MANY)
     again = message.again or session.operator
-    states, pinned = service.cache.lookup(namespace, session.id, message.lease_id, groups, again=again)
+    states, pinned = service.cache.lookup(
+        namespace, session.id, message.lease_id, groups, again=again, reported=message.reported
+    )
     ttl_ms = wait_ms = asking = 0
     if (lease := service.cache.leases.get(message.lease_id)) is not None:
         ttl_ms = max(1, round(1000 * (lease.deadline - started)))
@@ -209,22 +214,19 @@ def lookup(service: Service, session: Session, message: m.Lookup) -> m.LookupRep
 
 
 def _check_count(groups: list[tuple[int, bytes]], namespace: Namespace, limits: Limits) -> None:
-    """Raise KvoffdError where these are more keys than a request may have."""
+    """Raise KvoffdError for more keys than a request may have."""
     if (keys := sum([len(one) for _, one in groups]) // namespace.key_bytes) > (most := limits.max_keys_per_request):
-        raise KvoffdError(f"{keys} keys in one request; {most} are allowed. Send several.", ErrorCode.TOO_MANY)
+        raise KvoffdError(f"{keys} keys in one request; the limit is {most}. Send several.", ErrorCode.TOO_MANY)
 
 
 @answers(m.Release)
 def release(service: Service, session: Session, message: m.Release) -> m.Done:
-    unused = UNUSED.get(message.unused)
-    not_awaited = MissReason.LATE if message.unused == "coming" else unused
-    count = service.cache.release(session.id, message.lease_ids, unused, not_awaited)
-    return m.Done(message.request_id, count)
+    return m.Done(message.request_id, service.cache.release(session.id, message.lease_ids))
 
 
 @answers(m.Invalidate)
 def invalidate(service: Service, session: Session, message: m.Invalidate) -> m.Done:
-    """Forget blocks, now: after a kill a disk may have some still, which are compared with their checksums as any."""
+    """Forget blocks. After a kill a disk may still have some of them, with valid checksums."""
     namespace, groups = session.namespaces[message.namespace], [(part.group, part.keys) for part in message.groups]
     _check_count(groups, namespace, service.config.limits)
     return m.Done(message.request_id, service.cache.invalidate(namespace, groups))
@@ -234,11 +236,11 @@ def invalidate(service: Service, session: Session, message: m.Invalidate) -> m.D
 def report_engine(service: Service, session: Session, message: m.ReportEngine) -> m.Done:
     counters = session.namespaces[message.namespace].counters
     if 0 < message.prefill_tokens_per_second < m.LEAST_PER_SECOND:
-        why = f"No engine computes {message.prefill_tokens_per_second} tokens a second; report 0 where it is not known."
+        why = f"{message.prefill_tokens_per_second} tokens per second is not an engine's speed; report 0 if unknown."
         raise KvoffdError(why, ErrorCode.MALFORMED)
-    if message.prefill_tokens_per_second:  # else it has computed nothing yet, as after its restart
+    if message.prefill_tokens_per_second:  # else unknown, as after the engine's restart
         counters.prefill_tokens_per_second = message.prefill_tokens_per_second
-    counters.loaded(0)  # what was loaded before the speed was known
+    counters.loaded(0)  # counts loads from before the speed was known
     counters.skipped_loads += message.skipped_loads
     counters.paused_stores += message.paused_stores
     counters.late_lookups += message.late_lookups
@@ -248,29 +250,31 @@ def report_engine(service: Service, session: Session, message: m.ReportEngine) -
 
 @answers(m.ReportPrompts)
 def report_prompts(service: Service, session: Session, message: m.ReportPrompts) -> m.Done:
-    """Keep what became of requests, each with the reason why its first missing key was not there."""
+    """Keep reports of prompts, each with the reason why its first missing key was missing."""
     namespace = session.namespaces[message.namespace]
     for one in message.prompts:
         namespace.check(one.missing_group, one.missing_key)
         if len(one.missing_key) > namespace.key_bytes:
-            raise BadKeys("A request has one first missing key at most; leave the others out.")
+            raise BadKeys("A report has one first missing key at most; leave the others out.")
     for one in message.prompts:
         if one.missing_key and not one.reason:
-            reason = service.cache.reason_of(namespace, one.missing_group, one.missing_key)
+            (reason,) = service.cache.reasons_of(namespace, one.missing_group, one.missing_key)
             one = structs.replace(one, reason=reason.name.lower())
+        outcome = PromptOutcome(one.own_keys, one.covered_keys, UNLOADED.get(one.outcome))
+        service.cache.count_prompt(session.id, one.lease_id, outcome)
         session.prompts.append(LoggedPrompt(session.id, message.namespace, one))
     return m.Done(message.request_id, len(message.prompts))
 
 
 @answers(m.Reset)
 def reset(service: Service, session: Session, message: m.Reset) -> Pending:
-    """Drop every block of a namespace that the session has opened, and share nothing of it from now on."""
+    """Drop all blocks of a namespace that the session has open, and stop sharing it."""
     count = service.reset(session.namespaces[message.namespace])
     service.tier_supervisor.namespace_reset(message.namespace)
     if service.tier_supervisor.shared and not service.state.file.outlives_reboot:
         raise KvoffdError(
-            f"It is done, but a reboot undoes it: {service.state.file.path}, which says that the namespace is not "
-            "shared any more, is in memory. Clear it on all nodes, or name a directory on a disk as STATE_DIRECTORY.",
+            f"It is done, but a reboot would undo it: {service.state.file.path}, the record that the namespace is not "
+            "shared any more, is in memory. Clear it on all nodes, or set STATE_DIRECTORY to a directory on a disk.",
             ErrorCode.NOT_KEPT,
         )
-    return service.once_kept(m.Done(message.request_id, count), CLEARED_UNKEPT)
+    return service.reply_once_saved(m.Done(message.request_id, count), CLEARED_NOT_SAVED)

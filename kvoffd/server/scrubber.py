@@ -1,6 +1,6 @@
-"""Compares slots with their checksums while nobody asks for them: an earlier daemon's first, then all on request.
+"""Compares slots with their checksums in the background: an earlier daemon's first, then all on request.
 
-Takes the checksums too that stores ended without.
+It also computes checksums that stores left out.
 """
 
 from __future__ import annotations
@@ -18,46 +18,46 @@ from kvoffd_proto.units import format_duration, format_size
 
 logger = logging.getLogger(__name__)
 
-# A millisecond or so of reading, between which engines have the memory for themselves.
+# Reading this takes about a millisecond; between steps engines have the memory bandwidth for themselves.
 STEP_BYTES = 32 << 20
-# Slots looked up at a time on the event loop: free ones cost nothing but that.
+# Slots examined at a time on the event loop.
 _STEP_SLOTS = 1024
 
 
 class Scrubber:
-    """Chooses the slots to read next and acts on their checksums, in the service's thread. Others read the bytes."""
+    """Chooses the next slots and acts on their checksums, in the service's thread. The caller reads the bytes."""
 
     def __init__(self, cache: Cache, clock: Callable[[], float]) -> None:
         self._cache = cache
         self._clock = clock
         self._slots = np.empty(0, np.uint32)
-        """Slots that were in use when the pass over all began."""
+        """Slots of the current pass: those in use when it began."""
         self._begin()
 
     def _begin(self) -> None:
         self._done = self._in_step = 0
-        """Of the pass: slots that were looked at, and those of them that are being read."""
+        """Slots of the pass that were examined, and those of them that are being read."""
         self._checked_slots = self._checked_bytes = self._mismatches = 0
         self._started_at, self._seconds = self._clock(), 0.0
 
     @property
     def has_work(self) -> bool:
-        """Whether ``next_step`` has something to read, or may have."""
+        """Whether ``next_step`` may have slots to read."""
         return self._cache.unverified_slots > 0 or self._done < len(self._slots)
 
     def start(self) -> None:
-        """Begin a pass over all slots, unless one is running."""
+        """Start a pass over all slots unless one is running."""
         if self._done == len(self._slots):
             self._slots = np.flatnonzero(self._cache.slots.in_use).astype(np.uint32)
             self._begin()
 
     def next_step(self) -> list[Check]:
-        """Slots to read now, about ``STEP_BYTES``; none where nothing was found. End it by ``finish_step``."""
+        """Return slots to read, about ``STEP_BYTES``, for ``finish_step``; it may be empty."""
         checks = _first(self._cache.checks(self._cache.next_unverified(_STEP_SLOTS)))
         while not checks and self._done < len(self._slots):
-            some = self._slots[self._done : self._done + _STEP_SLOTS]
-            checks = _first([check for check in self._cache.checks(some) if check.checksum])
-            last = np.flatnonzero(some == checks[-1].slot)[0] + 1 if checks else len(some)
+            slots = self._slots[self._done : self._done + _STEP_SLOTS]
+            checks = _first([check for check in self._cache.checks(slots) if check.checksum])
+            last = np.flatnonzero(slots == checks[-1].slot)[0] + 1 if checks else len(slots)
             self._done += int(last)
             self._in_step = len(checks)
             if not checks and self._done == len(self._slots):
@@ -78,7 +78,7 @@ class Scrubber:
                 self._end()
 
     def report(self, request_id: int) -> a.ScrubReply:
-        """How far the running pass is, or how the last one ended; all 0 where there was none."""
+        """Return the progress of the running pass, or the result of the last one; all 0 without any."""
         slots, done = len(self._slots), self._done - self._in_step
         running = done < slots
         seconds = max(0.0, self._clock() - self._started_at) if running else self._seconds
@@ -88,7 +88,7 @@ class Scrubber:
     def _end(self) -> None:
         self._seconds = max(0.0, self._clock() - self._started_at)
         logger.info(
-            "Scrubbed: %d slots (%s) were compared with their checksums in %s, %d were wrong.",
+            "Scrubbed %d slots (%s) in %s; %d did not match their checksums.",
             self._checked_slots,
             format_size(self._checked_bytes),
             format_duration(self._seconds),
@@ -97,7 +97,7 @@ class Scrubber:
 
 
 def _first(checks: Sequence[Check]) -> list[Check]:
-    """The first of them, until they have ``STEP_BYTES``."""
+    """Return the first checks, up to about ``STEP_BYTES``."""
     step: list[Check] = []
     nbytes = 0
     for check in checks:

@@ -1,6 +1,7 @@
 """The daemon without its sockets: frames in, frames out. Runs in one thread.
 
-The requests are answered in ``requests``, ``admin`` and ``stats``. Time, threads and memory are those of a ``Host``.
+Handlers of requests are in ``requests``, ``jobs``, ``admin`` and ``stats``. A ``Host`` provides clock, threads and
+memory.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import logging
 from collections import Counter
 from weakref import WeakSet
 
-# These fill the table of handlers.
+# These imports fill the table of handlers.
 import kvoffd.server.admin
 import kvoffd.server.requests
 import kvoffd.server.stats  # noqa: F401
@@ -48,24 +49,24 @@ logger = logging.getLogger(__name__)
 _refused = RareWarnings(logger, logging.INFO)
 
 STATE_WAIT_S = 1.5
-"""For ``kvoffd.state`` to be written; the client waits for 2 s."""
+"""Time for ``kvoffd.state`` to be written; the client waits for 2 s."""
 _REQUESTS = "requests"
-"""Beside the names of error codes."""
+"""Name of a counter besides the names of error codes."""
 MAX_PENDING = 64
-"""Requests of a session whose replies wait."""
+"""Limit of a session's requests with pending replies."""
 
 NEW_WORK = m.OpenNamespace, m.Register, m.Submit
-"""Requests that a daemon refuses which is about to end."""
+"""Requests that a stopping daemon refuses."""
 
 if HANDLERS.keys() != m.EXCHANGES.keys():
     raise AssertionError(f"requests without a handler: {m.EXCHANGES.keys() - HANDLERS.keys()}")
 
 
 class Service:
-    """The parts of one daemon, what it is about to send, and what it counts.
+    """The parts of one daemon, its outgoing messages, and its counters.
 
-    Its sockets call ``handle`` for each request, send what ``outgoing`` gives, and call ``after_send`` then: at once if
-    ``urgent``, else a little later. Between requests they call ``background`` as long as it has more to do.
+    The sockets call ``handle`` for each request, send the messages of ``outgoing``, and then call ``after_send``: at
+    once if ``urgent``, else a little later. Between requests they call ``background`` while it has more to do.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class Service:
         self.jobs = Jobs(config, cache, pool, host)
         self.sessions = Sessions(config, cache, self.jobs, host, max_attached)
         self.tiering: Tiering | None = None
-        """None where no tier is configured."""
+        """None if no tier is configured."""
         if config.disk or config.shared:
             self.tiering = make_tiering(config, cache, events, clock, lambda: clock() < self.jobs.quiet_at, state)
         self.tier_supervisor = TierSupervisor(config, self.tiering, cache, pool, clock, host.post, state)
@@ -100,47 +101,47 @@ class Service:
         self.tracer = Tracer(cache, clock)
         self.curve = HitRatioCurve(cache.slots.pool_bytes, clock)
         self.pending: list[Pending] = []
-        """Requests whose replies wait, oldest first."""
+        """Replies that are not available yet, oldest first."""
         self.replies: list[tuple[bytes, bytes]] = []
-        """Routes and frames that are to be sent."""
+        """Routes and frames to send."""
         self.publications: list[Frames] = []
-        """What is to be published."""
+        """Messages to publish."""
         self.errors: Counter[str] = Counter()
         self.requests = 0
         self._gained = CounterWindows(clock)
-        """Of requests, and of errors by code."""
+        """Increases of requests, and of errors by code."""
         self.replies_dropped: Counter[str] = Counter()
-        """By reason, ``gone`` or ``unread``."""
+        """Counts by reason, ``gone`` or ``unread``."""
         self.lookup_times = DurationHistogram(LOOKUP_BOUNDS_S)
         self.loop_watch = LoopWatch()
         self.http_problem = ""
-        """Why nothing is served over HTTP, although it should be."""
+        """Reason why HTTP is not served although it is configured."""
         self.sockets_problem = ""
-        """Why no engine can connect."""
+        """Reason why engines cannot connect."""
         self._totals_due = self.started_at + config.limits.totals_every_s
         self._partial_warned: WeakSet[Namespace] = WeakSet()
         state.is_there = lambda fingerprint: fingerprint in cache.namespaces
-        cache.watchers.append(self.curve.requested)
+        cache.on_counted = self.curve.requested
         self._lru_fallback = LruFallback(self.curve, cache.policy) if isinstance(cache.policy, Learned) else None
 
     # --- called by the sockets ---------------------------------------------------------------------
 
     def handle(self, route: bytes, frame: bytes) -> None:
-        """Answer one request frame. Never raises. Its reply is among ``replies`` then, unless it must wait."""
+        """Handle one request frame. Never raises. Its reply is added to ``replies``, or ``pending`` if it must wait."""
         self.requests += 1
         request_id, session = 0, None
         answer: Answer
         try:
             if len(frame) > (most := self.config.limits.max_frame_bytes):
                 raise KvoffdError(
-                    f"The frame has {len(frame)} bytes; {most} are allowed. Send it in parts.", ErrorCode.TOO_LARGE
+                    f"The frame has {len(frame)} bytes; the limit is {most}. Send it in parts.", ErrorCode.TOO_LARGE
                 )
             request = codec.decode_request(frame)
             request_id = request.request_id
             session = self.sessions.by_route.get(route)
             exchange, handler = HANDLERS[type(request)]
             if session is None:
-                answer = self._answer_stranger(route, request)
+                answer = self._answer_without_session(route, request)
             else:
                 session.last_request_at = self.clock()
                 if session.role not in exchange.roles and (session.role or not isinstance(request, m.Hello)):
@@ -149,14 +150,14 @@ class Service:
                     raise KvoffdError.of(ErrorCode.SHUTTING_DOWN)
                 if self.pending and sum(one.session is session for one in self.pending) >= MAX_PENDING:
                     raise KvoffdError(
-                        f"{MAX_PENDING} requests of the session wait for their replies, its limit; wait for some.",
+                        f"{MAX_PENDING} requests of the session wait for replies, its limit; wait for some.",
                         ErrorCode.TOO_MANY,
                     )
-                if not isinstance(request, m.Lookup):  # its reply goes first: it changes no block that was found
-                    self.cache.note_requests()
+                if not isinstance(request, m.Lookup):  # lookups change no block, so their replies go first
+                    self.cache.report_requests()
                 answer = handler(self, session, request)
         except codec.CODEC_ERRORS as error:
-            why = f"The frame is not a request of protocol {m.PROTOCOL_VERSION}: {error}. Send one that is."
+            why = f"The frame is not a request of protocol {m.PROTOCOL_VERSION}: {error}. Fix the client."
             refusal = KvoffdError(why, ErrorCode.MALFORMED)
             answer = self.refusal(codec.request_id_of(frame), refusal)
         except Exception as error:
@@ -169,8 +170,7 @@ class Service:
             self.replies.append((route, codec.encode(answer)))
 
     def outgoing(self) -> tuple[list[Frames], list[tuple[bytes, bytes]]]:
-        """Publications, and replies by route. Send them in this order: a reply may tell the client to look for a
-        completion."""
+        """Return publications, and replies by route. Send publications first: a reply may refer to a completion."""
         if self.pending:
             self.pending = [pending for pending in self.pending if not self._poll(pending)]
         if self.jobs.with_results:
@@ -186,23 +186,23 @@ class Service:
 
     @property
     def urgent(self) -> bool:
-        """Whether ``after_send`` may begin to bring up blocks that lookups wait for."""
+        """Whether ``after_send`` may start promotions that lookups wait for."""
         return self.tiering is not None and self.tiering.is_asked
 
     def after_send(self) -> None:
-        """Work that may wait until the replies are out: what lookups leave behind."""
-        self.cache.note_requests()
+        """Do the work of lookups that may wait until replies are sent."""
+        self.cache.report_requests()
         if self.tiering is not None:
             self.tiering.pump()
 
     def background(self) -> bool:
-        """Do some milliseconds of what takes long: free blocks that were reset, tell of those that were recovered.
-        Returns whether there is more."""
+        """Do some milliseconds of long work, freeing blocks that were reset and publishing events of recovered ones;
+        return whether there is more."""
         more = self.cache.announce_recovered()
         return self.cache.background() or more
 
     def tick(self) -> None:
-        """Periodic work: leases and copies that are overdue, blocks that stay partial."""
+        """Do periodic work, such as ending overdue leases and copies, and dropping partial blocks."""
         if self.cache.tick():
             self._warn_of_partial()
         self.memory.tick()
@@ -219,7 +219,7 @@ class Service:
             self._void(fingerprint)
 
     def in_last_hour(self) -> tuple[int, dict[str, int]]:
-        """Requests, and errors by code."""
+        """Return the last hour's requests, and its errors by code."""
         _, gained = self._gained.gained(HOUR_S, {_REQUESTS: self.requests, **self.errors})
         counts = {name: int(count) for name, count in gained.items() if count}
         return counts.pop(_REQUESTS, 0), counts
@@ -230,16 +230,16 @@ class Service:
 
     # --- replies -----------------------------------------------------------------------------------
 
-    def _answer_stranger(self, route: bytes, request: m.AnyRequest) -> m.AnyReply:
-        """The reply to one without a session. Raises KvoffdError."""
-        if route in self.sessions.departed:  # its last message crossed the end of the lifeline: nothing is wrong
+    def _answer_without_session(self, route: bytes, request: m.AnyRequest) -> m.AnyReply:
+        """Return the reply to a client without a session. Raises KvoffdError, which is counted."""
+        if route in self.sessions.departed:  # sent before the client left, so not counted as an error
             return m.Error(request.request_id, ErrorCode.BAD_TOKEN, ErrorCode.BAD_TOKEN.sentence)
         if isinstance(request, a.Health):
             return health_reply(self, request)
         raise KvoffdError.of(ErrorCode.BAD_TOKEN)
 
     def _poll(self, pending: Pending) -> bool:
-        """Put the reply among ``replies`` if it is there; False where it still waits."""
+        """Add the reply to ``replies`` if it is available; else return False."""
         assert pending.session is not None
         if pending.session.ended:
             return True
@@ -252,9 +252,9 @@ class Service:
         return reply is not None
 
     def refusal(self, request_id: int, error: Exception, session: Session | None = None) -> m.Error:
-        """The reply to a request that raised ``error``, which is counted.
+        """Return the reply to a request that raised ``error``, and count and log it.
 
-        An administrator who mistypes a name has the answer, and nothing is wrong but where the daemon failed.
+        Errors of administrators, such as a mistyped name, are neither counted nor logged, except internal ones.
         """
         refusal = refusal_of(error)
         if session is None or session.role is not m.Role.ADMIN or refusal.code is ErrorCode.INTERNAL:
@@ -264,20 +264,20 @@ class Service:
         return m.Error(request_id, refusal.code, refusal.message)
 
     def count_error(self, code: ErrorCode) -> None:
-        """Count what went wrong."""
+        """Count an error by its code."""
         self.errors[code.name.lower()] += 1
 
     # --- for handlers ------------------------------------------------------------------------------
 
     def reset(self, namespace: Namespace) -> int:
-        """Forget all blocks of a namespace, of its tiers too, for a successor as well. Returns how many there were."""
+        """Forget all blocks of a namespace, in its tiers and for later daemons too; return their number."""
         self.state.raise_generation(namespace.fingerprint)
         return self.cache.reset(namespace, generation=self.state.generation(namespace.fingerprint))
 
-    def once_kept(self, reply: m.Done, otherwise: str) -> Pending:
-        """``reply`` once all that is known now is in ``kvoffd.state``, on its device.
+    def reply_once_saved(self, reply: m.Done, otherwise: str) -> Pending:
+        """Return ``reply``, to be sent once all changes so far are in ``kvoffd.state`` on its device.
 
-        Raises NOT_KEPT, with what happens ``otherwise``, where that cannot be written, or takes long.
+        If the write fails or takes long, the reply is the error NOT_KEPT with the sentence ``otherwise``.
         """
         file, number = self.state.file, self.state.file.saved
 
@@ -291,10 +291,10 @@ class Service:
 
         return Pending(poll, self.clock() + STATE_WAIT_S)
 
-    # --- work of its own ---------------------------------------------------------------------------
+    # --- internal ----------------------------------------------------------------------------------
 
     def _void(self, fingerprint: bytes) -> None:
-        """Forget a namespace's blocks, since somebody reset it for all nodes."""
+        """Forget a namespace's blocks, because it was reset for all nodes."""
         if (namespace := self.cache.namespaces.get(fingerprint)) is not None:
             self.reset(namespace)
         else:
@@ -304,12 +304,12 @@ class Service:
         self.tier_supervisor.namespace_reset(fingerprint, everywhere=True)
 
     def _warn_of_partial(self) -> None:
-        """Say once for each namespace that blocks lack shards: its engine stores what nobody can ever read."""
+        """Warn once for each namespace whose blocks lack shards: no engine can read them."""
         for namespace in self.cache.namespaces.values():
             if namespace.totals.partial_blocks and namespace not in self._partial_warned:
                 self._partial_warned.add(namespace)
                 logger.warning(
-                    "Blocks of the namespace %s were dropped, since not all of its %d ranks stored their shard in "
+                    "Blocks of the namespace %s were dropped, because not all of its %d ranks stored their shards in "
                     "time. A worker failed, or the engine's workers are on several nodes; stats count such blocks as "
                     "partial_blocks.",
                     namespace.label,

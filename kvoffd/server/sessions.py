@@ -1,4 +1,4 @@
-"""The clients: who may connect, the open sessions, and everything that the daemon holds for each."""
+"""Sessions of clients: access control, and the resources of each."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ OpenT = TypeVar("OpenT")
 
 MAX_DEFAULT_CREDIT_BYTES = 2**30
 OPERATORS_SESSIONS = 8
-"""Sessions beyond max_sessions, which are those of engines: an operator can look when all of these are taken."""
+"""Sessions beyond max_sessions, for operators when engines use all of those."""
 MAX_DEPARTED = 1024
-"""So many routes of clients that left are known: their last messages may come after the end of their lifelines."""
+"""Limit of remembered routes of clients that left: their last messages may arrive after the end of their lifelines."""
 MAX_LOGGED_PROMPTS = 1000
-"""Of a session: some 300 KB."""
+"""Prompts kept for each session, some 300 KB."""
 
 
 @dataclass(frozen=True)
 class Peer:
-    """Who is at the other end, as the kernel says (SO_PEERCRED). pid is 0 from another pid namespace."""
+    """Credentials of a connection's peer (SO_PEERCRED). pid is 0 if it is in another pid namespace."""
 
     pid: int
     uid: int
@@ -50,57 +50,58 @@ class Peer:
 
 
 class Ending(StrEnum):
+    """Reason why a session ended."""
+
     CLOSED = "closed"
-    """Its client said that it leaves."""
+    """The client sent Leaving."""
     GONE = "gone"
-    """Its lifeline ended without a word: the process was killed, as vLLM kills its engine at SIGTERM by default."""
+    """The lifeline ended without Leaving: the process was killed, as vLLM by default kills its engine at SIGTERM."""
     NO_HELLO = "no_hello"
     MALFORMED = "malformed"
-    """What came over the lifeline was no message of it."""
+    """The client sent an invalid frame over the lifeline."""
     FAILED = "failed"
     """The daemon failed with it, or the client did not read its lifeline."""
     STOPPING = "stopping"
-    """The daemon ends."""
+    """The daemon stopped."""
 
 
 class Lifeline(Protocol):
-    """The session's stream, as much of it as the service needs."""
+    """The part of a session's stream that the service uses."""
 
     def alive(self) -> bool:
-        """Whether the peer still holds its end, asked of the kernel now, not of an event that may be queued."""
+        """Ask the kernel whether the peer still has its end open, without waiting for an event."""
 
     def close_descriptor(self, fd: int) -> None:
-        """Close what the peer sent: where it is gone, that frees its memory, which takes a while."""
+        """Close a client's descriptor. If the client is gone, that frees its memory, which is slow."""
 
 
 @dataclass(eq=False)
 class Registration:
-    """KV tensors that a worker has registered: its mapped memory and the layouts over it. Unmapped only when no job
-    touches it any more."""
+    """KV tensors that a worker has registered: mapped memory, and the layouts over it."""
 
     memory: EngineMemory
     namespace: Namespace
     rank: int
     layouts: list[GroupLayout]
     jobs: int = field(default=0, init=False)
-    """Jobs that hold addresses inside the memory."""
+    """Number of jobs that use the memory."""
     on_closed: Callable[[], None] | None = field(default=None, init=False)
-    """What to call once it is closed, where it is to be."""
+    """Callback of ``close_when_idle``, once that was called."""
 
     def close_when_idle(self, on_closed: Callable[[], None]) -> None:
-        """Unmap once the last job has ended, then have ``on_closed`` called. Once."""
+        """Unmap the memory after the last job, then call ``on_closed``. Call this once."""
         assert self.on_closed is None, "a registration is closed once"
         self.on_closed = on_closed
         self.close_if_idle()
 
     def close_if_idle(self) -> None:
-        """Where it is to be closed, its last job may have ended."""
+        """Unmap the memory if ``close_when_idle`` was called and no job uses it."""
         if self.on_closed is not None and not self.jobs:
             self.memory.close(self.on_closed)
 
 
 class Opened(dict[bytes, OpenT]):
-    """What a session has opened, by id. To ask for another raises KvoffdError with this code."""
+    """Things that a session has opened, by id. Another id raises KvoffdError with ``code``."""
 
     def __init__(self, code: ErrorCode) -> None:
         super().__init__()
@@ -112,11 +113,11 @@ class Opened(dict[bytes, OpenT]):
 
 @dataclass(eq=False)
 class Session:
-    """State of one client. Ends with its lifeline; ``ended`` stays true while its last copies run out."""
+    """State of one client, until its lifeline ends; with ``ended`` until its last copy ends."""
 
     id: int
     token: bytes
-    """Its client's secret, sent over the lifeline."""
+    """Secret of the client, sent over the lifeline."""
     peer: Peer
     lifeline: Lifeline
     opened_at: float
@@ -129,40 +130,40 @@ class Session:
     last_request_at: float = field(init=False)
     ended: bool = False
     namespaces: Opened[Namespace] = field(default_factory=lambda: Opened(ErrorCode.UNKNOWN_NAMESPACE))
-    """By fingerprint."""
+    """Open namespaces by fingerprint."""
     segments: dict[int, int] = field(default_factory=dict)
-    """Attached descriptors that no registration has taken over yet: segment id -> fd."""
+    """Attached descriptors without a registration, by segment id."""
     registrations: Opened[Registration] = field(default_factory=lambda: Opened(ErrorCode.UNKNOWN_REGISTRATION))
     registering: set[bytes] = field(default_factory=set)
     """Ids of registrations whose memory is being mapped."""
     jobs: dict[int, Job] = field(default_factory=dict)
-    """Jobs without a result by id; several ids may be one copy. Kept by ``Jobs``, as the numbers below are."""
+    """Jobs without a result by id; several ids may share a copy. ``Jobs`` maintains these and the numbers below."""
     in_flight: int = 0
-    """Jobs that have no result, or whose copy may still touch the client's memory."""
+    """Number of jobs without a result, or whose copy may still touch the client's memory."""
     pieces: int = 0
-    """Of all jobs that hold memory for what they copy."""
+    """Sum of the pieces of these jobs."""
     stored_bytes: int = 0
     loaded_bytes: int = 0
     prompts: deque[LoggedPrompt] = field(default_factory=lambda: deque(maxlen=MAX_LOGGED_PROMPTS))
-    """What became of its engine's latest requests."""
+    """Reports of its engine's latest prompts."""
     problem: str = ""
-    """Why its engine stores and loads nothing, as that says."""
+    """Reason why its engine stores and loads nothing, as the engine reported it."""
     on_released: Callable[[], None] | None = None
-    """What to call once its last copy has ended, where it is over."""
+    """Callback after its last copy, once it has ended."""
 
     def __post_init__(self) -> None:
         self.last_request_at = self.opened_at
         self.route = routing_id(self.token)
-        """The routing id of its client's requests."""
+        """ZeroMQ routing id of the client's requests."""
 
     def release_if_idle(self) -> None:
-        """Where the session is over, its last copy may have ended."""
+        """Call ``on_released`` if the session and its last copy have ended."""
         if self.on_released is not None and not self.in_flight:
             on_released, self.on_released = self.on_released, None
             on_released()
 
     def close_memory(self) -> None:
-        """Unmap all memory as soon as no job touches it, and close what was attached and never registered."""
+        """Unmap all memory as soon as no job uses it, and close attached descriptors."""
         for memory in self.registrations.values():
             memory.close_when_idle(lambda: None)
         self.registrations.clear()
@@ -172,21 +173,21 @@ class Session:
 
 
 def may_connect(peer: Peer, config: Config) -> bool:
-    """Root and the daemon's own user may always; its group where none is named."""
+    """Return whether the peer may connect: root, the daemon's own user and allowed users and groups may."""
     uids = 0, os.geteuid(), *config.allowed_uids
     return peer.uid in uids or peer.gid in (config.allowed_gids or (os.getegid(),))
 
 
 def credit_bytes(config: Config, cache: Cache) -> int:
-    """Bytes of stores that all sessions together may have outstanding."""
+    """Return the bytes of stores that all sessions together may have outstanding."""
     return config.limits.credit_bytes or min(cache.slots.pool_bytes // 8, MAX_DEFAULT_CREDIT_BYTES)
 
 
 class Sessions:
-    """The open sessions: admits clients, and ends what they held when they go.
+    """The open sessions: admits clients, and frees their resources when they leave.
 
     Args:
-        max_attached: descriptors that all sessions together may have attached and not registered.
+        max_attached: limit of attached descriptors without a registration, of all sessions together.
     """
 
     def __init__(self, config: Config, cache: Cache, jobs: Jobs, host: Host, max_attached: int) -> None:
@@ -196,27 +197,27 @@ class Sessions:
         self._host = host
         self._max_attached = max_attached
         self.by_route: dict[bytes, Session] = {}
-        """By the routing id of their clients' requests."""
+        """Open sessions by the routing id of their requests."""
         self.departed: OrderedDict[bytes, None] = OrderedDict()
-        """Routes of clients that ended their sessions themselves, not long ago."""
+        """Routes of clients that left recently, oldest first."""
         self._last_id = 0
         self.epoch = int.from_bytes(host.random(8), "big") >> 1
-        """This life of the daemon: a subscriber that has not noticed its end must not hear the next one's sessions."""
+        """Random number of this daemon process, so that its clients do not take a successor's results for theirs."""
         self.credit_bytes = credit_bytes(config, cache)
-        """Of stores that each session may have outstanding: its share of what all writers together may."""
+        """Bytes of stores that each session may have outstanding: its part of the credit of all."""
         self.ended: Counter[str] = Counter()
-        """Sessions that ended, by ``Ending``: engines', and those that the daemon ended before their Hello."""
+        """Ended sessions by ``Ending``: engines', and those that the daemon ended before their Hello."""
         self.stopping = False
 
     def __iter__(self) -> Iterator[Session]:
-        """The open sessions, oldest first."""
+        """Iterate over the open sessions, oldest first."""
         return iter(self.by_route.values())
 
     def __len__(self) -> int:
         return len(self.by_route)
 
     def open(self, lifeline: Lifeline, peer: Peer) -> Session:
-        """Admit a client that has connected to the lifeline. Raises KvoffdError when it may not come in."""
+        """Open a session for a client of the lifeline. Raises KvoffdError if the client is not admitted."""
         if self.stopping:
             raise KvoffdError.of(ErrorCode.SHUTTING_DOWN)
         if len(self.by_route) >= self._config.max_sessions + OPERATORS_SESSIONS:
@@ -230,17 +231,17 @@ class Sessions:
 
     @property
     def of_engines(self) -> int:
-        """Sessions of schedulers and workers."""
+        """Number of sessions of schedulers and workers."""
         return sum(session.role in (Role.SCHEDULER, Role.WORKER) for session in self)
 
     def say_hello(self, session: Session, role: Role, name: str, software: str) -> None:
-        """Make it the session of such a client. Raises KvoffdError where it may not be."""
+        """Set a session's role and names. Raises KvoffdError if the client may not have the role."""
         if session.role is not None and session.role != role:
             raise KvoffdError(
                 f"The session sent Hello as {session.role}, which cannot change; open another session.",
                 ErrorCode.WRONG_ROLE,
             )
-        admins = self._config.admin_uids  # root and the daemon's own user may in any case, and all where none is named
+        admins = self._config.admin_uids  # if empty, all users; root and the daemon's own user always may
         if role is Role.ADMIN and admins and session.peer.uid not in (0, os.geteuid(), *admins):
             raise KvoffdError(
                 f"User {session.peer.uid} may not administer this kvoffd; add the uid to admin_uids.",
@@ -249,8 +250,8 @@ class Sessions:
         if role is not Role.ADMIN and session.role is None and self.of_engines >= self._config.max_sessions:
             raise self._full()
         if session.role is None:
-            process = f"pid {session.peer.pid}" if session.peer.pid else "a process of another pid namespace"
-            level = logging.DEBUG if role is Role.ADMIN else logging.INFO  # every command has one
+            process = f"pid {session.peer.pid}" if session.peer.pid else "in another pid namespace"
+            level = logging.DEBUG if role is Role.ADMIN else logging.INFO  # every kvoffd-cli command opens one
             who = f"{name} ({software})" if software else name
             logger.log(level, "Session %d: %s %s, %s.", session.id, role, who, process)
         session.role, session.name, session.software = role, name, software
@@ -261,7 +262,7 @@ class Sessions:
         )
 
     def attach(self, session: Session, segment_id: int, fd: int) -> None:
-        """Keep a descriptor for a Register to come. Owns ``fd`` on success only. Raises KvoffdError."""
+        """Keep a descriptor for a later Register. Takes ownership of ``fd`` unless it raises KvoffdError."""
         if session.ended:
             raise KvoffdError.of(ErrorCode.SESSION_ENDED)
         if segment_id in session.segments:
@@ -279,14 +280,14 @@ class Sessions:
         session.segments[segment_id] = fd
 
     def share_credit(self) -> None:
-        """Sessions have begun to have memory registered, or ceased to."""
+        """Divide the credit among the sessions with registered memory, after their number changed."""
         writers = sum(bool(session.registrations) for session in self)
         self.credit_bytes = credit_bytes(self._config, self._cache) // max(1, writers)
 
     def end(self, session: Session, on_released: Callable[[], None], why: Ending = Ending.GONE) -> None:
-        """The lifeline has ended: drop what the session held, stop its copies, unmap its memory.
+        """End a session after its lifeline: end its leases, stop its copies, unmap its memory.
 
-        ``on_released`` is called once the last of its copies has ended.
+        ``on_released`` is called after the last of its copies.
         """
         if session.ended:
             return

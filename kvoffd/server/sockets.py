@@ -1,8 +1,8 @@
 """``jobs.sock`` and ``events.sock``: a ROUTER and a PUB socket of libzmq on the event loop.
 
-libzmq moves the bytes in a thread of its own, without the GIL. The loop reads whole messages, of one client after the
-other. What a client does not read is bounded by count: beyond ``QUEUED_MESSAGES`` its replies and publications are
-dropped. Its session keeps its results until it acknowledges them, and it asks for what it lacks.
+libzmq moves the bytes in a thread of its own, without the GIL. The loop reads whole messages, one client at a time.
+Beyond ``QUEUED_MESSAGES`` unread messages a client's replies and publications are dropped. Its session keeps results
+until it acknowledges them, and it requests those that it lacks.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 QUEUED_MESSAGES = 1000
-"""Messages to or from one client that wait. Never 0: to libzmq that is no bound at all."""
+"""Limit of queued messages to or from one client. Not 0, which libzmq takes for no limit."""
 MAX_SUBSCRIPTION_BYTES = 4096
 BACKLOG = 1024
 RETRY_S = 0.25
-"""After accept() failed, as it does without descriptors: it would fail again at once."""
+"""Pause after accept() failed, for example for lack of descriptors: it would fail again at once."""
 DRAIN_S, DRAINED_AT_ONCE = 0.002, 64
-"""How long, and how many messages, before the loop looks at lifelines and timers."""
+"""Time and messages after which the loop handles lifelines and timers."""
 REST_S = 0.002
-"""What follows a reply is put off by so much."""
+"""Delay of the work that follows a reply."""
 NOBODY = 2**32 - 1
-"""No user and no group has this id."""
-# pyzmq makes an enum's member of each of these where it is given one; plain numbers are faster.
+"""Id of no user and no group."""
+# Plain numbers: pyzmq is slower with members of its enums.
 _NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 
 
 class Sockets:
-    """Both sockets of one daemon, and ``post``, by which other threads reach its loop. All else is for the loop's own.
+    """Both sockets of one daemon. Only ``post`` may be called in other threads than the loop's.
 
-    libzmq's descriptor is edge-triggered: it stays silent while messages wait that were there before, and every call
-    may consume the edge. So the socket is asked for its events after the last use of it, and at each tick.
+    libzmq's descriptor is edge-triggered: it does not signal messages that were there before, and every call may
+    consume the edge. So the loop polls the socket after its last use, and at each tick.
     """
 
     def __init__(self, config: Config, directory: DaemonDirectory) -> None:
@@ -63,7 +63,7 @@ class Sockets:
         self._posted: deque[Callable[[], None]] = deque()
         self._post_woke = self._woken = self._rest_due = False
         self._service: Service | None = None
-        """While the sockets are open. What is posted before waits until then; afterwards the pool may be unmapped."""
+        """The service while the sockets are open. Earlier posts wait; later ones are dropped: the pool may be gone."""
         self._warnings = RareWarnings(logger)
         _seed_routing_ids()
         self._zmq = zmq.Context(io_threads=1)
@@ -77,12 +77,11 @@ class Sockets:
         paths = self._directory.sockets
         try:
             self._admission.bind("inproc://zeromq.zap.01")
-            # Without it libzmq finds the newcomer with the name of a client that it still holds for connected, and
-            # ignores it.
+            # Otherwise libzmq ignores a client that reconnects while its old connection still counts as open.
             self._jobs.setsockopt(zmq.ROUTER_HANDOVER, 1)
-            # Without it replies vanish uncounted.
+            # Otherwise replies to clients that are gone are dropped without an error, and not counted.
             self._jobs.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            # A frame that is a little too long is answered; one beyond this ends the connection without a word.
+            # A frame beyond twice the limit ends the connection without an error reply.
             self._bind(self._jobs, paths.jobs, 2 * self._config.limits.max_frame_bytes)
             self._bind(self._events, paths.events, MAX_SUBSCRIPTION_BYTES)
         except zmq.ZMQError as error:
@@ -102,7 +101,7 @@ class Sockets:
         self._directory.open_to_group(path)
 
     def close(self, linger_ms: int) -> None:
-        """Send what is queued, for ``linger_ms`` at most, and close."""
+        """Send queued messages for at most ``linger_ms``, and close."""
         for socket in (self._admission, self._jobs):
             if self._service is not None:
                 self._loop.remove_reader(socket.FD)
@@ -114,42 +113,39 @@ class Sockets:
     # --- the loop ---------------------------------------------------------------------------------
 
     def post(self, call: Callable[[], None]) -> None:
-        """Have ``call`` made in the loop's thread, and what it leaves to send sent. For any thread."""
+        """Schedule a call in the loop's thread, and the messages that it sends. For any thread."""
         self._posted.append(call)
-        if not self._post_woke:  # asked after the append: _make_calls finds the call, or has taken this back before
+        if not self._post_woke:  # checked after the append: if it is set, _make_calls will find the call
             self._post_woke = True
-            with suppress(RuntimeError):  # the loop has ended; so have all sessions
+            with suppress(RuntimeError):  # the loop has ended, and with it all sessions
                 self._loop.call_soon_threadsafe(self._drain, True)
 
     def wake(self) -> None:
-        """Read and send soon: something other than a message changed what is to be sent."""
+        """Schedule a drain, after something other than a message may have queued messages to send."""
         if not self._woken:
             self._woken = True
             self._loop.call_soon(self._on_wake)
 
-    def work_off(self) -> None:
-        """Make all calls that other threads have posted, and send what they leave."""
+    def finish_posted(self) -> None:
+        """Make all posted calls, and send their messages."""
         self._make_calls(inf)
         self.flush()
 
     def serve(self) -> bool:
-        """As after a message, and what a lost edge has left. At each tick, and a while after a reply.
-
-        False where it failed inside the daemon.
-        """
+        """Drain the sockets at each tick, and a while after a reply, since an edge may be lost. False after a bug."""
         self._admit()
         self._rest_due = False
         return self._drain(due=True)
 
     def _on_wake(self) -> None:
-        # Only here: were it taken back by every drain, each would let one more be queued, and the loop do nothing else.
+        # Reset only here: if each drain did, each could schedule another one, and the loop would do nothing else.
         self._woken = False
         self._drain(due=True)
 
     def _drain(self, due: bool = False) -> bool:
-        """Make the calls of other threads, and answer requests, until none waits or others must have the loop.
+        """Make posted calls and handle requests, until there are none or the time is over.
 
-        ``due``: something other than a message may have changed what is to be sent.
+        ``due``: something other than a message may have queued messages to send.
         """
         if (service := self._service) is None:
             return True
@@ -166,9 +162,9 @@ class Sockets:
                     whole = not frame.more
                     while frame.more:
                         frame = jobs.recv(_NOBLOCK, copy=False)
-                    # Several frames are no request: the decoder refuses that, and the sender hears why.
+                    # A message of several frames is not a request: the decoder refuses an empty one with an error.
                     service.handle(route, frame.bytes if whole else b"")
-                    self.flush()  # a reply does not wait for the requests behind it
+                    self.flush()  # a reply does not wait for later requests
                     if time.monotonic() > until:
                         more = True
                         break
@@ -176,8 +172,8 @@ class Sockets:
                     more = True
                 more = service.background() or more
                 if service.pending:
-                    more = self.flush() or more  # what was sent may have consumed the edge
-            except Exception:  # the loop that serves engines must outlive it; the tick goes on
+                    more = self.flush() or more  # sending may have consumed the edge
+            except Exception:  # the loop must survive it; the next tick drains again
                 logger.exception("An iteration of the message loop failed.")
                 return False
             if more:
@@ -185,7 +181,7 @@ class Sockets:
             return True
 
     def _make_calls(self, until: float) -> bool:
-        """Make the calls that have arrived; True when some are left."""
+        """Make the posted calls until ``until``; return whether some are left."""
         self._post_woke = False
         for _ in range(len(self._posted)):
             call = self._posted.popleft()
@@ -198,17 +194,17 @@ class Sockets:
         return bool(self._posted)
 
     def flush(self) -> bool:
-        """Send replies and publications; True when there were replies."""
+        """Send publications and replies; return whether there were replies."""
         if (service := self._service) is None:
             return False
         publications, replies = service.outgoing()
         if publications:
-            self._events.get(_EVENTS)  # takes subscriptions that have arrived; sending does so once in a millisecond
+            self._events.get(_EVENTS)  # processes new subscriptions; sending does so only once a millisecond
             for topic, number, payload in publications:
                 self._events.send(topic, _SNDMORE)
                 self._events.send(number, _SNDMORE)
-                self._events.send(payload)  # never waits: PUB drops what a subscriber has no room for
-        for route, frame in replies:  # after the completions: a reply may tell the client to look for them
+                self._events.send(payload)  # never blocks: PUB drops messages to a subscriber whose queue is full
+        for route, frame in replies:  # after the completions, to which a reply may refer
             try:
                 self._jobs.send(route, _NOBLOCK | _SNDMORE)
                 self._jobs.send(frame, _NOBLOCK)
@@ -216,15 +212,15 @@ class Sockets:
                 service.replies_dropped["unread" if isinstance(error, zmq.Again) else "gone"] += 1
         if service.urgent or not replies:
             service.after_send()
-        elif not self._rest_due:  # on few cores it would keep libzmq's thread from sending
+        elif not self._rest_due:  # later: on few cores it would delay libzmq's thread, which sends
             self._rest_due = True
             self._loop.call_later(REST_S, self.serve)
         return bool(replies)
 
-    # --- who may connect --------------------------------------------------------------------------
+    # --- access control ---------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Answer libzmq, which asks for each connection (ZeroMQ RFC 27) and tells the peer's credentials."""
+        """Answer libzmq's requests to admit connections (ZeroMQ RFC 27, ZAP), which have the peers' credentials."""
         while self._service is not None and cast(int, self._admission.get(_EVENTS)) & _POLLIN:
             _, request_id, _, address, *_ = self._admission.recv_multipart(_NOBLOCK)
             peer = _peer_at(address)
@@ -239,7 +235,7 @@ class Sockets:
 
 
 def _peer_at(address: bytes) -> Peer:
-    """The peer that libzmq names ``localhost:UID:GID:PID``; nobody where it names none."""
+    """Return the peer of an address ``localhost:UID:GID:PID``; one of NOBODY for another address."""
     try:
         _, uid, gid, pid = address.split(b":")
         return Peer(int(pid), int(uid), int(gid))
@@ -248,9 +244,9 @@ def _peer_at(address: bytes) -> Peer:
 
 
 def _seed_routing_ids() -> None:
-    """Have libzmq name its clients by numbers that nobody chooses by accident.
+    """Make libzmq's routing ids random.
 
-    A ROUTER counts from a number of the C library's rand(). It ends the process (an assertion of libzmq 4.3.5) when a
-    client has given itself the name that it comes to.
+    A ROUTER generates them from the C library's rand(), counting up. It aborts the process (an assertion in libzmq
+    4.3.5) if a client has chosen the same id for itself.
     """
     ctypes.CDLL(None).srand(ctypes.c_uint(int.from_bytes(os.urandom(4), "little")))

@@ -1,4 +1,4 @@
-"""Requests for what the daemon tells of itself: statistics, health, sessions, namespaces."""
+"""Requests for statistics, health, sessions, prompts and namespaces."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kvoffd.server.service import Service
 
 DESCRIPTIONS_BYTES = 1 << 20
-"""Of the namespaces in one listing: 64 KiB of each would make tens of MiB."""
+"""Limit of all descriptions in one listing of namespaces: each may have 64 KiB, and all tens of MiB."""
 
 
 @answers(s.Stats)
@@ -99,7 +99,6 @@ def _namespace_rows(
     service: Service, on_disk: Counter[bytes], namespaces: Sequence[Namespace]
 ) -> list[s.NamespaceStats]:
     """The row of each namespace: the one of the last time if nothing in it has changed."""
-    service.cache.note_requests()  # whatever changes a curve has counted a lookup before
     kept, quotas, halved_at = service.traffic.kept_rows, service.cache.quotas, service.curve.halved_at
     changed = []
     for one in namespaces:
@@ -166,7 +165,7 @@ def sessions(service: Service, session: Session, message: a.Sessions) -> a.Sessi
 
 @answers(a.ListPrompts)
 def list_prompts(service: Service, session: Session, message: a.ListPrompts) -> a.PromptsListed:
-    """The latest requests of all engines, by when it was known what became of them."""
+    """Return the latest prompts of all engines, in the order of their decisions."""
     found = [one for session in service.sessions for one in session.prompts if message.name in one.report.request]
     found.sort(key=lambda one: one.report.decided_at)
     return a.PromptsListed(message.request_id, found[-message.limit :])
@@ -191,10 +190,10 @@ def namespaces(service: Service, session: Session, message: a.Namespaces) -> a.N
         )
         for namespace in cache.namespaces.values()
     ]
-    room_bytes = DESCRIPTIONS_BYTES
+    left_bytes = DESCRIPTIONS_BYTES
     for number, info in enumerate(infos):
-        room_bytes -= len(info.description)
-        if room_bytes < 0:
+        left_bytes -= len(info.description)
+        if left_bytes < 0:
             infos[number] = structs.replace(info, description="")
     return a.NamespacesReply(message.request_id, infos)
 
@@ -298,9 +297,9 @@ def _shared_stats(service: Service) -> list[s.SharedStats]:
 
 
 def _resident_bytes() -> int:
-    """Private memory: resident pages less the shared ones, which are the pool, its table and engines' memory.
+    """Return the private memory: resident pages without shared ones (the pool, its table and engines' memory).
 
-    0 where there is no /proc, as in some sandboxes.
+    0 without /proc, as in some sandboxes.
     """
     try:
         with open("/proc/self/statm", encoding="ascii") as statm:

@@ -1,4 +1,4 @@
-"""Opens, watches and closes the tiers below the pool: directories, in threads, and the stores that nodes share."""
+"""Opens, monitors and closes the tiers below the pool: disks, each in a thread, and stores that nodes share."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from kvoffd_proto.units import format_count, format_duration, format_size
 logger = logging.getLogger(__name__)
 
 CLOSE_STEP_S = 0.02
-"""Time that each shared store has at least to close."""
+"""Least time for each shared store to close."""
 STOP_OPENING_S = 1.0
 TRICKLE_BYTES = 4 * 2**20
-"""What is written in a tick while engines copy, for each CPU: the more there are, the less of it do copies feel."""
+"""Bytes written per tick and CPU while engines copy: with more CPUs writes slow down copies less."""
 HARMLESS_ERRORS = {DiskFault.NOT_DIRECT, DiskFault.STARTED_ANEW, DiskFault.TOO_LARGE, DiskFault.TRUNCATED}
-"""Kinds of what a disk tier reports that are no fault of the drive now."""
+"""Faults that do not mean that the drive is failing."""
 OpenStores = Sequence[Callable[[], Store]]
-"""What makes connections to each of the stores that a configuration names."""
+"""Functions that connect to each of the configured stores."""
 
 
 @dataclass(eq=False)
@@ -47,7 +47,7 @@ class Disk:
     size: DiskSize
     errors: CounterWindows
     problem: str = ""
-    """Why it could not be opened."""
+    """Error of opening it."""
     tier: DiskTier | None = None
     opener: threading.Thread | None = None
 
@@ -64,7 +64,7 @@ def make_tiering(
     engines_busy: Callable[[], bool],
     state: State,
 ) -> Tiering:
-    """What moves blocks between the pool and the tiers, which come later. The cache knows of it from now on."""
+    """Create the tiering between the pool and the tiers, which are added later, and connect it to the cache."""
     mode, per_day = WriteMode(config.disk_write), config.disk_write_bytes_per_day
     if per_day is None:
         per_day = sum(one.size_bytes for one in config.disk) if mode is WriteMode.AUTO else 0
@@ -80,13 +80,13 @@ def _trickle_bytes() -> int:
 
 
 class TierSupervisor:
-    """For the service's thread, but for what ``_open`` does.
+    """Opens, monitors and closes the tiers. For the service's thread, except ``_open``.
 
     Args:
-        tiering: uses the tiers that are open; None where nothing is configured.
+        tiering: uses the open tiers; None if none is configured.
 
     Attributes:
-        shared: the stores that nodes share, where any are configured.
+        shared: the configured stores that nodes share.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class TierSupervisor:
         self.shared: list[SharedTier] = []
 
     def start(self, stores: OpenStores) -> None:
-        """Begin to open what the configuration names; ``stores``: of ``shared_stores``. Raises NoMoreThreads."""
+        """Start to open the configured tiers; ``stores`` are those of ``shared_stores``. Raises NoMoreThreads."""
         if (tiering := self._tiering) is None:
             return
         for size in self._config.disk:
@@ -125,19 +125,19 @@ class TierSupervisor:
             self._share(tier, tiering)
 
     def _share(self, tier: SharedTier, tiering: Tiering) -> None:
-        """Use a store that nodes share."""
+        """Add a store that nodes share."""
         mode, deadline_s = WriteMode(self._config.shared_write), self._config.shared_deadline_s
         tiering.share(tier, TieringSettings(mode, deadline_s=deadline_s, trickle_bytes=_trickle_bytes()))
         self.shared.append(tier)
 
     def namespace_reset(self, fingerprint: bytes, *, everywhere: bool = False) -> None:
-        """A namespace's blocks are stale, as when its weights changed; ``everywhere``: on all nodes."""
+        """Record the reset of a namespace, on this node or ``everywhere``."""
         if everywhere:
-            self._state.followed(fingerprint, {tier.name: tier.generation(fingerprint) for tier in self.shared})
+            self._state.save_fleet_reset(fingerprint, {tier.name: tier.generation(fingerprint) for tier in self.shared})
         else:
             self._state.unshare(fingerprint)
             if self.shared:
-                logger.info("An engine reset a namespace; its blocks are not shared with other nodes any more.")
+                logger.info("An engine reset a namespace; its blocks are no longer shared with other nodes.")
 
     def tick(self) -> None:
         if (tiering := self._tiering) is None:
@@ -149,14 +149,13 @@ class TierSupervisor:
         for disk in self._disks:
             if disk.tier is not None:
                 disk.errors.sample(disk.tier.stats().errors)
-        if (spent := tiering.disk_writer.budget.to_note()) is not None:
-            self._state.note_disk_spent(spent)
+        if (spent := tiering.disk_writer.budget.amount_to_persist()) is not None:
+            self._state.save_disk_spent(spent)
 
     def take_voided(self) -> set[bytes]:
-        """Fingerprints of namespaces that were reset for all nodes since the last call.
+        """Return the fingerprints of namespaces that were reset for all nodes since the last call.
 
-        Of these nothing is shared until they are reset here: what the pool has of them would be written as if it were
-        new.
+        They are not shared until they are reset here: otherwise stale blocks of the pool would be written to stores.
         """
         found = {fingerprint for tier in self.shared for fingerprint in tier.take_voided()}
         for fingerprint in found:
@@ -165,7 +164,7 @@ class TierSupervisor:
 
     @property
     def problems(self) -> Iterator[tuple[str, str]]:
-        """What is wrong: a word for the kind, and a sentence."""
+        """Problems: a word for the kind, and a sentence."""
         for disk in self._disks:
             name = disk.size.directory
             if disk.problem:
@@ -186,18 +185,18 @@ class TierSupervisor:
                 yield (
                     "disk_errors",
                     f"The disk at {name} has had errors in the last hour ({counts}); blocks that could not be read "
-                    "were recomputed. See dmesg and the drive's own report; if it fails, restart the daemon without "
-                    "the directory.",
+                    "were recomputed. See dmesg and the drive's SMART data; if it is failing, restart the daemon "
+                    "without the directory.",
                 )
         for tier in self.shared:
             if not tier.available() and tier.problem:
                 yield (
                     "shared_unreachable",
-                    f"No blocks are shared over {tier.name}: {tier.problem} `kvoffd-cli stats tiers` says what "
-                    "failed, and what to look at.",
+                    f"No blocks are shared over {tier.name}: {tier.problem} `kvoffd-cli stats tiers` shows what "
+                    "failed, and what to check.",
                 )
             if tier.available() and tier.refusal:
-                yield "shared_refuses", f"Blocks are read from {tier.name}, and none are written: {tier.refusal}"
+                yield "shared_refuses", f"Blocks are read from {tier.name}, but not written: {tier.refusal}"
             for server in tier.servers if len(tier.servers) > 1 else ():
                 if not server.answers:
                     what = f"{server.name}, a server of {tier.name}, cannot be used: {server.problem}"
@@ -207,13 +206,13 @@ class TierSupervisor:
         return iter(self._disks)
 
     def close(self, deadline_s: float) -> bool:
-        """Close all within the deadline. False where something hangs still, in pool memory. For the daemon's end."""
+        """Close all tiers within the deadline. Returns False if one hangs that may still use the pool."""
         until = time.monotonic() + deadline_s
         self._stopping = True
         if self._tiering is not None:
             self._tiering.stop()
             if (budget := self._tiering.disk_writer.budget).left_bytes is not None:
-                self._state.note_disk_spent(budget.spent_bytes)
+                self._state.save_disk_spent(budget.spent_bytes)
         for disk in self._disks:
             if disk.opener is not None:
                 disk.opener.join(min(STOP_OPENING_S, max(0.0, until - time.monotonic())))
@@ -221,18 +220,18 @@ class TierSupervisor:
         for disk in self._disks:
             left_s = max(0.0, until - time.monotonic())
             if disk.tier is not None and not disk.tier.close(0.0 if disk.tier.hangs else left_s):
-                logger.warning("The disk at %s does not answer; it is left open.", disk.size.directory)
+                logger.warning("The disk at %s does not answer; it stays open.", disk.size.directory)
                 closed = False
         for tier in self.shared:
             if not tier.close(max(CLOSE_STEP_S, until - time.monotonic())):
-                logger.warning("%s does not answer; it is left open.", tier.name)
+                logger.warning("%s does not answer; it stays open.", tier.name)
                 closed = False
         return closed
 
     def _begin_to_open(self, size: DiskSize, tiering: Tiering) -> None:
         disk = Disk(size, CounterWindows(self._clock))
         self._disks.append(disk)
-        # Not one of the executor's threads: those are waited for when the process ends, and a disk may hang.
+        # Not a thread of the executor: the process would wait for it at exit, and a disk may hang.
         name, arguments = f"kvoffd-open-{Path(size.directory).name}", (disk, tiering)
         start(opener := threading.Thread(target=self._open, args=arguments, name=name, daemon=True))
         disk.opener = opener
@@ -251,7 +250,7 @@ class TierSupervisor:
         )
 
     def _open(self, disk: Disk, tiering: Tiering) -> None:
-        """In a thread of its own."""
+        """Open a disk. Runs in a thread of its own."""
         try:
             tier = self.open_disk(disk.size, tiering)
         except OpeningStopped:
@@ -261,7 +260,7 @@ class TierSupervisor:
             self._post(lambda: self._failed(disk, problem))
         except Exception as error:
             logger.exception("The disk at %s could not be opened.", disk.size.directory)
-            problem = f"Opening it failed inside the daemon: {error!r}."
+            problem = f"Opening failed inside the daemon: {error!r}."
             self._post(lambda: self._failed(disk, problem))
         else:
             self._post(lambda: self._opened(disk, tier, tiering))
@@ -276,35 +275,35 @@ class TierSupervisor:
             tier.close(0.0)
             return
         logger.info(
-            "The disk at %s serves after %s: %s blocks are there, %s may be taken%s.",
+            "The disk at %s is open after %s, with %s blocks and a size of %s%s.",
             disk.size.directory,
             format_duration(tier.open_seconds),
             format_count(tier.found_blocks),
             format_size(disk.size.size_bytes),
-            "" if tier.direct else ", through the page cache, since it refuses O_DIRECT",
+            "" if tier.direct else "; it uses the page cache, because it refuses O_DIRECT",
         )
         for fingerprint, generation in tier.found_generations.items():
             known = self._state.generation(fingerprint)  # it may have been raised since the file was read
-            if not self._state.found(fingerprint, generation):
+            if not self._state.accept(fingerprint, generation):
                 tier.remove_all(fingerprint)
             if self._state.generation(fingerprint) > known:
-                self._raised_elsewhere(fingerprint, tiering)
+                self._drop_older(fingerprint, tiering)
         tiering.disk_writer.budget.first_filling_bytes += max(0, disk.size.size_bytes - tier.lifetime_written_bytes)
         tiering.disks.tiers.append(tier)
 
-    def _raised_elsewhere(self, fingerprint: bytes, tiering: Tiering) -> None:
-        """A disk has shown that a namespace was reset and that this was forgotten, as when the machine started. So what
-        the pool and other disks have of it may be from before."""
+    def _drop_older(self, fingerprint: bytes, tiering: Tiering) -> None:
+        """Drop a namespace's blocks of lower generations from the pool and other disks, after a disk revealed a reset
+        that the state file had lost."""
         generation = self._state.generation(fingerprint)
         for disk in self:
             if disk.tier is not None and disk.tier.found_generations.get(fingerprint, generation) < generation:
                 disk.tier.remove_all(fingerprint)
         if (namespace := self._cache.namespaces.get(fingerprint)) is not None:
-            tiering.namespace_forgotten(namespace)  # what comes up is of before
+            tiering.namespace_forgotten(namespace)  # its promotions are of the lower generation
             self._cache.reset(namespace, keep_tiers=True, generation=generation)
 
 
 def shared_stores(config: Config) -> OpenStores:
-    """Those of a configuration; none is connected to. Raises KvoffdError where one cannot be used as configured."""
+    """Return the configured stores, unconnected. Raises KvoffdError for an invalid configuration."""
     credentials = Credentials.read(config.shared_password_file, len(config.shared)) if config.shared else []
     return list(map(open_store, config.shared, credentials))

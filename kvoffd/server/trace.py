@@ -1,4 +1,4 @@
-"""What engines ask for, kept for an administrator who fetches it: ``kvoffd-cli trace record`` writes it to a file."""
+"""Records the keys of lookups and stores for an administrator: ``kvoffd-cli trace record`` writes them to a file."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from kvoffd_proto import admin as a
 from kvoffd_proto.errors import ErrorCode
 
 MAX_KEPT_BYTES = 8 << 20
-"""What waits to be fetched; what comes then is dropped and counted."""
+"""Limit of unfetched chains; more are dropped and counted."""
 CHAIN_BYTES = 400
-"""What a chain takes beside its keys."""
+"""Memory of a chain besides its keys."""
 FETCHED_BYTES = 1 << 20
 
 
 class Tracer:
-    """The trace of one session, if there is one; it ends with the session. Costs nothing while there is none."""
+    """Records a trace for one session, until the session ends. Costs nothing without one."""
 
     def __init__(self, cache: Cache, clock: Callable[[], float]) -> None:
         self._cache = cache
@@ -31,9 +31,9 @@ class Tracer:
         self._kept_bytes = self._dropped = 0
 
     def fetch(self, session: Session) -> tuple[list[a.TraceChain], int]:
-        """What came since the last call, and how many chains were dropped behind that. The first call begins the trace.
+        """Return the chains since the last call, and the number of those dropped after them.
 
-        Raises KvoffdError where another session has one.
+        The first call starts the trace. Raises KvoffdError if another session records one.
         """
         if session is not self._session:
             if self._session is not None and not self._session.ended:
@@ -41,7 +41,7 @@ class Tracer:
                 raise KvoffdError(why, ErrorCode.BAD_ARGUMENT)
             self._end()
             self._session, self._began_at = session, self._clock()
-            self._cache.watchers.append(self._note)
+            self._cache.watchers.append(self._record)
         chains: list[a.TraceChain] = []
         nbytes = dropped = 0
         while self._kept and nbytes < FETCHED_BYTES:
@@ -58,16 +58,16 @@ class Tracer:
             self._session = None
             self._kept.clear()
             self._kept_bytes = self._dropped = 0
-            self._cache.watchers.remove(self._note)
+            self._cache.watchers.remove(self._record)
 
-    def _note(self, chains: Sequence[Chain]) -> None:
+    def _record(self, chains: Sequence[Chain]) -> None:
         if self._session is None or self._session.ended:
             self._end()
             return
         for group, keys, *_ in chains:
             namespace = group.namespace
             nbytes = CHAIN_BYTES + len(keys)
-            # Once some were dropped all are, so that the gap is in one place.
+            # After the first dropped chain all are dropped, so that there is one gap.
             if not keys or self._dropped or self._kept_bytes + nbytes > MAX_KEPT_BYTES:
                 self._dropped += bool(keys)
                 continue

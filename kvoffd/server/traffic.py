@@ -1,4 +1,4 @@
-"""What engines asked for and got: by namespace, and in sum over the last minute, the last hour and since the start."""
+"""Traffic of engines by namespace, and in total over the last minute, the last hour and since the start."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _counted, _ready_bytes = attrgetter(*COUNTED), attrgetter("ready_bytes")
 _MISSES, _NO_SPACE = "misses", "no_space"
 _MISSES_OF = {reason: f"{_MISSES} {reason.name.lower()}" for reason in MissReason}
 _COPIED = tuple(sorted({*Window.__struct_fields__} & {*COUNTED}))
-"""Counters that statistics have under their own name."""
+"""Counters that statistics have under the same name."""
 
 
 class TrafficCounts:
-    """Sums and windows over all namespaces; those of benches are in no sum. For the service's thread.
+    """Totals and windows over all namespaces but those of benches. For the service's thread.
 
     Args:
-        earlier: what earlier daemons counted.
+        earlier: totals of earlier daemons.
     """
 
     def __init__(self, cache: Cache, clock: Callable[[], float], earlier: Lifetime) -> None:
@@ -39,18 +39,18 @@ class TrafficCounts:
         self._sampled_at = float("-inf")
         self._total: Counter[str] = Counter()
         self._others: Counter[str] = Counter()
-        """Of the namespaces without a row, those among them that were forgotten: sums never fall."""
+        """Total of the namespaces without a row, including forgotten ones, so that it never falls."""
         self._counted: dict[Namespace, Mapping[str, float]] = {}
-        """What is in the sums of each namespace."""
+        """Each namespace's part of the totals."""
         self._figures: dict[Namespace, dict[str, Any]] = {}
-        """Of namespaces that have counted nothing since."""
+        """Cached figures of namespaces whose counters have not changed."""
         self.gone_namespaces = 0
-        """That had counted something."""
+        """Number of forgotten namespaces that had counted something."""
         self._has_row: dict[Namespace, bool] = {}
-        """Chosen once for each."""
+        """Whether a namespace has a row, which never changes."""
         self._largest: list[Namespace] = []
         self._rest: list[Namespace] = []
-        """Those with a row, and those without that are no benches."""
+        """Namespaces with a row, and those without that are no benches."""
         self.kept_rows: dict[Namespace, tuple[dict[str, Any], tuple[Any, ...], NamespaceStats]] = {}
         """Rows of the last statistics: the namespace's figures, what else they depend on, and the row."""
 
@@ -61,7 +61,7 @@ class TrafficCounts:
             self._windows.sample(self.total())
 
     def namespace_forgotten(self, namespace: Namespace) -> None:
-        """Go on to count what the namespace counted."""
+        """Keep a namespace's counts in the totals after it was forgotten."""
         self._add(namespace)
         self.kept_rows.pop(namespace, None)
         self._largest, self._rest = (
@@ -73,14 +73,14 @@ class TrafficCounts:
             self._others.update(counts)
 
     def total(self) -> Mapping[str, float]:
-        """What all namespaces have counted since the start."""
+        """Return the counts of all namespaces since the start."""
         for namespace in self._cache.namespaces.values():
             if namespace.has_counted:
                 self._add(namespace)
         return self._total.copy()
 
     def _add(self, namespace: Namespace) -> None:
-        """Add to the sums what the namespace has counted since the last time: there may be a thousand, most idle."""
+        """Add a namespace's counts since the last call to the totals: most of up to a thousand namespaces are idle."""
         namespace.has_counted = False
         self._figures.pop(namespace, None)
         if namespace.of_bench:
@@ -94,7 +94,7 @@ class TrafficCounts:
             self._counted[namespace] = counts
 
     def figures_of(self, namespace: Namespace) -> dict[str, Any]:
-        """The fields of the namespace's Traffic."""
+        """Return the fields of the namespace's Traffic."""
         if namespace.has_counted:
             self._add(namespace)
         if (found := self._figures.get(namespace)) is None:
@@ -102,17 +102,16 @@ class TrafficCounts:
         return found
 
     def choose_rows(self) -> tuple[list[Namespace], list[NamespaceStats]]:
-        """The namespaces that have a row of their own, the largest first, and one row for all others, if there are any.
+        """Return the namespaces with a row of their own, largest first, and a row for all others, if there are any.
 
-        A namespace keeps its row, or has none for good, so that no counter falls. With the others are those that were
-        forgotten.
+        Whether a namespace has a row never changes, so that no counter falls. The others include forgotten ones.
         """
         known, has_row, largest, rest = self._cache.namespaces.values(), self._has_row, self._largest, self._rest
         if len(has_row) < len(known):
             ids = {namespace_id(one.fingerprint) for one in largest}
             new = [one for one in known if one not in has_row]
             for one in sorted(new, key=_ready_bytes, reverse=True):
-                name = namespace_id(one.fingerprint)  # two rows, or series, cannot have one
+                name = namespace_id(one.fingerprint)  # the name of a row and of its series must be unique
                 has_row[one] = len(ids) < MAX_NAMESPACE_ROWS and name not in ids
                 if has_row[one]:
                     ids.add(name)
@@ -133,16 +132,16 @@ class TrafficCounts:
         return largest, [row]
 
     def since_start(self, total: Mapping[str, float]) -> Window:
-        """``total``, here and below: what ``total`` returned."""
+        """Return the traffic since the start; ``total`` is the result of ``total()``, here and below."""
         return Window(seconds=self._clock() - self._started_at, **figures(total))
 
     def in_last(self, window_s: float, total: Mapping[str, float]) -> Window:
-        """What was gained in the last minute or hour, one of ``WINDOWS_S``."""
+        """Return the traffic of the last minute or hour, one of ``WINDOWS_S``."""
         seconds, gained = self._windows.gained(window_s, total)
         return Window(seconds=seconds, **figures(gained))
 
     def lifetime(self, total: Mapping[str, float]) -> Lifetime:
-        """Totals of this daemon and those before."""
+        """Return the totals of this daemon and earlier ones."""
         earlier = self._earlier
         return Lifetime(
             earlier.since or self._began,
@@ -152,7 +151,7 @@ class TrafficCounts:
 
 
 def counts_of(namespace: Namespace) -> dict[str, float]:
-    """What a namespace has counted that is not 0."""
+    """Return a namespace's counts that are not 0."""
     counters = namespace.totals
     counts = {name: count for name, count in zip(COUNTED, _counted(counters), strict=True) if count}
     for reason, count in counters.misses.items():
@@ -163,7 +162,7 @@ def counts_of(namespace: Namespace) -> dict[str, float]:
 
 
 def figures(counts: Mapping[str, float]) -> dict[str, Any]:
-    """The fields of a Traffic: every key that was asked for is loaded, not needed, or a miss."""
+    """Return the fields of a Traffic: every requested key was loaded, not needed, or a miss."""
     misses, causes = dict[str, int](), dict[str, int]()
     for name, count in counts.items():
         if " " in name and count:
@@ -172,7 +171,7 @@ def figures(counts: Mapping[str, float]) -> dict[str, Any]:
     sources = {"pool": "keys_ready", "disk": "found_disk", "shared": "found_shared"}
     found = {source: int(count) for source, name in sources.items() if (count := counts.get(name, 0))}
     loaded = int(counts.get("loaded_keys", 0))
-    not_needed = max(0, sum(found.values()) - loaded - misses.get("late", 0) - misses.get("skipped", 0))
+    not_needed = max(0, int(counts.get("covered_keys", 0)) - loaded)
     return {name: counts.get(name, 0) for name in _COPIED} | {
         "misses": misses,
         "found_keys": found,

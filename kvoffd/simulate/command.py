@@ -1,4 +1,4 @@
-"""``kvoffd-cli trace replay`` runs this: replays a trace with several policies and sizes of pool and disk."""
+"""Implements ``kvoffd-cli trace replay``: replays a trace with several policies and sizes of pool and disk."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from kvoffd_proto.units import format_size, parse_size
 
 ALL = "all"
 PARTS = (8, 4, 2, 1)
-"""Sizes of the pool unless others are given: these parts of all blocks of the trace."""
+"""Divisors of a trace's blocks that give the pool sizes unless others are given."""
 EXIT_ERROR, EXIT_INTERRUPTED = 2, 130
 AUTO = "auto"
 
 Sizes: TypeAlias = dict[tuple[int, int], str]
-"""Blocks of the pool and of the disk, and how they were given."""
+"""Blocks of the pool and of the disk, and the text that gave them."""
 Results: TypeAlias = Sequence[tuple[Replayed, float]]
-"""What each policy made of the trace with each size, and the hits in percent that were possible with it."""
+"""Result of each policy and size, and the possible hits in percent at that size."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program; returns its status: 0, 2 after a sentence on stderr, 130 after Ctrl-C."""
+    """Run the program; return its status: 0, 2 after a sentence on stderr, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser("kvoffd-cli trace replay")
     parser.add_argument("file", type=Path)
     for option in ("--size", "--blocks", "--block-size", "--disk"):
         parser.add_argument(option, default="")
     for option, default in (("--policy", ALL), ("--disk-write", AUTO), ("--disk-write-per-day", AUTO)):
         parser.add_argument(option, default=default)
-    parser.add_argument("--pool", type=int, default=0, help="bytes of the daemon's own")
+    parser.add_argument("--pool", type=int, default=0, help="bytes of the daemon's pool")
     parser.add_argument("--json", action="store_true")
     try:
         _replay_file(parser.parse_args(arguments))
@@ -51,19 +51,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except OSError as error:
         _end_output()
-        print(f"kvoffd-cli: What it found cannot be printed ({error.strerror}).", file=sys.stderr)
+        print(f"kvoffd-cli: The result cannot be printed ({error.strerror}).", file=sys.stderr)
     except (ValueError, KvoffdError) as error:
         print(f"kvoffd-cli: {error}", file=sys.stderr)
     return EXIT_ERROR
 
 
 def _end_output() -> None:
-    """Nobody reads what is printed any more: Python would complain when it closes stdout."""
+    """Discard further output after its reader has left: Python would report an error when it closes stdout."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _replay_file(given: argparse.Namespace) -> None:
-    """Raises ValueError with a sentence; OSError where it cannot print."""
+    """Replay as the arguments say. Raises ValueError with a sentence, and OSError if it cannot print."""
     policies = _policies(given.policy)
     try:
         trace = read_trace(given.file)
@@ -73,9 +73,9 @@ def _replay_file(given: argparse.Namespace) -> None:
         why = "ends before its first request" if trace.cut_off else "has no request"
         raise BadTrace(f"{given.file} {why}; there is nothing to replay.")
     if trace.cut_off:
-        print(f"{given.file} ends in the middle: it is replayed as far as it goes.", file=sys.stderr)
+        print(f"{given.file} ends in the middle: it is replayed up to there.", file=sys.stderr)
     if trace.missing:
-        print(f"{given.file} lacks {trace.missing:,} lines: with them the hit ratios would be others.", file=sys.stderr)
+        print(f"{given.file} lacks {trace.missing:,} lines: with them, the hit ratios would differ.", file=sys.stderr)
     if trace.others:
         print(_unequal(trace), file=sys.stderr)
     block_bytes, uses = _block_bytes(given, trace), uses_of(trace)
@@ -96,7 +96,7 @@ def _replay_file(given: argparse.Namespace) -> None:
 
 
 def _show_progress(text: str) -> None:
-    """On a terminal's stderr, in place of what was shown before."""
+    """Replace the text shown on a terminal's stderr."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
@@ -106,7 +106,7 @@ def _unequal(trace: Trace) -> str:
         f"{tokens} tokens in {format_size(nbytes)} ({100 * part:.1f} %)" for tokens, nbytes, part in trace.others
     )
     return (
-        f"Blocks of the trace are of several kinds: {kinds}. All are replayed as if each took their mean, "
+        f"Blocks of the trace are of several kinds: {kinds}. All are replayed with their mean size, "
         f"{format_size(trace.block_bytes)}; small ones take more of the simulated pool than of a real one."
     )
 
@@ -119,40 +119,40 @@ def _policies(text: str) -> list[str]:
 
 
 def _block_bytes(given: argparse.Namespace, trace: Trace) -> int:
-    """Pool bytes of a block; 0 where neither the trace nor the user says."""
+    """Return the pool bytes of a block; 0 if neither the trace nor the user gives them."""
     if not given.block_size:
         return trace.block_bytes
     if not (block_bytes := _bytes_of("--block-size", given.block_size)):
-        raise ValueError(f"--block-size {given.block_size}: a block has some bytes.")
+        raise ValueError(f"--block-size {given.block_size}: a block has at least one byte.")
     return block_bytes
 
 
 def _sizes(given: argparse.Namespace, trace: Trace, block_bytes: int, distinct: int) -> dict[int, str]:
-    """Sizes of the pool in blocks, ascending, as they were given."""
+    """Return the sizes of the pool in blocks, ascending, with the text that gave them."""
     found: dict[int, str] = {}
     for part in filter(None, given.blocks.split(",")):
         if not part.strip().isdecimal() or not int(part):
-            raise ValueError(f"--blocks {given.blocks!r} is no list of numbers of blocks; give some as in 1000,2000.")
+            raise ValueError(f"--blocks {given.blocks!r} is not a list of block counts; give some as in 1000,2000.")
         found[int(part)] = f"{int(part):,} blocks"
     if given.size and not block_bytes:
         raise ValueError(
-            f"The trace does not say how many bytes a block of {trace.tokens_per_block} tokens has, which --size "
-            "needs; give --block-size, or --blocks instead."
+            f"The trace does not give the bytes of a block of {trace.tokens_per_block} tokens, which --size needs; "
+            "give --block-size, or --blocks instead."
         )
     for part in filter(None, given.size.split(",")):
         if (blocks := _bytes_of("--size", part) // block_bytes) < 1:
             raise ValueError(f"A pool of {part} does not hold one block of {format_size(block_bytes)}.")
         found[blocks] = part.strip()
     if not found:
-        some = {max(1, distinct // part) for part in PARTS}
-        found = {n: format_size(n * block_bytes) if block_bytes else f"{n:,} blocks" for n in some}
+        defaults = {max(1, distinct // part) for part in PARTS}
+        found = {n: format_size(n * block_bytes) if block_bytes else f"{n:,} blocks" for n in defaults}
         if block_bytes and given.pool >= block_bytes:
             found[given.pool // block_bytes] = f"{format_size(given.pool)} (now)"
     return dict(sorted(found.items()))
 
 
 def _with_disks(given: argparse.Namespace, pools: dict[int, str], block_bytes: int) -> Sizes:
-    """Each size of the pool with each disk, or without one."""
+    """Combine each size of the pool with each disk, or with none."""
     found: Sizes = {}
     for blocks, text in pools.items():
         for part in given.disk.split(","):
@@ -162,9 +162,7 @@ def _with_disks(given: argparse.Namespace, pools: dict[int, str], block_bytes: i
             elif part.strip().endswith("x") and times.isdecimal() and int(times):
                 found[blocks, int(times) * blocks] = f"{text} + {times}x"
             elif not block_bytes:
-                raise ValueError(
-                    f"--disk {part}: the trace does not say how many bytes a block has; give --block-size."
-                )
+                raise ValueError(f"--disk {part}: the trace does not give the bytes of a block; give --block-size.")
             elif (disk_blocks := _bytes_of("--disk", part) // block_bytes) < 1:
                 raise ValueError(f"A disk of {part} does not hold one block of {format_size(block_bytes)}.")
             else:
@@ -173,7 +171,7 @@ def _with_disks(given: argparse.Namespace, pools: dict[int, str], block_bytes: i
 
 
 def _disks(given: argparse.Namespace, trace: Trace, blocks: int, block_bytes: int) -> list[DiskPlan | None]:
-    """The disk of a size, with each mode of writing; None where there is none."""
+    """Return the disk of a size with each mode of writing; None if there is no disk."""
     if not blocks:
         return [None]
     plans: list[DiskPlan | None] = []
@@ -244,7 +242,7 @@ def _as_table(trace: Trace, sizes: Sizes, results: Results, block_bytes: int) ->
 
 
 def _conclusion(sizes: Sizes, results: Results) -> list[str]:
-    """What follows for the choice of a policy: at the daemon's own size, and where the policies differ most."""
+    """Conclude which policy to choose: at the daemon's own size, and where the policies differ most."""
     of_sizes = [
         sorted(group, key=lambda result: -result[0].hit_percent)
         for _, group in groupby(results, lambda result: (result[0].size, result[0].disk))

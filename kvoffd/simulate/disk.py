@@ -1,4 +1,4 @@
-"""A disk without bytes below the pool of a replay: the daemon's own tiering and disk tier decide, nothing is copied."""
+"""A disk without bytes below the pool of a replay: the daemon's tiering and disk tier decide, nothing is copied."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from kvoffd.tiers.tier import Result
 
 REGIONS, MAX_REGION_BLOCKS = 64, 256
 OVERHEAD = 1 + 1 / 64
-"""More than a disk's files have besides its blocks."""
+"""Upper limit of a disk's files relative to its blocks."""
 OPTIONS = DiskOptions()
 
 
 class _NoFiles(FileCalls):
-    """Files in memory of a given size that hold what names them alone."""
+    """Files in memory of a given size that hold only what identifies them."""
 
     def open(self, path: str, directory_fd: int, create: bool) -> int:
         return os.memfd_create(path)
@@ -64,7 +64,7 @@ class _DoneAtOnce(Workers[Any, Any]):
 
 
 class _ReadAtOnce(Reads):
-    """Every block that is asked for is there, and right."""
+    """Reads that always find the requested block, and intact."""
 
     def _open(self) -> None:
         """There is nothing to read."""
@@ -79,11 +79,11 @@ class _ReadAtOnce(Reads):
 
 
 class SimulatedDisk:
-    """A disk of a number of blocks below a cache, as quick as need be.
+    """A disk with a number of blocks below a cache, as fast as needed.
 
     Args:
-        block_bytes: of the cache's blocks.
-        per_day_blocks: bound on writing once the disk was filled; 0 for none.
+        block_bytes: bytes of the cache's blocks.
+        per_day_blocks: limit of writes once the disk was filled; 0 for none.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class SimulatedDisk:
         cache.tiers = self._tiering
 
     def settle(self) -> None:
-        """Do all that is to be read and written."""
+        """Run all pending reads and writes."""
         self._tiering.pump()
         while self._posted:
             self._posted.popleft()()
@@ -131,7 +131,7 @@ class SimulatedDisk:
 
     @property
     def promoted(self) -> int:
-        """Blocks that came up."""
+        """Number of promoted blocks."""
         return self._tiering.disks.promoted_blocks
 
     @property

@@ -1,7 +1,7 @@
-"""The most hits that any policy could have had: what is used farthest in the future goes, or is not stored at all.
+"""The most hits that any policy could have: it evicts, or does not store, the block used farthest in the future.
 
-Source: L. A. Belady, "A Study of Replacement Algorithms for a Virtual-Storage Computer", 1966; with bypass, since
-a pool need not store what is offered. A block is never used before the ones that it continues: no chain gets a hole.
+Source: L. A. Belady, "A Study of Replacement Algorithms for a Virtual-Storage Computer", 1966; with bypass, because a
+pool need not store what is offered. A block is never used before the blocks that it continues, so chains have no holes.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ class Uses(NamedTuple):
     """All accesses of a trace, in order."""
 
     keys: list[int]
-    """By number from 0 up."""
+    """Keys, numbered from 0."""
     next_uses: list[int]
-    """Number of the access by which the next request has the key; 0 where there is none."""
+    """Index of the access by which the next request uses the key; 0 if there is none."""
     bounds: list[int]
-    """Where the requests begin, and the last one's end."""
+    """Index of the first access of each request, and the end of the last."""
     distinct: int
 
 
 def uses_of(trace: Trace) -> Uses:
-    """What the optimum needs to know of a trace, whatever the size of the pool."""
+    """Compute what the optimum needs to know of a trace, for any pool size."""
     lengths = np.array([len(request) // KEY_BYTES for request in trace.requests], dtype=np.int64)
     bounds = np.concatenate([[0], np.cumsum(lengths)])
     asked_by = np.repeat(np.arange(len(lengths)), lengths)
@@ -37,17 +37,17 @@ def uses_of(trace: Trace) -> Uses:
     follows = np.append(order[1:], 0)
     follows[np.append(np.diff(keys[order]) != 0, True)] = 0
     for at in np.flatnonzero((asked_by[follows] == asked_by[order]) & (follows > 0))[::-1]:
-        follows[at] = follows[at + 1]  # a request that has a key twice
+        follows[at] = follows[at + 1]  # for a request that has a key twice
     next_use = np.empty_like(follows)
     next_use[order] = follows
     return Uses(keys.tolist(), next_use.tolist(), bounds.tolist(), len(every))
 
 
 def optimum_percent(uses: Uses, blocks: int) -> float:
-    """The share of the accesses that could be hits, with a pool of so many blocks."""
+    """Return the largest possible share of hits, in percent, with a pool of this many blocks."""
     keys, next_uses, bounds, distinct = uses
     kept_until = [0] * distinct
-    """By key: its next use where it is kept, else 0."""
+    """[keys] next use if the block is kept, else 0."""
     farthest: list[int] = []
     hits = held = 0
     for begin, end in pairwise(bounds):

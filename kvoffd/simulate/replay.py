@@ -1,4 +1,4 @@
-"""One trace through the daemon's cache, over a slot table in memory, a pool without any and a disk without bytes."""
+"""Replays a trace through the daemon's cache, with a slot table in memory, and a pool and disk without bytes."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from kvoffd.tiering import WriteMode
 from kvoffd_proto.messages import PENDING, READY, GroupSpec
 
 BLOCK_BYTES = 1 << 20
-"""Of a simulated block, so that what is bounded by parts of the pool is bounded as in a daemon's."""
+"""Size of a simulated block, large enough for limits relative to the pool to act as in a daemon."""
 REGIONS, MAX_REGION_BLOCKS = 64, 256
-"""As a pool is cut, but that no region has a rest in which there is no room for a block."""
+"""Division into regions like a real pool's, except that no region has a rest smaller than a block."""
 STEP_TOKENS = 8192
 """Tokens that an engine computes before it stores them."""
 MOST_LOOKUPS = 64
-"""An engine asks again so often for what is to come up, then computes."""
+"""Lookups that an engine repeats for pending blocks before it computes them."""
 SESSION = LEASE = 1
 
 
@@ -39,7 +39,7 @@ class DiskPlan(NamedTuple):
     blocks: int
     mode: WriteMode = WriteMode.AUTO
     per_day_blocks: int = 0
-    """Blocks that may be written in a day once the disk was filled; 0 for any number."""
+    """Blocks that may be written per day once the disk was filled; 0 for no limit."""
 
 
 class Replayed(NamedTuple):
@@ -49,10 +49,10 @@ class Replayed(NamedTuple):
     hits: int
     """Keys found before the first that was not, in the pool or on the disk."""
     written: int
-    """To the pool."""
+    """Blocks written to the pool."""
     disk: DiskPlan | None = None
     disk_hits: int = 0
-    """Those of the hits that were on the disk alone."""
+    """Hits that only the disk had."""
     disk_written: int = 0
 
     @property
@@ -81,7 +81,7 @@ class Silence:
     """A listener that does nothing."""
 
     def stored(self, *args: object, **kwargs: object) -> None:
-        """Nothing is done."""
+        """Do nothing."""
 
     removed = cleared = stored
 
@@ -96,7 +96,7 @@ class Offered(NamedTuple):
 
 
 def open_cache(policy: str, blocks: int, clock: Callable[[], float] = lambda: 0.0) -> Cache:
-    """A cache with room for so many blocks, all of which leases may pin."""
+    """Make a cache with space for this many blocks, all of which leases may pin."""
     region_blocks = max(1, min(MAX_REGION_BLOCKS, blocks // REGIONS))
     slots = SlotAllocator(blocks * BLOCK_BYTES, region_blocks * BLOCK_BYTES)
     geometry = TableGeometry(slots.pool_bytes, slots.region_bytes)
@@ -106,7 +106,8 @@ def open_cache(policy: str, blocks: int, clock: Callable[[], float] = lambda: 0.
     if isinstance(made, Learned):
         curve = HitRatioCurve(slots.pool_bytes, clock)
         fallback = LruFallback(curve, made)
-        cache.watchers += [curve.requested, lambda _: fallback.judge()]
+        cache.on_counted = curve.requested
+        cache.watchers.append(lambda _: fallback.judge())
     return cache
 
 
@@ -118,7 +119,7 @@ def open_namespace(cache: Cache, trace: Trace, fingerprint: bytes = bytes(32)) -
 
 
 def replay(trace: Trace, policy: str, blocks: int, disk: DiskPlan | None = None) -> Replayed:
-    """Replay a trace as an engine would ask: a request's lookup, then the store of what is not there."""
+    """Replay a trace like an engine: for each request a lookup, then the store of the missing blocks."""
     now = 0.0
     cache = open_cache(policy, max(1, min(blocks, trace.accesses)), lambda: now)
     namespace = open_namespace(cache, trace)
@@ -139,10 +140,9 @@ def replay(trace: Trace, policy: str, blocks: int, disk: DiskPlan | None = None)
 def request(
     cache: Cache, namespace: Namespace, keys: bytes, disk: SimulatedDisk | None = None, step_blocks: int = 2**30
 ) -> int:
-    """A lookup, and the store of what is not there, by steps between which a disk has time. Returns how many keys were
-    found, up to the first that was not."""
+    """Look up, then store the missing blocks in steps between which a disk works. Returns the length of the hit run."""
     (states,), _ = cache.lookup(namespace, SESSION, LEASE, [(0, keys)])
-    cache.note_requests()
+    cache.report_requests()
     for _ in range(MOST_LOOKUPS):
         if disk is None or PENDING not in states:
             break

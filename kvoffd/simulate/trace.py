@@ -1,4 +1,4 @@
-"""Traces: the blocks that each request asked for."""
+"""Traces: the blocks that each request looked up."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ KEY_BYTES = 8
 MOONCAKE_TOKENS = 512
 """Tokens of a block in Mooncake's traces."""
 POWERS = [1 << bits for bits in range(4, 13)]
-"""Other tokens of a block that lengths of requests may tell of."""
+"""Other common tokens per block, which the lengths of requests may indicate."""
 MOST_LINE_BYTES = 64 << 20
-"""Of a request of three million blocks: no memory is taken for a file that has no lines, or unpacks to none."""
+"""Longest line, for a request of three million blocks: bounds the memory for files without lines, packed or not."""
 MOST_VALUE_BYTES = 256 << 20
 """Longest value that is not in one line."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 MOST_KEY, OWN_KEY = (1 << 8 * KEY_BYTES) - 1, 1 << 63
-"""The highest key, signed numbers being those of the same bits; and the first for blocks of one session alone."""
+"""The highest key, where signed numbers have the same bits; and the first key of blocks that one session owns."""
 MOST_ACCESSES = 1 << 26
-"""Requests and their blocks, together: a replay takes about 190 bytes for each, and a small file may unpack to any
-number."""
+"""Limit of requests and their blocks together: a replay takes about 190 bytes for each, and a small file may unpack to
+any number."""
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 GZIP_MAGIC = b"\x1f\x8b"
 
@@ -37,19 +37,19 @@ class BadTrace(ValueError):
 
 
 class _Line(Struct):
-    """What is read of a request, or of a session of several: kv-cache-tester and AIPerf write those."""
+    """A request, or a session of several, which kv-cache-tester and AIPerf write."""
 
     hash_ids: list[int] | UnsetType | None = UNSET
     requests: list[_Line] | UnsetType = UNSET
-    """Those of a session, or of an agent in one."""
+    """Requests of a session, or of an agent in it."""
     input_length: Any = None
     tokens: Any = field(default=None, name="in")
-    """The same, in a session."""
+    """``input_length`` of a session's request."""
     block_tokens: Annotated[int, Meta(ge=0, lt=1 << 31)] | None = None
     block_size: Any = None
     """Tokens of a session's blocks."""
     hash_id_scope: Any = "local"
-    """Whether equal numbers in several sessions are the same block: then it is global."""
+    """``global`` if equal numbers in several sessions mean the same block."""
     block_bytes: Annotated[int, Meta(ge=0, lt=1 << 53)] = 0
     dropped: Annotated[int, Meta(ge=0)] = 0
     timestamp: Any = None
@@ -61,22 +61,22 @@ _DECODER = Decoder(_Line | list[_Line])
 
 
 class Trace(NamedTuple):
-    """Requests by their keys, end to end, root first."""
+    """Requests by their concatenated keys, root first."""
 
     name: str
     tokens_per_block: int
-    """Of most blocks, where it is not the same for all."""
+    """Tokens of most blocks, if they differ."""
     requests: list[bytes]
     block_bytes: int = 0
-    """Pool bytes of a block, the mean where they differ; 0 where the trace does not say."""
+    """Pool bytes of a block, the mean if they differ; 0 if the trace does not give them."""
     cut_off: bool = False
     """Whether the file ends in the middle."""
     others: Sequence[tuple[int, int, float]] = ()
-    """Tokens, pool bytes and part of all accesses of each kind of blocks, where there are several."""
+    """Tokens, pool bytes and part of all accesses of each kind of blocks, if there are several."""
     missing: int = 0
-    """Lines that the recording says it lacks."""
+    """Number of lines that the recording reports as lost."""
     seconds: Sequence[float] = ()
-    """When each request came, never earlier than the one before it; empty where a line does not say."""
+    """Times of the requests, never decreasing; empty if a line has none."""
 
     @property
     def accesses(self) -> int:
@@ -89,22 +89,22 @@ def read_trace(path: Path) -> Trace:
 
     A request is an object whose ``hash_ids`` are its blocks, as in Mooncake's format. ``kvoffd-cli trace record``
     writes that, with more fields, compressed by gzip: client/README.md. A session has a list of ``requests``, as those
-    of kv-cache-tester and AIPerf. Where no line says how many tokens a block has, and the lengths of requests fit a
-    power of two and not 512, it is that. A file that was cut off is read as far as it goes.
+    of kv-cache-tester and AIPerf. If no line gives the tokens of a block, they are 512, or another power of two if only
+    that fits the requests' lengths. A file that was cut off is read up to there.
 
     Sources: https://github.com/kvcache-ai/Mooncake, FAST25-release; https://github.com/callanjfox/kv-cache-tester,
     docs/trace_replay_tester.md. Raises BadTrace, OSError.
     """
     kinds: Counter[tuple[int, int]] = Counter()
-    """Blocks by their tokens and bytes, where a line says them."""
+    """Blocks by their tokens and bytes, if a line gives them."""
     requests: list[bytes] = []
     seconds: list[float] = []
     missing = accesses = own_keys = 0
     has_sessions = False
     least, most = 1, 1 << 31
-    """Tokens that a block may have, by the lengths of all requests: the last block of one need not be full."""
+    """Possible tokens of a block by the lengths of all requests, whose last blocks need not be full."""
     least_whole, most_whole = 1, 1 << 31
-    """The same where a request has whole blocks alone, and a rest that is in none."""
+    """The same if requests have only whole blocks, and a rest that is in none."""
     cut_off = False
     try:
         for line in _read(_lines(path), path):
@@ -147,14 +147,14 @@ def read_trace(path: Path) -> Trace:
     block_bytes = sum(nbytes * count for (_, nbytes), count in sized.items()) // max(1, every)
     others = [(*kind, count / every) for kind, count in sorted(sized.items())] if len(sized) > 1 else []
     timed = seconds if len(seconds) == len(requests) else []
-    if has_sessions and timed:  # they begin together
+    if has_sessions and timed:  # all sessions begin together
         order = sorted(range(len(timed)), key=timed.__getitem__)
         requests, timed = [requests[at] for at in order], [timed[at] for at in order]
     return Trace(path.stem.removesuffix(".jsonl"), tokens, requests, block_bytes, cut_off, others, missing, timed)
 
 
 def _requests_of(line: _Line) -> Iterator[_Line]:
-    """The request, or those of a session, of its agents too."""
+    """Yield the request, or those of a session and its agents."""
     if line.requests is UNSET:
         yield line
     else:
@@ -163,7 +163,7 @@ def _requests_of(line: _Line) -> Iterator[_Line]:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """The file's lines, decompressed. Raises BadTrace, OSError, EOFError at the end of one that was cut off."""
+    """Yield the file's lines, decompressed. Raises BadTrace, OSError, and EOFError at the end of a truncated file."""
     with path.open("rb") as file:
         begin = file.peek(len(ZSTD_MAGIC))  # a pipe cannot be read again
         if begin.startswith(ZSTD_MAGIC):
@@ -181,12 +181,12 @@ def _lines(path: Path) -> Iterator[bytes]:
 def _split(file: BinaryIO, path: Path) -> Iterator[bytes]:
     for line in iter(partial(file.readline, MOST_LINE_BYTES), b""):
         if len(line) == MOST_LINE_BYTES:
-            raise BadTrace(f"{path} is no trace: it has a line of more than {MOST_LINE_BYTES >> 20} MiB.")
+            raise BadTrace(f"{path} is not a trace: it has a line of more than {MOST_LINE_BYTES >> 20} MiB.")
         yield line
 
 
 def _read(lines: Iterator[bytes], path: Path) -> Iterator[_Line]:
-    """What the lines have. Raises BadTrace, EOFError where the last one is not whole."""
+    """Decode the lines. Raises BadTrace, and EOFError if the last one is incomplete."""
     begun = False
     for number, line in enumerate(lines, 1):
         if number == 1:
@@ -211,26 +211,26 @@ def _read(lines: Iterator[bytes], path: Path) -> Iterator[_Line]:
             if number > 1 and is_malformed and not line.endswith(b"\n"):
                 raise EOFError from None
             raise BadTrace(
-                f"{path}:{number} is no request, a JSON object whose hash_ids are whole numbers of 64 bits, and no "
-                "session, one with a list of requests."
+                f"{path}:{number} is not a request, a JSON object whose hash_ids are whole numbers of 64 bits, and not "
+                "a session, one with a list of requests."
             ) from None
         yield from every
 
 
 def _joined(begin: bytes, lines: Iterator[bytes], path: Path) -> bytes:
-    """The rest of the file behind its first line."""
+    """Return the rest of the file after its first line."""
     parts, nbytes = [begin], len(begin)
     for line in lines:
         parts.append(line)
         if (nbytes := nbytes + len(line)) > MOST_VALUE_BYTES:
             raise BadTrace(
-                f"{path} is one JSON value of more than {MOST_VALUE_BYTES >> 20} MiB; give an object a line."
+                f"{path} is one JSON value of more than {MOST_VALUE_BYTES >> 20} MiB; give one object per line."
             )
     return b"".join(parts)
 
 
 def _check(line: _Line) -> None:
-    """Raise ValueError unless it is a request or a session, whose requests may lack blocks and times."""
+    """Raise ValueError unless the line is a request or a session, whose requests may lack blocks and times."""
     is_session = line.requests is not UNSET
     if is_session and line.hash_id_scope not in ("local", "global"):
         raise ValueError

@@ -1,4 +1,1 @@
-"""What talks to Linux: mappings, NUMA, systemd, directories, limits; and queues and threads that several packages need.
-
-Knows nothing of blocks.
-"""
+"""Calls to Linux (mappings, files, NUMA, systemd, limits), and shared queues and threads. Nothing here knows blocks."""

@@ -1,4 +1,4 @@
-"""The daemon's directory: made, locked against a second daemon, cleared of a dead one's sockets."""
+"""The daemon's directory: created, locked against a second daemon, and cleared of stale sockets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SOCKET_MODE = 0o660
 
 
 class DirectoryError(KvoffdError):
-    """The directory cannot be used. The message says why and what to do."""
+    """The directory is unusable. The message says why and what to do."""
 
 
 def _check_owner(directory: Path) -> None:
@@ -29,29 +29,29 @@ def _check_owner(directory: Path) -> None:
     found = directory.stat()
     if found.st_uid not in (0, os.geteuid()):
         raise DirectoryError(
-            f"The directory {directory} belongs to uid {found.st_uid}, who could take the place of this daemon (uid "
+            f"The directory {directory} belongs to uid {found.st_uid}, who could impersonate this daemon (uid "
             f"{os.geteuid()}) there; give it to the daemon's user (chown) or choose another with --directory."
         )
     if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
-        logger.warning("Everybody may write in %s and take the daemon's place there; `chmod o-w` it.", directory)
+        logger.warning("Every user may write to %s and impersonate the daemon there; `chmod o-w` it.", directory)
 
 
 class DaemonDirectory:
-    """Owns ``directory`` while the daemon lives. The lock dies with the process, so it is never stale."""
+    """Owns ``directory`` while the daemon runs. The kernel releases the lock with the process, so none is stale."""
 
     def __init__(self, directory: Path) -> None:
         self.sockets = SocketPaths(directory)
         self._lock_fd = -1
         self._made: list[Path] = []
-        """Directories that were missing, the innermost first."""
+        """Directories that ``acquire`` created, innermost first."""
         self._bound: dict[Path, int] = {}
-        """The inodes of the sockets that were bound: others may have been put in their place since."""
+        """Inodes of the bound sockets, to detect that a path was replaced."""
 
     def acquire(self) -> None:
-        """Make and lock the directory; remove sockets that a dead daemon left. Where that fails, all is as before.
+        """Create and lock the directory, and remove stale sockets. An error leaves everything as it was.
 
         Raises:
-            DirectoryError: it cannot be made or written, its path is too long, or another daemon has it.
+            DirectoryError: it cannot be created or written, its path is too long, or another daemon uses it.
         """
         directory = self.sockets.directory
         if problem := self.sockets.problem():
@@ -61,7 +61,7 @@ class DaemonDirectory:
             try:
                 if self._made:
                     directory.mkdir(mode=DIRECTORY_MODE, parents=True)
-                    directory.chmod(DIRECTORY_MODE)  # the umask may have taken bits away
+                    directory.chmod(DIRECTORY_MODE)  # mkdir applied the umask
                 _check_owner(directory)
                 directory_fd = open_directory(directory)
             except OSError as error:
@@ -75,8 +75,8 @@ class DaemonDirectory:
                 what = f"Another kvoffd (pid {holder}) serves {directory}; stop it first or choose another --directory."
                 if ") Z " in text_of(Path(f"/proc/{holder}/stat")):
                     what = (
-                        f"The kvoffd that served {directory} (pid {holder}) was killed, and the kernel has not ended "
-                        "it: a call to a disk or a GPU does not return. See dmesg, or choose another --directory."
+                        f"The kvoffd that served {directory} (pid {holder}) was killed, but cannot exit: a call to a "
+                        "disk or a GPU does not return. See dmesg, or choose another --directory."
                     )
                 raise DirectoryError(what) from error
             except OSError as error:
@@ -87,20 +87,20 @@ class DaemonDirectory:
                 logger.info("Removed %d sockets that an earlier daemon left in %s.", stale, directory)
 
     def _check_lock(self, fd: int, found: os.stat_result) -> None:
-        """Another user who may write in the directory could have put a link there, to a file that would be emptied."""
+        """Refuse a lock file that another user may have linked to a file, which would be truncated."""
         if not is_regular(found) or found.st_uid not in (0, os.geteuid()):
             raise DirectoryError(
-                f"{self.sockets.directory}/{LOCK_FILE} is not the daemon's own: it is no regular file, has other names "
-                f"too, or belongs to uid {found.st_uid}. Somebody else made it; remove it."
+                f"{self.sockets.directory}/{LOCK_FILE} is not the daemon's own: it is not a regular file, has several "
+                f"hard links, or belongs to uid {found.st_uid}. Another user created it; remove it."
             )
 
     def open_to_group(self, path: Path) -> None:
-        """Give a socket that was just bound its mode, and know it again."""
+        """Set the mode of a socket that was just bound, and remember its inode."""
         path.chmod(SOCKET_MODE)
         self._bound[path] = path.stat().st_ino
 
     def lost_sockets(self) -> str:
-        """Why no engine can connect, a sentence: sockets were removed or replaced. Empty where they were not."""
+        """Return a sentence that names the sockets that were removed or replaced; empty if all are there."""
         lost = [path.name for path, inode in self._bound.items() if _inode(path) != inode]
         if not lost:
             return ""
@@ -110,12 +110,12 @@ class DaemonDirectory:
         )
 
     def release(self, *, served: bool = True, keep_lock: bool = False) -> None:
-        """Remove the sockets that were bound here and give the directory up. Repeatable.
+        """Remove the sockets that were bound here and unlock the directory. Idempotent.
 
         Args:
-            served: engines may know the directory; else it goes too, if it was made here.
-            keep_lock: leaves it locked until the last thread of the process is gone: for when one still hangs in a call
-                that may write into the pool, which a successor would have taken over by then.
+            served: engines may know the directory. If not, remove it too, if ``acquire`` created it.
+            keep_lock: leave it locked until the process is gone, because a thread hangs in a call that may still write
+                to the pool: a successor must not open the pool before.
         """
         try:
             for path, inode in self._bound.items():
@@ -142,7 +142,7 @@ def _unusable(directory: Path, error: OSError) -> DirectoryError:
 
 
 def _unlink(path: Path) -> bool:
-    """Remove a socket; False where there is none. Raises DirectoryError."""
+    """Remove a socket; return False if there is none. Raises DirectoryError."""
     try:
         path.unlink()
     except FileNotFoundError:
@@ -153,7 +153,7 @@ def _unlink(path: Path) -> bool:
 
 
 def _inode(path: Path) -> int:
-    """The inode of what is there; -1 where that is nothing."""
+    """Return the inode of a path; -1 if there is none."""
     try:
         return path.lstat().st_ino
     except OSError:

@@ -1,4 +1,4 @@
-/* The hash of a key, with a seed, so that nobody can choose keys that fall together. */
+/* Hash of a key, with a seed so that nobody can choose keys that collide. */
 #ifndef KVOFFD_KEY_HASH_H
 #define KVOFFD_KEY_HASH_H
 
@@ -12,13 +12,13 @@ static inline uint64_t mixed(uint64_t a, uint64_t b)
     return (uint64_t)product ^ (uint64_t)(product >> 64);
 }
 
-/* `first` and `second` are the seed's; what else tells equal bytes apart is in `first`. */
+/* `first` and `second` are the seed; `first` also mixes in what distinguishes equal bytes, such as the group. */
 static inline uint64_t key_hash(uint64_t first, uint64_t second, const void *key, uint64_t key_bytes)
 {
     const uint8_t *bytes = key;
     uint64_t found = first ^ key_bytes, word[2], at = 0;
 
-    for (; at + sizeof word <= key_bytes; at += sizeof word) { /* a size that the compiler knows: a move and not a call */
+    for (; at + sizeof word <= key_bytes; at += sizeof word) { /* a constant size: a move instead of a call */
         memcpy(word, bytes + at, sizeof word);
         found = mixed(word[0] ^ second, word[1] ^ found);
     }

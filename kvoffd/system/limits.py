@@ -1,4 +1,4 @@
-"""How much memory the pool may have, of the machine and its cgroups, and how many files the process may open."""
+"""Limits of memory (the machine's and its cgroups') and of open files."""
 
 from __future__ import annotations
 
@@ -19,46 +19,46 @@ from kvoffd_proto.units import exact_size, format_size
 logger = logging.getLogger(__name__)
 
 LEAST_DESCRIPTORS = 1024
-"""With fewer the daemon does not start: libzmq ends the process where it cannot accept a connection."""
+"""Descriptors that the daemon requires: libzmq aborts the process if it cannot accept a connection."""
 MOST_DESCRIPTORS = 65536
-# cgroup v1 has no word for "no limit": it is the largest page count, in bytes.
+# cgroup v1 writes the largest page count, in bytes, for "no limit".
 _NO_LIMIT = 2**62
-# Files of a cgroup: its use, what of it memory.stat says can be dropped, and its limits.
+# Files of a cgroup: usage, the field of memory.stat with reclaimable bytes, and limits.
 _VERSION_1 = "memory.usage_in_bytes", "total_inactive_file", "memory.limit_in_bytes"
-# Above memory.high the kernel throttles until nothing moves: a limit in all but name.
+# Above memory.high the kernel throttles a process to a standstill, so it counts as a limit.
 _VERSION_2 = "memory.current", "inactive_file", "memory.max", "memory.high"
 
 
 class MemoryLimit(NamedTuple):
-    """``bytes`` of memory can be had; ``source`` says in words what limits them."""
+    """``bytes`` of memory are available; ``source`` describes the limit, for messages."""
 
     bytes: int
     source: str
 
 
 def memory_limit(proc: Path = Path("/proc"), cgroup_root: Path = Path("/sys/fs/cgroup")) -> MemoryLimit:
-    """The least of MemAvailable and, for every memory cgroup (v1 or v2) this process is in, its limit less its use.
+    """Return the least of MemAvailable and the memory left in each cgroup (v1 or v2) of this process.
 
-    File cache that the kernel would drop counts as unused. Files that are missing or unreadable bound nothing.
+    Reclaimable page cache counts as free. Files that are missing or unreadable are no limit.
     """
     limits = [_machine_limit(proc)]
     for controller, path in _cgroups(proc):
         if controller == "memory":
             limits.extend(_walk(cgroup_root / "memory", path, _VERSION_1))
         elif controller == "":
-            # The unified tree is mounted below the others where v1 and v2 are mixed.
+            # The hybrid mode of systemd mounts v2 below the v1 controllers.
             for root in (cgroup_root, cgroup_root / "unified"):
                 limits.extend(_walk(root, path, _VERSION_2))
     return min(limits, key=lambda limit: limit.bytes)
 
 
 def check_fits(wanted_bytes: int, limit: MemoryLimit) -> None:
-    """Raises PoolTooLarge when ``wanted_bytes`` are more than the limit."""
+    """Raise PoolTooLarge if ``wanted_bytes`` are more than the limit."""
     if wanted_bytes > limit.bytes:
         unit = 1 << (30 if limit.bytes >= 8 << 30 else 20)
         fits = exact_size(max(1, limit.bytes * 3 // 4 // unit) * unit)
         raise PoolTooLarge(
-            f"The pool with its table needs at least {wanted_bytes} bytes ({format_size(wanted_bytes)}), and "
+            f"The pool with its table needs at least {wanted_bytes} bytes ({format_size(wanted_bytes)}), but only "
             f"{limit.bytes} bytes ({format_size(limit.bytes)}) are available: {limit.source}. "
             f"Choose a smaller pool_size, such as {fits}, or give the daemon more memory."
         )
@@ -68,11 +68,11 @@ def _machine_limit(proc: Path) -> MemoryLimit:
     for name, value in _pairs(proc / "meminfo"):
         if name == "MemAvailable:":
             return MemoryLimit(value * 1024, "memory available on this machine (MemAvailable in /proc/meminfo)")
-    return MemoryLimit(2**63 - 1, "the address space; /proc/meminfo does not say what is available")
+    return MemoryLimit(2**63 - 1, "the address space; /proc/meminfo has no MemAvailable")
 
 
 def _cgroups(proc: Path) -> Iterator[tuple[str, str]]:
-    """(controller, path) of each cgroup of this process; the controller of v2 is the empty string."""
+    """Yield controller and path of each cgroup of this process; the controller of v2 is the empty string."""
     for line in text_of(proc / "self" / "cgroup").splitlines():
         fields = line.split(":", 2)
         if len(fields) == 3:
@@ -81,9 +81,9 @@ def _cgroups(proc: Path) -> Iterator[tuple[str, str]]:
 
 
 def _walk(root: Path, path: str, names: tuple[str, ...]) -> Iterator[MemoryLimit]:
-    """The limits of the cgroup and of all its ancestors, since all of them apply.
+    """Yield the limits of the cgroup and of all its ancestors, all of which apply.
 
-    In a container the path may be the host's, and not exist below the mount; the mount itself is then the container's.
+    In a container the path may be the host's and not exist below the mount; then the mount is the container's cgroup.
     """
     own = root / path.lstrip("/")
     inside = [one for one in (own, *own.parents) if root in one.parents and ".." not in one.parts]
@@ -115,7 +115,7 @@ def _number(path: Path) -> int | None:
 
 
 def raise_descriptor_limit() -> None:
-    """Each session costs descriptors; take what the hard limit gives. Raises KvoffdError where that is too few."""
+    """Raise the soft limit of open files as far as possible. Raises KvoffdError if it is still too low."""
     soft, hard = descriptor_limits()
     wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
     if soft < wanted:
@@ -126,22 +126,22 @@ def raise_descriptor_limit() -> None:
             logger.warning("The limit of open files stays at %d (%s).", soft, error)
     if soft < LEAST_DESCRIPTORS:
         raise KvoffdError(
-            f"The daemon may open {soft} files, and needs {LEAST_DESCRIPTORS}: raise the limit (ulimit -n, "
+            f"The daemon may open {soft} files, but needs {LEAST_DESCRIPTORS}: raise the limit (ulimit -n, "
             "LimitNOFILE=)."
         )
 
 
 def open_descriptors() -> int:
-    """Of this process; 0 where there is no /proc."""
+    """Return the number of this process's descriptors; 0 without /proc."""
     try:
-        # Since Linux 6.2 the directory's size is their number; to list it takes 12 us for each.
+        # Since Linux 6.2 the directory's size is their number; listing it takes 12 us for each.
         return os.stat("/proc/self/fd").st_size or len(os.listdir("/proc/self/fd"))
     except OSError:
         return 0
 
 
 def check_loop_calls() -> None:
-    """Raise KvoffdError where there can be no event loop: libuv ends the process, or leaves half of one behind."""
+    """Raise KvoffdError if an event loop cannot be created: libuv would abort, or leave an incomplete loop."""
     calls: dict[str, Callable[[], object]] = {
         "epoll_create1": lambda: select.epoll().close(),
         "eventfd2": lambda: os.close(os.eventfd(0, os.EFD_CLOEXEC)),
@@ -153,6 +153,6 @@ def check_loop_calls() -> None:
             call()
         except OSError as error:
             raise KvoffdError(
-                f"The daemon can have no event loop: {name} is refused ({error.strerror}). See the limit of open "
-                "files (ulimit -n) and the seccomp filter that it is started with."
+                f"The daemon cannot create an event loop: {name} failed ({error.strerror}). See the limit of open "
+                "files (ulimit -n) and the container's seccomp filter."
             ) from error

@@ -1,4 +1,4 @@
-"""Shared memory, mapped so that nothing other processes do to it can kill the daemon, and faulted in before copies."""
+"""Shared memory, mapped so that no other process can kill the daemon through it, and faulted in before copies."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _log = logging.getLogger(__name__)
 TMPFS_MAGIC = 0x01021994
 HUGETLBFS_MAGIC = 0x958458F6
 
-# linux/mman.h; Python's mmap does not have them all.
+# linux/mman.h; Python's mmap lacks some.
 MADV_DONTDUMP = 16
 MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23  # Linux 5.14
 
 STEP_BYTES = 4 << 20
-"""What is faulted in at a time, in about 1 ms: other segments wait for it."""
+"""Memory faulted in at a time, in about 1 ms; other segments wait for it."""
 UNMAP_BYTES = 256 << 20
-"""What is unmapped in one call, of some milliseconds: other threads that map memory wait for it."""
+"""Memory unmapped by one call, in a few milliseconds; other threads that map memory wait for it."""
 
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -46,9 +46,9 @@ _fstatfs.argtypes = (_int, _pointer)
 
 
 class MappedSegment:
-    """A shared read-write mapping of ``size_bytes`` at ``address``. It stays when its descriptor is closed.
+    """A shared read-write mapping of ``size_bytes`` at ``address``, which outlives its descriptor.
 
-    After ``close`` it has no address any more, so that nothing uses it.
+    After ``close`` it has no address, so that nothing can use it.
     """
 
     __slots__ = ("address", "size_bytes")
@@ -62,7 +62,7 @@ class MappedSegment:
         return not hasattr(self, "address")
 
     def close(self) -> None:
-        """Unmaps the memory; a second call does nothing. A copy that still uses it would crash the daemon."""
+        """Unmap the memory. Idempotent. A copy that still uses it would crash the daemon."""
         if self.closed:
             return
         address = self.address
@@ -73,64 +73,63 @@ class MappedSegment:
 
 
 def close_segments(segments: Sequence[MappedSegment], on_closed: Callable[[], None]) -> None:
-    """Unmaps them, then calls ``on_closed``."""
+    """Unmap the segments, then call ``on_closed``."""
     for segment in segments:
         segment.close()
     on_closed()
 
 
-_NOT_WRITABLE = "send a descriptor opened for both, without a seal against writing."
+_NOT_WRITABLE = "send a descriptor opened for reading and writing, without a write seal."
 _NO_ADDRESSES = "raise the daemon's limits of address space (ulimit -v) and of mappings (vm.max_map_count)."
 
 
 def map_memfd(fd: int, size_bytes: int, *, whole: bool = False) -> MappedSegment:
-    """Maps the first ``size_bytes`` of a memfd, shared, for reading and writing.
+    """Map the first ``size_bytes`` of a memfd, shared, for reading and writing. ``fd`` stays the caller's.
 
-    The mapping needs no descriptor: ``fd`` is neither kept, duplicated nor closed, and stays the caller's. ``whole``
-    demands that every page of the file is allocated: the kernel charges a page to the process that touches it first,
-    be it by reading, and that must not be the daemon for a client's memory.
+    ``whole`` requires that every page of the file is allocated: the kernel charges a page to the process that touches
+    it first, even by reading, and the daemon must not be charged for a client's memory.
 
     Raises:
-        UnsafeSegment: it is no memfd, is not sealed against shrinking, is smaller than ``size_bytes``, is not
-            ``whole``, may not be written, or the kernel refuses the mapping.
+        UnsafeSegment: it is not a memfd, is not sealed against shrinking, is smaller than ``size_bytes``, is not
+            ``whole``, is not writable, or the kernel refuses the mapping.
     """
     _check_memfd(fd, size_bytes, whole)
     try:
         return map_shared(fd, size_bytes)
     except OSError as error:
         raise UnsafeSegment(
-            f"The memory segment of {size_bytes} bytes cannot be mapped for reading and writing ({error.strerror}); "
+            f"The memory segment of {size_bytes} bytes cannot be mapped read-write ({error.strerror}); "
             + (_NO_ADDRESSES if error.errno == errno.ENOMEM else _NOT_WRITABLE)
         ) from error
 
 
 def map_shared(fd: int, size_bytes: int, offset: int = 0) -> MappedSegment:
-    """Maps a part of a file, shared, for reading and writing; ``fd`` stays the caller's. Raises OSError.
+    """Map a part of a file, shared, for reading and writing; ``fd`` stays the caller's. Raises OSError.
 
-    Checks nothing: only for files that no other process can shrink.
+    Checks nothing, so it is only for files that no other process can shrink.
     """
     address = _mmap(None, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, offset)
     if address is None or address == _MAP_FAILED:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    # A core dump of the pool would take minutes, the next daemon waiting for it, and put prompts on a disk.
+    # A core dump of the pool would take minutes, delay the next daemon, and write prompts to a disk.
     madvise(address, size_bytes, MADV_DONTDUMP)
     return MappedSegment(address, size_bytes)
 
 
 def check_descriptor(fd: int) -> None:
-    """Raise UnsafeSegment unless the descriptor is a memfd, or of the kinds that a GPU's driver exports."""
+    """Raise UnsafeSegment unless the descriptor is a memfd or exported by a GPU's driver."""
     try:
         fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:
         try:
             target = os.readlink(f"/proc/self/fd/{fd}")
-        except OSError:  # a path too long for the kernel to tell: of a file, since what drivers export has short ones
+        except OSError:  # a path too long for readlink, so a file: drivers' exports have short ones
             target = "/"
         if target.startswith(("/dev/nvidia", "/dmabuf:", "anon_inode:[dmabuf]")):  # VMM handles, or dma-buf
             return
         kind = target.partition(":")[0] if target[:1] != "/" else "file or device"
         raise UnsafeSegment(
-            f"The descriptor is a {kind} and neither a memfd nor what a GPU's driver exports; attach memory."
+            f"The descriptor is a {kind}, neither a memfd nor exported by a GPU's driver; attach memory."
         ) from None
 
 
@@ -141,24 +140,24 @@ def _check_memfd(fd: int, size_bytes: int, whole: bool) -> None:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError as error:
         raise UnsafeSegment(
-            f"The descriptor is not a memfd ({error.strerror}); make the memory by memfd_create with MFD_ALLOW_SEALING."
+            f"The descriptor is not a memfd ({error.strerror}); use memfd_create with MFD_ALLOW_SEALING."
         ) from error
     if not seals & fcntl.F_SEAL_SHRINK:
         raise UnsafeSegment(
-            "The memfd is not sealed against shrinking, and a shrunk file would kill the daemon; add F_SEAL_SHRINK."
+            "The memfd is not sealed against shrinking, which would kill the daemon; add F_SEAL_SHRINK."
         )
-    # The order matters: only behind the seal can the size no longer fall.
+    # The order matters: the size is final only once it is sealed.
     found = os.fstat(fd)
     if found.st_size < size_bytes:
         raise UnsafeSegment(
-            f"The memfd has {found.st_size} bytes but was declared with {size_bytes}; size it before it is sent."
+            f"The memfd has {found.st_size} bytes but was declared with {size_bytes}; resize it before you send it."
         )
     if whole and (allocated := held_bytes(found)) < found.st_size:
         raise UnsafeSegment(
-            f"Of the memfd's {found.st_size} bytes only {allocated} are allocated; write to every page before it is "
-            "sent, as with MADV_POPULATE_WRITE."
+            f"Only {allocated} of the memfd's {found.st_size} bytes are allocated; touch every page before you send "
+            "it, for example with MADV_POPULATE_WRITE."
         )
-    # A fault that finds no huge page left is a SIGBUS.
+    # A fault without a free huge page is a SIGBUS.
     if filesystem_magic(fd) != TMPFS_MAGIC:
         raise UnsafeSegment(
             "The memfd uses huge pages, which can run out under the daemon; create it without MFD_HUGETLB."
@@ -166,17 +165,17 @@ def _check_memfd(fd: int, size_bytes: int, whole: bool) -> None:
 
 
 def view_of(address: int, nbytes: int) -> memoryview:
-    """Mapped memory as bytes to be read and written. It must stay mapped until the view is released."""
+    """Return a writable view of mapped memory, which must stay mapped until the view is released."""
     return memoryview((ctypes.c_uint8 * nbytes).from_address(address)).cast("B")
 
 
 def madvise(address: int, length: int, advice: int) -> int:
-    """Gives the kernel advice on mapped memory, see madvise(2); returns 0 or the errno of its refusal."""
+    """Call madvise(2); return 0 or its errno."""
     return 0 if _madvise(address, length, advice) == 0 else ctypes.get_errno()
 
 
 def filesystem_magic(fd: int) -> int:
-    """``f_type`` of the descriptor's file system (the first word of struct statfs on 64-bit Linux); 0 if unknown."""
+    """Return ``f_type`` of the file system (the first word of struct statfs on 64-bit Linux); 0 if unknown."""
     buffer = (ctypes.c_long * 32)()
     if _fstatfs(fd, buffer) != 0:
         return 0
@@ -184,7 +183,7 @@ def filesystem_magic(fd: int) -> int:
 
 
 def is_hugetlbfs(directory: Path) -> bool:
-    """Whether files in the directory are made of huge pages; False where it cannot be opened."""
+    """Return whether files in the directory consist of huge pages; False if it cannot be opened."""
     try:
         fd = open_directory(directory)
     except OSError:
@@ -196,9 +195,9 @@ def is_hugetlbfs(directory: Path) -> bool:
 
 
 class PageFaulter:
-    """A thread that faults in clients' memory, a step of each segment in turn, while copies run, and closes it.
+    """A thread that faults in clients' memory while copies run, a step of each segment in turn, and unmaps it.
 
-    A copy into pages that the daemon has not faulted in runs at a tenth of its speed. Only pages that exist are faulted
+    A copy into pages that the daemon has not faulted in runs at a tenth of the speed. Only existing pages are faulted
     in: a page that the engine never touched would be allocated here and charged to the daemon.
     """
 
@@ -207,25 +206,24 @@ class PageFaulter:
         self._closed = False
 
     def map_memfd(self, fd: int, size_bytes: int) -> MappedSegment:
-        """As the function ``map_memfd``, for the whole memory of a client; the thread then faults the pages in. Only
-        ``close_segments`` may close it.
+        """Map a client's memory as the function ``map_memfd`` does, and have the thread fault it in.
+
+        Only ``close_segments`` may close it.
         """
         segment = map_memfd(fd, size_bytes, whole=True)
         self._thread.put(partial(self._fault, segment, 0))
         return segment
 
     def close_segments(self, segments: Sequence[MappedSegment], on_closed: Callable[[], None]) -> None:
-        """As the function ``close_segments``, in the thread: where their client is gone, closing them frees its memory,
-        which takes tenths of a second for each GiB.
-        """
+        """Close segments in the thread: if their client is gone, that frees its memory, at tenths of a second a GiB."""
         self._thread.put(partial(close_segments, segments, on_closed))
 
     def close_descriptor(self, fd: int) -> None:
-        """Close what a client sent, in the thread too: it may be the last that holds a dead client's memory."""
+        """Close a client's descriptor in the thread: it may be the last reference to a dead client's memory."""
         self._thread.put(partial(os.close, fd))
 
     def close(self) -> None:
-        """End the thread once memory is unmapped. It is not waited for."""
+        """End the thread after its tasks, without waiting for it."""
         self._closed = True
         self._thread.stop()
 
@@ -234,11 +232,11 @@ class PageFaulter:
             return
         length = min(STEP_BYTES, segment.size_bytes - done)
         if _fault_in(segment.address + done, length) and (done := done + length) < segment.size_bytes:
-            self._thread.put(partial(self._fault, segment, done))  # behind all others, lest they wait for terabytes
+            self._thread.put(partial(self._fault, segment, done))  # after the others, which may be much smaller
 
 
 def _fault_in(address: int, length: int) -> bool:
-    """Maps the pages of the range that exist; False where the kernel cannot do it (before 5.14)."""
+    """Map the existing pages of a range; return False if the kernel cannot (before 5.14)."""
     pages = -(-length // mmap.PAGESIZE)
     exists = np.zeros(pages, dtype=np.uint8)
     if _mincore(address, length, exists.ctypes.data) != 0:
@@ -252,11 +250,11 @@ def _fault_in(address: int, length: int) -> bool:
 
 
 def map_pages(address: int, length: int) -> bool:
-    """Fill the page tables of shared memory that is there; False where the kernel cannot do it (before 5.14).
+    """Fill the page tables of existing shared memory; return False if the kernel cannot (before 5.14).
 
-    As if it were read: the kernel maps 16 pages at a fault, and what is shared may be written then without another
-    one. Measured, a third of the time that it takes as if it were written, page by page.
+    Read faults map 16 pages at a time, and shared pages are writable then without another fault. That takes a third of
+    the time of write faults, page by page.
     """
     if code := madvise(address, length, MADV_POPULATE_READ):
-        _log.debug("Memory is not faulted in ahead of its copies (errno %d).", code)
+        _log.debug("Memory is not faulted in before its copies (errno %d).", code)
     return not code

@@ -1,4 +1,4 @@
-"""The compiled part of kvoffd: one library, which ``hatch_build.py`` builds from C when kvoffd is installed."""
+"""The C part of kvoffd: one library, which ``hatch_build.py`` compiles when kvoffd is installed."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, cast
 from kvoffd.errors import KvoffdError
 
 LIBRARY = Path(__file__).parents[1] / "libkvoffd.so"
-VERSION = 12
-"""Of the functions and structures that C and Python share. Raise it with ``kvoffd_version`` (cache/blocks.c) when one
-changes: an old library would read wrong memory."""
+VERSION = 13
+"""Version of the functions and structures that C and Python share. Raise it with ``kvoffd_version`` (cache/blocks.c)
+when one changes: an old library would read wrong memory."""
 
 
-if TYPE_CHECKING:  # ctypes' own is said to have every attribute
+if TYPE_CHECKING:  # typeshed's ctypes.Structure has every attribute
     Structure = object
 else:
     Structure = ctypes.Structure
@@ -40,22 +40,18 @@ class SlotIndex(ctypes.Structure):
 
 
 class Native:
-    """The library's functions, which the C files of ``cache``, ``pool``, ``tiers`` and ``transfer`` describe.
-
-    Raises:
-        NotCompiled: there is no such library at ``path``.
-    """
+    """The library's functions; their comments are in the C files. Raises NotCompiled if ``path`` is unusable."""
 
     def __init__(self, path: Path = LIBRARY) -> None:
         address, text, real = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_double
-        number = address  # as arguments: ctypes takes twice as long for a c_uint64
-        keys = (number, text, number, number)  # whose, end to end, how many, bytes of each
+        number = address  # ctypes takes twice as long to pass a c_uint64
+        keys = (number, text, number, number)  # group, the keys end to end, their number, bytes of each
         count = ctypes.c_uint64
         try:
             libraries = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
             found = ctypes.c_uint32.in_dll(libraries[0], "kvoffd_version").value
             if found != VERSION:
-                raise OSError(f"it has version {found}, and {VERSION} is needed")
+                raise OSError(f"it has version {found} instead of {VERSION}")
             without_gil, with_gil = (partial(_function, library) for library in libraries)
             columns, some = (address, address, address, number), (address, number)
             self.host_copy = without_gil("host_copy", count, *columns, *columns, address)
@@ -67,9 +63,9 @@ class Native:
             self.receive = without_gil("receive", ctypes.c_int64, *(number,) * 3, *(number,) * 2, *columns)
             self.reader_work = without_gil("reader_work", ctypes.c_int, address)
             self.disk_enter = without_gil("disk_enter", count, address, *some, address)
-            # These take microseconds, less than to get the GIL back from another thread: they keep it.
             self.recover_records = without_gil("recover_records", None, address, address, number, number)
             self.recover_blocks = without_gil("recover_blocks", None, address)
+            # The others keep the GIL: they take microseconds, less than getting it back from another thread.
             self.blocks_open = with_gil("blocks_open", ctypes.c_int, address, text)
             self.blocks_close = with_gil("blocks_close", None, address)
             self.blocks_find = with_gil("blocks_find", None, address, *keys)
@@ -87,9 +83,9 @@ class Native:
             self.blocks_oldest = with_gil("blocks_oldest", count, address, text, number, number, number)
             self.blocks_drop = with_gil("blocks_drop", count, address, text, *some, number)
             self.blocks_replace = with_gil("blocks_replace", count, address, text, *some, text, number)
-            self.blocks_alike = with_gil("blocks_alike", ctypes.c_uint32, address, *some, number)
+            self.blocks_common_group = with_gil("blocks_common_group", ctypes.c_uint32, address, *some, number)
             of_space = address, address, text, number, *some, number, number
-            self.blocks_make_space = with_gil("blocks_make_space", count, *of_space)
+            self.blocks_choose_victims = with_gil("blocks_choose_victims", count, *of_space)
             self.blocks_release = with_gil("blocks_release", None, address, *some)
             self.blocks_pin = with_gil("blocks_pin", None, address, *some)
             self.blocks_unpin = with_gil("blocks_unpin", count, address, *some)
@@ -109,8 +105,8 @@ class Native:
             of_answers = address, number, text, number, text, number, number, address, address
             self.answers_find = with_gil("answers_find", None, *of_answers)
             self.answers_note = with_gil("answers_note", None, *of_answers)
-            self.blocks_note = with_gil("blocks_note", None, address, *keys, number)
-            self.blocks_count = with_gil("blocks_count", None, address, *keys, text)
+            self.blocks_record_misses = with_gil("blocks_record_misses", None, address, *keys, number)
+            self.blocks_reasons = with_gil("blocks_reasons", None, address, *keys)
             self.queues_new = with_gil("queues_new", address, number, number, text)
             self.queues_free = with_gil("queues_free", None, address)
             self.queues_insert = with_gil("queues_insert", count, address, *keys, text)
@@ -119,10 +115,10 @@ class Native:
             self.queues_candidates = with_gil("queues_candidates", count, address, real, *some)
             self.curve_new = with_gil("curve_new", address, address, text)
             self.curve_free = with_gil("curve_free", None, address)
-            self.curve_asked = with_gil("curve_asked", None, address, address, *keys, number, number, number)
+            self.curve_asked = with_gil("curve_asked", None, address, address, *keys, number, number, number, number)
             self.learned_new = with_gil("learned_new", address, number, text)
             self.learned_free = with_gil("learned_free", None, address)
-            self.learned_note = with_gil("learned_note", None, address, *keys, number, number, number)
+            self.learned_record = with_gil("learned_record", None, address, *keys, number, number, number)
             self.learned_insert = with_gil("learned_insert", count, address, *keys, number, text)
             self.learned_remove = with_gil("learned_remove", count, address, *keys)
             self.learned_forget = with_gil("learned_forget", count, address, *keys)
@@ -130,10 +126,10 @@ class Native:
             self.learned_admit = with_gil("learned_admit", count, address, *keys, number, text, number, address)
             self.learned_rejected = with_gil("learned_rejected", None, address, *keys)
             self.learned_chances = with_gil("learned_chances", None, address, *keys, number, address)
-            self.learned_go_on = with_gil("learned_go_on", None, address)
+            self.learned_resume = with_gil("learned_resume", None, address)
         except (OSError, AttributeError, ValueError) as error:
             raise NotCompiled(
-                f"The daemon's compiled part cannot be loaded ({error}); install kvoffd again where there is a C "
+                f"The daemon's compiled part cannot be loaded ({error}); install kvoffd again on a machine with a C "
                 "compiler (in its source tree: run make venv)."
             ) from error
 

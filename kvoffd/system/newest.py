@@ -1,4 +1,4 @@
-"""Dictionaries that forget their oldest entries, where clients or servers choose how many there would be."""
+"""Dictionaries of limited size, for entries whose number clients or servers choose."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ V = TypeVar("V")
 def put_newest(
     known: dict[K, V], key: K, value: V, most: int, stays: Callable[[K], bool] = lambda key: False
 ) -> V | None:
-    """Enter ``key`` as the newest; beyond ``most`` the oldest goes for which ``stays`` is false, if there is one.
-
-    Returns the value of what went.
-    """
+    """Enter ``key`` as the newest. Beyond ``most``, remove the oldest but those that ``stays``; return its value."""
     known.pop(key, None)
     known[key] = value
     if len(known) > most and (oldest := next((one for one in known if not stays(one)), None)) is not None:

@@ -1,4 +1,4 @@
-"""NUMA nodes and CPUs near the GPUs, from sysfs. Asks no GPU driver."""
+"""NUMA nodes and CPUs near the GPUs, read from sysfs instead of a GPU driver."""
 
 from __future__ import annotations
 
@@ -17,31 +17,30 @@ _DISPLAY_CLASS = "0x03"
 
 
 class Locality(NamedTuple):
-    """A NUMA node and its CPUs: where a PCI device or a part of the pool lies."""
+    """NUMA node and CPUs of a PCI device or a part of the pool."""
 
     node: int | None
-    """Number of the NUMA node; None where the machine has only one or does not say."""
+    """Number of the NUMA node; None if the machine has only one, or if it is unknown."""
     cpus: frozenset[int]
-    """CPUs near it; empty where the machine does not say."""
+    """CPUs near it; empty if unknown."""
 
 
 NOWHERE = Locality(None, frozenset())
-"""The locality of a device of which sysfs says nothing."""
+"""Locality of a device that is unknown to sysfs."""
 
 
 def locality_of(pci_bus_id: str, sysfs: Path = SYSFS) -> Locality:
-    """The locality of a PCI device (``0000:3b:00.0``, any case, with a domain of four or eight digits)."""
+    """Return the locality of a PCI device (``0000:3b:00.0``, any case, with a domain of four or eight digits)."""
     domain, _, rest = pci_bus_id.lower().partition(":")
-    # The driver may print eight digits of the domain where sysfs has four.
+    # The driver may print eight digits of the domain, sysfs four.
     device = sysfs / "bus" / "pci" / "devices" / f"{domain[-4:]}:{rest}"
     node = text_of(device / "numa_node")
     return Locality(int(node) if node.isdecimal() else None, parse_cpu_list(text_of(device / "local_cpulist")))
 
 
 def nodes_with_gpus(sysfs: Path = SYSFS) -> list[Locality]:
-    """The nodes of NVIDIA GPUs, ascending, with those of their CPUs that this process may use; others are left out.
-
-    Empty on a machine without a GPU, or with a single node, or where sysfs does not say where the GPUs sit.
+    """Return the nodes of NVIDIA GPUs, ascending, with the CPUs that this process may use; nodes without any are left
+    out. Empty on a machine without a GPU, with a single node, or if sysfs does not know the GPUs' nodes.
     """
     numbers = {
         int(node)
@@ -60,7 +59,7 @@ def nodes_with_gpus(sysfs: Path = SYSFS) -> list[Locality]:
 
 
 def usable_cpus() -> frozenset[int]:
-    """The CPUs that this process may use; all of the machine where a seccomp filter lets nobody ask."""
+    """Return the CPUs that this process may use; all of the machine if a seccomp filter forbids the call."""
     try:
         return frozenset(os.sched_getaffinity(0))
     except OSError:
@@ -68,7 +67,7 @@ def usable_cpus() -> frozenset[int]:
 
 
 def parse_cpu_list(text: str) -> frozenset[int]:
-    """The CPUs of a list such as ``0-3,8,10-11``; an empty set for any other text."""
+    """Return the CPUs of a list such as ``0-3,8,10-11``; an empty set for any other text."""
     cpus: set[int] = set()
     try:
         for part in filter(None, text.split(",")):
@@ -80,11 +79,11 @@ def parse_cpu_list(text: str) -> frozenset[int]:
 
 
 def run_near(locality: Locality) -> None:
-    """Keeps the calling thread on those of the locality's CPUs that it may use; does nothing where there is none."""
+    """Pin the calling thread to those of the locality's CPUs that it may use, if there are any."""
     wanted = locality.cpus & usable_cpus()
     if not wanted:
         return
     try:
         os.sched_setaffinity(0, wanted)
-    except OSError as error:  # a container's policy: copies are slower at worst
-        _log.debug("The thread stays where it is: %s.", error)
+    except OSError as error:  # a container's policy; copies are slower at worst
+        _log.debug("The thread is not pinned to CPUs: %s.", error)

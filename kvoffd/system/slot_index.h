@@ -1,9 +1,9 @@
-/* A hash table that grows a piece at a time, so that nobody waits while a large one is copied: it consists of segments of
- * one size, and one that gets too full is split in two. The upper bits of a key's hash choose the segment. Others choose the
- * place in it: open addressing with linear probing. An entry begins with the upper half of its key's hash, and its first
- * word is not 0; 0 is an empty place. Its users know the keys.
+/* A hash table that grows one segment at a time, so that no request waits for a large copy. Segments have one size; one that
+ * gets too full is split in two. The upper bits of a key's hash choose the segment, others the place in it: open addressing
+ * with linear probing. An entry begins with the upper half of its key's hash; its first word is not 0, which is an empty
+ * place. The table does not hold the keys: its users compare them.
  *
- * Most have entries of one word: below the hash is a slot's number plus 1.
+ * Most tables have entries of one word, with a slot's number plus 1 in the lower half.
  *
  * Source: R. Fagin et al., "Extendible Hashing - A Fast Access Method for Dynamic Files", TODS 1979.
  */
@@ -19,23 +19,23 @@
 #define WORDS 1 /* of an entry */
 #endif
 
-enum { PLACE_BITS = 11, PLACES = 1 << PLACE_BITS /* of a segment where keys belong */ };
-/* An entry is fewer steps behind the place where it belongs: where they would be more, the segment is split. It has 0.86 of
- * PLACES entries then, in the mean. So a segment ends with a place that is empty. */
+enum { PLACE_BITS = 11, PLACES = 1 << PLACE_BITS /* home places of a segment */ };
+/* An entry is fewer steps than FARTHEST behind its home place, else its segment is split, which has 0.86 * PLACES entries
+ * then, in the mean. So the last place of a segment is always empty. */
 enum { FARTHEST = 128, SEGMENT_WORDS = (PLACES + FARTHEST) * WORDS, SEGMENT_BYTES = SEGMENT_WORDS * sizeof(uint64_t) };
-enum { TOGETHER = 32 /* keys whose memory is fetched side by side */ };
+enum { TOGETHER = 32 /* keys whose memory is prefetched together */ };
 static const uint32_t NONE = UINT32_MAX;
 
 /* SlotIndex of native.py has the same fields. */
 struct slot_index {
-    uint64_t **segments; /* [2^bits] by the upper bits of a hash; neighbours may be one */
-    uint64_t bits, shift; /* the latter is what is left of a hash's 64 */
+    uint64_t **segments; /* [2^bits] by the upper bits of a hash; neighbours may be the same segment */
+    uint64_t bits, shift; /* their sum is 64, the bits of a hash */
     uint64_t used; /* entries */
     uint64_t nbytes; /* memory of the segments */
-    uint64_t seed[2]; /* so that nobody can choose keys that fall together */
+    uint64_t seed[2]; /* so that nobody can choose keys that collide */
 };
 
-/* The place where a key belongs. If another key is there, it is in one of the next ones before an empty one. */
+/* Home place of a key. If another key is there, the key is in one of the next places, before the first empty one. */
 static inline uint64_t *home(const struct slot_index *x, uint64_t hashed)
 {
     return x->segments[hashed >> x->shift] + (hashed >> 32 & (PLACES - 1)) * WORDS;
@@ -51,7 +51,7 @@ static inline uint64_t entry_of(uint64_t hashed, uint32_t slot)
     return (hashed >> 32 << 32) | (slot + 1ULL);
 }
 
-/* The hash of a key; equal keys of two groups have two. */
+/* Hash of a key; it differs for equal keys of two groups. */
 static inline uint64_t hash_of(const struct slot_index *x, uint32_t group, const uint8_t *key, uint64_t key_bytes)
 {
     return key_hash(x->seed[0] ^ ((uint64_t)group << 32), x->seed[1], key, key_bytes);
@@ -83,24 +83,24 @@ static inline void close_index(struct slot_index *x)
     x->segments = NULL;
 }
 
-/* Ends the process where there is no memory, in the middle of a change: the next daemon recovers the blocks. */
+/* Aborts without memory, since a change is half done; the next daemon recovers the blocks. */
 static inline void *or_end(void *memory)
 {
     if (!memory) {
-        fputs("kvoffd: there is no memory for what is known of the blocks.\n", stderr);
+        fputs("kvoffd: out of memory for the block index.\n", stderr);
         abort();
     }
     return memory;
 }
 
-/* Moves half of the entries of a segment, the one of this hash, to a new one. */
+/* Moves half of the entries of a hash's segment to a new one. */
 static inline void split(struct slot_index *x, uint64_t hashed)
 {
     uint64_t count = 1ULL << x->bits, at = hashed >> x->shift, span = 1, old[SEGMENT_WORDS];
     uint64_t *segment = x->segments[at], *half, *place;
 
     while (2 * span <= count && x->segments[at & -(2 * span)] == x->segments[at | (2 * span - 1)])
-        span *= 2; /* so many neighbours are this segment */
+        span *= 2; /* places in `segments` that are this segment */
     if (span == 1) {
         uint64_t **wider = or_end(x->bits + PLACE_BITS < 32 ? malloc(2 * count * sizeof *wider) : NULL);
         for (uint64_t i = 0; i < count; i++)
@@ -119,14 +119,14 @@ static inline void split(struct slot_index *x, uint64_t hashed)
     memcpy(old, segment, sizeof old);
     memset(segment, 0, sizeof old);
     for (uint64_t *entry = old; entry < old + SEGMENT_WORDS; entry += WORDS)
-        if (*entry) { /* no place is taken that was not before */
+        if (*entry) {
             for (place = home(x, *entry); *place; place += WORDS)
                 ;
             memcpy(place, entry, WORDS * sizeof *entry);
         }
 }
 
-/* Where to write the entry of a key that is not there. Others may move. */
+/* Returns the place for the entry of a new key. Other entries may move. */
 static inline uint64_t *new_place(struct slot_index *x, uint64_t hashed)
 {
     for (;; split(x, hashed)) {
@@ -139,7 +139,7 @@ static inline uint64_t *new_place(struct slot_index *x, uint64_t hashed)
     }
 }
 
-/* Empties the place of an entry; what follows moves up. */
+/* Removes an entry and moves later ones up. */
 static inline void remove_at(struct slot_index *x, uint64_t *hole)
 {
     for (uint64_t *place = hole + WORDS; *place; place += WORDS)

@@ -1,4 +1,4 @@
-"""Sends the daemon's state to systemd, as sd_notify(3) does: one datagram a message."""
+"""Sends the daemon's state to systemd as sd_notify(3) does: one datagram per message."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ FIRST_STORED_FD = 3
 
 
 class Notifier:
-    """Sends to the socket that ``NOTIFY_SOCKET`` names; does nothing where it names none.
+    """Sends to the socket ``NOTIFY_SOCKET``; does nothing if that is not set.
 
-    No method raises or waits: a service manager that does not listen must not harm the daemon. The first failure is
-    logged.
+    No method raises, and only ``wait_until_handled`` blocks. The first failure is logged.
     """
 
     def __init__(self, environ: Mapping[str, str], pid: int | None = None) -> None:
@@ -44,14 +43,14 @@ class Notifier:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
 
     def starting(self, text: str) -> None:
-        """Say how far the start is, and that it needs up to ``START_EXTENSION_S`` more from now."""
+        """Report the progress of the start, and extend its timeout by ``START_EXTENSION_S`` from now."""
         self._send(f"EXTEND_TIMEOUT_USEC={START_EXTENSION_S * 1_000_000}\nSTATUS={_one_line(text)}")
 
     def ready(self, text: str) -> None:
         self._send(f"READY=1\nSTATUS={_one_line(text)}")
 
     def watchdog(self) -> None:
-        """Say that engines are answered. Sent when half of systemd's timeout is over, as it advises."""
+        """Report that the loop runs, at half of systemd's timeout, as systemd recommends."""
         now = time.monotonic()
         if self._watchdog_timeout_s and now >= self._watchdog_at:
             self._watchdog_at = now + self._watchdog_timeout_s / 2
@@ -61,19 +60,16 @@ class Notifier:
         self._send(f"STOPPING=1\nSTATUS={_one_line(text)}")
 
     def store_fd(self, name: str, fd: int) -> None:
-        """Ask systemd to keep ``fd`` for the next daemon, which gets it under ``name``: ASCII without a colon."""
-        # Without FDPOLL=0 systemd would watch the descriptor, and drop one that can be polled at its EOF.
+        """Ask systemd to keep ``fd`` for the next daemon under ``name``, ASCII without a colon."""
+        # Without FDPOLL=0 systemd would poll the descriptor and drop it at EOF.
         self._send(f"FDSTORE=1\nFDNAME={name}\nFDPOLL=0", [fd])
 
     def remove_fds(self, name: str) -> None:
-        """Ask systemd to close all descriptors that it keeps under ``name``."""
+        """Ask systemd to close all descriptors stored under ``name``."""
         self._send(f"FDSTOREREMOVE=1\nFDNAME={name}")
 
-    def wait_heard(self, timeout_s: float) -> bool:
-        """Wait until systemd has acted on everything said so far; False if it has not within ``timeout_s``.
-
-        As sd_notify_barrier(3) does it: systemd closes the end of a pipe that it is sent.
-        """
+    def wait_until_handled(self, timeout_s: float) -> bool:
+        """Wait until systemd has handled all messages; return False after ``timeout_s``. See sd_notify_barrier(3)."""
         if self._socket is None:
             return True
         read_end, write_end = os.pipe2(os.O_CLOEXEC)
@@ -103,9 +99,9 @@ class Notifier:
 
 
 def take_stored_fds(environ: MutableMapping[str, str]) -> dict[str, list[int]]:
-    """The descriptors that systemd kept for this process, by the name they were stored under.
+    """Return the descriptors that systemd stored for this process, by name, and remove their variables.
 
-    As sd_listen_fds(3) does it: children inherit neither the descriptors nor the variables, which are taken out.
+    As with sd_listen_fds(3), children inherit neither the descriptors nor the variables.
     """
     given = [environ.pop(variable, "") for variable in ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES")]
     listen_pid, count, names = given
@@ -117,14 +113,14 @@ def take_stored_fds(environ: MutableMapping[str, str]) -> dict[str, list[int]]:
         try:
             os.set_inheritable(fd, False)
         except OSError as error:
-            logger.warning("systemd names descriptor %d (%s), which is not there: %s.", fd, name, error.strerror)
+            logger.warning("systemd announced descriptor %d (%s), which is invalid: %s.", fd, name, error.strerror)
             continue
         stored.setdefault(name, []).append(fd)
     return stored
 
 
 def _watchdog_timeout_s(environ: Mapping[str, str], pid: int) -> float | None:
-    """systemd's timeout, when the variables are there and meant for this process (sd_watchdog_enabled(3))."""
+    """Return the watchdog timeout if the variables are set for this process (sd_watchdog_enabled(3))."""
     microseconds = environ.get("WATCHDOG_USEC", "")
     if not re.fullmatch("[0-9]{1,18}", microseconds) or int(microseconds) == 0:
         return None
@@ -132,5 +128,5 @@ def _watchdog_timeout_s(environ: Mapping[str, str], pid: int) -> float | None:
 
 
 def _one_line(text: str) -> str:
-    """``text`` without line breaks, which would begin another field of the message."""
+    """Return the text without line breaks, which would begin another field of the message."""
     return " ".join(text.split())[:MAX_STATUS_CHARACTERS]

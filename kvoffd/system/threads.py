@@ -1,5 +1,4 @@
-"""Daemon threads, and queues before them: one that hangs in a call to a disk or a GPU does not stop the process from
-ending."""
+"""Daemon threads and their queues. One that hangs in a disk or GPU call does not stop the process from exiting."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 ENDED_AT_ONCE = 8
-"""Tasks whose ends are handled before the daemon's thread does other work: one or two milliseconds."""
+"""Ended tasks that the loop handles at a time, in one or two milliseconds."""
 
 
 def start(thread: threading.Thread) -> None:
@@ -33,12 +32,13 @@ def start(thread: threading.Thread) -> None:
 
 
 class DaemonThreads:
-    """Starts a thread for each function, given with the thread's name. An executor's threads would be waited for.
-
-    ``stop`` has them return. Raises NoMoreThreads; then none runs.
+    """One thread for each (name, function). The interpreter would wait for an executor's threads at exit.
 
     Args:
-        nice: how much their priority is below that of the thread that starts them, as of ``nice``.
+        stop: makes the functions return.
+        nice: increment of the threads' nice value.
+
+    Raises NoMoreThreads; then none runs.
     """
 
     def __init__(
@@ -64,20 +64,14 @@ class DaemonThreads:
         work()
 
     def join(self, until: float) -> bool:
-        """Wait for all to end; False where one still runs at ``until`` (of ``time.monotonic``)."""
+        """Wait for all threads; return False if one still runs at ``until`` (``time.monotonic``)."""
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
 
 class TaskThread:
-    """Runs tasks one after the other: one that never returns keeps only the later ones from running.
-
-    Args:
-        clock: what ``busy_s`` is measured on, in seconds.
-
-    Raises NoMoreThreads.
-    """
+    """A thread that runs tasks in order. ``clock`` measures ``busy_s``, in seconds. Raises NoMoreThreads."""
 
     def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._name, self._clock = name, clock
@@ -89,7 +83,7 @@ class TaskThread:
 
     @property
     def busy_s(self) -> float:
-        """For how long the current task has been running; 0 when there is none."""
+        """Seconds since the current task began; 0 without one."""
         began = self._began
         return 0.0 if began is None else self._clock() - began
 
@@ -98,7 +92,7 @@ class TaskThread:
         return len(self._tasks)
 
     def put(self, task: Callable[[], object], most_waiting: int | None = None) -> bool:
-        """Have the thread run a task after those before it; False where ``most_waiting`` wait already."""
+        """Queue a task; return False if ``most_waiting`` are queued already."""
         with self._changed:
             if most_waiting is not None and len(self._tasks) >= most_waiting:
                 return False
@@ -107,13 +101,13 @@ class TaskThread:
         return True
 
     def stop(self) -> None:
-        """Run what waits, then end the thread."""
+        """End the thread after the queued tasks."""
         with self._changed:
             self._stopped = True
             self._changed.notify()
 
     def close(self, timeout_s: float) -> bool:
-        """As ``stop``, and wait for it; False when the thread still runs after ``timeout_s``."""
+        """Stop and join the thread; return False if it still runs after ``timeout_s``."""
         self.stop()
         return self._threads.join(time.monotonic() + timeout_s)
 
@@ -135,18 +129,18 @@ class TaskThread:
 
 
 class Workers(Generic[T, R]):
-    """A queue and its threads, which do not keep a process from ending. Each task ends once.
+    """A queue of tasks with daemon threads. Each task ends exactly once.
 
     Args:
-        name: of the threads.
-        works: one for each thread, so that it may have a connection of its own. It does some tasks and gives the result
-            of each, in their order. A task has ended when its result was taken, though others of them go on.
-        failed: gives the result of those that have none where it raises. For any thread.
-        on_end: called in the daemon's thread, with a task and its result.
-        post: calls a function in the daemon's thread. For any thread.
-        clock: in seconds. For any thread.
-        take: takes from the queue, which is not empty, what is done in one go. Called in any thread, one at a time.
-        nice: how much the threads' priority is below that of the daemon's thread.
+        name: prefix of the threads' names.
+        works: a function for each thread, which may own a connection. It runs a batch of tasks and yields their results
+            in order. A task ends when its result is yielded, even if the batch continues.
+        failed: returns the result of the batch's unfinished tasks if a work raises. Called in any thread.
+        on_end: called in the daemon's thread with a task and its result.
+        post: calls a function in the daemon's thread. Called in any thread.
+        clock: in seconds. Called in any thread.
+        take: takes a batch from the queue, which is not empty. Called in any thread, under the lock.
+        nice: increment of the threads' nice value.
 
     Raises NoMoreThreads; then none runs.
     """
@@ -170,7 +164,7 @@ class Workers(Generic[T, R]):
         self._changed = threading.Condition(lock)
         self._idle = threading.Condition(lock)
         self._waiting: deque[T] = deque()
-        self._running: dict[int, tuple[float, list[T]]] = {}  # by thread: since when, and what has not ended
+        self._running: dict[int, tuple[float, list[T]]] = {}  # by thread: start time, and tasks that have not ended
         self._ended: deque[tuple[T, R]] = deque()
         self._posted = self._stopped = self._called = False
         self.busy_seconds = 0.0
@@ -187,7 +181,7 @@ class Workers(Generic[T, R]):
             self._call_one()
 
     def end(self, result: R, which: Callable[[T], bool] = lambda task: True) -> int:
-        """End tasks that nobody has begun, in this thread and with this result; returns how many."""
+        """End queued tasks with this result, in the calling thread; return their number."""
         with self._changed:
             ended = [task for task in self._waiting if which(task)]
             if ended:
@@ -201,25 +195,25 @@ class Workers(Generic[T, R]):
 
     @property
     def waiting(self) -> int:
-        """Tasks that nobody has begun."""
+        """Number of queued tasks."""
         return len(self._waiting)
 
     @property
     def running(self) -> int:
-        """Tasks that have begun and not ended."""
+        """Number of running tasks."""
         with self._changed:
             return sum(len(tasks) for _, tasks in self._running.values())
 
     @property
     def longest_s(self) -> float:
-        """How long the oldest running call has taken so far."""
+        """Seconds since the oldest running batch began."""
         with self._changed:
             return max((self._clock() - begun for begun, _ in self._running.values()), default=0.0)
 
     def close(self, until: float) -> bool:
-        """Wait until nothing waits or runs, handle all ends, and end the threads. For the daemon's thread.
+        """Wait for all tasks, handle their ends, and end the threads. Called in the daemon's thread.
 
-        False where something still hangs at ``until`` (of ``time.monotonic``); then it may be called again.
+        Returns False if a task still hangs at ``until`` (``time.monotonic``); then it may be called again.
         """
         idle = self._wait_idle(until)
         self._deliver(len(self._ended))
@@ -254,7 +248,7 @@ class Workers(Generic[T, R]):
         try:
             self._on_end(task, result)
         except Exception:
-            logger.exception("The end of a task of %s raised: a bug; the others go on.", self._name)
+            logger.exception("The end of a task of %s raised: a bug; the others continue.", self._name)
 
     def _run(self, number: int) -> None:
         while True:
@@ -270,7 +264,7 @@ class Workers(Generic[T, R]):
             self._do(number, tasks)
 
     def _call_one(self) -> None:
-        """Wake a thread; one that takes tasks and leaves some wakes the next."""
+        """Wake a thread; if it leaves tasks in the queue, it wakes the next."""
         if not self._called:
             self._called = True
             self._changed.notify()
@@ -292,11 +286,11 @@ class Workers(Generic[T, R]):
         with self._changed:
             self.busy_seconds += time.perf_counter() - begun
             del self._running[number]
-            # This thread takes the next tasks: no other need be woken.
+            # This thread takes the next tasks, so no other is woken.
             self._notify_idle()
 
     def _end_first(self, tasks: list[T], results: list[R]) -> None:
-        """The first of these have ended."""
+        """End the first tasks of a batch with these results."""
         with self._changed:
             self._ended.extend([(tasks.pop(0), result) for result in results])
             wake, self._posted = not self._posted, True

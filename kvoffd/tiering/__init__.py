@@ -1,6 +1,6 @@
-"""Between the pool and the tiers below it: what is written to a tier and when, what is brought up, how much at once.
+"""Movement of blocks between the pool and the tiers below it: what is written when, what is promoted, and how much.
 
-Here are the settings; ``tiering`` has lookups and what is brought up, ``writer`` what is written.
+The settings are here; ``tiering`` has lookups and promotions, ``writer`` the writes.
 """
 
 from __future__ import annotations
@@ -10,25 +10,25 @@ from enum import StrEnum
 
 
 class WriteMode(StrEnum):
-    """What is written to a tier."""
+    """Selection of blocks that are written to a tier."""
 
     AUTO = "auto"
-    """Every block while the tier has space; once it is full, what is likely to come back, within the budget."""
+    """Every block while the tier has space; once it is full, blocks that are likely to be reused, within the budget."""
     ALWAYS = "always"
-    """Every block, also in place of others."""
+    """Every block, even if it replaces others."""
     NEVER = "never"
-    """Nothing. The tier is only read."""
+    """No block. The tier is only read."""
 
 
 @dataclass(frozen=True)
 class TieringSettings:
-    """How much may happen at once.
+    """Limits of the work on tiers.
 
     Attributes:
-        mode: what is written.
-        per_day_bytes: bound on writing; 0 for none.
-        deadline_s: time for a tier to read a block once it is the block's turn; later it is absent.
-        trickle_bytes: what is written from one tick to the next while engines copy or wait for blocks, which go first.
+        mode: which blocks are written.
+        per_day_bytes: limit of writes; 0 for none.
+        deadline_s: time for a tier to read a block from the beginning of the block's turn; then it counts as absent.
+        trickle_bytes: limit of writes per tick while engines copy or wait for blocks, which have priority.
     """
 
     mode: WriteMode = WriteMode.AUTO

@@ -1,4 +1,4 @@
-"""What is brought up into the pool from one source, the disks of this node or one shared store, and how fast."""
+"""Promotions to the pool from one source, the disks of this node or one shared store: which blocks, and how fast."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, takewhile
 
+from kvoffd.cache.asked_keys import AskedKeys
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.cache.tickets import FillTicket, Lease
@@ -17,7 +18,7 @@ from kvoffd.tiers.header import Block, BlockGroup
 from kvoffd.tiers.tier import ABSENT, Result, Tier
 
 NO_SPACE, QUOTA, OVERDUE, SLOWER = "no_space", "quota", "overdue", "slower"
-"""Why a block is not promoted, besides the results of tiers. ``slower``: computing it takes less time."""
+"""Reasons not to promote a block, besides tiers' results. ``slower``: computing it takes less time."""
 MISSES: dict[str, MissReason] = {
     NO_SPACE: MissReason.NO_SPACE,
     QUOTA: MissReason.QUOTA,
@@ -26,43 +27,43 @@ MISSES: dict[str, MissReason] = {
     Result.CORRUPT: MissReason.CORRUPT,
     Result.GONE: MissReason.EVICTED,
 }
-"""What a failure is to those that asked; any other is the tier's failure."""
+"""Miss reasons of failures; any other is a failure of the tier."""
 MOST_QUEUED = 2**16
-"""Blocks of one source that may wait to be read. Who computes them sooner gives them up before that."""
+"""Blocks of one source that may wait to be read. An engine that computes them sooner gives them up."""
 FILL_BYTES = 480
-"""Memory of a block that waits to be read, measured."""
+"""Memory of a waiting block, measured."""
 MAX_FILLING_BYTES = 2**30
-"""Bound on the pool bytes that fills hold, besides an eighth of the pool."""
+"""Limit of the pool bytes used by fills, in addition to an eighth of the pool."""
 UNMEASURED_BYTES = 64 * 2**20
-"""Bound on these bytes while the speed is not known."""
+"""Limit of these bytes while the speed is unknown."""
 AHEAD_S = 0.25
-"""Where it is known, as much is being read as comes in this time: what nobody wants any more ends soon."""
+"""If it is known, the reads under way are limited to what comes in this time, so that abandoned ones end soon."""
 AHEAD_BLOCKS = 16
-"""But at least this many blocks."""
+"""Lower limit of the blocks under way."""
 MAX_BEGUN, BEGUN_PER_END = 64, 16
-"""Blocks that are begun in one go, and when one has ended and less than half of what may be is under way. Otherwise
-they wait for the next go: to evict for a few takes as long as for many. Their slots are taken together, so that
-neighbours in the queue are neighbours in the pool."""
+"""Blocks that are begun together, and those begun when a block has ended and less than half of the limit is under way.
+Otherwise they wait for the next call, because evicting for a few takes as long as for many. Their slots are allocated
+together, so that neighbours in the queue are neighbours in the pool."""
 NO_SPACE_S = 1.0
-"""For this long after the pool had no space for a session's block its lookups that are repeated do not wait."""
+"""Time after the pool had no space for a session's block in which the session's repeated lookups do not wait."""
 READ_AGAIN_S = 60.0
-"""One read is tried this long after the last one although it would be slower: speeds change."""
+"""Interval after which one read is tried even if it seems slower than computing: speeds change."""
 
 
 @dataclass(slots=True, eq=False)
 class Wanted:
-    """Blocks of one group that one lookup asked a source for, in the order in which they come up."""
+    """Blocks of one group that one lookup requested from a source, in the order in which they are promoted."""
 
     first: Lease
-    """The lease of the lookup that asked first; it may have ended."""
+    """Lease of the lookup that asked first; it may have ended."""
     group: BlockGroup
     source: Promotions
     block_bytes: int
     """Pool bytes of a block."""
     queue: deque[Fill] = field(default_factory=deque)
-    """What has not begun."""
+    """Fills that have not begun."""
     under_way: int = 0
-    """Blocks that are being read."""
+    """Number of blocks that are being read."""
 
     @property
     def namespace(self) -> Namespace:
@@ -71,34 +72,36 @@ class Wanted:
 
 @dataclass(slots=True, eq=False)
 class Fill:
-    """A block that a lookup asked for and a tier has."""
+    """A block that a lookup requested and a tier has."""
 
     wanted: Wanted
     key: bytes
     tier: Tier
     ticket: FillTicket | None = None
-    """Its block in the pool while the tier reads into it: the slots stay until that has ended."""
+    """Its block in the pool while the tier reads into it: the slots stay allocated until that has ended."""
     begun_at: float = 0.0
     withdrawn: bool = False
-    """It has ended, was invalidated, its namespace reset, or it is overdue: nobody waits for it any more."""
+    """Whether it has ended, is overdue, or was invalidated: no lookup waits for it any more."""
     leases: dict[Lease, None] = field(default_factory=dict)
-    """The leases of lookups that wait for it: once it is up it is pinned under them."""
-    askers: int = 0
-    """Lookups that count it as found, or as a miss, once it is known whether it comes up."""
+    """Leases of lookups that wait for it: they pin it once it is READY."""
+    askers: list[Asker] = field(default_factory=list)
+    """Positions in lookups at which it is counted as found, or as a miss, once the result is known."""
 
 
+Asker = tuple[AskedKeys, int]
+"""Keys of a lookup, and a position among them."""
 Coming = dict[int, dict[bytes, Fill]]
-"""By tag of their group and by key: blocks that come up, from whatever tier, and are not withdrawn."""
+"""Fills that are not withdrawn, from all tiers, by tag of the group and by key."""
 
 
 class Promotions:
-    """What is brought up from one source: the disks of this node together, or one store.
+    """Promotions from one source: the disks of this node together, or one store.
 
     Args:
-        tiers: disks come while the daemon serves.
-        coming: where fills are noted as long as lookups may wait for them.
-        promoted: called with each block that came up.
-        shared: other nodes use it too.
+        tiers: disks may be added while the daemon serves.
+        coming: the fills that lookups may wait for, shared by all sources.
+        promoted: called with each promoted block.
+        shared: whether other nodes use the source too.
     """
 
     def __init__(
@@ -115,33 +118,33 @@ class Promotions:
         self.tiers, self.shared = tiers, shared
         self._cache, self._clock, self._patience_s, self._coming = cache, clock, settings.deadline_s, coming
         self._most_bytes = min(cache.slots.pool_bytes // 8, MAX_FILLING_BYTES)
-        """Pool bytes that fills may hold at once. A larger block goes alone. What was given up and has not ended, as on
-        a device that hangs, may hold as much again: others are read all the same."""
+        """Pool bytes that fills may use at once. A larger block is read alone. Fills that were given up and have not
+        ended, as on a hanging device, may use as much again, so that others are still read."""
         self._wanted: dict[Wanted, None] = {}
-        """What waits or is under way, in the order in which it comes up."""
+        """Requests with waiting or running fills, in the order in which they are promoted."""
         self._queued_by: Counter[int] = Counter()
-        """By session, blocks that wait."""
+        """Waiting blocks by session."""
         self.under_way: dict[Fill, None] = {}
-        """In the order in which they were begun."""
+        """Running fills in the order in which they were begun."""
         self.given_up: dict[Fill, None] = {}
-        """Overdue, but the tier may still write into their slots."""
+        """Overdue fills, into whose slots the tier may still write."""
         self._turn_at = 0.0
-        """Since when the first that is under way is the first."""
+        """Time since which the first running fill is the first."""
         self._came_at = 0.0
-        """When one of these ended last."""
+        """Time when a fill last ended."""
         self._blocked_since: float | None = None
-        """Since when the block that comes next finds no space."""
+        """Time since which the pool has no space for the next block."""
         self.queued_blocks = self.under_way_bytes = self._given_up_bytes = 0
         self.promoted_blocks = self.promoted_bytes = 0
         self.unused_blocks = 0
         """Promoted blocks that were evicted before they were loaded."""
         self.failures: Counter[str] = Counter()
-        """Blocks that were asked for and did not come up, by reason: a ``Result``, or one of those above."""
+        """Requested blocks that were not promoted, by reason: a ``Result``, or one of the above."""
         self.speed = ReadSpeed(clock)
         self._promoted = promoted
         self._read_again_at = 0.0
         self.no_space_until: dict[int, float] = {}
-        """By session."""
+        """Ends of NO_SPACE_S by session."""
         self._stopped = False
 
     @property
@@ -152,32 +155,32 @@ class Promotions:
         return False
 
     def stop(self) -> None:
-        """Begin nothing any more."""
+        """Begin nothing more."""
         self._stopped = True
 
     @property
     def waiting_blocks(self) -> int:
-        """Blocks that wait or are under way."""
+        """Number of waiting and running fills."""
         return self.queued_blocks + len(self.under_way)
 
     def wait_s(self, awaited: Collection[Fill]) -> float:
-        """The expected time until what is awaited of this source is up, by the speed as of now; 0 if not known."""
+        """Return the expected time until the awaited fills of this source end, at the current speed; 0 if unknown."""
         if not (speed := self.speed.current):
             return 0.0
         of = {fill.wanted for fill in awaited if not fill.withdrawn}
         last = max((at for at, wanted in enumerate(self._wanted) if wanted in of), default=-1)
         ahead = list(islice(self._wanted, last + 1))
         nbytes = sum((len(wanted.queue) + wanted.under_way) * wanted.block_bytes for wanted in ahead)
-        for wanted in ahead[-1:]:  # behind its own last block there may be those of others
+        for wanted in ahead[-1:]:  # fills behind the last awaited one do not count
             behind = takewhile(lambda fill: fill not in awaited, reversed(wanted.queue))
             nbytes -= sum(1 for _ in behind) * wanted.block_bytes
-        # While the pool has no space nothing tells when it has: as long again as it had none so far.
+        # While the pool has no space, expect the wait to last as long again as so far.
         blocked_s = self._clock() - self._blocked_since if self._blocked_since is not None else 0.0
         return nbytes / speed + blocked_s
 
     def is_slower(self, namespace: Namespace, group: int, count: int) -> bool:
-        """Whether a number of blocks takes longer to read than to compute, by the measured speeds and with nothing else
-        to be read; not once a while. How long the queue is only the engine can weigh, which has one of its own."""
+        """Return whether ``count`` blocks take longer to read than to compute, by the measured speeds and without a
+        queue; at intervals, return False. Only the engine, which has a queue too, can weigh the queues."""
         prefill, speed = namespace.totals.prefill_tokens_per_second, self.speed.measured
         tokens = count * namespace.groups[group].tokens_per_block
         if not (tokens and prefill and speed):
@@ -190,8 +193,7 @@ class Promotions:
         return True
 
     def request(self, wanted: Wanted, key: bytes, tier: Tier) -> Fill | None:
-        """Queue a block that a tier has; None where too much waits. A session has at most three times what it leaves to
-        others."""
+        """Queue a block that a tier has; None if the queue is full. No session gets over three quarters of it."""
         if self.queued_blocks + self._queued_by[wanted.first.session] // 3 >= MOST_QUEUED:
             return None
         fill = Fill(wanted, key, tier)
@@ -202,7 +204,7 @@ class Promotions:
         return fill
 
     def forget(self, fill: Fill) -> None:
-        """Nobody is to have it any more. What is under way ends by itself and leaves nothing: the cache dropped it."""
+        """Withdraw a fill whose key is invalid. A running read ends without effect: the cache dropped its block."""
         self._settle(fill, MissReason.INVALIDATED)
         self._withdraw(fill)
         if fill.ticket is None:
@@ -211,32 +213,32 @@ class Promotions:
             self._forget_if_done(fill.wanted)
 
     def drop_unawaited(self, wanted: Wanted) -> None:
-        """Take blocks out of the queue for which nobody waits any more: they are not read."""
+        """Remove blocks for which nobody waits from the queue, so that they are not read."""
         self._blocked_since = None
         every = self._take_queued(wanted)
         wanted.queue.extend(fill for fill in every if fill.leases)
         self._count_queued(wanted, len(wanted.queue))
         for fill in every:
             if not fill.leases:
-                self._settle(fill)  # a tier has it: its lookup says why it is not loaded
+                self._settle(fill)  # a tier has it: the lookup reports why it is not loaded
                 self._withdraw(fill)
         self._forget_if_done(wanted)
 
     def _take_queued(self, wanted: Wanted) -> list[Fill]:
-        """What has not begun, which does not wait any more."""
+        """Take all waiting fills out of the queue."""
         fills = list(wanted.queue)
         wanted.queue.clear()
         self._count_queued(wanted, -len(fills))
         return fills
 
     def pump(self, most: int = MAX_BEGUN) -> None:
-        """Begin what may begin now, of very much a part."""
+        """Begin up to ``most`` fills that may begin now."""
         while not self._stopped and most > 0 and (batch := self._next_batch(most)):
             most -= len(batch)
             try:
                 whole = self._begin_batch(batch)
             except BaseException:
-                for fill in batch:  # no lookup waits for what is neither under way nor queued
+                for fill in batch:  # lookups must not wait for fills that are neither running nor queued
                     if fill.ticket is None and not fill.withdrawn:
                         self._failed(fill, Result.FAILED)
                 self._forget_if_done(batch[0].wanted)
@@ -245,14 +247,14 @@ class Promotions:
                 return
 
     def _begin_batch(self, batch: Sequence[Fill]) -> bool:
-        """Begin fills of one group; False where not all could begin: those are queued again, or failed."""
+        """Begin fills of one group; return False if not all could begin: those are queued again, or failed."""
         wanted = batch[0].wanted
         tickets = self._cache.begin_fill(wanted.namespace, wanted.group.number, [fill.key for fill in batch])
         refused: list[Fill] = []
         no_space: list[Fill] = []
         try:
             for number, fill in enumerate(batch):
-                if number not in tickets:  # the pool has it by now
+                if number not in tickets:  # the pool has the block by now
                     self._settle(fill)
                     self._withdraw(fill)
                 elif (ticket := tickets[number]) is None:
@@ -264,12 +266,12 @@ class Promotions:
         finally:
             for ticket in filter(None, tickets.values()):
                 self._end_fill(ticket, None)
-        self._put_back([*self._still_there(refused), *self._awaiting_space(wanted, no_space)])
+        self._put_back([*self._still_in_tier(refused), *self._awaiting_space(wanted, no_space)])
         self._forget_if_done(wanted)
         return not refused and not no_space
 
-    def _still_there(self, refused: Sequence[Fill]) -> list[Fill]:
-        """Those of the fills that the tier did not take which it may still have; it takes them later."""
+    def _still_in_tier(self, refused: Sequence[Fill]) -> list[Fill]:
+        """Return the fills refused by the tier whose blocks it may still have; it accepts them later."""
         kept = []
         for fill in refused:
             if not fill.tier.available():
@@ -281,7 +283,7 @@ class Promotions:
         return kept
 
     def _awaiting_space(self, wanted: Wanted, fills: Sequence[Fill]) -> Sequence[Fill]:
-        """Those of the fills for which the pool had no space that wait for it: what leases pin comes free soon."""
+        """Return the fills without pool space that should wait for it: pinned blocks become free soon."""
         if not fills:
             self._blocked_since = None
             return fills
@@ -292,14 +294,14 @@ class Promotions:
         return ()
 
     def _is_blocked_for(self, seconds: float) -> bool:
-        """Note that what comes next has no space; whether that was so for a number of seconds."""
+        """Record that there is no space for the next block; return whether that has been so for ``seconds``."""
         now = self._clock()
         if self._blocked_since is None or self._came_at > self._blocked_since:
             self._blocked_since = now
         return now - self._blocked_since >= seconds
 
     def _fail_for_space(self, wanted: Wanted, reason: str, fills: Sequence[Fill]) -> None:
-        """Fail fills, and whatever else the lookup waits for."""
+        """Fail fills, and all others that the lookup waits for."""
         self._blocked_since = None
         self.no_space_until[wanted.first.session] = self._clock() + NO_SPACE_S
         for fill in [*fills, *self._take_queued(wanted)]:
@@ -315,10 +317,10 @@ class Promotions:
         self._count_queued(wanted, len(fills))
 
     def tick(self) -> None:
-        """End what is overdue."""
+        """End overdue fills, and begin others."""
         for tier in self.tiers:
             tier.tick()
-        if not self.available:  # reading was slow since the tier was away: the next one is tried, whatever the speed
+        if not self.available:  # its measured speed may be low because of that: try the next read at any speed
             self._read_again_at = 0.0
         self._give_up_overdue()
         now = self._clock()
@@ -326,8 +328,8 @@ class Promotions:
         self.pump()
 
     def _give_up_overdue(self) -> None:
-        """Give up reads that do not end. The turn of a read comes when all before it have ended: then it has as long as
-        the settings say. If nothing at all has ended in that time, all that were begun before do not end."""
+        """Give up reads that do not end. The turn of a read begins when all earlier ones have ended; then it has the
+        time that the settings allow. If nothing has ended in that time, all reads that are as old are given up."""
         now = self._clock()
         if not self.under_way or now - self._turn_at < self._patience_s:
             return
@@ -346,7 +348,7 @@ class Promotions:
         self._turn_at = now
 
     def _next_batch(self, most: int) -> list[Fill]:
-        """The next fills of one lookup's group, as many as may be under way now, out of the queue."""
+        """Take the next fills of one lookup's group out of the queue, as many as may begin now."""
         queued = [wanted for wanted in self._wanted if wanted.queue]
         if not queued:
             self._blocked_since = None
@@ -359,7 +361,7 @@ class Promotions:
         while wanted.queue and len(batch) < most:
             if wanted.block_bytes > free and (batch or self.under_way or self.given_up):
                 if not (batch or self.under_way) and self._is_blocked_for(self._patience_s):
-                    self._fail_for_space(wanted, OVERDUE, ())  # by what was given up and hangs
+                    self._fail_for_space(wanted, OVERDUE, ())  # the space is used by hanging fills
                 break
             batch.append(wanted.queue.popleft())
             free -= wanted.block_bytes
@@ -367,11 +369,11 @@ class Promotions:
         return batch
 
     def _first_that_fits(self, queued: Sequence[Wanted]) -> Wanted | None:
-        """The first of which leases may pin all that has not begun: two that had a part each would keep each other from
-        the rest. Where none fits, the last one is failed after a while, and its prompt loads what is up."""
+        """Return the first request whose waiting blocks leases may all pin: two requests with a part each could block
+        one another. If none fits for a while, fail the last one, whose prompt then loads the blocks it has."""
         leasable = self._cache.leasable_bytes - self.under_way_bytes
         if not (self.under_way or self._cache.blocks.pinned_bytes):
-            return queued[0]  # there will never be more for it
+            return queued[0]  # there will never be more space for it
         for wanted in queued if not self._is_passed_over else queued[:1]:
             if wanted.under_way or len(wanted.queue) * wanted.block_bytes <= leasable:
                 return wanted
@@ -381,17 +383,17 @@ class Promotions:
 
     @property
     def _is_passed_over(self) -> bool:
-        """Whether the first in the queue has been passed over for long enough: then it is the next."""
+        """Whether the first in the queue was passed over for long enough, so that it must be next."""
         return self._blocked_since is not None and self._clock() - self._blocked_since >= self._patience_s / 4
 
     def _may_be_under_way(self, block_bytes: int) -> int:
-        """Pool bytes that fills may hold now."""
+        """Return the pool bytes that fills may use now."""
         if not (speed := self.speed.measured):
             return min(self._most_bytes, UNMEASURED_BYTES)
         return min(self._most_bytes, max(int(AHEAD_S * speed), AHEAD_BLOCKS * block_bytes))
 
     def _begin(self, fill: Fill, ticket: FillTicket) -> bool:
-        """Have the tier read into the slots; False where it does not take the read now."""
+        """Begin the tier's read into the slots; return False if the tier does not accept it now."""
         block_group = fill.wanted.group
         if not fill.tier.read(block_group, fill.key, ticket.offsets, self._patience_s, partial(self._on_end, fill)):
             return False
@@ -427,19 +429,19 @@ class Promotions:
             elif not fill.withdrawn:
                 self._failed(fill, Result.CORRUPT if result is Result.DONE else result)
         finally:
-            self._withdraw(fill)  # whatever went wrong, no lookup waits for it
-            fill.ticket = None  # a lookup may know the fill for some seconds more
+            self._withdraw(fill)  # lookups must not wait for it, even after an error
+            fill.ticket = None  # a lookup may refer to the fill for some seconds more
         self.speed.end(fill.wanted.group.nbytes if result is Result.DONE else 0, len(self.under_way))
         if 2 * self.under_way_bytes <= self._may_be_under_way(fill.wanted.block_bytes):
             self.pump(BEGUN_PER_END)
 
     def _end_fill(self, ticket: FillTicket, block: Block | None) -> bool:
-        """End it; ``block``: what was read, None where that is not all there. True where the block is READY."""
+        """End a fill with the block that was read, None if incomplete. Returns whether the pool's block is READY."""
         whole = block is not None and all(block.checksums)
         return self._cache.end_fill(ticket, *((block.first_blocks, block.checksums) if block and whole else ((), ())))
 
     def _failed(self, fill: Fill, reason: str) -> None:
-        """Nobody waits for it any more, and why it is not there."""
+        """Withdraw a failed fill, and record the reason for its key."""
         self.failures[str(reason)] += 1
         miss = MISSES.get(reason, MissReason.TIER_FAILED)
         self._settle(fill, miss)
@@ -447,21 +449,22 @@ class Promotions:
             lease.coming = max(0, lease.coming - 1)
         if not fill.withdrawn:
             self._withdraw(fill)
-            self._cache.note_misses(fill.wanted.namespace, fill.wanted.group.number, fill.key, miss)
+            self._cache.record_misses(fill.wanted.namespace, fill.wanted.group.number, fill.key, miss)
 
     def _settle(self, fill: Fill, miss: MissReason | None = None) -> None:
-        """Count the key for those who asked for it, once: as found, or as a miss."""
-        askers, fill.askers = fill.askers, 0
+        """Count the key once for all lookups that asked for it: as found, or as a miss."""
+        askers, fill.askers = fill.askers, []
         counters = fill.wanted.namespace.counters
         if miss is not None:
-            counters.misses[miss] += askers
+            for asked, position in askers:
+                asked.missed(position, miss)
         elif self.shared:
-            counters.found_shared += askers
+            counters.found_shared += len(askers)
         else:
-            counters.found_disk += askers
+            counters.found_disk += len(askers)
 
     def _withdraw(self, fill: Fill) -> None:
-        """Lookups do not wait for it any more."""
+        """Stop lookups from waiting for a fill."""
         if fill.withdrawn:
             return
         fill.withdrawn = True
@@ -472,7 +475,7 @@ class Promotions:
                 del self._coming[fill.wanted.group.tag]
 
     def _count_queued(self, wanted: Wanted, blocks: int) -> None:
-        """Count blocks that begin to wait; below 0 those that wait no longer."""
+        """Count blocks that joined the queue, or left it if negative."""
         self.queued_blocks += blocks
         self._queued_by[wanted.first.session] += blocks
         if not self._queued_by[wanted.first.session]:

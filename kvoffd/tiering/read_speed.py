@@ -1,4 +1,4 @@
-"""How fast blocks come up from one source, and so how long those take that lookups wait for."""
+"""Measures how fast a source delivers blocks, to estimate the waits of lookups."""
 
 from __future__ import annotations
 
@@ -6,52 +6,52 @@ from collections.abc import Callable
 from math import exp
 
 SAMPLE_S = 0.05
-"""Length of a sample of the speed, at least."""
+"""Least length of a speed sample."""
 MEMORY_S = 1.0
-"""A sample that is this much reading old weighs a third of a new one."""
+"""Seconds of reading after which a sample's weight falls to 1/e."""
 FEWEST_BLOCKS = 8
-"""A sample counts only if at least this many blocks were being read all the time: what comes alone says how long one
-block takes, not how many come in a second."""
+"""Least number of concurrent reads throughout a valid sample: a lone read shows how long a block takes, not how many
+come per second."""
 ENOUGH_S, ENOUGH_BYTES = 0.25, 32 * 2**20
-"""The speed is known once samples of this length, or of this size, were taken."""
+"""Length or size of samples from which on the speed counts as known."""
 PROGRESS_S = 0.25
-"""Until then, what came since reading began tells the speed, after this long."""
+"""Time after the start of reading from which on its progress gives the speed while no samples do."""
 SILENCE_S = 0.5
-"""If nothing has come for this long the speed counts as one block in that time."""
+"""Time without a block after which the speed counts as at most one block in that time."""
 
 
 class ReadSpeed:
-    """The speed of reading from one source, from what it has read.
+    """The reading speed of one source.
 
     Attributes:
-        measured: bytes a second, by samples of the last seconds of reading; 0 while it is not known.
+        measured: bytes per second in samples of the last seconds of reading; 0 if unknown.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self.measured = 0.0
         self._bytes = self._seconds = 0.0
-        """Sums over the samples, older ones with less weight."""
+        """Sums over the samples, with less weight for older ones."""
         self._reading_since: float | None = None
         self._since_began = 0
-        """Bytes that came since then."""
+        """Bytes received since then."""
         self._block_bytes = 0
-        """Size of the largest block that is or was read since then."""
+        """Size of the largest block read since then."""
         self._came_at = 0.0
-        """When a block came last, or reading began."""
+        """Time when a block was last received, or reading began."""
         self._sample_at = 0.0
-        """When the sample began."""
+        """Time when the sample began."""
         self._sample_bytes = 0
 
     def begin(self, nbytes: int) -> None:
-        """Note that reading a block of this size begins."""
+        """Record the start of a read of this size."""
         if self._reading_since is None:
             self._reading_since = self._came_at = self._sample_at = self._clock()
             self._since_began = self._sample_bytes = self._block_bytes = 0
         self._block_bytes = max(self._block_bytes, nbytes)
 
     def end(self, came_bytes: int, left: int) -> None:
-        """Note that reading a block has ended, ``came_bytes`` is 0 if it failed, and that ``left`` others are read."""
+        """Record the end of a read, with 0 ``came_bytes`` if it failed, and the number of reads ``left``."""
         now = self._clock()
         self._since_began += came_bytes
         self._sample_bytes += came_bytes
@@ -71,8 +71,7 @@ class ReadSpeed:
 
     @property
     def current(self) -> float:
-        """Bytes a second as of now: the measured speed, or progress where nothing was measured, and less than both if
-        nothing comes. 0 while neither is known."""
+        """Current bytes per second: the measured speed, or else the progress so far; less in silence; 0 if unknown."""
         if self._reading_since is None:
             return self.measured
         now = self._clock()

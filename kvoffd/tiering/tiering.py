@@ -1,17 +1,17 @@
-"""What lies below the pool, as one: lookups find what it holds, blocks go up and down, what is invalidated goes."""
+"""The tiers below the pool as a whole: lookups find their blocks, blocks move up and down, invalid ones are removed."""
 
 from __future__ import annotations
 
 import logging
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress, repeat
-from operator import mul, not_
 
 import numpy as np
 import numpy.typing as npt
 
+from kvoffd.cache.asked_keys import AskedKeys
 from kvoffd.cache.block_table import FREE, READY, WRITING, BlockIds
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.hooks import CacheListener
@@ -20,7 +20,7 @@ from kvoffd.cache.tickets import Lease, LoadTicket
 from kvoffd.pool.allocator import PAGE_BYTES
 from kvoffd.system.newest import put_newest
 from kvoffd.tiering import TieringSettings
-from kvoffd.tiering.promotions import SLOWER, Coming, Fill, Promotions, Wanted
+from kvoffd.tiering.promotions import SLOWER, Asker, Coming, Fill, Promotions, Wanted
 from kvoffd.tiering.writer import Writer, block_group_of
 from kvoffd.tiers.header import BlockGroup
 from kvoffd.tiers.tier import ABSENT, ASKED, PRESENT, Tier
@@ -30,41 +30,54 @@ from kvoffd_proto.messages import COMING, PENDING, SHARED, GroupSpec
 logger = logging.getLogger(__name__)
 
 ANSWER_S = 0.02
-"""A guess of how long a store takes to answer, for engines that wait for it. The deadline for asking is for the worst
-case, and may be longer than any engine waits."""
+"""Estimate of a store's answer time, for engines that wait. The ask deadline covers the worst case, and may be longer
+than any engine waits."""
 LOGGED_S = 600.0
-"""An error of a tier is logged again after so long."""
+"""Interval after which a tier's error is logged again."""
 MOST_LOGGED = 1024
-"""Kinds of errors of tiers, each of every server, of which it is known when they were logged."""
+"""Remembered kinds of tier errors, by server, with the time when they were logged."""
 
 _IS = tuple(bytes(one == state for one in range(256)) for state in (ABSENT, PRESENT, ASKED))
-"""For ``translate``: 1 where a tier's answer is this one."""
+"""Tables for ``translate``: 1 for one answer of a tier, 0 for others."""
 SETTLED = bytes([READY, *COMING])
-"""States of keys that are there, or will be, without anything to be done about it."""
+"""States of keys that are in the pool, or on their way, and need no action."""
 
 
 @dataclass(slots=True)
 class _Lookup:
     lease: Lease
-    again: bool
+    asked: Sequence[AskedKeys] | None
+    """Keys by group of the request, for counting those that do not come; None if they were counted before."""
     sources: Sequence[Promotions]
-    """Those that are of use to it now, in the order in which they are asked."""
+    """Sources that it can use now, in the order in which they are asked."""
     left_bytes: int
-    """What may come up for it: more than leases may pin would evict its own beginning."""
+    """Pool bytes that may still be promoted for it: more than leases may pin would evict its own beginning."""
 
     @property
     def namespace(self) -> Namespace:
         return self.lease.namespace
 
+    def asker(self, some: _Range, at: int) -> list[Asker]:
+        """Return where a key is counted if it does not come; nothing if it was counted before."""
+        return [(self.asked[some.number], some.start + at)] if self.asked is not None else []
+
 
 class _Range:
-    """Some keys of one group of a lookup, and what is known of them by their places."""
+    """Keys of one group of a lookup, and what is known of them by index."""
 
     def __init__(
-        self, block_group: BlockGroup, keys: Sequence[bytes], states: memoryview, coming: Mapping[bytes, Fill]
+        self,
+        block_group: BlockGroup,
+        keys: Sequence[bytes],
+        states: memoryview,
+        coming: Mapping[bytes, Fill],
+        number: int,
+        start: int,
     ) -> None:
         self.group, self.keys, self.states, self.coming = block_group, keys, states, coming
-        """``states``: to be answered with. ``coming``: what is on its way already."""
+        """``states``: the lookup's answer. ``coming``: fills that exist already."""
+        self.number, self.start = number, start
+        """Positions of the group in the request, and of the first key in the group."""
         free = len(states) if not any(states) else 0
         self.left = list(range(free)) or [at for at, state in enumerate(states) if state == FREE]
         """Keys that are neither in the pool nor on their way, nor in a tier that was asked."""
@@ -75,7 +88,7 @@ class _Range:
         """Keys that a store is being asked for."""
 
     def look(self, sources: Sequence[Promotions], *, prefix: bool) -> None:
-        """Ask each tier of some sources for what none before it has."""
+        """Ask each tier of these sources for the keys that no earlier one has."""
         for source in sources:
             for tier in source.tiers:
                 if not self.left:
@@ -91,13 +104,13 @@ class _Range:
 
 
 class Tiering:
-    """Looks after the sources below the pool for one cache: its ``TierHooks``, and the ``TierListener`` of all tiers.
+    """Manages the sources below the pool of one cache: its ``TierHooks``, and the ``TierListener`` of all tiers.
 
-    ``pump`` begins what lookups asked for, once their replies are out; ``tick`` is for deadlines and the cold end.
+    ``pump`` begins requested promotions once the replies are sent; ``tick`` is for deadlines and the cold end.
 
     Attributes:
-        is_unshared: whether a namespace's blocks here became stale, by its fingerprint: what others have under the same
-            keys may be stale too, so no store is asked for it or given anything of it.
+        is_unshared: whether a namespace, by its fingerprint, became stale here: other nodes' blocks of the same keys
+            may be stale too, so stores are neither read nor written for it.
     """
 
     def __init__(
@@ -113,22 +126,21 @@ class Tiering:
         self._coming: Coming = {}
         self._engines_busy, self.is_unshared = engines_busy, is_unshared
         self.sources: list[Promotions] = []
-        """The disks of this node together, which may be none, and then stores that nodes share, in the order in which
-        they are asked."""
+        """The disks of this node as one source, which may be empty, then shared stores in the order of asking."""
         self.writers: list[Writer] = []
-        """In the same order."""
+        """Writers of the sources, in the same order."""
         self._add([], settings, shared=False)
         self._answers_due = 0.0
-        self._uncounted: dict[Namespace, defaultdict[int, Counter[bytes]]] = {}
-        """By tag and key that is being asked for: lookups that got that answer and have not counted it yet."""
+        self._uncounted: dict[Namespace, dict[int, dict[bytes, tuple[Asker, ...]]]] = {}
+        """Lookups by tag and key that a store is being asked for: they count it once the store has answered."""
         self._awaits: dict[Lease, dict[Fill, None]] = {}
-        """What comes up for each lease."""
+        """Fills that each lease waits for."""
         self._unused = np.zeros(len(cache.blocks.state), np.uint8)
-        """By block: 1 and the number of its source if it was promoted and not loaded since, else 0."""
+        """[blocks] 1 plus the index of the source if the block was promoted and not loaded since; otherwise 0."""
         self._evicted: list[tuple[BlockGroup, list[bytes]]] = []
         self._events = events
         self._logged: dict[tuple[str, str], float] = {}
-        """Tiers and kinds of their errors that were logged, and when; the tiers count them."""
+        """Logged errors by tier and kind, with the time; the tiers count them."""
 
     @property
     def disks(self) -> Promotions:
@@ -143,7 +155,7 @@ class Tiering:
         return self.sources[1:]
 
     def share(self, tier: Tier, settings: TieringSettings) -> None:
-        """Use a store that nodes share, for what the pool and the sources before it do not have."""
+        """Add a store that nodes share, for blocks that neither the pool nor the earlier sources have."""
         self._add([tier], settings, shared=True)
 
     def _add(self, tiers: list[Tier], settings: TieringSettings, *, shared: bool) -> None:
@@ -161,7 +173,9 @@ class Tiering:
 
     # --- what the cache calls: see TierHooks -----------------------------------------------------
 
-    def find(self, lease: Lease, groups: Sequence[tuple[int, bytes]], states: list[bytes], again: bool) -> list[bytes]:
+    def find(
+        self, lease: Lease, groups: Sequence[tuple[int, bytes]], states: list[bytes], asked: Sequence[AskedKeys] | None
+    ) -> list[bytes]:
         namespace = lease.namespace
         sources = [source for source in self.sources if source.available]
         if sources and self.is_unshared(namespace.fingerprint):
@@ -170,22 +184,21 @@ class Tiering:
         if not sources or not groups or not every[0].lengths:
             return states
         ready_bytes = sum(one.count(READY) * group.block_bytes for one, group in zip(states, every, strict=True))
-        # Other requests of the same lookup may have found the beginning of its prompt.
+        # Earlier lookups under the same lease may have found the beginning of the prompt.
         held_bytes = max(ready_bytes, int(self._cache.blocks.pages[lease.blocks].sum()) * PAGE_BYTES)
         held_bytes += sum(fill.wanted.block_bytes for fill in self._awaited_by(lease))
-        lookup = _Lookup(lease, again, sources, self._cache.most_leased_bytes - held_bytes)
+        lookup = _Lookup(lease, asked, sources, self._cache.most_leased_bytes - held_bytes)
         answer, asking = list(map(bytearray, states)), False
         for number, limit in _whole_prefixes_first(namespace, groups, answer):
             start = run_end(answer[number]) if limit is None else 0
-            names: list[bytes] = np.frombuffer(groups[number][1], namespace.key_type)[start:limit].tolist()
+            keys: list[bytes] = np.frombuffer(groups[number][1], namespace.key_type)[start:limit].tolist()
             block_group = block_group_of(every[number])
-            some = _Range(
-                block_group, names, memoryview(answer[number])[start:limit], self._coming.get(block_group.tag, {})
-            )
+            shown, coming = memoryview(answer[number])[start:limit], self._coming.get(block_group.tag, {})
+            part = _Range(block_group, keys, shown, coming, number, start)
             if limit is None:
-                asking |= self._find_run(lookup, some)
+                asking |= self._find_run(lookup, part)
             else:
-                self._find_window(lookup, some, wait=asking)
+                self._find_window(lookup, part, wait=asking)
         lease.coming = lease.asking + len(self._awaited_by(lease))
         if lease.coming:
             awaits = self._awaits.get(lease, {})
@@ -194,102 +207,108 @@ class Tiering:
         return list(map(bytes, answer))
 
     def _awaited_by(self, lease: Lease) -> list[Fill]:
-        """What comes up for a lease."""
+        """Return the fills that a lease waits for."""
         return [fill for fill in self._awaits.get(lease, ()) if not fill.withdrawn]
 
-    def _find_run(self, lookup: _Lookup, some: _Range) -> bool:
-        """Find how far the run goes from the first of these keys on; returns whether any of it is being asked for."""
-        states, end = bytes(some.states), len(some.keys)
-        if WRITING in states:  # what an engine is writing may never be whole
+    def _find_run(self, lookup: _Lookup, part: _Range) -> bool:
+        """Extend the run from the first of these keys; return whether any of it is being asked for."""
+        states, end = bytes(part.states), len(part.keys)
+        if WRITING in states:  # an engine may never finish what it is writing
             writing = (at for at, state in enumerate(states) if state == WRITING)
-            end = next((at for at in writing if some.keys[at] not in some.coming), end)
-            some.left = [at for at in some.left if at < end]
-        every = some.left
-        if not any(source.shared for source in lookup.sources):  # then mostly the first one is not there
-            some.left = every[:1]
-            some.look(lookup.sources, prefix=True)
-            every = every[1:] if some.there else []
-            some.left += every
-        some.look(lookup.sources, prefix=True)
-        end = min([end, *some.left[:1]])
-        if end < len(some.keys):
-            some.asked = [at for at in some.asked if at < end]
-        self._mark_asked(lookup, some)
-        places = set(some.there)
-        if some.coming:
-            coming = (at for at in range(end) if some.keys[at] in some.coming)
-            places |= {at for at in coming if states[at] != READY}  # or it was stored while its fill was queued
-        self._request(lookup, some, sorted(at for at in places if at < end))
-        return bool(some.asked)
+            end = next((at for at in writing if part.keys[at] not in part.coming), end)
+            part.left = [at for at in part.left if at < end]
+        every = part.left
+        if not any(source.shared for source in lookup.sources):  # then the first key is mostly absent
+            part.left = every[:1]
+            part.look(lookup.sources, prefix=True)
+            every = every[1:] if part.there else []
+            part.left += every
+        part.look(lookup.sources, prefix=True)
+        end = min([end, *part.left[:1]])
+        if end < len(part.keys):
+            part.asked = [at for at in part.asked if at < end]
+        self._mark_asked(lookup, part)
+        places = set(part.there)
+        if part.coming:
+            coming = (at for at in range(end) if part.keys[at] in part.coming)
+            places |= {at for at in coming if states[at] != READY}  # else it was stored while its fill was queued
+        self._request(lookup, part, sorted(at for at in places if at < end))
+        return bool(part.asked)
 
-    def _find_window(self, lookup: _Lookup, some: _Range, *, wait: bool) -> None:
-        """Bring up the last whole window of these keys, once all is known; ``wait``: how many count is not known.
+    def _find_window(self, lookup: _Lookup, part: _Range, *, wait: bool) -> None:
+        """Promote the last whole window of these keys once all answers are known; ``wait``: more keys may follow.
 
-        Stores are not asked where the disks have all of the window at the end.
+        Stores are not asked if the disks have the whole window at the end.
         """
-        spec = lookup.namespace.groups[some.group.number]
+        spec = lookup.namespace.groups[part.group.number]
         window = range(0)
         for shared in (False, True):
-            some.look([source for source in lookup.sources if source.shared is shared], prefix=False)
+            part.look([source for source in lookup.sources if source.shared is shared], prefix=False)
             there = [
-                state in SETTLED or key in some.coming or at in some.there
-                for at, (key, state) in enumerate(zip(some.keys, some.states, strict=True))
+                state in SETTLED or key in part.coming or at in part.there
+                for at, (key, state) in enumerate(zip(part.keys, part.states, strict=True))
             ]
             window = last_window(there, spec)
-            if not wait and window.stop == len(some.keys):
+            if not wait and window.stop == len(part.keys):
                 break
-        self._mark_asked(lookup, some)
-        if not (wait or some.asked):
-            self._request(lookup, some, [at for at in window if some.states[at] not in SETTLED])
+        self._mark_asked(lookup, part)
+        if not (wait or part.asked):
+            self._request(lookup, part, [at for at in window if part.states[at] not in SETTLED])
 
-    def _mark_asked(self, lookup: _Lookup, some: _Range) -> None:
-        lookup.lease.asking += (count := len(some.asked))
-        if count == len(some.keys):
-            some.states[:] = bytes([SHARED]) * count
-        for at in some.asked if count < len(some.keys) else ():
-            some.states[at] = SHARED
-        if some.asked:
-            self._answers_due = self._clock() + ANSWER_S
-            if not lookup.again:
-                uncounted = self._uncounted.setdefault(lookup.namespace, defaultdict(Counter))
-                every = count == len(some.keys)
-                uncounted[some.group.tag].update(some.keys if every else map(some.keys.__getitem__, some.asked))
+    def _mark_asked(self, lookup: _Lookup, part: _Range) -> None:
+        if not part.asked:
+            return
+        lookup.lease.asking += len(part.asked)
+        self._answers_due, keys = self._clock() + ANSWER_S, part.keys
+        if len(part.asked) == len(keys):
+            part.states[:] = bytes([SHARED]) * len(keys)
+        else:
+            keys = [keys[at] for at in part.asked]
+            for at in part.asked:
+                part.states[at] = SHARED
+        if lookup.asked is not None:
+            uncounted = self._uncounted.setdefault(lookup.namespace, {}).setdefault(part.group.tag, {})
+            each = zip(repeat(lookup.asked[part.number]), map(part.start.__add__, part.asked))
+            fresh = dict(zip(keys, zip(each), strict=True))
+            if len(fresh) == len(keys) and uncounted.keys().isdisjoint(fresh):
+                uncounted.update(fresh)
+                return
+            for key, at in zip(keys, part.asked, strict=True):
+                uncounted[key] = (*uncounted.get(key, ()), *lookup.asker(part, at))
 
-    def _request(self, lookup: _Lookup, some: _Range, places: Sequence[int]) -> None:
-        """Request keys that are there or come, up to the first that cannot come up, and mark them."""
+    def _request(self, lookup: _Lookup, part: _Range, places: Sequence[int]) -> None:
+        """Request keys that a tier has, or that are coming, up to the first that cannot; set their states."""
         if not places:
             return
-        slower, lease, wants = self._slower_sources(lookup, some, places), lookup.lease, dict[Promotions, Wanted]()
-        block_bytes = self._cache.group(lease.namespace, some.group.number).block_bytes
+        slower, lease, wants = self._slower_sources(lookup, part, places), lookup.lease, dict[Promotions, Wanted]()
+        block_bytes = self._cache.group(lease.namespace, part.group.number).block_bytes
         for at in places:
-            key = some.keys[at]
-            if (fill := self._coming.get(some.group.tag, {}).get(key)) is None:
-                source, tier = some.there[at]
+            key = part.keys[at]
+            if (fill := self._coming.get(part.group.tag, {}).get(key)) is None:
+                source, tier = part.there[at]
                 no_space = source.no_space_until.get(lease.session, 0.0) > self._clock()
-                if source in slower or (lookup.again and no_space):
+                if source in slower or (lookup.asked is None and no_space):
                     return
                 if (wanted := wants.get(source)) is None:
-                    wanted = wants[source] = Wanted(lease, some.group, source, block_bytes)
+                    wanted = wants[source] = Wanted(lease, part.group, source, block_bytes)
                 if lookup.left_bytes < block_bytes or (fill := source.request(wanted, key, tier)) is None:
                     return
             lookup.left_bytes -= block_bytes * (lease not in fill.leases)
             self._awaits.setdefault(lease, {})[fill] = fill.leases[lease] = None
-            fill.askers += not lookup.again
-            some.states[at] = SHARED if fill.wanted.source.shared else PENDING
+            fill.askers += lookup.asker(part, at)
+            part.states[at] = SHARED if fill.wanted.source.shared else PENDING
 
-    def _slower_sources(self, lookup: _Lookup, some: _Range, places: Sequence[int]) -> set[Promotions]:
-        """The sources from which what is there takes longer to read than to compute: none of that is read."""
-        pairs = [some.there[at] for at in places if at in some.there]
+    def _slower_sources(self, lookup: _Lookup, part: _Range, places: Sequence[int]) -> set[Promotions]:
+        """Return the sources whose keys take longer to read than to compute: these are not read."""
+        pairs = [part.there[at] for at in places if at in part.there]
         slower = {
             source
             for source, count in Counter(source for source, _ in pairs).items()
-            if source.is_slower(lookup.namespace, some.group.number, count)
+            if source.is_slower(lookup.namespace, part.group.number, count)
         }
         for source, _ in pairs if slower else ():
             if source in slower:
                 source.failures[SLOWER] += 1
-                if lookup.again and source.shared:  # it was counted as found when it was answered
-                    lookup.namespace.counters.misses[MissReason.SKIPPED] += 1
         return slower
 
     def lease_ended(self, lease: Lease) -> None:
@@ -307,17 +326,17 @@ class Tiering:
 
     def _promoted(self, source: Promotions, block: int) -> None:
         at = self.sources.index(source)
-        self.writers[at].is_there(block)
+        self.writers[at].was_read(block)
         self._unused[block] = 1 + at
 
     def used(self, blocks: BlockIds) -> None:
         if writers := [writer for writer in self.writers if writer.available]:
-            for group, alike in self._cache.by_group(blocks):
+            for group, members in self._cache.by_group(blocks):
                 for writer in writers:
-                    writer.used(group, alike)
+                    writer.used(group, members)
 
     def stored(self, blocks: BlockIds) -> None:
-        self._unused[blocks] = 0  # the number may be that of a block which was dropped
+        self._unused[blocks] = 0  # a dropped block may have had the same number
         for writer in self.writers:
             writer.stored(blocks)
 
@@ -325,13 +344,13 @@ class Tiering:
         unused, self._unused[blocks] = self._unused[blocks], 0
         for number in unused[unused > 0].tolist():
             self.sources[number - 1].unused_blocks += 1
-        # What leaves the pool is spared by the disks' hands. That waits for the next tick: a store waits for this call.
-        for group, alike in self._cache.by_group(blocks):
+        # The disks' hands spare evicted blocks. That waits for the next tick, because a store waits for this call.
+        for group, members in self._cache.by_group(blocks):
             if group.dead:
                 continue
-            keys = self._cache.blocks.split_keys(alike, group.key_bytes)
+            keys = self._cache.blocks.split_keys(members, group.key_bytes)
             for writer in self.writers:
-                writer.evicted(group, alike, keys)
+                writer.evicted(group, members, keys)
             if self.disks.tiers:
                 self._evicted.append((block_group_of(group), keys))
 
@@ -345,29 +364,29 @@ class Tiering:
         return found
 
     def forget(self, namespace: Namespace, group: int, keys: bytes, why: MissReason) -> None:
-        names, block_group = namespace.split(group, keys), block_group_of(self._cache.group(namespace, group))
+        single_keys, block_group = namespace.split(group, keys), block_group_of(self._cache.group(namespace, group))
         coming = self._coming.get(block_group.tag, {})
-        for fill in [coming[key] for key in names if key in coming]:
+        for fill in [coming[key] for key in single_keys if key in coming]:
             fill.wanted.source.forget(fill)
         for source in self.sources:
-            # Others use what a store has; bytes that are wrong here are not wrong there.
+            # Other nodes use a store's blocks; bytes that are wrong here are not wrong there.
             for tier in source.tiers if not source.shared or why is not MissReason.CORRUPT else ():
-                tier.remove(block_group, names, why.name.lower())
+                tier.remove(block_group, single_keys, why.name.lower())
 
     def forget_all(self, namespace: Namespace) -> int:
-        # The event of the cache that the namespace is cleared tells of the disks' blocks too.
+        # The cache's event for a cleared namespace covers the disks' blocks too.
         self._forget_fills(namespace)
         return self.remove_all(namespace.fingerprint)
 
     def remove_all(self, fingerprint: bytes | None) -> int:
-        """Remove what the disks have of a namespace, open or not, or of all; returns how many blocks that were. Of
-        stores what is known of it."""
+        """Remove all blocks of a namespace, open or not, or of all, from the disks; return how many. Stores only forget
+        what they know of it."""
         return sum(tier.remove_all(fingerprint) for source in self.sources for tier in source.tiers)
 
     # --- what the daemon calls -------------------------------------------------------------------
 
     def pump(self) -> None:
-        """Begin what was requested, and go on writing. For when the replies are out."""
+        """Begin requested promotions, and continue writing. Call it after the replies are sent."""
         for source in self.sources:
             if source.queued_blocks:
                 source.pump()
@@ -377,20 +396,20 @@ class Tiering:
 
     @property
     def is_asked(self) -> bool:
-        """Whether something waits to be brought up."""
+        """Whether promotions are waiting."""
         for source in self.sources:  # noqa: SIM110 - after each lookup, and a generator takes twice as long
             if source.queued_blocks:
                 return True
         return False
 
     def stop(self) -> None:
-        """Begin nothing any more."""
+        """Begin nothing more."""
         for source, writer in zip(self.sources, self.writers, strict=True):
             source.stop()
             writer.stop()
 
     def tick(self) -> None:
-        """A few times a second: deadlines, the cold end of the pool."""
+        """Handle deadlines and the cold end of the pool. Called a few times a second."""
         evicted, self._evicted = self._evicted, []
         for block_group, keys in evicted:
             for tier in self.disks.tiers:
@@ -400,7 +419,7 @@ class Tiering:
             writer.tick()
 
     def namespace_forgotten(self, namespace: Namespace) -> None:
-        """Nobody has the namespace open, and the pool nothing of it. What disks and stores have of it stays."""
+        """The namespace is not open, and has no blocks in the pool. Its blocks on disks and in stores stay."""
         self._forget_fills(namespace)
         self._uncounted.pop(namespace, None)
 
@@ -415,7 +434,7 @@ class Tiering:
             self._events.removed(namespace, block_group.number, list(keys), MEDIUM_STORAGE)
 
     def _namespace_of(self, block_group: BlockGroup) -> Namespace | None:
-        """The namespace of a group, if it is open and was not reset since."""
+        """Return the namespace of a group if it is open and was not reset since."""
         namespace = self._cache.namespaces.get(block_group.fingerprint)
         return namespace if namespace is not None and namespace.generation == block_group.generation else None
 
@@ -426,39 +445,44 @@ class Tiering:
             put_newest(self._logged, (tier.name, kind), now, MOST_LOGGED)
 
     def answered(self, tier: Tier, block_group: BlockGroup, keys: Sequence[bytes], found: Sequence[bool]) -> None:
-        """Count what lookups answered with as being asked for."""
+        """Count the keys that lookups reported as being asked for."""
         namespace = self._cache.namespaces.get(block_group.fingerprint)
         if namespace is None or (by_tag := self._uncounted.get(namespace)) is None:
             return
-        uncounted = by_tag[block_group.tag]
-        lookups = list(map(uncounted.pop, keys, repeat(0)))
+        uncounted = by_tag.get(block_group.tag, {})
+        askers = list(map(uncounted.pop, keys, repeat(())))
         if not uncounted:
-            del by_tag[block_group.tag]
-        if not any(lookups):
+            by_tag.pop(block_group.tag, None)
+        if not any(askers):
             return
         if namespace.generation == block_group.generation:
-            namespace.counters.found_shared += sum(compress(lookups, found))
-            lookups = list(map(mul, lookups, map(not_, found)))
-        self._cache.count_misses(namespace, block_group.number, b"".join(map(mul, keys, lookups)))
+            namespace.counters.found_shared += sum(map(len, compress(askers, found)))
+            missed = [at for at, there in enumerate(found) if askers[at] and not there]
+        else:
+            missed = [at for at, some in enumerate(askers) if some]
+        reasons = self._cache.reasons_of(namespace, block_group.number, b"".join([keys[at] for at in missed]))
+        for at, reason in zip(missed, reasons, strict=True):
+            for asked, position in askers[at]:
+                asked.missed(position, reason)
 
     def _forget_fills(self, namespace: Namespace) -> None:
         for keys in list(self._coming.values()):
             for fill in list(keys.values()):
                 if fill.wanted.namespace is not namespace:
-                    break  # all of a tag are of one
+                    break  # all keys of a tag belong to one namespace
                 fill.wanted.source.forget(fill)
 
 
 def run_end(states: bytes | bytearray) -> int:
-    """Keys in the unbroken run from the start that are ready, or will be."""
+    """Return the length of the unbroken run from the start that is ready, or will be."""
     return len(states) - len(states.lstrip(SETTLED))
 
 
 def last_window(there: Sequence[bool], spec: GroupSpec) -> range:
-    """Places of the last whole window of which all keys are there.
+    """Return the indices of the last whole window whose keys all exist.
 
-    An engine with a sliding window needs its last blocks only, and takes the last place where all of them are there;
-    one with a recurrent state needs one.
+    An engine with a sliding window needs only its last blocks, and uses the last place where they all exist; one with a
+    recurrent state needs one block.
     """
     needed = max(1, -(-spec.window_tokens // spec.tokens_per_block)) if spec.tokens_per_block else len(there)
     run = 0
@@ -472,9 +496,9 @@ def last_window(there: Sequence[bool], spec: GroupSpec) -> range:
 def _whole_prefixes_first(
     namespace: Namespace, groups: Sequence[tuple[int, bytes]], states: Sequence[bytearray]
 ) -> Iterator[tuple[int, int | None]]:
-    """The groups of a lookup by their number, and of how many keys a window may be of use; None for whole pasts.
+    """Yield the groups of a lookup by index, with the number of keys that a window may need; None for whole prefixes.
 
-    Groups that need their whole past come first: by then ``states`` say how far these go, and windows only so far.
+    Groups that need the whole prefix come first: ``states`` then tell its length, which limits the windows.
     """
     limit_tokens: int | None = None
     windows: list[int] = []

@@ -1,4 +1,4 @@
-"""Which blocks are written to a tier, and when: in the background, ahead of their eviction."""
+"""Selects blocks to write to a tier, and when: in the background, ahead of their eviction."""
 
 from __future__ import annotations
 
@@ -20,48 +20,48 @@ from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiers.header import Block, BlockGroup, make_block_group
 from kvoffd.tiers.tier import Result, Tier
 
-_Noted: TypeAlias = dict[int, int]
-"""Blocks, with the generation of their records: by its turn a number may be another block's."""
+_Generations: TypeAlias = dict[int, int]
+"""Blocks with the generation of their records: by the time of use, a number may belong to another block."""
 
 LATE, BUDGET, UNLIKELY = "late", "budget", "unlikely"
-"""Why a block left the pool without having been written: before its turn, as engines copy or the tier is slow or away;
-the day's bytes are spent; the tier is full, and little of its kind comes back."""
+"""Reasons why a block left the pool unwritten: its turn came too late, as engines copy or the tier is slow or down; the
+day's bytes are spent; the tier is full, and the block is unlikely to be reused."""
 
 MAX_WRITING_BYTES = 16 * 2**20
-"""Bound on the bytes that are being written, besides a sixteenth of the pool."""
+"""Limit of the bytes being written, in addition to a sixteenth of the pool."""
 MAX_WAITING = 1 << 17
 """Blocks that may wait to be written; later ones wait once others have left."""
 WAITING_BYTES = 100
-"""Memory of such a block, measured."""
+"""Memory of a waiting block, measured."""
 MAX_LOOKED_AT = 512
-"""Blocks that wait, or that a lookup found, that are looked at in one go."""
+"""Waiting blocks, or blocks that a lookup found, that are examined at once."""
 MAX_BEGUN = 64
-"""Blocks whose writing is begun in one go."""
+"""Blocks whose writes are begun at once."""
 COLD_PART = 8
-"""What is next to be evicted, one part of the pool in this many, is looked at once less than that is free."""
+"""Divisor of the pool: the part to be evicted next, which is examined once less than that is free."""
 MAX_COLD_BLOCKS = 1024
-"""Bound on these blocks in one tick."""
+"""Limit of these blocks in one tick."""
 DAY_S = 86_400.0
 STAYS = 2.0, 3.0, 4.0, 6.0, 8.0
-"""How long what is written may stay on a full tier, in times of how long it would if all were written: about half of it
-is, or less."""
+"""Candidate times that a written block stays on a full tier, relative to its stay if all blocks were written: at most
+half of them are."""
 WORTH = 0.99
-"""The fewest writes are chosen with at least this part of the most hits."""
+"""The fewest writes are chosen that give at least this part of the most hits."""
 SAMPLE = 2048
-"""Blocks by which that is chosen, the latest ones."""
+"""Number of the latest blocks on which the choice is based."""
 WATCHED = 4
-"""Chances are believed for a time if the policy has watched this many times as long."""
+"""Chances within a time are believed once the policy has watched this many times as long."""
 SAVED_SHARE = 1 / 8
-"""Share of a day's bytes that may be saved up and written at once."""
-NOTED_AHEAD_SHARE = 1 / 8
-"""Share of those bytes that is noted as spent in advance."""
+"""Part of a day's bytes that may accumulate and be written at once."""
+PERSISTED_AHEAD_SHARE = 1 / 8
+"""Part of those bytes by which the persisted amount is ahead of the spent one."""
 
 
 class WriteBudget:
-    """Bytes that may be written in a day, since flash wears out; 0 is no limit. No 24 hours see more, except what fills
-    a tier for the first time.
+    """Bytes that may be written per day, because flash wears out; 0 is no limit. No 24 hours exceed it, except for the
+    first filling of a tier.
 
-    What is larger than what may be saved up takes it below 0, which is filled up first.
+    A write larger than the accumulated amount makes it negative, and the next ones wait until it is positive again.
     """
 
     def __init__(self, per_day_bytes: int, clock: Callable[[], float]) -> None:
@@ -69,25 +69,24 @@ class WriteBudget:
         self._bound = self._level = per_day_bytes * SAVED_SHARE
         self._rate = (per_day_bytes - self._bound) / DAY_S
         self._filled_at = clock()
-        self._noted, self._noted_at = 0.0, clock()
+        self._persisted, self._persisted_at = 0.0, clock()
         self.first_filling_bytes = 0
-        """Bytes that may be written besides: what tiers lack that were never full."""
+        """Additional bytes that may be written: what tiers lack that were never full."""
 
     def restore(self, spent_bytes: float, seconds: float) -> None:
-        """Go on from what an earlier daemon had spent so many seconds ago."""
+        """Continue from the bytes that an earlier daemon had spent ``seconds`` ago."""
         self._level = min(self._bound, self._bound - spent_bytes + self._rate * max(0.0, seconds))
 
-    def to_note(self) -> float | None:
-        """Bytes that a next daemon is to believe spent now, where it knows of less: somewhat more than there are, so
-        that it spends none of them twice after a kill."""
+    def amount_to_persist(self) -> float | None:
+        """Return the amount to persist, rounded up so that a killed daemon spends none twice; None if unchanged."""
         now, spent = self._clock(), self.spent_bytes
-        if spent <= self._noted - self._rate * (now - self._noted_at):
+        if spent <= self._persisted - self._rate * (now - self._persisted_at):
             return None
-        self._noted, self._noted_at = spent + self._bound * NOTED_AHEAD_SHARE, now
-        return self._noted
+        self._persisted, self._persisted_at = spent + self._bound * PERSISTED_AHEAD_SHARE, now
+        return self._persisted
 
     def take(self, nbytes: int) -> bool:
-        """Take so many bytes out of the budget, or none."""
+        """Take this many bytes out of the budget, or none; return whether it did."""
         if not self.allows(nbytes):
             return False
         if self.first_filling_bytes:
@@ -97,10 +96,10 @@ class WriteBudget:
         return True
 
     def allows(self, nbytes: int) -> bool:
-        """Whether as many bytes may be written now."""
+        """Return whether this many bytes may be written now."""
         return bool(self.first_filling_bytes) or not self._bound or self._now() >= min(nbytes, self._bound)
 
-    def give_back(self, nbytes: int) -> None:
+    def refund(self, nbytes: int) -> None:
         """Return bytes that were taken and not written."""
         if self.first_filling_bytes:
             self.first_filling_bytes += nbytes
@@ -109,17 +108,17 @@ class WriteBudget:
 
     @property
     def left_share(self) -> float:
-        """What is left of what may be saved up; 1 where nothing bounds it now."""
+        """Part of the accumulable bytes that is left; 1 without a limit."""
         return max(0.0, self._now() / self._bound) if self._bound and not self.first_filling_bytes else 1.0
 
     @property
     def spent_bytes(self) -> float:
-        """What is not saved up again; 0 where there is no limit."""
+        """Bytes that have not accumulated again; 0 without a limit."""
         return self._bound - self._now() if self._bound else 0.0
 
     @property
     def left_bytes(self) -> int | None:
-        """What it allows to write now; None where it has no limit."""
+        """Bytes that may be written now; None without a limit."""
         return max(0, int(self._now())) + self.first_filling_bytes if self._bound else None
 
     def _now(self) -> float:
@@ -131,14 +130,14 @@ class WriteBudget:
 
 @dataclass(slots=True, eq=False)
 class BlockWrite:
-    """A block that is being written to a tier. ``pump`` pins it before the loop does anything else, so that its number
-    and bytes stay its own."""
+    """A block that is being written to a tier. ``pump`` pins it before control returns to the event loop, so that its
+    number and bytes stay valid."""
 
     group: Group
     block: BlockIds
     copy: Block
     offsets: list[int]
-    """By rank, the pool offset in bytes of the slot to be read."""
+    """Pool offset of the block's slot in bytes, by rank."""
 
     @property
     def number(self) -> int:
@@ -146,12 +145,12 @@ class BlockWrite:
 
 
 def block_group_of(group: Group) -> BlockGroup:
-    """As it is now. It has no lengths while a rank of the world has not registered."""
+    """Return the tiers' identity of a group now. It has no lengths until all ranks have registered."""
     return make_block_group(group.namespace.fingerprint, group.namespace.generation, group.index, group.lengths)
 
 
 def writes_of(cache: Cache, group: Group, block_group: BlockGroup, blocks: BlockIds) -> list[BlockWrite]:
-    """How READY blocks are to be written; without those that lack a checksum to keep with them, or have wrong bytes."""
+    """Return the writes of READY blocks, except those without a checksum, or with wrong bytes."""
     slots = cache.blocks.slots(blocks, len(group.sizes))
     records = cache.table.records[slots]
     bad = ((records["checksum"] == 0) | (cache.blocks.shard[slots] & CORRUPT != 0)).any(axis=1)
@@ -167,40 +166,42 @@ def writes_of(cache: Cache, group: Group, block_group: BlockGroup, blocks: Block
 
 
 class Selection:
-    """Which part of what leaves the pool is worth a write to a full tier: the likeliest to come back.
+    """Selects the part of the evicted blocks that is worth writing to a full tier: those most likely to be reused.
 
-    The less is written, the longer it stays, and the more of it is asked for in that time. So the chances of the latest
-    blocks are taken for each of ``STAYS``, and the hits added up of as large a part of them, the likeliest, as can stay
-    as long.
+    If fewer blocks are written, each stays longer, and more of them are reused in that time. For each of ``STAYS``, the
+    expected hits of the latest blocks are added up: of the most likely ones, as many as can stay that long.
+    """
+
+    """
     """
 
     def __init__(self) -> None:
         self._chances = np.empty((0, len(STAYS)))
         self._unseen = 0
-        """Number of these chances that came since the last choice."""
+        """Number of these chances since the last choice."""
         self._accessed = self._offered = 0.0
-        """Bytes of late: what was asked for, and what left the pool for the tier or was left out."""
+        """Recently requested bytes, and bytes that left the pool for the tier or were skipped."""
         self._stay = 0
         self._least = 0.0
 
-    def note_traffic(self, accessed_bytes: int, tier_bytes: int) -> None:
-        """Note what was asked for since the last call."""
+    def record_traffic(self, accessed_bytes: int, tier_bytes: int) -> None:
+        """Record the bytes requested since the last call."""
         self._accessed += accessed_bytes
         if self._accessed > WATCHED * tier_bytes:
             self._accessed, self._offered = self._accessed / 2, self._offered / 2
 
-    def note_present(self, nbytes: int) -> None:
-        """Note a block of these that another node had written."""
+    def record_present(self, nbytes: int) -> None:
+        """Record that another node had already written one of the blocks."""
         self._offered = max(0.0, self._offered - nbytes)
 
     def lifetimes(self, tier_bytes: int) -> list[int]:
-        """For each of ``STAYS``, the bytes that are asked for while a block stays."""
+        """Return for each of ``STAYS`` the bytes that are requested while a block stays."""
         each = tier_bytes * max(1.0, self._accessed / max(1.0, self._offered))
         return [int(each * stay) for stay in STAYS]
 
-    def note(self, chances: npt.NDArray[np.float64], nbytes: int, believed: int) -> None:
-        """Note blocks of this size that are next to be evicted: their chances to come back within ``lifetimes``, of
-        which the first ones are ``believed``."""
+    def record(self, chances: npt.NDArray[np.float64], nbytes: int, believed: int) -> None:
+        """Record blocks of this size that are next to be evicted: their chances of reuse within each of ``lifetimes``,
+        of which the first ``believed`` are reliable."""
         self._offered += nbytes * len(chances)
         self._chances = np.concatenate([self._chances, chances])[-SAMPLE:]
         self._unseen += len(chances)
@@ -212,18 +213,18 @@ class Selection:
         ordered = np.sort(self._chances[:, :believed], axis=0)[::-1]
         parts = [max(1, int(len(ordered) / stay)) for stay in STAYS[:believed]]
         hits = [float(ordered[:part, at].sum()) for at, part in enumerate(parts)]
-        self._stay = max(at for at, some in enumerate(hits) if some >= WORTH * max(hits))
+        self._stay = max(at for at, each in enumerate(hits) if each >= WORTH * max(hits))
         chances = ordered[:, self._stay]
-        # Of those that are alike and would be too many none is taken, unless all are.
+        # Of blocks with equal chances that are together too many, none is chosen, unless all are equal.
         fitting = chances[chances > chances[min(parts[self._stay], len(chances) - 1)]]
         self._least = float(fitting[-1] if len(fitting) else chances[0])
 
     def deciding(self, chances: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float64], float]:
-        """The chances of blocks that decide, and the least one that is enough."""
+        """Return the chances that decide, and the least one that is enough."""
         return chances[:, self._stay], self._least
 
 
-class _Left(NamedTuple):
+class _Evicted(NamedTuple):
     """Blocks that left the pool since the last tick."""
 
     group: Group
@@ -234,18 +235,19 @@ class _Left(NamedTuple):
 class Writer:
     """Writes blocks to some tiers, all disks or one store, ahead of their eviction, so that no eviction waits.
 
-    While a tier has space, what is stored is written in that order: the root of a chain before its tail. Once all are
-    full, what is next to be evicted is judged, and written if it is likely to come back (``WriteMode.AUTO``). Blocks
-    that wait are evicted after others that are as cold (``Victims``). One that is evicted before its turn is lost.
+    While a tier has space, stored blocks are written in order: the root of a chain before its tail. Once all tiers are
+    full, blocks that are next to be evicted are judged, and written if they are likely to be reused
+    (``WriteMode.AUTO``). Waiting blocks are evicted after others that are as cold (``Victims``). One that is evicted
+    before its turn is lost.
 
     Args:
-        tiers: where to; of several, each block goes to one that has space and little to do.
-        shared: they are a store of several nodes.
-        idle: whether nobody waits for the tiers to read.
-        engines_busy: whether engines copy. They go first: writing takes memory bandwidth, cores and time of the
-            interpreter from them. While they copy, or wait for the tiers, only what ``settings`` call a trickle is
-            written, or one block.
-        leaves_out: whether nothing is written of a namespace, by its fingerprint.
+        tiers: the targets; each block is written to one that has space and a short queue.
+        shared: whether they are a store of several nodes.
+        idle: returns whether nobody waits for reads from the tiers.
+        engines_busy: returns whether engines copy. They have priority: writes take memory bandwidth, CPUs and the GIL
+            from them. While they copy, or wait for the tiers, writes are limited to ``trickle_bytes`` of ``settings``,
+            or one block.
+        leaves_out: returns whether a namespace, by its fingerprint, is not written.
     """
 
     def __init__(
@@ -266,28 +268,28 @@ class Writer:
         self._shared = shared
         self.budget = WriteBudget(settings.per_day_bytes, clock)
         self._refused_above = inf
-        """While more writes are under way nothing is begun: the tiers took no more, and to look at what waits costs."""
+        """Number of running writes above which none is begun: the tiers accepted no more, and a check is expensive."""
         self._under_way_limit = min(cache.slots.pool_bytes // 16, MAX_WRITING_BYTES)
-        """Bytes that may be read out of the pool at once, and are pinned that long."""
+        """Bytes of the pool that may be read, and are pinned, at once."""
         self._cold_bytes = cache.slots.pool_bytes // COLD_PART
         self._idle, self._engines_busy, self._leaves_out = idle, engines_busy, leaves_out
         self._trickle_bytes = self._trickle_left = settings.trickle_bytes
-        self.waiting: _Noted = {}
-        """Blocks that are to be written, in that order."""
+        self.waiting: _Generations = {}
+        """Blocks to write, in this order."""
         self._passed: dict[int, tuple[int, str]] = {}
-        """Blocks at the cold end that are not to be written, with the generations of their records, and why."""
-        self._left: list[_Left] = []
+        """Blocks at the cold end that are not written, with the generations of their records, and the reason."""
+        self._evicted: list[_Evicted] = []
         self.under_way: dict[int, BlockWrite] = {}
-        """By block."""
+        """Running writes by block."""
         self.under_way_bytes = 0
         self.written_blocks = self.written_bytes = 0
         self.not_written: Counter[str] = Counter()
-        """Blocks that left the pool and that no tier has, by reason."""
+        """Blocks that left the pool and are in no tier, by reason."""
         self._judges = False
-        """Whether the tiers were full at the last tick, and blocks must be likely to come back."""
+        """Whether the tiers were full at the last tick, so that blocks must be likely to be reused."""
         self._selection = Selection()
         self._accessed_before = cache.policy.accessed_bytes
-        """Bytes that were asked for up to the last tick."""
+        """Bytes requested up to the last tick."""
 
     @property
     def available(self) -> bool:
@@ -301,18 +303,18 @@ class Writer:
         if self._tiers and self.mode is not WriteMode.NEVER and not self._judges:
             self._wait(blocks)
 
-    def is_there(self, block: int) -> None:
-        """Note that a block was read from one of the tiers: it does not wait to be written."""
+    def was_read(self, block: int) -> None:
+        """Stop waiting to write a block that was read from one of the tiers."""
         self.waiting.pop(block, None)
 
     def used(self, group: Group, blocks: BlockIds) -> None:
-        """Note blocks that a lookup found, while a tier is available."""
+        """Consider blocks that a lookup found, while a tier is available."""
         if self.mode is not WriteMode.NEVER and not self._judges:
-            self._wait(self._lacking(group, blocks[:MAX_LOOKED_AT])[0])
-            self._wait(blocks[MAX_LOOKED_AT:])  # looked at when it is their turn
+            self._wait(self._unwritten(group, blocks[:MAX_LOOKED_AT])[0])
+            self._wait(blocks[MAX_LOOKED_AT:])  # examined in their turn
 
     def evicted(self, group: Group, blocks: BlockIds, keys: Sequence[bytes]) -> None:
-        """Note blocks that are about to leave the pool. A store waits for this."""
+        """Record blocks that are about to leave the pool. A store waits for this."""
         if self.mode is WriteMode.NEVER or not self._takes(group):
             for block in blocks.tolist() if self.waiting else ():
                 self.waiting.pop(block, None)
@@ -320,50 +322,50 @@ class Writer:
         reasons, otherwise = [], LATE if self.budget.allows(sum(group.lengths)) else BUDGET
         for block, generation in zip(blocks.tolist(), self._generations[blocks].tolist(), strict=True):
             self.waiting.pop(block, None)
-            noted, reason = self._passed.pop(block, (0, otherwise))
-            reasons.append(reason if noted == generation else otherwise)
-        self._left.append(_Left(group, keys, reasons))
+            passed_generation, reason = self._passed.pop(block, (0, otherwise))
+            reasons.append(reason if passed_generation == generation else otherwise)
+        self._evicted.append(_Evicted(group, keys, reasons))
 
     def stop(self) -> None:
-        """Begin nothing any more."""
+        """Begin nothing more."""
         self.mode = WriteMode.NEVER
         self.waiting.clear()
 
     def tick(self) -> None:
-        """Look at the cold end, and continue."""
-        self._count_left()
-        self._note_traffic()
+        """Examine the cold end, and continue writing."""
+        self._count_unwritten()
+        self._record_traffic()
         before, self._passed = self._passed, {}
         if self.mode is not WriteMode.NEVER and self._cache.slots.free_bytes < self._cold_bytes:
             self._look_at_cold_end(before)
         self._trickle_left = self._trickle_bytes
-        self._refused_above = inf  # a disk may hang, and a store have space
+        self._refused_above = inf  # a disk may hang now, and a store have space
         self.pump()
 
-    def _count_left(self) -> None:
-        """Count what left the pool and is in no tier."""
-        left, self._left = self._left, []
-        for group, keys, reasons in left:
-            self.not_written += Counter(compress(reasons, self._wanted(group, keys)))
+    def _count_unwritten(self) -> None:
+        """Count blocks that left the pool and are in no tier."""
+        evicted, self._evicted = self._evicted, []
+        for group, keys, reasons in evicted:
+            self.not_written += Counter(compress(reasons, self._is_wanted(group, keys)))
 
     def _look_at_cold_end(self, before: dict[int, tuple[int, str]]) -> None:
-        """``before``: ``_passed`` as of the last tick."""
+        """Examine blocks that are next to be evicted. ``before``: ``_passed`` as of the last tick."""
         left, left_bytes = MAX_COLD_BLOCKS, self._cold_bytes
         for batch in self._cache.policy.candidates():
-            for group, alike in self._cache.by_group(batch):
-                some = alike[: max(0, min(left, -(-left_bytes // group.block_bytes)))]
-                left -= len(some)
+            for group, members in self._cache.by_group(batch):
+                cold = members[: max(0, min(left, -(-left_bytes // group.block_bytes)))]
+                left -= len(cold)
                 if not group.dead:
-                    left_bytes -= len(some) * group.block_bytes
-                blocks, keys = self._lacking(group, some)
-                self._wait(blocks[self._judged_likely(group, blocks, keys, before)])
+                    left_bytes -= len(cold) * group.block_bytes
+                blocks, keys = self._unwritten(group, cold)
+                self._wait(blocks[self._are_worth_writing(group, blocks, keys, before)])
             if left <= 0 or left_bytes <= 0:
                 return
 
-    def _judged_likely(
+    def _are_worth_writing(
         self, group: Group, blocks: BlockIds, keys: Sequence[bytes], before: dict[int, tuple[int, str]]
     ) -> npt.NDArray[np.bool_]:
-        """Which of the blocks are to be written, all while a tier has space; note why the others are not."""
+        """Return which of the blocks to write, all while a tier has space; record why the others are not."""
         if not self._judges or not keys:
             return np.ones(len(keys), np.bool_)
         policy, generations = self._cache.policy, self._generations[blocks].tolist()
@@ -374,31 +376,31 @@ class Writer:
             for block, generation in zip(blocks.tolist(), generations, strict=True)
         ]
         believed = sum(WATCHED * one <= policy.accessed_bytes for one in lifetimes)
-        self._selection.note(every[~np.array(known)], sum(group.lengths), believed)
+        self._selection.record(every[~np.array(known)], sum(group.lengths), believed)
         chances, least = self._selection.deciding(every)
         passed = chances < max(least, 1 - self.budget.left_share)
         reasons = [UNLIKELY if chance < least else BUDGET for chance in chances[passed].tolist()]
-        noted = zip(blocks[passed].tolist(), self._generations[blocks[passed]].tolist(), reasons, strict=True)
-        self._passed |= {block: (generation, reason) for block, generation, reason in noted}
+        unworthy = zip(blocks[passed].tolist(), self._generations[blocks[passed]].tolist(), reasons, strict=True)
+        self._passed |= {block: (generation, reason) for block, generation, reason in unworthy}
         return ~passed
 
     def pump(self) -> None:
-        """Begin to write what may be written now, of very much a part, once there is space for more than a few."""
+        """Begin writes that are possible now, up to a limit, once there is space for more than a few."""
         if not self.waiting:
             return
         if 2 * self.under_way_bytes > self._under_way_limit or len(self.under_way) > self._refused_above:
             return
         self._refused_above = inf
-        if not self.available:  # else each reply would wait for blocks to be looked at
+        if not self.available:  # otherwise each reply would wait for the examination of blocks
             return
         begun: list[BlockIds] = []
         try:
-            self._begin_some(begun, self._engines_busy() or not self._idle())
+            self._begin_waiting(begun, self._engines_busy() or not self._idle())
         finally:
             if begun:
                 self._cache.blocks.pin(np.concatenate(begun))
 
-    def _begin_some(self, begun: list[BlockIds], busy: bool) -> None:
+    def _begin_waiting(self, begun: list[BlockIds], busy: bool) -> None:
         targets = self._targets()
         for _ in range(0, MAX_LOOKED_AT, MAX_BEGUN):
             if not self.waiting or (busy and self._trickle_left <= 0):
@@ -413,7 +415,7 @@ class Writer:
                 begun.append(write.block)
 
     def _targets(self) -> list[Tier]:
-        """The tiers, the one that is to be written to first: with room, little to do, and the least in use."""
+        """Return the tiers in the order of preference: with free space, with a short queue, and the least used."""
         if len(self._tiers) == 1:
             return list(self._tiers)
         figures = [(tier, tier.stats()) for tier in self._tiers]
@@ -423,27 +425,27 @@ class Writer:
         return [tier for tier, _ in figures]
 
     def _choose(self) -> list[BlockWrite]:
-        """Those of the next few that are to be written; the others do not wait any more."""
-        some = dict(islice(self.waiting.items(), MAX_BEGUN))
+        """Return the writes among the next few waiting blocks; the others do not wait any more."""
+        batch = dict(islice(self.waiting.items(), MAX_BEGUN))
         chosen: dict[int, BlockWrite] = {}
-        for group, alike in self._cache.by_group(self._still_ready(some)):
-            blocks, _ = self._lacking(group, alike)
+        for group, members in self._cache.by_group(self._still_ready(batch)):
+            blocks, _ = self._unwritten(group, members)
             if blocks.size:
                 block_group = block_group_of(group)
                 chosen |= {write.number: write for write in writes_of(self._cache, group, block_group, blocks)}
-        for block in some:
+        for block in batch:
             if block not in chosen:
                 del self.waiting[block]
-        return [chosen[block] for block in some if block in chosen]
+        return [chosen[block] for block in batch if block in chosen]
 
     def _begin(self, write: BlockWrite, targets: Sequence[Tier], busy: bool) -> bool:
-        """Begin to write a block; False where no more can be begun now. Then it is the next one still."""
+        """Begin to write a block; return False if no more can be begun now, in which case it stays the next one."""
         nbytes = write.copy.group.nbytes
         if not self.budget.take(nbytes):
-            self.waiting.clear()  # they will wait again when they are used again, or as the next to be evicted
+            self.waiting.clear()  # they wait again when they are used again, or next to be evicted
             return False
         if not any(tier.write(write.copy, write.offsets, partial(self._on_end, write)) for tier in targets):
-            self.budget.give_back(nbytes)
+            self.budget.refund(nbytes)
             if self.under_way:  # there were too many at once
                 self._refused_above = len(self.under_way) / 2
             else:
@@ -458,42 +460,42 @@ class Writer:
         blocks = blocks[: MAX_WAITING - len(self.waiting)]
         self.waiting.update(zip(blocks.tolist(), self._generations[blocks].tolist(), strict=True))
 
-    def _still_ready(self, noted: _Noted) -> BlockIds:
-        blocks = np.fromiter(noted, np.uint32, len(noted))
-        same = self._generations[blocks] == np.fromiter(noted.values(), np.uint64, len(noted))
+    def _still_ready(self, generations: _Generations) -> BlockIds:
+        blocks = np.fromiter(generations, np.uint32, len(generations))
+        same = self._generations[blocks] == np.fromiter(generations.values(), np.uint64, len(generations))
         ready: BlockIds = blocks[same & (self._cache.blocks.state[blocks] == READY)]
         return ready
 
     def _takes(self, group: Group) -> bool:
-        """Whether blocks of a group are written at all. Disks are not worn by what benches store; a store that nodes
-        share has a bench of its own."""
+        """Return whether blocks of a group are written at all. Benchmarks must not wear out disks; a shared store has a
+        benchmark of its own."""
         namespace = group.namespace
         bench = namespace.of_bench and not self._shared
         return bool(self._tiers) and not (group.dead or bench or self._leaves_out(namespace.fingerprint))
 
-    def _wanted(self, group: Group, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
-        """Which keys no tier has or is being given, and one is to have."""
+    def _is_wanted(self, group: Group, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
+        """Return which keys no tier has or is being given, and one should get."""
         wanted = np.full(len(keys), self._takes(group))
         for tier in self._tiers if keys else ():
             wanted &= tier.wants(block_group_of(group), keys)
         return wanted
 
-    def _lacking(self, group: Group, blocks: BlockIds) -> tuple[BlockIds, list[bytes]]:
-        """Those of the blocks, and their keys, that are ``_wanted`` and not under way."""
+    def _unwritten(self, group: Group, blocks: BlockIds) -> tuple[BlockIds, list[bytes]]:
+        """Return the blocks that are ``_is_wanted`` and not being written, and their keys."""
         if not blocks.size or not self._takes(group):
             return blocks[:0], []
         keys = self._cache.blocks.split_keys(blocks, group.key_bytes)
-        wanted = self._wanted(group, keys) & [block not in self.under_way for block in blocks.tolist()]
+        wanted = self._is_wanted(group, keys) & [block not in self.under_way for block in blocks.tolist()]
         return blocks[wanted], [keys[at] for at in np.flatnonzero(wanted).tolist()]
 
     @property
     def _lifetime_bytes(self) -> int:
-        """Bytes of writes that a block survives; 0 while there is space."""
+        """Bytes of writes that a block survives; 0 while there is free space."""
         each = [tier.lifetime_bytes for tier in self._tiers]
         return sum(each) if all(each) else 0
 
-    def _note_traffic(self) -> None:
-        """See whether the tiers are full, and how much is asked for and written."""
+    def _record_traffic(self) -> None:
+        """Determine whether the tiers are full, and how much is requested and written."""
         tier_bytes = self._lifetime_bytes
         full = tier_bytes > 0 and self.mode is WriteMode.AUTO
         if full and not self._judges:
@@ -501,7 +503,7 @@ class Writer:
         self._judges = full
         before, self._accessed_before = self._accessed_before, self._cache.policy.accessed_bytes
         if full:
-            self._selection.note_traffic(self._accessed_before - before, tier_bytes)
+            self._selection.record_traffic(self._accessed_before - before, tier_bytes)
 
     def _on_end(self, write: BlockWrite, result: Result) -> None:
         nbytes = write.copy.group.nbytes
@@ -509,10 +511,10 @@ class Writer:
             self.written_blocks += 1
             self.written_bytes += nbytes
         elif result is Result.PRESENT:
-            self.budget.give_back(nbytes)
+            self.budget.refund(nbytes)
             self._trickle_left += nbytes
             if self._judges:
-                self._selection.note_present(nbytes)
+                self._selection.record_present(nbytes)
         del self.under_way[write.number]
         self.under_way_bytes -= nbytes
         self._cache.unpin(write.block)

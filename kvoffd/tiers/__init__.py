@@ -1,5 +1,5 @@
-"""Tiers: where blocks live below the pool. Each is one implementation of ``Tier``; the pool itself is none.
+"""Tiers: stores of blocks below the pool. Each implements ``Tier``; the pool itself is not a tier.
 
-A disk is ``disk.py``: a block's way down is ``disk_writes.py``, its way up ``disk_reads.py``, and what happens when
-blocks go, as by a clear, ``disk_clearing.py``. A store that nodes share is ``shared.py``.
+A disk is ``disk.py``: ``disk_writes.py`` writes blocks, ``disk_reads.py`` reads them, and ``disk_clearing.py`` removes
+them, as for a clear. A store that nodes share is ``shared.py``.
 """

@@ -1,4 +1,4 @@
-"""The disk tier: blocks in slots of one file, written in place; a hand goes round and takes what was not used."""
+"""The disk tier: blocks in slots of one file, written in place; a clock hand evicts blocks that were not used."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvoffd.system.files import FileCalls, OnError
 from kvoffd.system.threads import Workers
 from kvoffd.tiers.disk_clearing import Clearing
 from kvoffd.tiers.disk_file import DiskFile
-from kvoffd.tiers.disk_map import LOOKED_AT_ONCE, NO_SLOT, REGIONS_AT_ONCE, DiskMap, Known
+from kvoffd.tiers.disk_map import LOOKED_AT_ONCE, NO_SLOT, REGIONS_AT_ONCE, DiskMap, KnownGroup
 from kvoffd.tiers.disk_reads import End, Reads, SlotJob
 from kvoffd.tiers.disk_writes import HOUR_S, BlockWriter
 from kvoffd.tiers.header import Block, BlockGroup, fits_header
@@ -31,44 +31,45 @@ from kvoffd_proto.units import format_size
 logger = logging.getLogger(__name__)
 
 BLOCK_MEMORY_BYTES = 128
-"""Memory for what is known of a block, at most."""
+"""Largest memory of a block's entry."""
 _LEAST_BLOCKS, _BLOCKS_SHIFT = 1 << 17, 16
-"""A tier has a block for each 64 KiB, and so many at least."""
+"""Limits of a tier's blocks: one per 64 KiB (2^16 bytes), and at least ``_LEAST_BLOCKS``."""
 HANG_TIMEOUT_S = 10.0
-"""A disk hangs when a write takes longer, or none of its reads has ended for so long."""
+"""A disk hangs if a write takes longer, or no read has ended for this long."""
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 1.0, 60.0
-"""After a write that failed."""
+"""Pause after a failed write, doubled up to the latter."""
 _PUT_ASIDE_SHARE = 100
-"""Slots of failed writes that are not used again: at most this fraction of the tier."""
+"""Divisor of the tier's blocks: at most this part of its slots is not used again after failed writes."""
 FULL_PART = 15 / 16
-"""Of what it held when it last evicted, from which on it has no room: regions of several sizes are never all full."""
+"""Part of the bytes held at the last eviction from which on the tier counts as full: with regions of several sizes,
+some of them never are."""
 
 
 class DiskOptions(NamedTuple):
-    """What tests and benches have otherwise."""
+    """Settings that tests and benchmarks change."""
 
     most_reads: int = 128
-    """Blocks that are read at the same time."""
+    """Blocks that are read concurrently."""
     writers: int = 2
-    """They slow reads down."""
+    """Threads that write. More would slow reads down."""
     merge_bytes: int = 2 << 20
-    """Neighbours are written in one call of up to so many bytes."""
+    """Largest write call for neighbouring blocks."""
     region_bytes: int | None = None
-    """Of new files; chosen by the size when None."""
+    """Region size of new files; derived from the tier's size when None."""
     most_writes: int = 64
 
 
 class DiskTier(Tier):
-    """Keeps blocks in the slots of the files in a directory, with what an earlier daemon has left in them.
+    """Keeps blocks in the slots of the files in a directory, including those that an earlier daemon left.
 
-    What the index and memory say is where to look: a block's header and checksums decide whether it is there. To make
-    one may take long, and is for any thread.
+    Index and memory only say where to look: a block's header and checksums decide whether it is valid. The constructor
+    may take long, and can run in any thread.
 
     Args:
         pool: the pool's memory.
         clock: ``time.monotonic``, by which the threads measure deadlines too.
-        post: has a call made in the daemon's thread.
-        generation: that of a namespace now: blocks of lower ones are void. For any thread.
+        post: runs a call in the daemon's thread.
+        generation: returns a namespace's generation: blocks of lower ones are void. Thread-safe.
 
     Raises:
         DiskError: the directory cannot be used.
@@ -96,7 +97,7 @@ class DiskTier(Tier):
         super().__init__(f"disk:{directory}", listener)
         self.direct = file.direct
         self.hangs = False
-        """Whether a call does not return: until it does, nothing is taken."""
+        """Whether a call hangs: until it returns, the tier refuses work."""
         self._file, self._pool, self._options = file, pool, options
         self._clock, self._wall_clock, self._post = clock, wall_clock, post
         self._map = DiskMap(file)
@@ -104,14 +105,14 @@ class DiskTier(Tier):
         self._writing: dict[tuple[int, bytes], SlotJob] = {}
         self._used_when_full = 0
         self._evicted: dict[int, list[int]] = {}
-        """By slot size, the slots that the hand took and that are written to next. Their records go then."""
+        """Evicted slots by slot size, which are written next, including their records."""
         self._pause_s = 0.0
         self._write_at = -inf
         self._closed = False
         name = f"kvoffd-disk-{directory.name}"
         with OnError(file.close):
             self.found_generations = self._map.open(generation, should_stop)
-            """By fingerprint, the highest generations of which blocks were found."""
+            """Highest generation of the blocks found, by fingerprint."""
             self._reads = make_reads(name, file, pool, options.most_reads, self._read_ended, post, clock)
             writer = BlockWriter(file, pool, options.merge_bytes, wall_clock)
             writes = [writer.write] * options.writers, self._bug, self._write_ended, post, clock
@@ -132,7 +133,7 @@ class DiskTier(Tier):
         for kind, sentence in file.errors:
             post(partial(self._error, kind, sentence))
 
-    # --- what is there ---------------------------------------------------------------------------
+    # --- lookups ---------------------------------------------------------------------------------
 
     def available(self) -> bool:
         return not (self.hangs or self._closed)
@@ -157,7 +158,7 @@ class DiskTier(Tier):
     # --- reading ---------------------------------------------------------------------------------
 
     def read(self, group: BlockGroup, key: bytes, offsets: Sequence[int], patience_s: float, on_end: ReadEnd) -> bool:
-        """See Tier. What the kernel reads cannot be stopped: patience ends what waits while none of that comes."""
+        """See Tier. The kernel's reads cannot be cancelled: patience ends waiting reads while none of those ends."""
         if not self.available() or (known := self._map.known(group)) is None:
             return False
         if (slot := self._map.find_one(known, key)) == NO_SLOT:
@@ -167,7 +168,7 @@ class DiskTier(Tier):
 
     def _job(
         self,
-        known: Known,
+        known: KnownGroup,
         key: bytes,
         slot: int,
         offsets: Sequence[int],
@@ -175,7 +176,7 @@ class DiskTier(Tier):
         patience_s: float = inf,
         block: Block | None = None,
     ) -> SlotJob:
-        """A read or write of a slot, which it pins until it has ended."""
+        """Make a read or write of a slot, and pin the slot until that has ended."""
         region, place = self._map.at(slot)
         region.pins[place] += 1
         at = slot, region, place, self._map.offset(slot), known.slot_bytes
@@ -183,18 +184,18 @@ class DiskTier(Tier):
 
     def _read_ended(self, job: SlotJob, end: End) -> None:
         region, place = job.region, job.place
-        # While it is pinned the slot gets no other block: what is there, if anything, is what was read.
+        # A pinned slot gets no other block: if it has one, it is the one that was read.
         known = self._map.numbered.get(region.groups[place])
-        is_there = known is not None and self._map.is_there(known)
-        if not is_there and end.result in (Result.DONE, Result.CORRUPT):
-            end = End(Result.GONE)  # it was removed during the read, which may have found its header cleared
+        is_current = known is not None and self._map.is_current(known)
+        if not is_current and end.result in (Result.DONE, Result.CORRUPT):
+            end = End(Result.GONE)  # removed during the read, which may have found its header cleared
         if end.fault is DiskFault.CORRUPT and self._file.may_be_torn and region.found[place]:
             end = end._replace(fault=DiskFault.TORN)
         if end.fault is not None:
             self._error(end.fault, end.sentence)
-        if is_there and end.result not in (Result.DONE, Result.DEADLINE, Result.CANCELLED):
+        if is_current and end.result not in (Result.DONE, Result.DEADLINE, Result.CANCELLED):
             self._clearing.drop([job.slot])
-            self._clearing.slots_gone([job.slot])
+            self._clearing.clear_slots([job.slot])
         if end.result is Result.DONE:
             region.found[place], region.used[place] = 0, 1
             self.counters.read_blocks += 1
@@ -208,15 +209,15 @@ class DiskTier(Tier):
         group, key, now = block.group, block.key, self._clock()
         if not self.wants(group, [key])[0]:
             return False
-        known = self._map.known(group) or Known(group, self._map.last_number + 1)
+        known = self._map.known(group) or KnownGroup(group, self._map.last_number + 1)
         takes = self.available() and len(self._writing) < self._options.most_writes and now >= self._write_at
         if not takes or not self._fits(known, key) or (taken := self._take(known.slot_bytes)) is None:
             self.counters.refused_writes += 1
             return False
-        assert all(block.checksums), "without them nothing could tell that a block is whole"
+        assert all(block.checksums), "without checksums, a damaged block could not be detected"
         slot = taken
         if known.number > self._map.last_number:
-            if (before := self._map.groups.get(group.tag)) is not None:  # its namespace has another geometry now
+            if (before := self._map.groups.get(group.tag)) is not None:  # the namespace has a new geometry
                 written = [name for tag, name in self._writing if tag == group.tag]
                 self.remove(before.group, [*self._map.keys_of(before), *written], "")
                 del self._map.numbered[before.number]
@@ -226,7 +227,7 @@ class DiskTier(Tier):
         self._writes.put(job)
         return True
 
-    def _fits(self, known: Known, key: bytes) -> bool:
+    def _fits(self, known: KnownGroup, key: bytes) -> bool:
         group = known.group
         fits = MIN_SLOT_BYTES <= known.slot_bytes <= self._map.slots.region_bytes and group.nbytes < 1 << 32
         fits = fits and 0 < len(key) <= MAX_KEY_BYTES and fits_header(group, len(key))
@@ -239,54 +240,54 @@ class DiskTier(Tier):
         return fits
 
     def _take(self, size: int) -> int | None:
-        """A slot of a size."""
+        """Allocate a slot of a size, evicting if needed."""
         if self._map.blocks + len(self._writing) < self._most_blocks and len(slots := self._map.slots.take(size, 1)):
             slot = int(slots[0])
             if (number := slot // self._map.slots.slots_per_region) not in self._map.regions:
                 self._map.open_region(number, size)
                 self._clearing.region_opened(number, size)
             return slot
-        if not self._evicted.get(size) and not self._evict_some(size):
+        if not self._evicted.get(size) and not self._evict_next(size):
             return None
         return self._evicted[size].pop(0)
 
-    def _evict_some(self, size: int) -> bool:
-        """Have the hand go on until it has some slots of this size. What was used since it came by stays.
+    def _evict_next(self, size: int) -> bool:
+        """Advance the clock hand until it has freed slots of this size; recently used blocks get a second chance.
 
-        A region of another size at which it comes goes as a whole, unless most of it is of use; its slots are free when
-        that is noted, and nothing else is evicted until then.
+        If the hand reaches a region of another size, it evicts the whole region unless more than half of it was used.
+        The slots are free once the index is cleared; nothing else is evicted until then.
         """
-        if self._clearing.leaves:  # slots come free without
+        if self._clearing.is_freeing:  # slots are becoming free
             return False
         left = LOOKED_AT_ONCE
         for _ in range(2 * len(self._map.regions)):
             number, region = next(iter(self._map.regions.items()))
             first, other, hand = number * self._map.slots.slots_per_region, region.slot_bytes != size, region.hand
-            there, victims = (region.pass_all(), []) if other else (0, region.take_some(left))
+            there, victims = (region.skip_all(), []) if other else (0, region.evict_next(left))
             left -= max(LOOKED_AT_ONCE // REGIONS_AT_ONCE, region.hand - hand)
             if region.hand == region.slots:
                 region.hand = 0
                 self._map.regions.move_to_end(number)
             self.counters.evicted_blocks += there + len(victims)
             if there:
-                self._clearing.leave(self._map.slots_of_region(number))
+                self._clearing.free_in_steps(self._map.slots_of_region(number))
                 return False
             if victims:
                 self._used_when_full = self._map.slots.used_bytes
                 self._clearing.drop(slots := [first + place for place in victims])
                 self._evicted.setdefault(size, []).extend(slots)
                 return True
-            if left <= 0:  # it goes on from here with the next write
+            if left <= 0:  # the next write continues from here
                 return False
-        for unused in [one for one in self._evicted if one != size]:  # they keep regions for sizes that nobody writes
-            self._clearing.slots_gone(self._evicted.pop(unused))
+        for unused in [one for one in self._evicted if one != size]:  # their regions are kept for sizes not in use
+            self._clearing.clear_slots(self._evicted.pop(unused))
         return False
 
     def _write_ended(self, job: SlotJob, end: End) -> None:
         if end.fault is not None:
             self._error(end.fault, end.sentence)
         name, result = (job.group.tag, job.key), end.result
-        if kept := self._writing.get(name) is job:  # else it was removed since
+        if kept := self._writing.get(name) is job:  # else it was removed since then
             del self._writing[name]
         if result is Result.DONE:
             self._pause_s = 0.0
@@ -302,7 +303,7 @@ class DiskTier(Tier):
             self._map.add(self._map.groups[job.group.tag], job.key, job.slot, int(self._wall_clock()) // HOUR_S)
             self._listener.blocks_stored(self, job.group, [job.key])
         else:
-            self._clearing.slots_gone([job.slot])
+            self._clearing.clear_slots([job.slot])
         self._clearing.unpin([job.slot])
         job.on_end(Result.GONE if result is Result.DONE and not kept else result)
 
@@ -312,8 +313,8 @@ class DiskTier(Tier):
         slots = self._map.slots_of(group.tag, list(dict.fromkeys(keys)))
         self._clearing.drop(slots)
         for key in keys:
-            self._writing.pop((group.tag, key), None)  # it is dropped when it ends
-        self._clearing.slots_gone(slots)
+            self._writing.pop((group.tag, key), None)  # the block is dropped at the end of the write
+        self._clearing.clear_slots(slots)
 
     def remove_all(self, fingerprint: bytes | None) -> int:
         gone = [known for known in self._map.groups.values() if fingerprint in (None, known.group.fingerprint)]
@@ -321,7 +322,7 @@ class DiskTier(Tier):
         for name in [name for name in self._writing if name[0] in tags]:
             del self._writing[name]
         if gone:
-            self._clearing.leave(self._map.remove_whole(gone))
+            self._clearing.free_in_steps(self._map.remove_whole(gone))
         return sum(known.blocks for known in gone)
 
     # --- the rest --------------------------------------------------------------------------------
@@ -341,14 +342,14 @@ class DiskTier(Tier):
 
     @property
     def oldest_seconds(self) -> float:
-        """Time since the oldest block was written, at most; 0 without blocks. The hour alone is written down."""
+        """Upper limit of the oldest block's age; 0 without blocks. The index has only the hour of each write."""
         if (hour := self._map.oldest_hour) is None:
             return 0.0
         age_s = max(0.0, self._wall_clock() - hour * HOUR_S)
         return age_s if self.found_blocks else min(age_s, self._clock() - self._opened_at)
 
     def bytes_by_namespace(self) -> Counter[bytes]:
-        """By fingerprint, bytes of the blocks that can be read."""
+        """Bytes of readable blocks by fingerprint."""
         found = Counter[bytes]()
         for known in self._map.groups.values():
             found[known.group.fingerprint] += known.blocks * known.group.nbytes
@@ -360,8 +361,8 @@ class DiskTier(Tier):
         if hangs and not self.hangs:
             self._error(
                 DiskFault.HUNG,
-                f"A call to {self._file.path} has taken more than {HANG_TIMEOUT_S:.0f} s: nothing is read and written "
-                "until it returns.",
+                f"A call to {self._file.path} has taken more than {HANG_TIMEOUT_S:.0f} s: reads and writes stop until "
+                "it returns.",
             )
         self.hangs = hangs
         if hangs:
@@ -386,7 +387,7 @@ class DiskTier(Tier):
         )
 
     def close(self, deadline_s: float) -> bool:
-        """See Tier. Where a call hangs, the files stay open and locked, and ``close`` may be called again later."""
+        """See Tier. If a call hangs, the files stay open and locked, and ``close`` may be called again later."""
         until = time.monotonic() + deadline_s
         self._closed = True
         if self._file.fd < 0:
@@ -411,10 +412,10 @@ class DiskTier(Tier):
 
 
 def most_blocks(size_bytes: int) -> int:
-    """Blocks that a tier of this size may have."""
+    """Return the most blocks of a tier of this size."""
     return max(_LEAST_BLOCKS, size_bytes >> _BLOCKS_SHIFT)
 
 
 def index_bytes(size_bytes: int) -> int:
-    """Memory for what is known of the blocks of a disk of this size, at most."""
+    """Return the largest memory for the blocks of a disk of this size."""
     return most_blocks(size_bytes) * BLOCK_MEMORY_BYTES

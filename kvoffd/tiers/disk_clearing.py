@@ -1,8 +1,7 @@
-"""What happens when blocks leave a disk: from then on nothing finds them, a thread clears their records, and then their
-slots are free.
+"""Removal of blocks from a disk: lookups stop finding them, a thread clears their records, then their slots are free.
 
-What a clear or reset removes, and a region that is taken for another block size, goes in steps of ``CLEARED_AT_ONCE``
-blocks. The thread also writes the rest of the index: its head, and the regions' sizes.
+A clear, a reset, or a region that changes its slot size is processed in steps of ``CLEARED_AT_ONCE`` blocks. The thread
+also writes the rest of the index: its head, and the slot sizes of regions.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from kvoffd_proto.stats import DiskFault
 
 
 @dataclass(slots=True, eq=False)
-class Note:
-    """Something to be written to the index. ``gone``: slots whose records are cleared."""
+class IndexWrite:
+    """A write to the index. ``gone``: slots whose records are cleared."""
 
     gone: list[int] = field(default_factory=list)
     sizes: dict[int, int] = field(default_factory=dict)
-    """By region, the pages of a slot."""
+    """Pages of a slot, by region."""
     written_bytes: int = 0
 
 
@@ -39,20 +38,22 @@ class Clearing:
     """Frees slots, and writes to the index. For the daemon's thread.
 
     Args:
-        make_threads: makes ``Workers`` of what their threads do and of what is called at the end of each task.
-        on_dropped: called with blocks that were dropped one by one.
-        on_error: called as ``TierListener.error``, without the tier.
+        make_threads: makes ``Workers`` from the function that they run and the one to call at the end of each task.
+        on_dropped: called with blocks that were dropped individually.
+        on_error: called like ``TierListener.error``, without the tier.
 
     Attributes:
-        put_aside: slots that are never free: a write there failed.
-        removed: whether a file has no name any more: the next daemon finds nothing.
+        put_aside: slots that are never freed because a write to them failed.
+        removed: whether a file was unlinked: the next daemon finds nothing.
     """
 
     def __init__(
         self,
         file: DiskFile,
         disk_map: DiskMap,
-        make_threads: Callable[[Callable[[list[Note]], list[End]], Callable[[Note, End], None]], Workers[Any, Any]],
+        make_threads: Callable[
+            [Callable[[list[IndexWrite]], list[End]], Callable[[IndexWrite, End], None]], Workers[Any, Any]
+        ],
         post: Callable[[Callable[[], None]], None],
         on_dropped: Callable[[BlockGroup, list[bytes]], None],
         on_error: Callable[[DiskFault, str], None],
@@ -61,21 +62,21 @@ class Clearing:
         self._on_dropped, self._on_error = on_dropped, on_error
         self.put_aside: set[int] = set()
         self.removed, self.physical_bytes = False, file.physical_bytes()
-        self._leaving: deque[Iterator[list[int]]] = deque()
-        """Of each namespace and region that goes as a whole, the slots that it has still."""
-        self._clearing: Note | None = None
-        """Of the slots that were taken of the first of them last."""
+        self._freeing: deque[Iterator[list[int]]] = deque()
+        """Remaining slots of each namespace and region that is cleared as a whole."""
+        self._running: IndexWrite | None = None
+        """Running write for slots of the first of these."""
         self._unsized: set[int] = set()
-        """Regions whose size could not be noted."""
+        """Regions whose slot size could not be written."""
         self._written_bytes = 0
-        """Of blocks, since the head was written."""
+        """Bytes of blocks written since the head was written."""
         self._closed = False
-        self.threads = make_threads(self._write, self._note_ended)
+        self.threads = make_threads(self._write, self._write_ended)
 
     @property
-    def leaves(self) -> bool:
-        """Whether a namespace or region goes as a whole."""
-        return bool(self._leaving)
+    def is_freeing(self) -> bool:
+        """Whether a namespace or region is being cleared."""
+        return bool(self._freeing)
 
     @property
     def lifetime_written_bytes(self) -> int:
@@ -83,26 +84,26 @@ class Clearing:
         return self._file.head.written_bytes + self._written_bytes
 
     def written(self, nbytes: int) -> None:
-        """Count bytes of a block that was written."""
+        """Count the bytes of a written block."""
         self._written_bytes += nbytes
 
     def region_opened(self, number: int, slot_bytes: int) -> None:
-        self.threads.put(Note(sizes={number: slot_bytes // PAGE_BYTES}))
+        self.threads.put(IndexWrite(sizes={number: slot_bytes // PAGE_BYTES}))
 
     def drop(self, slots: Sequence[int]) -> None:
-        """Blocks are not there any more; their slots are still taken."""
+        """Stop finding blocks; their slots stay allocated."""
         for known, keys in self._map.drop(slots):
             self._on_dropped(known.group, keys)
 
-    def slots_gone(self, slots: Sequence[int]) -> Note:
-        """Have the records of slots cleared, and the slots free then: what was written there before would be lost."""
+    def clear_slots(self, slots: Sequence[int]) -> IndexWrite:
+        """Clear the records of slots, then free them. A new block's record must not be cleared after it is written."""
         for slot in slots:
             region, place = self._map.at(slot)
             region.pins[place] += 1
-        note = Note(list(slots))
+        write = IndexWrite(list(slots))
         if slots:
-            self.threads.put(note)
-        return note
+            self.threads.put(write)
+        return write
 
     def unpin(self, slots: Sequence[int]) -> None:
         free: list[int] = []
@@ -118,57 +119,57 @@ class Clearing:
             if not self._map.slots.slot_bytes[number]:
                 del self._map.regions[number]
 
-    def leave(self, slots: Iterator[list[int]]) -> None:
-        """Free slots, some at a time."""
-        self._leaving.append(slots)
-        if len(self._leaving) == 1:
-            self._post(self._clear_some)
+    def free_in_steps(self, slots: Iterator[list[int]]) -> None:
+        """Free slots in steps."""
+        self._freeing.append(slots)
+        if len(self._freeing) == 1:
+            self._post(self._free_batch)
 
-    def _clear_some(self) -> None:
-        """Free some slots of what goes as a whole, once those before are free."""
-        if not self._leaving or self._clearing is not None:
+    def _free_batch(self) -> None:
+        """Free a batch of slots once the previous batch is free."""
+        if not self._freeing or self._running is not None:
             return
-        if slots := next(self._leaving[0], None):
+        if slots := next(self._freeing[0], None):
             self.drop(slots)
-            self._clearing = self.slots_gone(slots)
+            self._running = self.clear_slots(slots)
             return
         if slots is None:
-            self._leaving.popleft()
+            self._freeing.popleft()
         if not self._closed:
-            self._post(self._clear_some)
+            self._post(self._free_batch)
 
     def tick(self) -> None:
         if self.threads.waiting or self.threads.running or self._closed:
             return
         regions = self._map.regions
         sizes = {one: regions[one].slot_bytes // PAGE_BYTES for one in self._unsized & regions.keys()}
-        self.threads.put(Note(sizes=sizes, written_bytes=self._written_bytes))
+        self.threads.put(IndexWrite(sizes=sizes, written_bytes=self._written_bytes))
         self._unsized, self._written_bytes = set(), 0
 
     def finish(self, until: float) -> bool:
-        """Clear all that goes; False where some is left at ``until`` (of ``time.monotonic``)."""
+        """Clear all that is pending; return False if some is left at ``until`` (of ``time.monotonic``)."""
         self._closed = True
-        while self._leaving and time.monotonic() < until:
-            self._clearing = None  # nobody waits for the thread
-            self._clear_some()
-        return not self._leaving
+        while self._freeing and time.monotonic() < until:
+            self._running = None  # do not wait for the thread
+            self._free_batch()
+        return not self._freeing
 
     def close_files(self) -> None:
-        """Note that they were closed. Raises OSError."""
+        """Mark the files as closed. Raises OSError."""
         self._file.write_head(is_open=False, written_bytes=self._written_bytes, sync=True)
 
     # --- in the thread, and at its ends ---
 
-    def _write(self, notes: list[Note]) -> list[End]:
-        (note,) = notes
+    def _write(self, writes: list[IndexWrite]) -> list[End]:
+        (write,) = writes
         file = self._file
         try:
-            for region, pages in note.sizes.items():
+            for region, pages in write.sizes.items():
                 file.write_slot_pages(region, pages)
-            for first, count in runs_of(note.gone):
+            for first, count in runs_of(write.gone):
                 file.write_records(first, np.zeros(count, RECORD))
-            if note.written_bytes:
-                file.write_head(is_open=True, written_bytes=note.written_bytes)
+            if write.written_bytes:
+                file.write_head(is_open=True, written_bytes=write.written_bytes)
             self.physical_bytes = file.physical_bytes()
             self.removed = file.is_removed()
         except OSError as error:
@@ -176,12 +177,12 @@ class Clearing:
             return [End(Result.FAILED, None, DiskFault.RECORD_FAILED, why)]
         return [End(Result.DONE)]
 
-    def _note_ended(self, note: Note, end: End) -> None:
+    def _write_ended(self, write: IndexWrite, end: End) -> None:
         if end.result is not Result.DONE:
             assert end.fault is not None
             self._on_error(end.fault, end.sentence)
-            self._unsized |= note.sizes.keys()
-        self.unpin(note.gone)
-        if note is self._clearing:
-            self._clearing = None
-            self._clear_some()
+            self._unsized |= write.sizes.keys()
+        self.unpin(write.gone)
+        if write is self._running:
+            self._running = None
+            self._free_batch()

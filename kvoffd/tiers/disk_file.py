@@ -1,13 +1,12 @@
-"""The two files of a disk tier, locked and allocated: ``kvoffd.disk`` has the blocks, ``kvoffd.index`` says where.
+"""The two files of a disk tier, locked and allocated: ``kvoffd.disk`` has the blocks, ``kvoffd.index`` their places.
 
-``kvoffd.disk`` begins with a page that names the file; behind it lie regions of slots of one size, as the pool has them
-(``SlotAllocator``). A slot has a block's header (``tier.py``) and its shards, each padded to pages. It is read and
-written past the page cache.
+``kvoffd.disk`` begins with a page that identifies the file, followed by regions with slots of one size, as in the pool
+(``SlotAllocator``). A slot has a block's header (``header.py``) and its shards, each padded to pages. It is read and
+written with O_DIRECT.
 
-``kvoffd.index`` has the head, twice, of which the one with the higher number and a right checksum counts; of each
-region the pages of a slot; and a record of each slot by its number. It goes through the page cache: a record may be
-old, damaged or of another copy of the files. That costs blocks, but never brings a wrong one: header and checksums
-decide.
+``kvoffd.index`` has two copies of the head, of which the valid one with the higher number counts; the pages of a slot
+of each region; and a record for each slot by its number. It uses the page cache: a record may be stale, damaged or
+belong to another copy of the files. That loses blocks, but never returns a wrong one: header and checksums decide.
 """
 
 from __future__ import annotations
@@ -59,8 +58,8 @@ RECORD = np.dtype(
         ("zero", "V15"),
     ]
 )
-"""Of a slot: its block's group and key, the bytes of all its shards, and the hour in which it was written. The tag of
-an empty slot is 0."""
+"""Record of a slot: its block's group and key, the bytes of all its shards, and the hour in which it was written. The
+tag of an empty slot is 0."""
 _DISK_MAGIC, _INDEX_MAGIC, _OLD_MAGIC = b"kvoffdD4", b"kvoffdI4", b"KVOFFDDK"
 _HEAD = Struct("<8s16sQQQQ?16x")
 _SUM = Struct("<Q")
@@ -71,12 +70,11 @@ _RECORDS_AT = _SIZES_AT + 4 * MAX_REGIONS
 _REGIONS, _LEAST_REGIONS = 64, 16
 _LEAST_REGION_BYTES, _MOST_REGION_BYTES = 16 << 20, 1 << 30
 _METADATA_SHIFT = 9
-"""A 512th of the size is for the file system's own metadata, which says where the file's parts are: ext4 needs 4 KiB
-for 340 extents."""
+"""Shift of the size reserved for the file system's metadata, such as extents: a 512th. ext4 needs 4 KiB for 340."""
 _INDEX_SHIFT = 8
-"""A 256th is for the index."""
+"""Shift of the size reserved for the index: a 256th."""
 _ALLOCATED_SLOT_BYTES = 1 << 16
-"""Records of slots of this size are allocated when a disk is opened, a 683rd of its size."""
+"""Slot size for which opening a disk allocates records: a 683rd of its size."""
 _ALLOCATE_STEP_BYTES = 1 << 30
 """Large enough for few calls; see ``allocate_in_steps``."""
 
@@ -98,7 +96,7 @@ class Head:
     region_bytes: int
     regions: int
     written_bytes: int
-    """Since the file was made, by all daemons."""
+    """Bytes written since the file was made, by all daemons."""
     is_open: bool
 
     def pack(self) -> bytes:
@@ -108,7 +106,7 @@ class Head:
 
     @classmethod
     def unpack(cls, page: bytes) -> Head | None:
-        """None where it is none, or damaged."""
+        """Return the head; None if there is none, or it is damaged."""
         data = page[: _HEAD.size]
         if len(page) < PAGE_BYTES or _SUM.unpack_from(page, _HEAD.size)[0] != xxhash.xxh3_64_intdigest(data):
             return None
@@ -119,9 +117,9 @@ class Head:
 
 
 def default_region_bytes(size_bytes: int) -> int:
-    """About a 64th of the disk, at most 1 GiB; at least 16 MiB, or on a small disk a 16th. Little is left over.
+    """Return a 64th of the disk, at most 1 GiB and at least 16 MiB, or on a small disk a 16th. Little space remains.
 
-    Each size of blocks has regions of its own: of fewer, some sizes would have none.
+    Each block size needs its own regions: with fewer regions, some sizes would get none.
     """
     usable = _usable(size_bytes)
     wanted = max(_LEAST_REGION_BYTES, min(_MOST_REGION_BYTES, usable // _REGIONS), usable // MAX_REGIONS)
@@ -130,7 +128,7 @@ def default_region_bytes(size_bytes: int) -> int:
 
 
 def _usable(size_bytes: int) -> int:
-    """Bytes for regions in a tier of this size."""
+    """Return the bytes for regions in a tier of this size."""
     return size_bytes - (size_bytes >> _METADATA_SHIFT) - (size_bytes >> _INDEX_SHIFT) - 8 * PAGE_BYTES
 
 
@@ -138,7 +136,7 @@ class DiskFile:
     """The open and locked files; all of ``kvoffd.disk`` is allocated.
 
     Args:
-        region_bytes: for new files, chosen by the size when None; old ones keep their own.
+        region_bytes: for new files, derived from the size when None; existing files keep theirs.
 
     Raises:
         DiskError: the directory cannot be used.
@@ -156,18 +154,18 @@ class DiskFile:
         self.directory, self.path = directory, directory / DISK_NAME
         self.size_bytes = size_bytes
         self.errors: list[tuple[DiskFault, str]] = []
-        """What was found while it was opened, as for ``TierListener.error``."""
+        """Errors found while opening, as for ``TierListener.error``."""
         self.calls = calls or FileCalls()
         self.fd = self.index_fd = -1
         self._should_stop = should_stop
         try:
             self.fd, self.index_fd = (self._claim(name) for name in (DISK_NAME, INDEX_NAME))
-            self.head = self._read_head() or self._start_anew(region_bytes or default_region_bytes(size_bytes))
+            self.head = self._read_head() or self._start_empty(region_bytes or default_region_bytes(size_bytes))
             self.may_be_torn = self.head.is_open
-            """Whether it was not closed: what was being written then may be there in part."""
-            self._fit()
+            """Whether the files were not closed: blocks that were being written may be incomplete."""
+            self._resize()
             self.direct = self._probe()
-            """Whether blocks are read and written past the page cache."""
+            """Whether O_DIRECT is used for blocks."""
             self.write_head(is_open=True, sync=True)
         except OSError as error:
             self.close()
@@ -185,7 +183,7 @@ class DiskFile:
         return self.head.region_bytes // MIN_SLOT_BYTES
 
     def write_head(self, *, is_open: bool, written_bytes: int = 0, sync: bool = False) -> None:
-        """Raises OSError. ``written_bytes``: since the last time."""
+        """Write the head. ``written_bytes``: since the last call. Raises OSError."""
         number, total = self.head.number + 1, self.head.written_bytes + written_bytes
         head = replace(self.head, number=number, is_open=is_open, written_bytes=total)
         write_all(self.calls, self.index_fd, [memoryview(head.pack())], head.number % HEAD_PAGES * PAGE_BYTES)
@@ -194,45 +192,45 @@ class DiskFile:
         self.head = head
 
     def write_slot_pages(self, region: int, pages: int) -> None:
-        """Note how many pages a region's slots have, and allocate their records. Raises OSError."""
+        """Write the pages of a region's slots, and allocate their records. Raises OSError."""
         write_all(self.calls, self.index_fd, [memoryview(np.array([pages], "<u4").tobytes())], _SIZES_AT + 4 * region)
         self._allocate_records(region, self.head.region_bytes // (pages * PAGE_BYTES))
 
     def _allocate_records(self, region: int, count: int) -> None:
-        """So that a file system that others fill up loses none."""
+        """Allocate records, so that they can be written even if other files fill the file system."""
         at = _RECORDS_AT + region * self.slots_per_region * RECORD.itemsize
         self.calls.allocate(self.index_fd, at, count * RECORD.itemsize)
 
     def write_records(self, first: int, records: npt.NDArray[np.void]) -> None:
-        """Write the records of slots that follow one another. Raises OSError."""
+        """Write the records of consecutive slots. Raises OSError."""
         at = _RECORDS_AT + first * RECORD.itemsize
         write_all(self.calls, self.index_fd, [memoryview(records.tobytes())], at)
 
     def clear_records(self, first: int, count: int) -> None:
-        """Clear what records there are of slots that follow one another. Raises OSError."""
+        """Clear existing records of consecutive slots. Raises OSError."""
         at = _RECORDS_AT + first * RECORD.itemsize
         there = min(count, -(-(self.calls.stat(self.index_fd).st_size - at) // RECORD.itemsize))
         nbytes = there * RECORD.itemsize
-        # Of regions that were never used nothing is there, and to read that takes 70 s for each TiB.
+        # Regions that were never used have no data, and reading that would take 70 s per TiB.
         is_there = there > 0 and self.calls.has_data(self.index_fd, at, nbytes)
         if is_there and np.frombuffer(self._read_index(at, nbytes), np.uint64).any():
             self.write_records(first, np.zeros(there, RECORD))
 
     def sync(self) -> None:
-        """Returns when what was written is on the device. Raises OSError."""
+        """Flush both files to the device. Raises OSError."""
         self.calls.sync(self.fd)
         self.calls.sync(self.index_fd)
 
     def read_slot_pages(self) -> npt.NDArray[np.uint32]:
-        """By region, as far as they were written. Raises OSError."""
+        """Read the pages of a slot by region; 0 if never written. Raises OSError."""
         return np.frombuffer(self._read_index(_SIZES_AT, 4 * self.head.regions), "<u4")
 
     def read_records(self, first: int, count: int) -> npt.NDArray[np.void]:
-        """The records of slots that follow one another. Raises OSError."""
+        """Read the records of consecutive slots. Raises OSError."""
         return np.frombuffer(self._read_index(_RECORDS_AT + first * RECORD.itemsize, count * RECORD.itemsize), RECORD)
 
     def _read_index(self, offset: int, nbytes: int) -> bytearray:
-        """Zeros behind the end of the file. Raises OSError."""
+        """Read from the index, with zeros behind its end. Raises OSError."""
         data = bytearray(nbytes)
         there = max(0, min(nbytes, self.calls.stat(self.index_fd).st_size - offset))
         if there:
@@ -240,21 +238,21 @@ class DiskFile:
         return data
 
     def physical_bytes(self) -> int:
-        """Bytes that the files take of the device. Raises OSError."""
+        """Return the bytes that the files use on the device. Raises OSError."""
         return sum(held_bytes(self.calls.stat(fd)) for fd in (self.fd, self.index_fd))
 
     def is_removed(self) -> bool:
-        """Whether one of the files has no name any more: all is lost when it is closed. Raises OSError."""
+        """Return whether a file was unlinked: its content is lost at the close. Raises OSError."""
         return any(self.calls.stat(fd).st_nlink == 0 for fd in (self.fd, self.index_fd))
 
     def close(self) -> None:
-        """Closes the files and so unlocks them; an error is only logged. A second call does nothing."""
+        """Close the files, which unlocks them; an error is only logged. A second call does nothing."""
         fds, self.fd, self.index_fd = (self.fd, self.index_fd), -1, -1
         for fd in fds:
             try:
                 if fd >= 0:
                     self.calls.close(fd)
-            except OSError as error:  # the descriptor is gone all the same
+            except OSError as error:  # the descriptor is closed all the same
                 logger.warning("Closing a file of %s failed: %s.", self.directory, error.strerror or error)
 
     # --- opening ---------------------------------------------------------------------------------
@@ -271,7 +269,7 @@ class DiskFile:
 
         def check_ours(fd: int, status: os.stat_result) -> None:
             if not is_regular(status):
-                raise DiskError(f"{path} is no disk tier's file and is left as it is; name another directory.")
+                raise DiskError(f"{path} is not a disk tier's file and is left unchanged; name another directory.")
             if fault := foreign_owner(status, "a disk tier"):
                 raise DiskError(f"{path} {fault}. Remove it or name another directory.")
 
@@ -280,7 +278,7 @@ class DiskFile:
         except OSError as error:
             if error.errno == errno.ELOOP:
                 raise DiskError(
-                    f"{path} is a link, which is not followed; remove it, or name the directory that it leads to."
+                    f"{path} is a symbolic link, which is not followed; remove it, or name the directory it points to."
                 ) from error
             raise DiskError(
                 f"{path} cannot be opened ({error.strerror}); make {self.directory} writable for the daemon's user, or "
@@ -288,20 +286,20 @@ class DiskFile:
             ) from error
         except FileInUse as error:
             raise DiskError(
-                f"{path} is in use, by another kvoffd or by this one under another name; give each disk tier a "
-                "directory of its own."
+                f"{path} is in use, by another kvoffd or by this one under another name; give each disk tier its own "
+                "directory."
             ) from error
         finally:
             os.close(directory_fd)
 
     def _read_head(self) -> Head | None:
-        """The head of both files; None where they are new, or kvoffd's and of no use."""
+        """Return the head of both files; None if they are new, or files of kvoffd that are unusable."""
         size = self.calls.stat(self.fd).st_size
         name = aligned_buffer(PAGE_BYTES)
         read_all(self.calls, self.fd, [name[: min(size, PAGE_BYTES)]], 0)
         if size and not any(begins_as(bytes(name[:size]), magic) for magic in (_DISK_MAGIC, _OLD_MAGIC)):
             raise DiskError(
-                f"{self.path} is no disk tier's file and is left as it is; name another directory, or remove it."
+                f"{self.path} is not a disk tier's file and is left unchanged; name another directory, or remove it."
             )
         index = bytes(self._read_index(0, HEAD_PAGES * PAGE_BYTES))
         heads = [Head.unpack(index[at : at + PAGE_BYTES]) for at in range(0, len(index), PAGE_BYTES)]
@@ -311,10 +309,10 @@ class DiskFile:
         if size:
             old = bytes(name[:8]) == _OLD_MAGIC
             why = "it has the format of an earlier release" if old else f"{INDEX_NAME} is damaged, or another file's"
-            self.errors.append((DiskFault.STARTED_ANEW, f"The disk tier {self.path} is started anew: {why}."))
+            self.errors.append((DiskFault.STARTED_ANEW, f"The disk tier {self.path} starts empty: {why}."))
         return None
 
-    def _start_anew(self, region_bytes: int) -> Head:
+    def _start_empty(self, region_bytes: int) -> Head:
         for fd in (self.fd, self.index_fd):
             self.calls.truncate(fd, 0)
         return Head(secrets.token_bytes(16), 0, region_bytes, 0, 0, is_open=False)
@@ -322,8 +320,8 @@ class DiskFile:
     def _end(self, regions: int) -> int:
         return PAGE_BYTES + regions * self.head.region_bytes
 
-    def _fit(self) -> None:
-        """Give the file as many regions as go into its size, all of them allocated."""
+    def _resize(self) -> None:
+        """Set the number of regions to what the size allows, and allocate them."""
         head, size_bytes = self.head, self.size_bytes
         regions = min(MAX_REGIONS, _usable(size_bytes) // head.region_bytes)
         if regions < 1:
@@ -334,23 +332,23 @@ class DiskFile:
         status = self.calls.stat(self.fd)
         if regions < head.regions:
             logger.info(
-                "%s is made smaller: %d of its %d regions are gone.", self.path, head.regions - regions, head.regions
+                "%s shrinks: %d of its %d regions are removed.", self.path, head.regions - regions, head.regions
             )
-            # The head says so first: it never names a region that is not there.
+            # The head comes first: it must never name a region that does not exist.
             self.head = replace(head, regions=regions)
             self.write_head(is_open=True, sync=True)
             self.calls.truncate(self.fd, self._end(regions))
             records_end = _RECORDS_AT + regions * self.slots_per_region * RECORD.itemsize
-            if self.calls.stat(self.index_fd).st_size > records_end:  # lest they come back where it grows again
+            if self.calls.stat(self.index_fd).st_size > records_end:  # so that old records do not return after a growth
                 self.calls.truncate(self.index_fd, records_end)
         elif status.st_size < self._end(head.regions) and head.regions:
             missing = self._end(head.regions) - status.st_size
-            cut = f"{self.path} was cut off: {missing} bytes at its end are gone, and their blocks."
+            cut = f"{self.path} was cut off: {missing} bytes at its end are lost, and their blocks."
             self.errors.append((DiskFault.TRUNCATED, cut))
         if regions > head.regions or held_bytes(status) < status.st_size or status.st_size < self._end(regions):
             self._allocate(self._end(regions))
         self.calls.allocate(self.index_fd, 0, _SIZES_AT + 4 * regions)
-        for region in range(regions):  # smaller slots have more records, which are allocated when they come
+        for region in range(regions):  # smaller slots have more records, which are allocated when they are used
             self._allocate_records(region, max(1, head.region_bytes // _ALLOCATED_SLOT_BYTES))
         while self.physical_bytes() > size_bytes and regions > 1:
             regions -= 1
@@ -366,12 +364,12 @@ class DiskFile:
         except OSError as error:
             self.calls.truncate(self.fd, before)
             raise DiskError(
-                f"{self.path} cannot have {size} bytes ({format_size(size)}): {error.strerror}. Make room on the "
-                "disk, or give the tier less."
+                f"{self.path} cannot have {size} bytes ({format_size(size)}): {error.strerror}. Free space on the "
+                "disk, or make the tier smaller."
             ) from error
 
     def _probe(self) -> bool:
-        """Write the file's name with O_DIRECT, or without it; returns whether file system and device take it."""
+        """Write the file's name with O_DIRECT or else without; return whether file system and device accept it."""
         page = aligned_buffer(PAGE_BYTES)
         page[:24] = _DISK_MAGIC + self.head.file_id
         try:
@@ -381,7 +379,7 @@ class DiskFile:
             read_all(self.calls, self.fd, [found], 0)
             if found == page:
                 return True
-            why = "what is read is not what was written"
+            why = "reads do not return what was written"
         except OSError as error:
             why = error.strerror or str(error)
         self.calls.set_direct(self.fd, False)
@@ -389,8 +387,8 @@ class DiskFile:
         self.errors.append(
             (
                 DiskFault.NOT_DIRECT,
-                f"{self.path} does not take O_DIRECT ({why}): the disk tier goes through the page cache, which costs "
-                "memory and CPU time.",
+                f"{self.path} does not support O_DIRECT ({why}): the disk tier uses the page cache, which costs memory "
+                "and CPU time.",
             )
         )
         return False
@@ -401,7 +399,7 @@ class DiskFile:
 
 
 def runs_of(slots: Sequence[int]) -> list[tuple[int, int]]:
-    """First and count of slots that follow one another."""
+    """Return runs of consecutive slots as first and count."""
     found: list[tuple[int, int]] = []
     for slot in sorted(slots):
         if found and slot == found[-1][0] + found[-1][1]:

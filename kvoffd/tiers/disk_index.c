@@ -3,11 +3,11 @@
 
 enum { ROW = 64 }; /* bytes for a key: MAX_KEY_BYTES of pool/slot_table.py */
 
-/* What is known of a region's slots, by their places in it. */
+/* State of a region's slots, by their places in it. */
 struct disk_region {
     const uint8_t *keys; /* [slots][ROW] */
     const uint8_t *key_bytes;
-    const uint32_t *group; /* 0 where no block is */
+    const uint32_t *group; /* 0 if the slot has no block */
 };
 
 /* _Index of disk_map.py has the same fields. */
@@ -22,7 +22,7 @@ static inline const struct disk_region *region_of(const struct disk_index *x, ui
     return &x->regions[slot / x->slots_per_region];
 }
 
-/* The place of the key's entry, or an empty one. */
+/* Returns the place of the key's entry, or an empty one. */
 static uint64_t *find(const struct disk_index *x, uint64_t hashed, uint32_t group, const uint8_t *key, uint64_t key_bytes)
 {
     uint64_t *place = home(&x->index, hashed);
@@ -39,7 +39,7 @@ static uint64_t *find(const struct disk_index *x, uint64_t hashed, uint32_t grou
     return place;
 }
 
-/* The place of the entry of the block in a slot, or an empty one; and its hash. */
+/* Returns the place of the entry of a slot's block, or an empty one, and writes its hash. */
 static uint64_t *place_of(const struct disk_index *x, uint32_t slot, uint64_t *hashed)
 {
     const struct disk_region *region = region_of(x, slot);
@@ -50,7 +50,7 @@ static uint64_t *place_of(const struct disk_index *x, uint32_t slot, uint64_t *h
     return find(x, *hashed, region->group[at], key, region->key_bytes[at]);
 }
 
-/* Completes an index whose last fields are set; returns whether there was the memory. */
+/* Completes an index whose last fields are set; returns whether there was enough memory. */
 int kvoffd_disk_open(struct disk_index *x, const uint64_t seed[2])
 {
     return open_index(&x->index, seed);
@@ -61,7 +61,7 @@ void kvoffd_disk_close(struct disk_index *x)
     close_index(&x->index);
 }
 
-/* Writes the slot of each of `count` keys, which lie end to end; NONE where there is none. */
+/* Writes the slot of each of `count` concatenated keys; NONE if there is none. */
 void kvoffd_disk_find(const struct disk_index *x, uint32_t group, const uint8_t *keys, uint64_t count,
                       uint64_t key_bytes, uint32_t *slots)
 {
@@ -80,8 +80,8 @@ void kvoffd_disk_find(const struct disk_index *x, uint32_t group, const uint8_t 
     }
 }
 
-/* Enters the blocks of slots. Where two have one key, the later one counts; the other's slot is written to `replaced`.
- * Returns how many these are. */
+/* Adds the blocks of slots. A block replaces an earlier one of the same key, whose slot is written to `replaced`.
+ * Returns how many were replaced. */
 uint64_t kvoffd_disk_enter(struct disk_index *x, const uint32_t *slots, uint64_t count, uint32_t *replaced)
 {
     uint64_t found = 0;

@@ -1,4 +1,4 @@
-"""What is known of the blocks on a disk: which slots have which, and an index that finds them by key."""
+"""The blocks on a disk: their slots, and an index that finds them by key."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from kvoffd.tiers.header import HEADER_BYTES, BlockGroup, parse_header
 
 NO_SLOT = 2**32 - 1
 LOOKED_AT_ONCE, REGIONS_AT_ONCE = 4096, 64
-"""Slots and regions that the hand passes, or in which a removed namespace is looked for, before the daemon's thread
-does other work: a millisecond or two."""
+"""Slots and regions that the clock hand passes, or that a search for a removed namespace examines, before the daemon's
+thread does other work: one or two milliseconds."""
 CLEARED_AT_ONCE = 256
-"""Blocks of a cleared namespace, or of a region that is taken for another size, whose slots are freed before the
-daemon's thread does other work: one or two milliseconds."""
+"""Blocks of a cleared namespace, or of a region that changes its slot size, whose slots are freed before the daemon's
+thread does other work: one or two milliseconds."""
 EVICTED_AT_ONCE = 16
-"""Neighbours that the hand takes in one go, so that what is written into their slots is one write."""
+"""Neighbouring blocks that the clock hand evicts together, so that one call can write their slots."""
 HEADERS_TRIED = 8
-"""Blocks of a group that are looked at when a disk is opened, to learn which group it is."""
+"""Blocks of a group whose headers are read when a disk is opened, to identify the group."""
 NEVER = 2**32 - 1
 
 
 @dataclass(slots=True, eq=False)
-class Known:
-    """A group of which there are blocks, from its first one to its removal as a whole. ``number``: in ``Region``."""
+class KnownGroup:
+    """A group that has blocks, from its first one until it is removed as a whole. ``number``: as in ``Region``."""
 
     group: BlockGroup
     number: int
     blocks: int = 0
     slot_bytes: int = 0
-    """Of a block in the file."""
+    """Bytes of a block in the file."""
 
     def __post_init__(self) -> None:
         self.slot_bytes = HEADER_BYTES + sum(map(page_up, self.group.lengths))
@@ -62,8 +62,8 @@ class _Index(ctypes.Structure):
 
 
 class Region:
-    """What is known of the slots of a region, by their places in it. A slot is free in the allocator, or one of: there
-    (it has a group), pinned by what reads, writes or notes it, or put aside."""
+    """State of a region's slots, by their places in it. A slot is free in the allocator, or: has a block (its group is
+    not 0), is pinned by a read, write or write to the index, or was put aside."""
 
     def __init__(self, slot_bytes: int, slots: int) -> None:
         self.slot_bytes = slot_bytes
@@ -71,14 +71,14 @@ class Region:
         self.keys = np.zeros((slots, MAX_KEY_BYTES), np.uint8)
         self.key_bytes = np.zeros(slots, np.uint8)
         self.groups = array("I", bytes(4 * slots))
-        """Numbers of the groups of the blocks that are there; 0 where none is."""
+        """Numbers of the blocks' groups; 0 if a slot has none."""
         self.pins = array("H", bytes(2 * slots))
         self.used = bytearray(slots)
-        """Whether it was of use since the hand last came by."""
+        """Whether the block was used since the hand last passed."""
         self.found = bytearray(slots)
-        """Whether an earlier daemon wrote it."""
+        """Whether an earlier daemon wrote the block."""
         self.hours = array("I", [NEVER]) * slots
-        """When the block that is there was written, since 1970."""
+        """Hour in which the block was written, since 1970."""
         self.hand = 0
 
     def addresses(self) -> _RegionAddresses:
@@ -91,14 +91,14 @@ class Region:
     def key(self, place: int) -> bytes:
         return self.keys[place, : self.key_bytes[place]].tobytes()
 
-    def pass_all(self) -> int:
-        """Have the hand pass all slots. Returns how many blocks are there; 0 where half of them were of use."""
+    def skip_all(self) -> int:
+        """Move the hand past all slots. Returns how many blocks to evict; 0 if more than half were used."""
         there, used = int(np.count_nonzero(self.group_numbers)), np.count_nonzero(np.frombuffer(self.used, np.uint8))
         self.hand, self.used = self.slots, bytearray(self.slots)
         return 0 if 2 * used > there or np.frombuffer(self.pins, np.uint16).any() else there
 
-    def take_some(self, looked_at: int) -> list[int]:
-        """Blocks that the hand takes as it goes on over so many slots at most. What was used since it came by stays."""
+    def evict_next(self, looked_at: int) -> list[int]:
+        """Move the hand over at most ``looked_at`` slots; return the blocks to evict, which were not used."""
         end = min(self.slots, self.hand + looked_at)
         most = max(1, min(EVICTED_AT_ONCE, self.slots // 8))
         victims: list[int] = []
@@ -115,10 +115,10 @@ class Region:
 
 
 class DiskMap:
-    """The blocks in the slots of a disk's file. For one thread.
+    """The blocks in the slots of a disk's file. Not thread-safe.
 
     Attributes:
-        blocks, nbytes: how many there are that can be read, and their bytes.
+        blocks, nbytes: number of readable blocks, and their bytes.
     """
 
     def __init__(self, file: DiskFile) -> None:
@@ -126,18 +126,18 @@ class DiskMap:
         head = file.head
         self.slots = SlotAllocator(head.regions * head.region_bytes, head.region_bytes)
         self.regions: OrderedDict[int, Region] = OrderedDict()
-        """By number, the one that the hand left first comes first. Of a dict it is looked for behind all that left."""
-        self.groups: dict[int, Known] = {}
-        """By tag, those whose blocks can be read."""
-        self.numbered: dict[int, Known] = {}
-        """By number, those and what is leaving."""
+        """Regions by number, in the order in which the hand comes to them. (Removals at the start slow a dict.)"""
+        self.groups: dict[int, KnownGroup] = {}
+        """Groups with readable blocks, by tag."""
+        self.numbered: dict[int, KnownGroup] = {}
+        """These and groups that are being removed, by number."""
         self.last_number = 0
         self._addresses = (_RegionAddresses * head.regions)()
-        """Of the regions' arrays, by number."""
+        """Addresses of the regions' arrays, by number."""
         self._native = native()
         regions_at = ctypes.addressof(self._addresses)
         self._index = _Index(regions=regions_at, slots_per_region=self.slots.slots_per_region)
-        """Finds slots of blocks that are there by their group and key."""
+        """Finds the slots of blocks by group and key."""
         self._index_at = ctypes.addressof(self._index)
         self._found = ctypes.c_uint32()
         self._found_at = ctypes.addressof(self._found)
@@ -146,15 +146,15 @@ class DiskMap:
         self._close_index = weakref.finalize(self, self._native.disk_close, ctypes.pointer(self._index))
         self.blocks = self.nbytes = 0
         self._hours: Counter[int] = Counter()
-        """By the hour in which they were written, blocks in slots."""
+        """Number of blocks by the hour in which they were written."""
 
     def open(self, generation: Callable[[bytes], int], should_stop: Callable[[], bool]) -> dict[bytes, int]:
-        """Take over the blocks of the index that may be there, and of no generation that is over."""
+        """Restore the blocks of the index, except those of outdated generations. Returns the newest generations."""
         samples = self._read_index(should_stop)
         newest: dict[bytes, int] = {}
         for tag, (number, slots) in samples.items():
             if (group := self._group_of(tag, slots[:HEADERS_TRIED])) is not None:
-                self.groups[tag] = Known(group, number)
+                self.groups[tag] = KnownGroup(group, number)
                 newest[group.fingerprint] = max(group.generation, newest.get(group.fingerprint, 0))
         for known in list(self.groups.values()):
             group = known.group
@@ -169,24 +169,24 @@ class DiskMap:
             first, numbers = number * self.slots.slots_per_region, region.group_numbers
             gone += (np.flatnonzero(numbers * ~is_known[numbers]) + first).tolist()
             there = (np.flatnonzero(is_known[numbers]) + first).astype(np.uint32)
-            gone += self.enter(there.tobytes(), len(there))  # of two of one key the later one counts
+            gone += self.enter(there.tobytes(), len(there))  # of two blocks with one key, the later one counts
         for slot in gone:
             region, place = self.at(slot)
             region.groups[place], region.hours[place] = 0, NEVER
-        for begin, count in runs_of(gone):  # whatever is known later, these do not come back
+        for begin, count in runs_of(gone):  # so that these never come back
             self._file.write_records(begin, np.zeros(count, RECORD))
-        self._take_over()
+        self._count_found()
         return newest
 
     def _read_index(self, should_stop: Callable[[], bool]) -> dict[int, tuple[int, list[int]]]:
-        """Fill the regions with blocks that could be there. By tag: the number of its group, and some slots of it."""
+        """Fill the regions with possible blocks. Returns by tag the number of its group, and some of its slots."""
         file, samples = self._file, dict[int, tuple[int, list[int]]]()
         for number, pages in enumerate(file.read_slot_pages().tolist()):
             if should_stop():
                 raise OpeningStopped(f"{file.path} was not opened: that was stopped.")
             first, size = number * file.slots_per_region, pages * PAGE_BYTES
             if not self.slots.slot_size(1) <= size <= self.slots.region_bytes:
-                # They would count once the region is used again: its size was not on the device yet.
+                # Otherwise they would count once the region is reused: its slot size did not reach the device.
                 file.clear_records(first, file.slots_per_region)
                 continue
             slots = self.slots.slots_in(number, size)
@@ -211,7 +211,7 @@ class DiskMap:
         return samples
 
     def _group_of(self, tag: int, slots: Iterable[int]) -> BlockGroup | None:
-        """What group a tag is of, by the headers of some slots; None where none of them has it."""
+        """Return the group of a tag, from the headers of some slots; None if none of them has it."""
         for slot in slots:
             page = aligned_buffer(HEADER_BYTES)
             try:
@@ -222,8 +222,8 @@ class DiskMap:
                 return block.group
         return None
 
-    def _take_over(self) -> None:
-        """Count the blocks that are there, and hand out their slots."""
+    def _count_found(self) -> None:
+        """Count the blocks found, and allocate their slots."""
         slots, sizes = [np.empty(0, np.uint32)], np.zeros(self.slots.regions, np.int64)
         counts = np.zeros(self.last_number + 1, np.int64)
         for number, region in list(self.regions.items()):
@@ -242,37 +242,37 @@ class DiskMap:
             self.blocks += known.blocks
             self.nbytes += known.blocks * known.group.nbytes
 
-    def known(self, group: BlockGroup) -> Known | None:
+    def known(self, group: BlockGroup) -> KnownGroup | None:
         known = self.groups.get(group.tag)
         return known if known is not None and known.group == group else None
 
     def find(self, tag: int, keys: Sequence[bytes]) -> npt.NDArray[np.uint32]:
-        """The slots of blocks that can be read, by key; NO_SLOT where there is none."""
+        """Return the slots of readable blocks by key; NO_SLOT if there is none."""
         if (known := self.groups.get(tag)) is None or not keys:
             return np.full(len(keys), NO_SLOT, np.uint32)
         sizes, found = set(map(len, keys)), np.empty(len(keys), np.uint32)
-        if len(sizes) > 1:  # its namespace had keys of another length once
+        if len(sizes) > 1:  # the namespace once had keys of another length
             return np.concatenate([self.find(tag, [key]) for key in keys])
         joined, size = b"".join(keys), sizes.pop()
         self._native.disk_find(self._index_at, known.number, joined, len(keys), size, found.ctypes.data)
         return found
 
-    def find_one(self, known: Known, key: bytes) -> int:
-        """The slot of a block; NO_SLOT where there is none."""
+    def find_one(self, known: KnownGroup, key: bytes) -> int:
+        """Return the slot of a block; NO_SLOT if there is none."""
         self._native.disk_find(self._index_at, known.number, key, 1, len(key), self._found_at)
         return self._found.value
 
     def slots_of(self, tag: int, keys: Sequence[bytes]) -> list[int]:
-        """The slots of those of the keys that have one."""
+        """Return the slots of the keys that have one."""
         return [slot for slot in self.find(tag, keys).tolist() if slot != NO_SLOT]
 
     def enter(self, slots: bytes, count: int) -> list[int]:
-        """Have the blocks of slots found; returns slots of blocks of the same names, which are not found any more."""
+        """Add the blocks of slots to the index. Returns the slots of replaced blocks, which had the same keys."""
         replaced = np.empty(count, np.uint32)
         found = self._native.disk_enter(self._index_at, slots, count, replaced.ctypes.data)
         return cast(list[int], replaced[:found].tolist())
 
-    def keys_of(self, known: Known) -> list[bytes]:
+    def keys_of(self, known: KnownGroup) -> list[bytes]:
         return [
             region.key(place)
             for region in self.regions.values()
@@ -281,7 +281,7 @@ class DiskMap:
 
     @property
     def oldest_hour(self) -> int | None:
-        """When the oldest block was written, in hours since 1970; None without blocks."""
+        """Hour in which the oldest block was written, since 1970; None without blocks."""
         return min(self._hours, default=None)
 
     def open_region(self, number: int, slot_bytes: int) -> Region:
@@ -297,8 +297,8 @@ class DiskMap:
         number, place = divmod(slot, self.slots.slots_per_region)
         return PAGE_BYTES + number * self.slots.region_bytes + place * self.regions[number].slot_bytes
 
-    def add(self, known: Known, key: bytes, slot: int, hour: int) -> None:
-        """Have a block found that was written to a slot."""
+    def add(self, known: KnownGroup, key: bytes, slot: int, hour: int) -> None:
+        """Add a block that was written to a slot."""
         region, place = self.at(slot)
         region.keys[place, : len(key)] = np.frombuffer(key, np.uint8)
         region.key_bytes[place], region.groups[place], region.hours[place] = len(key), known.number, hour
@@ -309,8 +309,8 @@ class DiskMap:
         self.blocks += 1
         self.nbytes += known.group.nbytes
 
-    def drop(self, slots: Sequence[int]) -> list[tuple[Known, list[bytes]]]:
-        """Have the blocks of slots not be found any more. Returns their keys, where the group was not removed whole."""
+    def drop(self, slots: Sequence[int]) -> list[tuple[KnownGroup, list[bytes]]]:
+        """Remove the blocks of slots from the index. Returns their keys, except those of groups removed as a whole."""
         self._native.disk_remove(self._index_at, np.array(slots, np.uint32).tobytes(), len(slots))
         keys: dict[int, list[bytes]] = {}
         for slot in slots:
@@ -321,20 +321,19 @@ class DiskMap:
             if not self._hours[hour]:
                 del self._hours[hour]
             region.groups[place], region.hours[place] = 0, NEVER
-        gone = [(known, keys[known.number]) for known in map(self.numbered.__getitem__, keys) if self.is_there(known)]
+        gone = [(known, keys[known.number]) for known in map(self.numbered.__getitem__, keys) if self.is_current(known)]
         for known, its in gone:
             known.blocks -= len(its)
             self.blocks -= len(its)
             self.nbytes -= len(its) * known.group.nbytes
         return gone
 
-    def is_there(self, known: Known) -> bool:
-        """Whether it was not removed as a whole."""
+    def is_current(self, known: KnownGroup) -> bool:
+        """Return whether the group was not removed as a whole."""
         return self.groups.get(known.group.tag) is known
 
-    def remove_whole(self, gone: Sequence[Known]) -> Iterator[list[int]]:
-        """Have no block of these be found. Gives, some at a time, the slots that have them still; nobody has them in
-        the end."""
+    def remove_whole(self, gone: Sequence[KnownGroup]) -> Iterator[list[int]]:
+        """Stop finding blocks of these groups. Yields their slots in batches; clear each before the next."""
         for known in gone:
             del self.groups[known.group.tag]
             self.blocks -= known.blocks
@@ -342,22 +341,24 @@ class DiskMap:
         return self._slots_of_whole([known.number for known in gone], list(self.regions))
 
     def _slots_of_whole(self, gone: Sequence[int], regions: Sequence[int]) -> Iterator[list[int]]:
-        yield from self._some_slots(regions, lambda region: np.isin(region.group_numbers, gone))
+        yield from self._slots_in_batches(regions, lambda region: np.isin(region.group_numbers, gone))
         for number in gone:
             del self.numbered[number]
 
     def slots_of_region(self, number: int) -> Iterator[list[int]]:
-        """Some at a time, the slots of its blocks, but for what is being read."""
-        return self._some_slots([number], lambda one: (one.group_numbers > 0) & (np.frombuffer(one.pins, "H") == 0))
+        """Yield the slots of a region's blocks in batches, except those that are being read."""
+        return self._slots_in_batches(
+            [number], lambda one: (one.group_numbers > 0) & (np.frombuffer(one.pins, "H") == 0)
+        )
 
-    def _some_slots(
+    def _slots_in_batches(
         self, numbers: Sequence[int], chosen: Callable[[Region], npt.NDArray[np.bool_]]
     ) -> Iterator[list[int]]:
-        """Those of some regions, each until none is chosen any more."""
+        """Yield the chosen slots of some regions, each region until none is left."""
         for at in range(0, len(numbers), REGIONS_AT_ONCE):
             slots = list[int]()
             for number in numbers[at : at + REGIONS_AT_ONCE]:
-                while (region := self.regions.get(number)) is not None:  # else it was taken for others
+                while (region := self.regions.get(number)) is not None:  # else it changed its slot size
                     there = np.flatnonzero(chosen(region))[: CLEARED_AT_ONCE - len(slots)]
                     slots += (there + number * self.slots.slots_per_region).tolist()
                     if len(slots) < CLEARED_AT_ONCE:

@@ -1,4 +1,4 @@
-/* Reads blocks of a disk, many at once, and takes their checksums, all without the interpreter: see Reads in disk.py. */
+/* Reads blocks of a disk, many at once, and computes checksums, all without the GIL: see Reads in disk_reads.py. */
 #include <errno.h>
 #include <linux/aio_abi.h>
 #include <poll.h>
@@ -16,26 +16,26 @@ void kvoffd_digests(const uint64_t *slot, const uint64_t *slot_bytes, uint64_t *
 
 enum { MOST_PARTS = 1024 /* IOV_MAX */, MOST_READS = 128, REPORTED_WITHIN_MS = 1 };
 
-/* A block to be read: 64-bit numbers that disk.py owns until the read has ended. */
+/* A block to read: 64-bit numbers that disk_reads.py owns until the read has ended. */
 struct block_read {
     uint64_t number;
     int64_t offset;  /* in the file */
-    int64_t found;   /* becomes how many bytes were there, or -errno */
-    uint64_t parts;  /* MOST_PARTS at most */
-    uint64_t rest[]; /* [parts] struct iovec; [parts] of how many of its bytes the checksum is wanted; [parts] which it
-                        becomes: see kvoffd_digests */
+    int64_t found;   /* result: bytes read, or -errno */
+    uint64_t parts;  /* at most MOST_PARTS */
+    uint64_t rest[]; /* [parts] struct iovec; [parts] number of bytes of each to checksum; [parts] resulting checksums:
+                        see kvoffd_digests */
 };
 
 struct reader {
     pthread_mutex_t lock;
     aio_context_t context; /* 0: each thread reads one block at a time */
-    int fd, event;         /* `event` counts blocks that were added, and with a context those that the kernel has read */
-    uint32_t waiting, ended, under_way; /* of which `under_way` is the thread's */
-    int reported, stopped; /* `reported`: kvoffd_reader_ended will be called for those that have ended */
+    int fd, event;         /* `event` counts added blocks, and with a context those that the kernel has read */
+    uint32_t waiting, ended, under_way; /* only the thread uses `under_way` */
+    int reported, stopped; /* `reported`: kvoffd_reader_ended will be called for the ended reads */
     struct block_read *wait[MOST_READS], *end[MOST_READS];
 };
 
-/* Returns NULL where there is no memory, or the kernel gives nothing for `asynchronous` reads. */
+/* Returns NULL if memory is short, or the kernel does not support `asynchronous` reads. */
 struct reader *kvoffd_reader_open(int fd, int asynchronous)
 {
     struct reader *r = calloc(1, sizeof *r);
@@ -54,7 +54,7 @@ struct reader *kvoffd_reader_open(int fd, int asynchronous)
     return r;
 }
 
-/* Has all threads return from kvoffd_reader_work. */
+/* Makes all threads return from kvoffd_reader_work. */
 void kvoffd_reader_stop(struct reader *r)
 {
     pthread_mutex_lock(&r->lock);
@@ -63,7 +63,7 @@ void kvoffd_reader_stop(struct reader *r)
     eventfd_write(r->event, UINT32_MAX);
 }
 
-/* Nothing is under way, and no thread is in it. */
+/* Frees the reader. No read may be running, and no thread may be in it. */
 void kvoffd_reader_close(struct reader *r)
 {
     if (r->context)
@@ -72,7 +72,7 @@ void kvoffd_reader_close(struct reader *r)
     free(r);
 }
 
-/* Has a block be read. Of these and those that kvoffd_reader_ended has not given there are MOST_READS at most. */
+/* Adds a block to read. At most MOST_READS may be added and not yet returned by kvoffd_reader_ended. */
 void kvoffd_reader_add(struct reader *r, struct block_read *one)
 {
     pthread_mutex_lock(&r->lock);
@@ -83,8 +83,7 @@ void kvoffd_reader_add(struct reader *r, struct block_read *one)
         eventfd_write(r->event, 1);
 }
 
-/* Writes the numbers of blocks that have ended, up to `most`; returns how many. If there are more, it is to be called
- * again. */
+/* Writes the numbers of up to `most` ended reads; returns how many. If there are more, call it again. */
 uint64_t kvoffd_reader_ended(struct reader *r, uint64_t *numbers, uint64_t most)
 {
     pthread_mutex_lock(&r->lock);
@@ -98,7 +97,7 @@ uint64_t kvoffd_reader_ended(struct reader *r, uint64_t *numbers, uint64_t most)
     return count;
 }
 
-/* Fills the parts of a block, of which `got` bytes are there if that is all, and takes its checksums. */
+/* Fills the parts of a block, unless the `got` bytes read are all of it, and computes its checksums. */
 static void fill(struct reader *r, struct block_read *one, int64_t got)
 {
     struct iovec vector[MOST_PARTS], *part = (struct iovec *)one->rest;
@@ -107,7 +106,7 @@ static void fill(struct reader *r, struct block_read *one, int64_t got)
 
     for (uint64_t i = 0; i < one->parts; i++)
         wanted += (int64_t)part[i].iov_len;
-    one->found = got == wanted ? got : 0; /* else from the beginning, to learn why */
+    one->found = got == wanted ? got : 0; /* otherwise read from the beginning, to get the errno */
     if (one->found < wanted)
         memcpy(vector, part, one->parts * sizeof *vector);
     while (one->found < wanted) {
@@ -135,7 +134,7 @@ static void fill(struct reader *r, struct block_read *one, int64_t got)
     pthread_mutex_unlock(&r->lock);
 }
 
-/* Has the kernel read blocks; those that it does not take are read here. Returns whether there were any. */
+/* Submits blocks to the kernel, and reads those that it does not accept here. Returns whether there were any. */
 static int submit(struct reader *r, struct block_read **some, uint64_t count)
 {
     struct iocb calls[MOST_READS], *call[MOST_READS];
@@ -155,8 +154,8 @@ static int submit(struct reader *r, struct block_read **some, uint64_t count)
     return begun < (int64_t)count;
 }
 
-/* Reads what was added. Returns 1 when blocks have ended and kvoffd_reader_ended is to be called for them: a
- * quarter of those under way, or fewer after a millisecond. Returns 0 when it is stopped. */
+/* Reads added blocks. Returns 1 when reads have ended for which kvoffd_reader_ended must be called: a quarter of those
+ * under way, or fewer after a millisecond. Returns 0 when it is stopped. */
 int kvoffd_reader_work(struct reader *r)
 {
     struct block_read *some[MOST_READS];
@@ -190,7 +189,7 @@ int kvoffd_reader_work(struct reader *r)
         int64_t got = r->context ? syscall(SYS_io_getevents, r->context, 0, MOST_READS, events, &none) : 0;
         for (int64_t i = 0; i < got; i++, r->under_way--)
             fill(r, (struct block_read *)events[i].data, events[i].res);
-        int woken = got > 0 ? -1 : poll(&event, 1, unreported ? REPORTED_WITHIN_MS : -1); /* -1 too where a signal came */
+        int woken = got > 0 ? -1 : poll(&event, 1, unreported ? REPORTED_WITHIN_MS : -1); /* -1 also after a signal */
         late = woken == 0;
         if (woken > 0)
             eventfd_read(r->event, &ignored);

@@ -1,4 +1,4 @@
-"""Reads of a disk tier: many blocks at once, straight into the pool, compared with their headers and checksums."""
+"""Reads of a disk tier: many blocks at once, directly into the pool, checked against their headers and checksums."""
 
 from __future__ import annotations
 
@@ -31,35 +31,35 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 READERS = 16
-"""Threads, where the kernel does not read several blocks for one of them."""
+"""Threads used if the kernel cannot read several blocks for one thread."""
 MOST_READ_BYTES = 64 << 20
-"""Of blocks that are read at the same time, or one block: what is late can be given up only before it is begun."""
+"""Limit for the blocks that are read concurrently, unless it is one: a read can be given up only before it begins."""
 
 
 @dataclass(slots=True, eq=False)
 class SlotJob:
-    """A read or write of a block: its slot, and by rank the offsets in the pool."""
+    """A read or write of a block: its slot, and pool offsets by rank."""
 
     group: BlockGroup
     key: bytes
     slot: int
     region: Region
     place: int
-    """In the region."""
+    """Place in the region."""
     offset: int
-    """In the file, of the slot's header."""
+    """Offset of the slot's header in the file."""
     nbytes: int
-    """In the file."""
+    """Bytes in the file."""
     shards: Sequence[int]
     on_end: Callable[..., None]
     patience_s: float = inf
-    """Of a read."""
+    """Patience of a read."""
     block: Block | None = None
-    """Of a write."""
+    """Block to write."""
 
 
 class End(NamedTuple):
-    """How a job ended, and what is wrong with the disk then."""
+    """Result of a job, and the disk's fault if there was one."""
 
     result: Result
     block: Block | None = None
@@ -80,17 +80,17 @@ def failed_end(file: DiskFile, job: SlotJob, verb: str, error: OSError) -> End:
 
 
 class Reads:
-    """Blocks that are being read, and those that wait for that. For the daemon's thread.
+    """Running and waiting reads. For the daemon's thread.
 
-    One thread (``kvoffd_reader_work``) asks the kernel for many blocks at once and takes their checksums, without the
-    interpreter. Where the kernel does not take many, as without O_DIRECT, ``READERS`` threads read one each.
+    One thread (``kvoffd_reader_work``) requests many blocks from the kernel and computes their checksums, without the
+    GIL. If the kernel does not accept that, as without O_DIRECT, ``READERS`` threads read one block each.
 
     Args:
-        name: of the threads.
-        most: read at the same time; 128 at most (MOST_READS of disk_reads.c).
-        on_end: called once for each.
+        name: prefix of the threads' names.
+        most: concurrent reads; at most 128 (MOST_READS of disk_reads.c).
+        on_end: called once for each read.
 
-    Raises NoMoreThreads; then none runs.
+    Raises NoMoreThreads; then no thread runs.
     """
 
     def __init__(
@@ -103,29 +103,29 @@ class Reads:
         post: Callable[[Callable[[], None]], None],
         clock: Callable[[], float],
     ) -> None:
-        assert 0 < most <= 128, "more has no room in disk_reads.c"
+        assert 0 < most <= 128, "disk_reads.c has space for 128"
         self._name, self._file, self._pool = name, file, pool
         self._on_end, self._post, self._clock = on_end, post, clock
         self._waiting: deque[SlotJob] = deque()
         self._reading: dict[int, tuple[SlotJob, array[int]]] = {}
-        """By number: what is read, and its ``struct block_read``."""
+        """Running reads by number, with their ``struct block_read``."""
         self._nbytes = 0
-        """Of these blocks."""
+        """Bytes of the running reads."""
         self._free = list(range(most))
-        """Numbers of nothing that is being read."""
+        """Unused numbers."""
         self._headers = aligned_buffer(most * HEADER_BYTES)
-        """By number."""
+        """Headers by number."""
         self._pool_at, self._headers_at = address_of(pool), address_of(self._headers)
         self.busy_seconds = 0.0
         self._progress_at = 0.0
-        """When the last block ended, or the first was begun: counted as busy up to there."""
+        """Time when the last read ended, or the first began: busy time is counted up to it."""
         self._open()
 
     def _open(self) -> None:
         self._native, fd = native(), self._file.fd
         self._reader = self._native.reader_open(fd, True) if self._file.direct else None
         threads = 1
-        if not self._reader:  # each thread reads one block; the others wait here, where they end if none comes
+        if not self._reader:  # each thread reads one block; the other reads wait here, and can be ended
             threads, self._reader = READERS, self._native.reader_open(fd, False)
             del self._free[READERS:]
         if not self._reader:
@@ -151,7 +151,7 @@ class Reads:
             for at, length in zip(job.shards, lengths, strict=True):
                 parts += self._pool_at + at, page_up(length)
             header, count = (self._headers_at + number * HEADER_BYTES, HEADER_BYTES), 1 + len(lengths)
-            # The parts are the header, of which no checksum is wanted, and the shards.
+            # The parts are the header, whose checksum is not needed, and the shards.
             read = array("Q", [number, job.offset, 0, count, *header, *parts, 0, *lengths, *[0] * count])
             if not self._reading:
                 self._progress_at = self._clock()
@@ -183,7 +183,7 @@ class Reads:
         self._begin()
 
     def _compared(self, job: SlotJob, header: memoryview, read: array[int]) -> End:
-        """Whether what was read is the block that was asked for, and as it was written."""
+        """Return whether the read bytes are the requested block, as it was written."""
         found = ctypes.c_int64(read[2]).value
         if found < 0:
             return failed_end(self._file, job, "read", OSError(-found, os.strerror(-found)))
@@ -192,7 +192,7 @@ class Reads:
             return failed_end(self._file, job, "read", ShortRead(0, ends))
         block = decode_header(header, job.group, job.key)
         if block is None and parse_header(header) is not None:
-            return End(Result.GONE)  # the index was of another copy of the file, or of before a power cut
+            return End(Result.GONE)  # the index belongs to another copy of the file, or is older than a power cut
         if block is not None:
             shards = zip(block.checksums, read[-len(job.shards) :], job.shards, job.group.lengths, strict=True)
             if all(right == (found or digest(self._pool[at : at + length])) for right, found, at, length in shards):
@@ -207,10 +207,10 @@ class Reads:
         try:
             self._on_end(job, end)
         except Exception:
-            logger.exception("The end of a read of %s raised: a bug; the others go on.", self._file.path)
+            logger.exception("The end of a read of %s raised: a bug; the others continue.", self._file.path)
 
     def end(self, result: Result, waited_s: float = inf) -> None:
-        """End what was not begun, of those whose patience is ``waited_s`` at most."""
+        """End waiting reads whose patience is at most ``waited_s``."""
         ended = [job for job in self._waiting if job.patience_s <= waited_s]
         self._waiting = deque(job for job in self._waiting if job.patience_s > waited_s)
         for job in ended:
@@ -226,11 +226,11 @@ class Reads:
 
     @property
     def longest_s(self) -> float:
-        """For how long none has ended of what is being read: many at once are slow, and do not hang."""
+        """Time since a read last ended while others are running: many concurrent reads are slow without hanging."""
         return self._clock() - self._progress_at if self._reading else 0.0
 
     def close(self, until: float) -> bool:
-        """As ``Workers.close``."""
+        """See ``Workers.close``."""
         while self._reading:
             self._deliver()
             if self._reading and time.monotonic() >= until:

@@ -1,4 +1,4 @@
-"""Writes of a disk tier, in its threads: neighbours in one call, header and shards, and then their records."""
+"""Writes of a disk tier, in its threads: neighbouring blocks in one call, headers and shards, then their records."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ HOUR_S = 3600
 
 
 class BlockWriter:
-    """What the threads that write do. ``merge_bytes``: of neighbours, at most so many go into one call."""
+    """Code of the threads that write. ``merge_bytes``: limit for the neighbouring blocks of one call."""
 
     def __init__(self, file: DiskFile, pool: memoryview, merge_bytes: int, wall_clock: Callable[[], float]) -> None:
         self._file, self._pool, self._merge_bytes, self._wall_clock = file, pool, merge_bytes, wall_clock
 
     def next(self, waiting: deque[SlotJob]) -> list[SlotJob]:
-        """What goes into one call: blocks that follow one another."""
+        """Take the blocks for one call: neighbours in the file."""
         jobs = [waiting.popleft()]
         end, left = jobs[0].offset + jobs[0].nbytes, self._merge_bytes - jobs[0].nbytes
         while waiting and waiting[0].offset == end and (left := left - waiting[0].nbytes) >= 0:
@@ -35,7 +35,7 @@ class BlockWriter:
         return jobs
 
     def write(self, jobs: list[SlotJob]) -> list[End]:
-        """In a thread: write blocks that follow one another, each alone where that fails; then their records."""
+        """Write neighbouring blocks, one by one if that fails, and then their records. Called in a thread."""
         file, buffers, headers = self._file, list[memoryview](), aligned_buffer(len(jobs) * HEADER_BYTES)
         for number, job in enumerate(jobs):
             assert job.block is not None
@@ -57,7 +57,7 @@ class BlockWriter:
             try:
                 file.write_records(job.slot, record)
             except OSError as error:
-                why = f"The disk tier could not note a block in the index of {file.path}: {error.strerror or error}."
+                why = f"The disk tier could not add a block to the index of {file.path}: {error.strerror or error}."
                 end = End(Result.DONE, None, DiskFault.RECORD_FAILED, why)
             ends.append(end)
         return ends

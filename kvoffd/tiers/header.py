@@ -1,4 +1,4 @@
-"""A block below the pool: what names it, and the header before its bytes, on a disk and in a shared store."""
+"""A block below the pool: its identity, and the header before its bytes, on a disk and in a shared store."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from typing import NamedTuple
 import xxhash
 
 HEADER_BYTES = 4096
-"""Of a block on a disk and in a shared store: they say which block it is, and its checksums.
+"""Size of the header that identifies a block on a disk or in a shared store, and has its checksums.
 
 Little-endian: a magic, the generation, the group, the lengths of fingerprint and key, the number of shards; fingerprint
-and key; of each shard its length in bytes, its checksum and its first block; zeros; and the checksum of all this."""
+and key; for each shard its length in bytes, its checksum and its first block; zeros; and the checksum of all this."""
 MAGIC = b"kvoffdB1"
 _HEAD = struct.Struct("<8sQIHHI")
 _SHARD = struct.Struct("<QQI")
 _SUM = struct.Struct("<Q")
 MOST_GENERATION = 2**62
-"""Of a block that is believed: others can follow."""
+"""Largest generation that is accepted: later ones must remain."""
 MOST_FIRST_BLOCK = 0xFFFF
-"""The last engine block of a key that a shard may begin with: the cache has no room for more."""
+"""Largest first engine block of a shard: the cache has 16 bits for it."""
 
 REMEMBERED_GROUPS = 1024
-"""Whose hash is not taken again."""
+"""Groups whose hash is cached."""
 
 
 class BlockGroup(NamedTuple):
-    """One group of the blocks of a namespace. A reset raises ``generation``: what was written before is absent then.
+    """A group of a namespace's blocks. A reset raises ``generation``: blocks of lower generations are absent.
 
     Attributes:
         fingerprint: of the namespace, 32 bytes.
-        generation: when the namespace was last reset, in microseconds since 1970, or a little more; 0 for never.
-        number: of the group in the namespace.
+        generation: time of the namespace's last reset, in microseconds since 1970, or slightly more; 0 for never.
+        number: the group's number in the namespace.
         lengths: bytes of a block's shard, by rank.
         tag: 64 bits of a hash of the first three.
     """
@@ -47,7 +47,7 @@ class BlockGroup(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a block, all ranks together."""
+        """Bytes of a block's shards of all ranks."""
         return sum(self.lengths)
 
 
@@ -63,12 +63,12 @@ def _made(fingerprint: bytes, generation: int, number: int, lengths: tuple[int, 
 
 
 class Block(NamedTuple):
-    """A block as it is written, and as a read found it.
+    """A block as it is written, or was found by a read.
 
     Attributes:
-        group: that it is of.
+        group: its group.
         key: at most 64 bytes.
-        first_blocks: by rank, the first engine block of the shard that is valid.
+        first_blocks: the first valid engine block of each shard, by rank.
         checksums: by rank, as in the pool's slot table; never 0.
     """
 
@@ -79,13 +79,13 @@ class Block(NamedTuple):
 
 
 def fits_header(group: BlockGroup, key_bytes: int) -> bool:
-    """Whether there is room for the names and all shards of a block."""
+    """Return whether the identity and all shards of a block fit the header."""
     named = _HEAD.size + len(group.fingerprint) + key_bytes + len(group.lengths) * _SHARD.size
     return named + _SUM.size <= HEADER_BYTES
 
 
 def _names(group: BlockGroup, key: bytes) -> bytes:
-    """What a header begins with."""
+    """Return the beginning of a header, which identifies the block."""
     head = _HEAD.pack(MAGIC, group.generation, group.number, len(group.fingerprint), len(key), len(group.lengths))
     return head + group.fingerprint + key
 
@@ -97,8 +97,7 @@ def encode_header(block: Block) -> bytes:
 
 
 def decode_header(data: bytes | memoryview, group: BlockGroup, key: bytes) -> Block | None:
-    """The block that a header tells of; None where it is not a whole header of this very block, or of one that cannot
-    be."""
+    """Return the block of a header; None unless it is an intact header of this block, with possible values."""
     names = _names(group, key)
     end = len(names) + len(group.lengths) * _SHARD.size
     if data[: len(names)] != names or len(data) != HEADER_BYTES or end + _SUM.size > HEADER_BYTES:
@@ -113,7 +112,7 @@ def decode_header(data: bytes | memoryview, group: BlockGroup, key: bytes) -> Bl
 
 
 def parse_header(data: bytes | memoryview) -> Block | None:
-    """As ``decode_header``, of whatever block."""
+    """Decode a header of any block, like ``decode_header``."""
     if len(data) != HEADER_BYTES:
         return None
     _, generation, number, fingerprint_bytes, key_bytes, ranks = _HEAD.unpack_from(data)

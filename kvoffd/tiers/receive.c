@@ -1,4 +1,4 @@
-/* Receives bytes of a socket into memory and takes their checksums, without the interpreter: see redis_store.py. */
+/* Receives bytes of a socket into memory and computes checksums, without the GIL: see redis_store.py. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <poll.h>
@@ -16,9 +16,9 @@ static int64_t now_ms(void)
     return now.tv_sec * 1000 + now.tv_nsec / 1000000;
 }
 
-/* Fills all parts but the last, and that with what comes beyond them, as far as it is there: returns how many bytes
- * that is. Else -errno: -ETIMEDOUT where nothing comes for `stall_ms` or it takes `left_ms`, -ENODATA where the other end
- * has closed the connection. Then takes the checksums of `slots` slots: see kvoffd_digests. Changes `part`. */
+/* Fills all parts but the last, which gets what is available beyond them; returns how many bytes that is. Otherwise
+ * -errno: -ETIMEDOUT if nothing comes for `stall_ms` or it takes `left_ms`, -ENODATA if the other end closed the
+ * connection. Then computes the checksums of `slots` slots: see kvoffd_digests. Changes `part`. */
 int64_t kvoffd_receive(int fd, struct iovec *part, uint64_t parts, int64_t stall_ms, int64_t left_ms,
                        const uint64_t *slot, const uint64_t *slot_bytes, uint64_t *sum, uint64_t slots)
 {

@@ -1,8 +1,8 @@
-"""A Redis or Valkey cluster as a store: each key lies at the master that has its slot.
+"""A Redis or Valkey cluster as a store: each key is at the master that owns its slot.
 
-A generation lies at three keys, in a third of the slots each, so that it outlives one master of three: it is the
-highest of those that are there. Two of them must be up for anything to be found, and for it to be raised: a node that
-asks sees at least one that the last reset of the fleet has raised. One that a master has lost is written again.
+A generation is stored under three keys, one in each third of the slots, so that it survives the loss of one of three
+masters: it is the highest of the copies that are reachable. Lookups and raises need two of them, so that a node sees at
+least one copy that the last fleet-wide reset raised. A copy that a master lost is written again.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from kvoffd_proto.units import is_host, parse_duration, quoted
 
 SLOTS = 16_384
 DOWN_PAUSE_S = 2.0
-"""How long a master that failed is left alone, and slots that nobody has."""
+"""Pause before a failed master, or slots without an owner, are tried again."""
 AGAIN_S, TLS_AGAIN_S = 0.05, 0.2
-"""How long it may then take to connect to it: others are asked over the same thread."""
+"""Time to connect to such a master: the same thread asks the others."""
 RAISE_PAUSE_S = 60.0
-"""How long a copy of a generation that was lost is left so, where we may not write it."""
+"""Pause before a lost copy of a generation is written again, if this node may not write it."""
 MOST_MASTERS = 256
-"""Each takes five connections."""
+"""Limit of masters, each of which takes five connections."""
 
 COPIES, NEEDED_COPIES = 3, 2
-"""Of a generation, and how many of them must be up."""
+"""Copies of a generation, and how many of them must be reachable."""
 REMEMBERED_NAMES = 1024
 
 NO_SLOTS = "make a cluster of the servers (redis-cli --cluster create), or name one that is in it."
 
 LOST = ("timeout", "disconnected", "unreachable", "credentials")
-"""Kinds of errors after which a master is left alone."""
+"""Kinds of errors after which a master is skipped for a while."""
 
 Address = tuple[str, int]
 
 
 def slot_of(key: bytes) -> int:
-    """The slot of a key without braces: CRC-16/XMODEM (https://redis.io/docs/latest/operate/oss_and_stack/reference/cluster-spec/)."""
+    """Hash a key without braces by CRC-16/XMODEM (https://redis.io/docs/latest/operate/oss_and_stack/reference/cluster-spec/)."""
     return crc_hqx(key, 0) % SLOTS
 
 
 @lru_cache(REMEMBERED_NAMES)
 def copies_of(generation_key: bytes) -> list[bytes]:
-    """The keys of a generation: the first names that lie in the first third of the slots, the second and the last."""
+    """Return the keys of a generation's copies: the first names in the first, second and last third of the slots."""
     return [
         next(name for name in (b"%s/%d" % (generation_key, number) for number in count()) if _part_of(name) == part)
         for part in range(COPIES)
@@ -61,25 +61,25 @@ def _part_of(key: bytes) -> int:
 
 
 def masters_of(ranges: Sequence[SlotRange], asked: Address) -> dict[Address, list[range]]:
-    """The slots of each master, by what the server at ``asked`` says. Raises ValueError."""
+    """Return the slots of each master, from the answer of the server at ``asked``. Raises ValueError."""
     found: dict[Address, list[range]] = {}
     for first, last, endpoint, port in ranges:
         if endpoint and not is_host(endpoint):
-            raise ValueError(f"a master has an endpoint that is no host: {quoted(endpoint)}")
+            raise ValueError(f"a master has an endpoint that is not a host: {quoted(endpoint)}")
         if not 0 <= first <= last < SLOTS or not 0 <= port < 65536:
-            raise ValueError(f"a master has slots {first} to {last} at port {port}, which there are not")
+            raise ValueError(f"a master has invalid slots ({first} to {last}) or an invalid port ({port})")
         if not port:
-            continue  # its address is lost: another server is there, as where it restarted without its nodes.conf
+            continue  # its address is unknown, as after a restart without its nodes.conf
         found.setdefault((endpoint or asked[0], port), []).append(range(first, last + 1))
     if sum(len(part) for slots in found.values() for part in slots) > SLOTS or len(found) > MOST_MASTERS:
-        raise ValueError(f"its masters are more than {MOST_MASTERS}, or have a slot twice")
+        raise ValueError(f"it has more than {MOST_MASTERS} masters, or a slot twice")
     return found
 
 
 class RedisCluster(Store):
-    """Connections to all masters, for one thread. The map of slots is asked for anew after every failure.
+    """Connections to all masters, for one thread. The slot map is requested again after every failure.
 
-    What lies at a master that is down is not there; without two of those that have a generation nothing is known.
+    Keys of an unreachable master are absent; without two copies of its generation, nothing of a namespace is known.
     """
 
     poll_s, most_window_keys = Redis.poll_s, Redis.most_window_keys
@@ -96,10 +96,10 @@ class RedisCluster(Store):
         self._nodes: dict[Address, Redis] = {}
         self._down_until: dict[Address, float] = {}
         self._owners: list[Address | None] = []
-        """By slot; empty while that is not known."""
+        """Master of each slot; empty while unknown."""
         self._stale_at = inf
-        """When the map is to be asked for anew: at once where a master failed, or said that it has slots no more, as
-        others may have them; after a pause where slots are nobody's, as while a replica becomes master."""
+        """Time to request the map again: at once after a master failed or gave up slots, which others may have now;
+        after a pause if slots have no owner, as while a replica is promoted."""
         self._raise_at = 0.0
 
     def connect(self) -> None:
@@ -110,14 +110,14 @@ class RedisCluster(Store):
         if not any(map(self._up, self._nodes)):
             self._owners = []
             why = next((server.problem for server in self.servers if server.problem), "")
-            raise StoreError("unreachable", f"No master of the cluster at {self._name} serves: {why}", final=True)
+            raise StoreError("unreachable", f"No master of the cluster at {self._name} answers: {why}", final=True)
 
     @property
     def _name(self) -> str:
         return name_of(self._seed)
 
     def _up(self, address: Address) -> bool:
-        """Connect to a master, unless it has failed a moment ago."""
+        """Connect to a master unless it failed recently; return whether it is connected."""
         if time.monotonic() < self._down_until.get(address, 0.0):
             return False
         node = self._nodes[address]
@@ -187,17 +187,17 @@ class RedisCluster(Store):
     def ping(self, deadline: float) -> None:
         self._owners = []
         for node in self._nodes.values():
-            node.connect_s = CONNECT_S  # nobody waits
+            node.connect_s = CONNECT_S  # nobody waits for a ping
         self._down_until = dict.fromkeys(self._down_until, 0.0)
         self.connect()
         for address in self._nodes:
-            self._down_until.setdefault(address, 0.0)  # to connect proves nothing
+            self._down_until.setdefault(address, 0.0)  # a connection alone proves nothing
         up = {address for address in self._nodes if self._up(address)}
         if len({at * COPIES // SLOTS for at, owner in enumerate(self._owners) if owner in up}) < NEEDED_COPIES:
             raise self._too_few()
 
     def filling(self, deadline: float) -> Filling | None:
-        """Add up what all masters say that are up; without a bound where one has none."""
+        """Add up the answers of all reachable masters; without a limit if one has none."""
         found: list[Filling] = []
         for address in [one for one in self._nodes if self._up(one)]:
             with self._exchange(address) as node:
@@ -220,7 +220,7 @@ class RedisCluster(Store):
             except StoreError as error:
                 if error.kind in LOST:
                     raise
-                self._raise_at = time.monotonic() + RAISE_PAUSE_S  # a node that may write does it
+                self._raise_at = time.monotonic() + RAISE_PAUSE_S  # a node with write permission does it
         return generation, found
 
     def touch(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
@@ -229,8 +229,8 @@ class RedisCluster(Store):
     def _questions(
         self, keys: Sequence[bytes], deadline: float, copies: Sequence[bytes] = ()
     ) -> tuple[dict[bytes, int], list[bool]]:
-        """Ask all masters at once, then receive from one after the other: the copies of a generation that are up, and
-        which keys are there. Without copies the keys are touched."""
+        """Ask all masters at once, then receive from one after the other: the reachable copies of a generation, and
+        which keys exist. Without copies, the keys are touched."""
         parts, copies_at = self._by_owner(keys), self._by_owner(copies)
         if copies and sum(map(len, copies_at.values())) < NEEDED_COPIES:
             raise self._too_few()
@@ -269,7 +269,7 @@ class RedisCluster(Store):
             with self._exchange(owner[at]) as node:
                 received = node.value(request, time.monotonic() + patience_s)
             if received is not None and not received.header:
-                self.close()  # values of other masters are still on their way
+                self.close()  # values of other masters are still coming
                 yield received
                 return
             yield received
@@ -282,7 +282,7 @@ class RedisCluster(Store):
                 node.send_puts([objects[at] for at in places], deadline)
         for address, places in parts.items():
             with self._exchange(address) as node:
-                for at, done in zip(places, node.were_put(len(places), deadline), strict=True):
+                for at, done in zip(places, node.put_results(len(places), deadline), strict=True):
                     stored[at] = done
         return stored
 
@@ -297,7 +297,7 @@ class RedisCluster(Store):
 
     @contextmanager
     def _exchange(self, address: Address) -> Iterator[Redis]:
-        """Part of an exchange with a master. Where it fails all is closed: others' answers may be on their way."""
+        """Run a part of an exchange with a master. If it fails, close all: other masters' answers may be coming."""
         node = self._nodes[address]
         try:
             yield node
@@ -305,7 +305,7 @@ class RedisCluster(Store):
                 self._stale_at, node.moved = 0.0, False
             if node.down is not None:
                 self._down(address, node.down, raised=False)
-                self._stale_at, node.down = 0.0, None  # cut off from the others, it may have lost its slots to one
+                self._stale_at, node.down = 0.0, None  # it may have lost its slots while cut off from the others
         except StoreError as error:
             if error.kind in LOST:
                 self._down(address, error, raised=True)
@@ -317,7 +317,7 @@ class RedisCluster(Store):
         return StoreError("unreachable", f"Too many masters of the cluster at {self._name} cannot be used.{why}")
 
     def _raise_copies(self, numbers: Mapping[bytes, int], generation: int, deadline: float) -> list[int]:
-        """Raise copies of a generation that have these numbers to this one or more; returns what they are then."""
+        """Raise copies of a generation from these numbers to at least ``generation``; return their numbers then."""
         found = []
         for key, number in numbers.items():
             address = self._owners[slot_of(key)]
@@ -328,7 +328,7 @@ class RedisCluster(Store):
         return found
 
     def _by_owner(self, keys: Sequence[bytes]) -> dict[Address, list[int]]:
-        """The places of the keys of each master that is up."""
+        """Return the indices of the keys of each reachable master."""
         up = {address for address in self._nodes if self._up(address)}
         parts: dict[Address, list[int]] = {}
         for at, key in enumerate(keys):
@@ -339,7 +339,7 @@ class RedisCluster(Store):
 
 
 def open_redis(url: str, credentials: Credentials) -> Callable[[], Store]:
-    """What makes connections to a server, or a cluster, at a URL."""
+    """Return a function that makes connections to the server, or cluster, at a URL."""
     parts = urlsplit(url)
     host, port, database = parts.hostname or "", parts.port or 6379, int(parts.path.strip("/") or 0)
     tls = parts.scheme.startswith("rediss")

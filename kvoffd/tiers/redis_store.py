@@ -1,7 +1,7 @@
-"""One Redis or Valkey server as a store: RESP2 over a socket, straight from and into the pool.
+"""One Redis or Valkey server as a store: RESP2 over a socket, directly from and into the pool.
 
-The clients on PyPI copy every value twice, and reach a quarter of what the wire gives; of the protocol only four kinds
-of replies are needed (https://redis.io/docs/latest/develop/reference/protocol-spec/).
+The clients on PyPI copy every value twice and reach a quarter of the network's speed; only four kinds of replies of the
+protocol are needed (https://redis.io/docs/latest/develop/reference/protocol-spec/).
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from kvoffd.tiers.store import (
 from kvoffd_proto.units import printable
 
 CONNECT_S = 1.0
-"""For TCP, TLS and the password together, once the name is looked up."""
+"""Limit for TCP, TLS and the password together, once the name is resolved."""
 STALL_S = 1.0
-"""How long a single send or receive may take in which no byte moves."""
+"""Limit for a single send or receive in which no byte moves."""
 LINE_BYTES = 512
-"""Received at a time of lines."""
+"""Size of a receive call for lines."""
 HEAD_BYTES = HEADER_BYTES + 64
-"""Received at a time of what is before a value's shards: what belongs to the pool beyond it is copied once more."""
+"""Size of a receive call for the part before a value's shards: bytes of the pool beyond it are copied once more."""
 MOST_COMING_BYTES = 2 << 20
-"""Of values that were asked for and have not come: what does not fit the caches between two sockets costs a third of
-the speed (measured). One larger value comes alone."""
+"""Limit of requested values that have not come yet: more than the socket buffers hold costs a third of the speed
+(measured). A larger value is requested alone."""
 REPLIES_BYTES = 65536
 MOST_PARTS = 256
-"""Parts of one ``sendmsg``; the kernel takes 1024."""
+"""Parts of one ``sendmsg``; the kernel accepts 1024."""
 MOST_INFO_BYTES = 1 << 20
 MOST_ELEMENTS = 16_384, 1024, 1024, 1024, 0
-"""Of a list, and of lists in it, as of a cluster's ranges of slots, the fields of one, those of a server, its names."""
+"""Limits of a list and of lists nested in it: a cluster's slot ranges, their fields, those of a server, its names."""
 MOST_NAME_BYTES, MOST_NUMBER = 1024, 10**18
 MOST_QUOTED_CHARACTERS = 200
 NEEDED_COMMANDS = (
@@ -60,19 +60,19 @@ NEEDED_COMMANDS = (
 )
 _FIGURE = re.compile(r"^(maxmemory|used_memory|evicted_keys):([0-9]{1,18})\r?$", re.MULTILINE)
 ELSEWHERE = (b"-MOVED ", b"-ASK ", b"-CLUSTERDOWN ")
-"""What a server of a cluster answers for a key whose slot, or whose part of it, it does not have or serve."""
-KEEPALIVE_S = 60  # what is between us and a server may forget a connection that is quiet for some minutes
-WANTS_NO_TLS = " Where it has no TLS, name it redis://; a cluster with TLS needs tls-cluster yes."
-WANTS_TLS = " If it wants TLS, name it rediss://."
+"""Error replies of a cluster's server for a key whose slot it does not own, or not serve."""
+KEEPALIVE_S = 60  # firewalls and NAT forget a connection that is idle for some minutes
+WANTS_NO_TLS = " If it has no TLS, name it redis://; a cluster with TLS needs tls-cluster yes."
+WANTS_TLS = " If it requires TLS, name it rediss://."
 
 
 class SlotRange(NamedTuple):
-    """What a cluster says of some of its slots."""
+    """A cluster's answer about some of its slots."""
 
     first: int
     last: int
     endpoint: str
-    """Host name or address of the master; empty for that of the server that was asked."""
+    """Host name or address of the master; empty for the server that was asked."""
     port: int
 
 
@@ -104,22 +104,22 @@ class Redis(Store):
         self._credentials = credentials
         self._tls = tls
         self._ttl = b"%d" % ttl_s if ttl_s else b""
-        """Seconds after which the server forgets what nobody wrote or touched; empty for no such time."""
+        """Seconds after which the server deletes keys that were not written or touched; empty for never."""
         self._socket: socket.socket | None = None
         self._input = bytearray()
         self._beyond = bytearray(HEAD_BYTES)
         self._unasked: deque[GetRequest] = deque()
         self._coming_bytes = 0
         self._answered = False
-        """Whether anything has come over this connection."""
+        """Whether anything was received over this connection."""
         self._clustered = clustered
-        """Whether it is of a cluster: keys that it does not have now are absent, which is no failure."""
+        """Whether the server is in a cluster: keys that it does not own now are absent, which is not a failure."""
         self.elsewhere = 0
-        """Answers so far that a key is elsewhere."""
+        """Number of answers that a key is elsewhere."""
         self.moved = False
-        """Whether such an answer said that its slot is another server's for good."""
+        """Whether such an answer said that the slot moved permanently."""
         self.down: StoreError | None = None
-        """What such an answer said that does not serve the cluster, as one that has just been started."""
+        """Error of an answer that the cluster does not serve, as one that was just started."""
 
     # --- the connection --------------------------------------------------------------------------
 
@@ -143,15 +143,15 @@ class Redis(Store):
                 plain.close()
                 raise
         except ssl.SSLCertVerificationError as error:
-            why = f"{self._name} does not prove who it is: {error.verify_message}. Name its authority in SSL_CERT_FILE."
-            raise StoreError("tls", why, final=True) from error
-        except (OSError, ValueError) as error:  # a name that cannot be one is a ValueError
+            why = f"The certificate of {self._name} is not accepted: {error.verify_message}"
+            raise StoreError("tls", f"{why}. Name its CA in SSL_CERT_FILE.", final=True) from error
+        except (OSError, ValueError) as error:  # an invalid host name is a ValueError
             hint = WANTS_NO_TLS if "handshake" in str(error) or "SSL" in str(error) else ""
             why = f"{self._name} cannot be reached: {getattr(error, 'strerror', None) or error}.{hint}"
             raise StoreError("unreachable", why, final=True) from error
         user, password = self._credentials
         if password:
-            # The bytes of a variable need not be UTF-8.
+            # A password from a variable need not be UTF-8.
             words = [word.encode(errors="surrogateescape") for word in (user, password) if word]
             self._command([b"AUTH", *words], deadline)
         if self._database:
@@ -159,7 +159,7 @@ class Redis(Store):
 
     @staticmethod
     def _quiet(connected: socket.socket) -> bool:
-        """Whether the other end has neither closed the connection nor sent what nobody asked for."""
+        """Return whether the server has neither closed the connection nor sent anything unrequested."""
         connected.settimeout(0)
         try:
             connected.recv(1)
@@ -181,7 +181,7 @@ class Redis(Store):
             try:
                 socket.socket.shutdown(connected, socket.SHUT_RDWR)
             except OSError:
-                pass  # it is closed already
+                pass  # it is already closed
 
     def ping(self, deadline: float) -> None:
         self._command([b"PING"], deadline)
@@ -204,12 +204,12 @@ class Redis(Store):
         return self.answers(len(keys), deadline)
 
     def send_touches(self, keys: Sequence[bytes], deadline: float) -> None:
-        """Send what ``answers`` receives. A time to live begins anew, which counts as a use too."""
+        """Send touches, whose results ``answers`` receives. This restarts the time to live, and counts as a use."""
         command, *last = (b"EXPIRE", self._ttl) if self._ttl else (b"TOUCH",)
         self._send([_repeated(command, keys, *last)], deadline)
 
     def send_questions(self, keys: Sequence[bytes], deadline: float, generation_keys: Sequence[bytes] = ()) -> None:
-        """Send what a call of ``generation`` for each of its keys, and then ``answers``, receive."""
+        """Send questions; receive them by ``generation`` for each of its keys, and then ``answers``."""
         self._send([_repeated(b"GET", generation_keys) + _repeated(b"EXISTS", keys)], deadline)
 
     def generation(self, generation_key: bytes, deadline: float) -> int:
@@ -236,12 +236,12 @@ class Redis(Store):
                 return
 
     def send_gets(self, requests: Sequence[GetRequest], deadline: float) -> None:
-        """Begin what one call of ``value`` for each receives."""
+        """Request objects, each of which one call of ``value`` receives."""
         self._unasked, self._coming_bytes = deque(requests), 0
         self._send(self._questions(), deadline)
 
     def _questions(self) -> list[bytes]:
-        """Ask for further objects, where no more than half of what may be coming is."""
+        """Request further objects if at most half of MOST_COMING_BYTES is still coming."""
         keys: list[bytes] = []
         most = MOST_COMING_BYTES if self._coming_bytes <= MOST_COMING_BYTES // 2 else 0
         while self._unasked and (self._coming_bytes + self._unasked[0].nbytes <= most or not self._coming_bytes):
@@ -251,7 +251,7 @@ class Redis(Store):
         return [_repeated(b"GET", keys)]
 
     def value(self, request: GetRequest, deadline: float) -> Received | None:
-        """Receive one object, as ``get`` yields it; where its header is empty, the connection is closed."""
+        """Receive one object, as ``get`` yields it; if its header is empty, the connection is closed."""
         received = None
         if (length := self._value_length(deadline)) is not None:
             if length != request.header_bytes + request.nbytes:
@@ -260,17 +260,17 @@ class Redis(Store):
             header = self._take(request.header_bytes, deadline)
             received = Received(header, self._fill(request.views, deadline))
             if self._take(2, deadline) != b"\r\n":
-                raise self._broken("A value does not end where it should")
+                raise self._broken("a value does not end where it should")
         self._coming_bytes -= request.nbytes
         self._send_on(self._questions(), deadline)
         return received
 
     def put(self, objects: Sequence[tuple[bytes, Sequence[bytes | memoryview]]], deadline: float) -> list[bool | None]:
         self.send_puts(objects, deadline)
-        return self.were_put(len(objects), deadline)
+        return self.put_results(len(objects), deadline)
 
     def send_puts(self, objects: Sequence[tuple[bytes, Sequence[bytes | memoryview]]], deadline: float) -> None:
-        """Send what ``were_put`` receives the answers to."""
+        """Send objects; ``put_results`` receives the answers."""
         parts: list[bytes | memoryview] = []
         head, end = (b"*5", b"\r\n$2\r\nEX\r\n" + _bulk(self._ttl)) if self._ttl else (b"*3", b"\r\n")
         for key, values in objects:
@@ -279,8 +279,8 @@ class Redis(Store):
             parts += [*values, end]
         self._send(parts, deadline)
 
-    def were_put(self, count: int, deadline: float) -> list[bool | None]:
-        """Receive so many answers, as ``put`` returns them."""
+    def put_results(self, count: int, deadline: float) -> list[bool | None]:
+        """Receive ``count`` answers, as ``put`` returns them."""
         return [self._stored(deadline) for _ in range(count)]
 
     def _stored(self, deadline: float) -> bool | None:
@@ -297,23 +297,23 @@ class Redis(Store):
         self.answers(len(keys), deadline)
 
     def cluster_slots(self, deadline: float) -> list[SlotRange]:
-        """Which master has which slots, by CLUSTER SLOTS, at the endpoint that the cluster prefers clients to use."""
+        """Return which master owns which slots, at the endpoint that the cluster prefers (CLUSTER SLOTS)."""
         self._send_words([b"CLUSTER", b"SLOTS"], deadline)
         found = []
         for one in self._reply(deadline, b"*"):
             match one:
-                # First and last slot, then nodes: the master, and replicas. Of each: endpoint, port, id and more.
+                # First and last slot, then the master and its replicas, each with endpoint, port, id and more.
                 case [int(first), int(last), [str(endpoint), int(port), *more], *_]:
                     if endpoint == "?" and isinstance(words := [*more, None, None][1], list):
-                        # It prefers host names, and this master has none.
+                        # The cluster prefers host names, and this master has none.
                         endpoint = str(dict(zip(words[::2], words[1::2], strict=False)).get("ip", ""))
                     found.append(SlotRange(first, last, endpoint, port))
                 case _:
-                    raise self._broken("A range of slots has no master")
+                    raise self._broken("a slot range has no master")
         return found
 
     def _reply(self, deadline: float, kinds: bytes = b":$*", most_bytes: int = MOST_NAME_BYTES, depth: int = 0) -> Any:
-        """A short reply of one of these kinds: a number, a text, or a list of them; a null is an empty text."""
+        """Receive a short reply of one of these kinds: a number, a text, or a list of them; null is an empty text."""
         line = self._line(deadline, REPLIES_BYTES)
         kind, text = line[:1], line[1:]
         if line == b"$-1" and b"$" in kinds:
@@ -322,7 +322,7 @@ class Redis(Store):
             self._check(line, kinds[:1])
         most = {b":": MOST_NUMBER, b"$": most_bytes, b"*": MOST_ELEMENTS[min(depth, 4)]}[kind]
         if not re.fullmatch(rb"-?[0-9]{1,18}", text) or not (kind == b":" or 0 <= int(text) <= most):
-            raise self._broken(f"{self._quoted(text)} is no number, or no length")
+            raise self._broken(f"{self._quoted(text)} is not a valid number or length")
         if kind == b":":
             return int(text)
         if kind == b"$":
@@ -330,7 +330,7 @@ class Redis(Store):
         return [self._reply(deadline, depth=depth + 1) for _ in range(int(text))]
 
     def raise_generation(self, generation_key: bytes, seen: int, generation: int, deadline: float) -> int:
-        if not seen:  # of several nodes that find it missing, after a server forgot it, only one may write it
+        if not seen:  # if several nodes find it missing, after a server lost it, only one may write it
             self._send_words([b"SET", generation_key, b"%d" % generation, b"NX"], deadline)
             if (line := self._line(deadline)) != b"$-1":
                 self._check(line, b"+")
@@ -359,53 +359,53 @@ class Redis(Store):
         return found
 
     def _cluster_down(self, text: str) -> StoreError:
-        why = "some slots have no master; mend it, or set cluster-require-full-coverage no."
+        why = "some slots have no master; repair it, or set cluster-require-full-coverage no."
         return StoreError("cluster", f"The cluster of {self._name} is down ({text}): {why}")
 
     def _check(self, line: bytes, kind: bytes) -> bytes:
-        """The rest of a reply's line of this kind. Raises StoreError for any other."""
+        """Return the rest of a reply's line of this kind. Raises StoreError for any other kind."""
         if line[:1] == kind:
             return line[1:]
         if line[:1] != b"-":
-            raise self._broken(f"{self._quoted(line)} is no reply to what was asked")
+            raise self._broken(f"{self._quoted(line)} is not a reply to the request")
         self.close()
         text = self._quoted(line[1:])
         code = text.partition(" ")[0]
         if code == "NOPERM":
-            why = f"{self._name} does not let this user do that ({text}); it needs {NEEDED_COMMANDS}."
+            why = f"{self._name} does not permit this user to do that ({text}); it needs {NEEDED_COMMANDS}."
             raise StoreError("forbidden", why, final=True)
         if code == "READONLY":
-            raise StoreError("refused", f"{self._name} is a replica, which takes no writes ({text}): name its primary.")
+            raise StoreError("refused", f"{self._name} is a read-only replica ({text}): name its primary.")
         if code in ("NOAUTH", "WRONGPASS") or "AUTH" in text:
-            why = f"{self._name} does not let us in ({text}); see shared_password_file, which is read at the start."
+            why = f"{self._name} refuses the login ({text}); see shared_password_file, which is read at the start."
             raise StoreError("credentials", why, final=True)
         if code == "CLUSTERDOWN":
             raise self._cluster_down(text)
         if code in ("MOVED", "ASK", "CROSSSLOT"):
-            why = f"{self._name} is of a cluster: name it redis+cluster://, or it changed ({text})."
+            why = f"{self._name} is in a cluster: name it redis+cluster://, or it changed ({text})."
             raise StoreError("cluster", why)
         hint = " Name it redis://." if "cluster support disabled" in text else ""
         raise StoreError("refused", f"{self._name} answers: {text.rstrip('.')}.{hint}")
 
     def _quoted(self, line: bytes) -> str:
-        """What a server says, for the log. One that knows no AUTH repeats the password, of a long one a part."""
+        """Return a server's text for the log, without the password, which an error about AUTH repeats in part."""
         text = line.decode(errors="surrogateescape").partition(", with args beginning with")[0]
         if self._credentials.password:
             text = text.replace(self._credentials.password, "***")
         return printable(text[:MOST_QUOTED_CHARACTERS])
 
     def answers(self, count: int, deadline: float) -> list[bool]:
-        """Receive so many replies that are numbers: whether each is not 0."""
+        """Receive ``count`` numbers; return whether each is not 0."""
         data, lines = self._input, self._input.count(b"\n")
         while lines < count:
             if len(data) > REPLIES_BYTES + count * LINE_BYTES:
-                raise self._broken("Lines do not end")
+                raise self._broken("lines do not end")
             part = self._receive(REPLIES_BYTES, deadline)
             data += part
             lines += part.count(b"\n")
         replies = data.split(b"\r\n", count)
         if len(replies) <= count:
-            raise self._broken("Lines end with half an end")
+            raise self._broken("malformed line ending")
         self._input = replies[count]
         answers = list(map(bytes, replies[:count]))
         absent = {b":0"}
@@ -417,7 +417,7 @@ class Redis(Store):
         return [line not in absent for line in answers]
 
     def _value_length(self, deadline: float) -> int | None:
-        """The length of the value that follows; None for no value, -1 for one of another type, not followed by any."""
+        """Return the length of the next value; None for no value, -1 for one of another type, which is not sent."""
         line = self._line(deadline, HEAD_BYTES)
         if line.startswith(b"-WRONGTYPE"):
             return -1
@@ -425,13 +425,13 @@ class Redis(Store):
             return None
         text = self._check(line, b"$")
         if not re.fullmatch(rb"-1|[0-9]{1,18}", text):
-            raise self._broken(f"{self._quoted(text)} is no length")
+            raise self._broken(f"{self._quoted(text)} is not a length")
         return int(text) if text != b"-1" else None
 
     def _line(self, deadline: float, most: int = LINE_BYTES) -> bytes:
         while (end := self._input.find(b"\r\n")) < 0:
             if len(self._input) > 4 * LINE_BYTES:
-                raise self._broken("A line does not end")
+                raise self._broken("a line does not end")
             self._input += self._receive(most, deadline)
         line = bytes(self._input[:end])
         del self._input[: end + 2]
@@ -445,9 +445,9 @@ class Redis(Store):
         return data
 
     def _fill(self, views: Sequence[memoryview], deadline: float) -> Sequence[int]:
-        """Receive into these views, and what comes beyond them into the input, by the same call where that can be.
+        """Receive into these views, and any further bytes into the input, if possible by the same call.
 
-        Returns the views' checksums where that call takes them, without the interpreter.
+        Returns the views' checksums if that call computes them, without the GIL.
         """
         done = 0
         for view in views:
@@ -471,7 +471,7 @@ class Redis(Store):
         return ()
 
     def _receive_all(self, rest: Sequence[memoryview], views: Sequence[memoryview], deadline: float) -> Sequence[int]:
-        """Receive what the views still lack, and what comes beyond; returns the checksums of the views."""
+        """Receive the rest of the views, and any further bytes; return the checksums of the views."""
         fd, left_s = self._ready(deadline).fileno(), deadline - time.monotonic()
         parts = array("Q", [number for view in (*rest, memoryview(self._beyond)) for number in _place(view)])
         addresses, lengths = (array("Q", column) for column in zip(*map(_place, views), strict=True))
@@ -497,9 +497,9 @@ class Redis(Store):
         return data
 
     def _send(self, parts: Sequence[bytes | memoryview], deadline: float) -> None:
-        """Send what begins an exchange. What was answered beyond the last one would be taken for answers to this."""
+        """Send the beginning of an exchange. Earlier unexpected input would be taken for its answer."""
         if self._input:
-            raise self._broken("More is answered than was asked")
+            raise self._broken("unexpected extra reply")
         self._send_on(parts, deadline)
 
     def _send_on(self, parts: Sequence[bytes | memoryview], deadline: float) -> None:
@@ -515,7 +515,7 @@ class Redis(Store):
             _skip(rest, sent)
 
     def _ready(self, deadline: float) -> socket.socket:
-        """The socket, with the time set that it may still take."""
+        """Return the socket, with its timeout set to the time left."""
         if self._socket is None:
             raise StoreError("unreachable", f"{self._name} is not connected.")
         left = deadline - time.monotonic()
@@ -527,18 +527,18 @@ class Redis(Store):
     def _lost(self, why: object) -> StoreError:
         self.close()
         if isinstance(why, TimeoutError):
-            return StoreError("timeout", f"The connection to {self._name} is given up: {why}.")
-        hint = " If it wants certificates of clients, set tls-auth-clients no." if self._tls else WANTS_TLS
+            return StoreError("timeout", f"The connection to {self._name} is closed: {why}.")
+        hint = " If it requires client certificates, set tls-auth-clients no." if self._tls else WANTS_TLS
         hint = "" if self._answered else hint
-        return StoreError("disconnected", f"The connection to {self._name} is given up: {why}.{hint}")
+        return StoreError("disconnected", f"The connection to {self._name} is lost: {why}.{hint}")
 
     def _broken(self, why: str) -> StoreError:
         self.close()
-        return StoreError("protocol", f"{self._name} does not speak as Redis does: {why}.")
+        return StoreError("protocol", f"{self._name} violates the Redis protocol: {why}.")
 
 
 def _connected(places: Sequence[Any], deadline: float) -> socket.socket:
-    """Connect to the first of a name's addresses that answers; none takes the time of those after it."""
+    """Connect to the first of a name's addresses that answers; each gets an equal part of the time."""
     try:
         return socket.create_connection(places[0], max(0.001, deadline - time.monotonic()) / len(places))
     except OSError:
@@ -548,12 +548,12 @@ def _connected(places: Sequence[Any], deadline: float) -> socket.socket:
 
 
 def _place(view: memoryview) -> tuple[int, int]:
-    """Where a view begins, and its length."""
+    """Return a view's address and length."""
     return address_of(view) if len(view) else 0, len(view)
 
 
 def _skip(parts: list[memoryview], count: int) -> int:
-    """Drop the first so many bytes of these; returns how many bytes there are beyond them."""
+    """Drop the first ``count`` bytes of these parts; return how many bytes there are beyond them."""
     done = 0
     while done < len(parts) and count >= len(parts[done]):
         count -= len(parts[done])
@@ -565,14 +565,14 @@ def _skip(parts: list[memoryview], count: int) -> int:
 
 
 def _tls_context() -> ssl.SSLContext:
-    """One for all connections, made anew when the file of authorities has changed."""
+    """Return the context of all connections, renewed when the file of CA certificates has changed."""
     file = ssl.get_default_verify_paths().cafile
     return _context_of(file, os.stat(file).st_mtime_ns if file is not None else 0)
 
 
 @lru_cache(1)
 def _context_of(file: str | None, changed_ns: int) -> ssl.SSLContext:
-    """With a distribution's authorities it takes 60 ms to make, and 0.8 MiB (measured)."""
+    """Make a context: with a distribution's CA certificates, it takes 60 ms and 0.8 MiB (measured)."""
     return ssl.create_default_context()
 
 
@@ -581,6 +581,6 @@ def _bulk(data: bytes) -> bytes:
 
 
 def _repeated(command: bytes, keys: Sequence[bytes], *last: bytes) -> bytes:
-    """A command of one key, and of what comes last, for each key."""
+    """Encode a command for each key, with the arguments ``last``."""
     head, end = b"*%d\r\n%s" % (2 + len(last), _bulk(command)), b"".join(map(_bulk, last))
     return b"".join([b"%s$%d\r\n%s\r\n%s" % (head, len(key), key, end) for key in keys])

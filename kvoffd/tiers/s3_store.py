@@ -1,6 +1,6 @@
-"""An S3 bucket as a store, over obstore: each block is an object, asked for by HEAD.
+"""An S3 bucket as a store, over obstore: each block is an object, found by HEAD.
 
-An object is ``PREFIX/HH/KEY``: ``HH`` is how the block's hash begins, so that a bucket can spread its load over them.
+An object is ``PREFIX/HH/KEY``: ``HH`` are the first digits of the block's hash, by which a bucket can spread its load.
 """
 
 from __future__ import annotations
@@ -33,70 +33,70 @@ from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.units import printable
 
 CONNECT_S = 1.0
-"""For TCP and TLS."""
+"""Limit for TCP and TLS."""
 REQUEST_S = 30.0
-"""For any request, where nobody's own deadline is earlier."""
+"""Limit for any request without an earlier deadline."""
 GENERATION_S = 5.0
-"""How old a generation may be: a reset of the fleet is followed by then."""
+"""Time for which a generation is cached: a fleet-wide reset takes effect within it."""
 MOST_GENERATIONS = 1024
 MOST_VALUE_BYTES = 20
-"""Of a generation, a number of up to 18 digits."""
+"""Size of a stored generation, a number of up to 18 digits."""
 RECEIVE_BYTES = 64 << 10
-"""Of an object that are received before they are put where they belong. Each part costs a turn of the loop: this many
-take up to a fifth of the speed of a local server (measured), and show on a slow line that something comes."""
+"""Bytes of an object that are received before they are copied to the pool. Each part takes a turn of the event loop,
+which costs up to a fifth of the speed of a local server (measured); on a slow line, parts show progress."""
 MOST_QUOTED_CHARACTERS = 4096
-"""Of an exception's text, which has all that a server sends with an error."""
+"""Limit for an exception's text, which has all that a server sends with an error."""
 PROBES = 12
-"""HEADs at a time that look for a prefix's end."""
+"""Concurrent HEADs that search for a prefix's end."""
 REQUESTS_AT_ONCE = 64
-"""HEADs and DELETEs at a time otherwise."""
+"""Concurrent HEADs and DELETEs otherwise."""
 ERRORS = (
-    ("full", "507|Quota|StorageFull|InsufficientStorage|InsufficientCapacity|EntityTooLarge", "it takes no more"),
+    ("full", "507|Quota|StorageFull|InsufficientStorage|InsufficientCapacity|EntityTooLarge", "it accepts no more"),
     ("clock", "RequestTimeTooSkewed|RequestExpired", "set this machine's clock"),
-    ("bucket", "NoSuchBucket", "make the bucket, or see its name and endpoint"),
+    ("bucket", "NoSuchBucket", "make the bucket, or check its name and endpoint"),
     (
         "region",
         "AuthorizationHeaderMalformed|PermanentRedirect",
-        "see its region, which the URL names as region=NAME",
+        "check its region, which the URL names as region=NAME",
     ),
     (
         "credentials",
         "401|403|AccessDenied|ExpiredToken|InvalidToken|TokenRefreshRequired",
-        "see the credentials, which are read at the start; they need s3:GetObject, s3:PutObject, s3:DeleteObject and "
+        "check the credentials, which are read at the start; they need s3:GetObject, s3:PutObject, s3:DeleteObject and "
         "s3:ListBucket",
     ),
-    ("busy", "429|503|SlowDown", "it has too much to do"),
+    ("busy", "429|503|SlowDown", "it is overloaded"),
 )
-"""Kinds of errors, a pattern of an answer's status and code, and what to say: the first that fits."""
+"""Kinds of errors, a pattern of an answer's status and code, and the hint; the first match counts."""
 KEY_VARIABLES = {"AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE"}
 _CODE = re.compile(r"(?:<Code>|\(code: )([A-Za-z0-9]+)(?:</Code>|\))")
-"""Of a request, or of one object of those that one request removes, which succeeds although none is."""
+"""Code of an error, also of one object of a removal, whose request succeeds even if it removes none."""
 _CAUSE = re.compile(r'(?:message|error): "([^"]{1,200})"')
-"""In what obstore says of an error that it did not expect: the system's words."""
-NO_KEYS = " The role of the container or machine is asked for: no keys are in shared_password_file or AWS's variables."
+"""The system's message in obstore's text of an unexpected error."""
+NO_KEYS = " The role of the container or machine is used: no keys are in shared_password_file or AWS's variables."
 
 T = TypeVar("T")
 
 
 class Bucket(NamedTuple):
-    """What all connections to a bucket share."""
+    """State that all connections to a bucket share."""
 
     client: S3Store
     name: str
     prefix: str
     no_keys: str
-    """What to say where no keys were found, so that the role of the machine is asked for; else empty."""
+    """Hint if no keys were found, so that the machine's role is used; otherwise empty."""
 
 
 def open_bucket(url: str, credentials: Credentials) -> Bucket:
-    """The bucket at ``s3://BUCKET/PREFIX?endpoint=URL&region=NAME``. Raises KvoffdError.
+    """Open the bucket at ``s3://BUCKET/PREFIX?endpoint=URL&region=NAME``. Raises KvoffdError.
 
-    Without credentials obstore finds them: in the environment, from the web identity, from the role of the container or
-    the machine.
+    Without credentials, obstore finds them: in the environment, by the web identity, or by the role of the container or
+    machine.
     """
     parts = urlsplit(url)
     asked = parse_qs(parts.query)
-    config: dict[str, Any] = {"unsigned_payload": True}  # TLS guards the bytes; to hash them doubles the CPU time
+    config: dict[str, Any] = {"unsigned_payload": True}  # TLS protects the bytes; hashing them doubles the CPU time
     config |= {name: asked[name][-1] for name in ("endpoint", "region") if name in asked}
     if bool(credentials.user) != bool(credentials.password):
         why = f"The line of {url} in shared_password_file must be ACCESS KEY:SECRET KEY; one of them is missing."
@@ -123,9 +123,9 @@ def open_bucket(url: str, credentials: Credentials) -> Bucket:
 
 
 class S3(Store):
-    """Requests run on a loop of the thread's own, which waits for them and for nothing else."""
+    """Requests run on an event loop of the thread's own, which waits only for them."""
 
-    poll_s, believed_s = 15.0, 600.0  # each is a request that is paid for
+    poll_s, believed_s = 15.0, 600.0  # each is a request that costs money
     most_window_keys = 256
     keys_at_once = 4096
     blocks_at_once, bytes_at_once = 8, 16 << 20
@@ -137,13 +137,13 @@ class S3(Store):
         self._task: asyncio.Task[Any] | None = None
         self._generations: dict[bytes, tuple[int, float]] = {}
         self._came_at = 0.0
-        """When a part of an object came last, or was waited for first."""
+        """Time when a part of an object last came, or the wait began."""
 
     def connect(self) -> None:
         if self._loop is None:
             try:
                 self._loop = uvloop.new_event_loop()
-            except OSError as error:  # no descriptors
+            except OSError as error:  # out of descriptors
                 raise self._error(error) from error
 
     def close(self) -> None:
@@ -160,10 +160,10 @@ class S3(Store):
             try:
                 loop.call_soon_threadsafe(task.cancel)
             except RuntimeError:
-                pass  # it is closed already
+                pass  # it is already closed
 
     def ping(self, deadline: float) -> None:
-        # The body of an answer to GET says what is missing, that of HEAD is empty.
+        # An answer to GET has a body that names the problem; HEAD's has none.
         self._run(self._value(b"kvoffd/2/probe"), deadline)
 
     def ask(
@@ -180,10 +180,10 @@ class S3(Store):
             generation.cancel()
 
     def touch(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
-        """See ``Store``; a bucket's rules go by age alone, and nothing counts as used.
+        """See ``Store``; a bucket's lifecycle rules depend on age only, so nothing counts as used.
 
-        Keys are mostly of one chain. Where its ends are not there the others count as absent: to write a block again
-        that another node has written does no harm, and a HEAD takes half the time of writing 1 MiB.
+        Keys are mostly of one chain. If both ends are absent, the others count as absent: writing a block again that
+        another node wrote is harmless, and a HEAD takes half the time of writing 1 MiB.
         """
         return self._run(self._there(keys), deadline)
 
@@ -203,7 +203,7 @@ class S3(Store):
                 task.cancel()
 
     async def _patiently(self, task: asyncio.Task[T], patience_s: float) -> T:
-        """Wait for a task as long as parts of it or of others come."""
+        """Wait for a task as long as parts of it or of others keep coming."""
         self._came_at = time.monotonic()
         while not task.done() and (left := self._came_at + patience_s - time.monotonic()) > 0:
             await asyncio.wait([task], timeout=left)
@@ -212,7 +212,7 @@ class S3(Store):
         return task.result()
 
     async def _get(self, request: GetRequest) -> Received | None:
-        """Fill the views; None where the object is not there."""
+        """Fill the views; return None if the object does not exist."""
         header = bytearray(request.header_bytes)
         try:
             answer = await obstore.get_async(self._bucket.client, self._path(request.key))
@@ -243,10 +243,10 @@ class S3(Store):
     def raise_generation(self, generation_key: bytes, seen: int, generation: int, deadline: float) -> int:
         self._generations.pop(generation_key, None)
         if (found := self._run(self._generation(generation_key), deadline)) >= generation:
-            return found  # what was seen may be of some seconds ago
+            return found  # the number that was seen may be some seconds old
         self._generations.pop(generation_key, None)
         if not self._run(self._put(generation_key, [b"%d" % generation]), deadline):
-            raise StoreError("full", f"{self._bucket.name} takes no more.")
+            raise StoreError("full", f"{self._bucket.name} accepts no more.")
         return generation
 
     def _path(self, key: bytes) -> str:
@@ -267,7 +267,7 @@ class S3(Store):
         return number
 
     async def _value(self, key: bytes) -> bytes:
-        """The first bytes of a small object; empty where there is none."""
+        """Return the first bytes of a small object; empty if there is none."""
         try:
             answer = await obstore.get_async(self._bucket.client, self._path(key))
             value = bytearray(min(answer.meta["size"], MOST_VALUE_BYTES))
@@ -278,30 +278,30 @@ class S3(Store):
             return b""
 
     async def _receive(self, answer: obstore.GetResult, into: Sequence[bytearray | memoryview]) -> bool:
-        """Receive as many bytes as these take; False where an answer has more or fewer.
+        """Receive exactly as many bytes as ``into`` takes; return False if the answer has more or fewer.
 
-        It may where it says how many, and where it comes in chunks. What is more is not received.
+        Both are possible, with a length and in chunks. Further bytes are not received.
         """
         size = sum(map(len, into))
         if answer.meta["size"] != size:
             return False
-        rooms = [np.frombuffer(room, np.uint8) for room in into if len(room)]
-        part_bytes = min(size + 1, RECEIVE_BYTES)  # with one more the end comes with the last part
+        rests = [np.frombuffer(one, np.uint8) for one in into if len(one)]
+        part_bytes = min(size + 1, RECEIVE_BYTES)  # one more, so that the end comes with the last part
         async for part in answer.stream(part_bytes):
             self._came_at = time.monotonic()
             data = np.frombuffer(part, np.uint8)
             while len(data):
-                if not rooms:
+                if not rests:
                     return False
-                count = min(len(data), len(rooms[0]))
-                # As arrays: the interpreter is left to others, as it is not while a memoryview is copied.
-                np.copyto(rooms[0][:count], data[:count])
-                data, rooms[0] = data[count:], rooms[0][count:]
-                if not len(rooms[0]):
-                    del rooms[0]
+                count = min(len(data), len(rests[0]))
+                # As arrays, because copying a memoryview holds the GIL.
+                np.copyto(rests[0][:count], data[:count])
+                data, rests[0] = data[count:], rests[0][count:]
+                if not len(rests[0]):
+                    del rests[0]
             if len(part) < part_bytes:
                 break
-        return not rooms
+        return not rests
 
     async def _head(self, key: bytes) -> bool:
         try:
@@ -317,11 +317,11 @@ class S3(Store):
         return found
 
     async def _prefix(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which keys are there if those that are are the first ones: a search with ``PROBES`` HEADs at a time.
+        """Return which keys exist, assuming that those are the first ones: a search with ``PROBES`` concurrent HEADs.
 
-        The first step has two, since most prefixes are not there at all.
+        The first step has two, since most prefixes do not exist at all.
         """
-        there, absent = 0, len(keys)  # the first so many are there; from that place on they are not
+        there, absent = 0, len(keys)  # the first `there` keys exist; those from `absent` on do not
         places = sorted({0, absent - 1}) if keys else []
         while there < absent:
             answers = await _all([self._head(keys[place]) for place in places])
@@ -351,7 +351,7 @@ class S3(Store):
             self._task = None
 
     def _error(self, error: BaseException) -> StoreError:
-        """What an exception of obstore means: its type says little, S3's code and status say it all."""
+        """Translate an exception of obstore: its type says little, S3's code and status say everything."""
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
         if isinstance(error, StoreError):
@@ -360,7 +360,7 @@ class S3(Store):
         if isinstance(error, TimeoutError) or "TimedOut" in text:
             return StoreError("timeout", f"{name} does not answer in time.{self._bucket.no_keys}")
         if isinstance(error, asyncio.CancelledError):
-            return StoreError("disconnected", f"What was asked of {name} was interrupted.")
+            return StoreError("disconnected", f"A request to {name} was interrupted.")
         if "://169.254." in text:
             why = f"{name} has no credentials: {_first_line(error)}.{self._bucket.no_keys}"
             return StoreError("credentials", why, final=True)
@@ -374,16 +374,16 @@ class S3(Store):
                     return StoreError(kind, f"{name} answers {answer}: {hint}.", final=kind not in ("full", "busy"))
             return StoreError("protocol", f"{name} answers {answer}.")
         if "certificate" in text.lower():
-            why = f"{name} does not prove who it is: {_first_line(error)}. Name its authority in SSL_CERT_FILE."
+            why = f"The certificate of {name} is not accepted: {_first_line(error)}. Name its CA in SSL_CERT_FILE."
             return StoreError("tls", why, final=True)
         cause = f" ({printable(found[1])})" if (found := _CAUSE.search(text)) else ""
-        hint = " Where it has no TLS, name its endpoint http://." if "InvalidContentType" in text else ""
+        hint = " If it has no TLS, name its endpoint http://." if "InvalidContentType" in text else ""
         why = f"{name} cannot be reached: {_first_line(error)}{cause}.{hint}"
         return StoreError("unreachable", why, final="Connect" in text)
 
 
 async def _all(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Do all at the same time; the first failure cancels the others."""
+    """Run all concurrently; the first failure cancels the others."""
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(work) for work in works]
     return [task.result() for task in tasks]
@@ -394,6 +394,6 @@ def _first_line(error: BaseException) -> str:
 
 
 def open_s3(url: str, credentials: Credentials) -> Callable[[], Store]:
-    """What makes connections to the bucket at a URL. Raises KvoffdError."""
+    """Return a function that makes connections to the bucket at a URL. Raises KvoffdError."""
     bucket = open_bucket(url, credentials)
     return lambda: S3(bucket)

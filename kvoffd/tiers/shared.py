@@ -1,4 +1,4 @@
-"""The shared tier: blocks in a store that many nodes write to and read from. What waits for the store is in threads."""
+"""The shared tier: blocks in a store that many nodes write to and read from. Threads wait for the store."""
 
 from __future__ import annotations
 
@@ -58,76 +58,76 @@ from kvoffd.tiers.tier import (
 logger = logging.getLogger(__name__)
 
 UNKNOWN = 3
-"""Beside what ``find`` says of a key: nobody has asked for it of late."""
+"""State of a key in addition to those of ``find``: nobody asked for it recently."""
 YES_S, NO_S, REFUSED_S = 2.0, 1.0, 30.0
-"""How long an answer is taken for true; the last for a block that could not be read, or must not be."""
+"""Time for which an answer is cached; the last for a block that could not be read, or must not be."""
 _IS_UNKNOWN = bytes(state == UNKNOWN for state in range(256))
 MOST_ANSWERS = 262_144
-"""Answers that are kept, of 16 bytes each."""
+"""Cached answers, of 16 bytes each."""
 WINDOW = 16
 """See answers.c."""
 MOST_REFUSED = 32_768
-"""Keys that are not to be read now and are remembered, of about 250 bytes each."""
+"""Remembered keys that must not be read now, of about 250 bytes each."""
 MOST_ASKED = 65_536
-"""Keys that may be being asked for at a time."""
+"""Keys whose answers may be outstanding."""
 MOST_READS, MOST_WRITES = 4096, 64
 MOST_REMOVALS, REMOVED_AT_ONCE = 16, 1000
 """Tasks that may wait beyond ``MOST_WRITES`` before removals are dropped, and objects of one removal."""
 MOST_NAMESPACES = 65_536
-"""Of which it is known when it was looked whether they were reset: as many as may be open."""
+"""Namespaces whose last poll for a reset is remembered: as many as can be open."""
 MOST_OBJECT_BYTES = 500 * 2**20
-"""Redis takes values of 512 MiB."""
+"""Limit of a block: Redis accepts values of 512 MiB."""
 MOST_KEY_BYTES = 64
 READERS = 2
 PARTIAL = "partial"
-"""Why blocks are removed for all nodes: this one has more of them. What else it drops others go on using."""
+"""Reason for which blocks are removed for all nodes: this node has more of them. Otherwise only it drops them."""
 
 LATE_SHARE = 0.75
-"""Part of a read's patience after which it is late, and not tried once more."""
+"""Part of a read's patience after which a failed read is not retried."""
 ASK_PATIENCE_S = 0.08
-"""An ask that takes so much longer than its deadline ends with its connection; beyond the deadline it is a failure."""
+"""Time beyond an ask's deadline after which its connection is closed; beyond the deadline it counts as a failure."""
 HANGS_S = 0.5
-"""How long after its deadline an ask is to be begun at the latest."""
+"""Time after its deadline by which an ask must have begun."""
 WRITE_S = 10.0
-"""For a few objects, or for removing a thousand."""
+"""Limit for writing a few objects, or for removing a thousand."""
 RAISE_S = 5.0
-"""How long it may take to raise a generation, or to look whether another node did."""
+"""Limit for raising a generation, or for checking whether another node did."""
 PROBE_S = 1.0
 QUIET_S = 10.0
-"""A store that nobody asks for so long is probed, so that operators hear of one that is gone."""
-LOOK_S, NOT_SAID_S = 10.0, 600.0
-"""How often it is asked how full it is; the latter of a store that does not say."""
+"""Time without answers after which the store is probed, so that operators learn if it is gone."""
+LOOK_S, SILENT_LOOK_S = 10.0, 600.0
+"""Intervals at which the store is asked how full it is; the latter if it does not report that."""
 LOOK_DEADLINE_S = 0.5
 FULL_PART = 15 / 16
-"""A store is full from this part of what it may hold on."""
+"""Part of its limit from which on a store counts as full."""
 OWN_WEIGHT = 0.9
-"""Weight of earlier looks in this node's part of what is written."""
+"""Weight of earlier samples in this node's part of the writes."""
 FULL_PAUSE_S = 5.0
-"""How long nothing is written after the store refused it: it is full, a replica, or gives us no right to."""
+"""Pause of writes after the store refused one: it is full, a replica, or does not permit it."""
 SHOWN_S = 60.0
-"""How long health shows a refused write, unless one succeeds: there may be nothing more to write."""
+"""Time for which health reports a refused write, unless one succeeds: there may be no further write."""
 STEADY_S = 5.0
-"""How long it is reachable again until the log says so: what comes and goes does not fill it."""
+"""Log "reachable" only after this long, so that an unstable store does not fill the log."""
 LOGGED_S = 60.0
 MOST_AHEAD_S = 10 * 365 * 86_400
-"""A generation is a time in seconds, or little more, by a clock that may be wrong."""
+"""Limit for a generation, which is a time in seconds or slightly more, by a clock that may be wrong."""
 OLD_WEIGHT = 0.9
-"""Weight of earlier asks in the time that an ask takes."""
+"""Weight of earlier asks in the mean duration of asks."""
 LOST = ("timeout", "disconnected", "unreachable", "tls", "internal")
-"""Kinds of errors of writing that are no answer of the server's."""
+"""Kinds of write errors that are not answers of the server."""
 
 MOST_FAILURES = 3
-"""Failures or slow answers of one kind of work, one after another, that open the breaker."""
+"""Consecutive failures or slow answers of one kind of work that open the breaker."""
 PAUSE_S = 1.5
-"""Before a probe, up to a quarter shorter or longer: a server that is back is used within 5 s, with what a probe and
-its turn may take."""
+"""Mean pause before a probe; it varies by a quarter. A server that returns is used within 5 s, including the probe."""
 
 
 class Breaker:
-    """Stops work with a store that fails. Open, it lets nobody through but a probe every second or two. For any thread.
+    """Circuit breaker for a failing store. While open, it blocks all but a probe every second or two. Thread-safe.
 
-    Work is to ask, read or write: a server may do one and not the other, and answers a probe all the same. So failures
-    are counted apart, and only what succeeds forgets its own: after a probe, one more of what opened it opens it again.
+    The kinds of work are asking, reading and writing: a server may do one and fail at another, and still answer probes.
+    So failures are counted by kind, and only a success of that kind resets them: after a probe, one more failure of the
+    kind that opened the breaker opens it again.
     """
 
     def __init__(self, clock: Callable[[], float], jitter: Callable[[], float] = random.random) -> None:
@@ -137,16 +137,16 @@ class Breaker:
         self._failures: Counter[str] = Counter()
         self.probe_at = 0.0
         self.open = True
-        """Also at the start: the first probe is due at once."""
+        """Open at the start too: the first probe is due at once."""
         self.opened = 0
-        """Times that it was opened since the store was reached first."""
+        """Number of times that it opened since the store was first reached."""
 
     def succeeded(self, work: str) -> None:
         with self._lock:
             self._failures.pop(work, None)
 
     def failed(self, work: str, *, at_once: bool = False) -> None:
-        """Note a failure; ``at_once`` opens it, as where nobody listens or the password is wrong."""
+        """Record a failure; ``at_once`` opens the breaker, as for a refused connection or a wrong password."""
         with self._lock:
             self._failures[work] += 1
             if not self.open and (at_once or self._failures[work] >= MOST_FAILURES):
@@ -155,7 +155,7 @@ class Breaker:
                 self._pause()
 
     def probed(self, answers: bool) -> None:
-        """Note what came of a probe while it was open."""
+        """Record the result of a probe while the breaker was open."""
         with self._lock:
             self.open = not answers
             if not answers:
@@ -166,7 +166,7 @@ class Breaker:
 
 
 class Probe:
-    """Asks whether the store serves at all."""
+    """Checks whether the store serves at all."""
 
 
 class Look:
@@ -175,7 +175,7 @@ class Look:
 
 @dataclass(slots=True, eq=False)
 class Raise:
-    """Raises a generation, so that the blocks of a namespace are void for all nodes."""
+    """Raises a generation, which voids the blocks of a namespace for all nodes."""
 
     fingerprint: bytes
     deadline: float
@@ -185,7 +185,7 @@ class Raise:
 
 @dataclass(slots=True, eq=False)
 class Ask:
-    """Asks for keys, if it begins by the deadline; without any for the generation alone."""
+    """Asks for keys, if it begins by the deadline; without keys, for the generation only."""
 
     group: BlockGroup
     keys: Sequence[bytes]
@@ -195,8 +195,8 @@ class Ask:
 
 @dataclass(slots=True, eq=False)
 class ObjectRead:
-    """Reads a block into views of the pool, one a shard. ``stored``: the group as the object has it. ``again``: its
-    connection was lost once."""
+    """Reads a block into views of the pool, one per shard. ``stored``: the group as in the object. ``retried``: whether
+    this is a retry after a lost connection."""
 
     group: BlockGroup
     stored: BlockGroup
@@ -204,12 +204,12 @@ class ObjectRead:
     views: Sequence[memoryview]
     patience_s: float
     on_end: ReadEnd
-    again: bool = False
+    retried: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class ObjectWrite:
-    """Writes a block from views of the pool, one a shard. ``stored``: the block as the object has it."""
+    """Writes a block from views of the pool, one per shard. ``stored``: the block as in the object."""
 
     group: BlockGroup
     stored: Block
@@ -219,8 +219,8 @@ class ObjectWrite:
 
 @dataclass(slots=True, eq=False)
 class Removal:
-    """Removes objects, as far as that can be done. One that stays is read like any other: a miss where its bytes are
-    wrong, and a load that fails where it holds less than the load wants."""
+    """Removes objects, as far as possible. One that stays is read like any other: a miss if its bytes are wrong, and a
+    failed load if it holds less than the load needs."""
 
     names: Sequence[bytes]
 
@@ -260,19 +260,19 @@ class Answers:
 
 
 class SharedTier(Tier):
-    """See ``Tier``. What the store has is only known by asking: others write to it as well, and it may forget.
+    """See ``Tier``. The store's contents are known only by asking: other nodes write to it too, and it may evict.
 
-    Blocks of a namespace lie there under a generation of all nodes, which is not that of the block group.
+    Objects of a namespace have a generation that all nodes share, which differs from that of the block group.
 
     Args:
-        name: for operators: the URL, which has no password.
+        name: for operators: the URL, without a password.
         open_store: makes a connection, for one thread.
         pool: the pool's memory.
         clock: ``time.monotonic``, by which the threads measure deadlines too.
-        post: has a call made in the daemon's thread.
-        ask_deadline_s: time for the store to say what it has.
-        generations: of namespaces, those that this node has followed; of others it has followed none.
-        make_workers: tests do without threads.
+        post: runs a call in the daemon's thread.
+        ask_deadline_s: time in which the store must answer an ask.
+        generations: of namespaces, as far as this node has followed them.
+        make_workers: replaced in tests, which have no threads.
     """
 
     def __init__(
@@ -293,16 +293,16 @@ class SharedTier(Tier):
         self._stores = [first, *(open_store() for _ in range(READERS + first.writers))]
         self.ask_deadline_s = ask_deadline_s
         self.problem = ""
-        """Why it failed last as a whole, a sentence."""
+        """Last failure of the whole store, a sentence."""
         self._refusal = ""
         self.breaker = Breaker(clock)
         self._pool = pool
         self._clock = clock
         self.post = post
         self._answers = Answers()
-        """Each with the time when it was given, or asked for; ABSENT with the time until which it is taken for true."""
+        """Each with the time when it was given, or asked for; ABSENT with the time until which it is cached."""
         self._refused: OrderedDict[tuple[int, bytes], float] = OrderedDict()
-        """Keys that are ABSENT until then, whatever is answered."""
+        """Keys that are ABSENT until this time, whatever the answer."""
         self._generations = dict(generations or {})
         self._polled_at: dict[bytes, float] = {}
         self._poll_next = False
@@ -311,14 +311,14 @@ class SharedTier(Tier):
         self._writes: dict[tuple[int, bytes], ObjectWrite] = {}
         self._write_at = self._steady_at = self._shown_until = 0.0
         self._filling: Filling | None = None
-        """As the store said last."""
+        """The store's last answer."""
         self._look_at, self._full_until = clock(), -inf
         self._looking = self._evicts = False
-        """``_evicts``: whether it did between the last two looks."""
+        """``_evicts``: whether the store evicted objects between the last two looks."""
         self._written_before = 0, 0
         """Blocks and bytes written up to the last look."""
         self._own = self._all = 1.0
-        """Blocks of late that this node wrote, and that were evicted for those of all nodes."""
+        """Recent numbers of blocks that this node wrote, and of blocks evicted for writes of all nodes."""
         self._heard_at, self._unexpected_at = clock(), -LOGGED_S
         self._logged_reachable = self._probing = self.closed = False
         connections = [StoreConnection(self, store, clock) for store in self._stores]
@@ -339,7 +339,7 @@ class SharedTier(Tier):
         self._probe()
 
     def _next_question(self, waiting: deque[Question]) -> list[Question]:
-        """Very many namespaces that are polled keep no lookup waiting, nor the other way round: they take turns."""
+        """Take polls and other questions in turn, so that neither delays the other."""
         polls = (isinstance(one, Ask) and not one.keys for one in waiting)
         at = next((at for at, is_poll in enumerate(polls) if is_poll is self._poll_next), 0)
         self._poll_next = not self._poll_next
@@ -350,18 +350,18 @@ class SharedTier(Tier):
     def _next_blocks(
         self, waiting: deque[ObjectRead | ObjectWrite | Removal]
     ) -> list[ObjectRead | ObjectWrite | Removal]:
-        """Half of the blocks that wait, if they are many, as far as a connection takes them at once; or a removal."""
+        """Take half of the waiting blocks, if many, limited to what a connection takes at once; or one removal."""
         most = min(self._store.blocks_at_once, max(self._store.blocks_at_once // 4, len(waiting) // 2))
         batch = [waiting.popleft()]
-        room = self._store.bytes_at_once - _nbytes(batch[0])
+        left = self._store.bytes_at_once - _nbytes(batch[0])
         while waiting and len(batch) < most and not isinstance(batch[0], Removal):
-            room -= _nbytes(waiting[0])
-            if room < 0 or isinstance(waiting[0], Removal):
+            left -= _nbytes(waiting[0])
+            if left < 0 or isinstance(waiting[0], Removal):
                 break
             batch.append(waiting.popleft())
         return batch
 
-    # --- what is known of keys -------------------------------------------------------------------
+    # --- answers of the store --------------------------------------------------------------------
 
     def find(self, group: BlockGroup, keys: Sequence[bytes], *, prefix: bool) -> bytes:
         if self.breaker.open or self.closed:
@@ -388,18 +388,18 @@ class SharedTier(Tier):
         (states, at), now = self._answers.find(tag, keys), self._clock()
         is_asked, ended = states == ASKED, at + self.ask_deadline_s
         over = np.where(is_asked, ended + NO_S, at + YES_S * (states == PRESENT))
-        # Who asked and got no answer in time has its miss; the next may ask again a little later.
+        # An ask without an answer in time was a miss; the next lookup may ask again a little later.
         states[is_asked & (ended <= now)] = ABSENT
         states[over <= now] = UNKNOWN
         return bytearray(states)
 
     def _are_believed(self, tag: int, keys: Sequence[bytes]) -> list[bool]:
-        """Whether each key was there so lately that it is not offered again, and that a read is tried."""
+        """Return whether each block existed so recently that it is not offered again, and that a read is tried."""
         states, at = self._answers.find(tag, keys)
         believed: list[bool] = ((states == PRESENT) & (self._clock() < at + self._store.believed_s)).tolist()
         return believed
 
-    def _note(self, tag: int, keys: Sequence[bytes], found: Sequence[bool]) -> None:
+    def _record_answers(self, tag: int, keys: Sequence[bytes], found: Sequence[bool]) -> None:
         now, there = self._clock(), np.frombuffer(bytes(found), np.bool_)
         states, at = np.where(there, PRESENT, ABSENT), now + NO_S * ~there
         for number, key in enumerate(keys) if self._refused else ():
@@ -413,7 +413,7 @@ class SharedTier(Tier):
             self._refused.pop((tag, key), None)
             self._refused[tag, key] = until
             if len(self._refused) > MOST_REFUSED:
-                self._refused.popitem(last=False)  # of a dict the first one is looked for behind all that are gone
+                self._refused.popitem(last=False)  # in a plain dict, removed entries at the front would slow this
         self._answers.note(tag, keys, ABSENT, until)
 
     # --- reading, writing, removing --------------------------------------------------------------
@@ -434,7 +434,7 @@ class SharedTier(Tier):
         if not self.available() or self._clock() < self._write_at or group.nbytes > MOST_OBJECT_BYTES:
             self.counters.dropped_writes += 1
             return False
-        # What the pool has of a namespace that all nodes reset is of the generation before, until somebody drops it.
+        # Blocks of a namespace that was reset on all nodes belong to the earlier generation until they are dropped.
         if len(self._writes) >= MOST_WRITES or group.fingerprint in self._voided or not all(self.wants(group, [key])):
             return False
         stored = block._replace(group=self._stored(group))
@@ -443,7 +443,7 @@ class SharedTier(Tier):
         return True
 
     def remove_all(self, fingerprint: bytes | None) -> int:
-        """Forget the answers; they are few, and stand for seconds."""
+        """Forget the cached answers, which are few and short-lived."""
         self._answers.clear()
         return 0
 
@@ -462,38 +462,38 @@ class SharedTier(Tier):
                 self._write_ended(removal, Result.FAILED)
 
     def _stored(self, group: BlockGroup) -> BlockGroup:
-        """A group as objects have it."""
+        """Return a group with the generation of objects."""
         generation = self.generation(group.fingerprint)
         return make_block_group(group.fingerprint, generation, group.number, group.lengths)
 
     def _views(self, group: BlockGroup, offsets: Sequence[int]) -> list[memoryview]:
         return [self._pool[at : at + length] for at, length in zip(offsets, group.lengths, strict=True)]
 
-    # --- what the daemon asks besides ------------------------------------------------------------
+    # --- state and maintenance -------------------------------------------------------------------
 
     def available(self) -> bool:
         return not self.breaker.open and not self.closed
 
     @property
     def lifetime_bytes(self) -> int:
-        """Bytes of this node's writes that a block survives; 0 while there is space, as far as the store says.
+        """Bytes of this node's writes that a block survives; 0 while there is free space, as far as the store reports.
 
-        Others write too: of what goes for new blocks this node has a part.
+        Other nodes write too: this node causes only a part of the evictions.
         """
-        size, used, _ = self._said
+        size, used, _ = self._last_filling
         if not (used >= FULL_PART * size > 0 or self._evicts or self._clock() < self._full_until):
             return 0
         size = size or max(len(self._pool), self.counters.written_bytes)
         return max(1, int(size * min(1.0, self._own / self._all)))
 
     @property
-    def _said(self) -> Filling:
-        """What the store said last; zeros where it does not say."""
+    def _last_filling(self) -> Filling:
+        """The store's last answer; zeros if it gave none."""
         return self._filling or Filling(0, 0, 0)
 
     def _wrote_much(self) -> bool:
-        """Whether the store may be full by now, by what was written since the last look."""
-        size = self._said.size_bytes
+        """Return whether the writes since the last look may have filled the store."""
+        size = self._last_filling.size_bytes
         return 0 < (1 - FULL_PART) * size <= self.counters.written_bytes - self._written_before[1]
 
     def _looked(self, found: Filling | None) -> None:
@@ -510,19 +510,18 @@ class SharedTier(Tier):
 
     @property
     def refusal(self) -> str:
-        """Why it takes no writes, a sentence; empty where it does."""
+        """Reason why the store refuses writes, a sentence; empty if it accepts them."""
         return self._refusal if self._clock() < self._shown_until else ""
 
     @property
     def servers(self) -> list[Server]:
-        """The servers of the store, as far as it can tell."""
+        """The servers of the store, as far as they are known."""
         found = list(self._store.servers or ())
         return found if len(found) != 1 else [Server(found[0].name, self.available(), self.problem)]
 
     def tick(self) -> None:
-        """End reads that wait while the breaker is open. Probe where that is due, and give the store up while the
-        thread that asks hangs, as it may where names are looked up. Tell of the servers that it does without, and when
-        it is reachable.
+        """End waiting reads while the breaker is open. Probe when it is due, and open the breaker while the asking
+        thread hangs, as in name resolution. Report unreachable servers, and when the store is reachable.
         """
         now = self._clock()
         if self.breaker.open:
@@ -543,7 +542,7 @@ class SharedTier(Tier):
             overdue = self._asking.end(None, lambda one: isinstance(one, Ask) and one.deadline < now - HANGS_S)
             if overdue and not self.breaker.open:
                 self.breaker.failed("ask", at_once=True)
-                why = f"{self.name} is being connected to for too long; see its name and the network."
+                why = f"Connecting to {self.name} takes too long; check its name and the network."
                 self.failed(StoreError("timeout", why), refused=False)
 
     def _probe(self) -> None:
@@ -554,8 +553,8 @@ class SharedTier(Tier):
         reads = self._reading.waiting + self._reading.running
         return replace(
             self.counters,
-            size_bytes=self._said.size_bytes,
-            used_bytes=self._said.used_bytes,
+            size_bytes=self._last_filling.size_bytes,
+            used_bytes=self._last_filling.used_bytes,
             queued_reads=reads,
             queued_writes=len(self._writes),
             errors=self.counters.errors.copy(),
@@ -577,11 +576,11 @@ class SharedTier(Tier):
     # --- generations of namespaces ---------------------------------------------------------------
 
     def generation(self, fingerprint: bytes) -> int:
-        """How often, by what is known here, a namespace's blocks were made void for all nodes; 0 for never."""
+        """Return the known generation at which a namespace's blocks were last voided for all nodes; 0 for never."""
         return self._generations.get(fingerprint, 0)
 
     def raise_generation(self, fingerprint: bytes) -> Raise:
-        """Begin to make a namespace's blocks void for all nodes; what is returned says when that has ended, and how."""
+        """Begin to void a namespace's blocks for all nodes; the result shows when that has ended, and how."""
         one = Raise(fingerprint, self._clock() + RAISE_S)
         if self.available():
             self._asking.put(one)
@@ -590,22 +589,22 @@ class SharedTier(Tier):
         return one
 
     def poll(self, fingerprint: bytes) -> None:
-        """Look whether all nodes were to drop a namespace's blocks, unless that was done lately."""
+        """Check whether a namespace's blocks were voided for all nodes, unless that was done recently."""
         now = self._clock()
         if not self.breaker.open and now >= self._polled_at.get(fingerprint, -inf) + self._store.poll_s:
-            put_newest(self._polled_at, fingerprint, inf, MOST_NAMESPACES)  # until it is answered
+            put_newest(self._polled_at, fingerprint, inf, MOST_NAMESPACES)  # until the answer
             self._asking.put(Ask(BlockGroup(fingerprint, 0, 0, (), 0), (), True, now + RAISE_S))
 
     def take_voided(self) -> list[bytes]:
-        """Namespaces whose blocks were made void for all nodes since the last call."""
+        """Return the namespaces whose blocks were voided for all nodes since the last call."""
         found, self._voided = list(self._voided), set()
         return found
 
-    def _note_generation(self, fingerprint: bytes, generation: int) -> None:
+    def _record_generation(self, fingerprint: bytes, generation: int) -> None:
         if generation > self.generation(fingerprint):
             self._generations[fingerprint] = generation
             logger.info("The blocks of a namespace in %s are void: its generation is %d now.", self.name, generation)
-            self._answers.clear()  # of all namespaces: it is rare, and answers stand for seconds
+            self._answers.clear()  # of all namespaces: voiding is rare, and answers are short-lived
             self._voided.add(fingerprint)
 
     # --- what has ended, in the daemon's thread --------------------------------------------------
@@ -615,13 +614,13 @@ class SharedTier(Tier):
         if isinstance(question, Probe):
             self._probing = False
         elif isinstance(question, Look):
-            self._looking, self._look_at = False, self._clock() + (NOT_SAID_S if result is None else LOOK_S)
+            self._looking, self._look_at = False, self._clock() + (SILENT_LOOK_S if result is None else LOOK_S)
             if not isinstance(result, Exception):
                 self._looked(result)
         elif isinstance(question, Ask):
             self._asked(question, result if isinstance(result, Answer) else None)
         elif isinstance(result, int):
-            self._note_generation(question.fingerprint, result)
+            self._record_generation(question.fingerprint, result)
             question.ended = True
         else:
             question.ended, question.problem = True, str(result) or repr(result)
@@ -637,13 +636,13 @@ class SharedTier(Tier):
         else:
             earlier = counters.ask_seconds or answer.seconds
             counters.ask_seconds = OLD_WEIGHT * earlier + (1 - OLD_WEIGHT) * answer.seconds
-            self._note_generation(fingerprint, answer.generation)
-            if answer.generation == self.generation(fingerprint):  # else they have become void
+            self._record_generation(fingerprint, answer.generation)
+            if answer.generation == self.generation(fingerprint):  # else the blocks are void by now
                 found = answer.found
                 counters.found_keys += sum(found)
         if not ask.keys:
             return
-        self._note(ask.group.tag, ask.keys, found)
+        self._record_answers(ask.group.tag, ask.keys, found)
         if ask.prefix and False in found:
             gap = found.index(False)
             found = [True] * gap + [False] * (len(found) - gap)
@@ -651,8 +650,8 @@ class SharedTier(Tier):
 
     def _read_ended(self, read: ObjectRead, ended: tuple[Result, Block | None]) -> None:
         result, block = ended
-        if result is Result.FAILED and not read.again and self.available():
-            read.again = True  # a connection that stood still, or broke, takes no prompt's blocks with it
+        if result is Result.FAILED and not read.retried and self.available():
+            read.retried = True  # one lost or stalled connection should not cost the blocks of a prompt
             self._reading.put(read)
             return
         group, key, counters = read.group, read.key, self.counters
@@ -667,7 +666,7 @@ class SharedTier(Tier):
             counters.mismatches += 1
             self._remove_objects(group, [key])
             name = object_key(read.stored, key).decode()
-            self._error("mismatch", f"The object {name} is not the block that it should be; it is removed.")
+            self._error("mismatch", f"The object {name} does not hold the block that it should; it is removed.")
         read.on_end(result, block._replace(group=group) if block is not None else None)
 
     def _write_ended(self, write: ObjectWrite | Removal, result: Result) -> None:
@@ -687,11 +686,11 @@ class SharedTier(Tier):
             counters.dropped_writes += 1
         there = result in (Result.DONE, Result.PRESENT)
         if there and write.stored.group.generation == self.generation(group.fingerprint):
-            self._note(group.tag, [key], [True])
+            self._record_answers(group.tag, [key], [True])
         write.on_end(result)
 
     def failed(self, error: StoreError, *, refused: bool) -> None:
-        """``refused``: the server answers, and takes no writes now."""
+        """Record a failure. ``refused``: the server answers, but refuses writes."""
         self.problem = error.sentence
         if refused:
             self._write_at, self._shown_until = self._clock() + FULL_PAUSE_S, self._clock() + SHOWN_S
@@ -710,7 +709,7 @@ def _nbytes(work: BlockWork) -> int:
 
 @dataclass(slots=True)
 class Answer:
-    """The generation of a namespace, of each key that was asked for whether it is there, and how long that took."""
+    """A namespace's generation, whether each requested key exists, and how long the answer took."""
 
     generation: int
     found: list[bool]
@@ -718,7 +717,7 @@ class Answer:
 
 
 class StoreConnection:
-    """What a thread of a shared tier does over its own connection to the store."""
+    """Code of a shared tier's thread, with its own connection to the store."""
 
     def __init__(self, tier: SharedTier, store: Store, clock: Callable[[], float]) -> None:
         self._tier = tier
@@ -727,9 +726,9 @@ class StoreConnection:
         self._clock = clock
 
     def _fail(self, error: Exception, work: str) -> None:
-        """Tell of a failure. It counts for the breaker, but where the server answers: that it takes no writes, or with
-        a generation that is none."""
-        if not isinstance(error, StoreError):  # a bug of the store's
+        """Report a failure. It counts for the breaker unless the server answered: it refuses writes, or the stored
+        generation is invalid."""
+        if not isinstance(error, StoreError):  # a bug in the store's code
             self._store.close()
             why = f"It failed unexpectedly: {error!r}; please report the log's traceback."
             cause, error = error, StoreError("internal", why)
@@ -771,7 +770,7 @@ class StoreConnection:
             self._breaker.failed("ask", at_once=True)
 
     def _look(self) -> Filling | Exception | None:
-        """What the store says; None where it does not, as to a user who may not ask, or why there is no answer."""
+        """Return the store's answer; None if it gives none, as to a user without permission; or the failure."""
         try:
             self._store.connect()
             return self._store.filling(self._clock() + LOOK_DEADLINE_S)
@@ -782,7 +781,7 @@ class StoreConnection:
             return error
 
     def _ask(self, ask: Ask) -> Answer | None:
-        """None where it is not answered."""
+        """Return the answer; None if there is none."""
         started = self._clock()
         if self._breaker.open or (started >= ask.deadline and ask.keys) or self._tier.closed:
             return None
@@ -801,7 +800,7 @@ class StoreConnection:
         except Exception as error:
             self._fail(error, "ask")
             return None
-        # To look for one of several servers that is down takes time, which says nothing of the others.
+        # Detecting that one of several servers is down takes time, but does not slow the others.
         if slow:
             self._breaker.failed("ask")
         else:
@@ -822,25 +821,25 @@ class StoreConnection:
         if generation > known:
             known, found = store.ask(own_key, names(generation), deadline, prefix=ask.prefix)
         elif generation < known:
-            # A store that forgot the number, and not the blocks of an older one, must not bring those back.
+            # A store that lost the number, but not blocks of an older one, must not return those.
             try:
                 store.raise_generation(own_key, generation, known, deadline)
             except StoreError as error:
                 if error.kind in LOST:
                     raise
-                self._fail(error, "write")  # a node that may write does it
+                self._fail(error, "write")  # a node with write permission does it
         if len(found) != len(keys):
-            raise StoreError("protocol", f"{len(keys)} keys were asked for, and {len(found)} answered.")
+            raise StoreError("protocol", f"{len(keys)} keys were requested, but {len(found)} answered.")
         return known, found
 
     def _raise(self, one: Raise) -> int | Exception:
-        """The generation then, or why there is none."""
+        """Return the raised generation, or the failure."""
         own_key = generation_key(one.fingerprint)
         try:
             self._store.connect()
             seen, _ = self._store.ask(own_key, [], one.deadline, prefix=True)
             _check_generation(own_key, seen)
-            # The time, since a store that lost the number must not come to one that it had before.
+            # The time, because a store that lost the number must not return to one that it had before.
             generation = max(seen + 1, self._tier.generation(one.fingerprint) + 1, int(time.time()))
             return self._store.raise_generation(own_key, seen, generation, one.deadline)
         except Exception as error:
@@ -861,7 +860,7 @@ class StoreConnection:
                 yield end
 
     def _read(self, reads: Sequence[ObjectRead]) -> Iterator[tuple[Result, Block | None]]:
-        """The ends of the first of them, up to one that fails."""
+        """Yield the results of the first reads, up to one that fails."""
         requests = [GetRequest(object_key(read.stored, read.key), HEADER_BYTES, read.views) for read in reads]
         patience_s, came_at = min(read.patience_s for read in reads), self._clock()
         try:
@@ -875,14 +874,14 @@ class StoreConnection:
                     continue
                 block = _verified(read, received)
                 if block is None:
-                    # It may be the answer to another question, as what follows on the connection then is.
+                    # It may answer another request, and so may all that follows on the connection.
                     self._store.close()
                     yield Result.CORRUPT, None
                     return
                 yield Result.DONE, block
         except Exception as error:
             self._fail(error, "read")
-            # A connection that stood still for a part of the patience is lost, and another may serve in time.
+            # A connection that stalled for part of the patience is lost; another may serve in time.
             late = isinstance(error, StoreError) and error.kind == "timeout"
             late = late and self._clock() - came_at >= LATE_SHARE * patience_s
             yield Result.DEADLINE if late else Result.FAILED, None
@@ -912,7 +911,7 @@ class StoreConnection:
         ]
         stored = self._store.put(absent, deadline)
         if False in stored:
-            why = "It takes no more blocks now; see Redis's maxmemory-policy or the bucket's quota."
+            why = "It accepts no more blocks now; see Redis's maxmemory-policy or the bucket's quota."
             self._fail(StoreError("full", why), "write")
         self._breaker.succeeded("write")
         each = iter(stored)
@@ -920,7 +919,7 @@ class StoreConnection:
 
 
 def _verified(read: ObjectRead, received: Received) -> Block | None:
-    """The block as it was read; None where header or bytes are not those of a whole object of this block."""
+    """Return the block of an object; None if header or bytes are not those of a complete object of this block."""
     block = decode_header(received.header, read.stored, read.key)
     if block is None:
         return None
@@ -930,6 +929,6 @@ def _verified(read: ObjectRead, received: Received) -> Block | None:
 
 
 def _check_generation(own_key: bytes, generation: int) -> None:
-    """Raise StoreError for a number that nobody can have raised it to: followed, it could hardly be raised again."""
+    """Raise StoreError for a number too large to come from a node: if followed, it could hardly be raised again."""
     if generation > time.time() + MOST_AHEAD_S:
         raise bad_generation(f"{own_key.decode()}, {generation},")

@@ -1,4 +1,4 @@
-"""What a shared store must do, and which there are by the scheme of their URL."""
+"""The interface of shared stores, and the stores by URL scheme."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ SCHEMES = (*REDIS_SCHEMES, "s3")
 
 
 class StoreError(Exception):
-    """A store does not do what it was asked. ``kind`` is one word for counting, or two joined by ``_``.
+    """A store failed to do what was asked. ``kind`` is one word for counting, or two joined by ``_``.
 
-    ``final``: asking again at once is of no use, as with a wrong password.
+    ``final``: retrying at once is useless, as with a wrong password.
     """
 
     def __init__(self, kind: str, sentence: str, *, final: bool = False) -> None:
@@ -44,23 +44,23 @@ class StoreError(Exception):
 
 
 def bad_generation(what: str) -> StoreError:
-    """What keeps a generation is no number: of one namespace nothing is known, and others are served."""
-    return StoreError("generation", f"{what} is no number of up to 18 digits that a node has written; remove it there.")
+    """Make the error for a stored generation that is not a number: it affects one namespace, others are served."""
+    return StoreError("generation", f"{what} is not a number of up to 18 digits that a node wrote; remove it there.")
 
 
 def generation_key(fingerprint: bytes) -> bytes:
-    """Where a namespace's generation is kept, as a decimal number; where it is missing the generation is 0."""
+    """Return the key of a namespace's generation, a decimal number; if it is missing, the generation is 0."""
     return b"kvoffd/2/%s/generation" % fingerprint.hex().encode()
 
 
 def decode_generation(value: bytes) -> int | None:
-    """The number that is kept there, 0 for an empty value; None where it is no number of up to 18 digits."""
+    """Decode a generation, 0 for an empty value; None if it is not a number of up to 18 digits."""
     return int(value or 0) if re.fullmatch(rb"[0-9]{0,18}", value) else None
 
 
 def object_prefix(group: BlockGroup) -> bytes:
-    """What the names of a group's objects begin with; a block's key follows, in hexadecimal. A raised generation makes
-    all blocks of a namespace void."""
+    """Return the prefix of the names of a group's objects; a block's key follows, in hexadecimal. A raised generation
+    voids all blocks of a namespace."""
     return b"kvoffd/2/%s/%d/%d/" % (group.fingerprint.hex().encode(), group.generation, group.number)
 
 
@@ -69,22 +69,22 @@ def object_key(group: BlockGroup, key: bytes) -> bytes:
 
 
 def name_of(address: tuple[str, int]) -> str:
-    """As operators write it: an address of IPv6 in brackets."""
+    """Format an address for operators: IPv6 in brackets."""
     host, port = address
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 class Server(NamedTuple):
-    """A server of a store, as it was found last."""
+    """State of a store's server, as last seen."""
 
     name: str
     answers: bool = True
     problem: str = ""
-    """What failed last there, a sentence."""
+    """Last failure, a sentence."""
 
 
 class Servers:
-    """What is known of the servers of a store, by the connections of all threads."""
+    """State of a store's servers, from the connections of all threads."""
 
     def __init__(self, *names: str) -> None:
         self._lock = threading.Lock()
@@ -96,7 +96,7 @@ class Servers:
             return iter(list(self._known.values()))
 
     def update(self, names: Iterable[str]) -> None:
-        """The store has these servers now."""
+        """Set the servers that the store has now."""
         with self._lock:
             self._known = {name: self._known.get(name) or Server(name) for name in names}
 
@@ -106,7 +106,7 @@ class Servers:
                 self._known[name] = self._known[name]._replace(answers=True)
 
     def failed(self, name: str, error: StoreError, *, raised: bool) -> None:
-        """``raised``: the store has raised the error, and does not go on without the server."""
+        """Record a failure. ``raised``: the store raised the error, and does not continue without the server."""
         with self._lock:
             if name in self._known:
                 self._known[name] = Server(name, False, error.sentence)
@@ -114,14 +114,14 @@ class Servers:
                     self._unraised[name] = error
 
     def take_unraised(self) -> dict[str, StoreError]:
-        """Servers that the store went on without since the last call, each with why."""
+        """Return the servers without which the store continued since the last call, with their errors."""
         with self._lock:
             found, self._unraised = self._unraised, {}
             return found
 
 
 class GetRequest(NamedTuple):
-    """An object to be read: so many bytes of a header, and then exactly what fills the views."""
+    """An object to read: ``header_bytes`` of a header, followed by exactly the bytes of the views."""
 
     key: bytes
     header_bytes: int
@@ -129,7 +129,7 @@ class GetRequest(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """What the views take."""
+        """Bytes of the views."""
         return sum(map(len, self.views))
 
 
@@ -137,8 +137,8 @@ class Received(NamedTuple):
     """An object that was read.
 
     Attributes:
-        header: empty where the object is of another length: then nothing was read.
-        checksums: of the views, as ``digest`` takes them; empty, or 0, where the store has not taken them.
+        header: empty if the object has another length: then nothing was read.
+        checksums: of the views, as by ``digest``; empty, or 0, if the store did not compute them.
     """
 
     header: bytes
@@ -146,11 +146,11 @@ class Received(NamedTuple):
 
 
 class Filling(NamedTuple):
-    """What a store says of its memory.
+    """A store's answer about its memory.
 
     Attributes:
-        size_bytes: what it may hold; 0 for no bound.
-        evicted: objects that it evicted so far, also those of other nodes.
+        size_bytes: its limit; 0 for none.
+        evicted: objects evicted so far, including those of other nodes.
     """
 
     size_bytes: int
@@ -159,19 +159,19 @@ class Filling(NamedTuple):
 
 
 class Store(ABC):
-    """One connection to a store, for one thread, which waits. Every method raises StoreError, and closes it then.
+    """One blocking connection to a store, for one thread. A method that fails raises StoreError and closes it.
 
-    Deadlines are of ``time.monotonic``. After a method has ended, in whatever way, nothing more is written into views,
-    nor into those of an object that ``get`` has yielded.
+    Deadlines are of ``time.monotonic``. Once a method has ended, in any way, nothing more is written into views; the
+    same is true of an object's views once ``get`` has yielded it.
 
     Attributes:
-        poll_s: how often it is looked whether generations were raised.
-        most_window_keys: keys that ``ask`` manages in its time without ``prefix``.
-        keys_at_once: most keys of one ``ask``: another client may have its turn then.
-        blocks_at_once, bytes_at_once: most objects of one ``get`` or ``put``, and their bytes where there are several.
-        believed_s: how long a block that was there is not offered again. The store may lose it, and an offer is a use.
-        writers: threads that write. With several one asks what is there while another one's objects are on their way.
-        servers: those that the store has, the same object for all connections; None where it cannot tell.
+        poll_s: interval at which raised generations are looked for.
+        most_window_keys: keys that ``ask`` manages within its deadline without ``prefix``.
+        keys_at_once: most keys of one ``ask``, after which other clients can have their turn.
+        blocks_at_once, bytes_at_once: most objects of one ``get`` or ``put``, and their bytes if there are several.
+        believed_s: time for which an existing block is not offered again. The store may lose it; an offer is a use.
+        writers: threads that write. With several, one looks for existing objects while another one's are being sent.
+        servers: those of the store, the same object for all connections; None if they are unknown.
     """
 
     poll_s: float
@@ -185,36 +185,36 @@ class Store(ABC):
 
     @abstractmethod
     def connect(self) -> None:
-        """Connect, unless that is done and the other end has not closed it."""
+        """Connect, unless a connection exists that the other end has not closed."""
 
     @abstractmethod
     def ping(self, deadline: float) -> None:
-        """Find out whether it serves."""
+        """Check that the store serves."""
 
     def filling(self, deadline: float) -> Filling | None:
-        """How full it is; None where it does not say."""
+        """Return how full the store is; None if it does not report that."""
         return None
 
     @abstractmethod
     def ask(
         self, generation_key: bytes, keys: Sequence[bytes], deadline: float, *, prefix: bool
     ) -> tuple[int, list[bool]]:
-        """The number under ``generation_key``, 0 for none, and whether there is an object under each key.
+        """Return the number under ``generation_key``, 0 for none, and whether each key has an object.
 
-        ``prefix``: only how many of the first there are is of use, if an answer costs something.
+        ``prefix``: only the number of keys before the first gap matters, if answers are expensive.
         """
 
     @abstractmethod
     def touch(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
-        """Whether there is an object under each key; what there is counts as used now."""
+        """Return whether each key has an object; those that exist count as used now."""
 
     @abstractmethod
     def get(self, requests: Sequence[GetRequest], patience_s: float) -> Iterator[Received | None]:
-        """Read objects, in this order, and yield each when its views are filled; None where there is none.
+        """Read objects in this order, and yield each when its views are filled; None if there is none.
 
-        One of another length may be the last.
-        ``patience_s``: how long the next one may take; of objects that come at the same time, how long nothing of any
-        may come. Then it raises a StoreError of the kind ``timeout``.
+        An object of another length may be the last one yielded.
+        ``patience_s``: time for the next object to come; for concurrent objects, time in which no byte of any comes.
+        After that it raises a StoreError of the kind ``timeout``.
         """
 
     @abstractmethod
@@ -223,7 +223,7 @@ class Store(ABC):
     ) -> Sequence[bool | None]:
         """Write objects, each whole or not at all, from their parts.
 
-        False where the store has no room, None where the part of it that would have the object is not there.
+        Returns False if the store has no space, None if the server for the object is unavailable.
         """
 
     @abstractmethod
@@ -231,31 +231,31 @@ class Store(ABC):
 
     @abstractmethod
     def raise_generation(self, generation_key: bytes, seen: int, generation: int, deadline: float) -> int:
-        """Raise the number under ``generation_key``, where ``seen`` was read, to this or more; returns what it is then.
+        """Raise the number under ``generation_key``, which was read as ``seen``, to at least ``generation``; return it.
 
-        Of two that do so at a time none undoes the other's, where the store can see to that.
+        Concurrent raises do not undo each other, if the store can guarantee that.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Close the connection. May be called again, and another connected later."""
+        """Close the connection. It may be called again, and followed by another connect."""
 
     @abstractmethod
     def interrupt(self) -> None:
-        """Let what waits in another thread raise StoreError at once."""
+        """Make a call that waits in another thread raise StoreError at once."""
 
 
 class Credentials(NamedTuple):
-    """Who we are for the store."""
+    """Login of the daemon at the store."""
 
     user: str = ""
     password: str = ""
 
     @classmethod
     def read(cls, path: str, count: int) -> list[Credentials]:
-        """Those of so many stores, from a file with ``password`` or ``user:password`` in a line for each.
+        """Read those of ``count`` stores from a file with ``password`` or ``user:password`` in a line for each.
 
-        Without a path from the variable ``KVOFFD_SHARED_PASSWORD``, else none; an empty line stands for none. Raises
+        Without a path, they come from the variable ``KVOFFD_SHARED_PASSWORD``, if set; an empty line means none. Raises
         KvoffdError.
         """
         try:
@@ -267,7 +267,7 @@ class Credentials(NamedTuple):
         except (OSError, ValueError) as error:
             raise KvoffdError(f"The credentials of the shared tier cannot be read: {error}.") from error
         if path and len(text) > MOST_PASSWORD_CHARACTERS:
-            why = f"{path} has more than {MOST_PASSWORD_CHARACTERS} characters, and is no file of passwords."
+            why = f"{path} has more than {MOST_PASSWORD_CHARACTERS} characters, and is not a password file."
             raise KvoffdError(why, ErrorCode.BAD_ARGUMENT)
         lines = [line.strip() for line in text.splitlines()]
         if path and not any(lines[:count]):
@@ -280,7 +280,7 @@ class Credentials(NamedTuple):
 
 
 def _warn_of_readers(path: str) -> None:
-    """Say that every user may read a file, but where a mount is read-only, as those of Kubernetes' secrets are."""
+    """Warn if every user can read a file, unless its mount is read-only, like that of a Kubernetes secret."""
     mode = stat.S_IMODE(os.stat(path).st_mode)
     if mode & stat.S_IROTH and not os.statvfs(path).f_flag & os.ST_RDONLY:
         logger.warning(
@@ -292,9 +292,9 @@ def _warn_of_readers(path: str) -> None:
 
 
 def check_url(url: str) -> None:
-    """Raises ValueError with half a sentence where it names no store that can be opened."""
-    if "@" in url:  # what may be a password is not repeated
-        raise ValueError("it has a user or a password in it; name their file as shared_password_file")
+    """Raise ValueError with half a sentence if the URL does not name a store that can be opened."""
+    if "@" in url:  # a possible password is not repeated
+        raise ValueError("it contains a user or a password; name their file as shared_password_file")
     try:
         parts = urlsplit(url)
         named = is_host(parts.hostname or "")
@@ -321,7 +321,7 @@ def check_url(url: str) -> None:
 
 
 def _wrong_names(query: str, is_right: Callable[[str, str], object], known: Iterable[str]) -> list[str]:
-    """Names of what cannot be used in a query; empty ones where there is no ``=``: that may be a password."""
+    """Return the names that a query must not have; an empty one for a name without ``=``, which may be a password."""
     asked = parse_qsl(query, keep_blank_values=True)
     wrong = [name for name, value in asked if name not in known or not is_right(name, value)]
     return [name if f"{name}=" in query else "" for name in wrong]
@@ -335,7 +335,7 @@ def _is_ttl(value: str) -> bool:
 
 
 def open_store(url: str, credentials: Credentials) -> Callable[[], Store]:
-    """What makes connections to the store at a URL; none is made here. Raises KvoffdError."""
+    """Return a function that makes connections to the store at a URL; it makes none yet. Raises KvoffdError."""
     scheme = urlsplit(url).scheme
     if scheme in REDIS_SCHEMES:
         from kvoffd.tiers.redis_cluster import open_redis

@@ -1,8 +1,8 @@
-"""What a tier is: a store of whole blocks below the pool, on a disk or shared by several nodes.
+"""The interface of tiers: stores of whole blocks below the pool, on a disk or shared by several nodes.
 
-Every method of a tier is called in the daemon's one thread, returns at once and does no I/O there. An ``on_end`` is
-called in that thread too, never from within the call that it belongs to. So are the methods of ``TierListener``, some
-in the middle of a change: they call no tier.
+All methods of a tier are called in the daemon's one thread, return at once and do no I/O there. An ``on_end`` is called
+in that thread too, never from within the call that it belongs to. So are the methods of ``TierListener``, some in the
+middle of a change: they must not call a tier.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ from typing import Protocol, TypeAlias
 from kvoffd.tiers.header import Block, BlockGroup
 
 ABSENT, PRESENT, ASKED = 0, 1, 2
-"""What ``find`` says of a key. ASKED: its answer comes to ``TierListener.answered`` before the tier's ask deadline."""
+"""Answers of ``find``. ASKED: ``TierListener.answered`` gets the answer before the tier's ask deadline."""
 
 READERS_NICE = 5
-"""How much the priority of threads that read is below that of the daemon's own, which answers engines. Measured on two
-CPUs that other processes wanted too, while blocks came up from Redis: half of the lookups took at most 2 ms instead of
-5, 99 of 100 at most 13 instead of 49. While an engine never sleeps blocks come a fifth slower, else as fast."""
+"""Nice value that reading threads add to the daemon's, whose thread answers engines. Measured on two CPUs shared with
+other processes, while blocks came from Redis: lookups took at most 2 ms instead of 5 (p50) and 13 instead of 49 (p99).
+If an engine never sleeps, blocks come a fifth slower; otherwise as fast."""
 
 
 class Result(StrEnum):
-    """How a read or write ended."""
+    """Result of a read or write."""
 
     DONE = "done"
-    PRESENT = "present"  # a write only: the block was there already
+    PRESENT = "present"  # only of a write: the block existed already
     GONE = "gone"  # removed, evicted or of an older generation
-    CORRUPT = "corrupt"  # the bytes that were read are not those that were written; the block is removed
+    CORRUPT = "corrupt"  # the bytes read are not those written; the block is removed
     FAILED = "failed"  # the device, server or file system failed
-    DEADLINE = "deadline"  # the device or server had its turn and nothing came, or hangs before the turn
+    DEADLINE = "deadline"  # nothing came within the block's patience, or the device or server hung before its turn
     CANCELLED = "cancelled"  # the tier was closed first
 
 
 class TierListener(Protocol):
     def blocks_stored(self, tier: Tier, group: BlockGroup, keys: Sequence[bytes]) -> None:
-        """A disk has these blocks from now on (for KV events). Shared tiers do not call it."""
+        """A disk has these blocks from now on (for KV events). Shared tiers do not call this."""
 
     def blocks_removed(self, tier: Tier, group: BlockGroup, keys: Sequence[bytes]) -> None:
-        """A disk has these blocks no more, whatever the reason. Shared tiers do not call it."""
+        """A disk does not have these blocks any more. Shared tiers do not call this."""
 
     def answered(self, tier: Tier, group: BlockGroup, keys: Sequence[bytes], found: Sequence[bool]) -> None:
-        """What ``find`` called ASKED is known."""
+        """The answers for keys that ``find`` called ASKED."""
 
     def error(self, tier: Tier, kind: str, sentence: str) -> None:
-        """Something went wrong. ``kind`` is a word or two joined by ``_``; errors are counted by kind."""
+        """An error occurred. ``kind`` is a word or two joined by ``_``; errors are counted by kind."""
 
 
 ReadEnd: TypeAlias = Callable[[Result, Block | None], None]
@@ -57,8 +57,7 @@ WriteEnd: TypeAlias = Callable[[Result], None]
 
 @dataclass
 class TierStats:
-    """Sizes and queues as they are now, and what was done since the tier was opened: fields of ``DiskStats`` and
-    ``SharedStats``."""
+    """Current sizes and queues, and counters since the tier was opened: fields of ``DiskStats`` and ``SharedStats``."""
 
     size_bytes: int = 0
     used_bytes: int = 0
@@ -87,9 +86,9 @@ class TierStats:
 
 
 class Tier(ABC):
-    """A store of whole blocks. Until a read or write ends, its pool memory stays as it is; no other is touched.
+    """A store of whole blocks. The caller keeps a read's or write's pool memory unchanged until it ends.
 
-    A failure is a miss, and the listener is called with it. An error of a device is never raised here.
+    A failure is a miss, and is reported to the listener. Device errors are never raised here.
     """
 
     def __init__(self, name: str, listener: TierListener) -> None:
@@ -97,75 +96,75 @@ class Tier(ABC):
         """``name``: for operators, such as ``disk:/mnt/nvme0``."""
 
     def _error(self, kind: str, sentence: str) -> None:
-        """Count an error by the first word of its kind, and tell of it."""
+        """Count an error by the first word of its kind, and report it."""
         self.counters.errors[kind.partition(" ")[0]] += 1
         self._listener.error(self, kind, sentence)
 
     @abstractmethod
     def find(self, group: BlockGroup, keys: Sequence[bytes], *, prefix: bool) -> bytes:
-        """Say of each key ABSENT, PRESENT or ASKED. ``prefix``: behind a gap nothing is of use.
+        """Return ABSENT, PRESENT or ASKED for each key. ``prefix``: keys behind a gap are useless.
 
-        A device that hangs has nothing. A shared tier asks for what it does not know, up to a bound; beyond it ABSENT.
+        A device that hangs has no keys. A shared tier asks for keys that it does not know, up to a limit; the others
+        are ABSENT.
         """
 
     @abstractmethod
     def wants(self, group: BlockGroup, keys: Sequence[bytes]) -> list[bool]:
-        """Of each key, whether a write of it would be of use: it is absent, or due to be refreshed."""
+        """Return for each key whether a write would be useful: it is absent, or due to be refreshed."""
 
     @abstractmethod
     def read(self, group: BlockGroup, key: bytes, offsets: Sequence[int], patience_s: float, on_end: ReadEnd) -> bool:
-        """Begin to read into these pool offsets, by rank. False where the block is not there or not taken now.
+        """Begin to read into these pool offsets, by rank. Returns False if the block is absent or not accepted now.
 
         Args:
-            patience_s: how long the block may take from when its turn has come. Until then it waits for those before
-                it, as long as these come; once the device or server hangs, or is left alone, it ends too.
+            patience_s: time that the block may take from the beginning of its turn. Before that it waits as long as
+                earlier blocks come; if the device or server hangs, or is given up, it ends too.
         """
 
     @abstractmethod
     def write(self, block: Block, offsets: Sequence[int], on_end: WriteEnd) -> bool:
-        """Begin to write from these pool offsets, by rank. False where it is not taken now."""
+        """Begin to write from these pool offsets, by rank. Returns False if the block is not accepted now."""
 
     def used(self, group: BlockGroup, keys: Sequence[bytes]) -> None:  # noqa: B027
-        """These blocks leave the pool: a disk's hand spares them once, as what is read. Unknown ones are ignored."""
+        """These blocks leave the pool: a disk's hand spares them once, as after a read. Ignores unknown blocks."""
 
     @abstractmethod
     def remove(self, group: BlockGroup, keys: Sequence[bytes], why: str) -> None:
-        """Have nobody on this node read these blocks any more, nor what is being written of them. After a kill a disk
-        may have them again, as they were written.
+        """Remove blocks for all reads on this node, also those being written. After a kill, a disk may have them again.
 
         Args:
-            why: ``invalidated``; ``partial``, where the pool has more of them now, which others are to have too; or
-                ``corrupt``, which goes to no store of several nodes.
+            why: ``invalidated``; ``partial`` if the pool has more of them, which other nodes need too; or ``corrupt``,
+                which is not removed from a store shared by nodes.
         """
 
     @abstractmethod
     def remove_all(self, fingerprint: bytes | None) -> int:
-        """Remove what there is of a namespace, of whatever generation, also what is being written; None: of all.
+        """Remove all blocks of a namespace, of any generation, also those being written; None: of all namespaces.
 
-        Returns how many blocks could be read. The listener is called for none. A store that others use only forgets
-        what it knows. After a kill the namespace's generation keeps away what a disk has still.
+        Returns how many were readable. The listener is not called. A shared store only forgets what it knows. After a
+        kill, the namespace's generation hides blocks that are still on a disk.
         """
 
     @property
     def lifetime_bytes(self) -> int:
-        """Bytes of writes that a block survives; 0 while there is room."""
+        """Bytes of writes that a block survives; 0 while there is free space."""
         return 0
 
     @abstractmethod
     def available(self) -> bool:
-        """Whether reads and writes are tried at all now."""
+        """Return whether reads and writes are tried now."""
 
     @abstractmethod
     def tick(self) -> None:
-        """Called a few times a second: ends what is too late, notices devices that hang."""
+        """Called a few times a second: ends what is too late, detects devices that hang."""
 
     @abstractmethod
     def stats(self) -> TierStats:
-        """What ``counters`` has, and how it is now."""
+        """Return ``counters`` with current values."""
 
     @abstractmethod
     def close(self, deadline_s: float) -> bool:
-        """Cancel what has not begun and wait for the rest; ends come until then. False where something hangs still.
+        """Cancel waiting work, and wait until all ends were called. Returns False if something hangs.
 
-        Waits: not for the daemon's thread while it serves engines.
+        Blocks: do not call it in the daemon's thread while it serves engines.
         """

@@ -1,1 +1,1 @@
-"""How bytes move between engines and the pool: layouts and plans (pure), engines (threads), and checksums."""
+"""Copies between engines and the pool: layouts and plans (pure), copy engines (threads), and checksums."""

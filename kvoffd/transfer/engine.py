@@ -1,11 +1,11 @@
 """Executes plans on threads: a queue of transfers for each direction, and the engine for host memory.
 
-A copy is one call of C without the interpreter's lock. It ends when all is copied or the transfer's stop flag is set.
-Loads and stores have threads of their own, so that no load waits for a store.
+A copy is one call of C without the GIL. It ends when all is copied or the transfer's stop flag is set. Loads and stores
+have their own threads, so that no load waits for a store.
 
-A transfer ends (``on_done``) only when nothing touches its memory any more. On a GPU that hangs that may be never.
-``tick`` then tells the owner (``on_overdue``), who may answer a store, since nobody reads its slots before they are
-committed, but must not answer a load, since its bytes may still land in the engine's blocks.
+A transfer ends (``on_done``) only when nothing touches its memory any more. If a GPU hangs that may be never. Then
+``tick`` calls ``on_overdue``: the owner may answer a store, since slots are not read before they are committed, but not
+a load, which may still write to the engine's blocks.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from kvoffd.transfer.plan import Direction, Outcome, Plan
 
 _log = logging.getLogger(__name__)
 
-# A copy looks at its stop flag each MiB or 512 pieces; one that has not returned so long after it was set hangs.
+# A copy polls its stop flag each MiB or 512 pieces. After this time past its deadline it counts as hanging.
 OVERDUE_GRACE_S = 1.0
-# Stores whose checksums wait for a thread; one more is read by the thread that copied it.
+# Limit of stores that wait for threads to compute checksums; beyond it the copying thread computes them.
 MAX_UNREAD_STORES = 4
-# Read for checksums between two looks at whether the transfer must end, and by one thread of several.
+# Bytes that a thread reads for checksums before it polls whether the transfer must end.
 READ_BYTES = 4 << 20
 
 _STRIPE_BYTES = 64
-RAISED = "The owner of a transfer raised: a bug; the engine goes on."
+RAISED = "The owner of a transfer raised: a bug; the engine continues."
 
 
 @dataclass(eq=False)
 class SlotChecksums:
-    """The checksums of one transfer's slots: taken of a store's slots, compared for a load's.
+    """The checksums of one transfer's slots: computed for a store, compared for a load.
 
     Attributes:
-        digests: returns the checksums of slots of the pool, given as ``slots`` are; none is 0.
+        digests: returns the checksums of slots of the pool, given like ``slots``; none is 0.
         slots: offset and length in bytes of each slot.
-        sums: the checksum of each slot; 0 as long as it is not read, for good where the transfer ends before.
-        expected: the checksum that each slot must have; None where they are to be found out.
+        sums: the checksum of each slot; 0 if it was not read, or not yet.
+        expected: the checksums to compare with; None for a store.
         pool_address: the pool's address, to which a store's offsets are relative.
     """
 
@@ -67,17 +67,16 @@ class Transfer:
     """One job's copy. Compared by identity; belongs to the engine from ``submit`` until ``on_done``.
 
     Attributes:
-        plan: called once, in the thread that copies: thousands of pieces take milliseconds.
-        deadline: on the engine's clock, in seconds; looked at before the transfer starts, and by ``tick``.
-        on_done: called exactly once, from any thread, with the transfer and its outcome, when nothing touches its
-            memory any more, its slots included. It must be quick and must not raise.
-        on_overdue: called at most once, by ``tick`` in its caller's thread: the copy has not come back a while after
-            the deadline and may touch the memory until ``on_done``, if that ever comes.
-        checksums: of its slots. A load's are compared before its first byte moves; a store's are taken.
-        ending: how it must end, where that was decided before its copy was done.
-        stop: not 0 where the copy must return; C looks at it.
-        began_at, ended_at: on the engine's clock, when its copy began and ended; 0.0 before. Not what it waited for
-            other copies.
+        plan: returns the plan. Called once, in the copying thread, since thousands of pieces take milliseconds.
+        deadline: on the engine's clock, in seconds; checked before the copy begins, and by ``tick``.
+        on_done: called exactly once, in any thread, with the transfer and its outcome, when nothing touches its memory
+            and slots any more. It must be quick and must not raise.
+        on_overdue: called at most once, by ``tick`` in its caller's thread, if the copy has not ended a while after the
+            deadline. The copy may touch the memory until ``on_done``, if that is ever called.
+        checksums: of its slots. A load's are compared before its first byte is copied.
+        ending: outcome that was decided before the copy ended.
+        stop: not 0 if the copy must return; C polls it.
+        began_at, ended_at: start and end of the copy on the engine's clock, without its time in the queue; 0.0 before.
     """
 
     direction: Direction
@@ -93,16 +92,16 @@ class Transfer:
 
     @property
     def copy_s(self) -> float:
-        """Seconds from the beginning of its copy to its end; 0.0 where it has not begun, or does not end."""
+        """Duration of the copy in seconds; 0.0 until it has ended."""
         return self.ended_at - self.began_at if self.began_at and self.ended_at else 0.0
 
     def must_end(self, outcome: Outcome) -> None:
-        """Have the copy return soon, which ``on_done`` tells; the first reason counts. From any thread."""
+        """Make the copy return soon with this outcome, or an earlier call's. For any thread."""
         self.ending = self.ending or outcome
         self.stop.value = 1
 
     def unread_parts(self) -> deque[list[int]]:
-        """Return the numbers of the slots whose checksums are not known yet, in parts of about READ_BYTES."""
+        """Return the numbers of the slots without checksums, in parts of about READ_BYTES."""
         parts: deque[list[int]] = deque()
         nbytes = READ_BYTES
         if (checksums := self.checksums) is not None:
@@ -116,7 +115,7 @@ class Transfer:
         return parts
 
     def read_part(self, part: Sequence[int]) -> None:
-        """Take the checksums of these slots, unless it must end."""
+        """Compute the checksums of these slots, unless the transfer must end."""
         if (checksums := self.checksums) is not None and not self.stop.value:
             for number, found in zip(
                 part, checksums.digests([checksums.slots[number] for number in part]), strict=True
@@ -124,7 +123,7 @@ class Transfer:
                 checksums.sums[number] = found
 
     def read_slots(self) -> None:
-        """Take all checksums that are not known yet; it must end where a load's slot has another than is expected."""
+        """Compute all missing checksums. A load with a mismatch ends as CORRUPT."""
         for part in self.unread_parts():
             self.read_part(part)
         if (checksums := self.checksums) is None or checksums.expected is None or self.stop.value:
@@ -135,7 +134,7 @@ class Transfer:
 
 @dataclass(slots=True, eq=False)
 class _Reading:
-    """The checksums of one store, which threads take side by side: parts that none has begun, and all that are open."""
+    """One store whose checksums several threads compute: parts not begun, and number of unfinished parts."""
 
     transfer: Transfer
     parts: deque[list[int]]
@@ -143,17 +142,17 @@ class _Reading:
 
 
 class CopyStats(NamedTuple):
-    """What one direction of an engine has to do and has done."""
+    """Work of one direction of an engine."""
 
     queued: int = 0
     """Transfers whose copy has not begun."""
     running: int = 0
-    """Transfers whose copy has begun, those that wait for their checksums included."""
+    """Transfers whose copy has begun, including those that wait for checksums."""
     busy_seconds: float = 0.0
     checksum_seconds: float = 0.0
-    """CPU seconds that went into checksums which the copy loop has not taken."""
+    """CPU seconds of checksums outside the copy loop."""
     refused_batches: int = 0
-    """Batches and rows of copies that a CUDA driver refused, so that their pieces were copied one by one."""
+    """Batches and rows of copies that a CUDA driver refused; their pieces were copied one by one."""
 
     def plus(self, other: CopyStats) -> CopyStats:
         return CopyStats(*map(add, self, other))
@@ -162,12 +161,11 @@ class CopyStats(NamedTuple):
 class CopyQueue:
     """The transfers of one direction, first in first out, and a thread for each of ``copies``.
 
-    Each of these copies until all is copied or ``transfer.stop`` is set. Nothing touches the memory afterwards, also
-    where it raises, which fails the transfer. It may fill in a store's checksums. ``readers`` more threads, if any,
-    take those of what was stored side by side, so that the copy goes on with the next store.
+    These functions copy until all is copied or ``transfer.stop`` is set, and touch no memory after they return or
+    raise, which fails the transfer. They may fill in a store's checksums. ``readers`` more threads compute missing
+    ones, so that the copying thread continues with the next store.
 
-    Everything mutable is guarded by the one lock of ``_wake`` and ``_to_read``, for which readers wait. Each thread
-    begins with ``on_start``.
+    The lock of ``_wake`` and ``_to_read`` guards all mutable state. Each thread first calls ``on_start``.
     """
 
     def __init__(
@@ -183,10 +181,10 @@ class CopyQueue:
         lock = threading.Lock()
         self._wake, self._to_read = threading.Condition(lock), threading.Condition(lock)
         self._waiting: dict[Transfer, None] = {}
-        # With the threads that copy it, or read it for its checksums; none while it waits for one that reads.
+        # With the ids of the threads that copy it or compute its checksums; empty while it waits for a reader.
         self._running: dict[Transfer, set[int]] = {}
         self._unread: deque[_Reading] = deque()
-        # Transfers that do not come back, and since when their thread has not even wanted a CPU.
+        # Transfers that have not ended in time, and the time since which their threads sleep.
         self._overdue: dict[Transfer, float] = {}
         self._stopped = False
         self._max_unread = MAX_UNREAD_STORES if readers else 0
@@ -197,15 +195,12 @@ class CopyQueue:
         self._threads = DaemonThreads(works, self.stop)
 
     def hangs_s(self) -> float:
-        """See ``CopyEngine``.
-
-        A thread that a busy machine gives no CPU (tens of seconds were seen) comes back when it gets one.
-        """
+        """See ``CopyEngine``. A thread that waits for a CPU does not hang: waits of tens of seconds were seen."""
         with self._wake:
             return max((self._clock() - since for since in self._overdue.values()), default=0.0)
 
     def submit(self, transfer: Transfer) -> None:
-        """Queue the transfer; after ``stop`` it is CANCELLED at once. There is no bound: the server bounds the jobs."""
+        """Queue a transfer; after ``stop`` it is CANCELLED at once. The server limits the number of jobs."""
         with self._wake:
             if not self._stopped:
                 self._waiting[transfer] = None
@@ -214,7 +209,7 @@ class CopyQueue:
         self._end(transfer, Outcome.CANCELLED)
 
     def cancel(self, transfer: Transfer) -> bool:
-        """End a transfer that has not started as CANCELLED; False, and nothing changes, when it runs or has ended."""
+        """End a queued transfer as CANCELLED; return False if it runs or has ended."""
         with self._wake:
             if transfer not in self._waiting:
                 return False
@@ -252,7 +247,7 @@ class CopyQueue:
             return CopyStats(len(self._waiting), len(self._running), self._busy_seconds, self._checksum_seconds)
 
     def stop(self) -> None:
-        """Cancel what waits, have what runs end as FAILED, and the threads with it."""
+        """Cancel queued transfers, make running ones end as FAILED, and the threads with them."""
         with self._wake:
             self._stopped = True
             waiting, self._waiting = self._waiting, {}
@@ -264,10 +259,10 @@ class CopyQueue:
             self._end(transfer, Outcome.CANCELLED)
 
     def join(self, deadline: float) -> bool:
-        """Wait for the threads until ``deadline`` (of ``time.monotonic``); False when one still runs."""
+        """Wait for the threads until ``deadline`` (``time.monotonic``); return False if one still runs."""
         return self._threads.join(deadline)
 
-    # --- in a thread ------------------------------------------------------------------------------
+    # --- in its threads ---------------------------------------------------------------------------
 
     def _copy_all(self, copy: Callable[[Transfer], None]) -> None:
         self._on_start()
@@ -293,7 +288,7 @@ class CopyQueue:
                 _failed(transfer)
             with self._wake:
                 self._busy_seconds += time.perf_counter() - started
-                # Never after ``stop``, when nobody would read it.
+                # False after ``stop``, when there are no readers.
                 unread = storing and transfer.ending is None and checksums is not None and 0 in checksums.sums
                 if unread and len(self._unread) < self._max_unread:
                     self._running[transfer].clear()
@@ -356,13 +351,13 @@ class CopyQueue:
 
 
 def _failed(transfer: Transfer) -> None:
-    """Have the transfer fail, whose copy raised."""
-    _log.exception("A %s failed; its job fails, the thread goes on.", transfer.direction.value)
+    """Fail a transfer whose copy raised."""
+    _log.exception("A %s failed; its job fails, the thread continues.", transfer.direction.value)
     transfer.must_end(Outcome.FAILED)
 
 
 def _wants_cpu(thread_id: int) -> bool:
-    """Return whether a thread of this process runs, or would if there were a CPU for it; False where there is none."""
+    """Return whether a thread of this process runs or waits for a CPU; False if it has ended."""
     try:
         fields = Path(f"/proc/self/task/{thread_id}/stat").read_text()
     except OSError:
@@ -371,22 +366,21 @@ def _wants_cpu(thread_id: int) -> bool:
 
 
 class CopyEngine:
-    """Executes transfers. Its methods, and those of its queues, may be called from any thread and never wait for a
-    copy, but for ``close``."""
+    """Executes transfers. Its methods, and those of its queues, are for any thread. Only ``close`` waits for copies."""
 
     def __init__(self, queues: dict[Direction, CopyQueue]) -> None:
         self.queues = queues
 
     def tick(self) -> None:
-        """End waiting transfers beyond their deadline, stop running ones, and tell of those that do not come back.
+        """End queued transfers past their deadline, stop running ones, and report those that hang.
 
-        The owner calls this some times a second.
+        The owner calls this a few times a second.
         """
         for queue in self.queues.values():
             queue.tick()
 
     def hangs_s(self) -> float:
-        """For how long a copy has been known to be overdue whose thread waits for more than a CPU; 0 when none is."""
+        """Return the seconds for which an overdue copy's threads have slept; 0 if no copy hangs."""
         return max(queue.hangs_s() for queue in self.queues.values())
 
     def stats(self, direction: Direction) -> CopyStats:
@@ -394,11 +388,11 @@ class CopyEngine:
         return self.queues[direction].stats()
 
     def close(self, timeout_s: float) -> bool:
-        """Cancel what waits, abandon what runs, end the threads.
+        """Cancel queued transfers, stop running ones, end the threads.
 
-        Returns False when a thread still copies after ``timeout_s``: the memory it uses must then stay mapped.
+        Returns False if a thread still copies after ``timeout_s``: then its memory must stay mapped.
         """
-        # Threads wait in real time whatever clock the deadlines are on.
+        # Threads are joined in real time, whatever the engine's clock.
         deadline = time.monotonic() + timeout_s
         for queue in self.queues.values():
             queue.stop()
@@ -409,46 +403,46 @@ class CopyEngine:
 
 
 def host_copy(transfer: Transfer, library: Native | None = None) -> None:
-    """Copy between mapped memfds until all is copied or ``transfer.stop`` is set. A wrong address kills the process.
+    """Copy between mapped memfds until all is copied or ``transfer.stop`` is set. A wrong address crashes the process.
 
-    Takes the checksums (XXH3, 64 bits) of a store's slots, which are in the plan's order: that costs nothing while
-    their bytes are in registers. One stays 0 where others must take it: of a slot of less than 241 bytes, of one that
-    is not filled from its first byte on, or hashes to 0.
+    Computes the checksums (XXH3, 64 bits) of a store's slots, which are in the plan's order, while their bytes are in
+    registers. It leaves 0 for a slot of less than 241 bytes, one that is not filled from its first byte on, and one
+    that hashes to 0.
 
-    Raises NotCompiled when kvoffd was installed without the library.
+    Raises NotCompiled if kvoffd was installed without the library.
     """
-    plan, taken = transfer.plan(), transfer.checksums if transfer.direction is Direction.STORE else None
-    slots, begin = (taken.slots, taken.pool_address) if taken is not None else ((), 0)
-    # A small copy takes less time than to make arrays of numpy.
+    plan, wanted = transfer.plan(), transfer.checksums if transfer.direction is Direction.STORE else None
+    slots, begin = (wanted.slots, wanted.pool_address) if wanted is not None else ((), 0)
+    # array: creating NumPy arrays would take longer than a small copy.
     columns = array("Q", [begin + offset for offset, _ in slots]), array("Q", [length for _, length in slots])
     sums = array("Q", bytes(8 * len(slots)))
     addresses = [column.buffer_info()[0] for column in (*columns, sums)]
     pieces = [column.ctypes.data for column in (plan.destination, plan.source, plan.size)]
     (library or native()).host_copy(*pieces, len(plan.size), *addresses, len(slots), ctypes.byref(transfer.stop))
-    if taken is not None:
-        taken.sums = sums.tolist()
+    if wanted is not None:
+        wanted.sums = sums.tolist()
 
 
 def try_out(library: Native) -> None:
-    """Copy a little in pieces of odd sizes: a loop that was compiled wrongly must not write engines' memory."""
+    """Test the copy loop with pieces of odd sizes: a miscompiled one must not write to engines' memory."""
     source = np.arange(4096, dtype=np.uint8) * np.uint8(7)
     pool = np.zeros(4096 + _STRIPE_BYTES, dtype=np.uint8)
     begin = -pool.ctypes.data % _STRIPE_BYTES
     cuts = np.array([0, 1, 65, 1089, 3000, 4096], dtype=np.uint64)
     to, of = (cuts[:-1] + np.uint64(address) for address in (pool.ctypes.data + begin, source.ctypes.data))
-    taken = SlotChecksums(lambda _: [], [(begin, 4096)], [0], pool_address=pool.ctypes.data)
+    found = SlotChecksums(lambda _: [], [(begin, 4096)], [0], pool_address=pool.ctypes.data)
     plan = Plan(to, of, np.diff(cuts), 4096)
-    host_copy(Transfer(Direction.STORE, lambda: plan, 0.0, lambda *_: None, None, taken), library)
-    if not np.array_equal(pool[begin : begin + 4096], source) or taken.sums != [xxhash.xxh3_64_intdigest(source.data)]:
-        raise NotCompiled("The daemon's copy loop was compiled wrongly; install kvoffd again with another C compiler.")
+    host_copy(Transfer(Direction.STORE, lambda: plan, 0.0, lambda *_: None, None, found), library)
+    if not np.array_equal(pool[begin : begin + 4096], source) or found.sums != [xxhash.xxh3_64_intdigest(source.data)]:
+        raise NotCompiled("The daemon's copy loop was miscompiled; install kvoffd again with another C compiler.")
 
 
 class HostEngine(CopyEngine):
-    """Copies by the CPU, with ``threads_per_direction`` threads each for stores and loads.
+    """Copies with the CPU, with ``threads_per_direction`` threads each for stores and loads.
 
     Args:
-        clock: what deadlines are measured on, in seconds.
-        copy: as host_copy; tests pass their own.
+        clock: for deadlines, in seconds.
+        copy: replaces host_copy in tests.
     """
 
     def __init__(

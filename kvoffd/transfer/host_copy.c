@@ -1,8 +1,8 @@
-/* The copy loop of host memory, and the XXH3 checksums of the slots it fills, in one pass over the bytes; and those of
- * slots that others have filled.
+/* The copy loop of host memory, which also computes the XXH3 checksums of the slots it fills, in one pass over the bytes;
+ * and checksums of other slots.
  *
- * Called by engine.py without the interpreter's lock. Plain C for any little-endian machine, with the one instruction of
- * SSE2 that compilers do not find.
+ * Called by engine.py without the GIL. Plain C for little-endian machines, with SSE2 intrinsics where compilers generate
+ * worse code.
  */
 #include <stdint.h>
 #include <string.h>
@@ -16,22 +16,22 @@
 
 #define ALWAYS_INLINE inline __attribute__((always_inline))
 
-/* Read so far ahead of the copy: a page, so that the walk for its address is over when its bytes are wanted. */
+/* Distance of prefetches: a page, so that the page walk ends before its bytes are needed. */
 enum { AHEAD = 4096 };
-/* These pages are copied side by side. */
+/* Pages that are copied in turn. */
 enum { PAGES = 4, BLOCKS_PER_PAGE = 4, QUARTERS = 4 };
-/* Whether copies without checksums take one page after the other: a fourth faster on AMD's Zen 3, slower on Intel's CPUs.
- * With checksums both ways take as long there. */
+/* Whether copies without checksums copy one page at a time: a fourth faster on AMD Zen 3, slower on Intel CPUs. With
+ * checksums both ways are equally fast on Zen 3. */
 #if defined(PAGE_BY_PAGE) /* by a test */
 #elif defined(__x86_64__)
 #define PAGE_BY_PAGE __builtin_cpu_is("amd")
 #else
 #define PAGE_BY_PAGE 0
 #endif
-/* Between two looks at whether to stop: 50 to 100 microseconds, also where pieces are small. */
+/* Interval of polling the stop flag: 50 to 100 microseconds, even if pieces are small. */
 enum { LOOK_BYTES = 1 << 20, LOOK_PIECES = 512 };
 
-/* XXH3, 64 bits, seed 0, as its specification has it (github.com/Cyan4973/xxHash, doc/xxhash_spec.md). */
+/* XXH3, 64 bits, seed 0 (github.com/Cyan4973/xxHash, doc/xxhash_spec.md). */
 enum { STRIPE = 64, STRIPES_PER_BLOCK = 16, BLOCK = STRIPE * STRIPES_PER_BLOCK, SHORTEST = 241, SCRAMBLE_KEY = 128, LAST_KEY = 121, MERGE_KEY = 11 };
 static const uint64_t PRIME32_1 = 0x9E3779B1, PRIME32_2 = 0x85EBCA77, PRIME32_3 = 0xC2B2AE3D;
 static const uint64_t PRIME64_1 = 0x9E3779B185EBCA87, PRIME64_2 = 0xC2B2AE3D27D4EB4F, PRIME64_3 = 0x165667B19E3779F9;
@@ -56,7 +56,7 @@ enum { PAIRS = 4 };
 typedef struct {
     pair of[PAIRS];
 } stripe;
-#if defined(SWAPPED) /* wrongly, by a test */
+#if defined(SWAPPED) /* a test breaks it */
 #elif defined(__clang__)
 #define SWAPPED(v) __builtin_shufflevector(v, v, 1, 0)
 #else
@@ -66,10 +66,10 @@ typedef struct {
 /* The slots that a plan fills, in its order. */
 struct filling {
     const uint64_t *slot, *slot_bytes; /* [slots] address and length */
-    uint64_t *sum;                     /* [slots] becomes the slot's checksum; stays 0 where it cannot be taken here */
+    uint64_t *sum;                     /* [slots] the slot's checksum; stays 0 if it cannot be computed here */
     uint64_t slots;
 
-    uint64_t at_slot, filled; /* the slot being filled, and its bytes from the first one on that are in place */
+    uint64_t at_slot, filled; /* the slot being filled, and the contiguous bytes at its start that are copied */
     uint64_t sums[8];
 };
 
@@ -80,11 +80,11 @@ static ALWAYS_INLINE stripe load(const void *from)
     return (stripe){{pairs[0], pairs[1], pairs[2], pairs[3]}};
 }
 
-/* The products of the lower halves of two pairs' words. */
+/* Multiplies the lower halves of two pairs' words. */
 static ALWAYS_INLINE pair products(pair one, pair other)
 {
 #if defined(__SSE2__)
-    return (pair)_mm_mul_epu32((__m128i)one, (__m128i)other); /* for the line below GCC makes three of these */
+    return (pair)_mm_mul_epu32((__m128i)one, (__m128i)other); /* GCC compiles the line below to three of these */
 #else
     return (one & 0xffffffff) * (other & 0xffffffff);
 #endif
@@ -113,8 +113,8 @@ static ALWAYS_INLINE stripe added(stripe sums, stripe data, const uint8_t *key)
     return sums;
 }
 
-/* Past the caches: they would read every line before it is overwritten, which costs half as much again as the copy, and
- * would lose all they hold to bytes that are not read soon. `to` is aligned to a stripe. */
+/* Non-temporal stores: caches would read every line before it is overwritten, which makes a copy take 1.5 times as long, and
+ * evict other data for bytes that are not read soon. `to` is aligned to a stripe. */
 static ALWAYS_INLINE void put(uint8_t *to, stripe data)
 {
     for (int i = 0; i < PAIRS; i++)
@@ -125,7 +125,7 @@ static ALWAYS_INLINE void put(uint8_t *to, stripe data)
 #endif
 }
 
-/* Copies a quarter of a block to `to`, if that is not NULL, and returns the block's sums with it. */
+/* Copies a quarter of a block to `to`, if not NULL, and returns the block's sums including it. */
 static ALWAYS_INLINE stripe copied_quarter(uint8_t *to, const uint8_t *from, const uint8_t *ahead, stripe sums,
                                            const uint8_t *key)
 {
@@ -139,8 +139,8 @@ static ALWAYS_INLINE stripe copied_quarter(uint8_t *to, const uint8_t *from, con
     return sums;
 }
 
-/* Copies up to 16 blocks and returns the slot's sums with them, which only count where the caller wants them. Takes 256
- * bytes of each of four pages in turn: memory is read a third faster in four places than in one. What follows is at `next`. */
+/* Copies up to 16 blocks and returns the slot's sums including them, which a caller may ignore. Copies 256 bytes of each of
+ * four pages in turn: memory is read a third faster in four places than in one. `next`: address of the next read. */
 static ALWAYS_INLINE stripe copied_pages(uint8_t *to, const uint8_t *from, int blocks, stripe sums, const uint8_t *next)
 {
     stripe of_block[PAGES * BLOCKS_PER_PAGE] = {0};
@@ -159,9 +159,8 @@ static ALWAYS_INLINE stripe copied_pages(uint8_t *to, const uint8_t *from, int b
     return sums;
 }
 
-/* Copies `count` stripes to `to`, the first of them being number `first` of its slot, and adds them to the slot's sums,
- * if there are any; where `to` is NULL it only reads them. What will be read after them lies at `next`. `by_pages`:
- * several pages are copied side by side. */
+/* Copies `count` stripes to `to`, if not NULL, and adds them to the slot's sums, if not NULL. `first` is the number of the
+ * first stripe in its slot, `next` the address of the next read. `by_pages`: copy several pages in turn. */
 static ALWAYS_INLINE void stripes(uint8_t *to, const uint8_t *from, uint64_t count, uint64_t first,
                                   uint64_t *slot_sums, const uint8_t *next, int by_pages)
 {
@@ -227,7 +226,7 @@ static void copy_plain(uint8_t *to, const uint8_t *from, uint64_t nbytes, const 
     memcpy(to + whole * STRIPE, from + whole * STRIPE, nbytes - whole * STRIPE);
 }
 
-/* A checksum's state before the first byte. */
+/* Initializes a checksum's state. */
 static void begin_slot(struct filling *c)
 {
     const uint64_t start[8] = {PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3,
@@ -253,13 +252,13 @@ static uint64_t checksum(const struct filling *c)
     return hash ^ hash >> 32;
 }
 
-/* Copies `nbytes` to where the slot is filled up to, and takes them into its checksum. */
+/* Copies `nbytes` to the end of a slot's filled bytes, and adds them to its checksum. */
 static void fill(struct filling *c, uint8_t *to, const uint8_t *from, uint64_t nbytes, const uint8_t *next)
 {
-    uint64_t in_sums = (c->slot_bytes[c->at_slot] - 1) / STRIPE; /* stripes; the last bytes are a stripe of their own */
+    uint64_t in_sums = (c->slot_bytes[c->at_slot] - 1) / STRIPE; /* stripes; the last 64 bytes are added by checksum() */
     uint64_t number = c->filled / STRIPE, head = -c->filled % STRIPE;
 
-    if (head) { /* the rest of a stripe that an earlier piece began */
+    if (head) { /* the rest of the previous piece's last stripe */
         if (head > nbytes)
             head = nbytes;
         memcpy(to, from, head);
@@ -278,7 +277,7 @@ static void fill(struct filling *c, uint8_t *to, const uint8_t *from, uint64_t n
         c->sum[c->at_slot] = checksum(c);
 }
 
-/* Copies up to `nbytes` that begin at `to`, at most to the end of its slot; returns how many. */
+/* Copies up to `nbytes` to `to`, at most to the end of its slot; returns the bytes copied. */
 static uint64_t copy_into_slot(struct filling *c, uint8_t *to, const uint8_t *from, uint64_t nbytes,
                                const uint8_t *next)
 {
@@ -297,7 +296,7 @@ static uint64_t copy_into_slot(struct filling *c, uint8_t *to, const uint8_t *fr
         nbytes = length - offset;
         next = from + nbytes;
     }
-    /* Of a slot that is not filled from its first byte on `filled` stays behind for good. */
+    /* If a slot is not filled from its first byte on, `offset` never equals `filled` again. */
     if (length >= SHORTEST && c->slot[c->at_slot] % STRIPE == 0 && offset == c->filled)
         fill(c, to, from, nbytes, next);
     else
@@ -305,8 +304,8 @@ static uint64_t copy_into_slot(struct filling *c, uint8_t *to, const uint8_t *fr
     return nbytes;
 }
 
-/* Copies size[i] bytes from source[i] to destination[i] until all is copied or somebody sets `stop`; returns the bytes.
- * `slot`, `slot_bytes` and `sum` are a filling's. */
+/* Copies size[i] bytes from source[i] to destination[i] until all is copied or `stop` is set; returns the bytes copied.
+ * `slot`, `slot_bytes` and `sum`: see struct filling. */
 uint64_t kvoffd_host_copy(const uint64_t *destination, const uint64_t *source, const uint64_t *size, uint64_t pieces,
                           const uint64_t *slot, const uint64_t *slot_bytes, uint64_t *sum, uint64_t slots,
                           const uint32_t *stop)
@@ -337,12 +336,12 @@ uint64_t kvoffd_host_copy(const uint64_t *destination, const uint64_t *source, c
             piece++, done = 0;
     }
 #if defined(__SSE2__)
-    _mm_sfence(); /* these bytes are seen before the end of the copy */
+    _mm_sfence(); /* orders the non-temporal stores before the end of the copy */
 #endif
     return copied;
 }
 
-/* Takes the checksums of slots; that of less than 241 bytes stays 0. */
+/* Computes the checksums of slots; leaves 0 for slots of less than 241 bytes. */
 void kvoffd_digests(const uint64_t *slot, const uint64_t *slot_bytes, uint64_t *sum, uint64_t slots)
 {
     struct filling c = {.slot = slot, .slot_bytes = slot_bytes, .sum = sum, .slots = slots};

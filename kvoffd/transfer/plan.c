@@ -6,15 +6,14 @@ struct layer {
     uint64_t address, stride, page_bytes, slot_offset;
 };
 
-/* What was planned: pieces and their bytes, and [most] where each lies in the engine and in the pool, and its size. */
+/* A plan: number of pieces, their bytes, and arrays of their addresses in the engine and the pool and their sizes. */
 struct planned {
     uint64_t pieces, nbytes, *engine, *pool, *size;
 };
 
-/* Adds the pieces that copy engine blocks of a group: at most one more for each block and layer. Each key has `per_key` of
- * the blocks, but for `first_blocks[key]` of them at its start, NULL for 0; the last key may have fewer. A key without a
- * slot is left out. The order is key, layer, block of the key; or layer, key, block. Pieces of two calls are never one:
- * they may lie in two allocations. */
+/* Adds the pieces for engine blocks of a group: at most one for each block and layer. A key has `per_key` blocks less
+ * `first_blocks[key]` at its start (NULL: 0); the last key may have fewer. A key without a slot is skipped. The order is
+ * key, layer, block of the key; or layer, key, block. Pieces of two calls are not merged: they may be in two allocations. */
 void kvoffd_plan_blocks(const struct layer *layers, uint64_t count, uint64_t by_layer, uint64_t per_key,
                         const int32_t *ids, uint64_t blocks, const uint64_t *slots, uint64_t keys,
                         const uint16_t *first_blocks, struct planned *planned)
@@ -27,12 +26,12 @@ void kvoffd_plan_blocks(const struct layer *layers, uint64_t count, uint64_t by_
         return;
     }
     for (uint64_t key = 0, at = 0; key < keys && at < blocks; key++) {
-        uint64_t first = first_blocks ? first_blocks[key] : 0, some = per_key - first;
-        if (some > blocks - at)
-            some = blocks - at;
+        uint64_t first = first_blocks ? first_blocks[key] : 0, stored = per_key - first;
+        if (stored > blocks - at)
+            stored = blocks - at;
         for (uint64_t number = 0; number < count && slots[key]; number++) {
             struct layer layer = layers[number];
-            for (uint64_t i = 0; i < some; i++) {
+            for (uint64_t i = 0; i < stored; i++) {
                 uint64_t from = layer.address + (uint64_t)ids[at + i] * layer.stride;
                 uint64_t to = slots[key] + layer.slot_offset + (first + i) * layer.page_bytes, last = pieces - 1;
                 planned->nbytes += layer.page_bytes;
@@ -45,7 +44,7 @@ void kvoffd_plan_blocks(const struct layer *layers, uint64_t count, uint64_t by_
                 size[pieces++] = layer.page_bytes;
             }
         }
-        at += some;
+        at += stored;
     }
     planned->pieces = pieces;
 }

@@ -1,7 +1,7 @@
-"""What a job copies: three arrays, planned by the thread that copies, executed by any engine. Pure.
+"""Plans of copies: three arrays, made by the copying thread and executed by any engine. Pure.
 
-``GroupLayout`` says where the pages of a group's blocks lie in an engine's memory. It is checked once, when a worker
-registers, so that copies need no checks but those of their block ids.
+A ``GroupLayout`` describes the pages of a group's blocks in an engine's memory. It is checked once, when a worker
+registers, so that a copy need only check its block ids.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ class Direction(Enum):
 
 
 class Outcome(Enum):
-    DONE = "done"  # every byte is in place
-    CANCELLED = "cancelled"  # it never started; nothing was written
-    DEADLINE = "deadline"  # its time was over; the destination may be half written
-    FAILED = "failed"  # the copy failed or was abandoned; the destination may be half written
-    CORRUPT = "corrupt"  # a slot to load from does not hold what was stored in it; nothing was written
+    DONE = "done"  # all bytes were copied
+    CANCELLED = "cancelled"  # it did not begin; nothing was written
+    DEADLINE = "deadline"  # it was stopped at its deadline; the destination may be partly written
+    FAILED = "failed"  # the copy failed or was stopped; the destination may be partly written
+    CORRUPT = "corrupt"  # a load's slot does not match its checksum; nothing was written
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
     """Copies ``size[i]`` bytes from ``source[i]`` to ``destination[i]``, in any order.
 
-    Arrays are uint64, [pieces], each in one piece of memory: C reads them. Pieces that touch on both sides are merged.
+    Arrays are uint64, [pieces], contiguous: C reads them. Pieces that are adjacent on both sides are merged.
     ``allocations``: see ``GroupLayout``.
     """
 
@@ -56,21 +56,21 @@ class Plan:
 class GroupLayout:
     """One KV cache group of one worker.
 
-    A slot is layer-major: sub-block ``s`` (engine block ``s`` of a key) of a layer lies at ``offset + s *
-    page_bytes``, where ``offset`` is the sum of ``blocks_per_key * page_bytes`` over the layers before. So neighbouring
-    engine blocks of a layer are neighbours in the slot too.
+    A slot is layer-major: sub-block ``s`` (engine block ``s`` of a key) of a layer is at ``offset + s * page_bytes``,
+    where ``offset`` is the sum of ``blocks_per_key * page_bytes`` over the previous layers. So adjacent engine blocks
+    of a layer are adjacent in the slot too.
     """
 
     layers: UInt64Array
     """[L, 4] in slot order (see ``_runs``): the address of engine block 0, bytes between engine blocks, bytes of an
     engine block that belong to the layer (``page_bytes``), ``offset`` in a slot."""
     blocks_per_key: int
-    block_limit: int  # block ids lie below it: the engine blocks of the shortest tensor
+    block_limit: int  # exclusive limit of block ids: the engine blocks of the shortest tensor
     block_bytes: int  # bytes of an engine block in all layers
     shard_bytes: int  # bytes of a whole shard
     allocations: UInt64Array
-    """Where each of several allocations on a GPU begins, ascending. Rows of one copy lie in one of them, so that pieces
-    are ordered by layer then. Empty for other memory."""
+    """Addresses of several allocations on a GPU, ascending; else empty. The rows of a copy must be in one allocation,
+    so pieces are then ordered by layer."""
 
 
 def build_layouts(
@@ -84,8 +84,8 @@ def build_layouts(
     """Return the layouts of a registration's groups; ``segments`` are (address, size in bytes) of the mapped memory.
 
     Raises:
-        OutOfBounds: a tensor or a page reaches outside its segment, or names a segment or tensor that is not there.
-        BadGeometry: pages overlap their neighbours, a group has no layers, or a shard is absurdly large.
+        OutOfBounds: a tensor or page exceeds its segment, or refers to a missing segment or tensor.
+        BadGeometry: pages overlap, a group has no layers, or a shard is absurdly large.
     """
     if blocks_per_key < 1:
         raise BadGeometry(f"A key cannot cover {blocks_per_key} engine blocks; it must cover at least one.")
@@ -111,11 +111,11 @@ def _build_layout(
         raise BadGeometry(
             f"Group {group} has no layers; register the page of every layer that the group has on this rank."
         )
-    # Each pair once: a client may name the same page very often.
+    # Each pair once: a client may repeat a page very often.
     for tensor, nbytes in dict.fromkeys((page.tensor, page.page_bytes) for page in pages):
         if not 0 <= tensor < len(tensors):
             raise OutOfBounds(
-                f"Group {group} names tensor {tensor} and there are {len(tensors)}; name one that is registered."
+                f"Group {group} refers to tensor {tensor}, but there are {len(tensors)}; use one of these."
             )
         _check_tensor(segments, tensor, tensors[tensor], nbytes)
     runs = _runs(segments, tensors, pages, merge=blocks_per_key == 1)
@@ -139,10 +139,10 @@ def _build_layout(
 def _runs(
     segments: Sequence[tuple[int, int]], tensors: Sequence[TensorLayout], pages: Sequence[PageRef], *, merge: bool
 ) -> list[tuple[int, int, int]]:
-    """Return address, stride and page bytes of each layer; with ``merge`` layers that touch in every block are one.
+    """Return address, stride and page bytes of each layer; ``merge`` joins layers that are adjacent in every block.
 
-    All layers of a block touch where an engine's memory is block-outermost. A slot has them in the same order, so that
-    its bytes are the same, in one piece. Not where a key covers several blocks: a slot is layer-major.
+    They are adjacent if the block is the outermost dimension of an engine's memory. A slot has them in the same order,
+    unless a key covers several blocks, since a slot is layer-major.
     """
     runs: list[tuple[int, int, int]] = []
     for page in pages:
@@ -157,10 +157,10 @@ def _runs(
 
 
 def _check_tensor(segments: Sequence[tuple[int, int]], index: int, tensor: TensorLayout, page_bytes: int) -> None:
-    """Check with Python's ints throughout: numpy's would wrap around where a hostile client wants them to."""
+    """Raise for an invalid tensor. Uses Python's ints: a hostile client could make NumPy's overflow."""
     if not 0 <= tensor.segment < len(segments):
         raise OutOfBounds(
-            f"Tensor {index} names segment {tensor.segment} and there are {len(segments)}; name one that is registered."
+            f"Tensor {index} refers to segment {tensor.segment}, but there are {len(segments)}; use one of these."
         )
     if page_bytes < 1 or tensor.num_blocks < 1 or tensor.stride_bytes < 1 or tensor.offset_bytes < 0:
         raise BadGeometry(
@@ -176,27 +176,27 @@ def _check_tensor(segments: Sequence[tuple[int, int]], index: int, tensor: Tenso
     size = segments[tensor.segment][1]
     if end > size:
         raise OutOfBounds(
-            f"Tensor {index} ends at byte {end} of segment {tensor.segment}, which has only {size} bytes; end it there."
+            f"Tensor {index} ends at byte {end} of segment {tensor.segment}, which has only {size} bytes; fix its size."
         )
 
 
 class BlockCopy(NamedTuple):
-    """The blocks of one group that a job copies. Their ids were checked, and that they fit the keys."""
+    """Blocks of one group that a job copies. The ids were checked, and fit the keys."""
 
     layout: GroupLayout
     block_ids: npt.NDArray[np.int32]
-    """[m] engine blocks, of one key after the other."""
+    """[m] engine blocks, in the order of the keys."""
     slots: UInt64Array
-    """[keys] address of each key's slot; 0 where the key is not copied."""
+    """[keys] address of each key's slot; 0 if the key is not copied."""
     first_blocks: Mapping[int, int]
-    """By number of a key, how many engine blocks are left out at its start, where there are any."""
+    """Number of engine blocks to skip at a key's start, by number of the key, if not 0."""
 
 
 def plan_blocks(direction: Direction, copies: Sequence[BlockCopy]) -> Plan:
-    """Plan a job.
+    """Return a job's plan.
 
-    Neighbours that touch on both sides become one piece. Pieces are ordered as the slots have them, key, layer,
-    sub-block, so that every slot is filled from its first byte on; but see ``GroupLayout.allocations``.
+    Pieces are in the order of the slots: key, layer, sub-block, so that every slot is filled from its first byte on,
+    except with ``GroupLayout.allocations``. Pieces that are adjacent on both sides are merged.
     """
     most = sum([copy.block_ids.size * len(copy.layout.layers) for copy in copies])
     columns = np.empty(3 * most, np.uint64)
@@ -205,7 +205,7 @@ def plan_blocks(direction: Direction, copies: Sequence[BlockCopy]) -> Plan:
         firsts = array("H", bytes(2 * slots.size if first_blocks else 0))
         for key, first in first_blocks.items():
             firsts[key] = first
-        # To ask a new array for its address takes longer than to copy a few blocks' numbers.
+        # tobytes: getting the address of a new array takes longer than copying a few block ids.
         native().plan_blocks(
             *(layout.layers.ctypes.data, len(layout.layers), layout.allocations.size, layout.blocks_per_key),
             *(block_ids.tobytes(), block_ids.size, slots.tobytes(), slots.size),

@@ -439,6 +439,9 @@ class Lookup(Request[LookupReply], frozen=True):
     lease_id: LeaseId
     groups: Annotated[list[GroupKeys], doc("Keys, root of the prefix first.", max_length=MAX_GROUPS)]
     again: Annotated[bool, doc("The prompt was looked up before: do not count it again.")] = False
+    reported: Annotated[
+        bool, doc("The engine reports what it did with the prompt (ReportPrompts): count its keys then, not now.")
+    ] = False
 
 
 @exchange(SCHEDULER)
@@ -446,15 +449,6 @@ class Release(Request[Done], frozen=True):
     """Ends leases. A lease that has already ended is not an error."""
 
     lease_ids: Annotated[list[LeaseId], doc("Leases of this session.", max_length=65536)]
-    unused: Annotated[
-        str,
-        doc(
-            "Why found keys were not loaded, counted as misses: ``late``, the engine stopped waiting for the answer; "
-            "``skipped``, computing was faster; ``coming``, the engine stopped waiting for keys from a tier, which "
-            "count as ``late``. Empty if the keys were loaded or not needed.",
-            max_length=32,
-        ),
-    ] = ""
 
 
 @exchange(SCHEDULER)
@@ -513,6 +507,14 @@ class PromptReport(Wire, frozen=True):
     missing_key: Annotated[bytes, doc("The first key that was missing; empty for none.", max_length=64)] = b""
     reason: Annotated[str, doc("Why it was missing; empty to let the daemon say.", max_length=32)] = ""
     missing_number: Annotated[Count, doc("Position of that key among those looked up, from 1; 0 for none.")] = 0
+    own_tokens: Annotated[Count, doc("Leading tokens that the engine had in its own prefix cache.")] = 0
+    lease_id: Annotated[int, doc("Lease of its counted lookup; 0 to count none.", ge=0, le=2**63 - 1)] = 0
+    own_keys: Annotated[
+        list[Count], doc("By group, leading keys in the engine's own prefix cache.", max_length=MAX_GROUPS)
+    ] = []
+    covered_keys: Annotated[
+        list[Count], doc("By group, leading keys of tokens that the engine did not compute.", max_length=MAX_GROUPS)
+    ] = []
 
 
 class Outcome(StrEnum):
@@ -521,7 +523,9 @@ class Outcome(StrEnum):
     LOADED = "loaded"
     MISSED = "missed"
     NOT_NEEDED = "not_needed"
-    """Everything found was in its own cache."""
+    """Its own cache had all that it can use."""
+    DROPPED = "dropped"
+    """The request ended before it was scheduled."""
     TOO_SHORT = "too_short"
     """The prompt is shorter than a block."""
     SKIPPED = "skipped"

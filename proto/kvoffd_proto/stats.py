@@ -10,7 +10,7 @@ the default of missing ones, so that a command and a daemon of different release
 
     asked_keys = loaded_keys + not_needed_keys + sum(misses.values()), always
     loaded_keys, loaded_tokens, saved_seconds    loaded by engines, and the seconds of prefill that this saved
-    not_needed_keys                              found but not loaded: the engine had them itself
+    not_needed_keys                              the engine had them itself, or dropped the request
     misses{reason}                               see MISS_REASONS
     found_keys{pool, disk, shared}               where keys were found: loaded, not needed, ``late`` or ``skipped``
     asked_tokens                                 tokens of the prompts that were looked up
@@ -115,6 +115,7 @@ MISS_REASONS = {
     "late": "found, but the engine did not wait for it",
     "skipped": "found, but computing was faster than loading",
     "quota": "evicted or not stored: its namespace was at its quota",
+    "engine_full": "found, but the engine's KV cache had no space to load it",
 }
 """Reasons why a key was not loaded, with their meanings."""
 NO_SPACE_CAUSES = {
@@ -138,7 +139,7 @@ class Traffic(Part, frozen=True):
     asked_keys: Annotated[Count, counter("Keys (block hashes) looked up whose outcome is known.")] = 0
     loaded_keys: Annotated[Count, counter("Keys looked up and loaded by engines.")] = 0
     not_needed_keys: Annotated[
-        Count, doc("Keys found but not loaded: the engine had them, or dropped the request.")
+        Count, doc("Keys not needed, found or not: the engine had their blocks, or dropped the request.")
     ] = 0
     misses: Annotated[Labelled, counter("Keys looked up and not loaded although needed, by reason.", "reason")] = {}
     found_keys: Annotated[

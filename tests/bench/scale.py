@@ -146,7 +146,7 @@ class Books:
             self._recent = [*self._recent[-RECENT + 1 :], new]
             self._next_key += new[1]
             self.cache.lookup(self.namespace, SESSION, LEASE, [(0, keys_of(*before) + keys_of(*new))])
-            self.cache.note_requests()
+            self.cache.report_requests()
             self.cache.release(SESSION, [LEASE])
             self.store(*new)
 

@@ -7,7 +7,7 @@ from array import array
 
 import numpy as np
 
-from kvoffd.cache.block_table import FREE, NO_BLOCK, READY, BlockTable
+from kvoffd.cache.block_table import FOUND, FREE, NO_BLOCK, READY, BlockTable
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policy import Group
 from kvoffd.pool.allocator import SlotAllocator
@@ -73,9 +73,9 @@ def test_the_index_finds_what_a_dict_does() -> None:
         heads = blocks[blocks != NO_BLOCK]
         looked_up = table.lookup(group, b"".join(asked), key_bytes, pin=True)
         assert (looked_up.states, looked_up.ready.tolist()) == (states, heads.tolist())
-        assert looked_up.loose_bytes == table.pinned_bytes == 8192 * ranks * len(heads)
+        assert looked_up.unpinned_bytes == table.pinned_bytes == 8192 * ranks * len(heads)
         assert looked_up.run == [name in there for name in [*asked, b""]].index(False)
-        assert sum(looked_up.misses) == len(asked) - len(found)
+        assert [reason == FOUND for reason in looked_up.reasons] == [name in there for name in asked]
         assert table.unpin(heads).tolist() == heads.tolist()
         assert table.keys(heads, key_bytes) == b"".join(found)
         assert table.slots(heads, ranks).tolist() == [there[name] for name in found]
@@ -84,9 +84,8 @@ def test_the_index_finds_what_a_dict_does() -> None:
 def test_a_miss_is_reported_with_the_reason_that_was_noted_last() -> None:
     table = BlockTable(np.zeros(10, RECORD))
     keys = [key_of(number, 32) for number in range(100)]
-    table.note_misses(3, b"".join(keys[:40]), 32, 5)
-    table.note_misses(3, b"".join(keys[30:50]), 32, 15)
-    states = bytes([FREE] * 90 + [READY] * 10)
-    counts = table.count_misses(3, b"".join(keys), 32, states)
-    assert {reason: count for reason, count in enumerate(counts) if count} == {0: 40, 5: 30, 15: 20}
-    assert table.count_misses(4, b"".join(keys), 32, states)[0] == 90  # another group's keys
+    table.record_misses(3, b"".join(keys[:40]), 32, 5)
+    table.record_misses(3, b"".join(keys[30:50]), 32, 15)
+    assert table.miss_reasons(3, b"".join(keys), 32) == bytes([5] * 30 + [15] * 20 + [0] * 50)
+    assert table.lookup(3, b"".join(keys), 32, pin=False).reasons == table.miss_reasons(3, b"".join(keys), 32)
+    assert not any(table.miss_reasons(4, b"".join(keys), 32)), "another group's keys"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvoffd.cache.block_table import DROPPED, FREE, READY
-from kvoffd.cache.cache import MAX_REQUESTS_TO_NOTE
+from kvoffd.cache.cache import MAX_UNREPORTED_REQUESTS
 from kvoffd.cache.namespace import MissReason, Namespace, NamespaceSnapshot
 from kvoffd.errors import BadGeometry, NamespaceMismatch, ShardTooLarge, UnknownLease
 from kvoffd.pool.slot_table import Deflated
@@ -192,17 +192,15 @@ def test_what_was_reset_is_missed_for_that_before_it_is_swept_out() -> None:
         rig.store(space, keys_of(number))
         rig.cache.reset(space)
     for number in (1, 2):
-        assert rig.cache.reason_of(space, 0, keys_of(number)) is MissReason.INVALIDATED
+        assert rig.cache.reasons_of(space, 0, keys_of(number)) == [MissReason.INVALIDATED]
     rig.cache.lookup(space, 8, 1, [(0, keys_of(1, 2, 3))])
     rig.cache.lookup(other, 8, 2, [(0, keys_of(1))])
     rig.cache.lookup(space, 8, 3, [(1, keys_of(1))])
     assert misses(space) == {"INVALIDATED": 2, "UNKNOWN": 2}
     assert misses(other) == {"UNKNOWN": 1}
-    rig.cache.count_misses(space, 0, keys_of(1))
-    assert misses(space)["INVALIDATED"] == 3
     while rig.cache.background():
         pass
-    assert rig.cache.reason_of(space, 0, keys_of(2)) is MissReason.INVALIDATED
+    assert rig.cache.reasons_of(space, 0, keys_of(2)) == [MissReason.INVALIDATED]
     rig.cache.reset(space)
     assert not rig.cache.group(space, 0).unswept
 
@@ -221,9 +219,9 @@ def test_every_way_out_has_its_reason() -> None:
     namespace.counters.misses.clear()
     rig.cache.lookup(namespace, 8, 1, [(0, keys_of(1, 2, 4, 7, 99))])
     assert misses(namespace) == {"INVALIDATED": 1, "CORRUPT": 1, "EVICTED": 1, "NO_SPACE": 1, "UNKNOWN": 1}
-    assert rig.cache.reason_of(namespace, 0, keys_of(4)) is MissReason.EVICTED
+    assert rig.cache.reasons_of(namespace, 0, keys_of(4)) == [MissReason.EVICTED]
     rig.store(namespace, keys_of(1))
-    assert rig.cache.reason_of(namespace, 0, keys_of(4)) is MissReason.EVICTED
+    assert rig.cache.reasons_of(namespace, 0, keys_of(4)) == [MissReason.EVICTED]
 
 
 # --- what others hear ----------------------------------------------------------------------------
@@ -271,13 +269,13 @@ def test_requests_are_reported_once_and_a_benchs_never() -> None:
         rig.cache.lookup(asked, 1, 5, [(0, keys_of(1))])
         rig.cache.lookup(asked, 1, 5, [(0, keys_of(1))], again=True)
     assert noted == []
-    rig.cache.note_requests()
-    rig.cache.note_requests()
+    rig.cache.report_requests()
+    rig.cache.report_requests()
     assert noted == [[keys_of(1)]]
     for number in range(100):
         rig.cache.lookup(namespace, 1, 5, [(0, keys_of(number))])
-    assert len(noted) == 101 - MAX_REQUESTS_TO_NOTE
-    rig.cache.note_requests()
+    assert len(noted) == 101 - MAX_UNREPORTED_REQUESTS
+    rig.cache.report_requests()
     assert noted[1:] == [[keys_of(number)] for number in range(100)], "none is lost, however many come at once"
 
 
@@ -446,7 +444,7 @@ def test_pinned_blocks_are_not_passed_over_for_each_eviction(monkeypatch: pytest
     namespace = rig.open("a")
     rig.store(namespace, keys_of(*range(4)))
     rig.cache.lookup(namespace, 1, 5, [(0, keys_of(*range(4)))])
-    rig.cache.note_requests()
+    rig.cache.report_requests()
     rig.store(namespace, keys_of(4, 5, 6, 7))
     for number in (8, 9):
         rig.store(namespace, keys_of(number))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvoffd.cache.asked_keys import PromptOutcome
 from kvoffd.cache.block_table import CORRUPT, FREE, READY, SHARD_STATE, WRITING, WRITTEN, BlockIds
 from kvoffd.cache.namespace import MissReason, Namespace, NamespaceSnapshot
 from kvoffd.cache.tickets import FillTicket, LoadTicket, StoreTicket
@@ -56,6 +58,11 @@ class ModelLease:
     loaded: set[int] = field(default_factory=set)
     counted: dict[tuple[int, int], int] = field(default_factory=dict)
     """Tokens by group and first key of each load that was counted."""
+    reported: bool = False
+
+
+Asked = list[tuple[int, list[bool]]]
+"""By group: which keys a lookup found."""
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -77,7 +84,11 @@ class CacheMachine(RuleBasedStateMachine):
         """Blocks that are pinned for a write to a tier."""
         self.loaded: dict[Namespace, list[int]] = {namespace: [0, 0] for namespace in self.spaces}
         """Keys and tokens that were loaded."""
-        self.unused = [0] * len(NAMESPACES)
+        self.covered: Counter[Namespace] = Counter()
+        """Keys that count as loaded or not needed."""
+        self.missed: Counter[Namespace] = Counter()
+        self.unreported: dict[tuple[int, int], tuple[Namespace, Asked]] = {}
+        """What lookups of a session under a lease found, until its outcome is reported."""
         self.next_lease = self.next_generation = 1
 
     def geometry(self, space: int, rank: int, group: int) -> tuple[Namespace, int, int]:
@@ -148,7 +159,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert all(self.peek(name) == self.state(name) for name in present), "a store evicted its own keys"
         assert sorted(part.copy + part.no_space + part.rejected) == expected
         assert part.no_space == sorted(part.no_space)
-        assert part.again == [number for number, name in enumerate(names) if name in seen and number not in expected]
+        assert part.duplicates == [at for at, name in enumerate(names) if name in seen and at not in expected]
         fresh = [number for number in part.copy if names[number] not in self.index]
         assert not fresh or not part.no_space or max(fresh) < min(part.no_space), "a tail was stored without its head"
         if part.no_space:
@@ -258,18 +269,36 @@ class CacheMachine(RuleBasedStateMachine):
 
     # --- lookups and loads ----------------------------------------------------------------------
 
-    @rule(space=spaces, group=groups, session=sessions, chain=chains, more=chains, note=st.booleans())
-    def lookup(self, space: int, group: int, session: int, chain: list[int], more: list[int], note: bool) -> None:
+    @rule(
+        space=spaces,
+        group=groups,
+        session=sessions,
+        chain=chains,
+        more=chains,
+        note=st.booleans(),
+        reported=st.booleans(),
+    )
+    def lookup(
+        self,
+        space: int,
+        group: int,
+        session: int,
+        chain: list[int],
+        more: list[int],
+        note: bool,
+        reported: bool = False,
+    ) -> None:
         lease_id, self.next_lease = self.next_lease, self.next_lease + 1
-        self.ask(space, group, session, lease_id, chain, more)
+        self.ask(space, group, session, lease_id, chain, more, reported=reported)
         if note:
-            self.cache.note_requests()
+            self.cache.report_requests()
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data(), group=groups, chain=chains)
     def look_up_again(self, data: st.DataObject, group: int, chain: list[int]) -> None:
         lease_id = data.draw(st.sampled_from(sorted(self.leases)))
-        self.ask(self.leases[lease_id].space, group, self.leases[lease_id].session, lease_id, chain, [])
+        lease = self.leases[lease_id]
+        self.ask(lease.space, group, lease.session, lease_id, chain, [], reported=lease.reported)
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data(), space=spaces, session=sessions, chain=chains)
@@ -283,17 +312,33 @@ class CacheMachine(RuleBasedStateMachine):
             with pytest.raises(UnknownLease):
                 self.cache.begin_load(namespace, 0, lease_id, 0, keys)
 
-    def ask(self, space: int, group: int, session: int, lease_id: int, chain: list[int], more: list[int]) -> None:
+    def ask(
+        self,
+        space: int,
+        group: int,
+        session: int,
+        lease_id: int,
+        chain: list[int],
+        more: list[int],
+        *,
+        reported: bool,
+    ) -> None:
         namespace, _, group = self.geometry(space, 0, group)
         request = [(group, keys_of(*chain)), (0, keys_of(*more))]
-        states, leased = self.cache.lookup(namespace, session, lease_id, request)
+        states, leased = self.cache.lookup(namespace, session, lease_id, request, reported=reported)
+        if reported:
+            asked = self.unreported.setdefault((session, lease_id), (namespace, []))[1]
+            found = [[state == READY for state in answer] for answer in states]
+            asked += [(part, answer) for (part, _), answer in zip(request, found, strict=True)]
+        else:
+            self.missed[namespace] += sum(state != READY for answer in states for state in answer)
         names = [self.names(space, group, chain), self.names(space, 0, more)]
         cut = 0
         for part, answer in zip(names, states, strict=True):
             for name, state in zip(part, answer, strict=True):
                 cut += state != self.state(name)
                 assert state == self.state(name) or (state, self.state(name)) == (FREE, READY)
-        lease = self.leases.get(lease_id) or ModelLease(session, space, self.rig.clock.now + 30.0)
+        lease = self.leases.get(lease_id) or ModelLease(session, space, self.rig.clock.now + 30.0, reported=reported)
         told_ready = [
             self.index[name]
             for part, answer in zip(names, states, strict=True)
@@ -406,20 +451,36 @@ class CacheMachine(RuleBasedStateMachine):
         else:
             self.cache.quotas[fingerprint] = most * UNIT
 
-    @rule(session=sessions, data=st.data(), unused=st.booleans())
-    def release(self, session: int, data: st.DataObject, unused: bool) -> None:
+    @rule(session=sessions, data=st.data())
+    def release(self, session: int, data: st.DataObject) -> None:
         asked = data.draw(st.lists(st.integers(1, self.next_lease), max_size=3))
         own = [number for number in set(asked) if number in self.leases and self.leases[number].session == session]
-        for lease in [self.leases[number] for number in own]:
-            self.unused[lease.space] += len(lease.pinned) if unused and not lease.counted else 0
-        assert self.cache.release(session, asked, MissReason.LATE if unused else None) == len(own)
+        assert self.cache.release(session, asked) == len(own)
         self.end_leases(own)
+
+    @precondition(lambda self: self.unreported)
+    @rule(data=st.data(), covered=st.lists(st.integers(0, 8), max_size=3))
+    def report(self, data: st.DataObject, covered: list[int]) -> None:
+        session, lease_id = data.draw(st.sampled_from(sorted(self.unreported)))
+        own = [count // 2 for count in covered]
+        self.cache.count_prompt(session, lease_id, PromptOutcome(own, covered, MissReason.LATE))
+        namespace, asked = self.unreported.pop((session, lease_id))
+        left = Counter(dict(enumerate(covered)))
+        for group, found in asked:
+            self.covered[namespace] += min(len(found), left[group])
+            self.missed[namespace] += max(0, len(found) - left[group])
+            left[group] = max(0, left[group] - len(found))
 
     @rule(session=sessions)
     def session_dies(self, session: int) -> None:
         own = [number for number, lease in self.leases.items() if lease.session == session]
         assert self.cache.end_session(session) == len(own)
         self.end_leases(own)
+        for name in [name for name in self.unreported if name[0] == session]:
+            namespace, asked = self.unreported.pop(name)
+            found = [there for _, part in asked for there in part]
+            self.covered[namespace] += found.count(True)
+            self.missed[namespace] += found.count(False)
 
     @rule(seconds=st.sampled_from([0.0, 1.0, 10.0, 29.0, 45.0, 61.0]))
     def time_passes(self, seconds: float) -> None:
@@ -471,7 +532,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.reset(space)
         self.cache.forget_namespace(self.spaces[space])
         self.spaces[space] = self.rig.open(f"n{space}", *NAMESPACES[space])
-        self.loaded[self.spaces[space]], self.unused[space] = [0, 0], 0
+        self.loaded[self.spaces[space]] = [0, 0]
 
     @rule(slots=st.integers(1, 8), leases=st.integers(1, 4))
     def steps_are_small(self, slots: int, leases: int) -> None:
@@ -514,7 +575,9 @@ class CacheMachine(RuleBasedStateMachine):
 
     def end_leases(self, lease_ids: list[int]) -> None:
         for lease_id in lease_ids:
-            for model in self.leases.pop(lease_id).pinned:
+            lease = self.leases.pop(lease_id)
+            self.covered[self.spaces[lease.space]] += 0 if lease.reported else len(lease.pinned)
+            for model in lease.pinned:
                 model.pins -= 1
 
     # --- what always holds ----------------------------------------------------------------------
@@ -543,11 +606,9 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_was_asked_for_was_found_or_counted_as_missed(self) -> None:
-        for space, namespace in enumerate(self.spaces):
+        for namespace in self.spaces:
             counters = namespace.counters
-            missed = counters.misses.total() - counters.misses[MissReason.LATE]
-            assert counters.keys_asked == counters.keys_ready + missed
-            assert counters.misses[MissReason.LATE] == self.unused[space]
+            assert (counters.covered_keys, counters.misses.total()) == (self.covered[namespace], self.missed[namespace])
             assert [counters.loaded_keys, counters.loaded_tokens] == self.loaded[namespace]
 
     @rule(space=spaces, group=groups, places=st.integers(1, 40), limit=st.integers(1, 5), prefix=st.integers(0, 11))

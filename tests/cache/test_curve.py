@@ -27,7 +27,7 @@ def chain_of(*keys: int) -> bytes:
 
 def ask(watched: HitRatioCurve, group: Group, requests: Iterable[bytes]) -> None:
     for keys in requests:
-        watched.requested([Chain(group, keys, NOTHING)])
+        watched.requested(Chain(group, keys, NOTHING))
 
 
 def group_of(block_bytes: int = MIB, label: str = "tiny", name: int = 0, tokens: int = 512) -> Group:
@@ -52,6 +52,22 @@ def conversations(requests: int, seed: int, spread: int) -> Trace:
         made += new
         asked.append(chain_of(*chats[at]))
     return Trace("made", 512, asked)
+
+
+@pytest.mark.parametrize("tokens", [512, 16])
+def test_what_an_engine_had_itself_is_used_but_not_counted(tokens: int) -> None:
+    """No pool of any size would have brought it. It is as recent as all that was asked for."""
+    watched, group = HitRatioCurve(64 * MIB, lambda: 0.0), group_of(MIB * tokens // 512, tokens=tokens)
+    count = 4096 // tokens
+    for _ in range(3):
+        watched.requested(Chain(group, chain_of(*range(count)), NOTHING, run=count // 4), own=count // 2)
+    found = watched.in_all()
+    assert (found.asked_tokens, found.found_tokens) == (3 * 2048, 0)
+    assert found.lru_hit_ratio["1"] == pytest.approx(2 / 3, abs=0.1)
+    watched.requested(Chain(group, chain_of(*range(count)), NOTHING, run=count))
+    found = watched.in_all()
+    assert (found.asked_tokens, found.found_tokens) == (3 * 2048 + 4096, 4096)
+    assert found.lru_hit_ratio["1"] == pytest.approx(8 / 10, abs=0.1)
 
 
 def ratios_of(trace: Trace, pool: int) -> dict[str, float]:
@@ -80,7 +96,7 @@ def test_what_is_forgotten_stays_a_part_of_all() -> None:
     watched, kept, gone = HitRatioCurve(100 * MIB, lambda: now[0]), group_of(), group_of(name=1)
     for group, times in ((kept, 1), (gone, 4)):
         for _ in range(times):
-            watched.requested([Chain(group, chain_of(1, 2), NOTHING)])
+            watched.requested(Chain(group, chain_of(1, 2), NOTHING))
     before = watched.in_all()
     watched.namespace_forgotten(gone.namespace)
     watched.namespace_forgotten(group_of(name=2).namespace)
@@ -105,7 +121,7 @@ def test_memory_is_bounded_and_what_is_seen_ends_at_ten_pools() -> None:
     watched, group = HitRatioCurve(1000 * MIB, lambda: 0.0), group_of()
     before = watched.nbytes
     for first in range(0, 3000 * 64, 64):
-        watched.requested([Chain(group, chain_of(*range(first, first + 64)), NOTHING)])
+        watched.requested(Chain(group, chain_of(*range(first, first + 64)), NOTHING))
     assert watched.nbytes <= before + 64 * 48 < 8 * MIB
     assert 0.95 * 10_000 * MIB < watched.seen_bytes <= 10_000 * MIB
     assert watched.in_all().lru_hit_ratio["10"] == 0
@@ -116,7 +132,7 @@ def test_each_namespace_has_its_own_curve_in_a_pool_of_all() -> None:
     watched, groups = HitRatioCurve(200 * MIB, lambda: 0.0), [group_of(name=1), group_of(name=2)]
     for requests in zip(*(trace.requests for trace in traces), strict=True):
         for group, keys in zip(groups, requests, strict=True):
-            watched.requested([Chain(group, keys, NOTHING)])
+            watched.requested(Chain(group, keys, NOTHING))
     for size in ("0.2", "0.5", "1", "2"):
         blocks = int(200 * float(size))
         cache = open_cache("lru", blocks)

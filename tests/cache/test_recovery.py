@@ -82,7 +82,7 @@ class Pool:
         self.memory = memoryview(mmap.mmap(self.fd, GEOMETRY.size_bytes))
         self.table = SlotTable(self.memory, GEOMETRY, new=fd is None)
         self.slots = SlotAllocator(POOL, REGION)
-        self.slots.note_sizes_in(self.table.region_sizes)
+        self.slots.save_sizes_in(self.table.region_sizes)
         self.blocks = BlockTable(self.table.records)
 
     def successor(self, damage: Callable[[int], None] = lambda fd: None) -> tuple[Pool, RecoveredBlocks]:
@@ -295,7 +295,7 @@ def recover_in_place(pool: Pool) -> BlockTable:
     """A table of blocks that knows all that is in the pool, which goes on to be its own."""
     blocks, pool.slots = BlockTable(pool.table.records), SlotAllocator(POOL, REGION)
     recover(pool.fd, pool.table, pool.slots, blocks, NAMESPACES, NEXT_NUMBER)
-    pool.slots.note_sizes_in(pool.table.region_sizes)
+    pool.slots.save_sizes_in(pool.table.region_sizes)
     return blocks
 
 

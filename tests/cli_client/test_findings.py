@@ -269,6 +269,14 @@ def test_the_verdict_on_what_it_brought() -> None:
     assert report_of(unknown).verdict[1].endswith(ending)
 
 
+def test_what_was_saved_in_money() -> None:
+    """20 s in two hours on two ranks are 480 s of a GPU a day."""
+    two = facts(namespaces=[structs.replace(info(), world_size=2)])
+    assert judge_value(two).gpu_seconds_a_day == 480
+    assert report_of(two).verdict[1].endswith(" That saved 20.0 s of prefill: at this rate 8 min of a GPU a day.")
+    assert report_of(two, gpu_hour=3.5).verdict[1].endswith(" 8 min of a GPU a day, worth 0.47.")
+
+
 def test_sizes() -> None:
     (found,) = find(CASES["pool_too_small"])
     assert found.evidence == (

@@ -35,9 +35,9 @@ def test_values_that_each_kind_of_setting_refuses(tmp_path: Path) -> None:
     ):
         file.write_text(line + "\n")
         assert refusal({}, path=file).startswith(f"{line.split()[0]} (file {file})"), line
-    assert refusal({"pool_size": "64"}).endswith("at least 1MiB is needed. A number alone is bytes: write 64GiB.")
+    assert refusal({"pool_size": "64"}).endswith("is needed. A number without a unit is bytes: write 64GiB.")
     assert refusal({"pool_size": "64KiB"}).endswith("at least 1MiB is needed.")
-    assert "write auto, the default, in its place" in refusal({"disk_write": "reuse"})
+    assert "write auto, the default, instead" in refusal({"disk_write": "reuse"})
     assert "choose auto or always or never" in refusal({"shared_write": "all"})
     assert "is unknown" in refusal({}, {"KVOFFD_LIMITS": "1"}), "limits are constants that tests may replace"
     assert load_config({}, {}, limits=Limits(max_leases=7)).limits.max_leases == 7
@@ -62,7 +62,7 @@ def test_the_memory_that_is_needed_and_a_shortage_of_it_are_told_with_numbers() 
     config = Config(pool_bytes=64 << 30)
     assert memory_summary(config) == (
         "An idle daemon takes 65.4 GiB of memory (pool 64.0 GiB, its tables 1.34 GiB, the process about 34.0 MiB); set "
-        "the memory limit to 67.7 GiB, since a busy one may take at most: what is known of the blocks "
+        "the memory limit to 67.7 GiB, since a busy one may take up to: block metadata "
         "896 MiB, keys without blocks 1.28 GiB, process and clients 256 MiB."
     )
     assert "keys without blocks" not in memory_summary(Config(eviction_policy="lru"))
@@ -74,5 +74,5 @@ def test_the_memory_that_is_needed_and_a_shortage_of_it_are_told_with_numbers() 
     to_come = sum(parts.values()) - sum(parts[part] for part in taken)
     assert memory_shortage(config, MemoryLimit(to_come, "the machine")) == ""
     assert memory_shortage(config, MemoryLimit(to_come - 1, "the machine")).startswith(
-        "Beside what it has the daemon may come to need 2.15 GiB, and 2.15 GiB are left (the machine): "
+        "The daemon may need 2.15 GiB more memory, but only 2.15 GiB are left (the machine): "
     )

@@ -268,7 +268,7 @@ def test_a_directory_of_no_use_costs_only_the_disk(tmp_path: Path) -> None:
 
 def test_a_full_file_system_costs_only_the_disk(tmp_path: Path) -> None:
     with tmpfs(tmp_path / "full", "4m") as place, daemon_on(place) as daemon:
-        assert_fails_and_the_pool_serves(daemon, "Make room")
+        assert_fails_and_the_pool_serves(daemon, "Free space")
 
 
 def test_two_daemons_do_not_write_one_disk(shared_daemon: DaemonProcess) -> None:

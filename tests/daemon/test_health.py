@@ -33,7 +33,7 @@ def test_health_a_taken_default_http_port_is_degraded() -> None:
         with DaemonProcess(http_address=address) as daemon, AdminClient(daemon.directory) as admin:
             (cause,) = admin.health().causes
             assert (admin.health().level, cause.reason) == ("degraded", "http_unavailable")
-            assert f"The HTTP address {address} cannot be listened on" in cause.sentence
+            assert f"The HTTP address {address} cannot be used" in cause.sentence
             assert books(daemon.directory).problems == {"http_unavailable": 1}
 
 

@@ -134,7 +134,7 @@ def test_integrity_recovered_blocks_are_compared_in_the_background(
         daemon.stop()
         daemon.start()
         assert balanced(daemon).quarantined_bytes == PAGE
-        assert daemon.log.count("1 slot not used: wrong bytes were found there") == 1
+        assert daemon.log.count("Not using 1 slot with earlier checksum mismatches") == 1
         with CheckedEngine(daemon, engine.truth) as engine:
             assert engine.get(range(KEYS)) == [number for number in range(KEYS) if number != 5]
             engine.put([5])

@@ -63,8 +63,8 @@ def test_start_is_refused_before_the_pool_is_taken(tmp_path: Path) -> None:
         with closing(DaemonProcess(fork=False, http_address=address)) as daemon:
             daemon.start(wait=False)
             assert daemon.process.wait(60) == 2
-            assert f"The HTTP address {address} cannot be listened on" in daemon.log
-            assert "takes a pool" not in daemon.log
+            assert f"The HTTP address {address} cannot be used" in daemon.log
+            assert "opens a pool" not in daemon.log
 
 
 def test_start_is_refused_under_an_impossible_limit(tmp_path: Path) -> None:

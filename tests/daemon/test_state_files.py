@@ -76,17 +76,17 @@ def test_policy_of_the_next_daemon_knows_what_was_learned(pool_file: Path, tmp_p
         assert other.read_bytes() == b"mine"
         daemon.start()
         assert learned_requests(daemon) == known
-        assert "is of no use" not in daemon.log
+        assert "Ignoring the policy state" not in daemon.log
         daemon.stop()
         file.unlink()
         file.symlink_to(other)
         daemon.start()
         assert learned_requests(daemon) == 0
-        assert "is of no use" in daemon.log
+        assert "Ignoring the policy state" in daemon.log
         assert other.read_bytes() == b"mine"
 
 
-# --- files of no use -------------------------------------------------------------------------------
+# --- unusable files ------------------------------------------------------------------------------
 
 
 def test_state_files_of_no_use_are_logged_and_left_out(pool_file: Path) -> None:
@@ -113,6 +113,6 @@ def test_state_files_of_no_use_are_logged_and_left_out(pool_file: Path) -> None:
                 assert engine.lookup(keys(1)) == 0, "nobody knows whether it was cleared"
                 assert namespace(daemon, "demo").quota_bytes is None
             for file in (policy, state):
-                pattern = f"{re.escape(str(file))}[ ,].*of no use"
+                pattern = f"(Ignoring the policy state in|Cannot use these parts of) {re.escape(str(file))}[:,]"
                 wait_until(lambda pattern=pattern, said=said: re.search(pattern, daemon.log[said:]))  # type: ignore[misc]
             daemon.kill()

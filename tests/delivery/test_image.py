@@ -107,7 +107,7 @@ def test_blocks_outlive_the_container(image: str, podman_run: list[str], node: t
         lines = [json.loads(line) for line in (logged.stdout + logged.stderr).splitlines()]
         assert any(line["message"].startswith("Serving") for line in lines)
         # The engine's number means nothing in the daemon's namespace of processes.
-        assert any("of another pid namespace" in line["message"] for line in lines)
+        assert any("in another pid namespace" in line["message"] for line in lines)
         run("podman", "kill", "--signal=KILL", name)
         wait_until(lambda: name not in run("podman", "ps", "--all", "--format={{.Names}}"), 60)
         run(*daemon)

@@ -164,5 +164,5 @@ def test_the_pool_is_pinned_from_the_start_and_lingers(stub_machine: Callable[..
 
 def test_a_driver_that_does_not_start_leaves_the_pool_for_later(stub_machine: Callable[..., Machine]) -> None:
     machine = stub_machine({"STUB_FAIL": "cuInit:0:100"}, pin_pool="start")
-    machine.daemon.wait_log("The pool is not pinned before an engine on a GPU registers: cuInit failed")
+    machine.daemon.wait_log("The pool is not pinned until an engine on a GPU registers: cuInit failed")
     assert machine.daemon.stop() == 0

@@ -31,7 +31,7 @@ from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policy import Group, make_policy
 from kvoffd.cache.queues import Queues
 from kvoffd.cache.recovery import RecoveredBlocks, recover
-from kvoffd.cache.tickets import Held, StoreTicket
+from kvoffd.cache.tickets import SessionLeases, StoreTicket
 from kvoffd.pool.allocator import SlotAllocator
 from kvoffd.pool.slot_table import BAD_RECORD, READY_RECORD, SlotTable, TableGeometry
 from kvoffd.system.numa import Locality
@@ -163,7 +163,7 @@ class CacheRig:
     def look(self, namespace: Namespace, keys: bytes, group: int = 0) -> bytes:
         """A request's lookup and all that follows its reply. Returns the states."""
         (states,), _ = self.cache.lookup(namespace, 9, 2**62, [(group, keys)])
-        self.cache.note_requests()
+        self.cache.report_requests()
         self.cache.release(9, [2**62])
         return states
 
@@ -276,15 +276,15 @@ def check_invariants(cache: Cache) -> None:
     usage = cache.usage
     assert usage.free + usage.writing + usage.ready + usage.dropped + usage.quarantined == slots.pool_bytes
     pins: Counter[int] = Counter()
-    held: dict[int, Held] = {}
+    held: dict[int, SessionLeases] = {}
     for lease in (*cache.leases.values(), *cache._ended):
         pins.update(lease.blocks.tolist())
-        one = held.setdefault(lease.session, Held())
+        one = held.setdefault(lease.session, SessionLeases())
         one.leases[lease] = None
         one.keys += len(lease.blocks)
         one.nbytes += lease.nbytes
     assert {session: (one.leases, one.keys, one.nbytes) for session, one in held.items()} == {
-        session: (one.leases, one.keys, one.nbytes) for session, one in cache.held.items()
+        session: (one.leases, one.keys, one.nbytes) for session, one in cache.session_leases.items()
     }
     alive_or_held = {*cache.leases.values(), *cache._ended}
     for namespace in cache.namespaces.values():

@@ -96,7 +96,7 @@ class TieringHarness(CacheRig):
     def use(self, namespace: Namespace, keys: bytes, lease: int = 1) -> None:
         """Look keys up, and do what follows the reply."""
         self.cache.lookup(namespace, 1, lease, [(0, keys)])
-        self.cache.note_requests()
+        self.cache.report_requests()
 
     def index(self, namespace: Namespace, group: int = 0) -> dict[bytes, int]:
         """The blocks that are WRITING or READY, by key."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvoffd_client import AdminClient, NamespaceSpec
+from kvoffd_client.scheduler_client import LookupFuture
 from kvoffd_client.testing import FakeEngine
 from kvoffd_client.worker_client import GroupTransfer
-from kvoffd_proto.messages import PENDING, GroupKeys, GroupSpec
+from kvoffd_proto.messages import PENDING, GroupKeys, GroupSpec, Outcome, PromptReport
 from tests.kit.command import run_cli
 from tests.kit.daemon import DaemonProcess
 from tests.kit.ports import free_port, http_get
@@ -39,21 +41,37 @@ class Load:
     def __init__(self, engine: FakeEngine) -> None:
         self.engine = engine
         self.misses: Counter[str] = Counter()
-        self.found = self.loaded = self.lookups = self.asked = 0
+        self.found = self.loaded = self.not_needed = self.lookups = self.asked = 0
 
-    def look_up(self, wanted: list[bytes], found: int, reason: str = "", unused: str = "") -> None:
+    def look_up(self, wanted: list[bytes], found: int, reason: str = "") -> None:
         """Look up keys of which the first ``found`` are there and the others miss for that reason."""
-        ticket = self.engine.scheduler.lookup([GroupKeys(0, b"".join(wanted))])
+        ticket = self.ask(wanted, found, reported=False)
+        self.not_needed += found
+        if len(wanted) > found:
+            self.misses[reason] += len(wanted) - found
+        self.engine.scheduler.release(ticket.lease_id)
+
+    def ask(self, wanted: list[bytes], found: int, *, reported: bool) -> LookupFuture:
+        ticket = self.engine.scheduler.lookup([GroupKeys(0, b"".join(wanted))], reported=reported)
         assert ticket.wait(10)
         assert ticket.leading_ready() == found
         self.lookups += 1
         self.asked += len(wanted)
         self.found += found
-        if len(wanted) > found:
-            self.misses[reason] += len(wanted) - found
-        if unused:
-            self.misses[unused] += found
-        self.engine.scheduler.release(ticket.lease_id, unused)
+        return ticket
+
+    def report(self, wanted: list[bytes], found: int, covered: int, outcome: Outcome, **misses: int) -> None:
+        """Look up keys and report what an engine did that had the first ``covered`` in its own cache."""
+        ticket = self.ask(wanted, found, reported=True)
+        self.not_needed += covered
+        self.misses.update(misses)
+        self.send_report(ticket, len(wanted), covered, outcome)
+
+    def send_report(self, ticket: LookupFuture, asked: int, covered: int, outcome: Outcome) -> None:
+        self.engine.scheduler.release(ticket.lease_id)
+        counted = {"lease_id": ticket.lease_id, "own_keys": [covered], "covered_keys": [covered]}
+        report = PromptReport("r", time.time(), TOKENS * asked, asked, 0, 0, 0, outcome, **counted)
+        self.engine.scheduler.report_prompt(report)
 
     def load(self, wanted: list[bytes], loaded: int) -> None:
         assert self.engine.lookup(wanted) == len(wanted)
@@ -63,13 +81,14 @@ class Load:
         self.asked += len(wanted)
         self.found += len(wanted)
         self.loaded += loaded
+        self.not_needed += len(wanted) - loaded
 
-    def give_up(self, wanted: list[bytes], unused: str) -> None:
+    def give_up(self, wanted: list[bytes]) -> None:
         """Look up keys that only a tier has, and release at once: they come up before or after that."""
-        ticket = self.engine.scheduler.lookup([GroupKeys(0, b"".join(wanted))])
+        ticket = self.engine.scheduler.lookup([GroupKeys(0, b"".join(wanted))], reported=True)
         assert ticket.wait(10)
         assert set(ticket.states[0]) == {PENDING}
-        self.engine.scheduler.release(ticket.lease_id, unused)
+        self.send_report(ticket, len(wanted), 0, Outcome.LATE)
         self.lookups += 1
         self.asked += len(wanted)
         self.found += len(wanted)
@@ -80,8 +99,7 @@ class Load:
         misses, found = shown["misses"], sum(shown["found_keys"].values())
         assert misses == +self.misses
         assert (shown["lookups"], found, shown["loaded_keys"]) == (self.lookups, self.found, self.loaded)
-        unused = self.misses["late"] + self.misses["skipped"]
-        assert shown["not_needed_keys"] == self.found - self.loaded - unused
+        assert shown["not_needed_keys"] == self.not_needed
         assert shown["asked_keys"] == self.asked
         assert shown["asked_keys"] == shown["loaded_keys"] + shown["not_needed_keys"] + sum(misses.values())
         assert shown["asked_tokens"] == TOKENS * self.asked
@@ -98,8 +116,12 @@ def scripted(load: Load) -> None:
     assert engine.store(keys(0, 8), range(8)).ok
     load.look_up(keys(0, 8), 8)
     load.load(keys(0, 8), 5)
-    load.look_up(keys(0, 4), 4, unused="late")
-    load.look_up(keys(0, 3), 3, unused="skipped")
+    load.report(keys(0, 4), 4, 0, Outcome.LATE, late=4)
+    load.report(keys(0, 4), 4, 1, Outcome.SKIPPED, skipped=3)
+    load.report(keys(0, 4), 4, 1, Outcome.NO_SPACE, engine_full=3)
+    load.report(keys(50, 4), 0, 3, Outcome.MISSED, unknown=1)
+    load.report(keys(4, 8), 4, 5, Outcome.MISSED, unknown=3)
+    load.report(keys(60, 4), 0, 4, Outcome.DROPPED)
     engine.scheduler.invalidate([GroupKeys(0, b"".join(keys(6, 2)))])
     load.look_up(keys(0, 8), 6, "invalidated")
     for first in range(100, 100 + POOL_BLOCKS, 8):
@@ -115,10 +137,10 @@ def from_disk(load: Load, daemon: DaemonProcess) -> None:
         wait_until(lambda: admin.stats().disks[0].state == "serving")
         assert engine.store(keys(0, 8), range(8)).ok
         wait_until(lambda: admin.stats().disks[0].blocks >= 8)
-        for number, unused in enumerate(("late", "coming"), 1):
+        for number in (1, 2):
             for first in range(1000 * number, 1000 * number + POOL_BLOCKS, 8):
                 assert engine.store(keys(first, 8), range(8)).ok
-            load.give_up(keys(0, 8), unused)
+            load.give_up(keys(0, 8))
             wait_until(lambda: admin.stats().tiers.promoted_blocks == 8 * number)  # noqa: B023
 
 
@@ -132,6 +154,9 @@ def partial(load: Load) -> None:
 
 def check_views(daemon: DaemonProcess, port: int, loads: dict[str, Load]) -> dict[str, Any]:
     """Hold all that shows statistics against what was done; returns what is shown of the namespaces, by model."""
+    asked = sum(load.asked for load in loads.values())
+    with AdminClient(daemon.directory) as admin:  # reports are sent once a second
+        wait_until(lambda: admin.stats().since_start.asked_keys >= asked, explain=lambda: admin.stats().since_start)
     printed = json.loads(run_cli("stats", "--json", "--directory", str(daemon.directory)).stdout)
     served, page = (http_get(port, path)[1] for path in ("/stats.json", "/metrics"))
     with AdminClient(daemon.directory) as admin:

@@ -84,7 +84,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.slots.free(ids(*slots))
         for slot in slots:
             del self.out[slot]
-            with pytest.raises(ValueError, match="not handed out"):
+            with pytest.raises(ValueError, match="not allocated"):
                 self.slots.free(ids(*self.out, slot))
 
     @rule()

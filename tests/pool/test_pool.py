@@ -50,7 +50,7 @@ def test_a_table_that_cannot_be_trusted_is_not_taken_over() -> None:
     spoiled: list[tuple[int, bytes, bool, str]] = [
         (16, bytes(16), True, "last boot"),
         (8, b"\x63", True, "format"),
-        (0, b"precious", False, "no slot table"),
+        (0, b"precious", False, "not a slot table"),
         *((at, b"\xaa", False, "damaged") for at in range(HEADER.size + CRC.size)),
     ]
     for at, bytes_, sums, sentence in spoiled:
@@ -77,7 +77,7 @@ def test_descriptors_that_are_no_pool_are_refused_with_a_reason() -> None:
     fds = loose, os.dup(first.memory_fds[1])
     first.close()
     second = successor(fds, 4 * MIB)
-    assert "no memory of kvoffd's" in second.cold_reason, "it has no seals"
+    assert "not a pool of kvoffd" in second.cold_reason, "it has no seals"
     second.close()
 
 

@@ -72,10 +72,10 @@ def test_a_generation_is_a_time_and_above_all_that_were_seen(next_state: Next, c
     numbers, us = [state.generation(ONE)], 1_000_000 * NOW
     for change in (
         lambda: state.raise_generation(ONE),
-        lambda: state.found(ONE, us - 5),
+        lambda: state.accept(ONE, us - 5),
         lambda: state.raise_generation(ONE),
         lambda: setattr(clock, "now", NOW + 2),
-        lambda: state.found(ONE, us + 7),
+        lambda: state.accept(ONE, us + 7),
         lambda: setattr(clock, "now", NOW - 100),  # it is set back
         state.raise_all,
         lambda: state.raise_generation(ONE),
@@ -89,8 +89,8 @@ def test_a_generation_is_a_time_and_above_all_that_were_seen(next_state: Next, c
 def test_of_what_a_pool_or_disk_shows_the_highest_generation_counts(next_state: Next, clock: Clock) -> None:
     """But for one in the future: it was raised before the clock was set back, or after."""
     state, us = next_state(), 1_000_000 * NOW
-    assert [state.found(ONE, one) for one in (0, 17, 17, 5)] == [True, True, True, False]
-    assert not state.found(ONE, us + 1)
+    assert [state.accept(ONE, one) for one in (0, 17, 17, 5)] == [True, True, True, False]
+    assert not state.accept(ONE, us + 1)
     assert state.generation(ONE) > us + 1
 
 
@@ -112,7 +112,7 @@ def test_the_oldest_names_are_forgotten_on_the_safe_side(monkeypatch: pytest.Mon
     assert again.generation(OTHER) >= was[1]
     assert again.is_unshared(ONE)
     assert again.is_unshared(OTHER)
-    again.followed(OTHER, {})
+    again.save_fleet_reset(OTHER, {})
     assert not again.is_unshared(OTHER)
     assert len(again.resets.generations) == len(again.resets.unshared) == 10
 
@@ -163,7 +163,7 @@ def test_a_file_of_deeply_nested_brackets_is_of_no_use(
     body = b'resets {"last":' + b"[" * 50_000
     (tmp_path / STATE_FILE).write_bytes(b"%08x %s" % (zlib.crc32(body), body))
     assert next_state().generation(ONE) == 1_000_000 * NOW
-    assert "is of no use" in caplog.text
+    assert "Cannot use these parts" in caplog.text
 
 
 def test_what_0_2_wrote_is_read(tmp_path: Path, next_state: Next) -> None:

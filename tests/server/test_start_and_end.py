@@ -51,7 +51,7 @@ def test_probes_are_answered_while_the_pool_is_touched(tmp_path: Path, monkeypat
         answers.update({path: http_get(port, path) for path in ("/healthz", "/readyz", "/metrics")})
         raise KvoffdError("The memory is refused.")
 
-    monkeypatch.setattr(module, "take_pool", touch_slowly)
+    monkeypatch.setattr(module, "open_pool", touch_slowly)
     with pytest.raises(KvoffdError, match="refused"):
         asyncio.run(Daemon(Config(directory=tmp_path, http_address=f"127.0.0.1:{port}")).serve())
     sentence = "The daemon is starting.\n"
@@ -68,7 +68,7 @@ START = [
     (DaemonDirectory, "acquire", "lock the directory"),
     (HttpServer, "start", "answer probes"),
     (State, "restore", "read the state"),
-    (module, "take_pool", "touch the pool"),
+    (module, "open_pool", "touch the pool"),
     (module, "restore", "recover blocks"),
     (Sockets, "open", "open sockets"),
     (LifelineServer, "open", "open the lifeline"),
@@ -156,12 +156,12 @@ def test_memory_that_systemd_kept_is_free_before_new_is_made(monkeypatch: pytest
     monkeypatch.setattr(PoolMemory, "create", lambda *one: done.append("make") or make(*one))
     notifier: Any = SimpleNamespace(
         remove_fds=lambda name: done.append(f"remove {name}"),
-        wait_heard=lambda timeout_s: done.append("wait") or timeout_s > 0,
+        wait_until_handled=lambda timeout_s: done.append("wait") or timeout_s > 0,
         store_fd=lambda name, _: done.append(f"store {name}"),
         starting=lambda _: None,
     )
     stored = {name: [os.memfd_create(name)] for name in ("kvoffd-pool", "kvoffd-slot-table")}
-    recovery.take_pool(Config(pool_bytes=1 << 20), notifier, stored, lambda: False).close()
+    recovery.open_pool(Config(pool_bytes=1 << 20), notifier, stored, lambda: False).close()
     removed = ["remove kvoffd-pool", "remove kvoffd-slot-table", "wait"]
     assert done == [*removed, "make", "make", "store kvoffd-pool", "store kvoffd-slot-table"]
 
@@ -169,7 +169,7 @@ def test_memory_that_systemd_kept_is_free_before_new_is_made(monkeypatch: pytest
 def test_a_daemon_that_is_to_stop_touches_no_more_of_its_pool() -> None:
     """To touch all of a large one takes minutes, after which systemd would kill the daemon."""
     size = 64 << 20
-    pool = recovery.take_pool(Config(pool_bytes=size), Notifier({}), {}, lambda: True)
+    pool = recovery.open_pool(Config(pool_bytes=size), Notifier({}), {}, lambda: True)
     assert os.fstat(pool.memory_fds[0]).st_blocks * 512 < size
     pool.close()
 

@@ -68,8 +68,8 @@ class Engine:
         self._asked.append((future, self.clock.now))
         return future
 
-    def release(self, lease_id: int, unused: str = "") -> None:
-        self.scheduler.release(lease_id, unused)
+    def release(self, lease_id: int) -> None:
+        self.scheduler.release(lease_id)
 
     def give_back(self, blocks: list[list[int]]) -> None:
         for free, given in zip(self._free, blocks, strict=True):

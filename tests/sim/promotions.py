@@ -111,7 +111,7 @@ class PromotionWatch:
 
     def _may_hold(self, lease: Lease, block_bytes: int) -> bool:
         """Whether leases may pin another block, for this one's session."""
-        keys = self._cache.held[lease.session].keys
+        keys = self._cache.session_leases[lease.session].keys
         return keys < self._cache._max_leased_keys and self._cache.leasable_bytes >= block_bytes
 
     def dropped(self, blocks: BlockIds, *, evicted: bool) -> None:

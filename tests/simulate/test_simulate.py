@@ -172,8 +172,8 @@ def test_without_sizes_it_takes_parts_of_all_blocks(tmp_path: Path, capsys: pyte
 def test_what_is_wrong_is_said_in_a_sentence(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = write(tmp_path / "small.jsonl", [[1]])
     for arguments, sentence in (
-        ("--blocks 0", "is no list of numbers of blocks"),
-        ("--blocks many", "is no list of numbers of blocks"),
+        ("--blocks 0", "is not a list of block counts"),
+        ("--blocks many", "is not a list of block counts"),
         ("--blocks 5 --policy fifo", "There is no policy 'fifo'"),
         ("--size 1GiB", "give --block-size"),
         ("--size 1GiB --block-size 0", "--block-size 0"),
@@ -188,7 +188,7 @@ def test_what_is_wrong_is_said_in_a_sentence(tmp_path: Path, capfd: pytest.Captu
             assert main([str(file), *arguments.split()]) == 2
             assert sentence in capfd.readouterr().err
     assert console(["trace", "replay", str(file), "--blocks", "0"]) == 2
-    assert "is no list of numbers of blocks" in capfd.readouterr().err
+    assert "is not a list of block counts" in capfd.readouterr().err
 
 
 def test_what_a_recording_lacks_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -244,7 +244,7 @@ def test_a_file_that_is_no_trace_is_refused_with_the_line(tmp_path: Path) -> Non
         '{"hash_ids": [1], "x": ' + 9999 * "[" + 9999 * "]" + "}",
     ):
         file.write_text('{"hash_ids": [1]}\n' + line + "\n")
-        with case(line[:40]), pytest.raises(BadTrace, match=r"bad\.jsonl:2 is no request"):
+        with case(line[:40]), pytest.raises(BadTrace, match=r"bad\.jsonl:2 is not a request"):
             read_trace(file)
 
 
@@ -301,7 +301,7 @@ def test_requests_may_be_a_list_and_hashes_signed_or_missing(tmp_path: Path) -> 
 def test_a_whole_last_line_that_is_no_request_is_not_taken_for_a_cut_off_one(tmp_path: Path) -> None:
     file = tmp_path / "end.jsonl"
     file.write_text('{"hash_ids": [1]}\n{"summary": 1}')
-    with pytest.raises(BadTrace, match=r"end\.jsonl:2 is no request"):
+    with pytest.raises(BadTrace, match=r"end\.jsonl:2 is not a request"):
         read_trace(file)
 
 
@@ -312,7 +312,7 @@ def test_a_file_cut_off_is_replayed_as_far_as_it_goes(tmp_path: Path, capsys: py
     assert main([str(file), "--policy", "lru", "--blocks", "5", "--json"]) == 0
     said = capsys.readouterr()
     assert json.loads(said.out)["results"][0]["hit_percent"] == 50.0
-    assert "ends in the middle: it is replayed as far as it goes" in said.err
+    assert "ends in the middle: it is replayed up to there" in said.err
     assert main([str(packed), "--blocks", "5"]) == 2
     assert "ends before its first request" in capsys.readouterr().err
 
@@ -349,7 +349,7 @@ def test_a_trace_with_bytes_of_blocks_needs_no_block_size(tmp_path: Path, capsys
     found = capsys.readouterr()
     printed = found.out.splitlines()
     assert "16 tokens in 4.00 KiB (50.0 %), 16 tokens in 8.00 KiB (50.0 %)" in found.err
-    assert "as if each took their mean, 6.00 KiB" in found.err
+    assert "with their mean size, 6.00 KiB" in found.err
     assert printed[0] == "asked: 3 requests, 9 blocks of 16 tokens and 6.00 KiB"
     assert printed[2].split()[:3] == ["18KiB", "lru", "66.67"]
 
@@ -360,7 +360,7 @@ def test_where_it_cannot_print_that_is_said_and_not_of_the_trace(tmp_path: Path)
     with open("/dev/full", "w") as full:
         ended = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     assert ended.returncode == 2
-    assert ended.stderr == "kvoffd-cli: What it found cannot be printed (No space left on device).\n"
+    assert ended.stderr == "kvoffd-cli: The result cannot be printed (No space left on device).\n"
     read, written = os.pipe()
     os.close(read)
     ended = subprocess.run(words, stdout=written, stderr=subprocess.PIPE, text=True, timeout=60, check=False)

@@ -96,7 +96,7 @@ def test_a_constant_is_the_same_in_c_and_in_python(path: str) -> None:
 
 def test_a_library_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_module, "VERSION", native_module.VERSION + 1)
-    with pytest.raises(NotCompiled, match=r"has version \d+, and \d+ is needed.*make venv"):
+    with pytest.raises(NotCompiled, match=r"has version \d+ instead of \d+.*make venv"):
         Native()
 
 

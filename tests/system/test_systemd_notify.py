@@ -110,11 +110,11 @@ def test_a_barrier_waits_until_everything_was_heard(listener: socket.socket, not
         assert data == b"BARRIER=1"
         os.close(array.array("i", ancillary[0][2])[0])
 
-    assert not notifier.wait_heard(0.05), "nobody has read the barrier yet"
+    assert not notifier.wait_until_handled(0.05), "nobody has read the barrier yet"
     hear()
     systemd = threading.Thread(target=hear)
     systemd.start()
-    assert notifier.wait_heard(DEADLINE_S)
+    assert notifier.wait_until_handled(DEADLINE_S)
     systemd.join()
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kvoffd.cache import POLICY_NAMES
+from kvoffd.cache.asked_keys import PromptOutcome
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.cache.tickets import Lease
 from kvoffd.tiering import TieringSettings, WriteMode
@@ -403,10 +404,10 @@ def test_several_requests_of_one_lookup_ask_for_no_more_than_leases_may_pin() ->
 def test_what_fails_is_not_late_too(rig: TieringHarness) -> None:
     space = rig.open()
     rig.put_in_tier(space, keys_of(1, 2))
-    look_up(rig, space, 1, keys_of(1, 2))
+    rig.cache.lookup(space, 1, 1, [(0, keys_of(1, 2))], reported=True)
     rig.tiering.pump()
     rig.tier.end_all(fault=Result.FAILED)
-    rig.cache.release(1, [1], None, MissReason.LATE)
+    rig.cache.count_prompt(1, 1, PromptOutcome([0], [0], MissReason.LATE))
     assert +space.counters.misses == {MissReason.TIER_FAILED: 2}
 
 

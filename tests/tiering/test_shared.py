@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from kvoffd.cache.asked_keys import PromptOutcome
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.promotions import READ_AGAIN_S, Promotions
@@ -39,7 +40,7 @@ def pending_keys(namespace: Namespace) -> int:
     """Keys that lookups asked for and that a tier is still reading, or being asked for."""
     counters, misses = namespace.counters, namespace.counters.misses
     known = counters.keys_ready + counters.found_disk + counters.found_shared + misses.total()
-    return counters.keys_asked - known + misses[MissReason.LATE] + misses[MissReason.SKIPPED]
+    return counters.keys_asked - known
 
 
 def give(rig: TieringHarness, tier: FakeTier, space: Namespace, *numbers: int, group: int = 0) -> None:
@@ -122,26 +123,42 @@ def test_a_block_that_waited_until_its_answer_was_old_is_asked_for_again(rig: Ti
 def test_what_comes_after_a_request_was_given_up_is_late(rig: TieringHarness, shared: FakeTier, given_up: str) -> None:
     space = rig.open()
     give(rig, shared, space, 1)
-    steps = [lambda: rig.cache.release(999, [2], MissReason.LATE, MissReason.LATE)]
-    progress = [shared.answer, lambda: rig.cache.lookup(space, 999, 2, [(0, keys_of(1))], again=True)]
+    late = PromptOutcome([0], [0], MissReason.LATE)
+    steps = [lambda: rig.cache.release(999, [2]), lambda: rig.cache.count_prompt(999, 1, late)]
+    progress = [
+        shared.answer,
+        lambda: rig.cache.lookup(space, 999, 2, [(0, keys_of(1))], again=True, reported=True),
+    ]
     progress += [rig.tiering.pump, shared.end_all]
     before = {"before the answer": 0, "before it is up": 2, "when it is up": 4}[given_up]
-    rig.cache.lookup(space, 999, 1 if before else 2, [(0, keys_of(1))])
+    rig.cache.lookup(space, 999, 1, [(0, keys_of(1))], reported=True)
     for step in progress[:before] + steps * 2 + progress[before:]:
         step()
     assert (space.counters.found_shared, +space.counters.misses) == (1, {MissReason.LATE: 1})
-    assert pending_keys(space) == 0
 
 
 def test_keys_that_nobody_awaits_are_late(rig: TieringHarness) -> None:
     space = rig.open()
     rig.put_in_tier(space, keys_of(2))
     rig.put(space, keys_of(1))
-    rig.cache.lookup(space, 999, 1, [(0, keys_of(1, 2))])
-    rig.cache.release(999, [1], None, MissReason.LATE)
+    rig.cache.lookup(space, 999, 1, [(0, keys_of(1, 2))], reported=True)
+    rig.cache.release(999, [1])
+    rig.cache.count_prompt(999, 1, PromptOutcome([0], [1], MissReason.LATE))
     rig.finish_promotions()
-    assert (space.counters.keys_ready, space.counters.found_disk) == (1, 1)
-    assert (+space.counters.misses, pending_keys(space)) == ({MissReason.LATE: 1}, 0)
+    assert (space.counters.keys_ready, space.counters.found_disk, space.counters.covered_keys) == (1, 1, 1)
+    assert +space.counters.misses == {MissReason.LATE: 1}
+
+
+def test_what_an_engine_had_itself_is_no_miss_whatever_a_store_answers(rig: TieringHarness, shared: FakeTier) -> None:
+    """Before the report or after it."""
+    space = rig.open()
+    for lease_id in (1, 2):
+        rig.cache.lookup(space, 999, lease_id, [(0, keys_of(10 * lease_id, 10 * lease_id + 1))], reported=True)
+        if lease_id == 1:
+            shared.answer()
+        rig.cache.count_prompt(999, lease_id, PromptOutcome([1], [1], None))
+        shared.answer()
+    assert (space.counters.covered_keys, +space.counters.misses) == (2, {MissReason.UNKNOWN: 1, MissReason.SKIPPED: 1})
 
 
 @pytest.mark.parametrize("key_bytes", [8, 64])
@@ -162,7 +179,7 @@ def test_a_forgotten_namespace_counts_nothing_for_the_next(
     shared.answer()
     rig.tiering.pump()
     shared.end_all()
-    rig.cache.release(999, [1], MissReason.LATE, MissReason.LATE)
+    rig.cache.release(999, [1])
     rig.tiering.tick()
     counters = other.counters
     found = counters.found_shared + counters.misses.total() + pending_keys(other)
@@ -278,7 +295,6 @@ def test_blocks_slower_to_read_than_compute_are_rarely_tried(rig: TieringHarness
     assert asked(1) == [SHARED], "nothing was read lately"
     assert asked(2, 3) == [ABSENT, ABSENT]
     assert asked.source.failures == {"slower": 2}
-    assert asked.group.counters.misses[MissReason.SKIPPED] == 2
     rig.clock.now += READ_AGAIN_S
     assert asked(4) == [SHARED]
     assert asked(5) == [ABSENT]
@@ -382,7 +398,7 @@ def test_used_blocks_are_offered_again_within_the_budget(rig: TieringHarness) ->
         tier.blocks.clear()  # the store forgets
         taken = budget.take(3 * UNIT)
         assert taken
-        budget.give_back(3 * UNIT)
+        budget.refund(3 * UNIT)
         rig.use(space, keys_of(1), lease)
     rig.tiering.tick()
     assert len(tier.jobs) == 1

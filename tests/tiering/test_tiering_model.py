@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvoffd.cache.block_table import READY, WRITING
-from kvoffd.cache.namespace import MissReason, Namespace
+from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.tickets import StoreTicket
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.promotions import Fill
@@ -79,7 +79,7 @@ class TieringMachine(RuleBasedStateMachine):
         space=st.integers(0, 1),
         chain=chains | st.just(list(range(6))),
         again=st.booleans(),
-        end=st.sampled_from(["keep", "end", "late"]),
+        end=st.sampled_from(["keep", "end"]),
     )
     def look_up(self, space: int, chain: list[int], again: bool, end: str) -> None:
         self.leases += not again
@@ -92,9 +92,9 @@ class TieringMachine(RuleBasedStateMachine):
             assert PENDING not in states[states.index(ABSENT) :], "behind a gap"
         if namespace.fingerprint in self.unshared:
             assert asked == [len(store.asked) for store in self.stores_of_nodes]
-        self.rig.cache.note_requests()
+        self.rig.cache.report_requests()
         if end != "keep":
-            self.rig.cache.release(1, [self.leases], MissReason.LATE if end == "late" else None)
+            self.rig.cache.release(1, [self.leases])
         if PENDING in states or SHARED in states:
             self.rig.tiering.pump()
 
@@ -310,8 +310,7 @@ class TieringMachine(RuleBasedStateMachine):
             pass
         for counters in [namespace.counters for namespace in self.spaces]:
             found = counters.keys_ready + counters.found_disk + counters.found_shared
-            late = counters.misses[MissReason.LATE]  # they were found
-            assert counters.keys_asked == found + counters.misses.total() - late, "each key is counted once"
+            assert counters.keys_asked == found + counters.misses.total(), "each key is counted once"
         usage = rig.cache.usage
         assert (usage.writing, usage.dropped, usage.pinned) == (0, 0, 0)
         rig.check()

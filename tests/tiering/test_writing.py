@@ -201,7 +201,7 @@ def choose(*kinds: tuple[int, float, float], believed: int = len(STAYS)) -> tupl
     chosen = Selection()
     every = [[chance + more * (stay - 1) for stay in STAYS] for _, chance, more in kinds]
     rows = [row for (count, *_), row in zip(kinds, every, strict=True) for _ in range(count)]
-    chosen.note(np.array(rows), UNIT, believed)
+    chosen.record(np.array(rows), UNIT, believed)
     deciding, least = chosen.deciding(np.array(every))
     return chosen, (deciding >= least).tolist()
 
@@ -220,19 +220,19 @@ def test_what_was_not_watched_for_long_is_not_believed() -> None:
 
 def test_a_block_stays_longer_the_less_is_offered() -> None:
     chosen, tier_bytes = Selection(), 64 * UNIT
-    chosen.note(np.zeros((64, len(STAYS))), UNIT, 1)
-    chosen.note_traffic(tier_bytes, tier_bytes)
+    chosen.record(np.zeros((64, len(STAYS))), UNIT, 1)
+    chosen.record_traffic(tier_bytes, tier_bytes)
     assert chosen.lifetimes(tier_bytes)[0] == STAYS[0] * tier_bytes
-    chosen.note_traffic(tier_bytes, tier_bytes)
+    chosen.record_traffic(tier_bytes, tier_bytes)
     assert chosen.lifetimes(tier_bytes)[:2] == [2 * stay * tier_bytes for stay in STAYS[:2]]
 
 
 def test_a_block_that_another_node_wrote_is_no_write() -> None:
     chosen, tier_bytes = Selection(), 64 * UNIT
-    chosen.note(np.zeros((128, len(STAYS))), UNIT, 1)
-    chosen.note_traffic(2 * tier_bytes, tier_bytes)
+    chosen.record(np.zeros((128, len(STAYS))), UNIT, 1)
+    chosen.record_traffic(2 * tier_bytes, tier_bytes)
     for _ in range(64):
-        chosen.note_present(UNIT)
+        chosen.record_present(UNIT)
     assert chosen.lifetimes(tier_bytes)[0] == 2 * STAYS[0] * tier_bytes
 
 
@@ -386,7 +386,7 @@ def test_killed_daemons_spend_no_more_than_one_that_lives(lives: int, least: int
         while clock() < until:
             while budget.take(2_000):
                 written += 2_000
-                if (spent := budget.to_note()) is not None:
+                if (spent := budget.amount_to_persist()) is not None:
                     left = spent, clock()
             clock.now += DAY_S / 2000
     assert least < written <= 1_000_000

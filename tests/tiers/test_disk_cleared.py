@@ -73,7 +73,7 @@ class ClearedRig(DiskRig):
         self.generations = Generations(self.state)
         super().open()
         for fingerprint, generation in self.tier.found_generations.items():
-            if not self.state.found(fingerprint, generation):
+            if not self.state.accept(fingerprint, generation):
                 self.tier.remove_all(fingerprint)
         self.work()
 

@@ -71,9 +71,9 @@ def test_regions_fill_a_disk_of_any_size(size: int) -> None:
 @pytest.mark.parametrize(
     ("spoil", "why"),
     [
-        (lambda path: path.symlink_to("elsewhere"), "is a link"),
-        (lambda path: os.mkfifo(path), "no disk tier's file"),
-        (lambda path: (path.touch(), os.link(path, path.with_name("twin"))), "no disk tier's file"),
+        (lambda path: path.symlink_to("elsewhere"), "is a symbolic link"),
+        (lambda path: os.mkfifo(path), "not a disk tier's file"),
+        (lambda path: (path.touch(), os.link(path, path.with_name("twin"))), "not a disk tier's file"),
         (lambda path: (path.touch(), path.chmod(0o644)), "has mode 0644"),
         (lambda path: path.mkdir(), "cannot be opened"),
     ],
@@ -90,7 +90,7 @@ def test_a_foreign_file_is_left_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / DISK_NAME
     path.write_bytes(b"somebody's data" * 1000)
     path.chmod(0o600)
-    with pytest.raises(DiskError, match="left as it is"):
+    with pytest.raises(DiskError, match="left unchanged"):
         open_file(tmp_path)
     assert path.read_bytes() == b"somebody's data" * 1000
 

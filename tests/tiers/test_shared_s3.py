@@ -270,7 +270,7 @@ def test_a_bucket_that_refuses_removals_is_read(
         assert rig.tier.available()
     assert rig.kinds == {"mismatch": 4, "credentials": 4}
     assert rig.tier.breaker.opened == 0
-    assert "AccessDenied: see the credentials, which are read at the start" in rig.tier.refusal
+    assert "AccessDenied: check the credentials, which are read at the start" in rig.tier.refusal
     assert "s3:DeleteObject" in rig.tier.refusal
     bucket.spoil = bytes
     assert rig.load(blocks[4]) is DONE
@@ -310,7 +310,7 @@ def test_a_prefix_costs_few_requests(bucket: FaultyBucket, rig: SharedRig) -> No
     ("change", "because"),
     [
         (("127.0.0.1:", "127.0.0.1:1/"), "(Connection refused)"),
-        (("http://", "https://"), "Where it has no TLS, name its endpoint http://"),
+        (("http://", "https://"), "If it has no TLS, name its endpoint http://"),
     ],
 )
 def test_why_a_bucket_cannot_be_reached_is_reported(

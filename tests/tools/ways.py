@@ -36,7 +36,7 @@ Span = tuple[float, float]
 SHORT = list(range(1, 20))
 TIMES = 5
 LEFT_OUT = {
-    *("Service.tick", "Sockets.wake", "Cache.note_requests"),
+    *("Service.tick", "Sockets.wake", "Cache.report_requests"),
     *("report_requests", "report_engine", "KvoffdManager.get_stats"),
 }
 """With all that these functions call."""

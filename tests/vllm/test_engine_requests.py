@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvoffd_client import AdminClient
 from tests.kit.engine import (
     BLOCK_TOKENS,
     Completion,
@@ -21,6 +23,7 @@ from tests.kit.engine import (
     wait_stored,
 )
 from tests.kit.models import TINY_LLAMA, write_lora_adapter
+from tests.kit.waiting import wait_until
 from tests.kit.wire import Books, books
 from tests.vllm.engine_home import EngineHome
 
@@ -107,6 +110,47 @@ def test_request(name: str, answers: Answers) -> None:
     # Of several samples the last one finds the first one's blocks, and an aborted request has stored what it computed.
     assert cold.cached == 0 or name in ("several-samples", "after-an-abort")
     assert [warm.cached, restarted.cached] == [loaded_tokens(name)] * 2
+
+
+def test_what_vllms_own_cache_has_is_no_miss(answers: Answers) -> None:
+    """What operators see as missed is what vLLM computed, by its own counters."""
+    engine, directory = answers.home.engine, answers.home.directory
+    asked = 0
+
+    def traffic() -> Any:
+        with AdminClient(directory) as admin:
+            return admin.stats().since_start
+
+    def ask(*seeds: int, length: int = LENGTH) -> None:
+        nonlocal asked
+        engine.generate([prompt(seed, length) for seed in seeds], max_tokens=1)
+        asked += len(seeds) * (length // BLOCK_TOKENS)
+        wait_stored(directory)
+
+    def computed() -> float:
+        """Tokens of prompts that vLLM computed."""
+        found = engine.metrics()
+        own, external = (found[f"vllm:{name}prefix_cache_hits"] for name in ("", "external_"))
+        return found["vllm:prefix_cache_queries"] - own - external
+
+    engine.forget()
+    time.sleep(1.5)  # earlier prompts are reported once a second
+    before, computed_before = traffic(), computed()
+    ask(90, 91)
+    with AdminClient(directory) as admin:
+        admin.clear()
+    ask(90, 91)
+    ask(90, length=LENGTH + 200)
+    engine.forget()
+    ask(90, length=LENGTH + 200)
+    after = wait_until(lambda: (found := traffic()).asked_keys >= before.asked_keys + asked and found)
+    assert after.asked_keys == before.asked_keys + asked
+    missed = sum(after.misses.values()) - sum(before.misses.values())
+    tails = 4 * (LENGTH % BLOCK_TOKENS) + 2 * ((LENGTH + 200) % BLOCK_TOKENS)
+    assert missed * BLOCK_TOKENS == computed() - computed_before - tails
+    assert missed == 2 * (LENGTH // BLOCK_TOKENS) + 6
+    assert after.loaded_keys - before.loaded_keys == (LENGTH + 200) // BLOCK_TOKENS
+    assert after.not_needed_keys - before.not_needed_keys == 3 * (LENGTH // BLOCK_TOKENS)
 
 
 def test_an_engine_killed_while_it_stores_leaves_nothing(answers: Answers) -> None:

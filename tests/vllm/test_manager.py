@@ -54,8 +54,7 @@ def test_an_answer_is_awaited_no_longer_than_computing_takes(harness: ManagerHar
         harness.scan(computed=computed)
         assert harness.results(context) == [result] * 3
     assert harness.counted()[LATE_LOOKUPS] == 1
-    harness.manager.on_request_finished(context)
-    assert harness.client.unused == ["late"], "operators see it among the misses"
+    assert report_of(harness).outcome is Outcome.LATE, "operators see it among the misses"
 
 
 @pytest.mark.parametrize("do_no_harm", [True, False])
@@ -233,8 +232,8 @@ def test_the_waiting_is_judged_anew_at_each_answer_and_ends_for_good() -> None:
         assert harness.ask(coming, wait_s) == found
         harness.clock.now += 0.09
     assert harness.ask(1, 0.1) == [HIT, HIT, MISS]
-    harness.manager.on_request_finished(harness.context)
-    assert harness.client.unused[-1] == "coming", "what comes up now is late"
+    report = report_of(harness, 2 * CHUNK_TOKENS)
+    assert (report.covered_keys, report.reason) == ([2], "tier_late"), "what comes up now is late"
 
 
 def test_what_hangs_costs_as_long_as_computing_takes() -> None:
@@ -630,6 +629,38 @@ def test_a_load_that_fails_is_reported_too_and_a_preemption_is_not(harness: Mana
     assert [one.outcome for one in harness.client.reported] == [Outcome.LOADED, Outcome.FAILED]
     harness.manager.scheduled(harness.requests["r"], 0)
     assert len(harness.client.reported) == 2
+    lease_ids = [one.lease_id for one in harness.client.reported]
+    assert lease_ids == [harness.client.asked[0][0].lease_id, 0], "its keys are counted once"
+
+
+def test_what_vllms_own_cache_has_is_reported_as_not_needed(harness: ManagerHarness) -> None:
+    def counted(report: PromptReport) -> tuple[object, ...]:
+        return report.outcome, report.own_tokens, report.own_keys, report.covered_keys, report.missing_key
+
+    harness.request("a", {block_hash(3)})
+    harness.scan("a", computed=CHUNK_TOKENS)
+    assert counted(report := report_of(harness, name="a")) == (Outcome.MISSED, CHUNK_TOKENS, [1], [1], block_hash(2))
+    assert (report.missing_number, report.lease_id) == (2, harness.client.asked[-1][0].lease_id)
+
+    harness.request("b", {block_hash(2)})
+    harness.scan("b", computed=CHUNK_TOKENS)
+    report = report_of(harness, CHUNK_TOKENS, "b")
+    assert counted(report) == (Outcome.LOADED, CHUNK_TOKENS, [1], [2], block_hash(3))
+
+    harness.request("c", set())
+    harness.requests["c"].num_prompt_tokens = 3 * CHUNK_TOKENS
+    harness.scan("c", computed=2 * CHUNK_TOKENS)
+    report = report_of(harness, name="c")
+    assert counted(report) == (Outcome.NOT_NEEDED, 2 * CHUNK_TOKENS, [2], [3], b""), "the last token is computed anyway"
+
+    harness.request("d", set())
+    harness.manager.on_request_finished(ReqContext("d"))
+    assert counted(harness.client.reported[-1]) == (Outcome.DROPPED, 0, [0], [3], b"")
+    harness.manager.reset_cache()
+    harness.request("e", set())
+    harness.manager.reset_cache()
+    harness.scan("e")
+    assert harness.client.again[-1], "a prompt is counted once, whatever is reset"
 
 
 # --- what is measured ------------------------------------------------------------------------------

@@ -25,7 +25,6 @@ class FakeSchedulerClient:
     asked: list[tuple[LookupFuture, list[GroupKeys]]] = field(default_factory=list)
     again: list[bool] = field(default_factory=list)
     released: list[int] = field(default_factory=list)
-    unused: list[str] = field(default_factory=list)
     invalidated: list[GroupKeys] = field(default_factory=list)
     reports: list[tuple[float, ...]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -40,7 +39,8 @@ class FakeSchedulerClient:
     def report_prompt(self, report: PromptReport) -> None:
         self.reported.append(report)
 
-    def lookup(self, groups: Sequence[GroupKeys], again: bool = False) -> LookupFuture:
+    def lookup(self, groups: Sequence[GroupKeys], again: bool = False, *, reported: bool) -> LookupFuture:
+        assert reported
         self.again.append(again)
         future = LookupFuture((1 << 32) + len(self.asked) + 1)
         self.asked.append((future, list(groups)))
@@ -79,9 +79,8 @@ class FakeSchedulerClient:
 
     def poll(self) -> None: ...
 
-    def release(self, lease_id: int, unused: str = "") -> None:
+    def release(self, lease_id: int) -> None:
         self.released.append(lease_id)
-        self.unused.append(unused)
 
     def invalidate(self, groups: Sequence[GroupKeys]) -> None:
         self.invalidated.extend(groups)

@@ -69,6 +69,9 @@ def doctor(
     self_test: Annotated[
         bool, typer.Option("--self-test", help="Store and load eight blocks, and compare them.")
     ] = False,
+    gpu_hour: Annotated[
+        float, typer.Option("--gpu-hour", metavar="PRICE", min=0, help="Price of a GPU hour: show savings per day.")
+    ] = 0.0,
     every: Annotated[bool, typer.Option("--all", help=f"Show all findings, not only {MOST_SHOWN}.")] = False,
     directory: Directory = None,
     url: Url = "",
@@ -94,7 +97,8 @@ def doctor(
     else:
         with open_admin(directory) as admin:
             facts = gather_facts(admin, engines)
-    report = report_of(facts, run_self_test(local_directory(directory)) if self_test else None)
+    test = run_self_test(local_directory(directory)) if self_test else None
+    report = report_of(facts, test, gpu_hour)
     if json:
         print_json(msgspec.to_builtins(report))
     else:
@@ -201,20 +205,25 @@ def run_self_test(place: Path) -> SelfTest:
     return SelfTest("", loaded.bytes, stored.seconds, loaded.seconds)
 
 
-def report_of(facts: Facts, test: SelfTest | None = None) -> Report:
+def report_of(facts: Facts, test: SelfTest | None = None, gpu_hour: float = 0.0) -> Report:
+    """``gpu_hour``: price of an hour of a GPU, 0 if unknown."""
     found, value = find(facts), judge_value(facts)
     healthy = not any(one.level == "error" for one in found) and not (test is not None and test.problem)
-    return Report(healthy, value.paying_off, list(_verdict(facts, found, value, healthy, test)), value, found, test)
+    return Report(
+        healthy, value.paying_off, list(_verdict(facts, found, value, healthy, test, gpu_hour)), value, found, test
+    )
 
 
-def _verdict(facts: Facts, found: Sequence[Finding], value: Value, healthy: bool, test: SelfTest | None) -> list[str]:
+def _verdict(
+    facts: Facts, found: Sequence[Finding], value: Value, healthy: bool, test: SelfTest | None, gpu_hour: float
+) -> list[str]:
     count, up = facts.engine_count, format_duration(facts.stats.uptime_seconds)
     engines = "" if count is None else f", with {count or 'no'} engine{plural(count)}"
     counts = {noun: sum(one.level == level for one in found) for level, noun in NOUNS.items()}
     state = ("It works" if counts["warning"] else "Healthy") if healthy else "Not healthy"
     state += "".join(f", {count} {noun}{plural(count)}" for noun, count in counts.items() if count)
     first = f"{state}. kvoffd {printable(facts.stats.version)}, up for {up}{engines}."
-    lines = [first, _payoff(facts.stats, value)]
+    lines = [first, _payoff(facts.stats, value, gpu_hour)]
     if count is None:
         lines.append("Its clients and machine were not checked; run doctor there without --url for that.")
     if test is not None:
@@ -227,7 +236,7 @@ def _verdict(facts: Facts, found: Sequence[Finding], value: Value, healthy: bool
     return lines
 
 
-def _payoff(stats: DaemonStats, value: Value) -> str:
+def _payoff(stats: DaemonStats, value: Value, gpu_hour: float) -> str:
     if value.paying_off is None:
         lookups = f"{format_count(value.lookups)} lookup{plural(value.lookups)}" if value.lookups else "no lookup"
         return f"Too early to say whether it pays off: {lookups} so far, {FEWEST_LOOKUPS} are needed."
@@ -241,7 +250,9 @@ def _payoff(stats: DaemonStats, value: Value) -> str:
         text += f", and {own} not needed" if total.not_needed_keys else ""
     text += "."
     if value.saved_seconds:
-        text += f" That saved {format_duration(value.saved_seconds)} of prefill."
+        text += f" That saved {format_duration(value.saved_seconds)} of prefill"
+        text += f": at this rate {format_duration(value.gpu_seconds_a_day)} of a GPU a day"
+        text += f", worth {value.gpu_seconds_a_day / 3600 * gpu_hour:,.2f}." if gpu_hour else "."
     elif value.loaded_tokens:
         text += f" The prefill time saved is unknown: {UNTIMED}."
     life = stats.lifetime

@@ -418,7 +418,8 @@ def _left_behind(unused: Sequence[NamespaceInfo], new: NamespaceInfo, pool_bytes
 class Value(msgspec.Struct, frozen=True):
     """Benefit of the cache since the daemon's start. ``paying_off`` is None if there were too few lookups.
 
-    ``needed_tokens``: tokens asked for that engines did not have themselves. ``why_not``: a sentence.
+    ``needed_tokens``: tokens asked for that engines did not have themselves. ``gpu_seconds_a_day``: of all ranks of the
+    engines, at the rate since the start. ``why_not``: a sentence.
     """
 
     paying_off: bool | None
@@ -426,6 +427,7 @@ class Value(msgspec.Struct, frozen=True):
     loaded_tokens: int
     needed_tokens: int
     saved_seconds: float
+    gpu_seconds_a_day: float
     why_not: str
 
 
@@ -437,7 +439,10 @@ def judge_value(facts: Facts) -> Value:
     if traffic.lookups >= FEWEST_LOOKUPS:  # by keys: not every engine reports the tokens of a block
         pays = 100 * _share(traffic.loaded_keys, traffic.asked_keys - traffic.not_needed_keys) >= PAYS_PERCENT
     why = _why_not(facts) if pays is False else ""
-    return Value(pays, traffic.lookups, traffic.loaded_tokens, needed, traffic.saved_seconds, why)
+    ranks = {one.namespace.hex(): one.world_size for one in facts.namespaces}
+    saved = sum(one.saved_seconds * ranks.get(one.fingerprint, 1) for one in facts.counted)
+    a_day = saved * 86400 / max(1.0, facts.stats.uptime_seconds)
+    return Value(pays, traffic.lookups, traffic.loaded_tokens, needed, traffic.saved_seconds, a_day, why)
 
 
 def _why_not(facts: Facts) -> str:

@@ -199,7 +199,8 @@ def _ids(namespaces: Sequence[bytes]) -> str:
 OUTCOMES = {
     Outcome.LOADED: "loaded {loaded} of {tokens} tokens",
     Outcome.MISSED: "loaded nothing of {tokens} tokens",
-    Outcome.NOT_NEEDED: "loaded nothing of {tokens} tokens: the engine had the found blocks itself",
+    Outcome.NOT_NEEDED: "loaded nothing of {tokens} tokens: its own cache had all that the engine can use",
+    Outcome.DROPPED: "ended before it was scheduled: {tokens} tokens",
     Outcome.TOO_SHORT: "looked up nothing: its {tokens} tokens are less than a block",
     Outcome.SKIPPED: "loaded nothing of {tokens} tokens: computing them was faster than loading",
     Outcome.NO_SPACE: "loaded nothing of {tokens} tokens: the engine's KV cache had no space for them",
@@ -239,6 +240,8 @@ def request_sentence(report: PromptReport) -> str:
     clock = time.strftime("%H:%M:%S", time.localtime(report.decided_at))
     counts = {"loaded": format_count(report.loaded_tokens), "tokens": format_count(report.tokens)}
     sentence = f"{clock} {printable(report.request)} {what.format(**counts)}."
+    if report.own_tokens:
+        sentence += f" The engine's own cache had {format_count(report.own_tokens)}."
     if not report.keys:
         return sentence
     places = {"in the pool": report.found_pool, "on a disk": report.found_disk, "in a store": report.found_shared}

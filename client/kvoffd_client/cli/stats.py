@@ -181,7 +181,7 @@ def _traffic(now: DaemonStats) -> None:
             row("tokens asked for", lambda one: token_count(one.asked_tokens, one.asked_keys)),
             row("keys asked for", lambda one: format_count(one.asked_keys)),
             share("  loaded", lambda one: one.loaded_keys),
-            share("  found, not needed", lambda one: one.not_needed_keys),
+            share("  not needed", lambda one: one.not_needed_keys),
             share("  missed", lambda one: sum(one.misses.values())),
             *map(missed, _reasons(windows)),
             row("stored", lambda one: format_size(one.stored_bytes)),
@@ -285,15 +285,15 @@ def _namespaces(now: DaemonStats, most: int) -> None:
         say(NO_NAMESPACE)
     else:
         print_table(
-            ("namespace", "<id", ">size", ">loaded", ">tokens", ">saved", ">missed"),
+            ("namespace", "<id", ">size", ">tokens", ">saved", ">per hour", ">per GiB", ">missed"),
             [
                 (
                     printable(one.model) or "(no label)",
                     one.id,
                     size_of(one),
-                    format_size(one.loaded_bytes),
                     token_count(one.loaded_tokens, one.loaded_keys),
                     saved_time(one),
+                    *_saved_rates(one, now.uptime_seconds),
                     percent(sum(one.misses.values()), one.asked_keys),
                 )
                 for one in found[:most]
@@ -305,6 +305,15 @@ def _namespaces(now: DaemonStats, most: int) -> None:
     if gone := now.gone_namespaces:
         which = f"{format_count(gone)} removed namespace{plural(gone)}"
         say((f"The sums above include {which}.", "dim"))
+
+
+def _saved_rates(one: NamespaceStats, uptime_s: float) -> tuple[str, str]:
+    """Return the prefill time saved per hour, and per hour and GiB of the pool; dashes if nothing is known."""
+    if not one.saved_seconds:
+        return "-", "-"
+    an_hour = one.saved_seconds * 3600 / max(1.0, uptime_s)
+    per_gib = format_duration(an_hour * 2**30 / one.ready_bytes) if one.ready_bytes else "-"
+    return format_duration(an_hour), per_gib
 
 
 def _errors(now: DaemonStats) -> Iterator[tuple[str, str]]:

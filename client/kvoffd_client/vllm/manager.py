@@ -136,6 +136,8 @@ class RequestState:
         answer: the current answer, whose lease pins the blocks that it reports as ready.
         pending: a lookup without an answer yet. The current answer stays until it is replaced.
         last: the lookup sent last, even if its lease was released; it shows which blocks need not be stored.
+        counted: the lookup whose keys the daemon counts when the outcome is reported.
+        own_tokens: leading tokens in vLLM's own cache, at the last scan.
         found: the answer's results, during vLLM's scan.
         otherwise: result for all other keys, including those inside a chunk at the end of a prompt.
         adapter: content of the request's LoRA adapter; empty if it has none, and while unknown.
@@ -160,6 +162,8 @@ class RequestState:
     answer: KeyedLookup | None = None
     pending: KeyedLookup | None = None
     last: KeyedLookup | None = None
+    counted: LookupFuture | None = None
+    own_tokens: int = 0
     found: Mapping[OffloadKey, LookupResult] = field(default_factory=dict)
     otherwise: LookupResult = _MISS
     adapter: bytes = b""
@@ -286,7 +290,10 @@ class KvoffdManager(OffloadingManager):
                 GroupKeys(index, b"".join(of_adapter(hashes, state.adapter) if state.adapter else hashes))
                 for index, hashes in chunks.items()
             ]
-            ticket = namespace.client.lookup(message, again=state.last is not None)
+            again = state.counted is not None and not state.counted.failed
+            ticket = namespace.client.lookup(message, again, reported=True)
+            if not again:
+                state.counted = ticket
             state.pending = state.last = KeyedLookup(ticket, chunks, self.clock())
             self._counters[metrics.LOOKUPS] += 1
 
@@ -326,7 +333,7 @@ class KvoffdManager(OffloadingManager):
         ``computed_tokens`` are in vLLM's own cache; ``has_all``: as many as it can use, so nothing is loaded.
         """
         state, namespace = self._requests[request.request_id], self.namespace
-        state.found, state.otherwise = {}, _MISS
+        state.found, state.otherwise, state.own_tokens = {}, _MISS, computed_tokens
         if has_all or not self._may_load(state) or namespace.problem:
             return
         if not (namespace.registered and namespace.client.ready):
@@ -607,8 +614,8 @@ class KvoffdManager(OffloadingManager):
                 keys = self._groups[index].keys(request.block_hashes)
                 self.events.found(request, index, keys, answer.leading_ready(index))
         if not state.logged:
-            state.logged = True
             self.namespace.client.report_prompt(_report_of(state, self._groups, loaded_tokens))
+            state.logged = True
         if not loaded_tokens:
             self._end_leases(state)
 
@@ -696,7 +703,7 @@ class KvoffdManager(OffloadingManager):
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self._ended_loads += 1
         lookup = self._loading.pop(req_context.req_id, None)
-        self._release(lookup, "coming" if lookup is not None and lookup.coming else "")
+        self._release(lookup)
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """As vLLM's. None if it is too early, after which vLLM offers the keys again in the next step.
@@ -762,6 +769,8 @@ class KvoffdManager(OffloadingManager):
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         if state := self._requests.pop(req_context.req_id, None):
+            if state.counted is not None and not state.logged:
+                self.namespace.client.report_prompt(_report_of(state, self._groups, 0, dropped=True))
             self._end_leases(state)
             if state.last is not None:
                 self._read(state.last)
@@ -790,15 +799,14 @@ class KvoffdManager(OffloadingManager):
 
     def _end_leases(self, state: RequestState) -> None:
         """Release the leases of a request that runs without a load or has ended. Its last lookup stays known."""
-        not_awaited = state.answer is not None and state.answer.coming and not state.waits_for_tier
-        self._release(state.answer, "skipped" if state.skip_counted else "coming" if not_awaited else "")
-        self._release(state.pending, "late" if state.pending is not None and state.pending.given_up else "")
+        self._release(state.answer)
+        self._release(state.pending)
         state.answer = state.pending = None
 
-    def _release(self, lookup: KeyedLookup | None, unused: str = "") -> None:
-        """End a lookup's lease, if it has one or may have one. ``unused``: see ``SchedulerClient.release``."""
-        if lookup is not None and (unused or lookup.ticket.leased or lookup.ticket.failed or not lookup.ticket.done):
-            self.namespace.client.release(lookup.ticket.lease_id, unused)
+    def _release(self, lookup: KeyedLookup | None) -> None:
+        """End a lookup's lease, if it has one or may have one."""
+        if lookup is not None and (lookup.ticket.leased or lookup.ticket.failed or not lookup.ticket.done):
+            self.namespace.client.release(lookup.ticket.lease_id)
 
 
 def _forget_offered(lookup: KeyedLookup | None, keys: Collection[OffloadKey]) -> None:
@@ -808,40 +816,51 @@ def _forget_offered(lookup: KeyedLookup | None, keys: Collection[OffloadKey]) ->
         lookup.found = {key: state for key, state in lookup.found.items() if key not in offered}
 
 
-def _report_of(state: RequestState, groups: Sequence[ChunkGroup], loaded_tokens: int) -> PromptReport:
-    """Return the report of a request that was scheduled with ``loaded_tokens``."""
+def _report_of(
+    state: RequestState, groups: Sequence[ChunkGroup], loaded_tokens: int, *, dropped: bool = False
+) -> PromptReport:
+    """Return the report of a request that was scheduled with ``loaded_tokens``, or ``dropped`` before."""
     request, last, below = state.request, state.last, state.from_tiers
     states = b"".join(last.ticket.states) if last is not None else b""
     from_store = list(below.values()).count(SHARED)
     risen = sum(last.found.get(key) is _HIT for key in below) if last is not None else 0
-    group, missing, reason = 0, b"", ""
-    leading = len(states) - len(states.lstrip(_READY_BYTE))
-    if last is not None and leading < len(states):
-        group, chunk = [(index, chunk) for index, chunks in last.chunks.items() for chunk in chunks][leading]
-        missing = of_adapter([chunk], state.adapter)[0] if state.adapter else chunk
-        reason = "" if states[leading] == ABSENT else "partial" if states[leading] == WRITING else "tier_late"
+    tokens = request.num_prompt_tokens
+    own, covered = (
+        [count // one.tokens_per_chunk for one in groups]
+        for count in (state.own_tokens, state.own_tokens + loaded_tokens)
+    )
+    # vLLM computes the last token in any case, and with it the chunk that ends there.
+    whole = [tokens // one.tokens_per_chunk for one in groups]
+    is_covered = [
+        dropped or (tokens - 1) // one.tokens_per_chunk <= count for one, count in zip(groups, covered, strict=True)
+    ]
+    covered = [max(pair) if has_all else pair[0] for *pair, has_all in zip(covered, whole, is_covered, strict=True)]
+    group, missing, number, reason = _first_missing(state, covered)
     if loaded_tokens:
         outcome = Outcome.LOADED
+    elif dropped:
+        outcome = Outcome.DROPPED
     elif state.load_failed:
         outcome = Outcome.FAILED
-    elif request.num_prompt_tokens < min(one.tokens_per_chunk for one in groups):
+    elif not any(whole):
         outcome = Outcome.TOO_SHORT
     elif state.disabled or last is None or last.ticket.failed:
         outcome = Outcome.UNUSED
-    elif last.given_up:
-        outcome = Outcome.LATE
-    elif not last.ticket.done:  # the request did not wait for the answer
+    elif all(is_covered):
         outcome = Outcome.NOT_NEEDED
+    elif last.given_up or not last.ticket.done:
+        outcome = Outcome.LATE
     elif state.skip_counted:
         outcome = Outcome.SKIPPED
     elif state.refused:
         outcome = Outcome.NO_SPACE
     else:
-        outcome = Outcome.NOT_NEEDED if leading else Outcome.MISSED
+        outcome = Outcome.MISSED
+    counted = state.counted.lease_id if state.counted is not None and not state.logged else 0
     return PromptReport(
         request.request_id[:128],
         time.time(),
-        request.num_prompt_tokens,
+        tokens,
         len(states),
         states.count(READY) - risen,
         len(below) - from_store,
@@ -851,5 +870,25 @@ def _report_of(state: RequestState, groups: Sequence[ChunkGroup], loaded_tokens:
         group,
         missing,
         reason,
-        leading + 1 if missing else 0,
+        number,
+        state.own_tokens,
+        counted,
+        own,
+        covered,
     )
+
+
+def _first_missing(state: RequestState, covered: Sequence[int]) -> tuple[int, bytes, int, str]:
+    """Return the first key behind the ``covered`` ones of its group that was not ready: its group, the key, its number
+    among those looked up, and the reason if it is known here."""
+    last, before = state.last, 0
+    for (index, chunks), states in (
+        zip(last.chunks.items(), last.ticket.states, strict=False) if last is not None else ()
+    ):
+        for at in range(covered[index], len(states)):
+            if states[at] != READY:
+                key = of_adapter([chunks[at]], state.adapter)[0] if state.adapter else chunks[at]
+                reason = "" if states[at] == ABSENT else "partial" if states[at] == WRITING else "tier_late"
+                return index, key, before + at + 1, reason
+        before += len(states)
+    return 0, b"", 0, ""

@@ -1,1 +1,1 @@
-"""GPU memory: the driver's calls, handles of other processes' memory, an engine over copy engines. No torch."""
+"""GPU memory: maps other processes' memory and copies with the GPU's copy engines. Uses the CUDA driver, not torch."""

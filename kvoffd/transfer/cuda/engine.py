@@ -1,7 +1,7 @@
-"""The engine for one GPU: its copy engines, driven by a load and a store thread. No kernels.
+"""The engine for one GPU: a load and a store thread drive its copy engines. No kernels.
 
-More threads take the checksums of what the store thread's copies have left in the pool. A step that was given to
-the driver runs to its end, whatever happens; so a transfer ends only when the last of its steps was waited for.
+More threads compute the checksums of stored slots. A submitted step cannot be cancelled, so a transfer ends only after
+the wait for its last step.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from kvoffd_proto.cuda import Cuda, CudaError
 
 _log = logging.getLogger(__name__)
 
-# Steps that the GPU has at a time: enough to keep it busy, few enough that a load behind them on a shared copy engine
-# waits for 24 MiB at most, which is half a millisecond on PCIe 5.
+# Steps in flight: enough to keep the GPU busy, few enough that a load behind them on a shared copy engine waits for at
+# most 24 MiB, half a millisecond on PCIe 5.
 STEPS_IN_FLIGHT = 3
-# Longer pieces are cut, and those that lie in two pinned chunks: the driver refuses a copy in two registrations.
+# Longer pieces are split, and those across two pinned chunks: the driver refuses a copy across two registrations.
 STEP_BYTES = 8 << 20
-# The copy engine starts when the call returns, so short batches overlap with their predecessors; and drivers have
-# crashed on batches of tens of thousands (vllm-project/vllm#49276).
+# Small: a copy starts when its call returns, so batches overlap with their predecessors. Drivers have crashed on
+# batches of tens of thousands (vllm-project/vllm#49276).
 STEP_PIECES = 512
-# Smaller pieces are copied as rows, where there are so many. All other copies of such pieces to the GPU are made by its
-# multiprocessors: beside them an engine's steps take a third longer, and a load is ten times slower (H200, driver 580).
-# From the GPU rows are faster than a batch where they have 128 KiB together.
+# Smaller pieces are copied as rows, if there are at least FEWEST_ROWS. The driver makes other copies of such pieces to
+# the GPU with its multiprocessors: then an engine's steps take a third longer, and a load ten times (H200, driver 580).
+# From the GPU rows are faster than a batch if they have 128 KiB together.
 ROWS_BYTES = {Direction.LOAD: 32 << 10, Direction.STORE: 16 << 10}
 FEWEST_ROWS = {Direction.LOAD: 1, Direction.STORE: 32}
 _UNBOUNDED_S = 1e9
@@ -47,11 +47,11 @@ _CALLS = (
 
 @dataclass(frozen=True)
 class PinnedChunks:
-    """Which parts of the pool are pinned by now.
+    """Parts of the pool that are pinned.
 
     Attributes:
         flags: bool, [chunks]; may change at any time from False to True.
-        chunk_bytes: a chunk lies between two multiples of this.
+        chunk_bytes: a chunk is between two multiples of this.
         first: the number of the first chunk, its address divided by ``chunk_bytes``.
     """
 
@@ -80,18 +80,18 @@ class _GpuCopying(ctypes.Structure):
 
 
 def checksum_threads() -> int:
-    """Half of the CPUs that the caller may use, 2 to 8.
+    """Return half of the CPUs that the caller may use, 2 to 8.
 
-    A copy engine on PCIe 5 writes 53 GB/s. A thread reads 8 to 10 of what is in memory, not in a cache.
+    A copy engine on PCIe 5 writes 53 GB/s; a thread reads 8 to 10 GB/s from memory.
     """
     return min(8, max(2, len(usable_cpus()) // 2))
 
 
 class GpuCopier:
-    """One direction's stream, with what it needs. Made and closed where the GPU's context is current.
+    """One direction's stream. Created and closed in a thread with the GPU's context.
 
     Attributes:
-        refused_batches: copies of batches and rows that the driver refused; after one there are no more of its kind.
+        refused_batches: batches and rows that the driver refused; after a refusal the kind is not used again.
     """
 
     def __init__(
@@ -132,12 +132,12 @@ class GpuCopier:
             )
             self._undo = undo.pop_all()
         if not self._copying.batch:
-            _log.info("%s: no batches, by the setting, the driver (CUDA 12.8 has them) or the GPU.", name)
+            _log.info("%s: batched copies are off (disabled, driver older than CUDA 12.8, or no GPU support).", name)
 
     def copy(self, transfer: Transfer) -> None:
-        """Raises CudaError; a context whose work could not be waited for is lost, and its work with it."""
+        """Copy. Raises CudaError; if the wait for submitted steps failed too, the context is lost."""
         copying, plan, driver = self._copying, transfer.plan(), self._driver
-        driver.set_context(self._context)  # it is the thread's own
+        driver.set_context(self._context)  # the current context is per thread
         copying.destination, copying.source, copying.size = (
             column.ctypes.data for column in (plan.destination, plan.source, plan.size)
         )
@@ -149,12 +149,12 @@ class GpuCopier:
         for at in range(copying.refusals):
             self.refused_batches += 1
             error = driver.error(_CALLS[copying.refused[at]], copying.refused_status[at])
-            _log.warning("%s: pieces are not copied together in this way from now on: %s", self._name, error.message)
+            _log.warning("%s: such combined copies are not used from now on: %s", self._name, error.message)
         if copying.failed:
             raise driver.error(_CALLS[copying.failed], copying.status)
 
     def close(self) -> None:
-        """Destroy the stream. No copy may run."""
+        """Destroy the stream. No copy may be running."""
         try:
             self._undo.close()
         except CudaError as error:
@@ -164,13 +164,13 @@ class GpuCopier:
 class GpuEngine(CopyEngine):
     """Copies between the pool and one GPU's memory.
 
-    Made and destroyed by the GPU's control thread, in which the GPU's context is current. Raises CudaError.
+    Created and destroyed in the GPU's control thread, with the GPU's context. Raises CudaError.
 
     Args:
         name: of the GPU, for logs.
-        locality: where its threads should run.
-        clock: what deadlines are measured on, in seconds.
-        step_pieces: most pieces in a batch.
+        locality: preferred CPUs of its threads.
+        clock: for deadlines, in seconds.
+        step_pieces: limit of pieces in a batch.
     """
 
     def __init__(
@@ -201,6 +201,6 @@ class GpuEngine(CopyEngine):
         return super().stats(direction)._replace(refused_batches=self._copiers[direction].refused_batches)
 
     def destroy(self) -> None:
-        """Close the engine, however long its copies take, and destroy its streams."""
+        """Close the engine, waiting for its copies without a limit, and destroy its streams."""
         self.close(_UNBOUNDED_S)
         self._undo.close()

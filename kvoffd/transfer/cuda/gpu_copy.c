@@ -1,14 +1,14 @@
-/* The copy loop of a GPU: cuts a plan into steps, gives them to the driver, waits for them.
+/* The copy loop of a GPU: splits a plan into steps, submits them to the driver, waits for them.
  *
- * Called by engine.py without the interpreter's lock, in a thread that has the GPU's context.
+ * Called by engine.py without the GIL, in a thread that has the GPU's context.
  */
 #include <stddef.h>
 #include <stdint.h>
 
-enum { ROWS = 1, BATCH, COPY, RECORD, WAIT, SYNC }; /* calls that fail or are refused; engine.py names them */
-enum { WAYS = 3 }; /* that a driver may refuse: rows of several pieces, rows of one, batches */
+enum { ROWS = 1, BATCH, COPY, RECORD, WAIT, SYNC }; /* numbers of the driver's calls; engine.py has their names */
+enum { WAYS = 3 }; /* kinds of copies that a driver may refuse: rows of several pieces, rows of one, batches */
 
-#if !defined(CUDA_VERSION) /* a test compiles this behind NVIDIA's cuda.h */
+#if !defined(CUDA_VERSION) /* a test compiles this after NVIDIA's cuda.h */
 typedef int CUresult;
 typedef unsigned long long CUdeviceptr;
 typedef struct CUstream_st *CUstream;
@@ -31,7 +31,7 @@ typedef struct {
     size_t WidthInBytes, Height;
 } CUDA_MEMCPY2D;
 #endif
-/* Larger distances between rows are refused. */
+/* Limit of the driver for the distance between rows. */
 enum { MAX_PITCH = INT32_MAX };
 
 typedef CUresult copy_call(CUdeviceptr to, CUdeviceptr from, size_t size, CUstream stream);
@@ -45,11 +45,11 @@ typedef CUresult record_call(CUevent event, CUstream stream);
 typedef CUresult wait_call(CUevent event);
 typedef CUresult sync_call(CUstream stream);
 
-/* One stream, and the plan on its way through it. engine.py has the same structure. */
+/* One stream and its current plan. engine.py has the same structure. */
 struct gpu_copying {
     copy_call *copy;
-    rows_call *rows; /* NULL where there are none */
-    void *batch;     /* NULL where there is none */
+    rows_call *rows; /* NULL if not supported */
+    void *batch;     /* NULL if not supported */
     record_call *record;
     wait_call *wait;
     sync_call *sync;
@@ -57,26 +57,26 @@ struct gpu_copying {
     uint64_t has_fail_index;        /* the batch call is that of 12.8 */
     CUstream stream;
     const CUevent *event; /* [in_flight] */
-    uint64_t in_flight;   /* steps that the GPU has at a time */
+    uint64_t in_flight;   /* limit of steps in flight */
 
-    const uint8_t *pinned; /* which chunks of the pool are, the first of them being number `first_chunk` */
+    const uint8_t *pinned; /* whether each chunk of the pool is pinned, beginning with chunk `first_chunk` */
     uint64_t chunk_bytes, first_chunk;
-    uint64_t from_pool; /* whether the sources are in the pool, or else the destinations */
+    uint64_t from_pool; /* whether the sources are in the pool; else the destinations are */
     uint64_t step_bytes, step_pieces;
-    uint64_t rows_bytes, fewest_rows; /* smaller pieces are copied as rows, where there are so many */
-    uint64_t most_rows;               /* of one copy; 1 once more were refused */
-    CUdeviceptr *to, *from;           /* [step_pieces] room for a batch */
+    uint64_t rows_bytes, fewest_rows; /* smaller pieces are copied as rows, if there are at least this many */
+    uint64_t most_rows;               /* limit of one copy; 1 once more were refused */
+    CUdeviceptr *to, *from;           /* [step_pieces] the batch */
     size_t *sizes;
 
     const uint64_t *destination, *source, *size; /* [pieces] */
-    const uint64_t *allocation; /* [allocations] where those of the engine begin, ascending: drivers refuse rows of several */
+    const uint64_t *allocation; /* [allocations] addresses of the engine's, ascending: drivers refuse rows across several */
     uint64_t pieces, allocations;
 
-    uint64_t piece, piece_done; /* the next piece, and the bytes of it that are given to the driver */
-    uint64_t next_event, steps; /* steps in flight, the oldest behind event next_event - steps */
-    uint64_t refusals, refused[WAYS], refused_status[WAYS]; /* the calls that single copies could do: none follow */
+    uint64_t piece, piece_done; /* the next piece, and the bytes of it that were submitted */
+    uint64_t next_event, steps; /* steps in flight; the oldest ends with event next_event - steps */
+    uint64_t refusals, refused[WAYS], refused_status[WAYS]; /* refused calls, which single copies replaced for good */
     uint64_t failed, status;    /* the call that failed, and its status; then the plan is not copied */
-    uint64_t lost;              /* status of the wait for what was in flight then: nobody knows what becomes of it */
+    uint64_t lost;              /* error of the wait for the steps in flight after a failure: the context is lost */
 };
 
 static int fail(struct gpu_copying *c, int call, int status)
@@ -91,13 +91,13 @@ static int copy_one(struct gpu_copying *c, CUdeviceptr to, CUdeviceptr from, siz
     return fail(c, COPY, c->copy(to, from, size, c->stream));
 }
 
-static void note_refusal(struct gpu_copying *c, int call, int status)
+static void record_refusal(struct gpu_copying *c, int call, int status)
 {
     c->refused[c->refusals] = call;
     c->refused_status[c->refusals++] = status;
 }
 
-/* Copies what is in `to`, `from` and `sizes`. */
+/* Copies the batch in `to`, `from` and `sizes`. */
 static int copy_batch(struct gpu_copying *c, uint64_t count)
 {
     size_t first = 0, fail_index = 0;
@@ -110,16 +110,16 @@ static int copy_batch(struct gpu_copying *c, uint64_t count)
         status = ((batch_call *)c->batch)(c->to, c->from, c->sizes, count, c->attributes, &first, 1, c->stream);
     if (!status)
         return 0;
-    /* Copying a piece twice does no harm, so it does not matter how far the batch came. */
+    /* Copying a piece twice is harmless, so all are copied again. */
     for (uint64_t i = 0; i < count; i++)
         if (copy_one(c, c->to[i], c->from[i], c->sizes[i]))
             return 1;
-    note_refusal(c, BATCH, status); /* single copies do work, so it was the batch */
+    record_refusal(c, BATCH, status); /* single copies work, so only the batch was refused */
     c->batch = NULL;
     return 0;
 }
 
-/* Where the allocation of the engine's behind the one that has this address begins. */
+/* Returns the address of the engine's next allocation after the one that contains this address. */
 static uint64_t allocation_end(const struct gpu_copying *c, uint64_t address)
 {
     uint64_t low = 0, high = c->allocations;
@@ -134,8 +134,8 @@ static uint64_t allocation_end(const struct gpu_copying *c, uint64_t address)
     return low < c->allocations ? c->allocation[low] : UINT64_MAX;
 }
 
-/* How many pieces from the next one on have one size and equal distances on both sides, lie in one allocation, as the
- * layers of a block may do or a layer of several blocks, and end before `pool_end`. */
+/* Returns how many pieces from the next one on can be rows of one copy: they have equal sizes and distances on both sides,
+ * are in one allocation, and end before `pool_end`. Layers of a block may be so, or a layer of several blocks. */
 static uint64_t count_rows(const struct gpu_copying *c, uint64_t most, uint64_t pool_end)
 {
     const uint64_t *to = c->destination + c->piece, *from = c->source + c->piece, *size = c->size + c->piece;
@@ -155,8 +155,8 @@ static uint64_t count_rows(const struct gpu_copying *c, uint64_t most, uint64_t 
     return rows;
 }
 
-/* Copies that many pieces from the next one on as rows of one copy; where it is one, `size` bytes of it as two rows: a
- * row alone would be copied as a small piece is. */
+/* Copies `rows` pieces from the next one on as rows of one copy. If it is 1, copies `size` bytes as two rows: the driver
+ * would treat a single row as a small piece. */
 static int copy_rows(struct gpu_copying *c, uint64_t rows, CUdeviceptr to, CUdeviceptr from, size_t size)
 {
     const uint64_t *destination = c->destination + c->piece, *source = c->source + c->piece;
@@ -178,7 +178,7 @@ static int copy_rows(struct gpu_copying *c, uint64_t rows, CUdeviceptr to, CUdev
     for (uint64_t i = 0; i < rows; i++)
         if (copy_one(c, to + i * all.dstPitch, from + i * all.srcPitch, size))
             return 1;
-    note_refusal(c, ROWS, status);
+    record_refusal(c, ROWS, status);
     if (rows > 1)
         c->most_rows = 1;
     else
@@ -186,8 +186,7 @@ static int copy_rows(struct gpu_copying *c, uint64_t rows, CUdeviceptr to, CUdev
     return 0;
 }
 
-/* Gives the next step to the driver, and an event behind it. A piece is cut where a pinned chunk ends, and where it is
- * longer than a step. */
+/* Submits the next step and its event. A piece is split at the end of a chunk, and if it is longer than a step. */
 static void launch_step(struct gpu_copying *c)
 {
     uint64_t count = 0, nbytes = 0;
@@ -241,7 +240,7 @@ static void wait_oldest(struct gpu_copying *c)
     fail(c, WAIT, c->wait(c->event[oldest]));
 }
 
-/* Copies until all is copied, somebody sets `stop` or a call fails. Nothing is in flight then, unless `lost` says so. */
+/* Copies until all is copied, `stop` is set or a call fails. No step is in flight then, unless `lost` is set. */
 void kvoffd_gpu_copy(struct gpu_copying *c, const uint32_t *stop)
 {
     c->piece = c->piece_done = c->next_event = c->steps = 0;

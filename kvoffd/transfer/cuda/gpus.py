@@ -1,6 +1,6 @@
-"""The GPUs that engines have registered memory of, each with threads of its own, so that one that hangs hangs alone.
+"""The GPUs whose memory engines have registered. Each has its own threads, so that one that hangs blocks no other.
 
-GPUs are found by UUID, never by ordinal: the engine may count them otherwise.
+GPUs are found by UUID, not by ordinal, which may differ between engine and daemon.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvoffd_proto.errors import ErrorCode
 
 _log = logging.getLogger(__name__)
 
-# A driver call of a control thread takes milliseconds, making a context up to some seconds.
+# A driver call of a control thread takes milliseconds, creating a context up to some seconds.
 HANGING_S = 15.0
 MAX_WAITING_TASKS = 64
 
@@ -36,23 +36,23 @@ Found = TypeVar("Found")
 
 
 def _submit(thread: TaskThread, what: str, task: Callable[[], object]) -> None:
-    """Have the thread of a device or driver run a task. Raises KvoffdError when too many wait."""
+    """Queue a task in the thread of a device or driver. Raises KvoffdError if too many are queued."""
     if not thread.put(task, MAX_WAITING_TASKS):
         raise KvoffdError(
-            f"{what} has not answered for {thread.busy_s:.0f} s and {thread.waiting} requests wait for it; see the "
-            "driver's log (dmesg), and restart the daemon if the GPU is well.",
+            f"{what} has not answered for {thread.busy_s:.0f} s, and {thread.waiting} requests wait for it; see the "
+            "driver's log (dmesg), and restart the daemon if the GPU is healthy.",
             ErrorCode.TOO_MANY,
         )
 
 
 class NoSuchGpu(KvoffdError):
-    """The daemon does not see the GPU that an engine named."""
+    """An engine's GPU is not visible to the daemon."""
 
     code = ErrorCode.UNSUPPORTED
 
 
 class Device(NamedTuple):
-    """One GPU, or one MIG instance; ``ordinal`` is the driver's number for it in this process."""
+    """One GPU or MIG instance; ``ordinal`` is its number in this process."""
 
     ordinal: int
     uuid: bytes
@@ -64,42 +64,42 @@ class Device(NamedTuple):
 
 
 def list_devices(driver: Cuda) -> list[Device]:
-    """Start the driver and return all devices. Makes no context. Raises CudaError."""
+    """Initialize the driver and return all devices, without creating a context. Raises CudaError."""
     driver.init()
     return [Device(n, driver.device_uuid(n), driver.device_name(n), driver.pci_bus_id(n)) for n in driver.devices()]
 
 
 def find_device(devices: list[Device], uuid: bytes) -> Device:
-    """Return the device with this UUID. Raises NoSuchGpu with a sentence that says what is there instead."""
+    """Return the device with this UUID. Raises NoSuchGpu with a list of the visible devices."""
     for device in devices:
         if device.uuid == uuid:
             return device
-    seen = "none at all" if not devices else ", ".join(map(str, devices))
+    seen = "no GPU" if not devices else ", ".join(map(str, devices))
     raise NoSuchGpu(
         f"The daemon does not see the engine's GPU or MIG instance {UUID(bytes=uuid)}. It sees {seen}. Give its "
-        "container all GPUs that engines use (NVIDIA_VISIBLE_DEVICES=all, no CUDA_VISIBLE_DEVICES). CUDA lets a "
-        "process use one MIG instance only: run one daemon for each, with the engine's CUDA_VISIBLE_DEVICES."
+        "container all GPUs that engines use (NVIDIA_VISIBLE_DEVICES=all, no CUDA_VISIBLE_DEVICES). A process can use "
+        "only one MIG instance: run a daemon for each, with the engine's CUDA_VISIBLE_DEVICES."
     )
 
 
 @dataclass(frozen=True, eq=False)
 class GpuMemory:
-    """A registration's memory on one GPU, for any thread."""
+    """A registration's memory on one GPU. For any thread."""
 
     segments: list[MappedSegment]
-    """In the order of the handles."""
+    """Mapped segments, in the order of the handles."""
     engine: CopyEngine
     node: int | None
-    """The GPU's NUMA node; None where the machine has only one or does not tell."""
+    """NUMA node of the GPU; None if the machine has only one, or if it is unknown."""
     close: Callable[[Callable[[], None]], None]
-    """Unmaps the memory, then calls its argument in another thread. Never waits. No copy of it may be running."""
+    """Unmaps the memory, then calls its argument in another thread. Does not block. No copy of it may be running."""
 
 
 OnMapped = Callable[[GpuMemory | KvoffdError], None]
 
 
 def _outcome(work: Callable[[], Found]) -> Found | KvoffdError:
-    """Return what it returns, or why it cannot: a waiting caller always gets an answer."""
+    """Return the result of ``work``, or its error, so that a waiting caller always gets an answer."""
     try:
         return work()
     except CudaError as error:
@@ -109,7 +109,7 @@ def _outcome(work: Callable[[], Found]) -> Found | KvoffdError:
 
 
 class Gpu:
-    """A device's context, engine and mappings, and the thread that makes and unmakes them."""
+    """A device's context, engine and mappings, and the control thread that creates and destroys them."""
 
     def __init__(self, device: Device, pool: PinnedPool, clock: Callable[[], float]) -> None:
         self.device = device
@@ -120,24 +120,24 @@ class Gpu:
         self._control = TaskThread(f"kvoffd-gpu-{device.ordinal}", clock)
         self._handles = HandleCache(pool.driver, device.ordinal)
         self._registrations = 0
-        # Set and cleared by the control thread, read by others.
+        # Written by the control thread, read by others.
         self.engine: GpuEngine | None = None
         self._past = dict.fromkeys(Direction, CopyStats())
         self._context = ExitStack()
 
     @property
     def problem(self) -> str | None:
-        """A sentence for the operator when the GPU does not answer; else None."""
+        """Sentence for the operator if the GPU does not answer; else None."""
         engine = self.engine
         if self._control.busy_s < HANGING_S and (engine is None or not engine.hangs_s()):
             return None
         return (
-            f"{self.device} does not answer. Its engines get no blocks, and those that wait for a load wait until the "
-            "GPU answers again or the daemon is restarted; see the driver's log (dmesg)."
+            f"{self.device} does not answer. Its engines get no blocks, and pending loads wait until the GPU answers "
+            "or the daemon is restarted; see the driver's log (dmesg)."
         )
 
     def stats(self, direction: Direction) -> CopyStats:
-        """Return the counters over all engines that the GPU has had."""
+        """Return the sums over the GPU's current and earlier engines."""
         past, engine = self._past[direction], self.engine
         return past if engine is None else past.plus(engine.stats(direction))
 
@@ -162,7 +162,7 @@ class Gpu:
         assert self.engine is not None
 
         def close(closed: Callable[[], None]) -> None:
-            # It undoes what was submitted, and so is bounded too.
+            # No limit: each closes a mapping, and their number is limited.
             self._control.put(lambda: self._unmap(segments, closed))
 
         return GpuMemory(segments, self.engine, self.locality.node, close)
@@ -172,7 +172,7 @@ class Gpu:
             try:
                 segment.close()
             except CudaError as error:
-                # As where the context is lost, with everything in it.
+                # For example because the context is lost, and its mappings with it.
                 _log.warning("%s: memory of an engine could not be unmapped: %s", self.device, error.message)
         self._registrations -= 1
         if not self._registrations:
@@ -195,21 +195,21 @@ class Gpu:
         assert engine is not None
         for direction in Direction:
             self._past[direction] = self._past[direction].plus(engine.stats(direction))
-        # No copy runs, but its threads may hang in the driver: so does the GPU then, and this thread with it.
+        # No copy is running. If the engine's threads hang in the driver, this thread waits for them.
         engine.destroy()
         self._pool.release()
         try:
             self._context.close()
-        except CudaError as error:  # as where the context is lost
-            _log.warning("%s: its context could not be given back: %s", self.device, error.message)
+        except CudaError as error:  # for example, the context is lost
+            _log.warning("%s: its context could not be released: %s", self.device, error.message)
         _log.info("%s is not in use any more.", self.device)
 
 
 class Gpus:
-    """All GPUs of the machine. Makes no call of CUDA in its callers' threads, and none before ``pin_pool`` or ``map``.
+    """All GPUs of the machine. Calls CUDA only in its own threads, after ``pin_pool`` or ``map``.
 
-    The pool has been touched already, and stays pinned for ``pin_linger_s`` after its last use. Deadlines are measured
-    on ``clock``; ``library`` and ``batches`` are those of Cuda.
+    The pool must be touched. It stays pinned for ``pin_linger_s`` after its last use. ``clock`` is for deadlines;
+    ``library`` and ``batches`` are those of Cuda.
     """
 
     def __init__(
@@ -239,12 +239,12 @@ class Gpus:
 
     @property
     def available(self) -> bool:
-        """Whether there is a CUDA driver. Whether it finds GPUs shows when the first engine registers."""
+        """Whether there is a CUDA driver, with or without GPUs."""
         return self._pool is not None
 
     @property
     def problems(self) -> list[str]:
-        """Sentences for the operator, one a problem."""
+        """Sentences for the operator, one for each problem."""
         found = [gpu.problem for gpu in self._all_gpus()]
         if self._finder is not None and self._finder.busy_s > HANGING_S:
             found.append("The CUDA driver does not answer, so no engine on a GPU can register; see its log (dmesg).")
@@ -254,7 +254,7 @@ class Gpus:
 
     @property
     def lost(self) -> str | None:
-        """Why this process must end to use the GPUs again, as a sentence; else None."""
+        """Sentence why only a new process can use the GPUs again; else None."""
         error = self._pool.driver.lost if self._pool is not None else None
         return error.message if error is not None else None
 
@@ -263,7 +263,7 @@ class Gpus:
         return self._pool.progress if self._pool is not None else PinProgress()
 
     def pin_pool(self) -> None:
-        """Pin the pool now, in the background, in the context of the first GPU, if there is one."""
+        """Start to pin the pool, in the context of the first GPU, if there is one."""
         if (pool := self._pool) is None:
             return
 
@@ -271,7 +271,7 @@ class Gpus:
             try:
                 first, *_ = self._list_devices(pool.driver)
             except CudaError as error:
-                _log.info("The pool is not pinned before an engine on a GPU registers: %s", error.message)
+                _log.info("The pool is not pinned until an engine on a GPU registers: %s", error.message)
             else:
                 pool.pin(first.ordinal)
 
@@ -280,9 +280,9 @@ class Gpus:
     def map(self, uuid: bytes, exports: Sequence[IpcExport | VmmExport], on_mapped: OnMapped) -> None:
         """Map the memory of a registration on the GPU with this UUID, then call ``on_mapped``.
 
-        ``on_mapped`` is called in another thread with the memory, or with why there is none; until then descriptors in
-        ``exports`` must stay open. On a GPU that hangs it is never called. Raises KvoffdError when there is no driver
-        or too much waits already; then it is not called either.
+        ``on_mapped`` is called in another thread with the memory or an error; until then descriptors in ``exports``
+        must stay open. If the GPU hangs it is never called. Raises KvoffdError, without calling it, if there is no
+        driver or too many requests are queued.
         """
         if (pool := self._pool) is None:
             raise KvoffdError(self._missing, ErrorCode.UNSUPPORTED)
@@ -295,7 +295,7 @@ class Gpus:
         def find() -> None:
             refusal = _outcome(lambda: self._find_gpu(pool, uuid).map(exports, on_mapped))
             if refusal is not None:
-                if refusal.message != self._refusal:  # engines try again and again
+                if refusal.message != self._refusal:  # engines retry
                     _log.warning("Engines on a GPU cannot register: %s", refusal.message)
                 self._refusal = refusal.message
                 on_mapped(refusal)
@@ -317,14 +317,14 @@ class Gpus:
             engine.tick()
 
     def stop(self, timeout_s: float) -> bool:
-        """Cancel what waits, abandon what runs; False when a copy still runs after ``timeout_s``."""
+        """Cancel queued transfers and stop running ones; return False if a copy still runs after ``timeout_s``."""
         deadline, engines = time.monotonic() + timeout_s, self._engines()
-        for engine in engines:  # all of them are stopped before any is waited for
+        for engine in engines:  # stops all before it waits for any
             engine.close(0.0)
         return all(engine.close(deadline - time.monotonic()) for engine in engines)
 
     def close(self, timeout_s: float) -> bool:
-        """Wait until all memory that was given back is unmapped and the pool is unpinned; False when it is not."""
+        """Wait until closed memory is unmapped and the pool is unpinned; return False after ``timeout_s``."""
         deadline = time.monotonic() + timeout_s
         parts: list[TaskThread | Gpu | PinnedPool | None] = [self._finder, *self._all_gpus(), self._pool]
         closed = [part.close(max(0.0, deadline - time.monotonic())) for part in parts if part is not None]
@@ -338,7 +338,7 @@ class Gpus:
         return [engine for gpu in self._all_gpus() if (engine := gpu.engine) is not None]
 
     def _find_gpu(self, pool: PinnedPool, uuid: bytes) -> Gpu:
-        """In the finder's thread. Raises NoSuchGpu, CudaError."""
+        """Return the GPU. Runs in the finder's thread. Raises NoSuchGpu, CudaError."""
         device = find_device(self._list_devices(pool.driver), uuid)
         with self._lock:
             if uuid not in self._gpus:
@@ -346,7 +346,7 @@ class Gpus:
             return self._gpus[uuid]
 
     def _list_devices(self, driver: Cuda) -> list[Device]:
-        """In the finder's thread. Raises CudaError, also where there is none."""
+        """Return all devices. Runs in the finder's thread. Raises CudaError, also if there are none."""
         if not self._devices:
             self._devices = list_devices(driver)
         return self._devices

@@ -1,4 +1,4 @@
-"""Maps engines' memory on a GPU from handles. Everything here is called in the GPU's control thread."""
+"""Maps engines' memory on a GPU from handles. For the GPU's control thread."""
 
 from __future__ import annotations
 
@@ -12,37 +12,35 @@ from kvoffd_proto import cuda
 from kvoffd_proto.cuda import Cuda, CudaError, missing_descriptors
 from kvoffd_proto.errors import ErrorCode
 
-# Addresses of GPUs have 57 bits at most; what is larger is no allocation but an attempt to wrap around.
+# GPU addresses have at most 57 bits; a larger size is an attempt to cause an overflow.
 _MAX_SEGMENT_BYTES = 1 << 56
 
 _ADVICE = {
     cuda.ERROR_INVALID_VALUE: (
-        "The handle is not one of memory that this GPU can map; it may be of another driver, container runtime or "
-        "GPU, or only one of engine and daemon is a client of MPS."
+        "This GPU cannot map the memory of the handle; it may be of another driver, container runtime or GPU, or only "
+        "one of engine and daemon is a client of MPS."
     ),
     cuda.ERROR_MAP_FAILED: (
-        "The driver cannot map the memory: container runtimes that split GPUs up between containers forbid that."
+        "The driver cannot map the memory: container runtimes that split GPUs between containers forbid that."
     ),
     cuda.ERROR_PEER_ACCESS_UNSUPPORTED: (
-        "This GPU cannot reach the memory of the one it lies on; the engine must export memory of its own GPU."
+        "The memory is on another GPU, which this one cannot access; the engine must export memory of its own GPU."
     ),
     cuda.ERROR_INVALID_HANDLE: "The handle is stale: the engine has freed the memory, or has ended.",
-    cuda.ERROR_TOO_MANY_PEERS: "The GPU has as many peers as it can have.",
-    cuda.ERROR_NOT_SUPPORTED: (
-        "CUDA's sharing of memory between processes does not work here, as in some virtual machines and sandboxes."
-    ),
+    cuda.ERROR_TOO_MANY_PEERS: "The GPU's limit of peers is reached.",
+    cuda.ERROR_NOT_SUPPORTED: ("CUDA IPC does not work on this machine, as in some virtual machines and sandboxes."),
 }
 
 
 class UnmappableHandle(KvoffdError):
-    """The driver does not map what the engine exported; the sentence says why, as far as is known."""
+    """The driver does not map the engine's memory; the sentence says why, if known."""
 
     code = ErrorCode.UNSUPPORTED
 
 
 @dataclass(frozen=True)
 class IpcExport:
-    """An ordinary allocation of an engine, as CudaIpcHandle describes it; ``uid`` is the engine's user, if known."""
+    """An ordinary allocation of an engine, see CudaIpcHandle; ``uid`` is the engine's user, if known."""
 
     handle: bytes
     size_bytes: int
@@ -51,7 +49,7 @@ class IpcExport:
 
 @dataclass(frozen=True)
 class VmmExport:
-    """Memory of the virtual memory API, as CudaVmmHandle describes it. Its descriptors stay the caller's."""
+    """Memory of the virtual memory API, see CudaVmmHandle. Its descriptors stay the caller's."""
 
     fds: Sequence[int]
     chunk_bytes: Sequence[int]
@@ -66,9 +64,9 @@ class MappedSegment:
     _undo: ExitStack
 
     def close(self) -> None:
-        """Unmap the memory, so that it is free once the engine is gone too. Repeatable. No copy of it may run.
+        """Unmap the memory, so that it is freed when the engine is gone. Idempotent. No copy of it may be running.
 
-        Raises CudaError when a part could not be unmapped; the other parts are.
+        Raises CudaError if a part could not be unmapped; the other parts are.
         """
         self._undo.close()
 
@@ -76,24 +74,24 @@ class MappedSegment:
 class HandleCache:
     """Maps handles on one device, each once.
 
-    The driver maps a handle once and answers every further opening with the same address, and memory that is freed and
-    allocated again can get the very same handle. So nothing tells whether an open handle still is the right memory: a
-    second registration is refused until the first has released it.
+    The driver maps a handle once and returns the same address when it is opened again. Memory that is freed and
+    allocated again can get the same handle, so an open handle may be of the wrong memory. Therefore a second
+    registration is refused until the first has released the handle.
     """
 
     def __init__(self, driver: Cuda, device: int) -> None:
         self._driver = driver
         self._device = device
         self._open: dict[bytes, int] = {}
-        """Address by handle."""
-        self._let_go: set[bytes] = set()
-        """Those of them that the driver would not close."""
+        """Addresses by handle."""
+        self._unclosed: set[bytes] = set()
+        """Released handles that the driver failed to close."""
 
     def open(self, exports: Sequence[IpcExport | VmmExport]) -> list[MappedSegment]:
         """Map all segments of a registration, or none.
 
-        Raises UnmappableHandle, OutOfBounds when an allocation is smaller than it was said to be, and KvoffdError when
-        a handle is still open.
+        Raises UnmappableHandle; OutOfBounds if an allocation is smaller than declared; KvoffdError if a handle is still
+        open.
         """
         with ExitStack() as undo:
             segments = []
@@ -107,11 +105,11 @@ class HandleCache:
     def _open_ipc(self, export: IpcExport) -> MappedSegment:
         handle = export.handle
         try:
-            if handle in self._let_go:
-                self._close(handle)  # until it is closed the driver gives the old mapping
+            if handle in self._unclosed:
+                self._close(handle)  # while it is open the driver returns the old mapping
             if handle in self._open:
                 raise KvoffdError(
-                    "The memory is mapped already; name it once, and unregister the other registration that has it, or "
+                    "The memory is mapped already; use it once, and unregister the other registration that has it, or "
                     "end its session.",
                     ErrorCode.TOO_MANY,
                 )
@@ -127,16 +125,16 @@ class HandleCache:
         return MappedSegment(address, export.size_bytes, mapped)
 
     def _close(self, handle: bytes) -> None:
-        self._let_go.add(handle)
+        self._unclosed.add(handle)
         self._driver.close_ipc(self._open[handle])
         del self._open[handle]
-        self._let_go.remove(handle)
+        self._unclosed.remove(handle)
 
     def _import(self, export: VmmExport) -> MappedSegment:
         driver, total = self._driver, sum(export.chunk_bytes)
         if len(export.fds) != len(export.chunk_bytes) or not 0 < total <= _MAX_SEGMENT_BYTES:
             raise UnmappableHandle(
-                f"{len(export.fds)} descriptors came for {len(export.chunk_bytes)} chunks of {total} bytes together."
+                f"The engine sent {len(export.fds)} descriptors for {len(export.chunk_bytes)} chunks of {total} bytes."
             )
         with ExitStack() as undo:
             try:
@@ -161,14 +159,14 @@ def _unmappable(error: CudaError, uid: int | None = None) -> UnmappableHandle:
     users, advice = "", _ADVICE.get(error.status, "The engine may have ended; otherwise see the driver's log (dmesg).")
     if error.call == "cuIpcOpenMemHandle_v2" and error.status == cuda.ERROR_INVALID_CONTEXT:
         advice = (
-            f"Most likely the engine's process and the daemon have the same process id ({os.getpid()}), each in its "
-            "own pid namespace, and then CUDA takes them for one: run the daemon under an init or with hostPID."
+            f"Most likely engine and daemon have the same process id ({os.getpid()}) in two pid namespaces, so CUDA "
+            "takes them for one process: run the daemon under an init or with hostPID."
         )
     if uid is not None and uid != os.geteuid():
-        # A rule of NVIDIA's kernel module (osValidateClientTokens); whether libcuda lifts it is not documented.
+        # A rule of NVIDIA's kernel module (osValidateClientTokens); it is not documented whether libcuda lifts it.
         users = (
-            f"The engine runs as user {uid} and the daemon as {os.geteuid()}, and the driver may share ordinary memory "
-            "between processes of one user only: run both as one user."
+            f"The engine runs as user {uid} and the daemon as {os.geteuid()}; the driver may share ordinary memory "
+            "only between processes of one user: run both as one user."
         )
     sentences = ("The engine's GPU memory cannot be mapped.", error.message, users, advice, missing_descriptors())
     return UnmappableHandle(" ".join(filter(None, sentences)))

@@ -16,31 +16,30 @@ from kvoffd_proto.units import format_size
 
 _log = logging.getLogger(__name__)
 
-# Long calls hold locks that stop every process on every GPU of the machine, and beyond 512 GiB they fail.
+# A call's locks block every process on every GPU of the machine, so it must be short; beyond 512 GiB it fails.
 CHUNK_BYTES = 256 << 20
 _PAGE_BYTES = 4096
 _NEVER = float("inf")
 
 
 class PinProgress(NamedTuple):
-    """How much of the pool is pinned, in bytes. What is neither pinned nor refused is not pinned yet."""
+    """Progress of pinning the pool, in bytes. The rest is not pinned yet."""
 
     pinned_bytes: int = 0
     refused_bytes: int = 0
-    """The driver refused to pin them: copies of them are right but slow."""
+    """Bytes that the driver refused to pin; their copies are slow."""
     gpu_bytes: int = 0
-    """What pinning has taken of the memory of the GPU in whose context it is done, as the driver shows it."""
+    """Memory that pinning has taken of the GPU in whose context it is done, as reported by the driver."""
 
 
 class PinnedPool:
-    """The pool's memory, pinned while at least one GPU uses it and for ``linger_s`` after, before that if it must.
+    """The pool's memory, pinned while at least one GPU uses it and for ``linger_s`` after.
 
-    One thread pins and unpins, with the first GPU on. It pins once for all GPUs, under the primary context of the GPU
-    that asked, which therefore stays until all is unpinned. Copies may use any of the pool at any time: what is not
-    pinned is copied by calls that allow that. Chunks begin at multiples of ``chunk_bytes`` of the address, so that no
-    piece of a plan, cut as ``gpu_copy.c`` cuts, lies in two of them.
+    One thread pins and unpins. It pins once for all GPUs, in the primary context of the first GPU, which stays until
+    all is unpinned. Copies may use all of the pool at any time: ``gpu_copy.c`` copies unpinned chunks with other calls.
+    Chunks begin at addresses that are multiples of ``chunk_bytes``, where ``gpu_copy.c`` splits pieces.
 
-    The pool's address is on a page boundary, and its pages have been touched. ``chunk_bytes`` are pinned at a time.
+    The pool's address is page-aligned, and its pages must be touched. ``chunk_bytes`` are pinned at a time.
     """
 
     def __init__(
@@ -51,22 +50,22 @@ class PinnedPool:
         end = address + -(-size_bytes // _PAGE_BYTES) * _PAGE_BYTES
         first = address // chunk_bytes
         self._chunks = list(pairwise([address, *range((first + 1) * chunk_bytes, end, chunk_bytes), end]))
-        # Written under the lock, read by copy threads: a copy that sees too little pinned is merely slower.
+        # Written under the lock, read by copy threads without it: a copy that sees an old flag is only slower.
         self.chunks = PinnedChunks(np.zeros(len(self._chunks), dtype=np.bool_), chunk_bytes, first)
         self._change = threading.Condition()
         self._thread: threading.Thread | None = None
         self._users = 0
         self._device: int | None = None
-        """The GPU for which the thread is to pin next; None where nobody waits for that."""
+        """GPU in whose context the thread must pin next, if any."""
         self._unpin_at = _NEVER
-        """On time.monotonic, while all is pinned."""
+        """Time to unpin (``time.monotonic``)."""
         self._unpinning = True
-        """Nothing counts as pinned; the thread may be unpinning it still."""
+        """Whether nothing counts as pinned; the thread may still be unpinning."""
         self._closed = False
         self._pinned_bytes = self._refused_bytes = self._gpu_bytes = 0
 
     def pin(self, device: int) -> None:
-        """Have the pool pinned, before or while a GPU uses it."""
+        """Start to pin the pool unless it is pinned."""
         with self._change:
             self._unpin_at = _NEVER
             if self._unpinning and self._device is None:
@@ -77,21 +76,21 @@ class PinnedPool:
                 self._change.notify()
 
     def acquire(self, device: int) -> None:
-        """Count a GPU that uses the pool; it is pinned for it, unless it is."""
+        """Add a GPU that uses the pool, and pin the pool."""
         with self._change:
             self._users += 1
             self.pin(device)
 
     def release(self) -> None:
-        """Count a GPU less; some time after the last one all is unpinned. No copy of the GPU may be running."""
+        """Remove a GPU; after the last one unpin the pool, later. No copy of the GPU may be running."""
         with self._change:
             self._users -= 1
             if not self._users:
-                # At once where something was refused: the next GPU may get it.
+                # At once if a part was refused: it may succeed for the next GPU.
                 self._unpin_after(0.0 if self._refused_bytes else self._linger_s)
 
     def close(self, timeout_s: float) -> bool:
-        """Unpin, if no GPU uses the pool; False when it is pinned still after ``timeout_s``. Then keep the memory."""
+        """Unpin the pool if no GPU uses it; return False if it is pinned after ``timeout_s``: then keep the memory."""
         with self._change:
             if not self._users:
                 self._closed = True
@@ -102,23 +101,23 @@ class PinnedPool:
 
     @property
     def progress(self) -> PinProgress:
-        """How much is pinned; after the last release what still is, until all is unpinned and the context is gone."""
+        """Current progress. After the last release it shows the pinned bytes until all are unpinned."""
         with self._change:
             pinned, refused = self._pinned_bytes, 0 if self._unpinning else self._refused_bytes
             if self._users and self._unpinning:
-                pinned = 0  # for this GPU
+                pinned = 0  # still pinned for earlier GPUs, not for this one
             gpu_bytes = self._gpu_bytes if pinned else 0
         return PinProgress(min(pinned, self._size_bytes), min(refused, self._size_bytes), gpu_bytes)
 
     @property
     def problem(self) -> str | None:
-        """A sentence for the operator when a part of the pool could not be pinned; else None."""
+        """Sentence for the operator if a part of the pool could not be pinned; else None."""
         refused_bytes = self.progress.refused_bytes
         if not refused_bytes:
             return None
         return (
-            f"{format_size(refused_bytes)} of the pool could not be pinned, so GPU copies of them are slow; the log "
-            "has the driver's reason. In confidential computing it pins nothing; elsewhere it may lack memory."
+            f"{format_size(refused_bytes)} of the pool could not be pinned, so their GPU copies are slow; the log has "
+            "the driver's reason. In confidential computing the driver pins nothing; elsewhere it may lack memory."
         )
 
     # --- under the lock ---------------------------------------------------------------------------
@@ -148,7 +147,7 @@ class PinnedPool:
                 with self.driver.context(device):
                     self._serve()
             except CudaError as error:
-                _log.warning("The pool's GPU context could not be made, or not be given back: %s", error.message)
+                _log.warning("The GPU context to pin the pool could not be created or released: %s", error.message)
                 with self._change:
                     self._refused_bytes = self._size_bytes
                 self._wait_for_unpin()
@@ -156,7 +155,7 @@ class PinnedPool:
                 self._pinned_bytes = 0
 
     def _serve(self) -> None:
-        """Pin all, wait, unpin all."""
+        """Pin all chunks, wait until they must be unpinned, and unpin them."""
         before = self._free_bytes()
         registered = self._pin()
         after = self._free_bytes()
@@ -166,13 +165,13 @@ class PinnedPool:
         for address in registered:
             try:
                 self.driver.unregister_host(address)
-            except CudaError as error:  # as where the context is lost, and the registrations with it
+            except CudaError as error:  # for example, the context is lost, and its registrations with it
                 failures.append(error.message)
         if failures:
             _log.warning("%d parts of the pool could not be unpinned: %s", len(failures), failures[0])
 
     def _pin(self) -> list[int]:
-        """Return the addresses of the chunks that are pinned."""
+        """Pin all chunks; return the addresses of those that are pinned."""
         started, registered = time.monotonic(), list[int]()
         for index, (begin, end) in enumerate(self._chunks):
             if self._unpinning:
@@ -181,7 +180,7 @@ class PinnedPool:
                 self.driver.register_host(begin, end - begin)
             except CudaError as error:
                 if not self._refused_bytes:
-                    _log.warning("A part of the pool cannot be pinned and is used as it is: %s", error.message)
+                    _log.warning("A part of the pool cannot be pinned and is used unpinned: %s", error.message)
                 self._refused_bytes += end - begin
                 continue
             registered.append(begin)
@@ -205,5 +204,5 @@ class PinnedPool:
         try:
             return self.driver.free_bytes()
         except CudaError as error:
-            _log.info("What pinning takes of the GPU's memory is not known: %s", error.message)
+            _log.info("The GPU memory that pinning takes is unknown: %s", error.message)
             return None

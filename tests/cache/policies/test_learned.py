@@ -278,7 +278,7 @@ def test_ranks_groups_and_repeated_lookups_count_a_request_once() -> None:
     groups = [(0, keys_of(1, 2, 3)), (1, keys_of(1, 2, 3))]
     for again in (False, True, True):
         rig.cache.lookup(namespace, 7, 1, groups, again=again)
-        rig.cache.note_requests()
+        rig.cache.report_requests()
         rig.cache.release(7, [1])
     for rank in range(2):
         for group in range(2):
@@ -300,7 +300,7 @@ def test_what_one_rank_was_rejected_the_others_are_too() -> None:
             ask(rig, namespace, chain)
     look(rig, namespace, [50, 51])
     assert rig.begin(namespace, 0, 0, keys_of(50, 51)).parts[0].rejected == [0, 1]
-    assert rig.cache.reason_of(namespace, 0, keys_of(50)) is MissReason.REJECTED
+    assert rig.cache.reasons_of(namespace, 0, keys_of(50)) == [MissReason.REJECTED]
     rig.cache.invalidate(namespace, [(0, keys_of(1, 2, 3, 4))])  # there is room now
     assert rig.begin(namespace, 1, 0, keys_of(50, 51)).parts[0].rejected == [0, 1]
     assert namespace.counters.rejected_keys >= 4
@@ -374,15 +374,15 @@ def with_count(state: bytes, at: int, form: str, value: float) -> bytes:
 
 
 DAMAGE: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
-    "empty": ("it is cut off", lambda state: b""),
+    "empty": ("the state is cut off", lambda state: b""),
     "bit": ("its checksum is wrong", lambda state: state[:50] + bytes([state[50] ^ 1]) + state[51:]),
     "format": ("another release wrote it", lambda state: struct.pack("=I", 9) + state[4:]),
-    "short": ("its layout is another", lambda state: with_count(state[:-8], 32, "=d", 0)),
-    "pool": ("it is of a pool of another size", lambda state: with_count(state, 0, "=Q", 5)),
-    "time": ("its counts are none", lambda state: with_count(state, 8, "=Q", 2**63)),
-    "nan": ("its counts are none", lambda state: with_count(state, 32, "=d", nan)),
-    "huge": ("its counts are none", lambda state: with_count(state, 32, "=d", 1e300)),
-    "negative": ("its counts are none", lambda state: with_count(state, 32, "=d", -1.0)),
+    "short": ("its layout differs", lambda state: with_count(state[:-8], 32, "=d", 0)),
+    "pool": ("it belongs to a pool of another size", lambda state: with_count(state, 0, "=Q", 5)),
+    "time": ("invalid counters", lambda state: with_count(state, 8, "=Q", 2**63)),
+    "nan": ("invalid counters", lambda state: with_count(state, 32, "=d", nan)),
+    "huge": ("invalid counters", lambda state: with_count(state, 32, "=d", 1e300)),
+    "negative": ("invalid counters", lambda state: with_count(state, 32, "=d", -1.0)),
 }
 
 

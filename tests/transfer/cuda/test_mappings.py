@@ -85,7 +85,7 @@ def test_another_users_memory_has_its_reason(
     for status in (1, 205, 400, 800):
         stub.fail("cuIpcOpenMemHandle_v2", status=status)
         with pytest.raises(
-            UnmappableHandle, match=rf"engine runs as user {user} and the daemon as {user + 1}, .*: run both"
+            UnmappableHandle, match=rf"engine runs as user {user} and the daemon as {user + 1}; .*: run both"
         ):
             handles.open([IpcExport(buffer.handle, SIZE, user)])
     stub.fail("cuIpcOpenMemHandle_v2", status=205)
@@ -123,7 +123,7 @@ def test_the_size_of_mapped_memory_is_the_drivers_word(stub: StubCuda, handles: 
 
 def test_refusals_of_the_driver_are_explained_and_leave_nothing(stub: StubCuda, handles: HandleCache) -> None:
     buffers = [stub.allocate(SIZE) for _ in range(3)]
-    for status, said in ((217, "cannot reach"), (400, "stale"), (205, "split GPUs"), (801, "sandboxes"), (999, "log")):
+    for status, said in ((217, "cannot access"), (400, "stale"), (205, "split GPUs"), (801, "sandboxes"), (999, "log")):
         stub.fail("cuIpcOpenMemHandle_v2", 3, status)
         with pytest.raises(UnmappableHandle, match=rf"cuIpcOpenMemHandle_v2 failed.*\({status}\).*{said}"):
             handles.open([IpcExport(buffer.handle, SIZE) for buffer in buffers])

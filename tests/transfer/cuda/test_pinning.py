@@ -94,7 +94,7 @@ def test_a_chunk_that_cannot_be_pinned_is_left_out(
     assert "16.0 MiB" in pool.problem
     assert "limit" not in pool.problem, "NVIDIA's os_lock_user_pages looks at none"
     assert [record.message for record in caplog.records] == [
-        "A part of the pool cannot be pinned and is used as it is: cuMemHostRegister_v2 failed: "
+        "A part of the pool cannot be pinned and is used unpinned: cuMemHostRegister_v2 failed: "
         "CUDA_ERROR_OUT_OF_MEMORY (2)."
     ]
     pool.release()

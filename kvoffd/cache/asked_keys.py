@@ -1,0 +1,137 @@
+"""Keys that prompts asked for, and how they are counted: as loaded, not needed, or missed, each once.
+
+An engine looks a prompt up before it knows how much of it its own prefix cache has. If it reports the outcome later,
+keys are counted then: those before the first token that it computes were not needed or loaded, the others were missed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kvoffd.cache.block_table import FOUND
+from kvoffd.cache.namespace import MissReason, Namespace
+from kvoffd.cache.policy import Chain
+
+_REASONS = {int(reason): reason for reason in MissReason}
+MOST_UNCOUNTED_BYTES = 32 << 20
+"""Most bytes of keys that wait for a report. Beyond that the oldest prompt is counted without one."""
+
+
+class AskedKeys:
+    """Keys of one group in one lookup.
+
+    Attributes:
+        reported: whether they are counted when the engine reports the prompt's outcome, not at once.
+        reasons: by key the ``MissReason``, or FOUND.
+        chain: None until the lookup has found what it can.
+    """
+
+    __slots__ = ("chain", "namespace", "reasons", "reported")
+
+    def __init__(self, namespace: Namespace, *, reported: bool) -> None:
+        self.namespace, self.reported = namespace, reported
+        self.reasons = bytearray()
+        self.chain: Chain | None = None
+
+    def found(self, chain: Chain, reasons: bytes) -> None:
+        """Record what the lookup found."""
+        self.chain = chain
+        if self.reported:
+            self.reasons = bytearray(reasons)
+        else:
+            count_misses(self.namespace, reasons)
+
+    def missed(self, at: int, reason: MissReason) -> None:
+        """Record that a key which was to come from a tier did not."""
+        if self.reported:
+            self.reasons[at] = reason
+        else:
+            self.namespace.counters.misses[reason] += 1
+
+
+class PromptOutcome(NamedTuple):
+    """An engine's report of what it did with a prompt.
+
+    Attributes:
+        own: by group, leading keys that its own prefix cache had.
+        covered: by group, leading keys of tokens that it did not compute.
+        unloaded: reason why it did not load what was found behind these; None if that is what was missing before.
+    """
+
+    own: Sequence[int]
+    covered: Sequence[int]
+    unloaded: MissReason | None
+
+
+def count_misses(namespace: Namespace, reasons: bytes | bytearray) -> None:
+    """Count keys by the reason why they were missed; those that were found are not."""
+    for number, count in enumerate(np.bincount(np.frombuffer(reasons, np.uint8)).tolist()[:FOUND]):
+        if count:
+            namespace.counters.misses[_REASONS[number]] += count
+
+
+def count_prompt(parts: Sequence[AskedKeys], outcome: PromptOutcome | None) -> Iterator[tuple[Chain, int]]:
+    """Count a prompt's keys. Yield its chains, each with the number of leading keys that the engine had itself.
+
+    Without an outcome, found keys were not needed.
+    """
+    own, covered = Counter[int](), Counter[int]()
+    if outcome is not None:
+        own.update(dict(enumerate(outcome.own)))
+        covered.update(dict(enumerate(outcome.covered)))
+    rest: list[tuple[AskedKeys, bytearray]] = []
+    for part in parts:
+        assert part.chain is not None
+        group, count = part.chain.group, len(part.reasons)
+        yield part.chain, min(count, own[group.index])
+        part.namespace.counters.covered_keys += min(count, covered[group.index])
+        rest.append((part, part.reasons[covered[group.index] :]))
+        own[group.index] = max(0, own[group.index] - count)
+        covered[group.index] = max(0, covered[group.index] - count)
+    first_missing = next((reason for _, reasons in rest for reason in reasons if reason != FOUND), MissReason.SKIPPED)
+    unloaded = first_missing if outcome is None or outcome.unloaded is None else outcome.unloaded
+    for part, reasons in rest:
+        count_misses(part.namespace, reasons)
+        if found := reasons.count(FOUND):
+            counters = part.namespace.counters
+            if outcome is None:
+                counters.covered_keys += found
+            else:
+                counters.misses[_REASONS[unloaded]] += found
+
+
+class UncountedPrompts:
+    """Prompts whose engine has not reported their outcome, the oldest first."""
+
+    def __init__(self) -> None:
+        self._by_lease: dict[tuple[int, int], list[AskedKeys]] = {}
+        self._nbytes = 0
+
+    def add(self, session: int, lease_id: int, asked: Iterable[AskedKeys]) -> list[list[AskedKeys]]:
+        """Add the keys of a lookup to a prompt. Return the prompts that must be counted without a report."""
+        parts = self._by_lease.setdefault((session, lease_id), [])
+        for part in asked:
+            parts.append(part)
+            self._nbytes += _nbytes([part])
+        dropped = []
+        while self._nbytes > MOST_UNCOUNTED_BYTES:
+            dropped.append(self.take(*next(iter(self._by_lease))))
+        return dropped
+
+    def take(self, session: int, lease_id: int) -> list[AskedKeys]:
+        """Remove a prompt and return its keys, in the order of its lookups; none if it is unknown or was counted."""
+        parts = self._by_lease.pop((session, lease_id), [])
+        self._nbytes -= _nbytes(parts)
+        return parts
+
+    def take_all(self, session: int) -> list[list[AskedKeys]]:
+        """Remove all prompts of a session that is gone."""
+        return [self.take(*each) for each in [each for each in self._by_lease if each[0] == session]]
+
+
+def _nbytes(parts: Iterable[AskedKeys]) -> int:
+    return sum(len(part.chain.keys) for part in parts if part.chain is not None)
