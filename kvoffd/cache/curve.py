@@ -64,6 +64,7 @@ class HitRatioCurve:
         group, keys, size = chain.group, chain.keys, chain.group.key_bytes
         if (row := self._row_of.get(group.namespace)) is None:
             row = self._new_row(group.namespace)
+        group.namespace.has_counted = True  # statistics show its curve
         tokens, row_at = group.tokens or UNKNOWN_TOKENS, self._rows_at + row * 8 * _ROW
         self._native.curve_asked(
             self._at, row_at, group.number, keys, len(keys) // size, size, group.block_bytes, tokens, chain.run, own

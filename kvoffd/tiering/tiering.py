@@ -6,7 +6,8 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import compress, repeat
+from itertools import chain, compress, repeat
+from operator import not_
 
 import numpy as np
 import numpy.typing as npt
@@ -457,12 +458,16 @@ class Tiering:
             return
         if namespace.generation == block_group.generation:
             namespace.counters.found_shared += sum(map(len, compress(askers, found)))
-            missed = [at for at, there in enumerate(found) if askers[at] and not there]
-        else:
-            missed = [at for at, some in enumerate(askers) if some]
-        reasons = self._cache.reasons_of(namespace, block_group.number, b"".join([keys[at] for at in missed]))
-        for at, reason in zip(missed, reasons, strict=True):
-            for asked, position in askers[at]:
+            keys, askers = (list(compress(some, map(not_, found))) for some in (keys, askers))
+        reasons = self._cache.reasons_of(namespace, block_group.number, b"".join(keys))
+        each = list(chain.from_iterable(askers))
+        if len(each) == len(keys) and len({asked for asked, _ in each}) == 1:
+            (asked, first), (_, last) = each[0], each[-1]
+            if last - first == len(each) - 1 and all(map(len, askers)):  # positions of one lookup rise
+                asked.missed_run(first, bytes(reasons))
+                return
+        for some, reason in zip(askers, reasons, strict=True):
+            for asked, position in some:
                 asked.missed(position, reason)
 
     def _forget_fills(self, namespace: Namespace) -> None:
