@@ -6,8 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, compress, repeat
-from operator import not_
+from itertools import compress
 
 import numpy as np
 import numpy.typing as npt
@@ -87,6 +86,8 @@ class _Range:
         self.there: dict[int, tuple[Promotions, Tier]] = {}
         self.asked: list[int] = []
         """Keys that a store is being asked for."""
+        self.fresh = False
+        """Whether that is all keys, by one question of this lookup."""
 
     def look(self, sources: Sequence[Promotions], *, prefix: bool) -> None:
         """Ask each tier of these sources for the keys that no earlier one has."""
@@ -96,7 +97,9 @@ class _Range:
                     return
                 every = len(self.left) == len(self.keys)
                 keys = self.keys if every else list(map(self.keys.__getitem__, self.left))
+                before = tier.counters.asked_keys
                 found = tier.find(self.group, keys, prefix=prefix)
+                self.fresh = every and tier.counters.asked_keys == before + len(keys)
                 if any(found):
                     absent, present, asked = (compress(self.left, found.translate(one)) for one in _IS)
                     self.there.update(dict.fromkeys(present, (source, tier)))
@@ -134,6 +137,8 @@ class Tiering:
         self._answers_due = 0.0
         self._uncounted: dict[Namespace, dict[int, dict[bytes, tuple[Asker, ...]]]] = {}
         """Lookups by tag and key that a store is being asked for: they count it once the store has answered."""
+        self._uncounted_runs: dict[int, tuple[Sequence[bytes], Asker]] = {}
+        """Lookups of which one question asks for all keys, by ``id`` of these: the keys, and the asker of the first."""
         self._awaits: dict[Lease, dict[Fill, None]] = {}
         """Fills that each lease waits for."""
         self._unused = np.zeros(len(cache.blocks.state), np.uint8)
@@ -228,7 +233,7 @@ class Tiering:
         end = min([end, *part.left[:1]])
         if end < len(part.keys):
             part.asked = [at for at in part.asked if at < end]
-        self._mark_asked(lookup, part)
+        self._mark_asked(lookup, part, prefix=True)
         places = set(part.there)
         if part.coming:
             coming = (at for at in range(end) if part.keys[at] in part.coming)
@@ -252,11 +257,11 @@ class Tiering:
             window = last_window(there, spec)
             if not wait and window.stop == len(part.keys):
                 break
-        self._mark_asked(lookup, part)
+        self._mark_asked(lookup, part, prefix=False)
         if not (wait or part.asked):
             self._request(lookup, part, [at for at in window if part.states[at] not in SETTLED])
 
-    def _mark_asked(self, lookup: _Lookup, part: _Range) -> None:
+    def _mark_asked(self, lookup: _Lookup, part: _Range, *, prefix: bool) -> None:
         if not part.asked:
             return
         lookup.lease.asking += len(part.asked)
@@ -267,13 +272,12 @@ class Tiering:
             keys = [keys[at] for at in part.asked]
             for at in part.asked:
                 part.states[at] = SHARED
-        if lookup.asked is not None:
+        if lookup.asked is None:
+            return
+        if prefix and part.fresh:
+            self._uncounted_runs[id(keys)] = keys, (lookup.asked[part.number], part.start)
+        else:
             uncounted = self._uncounted.setdefault(lookup.namespace, {}).setdefault(part.group.tag, {})
-            each = zip(repeat(lookup.asked[part.number]), map(part.start.__add__, part.asked))
-            fresh = dict(zip(keys, zip(each), strict=True))
-            if len(fresh) == len(keys) and uncounted.keys().isdisjoint(fresh):
-                uncounted.update(fresh)
-                return
             for key, at in zip(keys, part.asked, strict=True):
                 uncounted[key] = (*uncounted.get(key, ()), *lookup.asker(part, at))
 
@@ -447,27 +451,27 @@ class Tiering:
 
     def answered(self, tier: Tier, block_group: BlockGroup, keys: Sequence[bytes], found: Sequence[bool]) -> None:
         """Count the keys that lookups reported as being asked for."""
-        namespace = self._cache.namespaces.get(block_group.fingerprint)
-        if namespace is None or (by_tag := self._uncounted.get(namespace)) is None:
+        run = self._uncounted_runs.pop(id(keys), None)
+        if (namespace := self._cache.namespaces.get(block_group.fingerprint)) is None:
             return
-        uncounted = by_tag.get(block_group.tag, {})
-        askers = list(map(uncounted.pop, keys, repeat(())))
+        if namespace.generation != block_group.generation:
+            found = [False] * len(keys)
+        if run is not None:
+            (asked, first), gap = run[1], sum(found)
+            namespace.counters.found_shared += gap
+            reasons = self._cache.reasons_of(namespace, block_group.number, b"".join(keys[gap:]))
+            asked.missed_run(first + gap, bytes(reasons))
+        by_tag = self._uncounted.get(namespace, {})
+        if not (uncounted := by_tag.get(block_group.tag)):
+            return
+        askers = [uncounted.pop(key, ()) for key in keys]
         if not uncounted:
-            by_tag.pop(block_group.tag, None)
-        if not any(askers):
-            return
-        if namespace.generation == block_group.generation:
-            namespace.counters.found_shared += sum(map(len, compress(askers, found)))
-            keys, askers = (list(compress(some, map(not_, found))) for some in (keys, askers))
-        reasons = self._cache.reasons_of(namespace, block_group.number, b"".join(keys))
-        each = list(chain.from_iterable(askers))
-        if len(each) == len(keys) and len({asked for asked, _ in each}) == 1:
-            (asked, first), (_, last) = each[0], each[-1]
-            if last - first == len(each) - 1 and all(map(len, askers)):  # positions of one lookup rise
-                asked.missed_run(first, bytes(reasons))
-                return
-        for some, reason in zip(askers, reasons, strict=True):
-            for asked, position in some:
+            del by_tag[block_group.tag]
+        namespace.counters.found_shared += sum(map(len, compress(askers, found)))
+        missed = [at for at, there in enumerate(found) if askers[at] and not there]
+        reasons = self._cache.reasons_of(namespace, block_group.number, b"".join([keys[at] for at in missed]))
+        for at, reason in zip(missed, reasons, strict=True):
+            for asked, position in askers[at]:
                 asked.missed(position, reason)
 
     def _forget_fills(self, namespace: Namespace) -> None:

@@ -374,7 +374,7 @@ class SharedTier(Tier):
         if wanted := unknown[: MOST_ASKED - self._asked_keys]:
             its = slice(wanted[0], wanted[-1] + 1)
             states[its] = states[its].replace(bytes([UNKNOWN]), bytes([ASKED]))
-            self._ask(group, list(map(keys.__getitem__, wanted)), prefix)
+            self._ask(group, keys if len(wanted) == len(keys) else list(map(keys.__getitem__, wanted)), prefix)
         return bytes(states).replace(bytes([UNKNOWN]), bytes([ABSENT]))
 
     def _ask(self, group: BlockGroup, keys: Sequence[bytes], prefix: bool) -> None:

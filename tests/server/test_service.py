@@ -119,9 +119,7 @@ def test_a_namespace_s_row_in_statistics_is_made_again_only_when_something_has_c
     before = row()
     assert row() is before
     bench.ask(scheduler, m.Lookup(1, NAMESPACE, 1 << 32, [m.GroupKeys(0, KEY)]))
-    asked = row()
-    assert asked.curve is not None
-    assert (asked.lookups, asked.curve.asked_tokens) == (1, 16)
+    assert row().lookups == 1
     bench.copy(worker)
     bench.end_copy()
     assert (row().ready_blocks, row().stored_blocks) == (1, 1)
