@@ -20,8 +20,9 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import compress, repeat, takewhile
+from itertools import compress, groupby, repeat, takewhile
 from math import inf
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -91,6 +92,7 @@ RECOVERED_AT_ONCE = 4096
 """Recovered blocks that are grouped and entered together: keeps about the order of use among all."""
 _NOTHING: BlockIds = np.empty(0, np.uint32)
 _NO_SLOTS: npt.NDArray[np.uint32] = np.empty((0, 1), np.uint32)
+_namespace_of = attrgetter("namespace")
 _REASONS, _KEY_STATES = list(MissReason), {int(state): state for state in KeyState}
 _ABSENT = bytes([Verdict.ABSENT])
 
@@ -577,8 +579,9 @@ class Cache:
         """End leases. If there are many, ``background`` unpins their blocks."""
         for lease in leases:
             del self.leases[lease.lease_id]
-            if lease.counts and lease.blocks.size:
-                lease.namespace.counters.covered_keys += len(lease.blocks)
+        for namespace, some in groupby(leases, _namespace_of):
+            if covered := sum([len(lease.blocks) for lease in some if lease.counts]):
+                namespace.counters.covered_keys += covered
         self._ended.extend(leases)
         if len(self._ended) <= self.ended_at_once:
             self._unpin_ended()
