@@ -119,7 +119,7 @@ def test_a_drop_that_cannot_be_noted_is_no_success_whatever_the_disk_does(
 
 def test_an_invalidation_waits_for_nothing(tmp_path: Path) -> None:
     """Not for a disk that could not be opened, nor for ``kvoffd.state``: many at once are all answered."""
-    with over_disk(tmp_path / "missing") as daemon, CheckedEngine(daemon) as engine:
+    with over_disk(tmp_path / "missing", disk_start="optional") as daemon, CheckedEngine(daemon) as engine:
         wait_disk(daemon, "failed")
         Path(f"{daemon.directory}/kvoffd.state.new").mkdir()
         engine.put(SOME)
