@@ -78,9 +78,9 @@ def doctor(
     url: Url = "",
     json: Json = False,
 ) -> int:
-    """Check whether the daemon is healthy and pays off, and what would help.
+    """Check whether the daemon is healthy and pays off.
 
-    It checks the daemon and the engines of --engine; without --url, also the daemon's clients and machine.
+    Shows what would help most. Checks the daemon and the engines of --engine; without --url, also clients and machine.
 
     Exit status: 0 no warning; 1 a warning: it works, but could work better; 2 an error, or no answer.
     """
