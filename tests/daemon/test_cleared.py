@@ -93,7 +93,7 @@ def test_a_drop_that_cannot_be_noted_is_no_success_whatever_the_disk_does(
 ) -> None:
     place = tmp_path / "disk"
     place.mkdir()
-    with over_disk(place, "2MiB", "16MiB") as daemon:
+    with over_disk(place, "2MiB", "16MiB", disk_start="optional") as daemon:
         wait_disk(daemon)
         with CheckedEngine(daemon) as engine:
             put_on_disk(daemon, engine, 48)
