@@ -101,7 +101,9 @@ def count_prompt(parts: Sequence[AskedKeys], outcome: PromptOutcome | None) -> I
         rest.append((part, part.reasons[covered[group.index] :]))
         own[group.index] = max(0, own[group.index] - count)
         covered[group.index] = max(0, covered[group.index] - count)
-    first_missing = next((reason for _, reasons in rest for reason in reasons if reason != FOUND), MissReason.NOT_LOADED)
+    first_missing = next(
+        (reason for _, reasons in rest for reason in reasons if reason != FOUND), MissReason.NOT_LOADED
+    )
     unloaded = first_missing if outcome is None or outcome.unloaded is None else outcome.unloaded
     for part, reasons in rest:
         count_misses(part.namespace, reasons)

@@ -38,7 +38,8 @@ UNLOADED: Mapping[str, MissReason] = {
     m.Outcome.FAILED: MissReason.LOAD_FAILED,
     "tier_late": MissReason.TIER_LATE,
 }
-"""Miss reasons of keys that were found and not loaded, by the prompt's outcome or the reason of its first missing key."""
+"""Miss reasons of keys that were found and not loaded, by the prompt's outcome or the reason of its first missing key.
+"""
 _other_versions = RareWarnings(logger)
 
 

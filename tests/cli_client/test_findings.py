@@ -276,7 +276,7 @@ def test_what_was_saved_in_money() -> None:
     assert report_of(facts(stats)).verdict[1].endswith(" At this rate it saves 8.0 GPU hours a day.")
     assert report_of(facts(stats), gpu_hour=3.5).verdict[1].endswith(" 8.0 GPU hours a day, worth 28.00 a day.")
     early = report_of(facts(stats | {"uptime_seconds": 3599.0}), gpu_hour=3.5)
-    assert early.verdict[1].endswith(" It is too early for a daily figure: the daemon is up for 1 h.")
+    assert early.verdict[1].endswith(" It is too early for a daily figure: the daemon is up for 59 min 59 s.")
 
 
 def test_a_pool_with_free_space_starves_nobody() -> None:
@@ -284,7 +284,10 @@ def test_a_pool_with_free_space_starves_nobody() -> None:
     starved = CASES["starving"]
     assert [one.check for one in find(starved)] == ["starving"]
     pool = PoolStats(size_bytes=20 * GIB, bytes={"ready": 2 * GIB, "free": 18 * GIB})
-    cleared = Facts(**{name: getattr(starved, name) for name in Facts.__dataclass_fields__} | {"stats": structs.replace(starved.stats, pool=pool)})
+    cleared = Facts(
+        **{name: getattr(starved, name) for name in Facts.__dataclass_fields__}
+        | {"stats": structs.replace(starved.stats, pool=pool)}
+    )
     assert find(cleared) == []
 
 

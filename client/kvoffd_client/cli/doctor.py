@@ -258,7 +258,9 @@ def _payoff(stats: DaemonStats, value: Value, gpu_hour: float) -> str:
             text += f" At this rate it saves {hours:,.1f} GPU hours a day"
             text += f", worth {hours * gpu_hour:,.2f} a day." if gpu_hour else "."
         elif gpu_hour:
-            text += f" It is too early for a daily figure: the daemon is up for {format_duration(stats.uptime_seconds)}."
+            text += (
+                f" It is too early for a daily figure: the daemon is up for {format_duration(stats.uptime_seconds)}."
+            )
     elif value.loaded_tokens:
         text += f" The prefill time saved is unknown: {UNTIMED}."
     life = stats.lifetime

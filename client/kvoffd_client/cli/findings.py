@@ -112,7 +112,7 @@ KINDS = {
     "disk_writes": Kind("warning", "The drives wear out for little benefit.", "{}" + _RESTART),
     "disk_write_limit": Kind("info", "What they held is recomputed.", "{}, if the SSDs are rated for it" + _RESTART),
     # Namespaces.
-    "not_shared": Kind("warning", "If they should share, make this setting equal; if not, ignore this.", "kvoffd-cli namespaces diff {}"),
+    "not_shared": Kind("warning", "Make it equal if they should share.", "kvoffd-cli namespaces diff {}"),
     "left_behind": Kind(
         "warning",
         "Engines do not find these blocks. Drop them if the change was intended, else undo it.",
