@@ -776,7 +776,7 @@ static uint32_t last_of_request(const struct learned *l, uint32_t number)
     return number;
 }
 
-/* Writes the blocks of a span, preceded by those of later spans of its request. Returns how many are written in total. */
+/* Writes the blocks of a span, after those of later spans of its request. Returns how many are written in total. */
 static uint64_t walk(struct learned *l, uint32_t oldest, uint32_t *handles, uint64_t found, uint64_t most)
 {
     if (l->spans[oldest].walked == l->walks)
@@ -973,7 +973,16 @@ static void forget_oldest(struct learned *l, uint64_t added)
     l->known.nbytes = sizeof *l + l->places.nbytes + l->span_top * sizeof *l->spans + l->keys_bytes;
 }
 
-/* --- A request --- */
+/* --- Requests and stores --- */
+
+/* A run of keys with one score. */
+struct offer {
+    double score;
+    uint64_t keys;
+};
+
+static const double REJECTED = -1;
+enum { MOST_TOGETHER = 1024 /* keys in a span of blocks without a request */ };
 
 /* Ends the lives of the matched keys, and takes them out of their spans. */
 static void return_matched(struct learned *l, struct request *r)
@@ -1116,17 +1125,6 @@ void kvoffd_learned_record(struct learned *l, uint64_t group, const uint8_t *key
     if (l->known.now >= l->learn_at && l->known.requests >= l->learn_at_request)
         learn(l);
 }
-
-/* --- A store --- */
-
-/* A run of keys with one score. */
-struct offer {
-    double score;
-    uint64_t keys;
-};
-
-static const double REJECTED = -1;
-enum { MOST_TOGETHER = 1024 /* keys in a span of blocks without a request */ };
 
 static double lowest_score(const struct learned *l)
 {
