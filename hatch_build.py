@@ -23,6 +23,7 @@ SOURCES = [
     "kvoffd/cache/recover.c",
     "kvoffd/cache/learned.c",
     "kvoffd/pool/slots.c",
+    "kvoffd/tiers/answers.c",
     "kvoffd/tiers/disk_index.c",
     "kvoffd/tiers/disk_reads.c",
     "kvoffd/tiers/receive.c",

@@ -130,7 +130,10 @@ def _refuse(sentence: str, log_format: str) -> int:
 
 
 def show(config: Config, *, as_json: bool) -> int:
-    """Print the configuration with each value's source."""
+    """Print the configuration with each value's source, and check the machine as ``serve`` does."""
+    from kvoffd.errors import KvoffdError
+    from kvoffd.server.tiers import check_disks, shared_stores
+
     try:
         print(config_as_json(config) if as_json else config_as_toml(config), end="", flush=True)
     except OSError as error:
@@ -138,6 +141,11 @@ def show(config: Config, *, as_json: bool) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):  # as when piped to head
             return _refuse(f"standard output: {error.strerror}.", config.log_format)
+    try:
+        shared_stores(config)
+        check_disks(config)
+    except KvoffdError as error:
+        return _refuse(str(error), config.log_format)
     return 0
 
 

@@ -9,6 +9,8 @@ tests change.
 from __future__ import annotations
 
 import dataclasses
+import grp
+import pwd
 import re
 import tomllib
 from collections.abc import Callable, Collection, Mapping
@@ -131,17 +133,30 @@ def _per_day(value: object) -> int | None:
         raise ValueError(f"{error}; or auto, or 0 for no limit") from None
 
 
-def _ids(value: object) -> tuple[int, ...]:
+def _ids(id_of: Callable[[str], int], value: object) -> tuple[int, ...]:
+    """Return ids; ``id_of`` returns that of a name, or raises KeyError."""
     parts = value.replace(",", " ").split() if isinstance(value, str) else value
     if not isinstance(parts, list):
-        raise ValueError(f"{quoted(value)} is not a list of numeric ids; write them with commas, such as 0,1000")
+        raise ValueError(f"{quoted(value)} is not a list of names or ids; write them with commas, such as 0,vllm")
     found = set()
     for part in parts:
         text = str(part) if isinstance(part, (int, str)) and not isinstance(part, bool) else ""
-        if not re.fullmatch("[0-9]{1,10}", text) or int(text) >= 2**32 - 1:
-            raise ValueError(f"{quoted(part)} is not a numeric id; 0 to {2**32 - 2} are allowed, separated by commas")
-        found.add(int(text))
+        try:
+            number = int(text) if re.fullmatch("[0-9]{1,10}", text) else id_of(text)
+        except (KeyError, ValueError):
+            number = -1
+        if not 0 <= number < 2**32 - 1:
+            raise ValueError(f"{quoted(part)} is neither a name that this machine knows nor an id below {2**32 - 1}")
+        found.add(number)
     return tuple(sorted(found))
+
+
+def _uid(name: str) -> int:
+    return pwd.getpwnam(name).pw_uid
+
+
+def _gid(name: str) -> int:
+    return grp.getgrnam(name).gr_gid
 
 
 def _text(value: object, what: str) -> str:
@@ -246,7 +261,7 @@ def _commas(values: tuple[object, ...]) -> str:
 
 
 DIRECTORY = Kind(_directory, "PATH")
-IDS = Kind(_ids, "IDS", _commas)
+UIDS, GIDS = (Kind(partial(_ids, id_of), "IDS", _commas) for id_of in (_uid, _gid))
 WRITE_MODES = choice(*(mode.value for mode in WriteMode))
 WRITE_MODE = WRITE_MODES._replace(parse=_write_mode)
 AUTO = "auto"
@@ -265,7 +280,7 @@ class Limits:
 
     max_frame_bytes: int = 2 * 1024**2
     max_keys_per_request: int = 8192
-    max_keys_per_submit: int = 2048
+    max_keys_per_submit: int = 1024
     max_jobs_per_message: int = 1024
     max_jobs_in_flight: int = 4096
     max_pieces_in_flight: int = 65_536
@@ -330,6 +345,11 @@ class Config:
         "Directory of a local SSD for blocks that leave the pool, and the bytes to allocate there. Repeat it for each "
         "SSD.",
     )
+    disk_start: str = choice("required", "optional").setting(
+        "required",
+        "Whether the daemon refuses to start if a disk's directory is missing or its file system too small (required), "
+        "or starts without that disk (optional). Choose optional if a pool without disks is better than none.",
+    )
     disk_write: str = WRITE_MODE.setting(
         TieringSettings.mode.value,
         "Which blocks are written to disk: every block while the disk has space, then those that are likely to be "
@@ -378,18 +398,19 @@ class Config:
         "Share of the loads that compare blocks with their checksums. Set 1 if memory is unreliable; blocks of an "
         "earlier daemon are always compared.",
     )
-    allowed_uids: tuple[int, ...] = IDS.setting(
+    allowed_uids: tuple[int, ...] = UIDS.setting(
         (),
-        "Users that may connect, besides root and the daemon's own user. Name the users that engines run as.",
+        "Users that may connect, by name or id, besides root and the daemon's own user. Name those that run engines.",
     )
-    allowed_gids: tuple[int, ...] = IDS.setting(
+    allowed_gids: tuple[int, ...] = GIDS.setting(
         (),
-        "Groups whose users may connect; the daemon's own group if empty. Only a process's primary group counts.",
+        "Groups whose users may connect, by name or id; the daemon's own group if empty. Only a process's primary "
+        "group counts.",
     )
-    admin_uids: tuple[int, ...] = IDS.setting(
+    admin_uids: tuple[int, ...] = UIDS.setting(
         (),
-        "Users that may administer; all that may connect if empty. Set it if engines of several users share the "
-        "daemon.",
+        "Users that may administer, by name or id; all that may connect if empty. Set it if engines of several users "
+        "share the daemon.",
     )
     max_sessions: int = number(1, 65_536).setting(
         256,

@@ -52,6 +52,13 @@ class AskedKeys:
         else:
             self.namespace.counters.misses[reason] += 1
 
+    def missed_run(self, first: int, reasons: bytes) -> None:
+        """Record the same of keys that follow one another."""
+        if self.reported:
+            self.reasons[first : first + len(reasons)] = reasons
+        else:
+            count_misses(self.namespace, reasons)
+
 
 class PromptOutcome(NamedTuple):
     """An engine's report of what it did with a prompt.

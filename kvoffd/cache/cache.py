@@ -20,8 +20,9 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import compress, repeat, takewhile
+from itertools import compress, groupby, repeat, takewhile
 from math import inf
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -79,7 +80,7 @@ LOOKED_AT_ONCE = 4096
 """Slots that one step of ``next_unverified`` scans."""
 SWEPT_AT_ONCE, ENDED_AT_ONCE = 1024, 1024
 """Slots of reset namespaces that one step frees, and ended leases that one step unpins."""
-MAX_OVER_QUOTA = 2048
+MAX_OVER_QUOTA = 1024
 """Extra evictions per store while a namespace is over quota."""
 PARTIAL_GRACE_S = 2.0
 """Age from which partial blocks are dropped first when space is needed."""
@@ -91,7 +92,8 @@ RECOVERED_AT_ONCE = 4096
 """Recovered blocks that are grouped and entered together: keeps about the order of use among all."""
 _NOTHING: BlockIds = np.empty(0, np.uint32)
 _NO_SLOTS: npt.NDArray[np.uint32] = np.empty((0, 1), np.uint32)
-_KEY_STATES = {int(state): state for state in KeyState}
+_namespace_of = attrgetter("namespace")
+_REASONS, _KEY_STATES = list(MissReason), {int(state): state for state in KeyState}
 _ABSENT = bytes([Verdict.ABSENT])
 
 
@@ -282,7 +284,7 @@ class Cache:
             self._retire(group)
             now.unswept = [number for number in (*group.unswept, group.number) if number in self._dead]
         self._partial = {block: since for block, since in self._partial.items() if not self._of_block(block).dead}
-        self._end(list(namespace.leases))
+        self._end(self._alive(namespace.leases))
         self._save()
         if tiers is not None:
             dropped += tiers.forget_all(namespace)
@@ -520,7 +522,7 @@ class Cache:
         """Return why keys were last missing, as far as is known; they may have been stored since."""
         known = self.group(namespace, group)
         self._record_reset(known, keys)
-        return list(map(MissReason, self.blocks.miss_reasons(known.number, keys, namespace.key_bytes)))
+        return list(map(_REASONS.__getitem__, self.blocks.miss_reasons(known.number, keys, namespace.key_bytes)))
 
     def _record_reset(self, group: Group, keys: bytes) -> None:
         """Record which of these keys were reset, as ``background`` does when it reaches their blocks."""
@@ -565,15 +567,21 @@ class Cache:
         """End all leases of a closed session. Returns how many."""
         for prompt in self._uncounted.take_all(session):
             self._count_prompt(prompt, None)
-        return self._end([one for one in self.leases_of(session).leases if self.leases.get(one.lease_id) is one])
+        return self._end(self._alive(self.leases_of(session).leases))
+
+    def _alive(self, leases: Iterable[Lease]) -> list[Lease]:
+        """Return the leases that have not ended."""
+        if not self._ended:
+            return list(leases)
+        return [lease for lease in leases if self.leases.get(lease.lease_id) is lease]
 
     def _end(self, leases: Sequence[Lease]) -> int:
         """End leases. If there are many, ``background`` unpins their blocks."""
         for lease in leases:
             del self.leases[lease.lease_id]
-            del lease.namespace.leases[lease]
-            if lease.counts and lease.blocks.size:
-                lease.namespace.counters.covered_keys += len(lease.blocks)
+        for namespace, some in groupby(leases, _namespace_of):
+            if covered := sum([len(lease.blocks) for lease in some if lease.counts]):
+                namespace.counters.covered_keys += covered
         self._ended.extend(leases)
         if len(self._ended) <= self.ended_at_once:
             self._unpin_ended()
@@ -583,7 +591,7 @@ class Cache:
         ended = [self._ended.popleft() for _ in range(min(self.ended_at_once, len(self._ended)))]
         for lease in ended:
             leased = self.session_leases[lease.session]
-            del leased.leases[lease]
+            del leased.leases[lease], lease.namespace.leases[lease]
             leased.keys -= len(lease.blocks)
             leased.nbytes -= lease.nbytes
             if not leased.leases:

@@ -44,7 +44,7 @@ class HitRatioCurve:
             raise MemoryError
         self._free = weakref.finalize(self, self._native.curve_free, self._at)
         self._clock = clock
-        self._halved_at = clock()
+        self.halved_at = clock()
         self._rows = np.zeros((1, _ROW))
         """Counts: of forgotten namespaces together, then of each namespace; the rest are unused."""
         self._row_of: dict[Namespace, int] = {}
@@ -64,6 +64,7 @@ class HitRatioCurve:
         group, keys, size = chain.group, chain.keys, chain.group.key_bytes
         if (row := self._row_of.get(group.namespace)) is None:
             row = self._new_row(group.namespace)
+        group.namespace.has_counted = True  # statistics show its curve
         tokens, row_at = group.tokens or UNKNOWN_TOKENS, self._rows_at + row * 8 * _ROW
         self._native.curve_asked(
             self._at, row_at, group.number, keys, len(keys) // size, size, group.block_bytes, tokens, chain.run, own
@@ -79,8 +80,8 @@ class HitRatioCurve:
 
     def tick(self) -> None:
         """Halve old counts when it is time."""
-        if self._clock() - self._halved_at >= HALVED_EVERY_S:
-            self._halved_at = self._clock()
+        if self._clock() - self.halved_at >= HALVED_EVERY_S:
+            self.halved_at = self._clock()
             self._rows *= 0.5
 
     def namespace_forgotten(self, namespace: Namespace) -> None:

@@ -151,7 +151,7 @@ class Namespace:
         self.bytes_in = dict.fromkeys(WITH_SLOTS, 0)
         """Pool bytes of its blocks by state."""
         self.leases: dict[Lease, None] = {}
-        """Active leases."""
+        """Leases that hold blocks of it."""
         self.nodes: dict[int, int | None] = {}
         """NUMA node of its slots, by rank."""
         self.shard_bytes: list[tuple[int, ...] | None] = [None] * world_size

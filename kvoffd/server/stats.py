@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 from collections import Counter
-from functools import partial
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from msgspec import structs
@@ -79,7 +79,7 @@ def daemon_stats(service: Service) -> s.DaemonStats:
         last_hour=traffic.in_last(HOUR_S, total),
         last_minute=recent,
         lifetime=traffic.lifetime(total),
-        namespaces=[*map(partial(_namespace_stats, service, on_disk), largest, curve.of_namespaces(largest)), *others],
+        namespaces=[*_namespace_rows(service, on_disk, largest), *others],
         other_namespaces=len(cache.namespaces) - len(largest),
         gone_namespaces=traffic.gone_namespaces,
         integrity=filled(s.IntegrityStats, cache),
@@ -93,6 +93,24 @@ def daemon_stats(service: Service) -> s.DaemonStats:
         learned=cache.policy.describe(),
         settings=[s.SettingInfo(*one) for one in settings_in_force(service.config)],
     )
+
+
+def _namespace_rows(
+    service: Service, on_disk: Counter[bytes], namespaces: Sequence[Namespace]
+) -> list[s.NamespaceStats]:
+    """The row of each namespace: the one of the last time if nothing in it has changed."""
+    kept, quotas, halved_at = service.traffic.kept_rows, service.cache.quotas, service.curve.halved_at
+    changed = []
+    for one in namespaces:
+        figures = service.traffic.figures_of(one)
+        rest = one.ready_blocks, one.ready_bytes, on_disk[one.fingerprint], quotas.get(one.fingerprint), halved_at
+        before = kept.get(one)
+        if before is None or before[0] is not figures or before[1] != rest:
+            changed.append((one, figures, rest))
+    curves = service.curve.of_namespaces([one for one, _, _ in changed])
+    for (one, figures, rest), curve in zip(changed, curves, strict=True):
+        kept[one] = figures, rest, _namespace_stats(service, on_disk, one, curve)
+    return [kept[one][2] for one in namespaces]
 
 
 def _namespace_stats(

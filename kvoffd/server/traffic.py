@@ -18,7 +18,7 @@ SAMPLE_EVERY_S = 1.0
 COUNTED = tuple(
     name for name in Counters.__slots__ if name not in ("misses", "no_space") and not name.endswith("per_second")
 )
-_counted = attrgetter(*COUNTED)
+_counted, _ready_bytes = attrgetter(*COUNTED), attrgetter("ready_bytes")
 _MISSES, _NO_SPACE = "misses", "no_space"
 _MISSES_OF = {reason: f"{_MISSES} {reason.name.lower()}" for reason in MissReason}
 _COPIED = tuple(sorted({*Window.__struct_fields__} & {*COUNTED}))
@@ -48,6 +48,11 @@ class TrafficCounts:
         """Number of forgotten namespaces that had counted something."""
         self._has_row: dict[Namespace, bool] = {}
         """Whether a namespace has a row, which never changes."""
+        self._largest: list[Namespace] = []
+        self._rest: list[Namespace] = []
+        """Namespaces with a row, and those without that are no benches."""
+        self.kept_rows: dict[Namespace, tuple[dict[str, Any], tuple[Any, ...], NamespaceStats]] = {}
+        """Rows of the last statistics: the namespace's figures, what else they depend on, and the row."""
 
     def tick(self) -> None:
         now = self._clock()
@@ -58,6 +63,10 @@ class TrafficCounts:
     def namespace_forgotten(self, namespace: Namespace) -> None:
         """Keep a namespace's counts in the totals after it was forgotten."""
         self._add(namespace)
+        self.kept_rows.pop(namespace, None)
+        self._largest, self._rest = (
+            [one for one in some if one is not namespace] for some in (self._largest, self._rest)
+        )
         counts, has_row = self._counted.pop(namespace, {}), self._has_row.pop(namespace, True)
         self.gone_namespaces += bool(counts)
         if has_row:
@@ -97,18 +106,20 @@ class TrafficCounts:
 
         Whether a namespace has a row never changes, so that no counter falls. The others include forgotten ones.
         """
-        known = sorted(self._cache.namespaces.values(), key=lambda one: one.bytes_in[READY], reverse=True)
-        if new := [one for one in known if one not in self._has_row]:
-            ids = {namespace_id(one.fingerprint) for one, has_row in self._has_row.items() if has_row}
-            for one in new:
+        known, has_row, largest, rest = self._cache.namespaces.values(), self._has_row, self._largest, self._rest
+        if len(has_row) < len(known):
+            ids = {namespace_id(one.fingerprint) for one in largest}
+            new = [one for one in known if one not in has_row]
+            for one in sorted(new, key=_ready_bytes, reverse=True):
                 name = namespace_id(one.fingerprint)  # the name of a row and of its series must be unique
-                self._has_row[one] = len(ids) < MAX_NAMESPACE_ROWS and name not in ids
-                if self._has_row[one]:
+                has_row[one] = len(ids) < MAX_NAMESPACE_ROWS and name not in ids
+                if has_row[one]:
                     ids.add(name)
-                else:
+                    largest.append(one)
+                elif not one.of_bench:
                     self._others.update(self._counted.get(one, {}))
-        largest = [one for one in known if self._has_row[one]]
-        rest = [one for one in known if not self._has_row[one] and not one.of_bench]
+                    rest.append(one)
+        largest = sorted(largest, key=_ready_bytes, reverse=True)
         if not rest:
             return largest, []
         self.total()

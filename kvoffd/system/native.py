@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from kvoffd.errors import KvoffdError
 
 LIBRARY = Path(__file__).parents[1] / "libkvoffd.so"
-VERSION = 12
+VERSION = 13
 """Version of the functions and structures that C and Python share. Raise it with ``kvoffd_version`` (cache/blocks.c)
 when one changes: an old library would read wrong memory."""
 
@@ -102,6 +102,9 @@ class Native:
             self.disk_close = with_gil("disk_close", None, address)
             self.disk_find = with_gil("disk_find", None, address, *keys, address)
             self.disk_remove = with_gil("disk_remove", None, address, *some)
+            of_answers = address, number, text, number, text, number, number, address, address
+            self.answers_find = with_gil("answers_find", None, *of_answers)
+            self.answers_note = with_gil("answers_note", None, *of_answers)
             self.blocks_record_misses = with_gil("blocks_record_misses", None, address, *keys, number)
             self.blocks_reasons = with_gil("blocks_reasons", None, address, *keys)
             self.queues_new = with_gil("queues_new", address, number, number, text)

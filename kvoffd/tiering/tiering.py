@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +37,8 @@ LOGGED_S = 600.0
 MOST_LOGGED = 1024
 """Remembered kinds of tier errors, by server, with the time when they were logged."""
 
+_IS = tuple(bytes(one == state for one in range(256)) for state in (ABSENT, PRESENT, ASKED))
+"""Tables for ``translate``: 1 for one answer of a tier, 0 for others."""
 SETTLED = bytes([READY, *COMING])
 """States of keys that are in the pool, or on their way, and need no action."""
 
@@ -83,6 +86,8 @@ class _Range:
         self.there: dict[int, tuple[Promotions, Tier]] = {}
         self.asked: list[int] = []
         """Keys that a store is being asked for."""
+        self.fresh = False
+        """Whether that is all keys, by one question of this lookup."""
 
     def look(self, sources: Sequence[Promotions], *, prefix: bool) -> None:
         """Ask each tier of these sources for the keys that no earlier one has."""
@@ -90,13 +95,16 @@ class _Range:
             for tier in source.tiers:
                 if not self.left:
                     return
-                found = tier.find(self.group, [self.keys[at] for at in self.left], prefix=prefix)
+                every = len(self.left) == len(self.keys)
+                keys = self.keys if every else list(map(self.keys.__getitem__, self.left))
+                before = tier.counters.asked_keys
+                found = tier.find(self.group, keys, prefix=prefix)
+                self.fresh = every and tier.counters.asked_keys == before + len(keys)
                 if any(found):
-                    answers = list(zip(self.left, found, strict=True))
-                    both = source, tier
-                    self.left = [at for at, one in answers if one == ABSENT]
-                    self.asked += [at for at, one in answers if one == ASKED]
-                    self.there.update([(at, both) for at, one in answers if one == PRESENT])
+                    absent, present, asked = (compress(self.left, found.translate(one)) for one in _IS)
+                    self.there.update(dict.fromkeys(present, (source, tier)))
+                    self.asked += asked
+                    self.left = list(absent)
 
 
 class Tiering:
@@ -127,8 +135,10 @@ class Tiering:
         """Writers of the sources, in the same order."""
         self._add([], settings, shared=False)
         self._answers_due = 0.0
-        self._uncounted: dict[Namespace, dict[tuple[int, bytes], list[Asker]]] = {}
+        self._uncounted: dict[Namespace, dict[int, dict[bytes, tuple[Asker, ...]]]] = {}
         """Lookups by tag and key that a store is being asked for: they count it once the store has answered."""
+        self._uncounted_runs: dict[int, tuple[Sequence[bytes], Asker]] = {}
+        """Lookups of which one question asks for all keys, by ``id`` of these: the keys, and the asker of the first."""
         self._awaits: dict[Lease, dict[Fill, None]] = {}
         """Fills that each lease waits for."""
         self._unused = np.zeros(len(cache.blocks.state), np.uint8)
@@ -221,8 +231,9 @@ class Tiering:
             part.left += every
         part.look(lookup.sources, prefix=True)
         end = min([end, *part.left[:1]])
-        part.asked = [at for at in part.asked if at < end]
-        self._mark_asked(lookup, part)
+        if end < len(part.keys):
+            part.asked = [at for at in part.asked if at < end]
+        self._mark_asked(lookup, part, prefix=True)
         places = set(part.there)
         if part.coming:
             coming = (at for at in range(end) if part.keys[at] in part.coming)
@@ -246,20 +257,29 @@ class Tiering:
             window = last_window(there, spec)
             if not wait and window.stop == len(part.keys):
                 break
-        self._mark_asked(lookup, part)
+        self._mark_asked(lookup, part, prefix=False)
         if not (wait or part.asked):
             self._request(lookup, part, [at for at in window if part.states[at] not in SETTLED])
 
-    def _mark_asked(self, lookup: _Lookup, part: _Range) -> None:
+    def _mark_asked(self, lookup: _Lookup, part: _Range, *, prefix: bool) -> None:
+        if not part.asked:
+            return
         lookup.lease.asking += len(part.asked)
-        for at in part.asked:
-            part.states[at] = SHARED
-        if part.asked:
-            self._answers_due = self._clock() + ANSWER_S
-            if lookup.asked is not None:
-                uncounted = self._uncounted.setdefault(lookup.namespace, {})
-                for at in part.asked:
-                    uncounted.setdefault((part.group.tag, part.keys[at]), []).extend(lookup.asker(part, at))
+        self._answers_due, keys = self._clock() + ANSWER_S, part.keys
+        if len(part.asked) == len(keys):
+            part.states[:] = bytes([SHARED]) * len(keys)
+        else:
+            keys = [keys[at] for at in part.asked]
+            for at in part.asked:
+                part.states[at] = SHARED
+        if lookup.asked is None:
+            return
+        if prefix and part.fresh:
+            self._uncounted_runs[id(keys)] = keys, (lookup.asked[part.number], part.start)
+        else:
+            uncounted = self._uncounted.setdefault(lookup.namespace, {}).setdefault(part.group.tag, {})
+            for key, at in zip(keys, part.asked, strict=True):
+                uncounted[key] = (*uncounted.get(key, ()), *lookup.asker(part, at))
 
     def _request(self, lookup: _Lookup, part: _Range, places: Sequence[int]) -> None:
         """Request keys that a tier has, or that are coming, up to the first that cannot; set their states."""
@@ -431,18 +451,24 @@ class Tiering:
 
     def answered(self, tier: Tier, block_group: BlockGroup, keys: Sequence[bytes], found: Sequence[bool]) -> None:
         """Count the keys that lookups reported as being asked for."""
-        namespace = self._cache.namespaces.get(block_group.fingerprint)
-        if namespace is None or not (uncounted := self._uncounted.get(namespace)):
+        run = self._uncounted_runs.pop(id(keys), None)
+        if (namespace := self._cache.namespaces.get(block_group.fingerprint)) is None:
             return
-        askers = [uncounted.pop((block_group.tag, key), []) for key in keys]
-        if not any(askers):
+        if namespace.generation != block_group.generation:
+            found = [False] * len(keys)
+        if run is not None:
+            (asked, first), gap = run[1], sum(found)
+            namespace.counters.found_shared += gap
+            reasons = self._cache.reasons_of(namespace, block_group.number, b"".join(keys[gap:]))
+            asked.missed_run(first + gap, bytes(reasons))
+        by_tag = self._uncounted.get(namespace, {})
+        if not (uncounted := by_tag.get(block_group.tag)):
             return
-        missed: list[int] = []
-        for at, there in enumerate(found):
-            if there and namespace.generation == block_group.generation:
-                namespace.counters.found_shared += len(askers[at])
-            elif askers[at]:
-                missed.append(at)
+        askers = [uncounted.pop(key, ()) for key in keys]
+        if not uncounted:
+            del by_tag[block_group.tag]
+        namespace.counters.found_shared += sum(map(len, compress(askers, found)))
+        missed = [at for at, there in enumerate(found) if askers[at] and not there]
         reasons = self._cache.reasons_of(namespace, block_group.number, b"".join([keys[at] for at in missed]))
         for at, reason in zip(missed, reasons, strict=True):
             for asked, position in askers[at]:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
 import threading
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import repeat
+from itertools import compress, repeat
 from math import inf
 from typing import Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
 from kvoffd.pool.checksums import digest
+from kvoffd.system.native import native
 from kvoffd.system.newest import put_newest
 from kvoffd.system.threads import Workers
 from kvoffd.tiers.header import (
@@ -56,8 +61,11 @@ UNKNOWN = 3
 """State of a key in addition to those of ``find``: nobody asked for it recently."""
 YES_S, NO_S, REFUSED_S = 2.0, 1.0, 30.0
 """Time for which an answer is cached; the last for a block that could not be read, or must not be."""
+_IS_UNKNOWN = bytes(state == UNKNOWN for state in range(256))
 MOST_ANSWERS = 262_144
-"""Cached answers, of about 250 bytes each; beyond this, the oldest quarter is dropped."""
+"""Cached answers, of 16 bytes each."""
+WINDOW = 16
+"""See answers.c."""
 MOST_REFUSED = 32_768
 """Remembered keys that must not be read now, of about 250 bytes each."""
 MOST_ASKED = 65_536
@@ -221,6 +229,36 @@ Question: TypeAlias = Probe | Look | Raise | Ask
 BlockWork: TypeAlias = ObjectRead | ObjectWrite | Removal
 
 
+class Answers:
+    """Answers of a store by tag and key, each with a time. A new one replaces the oldest of ``WINDOW`` neighbours."""
+
+    def __init__(self) -> None:
+        self._native, self._places = native(), MOST_ANSWERS
+        self._table = np.empty((self._places + WINDOW, 2), np.uint64)
+        self._table.fill(0)  # has its memory from now on: the first lookups would wait for it
+        self.clear()
+
+    def clear(self) -> None:
+        self._seed = os.urandom(16)  # what was noted is not found any more
+
+    def find(self, tag: int, keys: Sequence[bytes]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float64]]:
+        """The state of each key, UNKNOWN where none was noted, and the time that was noted with it."""
+        states, at = np.full(len(keys), UNKNOWN, np.uint8), np.zeros(len(keys))
+        self._call(self._native.answers_find, tag, keys, states, at)
+        return states, at
+
+    def note(self, tag: int, keys: Sequence[bytes], states: npt.ArrayLike, at: npt.ArrayLike) -> None:
+        each = np.full(len(keys), states, np.uint8), np.full(len(keys), at, np.float64)
+        self._call(self._native.answers_note, tag, keys, *each)
+
+    def _call(self, call: Callable[..., None], tag: int, keys: Sequence[bytes], *columns: npt.NDArray[Any]) -> None:
+        if keys:
+            joined, size = b"".join(keys), len(keys[0])
+            assert len(joined) == len(keys) * size
+            whose = self._table.ctypes.data, self._places, self._seed, tag
+            call(*whose, joined, len(keys), size, *(column.ctypes.data for column in columns))
+
+
 class SharedTier(Tier):
     """See ``Tier``. The store's contents are known only by asking: other nodes write to it too, and it may evict.
 
@@ -261,9 +299,8 @@ class SharedTier(Tier):
         self._pool = pool
         self._clock = clock
         self.post = post
-        self._answers: dict[int, dict[bytes, tuple[int, float]]] = {}
-        """Answers and their times by tag and key, or ASKED; for ABSENT, the time until which it is cached."""
-        self._count = 0
+        self._answers = Answers()
+        """Each with the time when it was given, or asked for; ABSENT with the time until which it is cached."""
         self._refused: OrderedDict[tuple[int, bytes], float] = OrderedDict()
         """Keys that are ABSENT until this time, whatever the answer."""
         self._generations = dict(generations or {})
@@ -331,84 +368,63 @@ class SharedTier(Tier):
             return bytes(len(keys))
         states = self._states(group.tag, keys)
         gap = states.find(ABSENT) if prefix else -1
-        unknown = [at for at in range(gap if gap >= 0 else len(keys)) if states[at] == UNKNOWN]
+        unknown = list(compress(range(gap if gap >= 0 else len(keys)), states.translate(_IS_UNKNOWN)))
         if not prefix:
             unknown = unknown[-self._store.most_window_keys :]
         if wanted := unknown[: MOST_ASKED - self._asked_keys]:
-            for at in wanted:
-                states[at] = ASKED
-            self._ask(group, [keys[at] for at in wanted], prefix)
+            its = slice(wanted[0], wanted[-1] + 1)
+            states[its] = states[its].replace(bytes([UNKNOWN]), bytes([ASKED]))
+            self._ask(group, keys if len(wanted) == len(keys) else list(map(keys.__getitem__, wanted)), prefix)
         return bytes(states).replace(bytes([UNKNOWN]), bytes([ABSENT]))
 
     def _ask(self, group: BlockGroup, keys: Sequence[bytes], prefix: bool) -> None:
         now = self._clock()
-        self._update(group.tag, dict.fromkeys(keys, (ASKED, now)))
+        self._answers.note(group.tag, keys, ASKED, now)
         self._asked_keys += len(keys)
         self.counters.asked_keys += len(keys)
         self._asking.put(Ask(group, keys, prefix, now + self.ask_deadline_s))
 
     def _states(self, tag: int, keys: Sequence[bytes]) -> bytearray:
-        given = list(map(self._answers.get(tag, {}).get, keys))
-        if not any(given):
-            return bytearray([UNKNOWN]) * len(keys)
-        now = self._clock()
-        return bytearray(self._state(one, now) for one in given)
-
-    def _state(self, given: tuple[int, float] | None, now: float) -> int:
-        if given is None:
-            return UNKNOWN
-        state, at = given
-        if state == ABSENT:
-            return ABSENT if now < at else UNKNOWN
-        if state == PRESENT:
-            return PRESENT if now < at + YES_S else UNKNOWN
+        (states, at), now = self._answers.find(tag, keys), self._clock()
+        is_asked, ended = states == ASKED, at + self.ask_deadline_s
+        over = np.where(is_asked, ended + NO_S, at + YES_S * (states == PRESENT))
         # An ask without an answer in time was a miss; the next lookup may ask again a little later.
-        ended = at + self.ask_deadline_s
-        return ASKED if now < ended else ABSENT if now < ended + NO_S else UNKNOWN
+        states[is_asked & (ended <= now)] = ABSENT
+        states[over <= now] = UNKNOWN
+        return bytearray(states)
 
-    def _is_believed(self, tag: int, key: bytes) -> bool:
-        """Return whether the block existed so recently that it is not offered again, and that a read is tried."""
-        given = self._answers.get(tag, {}).get(key)
-        return given is not None and given[0] == PRESENT and self._clock() < given[1] + self._store.believed_s
+    def _are_believed(self, tag: int, keys: Sequence[bytes]) -> list[bool]:
+        """Return whether each block existed so recently that it is not offered again, and that a read is tried."""
+        states, at = self._answers.find(tag, keys)
+        believed: list[bool] = ((states == PRESENT) & (self._clock() < at + self._store.believed_s)).tolist()
+        return believed
 
-    def _record_answers(self, tag: int, keys: Sequence[bytes], found: Iterable[bool]) -> None:
-        now = self._clock()
-        present, absent = (PRESENT, now), (ABSENT, now + NO_S)
-        fresh = {key: present if there else absent for key, there in zip(keys, found, strict=True)}
-        for key in keys if self._refused else ():
+    def _record_answers(self, tag: int, keys: Sequence[bytes], found: Sequence[bool]) -> None:
+        now, there = self._clock(), np.frombuffer(bytes(found), np.bool_)
+        states, at = np.where(there, PRESENT, ABSENT), now + NO_S * ~there
+        for number, key in enumerate(keys) if self._refused else ():
             if (until := self._refused.get((tag, key), now)) > now:
-                fresh[key] = ABSENT, until
-        self._update(tag, fresh)
+                states[number], at[number] = ABSENT, until
+        self._answers.note(tag, keys, states, at)
 
-    def _refuse(self, tag: int, key: bytes) -> None:
+    def _refuse(self, tag: int, keys: Sequence[bytes]) -> None:
         until = self._clock() + REFUSED_S
-        self._refused.pop((tag, key), None)
-        self._refused[tag, key] = until
-        if len(self._refused) > MOST_REFUSED:
-            self._refused.popitem(last=False)  # in a plain dict, removed entries at the front would slow this
-        self._update(tag, {key: (ABSENT, until)})
-
-    def _update(self, tag: int, fresh: dict[bytes, tuple[int, float]]) -> None:
-        known = self._answers.setdefault(tag, {})
-        before = len(known)
-        known.update(fresh)
-        self._count += len(known) - before
-        if self._count > MOST_ANSWERS:
-            for tag, known in list(self._answers.items()):
-                for key in list(known)[: len(known) // 4 + 1]:
-                    del known[key]
-                if not known:
-                    del self._answers[tag]
-            self._count = sum(map(len, self._answers.values()))
+        for key in keys:
+            self._refused.pop((tag, key), None)
+            self._refused[tag, key] = until
+            if len(self._refused) > MOST_REFUSED:
+                self._refused.popitem(last=False)  # in a plain dict, removed entries at the front would slow this
+        self._answers.note(tag, keys, ABSENT, until)
 
     # --- reading, writing, removing --------------------------------------------------------------
 
     def wants(self, group: BlockGroup, keys: Sequence[bytes]) -> list[bool]:
         tag, fits = group.tag, group.nbytes <= MOST_OBJECT_BYTES and fits_header(group, MOST_KEY_BYTES)
-        return [fits and (tag, key) not in self._writes and not self._is_believed(tag, key) for key in keys]
+        believed = self._are_believed(tag, keys)
+        return [fits and (tag, key) not in self._writes and not its for key, its in zip(keys, believed, strict=True)]
 
     def read(self, group: BlockGroup, key: bytes, offsets: Sequence[int], patience_s: float, on_end: ReadEnd) -> bool:
-        if not self.available() or not self._is_believed(group.tag, key) or self._reading.waiting >= MOST_READS:
+        if not self.available() or not all(self._are_believed(group.tag, [key])) or self._reading.waiting >= MOST_READS:
             return False
         self._reading.put(ObjectRead(group, self._stored(group), key, self._views(group, offsets), patience_s, on_end))
         return True
@@ -429,12 +445,10 @@ class SharedTier(Tier):
     def remove_all(self, fingerprint: bytes | None) -> int:
         """Forget the cached answers, which are few and short-lived."""
         self._answers.clear()
-        self._count = 0
         return 0
 
     def remove(self, group: BlockGroup, keys: Sequence[bytes], why: str) -> None:
-        for key in keys:
-            self._refuse(group.tag, key)
+        self._refuse(group.tag, keys)
         if why == PARTIAL:
             self._remove_objects(group, keys)
 
@@ -591,7 +605,6 @@ class SharedTier(Tier):
             self._generations[fingerprint] = generation
             logger.info("The blocks of a namespace in %s are void: its generation is %d now.", self.name, generation)
             self._answers.clear()  # of all namespaces: voiding is rare, and answers are short-lived
-            self._count = 0
             self._voided.add(fingerprint)
 
     # --- what has ended, in the daemon's thread --------------------------------------------------
@@ -648,7 +661,7 @@ class SharedTier(Tier):
             counters.read_blocks += 1
             counters.read_bytes += group.nbytes
         else:
-            self._refuse(group.tag, key)
+            self._refuse(group.tag, [key])
         if result is Result.CORRUPT:
             counters.mismatches += 1
             self._remove_objects(group, [key])

@@ -295,7 +295,7 @@ class Limits(Wire, frozen=True):
     max_leased_keys: Annotated[int, doc("Keys under all leases of the session; lookups report no more as ready.", ge=1)]
     max_registrations: Annotated[int, doc("Registrations of the session.", ge=1)]
     max_segments: Annotated[int, doc("Attached memory segments of the session.", ge=1)]
-    max_keys_per_submit: Annotated[int, doc("Keys of all jobs of a Submit together.", ge=1)] = 2048
+    max_keys_per_submit: Annotated[int, doc("Keys of all jobs of a Submit together.", ge=1)] = 1024
 
 
 class JobResult(Wire, frozen=True):

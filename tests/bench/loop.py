@@ -33,6 +33,11 @@ from kvoffd.server.sessions import Peer, Session
 from kvoffd.server.traffic import COUNTED
 from kvoffd.system.limits import MemoryLimit
 from kvoffd.system.mappings import MappedSegment
+from kvoffd.system.threads import Workers
+from kvoffd.tiering import TieringSettings
+from kvoffd.tiering.tiering import Tiering
+from kvoffd.tiers.shared import Answer, Ask, SharedTier
+from kvoffd.tiers.store import Credentials, open_store
 from kvoffd.transfer.engine import CopyEngine, CopyStats, Transfer
 from kvoffd.transfer.plan import Direction, Outcome
 from kvoffd_client.worker_client import GroupTransfer, Job, submit_of
@@ -347,6 +352,46 @@ def _with_namespaces(pool_bytes: int, count: int) -> Daemon:
     return daemon
 
 
+class Unasked(Workers[Any, Any]):
+    """Threads of a store that do nothing: the case ends what was asked."""
+
+    def _start(self) -> None: ...
+
+
+def unknown(pool_bytes: int) -> Result:
+    """Lookups of 8,192 keys that neither the pool nor a shared store has, and the store's answers."""
+    daemon = Daemon(pool_bytes)
+    service, scheduler = daemon.service, daemon.session(m.Role.SCHEDULER, name_of(0))
+    daemon.session(m.Role.WORKER, name_of(0))
+    tiering = Tiering(service.cache, service.events, time.monotonic, TieringSettings())
+    service.tiering = service.cache.tiers = tiering
+    tier = SharedTier(
+        "redis://nowhere",
+        open_store("redis://nowhere", Credentials()),
+        pool=memoryview(b""),
+        clock=time.monotonic,
+        post=daemon.posted.append,
+        listener=tiering,
+        ask_deadline_s=1.0,
+        make_workers=Unasked,
+    )
+    tiering.share(tier, TieringSettings())
+    tier.breaker.probed(True)
+    leases = itertools.count(1)
+
+    def look_up() -> None:
+        keys = daemon.keys(daemon.service.config.limits.max_keys_per_request)
+        daemon.ask(scheduler, m.Lookup(1, name_of(0), (1 << 32) + next(leases), [m.GroupKeys(0, keys)]))
+        asked = tier._asked_keys
+        assert asked == len(keys) // KEY_BYTES
+        answer = Answer(0, [False] * asked, 0.001)
+        daemon.turns.take(lambda: (tier._asking.end(answer, lambda one: isinstance(one, Ask)), service.outgoing()))
+        daemon.settle()
+
+    look_up()  # buffers grow once
+    return daemon.measure(look_up, STORES)
+
+
 def stats(pool_bytes: int) -> Result:
     """Stats, with 1,024 namespaces, of which 16 have counted something since the last time."""
     daemon = _with_namespaces(pool_bytes, 1023)
@@ -372,7 +417,10 @@ def opening(pool_bytes: int) -> Result:
 
 CASES = {
     one.__name__: one
-    for one in (reset, quota, leased, over_quota, waiting, listing, session_end, two_sizes, large_store, stats, opening)
+    for one in (
+        *(reset, quota, leased, over_quota, waiting, listing, session_end, two_sizes, large_store, unknown, stats),
+        opening,
+    )
 }
 
 

@@ -29,7 +29,7 @@ def test_a_healthy_daemon_is_status_0(cli: Cli) -> None:
 
 def test_a_degraded_daemon_is_alive_and_ready(cli: Cli, tmp_path: Path) -> None:
     """It serves without its disk: neither a restart nor other nodes would help."""
-    with DaemonProcess("8MiB", disk=f"{tmp_path / 'missing'}=64MiB") as daemon:
+    with DaemonProcess("8MiB", disk=f"{tmp_path / 'missing'}=64MiB", disk_start="optional") as daemon:
         wait_until(lambda: books(daemon.directory).health == "degraded")
         assert [cli("health", *probe, on=daemon).status for probe in PROBES] == [1, 0, 0]
         out = cli("health", on=daemon).out

@@ -93,7 +93,7 @@ def test_a_drop_that_cannot_be_noted_is_no_success_whatever_the_disk_does(
 ) -> None:
     place = tmp_path / "disk"
     place.mkdir()
-    with over_disk(place, "2MiB", "16MiB") as daemon:
+    with over_disk(place, "2MiB", "16MiB", disk_start="optional") as daemon:
         wait_disk(daemon)
         with CheckedEngine(daemon) as engine:
             put_on_disk(daemon, engine, 48)
@@ -119,7 +119,7 @@ def test_a_drop_that_cannot_be_noted_is_no_success_whatever_the_disk_does(
 
 def test_an_invalidation_waits_for_nothing(tmp_path: Path) -> None:
     """Not for a disk that could not be opened, nor for ``kvoffd.state``: many at once are all answered."""
-    with over_disk(tmp_path / "missing") as daemon, CheckedEngine(daemon) as engine:
+    with over_disk(tmp_path / "missing", disk_start="optional") as daemon, CheckedEngine(daemon) as engine:
         wait_disk(daemon, "failed")
         Path(f"{daemon.directory}/kvoffd.state.new").mkdir()
         engine.put(SOME)

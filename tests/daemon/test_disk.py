@@ -261,13 +261,13 @@ def assert_fails_and_the_pool_serves(daemon: DaemonProcess, why: str) -> None:
         assert engine.has([0])
 
 
-def test_a_directory_of_no_use_costs_only_the_disk(tmp_path: Path) -> None:
-    with daemon_on(tmp_path / "missing") as daemon:
+def test_an_unusable_directory_costs_only_an_optional_disk(tmp_path: Path) -> None:
+    with daemon_on(tmp_path / "missing", disk_start="optional") as daemon:
         assert_fails_and_the_pool_serves(daemon, "missing")
 
 
 def test_a_full_file_system_costs_only_the_disk(tmp_path: Path) -> None:
-    with tmpfs(tmp_path / "full", "4m") as place, daemon_on(place) as daemon:
+    with tmpfs(tmp_path / "full", "4m") as place, daemon_on(place, disk_start="optional") as daemon:
         assert_fails_and_the_pool_serves(daemon, "Free space")
 
 

@@ -7,7 +7,6 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
@@ -26,7 +25,9 @@ MANY = 100
 def port() -> Iterator[int]:
     """That of a daemon that serves, with a disk that cannot be opened."""
     found = free_port()
-    with DaemonProcess("1MiB", http_address=f"127.0.0.1:{found}", disk=f"{Path('/nowhere/missing')}=64MiB") as daemon:
+    with DaemonProcess(
+        "1MiB", http_address=f"127.0.0.1:{found}", disk="/nowhere/missing=64MiB", disk_start="optional"
+    ) as daemon:
         daemon.wait_log("Serving ")  # HTTP opens after the sockets
         wait_until(lambda: b"missing" in get(found, "/healthz"))
         yield found

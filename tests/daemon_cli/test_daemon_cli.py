@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.command import run_daemon_here
+from tests.kit.command import DAEMON, run_daemon_here
 
 
 def test_a_daemon_that_gets_no_threads_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,3 +64,19 @@ def test_a_crash_and_a_bad_flag_are_json_too(tmp_path: Path) -> None:
         ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
         assert ended.returncode != 0
         assert sorted(json.loads(line)["level"] for line in ended.stderr.splitlines()) == levels
+
+
+def test_a_start_without_a_required_disk_is_refused(tmp_path: Path) -> None:
+    """Also by `kvoffd config`, before the pool is touched. Nothing is created."""
+    cases = {
+        f"{tmp_path / 'missing'}=16MiB": "missing cannot be used (No such file or directory); make it, name another",
+        f"{tmp_path}=1024TiB": "1024 TiB do not fit into the file system of",
+    }
+    for disk, why in cases.items():
+        for command in ("serve", "config"):
+            given = "--directory", str(tmp_path / "run"), "--pool-size", "1MiB", "--disk", disk
+            ended = subprocess.run([DAEMON, command, *given], capture_output=True, text=True, timeout=60)
+            assert ended.returncode == 2
+            assert why in ended.stderr
+            assert "disk_start" in ended.stderr
+    assert list(tmp_path.iterdir()) in ([], [tmp_path / "run"])

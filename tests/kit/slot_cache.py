@@ -286,7 +286,9 @@ def check_invariants(cache: Cache) -> None:
     assert {session: (one.leases, one.keys, one.nbytes) for session, one in held.items()} == {
         session: (one.leases, one.keys, one.nbytes) for session, one in cache.session_leases.items()
     }
-    assert {lease for one in cache.namespaces.values() for lease in one.leases} == {*cache.leases.values()}
+    alive_or_held = {*cache.leases.values(), *cache._ended}
+    for namespace in cache.namespaces.values():
+        assert namespace.leases.keys() == {lease for lease in alive_or_held if lease.namespace is namespace}
     assert all(blocks.pins[block] >= count for block, count in pins.items())
     order = [int(block) for batch in cache.policy.candidates() for block in batch]
     assert sorted(order) == np.flatnonzero(blocks.state == READY).tolist(), "the policy knows other blocks"

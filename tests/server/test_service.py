@@ -27,6 +27,7 @@ from kvoffd.server.memory import EngineMemory, OnMapped
 from kvoffd.server.persistence import State
 from kvoffd.server.scrubber import Scrubber
 from kvoffd.server.sessions import Peer, Session, credit_bytes, may_connect
+from kvoffd.server.stats import daemon_stats
 from kvoffd.system.mappings import MappedSegment
 from kvoffd.transfer.engine import CopyEngine, CopyStats, Transfer
 from kvoffd.transfer.plan import Direction, Outcome, build_layouts
@@ -34,7 +35,7 @@ from kvoffd_client.worker_client import GroupTransfer, Job, submit_of
 from kvoffd_proto import codec
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.stats import Stats, StatsReply
+from kvoffd_proto.stats import NamespaceStats, Stats, StatsReply
 from tests.kit.cases import case
 from tests.kit.slot_cache import CacheRig, keys_of
 from tests.sim.parts import NoStateFile, make_pool, make_service
@@ -107,6 +108,24 @@ def test_the_whole_pool_is_usable_whoever_touched_it(bench: Bench) -> None:
     (reply,) = bench.ask(bench.session(m.Role.ADMIN), Stats(1))
     assert isinstance(reply, StatsReply)
     assert reply.stats.pool.usable_bytes == POOL_BYTES
+
+
+def test_a_namespace_s_row_in_statistics_is_made_again_only_when_something_has_changed(bench: Bench) -> None:
+    def row() -> NamespaceStats:
+        (found,) = daemon_stats(bench.service).namespaces
+        return found
+
+    worker, scheduler = bench.session(), bench.session(m.Role.SCHEDULER)
+    before = row()
+    assert row() is before
+    bench.ask(scheduler, m.Lookup(1, NAMESPACE, 1 << 32, [m.GroupKeys(0, KEY)]))
+    assert row().lookups == 1
+    bench.copy(worker)
+    bench.end_copy()
+    assert (row().ready_blocks, row().stored_blocks) == (1, 1)
+    bench.service.cache.quotas[NAMESPACE] = 4096
+    assert row().quota_bytes == 4096
+    assert row() is row()
 
 
 # --- jobs ------------------------------------------------------------------------------------------

@@ -46,8 +46,8 @@ class Daemon(FakeSchedulerClient):
     has: set[bytes] = field(default_factory=set)
     """Hashes of blocks that were stored."""
 
-    def lookup(self, groups: Sequence[GroupKeys], again: bool = False) -> LookupFuture:
-        super().lookup(groups, again)
+    def lookup(self, groups: Sequence[GroupKeys], again: bool = False, *, reported: bool) -> LookupFuture:
+        super().lookup(groups, again, reported=reported)
         return self.answer(self.has)
 
 

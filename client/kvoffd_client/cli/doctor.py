@@ -10,6 +10,7 @@ import urllib.error
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from math import inf
 from pathlib import Path
 from typing import Annotated
 
@@ -70,7 +71,7 @@ def doctor(
         bool, typer.Option("--self-test", help="Store and load eight blocks, and compare them.")
     ] = False,
     gpu_hour: Annotated[
-        float, typer.Option("--gpu-hour", metavar="PRICE", min=0, help="Price of a GPU hour: show savings per day.")
+        float, typer.Option("--gpu-hour", metavar="PRICE", show_default=False, help="Price of a GPU hour.")
     ] = 0.0,
     every: Annotated[bool, typer.Option("--all", help=f"Show all findings, not only {MOST_SHOWN}.")] = False,
     directory: Directory = None,
@@ -79,12 +80,13 @@ def doctor(
 ) -> int:
     """Check whether the daemon is healthy and pays off.
 
-    It also says what would help most. It checks the daemon and the engines of --engine; without --url, also the
-    daemon's clients and machine.
+    Shows what would help most. Checks the daemon and the engines of --engine; without --url, also clients and machine.
 
     Exit status: 0 no warning; 1 a warning: it works, but could work better; 2 an error, or no answer.
     """
     check_one_daemon(directory, url)
+    if not 0 <= gpu_hour < inf:
+        raise CliError(f"--gpu-hour {gpu_hour} is not a price.")
     if url and self_test:
         raise CliError("--self-test needs the sockets of this node; leave out --url.")
     engines = {}
