@@ -229,7 +229,8 @@ class Tiering:
             part.look(lookup.sources, prefix=True)
             every = every[1:] if part.there else []
             part.left += every
-        part.look(lookup.sources, prefix=True)
+        if every:
+            part.look(lookup.sources, prefix=True)
         end = min([end, *part.left[:1]])
         if end < len(part.keys):
             part.asked = [at for at in part.asked if at < end]
@@ -372,7 +373,7 @@ class Tiering:
         single_keys, block_group = namespace.split(group, keys), block_group_of(self._cache.group(namespace, group))
         coming = self._coming.get(block_group.tag, {})
         for fill in [coming[key] for key in single_keys if key in coming]:
-            fill.wanted.source.forget(fill)
+            fill.wanted.source.forget(fill, why)
         for source in self.sources:
             # Other nodes use a store's blocks; bytes that are wrong here are not wrong there.
             for tier in source.tiers if not source.shared or why is not MissReason.CORRUPT else ():
@@ -479,7 +480,7 @@ class Tiering:
             for fill in list(keys.values()):
                 if fill.wanted.namespace is not namespace:
                     break  # all keys of a tag belong to one namespace
-                fill.wanted.source.forget(fill)
+                fill.wanted.source.forget(fill, MissReason.INVALIDATED)
 
 
 def run_end(states: bytes | bytearray) -> int:
