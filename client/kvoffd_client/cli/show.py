@@ -90,17 +90,15 @@ def clients(
     request: Annotated[str, typer.Argument(metavar="ID", help="With --requests: part of a request's id.")] = "",
     every: Annotated[bool, typer.Option("--all", help="One row for each session.")] = False,
     requests: Annotated[
-        bool, typer.Option("--requests", help="Show the engines' last requests, and why each hit or missed.")
+        bool, typer.Option("--requests", help="Show last requests, and why each hit or missed.")
     ] = False,
     directory: Directory = None,
     json: Json = False,
 ) -> int:
-    """List the connected engines, oldest first.
+    """List the connected engines, oldest first. Engines with the same namespace share blocks.
 
-    Engines with the same namespace share blocks.
-
-    stored, loaded: bytes since it connected. pinned: pool memory that its leases protect from eviction.
-    registered: the engine's own memory for copies.
+    stored, loaded: bytes since it connected. pinned: pool memory under its leases. registered: its own memory for
+    copies.
 
     Exit status: 0; 1 if no request's id has ID; 2 an error.
     """

@@ -214,10 +214,9 @@ def replay(
     directory: Directory = None,
     json: Json = False,
 ) -> int:
-    """Replay a trace with several policies and sizes of the pool, and of a disk.
+    """Replay a trace with several policies, and sizes of pool and disk.
 
-    Prints hits and writes, the largest possible number of hits, and conclusions. Needs no daemon; if there is one, the
-    size of its pool is one of the sizes.
+    Prints hits, writes and possible hits. A running daemon's pool is one size.
     """
     if find_spec("kvoffd") is None:
         raise CliError("Replay needs the package kvoffd, which is not installed here.")
