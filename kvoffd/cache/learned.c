@@ -487,7 +487,7 @@ static void order_cells(struct learned *l)
 
 /* --- spans, and the order in which they are forgotten --- */
 
-enum { REMEMBERED_POOLS = 16, GHOST_PART = 50, FEWEST = 1024, WASTED = 32 };
+enum { REMEMBERED_POOLS = 16, GHOST_DIVISOR = 50, FEWEST = 1024, WASTED = 32 };
 enum { FORGOTTEN_AT_ONCE = 2048 };
 
 /* Returns the memory of a span's keys, including malloc's overhead. */
@@ -724,7 +724,7 @@ static void forget_some(struct learned *l, uint64_t added)
         uint64_t ghosts = l->known.known_keys - l->known.blocks;
         uint64_t nbytes = ghosts * (2 * sizeof(struct place) + 12) + l->known.spans * (sizeof(struct span) + keys_bytes(0));
         uint32_t number = l->oldest.first;
-        if (!number || (l->known.known_bytes <= most_bytes && nbytes <= l->known.lifetime / GHOST_PART))
+        if (!number || (l->known.known_bytes <= most_bytes && nbytes <= l->known.lifetime / GHOST_DIVISOR))
             break;
         if (l->spans[number].high - l->spans[number].top <= most - done) {
             leave_order(l, number);

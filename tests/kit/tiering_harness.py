@@ -67,7 +67,7 @@ class TieringHarness(CacheRig):
 
     def share(self, settings: TieringSettings, name: str = "redis://fake") -> FakeTier:
         tier = FakeTier(self.memory, self.tiering, name=name, asks=True)
-        self.tiering.share(tier, settings)
+        self.tiering.add_store(tier, settings)
         return tier
 
     def successor(self, settings: TieringSettings) -> TieringHarness:
