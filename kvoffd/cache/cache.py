@@ -405,14 +405,14 @@ class Cache:
         if lease is None:
             lease = Lease(lease_id, session, namespace, self._clock() + self._lease_ttl_s, _NOTHING)
             lease.counts = not (again or reported)
-        lease.asking = 0
+        lease.coming, lease.asking = lease.coming - lease.asking, 0
         for index, keys in groups if self._dead else ():
             self._record_reset(current[index], keys)
         found = [self.blocks.lookup(current[index].number, keys, size, pin=is_new) for index, keys in groups]
         ready = found[0].ready if len(found) == 1 else np.concatenate([_NOTHING, *[one.ready for one in found]])
         states = [one.states for one in found]
         asked = None if again else [AskedKeys(namespace, reported=reported) for _ in groups]
-        if self.tiers is not None and len(ready) < sum(map(len, states)):
+        if self.tiers is not None and (lease.coming or len(ready) < sum(map(len, states))):
             try:
                 tier_states = self.tiers.find(lease, groups, states, asked)
             except BaseException:
@@ -479,7 +479,6 @@ class Cache:
         """Pin READY blocks that were promoted for a lease, unless it has ended or leases may not pin more."""
         if self.leases.get(lease.lease_id) is not lease:
             return
-        lease.coming = max(0, lease.coming - len(blocks))
         leased, newly_pinned_bytes = self.session_leases[lease.session], self.blocks.pin(blocks)
         if leased.keys + len(blocks) > self._max_leased_keys or (newly_pinned_bytes and self.leasable_bytes < 0):
             self.blocks.unpin(blocks)

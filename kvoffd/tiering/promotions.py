@@ -446,8 +446,6 @@ class Promotions:
         self.failures[str(reason)] += 1
         miss = MISSES.get(reason, MissReason.TIER_FAILED)
         self._settle(fill, miss)
-        for lease in fill.leases:
-            lease.coming = max(0, lease.coming - 1)
         if not fill.withdrawn:
             self._withdraw(fill)
             self._cache.record_misses(fill.wanted.namespace, fill.wanted.group.number, fill.key, miss)
@@ -469,6 +467,8 @@ class Promotions:
         if fill.withdrawn:
             return
         fill.withdrawn = True
+        for lease in fill.leases:
+            lease.coming -= 1
         keys = self._coming.get(fill.wanted.group.tag, {})
         if keys.get(fill.key) is fill:
             del keys[fill.key]

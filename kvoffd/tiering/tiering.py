@@ -182,7 +182,7 @@ class Tiering:
     def find(
         self, lease: Lease, groups: Sequence[tuple[int, bytes]], states: list[bytes], asked: Sequence[AskedKeys] | None
     ) -> list[bytes]:
-        namespace = lease.namespace
+        namespace, lease.wait_s = lease.namespace, 0.0
         sources = [source for source in self.sources if source.available]
         if sources and self.is_unshared(namespace.fingerprint):
             sources = [source for source in sources if not source.shared]
@@ -192,7 +192,7 @@ class Tiering:
         ready_bytes = sum(one.count(READY) * group.block_bytes for one, group in zip(states, every, strict=True))
         # Earlier lookups under the same lease may have found the beginning of the prompt.
         held_bytes = max(ready_bytes, int(self._cache.blocks.pages[lease.blocks].sum()) * PAGE_BYTES)
-        held_bytes += sum(fill.wanted.block_bytes for fill in self._awaited_by(lease))
+        held_bytes += sum(fill.wanted.block_bytes for fill in self._awaits.get(lease, ()) if not fill.withdrawn)
         lookup = _Lookup(lease, asked, sources, self._cache.most_leased_bytes - held_bytes)
         answer, asking = list(map(bytearray, states)), False
         for number, limit in _whole_prefixes_first(namespace, groups, answer):
@@ -205,16 +205,11 @@ class Tiering:
                 asking |= self._find_run(lookup, part)
             else:
                 self._find_window(lookup, part, wait=asking)
-        lease.coming = lease.asking + len(self._awaited_by(lease))
         if lease.coming:
             awaits = self._awaits.get(lease, {})
             answers_s = max(0.0, self._answers_due - self._clock()) if lease.asking else 0.0
             lease.wait_s = max(answers_s, *(source.wait_s(awaits) for source in self.sources))
         return list(map(bytes, answer))
-
-    def _awaited_by(self, lease: Lease) -> list[Fill]:
-        """Return the fills that a lease waits for."""
-        return [fill for fill in self._awaits.get(lease, ()) if not fill.withdrawn]
 
     def _find_run(self, lookup: _Lookup, part: _Range) -> bool:
         """Extend the run from the first of these keys; return whether any of it is being asked for."""
@@ -264,6 +259,7 @@ class Tiering:
         if not part.asked:
             return
         lookup.lease.asking += len(part.asked)
+        lookup.lease.coming += len(part.asked)
         self._answers_due, keys = self._clock() + ANSWER_S, part.keys
         if len(part.asked) == len(keys):
             part.states[:] = bytes([SHARED]) * len(keys)
@@ -297,8 +293,10 @@ class Tiering:
                     wanted = wants[source] = Wanted(lease, part.group, source, block_bytes)
                 if lookup.left_bytes < block_bytes or (fill := source.request(wanted, key, tier)) is None:
                     return
-            lookup.left_bytes -= block_bytes * (lease not in fill.leases)
-            self._awaits.setdefault(lease, {})[fill] = fill.leases[lease] = None
+            if lease not in fill.leases:
+                lookup.left_bytes -= block_bytes
+                lease.coming += 1
+                self._awaits.setdefault(lease, {})[fill] = fill.leases[lease] = None
             fill.askers += lookup.asker(part, at)
             part.states[at] = SHARED if fill.wanted.source.shared else PENDING
 

@@ -180,6 +180,8 @@ class TieringHarness(CacheRig):
         pins = Counter(number for writer in self.tiering.writers for number in writer.under_way)
         for lease in self.cache.leases.values():
             pins.update(lease.blocks.tolist())
+            awaited = [fill for fill in self.tiering._awaits.get(lease, ()) if not fill.withdrawn]
+            assert lease.coming == len(awaited) + lease.asking
         blocks = self.cache.blocks
         assert {block: int(blocks.pins[block]) for block in np.flatnonzero(blocks.pins).tolist()} == pins
         for namespace in self.cache.namespaces.values():
