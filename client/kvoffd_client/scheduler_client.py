@@ -187,9 +187,11 @@ class SchedulerClient(Session):
                 self._send(m.ReportEngine(m.NO_REPLY, self._fingerprint, *fields))
 
     def report_prompt(self, report: m.PromptReport) -> None:
-        """Report the outcome of a prompt within about a second. Of very many prompts only the last are reported."""
+        """Report the outcome of a prompt within about a second. While not connected, only the last ones are kept."""
         with self._transport.lock:
             self._reports.append(report)
+            if len(self._reports) == m.MAX_PROMPT_REPORTS:
+                self._send_reports()
             self._role_due = min(self._role_due, self._transport.now() + REPORT_PAUSE_S)
             self._transport.notify()
 
@@ -298,7 +300,7 @@ class SchedulerClient(Session):
             self._release(reply.lease_id)
 
     def _role_disconnected(self, now: float) -> None:
-        self._role_due = NEVER
+        self._role_due = now + REPORT_PAUSE_S if self._reports else NEVER
         leases, self._leases = self._leases, {}
         for found in leases.values():
             found.stale_at = 0.0
@@ -307,9 +309,13 @@ class SchedulerClient(Session):
 
     def _role_tick(self, now: float) -> None:
         if now >= self._role_due:
-            self._role_due = NEVER
-            if self.ready:
-                self._send(m.ReportPrompts(m.NO_REPLY, self._fingerprint, list(self._reports)))
+            self._send_reports()
+            self._role_due = now + REPORT_PAUSE_S if self._reports else NEVER
+
+    def _send_reports(self) -> None:
+        """Send the reports of prompts that wait; keep them if they cannot be sent now."""
+        message = m.ReportPrompts(m.NO_REPLY, self._fingerprint, list(self._reports))
+        if self._reports and self.ready and self._send(message) is None:
             self._reports.clear()
 
     # --- KV events -------------------------------------------------------------------------------

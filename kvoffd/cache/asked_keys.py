@@ -1,7 +1,8 @@
-"""Keys that prompts asked for, and how they are counted: as loaded, not needed, or missed, each once.
+"""Keys that prompts asked for, and how they are counted: as covered (loaded or not needed) or as missed, each once.
 
 An engine looks a prompt up before it knows how much of it its own prefix cache has. If it reports the outcome later,
-keys are counted then: those before the first token that it computes were not needed or loaded, the others were missed.
+keys are counted then: those before the first token that it computes were loaded, or were not needed; the others were
+missed.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.cache.policy import Chain
 
 _REASONS = {int(reason): reason for reason in MissReason}
-MOST_UNCOUNTED_BYTES = 32 << 20
-"""Most bytes of keys that wait for a report. Beyond that the oldest prompt is counted without one."""
+MOST_UNCOUNTED_BYTES, PART_BYTES = 32 << 20, 1024
+"""Limit of the memory of prompts that wait for a report, and what each lookup of a group takes besides its keys, about.
+Beyond the limit the oldest prompt is counted without a report."""
 
 
 class AskedKeys:
@@ -66,7 +68,7 @@ class PromptOutcome(NamedTuple):
     Attributes:
         own: by group, leading keys that its own prefix cache had.
         covered: by group, leading keys of tokens that it did not compute.
-        unloaded: reason why it did not load what was found behind these; None if that is what was missing before.
+        unloaded: reason why it did not load what was found behind these; None: because an earlier key was missing.
     """
 
     own: Sequence[int]
@@ -99,7 +101,9 @@ def count_prompt(parts: Sequence[AskedKeys], outcome: PromptOutcome | None) -> I
         rest.append((part, part.reasons[covered[group.index] :]))
         own[group.index] = max(0, own[group.index] - count)
         covered[group.index] = max(0, covered[group.index] - count)
-    first_missing = next((reason for _, reasons in rest for reason in reasons if reason != FOUND), MissReason.SKIPPED)
+    first_missing = next(
+        (reason for _, reasons in rest for reason in reasons if reason != FOUND), MissReason.NOT_LOADED
+    )
     unloaded = first_missing if outcome is None or outcome.unloaded is None else outcome.unloaded
     for part, reasons in rest:
         count_misses(part.namespace, reasons)
@@ -116,11 +120,14 @@ class UncountedPrompts:
 
     def __init__(self) -> None:
         self._by_lease: dict[tuple[int, int], list[AskedKeys]] = {}
+        self._leases_of: dict[int, dict[int, None]] = {}
+        """Lease ids by session."""
         self._nbytes = 0
 
     def add(self, session: int, lease_id: int, asked: Iterable[AskedKeys]) -> list[list[AskedKeys]]:
         """Add the keys of a lookup to a prompt. Return the prompts that must be counted without a report."""
         parts = self._by_lease.setdefault((session, lease_id), [])
+        self._leases_of.setdefault(session, {})[lease_id] = None
         for part in asked:
             parts.append(part)
             self._nbytes += _nbytes([part])
@@ -133,12 +140,16 @@ class UncountedPrompts:
         """Remove a prompt and return its keys, in the order of its lookups; none if it is unknown or was counted."""
         parts = self._by_lease.pop((session, lease_id), [])
         self._nbytes -= _nbytes(parts)
+        if (leases := self._leases_of.get(session)) is not None:
+            leases.pop(lease_id, None)
+            if not leases:
+                del self._leases_of[session]
         return parts
 
     def take_all(self, session: int) -> list[list[AskedKeys]]:
         """Remove all prompts of a session that is gone."""
-        return [self.take(*each) for each in [each for each in self._by_lease if each[0] == session]]
+        return [self.take(session, lease_id) for lease_id in list(self._leases_of.get(session, ()))]
 
 
 def _nbytes(parts: Iterable[AskedKeys]) -> int:
-    return sum(len(part.chain.keys) for part in parts if part.chain is not None)
+    return sum(PART_BYTES + 2 * len(part.chain.keys) for part in parts if part.chain is not None)

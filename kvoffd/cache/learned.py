@@ -1,13 +1,6 @@
-"""Eviction policy that keeps the blocks with the most expected hits per byte, learned from how keys returned so far.
+"""Eviction policy that keeps the blocks with the most expected hits, learned from how keys returned so far.
 
-A request's keys are classified by what predicts their reuse: whether the request continues a conversation, its turn,
-the pause before it, how much text is new, how many requests saw the key. Each class learns how long its keys take to
-return. An offered block is stored if its score is higher than that of the blocks it would evict. Keys without blocks
-are watched too, because hits alone teach nothing.
-
-All thresholds are in tokens, or in pool lifetimes: the time in which as many bytes are accessed as the pool holds.
-
-Implemented in ``learned.c``.
+LEARNED.md states its rules and formulas; they are implemented in ``learned.c``.
 """
 
 from __future__ import annotations
@@ -41,30 +34,28 @@ _TIME = struct.Struct("=3Q")
 _MAX_COUNT, _MAX_SUM = 1 << 62, 1e30
 """Limits for the counters of restored state, and for its sums of bytes."""
 
-_SEEN = "never", "once", "2 times", "3 times", "4 to 7 times", "8 times or more"
+_SIGHTINGS = "never", "once", "2 times", "3 times", "4 to 7 times", "8 times or more"
 _PAUSES = "a short pause", "about a lifetime", "2 to 8 lifetimes", "a longer pause"
 _TURNS = "turn 2 or 3", "a later turn"
-_OLD = "up to 512", "up to 1,536", "over 1,536"
-_NEW = *_OLD[:2], "up to 7,680", "over 7,680"
-_TEXT = "up to 512", "up to 1,536", "up to 3,584", "up to 7,680", "up to 15,872", "over 15,872"
+_KNOWN_TEXT = "up to 512", "up to 1,536", "over 1,536"
+_APPENDED_TEXT = *_KNOWN_TEXT[:2], "up to 7,680", "over 7,680"
+_NEW_TEXT = "up to 512", "up to 1,536", "up to 3,584", "up to 7,680", "up to 15,872", "over 15,872"
 CLASSES = (
     "of an earlier daemon",
     "stored without a lookup",
     "the end of a prompt",
-    *(f"shared, seen {seen} before" for seen in _SEEN),
+    *(f"shared, seen {seen} before" for seen in _SIGHTINGS),
     *(
         f"{kind} text of {turn}, after {pause}, {tokens}{unit} tokens"
-        for kind, unit, texts in (("old", " new", _OLD), ("new", "", _NEW))
+        for kind, unit, texts in (("old", " new", _KNOWN_TEXT), ("new", "", _APPENDED_TEXT))
         for pause in _PAUSES
         for turn in _TURNS
         for tokens in texts
     ),
-    *(f"new text behind a shared prefix, {tokens} tokens" for tokens in _TEXT),
-    *(f"first turn, {tokens} tokens" for tokens in _TEXT),
+    *(f"new text behind a shared prefix, {tokens} tokens" for tokens in _NEW_TEXT),
+    *(f"first turn, {tokens} tokens" for tokens in _NEW_TEXT),
 )
-"""Description of each class, by its number in learned.c."""
-
-
+"""Description of each class, by its number."""
 BINS = 17
 """Age bins of each class."""
 
@@ -111,6 +102,8 @@ class Learned(InOrder):
         self.known = Known.from_address(self._at)
         self._counts = Counts.from_address(self._at + ctypes.sizeof(Known))
 
+    # --- Requests and stores ---
+
     def requested(self, chains: Sequence[Chain]) -> None:
         for chain in chains:
             group, keys, size = chain.group, chain.keys, chain.group.key_bytes
@@ -118,6 +111,26 @@ class Learned(InOrder):
             self._native.learned_record(
                 self._at, group.number, keys, len(keys) // size, size, group.block_bytes, tokens, is_last
             )
+
+    def admit(self, group: Group, keys: bytes, starts: Sequence[int]) -> Sequence[tuple[int, float]]:
+        size = group.key_bytes
+        count = len(keys) // size
+        if 4 * count > len(self._buffer):  # a run takes four words
+            self._make_buffer(4 * count)
+        begins = array("Q", starts).tobytes()
+        made = self._native.learned_admit(
+            self._at, group.number, keys, count, size, group.block_bytes, begins, len(starts), self._buffer_at
+        )
+        applies = self._applies_to(group)
+        runs = _OFFER.iter_unpack(self._buffer[: made * _OFFER.size // 4].tobytes())
+        return [(length, score if applies or score == REJECTED else inf) for score, length in runs]
+
+    def _applies_to(self, group: Group) -> bool:
+        """Return whether this group's namespace has requested as much as the pool holds."""
+        return group.namespace.totals.keys_asked * group.block_bytes >= self._pool_bytes
+
+    def rejected(self, group: Group, keys: bytes) -> None:
+        self._native.learned_rejected(self._at, group.number, keys, len(keys) // group.key_bytes, group.key_bytes)
 
     def insert(self, group: Group, blocks: BlockIds, keys: bytes) -> None:
         twice = self._native.learned_insert(
@@ -133,32 +146,16 @@ class Learned(InOrder):
         unknown = self._native.learned_remove(self._at, group.number, keys, len(blocks), group.key_bytes)
         assert not unknown, "removed a block that is not in the policy"
 
-    def admit(self, group: Group, keys: bytes, starts: Sequence[int]) -> Sequence[tuple[int, float]]:
-        size = group.key_bytes
-        count = len(keys) // size
-        if 4 * count > len(self._buffer):  # a run takes four words
-            self._make_buffer(4 * count)
-        begins = array("Q", starts).tobytes()
-        made = self._native.learned_admit(
-            self._at, group.number, keys, count, size, group.block_bytes, begins, len(starts), self._buffer_at
-        )
-        learned = self._is_learned_of(group)
-        runs = _OFFER.iter_unpack(self._buffer[: made * _OFFER.size // 4].tobytes())
-        return [(length, score if learned or score == REJECTED else inf) for score, length in runs]
-
-    def _is_learned_of(self, group: Group) -> bool:
-        """Return whether the learned values apply to this group: its namespace requested as much as the pool holds."""
-        return group.namespace.totals.keys_asked * group.block_bytes >= self._pool_bytes
-
-    def rejected(self, group: Group, keys: bytes) -> None:
-        self._native.learned_rejected(self._at, group.number, keys, len(keys) // group.key_bytes, group.key_bytes)
+    # --- Chance of reuse ---
 
     def chance(self, group: Group, keys: bytes, within_bytes: int) -> npt.NDArray[np.float64]:
         size, chances = group.key_bytes, np.ones(len(keys) // group.key_bytes)
-        if self._is_learned_of(group):
+        if self._applies_to(group):
             of = group.number, keys, len(chances), size
             self._native.learned_chances(self._at, *of, within_bytes, chances.ctypes.data)
         return chances
+
+    # --- Statistics ---
 
     @property
     def accessed_bytes(self) -> int:
@@ -179,9 +176,9 @@ class Learned(InOrder):
     def describe(self) -> LearnedStats:
         known, lifetime = self.known, float(self.known.lifetime)
         accessed, edges = np.array(self._counts.accessed), np.array(self._counts.edges)
-        left = np.cumprod(1 - np.array(self._counts.hazard)[:, : BINS - 1], axis=1)
-        chances = 1 - left[:, -1]
-        median = np.argmax(1 - left >= chances[:, None] / 2, axis=1)
+        alive = np.cumprod(1 - np.array(self._counts.hazard)[:, : BINS - 1], axis=1)
+        chances = 1 - alive[:, -1]
+        median = np.argmax(1 - alive >= chances[:, None] / 2, axis=1)
         ages = np.where(chances > 0, edges[median + 1] / lifetime, 0.0)
         scores = np.maximum(0, np.array(self._counts.score).max(axis=1)) * lifetime
         kept = np.array(self._counts.cell_bytes).sum(axis=1)
@@ -194,6 +191,8 @@ class Learned(InOrder):
         ]
         classes.sort(key=lambda one: one.accessed_share, reverse=True)
         return LearnedStats(known.requests, known.known_keys, bool(known.as_lru), classes)
+
+    # --- Restart ---
 
     def state(self) -> bytes:
         known = self.known

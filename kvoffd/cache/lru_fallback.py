@@ -1,7 +1,4 @@
-"""Switches `learned` to LRU for a while when the curve predicts that LRU would hit more.
-
-Learned classes do badly on workloads in which no class of keys predicts reuse.
-"""
+"""Switches `learned` to LRU for a while when the curve predicts that LRU would hit more: LEARNED.md, "As an LRU"."""
 
 from __future__ import annotations
 

@@ -46,6 +46,8 @@ class MissReason(IntEnum):
     SKIPPED = 11
     QUOTA = 12
     ENGINE_FULL = 13
+    NOT_LOADED = 14
+    LOAD_FAILED = 15
 
 
 class NamespaceRecord(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

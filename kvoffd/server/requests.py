@@ -35,8 +35,11 @@ UNLOADED: Mapping[str, MissReason] = {
     m.Outcome.LATE: MissReason.LATE,
     m.Outcome.SKIPPED: MissReason.SKIPPED,
     m.Outcome.NO_SPACE: MissReason.ENGINE_FULL,
+    m.Outcome.FAILED: MissReason.LOAD_FAILED,
+    "tier_late": MissReason.TIER_LATE,
 }
-"""Outcomes of prompts that did not load what was found, with the reason why these keys were missed."""
+"""Miss reasons of keys that were found and not loaded, by the prompt's outcome or the reason of its first missing key.
+"""
 _other_versions = RareWarnings(logger)
 
 
@@ -197,7 +200,8 @@ def lookup(service: Service, session: Session, message: m.Lookup) -> m.LookupRep
     started, limits = service.clock(), service.config.limits
     namespace, groups = session.namespaces[message.namespace], [(part.group, part.keys) for part in message.groups]
     _check_count(groups, namespace, limits)
-    if (held := service.cache.session_leases.get(session.id)) is not None and len(held.leases) >= limits.max_leases:
+    held, is_new = service.cache.session_leases.get(session.id), message.lease_id not in service.cache.leases
+    if is_new and held is not None and len(held.leases) >= limits.max_leases:
         raise KvoffdError(f"The session holds {limits.max_leases} leases, its limit; release some.", ErrorCode.TOO_MANY)
     again = message.again or session.operator
     states, pinned = service.cache.lookup(
@@ -260,7 +264,8 @@ def report_prompts(service: Service, session: Session, message: m.ReportPrompts)
         if one.missing_key and not one.reason:
             (reason,) = service.cache.reasons_of(namespace, one.missing_group, one.missing_key)
             one = structs.replace(one, reason=reason.name.lower())
-        outcome = PromptOutcome(one.own_keys, one.covered_keys, UNLOADED.get(one.outcome))
+        unloaded = UNLOADED.get(one.outcome) or UNLOADED.get(one.reason)
+        outcome = PromptOutcome(one.own_keys, one.covered_keys, unloaded)
         service.cache.count_prompt(session.id, one.lease_id, outcome)
         session.prompts.append(LoggedPrompt(session.id, message.namespace, one))
     return m.Done(message.request_id, len(message.prompts))

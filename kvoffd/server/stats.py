@@ -124,6 +124,7 @@ def _namespace_stats(
         model=namespace.label,
         fingerprint=namespace.fingerprint.hex(),
         of_bench=namespace.of_bench,
+        world_size=namespace.world_size,
         ready_blocks=namespace.ready_blocks,
         ready_bytes=namespace.ready_bytes,
         disk_bytes=on_disk[namespace.fingerprint],

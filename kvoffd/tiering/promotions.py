@@ -204,9 +204,9 @@ class Promotions:
         self._count_queued(wanted, 1)
         return fill
 
-    def forget(self, fill: Fill) -> None:
+    def forget(self, fill: Fill, why: MissReason) -> None:
         """Withdraw a fill whose key is invalid. A running read ends without effect: the cache dropped its block."""
-        self._settle(fill, MissReason.INVALIDATED)
+        self._settle(fill, why)
         self._withdraw(fill)
         if fill.ticket is None:
             fill.wanted.queue.remove(fill)

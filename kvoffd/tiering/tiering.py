@@ -222,8 +222,10 @@ class Tiering:
         if not any(source.shared for source in lookup.sources):  # then the first key is mostly absent
             part.left = remaining[:1]
             part.look(lookup.sources, prefix=True)
-            part.left += remaining[1:] if part.there else []
-        part.look(lookup.sources, prefix=True)
+            remaining = remaining[1:] if part.there else []
+            part.left += remaining
+        if remaining:
+            part.look(lookup.sources, prefix=True)
         end = min([end, *part.left[:1]])
         if end < len(part.keys):
             part.asked = [at for at in part.asked if at < end]
@@ -369,7 +371,7 @@ class Tiering:
         single_keys, block_group = namespace.split(group, keys), block_group_of(self._cache.group(namespace, group))
         coming = self._coming.get(block_group.tag, {})
         for fill in [coming[key] for key in single_keys if key in coming]:
-            fill.wanted.source.forget(fill)
+            fill.wanted.source.forget(fill, why)
         for source in self.sources:
             # Other nodes use a store's blocks; bytes that are wrong here are not wrong there.
             for tier in source.tiers if not source.shared or why is not MissReason.CORRUPT else ():
@@ -476,7 +478,7 @@ class Tiering:
             for fill in list(keys.values()):
                 if fill.wanted.namespace is not namespace:
                     break  # all keys of a tag belong to one namespace
-                fill.wanted.source.forget(fill)
+                fill.wanted.source.forget(fill, MissReason.INVALIDATED)
 
 
 def run_end(states: bytes | bytearray) -> int:

@@ -116,6 +116,8 @@ MISS_REASONS = {
     "skipped": "found, but computing was faster than loading",
     "quota": "evicted or not stored: its namespace was at its quota",
     "engine_full": "found, but the engine's KV cache had no space to load it",
+    "load_failed": "found, but the load failed, see the engine's log",
+    "not_loaded": "found, but the engine could not load it, or did not wait until the store had answered",
 }
 """Reasons why a key was not loaded, with their meanings."""
 NO_SPACE_CAUSES = {
@@ -203,6 +205,7 @@ class NamespaceStats(Traffic, frozen=True):
     invalidated_blocks: Annotated[Count, doc("Blocks dropped by reset, clear, engine, timeout or checksum.")] = 0
     partial_blocks: Annotated[Count, doc("Blocks dropped because a rank did not store its part within 60 seconds.")] = 0
     quota_bytes: Annotated[ByteCount | None, gauge("Pool bytes that the namespace may use at most.")] = None
+    world_size: Annotated[Count, doc("Ranks of an engine: shards that make a block.")] = 1
     prefill_tokens_per_second: Annotated[PerSecond, doc("Prefill rate that an engine reported last; 0 if unknown.")] = (
         0.0
     )

@@ -270,11 +270,25 @@ def test_the_verdict_on_what_it_brought() -> None:
 
 
 def test_what_was_saved_in_money() -> None:
-    """20 s in two hours on two ranks are 480 s of a GPU a day."""
-    two = facts(namespaces=[structs.replace(info(), world_size=2)])
-    assert judge_value(two).gpu_seconds_a_day == 480
-    assert report_of(two).verdict[1].endswith(" That saved 20.0 s of prefill: at this rate 8 min of a GPU a day.")
-    assert report_of(two, gpu_hour=3.5).verdict[1].endswith(" 8 min of a GPU a day, worth 0.47.")
+    """1,200 s in two hours on two ranks are 8 hours of a GPU a day."""
+    stats = {"namespaces": [counted(saved_seconds=1200.0, world_size=2)]}
+    assert judge_value(facts(stats)).gpu_seconds_a_day == 8 * 3600
+    assert report_of(facts(stats)).verdict[1].endswith(" At this rate it saves 8.0 GPU hours a day.")
+    assert report_of(facts(stats), gpu_hour=3.5).verdict[1].endswith(" 8.0 GPU hours a day, worth 28.00 a day.")
+    early = report_of(facts(stats | {"uptime_seconds": 3599.0}), gpu_hour=3.5)
+    assert early.verdict[1].endswith(" It is too early for a daily figure: the daemon is up for 59 min 59 s.")
+
+
+def test_a_pool_with_free_space_starves_nobody() -> None:
+    """After a clear nobody has blocks; an empty namespace is no one's fault."""
+    starved = CASES["starving"]
+    assert [one.check for one in find(starved)] == ["starving"]
+    pool = PoolStats(size_bytes=20 * GIB, bytes={"ready": 2 * GIB, "free": 18 * GIB})
+    cleared = Facts(
+        **{name: getattr(starved, name) for name in Facts.__dataclass_fields__}
+        | {"stats": structs.replace(starved.stats, pool=pool)}
+    )
+    assert find(cleared) == []
 
 
 def test_sizes() -> None:

@@ -51,6 +51,7 @@ def test_a_quota_that_cannot_be_written_down_holds_and_is_written_when_the_daemo
         (in_the_way := Path(f"{file}.new")).mkdir()
         assert f"{file} cannot be written: [Errno 21]" in set_quota(daemon, "4MiB", status=2)
         assert namespace(daemon, "demo").quota_bytes == 4 * MIB, "it holds"
+        assert books(daemon.directory).problems == {"state_unwritable": 1}
         in_the_way.rmdir()
         daemon.stop()
         daemon.start()

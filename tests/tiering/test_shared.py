@@ -168,7 +168,10 @@ def test_what_an_engine_had_itself_is_no_miss_whatever_a_store_answers(rig: Tier
             shared.answer()
         rig.cache.count_prompt(999, lease_id, PromptOutcome([1], [1], None))
         shared.answer()
-    assert (space.counters.covered_keys, +space.counters.misses) == (2, {MissReason.UNKNOWN: 1, MissReason.SKIPPED: 1})
+    assert (space.counters.covered_keys, +space.counters.misses) == (
+        2,
+        {MissReason.UNKNOWN: 1, MissReason.NOT_LOADED: 1},
+    )
 
 
 @pytest.mark.parametrize("key_bytes", [8, 64])

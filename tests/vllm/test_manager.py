@@ -582,6 +582,8 @@ def report_of(harness: ManagerHarness, tokens: int = 0, name: str = "r") -> Prom
     """What is reported of a request that is scheduled now."""
     before = len(harness.client.reported)
     harness.manager.scheduled(harness.requests[name], tokens)
+    if tokens:
+        harness.manager.complete_load(KEYS, ReqContext(name))
     (report,) = harness.client.reported[before:]
     assert report.request == name
     return report
@@ -622,15 +624,51 @@ def test_outcomes_and_what_was_found_are_reported() -> None:
     assert report_of(harness, name="away").outcome is Outcome.UNUSED
 
 
-def test_a_load_that_fails_is_reported_too_and_a_preemption_is_not(harness: ManagerHarness) -> None:
-    harness.request(ready=HASHES)
-    assert report_of(harness, 3000).outcome is Outcome.LOADED
+def test_a_load_that_fails_is_no_load(harness: ManagerHarness) -> None:
+    context = harness.request(ready=HASHES)
+    harness.manager.scheduled(harness.requests["r"], 3000)
+    assert not harness.client.reported, "it is known at the load's end whether it was computed"
     harness.manager._job_failed(FailedJob(None, request_id="r"))
-    assert [one.outcome for one in harness.client.reported] == [Outcome.LOADED, Outcome.FAILED]
+    harness.manager.complete_load(KEYS, context)
+    (report,) = harness.client.reported
+    assert (report.outcome, report.loaded_tokens, report.covered_keys) == (Outcome.FAILED, 0, [0])
+    assert report.lease_id == harness.client.asked[0][0].lease_id
     harness.manager.scheduled(harness.requests["r"], 0)
-    assert len(harness.client.reported) == 2
-    lease_ids = [one.lease_id for one in harness.client.reported]
-    assert lease_ids == [harness.client.asked[0][0].lease_id, 0], "its keys are counted once"
+    assert len(harness.client.reported) == 1
+
+
+def test_what_a_preempted_request_looks_up_again_is_counted_again(harness: ManagerHarness) -> None:
+    harness.request(ready=set())
+    assert report_of(harness).lease_id == harness.client.asked[0][0].lease_id
+    harness.clock.now += 2
+    assert harness.scan()
+    assert harness.client.again == [False, False]
+    harness.client.answer(HASHES)
+    harness.scan()
+    report = report_of(harness, 3 * CHUNK_TOKENS)
+    assert (report.outcome, report.lease_id) == (Outcome.LOADED, harness.client.asked[1][0].lease_id)
+
+
+def test_a_lookup_is_counted_once_in_each_session(harness: ManagerHarness) -> None:
+    """Also if its answer is late, but not if it was never sent; another daemon does not know it."""
+    harness.client.ready = False
+    harness.request()
+    harness.client.ready = True
+    for session, again in ((1, False), (1, True), (2, False)):
+        harness.client.session_id = session
+        harness.clock.now += 1.1
+        assert harness.scan()
+        assert harness.client.again[-1] is again
+        harness.client.fail()
+        harness.scan()
+    assert report_of(harness).lease_id == harness.client.asked[-1][0].lease_id
+
+
+def test_what_another_connector_loads_is_not_needed(harness: ManagerHarness) -> None:
+    harness.request(ready=set())
+    harness.manager.set_prefilled_elsewhere("r")
+    report = report_of(harness)
+    assert (report.outcome, report.own_keys, report.covered_keys) == (Outcome.NOT_NEEDED, [3], [3])
 
 
 def test_what_vllms_own_cache_has_is_reported_as_not_needed(harness: ManagerHarness) -> None:
@@ -648,14 +686,13 @@ def test_what_vllms_own_cache_has_is_reported_as_not_needed(harness: ManagerHarn
     assert counted(report) == (Outcome.LOADED, CHUNK_TOKENS, [1], [2], block_hash(3))
 
     harness.request("c", set())
-    harness.requests["c"].num_prompt_tokens = 3 * CHUNK_TOKENS
-    harness.scan("c", computed=2 * CHUNK_TOKENS)
+    harness.manager.prepare_scan(harness.requests["c"], 2 * CHUNK_TOKENS, has_all=True)
     report = report_of(harness, name="c")
     assert counted(report) == (Outcome.NOT_NEEDED, 2 * CHUNK_TOKENS, [2], [3], b""), "the last token is computed anyway"
 
     harness.request("d", set())
     harness.manager.on_request_finished(ReqContext("d"))
-    assert counted(harness.client.reported[-1]) == (Outcome.DROPPED, 0, [0], [3], b"")
+    assert counted(harness.client.reported[-1]) == (Outcome.DROPPED, 0, [3], [3], b"")
     harness.manager.reset_cache()
     harness.request("e", set())
     harness.manager.reset_cache()

@@ -20,6 +20,7 @@ class FakeSchedulerClient:
 
     clock: Clock
     ready: bool = True
+    session_id: int = 1
     reported_prefill_rate: float = 0.0
     credit_bytes: int = 1 << 20
     asked: list[tuple[LookupFuture, list[GroupKeys]]] = field(default_factory=list)
@@ -42,7 +43,7 @@ class FakeSchedulerClient:
     def lookup(self, groups: Sequence[GroupKeys], again: bool = False, *, reported: bool) -> LookupFuture:
         assert reported
         self.again.append(again)
-        future = LookupFuture((1 << 32) + len(self.asked) + 1)
+        future = LookupFuture((1 << 32) + len(self.asked) + 1 if self.ready else 0)
         self.asked.append((future, list(groups)))
         if not self.ready:
             future.failed = future.done = True

@@ -252,9 +252,15 @@ def _payoff(stats: DaemonStats, value: Value, gpu_hour: float) -> str:
         text += f", and {own} not needed" if total.not_needed_keys else ""
     text += "."
     if value.saved_seconds:
-        text += f" That saved {format_duration(value.saved_seconds)} of prefill"
-        text += f": at this rate {format_duration(value.gpu_seconds_a_day)} of a GPU a day"
-        text += f", worth {value.gpu_seconds_a_day / 3600 * gpu_hour:,.2f}." if gpu_hour else "."
+        text += f" That saved {format_duration(value.saved_seconds)} of prefill."
+        if value.gpu_seconds_a_day is not None:
+            hours = value.gpu_seconds_a_day / 3600
+            text += f" At this rate it saves {hours:,.1f} GPU hours a day"
+            text += f", worth {hours * gpu_hour:,.2f} a day." if gpu_hour else "."
+        elif gpu_hour:
+            text += (
+                f" It is too early for a daily figure: the daemon is up for {format_duration(stats.uptime_seconds)}."
+            )
     elif value.loaded_tokens:
         text += f" The prefill time saved is unknown: {UNTIMED}."
     life = stats.lifetime

@@ -112,7 +112,7 @@ KINDS = {
     "disk_writes": Kind("warning", "The drives wear out for little benefit.", "{}" + _RESTART),
     "disk_write_limit": Kind("info", "What they held is recomputed.", "{}, if the SSDs are rated for it" + _RESTART),
     # Namespaces.
-    "not_shared": Kind("warning", "Each engine computes blocks that the other has.", "kvoffd-cli namespaces diff {}"),
+    "not_shared": Kind("warning", "Make it equal if they should share.", "kvoffd-cli namespaces diff {}"),
     "left_behind": Kind(
         "warning",
         "Engines do not find these blocks. Drop them if the change was intended, else undo it.",
@@ -419,7 +419,7 @@ class Value(msgspec.Struct, frozen=True):
     """Benefit of the cache since the daemon's start. ``paying_off`` is None if there were too few lookups.
 
     ``needed_tokens``: tokens asked for that engines did not have themselves. ``gpu_seconds_a_day``: of all ranks of the
-    engines, at the rate since the start. ``why_not``: a sentence.
+    engines, at the rate since the start; None if the daemon has not been up for long. ``why_not``: a sentence.
     """
 
     paying_off: bool | None
@@ -427,7 +427,7 @@ class Value(msgspec.Struct, frozen=True):
     loaded_tokens: int
     needed_tokens: int
     saved_seconds: float
-    gpu_seconds_a_day: float
+    gpu_seconds_a_day: float | None
     why_not: str
 
 
@@ -439,9 +439,8 @@ def judge_value(facts: Facts) -> Value:
     if traffic.lookups >= FEWEST_LOOKUPS:  # by keys: not every engine reports the tokens of a block
         pays = 100 * _share(traffic.loaded_keys, traffic.asked_keys - traffic.not_needed_keys) >= PAYS_PERCENT
     why = _why_not(facts) if pays is False else ""
-    ranks = {one.namespace.hex(): one.world_size for one in facts.namespaces}
-    saved = sum(one.saved_seconds * ranks.get(one.fingerprint, 1) for one in facts.counted)
-    a_day = saved * 86400 / max(1.0, facts.stats.uptime_seconds)
+    saved = sum(one.saved_seconds * one.world_size for one in facts.counted)
+    a_day = saved * 86400 / facts.stats.uptime_seconds if facts.stats.uptime_seconds >= LONG_ENOUGH_S else None
     return Value(pays, traffic.lookups, traffic.loaded_tokens, needed, traffic.saved_seconds, a_day, why)
 
 
@@ -547,6 +546,8 @@ def starving(facts: Facts) -> Iterator[Finding]:
         curve = one.curve
         if every is None or curve is None or not curve.asked_tokens or one.lookups < FEWEST_LOOKUPS:
             continue
+        if facts.stats.pool.of("ready") < FULL_POOL * facts.stats.pool.size_bytes and not at_quota(one):
+            continue  # it has what space it wants
         own, could = 100 * curve.found_tokens / curve.asked_tokens, most_of(curve)
         asks, has = _share(curve.asked_tokens, every.asked_tokens), _share(one.ready_bytes, ready_bytes)
         if could - own < MANY_POINTS or (has >= asks / 2 and not at_quota(one)):
@@ -559,7 +560,7 @@ def starving(facts: Facts) -> Iterator[Finding]:
         if at_quota(one):
             evidence += f" Its quota of {format_size(one.quota_bytes or 0)} is used."
         else:
-            limited = max(facts.counted, key=lambda each: each.ready_bytes)
+            limited = max((each for each in facts.counted if each is not one), key=lambda each: each.ready_bytes)
             most_bytes = max(1 << 20, limited.ready_bytes >> 21 << 20)
         yield finding("starving", evidence, asks * (could - own) / 100, f"{limited.id} --max {exact_size(most_bytes)}")
 

@@ -105,6 +105,7 @@ def stats(
         _pool(now.pool)
     elif section is Section.NAMESPACES:
         _namespaces(now, len(now.namespaces))
+        _namespaces_worth(now)
     elif section is Section.TIERS:
         say(*tier_details(now))
     elif section is Section.POLICY:
@@ -285,15 +286,15 @@ def _namespaces(now: DaemonStats, most: int) -> None:
         say(NO_NAMESPACE)
     else:
         print_table(
-            ("namespace", "<id", ">size", ">tokens", ">saved", ">per hour", ">per GiB", ">missed"),
+            ("namespace", "<id", ">size", ">loaded", ">tokens", ">saved", ">missed"),
             [
                 (
                     printable(one.model) or "(no label)",
                     one.id,
                     size_of(one),
+                    format_size(one.loaded_bytes),
                     token_count(one.loaded_tokens, one.loaded_keys),
                     saved_time(one),
-                    *_saved_rates(one, now.uptime_seconds),
                     percent(sum(one.misses.values()), one.asked_keys),
                 )
                 for one in found[:most]
@@ -307,13 +308,17 @@ def _namespaces(now: DaemonStats, most: int) -> None:
         say((f"The sums above include {which}.", "dim"))
 
 
-def _saved_rates(one: NamespaceStats, uptime_s: float) -> tuple[str, str]:
-    """Return the prefill time saved per hour, and per hour and GiB of the pool; dashes if nothing is known."""
-    if not one.saved_seconds:
-        return "-", "-"
-    an_hour = one.saved_seconds * 3600 / max(1.0, uptime_s)
-    per_gib = format_duration(an_hour * 2**30 / one.ready_bytes) if one.ready_bytes else "-"
-    return format_duration(an_hour), per_gib
+def _namespaces_worth(now: DaemonStats) -> None:
+    """Show the prefill time that namespaces saved per hour, and what each GiB of the pool contributed."""
+    rows = []
+    for one in sorted(now.namespaces, key=lambda one: -one.saved_seconds):
+        if one.saved_seconds:
+            an_hour = one.saved_seconds * 3600 / max(1.0, now.uptime_seconds)
+            per_gib = format_duration(an_hour * 2**30 / one.ready_bytes) if one.ready_bytes else "-"
+            rows.append((one.id, format_duration(an_hour), per_gib))
+    if rows:
+        say("")
+        print_table(("<id", ">prefill saved per hour", ">per hour and GiB of the pool"), rows)
 
 
 def _errors(now: DaemonStats) -> Iterator[tuple[str, str]]:

@@ -270,13 +270,15 @@ class KvoffdConnector(OffloadingConnector):
         anyway, and the load of one more block would delay it.
         """
         self._manager.namespace.ask()
+        if elsewhere := _is_prefilled_elsewhere(request):  # the other connector deletes the mark
+            self._manager.set_prefilled_elsewhere(request.request_id)
         tokens, loads = None, False
         if not self._manager.awaits_adapter(request):
             most = (request.num_tokens - 1) // self._block_tokens * self._block_tokens
             self._manager.prepare_scan(request, num_computed_tokens, has_all=num_computed_tokens >= most)
             tokens, loads = self._find_load(request, num_computed_tokens)
         # Do not defer: MultiConnector would also defer the load of another connector, which has the whole prompt.
-        return (0, False) if tokens is None and _is_prefilled_elsewhere(request) else (tokens, loads)
+        return (0, False) if tokens is None and elsewhere else (tokens, loads)
 
     def _find_load(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return the tokens of a request to load, as get_num_new_matched_tokens()."""

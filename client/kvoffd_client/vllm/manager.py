@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING, Any, cast
 
+from msgspec import structs
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.utils.hashing import sha256
 from vllm.v1.kv_offload.base import (
@@ -24,7 +25,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvoffd_client.scheduler_client import LookupFuture
+from kvoffd_client.scheduler_client import LookupFuture, SchedulerClient
 from kvoffd_client.vllm import metrics
 from kvoffd_client.vllm.adapters import ANSWER_PATIENCE_S, AdapterContents
 from kvoffd_client.vllm.block_tokens import HostBlockEvents
@@ -136,8 +137,12 @@ class RequestState:
         answer: the current answer, whose lease pins the blocks that it reports as ready.
         pending: a lookup without an answer yet. The current answer stays until it is replaced.
         last: the lookup sent last, even if its lease was released; it shows which blocks need not be stored.
-        counted: the lookup whose keys the daemon counts when the outcome is reported.
+        to_count: the lookup whose keys the daemon counts when the outcome is reported; None once it is.
+        counted_by: the connection on which it was sent, and the session there: another one does not know it.
         own_tokens: leading tokens in vLLM's own cache, at the last scan.
+        has_all: these are as many as vLLM can use.
+        prefilled_elsewhere: another connector loads the prompt, which a prefill instance computed.
+        report: the report of a prompt that is being loaded; sent when the load ends.
         found: the answer's results, during vLLM's scan.
         otherwise: result for all other keys, including those inside a chunk at the end of a prompt.
         adapter: content of the request's LoRA adapter; empty if it has none, and while unknown.
@@ -162,8 +167,12 @@ class RequestState:
     answer: KeyedLookup | None = None
     pending: KeyedLookup | None = None
     last: KeyedLookup | None = None
-    counted: LookupFuture | None = None
+    to_count: LookupFuture | None = None
+    counted_by: tuple[SchedulerClient, int] | None = None
     own_tokens: int = 0
+    has_all: bool = False
+    prefilled_elsewhere: bool = False
+    report: PromptReport | None = None
     found: Mapping[OffloadKey, LookupResult] = field(default_factory=dict)
     otherwise: LookupResult = _MISS
     adapter: bytes = b""
@@ -290,10 +299,11 @@ class KvoffdManager(OffloadingManager):
                 GroupKeys(index, b"".join(of_adapter(hashes, state.adapter) if state.adapter else hashes))
                 for index, hashes in chunks.items()
             ]
-            again = state.counted is not None and not state.counted.failed
+            asked_by = namespace.client, namespace.client.session_id
+            again = state.to_count is not None and state.counted_by == asked_by
             ticket = namespace.client.lookup(message, again, reported=True)
-            if not again:
-                state.counted = ticket
+            if not again and ticket.lease_id:
+                state.to_count, state.counted_by = ticket, asked_by
             state.pending = state.last = KeyedLookup(ticket, chunks, self.clock())
             self._counters[metrics.LOOKUPS] += 1
 
@@ -326,6 +336,10 @@ class KvoffdManager(OffloadingManager):
         barred = state.disabled or state.load_failed or state.request.skip_reading_prefix_cache
         return self.loads and not barred
 
+    def set_prefilled_elsewhere(self, request_id: str) -> None:
+        """Record that another connector loads a request's prompt, which a prefill instance computed."""
+        self._requests[request_id].prefilled_elsewhere = True
+
     def prepare_scan(self, request: Request, computed_tokens: int, *, has_all: bool) -> None:
         """Prepare the results of ``lookup`` for a request before vLLM's scan, which must see a single answer.
 
@@ -333,7 +347,7 @@ class KvoffdManager(OffloadingManager):
         ``computed_tokens`` are in vLLM's own cache; ``has_all``: as many as it can use, so nothing is loaded.
         """
         state, namespace = self._requests[request.request_id], self.namespace
-        state.found, state.otherwise, state.own_tokens = {}, _MISS, computed_tokens
+        state.found, state.otherwise, state.own_tokens, state.has_all = {}, _MISS, computed_tokens, has_all
         if has_all or not self._may_load(state) or namespace.problem:
             return
         if not (namespace.registered and namespace.client.ready):
@@ -613,9 +627,11 @@ class KvoffdManager(OffloadingManager):
             for index in self.events.groups:
                 keys = self._groups[index].keys(request.block_hashes)
                 self.events.found(request, index, keys, answer.leading_ready(index))
-        if not state.logged:
-            self.namespace.client.report_prompt(_report_of(state, self._groups, loaded_tokens))
-            state.logged = True
+        if state.to_count is not None or not state.logged:
+            state.report = _report_of(state, self._groups, loaded_tokens)
+            state.logged, state.to_count = True, None
+            if not loaded_tokens:
+                self._send_report(state)
         if not loaded_tokens:
             self._end_leases(state)
 
@@ -630,7 +646,9 @@ class KvoffdManager(OffloadingManager):
         if state := self._requests.get(failed.request_id):
             self._end_leases(state)
             state.load_failed = True
-            self.namespace.client.report_prompt(_report_of(state, self._groups, 0))
+            if (report := state.report) is not None:
+                nothing = {"loaded_tokens": 0, "covered_keys": report.own_keys}
+                state.report = structs.replace(report, outcome=Outcome.FAILED, **nothing)
             state.last = None
         if failed.error in BLOCKS_UNUSABLE:
             self.namespace.client.invalidate(failed.keys)
@@ -702,8 +720,9 @@ class KvoffdManager(OffloadingManager):
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self._ended_loads += 1
-        lookup = self._loading.pop(req_context.req_id, None)
-        self._release(lookup)
+        self._release(self._loading.pop(req_context.req_id, None))
+        if state := self._requests.get(req_context.req_id):
+            self._send_report(state)
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """As vLLM's. None if it is too early, after which vLLM offers the keys again in the next step.
@@ -769,8 +788,9 @@ class KvoffdManager(OffloadingManager):
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         if state := self._requests.pop(req_context.req_id, None):
-            if state.counted is not None and not state.logged:
-                self.namespace.client.report_prompt(_report_of(state, self._groups, 0, dropped=True))
+            if state.to_count is not None:
+                state.report = _report_of(state, self._groups, 0, dropped=True)
+            self._send_report(state)
             self._end_leases(state)
             if state.last is not None:
                 self._read(state.last)
@@ -803,6 +823,12 @@ class KvoffdManager(OffloadingManager):
         self._release(state.pending)
         state.answer = state.pending = None
 
+    def _send_report(self, state: RequestState) -> None:
+        """Report the outcome of a request, if it waits for that."""
+        if state.report is not None:
+            self.namespace.client.report_prompt(state.report)
+            state.report = None
+
     def _release(self, lookup: KeyedLookup | None) -> None:
         """End a lookup's lease, if it has one or may have one."""
         if lookup is not None and (lookup.ticket.leased or lookup.ticket.failed or not lookup.ticket.done):
@@ -819,22 +845,20 @@ def _forget_offered(lookup: KeyedLookup | None, keys: Collection[OffloadKey]) ->
 def _report_of(
     state: RequestState, groups: Sequence[ChunkGroup], loaded_tokens: int, *, dropped: bool = False
 ) -> PromptReport:
-    """Return the report of a request that was scheduled with ``loaded_tokens``, or ``dropped`` before."""
+    """Return the report of a request that is scheduled with ``loaded_tokens`` or, if ``dropped``, ended before that."""
     request, last, below = state.request, state.last, state.from_tiers
     states = b"".join(last.ticket.states) if last is not None else b""
     from_store = list(below.values()).count(SHARED)
     risen = sum(last.found.get(key) is _HIT for key in below) if last is not None else 0
-    tokens = request.num_prompt_tokens
-    own, covered = (
-        [count // one.tokens_per_chunk for one in groups]
-        for count in (state.own_tokens, state.own_tokens + loaded_tokens)
-    )
-    # vLLM computes the last token in any case, and with it the chunk that ends there.
-    whole = [tokens // one.tokens_per_chunk for one in groups]
-    is_covered = [
-        dropped or (tokens - 1) // one.tokens_per_chunk <= count for one, count in zip(groups, covered, strict=True)
-    ]
-    covered = [max(pair) if has_all else pair[0] for *pair, has_all in zip(covered, whole, is_covered, strict=True)]
+    whole = [request.num_tokens // one.tokens_per_chunk for one in groups]
+    own = covered = [state.own_tokens // one.tokens_per_chunk for one in groups]
+    if loaded_tokens:  # the last chunk may be loaded in part
+        end = state.own_tokens + loaded_tokens
+        covered = [min(count, -(-end // one.tokens_per_chunk)) for count, one in zip(whole, groups, strict=True)]
+    elif dropped or state.prefilled_elsewhere:
+        own = covered = whole
+    elif state.has_all:  # vLLM computes the last token in any case, and with it the block that ends there
+        covered = whole
     group, missing, number, reason = _first_missing(state, covered)
     if loaded_tokens:
         outcome = Outcome.LOADED
@@ -846,7 +870,7 @@ def _report_of(
         outcome = Outcome.TOO_SHORT
     elif state.disabled or last is None or last.ticket.failed:
         outcome = Outcome.UNUSED
-    elif all(is_covered):
+    elif covered is whole:
         outcome = Outcome.NOT_NEEDED
     elif last.given_up or not last.ticket.done:
         outcome = Outcome.LATE
@@ -856,11 +880,10 @@ def _report_of(
         outcome = Outcome.NO_SPACE
     else:
         outcome = Outcome.MISSED
-    counted = state.counted.lease_id if state.counted is not None and not state.logged else 0
     return PromptReport(
         request.request_id[:128],
         time.time(),
-        tokens,
+        request.num_prompt_tokens,
         len(states),
         states.count(READY) - risen,
         len(below) - from_store,
@@ -872,7 +895,7 @@ def _report_of(
         reason,
         number,
         state.own_tokens,
-        counted,
+        state.to_count.lease_id if state.to_count is not None else 0,
         own,
         covered,
     )

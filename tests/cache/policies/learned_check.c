@@ -11,13 +11,13 @@ static int check_span(const struct learned *l, uint32_t number)
 {
     const struct span *s = &l->spans[number];
     const uint64_t *hashes = s->keys->hashes;
-    const uint32_t *handles = (const uint32_t *)(hashes + s->keys->room);
-    uint32_t held = 0, base = s->keys->base, room = s->keys->room;
+    const uint32_t *handles = (const uint32_t *)(hashes + s->keys->capacity);
+    uint32_t held = 0, base = s->keys->base, room = s->keys->capacity;
 
     HOLDS(base <= s->low && s->low < s->high && s->high - base <= room);
-    HOLDS(weight_of(s) <= l->known.lifetime);
-    HOLDS(s->low <= s->top && s->top <= s->high && !s->met && s->kind < CLASSES && s->age_bin < BINS);
-    HOLDS(!s->old || s->top == s->high); /* a forgotten key is not remembered */
+    HOLDS(bytes_of(s) <= l->known.lifetime);
+    HOLDS(s->low <= s->top && s->top <= s->high && !s->matched && s->class < CLASSES && s->age_bin < BINS);
+    HOLDS(!s->expired || s->top == s->high); /* a forgotten key is not remembered */
     HOLDS(s->top == s->low || handles[s->top - 1 - base]);
     for (uint32_t at = s->low; at < s->high; at++) {
         const struct place *there = find_place(l, hashes[at - base]);
@@ -25,9 +25,9 @@ static int check_span(const struct learned *l, uint32_t number)
         HOLDS(at < s->top || !handles[at - base]);
         held += handles[at - base] != 0;
     }
-    HOLDS(held == s->held);
-    HOLDS(!s->child || (l->spans[s->child].before == number && l->spans[s->child].high));
-    HOLDS(!s->before || (l->spans[s->before].child == number && l->spans[s->before].high));
+    HOLDS(held == s->blocks);
+    HOLDS(!s->child || (l->spans[s->child].parent == number && l->spans[s->child].high));
+    HOLDS(!s->parent || (l->spans[s->parent].child == number && l->spans[s->parent].high));
     return 0;
 }
 
@@ -40,9 +40,9 @@ static int check_cells(const struct learned *l, uint64_t held)
         uint64_t nbytes = 0;
         for (uint32_t number = l->cells[cell].first; number; before = number, number = l->spans[number].next) {
             const struct span *s = &l->spans[number];
-            HOLDS(s->held && s->previous == before && s->kind * BINS + s->age_bin == (int)cell);
+            HOLDS(s->blocks && s->previous == before && s->class * BINS + s->age_bin == (int)cell);
             HOLDS(++found <= held);
-            nbytes += s->held * weight_of(s);
+            nbytes += s->blocks * bytes_of(s);
         }
         HOLDS(l->counts.cell_bytes[cell] == nbytes);
         HOLDS(l->cells[cell].last == before);
@@ -58,7 +58,7 @@ static int check_order(const struct learned *l, uint64_t young)
     uint32_t before = 0;
 
     for (uint32_t number = l->oldest.first; number; before = number, number = l->spans[number].younger) {
-        HOLDS(l->spans[number].high && !l->spans[number].old && l->spans[number].older == before);
+        HOLDS(l->spans[number].high && !l->spans[number].expired && l->spans[number].older == before);
         HOLDS(young--);
     }
     HOLDS(!young && l->oldest.last == before);
@@ -77,12 +77,12 @@ int check_learned(const struct learned *l)
         if ((wrong = check_span(l, number)))
             return wrong;
         keys += s->high - s->low;
-        blocks += s->held;
-        nbytes += (s->high - s->low) * weight_of(s);
-        arrays += (s->keys->room * 12 + 16 + 15) / 16 * 16;
+        blocks += s->blocks;
+        nbytes += (s->high - s->low) * bytes_of(s);
+        arrays += (s->keys->capacity * 12 + 16 + 15) / 16 * 16;
         spans++;
-        held += s->held != 0;
-        young += !s->old;
+        held += s->blocks != 0;
+        young += !s->expired;
     }
     for (uint64_t at = 0; at < 1ULL << l->places.bits; at++)
         for (uint64_t place = 0; place < PLACES + FARTHEST && (!at || l->places.segments[at] != l->places.segments[at - 1]); place++)
