@@ -153,7 +153,7 @@ class NoStateFile(StateFile):
     """Nothing outlived the daemon, and nothing will, which is all the same."""
 
     outlives_reboot = True
-    saved = tried = written = 0
+    requested = tried = written = 0
 
     def __init__(self) -> None:
         pass
