@@ -153,7 +153,7 @@ class NoStateFile(StateFile):
     """Nothing outlived the daemon, and nothing will, which is all the same."""
 
     outlives_reboot = True
-    requested = tried = written = 0
+    requested, tried, written, _problem = 0, 0, 0, ""
 
     def __init__(self) -> None:
         pass
