@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvoffd.cache.policy import GHOST_PART
+from kvoffd.cache.policy import GHOST_DIVISOR
 from kvoffd.config import Config
 from kvoffd.pool.allocator import MIN_SLOT_BYTES
 from kvoffd.system.limits import MemoryLimit
@@ -32,7 +32,7 @@ def memory_estimate(config: Config) -> dict[str, int]:
         "pool": config.pool_bytes,
         "slot table and page tables": config.pool_bytes * 21 // 1000,
         "block metadata": config.pool_bytes // MIN_SLOT_BYTES * SLOT_BYTES,
-        "keys without blocks": 0 if config.eviction_policy == "lru" else config.pool_bytes // GHOST_PART,
+        "keys without blocks": 0 if config.eviction_policy == "lru" else config.pool_bytes // GHOST_DIVISOR,
         "indices of disks": sum(index_bytes(one.size_bytes) for one in config.disk),
         "shared stores": SHARED_BYTES * len(config.shared),
         "queues of disks and stores": QUEUES_BYTES * (bool(config.disk) + len(config.shared)),

@@ -72,8 +72,8 @@ class Found(NamedTuple):
     """[keys] state of each."""
     ready: BlockIds
     """Blocks of the READY keys."""
-    unpinned_bytes: int
-    """Bytes of the READY blocks that only this lookup pins, or would pin."""
+    newly_pinned_bytes: int
+    """Bytes of the READY blocks that only this lookup pins; 0 if it pins none."""
     run: int
     """Keys before the first that is not READY."""
     reasons: bytes

@@ -3,14 +3,16 @@
 A block's life::
 
     FREE    -> WRITING  begin_store, begin_fill: the slots of all ranks are allocated at once
-    WRITING -> READY    commit_store: the last missing shard is written
+    WRITING -> READY    commit_store, end_fill: the last missing shard is written
     WRITING -> FREE     abort_store, if no other shard of it is written or being written
     WRITING -> DROPPED  drop: invalidated, corrupt, partial for too long
     READY   -> DROPPED  drop
     READY   -> FREE     evict
+    READY   -> WRITING  _replace: it is evicted, and a new block of its group gets its slots
     DROPPED -> FREE     at once, or with the last unpin or the end of the store that still uses it
 
-A DROPPED block has left the index and keeps its slots until nothing uses them.
+A DROPPED block has left the index and keeps its slots until nothing uses them. Blocks of a group that was reset are
+counted as DROPPED at once; ``_sweep`` removes them from the index.
 """
 
 from __future__ import annotations
@@ -84,8 +86,8 @@ MAX_OVER_QUOTA = 1024
 """Extra evictions per store while a namespace is over quota."""
 PARTIAL_GRACE_S = 2.0
 """Age from which partial blocks are dropped first when space is needed."""
-MOST_WRITING_PART = 4
-"""Divisor of the pool: if WRITING blocks take more, partial ones are dropped as soon as space is needed."""
+MOST_WRITING_DIVISOR = 4
+"""If WRITING blocks take more than 1/4 of the pool, partial ones are dropped as soon as space is needed."""
 MAX_UNREPORTED_REQUESTS = 8
 """Requests that may wait for ``report_requests``; one more reports the oldest."""
 RECOVERED_AT_ONCE = 4096
@@ -106,7 +108,7 @@ class Cache:
     Args:
         partial_timeout_s: age at which partial blocks are dropped.
         leased_share: part of the pool that leases may pin. Any session may use the first half of it; beyond that, the
-            sessions that have leases get equal parts.
+            sessions that have leases get equal parts. Promoted blocks (``hold``) are not subject to the equal parts.
         max_leased_keys: limit for one session.
     """
 
@@ -160,7 +162,7 @@ class Cache:
         """Groups of each namespace, by index."""
         self._victims = Victims(slots, self.blocks, policy, self._groups, self._waiting)
         self._partial: dict[int, float] = {}
-        """Blocks that lack a shard which nobody is writing, with the time since when."""
+        """Incomplete blocks of which no shard is being written, with the time when that began."""
         self._requested: deque[tuple[Namespace, list[Chain], bool]] = deque()
         """Requests that ``report_requests`` has yet to report, oldest first; whether ``count_prompt`` counts them."""
         self._uncounted = UncountedPrompts()
@@ -225,7 +227,7 @@ class Cache:
         node: int | None,
         shards: Sequence[ShardSpec] | None = None,
     ) -> None:
-        """Set the bytes of a rank's shards, by group, and the NUMA node of its slots, at its first registration.
+        """Set the rank's NUMA node and, at its first registration, its shard sizes, by group.
 
         ``shards`` describes them. Raises BadGeometry if the bytes differ from earlier ones or do not fit the namespace,
         and ShardTooLarge if no slot can hold a shard. A shard of 0 bytes, of a rank without a layer in the group, gets
@@ -268,10 +270,10 @@ class Cache:
         return current[group]
 
     def reset(self, namespace: Namespace, *, keep_tiers: bool = False, generation: int | None = None) -> int:
-        """Forget all blocks, also in the tiers, as when the weights changed. Returns how many the pool and disks had.
+        """Forget all blocks, also on disks unless ``keep_tiers``, as when the weights changed. Returns their number.
 
-        Nothing is found from now on, nor by the next daemon: the namespace gets a new number. ``background`` frees the
-        slots. All leases end, so that no load serves stale blocks. ``generation``: that of later blocks.
+        The namespace gets a new number, so that no daemon finds them; ``background`` frees the slots. All leases end.
+        Shared stores keep their objects, whose generation is their own. ``generation``: that of later blocks.
         """
         dropped = namespace.blocks_in[READY] + namespace.blocks_in[WRITING]
         namespace.counters.invalidated_blocks += dropped
@@ -313,7 +315,7 @@ class Cache:
             del self._groups[group.number]
 
     def forget_namespace(self, namespace: Namespace) -> None:
-        """Forget a namespace without blocks in the index that is not open; its fingerprint becomes free."""
+        """Forget a namespace that has no blocks in the index and that no session has open."""
         assert not namespace.blocks_in[READY] + namespace.blocks_in[WRITING]
         for group in self._current.pop(namespace):
             self._retire(group)
@@ -403,14 +405,14 @@ class Cache:
         if lease is None:
             lease = Lease(lease_id, session, namespace, self._clock() + self._lease_ttl_s, _NOTHING)
             lease.counts = not (again or reported)
-        lease.asking = 0
+        lease.coming, lease.asking = lease.coming - lease.asking, 0
         for index, keys in groups if self._dead else ():
             self._record_reset(current[index], keys)
         found = [self.blocks.lookup(current[index].number, keys, size, pin=is_new) for index, keys in groups]
         ready = found[0].ready if len(found) == 1 else np.concatenate([_NOTHING, *[one.ready for one in found]])
         states = [one.states for one in found]
         asked = None if again else [AskedKeys(namespace, reported=reported) for _ in groups]
-        if self.tiers is not None and len(ready) < sum(map(len, states)):
+        if self.tiers is not None and (lease.coming or len(ready) < sum(map(len, states))):
             try:
                 tier_states = self.tiers.find(lease, groups, states, asked)
             except BaseException:
@@ -426,22 +428,22 @@ class Cache:
             leased.leases[lease] = namespace.leases[lease] = None
         if ready.size:
             if is_new:
-                fresh, unpinned_bytes = ready, sum([one.unpinned_bytes for one in found])
+                fresh, newly_pinned_bytes = ready, sum([one.newly_pinned_bytes for one in found])
             else:
                 fresh = ready[~np.isin(ready, lease.blocks)]
-                unpinned_bytes = self.blocks.pin(fresh)
-            is_free = self.blocks.pinned_bytes <= self.most_leased_bytes // 2
-            if is_free and leased.keys + len(fresh) <= self._max_leased_keys:
+                newly_pinned_bytes = self.blocks.pin(fresh)
+            unlimited = self.blocks.pinned_bytes <= self.most_leased_bytes // 2
+            if unlimited and leased.keys + len(fresh) <= self._max_leased_keys:
                 part = 1.0
             else:
-                part = self._leasable(leased, len(fresh), unpinned_bytes)
+                part = self._leasable(leased, len(fresh), newly_pinned_bytes)
             if part < 1.0:
                 self.blocks.unpin(fresh)
                 found = [_limit_ready(one, lease.blocks, part) for one in found]
                 ready = np.concatenate([one.ready for one in found])
                 fresh = ready[~np.isin(ready, lease.blocks)]
-                unpinned_bytes = self.blocks.pin(fresh)
-            self._add_to_lease(lease, leased, fresh, unpinned_bytes)
+                newly_pinned_bytes = self.blocks.pin(fresh)
+            self._add_to_lease(lease, leased, fresh, newly_pinned_bytes)
             if not lease.blocks.size and not lease.coming:  # the limit allowed no pin
                 self._end([lease])
         if asked is not None:
@@ -466,39 +468,38 @@ class Cache:
                     self._report_request()
         return [one.states for one in found], len(lease.blocks)
 
-    def _add_to_lease(self, lease: Lease, leased: SessionLeases, fresh: BlockIds, unpinned_bytes: int) -> None:
+    def _add_to_lease(self, lease: Lease, leased: SessionLeases, fresh: BlockIds, newly_pinned_bytes: int) -> None:
         """Add newly pinned blocks to a lease and its session."""
         lease.blocks = np.concatenate([lease.blocks, fresh]) if lease.blocks.size else fresh
-        lease.nbytes += unpinned_bytes
-        leased.nbytes += unpinned_bytes
+        lease.nbytes += newly_pinned_bytes
+        leased.nbytes += newly_pinned_bytes
         leased.keys += len(fresh)
 
     def hold(self, lease: Lease, blocks: BlockIds) -> None:
         """Pin READY blocks that were promoted for a lease, unless it has ended or leases may not pin more."""
         if self.leases.get(lease.lease_id) is not lease:
             return
-        lease.coming = max(0, lease.coming - len(blocks))
-        leased, unpinned_bytes = self.session_leases[lease.session], self.blocks.pin(blocks)
-        if leased.keys + len(blocks) > self._max_leased_keys or (unpinned_bytes and self.leasable_bytes < 0):
+        leased, newly_pinned_bytes = self.session_leases[lease.session], self.blocks.pin(blocks)
+        if leased.keys + len(blocks) > self._max_leased_keys or (newly_pinned_bytes and self.leasable_bytes < 0):
             self.blocks.unpin(blocks)
         else:
-            self._add_to_lease(lease, leased, blocks, unpinned_bytes)
+            self._add_to_lease(lease, leased, blocks, newly_pinned_bytes)
 
     @property
     def leasable_bytes(self) -> int:
         """Bytes that leases may still pin."""
         return self.most_leased_bytes - self.blocks.pinned_bytes
 
-    def _leasable(self, leased: SessionLeases, keys: int, unpinned_bytes: int) -> float:
+    def _leasable(self, leased: SessionLeases, keys: int, newly_pinned_bytes: int) -> float:
         """Return the part of newly pinned keys that a session may lease in addition to its leases: 1.0 for all.
 
-        ``unpinned_bytes``: their bytes that nothing else pins. Only these take space from other sessions.
+        ``newly_pinned_bytes``: their bytes that nothing else pins. Only these take space from other sessions.
         """
         part, most = (self._max_leased_keys - leased.keys) / max(1, keys), self.most_leased_bytes
-        if unpinned_bytes and self.blocks.pinned_bytes > most // 2:
+        if newly_pinned_bytes and self.blocks.pinned_bytes > most // 2:
             # Sessions that only wait for a tier, and have nothing pinned yet, do not count.
             sharers = sum(one.nbytes > 0 for one in self.session_leases.values()) + (not leased.nbytes)
-            part = min(part, (most // sharers - leased.nbytes) / unpinned_bytes)
+            part = min(part, (most // sharers - leased.nbytes) / newly_pinned_bytes)
         return max(0.0, min(1.0, part))
 
     def leases_of(self, session: int) -> SessionLeases:
@@ -533,7 +534,8 @@ class Cache:
             self.blocks.record_misses(group.number, packed_keys, group.key_bytes, MissReason.INVALIDATED)
 
     def report_requests(self) -> None:
-        """Report requests, except a bench's, to the policy and the watchers. Call it after the replies are sent."""
+        """Report requests to the tiers and, except a bench's, to the policy, ``on_counted`` and the watchers. Call
+        it after the replies are sent."""
         while self._requested:
             self._report_request()
         self._ready_removed = False
@@ -618,9 +620,10 @@ class Cache:
     # --- stores ---------------------------------------------------------------------------------
 
     def begin_store(self, namespace: Namespace, rank: int, parts: Sequence[StorePart]) -> StoreTicket:
-        """Allocate slots for the missing blocks, evicting if needed. Narrower blocks are dropped first.
+        """Allocate slots for the missing blocks, evicting if needed.
 
-        Each group occurs once; groups, keys and rank must be valid. Blocks that any of the keys has are not evicted.
+        Existing blocks that begin later than the offered ones, and are not in use, are dropped first. The other
+        existing blocks of these keys are not evicted. Each group occurs once; groups, keys and rank must be valid.
         """
         groups, size, ticket = self._current[namespace], namespace.key_bytes, StoreTicket(rank, [])
         offers: list[tuple[Stored, StorePart, Sequence[int]]] = []
@@ -678,7 +681,8 @@ class Cache:
                     refused_score = self.policy.lowest
             for count, score in runs:
                 end, taken = begin + count, 0
-                limit = inf if self.tiers is not None else score  # blocks reach the tiers only through the pool
+                # With tiers, every admitted block gets space, because only blocks in the pool are written to tiers.
+                limit = inf if self.tiers is not None else score
                 if score != REJECTED and limit > refused_score:
                     slots = self._take(group, packed_keys[begin * size : end * size], limit)
                     if taken := len(slots):
@@ -687,8 +691,8 @@ class Cache:
                     if taken < count:
                         refused_score = limit
                 if taken < count:
-                    others = refused_score < inf and self._victims.are_left(self._bytes_in[READY])
-                    lost = stored.rejected if score == REJECTED or others else stored.no_space
+                    evictable_left = refused_score < inf and self._victims.are_left(self._bytes_in[READY])
+                    lost = stored.rejected if score == REJECTED or evictable_left else stored.no_space
                     lost += absent[begin + taken : end]
                 begin = end
             if stored.no_space:
@@ -780,23 +784,24 @@ class Cache:
         shards, now = self.blocks.shard[self.blocks.slots(blocks, len(group.sizes))] & SHARD_STATE, self._clock()
         self._partial |= dict.fromkeys(blocks[(shards != WRITING_SHARD).all(axis=1)].tolist(), now)
 
-    def begin_fill(self, namespace: Namespace, group: int, keys: Sequence[bytes]) -> dict[int, FillTicket | None]:
+    def begin_fill(self, namespace: Namespace, group_index: int, keys: Sequence[bytes]) -> dict[int, FillTicket | None]:
         """Allocate slots of all ranks for keys from a tier. Returns, by the index of each key without a block, a
         ticket, or None if there is no space. Raises BadGeometry."""
-        known = self._current[namespace][group]
-        if not known.sizes:
+        group = self._current[namespace][group_index]
+        if not group.sizes:
             raise BadGeometry("Not all ranks of the namespace have registered; register them first.")
-        states, _ = self.blocks.find(known.number, b"".join(keys), namespace.key_bytes)
+        states, _ = self.blocks.find(group.number, b"".join(keys), namespace.key_bytes)
         first = {key: number for number, key in reversed(list(enumerate(keys)))}
         numbers = [number for number, state in enumerate(states) if state == FREE and first[keys[number]] == number]
-        slots = self._take(known, b"".join([keys[number] for number in numbers]), inf)
+        slots = self._take(group, b"".join([keys[number] for number in numbers]), inf)
         self.blocks.shard[slots] = WRITING_SHARD
         each = zip(slots, self.slots.offsets(slots).tolist(), strict=True)
-        tickets = (FillTicket(known, its, offsets) for its, offsets in each)
+        tickets = (FillTicket(group, its, offsets) for its, offsets in each)
         return {number: next(tickets, None) for number in numbers}
 
     def end_fill(self, ticket: FillTicket, first_blocks: Sequence[int], checksums: Sequence[int]) -> bool:
-        """End a fill, with both by rank; empty if the block is incomplete. Returns whether it became READY."""
+        """End a fill. Both arguments are by rank, and empty if the block was not read completely. Returns whether it
+        became READY."""
         group, slots = ticket.group, ticket.slots
         if not checksums:
             self._end_writes(group, slots[:1], slots)
@@ -811,7 +816,7 @@ class Cache:
     # --- loads ----------------------------------------------------------------------------------
 
     def begin_load(
-        self, namespace: Namespace, rank: int, lease_id: int, group: int, keys: bytes, first_block: int = 0
+        self, namespace: Namespace, rank: int, lease_id: int, group_index: int, keys: bytes, first_block: int = 0
     ) -> LoadTicket:
         """Pin READY blocks and return a rank's slots of them. The first key is read from ``first_block`` on.
 
@@ -821,11 +826,11 @@ class Cache:
         lease = self.leases.get(lease_id)
         if lease is None or lease.namespace is not namespace:
             raise UnknownLease(f"The lease {lease_id} is unknown, ended or of another namespace; look up again.")
-        known, size = self._current[namespace][group], namespace.key_bytes
-        found = self.blocks.begin_load(self.slots, known.number, keys, size, rank, first_block)
+        group, size = self._current[namespace][group_index], namespace.key_bytes
+        found = self.blocks.begin_load(self.slots, group.number, keys, size, rank, first_block)
         if isinstance(found, list):
-            raise NotReady(group, found)
-        return LoadTicket(rank, lease, known, keys[:size], *found)
+            raise NotReady(group_index, found)
+        return LoadTicket(rank, lease, group, keys[:size], *found)
 
     def end_load(self, tickets: Sequence[LoadTicket], *, counts: bool = False, ends_lease: bool = False) -> None:
         """End the tickets of one job. ``ends_lease``: end the lease too, once every rank's job has asked for it.
@@ -907,7 +912,7 @@ class Cache:
         return max(0, min(count, (quota - namespace.held_bytes) // each))
 
     def no_space_cause(self, group: Group) -> str:
-        """Return the cause, one of NO_SPACE_CAUSES, why a block of a group gets no space now."""
+        """Return why a block of a group gets no space now, one of NO_SPACE_CAUSES."""
         usage, quota = self.usage, self.quotas.get(group.namespace.fingerprint)
         if quota is not None and group.namespace.held_bytes + group.block_bytes > quota:
             return "quota"
@@ -920,8 +925,8 @@ class Cache:
     def _evict_for(self, group: Group, count: int, below: float) -> BlockIds | None:
         """Return up to ``count`` blocks to replace; empty if space was made otherwise; None if none can be evicted."""
         if self._partial:
-            # If ranks store blocks that others never complete, they must not crowd out readable blocks.
-            crowded = self._bytes_in[WRITING] > self.slots.pool_bytes // MOST_WRITING_PART
+            # Blocks that only some ranks store must not crowd out readable blocks.
+            crowded = self._bytes_in[WRITING] > self.slots.pool_bytes // MOST_WRITING_DIVISOR
             partial = self._partial_since(self._clock() - (0.0 if crowded else PARTIAL_GRACE_S))
             if partial := [block for block in partial if not self.blocks.pins[block]]:
                 self._drop_partial(partial[:count])
@@ -1080,7 +1085,7 @@ class Cache:
         return self._groups[int(self.blocks.group[block])]
 
     def _count(self, group: Group, before: int, after: int, count: int) -> None:
-        """Count blocks of a group in another state."""
+        """Move blocks from the counts of one state to those of another."""
         namespace, nbytes = group.namespace, count * group.block_bytes
         if before != FREE:
             group.blocks_in[before] -= count
@@ -1096,7 +1101,8 @@ class Cache:
     # --- checksums ------------------------------------------------------------------------------
 
     def check(self, slot: int, generation: int, checksum: int) -> bool:
-        """Compare a slot's record with the ``checksum`` of its bytes; if it is wrong, drop the block and return False.
+        """Set the checksum of a slot's record if it has none yet. Otherwise compare; if they differ, drop the block and
+        return False.
 
         Does nothing if the slot was freed or rewritten since ``generation``. A slot that another check found wrong
         stays wrong: memory that changes is not trusted.
@@ -1241,7 +1247,7 @@ def _snapshot(next_number: int, namespaces: Sequence[Namespace], left_out: int, 
 
 
 def _limit_ready(found: Found, leased: BlockIds, part: float) -> Found:
-    """Leave only the first part of the READY keys READY, in addition to those that the lease has already."""
+    """Keep READY the keys that the lease has, and the first ``part`` of the others."""
     states, ready = np.frombuffer(found.states, np.uint8).copy(), np.isin(found.ready, leased)
     fresh = np.flatnonzero(~ready)
     ready[fresh[: int(fresh.size * part)]] = True

@@ -89,4 +89,4 @@ class TierHooks(Protocol):
         """Remove keys from the tiers permanently, and stop promoting them."""
 
     def forget_all(self, namespace: Namespace) -> int:
-        """Remove the namespace from the tiers permanently. Returns how many blocks the disks had."""
+        """Remove the namespace from the disks permanently; stores keep its blocks. Returns how many the disks had."""

@@ -871,7 +871,7 @@ static void learn(struct learned *l)
 
 /* --- Keys without a block --- */
 
-enum { REMEMBERED_POOLS = 16, GHOST_PART = 50, FORGOTTEN_AT_ONCE = 2048 };
+enum { REMEMBERED_POOLS = 16, GHOST_DIVISOR = 50, FORGOTTEN_AT_ONCE = 2048 };
 
 /* Forgets up to `most` of the span's last keys, behind its last block; returns how many. */
 static uint32_t forget_tail(struct learned *l, uint32_t number, uint64_t most)
@@ -962,7 +962,7 @@ static void forget_oldest(struct learned *l, uint64_t added)
         uint64_t ghosts = l->known.known_keys - l->known.blocks;
         uint64_t nbytes = ghosts * (2 * sizeof(struct place) + 12) + l->known.spans * (sizeof(struct span) + keys_bytes(0));
         uint32_t number = l->oldest.first;
-        if (!number || (l->known.known_bytes <= most_bytes && nbytes <= l->known.lifetime / GHOST_PART))
+        if (!number || (l->known.known_bytes <= most_bytes && nbytes <= l->known.lifetime / GHOST_DIVISOR))
             break;
         if (l->spans[number].high - l->spans[number].top <= most - done) {
             leave_age_order(l, number);

@@ -18,8 +18,8 @@ from kvoffd_proto.stats import LearnedStats
 
 REJECTED = -1.0
 """Score of a key that must not be stored, even if there is space."""
-GHOST_PART = 50
-"""Divisor of the pool's bytes that limits the memory for keys without blocks."""
+GHOST_DIVISOR = 50
+"""Keys without blocks may take 1/50 of the pool's bytes in memory."""
 BATCH, MAX_BATCH = 128, 8192
 """Size of the first batch of candidates, and of the largest."""
 

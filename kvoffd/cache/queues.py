@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffd.cache.block_table import BlockIds, packed
-from kvoffd.cache.policy import GHOST_PART, Chain, Group, InOrder
+from kvoffd.cache.policy import GHOST_DIVISOR, Chain, Group, InOrder
 from kvoffd.system.native import native
 from kvoffd_proto.stats import LearnedStats
 
@@ -40,7 +40,7 @@ class Queues(InOrder):
 
     def __init__(self, slots: int, pool_bytes: int = 0) -> None:
         self._native = native()
-        most_ghosts = max(1, pool_bytes // GHOST_PART // ENTRY_BYTES) if pool_bytes else 0
+        most_ghosts = max(1, pool_bytes // GHOST_DIVISOR // ENTRY_BYTES) if pool_bytes else 0
         self._at = self._native.queues_new(slots, most_ghosts, os.urandom(16))
         if not self._at:
             raise MemoryError

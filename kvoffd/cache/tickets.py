@@ -31,9 +31,9 @@ class Lease:
     loaded_tokens: dict[int, int] = field(default_factory=dict)
     """Loaded tokens by group."""
     coming: int = 0
-    """Keys of the last lookup that are, or may be, on their way up from a tier."""
+    """Keys that are, or may be, on their way up from a tier for this lease."""
     asking: int = 0
-    """Keys among these that a store is still being asked about."""
+    """Keys among these that a store was being asked for at the last lookup."""
     wait_s: float = 0.0
     """Expected time until they are in the pool, as of the last lookup; 0 if unknown."""
     counts: bool = False
@@ -142,7 +142,7 @@ class Check(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PoolUsage:
-    """Bytes of the pool by use; they add up to the pool."""
+    """Bytes of the pool by use. The first five add up to the pool."""
 
     free: int
     writing: int

@@ -16,7 +16,7 @@ MAX_SKIPPED_PINNED = 1000
 MAX_CONSIDERED = 65536
 """Blocks from which one eviction chooses."""
 MAX_PASSED = 1024
-"""Blocks of other namespaces in the policy's order that an eviction for a quota may skip."""
+"""Blocks in the policy's order, pinned or of other namespaces, that an eviction for a quota may skip."""
 WRITTEN_AHEAD, MIN_AHEAD = 4, 1024
 """Blocks that wait to be written to a tier go last among this multiple of the blocks to evict, at least MIN_AHEAD: a
 block that was just read from a disk goes before one that no disk has."""
@@ -24,7 +24,7 @@ _NOTHING: BlockIds = np.empty(0, np.uint32)
 
 
 class Victims:
-    """Chooses READY, unpinned blocks. It changes nothing but their order.
+    """Chooses READY, unpinned blocks. It may move pinned blocks to the end of the policy's order.
 
     Args:
         groups: groups whose blocks have slots, by number.
@@ -104,7 +104,8 @@ class Victims:
 
     def of_namespace(self, groups: Sequence[Group], nbytes: int, most: int, below: float) -> BlockIds:
         """Choose blocks of a namespace's groups of about ``nbytes`` bytes, and at most ``most``: the next ones in the
-        policy's order or, if too many of other namespaces come before them, the ones that were stored first."""
+        policy's order with a score below ``below`` or, if too many others come before them, the ones that were stored
+        first, whatever their score."""
         blocks, numbers = self._blocks, [group.number for group in groups]
         victims, passed = _NOTHING, 0
         for batch in self._policy.candidates(below):

@@ -101,7 +101,7 @@ class GroupPart:
     first_blocks: Mapping[int, int]
     """First stored engine block by number of the key, if it is not 0."""
     starts: Sequence[int] | None
-    """First key of each store; None for loads, and for stores that the policy must admit."""
+    """First key of each store; None for loads, and for stores that bypass the policy."""
 
     def tokens(self) -> Mapping[bytes, BlockTokens]:
         """Return parent and token ids by key."""
@@ -203,7 +203,7 @@ class Job:
 
     @property
     def pieces(self) -> int:
-        """Largest number of pieces to copy."""
+        """Upper bound of the pieces to copy."""
         return sum([copy.block_ids.size * len(copy.layout.layers) for copy in self.copies])
 
     def plan(self) -> Plan:
@@ -504,7 +504,7 @@ class Jobs:
             session.release_if_idle()
 
     def abandon(self, jobs: Iterable[Job]) -> None:
-        """Stop jobs, in this order: queued ones now, running ones at their next step."""
+        """Stop jobs in the given order. Queued ones end now, running ones at their next step."""
         for job in dict.fromkeys(jobs):
             if job.transfer is not None and not job.withdraw():
                 job.transfer.must_end(Outcome.FAILED)

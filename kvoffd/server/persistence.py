@@ -74,8 +74,8 @@ class StateFile:
         self._content = b""
         """Content of the latest ``save``."""
         self._ends = False
-        self.saved = self.tried = self.written = 0
-        """Numbers of the latest save, of the latest one that a write was tried for, and of the one on the device."""
+        self.requested = self.tried = self.written = 0
+        """Numbers of the latest save that was requested, of the latest that was tried, and of the one on the device."""
         self._problem = ""
         """Error of the latest write; empty if it succeeded."""
         start(threading.Thread(target=self._run, name=f"kvoffd-{path.rpartition('.')[2]}"[:15], daemon=True))
@@ -106,13 +106,13 @@ class StateFile:
         """Schedule a write, which replaces any pending one."""
         with self._changed:
             self._content = content
-            self.saved += 1
+            self.requested += 1
             self._changed.notify_all()
 
     @property
     def is_saved(self) -> bool:
         """Whether the latest content is written, or has failed to be."""
-        return self.tried == self.saved
+        return self.tried == self.requested
 
     @property
     def problem(self) -> str:
@@ -123,7 +123,7 @@ class StateFile:
         """Wait until the latest content is written or has failed again; return False after ``timeout_s``."""
         with self._changed:
             if self._problem:
-                self.tried = min(self.tried, self.saved - 1)
+                self.tried = min(self.tried, self.requested - 1)
             self._changed.notify_all()
             return self._changed.wait_for(lambda: self.is_saved, timeout_s)
 
@@ -143,7 +143,7 @@ class StateFile:
                 self._changed.wait_for(lambda: not self.is_saved or self._ends, RETRY_S if self._problem else None)
                 if self._ends and self.is_saved:
                     return
-                number, content = self.saved, self._content
+                number, content = self.requested, self._content
             problem = ""
             try:
                 self._write(content)

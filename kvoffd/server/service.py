@@ -153,7 +153,8 @@ class Service:
                         f"{MAX_PENDING} requests of the session wait for replies, its limit; wait for some.",
                         ErrorCode.TOO_MANY,
                     )
-                if not isinstance(request, m.Lookup):  # lookups change no block, so their replies go first
+                # A lookup changes no block, so reports can wait until its reply is sent.
+                if not isinstance(request, m.Lookup):
                     self.cache.report_requests()
                 answer = handler(self, session, request)
         except codec.CODEC_ERRORS as error:
@@ -166,7 +167,7 @@ class Service:
             answer.request_id, answer.session = request_id, session
             if not self._poll(answer):
                 self.pending.append(answer)
-        elif answer is not None and (request_id or isinstance(answer, m.Error)):
+        elif answer is not None and (request_id or isinstance(answer, m.Error)):  # 0: no reply is wanted
             self.replies.append((route, codec.encode(answer)))
 
     def outgoing(self) -> tuple[list[Frames], list[tuple[bytes, bytes]]]:
@@ -187,7 +188,7 @@ class Service:
     @property
     def urgent(self) -> bool:
         """Whether ``after_send`` may start promotions that lookups wait for."""
-        return self.tiering is not None and self.tiering.is_asked
+        return self.tiering is not None and self.tiering.has_queued_promotions
 
     def after_send(self) -> None:
         """Do the work of lookups that may wait until replies are sent."""
@@ -196,8 +197,8 @@ class Service:
             self.tiering.pump()
 
     def background(self) -> bool:
-        """Do some milliseconds of long work, freeing blocks that were reset and publishing events of recovered ones;
-        return whether there is more."""
+        """Do some milliseconds of long work: free blocks that were reset, unpin blocks of ended leases, publish events
+        of recovered ones. Return whether there is more."""
         more = self.cache.announce_recovered()
         return self.cache.background() or more
 
@@ -270,7 +271,8 @@ class Service:
     # --- for handlers ------------------------------------------------------------------------------
 
     def reset(self, namespace: Namespace) -> int:
-        """Forget all blocks of a namespace, in its tiers and for later daemons too; return their number."""
+        """Forget a namespace's blocks in the pool and on disks, for later daemons too; return their number. Stores keep
+        their objects: see ``Cache.reset``."""
         self.state.raise_generation(namespace.fingerprint)
         return self.cache.reset(namespace, generation=self.state.generation(namespace.fingerprint))
 
@@ -279,7 +281,7 @@ class Service:
 
         If the write fails or takes long, the reply is the error NOT_KEPT with the sentence ``otherwise``.
         """
-        file, number = self.state.file, self.state.file.saved
+        file, number = self.state.file, self.state.file.requested
 
         def poll(late: bool) -> m.Done | None:
             tried = file.tried >= number

@@ -60,7 +60,7 @@ class Ending(StrEnum):
     MALFORMED = "malformed"
     """The client sent an invalid frame over the lifeline."""
     FAILED = "failed"
-    """The daemon failed with it, or the client did not read its lifeline."""
+    """An internal error of the daemon ended it, or the client did not read its lifeline."""
     STOPPING = "stopping"
     """The daemon stopped."""
 
@@ -113,7 +113,7 @@ class Opened(dict[bytes, OpenT]):
 
 @dataclass(eq=False)
 class Session:
-    """State of one client, until its lifeline ends; with ``ended`` until its last copy ends."""
+    """State of one client. It lives until its last copy has ended; ``ended`` is set when the lifeline ends."""
 
     id: int
     token: bytes
@@ -173,7 +173,8 @@ class Session:
 
 
 def may_connect(peer: Peer, config: Config) -> bool:
-    """Return whether the peer may connect: root, the daemon's own user and allowed users and groups may."""
+    """Return whether the peer may connect: root, the daemon's own user, users in allowed_uids, and processes whose gid
+    is in allowed_gids, by default the daemon's own gid."""
     uids = 0, os.geteuid(), *config.allowed_uids
     return peer.uid in uids or peer.gid in (config.allowed_gids or (os.getegid(),))
 

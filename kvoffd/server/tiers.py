@@ -129,7 +129,7 @@ class TierSupervisor:
     def _share(self, tier: SharedTier, tiering: Tiering) -> None:
         """Add a store that nodes share."""
         mode, deadline_s = WriteMode(self._config.shared_write), self._config.shared_deadline_s
-        tiering.share(tier, TieringSettings(mode, deadline_s=deadline_s, trickle_bytes=_trickle_bytes()))
+        tiering.add_store(tier, TieringSettings(mode, deadline_s=deadline_s, trickle_bytes=_trickle_bytes()))
         self.shared.append(tier)
 
     def namespace_reset(self, fingerprint: bytes, *, everywhere: bool = False) -> None:

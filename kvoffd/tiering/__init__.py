@@ -26,9 +26,9 @@ class TieringSettings:
 
     Attributes:
         mode: which blocks are written.
-        per_day_bytes: limit of writes; 0 for none.
+        per_day_bytes: bytes that may be written per day; 0: no limit.
         deadline_s: time for a tier to read a block from the beginning of the block's turn; then it counts as absent.
-        trickle_bytes: limit of writes per tick while engines copy or wait for blocks, which have priority.
+        trickle_bytes: bytes that may be written per tick while engines, which have priority, copy or wait.
     """
 
     mode: WriteMode = WriteMode.AUTO

@@ -33,7 +33,7 @@ MOST_QUEUED = 2**16
 FILL_BYTES = 480
 """Memory of a waiting block, measured."""
 MAX_FILLING_BYTES = 2**30
-"""Limit of the pool bytes used by fills, in addition to an eighth of the pool."""
+"""Limit of the pool bytes used by fills: at most this, and at most an eighth of the pool."""
 UNMEASURED_BYTES = 64 * 2**20
 """Limit of these bytes while the speed is unknown."""
 AHEAD_S = 0.25
@@ -54,7 +54,7 @@ READ_AGAIN_S = 60.0
 class Wanted:
     """Blocks of one group that one lookup requested from a source, in the order in which they are promoted."""
 
-    first: Lease
+    first_lease: Lease
     """Lease of the lookup that asked first; it may have ended."""
     group: BlockGroup
     source: Promotions
@@ -67,7 +67,7 @@ class Wanted:
 
     @property
     def namespace(self) -> Namespace:
-        return self.first.namespace
+        return self.first_lease.namespace
 
 
 @dataclass(slots=True, eq=False)
@@ -185,6 +185,7 @@ class Promotions:
         tokens = count * namespace.groups[group].tokens_per_block
         if not (tokens and prefill and speed):
             return False
+        # The tokens need the blocks of all groups: those of the others count as if they were as large.
         nbytes = len(namespace.groups) * count * self._cache.group(namespace, group).block_bytes
         now = self._clock()
         if nbytes / speed <= tokens / prefill or now >= self._read_again_at:
@@ -194,7 +195,7 @@ class Promotions:
 
     def request(self, wanted: Wanted, key: bytes, tier: Tier) -> Fill | None:
         """Queue a block that a tier has; None if the queue is full. No session gets over three quarters of it."""
-        if self.queued_blocks + self._queued_by[wanted.first.session] // 3 >= MOST_QUEUED:
+        if self.queued_blocks + self._queued_by[wanted.first_lease.session] // 3 >= MOST_QUEUED:
             return None
         fill = Fill(wanted, key, tier)
         self._coming.setdefault(wanted.group.tag, {})[key] = fill
@@ -220,7 +221,7 @@ class Promotions:
         self._count_queued(wanted, len(wanted.queue))
         for fill in every:
             if not fill.leases:
-                self._settle(fill)  # a tier has it: the lookup reports why it is not loaded
+                self._settle(fill)  # a tier has it: the engine reports why it is not loaded
                 self._withdraw(fill)
         self._forget_if_done(wanted)
 
@@ -301,9 +302,9 @@ class Promotions:
         return now - self._blocked_since >= seconds
 
     def _fail_for_space(self, wanted: Wanted, reason: str, fills: Sequence[Fill]) -> None:
-        """Fail fills, and all others that the lookup waits for."""
+        """Fail fills, and all queued fills of the same request (one group, one source)."""
         self._blocked_since = None
-        self.no_space_until[wanted.first.session] = self._clock() + NO_SPACE_S
+        self.no_space_until[wanted.first_lease.session] = self._clock() + NO_SPACE_S
         for fill in [*fills, *self._take_queued(wanted)]:
             self._failed(fill, reason)
         self._forget_if_done(wanted)
@@ -445,8 +446,6 @@ class Promotions:
         self.failures[str(reason)] += 1
         miss = MISSES.get(reason, MissReason.TIER_FAILED)
         self._settle(fill, miss)
-        for lease in fill.leases:
-            lease.coming = max(0, lease.coming - 1)
         if not fill.withdrawn:
             self._withdraw(fill)
             self._cache.record_misses(fill.wanted.namespace, fill.wanted.group.number, fill.key, miss)
@@ -468,6 +467,8 @@ class Promotions:
         if fill.withdrawn:
             return
         fill.withdrawn = True
+        for lease in fill.leases:
+            lease.coming -= 1
         keys = self._coming.get(fill.wanted.group.tag, {})
         if keys.get(fill.key) is fill:
             del keys[fill.key]
@@ -477,9 +478,9 @@ class Promotions:
     def _count_queued(self, wanted: Wanted, blocks: int) -> None:
         """Count blocks that joined the queue, or left it if negative."""
         self.queued_blocks += blocks
-        self._queued_by[wanted.first.session] += blocks
-        if not self._queued_by[wanted.first.session]:
-            del self._queued_by[wanted.first.session]
+        self._queued_by[wanted.first_lease.session] += blocks
+        if not self._queued_by[wanted.first_lease.session]:
+            del self._queued_by[wanted.first_lease.session]
 
     def _count_under_way(self, wanted: Wanted, blocks: int) -> None:
         wanted.under_way += blocks

@@ -37,7 +37,7 @@ LOGGED_S = 600.0
 MOST_LOGGED = 1024
 """Remembered kinds of tier errors, by server, with the time when they were logged."""
 
-_IS = tuple(bytes(one == state for one in range(256)) for state in (ABSENT, PRESENT, ASKED))
+_ANSWER_TABLES = tuple(bytes(one == state for one in range(256)) for state in (ABSENT, PRESENT, ASKED))
 """Tables for ``translate``: 1 for one answer of a tier, 0 for others."""
 SETTLED = bytes([READY, *COMING])
 """States of keys that are in the pool, or on their way, and need no action."""
@@ -87,7 +87,7 @@ class _Range:
         self.asked: list[int] = []
         """Keys that a store is being asked for."""
         self.fresh = False
-        """Whether that is all keys, by one question of this lookup."""
+        """Whether one question of this lookup asked a store for all keys."""
 
     def look(self, sources: Sequence[Promotions], *, prefix: bool) -> None:
         """Ask each tier of these sources for the keys that no earlier one has."""
@@ -101,7 +101,7 @@ class _Range:
                 found = tier.find(self.group, keys, prefix=prefix)
                 self.fresh = every and tier.counters.asked_keys == before + len(keys)
                 if any(found):
-                    absent, present, asked = (compress(self.left, found.translate(one)) for one in _IS)
+                    absent, present, asked = (compress(self.left, found.translate(one)) for one in _ANSWER_TABLES)
                     self.there.update(dict.fromkeys(present, (source, tier)))
                     self.asked += asked
                     self.left = list(absent)
@@ -160,7 +160,7 @@ class Tiering:
     def stores(self) -> list[Promotions]:
         return self.sources[1:]
 
-    def share(self, tier: Tier, settings: TieringSettings) -> None:
+    def add_store(self, tier: Tier, settings: TieringSettings) -> None:
         """Add a store that nodes share, for blocks that neither the pool nor the earlier sources have."""
         self._add([tier], settings, shared=True)
 
@@ -182,7 +182,7 @@ class Tiering:
     def find(
         self, lease: Lease, groups: Sequence[tuple[int, bytes]], states: list[bytes], asked: Sequence[AskedKeys] | None
     ) -> list[bytes]:
-        namespace = lease.namespace
+        namespace, lease.wait_s = lease.namespace, 0.0
         sources = [source for source in self.sources if source.available]
         if sources and self.is_unshared(namespace.fingerprint):
             sources = [source for source in sources if not source.shared]
@@ -192,7 +192,7 @@ class Tiering:
         ready_bytes = sum(one.count(READY) * group.block_bytes for one, group in zip(states, every, strict=True))
         # Earlier lookups under the same lease may have found the beginning of the prompt.
         held_bytes = max(ready_bytes, int(self._cache.blocks.pages[lease.blocks].sum()) * PAGE_BYTES)
-        held_bytes += sum(fill.wanted.block_bytes for fill in self._awaited_by(lease))
+        held_bytes += sum(fill.wanted.block_bytes for fill in self._awaits.get(lease, ()) if not fill.withdrawn)
         lookup = _Lookup(lease, asked, sources, self._cache.most_leased_bytes - held_bytes)
         answer, asking = list(map(bytearray, states)), False
         for number, limit in _whole_prefixes_first(namespace, groups, answer):
@@ -205,16 +205,11 @@ class Tiering:
                 asking |= self._find_run(lookup, part)
             else:
                 self._find_window(lookup, part, wait=asking)
-        lease.coming = lease.asking + len(self._awaited_by(lease))
         if lease.coming:
             awaits = self._awaits.get(lease, {})
             answers_s = max(0.0, self._answers_due - self._clock()) if lease.asking else 0.0
             lease.wait_s = max(answers_s, *(source.wait_s(awaits) for source in self.sources))
         return list(map(bytes, answer))
-
-    def _awaited_by(self, lease: Lease) -> list[Fill]:
-        """Return the fills that a lease waits for."""
-        return [fill for fill in self._awaits.get(lease, ()) if not fill.withdrawn]
 
     def _find_run(self, lookup: _Lookup, part: _Range) -> bool:
         """Extend the run from the first of these keys; return whether any of it is being asked for."""
@@ -223,13 +218,13 @@ class Tiering:
             writing = (at for at, state in enumerate(states) if state == WRITING)
             end = next((at for at in writing if part.keys[at] not in part.coming), end)
             part.left = [at for at in part.left if at < end]
-        every = part.left
+        remaining = part.left
         if not any(source.shared for source in lookup.sources):  # then the first key is mostly absent
-            part.left = every[:1]
+            part.left = remaining[:1]
             part.look(lookup.sources, prefix=True)
-            every = every[1:] if part.there else []
-            part.left += every
-        if every:
+            remaining = remaining[1:] if part.there else []
+            part.left += remaining
+        if remaining:
             part.look(lookup.sources, prefix=True)
         end = min([end, *part.left[:1]])
         if end < len(part.keys):
@@ -266,6 +261,7 @@ class Tiering:
         if not part.asked:
             return
         lookup.lease.asking += len(part.asked)
+        lookup.lease.coming += len(part.asked)
         self._answers_due, keys = self._clock() + ANSWER_S, part.keys
         if len(part.asked) == len(keys):
             part.states[:] = bytes([SHARED]) * len(keys)
@@ -283,7 +279,7 @@ class Tiering:
                 uncounted[key] = (*uncounted.get(key, ()), *lookup.asker(part, at))
 
     def _request(self, lookup: _Lookup, part: _Range, places: Sequence[int]) -> None:
-        """Request keys that a tier has, or that are coming, up to the first that cannot; set their states."""
+        """Request keys that a tier has or are coming, up to the first that cannot be requested; set their states."""
         if not places:
             return
         slower, lease, wants = self._slower_sources(lookup, part, places), lookup.lease, dict[Promotions, Wanted]()
@@ -299,8 +295,10 @@ class Tiering:
                     wanted = wants[source] = Wanted(lease, part.group, source, block_bytes)
                 if lookup.left_bytes < block_bytes or (fill := source.request(wanted, key, tier)) is None:
                     return
-            lookup.left_bytes -= block_bytes * (lease not in fill.leases)
-            self._awaits.setdefault(lease, {})[fill] = fill.leases[lease] = None
+            if lease not in fill.leases:
+                lookup.left_bytes -= block_bytes
+                lease.coming += 1
+                self._awaits.setdefault(lease, {})[fill] = fill.leases[lease] = None
             fill.askers += lookup.asker(part, at)
             part.states[at] = SHARED if fill.wanted.source.shared else PENDING
 
@@ -401,8 +399,8 @@ class Tiering:
                 writer.pump()
 
     @property
-    def is_asked(self) -> bool:
-        """Whether promotions are waiting."""
+    def has_queued_promotions(self) -> bool:
+        """Whether promotions are queued."""
         for source in self.sources:  # noqa: SIM110 - after each lookup, and a generator takes twice as long
             if source.queued_blocks:
                 return True
@@ -425,7 +423,7 @@ class Tiering:
             writer.tick()
 
     def namespace_forgotten(self, namespace: Namespace) -> None:
-        """The namespace is not open, and has no blocks in the pool. Its blocks on disks and in stores stay."""
+        """Cancel the promotions of a namespace that was forgotten or reset. Its blocks on disks and in stores stay."""
         self._forget_fills(namespace)
         self._uncounted.pop(namespace, None)
 

@@ -28,17 +28,18 @@ LATE, BUDGET, UNLIKELY = "late", "budget", "unlikely"
 day's bytes are spent; the tier is full, and the block is unlikely to be reused."""
 
 MAX_WRITING_BYTES = 16 * 2**20
-"""Limit of the bytes being written, in addition to a sixteenth of the pool."""
+"""Limit of the bytes being written: at most this, and at most a sixteenth of the pool."""
 MAX_WAITING = 1 << 17
-"""Blocks that may wait to be written; later ones wait once others have left."""
+"""Blocks that may wait to be written. Further blocks are not queued; they are considered again when they are used or
+next to be evicted."""
 WAITING_BYTES = 100
 """Memory of a waiting block, measured."""
 MAX_LOOKED_AT = 512
 """Waiting blocks, or blocks that a lookup found, that are examined at once."""
 MAX_BEGUN = 64
 """Blocks whose writes are begun at once."""
-COLD_PART = 8
-"""Divisor of the pool: the part to be evicted next, which is examined once less than that is free."""
+COLD_DIVISOR = 8
+"""The 1/8 of the pool that is to be evicted next is examined once less than that is free."""
 MAX_COLD_BLOCKS = 1024
 """Limit of these blocks in one tick."""
 DAY_S = 86_400.0
@@ -46,7 +47,7 @@ STAYS = 2.0, 3.0, 4.0, 6.0, 8.0
 """Candidate times that a written block stays on a full tier, relative to its stay if all blocks were written: at most
 half of them are."""
 WORTH = 0.99
-"""The fewest writes are chosen that give at least this part of the most hits."""
+"""Share of the best hit count: of the settings that give at least this, the one with the fewest writes is used."""
 SAMPLE = 2048
 """Number of the latest blocks on which the choice is based."""
 WATCHED = 4
@@ -61,7 +62,8 @@ class WriteBudget:
     """Bytes that may be written per day, because flash wears out; 0 is no limit. No 24 hours exceed it, except for the
     first filling of a tier.
 
-    A write larger than the accumulated amount makes it negative, and the next ones wait until it is positive again.
+    A write waits until the accumulated amount covers it. A block larger than the bound waits until the amount is full,
+    and then makes it negative.
     """
 
     def __init__(self, per_day_bytes: int, clock: Callable[[], float]) -> None:
@@ -172,15 +174,12 @@ class Selection:
     expected hits of the latest blocks are added up: of the most likely ones, as many as can stay that long.
     """
 
-    """
-    """
-
     def __init__(self) -> None:
         self._chances = np.empty((0, len(STAYS)))
         self._unseen = 0
         """Number of these chances since the last choice."""
         self._accessed = self._offered = 0.0
-        """Recently requested bytes, and bytes that left the pool for the tier or were skipped."""
+        """Recently requested bytes, and bytes of blocks that came next to be evicted."""
         self._stay = 0
         self._least = 0.0
 
@@ -215,7 +214,7 @@ class Selection:
         hits = [float(ordered[:part, at].sum()) for at, part in enumerate(parts)]
         self._stay = max(at for at, each in enumerate(hits) if each >= WORTH * max(hits))
         chances = ordered[:, self._stay]
-        # Of blocks with equal chances that are together too many, none is chosen, unless all are equal.
+        # Of blocks with equal chances that are together too many, none is chosen, unless no block has a higher chance.
         fitting = chances[chances > chances[min(parts[self._stay], len(chances) - 1)]]
         self._least = float(fitting[-1] if len(fitting) else chances[0])
 
@@ -271,12 +270,12 @@ class Writer:
         """Number of running writes above which none is begun: the tiers accepted no more, and a check is expensive."""
         self._under_way_limit = min(cache.slots.pool_bytes // 16, MAX_WRITING_BYTES)
         """Bytes of the pool that may be read, and are pinned, at once."""
-        self._cold_bytes = cache.slots.pool_bytes // COLD_PART
+        self._cold_bytes = cache.slots.pool_bytes // COLD_DIVISOR
         self._idle, self._engines_busy, self._leaves_out = idle, engines_busy, leaves_out
         self._trickle_bytes = self._trickle_left = settings.trickle_bytes
         self.waiting: _Generations = {}
         """Blocks to write, in this order."""
-        self._passed: dict[int, tuple[int, str]] = {}
+        self._rejected: dict[int, tuple[int, str]] = {}
         """Blocks at the cold end that are not written, with the generations of their records, and the reason."""
         self._evicted: list[_Evicted] = []
         self.under_way: dict[int, BlockWrite] = {}
@@ -322,8 +321,8 @@ class Writer:
         reasons, otherwise = [], LATE if self.budget.allows(sum(group.lengths)) else BUDGET
         for block, generation in zip(blocks.tolist(), self._generations[blocks].tolist(), strict=True):
             self.waiting.pop(block, None)
-            passed_generation, reason = self._passed.pop(block, (0, otherwise))
-            reasons.append(reason if passed_generation == generation else otherwise)
+            rejected_generation, reason = self._rejected.pop(block, (0, otherwise))
+            reasons.append(reason if rejected_generation == generation else otherwise)
         self._evicted.append(_Evicted(group, keys, reasons))
 
     def stop(self) -> None:
@@ -335,11 +334,11 @@ class Writer:
         """Examine the cold end, and continue writing."""
         self._count_unwritten()
         self._record_traffic()
-        before, self._passed = self._passed, {}
+        before, self._rejected = self._rejected, {}
         if self.mode is not WriteMode.NEVER and self._cache.slots.free_bytes < self._cold_bytes:
             self._look_at_cold_end(before)
         self._trickle_left = self._trickle_bytes
-        self._refused_above = inf  # a disk may hang now, and a store have space
+        self._refused_above = inf  # the running writes may hang, while another tier accepts more
         self.pump()
 
     def _count_unwritten(self) -> None:
@@ -349,7 +348,7 @@ class Writer:
             self.not_written += Counter(compress(reasons, self._is_wanted(group, keys)))
 
     def _look_at_cold_end(self, before: dict[int, tuple[int, str]]) -> None:
-        """Examine blocks that are next to be evicted. ``before``: ``_passed`` as of the last tick."""
+        """Examine blocks that are next to be evicted. ``before``: ``_rejected`` as of the last tick."""
         left, left_bytes = MAX_COLD_BLOCKS, self._cold_bytes
         for batch in self._cache.policy.candidates():
             for group, members in self._cache.by_group(batch):
@@ -365,7 +364,7 @@ class Writer:
     def _are_worth_writing(
         self, group: Group, blocks: BlockIds, keys: Sequence[bytes], before: dict[int, tuple[int, str]]
     ) -> npt.NDArray[np.bool_]:
-        """Return which of the blocks to write, all while a tier has space; record why the others are not."""
+        """Return which blocks are worth writing (all, while a tier has space); record why the others are not."""
         if not self._judges or not keys:
             return np.ones(len(keys), np.bool_)
         policy, generations = self._cache.policy, self._generations[blocks].tolist()
@@ -378,14 +377,14 @@ class Writer:
         believed = sum(WATCHED * one <= policy.accessed_bytes for one in lifetimes)
         self._selection.record(every[~np.array(known)], sum(group.lengths), believed)
         chances, least = self._selection.deciding(every)
-        passed = chances < max(least, 1 - self.budget.left_share)
-        reasons = [UNLIKELY if chance < least else BUDGET for chance in chances[passed].tolist()]
-        unworthy = zip(blocks[passed].tolist(), self._generations[blocks[passed]].tolist(), reasons, strict=True)
-        self._passed |= {block: (generation, reason) for block, generation, reason in unworthy}
-        return ~passed
+        rejected = chances < max(least, 1 - self.budget.left_share)
+        reasons = [UNLIKELY if chance < least else BUDGET for chance in chances[rejected].tolist()]
+        unworthy = zip(blocks[rejected].tolist(), self._generations[blocks[rejected]].tolist(), reasons, strict=True)
+        self._rejected |= {block: (generation, reason) for block, generation, reason in unworthy}
+        return ~rejected
 
     def pump(self) -> None:
-        """Begin writes that are possible now, up to a limit, once there is space for more than a few."""
+        """Begin writes that are possible now, up to a limit. Do nothing while over half of the limit is in progress."""
         if not self.waiting:
             return
         if 2 * self.under_way_bytes > self._under_way_limit or len(self.under_way) > self._refused_above:
@@ -425,7 +424,7 @@ class Writer:
         return [tier for tier, _ in figures]
 
     def _choose(self) -> list[BlockWrite]:
-        """Return the writes among the next few waiting blocks; the others do not wait any more."""
+        """Return the writes among the next few waiting blocks. The rest of this batch leaves the queue."""
         batch = dict(islice(self.waiting.items(), MAX_BEGUN))
         chosen: dict[int, BlockWrite] = {}
         for group, members in self._cache.by_group(self._still_ready(batch)):
@@ -439,7 +438,8 @@ class Writer:
         return [chosen[block] for block in batch if block in chosen]
 
     def _begin(self, write: BlockWrite, targets: Sequence[Tier], busy: bool) -> bool:
-        """Begin to write a block; return False if no more can be begun now, in which case it stays the next one."""
+        """Begin to write a block. Return False if nothing more can begin now. The block stays queued only if other
+        writes are running."""
         nbytes = write.copy.group.nbytes
         if not self.budget.take(nbytes):
             self.waiting.clear()  # they wait again when they are used again, or next to be evicted
@@ -467,14 +467,14 @@ class Writer:
         return ready
 
     def _takes(self, group: Group) -> bool:
-        """Return whether blocks of a group are written at all. Benchmarks must not wear out disks; a shared store has a
-        benchmark of its own."""
+        """Return whether blocks of a group are written at all. A benchmark's are written to shared stores only, never
+        to disks, which they would wear out."""
         namespace = group.namespace
         bench = namespace.of_bench and not self._shared
         return bool(self._tiers) and not (group.dead or bench or self._leaves_out(namespace.fingerprint))
 
     def _is_wanted(self, group: Group, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
-        """Return which keys no tier has or is being given, and one should get."""
+        """Return which keys are in no tier, are not being written to one, and should be."""
         wanted = np.full(len(keys), self._takes(group))
         for tier in self._tiers if keys else ():
             wanted &= tier.wants(block_group_of(group), keys)
@@ -495,7 +495,7 @@ class Writer:
         return sum(each) if all(each) else 0
 
     def _record_traffic(self) -> None:
-        """Determine whether the tiers are full, and how much is requested and written."""
+        """Determine whether the tiers are full, and how much is requested."""
         tier_bytes = self._lifetime_bytes
         full = tier_bytes > 0 and self.mode is WriteMode.AUTO
         if full and not self._judges:

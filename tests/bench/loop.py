@@ -375,7 +375,7 @@ def unknown(pool_bytes: int) -> Result:
         ask_deadline_s=1.0,
         make_workers=Unasked,
     )
-    tiering.share(tier, TieringSettings())
+    tiering.add_store(tier, TieringSettings())
     tier.breaker.probed(True)
     leases = itertools.count(1)
 

@@ -73,7 +73,7 @@ def test_the_index_finds_what_a_dict_does() -> None:
         heads = blocks[blocks != NO_BLOCK]
         looked_up = table.lookup(group, b"".join(asked), key_bytes, pin=True)
         assert (looked_up.states, looked_up.ready.tolist()) == (states, heads.tolist())
-        assert looked_up.unpinned_bytes == table.pinned_bytes == 8192 * ranks * len(heads)
+        assert looked_up.newly_pinned_bytes == table.pinned_bytes == 8192 * ranks * len(heads)
         assert looked_up.run == [name in there for name in [*asked, b""]].index(False)
         assert [reason == FOUND for reason in looked_up.reasons] == [name in there for name in asked]
         assert table.unpin(heads).tolist() == heads.tolist()

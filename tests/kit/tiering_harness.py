@@ -67,7 +67,7 @@ class TieringHarness(CacheRig):
 
     def share(self, settings: TieringSettings, name: str = "redis://fake") -> FakeTier:
         tier = FakeTier(self.memory, self.tiering, name=name, asks=True)
-        self.tiering.share(tier, settings)
+        self.tiering.add_store(tier, settings)
         return tier
 
     def successor(self, settings: TieringSettings) -> TieringHarness:
@@ -180,6 +180,8 @@ class TieringHarness(CacheRig):
         pins = Counter(number for writer in self.tiering.writers for number in writer.under_way)
         for lease in self.cache.leases.values():
             pins.update(lease.blocks.tolist())
+            awaited = [fill for fill in self.tiering._awaits.get(lease, ()) if not fill.withdrawn]
+            assert lease.coming == len(awaited) + lease.asking
         blocks = self.cache.blocks
         assert {block: int(blocks.pins[block]) for block in np.flatnonzero(blocks.pins).tolist()} == pins
         for namespace in self.cache.namespaces.values():

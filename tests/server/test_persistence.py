@@ -231,7 +231,7 @@ def test_a_file_whose_writing_raises_whatever_is_written_later(
     monkeypatch.setattr(persistence, "RETRY_S", 0.01)
     file = open_file("file")
     file.save(b"all of it")
-    wait_until(lambda: file.written == file.saved == 1)
+    wait_until(lambda: file.written == file.requested == 1)
     assert raised
     assert (file.read(), file.problem) == (b"all of it", "")
 

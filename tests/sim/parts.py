@@ -153,7 +153,7 @@ class NoStateFile(StateFile):
     """Nothing outlived the daemon, and nothing will, which is all the same."""
 
     outlives_reboot = True
-    saved = tried = written = 0
+    requested, tried, written, _problem = 0, 0, 0, ""
 
     def __init__(self) -> None:
         pass
@@ -184,7 +184,7 @@ class SimStateFile(StateFile):
         self._process = process
         self._rng = rng
         self._content, self._problem = b"", ""
-        self.saved = self.tried = self.written = 0
+        self.requested = self.tried = self.written = 0
         self._longest_s = rng.choice((0.0, 0.01, 0.6))
         self._fails = rng.choice((0.0, 0.0, 0.0, 0.5))
 
@@ -195,11 +195,11 @@ class SimStateFile(StateFile):
 
     def save(self, content: bytes) -> None:
         self._content = content
-        self.saved += 1
-        self._process.after(self._rng.uniform(0.0, self._longest_s), partial(self._put, self.saved))
+        self.requested += 1
+        self._process.after(self._rng.uniform(0.0, self._longest_s), partial(self._put, self.requested))
 
     def _put(self, number: int) -> None:
-        if number < self.saved:
+        if number < self.requested:
             return
         self.tried = number
         if self._rng.random() < self._fails:

@@ -401,6 +401,20 @@ def test_several_requests_of_one_lookup_ask_for_no_more_than_leases_may_pin() ->
     rig.check()
 
 
+def test_a_lease_expects_nothing_that_was_forgotten_or_stored_instead(rig: TieringHarness) -> None:
+    space = rig.open()
+    rig.put_in_tier(space, keys_of(1, 2, 3))
+    look_up(rig, space, 1, keys_of(1, 2, 3))
+    rig.cache.invalidate(space, [(0, keys_of(3))])
+    assert rig.cache.leases[1].coming == 2
+    rig.put(space, keys_of(2))
+    rig.tiering.pump()
+    assert rig.cache.leases[1].coming == 1
+    rig.tier.end_all()
+    assert rig.cache.leases[1].coming == 0
+    rig.check()
+
+
 def test_what_fails_is_not_late_too(rig: TieringHarness) -> None:
     space = rig.open()
     rig.put_in_tier(space, keys_of(1, 2))

@@ -100,6 +100,16 @@ def test_a_store_that_went_away_is_waited_for_by_its_silence(rig: TieringHarness
     assert rig.cache.leases[1].wait_s == pytest.approx(1.0), "one block a second, as of now"
 
 
+def test_a_lease_expects_no_answer_for_what_an_engine_stored_since(rig: TieringHarness, shared: FakeTier) -> None:
+    space = rig.open()
+    rig.cache.lookup(space, 1, 1, [(0, keys_of(1, 2))])
+    assert rig.cache.leases[1].coming == 2
+    rig.put(space, keys_of(1, 2))
+    ((states,), _) = rig.cache.lookup(space, 1, 1, [(0, keys_of(1, 2))], again=True)
+    assert list(states) == [READY, READY]
+    assert rig.cache.leases[1].coming == 0
+
+
 def test_a_block_that_waited_until_its_answer_was_old_is_asked_for_again(rig: TieringHarness, shared: FakeTier) -> None:
     space, keys = rig.open(), keys_of(1)
     give(rig, shared, space, 1)

@@ -43,7 +43,7 @@ class FileOfDevice(StateFile):
 
     def __init__(self, device: Device) -> None:
         self.path, self._device = "kvoffd.state", device
-        self.saved = self.tried = self.written = 0
+        self.requested = self.tried = self.written = 0
 
     def read(self) -> bytes:
         if not self._device.kept:
@@ -51,10 +51,10 @@ class FileOfDevice(StateFile):
         return self._device.kept[0]
 
     def save(self, content: bytes) -> None:
-        self.saved += 1
+        self.requested += 1
         self._device._ask("state")
         self._device.kept[:] = [content]
-        self.tried = self.written = self.saved
+        self.tried = self.written = self.requested
 
 
 class Generations(dict[bytes, int]):

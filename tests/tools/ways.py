@@ -1,5 +1,5 @@
-"""Which functions a lookup that hits, its load and a store run through, in a real engine and a real daemon; and an
-eviction to disk and a promotion, in a daemon.
+"""Which functions a lookup that hits, its load and a store run through, in a real engine and a real daemon; and a write
+to disk and a promotion, in a daemon.
 
 ``python -m tests.tools.ways`` prints each function of kvoffd once, in the order of its first call, by way and process.
 
@@ -128,7 +128,7 @@ def engine(directory: str) -> tuple[list[Call], Span, dict[str, list[Span]]]:
 
 
 def over_a_disk() -> None:
-    """Print what an eviction to disk and a promotion call."""
+    """Print what a write to disk and a promotion call."""
     from tests.kit.checked import CheckedEngine, over_disk, put_on_disk, wait_disk
     from tests.kit.wire import keys
 
@@ -153,7 +153,7 @@ def over_a_disk() -> None:
             calls: list[Call] = [tuple(call) for call in json.loads((traced.directory / CALLS).read_text())]
     idle = set(between(calls, *spans[0]))
     for way, begin, end in (
-        ("an eviction", "Tiering.stored", "DiskTier._write_ended"),
+        ("a write to disk", "Tiering.stored", "DiskTier._write_ended"),
         ("a promotion", "Tiering.find", "BlockTable.publish"),
     ):
         found = []
