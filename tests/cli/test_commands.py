@@ -106,7 +106,7 @@ def test_what_a_client_made_up_keeps_no_listing_away(shared_daemon: DaemonProces
 
 def test_a_disk_that_failed_is_status_1(cli: Cli, tmp_path: Path) -> None:
     for place, state, status in ((tmp_path, "serving", 0), (tmp_path / "missing", "failed", 1)):
-        with DaemonProcess("8MiB", disk=f"{place}=64MiB") as daemon:
+        with DaemonProcess("8MiB", disk=f"{place}=64MiB", disk_start="optional") as daemon:
             wait_until(lambda: books(daemon.directory).disks[0].state == state)  # noqa: B023
             for more in ((), ("--json",)):
                 done = cli("stats", "tiers", *more, on=daemon)
