@@ -58,7 +58,10 @@ def memory_shortage(config: Config, limit: MemoryLimit) -> str:
     to_come = sum(parts.values()) - sum(parts[part] for part in IN_USE_AT_START)
     if to_come <= limit.bytes:
         return ""
+    smaller = "pool_size"
+    if to_come - parts["indices of disks"] <= limit.bytes:
+        smaller = "disk: its index takes 0.2 % of it"
     return (
         f"The daemon may need {format_size(to_come)} more memory, but only {format_size(limit.bytes)} are left "
-        f"({limit.source}): it may be killed when memory runs out. Give it more, or choose a smaller pool_size."
+        f"({limit.source}): it may be killed when memory runs out. Give it more, or choose a smaller {smaller}."
     )

@@ -88,7 +88,7 @@ def read_stats(url: str, timeout_s: float = URL_TIMEOUT_S) -> DaemonStats:
             why = f"it does not answer within {timeout_s:g} s; check whether its process runs"
     except (ValueError, HTTPException, msgspec.MsgspecError) as error:
         why = str(error)
-    raise DaemonUnavailable(f"No statistics of a kvoffd daemon at {base}: {why}.")
+    raise DaemonUnavailable(f"No statistics of a kvoffd daemon at {base}: {why.rstrip('.')}.")
 
 
 class AdminClient(Session):

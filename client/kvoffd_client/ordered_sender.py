@@ -68,7 +68,7 @@ class OrderedSender:
         self._append(_Step(self._record(), {job.job_id: job for job in jobs}, send, fail))
 
     def mark(self) -> Callable[[], float]:
-        """Return a function that returns when everything now on the caller's stream finished; infinity until then.
+        """Return a function that gives the time at which all now on the caller's stream finished; infinity before.
 
         Raises the errors of ``record``.
         """

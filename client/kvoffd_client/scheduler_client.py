@@ -33,13 +33,13 @@ class LookupFuture(Struct, eq=False):
         done: the answer has come, or never will.
         failed: done without an answer (not connected, refused, too late): treat every key as absent.
         states: one ``KeyState`` byte per key, for each group of the request; empty until done and if failed. Pending
-            keys are being promoted from a tier: ask again.
+            keys are being promoted, or a shared store is being asked for them: look up again.
         wait_s: the daemon's estimate of the seconds until all pending keys are ready; 0.0 if it has none.
         asking: number of pending keys for which a shared store has not answered yet.
         pinned: blocks pinned under the lease at the time of the answer. Pending blocks are pinned once promoted.
         ttl_ms: lifetime of the lease; 0: there is no lease.
         answered_at: time.monotonic() of the answer, 0.0 before.
-        stale_at: time until which the pins hold, as far as is known; 0.0 once they do not.
+        stale_at: time after which to look up again: half of the lease's life; 0.0 once it is released or lost.
     """
 
     lease_id: int
@@ -71,7 +71,7 @@ class LookupFuture(Struct, eq=False):
 
     @property
     def pending(self) -> bool:
-        """Whether some key is being promoted from a tier."""
+        """Whether some key is being promoted, or a shared store is being asked for it."""
         return any(not m.COMING.isdisjoint(states) for states in self.states)
 
     def leading_ready(self, index: int = 0) -> int:
@@ -179,7 +179,7 @@ class SchedulerClient(Session):
     ) -> None:
         """Report the prefill rate in tokens per second, and counts since the last call.
 
-        ``late_lookups``: lookups answered too late to be used. ``problem``: why the engine stores and loads nothing.
+        ``late_lookups``: lookups that it stopped waiting for. ``problem``: why the engine stores and loads nothing.
         """
         fields = prefill_rate, skipped_loads, paused_stores, late_lookups, problem[: m.MAX_PROBLEM]
         with self._transport.lock:
@@ -247,7 +247,7 @@ class SchedulerClient(Session):
             return
         for place, states in zip(places, reply.states, strict=True):
             found.partial[place] += states
-        # Totals of the lease, which all requests of the lookup have in common.
+        # pinned and ttl_ms are the lease's totals; asking is per request.
         found.pinned, found.ttl_ms = max(found.pinned, reply.pinned), max(found.ttl_ms, reply.ttl_ms)
         found.wait_s, found.asking = max(found.wait_s, reply.wait_ms / 1000), found.asking + reply.asking
         found.missing -= 1

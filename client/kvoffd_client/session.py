@@ -47,8 +47,8 @@ BACKOFF_REFUSED_S = 60.0
 GPU_REGISTER_S = 30.0
 """Time limit of a registration of GPU memory. At the first one the daemon starts the CUDA driver."""
 DEAF_AFTER = 3
-"""Number of times ``unresponsive_after_s`` without a reply after which the client opens another session: another client
-may have taken this one's routing id, and receive its replies."""
+"""The client opens another session after this many ``unresponsive_after_s`` without a reply: another client may have
+taken its routing id and get its replies."""
 REFUSALS_LOGGED_S = 60.0
 """Least time between two log lines about refused messages."""
 ENDED_SESSION = (ErrorCode.BAD_TOKEN, ErrorCode.NO_HELLO)
@@ -86,7 +86,7 @@ class ClientOptions:
     request_timeout_s: float = 2.0
     """Time after which a request without a reply fails; a lookup is then a miss."""
     unresponsive_after_s: float = 5.0
-    """Time without any due reply after which the client counts as not connected, until a reply comes."""
+    """Time for which a due reply may be missing; then the client counts as not connected, until a reply comes."""
     backoff_max_s: float = 2.0
     """Longest pause after failed connections to a daemon; also the pause after the first refusal."""
     operator: bool = False
@@ -167,8 +167,8 @@ CONNECTED = (Phase.GREETING, Phase.HANDSHAKE, Phase.READY)
 class Session(Closing):
     """Base of the clients: connecting, requests and replies, disconnecting, reconnecting.
 
-    Public methods are thread-safe, and block only if their names or docstrings say wait. ``on_`` and ``_`` methods and
-    ``tick`` need the lock.
+    Public methods are thread-safe, and block only if their names or docstrings say wait; ``close()`` waits for the
+    thread. ``on_`` and ``_`` methods and ``tick`` need the lock.
 
     Args:
         directory: where the daemon's sockets are.

@@ -87,7 +87,7 @@ class Job:
         return keys, nbytes
 
     def parts(self, size: Size, key_bytes: int, blocks_per_key: int, most: Size, first_id: int) -> list[Job]:
-        """Split the job into jobs with consecutive ids of at most ``most``, but of one key at least.
+        """Split the job into jobs of at most ``most`` keys and bytes, at least one key each, with consecutive ids.
 
         Only the last one ends the lease: the daemon has accepted the others by then, and they pin their blocks.
         """

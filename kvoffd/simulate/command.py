@@ -23,7 +23,7 @@ ALL = "all"
 PARTS = (8, 4, 2, 1)
 """Divisors of a trace's blocks that give the pool sizes unless others are given."""
 EXIT_ERROR, EXIT_INTERRUPTED = 2, 130
-AUTO = "auto"
+AUTO, NOW = "auto", " (now)"
 
 Sizes: TypeAlias = dict[tuple[int, int], str]
 """Blocks of the pool and of the disk, and the text that gave them."""
@@ -147,7 +147,7 @@ def _sizes(given: argparse.Namespace, trace: Trace, block_bytes: int, distinct: 
         defaults = {max(1, distinct // part) for part in PARTS}
         found = {n: format_size(n * block_bytes) if block_bytes else f"{n:,} blocks" for n in defaults}
         if block_bytes and given.pool >= block_bytes:
-            found[given.pool // block_bytes] = f"{format_size(given.pool)} (now)"
+            found[given.pool // block_bytes] = format_size(given.pool) + NOW
     return dict(sorted(found.items()))
 
 
@@ -260,14 +260,17 @@ def _conclusion(sizes: Sizes, results: Results) -> list[str]:
     lines = [""]
     for group in of_sizes:
         size = sizes[group[0][0].size]
-        if size.endswith("(now)") and group is not found:
+        if size.endswith(NOW) and group is not found:
             differ = "less than a point" if points(group) < 1 else f"{points(group):.1f} points"
-            lines.append(f"In a pool of {size} the policies differ by {differ}.")
+            lines.append(f"In your pool of {size.removesuffix(NOW)} the policies differ by {differ}.")
     each = ", ".join(f"{one.policy} {one.hit_percent:.1f} %" for one, _ in found)
     best = [one.policy for one, _ in found if one.hit_percent > first.hit_percent - 1]  # a point less is as good
     most = f"{' and '.join(best)} {'find' if len(best) > 1 else 'finds'} most"
-    where = f"in a pool of {sizes[first.size]}, where they differ most"
-    return [*lines, f"For this traffic {most} {where}: {each}; {possible:.1f} % were possible."]
+    size = sizes[first.size]
+    where = f"For this traffic {most} in a pool of {size}, where they differ most"
+    if size.endswith(NOW):
+        where = f"In your pool of {size.removesuffix(NOW)} {most}"
+    return [*lines, f"{where}: {each}; {possible:.1f} % were possible."]
 
 
 if __name__ == "__main__":

@@ -58,16 +58,15 @@ def check_fits(wanted_bytes: int, limit: MemoryLimit) -> None:
         unit = 1 << (30 if limit.bytes >= 8 << 30 else 20)
         fits = exact_size(max(1, limit.bytes * 3 // 4 // unit) * unit)
         raise PoolTooLarge(
-            f"The pool with its table needs at least {wanted_bytes} bytes ({format_size(wanted_bytes)}), but only "
-            f"{limit.bytes} bytes ({format_size(limit.bytes)}) are available: {limit.source}. "
-            f"Choose a smaller pool_size, such as {fits}, or give the daemon more memory."
+            f"The pool needs {format_size(wanted_bytes)}, but only {format_size(limit.bytes)} are available "
+            f"({limit.source}). Choose a smaller pool_size, such as {fits}, or give the daemon more memory."
         )
 
 
 def _machine_limit(proc: Path) -> MemoryLimit:
     for name, value in _pairs(proc / "meminfo"):
         if name == "MemAvailable:":
-            return MemoryLimit(value * 1024, "memory available on this machine (MemAvailable in /proc/meminfo)")
+            return MemoryLimit(value * 1024, "MemAvailable")
     return MemoryLimit(2**63 - 1, "the address space; /proc/meminfo has no MemAvailable")
 
 

@@ -34,7 +34,7 @@ def test_blocks_are_listed_and_shown(engine: FakeEngine, cli: Cli) -> None:
     assert all(key.hex() in out for key in KEYS)
     assert KEYS[0].hex() in cli(*LIST_BLOCKS, *NAMED, "--prefix", KEYS[0].hex()).out
     listed = json.loads(cli(*LIST_BLOCKS, *NAMED, "--json").out)
-    assert {block["key"] for block in listed["blocks"]} == {key.hex() for key in KEYS}
+    assert {(one["key"], one["state"]) for one in listed["blocks"]} == {(key.hex(), "ready") for key in KEYS}
     status, out, _ = cli(*SHOW_BLOCK, KEYS[0].hex(), *NAMED)
     assert status == 0
     assert "match their checksums" in out

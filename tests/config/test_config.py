@@ -78,3 +78,5 @@ def test_the_memory_that_is_needed_and_a_shortage_of_it_are_told_with_numbers() 
     assert memory_shortage(config, MemoryLimit(to_come - 1, "the machine")).startswith(
         "The daemon may need 2.15 GiB more memory, but only 2.15 GiB are left (the machine): "
     )
+    with_disk = Config(pool_bytes=64 << 30, disk=(DiskSize("/mnt", 10 << 40),))
+    assert memory_shortage(with_disk, MemoryLimit(4 << 30, "")).endswith("a smaller disk: its index takes 0.2 % of it.")

@@ -56,7 +56,7 @@ def test_the_page_shows_what_was_done_and_is_honest_when_the_daemon_is_away(brow
         assert outcomes["loaded"] == ["3", "(37.5", "%)"]
         assert outcomes["not needed by the engine"] == ["1", "(12.5", "%)"]
         assert outcomes["missed: never stored"] == ["4", "(50.0", "%)"]
-        assert browser.text("totals").startswith("48 tokens loaded since the start, 480.0 ms of prefill saved, 37.5 %")
+        assert browser.text("totals").startswith("48 tokens loaded since the start, 480.0 ms of prefill saved; 37.5 %")
         assert browser.value("uncounted({loaded_keys: 5, loaded_tokens: 0})")
         assert browser.value("saved({loaded_tokens: 5, saved_seconds: 0})") == "unknown seconds"
         # Names are text, whatever they are.

@@ -141,7 +141,7 @@ def test_it_prints_a_table_with_the_sizes_as_given_(tmp_path: Path, capsys: pyte
     most = "For this traffic learned finds most in a pool of 2 blocks, where they differ most"
     assert re.fullmatch(rf"{most}: {found}.", last)
     assert main([str(cycle), "--policy", "lru,learned", "--block-size", "1MiB", "--pool", str(3 << 20)]) == 0
-    assert "In a pool of 3.00 MiB (now) the policies differ by less than a point.\n" in capsys.readouterr().out
+    assert "In your pool of 3.00 MiB the policies differ by less than a point.\n" in capsys.readouterr().out
 
 
 def test_it_replays_over_disks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -42,10 +42,10 @@ def clear(
 
     With --all-nodes the other nodes follow within seconds: use it if weights changed under one name.
 
-    Exit status: 0 done, 1 no, 2 an error, or done but a kill may undo it.
+    Exit status: 0 done, 1 not confirmed, 2 an error, or a kill may undo it.
     """
     if (name is None) is not everything:
-        raise CliError("Name one namespace, or --all; `kvoffd-cli namespaces` lists them.")
+        raise CliError("Name one namespace or --all, not both; `kvoffd-cli namespaces` lists them.")
     with open_admin(directory) as admin:
         one = None if everything else admin.namespace(name or "")
         chosen = admin.namespaces().namespaces if one is None else [one]

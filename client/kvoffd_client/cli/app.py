@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterable
 from importlib import import_module
@@ -113,8 +114,9 @@ def run(given: list[str]) -> int:
             behind = " ".join(takewhile(lambda word: not word.startswith("-"), given[given.index(name) :]))
             return _refuse(f"{option} is not a global option; write it after a command: kvoffd-cli {behind} {option}.")
         said = str(words()).replace("Value error, ", "").rstrip(".")
+        said = re.sub(r"\.? \(?(Did you mean|Possible options:) ([^?)]+)[?)]", r"; did you mean \2?", said)
         hint = "`kvoffd-cli namespaces` lists them" if "'--namespace'" in said else "see --help"
-        return _refuse(f"{said}{'' if said.endswith('?') else ';'} {hint}.")
+        return _refuse(said if said.endswith("?") else f"{said}; {hint}.")
 
 
 def _output_that_fails() -> str:

@@ -101,6 +101,9 @@ def copy(directory: Directory = None, json: Json = False) -> None:
     """
     where = local_directory(directory)
     with _bench(where, COPY_JOBS * MAX_BLOCK_BYTES) as admin:
+        if admin.stats().pool.size_bytes < (least_bytes := POOL_PART * COPIED_BYTES):
+            why = f"The pool is below {format_size(least_bytes)}: ratios are low, since little is copied per job."
+            print(f"kvoffd-cli: {why}", file=sys.stderr)
         _print("copy", "memcpy of the same bytes by one thread", list(_copies(where, admin)), as_json=json)
 
 

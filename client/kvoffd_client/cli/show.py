@@ -90,15 +90,17 @@ def clients(
     request: Annotated[str, typer.Argument(metavar="ID", help="With --requests: part of a request's id.")] = "",
     every: Annotated[bool, typer.Option("--all", help="One row for each session.")] = False,
     requests: Annotated[
-        bool, typer.Option("--requests", help="Show the engines' last requests, and why each hit or missed.")
+        bool, typer.Option("--requests", help="Show last requests, and why each hit or missed.")
     ] = False,
     directory: Directory = None,
     json: Json = False,
 ) -> int:
-    """List the connected engines, oldest first.
+    """List the connected engines, oldest first. Engines with the same namespace share blocks.
 
-    stored, loaded: bytes since it connected. pinned: pool memory that its leases protect from eviction.
-    registered: the engine's own memory for copies.
+    stored, loaded: bytes since it connected. pinned: pool memory under its leases. registered: its own memory for
+    copies.
+
+    Exit status: 0; 1 if no request's id has ID; 2 an error.
     """
     if request and not requests:
         raise CliError(f"{request!r} looks like a request's id; add --requests.")
@@ -215,16 +217,17 @@ def _show_requests(directory: Path | None, name: str, *, as_json: bool) -> int:
         found = admin.ask(ListPrompts, name).prompts
         names = {one.session_id: _engine_name(one) for one in admin.sessions().sessions}
         labels = labels_of(admin)
+    of_engines = dict[tuple[int, bytes], list[PromptReport]]()
+    for one in found:
+        of_engines.setdefault((one.session_id, one.namespace), []).append(one.report)
     if as_json:
         print_json({"requests": found})
-        return 0
-    before = None
-    for one in found:
-        if before != (before := (one.session_id, one.namespace)):
-            namespace = namespace_name(labels.get(one.namespace, ""), one.namespace)
-            say(f"Engine {printable(names.get(one.session_id, '')) or 'without a name'}, namespace {namespace}:")
-        say(request_sentence(one.report))
-    if not found:
+    elif found:
+        for (session_id, fingerprint), reports in of_engines.items():
+            namespace = namespace_name(labels.get(fingerprint, ""), fingerprint)
+            say(f"Engine {printable(names.get(session_id, '')) or 'without a name'}, namespace {namespace}:")
+            say(*map(request_sentence, reports))
+    else:
         say(
             f"No engine has reported a request {printable(name)!r}."
             if name
@@ -281,7 +284,7 @@ def namespaces(context: typer.Context, directory: Directory = None, json: Json =
 def _show_namespaces(found: Sequence[NamespaceInfo]) -> None:
     limited = any(one.quota_bytes is not None for one in found)
     print_table(
-        ("namespace", "<id", ">sessions", ">blocks", ">size", *([">at most"] if limited else []), ">tokens", ">ranks"),
+        ("namespace", "<id", ">sessions", ">blocks", ">size", *([">quota"] if limited else []), ">tokens", ">ranks"),
         [
             (
                 printable(one.label) or "(no label)",
@@ -347,7 +350,7 @@ def quota(
 
     A namespace at its quota evicts its own blocks. The quota survives restarts.
 
-    Exit status: 0 done, 2 an error, 3 done, but a kill may undo it.
+    Exit status: 0 done, 2 an error, or done but a kill may undo it.
     """
     quota_bytes = None if most == "none" else parse_option("--max", most, parse_size)
     with open_admin(directory) as admin:

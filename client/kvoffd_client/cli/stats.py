@@ -150,7 +150,8 @@ def print_stats(now: DaemonStats) -> None:
 def _head(now: DaemonStats) -> Iterator[Line]:
     yield (
         f"kvoffd {printable(now.version)}, up {format_duration(now.uptime_seconds)}, policy {printable(now.policy)}, "
-        f"{format_count(now.sessions)} session{plural(now.sessions)}, {format_size(now.resident_bytes)} of memory"
+        f"{format_count(now.sessions)} session{plural(now.sessions)}, {format_size(now.resident_bytes)} of memory "
+        "besides the pool"
     )
     if now.health_problems:
         reasons = ", ".join(printable(one.reason) for one in now.health_problems)
@@ -302,7 +303,8 @@ def _namespaces(now: DaemonStats, most: int) -> None:
         )
     others = len(found) - min(most, len(found)) + now.other_namespaces
     if others:
-        say((f"and {format_count(others)} more; `kvoffd-cli stats namespaces` has the 100 largest", "dim"))
+        where = "; `kvoffd-cli stats namespaces` has the 100 largest" if most < len(found) else ""
+        say((f"and {format_count(others)} more{where}", "dim"))
     if gone := now.gone_namespaces:
         which = f"{format_count(gone)} removed namespace{plural(gone)}"
         say((f"The sums above include {which}.", "dim"))
@@ -355,7 +357,7 @@ def tier_details(now: DaemonStats) -> Iterator[Line]:
 
 
 def _disk(disk: DiskStats) -> Iterator[Line]:
-    oldest = f", the oldest at most {format_duration(disk.oldest_seconds)} old" if disk.blocks else ""
+    oldest = f", oldest block under {format_duration(disk.oldest_seconds)}" if disk.blocks else ""
     yield f"{disk.directory}: {disk.state}", "bold" if disk.up else "bold yellow"
     if disk.problem:
         yield f"  {disk.problem}", "red"
@@ -374,7 +376,7 @@ def _disk(disk: DiskStats) -> Iterator[Line]:
 
 def _disk_traffic(tiers: TieringStats) -> Iterator[str]:
     left = tiers.write_budget_left_bytes
-    limit = "no daily limit" if left is None else f"{format_size(left)} may be written now"
+    limit = "no daily limit" if left is None else f"daily limit: {format_size(left)} left for now"
     speed = f", recently {format_rate(tiers.promotion_bytes_per_second)}" if tiers.promotion_bytes_per_second else ""
     yield (
         f"promoted {count_blocks(tiers.promoted_blocks)} ({format_size(tiers.promoted_bytes)}){speed}, "
@@ -402,7 +404,7 @@ def _shared(one: SharedStats) -> Iterator[Line]:
     yield f"{one.url}: {'up' if one.up else 'down'}", "bold" if one.up else "bold yellow"
     yield (
         f"  looked up {format_count(one.asked_keys)} keys, found {format_count(one.found_keys)}, no answer in time for "
-        f"{format_count(one.unanswered_keys)}; answers take {format_duration(one.ask_seconds)}, paused "
+        f"{format_count(one.unanswered_keys)}; answers take {answer_time(one)}, paused "
         f"{format_count(one.breaker_trips)} time{plural(one.breaker_trips)} after failures"
     )
     yield (
@@ -434,7 +436,14 @@ def _shared(one: SharedStats) -> Iterator[Line]:
     yield from _faults(one.errors, SHARED_ERRORS)
 
 
+def answer_time(one: SharedStats) -> str:
+    """Return a store's time for an answer; a dash if it has given none."""
+    return format_duration(one.ask_seconds) if one.ask_seconds else "-"
+
+
 def _usage(one: SharedStats) -> str:
+    if not one.up and not one.ask_seconds:
+        return "  usage unknown"
     size = f" of {format_size(one.size_bytes)}" if one.size_bytes else ", without a limit"
     uses = f"uses {format_size(one.used_bytes)}{size}" if one.used_bytes else "does not report its usage"
     chosen = ", and gets only blocks that are likely to be reused" if one.write_mode == "auto" else ""

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from socket import gethostname
 from typing import Annotated, Any, NoReturn
+from urllib.parse import urlsplit
 
 import typer
 from rich.console import Console, Group, RenderableType
@@ -27,7 +28,15 @@ from kvoffd_client.admin_client import read_stats
 from kvoffd_client.cli.findings import failing_copies
 from kvoffd_client.cli.format import Line, make_console, percent, print_json, print_line, reason_name, table_of, wrapped
 from kvoffd_client.cli.show import Engine, engine_table, engines_of, labels_of
-from kvoffd_client.cli.stats import policy_lines, pool_bar, print_stats, saved_time, tier_details, token_count
+from kvoffd_client.cli.stats import (
+    answer_time,
+    policy_lines,
+    pool_bar,
+    print_stats,
+    saved_time,
+    tier_details,
+    token_count,
+)
 from kvoffd_client.cli.target import CliError, Directory, Url, check_one_daemon, open_admin, parse_option
 from kvoffd_client.errors import KvoffdClientError
 from kvoffd_proto.admin import HealthLevel
@@ -61,11 +70,11 @@ HELP = (
     "",
     "key         the hash of one block; percentages are of the keys asked for",
     "loaded      loaded by an engine instead of computed",
-    "not needed  found, but the engine had it already",
+    "not needed  the engine had it already, found here or not",
     "missed      not found or not loaded; `kvoffd-cli stats --misses` has the reasons",
     "tokens/s    tokens loaded",
     "now         the last 3 seconds",
-    "In pool     each prompt's tokens before the first that the pool lacked, without",
+    "Found       each prompt's tokens before the first that the pool lacked, without",
     "            disks and stores; lru: in pools of other sizes, empty at the start",
     "pinned      under a lease or a copy: it cannot be evicted",
 )
@@ -157,6 +166,8 @@ class Screen:
     no_answer: str = ""
     """Sentence that says since when and why the daemon does not answer; empty while it does."""
     clock: str = ""
+    host: str = field(default_factory=gethostname)
+    """The daemon's."""
 
     def page(self, console: Console) -> Layout:
         """Return the whole screen, most important lines first, because low terminals cut the end."""
@@ -188,7 +199,7 @@ class Screen:
         style = {HealthLevel.OK: "bold green", HealthLevel.DEGRADED: "bold yellow"}.get(level, "bold red")
         words, style = ("NO ANSWER", "bold red") if self.no_answer else (words, style)
         up = format_duration(stats.uptime_seconds)
-        left = line(f"kvoffd {stats.version}  {gethostname()}  up {up}  {stats.policy}   ", "bold")
+        left = line(f"kvoffd {stats.version}  {self.host}  up {up}  {stats.policy}   ", "bold")
         return _ends(left.append(words, style), Text(f"{'PAUSED ' * self.paused}{self.clock}", "reverse" * self.paused))
 
     def _keys(self) -> RenderableType:
@@ -216,8 +227,8 @@ class Screen:
         tokens, stored = ([one[at] for one in shown] for at in (0, 1))
         most_tokens, most_stored = (max(rates, default=0.0) for rates in (tokens, stored))
         return [
-            line(f"Loaded  {spark(tokens).rjust(cells)}  at most {format_count(round(most_tokens))} tokens/s"),
-            line(f"Stored  {spark(stored).rjust(cells)}  at most {format_rate(most_stored)}"),
+            line(f"Loaded  {spark(tokens).rjust(cells)}  peak {format_count(round(most_tokens))} tokens/s"),
+            line(f"Stored  {spark(stored).rjust(cells)}  peak {format_rate(most_stored)}"),
         ]
 
     def _namespaces(self, stats: DaemonStats) -> list[RenderableType]:
@@ -341,7 +352,7 @@ def _curve(stats: DaemonStats) -> list[Text]:
     ratios = [(size, curve.lru_hit_ratio[size]) for size in SHOWN_SIZES if size in curve.lru_hit_ratio]
     words = "  ".join(f"{size}x {100 * ratio:.0f} %" for size, ratio in ratios)
     own = percent(curve.found_tokens, curve.asked_tokens)
-    return [line(f"In pool {own} of tokens; lru by size: {words}")]
+    return [line(f"Found in the pool: {own} of tokens; lru {words}")]
 
 
 def _size(one: NamespaceStats) -> str:
@@ -360,7 +371,7 @@ def _tier_summary(stats: DaemonStats) -> list[Text]:
         lines.append(line(words, "" if disk.up else "red"))
     for store in stats.shared:
         found = f"found {percent(store.found_keys, store.asked_keys)}"
-        words = f"Store {store.url}  {'up' if store.up else 'down'}  {format_duration(store.ask_seconds)}  {found}"
+        words = f"Store {store.url}  {'up' if store.up else 'down'}  {answer_time(store)}  {found}"
         lines.append(line(words, "" if store.up else "red"))
     return [Text(), *lines] if lines else []
 
@@ -407,7 +418,8 @@ def top(
 
         console = make_console()
         if console.is_terminal and not console.is_dumb_terminal and not json:
-            return run(read, interval_s, console)
+            host = urlsplit(url if "://" in url else f"//{url}").hostname or gethostname()
+            return run(read, interval_s, console, host)
         _print_pages(read, interval_s, as_json=json)
     return 0
 
@@ -433,9 +445,9 @@ def _print_pages(read: Read, interval_s: float, *, as_json: bool) -> NoReturn:
         time.sleep(max(0.0, began + interval_s - time.monotonic()))
 
 
-def run(read: Read, interval_s: float, console: Console) -> int:
+def run(read: Read, interval_s: float, console: Console, host: str) -> int:
     """Draw until ``q``. Raises KvoffdClientError if the daemon does not answer the first time."""
-    screen = Screen(interval_s)
+    screen = Screen(interval_s, host=host)
     _refresh(screen, read, ANSWER_S)
     next_at = time.monotonic() + min(interval_s, 0.5)  # rates need two samples
     with Live(console=console, screen=True, auto_refresh=False) as live, keyboard(live) as pressed:

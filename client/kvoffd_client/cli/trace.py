@@ -89,7 +89,7 @@ def record(
         full = f" It ended because {file} reached --max-size." if ended == "size" else ""
         say(
             f"{format_count(writer.chains)} request{plural(writer.chains)} for {count_blocks(writer.keys)} in "
-            f"{format_duration(took_s)}, in {format_size(nbytes)} of {file}.{lost}{full}"
+            f"{format_duration(took_s)}; {file} has {format_size(nbytes)}.{lost}{full}"
         )
     return int(ended == "daemon")
 
@@ -199,7 +199,7 @@ def replay(
     policy: Annotated[str, typer.Option(metavar="NAMES", help="Policies, with commas.")] = "all",
     size: Annotated[
         str,
-        typer.Option(metavar="SIZE,...", help="Sizes of the pool. [default: parts of FILE]"),
+        typer.Option(metavar="SIZE,...", help="Sizes of the pool. [default: fractions of all blocks in FILE]"),
     ] = "",
     blocks: Annotated[str, typer.Option(metavar="N,...", help="Sizes of the pool, in blocks of FILE.")] = "",
     block_size: Annotated[str, typer.Option(metavar="SIZE", help="Bytes of a block, if not in FILE.")] = "",
@@ -207,15 +207,16 @@ def replay(
         str,
         typer.Option(metavar="SIZE,...", help="Sizes of a disk, or 4x: four pools."),
     ] = "",
-    disk_write: Annotated[str, typer.Option(metavar="MODES", help="As of the daemon.")] = "auto",
-    disk_write_per_day: Annotated[str, typer.Option(metavar="SIZE", help="0 for no bound.")] = "auto",
+    disk_write: Annotated[str, typer.Option(metavar="MODES", help="As the daemon's disk_write.")] = "auto",
+    disk_write_per_day: Annotated[
+        str, typer.Option(metavar="SIZE", help="0: no limit. auto: the disk's size, with --disk-write auto.")
+    ] = "auto",
     directory: Directory = None,
     json: Json = False,
 ) -> int:
-    """Replay a trace with several policies and sizes of the pool, and of a disk.
+    """Replay a trace with several policies, and sizes of pool and disk.
 
-    Prints hits and writes, the largest possible number of hits, and conclusions. Needs no daemon; if there is one, the
-    size of its pool is one of the sizes.
+    Prints hits, writes and possible hits. A running daemon's pool is one size.
     """
     if find_spec("kvoffd") is None:
         raise CliError("Replay needs the package kvoffd, which is not installed here.")

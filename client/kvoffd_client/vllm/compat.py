@@ -105,7 +105,7 @@ USED = {
 """Attributes that the connector reads, by class of vLLM. A test finds missing ones."""
 
 HAS_DEFECTS_OF_0_32 = release_of(vllm.__version__) == (0, 32)
-"""Whether this vLLM needs ``forget_session_blocks`` and ``record_given_blocks``."""
+"""Whether this vLLM needs ``forget_session_blocks`` and ``record_scheduled_blocks``."""
 
 
 def require_vllm() -> None:
@@ -255,9 +255,10 @@ def _checks() -> dict[str, Callable[[], bool]]:
 def forget_session_blocks(scheduler: Any, request_ids: Iterable[str]) -> None:
     """Make 0.32's offloading scheduler forget the blocks of requests that are scheduled as new.
 
-    0.32 appends the blocks of a new request to those already recorded for it. But a session's next part is scheduled as
-    a new request with all blocks of the session, and so is, with the second model runner, a request that resumes after
-    a preemption. (For the latter vLLM also forgets the old blocks when it asks whether it can be loaded.)
+    0.32 appends the blocks of a new request to those already recorded for it. But the next chunk of a streaming-input
+    session is scheduled as a new request with all blocks of the session, and so is, with Model Runner V2, a request
+    that resumes after a preemption. (For the latter vLLM also forgets the old blocks when it asks whether it can be
+    loaded.)
     """
     for request_id in request_ids:
         if (status := scheduler._req_status.get(request_id)) is not None:
@@ -265,7 +266,7 @@ def forget_session_blocks(scheduler: Any, request_ids: Iterable[str]) -> None:
                 group.block_ids.clear()
 
 
-def record_given_blocks(scheduler: Any, block_ids: Iterable[int]) -> None:
+def record_scheduled_blocks(scheduler: Any, block_ids: Iterable[int]) -> None:
     """Make stores that read these blocks end before this step.
 
     0.32 records only blocks that it loads itself or computes. With MultiConnector another connector may load into them,
@@ -290,7 +291,7 @@ def record_new_blocks(pool: Any, new: set[int]) -> None:
 def fence_no_readers(scheduler: Any, only_read: Callable[[], set[int]]) -> None:
     """Do not wait for stores before a step that only reads their blocks.
 
-    vLLM treats all blocks of a request that begins as written, including its own cache's hits.
+    When a request begins, vLLM treats all its blocks as blocks to be written, also hits of its own cache.
     """
     update = scheduler._update_req_states
 
@@ -303,13 +304,13 @@ def fence_no_readers(scheduler: Any, only_read: Callable[[], set[int]]) -> None:
 
 
 def patch_v2_runner_fence(runner: Any, fence: Callable[[Any], None]) -> bool:
-    """Call ``fence``, a handle_preemptions(), before vLLM's second model runner writes to blocks.
+    """Call ``fence``, a handle_preemptions(), before vLLM's Model Runner V2 writes to blocks.
 
-    The first runner calls it before anything else. The second one calls it just before the forward pass, after it has
-    zeroed new blocks and copied others (of mamba layers and mixed-precision caches), which stores may still read. That
-    later call remains. False if this is not such a runner.
+    V1 calls it before anything else. V2 calls it just before the forward pass, after it has zeroed new blocks and
+    copied others (of mamba layers and mixed-precision caches), which stores may still read. That later call remains.
+    False if the runner is not V2.
     """
-    write = getattr(runner, "update_requests", None)  # not in the first runner
+    write = getattr(runner, "update_requests", None)  # not in V1
     if not callable(write):
         return False
 

@@ -48,7 +48,8 @@ class ConnectorOptions(Struct, frozen=True):
     """The connector's own options, checked.
 
     Attributes:
-        directory: directory of the daemon's sockets; empty for $KVOFFD_DIRECTORY, else /run/kvoffd.
+        directory: directory of the daemon's sockets; empty for $KVOFFD_DIRECTORY, else /run/kvoffd for root and where
+            it exists, else $XDG_RUNTIME_DIR/kvoffd.
         salt: part of the namespace's fingerprint; engines with different salts share nothing.
         lookup_deadline_ms: a lookup without an answer by then is a miss. With ``do_no_harm`` it is a miss earlier if
             computing the prompt is faster, or after late answers; and later for a very long prompt, see

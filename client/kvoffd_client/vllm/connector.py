@@ -18,8 +18,8 @@ from kvoffd_client.vllm.compat import (
     fence_no_readers,
     forget_session_blocks,
     patch_v2_runner_fence,
-    record_given_blocks,
     record_new_blocks,
+    record_scheduled_blocks,
     require_methods,
     require_vllm,
     untested,
@@ -116,8 +116,8 @@ class KvoffdConnector(OffloadingConnector):
         self._block_tokens = min(group.tokens_per_block for group in offloading.groups)
         groups = [kv_cache_config.kv_cache_groups[group.group_id] for group in offloading.groups]
         specs = [next(iter(iter_layer_specs(one.kv_cache_spec))) for one in groups]
-        self._dense_groups = [index for index, spec in enumerate(specs) if isinstance(spec, FullAttentionSpec)]
-        kinds = {index: get_kv_cache_spec_kind(specs[index]).value for index in self._dense_groups}
+        self._full_attention_groups = [index for index, spec in enumerate(specs) if isinstance(spec, FullAttentionSpec)]
+        kinds = {index: get_kv_cache_spec_kind(specs[index]).value for index in self._full_attention_groups}
         pages = [spec.page_size_bytes * len(one.layer_names) for spec, one in zip(specs, groups, strict=True)]
         self._manager.loads, self._manager.stores = transfer_config.is_kv_consumer, transfer_config.is_kv_producer
         self._manager.begin_engine(
@@ -132,7 +132,7 @@ class KvoffdConnector(OffloadingConnector):
             hash_function=get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo),
             assumed_rate=ASSUMED_CPU_RATE if current_platform.is_cpu() else ASSUMED_RATE,
         )
-        self._has_windows = len(self._dense_groups) < len(groups)
+        self._has_windows_or_states = len(self._full_attention_groups) < len(groups)
         self._pool: BlockPool | None = None
         self._attention_groups = [
             group.group_id
@@ -140,7 +140,7 @@ class KvoffdConnector(OffloadingConnector):
             if isinstance(spec, AttentionSpec)
         ]
         self._new_blocks, self._begun_blocks = set[int](), set[int]()
-        """Blocks of this step: allocated ones, and attention blocks of requests that begin."""
+        """Ids of blocks in this step: newly allocated ones; all attention blocks of requests that leave the queue."""
         self._reset_since_step = False
         self._has_unsent_stores = False
 
@@ -172,7 +172,9 @@ class KvoffdConnector(OffloadingConnector):
         super().register_kv_caches(kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: ConnectorMetadata) -> None:
-        """As vLLM's, called first in every step; also takes a new digest and joins the namespace if asked to.
+        """As vLLM's; also takes a new digest and joins the namespace if asked to.
+
+        Called before the forward pass; by Model Runner V1 before anything else.
 
         Starts the step's loads too. vLLM starts them after the model's forward pass, so that on a GPU they would wait
         for it. This pass does not use their blocks, and earlier kernels that did have been launched. All jobs are sent
@@ -200,8 +202,8 @@ class KvoffdConnector(OffloadingConnector):
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Prepare the step's stores, which the next step starts; a step without tokens starts them in get_finished().
 
-        vLLM does so in wait_for_save(), which with speculative decoding its first model runner calls only in the last
-        pipeline stage. Loads have started in handle_preemptions().
+        vLLM does so in wait_for_save(), which Model Runner V1 with speculative decoding calls only in the last pipeline
+        stage. Loads have started in handle_preemptions().
         """
         metadata = self._get_connector_metadata()
         self.connector_worker.prepare_store_kv(metadata)
@@ -212,7 +214,7 @@ class KvoffdConnector(OffloadingConnector):
         """Do nothing; see start_load_kv()."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """As vLLM's, with the requests whose load failed, which are also among those whose load ended."""
+        """As vLLM's, and names requests whose load failed; these also count as received."""
         sent, received = self.get_finished(finished_req_ids)
         worker: KvoffdWorker = self.connector_worker.worker
         failed, worker.failed_requests = worker.failed_requests, set()
@@ -281,7 +283,7 @@ class KvoffdConnector(OffloadingConnector):
         return (0, False) if tokens is None and elsewhere else (tokens, loads)
 
     def _find_load(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return the tokens of a request to load, as get_num_new_matched_tokens()."""
+        """Return how many tokens of a request to load, as get_num_new_matched_tokens()."""
         admission, name = self._admission, request.request_id
         known = self._manager.scanned(request, num_computed_tokens)
         if known is None or (known and admission.admits(request, num_computed_tokens + known, loads=True) is None):
@@ -290,7 +292,7 @@ class KvoffdConnector(OffloadingConnector):
         self._manager.record_scan(request, num_computed_tokens, tokens)
         if tokens is None:
             return None, False
-        if self._dense_groups and self._has_windows:
+        if self._full_attention_groups and self._has_windows_or_states:
             self._mark_shared_prefix(request, num_computed_tokens + tokens)
         if tokens and self._manager.skips_load(name, tokens):
             tokens, loads = 0, False
@@ -303,7 +305,7 @@ class KvoffdConnector(OffloadingConnector):
         """As vLLM's; also releases the pinned blocks of a request that is scheduled without a load."""
         if HAS_DEFECTS_OF_0_32:
             ids = [block.block_id for group in blocks.blocks for block in group if not block.is_null]
-            record_given_blocks(self.connector_scheduler, ids)
+            record_scheduled_blocks(self.connector_scheduler, ids)
         for group in self._attention_groups:
             self._begun_blocks.update([block.block_id for block in blocks.blocks[group]])
         self._admission.record_scheduled(request, loads=num_external_tokens > 0)
@@ -313,7 +315,7 @@ class KvoffdConnector(OffloadingConnector):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ConnectorMetadata:
         """As vLLM's, with news about the namespace for the workers."""
         namespace, scheduler = self._manager.namespace, self.connector_scheduler
-        self._reset_since_step = self._admission.is_full = False
+        self._reset_since_step = self._admission.has_deferred = False
         new = scheduler_output.scheduled_new_reqs
         self._manager.step_begins(scheduler_output.num_scheduled_tokens.values())
         if scheduler_output.total_num_scheduled_tokens > 0:
@@ -406,20 +408,20 @@ class KvoffdConnector(OffloadingConnector):
     ) -> KVConnectorPromMetrics:
         """As vLLM's, but registers the spec, since no connector was created in this process.
 
-        Each API server gets the statistics of other steps, so the most recent value of a gauge counts.
+        Each API server gets the statistics of only some of the steps, so the most recent value of a gauge counts.
         """
         name_spec(vllm_config.kv_transfer_config)
         gauge = functools.partial(metric_types[Gauge], multiprocess_mode="mostrecent")
         return super().build_prom_metrics(vllm_config, {**metric_types, Gauge: gauge}, *args)
 
     def _mark_shared_prefix(self, request: Request, found: int) -> None:
-        """Make vLLM keep and offer the windows and states where a prompt diverges from those in the daemon.
+        """Make vLLM keep and offer the windows and states at the end of the prefix that the daemon has.
 
         vLLM keeps those at the end of each prompt, and where two prompts in its own cache diverge. If prompts with a
         common prefix do not meet in its cache, no window or state would be stored that makes the prefix a hit.
         ``found`` tokens are loaded or in vLLM's own cache.
         """
-        tokens = min(self._manager.ready_tokens(request, index) for index in self._dense_groups)
+        tokens = min(self._manager.ready_tokens(request, index) for index in self._full_attention_groups)
         if found < tokens < request.num_prompt_tokens:
             request.shared_prefix_boundary = max(request.shared_prefix_boundary, tokens)
 
@@ -430,11 +432,11 @@ class KvoffdConnector(OffloadingConnector):
         preparing stores does not delay the first token. Except with windowed layers, whose blocks may be gone by then.
 
         A request that was preempted by a reset and is being loaded is removed from the preempted ones, for which only
-        stores may be running. States of recurrent layers inside a block are removed too: they are not stored, and with
-        ``max_offload_tokens`` there must be none.
+        stores may be running. States of recurrent layers at a position inside a block are removed too: they are not
+        stored, and with ``max_offload_tokens`` vLLM asserts that there are none.
         """
         changes: dict[str, Any] = {}
-        if output.scheduled_new_reqs and not self._has_windows:
+        if output.scheduled_new_reqs and not self._has_windows_or_states:
             new = {one.req_id for one in output.scheduled_new_reqs}
             tokens = {each: count for each, count in output.num_scheduled_tokens.items() if each not in new}
             changes["num_scheduled_tokens"] = tokens

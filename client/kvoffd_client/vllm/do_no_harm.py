@@ -27,7 +27,7 @@ LOAD_SAMPLES = 9
 """Loads remembered for each length."""
 LEAST_LOAD_SAMPLES = 5
 LEAST_SLOW_LOADS, SLOW_LOADS_S = 2, 10.0
-"""This many loads suffice if together they took this long: there are never five loads of half a minute in time."""
+"""This many loads suffice if together they took this long: five of half a minute each never fit into SAMPLE_AGE_S."""
 SAMPLE_AGE_S = 120.0
 """Age after which measurements are ignored, and skipped loads are tried again."""
 MARGIN = 2.0
@@ -59,7 +59,7 @@ class PrefillRate:
         self._least_step = min(LEAST_STEP_TOKENS, largest_chunk)
         self._least_request = min(LEAST_REQUEST_TOKENS, largest_chunk // 2)
         self._running: deque[tuple[float, tuple[int, ...]]] = deque(maxlen=most_running)
-        """Begin of each step, and the tokens of its requests. A failed step never ends and is dropped."""
+        """Start of each step, and the tokens of its requests. A failed step never ends and is dropped."""
         self._ended = 0.0
         """Time of the last step's end."""
         self._tokens, self._seconds = 0, 0.0
@@ -70,7 +70,7 @@ class PrefillRate:
         self.tokens_per_second = 0.0
 
     def step_begins(self, request_tokens: Collection[int]) -> None:
-        """Record the begin of a step with these numbers of tokens per request."""
+        """Record the start of a step with these numbers of tokens per request."""
         self._running.append((self._clock(), tuple(request_tokens)))
 
     def step_ended(self) -> None:

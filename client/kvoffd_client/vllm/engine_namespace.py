@@ -20,7 +20,7 @@ from kvoffd_proto.messages import PromptReport
 PATIENCE_S = 10.0
 """Time limit for the workers' reports, and then for their registration."""
 WANTED, FAILED = inf, -inf
-"""Special values of the time since when the namespace is awaited: from the next step on, or never."""
+"""Values of ``_waiting_since``: WANTED: ask in the next step; FAILED: not again before ``leave()``."""
 
 
 @dataclass(frozen=True)

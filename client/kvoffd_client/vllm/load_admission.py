@@ -46,9 +46,9 @@ class Loaded:
 class LoadAdmission:
     """Admits loads to the KV cache so that they cannot deadlock it.
 
-    vLLM can preempt a loaded request only after it has computed something. With windowed layers vLLM keeps too few
-    blocks free for that, because it counts the blocks behind a window as held. With speculation it also needs free
-    blocks for a step's drafts. So a cache full of loads would block for ever, with all requests behind them.
+    vLLM can preempt a loaded request only after it has computed something. With sliding windows vLLM reserves too few
+    free blocks: it counts blocks that the window has left as still held. With speculation it also needs free blocks for
+    a step's drafts. So a cache full of loads would block for ever, with all requests behind them.
 
     For a request whose load failed, vLLM reserves the free blocks that it needs until it is scheduled. A load that does
     not fit in addition would block all requests behind it, including that one.
@@ -59,7 +59,7 @@ class LoadAdmission:
 
     Attributes:
         pool: vLLM's blocks; None before they are known.
-        is_full: whether a load was deferred in this step. Later loads are then deferred too, to keep the order.
+        has_deferred: whether a load was deferred in this step. Later loads are then deferred too, to keep the order.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class LoadAdmission:
         self._blocks: float = kv_cache_config.num_blocks - 1 if speculates or windowed else inf  # one is the null block
         self._loaded: dict[Request, Loaded] = {}
         self.pool: BlockPool | None = None
-        self.is_full = False
+        self.has_deferred = False
 
     def record_scheduled(self, request: Request, *, loads: bool) -> None:
         """Record that a request is scheduled, to be loaded or to compute."""
@@ -99,7 +99,7 @@ class LoadAdmission:
 
         ``computed`` of its tokens will then be in the cache. False: it must be computed. None: not in this step.
         """
-        if loads and self.is_full:
+        if loads and self.has_deferred:
             return None
         if not loads:
             # vLLM keeps a request whose load failed at the head of the queue until it is passed over once.
@@ -115,7 +115,7 @@ class LoadAdmission:
         moving = {other: load for other, load in others.items() if load.ended_at is None or load.ended_at > oldest}
         if not others or (len(moving) < len(others) and self._fits(request, computed, moving)):
             return False
-        self.is_full = True
+        self.has_deferred = True
         return None
 
     def _others(self, request: Request) -> dict[Request, Loaded]:

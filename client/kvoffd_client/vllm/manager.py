@@ -1,4 +1,4 @@
-"""The scheduler's half of the connector: answers vLLM's questions about blocks by the daemon's answers."""
+"""The scheduler's half of the connector: answers vLLM's questions about blocks from the daemon's answers."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ _HIT, _PENDING, _MISS = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult
 _READY_BYTE, _NOT_THERE = bytes([READY]), bytes([ABSENT, WRITING])
 NEVER = float("-inf")
 REFRESH_S = 1.0
-"""Age at which an answer with misses is refreshed, time before its end at which a complete one is, and pause after a
-failed lookup."""
+"""An answer with misses is refreshed at this age, a complete one this long before ``stale_at``. After a failed lookup
+none is sent for this long."""
 MIN_RETRY_PAUSE_S, MAX_RETRY_PAUSE_S = 0.002, 0.05
 """Pause between lookups of blocks that are being promoted."""
 LOOKUP_WAIT_S = 0.001
@@ -77,7 +77,7 @@ ASSUMED_RATE, ASSUMED_CPU_RATE = 10_000.0, 500.0
 """Assumed prefill rates in tokens per second, on a GPU and on a CPU, while the rate is unknown. Estimates for a large
 GPU and for few cores."""
 LEAST_COMPUTED_S = 0.02
-"""Least assumed duration of an engine's step."""
+"""Least time assumed for computing a prompt."""
 LATE_REPLIES = 3
 """Consecutive answers that took longer than a prompt may wait, after which the next prompts do not wait."""
 ANSWER_SHARE = 0.1
@@ -89,7 +89,7 @@ ASK_SHARE, MOST_ASK_S = 0.1, 0.25
 """Share of that time, and its limit, for which it waits for a shared store's answer."""
 WAIT_PAUSE_S = 0.1
 """Time without waiting after an answer that did not come in time. A daemon that hangs costs a hundredth of the time,
-until it counts as not connected."""
+of an idle engine a twentieth, until it counts as not connected."""
 REPORT_EVERY_S = 10.0
 
 
@@ -98,7 +98,7 @@ class KeyedLookup:
     """A lookup of one request.
 
     Attributes:
-        chunks: the chunks of each group that has complete ones, by index on the wire.
+        chunks: hashes of the chunks of each group that has complete ones, by index on the wire.
         given_up: the request no longer waits for the answer, but uses it if it comes before the request runs.
         read: whether the answer was read.
         found: results by vLLM's keys, for keys in the pool or being promoted.
@@ -196,7 +196,7 @@ class KvoffdManager(OffloadingManager):
     """vLLM's OffloadingManager over the daemon. If the daemon is absent or slow, every answer is a miss.
 
     Attributes:
-        namespace: the engine's namespace and connection. It is left before reset_cache() is called.
+        namespace: the engine's namespace and connection. The connector leaves it before it calls reset_cache().
         events: publisher of the daemon's blocks; None if the engine publishes no KV events.
         loads, stores: vLLM's kv_role. Without ``loads`` everything is a miss, without ``stores`` nothing is stored.
     """
@@ -220,10 +220,8 @@ class KvoffdManager(OffloadingManager):
         self._shard_bytes: dict[bytes, int] = {}
         """Approximate bytes of one worker's shard of a block, by the group's suffix of a key."""
         self._credit_bytes = 0
-        """Bytes of stores that may be outstanding, as the workers reported. One offer may exceed it: an offer has all
-        new blocks of a request's step, of which a part has little use (vLLM does not offer the rest again, and a prefix
-        without its sliding windows is not a hit), and a larger offer than the credit could otherwise never be stored.
-        """
+        """Bytes of stores that may be outstanding, as the workers reported. An offer may exceed it: vLLM would not
+        offer the rest of a step's new blocks again, and a part of them rarely makes a hit."""
         self._storing: dict[OffloadKey, int] = {}
         """Keys of stores that no worker has reported as ended, with their bytes."""
         self._outstanding_bytes = 0
@@ -479,7 +477,7 @@ class KvoffdManager(OffloadingManager):
             suffix, leading = self._groups[index].suffix, len(states) - len(states.lstrip(_READY_BYTE))
             came.found.update(dict.fromkeys([one + suffix for one in chunks[:leading]], _HIT))
             if not states[leading:].strip(_NOT_THERE):
-                continue  # only absent keys, which are not needed
+                continue  # only keys that are absent or being written: they need no entry
             for one, state in zip(chunks[leading:], states[leading:], strict=True):
                 if state == READY:
                     came.found[one + suffix] = _HIT
@@ -536,7 +534,7 @@ class KvoffdManager(OffloadingManager):
         return max(count * self._groups[self._positions[suffix]].tokens_per_chunk for suffix, count in counts.items())
 
     def step_begins(self, request_tokens: Collection[int]) -> None:
-        """Record the begin of a step with these numbers of tokens per request; regularly report to the daemon."""
+        """Record the start of a step with these numbers of tokens per request; regularly report to the daemon."""
         self._is_idle = not request_tokens
         self._wait_left_s = IDLE_WAIT_S if self._is_idle else LOOKUP_WAIT_S
         self._tokens_before = None
@@ -580,7 +578,8 @@ class KvoffdManager(OffloadingManager):
     def record_scan(self, request: Request, computed_tokens: int, tokens: int | None) -> None:
         """Record the result of a scan of a request with ``computed_tokens`` in vLLM's own cache.
 
-        ``tokens`` is None if it is deferred, which remains so until a load ends if it waits for nothing else.
+        ``tokens`` is None if it is deferred. If it waits only for other requests' loads, it is not scanned again before
+        a load ends.
         """
         state = self._requests[request.request_id]
         waits = state.waits_for_tier or state.otherwise is LookupResult.RETRY or request.num_preemptions
@@ -588,8 +587,7 @@ class KvoffdManager(OffloadingManager):
             state.scan = state.answer, computed_tokens, tokens, self._ended_loads
 
     def scanned(self, request: Request, computed_tokens: int) -> int | None:
-        """Return the tokens found by the last scan of a request, None if it is deferred; 0 if a new scan may find
-        others."""
+        """Return the tokens found by the last scan of a request; None: it is deferred; 0: scan again."""
         state = self._requests[request.request_id]
         answer, computed, tokens, ended_loads = state.scan
         is_same = answer is state.answer is not None and computed == computed_tokens and not state.waits_for_tier
@@ -729,8 +727,8 @@ class KvoffdManager(OffloadingManager):
 
         Never None for the states of recurrent layers, which vLLM offers only once: blocks without them are not hits.
 
-        vLLM offers the whole prompt when a request ends. But a request that ended with an error may have computed only
-        a part, and one preempted during its last token has lost its blocks.
+        vLLM offers the whole prompt when a request ends, unless it was aborted. But a request that ended with an error
+        may have computed only a part, and one preempted during its last token has lost its blocks.
         """
         state, namespace = self._requests.get(req_context.req_id), self.namespace
         nothing = PrepareStoreOutput(keys_to_store=[], store_spec=KeyedSpec(()), evicted_keys=[])
@@ -796,8 +794,8 @@ class KvoffdManager(OffloadingManager):
                 self._read(state.last)
 
     def has_pending_work(self) -> bool:
-        # Not for requests that wait for an answer: vLLM runs steps for them anyway, but none while paused, and a pause
-        # ends only when nothing is pending.
+        # Not for requests that wait for an answer: vLLM runs steps for them anyway, but none while paused, and it
+        # finishes pausing only when nothing is pending.
         return self.namespace.needs_steps
 
     def reset_cache(self) -> None:

@@ -30,7 +30,7 @@ _COUNTERS = {
     LOOKUPS: "Lookups sent to the kvoffd daemon.",
     LOOKUP_WAITS: "Times that the scheduler waited for a lookup's answer: at most 1 ms per step, 5 ms if idle.",
     LOOKUP_WAITS_TIMED_OUT: "Such waits that ended without an answer; each suspends waiting for 0.1 s.",
-    LATE_LOOKUPS: "Lookups counted as misses because their answers took longer than computing the prompt.",
+    LATE_LOOKUPS: "Lookups whose answer the engine stopped waiting for.",
     FAILED_LOADS: "Loads that failed; their requests were recomputed.",
     FAILED_STORES: "Stores of which at least one block was not stored.",
     SLOW_LOADS: "Requests whose blocks were found but not loaded because computing was faster.",

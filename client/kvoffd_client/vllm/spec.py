@@ -47,7 +47,7 @@ ENGINE_ID_SHOWN = 8
 class KvoffdSpec(OffloadingSpec):
     """vLLM's OffloadingSpec for the daemon.
 
-    Attributes, set by KvoffdConnector in workers:
+    Attributes, of which KvoffdConnector sets namespace and layers in workers:
         namespace: derived from the worker's configuration.
         memory: memory of its KV cache on CPU.
         layers: layouts of its layers' pages, for each group on the wire.

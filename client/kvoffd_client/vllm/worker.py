@@ -31,8 +31,8 @@ KERNELS_TIMEOUT_S = 300.0
 class KvoffdWorker(OffloadingWorker):
     """vLLM's OffloadingWorker over the daemon. Jobs may fail, but are never refused.
 
-    vLLM asserts that no job fails, so failed jobs are reported to it as ended; ``take_report`` returns the failures.
-    Without a namespace (see ``join``) every job fails at once.
+    vLLM asserts that no job fails, so failed jobs are reported to it as successful; ``take_report`` returns the
+    failures. Without a namespace (see ``join``) every job fails at once.
 
     Args:
         connect: returns a client with the KV memory registered in a namespace; raises NotShareable.
@@ -100,7 +100,7 @@ class KvoffdWorker(OffloadingWorker):
     def submit_load(
         self, job_id: int, src_spec: KeyedSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
     ) -> bool:
-        """Queue a load for ``flush``. Always True. ``expedited`` (0.33) is ignored: loads never wait."""
+        """Queue a load for ``flush``. Always True. Ignores ``expedited`` (0.33): loads are not queued behind stores."""
         self._specs[job_id], self._unsent[job_id] = src_spec, (dst_spec, False)
         return True
 
@@ -215,7 +215,7 @@ class KvoffdWorker(OffloadingWorker):
         self._report.waited_s += now - min(now, max(began, kernels_done_at()))
 
     def _mark_kernels(self) -> Callable[[], float]:
-        """Return a function that returns when the kernels launched so far finished; infinity until then."""
+        """Return a function that gives the time at which the kernels launched so far finished; infinity before."""
         if self._sender is None:
             return lambda: -math.inf
         try:
