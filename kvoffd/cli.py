@@ -22,6 +22,7 @@ from kvoffd.config import (
     Config,
     ConfigError,
     Limits,
+    check_disks,
     did_you_mean,
     load_config,
     settings_in_force,
@@ -80,7 +81,12 @@ def main(arguments: Sequence[str] | None = None, limits: Limits | None = None) -
         config = load_config(flags, os.environ, given.config, limits)
     except ConfigError as error:
         return _refuse(str(error), flags["log_format"] or _log_format_variable())
-    return serve(config) if given.command == "serve" else show(config, as_json=given.json)
+    status = show(config, as_json=given.json) if given.command == "config" else 0
+    try:
+        check_disks(config)
+    except ConfigError as error:
+        return _refuse(str(error), config.log_format)
+    return serve(config) if given.command == "serve" else status
 
 
 def open_standard_streams() -> None:
@@ -130,10 +136,7 @@ def _refuse(sentence: str, log_format: str) -> int:
 
 
 def show(config: Config, *, as_json: bool) -> int:
-    """Print the configuration with each value's source, and check the machine as ``serve`` does."""
-    from kvoffd.errors import KvoffdError
-    from kvoffd.server.tiers import check_disks, shared_stores
-
+    """Print the configuration with each value's source."""
     try:
         print(config_as_json(config) if as_json else config_as_toml(config), end="", flush=True)
     except OSError as error:
@@ -141,11 +144,6 @@ def show(config: Config, *, as_json: bool) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):  # as when piped to head
             return _refuse(f"standard output: {error.strerror}.", config.log_format)
-    try:
-        shared_stores(config)
-        check_disks(config)
-    except KvoffdError as error:
-        return _refuse(str(error), config.log_format)
     return 0
 
 

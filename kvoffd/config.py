@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import grp
+import os
 import pwd
 import re
 import tomllib
@@ -21,9 +22,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 from kvoffd.cache import DEFAULT_POLICY, POLICY_NAMES
 from kvoffd.tiering import TieringSettings, WriteMode
+from kvoffd.tiers import DISK_NAME
 from kvoffd.tiers.store import PASSWORD_VARIABLE, check_url
 from kvoffd_proto.paths import SocketPaths, default_directory, is_utf8
-from kvoffd_proto.units import exact_duration, exact_size, is_host, parse_duration, parse_size, quoted
+from kvoffd_proto.units import exact_duration, exact_size, format_size, is_host, parse_duration, parse_size, quoted
 
 VARIABLE_PREFIX = "KVOFFD_"
 CONFIG_VARIABLE = "KVOFFD_CONFIG"
@@ -347,8 +349,8 @@ class Config:
     )
     disk_start: str = choice("required", "optional").setting(
         "required",
-        "Whether the daemon refuses to start if a disk's directory is missing or its file system too small (required), "
-        "or starts without that disk (optional). Choose optional if a pool without disks is better than none.",
+        "Whether the daemon refuses to start if a disk's directory is missing, not writable or too full (required), or "
+        "starts without that disk (optional). Choose optional if a pool without disks is better than none.",
     )
     disk_write: str = WRITE_MODE.setting(
         TieringSettings.mode.value,
@@ -560,3 +562,28 @@ def did_you_mean(name: str, names: Collection[str]) -> str:
 
     close = difflib.get_close_matches(name, sorted(names), n=1)
     return f"did you mean {close[0]}?" if close else ""
+
+
+def check_disks(config: Config) -> None:
+    """Raise ConfigError if a disk that is required at the start cannot be used."""
+    seen: dict[tuple[int, int], str] = {}
+    for size in config.disk if config.disk_start == "required" else ():
+        path, hint = size.directory, "name another, or set disk_start to optional to start without it"
+        try:
+            status, space = os.stat(f"{path}/."), os.statvfs(path)
+        except OSError as error:
+            why = error.strerror or error
+            raise ConfigError(f"disk: the directory {path} cannot be used ({why}); make it, {hint}.") from error
+        if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+            raise ConfigError(f"disk: the daemon's user may not write to {path}; change its owner or mode, {hint}.")
+        if (other := seen.setdefault((status.st_dev, status.st_ino), path)) is not path:
+            raise ConfigError(f"disk: {path} is the same directory as {other}; give each disk its own, {hint}.")
+        try:
+            there_bytes = os.lstat(f"{path}/{DISK_NAME}").st_blocks * 512
+        except OSError:
+            there_bytes = 0
+        if (free := space.f_frsize * space.f_bavail + there_bytes) < size.size_bytes:
+            raise ConfigError(
+                f"disk: {format_size(size.size_bytes)} do not fit into the file system of {path}, where "
+                f"{format_size(free)} are free; choose a smaller size, {hint}."
+            )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +18,8 @@ from kvoffd.cache.block_table import FOUND
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.cache.policy import Chain
 
+TAKEN_AT_ONCE = 64
+"""Prompts of a session that is gone which are counted in one step."""
 _REASONS = {int(reason): reason for reason in MissReason}
 MOST_UNCOUNTED_BYTES, PART_BYTES = 32 << 20, 1024
 """Limit of the memory of prompts that wait for a report, and what each lookup of a group takes besides its keys, about.
@@ -122,10 +125,14 @@ class UncountedPrompts:
         self._by_lease: dict[tuple[int, int], list[AskedKeys]] = {}
         self._leases_of: dict[int, dict[int, None]] = {}
         """Lease ids by session."""
+        self._ended: dict[int, None] = {}
+        """Sessions that are gone and have prompts."""
         self._nbytes = 0
 
-    def add(self, session: int, lease_id: int, asked: Iterable[AskedKeys]) -> list[list[AskedKeys]]:
+    def add(self, session: int, lease_id: int, asked: Sequence[AskedKeys]) -> list[list[AskedKeys]]:
         """Add the keys of a lookup to a prompt. Return the prompts that must be counted without a report."""
+        if not asked:
+            return []
         parts = self._by_lease.setdefault((session, lease_id), [])
         self._leases_of.setdefault(session, {})[lease_id] = None
         for part in asked:
@@ -146,9 +153,24 @@ class UncountedPrompts:
                 del self._leases_of[session]
         return parts
 
-    def take_all(self, session: int) -> list[list[AskedKeys]]:
-        """Remove all prompts of a session that is gone."""
-        return [self.take(session, lease_id) for lease_id in list(self._leases_of.get(session, ()))]
+    def session_ended(self, session: int) -> None:
+        """Leave the prompts of a session that is gone to ``take_some``."""
+        if session in self._leases_of:
+            self._ended[session] = None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether ``take_some`` has any."""
+        return bool(self._ended)
+
+    def take_some(self) -> list[list[AskedKeys]]:
+        """Remove some prompts of sessions that are gone."""
+        session = next(iter(self._ended))
+        some = list(islice(self._leases_of.get(session, ()), TAKEN_AT_ONCE))
+        taken = [self.take(session, lease_id) for lease_id in some]
+        if session not in self._leases_of:
+            del self._ended[session]
+        return taken
 
 
 def _nbytes(parts: Iterable[AskedKeys]) -> int:

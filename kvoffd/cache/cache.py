@@ -567,8 +567,7 @@ class Cache:
 
     def end_session(self, session: int) -> int:
         """End all leases of a closed session. Returns how many."""
-        for prompt in self._uncounted.take_all(session):
-            self._count_prompt(prompt, None)
+        self._uncounted.session_ended(session)
         return self._end(self._alive(self.leases_of(session).leases))
 
     def _alive(self, leases: Iterable[Lease]) -> list[Lease]:
@@ -835,16 +834,21 @@ class Cache:
     def end_load(self, tickets: Sequence[LoadTicket], *, counts: bool = False, ends_lease: bool = False) -> None:
         """End the tickets of one job. ``ends_lease``: end the lease too, once every rank's job has asked for it.
 
-        ``counts``: count the loaded keys and tokens, once for all ranks. A lease's tokens are those of its largest
-        group: with a sliding window, fewer blocks stand for as many tokens.
+        ``counts``: count the loaded keys and tokens, once all ranks have loaded them. A lease's tokens are those of its
+        largest group: with a sliding window, fewer blocks stand for as many tokens.
         """
         if self.tiers is not None:
             self.tiers.loaded(tickets)
         for ticket in tickets:
             self.unpin(ticket.blocks)
             lease, group, part = ticket.lease, ticket.group.index, (ticket.group.index, ticket.first_key)
-            if counts and ticket.blocks.size and part not in lease.loaded:
-                lease.loaded.add(part)
+            if counts and ticket.blocks.size:
+                ranks = lease.loaded.setdefault(part, set())
+                if ticket.rank in ranks:
+                    continue
+                ranks.add(ticket.rank)
+                if len(ranks) < lease.namespace.world_size:
+                    continue
                 before = max(lease.loaded_tokens.values(), default=0)
                 lease.loaded_tokens[group] = lease.loaded_tokens.get(group, 0) + ticket.tokens
                 lease.namespace.counters.loaded_keys += len(ticket.blocks)
@@ -1050,13 +1054,17 @@ class Cache:
         self.blocks.group[slots] = 0
 
     def background(self) -> bool:
-        """Do one step of freeing reset blocks, or of unpinning blocks of ended leases. Returns whether more remain."""
+        """Do one step of freeing reset blocks, of unpinning blocks of ended leases, or of counting prompts of closed
+        sessions. Returns whether more remain."""
         if self._ended:
             self._unpin_ended()
+        elif self._uncounted.has_ended:
+            for prompt in self._uncounted.take_some():
+                self._count_prompt(prompt, None)
         elif self._dead:
             group = next(iter(self._dead.values()))
             self._sweep([group], max(1, self.swept_at_once // len(group.sizes)))
-        return bool(self._ended or self._dead)
+        return bool(self._ended or self._dead or self._uncounted.has_ended)
 
     def _sweep(self, groups: Sequence[Group], count: int) -> int:
         """Free up to ``count`` blocks of groups that were reset. Returns how many."""

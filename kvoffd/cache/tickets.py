@@ -26,8 +26,8 @@ class Lease:
     nbytes: int = 0
     """Bytes of the blocks that were not pinned before."""
     loaded_ranks: set[int] = field(default_factory=set)
-    loaded: set[tuple[int, bytes]] = field(default_factory=set)
-    """Group and first key of each counted load: other ranks load the same."""
+    loaded: dict[tuple[int, bytes], set[int]] = field(default_factory=dict)
+    """Ranks that loaded a part, by its group and first key: it is counted once all have."""
     loaded_tokens: dict[int, int] = field(default_factory=dict)
     """Loaded tokens by group."""
     coming: int = 0

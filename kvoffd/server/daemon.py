@@ -30,7 +30,7 @@ from kvoffd.server.recovery import open_pool, restore
 from kvoffd.server.service import Service
 from kvoffd.server.sockets import Sockets
 from kvoffd.server.stats import daemon_stats
-from kvoffd.server.tiers import OpenStores, check_disks, shared_stores
+from kvoffd.server.tiers import OpenStores, shared_stores
 from kvoffd.system.directory import DaemonDirectory
 from kvoffd.system.limits import check_loop_calls, raise_descriptor_limit
 from kvoffd.system.mappings import PageFaulter
@@ -131,7 +131,6 @@ class Daemon:
                 loop.add_signal_handler(number, self._stop.set)
         # Read before the pool is touched, which may take minutes.
         self._shared_stores = shared_stores(self._config)
-        check_disks(self._config)
         self._directory.acquire()
         try:
             self._start_http()

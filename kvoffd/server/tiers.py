@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +17,6 @@ from kvoffd.observe.meters import HOUR_S, CounterWindows
 from kvoffd.pool.pool import Pool
 from kvoffd.server.memory import Post
 from kvoffd.server.persistence import State
-from kvoffd.system.files import open_directory
 from kvoffd.system.numa import usable_cpus
 from kvoffd.system.threads import start
 from kvoffd.tiering import TieringSettings, WriteMode
@@ -303,28 +301,6 @@ class TierSupervisor:
         if (namespace := self._cache.namespaces.get(fingerprint)) is not None:
             tiering.namespace_forgotten(namespace)  # its promotions are of the lower generation
             self._cache.reset(namespace, keep_tiers=True, generation=generation)
-
-
-def check_disks(config: Config) -> None:
-    """Raise KvoffdError if a disk that is required at the start cannot be used."""
-    for size in config.disk if config.disk_start == "required" else ():
-        hint = "name another, or set disk_start to optional to start without it"
-        try:
-            fd = open_directory(Path(size.directory))
-            try:
-                found = os.fstatvfs(fd)
-            finally:
-                os.close(fd)
-        except OSError as error:
-            why = error.strerror or error
-            raise KvoffdError(
-                f"disk: the directory {size.directory} cannot be used ({why}); make it, {hint}."
-            ) from error
-        if (total := found.f_frsize * found.f_blocks) < size.size_bytes:
-            raise KvoffdError(
-                f"disk: {format_size(size.size_bytes)} do not fit into the file system of {size.directory}, which has "
-                f"{format_size(total)}; choose a smaller size, {hint}."
-            )
 
 
 def shared_stores(config: Config) -> OpenStores:

@@ -455,7 +455,7 @@ class Tiering:
             return
         if namespace.generation != block_group.generation:
             found = [False] * len(keys)
-        if run is not None:
+        if run is not None and run[1][0].namespace is namespace:  # else another one has its fingerprint now
             (asked, first), gap = run[1], sum(found)
             namespace.counters.found_shared += gap
             reasons = self._cache.reasons_of(namespace, block_group.number, b"".join(keys[gap:]))

@@ -3,3 +3,6 @@
 A disk is ``disk.py``: ``disk_writes.py`` writes blocks, ``disk_reads.py`` reads them, and ``disk_clearing.py`` removes
 them, as for a clear. A store that nodes share is ``shared.py``.
 """
+
+DISK_NAME = "kvoffd.disk"
+"""File of a disk tier in its directory."""

@@ -41,13 +41,14 @@ from kvoffd.system.files import (
     read_all,
     write_all,
 )
+from kvoffd.tiers import DISK_NAME
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.stats import DiskFault
 from kvoffd_proto.units import format_size
 
 logger = logging.getLogger(__name__)
 
-DISK_NAME, INDEX_NAME = "kvoffd.disk", "kvoffd.index"
+INDEX_NAME = "kvoffd.index"
 RECORD = np.dtype(
     [
         ("tag", "<u8"),

@@ -58,6 +58,7 @@ class ModelLease:
     loaded: set[int] = field(default_factory=set)
     counted: dict[tuple[int, int], int] = field(default_factory=dict)
     """Tokens by group and first key of each load that was counted."""
+    part_ranks: dict[tuple[int, int], set[int]] = field(default_factory=dict)
     reported: bool = False
 
 
@@ -406,7 +407,12 @@ class CacheMachine(RuleBasedStateMachine):
     def count_load(self, ticket: LoadTicket, models: list[Model], lease: ModelLease) -> None:
         ticket.tokens = 16 * len(models)
         before = self.tokens_loaded(lease)
-        if models and (part := models[0].name[1:]) not in lease.counted:
+        ranks = lease.part_ranks.setdefault(models[0].name[1:], set()) if models else set()
+        if models and ticket.rank not in ranks:
+            ranks.add(ticket.rank)
+            if len(ranks) < NAMESPACES[lease.space][0]:
+                return
+            part = models[0].name[1:]
             lease.counted[part] = 16 * len(models)
             loaded = self.loaded[ticket.lease.namespace]
             loaded[0] += len(models)
@@ -476,6 +482,9 @@ class CacheMachine(RuleBasedStateMachine):
         own = [number for number, lease in self.leases.items() if lease.session == session]
         assert self.cache.end_session(session) == len(own)
         self.end_leases(own)
+        while self.cache._uncounted.has_ended:
+            for prompt in self.cache._uncounted.take_some():
+                self.cache._count_prompt(prompt, None)
         for name in [name for name in self.unreported if name[0] == session]:
             namespace, asked = self.unreported.pop(name)
             found = [there for _, part in asked for there in part]

@@ -64,8 +64,9 @@ def test_config_flags_go_over_variables_over_the_file(file: Path) -> None:
 
 def test_config_takes_disks_alike_from_one_flag_several_and_the_variable() -> None:
     wanted = "/mnt/a=1GiB,/mnt/b=2GiB"
-    flags = ("--disk", "/mnt/a=1GiB", "--disk", "/mnt/b=2GiB")
-    for found in (shown("--disk", wanted), shown(*flags), shown(KVOFFD_DISK=wanted)):
+    optional = ("--disk-start", "optional")
+    flags = ("--disk", "/mnt/a=1GiB", "--disk", "/mnt/b=2GiB", *optional)
+    for found in (shown("--disk", wanted, *optional), shown(*flags), shown(*optional, KVOFFD_DISK=wanted)):
         assert found["disk"]["text"] == wanted
         assert found["disk"]["value"] == [["/mnt/a", 1 << 30], ["/mnt/b", 2 << 30]]
 
@@ -122,7 +123,7 @@ def test_config_refusals_name_setting_value_and_source(file: Path) -> None:
         ("log_level", "loud"),
         ("eviction_policy", "fifo"),
         ("disk_deadline", "nan"),
-        ("allowed_uids", "root"),
+        ("allowed_uids", "nobody-at-all"),
         ("http_address", "127.0.0.1:65536"),
         ("pool_file", "/dev/shm/"),
         ("directory", "/" + "d" * 120),

@@ -15,8 +15,8 @@ from typing import Any, cast
 from kvoffd.pool.checksums import digest
 from kvoffd.system.files import FileCalls, read_all
 from kvoffd.system.threads import ENDED_AT_ONCE, DaemonThreads, Workers
+from kvoffd.tiers import DISK_NAME
 from kvoffd.tiers.disk import DiskTier
-from kvoffd.tiers.disk_file import DISK_NAME
 from kvoffd.tiers.disk_reads import Reads
 from kvoffd.tiers.header import BlockGroup
 
