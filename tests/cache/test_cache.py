@@ -7,6 +7,7 @@ import os
 import numpy as np
 import pytest
 
+from kvoffd.cache.asked_keys import TAKEN_AT_ONCE
 from kvoffd.cache.block_table import DROPPED, FREE, READY
 from kvoffd.cache.cache import MAX_UNREPORTED_REQUESTS
 from kvoffd.cache.namespace import MissReason, Namespace, NamespaceSnapshot
@@ -222,6 +223,23 @@ def test_every_way_out_has_its_reason() -> None:
     assert rig.cache.reasons_of(namespace, 0, keys_of(4)) == [MissReason.EVICTED]
     rig.store(namespace, keys_of(1))
     assert rig.cache.reasons_of(namespace, 0, keys_of(4)) == [MissReason.EVICTED]
+
+
+def test_prompts_that_wait_for_a_report_are_bounded_and_counted_in_steps() -> None:
+    rig = full_rig(8)
+    namespace = rig.open("a")
+    for lease_id in range(1000):
+        rig.cache.lookup(namespace, 1, 1 + lease_id, [], reported=True)
+    assert not rig.cache._uncounted._by_lease, "there is nothing to count"
+    for lease_id in range(200):
+        rig.cache.lookup(namespace, 1, 1 + lease_id, [(0, keys_of(lease_id))], reported=True)
+    assert misses(namespace) == {}
+    rig.cache.end_session(1)
+    counted = []
+    while rig.cache.background():
+        counted.append(sum(misses(namespace).values()))
+    assert counted == [TAKEN_AT_ONCE, 2 * TAKEN_AT_ONCE, 3 * TAKEN_AT_ONCE]
+    assert misses(namespace) == {"UNKNOWN": 200}
 
 
 # --- what others hear ----------------------------------------------------------------------------
