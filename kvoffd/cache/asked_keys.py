@@ -20,7 +20,6 @@ from kvoffd.cache.policy import Chain
 
 TAKEN_AT_ONCE = 64
 """Prompts of a session that is gone which are counted in one step."""
-_REASONS = {int(reason): reason for reason in MissReason}
 MOST_UNCOUNTED_BYTES, PART_BYTES = 32 << 20, 1024
 """Limit of the memory of prompts that wait for a report, and what each lookup of a group takes besides its keys, about.
 Beyond the limit the oldest prompt is counted without a report."""
@@ -81,9 +80,11 @@ class PromptOutcome(NamedTuple):
 
 def count_misses(namespace: Namespace, reasons: bytes | bytearray) -> None:
     """Count keys by the reason why they were missed; those that were found are not."""
+    if reasons.count(FOUND) == len(reasons):
+        return
     for number, count in enumerate(np.bincount(np.frombuffer(reasons, np.uint8)).tolist()[:FOUND]):
         if count:
-            namespace.counters.misses[_REASONS[number]] += count
+            namespace.counters.misses[MissReason(number)] += count
 
 
 def count_prompt(parts: Sequence[AskedKeys], outcome: PromptOutcome | None) -> Iterator[tuple[Chain, int]]:
@@ -115,7 +116,7 @@ def count_prompt(parts: Sequence[AskedKeys], outcome: PromptOutcome | None) -> I
             if outcome is None:
                 counters.covered_keys += found
             else:
-                counters.misses[_REASONS[unloaded]] += found
+                counters.misses[MissReason(unloaded)] += found
 
 
 class UncountedPrompts:
@@ -133,11 +134,9 @@ class UncountedPrompts:
         """Add the keys of a lookup to a prompt. Return the prompts that must be counted without a report."""
         if not asked:
             return []
-        parts = self._by_lease.setdefault((session, lease_id), [])
+        self._by_lease.setdefault((session, lease_id), []).extend(asked)
         self._leases_of.setdefault(session, {})[lease_id] = None
-        for part in asked:
-            parts.append(part)
-            self._nbytes += _nbytes([part])
+        self._nbytes += _nbytes(asked)
         dropped = []
         while self._nbytes > MOST_UNCOUNTED_BYTES:
             dropped.append(self.take(*next(iter(self._by_lease))))

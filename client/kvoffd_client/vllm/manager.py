@@ -645,8 +645,8 @@ class KvoffdManager(OffloadingManager):
             self._end_leases(state)
             state.load_failed = True
             if (report := state.report) is not None:
-                nothing = {"loaded_tokens": 0, "covered_keys": report.own_keys}
-                state.report = structs.replace(report, outcome=Outcome.FAILED, **nothing)
+                own = report.own_keys
+                state.report = structs.replace(report, outcome=Outcome.FAILED, loaded_tokens=0, covered_keys=own)
             state.last = None
         if failed.error in BLOCKS_UNUSABLE:
             self.namespace.client.invalidate(failed.keys)
@@ -862,8 +862,6 @@ def _report_of(
         outcome = Outcome.LOADED
     elif dropped:
         outcome = Outcome.DROPPED
-    elif state.load_failed:
-        outcome = Outcome.FAILED
     elif not any(whole):
         outcome = Outcome.TOO_SHORT
     elif state.disabled or last is None or last.ticket.failed:
