@@ -36,7 +36,10 @@ def store(model: Path) -> Iterator[RedisServer]:
 
 def test_eight_prompts_at_once_come_whole_from_a_slow_store(model: Path, store: RedisServer) -> None:
     """4 s to load, 16 s to compute. The machine may give the line, the daemon and the engine no CPU now and then."""
-    with SlowLink(store.port, BYTES_PER_SECOND) as link, DaemonProcess("128MiB", shared=link.url) as daemon:
+    with (
+        SlowLink(store.port, BYTES_PER_SECOND) as link,
+        DaemonProcess("128MiB", shared=link.url, shared_ask_deadline="5s") as daemon,
+    ):
         with EngineOfParts(model, daemon.directory, BLOCKS, RATE) as engine:
             engine.wait_connected(daemon.directory)
             for each in WARM_UP:
