@@ -279,6 +279,26 @@ def test_a_store_that_does_not_say_what_it_has_is_waited_for_briefly(rate: float
     assert harness.clock.now - began == pytest.approx(waits_s, abs=0.011)
 
 
+@pytest.mark.parametrize("answers", [{"wait_s": 0.5}, {"wait_s": 2.5}, {"asking": 2}, None])
+def test_an_idle_engine_does_not_count_the_time_in_which_it_stood_still(answers: dict[str, Any] | None) -> None:
+    """The machine gave nobody a CPU: what it waits for comes right afterwards, or does not."""
+    harness = DiskHarness()
+    harness.manager.step_begins([])
+
+    def waits() -> bool:
+        """Of nothing but the lookup, if there are no answers."""
+        found = harness.ask(coming=2, **answers) if answers else (harness.scan(), harness.results(harness.context))[1]
+        return MISS not in found
+
+    assert waits()
+    harness.clock.now += 5.0
+    assert waits()
+    began = harness.clock.now
+    while waits():
+        harness.clock.now += 0.01
+    assert harness.clock.now - began < 2.1, "as long as computing takes at most"
+
+
 def test_a_daemon_that_is_gone_is_not_waited_for() -> None:
     for do_no_harm in (True, False):
         harness = DiskHarness(do_no_harm=do_no_harm)
