@@ -64,6 +64,7 @@ struct known {
     uint64_t known_bytes; /* bytes that blocks of all known keys have, or would have */
     uint64_t nbytes; /* memory of the policy */
     uint64_t as_lru; /* set by lru_fallback.py */
+    uint64_t below; /* bytes that are requested while tiers keep a block; set by learned.py */
     double lowest; /* lowest score of a block at the last offer; INFINITY if there was none */
 };
 
@@ -971,7 +972,8 @@ static void take_keys(struct learned *l, uint32_t number, uint32_t count, uint32
 /* `added`: keys that were added, or lost their blocks. */
 static void forget_oldest(struct learned *l, uint64_t added)
 {
-    uint64_t most_bytes = (1 + REMEMBERED_POOLS) * l->known.lifetime, most = FORGOTTEN_AT_ONCE + 2 * added;
+    uint64_t pools = REMEMBERED_POOLS * l->known.lifetime, most = FORGOTTEN_AT_ONCE + 2 * added;
+    uint64_t most_bytes = l->known.lifetime + (pools > l->known.below ? pools : l->known.below);
 
     for (uint64_t done = 0; done < most; done++) {
         uint64_t ghosts = l->known.known_keys - l->known.blocks;

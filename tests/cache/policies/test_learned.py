@@ -328,11 +328,15 @@ def test_what_one_rank_was_rejected_the_others_are_too() -> None:
     assert namespace.counters.rejected_keys >= 4
 
 
-@pytest.mark.parametrize(("unit", "pools", "least"), [(MIB, REMEMBERED_POOLS, 300 * REMEMBERED_POOLS), (UNIT, 4, 600)])
-def test_what_it_remembers_is_bounded(unit: int, pools: int, least: int) -> None:
-    """Of small blocks it remembers less, since what it may take is a share of the pool."""
+@pytest.mark.parametrize(
+    ("unit", "below", "pools", "least"),
+    [(MIB, 4, REMEMBERED_POOLS, 300 * REMEMBERED_POOLS), (MIB, 40, 40, 350 * 40), (UNIT, 40, 4, 600)],
+)
+def test_what_it_remembers_is_bounded(unit: int, below: int, pools: int, least: int) -> None:
+    """Of small blocks it remembers less, since what it may take is a share of the pool. Below the pool are tiers."""
     rig = learned_rig(400, 4, unit)
     namespace = rig.open("a")
+    rig.policy.remember(below * rig.slots.pool_bytes)
     for first in range(0, 60_000, 60):
         look(rig, namespace, list(range(first, first + 60)))
     policy = policy_of(rig)
