@@ -65,7 +65,7 @@ class Known(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_uint64) for name in ("lifetime", "now", "requests", "known_keys", "blocks", "spans")),
-        *((name, ctypes.c_uint64) for name in ("known_bytes", "nbytes", "as_lru")),
+        *((name, ctypes.c_uint64) for name in ("known_bytes", "nbytes", "as_lru", "below")),
         ("lowest", ctypes.c_double),
     )
 
@@ -154,6 +154,9 @@ class Learned(InOrder):
             of = group.number, keys, len(chances), size
             self._native.learned_chances(self._at, *of, within_bytes, chances.ctypes.data)
         return chances
+
+    def remember(self, nbytes: int) -> None:
+        self.known.below = min(nbytes, _MAX_COUNT)
 
     # --- Statistics ---
 

@@ -79,6 +79,9 @@ class Queues(InOrder):
     def chance(self, group: Group, keys: bytes, within_bytes: int) -> npt.NDArray[np.float64]:
         return np.ones(len(keys) // group.key_bytes)
 
+    def remember(self, nbytes: int) -> None:
+        """Do nothing: it remembers as many keys as ARC needs."""
+
     def describe(self) -> LearnedStats:
         return LearnedStats()
 

@@ -218,6 +218,10 @@ class Selection:
         fitting = chances[chances > chances[min(parts[self._stay], len(chances) - 1)]]
         self._least = float(fitting[-1] if len(fitting) else chances[0])
 
+    def stay_bytes(self, tier_bytes: int) -> int:
+        """Return the bytes that are requested while a written block stays."""
+        return self.lifetimes(tier_bytes)[self._stay]
+
     def deciding(self, chances: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float64], float]:
         """Return the chances that decide, and the least one that is enough."""
         return chances[:, self._stay], self._least
@@ -504,6 +508,7 @@ class Writer:
         before, self._accessed_before = self._accessed_before, self._cache.policy.accessed_bytes
         if full:
             self._selection.record_traffic(self._accessed_before - before, tier_bytes)
+            self._cache.policy.remember(self._selection.stay_bytes(tier_bytes))
 
     def _on_end(self, write: BlockWrite, result: Result) -> None:
         nbytes = write.copy.group.nbytes
