@@ -24,7 +24,7 @@ from kvoffd.system.native import SlotIndex, Structure, native
 from kvoffd_proto import messages
 
 if TYPE_CHECKING:
-    from kvoffd.cache.policy import Group
+    from kvoffd.cache.namespace import Group
 
 BlockIds: TypeAlias = npt.NDArray[np.uint32]
 """Block numbers: the numbers of the blocks' first slots."""
@@ -114,7 +114,7 @@ class BlockTable(Structure):
         self.missing = np.zeros(slots, np.uint8)
         """[blocks] shards that are not written."""
         self.group = np.zeros(slots, np.uint32)
-        """[slots] number of the slot's group (see ``policy.Group``)."""
+        """[slots] number of the slot's group (see ``namespace.Group``)."""
         self.next = np.zeros(slots, np.uint32)
         """[slots] slot of the next rank; that of the last rank is the block's first."""
         self.pages = np.zeros(slots, np.uint32)

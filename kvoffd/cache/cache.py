@@ -52,11 +52,12 @@ from kvoffd.cache.block_table import (
 )
 from kvoffd.cache.hooks import NO_TOKENS, BlockTokens, CacheListener, TierHooks
 from kvoffd.cache.namespace import (
+    Group,
     MissReason,
     Namespace,
     NamespaceRecord,
 )
-from kvoffd.cache.policy import REJECTED, Chain, Group, Policy
+from kvoffd.cache.policy import REJECTED, Chain, Policy
 from kvoffd.cache.tickets import (
     Check,
     FillTicket,

@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffd.cache.block_table import BlockIds, packed
-from kvoffd.cache.policy import REJECTED, Chain, Group, InOrder
+from kvoffd.cache.namespace import Group
+from kvoffd.cache.policy import REJECTED, Chain, InOrder
 from kvoffd.system.native import native
 from kvoffd_proto.stats import LearnedStats, PolicyClass
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvoffd.cache.block_table import CORRUPT, NOT_FIRST, BlockIds, BlockTable
-from kvoffd.cache.policy import Group
+from kvoffd.cache.namespace import Group
 from kvoffd.pool.allocator import SlotAllocator, SlotIds
 from kvoffd.pool.slot_table import FREE_RECORD, RECORD_BYTES, SlotTable
 from kvoffd.system.native import native
