@@ -500,7 +500,6 @@ class Cache:
                 self._report_request()
 
     def _add_to_lease(self, lease: Lease, leased: SessionLeases, fresh: BlockIds, newly_pinned_bytes: int) -> None:
-        """Add newly pinned blocks to a lease and its session."""
         lease.blocks = np.concatenate([lease.blocks, fresh]) if lease.blocks.size else fresh
         lease.nbytes += newly_pinned_bytes
         leased.nbytes += newly_pinned_bytes
