@@ -533,7 +533,6 @@ class Cache:
         return max(0.0, min(1.0, part))
 
     def leases_of(self, session: int) -> SessionLeases:
-        """Return the leases of a session."""
         return self.session_leases.get(session) or SessionLeases()
 
     def count_prompt(self, session: int, lease_id: int, outcome: PromptOutcome) -> None:
