@@ -19,9 +19,24 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffd.cache.block_table import BlockIds, packed
-from kvoffd.cache.policy import REJECTED, Chain, Group, InOrder
-from kvoffd.system.native import native
+from kvoffd.cache.namespace import Group
+from kvoffd.cache.policy import REJECTED, Chain, InOrder
+from kvoffd.system.native import CHAR_P, COUNT, DOUBLE, ITEMS, KEYS, NUMBER, VOID_P, declare, native
 from kvoffd_proto.stats import LearnedStats, PolicyClass
+
+declare(
+    learned_new=(VOID_P, NUMBER, CHAR_P),
+    learned_free=(None, VOID_P),
+    learned_record=(None, VOID_P, *KEYS, NUMBER, NUMBER, NUMBER),
+    learned_insert=(COUNT, VOID_P, *KEYS, NUMBER, CHAR_P),
+    learned_remove=(COUNT, VOID_P, *KEYS),
+    learned_forget=(COUNT, VOID_P, *KEYS),
+    learned_candidates=(COUNT, VOID_P, DOUBLE, *ITEMS),
+    learned_admit=(COUNT, VOID_P, *KEYS, NUMBER, CHAR_P, NUMBER, VOID_P),
+    learned_rejected=(None, VOID_P, *KEYS),
+    learned_chances=(None, VOID_P, *KEYS, NUMBER, VOID_P),
+    learned_resume=(None, VOID_P),
+)
 
 UNIT_TOKENS = 512
 """Tokens of a block whose group does not give them."""

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvoffd.cache.block_table import CORRUPT, READY, BlockIds
 from kvoffd.cache.cache import Cache
-from kvoffd.cache.policy import Group
+from kvoffd.cache.namespace import Group
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiers.header import Block, BlockGroup, make_block_group
 from kvoffd.tiers.tier import Result, Tier
