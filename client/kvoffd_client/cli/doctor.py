@@ -19,14 +19,14 @@ import typer
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvoffd_client.admin_client import AdminClient, open_url, read_stats
-from kvoffd_client.cli.findings import FEWEST_LOOKUPS, EngineMetrics, Facts, Finding, Value, find, judge_value
-from kvoffd_client.cli.format import Line, percent, print_json, print_line, print_status, say
+from kvoffd_client.cli.findings import EngineMetrics, Facts, Finding, Value, find, judge_value
+from kvoffd_client.cli.format import Line, print_json, print_line, print_status, say
 from kvoffd_client.cli.stats import UNTIMED
 from kvoffd_client.cli.target import CliError, Directory, Json, Url, check_one_daemon, local_directory, open_admin
 from kvoffd_client.errors import KvoffdClientError
 from kvoffd_proto.messages import BENCH_LABEL
 from kvoffd_proto.stats import DaemonStats
-from kvoffd_proto.units import format_count, format_duration, format_rate, format_size, plural, printable
+from kvoffd_proto.units import format_count, format_duration, format_rate, format_size, percent, plural, printable
 
 MOST_SHOWN = 5
 ENGINE_TIMEOUT_S = 2.0
@@ -239,18 +239,13 @@ def _verdict(
 
 
 def _payoff(stats: DaemonStats, value: Value, gpu_hour: float) -> str:
+    total, text = stats.since_start, value.sentence
     if value.paying_off is None:
-        lookups = f"{format_count(value.lookups)} lookup{plural(value.lookups)}" if value.lookups else "no lookup"
-        return f"Too early to say whether it pays off: {lookups} so far, {FEWEST_LOOKUPS} are needed."
-    total, what = stats.since_start, f"{format_count(value.loaded_tokens)} tokens"
-    if total.loaded_bytes and not value.loaded_tokens:  # not every engine reports the tokens of a block
-        what = format_size(total.loaded_bytes)
-    text = f"{'Paying off' if value.paying_off else 'Not paying off'}: engines loaded {what}"
+        return text
     if total.loaded_keys:
         loaded, own = (percent(keys, total.asked_keys) for keys in (total.loaded_keys, total.not_needed_keys))
-        text += f" instead of computing them. Of the keys asked for {loaded} were loaded"
-        text += f", and {own} not needed" if total.not_needed_keys else ""
-    text += "."
+        text += f" Of the keys asked for {loaded} were loaded"
+        text += f", and {own} not needed." if total.not_needed_keys else "."
     if value.saved_seconds:
         text += f" That saved {format_duration(value.saved_seconds)} of prefill."
         if value.gpu_seconds_a_day is not None:
@@ -268,7 +263,7 @@ def _payoff(stats: DaemonStats, value: Value, gpu_hour: float) -> str:
         since = datetime.fromtimestamp(life.since, UTC).date().isoformat()
         saved = f" and {format_duration(life.saved_seconds)}" if life.saved_seconds else ""
         text += f" Since {since}: {format_count(life.loaded_tokens)} tokens{saved}."
-    return f"{text} {value.why_not}".rstrip()
+    return text
 
 
 def show(report: Report, most: int) -> None:
