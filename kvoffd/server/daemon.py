@@ -26,7 +26,7 @@ from kvoffd.server.http import HttpServer
 from kvoffd.server.lifeline import LifelineServer
 from kvoffd.server.memory import open_gpus
 from kvoffd.server.persistence import PolicyFile, State, state_file
-from kvoffd.server.recovery import open_pool, restore
+from kvoffd.server.recovery import StartProgress, open_pool, restore
 from kvoffd.server.service import Service
 from kvoffd.server.sockets import Sockets
 from kvoffd.server.stats import daemon_stats
@@ -106,6 +106,7 @@ class Daemon:
         self._notifier = Notifier(os.environ)
         self._stored_fds = take_stored_fds(os.environ)
         self._directory = DaemonDirectory(config.directory)
+        self._progress = StartProgress(config.pool_bytes, self._notifier, self._directory.tell_starting)
         self._stop = asyncio.Event()
         self.copy_stuck = False
         """Whether a thread hangs that may still use the pool or an engine's memory."""
@@ -137,8 +138,15 @@ class Daemon:
             self._state = State(state_file(self._config))
             try:
                 self._state.restore()
-                stopped = self._stop.is_set
-                self._pool = await asyncio.to_thread(open_pool, self._config, self._notifier, self._stored_fds, stopped)
+                self._pool = await asyncio.to_thread(
+                    open_pool,
+                    self._config,
+                    self._notifier,
+                    self._stored_fds,
+                    self._stop.is_set,
+                    self._progress,
+                    was_killed=self._directory.was_killed,
+                )
                 try:
                     if not self._stop.is_set():
                         await self._serve_pool()
@@ -173,8 +181,9 @@ class Daemon:
         """Return the health for HTTP. Called in the loop's thread."""
         if self._serving:
             return health_reply(self._service, Health(0))
-        state = "stopping" if self._stop.is_set() else "starting"
-        return HealthReply(0, HealthLevel.DOWN, [HealthProblem(state, f"The daemon is {state}.")])
+        stopping = self._stop.is_set()
+        sentence = f"The daemon is {'stopping' if stopping else self._progress.text}."
+        return HealthReply(0, HealthLevel.DOWN, [HealthProblem("stopping" if stopping else "starting", sentence)])
 
     def stats(self) -> DaemonStats | None:
         """Return the statistics for HTTP; None while the daemon starts or stops. Called in the loop's thread."""
@@ -244,6 +253,7 @@ class Daemon:
         except OSError as error:
             raise StartError(f"The sockets in {config.directory} cannot be opened: {error}.") from error
         self.served = self._serving = True
+        self._directory.started()
         self._notifier.ready(f"Serving {config.directory} with a pool of {format_size(config.pool_bytes)}.")
         page = (
             f", and a page at http://{config.http_address}/" if config.http_address and not self._http_problem else ""

@@ -134,7 +134,7 @@ class HttpServer:
     def _stats(self, path: str) -> _Answer:
         stats = self._ask(self._daemon.stats)
         if stats is None:
-            return _sentence(HTTPStatus.SERVICE_UNAVAILABLE, "The daemon is starting or stopping.")
+            return _sentence(HTTPStatus.SERVICE_UNAVAILABLE, "\n".join(self._ask(self._daemon.health).problems))
         if path == "/stats.json":
             return _Answer(HTTPStatus.OK, msgspec.json.encode(stats), "application/json")
         from kvoffd.observe.metrics import render_metrics  # a slow import, which would delay the start
