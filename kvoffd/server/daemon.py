@@ -119,7 +119,6 @@ class Daemon:
         self._scrubbing: asyncio.Task[None] | None = None
         self._serving = False
         self._shared_stores: OpenStores = ()
-        self._http_problem = ""
         self._http: HttpServer | None = None
 
     async def serve(self) -> None:
@@ -166,16 +165,8 @@ class Daemon:
         """Start HTTP before the pool is touched, which may take minutes: for probes, and to fail early."""
         if not self._config.http_address:
             return
-        try:
-            self._http = HttpServer(self._config.http_address, self, asyncio.get_running_loop())
-        except KvoffdError as error:
-            # A second daemon on the node must start although the default address is in use.
-            if self._config.http_address != Config().http_address:
-                raise
-            self._http_problem = f"/metrics and the probes are not served: {error.message}"
-            logger.warning("%s", self._http_problem)
-        else:
-            self._http.start()
+        self._http = HttpServer(self._config.http_address, self, asyncio.get_running_loop())
+        self._http.start()
 
     def health(self) -> HealthReply:
         """Return the health for HTTP. Called in the loop's thread."""
@@ -241,7 +232,6 @@ class Daemon:
             self._state,
             max_attached=descriptor_limits()[0] // 2,  # the rest is for connections
         )
-        self._service.http_problem = self._http_problem
         self._lifelines = LifelineServer(self._service, self._directory, self._sockets, self._page_faulter)
 
     async def _startup(self) -> None:
@@ -255,9 +245,7 @@ class Daemon:
         self.served = self._serving = True
         self._directory.started()
         self._notifier.ready(f"Serving {config.directory} with a pool of {format_size(config.pool_bytes)}.")
-        page = (
-            f", and a page at http://{config.http_address}/" if config.http_address and not self._http_problem else ""
-        )
+        page = f", and a page at http://{config.http_address}/" if config.http_address else ""
         logger.info("Serving %s%s.", config.directory, page)
         self._service.tier_supervisor.start(self._shared_stores)
         if self._pool.resident:

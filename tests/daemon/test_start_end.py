@@ -66,6 +66,14 @@ def test_start_is_refused_before_the_pool_is_taken(tmp_path: Path) -> None:
             assert daemon.process.wait(60) == 2
             assert f"The HTTP address {address} cannot be used" in daemon.log
             assert "opens a pool" not in daemon.log
+        checks = [sys.executable, "-m", "kvoffd", "config", "--directory", str(tmp_path)]
+        for asked, sentence in (
+            (("--http-address", address), f"The HTTP address {address} cannot be used"),
+            (("--http-address", "", "--pool-size", "500TiB"), "500 TiB"),
+        ):
+            found = subprocess.run([*checks, *asked], capture_output=True, text=True, check=False)
+            assert found.returncode == 2
+            assert sentence in found.stderr
 
 
 def test_start_is_refused_under_an_impossible_limit(tmp_path: Path) -> None:
