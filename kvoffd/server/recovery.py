@@ -37,7 +37,7 @@ TOLD_S = 1.0
 
 
 class StartProgress:
-    """How far the pool's memory is; it may take minutes. Told to the log, systemd and clients every few seconds."""
+    """Progress of the pool's memory, which may take minutes: for the log, systemd and clients, every second."""
 
     def __init__(self, pool_bytes: int, notifier: Notifier, tell: Callable[[str], None] = lambda _: None) -> None:
         self.text = "starting"
