@@ -140,6 +140,7 @@ class Namespace:
         self.topic = kv_topic(fingerprint)
         """Topic of its KV events."""
         self.of_bench = label.startswith(messages.BENCH_LABEL)
+        self.evicts_others = not self.of_bench or label.startswith(messages.EVICTING_LABEL)
         self.idle_since: float | None = None
         """Time since which it is known to be empty and not open."""
         self.generation = 0
