@@ -48,6 +48,7 @@ class MissReason(IntEnum):
     ENGINE_FULL = 13
     NOT_LOADED = 14
     LOAD_FAILED = 15
+    FORGOTTEN = 16
 
 
 class NamespaceRecord(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

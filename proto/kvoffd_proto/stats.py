@@ -102,7 +102,8 @@ Labelled: TypeAlias = dict[str, Count]
 
 SOURCES = "pool", "disk", "shared"
 MISS_REASONS = {
-    "unknown": "never stored, or evicted too long ago to be remembered",
+    "unknown": "never stored since the daemon's start",
+    "forgotten": "never stored, or evicted so long ago that it is not remembered",
     "evicted": "evicted to make space for other blocks",
     "rejected": "not stored: the eviction policy expected no reuse",
     "no_space": "not stored or not promoted: the pool had no space",
