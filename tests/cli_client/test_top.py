@@ -119,6 +119,22 @@ def test_the_screen(screen: Screen) -> None:
     assert lines[-1].startswith("1 all  2 clients  3 tiers  4 policy")
 
 
+def test_the_verdict_is_said_where_it_is_not_a_good_one(screen: Screen) -> None:
+    def shown(paying_off: bool | None, verdict: str = "") -> list[str]:
+        told = {"health": HealthLevel.OK, "health_problems": [], "paying_off": paying_off, "verdict": verdict}
+        screen.reading = Reading(structs.replace(stats(10), **told))
+        return drawn(screen)
+
+    assert "OK, paying off" in shown(True, "Paying off.")[0]
+    assert "Paying off." not in shown(True, "Paying off.")
+    bad = shown(False, "Not paying off: prompts do not repeat.")
+    assert "OK, not paying off" in bad[0]
+    assert "Not paying off: prompts do not repeat." in bad
+    early = shown(None, "Too early to say whether it pays off: no lookup so far.")
+    assert "OK " in early[0]
+    assert "Too early to say whether it pays off: no lookup so far." in early
+
+
 def test_quotas_leave_room_for_names_and_blocks_may_have_no_count_of_tokens(screen: Screen) -> None:
     few = CopyStats(jobs=100, failed_jobs=19)
     for at in range(2):

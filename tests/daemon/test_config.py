@@ -24,7 +24,7 @@ def process(*arguments: str, options: tuple[str, ...] = (), **variables: str) ->
 
 
 def kvoffd(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return run_daemon_here(*arguments, **ENVIRON, **variables)
+    return run_daemon_here(*arguments, **ENVIRON, KVOFFD_HTTP_ADDRESS="", **variables)
 
 
 def refused(*arguments: str, **variables: str) -> str:

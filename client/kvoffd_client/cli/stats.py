@@ -17,7 +17,6 @@ from kvoffd_client.cli.format import (
     count_blocks,
     make_console,
     namespace_name,
-    percent,
     print_json,
     print_page,
     print_table,
@@ -41,7 +40,7 @@ from kvoffd_proto.stats import (
     Traffic,
     Window,
 )
-from kvoffd_proto.units import format_count, format_duration, format_rate, format_size, plural, printable
+from kvoffd_proto.units import format_count, format_duration, format_rate, format_size, percent, plural, printable
 
 BAR_CELLS = 80
 MOST_NAMESPACES = 5
