@@ -63,7 +63,7 @@ LATER_ANSWER_S = 10.0
 """Time limit after a missing answer."""
 LOOK_S = 0.25
 """Interval at which the terminal's size is checked."""
-SHOWN_SIZES = ("0.5", "1", "2", "10")
+SHOWN_SIZES = ("0.5", "2", "10")
 VIEWS = ("all", "clients", "tiers", "policy")
 HELP = (
     "1 all, 2 clients, 3 tiers, 4 policy, h or ? this page",
@@ -76,7 +76,7 @@ HELP = (
     "tokens/s    tokens loaded",
     "now         the last 3 seconds",
     "Found       each prompt's tokens before the first that the pool lacked, without",
-    "            disks and stores; lru: in pools of other sizes, empty at the start",
+    "            disks and stores; with lru and other sizes it is estimated",
     "pinned      under a lease or a copy: it cannot be evicted",
 )
 SORTS: dict[str, Callable[[Window], float]] = {
@@ -216,7 +216,11 @@ class Screen:
         return [
             *pool_bar(stats.pool, width),
             _saved(stats),
-            *([] if stats.paying_off else _lines([(stats.verdict, PAYS[stats.paying_off][1])], width)[1:]),
+            *(
+                []
+                if stats.paying_off or not stats.verdict
+                else _lines([(stats.verdict, PAYS[stats.paying_off][1])], width)[1:]
+            ),
             *(line(f"! {one.reason}: {one.sentence}", "yellow") for one in stats.health_problems[:3]),
             _rates(stats, now),
             _misses(stats),
@@ -355,9 +359,9 @@ def _curve(stats: DaemonStats) -> list[Text]:
     if curve is None or not curve.asked_tokens:
         return []
     ratios = [(size, curve.lru_hit_ratio[size]) for size in SHOWN_SIZES if size in curve.lru_hit_ratio]
-    words = "  ".join(f"{size}x {100 * ratio:.0f} %" for size, ratio in ratios)
+    words = ", ".join(f"{size}x {100 * ratio:.0f} %" for size, ratio in ratios)
     own = percent(curve.found_tokens, curve.asked_tokens)
-    return [line(f"Found in the pool: {own} of tokens; lru {words}")]
+    return [line(f"Found   {own} of tokens; with lru and a pool of {words}")]
 
 
 def _size(one: NamespaceStats) -> str:
