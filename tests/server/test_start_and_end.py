@@ -47,7 +47,7 @@ def test_probes_are_answered_while_the_pool_is_touched(tmp_path: Path, monkeypat
     """And a daemon whose memory is refused was alive until then."""
     port, answers = free_port(), dict[str, tuple[int, str]]()
 
-    def touch_slowly(*_: object) -> None:
+    def touch_slowly(*_: object, **__: object) -> None:
         answers.update({path: http_get(port, path) for path in ("/healthz", "/readyz", "/metrics")})
         raise KvoffdError("The memory is refused.")
 
