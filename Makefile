@@ -16,7 +16,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3.14 pyth
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint bench gpu servers nightly shapes routers next-vllm fuzz bench-peers gpu-files dist deb image delivery clean
+.PHONY: help venv demo test lint bench gpu servers nightly shapes routers next-vllm fuzz bench-peers gpu-files dist deb image release delivery clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -99,6 +99,9 @@ deb: $(VENV)/.tools ## build a Debian package with all that kvoffd needs, for th
 
 image: ## build the container image with podman, buildah or docker; ARGS="--build-arg BASE=ubuntu:24.04"
 	@deploy/docker/build_image.sh $(ARGS)
+
+release: $(VENV)/.dist ## build and sign all of the above and the Helm chart; KEY=..., REGISTRY=..., PUBLISH=yes (deploy/RELEASE.md)
+	@deploy/release.sh
 
 delivery: $(VENV)/.dist ## install wheels and package, boot the unit, run the image (as root; minutes)
 	$(BIN)/pytest -m delivery $(ARGS)

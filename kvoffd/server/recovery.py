@@ -33,11 +33,11 @@ TABLE_NAME = "kvoffd-slot-table"
 """Names of the two memfds in systemd's fd store."""
 
 RELEASE_TIMEOUT_S = 5.0
-TOLD_S = 1.0
+TOLD_S = 2.0
 
 
 class StartProgress:
-    """Progress of the pool's memory, which may take minutes: for the log, systemd and clients, every second."""
+    """Progress of the pool's memory, which may take minutes: for the log, systemd and clients, every two seconds."""
 
     def __init__(self, pool_bytes: int, notifier: Notifier, tell: Callable[[str], None] = lambda _: None) -> None:
         self.text = "starting"
