@@ -280,6 +280,21 @@ def test_a_store_that_does_not_say_what_it_has_is_waited_for_briefly(rate: float
     assert harness.clock.now - began == pytest.approx(waits_s, abs=0.011)
 
 
+def test_prompts_that_a_store_was_asked_for_are_looked_up_again_in_their_order() -> None:
+    """What a store has is promoted in the order of lookups: the first prompt must not come behind the others."""
+    harness = DiskHarness()
+    harness.request("s")
+    harness.client.answer(set(), 1, shared=[block_hash(1)], asking=1, wait_s=0.02)
+    harness.scan("s")
+    harness.clock.now += 0.006
+    harness.client.answer(set(), 0, shared=[block_hash(1)], asking=1, wait_s=0.02)
+    harness.scan()
+    for after_s, sent in ((0.006, False), (0.006, True)):
+        harness.clock.now += after_s
+        harness.manager.step_begins([1])
+        assert [harness.scan(name) for name in ("r", "s")] == [sent, sent], "the second's answer is older"
+
+
 @pytest.mark.parametrize("answers", [{"wait_s": 0.5}, {"wait_s": 2.5}, {"asking": 2}, None])
 def test_an_idle_engine_does_not_count_the_time_in_which_it_stood_still(answers: dict[str, Any] | None) -> None:
     """The machine gave nobody a CPU: what it waits for comes right afterwards, or does not."""

@@ -252,8 +252,9 @@ class KvoffdManager(OffloadingManager):
         self._is_idle = True
         """Whether no request ran in the previous step."""
         self._looked_at = NEVER
-        self._asks_again = False
-        """Whether a request that waits for a store's answer was looked up again in this step."""
+        self._asks_again: bool | None = None
+        """Whether the requests that wait for a store's answer are looked up again in this step, as the first of them
+        is: once the store has answered, the first is promoted first. None before it is known."""
 
     # --- for the connector, beyond vLLM's interface ---
 
@@ -362,9 +363,12 @@ class KvoffdManager(OffloadingManager):
             return
         if state.answer is not None and not state.answer.usable:
             state.answer = None
-        if state.pending is None and self._is_outdated(state):
-            self._asks_again |= state.answer is not None and state.answer.ticket.asking > 0
-            self.look_up(request)
+        if state.pending is None:
+            is_outdated = self._is_outdated(state)
+            if state.waits_for_tier and state.answer is not None and state.answer.ticket.asking:
+                self._asks_again = is_outdated
+            if is_outdated:
+                self.look_up(request)
         if state.pending is None and state.waits_for_tier:
             self._rest()
         if state.pending is not None and not state.pending.ticket.done:
@@ -415,10 +419,10 @@ class KvoffdManager(OffloadingManager):
             return True
         if answer.ticket.pinned >= answer.asked:
             return now > answer.ticket.stale_at - REFRESH_S
-        if answer.ticket.asking and self._asks_again:
-            return True  # once the store has answered, the prompt that is looked up first is promoted first
         if not state.waits_for_tier or state.tier_wait_began is None:
             return now - answer.ticket.answered_at > REFRESH_S
+        if answer.ticket.asking and self._asks_again is not None:
+            return self._asks_again
         # Half of the expected time; without an estimate, a quarter of the time waited so far.
         expected_s = answer.ticket.wait_s or (now - state.tier_wait_began) / 2
         return now - answer.ticket.answered_at > min(MAX_RETRY_PAUSE_S, max(MIN_RETRY_PAUSE_S, expected_s / 2))
@@ -563,7 +567,7 @@ class KvoffdManager(OffloadingManager):
         now, self._is_idle = self._look(), not request_tokens
         self._wait_left_s = IDLE_WAIT_S if self._is_idle else LOOKUP_WAIT_S
         self._tokens_before = None
-        self._asks_again = False
+        self._asks_again = None
         self.harm.prefill.step_begins(request_tokens)
         # While the daemon does not answer, as when lookups are late, counts are kept.
         if now >= self._report_at and self.namespace.client.ready:
