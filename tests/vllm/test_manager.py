@@ -18,6 +18,7 @@ from kvoffd_client import NamespaceSpec
 from kvoffd_client.vllm.adapters import ANSWER_PATIENCE_S
 from kvoffd_client.vllm.connector_metadata import NO_LEASE, ChunkGroup, FailedJob, WorkerReport
 from kvoffd_client.vllm.engine_namespace import MemoryReport
+from kvoffd_client.vllm.manager import MOST_STOOD_STILL_S
 from kvoffd_client.vllm.metrics import (
     CONNECTED,
     DEFERRED_STORES,
@@ -306,12 +307,22 @@ def test_an_idle_engine_does_not_count_the_time_in_which_it_stood_still(answers:
         return MISS not in found
 
     assert waits()
-    harness.clock.now += 5.0
+    harness.clock.now += 4.0
     assert waits()
     began = harness.clock.now
     while waits():
         harness.clock.now += 0.01
     assert harness.clock.now - began < 2.1, "as long as computing takes at most"
+
+
+def test_an_idle_engine_whose_steps_are_long_does_not_wait_for_ever() -> None:
+    """As where other ranks of data parallelism compute."""
+    harness = DiskHarness()
+    harness.manager.step_begins([])
+    began = harness.clock.now
+    while MISS not in harness.ask(coming=2, wait_s=0.5):
+        harness.clock.now += 1.0
+    assert harness.clock.now - began < 2.0 + MOST_STOOD_STILL_S + 2.0
 
 
 def test_a_daemon_that_is_gone_is_not_waited_for() -> None:

@@ -90,9 +90,9 @@ ASK_SHARE, MOST_ASK_S = 0.1, 0.25
 WAIT_PAUSE_S = 0.1
 """Time without waiting after an answer that did not come in time. A daemon that hangs costs a hundredth of the time,
 of an idle engine a twentieth, until it counts as not connected."""
-STANDSTILL_S = 0.05
-"""Most time between two looks of an idle engine that counts as waited. If it is longer, the machine gave no CPU, to the
-daemon neither."""
+STANDSTILL_S, MOST_STOOD_STILL_S = 0.05, 5.0
+"""Most time between two looks of an idle engine that counts as waited. If it is longer, the machine probably gave no
+CPU, to the daemon neither; all of a request's waits together are longer by the second at most."""
 REPORT_EVERY_S = 10.0
 
 
@@ -157,6 +157,7 @@ class RequestState:
         tier_wait_until: latest end of that wait; NEVER once it has ended.
         doubted_since: time since which waiting is not expected to be worth it; inf while it is.
         waits_for_tier: the request waits for promotions in its answer.
+        stood_still_s: time in which the machine stood still while it waited.
         scan: answer, computed tokens, result and number of ended loads of the last scan.
         skip_counted: it was counted as a load skipped for being slow.
         refused: its blocks were not loaded because the KV cache had no space.
@@ -187,6 +188,7 @@ class RequestState:
     tier_wait_until: float = inf
     doubted_since: float = inf
     waits_for_tier: bool = False
+    stood_still_s: float = 0.0
     scan: tuple[KeyedLookup | None, int, int | None, int] = (None, 0, 0, 0)
     skip_counted: bool = False
     refused: bool = False
@@ -428,8 +430,10 @@ class KvoffdManager(OffloadingManager):
     def _look(self) -> float:
         """Return the time. What an idle engine stood still since the last call does not count as waited."""
         before, self._looked_at = self._looked_at, self.clock()
-        still_s = self._looked_at - before - STANDSTILL_S
-        for state in self._requests.values() if self._is_idle and still_s > 0 else ():
+        stood_still_s = self._looked_at - before - STANDSTILL_S
+        for state in self._requests.values() if self._is_idle and stood_still_s > 0 else ():
+            still_s = min(stood_still_s, MOST_STOOD_STILL_S - state.stood_still_s)
+            state.stood_still_s += still_s
             state.tier_wait_until += still_s
             state.doubted_since += still_s
             if state.pending is not None:
