@@ -19,9 +19,24 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffd.cache.block_table import BlockIds, packed
-from kvoffd.cache.policy import REJECTED, Chain, Group, InOrder
-from kvoffd.system.native import native
+from kvoffd.cache.namespace import Group
+from kvoffd.cache.policy import REJECTED, Chain, InOrder
+from kvoffd.system.native import CHAR_P, COUNT, DOUBLE, ITEMS, KEYS, NUMBER, VOID_P, declare, native
 from kvoffd_proto.stats import LearnedStats, PolicyClass
+
+declare(
+    learned_new=(VOID_P, NUMBER, CHAR_P),
+    learned_free=(None, VOID_P),
+    learned_record=(None, VOID_P, *KEYS, NUMBER, NUMBER, NUMBER),
+    learned_insert=(COUNT, VOID_P, *KEYS, NUMBER, CHAR_P),
+    learned_remove=(COUNT, VOID_P, *KEYS),
+    learned_forget=(COUNT, VOID_P, *KEYS),
+    learned_candidates=(COUNT, VOID_P, DOUBLE, *ITEMS),
+    learned_admit=(COUNT, VOID_P, *KEYS, NUMBER, CHAR_P, NUMBER, VOID_P),
+    learned_rejected=(None, VOID_P, *KEYS),
+    learned_chances=(None, VOID_P, *KEYS, NUMBER, VOID_P),
+    learned_resume=(None, VOID_P),
+)
 
 UNIT_TOKENS = 512
 """Tokens of a block whose group does not give them."""
@@ -213,10 +228,21 @@ class Learned(InOrder):
         if len(body) != _TIME.size + _KEPT_BYTES:
             raise ValueError("its layout differs")
         (lifetime, *time), sums = _TIME.unpack_from(body), np.frombuffer(body, np.float64, offset=_TIME.size)
-        if lifetime != self.known.lifetime:
-            raise ValueError("it belongs to a pool of another size")
-        if max(time) > _MAX_COUNT or not ((sums >= 0) & (sums <= _MAX_SUM)).all():
+        if not lifetime or max(time) > _MAX_COUNT or not ((sums >= 0) & (sums <= _MAX_SUM)).all():
             raise ValueError("invalid counters")
         self.known.now, self.known.requests = time
-        ctypes.memmove(ctypes.addressof(self._counts), body[_TIME.size :], _KEPT_BYTES)
+        if lifetime != self.known.lifetime:  # of a pool of another size: the bins have other ages
+            edges = np.array(self._counts.edges)
+            by_age = sums[: 2 * len(CLASSES) * BINS].reshape(-1, BINS)
+            moved = by_age @ _shares(edges * lifetime / self.known.lifetime, edges)
+            sums = np.concatenate((moved.ravel(), sums[by_age.size :]))
+        ctypes.memmove(ctypes.addressof(self._counts), sums.tobytes(), _KEPT_BYTES)
         self._native.learned_resume(self._at)
+
+
+def _shares(edges: npt.NDArray[np.float64], others: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return the share of each bin that is in each of other bins, if it is spread evenly over the bin's ages."""
+    ends = np.append(edges[1:], 2 * edges[-1])
+    overlaps = np.minimum.outer(ends, np.append(others[1:], inf)) - np.maximum.outer(edges, others)
+    shares: npt.NDArray[np.float64] = np.clip(overlaps, 0, None) / (ends - edges)[:, None]
+    return shares

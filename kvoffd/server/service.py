@@ -114,7 +114,6 @@ class Service:
         """Counts by reason, ``gone`` or ``unread``."""
         self.lookup_times = DurationHistogram(LOOKUP_BOUNDS_S)
         self.loop_watch = LoopWatch()
-        self.http_problem = ""
         """Reason why HTTP is not served although it is configured."""
         self.sockets_problem = ""
         """Reason why engines cannot connect."""
@@ -265,7 +264,6 @@ class Service:
         return m.Error(request_id, refusal.code, refusal.message)
 
     def count_error(self, code: ErrorCode) -> None:
-        """Count an error by its code."""
         self.errors[code.name.lower()] += 1
 
     # --- for handlers ------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvoffd.cache.block_table import CORRUPT, READY, BlockIds
 from kvoffd.cache.cache import Cache
-from kvoffd.cache.policy import Group
+from kvoffd.cache.namespace import Group
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiers.header import Block, BlockGroup, make_block_group
 from kvoffd.tiers.tier import Result, Tier
@@ -479,11 +479,9 @@ class Writer:
         return ready
 
     def _takes(self, group: Group) -> bool:
-        """Return whether blocks of a group are written at all. A benchmark's are written to shared stores only, never
-        to disks, which they would wear out."""
+        """Return whether blocks of a group are written at all. A bench's are not."""
         namespace = group.namespace
-        bench = namespace.of_bench and not self._shared
-        return bool(self._tiers) and not (group.dead or bench or self._leaves_out(namespace.fingerprint))
+        return bool(self._tiers) and not (group.dead or namespace.of_bench or self._leaves_out(namespace.fingerprint))
 
     def _is_wanted(self, group: Group, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
         """Return which keys are in no tier, are not being written to one, and should be."""

@@ -16,6 +16,7 @@ from math import nan
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,7 +25,7 @@ import kvoffd
 from kvoffd.cache import lru_fallback
 from kvoffd.cache.block_table import BlockTable
 from kvoffd.cache.curve import HitRatioCurve
-from kvoffd.cache.learned import Learned
+from kvoffd.cache.learned import BINS, CLASSES, Learned
 from kvoffd.cache.lru_fallback import FIRST_STAY, JUDGED_AFTER, LruFallback
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.cache.policy import Chain
@@ -404,7 +405,7 @@ DAMAGE: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
     "bit": ("its checksum is wrong", lambda state: state[:50] + bytes([state[50] ^ 1]) + state[51:]),
     "format": ("another release wrote it", lambda state: struct.pack("=I", 9) + state[4:]),
     "short": ("its layout differs", lambda state: with_count(state[:-8], 32, "=d", 0)),
-    "pool": ("it belongs to a pool of another size", lambda state: with_count(state, 0, "=Q", 5)),
+    "pool": ("invalid counters", lambda state: with_count(state, 0, "=Q", 0)),
     "time": ("invalid counters", lambda state: with_count(state, 8, "=Q", 2**63)),
     "nan": ("invalid counters", lambda state: with_count(state, 32, "=d", nan)),
     "huge": ("invalid counters", lambda state: with_count(state, 32, "=d", 1e300)),
@@ -423,6 +424,21 @@ def test_damaged_statistics_are_refused_and_change_nothing() -> None:
     policy.restore(state)
     assert policy.state() == state
     check_learned(rig)
+
+
+def test_a_pool_of_another_size_keeps_what_was_learned_by_its_age_in_bytes() -> None:
+    def sums(state: bytes) -> npt.NDArray[np.float64]:
+        return np.frombuffer(state, np.float64, offset=HEAD + 24)[: 2 * len(CLASSES) * BINS].reshape(2, -1, BINS)
+
+    before = policy_of(trained()).state()
+    for factor in (1, 4, 0.25):
+        rig = learned_rig(round(factor * 40), 4, MIB)
+        policy_of(rig).restore(before)
+        old, new = sums(before).sum(axis=1), sums(policy_of(rig).state()).sum(axis=1)
+        assert new.sum(axis=1) == pytest.approx(old.sum(axis=1)), "nothing is lost"
+        if factor == 4:  # a lifetime and less are a quarter of a lifetime and less
+            assert new[:, :2].sum(axis=1) == pytest.approx(old[:, :3].sum(axis=1))
+        check_learned(rig)
 
 
 # --- whatever clients send -----------------------------------------------------------------------
