@@ -655,7 +655,7 @@ static void estimate_hazards(struct learned *l, double hopeful_hazard[CLASSES][B
 
 /* --- Scores --- */
 
-static const double WRITE_COST = 0.03;
+static const double WRITE_COST = 0.04;
 
 /* Returns the highest rate of hits, less `cost`, of a block that enters this bin now. */
 static double best_rate(const struct learned *l, const double hazard[BINS], int first, double cost)
@@ -1309,7 +1309,7 @@ void kvoffd_learned_chances(struct learned *l, uint64_t group, const uint8_t *ke
     hash_keys(l, group, keys, count, key_bytes, hashes);
     for (uint64_t i = 0; i < count; i++) {
         const struct place *there = find_place(l, hashes[i]);
-        chances[i] = there->hash && !l->known.as_lru ? chance(l, &l->spans[there->span], within) : 1;
+        chances[i] = there->hash ? chance(l, &l->spans[there->span], within) : 1;
     }
 }
 
