@@ -89,9 +89,9 @@ def doctor(
     url: Url = "",
     json: Json = False,
 ) -> int:
-    """Check whether the daemon is healthy and pays off, and what would help most.
+    """Check whether the daemon is healthy and pays off.
 
-    Asks the daemon and the engines of --engine; clients and machine without --url.
+    Shows what would help most. Without --url it looks at clients and machine too.
 
     Exit status: 0 no warning, 1 a warning, 2 an error, or no answer.
     """
