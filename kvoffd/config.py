@@ -120,12 +120,6 @@ def choice(*choices: str) -> Kind:
     return Kind(parse, "|".join(choices))
 
 
-def _write_mode(value: object) -> str:
-    if isinstance(value, str) and value.strip().lower() in ("reuse", "evict"):
-        raise ValueError(f"{quoted(value)} was removed; write auto, the default, instead")
-    return str(WRITE_MODES.parse(value))
-
-
 def _per_day(value: object) -> int | None:
     if isinstance(value, str) and value.strip().lower() == AUTO:
         return None
@@ -264,8 +258,7 @@ def _commas(values: tuple[object, ...]) -> str:
 
 DIRECTORY = Kind(_directory, "PATH")
 UIDS, GIDS = (Kind(partial(_ids, id_of), "IDS", _commas) for id_of in (_uid, _gid))
-WRITE_MODES = choice(*(mode.value for mode in WriteMode))
-WRITE_MODE = WRITE_MODES._replace(parse=_write_mode)
+WRITE_MODE = choice(*(mode.value for mode in WriteMode))
 AUTO = "auto"
 PER_DAY = Kind(_per_day, f"SIZE|{AUTO}", lambda nbytes: AUTO if nbytes is None else exact_size(nbytes))
 

@@ -20,11 +20,49 @@ import numpy.typing as npt
 
 from kvoffd.pool.allocator import SlotAllocator, SlotIds
 from kvoffd.pool.slot_table import BAD_RECORD
-from kvoffd.system.native import SlotIndex, Structure, native
+from kvoffd.system.native import (
+    CHAR_P,
+    COUNT,
+    INT,
+    ITEMS,
+    KEYS,
+    NUMBER,
+    UINT32,
+    VOID_P,
+    SlotIndex,
+    Structure,
+    declare,
+    native,
+)
 from kvoffd_proto import messages
 
 if TYPE_CHECKING:
-    from kvoffd.cache.policy import Group
+    from kvoffd.cache.namespace import Group
+
+declare(
+    blocks_open=(INT, VOID_P, CHAR_P),
+    blocks_close=(None, VOID_P),
+    blocks_find=(None, VOID_P, *KEYS),
+    blocks_lookup=(None, VOID_P, *KEYS, NUMBER),
+    blocks_plan=(COUNT, VOID_P, *KEYS, NUMBER, VOID_P),
+    blocks_take=(COUNT, VOID_P, VOID_P, CHAR_P, CHAR_P, NUMBER),
+    blocks_replace=(COUNT, VOID_P, CHAR_P, *ITEMS, CHAR_P, NUMBER),
+    blocks_begin_writes=(None, VOID_P, VOID_P, *ITEMS, NUMBER),
+    blocks_begin_load=(INT, VOID_P, VOID_P, *KEYS, NUMBER, NUMBER),
+    blocks_publish=(UINT32, VOID_P, VOID_P, *ITEMS, VOID_P, NUMBER, VOID_P),
+    blocks_set_checksum=(None, VOID_P, NUMBER, NUMBER),
+    blocks_append=(None, VOID_P, CHAR_P, *ITEMS),
+    blocks_oldest=(COUNT, VOID_P, CHAR_P, NUMBER, NUMBER, NUMBER),
+    blocks_choose_victims=(COUNT, VOID_P, VOID_P, CHAR_P, NUMBER, *ITEMS, NUMBER, NUMBER),
+    blocks_drop=(COUNT, VOID_P, CHAR_P, *ITEMS, NUMBER),
+    blocks_release=(None, VOID_P, *ITEMS),
+    blocks_common_group=(UINT32, VOID_P, *ITEMS, NUMBER),
+    blocks_pin=(None, VOID_P, *ITEMS),
+    blocks_unpin=(COUNT, VOID_P, *ITEMS),
+    blocks_keys=(None, VOID_P, *ITEMS, NUMBER),
+    blocks_record_misses=(None, VOID_P, *KEYS, NUMBER),
+    blocks_reasons=(None, VOID_P, *KEYS),
+)
 
 BlockIds: TypeAlias = npt.NDArray[np.uint32]
 """Block numbers: the numbers of the blocks' first slots."""
@@ -114,7 +152,7 @@ class BlockTable(Structure):
         self.missing = np.zeros(slots, np.uint8)
         """[blocks] shards that are not written."""
         self.group = np.zeros(slots, np.uint32)
-        """[slots] number of the slot's group (see ``policy.Group``)."""
+        """[slots] number of the slot's group (see ``namespace.Group``)."""
         self.next = np.zeros(slots, np.uint32)
         """[slots] slot of the next rank; that of the last rank is the block's first."""
         self.pages = np.zeros(slots, np.uint32)

@@ -23,7 +23,7 @@ struct block_list {
     uint32_t oldest, newest;
 };
 
-/* A group, as policy.py packs it. */
+/* A group, as namespace.py packs it. */
 struct block_group {
     struct block_list *list;
     uint32_t number, namespace, index, key_bytes, ranks, pages; /* `pages`: pages of a block's slots */

@@ -52,11 +52,12 @@ from kvoffd.cache.block_table import (
 )
 from kvoffd.cache.hooks import NO_TOKENS, BlockTokens, CacheListener, TierHooks
 from kvoffd.cache.namespace import (
+    Group,
     MissReason,
     Namespace,
     NamespaceRecord,
 )
-from kvoffd.cache.policy import REJECTED, Chain, Group, Policy
+from kvoffd.cache.policy import REJECTED, Chain, Policy
 from kvoffd.cache.tickets import (
     Check,
     FillTicket,
@@ -409,67 +410,96 @@ class Cache:
         for index, keys in groups if self._dead else ():
             self._record_reset(current[index], keys)
         found = [self.blocks.lookup(current[index].number, keys, size, pin=is_new) for index, keys in groups]
-        ready = found[0].ready if len(found) == 1 else np.concatenate([_NOTHING, *[one.ready for one in found]])
-        states = [one.states for one in found]
         asked = None if again else [AskedKeys(namespace, reported=reported) for _ in groups]
-        if self.tiers is not None and (lease.coming or len(ready) < sum(map(len, states))):
-            try:
-                tier_states = self.tiers.find(lease, groups, states, asked)
-            except BaseException:
-                if is_new:
-                    self.unpin(ready)
-                    self.tiers.lease_ended(lease)
-                raise
-            if tier_states is not states:
-                found = [_with_pending(one, new) for one, new in zip(found, tier_states, strict=True)]
-        leased = self.session_leases.get(session) or SessionLeases()
-        if is_new and (ready.size or lease.coming):
-            self.leases[lease_id], self.session_leases[session] = lease, leased
-            leased.leases[lease] = namespace.leases[lease] = None
-        if ready.size:
-            if is_new:
-                fresh, newly_pinned_bytes = ready, sum([one.newly_pinned_bytes for one in found])
-            else:
-                fresh = ready[~np.isin(ready, lease.blocks)]
-                newly_pinned_bytes = self.blocks.pin(fresh)
-            unlimited = self.blocks.pinned_bytes <= self.most_leased_bytes // 2
-            if unlimited and leased.keys + len(fresh) <= self._max_leased_keys:
-                part = 1.0
-            else:
-                part = self._leasable(leased, len(fresh), newly_pinned_bytes)
-            if part < 1.0:
-                self.blocks.unpin(fresh)
-                found = [_limit_ready(one, lease.blocks, part) for one in found]
-                ready = np.concatenate([one.ready for one in found])
-                fresh = ready[~np.isin(ready, lease.blocks)]
-                newly_pinned_bytes = self.blocks.pin(fresh)
-            self._add_to_lease(lease, leased, fresh, newly_pinned_bytes)
-            if not lease.blocks.size and not lease.coming:  # the limit allowed no pin
-                self._end([lease])
+        if self.tiers is not None:
+            found = self._find_below(self.tiers, lease, groups, found, asked, is_new=is_new)
+        found = self._lease_ready(lease, found, is_new=is_new)
         if asked is not None:
-            counters, tokens, chains = namespace.counters, 0, []
-            counters.lookups += 1
-            for (index, keys), one, counted in zip(groups, found, asked, strict=True):
-                group = current[index]
-                counters.keys_asked += len(one.states)
-                counters.keys_ready += len(one.ready)
-                counters.prefix_keys_ready += one.run
-                tokens = max(tokens, len(one.states) * group.tokens)
-                counted.found(chain := Chain(group, keys, one.ready, one.run), one.reasons)
-                if group.sizes:
-                    chains.append(chain)
-            counters.asked_tokens += tokens
-            if reported:
-                for prompt in self._uncounted.add(session, lease_id, asked):
-                    self._count_prompt(prompt, None)
-            if chains:
-                self._requested.append((namespace, chains, reported))
-                if len(self._requested) > MAX_UNREPORTED_REQUESTS:
-                    self._report_request()
+            self._count_lookup(lease, groups, found, asked, reported=reported)
         return [one.states for one in found], len(lease.blocks)
 
+    def _find_below(
+        self,
+        tiers: TierHooks,
+        lease: Lease,
+        groups: Sequence[tuple[int, bytes]],
+        found: list[Found],
+        asked: list[AskedKeys] | None,
+        *,
+        is_new: bool,
+    ) -> list[Found]:
+        """Request what the pool lacks from the tiers. Returns what was found, with the states of keys that come up."""
+        states = [one.states for one in found]
+        if not lease.coming and sum([len(one.ready) for one in found]) == sum(map(len, states)):
+            return found
+        try:
+            tier_states = tiers.find(lease, groups, states, asked)
+        except BaseException:
+            if is_new:
+                self.unpin(_ready_of(found))
+                tiers.lease_ended(lease)
+            raise
+        if tier_states is states:
+            return found
+        return [_with_pending(one, new) for one, new in zip(found, tier_states, strict=True)]
+
+    def _lease_ready(self, lease: Lease, found: list[Found], *, is_new: bool) -> list[Found]:
+        """Give a lease the READY blocks, which are pinned already if it ``is_new``. Returns what was found, without
+        the blocks that it may not pin."""
+        ready, leased = _ready_of(found), self.leases_of(lease.session)
+        if is_new and (ready.size or lease.coming):
+            self.leases[lease.lease_id], self.session_leases[lease.session] = lease, leased
+            leased.leases[lease] = lease.namespace.leases[lease] = None
+        if not ready.size:
+            return found
+        if is_new:
+            fresh, newly_pinned_bytes = ready, sum([one.newly_pinned_bytes for one in found])
+        else:
+            fresh = ready[~np.isin(ready, lease.blocks)]
+            newly_pinned_bytes = self.blocks.pin(fresh)
+        if (part := self._leasable(leased, len(fresh), newly_pinned_bytes)) < 1.0:
+            self.blocks.unpin(fresh)
+            found = [_limit_ready(one, lease.blocks, part) for one in found]
+            ready = _ready_of(found)
+            fresh = ready[~np.isin(ready, lease.blocks)]
+            newly_pinned_bytes = self.blocks.pin(fresh)
+        self._add_to_lease(lease, leased, fresh, newly_pinned_bytes)
+        if not lease.blocks.size and not lease.coming:  # the limit allowed no pin
+            self._end([lease])
+        return found
+
+    def _count_lookup(
+        self,
+        lease: Lease,
+        groups: Sequence[tuple[int, bytes]],
+        found: list[Found],
+        asked: list[AskedKeys],
+        *,
+        reported: bool,
+    ) -> None:
+        """Count a lookup and its keys, and keep it for ``report_requests``."""
+        namespace, tokens, chains = lease.namespace, 0, []
+        current, counters = self._current[namespace], namespace.counters
+        counters.lookups += 1
+        for (index, keys), one, counted in zip(groups, found, asked, strict=True):
+            group = current[index]
+            counters.keys_asked += len(one.states)
+            counters.keys_ready += len(one.ready)
+            counters.prefix_keys_ready += one.run
+            tokens = max(tokens, len(one.states) * group.tokens)
+            counted.found(chain := Chain(group, keys, one.ready, one.run), one.reasons)
+            if group.sizes:
+                chains.append(chain)
+        counters.asked_tokens += tokens
+        if reported:
+            for prompt in self._uncounted.add(lease.session, lease.lease_id, asked):
+                self._count_prompt(prompt, None)
+        if chains:
+            self._requested.append((namespace, chains, reported))
+            if len(self._requested) > MAX_UNREPORTED_REQUESTS:
+                self._report_request()
+
     def _add_to_lease(self, lease: Lease, leased: SessionLeases, fresh: BlockIds, newly_pinned_bytes: int) -> None:
-        """Add newly pinned blocks to a lease and its session."""
         lease.blocks = np.concatenate([lease.blocks, fresh]) if lease.blocks.size else fresh
         lease.nbytes += newly_pinned_bytes
         leased.nbytes += newly_pinned_bytes
@@ -503,7 +533,6 @@ class Cache:
         return max(0.0, min(1.0, part))
 
     def leases_of(self, session: int) -> SessionLeases:
-        """Return the leases of a session."""
         return self.session_leases.get(session) or SessionLeases()
 
     def count_prompt(self, session: int, lease_id: int, outcome: PromptOutcome) -> None:
@@ -665,49 +694,13 @@ class Cache:
 
     def _admit(self, rank: int, stored: Stored, part: StorePart, absent: Sequence[int]) -> None:
         """Make blocks for the absent keys that the policy admits, and fill in what to copy."""
-        group, joined = stored.group, stored.copy
-        size, begin, packed_keys = group.key_bytes, 0, part.keys
-        if len(absent) * size < len(packed_keys):
-            packed_keys = _select_keys(packed_keys, absent, size)
-        numbers: list[Sequence[int]] = [joined] if joined else []
-        blocks = [stored.blocks] if joined else []
-        runs: Sequence[tuple[int, float]] = [(len(absent), inf)]
-        refused_score = -inf  # keys with a score up to this get no space
+        joined = bool(stored.copy)
+        made: list[tuple[Sequence[int], BlockIds]] = [(stored.copy, stored.blocks)] if joined else []
         try:
-            if part.starts is not None and absent and group.sizes and not group.namespace.of_bench:
-                starts = list(part.starts)
-                if len(starts) > 1:
-                    starts = sorted({*np.searchsorted(absent, starts).tolist()})
-                runs = self.policy.admit(group, packed_keys, starts)
-                if self.slots.free_bytes < group.block_bytes and not self._dead and not self._partial:
-                    refused_score = self.policy.lowest
-            for count, score in runs:
-                end, taken = begin + count, 0
-                # With tiers, every admitted block gets space, because only blocks in the pool are written to tiers.
-                limit = inf if self.tiers is not None else score
-                if score != REJECTED and limit > refused_score:
-                    slots = self._take(group, packed_keys[begin * size : end * size], limit)
-                    if taken := len(slots):
-                        blocks.append(slots[:, 0])
-                        numbers.append(absent[begin : begin + taken])
-                    if taken < count:
-                        refused_score = limit
-                if taken < count:
-                    evictable_left = refused_score < inf and self._victims.are_left(self._bytes_in[READY])
-                    lost = stored.rejected if score == REJECTED or evictable_left else stored.no_space
-                    lost += absent[begin + taken : end]
-                begin = end
-            if stored.no_space:
-                cause = self.no_space_cause(group)
-                reason = MissReason.QUOTA if cause == "quota" else MissReason.NO_SPACE
-                self.blocks.record_misses(group.number, _select_keys(part.keys, stored.no_space, size), size, reason)
-                group.namespace.counters.no_space[cause] += len(stored.no_space)
-            if stored.rejected:
-                packed_keys = _select_keys(part.keys, stored.rejected, size)
-                self.policy.rejected(group, packed_keys)
-                self.blocks.record_misses(group.number, packed_keys, size, MissReason.REJECTED)
-                group.namespace.counters.rejected_keys += len(stored.rejected)
+            self._take_admitted(stored, part, absent, made)
+            self._record_lost(stored, part)
         finally:  # allocated slots belong to the store even if this fails
+            numbers, blocks = [one for one, _ in made], [one for _, one in made]
             stored.copy = list(numbers[0]) if len(numbers) == 1 else [key for keys in numbers for key in keys]
             stored.blocks = blocks[0] if len(blocks) == 1 else np.concatenate([_NOTHING, *blocks])
             if joined:
@@ -718,6 +711,53 @@ class Cache:
                 stored.first_blocks = [part.first_blocks.get(key, 0) for key in stored.copy]
             for block in stored.blocks.tolist() if self._partial else ():
                 self._partial.pop(block, None)
+
+    def _take_admitted(
+        self, stored: Stored, part: StorePart, absent: Sequence[int], made: list[tuple[Sequence[int], BlockIds]]
+    ) -> None:
+        """Make blocks for the absent keys as far as policy and space allow. Adds numbers of keys and their blocks to
+        ``made``, and the other numbers to ``stored.rejected`` and ``stored.no_space``."""
+        group, size, begin, packed_keys = stored.group, stored.group.key_bytes, 0, part.keys
+        if len(absent) * size < len(packed_keys):
+            packed_keys = _select_keys(packed_keys, absent, size)
+        runs: Sequence[tuple[int, float]] = [(len(absent), inf)]
+        refused_score = -inf  # keys with a score up to this get no space
+        if part.starts is not None and absent and group.sizes and not group.namespace.of_bench:
+            starts = list(part.starts)
+            if len(starts) > 1:
+                starts = sorted({*np.searchsorted(absent, starts).tolist()})
+            runs = self.policy.admit(group, packed_keys, starts)
+            if self.slots.free_bytes < group.block_bytes and not self._dead and not self._partial:
+                refused_score = self.policy.lowest
+        for count, score in runs:
+            end, taken = begin + count, 0
+            # With tiers, every admitted block gets space, because only blocks in the pool are written to tiers.
+            limit = inf if self.tiers is not None else score
+            if score != REJECTED and limit > refused_score:
+                slots = self._take(group, packed_keys[begin * size : end * size], limit)
+                if taken := len(slots):
+                    made.append((absent[begin : begin + taken], slots[:, 0]))
+                if taken < count:
+                    refused_score = limit
+            if taken < count:
+                evictable_left = refused_score < inf and self._victims.are_left(self._bytes_in[READY])
+                lost = stored.rejected if score == REJECTED or evictable_left else stored.no_space
+                lost += absent[begin + taken : end]
+            begin = end
+
+    def _record_lost(self, stored: Stored, part: StorePart) -> None:
+        """Count the keys that got no space or were rejected, and remember why they have no block."""
+        group, size = stored.group, stored.group.key_bytes
+        if stored.no_space:
+            cause = self.no_space_cause(group)
+            reason = MissReason.QUOTA if cause == "quota" else MissReason.NO_SPACE
+            self.blocks.record_misses(group.number, _select_keys(part.keys, stored.no_space, size), size, reason)
+            group.namespace.counters.no_space[cause] += len(stored.no_space)
+        if stored.rejected:
+            packed_keys = _select_keys(part.keys, stored.rejected, size)
+            self.policy.rejected(group, packed_keys)
+            self.blocks.record_misses(group.number, packed_keys, size, MissReason.REJECTED)
+            group.namespace.counters.rejected_keys += len(stored.rejected)
 
     def commit_store(
         self,
@@ -1257,6 +1297,11 @@ def _snapshot(next_number: int, namespaces: Sequence[Namespace], left_out: int, 
     head = b"\x93" + msgpack.encode(next_number) + b"\xdc" + len(namespaces).to_bytes(2, "big")
     records = [one.record(short=short) for one in namespaces]
     return [Deflated.of(head), *records, Deflated.of(msgpack.encode(left_out))]
+
+
+def _ready_of(found: Sequence[Found]) -> BlockIds:
+    """Return the READY blocks of all groups."""
+    return found[0].ready if len(found) == 1 else np.concatenate([_NOTHING, *[one.ready for one in found]])
 
 
 def _limit_ready(found: Found, leased: BlockIds, part: float) -> Found:

@@ -16,8 +16,14 @@ from numpy.typing import NDArray
 
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policy import Chain
-from kvoffd.system.native import native
+from kvoffd.system.native import CHAR_P, KEYS, NUMBER, VOID_P, declare, native
 from kvoffd_proto.stats import HitCurve
+
+declare(
+    curve_new=(VOID_P, VOID_P, CHAR_P),
+    curve_free=(None, VOID_P),
+    curve_asked=(None, VOID_P, VOID_P, *KEYS, NUMBER, NUMBER, NUMBER, NUMBER),
+)
 
 SIZES = (0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 7.0, 10.0)
 """Estimated pool sizes, as multiples of the pool's size."""

@@ -19,9 +19,24 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffd.cache.block_table import BlockIds, packed
-from kvoffd.cache.policy import REJECTED, Chain, Group, InOrder
-from kvoffd.system.native import native
+from kvoffd.cache.namespace import Group
+from kvoffd.cache.policy import REJECTED, Chain, InOrder
+from kvoffd.system.native import CHAR_P, COUNT, DOUBLE, ITEMS, KEYS, NUMBER, VOID_P, declare, native
 from kvoffd_proto.stats import LearnedStats, PolicyClass
+
+declare(
+    learned_new=(VOID_P, NUMBER, CHAR_P),
+    learned_free=(None, VOID_P),
+    learned_record=(None, VOID_P, *KEYS, NUMBER, NUMBER, NUMBER),
+    learned_insert=(COUNT, VOID_P, *KEYS, NUMBER, CHAR_P),
+    learned_remove=(COUNT, VOID_P, *KEYS),
+    learned_forget=(COUNT, VOID_P, *KEYS),
+    learned_candidates=(COUNT, VOID_P, DOUBLE, *ITEMS),
+    learned_admit=(COUNT, VOID_P, *KEYS, NUMBER, CHAR_P, NUMBER, VOID_P),
+    learned_rejected=(None, VOID_P, *KEYS),
+    learned_chances=(None, VOID_P, *KEYS, NUMBER, VOID_P),
+    learned_resume=(None, VOID_P),
+)
 
 UNIT_TOKENS = 512
 """Tokens of a block whose group does not give them."""
@@ -65,7 +80,7 @@ class Known(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_uint64) for name in ("lifetime", "now", "requests", "known_keys", "blocks", "spans")),
-        *((name, ctypes.c_uint64) for name in ("known_bytes", "nbytes", "as_lru")),
+        *((name, ctypes.c_uint64) for name in ("known_bytes", "nbytes", "as_lru", "below")),
         ("lowest", ctypes.c_double),
     )
 
@@ -154,6 +169,9 @@ class Learned(InOrder):
             of = group.number, keys, len(chances), size
             self._native.learned_chances(self._at, *of, within_bytes, chances.ctypes.data)
         return chances
+
+    def remember(self, nbytes: int) -> None:
+        self.known.below = min(nbytes, _MAX_COUNT)
 
     # --- Statistics ---
 

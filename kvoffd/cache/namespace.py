@@ -1,18 +1,21 @@
-"""Namespaces: the geometry of their blocks, and counters of each."""
+"""Namespaces: the geometry of their blocks, and counters of each; and their groups."""
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from struct import pack
 from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 from msgspec import Meta, Struct, msgpack
 
-from kvoffd.cache.block_table import READY, WITH_SLOTS, WRITING
+from kvoffd.cache.block_table import NO_BLOCK, READY, WITH_SLOTS, WRITING
 from kvoffd.errors import BadGeometry, BadKeys, NamespaceMismatch
+from kvoffd.pool.allocator import NO_NODE, PAGE_BYTES
 from kvoffd.pool.slot_table import Deflated
 from kvoffd_proto import messages
 from kvoffd_proto.admin import ShardSpec
@@ -279,6 +282,39 @@ class Namespace:
         if known is None:
             self._records.clear()
         return known is None
+
+
+class Group:
+    """A group of a namespace between two resets.
+
+    Args:
+        number: unique within this daemon.
+        index: the group's number in the namespace.
+    """
+
+    def __init__(self, number: int, namespace: Namespace, index: int) -> None:
+        self.number, self.namespace, self.index, self.key_bytes = number, namespace, index, namespace.key_bytes
+        self.tokens = namespace.groups[index].tokens_per_block
+        """Tokens of a block; 0 if its group does not give them."""
+        self.dead = False
+        """Whether the namespace was reset, so that the group's blocks are being freed."""
+        self.unswept: list[int] = []
+        """Numbers of this group before resets, until all those blocks are freed."""
+        self.blocks_in = dict.fromkeys(WITH_SLOTS, 0)
+        """Number of blocks with slots, by state."""
+        self._list = array("I", [NO_BLOCK, NO_BLOCK])
+        """``struct block_list`` of blocks.h."""
+        self.set_sizes([], [])
+
+    def set_sizes(self, lengths: Sequence[int], sizes: Sequence[int]) -> None:
+        """Set the bytes of a block's shards and of their slots, by rank; empty until all ranks have registered."""
+        self.lengths, self.sizes, self.block_bytes = lengths, sizes, sum(sizes)
+        whose = self.number, self.namespace.number, self.index, self.key_bytes
+        nodes = [self.namespace.nodes.get(rank) for rank in range(len(sizes))]
+        by_rank = [pack("=Ii", size, NO_NODE if at is None else at) for size, at in zip(sizes, nodes, strict=True)]
+        list_at, _ = self._list.buffer_info()
+        self.packed = pack("=Q6I", list_at, *whose, len(sizes), self.block_bytes // PAGE_BYTES) + b"".join(by_rank)
+        """``struct block_group`` of blocks.h."""
 
 
 def _names_layers(shards: Sequence[ShardSpec]) -> bool:

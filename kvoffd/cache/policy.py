@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from math import inf
-from struct import pack
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from kvoffd.cache.block_table import NO_BLOCK, WITH_SLOTS, BlockIds
-from kvoffd.cache.namespace import Namespace
-from kvoffd.pool.allocator import NO_NODE, PAGE_BYTES
+from kvoffd.cache.block_table import BlockIds
+from kvoffd.cache.namespace import Group
 from kvoffd_proto.stats import LearnedStats
 
 REJECTED = -1.0
@@ -22,39 +19,6 @@ GHOST_DIVISOR = 50
 """Keys without blocks may take 1/50 of the pool's bytes in memory."""
 BATCH, MAX_BATCH = 128, 8192
 """Size of the first batch of candidates, and of the largest."""
-
-
-class Group:
-    """A group of a namespace between two resets.
-
-    Args:
-        number: unique within this daemon.
-        index: the group's number in the namespace.
-    """
-
-    def __init__(self, number: int, namespace: Namespace, index: int) -> None:
-        self.number, self.namespace, self.index, self.key_bytes = number, namespace, index, namespace.key_bytes
-        self.tokens = namespace.groups[index].tokens_per_block
-        """Tokens of a block; 0 if its group does not give them."""
-        self.dead = False
-        """Whether the namespace was reset, so that the group's blocks are being freed."""
-        self.unswept: list[int] = []
-        """Numbers of this group before resets, until all those blocks are freed."""
-        self.blocks_in = dict.fromkeys(WITH_SLOTS, 0)
-        """Number of blocks with slots, by state."""
-        self._list = array("I", [NO_BLOCK, NO_BLOCK])
-        """``struct block_list`` of blocks.h."""
-        self.set_sizes([], [])
-
-    def set_sizes(self, lengths: Sequence[int], sizes: Sequence[int]) -> None:
-        """Set the bytes of a block's shards and of their slots, by rank; empty until all ranks have registered."""
-        self.lengths, self.sizes, self.block_bytes = lengths, sizes, sum(sizes)
-        whose = self.number, self.namespace.number, self.index, self.key_bytes
-        nodes = [self.namespace.nodes.get(rank) for rank in range(len(sizes))]
-        by_rank = [pack("=Ii", size, NO_NODE if at is None else at) for size, at in zip(sizes, nodes, strict=True)]
-        list_at, _ = self._list.buffer_info()
-        self.packed = pack("=Q6I", list_at, *whose, len(sizes), self.block_bytes // PAGE_BYTES) + b"".join(by_rank)
-        """``struct block_group`` of blocks.h."""
 
 
 class Chain(NamedTuple):
@@ -103,6 +67,9 @@ class Policy(Protocol):
 
     def chance(self, group: Group, keys: bytes, within_bytes: int) -> npt.NDArray[np.float64]:
         """Return each key's chance of reuse before ``within_bytes`` more bytes are requested; 1 if unknown."""
+
+    def remember(self, nbytes: int) -> None:
+        """Remember keys without a block until this much more is requested, because tiers keep blocks for that long."""
 
     @property
     def accessed_bytes(self) -> int:

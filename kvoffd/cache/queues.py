@@ -19,9 +19,19 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffd.cache.block_table import BlockIds, packed
-from kvoffd.cache.policy import GHOST_DIVISOR, Chain, Group, InOrder
-from kvoffd.system.native import native
+from kvoffd.cache.namespace import Group
+from kvoffd.cache.policy import GHOST_DIVISOR, Chain, InOrder
+from kvoffd.system.native import CHAR_P, COUNT, DOUBLE, ITEMS, KEYS, NUMBER, VOID_P, declare, native
 from kvoffd_proto.stats import LearnedStats
+
+declare(
+    queues_new=(VOID_P, NUMBER, NUMBER, CHAR_P),
+    queues_free=(None, VOID_P),
+    queues_insert=(COUNT, VOID_P, *KEYS, CHAR_P),
+    queues_use=(None, VOID_P, *ITEMS),
+    queues_remove=(None, VOID_P, *ITEMS, NUMBER),
+    queues_candidates=(COUNT, VOID_P, DOUBLE, *ITEMS),
+)
 
 ENTRY_BYTES = 50
 """Largest memory of a block's entry or a ghost, including its place in the index."""
@@ -78,6 +88,9 @@ class Queues(InOrder):
 
     def chance(self, group: Group, keys: bytes, within_bytes: int) -> npt.NDArray[np.float64]:
         return np.ones(len(keys) // group.key_bytes)
+
+    def remember(self, nbytes: int) -> None:
+        """Do nothing: it remembers as many keys as ARC needs."""
 
     def describe(self) -> LearnedStats:
         return LearnedStats()

@@ -15,10 +15,16 @@ from typing import NamedTuple
 import numpy as np
 
 from kvoffd.cache.block_table import CORRUPT, NOT_FIRST, BlockIds, BlockTable
-from kvoffd.cache.policy import Group
+from kvoffd.cache.namespace import Group
 from kvoffd.pool.allocator import SlotAllocator, SlotIds
 from kvoffd.pool.slot_table import FREE_RECORD, RECORD_BYTES, SlotTable
-from kvoffd.system.native import native
+from kvoffd.system.native import NUMBER, VOID_P, declare, native
+
+declare(
+    keep_gil=False,
+    recover_records=(None, VOID_P, VOID_P, NUMBER, NUMBER),
+    recover_blocks=(None, VOID_P),
+)
 
 _BATCH_BYTES = 4 << 20
 

@@ -9,8 +9,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from kvoffd.cache.block_table import BlockIds, Offsets
-from kvoffd.cache.namespace import Namespace
-from kvoffd.cache.policy import Group
+from kvoffd.cache.namespace import Group, Namespace
 from kvoffd.pool.allocator import SlotIds
 
 

@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffd.cache.block_table import BlockIds, BlockTable
-from kvoffd.cache.policy import BATCH, Group, Policy
+from kvoffd.cache.namespace import Group
+from kvoffd.cache.policy import BATCH, Policy
 from kvoffd.pool.allocator import PAGE_BYTES, SlotAllocator
 
 MAX_SKIPPED_PINNED = 1000

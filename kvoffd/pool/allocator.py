@@ -17,9 +17,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffd.errors import BadGeometry, ShardTooLarge
-from kvoffd.system.native import Structure, native
+from kvoffd.system.native import COUNT, INT, ITEMS, NUMBER, VOID_P, Structure, declare, native
 from kvoffd.system.numa import Locality
 from kvoffd_proto.units import exact_size, format_size
+
+declare(
+    slots_take=(COUNT, VOID_P, NUMBER, NUMBER, NUMBER, VOID_P, NUMBER),
+    slots_free=(INT, VOID_P, *ITEMS),
+)
 
 PAGE_BYTES = 4096
 MIN_SLOT_BYTES = 8192

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 import xxhash
 
-from kvoffd.system.native import native
+from kvoffd.system.native import NUMBER, VOID_P, declare, native
+
+declare(keep_gil=False, digests=(None, VOID_P, VOID_P, VOID_P, NUMBER))
 
 # 0 in a record means no checksum; the one content in 2^64 that hashes to 0 gets this value.
 _INSTEAD_OF_ZERO = 1

@@ -264,7 +264,6 @@ class Service:
         return m.Error(request_id, refusal.code, refusal.message)
 
     def count_error(self, code: ErrorCode) -> None:
-        """Count an error by its code."""
         self.errors[code.name.lower()] += 1
 
     # --- for handlers ------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvoffd.cache.block_table import CORRUPT, READY, BlockIds
 from kvoffd.cache.cache import Cache
-from kvoffd.cache.policy import Group
+from kvoffd.cache.namespace import Group
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiers.header import Block, BlockGroup, make_block_group
 from kvoffd.tiers.tier import Result, Tier
@@ -217,6 +217,10 @@ class Selection:
         # Of blocks with equal chances that are together too many, none is chosen, unless no block has a higher chance.
         fitting = chances[chances > chances[min(parts[self._stay], len(chances) - 1)]]
         self._least = float(fitting[-1] if len(fitting) else chances[0])
+
+    def stay_bytes(self, tier_bytes: int) -> int:
+        """Return the bytes that are requested while a written block stays."""
+        return self.lifetimes(tier_bytes)[self._stay]
 
     def deciding(self, chances: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float64], float]:
         """Return the chances that decide, and the least one that is enough."""
@@ -502,6 +506,7 @@ class Writer:
         before, self._accessed_before = self._accessed_before, self._cache.policy.accessed_bytes
         if full:
             self._selection.record_traffic(self._accessed_before - before, tier_bytes)
+            self._cache.policy.remember(self._selection.stay_bytes(tier_bytes))
 
     def _on_end(self, write: BlockWrite, result: Result) -> None:
         nbytes = write.copy.group.nbytes

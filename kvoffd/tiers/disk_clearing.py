@@ -120,7 +120,6 @@ class Clearing:
                 del self._map.regions[number]
 
     def free_in_steps(self, slots: Iterator[list[int]]) -> None:
-        """Free slots in steps."""
         self._freeing.append(slots)
         if len(self._freeing) == 1:
             self._post(self._free_batch)

@@ -61,7 +61,7 @@ RECORD = np.dtype(
 )
 """Record of a slot: its block's group and key, the bytes of all its shards, and the hour in which it was written. The
 tag of an empty slot is 0."""
-_DISK_MAGIC, _INDEX_MAGIC, _OLD_MAGIC = b"kvoffdD4", b"kvoffdI4", b"KVOFFDDK"
+_DISK_MAGIC, _INDEX_MAGIC = b"kvoffdD4", b"kvoffdI4"
 _HEAD = Struct("<8s16sQQQQ?16x")
 _SUM = Struct("<Q")
 HEAD_PAGES = 2
@@ -298,7 +298,7 @@ class DiskFile:
         size = self.calls.stat(self.fd).st_size
         name = aligned_buffer(PAGE_BYTES)
         read_all(self.calls, self.fd, [name[: min(size, PAGE_BYTES)]], 0)
-        if size and not any(begins_as(bytes(name[:size]), magic) for magic in (_DISK_MAGIC, _OLD_MAGIC)):
+        if size and not begins_as(bytes(name[:size]), _DISK_MAGIC):
             raise DiskError(
                 f"{self.path} is not a disk tier's file and is left unchanged; name another directory, or remove it."
             )
@@ -308,8 +308,7 @@ class DiskFile:
         if head is not None and bytes(name[:24]) == _DISK_MAGIC + head.file_id:
             return head
         if size:
-            old = bytes(name[:8]) == _OLD_MAGIC
-            why = "it has the format of an earlier release" if old else f"{INDEX_NAME} is damaged, or another file's"
+            why = f"{INDEX_NAME} is damaged, or another file's"
             self.errors.append((DiskFault.STARTED_ANEW, f"The disk tier {self.path} starts empty: {why}."))
         return None
 

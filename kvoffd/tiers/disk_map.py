@@ -17,9 +17,17 @@ import numpy.typing as npt
 from kvoffd.pool.allocator import PAGE_BYTES, SlotAllocator, page_up
 from kvoffd.pool.slot_table import MAX_KEY_BYTES
 from kvoffd.system.files import aligned_buffer, read_all
-from kvoffd.system.native import SlotIndex, native
+from kvoffd.system.native import CHAR_P, COUNT, INT, ITEMS, KEYS, VOID_P, SlotIndex, declare, native
 from kvoffd.tiers.disk_file import RECORD, DiskFile, OpeningStopped, runs_of
 from kvoffd.tiers.header import HEADER_BYTES, BlockGroup, parse_header
+
+declare(keep_gil=False, disk_enter=(COUNT, VOID_P, *ITEMS, VOID_P))
+declare(
+    disk_open=(INT, VOID_P, CHAR_P),
+    disk_close=(None, VOID_P),
+    disk_find=(None, VOID_P, *KEYS, VOID_P),
+    disk_remove=(None, VOID_P, *ITEMS),
+)
 
 NO_SLOT = 2**32 - 1
 LOOKED_AT_ONCE, REGIONS_AT_ONCE = 4096, 64

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvoffd.pool.allocator import page_up
 from kvoffd.pool.checksums import digest
 from kvoffd.system.files import OnError, ShortRead, address_of, aligned_buffer
-from kvoffd.system.native import native
+from kvoffd.system.native import COUNT, INT, ITEMS, NUMBER, VOID_P, declare, native
 from kvoffd.system.threads import ENDED_AT_ONCE, DaemonThreads
 from kvoffd.tiers.disk_file import DiskFile
 from kvoffd.tiers.header import HEADER_BYTES, Block, BlockGroup, decode_header, parse_header
@@ -27,6 +27,15 @@ from kvoffd_proto.stats import DiskFault
 
 if TYPE_CHECKING:
     from kvoffd.tiers.disk_map import Region
+
+declare(keep_gil=False, reader_work=(INT, VOID_P))
+declare(
+    reader_open=(VOID_P, NUMBER, NUMBER),
+    reader_stop=(None, VOID_P),
+    reader_close=(None, VOID_P),
+    reader_add=(None, VOID_P, VOID_P),
+    reader_ended=(COUNT, VOID_P, *ITEMS),
+)
 
 logger = logging.getLogger(__name__)
 

@@ -6,6 +6,7 @@ protocol are needed (https://redis.io/docs/latest/develop/reference/protocol-spe
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import re
@@ -19,7 +20,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from kvoffd.system.files import address_of
-from kvoffd.system.native import native
+from kvoffd.system.native import NUMBER, VOID_P, declare, native
 from kvoffd.tiers.header import HEADER_BYTES
 from kvoffd.tiers.store import (
     Credentials,
@@ -34,6 +35,8 @@ from kvoffd.tiers.store import (
     name_of,
 )
 from kvoffd_proto.units import printable
+
+declare(keep_gil=False, receive=(ctypes.c_int64, *(NUMBER,) * 5, VOID_P, VOID_P, VOID_P, NUMBER))
 
 CONNECT_S = 1.0
 """Limit for TCP, TLS and the password together, once the name is resolved."""

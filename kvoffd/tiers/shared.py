@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffd.pool.checksums import digest
-from kvoffd.system.native import native
+from kvoffd.system.native import CHAR_P, NUMBER, VOID_P, declare, native
 from kvoffd.system.newest import put_newest
 from kvoffd.system.threads import Workers
 from kvoffd.tiers.header import (
@@ -54,6 +54,9 @@ from kvoffd.tiers.tier import (
     TierStats,
     WriteEnd,
 )
+
+_OF_ANSWERS = VOID_P, NUMBER, CHAR_P, NUMBER, CHAR_P, NUMBER, NUMBER, VOID_P, VOID_P
+declare(answers_find=(None, *_OF_ANSWERS), answers_note=(None, *_OF_ANSWERS))
 
 logger = logging.getLogger(__name__)
 

@@ -26,9 +26,11 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from kvoffd.system.native import Native, NotCompiled, native
+from kvoffd.system.native import COUNT, NUMBER, VOID_P, Native, NotCompiled, declare, native
 from kvoffd.system.threads import DaemonThreads
 from kvoffd.transfer.plan import Direction, Outcome, Plan
+
+declare(keep_gil=False, host_copy=(COUNT, *(VOID_P, VOID_P, VOID_P, NUMBER) * 2, VOID_P))
 
 _log = logging.getLogger(__name__)
 

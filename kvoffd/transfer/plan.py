@@ -17,8 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffd.errors import BadGeometry, OutOfBounds
-from kvoffd.system.native import native
+from kvoffd.system.native import CHAR_P, NUMBER, VOID_P, declare, native
 from kvoffd_proto.messages import PageRef, TensorLayout
+
+declare(
+    keep_gil=False,
+    plan_blocks=(None, VOID_P, NUMBER, NUMBER, NUMBER, CHAR_P, NUMBER, CHAR_P, NUMBER, CHAR_P, VOID_P),
+)
 
 _MAX_SHARD_BYTES = 2**62
 UInt64Array = npt.NDArray[np.uint64]

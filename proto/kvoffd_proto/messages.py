@@ -146,7 +146,6 @@ def exchange(roles: tuple[Role, ...]) -> Callable[[type[RequestT]], type[Request
 
 
 def answer_type(kind: type[Request[AnswerT_co]]) -> type[AnswerT_co]:
-    """Return the type that answers requests of this kind."""
     return cast("type[AnswerT_co]", EXCHANGES[kind].answer)
 
 

@@ -11,8 +11,8 @@ import pytest
 from kvoffd.cache import curve
 from kvoffd.cache.block_table import BlockIds
 from kvoffd.cache.curve import SIZES, HitRatioCurve
-from kvoffd.cache.namespace import Namespace
-from kvoffd.cache.policy import Chain, Group
+from kvoffd.cache.namespace import Group, Namespace
+from kvoffd.cache.policy import Chain
 from kvoffd.simulate.replay import open_cache, open_namespace, replay, request
 from kvoffd.simulate.trace import KEY_BYTES, Trace
 from kvoffd_proto.messages import GroupSpec

@@ -21,8 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvoffd.cache.block_table import CORRUPT, READY, UNVERIFIED, WRITTEN, BlockTable
-from kvoffd.cache.namespace import Namespace
-from kvoffd.cache.policy import Group
+from kvoffd.cache.namespace import Group, Namespace
 from kvoffd.cache.recovery import RecoveredBlocks, recover
 from kvoffd.pool.allocator import SlotAllocator, page_up
 from kvoffd.pool.slot_table import (

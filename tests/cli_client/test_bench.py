@@ -105,5 +105,5 @@ def test_what_a_bench_that_was_killed_left_is_dropped_and_nothing_else() -> None
         with AdminClient(daemon.directory) as admin:
             left = [("bench lookup", 1), ("demo", 3)]
             wait_until(lambda: [(one.label, one.ready_blocks) for one in admin.namespaces().namespaces] == left)
+        wait_until(lambda: "Dropped the 2 blocks of 'bench copy', which has ended." in daemon.log)
         assert "opens the namespace 'bench copy'; it evicts nothing." in daemon.log
-        assert "Dropped the 2 blocks of 'bench copy', which has ended." in daemon.log

@@ -17,8 +17,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from kvoffd.cache.namespace import Namespace
-from kvoffd.cache.policy import Chain, Group
+from kvoffd.cache.namespace import Group, Namespace
+from kvoffd.cache.policy import Chain
 from kvoffd.errors import KvoffdError
 from kvoffd.server import trace as server_trace
 from kvoffd.server.sessions import Session

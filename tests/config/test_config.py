@@ -37,8 +37,7 @@ def test_values_that_each_kind_of_setting_refuses(tmp_path: Path) -> None:
         assert refusal({}, path=file).startswith(f"{line.split()[0]} (file {file})"), line
     assert refusal({"pool_size": "64"}).endswith("is needed. A number without a unit is bytes: write 64GiB.")
     assert refusal({"pool_size": "64KiB"}).endswith("at least 1MiB is needed.")
-    assert "write auto, the default, instead" in refusal({"disk_write": "reuse"})
-    assert "choose auto or always or never" in refusal({"shared_write": "all"})
+    assert "choose auto or always or never" in refusal({"disk_write": "reuse"})
     assert "neither a name that this machine knows" in refusal({"allowed_uids": "root,nobody at all"})
     assert load_config({"allowed_uids": "root,7", "allowed_gids": "root"}, {}).allowed_uids == (0, 7)
     assert "is unknown" in refusal({}, {"KVOFFD_LIMITS": "1"}), "limits are constants that tests may replace"

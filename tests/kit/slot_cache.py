@@ -27,8 +27,8 @@ from kvoffd.cache.block_table import (
     BlockIds,
 )
 from kvoffd.cache.cache import Cache
-from kvoffd.cache.namespace import Namespace
-from kvoffd.cache.policy import Group, make_policy
+from kvoffd.cache.namespace import Group, Namespace
+from kvoffd.cache.policy import make_policy
 from kvoffd.cache.queues import Queues
 from kvoffd.cache.recovery import RecoveredBlocks, recover
 from kvoffd.cache.tickets import SessionLeases, StoreTicket

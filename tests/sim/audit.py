@@ -12,8 +12,7 @@ import numpy.typing as npt
 
 from kvoffd.cache.block_table import READY
 from kvoffd.cache.cache import Cache
-from kvoffd.cache.namespace import Namespace
-from kvoffd.cache.policy import Group
+from kvoffd.cache.namespace import Group, Namespace
 from kvoffd.cache.tickets import StorePart, StoreTicket
 from kvoffd.pool.allocator import SlotIds
 from kvoffd.server.jobs import LoadJob

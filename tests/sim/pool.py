@@ -12,8 +12,7 @@ import numpy as np
 
 from kvoffd.cache.block_table import CORRUPT, READY, BlockIds
 from kvoffd.cache.cache import Cache
-from kvoffd.cache.namespace import MissReason
-from kvoffd.cache.policy import Group
+from kvoffd.cache.namespace import Group, MissReason
 from kvoffd.pool.allocator import SlotAllocator, SlotIds
 from kvoffd.pool.pool import Pool
 from tests.sim.clock import Broken

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
+import pkgutil
 import re
 import subprocess
 from collections.abc import Iterator
@@ -19,7 +21,7 @@ from kvoffd.cache.recovery import _Group, _Recovery
 from kvoffd.pool.allocator import PAGE_BYTES, SlotAllocator
 from kvoffd.pool.slot_table import MAX_KEY_BYTES, RECORD_BYTES
 from kvoffd.system import native as native_module
-from kvoffd.system.native import Native, NotCompiled
+from kvoffd.system.native import Native, NotCompiled, declared
 from kvoffd.tiers.disk_map import _Index, _RegionAddresses
 from kvoffd.transfer.cuda.engine import _GpuCopying
 from kvoffd_proto.messages import MAX_WORLD_SIZE
@@ -101,8 +103,11 @@ def test_a_library_of_another_version_is_refused(monkeypatch: pytest.MonkeyPatch
 
 
 def test_functions_have_as_many_arguments_in_c_as_in_python() -> None:
+    for module in pkgutil.walk_packages(kvoffd.__path__, "kvoffd."):
+        if module.name not in ("kvoffd.__main__", "kvoffd.libkvoffd"):
+            importlib.import_module(module.name)
     text = "".join(path.read_text() for path in ROOT.rglob("*.c"))
     found = {name: given.count(",") + 1 for name, given in re.findall(r"^\w.*?\bkvoffd_(\w+)\(([^)]*)\)\n", text, re.M)}
-    known = {name: len(one.argtypes) for name, one in vars(Native()).items() if hasattr(one, "argtypes")}
+    known = {name: len(getattr(Native(), name).argtypes) for name in declared}
     assert known
     assert {name: found[name] for name in known} == known

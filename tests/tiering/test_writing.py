@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvoffd.cache.namespace import Namespace
-from kvoffd.cache.policy import Group
+from kvoffd.cache.namespace import Group, Namespace
 from kvoffd.tiering import TieringSettings, WriteMode, writer
 from kvoffd.tiering.writer import BUDGET, DAY_S, LATE, MAX_LOOKED_AT, STAYS, UNLIKELY, Selection, WriteBudget
 from kvoffd.tiers.tier import Result

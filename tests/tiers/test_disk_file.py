@@ -100,7 +100,6 @@ def test_a_foreign_file_is_left_as_it_is(tmp_path: Path) -> None:
     [
         lambda disk, index: index.unlink(),
         lambda disk, index: index.write_bytes(bytes(1 << 20)),
-        lambda disk, index: disk.write_bytes(b"KVOFFDDK".ljust(1 << 20, b"x")),
         lambda disk, index: disk.write_bytes(b"kvoffdD4".ljust(1 << 20, b"x")),
         lambda disk, index: disk.write_bytes(b"kvOffdD4" + disk.read_bytes()[8:]),
     ],

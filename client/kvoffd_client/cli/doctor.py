@@ -91,7 +91,7 @@ def doctor(
 ) -> int:
     """Check whether the daemon is healthy and pays off.
 
-    Shows what would help most. Without --url it looks at clients and machine too.
+    Shows what would help most. Asks the daemon and the engines of --engine; clients and machine without --url.
 
     Exit status: 0 no warning, 1 a warning, 2 an error, or no answer.
     """

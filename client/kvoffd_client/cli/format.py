@@ -81,7 +81,6 @@ def table_of(titles: Sequence[str], rows: Iterable[Sequence[str]], gap: int = 2)
 
 
 def print_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print the ``table_of`` these titles and rows."""
     print_page(table_of(titles, rows))
 
 

@@ -16,11 +16,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvoffd.system.native import native
+from kvoffd.system.native import VOID_P, declare, native
 from kvoffd.system.numa import NOWHERE, Locality, run_near, usable_cpus
 from kvoffd.transfer.engine import CopyEngine, CopyQueue, CopyStats, Transfer
 from kvoffd.transfer.plan import Direction
 from kvoffd_proto.cuda import Cuda, CudaError
+
+declare(keep_gil=False, gpu_copy=(None, VOID_P, VOID_P))
 
 _log = logging.getLogger(__name__)
 

@@ -9,6 +9,7 @@ import struct
 import subprocess
 import tempfile
 import zlib
+from collections import deque
 from collections.abc import Callable
 from itertools import count, cycle, islice
 from math import nan
@@ -27,6 +28,7 @@ from kvoffd.cache.curve import HitRatioCurve
 from kvoffd.cache.learned import BINS, CLASSES, Learned
 from kvoffd.cache.lru_fallback import FIRST_STAY, JUDGED_AFTER, LruFallback
 from kvoffd.cache.namespace import MissReason, Namespace
+from kvoffd.cache.policy import Chain
 from kvoffd.simulate.replay import replay
 from kvoffd_proto.messages import READY
 from kvoffd_proto.stats import HitCurve
@@ -238,6 +240,26 @@ def test_the_chance_to_come_back_is_by_kind_and_time_left() -> None:
     assert policy.chance(unknown, keys_of(1), pool)[0] == 1
 
 
+@pytest.mark.parametrize("requests", [50, 2000])
+def test_the_chance_is_right_however_many_requests_a_lifetime_has(requests: int) -> None:
+    """Prompts of three blocks, of which half return, and of six, of which a tenth does: once, after a lifetime."""
+    rig, rng, due, first = learned_rig(5 * requests, requests // 10, MIB), random.Random(1), deque[Chain](), 0
+    policy, namespace = policy_of(rig), rig.open("a")
+    group, namespace.totals.keys_asked = rig.cache.group(namespace, 0), 5 * requests
+    group.tokens = 512
+    for number in range(24 * requests):
+        blocks, part = (3, 0.5) if number % 2 else (6, 0.1)
+        prompt = Chain(group, keys_of(*range(first, first + blocks)), np.empty(0, np.uint32))
+        policy.requested([prompt])
+        first += blocks
+        if rng.random() < part:
+            due.append(prompt)
+        if len(due) > 0.3 * requests:
+            policy.requested([due.popleft()])
+    chances = [policy.chance(group, keys_of(first - number), 4 * rig.slots.pool_bytes)[0] for number in (3, 9)]
+    assert chances == pytest.approx([0.5, 0.1], rel=0.2)
+
+
 def test_a_new_model_is_not_judged_by_another_ones_requests() -> None:
     rig = learned_rig(40, 4)  # 40 blocks
     old, new = rig.open("old"), rig.open("new")
@@ -307,11 +329,15 @@ def test_what_one_rank_was_rejected_the_others_are_too() -> None:
     assert namespace.counters.rejected_keys >= 4
 
 
-@pytest.mark.parametrize(("unit", "pools", "least"), [(MIB, REMEMBERED_POOLS, 300 * REMEMBERED_POOLS), (UNIT, 4, 600)])
-def test_what_it_remembers_is_bounded(unit: int, pools: int, least: int) -> None:
-    """Of small blocks it remembers less, since what it may take is a share of the pool."""
+@pytest.mark.parametrize(
+    ("unit", "below", "pools", "least"),
+    [(MIB, 4, REMEMBERED_POOLS, 300 * REMEMBERED_POOLS), (MIB, 40, 40, 350 * 40), (UNIT, 40, 4, 600)],
+)
+def test_what_it_remembers_is_bounded(unit: int, below: int, pools: int, least: int) -> None:
+    """Of small blocks it remembers less, since what it may take is a share of the pool. Below the pool are tiers."""
     rig = learned_rig(400, 4, unit)
     namespace = rig.open("a")
+    rig.policy.remember(below * rig.slots.pool_bytes)
     for first in range(0, 60_000, 60):
         look(rig, namespace, list(range(first, first + 60)))
     policy = policy_of(rig)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from kvoffd.cache import POLICY_NAMES
-from kvoffd.cache.namespace import Namespace
-from kvoffd.cache.policy import REJECTED, Chain, Group, make_policy
+from kvoffd.cache.namespace import Group, Namespace
+from kvoffd.cache.policy import REJECTED, Chain, make_policy
 from kvoffd_proto.messages import BENCH_LABEL, GroupSpec
 from kvoffd_proto.stats import LearnedStats
 from tests.kit.slot_cache import CacheRig, keys_of
