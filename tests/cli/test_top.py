@@ -76,7 +76,7 @@ def test_a_daemon_at_work_that_goes_and_comes_back(daemon: DaemonProcess) -> Non
         for key, words in (
             ("2", ("registered", "fake engine", "workers")),
             ("3", ("There is no disk and no shared store",)),
-            ("4", ("Policy learned", "are reused")),
+            ("4", ("Policy learned", "come back")),
             ("?", ("the hash of one block",)),
             ("h", ("Pool [",)),
         ):

@@ -437,7 +437,7 @@ def test_a_pool_of_another_size_keeps_what_was_learned_by_its_age_in_bytes() -> 
         old, new = sums(before).sum(axis=1), sums(policy_of(rig).state()).sum(axis=1)
         assert new.sum(axis=1) == pytest.approx(old.sum(axis=1)), "nothing is lost"
         if factor == 4:  # a lifetime and less are a quarter of a lifetime and less
-            assert new[:, :2].sum(axis=1) == pytest.approx(old[:, :3].sum(axis=1))
+            assert new[:, :2].sum(axis=1) == pytest.approx(old[:, :5].sum(axis=1))
         check_learned(rig)
 
 
