@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None, limits: Limits | None = None) -
         check_disks(config)
         if given.command == "config":
             _check_machine(config)
-    except KvoffdError as error:
+    except (ConfigError, KvoffdError) as error:
         return _refuse(str(error), config.log_format)
     return serve(config) if given.command == "serve" else status
 
@@ -127,7 +127,7 @@ def open_standard_streams() -> None:
 
 def serve(config: Config) -> int:
     """Run the daemon until it ends; return its exit status."""
-    from kvoffd.errors import KvoffdError, NoMoreThreads
+    from kvoffd.errors import NoMoreThreads
 
     # Read when NumPy is imported. The kernel takes up to 5 ms for a huge page, and the loop would wait for it.
     os.environ.setdefault("NUMPY_MADVISE_HUGEPAGE", "0")
