@@ -31,7 +31,7 @@ DEADLINE_S = 100.0
 
 
 class EngineOfParts:
-    """An engine whose connector waits for a daemon that has no CPU, else with its defaults; one at a time in a process.
+    """An engine whose connector has its defaults but for ``options``; one at a time in a process.
 
     Args:
         model: a model's directory, of which only the configuration is read.
@@ -40,8 +40,8 @@ class EngineOfParts:
         rate: tokens that it computes in a second.
     """
 
-    def __init__(self, model: Path, directory: Path, blocks: int, rate: float) -> None:
-        config = make_config(model, {"directory": str(directory), "lookup_deadline_ms": 5000})
+    def __init__(self, model: Path, directory: Path, blocks: int, rate: float, **options: object) -> None:
+        config = make_config(model, {"directory": str(directory), **options})
         config.cache_config.num_gpu_blocks_override = config.cache_config.num_gpu_blocks = blocks
         specs = {f"layer.{number}": full_attention() for number in range(LAYERS)}
         (cache,) = get_kv_cache_configs(config, [specs], [1 << 40])

@@ -16,6 +16,8 @@ from tests.kit.slow_link import SlowLink
 from tests.vllm.engine_of_parts import EngineOfParts
 
 PROMPTS = [prompt(seed, 1001) for seed in range(1, 9)]
+PATIENCE_MS = 5000
+"""How soon a daemon without a CPU answers is no matter of this test."""
 FULL = [full_blocks(len(each)) for each in PROMPTS]
 WARM_UP = [prompt(seed, 1001) for seed in range(11, 15)]
 BLOCKS = 320
@@ -40,7 +42,7 @@ def test_eight_prompts_at_once_come_whole_from_a_slow_store(model: Path, store: 
         SlowLink(store.port, BYTES_PER_SECOND) as link,
         DaemonProcess("128MiB", shared=link.url, shared_ask_deadline="5s") as daemon,
     ):
-        with EngineOfParts(model, daemon.directory, BLOCKS, RATE) as engine:
+        with EngineOfParts(model, daemon.directory, BLOCKS, RATE, lookup_deadline_ms=PATIENCE_MS) as engine:
             engine.wait_connected(daemon.directory)
             for each in WARM_UP:
                 engine.generate([each])
