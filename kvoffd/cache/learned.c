@@ -1309,7 +1309,7 @@ void kvoffd_learned_chances(struct learned *l, uint64_t group, const uint8_t *ke
     hash_keys(l, group, keys, count, key_bytes, hashes);
     for (uint64_t i = 0; i < count; i++) {
         const struct place *there = find_place(l, hashes[i]);
-        chances[i] = there->hash ? chance(l, &l->spans[there->span], within) : 1;
+        chances[i] = there->hash && !l->known.as_lru ? chance(l, &l->spans[there->span], within) : 1;
     }
 }
 

@@ -182,18 +182,12 @@ class Selection:
         """Recently requested bytes, and bytes of blocks that came next to be evicted."""
         self._stay = 0
         self._least = 0.0
-        self._due = 0.0
-        """Blocks that may still be written of those recorded; negative if too many were, as chances have risen."""
 
     def record_traffic(self, accessed_bytes: int, tier_bytes: int) -> None:
         """Record the bytes requested since the last call."""
         self._accessed += accessed_bytes
         if self._accessed > WATCHED * tier_bytes:
             self._accessed, self._offered = self._accessed / 2, self._offered / 2
-
-    def record_written(self) -> None:
-        """Record that one of the blocks was written."""
-        self._due -= 1
 
     def record_present(self, nbytes: int) -> None:
         """Record that another node had already written one of the blocks."""
@@ -212,7 +206,6 @@ class Selection:
         self._unseen += len(chances)
         if 16 * self._unseen >= len(self._chances):
             self._choose(max(1, believed))
-        self._due = min(SAMPLE / 16, self._due + len(chances) / STAYS[self._stay])
 
     def _choose(self, believed: int) -> None:
         self._unseen = 0
@@ -221,9 +214,8 @@ class Selection:
         hits = [float(ordered[:part, at].sum()) for at, part in enumerate(parts)]
         self._stay = max(at for at, each in enumerate(hits) if each >= WORTH * max(hits))
         chances = ordered[:, self._stay]
-        part = max(0, min(parts[self._stay], int(parts[self._stay] + self._due)))
         # Of blocks with equal chances that are together too many, none is chosen, unless no block has a higher chance.
-        fitting = chances[chances > chances[min(part, len(chances) - 1)]]
+        fitting = chances[chances > chances[min(parts[self._stay], len(chances) - 1)]]
         self._least = float(fitting[-1] if len(fitting) else chances[0])
 
     def stay_bytes(self, tier_bytes: int) -> int:
@@ -521,8 +513,6 @@ class Writer:
         if result is Result.DONE:
             self.written_blocks += 1
             self.written_bytes += nbytes
-            if self._judges:
-                self._selection.record_written()
         elif result is Result.PRESENT:
             self.budget.refund(nbytes)
             self._trickle_left += nbytes

@@ -217,15 +217,6 @@ def test_what_was_not_watched_for_long_is_not_believed() -> None:
     assert choose((20, 0.3, 0.0), (80, 0.1, 0.19), believed=1)[1] == [True, False]
 
 
-def test_what_was_written_beyond_the_part_is_taken_off_what_comes_next() -> None:
-    chosen, rows = Selection(), np.repeat(np.linspace(0, 1, 100)[:, None], len(STAYS), axis=1)
-    for least, written in ((0.5, 100), (0.75, 0)):
-        chosen.record(rows, UNIT, len(STAYS))
-        assert chosen.deciding(rows)[1] == pytest.approx(least, abs=0.03)
-        for _ in range(written):
-            chosen.record_written()
-
-
 def test_a_block_stays_longer_the_less_is_offered() -> None:
     chosen, tier_bytes = Selection(), 64 * UNIT
     chosen.record(np.zeros((64, len(STAYS))), UNIT, 1)

@@ -236,7 +236,6 @@ def test_the_chance_to_come_back_is_by_kind_and_time_left() -> None:
     assert chances == sorted(chances)
     assert chances[0] < 0.01
     assert chances[-1] > 0.9
-    policy.known.as_lru = 1
     assert policy.chance(group, keys_of(1000 + 8 * 398), 2 * pool)[0] < 0.3
     assert policy.chance(unknown, keys_of(1), pool)[0] == 1
 
