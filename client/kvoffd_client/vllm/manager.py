@@ -155,7 +155,7 @@ class RequestState:
         from_tiers: keys that were, or were to be, promoted for this request, with their last state.
         tier_wait_began: time when the request began to wait for a promotion; None before.
         tier_wait_until: latest end of that wait; NEVER once it has ended.
-        doubted_since: time since which waiting is not expected to be worth it; inf while it is.
+        doubted_since: time since which waiting is not known to be worth it; inf while it is.
         waits_for_tier: the request waits for promotions in its answer.
         stood_still_s: time in which the machine stood still while it waited.
         scan: answer, computed tokens, result and number of ended loads of the last scan.
@@ -518,7 +518,8 @@ class KvoffdManager(OffloadingManager):
         computing it after the earlier prompts.
 
         It continues to wait for DOUBT_SHARE of the time of computing after the first time that this was not expected,
-        but never longer than computing takes. Then it loads the blocks that are ready.
+        or after the start if it never was, but never longer than computing takes. Then it loads the blocks that are
+        ready.
         """
         now = self._look()
         if now - state.failed_at < REFRESH_S or not self.namespace.client.ready:
@@ -529,7 +530,7 @@ class KvoffdManager(OffloadingManager):
             computed_s = self._computed_s(state.request, tokens)
             loaded_s = tokens / load_rate if load_rate else 0.0
         if state.tier_wait_began is None:
-            state.tier_wait_began = now
+            state.tier_wait_began = state.doubted_since = now
             state.tier_wait_until = min(state.tier_wait_until, now + min(self._disk_wait_s, computed_s))
         expected_s = max(0.0, answer.ticket.answered_at + answer.ticket.wait_s - now)
         most_s = state.tier_wait_until - state.tier_wait_began
@@ -537,13 +538,14 @@ class KvoffdManager(OffloadingManager):
         if answer.ticket.asking and PENDING not in answer.coming.values():
             expected_s = inf  # a store mostly has no blocks of a new prompt
             doubt_s = max(doubt_s, min(MOST_ASK_S, ASK_SHARE * most_s))
-        if expected_s + loaded_s <= computed_s:
-            state.doubted_since = inf
-        else:
+        is_worth_it = expected_s + loaded_s <= computed_s
+        if not is_worth_it:
             state.doubted_since = min(state.doubted_since, now)
+        elif answer.ticket.wait_s:
+            state.doubted_since = inf
         if state.waits_for_tier and state.pending is not None and not state.pending.given_up:
             return True  # the next answer shows what was promoted during a step
-        if now >= state.tier_wait_until or now - state.doubted_since >= doubt_s:
+        if now >= state.tier_wait_until or (not is_worth_it and now - state.doubted_since >= doubt_s):
             state.tier_wait_until = NEVER
         return state.tier_wait_until != NEVER
 
