@@ -16,7 +16,6 @@ from typing import NoReturn
 
 from kvoffd import __version__
 from kvoffd.config import (
-    ALL_INTERFACES,
     CONFIG_VARIABLE,
     SETTINGS,
     VARIABLE_PREFIX,
@@ -106,8 +105,7 @@ def _check_machine(config: Config) -> None:
     if SocketPaths(config.directory).lifeline.exists():
         return
     if config.http_address:
-        host, port = parse_address(config.http_address)
-        for listener in listen("" if host == ALL_INTERFACES else host, port):
+        for listener in listen(*parse_address(config.http_address)):
             listener.close()
     if not os.path.exists(config.pool_file):
         check_fits(config.pool_bytes, memory_limit())

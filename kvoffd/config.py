@@ -33,8 +33,6 @@ CONFIG_VARIABLE = "KVOFFD_CONFIG"
 _SERVICE_LINK = re.compile(r"KVOFFD(_[A-Z0-9_]+)?_(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT(_[0-9]+_.+)?)")
 
 MIN_DISK_BYTES = 16 * 1024**2
-ALL_INTERFACES = "*"
-"""Host of an address at which a server listens on every interface."""
 
 
 class ConfigError(Exception):

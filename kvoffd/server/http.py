@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
 
-from kvoffd.config import ALL_INTERFACES, parse_address
+from kvoffd.config import parse_address
 from kvoffd.system.listening import listen
 
 if TYPE_CHECKING:
@@ -80,8 +80,7 @@ class HttpServer:
         self._open: dict[asyncio.Task[None] | None, None] = {}
         """Connections, oldest first."""
         self._ended: Future[None] = Future()
-        host, port = parse_address(address)
-        self._listeners = listen("" if host == ALL_INTERFACES else host, port)
+        self._listeners = listen(*parse_address(address))
 
     def start(self) -> None:
         threading.Thread(target=asyncio.run, args=(self._listen(),), name="kvoffd-http", daemon=True).start()

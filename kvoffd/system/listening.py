@@ -7,9 +7,11 @@ import socket
 
 from kvoffd.errors import KvoffdError
 
+ALL_INTERFACES = "*"
+
 
 def listen(host: str, port: int) -> list[socket.socket]:
-    """Return sockets that listen on all addresses of a host, or without one on every interface, IPv4 and IPv6.
+    """Return sockets that listen on all addresses of a host; ``*`` is every interface, IPv4 and IPv6.
 
     Raises KvoffdError.
     """
@@ -17,7 +19,7 @@ def listen(host: str, port: int) -> list[socket.socket]:
         return _listeners(host, port)
     except OSError as error:
         raise KvoffdError(
-            f"The HTTP address {host or '*'}:{port} cannot be used ({error.strerror or error}); free it, choose "
+            f"The HTTP address {host}:{port} cannot be used ({error.strerror or error}); free it, choose "
             "another with --http-address, or give an empty one to start without HTTP."
         ) from error
 
@@ -27,7 +29,7 @@ def _listeners(host: str, port: int) -> list[socket.socket]:
 
     Addresses that the machine lacks are skipped if another one works: ``localhost`` may include ::1 without IPv6.
     """
-    if not host:
+    if host == ALL_INTERFACES:
         if socket.has_dualstack_ipv6():
             return [socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True)]
         return [socket.create_server(("0.0.0.0", port))]

@@ -21,8 +21,8 @@ import typer
 
 from kvoffd_client.admin_client import AdminClient
 from kvoffd_client.cli.format import print_json, print_line, print_status, print_table
-from kvoffd_client.cli.target import CliError, Directory, Evict, Json, announce, local_directory
-from kvoffd_proto.messages import BENCH_LABEL, EVICTING_LABEL, GroupKeys
+from kvoffd_client.cli.target import CliError, Directory, Evict, Json, announce, label_of, local_directory
+from kvoffd_proto.messages import GroupKeys
 from kvoffd_proto.units import format_count, format_size
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def copy(evict: Evict = False, directory: Directory = None, json: Json = False) 
     They copy pieces of 16 KiB to 1 MiB; a piece is one layer's part of a block. The floor is memcpy.
     """
     where = local_directory(directory)
-    with _bench(where, COPY_JOBS * MAX_BLOCK_BYTES, evict, COPIED_BYTES) as admin:
+    with _bench(where, COPY_JOBS * MAX_BLOCK_BYTES, evict, copies=True) as admin:
         if admin.stats().pool.size_bytes < (least_bytes := POOL_PART * COPIED_BYTES):
             why = f"The pool is below {format_size(least_bytes)}: ratios are low, since little is copied per job."
             print(f"kvoffd-cli: {why}", file=sys.stderr)
@@ -111,14 +111,14 @@ def copy(evict: Evict = False, directory: Directory = None, json: Json = False) 
 
 
 @contextmanager
-def _bench(directory: Path, least_bytes: int, evict: bool, copied_bytes: int = 0) -> Iterator[AdminClient]:
+def _bench(directory: Path, least_bytes: int, evict: bool, *, copies: bool = False) -> Iterator[AdminClient]:
     """Say what the bench takes of the pool. Raises CliError."""
     with AdminClient(directory) as admin:
         pool = admin.stats().pool
         if pool.usable_bytes < POOL_PART * least_bytes:
             needed = format_size(POOL_PART * least_bytes)
             raise CliError(f"The pool has {format_size(pool.usable_bytes)}; this bench needs a pool of {needed}.")
-        taken_bytes = max(least_bytes, min(copied_bytes, pool.usable_bytes // POOL_PART))
+        taken_bytes = max(least_bytes, _copied_bytes(pool.usable_bytes) if copies else 0)
         announce("bench", taken_bytes, pool.of("free"), evicts=evict)
         yield admin
 
@@ -136,7 +136,7 @@ def _engine(
     from kvoffd_client.namespace import NamespaceSpec
     from kvoffd_client.session import ClientOptions
 
-    label = f"{EVICTING_LABEL if evict else BENCH_LABEL}{bench}"
+    label = label_of(bench, evicts=evict)
     namespace = NamespaceSpec.named(label, layers=layers, page_bytes=page_bytes, process=os.getpid())
     shape = 1, layers, blocks, page_bytes
     options, name = ClientOptions(request_timeout_s=WAIT_S), f"kvoffd-cli bench {bench}"

@@ -30,11 +30,11 @@ from kvoffd_client.cli.target import (
     Url,
     announce,
     check_one_daemon,
+    label_of,
     local_directory,
     open_admin,
 )
 from kvoffd_client.errors import KvoffdClientError
-from kvoffd_proto.messages import BENCH_LABEL, EVICTING_LABEL
 from kvoffd_proto.stats import DaemonStats
 from kvoffd_proto.units import format_count, format_duration, format_rate, format_size, percent, plural, printable
 
@@ -196,7 +196,7 @@ def run_self_test(place: Path, evict: bool) -> SelfTest:
     """Store blocks in a namespace of their own, load them into other memory, and compare the bytes."""
     from kvoffd_client.fake_engine import FakeEngine
 
-    label = f"{EVICTING_LABEL if evict else BENCH_LABEL}self-test {os.getpid()}"
+    label = label_of(f"self-test {os.getpid()}", evicts=evict)
     keys = [os.urandom(32) for _ in range(TEST_BLOCKS)]
     blocks, others = range(TEST_BLOCKS), range(TEST_BLOCKS, 2 * TEST_BLOCKS)
     try:

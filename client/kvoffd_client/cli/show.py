@@ -250,7 +250,8 @@ def _elsewhere(
         if one.report.reason in ("unknown", "forgotten")
     )
     for fingerprint, group, key in asked:
-        own = infos[fingerprint]
+        if (own := infos.get(fingerprint)) is None:
+            continue  # it was forgotten since
         for other in infos.values():
             if other.label != own.label or other is own or not other.ready_blocks or group >= len(other.groups):
                 continue

@@ -10,6 +10,7 @@ from typing import Annotated, TypeVar
 import typer
 
 from kvoffd_client.admin_client import MIN_PREFIX_DIGITS, AdminClient
+from kvoffd_proto.messages import BENCH_LABEL, EVICTING_LABEL
 from kvoffd_proto.paths import default_directory
 from kvoffd_proto.units import UnitError, format_size
 
@@ -55,6 +56,11 @@ def open_admin(directory: Path | None) -> AdminClient:
     if sys.stderr.isatty():
         admin.on_silence = lambda: print(f"Waiting for the kvoffd daemon in {admin.directory} ...", file=sys.stderr)
     return admin
+
+
+def label_of(what: str, *, evicts: bool) -> str:
+    """Return the label of a test's namespace, by which the daemon knows what it may do."""
+    return f"{EVICTING_LABEL if evicts else BENCH_LABEL}{what}"
 
 
 def announce(what: str, nbytes: int, free_bytes: int, *, evicts: bool) -> None:
