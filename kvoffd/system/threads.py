@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
+from queue import SimpleQueue
 from typing import Generic, TypeVar
 
 from kvoffd.errors import NoMoreThreads
@@ -75,10 +76,9 @@ class TaskThread:
 
     def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._name, self._clock = name, clock
-        self._changed = threading.Condition()
-        self._tasks: deque[Callable[[], object]] = deque()
+        self._tasks: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        """None ends the thread."""
         self._began: float | None = None
-        self._stopped = False
         self._threads = DaemonThreads([(name, self._run)], self.stop)
 
     @property
@@ -89,22 +89,14 @@ class TaskThread:
 
     @property
     def waiting(self) -> int:
-        return len(self._tasks)
+        return self._tasks.qsize()
 
-    def put(self, task: Callable[[], object], most_waiting: int | None = None) -> bool:
-        """Queue a task; return False if ``most_waiting`` are queued already."""
-        with self._changed:
-            if most_waiting is not None and len(self._tasks) >= most_waiting:
-                return False
-            self._tasks.append(task)
-            self._changed.notify()
-        return True
+    def put(self, task: Callable[[], object]) -> None:
+        self._tasks.put(task)
 
     def stop(self) -> None:
         """End the thread after the queued tasks."""
-        with self._changed:
-            self._stopped = True
-            self._changed.notify()
+        self._tasks.put(None)
 
     def close(self, timeout_s: float) -> bool:
         """Stop and join the thread; return False if it still runs after ``timeout_s``."""
@@ -112,20 +104,13 @@ class TaskThread:
         return self._threads.join(time.monotonic() + timeout_s)
 
     def _run(self) -> None:
-        while (task := self._next()) is not None:
+        while (task := self._tasks.get()) is not None:
+            self._began = self._clock()
             try:
                 task()
             except Exception:
                 logger.exception("A task of %s failed; the thread continues.", self._name)
-
-    def _next(self) -> Callable[[], object] | None:
-        with self._changed:
             self._began = None
-            self._changed.wait_for(lambda: self._tasks or self._stopped)
-            if not self._tasks:
-                return None
-            self._began = self._clock()
-            return self._tasks.popleft()
 
 
 class Workers(Generic[T, R]):
