@@ -91,8 +91,7 @@ def test_a_store_that_went_away_is_waited_for_by_its_silence(rig: TieringHarness
     rig.states(space, keys)
     shared.answer()
     rig.cache.lookup(space, 1, 1, [(0, keys)])
-    rig.tiering.pump()
-    rig.tier.end_all()
+    rig.bring_up()
     rig.clock.now += 1.0
     shared.hangs = True
     ((states,), _) = rig.cache.lookup(space, 1, 1, [(0, keys)], again=True)
