@@ -152,7 +152,6 @@ class Workers(Generic[T, R]):
         self._running: dict[int, tuple[float, list[T]]] = {}  # by thread: start time, and tasks that have not ended
         self._ended: deque[tuple[T, R]] = deque()
         self._posted = self._stopped = self._called = False
-        self.busy_seconds = 0.0
         self._nice = nice
         self._start()
 
@@ -261,7 +260,6 @@ class Workers(Generic[T, R]):
         return tasks
 
     def _do(self, number: int, tasks: list[T]) -> None:
-        begun = time.perf_counter()
         try:
             for result in self._works[number](tasks.copy()):
                 self._end_first(tasks, [result])
@@ -269,7 +267,6 @@ class Workers(Generic[T, R]):
         except Exception as error:
             self._end_first(tasks, [self._failed(error)] * len(tasks))
         with self._changed:
-            self.busy_seconds += time.perf_counter() - begun
             del self._running[number]
             # This thread takes the next tasks, so no other is woken.
             self._notify_idle()

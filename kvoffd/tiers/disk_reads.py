@@ -125,9 +125,8 @@ class Reads:
         self._headers = aligned_buffer(most * HEADER_BYTES)
         """Headers by number."""
         self._pool_at, self._headers_at = address_of(pool), address_of(self._headers)
-        self.busy_seconds = 0.0
         self._progress_at = 0.0
-        """Time when the last read ended, or the first began: busy time is counted up to it."""
+        """Time when the last read ended, or the first began."""
         self._open()
 
     def _open(self) -> None:
@@ -180,9 +179,7 @@ class Reads:
         if len(numbers) == ENDED_AT_ONCE:  # there may be more
             self._post(self._deliver)
         if numbers:
-            now = self._clock()
-            self.busy_seconds += now - self._progress_at
-            self._progress_at = now
+            self._progress_at = self._clock()
         for number in numbers:
             job, read = self._reading.pop(number)
             self._nbytes -= job.nbytes
@@ -228,10 +225,6 @@ class Reads:
     @property
     def waiting(self) -> int:
         return len(self._waiting)
-
-    @property
-    def running(self) -> int:
-        return len(self._reading)
 
     @property
     def longest_s(self) -> float:
