@@ -20,9 +20,8 @@ from kvoffd.system.files import FileCalls, OnError
 from kvoffd.system.threads import Workers
 from kvoffd.tiers.disk_clearing import Clearing
 from kvoffd.tiers.disk_file import DiskFile
+from kvoffd.tiers.disk_io import HOUR_S, BlockWriter, End, Reads, SlotJob
 from kvoffd.tiers.disk_map import LOOKED_AT_ONCE, NO_SLOT, REGIONS_AT_ONCE, DiskMap, KnownGroup
-from kvoffd.tiers.disk_reads import End, Reads, SlotJob
-from kvoffd.tiers.disk_writes import HOUR_S, BlockWriter
 from kvoffd.tiers.header import Block, BlockGroup, fits_header
 from kvoffd.tiers.tier import ABSENT, PRESENT, ReadEnd, Result, Tier, TierListener, TierStats, WriteEnd
 from kvoffd_proto.stats import DiskFault

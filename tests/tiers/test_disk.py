@@ -106,7 +106,7 @@ def test_a_read_that_is_late_is_not_begun() -> None:
 
 def test_no_more_bytes_are_read_at_once_than_can_be_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = DiskRig()
-    monkeypatch.setattr("kvoffd.tiers.disk_reads.MOST_READ_BYTES", 1)
+    monkeypatch.setattr("kvoffd.tiers.disk_io.MOST_READ_BYTES", 1)
     rig.write(block_of(1))
     ends = [rig.begin_read(block_of(1), slot=slot) for slot in (16, 17, 18)]
     assert (len(rig.reads.added), rig.reads.waiting) == (1, 2)

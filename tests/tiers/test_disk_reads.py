@@ -15,7 +15,7 @@ import pytest
 
 from kvoffd.pool.checksums import digest
 from kvoffd.system.files import FileCalls, aligned_buffer
-from kvoffd.tiers.disk_reads import End, Reads, SlotJob
+from kvoffd.tiers.disk_io import End, Reads, SlotJob
 from kvoffd.tiers.header import HEADER_BYTES, Block, encode_header, make_block_group
 from kvoffd.tiers.tier import Result
 from kvoffd_proto.stats import DiskFault
