@@ -297,6 +297,13 @@ def test_reads_that_hang_do_not_keep_others_from_coming_up() -> None:
     rig.tiering.pump()
     assert source.under_way_bytes == 0
     assert len(source.given_up) == 8
+    for _ in range(2):  # nor does anybody wait for what they leave no space for
+        assert source.waiting_blocks == 4
+        rig.tiering.tick()
+        rig.tiering.pump()
+        rig.clock.now += QUIET.deadline_s
+    rig.tiering.pump()
+    assert source.waiting_blocks == 0
 
 
 def test_a_lookup_is_told_how_long_what_it_waits_for_takes() -> None:
