@@ -526,9 +526,8 @@ class KvoffdManager(OffloadingManager):
             return False  # the daemon does not report promotions
         computed_s, loaded_s = inf, 0.0
         if self._do_no_harm:
-            tokens, (_, load_rate) = self._most_tokens(answer.coming), self.harm.rates
-            computed_s = self._computed_s(state.request, tokens)
-            loaded_s = tokens / load_rate if load_rate else 0.0
+            tokens = self._most_tokens(answer.coming)
+            computed_s, loaded_s = self._computed_s(state.request, tokens), self.harm.load_s(tokens)
         if state.tier_wait_began is None:
             state.tier_wait_began = state.doubted_since = now
             state.tier_wait_until = min(state.tier_wait_until, now + min(self._disk_wait_s, computed_s))
