@@ -285,7 +285,15 @@ def test_each_prompt_that_fits_is_computed_though_drafts_need_blocks_beside_a_lo
         "get_external_cache_hit_sources",
     ):
         monkeypatch.setattr(connector, call, lambda *_: {})
-    for call in ("awaits_adapter", "prepare_scan", "scanned", "record_scan", "refuse_load"):
+    for call in (
+        "awaits_adapter",
+        "prepare_scan",
+        "scanned",
+        "look_up_tails",
+        "awaits_tail",
+        "record_scan",
+        "refuse_load",
+    ):
         monkeypatch.setattr(connector._manager, call, lambda *_, **__: 0)
     monkeypatch.setattr(connector, "request_finished_all_groups", lambda *_: (False, None))
     there, loaded = True, 0
