@@ -1025,9 +1025,7 @@ def _first_missing(state: RequestState, covered: Sequence[int]) -> tuple[int, by
     """Return the first key behind the ``covered`` ones of its group that was not ready: its group, the key, its number
     among those looked up, and the reason if it is known here."""
     last, before = state.last, 0
-    for (index, chunks), states in (
-        zip(last.chunks.items(), last.states, strict=False) if last is not None else ()
-    ):
+    for (index, chunks), states in zip(last.chunks.items(), last.states, strict=False) if last is not None else ():
         for at in range(covered[index], len(states)):
             if states[at] != READY:
                 key = of_adapter([chunks[at]], state.adapter)[0] if state.adapter else chunks[at]
