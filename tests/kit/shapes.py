@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,8 +33,7 @@ class Shape:
         environ: variables of the engine's processes.
         request: arguments of the command ``generate`` beside the prompts.
         prompts: token ids, or whatever the command ``generate`` takes.
-        cached: the tokens that each prompt shall find; None for as many as vLLM's own prefix cache gives, or those of
-            them that are in whole blocks, where ``whole_blocks`` is set.
+        cached: the tokens that each prompt shall find; None for as many as vLLM's own prefix cache gives.
         workers: how many processes register memory.
         varies: a prompt that vLLM has in its own prefix cache may get other tokens than a cold one, since its kernels
             compute the rest in another order.
@@ -48,7 +46,6 @@ class Shape:
     request: Mapping[str, Any] = field(default_factory=dict)
     prompts: Sequence[Any] = field(default_factory=lambda: PROMPTS)
     cached: Sequence[int] | None = None
-    whole_blocks: bool = False
     workers: int = 1
     varies: bool = False
 
@@ -78,12 +75,9 @@ def check_shape(shape: Shape, model: Path, daemon: DaemonProcess, *, restart: bo
             engine.start()
             wait_connected(daemon.directory, shape.workers, PATIENCE_S)
             loaded.append(ask())
-        after, log = books(daemon.directory), engine.log
+        after = books(daemon.directory)
     assert cached(cold) == [0] * len(cold), cached(cold)
     expected = list(shape.cached or cached(own))
-    if shape.whole_blocks:  # which vLLM makes as large as a state is on this CPU
-        (size,) = {int(size) for size in re.findall(r"Setting attention block size to (\d+) tokens", log)}
-        expected = [each // size * size for each in expected]
     assert all(expected)
     assert shape.varies or tokens(own) == tokens(cold), "vLLM's own prefix cache"
     for answers in loaded:
@@ -223,6 +217,42 @@ def make_tiny_qwen3_next(path: Path) -> Path:
     )
 
 
+def make_tiny_qwen3_next_with_mtp(path: Path) -> Path:
+    """Write the Qwen3-Next with a layer that predicts the token after the next (MTP) into ``path``.
+
+    It is like the model's last layer, which has full attention. All layers add little to the embeddings, so that some
+    drafts are right.
+    """
+    last = f"model.layers.{COMMON['num_hidden_layers'] - 1}."
+    weights = _add_little(make_tiny_qwen3_next(path))
+    hidden = COMMON["hidden_size"]
+    none, ones = np.zeros(hidden, np.float32), np.ones(hidden, np.float32)
+    added = {name.replace(last, "layers.0."): each for name, each in weights.items() if last in name}
+    added |= {f"{name}.weight": none for name in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")}
+    added["fc.weight"] = np.hstack([np.diag(ones), np.diag(ones) / 10])
+    return _save(path, weights | {f"mtp.{name}": each for name, each in added.items()})
+
+
+def _add_little(path: Path) -> dict[str, Any]:
+    """The weights of a model, changed so that its layers add little to the embeddings."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from safetensors.numpy import load_file
+
+    weights = load_file(path / "model.safetensors")
+    little = ("o_proj", "out_proj", "down_proj")
+    return {name: each / 10 if any(one in name for one in little) else each for name, each in weights.items()}
+
+
+def _save(path: Path, weights: dict[str, Any]) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from safetensors.numpy import save_file
+
+        save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
 def make_tiny_glm_with_mtp(path: Path) -> Path:
     """Write a GLM 4.5 of four layers and one that predicts the token after the next (MTP) into the directory ``path``.
 
@@ -235,23 +265,16 @@ def make_tiny_glm_with_mtp(path: Path) -> Path:
     make_transformers_model(path, "Glm4MoeConfig", num_hidden_layers=layers + 1, **experts)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers, "num_nextn_predict_layers": 1}))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from safetensors.numpy import load_file, save_file
-
-        weights, ones = load_file(path / "model.safetensors"), np.ones(COMMON["hidden_size"], np.float32)
-        little = {name: each / 10 for name, each in weights.items() if "o_proj" in name or "down_proj" in name}
-        added = {
-            "enorm": ones,
-            "hnorm": ones,
-            "eh_proj": np.hstack([np.diag(ones), np.diag(ones) / 10]),
-            "embed_tokens": weights["model.embed_tokens.weight"],
-            "shared_head.norm": ones,
-            "shared_head.head": weights["lm_head.weight"],
-        }
-        weights |= little | {f"model.layers.{layers}.{name}.weight": each for name, each in added.items()}
-        save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    return path
+    weights, ones = _add_little(path), np.ones(COMMON["hidden_size"], np.float32)
+    added = {
+        "enorm": ones,
+        "hnorm": ones,
+        "eh_proj": np.hstack([np.diag(ones), np.diag(ones) / 10]),
+        "embed_tokens": weights["model.embed_tokens.weight"],
+        "shared_head.norm": ones,
+        "shared_head.head": weights["lm_head.weight"],
+    }
+    return _save(path, weights | {f"model.layers.{layers}.{name}.weight": each for name, each in added.items()})
 
 
 def make_tiny_deepseek(path: Path) -> Path:

@@ -508,6 +508,8 @@ def test_tails_are_looked_up_with_the_chunks_once_vllm_asks_for_them(harness: Ma
     manager.scheduled(request, 2 * CHUNK_TOKENS + 2 * UNIT)
     spec = manager.prepare_load([*KEYS[:2], TAILS[1]], context)
     assert (spec.lease_id, spec.load_tokens) == (harness.client.asked[1][0].lease_id, 2 * CHUNK_TOKENS + 2 * UNIT)
+    ((used, (loaded,)), counts) = harness.client.asked[2], harness.client.again[2]
+    assert (loaded.keys, counts, used.lease_id in harness.client.released) == (block_hash(12), False, True)
     manager.complete_load(KEYS, context)
     (report,) = harness.client.reported
     assert (report.keys, report.found_pool, report.covered_keys, report.missing_key) == (2, 2, [2], b"")

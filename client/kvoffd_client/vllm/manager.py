@@ -822,6 +822,10 @@ class KvoffdManager(OffloadingManager):
         if state is not None and (answer := state.answer) is not None:
             if state.adapter:
                 self.adapters.will_load(state.request.lora_request)
+            if tails := [key for key in keys if key in state.tail_keys]:
+                # The lookup that found them was not counted: this one lets the daemon keep what is used.
+                client = self.namespace.client
+                client.release(client.lookup(self._spec_of(tails, state.adapter).keys, reported=True).lease_id)
             state.answer = None  # the load takes its lease
             self._end_leases(state)
             self._loading[req_context.req_id] = answer
