@@ -368,7 +368,7 @@ class KvoffdManager(OffloadingManager):
         state.pending = None
         self.look_up(request)
         self.prepare_scan(request, computed_tokens, has_all=state.has_all)
-        state.asks_tails = False  # not for others in the same step
+        state.asks_tails = False  # the second scan takes what is known
         return True
 
     def awaits_tail(self, request: Request) -> bool:
