@@ -217,42 +217,6 @@ def make_tiny_qwen3_next(path: Path) -> Path:
     )
 
 
-def make_tiny_qwen3_next_with_mtp(path: Path) -> Path:
-    """Write the Qwen3-Next with a layer that predicts the token after the next (MTP) into ``path``.
-
-    It is like the model's last layer, which has full attention. All layers add little to the embeddings, so that some
-    drafts are right.
-    """
-    last = f"model.layers.{COMMON['num_hidden_layers'] - 1}."
-    weights = _add_little(make_tiny_qwen3_next(path))
-    hidden = COMMON["hidden_size"]
-    none, ones = np.zeros(hidden, np.float32), np.ones(hidden, np.float32)
-    added = {name.replace(last, "layers.0."): each for name, each in weights.items() if last in name}
-    added |= {f"{name}.weight": none for name in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding")}
-    added["fc.weight"] = np.hstack([np.diag(ones), np.diag(ones) / 10])
-    return _save(path, weights | {f"mtp.{name}": each for name, each in added.items()})
-
-
-def _add_little(path: Path) -> dict[str, Any]:
-    """The weights of a model, changed so that its layers add little to the embeddings."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from safetensors.numpy import load_file
-
-    weights = load_file(path / "model.safetensors")
-    little = ("o_proj", "out_proj", "down_proj")
-    return {name: each / 10 if any(one in name for one in little) else each for name, each in weights.items()}
-
-
-def _save(path: Path, weights: dict[str, Any]) -> Path:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from safetensors.numpy import save_file
-
-        save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-    return path
-
-
 def make_tiny_glm_with_mtp(path: Path) -> Path:
     """Write a GLM 4.5 of four layers and one that predicts the token after the next (MTP) into the directory ``path``.
 
@@ -265,16 +229,23 @@ def make_tiny_glm_with_mtp(path: Path) -> Path:
     make_transformers_model(path, "Glm4MoeConfig", num_hidden_layers=layers + 1, **experts)
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers, "num_nextn_predict_layers": 1}))
-    weights, ones = _add_little(path), np.ones(COMMON["hidden_size"], np.float32)
-    added = {
-        "enorm": ones,
-        "hnorm": ones,
-        "eh_proj": np.hstack([np.diag(ones), np.diag(ones) / 10]),
-        "embed_tokens": weights["model.embed_tokens.weight"],
-        "shared_head.norm": ones,
-        "shared_head.head": weights["lm_head.weight"],
-    }
-    return _save(path, weights | {f"model.layers.{layers}.{name}.weight": each for name, each in added.items()})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from safetensors.numpy import load_file, save_file
+
+        weights, ones = load_file(path / "model.safetensors"), np.ones(COMMON["hidden_size"], np.float32)
+        little = {name: each / 10 for name, each in weights.items() if "o_proj" in name or "down_proj" in name}
+        added = {
+            "enorm": ones,
+            "hnorm": ones,
+            "eh_proj": np.hstack([np.diag(ones), np.diag(ones) / 10]),
+            "embed_tokens": weights["model.embed_tokens.weight"],
+            "shared_head.norm": ones,
+            "shared_head.head": weights["lm_head.weight"],
+        }
+        weights |= little | {f"model.layers.{layers}.{name}.weight": each for name, each in added.items()}
+        save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return path
 
 
 def make_tiny_deepseek(path: Path) -> Path:

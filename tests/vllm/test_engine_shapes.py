@@ -23,7 +23,6 @@ from tests.kit.shapes import (
     make_tiny_glm_with_mtp,
     make_tiny_llava,
     make_tiny_qwen3_next,
-    make_tiny_qwen3_next_with_mtp,
     make_transformers_model,
     with_images,
 )
@@ -62,16 +61,6 @@ SHAPES = {
     "prefix-match-unit": Shape(
         make_tiny_qwen3_next,
         {"num_blocks": 800, "dtype": "bfloat16", "prefix_match_unit": 32},
-        varies=True,
-    ),
-    "hybrid-mtp": Shape(
-        make_tiny_qwen3_next_with_mtp,
-        {
-            "num_blocks": 800,
-            "dtype": "bfloat16",
-            "prefix_match_unit": 32,
-            "speculative_config": {"method": "mtp", "num_speculative_tokens": 1},
-        },
         varies=True,
     ),
     "fp8-kv": Shape(settings={"kv_cache_dtype": "fp8"}),
