@@ -621,7 +621,10 @@ class CacheMachine(RuleBasedStateMachine):
             counters = namespace.counters
             reset = [lease for leases in self.cache._reset_leases for lease in leases if lease.namespace is namespace]
             ending = sum(len(lease.blocks) for lease in reset if lease.counts)
-            assert (counters.covered_keys + ending, counters.misses.total()) == (self.covered[namespace], self.missed[namespace])
+            assert (counters.covered_keys + ending, counters.misses.total()) == (
+                self.covered[namespace],
+                self.missed[namespace],
+            )
             assert [counters.loaded_keys, counters.loaded_tokens] == self.loaded[namespace]
 
     @rule(space=spaces, group=groups, places=st.integers(1, 40), limit=st.integers(1, 5), prefix=st.integers(0, 11))
