@@ -158,7 +158,7 @@ class Namespace:
         self.bytes_in = dict.fromkeys(WITH_SLOTS, 0)
         """Pool bytes of its blocks by state."""
         self.leases: dict[Lease, None] = {}
-        """Leases that hold blocks of it."""
+        """Active leases on its blocks."""
         self.nodes: dict[int, int | None] = {}
         """NUMA node of its slots, by rank."""
         self.shard_bytes: list[tuple[int, ...] | None] = [None] * world_size
