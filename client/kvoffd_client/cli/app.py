@@ -30,6 +30,10 @@ COMMANDS = {
         "doctor", "doctor",
         "doctor", "doctor --engine http://localhost:8000 --self-test", "doctor --json | jq .findings",
     ),
+    "verify": (
+        "verify", "verify", "verify http://localhost:8000", "verify localhost:8000 --prompts mine.jsonl",
+        "verify localhost:8000 --cold localhost:8001",
+    ),
     "clients": ("show", "clients", "clients", "clients --requests", "clients --requests cmpl-7f2a"),
     "namespaces": (
         "show", "namespaces_app",
