@@ -77,6 +77,9 @@ def make_command(names: Iterable[str] = COMMANDS) -> TyperGroup:
     made = typer.main.get_command(app)
     assert isinstance(made, TyperGroup)
     made.commands = {name: made.commands[name] for name in names}
+    for option in made.params:
+        if option.name == "show_completion":
+            option.help = "Show completion for the current shell."  # type: ignore[attr-defined]
     return made
 
 

@@ -8,6 +8,7 @@ import os
 import re
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.error import HTTPError
@@ -180,10 +181,10 @@ def _add_tokens(answer: Answer, found: Mapping[str, Any]) -> None:
 
 def _error_in(body: bytes) -> str:
     """Return the message of an error's JSON, or the beginning of what came instead."""
-    try:
-        text = json.loads(body)["error"]["message"]
-    except (ValueError, TypeError, KeyError):
-        text = body.decode(errors="replace")
+    text = body.decode(errors="replace")
+    with suppress(ValueError, TypeError, KeyError):
+        text = json.loads(body)["error"]
+        text = text["message"]
     return printable(str(text)[:400].strip()).rstrip(".") or "nothing more"
 
 

@@ -220,7 +220,7 @@ def _show_requests(directory: Path | None, name: str, *, as_json: bool) -> int:
         names = {one.session_id: _engine_name(one) for one in admin.sessions().sessions}
         infos = {one.namespace: one for one in admin.namespaces().namespaces}
         labels = {fingerprint: one.label for fingerprint, one in infos.items()}
-        others = {} if as_json else dict(elsewhere(admin, found, infos))
+        elsewhere = {} if as_json else dict(_elsewhere(admin, found, infos))
     of_engines = dict[tuple[int, bytes], list[PromptReport]]()
     for one in found:
         of_engines.setdefault((one.session_id, one.namespace), []).append(one.report)
@@ -230,7 +230,7 @@ def _show_requests(directory: Path | None, name: str, *, as_json: bool) -> int:
         for (session_id, fingerprint), reports in of_engines.items():
             namespace = namespace_name(labels.get(fingerprint, ""), fingerprint)
             say(f"Engine {printable(names.get(session_id, '')) or 'without a name'}, namespace {namespace}:")
-            say(*(request_sentence(one) + others.get((fingerprint, one.missing_key), "") for one in reports))
+            say(*(request_sentence(one) + elsewhere.get((fingerprint, one.missing_key), "") for one in reports))
     else:
         say(
             f"No engine has reported a request {printable(name)!r}."
@@ -240,7 +240,7 @@ def _show_requests(directory: Path | None, name: str, *, as_json: bool) -> int:
     return int(bool(name) and not found)
 
 
-def elsewhere(
+def _elsewhere(
     admin: AdminClient, found: Sequence[LoggedPrompt], infos: Mapping[bytes, NamespaceInfo]
 ) -> Iterator[tuple[tuple[bytes, bytes], str]]:
     """Yield, by namespace and key, which other namespace of the same name has a key that was never stored."""

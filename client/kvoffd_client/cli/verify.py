@@ -25,9 +25,10 @@ import typer
 from kvoffd_client.admin_client import AdminClient
 from kvoffd_client.cli.endpoint import Answer, Body, Endpoint, RefusedError
 from kvoffd_client.cli.format import namespace_name, print_json, print_status, print_table, say
-from kvoffd_client.cli.show import elsewhere, request_sentence
+from kvoffd_client.cli.show import request_sentence
 from kvoffd_client.cli.target import CliError, Directory, Json, open_admin
 from kvoffd_client.errors import KvoffdClientError
+from kvoffd_client.namespace_differences import how_they_differ
 from kvoffd_proto.admin import ListPrompts, LoggedPrompt
 from kvoffd_proto.units import format_count, format_duration, printable
 
@@ -63,7 +64,7 @@ def verify(
     directory: Directory = None,
     json: Json = False,
 ) -> int:
-    """Check that loaded prompts get the same answers as computed ones.
+    """Check that loaded prompts are answered as computed ones.
 
     Asks the engine each prompt several times, and resets vLLM's own prefix cache if the engine runs with
     VLLM_SERVER_DEV_MODE=1; else give --cold or --push-out. A JSON line is a request with messages or a prompt. The API
@@ -296,7 +297,7 @@ class Run:
         deadline = time.monotonic() + REPORTS_S
         while not self.problem and not all(request in self.reports for request in requests):
             if time.monotonic() > deadline:
-                self.problem = "The daemon of this node has no report of these requests: the engine uses another one"
+                self.problem = "The daemon of this node has no reports of it"
             time.sleep(0.1)
             try:
                 for one in self.admin.ask(ListPrompts, self.id).prompts:
@@ -332,18 +333,20 @@ class Run:
         noise = max(difference(one.computed, one.own).farthest for one in self.cases)
         nats = max(TIE_NATS, 2 * min(noise, MOST_NOISE_NATS))
         judged = [case.judge(nats) for case in self.cases]
-        verdict, sentence = self._verdict([word for word, _ in judged])
-        logged = next(reversed(self.reports.values()), None)
-        infos = {one.namespace: one for one in self.admin.namespaces().namespaces} if logged else {}
-        name = ""
+        loads = [request for case in self.cases for request in case.loads]
+        logged = next((self.reports[request] for request in reversed(loads) if request in self.reports), None)
+        verdict, sentence = self._verdict([word for word, _ in judged], counted=logged is not None)
+        name = "unknown"
         if logged:
+            infos = {one.namespace: one for one in self.admin.namespaces().namespaces}
             own = infos.get(logged.namespace)
             name = namespace_name(own.label if own else "", logged.namespace)
             if verdict == "NOT JUDGED":
-                missing = logged.namespace, logged.report.missing_key
-                differs = dict(elsewhere(self.admin, [logged], infos)).get(missing, "")
-                sentence += f" The last request: {request_sentence(logged.report)}{differs}"
-        by = "engine's reports" if self.reports else f"engine's usage ({self.problem.rstrip('.')})"
+                sentence += f" The last request: {request_sentence(logged.report)}"
+                for one in {one.namespace for one in self.reports.values()} & infos.keys() - {logged.namespace}:
+                    differ = how_they_differ(own.description if own else "", infos[one].description)
+                    sentence += f" {self.cold.url if self.cold else 'It'} has another namespace: {differ}."
+        by = "engine's reports" if logged else f"engine's usage ({self.problem.rstrip('.')})"
         try:
             release = str(self.engine.read("/version")["version"])
         except (CliError, TypeError, KeyError):
@@ -352,7 +355,7 @@ class Run:
             "engine": f"{self.engine.url} at {self.began:%Y-%m-%d %H:%M:%S} UTC",
             "model": printable(self.model if self.root in ("", self.model) else f"{self.model} ({self.root})"),
             "versions": f"vLLM {printable(release)}, kvoffd-cli {version('kvoffd')}, daemon {self.daemon or 'unknown'}",
-            "namespace": name or "unknown",
+            "namespace": name,
             "computed": "under a new cache_salt, so no cache has it",
             "loaded": f"{self.how}; counted by the {by}",
             "tolerance": f"{nats:.3f} nats",
@@ -371,7 +374,7 @@ class Run:
             "sentence": sentence,
         }
 
-    def _verdict(self, words: Sequence[str]) -> tuple[str, str]:
+    def _verdict(self, words: Sequence[str], *, counted: bool) -> tuple[str, str]:
         count, faults, unclear = len(words), words.count("fault"), words.count("unclear")
         if faults:
             return "FAIL", (
@@ -383,7 +386,7 @@ class Run:
             return "PASS", f"{count - unclear} of {count} prompts got the same answer loaded as computed.{rest}"
         if any(case.loaded for case in self.cases):
             return "NOT JUDGED", "The engine's answers differ from each other without kvoffd as well."
-        if self.reports:
+        if counted:
             return "NOT JUDGED", "Nothing was loaded."
         if not (metrics := self.engine.metrics()) or "vllm:kvoffd_connected" in metrics:
             return "NOT JUDGED", (
