@@ -152,9 +152,9 @@ def flat(text: str) -> str:
     return " ".join(text.split())
 
 
-def fails(status: int, message: str) -> Callable[[Vllm, dict[str, Any]], bool]:
+def fails(status: int, error: object) -> Callable[[Vllm, dict[str, Any]], bool]:
     def fail(server: Vllm, _: dict[str, Any]) -> bool:
-        server.send(status, json.dumps({"error": {"message": message}}))
+        server.send(status, json.dumps({"error": error}))
         return True
 
     return fail
@@ -186,7 +186,7 @@ def test_prompts_of_a_file_are_computed_without_sampling_and_loaded(
 
 
 def test_own_prompts_get_shorter_until_the_model_takes_them(engine: type[Vllm], run: Callable[..., Done]) -> None:
-    too_long = fails(400, "This model's maximum context length is 2000 tokens.")
+    too_long = fails(400, {"message": "This model's maximum context length is 2000 tokens."})
     engine.breaks = lambda server, body: len(body.get("prompt", "")) > 2000 and too_long(server, body)
     done = run("--json")
     assert done.status == 0
@@ -272,8 +272,11 @@ def without_salts(server: Vllm, _: dict[str, Any]) -> bool:
             fails(401, "Unauthorized"),
             "answers 401 Unauthorized: Unauthorized; give the server's key in OPENAI_API_KEY.",
         ),
-        (fails(404, "Not Found"), "404 Not Found: Not Found. Give --prompts with messages, if it has chats only."),
-        (fails(400, "no logprobs\n"), "answers 400 Bad Request: no logprobs."),
+        (
+            fails(404, {"message": "Not Found"}),
+            "404 Not Found: Not Found. Give --prompts with messages, if it has chats only.",
+        ),
+        (fails(400, {"message": "no logprobs\n"}), "answers 400 Bad Request: no logprobs."),
         (broken_off, "broke off an answer: the connection was closed; see whether the engine runs, and its log."),
         (error_inside, "ended an answer with an error: EngineCore died."),
         (not_vllm, "answered without log probabilities of its tokens; is it vLLM?"),
