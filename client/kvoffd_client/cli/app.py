@@ -31,8 +31,8 @@ COMMANDS = {
         "doctor", "doctor --engine http://localhost:8000 --self-test", "doctor --json | jq .findings",
     ),
     "verify": (
-        "verify", "verify", "verify http://localhost:8000", "verify localhost:8000 --prompts mine.jsonl",
-        "verify localhost:8000 --cold localhost:8001",
+        "verify", "verify",
+        "verify http://localhost:8000 --prompts mine.jsonl", "verify localhost:8000 --cold localhost:8001",
     ),
     "clients": ("show", "clients", "clients", "clients --requests", "clients --requests cmpl-7f2a"),
     "namespaces": (

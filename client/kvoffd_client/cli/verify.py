@@ -66,11 +66,10 @@ def verify(
 ) -> int:
     """Check that loaded prompts are answered as computed ones.
 
-    Asks the engine each prompt several times, and resets vLLM's own prefix cache if the engine runs with
-    VLLM_SERVER_DEV_MODE=1; else give --cold or --push-out. A JSON line is a request with messages or a prompt. The API
-    key is taken from OPENAI_API_KEY.
+    Resets vLLM's own prefix cache if the engine runs with VLLM_SERVER_DEV_MODE=1; else give --cold or --push-out. A
+    JSON line is a request with messages or a prompt. The API key is in OPENAI_API_KEY.
 
-    Exit status: 0 PASS, 1 FAIL, 2 an error, 3 nothing was loaded or could be judged.
+    Exit status: 0 PASS, 1 FAIL, 2 an error, 3 not judged.
     """
     if cold and push_out:
         raise CliError("--cold and --push-out exclude each other; give one of them.")
