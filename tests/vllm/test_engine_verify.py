@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,8 @@ def test_a_healthy_engine_passes_every_time(verify: Verify, home: EngineHome) ->
     (namespace,) = books(home.directory).namespaces.values()
     assert namespace.ready_blocks == sum(len(text) // BLOCK_TOKENS for text in TEXTS), "what was computed is not stored"
     page = verify.run().stdout
-    assert "namespace: tiny (" in page
+    # Whoever opened it first named it.
+    assert re.search(r"^namespace: \S+ \([0-9a-f]{12}\)$", page, re.MULTILINE)
     assert "PASS: 3 of 3 prompts got the same answer loaded as computed.\n" in page
     assert max(map(len, page.splitlines())) <= 120
 
