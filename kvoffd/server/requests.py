@@ -228,6 +228,15 @@ def release(service: Service, session: Session, message: m.Release) -> m.Done:
     return m.Done(message.request_id, service.cache.release(session.id, message.lease_ids))
 
 
+@answers(m.Hint)
+def hint(service: Service, session: Session, message: m.Hint) -> m.Done:
+    namespace, groups = session.namespaces[message.namespace], [(part.group, part.keys) for part in message.groups]
+    _check_count(groups, namespace, service.config.limits)
+    ready = service.cache.hint(namespace, message.action, groups, message.priority, message.ttl_s)
+    service.tracer.record_hint(namespace, message)
+    return m.Done(message.request_id, ready)
+
+
 @answers(m.Invalidate)
 def invalidate(service: Service, session: Session, message: m.Invalidate) -> m.Done:
     """Forget blocks. After a kill a disk may still have some of them, with valid checksums."""
@@ -248,6 +257,7 @@ def report_engine(service: Service, session: Session, message: m.ReportEngine) -
     counters.skipped_loads += message.skipped_loads
     counters.paused_stores += message.paused_stores
     counters.late_lookups += message.late_lookups
+    counters.unknown_hints += message.unknown_hints
     session.problem = message.problem
     return m.Done(message.request_id)
 
