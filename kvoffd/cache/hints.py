@@ -102,8 +102,8 @@ class HintedOrder:
         for key in absent:
             self._awaited.pop((group.number, key), None)
             self._awaited[group.number, key] = until, hint
-        for key in list(islice(self._awaited, max(0, len(self._awaited) - MOST_AWAITED))):
-            del self._awaited[key]
+        for oldest in list(islice(self._awaited, max(0, len(self._awaited) - MOST_AWAITED))):
+            del self._awaited[oldest]
         self._apply(hint, group, ready)
 
     def _apply(self, hint: Retention | None, group: Group, blocks: BlockIds) -> None:
@@ -155,10 +155,10 @@ class HintedOrder:
         """End hints whose time is over, and forget keys whose blocks did not come."""
         self.end_lapsed()
         now = self._clock()
-        for key, (until, _) in list(islice(self._awaited.items(), ENDED_AT_ONCE)):
+        for oldest, (until, _) in list(islice(self._awaited.items(), ENDED_AT_ONCE)):
             if until > now:
                 break
-            del self._awaited[key]
+            del self._awaited[oldest]
 
     def _count(self, hint: Retention, nbytes: int) -> None:
         hint.nbytes += nbytes

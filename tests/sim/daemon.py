@@ -411,7 +411,7 @@ class SimDaemon:
             count = self.pool.pool_bytes // cache.slots.slot_size(length)
             keys = b"".join(number.to_bytes(space.key_bytes, "big") for number in range(count))
             cache.abort_store(cache.begin_store(space, 0, [Part(0, keys)]))
-        loose = [block for batch in cache.policy.candidates() for block in batch if not cache.blocks.pins[block]]
+        loose = [block for batch in cache.order.candidates() for block in batch if not cache.blocks.pins[block]]
         cache._evict(np.array(loose, np.uint32))
         self.schedule_flush()
 
