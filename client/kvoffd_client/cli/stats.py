@@ -60,6 +60,12 @@ RARE = {
     "lookups late": "late_lookups",
     "loads skipped": "skipped_loads",
     "stores paused": "paused_stores",
+    "blocks retained": "retained_blocks",
+    "blocks not retained": "unretained_blocks",
+    "keys found retained": "retained_found_keys",
+    "blocks released": "released_blocks",
+    "keys prefetched": "prefetched_keys",
+    "hints unknown": "unknown_hints",
 }
 """Rows of counts that are shown only if they are not 0."""
 
@@ -257,7 +263,9 @@ def pool_bar(pool: PoolStats, width: int) -> list[Text]:
     named = [
         f"{state} {format_size(pool.of(state))}" for state, *_ in parts if pool.of(state) or state in ("ready", "free")
     ]
-    return [bar, Text(f"     {'  '.join(named)}  pinned {format_size(pool.pinned_bytes)}")]
+    named.append(f"pinned {format_size(pool.pinned_bytes)}")
+    named += [f"retained {format_size(pool.retained_bytes)}"] * bool(pool.retained_bytes)
+    return [bar, Text(f"     {'  '.join(named)}")]
 
 
 def _pool_notes(pool: PoolStats) -> Iterator[tuple[str, str]]:

@@ -78,6 +78,7 @@ HELP = (
     "Found       each prompt's tokens before the first that the pool lacked, without",
     "            disks and stores; with lru and other sizes it is estimated",
     "pinned      under a lease or a copy: it cannot be evicted",
+    "retained    evicted after others, as clients' hints ask",
 )
 SORTS: dict[str, Callable[[Window], float]] = {
     "TOK/S": lambda now: now.loaded_tokens,
@@ -226,6 +227,7 @@ class Screen:
             _misses(stats),
             *_curve(stats),
             *_lookups(stats, now),
+            *_hints(stats.since_start),
             *self._sparks(width - 40),
             *_tier_summary(stats),
             *self._namespaces(stats),
@@ -344,6 +346,19 @@ def _lookups(stats: DaemonStats, now: Window) -> list[Text]:
     words = f"Lookups {_rate(now.lookups, now)}/s  queued copies {format_count(queued)}  since start:"
     failures = f"! {format_count(failed)} copy jobs failed since the start: see `kvoffd-cli doctor --all`"
     return [line(f"{words} p50 {times[0]}  p99 {times[1]}"), *([line(failures, "yellow")] if failed else [])]
+
+
+def _hints(total: Traffic) -> list[Text]:
+    """Return what hints did since the start; nothing if there were none."""
+    counts = {
+        "blocks retained": total.retained_blocks,
+        "keys found in them": total.retained_found_keys,
+        "blocks released": total.released_blocks,
+        "keys prefetched": total.prefetched_keys,
+        "unknown": total.unknown_hints,
+    }
+    words = "  ".join(f"{name} {format_count(count)}" for name, count in counts.items() if count)
+    return [line(f"Hints   {words}")] if words else []
 
 
 def _misses(stats: DaemonStats) -> Text:
