@@ -95,7 +95,7 @@ MAX_UNREPORTED_REQUESTS = 8
 MAX_PREFETCHES = 64
 """Prefetches of hints that may wait for tiers; further ones do nothing."""
 NO_LEASE = NO_SESSION = 0
-"""Of a prefetch: no session's id, and no lease's."""
+"""Lease and session of a prefetch: ids that no other has."""
 RECOVERED_AT_ONCE = 4096
 """Recovered blocks that are grouped and entered together: keeps about the order of use among all."""
 _NOTHING: BlockIds = np.empty(0, np.uint32)

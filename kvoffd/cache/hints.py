@@ -82,7 +82,8 @@ class HintedOrder:
         self._released: dict[int, None] = {}
         """Released blocks, which have left the policy, in the order in which they are evicted."""
         self._awaited: dict[tuple[int, bytes], tuple[float, Retention | None]] = {}
-        """By group and key of a block that is still to be stored: until when, and its hint, None for a release."""
+        """Hints of blocks that are still to be stored, by group and key, after the time until which they apply. None
+        for a release."""
         self.retained_bytes = 0
 
     # --- hints -----------------------------------------------------------------------------------

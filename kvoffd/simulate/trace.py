@@ -94,7 +94,7 @@ class Trace(NamedTuple):
     seconds: Sequence[float] = ()
     """Times of the requests, never decreasing; empty if a line has none."""
     hints: Sequence[TracedHint] = ()
-    """In their order."""
+    """Hints in their order."""
 
     @property
     def accesses(self) -> int:

@@ -452,7 +452,7 @@ class Release(Request[Done], frozen=True):
 
 
 class HintAction(StrEnum):
-    """What a client wishes for blocks. Nothing is promised."""
+    """A client's wish for blocks. Nothing is promised."""
 
     RETAIN = "retain"
     """Evict them after others, for a time and within a limit."""

@@ -156,8 +156,9 @@ class TraceWriter:
         """Write a line for each chain. ``dropped``: number of chains lost after them."""
         for number, chain in enumerate(chains, 1):
             self._packed.write(self._line(chain, dropped if number == len(chains) else 0))
-            self.chains += 1
-            self.keys += len(chain.keys) // chain.key_bytes
+            if chain.hint is None:
+                self.chains += 1
+                self.keys += len(chain.keys) // chain.key_bytes
         self.dropped += dropped
         self._packed.flush()  # nothing is lost if this process is killed
         self.file.flush()
