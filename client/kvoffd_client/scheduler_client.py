@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import random
+import sys
 from collections import deque
 from collections.abc import Sequence
 
@@ -178,7 +179,7 @@ class SchedulerClient(Session):
         """Pass on a hint about blocks; see ``HintAction``. Does nothing while not connected."""
         with self._transport.lock:
             if self.ready and self._limits is not None:
-                for _, keys in self._split(groups):
+                for _, keys in self._split(groups, m.MAX_HINT_KEYS):
                     self._send(m.Hint(m.NO_REPLY, self._fingerprint, action, list(keys), priority, ttl_s))
 
     def report(
@@ -292,11 +293,13 @@ class SchedulerClient(Session):
         elif must_release or not isinstance(reply, RequestRefused):
             self._release(found.lease_id)  # a late answer may pin blocks
 
-    def _split(self, groups: Sequence[m.GroupKeys]) -> list[tuple[Sequence[int], Sequence[m.GroupKeys]]]:
+    def _split(
+        self, groups: Sequence[m.GroupKeys], most: int = sys.maxsize
+    ) -> list[tuple[Sequence[int], Sequence[m.GroupKeys]]]:
         """Split groups into requests: for each, the indices of its groups in ``groups``, and their keys."""
         assert self._limits is not None
         size = self._namespace.key_bytes
-        parts = split_keys([len(one.keys) // size for one in groups], self._limits.max_keys_per_request)
+        parts = split_keys([len(one.keys) // size for one in groups], min(most, self._limits.max_keys_per_request))
         return [
             (
                 [place for place, *_ in part],

@@ -92,7 +92,7 @@ MOST_WRITING_DIVISOR = 4
 """If WRITING blocks take more than 1/4 of the pool, partial ones are dropped as soon as space is needed."""
 MAX_UNREPORTED_REQUESTS = 8
 """Requests that may wait for ``report_requests``; one more reports the oldest."""
-MAX_PREFETCHES = 64
+MAX_PREFETCHES = 256
 """Prefetches of hints that may wait for tiers; further ones do nothing."""
 NO_LEASE = NO_SESSION = 0
 """Lease and session of a prefetch: ids that no other has."""

@@ -463,11 +463,16 @@ class HintAction(StrEnum):
 
 
 MOST_PRIORITY, MOST_TTL_S = 100, 86400.0
+MAX_HINT_KEYS = 1024
+"""Keys of one Hint."""
 
 
 @exchange(SCHEDULER)
 class Hint(Request[Done], frozen=True):
-    """Passes on a client's hint about the blocks of a prompt. It also applies to those stored in the next minute."""
+    """Passes on a client's hint about the blocks of a prompt. It also applies to those stored in the next minute.
+
+    It has 1,024 keys at most: split others, the root of the prefix first.
+    """
 
     namespace: Fingerprint
     action: Annotated[HintAction, doc("``retain``, ``release`` or ``prefetch``.")]

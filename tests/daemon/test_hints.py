@@ -91,6 +91,7 @@ def test_wrong_hints_are_refused_and_change_nothing(hinted: Hinted) -> None:
     assert refused(hinted.scheduler.hint, "retain", keys(1), priority=101) == "malformed"
     assert refused(hinted.scheduler.hint, "retain", keys(1), ttl_s=1e9) == "malformed"
     assert refused(hinted.scheduler.hint, "retain", [b"short"]) == "bad_keys"
+    assert refused(hinted.scheduler.hint, "retain", keys(*range(1025))) == "too_many"
     assert refused(hinted.worker.hint, "retain", keys(1)) == "wrong_role"
     assert hinted.retained_bytes == 0
 
