@@ -30,6 +30,8 @@ MOST_AWAITED = 1 << 16
 """Keys of such blocks in all; the oldest are forgotten first."""
 ENDED_AT_ONCE = 1024
 """Hints, or keys of blocks that did not come, that one step ends."""
+MOST_ENDED = 1024
+"""Hints without a block whose deadline is remembered, besides as many as have blocks."""
 RELEASED = 1
 """Number of the hint of all released blocks."""
 
@@ -74,7 +76,7 @@ class HintedOrder:
         self._hint_of = np.zeros(len(blocks.state), np.uint32)
         """[slots] number of the block's hint; 0, or the number of a hint that has ended, if it has none."""
         self._retentions: dict[int, Retention] = {}
-        """Hints by number that have not lapsed, or have blocks aside."""
+        """Hints by number that have blocks, once they have lapsed only blocks aside."""
         self._lapsed: dict[int, Retention] = {}
         """Those among them that have lapsed."""
         self._deadlines: list[tuple[float, int]] = []
@@ -90,11 +92,7 @@ class HintedOrder:
 
     def retain(self, namespace: Namespace, priority: int, ttl_s: float) -> Retention:
         """Return a hint for ``apply``."""
-        deadline = self._clock() + ttl_s
-        made = Retention(namespace, priority, deadline, next(self._numbers))
-        self._retentions[made.number] = made
-        heapq.heappush(self._deadlines, (deadline, made.number))
-        return made
+        return Retention(namespace, priority, self._clock() + ttl_s, next(self._numbers))
 
     def apply(self, hint: Retention | None, group: Group, ready: BlockIds, absent: Sequence[bytes]) -> None:
         """Retain READY blocks, root first, or release them if ``hint`` is None. ``absent``: keys
@@ -121,7 +119,7 @@ class HintedOrder:
 
     def _retain(self, hint: Retention, group: Group, blocks: BlockIds) -> None:
         self.end_lapsed()
-        if hint.lapsed:
+        if hint.deadline <= self._clock():
             return
         namespace, each, limit = hint.namespace, group.block_bytes, self._most_bytes - self.retained_bytes
         if (quota := self._quotas.get(namespace.fingerprint)) is not None:
@@ -134,6 +132,11 @@ class HintedOrder:
         namespace.counters.retained_blocks += int((fits & ~has_other).sum())
         blocks = blocks[fits][::-1]
         self._insert(group, blocks[self._unmark(group, blocks)])
+        if blocks.size and hint.number not in self._retentions:
+            self._retentions[hint.number] = hint
+            heapq.heappush(self._deadlines, (hint.deadline, hint.number))
+            if len(self._deadlines) > 2 * len(self._retentions) + MOST_ENDED:
+                self._deadlines = sorted((one.deadline, number) for number, one in self._retentions.items())
         self._hint_of[blocks] = hint.number
         self._count(hint, len(blocks) * each)
 
@@ -144,7 +147,8 @@ class HintedOrder:
             if not self._deadlines or self._deadlines[0][0] > now:
                 return
             _, number = heapq.heappop(self._deadlines)
-            hint = self._retentions[number]
+            if (hint := self._retentions.get(number)) is None or hint.lapsed:
+                continue
             self._count(hint, -hint.nbytes)
             hint.lapsed = True
             if hint.aside:
@@ -190,8 +194,9 @@ class HintedOrder:
                 hint.aside.pop(block, None)
                 if not hint.lapsed:
                     self._count(hint, -group.block_bytes)
-                elif not hint.aside:
-                    del self._retentions[number], self._lapsed[number]
+                if not (hint.nbytes or hint.aside):
+                    del self._retentions[number]
+                    self._lapsed.pop(number, None)
         self._hint_of[blocks] = 0
         return outside
 
