@@ -70,11 +70,11 @@ def test_what_was_asked_for_is_recorded_and_replayed(tmp_path: Path, capfd: pyte
         assert main(["trace", "record", str(tmp_path / "second"), "--directory", str(daemon.directory)]) == 2
         assert "records a trace" in capfd.readouterr().err
         assert not (tmp_path / "second").exists()
+        engine.scheduler.hint(HintAction.RETAIN, [GroupKeys(0, b"".join(KEYS[:4]))], 80, 60.0)
         for keys in (KEYS[:4], KEYS[:6], KEYS[:4]):
             engine.lookup(keys)
             assert engine.store(keys, range(len(keys))).ok
             engine.release()
-        engine.scheduler.hint(HintAction.RETAIN, [GroupKeys(0, b"".join(KEYS[:4]))], 80, 60.0)
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0
         done = json.loads(process.stdout.read())
@@ -87,9 +87,9 @@ def test_what_was_asked_for_is_recorded_and_replayed(tmp_path: Path, capfd: pyte
     assert (done["chains"], done["keys"], done["dropped"], done["ended"]) == (3, 14, 0, "interrupt")
     assert done["bytes"] == file.stat().st_size
     lines = [json.loads(line) for line in gzip.decompress(file.read_bytes()).splitlines()]
-    first, second, third, fourth = (line["hash_ids"] for line in lines)
-    assert first == second[:4] == third == fourth
-    assert [lines[3][name] for name in ("hint", "priority", "ttl_s")] == ["retain", 80, 60.0]
+    hinted, first, second, third = (line["hash_ids"] for line in lines)
+    assert hinted == first == second[:4] == third
+    assert [lines[0][name] for name in ("hint", "priority", "ttl_s")] == ["retain", 80, 60.0]
     assert len(set(second)) == 6
     assert not {int.from_bytes(key[:8], "big") >> 11 for key in KEYS} & set(second)
     assert (lines[0]["namespace"], lines[0]["group"], lines[0]["input_length"]) == (0, 0, 4 * lines[0]["block_tokens"])

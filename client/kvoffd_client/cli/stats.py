@@ -263,12 +263,12 @@ def pool_bar(pool: PoolStats, width: int) -> list[Text]:
     named = [
         f"{state} {format_size(pool.of(state))}" for state, *_ in parts if pool.of(state) or state in ("ready", "free")
     ]
-    named.append(f"pinned {format_size(pool.pinned_bytes)}")
-    named += [f"retained {format_size(pool.retained_bytes)}"] * bool(pool.retained_bytes)
-    return [bar, Text(f"     {'  '.join(named)}")]
+    return [bar, Text(f"     {'  '.join(named)}  pinned {format_size(pool.pinned_bytes)}")]
 
 
 def _pool_notes(pool: PoolStats) -> Iterator[tuple[str, str]]:
+    if pool.retained_bytes:
+        yield f"{format_size(pool.retained_bytes)} are retained by hints: they are evicted last", "dim"
     if pool.numa_remote_slots:
         yield f"{format_count(pool.numa_remote_slots)} slots are on another NUMA node than their GPU", "yellow"
     if 0 < pool.pinned_for_gpu_bytes < pool.size_bytes:

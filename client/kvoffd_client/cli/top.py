@@ -227,7 +227,7 @@ class Screen:
             _misses(stats),
             *_curve(stats),
             *_lookups(stats, now),
-            *_hints(stats.since_start),
+            *_hints(stats),
             *self._sparks(width - 40),
             *_tier_summary(stats),
             *self._namespaces(stats),
@@ -348,17 +348,19 @@ def _lookups(stats: DaemonStats, now: Window) -> list[Text]:
     return [line(f"{words} p50 {times[0]}  p99 {times[1]}"), *([line(failures, "yellow")] if failed else [])]
 
 
-def _hints(total: Traffic) -> list[Text]:
-    """Return what hints did since the start; nothing if there were none."""
+def _hints(stats: DaemonStats) -> list[Text]:
+    """Return what hints retain, and what they did since the start; nothing if there were none."""
+    total = stats.since_start
     counts = {
-        "blocks retained": total.retained_blocks,
-        "keys found in them": total.retained_found_keys,
-        "blocks released": total.released_blocks,
-        "keys prefetched": total.prefetched_keys,
+        "released": total.released_blocks,
+        "prefetched": total.prefetched_keys,
         "unknown": total.unknown_hints,
     }
-    words = "  ".join(f"{name} {format_count(count)}" for name, count in counts.items() if count)
-    return [line(f"Hints   {words}")] if words else []
+    words = [f"{name} {format_count(count)}" for name, count in counts.items() if count]
+    if total.retained_blocks:
+        found = f"keys found in it {format_count(total.retained_found_keys)}"
+        words = [f"retained {format_size(stats.pool.retained_bytes)}", found, *words]
+    return [line(f"Hints   {'  '.join(words)}")] if words else []
 
 
 def _misses(stats: DaemonStats) -> Text:
