@@ -156,10 +156,6 @@ class Tiering:
     def disk_writer(self) -> Writer:
         return self.writers[0]
 
-    @property
-    def stores(self) -> list[Promotions]:
-        return self.sources[1:]
-
     def add_store(self, tier: Tier, settings: TieringSettings) -> None:
         """Add a store that nodes share, for blocks that neither the pool nor the earlier sources have."""
         self._add([tier], settings, shared=True)

@@ -394,12 +394,8 @@ class DiskStats(Part, frozen=True):
     written_bytes: Annotated[ByteCount, counter("Bytes written to the disk, including headers of blocks.")] = 0
     lifetime_written_bytes: Annotated[ByteCount, gauge("Bytes written to the disk since its file was created.")] = 0
     evicted_blocks: Annotated[Count, doc("Blocks evicted to make space for others.")] = 0
-    refused_writes: Annotated[Count, doc("Writes refused because too many were queued.")] = 0
     queued_reads: Annotated[Count, doc("Reads that are queued.")] = 0
     queued_writes: Annotated[Count, doc("Writes that are queued.")] = 0
-    running_reads: Annotated[Count, doc("Reads that are running.")] = 0
-    running_writes: Annotated[Count, doc("Writes that are running.")] = 0
-    busy_seconds: Annotated[Seconds, doc("Seconds with a read running, and seconds that threads spent writing.")] = 0.0
     direct: Annotated[bool, doc("Whether the file bypasses the page cache (O_DIRECT).")] = False
     errors: Annotated[Labelled, counter("Errors of the disk; the log has the sentences.", "kind", DiskFault)] = {}
 

@@ -169,6 +169,8 @@ class Audit:
             assert lease.session in sessions, "a lease of a session that has ended"
             assert not any(group.dead for group, _ in cache.by_group(lease.blocks)), "a lease outlives a reset"
             pins.update(lease.blocks.tolist())
+        for lease in cache._ended:  # to be unpinned in the background
+            pins.update(lease.blocks.tolist())
         for job in self._service.jobs.running:
             if isinstance(job, LoadJob):
                 for ticket in job.tickets:
