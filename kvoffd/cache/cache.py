@@ -50,6 +50,7 @@ from kvoffd.cache.block_table import (
     Found,
     Verdict,
 )
+from kvoffd.cache.hints import HintedOrder
 from kvoffd.cache.hooks import NO_TOKENS, BlockTokens, CacheListener, TierHooks
 from kvoffd.cache.namespace import (
     Group,
@@ -74,7 +75,7 @@ from kvoffd.errors import BadGeometry, NotReady, UnknownLease, UnknownNamespace
 from kvoffd.pool.allocator import PAGE_BYTES, SlotAllocator, SlotIds
 from kvoffd.pool.slot_table import Deflated, SlotTable
 from kvoffd_proto.admin import BlockInfo, ShardSpec
-from kvoffd_proto.messages import ABSENT, PENDING, SHARED, KeyState
+from kvoffd_proto.messages import ABSENT, PENDING, SHARED, HintAction, KeyState
 
 logger = logging.getLogger(__name__)
 # Do not call np.unique here: its first call imports numpy.ma, which takes 20 ms.
@@ -91,6 +92,10 @@ MOST_WRITING_DIVISOR = 4
 """If WRITING blocks take more than 1/4 of the pool, partial ones are dropped as soon as space is needed."""
 MAX_UNREPORTED_REQUESTS = 8
 """Requests that may wait for ``report_requests``; one more reports the oldest."""
+MAX_PREFETCHES = 256
+"""Prefetches of hints that may wait for tiers; further ones do nothing."""
+NO_LEASE = NO_SESSION = 0
+"""Lease and session of a prefetch: ids that no other has."""
 RECOVERED_AT_ONCE = 4096
 """Recovered blocks that are grouped and entered together: keeps about the order of use among all."""
 _NOTHING: BlockIds = np.empty(0, np.uint32)
@@ -161,7 +166,8 @@ class Cache:
         self._next_group = 1
         self._current: dict[Namespace, list[Group]] = {}
         """Groups of each namespace, by index."""
-        self._victims = Victims(slots, self.blocks, policy, self._groups, self._waiting)
+        self.order = HintedOrder(policy, self.blocks, self._groups, self.quotas, clock, slots.pool_bytes)
+        self._victims = Victims(slots, self.blocks, self.order, self._groups, self._waiting)
         self._partial: dict[int, float] = {}
         """Incomplete blocks of which no shard is being written, with the time when that began."""
         self._requested: deque[tuple[Namespace, list[Chain], bool]] = deque()
@@ -176,6 +182,8 @@ class Cache:
         """Leases that have ended and whose blocks are still to be unpinned."""
         self._reset_leases: deque[dict[Lease, None]] = deque()
         """Leases of namespaces that were reset, which nobody can use any more, and which ``background`` ends."""
+        self._prefetches: dict[Lease, Sequence[tuple[int, bytes]]] = {}
+        """Leases of prefetches, which pin nothing, and their keys."""
         self.unannounced = np.zeros(len(self.blocks.state), np.bool_)
         """[slots] whether it is a recovered block that was not reported to the listener yet."""
         self._to_announce = _NOTHING
@@ -362,7 +370,7 @@ class Cache:
                 self.unverified_slots += len(members) * len(group.sizes)
                 self._count(group, FREE, READY, len(members))
                 self.blocks.append(group, members)
-                self.policy.insert(group, members, self.blocks.keys(members, group.key_bytes))
+                self.order.insert(group, members, self.blocks.keys(members, group.key_bytes))
         self._to_announce = blocks
         self.unannounced[blocks] = True
         self._quarantine(quarantined)
@@ -594,7 +602,7 @@ class Cache:
         if self.tiers is not None and ready:
             self.tiers.used(np.concatenate(ready))
         if chains and not namespace.of_bench:
-            self.policy.requested(chains)
+            self.order.requested(chains)
             for chain in () if reported else chains:
                 self.on_counted(chain, 0)
             for tell in self.watchers:
@@ -652,6 +660,8 @@ class Cache:
         overdue = list(islice((lease for lease in late if lease.active), self.ended_at_once))
         partial = list(islice(self._partial_since(now - self._partial_timeout_s), self.ended_at_once))
         self._drop_partial(partial)
+        self.order.tick()
+        self._tick_prefetches()
         return self._end(overdue) + len(partial)
 
     def unpin(self, blocks: BlockIds) -> None:
@@ -659,6 +669,80 @@ class Cache:
         unpinned = self.blocks.unpin(blocks)
         if self._bytes_in[DROPPED]:
             self._free_dropped(unpinned[self.blocks.state[unpinned] == DROPPED])
+
+    # --- hints ----------------------------------------------------------------------------------
+
+    def hint(
+        self,
+        namespace: Namespace,
+        action: HintAction,
+        groups: Sequence[tuple[int, bytes]],
+        priority: int = 0,
+        ttl_s: float = 0.0,
+    ) -> int:
+        """Retain, release or prefetch blocks of these keys, root first; see ``HintAction``. Returns how many are READY.
+
+        Raises BadGeometry, BadKeys.
+        """
+        for index, keys in groups:
+            namespace.check(index, keys)
+        if action is HintAction.PREFETCH:
+            return self._prefetch(namespace, groups)
+        hint = self.order.retain(namespace, priority, ttl_s) if action is HintAction.RETAIN else None
+        count = 0
+        for index, keys in groups:
+            group, split = self._current[namespace][index], namespace.split(index, keys)
+            packed_keys = b"".join(dict.fromkeys(split))
+            states, blocks = self.blocks.find(group.number, packed_keys, group.key_bytes)
+            is_ready = np.frombuffer(states, np.uint8) == READY
+            absent = list(compress(namespace.split(index, packed_keys), (~is_ready).tolist()))
+            self.order.apply(hint, group, blocks[is_ready], absent)
+            count += int(is_ready.sum())
+        return count
+
+    def _prefetch(self, namespace: Namespace, groups: Sequence[tuple[int, bytes]]) -> int:
+        """Promote what tiers have of these keys, for nobody: nothing is pinned."""
+        found = [
+            self.blocks.find(self.group(namespace, index).number, keys, namespace.key_bytes)[0]
+            for index, keys in groups
+        ]
+        ready = sum(states.count(READY) for states in found)
+        if self.tiers is not None and ready < sum(map(len, found)) and len(self._prefetches) < MAX_PREFETCHES:
+            lease = Lease(NO_LEASE, NO_SESSION, namespace, self._clock() + self._lease_ttl_s, _NOTHING)
+            self._prefetches[lease] = groups
+            self._ask_tiers(self.tiers, lease, groups)
+        return ready
+
+    def _ask_tiers(self, tiers: TierHooks, lease: Lease, groups: Sequence[tuple[int, bytes]]) -> None:
+        """Request what the pool lacks of a prefetch's keys, or end it if nothing more comes."""
+        namespace, before = lease.namespace, lease.coming - lease.asking
+        lease.coming, lease.asking = before, 0
+        states = [
+            self.blocks.find(self.group(namespace, index).number, keys, namespace.key_bytes)[0]
+            for index, keys in groups
+        ]
+        tiers.find(lease, groups, states, None)
+        namespace.counters.prefetched_keys += max(0, lease.coming - lease.asking - before)
+        if not lease.coming:
+            self._end_prefetch(lease)
+
+    def _end_prefetch(self, lease: Lease) -> None:
+        del self._prefetches[lease]
+        if self.tiers is not None:
+            self.tiers.lease_ended(lease)
+
+    def _tick_prefetches(self) -> None:
+        """End prefetches whose blocks have come, and ask again for those of stores that have not answered."""
+        for lease, groups in list(self._prefetches.items()):
+            if (
+                self.tiers is None
+                or not lease.coming
+                or lease.deadline <= self._clock()
+                or lease.namespace not in self._current
+            ):
+                self._end_prefetch(lease)
+            elif lease.asking:
+                self._ask_tiers(self.tiers, lease, groups)
 
     # --- stores ---------------------------------------------------------------------------------
 
@@ -738,9 +822,9 @@ class Cache:
             starts = list(part.starts)
             if len(starts) > 1:
                 starts = sorted({*np.searchsorted(absent, starts).tolist()})
-            runs = self.policy.admit(group, packed_keys, starts)
+            runs = self.order.admit(group, packed_keys, starts)
             if self.slots.free_bytes < group.block_bytes and not self._dead and not self._partial:
-                refused_score = self.policy.lowest
+                refused_score = self.order.lowest
         for count, score in runs:
             end, taken = begin + count, 0
             # With tiers, every admitted block gets space, because only blocks in the pool are written to tiers.
@@ -800,7 +884,7 @@ class Cache:
             if ready.size:
                 group.namespace.counters.stored_blocks += len(ready)
                 self._count(group, WRITING, READY, len(ready))
-                self.policy.insert(group, ready, packed_keys)
+                self.order.insert(group, ready, packed_keys)
                 keys = np.frombuffer(packed_keys, group.namespace.key_type)[::-1].tolist()
                 self._events.stored(group.namespace, group.index, keys, tokens=tokens)
                 if self.tiers is not None:
@@ -1078,7 +1162,7 @@ class Cache:
     def _report_removed(self, group: Group, blocks: BlockIds, packed_keys: bytes) -> None:
         """Report to policy and listener that READY blocks are gone."""
         self._ready_removed = True
-        self.policy.remove(group, blocks, packed_keys)
+        self.order.remove(group, blocks, packed_keys)
         keys = np.frombuffer(packed_keys, group.namespace.key_type)
         if self._to_announce.size:  # some may never have been reported
             silent = self.unannounced[blocks]

@@ -163,6 +163,12 @@ class Traffic(Part, frozen=True):
     late_lookups: Annotated[Count, counter("Lookups whose answers engines did not wait for: they computed.")] = 0
     skipped_loads: Annotated[Count, doc("Loads that engines skipped because computing was faster.")] = 0
     paused_stores: Annotated[Count, doc("Stores that engines skipped because they had waited too long for stores.")] = 0
+    retained_blocks: Annotated[Count, counter("Blocks that hints retained.")] = 0
+    unretained_blocks: Annotated[Count, counter("Blocks not retained although a hint asked for it: too many.")] = 0
+    retained_found_keys: Annotated[Count, counter("Keys found in blocks that a hint retained.")] = 0
+    released_blocks: Annotated[Count, counter("Blocks that hints released.")] = 0
+    prefetched_keys: Annotated[Count, counter("Keys that hints had promoted from disks and stores.")] = 0
+    unknown_hints: Annotated[Count, counter("Hints that engines did not know or could not read.")] = 0
 
 
 class Window(Traffic, frozen=True):
@@ -240,6 +246,7 @@ class PoolStats(Part, frozen=True):
     ] = {}
     usable_bytes: Annotated[ByteCount, doc("Bytes of the pool that are not quarantined.")] = 0
     pinned_bytes: Annotated[ByteCount, gauge("Bytes of the pool under a lease or a copy: they cannot be evicted.")] = 0
+    retained_bytes: Annotated[ByteCount, gauge("Bytes of the pool that hints retain: they are evicted last.")] = 0
     pinned_for_gpu_bytes: Annotated[ByteCount, gauge("Bytes page-locked for GPUs, copied at full speed.")] = 0
     unpinnable_bytes: Annotated[ByteCount, gauge("Bytes that CUDA refused to page-lock, copied slowly.")] = 0
     pinning_gpu_bytes: Annotated[ByteCount, doc("Memory of the first GPU used for page-locking the pool.")] = 0

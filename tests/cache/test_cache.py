@@ -473,7 +473,7 @@ def test_namespaces_that_do_not_fit_are_those_with_the_fewest_blocks(caplog: pyt
 
 def order(rig: CacheRig) -> list[int]:
     """Keys of 8 bytes in the order in which they would go."""
-    every = np.concatenate([np.empty(0, np.uint32), *rig.cache.policy.candidates()])
+    every = np.concatenate([np.empty(0, np.uint32), *rig.cache.order.candidates()])
     return [
         int.from_bytes(one.key, "big") for _, alike in rig.cache.by_group(every) for one in rig.cache.describe(alike)
     ]

@@ -171,6 +171,8 @@ class Audit:
                 "a lease outlives a reset"
             )
             pins.update(lease.blocks.tolist())
+        for lease in cache._ended:  # to be unpinned in the background
+            pins.update(lease.blocks.tolist())
         for job in self._service.jobs.running:
             if isinstance(job, LoadJob):
                 for ticket in job.tickets:

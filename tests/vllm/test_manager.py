@@ -7,14 +7,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import _create_req_context
 from vllm.lora.request import LoRARequest
+from vllm.v1.kv_hints import KvHintsEnvelope
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 import kvoffd_client
 from kvoffd_client import NamespaceSpec
+from kvoffd_client.vllm import hints as hints_module
 from kvoffd_client.vllm.adapters import ANSWER_PATIENCE_S
 from kvoffd_client.vllm.connector_metadata import NO_LEASE, ChunkGroup, FailedJob, WorkerReport
 from kvoffd_client.vllm.do_no_harm import LEAST_LOAD_SAMPLES
@@ -369,6 +372,86 @@ def test_a_request_that_wants_nothing_from_disk_does_not_wait_for_it(
     harness.client.answer({block_hash(1)}, coming=[block_hash(2)])
     harness.scan()
     assert harness.results(context)[:2] == [HIT, PENDING if waits else MISS]
+
+
+# --- hints -----------------------------------------------------------------------------------------
+
+
+def envelope(*actions: object, **fields: object) -> dict[str, object]:
+    return {"protocol_version": "0.1", "message_id": "m", "actions": list(actions), **fields}
+
+
+def action(kind: object, payload: object, version: object = "1.0") -> dict[str, object]:
+    return {"action_id": "a", "action_type": kind, "action_version": version, "payload": payload}
+
+
+RETAIN = action("kv.retain", {"priority": 80, "ttl_s": 30})
+
+
+def hinted(harness: ManagerHarness, hints: object, *, of_engine: bool = False) -> int:
+    """A request with these hints, from its start to its end. Returns how many of them were not known."""
+    before = harness.manager._counters["vllm:kvoffd_unknown_hints"]
+    given = (None, msgspec.convert(hints, KvHintsEnvelope)) if of_engine else ({"kv_hints": hints}, None)
+    context = ReqContext("r", *given)
+    harness.manager.on_new_request(context)
+    harness.begin(context)
+    harness.manager.look_up(harness.requests["r"])
+    harness.requests["r"].block_hashes.append(block_hash(4))
+    harness.manager.on_request_finished(context)
+    return harness.manager._counters["vllm:kvoffd_unknown_hints"] - before
+
+
+@pytest.mark.parametrize("of_engine", [False, True])
+def test_hints_are_passed_on_with_what_was_generated(harness: ManagerHarness, of_engine: bool) -> None:
+    """``kv.retain`` twice, so that its time begins at the end; the other two where they belong."""
+    skips = action("kv.release", {"start": CHUNK_TOKENS + 1}, "1")
+    hints = envelope(RETAIN, skips, action("kv.prefetch", {}))
+    assert hinted(harness, hints, of_engine=of_engine) == 0
+    sent = [(kind.value, len(keys[0].keys) // 32, *rest) for kind, keys, *rest in harness.client.hints]
+    assert sent == [("retain", 3, 80, 30.0), ("prefetch", 3, 0, 0.0), ("retain", 4, 80, 30.0), ("release", 2, 0, 0.0)]
+
+
+@pytest.mark.parametrize(
+    "hints",
+    [
+        7,
+        "retain",
+        {"actions": "many"},
+        envelope(RETAIN, protocol_version="9.0"),
+        envelope(RETAIN, protocol_version=None),
+        envelope(action("kv.pin", {})),
+        envelope(action(["kv.retain"], {})),
+        envelope(action("kv.retain", {"ttl_s": 5}, "2.0")),
+        envelope(action("kv.retain", None)),
+        envelope(action("kv.retain", {})),
+        envelope(action("kv.retain", {"ttl_s": 0})),
+        envelope(action("kv.retain", {"ttl_s": float("nan")})),
+        envelope(action("kv.retain", {"ttl_s": "long"})),
+        envelope(action("kv.retain", {"ttl_s": 5, "priority": 101})),
+        envelope(action("kv.release", {"start": -1})),
+        envelope("kv.release"),
+    ],
+)
+def test_a_hint_that_cannot_be_read_is_counted_and_fails_nothing(harness: ManagerHarness, hints: object) -> None:
+    assert hinted(harness, hints) == 1
+    assert harness.client.hints == []
+
+
+def test_an_unknown_hint_does_not_hide_others_and_is_said_once(
+    harness: ManagerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("kvoffd_client.vllm.hints._said", set())
+    monkeypatch.setattr(hints_module.logger, "warning", lambda text, *args: said.append(text % args))
+    for _ in range(3):
+        assert hinted(harness, envelope(action("kv.pin", {}), RETAIN)) == 1
+    assert len(harness.client.hints) == 2 * 3
+    why = "is ignored: kvoffd does not know it. Later ones are only counted."
+    assert said == [f"kvoffd: a request's hint ('kv.pin') {why}"]
+    assert hinted(harness, envelope(*[RETAIN] * 20)) == 4, "more than sixteen"
+    for number in range(100):
+        hinted(harness, envelope(action(f"kv.{number}", {})))
+    assert len(said) == 16
 
 
 # --- loads -----------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from kvoffd_client import LookupFuture
 from kvoffd_client.worker_client import GroupTransfer, Job
 from kvoffd_proto.events import KvEvent
-from kvoffd_proto.messages import PENDING, READY, SHARED, GroupKeys, JobResult, PromptReport
+from kvoffd_proto.messages import PENDING, READY, SHARED, GroupKeys, HintAction, JobResult, PromptReport
 from tests.kit.clock import Clock
 
 KEY_BYTES = 32
@@ -31,6 +31,7 @@ class FakeSchedulerClient:
     problems: list[str] = field(default_factory=list)
     events: list[KvEvent] = field(default_factory=list)
     reported: list[PromptReport] = field(default_factory=list)
+    hints: list[tuple[HintAction, Sequence[GroupKeys], int, float]] = field(default_factory=list)
     closed: bool = False
 
     def now(self) -> float:
@@ -39,6 +40,9 @@ class FakeSchedulerClient:
 
     def report_prompt(self, report: PromptReport) -> None:
         self.reported.append(report)
+
+    def hint(self, action: HintAction, groups: Sequence[GroupKeys], priority: int, ttl_s: float) -> None:
+        self.hints.append((action, groups, priority, ttl_s))
 
     def lookup(self, groups: Sequence[GroupKeys], again: bool = False, *, reported: bool) -> LookupFuture:
         assert reported

@@ -39,6 +39,7 @@ from kvoffd_client.vllm.connector_metadata import (
 )
 from kvoffd_client.vllm.do_no_harm import DoNoHarm, PrefillRate
 from kvoffd_client.vllm.engine_namespace import EngineNamespace
+from kvoffd_client.vllm.hints import RequestHint, read_hints
 from kvoffd_client.vllm.log import logger
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import (
@@ -50,6 +51,7 @@ from kvoffd_proto.messages import (
     SHARED,
     WRITING,
     GroupKeys,
+    HintAction,
     Outcome,
     PromptReport,
 )
@@ -195,6 +197,7 @@ class RequestState:
         failed_at: time of its last failed lookup; for a while none is sent, so that the request is not deferred for
             ever.
         waits_for_report_since: time of its first scan while the workers were not registered.
+        hints: the client's hints.
     """
 
     request: Request = cast(Any, None)  # noqa: RUF009
@@ -231,6 +234,7 @@ class RequestState:
     logged: bool = False
     failed_at: float = NEVER
     waits_for_report_since: float | None = None
+    hints: Sequence[RequestHint] = ()
 
 
 class KvoffdManager(OffloadingManager):
@@ -335,7 +339,11 @@ class KvoffdManager(OffloadingManager):
                 request.pooling_params.task,
             )
             state.disabled = True
-        if not self._knows_adapter(state) or not self._may_load(state) or not namespace.serves:
+        if not self._knows_adapter(state) or not namespace.serves:
+            return
+        if state.last is None:
+            self._send_hints(state, has_ended=False)
+        if not self._may_load(state):
             return
         chunks, tails = dict[int, Sequence[bytes]](), state.tails
         for index, group in enumerate(self._groups):
@@ -379,6 +387,18 @@ class KvoffdManager(OffloadingManager):
     def awaits_tail(self, request: Request) -> bool:
         """Return whether a request waits for a tail after its scan, which vLLM would do only without other hits."""
         return self._requests[request.request_id].awaits_tail
+
+    def _send_hints(self, state: RequestState, *, has_ended: bool) -> None:
+        """Pass on a request's hints: ``kv.release`` at its end, ``kv.prefetch`` at its start, ``kv.retain`` at both, to
+        include what was generated and to have its time begin at the end."""
+        for hint in () if state.disabled else state.hints:
+            if hint.action is not (HintAction.PREFETCH if has_ended else HintAction.RELEASE):
+                groups = [
+                    GroupKeys(index, b"".join(of_adapter(hashes, state.adapter) if state.adapter else hashes))
+                    for index, group in enumerate(self._groups)
+                    if (hashes := group.hashes(state.request.block_hashes)[-(-hint.start // group.tokens_per_chunk) :])
+                ]
+                self.namespace.client.hint(hint.action, groups, hint.priority, hint.ttl_s)
 
     def _knows_adapter(self, state: RequestState) -> bool:
         """Return whether the content of a request's adapter is known; disable the request if it cannot be known."""
@@ -788,6 +808,8 @@ class KvoffdManager(OffloadingManager):
         # kv_load_tiers of the request: the pool is vLLM's primary tier, which requests cannot exclude.
         if not req_context.load_tier_filter.allows(Medium.STORAGE, Locality.LOCAL):
             state.tier_wait_until = NEVER
+        state.hints, unknown = read_hints(req_context)
+        self._counters[metrics.UNKNOWN_HINTS] += unknown
         self._requests[req_context.req_id] = state
         # Loaded blocks are offered for stores too: they are stored if the load failed, otherwise skipped.
         return RequestOffloadingContext(policy=OffloadPolicy.REQUEST_LEVEL)
@@ -918,6 +940,8 @@ class KvoffdManager(OffloadingManager):
             if state.to_count is not None:
                 state.report = _report_of(state, self._groups, 0, dropped=True)
             self._send_report(state)
+            if state.hints and state.request is not None and self._knows_adapter(state) and self.namespace.serves:
+                self._send_hints(state, has_ended=True)
             self._end_leases(state)
             if state.last is not None:
                 self._read(state.last)
