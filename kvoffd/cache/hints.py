@@ -28,6 +28,8 @@ AWAITED_S = 60.0
 """Time for which a hint also applies to blocks that are still to be stored: engines store the last ones after it."""
 MOST_AWAITED = 1 << 16
 """Keys of such blocks in all; the oldest are forgotten first."""
+SET_ASIDE_AT_ONCE, SOON = 4096, 64
+"""Blocks that are next to be evicted at which a tick looks, and at most this part of the pool's."""
 ENDED_AT_ONCE = 1024
 """Hints, or keys of blocks that did not come, that one step ends."""
 MOST_ENDED = 1024
@@ -157,8 +159,13 @@ class HintedOrder:
                 del self._retentions[number]
 
     def tick(self) -> None:
-        """End hints whose time is over, and forget keys whose blocks did not come."""
+        """End hints whose time is over, set aside what would be evicted soon, so that no eviction has much to set aside, and
+        forget keys whose blocks did not come."""
         self.end_lapsed()
+        if self._retentions:
+            soon = self._policy.first(min(SET_ASIDE_AT_ONCE, len(self._hint_of) // SOON))
+            if (retained := self._are_retained(soon)).any():
+                self._set_aside(soon[retained])
         now = self._clock()
         for oldest, (until, _) in list(islice(self._awaited.items(), ENDED_AT_ONCE)):
             if until > now:

@@ -71,6 +71,17 @@ def test_a_retained_block_does_not_outlive_its_time(policy: str) -> None:
     assert rig.there(1, 2, 3, 4) == []
 
 
+def test_what_is_next_to_go_is_set_aside_a_few_at_a_time_and_not_in_one_eviction() -> None:
+    rig = Hinted()
+    rig.put(1, 2, 3, 4)
+    rig.hint("retain", 1, 2, 3, 4)
+    for number in range(1, 6):
+        rig.cache.tick()
+        assert sum(len(one.aside) for one in rig.cache.order._retentions.values()) == min(4, number)
+    rig.fill(100, 2 * BLOCKS)
+    assert rig.there(1, 2, 3, 4) == [1, 2, 3, 4]
+
+
 def test_blocks_that_are_stored_after_the_hint_are_retained_too() -> None:
     rig = Hinted()
     rig.hint("retain", 1, 2, 3, 4)
