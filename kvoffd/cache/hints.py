@@ -159,8 +159,8 @@ class HintedOrder:
                 del self._retentions[number]
 
     def tick(self) -> None:
-        """End hints whose time is over, and forget keys whose blocks did not come. Set aside what would be evicted soon,
-        so that no eviction has to set aside much."""
+        """End hints whose time is over, and forget keys whose blocks did not come. Set aside what is evicted soon, so
+        that no eviction has to set aside much."""
         self.end_lapsed()
         if self._retentions:
             soon = self._policy.first(min(SET_ASIDE_AT_ONCE, len(self._hint_of) // SOON))
