@@ -139,7 +139,7 @@ class Cache:
         self.quotas: dict[bytes, int] = {}
         """Limits of pool bytes, set by an operator, by fingerprint; the namespace need not be open."""
         self.leases: dict[int, Lease] = {}
-        """Active leases by id, in the order of their deadlines."""
+        """Leases by id, in the order of their deadlines: active ones, and those of ``_reset_leases``."""
         self.checked_slots = self.checked_bytes = self.mismatches = 0
         """Slots compared with their checksums, their bytes, and the slots whose checksum was wrong."""
         self.quarantined_slots = self.quarantined_bytes = 0
@@ -180,6 +180,8 @@ class Cache:
         """Groups that were reset and whose blocks are still to be freed, by number."""
         self._ended: deque[Lease] = deque()
         """Leases that have ended and whose blocks are still to be unpinned."""
+        self._reset_leases: deque[dict[Lease, None]] = deque()
+        """Leases of namespaces that were reset, which nobody can use any more, and which ``background`` ends."""
         self._prefetches: dict[Lease, Sequence[tuple[int, bytes]]] = {}
         """Leases of prefetches, which pin nothing, and their keys."""
         self.unannounced = np.zeros(len(self.blocks.state), np.bool_)
@@ -294,8 +296,15 @@ class Cache:
         for group, now in zip(dead, self._current[namespace], strict=True):
             self._retire(group)
             now.unswept = [number for number in (*group.unswept, group.number) if number in self._dead]
-        self._partial = {block: since for block, since in self._partial.items() if not self._of_block(block).dead}
-        self._end(self._alive(namespace.leases))
+        if self._partial and namespace.world_size > 1:
+            partial = np.fromiter(self._partial, np.uint32, len(self._partial))
+            for block in partial[np.isin(self.blocks.group[partial], [group.number for group in dead])].tolist():
+                del self._partial[block]
+        leases, namespace.leases = namespace.leases, {}
+        if len(leases) > self.ended_at_once:
+            self._reset_leases.append(leases)
+        else:
+            self._end(list(leases))
         self._save()
         if tiers is not None:
             dropped += tiers.forget_all(namespace)
@@ -404,6 +413,9 @@ class Cache:
             UnknownLease: the lease belongs to another session or namespace.
         """
         lease = self.leases.get(lease_id)
+        if lease is not None and not lease.active:  # its namespace was reset
+            del self.leases[lease_id]
+            lease = None
         if lease is not None and (lease.session != session or lease.namespace is not namespace):
             raise UnknownLease(f"The lease {lease_id} belongs to another session or namespace; choose a new lease id.")
         current, size = self._current[namespace], namespace.key_bytes
@@ -515,7 +527,7 @@ class Cache:
 
     def hold(self, lease: Lease, blocks: BlockIds) -> None:
         """Pin READY blocks that were promoted for a lease, unless it has ended or leases may not pin more."""
-        if self.leases.get(lease.lease_id) is not lease:
+        if not lease.active:
             return
         leased, newly_pinned_bytes = self.session_leases[lease.session], self.blocks.pin(blocks)
         if leased.keys + len(blocks) > self._max_leased_keys or (newly_pinned_bytes and self.leasable_bytes < 0):
@@ -599,24 +611,23 @@ class Cache:
     def release(self, session: int, lease_ids: Iterable[int]) -> int:
         """End leases of a session; unknown ids are ignored. Returns how many ended."""
         found = [self.leases.get(lease_id) for lease_id in dict.fromkeys(lease_ids)]
-        leases = [lease for lease in found if lease is not None and lease.session == session]
+        leases = [lease for lease in found if lease is not None and lease.session == session and lease.active]
         return self._end(leases)
 
     def end_session(self, session: int) -> int:
         """End all leases of a closed session. Returns how many."""
         self._uncounted.session_ended(session)
-        return self._end(self._alive(self.leases_of(session).leases))
-
-    def _alive(self, leases: Iterable[Lease]) -> list[Lease]:
-        """Return the leases that have not ended."""
-        if not self._ended:
-            return list(leases)
-        return [lease for lease in leases if self.leases.get(lease.lease_id) is lease]
+        leases = self.leases_of(session).leases
+        if self._ended or self._reset_leases:
+            return self._end([lease for lease in leases if lease.active])
+        return self._end(list(leases))
 
     def _end(self, leases: Sequence[Lease]) -> int:
         """End leases. If there are many, ``background`` unpins their blocks."""
         for lease in leases:
-            del self.leases[lease.lease_id]
+            if self.leases.get(lease.lease_id) is lease:
+                del self.leases[lease.lease_id]
+            lease.namespace.leases.pop(lease, None)
         for namespace, some in groupby(leases, _namespace_of):
             if covered := sum([len(lease.blocks) for lease in some if lease.counts]):
                 namespace.counters.covered_keys += covered
@@ -629,7 +640,7 @@ class Cache:
         ended = [self._ended.popleft() for _ in range(min(self.ended_at_once, len(self._ended)))]
         for lease in ended:
             leased = self.session_leases[lease.session]
-            del leased.leases[lease], lease.namespace.leases[lease]
+            del leased.leases[lease]
             leased.keys -= len(lease.blocks)
             leased.nbytes -= lease.nbytes
             if not leased.leases:
@@ -645,7 +656,8 @@ class Cache:
         Of more than ``ended_at_once`` of either the others wait for the next call.
         """
         now = self._clock()
-        overdue = list(islice(takewhile(lambda lease: lease.deadline <= now, self.leases.values()), self.ended_at_once))
+        late = takewhile(lambda lease: lease.deadline <= now, self.leases.values())
+        overdue = list(islice((lease for lease in late if lease.active), self.ended_at_once))
         partial = list(islice(self._partial_since(now - self._partial_timeout_s), self.ended_at_once))
         self._drop_partial(partial)
         self.order.tick()
@@ -950,7 +962,7 @@ class Cache:
         READY, are corrupt, or whose written range begins later.
         """
         lease = self.leases.get(lease_id)
-        if lease is None or lease.namespace is not namespace:
+        if lease is None or lease.namespace is not namespace or not lease.active:
             raise UnknownLease(f"The lease {lease_id} is unknown, ended or of another namespace; look up again.")
         group, size = self._current[namespace][group_index], namespace.key_bytes
         found = self.blocks.begin_load(self.slots, group.number, keys, size, rank, first_block)
@@ -983,7 +995,7 @@ class Cache:
         if not tickets or not ends_lease:
             return
         lease = tickets[0].lease
-        if self.leases.get(lease.lease_id) is lease:
+        if lease.active:
             lease.loaded_ranks.add(tickets[0].rank)
             if len(lease.loaded_ranks) == lease.namespace.world_size:
                 self._end([lease])
@@ -1183,17 +1195,22 @@ class Cache:
         self.blocks.group[slots] = 0
 
     def background(self) -> bool:
-        """Do one step of freeing reset blocks, of unpinning blocks of ended leases, or of counting prompts of closed
-        sessions. Returns whether more remain."""
+        """Do one step of freeing reset blocks, of ending leases on them, of unpinning blocks of ended leases, or of
+        counting prompts of closed sessions. Returns whether more remain."""
         if self._ended:
             self._unpin_ended()
+        elif self._reset_leases:
+            leases = self._reset_leases[0]
+            self._end([leases.popitem()[0] for _ in range(min(self.ended_at_once, len(leases)))])
+            if not leases:
+                self._reset_leases.popleft()
         elif self._uncounted.has_ended:
             for prompt in self._uncounted.take_some():
                 self._count_prompt(prompt, None)
         elif self._dead:
             group = next(iter(self._dead.values()))
             self._sweep([group], max(1, self.swept_at_once // len(group.sizes)))
-        return bool(self._ended or self._dead or self._uncounted.has_ended)
+        return bool(self._ended or self._reset_leases or self._dead or self._uncounted.has_ended)
 
     def _sweep(self, groups: Sequence[Group], count: int) -> int:
         """Free up to ``count`` blocks of groups that were reset. Returns how many."""

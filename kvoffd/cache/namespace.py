@@ -166,7 +166,7 @@ class Namespace:
         self.retained_bytes = 0
         """Pool bytes of its blocks that hints retain."""
         self.leases: dict[Lease, None] = {}
-        """Leases that hold blocks of it."""
+        """Active leases on its blocks."""
         self.nodes: dict[int, int | None] = {}
         """NUMA node of its slots, by rank."""
         self.shard_bytes: list[tuple[int, ...] | None] = [None] * world_size

@@ -102,7 +102,7 @@ Labelled: TypeAlias = dict[str, Count]
 
 SOURCES = "pool", "disk", "shared"
 MISS_REASONS = {
-    "unknown": "never stored since the daemon's start",
+    "unknown": "never stored in this namespace since the daemon's start",
     "forgotten": "never stored, or evicted so long ago that it is not remembered",
     "evicted": "evicted to make space for other blocks",
     "rejected": "not stored: the eviction policy expected no reuse",

@@ -415,6 +415,29 @@ def test_the_leases_of_a_session_end_at_once_and_their_pins_by_parts() -> None:
     check_invariants(rig.cache)
 
 
+def test_many_leases_on_what_was_reset_are_void_at_once_and_end_by_parts() -> None:
+    rig = full_rig(8)
+    namespace = rig.open("a")
+    rig.store(namespace, keys_of(*range(5)))
+    for number in range(5):
+        hold(rig, namespace, keys_of(number), lease_id=number)
+    rig.cache.ended_at_once = 2
+    assert rig.cache.reset(namespace) == 5
+    with pytest.raises(UnknownLease):
+        rig.cache.begin_load(namespace, 0, 4, 0, keys_of(4))
+    assert rig.cache.release(SESSION, [3]) == rig.cache.end_session(SESSION) == rig.cache.tick() == 0
+    rig.store(namespace, keys_of(7))
+    hold(rig, namespace, keys_of(7), lease_id=4)
+    for left in (4, 2, 1):
+        assert rig.cache.background()
+        assert rig.cache.blocks.pinned_blocks == left
+    while rig.cache.background():
+        pass
+    assert list(rig.cache.leases) == [4]
+    assert rig.cache.leases_of(SESSION).keys == 1
+    check_invariants(rig.cache)
+
+
 def test_a_namespace_is_packed_once_whatever_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
     packed: list[int] = []
     of = Deflated.of

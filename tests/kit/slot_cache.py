@@ -277,7 +277,8 @@ def check_invariants(cache: Cache) -> None:
     assert usage.free + usage.writing + usage.ready + usage.dropped + usage.quarantined == slots.pool_bytes
     pins: Counter[int] = Counter()
     held: dict[int, SessionLeases] = {}
-    for lease in (*cache.leases.values(), *cache._ended):
+    reset = {lease for leases in cache._reset_leases for lease in leases}
+    for lease in {*cache.leases.values(), *cache._ended, *reset}:
         pins.update(lease.blocks.tolist())
         one = held.setdefault(lease.session, SessionLeases())
         one.leases[lease] = None
@@ -286,9 +287,9 @@ def check_invariants(cache: Cache) -> None:
     assert {session: (one.leases, one.keys, one.nbytes) for session, one in held.items()} == {
         session: (one.leases, one.keys, one.nbytes) for session, one in cache.session_leases.items()
     }
-    alive_or_held = {*cache.leases.values(), *cache._ended}
+    alive = {*cache.leases.values()} - reset
     for namespace in cache.namespaces.values():
-        assert namespace.leases.keys() == {lease for lease in alive_or_held if lease.namespace is namespace}
+        assert namespace.leases.keys() == {lease for lease in alive if lease.namespace is namespace}
     assert all(blocks.pins[block] >= count for block, count in pins.items())
     order = [int(block) for batch in cache.order.candidates() for block in batch]
     assert sorted(order) == np.flatnonzero(blocks.state == READY).tolist(), "the policy knows other blocks"

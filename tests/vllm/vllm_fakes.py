@@ -70,8 +70,12 @@ class FakeSchedulerClient:
             state = {**dict.fromkeys(coming, PENDING), **dict.fromkeys(shared, SHARED), **dict.fromkeys(ready, READY)}
             future.states.append(bytes(state.get(block_hash, 0) for block_hash in hashes))
         future.wait_s, future.asking = wait_s, asking
+        return self.end(future, leased=bool(coming or shared))
+
+    def end(self, future: LookupFuture, *, leased: bool = False) -> LookupFuture:
+        """End a lookup that has its states; it has a lease if some block is ready, or where it is ``leased``."""
         future.pinned = sum(states.count(READY) for states in future.states)
-        future.ttl_ms = 60_000 if future.pinned or coming or shared else 0
+        future.ttl_ms = 60_000 if future.pinned or leased else 0
         future.transport, future.stale_at = self, float("inf") if future.pinned else 0.0  # type: ignore[assignment]
         future.answered_at = self.clock()
         future.done = True

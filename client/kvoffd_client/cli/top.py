@@ -75,8 +75,8 @@ HELP = (
     "missed      not found or not loaded; `kvoffd-cli stats --misses` has the reasons",
     "tokens/s    tokens loaded",
     "now         the last 3 seconds",
-    "Found       each prompt's tokens before the first that the pool lacked, without",
-    "            disks and stores; with lru and other sizes it is estimated",
+    "Found       of the tokens that engines lacked, those before the first that the pool",
+    "            lacked too, without disks and stores; of other sizes estimated",
     "pinned      under a lease or a copy: it cannot be evicted",
     "retained    evicted after others, as clients' hints ask",
 )
