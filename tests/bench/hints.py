@@ -8,6 +8,7 @@ where a tool runs. Each wrong hint is the other one. Beside them, or not, others
 from __future__ import annotations
 
 import heapq
+import random
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -40,7 +41,7 @@ HINTS = {
 
 def agents(seed: int, hinting: Hinting, others_per_s: float) -> Trace:
     """The requests of agents and others, and the agents' hints."""
-    traffic = Traffic(seed)
+    traffic, wrong = Traffic(seed), random.Random(seed)
     chance = traffic.chance
     prompts = traffic.documents(5, SYSTEM_BLOCKS)
     due: list[tuple[float, float, Chain, int]] = []
@@ -71,10 +72,10 @@ def agents(seed: int, hinting: Hinting, others_per_s: float) -> Trace:
         seconds.append(now)
         runs_tool, is_last = chance.random() < 0.2, turns == 0
         pause = chance.uniform(30, 300) if runs_tool else chance.expovariate(1 / 8)
-        releases = is_last != (chance.random() < hinting.wrong)
+        releases = is_last != (wrong.random() < hinting.wrong)
         if releases and hinting.releases:
             tell(HintAction.RELEASE, text[SYSTEM_BLOCKS:])
-        elif not releases and hinting.retains and runs_tool != (chance.random() < hinting.wrong):
+        elif not releases and hinting.retains and runs_tool != (wrong.random() < hinting.wrong):
             tell(HintAction.RETAIN, text)
         if is_last:
             begin(now + chance.uniform(1, 30))
@@ -89,7 +90,7 @@ def row(name: str, hits: Sequence[float]) -> None:
 
 def main() -> int:
     for others_per_s in (0.0, 4.0):
-        print(f"\n## {f'{others_per_s:.0f} others a second' if others_per_s else 'Agents alone'}\n")
+        print(f"\n## {'Beside others' if others_per_s else 'Agents alone'}\n")
         print(f"| hints | {' | '.join(f'{blocks:,}' for blocks in POOLS)} |\n|---|{'---|' * len(POOLS)}")
         plain = agents(1, HINTS["both"], others_per_s)
         for policy in ("lru", "learned"):
