@@ -163,11 +163,11 @@ class Traffic(Part, frozen=True):
     late_lookups: Annotated[Count, counter("Lookups whose answers engines did not wait for: they computed.")] = 0
     skipped_loads: Annotated[Count, doc("Loads that engines skipped because computing was faster.")] = 0
     paused_stores: Annotated[Count, doc("Stores that engines skipped because they had waited too long for stores.")] = 0
-    retained_blocks: Annotated[Count, counter("Blocks that hints retained.")] = 0
-    unretained_blocks: Annotated[Count, counter("Blocks not retained although a hint asked for it: too many.")] = 0
+    retained_blocks: Annotated[Count, doc("Blocks that hints retained.")] = 0
+    unretained_blocks: Annotated[Count, doc("Blocks not retained although a hint asked for it: too many.")] = 0
     retained_found_keys: Annotated[Count, counter("Keys found in blocks that a hint retained.")] = 0
-    released_blocks: Annotated[Count, counter("Blocks that hints released.")] = 0
-    prefetched_keys: Annotated[Count, counter("Keys that hints had promoted from disks and stores.")] = 0
+    released_blocks: Annotated[Count, doc("Blocks that hints released.")] = 0
+    prefetched_keys: Annotated[Count, doc("Keys that hints had promoted from disks and stores.")] = 0
     unknown_hints: Annotated[Count, counter("Hints that engines did not know or could not read.")] = 0
 
 
