@@ -691,37 +691,35 @@ class Cache:
         hint = self.order.retain(namespace, priority, ttl_s) if action is HintAction.RETAIN else None
         count = 0
         for index, keys in groups:
-            group, split = self._current[namespace][index], namespace.split(index, keys)
-            packed_keys = b"".join(dict.fromkeys(split))
-            states, blocks = self.blocks.find(group.number, packed_keys, group.key_bytes)
+            group, split = self._current[namespace][index], list(dict.fromkeys(namespace.split(index, keys)))
+            states, blocks = self.blocks.find(group.number, b"".join(split), group.key_bytes)
             is_ready = np.frombuffer(states, np.uint8) == READY
-            absent = list(compress(namespace.split(index, packed_keys), (~is_ready).tolist()))
+            absent = list(compress(split, (~is_ready).tolist()))
             self.order.apply(hint, group, blocks[is_ready], absent)
             count += int(is_ready.sum())
         return count
 
     def _prefetch(self, namespace: Namespace, groups: Sequence[tuple[int, bytes]]) -> int:
         """Promote what tiers have of these keys, for nobody: nothing is pinned."""
-        found = [
+        states = self._states_of(namespace, groups)
+        ready = sum(one.count(READY) for one in states)
+        if self.tiers is not None and ready < sum(map(len, states)) and len(self._prefetches) < MAX_PREFETCHES:
+            lease = Lease(NO_LEASE, NO_SESSION, namespace, self._clock() + self._lease_ttl_s, _NOTHING)
+            self._prefetches[lease] = groups
+            self._ask_tiers(self.tiers, lease, states)
+        return ready
+
+    def _states_of(self, namespace: Namespace, groups: Sequence[tuple[int, bytes]]) -> list[bytes]:
+        return [
             self.blocks.find(self.group(namespace, index).number, keys, namespace.key_bytes)[0]
             for index, keys in groups
         ]
-        ready = sum(states.count(READY) for states in found)
-        if self.tiers is not None and ready < sum(map(len, found)) and len(self._prefetches) < MAX_PREFETCHES:
-            lease = Lease(NO_LEASE, NO_SESSION, namespace, self._clock() + self._lease_ttl_s, _NOTHING)
-            self._prefetches[lease] = groups
-            self._ask_tiers(self.tiers, lease, groups)
-        return ready
 
-    def _ask_tiers(self, tiers: TierHooks, lease: Lease, groups: Sequence[tuple[int, bytes]]) -> None:
+    def _ask_tiers(self, tiers: TierHooks, lease: Lease, states: list[bytes]) -> None:
         """Request what the pool lacks of a prefetch's keys, or end it if nothing more comes."""
         namespace, before = lease.namespace, lease.coming - lease.asking
         lease.coming, lease.asking = before, 0
-        states = [
-            self.blocks.find(self.group(namespace, index).number, keys, namespace.key_bytes)[0]
-            for index, keys in groups
-        ]
-        tiers.find(lease, groups, states, None)
+        tiers.find(lease, self._prefetches[lease], states, None)
         namespace.counters.prefetched_keys += max(0, lease.coming - lease.asking - before)
         if not lease.coming:
             self._end_prefetch(lease)
@@ -742,7 +740,7 @@ class Cache:
             ):
                 self._end_prefetch(lease)
             elif lease.asking:
-                self._ask_tiers(self.tiers, lease, groups)
+                self._ask_tiers(self.tiers, lease, self._states_of(lease.namespace, groups))
 
     # --- stores ---------------------------------------------------------------------------------
 

@@ -50,7 +50,6 @@ class Retention:
     """Pool bytes of its blocks; 0 once it has lapsed."""
     aside: dict[int, None] = field(default_factory=dict)
     """Its blocks that the policy would have evicted, in the policy's order."""
-    lapsed: bool = False
 
 
 class HintedOrder:
@@ -78,9 +77,9 @@ class HintedOrder:
         self._hint_of = np.zeros(len(blocks.state), np.uint32)
         """[slots] number of the block's hint; 0, or the number of a hint that has ended, if it has none."""
         self._retentions: dict[int, Retention] = {}
-        """Hints by number that have blocks, once they have lapsed only blocks aside."""
+        """Hints by number that have blocks and have not lapsed."""
         self._lapsed: dict[int, Retention] = {}
-        """Those among them that have lapsed."""
+        """Hints that have lapsed and have blocks aside."""
         self._deadlines: list[tuple[float, int]] = []
         self._numbers = count(RELEASED + 1)
         self._released: dict[int, None] = {}
@@ -97,8 +96,8 @@ class HintedOrder:
         return Retention(namespace, priority, self._clock() + ttl_s, next(self._numbers))
 
     def apply(self, hint: Retention | None, group: Group, ready: BlockIds, absent: Sequence[bytes]) -> None:
-        """Retain READY blocks, root first, or release them if ``hint`` is None. ``absent``: keys
-        whose blocks may still be stored."""
+        """Retain READY blocks, root first, or release them if ``hint`` is None. ``absent``: keys whose blocks may still
+        be stored."""
         until = self._clock() + AWAITED_S
         for key in absent:
             self._awaited.pop((group.number, key), None)
@@ -149,14 +148,11 @@ class HintedOrder:
             if not self._deadlines or self._deadlines[0][0] > now:
                 return
             _, number = heapq.heappop(self._deadlines)
-            if (hint := self._retentions.get(number)) is None or hint.lapsed:
+            if (hint := self._retentions.pop(number, None)) is None:
                 continue
             self._count(hint, -hint.nbytes)
-            hint.lapsed = True
             if hint.aside:
                 self._lapsed[number] = hint
-            else:
-                del self._retentions[number]
 
     def tick(self) -> None:
         """End hints whose time is over, and forget keys whose blocks did not come. Set aside what is evicted soon, so
@@ -179,13 +175,11 @@ class HintedOrder:
 
     def _live_of(self, blocks: BlockIds) -> list[Retention | None]:
         """Return each block's hint that has not lapsed."""
-        found = [self._retentions.get(number) for number in self._hint_of[blocks].tolist()]
-        return [None if one is None or one.lapsed else one for one in found]
+        return [self._retentions.get(number) for number in self._hint_of[blocks].tolist()]
 
     def _are_retained(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
         numbers = self._hint_of[blocks]
-        marks = self._retentions.keys() & set(numbers[numbers > RELEASED].tolist())
-        return np.isin(numbers, [number for number in marks if not self._retentions[number].lapsed])
+        return np.isin(numbers, [*self._retentions.keys() & set(numbers.tolist())])
 
     def _unmark(self, group: Group, blocks: BlockIds) -> npt.NDArray[np.bool_]:
         """Take the hints of blocks away. Returns which of the blocks are not in the policy, all of whose hints are gone
@@ -196,22 +190,27 @@ class HintedOrder:
             if number == RELEASED:
                 del self._released[block]
                 outside[at] = True
-            elif (hint := self._retentions.get(number)) is not None:
+                continue
+            of = self._retentions if number in self._retentions else self._lapsed
+            if (hint := of.get(number)) is not None:
                 outside[at] = block in hint.aside
                 hint.aside.pop(block, None)
-                if not hint.lapsed:
+                if of is self._retentions:
                     self._count(hint, -group.block_bytes)
                 if not (hint.nbytes or hint.aside):
-                    del self._retentions[number]
-                    self._lapsed.pop(number, None)
+                    del of[number]
         self._hint_of[blocks] = 0
         return outside
 
     # --- as Policy -------------------------------------------------------------------------------
 
+    @property
+    def _has_hints(self) -> bool:
+        return bool(self._retentions or self._lapsed or self._released)
+
     def requested(self, chains: Sequence[Chain]) -> None:
         """As the policy's. A block that was set aside or released is in the policy's order again."""
-        if self._retentions or self._released:
+        if self._has_hints:
             self.end_lapsed()
             for group, _, ready, _ in chains:
                 if self._hint_of[ready].any():
@@ -243,7 +242,7 @@ class HintedOrder:
             self._apply(hint, group, blocks[members][::-1])
 
     def remove(self, group: Group, blocks: BlockIds, keys: bytes) -> None:
-        if (self._retentions or self._released) and (outside := self._unmark(group, blocks)).any():
+        if self._has_hints and (outside := self._unmark(group, blocks)).any():
             keys = np.frombuffer(keys, group.namespace.key_type)[~outside].tobytes()
             blocks = blocks[~outside]
         self._policy.remove(group, blocks, keys)
@@ -266,20 +265,18 @@ class HintedOrder:
         return min(self._policy.lowest, float_info.max) if self._retentions else self._policy.lowest
 
     def first(self, count: int, below: float = inf) -> BlockIds:
-        if self._retentions:
-            self.end_lapsed()
+        self.end_lapsed()
         return self._first(count, below)
 
     def candidates(self, below: float = inf) -> Iterator[BlockIds]:
-        if self._retentions:
-            self.end_lapsed()
+        self.end_lapsed()
         given, most = 0, BATCH
         while (found := self._first(most, below)).size > given:
             yield found[given:]
             given, most = len(found), 4 * most
 
     def _first(self, count: int, below: float) -> BlockIds:
-        if not self._retentions and not self._released:
+        if not self._has_hints:
             return self._policy.first(count, below)
         early = _first_of(chained(self._released, *[one.aside for one in self._lapsed.values()]), count)
         order, left = [early], count - len(early)
@@ -291,8 +288,7 @@ class HintedOrder:
                 break
             self._set_aside(found[retained])
         if left and below == inf:
-            live = [one for one in self._retentions.values() if one.aside and not one.lapsed]
-            live.sort(key=lambda one: (one.priority, one.deadline))
+            live = sorted(self._retentions.values(), key=lambda one: (one.priority, one.deadline))
             order.append(_first_of(chained(*[one.aside for one in live]), left))
         return np.concatenate(order)
 

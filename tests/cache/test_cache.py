@@ -393,13 +393,19 @@ def test_leased_blocks_are_not_looked_at_for_each_store(monkeypatch: pytest.Monk
     check_invariants(rig.cache)
 
 
-def test_the_leases_of_a_session_end_at_once_and_their_pins_by_parts() -> None:
+def with_five_leases() -> tuple[CacheRig, Namespace]:
+    """Leases on a block each, of which two end at once."""
     rig = full_rig(8)
     namespace = rig.open("a")
     rig.store(namespace, keys_of(*range(5)))
     for number in range(5):
         hold(rig, namespace, keys_of(number), lease_id=number)
     rig.cache.ended_at_once = 2
+    return rig, namespace
+
+
+def test_the_leases_of_a_session_end_at_once_and_their_pins_by_parts() -> None:
+    rig, namespace = with_five_leases()
     assert rig.cache.end_session(SESSION) == 5
     assert (len(rig.cache.leases), rig.cache.blocks.pinned_blocks) == (0, 5)
     with pytest.raises(UnknownLease):
@@ -416,12 +422,7 @@ def test_the_leases_of_a_session_end_at_once_and_their_pins_by_parts() -> None:
 
 
 def test_many_leases_on_what_was_reset_are_void_at_once_and_end_by_parts() -> None:
-    rig = full_rig(8)
-    namespace = rig.open("a")
-    rig.store(namespace, keys_of(*range(5)))
-    for number in range(5):
-        hold(rig, namespace, keys_of(number), lease_id=number)
-    rig.cache.ended_at_once = 2
+    rig, namespace = with_five_leases()
     assert rig.cache.reset(namespace) == 5
     with pytest.raises(UnknownLease):
         rig.cache.begin_load(namespace, 0, 4, 0, keys_of(4))

@@ -293,12 +293,10 @@ def check_invariants(cache: Cache) -> None:
     assert all(blocks.pins[block] >= count for block, count in pins.items())
     order = [int(block) for batch in cache.order.candidates() for block in batch]
     assert sorted(order) == np.flatnonzero(blocks.state == READY).tolist(), "the policy knows other blocks"
-    retained = {number for number, hint in cache.order._retentions.items() if not hint.lapsed}
-    kept = [head for head in order if int(cache.order._hint_of[head]) in retained]
+    kept = [head for head in order if int(cache.order._hint_of[head]) in cache.order._retentions]
     assert cache.order.retained_bytes == sum(cache._of_block(head).block_bytes for head in kept)
-    assert cache.order.retained_bytes == sum(
-        {hint.namespace: hint.namespace.retained_bytes for hint in cache.order._retentions.values()}.values()
-    )
+    hints = [*cache.order._retentions.values(), *cache.order._lapsed.values()]
+    assert cache.order.retained_bytes == sum({hint.namespace: hint.namespace.retained_bytes for hint in hints}.values())
     assert (blocks.state[~slots.in_use] == FREE).all()
     assert (blocks.shard[~slots.in_use] == RESERVED).all()
     assert NO_BLOCK not in seen

@@ -351,10 +351,7 @@ class KvoffdManager(OffloadingManager):
                 chunks[index] = found
         if chunks:
             asked = {index: [*hashes, *tails.get(index, ())] for index, hashes in chunks.items()}
-            message = [
-                GroupKeys(index, b"".join(of_adapter(hashes, state.adapter) if state.adapter else hashes))
-                for index, hashes in asked.items()
-            ]
+            message = [_group_keys(index, hashes, state.adapter) for index, hashes in asked.items()]
             asked_by = namespace.client, namespace.client.session_id
             # Tails are not counted: there are many, and one is a hit at most.
             again = bool(tails) or (state.to_count is not None and state.counted_by == asked_by)
@@ -394,7 +391,7 @@ class KvoffdManager(OffloadingManager):
         for hint in () if state.disabled else state.hints:
             if hint.action is not (HintAction.PREFETCH if has_ended else HintAction.RELEASE):
                 groups = [
-                    GroupKeys(index, b"".join(of_adapter(hashes, state.adapter) if state.adapter else hashes))
+                    _group_keys(index, hashes, state.adapter)
                     for index, group in enumerate(self._groups)
                     if (hashes := group.hashes(state.request.block_hashes)[-(-hint.start // group.tokens_per_chunk) :])
                 ]
@@ -991,6 +988,11 @@ def _forget_offered(lookup: KeyedLookup | None, keys: Collection[OffloadKey]) ->
     if lookup is not None and any(key in lookup.found for key in keys):
         offered = set(keys)
         lookup.found = {key: state for key, state in lookup.found.items() if key not in offered}
+
+
+def _group_keys(index: int, hashes: Sequence[bytes], adapter: bytes) -> GroupKeys:
+    """Return a group's keys for these hashes of a request with this adapter, if any."""
+    return GroupKeys(index, b"".join(of_adapter(hashes, adapter) if adapter else hashes))
 
 
 def _report_of(
