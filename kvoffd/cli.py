@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from errno import ECONNREFUSED, ENOENT
 from textwrap import wrap
 from typing import NoReturn
 
@@ -98,12 +99,19 @@ def _check_machine(config: Config) -> None:
 
     While a daemon runs in the directory it has the port and the memory, and neither is checked.
     """
+    import socket
+
     from kvoffd.system.limits import check_fits, memory_limit
     from kvoffd.system.listening import listen
     from kvoffd_proto.paths import SocketPaths
 
-    if SocketPaths(config.directory).lifeline.exists():
-        return
+    paths = SocketPaths(config.directory)
+    if problem := paths.problem():
+        raise KvoffdError(problem)
+    # A daemon does not notice a datagram socket, which cannot connect to its stream.
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
+        if probe.connect_ex(str(paths.lifeline)) not in (ENOENT, ECONNREFUSED):
+            return
     if config.http_address:
         for listener in listen(*parse_address(config.http_address)):
             listener.close()

@@ -576,5 +576,5 @@ def check_disks(config: Config) -> None:
         if (free := space.f_frsize * space.f_bavail + there_bytes) < size.size_bytes:
             raise ConfigError(
                 f"disk: {format_size(size.size_bytes)} do not fit into the file system of {path}, where "
-                f"{format_size(free)} are free; choose a smaller size, {hint}."
+                f"{format_size(free)} can be used; choose a smaller size, {hint}."
             )

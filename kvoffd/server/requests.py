@@ -281,9 +281,12 @@ def report_prompts(service: Service, session: Session, message: m.ReportPrompts)
 
 
 @answers(m.Reset)
-def reset(service: Service, session: Session, message: m.Reset) -> Pending:
+def reset(service: Service, session: Session, message: m.Reset) -> m.Done | Pending:
     """Drop all blocks of a namespace that the session has open, and stop sharing it."""
-    count = service.reset(session.namespaces[message.namespace])
+    namespace = session.namespaces[message.namespace]
+    count = service.reset(namespace)
+    if namespace.of_bench:
+        return m.Done(message.request_id, count)
     service.tier_supervisor.namespace_reset(message.namespace)
     if service.tier_supervisor.shared and not service.state.file.outlives_reboot:
         raise KvoffdError(

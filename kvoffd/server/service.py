@@ -269,7 +269,10 @@ class Service:
 
     def reset(self, namespace: Namespace) -> int:
         """Forget a namespace's blocks in the pool and on disks, for later daemons too; return their number. Stores keep
-        their objects: see ``Cache.reset``."""
+        their objects: see ``Cache.reset``. Of a bench nothing is in the state file: no tier gets its blocks, and each
+        run has a namespace of its own."""
+        if namespace.of_bench:
+            return self.cache.reset(namespace)
         self.state.raise_generation(namespace.fingerprint)
         return self.cache.reset(namespace, generation=self.state.generation(namespace.fingerprint))
 

@@ -267,16 +267,16 @@ def _conclusion(sizes: Sizes, results: Results) -> list[str]:
     lines = [""]
     for group in of_sizes:
         size = sizes[group[0][0].size]
-        if size.endswith(NOW) and group is not found:
+        if NOW in size and group is not found:
             differ = "less than a point" if points(group) < 1 else f"{points(group):.1f} points"
-            lines.append(f"In your pool of {size.removesuffix(NOW)} the policies differ by {differ}.")
+            lines.append(f"In your pool of {size.replace(NOW, '')} the policies differ by {differ}.")
     each = ", ".join(f"{one.policy} {one.hit_percent:.1f} %" for one, _ in found)
     best = [one.policy for one, _ in found if one.hit_percent > first.hit_percent - 1]  # a point less is as good
     most = f"{' and '.join(best)} {'find' if len(best) > 1 else 'finds'} most"
     size = sizes[first.size]
     where = f"For this traffic {most} in a pool of {size}, where they differ most"
-    if size.endswith(NOW):
-        where = f"In your pool of {size.removesuffix(NOW)} {most}"
+    if NOW in size:
+        where = f"In your pool of {size.replace(NOW, '')} {most}"
     return [*lines, f"{where}: {each}; {possible:.1f} % were possible."]
 
 

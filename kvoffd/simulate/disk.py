@@ -24,6 +24,7 @@ from kvoffd.tiers.header import Block
 from kvoffd.tiers.tier import Result
 
 REGIONS, MAX_REGION_BLOCKS = 64, 256
+"""Division of pool and disk into regions as real ones, except that no region has a rest smaller than a block."""
 OVERHEAD = 1 + 1 / 64
 """Upper limit of a disk's files relative to its blocks."""
 OPTIONS = DiskOptions()

@@ -18,15 +18,13 @@ from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policy import make_policy
 from kvoffd.pool.allocator import SlotAllocator
 from kvoffd.pool.slot_table import SlotTable, TableGeometry
-from kvoffd.simulate.disk import SimulatedDisk
+from kvoffd.simulate.disk import MAX_REGION_BLOCKS, REGIONS, SimulatedDisk
 from kvoffd.simulate.trace import KEY_BYTES, Trace
 from kvoffd.tiering import WriteMode
 from kvoffd_proto.messages import PENDING, READY, GroupSpec
 
 BLOCK_BYTES = 1 << 20
 """Size of a simulated block, large enough for limits relative to the pool to act as in a daemon."""
-REGIONS, MAX_REGION_BLOCKS = 64, 256
-"""Division into regions like a real pool's, except that no region has a rest smaller than a block."""
 STEP_TOKENS = 8192
 """Tokens that an engine computes before it stores them."""
 MOST_LOOKUPS = 64

@@ -461,7 +461,7 @@ class SharedStats(Part, frozen=True):
     promotions_unused: Annotated[Count, counter("Blocks read from the store and evicted before they were loaded.")] = 0
     errors: Annotated[Labelled, counter("Errors of the shared store by kind; the log has the sentences.", "kind")] = {}
     servers: Annotated[list[SharedServer], part("Servers of the store; empty if unknown.", "server_")] = []
-    unshared_namespaces: Annotated[Count, doc("Namespaces no longer shared because an engine reset them.")] = 0
+    unshared_namespaces: Annotated[Count, doc("Namespaces not shared: reset here, or the state was damaged.")] = 0
 
 
 # --- the policy --------------------------------------------------------------------------------------

@@ -97,4 +97,4 @@ def _why_not(stats: DaemonStats) -> str:
     if not reason:
         return "no key was missed."
     why = MISS_REASONS.get(reason, printable(reason))
-    return f"{percent(keys, traffic.asked_keys)} of the keys asked for were {why}."
+    return f"{percent(keys, traffic.asked_keys)} of the keys asked for were missed: {why}."

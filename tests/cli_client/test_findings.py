@@ -64,8 +64,8 @@ def info(
     return NamespaceInfo(bytes([number]) * 32, label, 1, 32, groups, shards, 8000, 16 * GIB, 0, sessions, described)
 
 
-def session(number: int, role: Role, age_s: float = 3600.0) -> SessionInfo:
-    return SessionInfo(number, role, "m", "vllm", 7, 0, age_s, 1.0, 0, 0, 0, 0, 0, [bytes([1]) * 32])
+def session(number: int, role: Role, age_s: float = 3600.0, name: str = "m") -> SessionInfo:
+    return SessionInfo(number, role, name, "vllm", 7, 0, age_s, 1.0, 0, 0, 0, 0, 0, [bytes([1]) * 32])
 
 
 DECLINED = Window(seconds=3600.0, **traffic(misses={"rejected": 900, "evicted": 100, "unknown": 3000}))
@@ -235,6 +235,33 @@ def test_every_other_error_and_warning_comes_before_what_is_only_worth_knowing()
     assert report_of(down).status == 2
 
 
+def test_workers_are_counted_by_engine() -> None:
+    """Where names tell which are one engine's. A scheduler of another name may be a tool's."""
+    two = structs.replace(info(), world_size=2)
+    three = [session(0, Role.SCHEDULER), *(session(number, Role.WORKER) for number in range(3))]
+    given = facts(namespaces=[two], sessions=[*three, session(9, Role.SCHEDULER)])
+    assert [one.evidence for one in find(given)] == ["llama (010101010101): 1 of 2 workers of an engine are connected."]
+    whole = three[:3]
+    for others in ([session(9, Role.SCHEDULER, name="tool")], [session(9, Role.WORKER, name="worker")]):
+        assert find(facts(namespaces=[two], sessions=[*whole, *others])) == []
+
+
+def test_slots_on_other_nodes_are_compared_with_the_slots_of_all_ranks() -> None:
+    pool = structs.replace(STATS.pool, numa_remote_slots=4000)
+    (found,) = find(CASES["numa"])
+    assert found.evidence == "4,000 slots were taken on another NUMA node than their GPU."
+    assert find(facts({"pool": pool, "namespaces": [counted(world_size=8)]})) == []
+
+
+def test_no_limit_that_is_advised_is_none() -> None:
+    """0 is no limit of writes, and a quota that lets nothing in."""
+    little = facts({"disks": [structs.replace(DISK, size_bytes=1 << 19, written_bytes=1 << 20, read_bytes=0)]})
+    assert [one.fix[:27] for one in find(little)] == ['disk_write_per_day = "1MiB"']
+    limited = counted(ready_bytes=0, quota_bytes=0, curve=curve(RISING, 5))
+    (found,) = find(facts({"namespaces": [limited], "curve": curve(RISING, 26), "curve_seen_bytes": 200 * GIB}))
+    assert found.fix.endswith(" --max 1MiB")
+
+
 def test_an_engine_without_a_prompt_is_not_away() -> None:
     """Before its first one vLLM does not say that it is connected."""
     fresh = EngineMetrics({"vllm:kvoffd_connected": 0})
@@ -263,7 +290,7 @@ def test_the_verdict_on_what_it_brought() -> None:
     assert why(space(**nothing, stored_blocks=0)).startswith("engines stored nothing: ")
     alone = facts({"since_start": Window(**traffic(**nothing)), "curve": curve((0,) * 7, 0)})
     assert why(alone) == "prompts do not repeat: 0.0 % would be found with ten times the memory."
-    assert why(space(**nothing)) == f"40.0 % of the keys asked for were {MISS_REASONS['unknown']}."
+    assert why(space(**nothing)) == f"40.0 % of the keys asked for were missed: {MISS_REASONS['unknown']}."
     unknown = facts({"since_start": Window(**traffic(saved_seconds=0.0)), "lifetime": Lifetime(1.0, 10**7, 3600.0)})
     ending = f" time saved is unknown: {UNTIMED}. Since 1970-01-01: 10.0 M tokens and 1 h."
     assert report_of(unknown).verdict[1].endswith(ending)
@@ -276,8 +303,8 @@ def test_a_full_pool_that_evicts_is_judged_by_few_lookups_with_how_sure_that_is(
     stats = {"since_start": window, "last_hour": window, "curve": rises, "curve_seen_bytes": 200 * GIB}
     report = report_of(facts(stats, engines={}))
     assert report.verdict[1] == (
-        "Not paying off: 51.1 % of the keys asked for were evicted to make space for other blocks. By only 22 lookups: "
-        "give or take 10 percentage points."
+        "Not paying off: 51.1 % of the keys asked for were missed: evicted to make space for other blocks. By only 22 "
+        "lookups: give or take 10 percentage points."
     )
     assert report.findings[0].check == "pool_too_small"
     assert report.findings[0].evidence.endswith(" By only 22 lookups: give or take 10 percentage points.")
@@ -289,10 +316,13 @@ def test_a_full_pool_that_evicts_is_judged_by_few_lookups_with_how_sure_that_is(
 
 def test_what_was_saved_in_money() -> None:
     """1,200 s in two hours on two ranks are 8 hours of a GPU a day."""
-    stats = {"namespaces": [counted(saved_seconds=1200.0, world_size=2)]}
+    total = Window(seconds=7200.0, **traffic(saved_seconds=1200.0))
+    stats = {"namespaces": [counted(saved_seconds=1200.0, world_size=2)], "since_start": total}
     assert judge_value(facts(stats)).gpu_seconds_a_day == 8 * 3600
     assert report_of(facts(stats)).verdict[1].endswith(" At this rate it saves 8.0 GPU hours a day.")
     assert report_of(facts(stats), gpu_hour=3.5).verdict[1].endswith(" 8.0 GPU hours a day, worth 28.00 a day.")
+    more = facts(stats | {"since_start": structs.replace(total, saved_seconds=1500.0)})
+    assert judge_value(more).gpu_seconds == 2 * 1200.0 + 300.0, "namespaces without a row, or that are gone, are in it"
     early = report_of(facts(stats | {"uptime_seconds": 3599.0}), gpu_hour=3.5)
     assert " of prefill, worth " in early.verdict[1]
     assert early.verdict[1].endswith(" so far. A figure for a day takes an hour: the daemon is up for 59 min 59 s.")

@@ -214,6 +214,8 @@ def test_names_cannot_move_the_cursor_and_their_ids_stay_whole(screen: Screen) -
 def test_other_views(screen: Screen) -> None:
     screen.view = "clients"
     assert "No answer yet." in drawn(screen)[2], "it was not asked for them yet"
+    screen.paused = True
+    assert "Paused." in drawn(screen)[2], "and it will not be"
     screen.reading = Reading(stats(1), [])
     assert "No engine is connected." in drawn(screen)
     fingerprint = bytes.fromhex("000000000001") + bytes(26)

@@ -124,7 +124,7 @@ def test_a_bad_path_and_a_full_disk_are_said_in_a_sentence(tmp_path: Path, capsy
         words = ["trace", "record", str(tmp_path / "new"), "--max-size", "1B", "--directory", str(daemon.directory)]
         assert main(words) == 0
         out = capsys.readouterr().out
-        assert out.startswith("0 requests for 0 blocks in ")
+        assert out.startswith("0 lookups for 0 blocks in ")
         assert out.endswith("reached --max-size.\n")
 
 

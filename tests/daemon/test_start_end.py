@@ -66,6 +66,8 @@ def test_start_is_refused_before_the_pool_is_taken(tmp_path: Path) -> None:
             assert daemon.process.wait(60) == 2
             assert f"The HTTP address {address} cannot be used" in daemon.log
             assert "opens a pool" not in daemon.log
+        with socket.socket(socket.AF_UNIX) as left:  # as a kill leaves it
+            left.bind(str(tmp_path / "lifeline.sock"))
         checks = [sys.executable, "-m", "kvoffd", "config", "--directory", str(tmp_path)]
         for asked, sentence in (
             (("--http-address", address), f"The HTTP address {address} cannot be used"),

@@ -34,6 +34,7 @@ from kvoffd.transfer.plan import Direction, Outcome, build_layouts
 from kvoffd_client.worker_client import GroupTransfer, Job, submit_of
 from kvoffd_proto import codec
 from kvoffd_proto import messages as m
+from kvoffd_proto.admin import Clear
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.stats import NamespaceStats, Stats, StatsReply
 from tests.kit.cases import case
@@ -73,13 +74,13 @@ class Bench(CopyEngine):
         self.service.handle(session.route, codec.encode(message))
         return [codec.decode_reply(frame) for _, frame in self.service.outgoing()[1]]
 
-    def session(self, role: m.Role = m.Role.WORKER, *, registers: bool = True) -> Session:
+    def session(self, role: m.Role = m.Role.WORKER, *, registers: bool = True, label: str = "test") -> Session:
         """In the namespace; a worker has its memory registered."""
         lifeline: Any = SimpleNamespace(alive=lambda: True, close_descriptor=os.close)
         session = self.service.sessions.open(lifeline, Peer(0, 1, 1))
         self.ask(session, m.Hello(1, m.PROTOCOL_VERSION, role, "test", "test"))
         groups = [m.GroupSpec("full", 16)]
-        self.ask(session, m.OpenNamespace(1, NAMESPACE, "test", 1, len(KEY), groups, "{}"))
+        self.ask(session, m.OpenNamespace(1, NAMESPACE, label, 1, len(KEY), groups, "{}"))
         if registers and role is m.Role.WORKER:
             assert isinstance(self.register(session, 0)[0], m.Registered)
         return session
@@ -129,6 +130,19 @@ def test_a_namespace_s_row_in_statistics_is_made_again_only_when_something_has_c
 
 
 # --- jobs ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("label", "kept"), [("test", True), (f"{m.BENCH_LABEL}copy", False)])
+def test_a_reset_of_a_bench_is_not_in_the_state_file(bench: Bench, label: str, kept: bool) -> None:
+    """Each run has a fingerprint of its own: many runs would displace the resets of engines."""
+    worker, scheduler = bench.session(label=label), bench.session(m.Role.SCHEDULER)
+    bench.copy(worker)
+    bench.end_copy()
+    bench.ask(scheduler, m.Reset(1, NAMESPACE))
+    assert bench.service.cache.namespaces[NAMESPACE].ready_blocks == 0
+    bench.ask(bench.session(m.Role.ADMIN), Clear(1, NAMESPACE))
+    resets = bench.service.state.resets
+    assert (NAMESPACE in resets.generations, NAMESPACE in resets.unshared) == (kept, kept)
 
 
 def test_a_job_is_planned_by_the_thread_that_copies(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

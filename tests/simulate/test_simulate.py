@@ -172,6 +172,9 @@ def test_it_prints_a_table_with_the_sizes_as_given_(tmp_path: Path, capsys: pyte
     assert re.fullmatch(rf"{most}: {found}.", last)
     assert main([str(cycle), "--policy", "lru,learned", "--block-size", "1MiB", "--pool", str(3 << 20)]) == 0
     assert "In your pool of 3.00 MiB the policies differ by less than a point.\n" in capsys.readouterr().out
+    own = "--pool", str(2 << 20), "--disk", "1x"
+    assert main([str(cycle), "--policy", "lru,learned", "--block-size", "1MiB", *own]) == 0
+    assert "In your pool of 2.00 MiB + 1x " in capsys.readouterr().out
 
 
 def test_a_trace_that_is_too_small_and_one_that_repeats_nothing(

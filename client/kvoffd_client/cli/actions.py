@@ -63,7 +63,8 @@ def clear(
                 return 1
         stores = [admin.reset_fleet(each.namespace) for each in chosen] if all_nodes else []
         fingerprint = None if one is None else one.namespace
-        dropped = admin.clear(fingerprint)
+        # The reset of all nodes may have dropped them here by now.
+        dropped = max(admin.clear(fingerprint), blocks if all_nodes else 0)
     if json:
         print_json({"namespace": fingerprint, "cleared_blocks": dropped, "stores": max(stores, default=0)})
     else:

@@ -34,6 +34,8 @@ Prefixes = Annotated[
     typer.Option("--prefix", metavar="HEX", help="Only keys with this prefix; may be repeated."),
 ]
 
+MOST_LISTED = 1_000_000
+
 blocks_app = typer.Typer(help="Show, export and import single blocks.", rich_markup_mode=None)
 
 
@@ -43,7 +45,7 @@ def ls(
     group: Group = 0,
     prefix: Prefixes = None,
     limit: Annotated[
-        int, typer.Option("--limit", metavar="N", min=1, max=1_000_000, help="Most blocks to show.")
+        int, typer.Option("--limit", metavar="N", min=1, max=MOST_LISTED, help="Most blocks to show.")
     ] = 100,
     directory: Directory = None,
     json: Json = False,
@@ -72,7 +74,8 @@ def ls(
         if len(rows[0][0]) < len(found[0].key.hex()):
             say("Keys are cut to fit, not in a pipe; `blocks show` accepts their first digits.")
         if more:
-            say(f"There are more blocks; --limit {10 * limit} shows more of them.")
+            wider = f"--limit {min(10 * limit, MOST_LISTED)}" if limit < MOST_LISTED else "--prefix"
+            say(f"There are more blocks; {wider} shows more of them.")
     return int(bool(prefix) and not found)
 
 

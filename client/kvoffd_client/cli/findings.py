@@ -214,6 +214,12 @@ def _share(part: float, whole: float) -> float:
     return part / whole if whole > 0 else 0.0
 
 
+def _of_all_ranks(facts: Facts, name: str) -> float:
+    """Return a count since the start times the ranks; 1 for namespaces without a row of their own."""
+    more: float = sum(getattr(one, name) * (one.world_size - 1) for one in facts.counted)
+    return getattr(facts.stats.since_start, name) + more
+
+
 # --- the daemon as it is now ------------------------------------------------------------------------
 
 
@@ -273,11 +279,15 @@ def connected_clients(facts: Facts) -> Iterator[Finding]:
             yield finding("engine_refused", f"{printable(one.name)} is not registered: {printable(one.problem)}", 1.0)
     for info in facts.known:
         own = [one for one in engines if info.namespace in one.namespaces]
-        workers = sum(one.role == Role.WORKER for one in own)
-        reported = any(one.problem for one in own)
-        if not reported and len(own) > workers < info.world_size and min(one.age_seconds for one in own) > CONNECTING_S:
+        rows, every = engines_of(own), sum(one.role == Role.WORKER for one in own)
+        # Only a scheduler and workers of one name are known to be one engine.
+        workers = min((row.workers for row in rows if row.schedulers and row.workers), default=every)
+        if any(one.problem for one in own) or len(own) == every or workers >= info.world_size:
+            continue
+        if min(one.age_seconds for one in own) > CONNECTING_S:
             name = namespace_name(info.label, info.namespace)
-            yield finding("workers_missing", f"{name}: {workers} of {info.world_size} workers are connected.", 1.0)
+            evidence = f"{name}: {workers} of {info.world_size} workers of an engine are connected."
+            yield finding("workers_missing", evidence, 1.0)
 
 
 def partial_blocks(facts: Facts) -> Iterator[Finding]:
@@ -300,13 +310,13 @@ def memory(facts: Facts) -> Iterator[Finding]:
     if large and facts.huge_pages in ("never", "deny"):
         evidence = f"The kernel gives shared memory no huge pages (shmem_enabled is {facts.huge_pages})."
         yield finding("huge_pages", evidence)
-    pool, stored = facts.stats.pool, facts.stats.since_start.stored_blocks
+    pool, stored = facts.stats.pool, _of_all_ranks(facts, "stored_blocks")
     if pool.unpinnable_bytes:
         evidence = f"CUDA refused to page-lock {format_size(pool.unpinnable_bytes)} of {format_size(pool.size_bytes)}."
         yield finding("unpinnable", evidence, 0.6)
     if pool.numa_remote_slots > REMOTE_SHARE * stored > 0:
-        share = percent(pool.numa_remote_slots, max(stored, pool.numa_remote_slots))
-        yield finding("numa", f"{share} of the blocks lie on another NUMA node than their GPU.", 0.2)
+        count = format_count(pool.numa_remote_slots)
+        yield finding("numa", f"{count} slots were taken on another NUMA node than their GPU.", 0.2)
 
 
 # --- tiers ------------------------------------------------------------------------------------------
@@ -348,7 +358,7 @@ def disk_writes(facts: Facts) -> Iterator[Finding]:
         times = f"{written / read:.1f} bytes for each byte" if read else f"{format_size(written)}, and no byte"
         always = stats.tiers is not None and stats.tiers.write_mode == "always"
         day_bytes = written * DAY_S / max(1.0, stats.uptime_seconds)
-        less = f'disk_write_per_day = "{exact_size(round(min(size, day_bytes / 2)) >> 20 << 20)}"'
+        less = f'disk_write_per_day = "{exact_size(max(1 << 20, round(min(size, day_bytes / 2)) >> 20 << 20))}"'
         fix = 'disk_write = "auto"' if always else less
         evidence = f"The disks wrote {times} that was read from them. That is {format_size(day_bytes)} a day."
         if any(_disk_life_s(facts, one) < SHORT_LIFE_S for one in stats.disks):
@@ -365,7 +375,7 @@ def disk_write_limit(facts: Facts) -> Iterator[Finding]:
     left = sum(tiers.not_written.values()) + tiers.written_blocks
     if skipped >= FEWEST_ERRORS and skipped >= LIMITED_SHARE * left:
         day_bytes = written * DAY_S / max(1.0, stats.uptime_seconds) * (tiers.written_blocks + skipped)
-        wanted = exact_size(round(day_bytes / max(1, tiers.written_blocks)) >> 20 << 20)
+        wanted = exact_size(max(1 << 20, round(day_bytes / max(1, tiers.written_blocks)) >> 20 << 20))
         evidence = (
             f"{percent(skipped, left)} of the blocks for the disks were skipped: the daily write limit was reached."
         )
@@ -440,7 +450,7 @@ def judge_value(facts: Facts) -> Value:
     needed = round(traffic.asked_tokens * (1 - _share(traffic.not_needed_keys, traffic.asked_keys)))
     needed = max(needed, traffic.loaded_tokens)
     pays, sentence = judge(facts.stats)
-    saved = sum(one.saved_seconds * one.world_size for one in facts.counted)
+    saved = _of_all_ranks(facts, "saved_seconds")
     a_day = saved * 86400 / facts.stats.uptime_seconds if facts.stats.uptime_seconds >= LONG_ENOUGH_S else None
     return Value(pays, traffic.lookups, traffic.loaded_tokens, needed, traffic.saved_seconds, saved, a_day, sentence)
 
@@ -533,7 +543,7 @@ def starving(facts: Facts) -> Iterator[Finding]:
             f"{namespace_name(one.model, one.id)} looks up {percent(asks, 1)} of all tokens but has {percent(has, 1)} "
             f"of the blocks. It finds {own:.1f} % and could find {could:.1f} %."
         )
-        limited, most_bytes = one, 2 * (one.quota_bytes or 0)
+        limited, most_bytes = one, max(1 << 20, 2 * (one.quota_bytes or 0))
         if at_quota(one):
             evidence += f" Its quota of {format_size(one.quota_bytes or 0)} is used."
         else:

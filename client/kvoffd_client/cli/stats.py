@@ -145,6 +145,9 @@ def print_stats(now: DaemonStats) -> None:
     if now.namespaces or now.gone_namespaces:
         say("")
         _namespaces(now, MOST_NAMESPACES)
+        if gone := now.gone_namespaces:
+            which = f"{format_count(gone)} removed namespace{plural(gone)}"
+            say((f"The sums above include {which}.", "dim"))
     if any(map(is_untimed, (now.since_start, *now.namespaces))):
         say((f"unknown: {UNTIMED}", "dim"))
     tiers = tier_details(now) if now.disks or now.shared else ()
@@ -270,7 +273,7 @@ def _pool_notes(pool: PoolStats) -> Iterator[tuple[str, str]]:
     if pool.retained_bytes:
         yield f"{format_size(pool.retained_bytes)} are retained by hints: they are evicted last", "dim"
     if pool.numa_remote_slots:
-        yield f"{format_count(pool.numa_remote_slots)} slots are on another NUMA node than their GPU", "yellow"
+        yield f"{format_count(pool.numa_remote_slots)} slots were taken on another NUMA node than their GPU", "yellow"
     if 0 < pool.pinned_for_gpu_bytes < pool.size_bytes:
         yield f"{format_size(pool.pinned_for_gpu_bytes)} are page-locked for GPUs; the rest is copied slowly", "yellow"
     if pool.of("quarantined"):
@@ -308,13 +311,10 @@ def _namespaces(now: DaemonStats, most: int) -> None:
                 for one in found[:most]
             ],
         )
-    others = len(found) - min(most, len(found)) + now.other_namespaces
+    others = sum(bool(one.fingerprint) for one in found[most:]) + now.other_namespaces
     if others:
         where = "; `kvoffd-cli stats namespaces` has the 100 largest" if most < len(found) else ""
         say((f"and {format_count(others)} more{where}", "dim"))
-    if gone := now.gone_namespaces:
-        which = f"{format_count(gone)} removed namespace{plural(gone)}"
-        say((f"The sums above include {which}.", "dim"))
 
 
 def _namespaces_worth(now: DaemonStats) -> None:
@@ -436,7 +436,7 @@ def _shared(one: SharedStats) -> Iterator[Line]:
         yield f"  server {server.name}: {'answers' if server.up else problem}", "" if server.up else "yellow"
     if one.unshared_namespaces:
         yield (
-            f"  {format_count(one.unshared_namespaces)} namespaces are no longer shared because an engine reset them: "
+            f"  {format_count(one.unshared_namespaces)} namespaces are not shared, after a reset or a damaged state: "
             "`kvoffd-cli clear NAME --all-nodes` shares one again",
             "yellow",
         )

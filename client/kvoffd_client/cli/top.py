@@ -179,8 +179,10 @@ class Screen:
         body: list[RenderableType]
         if self.reading.over_http and self.view == "clients":
             body = [Text(), line("Shown only on the daemon's own machine: HTTP has statistics only.", "dim")]
+        elif self.view == "clients" and self.reading.engines is None:
+            body = [Text(), Text("Paused." if self.paused else "No answer yet.")]
         elif self.view == "clients":
-            body = _clients(self.reading.engines, width)
+            body = _clients(self.reading.engines or (), width)
         elif self.view == "tiers":
             body = _lines(tier_details(stats), width)
         elif self.view == "policy":
@@ -402,9 +404,9 @@ def _tier_summary(stats: DaemonStats) -> list[Text]:
     return [Text(), *lines] if lines else []
 
 
-def _clients(engines: Sequence[Engine] | None, width: int) -> list[RenderableType]:
+def _clients(engines: Sequence[Engine], width: int) -> list[RenderableType]:
     if not engines:
-        return [Text(), Text("No answer yet." if engines is None else "No engine is connected.")]
+        return [Text(), Text("No engine is connected.")]
     note = line("pinned: pool memory under its leases. registered: its own memory for copies.", "dim")
     return [Text(), engine_table(engines, width), Text(), note]
 
@@ -436,7 +438,7 @@ def top(
 
         def read(view: str, timeout_s: float) -> Reading:
             if url:
-                return Reading(read_stats(url), over_http=True)
+                return Reading(read_stats(url, timeout_s), over_http=True)
             admin.timeout_s = timeout_s
             if view != "clients":
                 return Reading(admin.stats())

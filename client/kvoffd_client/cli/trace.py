@@ -54,8 +54,8 @@ def record(
 ) -> int:
     """Record engines' lookups, until Ctrl-C or for --duration.
 
-    The file has a line for each prompt: its keys as numbers, hashed with a random salt that is not saved. It contains
-    no text, tokens or names. client/README.md describes the format.
+    The file has a line for each prompt and KV cache group: its keys as numbers, hashed with a random salt that is not
+    saved. It contains no text, tokens or names. client/README.md describes the format.
 
     Exit status: 0 done, 1 the daemon ended and the file has the part before, 2 an error.
     """
@@ -88,7 +88,7 @@ def record(
         lost = f" {format_count(writer.dropped)} more came too fast and were lost." if writer.dropped else ""
         full = f" It ended because {file} reached --max-size." if ended == "size" else ""
         say(
-            f"{format_count(writer.chains)} request{plural(writer.chains)} for {count_blocks(writer.keys)} in "
+            f"{format_count(writer.chains)} lookup{plural(writer.chains)} for {count_blocks(writer.keys)} in "
             f"{format_duration(took_s)}; {file} has {format_size(nbytes)}.{lost}{full}"
         )
     return int(ended == "daemon")
@@ -122,7 +122,7 @@ def _write(admin: AdminClient, writer: TraceWriter, seconds: float, most_bytes: 
                 ended = "size"
                 break
             passed = format_duration(time.monotonic() - began)
-            print_status(f"{passed}: {format_count(writer.chains)} requests; Ctrl-C ends the trace.")
+            print_status(f"{passed}: {format_count(writer.chains)} lookups; Ctrl-C ends the trace.")
             more = sum(len(chain.keys) for chain in fetched.chains) >= MUCH_BYTES
             if not more and not ended:
                 signalled.wait(max(0.0, min(FETCH_S, until - time.monotonic())))
