@@ -48,7 +48,7 @@ class CacheListener(Protocol):
         was opened."""
 
     def cleared(self, namespace: Namespace) -> None:
-        """The namespace has no key any more, in the pool or in a tier."""
+        """No key of the namespace is announced any more."""
 
 
 class TierHooks(Protocol):

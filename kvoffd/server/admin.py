@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from kvoffd.errors import KvoffdError
 from kvoffd.server.handlers import Pending, answers, filled
 from kvoffd.server.namespaces import forget_idle
-from kvoffd.server.requests import CLEARED_NOT_SAVED
 from kvoffd.server.sessions import Session
 from kvoffd_proto import admin as a
 from kvoffd_proto import messages as m
@@ -22,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 FLEET_WAIT_S = 1.5
 """Time for a reset to reach all shared stores; the client waits for 2 s."""
+CLEARED_NOT_SAVED = "After a kill or a reboot cleared blocks may come back from disks."
 LISTED_SLOTS, LISTED_SHARDS = 16384, 1024
 """Limits of a listing's page: slots that are scanned, give or take a few, and shards. It takes a few milliseconds."""
 _HEX_DIGITS = frozenset("0123456789abcdef")

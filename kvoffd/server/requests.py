@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvoffd.server.service import Service
 
 logger = logging.getLogger(__name__)
-CLEARED_NOT_SAVED = "After a kill or a reboot cleared blocks may come back from disks and shared stores."
+RESET_NOT_SAVED = "After a kill or a reboot the namespace's blocks may come back from disks and shared stores."
 UNLOADED: Mapping[str, MissReason] = {
     m.Outcome.LATE: MissReason.LATE,
     m.Outcome.SKIPPED: MissReason.SKIPPED,
@@ -294,4 +294,4 @@ def reset(service: Service, session: Session, message: m.Reset) -> m.Done | Pend
             "shared any more, is in memory. Clear it on all nodes, or set STATE_DIRECTORY to a directory on a disk.",
             ErrorCode.NOT_KEPT,
         )
-    return service.reply_once_saved(m.Done(message.request_id, count), CLEARED_NOT_SAVED)
+    return service.reply_once_saved(m.Done(message.request_id, count), RESET_NOT_SAVED)

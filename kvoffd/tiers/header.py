@@ -33,7 +33,8 @@ class BlockGroup(NamedTuple):
 
     Attributes:
         fingerprint: of the namespace, 32 bytes.
-        generation: time of the namespace's last reset, in microseconds since 1970, or slightly more; 0 for never.
+        generation: time of the namespace's last reset, in microseconds since 1970, or slightly more; 0 for never. In
+            objects of a store: of its last reset on all nodes, in seconds.
         number: the group's number in the namespace.
         lengths: bytes of a block's shard, by rank.
         tag: 64 bits of a hash of the first three.

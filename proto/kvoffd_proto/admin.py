@@ -292,8 +292,8 @@ class Trace(Request[TraceReply], frozen=True):
 class Clear(Request[Done], frozen=True):
     """Drops every block of one namespace, or of all. Admin only.
 
-    After the answer no block returns, even if the daemon is killed. If that cannot be made durable, the answer is an
-    Error.
+    After the answer no block returns from pool or disks, even if the daemon is killed; shared stores keep theirs. If
+    that cannot be made durable, the answer is an Error.
     """
 
     namespace: Annotated[Fingerprint | None, doc("The namespace; nil for all.")] = None

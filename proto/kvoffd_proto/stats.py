@@ -183,7 +183,7 @@ Ratio = Annotated[float, doc(ge=0, le=1)]
 class HitCurve(Part, frozen=True):
     """Hit ratio of the pool, and estimates for pools of other sizes. The weight of old lookups halves every day."""
 
-    asked_tokens: Annotated[Count, gauge("Tokens looked up, weighted by age.")] = 0
+    asked_tokens: Annotated[Count, gauge("Tokens looked up that engines lacked, weighted by age.")] = 0
     found_tokens: Annotated[
         Count, gauge("Tokens looked up and in the pool, before each prompt's first missing block.")
     ] = 0

@@ -37,9 +37,10 @@ def clear(
     directory: Directory = None,
     json: Json = False,
 ) -> int:
-    """Drop the blocks of one namespace or of all, also on disks.
+    """Drop the blocks of one namespace or of all, in the pool and on disks.
 
-    With --all-nodes the other nodes follow within seconds: use it if weights changed under one name.
+    Shared stores keep theirs without --all-nodes. With it the other nodes follow within seconds: use it if weights
+    changed under one name.
 
     Exit status: 0 done, 1 not confirmed, 2 an error, or a kill may undo it.
     """

@@ -216,8 +216,8 @@ def _share(part: float, whole: float) -> float:
 
 def _of_all_ranks(facts: Facts, name: str) -> float:
     """Return a count since the start times the ranks; 1 for namespaces without a row of their own."""
-    more: float = sum(getattr(one, name) * (one.world_size - 1) for one in facts.counted)
-    return getattr(facts.stats.since_start, name) + more
+    more = sum(getattr(one, name) * (one.world_size - 1) for one in facts.counted)
+    return float(getattr(facts.stats.since_start, name) + more)
 
 
 # --- the daemon as it is now ------------------------------------------------------------------------
