@@ -27,13 +27,13 @@ RETAINED_SHARE = 0.25
 AWAITED_S = 60.0
 """Time for which a hint also applies to blocks that are still to be stored: engines store the last ones after it."""
 MOST_AWAITED = 1 << 16
-"""Keys of such blocks in all; the oldest are forgotten first."""
+"""Limit of such blocks; the oldest are forgotten first."""
 SET_ASIDE_AT_ONCE, SOON = 4096, 64
-"""Blocks that are next to be evicted at which a tick looks, and at most this part of the pool's."""
+"""Next blocks to be evicted that a tick examines: at most 1/SOON of the pool's slot numbers."""
 ENDED_AT_ONCE = 1024
-"""Hints, or keys of blocks that did not come, that one step ends."""
+"""Lapsed hints that one step ends, or awaited keys it forgets."""
 MOST_ENDED = 1024
-"""Hints without a block whose deadline is remembered, besides as many as have blocks."""
+"""Extra entries of ``_deadlines``, over two per live hint, before it is rebuilt."""
 RELEASED = 1
 """Number of the hint of all released blocks."""
 
@@ -53,7 +53,7 @@ class Retention:
 
 
 class HintedOrder:
-    """The order of eviction: released blocks and those of lapsed hints, then the policy's order, then retained ones by
+    """The order of eviction: released blocks, those set aside until their hint lapsed, the policy's, retained ones by
     priority.
 
     Methods with a name of ``Policy``'s do the same.
@@ -182,8 +182,8 @@ class HintedOrder:
         return np.isin(numbers, [*self._retentions.keys() & set(numbers.tolist())])
 
     def _unmark(self, group: Group, blocks: BlockIds) -> npt.NDArray[np.bool_]:
-        """Take the hints of blocks away. Returns which of the blocks are not in the policy, all of whose hints are gone
-        now."""
+        """Remove the hints of blocks. Returns which of the blocks are not in the policy: they were set aside or
+        released."""
         outside, numbers = np.zeros(len(blocks), np.bool_), self._hint_of[blocks]
         for at in np.flatnonzero(numbers).tolist():
             block, number = int(blocks[at]), int(numbers[at])

@@ -44,8 +44,8 @@ MAX_STATE_BYTES = 16 << 20
 MAX_NAMES = 4096
 """Limit of the namespaces with an entry in each table of ``Resets``.
 
-Beyond it the oldest entry of a namespace that does not exist is removed. Then all namespaces without one count as reset
-at that time, or as not shared.
+Beyond it the oldest entry of a namespace that is not open is removed. Then all namespaces without one have at least its
+generation, or are not shared.
 """
 RETRY_S = 5.0
 """Time until a failed write is retried: the file system may have been full for a moment."""
@@ -111,7 +111,7 @@ class StateFile:
 
     @property
     def is_saved(self) -> bool:
-        """Whether the latest content is written, or has failed to be."""
+        """Whether writing the latest content succeeded or failed."""
         return self.tried == self.requested
 
     @property

@@ -44,14 +44,14 @@ MAX_COLD_BLOCKS = 1024
 """Limit of these blocks in one tick."""
 DAY_S = 86_400.0
 STAYS = 2.0, 3.0, 4.0, 6.0, 8.0
-"""Candidate times that a written block stays on a full tier, relative to its stay if all blocks were written: at most
-half of them are."""
+"""Candidate stays of a written block on a full tier, in multiples of its stay if all were written. The least is 2: at
+most half are."""
 WORTH = 0.99
 """Share of the best hit count: of the settings that give at least this, the one with the fewest writes is used."""
 SAMPLE = 2048
 """Number of the latest blocks on which the choice is based."""
 WATCHED = 4
-"""Chances within a time are believed once the policy has watched this many times as long."""
+"""A chance of reuse within x bytes is believed once WATCHED * x bytes were requested."""
 SAVED_SHARE = 1 / 8
 """Part of a day's bytes that may accumulate and be written at once."""
 PERSISTED_AHEAD_SHARE = 1 / 8
@@ -73,7 +73,7 @@ class WriteBudget:
         self._filled_at = clock()
         self._persisted, self._persisted_at = 0.0, clock()
         self.first_filling_bytes = 0
-        """Additional bytes that may be written: what tiers lack that were never full."""
+        """Bytes that may be written besides: the disks' sizes less all ever written."""
 
     def restore(self, spent_bytes: float, seconds: float) -> None:
         """Continue from the bytes that an earlier daemon had spent ``seconds`` ago."""
@@ -115,7 +115,7 @@ class WriteBudget:
 
     @property
     def spent_bytes(self) -> float:
-        """Bytes that have not accumulated again; 0 without a limit."""
+        """Spent bytes not accumulated again yet; 0 without a limit."""
         return self._bound - self._now() if self._bound else 0.0
 
     @property
@@ -317,7 +317,7 @@ class Writer:
             self._wait(blocks[MAX_LOOKED_AT:])  # examined in their turn
 
     def evicted(self, group: Group, blocks: BlockIds, keys: Sequence[bytes]) -> None:
-        """Record blocks that are about to leave the pool. A store waits for this."""
+        """Record blocks about to leave the pool. An engine's store waits for it."""
         if self.mode is WriteMode.NEVER or not self._takes(group):
             for block in blocks.tolist() if self.waiting else ():
                 self.waiting.pop(block, None)

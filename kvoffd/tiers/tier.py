@@ -126,7 +126,7 @@ class Tier(ABC):
 
     @abstractmethod
     def remove(self, group: BlockGroup, keys: Sequence[bytes], why: str) -> None:
-        """Remove blocks for all reads on this node, also those being written. After a kill, a disk may have them again.
+        """Remove blocks for this node, also ones being written; a store's for 30 s. After a kill a disk may have them.
 
         Args:
             why: ``invalidated``; ``partial`` if the pool has more of them, which other nodes need too; or ``corrupt``,
