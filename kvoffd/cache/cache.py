@@ -1166,7 +1166,7 @@ class Cache:
             silent = self.unannounced[blocks]
             self.unannounced[blocks] = False
             keys = keys[~silent]
-        if not group.dead:
+        if keys.size and not group.dead:
             self._events.removed(group.namespace, group.index, keys.tolist())
 
     def _free_dropped(self, blocks: BlockIds) -> None:

@@ -188,8 +188,7 @@ class HintedOrder:
         for at in np.flatnonzero(numbers).tolist():
             block, number = int(blocks[at]), int(numbers[at])
             if number == RELEASED:
-                del self._released[block]
-                outside[at] = True
+                outside[at] = self._released.pop(block, 0) is None  # a lookup may name a key twice
                 continue
             of = self._retentions if number in self._retentions else self._lapsed
             if (hint := of.get(number)) is not None:
@@ -246,6 +245,16 @@ class HintedOrder:
             keys = np.frombuffer(keys, group.namespace.key_type)[~outside].tobytes()
             blocks = blocks[~outside]
         self._policy.remove(group, blocks, keys)
+
+    def make_newest(self, group: Group, blocks: BlockIds) -> None:
+        """Move blocks to the end of the policy's order. Retained ones keep their hints."""
+        live = zip(blocks.tolist(), self._live_of(blocks), strict=True)
+        aside = np.array([hint is not None and block in hint.aside for block, hint in live], np.bool_)
+        retained = self._are_retained(blocks)
+        for order, members in ((self, blocks[~retained]), (self._policy, blocks[retained & ~aside])):
+            keys = self._blocks.keys(members, group.key_bytes)
+            order.remove(group, members, keys)
+            order.insert(group, members, keys)
 
     def admit(self, group: Group, keys: bytes, starts: Sequence[int]) -> Sequence[tuple[int, float]]:
         """As the policy's; keys of blocks that a hint retains are always admitted."""

@@ -98,10 +98,7 @@ class Victims:
         if chosen.size and len(pinned) > MAX_SKIPPED_PINNED:  # skipping them each time takes long
             numbers = self._blocks.group[pinned]
             for number in set(numbers.tolist()):
-                group, members = self._groups[number], pinned[numbers == number]
-                packed_keys = self._blocks.keys(members, group.key_bytes)
-                self._order.remove(group, members, packed_keys)
-                self._order.insert(group, members, packed_keys)
+                self._order.make_newest(self._groups[number], pinned[numbers == number])
         return chosen
 
     def of_namespace(self, groups: Sequence[Group], nbytes: int, most: int, below: float) -> BlockIds:

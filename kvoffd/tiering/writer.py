@@ -101,9 +101,9 @@ class WriteBudget:
         """Return whether this many bytes may be written now."""
         return bool(self.first_filling_bytes) or not self._bound or self._now() >= min(nbytes, self._bound)
 
-    def refund(self, nbytes: int) -> None:
-        """Return bytes that were taken and not written."""
-        if self.first_filling_bytes:
+    def refund(self, nbytes: int, *, fills: bool) -> None:
+        """Return bytes that were taken and not written. ``fills``: there were ``first_filling_bytes`` then."""
+        if fills:
             self.first_filling_bytes += nbytes
         else:
             self._level += nbytes
@@ -140,6 +140,10 @@ class BlockWrite:
     copy: Block
     offsets: list[int]
     """Pool offset of the block's slot in bytes, by rank."""
+    fills: bool = False
+    """Whether the bytes count as a tier's first filling, not as spent."""
+    trickles: bool = False
+    """Whether it began while engines copied."""
 
     @property
     def number(self) -> int:
@@ -445,11 +449,12 @@ class Writer:
         """Begin to write a block. Return False if nothing more can begin now. The block stays queued only if other
         writes are running."""
         nbytes = write.copy.group.nbytes
+        write.fills, write.trickles = self.budget.first_filling_bytes > 0, busy
         if not self.budget.take(nbytes):
             self.waiting.clear()  # they wait again when they are used again, or next to be evicted
             return False
         if not any(tier.write(write.copy, write.offsets, partial(self._on_end, write)) for tier in targets):
-            self.budget.refund(nbytes)
+            self.budget.refund(nbytes, fills=write.fills)
             if self.under_way:  # there were too many at once
                 self._refused_above = len(self.under_way) / 2
             else:
@@ -514,8 +519,8 @@ class Writer:
             self.written_blocks += 1
             self.written_bytes += nbytes
         elif result is Result.PRESENT:
-            self.budget.refund(nbytes)
-            self._trickle_left += nbytes
+            self.budget.refund(nbytes, fills=write.fills)
+            self._trickle_left += nbytes if write.trickles else 0
             if self._judges:
                 self._selection.record_present(nbytes)
         del self.under_way[write.number]

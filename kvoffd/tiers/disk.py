@@ -232,8 +232,8 @@ class DiskTier(Tier):
         if not fits and not self.counters.errors[DiskFault.TOO_LARGE]:  # reported once: there will be many such blocks
             self._error(
                 DiskFault.TOO_LARGE,
-                f"Blocks of {group.nbytes} bytes do not fit the regions of {self.name}, which have "
-                f"{format_size(self._map.slots.region_bytes)}; remove its files and make the tier larger.",
+                f"Blocks of {group.nbytes} bytes are not written to {self.name}: a block has at most 4 GiB and the "
+                f"{format_size(self._map.slots.region_bytes)} of a region; larger tiers made anew have larger ones.",
             )
         return fits
 
