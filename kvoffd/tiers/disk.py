@@ -233,7 +233,7 @@ class DiskTier(Tier):
             self._error(
                 DiskFault.TOO_LARGE,
                 f"Blocks of {group.nbytes} bytes are not written to {self.name}: a block has at most 4 GiB and the "
-                f"{format_size(self._map.slots.region_bytes)} of a region; a larger tier with new files has larger ones.",
+                f"{format_size(self._map.slots.region_bytes)} of a region; larger tiers have larger ones.",
             )
         return fits
 
