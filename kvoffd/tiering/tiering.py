@@ -415,7 +415,7 @@ class Tiering:
         evicted, self._evicted = self._evicted, []
         for block_group, keys in evicted:
             for tier in self.disks.tiers:
-                tier.used(block_group, keys)
+                tier.spare(block_group, keys)
         for source, writer in zip(self.sources, self.writers, strict=True):
             source.tick()
             writer.tick()

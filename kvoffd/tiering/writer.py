@@ -308,7 +308,7 @@ class Writer:
 
     def stored(self, blocks: BlockIds) -> None:
         if self._tiers and self.mode is not WriteMode.NEVER and not self._judges:
-            self._wait(blocks)
+            self._enqueue(blocks)
 
     def was_read(self, block: int) -> None:
         """Stop waiting to write a block that was read from one of the tiers."""
@@ -317,8 +317,8 @@ class Writer:
     def used(self, group: Group, blocks: BlockIds) -> None:
         """Consider blocks that a lookup found, while a tier is available."""
         if self.mode is not WriteMode.NEVER and not self._judges:
-            self._wait(self._unwritten(group, blocks[:MAX_LOOKED_AT])[0])
-            self._wait(blocks[MAX_LOOKED_AT:])  # examined in their turn
+            self._enqueue(self._unwritten(group, blocks[:MAX_LOOKED_AT])[0])
+            self._enqueue(blocks[MAX_LOOKED_AT:])  # examined in their turn
 
     def evicted(self, group: Group, blocks: BlockIds, keys: Sequence[bytes]) -> None:
         """Record blocks about to leave the pool. An engine's store waits for it."""
@@ -365,7 +365,7 @@ class Writer:
                 if not group.dead:
                     left_bytes -= len(cold) * group.block_bytes
                 blocks, keys = self._unwritten(group, cold)
-                self._wait(blocks[self._are_worth_writing(group, blocks, keys, before)])
+                self._enqueue(blocks[self._are_worth_writing(group, blocks, keys, before)])
             if left <= 0 or left_bytes <= 0:
                 return
 
@@ -465,7 +465,7 @@ class Writer:
         self._trickle_left -= nbytes if busy else 0
         return True
 
-    def _wait(self, blocks: BlockIds) -> None:
+    def _enqueue(self, blocks: BlockIds) -> None:
         blocks = blocks[: MAX_WAITING - len(self.waiting)]
         self.waiting.update(zip(blocks.tolist(), self._generations[blocks].tolist(), strict=True))
 

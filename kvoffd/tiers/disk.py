@@ -37,7 +37,7 @@ HANG_TIMEOUT_S = 10.0
 """A disk hangs if a write takes longer, or no read has ended for this long."""
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 1.0, 60.0
 """Pause after a failed write, doubled up to the latter."""
-_PUT_ASIDE_SHARE = 100
+_PUT_ASIDE_DIVISOR = 100
 """Blocks of the tier per slot that may be unused for good after a failed write."""
 FULL_PART = 15 / 16
 """The tier counts as full from this part of the bytes held at the last eviction: with regions of several sizes, some
@@ -149,7 +149,7 @@ class DiskTier(Tier):
         pairs = zip(keys, found, strict=True)
         return [slot == NO_SLOT and (group.tag, key) not in self._writing for key, slot in pairs]
 
-    def used(self, group: BlockGroup, keys: Sequence[bytes]) -> None:
+    def spare(self, group: BlockGroup, keys: Sequence[bytes]) -> None:
         for slot in self._map.slots_of(group.tag, keys):
             region, place = self._map.at(slot)
             region.used[place] = 1
@@ -295,7 +295,7 @@ class DiskTier(Tier):
         elif result is Result.FAILED:
             self._pause_s = min(_MOST_PAUSE_S, 2 * self._pause_s) or _LEAST_PAUSE_S
             self._write_at = self._clock() + self._pause_s
-            if (len(self._clearing.put_aside) + 1) * _PUT_ASIDE_SHARE <= self._map.blocks:
+            if (len(self._clearing.put_aside) + 1) * _PUT_ASIDE_DIVISOR <= self._map.blocks:
                 self._clearing.put_aside.add(job.slot)
         if kept and result is Result.DONE:
             self._map.add(self._map.groups[job.group.tag], job.key, job.slot, int(self._wall_clock()) // HOUR_S)

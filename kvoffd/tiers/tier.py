@@ -121,7 +121,7 @@ class Tier(ABC):
     def write(self, block: Block, offsets: Sequence[int], on_end: WriteEnd) -> bool:
         """Begin to write from these pool offsets, by rank. Returns False if the block is not accepted now."""
 
-    def used(self, group: BlockGroup, keys: Sequence[bytes]) -> None:  # noqa: B027
+    def spare(self, group: BlockGroup, keys: Sequence[bytes]) -> None:  # noqa: B027
         """These blocks leave the pool: a disk's hand spares them once, as after a read. Ignores unknown blocks."""
 
     @abstractmethod
