@@ -257,9 +257,8 @@ def test_no_limit_that_is_advised_is_none() -> None:
     """0 is no limit of writes, and a quota that lets nothing in."""
     little = facts({"disks": [structs.replace(DISK, size_bytes=1 << 19, written_bytes=1 << 20, read_bytes=0)]})
     assert [one.fix[:27] for one in find(little)] == ['disk_write_per_day = "1MiB"']
-    limited = counted(ready_bytes=0, quota_bytes=0, curve=curve(RISING, 5))
-    (found,) = find(facts({"namespaces": [limited], "curve": curve(RISING, 26), "curve_seen_bytes": 200 * GIB}))
-    assert found.fix.endswith(" --max 1MiB")
+    limited, pool = counted(ready_bytes=0, quota_bytes=0, curve=curve(RISING, 5)), PoolStats(size_bytes=20 * GIB)
+    assert [one.fix.split()[-1] for one in find(facts({"namespaces": [limited], "pool": pool}))] == ["1MiB"]
 
 
 def test_an_engine_without_a_prompt_is_not_away() -> None:
