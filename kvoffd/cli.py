@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None, limits: Limits | None = None) -
 def _check_machine(config: Config) -> None:
     """Raise KvoffdError if the machine lacks what a start would need.
 
-    If its socket exists, a daemon has port and memory, or was killed: neither is checked.
+    A daemon that listens in the directory has port and memory: neither is checked.
     """
     import socket
 

@@ -146,7 +146,7 @@ def test_signals_leave_the_terminal_as_it_was(daemon: DaemonProcess, tmp_path: P
             terminal.run("fg")
             terminal.wait_for("4 policy", "PAUSED")
             terminal.type("2")
-            terminal.wait_for("No answer yet.")
+            terminal.wait_for("Paused.")
             terminal.type("1")
             terminal.wait_for("No namespace")
         terminal.type("q")

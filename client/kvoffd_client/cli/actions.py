@@ -37,7 +37,7 @@ def clear(
     directory: Directory = None,
     json: Json = False,
 ) -> int:
-    """Drop the blocks of one namespace or of all, in the pool and on disks.
+    """Drop the blocks of one namespace or of all, also on disks.
 
     Shared stores keep theirs without --all-nodes. With it the other nodes follow within seconds: use it if weights
     changed under one name.
