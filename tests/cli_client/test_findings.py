@@ -313,8 +313,8 @@ def test_a_pool_with_free_space_starves_nobody() -> None:
 def test_sizes() -> None:
     (found,) = find(CASES["pool_too_small"])
     assert found.evidence == (
-        "Requests find 26.0 % of their tokens in a pool of 20.0 GiB, and with lru 36.0 % in 100 GiB (estimated, "
-        "without quotas)."
+        "A pool of 20.0 GiB finds 26.0 % of the tokens that engines lack; 100 GiB would find 36.0 % with lru "
+        "(estimated, without quotas)."
     )
     assert found.fix.startswith('pool_size = "100GiB", or disk = ["/mnt/nvme=80GiB"]; then restart the daemon')
     assert found.level == "warning"
@@ -328,11 +328,11 @@ def test_sizes() -> None:
     worse = find(facts({"curve": curve(RISING, 19), "curve_seen_bytes": 200 * GIB, "last_hour": DECLINED}))
     assert [(one.check, one.weight) for one in worse] == [("pool_too_small", 0.1), ("lru_is_better", 0.07)]
     assert worse[0].evidence.startswith(
-        "Requests find 19.0 % of their tokens in a pool of 20.0 GiB (26.0 % with lru), and with lru 36.0 %"
+        "A pool of 20.0 GiB finds 19.0 % of the tokens that engines lack (26.0 % with lru); 100 GiB would find 36.0 %"
     )
     assert worse[1].evidence == (
-        "Requests found 19.0 % of their tokens in the pool with the policy learned. With lru it would have been 26.0 % "
-        "(estimated)."
+        "The pool found 19.0 % of the tokens that engines lacked with the policy learned. With lru it would have been "
+        "26.0 % (estimated)."
     )
     learned_is_better = facts({"curve": curve(RISING, 40), "curve_seen_bytes": 200 * GIB})
     assert find(learned_is_better) == []

@@ -15,6 +15,7 @@ from kvoffd_client.cli.format import (
     NO_NAMESPACE,
     Line,
     count_blocks,
+    engine_lines,
     make_console,
     namespace_name,
     print_json,
@@ -111,6 +112,7 @@ def stats(
     elif section is Section.NAMESPACES:
         _namespaces(now, len(now.namespaces))
         _namespaces_worth(now)
+        say("", *engine_lines(now))
     elif section is Section.TIERS:
         say(*tier_details(now))
     elif section is Section.POLICY:
@@ -294,15 +296,16 @@ def _namespaces(now: DaemonStats, most: int) -> None:
         say(NO_NAMESPACE)
     else:
         print_table(
-            ("namespace", "<id", ">size", ">loaded", ">tokens", ">saved", ">missed"),
+            ("namespace", "<id", ">size", ">tokens", ">saved", ">loaded", ">not needed", ">missed"),
             [
                 (
                     printable(one.model) or "(no label)",
                     one.id,
                     size_of(one),
-                    format_size(one.loaded_bytes),
                     token_count(one.loaded_tokens, one.loaded_keys),
                     saved_time(one),
+                    percent(one.loaded_keys, one.asked_keys),
+                    percent(one.not_needed_keys, one.asked_keys),
                     percent(sum(one.misses.values()), one.asked_keys),
                 )
                 for one in found[:most]
