@@ -80,7 +80,7 @@ class DaemonDirectory:
                 if ") Z " in text_of(Path(f"/proc/{holder}/stat")):
                     what = (
                         f"The kvoffd that served {directory} (pid {holder}) was killed and is still exiting: its "
-                        "memory is being freed, or a call to a disk or a GPU does not return. Try again in some seconds; "
+                        "memory is being freed, or a call to a disk or a GPU does not return. Try again in seconds; "
                         "then see dmesg, or choose another --directory."
                     )
                 raise DirectoryError(what) from error
