@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from math import inf
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated
@@ -78,7 +77,7 @@ class Engine:
     workers: int = 0
     pids: list[int] = field(default_factory=list)
     software: str = ""
-    idle_seconds: float = inf
+    idle_seconds: float = 0.0
     leases: int = 0
     pinned_bytes: int = 0
     jobs: int = 0
@@ -137,7 +136,7 @@ def engines_of(found: Sequence[SessionInfo], labels: Mapping[bytes, str] = Mappi
         if one.role not in (Role.SCHEDULER, Role.WORKER):
             continue
         row = Engine(engine_name(one.name, one.role), one.namespaces, [labels.get(each, "") for each in one.namespaces])
-        row.software = one.software
+        row.software, row.idle_seconds = one.software, one.idle_seconds
         same_name = [each for each in rows if (each.name, each.namespaces) == (row.name, row.namespaces)]
         if one.role == Role.WORKER and same_name:
             row = min(same_name, key=lambda each: (one.pid not in each.pids, each.workers))
