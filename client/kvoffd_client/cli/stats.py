@@ -496,7 +496,7 @@ def policy_lines(now: DaemonStats) -> Iterator[Line]:
         if one.accessed_share >= RARE_CLASS:
             share, age = percent(one.return_chance, 1.0), _of_pool(min(one.return_age, lifetimes))
             if one.return_age <= lifetimes:
-                reuse = f"about {share} come back, half of them before engines ask for another {age}"
+                reuse = f"about {share} come back, half of them before engines ask for {age} more"
             else:
                 reuse = f"perhaps {share} come back, most of them later than was seen so far"
             yield f"{percent(one.accessed_share, 1.0):>6} {printable(one.name)}"
@@ -510,4 +510,4 @@ def _of_pool(lifetimes: float) -> str:
     if lifetimes < 0.995:
         return f"{100 * lifetimes:.2g} % of the pool's size"
     many = f"{lifetimes:.2g}" if lifetimes < 10 else format_count(round(lifetimes))
-    return f"{many} times the pool's size"
+    return "the pool's size" if many == "1" else f"{many} times the pool's size"
