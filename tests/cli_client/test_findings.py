@@ -262,7 +262,10 @@ def test_the_verdict_on_what_it_brought() -> None:
     assert why(own) == "the engines' own caches had 97.0 % of the keys asked for."
     assert why(space(**nothing, stored_blocks=0)).startswith("engines stored nothing: ")
     alone = facts({"since_start": Window(**traffic(**nothing)), "curve": curve((0,) * 7, 0)})
-    assert why(alone) == "prompts do not repeat: 0.0 % would be found with ten times the memory."
+    ending = " not repeat: 0.0 % would be found with ten times the memory."
+    assert why(alone) == f"the engines' own caches had 10.0 % of the keys asked for, and the rest does{ending}"
+    idle = {"since_start": Window(**traffic(**nothing, not_needed_keys=0)), "curve": curve((0,) * 7, 0)}
+    assert why(facts(idle)) == f"prompts do{ending}"
     assert why(space(**nothing)) == f"40.0 % of the keys asked for were {MISS_REASONS['unknown']}."
     unknown = facts({"since_start": Window(**traffic(saved_seconds=0.0)), "lifetime": Lifetime(1.0, 10**7, 3600.0)})
     ending = f" time saved is unknown: {UNTIMED}. Since 1970-01-01: 10.0 M tokens and 1 h."
