@@ -242,8 +242,8 @@ def check_invariants(cache: Cache) -> None:
             if not group.dead:  # whose number no successor knows
                 assert readable == (shard & SHARD_STATE == WRITTEN and state != DROPPED), "a successor is misled"
         writing = any(shard & SHARD_STATE == WRITING_SHARD for shard in shards)
-        partial = state == WRITING and not writing and not group.dead
-        assert (head in cache._partial) == partial
+        partial = state == WRITING and not writing
+        assert (head in cache._partial) == partial or (group.dead and not partial), "a partial block is never dropped"
         key = blocks.keys(np.array([head], np.uint32), group.key_bytes)
         found, number = blocks.find(group.number, key, group.key_bytes)
         if state == DROPPED:
