@@ -375,6 +375,8 @@ class Cache:
 
     def announce_recovered(self) -> bool:
         """Report a batch of recovered blocks to the listener, the latest first. Returns whether more remain."""
+        if not self._to_announce.size:
+            return False
         batch, self._to_announce = self._to_announce[-RECOVERED_AT_ONCE:], self._to_announce[:-RECOVERED_AT_ONCE]
         batch = batch[self.unannounced[batch]]
         self.unannounced[batch] = False
