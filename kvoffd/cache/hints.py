@@ -29,8 +29,8 @@ AWAITED_S = 60.0
 MOST_AWAITED = 1 << 16
 """Limit of such blocks; the oldest are forgotten first."""
 SET_ASIDE_AT_ONCE, SOON = 2048, 64
-"""Next blocks to be evicted that one step examines, at most 1/SOON of the pool's slot numbers; and blocks that evictions
-may set aside between two steps."""
+"""Next blocks to be evicted that one step examines, at most 1/SOON of the pool's slot numbers; and blocks that
+evictions may set aside between two steps."""
 ENDED_AT_ONCE = 1024
 """Lapsed hints that one step ends, or awaited keys it forgets."""
 MOST_ENDED = 1024
