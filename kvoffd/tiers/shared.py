@@ -578,6 +578,10 @@ class SharedTier(Tier):
 
     # --- generations of namespaces ---------------------------------------------------------------
 
+    @property
+    def has_generations(self) -> bool:
+        return self._store.has_generations
+
     def generation(self, fingerprint: bytes) -> int:
         """Return the known generation at which a namespace's blocks were last voided for all nodes; 0 for never."""
         return self._generations.get(fingerprint, 0)
@@ -923,8 +927,11 @@ class StoreConnection:
 
 def _verified(read: ObjectRead, received: Received) -> Block | None:
     """Return the block of an object; None if header or bytes are not those of a complete object of this block."""
-    block = decode_header(received.header, read.stored, read.key)
-    if block is None:
+    if received.shards is not None:
+        block: Block | None = Block(read.stored, read.key, *received.shards)
+    else:
+        block = decode_header(received.header, read.stored, read.key)
+    if block is None or not all(block.checksums):
         return None
     found = zip(read.views, received.checksums or repeat(0, len(read.views)), block.checksums, strict=True)
     right = all((taken or digest(view)) == checksum for view, taken, checksum in found)
