@@ -404,8 +404,8 @@ class Config:
     )
     peer_listen: str = Kind(_address, "HOST:PORT").setting(
         "",
-        "Address at which other nodes ask for blocks of this pool; an empty one lends nothing. NIXL listens on ports of "
-        "its own besides, and neither encrypts nor authenticates: use it in a network that you trust.",
+        "Address at which other nodes ask for blocks of this pool; an empty one lends nothing. NIXL listens on "
+        "other ports too, and neither encrypts nor authenticates: use it in a network that you trust.",
     )
     peer_secret_file: str = file("/etc/kvoffd/peers.secret").setting(
         "",

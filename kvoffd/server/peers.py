@@ -1,4 +1,4 @@
-"""What this node lends to its peers: READY blocks, pinned until they are returned or the lease's deadline."""
+"""Lends READY blocks to peers: they are pinned until they are returned or the lease's deadline."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from kvoffd.cache.block_table import CORRUPT, READY, BlockIds
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Group
 from kvoffd.tiers.peers import (
+    BUSY,
     FIND,
+    LENT,
     MOST_BLOCKS,
     MOST_KEYS,
     MOST_MESSAGE_BYTES,
@@ -82,12 +84,6 @@ class PeerServer:
             self._spent_s += self._clock() - began
         return None
 
-    @property
-    def _is_over(self) -> bool:
-        over = self._spent_s > LOOP_SHARE * WINDOW_S
-        self.refused += over
-        return over
-
     def _group(self, wanted: Find) -> Group | None:
         """Return the group of a request; None if nothing of it may be lent. Raises ValueError for a bad request."""
         if not 1 <= wanted.key_bytes <= 64 or len(wanted.keys) % wanted.key_bytes:
@@ -105,7 +101,10 @@ class PeerServer:
     def _find(self, wanted: Find) -> bytes:
         count = len(wanted.keys) // max(1, wanted.key_bytes)
         group = self._group(wanted)
-        if group is None or not count or self._is_over:
+        if group is None or not count:
+            return bytes(count)
+        if self._spent_s > LOOP_SHARE * WINDOW_S:
+            self.refused += 1
             return bytes(count)
         states, _ = self._cache.blocks.find(group.number, wanted.keys, wanted.key_bytes)
         there = bytes(state == READY for state in states)
@@ -120,35 +119,35 @@ class PeerServer:
         if count > MOST_BLOCKS or count * ranks > MOST_SHARDS:
             raise ValueError
         there = np.zeros(count, np.uint8)
-        nothing = np.empty((0, ranks), np.uint64), np.empty((0, ranks), np.uint64), np.empty((0, ranks), np.uint16)
-        offsets, checksums, firsts = nothing
-        if group is not None and list(group.lengths) == request.lengths and self._may_lend(route, ident):
+        columns: tuple[bytes, bytes, bytes] = b"", b"", b""
+        if group is not None and list(group.lengths) == request.lengths:
             blocks_of = self._cache.blocks
             states, blocks = blocks_of.find(group.number, wanted.keys, wanted.key_bytes)
             places = np.flatnonzero(np.frombuffer(states, np.uint8) == READY)
-            places = places[: self._lendable_blocks(group.block_bytes)]
+            most = self._lendable_blocks(group.block_bytes) if self._may_lend(route, ident) else 0
+            if len(places) > most:
+                self.refused += 1
+                there[places[most:]] = BUSY
+                places = places[:most]
             slots = blocks_of.slots(blocks[places], ranks)
             records = self._cache.table.records[slots]
             good = ((records["checksum"] != 0) & (blocks_of.shard[slots] & CORRUPT == 0)).all(axis=1)
             places, slots, records = places[good], slots[good], records[good]
             if len(places):
-                there[places] = 1
-                offsets, checksums = self._cache.slots.offsets(slots), records["checksum"]
-                firsts = records["first_block"]
+                there[places] = LENT
+                offsets = self._cache.slots.offsets(slots).astype("<u8").tobytes()
+                sums, firsts = records["checksum"].astype("<u8"), records["first_block"].astype("<u2")
+                columns = offsets, sums.tobytes(), firsts.tobytes()
                 self._lend(route, ident, blocks[places], len(places) * group.block_bytes)
                 self.served_bytes += len(places) * sum(group.lengths)
-        columns = offsets.astype("<u8"), checksums.astype("<u8"), firsts.astype("<u2")
-        reply = msgspec.msgpack.encode(Pinned(LEASE_S, there.tobytes(), *(one.tobytes() for one in columns)))
+        reply = msgspec.msgpack.encode(Pinned(LEASE_S, there.tobytes(), *columns))
         assert len(reply) <= MOST_MESSAGE_BYTES
         return reply
 
     def _may_lend(self, route: bytes, ident: int) -> bool:
         each = sum(one == route for one, _ in self._lent)
-        if self._is_over:
-            return False
         may = len(self._lent) < MOST_LEASES and each < MOST_LEASES_EACH and (route, ident) not in self._lent
-        self.refused += not may
-        return may
+        return may and self._spent_s <= LOOP_SHARE * WINDOW_S
 
     def _lendable_blocks(self, block_bytes: int) -> int:
         left = min(self._most_bytes - self.lent_bytes, self._cache.leasable_bytes)

@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from contextlib import suppress
 from hashlib import blake2b
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -48,6 +48,7 @@ from kvoffd.tiers.tier import READERS_NICE
 
 IDLE_MS, BUSY_S = 20, 0.00005
 """Pauses between calls that let NIXL work. Its own thread would take a whole CPU (measured), even without work."""
+WORK = 4
 BUSY_AFTER_S = 0.02
 """Time after the last work for which the pauses stay short."""
 STUCK_S = 10.0
@@ -92,7 +93,7 @@ class Helper:
         self._free = list(range(settings.landing[1] // SLICE_BYTES))
         self._transfers: dict[int, Transfer] = {}
         self._agents: dict[int, tuple[bytes, str, int]] = {}
-        """By peer: metadata of its agent, the agent's name, and where its pool begins."""
+        """Metadata of each peer's agent, the agent's name, and where the peer's pool begins."""
         self._busy_until = 0.0
         self._start_nixl()
         self._peers = [self._connect(peer) for peer in settings.peers]
@@ -185,11 +186,12 @@ class Helper:
                     self._answers(number, peer)
             if self._router is not None and self._router in ready:
                 self._requests(self._router)
-            self._nixl.get_new_notifs()  # lets NIXL work
-            if self._transfers:
-                self._end_transfers(now)
-            if busy and not ready:
-                time.sleep(BUSY_S)
+            for _ in range(WORK if busy else 1):  # looking for messages takes as long as several of these
+                self._nixl.get_new_notifs()  # lets NIXL work
+                if self._transfers and self._end_transfers(now):
+                    break
+                if busy:
+                    time.sleep(BUSY_S)
             if ready:
                 self._busy_until = now + BUSY_AFTER_S
 
@@ -226,7 +228,7 @@ class Helper:
 
     def _requests(self, router: zmq.Socket[bytes]) -> None:
         """Pass on peers' requests. What is not one, or too much, gets no answer."""
-        while len(self._in_flight) < MOST_IN_FLIGHT and router.get(zmq.EVENTS) & zmq.POLLIN:
+        while len(self._in_flight) < MOST_IN_FLIGHT and cast(int, router.get(zmq.EVENTS)) & zmq.POLLIN:
             route, *parts = router.recv_multipart(zmq.NOBLOCK)
             if len(parts) != 3 or len(parts[0]) != 1 or len(parts[1]) != 8 or parts[0][0] not in (FIND, PIN, RELEASE):
                 continue
@@ -252,7 +254,7 @@ class Helper:
     # --- reading ----------------------------------------------------------------------------------
 
     def _answers(self, number: int, peer: zmq.Socket[bytes]) -> None:
-        while peer.get(zmq.EVENTS) & zmq.POLLIN:
+        while cast(int, peer.get(zmq.EVENTS)) & zmq.POLLIN:
             parts = peer.recv_multipart(zmq.NOBLOCK)
             if len(parts) != 3 or len(parts[0]) != 8:
                 continue
@@ -311,7 +313,9 @@ class Helper:
             state = "ERR"
         self._judge(one, state)
 
-    def _end_transfers(self, now: float) -> None:
+    def _end_transfers(self, now: float) -> bool:
+        """End what has ended; return whether anything has."""
+        ended = False
         for one in list(self._transfers.values()):
             if one.handle is None:
                 continue
@@ -320,9 +324,11 @@ class Helper:
             except Exception:
                 state = "ERR"
             self._judge(one, state)
+            ended |= state != "PROC"
         stuck = sum(one.handle is not None and now - one.began > STUCK_S for one in self._transfers.values())
         if stuck > MOST_STUCK:
             raise RuntimeError("Too many reads of peers hang.")
+        return ended
 
     def _judge(self, one: Transfer, state: str) -> None:
         if state == "PROC":

@@ -19,10 +19,11 @@ import sys
 import threading
 import time
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from itertools import count, groupby
-from typing import Any, NamedTuple
+from itertools import accumulate, count, groupby
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -43,11 +44,17 @@ logger = logging.getLogger(__name__)
 SLICE_BYTES = 4 * 2**20
 """Memory that one read of the helper may use."""
 SLICES = 16
+ABSENT, LENT, BUSY = range(3)
+"""Answers about a block that a peer wants to borrow. BUSY: it has lent as many as it may."""
+BUSY_S = 0.005
+"""Pause after such an answer."""
+AHEAD = 2
+"""Reads of one thread that are under way."""
 MOST_MESSAGE_BYTES = 192 * 1024
 """Limit of a message between helper and daemon, and between two helpers: what a Unix socket takes at once."""
 MOST_KEYS = 2048
 """Keys of one message, of up to 64 bytes."""
-MOST_BLOCKS, MOST_SHARDS = 256, 4096
+MOST_BLOCKS, MOST_SHARDS = 1024, 4096
 """Blocks, and shards of them, that are lent at once."""
 MOST_RANKS = 1024
 START_S = 10.0
@@ -98,7 +105,7 @@ class Pinned(msgspec.Struct, array_like=True, frozen=True):
 
     Attributes:
         seconds: time until the peer may overwrite them.
-        there: a byte for each key, 0 or 1.
+        there: a byte for each key, ABSENT, LENT or BUSY; after the first that is BUSY none is lent.
         offsets, checksums, first_blocks: [blocks that are there, ranks], of 8, 8 and 2 bytes, little-endian.
     """
 
@@ -144,18 +151,11 @@ def check_installed() -> None:
 class _Call:
     """A request to the helper that a thread waits for."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: int, peer: int, ident: int, life: int) -> None:
+        self.kind, self.peer, self.ident, self.life = kind, peer, ident, life
         self.ended = threading.Event()
         self.reply: bytes | None = None
         self.problem = ""
-
-
-class Region(NamedTuple):
-    """What a finished read of the helper has filled. ``life``: of the helper."""
-
-    life: int
-    ident: int
-    offset: int
 
 
 class PeerHelper:
@@ -178,6 +178,8 @@ class PeerHelper:
         self._settings, self._pool = settings, pool
         self._on_request, self._on_end = on_request, on_end
         self._landing = PoolMemory.create(SLICES * SLICE_BYTES, "kvoffd-peers") if settings.peers else None
+        if self._landing is not None:
+            self._landing.touch(1)
         self.landing_address = self._landing.segment.address if self._landing is not None else 0
         self._lock = threading.Lock()
         self._calls: dict[int, _Call] = {}
@@ -221,25 +223,42 @@ class PeerHelper:
         """Answer a peer's request; drop the answer if the helper does not accept it now."""
         self.send(frame(REPLY, len(route), ident, route + payload))
 
+    def begin(self, kind: int, peer: int, payload: bytes) -> _Call:
+        """Send a request, whose answer ``wait`` returns. Raises StoreError."""
+        with self._lock:
+            call = _Call(kind, peer, next(self._ids) % 2**63, self.life)
+            self._calls[call.ident] = call
+        if not self.send(frame(kind, peer, call.ident, payload), SEND_S):
+            self.end(call)
+            raise StoreError("helper", self.problem or "The helper process for peers hangs.", final=True)
+        return call
+
+    def wait(self, call: _Call, deadline: float) -> bytes:
+        """Return the answer. Raises StoreError."""
+        if not call.ended.wait(max(0.0, deadline - time.monotonic())):
+            raise StoreError("timeout", "The peer did not answer in time.")
+        if call.reply is None:
+            raise StoreError("unreachable" if call.kind == FIND else "disconnected", call.problem)
+        return call.reply
+
+    def end(self, call: _Call) -> None:
+        """Forget a call; the memory of a read may be used again once nothing comes any more."""
+        with self._lock:
+            self._calls.pop(call.ident, None)
+        if call.kind == READ:
+            self.send(frame(FREE, call.peer, call.ident), SEND_S)
+
     def call(self, kind: int, peer: int, payload: bytes, deadline: float) -> tuple[int, bytes]:
         """Send a request; return its id and the answer. Raises StoreError."""
-        with self._lock:
-            ident = next(self._ids) % 2**63
-            call = self._calls[ident] = _Call()
+        call = self.begin(kind, peer, payload)
         try:
-            if not self.send(frame(kind, peer, ident, payload), SEND_S):
-                raise StoreError("helper", self.problem or "The helper process for peers hangs.", final=True)
-            if not call.ended.wait(max(0.0, deadline - time.monotonic())):
-                raise StoreError("timeout", "The peer did not answer in time.")
-            if call.reply is None:
-                raise StoreError("unreachable" if kind == FIND else "disconnected", call.problem)
-            return ident, call.reply
+            return call.ident, self.wait(call, deadline)
         except StoreError:
-            self.send(frame(FREE, peer, ident))
+            if kind == PIN:
+                self.send(frame(RELEASE, peer, call.ident))
             raise
         finally:
-            with self._lock:
-                self._calls.pop(ident, None)
+            self.end(call)
 
     def close(self, deadline_s: float) -> bool:
         """End the helper; return False if it does not end in time."""
@@ -338,8 +357,6 @@ class PeerHelper:
             else:
                 call.reply = payload
             call.ended.set()
-        elif kind == DONE:  # nobody waits for it any more
-            self.send(frame(FREE, number, ident), SEND_S)
 
 
 class PeerStore(Store):
@@ -353,7 +370,7 @@ class PeerStore(Store):
     most_window_keys = MOST_KEYS
     keys_at_once = MOST_KEYS
     blocks_at_once = MOST_BLOCKS
-    bytes_at_once = SLICE_BYTES
+    bytes_at_once = 4 * SLICE_BYTES
     has_generations = False
 
     def __init__(self, helper: PeerHelper, number: int) -> None:
@@ -391,106 +408,85 @@ class PeerStore(Store):
 
         for (_, lengths), members in groupby(requests, same):
             every, most = list(members), max(1, min(MOST_BLOCKS, MOST_SHARDS // max(1, len(lengths))))
-            for at in range(0, len(every), most):
-                yield from self._borrow(every[at : at + most], lengths, patience_s)
+            at, busy_until = 0, time.monotonic() + patience_s
+            while at < len(every):
+                before = at
+                for one in self._borrow(every[at : at + most], lengths, patience_s):
+                    at += 1
+                    yield one
+                if at > before:
+                    busy_until = time.monotonic() + patience_s
+                elif time.monotonic() >= busy_until:
+                    raise StoreError("busy", "The peer lends no more blocks now: it has lent as many as it may.")
+                else:
+                    time.sleep(BUSY_S)
 
     def _borrow(
         self, requests: Sequence[GetRequest], lengths: list[int], patience_s: float
     ) -> Iterator[Received | None]:
-        """Yield the blocks, which are of one group."""
+        """Yield the blocks, which are of one group, up to the first that the peer does not lend now."""
         began = time.monotonic()
         ident, reply = self._call(PIN, Pin(_find_of([one.key for one in requests]), lengths), began + patience_s)
+        reading: deque[_Part] = deque()
         try:
-            pinned = _Lent(reply, len(requests), len(lengths))
-            until = began + pinned.seconds
-            yield from self._read(requests, pinned, lengths, patience_s, until)
+            lent = _Lent(reply, len(requests), len(lengths))
+            yield from self._read(requests, lent, reading, patience_s, began + lent.seconds)
         finally:
+            for part in reading:
+                self._helper.end(part.call)
             self._helper.send(frame(RELEASE, self._number, ident), SEND_S)
 
     def _read(
-        self, requests: Sequence[GetRequest], lent: _Lent, lengths: list[int], patience_s: float, until: float
+        self, requests: Sequence[GetRequest], lent: _Lent, reading: deque[_Part], patience_s: float, until: float
     ) -> Iterator[Received | None]:
-        """Read what is lent in parts that the helper reads at once, and yield each block once its parts are there."""
-        nbytes, rows = sum(lengths), iter(range(lent.blocks))
-        waiting: list[tuple[GetRequest, int | None]] = []
-        at_once = max(1, SLICE_BYTES // max(1, nbytes))
-        for request, there in zip(requests, lent.there, strict=True):
-            waiting.append((request, next(rows) if there else None))
-            if sum(row is not None for _, row in waiting) == at_once:
-                yield from self._fill(waiting, lent, patience_s, until)
-                waiting.clear()
-        yield from self._fill(waiting, lent, patience_s, until)
-
-    def _fill(
-        self, waiting: Sequence[tuple[GetRequest, int | None]], lent: _Lent, patience_s: float, until: float
-    ) -> Iterator[Received | None]:
+        """Read what is lent, and yield each block once its shards are in the pool."""
+        rows = iter(range(lent.blocks))
+        where = [next(rows) if there == LENT else None for there in lent.there]
+        if BUSY in lent.there:
+            requests = requests[: lent.there.index(BUSY)]
+            where = where[: len(requests)]
         pieces = [
-            (lent.offsets[row][rank], view)
-            for request, row in waiting
+            _Piece(offset, view)
+            for request, row in zip(requests, where, strict=True)
             if row is not None
-            for rank, view in enumerate(request.views)
+            for offset, view in zip(lent.offsets[row], request.views, strict=True)
         ]
-        sums = self._copy(pieces, patience_s, until)
-        at = 0
-        for request, row in waiting:
+        coming, at = iter(_parts(pieces)), 0
+        for request, row in zip(requests, where, strict=True):
             if row is None:
                 yield None
                 continue
-            count_ = len(request.views)
-            yield Received(b"", sums[at : at + count_], (tuple(lent.firsts[row]), tuple(lent.checksums[row])))
-            at += count_
+            its = pieces[at : at + len(request.views)]
+            at += len(its)
+            while its and not all(piece.left == 0 for piece in its):
+                while len(reading) < AHEAD and (part := next(coming, None)) is not None:
+                    part.call = self._helper.begin(READ, self._number, part.where)
+                    reading.append(part)
+                self._land(reading[0], min(until, time.monotonic() + patience_s))
+                reading.popleft()
+                if time.monotonic() >= until:
+                    raise StoreError("timeout", "The peer's blocks came too late: they may have been overwritten.")
+            sums = [piece.checksum for piece in its]
+            yield Received(b"", sums, (tuple(lent.firsts[row]), tuple(lent.checksums[row])))
 
-    def _copy(self, pieces: Sequence[tuple[int, memoryview]], patience_s: float, until: float) -> Sequence[int]:
-        """Read shards of the peer into views; return their checksums, 0 where a shard came in several parts."""
-        sums: list[int] = [0] * len(pieces)
-        part: list[tuple[int, int, int, int]] = []
-        """Number of the piece, offset in the peer's pool, address in ours, length."""
-        left = SLICE_BYTES
-        for number, (offset, view) in enumerate(pieces):
-            address, begin = address_of(view) if len(view) else 0, 0
-            while begin < len(view):
-                length = min(len(view) - begin, left)
-                part.append((number, offset + begin, address + begin, length))
-                begin, left = begin + length, left - length
-                if not left:
-                    self._copy_part(part, pieces, sums, patience_s, until)
-                    part, left = [], SLICE_BYTES
-        if part:
-            self._copy_part(part, pieces, sums, patience_s, until)
-        return sums
-
-    def _copy_part(
-        self,
-        part: Sequence[tuple[int, int, int, int]],
-        pieces: Sequence[tuple[int, memoryview]],
-        sums: list[int],
-        patience_s: float,
-        until: float,
-    ) -> None:
-        helper, life = self._helper, self._helper.life
-        numbers, offsets, addresses, lengths = zip(*part, strict=True)
-        where = np.array([offsets, lengths], np.uint64).T.tobytes()
-        ident, reply = helper.call(READ, self._number, where, min(until, time.monotonic() + patience_s))
-        try:
-            landed = int.from_bytes(reply, "little") + helper.landing_address
-            sources = array("Q", [landed + sum_ for sum_ in _starts(lengths)])
-            to, sizes = array("Q", addresses), array("Q", lengths)
-            whole = [number for number, size in zip(numbers, lengths, strict=True) if size == len(pieces[number][1])]
-            slots = array("Q", [address_of(pieces[number][1]) for number in whole])
-            slot_sizes = array("Q", [len(pieces[number][1]) for number in whole])
-            found = array("Q", bytes(8 * len(whole)))
-            columns = [column.buffer_info()[0] for column in (to, sources, sizes)]
-            checked = [column.buffer_info()[0] for column in (slots, slot_sizes, found)]
-            stop = ctypes.byref(self._no_stop)
-            native().host_copy(*columns, len(part), *checked, len(whole), stop)
-            for number, one in zip(whole, found, strict=True):
-                sums[number] = one
-        finally:
-            helper.send(frame(FREE, self._number, ident), SEND_S)
-        if helper.life != life:
+    def _land(self, part: _Part, deadline: float) -> None:
+        """Wait for a part, and copy it into the pool. Raises StoreError."""
+        helper = self._helper
+        landed = int.from_bytes(helper.wait(part.call, deadline), "little") + helper.landing_address
+        whole = [one for one, _, length in part.spans if length == len(one.view)]
+        slots = array("Q", [one.address for one in whole])
+        slot_bytes, sums = array("Q", [len(one.view) for one in whole]), array("Q", bytes(8 * len(whole)))
+        sources = array("Q", [landed + start for start in accumulate((0, *part.lengths[:-1]))])
+        columns = array("Q", part.addresses), sources, array("Q", part.lengths), slots, slot_bytes, sums
+        to, of, sizes, *checked = (column.buffer_info()[0] for column in columns)
+        native().host_copy(to, of, sizes, len(part.spans), *checked, len(whole), ctypes.byref(self._no_stop))
+        helper.end(part.call)
+        if helper.life != part.call.life:  # another one may have written there
             raise StoreError("disconnected", "The helper process for peers ended during a read.")
-        if time.monotonic() >= until:
-            raise StoreError("timeout", "The peer's blocks were read too late: they may have been overwritten.")
+        for one, found in zip(whole, sums, strict=True):
+            one.checksum = found
+        for one, _, length in part.spans:
+            one.left -= length
 
     def put(
         self, objects: Sequence[tuple[bytes, Sequence[bytes | memoryview]]], deadline: float
@@ -517,8 +513,8 @@ class _Lent:
             pinned = msgspec.msgpack.decode(reply, type=Pinned)
             self.seconds = pinned.seconds
             self.there = list(pinned.there)
-            self.blocks = sum(self.there)
-            if len(self.there) != keys or not set(self.there) <= {0, 1}:
+            self.blocks = self.there.count(LENT)
+            if len(self.there) != keys or not set(self.there) <= {ABSENT, LENT, BUSY}:
                 raise ValueError("its length is wrong")
             self.offsets = _column(pinned.offsets, "<u8", self.blocks, ranks).tolist()
             self.checksums = _column(pinned.checksums, "<u8", self.blocks, ranks).tolist()
@@ -531,12 +527,45 @@ def _column(data: bytes, kind: str, rows: int, columns: int) -> npt.NDArray[Any]
     return np.frombuffer(data, kind).reshape(rows, columns)
 
 
-def _starts(lengths: Sequence[int]) -> list[int]:
-    starts, at = [], 0
-    for length in lengths:
-        starts.append(at)
-        at += length
-    return starts
+class _Piece:
+    """A shard to read: where it is in the peer's pool, and where it shall be."""
+
+    __slots__ = ("address", "checksum", "left", "offset", "view")
+
+    def __init__(self, offset: int, view: memoryview) -> None:
+        self.offset, self.view, self.left = offset, view, len(view)
+        self.address = address_of(view) if len(view) else 0
+        self.checksum = 0
+        """Checksum of its bytes; 0 if it came in several parts, or is short."""
+
+
+class _Part:
+    """Spans of pieces that one read of the helper brings, each with its begin and length."""
+
+    call: _Call
+
+    def __init__(self, spans: Sequence[tuple[_Piece, int, int]]) -> None:
+        self.spans, self.lengths = spans, [length for _, _, length in spans]
+        self.addresses = [piece.address + begin for piece, begin, _ in spans]
+        offsets = [(piece.offset + begin) % 2**64 for piece, begin, _ in spans]
+        self.where = np.array([offsets, self.lengths], np.uint64).T.tobytes()
+
+
+def _parts(pieces: Sequence[_Piece]) -> Iterator[_Part]:
+    """Divide pieces into parts that the helper reads at once."""
+    spans: list[tuple[_Piece, int, int]] = []
+    left = SLICE_BYTES
+    for piece in pieces:
+        begin = 0
+        while begin < len(piece.view):
+            length = min(len(piece.view) - begin, left)
+            spans.append((piece, begin, length))
+            begin, left = begin + length, left - length
+            if not left:
+                yield _Part(spans)
+                spans, left = [], SLICE_BYTES
+    if spans:
+        yield _Part(spans)
 
 
 def _find_of(names: Sequence[bytes]) -> Find:
