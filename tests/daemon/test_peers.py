@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffd_client import AdminClient, GroupSpec, KvoffdError, NamespaceSpec
+from kvoffd_client import AdminClient, GroupSpec, NamespaceSpec, RequestRefused
 from kvoffd_client.testing import FakeEngine
 from tests.kit.amount import TIMES
 from tests.kit.command import run_cli_here
@@ -188,7 +188,7 @@ def test_after_a_reset_on_one_side_it_lends_nothing_until_an_administrator_clear
     right.store(500, 6)
     assert left.engine.lookup(keys(*range(500, 500 + BLOCKS))) == 0
     with AdminClient(left.daemon.directory) as admin:
-        with pytest.raises(KvoffdError, match="on each node"):
+        with pytest.raises(RequestRefused, match="on each node"):
             admin.reset_fleet(left.spec.fingerprint)
         admin.clear(left.spec.fingerprint)
     stored = left.store(600, 7)
