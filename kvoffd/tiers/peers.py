@@ -260,6 +260,14 @@ class PeerHelper:
         finally:
             self.end(call)
 
+    def fail_calls(self, why: str) -> None:
+        """Have all that wait for an answer raise StoreError."""
+        with self._lock:
+            calls = list(self._calls.values())
+        for call in calls:
+            call.problem = why
+            call.ended.set()
+
     def close(self, deadline_s: float) -> bool:
         """End the helper; return False if it does not end in time."""
         self._closed.set()
@@ -335,11 +343,7 @@ class PeerHelper:
                 self.life += 1
                 if not self._closed.is_set():
                     self.problem = self.problem or f"The helper process for peers ended ({code}); the log may say why."
-                with self._lock:
-                    calls = list(self._calls.values())
-                for call in calls:
-                    call.problem = "The helper process for peers ended."
-                    call.ended.set()
+                self.fail_calls("The helper process for peers ended.")
                 self._on_end()
 
     def _received(self, data: bytes) -> None:
@@ -503,6 +507,7 @@ class PeerStore(Store):
 
     def interrupt(self) -> None:
         self._closed = True
+        self._helper.fail_calls("The daemon stops.")
 
 
 class _Lent:
@@ -552,10 +557,13 @@ class _Part:
 
 
 def _parts(pieces: Sequence[_Piece]) -> Iterator[_Part]:
-    """Divide pieces into parts that the helper reads at once."""
+    """Divide pieces into parts that the helper reads at once. Only a piece that is larger than one is divided."""
     spans: list[tuple[_Piece, int, int]] = []
     left = SLICE_BYTES
     for piece in pieces:
+        if left < len(piece.view) <= SLICE_BYTES:
+            yield _Part(spans)
+            spans, left = [], SLICE_BYTES
         begin = 0
         while begin < len(piece.view):
             length = min(len(piece.view) - begin, left)

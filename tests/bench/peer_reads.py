@@ -161,6 +161,8 @@ def main() -> None:
         left.send(None)
         helper.close(5.0)
     ours.send(None)
+    sys.stdout.flush()
+    os._exit(0)  # NIXL 1.5.1 crashes when its agent ends after the other one
 
 
 if __name__ == "__main__":

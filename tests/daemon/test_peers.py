@@ -8,6 +8,7 @@ import random
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,12 +36,12 @@ class Node:
     """A daemon that serves at ``port`` and reads from ``peers``, with an engine."""
 
     def __init__(self, secret: Path, port: int, *peers: int, page_bytes: int = PAGE_BYTES) -> None:
-        self.daemon = DaemonProcess(
-            "128MiB",
-            peer_secret_file=str(secret),
-            **({"peer_listen": f"127.0.0.1:{port}"} if port else {}),
-            **({"peers": ",".join(f"127.0.0.1:{one}" for one in peers)} if peers else {}),
-        )
+        flags: dict[str, Any] = {"peer_secret_file": str(secret)}
+        if port:
+            flags["peer_listen"] = f"127.0.0.1:{port}"
+        if peers:
+            flags["peers"] = ",".join(f"127.0.0.1:{one}" for one in peers)
+        self.daemon = DaemonProcess("128MiB", **flags)
         self._page_bytes, self.port = page_bytes, port
         self.spec = NamespaceSpec.named("peers", groups=[GroupSpec("full_attention", 16)], page_bytes=page_bytes)
 
@@ -55,7 +56,8 @@ class Node:
 
     @property
     def peer(self) -> SharedStats:
-        return books(self.daemon.directory).shared[0]
+        (peer,) = books(self.daemon.directory).said.shared
+        return peer
 
     @property
     def problems(self) -> list[str]:
@@ -72,6 +74,13 @@ class Node:
             except OSError:  # it has just ended
                 continue
         return 0
+
+    def wait_helper(self) -> int:
+        wait_until(lambda: self.helper, DEADLINE_S)
+        return self.helper
+
+    def wait_up(self) -> None:
+        wait_until(lambda: self.peer.up, DEADLINE_S, explain=lambda: self.peer)
 
     def store(self, first: int, seed: int) -> list[int]:
         self.engine.fill(range(BLOCKS), seed)
@@ -98,7 +107,7 @@ def nodes(secret: Path) -> Iterator[tuple[Node, Node]]:
     one, other = free_ports(2)
     with Node(secret, one, other) as left, Node(secret, other, one) as right:
         for node in (left, right):
-            wait_until(lambda node=node: node.peer.up, DEADLINE_S, explain=lambda node=node: node.peer)
+            node.wait_up()
         yield left, right
 
 
@@ -123,9 +132,8 @@ def test_kills_of_either_end_cost_misses_and_no_wrong_byte(nodes: tuple[Node, No
     for turn in range(KILLS):
         stored = left.store(turn * BLOCKS, turn)
         victim = rng.choice([left, right])
-        wait_until(lambda victim=victim: bool(victim.helper), DEADLINE_S)
         right.engine.lookup(keys(*range(turn * BLOCKS, (turn + 1) * BLOCKS)))
-        os.kill(victim.helper, signal.SIGKILL)
+        os.kill(victim.wait_helper(), signal.SIGKILL)
         assert right.load(turn * BLOCKS) == stored
         assert left.daemon.running
         assert right.daemon.running
@@ -149,8 +157,7 @@ def test_a_peer_that_is_started_again_with_another_pool_is_read_again(nodes: tup
 def test_a_peer_that_is_stopped_is_dark_and_comes_back(nodes: tuple[Node, Node]) -> None:
     left, right = nodes
     stored = left.store(0, 1)
-    wait_until(lambda: bool(left.helper))
-    helper = left.helper
+    helper = left.wait_helper()
     os.kill(helper, signal.SIGSTOP)
     try:
         wait_until(lambda: right.engine.lookup(keys(*range(BLOCKS))) == 0 and not right.peer.up, DEADLINE_S)
