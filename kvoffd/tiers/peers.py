@@ -56,7 +56,6 @@ MOST_KEYS = 2048
 """Keys of one message, of up to 64 bytes."""
 MOST_BLOCKS, MOST_SHARDS = 1024, 4096
 """Blocks, and shards of them, that are lent at once."""
-MOST_RANKS = 1024
 START_S = 10.0
 """Longest wait for a helper that starts, in a thread that asks."""
 SEND_S = 0.5
@@ -291,7 +290,7 @@ class PeerHelper:
             began = time.monotonic()
             try:
                 self._live()
-            except OSError as error:
+            except Exception as error:
                 self.problem = f"The helper process for peers cannot be started: {error}."
             if self._closed.is_set():
                 return
