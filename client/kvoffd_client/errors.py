@@ -72,6 +72,11 @@ def _starting(directory: str) -> str:
         return "starting" if paths.jobs.exists() else ""  # it has just opened its sockets
 
 
+def is_starting(directory: Path) -> bool:
+    """Whether a daemon that has no sockets yet starts there, as while it touches a large pool."""
+    return _lock_holder(str(directory)) is not None and bool(_starting(str(directory)))
+
+
 def why_unreachable(error: OSError, directory: str) -> str:
     if isinstance(error, FileNotFoundError):
         if pid := _lock_holder(directory):

@@ -127,6 +127,11 @@ def test_while_it_starts_it_says_how_far_it_is_and_after_a_kill_how_to_keep_the_
                 said = run_cli(command, "--directory", str(daemon.directory)).stderr
                 assert f"The kvoffd daemon (pid {daemon.pid}) in {daemon.directory} is starting" in said
                 assert "restart" not in said
+            statuses = {
+                probe: run_cli("health", probe, "--directory", str(daemon.directory)).returncode
+                for probe in ("--live", "--ready")
+            }
+            assert statuses == {"--live": 0, "--ready": 2}, "a probe that restarts it would do so again and again"
         finally:
             os.kill(daemon.pid, signal.SIGCONT)
         daemon.wait_ready()

@@ -17,6 +17,7 @@ import kvoffd_client
 from kvoffd_client import NamespaceSpec
 from kvoffd_client.vllm.adapters import ANSWER_PATIENCE_S
 from kvoffd_client.vllm.connector_metadata import NO_LEASE, ChunkGroup, FailedJob, WorkerReport
+from kvoffd_client.vllm.do_no_harm import LEAST_LOAD_SAMPLES
 from kvoffd_client.vllm.engine_namespace import MemoryReport
 from kvoffd_client.vllm.manager import MOST_STOOD_STILL_S
 from kvoffd_client.vllm.metrics import (
@@ -213,10 +214,22 @@ def test_before_anything_is_measured_an_engines_report_tells_the_rate() -> None:
 
 def test_loading_counts_too() -> None:
     harness = DiskHarness()
-    harness.manager.harm.record_load(1000, 0.5)
+    for _ in range(LEAST_LOAD_SAMPLES):
+        harness.manager.harm.record_load(1000, 0.5)
     for wait_s, found in ((0.9, PENDING), (1.1, PENDING), (1.1, MISS)):  # a second to load, and two to compute
         harness.clock.now += 0.09
         assert harness.ask(coming=2, wait_s=wait_s)[1] is found
+
+
+@pytest.mark.parametrize("loads", [[(1000, 9.0)], [(64, 0.5)] * 9], ids=["one", "short"])
+def test_loads_that_were_few_or_short_say_little_about_a_long_one(loads: list[tuple[int, float]]) -> None:
+    """One that was slow, as after a restart, had all long prompts computed for two minutes."""
+    harness = DiskHarness()
+    for tokens, seconds in loads:
+        harness.manager.harm.record_load(tokens, seconds)
+    for _ in range(5):
+        assert harness.ask(coming=2, wait_s=0.5)[1] is PENDING
+        harness.clock.now += 0.09
 
 
 def test_the_waiting_is_judged_anew_at_each_answer_and_ends_for_good() -> None:

@@ -165,6 +165,31 @@ def test_prompts_that_wait_for_loads_are_not_scanned_in_each_step(make: Make, fo
     assert {"waits-1", "waits-2"} <= {*engine.loaded}
 
 
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW)], ids=["full", "window"])
+def test_a_prompt_that_waits_for_a_disk_is_scanned_when_an_answer_comes(make: Make, groups: Any) -> None:
+    """A scan of 131,072 tokens in each step took others' steps ten milliseconds for as long as it waited."""
+    engine = make(*groups, blocks=301, max_model_len=8192)
+    engine.answers = False
+    engine.manager.harm.prefill.tokens_per_second = 100.0
+    request = engine.add("waits", prompt(1, 200))
+    hashes = {*request.block_hashes}
+    engine.client.answer(set(), coming=hashes, wait_s=9.0)
+    scanned: list[bytes] = []
+    lookup = engine.manager.lookup
+    engine.manager.lookup = lambda key, context: scanned.append(key) or lookup(key, context)  # type: ignore[func-returns-value, method-assign]
+    engine.step()
+    assert scanned, "the answer that has come"
+    scanned.clear()
+    for _ in range(10):
+        engine.step()
+    assert not scanned
+    assert len(engine.client.asked) == 2, "it was asked for again and is not answered yet"
+    engine.there = hashes
+    engine.answer()
+    engine.end([request], 5)
+    assert engine.loaded == ["waits"]
+
+
 STATE = KVCacheGroupSpec(
     ["state"],
     MambaSpec(

@@ -46,12 +46,14 @@ def ask(directory: Path | None, url: str) -> tuple[str, list[tuple[str, str]]] |
 def tell_health(directory: Path | None, url: str, *, live: bool, ready: bool, as_json: bool) -> int:
     """Print a daemon's health; return the exit status.
 
-    ``live``: 0 if the daemon answers; ``ready``: 0 if it accepts sessions and jobs.
+    ``live``: 0 if the daemon answers, or starts; ``ready``: 0 if it accepts sessions and jobs.
     """
     found = ask(directory, url)
     if isinstance(found, str):
         print(fitted(f"kvoffd-cli: {found}", sys.stderr), file=sys.stderr)
-        return STATUS["down"]
+        from kvoffd_client.errors import is_starting
+
+        return 0 if live and not url and is_starting(directory or default_directory()) else STATUS["down"]
     level, causes = found
     if as_json:
         import json

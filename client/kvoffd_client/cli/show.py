@@ -44,7 +44,7 @@ from kvoffd_proto.units import exact_size, format_count, format_duration, format
 
 
 def health(
-    live: Annotated[bool, typer.Option("--live", help="Exit status 0 if the daemon answers at all.")] = False,
+    live: Annotated[bool, typer.Option("--live", help="Exit status 0 if the daemon answers, or starts.")] = False,
     ready: Annotated[bool, typer.Option("--ready", help="Exit status 0 if it accepts sessions and jobs.")] = False,
     directory: Directory = None,
     url: Url = "",

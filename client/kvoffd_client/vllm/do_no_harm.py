@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from math import inf
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -129,23 +130,37 @@ class DoNoHarm:
     @property
     def rates(self) -> tuple[float, float]:
         """Rates of prefill and of recent loads in tokens per second; 0 if unknown."""
-        oldest = self._clock() - SAMPLE_AGE_S
-        recent = [one for samples in self._loads.values() for at, one in samples if at >= oldest]
+        recent = self._recent()
         return self.prefill.tokens_per_second, 1 / max(median(recent), 1e-9) if recent else 0.0
+
+    def load_s(self, tokens: int) -> float:
+        """Return how many seconds a load takes, by recent ones that had half as many tokens or more; 0 if there are
+        too few: a short load that was slow says little about a long one."""
+        return self._median_s(tokens, self._recent(tokens.bit_length() - 1))
+
+    def _recent(self, shortest: int = 0, longest: float = inf) -> list[float]:
+        """Return the seconds per token of recent loads of these lengths."""
+        oldest = self._clock() - SAMPLE_AGE_S
+        of_lengths = (samples for length, samples in self._loads.items() if shortest <= length <= longest)
+        return [one for samples in of_lengths for at, one in samples if at >= oldest]
+
+    @staticmethod
+    def _median_s(tokens: int, per_token: Sequence[float]) -> float:
+        """Return the seconds for these tokens by the median of loads, 0 if they are too few."""
+        enough = LEAST_SLOW_LOADS if tokens * sum(per_token) >= SLOW_LOADS_S else LEAST_LOAD_SAMPLES
+        return tokens * median(per_token) if len(per_token) >= enough else 0.0
 
     def record_load(self, tokens: int, seconds: float) -> None:
         """Record the duration of a load. If loads of its length take too long, pause them and log that."""
         now, rate, length = self._clock(), self.prefill.tokens_per_second, tokens.bit_length()
         if tokens <= 0:
             return
-        samples = self._loads.setdefault(length, deque(maxlen=LOAD_SAMPLES))
-        samples.append((now, seconds / tokens))
-        recent = [per_token for at, per_token in samples if at >= now - SAMPLE_AGE_S]
-        enough = LEAST_SLOW_LOADS if tokens * sum(recent) >= SLOW_LOADS_S else LEAST_LOAD_SAMPLES
+        self._loads.setdefault(length, deque(maxlen=LOAD_SAMPLES)).append((now, seconds / tokens))
+        loaded_s = self._median_s(tokens, self._recent(length, length))
         paused_until = self.loads_paused_until.pop(length, float("-inf"))
-        if not self.active or not rate or len(recent) < enough:
+        if not self.active or not rate:
             return
-        loaded_s, computed_s = tokens * median(recent), tokens / rate
+        computed_s = tokens / rate
         if loaded_s > MARGIN * computed_s and loaded_s - computed_s > LEAST_LOSS_S:
             self.loads_paused_until[length] = now + SAMPLE_AGE_S
             if now >= paused_until:

@@ -67,7 +67,9 @@ REFRESH_S = 1.0
 """An answer with misses is refreshed at this age, a complete one this long before ``stale_at``. After a failed lookup
 none is sent for this long."""
 MIN_RETRY_PAUSE_S, MAX_RETRY_PAUSE_S = 0.002, 0.05
-"""Pause between lookups of blocks that are being promoted."""
+"""Pause between lookups of blocks that are being promoted, and"""
+RETRY_SHARE = 0.02
+"""its limit as a share of the time waited so far: reading the states of 8,192 keys takes the scheduler milliseconds."""
 LOOKUP_WAIT_S = 0.001
 """Time that the scheduler waits for answers in one step, for all its new requests together."""
 IDLE_WAIT_S = 0.005
@@ -106,6 +108,7 @@ class KeyedLookup:
         read: whether the answer was read.
         found: results by vLLM's keys, for keys in the pool or being promoted.
         coming: states of the keys that are being promoted.
+        coming_tokens: number of their tokens, in the group with the most.
     """
 
     ticket: LookupFuture
@@ -115,6 +118,7 @@ class KeyedLookup:
     read: bool = False
     found: dict[OffloadKey, LookupResult] = field(default_factory=dict)
     coming: dict[OffloadKey, int] = field(default_factory=dict)
+    coming_tokens: int = 0
 
     @property
     def asked(self) -> int:
@@ -158,7 +162,8 @@ class RequestState:
         doubted_since: time since which waiting is not known to be worth it; inf while it is.
         waits_for_tier: the request waits for promotions in its answer.
         stood_still_s: time in which the machine stood still while it waited.
-        scan: answer, computed tokens, result and number of ended loads of the last scan.
+        scan: what the last scan saw (answer, computed tokens, waits_for_tier), its result, and the number of ended
+            loads then.
         skip_counted: it was counted as a load skipped for being slow.
         refused: its blocks were not loaded because the KV cache had no space.
         logged: its outcome was reported.
@@ -189,7 +194,7 @@ class RequestState:
     doubted_since: float = inf
     waits_for_tier: bool = False
     stood_still_s: float = 0.0
-    scan: tuple[KeyedLookup | None, int, int | None, int] = (None, 0, 0, 0)
+    scan: tuple[tuple[KeyedLookup | None, int, bool], int | None, int] = ((None, 0, False), 0, 0)
     skip_counted: bool = False
     refused: bool = False
     logged: bool = False
@@ -424,8 +429,10 @@ class KvoffdManager(OffloadingManager):
         if answer.ticket.asking and self._asks_again is not None:
             return self._asks_again
         # Half of the expected time; without an estimate, a quarter of the time waited so far.
-        expected_s = answer.ticket.wait_s or (now - state.tier_wait_began) / 2
-        return now - answer.ticket.answered_at > min(MAX_RETRY_PAUSE_S, max(MIN_RETRY_PAUSE_S, expected_s / 2))
+        waited_s = now - state.tier_wait_began
+        most_s = max(MAX_RETRY_PAUSE_S, RETRY_SHARE * waited_s)
+        expected_s = answer.ticket.wait_s or waited_s / 2
+        return now - answer.ticket.answered_at > min(most_s, max(MIN_RETRY_PAUSE_S, expected_s / 2))
 
     def _look(self) -> float:
         """Return the time. What an idle engine stood still since the last call does not count as waited."""
@@ -506,12 +513,15 @@ class KvoffdManager(OffloadingManager):
             came.found.update(dict.fromkeys([one + suffix for one in chunks[:leading]], _HIT))
             if not states[leading:].strip(_NOT_THERE):
                 continue  # only keys that are absent or being written: they need no entry
+            before = len(came.coming)
             for one, state in zip(chunks[leading:], states[leading:], strict=True):
                 if state == READY:
                     came.found[one + suffix] = _HIT
                 elif state in COMING:
                     # Not RETRY, after which vLLM would look for an earlier window.
                     came.found[one + suffix], came.coming[one + suffix] = _PENDING, state
+            tokens = (len(came.coming) - before) * self._groups[index].tokens_per_chunk
+            came.coming_tokens = max(came.coming_tokens, tokens)
 
     def _waits_for_tier(self, state: RequestState, answer: KeyedLookup) -> bool:
         """Return whether a request waits for promotions: while promoting and loading are expected to be faster than
@@ -526,9 +536,8 @@ class KvoffdManager(OffloadingManager):
             return False  # the daemon does not report promotions
         computed_s, loaded_s = inf, 0.0
         if self._do_no_harm:
-            tokens, (_, load_rate) = self._most_tokens(answer.coming), self.harm.rates
-            computed_s = self._computed_s(state.request, tokens)
-            loaded_s = tokens / load_rate if load_rate else 0.0
+            computed_s = self._computed_s(state.request, answer.coming_tokens)
+            loaded_s = self.harm.load_s(answer.coming_tokens)
         if state.tier_wait_began is None:
             state.tier_wait_began = state.doubted_since = now
             state.tier_wait_until = min(state.tier_wait_until, now + min(self._disk_wait_s, computed_s))
@@ -609,19 +618,18 @@ class KvoffdManager(OffloadingManager):
     def record_scan(self, request: Request, computed_tokens: int, tokens: int | None) -> None:
         """Record the result of a scan of a request with ``computed_tokens`` in vLLM's own cache.
 
-        ``tokens`` is None if it is deferred. If it waits only for other requests' loads, it is not scanned again before
-        a load ends.
+        ``tokens`` is None if it is deferred. If it waits for promotions, or only for other requests' loads, it is not
+        scanned again before its answer changes, or a load ends: a scan of 8,192 keys takes ten milliseconds.
         """
         state = self._requests[request.request_id]
-        waits = state.waits_for_tier or state.otherwise is LookupResult.RETRY or request.num_preemptions
-        if tokens is not None or not waits:
-            state.scan = state.answer, computed_tokens, tokens, self._ended_loads
+        if tokens is not None or not (state.otherwise is LookupResult.RETRY or request.num_preemptions):
+            state.scan = (state.answer, computed_tokens, state.waits_for_tier), tokens, self._ended_loads
 
     def scanned(self, request: Request, computed_tokens: int) -> int | None:
         """Return the tokens found by the last scan of a request; None: it is deferred; 0: scan again."""
         state = self._requests[request.request_id]
-        answer, computed, tokens, ended_loads = state.scan
-        is_same = answer is state.answer is not None and computed == computed_tokens and not state.waits_for_tier
+        of, tokens, ended_loads = state.scan
+        is_same = state.answer is not None and of == (state.answer, computed_tokens, state.waits_for_tier)
         return tokens if is_same and (tokens is not None or ended_loads == self._ended_loads) else 0
 
     def refuse_load(self, request_id: str, tokens: int) -> None:
