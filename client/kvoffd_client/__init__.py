@@ -47,6 +47,7 @@ if TYPE_CHECKING:  # "as" tells type checkers that the name is public here
     from kvoffd_proto.messages import GroupKeys as GroupKeys
     from kvoffd_proto.messages import GroupSpec as GroupSpec
     from kvoffd_proto.messages import GroupTransfer as GroupTransfer
+    from kvoffd_proto.messages import HintAction as HintAction
     from kvoffd_proto.messages import JobResult as JobResult
     from kvoffd_proto.messages import KeyState as KeyState
     from kvoffd_proto.messages import PageRef as PageRef
@@ -66,7 +67,7 @@ _HOMES = {
     "kvoffd_client.memory": "Registration SharedMemory",
     "kvoffd_client.worker_client": "Job WorkerClient",
     "kvoffd_proto.errors": "ErrorCode",
-    "kvoffd_proto.messages": "GroupKeys GroupSpec GroupTransfer JobResult KeyState PageRef TensorLayout",
+    "kvoffd_proto.messages": "GroupKeys GroupSpec GroupTransfer HintAction JobResult KeyState PageRef TensorLayout",
 }
 """Public names by the module that defines them."""
 

@@ -74,7 +74,7 @@ def _starting(directory: str) -> str:
 
 def is_starting(directory: Path) -> bool:
     """Whether a daemon that has no sockets yet starts there, as while it touches a large pool."""
-    return _lock_holder(str(directory)) is not None and bool(_starting(str(directory)))
+    return _lock_holder(str(directory)) is not None and SocketPaths(directory).starting.exists()
 
 
 def why_unreachable(error: OSError, directory: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import random
+import sys
 from collections import deque
 from collections.abc import Sequence
 
@@ -174,14 +175,29 @@ class SchedulerClient(Session):
                 for _, keys in self._split(groups):
                     self._send(m.Invalidate(m.NO_REPLY, self._fingerprint, list(keys)))
 
+    def hint(self, action: m.HintAction, groups: Sequence[m.GroupKeys], priority: int = 0, ttl_s: float = 0.0) -> None:
+        """Pass on a hint about blocks; see ``HintAction``. Does nothing while not connected."""
+        with self._transport.lock:
+            if self.ready and self._limits is not None:
+                for _, keys in self._split(groups, m.MAX_HINT_KEYS):
+                    self._send(m.Hint(m.NO_REPLY, self._fingerprint, action, list(keys), priority, ttl_s))
+
     def report(
-        self, prefill_rate: float, skipped_loads: int, paused_stores: int, late_lookups: int = 0, *, problem: str = ""
+        self,
+        prefill_rate: float,
+        skipped_loads: int,
+        paused_stores: int,
+        late_lookups: int = 0,
+        unknown_hints: int = 0,
+        *,
+        problem: str = "",
     ) -> None:
         """Report the prefill rate in tokens per second, and counts since the last call.
 
-        ``late_lookups``: lookups that it stopped waiting for. ``problem``: why the engine stores and loads nothing.
+        ``late_lookups``: lookups that it stopped waiting for. ``unknown_hints``: hints that it did not know or could
+        not read. ``problem``: why the engine stores and loads nothing.
         """
-        fields = prefill_rate, skipped_loads, paused_stores, late_lookups, problem[: m.MAX_PROBLEM]
+        fields = prefill_rate, skipped_loads, paused_stores, late_lookups, problem[: m.MAX_PROBLEM], unknown_hints
         with self._transport.lock:
             if self.ready:
                 self._send(m.ReportEngine(m.NO_REPLY, self._fingerprint, *fields))
@@ -277,11 +293,13 @@ class SchedulerClient(Session):
         elif must_release or not isinstance(reply, RequestRefused):
             self._release(found.lease_id)  # a late answer may pin blocks
 
-    def _split(self, groups: Sequence[m.GroupKeys]) -> list[tuple[Sequence[int], Sequence[m.GroupKeys]]]:
+    def _split(
+        self, groups: Sequence[m.GroupKeys], most: int = sys.maxsize
+    ) -> list[tuple[Sequence[int], Sequence[m.GroupKeys]]]:
         """Split groups into requests: for each, the indices of its groups in ``groups``, and their keys."""
         assert self._limits is not None
         size = self._namespace.key_bytes
-        parts = split_keys([len(one.keys) // size for one in groups], self._limits.max_keys_per_request)
+        parts = split_keys([len(one.keys) // size for one in groups], min(most, self._limits.max_keys_per_request))
         return [
             (
                 [place for place, *_ in part],

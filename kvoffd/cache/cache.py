@@ -50,6 +50,7 @@ from kvoffd.cache.block_table import (
     Found,
     Verdict,
 )
+from kvoffd.cache.hints import HintedOrder
 from kvoffd.cache.hooks import NO_TOKENS, BlockTokens, CacheListener, TierHooks
 from kvoffd.cache.namespace import (
     Group,
@@ -74,7 +75,7 @@ from kvoffd.errors import BadGeometry, NotReady, UnknownLease, UnknownNamespace
 from kvoffd.pool.allocator import PAGE_BYTES, SlotAllocator, SlotIds
 from kvoffd.pool.slot_table import Deflated, SlotTable
 from kvoffd_proto.admin import BlockInfo, ShardSpec
-from kvoffd_proto.messages import ABSENT, PENDING, SHARED, KeyState
+from kvoffd_proto.messages import ABSENT, PENDING, SHARED, HintAction, KeyState
 
 logger = logging.getLogger(__name__)
 # Do not call np.unique here: its first call imports numpy.ma, which takes 20 ms.
@@ -91,6 +92,10 @@ MOST_WRITING_DIVISOR = 4
 """If WRITING blocks take more than 1/4 of the pool, partial ones are dropped as soon as space is needed."""
 MAX_UNREPORTED_REQUESTS = 8
 """Requests that may wait for ``report_requests``; one more reports the oldest."""
+MAX_PREFETCHES = 256
+"""Prefetches of hints that may wait for tiers; further ones do nothing."""
+NO_LEASE = NO_SESSION = 0
+"""Lease and session of a prefetch: ids that no other has."""
 RECOVERED_AT_ONCE = 4096
 """Recovered blocks that are grouped and entered together: keeps about the order of use among all."""
 _NOTHING: BlockIds = np.empty(0, np.uint32)
@@ -134,7 +139,7 @@ class Cache:
         self.quotas: dict[bytes, int] = {}
         """Limits of pool bytes, set by an operator, by fingerprint; the namespace need not be open."""
         self.leases: dict[int, Lease] = {}
-        """Active leases by id, in the order of their deadlines."""
+        """Leases by id, in the order of their deadlines: active ones, and those of ``_reset_leases``."""
         self.checked_slots = self.checked_bytes = self.mismatches = 0
         """Slots compared with their checksums, their bytes, and the slots whose checksum was wrong."""
         self.quarantined_slots = self.quarantined_bytes = 0
@@ -161,7 +166,8 @@ class Cache:
         self._next_group = 1
         self._current: dict[Namespace, list[Group]] = {}
         """Groups of each namespace, by index."""
-        self._victims = Victims(slots, self.blocks, policy, self._groups, self._waiting)
+        self.order = HintedOrder(policy, self.blocks, self._groups, self.quotas, clock, slots.pool_bytes)
+        self._victims = Victims(slots, self.blocks, self.order, self._groups, self._waiting)
         self._partial: dict[int, float] = {}
         """Incomplete blocks of which no shard is being written, with the time when that began."""
         self._requested: deque[tuple[Namespace, list[Chain], bool]] = deque()
@@ -174,6 +180,10 @@ class Cache:
         """Groups that were reset and whose blocks are still to be freed, by number."""
         self._ended: deque[Lease] = deque()
         """Leases that have ended and whose blocks are still to be unpinned."""
+        self._reset_leases: deque[dict[Lease, None]] = deque()
+        """Leases of namespaces that were reset, which nobody can use any more, and which ``background`` ends."""
+        self._prefetches: dict[Lease, Sequence[tuple[int, bytes]]] = {}
+        """Leases of prefetches, which pin nothing, and their keys."""
         self.unannounced = np.zeros(len(self.blocks.state), np.bool_)
         """[slots] whether it is a recovered block that was not reported to the listener yet."""
         self._to_announce = _NOTHING
@@ -286,8 +296,15 @@ class Cache:
         for group, now in zip(dead, self._current[namespace], strict=True):
             self._retire(group)
             now.unswept = [number for number in (*group.unswept, group.number) if number in self._dead]
-        self._partial = {block: since for block, since in self._partial.items() if not self._of_block(block).dead}
-        self._end(self._alive(namespace.leases))
+        if self._partial and namespace.world_size > 1:
+            partial = np.fromiter(self._partial, np.uint32, len(self._partial))
+            for block in partial[np.isin(self.blocks.group[partial], [group.number for group in dead])].tolist():
+                del self._partial[block]
+        leases, namespace.leases = namespace.leases, {}
+        if len(leases) > self.ended_at_once:
+            self._reset_leases.append(leases)
+        else:
+            self._end(list(leases))
         self._save()
         if tiers is not None:
             dropped += tiers.forget_all(namespace)
@@ -353,7 +370,7 @@ class Cache:
                 self.unverified_slots += len(members) * len(group.sizes)
                 self._count(group, FREE, READY, len(members))
                 self.blocks.append(group, members)
-                self.policy.insert(group, members, self.blocks.keys(members, group.key_bytes))
+                self.order.insert(group, members, self.blocks.keys(members, group.key_bytes))
         self._to_announce = blocks
         self.unannounced[blocks] = True
         self._quarantine(quarantined)
@@ -396,6 +413,9 @@ class Cache:
             UnknownLease: the lease belongs to another session or namespace.
         """
         lease = self.leases.get(lease_id)
+        if lease is not None and not lease.active:  # its namespace was reset
+            del self.leases[lease_id]
+            lease = None
         if lease is not None and (lease.session != session or lease.namespace is not namespace):
             raise UnknownLease(f"The lease {lease_id} belongs to another session or namespace; choose a new lease id.")
         current, size = self._current[namespace], namespace.key_bytes
@@ -507,7 +527,7 @@ class Cache:
 
     def hold(self, lease: Lease, blocks: BlockIds) -> None:
         """Pin READY blocks that were promoted for a lease, unless it has ended or leases may not pin more."""
-        if self.leases.get(lease.lease_id) is not lease:
+        if not lease.active:
             return
         leased, newly_pinned_bytes = self.session_leases[lease.session], self.blocks.pin(blocks)
         if leased.keys + len(blocks) > self._max_leased_keys or (newly_pinned_bytes and self.leasable_bytes < 0):
@@ -582,7 +602,7 @@ class Cache:
         if self.tiers is not None and ready:
             self.tiers.used(np.concatenate(ready))
         if chains and not namespace.of_bench:
-            self.policy.requested(chains)
+            self.order.requested(chains)
             for chain in () if reported else chains:
                 self.on_counted(chain, 0)
             for tell in self.watchers:
@@ -591,24 +611,23 @@ class Cache:
     def release(self, session: int, lease_ids: Iterable[int]) -> int:
         """End leases of a session; unknown ids are ignored. Returns how many ended."""
         found = [self.leases.get(lease_id) for lease_id in dict.fromkeys(lease_ids)]
-        leases = [lease for lease in found if lease is not None and lease.session == session]
+        leases = [lease for lease in found if lease is not None and lease.session == session and lease.active]
         return self._end(leases)
 
     def end_session(self, session: int) -> int:
         """End all leases of a closed session. Returns how many."""
         self._uncounted.session_ended(session)
-        return self._end(self._alive(self.leases_of(session).leases))
-
-    def _alive(self, leases: Iterable[Lease]) -> list[Lease]:
-        """Return the leases that have not ended."""
-        if not self._ended:
-            return list(leases)
-        return [lease for lease in leases if self.leases.get(lease.lease_id) is lease]
+        leases = self.leases_of(session).leases
+        if self._ended or self._reset_leases:
+            return self._end([lease for lease in leases if lease.active])
+        return self._end(list(leases))
 
     def _end(self, leases: Sequence[Lease]) -> int:
         """End leases. If there are many, ``background`` unpins their blocks."""
         for lease in leases:
-            del self.leases[lease.lease_id]
+            if self.leases.get(lease.lease_id) is lease:
+                del self.leases[lease.lease_id]
+            lease.namespace.leases.pop(lease, None)
         for namespace, some in groupby(leases, _namespace_of):
             if covered := sum([len(lease.blocks) for lease in some if lease.counts]):
                 namespace.counters.covered_keys += covered
@@ -621,7 +640,7 @@ class Cache:
         ended = [self._ended.popleft() for _ in range(min(self.ended_at_once, len(self._ended)))]
         for lease in ended:
             leased = self.session_leases[lease.session]
-            del leased.leases[lease], lease.namespace.leases[lease]
+            del leased.leases[lease]
             leased.keys -= len(lease.blocks)
             leased.nbytes -= lease.nbytes
             if not leased.leases:
@@ -637,9 +656,12 @@ class Cache:
         Of more than ``ended_at_once`` of either the others wait for the next call.
         """
         now = self._clock()
-        overdue = list(islice(takewhile(lambda lease: lease.deadline <= now, self.leases.values()), self.ended_at_once))
+        late = takewhile(lambda lease: lease.deadline <= now, self.leases.values())
+        overdue = list(islice((lease for lease in late if lease.active), self.ended_at_once))
         partial = list(islice(self._partial_since(now - self._partial_timeout_s), self.ended_at_once))
         self._drop_partial(partial)
+        self.order.tick()
+        self._tick_prefetches()
         return self._end(overdue) + len(partial)
 
     def unpin(self, blocks: BlockIds) -> None:
@@ -647,6 +669,78 @@ class Cache:
         unpinned = self.blocks.unpin(blocks)
         if self._bytes_in[DROPPED]:
             self._free_dropped(unpinned[self.blocks.state[unpinned] == DROPPED])
+
+    # --- hints ----------------------------------------------------------------------------------
+
+    def hint(
+        self,
+        namespace: Namespace,
+        action: HintAction,
+        groups: Sequence[tuple[int, bytes]],
+        priority: int = 0,
+        ttl_s: float = 0.0,
+    ) -> int:
+        """Retain, release or prefetch blocks of these keys, root first; see ``HintAction``. Returns how many are READY.
+
+        Raises BadGeometry, BadKeys.
+        """
+        for index, keys in groups:
+            namespace.check(index, keys)
+        if action is HintAction.PREFETCH:
+            return self._prefetch(namespace, groups)
+        hint = self.order.retain(namespace, priority, ttl_s) if action is HintAction.RETAIN else None
+        count = 0
+        for index, keys in groups:
+            group, split = self._current[namespace][index], list(dict.fromkeys(namespace.split(index, keys)))
+            states, blocks = self.blocks.find(group.number, b"".join(split), group.key_bytes)
+            is_ready = np.frombuffer(states, np.uint8) == READY
+            absent = list(compress(split, (~is_ready).tolist()))
+            self.order.apply(hint, group, blocks[is_ready], absent)
+            count += int(is_ready.sum())
+        return count
+
+    def _prefetch(self, namespace: Namespace, groups: Sequence[tuple[int, bytes]]) -> int:
+        """Promote what tiers have of these keys, for nobody: nothing is pinned."""
+        states = self._states_of(namespace, groups)
+        ready = sum(one.count(READY) for one in states)
+        if self.tiers is not None and ready < sum(map(len, states)) and len(self._prefetches) < MAX_PREFETCHES:
+            lease = Lease(NO_LEASE, NO_SESSION, namespace, self._clock() + self._lease_ttl_s, _NOTHING)
+            self._prefetches[lease] = groups
+            self._ask_tiers(self.tiers, lease, states)
+        return ready
+
+    def _states_of(self, namespace: Namespace, groups: Sequence[tuple[int, bytes]]) -> list[bytes]:
+        return [
+            self.blocks.find(self.group(namespace, index).number, keys, namespace.key_bytes)[0]
+            for index, keys in groups
+        ]
+
+    def _ask_tiers(self, tiers: TierHooks, lease: Lease, states: list[bytes]) -> None:
+        """Request what the pool lacks of a prefetch's keys, or end it if nothing more comes."""
+        namespace, before = lease.namespace, lease.coming - lease.asking
+        lease.coming, lease.asking = before, 0
+        tiers.find(lease, self._prefetches[lease], states, None)
+        namespace.counters.prefetched_keys += max(0, lease.coming - lease.asking - before)
+        if not lease.coming:
+            self._end_prefetch(lease)
+
+    def _end_prefetch(self, lease: Lease) -> None:
+        del self._prefetches[lease]
+        if self.tiers is not None:
+            self.tiers.lease_ended(lease)
+
+    def _tick_prefetches(self) -> None:
+        """End prefetches whose blocks have come, and ask again for those of stores that have not answered."""
+        for lease, groups in list(self._prefetches.items()):
+            if (
+                self.tiers is None
+                or not lease.coming
+                or lease.deadline <= self._clock()
+                or lease.namespace not in self._current
+            ):
+                self._end_prefetch(lease)
+            elif lease.asking:
+                self._ask_tiers(self.tiers, lease, self._states_of(lease.namespace, groups))
 
     # --- stores ---------------------------------------------------------------------------------
 
@@ -726,9 +820,9 @@ class Cache:
             starts = list(part.starts)
             if len(starts) > 1:
                 starts = sorted({*np.searchsorted(absent, starts).tolist()})
-            runs = self.policy.admit(group, packed_keys, starts)
+            runs = self.order.admit(group, packed_keys, starts)
             if self.slots.free_bytes < group.block_bytes and not self._dead and not self._partial:
-                refused_score = self.policy.lowest
+                refused_score = self.order.lowest
         for count, score in runs:
             end, taken = begin + count, 0
             # With tiers, every admitted block gets space, because only blocks in the pool are written to tiers.
@@ -788,7 +882,7 @@ class Cache:
             if ready.size:
                 group.namespace.counters.stored_blocks += len(ready)
                 self._count(group, WRITING, READY, len(ready))
-                self.policy.insert(group, ready, packed_keys)
+                self.order.insert(group, ready, packed_keys)
                 keys = np.frombuffer(packed_keys, group.namespace.key_type)[::-1].tolist()
                 self._events.stored(group.namespace, group.index, keys, tokens=tokens)
                 if self.tiers is not None:
@@ -866,7 +960,7 @@ class Cache:
         READY, are corrupt, or whose written range begins later.
         """
         lease = self.leases.get(lease_id)
-        if lease is None or lease.namespace is not namespace:
+        if lease is None or lease.namespace is not namespace or not lease.active:
             raise UnknownLease(f"The lease {lease_id} is unknown, ended or of another namespace; look up again.")
         group, size = self._current[namespace][group_index], namespace.key_bytes
         found = self.blocks.begin_load(self.slots, group.number, keys, size, rank, first_block)
@@ -899,7 +993,7 @@ class Cache:
         if not tickets or not ends_lease:
             return
         lease = tickets[0].lease
-        if self.leases.get(lease.lease_id) is lease:
+        if lease.active:
             lease.loaded_ranks.add(tickets[0].rank)
             if len(lease.loaded_ranks) == lease.namespace.world_size:
                 self._end([lease])
@@ -1066,7 +1160,7 @@ class Cache:
     def _report_removed(self, group: Group, blocks: BlockIds, packed_keys: bytes) -> None:
         """Report to policy and listener that READY blocks are gone."""
         self._ready_removed = True
-        self.policy.remove(group, blocks, packed_keys)
+        self.order.remove(group, blocks, packed_keys)
         keys = np.frombuffer(packed_keys, group.namespace.key_type)
         if self._to_announce.size:  # some may never have been reported
             silent = self.unannounced[blocks]
@@ -1099,17 +1193,22 @@ class Cache:
         self.blocks.group[slots] = 0
 
     def background(self) -> bool:
-        """Do one step of freeing reset blocks, of unpinning blocks of ended leases, or of counting prompts of closed
-        sessions. Returns whether more remain."""
+        """Do one step of freeing reset blocks, of ending leases on them, of unpinning blocks of ended leases, or of
+        counting prompts of closed sessions. Returns whether more remain."""
         if self._ended:
             self._unpin_ended()
+        elif self._reset_leases:
+            leases = self._reset_leases[0]
+            self._end([leases.popitem()[0] for _ in range(min(self.ended_at_once, len(leases)))])
+            if not leases:
+                self._reset_leases.popleft()
         elif self._uncounted.has_ended:
             for prompt in self._uncounted.take_some():
                 self._count_prompt(prompt, None)
         elif self._dead:
             group = next(iter(self._dead.values()))
             self._sweep([group], max(1, self.swept_at_once // len(group.sizes)))
-        return bool(self._ended or self._dead or self._uncounted.has_ended)
+        return bool(self._ended or self._reset_leases or self._dead or self._uncounted.has_ended)
 
     def _sweep(self, groups: Sequence[Group], count: int) -> int:
         """Free up to ``count`` blocks of groups that were reset. Returns how many."""

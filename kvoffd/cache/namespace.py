@@ -109,6 +109,12 @@ class Counters:
     skipped_loads: int = 0
     paused_stores: int = 0
     late_lookups: int = 0
+    retained_blocks: int = 0
+    unretained_blocks: int = 0
+    retained_found_keys: int = 0
+    released_blocks: int = 0
+    prefetched_keys: int = 0
+    unknown_hints: int = 0
     prefill_tokens_per_second: float = 0.0
     """Speed of the engine that reported last."""
     misses: Counter[MissReason] = field(default_factory=Counter)
@@ -157,8 +163,10 @@ class Namespace:
         """Number of blocks by state: WRITING, READY, and DROPPED ones still in use."""
         self.bytes_in = dict.fromkeys(WITH_SLOTS, 0)
         """Pool bytes of its blocks by state."""
+        self.retained_bytes = 0
+        """Pool bytes of its blocks that hints retain."""
         self.leases: dict[Lease, None] = {}
-        """Leases that hold blocks of it."""
+        """Active leases on its blocks."""
         self.nodes: dict[int, int | None] = {}
         """NUMA node of its slots, by rank."""
         self.shard_bytes: list[tuple[int, ...] | None] = [None] * world_size

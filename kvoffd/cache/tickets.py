@@ -38,6 +38,11 @@ class Lease:
     counts: bool = False
     """Whether what it pins counts as loaded or not needed at its end: nobody reports the prompt's outcome."""
 
+    @property
+    def active(self) -> bool:
+        """Whether it pins blocks, has not ended, and its namespace was not reset since it began."""
+        return self in self.namespace.leases
+
 
 @dataclass(slots=True, eq=False)
 class SessionLeases:

@@ -8,8 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffd.cache.block_table import BlockIds, BlockTable
+from kvoffd.cache.hints import HintedOrder
 from kvoffd.cache.namespace import Group
-from kvoffd.cache.policy import BATCH, Policy
+from kvoffd.cache.policy import BATCH
 from kvoffd.pool.allocator import PAGE_BYTES, SlotAllocator
 
 MAX_SKIPPED_PINNED = 1000
@@ -37,28 +38,28 @@ class Victims:
         self,
         slots: SlotAllocator,
         blocks: BlockTable,
-        policy: Policy,
+        order: HintedOrder,
         groups: Mapping[int, Group],
         waiting: Callable[[BlockIds], npt.NDArray[np.bool_] | None] = lambda _: None,
     ) -> None:
-        self._slots, self._blocks, self._policy, self._groups = slots, blocks, policy, groups
+        self._slots, self._blocks, self._order, self._groups = slots, blocks, order, groups
         self._waiting = waiting
 
     def are_left(self, ready_bytes: int) -> bool:
         """Return whether any of the READY blocks, which have this many bytes, can be evicted."""
         return ready_bytes > self._blocks.pinned_bytes or any(
-            (self._blocks.pins[batch] == 0).any() for batch in self._policy.candidates()
+            (self._blocks.pins[batch] == 0).any() for batch in self._order.candidates()
         )
 
     def own(self, group: Group, count: int, below: float) -> BlockIds | None:
         """Return the next ``count`` blocks with a score below ``below``, or as many as there are, if all belong to the
         group and can be evicted; None if not."""
-        first = self._policy.first(count, below)
+        first = self._order.first(count, below)
         if (waiting := self._waiting(first)) is not None and waiting.any():
             ahead, most = count, max(WRITTEN_AHEAD * count, MIN_AHEAD)
             while True:
                 ahead = min(most, 4 * ahead)
-                batch = self._policy.first(ahead, below)
+                batch = self._order.first(ahead, below)
                 unpinned = batch[self._blocks.pins[batch] == 0]
                 waiting = self._waiting(unpinned)
                 if waiting is None or len(unpinned) - waiting.sum() >= count or len(batch) < ahead or ahead == most:
@@ -79,7 +80,7 @@ class Victims:
         """
         most = BATCH
         while True:
-            order = self._policy.first(most, below)
+            order = self._order.first(most, below)
             pinned, last = self._blocks.pins[order] != 0, len(order) < most or most >= MAX_CONSIDERED
             unpinned = self._written_first(order[~pinned])
             chosen, enough = self._blocks.choose_victims(self._slots, group, count, unpinned, last=last)
@@ -99,8 +100,8 @@ class Victims:
             for number in set(numbers.tolist()):
                 group, members = self._groups[number], pinned[numbers == number]
                 packed_keys = self._blocks.keys(members, group.key_bytes)
-                self._policy.remove(group, members, packed_keys)
-                self._policy.insert(group, members, packed_keys)
+                self._order.remove(group, members, packed_keys)
+                self._order.insert(group, members, packed_keys)
         return chosen
 
     def of_namespace(self, groups: Sequence[Group], nbytes: int, most: int, below: float) -> BlockIds:
@@ -109,7 +110,7 @@ class Victims:
         first, whatever their score."""
         blocks, numbers = self._blocks, [group.number for group in groups]
         victims, passed = _NOTHING, 0
-        for batch in self._policy.candidates(below):
+        for batch in self._order.candidates(below):
             own = batch[np.isin(blocks.group[batch], numbers) & (blocks.pins[batch] == 0)]
             victims, passed = np.concatenate([victims, own]), passed + len(batch) - len(own)
             if passed >= MAX_PASSED or len(victims) >= most or self._bytes_of(victims) >= nbytes:

@@ -13,7 +13,6 @@ from msgspec import structs
 from kvoffd import __version__
 from kvoffd.cache.asked_keys import PromptOutcome
 from kvoffd.cache.namespace import MissReason, Namespace
-from kvoffd.config import Limits
 from kvoffd.errors import BadGeometry, BadKeys, KvoffdError
 from kvoffd.observe.logging import RareWarnings
 from kvoffd.server.handlers import Pending, answers, filled
@@ -199,7 +198,7 @@ def lookup(service: Service, session: Session, message: m.Lookup) -> m.LookupRep
     """Return the states of keys, and pin those that are ready."""
     started, limits = service.clock(), service.config.limits
     namespace, groups = session.namespaces[message.namespace], [(part.group, part.keys) for part in message.groups]
-    _check_count(groups, namespace, limits)
+    _check_count(groups, namespace, limits.max_keys_per_request)
     held, is_new = service.cache.session_leases.get(session.id), message.lease_id not in service.cache.leases
     if is_new and held is not None and len(held.leases) >= limits.max_leases:
         raise KvoffdError(f"The session holds {limits.max_leases} leases, its limit; release some.", ErrorCode.TOO_MANY)
@@ -217,9 +216,9 @@ def lookup(service: Service, session: Session, message: m.Lookup) -> m.LookupRep
     return m.LookupReply(message.request_id, message.lease_id, states, pinned, ttl_ms, wait_ms, asking)
 
 
-def _check_count(groups: list[tuple[int, bytes]], namespace: Namespace, limits: Limits) -> None:
+def _check_count(groups: list[tuple[int, bytes]], namespace: Namespace, most: int) -> None:
     """Raise KvoffdError for more keys than a request may have."""
-    if (keys := sum([len(one) for _, one in groups]) // namespace.key_bytes) > (most := limits.max_keys_per_request):
+    if (keys := sum([len(one) for _, one in groups]) // namespace.key_bytes) > most:
         raise KvoffdError(f"{keys} keys in one request; the limit is {most}. Send several.", ErrorCode.TOO_MANY)
 
 
@@ -228,11 +227,20 @@ def release(service: Service, session: Session, message: m.Release) -> m.Done:
     return m.Done(message.request_id, service.cache.release(session.id, message.lease_ids))
 
 
+@answers(m.Hint)
+def hint(service: Service, session: Session, message: m.Hint) -> m.Done:
+    namespace, groups = session.namespaces[message.namespace], [(part.group, part.keys) for part in message.groups]
+    _check_count(groups, namespace, min(m.MAX_HINT_KEYS, service.config.limits.max_keys_per_request))
+    ready = service.cache.hint(namespace, message.action, groups, message.priority, message.ttl_s)
+    service.tracer.record_hint(namespace, message)
+    return m.Done(message.request_id, ready)
+
+
 @answers(m.Invalidate)
 def invalidate(service: Service, session: Session, message: m.Invalidate) -> m.Done:
     """Forget blocks. After a kill a disk may still have some of them, with valid checksums."""
     namespace, groups = session.namespaces[message.namespace], [(part.group, part.keys) for part in message.groups]
-    _check_count(groups, namespace, service.config.limits)
+    _check_count(groups, namespace, service.config.limits.max_keys_per_request)
     return m.Done(message.request_id, service.cache.invalidate(namespace, groups))
 
 
@@ -248,6 +256,7 @@ def report_engine(service: Service, session: Session, message: m.ReportEngine) -
     counters.skipped_loads += message.skipped_loads
     counters.paused_stores += message.paused_stores
     counters.late_lookups += message.late_lookups
+    counters.unknown_hints += message.unknown_hints
     session.problem = message.problem
     return m.Done(message.request_id)
 

@@ -114,7 +114,6 @@ class Service:
         """Counts by reason, ``gone`` or ``unread``."""
         self.lookup_times = DurationHistogram(LOOKUP_BOUNDS_S)
         self.loop_watch = LoopWatch()
-        """Reason why HTTP is not served although it is configured."""
         self.sockets_problem = ""
         """Reason why engines cannot connect."""
         self._totals_due = self.started_at + config.limits.totals_every_s

@@ -222,6 +222,7 @@ def _pool_stats(service: Service) -> s.PoolStats:
         },
         usable_bytes=pool.pool_bytes - usage.quarantined,
         pinned_bytes=usage.pinned,
+        retained_bytes=cache.order.retained_bytes,
         pinned_for_gpu_bytes=pinning.pinned_bytes,
         unpinnable_bytes=pinning.refused_bytes,
         pinning_gpu_bytes=pinning.gpu_bytes,

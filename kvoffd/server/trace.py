@@ -1,4 +1,4 @@
-"""Records the keys of lookups and stores for an administrator: ``kvoffd-cli trace record`` writes them to a file."""
+"""Records the keys of lookups and hints for an administrator: ``kvoffd-cli trace record`` writes them to a file."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from kvoffd.cache.cache import Cache
+from kvoffd.cache.namespace import Group, Namespace
 from kvoffd.cache.policy import Chain
 from kvoffd.errors import KvoffdError
 from kvoffd.server.sessions import Session
 from kvoffd_proto import admin as a
 from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.messages import Hint, HintAction
 
 MAX_KEPT_BYTES = 8 << 20
 """Limit of unfetched chains; more are dropped and counted."""
@@ -60,11 +62,20 @@ class Tracer:
             self._kept_bytes = self._dropped = 0
             self._cache.watchers.remove(self._record)
 
+    def record_hint(self, namespace: Namespace, hint: Hint) -> None:
+        """Record a hint after the lookups before it."""
+        if self._session is not None:
+            chains = [(self._cache.group(namespace, part.group), part.keys) for part in hint.groups]
+            self._keep(chains, (hint.action, hint.priority, hint.ttl_s))
+
     def _record(self, chains: Sequence[Chain]) -> None:
+        self._keep([(group, keys) for group, keys, *_ in chains], (None, 0, 0.0))
+
+    def _keep(self, chains: Sequence[tuple[Group, bytes]], hint: tuple[HintAction | None, int, float]) -> None:
         if self._session is None or self._session.ended:
             self._end()
             return
-        for group, keys, *_ in chains:
+        for group, keys in chains:
             namespace = group.namespace
             nbytes = CHAIN_BYTES + len(keys)
             # After the first dropped chain all are dropped, so that there is one gap.
@@ -81,5 +92,6 @@ class Tracer:
                     group.block_bytes,
                     namespace.key_bytes,
                     keys,
+                    *hint,
                 )
             )

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import groupby, product
 from pathlib import Path
 from typing import TypeAlias
 
@@ -85,9 +85,9 @@ def _replay_file(given: argparse.Namespace) -> None:
     for (blocks, disk_blocks), text in sizes.items():
         best = optimum_percent(uses, blocks + disk_blocks)
         for disk in _disks(given, trace, disk_blocks, block_bytes):
-            for policy in policies:
+            for policy, hints in product(policies, (False, True) if trace.hints else (False,)):
                 _show_progress(f"replaying: {policy}, {text}")
-                results.append((replay(trace, policy, blocks, disk), best))
+                results.append((replay(trace, policy, blocks, disk, hints=hints), best))
     _show_progress("")
     if given.json:
         print(json.dumps(_as_json(trace, sizes, results)))
@@ -231,7 +231,7 @@ def _as_table(trace: Trace, sizes: Sizes, results: Results, block_bytes: int) ->
     width, with_disk = max(map(len, ("pool", *sizes.values()))), results[0][0].disk is not None
     lines = [
         f"{trace.name}: {len(trace.requests):,} requests, {trace.accesses:,} blocks{of}",
-        f"{'pool':>{width}}  {'policy':<12}{'hits %':>8}{'written %':>11}{'possible %':>12}"
+        f"{'pool':>{width}}  {'policy':<14}{'hits %':>8}{'written %':>11}{'possible %':>12}"
         + (f"  {'write':<8}{'of disk %':>10}{'to disk %':>11}" if with_disk else ""),
     ]
     results = [(one, best) for one, best in results if best]
@@ -241,7 +241,7 @@ def _as_table(trace: Trace, sizes: Sizes, results: Results, block_bytes: int) ->
         percents = f"{one.hit_percent:>8.2f}{one.written_percent:>11.2f}{best:>12.2f}"
         if one.disk is not None:
             percents += f"  {one.disk.mode.value:<8}{one.disk_hit_percent:>10.2f}{one.disk_written_percent:>11.2f}"
-        lines.append(f"{sizes[one.size]:>{width}}  {one.policy:<12}{percents}")
+        lines.append(f"{sizes[one.size]:>{width}}  {one.policy:<14}{percents}")
     if len(trace.requests) < FEWEST_LOOKUPS:
         few = f"Too early to choose a policy or a size: {FEWEST_LOOKUPS} requests are needed. Record for longer."
         return "\n".join([*lines, "", few])

@@ -19,7 +19,7 @@ from kvoffd.system.threads import DaemonThreads, Workers
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.tiering import Tiering
 from kvoffd.tiers.disk import DiskOptions, DiskTier
-from kvoffd.tiers.disk_reads import End, Reads, SlotJob
+from kvoffd.tiers.disk_io import End, Reads, SlotJob
 from kvoffd.tiers.header import Block
 from kvoffd.tiers.tier import Result
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections import deque
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
@@ -31,6 +32,8 @@ STEP_TOKENS = 8192
 MOST_LOOKUPS = 64
 """Lookups that an engine repeats for pending blocks before it computes them."""
 SESSION = LEASE = 1
+WITH_HINTS = "+hints"
+"""Suffix of a policy's name in results with the trace's hints."""
 
 
 class DiskPlan(NamedTuple):
@@ -118,23 +121,30 @@ def open_namespace(cache: Cache, trace: Trace, fingerprint: bytes = bytes(32)) -
     return namespace
 
 
-def replay(trace: Trace, policy: str, blocks: int, disk: DiskPlan | None = None) -> Replayed:
-    """Replay a trace like an engine: for each request a lookup, then the store of the missing blocks."""
+def replay(trace: Trace, policy: str, blocks: int, disk: DiskPlan | None = None, *, hints: bool = False) -> Replayed:
+    """Replay a trace like an engine: for each request a lookup, then the store of the missing blocks. ``hints``: obey
+    the trace's."""
     now = 0.0
     cache = open_cache(policy, max(1, min(blocks, trace.accesses)), lambda: now)
     namespace = open_namespace(cache, trace)
     below = None if disk is None else SimulatedDisk(cache, Silence(), lambda: now, BLOCK_BYTES, *disk)
     step_blocks = max(1, STEP_TOKENS // max(1, trace.tokens_per_block))
-    hits = 0
+    hits, name = 0, policy + WITH_HINTS * hints
+    given = deque(trace.hints if hints else ())
     for number, keys in enumerate(trace.requests):
-        now = trace.seconds[number] if trace.seconds else 0.0
+        while given and given[0].before <= number:
+            one = given.popleft()
+            now = max(now, one.seconds) if trace.seconds else 0.0
+            cache.hint(namespace, one.action, [(0, one.keys)], one.priority, one.ttl_s)
+        now = max(now, trace.seconds[number]) if trace.seconds else 0.0
+        cache.order.tick()
         hits += request(cache, namespace, keys, below, step_blocks)
     in_pool, written = namespace.totals.prefix_keys_ready, namespace.totals.stored_blocks
     if below is None:
-        return Replayed(policy, blocks, trace.accesses, hits, written)
+        return Replayed(name, blocks, trace.accesses, hits, written)
     below.close()
     written -= below.promoted
-    return Replayed(policy, blocks, trace.accesses, hits, written, disk, hits - in_pool, below.written)
+    return Replayed(name, blocks, trace.accesses, hits, written, disk, hits - in_pool, below.written)
 
 
 def request(

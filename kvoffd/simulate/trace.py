@@ -13,6 +13,8 @@ from typing import Annotated, Any, BinaryIO, NamedTuple, cast
 from msgspec import UNSET, DecodeError, Meta, Struct, UnsetType, ValidationError, field
 from msgspec.json import Decoder
 
+from kvoffd_proto.messages import MOST_PRIORITY, MOST_TTL_S, HintAction
+
 KEY_BYTES = 8
 MOONCAKE_TOKENS = 512
 """Tokens of a block in Mooncake's traces."""
@@ -55,9 +57,23 @@ class _Line(Struct):
     timestamp: Any = None
     t: Any = None
     """Seconds since the session began."""
+    hint: HintAction | None = None
+    """The line is a hint about its blocks, not a request."""
+    priority: Annotated[int, Meta(ge=0, le=MOST_PRIORITY)] = 0
+    ttl_s: Annotated[float, Meta(ge=0, le=MOST_TTL_S)] = 0.0
 
 
 _DECODER = Decoder(_Line | list[_Line])
+
+
+class TracedHint(NamedTuple):
+    before: int
+    """Number of the request that follows it."""
+    seconds: float
+    action: HintAction
+    keys: bytes
+    priority: int = 0
+    ttl_s: float = 0.0
 
 
 class Trace(NamedTuple):
@@ -77,6 +93,8 @@ class Trace(NamedTuple):
     """Number of lines that the recording reports as lost."""
     seconds: Sequence[float] = ()
     """Times of the requests, never decreasing; empty if a line has none."""
+    hints: Sequence[TracedHint] = ()
+    """Hints in their order."""
 
     @property
     def accesses(self) -> int:
@@ -99,6 +117,7 @@ def read_trace(path: Path) -> Trace:
     """Blocks by their tokens and bytes, if a line gives them."""
     requests: list[bytes] = []
     seconds: list[float] = []
+    hints: list[TracedHint] = []
     missing = accesses = own_keys = 0
     has_sessions = False
     least, most = 1, 1 << 31
@@ -129,12 +148,17 @@ def read_trace(path: Path) -> Trace:
                     least, most = max(least, -(-length // count)), min(most, (length - 1) // (count - 1))
                     least_whole = max(least_whole, length // (count + 1) + 1)
                     most_whole = min(most_whole, length // count)
+                keys = b"".join([(block & MOST_KEY).to_bytes(KEY_BYTES, "big") for block in ids])
+                if line.hint is not None:
+                    at = line.timestamp / 1000 if isinstance(line.timestamp, (int, float)) else 0.0
+                    hints.append(TracedHint(len(requests), at, line.hint, keys, line.priority, line.ttl_s))
+                    continue
                 if is_session and type(one.t) in (int, float):
                     seconds.append(one.t)
                 elif isinstance(one.timestamp, (int, float)):
                     at = one.timestamp / 1000
                     seconds.append(max(at, *seconds[-1:]) if seconds else at)
-                requests.append(b"".join([(block & MOST_KEY).to_bytes(KEY_BYTES, "big") for block in ids]))
+                requests.append(keys)
             own_keys += len(own)
     except EOFError:
         cut_off = True
@@ -150,7 +174,9 @@ def read_trace(path: Path) -> Trace:
     if has_sessions and timed:  # all sessions begin together
         order = sorted(range(len(timed)), key=timed.__getitem__)
         requests, timed = [requests[at] for at in order], [timed[at] for at in order]
-    return Trace(path.stem.removesuffix(".jsonl"), tokens, requests, block_bytes, cut_off, others, missing, timed)
+    return Trace(
+        path.stem.removesuffix(".jsonl"), tokens, requests, block_bytes, cut_off, others, missing, timed, hints
+    )
 
 
 def _requests_of(line: _Line) -> Iterator[_Line]:

@@ -206,11 +206,11 @@ def _move_all(
     left = [buffer for buffer in buffers if len(buffer)]
     while left and (count := move(fd, left[:_MOST_BUFFERS], offset)):
         offset += count
-        left = _drop_bytes(left, count)
+        left = drop_bytes(left, count)
     return offset
 
 
-def _drop_bytes(buffers: list[memoryview], count: int) -> list[memoryview]:
+def drop_bytes(buffers: list[memoryview], count: int) -> list[memoryview]:
     """Return the buffers without their first ``count`` bytes."""
     for index, buffer in enumerate(buffers):
         if count < len(buffer):

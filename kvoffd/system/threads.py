@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
+from queue import SimpleQueue
 from typing import Generic, TypeVar
 
 from kvoffd.errors import NoMoreThreads
@@ -75,10 +76,9 @@ class TaskThread:
 
     def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._name, self._clock = name, clock
-        self._changed = threading.Condition()
-        self._tasks: deque[Callable[[], object]] = deque()
+        self._tasks: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        """None ends the thread."""
         self._began: float | None = None
-        self._stopped = False
         self._threads = DaemonThreads([(name, self._run)], self.stop)
 
     @property
@@ -89,22 +89,14 @@ class TaskThread:
 
     @property
     def waiting(self) -> int:
-        return len(self._tasks)
+        return self._tasks.qsize()
 
-    def put(self, task: Callable[[], object], most_waiting: int | None = None) -> bool:
-        """Queue a task; return False if ``most_waiting`` are queued already."""
-        with self._changed:
-            if most_waiting is not None and len(self._tasks) >= most_waiting:
-                return False
-            self._tasks.append(task)
-            self._changed.notify()
-        return True
+    def put(self, task: Callable[[], object]) -> None:
+        self._tasks.put(task)
 
     def stop(self) -> None:
         """End the thread after the queued tasks."""
-        with self._changed:
-            self._stopped = True
-            self._changed.notify()
+        self._tasks.put(None)
 
     def close(self, timeout_s: float) -> bool:
         """Stop and join the thread; return False if it still runs after ``timeout_s``."""
@@ -112,20 +104,13 @@ class TaskThread:
         return self._threads.join(time.monotonic() + timeout_s)
 
     def _run(self) -> None:
-        while (task := self._next()) is not None:
+        while (task := self._tasks.get()) is not None:
+            self._began = self._clock()
             try:
                 task()
             except Exception:
                 logger.exception("A task of %s failed; the thread continues.", self._name)
-
-    def _next(self) -> Callable[[], object] | None:
-        with self._changed:
             self._began = None
-            self._changed.wait_for(lambda: self._tasks or self._stopped)
-            if not self._tasks:
-                return None
-            self._began = self._clock()
-            return self._tasks.popleft()
 
 
 class Workers(Generic[T, R]):
@@ -167,7 +152,6 @@ class Workers(Generic[T, R]):
         self._running: dict[int, tuple[float, list[T]]] = {}  # by thread: start time, and tasks that have not ended
         self._ended: deque[tuple[T, R]] = deque()
         self._posted = self._stopped = self._called = False
-        self.busy_seconds = 0.0
         self._nice = nice
         self._start()
 
@@ -276,7 +260,6 @@ class Workers(Generic[T, R]):
         return tasks
 
     def _do(self, number: int, tasks: list[T]) -> None:
-        begun = time.perf_counter()
         try:
             for result in self._works[number](tasks.copy()):
                 self._end_first(tasks, [result])
@@ -284,7 +267,6 @@ class Workers(Generic[T, R]):
         except Exception as error:
             self._end_first(tasks, [self._failed(error)] * len(tasks))
         with self._changed:
-            self.busy_seconds += time.perf_counter() - begun
             del self._running[number]
             # This thread takes the next tasks, so no other is woken.
             self._notify_idle()

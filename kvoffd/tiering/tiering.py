@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kvoffd.cache.asked_keys import AskedKeys
 from kvoffd.cache.block_table import FREE, READY, WRITING, BlockIds
-from kvoffd.cache.cache import Cache
+from kvoffd.cache.cache import NO_SESSION, Cache
 from kvoffd.cache.hooks import CacheListener
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.cache.tickets import Lease, LoadTicket
@@ -155,10 +155,6 @@ class Tiering:
     @property
     def disk_writer(self) -> Writer:
         return self.writers[0]
-
-    @property
-    def stores(self) -> list[Promotions]:
-        return self.sources[1:]
 
     def add_store(self, tier: Tier, settings: TieringSettings) -> None:
         """Add a store that nodes share, for blocks that neither the pool nor the earlier sources have."""
@@ -303,7 +299,9 @@ class Tiering:
             part.states[at] = SHARED if fill.wanted.source.shared else PENDING
 
     def _slower_sources(self, lookup: _Lookup, part: _Range, places: Sequence[int]) -> set[Promotions]:
-        """Return the sources whose keys take longer to read than to compute: these are not read."""
+        """Return the sources whose keys take longer to read than to compute: these are not read, unless for a hint."""
+        if lookup.lease.session == NO_SESSION:
+            return set()
         pairs = [part.there[at] for at in places if at in part.there]
         slower = {
             source

@@ -354,7 +354,7 @@ class Writer:
     def _look_at_cold_end(self, before: dict[int, tuple[int, str]]) -> None:
         """Examine blocks that are next to be evicted. ``before``: ``_rejected`` as of the last tick."""
         left, left_bytes = MAX_COLD_BLOCKS, self._cold_bytes
-        for batch in self._cache.policy.candidates():
+        for batch in self._cache.order.candidates():
             for group, members in self._cache.by_group(batch):
                 cold = members[: max(0, min(left, -(-left_bytes // group.block_bytes)))]
                 left -= len(cold)

@@ -1,7 +1,7 @@
 """Tiers: stores of blocks below the pool. Each implements ``Tier``; the pool itself is not a tier.
 
-A disk is ``disk.py``: ``disk_writes.py`` writes blocks, ``disk_reads.py`` reads them, and ``disk_clearing.py`` removes
-them, as for a clear. A store that nodes share is ``shared.py``.
+A disk is ``disk.py``: ``disk_io.py`` reads and writes blocks, and ``disk_clearing.py`` removes them, as for a clear. A
+store that nodes share is ``shared.py``.
 """
 
 DISK_NAME = "kvoffd.disk"

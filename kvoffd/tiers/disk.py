@@ -20,9 +20,8 @@ from kvoffd.system.files import FileCalls, OnError
 from kvoffd.system.threads import Workers
 from kvoffd.tiers.disk_clearing import Clearing
 from kvoffd.tiers.disk_file import DiskFile
+from kvoffd.tiers.disk_io import HOUR_S, BlockWriter, End, Reads, SlotJob
 from kvoffd.tiers.disk_map import LOOKED_AT_ONCE, NO_SLOT, REGIONS_AT_ONCE, DiskMap, KnownGroup
-from kvoffd.tiers.disk_reads import End, Reads, SlotJob
-from kvoffd.tiers.disk_writes import HOUR_S, BlockWriter
 from kvoffd.tiers.header import Block, BlockGroup, fits_header
 from kvoffd.tiers.tier import ABSENT, PRESENT, ReadEnd, Result, Tier, TierListener, TierStats, WriteEnd
 from kvoffd_proto.stats import DiskFault
@@ -212,7 +211,6 @@ class DiskTier(Tier):
         known = self._map.known(group) or KnownGroup(group, self._map.last_number + 1)
         takes = self.available() and len(self._writing) < self._options.most_writes and now >= self._write_at
         if not takes or not self._fits(known, key) or (taken := self._take(known.slot_bytes)) is None:
-            self.counters.refused_writes += 1
             return False
         assert all(block.checksums), "without checksums, a damaged block could not be detected"
         slot = taken
@@ -380,9 +378,6 @@ class DiskTier(Tier):
             blocks=self._map.blocks,
             queued_reads=self._reads.waiting,
             queued_writes=self._writes.waiting,
-            running_reads=self._reads.running,
-            running_writes=self._writes.running,
-            busy_seconds=self._reads.busy_seconds + self._writes.busy_seconds,
             errors=self.counters.errors.copy(),
         )
 

@@ -17,8 +17,8 @@ import numpy as np
 from kvoffd.pool.allocator import PAGE_BYTES
 from kvoffd.system.threads import Workers
 from kvoffd.tiers.disk_file import RECORD, DiskFile, runs_of
+from kvoffd.tiers.disk_io import End
 from kvoffd.tiers.disk_map import DiskMap
-from kvoffd.tiers.disk_reads import End
 from kvoffd.tiers.header import BlockGroup
 from kvoffd.tiers.tier import Result
 from kvoffd_proto.stats import DiskFault

@@ -1,4 +1,4 @@
-/* Reads blocks of a disk, many at once, and computes checksums, all without the GIL: see Reads in disk_reads.py. */
+/* Reads blocks of a disk, many at once, and computes checksums, all without the GIL: see Reads in disk_io.py. */
 #include <errno.h>
 #include <linux/aio_abi.h>
 #include <poll.h>
@@ -16,7 +16,7 @@ void kvoffd_digests(const uint64_t *slot, const uint64_t *slot_bytes, uint64_t *
 
 enum { MOST_PARTS = 1024 /* IOV_MAX */, MOST_READS = 128, REPORTED_WITHIN_MS = 1 };
 
-/* A block to read: 64-bit numbers that disk_reads.py owns until the read has ended. */
+/* A block to read: 64-bit numbers that disk_io.py owns until the read has ended. */
 struct block_read {
     uint64_t number;
     int64_t offset;  /* in the file */

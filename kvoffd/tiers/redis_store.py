@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from kvoffd.system.files import address_of
+from kvoffd.system.files import address_of, drop_bytes
 from kvoffd.system.native import NUMBER, VOID_P, declare, native
 from kvoffd.tiers.header import HEADER_BYTES
 from kvoffd.tiers.store import (
@@ -458,8 +458,7 @@ class Redis(Store):
             view[: len(part)] = part
             done += len(part)
         del self._input[:done]
-        rest = list(views)
-        _skip(rest, done)
+        rest = drop_bytes(list(views), done)
         if rest and not self._tls:
             return self._receive_all(rest, views, deadline)
         while rest:
@@ -470,7 +469,7 @@ class Redis(Store):
                 raise self._lost(error) from error
             if not count:
                 raise self._lost("it closed the connection")
-            _skip(rest, count)
+            rest = drop_bytes(rest, count)
         return ()
 
     def _receive_all(self, rest: Sequence[memoryview], views: Sequence[memoryview], deadline: float) -> Sequence[int]:
@@ -506,8 +505,7 @@ class Redis(Store):
         self._send_on(parts, deadline)
 
     def _send_on(self, parts: Sequence[bytes | memoryview], deadline: float) -> None:
-        rest = [memoryview(part) for part in parts]
-        _skip(rest, 0)
+        rest = drop_bytes([memoryview(part) for part in parts], 0)
         while rest:
             connected = self._ready(deadline)
             try:
@@ -515,7 +513,7 @@ class Redis(Store):
                 sent = connected.send(rest[0]) if self._tls else connected.sendmsg(rest[:MOST_PARTS])
             except OSError as error:
                 raise self._lost(error) from error
-            _skip(rest, sent)
+            rest = drop_bytes(rest, sent)
 
     def _ready(self, deadline: float) -> socket.socket:
         """Return the socket, with its timeout set to the time left."""
@@ -553,18 +551,6 @@ def _connected(places: Sequence[Any], deadline: float) -> socket.socket:
 def _place(view: memoryview) -> tuple[int, int]:
     """Return a view's address and length."""
     return address_of(view) if len(view) else 0, len(view)
-
-
-def _skip(parts: list[memoryview], count: int) -> int:
-    """Drop the first ``count`` bytes of these parts; return how many bytes there are beyond them."""
-    done = 0
-    while done < len(parts) and count >= len(parts[done]):
-        count -= len(parts[done])
-        done += 1
-    del parts[:done]
-    if parts and count:
-        parts[0] = parts[0][count:]
-    return 0 if parts else count
 
 
 def _tls_context() -> ssl.SSLContext:

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffd.pool.checksums import digest
+from kvoffd.pool.slot_table import MAX_KEY_BYTES
 from kvoffd.system.native import CHAR_P, NUMBER, VOID_P, declare, native
 from kvoffd.system.newest import put_newest
 from kvoffd.system.threads import Workers
@@ -80,7 +81,6 @@ MOST_NAMESPACES = 65_536
 """Namespaces whose last poll for a reset is remembered: as many as can be open."""
 MOST_OBJECT_BYTES = 500 * 2**20
 """Limit of a block: Redis accepts values of 512 MiB."""
-MOST_KEY_BYTES = 64
 READERS = 2
 PARTIAL = "partial"
 """Reason for which blocks are removed for all nodes: this node has more of them. Otherwise only it drops them."""
@@ -422,7 +422,7 @@ class SharedTier(Tier):
     # --- reading, writing, removing --------------------------------------------------------------
 
     def wants(self, group: BlockGroup, keys: Sequence[bytes]) -> list[bool]:
-        tag, fits = group.tag, group.nbytes <= MOST_OBJECT_BYTES and fits_header(group, MOST_KEY_BYTES)
+        tag, fits = group.tag, group.nbytes <= MOST_OBJECT_BYTES and fits_header(group, MAX_KEY_BYTES)
         believed = self._are_believed(tag, keys)
         return [fits and (tag, key) not in self._writes and not its for key, its in zip(keys, believed, strict=True)]
 

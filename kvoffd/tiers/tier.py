@@ -72,16 +72,12 @@ class TierStats:
     written_blocks: int = 0
     written_bytes: int = 0
     evicted_blocks: int = 0
-    refused_writes: int = 0
     already_stored: int = 0
     dropped_writes: int = 0
     dropped_removals: int = 0
     mismatches: int = 0
     queued_reads: int = 0
     queued_writes: int = 0
-    running_reads: int = 0
-    running_writes: int = 0
-    busy_seconds: float = 0.0
     errors: Counter[str] = field(default_factory=Counter)
 
 

@@ -18,6 +18,7 @@ from kvoffd_proto.messages import (
     Fingerprint,
     GroupIndex,
     GroupSpec,
+    HintAction,
     KeyState,
     LayerSpec,
     PromptReport,
@@ -257,7 +258,7 @@ class ListBlocks(Request[BlocksListed], frozen=True):
 
 
 class TraceChain(Wire, frozen=True):
-    """One prompt's keys of one group, recorded once even if the engine looked them up several times."""
+    """A prompt's keys of one group, recorded once even if it was looked up several times, or a hint's."""
 
     milliseconds: Annotated[Count, doc("Time since the trace began.")]
     namespace: Fingerprint
@@ -266,6 +267,9 @@ class TraceChain(Wire, frozen=True):
     block_bytes: Annotated[ByteCount, doc("Pool bytes of a block of all ranks; 0 before a worker registered.")]
     key_bytes: Annotated[Count, doc("Bytes of a key.")]
     keys: Annotated[bytes, doc("Keys, end to end, root of the prefix first.")]
+    hint: Annotated[HintAction | None, doc("A hint about these keys, not a lookup.")] = None
+    priority: Annotated[Count, doc("The hint's.")] = 0
+    ttl_s: Annotated[Seconds, doc("The hint's.")] = 0.0
 
 
 class TraceReply(Reply, frozen=True):

@@ -16,7 +16,7 @@ from msgspec import Meta, Struct, structs
 
 from kvoffd_proto.errors import ErrorCode
 
-PROTOCOL_VERSION = 17
+PROTOCOL_VERSION = 18
 """Version that both ends must have. Raise it when a message, a field or its meaning changes."""
 
 FINGERPRINT_BYTES = 32
@@ -451,6 +451,38 @@ class Release(Request[Done], frozen=True):
     lease_ids: Annotated[list[LeaseId], doc("Leases of this session.", max_length=65536)]
 
 
+class HintAction(StrEnum):
+    """A client's wish for blocks. Nothing is promised."""
+
+    RETAIN = "retain"
+    """Evict them after others, for a time and within a limit."""
+    RELEASE = "release"
+    """Evict them before others, unless a lookup finds them before."""
+    PREFETCH = "prefetch"
+    """Promote them from disks and stores."""
+
+
+MOST_PRIORITY, MOST_TTL_S = 100, 86400.0
+MAX_HINT_KEYS = 1024
+"""Keys of one Hint."""
+
+
+@exchange(SCHEDULER)
+class Hint(Request[Done], frozen=True):
+    """Passes on a client's hint about the blocks of a prompt. It also applies to those stored in the next minute.
+
+    It has 1,024 keys at most: split others, the root of the prefix first.
+    """
+
+    namespace: Fingerprint
+    action: Annotated[HintAction, doc("``retain``, ``release`` or ``prefetch``.")]
+    groups: Annotated[list[GroupKeys], doc("Keys, root of the prefix first.", max_length=MAX_GROUPS)]
+    priority: Annotated[
+        int, doc("Of retained blocks, those of a lower priority are evicted first.", ge=0, le=MOST_PRIORITY)
+    ] = 0
+    ttl_s: Annotated[float, doc("Seconds for which to retain them.", ge=0, le=MOST_TTL_S)] = 0.0
+
+
 @exchange(SCHEDULER)
 class Invalidate(Request[Done], frozen=True):
     """Drops unusable blocks. A block under another session's lease leaves the index now and the pool later.
@@ -486,6 +518,7 @@ class ReportEngine(Request[Done], frozen=True):
     paused_stores: Annotated[int, doc("Stores skipped because it had waited too often.", ge=0, le=MAX_REPORTED)] = 0
     late_lookups: Annotated[int, doc("Lookups that it stopped waiting for.", ge=0, le=MAX_REPORTED)] = 0
     problem: Annotated[str, doc("Why it stores and loads nothing; empty if it does.", max_length=MAX_PROBLEM)] = ""
+    unknown_hints: Annotated[int, doc("Hints that it did not know or could not read.", ge=0, le=MAX_REPORTED)] = 0
 
 
 MAX_PROMPT_REPORTS = 256

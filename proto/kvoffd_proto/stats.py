@@ -102,7 +102,7 @@ Labelled: TypeAlias = dict[str, Count]
 
 SOURCES = "pool", "disk", "shared"
 MISS_REASONS = {
-    "unknown": "never stored since the daemon's start",
+    "unknown": "never stored in this namespace since the daemon's start",
     "forgotten": "never stored, or evicted so long ago that it is not remembered",
     "evicted": "evicted to make space for other blocks",
     "rejected": "not stored: the eviction policy expected no reuse",
@@ -163,6 +163,12 @@ class Traffic(Part, frozen=True):
     late_lookups: Annotated[Count, counter("Lookups whose answers engines did not wait for: they computed.")] = 0
     skipped_loads: Annotated[Count, doc("Loads that engines skipped because computing was faster.")] = 0
     paused_stores: Annotated[Count, doc("Stores that engines skipped because they had waited too long for stores.")] = 0
+    retained_blocks: Annotated[Count, doc("Blocks that hints retained.")] = 0
+    unretained_blocks: Annotated[Count, doc("Blocks not retained although a hint asked for it: too many.")] = 0
+    retained_found_keys: Annotated[Count, counter("Keys found in blocks that a hint retained.")] = 0
+    released_blocks: Annotated[Count, doc("Blocks that hints released.")] = 0
+    prefetched_keys: Annotated[Count, doc("Keys that hints had promoted from disks and stores.")] = 0
+    unknown_hints: Annotated[Count, counter("Hints that engines did not know or could not read.")] = 0
 
 
 class Window(Traffic, frozen=True):
@@ -240,6 +246,7 @@ class PoolStats(Part, frozen=True):
     ] = {}
     usable_bytes: Annotated[ByteCount, doc("Bytes of the pool that are not quarantined.")] = 0
     pinned_bytes: Annotated[ByteCount, gauge("Bytes of the pool under a lease or a copy: they cannot be evicted.")] = 0
+    retained_bytes: Annotated[ByteCount, gauge("Bytes of the pool that hints retain: they are evicted last.")] = 0
     pinned_for_gpu_bytes: Annotated[ByteCount, gauge("Bytes page-locked for GPUs, copied at full speed.")] = 0
     unpinnable_bytes: Annotated[ByteCount, gauge("Bytes that CUDA refused to page-lock, copied slowly.")] = 0
     pinning_gpu_bytes: Annotated[ByteCount, doc("Memory of the first GPU used for page-locking the pool.")] = 0
@@ -387,12 +394,8 @@ class DiskStats(Part, frozen=True):
     written_bytes: Annotated[ByteCount, counter("Bytes written to the disk, including headers of blocks.")] = 0
     lifetime_written_bytes: Annotated[ByteCount, gauge("Bytes written to the disk since its file was created.")] = 0
     evicted_blocks: Annotated[Count, doc("Blocks evicted to make space for others.")] = 0
-    refused_writes: Annotated[Count, doc("Writes refused because too many were queued.")] = 0
     queued_reads: Annotated[Count, doc("Reads that are queued.")] = 0
     queued_writes: Annotated[Count, doc("Writes that are queued.")] = 0
-    running_reads: Annotated[Count, doc("Reads that are running.")] = 0
-    running_writes: Annotated[Count, doc("Writes that are running.")] = 0
-    busy_seconds: Annotated[Seconds, doc("Seconds with a read running, and seconds that threads spent writing.")] = 0.0
     direct: Annotated[bool, doc("Whether the file bypasses the page cache (O_DIRECT).")] = False
     errors: Annotated[Labelled, counter("Errors of the disk; the log has the sentences.", "kind", DiskFault)] = {}
 

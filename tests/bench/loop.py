@@ -247,6 +247,25 @@ def reset(pool_bytes: int) -> Result:
     return daemon.measure(clear)
 
 
+def reset_leases(pool_bytes: int) -> Result:
+    """A namespace is cleared on which four sessions have 16,000 leases each, then one with many incomplete blocks."""
+    daemon = Daemon(pool_bytes)
+    operator, worker = daemon.session(m.Role.ADMIN, b""), daemon.session(m.Role.WORKER, name_of(0))
+    half, _ = (daemon.session(m.Role.WORKER, name_of(1), rank=rank, ranks=2) for rank in range(2))
+    first = daemon.fill(worker, pool_bytes // 2)
+    daemon.fill(half, pool_bytes // 8)
+    for number in range(4):
+        scheduler = daemon.session(m.Role.SCHEDULER, name_of(0))
+        for lease in range(1, 16_001):
+            daemon.lookup(scheduler, lease + (number << 20), keys_of(first + 16 * lease, 16))
+
+    def clear() -> None:
+        for namespace in range(2):
+            daemon.ask(operator, a.Clear(1, name_of(namespace)))
+
+    return daemon.measure(clear)
+
+
 def _at_its_quota(pool_bytes: int) -> tuple[Daemon, Session, Session, int]:
     """A namespace that has its quota, an eighth of a full pool; others' blocks come first in the order."""
     daemon = Daemon(pool_bytes)
@@ -449,6 +468,7 @@ CASES = {
     for one in (
         *(
             reset,
+            reset_leases,
             quota,
             leased,
             over_quota,

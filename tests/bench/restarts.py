@@ -55,7 +55,6 @@ TEXT = """\
 Times are in seconds, of the median of {rounds} rounds. Blocks have {block_tokens} tokens. Prompts of an 8B model have
 128 KiB a token; where those of a row would not fit into {most_gib:.2g} GiB the model has fewer layers."""
 HEADER = ["prompts", "KiB a token", "row", "loaded in", "loaded", "first token", "device", "of device", "computed in"]
-PLAIN_GETS = "\n\nThe store alone, GETs of as many bytes over one connection, seconds: {}."
 
 STEP_TOKENS = 8192
 """Tokens that the engine computes in a step."""

@@ -294,7 +294,8 @@ def test_what_was_saved_in_money() -> None:
     assert report_of(facts(stats)).verdict[1].endswith(" At this rate it saves 8.0 GPU hours a day.")
     assert report_of(facts(stats), gpu_hour=3.5).verdict[1].endswith(" 8.0 GPU hours a day, worth 28.00 a day.")
     early = report_of(facts(stats | {"uptime_seconds": 3599.0}), gpu_hour=3.5)
-    assert early.verdict[1].endswith(" It is too early for a daily figure: the daemon is up for 59 min 59 s.")
+    assert " of prefill, worth " in early.verdict[1]
+    assert early.verdict[1].endswith(" so far. A figure for a day takes an hour: the daemon is up for 59 min 59 s.")
 
 
 def test_a_pool_with_free_space_starves_nobody() -> None:
@@ -327,7 +328,7 @@ def test_sizes() -> None:
     worse = find(facts({"curve": curve(RISING, 19), "curve_seen_bytes": 200 * GIB, "last_hour": DECLINED}))
     assert [(one.check, one.weight) for one in worse] == [("pool_too_small", 0.1), ("lru_is_better", 0.07)]
     assert worse[0].evidence.startswith(
-        "With lru requests would find 26.0 % of their tokens in a pool of 20.0 GiB, and 36.0 %"
+        "Requests find 19.0 % of their tokens in a pool of 20.0 GiB (26.0 % with lru), and with lru 36.0 %"
     )
     assert worse[1].evidence == (
         "Requests found 19.0 % of their tokens in the pool with the policy learned. With lru it would have been 26.0 % "

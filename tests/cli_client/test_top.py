@@ -119,6 +119,15 @@ def test_the_screen(screen: Screen) -> None:
     assert lines[-1].startswith("1 all  2 clients  3 tiers  4 policy")
 
 
+def test_hints_are_shown_where_there_are_some(screen: Screen) -> None:
+    assert not [line for line in drawn(screen) if line.startswith("Hints")]
+    now = stats(10)
+    total = structs.replace(now.since_start, retained_blocks=1200, retained_found_keys=3456, unknown_hints=7)
+    pool = structs.replace(now.pool, retained_bytes=GIB)
+    screen.reading = Reading(structs.replace(now, since_start=total, pool=pool))
+    assert "Hints   retained 1.00 GiB  keys found in it 3,456  unknown 7" in drawn(screen)
+
+
 def test_the_verdict_is_said_where_it_is_not_a_good_one(screen: Screen) -> None:
     def shown(paying_off: bool | None, verdict: str = "") -> list[str]:
         told = {"health": HealthLevel.OK, "health_problems": [], "paying_off": paying_off, "verdict": verdict}

@@ -29,7 +29,7 @@ from kvoffd_client.cli import main
 from kvoffd_client.cli.trace import TraceWriter
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto.admin import TraceChain
-from kvoffd_proto.messages import GroupSpec
+from kvoffd_proto.messages import GroupKeys, GroupSpec, HintAction
 from tests.kit.command import DEADLINE_S, start_cli
 from tests.kit.daemon import DaemonProcess
 from tests.kit.waiting import wait_until
@@ -70,6 +70,7 @@ def test_what_was_asked_for_is_recorded_and_replayed(tmp_path: Path, capfd: pyte
         assert main(["trace", "record", str(tmp_path / "second"), "--directory", str(daemon.directory)]) == 2
         assert "records a trace" in capfd.readouterr().err
         assert not (tmp_path / "second").exists()
+        engine.scheduler.hint(HintAction.RETAIN, [GroupKeys(0, b"".join(KEYS[:4]))], 80, 60.0)
         for keys in (KEYS[:4], KEYS[:6], KEYS[:4]):
             engine.lookup(keys)
             assert engine.store(keys, range(len(keys))).ok
@@ -79,13 +80,16 @@ def test_what_was_asked_for_is_recorded_and_replayed(tmp_path: Path, capfd: pyte
         done = json.loads(process.stdout.read())
         replayed = ["trace", "replay", str(file), "--policy", "lru", "--json", "--directory", str(daemon.directory)]
         assert main(replayed) == 0
-        sizes = [one["size"] for one in json.loads(capfd.readouterr().out)["results"]]
+        results = json.loads(capfd.readouterr().out)["results"]
+        assert [one["policy"] for one in results[:2]] == ["lru", "lru+hints"]
+        sizes = [one["size"] for one in results]
         assert sizes[-1] == "32.0 MiB (now)", "the daemon's own pool is among the sizes"
     assert (done["chains"], done["keys"], done["dropped"], done["ended"]) == (3, 14, 0, "interrupt")
     assert done["bytes"] == file.stat().st_size
     lines = [json.loads(line) for line in gzip.decompress(file.read_bytes()).splitlines()]
-    first, second, third = (line["hash_ids"] for line in lines)
-    assert first == second[:4] == third
+    hinted, first, second, third = (line["hash_ids"] for line in lines)
+    assert hinted == first == second[:4] == third
+    assert [lines[0][name] for name in ("hint", "priority", "ttl_s")] == ["retain", 80, 60.0]
     assert len(set(second)) == 6
     assert not {int.from_bytes(key[:8], "big") >> 11 for key in KEYS} & set(second)
     assert (lines[0]["namespace"], lines[0]["group"], lines[0]["input_length"]) == (0, 0, 4 * lines[0]["block_tokens"])

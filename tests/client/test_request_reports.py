@@ -32,8 +32,8 @@ def test_an_operator_sees_why_a_request_missed(daemon: DaemonProcess, capsys: py
         head, first, second, third, _ = cli().splitlines()
         fingerprint = engine.namespace.fingerprint.hex()
         assert head == f"Engine fake engine, namespace tiny ({fingerprint[:12]}):"
-        assert "cmpl-1 loaded 48 of 128 tokens. Of 8 keys 2 in the pool, 1 on a disk." in first
-        assert "The first missing key, number 4, abababababab: never stored" in first
+        assert "cmpl-1 loaded 48 of 128 tokens. Of 8 keys kvoffd had 2 in the pool, 1 on a disk." in first
+        assert "The first key missing, number 4, abababababab: never stored in this namespace" in first
         assert "cmpl-2 loaded nothing of 128 tokens." in second
         assert "of the future" in third
         assert third.isprintable()
@@ -44,8 +44,11 @@ def test_an_operator_sees_why_a_request_missed(daemon: DaemonProcess, capsys: py
         assert found["namespace"] == engine.namespace.fingerprint.hex()
         for number in range(300):
             engine.scheduler.report_prompt(report(f"many-{number}", Outcome.MISSED))
-        wait_until(lambda: cli().count(" many-") == 300)
+        wait_until(lambda: cli("--all").count(" many-") == 300)
         assert "many-299" in cli("many").splitlines()[-1]
+        *_, last, earlier = cli().splitlines()
+        assert "many-299" in last
+        assert earlier == "and 284 earlier: kvoffd-cli clients --requests --all"
         with FakeEngine(daemon.directory, "tiny", page_bytes=4096) as other:
             other.store([b"\xab" * 32], [0])
             said = cli("cmpl-2")

@@ -85,6 +85,19 @@ def test_evicted_blocks_come_back(shared_daemon: DaemonProcess, world_size: int)
         assert found.health == "ok"
 
 
+def test_a_full_disk_stays_within_its_size(daemon: DaemonProcess, tmp_path: Path) -> None:
+    """Its file and its index, with 32 MiB of blocks for 16 MiB."""
+    with CheckedEngine(daemon) as engine:
+        for first in range(0, 512, 16):
+            engine.put(range(first, first + 16))
+            wait_until(lambda: not books(daemon.directory).tiers.writes_waiting)
+        found = books(daemon.directory).disks[0]
+        assert found.evicted_blocks > 0
+        assert found.used_bytes <= found.size_bytes == 16 << 20
+        assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 17 << 20
+        assert sum(path.stat().st_blocks * 512 for path in tmp_path.iterdir()) <= 17 << 20
+
+
 def test_blocks_outlive_the_pool(daemon: DaemonProcess) -> None:
     """After SIGTERM and after kill -9; the pool itself is empty then."""
     with CheckedEngine(daemon) as engine:

@@ -17,7 +17,7 @@ from kvoffd.system.files import FileCalls, read_all
 from kvoffd.system.threads import ENDED_AT_ONCE, DaemonThreads, Workers
 from kvoffd.tiers import DISK_NAME
 from kvoffd.tiers.disk import DiskTier
-from kvoffd.tiers.disk_reads import Reads
+from kvoffd.tiers.disk_io import Reads
 from kvoffd.tiers.header import BlockGroup
 
 PAGE = 4096

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,8 +33,7 @@ class Shape:
         environ: variables of the engine's processes.
         request: arguments of the command ``generate`` beside the prompts.
         prompts: token ids, or whatever the command ``generate`` takes.
-        cached: the tokens that each prompt shall find; None for as many as vLLM's own prefix cache gives, or those of
-            them that are in whole blocks, where ``whole_blocks`` is set.
+        cached: the tokens that each prompt shall find; None for as many as vLLM's own prefix cache gives.
         workers: how many processes register memory.
         varies: a prompt that vLLM has in its own prefix cache may get other tokens than a cold one, since its kernels
             compute the rest in another order.
@@ -48,7 +46,6 @@ class Shape:
     request: Mapping[str, Any] = field(default_factory=dict)
     prompts: Sequence[Any] = field(default_factory=lambda: PROMPTS)
     cached: Sequence[int] | None = None
-    whole_blocks: bool = False
     workers: int = 1
     varies: bool = False
 
@@ -78,12 +75,9 @@ def check_shape(shape: Shape, model: Path, daemon: DaemonProcess, *, restart: bo
             engine.start()
             wait_connected(daemon.directory, shape.workers, PATIENCE_S)
             loaded.append(ask())
-        after, log = books(daemon.directory), engine.log
+        after = books(daemon.directory)
     assert cached(cold) == [0] * len(cold), cached(cold)
     expected = list(shape.cached or cached(own))
-    if shape.whole_blocks:  # which vLLM makes as large as a state is on this CPU
-        (size,) = {int(size) for size in re.findall(r"Setting attention block size to (\d+) tokens", log)}
-        expected = [each // size * size for each in expected]
     assert all(expected)
     assert shape.varies or tokens(own) == tokens(cold), "vLLM's own prefix cache"
     for answers in loaded:

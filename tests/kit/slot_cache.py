@@ -27,9 +27,9 @@ from kvoffd.cache.block_table import (
     BlockIds,
 )
 from kvoffd.cache.cache import Cache
+from kvoffd.cache.lru import Lru
 from kvoffd.cache.namespace import Group, Namespace
 from kvoffd.cache.policy import make_policy
-from kvoffd.cache.queues import Queues
 from kvoffd.cache.recovery import RecoveredBlocks, recover
 from kvoffd.cache.tickets import SessionLeases, StoreTicket
 from kvoffd.pool.allocator import SlotAllocator
@@ -184,7 +184,7 @@ class CacheRig:
         os.pwrite(fd, os.pread(self.fd, self.geometry.size_bytes, 0), 0)
         table = SlotTable(memoryview(mmap.mmap(fd, self.geometry.size_bytes)), self.geometry, new=False)
         slots, cache = SlotAllocator(self.geometry.pool_bytes, self.geometry.region_bytes), self.cache
-        successor = Cache(slots, table, Queues(self.geometry.slots), FoldedEvents(), self.clock)
+        successor = Cache(slots, table, Lru(self.geometry.slots), FoldedEvents(), self.clock)
         numbers: dict[int, tuple[bytes, int]] = {}
         namespaces = {}
         for namespace in cache.namespaces.values():
@@ -277,7 +277,8 @@ def check_invariants(cache: Cache) -> None:
     assert usage.free + usage.writing + usage.ready + usage.dropped + usage.quarantined == slots.pool_bytes
     pins: Counter[int] = Counter()
     held: dict[int, SessionLeases] = {}
-    for lease in (*cache.leases.values(), *cache._ended):
+    reset = {lease for leases in cache._reset_leases for lease in leases}
+    for lease in {*cache.leases.values(), *cache._ended, *reset}:
         pins.update(lease.blocks.tolist())
         one = held.setdefault(lease.session, SessionLeases())
         one.leases[lease] = None
@@ -286,12 +287,16 @@ def check_invariants(cache: Cache) -> None:
     assert {session: (one.leases, one.keys, one.nbytes) for session, one in held.items()} == {
         session: (one.leases, one.keys, one.nbytes) for session, one in cache.session_leases.items()
     }
-    alive_or_held = {*cache.leases.values(), *cache._ended}
+    alive = {*cache.leases.values()} - reset
     for namespace in cache.namespaces.values():
-        assert namespace.leases.keys() == {lease for lease in alive_or_held if lease.namespace is namespace}
+        assert namespace.leases.keys() == {lease for lease in alive if lease.namespace is namespace}
     assert all(blocks.pins[block] >= count for block, count in pins.items())
-    order = [int(block) for batch in cache.policy.candidates() for block in batch]
+    order = [int(block) for batch in cache.order.candidates() for block in batch]
     assert sorted(order) == np.flatnonzero(blocks.state == READY).tolist(), "the policy knows other blocks"
+    kept = [head for head in order if int(cache.order._hint_of[head]) in cache.order._retentions]
+    assert cache.order.retained_bytes == sum(cache._of_block(head).block_bytes for head in kept)
+    hints = [*cache.order._retentions.values(), *cache.order._lapsed.values()]
+    assert cache.order.retained_bytes == sum({hint.namespace: hint.namespace.retained_bytes for hint in hints}.values())
     assert (blocks.state[~slots.in_use] == FREE).all()
     assert (blocks.shard[~slots.in_use] == RESERVED).all()
     assert NO_BLOCK not in seen

@@ -141,20 +141,19 @@ class TieringHarness(CacheRig):
             self.cache.commit_store(ticket, self.fill(ticket))
 
     def put_in_tier(self, namespace: Namespace, keys: bytes) -> None:
-        """Have the tier hold blocks of the first group, and the pool not."""
-        self.put(namespace, keys)
-        blocks = self.blocks(namespace, keys)
-        writes = writes_of(self.cache, self.cache.group(namespace, 0), self.group(namespace), blocks)
-        assert len(writes) == len(namespace.split(0, keys))
+        """Have the tier hold blocks of the first group, one after the other, and the pool not."""
 
         def done(result: Result) -> None:
             assert result is Result.DONE
 
-        for write in writes:
+        for key in namespace.split(0, keys):
+            self.put(namespace, key)
+            blocks = self.blocks(namespace, key)
+            (write,) = writes_of(self.cache, self.cache.group(namespace, 0), self.group(namespace), blocks)
             assert self.tier.write(write.copy, write.offsets, done)
-        self.tier.end_all()
-        self.evict(namespace, keys)
-        assert self.in_tier(namespace, keys) == len(writes)
+            self.tier.end_all()
+            self.evict(namespace, key)
+            assert self.in_tier(namespace, key) == 1
 
     def in_tier(self, namespace: Namespace, keys: bytes) -> int:
         tag, tiers = self.group(namespace).tag, self.tiering.disks.tiers
@@ -164,9 +163,13 @@ class TieringHarness(CacheRig):
     def group(self, namespace: Namespace, group: int = 0) -> BlockGroup:
         return block_group_of(self.cache.group(namespace, group))
 
-    def finish_promotions(self) -> None:
+    def bring_up(self) -> None:
+        """Begin what was asked for, and have the tier end it."""
         self.tiering.pump()
         self.tier.end_all()
+
+    def finish_promotions(self) -> None:
+        self.bring_up()
         self.stop_waiting()
 
     def stop_waiting(self) -> None:

@@ -427,6 +427,19 @@ class WireClient(Closing):
         """Report what an engine counted."""
         self.ask(m.ReportEngine, namespace, tokens_per_second, skipped_loads)
 
+    def hint(
+        self,
+        action: str,
+        keys: Sequence[bytes],
+        *,
+        priority: int = 0,
+        ttl_s: float = 60.0,
+        namespace: bytes = NAMESPACE,
+    ) -> int:
+        """Retain, release or prefetch blocks; how many of them can be read."""
+        groups = [m.GroupKeys(0, b"".join(keys))]
+        return int(self.ask(m.Hint, namespace, action, groups, priority, ttl_s).count)
+
     def reset(self, namespace: bytes = NAMESPACE) -> int:
         """Drop every block of a namespace; how many there were."""
         return int(self.ask(m.Reset, namespace).count)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -14,46 +13,29 @@ from kvoffd.config import Config, DiskSize
 from kvoffd.pool.pool import Pool
 from kvoffd.server.persistence import State, StateFile
 from kvoffd.server.tiers import TierSupervisor, make_tiering
-from kvoffd.tiers.disk_file import OpeningStopped
-from kvoffd.tiers.tier import TierListener, TierStats
+from kvoffd.tiers.disk import DiskTier
+from kvoffd.tiers.header import make_block_group
+from kvoffd.tiers.tier import TierListener
 from kvoffd_proto.events import MEDIUM_STORAGE
 from kvoffd_proto.stats import DiskState
+from tests.kit.memory_disk import MemoryDisk, ReadsWithoutThreads, WorkersWithoutThreads, names_of
 from tests.kit.slot_cache import CacheRig, FoldedEvents, keys_of
 from tests.kit.waiting import wait_until
+from tests.tiers.disk_rig import ONE, OTHER, SIZE_BYTES, DiskRig, block_of
 
 
-class FakeDisk:
-    """As much of a DiskTier as TierSupervisor uses."""
+def disk_of(*fingerprints: bytes, generation: int = 0, written_bytes: int = 0) -> MemoryDisk:
+    """A disk that has a block of each of these namespaces."""
+    rig = DiskRig()
+    for number, fingerprint in enumerate(fingerprints):
+        rig.write(block_of(number, make_block_group(fingerprint, generation, 0, [12_000])))
+    rig.tier._clearing.written(written_bytes)
+    assert rig.tier.close(1.0)
+    return rig.files
 
-    open_seconds, found_blocks, lifetime_bytes, lifetime_written_bytes, direct, removed = 0.0, 0, 0, 0, True, False
 
-    def __init__(self, hangs: bool = False, generation: int = 0) -> None:
-        self.hangs, self.generation = hangs, generation
-        self.closes: list[float] = []
-        self.names = {b"one", b"other"}
-        """Namespaces that it has blocks of, all of this generation."""
-        self.errors: dict[str, int] = {}
-
-    @property
-    def found_generations(self) -> dict[bytes, int]:
-        return dict.fromkeys(self.names, self.generation)
-
-    def stats(self) -> TierStats:
-        return TierStats(2**30, errors=Counter(self.errors))
-
-    def tick(self) -> None:
-        pass
-
-    def available(self) -> bool:
-        return not self.hangs
-
-    def close(self, deadline_s: float) -> bool:
-        self.closes.append(deadline_s)
-        return not self.hangs
-
-    def remove_all(self, fingerprint: bytes) -> int:
-        self.names = self.names - {fingerprint}
-        return 1
+def namespaces_on(disk: DiskTier) -> set[bytes]:
+    return {group.fingerprint for group, _ in names_of(disk)}
 
 
 class TiersRig:
@@ -62,98 +44,100 @@ class TiersRig:
     def __init__(self, directory: Path, **settings: Any) -> None:
         self.rig = CacheRig(16, 4)
         self.calls: list[Callable[[], None]] = []
-        self.go = threading.Event()
-        self.result: FakeDisk | Exception = FakeDisk()
+        self.disk: DiskTier
         self.saved = State(StateFile(str(directory / "kvoffd.state"), 1 << 20))
         self.saved.restore()
         cache, clock, pool = self.rig.cache, self.rig.clock, cast(Pool, None)
         config, events = Config(**settings), FoldedEvents(MEDIUM_STORAGE)
         self.tiering = make_tiering(config, cache, events, clock, lambda: False, self.saved)
         self.tiers = TierSupervisor(config, self.tiering, cache, pool, clock, self.calls.append, self.saved)
-        self.tiers.open_disk = self.open  # type: ignore[assignment,method-assign]
+        self.tiers.open_disk = self.open  # type: ignore[method-assign]
 
-    def open(self, size: DiskSize, listener: TierListener) -> FakeDisk:
-        while not self.go.wait(0.01):
-            if self.tiers._stopping:
-                raise OpeningStopped("Stopping.")
-        if isinstance(self.result, Exception):
-            raise self.result
-        return self.result
+    def open(self, size: DiskSize, listener: TierListener) -> DiskTier:
+        if isinstance(self._result, Exception):
+            raise self._result
+        self.disk = DiskTier(
+            Path("/"),
+            SIZE_BYTES,
+            pool=memoryview(bytearray(1)),
+            clock=self.rig.clock,
+            post=deque[object]().append,
+            listener=listener,
+            generation=self.saved.generation,
+            calls=self._result,
+            make_reads=ReadsWithoutThreads,
+            make_workers=WorkersWithoutThreads,
+        )
+        return self.disk
 
-    def attach(self, result: FakeDisk | Exception, name: str = "/somewhere") -> None:
-        """Begin to open a directory, of which this is to come."""
-        self.result = result
+    def attach(self, result: MemoryDisk | Exception, name: str = "/somewhere") -> None:
+        """Have a thread read a directory, in which there is this. The daemon hears of it by ``opened``."""
+        self._result = result
         self.tiers._begin_to_open(DiskSize(name, 2**30), self.tiering)
-
-    def opened(self) -> None:
-        """Let the thread do its work, and take in what it posts."""
-        self.go.set()
         wait_until(lambda: self.calls)
+
+    def opened(self) -> DiskTier:
         self.calls.pop()()
+        return self.disk
 
 
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[TiersRig]:
     made = TiersRig(tmp_path)
     yield made
-    made.tiers._stopping = True
     made.saved.file.close(10.0)
 
 
 def test_what_goes_wrong_inside_an_opening_is_a_problem_and_no_end(rig: TiersRig) -> None:
     rig.attach(RuntimeError("surprise"))
-    rig.opened()
+    rig.calls.pop()()
     assert [disk.state for disk in rig.tiers] == [DiskState.FAILED]
     assert "surprise" in next(rig.tiers.problems)[1]
 
 
-def test_a_disk_that_hangs_does_not_delay_the_daemons_end(rig: TiersRig) -> None:
-    rig.attach(disk := FakeDisk(hangs=True))
-    rig.opened()
+def test_a_disk_that_hangs_does_not_delay_the_daemons_end(rig: TiersRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.attach(disk_of())
+    disk, closes = rig.opened(), list[float]()
+    disk.hangs = True
+    monkeypatch.setattr(disk, "close", closes.append)
     assert "does not return" in next(rig.tiers.problems)[1]
     assert not rig.tiers.close(60.0), "its threads may still be in the pool"
-    assert disk.closes == [0.0]
+    assert closes == [0.0]
 
 
 def test_what_is_cleared_does_not_come_with_a_directory_that_is_being_opened(rig: TiersRig) -> None:
     """A clear raises the generation of one namespace, or of all."""
     clears: tuple[tuple[Callable[[], object], set[bytes]], ...] = (
-        (lambda: rig.saved.raise_generation(b"one"), {b"other"}),
+        (lambda: rig.saved.raise_generation(ONE), {OTHER}),
         (rig.saved.raise_all, set()),
     )
     for clear, left in clears:
-        rig.go.clear()
-        rig.attach(disk := FakeDisk())
+        rig.attach(disk_of(ONE, OTHER, generation=rig.saved.generation(ONE)))
         clear()
-        rig.opened()
-        assert disk.names == left
+        assert namespaces_on(rig.opened()) == left
 
 
 def test_a_generation_that_was_forgotten_is_known_by_a_disk_and_all_else_is_older(rig: TiersRig) -> None:
     """As when the machine was started. What came up from another disk until then may be from before too."""
     space = rig.rig.open("one")
     rig.rig.store(space, keys_of(1, 2))
-    disks = FakeDisk(), FakeDisk(generation=5)
-    for number, disk in enumerate(disks):
-        disk.names = {space.fingerprint}
-        rig.attach(disk, f"/mnt/{number}")
-        rig.opened()
-    assert [disk.names for disk in disks] == [set(), {space.fingerprint}]
+    disks = []
+    for generation in (0, 5):
+        rig.attach(disk_of(space.fingerprint, generation=generation), f"/mnt/{generation}")
+        disks.append(rig.opened())
+    assert list(map(namespaces_on, disks)) == [set(), {space.fingerprint}]
     assert (rig.saved.generation(space.fingerprint), space.generation, space.ready_blocks) == (5, 5, 0)
+    rig.attach(disk_of(space.fingerprint, generation=5), "/mnt/late")
     rig.saved.raise_generation(space.fingerprint)
-    rig.attach(disk := FakeDisk(generation=5), "/mnt/late")
-    disk.names = {space.fingerprint}
-    rig.opened()
-    assert disk.names == set(), "what is raised after the loss is above all from before"
+    assert namespaces_on(rig.opened()) == set(), "what is raised after the loss is above all from before"
 
 
 def test_a_disk_with_a_generation_of_the_future_is_void_with_all_else(rig: TiersRig) -> None:
     space = rig.rig.open("one")
     rig.rig.store(space, keys_of(1, 2))
-    rig.attach(disk := FakeDisk(generation=2**61))
-    disk.names = {space.fingerprint}
-    rig.opened()
-    assert (disk.names, space.ready_blocks) == (set(), 0)
+    rig.attach(disk_of(space.fingerprint, generation=2**61))
+    assert namespaces_on(rig.opened()) == set()
+    assert space.ready_blocks == 0
     assert space.generation == rig.saved.generation(space.fingerprint) > 2**61
 
 
@@ -178,8 +162,7 @@ def test_a_days_writes_are_the_size_of_the_disks_beyond_their_first_filling(
 ) -> None:
     sizes = tuple(DiskSize(f"/mnt/{number}", (number + 1) << 30) for number in range(2))
     rig = TiersRig(tmp_path, disk=sizes, disk_write=mode, disk_write_bytes_per_day=given)
-    rig.attach(disk := FakeDisk())
-    disk.lifetime_written_bytes = 1 << 29
+    rig.attach(disk_of(written_bytes=1 << 29))
     rig.opened()
     budget = rig.tiering.disk_writer.budget
     assert budget.first_filling_bytes == 1 << 29, "of the one that is open, as far as it was not written yet"
@@ -188,10 +171,10 @@ def test_a_days_writes_are_the_size_of_the_disks_beyond_their_first_filling(
 
 
 def test_errors_of_a_disk_are_a_problem_for_an_hour(rig: TiersRig) -> None:
-    rig.attach(disk := FakeDisk())
-    rig.opened()
+    rig.attach(disk_of())
+    disk = rig.opened()
     assert dict(rig.tiers.problems) == {}
-    disk.errors = {"torn": 2, "not_direct": 1}
+    disk.counters.errors.update({"torn": 2, "not_direct": 1})
     rig.tiers.tick()
     assert "(2 torn)" in dict(rig.tiers.problems)["disk_errors"]
     for _ in range(64):  # the window moves in steps of three minutes

@@ -103,7 +103,7 @@ class Audit:
                     raise Broken("a session is told neither that a job runs nor how it ended, or both")
         if isinstance(request, m.Release):
             held = [self._service.cache.leases.get(lease_id) for lease_id in request.lease_ids]
-            if any(lease is not None and lease.session == session_id for lease in held):
+            if any(lease is not None and lease.active and lease.session == session_id for lease in held):
                 raise Broken("a session has a lease that it released")
 
     def publication(self, topic: bytes, sequence: bytes, payload: bytes) -> None:
@@ -167,7 +167,11 @@ class Audit:
         sessions = {session.id for session in self._service.sessions}
         for lease in cache.leases.values():
             assert lease.session in sessions, "a lease of a session that has ended"
-            assert not any(group.dead for group, _ in cache.by_group(lease.blocks)), "a lease outlives a reset"
+            assert not lease.active or not any(group.dead for group, _ in cache.by_group(lease.blocks)), (
+                "a lease outlives a reset"
+            )
+            pins.update(lease.blocks.tolist())
+        for lease in cache._ended:  # to be unpinned in the background
             pins.update(lease.blocks.tolist())
         for lease in cache._ended:  # the next background work unpins its blocks
             pins.update(lease.blocks.tolist())

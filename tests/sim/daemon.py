@@ -416,7 +416,7 @@ class SimDaemon:
             count = self.pool.pool_bytes // cache.slots.slot_size(length)
             keys = b"".join(number.to_bytes(space.key_bytes, "big") for number in range(count))
             cache.abort_store(cache.begin_store(space, 0, [Part(0, keys)]))
-        loose = [block for batch in cache.policy.candidates() for block in batch if not cache.blocks.pins[block]]
+        loose = [block for batch in cache.order.candidates() for block in batch if not cache.blocks.pins[block]]
         cache._evict(np.array(loose, np.uint32))
         self.schedule_flush()
 
@@ -443,6 +443,8 @@ class SimDaemon:
         usage = self.service.cache.usage
         if usage.pinned or usage.dropped or self.service.cache.leases:
             raise Broken(f"no session is left but something is held: {usage}")
+        if self.service.cache.order.retained_bytes:
+            raise Broken("blocks are retained although no hint lasts as long as a session that is silent")
         if self.service.jobs.unfinished or not self.engine.idle:
             raise Broken("no session is left but jobs run")
         if self.service.pending:

@@ -241,8 +241,8 @@ class SimDisk:
 
     @property
     def busy(self) -> bool:
-        figures = self.tier.stats()
-        return any((figures.queued_reads, figures.queued_writes, figures.running_reads, figures.running_writes))
+        reads, writes = self.tier._reads, self.tier._writes
+        return any((reads.waiting, reads._reading, writes.waiting, writes.running))
 
     def dropped(self, gone: Callable[[BlockName], bool], before: int) -> Callable[[], None]:
         """These were dropped just now: none may be there in this life. Returns what says that of every later one too.

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from kvoffd_client import LookupFuture, SchedulerClient
+from kvoffd_client import HintAction, LookupFuture, SchedulerClient
 from kvoffd_proto.events import BlockStored, KvEvent
 from kvoffd_proto.messages import GroupKeys
 from tests.sim.audit import Readable, fold
@@ -43,6 +43,8 @@ class Engine:
         self._leaving = False
         self.key_s = world.scenario.rng(f"{name} computes").choice((0.005, 0.05, 0.3))
         """Seconds in which it computes the tokens of a key."""
+        self._hints = world.scenario.rng(f"{name} hints") if world.scenario.rng("hints").random() < 0.15 else None
+        """What chooses the hints of prompts, in some runs."""
         self.ended = False
         """True once a process of it died or it has left; nothing is asked of it any more."""
         blocks = self.rng.randint(6, 16) * content.blocks_per_key
@@ -67,6 +69,13 @@ class Engine:
         future = self.scheduler.lookup(groups, again)
         self._asked.append((future, self.clock.now))
         return future
+
+    def hint(self, keys: list[bytes]) -> None:
+        if self._hints is not None:
+            action, ttl_s = self._hints.choice(list(HintAction)), self._hints.uniform(0.0, 2.0)
+            groups = [GroupKeys(group, b"".join(keys)) for group in self.content.groups]
+            self.scheduler.hint(action, groups, self._hints.randrange(101), ttl_s)
+            self.world.faults.counts[f"hint_{action}"] += 1
 
     def release(self, lease_id: int) -> None:
         self.scheduler.release(lease_id)

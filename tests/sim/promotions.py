@@ -47,7 +47,7 @@ class PromotionWatch:
         self._begun = 0
 
     def _waiting(self, leases: Iterable[Lease]) -> list[Lease]:
-        return [lease for lease in leases if self._cache.leases.get(lease.lease_id) is lease]
+        return [lease for lease in leases if lease.active]
 
     # --- what happens ----------------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ class Request:
         self.blocks = blocks
         self.per_key = engine.content.blocks_per_key
         self._lookup: LookupFuture | None = engine.lookup(keys)
+        engine.hint(keys)
         self._give_up_at = engine.clock.now + self._rng.uniform(0.05, 0.6)
         engine.wake_at(self._give_up_at)
         self._answer: LookupFuture | None = None

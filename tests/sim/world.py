@@ -210,6 +210,8 @@ class World:
         return None
 
     def _still_open(self) -> str | None:
+        if self.daemon.service.cache.order.retained_bytes:
+            return "blocks are retained"
         if self.daemon.tiers is not None and self.daemon.tiers.busy:
             return "the disk or the shared store is busy"
         sessions = self.daemon.service.sessions

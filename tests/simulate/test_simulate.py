@@ -114,6 +114,28 @@ def test_requests_come_when_the_trace_says(tmp_path: Path) -> None:
     assert not read_trace(file).seconds, "one of them does not say"
 
 
+def test_hints_of_a_trace_are_obeyed_and_end(tmp_path: Path) -> None:
+    """Blocks 1 and 2 outlive eight others in a pool of eight while they are retained, and go first when released."""
+
+    def hits(*hints: dict[str, object], seconds: float = 1.0) -> int:
+        lines: list[dict[str, object]] = [{"timestamp": 0, "hash_ids": [1, 2]}]
+        lines += [{"timestamp": 0, "hash_ids": [1, 2], **hint} for hint in hints]
+        lines += [{"timestamp": 1000, "hash_ids": [number]} for number in range(10, 18)]
+        lines += [{"timestamp": 1000 * seconds, "hash_ids": [1, 2]}, {"timestamp": 1e7, "hash_ids": [3]}]
+        file = tmp_path / "trace"
+        file.write_text("\n".join(map(json.dumps, lines)))
+        trace = read_trace(file)
+        assert (len(trace.requests), len(trace.hints)) == (11, len(hints))
+        assert replay(trace, "lru", 8).hits == 0, "without them"
+        return replay(trace, "lru", 8, hints=True).hits
+
+    retain, release = {"hint": "retain", "priority": 50, "ttl_s": 0.5}, {"hint": "release"}
+    assert hits() == 0
+    assert hits({**retain, "ttl_s": 60.0}) == 2
+    assert hits(retain) == 0
+    assert hits({**retain, "ttl_s": 60.0}, release) == 0
+
+
 def test_it_prints_json_as_documented(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = write(tmp_path / "small.jsonl", [[1, 2, 3]] * 4)
     assert console(["trace", "replay", str(file), "--policy", "all", "--blocks", "2,3", "--json"]) == 0

@@ -116,8 +116,7 @@ def test_what_comes_up_is_held_for_those_that_wait_until_they_look_again(policy:
     rig = TieringHarness(settings=QUIET, regions=4, policy=policy)
     space, prompts = rig.open(), [range(4), range(10, 14), range(20, 24)]
     for prompt in prompts:
-        for key in prompt:
-            rig.put_in_tier(space, keys_of(key))
+        rig.put_in_tier(space, keys_of(*prompt))
     rig.put(space, keys_of(*range(100, 116)))
     for lease, prompt in enumerate(prompts):
         assert look_up(rig, space, lease, keys_of(*prompt)) == bytes([PENDING] * 4)
@@ -139,13 +138,11 @@ def test_prompts_that_do_not_fit_the_pool_together_come_up_one_after_another() -
     rig = TieringHarness(settings=QUIET, regions=4)
     space, prompts = rig.open(), [range(8), range(10, 18), range(20, 28)]
     for prompt in prompts:
-        for key in prompt:
-            rig.put_in_tier(space, keys_of(key))
+        rig.put_in_tier(space, keys_of(*prompt))
     for lease, prompt in enumerate(prompts):
         assert look_up(rig, space, lease, keys_of(*prompt)) == bytes([PENDING] * 8)
     for lease, prompt in enumerate(prompts):
-        rig.tiering.pump()
-        rig.tier.end_all()
+        rig.bring_up()
         assert look_up(rig, space, lease, keys_of(*prompt)) == bytes([READY] * 8)
         rig.cache.release(1, [lease])
     assert rig.tiering.disks.promoted_blocks == 24
@@ -154,8 +151,7 @@ def test_prompts_that_do_not_fit_the_pool_together_come_up_one_after_another() -
 
 def test_what_nobody_waits_for_any_more_is_not_read(rig: TieringHarness) -> None:
     space = rig.open()
-    for key in range(8):
-        rig.put_in_tier(space, keys_of(key))
+    rig.put_in_tier(space, keys_of(*range(8)))
     look_up(rig, space, 1, keys_of(*range(8)))
     look_up(rig, space, 2, keys_of(0, 1, 2))
     rig.tiering.pump()
@@ -175,8 +171,7 @@ def test_what_was_promoted_for_nothing_is_counted(rig: TieringHarness) -> None:
     space = rig.open()
     rig.put_in_tier(space, keys_of(1, 2))
     look_up(rig, space, 1, keys_of(1, 2))
-    rig.tiering.pump()
-    rig.tier.end_all()
+    rig.bring_up()
     look_up(rig, space, 2, keys_of(1))
     ticket = rig.cache.begin_load(space, 0, 2, 0, keys_of(1))
     rig.cache.end_load([ticket], counts=True)
@@ -188,8 +183,7 @@ def test_what_was_promoted_for_nothing_is_counted(rig: TieringHarness) -> None:
 
 def test_of_a_prompt_that_no_pool_holds_the_beginning_comes_up(rig: TieringHarness) -> None:
     space, count = rig.open(), 20
-    for key in range(count):
-        rig.put_in_tier(space, keys_of(key))
+    rig.put_in_tier(space, keys_of(*range(count)))
     leasable = rig.cache.most_leased_bytes // UNIT
     assert look_up(rig, space, 1, keys_of(*range(count))) == bytes([PENDING] * leasable + [ABSENT] * (count - leasable))
 
@@ -245,8 +239,7 @@ def test_events_tell_of_what_is_written_and_of_all_that_goes(rig: TieringHarness
 def test_a_reads_time_runs_from_its_turn(rig: TieringHarness) -> None:
     """A slow tier brings up all in the end; each block has its time once those before it are up."""
     space = rig.open()
-    for key in range(8):
-        rig.put_in_tier(space, keys_of(key))
+    rig.put_in_tier(space, keys_of(*range(8)))
     look_up(rig, space, 1, keys_of(*range(8)))
     for _ in range(8):
         rig.tiering.pump()
@@ -259,8 +252,7 @@ def test_a_reads_time_runs_from_its_turn(rig: TieringHarness) -> None:
 
 def test_one_read_that_hangs_is_given_up_alone_if_others_end(rig: TieringHarness) -> None:
     space = rig.open(sizes=(UNIT,))
-    for key in range(4):
-        rig.put_in_tier(space, keys_of(key))
+    rig.put_in_tier(space, keys_of(*range(4)))
     look_up(rig, space, 1, keys_of(*range(4)))
     rig.tiering.pump()
     stuck = next(iter(rig.tier.jobs))
@@ -271,8 +263,7 @@ def test_one_read_that_hangs_is_given_up_alone_if_others_end(rig: TieringHarness
     assert rig.tiering.disks.failures == {"overdue": 1}
     assert look_up(rig, space, 1, keys_of(*range(4))) == bytes([PENDING] + [READY] * 3), "it is tried again"
     rig.tier.end(stuck)
-    rig.tiering.pump()
-    rig.tier.end_all()
+    rig.bring_up()
     assert look_up(rig, space, 1, keys_of(*range(4))) == bytes([READY] * 4)
     rig.cache.end_session(1)
     rig.check()
@@ -281,8 +272,7 @@ def test_one_read_that_hangs_is_given_up_alone_if_others_end(rig: TieringHarness
 def test_reads_that_hang_do_not_keep_others_from_coming_up() -> None:
     rig = TieringHarness(settings=QUIET, regions=8)
     space, source = rig.open(), rig.tiering.disks
-    for key in range(16):
-        rig.put_in_tier(space, keys_of(key))
+    rig.put_in_tier(space, keys_of(*range(16)))
     rig.states(space, keys_of(*range(4)))
     rig.tiering.pump()
     stuck = list(rig.tier.jobs)
@@ -307,14 +297,20 @@ def test_reads_that_hang_do_not_keep_others_from_coming_up() -> None:
     rig.tiering.pump()
     assert source.under_way_bytes == 0
     assert len(source.given_up) == 8
+    for _ in range(2):  # nor does anybody wait for what they leave no space for
+        assert source.waiting_blocks == 4
+        rig.tiering.tick()
+        rig.tiering.pump()
+        rig.clock.now += QUIET.deadline_s
+    rig.tiering.pump()
+    assert source.waiting_blocks == 0
 
 
 def test_a_lookup_is_told_how_long_what_it_waits_for_takes() -> None:
     """By the measured speed, for what comes before it and its own; what comes behind is no matter."""
     rig = TieringHarness(settings=QUIET, regions=100)
     space, source = rig.open(), rig.tiering.disks
-    for key in range(200):
-        rig.put_in_tier(space, keys_of(key))
+    rig.put_in_tier(space, keys_of(*range(200)))
     look_up(rig, space, 1, keys_of(*range(100)))
     assert rig.cache.leases[1].wait_s == 0.0, "nothing was read yet"
     rig.tiering.pump()
@@ -340,8 +336,7 @@ def test_a_lookup_is_told_how_long_what_it_waits_for_takes() -> None:
 def test_where_nothing_comes_the_wait_grows() -> None:
     rig = TieringHarness(settings=QUIET, regions=100)
     space = rig.open()
-    for key in range(100):
-        rig.put_in_tier(space, keys_of(key))
+    rig.put_in_tier(space, keys_of(*range(100)))
     look_up(rig, space, 1, keys_of(*range(100)))
     rig.tiering.pump()
     for _ in range(20):
@@ -367,8 +362,7 @@ def test_a_lookup_for_which_nothing_comes_up_leaves_nothing_behind(rig: TieringH
 def test_who_shares_the_beginning_of_a_prompt_waits_for_its_own_blocks_only() -> None:
     rig = TieringHarness(settings=QUIET, regions=100)
     space, source = rig.open(), rig.tiering.disks
-    for key in range(200):
-        rig.put_in_tier(space, keys_of(key))
+    rig.put_in_tier(space, keys_of(*range(200)))
     source.speed.measured = 10.0 * UNIT
     look_up(rig, space, 1, keys_of(*range(200)))
     look_up(rig, space, 2, keys_of(*range(4)), session=2)
@@ -387,15 +381,13 @@ def test_who_shares_the_beginning_of_a_prompt_waits_for_its_own_blocks_only() ->
 def test_several_requests_of_one_lookup_ask_for_no_more_than_leases_may_pin() -> None:
     rig = TieringHarness(settings=QUIET, regions=8)
     space = rig.open()
-    for key in range(60):
-        rig.put_in_tier(space, keys_of(key))
+    rig.put_in_tier(space, keys_of(*range(60)))
     leasable = rig.cache.most_leased_bytes // UNIT
     for part in (range(20), range(20, 60)):
         look_up(rig, space, 1, keys_of(*part))
     assert rig.cache.leases[1].coming == leasable == rig.tiering.disks.queued_blocks
     while rig.tiering.disks.waiting_blocks:
-        rig.tiering.pump()
-        rig.tier.end_all()
+        rig.bring_up()
     assert len(rig.cache.leases[1].blocks) == leasable
     rig.cache.end_session(1)
     rig.check()
@@ -444,21 +436,17 @@ def test_prompts_that_have_a_part_each_do_not_keep_each_other_from_the_rest() ->
     """The pool holds one of them. The other waits whole, and what the first lacks comes up before."""
     rig = TieringHarness(settings=QUIET, regions=4)
     space, first, second = rig.open(), keys_of(*range(12)), keys_of(*range(20, 32))
-    for key in (*range(12), *range(20, 32)):
-        rig.put_in_tier(space, keys_of(key))
+    rig.put_in_tier(space, keys_of(*range(12), *range(20, 32)))
     look_up(rig, space, 1, first)
-    rig.tiering.pump()
-    rig.tier.end_all()
+    rig.bring_up()
     rig.cache.release(1, [1])
     rig.evict(space, keys_of(10, 11))
     look_up(rig, space, 2, second)
     assert look_up(rig, space, 3, first) == bytes([READY] * 10 + [PENDING] * 2)
-    rig.tiering.pump()
-    rig.tier.end_all()
+    rig.bring_up()
     assert look_up(rig, space, 4, first) == bytes([READY] * 12)
     rig.cache.release(1, [3, 4])
-    rig.tiering.pump()
-    rig.tier.end_all()
+    rig.bring_up()
     assert look_up(rig, space, 5, second) == bytes([READY] * 12)
     assert not rig.tiering.disks.failures
     rig.cache.end_session(1)
@@ -467,8 +455,7 @@ def test_prompts_that_have_a_part_each_do_not_keep_each_other_from_the_rest() ->
 
 def test_where_no_prompt_fits_the_last_one_is_not_waited_for_any_more(rig: TieringHarness) -> None:
     space = rig.open()
-    for key in range(8):
-        rig.put_in_tier(space, keys_of(key))
+    rig.put_in_tier(space, keys_of(*range(8)))
     rig.put(space, keys_of(*range(100, 114)))
     pinned = rig.blocks(space, keys_of(*range(100, 114)))
     rig.cache.blocks.pin(pinned)
@@ -484,8 +471,7 @@ def test_where_no_prompt_fits_the_last_one_is_not_waited_for_any_more(rig: Tieri
     assert rig.tiering.disks.failures == {"no_space": 4}
     assert rig.cache.leases[1].coming == 4
     rig.cache.unpin(pinned)
-    rig.tiering.pump()
-    rig.tier.end_all()
+    rig.bring_up()
     assert look_up(rig, space, 1, keys_of(*range(4))) == bytes([READY] * 4)
     rig.cache.end_session(1)
     rig.check()

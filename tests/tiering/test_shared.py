@@ -91,8 +91,7 @@ def test_a_store_that_went_away_is_waited_for_by_its_silence(rig: TieringHarness
     rig.states(space, keys)
     shared.answer()
     rig.cache.lookup(space, 1, 1, [(0, keys)])
-    rig.tiering.pump()
-    rig.tier.end_all()
+    rig.bring_up()
     rig.clock.now += 1.0
     shared.hangs = True
     ((states,), _) = rig.cache.lookup(space, 1, 1, [(0, keys)], again=True)
@@ -293,7 +292,7 @@ class Asker:
     def __init__(self, rig: TieringHarness, shared: FakeTier) -> None:
         self.rig, self.shared, self.group = rig, shared, rig.open()
         give(rig, shared, self.group, *range(1, 9))
-        self.source: Promotions = rig.tiering.stores[0]
+        self.source: Promotions = rig.tiering.sources[1]
         self.group.counters.prefill_tokens_per_second = 10.0 * self.group.groups[0].tokens_per_block
 
     def __call__(self, *numbers: int) -> list[int]:
@@ -342,7 +341,7 @@ def test_without_tokens_of_blocks_nothing_is_slower(rig: TieringHarness, shared:
     space = rig.join("w", groups=[GroupSpec("full_attention", 0)])
     rig.cache.register_rank(space, 0, [UNIT], None)
     space.counters.prefill_tokens_per_second = 1e6
-    rig.tiering.stores[0].speed.measured = 1.0
+    rig.tiering.sources[1].speed.measured = 1.0
     give(rig, shared, space, 1, 2, 3)
     for number in (1, 2, 3):
         rig.states(space, keys_of(number))
@@ -360,7 +359,7 @@ def test_a_read_that_says_no_checksum_is_not_ready(rig: TieringHarness, shared: 
     (job,) = shared.jobs
     job.on_end(Result.DONE, Block(job.group, job.key, (0,), (0,)))
     assert rig.index(space) == {}
-    assert rig.tiering.stores[0].failures == {"corrupt": 1}
+    assert rig.tiering.sources[1].failures == {"corrupt": 1}
     rig.check()
 
 

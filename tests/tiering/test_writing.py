@@ -74,8 +74,7 @@ def test_what_was_lost_in_the_tier_is_written_again_when_it_is_used_or_cold() ->
     go_on(rig)
     rig.tier.remove(rig.group(space), [keys_of(number) for number in range(30)], "")
     rig.use(space, keys_of(5))
-    rig.tiering.pump()
-    rig.tier.end_all()
+    rig.bring_up()
     assert rig.in_tier(space, keys_of(*range(30))) == 1, "it is used"
     go_on(rig)
     assert rig.in_tier(space, keys_of(29, 28, 27, 26)) == 4, "the tail is next to be evicted"
@@ -119,15 +118,13 @@ def test_what_was_read_goes_before_what_waits() -> None:
     """Prompts that come up one after the other, block by block, while nothing can be written."""
     rig = rig_of(WriteMode.AUTO, trickle_bytes=0)
     space = rig.open()
-    for number in range(100, 140):
-        rig.put_in_tier(space, keys_of(number))
+    rig.put_in_tier(space, keys_of(*range(100, 140)))
     waiting = keys_of(*range(16))
     rig.engines_busy = True
     rig.put(space, waiting)
     for number in range(100, 140):
         rig.states(space, keys_of(number))
-        rig.tiering.pump()
-        rig.tier.end_all()
+        rig.bring_up()
         assert rig.states(space, keys_of(number), again=True) == [READY]
     assert rig.states(space, waiting) == [READY] * 16
     assert not rig.writer.not_written
@@ -152,8 +149,7 @@ def full_rig(
     ``least``: the least chance that is worth a write."""
     rig = TieringHarness(settings=TieringSettings(mode, per_day_bytes), regions=8, tier_blocks=4)
     space = rig.open()
-    for number in range(100, 105):
-        rig.put_in_tier(space, keys_of(number))
+    rig.put_in_tier(space, keys_of(*range(100, 105)))
     assert rig.tier.lifetime_bytes == 4 * UNIT
     rig.tiering.tick()
     rig.writer.not_written.clear()
@@ -321,8 +317,7 @@ def test_while_engines_copy_a_little_is_written_each_tick() -> None:
     rig.put(space, keys_of(*range(16)))
     for ticks in range(1, 4):
         go_on(rig)
-        rig.tiering.pump()
-        rig.tier.end_all()
+        rig.bring_up()
         assert len(rig.tier.blocks) == 2 * ticks
     rig.engines_busy = False
     go_on(rig)

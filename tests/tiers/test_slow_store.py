@@ -30,9 +30,9 @@ class Node(SharedRig):
 
     def begin(self, length: int, patience_s: float) -> None:
         """Begin to read what ``fill`` wrote."""
-        self.began = time.monotonic()
         blocks = [self.block(number, (length,)) for number in range(BLOCKS)]
-        assert self.ask(*blocks) == [Answer.YES] * BLOCKS
+        self.until(lambda: self.ask_anew(*blocks) == [Answer.YES] * BLOCKS)  # an answer that is late is none
+        self.began = time.monotonic()
         for number, block in enumerate(blocks):
             offsets = [(FIRST + number) * SLOT_BYTES]
             assert self.tier.read(block.group, block.key, offsets, patience_s, lambda result, _: self._note(result))

@@ -73,8 +73,8 @@ def compiled(*flags: str) -> Native:
 def only(version: str) -> Native:
     """One version of the loop. ``checked`` dies of undefined behaviour."""
     flags = {
-        "without SSE2": ["-U__SSE2__", "-DPAGE_BY_PAGE=1"],
-        "checked": ["-O1", "-DPAGE_BY_PAGE=0", "-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"],
+        "without SSE2": ["-U__SSE2__", "-DON_AMD=1"],
+        "checked": ["-O1", "-DON_AMD=0", "-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"],
     }
     return compiled(*flags[version])
 

@@ -56,7 +56,8 @@ class EngineHome:
             max_num_seqs=8,
             scheduling_policy="priority",
         )
-        self._server = EngineServer(self.model, self.directory, EXTRA, max_num_seqs="8")
+        template = "{% for one in messages %}{{ one.content }}{% endfor %}"
+        self._server = EngineServer(self.model, self.directory, EXTRA, max_num_seqs="8", chat_template=template)
 
     @property
     def engine(self) -> EngineProcess:

@@ -38,8 +38,8 @@ class SchedulerHarness:
         ran: requests that computed, step after step.
     """
 
-    def __init__(self, config: Any, blocks: int, *groups: Any) -> None:
-        self.scheduler, self._hasher = make_scheduler(config, blocks, *groups)
+    def __init__(self, config: Any, blocks: int, *groups: Any, hash_tokens: int = 32) -> None:
+        self.scheduler, self._hasher = make_scheduler(config, blocks, *groups, hash_tokens=hash_tokens)
         above = self.scheduler.connector
         self.connector = next(one for one in getattr(above, "_connectors", [above]) if isinstance(one, KvoffdConnector))
         self.manager: KvoffdManager = self.connector._manager
@@ -98,7 +98,7 @@ class SchedulerHarness:
         for job in meta.store_jobs.values():
             self.stored += [(group.group, key) for group in job.dst_spec.keys for key in _split(group.keys)]
         self.loading |= {job.req_id: job_id for job_id, job in meta.load_jobs.items()}
-        self._ended |= dict.fromkeys(meta.store_jobs, 1)
+        self._ended |= dict.fromkeys(self.work(output, meta), 1)
         ended = {name: job for name, job in self.loading.items() if name not in self.held}
         self.loading = {name: job for name, job in self.loading.items() if name in self.held}
         self.loaded += [name for name in ended if name not in self.failing]
@@ -118,6 +118,10 @@ class SchedulerHarness:
         self.scheduler.update_from_output(output, result)
         self.clock.now += 0.01
         return output
+
+    def work(self, output: Any, meta: Any) -> Collection[int]:
+        """Do the workers' part of a step; returns the stores that ended."""
+        return set(meta.store_jobs)
 
     def end(self, requests: Collection[Any], steps: int) -> None:
         """Make steps until these requests have ended, no more than so many."""

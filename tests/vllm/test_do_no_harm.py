@@ -120,7 +120,7 @@ def test_manager_counts_what_is_left_out_and_tells_the_daemon(said: list[str]) -
     rig.clock.now += REPORT_EVERY_S
     rig.manager.step_begins([1])
     counts = [figures[1:] for figures in rig.client.reports]
-    assert counts == [(1, 1, 1), (0, 0, 0)], "the second one since the daemon may be another"
+    assert counts == [(1, 1, 1, 0), (0, 0, 0, 0)], "the second one since the daemon may be another"
 
 
 # --- the rate of computing prompts -----------------------------------------------------------------

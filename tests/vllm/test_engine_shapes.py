@@ -61,7 +61,6 @@ SHAPES = {
     "prefix-match-unit": Shape(
         make_tiny_qwen3_next,
         {"num_blocks": 800, "dtype": "bfloat16", "prefix_match_unit": 32},
-        whole_blocks=True,
         varies=True,
     ),
     "fp8-kv": Shape(settings={"kv_cache_dtype": "fp8"}),

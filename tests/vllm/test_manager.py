@@ -7,14 +7,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import _create_req_context
 from vllm.lora.request import LoRARequest
+from vllm.v1.kv_hints import KvHintsEnvelope
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 import kvoffd_client
 from kvoffd_client import NamespaceSpec
+from kvoffd_client.vllm import hints as hints_module
 from kvoffd_client.vllm.adapters import ANSWER_PATIENCE_S
 from kvoffd_client.vllm.connector_metadata import NO_LEASE, ChunkGroup, FailedJob, WorkerReport
 from kvoffd_client.vllm.do_no_harm import LEAST_LOAD_SAMPLES
@@ -371,12 +374,93 @@ def test_a_request_that_wants_nothing_from_disk_does_not_wait_for_it(
     assert harness.results(context)[:2] == [HIT, PENDING if waits else MISS]
 
 
+# --- hints -----------------------------------------------------------------------------------------
+
+
+def envelope(*actions: object, **fields: object) -> dict[str, object]:
+    return {"protocol_version": "0.1", "message_id": "m", "actions": list(actions), **fields}
+
+
+def action(kind: object, payload: object, version: object = "1.0") -> dict[str, object]:
+    return {"action_id": "a", "action_type": kind, "action_version": version, "payload": payload}
+
+
+RETAIN = action("kv.retain", {"priority": 80, "ttl_s": 30})
+
+
+def hinted(harness: ManagerHarness, hints: object, *, of_engine: bool = False) -> int:
+    """A request with these hints, from its start to its end. Returns how many of them were not known."""
+    before = harness.manager._counters["vllm:kvoffd_unknown_hints"]
+    given = (None, msgspec.convert(hints, KvHintsEnvelope)) if of_engine else ({"kv_hints": hints}, None)
+    context = ReqContext("r", *given)
+    harness.manager.on_new_request(context)
+    harness.begin(context)
+    harness.manager.look_up(harness.requests["r"])
+    harness.requests["r"].block_hashes.append(block_hash(4))
+    harness.manager.on_request_finished(context)
+    return harness.manager._counters["vllm:kvoffd_unknown_hints"] - before
+
+
+@pytest.mark.parametrize("of_engine", [False, True])
+def test_hints_are_passed_on_with_what_was_generated(harness: ManagerHarness, of_engine: bool) -> None:
+    """``kv.retain`` twice, so that its time begins at the end; the other two where they belong."""
+    skips = action("kv.release", {"start": CHUNK_TOKENS + 1}, "1")
+    hints = envelope(RETAIN, skips, action("kv.prefetch", {}))
+    assert hinted(harness, hints, of_engine=of_engine) == 0
+    sent = [(kind.value, len(keys[0].keys) // 32, *rest) for kind, keys, *rest in harness.client.hints]
+    assert sent == [("retain", 3, 80, 30.0), ("prefetch", 3, 0, 0.0), ("retain", 4, 80, 30.0), ("release", 2, 0, 0.0)]
+
+
+@pytest.mark.parametrize(
+    "hints",
+    [
+        7,
+        "retain",
+        {"actions": "many"},
+        envelope(RETAIN, protocol_version="9.0"),
+        envelope(RETAIN, protocol_version=None),
+        envelope(action("kv.pin", {})),
+        envelope(action(["kv.retain"], {})),
+        envelope(action("kv.retain", {"ttl_s": 5}, "2.0")),
+        envelope(action("kv.retain", None)),
+        envelope(action("kv.retain", {})),
+        envelope(action("kv.retain", {"ttl_s": 0})),
+        envelope(action("kv.retain", {"ttl_s": float("nan")})),
+        envelope(action("kv.retain", {"ttl_s": "long"})),
+        envelope(action("kv.retain", {"ttl_s": 5, "priority": 101})),
+        envelope(action("kv.release", {"start": -1})),
+        envelope("kv.release"),
+    ],
+)
+def test_a_hint_that_cannot_be_read_is_counted_and_fails_nothing(harness: ManagerHarness, hints: object) -> None:
+    assert hinted(harness, hints) == 1
+    assert harness.client.hints == []
+
+
+def test_an_unknown_hint_does_not_hide_others_and_is_said_once(
+    harness: ManagerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("kvoffd_client.vllm.hints._said", set())
+    monkeypatch.setattr(hints_module.logger, "warning", lambda text, *args: said.append(text % args))
+    for _ in range(3):
+        assert hinted(harness, envelope(action("kv.pin", {}), RETAIN)) == 1
+    assert len(harness.client.hints) == 2 * 3
+    why = "is ignored: kvoffd does not know it. Later ones are only counted."
+    assert said == [f"kvoffd: a request's hint ('kv.pin') {why}"]
+    assert hinted(harness, envelope(*[RETAIN] * 20)) == 4, "more than sixteen"
+    for number in range(100):
+        hinted(harness, envelope(action(f"kv.{number}", {})))
+    assert len(said) == 16
+
+
 # --- loads -----------------------------------------------------------------------------------------
 
 
 def test_a_load_carries_keys_and_lease_and_gives_the_lease_back_when_done(harness: ManagerHarness) -> None:
     context = harness.request(ready=HASHES)
     lease_id = harness.client.asked[0][0].lease_id
+    harness.manager.scheduled(harness.requests["r"], 2 * CHUNK_TOKENS)
     spec = harness.manager.prepare_load(KEYS[1:], context)
     assert spec.groups == (block_hash(2) + block_hash(3),)
     assert (spec.lease_id, spec.load_tokens) == (lease_id, 2 * CHUNK_TOKENS)
@@ -482,12 +566,110 @@ def test_a_store_waits_for_an_answer_but_not_for_a_late_one_nor_where_its_reques
     assert harness.offer(context) == KEYS
 
 
-def test_the_end_of_a_prompt_inside_a_chunk_is_neither_looked_up_nor_stored(harness: ManagerHarness) -> None:
-    context = harness.request(ready=HASHES)
-    tail = key(9)
-    context.set_offload_key_position(tail, 2500)
-    assert harness.results(context, [tail]) == [MISS]
-    assert harness.offer(context, [tail]) == []
+# --- tails: positions inside a chunk at which prompts of models with recurrent layers end ------------
+
+TAILS = [key(number) for number in (13, 12, 11)]
+"""In the order in which vLLM asks for them: the longest first."""
+UNIT = CHUNK_TOKENS // 4
+
+
+def tails_of(harness: ManagerHarness, chunks: set[bytes]) -> ReqContext:
+    """A request whose first two chunks are looked up; its third chunk may have tails."""
+    harness.manager._tail_tokens = UNIT
+    context = harness.new(hashes=2)
+    request = harness.requests["r"]
+    request.num_tokens = request.num_prompt_tokens = 3 * CHUNK_TOKENS
+    for place, tail in enumerate(TAILS):
+        context.set_offload_key_position(tail, 3 * CHUNK_TOKENS - (place + 1) * UNIT)
+    harness.manager.look_up(request)
+    harness.client.answer(chunks)
+    harness.scan()
+    return context
+
+
+def test_tails_are_looked_up_with_the_chunks_once_vllm_asks_for_them(harness: ManagerHarness) -> None:
+    context, (request, manager) = tails_of(harness, {*HASHES}), (harness.requests["r"], harness.manager)
+    assert not manager.look_up_tails(request, 0), "it has asked for none"
+    assert harness.results(context, [*KEYS[:2], *TAILS]) == [HIT, HIT, RETRY, RETRY, RETRY]
+    assert manager.look_up_tails(request, 0)
+    (group,) = harness.client.asked[1][1]
+    assert group.keys == b"".join(map(block_hash, (1, 2, 11, 12, 13)))
+    assert (harness.client.again, manager.awaits_tail(request)) == ([False, True], True)
+    harness.client.answer({*HASHES, block_hash(12)})
+    harness.scan()
+    assert not manager.awaits_tail(request)
+    assert harness.results(context, [*KEYS[:2], *TAILS]) == [HIT, HIT, MISS, HIT, MISS]
+    assert not manager.look_up_tails(request, 0), "it knows them"
+    assert harness.client.released == [harness.client.asked[0][0].lease_id]
+    manager.scheduled(request, 2 * CHUNK_TOKENS + 2 * UNIT)
+    spec = manager.prepare_load([*KEYS[:2], TAILS[1]], context)
+    assert (spec.lease_id, spec.load_tokens) == (harness.client.asked[1][0].lease_id, 2 * CHUNK_TOKENS + 2 * UNIT)
+    ((used, (loaded,)), counts) = harness.client.asked[2], harness.client.again[2]
+    assert (loaded.keys, counts, used.lease_id in harness.client.released) == (block_hash(12), False, True)
+    manager.complete_load(KEYS, context)
+    (report,) = harness.client.reported
+    assert (report.keys, report.found_pool, report.covered_keys, report.missing_key) == (2, 2, [2], b"")
+
+
+def test_a_tail_on_a_disk_is_waited_for_like_a_chunk(harness: ManagerHarness) -> None:
+    context, (request, manager) = tails_of(harness, {*HASHES}), (harness.requests["r"], harness.manager)
+    harness.results(context, TAILS)
+    manager.look_up_tails(request, 0)
+    harness.client.answer({*HASHES}, coming=[block_hash(13)], wait_s=0.01)
+    harness.scan()
+    assert (harness.results(context, TAILS), manager.awaits_tail(request)) == ([PENDING, MISS, MISS], True)
+    harness.clock.now += 0.01
+    assert harness.scan()
+    harness.client.answer({*HASHES, block_hash(13)})
+    harness.scan()
+    assert (harness.results(context, TAILS), manager.awaits_tail(request)) == ([HIT, MISS, MISS], False)
+    assert manager.get_load_source(TAILS[0], context) is CacheHitSource.DISK
+    manager.scheduled(request, 0)
+    (report,) = harness.client.reported
+    assert (report.keys, report.found_pool, report.found_disk) == (2, 2, 0)
+
+
+def test_a_prompt_computes_its_tail_if_the_answer_is_late_or_fails(harness: ManagerHarness) -> None:
+    context, (request, manager) = tails_of(harness, {*HASHES}), (harness.requests["r"], harness.manager)
+    harness.results(context, TAILS)
+    manager.look_up_tails(request, 0)
+    harness.clock.now += 1
+    harness.scan()
+    assert (manager.awaits_tail(request), harness.results(context, TAILS)) == (False, [MISS] * 3)
+    harness.client.fail()
+    harness.scan()
+    assert harness.results(context, [*KEYS[:2], *TAILS]) == [HIT, HIT, MISS, MISS, MISS]
+    assert not manager.look_up_tails(request, 0)
+
+
+def test_a_prompt_shorter_than_a_chunk_has_only_a_tail(harness: ManagerHarness) -> None:
+    harness.manager._tail_tokens = UNIT
+    context, manager = harness.new(hashes=0), harness.manager
+    request = harness.requests["r"]
+    request.num_tokens = request.num_prompt_tokens = UNIT + 1
+    context.set_offload_key_position(TAILS[0], UNIT)
+    manager.look_up(request)
+    harness.scan()
+    assert (harness.client.asked, harness.results(context, TAILS[:1])) == ([], [RETRY])
+    assert manager.look_up_tails(request, 0)
+    harness.client.answer({block_hash(13)})
+    harness.scan()
+    assert harness.results(context, TAILS[:1]) == [HIT]
+    manager.scheduled(request, UNIT)
+    manager.prepare_load(TAILS[:1], context)
+    manager.complete_load(TAILS[:1], context)
+    (report,) = harness.client.reported
+    assert (report.outcome, report.loaded_tokens, report.keys, report.lease_id) == ("loaded", UNIT, 0, 0)
+
+
+def test_a_tail_is_stored_unless_the_daemon_has_it(harness: ManagerHarness) -> None:
+    context, (request, manager) = tails_of(harness, {*HASHES}), (harness.requests["r"], harness.manager)
+    harness.results(context, TAILS)
+    manager.look_up_tails(request, 0)
+    harness.client.answer({*HASHES, block_hash(12)})
+    harness.scan()
+    manager.scheduled(request, 2 * CHUNK_TOKENS + 2 * UNIT)
+    assert harness.offer(context, TAILS[:2]) == TAILS[:1]
 
 
 # --- when nothing is looked up, or stored ----------------------------------------------------------

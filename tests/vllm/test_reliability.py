@@ -107,3 +107,12 @@ def test_files_that_the_page_names_are_there() -> None:
     named = set(re.findall(r"`((?:tests|kvoffd|client|deploy)/[\w/.*-]+)`", PAGE))
     assert len(named) > 10
     assert [name for name in sorted(named) if not list(ROOT.glob(name))] == []
+
+
+def test_each_symptom_has_a_test_that_is_there() -> None:
+    _, _, section = PAGE.partition("## Symptoms that others report")
+    lines = section.partition("\n## ")[0].splitlines()
+    for line in lines[lines.index("|---|---|---|") + 1 :]:
+        tests = re.findall(r"`(tests/\S+::\w+)`", line)
+        assert tests or not line, line
+        assert all(map(is_there, tests)), line

@@ -168,15 +168,18 @@ def test_a_request_preempted_by_a_reset_may_be_loaded_next(connector: KvoffdConn
     assert output.preempted_req_ids == {"r", "other"}
 
 
-@pytest.mark.parametrize("limit", [None, 16, 15, 0])
-def test_a_state_inside_a_block_is_not_stored_and_ends_no_engine(connector: KvoffdConnector, limit: int | None) -> None:
+@pytest.mark.parametrize(("limit", "stored"), [(None, [5]), (16, [5]), (15, []), (0, [])])
+def test_a_state_inside_a_block_beyond_what_may_be_stored_ends_no_engine(
+    connector: KvoffdConnector, limit: int | None, stored: list[int]
+) -> None:
     new_request(connector, [5, 6, 7, 8], {} if limit is None else {"max_offload_tokens": limit})
     scheduler = connector.connector_scheduler
     scheduler.config = scheduler.config._replace(supports_partial_tail=True, tokens_per_hash=16)
     scheduler._partial_tail_block_size = BLOCK_TOKENS
     output = SchedulerOutput.make_empty()
     output.kv_connector_block_state = KVConnectorBlockState(set(), lambda _: ([],), {"r": [(0, 9, 16)]})
-    assert connector.build_connector_meta(output).store_jobs == {}
+    jobs = connector.build_connector_meta(output).store_jobs
+    assert [int(block) for job in jobs.values() for block in job.src_spec.block_ids] == stored
 
 
 def test_a_session_s_next_part_stores_its_own_blocks(connector: KvoffdConnector) -> None:
@@ -285,7 +288,15 @@ def test_each_prompt_that_fits_is_computed_though_drafts_need_blocks_beside_a_lo
         "get_external_cache_hit_sources",
     ):
         monkeypatch.setattr(connector, call, lambda *_: {})
-    for call in ("awaits_adapter", "prepare_scan", "scanned", "record_scan", "refuse_load"):
+    for call in (
+        "awaits_adapter",
+        "prepare_scan",
+        "scanned",
+        "look_up_tails",
+        "awaits_tail",
+        "record_scan",
+        "refuse_load",
+    ):
         monkeypatch.setattr(connector._manager, call, lambda *_, **__: 0)
     monkeypatch.setattr(connector, "request_finished_all_groups", lambda *_: (False, None))
     there, loaded = True, 0

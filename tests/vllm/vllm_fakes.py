@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from kvoffd_client import LookupFuture
 from kvoffd_client.worker_client import GroupTransfer, Job
 from kvoffd_proto.events import KvEvent
-from kvoffd_proto.messages import PENDING, READY, SHARED, GroupKeys, JobResult, PromptReport
+from kvoffd_proto.messages import PENDING, READY, SHARED, GroupKeys, HintAction, JobResult, PromptReport
 from tests.kit.clock import Clock
 
 KEY_BYTES = 32
@@ -31,6 +31,7 @@ class FakeSchedulerClient:
     problems: list[str] = field(default_factory=list)
     events: list[KvEvent] = field(default_factory=list)
     reported: list[PromptReport] = field(default_factory=list)
+    hints: list[tuple[HintAction, Sequence[GroupKeys], int, float]] = field(default_factory=list)
     closed: bool = False
 
     def now(self) -> float:
@@ -39,6 +40,9 @@ class FakeSchedulerClient:
 
     def report_prompt(self, report: PromptReport) -> None:
         self.reported.append(report)
+
+    def hint(self, action: HintAction, groups: Sequence[GroupKeys], priority: int, ttl_s: float) -> None:
+        self.hints.append((action, groups, priority, ttl_s))
 
     def lookup(self, groups: Sequence[GroupKeys], again: bool = False, *, reported: bool) -> LookupFuture:
         assert reported
@@ -66,8 +70,12 @@ class FakeSchedulerClient:
             state = {**dict.fromkeys(coming, PENDING), **dict.fromkeys(shared, SHARED), **dict.fromkeys(ready, READY)}
             future.states.append(bytes(state.get(block_hash, 0) for block_hash in hashes))
         future.wait_s, future.asking = wait_s, asking
+        return self.end(future, leased=bool(coming or shared))
+
+    def end(self, future: LookupFuture, *, leased: bool = False) -> LookupFuture:
+        """End a lookup that has its states; it has a lease if some block is ready, or where it is ``leased``."""
         future.pinned = sum(states.count(READY) for states in future.states)
-        future.ttl_ms = 60_000 if future.pinned or coming or shared else 0
+        future.ttl_ms = 60_000 if future.pinned or leased else 0
         future.transport, future.stale_at = self, float("inf") if future.pinned else 0.0  # type: ignore[assignment]
         future.answered_at = self.clock()
         future.done = True

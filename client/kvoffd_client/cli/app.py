@@ -30,6 +30,10 @@ COMMANDS = {
         "doctor", "doctor",
         "doctor", "doctor --engine http://localhost:8000 --self-test", "doctor --json | jq .findings",
     ),
+    "verify": (
+        "verify", "verify",
+        "verify http://localhost:8000 --prompts mine.jsonl", "verify localhost:8000 --cold localhost:8001",
+    ),
     "clients": ("show", "clients", "clients", "clients --requests", "clients --requests cmpl-7f2a"),
     "namespaces": (
         "show", "namespaces_app",
@@ -73,6 +77,9 @@ def make_command(names: Iterable[str] = COMMANDS) -> TyperGroup:
     made = typer.main.get_command(app)
     assert isinstance(made, TyperGroup)
     made.commands = {name: made.commands[name] for name in names}
+    for option in made.params:
+        if option.name == "show_completion":
+            option.help = "Show completion for the current shell."  # type: ignore[attr-defined]
     return made
 
 

@@ -263,15 +263,15 @@ def _payoff(stats: DaemonStats, value: Value, gpu_hour: float) -> str:
         text += f" Of the keys asked for {loaded} were loaded"
         text += f", and {own} not needed." if total.not_needed_keys else "."
     if value.saved_seconds:
-        text += f" That saved {format_duration(value.saved_seconds)} of prefill."
+        text += f" That saved {format_duration(value.saved_seconds)} of prefill"
+        text += f", worth {_price(value.gpu_seconds / 3600 * gpu_hour)} so far." if gpu_hour else "."
         if value.gpu_seconds_a_day is not None:
             hours = value.gpu_seconds_a_day / 3600
             text += f" At this rate it saves {hours:,.1f} GPU hours a day"
-            text += f", worth {hours * gpu_hour:,.2f} a day." if gpu_hour else "."
+            text += f", worth {_price(hours * gpu_hour)} a day." if gpu_hour else "."
         elif gpu_hour:
-            text += (
-                f" It is too early for a daily figure: the daemon is up for {format_duration(stats.uptime_seconds)}."
-            )
+            up = format_duration(stats.uptime_seconds)
+            text += f" A figure for a day takes an hour: the daemon is up for {up}."
     elif value.loaded_tokens:
         text += f" The prefill time saved is unknown: {UNTIMED}."
     life = stats.lifetime
@@ -280,6 +280,10 @@ def _payoff(stats: DaemonStats, value: Value, gpu_hour: float) -> str:
         saved = f" and {format_duration(life.saved_seconds)}" if life.saved_seconds else ""
         text += f" Since {since}: {format_count(life.loaded_tokens)} tokens{saved}."
     return text
+
+
+def _price(price: float) -> str:
+    return f"{price:,.2f}" if price >= 0.01 else "less than 0.01"
 
 
 def show(report: Report, most: int) -> None:

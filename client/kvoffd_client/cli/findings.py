@@ -421,8 +421,8 @@ def _left_behind(unused: Sequence[NamespaceInfo], new: NamespaceInfo, pool_bytes
 class Value(msgspec.Struct, frozen=True):
     """Benefit of the cache since the daemon's start. ``paying_off`` and ``sentence``: see ``Verdict``.
 
-    ``needed_tokens``: tokens asked for that engines did not have themselves. ``gpu_seconds_a_day``: of all ranks of the
-    engines, at the rate since the start; None if the daemon has not been up for long.
+    ``needed_tokens``: tokens asked for that engines did not have themselves. ``gpu_seconds``: ``saved_seconds`` of all
+    ranks of the engines. ``gpu_seconds_a_day``: at that rate; None if the daemon has not been up for long.
     """
 
     paying_off: bool | None
@@ -430,6 +430,7 @@ class Value(msgspec.Struct, frozen=True):
     loaded_tokens: int
     needed_tokens: int
     saved_seconds: float
+    gpu_seconds: float
     gpu_seconds_a_day: float | None
     sentence: str
 
@@ -441,7 +442,7 @@ def judge_value(facts: Facts) -> Value:
     pays, sentence = judge(facts.stats)
     saved = sum(one.saved_seconds * one.world_size for one in facts.counted)
     a_day = saved * 86400 / facts.stats.uptime_seconds if facts.stats.uptime_seconds >= LONG_ENOUGH_S else None
-    return Value(pays, traffic.lookups, traffic.loaded_tokens, needed, traffic.saved_seconds, a_day, sentence)
+    return Value(pays, traffic.lookups, traffic.loaded_tokens, needed, traffic.saved_seconds, saved, a_day, sentence)
 
 
 def pool_size(facts: Facts) -> Iterator[Finding]:
@@ -466,9 +467,11 @@ def pool_size(facts: Facts) -> Iterator[Finding]:
             return  # too early to advise
         more = exact_size(max(1 << 20, round((size - 1) * pool_bytes) >> 20 << 20))
         here, there = (format_size(nbytes) for nbytes in (pool_bytes, size * pool_bytes))
-        own = f"Requests find {found:.1f}" if found >= lru else f"With lru requests would find {lru:.1f}"
-        other = f"{'with lru ' if found >= lru else ''}{best:.1f}"
-        evidence = f"{own} % of their tokens in a pool of {here}, and {other} % in {there} (estimated, without quotas)."
+        same = f" ({lru:.1f} % with lru)" if lru > found else ""
+        evidence = (
+            f"Requests find {found:.1f} % of their tokens in a pool of {here}{same}, and with lru {best:.1f} % in "
+            f"{there} (estimated, without quotas)."
+        )
         total = stats.since_start
         below = sum(keys for source, keys in total.found_keys.items() if source != "pool")
         evidence += f" {gone}." * (evicted >= POINTS / 100)

@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated
@@ -88,7 +89,7 @@ SUMMED = ("leases", "pinned_bytes", "jobs", "registered_bytes", "stored_bytes", 
 
 def clients(
     request: Annotated[str, typer.Argument(metavar="ID", help="With --requests: part of a request's id.")] = "",
-    every: Annotated[bool, typer.Option("--all", help="One row for each session.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Each session; with --requests, each request.")] = False,
     requests: Annotated[
         bool, typer.Option("--requests", help="Show last requests, and why each hit or missed.")
     ] = False,
@@ -105,7 +106,7 @@ def clients(
     if request and not requests:
         raise CliError(f"{request!r} looks like a request's id; add --requests.")
     if requests:
-        return _show_requests(directory, request, as_json=json)
+        return _show_requests(directory, request, every=every, as_json=json)
     with open_admin(directory) as admin:
         found = [one for one in admin.sessions().sessions if one.session_id != admin.session_id]
         rows = engines_of(found, labels_of(admin))
@@ -198,6 +199,8 @@ def _ids(namespaces: Sequence[bytes]) -> str:
 
 # --- requests --------------------------------------------------------------------------------------
 
+MOST_SHOWN = 20
+"""Latest prompts that are shown if neither a request nor all are asked for."""
 MOST_SOUGHT = 50
 """Latest prompts whose missing keys are sought in other namespaces."""
 OUTCOMES = {
@@ -214,29 +217,30 @@ OUTCOMES = {
 }
 
 
-def _show_requests(directory: Path | None, name: str, *, as_json: bool) -> int:
+def _show_requests(directory: Path | None, name: str, *, every: bool, as_json: bool) -> int:
     with open_admin(directory) as admin:
-        found = admin.ask(ListPrompts, name).prompts
+        found = sorted(admin.ask(ListPrompts, name).prompts, key=lambda one: one.report.decided_at)
+        if as_json:
+            print_json({"requests": found})
+            return int(bool(name) and not found)
         names = {one.session_id: _engine_name(one) for one in admin.sessions().sessions}
         infos = {one.namespace: one for one in admin.namespaces().namespaces}
         labels = {fingerprint: one.label for fingerprint, one in infos.items()}
-        elsewhere = {} if as_json else dict(_elsewhere(admin, found, infos))
-    of_engines = dict[tuple[int, bytes], list[PromptReport]]()
-    for one in found:
-        of_engines.setdefault((one.session_id, one.namespace), []).append(one.report)
-    if as_json:
-        print_json({"requests": found})
-    elif found:
-        for (session_id, fingerprint), reports in of_engines.items():
-            namespace = namespace_name(labels.get(fingerprint, ""), fingerprint)
-            say(f"Engine {printable(names.get(session_id, '')) or 'without a name'}, namespace {namespace}:")
-            say(*(request_sentence(one) + elsewhere.get((fingerprint, one.missing_key), "") for one in reports))
-    else:
+        shown = found if every or name else found[-MOST_SHOWN:]
+        elsewhere = dict(_elsewhere(admin, shown, infos))
+    if not found:
         say(
             f"No engine has reported a request {printable(name)!r}."
             if name
             else "No connected engine has reported a request. Reports come once a second, and end with the engine."
         )
+    for (session_id, fingerprint), prompts in groupby(shown, lambda one: (one.session_id, one.namespace)):
+        namespace = namespace_name(labels.get(fingerprint, ""), fingerprint)
+        say(f"Engine {printable(names.get(session_id, '')) or 'without a name'}, namespace {namespace}:")
+        for one in prompts:
+            say(request_sentence(one.report) + elsewhere.get((fingerprint, one.report.missing_key), ""))
+    if earlier := len(found) - len(shown):
+        say((f"and {format_count(earlier)} earlier: kvoffd-cli clients --requests --all", "dim"))
     return int(bool(name) and not found)
 
 
@@ -275,11 +279,12 @@ def request_sentence(report: PromptReport) -> str:
         return sentence
     places = {"in the pool": report.found_pool, "on a disk": report.found_disk, "in a store": report.found_shared}
     there = ", ".join(f"{format_count(count)} {place}" for place, count in places.items() if count)
-    sentence += f" Of {format_count(report.keys)} keys {there or 'none was found'}."
+    sentence += f" Of {format_count(report.keys)} keys kvoffd had {there or 'none'}."
     if report.missing_key:
         meaning = MISS_REASONS.get(report.reason, printable(report.reason))
         number = f" number {format_count(report.missing_number)}," * bool(report.missing_number)
-        sentence += f" The first missing key,{number} {report.missing_key.hex()[:12]}: {meaning}."
+        which = "that neither had" if report.own_tokens else "missing"
+        sentence += f" The first key {which},{number} {report.missing_key.hex()[:12]}: {meaning}."
     return sentence
 
 

@@ -60,6 +60,12 @@ RARE = {
     "lookups late": "late_lookups",
     "loads skipped": "skipped_loads",
     "stores paused": "paused_stores",
+    "blocks retained": "retained_blocks",
+    "blocks not retained": "unretained_blocks",
+    "keys found retained": "retained_found_keys",
+    "blocks released": "released_blocks",
+    "keys prefetched": "prefetched_keys",
+    "hints unknown": "unknown_hints",
 }
 """Rows of counts that are shown only if they are not 0."""
 
@@ -261,6 +267,8 @@ def pool_bar(pool: PoolStats, width: int) -> list[Text]:
 
 
 def _pool_notes(pool: PoolStats) -> Iterator[tuple[str, str]]:
+    if pool.retained_bytes:
+        yield f"{format_size(pool.retained_bytes)} are retained by hints: they are evicted last", "dim"
     if pool.numa_remote_slots:
         yield f"{format_count(pool.numa_remote_slots)} slots are on another NUMA node than their GPU", "yellow"
     if 0 < pool.pinned_for_gpu_bytes < pool.size_bytes:

@@ -75,9 +75,10 @@ HELP = (
     "missed      not found or not loaded; `kvoffd-cli stats --misses` has the reasons",
     "tokens/s    tokens loaded",
     "now         the last 3 seconds",
-    "Found       each prompt's tokens before the first that the pool lacked, without",
-    "            disks and stores; with lru and other sizes it is estimated",
+    "Found       of the tokens that engines lacked, those before the first that the pool",
+    "            lacked too, without disks and stores; of other sizes estimated",
     "pinned      under a lease or a copy: it cannot be evicted",
+    "retained    evicted after others, as clients' hints ask",
 )
 SORTS: dict[str, Callable[[Window], float]] = {
     "TOK/S": lambda now: now.loaded_tokens,
@@ -226,6 +227,7 @@ class Screen:
             _misses(stats),
             *_curve(stats),
             *_lookups(stats, now),
+            *_hints(stats),
             *self._sparks(width - 40),
             *_tier_summary(stats),
             *self._namespaces(stats),
@@ -344,6 +346,21 @@ def _lookups(stats: DaemonStats, now: Window) -> list[Text]:
     words = f"Lookups {_rate(now.lookups, now)}/s  queued copies {format_count(queued)}  since start:"
     failures = f"! {format_count(failed)} copy jobs failed since the start: see `kvoffd-cli doctor --all`"
     return [line(f"{words} p50 {times[0]}  p99 {times[1]}"), *([line(failures, "yellow")] if failed else [])]
+
+
+def _hints(stats: DaemonStats) -> list[Text]:
+    """Return what hints retain, and what they did since the start; nothing if there were none."""
+    total = stats.since_start
+    counts = {
+        "released": total.released_blocks,
+        "prefetched": total.prefetched_keys,
+        "unknown": total.unknown_hints,
+    }
+    words = [f"{name} {format_count(count)}" for name, count in counts.items() if count]
+    if total.retained_blocks:
+        found = f"keys found in it {format_count(total.retained_found_keys)}"
+        words = [f"retained {format_size(stats.pool.retained_bytes)}", found, *words]
+    return [line(f"Hints   {'  '.join(words)}")] if words else []
 
 
 def _misses(stats: DaemonStats) -> Text:

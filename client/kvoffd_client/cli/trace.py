@@ -143,7 +143,7 @@ def _ended_by_signal() -> Iterator[threading.Event]:
 
 
 class TraceWriter:
-    """Writes a compressed file with a line for each chain: a prompt's keys of one KV cache group."""
+    """Writes a compressed file with a line for each chain: a prompt's, or a hint's, keys of one KV cache group."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file = file
@@ -156,8 +156,9 @@ class TraceWriter:
         """Write a line for each chain. ``dropped``: number of chains lost after them."""
         for number, chain in enumerate(chains, 1):
             self._packed.write(self._line(chain, dropped if number == len(chains) else 0))
-            self.chains += 1
-            self.keys += len(chain.keys) // chain.key_bytes
+            if chain.hint is None:
+                self.chains += 1
+                self.keys += len(chain.keys) // chain.key_bytes
         self.dropped += dropped
         self._packed.flush()  # nothing is lost if this process is killed
         self.file.flush()
@@ -188,6 +189,8 @@ class TraceWriter:
             "block_tokens": chain.tokens_per_block,
             "block_bytes": chain.block_bytes,
         }
+        if chain.hint is not None:
+            fields |= {"hint": chain.hint, "priority": chain.priority, "ttl_s": chain.ttl_s}
         if dropped:
             fields["dropped"] = dropped
         return json_text.dumps(fields, separators=(",", ":")).encode() + b"\n"

@@ -61,7 +61,9 @@ USED = {
     "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorRole": "WORKER",
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading.common:OffloadingWorkerMetadata": "aggregate",
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:OffloadingConnectorScheduler": """
-        _update_req_states""",
+        _update_req_states config""",
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:RequestOffloadState": "max_offload_tokens",
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:SchedulerOffloadConfig": "supports_partial_tail",
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker:OffloadingConnectorWorker": """
         prepare_store_kv start_kv_transfers""",
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector:OffloadingConnector": """

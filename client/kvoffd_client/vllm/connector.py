@@ -7,6 +7,7 @@ import functools
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -127,6 +128,7 @@ class KvoffdConnector(OffloadingConnector):
             state_groups=[
                 index for index, spec in enumerate(specs) if getattr(spec, "mamba_cache_mode", "") == "align"
             ],
+            tail_tokens=offloading.cache.tokens_per_hash * self.connector_scheduler.config.supports_partial_tail,
             event_kinds=kinds if offloading.enable_kv_cache_events else None,
             blocks_per_chunk=offloading.cache.blocks_per_chunk,
             hash_function=get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo),
@@ -289,6 +291,10 @@ class KvoffdConnector(OffloadingConnector):
         if known is None or (known and admission.admits(request, num_computed_tokens + known, loads=True) is None):
             return None, False  # as in the previous step, without scanning all keys
         tokens, loads = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if self._manager.look_up_tails(request, num_computed_tokens):
+            tokens, loads = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if self._manager.awaits_tail(request):
+            tokens = None
         self._manager.record_scan(request, num_computed_tokens, tokens)
         if tokens is None:
             return None, False
@@ -432,8 +438,8 @@ class KvoffdConnector(OffloadingConnector):
         preparing stores does not delay the first token. Except with windowed layers, whose blocks may be gone by then.
 
         A request that was preempted by a reset and is being loaded is removed from the preempted ones, for which only
-        stores may be running. States of recurrent layers at a position inside a block are removed too: they are not
-        stored, and with ``max_offload_tokens`` vLLM asserts that there are none.
+        stores may be running. States of recurrent layers inside a block beyond ``max_offload_tokens`` are removed too:
+        vLLM asserts that there are none.
         """
         changes: dict[str, Any] = {}
         if output.scheduled_new_reqs and not self._has_windows_or_states:
@@ -443,12 +449,18 @@ class KvoffdConnector(OffloadingConnector):
         if preempted := output.preempted_req_ids:
             changes["preempted_req_ids"] = {each for each in preempted if not self._manager.is_loading(each)}
         if (state := output.kv_connector_block_state) is not None and state.boundary_state_offloads:
-            whole = {
-                request_id: [one for one in offered if one[2] % self._block_tokens == 0]
+            wanted = {
+                request_id: [one for one in offered if one[2] <= self._most_stored(request_id)]
                 for request_id, offered in state.boundary_state_offloads.items()
             }
-            changes["kv_connector_block_state"] = replace(state, boundary_state_offloads=whole)
+            changes["kv_connector_block_state"] = replace(state, boundary_state_offloads=wanted)
         return replace(output, **changes) if changes else output
+
+    def _most_stored(self, request_id: str) -> float:
+        """Return the tokens of a request that may be stored."""
+        status = self.connector_scheduler._req_status.get(request_id)
+        most = status.max_offload_tokens if status is not None else None
+        return inf if most is None else most
 
 
 def _is_prefilled_elsewhere(request: Request) -> bool:

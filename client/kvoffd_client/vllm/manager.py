@@ -39,6 +39,7 @@ from kvoffd_client.vllm.connector_metadata import (
 )
 from kvoffd_client.vllm.do_no_harm import DoNoHarm, PrefillRate
 from kvoffd_client.vllm.engine_namespace import EngineNamespace
+from kvoffd_client.vllm.hints import RequestHint, read_hints
 from kvoffd_client.vllm.log import logger
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import (
@@ -50,6 +51,7 @@ from kvoffd_proto.messages import (
     SHARED,
     WRITING,
     GroupKeys,
+    HintAction,
     Outcome,
     PromptReport,
 )
@@ -103,7 +105,8 @@ class KeyedLookup:
     """A lookup of one request.
 
     Attributes:
-        chunks: hashes of the chunks of each group that has complete ones, by index on the wire.
+        chunks: hashes of the complete chunks of each group that was asked for, by index on the wire.
+        tails: hashes inside the chunk after these, by the same index, see ``RequestState``.
         given_up: the request no longer waits for the answer, but uses it if it comes before the request runs.
         read: whether the answer was read.
         found: results by vLLM's keys, for keys in the pool or being promoted.
@@ -113,6 +116,7 @@ class KeyedLookup:
 
     ticket: LookupFuture
     chunks: dict[int, Sequence[bytes]]
+    tails: Mapping[int, Sequence[bytes]]
     sent_at: float
     given_up: bool = False
     read: bool = False
@@ -125,9 +129,25 @@ class KeyedLookup:
         """Number of chunks looked up."""
         return sum(map(len, self.chunks.values()))
 
+    @property
+    def has_all(self) -> bool:
+        """Whether all chunks are ready, and no tail is being promoted."""
+        return not self.coming and all(states.count(READY) == len(states) for states in self.states)
+
+    @property
+    def states(self) -> list[bytes]:
+        """States of the chunks of each group; empty without an answer."""
+        counts = map(len, self.chunks.values())
+        return [states[:count] for states, count in zip(self.ticket.states, counts, strict=False)]
+
     def leading_ready(self, index: int) -> int:
-        """Return the number of a group's blocks that are ready, before the first one that is not."""
-        return self.ticket.leading_ready(list(self.chunks).index(index)) if index in self.chunks else 0
+        """Return the number of a group's chunks that are ready, before the first one that is not."""
+        chunks = self.chunks.get(index, ())
+        return min(self.ticket.leading_ready(list(self.chunks).index(index)), len(chunks)) if chunks else 0
+
+    def asks_tails_beyond(self, answer: KeyedLookup | None) -> bool:
+        """Return whether it asks for tails for which this answer did not."""
+        return bool(self.tails) and (answer is None or self.tails is not answer.tails)
 
     @property
     def usable(self) -> bool:
@@ -151,7 +171,14 @@ class RequestState:
         prefilled_elsewhere: another connector loads the prompt, which a prefill instance computed.
         report: the report of a prompt that is being loaded; sent when the load ends.
         found: the answer's results, during vLLM's scan.
-        otherwise: result for all other keys, including those inside a chunk at the end of a prompt.
+        otherwise: result for all other keys.
+        tails: hashes of the tails to look up with the chunks, by group on the wire. A tail is the beginning of a chunk,
+            which vLLM stores where a prompt of a model with recurrent layers ends.
+        tail_keys: vLLM's keys of all tails looked up.
+        wanted_tails: keys of tails for which vLLM asked in this scan, and that were not looked up.
+        asks_tails: these may be looked up.
+        awaits_tail: it waits for an answer about tails, or for a tail that is being promoted.
+        loaded_tokens: tokens that it was scheduled to load.
         adapter: content of the request's LoRA adapter; empty if it has none, and while unknown.
         adapter_asked_at: time when the workers were first asked for it.
         disabled: the request must not be looked up or stored.
@@ -170,6 +197,7 @@ class RequestState:
         failed_at: time of its last failed lookup; for a while none is sent, so that the request is not deferred for
             ever.
         waits_for_report_since: time of its first scan while the workers were not registered.
+        hints: the client's hints.
     """
 
     request: Request = cast(Any, None)  # noqa: RUF009
@@ -184,6 +212,12 @@ class RequestState:
     report: PromptReport | None = None
     found: Mapping[OffloadKey, LookupResult] = field(default_factory=dict)
     otherwise: LookupResult = _MISS
+    tails: Mapping[int, Sequence[bytes]] = field(default_factory=dict)
+    tail_keys: set[OffloadKey] = field(default_factory=set)
+    wanted_tails: list[OffloadKey] = field(default_factory=list)
+    asks_tails: bool = False
+    awaits_tail: bool = False
+    loaded_tokens: int = 0
     adapter: bytes = b""
     adapter_asked_at: float | None = None
     disabled: bool = False
@@ -200,6 +234,7 @@ class RequestState:
     logged: bool = False
     failed_at: float = NEVER
     waits_for_report_since: float | None = None
+    hints: Sequence[RequestHint] = ()
 
 
 class KvoffdManager(OffloadingManager):
@@ -270,6 +305,7 @@ class KvoffdManager(OffloadingManager):
         most_running: int,
         largest_chunk: int,
         state_groups: Collection[int] = (),
+        tail_tokens: int = 0,
         event_kinds: Mapping[int, str] | None = None,
         blocks_per_chunk: int = 1,
         hash_function: Callable[[Any], bytes] = sha256,
@@ -278,9 +314,11 @@ class KvoffdManager(OffloadingManager):
         """Set properties of the engine's configuration, before the first request.
 
         ``shard_bytes``: bytes of one worker's shard of a block, by group on the wire. ``state_groups``: groups of
-        recurrent layers, whose states vLLM offers separately. ``event_kinds``: kinds of the groups of full attention,
-        if the engine publishes KV events. For the others see ``HostBlockEvents`` and ``PrefillRate``.
+        recurrent layers, whose states vLLM offers separately. ``tail_tokens``: tokens per hash if tails are stored,
+        else 0. ``event_kinds``: kinds of the groups of full attention, if the engine publishes KV events. For the
+        others see ``HostBlockEvents`` and ``PrefillRate``.
         """
+        self._tail_tokens = tail_tokens
         self._shard_bytes = dict(zip(self._positions, shard_bytes, strict=True))
         self._state_suffixes = {self._groups[index].suffix for index in state_groups}
         if event_kinds is not None:
@@ -291,7 +329,7 @@ class KvoffdManager(OffloadingManager):
         self.harm = DoNoHarm(self.clock, prefill, active=self._do_no_harm)
 
     def look_up(self, request: Request) -> None:
-        """Look up all complete chunks of a request that vLLM has announced, if lookups are possible."""
+        """Look up all complete chunks of a request that vLLM has announced, and its tails, if lookups are possible."""
         state, namespace = self._requests[request.request_id], self.namespace
         state.request = request
         if request.skip_reading_prefix_cache and request.pooling_params is not None:
@@ -301,23 +339,63 @@ class KvoffdManager(OffloadingManager):
                 request.pooling_params.task,
             )
             state.disabled = True
-        if not self._knows_adapter(state) or not self._may_load(state) or not namespace.serves:
+        if not self._knows_adapter(state) or not namespace.serves:
             return
-        chunks = {
-            index: found for index, group in enumerate(self._groups) if (found := group.hashes(request.block_hashes))
-        }
+        if state.last is None:
+            self._send_hints(state, has_ended=False)
+        if not self._may_load(state):
+            return
+        chunks, tails = dict[int, Sequence[bytes]](), state.tails
+        for index, group in enumerate(self._groups):
+            if (found := group.hashes(request.block_hashes)) or index in tails:
+                chunks[index] = found
         if chunks:
-            message = [
-                GroupKeys(index, b"".join(of_adapter(hashes, state.adapter) if state.adapter else hashes))
-                for index, hashes in chunks.items()
-            ]
+            asked = {index: [*hashes, *tails.get(index, ())] for index, hashes in chunks.items()}
+            message = [_group_keys(index, hashes, state.adapter) for index, hashes in asked.items()]
             asked_by = namespace.client, namespace.client.session_id
-            again = state.to_count is not None and state.counted_by == asked_by
+            # Tails are not counted: there are many, and one is a hit at most.
+            again = bool(tails) or (state.to_count is not None and state.counted_by == asked_by)
             ticket = namespace.client.lookup(message, again, reported=True)
             if not again and ticket.lease_id:
                 state.to_count, state.counted_by = ticket, asked_by
-            state.pending = state.last = KeyedLookup(ticket, chunks, self._look())
+            state.pending = state.last = KeyedLookup(ticket, chunks, tails, self._look())
             self._counters[metrics.LOOKUPS] += 1
+
+    def look_up_tails(self, request: Request, computed_tokens: int) -> bool:
+        """Look up the tails for which vLLM asked in its scan; return whether there are any, so that it scans again.
+
+        vLLM asks for each position inside the chunk after the last one that is a hit, in all groups.
+        """
+        state = self._requests[request.request_id]
+        if not (wanted := state.wanted_tails):
+            return False
+        tails: dict[int, list[bytes]] = {}
+        for key in reversed(wanted):  # vLLM begins with the longest
+            tails.setdefault(self._positions[key[-GROUP_ID_BYTES:]], []).append(key[:-GROUP_ID_BYTES])
+        state.tails = tails
+        state.tail_keys.update(wanted)
+        self._release(state.pending)
+        state.pending = None
+        self.look_up(request)
+        self.prepare_scan(request, computed_tokens, has_all=state.has_all)
+        state.asks_tails = False  # the second scan takes what is known
+        return True
+
+    def awaits_tail(self, request: Request) -> bool:
+        """Return whether a request waits for a tail after its scan, which vLLM would do only without other hits."""
+        return self._requests[request.request_id].awaits_tail
+
+    def _send_hints(self, state: RequestState, *, has_ended: bool) -> None:
+        """Pass on a request's hints: ``kv.release`` at its end, ``kv.prefetch`` at its start, ``kv.retain`` at both, to
+        include what was generated and to have its time begin at the end."""
+        for hint in () if state.disabled else state.hints:
+            if hint.action is not (HintAction.PREFETCH if has_ended else HintAction.RELEASE):
+                groups = [
+                    _group_keys(index, hashes, state.adapter)
+                    for index, group in enumerate(self._groups)
+                    if (hashes := group.hashes(state.request.block_hashes)[-(-hint.start // group.tokens_per_chunk) :])
+                ]
+                self.namespace.client.hint(hint.action, groups, hint.priority, hint.ttl_s)
 
     def _knows_adapter(self, state: RequestState) -> bool:
         """Return whether the content of a request's adapter is known; disable the request if it cannot be known."""
@@ -356,11 +434,14 @@ class KvoffdManager(OffloadingManager):
         """Prepare the results of ``lookup`` for a request before vLLM's scan, which must see a single answer.
 
         Read an answer that has come, or wait a moment for it; look up again if it is missing or outdated.
-        ``computed_tokens`` are in vLLM's own cache; ``has_all``: as many as it can use, so nothing is loaded.
+        ``computed_tokens`` are in vLLM's own cache, in whole blocks; ``has_all``: as many as it can use, so nothing is
+        loaded but a tail.
         """
         state, namespace = self._requests[request.request_id], self.namespace
         state.found, state.otherwise, state.own_tokens, state.has_all = {}, _MISS, computed_tokens, has_all
-        if has_all or not self._may_load(state) or namespace.problem:
+        state.wanted_tails, state.asks_tails, state.awaits_tail = [], False, False
+        has_tail = bool(self._tail_tokens) and computed_tokens + self._tail_tokens < request.num_prompt_tokens
+        if (has_all and not has_tail) or not self._may_load(state) or namespace.problem:
             return
         if not (namespace.registered and namespace.client.ready):
             if self._awaits_reports(state):
@@ -377,7 +458,10 @@ class KvoffdManager(OffloadingManager):
         if state.pending is None and state.waits_for_tier:
             self._rest()
         if state.pending is not None and not state.pending.ticket.done:
-            self._wait_for_answer(state, state.pending, self._computed_s(request, request.num_tokens - computed_tokens))
+            tokens = request.num_tokens - computed_tokens
+            if state.answer is not None and state.pending.asks_tails_beyond(state.answer):
+                tokens = min(tokens, self._groups[0].tokens_per_chunk)
+            self._wait_for_answer(state, state.pending, self._computed_s(request, tokens))
         came = state.pending
         if came is not None and came.ticket.done:
             state.pending = None
@@ -394,9 +478,13 @@ class KvoffdManager(OffloadingManager):
         if state.answer is not None:
             state.found = state.answer.found
             state.waits_for_tier = bool(state.answer.coming) and self._waits_for_tier(state, state.answer)
-        is_awaited = state.answer is None or state.waits_for_tier
-        if state.pending is not None and not state.pending.given_up and is_awaited:
-            state.otherwise = LookupResult.RETRY
+        pending = state.pending
+        if pending is not None and not pending.given_up:
+            state.awaits_tail = pending.asks_tails_beyond(state.answer)
+            if state.answer is None or state.waits_for_tier or state.awaits_tail:
+                state.otherwise = LookupResult.RETRY
+        may_ask = (pending is None or not pending.given_up) and self.clock() - state.failed_at >= REFRESH_S
+        state.asks_tails = has_tail and may_ask and state.otherwise is _MISS
 
     def _awaits_reports(self, state: RequestState) -> bool:
         """Return whether a request waits a moment for the workers to report their memory or registration.
@@ -422,7 +510,7 @@ class KvoffdManager(OffloadingManager):
         hashes = len(state.request.block_hashes)
         if sum(hashes // group.hashes_per_chunk for group in self._groups) > answer.asked:
             return True
-        if answer.ticket.pinned >= answer.asked:
+        if answer.has_all:
             return now > answer.ticket.stale_at - REFRESH_S
         if not state.waits_for_tier or state.tier_wait_began is None:
             return now - answer.ticket.answered_at > REFRESH_S
@@ -459,7 +547,8 @@ class KvoffdManager(OffloadingManager):
         ``computed_s``: time after which the request would be computed without a load.
         """
         ticket, now = pending.ticket, self._look()
-        is_first = state.answer is None and not pending.given_up and now >= self._no_wait_before
+        is_needed = state.answer is None or pending.asks_tails_beyond(state.answer)
+        is_first = is_needed and not pending.given_up and now >= self._no_wait_before
         if self._wait_left_s > 0 and (is_first or (state.waits_for_tier and self._is_idle)):
             self._counters[metrics.LOOKUP_WAITS] += is_first
             came = ticket.wait(self._wait_left_s)
@@ -509,18 +598,22 @@ class KvoffdManager(OffloadingManager):
         came.read = True
         self._replies_s.append(ticket.answered_at - came.sent_at)
         for (index, chunks), states in zip(came.chunks.items(), ticket.states, strict=False):
-            suffix, leading = self._groups[index].suffix, len(states) - len(states.lstrip(_READY_BYTE))
+            suffix, leading = self._groups[index].suffix, came.leading_ready(index)
             came.found.update(dict.fromkeys([one + suffix for one in chunks[:leading]], _HIT))
+            tails = came.tails.get(index, ())
+            came.found.update(dict.fromkeys([one + suffix for one in tails], _MISS))
             if not states[leading:].strip(_NOT_THERE):
-                continue  # only keys that are absent or being written: they need no entry
+                continue  # only keys that are absent or being written: chunks of these need no entry
             before = len(came.coming)
-            for one, state in zip(chunks[leading:], states[leading:], strict=True):
+            for one, state in zip([*chunks[leading:], *tails], states[leading:], strict=True):
                 if state == READY:
                     came.found[one + suffix] = _HIT
                 elif state in COMING:
                     # Not RETRY, after which vLLM would look for an earlier window.
                     came.found[one + suffix], came.coming[one + suffix] = _PENDING, state
-            tokens = (len(came.coming) - before) * self._groups[index].tokens_per_chunk
+            coming_tails = sum(state in COMING for state in states[len(chunks) :])
+            count = len(came.coming) - before - max(0, coming_tails - 1)  # one of them is loaded at most
+            tokens = count * self._groups[index].tokens_per_chunk
             came.coming_tokens = max(came.coming_tokens, tokens)
 
     def _waits_for_tier(self, state: RequestState, answer: KeyedLookup) -> bool:
@@ -567,11 +660,6 @@ class KvoffdManager(OffloadingManager):
                 if (request := state.request) is not None and request_id not in self._loading:
                     before += max(0, request.num_prompt_tokens - request.num_computed_tokens)
         return self._tokens_before
-
-    def _most_tokens(self, keys: Iterable[OffloadKey]) -> int:
-        """Return the tokens of these keys, of the group with the most."""
-        counts = Counter(key[-GROUP_ID_BYTES:] for key in keys)
-        return max(count * self._groups[self._positions[suffix]].tokens_per_chunk for suffix, count in counts.items())
 
     def step_begins(self, request_tokens: Collection[int]) -> None:
         """Record the start of a step with these numbers of tokens per request; regularly report to the daemon."""
@@ -660,6 +748,7 @@ class KvoffdManager(OffloadingManager):
         Publish the blocks that its answer reports as ready, which another engine may have stored.
         """
         state = self._requests[request.request_id]
+        state.loaded_tokens = loaded_tokens
         if self.events is not None and (answer := state.answer) is not None and answer.usable:
             for index in self.events.groups:
                 keys = self._groups[index].keys(request.block_hashes)
@@ -716,14 +805,31 @@ class KvoffdManager(OffloadingManager):
         # kv_load_tiers of the request: the pool is vLLM's primary tier, which requests cannot exclude.
         if not req_context.load_tier_filter.allows(Medium.STORAGE, Locality.LOCAL):
             state.tier_wait_until = NEVER
+        state.hints, unknown = read_hints(req_context)
+        self._counters[metrics.UNKNOWN_HINTS] += unknown
         self._requests[req_context.req_id] = state
         # Loaded blocks are offered for stores too: they are stored if the load failed, otherwise skipped.
         return RequestOffloadingContext(policy=OffloadPolicy.REQUEST_LEVEL)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         state = self._requests[req_context.req_id]
-        result = state.found.get(key, state.otherwise)
-        return _MISS if result is _PENDING and not state.waits_for_tier else result
+        result = state.found.get(key)
+        if result is None:
+            if not (state.asks_tails and self._is_tail(key, req_context)):
+                return state.otherwise
+            state.wanted_tails.append(key)
+            return LookupResult.RETRY  # so that vLLM asks for the others too
+        if result is not _PENDING:
+            return result
+        if not state.waits_for_tier:
+            return _MISS
+        state.awaits_tail |= key in state.tail_keys
+        return _PENDING
+
+    def _is_tail(self, key: OffloadKey, req_context: ReqContext) -> bool:
+        """Return whether a key is of a position inside a chunk."""
+        end = req_context.get_offload_key_position(key) or 0
+        return end % self._groups[self._positions[key[-GROUP_ID_BYTES:]]].tokens_per_chunk != 0
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         state = self._requests.get(req_context.req_id)
@@ -739,11 +845,15 @@ class KvoffdManager(OffloadingManager):
         if state is not None and (answer := state.answer) is not None:
             if state.adapter:
                 self.adapters.will_load(state.request.lora_request)
+            if tails := [key for key in keys if key in state.tail_keys]:
+                # The lookup that found them was not counted: this one lets the daemon keep what is used.
+                client = self.namespace.client
+                client.release(client.lookup(self._spec_of(tails, state.adapter).keys, reported=True).lease_id)
             state.answer = None  # the load takes its lease
             self._end_leases(state)
             self._loading[req_context.req_id] = answer
             spec.lease_id = answer.ticket.lease_id
-            spec.load_tokens = self._most_tokens(keys)
+            spec.load_tokens = state.loaded_tokens
         return spec
 
     def _spec_of(self, keys: Iterable[OffloadKey], adapter: bytes) -> KeyedSpec:
@@ -797,8 +907,7 @@ class KvoffdManager(OffloadingManager):
         ends: dict[OffloadKey, int] = {}
         for key in keys:
             end = req_context.get_offload_key_position(key) or 0
-            whole = end % self._groups[self._positions[key[-GROUP_ID_BYTES:]]].tokens_per_chunk == 0
-            if whole and end <= computed and key not in self._storing and found.get(key) is not _HIT:
+            if end <= computed and key not in self._storing and found.get(key) is not _HIT:
                 ends[key] = end
         if not ends:
             _forget_offered(last, keys)
@@ -816,7 +925,7 @@ class KvoffdManager(OffloadingManager):
         self._storing |= sizes
         self._outstanding_bytes += sum(sizes.values())
         spec = self._spec_of(ends, state.adapter)
-        if self.events is not None:
+        if self.events is not None and not any(self._is_tail(key, req_context) for key in ends):
             spec.origins = self.events.origins_of(request, ends)
         return PrepareStoreOutput(keys_to_store=list(ends), store_spec=spec, evicted_keys=[])
 
@@ -828,6 +937,8 @@ class KvoffdManager(OffloadingManager):
             if state.to_count is not None:
                 state.report = _report_of(state, self._groups, 0, dropped=True)
             self._send_report(state)
+            if state.hints and state.request is not None and self._knows_adapter(state) and self.namespace.serves:
+                self._send_hints(state, has_ended=True)
             self._end_leases(state)
             if state.last is not None:
                 self._read(state.last)
@@ -879,18 +990,26 @@ def _forget_offered(lookup: KeyedLookup | None, keys: Collection[OffloadKey]) ->
         lookup.found = {key: state for key, state in lookup.found.items() if key not in offered}
 
 
+def _group_keys(index: int, hashes: Sequence[bytes], adapter: bytes) -> GroupKeys:
+    """Return a group's keys for these hashes of a request with this adapter, if any."""
+    return GroupKeys(index, b"".join(of_adapter(hashes, adapter) if adapter else hashes))
+
+
 def _report_of(
     state: RequestState, groups: Sequence[ChunkGroup], loaded_tokens: int, *, dropped: bool = False
 ) -> PromptReport:
     """Return the report of a request that is scheduled with ``loaded_tokens`` or, if ``dropped``, ended before that."""
-    request, last, below = state.request, state.last, state.from_tiers
-    states = b"".join(last.ticket.states) if last is not None else b""
+    request, last, tails = state.request, state.last, state.tail_keys
+    below = {key: tier for key, tier in state.from_tiers.items() if key not in tails}
+    states = b"".join(last.states) if last is not None else b""
     from_store = list(below.values()).count(SHARED)
     risen = sum(last.found.get(key) is _HIT for key in below) if last is not None else 0
     whole = [request.num_tokens // one.tokens_per_chunk for one in groups]
     own = covered = [state.own_tokens // one.tokens_per_chunk for one in groups]
     if loaded_tokens:  # the last chunk may be loaded in part
         end = state.own_tokens + loaded_tokens
+        if tails and not state.has_all and end < request.num_tokens - 1:  # it ends with a tail, or with a chunk
+            end -= end % groups[0].tokens_per_chunk
         covered = [min(count, -(-end // one.tokens_per_chunk)) for count, one in zip(whole, groups, strict=True)]
     elif dropped or state.prefilled_elsewhere:
         own = covered = whole
@@ -940,9 +1059,7 @@ def _first_missing(state: RequestState, covered: Sequence[int]) -> tuple[int, by
     """Return the first key behind the ``covered`` ones of its group that was not ready: its group, the key, its number
     among those looked up, and the reason if it is known here."""
     last, before = state.last, 0
-    for (index, chunks), states in (
-        zip(last.chunks.items(), last.ticket.states, strict=False) if last is not None else ()
-    ):
+    for (index, chunks), states in zip(last.chunks.items(), last.states, strict=False) if last is not None else ():
         for at in range(covered[index], len(states)):
             if states[at] != READY:
                 key = of_adapter([chunks[at]], state.adapter)[0] if state.adapter else chunks[at]

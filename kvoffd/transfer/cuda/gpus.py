@@ -37,12 +37,13 @@ Found = TypeVar("Found")
 
 def _submit(thread: TaskThread, what: str, task: Callable[[], object]) -> None:
     """Queue a task in the thread of a device or driver. Raises KvoffdError if too many are queued."""
-    if not thread.put(task, MAX_WAITING_TASKS):
+    if thread.waiting >= MAX_WAITING_TASKS:
         raise KvoffdError(
             f"{what} has not answered for {thread.busy_s:.0f} s, and {thread.waiting} requests wait for it; see the "
             "driver's log (dmesg), and restart the daemon if the GPU is healthy.",
             ErrorCode.TOO_MANY,
         )
+    thread.put(task)
 
 
 class NoSuchGpu(KvoffdError):

@@ -1,4 +1,8 @@
-"""Reads of a disk tier: many blocks at once, directly into the pool, checked against their headers and checksums."""
+"""Reads and writes of a disk tier, directly from and to the pool.
+
+Many blocks are read at once, and checked against their headers and checksums. Neighbouring blocks are written in one
+call, headers and shards, then their records.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +19,16 @@ from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from kvoffd.pool.allocator import page_up
 from kvoffd.pool.checksums import digest
-from kvoffd.system.files import OnError, ShortRead, address_of, aligned_buffer
+from kvoffd.pool.slot_table import MAX_KEY_BYTES
+from kvoffd.system.files import OnError, ShortRead, address_of, aligned_buffer, write_all
 from kvoffd.system.native import COUNT, INT, ITEMS, NUMBER, VOID_P, declare, native
 from kvoffd.system.threads import ENDED_AT_ONCE, DaemonThreads
-from kvoffd.tiers.disk_file import DiskFile
-from kvoffd.tiers.header import HEADER_BYTES, Block, BlockGroup, decode_header, parse_header
+from kvoffd.tiers.disk_file import RECORD, DiskFile
+from kvoffd.tiers.header import HEADER_BYTES, Block, BlockGroup, decode_header, encode_header, parse_header
 from kvoffd.tiers.tier import READERS_NICE, Result
 from kvoffd_proto.stats import DiskFault
 
@@ -39,6 +46,7 @@ declare(
 
 logger = logging.getLogger(__name__)
 
+HOUR_S = 3600
 READERS = 16
 """Threads used if the kernel cannot read several blocks for one thread."""
 MOST_READ_BYTES = 64 << 20
@@ -125,9 +133,8 @@ class Reads:
         self._headers = aligned_buffer(most * HEADER_BYTES)
         """Headers by number."""
         self._pool_at, self._headers_at = address_of(pool), address_of(self._headers)
-        self.busy_seconds = 0.0
         self._progress_at = 0.0
-        """Time when the last read ended, or the first began: busy time is counted up to it."""
+        """Time when the last read ended, or the first began."""
         self._open()
 
     def _open(self) -> None:
@@ -180,9 +187,7 @@ class Reads:
         if len(numbers) == ENDED_AT_ONCE:  # there may be more
             self._post(self._deliver)
         if numbers:
-            now = self._clock()
-            self.busy_seconds += now - self._progress_at
-            self._progress_at = now
+            self._progress_at = self._clock()
         for number in numbers:
             job, read = self._reading.pop(number)
             self._nbytes -= job.nbytes
@@ -230,10 +235,6 @@ class Reads:
         return len(self._waiting)
 
     @property
-    def running(self) -> int:
-        return len(self._reading)
-
-    @property
     def longest_s(self) -> float:
         """Time since a read last ended while others are running: many concurrent reads are slow without hanging."""
         return self._clock() - self._progress_at if self._reading else 0.0
@@ -255,3 +256,47 @@ class Reads:
             self._native.reader_close(self._reader)
             self._reader = None
         return True
+
+
+class BlockWriter:
+    """Code of the threads that write. ``merge_bytes``: limit for the neighbouring blocks of one call."""
+
+    def __init__(self, file: DiskFile, pool: memoryview, merge_bytes: int, wall_clock: Callable[[], float]) -> None:
+        self._file, self._pool, self._merge_bytes, self._wall_clock = file, pool, merge_bytes, wall_clock
+
+    def next(self, waiting: deque[SlotJob]) -> list[SlotJob]:
+        """Take the blocks for one call: neighbours in the file."""
+        jobs = [waiting.popleft()]
+        end, left = jobs[0].offset + jobs[0].nbytes, self._merge_bytes - jobs[0].nbytes
+        while waiting and waiting[0].offset == end and (left := left - waiting[0].nbytes) >= 0:
+            jobs.append(waiting.popleft())
+            end = jobs[-1].offset + jobs[-1].nbytes
+        return jobs
+
+    def write(self, jobs: list[SlotJob]) -> list[End]:
+        """Write neighbouring blocks, one by one if that fails, and then their records. Called in a thread."""
+        file, buffers, headers = self._file, list[memoryview](), aligned_buffer(len(jobs) * HEADER_BYTES)
+        for number, job in enumerate(jobs):
+            assert job.block is not None
+            header = headers[number * HEADER_BYTES : (number + 1) * HEADER_BYTES]
+            header[:] = encode_header(job.block)
+            shards = zip(job.shards, job.group.lengths, strict=True)
+            buffers += [header, *(self._pool[offset : offset + page_up(length)] for offset, length in shards)]
+        try:
+            write_all(file.calls, file.fd, buffers, jobs[0].offset)
+        except OSError as error:
+            if len(jobs) > 1:
+                return [end for job in jobs for end in self.write([job])]
+            return [failed_end(file, jobs[0], "write", error)]
+        ends = list[End]()
+        for job in jobs:
+            hour, key = int(self._wall_clock()) // HOUR_S, job.key.ljust(MAX_KEY_BYTES, b"\0")
+            record = np.array([(job.group.tag, job.group.nbytes, hour, len(job.key), key, b"")], RECORD)
+            end = End(Result.DONE)
+            try:
+                file.write_records(job.slot, record)
+            except OSError as error:
+                why = f"The disk tier could not add a block to the index of {file.path}: {error.strerror or error}."
+                end = End(Result.DONE, None, DiskFault.RECORD_FAILED, why)
+            ends.append(end)
+        return ends

@@ -1,0 +1,417 @@
+"""``kvoffd-cli verify``: whether an engine gives the same answers to prompts that kvoffd loads as to those it computes.
+
+Each prompt is computed under a ``cache_salt`` of its own, which neither vLLM nor kvoffd has seen, and again from vLLM's
+own prefix cache, which shows how far the engine differs from itself. Then it is loaded: asked as its users ask it, once
+vLLM's own cache is empty. With a second engine it is loaded under the salt, by the engine that has not seen it.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import version
+from math import inf
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+
+from kvoffd_client.admin_client import AdminClient
+from kvoffd_client.cli.endpoint import Answer, Body, Endpoint, RefusedError
+from kvoffd_client.cli.format import namespace_name, print_json, print_status, print_table, say
+from kvoffd_client.cli.show import request_sentence
+from kvoffd_client.cli.target import CliError, Directory, Json, open_admin
+from kvoffd_client.errors import KvoffdClientError
+from kvoffd_client.namespace_differences import how_they_differ
+from kvoffd_proto.admin import ListPrompts, LoggedPrompt
+from kvoffd_proto.units import format_count, format_duration, printable
+
+TIE_NATS = 0.02
+"""Two tokens whose log probabilities are this close are as likely: another order of additions may exchange them."""
+MOST_NOISE_NATS = 0.25
+"""An engine that differs from itself by more cannot be judged."""
+ROUNDS = 4
+"""Most times that a prompt is asked to be loaded: the first time it may be stored, and stores may be late."""
+REPORTS_S = 5.0
+"""Engines report once a second."""
+STORED_S = (1.0, 10.0)
+"""Time that the second engine has to store. After the last it is not asked again."""
+PUSH_S = 600.0
+MOST_PROMPTS = 200
+"""The daemon keeps an engine's last 1,000 reports."""
+OWN_LINES = (400, 150, 45)
+"""Lengths of the own prompts; a line is some ten tokens."""
+STATUS = {"PASS": 0, "FAIL": 1, "NOT JUDGED": 3}
+
+
+def verify(
+    url: Annotated[str, typer.Argument(metavar="URL", help="The engine, such as http://localhost:8000.")],
+    prompts: Annotated[
+        Path | None, typer.Option("--prompts", metavar="FILE", help="Your prompts: a line of text or JSON each.")
+    ] = None,
+    cold: Annotated[
+        str, typer.Option("--cold", metavar="URL", help="Compute with this second engine of the namespace.")
+    ] = "",
+    push_out: Annotated[
+        bool, typer.Option("--push-out", help="Empty vLLM's cache by computing as much as it holds.")
+    ] = False,
+    directory: Directory = None,
+    json: Json = False,
+) -> int:
+    """Check that loaded prompts are answered as computed ones.
+
+    Resets vLLM's own prefix cache if the engine runs with VLLM_SERVER_DEV_MODE=1; else give --cold or --push-out. A
+    JSON line is a request with messages or a prompt. The API key is in OPENAI_API_KEY.
+
+    Exit status: 0 PASS, 1 FAIL, 2 an error, 3 not judged.
+    """
+    if cold and push_out:
+        raise CliError("--cold and --push-out exclude each other; give one of them.")
+    bodies = read_prompts(prompts) if prompts else []
+    with open_admin(directory) as admin:
+        run = Run(Endpoint(url), Endpoint(cold) if cold else None, admin)
+        try:
+            run.play(bodies, push_out)
+            page = run.page()
+        finally:
+            print_status()
+    if json:
+        print_json(page)
+    else:
+        show(page)
+    return STATUS[page["verdict"]]
+
+
+def read_prompts(path: Path) -> list[Body]:
+    """Return the prompts of a file; see ``body_of``. Raises CliError."""
+    found: list[Body] = []
+    try:
+        lines = path.read_text().split("\n")
+    except UnicodeDecodeError:
+        raise CliError(f"{path} is not UTF-8 text.") from None
+    for number, line in enumerate(lines, 1):
+        try:
+            found += [body_of(line)] if line.strip() else []
+        except ValueError as error:
+            raise CliError(f"{path}, line {number}: {error}.") from None
+    if not 0 < len(found) <= MOST_PROMPTS:
+        raise CliError(f"{path} has {format_count(len(found))} prompts; give 1 to {MOST_PROMPTS}.")
+    return found
+
+
+def body_of(line: str) -> Body:
+    """Return a line's prompt: a request as JSON, alone or as a batch file's body, else text. Raises ValueError."""
+    if not line.lstrip().startswith("{"):
+        return {"prompt": line}
+    given = json.loads(line)
+    body = given.get("body", given)
+    if not isinstance(body, dict) or not (body.get("messages") or body.get("prompt")):
+        raise ValueError("it has neither messages nor a prompt")
+    return body
+
+
+def own_prompt(lines: int) -> Body:
+    """Return a prompt, always the same for a number of lines, so that a later run loads what an earlier one stored."""
+    prices = random.Random(lines).choices(range(100_000), k=lines)
+    return {"prompt": f"A list of {lines}:" + "".join(f"\nItem {at} costs {one}." for at, one in enumerate(prices))}
+
+
+# --- comparing -------------------------------------------------------------------------------------
+
+
+class Difference(NamedTuple):
+    """Difference of two answers, in nats.
+
+    ``at``: the first place with another token, None if there is none. ``gap``: how much less likely the other token was
+    there. ``farthest``: largest difference of a log probability before that.
+    """
+
+    at: int | None
+    gap: float
+    farthest: float
+
+    def within(self, nats: float) -> bool:
+        """Return whether rounding explains it: the answers are the same, or two tokens tied at ``at``."""
+        return max(self.gap, self.farthest) <= nats
+
+
+def difference(wanted: Answer, given: Answer) -> Difference:
+    """Compare two answers to one prompt."""
+    farthest, length = 0.0, min(len(wanted.tokens), len(given.tokens))
+    for at in range(length):
+        if wanted.tokens[at] != given.tokens[at]:
+            gap = wanted.logprobs[at] - wanted.likeliest[at].get(given.tokens[at], -inf)
+            return Difference(at, gap, farthest)
+        farthest = max(farthest, abs(wanted.logprobs[at] - given.logprobs[at]))
+    ends = len(wanted.tokens) == len(given.tokens)
+    return Difference(None, 0.0, farthest) if ends else Difference(length, inf, farthest)
+
+
+@dataclass
+class Case:
+    """One prompt and its answers; ``loads`` were asked to be loaded, with their requests' ids."""
+
+    body: Body
+    computed: Answer
+    own: Answer
+    loads: dict[str, Answer] = field(default_factory=dict)
+    loaded: dict[str, int] = field(default_factory=dict)
+    """Tokens that were loaded, by the request's id; those of which nothing was loaded are not here."""
+
+    def judge(self, nats: float) -> tuple[str, str]:
+        """Return ``same``, ``tie``, ``fault`` or ``unclear``, and how the answers compare."""
+        verdict, words = ("same", "") if self.loaded else ("unclear", "nothing was loaded")
+        for request in self.loaded:
+            found = difference(self.computed, answer := self.loads[request])
+            if found.within(nats) and found.at is None:
+                words = words or f"same {len(answer.tokens)} tokens within {found.farthest:.5f} nats"
+            elif found.within(nats):
+                verdict, words = "tie", f"tie at token {found.at}: {found.gap:.3f} nats apart"
+            elif difference(self.own, answer).within(nats):
+                verdict, words = "tie", "as from vLLM's own cache, which differs from computing"
+            elif not difference(self.computed, self.own).within(nats):
+                return "unclear", "vLLM's own cache differs from computing, too"
+            elif found.at is None or found.farthest > nats:
+                return "fault", f"FAULT: {found.farthest:.3f} nats apart"
+            else:
+                return "fault", f"FAULT: another token {found.at}, {found.gap:.3f} nats less likely"
+        return verdict, words
+
+
+# --- asking ----------------------------------------------------------------------------------------
+
+
+class Run:
+    """Requests to an engine and their answers. ``cold`` is the second engine, if any."""
+
+    def __init__(self, engine: Endpoint, cold: Endpoint | None, admin: AdminClient) -> None:
+        self.engine, self.cold, self.admin = engine, cold, admin
+        self.began = datetime.now(UTC)
+        self.model, self.root = engine.model()
+        self.id = f"kvoffd-verify-{uuid.uuid4().hex[:8]}"
+        self.asked = 0
+        self.how = self.daemon = self.problem = ""
+        self.cases: list[Case] = []
+        self.reports: dict[str, LoggedPrompt] = {}
+
+    def play(self, bodies: Sequence[Body], push_out: bool) -> None:
+        """Ask everything."""
+        try:
+            self.daemon = self.admin.stats().version
+        except KvoffdClientError as error:
+            self.problem = str(error)
+        empty: Callable[[], None] | None = None
+        if self.cold:
+            self.how = f"by this engine; computed by {self.cold.url}"
+        elif push_out:
+            self.how, empty = f"after {self._cache_tokens():,} tokens of other prompts", self._push_out
+        elif self.engine.can_reset():
+            self.how, empty = "after POST /reset_prefix_cache", self.engine.reset
+        else:
+            raise CliError(
+                f"{self.engine.url} has no /reset_prefix_cache, so vLLM would answer from its own prefix cache. Start "
+                "it with VLLM_SERVER_DEV_MODE=1, or give --cold with a second engine that uses the same daemon, or "
+                "--push-out, which computes as many tokens as its KV cache holds."
+            )
+        for body in bodies:
+            self.cases.append(self._compute(body))
+        for lines in () if bodies else OWN_LINES:
+            self.cases.append(self._compute_own(lines))
+        if empty is None:
+            self._load_elsewhere()
+            return
+        for number in range(ROUNDS):
+            print_status("emptying vLLM's own prefix cache")
+            empty()
+            self._load()
+            if number:
+                self._count_loaded()
+                if all(case.loaded for case in self.cases):
+                    return
+
+    def _compute(self, body: Body) -> Case:
+        """Compute a prompt under a new salt, and have it from vLLM's own cache."""
+        engine, salt = self.cold or self.engine, {"cache_salt": uuid.uuid4().hex}
+        # With one engine nobody asks for these blocks again.
+        more = {} if self.cold else {"kv_transfer_params": {"max_offload_tokens": 0}}
+        computed, own = (self._ask(engine, {**body, **salt}, "computing", **more)[1] for _ in range(2))
+        if computed.cached:
+            raise CliError(
+                f"{engine.url} did not compute all of a prompt with a new cache_salt, so something before vLLM removes "
+                "the salt; give the engine's own address."
+            )
+        return Case({**body, **salt} if self.cold else body, computed, own)
+
+    def _compute_own(self, lines: int) -> Case:
+        """Compute an own prompt, shorter if it is too long for the model."""
+        try:
+            return self._compute(own_prompt(lines))
+        except RefusedError as error:
+            if error.status == 404:
+                raise CliError(f"{error} Give --prompts with messages, if it has chats only.") from None
+            if error.status != 400 or lines < 4:
+                raise
+        return self._compute_own(lines // 2)
+
+    def _load(self) -> None:
+        for case in self.cases:
+            request, answer = self._ask(self.engine, case.body, "loading")
+            case.loads[request] = answer
+
+    def _count_loaded(self) -> None:
+        self._read_reports([request for case in self.cases for request in case.loads])
+        for case in self.cases:
+            for request, answer in case.loads.items():
+                logged = self.reports.get(request)
+                if loaded := logged.report.loaded_tokens if logged else answer.cached:
+                    case.loaded[request] = loaded
+
+    def _load_elsewhere(self) -> None:
+        """Have the engine load what the second one computed."""
+        for wait_s in STORED_S:
+            if self.cases[0].loads:
+                self.cases = [self._compute(case.body) for case in self.cases]
+            print_status("waiting until the blocks are stored")
+            time.sleep(wait_s)
+            self._load()
+            self._count_loaded()
+            if any(case.loaded for case in self.cases):
+                return
+
+    def _ask(self, engine: Endpoint, body: Body, what: str, **fields: object) -> tuple[str, Answer]:
+        """Return the request's id and its answer."""
+        self.asked += 1
+        print_status(f"{what} (request {self.asked})")
+        request = f"{self.id}-{self.asked}"
+        return request, engine.ask({"model": self.model, **body}, request, **fields)
+
+    def _read_reports(self, requests: Sequence[str]) -> None:
+        """Wait for the engine's reports to the daemon of this node, if it sends them there."""
+        deadline = time.monotonic() + REPORTS_S
+        while not self.problem and not all(request in self.reports for request in requests):
+            if time.monotonic() > deadline:
+                self.problem = "The daemon of this node has no reports of it"
+            time.sleep(0.1)
+            try:
+                for one in self.admin.ask(ListPrompts, self.id).prompts:
+                    if found := re.search(rf"{self.id}-\d+", one.report.request):
+                        self.reports[found[0]] = one
+            except KvoffdClientError as error:
+                self.problem = str(error)
+
+    def _cache_tokens(self) -> int:
+        """Return how many tokens the KV cache holds. Raises CliError."""
+        found = re.search(r"^vllm:cache_config_info\{(.*)\}", self.engine.metrics(), re.MULTILINE)
+        sizes = dict(re.findall(r'(\w+)="(\d+)"', found[1] if found else ""))
+        if not {"block_size", "num_gpu_blocks"} <= sizes.keys():
+            raise CliError(f"{self.engine.url}/metrics does not say how large the KV cache is; give --cold.")
+        return int(sizes["block_size"]) * int(sizes["num_gpu_blocks"])
+
+    def _push_out(self) -> None:
+        """Have other prompts take all of vLLM's KV cache."""
+        tokens, done, deadline = self._cache_tokens(), 0, time.monotonic() + PUSH_S
+        longest = max(self.cases, key=lambda one: one.computed.prompt_tokens)
+        while done < tokens:
+            if time.monotonic() > deadline:
+                raise CliError(f"Computing the {tokens:,} tokens of vLLM's KV cache takes more than {PUSH_S:.0f} s.")
+            fields = {"max_tokens": 1, "kv_transfer_params": {"max_offload_tokens": 0}}
+            what = f"pushing out: {done:,} of {tokens:,} tokens"
+            body = {**longest.body, "cache_salt": uuid.uuid4().hex}
+            done += max(1, self._ask(self.engine, body, what, **fields)[1].prompt_tokens)
+
+    # --- the page ---------------------------------------------------------------------------------
+
+    def page(self) -> dict[str, Any]:
+        """Return what is printed, the lines above the table first."""
+        noise = max(difference(one.computed, one.own).farthest for one in self.cases)
+        nats = max(TIE_NATS, 2 * min(noise, MOST_NOISE_NATS))
+        judged = [case.judge(nats) for case in self.cases]
+        loads = [request for case in self.cases for request in case.loads]
+        logged = next((self.reports[request] for request in reversed(loads) if request in self.reports), None)
+        verdict, sentence = self._verdict([word for word, _ in judged], counted=logged is not None)
+        name = "unknown"
+        if logged:
+            infos = {one.namespace: one for one in self.admin.namespaces().namespaces}
+            own = infos.get(logged.namespace)
+            name = namespace_name(own.label if own else "", logged.namespace)
+            if verdict == "NOT JUDGED":
+                sentence += f" The last request: {request_sentence(logged.report)}"
+                for one in {one.namespace for one in self.reports.values()} & infos.keys() - {logged.namespace}:
+                    differ = how_they_differ(own.description if own else "", infos[one].description)
+                    sentence += f" {self.cold.url if self.cold else 'It'} has another namespace: {differ}."
+        by = "engine's reports" if logged else f"engine's usage ({self.problem.rstrip('.')})"
+        try:
+            release = str(self.engine.read("/version")["version"])
+        except (CliError, TypeError, KeyError):
+            release = "unknown"
+        return {
+            "engine": f"{self.engine.url} at {self.began:%Y-%m-%d %H:%M:%S} UTC",
+            "model": printable(self.model if self.root in ("", self.model) else f"{self.model} ({self.root})"),
+            "versions": f"vLLM {printable(release)}, kvoffd-cli {version('kvoffd')}, daemon {self.daemon or 'unknown'}",
+            "namespace": name,
+            "computed": "under a new cache_salt, so no cache has it",
+            "loaded": f"{self.how}; counted by the {by}",
+            "tolerance": f"{nats:.3f} nats",
+            "prompts": [
+                {
+                    "tokens": case.computed.prompt_tokens,
+                    "loaded_tokens": max(case.loaded.values(), default=0),
+                    "computed_ttft_seconds": case.computed.ttft_s,
+                    "loaded_ttft_seconds": [*case.loads.values()][-1].ttft_s,
+                    "verdict": word,
+                    "answers": words,
+                }
+                for case, (word, words) in zip(self.cases, judged, strict=True)
+            ],
+            "verdict": verdict,
+            "sentence": sentence,
+        }
+
+    def _verdict(self, words: Sequence[str], *, counted: bool) -> tuple[str, str]:
+        count, faults, unclear = len(words), words.count("fault"), words.count("unclear")
+        if faults:
+            return "FAIL", (
+                f"{faults} of {count} prompts got another answer when loaded than when computed. `kvoffd-cli clear` "
+                "drops the blocks; please report this page."
+            )
+        if unclear < count:
+            rest = f" {unclear} could not be judged." if unclear else ""
+            return "PASS", f"{count - unclear} of {count} prompts got the same answer loaded as computed.{rest}"
+        if any(case.loaded for case in self.cases):
+            return "NOT JUDGED", "The engine's answers differ from each other without kvoffd as well."
+        if counted:
+            return "NOT JUDGED", "Nothing was loaded."
+        if not (metrics := self.engine.metrics()) or "vllm:kvoffd_connected" in metrics:
+            return "NOT JUDGED", (
+                "Nothing was loaded, or the engine does not say so without --enable-prompt-tokens-details. To see why, "
+                "run this on its node with the daemon's --directory."
+            )
+        return "NOT JUDGED", f"{self.engine.url} runs without kvoffd; start it with --kv-transfer-config."
+
+
+def show(page: dict[str, Any]) -> None:
+    """Print the page."""
+    for name, text in page.items():
+        if name == "prompts":
+            break
+        say(f"{name + ':':10} {text}")
+    rows = [
+        (
+            str(number),
+            format_count(one["tokens"]),
+            format_count(one["loaded_tokens"]),
+            format_duration(one["computed_ttft_seconds"]),
+            format_duration(one["loaded_ttft_seconds"]),
+            one["answers"],
+        )
+        for number, one in enumerate(page["prompts"], 1)
+    ]
+    say("")
+    print_table((">", ">tokens", ">loaded", ">cold TTFT", ">loaded TTFT", "answers"), rows)
+    say("", f"{page['verdict']}: {page['sentence']}")

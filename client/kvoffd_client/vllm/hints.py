@@ -1,0 +1,105 @@
+"""Hints of clients in requests: vLLM's ``kv_hints``, or the same under ``kv_transfer_params``, which HTTP can carry."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+from msgspec import Meta, Struct
+from vllm.v1.kv_offload.base import ReqContext
+
+from kvoffd_client.vllm.log import logger
+from kvoffd_proto.messages import MOST_PRIORITY, MOST_TTL_S, HintAction
+
+FIELD = "kv_hints"
+MOST_ACTIONS = 16
+"""Actions of a request that are read."""
+MOST_SAID = 16
+"""Kinds of unknown hints that are logged."""
+ACTIONS = {"kv.retain": HintAction.RETAIN, "kv.release": HintAction.RELEASE, "kv.prefetch": HintAction.PREFETCH}
+
+
+class RequestHint(NamedTuple):
+    """A hint about the blocks of a request, from the token ``start`` on."""
+
+    action: HintAction
+    start: int = 0
+    priority: int = 0
+    ttl_s: float = 0.0
+
+
+class _Envelope(Struct):
+    """vLLM's ``KvHintsEnvelope``, whose actions are converted one by one."""
+
+    actions: list[Any]
+    protocol_version: str = "1"
+    message_id: str = ""
+
+
+class _Action(Struct):
+    action_type: str
+    action_version: str
+    payload: dict[str, Any] = {}
+
+
+class _Payload(Struct):
+    start: Annotated[int, Meta(ge=0)] = 0
+    """First token of what the action applies to, as behind a prefix that other prompts share."""
+
+
+class _Retain(_Payload, kw_only=True):
+    ttl_s: Annotated[float, Meta(gt=0)]
+    priority: Annotated[int, Meta(ge=0, le=MOST_PRIORITY)] = 50
+
+
+_said: set[str] = set()
+
+
+def read_hints(context: ReqContext) -> tuple[list[RequestHint], int]:
+    """Return a request's hints, and the number of those that are not known or cannot be read. These are logged once."""
+    params = context.kv_transfer_params
+    given = context.kv_hints or (params.get(FIELD) if isinstance(params, dict) else None)
+    if given is None:
+        return [], 0
+    try:
+        envelope = msgspec.convert(msgspec.to_builtins(given), _Envelope)
+        if not _is_known(envelope.protocol_version):
+            raise ValueError("its protocol_version is not known")
+    except (ValueError, TypeError, RecursionError) as error:
+        _say(FIELD, error)
+        return [], 1
+    hints, unknown = list[RequestHint](), max(0, len(envelope.actions) - MOST_ACTIONS)
+    for given in envelope.actions[:MOST_ACTIONS]:
+        kind = "an action"
+        try:
+            action = msgspec.convert(given, _Action)
+            kind = action.action_type
+            hints.append(_read(action))
+        except ValueError as error:
+            _say(kind, error)
+            unknown += 1
+    return hints, unknown
+
+
+def _read(action: _Action) -> RequestHint:
+    """Return the hint. Raises ValueError."""
+    if (kind := ACTIONS.get(action.action_type)) is None:
+        raise ValueError("kvoffd does not know it")
+    if not _is_known(action.action_version):
+        raise ValueError("its action_version is not known")
+    if kind is not HintAction.RETAIN:
+        return RequestHint(kind, msgspec.convert(action.payload, _Payload).start)
+    payload = msgspec.convert(action.payload, _Retain)
+    return RequestHint(kind, payload.start, payload.priority, min(payload.ttl_s, MOST_TTL_S))
+
+
+def _is_known(version: str) -> bool:
+    """Return whether this is a version of the first protocol, whose drafts have 0."""
+    return version.split(".")[0] in ("0", "1")
+
+
+def _say(kind: str, error: Exception) -> None:
+    """Log the first unknown hint of each kind."""
+    if kind not in _said and len(_said) < MOST_SAID:
+        _said.add(kind)
+        logger.warning("kvoffd: a request's hint (%r) is ignored: %s. Later ones are only counted.", kind[:64], error)

@@ -1,0 +1,219 @@
+"""Hints: what is retained goes last until its time is over, what is released goes first, and no hint pins."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvoffd.cache.hints import AWAITED_S, MOST_AWAITED, RETAINED_SHARE
+from kvoffd.cache.namespace import Namespace
+from kvoffd_proto.messages import HintAction
+from tests.kit.slot_cache import CacheRig, check_invariants, keys_of
+
+BLOCKS = 64
+MOST_RETAINED = int(RETAINED_SHARE * BLOCKS)
+POLICIES = "lru", "learned"
+
+
+class Hinted(CacheRig):
+    """A pool of 64 blocks with one namespace."""
+
+    def __init__(self, policy: str = "lru") -> None:
+        super().__init__(BLOCKS, BLOCKS, policy)
+        self.namespace = self.open()
+
+    def hint(self, action: str, *numbers: int, ttl_s: float = 60.0, priority: int = 50) -> int:
+        return self.cache.hint(self.namespace, HintAction(action), [(0, keys_of(*numbers))], priority, ttl_s)
+
+    def put(self, *numbers: int) -> None:
+        self.ask(self.namespace, keys_of(*numbers))
+        check_invariants(self.cache)
+
+    def there(self, *numbers: int) -> list[int]:
+        states = self.states(self.namespace, keys_of(*numbers))
+        return [number for number, state in zip(numbers, states, strict=True) if state == 2]
+
+    def fill(self, start: int, blocks: int = BLOCKS) -> None:
+        """So many other blocks, stored one request after the other."""
+        for number in range(start, start + blocks, 4):
+            self.put(*range(number, number + 4))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_is_retained_outlives_what_was_used_later(policy: str) -> None:
+    rig = Hinted(policy)
+    rig.put(1, 2, 3, 4)
+    assert rig.hint("retain", 1, 2, 3, 4) == 4
+    rig.fill(100, 2 * BLOCKS)
+    assert rig.there(1, 2, 3, 4) == [1, 2, 3, 4]
+    assert rig.look(rig.namespace, keys_of(1, 2, 3, 4)) == b"\2" * 4
+    counters = rig.namespace.totals
+    assert (counters.retained_blocks, counters.retained_found_keys, counters.unretained_blocks) == (4, 4, 0)
+    assert rig.cache.order.retained_bytes == 4 * rig.unit
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_retained_block_does_not_outlive_its_time(policy: str) -> None:
+    rig = Hinted(policy)
+    rig.put(1, 2, 3, 4)
+    rig.hint("retain", 1, 2, 3, 4, ttl_s=10)
+    rig.fill(100)
+    assert rig.there(1, 2, 3, 4) == [1, 2, 3, 4]
+    rig.clock.now += 11
+    rig.put(300)
+    assert len(rig.there(1, 2, 3, 4)) == 3, "it was kept for the hint alone, so it goes first"
+    rig.cache.tick()
+    assert rig.cache.order.retained_bytes == 0
+    rig.fill(400, 2 * BLOCKS)
+    assert rig.there(1, 2, 3, 4) == []
+
+
+def test_what_is_next_to_go_is_set_aside_a_few_at_a_time_and_not_in_one_eviction() -> None:
+    rig = Hinted()
+    rig.put(1, 2, 3, 4)
+    rig.hint("retain", 1, 2, 3, 4)
+    for number in range(1, 6):
+        rig.cache.tick()
+        assert sum(len(one.aside) for one in rig.cache.order._retentions.values()) == min(4, number)
+    rig.fill(100, 2 * BLOCKS)
+    assert rig.there(1, 2, 3, 4) == [1, 2, 3, 4]
+
+
+def test_blocks_that_are_stored_after_the_hint_are_retained_too() -> None:
+    rig = Hinted()
+    rig.hint("retain", 1, 2, 3, 4)
+    rig.put(1, 2, 3, 4)
+    rig.fill(100, 2 * BLOCKS)
+    assert rig.there(1, 2, 3, 4) == [1, 2, 3, 4]
+    rig.hint("retain", 5, ttl_s=1000)
+    rig.clock.now += AWAITED_S + 1
+    rig.cache.tick()
+    rig.put(5)
+    assert rig.namespace.totals.retained_blocks == 4, "the engine stores soon or never"
+
+
+def test_only_a_part_of_the_pool_and_of_a_quota_is_retained_and_the_root_first() -> None:
+    rig = Hinted()
+    rig.fill(0)
+    rig.hint("retain", *range(BLOCKS))
+    assert rig.cache.order.retained_bytes == MOST_RETAINED * rig.unit
+    assert rig.namespace.totals.unretained_blocks == BLOCKS - MOST_RETAINED
+    rig.fill(100)
+    assert rig.there(*range(BLOCKS)) == list(range(MOST_RETAINED))
+    other = Hinted()
+    other.cache.quotas[other.namespace.fingerprint] = 16 * other.unit
+    other.put(*range(8))
+    other.hint("retain", *range(8))
+    assert other.cache.order.retained_bytes == int(RETAINED_SHARE * 16) * other.unit
+
+
+def test_nothing_is_pinned() -> None:
+    """Where nothing else can go, retained blocks go, the lowest priority first."""
+    rig = Hinted()
+    rig.fill(0)
+    rig.hint("retain", *range(8), priority=60)
+    rig.hint("retain", *range(8, 16), priority=40)
+    namespace = rig.namespace
+    rig.cache.lookup(namespace, 1, 2**40, [(0, keys_of(*range(16, BLOCKS)))])  # all others are in use
+    rig.store(namespace, keys_of(*range(200, 208)))
+    assert rig.there(*range(16)) == list(range(8))
+    check_invariants(rig.cache)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_is_released_goes_first_unless_it_is_found_before(policy: str) -> None:
+    rig = Hinted(policy)
+    rig.fill(0, BLOCKS - 4)
+    rig.put(100, 101, 102, 103)
+    rig.hint("retain", 100)
+    rig.hint("release", 100, 101, 102, 103)
+    assert rig.cache.order.retained_bytes == 0, "the last hint counts"
+    rig.look(rig.namespace, keys_of(100, 101))
+    check_invariants(rig.cache)
+    rig.put(200, 201)
+    assert rig.there(100, 101, 102, 103) == [100, 101]
+    assert rig.namespace.totals.released_blocks == 4
+
+
+def test_of_several_hints_the_one_that_lasts_longest_counts() -> None:
+    rig = Hinted()
+    rig.put(1, 2)
+    rig.hint("retain", 1, 2, ttl_s=100)
+    rig.hint("retain", 1, ttl_s=10)
+    rig.hint("retain", 2, ttl_s=1000)
+    assert rig.namespace.totals.retained_blocks == 2
+    for seconds, retained in ((50, 2), (100, 1), (1000, 0)):
+        rig.clock.now += seconds
+        rig.cache.tick()
+        assert rig.cache.order.retained_bytes == retained * rig.unit
+
+
+def test_a_key_that_is_retained_is_admitted() -> None:
+    """``learned`` would store none of these keys, which it saw and rejected."""
+    rig = Hinted("learned")
+    rig.fill(0)
+    group = rig.cache.group(rig.namespace, 0)
+    rig.policy.admit(group, keys_of(500), (0,))
+    rig.policy.rejected(group, keys_of(500))
+    rig.store(rig.namespace, keys_of(500))
+    assert rig.there(500) == []
+    rig.hint("retain", 500)
+    rig.store(rig.namespace, keys_of(500))
+    assert rig.there(500) == [500]
+
+
+def test_hints_of_keys_that_never_come_take_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Hinted()
+    monkeypatch.setattr("kvoffd.cache.hints.MOST_AWAITED", 100)
+    for start in range(0, 1000, 50):
+        rig.hint("retain", *range(start, start + 50))
+    assert len(rig.cache.order._awaited) == 100 < MOST_AWAITED
+    rig.clock.now += AWAITED_S + 1
+    rig.cache.tick()
+    assert not rig.cache.order._awaited
+    assert not rig.cache.order._retentions
+    assert not rig.cache.order._lapsed
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("seed", range(3))
+def test_all_accounts_agree_whatever_is_done(policy: str, seed: int) -> None:
+    """Blocks in three places, with hints that lapse, are found, evicted, invalidated and reset."""
+    rig, chance = Hinted(policy), random.Random(seed)
+    spaces = [rig.namespace, rig.open("b")]
+    rig.cache.quotas[spaces[1].fingerprint] = 24 * rig.unit
+
+    def some() -> bytes:
+        start = chance.randrange(100)
+        return keys_of(*range(start, start + chance.randrange(1, 9)))
+
+    def act(space: Namespace) -> Any:
+        what, keys = (
+            chance.choice(("ask", "ask", "ask", "look", "retain", "retain", "release", "drop", "reset")),
+            some(),
+        )
+        if what == "ask":
+            rig.ask(space, keys)
+        elif what == "look":
+            rig.look(space, keys)
+        elif what == "drop":
+            rig.cache.invalidate(space, [(0, keys)])
+        elif what == "reset":
+            if chance.random() < 0.1:
+                rig.cache.reset(space)
+        else:
+            rig.cache.hint(
+                space, HintAction(what), [(0, keys + keys[:8])], chance.randrange(101), chance.uniform(1, 60)
+            )
+
+    for _ in range(400):
+        act(chance.choice(spaces))
+        rig.clock.now += chance.uniform(0, 2)
+        rig.cache.tick()
+        check_invariants(rig.cache)
+        assert rig.cache.order.retained_bytes <= MOST_RETAINED * rig.unit
+        first = rig.cache.order.first(8)
+        assert np.array_equal(first, rig.cache.order.first(64)[: len(first)])
