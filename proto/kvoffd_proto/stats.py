@@ -468,15 +468,15 @@ class SharedStats(Part, frozen=True):
 class LentStats(Part, frozen=True):
     """Blocks that this node lends to its peers."""
 
-    up: Annotated[bool, gauge("1 while the helper process serves peers.")] = False
-    helper_starts: Annotated[Count, counter("Starts of the helper process.")] = 0
-    asked_keys: Annotated[Count, counter("Keys that peers looked up here.")] = 0
-    found_keys: Annotated[Count, counter("Keys that peers found here.")] = 0
-    blocks: Annotated[Count, counter("Blocks lent to peers.")] = 0
+    up: Annotated[bool, doc("Whether the helper process serves peers.")] = False
+    helper_starts: Annotated[Count, doc("Starts of the helper process.")] = 0
+    asked_keys: Annotated[Count, doc("Keys that peers looked up here.")] = 0
+    found_keys: Annotated[Count, doc("Keys that peers found here.")] = 0
+    blocks: Annotated[Count, doc("Blocks lent to peers.")] = 0
     bytes: Annotated[ByteCount, counter("Bytes lent to peers.")] = 0
     refused_requests: Annotated[Count, counter("Requests of peers that a limit cut short, or that were invalid.")] = 0
-    leases: Annotated[Count, gauge("Requests of peers whose blocks are lent now.")] = 0
-    pinned_bytes: Annotated[ByteCount, gauge("Pool bytes that are lent now.")] = 0
+    leases: Annotated[Count, doc("Requests of peers whose blocks are lent now.")] = 0
+    pinned_bytes: Annotated[ByteCount, doc("Pool bytes that are lent now.")] = 0
 
 
 # --- the policy --------------------------------------------------------------------------------------

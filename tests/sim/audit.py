@@ -173,8 +173,6 @@ class Audit:
             pins.update(lease.blocks.tolist())
         for lease in cache._ended:  # to be unpinned in the background
             pins.update(lease.blocks.tolist())
-        for lease in cache._ended:  # the next background work unpins its blocks
-            pins.update(lease.blocks.tolist())
         for job in self._service.jobs.running:
             if isinstance(job, LoadJob):
                 for ticket in job.tickets:
