@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.hooks import CacheListener
-from kvoffd.config import Config, DiskSize
+from kvoffd.config import Config, DiskSize, parse_address
 from kvoffd.errors import KvoffdError
 from kvoffd.observe.meters import HOUR_S, CounterWindows
 from kvoffd.pool.pool import Pool
@@ -28,7 +28,7 @@ from kvoffd.tiers.disk_file import OpeningStopped
 from kvoffd.tiers.peers import HelperSettings, PeerHelper, PeerStore, check_installed, read_secret
 from kvoffd.tiers.shared import SharedTier
 from kvoffd.tiers.store import Credentials, Store, open_store
-from kvoffd.tiers.tier import TierListener
+from kvoffd.tiers.tier import PEER, TierListener
 from kvoffd_proto.stats import DiskFault, DiskState
 from kvoffd_proto.units import format_count, format_duration, format_size
 
@@ -134,7 +134,7 @@ class TierSupervisor:
         for number, peer in enumerate(self._config.peers):
             assert self.peer_helper is not None
             tier = SharedTier(
-                f"peer://{peer}",
+                f"{PEER}{peer}",
                 partial(PeerStore, self.peer_helper, number),
                 pool=self._pool.buffer,
                 clock=self._clock,
@@ -153,6 +153,10 @@ class TierSupervisor:
             self.peer_server = PeerServer(self._cache, self._clock, self._state.is_unshared)
         settings = HelperSettings(list(config.peers), config.peer_listen, read_secret(config.peer_secret_file))
         self.peer_helper = PeerHelper(settings, self._pool.place, self._peer_asks, self._peers_left)
+
+    def peer_at(self, host: str) -> str:
+        """Return the name of the peer's tier; empty if it is not configured."""
+        return next((f"{PEER}{peer}" for peer in self._config.peers if parse_address(peer)[0] == host), "")
 
     def _peer_asks(self, route: bytes, ident: int, kind: int, payload: bytes) -> None:
         """Pass a peer's request to the service's thread. Called in the helper's thread."""

@@ -39,6 +39,7 @@ from kvoffd.tiers.peers import (
     REPLY,
     REQUEST,
     SLICE_BYTES,
+    SLICES,
     STARTED,
     HelperSettings,
     frame,
@@ -52,14 +53,16 @@ WORK = 4
 BUSY_AFTER_S = 0.02
 """Time after the last work for which the pauses stay short."""
 STUCK_S = 10.0
-"""Time after which a read of a peer that hangs counts as lost. Its memory is free again only when this process ends."""
-MOST_STUCK = 8
-"""Lost reads beyond which it ends; the daemon starts another."""
+"""Time after which a read of a peer that hangs counts as lost: its memory is free again only when this process ends. It
+ends once all of a peer's reads are lost; the daemon starts another."""
 MOST_IN_FLIGHT = 16
 """Requests of all peers that the daemon has not answered."""
 REQUESTS_PER_S, BURST = 2000, 400
 """Limit of a peer's requests; those beyond it are dropped."""
-MOST_PEERS = 1024
+MOST_PEERS, MOST_ASKED = 1024, 1024
+"""Connections of peers that are answered in one second, and questions whose answers are awaited."""
+AT_ONCE = 64
+"""Messages of one socket that are read before the others have their turn."""
 LEASE_S = 10.0
 """Time for which what was lent keeps the pauses short, unless it is returned."""
 HEARTBEAT_MS, LOST_MS = 1000, 4000
@@ -90,7 +93,10 @@ class Helper:
         self._in_flight: dict[tuple[bytes, int], float] = {}
         self._spent: Counter[bytes] = Counter()
         self._spent_since = time.monotonic()
-        self._free = list(range(settings.landing[1] // SLICE_BYTES))
+        self._asked: dict[int, int] = {}
+        """Peers by the ids of questions that they have not answered."""
+        self._free = [list(range(n * SLICES, (n + 1) * SLICES)) for n in range(len(settings.peers))]
+        """Slices that each peer's reads may use now."""
         self._transfers: dict[int, Transfer] = {}
         self._agents: dict[int, tuple[bytes, str, int]] = {}
         """Metadata of each peer's agent, the agent's name, and where the peer's pool begins."""
@@ -130,8 +136,8 @@ class Helper:
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         one: zmq.Socket[bytes] = self._zmq.socket(kind)
         one.setsockopt(zmq.LINGER, 0)
-        one.setsockopt(zmq.SNDHWM, 256)
-        one.setsockopt(zmq.RCVHWM, 256)
+        one.setsockopt(zmq.SNDHWM, AT_ONCE)
+        one.setsockopt(zmq.RCVHWM, AT_ONCE)
         one.setsockopt(zmq.MAXMSGSIZE, MOST_MESSAGE_BYTES)
         one.setsockopt(zmq.IPV6, 1)
         one.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
@@ -212,6 +218,10 @@ class Helper:
             try:
                 parts = [bytes([kind]), ident.to_bytes(8, "little"), payload]
                 self._peers[number].send_multipart(parts, zmq.NOBLOCK)
+                if kind != RELEASE:
+                    self._asked[ident] = number
+                    if len(self._asked) > MOST_ASKED:
+                        del self._asked[next(iter(self._asked))]
             except zmq.Again:
                 if kind != RELEASE:
                     peer = self._settings.peers[number]
@@ -228,11 +238,15 @@ class Helper:
 
     def _requests(self, router: zmq.Socket[bytes]) -> None:
         """Pass on peers' requests. What is not one, or too much, gets no answer."""
-        while len(self._in_flight) < MOST_IN_FLIGHT and cast(int, router.get(zmq.EVENTS)) & zmq.POLLIN:
+        for _ in range(AT_ONCE):
+            if len(self._in_flight) >= MOST_IN_FLIGHT or not cast(int, router.get(zmq.EVENTS)) & zmq.POLLIN:
+                return
             route, *parts = router.recv_multipart(zmq.NOBLOCK)
             if len(parts) != 3 or len(parts[0]) != 1 or len(parts[1]) != 8 or parts[0][0] not in (FIND, PIN, RELEASE):
                 continue
-            if len(self._spent) >= MOST_PEERS or self._spent[route] >= REQUESTS_PER_S + BURST:
+            if len(self._spent) >= MOST_PEERS and route not in self._spent:
+                continue
+            if self._spent[route] >= REQUESTS_PER_S + BURST:
                 continue
             self._spent[route] += 1
             kind, ident = parts[0], int.from_bytes(parts[1], "little")
@@ -254,11 +268,14 @@ class Helper:
     # --- reading ----------------------------------------------------------------------------------
 
     def _answers(self, number: int, peer: zmq.Socket[bytes]) -> None:
-        while cast(int, peer.get(zmq.EVENTS)) & zmq.POLLIN:
+        for _ in range(AT_ONCE):
+            if not cast(int, peer.get(zmq.EVENTS)) & zmq.POLLIN:
+                return
             parts = peer.recv_multipart(zmq.NOBLOCK)
-            if len(parts) != 3 or len(parts[0]) != 8:
-                continue
             ident = int.from_bytes(parts[0], "little")
+            if len(parts) != 3 or self._asked.get(ident) != number:
+                continue  # nobody asked it
+            del self._asked[ident]
             try:
                 metadata, begin = msgspec.msgpack.decode(parts[2], type=tuple[bytes, int])
                 self._know(number, metadata, begin)
@@ -287,11 +304,11 @@ class Helper:
 
     def _begin(self, number: int, ident: int, pieces: np.ndarray[Any, np.dtype[np.uint64]]) -> None:
         nbytes = int(pieces[:, 1].sum())
-        if not self._free or nbytes > SLICE_BYTES or number not in self._agents:
-            why = b"No memory is free for it: other reads hang." if not self._free else b"The peer is not known."
+        if not self._free[number] or nbytes > SLICE_BYTES or number not in self._agents:
+            why = b"The peer is not known." if self._free[number] else b"Earlier reads of it hang."
             self._to_daemon(FAILED, number, ident, why)
             return
-        part = self._free.pop()
+        part = self._free[number].pop()
         _, name, begin = self._agents[number]
         ends = np.cumsum(pieces[:, 1], dtype=np.uint64)
         at = self._landing_at + part * SLICE_BYTES
@@ -302,7 +319,7 @@ class Helper:
             lists = self._nixl.get_xfer_descs(here, "DRAM"), self._nixl.get_xfer_descs(there, "DRAM")
             handle = self._nixl.initialize_xfer("READ", *lists, name)
         except Exception as error:  # as for a descriptor that is not in the peer's memory
-            self._free.append(part)
+            self._free[number].append(part)
             self._drop(number)
             self._to_daemon(FAILED, number, ident, f"NIXL refuses to read from it: {error}.".encode())
             return
@@ -325,9 +342,11 @@ class Helper:
                 state = "ERR"
             self._judge(one, state)
             ended |= state != "PROC"
-        stuck = sum(one.handle is not None and now - one.began > STUCK_S for one in self._transfers.values())
-        if stuck > MOST_STUCK:
-            raise RuntimeError("Too many reads of peers hang.")
+        stuck = Counter(
+            one.peer for one in self._transfers.values() if one.handle is not None and now - one.began > STUCK_S
+        )
+        if SLICES in stuck.values():
+            raise RuntimeError("All reads of a peer hang.")
         return ended
 
     def _judge(self, one: Transfer, state: str) -> None:
@@ -337,7 +356,7 @@ class Helper:
         with suppress(Exception):
             self._nixl.release_xfer_handle(handle)
         if state == "DONE" and not one.left:
-            self._to_daemon(DONE, one.peer, one.ident, (one.part * SLICE_BYTES).to_bytes(8, "little"))
+            self._to_daemon(DONE, one.peer, one.ident, bytes([one.part]))
             return
         self._free_part(one.ident)
         if state != "DONE":
@@ -352,7 +371,7 @@ class Helper:
         one.left = True
         if one.handle is None:
             del self._transfers[ident]
-            self._free.append(one.part)
+            self._free[one.peer].append(one.part)
 
 
 def main() -> None:

@@ -12,7 +12,6 @@ import importlib.util
 import logging
 import os
 import secrets
-import select
 import socket
 import subprocess
 import sys
@@ -43,7 +42,8 @@ logger = logging.getLogger(__name__)
 
 SLICE_BYTES = 4 * 2**20
 """Memory that one read of the helper may use."""
-SLICES = 16
+SLICES = 4
+"""Such reads of one peer at once: two threads with ``AHEAD`` each. Another peer's reads cannot use their memory."""
 ABSENT, LENT, BUSY = range(3)
 """Answers about a block that a peer wants to borrow. BUSY: it has lent as many as it may."""
 BUSY_S = 0.005
@@ -58,9 +58,9 @@ MOST_BLOCKS, MOST_SHARDS = 1024, 4096
 """Blocks, and shards of them, that are lent at once."""
 START_S = 10.0
 """Longest wait for a helper that starts, in a thread that asks."""
-SEND_S = 0.5
-"""Time for the helper to accept a message; later it counts as hanging."""
-FIRST_PAUSE_S, MOST_PAUSE_S, STEADY_S = 0.25, 4.0, 10.0
+SEND_S, SEND_PAUSE_S = 0.5, 0.001
+"""Time for the helper to accept a message, after which it counts as hanging, and the pause between attempts."""
+FIRST_PAUSE_S, MOST_PAUSE_S, STEADY_S = 0.25, 1.0, 10.0
 """Pauses before the helper is started again, longer each time that it ended within the last."""
 MODULES = "nixl_cu12", "nixl_cu13"
 _FRAME_BYTES = 10
@@ -176,7 +176,8 @@ class PeerHelper:
     ) -> None:
         self._settings, self._pool = settings, pool
         self._on_request, self._on_end = on_request, on_end
-        self._landing = PoolMemory.create(SLICES * SLICE_BYTES, "kvoffd-peers") if settings.peers else None
+        nbytes = len(settings.peers) * SLICES * SLICE_BYTES
+        self._landing = PoolMemory.create(nbytes, "kvoffd-peers") if nbytes else None
         if self._landing is not None:
             self._landing.touch(1)
         self.landing_address = self._landing.segment.address if self._landing is not None else 0
@@ -203,20 +204,22 @@ class PeerHelper:
 
     def send(self, data: bytes, timeout_s: float = 0.0) -> bool:
         """Send a frame; return False if the helper does not accept it in time."""
-        with self._lock:
-            channel = self._channel
-            if channel is None:
-                return False
-            try:
+        until = time.monotonic() + timeout_s
+        while True:
+            with self._lock:
+                if self._channel is None:
+                    return False
                 try:
-                    channel.send(data, socket.MSG_DONTWAIT)
+                    self._channel.send(data, socket.MSG_DONTWAIT)
                 except BlockingIOError:
-                    if not timeout_s or not select.select([], [channel], [], timeout_s)[1]:
-                        return False
-                    channel.send(data, socket.MSG_DONTWAIT)
-            except OSError:
+                    pass  # its queue is full
+                except OSError:
+                    return False
+                else:
+                    return True
+            if time.monotonic() >= until:  # without the lock: the daemon's thread must not wait for it
                 return False
-            return True
+            time.sleep(SEND_PAUSE_S)
 
     def reply(self, route: bytes, ident: int, payload: bytes) -> None:
         """Answer a peer's request; drop the answer if the helper does not accept it now."""
@@ -354,8 +357,8 @@ class PeerHelper:
             self._decided.set()
             if self.up:
                 logger.info("The helper process for peers has started.")
-        elif (call := self._calls.get(ident)) is not None:
-            if kind == FAILED:
+        elif (call := self._calls.get(ident)) is not None and call.peer == number:
+            if kind == FAILED or (kind == DONE) is not (call.kind == READ):
                 call.problem = payload.decode(errors="replace")
             else:
                 call.reply = payload
@@ -475,7 +478,7 @@ class PeerStore(Store):
     def _land(self, part: _Part, deadline: float) -> None:
         """Wait for a part, and copy it into the pool. Raises StoreError."""
         helper = self._helper
-        landed = int.from_bytes(helper.wait(part.call, deadline), "little") + helper.landing_address
+        landed = helper.landing_address + helper.wait(part.call, deadline)[0] * SLICE_BYTES
         whole = [one for one, _, length in part.spans if length == len(one.view)]
         slots = array("Q", [one.address for one in whole])
         slot_bytes, sums = array("Q", [len(one.view) for one in whole]), array("Q", bytes(8 * len(whole)))

@@ -8,21 +8,18 @@ import random
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from kvoffd_client import AdminClient, GroupSpec, NamespaceSpec, RequestRefused
-from kvoffd_client.testing import FakeEngine
+from kvoffd_client import AdminClient, RequestRefused
 from tests.kit.amount import TIMES
 from tests.kit.command import run_cli_here
-from tests.kit.daemon import DaemonProcess
+from tests.kit.peer_node import BLOCKS, DEADLINE_S, Node
 from tests.kit.ports import free_ports
 from tests.kit.require import require
 from tests.kit.waiting import wait_until
-from tests.kit.wire import SharedStats, books, keys
+from tests.kit.wire import books, keys
 
-PAGE_BYTES, BLOCKS, DEADLINE_S = 65536, 8, 60.0
 KILLS = 6 * TIMES
 
 
@@ -30,69 +27,6 @@ KILLS = 6 * TIMES
 def nixl(monkeypatch: pytest.MonkeyPatch) -> None:
     require("nixl", importlib.util.find_spec("nixl_cu12"), "NIXL is not installed")
     monkeypatch.setenv("UCX_TLS", "tcp")
-
-
-class Node:
-    """A daemon that serves at ``port`` and reads from ``peers``, with an engine."""
-
-    def __init__(self, secret: Path, port: int, *peers: int, page_bytes: int = PAGE_BYTES) -> None:
-        flags: dict[str, Any] = {"peer_secret_file": str(secret)}
-        if port:
-            flags["peer_listen"] = f"127.0.0.1:{port}"
-        if peers:
-            flags["peers"] = ",".join(f"127.0.0.1:{one}" for one in peers)
-        self.daemon = DaemonProcess("128MiB", **flags)
-        self._page_bytes, self.port = page_bytes, port
-        self.spec = NamespaceSpec.named("peers", groups=[GroupSpec("full_attention", 16)], page_bytes=page_bytes)
-
-    def __enter__(self) -> Node:
-        self.daemon.start()
-        self.engine = FakeEngine(self.daemon.directory, self.spec, page_bytes=self._page_bytes, blocks=2 * BLOCKS)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.engine.close()
-        self.daemon.close()
-
-    @property
-    def peer(self) -> SharedStats:
-        (peer,) = books(self.daemon.directory).said.shared
-        return peer
-
-    @property
-    def problems(self) -> list[str]:
-        return list(books(self.daemon.directory).problems)
-
-    @property
-    def helper(self) -> int:
-        """Process id of its helper; 0 for none."""
-        children = Path(f"/proc/{self.daemon.pid}/task").glob("*/children")
-        for child in " ".join(one.read_text() for one in children).split():
-            try:
-                if b"peer_helper" in Path(f"/proc/{child}/cmdline").read_bytes():
-                    return int(child)
-            except OSError:  # it has just ended
-                continue
-        return 0
-
-    def wait_helper(self) -> int:
-        wait_until(lambda: self.helper, DEADLINE_S)
-        return self.helper
-
-    def wait_up(self) -> None:
-        wait_until(lambda: self.peer.up, DEADLINE_S, explain=lambda: self.peer)
-
-    def store(self, first: int, seed: int) -> list[int]:
-        self.engine.fill(range(BLOCKS), seed)
-        assert self.engine.store(keys(*range(first, first + BLOCKS)), range(BLOCKS)).ok
-        return self.engine.checksums(range(BLOCKS))
-
-    def load(self, first: int) -> list[int]:
-        """Look up until all is there, load, and return the checksums."""
-        wanted = keys(*range(first, first + BLOCKS))
-        wait_until(lambda: self.engine.lookup(wanted) == BLOCKS, DEADLINE_S, explain=lambda: self.peer)
-        assert self.engine.load(wanted, range(BLOCKS, 2 * BLOCKS)).ok
-        return self.engine.checksums(range(BLOCKS, 2 * BLOCKS))
 
 
 @pytest.fixture
@@ -104,7 +38,7 @@ def secret(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def nodes(secret: Path) -> Iterator[tuple[Node, Node]]:
-    one, other = free_ports(2)
+    one, other = (f"127.0.0.1:{port}" for port in free_ports(2))
     with Node(secret, one, other) as left, Node(secret, other, one) as right:
         for node in (left, right):
             node.wait_up()
@@ -113,7 +47,7 @@ def nodes(secret: Path) -> Iterator[tuple[Node, Node]]:
 
 @pytest.mark.parametrize("page_bytes", [4096, 1 << 20])
 def test_both_load_what_the_other_stored(secret: Path, page_bytes: int) -> None:
-    one, other = free_ports(2)
+    one, other = (f"127.0.0.1:{port}" for port in free_ports(2))
     with (
         Node(secret, one, other, page_bytes=page_bytes) as left,
         Node(secret, other, one, page_bytes=page_bytes) as right,
@@ -173,7 +107,8 @@ def test_a_peer_that_is_stopped_is_dark_and_comes_back(nodes: tuple[Node, Node])
 def test_another_secret_is_no_peer(secret: Path, tmp_path: Path) -> None:
     (port,) = free_ports(1)
     (tmp_path / "other").write_text("another secret of tests")
-    with Node(secret, port) as left, Node(tmp_path / "other", 0, port) as right:
+    at = f"127.0.0.1:{port}"
+    with Node(secret, at) as left, Node(tmp_path / "other", "", at) as right:
         left.store(0, 1)
         wait_until(lambda: bool(right.peer.errors.get("unreachable")), DEADLINE_S, explain=lambda: right.peer)
         assert not right.peer.up
@@ -213,4 +148,4 @@ def test_what_is_lent_is_in_the_statistics(nodes: tuple[Node, Node]) -> None:
     assert lent.found_keys >= BLOCKS
     shown = run_cli_here("stats", "tiers", "--directory", str(left.daemon.directory)).stdout
     assert f"lent to peers: {BLOCKS} blocks" in shown
-    assert f"peer://127.0.0.1:{right.port}: up" in shown
+    assert f"peer://{right.address}: up" in shown

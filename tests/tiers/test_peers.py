@@ -19,6 +19,7 @@ from kvoffd.tiers.header import make_block_group
 from kvoffd.tiers.peers import (
     FIND,
     FREE,
+    MOST_MESSAGE_BYTES,
     READ,
     RELEASE,
     SLICES,
@@ -226,6 +227,41 @@ def test_answers_that_are_none_are_failures(lender: Lender, reader: Reader) -> N
     reader.right(lender, 1)
 
 
+@pytest.mark.parametrize("payload", [b"", b"\xff", b"\0" * 8, b"\xff" * 8])
+def test_answers_that_nobody_asked_for_are_dropped(lender: Lender, reader: Reader, payload: bytes) -> None:
+    """As for the reads that follow a question, whose ids a peer can guess: the daemon would copy from anywhere."""
+    answer = lender.answer
+
+    def answers_more(route: bytes, ident: int, kind: int, request: bytes) -> None:
+        answer(route, ident, kind, request)
+        for further in range(1, 50):
+            lender.helper.reply(route, ident + further, payload)
+
+    lender.helper._on_request = answers_more
+    for _ in range(5):
+        reader.right(lender, *range(BLOCKS))
+    assert reader.helper.starts == 1
+
+
+def test_an_answer_does_not_wait_for_a_thread_that_waits_for_a_helper_that_hangs(lender: Lender) -> None:
+    """The daemon's thread answers peers."""
+    helper = lender.helper
+    helper.check()
+    os.kill(helper.pid, signal.SIGSTOP)
+    try:
+        while helper.send(bytes(MOST_MESSAGE_BYTES // 2)):
+            pass
+        thread = threading.Thread(target=helper.send, args=(bytes(10), 10.0))
+        thread.start()
+        wait_until(lambda: thread.is_alive(), 5.0)
+        began = time.monotonic()
+        helper.reply(b"route", 1, b"")
+        assert time.monotonic() - began < 5.0
+    finally:
+        os.kill(helper.pid, signal.SIGKILL)
+        thread.join()
+
+
 def test_a_lease_that_is_too_short_gives_nothing(lender: Lender, reader: Reader) -> None:
     lender.seconds = 0.0
     with pytest.raises(StoreError) as caught:
@@ -277,7 +313,7 @@ def test_memory_of_a_read_that_was_given_up_is_not_used_again_while_it_may_be_wr
     lender_stopped = True
     try:
         # The descriptors are known, so that the reads themselves hang.
-        for _ in range(4):
+        for _ in range(20):  # more than it may have: another peer's have memory of their own
             where = np.array([[0, SIZE]], np.uint64).tobytes()
             with pytest.raises(StoreError):
                 both.helper.call(READ, 0, where, time.monotonic() + 0.05)
