@@ -77,7 +77,7 @@ def fleet_of(secret: Path) -> Iterator[Callable[..., Fleet]]:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("page_bytes", [4096, 256 << 10, 5 << 20])
+@pytest.mark.parametrize("page_bytes", [1024, 64 << 10, 1 << 20])
 def test_blocks_of_every_size_cross_a_slow_link(fleet_of: Callable[..., Fleet], page_bytes: int) -> None:
     fleet = fleet_of(2, page_bytes)
     fleet.network.delay_s = 0.005
