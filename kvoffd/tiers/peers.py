@@ -377,6 +377,7 @@ class PeerStore(Store):
     keys_at_once = MOST_KEYS
     blocks_at_once = MOST_BLOCKS
     bytes_at_once = 4 * SLICE_BYTES
+    failed_s = 2.0  # a peer that was killed is back sooner than a store
     has_generations = False
 
     def __init__(self, helper: PeerHelper, number: int) -> None:

@@ -410,8 +410,8 @@ class SharedTier(Tier):
                 states[number], at[number] = ABSENT, until
         self._answers.note(tag, keys, states, at)
 
-    def _refuse(self, tag: int, keys: Sequence[bytes]) -> None:
-        until = self._clock() + REFUSED_S
+    def _refuse(self, tag: int, keys: Sequence[bytes], seconds: float = REFUSED_S) -> None:
+        until = self._clock() + seconds
         for key in keys:
             self._refused.pop((tag, key), None)
             self._refused[tag, key] = until
@@ -668,7 +668,7 @@ class SharedTier(Tier):
             counters.read_blocks += 1
             counters.read_bytes += group.nbytes
         else:
-            self._refuse(group.tag, [key])
+            self._refuse(group.tag, [key], REFUSED_S if result is Result.CORRUPT else self._store.failed_s)
         if result is Result.CORRUPT:
             counters.mismatches += 1
             self._remove_objects(group, [key])

@@ -94,17 +94,17 @@ def test_whatever_is_killed_or_cut_costs_misses_only(fleet_of: Callable[..., Fle
     for turn in range(ROUNDS):
         at = rng.sample(range(3), 2)
         writer, reader = (fleet.nodes[one] for one in at)
-        first, seed = turn * BLOCKS % 100_000, turn
-        stored = writer.store(first, seed)
+        first = 2 * BLOCKS * turn
+        stored = [writer.store(first, turn), writer.store(first + BLOCKS, turn + 1)]
         reader.engine.lookup(keys(*range(first, first + BLOCKS)))
         time.sleep(rng.choice([0.0, 0.003, 0.02, 0.1]))
         event = rng.choice(EVENTS)
         counts[event.__name__] += 1
         if event(fleet, rng, *at):
-            writer.store(90_000 + rng.randrange(100) * BLOCKS, turn)  # other places of the pool
-            stored = writer.store(first, seed)
+            writer.store(10**6 + turn * BLOCKS, turn)  # so that the others are in other places of its pool
+            stored = [writer.store(first, turn), writer.store(first + BLOCKS, turn + 1)]
         began = time.monotonic()
-        assert reader.load(first) == stored
+        assert [reader.load(first), reader.load(first + BLOCKS)] == stored
         took = time.monotonic() - began
         slowest[event.__name__] = max(took, slowest.get(event.__name__, 0.0))
         print(f"{turn} {event.__name__} {took:.1f}", flush=True)
