@@ -479,7 +479,8 @@ class PeerStore(Store):
     def _land(self, part: _Part, deadline: float) -> None:
         """Wait for a part, and copy it into the pool. Raises StoreError."""
         helper = self._helper
-        landed = helper.landing_address + helper.wait(part.call, deadline)[0] * SLICE_BYTES
+        which = self._number * SLICES + helper.wait(part.call, deadline)[0] % SLICES  # its own, whatever was answered
+        landed = helper.landing_address + which * SLICE_BYTES
         whole = [one for one, _, length in part.spans if length == len(one.view)]
         slots = array("Q", [one.address for one in whole])
         slot_bytes, sums = array("Q", [len(one.view) for one in whole]), array("Q", bytes(8 * len(whole)))
