@@ -131,7 +131,9 @@ def generate(
             "tokens": [token for sample in output.outputs for token in sample.token_ids],
             "logprobs": [next(iter(step.values())).logprob for sample in output.outputs for step in sample.logprobs],
             "likeliest": [
-                {token: one.logprob for token, one in step.items()} for sample in output.outputs for step in sample.logprobs
+                {token: one.logprob for token, one in step.items()}
+                for sample in output.outputs
+                for step in sample.logprobs
             ],
             "cached": output.num_cached_tokens,
             "finish": output.outputs[0].finish_reason,
