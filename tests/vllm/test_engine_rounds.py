@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from kvoffd_client.cli.verify import MOST_NOISE_NATS, TIE_NATS, difference
 from tests.kit.amount import TIMES
 from tests.kit.daemon import DaemonProcess
 from tests.kit.engine import Completion, EngineProcess, cached, completions, prompt, wait_connected
 from tests.kit.models import make_draft, make_tiny_llama
 from tests.kit.shapes import make_tiny_deepseek, make_tiny_gemma3, make_tiny_qwen3_next, make_transformers_model
+from tests.kit.verdict import compare
 from tests.kit.waiting import wait_until
 from tests.kit.wire import books
 
@@ -129,13 +129,11 @@ class Rounds:
                 self.judge(number, *case)
 
     def judge(self, number: int, tokens: list[int], computed: Completion, own: Completion, given: Completion) -> None:
-        """As ``kvoffd-cli verify`` does."""
-        noise, found = difference(computed, own).farthest, difference(computed, given)
-        nats = max(TIE_NATS, 2 * min(noise, MOST_NOISE_NATS))
+        is_same, found = compare(computed, own, given)
         self.counts["tokens"] += len(given.tokens)
         self.counts["ties"] += found.at is not None
         assert given.finish == "length"
-        assert found.within(nats) or difference(own, given).within(nats), (number, len(tokens), given.cached, found)
+        assert is_same, (number, len(tokens), given.cached, found)
 
     def next_prompt(self) -> list[int]:
         """A prompt that begins as an earlier one does."""
