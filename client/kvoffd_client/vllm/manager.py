@@ -63,8 +63,8 @@ if TYPE_CHECKING:
 # Errors after which the blocks are unusable. After other errors they are still valid.
 BLOCKS_UNUSABLE = frozenset({ErrorCode.NOT_READY, ErrorCode.COPY_FAILED, ErrorCode.CHECKSUM})
 _HIT, _PENDING, _MISS = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.MISS
-_READY_BYTE, _NOT_THERE = bytes([READY]), bytes([ABSENT, WRITING])
-NEVER = float("-inf")
+_NOT_THERE = bytes([ABSENT, WRITING])
+LONG_AGO = float("-inf")
 REFRESH_S = 1.0
 """An answer with misses is refreshed at this age, a complete one this long before ``stale_at``. After a failed lookup
 none is sent for this long."""
@@ -185,7 +185,7 @@ class RequestState:
         load_failed: a load failed; the request is recomputed and not looked up again.
         from_tiers: keys that were, or were to be, promoted for this request, with their last state.
         tier_wait_began: time when the request began to wait for a promotion; None before.
-        tier_wait_until: latest end of that wait; NEVER once it has ended.
+        tier_wait_until: latest end of that wait; LONG_AGO once it has ended.
         doubted_since: time since which waiting is not known to be worth it; inf while it is.
         waits_for_tier: the request waits for promotions in its answer.
         stood_still_s: time in which the machine stood still while it waited.
@@ -232,7 +232,7 @@ class RequestState:
     skip_counted: bool = False
     refused: bool = False
     logged: bool = False
-    failed_at: float = NEVER
+    failed_at: float = LONG_AGO
     waits_for_report_since: float | None = None
     hints: Sequence[RequestHint] = ()
 
@@ -288,10 +288,10 @@ class KvoffdManager(OffloadingManager):
         self._wait_left_s = IDLE_WAIT_S
         self._tokens_before: dict[str, int] | None = None
         """Uncomputed tokens of earlier prompts, by request; None until needed in this step."""
-        self._no_wait_before = NEVER
+        self._no_wait_before = LONG_AGO
         self._is_idle = True
         """Whether no request ran in the previous step."""
-        self._looked_at = NEVER
+        self._looked_at = LONG_AGO
         self._asks_again: bool | None = None
         """Whether the requests that wait for a store's answer are looked up again in this step, as the first of them
         is: once the store has answered, the first is promoted first. None before it is known."""
@@ -564,8 +564,9 @@ class KvoffdManager(OffloadingManager):
             if state.waits_for_tier:  # promoted blocks may still come
                 until = max(until, state.tier_wait_until)
             if now >= until:
-                pending.given_up, state.tier_wait_until = True, NEVER
-                self._replies_s.append(now - pending.sent_at)
+                pending.given_up, state.tier_wait_until = True, LONG_AGO
+                if until > pending.sent_at:
+                    self._replies_s.append(now - pending.sent_at)
                 self._counters[metrics.LATE_LOOKUPS] += 1
 
     @property
@@ -648,8 +649,8 @@ class KvoffdManager(OffloadingManager):
         if state.waits_for_tier and state.pending is not None and not state.pending.given_up:
             return True  # the next answer shows what was promoted during a step
         if now >= state.tier_wait_until or (not is_worth_it and now - state.doubted_since >= doubt_s):
-            state.tier_wait_until = NEVER
-        return state.tier_wait_until != NEVER
+            state.tier_wait_until = LONG_AGO
+        return state.tier_wait_until != LONG_AGO
 
     def _tokens_before_each(self) -> dict[str, int]:
         """Return for each request the tokens of earlier prompts that are neither computed nor being loaded."""
@@ -696,7 +697,7 @@ class KvoffdManager(OffloadingManager):
 
     def skips_load(self, request_id: str, tokens: int) -> bool:
         """Return whether a request computes tokens that it could load because that is faster. Counted once."""
-        if self.clock() >= self.harm.loads_paused_until.get(tokens.bit_length(), NEVER):
+        if self.clock() >= self.harm.loads_paused_until.get(tokens.bit_length(), LONG_AGO):
             return False
         state = self._requests[request_id]
         self._counters[metrics.SLOW_LOADS] += not state.skip_counted
@@ -804,7 +805,7 @@ class KvoffdManager(OffloadingManager):
         state = RequestState()
         # kv_load_tiers of the request: the pool is vLLM's primary tier, which requests cannot exclude.
         if not req_context.load_tier_filter.allows(Medium.STORAGE, Locality.LOCAL):
-            state.tier_wait_until = NEVER
+            state.tier_wait_until = LONG_AGO
         state.hints, unknown = read_hints(req_context)
         self._counters[metrics.UNKNOWN_HINTS] += unknown
         self._requests[req_context.req_id] = state
