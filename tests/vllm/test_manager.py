@@ -333,6 +333,15 @@ def test_an_idle_engine_does_not_count_the_time_in_which_it_stood_still(answers:
 
 
 def test_an_idle_engine_whose_steps_are_long_does_not_wait_for_ever() -> None:
+def test_the_time_before_a_request_is_no_standstill_of_its(harness: ManagerHarness) -> None:
+    harness.manager.step_begins([])
+    harness.clock.now += 60.0
+    context = harness.request()
+    harness.clock.now += 4.0
+    harness.scan()
+    assert harness.results(context) == [RETRY] * 3
+
+
     """As where other ranks of data parallelism compute."""
     harness = DiskHarness()
     harness.manager.step_begins([])

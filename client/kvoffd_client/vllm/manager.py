@@ -803,6 +803,7 @@ class KvoffdManager(OffloadingManager):
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         state = RequestState()
+        self._look()  # the time until now is not the new request's
         # kv_load_tiers of the request: the pool is vLLM's primary tier, which requests cannot exclude.
         if not req_context.load_tier_filter.allows(Medium.STORAGE, Locality.LOCAL):
             state.tier_wait_until = LONG_AGO
