@@ -16,12 +16,12 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 import kvoffd_client
-from kvoffd_client import NamespaceSpec
+from kvoffd_client import NamespaceSpec, SchedulerClient
 from kvoffd_client.vllm import hints as hints_module
 from kvoffd_client.vllm.adapters import ANSWER_PATIENCE_S
 from kvoffd_client.vllm.connector_metadata import NO_LEASE, ChunkGroup, FailedJob, WorkerReport
 from kvoffd_client.vllm.do_no_harm import LEAST_LOAD_SAMPLES
-from kvoffd_client.vllm.engine_namespace import MemoryReport
+from kvoffd_client.vllm.engine_namespace import MemoryReport, Unconnected
 from kvoffd_client.vllm.manager import MOST_STOOD_STILL_S
 from kvoffd_client.vllm.metrics import (
     CONNECTED,
@@ -843,6 +843,21 @@ def report_of(harness: ManagerHarness, tokens: int = 0, name: str = "r") -> Prom
 def test_outcomes_and_what_was_found_are_reported() -> None:
     def found(report: PromptReport) -> tuple[object, ...]:
         return report.outcome, report.keys, report.found_pool, report.found_disk, report.found_shared
+
+def test_requests_end_where_the_engine_has_lost_its_client(harness: ManagerHarness) -> None:
+    """As if there are no threads for another one after a change of the weights."""
+    contexts = [harness.request(name, ready=HASHES) for name in ("loads", "waits")] + [harness.request("asks")]
+    harness.manager.prepare_load(KEYS, contexts[0])
+    harness.manager.namespace.client = cast(SchedulerClient, Unconnected())
+    harness.manager.step_begins([])
+    harness.manager.workers_report(WorkerReport(failed_jobs={1: FailedJob(ErrorCode.CHECKSUM, [], "loads")}))
+    for context in contexts:
+        harness.scan(context.req_id)
+        assert harness.results(context) == [MISS] * 3
+        harness.manager.complete_load(KEYS, context)
+        harness.manager.on_request_finished(context)
+    assert harness.counted()[CONNECTED] == 0
+
 
     harness = ManagerHarness(disk_wait_s=0.0)
     harness.request("gap", {block_hash(2)})
