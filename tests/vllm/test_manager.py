@@ -675,6 +675,11 @@ def test_a_prompt_shorter_than_a_chunk_has_only_a_tail(harness: ManagerHarness) 
 def test_a_tail_is_stored_unless_the_daemon_has_it(harness: ManagerHarness) -> None:
     context, (request, manager) = tails_of(harness, {*HASHES}), (harness.requests["r"], harness.manager)
     harness.results(context, TAILS)
+    harness.client.answer(set())
+    harness.scan()
+    assert not harness.scan(), "there is no lease to refresh"
+    harness.clock.now += 1.1
+    assert harness.scan()
     manager.look_up_tails(request, 0)
     harness.client.answer({*HASHES, block_hash(12)})
     harness.scan()
@@ -839,11 +844,6 @@ def report_of(harness: ManagerHarness, tokens: int = 0, name: str = "r") -> Prom
     assert report.request == name
     return report
 
-
-def test_outcomes_and_what_was_found_are_reported() -> None:
-    def found(report: PromptReport) -> tuple[object, ...]:
-        return report.outcome, report.keys, report.found_pool, report.found_disk, report.found_shared
-
 def test_requests_end_where_the_engine_has_lost_its_client(harness: ManagerHarness) -> None:
     """As if there are no threads for another one after a change of the weights."""
     contexts = [harness.request(name, ready=HASHES) for name in ("loads", "waits")] + [harness.request("asks")]
@@ -858,6 +858,11 @@ def test_requests_end_where_the_engine_has_lost_its_client(harness: ManagerHarne
         harness.manager.on_request_finished(context)
     assert harness.counted()[CONNECTED] == 0
 
+
+
+def test_outcomes_and_what_was_found_are_reported() -> None:
+    def found(report: PromptReport) -> tuple[object, ...]:
+        return report.outcome, report.keys, report.found_pool, report.found_disk, report.found_shared
 
     harness = ManagerHarness(disk_wait_s=0.0)
     harness.request("gap", {block_hash(2)})

@@ -510,7 +510,7 @@ class KvoffdManager(OffloadingManager):
         hashes = len(state.request.block_hashes)
         if sum(hashes // group.hashes_per_chunk for group in self._groups) > answer.asked:
             return True
-        if answer.has_all:
+        if answer.has_all and answer.ticket.leased:
             return now > answer.ticket.stale_at - REFRESH_S
         if not state.waits_for_tier or state.tier_wait_began is None:
             return now - answer.ticket.answered_at > REFRESH_S
