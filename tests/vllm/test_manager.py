@@ -422,6 +422,16 @@ def test_hints_are_passed_on_with_what_was_generated(harness: ManagerHarness, of
 
 
 @pytest.mark.parametrize(
+def test_hints_of_prompts_shorter_than_a_chunk_are_not_sent(harness: ManagerHarness) -> None:
+    context = ReqContext("r", {"kv_hints": envelope(RETAIN, action("kv.prefetch", {}))})
+    harness.manager.on_new_request(context)
+    harness.begin(context, hashes=0)
+    for _ in range(2):
+        harness.scan()
+    harness.manager.on_request_finished(context)
+    assert harness.client.hints == []
+
+
     "hints",
     [
         7,
@@ -665,6 +675,11 @@ def test_a_prompt_shorter_than_a_chunk_has_only_a_tail(harness: ManagerHarness) 
     harness.client.answer({block_hash(13)})
     harness.scan()
     assert harness.results(context, TAILS[:1]) == [HIT]
+    harness.client.answer(set())
+    harness.scan()
+    assert not harness.scan(), "there is no lease to refresh"
+    harness.clock.now += 1.1
+    assert harness.scan()
     manager.scheduled(request, UNIT)
     manager.prepare_load(TAILS[:1], context)
     manager.complete_load(TAILS[:1], context)
@@ -675,11 +690,6 @@ def test_a_prompt_shorter_than_a_chunk_has_only_a_tail(harness: ManagerHarness) 
 def test_a_tail_is_stored_unless_the_daemon_has_it(harness: ManagerHarness) -> None:
     context, (request, manager) = tails_of(harness, {*HASHES}), (harness.requests["r"], harness.manager)
     harness.results(context, TAILS)
-    harness.client.answer(set())
-    harness.scan()
-    assert not harness.scan(), "there is no lease to refresh"
-    harness.clock.now += 1.1
-    assert harness.scan()
     manager.look_up_tails(request, 0)
     harness.client.answer({*HASHES, block_hash(12)})
     harness.scan()
@@ -834,16 +844,6 @@ def test_while_vllms_own_cache_is_of_other_weights_nothing_is_stored(harness: Ma
 # --- why a request hit or missed -------------------------------------------------------------------
 
 
-def report_of(harness: ManagerHarness, tokens: int = 0, name: str = "r") -> PromptReport:
-    """What is reported of a request that is scheduled now."""
-    before = len(harness.client.reported)
-    harness.manager.scheduled(harness.requests[name], tokens)
-    if tokens:
-        harness.manager.complete_load(KEYS, ReqContext(name))
-    (report,) = harness.client.reported[before:]
-    assert report.request == name
-    return report
-
 def test_requests_end_where_the_engine_has_lost_its_client(harness: ManagerHarness) -> None:
     """As if there are no threads for another one after a change of the weights."""
     contexts = [harness.request(name, ready=HASHES) for name in ("loads", "waits")] + [harness.request("asks")]
@@ -858,6 +858,16 @@ def test_requests_end_where_the_engine_has_lost_its_client(harness: ManagerHarne
         harness.manager.on_request_finished(context)
     assert harness.counted()[CONNECTED] == 0
 
+
+def report_of(harness: ManagerHarness, tokens: int = 0, name: str = "r") -> PromptReport:
+    """What is reported of a request that is scheduled now."""
+    before = len(harness.client.reported)
+    harness.manager.scheduled(harness.requests[name], tokens)
+    if tokens:
+        harness.manager.complete_load(KEYS, ReqContext(name))
+    (report,) = harness.client.reported[before:]
+    assert report.request == name
+    return report
 
 
 def test_outcomes_and_what_was_found_are_reported() -> None:

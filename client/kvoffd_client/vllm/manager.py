@@ -395,7 +395,8 @@ class KvoffdManager(OffloadingManager):
                     for index, group in enumerate(self._groups)
                     if (hashes := group.hashes(state.request.block_hashes)[-(-hint.start // group.tokens_per_chunk) :])
                 ]
-                self.namespace.client.hint(hint.action, groups, hint.priority, hint.ttl_s)
+                if groups:
+                    self.namespace.client.hint(hint.action, groups, hint.priority, hint.ttl_s)
 
     def _knows_adapter(self, state: RequestState) -> bool:
         """Return whether the content of a request's adapter is known; disable the request if it cannot be known."""
@@ -802,8 +803,8 @@ class KvoffdManager(OffloadingManager):
     # --- vLLM's interface ---
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        state = RequestState()
         self._look()  # the time until now is not the new request's
+        state = RequestState()
         # kv_load_tiers of the request: the pool is vLLM's primary tier, which requests cannot exclude.
         if not req_context.load_tier_filter.allows(Medium.STORAGE, Locality.LOCAL):
             state.tier_wait_until = LONG_AGO
