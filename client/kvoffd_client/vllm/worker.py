@@ -117,7 +117,7 @@ class KvoffdWorker(OffloadingWorker):
         if not jobs:
             return
         if self._client is None:
-            self._failed.extend([(job.job_id, ErrorCode.UNSUPPORTED) for job in jobs])
+            self._failed.extend([(job.job_id, ErrorCode.UNKNOWN_REGISTRATION) for job in jobs])
         elif self._sender is None:
             self._client.submit(jobs)
         else:
