@@ -505,7 +505,7 @@ def test_a_gpu_that_failed_costs_jobs_and_not_the_engine(gpu: Gpu) -> None:
     gpu.worker.submit_load(2, LEASED, BLOCKS)
     gpu.worker.wait({1})
     assert gpu.clients[0].busy == [False]
-    assert codes(gpu.worker) == {1: ErrorCode.COPY_FAILED, 2: ErrorCode.COPY_FAILED}
+    assert codes(gpu.worker) == {1: ErrorCode.CANCELLED, 2: ErrorCode.CANCELLED}
 
 
 def test_asleep_the_daemon_holds_nothing_and_awake_all_is_as_before(gpu: Gpu) -> None:
