@@ -28,6 +28,7 @@ from kvoffd_client.vllm.metrics import (
     DEFERRED_STORES,
     DEFINITIONS,
     FAILED_LOADS,
+    FAILED_STORES,
     LATE_LOOKUPS,
     LOAD_RATE,
     LOOKUPS,
@@ -332,7 +333,6 @@ def test_an_idle_engine_does_not_count_the_time_in_which_it_stood_still(answers:
     assert harness.clock.now - began < 2.1, "as long as computing takes at most"
 
 
-def test_an_idle_engine_whose_steps_are_long_does_not_wait_for_ever() -> None:
 def test_the_time_before_a_request_is_no_standstill_of_its(harness: ManagerHarness) -> None:
     harness.manager.step_begins([])
     harness.clock.now += 60.0
@@ -342,6 +342,7 @@ def test_the_time_before_a_request_is_no_standstill_of_its(harness: ManagerHarne
     assert harness.results(context) == [RETRY] * 3
 
 
+def test_an_idle_engine_whose_steps_are_long_does_not_wait_for_ever() -> None:
     """As where other ranks of data parallelism compute."""
     harness = DiskHarness()
     harness.manager.step_begins([])
@@ -421,7 +422,6 @@ def test_hints_are_passed_on_with_what_was_generated(harness: ManagerHarness, of
     assert sent == [("retain", 3, 80, 30.0), ("prefetch", 3, 0, 0.0), ("retain", 4, 80, 30.0), ("release", 2, 0, 0.0)]
 
 
-@pytest.mark.parametrize(
 def test_hints_of_prompts_shorter_than_a_chunk_are_not_sent(harness: ManagerHarness) -> None:
     context = ReqContext("r", {"kv_hints": envelope(RETAIN, action("kv.prefetch", {}))})
     harness.manager.on_new_request(context)
@@ -432,6 +432,7 @@ def test_hints_of_prompts_shorter_than_a_chunk_are_not_sent(harness: ManagerHarn
     assert harness.client.hints == []
 
 
+@pytest.mark.parametrize(
     "hints",
     [
         7,
@@ -557,6 +558,8 @@ def test_beyond_the_credit_a_store_is_put_off_and_counted(harness: ManagerHarnes
         assert harness.offer(context, KEYS[1:2]) is None
         harness.end(name, 3001)
         assert harness.offer(context, KEYS[1:2]) == stored
+    counted = harness.counted()
+    assert (counted[DEFERRED_STORES], counted[FAILED_STORES]) == (2, 1)
 
 
 def test_store_credit_counts_what_each_group_has() -> None:
@@ -672,14 +675,14 @@ def test_a_prompt_shorter_than_a_chunk_has_only_a_tail(harness: ManagerHarness) 
     harness.scan()
     assert (harness.client.asked, harness.results(context, TAILS[:1])) == ([], [RETRY])
     assert manager.look_up_tails(request, 0)
-    harness.client.answer({block_hash(13)})
-    harness.scan()
-    assert harness.results(context, TAILS[:1]) == [HIT]
     harness.client.answer(set())
     harness.scan()
     assert not harness.scan(), "there is no lease to refresh"
     harness.clock.now += 1.1
     assert harness.scan()
+    harness.client.answer({block_hash(13)})
+    harness.scan()
+    assert harness.results(context, TAILS[:1]) == [HIT]
     manager.scheduled(request, UNIT)
     manager.prepare_load(TAILS[:1], context)
     manager.complete_load(TAILS[:1], context)
@@ -841,9 +844,6 @@ def test_while_vllms_own_cache_is_of_other_weights_nothing_is_stored(harness: Ma
         assert harness.offer(context) == stored
 
 
-# --- why a request hit or missed -------------------------------------------------------------------
-
-
 def test_requests_end_where_the_engine_has_lost_its_client(harness: ManagerHarness) -> None:
     """As if there are no threads for another one after a change of the weights."""
     contexts = [harness.request(name, ready=HASHES) for name in ("loads", "waits")] + [harness.request("asks")]
@@ -857,6 +857,9 @@ def test_requests_end_where_the_engine_has_lost_its_client(harness: ManagerHarne
         harness.manager.complete_load(KEYS, context)
         harness.manager.on_request_finished(context)
     assert harness.counted()[CONNECTED] == 0
+
+
+# --- why a request hit or missed -------------------------------------------------------------------
 
 
 def report_of(harness: ManagerHarness, tokens: int = 0, name: str = "r") -> PromptReport:

@@ -875,9 +875,10 @@ class KvoffdManager(OffloadingManager):
             self._send_report(state)
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        """As vLLM's. None if it is too early, after which vLLM offers the keys again in the next step.
+        """As vLLM's. None if it is too early, after which vLLM offers the keys of a request that runs again.
 
-        Never None for the states of recurrent layers, which vLLM offers only once: blocks without them are not hits.
+        Once the namespace is known, never None for the states of recurrent layers, which vLLM offers only once: blocks
+        without them are not hits.
 
         vLLM offers the whole prompt when a request ends, unless it was aborted. But a request that ended with an error
         may have computed only a part, and one preempted during its last token has lost its blocks.
@@ -921,7 +922,7 @@ class KvoffdManager(OffloadingManager):
         # The last offer of a request may use twice the credit, which the daemon does not enforce.
         most_bytes = 2 * self._credit_bytes if has_ended else self._credit_bytes
         if may_wait and self._outstanding_bytes and self._outstanding_bytes >= most_bytes:
-            self._counters[metrics.DEFERRED_STORES] += 1
+            self._counters[metrics.FAILED_STORES if has_ended else metrics.DEFERRED_STORES] += 1
             return None
         _forget_offered(last, keys)
         sizes = {key: self._shard_bytes[key[-GROUP_ID_BYTES:]] for key in ends}
