@@ -856,7 +856,10 @@ def test_requests_end_where_the_engine_has_lost_its_client(harness: ManagerHarne
         assert harness.results(context) == [MISS] * 3
         harness.manager.complete_load(KEYS, context)
         harness.manager.on_request_finished(context)
+    assert harness.offer(harness.request("new")) == []
+    harness.manager.reset_cache()
     assert harness.counted()[CONNECTED] == 0
+    harness.manager.shutdown()
 
 
 # --- why a request hit or missed -------------------------------------------------------------------
