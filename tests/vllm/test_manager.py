@@ -849,7 +849,8 @@ def test_requests_end_where_the_engine_has_lost_its_client(harness: ManagerHarne
     contexts = [harness.request(name, ready=HASHES) for name in ("loads", "waits")] + [harness.request("asks")]
     harness.manager.prepare_load(KEYS, contexts[0])
     harness.manager.namespace.client = cast(SchedulerClient, Unconnected())
-    harness.manager.step_begins([])
+    harness.clock.now += 1.0
+    harness.manager.step_begins([1])
     harness.manager.workers_report(WorkerReport(failed_jobs={1: FailedJob(ErrorCode.CHECKSUM, [], "loads")}))
     for context in contexts:
         harness.scan(context.req_id)
