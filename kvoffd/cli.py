@@ -96,7 +96,7 @@ def main(arguments: Sequence[str] | None = None, limits: Limits | None = None) -
 def _check_machine(config: Config) -> None:
     """Raise KvoffdError if the machine lacks what a start would need.
 
-    While a daemon runs in the directory it has the port and the memory, and neither is checked.
+    If its socket exists, a daemon has port and memory, or was killed: neither is checked.
     """
     from kvoffd.system.limits import check_fits, memory_limit
     from kvoffd.system.listening import listen

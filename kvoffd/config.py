@@ -267,7 +267,7 @@ PER_DAY = Kind(_per_day, f"SIZE|{AUTO}", lambda nbytes: AUTO if nbytes is None e
 class Limits:
     """Limits and deadlines that no user needs to change. Units end the names.
 
-    They let one request block the loop for at most 5 ms (``make bench ARGS=loop``). Clients learn theirs from Welcome
+    They let one request block the loop for at most 5 ms (``make bench ARGS=loop``). Clients get theirs in Welcome
     and split larger requests.
     """
 
@@ -277,8 +277,8 @@ class Limits:
     max_jobs_per_message: int = 1024
     max_jobs_in_flight: int = 4096
     max_pieces_in_flight: int = 65_536
-    """Limit per session on block ids of its unfinished jobs, times the layers of their group; at least twice the pieces
-    of its memory, so that only a client that copies blocks several times at once reaches it."""
+    """Limit per session on pieces (block ids times layers) of unfinished jobs, or twice the pieces of its memory if
+    more: only a client that copies blocks several times at once reaches it."""
     max_registrations: int = 8
     max_leases: int = 16_384
     max_leased_keys: int = 1_048_576

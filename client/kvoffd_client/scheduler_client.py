@@ -30,7 +30,7 @@ class LookupFuture(Struct, eq=False):
     """The answer to one lookup, like a future. Reading it never blocks; wait() does.
 
     Attributes:
-        lease_id: id of the lease for loads and release; 0 if the lookup was not sent.
+        lease_id: id of the lease for loads and release; 0 while not connected.
         done: the answer has come, or never will.
         failed: done without an answer (not connected, refused, too late): treat every key as absent.
         states: one ``KeyState`` byte per key, for each group of the request; empty until done and if failed. Pending
@@ -136,7 +136,7 @@ class SchedulerClient(Session):
 
         Args:
             groups: keys, root of the prefix first.
-            again: the same keys were looked up before and some were pending: do not count them again.
+            again: do not count the keys, or show them to the policy, as for a repeated lookup.
             reported: report_prompt() follows for this lease, and the daemon counts the keys then.
 
         Raises:
@@ -194,8 +194,8 @@ class SchedulerClient(Session):
     ) -> None:
         """Report the prefill rate in tokens per second, and counts since the last call.
 
-        ``late_lookups``: lookups that it stopped waiting for. ``unknown_hints``: hints that it did not know or could
-        not read. ``problem``: why the engine stores and loads nothing.
+        ``late_lookups``: lookups that the engine gave up. ``unknown_hints``: hints that are not known or cannot be
+        read. ``problem``: why the engine stores and loads nothing.
         """
         fields = prefill_rate, skipped_loads, paused_stores, late_lookups, problem[: m.MAX_PROBLEM], unknown_hints
         with self._transport.lock:

@@ -1,7 +1,7 @@
 """A client's session with a daemon: the protocol's state machine.
 
 A session has no socket, thread or clock. A ``Transport`` sends its messages, has its lock, and calls its ``on_``
-methods and ``tick`` with the lock held: ``SocketTransport`` over real sockets, the simulator's without. The clients of
+methods and ``tick`` with the lock held: ``SocketTransport`` has sockets, the simulator's has none. The clients of
 scheduler, worker and administrator are sessions.
 """
 
@@ -75,7 +75,7 @@ class Closing:
 
 @dataclass(frozen=True, kw_only=True)
 class ClientOptions:
-    """Options of one client: timeouts in seconds, which must be positive, and its kind.
+    """Options of one client: ``operator``, and positive timeouts in seconds.
 
     Raises:
         ValueError: a value is not positive; the message names it.
@@ -172,7 +172,7 @@ class Session(Closing):
 
     Args:
         directory: where the daemon's sockets are.
-        role: of the session.
+        role: session's role.
         namespace: opened or joined at every connection.
         name: shown to operators.
         software: client and engine versions, shown to operators.
@@ -181,12 +181,12 @@ class Session(Closing):
         rng: for lease ids and pauses.
 
     Attributes:
-        epoch: run of the daemon that the client is, or was last, connected to; 0 before the first connection.
+        epoch: random number of the last connection's daemon run; 0 before the first connection.
         session_id: id of the session there.
         refusal: the daemon's refusal, if that is why the client is not ready.
         reported_prefill_rate: prefill rate, in tokens per second, that an engine of the namespace last reported to the
             daemon; 0.0 if none has.
-        memory_on_gpu: whether the daemon may access the client's memory until its process is gone.
+        memory_on_gpu: whether access to the memory may last until the daemon's process is gone.
     """
 
     memory_on_gpu = False
@@ -233,7 +233,7 @@ class Session(Closing):
         self._handshake_deadline = NEVER
         self._role_due = NEVER
         """Latest time for the next _role_tick."""
-        # The next connection attempt, and the pauses between attempts.
+        # Times of the next attempt and of the last success; pauses.
         self._retry_at = self._ready_at = 0.0
         self._pause_s = self._absent_pause_s = BACKOFF_MIN_S
         self._refused_pause_s = options.backoff_max_s
@@ -421,7 +421,7 @@ class Session(Closing):
             self._shake(self._hello(), self._on_welcome, now)
         elif isinstance(message, Attached) and self._phase is Phase.HANDSHAKE:
             self._on_attached(message, now)
-        elif not isinstance(message, MemoryReleased):  # the EOF follows
+        elif not isinstance(message, MemoryReleased):  # its EOF follows
             self.disconnect(f"The daemon sent {type(message).__name__} out of turn.", now)
 
     def _hello(self) -> m.Hello:

@@ -210,7 +210,7 @@ class WorkerClient(Session):
 
     @property
     def unfinished(self) -> int:
-        """Number of jobs without a result. Results for take_results() count as results."""
+        """Number of jobs without a result, taken by take_results() or not."""
         return len(self._jobs)
 
     def store(self, job_id: int, groups: Sequence[GroupTransfer]) -> None:
@@ -303,8 +303,8 @@ class WorkerClient(Session):
     def fence(self, job_ids: Iterable[int], timeout_s: float, busy: Callable[[], bool] = lambda: False) -> None:
         """Wait until the daemon no longer accesses the blocks of these jobs. Then each of them has a result.
 
-        Jobs that have not started after FENCE_PATIENCE_S are cancelled. Stores still running after ``timeout_s``
-        seconds are abandoned: the client closes the lifeline, so that the daemon does not commit them, fails them, and
+        Jobs that have not started after FENCE_PATIENCE_S are cancelled. Stores without a result ``timeout_s`` later are
+        abandoned: the client closes the lifeline, so that the daemon does not commit them, then fails them and
         reconnects. Loads are waited for without limit, because their copies may still write: a completion or the
         daemon's death ends them. Unknown ids are ignored. Results stay for take_results().
 
@@ -390,7 +390,7 @@ class WorkerClient(Session):
         return any(job_id in jobs and (loads or jobs[job_id].job.lease_id is None) for job_id in job_ids)
 
     def _abandon_stores(self, job_ids: Iterable[int], now: float) -> None:
-        """Disconnect if any of these stores is running: the daemon commits none, and all fail at once."""
+        """Disconnect if any of these stores has no result: none is committed, and all fail at once."""
         if self._has_any(job_ids, loads=False):
             self.disconnect("Running stores were abandoned; reconnecting.", now)
 
@@ -490,7 +490,7 @@ class WorkerClient(Session):
         if isinstance(reply, m.ResultsReply):
             for batch in reply.batches:
                 self._complete(batch)
-            # The daemon has handled all earlier messages: it never received the other jobs, or lost them.
+            # The daemon has handled all earlier messages: jobs that its reply does not name are lost.
             sent_before = [job_id for job_id, sent in self._sent.items() if sent.request_id < asked]
             unfinished = set(reply.unfinished)
             self._fail_sent([one for one in sent_before if one not in unfinished], ErrorCode.INTERNAL)

@@ -97,7 +97,7 @@ MAX_PREFETCHES = 256
 NO_LEASE = NO_SESSION = 0
 """Lease and session of a prefetch: ids that no other has."""
 RECOVERED_AT_ONCE = 4096
-"""Recovered blocks that are grouped and entered together: keeps about the order of use among all."""
+"""Recovered blocks entered together, by group. Small, so that the order of use stays about right."""
 _NOTHING: BlockIds = np.empty(0, np.uint32)
 _NO_SLOTS: npt.NDArray[np.uint32] = np.empty((0, 1), np.uint32)
 _namespace_of = attrgetter("namespace")
@@ -401,8 +401,8 @@ class Cache:
     ) -> tuple[list[bytes], int]:
         """Return the state of each key, and how many blocks the lease has. READY blocks are pinned under it.
 
-        Blocks in a tier are requested from it, and PENDING. If leases may not pin all blocks, each group's last READY
-        keys are reported as ABSENT.
+        Keys from a disk are PENDING, those from a store SHARED. If leases may not pin all blocks, each group's last
+        READY keys are ABSENT.
 
         Args:
             again: the request was counted before.
@@ -653,7 +653,7 @@ class Cache:
     def tick(self) -> int:
         """End overdue leases, and drop blocks that were partial for too long. Returns the number of both.
 
-        Of more than ``ended_at_once`` of either the others wait for the next call.
+        At most ``ended_at_once`` of each; the others wait for the next call.
         """
         now = self._clock()
         late = takewhile(lambda lease: lease.deadline <= now, self.leases.values())
@@ -1166,7 +1166,7 @@ class Cache:
             silent = self.unannounced[blocks]
             self.unannounced[blocks] = False
             keys = keys[~silent]
-        if not group.dead:
+        if keys.size and not group.dead:
             self._events.removed(group.namespace, group.index, keys.tolist())
 
     def _free_dropped(self, blocks: BlockIds) -> None:

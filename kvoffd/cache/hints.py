@@ -27,13 +27,13 @@ RETAINED_SHARE = 0.25
 AWAITED_S = 60.0
 """Time for which a hint also applies to blocks that are still to be stored: engines store the last ones after it."""
 MOST_AWAITED = 1 << 16
-"""Keys of such blocks in all; the oldest are forgotten first."""
+"""Limit of such blocks; the oldest are forgotten first."""
 SET_ASIDE_AT_ONCE, SOON = 4096, 64
-"""Blocks that are next to be evicted at which a tick looks, and at most this part of the pool's."""
+"""Next blocks to be evicted that a tick examines: at most 1/SOON of the pool's slot numbers."""
 ENDED_AT_ONCE = 1024
-"""Hints, or keys of blocks that did not come, that one step ends."""
+"""Lapsed hints that one step ends, or awaited keys it forgets."""
 MOST_ENDED = 1024
-"""Hints without a block whose deadline is remembered, besides as many as have blocks."""
+"""Extra entries of ``_deadlines``, over two per live hint, before it is rebuilt."""
 RELEASED = 1
 """Number of the hint of all released blocks."""
 
@@ -53,7 +53,7 @@ class Retention:
 
 
 class HintedOrder:
-    """The order of eviction: released blocks and those of lapsed hints, then the policy's order, then retained ones by
+    """The order of eviction: released blocks, those set aside until their hint lapsed, the policy's, retained ones by
     priority.
 
     Methods with a name of ``Policy``'s do the same.
@@ -182,14 +182,13 @@ class HintedOrder:
         return np.isin(numbers, [*self._retentions.keys() & set(numbers.tolist())])
 
     def _unmark(self, group: Group, blocks: BlockIds) -> npt.NDArray[np.bool_]:
-        """Take the hints of blocks away. Returns which of the blocks are not in the policy, all of whose hints are gone
-        now."""
+        """Remove the hints of blocks. Returns which of the blocks are not in the policy: they were set aside or
+        released."""
         outside, numbers = np.zeros(len(blocks), np.bool_), self._hint_of[blocks]
         for at in np.flatnonzero(numbers).tolist():
             block, number = int(blocks[at]), int(numbers[at])
             if number == RELEASED:
-                del self._released[block]
-                outside[at] = True
+                outside[at] = self._released.pop(block, 0) is None  # a lookup may name a key twice
                 continue
             of = self._retentions if number in self._retentions else self._lapsed
             if (hint := of.get(number)) is not None:
@@ -246,6 +245,16 @@ class HintedOrder:
             keys = np.frombuffer(keys, group.namespace.key_type)[~outside].tobytes()
             blocks = blocks[~outside]
         self._policy.remove(group, blocks, keys)
+
+    def make_newest(self, group: Group, blocks: BlockIds) -> None:
+        """Move blocks to the end of the policy's order. Retained ones keep their hints."""
+        live = zip(blocks.tolist(), self._live_of(blocks), strict=True)
+        aside = np.array([hint is not None and block in hint.aside for block, hint in live], np.bool_)
+        retained = self._are_retained(blocks)
+        for order, members in ((self, blocks[~retained]), (self._policy, blocks[retained & ~aside])):
+            keys = self._blocks.keys(members, group.key_bytes)
+            order.remove(group, members, keys)
+            order.insert(group, members, keys)
 
     def admit(self, group: Group, keys: bytes, starts: Sequence[int]) -> Sequence[tuple[int, float]]:
         """As the policy's; keys of blocks that a hint retains are always admitted."""

@@ -44,8 +44,7 @@ class CacheListener(Protocol):
         """These keys are present from now on; none was before. ``tokens``: of the keys whose store sent them."""
 
     def removed(self, namespace: Namespace, group: int, keys: list[bytes], medium: str = MEDIUM_CPU) -> None:
-        """These keys are not present any more; all were before. ``stored`` did not report keys that a disk had when it
-        was opened."""
+        """These keys are gone; all were present, some without ``stored``: those that a disk had when it was opened."""
 
     def cleared(self, namespace: Namespace) -> None:
         """The namespace has no key any more, in the pool or in a tier."""
@@ -86,7 +85,7 @@ class TierHooks(Protocol):
         """Return which of the blocks wait to be written to a tier and are evicted after others; None if none waits."""
 
     def forget(self, namespace: Namespace, group: int, keys: bytes, why: MissReason) -> None:
-        """Remove keys from the tiers permanently, and stop promoting them."""
+        """Stop promoting keys, and remove them: see ``Tier.remove``."""
 
     def forget_all(self, namespace: Namespace) -> int:
         """Remove the namespace from the disks permanently; stores keep its blocks. Returns how many the disks had."""

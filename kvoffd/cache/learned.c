@@ -36,7 +36,7 @@ struct span {
     uint8_t age_bin;
     uint8_t matched : 1; /* by the current request */
     uint8_t expired : 1; /* keys that lose their block are forgotten */
-    uint8_t rejected : 1; /* as are the later keys of its request */
+    uint8_t rejected : 1; /* its keys' score is REJECTED */
 };
 
 /* A span's keys. */
@@ -88,7 +88,7 @@ struct learned {
     uint64_t keys_bytes; /* memory of all spans' keys */
     struct list oldest; /* spans that are not expired, in the order in which they are forgotten */
     uint64_t sweep_at, learn_at, learn_at_request, epoch, decayed_at, decayed_at_request;
-    uint32_t swept; /* cells that the sweep begun at `sweep_at` is through with */
+    uint32_t swept; /* cells swept; at `sweep_at` the next sweep begins */
     double open[CLASSES][EPOCHS_KEPT]; /* weighted bytes of unfinished lives by the epoch in which they began */
     double weight[EPOCHS_KEPT]; /* of the lives that began in an epoch */
     struct list cells[CELLS]; /* spans that have blocks, by class and age bin; the oldest first */
@@ -227,7 +227,7 @@ static uint64_t drop_repeats(uint64_t *hashes, uint64_t count, uint32_t *seen, u
     return kept;
 }
 
-/* Returns how many of the first keys have consecutive places in one span, or none; writes the first one's place. */
+/* Returns how many first keys are consecutive in one span, or are all unknown; writes the first one's place. */
 static uint32_t run_length(const struct learned *l, const uint64_t *hashes, uint32_t count, struct place *first)
 {
     uint32_t length = 1;

@@ -141,7 +141,7 @@ class Learned(InOrder):
         return [(length, score if applies or score == REJECTED else inf) for score, length in runs]
 
     def _applies_to(self, group: Group) -> bool:
-        """Return whether this group's namespace has requested as much as the pool holds."""
+        """Return whether the namespace's requested keys, at this size, fill the pool."""
         return group.namespace.totals.keys_asked * group.block_bytes >= self._pool_bytes
 
     def rejected(self, group: Group, keys: bytes) -> None:
@@ -241,7 +241,7 @@ class Learned(InOrder):
 
 
 def _shares(edges: npt.NDArray[np.float64], others: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return the share of each bin that is in each of other bins, if it is spread evenly over the bin's ages."""
+    """Return the part of each bin within each of the other bins, if spread evenly over the bin's ages."""
     ends = np.append(edges[1:], 2 * edges[-1])
     overlaps = np.minimum.outer(ends, np.append(others[1:], inf)) - np.maximum.outer(edges, others)
     shares: npt.NDArray[np.float64] = np.clip(overlaps, 0, None) / (ends - edges)[:, None]

@@ -18,7 +18,7 @@ REJECTED = -1.0
 GHOST_DIVISOR = 50
 """Keys without blocks may take 1/50 of the pool's bytes in memory."""
 BATCH, MAX_BATCH = 128, 8192
-"""Size of the first batch of candidates, and of the largest."""
+"""Sizes of the first batch, and of a policy's first buffer."""
 
 
 class Chain(NamedTuple):
@@ -63,7 +63,7 @@ class Policy(Protocol):
         """Lower bound of the blocks' scores at the last ``admit``."""
 
     def rejected(self, group: Group, keys: bytes) -> None:
-        """Offered keys were rejected: the blocks to evict had higher scores."""
+        """Offered keys were rejected: by ``admit``, or as the blocks to evict had higher scores."""
 
     def chance(self, group: Group, keys: bytes, within_bytes: int) -> npt.NDArray[np.float64]:
         """Return each key's chance of reuse before ``within_bytes`` more bytes are requested; 1 if unknown."""

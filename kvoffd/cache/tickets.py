@@ -36,11 +36,11 @@ class Lease:
     wait_s: float = 0.0
     """Expected time until they are in the pool, as of the last lookup; 0 if unknown."""
     counts: bool = False
-    """Whether what it pins counts as loaded or not needed at its end: nobody reports the prompt's outcome."""
+    """Whether its blocks count as covered (loaded or not needed) at its end, as no report will come."""
 
     @property
     def active(self) -> bool:
-        """Whether it pins blocks, has not ended, and its namespace was not reset since it began."""
+        """Whether it is in use: not ended, its namespace not reset. A prefetch never is."""
         return self in self.namespace.leases
 
 
@@ -88,7 +88,7 @@ class Stored:
     offsets: Offsets = field(default_factory=lambda: np.empty(0, np.uint64))
     """Pool offsets of the slots."""
     duplicates: list[int] = field(default_factory=list)
-    """Numbers of keys that occur earlier too, where they are copied or in one of the next lists."""
+    """Numbers of keys that repeat an earlier one, which is copied or in one of the next lists."""
     no_space: list[int] = field(default_factory=list)
     rejected: list[int] = field(default_factory=list)
 

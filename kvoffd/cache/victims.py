@@ -74,7 +74,7 @@ class Victims:
         free; the result may be too few or empty.
 
         Blocks with a slot of a wanted size go in the policy's order. The older blocks of other sizes that are skipped
-        on the way help only by whole regions. A region is evicted once the skipped bytes are as many as it holds: by
+        on the way help only by whole regions. A region is evicted once as many bytes were skipped as it holds: by
         then, evicting some of its blocks too early costs less than keeping others too long elsewhere. So the sizes
         share the pool by age of use, none starves, and one slot of an odd size does not cost a region of used blocks.
         """
@@ -98,14 +98,11 @@ class Victims:
         if chosen.size and len(pinned) > MAX_SKIPPED_PINNED:  # skipping them each time takes long
             numbers = self._blocks.group[pinned]
             for number in set(numbers.tolist()):
-                group, members = self._groups[number], pinned[numbers == number]
-                packed_keys = self._blocks.keys(members, group.key_bytes)
-                self._order.remove(group, members, packed_keys)
-                self._order.insert(group, members, packed_keys)
+                self._order.make_newest(self._groups[number], pinned[numbers == number])
         return chosen
 
     def of_namespace(self, groups: Sequence[Group], nbytes: int, most: int, below: float) -> BlockIds:
-        """Choose blocks of a namespace's groups of about ``nbytes`` bytes, and at most ``most``: the next ones in the
+        """Choose about ``nbytes`` bytes, and at most ``most`` blocks, of a namespace's groups: the next in the
         policy's order with a score below ``below`` or, if too many others come before them, the ones that were stored
         first, whatever their score."""
         blocks, numbers = self._blocks, [group.number for group in groups]

@@ -18,7 +18,7 @@ MINUTE_S, HOUR_S = WINDOWS_S = 60.0, 3600.0
 class CounterWindows:
     """Increases of a set of counters over each of ``WINDOWS_S``, from samples. For one thread.
 
-    A window keeps at most ``_BINS`` samples, so its start moves in steps of a twentieth. A sample that equals the
+    A window keeps about ``_BINS`` samples, so its start moves in steps of a twentieth. A sample that equals the
     previous one takes no memory. All counters start at 0.
     """
 

@@ -103,7 +103,7 @@ def _problems(service: Service, recent: Window) -> Iterator[tuple[str, str]]:
             "pieces: `ss -xp` and `kvoffd-cli clients` show which. End it, or raise the limit (LimitNOFILE= in the "
             "systemd unit, ulimit -n).",
         )
-    if (file := service.state.file).is_saved and file.problem:
+    if (file := service.state.file).is_tried and file.problem:
         yield (
             "state_unwritable",
             f"{file.problem}. `clear`, resets and quotas report errors, and a kill may undo them.",

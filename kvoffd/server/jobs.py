@@ -112,7 +112,7 @@ class GroupPart:
         }
 
     def add_by_job(self, numbers: Sequence[int], found: dict[int, list[GroupKeys]]) -> None:
-        """Add the keys of these numbers, ascending, to the lists of their jobs."""
+        """Add the keys with these ascending numbers to their jobs' lists."""
         for span in self.spans:
             own = numbers[bisect_left(numbers, span.key) : bisect_left(numbers, span.keys_end)]
             if own:

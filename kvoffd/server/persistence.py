@@ -44,8 +44,8 @@ MAX_STATE_BYTES = 16 << 20
 MAX_NAMES = 4096
 """Limit of the namespaces with an entry in each table of ``Resets``.
 
-Beyond it the oldest entry of a namespace that does not exist is removed. Then all namespaces without one count as reset
-at that time, or as not shared.
+Beyond it the oldest entry of a namespace that is not open is removed. Then all namespaces without one have at least its
+generation, or are not shared.
 """
 RETRY_S = 5.0
 """Time until a failed write is retried: the file system may have been full for a moment."""
@@ -110,14 +110,14 @@ class StateFile:
             self._changed.notify_all()
 
     @property
-    def is_saved(self) -> bool:
-        """Whether the latest content is written, or has failed to be."""
+    def is_tried(self) -> bool:
+        """Whether writing the latest content succeeded or failed."""
         return self.tried == self.requested
 
     @property
     def problem(self) -> str:
         """Clause why the file may lack the latest content; empty if it has it."""
-        return self._problem if self.is_saved else f"{self.path} takes long to write"
+        return self._problem if self.is_tried else f"{self.path} takes long to write"
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until the latest content is written or has failed again; return False after ``timeout_s``."""
@@ -125,7 +125,7 @@ class StateFile:
             if self._problem:
                 self.tried = min(self.tried, self.requested - 1)
             self._changed.notify_all()
-            return self._changed.wait_for(lambda: self.is_saved, timeout_s)
+            return self._changed.wait_for(lambda: self.is_tried, timeout_s)
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """Flush, then end the thread. Idempotent."""
@@ -140,8 +140,8 @@ class StateFile:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: not self.is_saved or self._ends, RETRY_S if self._problem else None)
-                if self._ends and self.is_saved:
+                self._changed.wait_for(lambda: not self.is_tried or self._ends, RETRY_S if self._problem else None)
+                if self._ends and self.is_tried:
                     return
                 number, content = self.requested, self._content
             problem = ""
@@ -441,7 +441,7 @@ class PolicyFile:
                 os.unlink(path)
 
     def tick(self) -> None:
-        if time.monotonic() >= self._due and self._file.is_saved:
+        if time.monotonic() >= self._due and self._file.is_tried:
             self._due = time.monotonic() + POLICY_EVERY_S
             self._save()
 

@@ -58,7 +58,7 @@ def hello(service: Service, session: Session, message: m.Hello) -> m.Welcome:
             f"{m.PROTOCOL_VERSION}; install the same kvoffd release on both ends.",
             ErrorCode.BAD_VERSION,
         )
-    service.sessions.say_hello(session, message.role, printable(message.name), printable(message.software))
+    service.sessions.set_role(session, message.role, printable(message.name), printable(message.software))
     session.operator = message.operator
     return m.Welcome(
         message.request_id,

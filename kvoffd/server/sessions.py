@@ -235,7 +235,7 @@ class Sessions:
         """Number of sessions of schedulers and workers."""
         return sum(session.role in (Role.SCHEDULER, Role.WORKER) for session in self)
 
-    def say_hello(self, session: Session, role: Role, name: str, software: str) -> None:
+    def set_role(self, session: Session, role: Role, name: str, software: str) -> None:
         """Set a session's role and names. Raises KvoffdError if the client may not have the role."""
         if session.role is not None and session.role != role:
             raise KvoffdError(

@@ -236,7 +236,7 @@ def _as_table(trace: Trace, sizes: Sizes, results: Results, block_bytes: int) ->
     ]
     results = [(one, best) for one, best in results if best]
     if not results:
-        return f"{lines[0]}\nNo block of it comes back: no pool would find anything."
+        return f"{lines[0]}\nNo block comes back: no pool would find anything."
     for one, best in results:
         percents = f"{one.hit_percent:>8.2f}{one.written_percent:>11.2f}{best:>12.2f}"
         if one.disk is not None:

@@ -1,7 +1,7 @@
 """The most hits that any policy could have: it evicts, or does not store, the block used farthest in the future.
 
 Source: L. A. Belady, "A Study of Replacement Algorithms for a Virtual-Storage Computer", 1966; with bypass, because a
-pool need not store what is offered. A block is never used before the blocks that it continues, so chains have no holes.
+pool need not store what is offered. A block is never used before its predecessors, so chains have no holes.
 """
 
 from __future__ import annotations

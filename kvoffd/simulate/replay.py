@@ -90,7 +90,7 @@ class Silence:
 
 
 class Offered(NamedTuple):
-    """The store of one request."""
+    """A ``StorePart`` of a request."""
 
     keys: bytes
     group: int = 0

@@ -26,7 +26,7 @@ MOST_VALUE_BYTES = 256 << 20
 """Longest value that is not in one line."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 MOST_KEY, OWN_KEY = (1 << 8 * KEY_BYTES) - 1, 1 << 63
-"""The highest key, where signed numbers have the same bits; and the first key of blocks that one session owns."""
+"""The largest key (negative ones wrap), and the first key of blocks local to a session."""
 MOST_ACCESSES = 1 << 26
 """Limit of requests and their blocks together: a replay takes about 190 bytes for each, and a small file may unpack to
 any number."""
@@ -237,14 +237,14 @@ def _read(lines: Iterator[bytes], path: Path) -> Iterator[_Line]:
             if number > 1 and is_malformed and not line.endswith(b"\n"):
                 raise EOFError from None
             raise BadTrace(
-                f"{path}:{number} is not a request, a JSON object whose hash_ids are whole numbers of 64 bits, and not "
-                "a session, one with a list of requests."
+                f"{path}:{number} is neither a request (a JSON object whose hash_ids are whole 64-bit numbers) nor a "
+                "session (one with a list of requests)."
             ) from None
         yield from every
 
 
 def _joined(begin: bytes, lines: Iterator[bytes], path: Path) -> bytes:
-    """Return the rest of the file after its first line."""
+    """Return a line and the rest of the file."""
     parts, nbytes = [begin], len(begin)
     for line in lines:
         parts.append(line)

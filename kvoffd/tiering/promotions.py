@@ -37,12 +37,12 @@ MAX_FILLING_BYTES = 2**30
 UNMEASURED_BYTES = 64 * 2**20
 """Limit of these bytes while the speed is unknown."""
 AHEAD_S = 0.25
-"""If it is known, the reads under way are limited to what comes in this time, so that abandoned ones end soon."""
+"""Once the speed is known, reads under way are limited to what comes in this time: abandoned ones end soon."""
 AHEAD_BLOCKS = 16
 """Lower limit of the blocks under way."""
 MAX_BEGUN, BEGUN_PER_END = 64, 16
-"""Blocks that are begun together, and those begun when a block has ended and less than half of the limit is under way.
-Otherwise they wait for the next call, because evicting for a few takes as long as for many. Their slots are allocated
+"""Limits of the blocks begun by one call of ``pump``, and by the end of a read if at most half of the bytes that may be
+under way are: evicting for a few blocks takes as long as for many. Their slots are allocated
 together, so that neighbours in the queue are neighbours in the pool."""
 NO_SPACE_S = 1.0
 """Time after the pool had no space for a session's block in which the session's repeated lookups do not wait."""
@@ -129,7 +129,7 @@ class Promotions:
         self.given_up: dict[Fill, None] = {}
         """Overdue fills, into whose slots the tier may still write."""
         self._turn_at = 0.0
-        """Time since which the first running fill is the first."""
+        """Time when the first running fill became the first."""
         self._came_at = 0.0
         """Time when a fill last ended."""
         self._blocked_since: float | None = None

@@ -138,7 +138,7 @@ class Tiering:
         self._uncounted: dict[Namespace, dict[int, dict[bytes, tuple[Asker, ...]]]] = {}
         """Lookups by tag and key that a store is being asked for: they count it once the store has answered."""
         self._uncounted_runs: dict[int, tuple[Sequence[bytes], Asker]] = {}
-        """Lookups of which one question asks for all keys, by ``id`` of these: the keys, and the asker of the first."""
+        """Lookups all of whose keys are in one ask, by ``id`` of the key list: the list, and the first key's asker."""
         self._awaits: dict[Lease, dict[Fill, None]] = {}
         """Fills that each lease waits for."""
         self._unused = np.zeros(len(cache.blocks.state), np.uint8)
@@ -215,7 +215,7 @@ class Tiering:
             end = next((at for at in writing if part.keys[at] not in part.coming), end)
             part.left = [at for at in part.left if at < end]
         remaining = part.left
-        if not any(source.shared for source in lookup.sources):  # then the first key is mostly absent
+        if not any(source.shared for source in lookup.sources):  # disks mostly lack the first key
             part.left = remaining[:1]
             part.look(lookup.sources, prefix=True)
             remaining = remaining[1:] if part.there else []
@@ -275,7 +275,7 @@ class Tiering:
                 uncounted[key] = (*uncounted.get(key, ()), *lookup.asker(part, at))
 
     def _request(self, lookup: _Lookup, part: _Range, places: Sequence[int]) -> None:
-        """Request keys that a tier has or are coming, up to the first that cannot be requested; set their states."""
+        """Request keys that are in a tier or coming, up to the first that cannot be requested; set their states."""
         if not places:
             return
         slower, lease, wants = self._slower_sources(lookup, part, places), lookup.lease, dict[Promotions, Wanted]()
@@ -346,7 +346,7 @@ class Tiering:
         unused, self._unused[blocks] = self._unused[blocks], 0
         for number in unused[unused > 0].tolist():
             self.sources[number - 1].unused_blocks += 1
-        # The disks' hands spare evicted blocks. That waits for the next tick, because a store waits for this call.
+        # The disks' hands spare evicted blocks, from the next tick on: an engine's store waits for this call.
         for group, members in self._cache.by_group(blocks):
             if group.dead:
                 continue
@@ -415,7 +415,7 @@ class Tiering:
         evicted, self._evicted = self._evicted, []
         for block_group, keys in evicted:
             for tier in self.disks.tiers:
-                tier.used(block_group, keys)
+                tier.spare(block_group, keys)
         for source, writer in zip(self.sources, self.writers, strict=True):
             source.tick()
             writer.tick()

@@ -44,14 +44,14 @@ MAX_COLD_BLOCKS = 1024
 """Limit of these blocks in one tick."""
 DAY_S = 86_400.0
 STAYS = 2.0, 3.0, 4.0, 6.0, 8.0
-"""Candidate times that a written block stays on a full tier, relative to its stay if all blocks were written: at most
-half of them are."""
+"""Candidate stays of a written block on a full tier, in multiples of its stay if all were written. The least is 2: at
+most half are."""
 WORTH = 0.99
 """Share of the best hit count: of the settings that give at least this, the one with the fewest writes is used."""
 SAMPLE = 2048
 """Number of the latest blocks on which the choice is based."""
 WATCHED = 4
-"""Chances within a time are believed once the policy has watched this many times as long."""
+"""A chance of reuse within x bytes is believed once WATCHED * x bytes were requested."""
 SAVED_SHARE = 1 / 8
 """Part of a day's bytes that may accumulate and be written at once."""
 PERSISTED_AHEAD_SHARE = 1 / 8
@@ -73,7 +73,7 @@ class WriteBudget:
         self._filled_at = clock()
         self._persisted, self._persisted_at = 0.0, clock()
         self.first_filling_bytes = 0
-        """Additional bytes that may be written: what tiers lack that were never full."""
+        """Bytes that may be written besides: the disks' sizes less all ever written."""
 
     def restore(self, spent_bytes: float, seconds: float) -> None:
         """Continue from the bytes that an earlier daemon had spent ``seconds`` ago."""
@@ -101,9 +101,9 @@ class WriteBudget:
         """Return whether this many bytes may be written now."""
         return bool(self.first_filling_bytes) or not self._bound or self._now() >= min(nbytes, self._bound)
 
-    def refund(self, nbytes: int) -> None:
-        """Return bytes that were taken and not written."""
-        if self.first_filling_bytes:
+    def refund(self, nbytes: int, *, fills: bool) -> None:
+        """Return bytes that were taken and not written. ``fills``: there were ``first_filling_bytes`` then."""
+        if fills:
             self.first_filling_bytes += nbytes
         else:
             self._level += nbytes
@@ -115,7 +115,7 @@ class WriteBudget:
 
     @property
     def spent_bytes(self) -> float:
-        """Bytes that have not accumulated again; 0 without a limit."""
+        """Spent bytes not accumulated again yet; 0 without a limit."""
         return self._bound - self._now() if self._bound else 0.0
 
     @property
@@ -140,6 +140,10 @@ class BlockWrite:
     copy: Block
     offsets: list[int]
     """Pool offset of the block's slot in bytes, by rank."""
+    fills: bool = False
+    """Whether the bytes count as a tier's first filling, not as spent."""
+    trickles: bool = False
+    """Whether it began while engines copied."""
 
     @property
     def number(self) -> int:
@@ -304,7 +308,7 @@ class Writer:
 
     def stored(self, blocks: BlockIds) -> None:
         if self._tiers and self.mode is not WriteMode.NEVER and not self._judges:
-            self._wait(blocks)
+            self._enqueue(blocks)
 
     def was_read(self, block: int) -> None:
         """Stop waiting to write a block that was read from one of the tiers."""
@@ -313,11 +317,11 @@ class Writer:
     def used(self, group: Group, blocks: BlockIds) -> None:
         """Consider blocks that a lookup found, while a tier is available."""
         if self.mode is not WriteMode.NEVER and not self._judges:
-            self._wait(self._unwritten(group, blocks[:MAX_LOOKED_AT])[0])
-            self._wait(blocks[MAX_LOOKED_AT:])  # examined in their turn
+            self._enqueue(self._unwritten(group, blocks[:MAX_LOOKED_AT])[0])
+            self._enqueue(blocks[MAX_LOOKED_AT:])  # examined in their turn
 
     def evicted(self, group: Group, blocks: BlockIds, keys: Sequence[bytes]) -> None:
-        """Record blocks that are about to leave the pool. A store waits for this."""
+        """Record blocks about to leave the pool. An engine's store waits for it."""
         if self.mode is WriteMode.NEVER or not self._takes(group):
             for block in blocks.tolist() if self.waiting else ():
                 self.waiting.pop(block, None)
@@ -361,7 +365,7 @@ class Writer:
                 if not group.dead:
                     left_bytes -= len(cold) * group.block_bytes
                 blocks, keys = self._unwritten(group, cold)
-                self._wait(blocks[self._are_worth_writing(group, blocks, keys, before)])
+                self._enqueue(blocks[self._are_worth_writing(group, blocks, keys, before)])
             if left <= 0 or left_bytes <= 0:
                 return
 
@@ -445,11 +449,12 @@ class Writer:
         """Begin to write a block. Return False if nothing more can begin now. The block stays queued only if other
         writes are running."""
         nbytes = write.copy.group.nbytes
+        write.fills, write.trickles = self.budget.first_filling_bytes > 0, busy
         if not self.budget.take(nbytes):
             self.waiting.clear()  # they wait again when they are used again, or next to be evicted
             return False
         if not any(tier.write(write.copy, write.offsets, partial(self._on_end, write)) for tier in targets):
-            self.budget.refund(nbytes)
+            self.budget.refund(nbytes, fills=write.fills)
             if self.under_way:  # there were too many at once
                 self._refused_above = len(self.under_way) / 2
             else:
@@ -460,7 +465,7 @@ class Writer:
         self._trickle_left -= nbytes if busy else 0
         return True
 
-    def _wait(self, blocks: BlockIds) -> None:
+    def _enqueue(self, blocks: BlockIds) -> None:
         blocks = blocks[: MAX_WAITING - len(self.waiting)]
         self.waiting.update(zip(blocks.tolist(), self._generations[blocks].tolist(), strict=True))
 
@@ -514,8 +519,8 @@ class Writer:
             self.written_blocks += 1
             self.written_bytes += nbytes
         elif result is Result.PRESENT:
-            self.budget.refund(nbytes)
-            self._trickle_left += nbytes
+            self.budget.refund(nbytes, fills=write.fills)
+            self._trickle_left += nbytes if write.trickles else 0
             if self._judges:
                 self._selection.record_present(nbytes)
         del self.under_way[write.number]

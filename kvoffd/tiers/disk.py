@@ -37,11 +37,11 @@ HANG_TIMEOUT_S = 10.0
 """A disk hangs if a write takes longer, or no read has ended for this long."""
 _LEAST_PAUSE_S, _MOST_PAUSE_S = 1.0, 60.0
 """Pause after a failed write, doubled up to the latter."""
-_PUT_ASIDE_SHARE = 100
-"""Divisor of the tier's blocks: at most this part of its slots is not used again after failed writes."""
+_PUT_ASIDE_DIVISOR = 100
+"""Blocks of the tier per slot that may be unused for good after a failed write."""
 FULL_PART = 15 / 16
-"""Part of the bytes held at the last eviction from which on the tier counts as full: with regions of several sizes,
-some of them never are."""
+"""The tier counts as full from this part of the bytes held at the last eviction: with regions of several sizes, some
+never fill up."""
 
 
 class DiskOptions(NamedTuple):
@@ -61,7 +61,7 @@ class DiskOptions(NamedTuple):
 class DiskTier(Tier):
     """Keeps blocks in the slots of the files in a directory, including those that an earlier daemon left.
 
-    Index and memory only say where to look: a block's header and checksums decide whether it is valid. The constructor
+    The index only says where to look: a block's header and checksums decide whether it is valid. The constructor
     may take long, and can run in any thread.
 
     Args:
@@ -104,7 +104,7 @@ class DiskTier(Tier):
         self._writing: dict[tuple[int, bytes], SlotJob] = {}
         self._used_when_full = 0
         self._evicted: dict[int, list[int]] = {}
-        """Evicted slots by slot size, which are written next, including their records."""
+        """Evicted slots by slot size; the next writes replace them and their records."""
         self._pause_s = 0.0
         self._write_at = -inf
         self._closed = False
@@ -149,7 +149,7 @@ class DiskTier(Tier):
         pairs = zip(keys, found, strict=True)
         return [slot == NO_SLOT and (group.tag, key) not in self._writing for key, slot in pairs]
 
-    def used(self, group: BlockGroup, keys: Sequence[bytes]) -> None:
+    def spare(self, group: BlockGroup, keys: Sequence[bytes]) -> None:
         for slot in self._map.slots_of(group.tag, keys):
             region, place = self._map.at(slot)
             region.used[place] = 1
@@ -157,7 +157,7 @@ class DiskTier(Tier):
     # --- reading ---------------------------------------------------------------------------------
 
     def read(self, group: BlockGroup, key: bytes, offsets: Sequence[int], patience_s: float, on_end: ReadEnd) -> bool:
-        """See Tier. The kernel's reads cannot be cancelled: patience ends waiting reads while none of those ends."""
+        """See Tier. Begun reads cannot be cancelled: waiting ones end when none has ended for their patience."""
         if not self.available() or (known := self._map.known(group)) is None:
             return False
         if (slot := self._map.find_one(known, key)) == NO_SLOT:
@@ -183,7 +183,7 @@ class DiskTier(Tier):
 
     def _read_ended(self, job: SlotJob, end: End) -> None:
         region, place = job.region, job.place
-        # A pinned slot gets no other block: if it has one, it is the one that was read.
+        # A pinned slot gets no other block: one that it has is the one that was read.
         known = self._map.numbered.get(region.groups[place])
         is_current = known is not None and self._map.is_current(known)
         if not is_current and end.result in (Result.DONE, Result.CORRUPT):
@@ -232,8 +232,8 @@ class DiskTier(Tier):
         if not fits and not self.counters.errors[DiskFault.TOO_LARGE]:  # reported once: there will be many such blocks
             self._error(
                 DiskFault.TOO_LARGE,
-                f"Blocks of {group.nbytes} bytes do not fit the regions of {self.name}, which have "
-                f"{format_size(self._map.slots.region_bytes)}; remove its files and make the tier larger.",
+                f"Blocks of {group.nbytes} bytes are not written to {self.name}: a block has at most 4 GiB and the "
+                f"{format_size(self._map.slots.region_bytes)} of a region; larger tiers have larger ones.",
             )
         return fits
 
@@ -252,7 +252,7 @@ class DiskTier(Tier):
     def _evict_next(self, size: int) -> bool:
         """Advance the clock hand until it has freed slots of this size; recently used blocks get a second chance.
 
-        If the hand reaches a region of another size, it evicts the whole region unless more than half of it was used.
+        If the hand reaches a region of another size, it evicts it unless over half was used or a slot is pinned.
         The slots are free once the index is cleared; nothing else is evicted until then.
         """
         if self._clearing.is_freeing:  # slots are becoming free
@@ -277,7 +277,7 @@ class DiskTier(Tier):
                 return True
             if left <= 0:  # the next write continues from here
                 return False
-        for unused in [one for one in self._evicted if one != size]:  # their regions are kept for sizes not in use
+        for unused in [one for one in self._evicted if one != size]:  # else their regions keep their size
             self._clearing.clear_slots(self._evicted.pop(unused))
         return False
 
@@ -295,7 +295,7 @@ class DiskTier(Tier):
         elif result is Result.FAILED:
             self._pause_s = min(_MOST_PAUSE_S, 2 * self._pause_s) or _LEAST_PAUSE_S
             self._write_at = self._clock() + self._pause_s
-            if (len(self._clearing.put_aside) + 1) * _PUT_ASIDE_SHARE <= self._map.blocks:
+            if (len(self._clearing.put_aside) + 1) * _PUT_ASIDE_DIVISOR <= self._map.blocks:
                 self._clearing.put_aside.add(job.slot)
         if kept and result is Result.DONE:
             self._map.add(self._map.groups[job.group.tag], job.key, job.slot, int(self._wall_clock()) // HOUR_S)

@@ -78,7 +78,7 @@ MOST_READS, MOST_WRITES = 4096, 64
 MOST_REMOVALS, REMOVED_AT_ONCE = 16, 1000
 """Tasks that may wait beyond ``MOST_WRITES`` before removals are dropped, and objects of one removal."""
 MOST_NAMESPACES = 65_536
-"""Namespaces whose last poll for a reset is remembered: as many as can be open."""
+"""Limit of the namespaces whose last poll for a reset is remembered."""
 MOST_OBJECT_BYTES = 500 * 2**20
 """Limit of a block: Redis accepts values of 512 MiB."""
 READERS = 2
@@ -108,7 +108,7 @@ OWN_WEIGHT = 0.9
 FULL_PAUSE_S = 5.0
 """Pause of writes after the store refused one: it is full, a replica, or does not permit it."""
 SHOWN_S = 60.0
-"""Time for which health reports a refused write, unless one succeeds: there may be no further write."""
+"""Time for which a refused write is in health, unless one succeeds, and a full store counts as full."""
 STEADY_S = 5.0
 """Log "reachable" only after this long, so that an unstable store does not fill the log."""
 LOGGED_S = 60.0
@@ -238,14 +238,14 @@ class Answers:
     def __init__(self) -> None:
         self._native, self._places = native(), MOST_ANSWERS
         self._table = np.empty((self._places + WINDOW, 2), np.uint64)
-        self._table.fill(0)  # has its memory from now on: the first lookups would wait for it
+        self._table.fill(0)  # touches the pages now, not in the first lookups
         self.clear()
 
     def clear(self) -> None:
         self._seed = os.urandom(16)  # what was noted is not found any more
 
     def find(self, tag: int, keys: Sequence[bytes]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float64]]:
-        """The state of each key, UNKNOWN where none was noted, and the time that was noted with it."""
+        """Return the state of each key, UNKNOWN if none was noted, and the time noted with it."""
         states, at = np.full(len(keys), UNKNOWN, np.uint8), np.zeros(len(keys))
         self._call(self._native.answers_find, tag, keys, states, at)
         return states, at
@@ -491,7 +491,7 @@ class SharedTier(Tier):
 
     @property
     def _last_filling(self) -> Filling:
-        """The store's last answer; zeros if it gave none."""
+        """Answer of the last look; zeros without one."""
         return self._filling or Filling(0, 0, 0)
 
     def _wrote_much(self) -> bool:

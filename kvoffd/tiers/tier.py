@@ -121,12 +121,12 @@ class Tier(ABC):
     def write(self, block: Block, offsets: Sequence[int], on_end: WriteEnd) -> bool:
         """Begin to write from these pool offsets, by rank. Returns False if the block is not accepted now."""
 
-    def used(self, group: BlockGroup, keys: Sequence[bytes]) -> None:  # noqa: B027
+    def spare(self, group: BlockGroup, keys: Sequence[bytes]) -> None:  # noqa: B027
         """These blocks leave the pool: a disk's hand spares them once, as after a read. Ignores unknown blocks."""
 
     @abstractmethod
     def remove(self, group: BlockGroup, keys: Sequence[bytes], why: str) -> None:
-        """Remove blocks for all reads on this node, also those being written. After a kill, a disk may have them again.
+        """Remove blocks for this node, also ones being written; a store's for 30 s. After a kill a disk may have them.
 
         Args:
             why: ``invalidated``; ``partial`` if the pool has more of them, which other nodes need too; or ``corrupt``,

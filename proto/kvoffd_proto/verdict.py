@@ -54,7 +54,7 @@ def doubt(stats: DaemonStats) -> str:
     """Return a sentence that says how sure a judgement by few lookups is; empty for enough of them."""
     traffic = stats.since_start
     points = doubt_points(traffic)
-    return f" By only {traffic.lookups} lookups: give or take {points:.0f} percentage points." if points else ""
+    return f" From only {traffic.lookups} lookups: give or take {points:.0f} percentage points." if points else ""
 
 
 def doubt_points(traffic: Window) -> float:

@@ -217,3 +217,29 @@ def test_all_accounts_agree_whatever_is_done(policy: str, seed: int) -> None:
         assert rig.cache.order.retained_bytes <= MOST_RETAINED * rig.unit
         first = rig.cache.order.first(8)
         assert np.array_equal(first, rig.cache.order.first(64)[: len(first)])
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_released_block_whose_key_a_lookup_names_twice_is_in_the_order_once(policy: str) -> None:
+    rig = Hinted(policy)
+    rig.put(1, 2, 3)
+    rig.hint("release", 1, 2)
+    rig.look(rig.namespace, keys_of(1, 1, 2))
+    order = np.concatenate([*rig.cache.order.candidates()]).tolist()
+    assert sorted(order) == sorted(rig.blocks(rig.namespace, keys_of(1, 2, 3)).tolist())
+    rig.cache.invalidate(rig.namespace, [(0, keys_of(1))])
+    check_invariants(rig.cache)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_pinned_blocks_that_are_passed_over_keep_their_hints(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvoffd.cache.victims.MAX_SKIPPED_PINNED", 2)
+    rig = Hinted(policy)
+    rig.put(1, 2, 3, 4)
+    rig.hint("retain", 1, 2)
+    rig.cache.tick()  # sets one of them aside
+    rig.cache.lookup(rig.namespace, 1, 5, [(0, keys_of(1, 2, 3, 4))])
+    rig.fill(100, 2 * BLOCKS)
+    assert rig.cache.order.retained_bytes == 2 * rig.unit
+    order = np.concatenate([*rig.cache.order.candidates()]).tolist()
+    assert len(order) == len(set(order)) == BLOCKS

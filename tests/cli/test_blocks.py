@@ -54,7 +54,7 @@ def test_a_listing_ends_at_its_limit_and_takes_several_prefixes(engine: FakeEngi
 
 
 def test_keys_that_a_terminal_cuts_are_said_to_be_cut(shared_daemon: DaemonProcess, engine: FakeEngine) -> None:
-    cut = "Keys are cut to fit, not in a pipe; `blocks show` accepts their first digits."
+    cut = "Keys are cut, but not in a pipe; `blocks show` accepts their first digits."
     for columns, is_cut in ((80, True), (120, False)):
         command = (*LIST_BLOCKS, *NAMED, "--directory", str(shared_daemon.directory))
         with Terminal(*command, columns=columns) as terminal:

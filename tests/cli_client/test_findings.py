@@ -276,11 +276,11 @@ def test_a_full_pool_that_evicts_is_judged_by_few_lookups_with_how_sure_that_is(
     stats = {"since_start": window, "last_hour": window, "curve": rises, "curve_seen_bytes": 200 * GIB}
     report = report_of(facts(stats, engines={}))
     assert report.verdict[1] == (
-        "Not paying off: 51.1 % of the keys asked for were evicted to make space for other blocks. By only 22 lookups: "
-        "give or take 10 percentage points."
+        "Not paying off: 51.1 % of the keys asked for were evicted to make space for other blocks. From only 22 "
+        "lookups: give or take 10 percentage points."
     )
     assert report.findings[0].check == "pool_too_small"
-    assert report.findings[0].evidence.endswith(" By only 22 lookups: give or take 10 percentage points.")
+    assert report.findings[0].evidence.endswith(" From only 22 lookups: give or take 10 percentage points.")
     little = report_of(facts(stats | {"curve": curve(RISING, 0)}, engines={}))
     assert little.findings == [], "less than the doubt is no advice to buy memory"
     half_empty = facts(stats | {"pool": PoolStats(size_bytes=20 * GIB, bytes={"ready": 8 * GIB})})

@@ -238,7 +238,7 @@ def test_other_views(screen: Screen) -> None:
     lines = drawn(screen)
     assert "That is little: the following are first estimates." in lines
     text = " ".join(map(str.strip, lines))
-    assert "It is based on 9 prompts, which asked for about 0.44 % of the pool's size." in text
+    assert "It has seen 9 prompts, which asked for about 0.44 % of the pool's size." in text
     assert "50.0 % old turn 4 perhaps 80.0 % come back, most of them later than was seen so far; 2.00 GiB in" in text
 
 

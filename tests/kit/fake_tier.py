@@ -124,7 +124,7 @@ class FakeTier(Tier):
         self.jobs[Job(block.group, block.key, offsets, on_end, block=block)] = None
         return True
 
-    def used(self, group: BlockGroup, keys: Sequence[bytes]) -> None:
+    def spare(self, group: BlockGroup, keys: Sequence[bytes]) -> None:
         for key in keys:
             if (found := self.blocks.pop((group.tag, key), None)) is not None:
                 self.blocks[group.tag, key] = found
@@ -220,7 +220,7 @@ class FakeTier(Tier):
         self.known.pop(name, None)
         if result is Result.DONE:
             self.known[name] = True
-            self.used(job.group, [job.key])
+            self.spare(job.group, [job.key])
         job.on_end(result, block if result is Result.DONE else None)
 
     def end_all(self, *, fault: Result | None = None) -> int:

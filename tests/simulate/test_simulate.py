@@ -184,7 +184,7 @@ def test_a_trace_that_is_too_small_and_one_that_repeats_nothing(
     assert not re.search(r"0\.00 +[\d.]+ +0\.00", printed), "no row of a pool that could find nothing"
     never = write(tmp_path / "never.jsonl", [[number] for number in range(200)])
     assert main([str(never)]) == 0
-    assert capsys.readouterr().out.splitlines()[1:] == ["No block of it comes back: no pool would find anything."]
+    assert capsys.readouterr().out.splitlines()[1:] == ["No block comes back: no pool would find anything."]
 
 
 def test_it_replays_over_disks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -287,7 +287,7 @@ def test_a_file_that_is_no_trace_is_refused_with_the_line(tmp_path: Path) -> Non
         '{"hash_ids": [1], "x": ' + 9999 * "[" + 9999 * "]" + "}",
     ):
         file.write_text('{"hash_ids": [1]}\n' + line + "\n")
-        with case(line[:40]), pytest.raises(BadTrace, match=r"bad\.jsonl:2 is not a request"):
+        with case(line[:40]), pytest.raises(BadTrace, match=r"bad\.jsonl:2 is neither a request"):
             read_trace(file)
 
 
@@ -344,7 +344,7 @@ def test_requests_may_be_a_list_and_hashes_signed_or_missing(tmp_path: Path) -> 
 def test_a_whole_last_line_that_is_no_request_is_not_taken_for_a_cut_off_one(tmp_path: Path) -> None:
     file = tmp_path / "end.jsonl"
     file.write_text('{"hash_ids": [1]}\n{"summary": 1}')
-    with pytest.raises(BadTrace, match=r"end\.jsonl:2 is not a request"):
+    with pytest.raises(BadTrace, match=r"end\.jsonl:2 is neither a request"):
         read_trace(file)
 
 

@@ -410,7 +410,7 @@ def test_used_blocks_are_offered_again_within_the_budget(rig: TieringHarness) ->
         tier.blocks.clear()  # the store forgets
         taken = budget.take(3 * UNIT)
         assert taken
-        budget.refund(3 * UNIT)
+        budget.refund(3 * UNIT, fills=False)
         rig.use(space, keys_of(1), lease)
     rig.tiering.tick()
     assert len(tier.jobs) == 1

@@ -171,7 +171,7 @@ class TieringMachine(RuleBasedStateMachine):
         ready = {key: block for key, block in index.items() if table.state[block] == READY}
         self.note_stored(namespace, b"".join(ready))
         for writer in self.rig.tiering.writers:
-            writer._wait(np.array(list(ready.values()), np.uint32))
+            writer._enqueue(np.array(list(ready.values()), np.uint32))
             writer.pump()
         while self.jobs:
             self.end(*self.jobs[0], fault)

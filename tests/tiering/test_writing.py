@@ -445,3 +445,13 @@ def test_without_disks_nothing_waits_for_them() -> None:
     space = rig.open()
     rig.put(space, keys_of(1, 2))
     assert not rig.tiering.disk_writer.waiting
+
+
+def test_what_was_not_written_goes_back_to_where_it_came_from() -> None:
+    budget = WriteBudget(8_000, lambda: 0.0)
+    assert budget.take(1_000)
+    budget.first_filling_bytes = 10
+    assert budget.take(60)
+    budget.refund(60, fills=True)
+    assert budget.first_filling_bytes == 60
+    assert budget.left_bytes == 60, "the day's bytes stay spent"

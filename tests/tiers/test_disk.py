@@ -121,7 +121,7 @@ def test_a_full_disk_takes_the_place_of_what_was_not_used(rig: DiskRig) -> None:
     assert rig.tier.lifetime_bytes == 0
     assert rig.write(*map(block_of, range(CAPACITY))) == [DONE] * CAPACITY
     assert rig.there(range(CAPACITY)) == list(range(CAPACITY))
-    rig.tier.used(GROUP, [key_of(0), key_of(2), key_of(99)])
+    rig.tier.spare(GROUP, [key_of(0), key_of(2), key_of(99)])
     assert rig.write(block_of(100)) == [DONE]
     assert rig.there(range(CAPACITY)) == [0, *range(2, CAPACITY)], "one at a time of so few"
     assert rig.tier.lifetime_bytes > 0

@@ -46,7 +46,7 @@ class Clock:
         return bool(self.tier.find(GROUP, [key_of(number)], prefix=True)[0])
 
     def use(self, number: int) -> None:
-        self.tier.used(GROUP, [key_of(number)])
+        self.tier.spare(GROUP, [key_of(number)])
 
     def add(self, number: int) -> None:
         assert self.tier.write(Block(GROUP, key_of(number), (0,), (1,)), [0], self.ends.append)

@@ -112,7 +112,7 @@ def copy(evict: Evict = False, directory: Directory = None, json: Json = False) 
 
 @contextmanager
 def _bench(directory: Path, least_bytes: int, evict: bool, *, copies: bool = False) -> Iterator[AdminClient]:
-    """Say what the bench takes of the pool. Raises CliError."""
+    """Yield a client; say what it takes. Raises CliError."""
     with AdminClient(directory) as admin:
         pool = admin.stats().pool
         if pool.usable_bytes < POOL_PART * least_bytes:

@@ -70,7 +70,7 @@ def ls(
         ]
         print_table(("key", "state", ">size", ">pins"), rows)
         if len(rows[0][0]) < len(found[0].key.hex()):
-            say("Keys are cut to fit, not in a pipe; `blocks show` accepts their first digits.")
+            say("Keys are cut, but not in a pipe; `blocks show` accepts their first digits.")
         if more:
             say(f"There are more blocks; --limit {10 * limit} shows more of them.")
     return int(bool(prefix) and not found)
@@ -123,7 +123,7 @@ def _print_block(block: Block) -> None:
     kind = printable(geometry.groups[block.group].kind)
     say(f"of {namespace_name(geometry.label, geometry.fingerprint)}, group {block.group} ({kind})")
     size, count = format_size(sum(shard.data.nbytes for shard in block.shards)), len(block.shards)
-    sound = "" if block.first_block else "; the bytes match their checksums"  # which include the hole's bytes
+    sound = "" if block.first_block else "; the bytes match their checksums"  # the checksums cover the hole
     say(f"{size} in {count} shard{plural(count)}{sound}", "")
     rows = [
         (

@@ -91,7 +91,7 @@ def doctor(
 ) -> int:
     """Check whether the daemon is healthy and pays off.
 
-    Shows what would help most. Asks the daemon and the engines of --engine; clients and machine without --url.
+    Shows what would help most. Checks the daemon, the engines of --engine and, without --url, clients and machine.
 
     Exit status: 0 no warning, 1 a warning, 2 an error, or no answer.
     """
@@ -224,7 +224,7 @@ def run_self_test(place: Path, evict: bool) -> SelfTest:
 
 
 def report_of(facts: Facts, test: SelfTest | None = None, gpu_hour: float = 0.0) -> Report:
-    """``gpu_hour``: price of an hour of a GPU, 0 if unknown."""
+    """Return the report. ``gpu_hour``: a GPU hour's price, or 0."""
     found, value = find(facts), judge_value(facts)
     healthy = not any(one.level == "error" for one in found) and not (test is not None and test.problem)
     return Report(

@@ -68,7 +68,7 @@ class Endpoint:
         self.url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
         if not re.match(r"https?://[^/\s]+", self.url):
             raise CliError(f"{printable(url)!r} is not an address like http://localhost:8000.")
-        self._opener = build_opener(ProxyHandler({}))  # as doctor asks engines
+        self._opener = build_opener(ProxyHandler({}))  # no proxy, as in doctor
 
     def model(self) -> tuple[str, str]:
         """Return the first model's name and what it was loaded from."""

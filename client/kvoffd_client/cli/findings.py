@@ -1,4 +1,4 @@
-"""Checks of ``kvoffd-cli doctor``: functions of facts that were gathered before, so that each can be tested.
+"""Checks of ``kvoffd-cli doctor``: functions over facts gathered beforehand, so that each can be tested.
 
 KINDS has the meaning and the fix of each finding; a check adds the evidence.
 """
@@ -47,7 +47,7 @@ FEWEST_ERRORS = 20
 MANY_POINTS = 10.0
 """Percentage points of the hit ratio that justify a warning."""
 LRU_POINTS = 2.0
-"""Percentage points beyond the error of the estimate for lru."""
+"""Points by which lru must win: more than its estimate errs."""
 MOST_WRITTEN_PER_READ = 10.0
 """More bytes written per byte read are too many."""
 LATE_TIER_SHARE, ERROR_SHARE = 0.1, 0.01
@@ -62,7 +62,7 @@ AT_QUOTA = 0.9
 SHORT_LIFE_S = 3600.0
 """A full disk that is overwritten in less time is too small."""
 LONG_ENOUGH_S, OVERSIZED = 3600.0, 2.0
-"""Uptime after which a pool of this many times the bytes asked for is too large."""
+"""Least uptime for advice; a pool this many times the bytes asked for is too large."""
 DAY_S = 86_400.0
 CONNECTING_S = 60.0
 """Largest normal delay between an engine's scheduler and its workers."""
@@ -96,7 +96,7 @@ KINDS = {
     "loop_blocked": Kind("warning", "Lookups are delayed, and engines do not wait for them.", _LOG),
     "lookups_late": Kind("warning", "Engines computed instead: they or the daemon have too little CPU.", _CPU),
     "no_engine": Kind("info", "The cache is not in use.", _CONNECTOR),
-    "engine_refused": Kind("error", "This engine computes all prompts.", "start the engine as this says"),
+    "engine_refused": Kind("error", "This engine computes all prompts.", "do as the problem says"),
     "workers_missing": Kind("warning", "Blocks become ready only with all ranks.", "kvoffd-cli clients --all"),
     "partial_blocks": Kind("warning", "A worker does not store, or workers are on several machines.", _LOG),
     # The machine.
@@ -113,9 +113,9 @@ KINDS = {
     "disk_too_small": Kind("info", "Blocks are evicted before they are reused.", "{}" + _RESTART),
     "tier_late": Kind("warning", "Engines computed instead: tiers are slow or overloaded.", "{}" + _RESTART),
     "disk_writes": Kind("warning", "The drives wear out for little benefit.", "{}" + _RESTART),
-    "disk_write_limit": Kind("info", "What they held is recomputed.", "{}, if the SSDs are rated for it" + _RESTART),
+    "disk_write_limit": Kind("info", "They are recomputed if needed.", "{}, if the SSDs are rated for it" + _RESTART),
     # Namespaces.
-    "not_shared": Kind("warning", "Make it equal if they should share.", "kvoffd-cli namespaces diff {}"),
+    "not_shared": Kind("warning", "To share, make these settings equal.", "kvoffd-cli namespaces diff {}"),
     "left_behind": Kind(
         "warning",
         "Engines do not find these blocks. Drop them if the change was intended, else undo it.",
@@ -123,7 +123,7 @@ KINDS = {
     ),
     # Value.
     "pool_too_small": Kind("info", "More memory would save more prefill.", "{}" + _RESTART),
-    "lru_is_better": Kind("info", "Its statistics do not fit this traffic.", 'eviction_policy = "lru"' + _RESTART),
+    "lru_is_better": Kind("info", "The policy does not fit this traffic.", 'eviction_policy = "lru"' + _RESTART),
     "thrash": Kind("warning", "Blocks are evicted before they are reused.", "{}"),
     "pool_too_large": Kind("info", "The rest of the memory has no benefit now.", "a smaller pool_size" + _RESTART),
     "starving": Kind("warning", "Others use the space, or its quota is too low.", "kvoffd-cli namespaces quota {}"),
@@ -134,7 +134,7 @@ KINDS = {
         "It runs without KvoffdConnector, or has had no request yet.",
         _CONNECTOR,
     ),
-    "engine_away": Kind("warning", "It computes all prompts. Its log says why.", "KVOFFD_DIRECTORY of the engine"),
+    "engine_away": Kind("warning", "It computes all prompts. Its log says why.", "set the engine's KVOFFD_DIRECTORY"),
     "engine_late": Kind("warning", "The daemon or this engine has too little CPU.", _CPU),
     "hits_disagree": Kind("info", "One was restarted, or the engine uses another daemon.", "kvoffd-cli clients"),
 }  # fmt: skip
@@ -144,7 +144,7 @@ LEVELS = ("error", "warning", "info")
 class Finding(msgspec.Struct, frozen=True):
     """A finding for an operator. ``check`` is its kind, a word for scripts.
 
-    ``weight`` orders findings of one level: the share of lookups, tokens or bytes concerned, 0 to 1.
+    ``weight`` , 0 to 1, orders findings of one level: a share of lookups, tokens or bytes, or a constant.
     """
 
     level: str
@@ -313,7 +313,7 @@ def memory(facts: Facts) -> Iterator[Finding]:
 
 
 def _disk_life_s(facts: Facts, disk: DiskStats) -> float:
-    """Return the seconds in which a full disk's contents are written once; infinity if it evicts nothing."""
+    """Return the seconds in which writes replace a full disk's contents; infinity if it evicts nothing."""
     return facts.stats.uptime_seconds * _share(disk.used_bytes, disk.written_bytes) if disk.evicted_blocks else inf
 
 
@@ -406,7 +406,7 @@ def _apart(used: Sequence[NamespaceInfo]) -> Iterator[Finding]:
 def _left_behind(unused: Sequence[NamespaceInfo], new: NamespaceInfo, pool_bytes: int) -> Finding:
     old = max(unused, key=lambda one: one.ready_bytes)
     words = "; ".join(each.sentence(", was") for each in explain(new.description, old.description))
-    more = f" {len(unused) - 1} more are like it." if len(unused) > 1 else ""
+    more = f" {len(unused) - 1} more are unused." if len(unused) > 1 else ""
     evidence = (
         f"{namespace_name(old.label, old.namespace)} has {format_size(old.ready_bytes)}, but no engine uses it.{more} "
         f"Engines use {namespace_id(new.namespace)} now, with "
@@ -494,7 +494,7 @@ def pool_size(facts: Facts) -> Iterator[Finding]:
 
 
 def lru_is_better(facts: Facts) -> Iterator[Finding]:
-    """Find that lru would have more hits with the same pool, measured for long and caused by the policy."""
+    """Find whether lru would hit more with this pool, because of the policy, after an hour or more."""
     stats, curve, hour = facts.stats, facts.stats.curve, facts.stats.last_hour
     limited = any(one.quota_bytes for one in stats.namespaces)
     if stats.policy == "lru" or curve is None or not curve.asked_tokens or limited:

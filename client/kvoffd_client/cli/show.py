@@ -129,7 +129,7 @@ def labels_of(admin: AdminClient) -> dict[bytes, str]:
 
 
 def engines_of(found: Sequence[SessionInfo], labels: Mapping[bytes, str] = MappingProxyType({})) -> list[Engine]:
-    """Return the engines among the sessions: each scheduler, with workers of its name, if possible its process."""
+    """Return the engines among the sessions: a worker joins the scheduler of its name, if possible its process."""
     rows: list[Engine] = []
     for one in sorted(found, key=lambda one: one.role != Role.SCHEDULER):
         if one.role not in (Role.SCHEDULER, Role.WORKER):
@@ -206,7 +206,7 @@ MOST_SOUGHT = 50
 OUTCOMES = {
     Outcome.LOADED: "loaded {loaded} of {tokens} tokens",
     Outcome.MISSED: "loaded nothing of {tokens} tokens",
-    Outcome.NOT_NEEDED: "loaded nothing of {tokens} tokens: its own cache had all that the engine can use",
+    Outcome.NOT_NEEDED: "loaded nothing of {tokens} tokens: the engine's own cache had all it can use",
     Outcome.DROPPED: "ended before it was scheduled: {tokens} tokens",
     Outcome.TOO_SHORT: "looked up nothing: its {tokens} tokens are less than a block",
     Outcome.SKIPPED: "loaded nothing of {tokens} tokens: computing them was faster than loading",
@@ -232,7 +232,7 @@ def _show_requests(directory: Path | None, name: str, *, every: bool, as_json: b
         say(
             f"No engine has reported a request {printable(name)!r}."
             if name
-            else "No connected engine has reported a request. Reports come once a second, and end with the engine."
+            else "No connected engine has reported a request. Reports come once a second, and are lost with the engine."
         )
     for (session_id, fingerprint), prompts in groupby(shown, lambda one: (one.session_id, one.namespace)):
         namespace = namespace_name(labels.get(fingerprint, ""), fingerprint)
@@ -247,7 +247,7 @@ def _show_requests(directory: Path | None, name: str, *, every: bool, as_json: b
 def _elsewhere(
     admin: AdminClient, found: Sequence[LoggedPrompt], infos: Mapping[bytes, NamespaceInfo]
 ) -> Iterator[tuple[tuple[bytes, bytes], str]]:
-    """Yield, by namespace and key, which other namespace of the same name has a key that was never stored."""
+    """Yield, by namespace and key, a sentence if a namespace of the same label has the missing key."""
     asked = dict.fromkeys(
         (one.namespace, one.report.missing_group, one.report.missing_key)
         for one in found[-MOST_SOUGHT:]

@@ -62,7 +62,7 @@ RARE = {
     "stores paused": "paused_stores",
     "blocks retained": "retained_blocks",
     "blocks not retained": "unretained_blocks",
-    "keys found retained": "retained_found_keys",
+    "retained keys found": "retained_found_keys",
     "blocks released": "released_blocks",
     "keys prefetched": "prefetched_keys",
     "hints unknown": "unknown_hints",
@@ -364,7 +364,7 @@ def tier_details(now: DaemonStats) -> Iterator[Line]:
 
 
 def _disk(disk: DiskStats) -> Iterator[Line]:
-    oldest = f", oldest block under {format_duration(disk.oldest_seconds)}" if disk.blocks else ""
+    oldest = f", oldest at most {format_duration(disk.oldest_seconds)}" if disk.blocks else ""
     yield f"{disk.directory}: {disk.state}", "bold" if disk.up else "bold yellow"
     if disk.problem:
         yield f"  {disk.problem}", "red"
@@ -483,7 +483,7 @@ def policy_lines(now: DaemonStats) -> Iterator[Line]:
     block_bytes = total.stored_bytes / max(1, total.stored_blocks)
     lifetimes = requests * total.asked_keys / max(1, total.lookups) * block_bytes / max(1, now.pool.size_bytes)
     prompts = f"{format_count(requests)} prompt{plural(requests)}"
-    yield f"It is based on {prompts}, which asked for about {_of_pool(lifetimes)}."
+    yield f"It has seen {prompts}, which asked for about {_of_pool(lifetimes)}."
     if requests < FEW_REQUESTS or lifetimes < FEW_LIFETIMES:
         yield "That is little: the following are first estimates.", "yellow"
     if found.as_lru:

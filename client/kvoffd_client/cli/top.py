@@ -60,7 +60,7 @@ NOW_S = 3.0
 """Period of the averages in ``now``."""
 ANSWER_S = 2.0
 LATER_ANSWER_S = 10.0
-"""Time limit after a missing answer."""
+"""Time limit after a missing answer; to a pipe, after the first."""
 LOOK_S = 0.25
 """Interval at which the terminal's size is checked."""
 SHOWN_SIZES = ("0.5", "2", "10")
@@ -109,12 +109,12 @@ class History:
 
     def __init__(self) -> None:
         self._latest: deque[DaemonStats] = deque()
-        """Samples, the first of which is the latest that is older than ``NOW_S``, if any."""
+        """Samples; the first is the latest at least ``NOW_S`` old, if any."""
         self.rates: deque[tuple[float, float]] = deque(maxlen=MOST_SAMPLES)
         """Tokens loaded and bytes stored per second, between consecutive samples."""
 
     def add(self, stats: DaemonStats) -> None:
-        """Add a sample. Times are the daemon's, so late answers do not change rates, nor repeated ones over HTTP."""
+        """Add a sample. Times are the daemon's: late answers, or repeats over HTTP, change no rate."""
         if self._latest and stats.uptime_seconds < self._latest[-1].uptime_seconds:
             self._latest.clear()
             self.rates.clear()
@@ -147,7 +147,7 @@ class History:
             counts[name] = (
                 {key: n - before.get(key, 0) for key, n in now.items()} if isinstance(now, dict) else now - before
             )
-        # A lookup is counted before its load, so that loads of earlier lookups could make this negative.
+        # Negative if loads of earlier lookups came: a lookup is counted before its load.
         counts["not_needed_keys"] = max(0, counts["not_needed_keys"])
         counts["asked_keys"] = counts["loaded_keys"] + counts["not_needed_keys"] + sum(counts["misses"].values())
         return Window(seconds=self._latest[-1].uptime_seconds - self._latest[0].uptime_seconds, **counts)

@@ -199,7 +199,7 @@ class TraceWriter:
 @trace_app.command()
 def replay(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Trace of trace record, or of other tools.")],
-    policy: Annotated[str, typer.Option(metavar="NAMES", help="Policies, with commas.")] = "all",
+    policy: Annotated[str, typer.Option(metavar="NAMES", help="Policies, comma-separated.")] = "all",
     size: Annotated[
         str,
         typer.Option(metavar="SIZE,...", help="Sizes of the pool. [default: fractions of all blocks in FILE]"),
@@ -208,7 +208,7 @@ def replay(
     block_size: Annotated[str, typer.Option(metavar="SIZE", help="Bytes of a block, if not in FILE.")] = "",
     disk: Annotated[
         str,
-        typer.Option(metavar="SIZE,...", help="Sizes of a disk, or 4x: four pools."),
+        typer.Option(metavar="SIZE,...", help="Sizes of a disk; 4x: four times the pool."),
     ] = "",
     disk_write: Annotated[str, typer.Option(metavar="MODES", help="As the daemon's disk_write.")] = "auto",
     disk_write_per_day: Annotated[

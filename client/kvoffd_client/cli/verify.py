@@ -1,8 +1,8 @@
 """``kvoffd-cli verify``: whether an engine gives the same answers to prompts that kvoffd loads as to those it computes.
 
 Each prompt is computed under a ``cache_salt`` of its own, which neither vLLM nor kvoffd has seen, and again from vLLM's
-own prefix cache, which shows how far the engine differs from itself. Then it is loaded: asked as its users ask it, once
-vLLM's own cache is empty. With a second engine it is loaded under the salt, by the engine that has not seen it.
+own prefix cache, which shows how far the engine differs from itself. Then it is asked without the salt, once vLLM's own
+cache is empty: it is loaded. With a second engine it is loaded under the salt, by the engine that has not seen it.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from kvoffd_proto.admin import ListPrompts, LoggedPrompt
 from kvoffd_proto.units import format_count, format_duration, printable
 
 TIE_NATS = 0.02
-"""Two tokens whose log probabilities are this close are as likely: another order of additions may exchange them."""
+"""Two tokens whose log probabilities are this close count as equal: another order of additions may swap them."""
 MOST_NOISE_NATS = 0.25
 """An engine that differs from itself by more cannot be judged."""
 ROUNDS = 4
-"""Most times that a prompt is asked to be loaded: the first time it may be stored, and stores may be late."""
+"""Most times that a prompt is asked again: the first may only store it, and stores may be late."""
 REPORTS_S = 5.0
 """Engines report once a second."""
 STORED_S = (1.0, 10.0)
-"""Time that the second engine has to store. After the last it is not asked again."""
+"""Seconds that the second engine has to store, by attempt."""
 PUSH_S = 600.0
 MOST_PROMPTS = 200
 """The daemon keeps an engine's last 1,000 reports."""
@@ -155,14 +155,14 @@ def difference(wanted: Answer, given: Answer) -> Difference:
 
 @dataclass
 class Case:
-    """One prompt and its answers; ``loads`` were asked to be loaded, with their requests' ids."""
+    """One prompt and its answers; ``loads``: those that should be loaded, by request id."""
 
     body: Body
     computed: Answer
     own: Answer
     loads: dict[str, Answer] = field(default_factory=dict)
     loaded: dict[str, int] = field(default_factory=dict)
-    """Tokens that were loaded, by the request's id; those of which nothing was loaded are not here."""
+    """Loaded tokens by the request's id; requests that loaded none are absent."""
 
     def judge(self, nats: float) -> tuple[str, str]:
         """Return ``same``, ``tie``, ``fault`` or ``unclear``, and how the answers compare."""
@@ -236,7 +236,7 @@ class Run:
                     return
 
     def _compute(self, body: Body) -> Case:
-        """Compute a prompt under a new salt, and have it from vLLM's own cache."""
+        """Compute a prompt under a new salt, then ask vLLM's own cache."""
         engine, salt = self.cold or self.engine, {"cache_salt": uuid.uuid4().hex}
         # With one engine nobody asks for these blocks again.
         more = {} if self.cold else {"kv_transfer_params": {"max_offload_tokens": 0}}

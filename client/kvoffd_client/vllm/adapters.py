@@ -32,7 +32,7 @@ MAX_CACHED = 100_000
 ANSWER_PATIENCE_S = 10.0
 """Time that a request waits for its workers to read its adapter."""
 AHEAD_S = 10.0
-"""Time for which vLLM gets an adapter that was read ahead instead of its files."""
+"""Age up to which vLLM gets an adapter that was read ahead, not its files."""
 
 
 class LiveAdapters:
@@ -190,7 +190,7 @@ class AdapterContents:
         self._wanted: dict[int, LoRARequest] = {}
         """Adapters that workers must read in the next step, unless they are loaded, by number."""
         self._has_asked = False
-        """Whether one of them is unknown: at most one per step, which waits while it is read."""
+        """Whether ask() added one: at most one per step, which waits while it is read."""
         self._cached: dict[tuple[str, str], set[bytes]] = {}
         """Contents of which vLLM's own cache may have blocks, by name and path."""
         self._digests: dict[tuple[int, int], bytes] = {}
@@ -239,7 +239,7 @@ class AdapterContents:
         self._record(adapter, UNREADABLE)
 
     def record_reports(self, reports: Mapping[int, MemoryReport], begun: Iterable[LoRARequest]) -> None:
-        """Record the contents with which requests that have begun continue to compute."""
+        """Record the reported contents of ``begun``: adapters that vLLM computes with."""
         if len(self._digests) > MAX_CACHED:
             self._digests.clear()
         changed = set[int]()

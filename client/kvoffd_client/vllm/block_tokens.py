@@ -20,7 +20,7 @@ from kvoffd_proto.events import BlockStored as DaemonStored
 from kvoffd_proto.messages import TOKEN_ID_BYTES
 
 MAX_KNOWN = 131_072
-"""Most blocks whose tokens are kept, about 40 MiB; a block on disk is published with the tokens of its store."""
+"""Most blocks whose tokens are kept, about 40 MiB: a disk's events have none, those of the store had."""
 MAX_BLOCKS_PER_STEP = 1024
 """Most blocks of the engine's size published in one step, so that the scheduler is not delayed."""
 
@@ -46,7 +46,7 @@ def tokens_of(request: Any, chain: Sequence[bytes], place: int, tokens_per_chunk
 def hashed_by_tokens(request: Any) -> bool:
     """Return whether a request's block hashes depend on its tokens only: no adapter, image, salt or embeddings.
 
-    By tokens alone, routers would confuse the blocks of other requests.
+    Routers know tokens only and would confuse the blocks of others.
     """
     special = request.lora_request is not None or request.mm_features or request.cache_salt
     return not special and request.prompt_embeds is None
@@ -89,7 +89,7 @@ class HostBlockEvents:
         self._made: list[KVCacheEvent] = []
         self._cleared: KVCacheEvent | None = None
         self._withdrawn: dict[str, dict[bytes, tuple[int, list[bytes]]]] = {MEDIUM_CPU: {}, MEDIUM_STORAGE: {}}
-        """Cleared keys by medium whose removal is not published yet, with their group and these hashes."""
+        """Cleared keys by medium whose removal is unpublished, with group and hashes as _published."""
 
     def take(self, namespace: EngineNamespace) -> list[KVCacheEvent]:
         """Return the events since the last call, at most about MAX_BLOCKS_PER_STEP blocks."""
@@ -153,7 +153,7 @@ class HostBlockEvents:
         return len(batch) * self._blocks_per_chunk
 
     def _apply(self, event: KvEvent) -> int:
-        """Publish an event of the daemon; return the number of its blocks."""
+        """Publish an event of the daemon; return the number of its keys."""
         if isinstance(event, AllBlocksCleared):
             for medium, published in self._published.items():
                 for index, group in self.groups.items():
@@ -181,7 +181,7 @@ class HostBlockEvents:
             self._known.popitem(last=False)
 
     def _store(self, medium: str, index: int, keys: Iterable[bytes]) -> None:
-        """Publish those blocks added to a medium that can be published, each chain in one event."""
+        """Publish blocks added to a medium, as far as they can be, one event per chain."""
         published, group = self._published[medium], self.groups[index]
         last, event = b"", None
         for key in keys:

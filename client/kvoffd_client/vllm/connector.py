@@ -268,7 +268,7 @@ class KvoffdConnector(OffloadingConnector):
         self._manager.look_up(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """As vLLM's, with an answer that is complete and not outdated.
+        """As vLLM's, whose scan sees one answer, read or renewed here.
 
         If the engine's own cache has as much of a prompt as it can use, nothing is loaded: the last token needs a step
         anyway, and the load of one more block would delay it.
@@ -285,7 +285,7 @@ class KvoffdConnector(OffloadingConnector):
         return (0, False) if tokens is None and elsewhere else (tokens, loads)
 
     def _find_load(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return how many tokens of a request to load, as get_num_new_matched_tokens()."""
+        """Return the result of get_num_new_matched_tokens() from the prepared scan."""
         admission, name = self._admission, request.request_id
         known = self._manager.scanned(request, num_computed_tokens)
         if known is None or (known and admission.admits(request, num_computed_tokens + known, loads=True) is None):
@@ -423,8 +423,8 @@ class KvoffdConnector(OffloadingConnector):
     def _mark_shared_prefix(self, request: Request, found: int) -> None:
         """Make vLLM keep and offer the windows and states at the end of the prefix that the daemon has.
 
-        vLLM keeps those at the end of each prompt, and where two prompts in its own cache diverge. If prompts with a
-        common prefix do not meet in its cache, no window or state would be stored that makes the prefix a hit.
+        vLLM keeps those at the end of each prompt, and where prompts in its own cache diverge. Without this, a common
+        prefix of prompts that never meet there would get no window or state, and never be a hit.
         ``found`` tokens are loaded or in vLLM's own cache.
         """
         tokens = min(self._manager.ready_tokens(request, index) for index in self._full_attention_groups)
@@ -432,10 +432,10 @@ class KvoffdConnector(OffloadingConnector):
             request.shared_prefix_boundary = max(request.shared_prefix_boundary, tokens)
 
     def _as_vllm_reads_it(self, output: SchedulerOutput) -> SchedulerOutput:
-        """Return the scheduler's output, adapted to the assertions of vLLM's offloading scheduler.
+        """Return the scheduler's output, adapted for vLLM's offloading scheduler and its assertions.
 
-        New requests get no tokens: the blocks of their first step are offered for a store in the next step, so that
-        preparing stores does not delay the first token. Except with windowed layers, whose blocks may be gone by then.
+        New requests get no tokens, unless layers have windows, whose blocks may be gone a step later: their first
+        blocks are offered for a store in the next step, so that this does not delay the first token.
 
         A request that was preempted by a reset and is being loaded is removed from the preempted ones, for which only
         stores may be running. States of recurrent layers inside a block beyond ``max_offload_tokens`` are removed too:

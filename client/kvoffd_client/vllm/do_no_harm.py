@@ -32,9 +32,9 @@ LEAST_SLOW_LOADS, SLOW_LOADS_S = 2, 10.0
 SAMPLE_AGE_S = 120.0
 """Age after which measurements are ignored, and skipped loads are tried again."""
 MARGIN = 2.0
-"""A load is skipped if it takes this many times as long as computing, and"""
+"""A skipped load takes over this many times as long as computing,"""
 LEAST_LOSS_S = 0.02
-"""this much longer."""
+"""and loses more than this."""
 WINDOW_S = 30.0
 LEAST_WAITS = 5
 LEAST_WAITED_S = 0.05
@@ -112,7 +112,7 @@ class DoNoHarm:
     of stores: the engine's speed itself depends more on its batches.
 
     Attributes:
-        loads_paused_until: time until which loads are skipped, by the bits of their number of tokens.
+        loads_paused_until: time until which loads are skipped, by bit_length() of their tokens.
         stores_paused_until: time until which stores are skipped.
     """
 
@@ -134,8 +134,8 @@ class DoNoHarm:
         return self.prefill.tokens_per_second, 1 / max(median(recent), 1e-9) if recent else 0.0
 
     def load_s(self, tokens: int) -> float:
-        """Return how many seconds a load takes, by recent ones that had half as many tokens or more; 0 if there are
-        too few: a short load that was slow says little about a long one."""
+        """Return how many seconds a load takes, by recent ones of its power of two, the next lower or a higher one; 0
+        if too few: short slow loads say little about long ones."""
         return self._median_s(tokens, self._recent(tokens.bit_length() - 1))
 
     def _recent(self, shortest: int = 0, longest: float = inf) -> list[float]:
@@ -165,13 +165,13 @@ class DoNoHarm:
             self.loads_paused_until[length] = now + SAMPLE_AGE_S
             if now >= paused_until:
                 logger.warning(
-                    "kvoffd: loads of about %d tokens take %.2f s, computing them %.2f s: they are computed until "
-                    "loads are tried again %.0f s after the last one.",
+                    "kvoffd: loads of about %d tokens take %.2f s, computing them %.2f s: such prompts "
+                    "compute; a load is tried again %.0f s after the last one.",
                     *(tokens, loaded_s, computed_s, SAMPLE_AGE_S),
                 )
 
     def record_wait(self, seconds: float) -> None:
-        """Record that vLLM waited for stores, in all workers at once."""
+        """Record a wait of vLLM for stores, in the slowest worker."""
         now = self._clock()
         if not self.active or seconds < LEAST_WAITED_S or now < self.stores_paused_until:
             return

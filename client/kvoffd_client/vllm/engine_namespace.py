@@ -18,7 +18,7 @@ from kvoffd_proto.events import KvEvent
 from kvoffd_proto.messages import GroupKeys, PromptReport
 
 PATIENCE_S = 10.0
-"""Time limit for the workers' reports, and then for their registration."""
+"""Time limit for the workers' reports. Registration has ``deadline_s``."""
 WANTED, FAILED = inf, -inf
 """Values of ``_waiting_since``: WANTED: ask in the next step; FAILED: not again before ``leave()``."""
 
@@ -32,7 +32,7 @@ class MemoryReport:
 
     Attributes:
         namespace: derived from the worker's configuration, without the weights.
-        weights: digest of the live weights; None if vLLM's model was not found.
+        weights: digest of the live weights; None if not found or unreadable.
         generation: the scheduler's number of the digest; see ``ConnectorMetadata``.
         machine: id of the worker's machine.
         changed: whether the weights may have changed since the digest was taken.

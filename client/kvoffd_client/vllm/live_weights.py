@@ -111,7 +111,7 @@ class LiveWeights:
     def digest(self) -> str | None:
         """Return the digest, in hex, of all parameters and buffers: names, types, shapes and samples of their bytes.
 
-        Equal weights split over as many workers have equal digests in every process. None if the model is not found or
+        Equal weights on equally many workers have equal digests in every process. None if the model is not found or
         cannot be read, which must cost an engine its shared blocks, not its start.
         """
         try:
@@ -187,8 +187,8 @@ def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def _packed_columns(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield columns of the matrices that vLLM packs for its CPU kernels, which leaves their parameters empty.
 
-    Only the layer's own product can read them (vllm/model_executor/layers/utils.py, dispatch_cpu_unquantized_gemm). Its
-    product with a unit vector is exactly a column, without rounding by any kernel, at the cost of reading the matrix.
+    Only the layer's ``cpu_linear`` can read them (vllm/model_executor/layers/utils.py, dispatch_cpu_unquantized_gemm).
+    For a unit vector it returns exactly a column, without rounding by any kernel, at the cost of reading the matrix.
     Other kernels keep packed matrices in attributes.
     """
     for name, module in model.named_modules():
@@ -219,7 +219,7 @@ def _plain(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]
 
 
 def sample(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return samples of a tensor's memory, from its first byte to its last, on its device."""
+    """Return evenly spaced samples of a tensor's memory, on its device."""
     if tensor.is_meta or tensor.numel() == 0:
         return []
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

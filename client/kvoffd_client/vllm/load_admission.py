@@ -1,4 +1,4 @@
-"""Limits the blocks that loads take, so that computing finds some afterwards."""
+"""Limits the blocks that loads take, so that some stay free to compute."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 LOADED_SHARE = 3 / 4
-"""Share of the KV cache for loaded requests that have not computed since. A single one may use all of it."""
+"""Share of the KV cache for loaded requests that have not computed since. One alone may use 100 %."""
 STUCK_S = 1.0
 """Time that others wait for a loaded request that vLLM does not schedule. Then they compute."""
 
@@ -102,7 +102,7 @@ class LoadAdmission:
         if loads and self.has_deferred:
             return None
         if not loads:
-            # vLLM keeps a request whose load failed at the head of the queue until it is passed over once.
+            # A request whose load failed is in kv_holding_waiting, before all others, until skipped once.
             failed = self._loaded.get(request)
             if failed is None or failed.passed:
                 return True

@@ -69,9 +69,9 @@ REFRESH_S = 1.0
 """An answer with misses is refreshed at this age, a complete one this long before ``stale_at``. After a failed lookup
 none is sent for this long."""
 MIN_RETRY_PAUSE_S, MAX_RETRY_PAUSE_S = 0.002, 0.05
-"""Pause between lookups of blocks that are being promoted, and"""
+"""Least and longest pause between lookups of blocks being promoted."""
 RETRY_SHARE = 0.02
-"""its limit as a share of the time waited so far: reading the states of 8,192 keys takes the scheduler milliseconds."""
+"""The longest is this share of the time waited, if more: reading 8,192 states takes the scheduler milliseconds."""
 LOOKUP_WAIT_S = 0.001
 """Time that the scheduler waits for answers in one step, for all its new requests together."""
 IDLE_WAIT_S = 0.005
@@ -85,18 +85,18 @@ LEAST_COMPUTED_S = 0.02
 LATE_REPLIES = 3
 """Consecutive answers that took longer than a prompt may wait, after which the next prompts do not wait."""
 ANSWER_SHARE = 0.1
-"""Share of the time of computing for which a prompt waits for the daemon's answer, which is late on a busy machine. A
+"""Share of a prompt's compute time that it waits for an answer, late on a busy machine, if above the deadline. A
 daemon that hangs costs this a few times, see LATE_REPLIES."""
 DOUBT_SHARE = 0.03
-"""The same for blocks that are not expected to be worth it: a speed measured on a few blocks may be far off."""
+"""Share of the longest wait for a tier to spend although it seems not worth it: early speeds may be far off."""
 ASK_SHARE, MOST_ASK_S = 0.1, 0.25
-"""Share of that time, and its limit, for which it waits for a shared store's answer."""
+"""Such a share, and most seconds, to wait for a shared store's answer."""
 WAIT_PAUSE_S = 0.1
-"""Time without waiting after an answer that did not come in time. A daemon that hangs costs a hundredth of the time,
-of an idle engine a twentieth, until it counts as not connected."""
+"""Pause of waiting after an answer that did not come in time. A daemon that hangs costs 1 % of an engine's time, 5 % of
+an idle one's, until it counts as not connected."""
 STANDSTILL_S, MOST_STOOD_STILL_S = 0.05, 5.0
-"""Most time between two looks of an idle engine that counts as waited. If it is longer, the machine probably gave no
-CPU, to the daemon neither; all of a request's waits together are longer by the second at most."""
+"""Time between two calls of _look() in an idle engine above which neither it nor the daemon probably had a CPU. The
+excess does not count as waited, up to MOST_STOOD_STILL_S per request."""
 REPORT_EVERY_S = 10.0
 
 
@@ -106,10 +106,10 @@ class KeyedLookup:
 
     Attributes:
         chunks: hashes of the complete chunks of each group that was asked for, by index on the wire.
-        tails: hashes inside the chunk after these, by the same index, see ``RequestState``.
+        tails: hashes of tails looked up with them, by the same index, see ``RequestState``.
         given_up: the request no longer waits for the answer, but uses it if it comes before the request runs.
         read: whether the answer was read.
-        found: results by vLLM's keys, for keys in the pool or being promoted.
+        found: results by vLLM's keys: ready and coming ones, and all tails.
         coming: states of the keys that are being promoted.
         coming_tokens: number of their tokens, in the group with the most.
     """
@@ -146,7 +146,7 @@ class KeyedLookup:
         return min(self.ticket.leading_ready(list(self.chunks).index(index)), len(chunks)) if chunks else 0
 
     def asks_tails_beyond(self, answer: KeyedLookup | None) -> bool:
-        """Return whether it asks for tails for which this answer did not."""
+        """Return whether it asks for tails that ``answer`` lacks."""
         return bool(self.tails) and (answer is None or self.tails is not answer.tails)
 
     @property
@@ -167,7 +167,7 @@ class RequestState:
         to_count: the lookup whose keys the daemon counts when the outcome is reported; None once it is.
         counted_by: the connection on which it was sent, and the session there: another one does not know it.
         own_tokens: leading tokens in vLLM's own cache, at the last scan.
-        has_all: these are as many as vLLM can use.
+        has_all: they are all that vLLM can use.
         prefilled_elsewhere: another connector loads the prompt, which a prefill instance computed.
         report: the report of a prompt that is being loaded; sent when the load ends.
         found: the answer's results, during vLLM's scan.
@@ -176,7 +176,7 @@ class RequestState:
             which vLLM stores where a prompt of a model with recurrent layers ends.
         tail_keys: vLLM's keys of all tails looked up.
         wanted_tails: keys of tails for which vLLM asked in this scan, and that were not looked up.
-        asks_tails: these may be looked up.
+        asks_tails: lookup() adds to these.
         awaits_tail: it waits for an answer about tails, or for a tail that is being promoted.
         loaded_tokens: tokens that it was scheduled to load.
         adapter: content of the request's LoRA adapter; empty if it has none, and while unknown.
@@ -241,7 +241,7 @@ class KvoffdManager(OffloadingManager):
     """vLLM's OffloadingManager over the daemon. If the daemon is absent or slow, every answer is a miss.
 
     Attributes:
-        namespace: the engine's namespace and connection. The connector leaves it before it calls reset_cache().
+        namespace: the engine's namespace and connection. The connector calls leave() before reset_cache().
         events: publisher of the daemon's blocks; None if the engine publishes no KV events.
         loads, stores: vLLM's kv_role. Without ``loads`` everything is a miss, without ``stores`` nothing is stored.
     """
@@ -265,8 +265,8 @@ class KvoffdManager(OffloadingManager):
         self._shard_bytes: dict[bytes, int] = {}
         """Approximate bytes of one worker's shard of a block, by the group's suffix of a key."""
         self._credit_bytes = 0
-        """Bytes of stores that may be outstanding, as the workers reported. An offer may exceed it: vLLM would not
-        offer the rest of a step's new blocks again, and a part of them rarely makes a hit."""
+        """Bytes of stores that may be outstanding, as the workers reported. An offer that exceeds it is taken whole:
+        vLLM never offers a rest again, and blocks behind a gap are rarely hits."""
         self._storing: dict[OffloadKey, int] = {}
         """Keys of stores that no worker has reported as ended, with their bytes."""
         self._outstanding_bytes = 0
@@ -293,8 +293,8 @@ class KvoffdManager(OffloadingManager):
         """Whether no request ran in the previous step."""
         self._looked_at = LONG_AGO
         self._asks_again: bool | None = None
-        """Whether the requests that wait for a store's answer are looked up again in this step, as the first of them
-        is: once the store has answered, the first is promoted first. None before it is known."""
+        """Whether requests that wait for a store's answer are looked up again in this step. The first of them decides
+        for all, so that its blocks are promoted first. None before that."""
 
     # --- for the connector, beyond vLLM's interface ---
 
@@ -382,7 +382,7 @@ class KvoffdManager(OffloadingManager):
         return True
 
     def awaits_tail(self, request: Request) -> bool:
-        """Return whether a request waits for a tail after its scan, which vLLM would do only without other hits."""
+        """Return whether to defer a request after its scan for a tail; vLLM does so only without other hits."""
         return self._requests[request.request_id].awaits_tail
 
     def _send_hints(self, state: RequestState, *, has_ended: bool) -> None:
@@ -399,7 +399,7 @@ class KvoffdManager(OffloadingManager):
                     self.namespace.client.hint(hint.action, groups, hint.priority, hint.ttl_s)
 
     def _knows_adapter(self, state: RequestState) -> bool:
-        """Return whether the content of a request's adapter is known; disable the request if it cannot be known."""
+        """Return whether nothing about a request's adapter is pending; disable the request if it is unreadable."""
         adapter = state.request.lora_request
         if adapter is None or state.adapter or state.disabled:
             return True
@@ -502,7 +502,7 @@ class KvoffdManager(OffloadingManager):
         return self._is_idle and self.clock() - state.waits_for_report_since < LEAST_COMPUTED_S
 
     def _is_outdated(self, state: RequestState) -> bool:
-        """Return whether to look up a request without a pending lookup again."""
+        """Return whether a request without a pending lookup needs another."""
         answer, now = state.answer, self.clock()
         if now - state.failed_at < REFRESH_S:
             return False
@@ -524,7 +524,7 @@ class KvoffdManager(OffloadingManager):
         return now - answer.ticket.answered_at > min(most_s, max(MIN_RETRY_PAUSE_S, expected_s / 2))
 
     def _look(self) -> float:
-        """Return the time. What an idle engine stood still since the last call does not count as waited."""
+        """Return the time; do not count as waited what an idle engine stood still since the last call."""
         before, self._looked_at = self._looked_at, self.clock()
         stood_still_s = self._looked_at - before - STANDSTILL_S
         for state in self._requests.values() if self._is_idle and stood_still_s > 0 else ():
@@ -605,7 +605,7 @@ class KvoffdManager(OffloadingManager):
             tails = came.tails.get(index, ())
             came.found.update(dict.fromkeys([one + suffix for one in tails], _MISS))
             if not states[leading:].strip(_NOT_THERE):
-                continue  # only keys that are absent or being written: chunks of these need no entry
+                continue  # the rest is absent or being written: chunks without an entry are misses
             before = len(came.coming)
             for one, state in zip([*chunks[leading:], *tails], states[leading:], strict=True):
                 if state == READY:
@@ -622,9 +622,8 @@ class KvoffdManager(OffloadingManager):
         """Return whether a request waits for promotions: while promoting and loading are expected to be faster than
         computing it after the earlier prompts.
 
-        It continues to wait for DOUBT_SHARE of the time of computing after the first time that this was not expected,
-        or after the start if it never was, but never longer than computing takes. Then it loads the blocks that are
-        ready.
+        It continues to wait for DOUBT_SHARE of its longest wait after this was first not expected, or after the start
+        if it never was, but never longer than computing takes. Then it loads the blocks that are ready.
         """
         now = self._look()
         if now - state.failed_at < REFRESH_S or not self.namespace.client.ready:
@@ -670,7 +669,7 @@ class KvoffdManager(OffloadingManager):
         self._tokens_before = None
         self._asks_again = None
         self.harm.prefill.step_begins(request_tokens)
-        # While the daemon does not answer, as when lookups are late, counts are kept.
+        # Counts are kept until the daemon answers: lookups are late when it does not.
         if now >= self._report_at and self.namespace.client.ready:
             self._report_at = now + REPORT_EVERY_S
             news = self._counters - self._reported
@@ -683,7 +682,7 @@ class KvoffdManager(OffloadingManager):
                 self._reported_problem = problem
 
     def take_events(self) -> Sequence[KVCacheEvent]:
-        """Return events of the daemon's blocks for the engine's stream, once per step whose output has come."""
+        """Record a step's end as its output has come; return events of the daemon's blocks for the stream."""
         self.harm.prefill.step_ended()
         return self.events.take(self.namespace) if self.events is not None else ()
 
@@ -697,7 +696,7 @@ class KvoffdManager(OffloadingManager):
         return bool(self._loading) or self.has_pending_work()
 
     def skips_load(self, request_id: str, tokens: int) -> bool:
-        """Return whether a request computes tokens that it could load because that is faster. Counted once."""
+        """Return whether a request computes tokens instead of loading them, which is slower. Counted once."""
         if self.clock() >= self.harm.loads_paused_until.get(tokens.bit_length(), LONG_AGO):
             return False
         state = self._requests[request_id]
@@ -849,7 +848,7 @@ class KvoffdManager(OffloadingManager):
             if state.adapter:
                 self.adapters.will_load(state.request.lora_request)
             if tails := [key for key in keys if key in state.tail_keys]:
-                # The lookup that found them was not counted: this one lets the daemon keep what is used.
+                # They were found by a repeat, which the policy does not see: show it what is used.
                 client = self.namespace.client
                 client.release(client.lookup(self._spec_of(tails, state.adapter).keys, reported=True).lease_id)
             state.answer = None  # the load takes its lease
@@ -976,7 +975,7 @@ class KvoffdManager(OffloadingManager):
         state.answer = state.pending = None
 
     def _send_report(self, state: RequestState) -> None:
-        """Report the outcome of a request, if it waits for that."""
+        """Send the report of a request, if it has an unsent one."""
         if state.report is not None:
             self.namespace.client.report_prompt(state.report)
             state.report = None
@@ -1060,8 +1059,8 @@ def _report_of(
 
 
 def _first_missing(state: RequestState, covered: Sequence[int]) -> tuple[int, bytes, int, str]:
-    """Return the first key behind the ``covered`` ones of its group that was not ready: its group, the key, its number
-    among those looked up, and the reason if it is known here."""
+    """Return the first key that was neither ``covered`` nor ready: group, key, position among those looked up, from 1,
+    and the reason if it is known here."""
     last, before = state.last, 0
     for (index, chunks), states in zip(last.chunks.items(), last.states, strict=False) if last is not None else ():
         for at in range(covered[index], len(states)):

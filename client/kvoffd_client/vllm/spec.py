@@ -120,7 +120,7 @@ class KvoffdSpec(OffloadingSpec):
         )
 
     def _connect_worker(self, kv_caches: CanonicalKVCaches, namespace: NamespaceSpec) -> WorkerClient:
-        """Return a client with the memory registered. Raises NotShareable, also if no connection can be made."""
+        """Return a client that registers the memory. Raises NotShareable, also for NO_RESOURCES."""
         name = self._name(namespace, f"worker {self.config.parallel.rank}")
         registration = self._registration(kv_caches)
         try:
@@ -141,7 +141,7 @@ class KvoffdSpec(OffloadingSpec):
 
 def _without_resources(error: Exception) -> str:
     return (
-        f"The engine cannot connect to the daemon ({error}) until its cache is reset or it restarts. Raise its limits "
+        f"The engine cannot connect to the daemon ({error}) until vLLM resets its cache or restarts. Raise its limits "
         "of open files and threads (ulimit -n and -u, pids.max)."
     )
 

@@ -35,7 +35,7 @@ class KvoffdWorker(OffloadingWorker):
     failures. Without a namespace (see ``join``) every job fails at once.
 
     Args:
-        connect: returns a client with the KV memory registered in a namespace; raises NotShareable.
+        connect: returns a client that registers the KV memory in a namespace; raises NotShareable.
         blocks_per_chunk: engine blocks per key.
         key_bytes: length of a block hash.
         fence_timeout_s: time that wait() waits for running stores, once no kernel runs.
@@ -131,8 +131,8 @@ class KvoffdWorker(OffloadingWorker):
     def _make_job(self, job_id: int, blocks: GPULoadStoreSpec, *, is_store: bool) -> Job | ErrorCode:
         """Return the job of vLLM's blocks and our keys, or an error code if they do not fit.
 
-        For each group vLLM gives the number of blocks and the index of the first in the request; earlier blocks of its
-        key are skipped. A store ends at the end of its last key, a load may end inside it.
+        For each group vLLM gives the number of blocks and the first one's index in the request, which may lie inside
+        its key. A store ends at the end of its last key, a load may end inside it.
         """
         keyed, per_key, start = self._specs[job_id], self._blocks_per_chunk, 0
         if not is_store and keyed.lease_id == NO_LEASE:
@@ -215,7 +215,7 @@ class KvoffdWorker(OffloadingWorker):
         self._report.waited_s += now - min(now, max(began, kernels_done_at()))
 
     def _mark_kernels(self) -> Callable[[], float]:
-        """Return a function that gives the time at which the kernels launched so far finished; infinity before."""
+        """Return a function that gives when the launched kernels, or KERNELS_TIMEOUT_S, ended; infinity before."""
         if self._sender is None:
             return lambda: -math.inf
         try:
