@@ -70,7 +70,7 @@ class PromptOutcome(NamedTuple):
     Attributes:
         own: by group, leading keys that its own prefix cache had.
         covered: by group, leading keys of tokens that it did not compute.
-        unloaded: reason why it did not load what was found behind these; None: because an earlier key was missing.
+        unloaded: reason why it did not load what was found behind these; None: AFTER_GAP if another key was missing.
     """
 
     own: Sequence[int]
@@ -105,10 +105,10 @@ def count_prompt(parts: Sequence[AskedKeys], outcome: PromptOutcome | None) -> I
         rest.append((part, part.reasons[covered[group.index] :]))
         own[group.index] = max(0, own[group.index] - count)
         covered[group.index] = max(0, covered[group.index] - count)
-    first_missing = next(
-        (reason for _, reasons in rest for reason in reasons if reason != FOUND), MissReason.NOT_LOADED
-    )
-    unloaded = first_missing if outcome is None or outcome.unloaded is None else outcome.unloaded
+    has_gap = any(reasons.count(FOUND) < len(reasons) for _, reasons in rest)
+    unloaded = MissReason.AFTER_GAP if has_gap else MissReason.NOT_LOADED
+    if outcome is not None and outcome.unloaded is not None:
+        unloaded = outcome.unloaded
     for part, reasons in rest:
         count_misses(part.namespace, reasons)
         if found := reasons.count(FOUND):
@@ -116,7 +116,7 @@ def count_prompt(parts: Sequence[AskedKeys], outcome: PromptOutcome | None) -> I
             if outcome is None:
                 counters.covered_keys += found
             else:
-                counters.misses[MissReason(unloaded)] += found
+                counters.misses[unloaded] += found
 
 
 class UncountedPrompts:

@@ -52,6 +52,7 @@ class MissReason(IntEnum):
     NOT_LOADED = 14
     LOAD_FAILED = 15
     FORGOTTEN = 16
+    AFTER_GAP = 17
 
 
 class NamespaceRecord(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

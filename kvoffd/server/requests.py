@@ -263,17 +263,18 @@ def report_engine(service: Service, session: Session, message: m.ReportEngine) -
 
 @answers(m.ReportPrompts)
 def report_prompts(service: Service, session: Session, message: m.ReportPrompts) -> m.Done:
-    """Keep reports of prompts, each with the reason why its first missing key was missing."""
+    """Keep reports of prompts, each with the reason why it was not loaded whole."""
     namespace = session.namespaces[message.namespace]
     for one in message.prompts:
         namespace.check(one.missing_group, one.missing_key)
         if len(one.missing_key) > namespace.key_bytes:
             raise BadKeys("A report has one first missing key at most; leave the others out.")
     for one in message.prompts:
+        reason = unloaded = UNLOADED.get(one.outcome) or UNLOADED.get(one.reason)
         if one.missing_key and not one.reason:
             (reason,) = service.cache.reasons_of(namespace, one.missing_group, one.missing_key)
+        if reason is not None and not one.reason:
             one = structs.replace(one, reason=reason.name.lower())
-        unloaded = UNLOADED.get(one.outcome) or UNLOADED.get(one.reason)
         outcome = PromptOutcome(one.own_keys, one.covered_keys, unloaded)
         service.cache.count_prompt(session.id, one.lease_id, outcome)
         session.prompts.append(LoggedPrompt(session.id, message.namespace, one))

@@ -24,6 +24,7 @@ from kvoffd.tiers.tier import TierStats
 from kvoffd.transfer.plan import Direction
 from kvoffd_proto import admin as a
 from kvoffd_proto import stats as s
+from kvoffd_proto.messages import Role
 from kvoffd_proto.verdict import judge
 
 if TYPE_CHECKING:
@@ -107,21 +108,36 @@ def _namespace_rows(
 ) -> list[s.NamespaceStats]:
     """The row of each namespace: the one of the last time if nothing in it has changed."""
     kept, quotas, halved_at = service.traffic.kept_rows, service.cache.quotas, service.curve.halved_at
+    engines = _engines(service)
     changed = []
     for one in namespaces:
         figures = service.traffic.figures_of(one)
-        rest = one.ready_blocks, one.ready_bytes, on_disk[one.fingerprint], quotas.get(one.fingerprint), halved_at
+        rest = (
+            *(one.ready_blocks, one.ready_bytes, on_disk[one.fingerprint], quotas.get(one.fingerprint)),
+            *(halved_at, engines.get(one.fingerprint, [])),
+        )
         before = kept.get(one)
         if before is None or before[0] is not figures or before[1] != rest:
             changed.append((one, figures, rest))
     curves = service.curve.of_namespaces([one for one, _, _ in changed])
     for (one, figures, rest), curve in zip(changed, curves, strict=True):
-        kept[one] = figures, rest, _namespace_stats(service, on_disk, one, curve)
+        kept[one] = figures, rest, _namespace_stats(service, on_disk, one, curve, engines.get(one.fingerprint, []))
     return [kept[one][2] for one in namespaces]
 
 
+def _engines(service: Service) -> dict[bytes, list[str]]:
+    """Return the engines by the namespaces that they have open."""
+    found: dict[bytes, list[str]] = {}
+    for session in service.sessions:
+        if session.role is Role.SCHEDULER and not session.operator:
+            pid = f", pid {session.peer.pid}" if session.peer.pid else ""
+            for fingerprint in session.namespaces:
+                found.setdefault(fingerprint, []).append(s.engine_name(session.name, session.role) + pid)
+    return found
+
+
 def _namespace_stats(
-    service: Service, on_disk: Counter[bytes], namespace: Namespace, curve: s.HitCurve
+    service: Service, on_disk: Counter[bytes], namespace: Namespace, curve: s.HitCurve, engines: list[str]
 ) -> s.NamespaceStats:
     counters = namespace.totals
     return filled(
@@ -137,6 +153,7 @@ def _namespace_stats(
         disk_bytes=on_disk[namespace.fingerprint],
         quota_bytes=service.cache.quotas.get(namespace.fingerprint),
         curve=curve,
+        engines=engines,
         **service.traffic.figures_of(namespace),
     )
 

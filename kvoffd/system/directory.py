@@ -79,8 +79,9 @@ class DaemonDirectory:
                 what = f"Another kvoffd (pid {holder}) serves {directory}; stop it first or choose another --directory."
                 if ") Z " in text_of(Path(f"/proc/{holder}/stat")):
                     what = (
-                        f"The kvoffd that served {directory} (pid {holder}) was killed, but cannot exit: a call to a "
-                        "disk or a GPU does not return. See dmesg, or choose another --directory."
+                        f"The kvoffd that served {directory} (pid {holder}) was killed and is still exiting: its "
+                        "memory is being freed, or a call to a disk or a GPU does not return. Try again in seconds; "
+                        "then see dmesg, or choose another --directory."
                     )
                 raise DirectoryError(what) from error
             except OSError as error:

@@ -538,7 +538,10 @@ class PromptReport(Wire, frozen=True):
     loaded_tokens: Annotated[Count, doc("Tokens loaded.")] = 0
     missing_group: GroupIndex = 0
     missing_key: Annotated[bytes, doc("The first key that was missing; empty for none.", max_length=64)] = b""
-    reason: Annotated[str, doc("Why it was missing; empty to let the daemon say.", max_length=32)] = ""
+    reason: Annotated[
+        str,
+        doc("Why it was missing or, if none was, why nothing was loaded; empty to let the daemon say.", max_length=32),
+    ] = ""
     missing_number: Annotated[Count, doc("Position of that key among those looked up, from 1; 0 for none.")] = 0
     own_tokens: Annotated[Count, doc("Leading tokens that the engine had in its own prefix cache.")] = 0
     lease_id: Annotated[int, doc("Lease of its counted lookup; 0 to count none.", ge=0, le=2**63 - 1)] = 0
@@ -548,6 +551,7 @@ class PromptReport(Wire, frozen=True):
     covered_keys: Annotated[
         list[Count], doc("By group, leading keys of tokens that the engine did not compute.", max_length=MAX_GROUPS)
     ] = []
+    after_gap: Annotated[Count, doc("Keys found, but not loaded because an earlier block was missing.")] = 0
 
 
 class Outcome(StrEnum):

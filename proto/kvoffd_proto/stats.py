@@ -21,6 +21,7 @@ the default of missing ones, so that a command and a daemon of different release
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from enum import StrEnum
 from functools import partial
@@ -95,6 +96,11 @@ def namespace_id(fingerprint: bytes | str) -> str:
     return (fingerprint.hex() if isinstance(fingerprint, bytes) else fingerprint)[:ID_DIGITS]
 
 
+def engine_name(session: str, role: str | None) -> str:
+    """Return an engine's name: that of its session without the role."""
+    return re.sub(rf" {role}( \d+)?$", "", session)
+
+
 Labelled: TypeAlias = dict[str, Count]
 
 
@@ -118,6 +124,7 @@ MISS_REASONS = {
     "quota": "evicted or not stored: its namespace was at its quota",
     "engine_full": "found, but the engine's KV cache had no space to load it",
     "load_failed": "found, but the load failed, see the engine's log",
+    "after_gap": "found, but an earlier block of the prompt was missing",
     "not_loaded": "found, but the engine could not load it, or did not wait until the store had answered",
 }
 """Reasons why a key was not loaded, with their meanings."""
@@ -217,6 +224,9 @@ class NamespaceStats(Traffic, frozen=True):
         0.0
     )
     curve: Annotated[HitCurve | None, doc("Hit ratios of pools of other sizes.")] = None
+    engines: Annotated[
+        list[str], doc("Names of the engines that have it open, each with its pid if that is known.")
+    ] = []
 
 
 class Lifetime(Part, frozen=True):

@@ -86,13 +86,14 @@ def _loaded_share(traffic: Window) -> float:
 
 def _why_not(stats: DaemonStats) -> str:
     traffic = stats.since_start
+    own = f"the engines' own caches had {percent(traffic.not_needed_keys, traffic.asked_keys)} of the keys asked for"
     if own_suffices(traffic):
-        own = percent(traffic.not_needed_keys, traffic.asked_keys)
-        return f"the engines' own caches had {own} of the keys asked for."
+        return f"{own}."
     if not traffic.stored_blocks:
         return "engines stored nothing: their prompts are shorter than a block, or kv_role is kv_consumer."
     if not repeats(stats.curve):
-        return f"prompts do not repeat: {most_of(stats.curve):.1f} % would be found with ten times the memory."
+        what = f"{own}, and the rest does" if traffic.not_needed_keys else "prompts do"
+        return f"{what} not repeat: {most_of(stats.curve):.1f} % would be found with ten times the memory."
     reason, keys = max(traffic.misses.items(), key=lambda item: item[1], default=("", 0))
     if not reason:
         return "no key was missed."

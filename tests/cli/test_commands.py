@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -79,9 +80,18 @@ def test_what_is_printed_for_programs_is_json(engine: FakeEngine, cli: Cli) -> N
 
 
 def test_namespaces_that_differ_are_compared(shared_daemon: DaemonProcess, cli: Cli) -> None:
-    with FakeEngine(shared_daemon.directory, "one"), FakeEngine(shared_daemon.directory, "two", page_bytes=4096):
+    with (
+        FakeEngine(shared_daemon.directory, "one", name="vllm:a one") as first,
+        FakeEngine(shared_daemon.directory, "two", page_bytes=4096, name="vllm:b two"),
+    ):
         out = cli("namespaces").out
         assert ("one" in out, "two" in out) == (True, True)
+        whose = f"{first.namespace.fingerprint.hex()[:12]} is open in vllm:a one, pid {os.getpid()}\n"
+        assert whose in out
+        assert whose in cli("stats", "namespaces").out
+        by_engine = cli("namespaces", "diff", "vllm:a", "vllm:b two")
+        assert by_engine == cli("namespaces", "diff", "one", "two")
+        assert cli("namespaces", "diff", str(os.getpid()), "one").status == 2, "two engines have it"
         status, out, _ = cli("namespaces", "diff", "one", "two")
         assert (status, "4096" in out) == (1, True)
         assert cli("namespaces", "diff", "one", "one").status == 0

@@ -74,7 +74,7 @@ def test_a_daemon_at_work_that_goes_and_comes_back(daemon: DaemonProcess) -> Non
         assert row(screen, LABEL)[-1] in ("-", "stored")
 
         for key, words in (
-            ("2", ("registered", "fake engine", "workers")),
+            ("2", ("last heard", "fake engine", "1 worker, pid")),
             ("3", ("There is no disk and no shared store",)),
             ("4", ("Policy learned", "come back")),
             ("?", ("the hash of one block",)),

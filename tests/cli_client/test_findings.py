@@ -262,7 +262,10 @@ def test_the_verdict_on_what_it_brought() -> None:
     assert why(own) == "the engines' own caches had 97.0 % of the keys asked for."
     assert why(space(**nothing, stored_blocks=0)).startswith("engines stored nothing: ")
     alone = facts({"since_start": Window(**traffic(**nothing)), "curve": curve((0,) * 7, 0)})
-    assert why(alone) == "prompts do not repeat: 0.0 % would be found with ten times the memory."
+    ending = " not repeat: 0.0 % would be found with ten times the memory."
+    assert why(alone) == f"the engines' own caches had 10.0 % of the keys asked for, and the rest does{ending}"
+    idle = {"since_start": Window(**traffic(**nothing, not_needed_keys=0)), "curve": curve((0,) * 7, 0)}
+    assert why(facts(idle)) == f"prompts do{ending}"
     assert why(space(**nothing)) == f"40.0 % of the keys asked for were {MISS_REASONS['unknown']}."
     unknown = facts({"since_start": Window(**traffic(saved_seconds=0.0)), "lifetime": Lifetime(1.0, 10**7, 3600.0)})
     ending = f" time saved is unknown: {UNTIMED}. Since 1970-01-01: 10.0 M tokens and 1 h."
@@ -313,8 +316,8 @@ def test_a_pool_with_free_space_starves_nobody() -> None:
 def test_sizes() -> None:
     (found,) = find(CASES["pool_too_small"])
     assert found.evidence == (
-        "Requests find 26.0 % of their tokens in a pool of 20.0 GiB, and with lru 36.0 % in 100 GiB (estimated, "
-        "without quotas)."
+        "A pool of 20.0 GiB finds 26.0 % of the tokens that engines lack; 100 GiB would find 36.0 % with lru "
+        "(estimated, without quotas)."
     )
     assert found.fix.startswith('pool_size = "100GiB", or disk = ["/mnt/nvme=80GiB"]; then restart the daemon')
     assert found.level == "warning"
@@ -328,11 +331,11 @@ def test_sizes() -> None:
     worse = find(facts({"curve": curve(RISING, 19), "curve_seen_bytes": 200 * GIB, "last_hour": DECLINED}))
     assert [(one.check, one.weight) for one in worse] == [("pool_too_small", 0.1), ("lru_is_better", 0.07)]
     assert worse[0].evidence.startswith(
-        "Requests find 19.0 % of their tokens in a pool of 20.0 GiB (26.0 % with lru), and with lru 36.0 %"
+        "A pool of 20.0 GiB finds 19.0 % of the tokens that engines lack (26.0 % with lru); 100 GiB would find 36.0 %"
     )
     assert worse[1].evidence == (
-        "Requests found 19.0 % of their tokens in the pool with the policy learned. With lru it would have been 26.0 % "
-        "(estimated)."
+        "The pool found 19.0 % of the tokens that engines lacked with the policy learned. With lru it would have been "
+        "26.0 % (estimated)."
     )
     learned_is_better = facts({"curve": curve(RISING, 40), "curve_seen_bytes": 200 * GIB})
     assert find(learned_is_better) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from io import StringIO
 
 import pytest
@@ -217,10 +218,15 @@ def test_other_views(screen: Screen) -> None:
     screen.reading = Reading(stats(1), [])
     assert "No engine is connected." in drawn(screen)
     fingerprint = bytes.fromhex("000000000001") + bytes(26)
-    engine = Engine("vllm 7", [fingerprint], ["tiny"], 1, 4, [7], 12, GIB, 3, 8 * GIB, GIB, 2 * GIB)
+    engine = Engine("vllm 7", [fingerprint], ["tiny"], 1, 4, [7], "", 65.0, 12, GIB, 3, 8 * GIB, GIB, 2 * GIB)
     screen.reading = Reading(stats(1), [engine])
-    assert " ".join(drawn(screen)[3].split()) == "vllm 7 000000000001 4 7 1.00 GiB 2.00 GiB 1.00 GiB 8.00 GiB"
-    assert drawn(screen, 120)[3].startswith("vllm 7  tiny (000000000001)  "), "there is room for the label"
+    assert " ".join(drawn(screen)[3].split()) == "vllm 7 000000000001 1 min 5 s ago 1.00 GiB 2.00 GiB 1.00 GiB"
+    assert drawn(screen)[4].strip() == "4 workers, pid 7"
+    screen.reading = Reading(stats(1), [replace(engine, pids=[], software="vllm 9, on a-pod")])
+    drawn_name = " ".join(map(str.strip, drawn(screen)[4:6]))
+    assert drawn_name == "4 workers, vllm 9, on a-pod", "in another pid namespace its pids are unknown"
+    screen.reading = Reading(stats(1), [engine])
+    assert drawn(screen, 120)[3].split()[2:4] == ["tiny", "(000000000001)"], "there is room for the label"
     screen.view = "tiers"
     text = "\n".join(drawn(screen))
     assert "  corrupt 2: blocks read back differed from what was written: a bad drive" in text

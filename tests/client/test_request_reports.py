@@ -15,7 +15,8 @@ from tests.kit.waiting import wait_until
 
 
 def report(name: str, outcome: str, missing: bytes = b"", reason: str = "") -> PromptReport:
-    return PromptReport(name, time.time(), 128, 8, 2, 1, 0, outcome, 48, 0, missing, reason, 4)
+    counts = {"after_gap": 3 if outcome == Outcome.MISSED else 0}
+    return PromptReport(name, time.time(), 128, 8, 2, 1, 0, outcome, 48, 0, missing, reason, 4, **counts)
 
 
 def test_an_operator_sees_why_a_request_missed(daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,6 +36,8 @@ def test_an_operator_sees_why_a_request_missed(daemon: DaemonProcess, capsys: py
         assert "cmpl-1 loaded 48 of 128 tokens. Of 8 keys kvoffd had 2 in the pool, 1 on a disk." in first
         assert "The first key missing, number 4, abababababab: never stored in this namespace" in first
         assert "cmpl-2 loaded nothing of 128 tokens." in second
+        assert second.endswith(" Without it 3 keys found after it cannot be loaded.")
+        assert "Without it" not in first
         assert "of the future" in third
         assert third.isprintable()
         assert cli("cmpl-2") == f"{head}\n{second}\n"

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy" / "helm" / "kvoffd"
 PYTHON = ROOT / ".venv-servers" / "bin" / "python"
 """Its helm-python-sdk is Helm 4 as a library: `make servers`."""
+SIDECARS = "sidecar", "sidecar-gpu"
 RENDER = """
 import json, sys
 from helm_python import Chart, HelmError
@@ -61,9 +62,30 @@ def sorted_env(document: dict[str, Any]) -> dict[str, Any]:
     return document
 
 
-@pytest.mark.parametrize(("way", "values"), [("daemonset", {}), ("daemonset-gpu", {"gpu": True})])
+@pytest.mark.parametrize(
+    ("way", "values"),
+    [("daemonset", {}), ("daemonset-gpu", {"gpu": True}), ("daemonset-selinux", {"selinux": True})],
+)
 def test_the_chart_is_what_kustomize_makes(way: str, values: dict[str, object]) -> None:
     assert sorted_env(rendered(**values)) == sorted_env(manifest(way, "DaemonSet"))
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_with_a_sidecar_too(gpu: bool) -> None:
+    anywhere = {"nodeSelector": None, "tolerations": None, "poolSize": "16GiB", "memory": "18Gi", "cpu": "1"}
+    made, expected = rendered(sidecar={"enabled": True}, gpu=gpu, **anywhere), manifest(SIDECARS[gpu], "Deployment")
+    assert made["metadata"].pop("namespace") == "kvoffd"
+    for document in (made, expected):
+        pod = document["spec"]["template"]["spec"]
+        for container in (*pod["initContainers"], *pod["containers"]):
+            container["env"].sort(key=lambda one: one["name"])
+        (pool,) = [one["emptyDir"] for one in pod["volumes"] if one["name"] == "kvoffd-pool"]
+        assert pool.pop("sizeLimit") == ("17Gi" if document is expected else "18Gi"), "kvoffd's memory limits it too"
+    assert made == expected
+    own = {"enabled": True, "model": "m", "args": ["--x"], "memory": "64Gi", "image": {"repository": "r", "tag": "1"}}
+    (engine,) = rendered(sidecar=own, gpu=gpu)["spec"]["template"]["spec"]["containers"]
+    assert (engine["image"], engine["args"][0], engine["args"][-1]) == ("r:1", "m", "--x")
+    assert engine["resources"]["limits"]["memory"] == "64Gi"
 
 
 def test_values_go_where_they_belong() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from kvoffd.observe.metrics import all_metrics
 from kvoffd_client.cli.app import make_command
+from kvoffd_proto.messages import PROTOCOL_VERSION
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "FAQ.md", "client/README.md", "deploy/README.md", "deploy/SECURITY.md", "deploy/shared.md")
@@ -79,3 +80,8 @@ def test_links_lead_somewhere(page: str) -> None:
             titles = re.findall(r"^#+ (.+)$", file.read_text(), re.MULTILINE)
             names = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
             assert anchor in names, target
+
+
+def test_the_matrix_of_versions_ends_with_this_protocol() -> None:
+    rows = re.findall(r"^\| (?:[\d.]+|next) \| (\d+) \| ", text_of("deploy/README.md"), re.MULTILINE)
+    assert rows[-1] == str(PROTOCOL_VERSION)

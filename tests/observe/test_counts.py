@@ -67,6 +67,14 @@ class Load:
         self.misses.update(misses)
         self.send_report(ticket, len(wanted), covered, outcome)
 
+    def report_gap(self, wanted: list[bytes], covered: int, **misses: int) -> None:
+        """As ``report`` of three keys of which one is missing, not the last."""
+        ticket = self.ask(wanted, wanted.index(keys(6, 1)[0]), reported=True)
+        self.found += 2 - wanted.index(keys(6, 1)[0])
+        self.not_needed += covered
+        self.misses.update(misses)
+        self.send_report(ticket, 3, covered, Outcome.MISSED)
+
     def send_report(self, ticket: LookupFuture, asked: int, covered: int, outcome: Outcome) -> None:
         self.engine.scheduler.release(ticket.lease_id)
         counted = {"lease_id": ticket.lease_id, "own_keys": [covered], "covered_keys": [covered]}
@@ -124,6 +132,10 @@ def scripted(load: Load) -> None:
     load.report(keys(60, 4), 0, 4, Outcome.DROPPED)
     engine.scheduler.invalidate([GroupKeys(0, b"".join(keys(6, 2)))])
     load.look_up(keys(0, 8), 6, "invalidated")
+    gap, first, second = *keys(6, 1), *keys(0, 2)
+    load.report_gap([gap, first, second], 0, invalidated=1, after_gap=2)
+    load.report_gap([first, gap, second], 1, invalidated=1, after_gap=1)
+    load.report_gap([first, gap, second], 2, not_loaded=1)
     for first in range(100, 100 + POOL_BLOCKS, 8):
         assert engine.store(keys(first, 8), range(8)).ok
     load.look_up(keys(0, 6), 0, "evicted")

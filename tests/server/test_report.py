@@ -10,8 +10,10 @@ from tests.kit.wire import NAMESPACE, WireClient, refused
 
 
 def test_what_became_of_requests_is_kept_with_the_reason_of_a_miss() -> None:
-    def report(name: str, key: bytes = b"", group: int = 0, reason: str = "") -> m.PromptReport:
-        return m.PromptReport(name, 1.0, 100, 3, 2, 0, 0, m.Outcome.MISSED, 0, group, key, reason)
+    def report(
+        name: str, key: bytes = b"", group: int = 0, reason: str = "", outcome: str = "missed"
+    ) -> m.PromptReport:
+        return m.PromptReport(name, 1.0, 100, 3, 2, 0, 0, outcome, 0, group, key, reason)
 
     def found(*which: object) -> list[m.PromptReport]:
         return [one.report for one in admin.ask(a.ListPrompts, *which).prompts]
@@ -23,6 +25,7 @@ def test_what_became_of_requests_is_kept_with_the_reason_of_a_miss() -> None:
     ):
         scheduler.open_namespace()
         known = [report("short"), report("new", b"k" * 32), report("reasoned", b"k" * 32, reason="partial")]
+        known += [report("given up", outcome="late"), report("given up early", b"k" * 32, outcome="late")]
         scheduler.ask(m.ReportPrompts, NAMESPACE, known)
         for wrong in (
             [report("a", b"k" * 31)],
@@ -33,9 +36,13 @@ def test_what_became_of_requests_is_kept_with_the_reason_of_a_miss() -> None:
         ):
             refused(scheduler.ask, m.ReportPrompts, NAMESPACE, wrong)
         refused(scheduler.ask, m.ReportPrompts, b"x" * 32, [report("a")])
-        assert {one.request: one.reason for one in found()} == {"short": "", "new": "unknown", "reasoned": "partial"}
+        reasons = {"short": "", "new": "unknown", "reasoned": "partial"}
+        assert {one.request: one.reason for one in found()} == reasons | {
+            "given up": "late",
+            "given up early": "unknown",
+        }
         assert [one.request for one in found("o")] == ["short", "reasoned"]
-        assert [one.request for one in found("", 1)] == ["reasoned"]
+        assert [one.request for one in found("", 1)] == ["given up early"]
         for number in range(6):
             scheduler.ask(m.ReportPrompts, NAMESPACE, [report(f"{number}-{one}") for one in range(200)])
         assert [one.request for one in found()] == [f"{number}-{one}" for number in range(1, 6) for one in range(200)]

@@ -43,7 +43,9 @@ def test_a_daemon_that_was_killed_in_a_call_that_does_not_return_is_named_so(tmp
         process.stdout.readline()
         status = Path(f"/proc/{process.pid}/stat")
         wait_until(lambda: ") Z " in status.read_text())
-        with pytest.raises(DirectoryError, match=f"pid {process.pid}.* was killed.*dmesg"):
+        with pytest.raises(
+            DirectoryError, match=f"pid {process.pid}.* was killed.*memory is being freed.*Try again.*dmesg"
+        ):
             DaemonDirectory(tmp_path).acquire()
     finally:
         process.kill()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -17,6 +18,7 @@ import pytest
 from kvoffd_client import AdminClient
 from tests.chaos.supervisor import Supervisor
 from tests.kit.amount import TIMES
+from tests.kit.command import run_cli
 from tests.kit.daemon import DaemonProcess
 from tests.kit.engine import (
     BLOCK_TOKENS,
@@ -50,6 +52,7 @@ CHAOS_TOKENS = 24
 KINDS = ("kill", "stop until the watchdog", "stop shortly", "terminate")
 LONG = 2000
 LONG_PROMPTS = [prompt(seed, LONG) for seed in range(200, 204)]
+COUNTERS = "prefix_cache_queries", "prefix_cache_hits", "external_prefix_cache_hits"
 LONG_BLOCKS = LONG // BLOCK_TOKENS
 
 
@@ -357,6 +360,35 @@ def test_blocks_come_back_from_disk(harness: Harness, tmp_path: Path) -> None:
         assert one_by_one(engine, LONG_PROMPTS) == (computed, [full_blocks(LONG)] * len(LONG_PROMPTS))
         assert promoted() >= len(LONG_PROMPTS) * (full_blocks(LONG) // BLOCK_TOKENS)
         assert not any(books(home.directory).tiers.promotions_failed.values())
+
+
+def test_no_memory_is_advised_that_nothing_would_use(harness: Harness) -> None:
+    """The pool is full and evicts, but vLLM's own cache has what is asked for again: percentages are vLLM's own."""
+    home, engine, prompts = harness.home, harness.engine, [prompt(seed, 1921) for seed in range(300, 305)]
+    home.ensure_no_daemon()
+    engine.forget()
+
+    def counters() -> list[float]:
+        return [engine.metrics()[f"vllm:{name}"] for name in COUNTERS]
+
+    with DaemonProcess("24MiB", home.directory), AdminClient(home.directory) as admin:
+        wait_connected(home.directory, pids=lambda: engine.pids)
+        before = counters()
+        for _ in range(5):
+            engine.generate(prompts, max_tokens=1)
+        asked = 5 * sum(len(one) // BLOCK_TOKENS for one in prompts)
+        wait_until(lambda: admin.stats().since_start.asked_keys == asked, explain=lambda: admin.stats().since_start)
+        queries, own, loaded = (after - was for after, was in zip(counters(), before, strict=True))
+        now = admin.stats().since_start
+        found = [now.not_needed_keys, now.loaded_keys, sum(now.misses.values())]
+        assert [100 * count / asked for count in found] == pytest.approx(
+            [100 * count / queries for count in (own, loaded, queries - own - loaded)], abs=1.0
+        )
+        assert now.evicted_blocks > 0
+        report = json.loads(run_cli("doctor", "--json", "--directory", str(home.directory)).stdout)
+    assert not {one["check"] for one in report["findings"]} & {"pool_too_small", "starving", "thrash"}, report
+    assert not report["paying_off"]
+    assert "the engines' own caches had" in " ".join(report["verdict"])
 
 
 def test_blocks_come_from_another_nodes_store(harness: Harness) -> None:

@@ -885,7 +885,7 @@ def test_outcomes_and_what_was_found_are_reported() -> None:
     harness.request("gap", {block_hash(2)})
     report = report_of(harness, name="gap")
     assert found(report) == (Outcome.MISSED, 3, 1, 0, 0)
-    assert report.missing_key == block_hash(1), "the first one, whatever is behind it"
+    assert (report.missing_key, report.after_gap) == (block_hash(1), 1), "the first one, whatever is behind it"
 
     harness.request("late")
     harness.client.answer({block_hash(1)}, coming={block_hash(2)}, shared={block_hash(3)})

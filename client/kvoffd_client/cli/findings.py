@@ -382,7 +382,7 @@ def namespaces_apart(facts: Facts) -> Iterator[Finding]:
         used = [one for one in found if one.sessions]
         unused = [one for one in found if not one.sessions and one.ready_bytes]
         if len(used) > 1:
-            yield from _apart(used)
+            yield from _apart(used, {one.fingerprint: one.engines for one in facts.stats.namespaces})
         if used and unused:
             yield _left_behind(unused, used[-1], facts.stats.pool.size_bytes)
 
@@ -391,7 +391,7 @@ def _model(info: NamespaceInfo) -> str:
     return str((fields_of_description(info.description) or {}).get("model") or info.label)
 
 
-def _apart(used: Sequence[NamespaceInfo]) -> Iterator[Finding]:
+def _apart(used: Sequence[NamespaceInfo], engines: Mapping[str, Sequence[str]]) -> Iterator[Finding]:
     one, other = used[:2]
     differences = explain(one.description, other.description)
     if [each.field for each in differences] == ["salt"]:
@@ -399,7 +399,9 @@ def _apart(used: Sequence[NamespaceInfo]) -> Iterator[Finding]:
     words = "; ".join(map(str, differences)) or "their descriptions do not say how"
     ids = [namespace_id(each.namespace) for each in (one, other)]
     more = f" {len(used) - 2} more are in use." if len(used) > 2 else ""
-    evidence = f"Engines of {printable(one.label)} do not share blocks. {' and '.join(ids)} differ: {words}.{more}"
+    whose = [printable("; ".join(engines.get(each.namespace.hex(), ()))) for each in (one, other)]
+    both = " and ".join(f"{name} ({who})" if who else name for name, who in zip(ids, whose, strict=True))
+    evidence = f"Engines of {printable(one.label)} do not share blocks. {both} differ: {words}.{more}"
     yield finding("not_shared", evidence, 0.5, " ".join(ids))
 
 
@@ -469,8 +471,8 @@ def pool_size(facts: Facts) -> Iterator[Finding]:
         here, there = (format_size(nbytes) for nbytes in (pool_bytes, size * pool_bytes))
         same = f" ({lru:.1f} % with lru)" if lru > found else ""
         evidence = (
-            f"Requests find {found:.1f} % of their tokens in a pool of {here}{same}, and with lru {best:.1f} % in "
-            f"{there} (estimated, without quotas)."
+            f"A pool of {here} finds {found:.1f} % of the tokens that engines lack{same}; {there} would find "
+            f"{best:.1f} % with lru (estimated, without quotas)."
         )
         total = stats.since_start
         below = sum(keys for source, keys in total.found_keys.items() if source != "pool")
@@ -507,8 +509,8 @@ def lru_is_better(facts: Facts) -> Iterator[Finding]:
     lost = min(lru - found, 100 * _share(by_policy, hour.asked_keys))
     if lost >= LRU_POINTS:
         evidence = (
-            f"Requests found {found:.1f} % of their tokens in the pool with the policy {printable(stats.policy)}. With "
-            f"lru it would have been {lru:.1f} % (estimated)."
+            f"The pool found {found:.1f} % of the tokens that engines lacked with the policy "
+            f"{printable(stats.policy)}. With lru it would have been {lru:.1f} % (estimated)."
         )
         yield finding("lru_is_better", evidence, lost / 100, "", "warning" if lost >= MANY_POINTS else "info")
 

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from kvoffd_client.namespace_differences import fields_of_description
 from kvoffd_proto.messages import KeyState
-from kvoffd_proto.stats import namespace_id
+from kvoffd_proto.stats import DaemonStats, namespace_id
 from kvoffd_proto.units import format_count, format_size, percent, plural, printable
 
 WIDE_CELLS = 120
@@ -118,6 +118,13 @@ def to_plain(value: object) -> object:
 def namespace_name(label: str, fingerprint: bytes | str) -> str:
     """Return a namespace's name for people: ``llama-70b (106ed1a3c0de)``; only the id if it has no label."""
     return f"{printable(label)} ({namespace_id(fingerprint)})" if label else namespace_id(fingerprint)
+
+
+def engine_lines(now: DaemonStats) -> Iterator[str]:
+    """Yield for each namespace which engines have it open."""
+    for one in now.namespaces:
+        if one.engines:
+            yield f"{one.id} is open in {'; '.join(map(printable, one.engines))}"
 
 
 def reason_name(reason: str) -> str:

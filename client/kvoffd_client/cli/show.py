@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from kvoffd_client.admin_client import AdminClient
 from kvoffd_client.cli.format import (
     NO_NAMESPACE,
     WIDE_CELLS,
+    engine_lines,
     make_console,
     namespace_name,
     print_json,
@@ -40,8 +40,8 @@ from kvoffd_client.cli.target import (
 from kvoffd_client.namespace_differences import differences, explain, how_they_differ
 from kvoffd_proto.admin import ListBlocks, ListPrompts, LoggedPrompt, NamespaceInfo, SessionInfo, SetQuota
 from kvoffd_proto.messages import Outcome, PromptReport, Role
-from kvoffd_proto.stats import MISS_REASONS, namespace_id
-from kvoffd_proto.units import exact_size, format_count, format_duration, format_size, parse_size, printable
+from kvoffd_proto.stats import MISS_REASONS, engine_name, namespace_id
+from kvoffd_proto.units import exact_size, format_count, format_duration, format_size, parse_size, plural, printable
 
 
 def health(
@@ -76,6 +76,8 @@ class Engine:
     schedulers: int = 0
     workers: int = 0
     pids: list[int] = field(default_factory=list)
+    software: str = ""
+    idle_seconds: float = 0.0
     leases: int = 0
     pinned_bytes: int = 0
     jobs: int = 0
@@ -98,8 +100,7 @@ def clients(
 ) -> int:
     """List the connected engines, oldest first. Engines with the same namespace share blocks.
 
-    stored, loaded: bytes since it connected. pinned: pool memory under its leases. registered: its own memory for
-    copies.
+    stored, loaded: bytes since it connected. pinned: pool memory under its leases.
 
     Exit status: 0; 1 if no request's id has ID; 2 an error.
     """
@@ -134,7 +135,8 @@ def engines_of(found: Sequence[SessionInfo], labels: Mapping[bytes, str] = Mappi
     for one in sorted(found, key=lambda one: one.role != Role.SCHEDULER):
         if one.role not in (Role.SCHEDULER, Role.WORKER):
             continue
-        row = Engine(_engine_name(one), one.namespaces, [labels.get(each, "") for each in one.namespaces])
+        row = Engine(engine_name(one.name, one.role), one.namespaces, [labels.get(each, "") for each in one.namespaces])
+        row.software, row.idle_seconds = one.software, one.idle_seconds
         same_name = [each for each in rows if (each.name, each.namespaces) == (row.name, row.namespaces)]
         if one.role == Role.WORKER and same_name:
             row = min(same_name, key=lambda each: (one.pid not in each.pids, each.workers))
@@ -142,6 +144,7 @@ def engines_of(found: Sequence[SessionInfo], labels: Mapping[bytes, str] = Mappi
             rows.append(row)
         row.schedulers += one.role == Role.SCHEDULER
         row.workers += one.role == Role.WORKER
+        row.idle_seconds = min(row.idle_seconds, one.idle_seconds)
         if one.pid and one.pid not in row.pids:
             row.pids.append(one.pid)
         for name in SUMMED:
@@ -149,26 +152,28 @@ def engines_of(found: Sequence[SessionInfo], labels: Mapping[bytes, str] = Mappi
     return rows
 
 
-def _engine_name(session: SessionInfo) -> str:
-    return re.sub(rf" {session.role}( \d+)?$", "", session.name)
-
-
 def engine_table(rows: Sequence[Engine], width: int) -> Table:
     """Return a table of engines, on a wide screen with the labels of their namespaces."""
     wide = width >= WIDE_CELLS
     return table_of(
-        ("engine", "<namespace", ">workers", "pids", ">stored", ">loaded", ">pinned", ">registered"),
+        ("engine", "<namespace", ">last heard", ">stored", ">loaded", ">pinned"),
         [
             (
-                printable(row.name) or "-",
+                f"{printable(row.name) or '-'}\n{_processes(row)}",
                 ", ".join(map(namespace_name, row.labels if wide else [""] * len(row.labels), row.namespaces)) or "-",
-                format_count(row.workers),
-                ", ".join(map(str, row.pids)) or "-",
-                *map(format_size, (row.stored_bytes, row.loaded_bytes, row.pinned_bytes, row.registered_bytes)),
+                f"{format_duration(row.idle_seconds)} ago",
+                *map(format_size, (row.stored_bytes, row.loaded_bytes, row.pinned_bytes)),
             )
             for row in rows
         ],
+        gap=1,
     )
+
+
+def _processes(row: Engine) -> str:
+    """Return an engine's workers and pids; without pids its versions and host."""
+    where = f"pid {', '.join(map(str, row.pids))}" if row.pids else printable(row.software)
+    return ", ".join(filter(None, (f"{format_count(row.workers)} worker{plural(row.workers)}", where)))
 
 
 def _show_sessions(found: Sequence[SessionInfo]) -> None:
@@ -211,7 +216,7 @@ OUTCOMES = {
     Outcome.TOO_SHORT: "looked up nothing: its {tokens} tokens are less than a block",
     Outcome.SKIPPED: "loaded nothing of {tokens} tokens: computing them was faster than loading",
     Outcome.NO_SPACE: "loaded nothing of {tokens} tokens: the engine's KV cache had no space for them",
-    Outcome.LATE: "loaded nothing of {tokens} tokens: the daemon did not answer in time, or had ended",
+    Outcome.LATE: "loaded nothing of {tokens} tokens: late, the engine did not wait longer for the daemon's answer",
     Outcome.FAILED: "computed {tokens} tokens: a load failed, see the engine's log",
     Outcome.UNUSED: "looked up nothing: the engine was not connected, or the request may not use the cache",
 }
@@ -223,7 +228,7 @@ def _show_requests(directory: Path | None, name: str, *, every: bool, as_json: b
         if as_json:
             print_json({"requests": found})
             return int(bool(name) and not found)
-        names = {one.session_id: _engine_name(one) for one in admin.sessions().sessions}
+        names = {one.session_id: engine_name(one.name, one.role) for one in admin.sessions().sessions}
         infos = {one.namespace: one for one in admin.namespaces().namespaces}
         labels = {fingerprint: one.label for fingerprint, one in infos.items()}
         shown = found if every or name else found[-MOST_SHOWN:]
@@ -285,6 +290,9 @@ def request_sentence(report: PromptReport) -> str:
         number = f" number {format_count(report.missing_number)}," * bool(report.missing_number)
         which = "that neither had" if report.own_tokens else "missing"
         sentence += f" The first key {which},{number} {report.missing_key.hex()[:12]}: {meaning}."
+        if report.after_gap and report.outcome in (Outcome.LOADED, Outcome.MISSED):
+            count = f"{format_count(report.after_gap)} key{plural(report.after_gap)}"
+            sentence += f" Without it {count} found after it cannot be loaded."
     return sentence
 
 
@@ -302,11 +310,12 @@ def namespaces(context: typer.Context, directory: Directory = None, json: Json =
     if context.invoked_subcommand is not None:
         return 0
     with open_admin(directory) as admin:
-        found = admin.namespaces().namespaces
+        found, now = admin.namespaces().namespaces, admin.stats()
     if json:
         print_json({"namespaces": found})
     elif found:
         _show_namespaces(found)
+        say(*engine_lines(now))
     else:
         say(NO_NAMESPACE)
     return 0
@@ -345,19 +354,19 @@ def _block_tokens(info: NamespaceInfo) -> str:
 
 @namespaces_app.command()
 def diff(
-    one: Annotated[str, typer.Argument(metavar="A", help=NAMESPACE_HELP)],
+    one: Annotated[str, typer.Argument(metavar="A", help=f"{NAMESPACE_HELP} Or an engine's name or pid.")],
     other: Annotated[str, typer.Argument(metavar="B", help="The same for the other namespace.")],
     directory: Directory = None,
     json: Json = False,
 ) -> int:
-    """Show why two namespaces do not share blocks.
+    """Show why two namespaces, or two engines, do not share blocks.
 
     One line for each cause, with the option that sets it.
 
     Exit status: 0 same namespace, 1 they differ, 2 an error.
     """
     with open_admin(directory) as admin:
-        first, second = admin.namespace(one), admin.namespace(other)
+        first, second = _namespace_of(admin, one), _namespace_of(admin, other)
     causes = explain(first.description, second.description)
     names = [namespace_name(info.label, info.namespace) for info in (first, second)]
     if json:
@@ -373,6 +382,17 @@ def diff(
         for cause in causes:
             say(f"  {cause}")
     return int(first.namespace != second.namespace)
+
+
+def _namespace_of(admin: AdminClient, name: str) -> NamespaceInfo:
+    """Return the namespace of the engine with this name, its first word, or pid; else of this label or fingerprint."""
+    found = {
+        fingerprint
+        for one in admin.sessions().sessions
+        if name and name in (str(one.pid), named := engine_name(one.name, one.role), named.partition(" ")[0])
+        for fingerprint in one.namespaces
+    }
+    return admin.namespace(found.pop().hex() if len(found) == 1 else name)
 
 
 @namespaces_app.command()

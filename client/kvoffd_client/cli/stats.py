@@ -15,6 +15,7 @@ from kvoffd_client.cli.format import (
     NO_NAMESPACE,
     Line,
     count_blocks,
+    engine_lines,
     make_console,
     namespace_name,
     print_json,
@@ -111,6 +112,7 @@ def stats(
     elif section is Section.NAMESPACES:
         _namespaces(now, len(now.namespaces))
         _namespaces_worth(now)
+        say("", *engine_lines(now))
     elif section is Section.TIERS:
         say(*tier_details(now))
     elif section is Section.POLICY:
@@ -294,15 +296,16 @@ def _namespaces(now: DaemonStats, most: int) -> None:
         say(NO_NAMESPACE)
     else:
         print_table(
-            ("namespace", "<id", ">size", ">loaded", ">tokens", ">saved", ">missed"),
+            ("namespace", "<id", ">size", ">tokens", ">saved", ">loaded", ">not needed", ">missed"),
             [
                 (
                     printable(one.model) or "(no label)",
                     one.id,
                     size_of(one),
-                    format_size(one.loaded_bytes),
                     token_count(one.loaded_tokens, one.loaded_keys),
                     saved_time(one),
+                    percent(one.loaded_keys, one.asked_keys),
+                    percent(one.not_needed_keys, one.asked_keys),
                     percent(sum(one.misses.values()), one.asked_keys),
                 )
                 for one in found[:most]
@@ -493,7 +496,7 @@ def policy_lines(now: DaemonStats) -> Iterator[Line]:
         if one.accessed_share >= RARE_CLASS:
             share, age = percent(one.return_chance, 1.0), _of_pool(min(one.return_age, lifetimes))
             if one.return_age <= lifetimes:
-                reuse = f"about {share} come back, half of them before engines ask for another {age}"
+                reuse = f"about {share} come back, half of them before engines ask for {age} more"
             else:
                 reuse = f"perhaps {share} come back, most of them later than was seen so far"
             yield f"{percent(one.accessed_share, 1.0):>6} {printable(one.name)}"
@@ -507,4 +510,4 @@ def _of_pool(lifetimes: float) -> str:
     if lifetimes < 0.995:
         return f"{100 * lifetimes:.2g} % of the pool's size"
     many = f"{lifetimes:.2g}" if lifetimes < 10 else format_count(round(lifetimes))
-    return f"{many} times the pool's size"
+    return "the pool's size" if many == "1" else f"{many} times the pool's size"

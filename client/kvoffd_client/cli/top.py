@@ -405,7 +405,7 @@ def _tier_summary(stats: DaemonStats) -> list[Text]:
 def _clients(engines: Sequence[Engine] | None, width: int) -> list[RenderableType]:
     if not engines:
         return [Text(), Text("No answer yet." if engines is None else "No engine is connected.")]
-    note = line("pinned: pool memory under its leases. registered: its own memory for copies.", "dim")
+    note = line("pinned: pool memory under its leases.", "dim")
     return [Text(), engine_table(engines, width), Text(), note]
 
 

@@ -1019,6 +1019,11 @@ def _report_of(
     elif state.has_all:  # vLLM computes the last token in any case, and with it the block that ends there
         covered = whole
     group, missing, number, reason = _first_missing(state, covered)
+    after_gap = 0
+    if missing and last is not None:
+        after_gap = sum(
+            found.count(READY, covered[index]) for index, found in zip(last.chunks, last.states, strict=False)
+        )
     if loaded_tokens:
         outcome = Outcome.LOADED
     elif dropped:
@@ -1055,6 +1060,7 @@ def _report_of(
         state.to_count.lease_id if state.to_count is not None else 0,
         own,
         covered,
+        after_gap,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from importlib.metadata import version
+from socket import gethostname
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -37,7 +38,7 @@ from kvoffd_proto.messages import LayerSpec
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig
 
-SOFTWARE = f"kvoffd {version('kvoffd')}, vllm {vllm.__version__}"[:128]
+SOFTWARE = f"kvoffd {version('kvoffd')}, vllm {vllm.__version__}, on {gethostname()}"[:128]
 NO_RESOURCES = (OSError, RuntimeError, zmq.ZMQError)
 """Errors of a client that gets no descriptor or thread."""
 ENGINE_ID_SHOWN = 8
