@@ -80,7 +80,11 @@ class PromptOutcome(NamedTuple):
 
 def count_misses(namespace: Namespace, reasons: bytes | bytearray) -> None:
     """Count keys by the reason why they were missed; those that were found are not."""
-    if reasons.count(FOUND) == len(reasons):
+    if not reasons:
+        return
+    if reasons.count(first := reasons[0]) == len(reasons):  # 6 µs less than below
+        if first != FOUND:
+            namespace.counters.misses[MissReason(first)] += len(reasons)
         return
     for number, count in enumerate(np.bincount(np.frombuffer(reasons, np.uint8)).tolist()[:FOUND]):
         if count:

@@ -92,8 +92,8 @@ MOST_WRITING_DIVISOR = 4
 """If WRITING blocks take more than 1/4 of the pool, partial ones are dropped as soon as space is needed."""
 MAX_UNREPORTED_REQUESTS = 8
 """Requests that may wait for ``report_requests``; one more reports the oldest."""
-MAX_PREFETCHES = 256
-"""Prefetches of hints that may wait for tiers; further ones do nothing."""
+MAX_PREFETCHES, ASKED_AT_ONCE = 256, 4
+"""Prefetches of hints that may wait for tiers, further ones do nothing; and those that a tick asks for again."""
 NO_LEASE = NO_SESSION = 0
 """Lease and session of a prefetch: ids that no other has."""
 RECOVERED_AT_ONCE = 4096
@@ -169,7 +169,8 @@ class Cache:
         self.order = HintedOrder(policy, self.blocks, self._groups, self.quotas, clock, slots.pool_bytes)
         self._victims = Victims(slots, self.blocks, self.order, self._groups, self._waiting)
         self._partial: dict[int, float] = {}
-        """Incomplete blocks of which no shard is being written, with the time when that began."""
+        """Incomplete blocks of which no shard is being written, also of groups that were reset, with the time when that
+        began."""
         self._requested: deque[tuple[Namespace, list[Chain], bool]] = deque()
         """Requests that ``report_requests`` has yet to report, oldest first; whether ``count_prompt`` counts them."""
         self._uncounted = UncountedPrompts()
@@ -296,10 +297,6 @@ class Cache:
         for group, now in zip(dead, self._current[namespace], strict=True):
             self._retire(group)
             now.unswept = [number for number in (*group.unswept, group.number) if number in self._dead]
-        if self._partial and namespace.world_size > 1:
-            partial = np.fromiter(self._partial, np.uint32, len(self._partial))
-            for block in partial[np.isin(self.blocks.group[partial], [group.number for group in dead])].tolist():
-                del self._partial[block]
         leases, namespace.leases = namespace.leases, {}
         if len(leases) > self.ended_at_once:
             self._reset_leases.append(leases)
@@ -378,6 +375,8 @@ class Cache:
 
     def announce_recovered(self) -> bool:
         """Report a batch of recovered blocks to the listener, the latest first. Returns whether more remain."""
+        if not self._to_announce.size:
+            return False
         batch, self._to_announce = self._to_announce[-RECOVERED_AT_ONCE:], self._to_announce[:-RECOVERED_AT_ONCE]
         batch = batch[self.unannounced[batch]]
         self.unannounced[batch] = False
@@ -398,6 +397,7 @@ class Cache:
         *,
         again: bool = False,
         reported: bool = False,
+        peer: str = "",
     ) -> tuple[list[bytes], int]:
         """Return the state of each key, and how many blocks the lease has. READY blocks are pinned under it.
 
@@ -407,6 +407,7 @@ class Cache:
         Args:
             again: the request was counted before.
             reported: its keys are counted by ``count_prompt``.
+            peer: see ``Lease``.
 
         Raises:
             BadGeometry, BadKeys
@@ -426,7 +427,7 @@ class Cache:
         if lease is None:
             lease = Lease(lease_id, session, namespace, self._clock() + self._lease_ttl_s, _NOTHING)
             lease.counts = not (again or reported)
-        lease.coming, lease.asking = lease.coming - lease.asking, 0
+        lease.coming, lease.asking, lease.peer = lease.coming - lease.asking, 0, peer
         for index, keys in groups if self._dead else ():
             self._record_reset(current[index], keys)
         found = [self.blocks.lookup(current[index].number, keys, size, pin=is_new) for index, keys in groups]
@@ -730,7 +731,8 @@ class Cache:
             self.tiers.lease_ended(lease)
 
     def _tick_prefetches(self) -> None:
-        """End prefetches whose blocks have come, and ask again for those of stores that have not answered."""
+        """End prefetches whose blocks have come, and ask again for those of stores that have not answered, in turns."""
+        left = ASKED_AT_ONCE
         for lease, groups in list(self._prefetches.items()):
             if (
                 self.tiers is None
@@ -739,7 +741,9 @@ class Cache:
                 or lease.namespace not in self._current
             ):
                 self._end_prefetch(lease)
-            elif lease.asking:
+            elif lease.asking and left:
+                left -= 1
+                self._prefetches[lease] = self._prefetches.pop(lease)
                 self._ask_tiers(self.tiers, lease, self._states_of(lease.namespace, groups))
 
     # --- stores ---------------------------------------------------------------------------------
@@ -1137,6 +1141,9 @@ class Cache:
     def _drop_partial(self, blocks: Sequence[int]) -> None:
         """Drop blocks that lack a shard which was not stored in time."""
         for group, members in self.by_group(np.array(blocks, np.uint32)):
+            if group.dead:  # counted when it was reset
+                self._remove(group, WRITING, members)
+                continue
             group.namespace.counters.partial_blocks += len(members)
             self.drop(members, MissReason.PARTIAL)
 
@@ -1194,7 +1201,8 @@ class Cache:
 
     def background(self) -> bool:
         """Do one step of freeing reset blocks, of ending leases on them, of unpinning blocks of ended leases, or of
-        counting prompts of closed sessions. Returns whether more remain."""
+        counting prompts of closed sessions, and one of setting retained blocks aside. Returns whether more remain."""
+        more = self.order.set_aside_some()
         if self._ended:
             self._unpin_ended()
         elif self._reset_leases:
@@ -1208,7 +1216,7 @@ class Cache:
         elif self._dead:
             group = next(iter(self._dead.values()))
             self._sweep([group], max(1, self.swept_at_once // len(group.sizes)))
-        return bool(self._ended or self._reset_leases or self._dead or self._uncounted.has_ended)
+        return bool(more or self._ended or self._reset_leases or self._dead or self._uncounted.has_ended)
 
     def _sweep(self, groups: Sequence[Group], count: int) -> int:
         """Free up to ``count`` blocks of groups that were reset. Returns how many."""

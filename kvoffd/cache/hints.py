@@ -28,8 +28,9 @@ AWAITED_S = 60.0
 """Time for which a hint also applies to blocks that are still to be stored: engines store the last ones after it."""
 MOST_AWAITED = 1 << 16
 """Limit of such blocks; the oldest are forgotten first."""
-SET_ASIDE_AT_ONCE, SOON = 4096, 64
-"""Next blocks to be evicted that a tick examines: at most 1/SOON of the pool's slot numbers."""
+SET_ASIDE_AT_ONCE, SOON = 2048, 64
+"""Next blocks to be evicted that one step examines, at most 1/SOON of the pool's slot numbers; and blocks that
+evictions may set aside between two steps."""
 ENDED_AT_ONCE = 1024
 """Lapsed hints that one step ends, or awaited keys it forgets."""
 MOST_ENDED = 1024
@@ -88,6 +89,8 @@ class HintedOrder:
         """Hints of blocks that are still to be stored, by group and key, after the time until which they apply. None
         for a release."""
         self.retained_bytes = 0
+        self._may_set_aside, self._has_moved = SET_ASIDE_AT_ONCE, False
+        """Blocks that evictions may set aside before the next step, and whether retained ones may be next to go."""
 
     # --- hints -----------------------------------------------------------------------------------
 
@@ -140,6 +143,7 @@ class HintedOrder:
                 self._deadlines = sorted((one.deadline, number) for number, one in self._retentions.items())
         self._hint_of[blocks] = hint.number
         self._count(hint, len(blocks) * each)
+        self._has_moved = True
 
     def end_lapsed(self) -> None:
         """End hints whose time is over."""
@@ -155,18 +159,25 @@ class HintedOrder:
                 self._lapsed[number] = hint
 
     def tick(self) -> None:
-        """End hints whose time is over, and forget keys whose blocks did not come. Set aside what is evicted soon, so
-        that no eviction has to set aside much."""
+        """End hints whose time is over, and forget keys whose blocks did not come."""
         self.end_lapsed()
-        if self._retentions:
-            soon = self._policy.first(min(SET_ASIDE_AT_ONCE, len(self._hint_of) // SOON))
-            if (retained := self._are_retained(soon)).any():
-                self._set_aside(soon[retained])
         now = self._clock()
         for oldest, (until, _) in list(islice(self._awaited.items(), ENDED_AT_ONCE)):
             if until > now:
                 break
             del self._awaited[oldest]
+
+    def set_aside_some(self) -> bool:
+        """Set aside some of what is evicted soon, so that no eviction has to set aside much. Returns whether more may
+        remain."""
+        self._may_set_aside = SET_ASIDE_AT_ONCE
+        if not (self._has_moved and self._retentions):
+            return False
+        soon = self._policy.first(min(SET_ASIDE_AT_ONCE, len(self._hint_of) // SOON))
+        retained = self._are_retained(soon)
+        self._set_aside(soon[retained])
+        self._has_moved = bool(retained.any())
+        return self._has_moved
 
     def _count(self, hint: Retention, nbytes: int) -> None:
         hint.nbytes += nbytes
@@ -178,8 +189,10 @@ class HintedOrder:
         return [self._retentions.get(number) for number in self._hint_of[blocks].tolist()]
 
     def _are_retained(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
-        numbers = self._hint_of[blocks]
-        return np.isin(numbers, [*self._retentions.keys() & set(numbers.tolist())])
+        retained, numbers = np.zeros(len(blocks), np.bool_), self._hint_of[blocks]
+        hinted = np.flatnonzero(numbers)
+        retained[hinted] = [number in self._retentions for number in numbers[hinted].tolist()]
+        return retained
 
     def _unmark(self, group: Group, blocks: BlockIds) -> npt.NDArray[np.bool_]:
         """Remove the hints of blocks. Returns which of the blocks are not in the policy: they were set aside or
@@ -241,6 +254,7 @@ class HintedOrder:
             self._apply(hint, group, blocks[members][::-1])
 
     def remove(self, group: Group, blocks: BlockIds, keys: bytes) -> None:
+        self._has_moved = True
         if self._has_hints and (outside := self._unmark(group, blocks)).any():
             keys = np.frombuffer(keys, group.namespace.key_type)[~outside].tobytes()
             blocks = blocks[~outside]
@@ -287,15 +301,19 @@ class HintedOrder:
     def _first(self, count: int, below: float) -> BlockIds:
         if not self._has_hints:
             return self._policy.first(count, below)
-        early = _first_of(chained(self._released, *[one.aside for one in self._lapsed.values()]), count)
+        lapsed = (one.aside for one in self._lapsed.values())
+        early = _first_of(chained(self._released, chained.from_iterable(lapsed)), count)
         order, left = [early], count - len(early)
         while left:
             found = self._policy.first(left, below)
-            if not (retained := self._are_retained(found)).any():
+            retained = self._are_retained(found)
+            if not (self._may_set_aside and retained.any()):  # rarely too many to look behind them: they go too
                 order.append(found)
                 left -= len(found)
                 break
-            self._set_aside(found[retained])
+            few = found[retained][: self._may_set_aside]
+            self._may_set_aside -= len(few)
+            self._set_aside(few)
         if left and below == inf:
             live = sorted(self._retentions.values(), key=lambda one: (one.priority, one.deadline))
             order.append(_first_of(chained(*[one.aside for one in live]), left))

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffd.cache.block_table import BlockIds
+from kvoffd.cache.cache import MAX_PREFETCHES
 from kvoffd.cache.namespace import MissReason
 from kvoffd.config import Config, Limits
 from kvoffd.pool.pool import Pool
@@ -406,11 +407,9 @@ class Unasked(Workers[Any, Any]):
     def _start(self) -> None: ...
 
 
-def unknown(pool_bytes: int) -> Result:
-    """Lookups of 8,192 keys that neither the pool nor a shared store has, and the store's answers."""
-    daemon = Daemon(pool_bytes)
-    service, scheduler = daemon.service, daemon.session(m.Role.SCHEDULER, name_of(0))
-    daemon.session(m.Role.WORKER, name_of(0))
+def _with_store(daemon: Daemon) -> SharedTier:
+    """A shared store whose threads do nothing."""
+    service = daemon.service
     tiering = Tiering(service.cache, service.events, time.monotonic, TieringSettings())
     service.tiering = service.cache.tiers = tiering
     tier = SharedTier(
@@ -425,7 +424,15 @@ def unknown(pool_bytes: int) -> Result:
     )
     tiering.add_store(tier, TieringSettings())
     tier.breaker.probed(True)
-    leases = itertools.count(1)
+    return tier
+
+
+def unknown(pool_bytes: int) -> Result:
+    """Lookups of 8,192 keys that neither the pool nor a shared store has, and the store's answers."""
+    daemon = Daemon(pool_bytes)
+    service, scheduler = daemon.service, daemon.session(m.Role.SCHEDULER, name_of(0))
+    daemon.session(m.Role.WORKER, name_of(0))
+    tier, leases = _with_store(daemon), itertools.count(1)
 
     def look_up() -> None:
         keys = daemon.keys(daemon.service.config.limits.max_keys_per_request)
@@ -463,6 +470,54 @@ def opening(pool_bytes: int) -> Result:
     )
 
 
+def _hint(daemon: Daemon, scheduler: Session, action: m.HintAction, keys: bytes) -> None:
+    daemon.ask(scheduler, m.Hint(1, name_of(0), action, [m.GroupKeys(0, keys)], priority=50, ttl_s=600.0))
+
+
+def hints(pool_bytes: int) -> Result:
+    """The blocks that are next to go, a quarter of a full pool, are retained, as many others are released; stores
+    follow, also once the hints have lapsed. The hints are given faster than steps set blocks aside.
+    """
+    daemon = Daemon(pool_bytes)
+    scheduler, worker = daemon.session(m.Role.SCHEDULER, name_of(0)), daemon.session(m.Role.WORKER, name_of(0))
+    first = daemon.fill(worker)
+    count = (daemon._next_key - first) // 4
+    daemon.cache.order._hint_of.fill(0)  # whose pages are new otherwise
+    at_once, background = range(first, first + count, m.MAX_HINT_KEYS), daemon.service.background
+
+    def hint() -> None:
+        daemon.service.background = lambda: False  # type: ignore[method-assign]
+        for at in at_once:
+            _hint(daemon, scheduler, m.HintAction.RETAIN, keys_of(at, m.MAX_HINT_KEYS))
+        daemon.service.background = background  # type: ignore[method-assign]
+        daemon.store(worker, daemon.keys(ENGINE_BLOCKS))
+        for at in at_once:
+            _hint(daemon, scheduler, m.HintAction.RELEASE, keys_of(at + 2 * count, m.MAX_HINT_KEYS))
+        daemon.store(worker, daemon.keys(ENGINE_BLOCKS))
+        daemon.cache.order._clock = lambda: time.monotonic() + 700.0
+        for _ in range(STORES):
+            daemon.store(worker, daemon.keys(ENGINE_BLOCKS))
+
+    return daemon.measure(hint)
+
+
+def prefetches(pool_bytes: int) -> Result:
+    """Prefetches of 1,024 keys each, as many as may wait for a shared store, which does not answer; their end."""
+    daemon = Daemon(pool_bytes)
+    scheduler = daemon.session(m.Role.SCHEDULER, name_of(0))
+    daemon.session(m.Role.WORKER, name_of(0))
+    _with_store(daemon)
+    _hint(daemon, scheduler, m.HintAction.PREFETCH, daemon.keys(m.MAX_HINT_KEYS))  # buffers grow once
+
+    def wait() -> None:
+        for _ in range(MAX_PREFETCHES):
+            _hint(daemon, scheduler, m.HintAction.PREFETCH, daemon.keys(m.MAX_HINT_KEYS))
+        daemon.cache._clock = lambda: time.monotonic() + 60.0
+        daemon.settle()
+
+    return daemon.measure(wait)
+
+
 CASES = {
     one.__name__: one
     for one in (
@@ -479,6 +534,8 @@ CASES = {
             two_sizes,
             large_store,
             unknown,
+            hints,
+            prefetches,
             stats,
         ),
         opening,

@@ -71,6 +71,28 @@ def test_a_rank_that_never_stores_does_not_cost_the_pool() -> None:
     check_invariants(rig.cache)
 
 
+@pytest.mark.parametrize("needed", [False, True])
+def test_partial_blocks_of_a_reset_are_freed_by_parts_or_when_space_is_needed(needed: bool) -> None:
+    rig = full_rig(64)
+    namespace, other = rig.open("a", world_size=2, sizes=(UNIT, UNIT)), rig.open("b")
+    for group in range(2):
+        rig.commit(rig.begin(namespace, 0, group, keys_of(*range(16))))
+    rig.cache.swept_at_once = 4
+    rig.cache.reset(namespace)
+    assert len(rig.cache._partial) == 32
+    check_invariants(rig.cache)
+    rig.clock.now += 100
+    if needed:
+        assert rig.store(other, keys_of(*range(64))) == 64
+    else:
+        rig.cache.tick()
+    check_invariants(rig.cache)
+    while rig.cache.background():
+        check_invariants(rig.cache)
+    assert (namespace.totals.partial_blocks, namespace.totals.invalidated_blocks) == (0, 32)
+    assert (len(rig.cache._partial), namespace.held_bytes) == (0, 0)
+
+
 # --- namespaces ---------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvoffd.cache.cache import ASKED_AT_ONCE
 from kvoffd.cache.hints import AWAITED_S, MOST_AWAITED, RETAINED_SHARE
 from kvoffd.cache.namespace import Namespace
 from kvoffd_proto.messages import HintAction
@@ -31,6 +32,11 @@ class Hinted(CacheRig):
     def put(self, *numbers: int) -> None:
         self.ask(self.namespace, keys_of(*numbers))
         check_invariants(self.cache)
+
+    @property
+    def aside(self) -> int:
+        """Number of retained blocks that are set aside."""
+        return sum(len(one.aside) for one in self.cache.order._retentions.values())
 
     def there(self, *numbers: int) -> list[int]:
         states = self.states(self.namespace, keys_of(*numbers))
@@ -76,10 +82,42 @@ def test_what_is_next_to_go_is_set_aside_a_few_at_a_time_and_not_in_one_eviction
     rig.put(1, 2, 3, 4)
     rig.hint("retain", 1, 2, 3, 4)
     for number in range(1, 6):
-        rig.cache.tick()
-        assert sum(len(one.aside) for one in rig.cache.order._retentions.values()) == min(4, number)
+        assert rig.cache.background() == (number < 5)
+        assert rig.aside == min(4, number)
     rig.fill(100, 2 * BLOCKS)
     assert rig.there(1, 2, 3, 4) == [1, 2, 3, 4]
+
+
+def test_what_one_turn_cannot_set_aside_is_evicted_as_if_it_had_no_hint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvoffd.cache.hints.SET_ASIDE_AT_ONCE", 4)
+    rig = Hinted()
+    rig.fill(0)
+    rig.hint("retain", *range(16))
+    rig.put(*range(100, 108))
+    assert (rig.aside, len(rig.there(*range(16)))) == (4, 8)
+    while rig.cache.background():
+        pass
+    rig.fill(200, 2 * BLOCKS)
+    assert len(rig.there(*range(16))) == 8
+
+
+def test_a_tick_asks_again_for_some_prefetches_and_for_all_in_turns() -> None:
+    rig, asked = Hinted(), list[bytes]()
+
+    class Store:
+        def find(self, lease: Any, groups: Any, states: list[bytes], asked_keys: None) -> list[bytes]:
+            asked.append(groups[0][1])
+            lease.coming = lease.asking = 1
+            return states
+
+    rig.cache.tiers = Store()  # type: ignore[assignment]
+    for number in range(3 * ASKED_AT_ONCE):
+        rig.hint("prefetch", number)
+    first = list(asked)
+    for tick in range(1, 4):
+        rig.cache.tick()
+        assert len(asked) == len(first) + tick * ASKED_AT_ONCE
+    assert asked == first + first
 
 
 def test_blocks_that_are_stored_after_the_hint_are_retained_too() -> None:

@@ -11,7 +11,7 @@ from statistics import median
 
 import pytest
 
-from kvoffd_client import AdminClient, GroupSpec, NamespaceSpec
+from kvoffd_client import AdminClient, GroupKeys, GroupSpec, HintAction, NamespaceSpec
 from kvoffd_client.testing import FakeEngine
 from tests.kit.daemon import DaemonProcess
 from tests.kit.made_up_loads import chat_among_single_requests
@@ -138,6 +138,18 @@ def test_blocks_of_one_node_are_loaded_at_another(server: RedisServer) -> None:
         assert server.objects == BLOCKS, "clearing a node takes nothing from others"
     with Node(server.url) as third:
         assert third.load() == sums, "when the first node is gone"
+
+
+def test_prefetched_blocks_come_up_though_nobody_waits(server: RedisServer) -> None:
+    with Node(server.url) as node:
+        sums = node.store()
+    with Node(server.url) as node:
+        node.engine.scheduler.hint(HintAction.PREFETCH, [GroupKeys(0, b"".join(KEYS))])
+        wait_until(lambda: node.space.ready_blocks == BLOCKS, explain=lambda: node.space)
+        assert (node.space.prefetched_keys, node.shared.asked_keys) == (BLOCKS, BLOCKS)
+        assert books(node.daemon.directory).pool.pinned_bytes == 0
+        assert node.load() == sums
+        assert node.shared.asked_keys == BLOCKS, "what the pool has is not asked for"
 
 
 def test_of_two_stores_the_second_has_what_the_first_lost(server: RedisServer, own_server: RedisServer) -> None:

@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Container
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Listener
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -61,6 +61,7 @@ class Completion:
         queued_at, scheduled_at, first_token_at: when the engine took the prompt, when it began a step with tokens of
             it, after what was loaded had come, and when that step ended; all by one clock, as vLLM measures it.
         transfer: kv_transfer_params for another engine; None where no connector gave any.
+        likeliest: log probabilities of the likeliest tokens at each place, as many as were asked for.
     """
 
     tokens: list[int]
@@ -72,6 +73,7 @@ class Completion:
     scheduled_at: float = 0.0
     first_token_at: float = 0.0
     transfer: dict[str, Any] | None = None
+    likeliest: list[dict[int, float]] = field(default_factory=list)
 
 
 class EngineProcess(Starting):

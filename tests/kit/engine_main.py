@@ -130,6 +130,11 @@ def generate(
         {
             "tokens": [token for sample in output.outputs for token in sample.token_ids],
             "logprobs": [next(iter(step.values())).logprob for sample in output.outputs for step in sample.logprobs],
+            "likeliest": [
+                {token: one.logprob for token, one in step.items()}
+                for sample in output.outputs
+                for step in sample.logprobs
+            ],
             "cached": output.num_cached_tokens,
             "finish": output.outputs[0].finish_reason,
             "first_token_s": output.metrics.first_token_latency if output.metrics else 0.0,

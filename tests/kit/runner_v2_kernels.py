@@ -295,3 +295,77 @@ def grammar_bitmask(
         if position < starts[row + 1] - starts[row]:
             bits = np.unpackbits(np.ascontiguousarray(masks[index]).view(np.uint8), bitorder="little")[:vocab_size]
             logits[starts[row] + position, :vocab_size][bits == 0] = -np.inf
+
+
+@stands_in("precopy_mamba_align_fused_kernel")
+def precopy_states(
+    grid,
+    mamba_state_idx_ptr,
+    src_col_ptr,
+    token_bias_ptr,
+    block_table_ptrs_ptr,
+    block_table_stride_req,
+    state_base_addrs_ptr,
+    state_block_strides_ptr,
+    state_elem_sizes_ptr,
+    state_inner_sizes_ptr,
+    state_conv_widths_ptr,
+    state_group_indices_ptr,
+    state_dim_row_count_ptr,
+    state_dim_row_stride_ptr,
+    idx_mapping_ptr,
+    num_reqs,
+    COPY_BLOCK_SIZE,
+    CONV_STATE_DIM_FIRST,
+    HAS_IDX_MAPPING=True,
+    TEMPORAL_TILES=1,
+):
+    """Nothing where no state is copied, as in most steps."""
+    if not HAS_IDX_MAPPING:
+        return NotImplemented
+    slots = idx_mapping_ptr.numpy()[:num_reqs]
+    source, target = (each.numpy()[slots[slots >= 0]] for each in (src_col_ptr, mamba_state_idx_ptr))
+    return NotImplemented if ((source >= 0) & (source != target)).any() else None
+
+
+@stands_in("postprocess_mamba_fused_kernel")
+def postprocess_states(
+    grid,
+    num_accepted_tokens_ptr,
+    mamba_state_idx_ptr,
+    num_scheduled_tokens_ptr,
+    num_computed_tokens_ptr,
+    num_draft_tokens_ptr,
+    block_table_ptrs_ptr,
+    block_table_stride_req,
+    state_base_addrs_ptr,
+    state_block_strides_ptr,
+    state_elem_sizes_ptr,
+    state_inner_sizes_ptr,
+    state_conv_widths_ptr,
+    state_group_indices_ptr,
+    state_dim_row_count_ptr,
+    state_dim_row_stride_ptr,
+    num_accepted_tokens_out_ptr,
+    idx_mapping_ptr,
+    num_reqs,
+    block_size,
+    COPY_BLOCK_SIZE,
+    CONV_STATE_DIM_FIRST,
+    HAS_IDX_MAPPING=False,
+    PRECOMPUTED_NEW_COMPUTED=False,
+    TEMPORAL_TILES=1,
+):
+    """As above."""
+    if not (HAS_IDX_MAPPING and PRECOMPUTED_NEW_COMPUTED):
+        return NotImplemented
+    slots = idx_mapping_ptr.numpy()[:num_reqs]
+    slots = slots[slots >= 0]
+    computed, running = num_computed_tokens_ptr.numpy()[slots], mamba_state_idx_ptr.numpy()[slots]
+    at = computed - num_accepted_tokens_ptr.numpy()[slots] + 1
+    aligned = computed // block_size * block_size
+    ended = aligned >= at
+    if (ended & ((running != aligned // block_size - 1) | (aligned != at))).any():
+        return NotImplemented
+    num_accepted_tokens_out_ptr.numpy()[slots[ended]] = 1
+    return None

@@ -242,8 +242,8 @@ def check_invariants(cache: Cache) -> None:
             if not group.dead:  # whose number no successor knows
                 assert readable == (shard & SHARD_STATE == WRITTEN and state != DROPPED), "a successor is misled"
         writing = any(shard & SHARD_STATE == WRITING_SHARD for shard in shards)
-        partial = state == WRITING and not writing and not group.dead
-        assert (head in cache._partial) == partial
+        partial = state == WRITING and not writing
+        assert group.dead or (head in cache._partial) == partial
         key = blocks.keys(np.array([head], np.uint32), group.key_bytes)
         found, number = blocks.find(group.number, key, group.key_bytes)
         if state == DROPPED:
@@ -256,6 +256,7 @@ def check_invariants(cache: Cache) -> None:
             pinned_blocks += 1
         counts[group, DROPPED if group.dead else state] += 1
         nbytes[group.namespace] += group.block_bytes
+    assert all(blocks.state[block] == WRITING for block in cache._partial), "a block that ended counts as incomplete"
     quarantined = {int(slot) for slot in np.flatnonzero(slots.in_use) if int(slot) not in seen}
     assert all(blocks.shard[slot] == CORRUPT for slot in quarantined), "a slot in use is of no block"
     assert seen <= set(np.flatnonzero(slots.in_use).tolist()), "a block's slot is free"

@@ -1,0 +1,15 @@
+"""How an engine's answers compare, as ``kvoffd-cli verify`` judges."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvoffd_client.cli.verify import MOST_NOISE_NATS, TIE_NATS, Difference, difference
+
+
+def compare(computed: Any, own: Any, given: Any) -> tuple[bool, Difference]:
+    """Return whether an answer is as the computed one or that from vLLM's own prefix cache, and how it differs from the
+    first. All have the log probabilities of several tokens at each place."""
+    found, noise = difference(computed, given), difference(computed, own).farthest
+    nats = max(TIE_NATS, 2 * min(noise, MOST_NOISE_NATS))
+    return found.within(nats) or difference(own, given).within(nats), found
