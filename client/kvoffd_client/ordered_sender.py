@@ -141,4 +141,4 @@ class OrderedSender:
         except Exception:
             log.exception("%d jobs could not be sent.", len(step.jobs))
         for job in step.jobs.values():
-            step.fail(job, ErrorCode.COPY_FAILED)
+            step.fail(job, ErrorCode.CANCELLED)

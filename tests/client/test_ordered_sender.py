@@ -167,7 +167,7 @@ def test_a_failed_gpu_or_message_fails_jobs_and_not_the_thread(gpu: Gpu) -> None
     event.error = RuntimeError("CUDA error: an illegal memory access was encountered")
     event.happened.set()
     wait_until(lambda: {1}.isdisjoint(gpu.sender.waiting))
-    assert (gpu.sent, gpu.failed) == ([], [(1, ErrorCode.COPY_FAILED)])
+    assert (gpu.sent, gpu.failed) == ([], [(1, ErrorCode.CANCELLED)])
     gpu.submit(2).happened.set()
     wait_until(lambda: {2}.isdisjoint(gpu.sender.waiting))
     assert gpu.sent == [2]
@@ -178,7 +178,7 @@ def test_a_failed_gpu_or_message_fails_jobs_and_not_the_thread(gpu: Gpu) -> None
     gpu.sender.submit([Job(3, ()), Job(4, ())], send, lambda job, code: gpu.failed.append((job.job_id, code)))
     gpu.events[-1].happened.set()
     wait_until(lambda: {3, 4}.isdisjoint(gpu.sender.waiting))
-    assert gpu.failed[1:] == [(3, ErrorCode.COPY_FAILED), (4, ErrorCode.COPY_FAILED)]
+    assert gpu.failed[1:] == [(3, ErrorCode.CANCELLED), (4, ErrorCode.CANCELLED)]
 
 
 def test_closing_does_not_wait_for_a_gpu_that_hangs(gpu: Gpu) -> None:

@@ -14,7 +14,7 @@ from kvoffd_client import NamespaceSpec
 from kvoffd_client.vllm.connector import KvoffdConnector
 from kvoffd_client.vllm.connector_metadata import FailedJob, WorkerReport
 from kvoffd_client.vllm.engine_namespace import MemoryReport
-from kvoffd_client.vllm.manager import NEVER, KvoffdManager
+from kvoffd_client.vllm.manager import LONG_AGO, KvoffdManager
 from kvoffd_proto.errors import ErrorCode
 from tests.kit.clock import Clock
 from tests.vllm.vllm_config import make_scheduler
@@ -48,7 +48,7 @@ class SchedulerHarness:
         self.manager.clock = self.connector._admission._clock = self.manager.harm._clock = self.clock
         namespace: Any = self.manager.namespace
         namespace.client, namespace.current = self.client, NamespaceSpec.named("model")
-        namespace._clock, namespace._waiting_since = self.clock, NEVER
+        namespace._clock, namespace._waiting_since = self.clock, LONG_AGO
         self.manager._credit_bytes = CREDIT_BYTES
         self.there: set[bytes] = set()
         self.answers = True

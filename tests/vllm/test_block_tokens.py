@@ -254,7 +254,9 @@ def test_events_that_do_not_fit_the_model_are_left_out(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor"])
-def test_blocks_of_several_are_published_in_the_engine_s_block_size(algorithm: str) -> None:
+def test_blocks_of_several_are_published_in_the_engine_s_block_size(
+    algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """vLLM's own events of the same prompt name the same blocks."""
     function = get_hash_fn_by_name(algorithm)
     init_none_hash(function)
@@ -268,10 +270,13 @@ def test_blocks_of_several_are_published_in_the_engine_s_block_size(algorithm: s
     parents, tokens = [bytes(len(keys[0])), *keys], [tokens_of(0, 1), tokens_of(2, 3), tokens_of(4, 5)]
     stored = events.BlockStored(keys[2:], 2 * BLOCK_TOKENS, CPU, 0, parents[2:3], b"".join(tokens[2:]))
     removed = events.BlockRemoved(keys[1:2], CPU, 0)
-    namespace: Any = SimpleNamespace(client=SimpleNamespace(take_events=lambda: [stored, removed]))
+    told = iter([[stored, removed], [events.AllBlocksCleared()]])
+    namespace: Any = SimpleNamespace(client=SimpleNamespace(take_events=lambda: next(told, [])))
     first, second, gone = made.take(namespace)
     for event, places in ((first, range(4)), (second, range(4, 6))):
         assert event.block_hashes == [hashes[place] for place in places]
         assert (event.block_size, len(event.token_ids)) == (BLOCK_TOKENS, len(places) * BLOCK_TOKENS)
         assert event.parent_block_hash == (hashes[places[0] - 1] if places[0] else None)
     assert gone.block_hashes == hashes[2:4]
+    monkeypatch.setattr(block_tokens, "MAX_BLOCKS_PER_STEP", 2)
+    assert [[one.block_hashes for one in made.take(namespace)] for _ in range(3)] == [[], [hashes[:2]], [hashes[4:6]]]

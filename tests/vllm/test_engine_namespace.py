@@ -40,7 +40,8 @@ def test_where_no_client_could_be_made_it_is_tried_after_the_next_reset() -> Non
     for _ in range(3):
         namespace.report({0: MemoryReport(ONE, "a", namespace.generation)})
         assert not made or not namespace.serves
-        namespace.leave(engine_cache_kept=False)
+        assert not namespace.engine_cache_stale, "the weights are the same"
+        namespace.leave(engine_cache_kept=True)
         namespace.ask()
     assert (made, namespace.client) == ([], client)
 

@@ -16,18 +16,19 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 import kvoffd_client
-from kvoffd_client import NamespaceSpec
+from kvoffd_client import NamespaceSpec, SchedulerClient
 from kvoffd_client.vllm import hints as hints_module
 from kvoffd_client.vllm.adapters import ANSWER_PATIENCE_S
 from kvoffd_client.vllm.connector_metadata import NO_LEASE, ChunkGroup, FailedJob, WorkerReport
 from kvoffd_client.vllm.do_no_harm import LEAST_LOAD_SAMPLES
-from kvoffd_client.vllm.engine_namespace import MemoryReport
+from kvoffd_client.vllm.engine_namespace import MemoryReport, Unconnected
 from kvoffd_client.vllm.manager import MOST_STOOD_STILL_S
 from kvoffd_client.vllm.metrics import (
     CONNECTED,
     DEFERRED_STORES,
     DEFINITIONS,
     FAILED_LOADS,
+    FAILED_STORES,
     LATE_LOOKUPS,
     LOAD_RATE,
     LOOKUPS,
@@ -77,11 +78,12 @@ def test_prompts_do_not_wait_for_a_daemon_whose_answers_are_all_late(do_no_harm:
     for number in range(3):
         assert waits(f"in time {number}", 30, 0.02)
         assert waits(f"late {number}", 30, 0.04) is not do_no_harm
-    assert waits("short", 30, 0.001) is not do_no_harm, "three were given up after 40 ms"
+    for number in range(3):
+        assert waits(f"short {number}", 30, 0.001) is not do_no_harm, "three were given up after 40 ms"
     assert waits("long", 80, 0.001)
     harness.client.answer(set(), index=6)
-    harness.manager.on_request_finished(ReqContext("short"))
-    assert waits("next", 30, 0.001), "the short one's answer took 2 ms"
+    harness.manager.on_request_finished(ReqContext("short 0"))
+    assert waits("next", 30, 0.001), "the first short one's answer took 4 ms"
 
 
 def test_a_failed_lookup_is_a_miss_and_not_repeated_at_once(harness: ManagerHarness) -> None:
@@ -331,6 +333,15 @@ def test_an_idle_engine_does_not_count_the_time_in_which_it_stood_still(answers:
     assert harness.clock.now - began < 2.1, "as long as computing takes at most"
 
 
+def test_the_time_before_a_request_is_no_standstill_of_its(harness: ManagerHarness) -> None:
+    harness.manager.step_begins([])
+    harness.clock.now += 60.0
+    context = harness.request()
+    harness.clock.now += 4.0
+    harness.scan()
+    assert harness.results(context) == [RETRY] * 3
+
+
 def test_an_idle_engine_whose_steps_are_long_does_not_wait_for_ever() -> None:
     """As where other ranks of data parallelism compute."""
     harness = DiskHarness()
@@ -409,6 +420,16 @@ def test_hints_are_passed_on_with_what_was_generated(harness: ManagerHarness, of
     assert hinted(harness, hints, of_engine=of_engine) == 0
     sent = [(kind.value, len(keys[0].keys) // 32, *rest) for kind, keys, *rest in harness.client.hints]
     assert sent == [("retain", 3, 80, 30.0), ("prefetch", 3, 0, 0.0), ("retain", 4, 80, 30.0), ("release", 2, 0, 0.0)]
+
+
+def test_hints_of_prompts_shorter_than_a_chunk_are_not_sent(harness: ManagerHarness) -> None:
+    context = ReqContext("r", {"kv_hints": envelope(RETAIN, action("kv.prefetch", {}))})
+    harness.manager.on_new_request(context)
+    harness.begin(context, hashes=0)
+    for _ in range(2):
+        harness.scan()
+    harness.manager.on_request_finished(context)
+    assert harness.client.hints == []
 
 
 @pytest.mark.parametrize(
@@ -573,6 +594,8 @@ def test_beyond_the_credit_a_store_is_put_off_and_counted(harness: ManagerHarnes
         assert harness.offer(context, KEYS[1:2]) is None
         harness.end(name, 3001)
         assert harness.offer(context, KEYS[1:2]) == stored
+    counted = harness.counted()
+    assert (counted[DEFERRED_STORES], counted[FAILED_STORES]) == (2, 1)
 
 
 def test_store_credit_counts_what_each_group_has() -> None:
@@ -688,6 +711,11 @@ def test_a_prompt_shorter_than_a_chunk_has_only_a_tail(harness: ManagerHarness) 
     harness.scan()
     assert (harness.client.asked, harness.results(context, TAILS[:1])) == ([], [RETRY])
     assert manager.look_up_tails(request, 0)
+    harness.client.answer(set())
+    harness.scan()
+    assert not harness.scan(), "there is no lease to refresh"
+    harness.clock.now += 1.1
+    assert harness.scan()
     harness.client.answer({block_hash(13)})
     harness.scan()
     assert harness.results(context, TAILS[:1]) == [HIT]
@@ -850,6 +878,25 @@ def test_while_vllms_own_cache_is_of_other_weights_nothing_is_stored(harness: Ma
         harness.manager.namespace.leave(engine_cache_kept=kept)
         harness.report("other weights")
         assert harness.offer(context) == stored
+
+
+def test_requests_end_where_the_engine_has_lost_its_client(harness: ManagerHarness) -> None:
+    """As if there are no threads for another one after a change of the weights."""
+    contexts = [harness.request(name, ready=HASHES) for name in ("loads", "waits")] + [harness.request("asks")]
+    harness.manager.prepare_load(KEYS, contexts[0])
+    harness.manager.namespace.client = cast(SchedulerClient, Unconnected())
+    harness.clock.now += 1.0
+    harness.manager.step_begins([1])
+    harness.manager.workers_report(WorkerReport(failed_jobs={1: FailedJob(ErrorCode.CHECKSUM, [], "loads")}))
+    for context in contexts:
+        harness.scan(context.req_id)
+        assert harness.results(context) == [MISS] * 3
+        harness.manager.complete_load(KEYS, context)
+        harness.manager.on_request_finished(context)
+    assert harness.offer(harness.request("new")) == []
+    harness.manager.reset_cache()
+    assert harness.counted()[CONNECTED] == 0
+    harness.manager.shutdown()
 
 
 # --- why a request hit or missed -------------------------------------------------------------------

@@ -295,7 +295,7 @@ def test_a_worker_without_shareable_memory_fails_every_job() -> None:
     assert worker.submit_store(1, BLOCKS, KEYED)
     assert worker.submit_load(2, LEASED, BLOCKS)
     worker.wait({1, 2})
-    assert codes(worker) == {1: ErrorCode.UNSUPPORTED, 2: ErrorCode.UNSUPPORTED}
+    assert codes(worker) == {1: ErrorCode.UNKNOWN_REGISTRATION, 2: ErrorCode.UNKNOWN_REGISTRATION}
     assert worker.failed_requests == {"r"}
     assert (worker.problem, worker.credit_bytes) == ("The driver gives no handle.", None)
     worker.leave()
@@ -505,7 +505,7 @@ def test_a_gpu_that_failed_costs_jobs_and_not_the_engine(gpu: Gpu) -> None:
     gpu.worker.submit_load(2, LEASED, BLOCKS)
     gpu.worker.wait({1})
     assert gpu.clients[0].busy == [False]
-    assert codes(gpu.worker) == {1: ErrorCode.COPY_FAILED, 2: ErrorCode.COPY_FAILED}
+    assert codes(gpu.worker) == {1: ErrorCode.CANCELLED, 2: ErrorCode.CANCELLED}
 
 
 def test_asleep_the_daemon_holds_nothing_and_awake_all_is_as_before(gpu: Gpu) -> None:
@@ -523,7 +523,7 @@ def test_asleep_the_daemon_holds_nothing_and_awake_all_is_as_before(gpu: Gpu) ->
     assert gpu.worker.problem == "", "the scheduler must not give the daemon up for a nap"
     assert gpu.worker.credit_bytes is None
     gpu.worker.submit_store(2, BLOCKS, KEYED)
-    assert codes(gpu.worker) == {2: ErrorCode.UNSUPPORTED}
+    assert codes(gpu.worker) == {2: ErrorCode.UNKNOWN_REGISTRATION}
     for _ in range(2):
         gpu.worker.wake()
     gpu.worker.submit_store(3, BLOCKS, KEYED)

@@ -98,7 +98,7 @@ class HostBlockEvents:
         blocks = 0
         while blocks < MAX_BLOCKS_PER_STEP:
             if any(self._withdrawn.values()):
-                blocks += self._withdraw(MAX_BLOCKS_PER_STEP - blocks)
+                blocks += self._withdraw(max(1, (MAX_BLOCKS_PER_STEP - blocks) // self._blocks_per_chunk))
             elif self._waiting:
                 blocks += self._apply(self._waiting.popleft()) * self._blocks_per_chunk
             else:

@@ -15,7 +15,7 @@ from kvoffd_client.scheduler_client import SchedulerClient
 from kvoffd_client.vllm.fingerprint import with_live_weights
 from kvoffd_client.vllm.log import logger
 from kvoffd_proto.events import KvEvent
-from kvoffd_proto.messages import PromptReport
+from kvoffd_proto.messages import GroupKeys, PromptReport
 
 PATIENCE_S = 10.0
 """Time limit for the workers' reports. Registration has ``deadline_s``."""
@@ -56,6 +56,10 @@ class Unconnected:
 
     ready = False
     reported_prefill_rate = 0.0
+
+    def release(self, lease_id: int) -> None: ...
+
+    def invalidate(self, groups: Sequence[GroupKeys]) -> None: ...
 
     def report_prompt(self, report: PromptReport) -> None: ...
 
@@ -208,7 +212,7 @@ class EngineNamespace:
         last, namespace = self._last, with_live_weights(namespace, weights)
         self.join(namespace)
         self._to_tell, self._waiting_since = True, self._clock()
-        changed = last is not None and last is not self._last
+        changed = last is not None and last.fingerprint != namespace.fingerprint
         if changed and self._engine_cache_kept:
             self.engine_cache_stale = True
             logger.warning(

@@ -63,8 +63,8 @@ if TYPE_CHECKING:
 # Errors after which the blocks are unusable. After other errors they are still valid.
 BLOCKS_UNUSABLE = frozenset({ErrorCode.NOT_READY, ErrorCode.COPY_FAILED, ErrorCode.CHECKSUM})
 _HIT, _PENDING, _MISS = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.MISS
-_READY_BYTE, _NOT_THERE = bytes([READY]), bytes([ABSENT, WRITING])
-NEVER = float("-inf")
+_NOT_THERE = bytes([ABSENT, WRITING])
+LONG_AGO = float("-inf")
 REFRESH_S = 1.0
 """An answer with misses is refreshed at this age, a complete one this long before ``stale_at``. After a failed lookup
 none is sent for this long."""
@@ -185,7 +185,7 @@ class RequestState:
         load_failed: a load failed; the request is recomputed and not looked up again.
         from_tiers: keys that were, or were to be, promoted for this request, with their last state.
         tier_wait_began: time when the request began to wait for a promotion; None before.
-        tier_wait_until: latest end of that wait; NEVER once it has ended.
+        tier_wait_until: latest end of that wait; LONG_AGO once it has ended.
         doubted_since: time since which waiting is not known to be worth it; inf while it is.
         waits_for_tier: the request waits for promotions in its answer.
         stood_still_s: time in which the machine stood still while it waited.
@@ -233,7 +233,7 @@ class RequestState:
     skip_counted: bool = False
     refused: bool = False
     logged: bool = False
-    failed_at: float = NEVER
+    failed_at: float = LONG_AGO
     waits_for_report_since: float | None = None
     hints: Sequence[RequestHint] = ()
     peer: str = ""
@@ -290,10 +290,10 @@ class KvoffdManager(OffloadingManager):
         self._wait_left_s = IDLE_WAIT_S
         self._tokens_before: dict[str, int] | None = None
         """Uncomputed tokens of earlier prompts, by request; None until needed in this step."""
-        self._no_wait_before = NEVER
+        self._no_wait_before = LONG_AGO
         self._is_idle = True
         """Whether no request ran in the previous step."""
-        self._looked_at = NEVER
+        self._looked_at = LONG_AGO
         self._asks_again: bool | None = None
         """Whether requests that wait for a store's answer are looked up again in this step. The first of them decides
         for all, so that its blocks are promoted first. None before that."""
@@ -397,7 +397,8 @@ class KvoffdManager(OffloadingManager):
                     for index, group in enumerate(self._groups)
                     if (hashes := group.hashes(state.request.block_hashes)[-(-hint.start // group.tokens_per_chunk) :])
                 ]
-                self.namespace.client.hint(hint.action, groups, hint.priority, hint.ttl_s)
+                if groups:
+                    self.namespace.client.hint(hint.action, groups, hint.priority, hint.ttl_s)
 
     def _knows_adapter(self, state: RequestState) -> bool:
         """Return whether nothing about a request's adapter is pending; disable the request if it is unreadable."""
@@ -512,7 +513,7 @@ class KvoffdManager(OffloadingManager):
         hashes = len(state.request.block_hashes)
         if sum(hashes // group.hashes_per_chunk for group in self._groups) > answer.asked:
             return True
-        if answer.has_all:
+        if answer.has_all and answer.ticket.leased:
             return now > answer.ticket.stale_at - REFRESH_S
         if not state.waits_for_tier or state.tier_wait_began is None:
             return now - answer.ticket.answered_at > REFRESH_S
@@ -566,8 +567,9 @@ class KvoffdManager(OffloadingManager):
             if state.waits_for_tier:  # promoted blocks may still come
                 until = max(until, state.tier_wait_until)
             if now >= until:
-                pending.given_up, state.tier_wait_until = True, NEVER
-                self._replies_s.append(now - pending.sent_at)
+                pending.given_up, state.tier_wait_until = True, LONG_AGO
+                if until > pending.sent_at:
+                    self._replies_s.append(now - pending.sent_at)
                 self._counters[metrics.LATE_LOOKUPS] += 1
 
     @property
@@ -649,8 +651,8 @@ class KvoffdManager(OffloadingManager):
         if state.waits_for_tier and state.pending is not None and not state.pending.given_up:
             return True  # the next answer shows what was promoted during a step
         if now >= state.tier_wait_until or (not is_worth_it and now - state.doubted_since >= doubt_s):
-            state.tier_wait_until = NEVER
-        return state.tier_wait_until != NEVER
+            state.tier_wait_until = LONG_AGO
+        return state.tier_wait_until != LONG_AGO
 
     def _tokens_before_each(self) -> dict[str, int]:
         """Return for each request the tokens of earlier prompts that are neither computed nor being loaded."""
@@ -697,7 +699,7 @@ class KvoffdManager(OffloadingManager):
 
     def skips_load(self, request_id: str, tokens: int) -> bool:
         """Return whether a request computes tokens instead of loading them, which is slower. Counted once."""
-        if self.clock() >= self.harm.loads_paused_until.get(tokens.bit_length(), NEVER):
+        if self.clock() >= self.harm.loads_paused_until.get(tokens.bit_length(), LONG_AGO):
             return False
         state = self._requests[request_id]
         self._counters[metrics.SLOW_LOADS] += not state.skip_counted
@@ -802,10 +804,11 @@ class KvoffdManager(OffloadingManager):
     # --- vLLM's interface ---
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        self._look()  # the time until now is not the new request's
         state = RequestState()
         # kv_load_tiers of the request: the pool is vLLM's primary tier, which requests cannot exclude.
         if not req_context.load_tier_filter.allows(Medium.STORAGE, Locality.LOCAL):
-            state.tier_wait_until = NEVER
+            state.tier_wait_until = LONG_AGO
         state.hints, unknown, state.peer = read_hints(req_context)
         self._counters[metrics.UNKNOWN_HINTS] += unknown
         self._requests[req_context.req_id] = state
@@ -873,9 +876,10 @@ class KvoffdManager(OffloadingManager):
             self._send_report(state)
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        """As vLLM's. None if it is too early, after which vLLM offers the keys again in the next step.
+        """As vLLM's. None if it is too early, after which vLLM offers the keys of a request that runs again.
 
-        Never None for the states of recurrent layers, which vLLM offers only once: blocks without them are not hits.
+        Once the namespace is known, never None for the states of recurrent layers, which vLLM offers only once: blocks
+        without them are not hits.
 
         vLLM offers the whole prompt when a request ends, unless it was aborted. But a request that ended with an error
         may have computed only a part, and one preempted during its last token has lost its blocks.
@@ -919,7 +923,7 @@ class KvoffdManager(OffloadingManager):
         # The last offer of a request may use twice the credit, which the daemon does not enforce.
         most_bytes = 2 * self._credit_bytes if has_ended else self._credit_bytes
         if may_wait and self._outstanding_bytes and self._outstanding_bytes >= most_bytes:
-            self._counters[metrics.DEFERRED_STORES] += 1
+            self._counters[metrics.FAILED_STORES if has_ended else metrics.DEFERRED_STORES] += 1
             return None
         _forget_offered(last, keys)
         sizes = {key: self._shard_bytes[key[-GROUP_ID_BYTES:]] for key in ends}

@@ -117,7 +117,7 @@ class KvoffdWorker(OffloadingWorker):
         if not jobs:
             return
         if self._client is None:
-            self._failed.extend([(job.job_id, ErrorCode.UNSUPPORTED) for job in jobs])
+            self._failed.extend([(job.job_id, ErrorCode.UNKNOWN_REGISTRATION) for job in jobs])
         elif self._sender is None:
             self._client.submit(jobs)
         else:
@@ -126,7 +126,7 @@ class KvoffdWorker(OffloadingWorker):
             except RuntimeError as error:  # torch's error for a failed GPU
                 logger.warning_once("kvoffd: jobs were not sent because the GPU failed: %s", error)  # type: ignore[attr-defined]
                 for job in jobs:
-                    self._fail_unsent(job, ErrorCode.COPY_FAILED)
+                    self._fail_unsent(job, ErrorCode.CANCELLED)
 
     def _make_job(self, job_id: int, blocks: GPULoadStoreSpec, *, is_store: bool) -> Job | ErrorCode:
         """Return the job of vLLM's blocks and our keys, or an error code if they do not fit.
