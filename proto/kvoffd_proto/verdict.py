@@ -39,6 +39,9 @@ def judge(stats: DaemonStats) -> Verdict:
         what = f"{format_count(traffic.loaded_tokens)} tokens" if traffic.loaded_tokens else ""
         what = what or format_size(traffic.loaded_bytes)
         sentence = f"Paying off: engines loaded {what} instead of computing them."
+        minute = stats.last_minute
+        if minute.lookups and not minute.loaded_keys:
+            sentence += f" Nothing of the last minute's {format_count(minute.lookups)} lookup{plural(minute.lookups)}."
     else:
         sentence = f"Not paying off: {_why_not(stats)}"
     return Verdict(pays, sentence + doubt(stats))

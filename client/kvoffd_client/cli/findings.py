@@ -486,6 +486,7 @@ def pool_size(facts: Facts) -> Iterator[Finding]:
         )
         total = stats.since_start
         below = sum(keys for source, keys in total.found_keys.items() if source != "pool")
+        evidence += " Blocks are evicted as with lru for now." * stats.learned.as_lru
         evidence += f" {gone}." * (evicted >= POINTS / 100)
         evidence += doubt(stats)
         if stats.disks or stats.shared:
