@@ -48,9 +48,10 @@ def judge(stats: DaemonStats) -> Verdict:
 
 
 def enough_lookups(stats: DaemonStats) -> bool:
-    """Return whether there were enough lookups to judge. A full pool that evicts is judged early."""
-    evicts = stats.since_start.evicted_blocks and stats.pool.of("ready") >= FULL_POOL * stats.pool.size_bytes
-    return stats.since_start.lookups >= (FEWEST_WHEN_FULL if evicts else FEWEST_LOOKUPS)
+    """Return whether there were enough lookups to judge. A full pool that evicts, or rejects, is judged early."""
+    traffic, is_full = stats.since_start, stats.pool.of("ready") >= FULL_POOL * stats.pool.size_bytes
+    lacks_space = is_full and (traffic.evicted_blocks or traffic.rejected_keys)
+    return traffic.lookups >= (FEWEST_WHEN_FULL if lacks_space else FEWEST_LOOKUPS)
 
 
 def doubt(stats: DaemonStats) -> str:

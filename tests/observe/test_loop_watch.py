@@ -130,7 +130,7 @@ def test_a_stopped_process_is_reported_as_such(state: str, stops: int) -> None:
             stopped.send_signal(signal.SIGCONT)
             while number + 1 < stops and "SIGSTOP" not in log:  # on a busy machine both would be one stop
                 log += stopped.stderr.readline()
-        time.sleep(0.3)
+            time.sleep(0.3)
         log += stopped.communicate(timeout=30)[1]
     lines = [line for line in log.splitlines() if int(line.split()[5]) > 1000]
     assert len(lines) == stops, log
