@@ -144,7 +144,7 @@ LEVELS = ("error", "warning", "info")
 class Finding(msgspec.Struct, frozen=True):
     """A finding for an operator. ``check`` is its kind, a word for scripts.
 
-    ``weight`` , 0 to 1, orders findings of one level: a share of lookups, tokens or bytes, or a constant.
+    ``weight``, 0 to 1, orders findings of one level: a share of lookups, tokens or bytes, or a constant.
     """
 
     level: str
