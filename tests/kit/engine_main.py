@@ -6,6 +6,9 @@ import multiprocessing
 import os
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
+from itertools import count
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
@@ -102,16 +105,21 @@ def generate(
     sampling: dict[str, Any] | None = None,
     transfer: list[dict[str, Any]] | None = None,
     adapter: tuple[str, int, str] | None = None,
+    hints: dict[str, Any] | None = None,
+    preempt_at: int = 0,
 ) -> list[dict[str, Any]]:
     """Greedy tokens of every prompt, with their log probabilities. A prompt is token ids, or an input of vLLM's.
 
     ``max_tokens`` is of all, or of each.
     ``sampling`` overrides fields of SamplingParams; of several samples of a prompt the tokens come one after the other.
-    ``transfer`` has the kv_transfer_params of each, ``adapter`` name, id and path of the LoRA adapter of all.
+    ``transfer`` has the kv_transfer_params of each, ``adapter`` name, id and path of the LoRA adapter of all, and
+    ``hints`` their ``kv_hints``. All that run are pre-empted before the step ``preempt_at``, counted from 1.
     """
+    import msgspec
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
     from vllm.sampling_params import StructuredOutputsParams
+    from vllm.v1.kv_hints import KvHintsEnvelope
 
     limits = max_tokens if isinstance(max_tokens, list) else [max_tokens] * len(prompts)
     wanted = {"temperature": 0, "detokenize": False, "logprobs": 1, "ignore_eos": True}
@@ -126,6 +134,10 @@ def generate(
         for limit, params in zip(limits, transfer or [None] * len(prompts), strict=True)
     ]
     lora_request = LoRARequest(*adapter) if adapter else None
+    add = partial(type(llm.llm_engine).add_request, llm.llm_engine)
+    envelope = msgspec.convert(hints, KvHintsEnvelope) if hints else None
+    llm.llm_engine.add_request = partial(add, kv_hints=envelope)  # LLM.generate() has no argument for them
+    llm.llm_engine.step = preempting(llm.llm_engine, preempt_at)
     return [
         {
             "tokens": [token for sample in output.outputs for token in sample.token_ids],
@@ -145,6 +157,18 @@ def generate(
         }
         for output in llm.generate(inputs, every, use_tqdm=False, lora_request=lora_request)
     ]
+
+
+def preempting(engine: Any, number: int) -> Callable[[], Any]:
+    """Return the engine's ``step``, which has all running requests pre-empted before this step."""
+    steps = count(1)
+
+    def step() -> Any:
+        if next(steps) == number:
+            engine.reset_prefix_cache(reset_running_requests=True)
+        return type(engine).step(engine)
+
+    return step
 
 
 def input_of(prompt: Any) -> dict[str, Any]:
