@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from itertools import count
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
@@ -106,14 +105,14 @@ def generate(
     transfer: list[dict[str, Any]] | None = None,
     adapter: tuple[str, int, str] | None = None,
     hints: dict[str, Any] | None = None,
-    preempt_at: int = 0,
+    preempt: bool = False,
 ) -> list[dict[str, Any]]:
     """Greedy tokens of every prompt, with their log probabilities. A prompt is token ids, or an input of vLLM's.
 
     ``max_tokens`` is of all, or of each.
     ``sampling`` overrides fields of SamplingParams; of several samples of a prompt the tokens come one after the other.
     ``transfer`` has the kv_transfer_params of each, ``adapter`` name, id and path of the LoRA adapter of all, and
-    ``hints`` their ``kv_hints``. All that run are pre-empted before the step ``preempt_at``, counted from 1.
+    ``hints`` their ``kv_hints``. With ``preempt`` all are pre-empted once, when each has its first token.
     """
     import msgspec
     from vllm import SamplingParams
@@ -137,7 +136,7 @@ def generate(
     add = partial(type(llm.llm_engine).add_request, llm.llm_engine)
     envelope = msgspec.convert(hints, KvHintsEnvelope) if hints else None
     llm.llm_engine.add_request = partial(add, kv_hints=envelope)  # LLM.generate() has no argument for them
-    llm.llm_engine.step = preempting(llm.llm_engine, preempt_at)
+    llm.llm_engine.step = preempting(llm.llm_engine) if preempt else partial(type(llm.llm_engine).step, llm.llm_engine)
     return [
         {
             "tokens": [token for sample in output.outputs for token in sample.token_ids],
@@ -159,14 +158,17 @@ def generate(
     ]
 
 
-def preempting(engine: Any, number: int) -> Callable[[], Any]:
-    """Return the engine's ``step``, which has all running requests pre-empted before this step."""
-    steps = count(1)
+def preempting(engine: Any) -> Callable[[], Any]:
+    """Return the engine's ``step``, after which all requests are pre-empted once, when each has its first token."""
+    left = [True]
 
     def step() -> Any:
-        if next(steps) == number:
+        outputs = type(engine).step(engine)
+        running = engine.output_processor.request_states.values()
+        if left and running and not any(one.is_prefilling for one in running):
+            left.clear()
             engine.reset_prefix_cache(reset_running_requests=True)
-        return type(engine).step(engine)
+        return outputs
 
     return step
 

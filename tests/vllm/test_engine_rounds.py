@@ -98,7 +98,7 @@ class Rounds:
         """Ask them; the daemon is killed while it copies what ``kill`` says."""
         if len(prompts) > 1 and not self.family.own_cache:
             return self.ask(prompts[:1], kill, **arguments) + self.ask(prompts[1:], **arguments)
-        if "preempt_at" in arguments:
+        if "preempt" in arguments:
             self.settle()
         arguments = {"prompts": prompts, "max_tokens": MAX_TOKENS, "sampling": {"logprobs": 5}, **arguments}
         arguments["transfer"] = [arguments.get("transfer")] * len(prompts)
@@ -126,7 +126,7 @@ class Rounds:
         self.settle()
         answers = [self.ask(prompts, kill if kill == "store" else "")]
         if not self.family.own_cache:
-            answers.append(self.ask(prompts, preempt_at=3))
+            answers.append(self.ask(prompts, preempt=True))
         self.settle()
         own, loaded = [], []
         for each in prompts:  # in a batch they would overwrite each other's blocks
@@ -156,7 +156,7 @@ class Rounds:
         self.counts["tokens"] += len(given.tokens)
         self.counts["ties"] += found.at is not None
         assert given.finish == "length"
-        assert is_same, (number, len(tokens), given.cached, found)
+        assert is_same, (number, nats, len(tokens), found, computed, own, given)
 
     def next_prompt(self) -> list[int]:
         """A prompt that begins as an earlier one does."""
