@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
@@ -167,7 +168,8 @@ def preempting(engine: Any) -> Callable[[], Any]:
         running = engine.output_processor.request_states.values()
         if left and running and not any(one.is_prefilling for one in running):
             left.clear()
-            engine.reset_prefix_cache(reset_running_requests=True)
+            with suppress(Exception):  # vLLM refuses where stores hold blocks, once it has pre-empted them
+                engine.reset_prefix_cache(reset_running_requests=True)
         return outputs
 
     return step
