@@ -25,8 +25,8 @@ def test_each_action_reaches_the_daemon(home: EngineHome, tmp_path: Path) -> Non
     def ask(action: str = "", params: dict[str, Any] | None = None, **payload: object) -> Completion:
         given = {"action_id": "1", "action_type": action, "action_version": "1.0", "payload": payload}
         hints = {"protocol_version": "0.1", "message_id": "1", "actions": [given]} if action else None
-        home.engine.forget()
-        (answer,) = home.engine.generate([PROMPT], hints=hints, transfer=[params])
+        engine.forget()
+        (answer,) = engine.generate([PROMPT], hints=hints, transfer=[params])
         return answer
 
     def space() -> NamespaceStats:
@@ -37,10 +37,11 @@ def test_each_action_reaches_the_daemon(home: EngineHome, tmp_path: Path) -> Non
         block_bytes = space().ready_bytes / space().ready_blocks
         wait_until(lambda: books(home.directory).pool.retained_bytes == blocks * block_bytes)
 
+    engine = home.engine
     home.ensure_no_daemon()
     with over_disk(tmp_path, "64MiB", "64MiB", directory=home.directory) as daemon:
         wait_disk(daemon)
-        wait_connected(home.directory, pids=lambda: home.engine.pids)
+        wait_connected(home.directory, pids=lambda: engine.pids)
         computed = ask("kv.retain", ttl_s=600, priority=90)
         wait_stored(home.directory)
         wait_retained(BLOCKS)
@@ -51,7 +52,7 @@ def test_each_action_reaches_the_daemon(home: EngineHome, tmp_path: Path) -> Non
         daemon.stop()
         daemon.start()
         wait_disk(daemon)
-        wait_connected(home.directory, pids=lambda: home.engine.pids)
+        wait_connected(home.directory, pids=lambda: engine.pids)
         prefetching = ask("kv.prefetch", {"kv_load_tiers": []})
         assert (prefetching.cached, prefetching.tokens) == (0, computed.tokens)
         wait_until(lambda: space().prefetched_keys == BLOCKS, explain=space)
