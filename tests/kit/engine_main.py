@@ -75,10 +75,25 @@ def without_tiles() -> None:
     torch.cpu._is_amx_tile_supported = lambda: False
 
 
+def keep_prefix_cache() -> None:
+    """Have vLLM keep its prefix cache with latent attention too, for which its CPU platform turns it off."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    update: Any = CpuPlatform.check_and_update_config.__func__  # type: ignore[attr-defined]
+
+    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
+        update(cls, vllm_config)
+        vllm_config.cache_config.enable_prefix_caching = True
+
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)  # type: ignore[assignment]
+
+
 def build(settings: dict[str, Any]) -> Any:
     from vllm import LLM
     from vllm.config import KVEventsConfig, KVTransferConfig
 
+    if settings.get("enable_prefix_caching"):
+        keep_prefix_cache()
     if transfer := settings.pop("kv_transfer_config", None):
         settings["kv_transfer_config"] = KVTransferConfig(**transfer)
     if events := settings.pop("kv_events_config", None):

@@ -39,9 +39,9 @@ class Family:
 
     Attributes:
         block_tokens: of vLLM's blocks.
-        own_cache: whether vLLM has a prefix cache for it on a CPU. What it has none for it computes wrongly there in a
-            batch, and behind what was loaded, without a connector too. So its prompts come one at a time; they are
-            computed whole, while they are stored and pre-empted by a reset, or loaded but for their last token.
+        alone: whether prompts come one at a time, pre-empted by a reset, and what is loaded is compared with what
+            vLLM's own prefix cache gives, not with what was computed. On a CPU without AMX vLLM gives other tokens with
+            latent attention in a batch, and behind what it finds in its own cache, without a connector too.
         drafts: tokens that an EAGLE draft proposes. Of what vLLM finds in its own cache it computes the last block
             again for the draft (use_eagle_block_drop in its kv_cache_coordinator.py). What is loaded has that block, as
             from vLLM's own offloading (offloading/scheduler.py).
@@ -52,7 +52,7 @@ class Family:
     tokens: int = 300
     block_tokens: int = 32
     settings: Mapping[str, Any] = field(default_factory=dict)
-    own_cache: bool = True
+    alone: bool = False
     drafts: int = 0
 
 
@@ -69,8 +69,9 @@ FAMILIES = {
     ),
     "gemma-3": Family(make_tiny_gemma3, 68),
     "gpt-oss": Family(make_tiny_gpt_oss, 28),
-    # check_and_update_config in vLLM's platforms/cpu.py turns the prefix cache off with latent attention.
-    "deepseek-v2": Family(make_tiny_deepseek, 28, 289, 16, own_cache=False),
+    "deepseek-v2": Family(
+        make_tiny_deepseek, 28, block_tokens=16, settings={"enable_prefix_caching": True}, alone=True
+    ),
     "llama-eagle": Family(make_tiny_llama, 13, drafts=3),
 }
 
@@ -104,7 +105,7 @@ class Rounds:
 
     def ask(self, prompts: Sequence[list[int]], kill: str = "", **arguments: Any) -> list[Completion]:
         """Ask them; the daemon is killed while it copies what ``kill`` says."""
-        if len(prompts) > 1 and not self.family.own_cache:
+        if len(prompts) > 1 and self.family.alone:
             return self.ask(prompts[:1], kill, **arguments) + self.ask(prompts[1:], **arguments)
         if "preempt" in arguments:
             self.settle()  # vLLM gives no block back that is being stored
@@ -128,19 +129,21 @@ class Rounds:
     def play(self, number: int) -> None:
         prompts = [self.next_prompt() for _ in range(PROMPTS)]
         kill = KILLS.get(number % 5, "")
-        if kill and not self.family.own_cache:  # all of the first one is stored, and loaded
+        if kill and self.family.alone:  # all of the first one is stored, and loaded
             prompts[0] = self.random.choices(range(3, 1000), k=self.family.tokens)
         computed = self.ask(prompts, salt=str(number), transfer={"max_offload_tokens": 0})
         self.settle()
         answers, stores = [], kill if kill == "store" else ""
-        if self.family.own_cache:
-            answers.append(self.ask(prompts, stores))
+        if self.family.alone:
+            self.ask(prompts, stores, transfer=NO_LOAD, preempt=True)
         else:
-            answers.append(self.ask(prompts, stores, transfer=NO_LOAD, preempt=True))
+            answers.append(self.ask(prompts, stores))
         self.settle()
         own, loaded = [], []
         for each in prompts:  # in a batch they would overwrite each other's blocks
-            self.ask([each], max_tokens=1)
+            if self.family.alone:
+                self.settle()
+            self.ask([each], max_tokens=1, transfer=NO_LOAD if self.family.alone else None)
             own += self.ask([each], transfer=NO_LOAD)
         if kill == "load":
             self.settle()
@@ -148,15 +151,16 @@ class Rounds:
         for each in prompts:
             self.settle()
             loaded += self.ask([each])
-        most, whole_blocks = self.family.block_tokens, not self.family.own_cache or self.family.drafts
-        expected = [(len(each) - 1) // most * most for each in prompts] if whole_blocks else cached(own)
+        expected = cached(own)
         if self.family.drafts:
+            most = self.family.block_tokens
+            expected = [(len(each) - 1) // most * most for each in prompts]
             assert cached(own) == [max(0, tokens - most) for tokens in expected], f"round {number}"
         assert cached(loaded) == expected, f"round {number}"
         self.counts["own"] += sum(cached(own))
         self.counts["loaded"] += sum(cached(loaded))
-        for given in (*answers, loaded):
-            for case in zip(prompts, computed, own, given, strict=True):
+        for given in (loaded,) if self.family.alone else (*answers, loaded):
+            for case in zip(prompts, own if self.family.alone else computed, own, given, strict=True):
                 self.judge(number, TIE_NATS if given is loaded else BATCH_NATS, *case)
 
     def judge(
@@ -174,9 +178,7 @@ class Rounds:
         begin = random.choice(self.begun[-12:])
         cut = random.choice([0, len(begin), random.randrange(len(begin)), random.randrange(len(begin))])
         tokens = (begin[:cut] + random.choices(range(3, 1000), k=random.randint(1, most)))[:most]
-        if not self.family.own_cache:
-            tokens = tokens[: (len(tokens) - 1) // block * block + 1]
-        elif random.random() < 0.7:  # its answer needs another block, for which another prompt may be pre-empted
+        if random.random() < 0.7:  # its answer needs another block, for which another prompt may be pre-empted
             tokens = tokens[: max(1, len(tokens) // block) * block - 2 - self.family.drafts]
         self.begun.append(tokens)
         return tokens
