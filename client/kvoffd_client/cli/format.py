@@ -16,7 +16,7 @@ from rich.text import Text
 from kvoffd_client.namespace_differences import fields_of_description
 from kvoffd_proto.messages import KeyState
 from kvoffd_proto.stats import namespace_id
-from kvoffd_proto.units import format_count, format_size, plural, printable
+from kvoffd_proto.units import format_count, plural, printable
 
 WIDE_CELLS = 120
 """Columns of a terminal that is wide enough for labels next to ids."""
@@ -142,9 +142,3 @@ def percent(part: float, whole: float) -> str:
     if part < whole:
         share = min(share, 99.9)
     return "100 %" if share == 100 else f"{share:.1f} %"
-
-
-def print_progress(done_bytes: int, total_bytes: int) -> None:
-    """Show the progress of a copy."""
-    finished = done_bytes >= total_bytes
-    print_status("" if finished else f"{percent(done_bytes, total_bytes)} of {format_size(total_bytes)}")
