@@ -19,7 +19,7 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 SOURCES = [
     "kvoffd/cache/curve.c",
     "kvoffd/cache/blocks.c",
-    "kvoffd/cache/queues.c",
+    "kvoffd/cache/lru.c",
     "kvoffd/cache/recover.c",
     "kvoffd/cache/learned.c",
     "kvoffd/pool/slots.c",

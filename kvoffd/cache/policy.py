@@ -121,12 +121,10 @@ def make_policy(name: str, pool_bytes: int, slots: int) -> Policy:
     """Make a policy, one of ``kvoffd.cache.POLICY_NAMES``, for a pool with this many bytes and slot numbers. Raises
     ValueError for an unknown name."""
     from kvoffd.cache.learned import Learned
-    from kvoffd.cache.queues import Queues
+    from kvoffd.cache.lru import Lru
 
     if name == "learned":
         return Learned(pool_bytes)
-    if name == "arc":
-        return Queues(slots, pool_bytes)
     if name == "lru":
-        return Queues(slots)
+        return Lru(slots)
     raise ValueError(f"There is no policy {name!r}.")

@@ -691,10 +691,6 @@ class LearnedMachine(CacheMachine):
     policy = "learned"
 
 
-class ArcMachine(CacheMachine):
-    policy = "arc"
-
-
 _SETTINGS = settings(
     max_examples=30 * TIMES,
     derandomize=True,  # a red build is the change's fault
@@ -703,6 +699,6 @@ _SETTINGS = settings(
     phases=[Phase.explicit, Phase.reuse, Phase.generate],  # to shrink what fails takes minutes
     suppress_health_check=[HealthCheck.too_slow],
 )
-TestCache, TestLearned, TestArc = CacheMachine.TestCase, LearnedMachine.TestCase, ArcMachine.TestCase
+TestCache, TestLearned = CacheMachine.TestCase, LearnedMachine.TestCase
 TestCache.settings = _SETTINGS
-TestLearned.settings = TestArc.settings = settings(_SETTINGS, max_examples=8 * TIMES)
+TestLearned.settings = settings(_SETTINGS, max_examples=8 * TIMES)

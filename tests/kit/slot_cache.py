@@ -27,9 +27,9 @@ from kvoffd.cache.block_table import (
     BlockIds,
 )
 from kvoffd.cache.cache import Cache
+from kvoffd.cache.lru import Lru
 from kvoffd.cache.namespace import Group, Namespace
 from kvoffd.cache.policy import make_policy
-from kvoffd.cache.queues import Queues
 from kvoffd.cache.recovery import RecoveredBlocks, recover
 from kvoffd.cache.tickets import SessionLeases, StoreTicket
 from kvoffd.pool.allocator import SlotAllocator
@@ -184,7 +184,7 @@ class CacheRig:
         os.pwrite(fd, os.pread(self.fd, self.geometry.size_bytes, 0), 0)
         table = SlotTable(memoryview(mmap.mmap(fd, self.geometry.size_bytes)), self.geometry, new=False)
         slots, cache = SlotAllocator(self.geometry.pool_bytes, self.geometry.region_bytes), self.cache
-        successor = Cache(slots, table, Queues(self.geometry.slots), FoldedEvents(), self.clock)
+        successor = Cache(slots, table, Lru(self.geometry.slots), FoldedEvents(), self.clock)
         numbers: dict[int, tuple[bytes, int]] = {}
         namespaces = {}
         for namespace in cache.namespaces.values():

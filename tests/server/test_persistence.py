@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvoffd.cache.queues import Queues
+from kvoffd.cache.lru import Lru
 from kvoffd.config import Config
 from kvoffd.server import persistence
 from kvoffd.server.persistence import STATE_FILE, PolicyFile, State, StateFile, StateUnreadable
@@ -252,7 +252,7 @@ def test_a_file_system_that_hangs_keeps_nobody_waiting(monkeypatch: pytest.Monke
 # --- what a policy learned -------------------------------------------------------------------------
 
 
-class Remembering(Queues):
+class Remembering(Lru):
     """A policy that has something to leave."""
 
     def state(self) -> bytes:

@@ -67,9 +67,8 @@ def test_a_touched_chain_goes_tail_first(order: Order) -> None:
     assert order.candidates == [3, 2, 1, 0]
 
 
-@pytest.mark.parametrize("name", ["lru", "arc"])
-def test_of_a_chain_that_was_touched_in_part_the_rest_goes_first(name: str) -> None:
-    order = Order(name)
+def test_of_a_chain_that_was_touched_in_part_the_rest_goes_first() -> None:
+    order = Order("lru")
     order.insert(0, 1, 2, 3)
     order.touch(0, 1, 2, 3)
     order.touch(0, 1)
@@ -106,40 +105,6 @@ def test_what_else_is_asked_of_it_has_an_answer(order: Order) -> None:
     assert policy.nbytes > 0
     assert policy.ghosts <= 3
     make_policy(order.group.namespace.label, POOL_BYTES, 1).restore(policy.state())
-
-
-def test_arc_keeps_reused_blocks_through_a_scan() -> None:
-    order = Order("arc")
-    order.insert(*range(5))
-    order.touch(*range(5))
-    order.insert(*range(100, 105))
-    for scanned in range(200, 400):
-        order.evict_oldest()
-        order.insert(scanned)
-    assert set(range(5)) <= set(order.candidates)
-
-
-def test_arc_remembers_no_more_than_about_what_the_pool_holds() -> None:
-    order = Order("arc")
-    order.insert(*range(50))
-    for number in range(100, 2100):
-        order.evict_oldest()
-        order.insert(number)
-        if number % 3 == 0:
-            order.touch(number)
-    assert 0 < order.policy.ghosts <= 100
-    assert len(order.candidates) == 50
-
-
-def test_arc_remembers_small_blocks_in_a_fiftieth_of_the_pool() -> None:
-    order = Order("arc")
-    order.insert(*range(1000))
-    without = order.policy.nbytes
-    order.touch(*range(500))
-    for number in range(2000, 2500):
-        order.evict_oldest()
-        order.insert(number)
-    assert 0.9 < (order.policy.nbytes - without) / (POOL_BYTES / 50) <= 1
 
 
 def test_requests_of_benches_teach_nothing_and_leave_nothing() -> None:
