@@ -22,7 +22,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import compress, groupby, repeat, takewhile
+from itertools import compress, groupby, islice, repeat, takewhile
 from math import inf
 from operator import attrgetter
 
@@ -632,10 +632,13 @@ class Cache:
             self.unpin(ended[0].blocks if len(ended) == 1 else np.concatenate([lease.blocks for lease in ended]))
 
     def tick(self) -> int:
-        """End overdue leases, and drop blocks that were partial for too long. Returns the number of both."""
+        """End overdue leases, and drop blocks that were partial for too long. Returns the number of both.
+
+        Of more than ``ended_at_once`` of either the others wait for the next call.
+        """
         now = self._clock()
-        overdue = list(takewhile(lambda lease: lease.deadline <= now, self.leases.values()))
-        partial = self._partial_since(now - self._partial_timeout_s)
+        overdue = list(islice(takewhile(lambda lease: lease.deadline <= now, self.leases.values()), self.ended_at_once))
+        partial = list(islice(self._partial_since(now - self._partial_timeout_s), self.ended_at_once))
         self._drop_partial(partial)
         return self._end(overdue) + len(partial)
 
@@ -972,8 +975,8 @@ class Cache:
             # Blocks that only some ranks store must not crowd out readable blocks.
             crowded = self._bytes_in[WRITING] > self.slots.pool_bytes // MOST_WRITING_DIVISOR
             partial = self._partial_since(self._clock() - (0.0 if crowded else PARTIAL_GRACE_S))
-            if partial := [block for block in partial if not self.blocks.pins[block]]:
-                self._drop_partial(partial[:count])
+            if partial := list(islice((block for block in partial if not self.blocks.pins[block]), count)):
+                self._drop_partial(partial)
                 return _NOTHING
         if (own := self._victims.own(group, count, below)) is not None:
             return own if own.size else None
@@ -997,8 +1000,8 @@ class Cache:
         self._count(group, READY, WRITING, len(victims))
         return slots
 
-    def _partial_since(self, until: float) -> list[int]:
-        return [block for block, _ in takewhile(lambda item: item[1] <= until, self._partial.items())]
+    def _partial_since(self, until: float) -> Iterator[int]:
+        return (block for block, since in takewhile(lambda item: item[1] <= until, self._partial.items()))
 
     # --- ends -----------------------------------------------------------------------------------
 

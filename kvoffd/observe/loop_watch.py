@@ -87,10 +87,12 @@ class LoopWatch:
             self._waited_seen_s = waited_s
 
     def stop(self) -> None:
+        """Stop watching. Turns may still follow: a daemon that stops goes on serving its running jobs."""
         self._ended.set()
         self._thread.join()
         if self._schedstat >= 0:
             os.close(self._schedstat)
+            self._schedstat = -1
 
     def _beat(self) -> None:
         if self._ended.is_set():

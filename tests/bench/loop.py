@@ -138,7 +138,15 @@ class Daemon:
 
     # --- what it has ------------------------------------------------------------------------------
 
-    def session(self, role: m.Role, fingerprint: bytes, block_bytes: int = LARGE, facts: str = "{}") -> Session:
+    def session(
+        self,
+        role: m.Role,
+        fingerprint: bytes,
+        block_bytes: int = LARGE,
+        facts: str = "{}",
+        rank: int = 0,
+        ranks: int = 1,
+    ) -> Session:
         """In a namespace; a worker with its memory registered."""
         lifeline: Any = SimpleNamespace(alive=lambda: True, close_descriptor=os.close)
         session = self.service.sessions.open(lifeline, Peer(0, 1, 1))
@@ -146,14 +154,14 @@ class Daemon:
         if role is m.Role.ADMIN:
             return session
         groups = [m.GroupSpec("full_attention", 16)]
-        self.ask(session, m.OpenNamespace(1, fingerprint, fingerprint[:8].hex(), 1, KEY_BYTES, groups, facts))
+        self.ask(session, m.OpenNamespace(1, fingerprint, fingerprint[:8].hex(), ranks, KEY_BYTES, groups, facts))
         if role is m.Role.WORKER:
             self.service.sessions.attach(session, 0, os.open(os.devnull, os.O_RDONLY))
             page = block_bytes // LAYERS
             tensors = [m.TensorLayout(0, layer * page * ENGINE_BLOCKS, page, ENGINE_BLOCKS) for layer in range(LAYERS)]
             layers = [m.PageRef(at, page, m.LayerSpec(f"model.layers.{at}.attn", "bfloat16")) for at in range(LAYERS)]
             memory = [m.MemfdHandle(0, ENGINE_BLOCKS * block_bytes)]
-            self.ask(session, m.Register(1, fingerprint, b"r" * 16, 0, 1, memory, tensors, [layers]))
+            self.ask(session, m.Register(1, fingerprint, b"r" * 16, rank, 1, memory, tensors, [layers]))
         return session
 
     def keys(self, count: int) -> bytes:
@@ -315,6 +323,27 @@ def session_end(pool_bytes: int) -> Result:
     return daemon.measure(end)
 
 
+def overdue(pool_bytes: int) -> Result:
+    """The deadline of 16,000 leases of 16 blocks each passes, and that of an eighth of the pool in blocks that one of
+    two ranks has stored.
+    """
+    daemon = Daemon(pool_bytes)
+    worker = daemon.session(m.Role.WORKER, name_of(0))
+    half, _ = (daemon.session(m.Role.WORKER, name_of(1), rank=rank, ranks=2) for rank in range(2))
+    first = daemon.fill(worker, pool_bytes // 2)
+    scheduler = daemon.session(m.Role.SCHEDULER, name_of(0))
+    daemon.fill(half, pool_bytes // 8)
+    daemon.cache._lease_ttl_s = daemon.cache._partial_timeout_s = 0.0
+    for lease in range(1, 16_001):
+        daemon.lookup(scheduler, lease, keys_of(first + 16 * lease, 16))
+
+    def expire() -> None:
+        while daemon.cache.leases or daemon.cache._partial:
+            daemon.settle()
+
+    return daemon.measure(expire)
+
+
 def two_sizes(pool_bytes: int) -> Result:
     """A store of 4,096 keys in a full pool, of the size that has the later half of it."""
     daemon = Daemon(pool_bytes)
@@ -418,7 +447,20 @@ def opening(pool_bytes: int) -> Result:
 CASES = {
     one.__name__: one
     for one in (
-        *(reset, quota, leased, over_quota, waiting, listing, session_end, two_sizes, large_store, unknown, stats),
+        *(
+            reset,
+            quota,
+            leased,
+            over_quota,
+            waiting,
+            listing,
+            session_end,
+            overdue,
+            two_sizes,
+            large_store,
+            unknown,
+            stats,
+        ),
         opening,
     )
 }

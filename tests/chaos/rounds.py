@@ -283,8 +283,9 @@ class Rounds:
         """Collect the figures of the run. Asserts nothing."""
         report = self.report
         report.problems, report.watchdog_kills = self._problems(), len(self._supervisor.hung)
-        if "Traceback" in self._supervisor.daemon.log:
-            report.problems.append("the daemon logged a traceback")
+        _, found, traceback = self._supervisor.daemon.log.partition("Traceback")
+        if found:
+            report.problems.append(f"the daemon logged a traceback{traceback[:4000]}")
         # On a machine that is busy enough a daemon may be silent for too long without having been stopped.
         stops = self._daemon_stopped + [(begun, end + AFTER_STOP_S) for begun, end in self._supervisor.hung]
         for engine in (*self._ended_engines, *self._engines):

@@ -54,6 +54,13 @@ def test_a_callback_that_blocks_is_measured_and_named(caplog: pytest.LogCaptureF
     assert blocker.__name__ in caplog.messages[0]
 
 
+def test_turns_after_the_watch_has_stopped_disturb_nobody() -> None:
+    """As those of a daemon that lets its running jobs finish."""
+    watch = uvloop.run(watched())
+    with watch:
+        block(0.01)
+
+
 def test_a_stop_between_two_beats_is_seen() -> None:
     """The beats of an idle loop are 0.25 s apart."""
 
