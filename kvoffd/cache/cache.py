@@ -975,8 +975,8 @@ class Cache:
             # Blocks that only some ranks store must not crowd out readable blocks.
             crowded = self._bytes_in[WRITING] > self.slots.pool_bytes // MOST_WRITING_DIVISOR
             partial = self._partial_since(self._clock() - (0.0 if crowded else PARTIAL_GRACE_S))
-            if partial := list(islice((block for block in partial if not self.blocks.pins[block]), count)):
-                self._drop_partial(partial)
+            if unpinned := list(islice((block for block in partial if not self.blocks.pins[block]), count)):
+                self._drop_partial(unpinned)
                 return _NOTHING
         if (own := self._victims.own(group, count, below)) is not None:
             return own if own.size else None

@@ -87,7 +87,7 @@ class LoopWatch:
             self._waited_seen_s = waited_s
 
     def stop(self) -> None:
-        """Stop watching. Turns may still follow: a daemon that stops goes on serving its running jobs."""
+        """Stop watching. Turns may still follow: a daemon that stops continues to serve its running jobs."""
         self._ended.set()
         self._thread.join()
         if self._schedstat >= 0:
