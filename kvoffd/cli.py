@@ -16,6 +16,7 @@ from typing import NoReturn
 
 from kvoffd import __version__
 from kvoffd.config import (
+    ALL_INTERFACES,
     CONFIG_VARIABLE,
     SETTINGS,
     VARIABLE_PREFIX,
@@ -25,8 +26,10 @@ from kvoffd.config import (
     check_disks,
     did_you_mean,
     load_config,
+    parse_address,
     settings_in_force,
 )
+from kvoffd.errors import KvoffdError
 
 EXIT_REFUSED = 2
 _DEFAULTS = Config()
@@ -84,9 +87,30 @@ def main(arguments: Sequence[str] | None = None, limits: Limits | None = None) -
     status = show(config, as_json=given.json) if given.command == "config" else 0
     try:
         check_disks(config)
-    except ConfigError as error:
+        if given.command == "config":
+            _check_machine(config)
+    except KvoffdError as error:
         return _refuse(str(error), config.log_format)
     return serve(config) if given.command == "serve" else status
+
+
+def _check_machine(config: Config) -> None:
+    """Raise KvoffdError if the machine lacks what a start would need.
+
+    While a daemon runs in the directory it has the port and the memory, and neither is checked.
+    """
+    from kvoffd.system.limits import check_fits, memory_limit
+    from kvoffd.system.listening import listen
+    from kvoffd_proto.paths import SocketPaths
+
+    if SocketPaths(config.directory).lifeline.exists():
+        return
+    if config.http_address:
+        host, port = parse_address(config.http_address)
+        for listener in listen("" if host == ALL_INTERFACES else host, port):
+            listener.close()
+    if not os.path.exists(config.pool_file):
+        check_fits(config.pool_bytes, memory_limit())
 
 
 def open_standard_streams() -> None:

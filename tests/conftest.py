@@ -18,7 +18,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from kvoffd_client import AdminClient
 from tests.kit import require
 from tests.kit.daemon import DaemonProcess
-from tests.kit.durations import Durations
 from tests.kit.waiting import wait_until
 
 # What a shell starts in its background ignores SIGINT, and so do its children: Ctrl-C would be lost on them.
@@ -34,8 +33,6 @@ VLLM = Path(__file__).parent / "vllm"
 
 def pytest_configure(config: pytest.Config) -> None:
     require.required()  # a wrong name is an error before anything runs
-    if not hasattr(config, "workerinput"):  # with xdist, the process that collects the reports
-        config.pluginmanager.register(Durations())
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.paths import SocketPaths
 from kvoffd_proto.units import printable
 
 
@@ -61,13 +63,22 @@ def _lock_holder(directory: str) -> int | None:
     return None
 
 
+def _starting(directory: str) -> str:
+    """Return how far a daemon's start is; empty if it does not start."""
+    paths = SocketPaths(Path(directory))
+    try:
+        return printable(paths.starting.read_text(errors="replace").strip()) or "starting"
+    except OSError:
+        return "starting" if paths.jobs.exists() else ""  # it has just opened its sockets
+
+
 def why_unreachable(error: OSError, directory: str) -> str:
     if isinstance(error, FileNotFoundError):
         if pid := _lock_holder(directory):
-            return (
-                f"The kvoffd daemon (pid {pid}) in {directory} has no sockets there: it is starting, or they were "
-                "removed. Check its log; if it is not starting, restart it."
-            )
+            which = f"The kvoffd daemon (pid {pid}) in {directory}"
+            if text := _starting(directory):
+                return f"{which} is {text}."
+            return f"{which} has no sockets there: they were removed, or it is stopping. If it is not, restart it."
         return f"There is no kvoffd daemon in {directory}; start one, or set KVOFFD_DIRECTORY to its directory."
     if isinstance(error, ConnectionRefusedError):
         return f"The kvoffd daemon in {directory} has ended; start it again."

@@ -66,6 +66,7 @@ class FakeEngine(Closing):
         page_bytes: bytes of one layer's page of one block.
         options: timeouts of the clients.
         connect_timeout_s: bounds the constructor.
+        name: of its sessions, as ``kvoffd-cli clients`` shows it.
 
     Raises:
         DaemonUnavailable: no daemon in time; the sentence names the directory.
@@ -83,6 +84,7 @@ class FakeEngine(Closing):
         *,
         options: ClientOptions = DEFAULT_OPTIONS,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        name: str = "fake engine",
     ) -> None:
         if min(world_size, layers, blocks, page_bytes) < 1:
             raise ValueError("world_size, layers, blocks and page_bytes must all be at least 1.")
@@ -95,15 +97,15 @@ class FakeEngine(Closing):
         self._memories: list[SharedMemory] = []
         self._pages: list[npt.NDArray[np.uint8]] = []
         self.workers: list[WorkerClient] = []
-        self.scheduler = SchedulerClient(directory, self.namespace, name="fake engine scheduler", options=options)
+        self.scheduler = SchedulerClient(directory, self.namespace, name=f"{name} scheduler", options=options)
         try:
             for rank in range(world_size):
                 memory = SharedMemory(layers * blocks * page_bytes, f"kvoffd-fake-engine-{rank}")
                 self._memories.append(memory)
                 self._pages.append(memory.view.reshape(layers, blocks, page_bytes))
                 registration = Registration.flat(rank, memory, layers, blocks, page_bytes)
-                name = f"fake engine worker {rank}"
-                self.workers.append(WorkerClient(directory, namespace, registration, name=name, options=options))
+                worker = WorkerClient(directory, namespace, registration, name=f"{name} worker {rank}", options=options)
+                self.workers.append(worker)
             deadline = time.monotonic() + connect_timeout_s
             for client in self._clients:
                 if not client.wait_settled(max(0.0, deadline - time.monotonic())):

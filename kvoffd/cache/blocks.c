@@ -9,7 +9,7 @@
 #include <stdatomic.h>
 
 /* Version of everything that C and Python share: system/native.py has the same, and refuses another one. */
-const uint32_t kvoffd_version = 14;
+const uint32_t kvoffd_version = 15;
 
 #define WRITE(record, type, field, given) ({ type value_ = (given); memcpy((record) + (field), &value_, sizeof value_); })
 
@@ -17,7 +17,7 @@ const uint32_t kvoffd_version = 14;
  * replaces the one in its place. */
 enum { MISSES = 1 << 19 /* KNOWN_MISSES of block_table.py */ };
 #define REASON 15ULL
-enum { PARTIAL = 3 }; /* MissReason in namespace.py: a shard is missing */
+enum { PARTIAL = 3, FORGOTTEN = 16 }; /* MissReason in namespace.py: a shard is missing; the word is another key's */
 enum { FOUND = 255 }; /* of block_table.py */
 
 static void set_record(uint8_t *record, uint64_t state)
@@ -112,12 +112,14 @@ uint64_t kvoffd_blocks_unpin(struct blocks *x, const uint32_t *blocks, uint64_t 
     return found;
 }
 
-/* Returns the reason why an absent key left, 0 if unknown. */
+/* Returns the reason why an absent key left; 0 if it never did, nor another of this place. */
 static uint64_t reason_of(const struct blocks *x, uint64_t hashed)
 {
     uint64_t there = x->misses[hashed & (MISSES - 1)];
 
-    return (there ^ hashed) & ~REASON ? 0 : there & REASON;
+    if (!there)
+        return 0;
+    return (there ^ hashed) & ~REASON ? FORGOTTEN : there & REASON;
 }
 
 /* Result of a lookup: the number of READY keys, and of those before the first other key. */
@@ -677,7 +679,7 @@ void kvoffd_blocks_record_misses(const struct blocks *x, uint32_t group, const u
         record_miss(x, hash(x, group, keys + i * key_bytes, key_bytes), reason);
 }
 
-/* Finds the reason why each key left, 0 if it is unknown. */
+/* Finds the reason why each key left, as reason_of does. */
 void kvoffd_blocks_reasons(const struct blocks *x, uint32_t group, const uint8_t *keys, uint64_t count, uint64_t key_bytes)
 {
     for (uint64_t i = 0; i < count; i++)

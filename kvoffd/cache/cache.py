@@ -971,6 +971,8 @@ class Cache:
 
     def _evict_for(self, group: Group, count: int, below: float) -> BlockIds | None:
         """Return up to ``count`` blocks to replace; empty if space was made otherwise; None if none can be evicted."""
+        if not group.namespace.evicts_others:
+            return None
         if self._partial:
             # Blocks that only some ranks store must not crowd out readable blocks.
             crowded = self._bytes_in[WRITING] > self.slots.pool_bytes // MOST_WRITING_DIVISOR

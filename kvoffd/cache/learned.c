@@ -64,6 +64,7 @@ struct known {
     uint64_t known_bytes; /* bytes that blocks of all known keys have, or would have */
     uint64_t nbytes; /* memory of the policy */
     uint64_t as_lru; /* set by lru_fallback.py */
+    uint64_t below; /* bytes that are requested while tiers keep a block; set by learned.py */
     double lowest; /* lowest score of a block at the last offer; INFINITY if there was none */
 };
 
@@ -86,9 +87,10 @@ struct learned {
     uint32_t span_capacity, span_top, unused_spans; /* unused spans are linked by `child` */
     uint64_t keys_bytes; /* memory of all spans' keys */
     struct list oldest; /* spans that are not expired, in the order in which they are forgotten */
-    uint64_t sweep_at, learn_at, learn_at_request, learned_at, epoch;
+    uint64_t sweep_at, learn_at, learn_at_request, epoch, decayed_at, decayed_at_request;
     uint32_t swept; /* cells that the sweep begun at `sweep_at` is through with */
-    double open[CLASSES][EPOCHS_KEPT]; /* bytes of unfinished lives by the epoch in which they began */
+    double open[CLASSES][EPOCHS_KEPT]; /* weighted bytes of unfinished lives by the epoch in which they began */
+    double weight[EPOCHS_KEPT]; /* of the lives that began in an epoch */
     struct list cells[CELLS]; /* spans that have blocks, by class and age bin; the oldest first */
     uint16_t rank[CELLS], by_rank[CELLS]; /* ranks by ascending score */
     uint64_t filled[(CELLS + 63) / 64]; /* bit set of the ranks of non-empty cells */
@@ -474,6 +476,8 @@ static int new_class(const struct request *r)
 
 /* --- Lives --- */
 
+enum { FEWEST_NEW_REQUESTS = 40, MEMORY_REQUESTS = 8000, MEMORY_EPOCHS = 16 * EPOCHS_IN_LIFETIME };
+
 static uint64_t epoch_bytes(const struct learned *l)
 {
     uint64_t bytes = l->known.lifetime / EPOCHS_IN_LIFETIME;
@@ -481,23 +485,23 @@ static uint64_t epoch_bytes(const struct learned *l)
     return bytes ? bytes : 1;
 }
 
+/* Begins lives, in the current epoch. */
 static void begin_lives(struct learned *l, const struct span *s, uint64_t keys)
 {
-    uint64_t epoch = s->since / epoch_bytes(l);
-
-    if (epoch + EPOCHS_KEPT > l->epoch)
-        l->open[s->class][epoch % EPOCHS_KEPT] += keys * bytes_of(s);
+    l->open[s->class][l->epoch % EPOCHS_KEPT] += keys * bytes_of(s);
 }
 
 /* Ends lives. `ends`: counter by age bin for this kind of end; NULL if the lives should not count. */
 static void end_lives(struct learned *l, const struct span *s, uint64_t keys, double *ends)
 {
     uint64_t epoch = s->since / epoch_bytes(l);
+    double nbytes = keys * bytes_of(s) * l->weight[epoch % EPOCHS_KEPT];
 
+    if (epoch + EPOCHS_KEPT <= l->epoch)
+        return; /* they have ended already */
     if (ends)
-        ends[age_bin(l, s->since)] += keys * bytes_of(s);
-    if (epoch + EPOCHS_KEPT > l->epoch)
-        l->open[s->class][epoch % EPOCHS_KEPT] -= keys * bytes_of(s);
+        ends[age_bin(l, s->since)] += nbytes;
+    l->open[s->class][epoch % EPOCHS_KEPT] -= nbytes;
 }
 
 /* Begins a span whose keys' lives began at `since`. It is not linked into any order yet. */
@@ -516,11 +520,34 @@ static uint32_t begin_span(struct learned *l, const uint64_t *hashes, uint32_t c
     return number;
 }
 
+static void scale(double *sums, uint64_t count, double factor)
+{
+    for (uint64_t i = 0; i < count; i++)
+        sums[i] *= factor;
+}
+
+/* Reduces the weight of all lives up to now. */
+static void decay(struct learned *l, uint64_t epoch)
+{
+    double by_requests = pow(1 - 1.0 / MEMORY_REQUESTS, l->known.requests - l->decayed_at_request);
+    double by_time = pow(1 - 1.0 / MEMORY_EPOCHS, epoch - l->decayed_at), kept = fmax(by_requests, by_time);
+
+    scale(l->counts.returned[0], CLASSES * BINS, kept);
+    scale(l->counts.forgotten[0], CLASSES * BINS, kept);
+    scale(l->counts.accessed, CLASSES, kept);
+    scale(l->open[0], CLASSES * EPOCHS_KEPT, kept);
+    scale(l->weight, EPOCHS_KEPT, kept);
+    l->decayed_at = epoch;
+    l->decayed_at_request = l->known.requests;
+}
+
 /* Enters the current epoch: lives that began EPOCHS_KEPT earlier count as forgotten. */
 static void enter_epoch(struct learned *l)
 {
     uint64_t now = l->known.now / epoch_bytes(l), first = l->epoch + 1;
 
+    if (now > l->epoch && l->known.requests - l->decayed_at_request >= FEWEST_NEW_REQUESTS)
+        decay(l, now);
     if (now > l->epoch + EPOCHS_KEPT)
         first = now - EPOCHS_KEPT + 1;
     for (uint64_t epoch = first; epoch <= now; epoch++)
@@ -529,6 +556,7 @@ static void enter_epoch(struct learned *l)
             if (*lives > 0)
                 l->counts.forgotten[class][BINS - 1] += *lives;
             *lives = 0;
+            l->weight[epoch % EPOCHS_KEPT] = 1;
         }
     l->epoch = now;
 }
@@ -839,34 +867,22 @@ uint64_t kvoffd_learned_candidates(struct learned *l, double below, uint32_t *ha
 
 /* --- Learning --- */
 
-enum { FEWEST_NEW_REQUESTS = 40, MEMORY_REQUESTS = 8000, EVIDENCE_PART = 50, TIME_PART = 32 };
+enum { EVIDENCE_PART = 50, TIME_PART = 32 };
 
 static void plan_learning(struct learned *l)
 {
     double later = (double)l->known.now / TIME_PART;
     uint64_t more = (l->known.requests < MEMORY_REQUESTS ? l->known.requests : MEMORY_REQUESTS) / EVIDENCE_PART;
 
-    l->learned_at = l->known.requests;
     l->learn_at = l->known.now + (later < l->known.lifetime ? (uint64_t)later : l->known.lifetime);
     l->learn_at_request = l->known.requests + (more > FEWEST_NEW_REQUESTS ? more : FEWEST_NEW_REQUESTS);
 }
 
 static void learn(struct learned *l)
 {
-    double kept = 1;
-
-    for (uint64_t requests = l->known.requests - l->learned_at; requests; requests--)
-        kept *= 1 - 1.0 / MEMORY_REQUESTS;
     compute_scores(l);
     order_cells(l);
     plan_learning(l);
-    for (int class = 0; class < CLASSES; class++) {
-        l->counts.accessed[class] *= kept;
-        for (int bin = 0; bin < BINS; bin++) {
-            l->counts.returned[class][bin] *= kept;
-            l->counts.forgotten[class][bin] *= kept;
-        }
-    }
 }
 
 /* --- Keys without a block --- */
@@ -956,7 +972,8 @@ static void take_keys(struct learned *l, uint32_t number, uint32_t count, uint32
 /* `added`: keys that were added, or lost their blocks. */
 static void forget_oldest(struct learned *l, uint64_t added)
 {
-    uint64_t most_bytes = (1 + REMEMBERED_POOLS) * l->known.lifetime, most = FORGOTTEN_AT_ONCE + 2 * added;
+    uint64_t pools = REMEMBERED_POOLS * l->known.lifetime, most = FORGOTTEN_AT_ONCE + 2 * added;
+    uint64_t most_bytes = l->known.lifetime + (pools > l->known.below ? pools : l->known.below);
 
     for (uint64_t done = 0; done < most; done++) {
         uint64_t ghosts = l->known.known_keys - l->known.blocks;
@@ -1307,6 +1324,7 @@ struct learned *kvoffd_learned_new(uint64_t lifetime, const uint64_t seed[2])
         return NULL;
     l->known.lifetime = lifetime;
     l->learn_at = lifetime / 4;
+    l->weight[0] = 1;
     for (int bin = 0; bin < BINS; bin++)
         l->counts.edges[bin] = AGES[bin] * lifetime;
     or_end(open_index(&l->places, seed) ? l : NULL);
@@ -1332,7 +1350,9 @@ void kvoffd_learned_free(struct learned *l)
 /* Continues with the time and counters of an earlier daemon that learned.py has set; call it first. */
 void kvoffd_learned_resume(struct learned *l)
 {
-    l->epoch = l->known.now / epoch_bytes(l);
+    l->epoch = l->decayed_at = l->known.now / epoch_bytes(l);
+    l->decayed_at_request = l->known.requests;
+    l->weight[l->epoch % EPOCHS_KEPT] = 1;
     compute_scores(l);
     order_cells(l);
     plan_learning(l);

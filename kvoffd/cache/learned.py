@@ -80,7 +80,7 @@ class Known(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_uint64) for name in ("lifetime", "now", "requests", "known_keys", "blocks", "spans")),
-        *((name, ctypes.c_uint64) for name in ("known_bytes", "nbytes", "as_lru")),
+        *((name, ctypes.c_uint64) for name in ("known_bytes", "nbytes", "as_lru", "below")),
         ("lowest", ctypes.c_double),
     )
 
@@ -170,6 +170,9 @@ class Learned(InOrder):
             self._native.learned_chances(self._at, *of, within_bytes, chances.ctypes.data)
         return chances
 
+    def remember(self, nbytes: int) -> None:
+        self.known.below = min(nbytes, _MAX_COUNT)
+
     # --- Statistics ---
 
     @property
@@ -225,10 +228,21 @@ class Learned(InOrder):
         if len(body) != _TIME.size + _KEPT_BYTES:
             raise ValueError("its layout differs")
         (lifetime, *time), sums = _TIME.unpack_from(body), np.frombuffer(body, np.float64, offset=_TIME.size)
-        if lifetime != self.known.lifetime:
-            raise ValueError("it belongs to a pool of another size")
-        if max(time) > _MAX_COUNT or not ((sums >= 0) & (sums <= _MAX_SUM)).all():
+        if not lifetime or max(time) > _MAX_COUNT or not ((sums >= 0) & (sums <= _MAX_SUM)).all():
             raise ValueError("invalid counters")
         self.known.now, self.known.requests = time
-        ctypes.memmove(ctypes.addressof(self._counts), body[_TIME.size :], _KEPT_BYTES)
+        if lifetime != self.known.lifetime:  # of a pool of another size: the bins have other ages
+            edges = np.array(self._counts.edges)
+            by_age = sums[: 2 * len(CLASSES) * BINS].reshape(-1, BINS)
+            moved = by_age @ _shares(edges * lifetime / self.known.lifetime, edges)
+            sums = np.concatenate((moved.ravel(), sums[by_age.size :]))
+        ctypes.memmove(ctypes.addressof(self._counts), sums.tobytes(), _KEPT_BYTES)
         self._native.learned_resume(self._at)
+
+
+def _shares(edges: npt.NDArray[np.float64], others: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return the share of each bin that is in each of other bins, if it is spread evenly over the bin's ages."""
+    ends = np.append(edges[1:], 2 * edges[-1])
+    overlaps = np.minimum.outer(ends, np.append(others[1:], inf)) - np.maximum.outer(edges, others)
+    shares: npt.NDArray[np.float64] = np.clip(overlaps, 0, None) / (ends - edges)[:, None]
+    return shares

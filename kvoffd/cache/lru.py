@@ -64,6 +64,9 @@ class Lru(InOrder):
     def chance(self, group: Group, keys: bytes, within_bytes: int) -> npt.NDArray[np.float64]:
         return np.ones(len(keys) // group.key_bytes)
 
+    def remember(self, nbytes: int) -> None:
+        """Do nothing: this policy remembers no keys."""
+
     def describe(self) -> LearnedStats:
         return LearnedStats()
 

@@ -51,6 +51,7 @@ class MissReason(IntEnum):
     ENGINE_FULL = 13
     NOT_LOADED = 14
     LOAD_FAILED = 15
+    FORGOTTEN = 16
 
 
 class NamespaceRecord(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -143,6 +144,7 @@ class Namespace:
         self.topic = kv_topic(fingerprint)
         """Topic of its KV events."""
         self.of_bench = label.startswith(messages.BENCH_LABEL)
+        self.evicts_others = not self.of_bench or label.startswith(messages.EVICTING_LABEL)
         self.idle_since: float | None = None
         """Time since which it is known to be empty and not open."""
         self.generation = 0

@@ -68,6 +68,9 @@ class Policy(Protocol):
     def chance(self, group: Group, keys: bytes, within_bytes: int) -> npt.NDArray[np.float64]:
         """Return each key's chance of reuse before ``within_bytes`` more bytes are requested; 1 if unknown."""
 
+    def remember(self, nbytes: int) -> None:
+        """Remember keys without a block until this much more is requested, because tiers keep blocks for that long."""
+
     @property
     def accessed_bytes(self) -> int:
         """Bytes requested so far; 0 if the policy does not estimate chances."""

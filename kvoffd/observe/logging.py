@@ -23,7 +23,8 @@ _PRIORITIES = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ER
 STDERR = 2
 MOST_LINES = 4096
 """Lines that may wait to be written; more are dropped and counted."""
-FLUSH_S = 1.0
+FLUSH_S = 5.0
+"""Most time for which an exit waits for the last lines, which say why: a busy disk takes seconds."""
 RARE_S = 60.0
 """Time between two warnings of one kind."""
 
@@ -82,7 +83,7 @@ class QueuedLines(logging.Handler):
             self.handleError(record)
 
     def flush(self) -> None:
-        """Wait at most FLUSH_S until all lines are written."""
+        """Wait until all lines are written, for at most FLUSH_S."""
         with self._lines.all_tasks_done:
             self._lines.all_tasks_done.wait_for(lambda: not self._lines.unfinished_tasks, FLUSH_S)
 

@@ -104,11 +104,15 @@ class FileBacking:
     All memory of the file is allocated at once, because a write to a hole in a full file system raises SIGBUS. The file
     gets its name when it is complete, and only the daemon's user may open it (mode 0600).
 
+    Args:
+        on_progress: called with the bytes allocated so far.
+
     Raises:
         PoolFileError: not on tmpfs or hugetlbfs, not a pool file, owned by another user, or in use by another daemon.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, on_progress: Callable[[int], None] = lambda _: None) -> None:
+        self._on_progress = on_progress
         if path.is_dir():
             raise PoolFileError(f"The pool file {path} is a directory; name a file in it, such as {path}/kvoffd.pool.")
         self._path = path
@@ -224,8 +228,8 @@ class FileBacking:
 
     def _allocate(self, size_bytes: int) -> None:
         try:
-            for _ in allocate_in_steps(self._calls, self._fd, size_bytes, _ALLOCATE_STEP_BYTES):
-                pass
+            for done_bytes in allocate_in_steps(self._calls, self._fd, size_bytes, _ALLOCATE_STEP_BYTES):
+                self._on_progress(done_bytes)
         except OSError as error:
             what, cure = ("huge pages", "raise vm.nr_hugepages") if self._huge else ("memory", "free some memory")
             raise PoolTooLarge(

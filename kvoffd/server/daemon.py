@@ -26,7 +26,7 @@ from kvoffd.server.http import HttpServer
 from kvoffd.server.lifeline import LifelineServer
 from kvoffd.server.memory import open_gpus
 from kvoffd.server.persistence import PolicyFile, State, state_file
-from kvoffd.server.recovery import open_pool, restore
+from kvoffd.server.recovery import StartProgress, open_pool, restore
 from kvoffd.server.service import Service
 from kvoffd.server.sockets import Sockets
 from kvoffd.server.stats import daemon_stats
@@ -106,6 +106,7 @@ class Daemon:
         self._notifier = Notifier(os.environ)
         self._stored_fds = take_stored_fds(os.environ)
         self._directory = DaemonDirectory(config.directory)
+        self._progress = StartProgress(config.pool_bytes, self._notifier, self._directory.tell_starting)
         self._stop = asyncio.Event()
         self.copy_stuck = False
         """Whether a thread hangs that may still use the pool or an engine's memory."""
@@ -118,7 +119,6 @@ class Daemon:
         self._scrubbing: asyncio.Task[None] | None = None
         self._serving = False
         self._shared_stores: OpenStores = ()
-        self._http_problem = ""
         self._http: HttpServer | None = None
 
     async def serve(self) -> None:
@@ -137,8 +137,15 @@ class Daemon:
             self._state = State(state_file(self._config))
             try:
                 self._state.restore()
-                stopped = self._stop.is_set
-                self._pool = await asyncio.to_thread(open_pool, self._config, self._notifier, self._stored_fds, stopped)
+                self._pool = await asyncio.to_thread(
+                    open_pool,
+                    self._config,
+                    self._notifier,
+                    self._stored_fds,
+                    self._stop.is_set,
+                    self._progress,
+                    was_killed=self._directory.was_killed,
+                )
                 try:
                     if not self._stop.is_set():
                         await self._serve_pool()
@@ -158,23 +165,16 @@ class Daemon:
         """Start HTTP before the pool is touched, which may take minutes: for probes, and to fail early."""
         if not self._config.http_address:
             return
-        try:
-            self._http = HttpServer(self._config.http_address, self, asyncio.get_running_loop())
-        except KvoffdError as error:
-            # A second daemon on the node must start although the default address is in use.
-            if self._config.http_address != Config().http_address:
-                raise
-            self._http_problem = f"/metrics and the probes are not served: {error.message}"
-            logger.warning("%s", self._http_problem)
-        else:
-            self._http.start()
+        self._http = HttpServer(self._config.http_address, self, asyncio.get_running_loop())
+        self._http.start()
 
     def health(self) -> HealthReply:
         """Return the health for HTTP. Called in the loop's thread."""
         if self._serving:
             return health_reply(self._service, Health(0))
-        state = "stopping" if self._stop.is_set() else "starting"
-        return HealthReply(0, HealthLevel.DOWN, [HealthProblem(state, f"The daemon is {state}.")])
+        stopping = self._stop.is_set()
+        sentence = f"The daemon is {'stopping' if stopping else self._progress.text}."
+        return HealthReply(0, HealthLevel.DOWN, [HealthProblem("stopping" if stopping else "starting", sentence)])
 
     def stats(self) -> DaemonStats | None:
         """Return the statistics for HTTP; None while the daemon starts or stops. Called in the loop's thread."""
@@ -232,7 +232,6 @@ class Daemon:
             self._state,
             max_attached=descriptor_limits()[0] // 2,  # the rest is for connections
         )
-        self._service.http_problem = self._http_problem
         self._lifelines = LifelineServer(self._service, self._directory, self._sockets, self._page_faulter)
 
     async def _startup(self) -> None:
@@ -244,10 +243,9 @@ class Daemon:
         except OSError as error:
             raise StartError(f"The sockets in {config.directory} cannot be opened: {error}.") from error
         self.served = self._serving = True
+        self._directory.started()
         self._notifier.ready(f"Serving {config.directory} with a pool of {format_size(config.pool_bytes)}.")
-        page = (
-            f", and a page at http://{config.http_address}/" if config.http_address and not self._http_problem else ""
-        )
+        page = f", and a page at http://{config.http_address}/" if config.http_address else ""
         logger.info("Serving %s%s.", config.directory, page)
         self._service.tier_supervisor.start(self._shared_stores)
         if self._pool.resident:

@@ -108,8 +108,6 @@ def _problems(service: Service, recent: Window) -> Iterator[tuple[str, str]]:
             "state_unwritable",
             f"{file.problem}. `clear`, resets and quotas report errors, and a kill may undo them.",
         )
-    if service.http_problem:
-        yield "http_unavailable", service.http_problem
 
 
 def _full_quota(service: Service) -> str:

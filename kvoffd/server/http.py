@@ -11,7 +11,6 @@ not slow down lookups.
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import socket
 import threading
@@ -26,7 +25,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 import msgspec
 
 from kvoffd.config import ALL_INTERFACES, parse_address
-from kvoffd.errors import KvoffdError
+from kvoffd.system.listening import listen
 
 if TYPE_CHECKING:
     from kvoffd.server.daemon import Daemon
@@ -82,13 +81,7 @@ class HttpServer:
         """Connections, oldest first."""
         self._ended: Future[None] = Future()
         host, port = parse_address(address)
-        try:
-            self._listeners = _listeners(host, port)
-        except OSError as error:
-            raise KvoffdError(
-                f"The HTTP address {host}:{port} cannot be used ({error.strerror or error}); free it and restart this "
-                "daemon, choose another with --http-address, or give an empty one to disable HTTP."
-            ) from error
+        self._listeners = listen("" if host == ALL_INTERFACES else host, port)
 
     def start(self) -> None:
         threading.Thread(target=asyncio.run, args=(self._listen(),), name="kvoffd-http", daemon=True).start()
@@ -180,7 +173,7 @@ class HttpServer:
     async def _stats(self, path: str) -> _Answer:
         stats = await self._ask(self._daemon.stats)
         if stats is None:
-            return _sentence(HTTPStatus.SERVICE_UNAVAILABLE, "The daemon is starting or stopping.")
+            return _sentence(HTTPStatus.SERVICE_UNAVAILABLE, "\n".join((await self._ask(self._daemon.health)).problems))
         if path == "/stats.json":
             return _Answer(HTTPStatus.OK, msgspec.json.encode(stats), "application/json")
         from kvoffd.observe.metrics import render_metrics  # a slow import, which would delay the start
@@ -229,26 +222,3 @@ def _is_here(head: bytes) -> bool:
             if "." in host.rstrip(".") and host.lower() not in (socket.gethostname().lower(), socket.getfqdn().lower()):
                 return False
     return True
-
-
-def _listeners(host: str, port: int) -> list[socket.socket]:
-    """Return sockets that listen on all addresses of a host; ``*`` is every interface, IPv4 and IPv6. Raises OSError.
-
-    Addresses that the machine lacks are skipped if another one works: ``localhost`` may include ::1 without IPv6.
-    """
-    if host == ALL_INTERFACES:
-        if socket.has_dualstack_ipv6():
-            return [socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True)]
-        return [socket.create_server(("0.0.0.0", port))]
-    listeners, errors = [], []
-    for family, _, _, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        try:
-            listeners.append(socket.create_server(place[:2], family=family))
-        except OSError as error:
-            errors.append(error)
-    lacking = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
-    if errors and not (listeners and all(error.errno in lacking for error in errors)):
-        for listener in listeners:
-            listener.close()
-        raise errors[-1]
-    return listeners

@@ -44,14 +44,23 @@ def open_namespace(service: Service, session: Session, message: m.OpenNamespace)
     session.namespaces[fingerprint] = namespace
     if created:
         namespace.generation = service.state.generation(fingerprint)
+        if namespace.of_bench:
+            what = "" if namespace.evicts_others else "; it evicts nothing"
+            logger.info("%s opens the namespace %r%s.", printable(session.name), label, what)
     return m.NamespaceOpened(message.request_id, created, namespace.totals.prefill_tokens_per_second)
 
 
 def forget_idle(service: Service, after_s: float = 0.0) -> None:
-    """Forget namespaces that have been idle for ``after_s``, as seen by these calls; those of benches at once."""
+    """Forget namespaces that have been idle for ``after_s``, as seen by these calls.
+
+    Those of benches are forgotten with all their blocks once no session has them open.
+    """
     opened, now = opened_namespaces(service), service.clock()
     with service.cache.saving_once():
         for namespace in list(service.cache.namespaces.values()):
+            if namespace.of_bench and namespace.ready_blocks and namespace.fingerprint not in opened:
+                dropped = service.cache.reset(namespace)
+                logger.info("Dropped the %d blocks of %r, which has ended.", dropped, namespace.label)
             if not _idle(namespace, opened):
                 namespace.idle_since = None
                 continue

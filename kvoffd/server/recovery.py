@@ -24,7 +24,7 @@ from kvoffd.system.files import OnError
 from kvoffd.system.limits import memory_limit
 from kvoffd.system.numa import nodes_with_gpus
 from kvoffd.system.systemd import Notifier
-from kvoffd_proto.units import format_size, plural
+from kvoffd_proto.units import format_duration, format_size, plural
 
 logger = logging.getLogger(__name__)
 
@@ -33,49 +33,75 @@ TABLE_NAME = "kvoffd-slot-table"
 """Names of the two memfds in systemd's fd store."""
 
 RELEASE_TIMEOUT_S = 5.0
-TOUCH_LOGGED_S = 2.0
+TOLD_S = 2.0
 
 
-def open_pool(config: Config, notifier: Notifier, stored: Mapping[str, list[int]], stopped: Callable[[], bool]) -> Pool:
+class StartProgress:
+    """Progress of the pool's memory, which may take minutes: for the log, systemd and clients, every two seconds."""
+
+    def __init__(self, pool_bytes: int, notifier: Notifier, tell: Callable[[str], None] = lambda _: None) -> None:
+        self.text = "starting"
+        self._pool_bytes, self._notifier, self._tell = pool_bytes, notifier, tell
+        self._began_at = self._told_at = time.monotonic()
+        self._done_bytes = 0
+
+    def __call__(self, done_bytes: int) -> None:
+        now = time.monotonic()
+        if done_bytes < self._done_bytes:  # a file was allocated, and is touched next
+            self._began_at = now
+        self._done_bytes = done_bytes
+        left_s = round((now - self._began_at) * max(0, self._pool_bytes - done_bytes) / max(1, done_bytes))
+        left = f"{left_s} s" if left_s < 60 else format_duration(left_s)
+        share = min(100, 100 * done_bytes // self._pool_bytes)
+        self.text = f"starting, {share} % of {format_size(self._pool_bytes)}, about {left}"
+        if now - self._told_at >= TOLD_S:
+            self._told_at = now
+            self._tell(self.text)
+            self._notifier.starting(self.text)
+            logger.info("The pool's memory: %s.", self.text)
+
+
+def open_pool(
+    config: Config,
+    notifier: Notifier,
+    stored: Mapping[str, list[int]],
+    stopped: Callable[[], bool],
+    progress: StartProgress,
+    *,
+    was_killed: bool = False,
+) -> Pool:
     """Open an earlier daemon's pool, or create one if there is none that is usable, and touch every page.
-
-    Touching may take minutes.
 
     Args:
         stored: descriptors that systemd kept, by name. Takes ownership.
+        was_killed: an earlier daemon in this directory was.
         stopped: polled while it touches pages; if true it returns early.
 
     Raises:
         PoolTooLarge: there is not enough memory.
         PoolFileError: ``pool_file`` is unusable.
     """
-    pool = _open_pool_file(config, notifier, stored) if config.pool_file else _open_memfds(config, notifier, stored)
+    if config.pool_file:
+        pool = _open_pool_file(config, notifier, stored, progress)
+    else:
+        pool = _open_memfds(config, notifier, stored)
+        if was_killed and not stored:
+            logger.warning(
+                "The pool starts empty. The earlier daemon was killed, and its memory ended with it. To keep it, set "
+                "pool_file to a file in /dev/shm, or run kvoffd as a systemd unit."
+            )
     if pool.cold_reason:
         logger.warning("The pool starts empty. %s", pool.cold_reason)
     logger.info("kvoffd %s opens a pool of %s. %s", __version__, format_size(config.pool_bytes), memory_summary(config))
     if not pool.resident:
         with OnError(pool.close):
-            _touch(pool, config, notifier, stopped)
+            started = time.monotonic()
+            pool.touch(config.limits.touch_threads, progress, stopped)
+            if not stopped():
+                logger.info("The pool is in memory after %.1f s.", time.monotonic() - started)
     if shortage := memory_shortage(config, memory_limit()):
         logger.warning("%s", shortage)
     return pool
-
-
-def _touch(pool: Pool, config: Config, notifier: Notifier, stopped: Callable[[], bool]) -> None:
-    """Touch the whole pool, and report progress to the log and systemd every few seconds."""
-    started = reported_at = time.monotonic()
-
-    def report(touched_bytes: int) -> None:
-        nonlocal reported_at
-        if (now := time.monotonic()) - reported_at >= TOUCH_LOGGED_S:
-            reported_at = now
-            text = f"Touching the pool: {format_size(touched_bytes)} of {format_size(config.pool_bytes)}."
-            logger.info("%s", text)
-            notifier.starting(text)
-
-    pool.touch(config.limits.touch_threads, report, stopped)
-    if not stopped():
-        logger.info("The pool is in memory after %.1f s.", time.monotonic() - started)
 
 
 def restore(cache: Cache, pool: Pool, policy: PolicyFile, state: State) -> None:
@@ -133,9 +159,11 @@ def restore(cache: Cache, pool: Pool, policy: PolicyFile, state: State) -> None:
         )
 
 
-def _open_pool_file(config: Config, notifier: Notifier, stored: Mapping[str, list[int]]) -> Pool:
+def _open_pool_file(
+    config: Config, notifier: Notifier, stored: Mapping[str, list[int]], progress: StartProgress
+) -> Pool:
     _discard_stored(notifier, stored)
-    with closing(FileBacking(Path(config.pool_file))) as backing:
+    with closing(FileBacking(Path(config.pool_file), progress)) as backing:
         pool = _make_pool(config, backing)
         with OnError(pool.close):
             backing.publish()

@@ -114,7 +114,6 @@ class Service:
         """Counts by reason, ``gone`` or ``unread``."""
         self.lookup_times = DurationHistogram(LOOKUP_BOUNDS_S)
         self.loop_watch = LoopWatch()
-        self.http_problem = ""
         """Reason why HTTP is not served although it is configured."""
         self.sockets_problem = ""
         """Reason why engines cannot connect."""

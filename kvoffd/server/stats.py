@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import socket
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -23,6 +24,7 @@ from kvoffd.tiers.tier import TierStats
 from kvoffd.transfer.plan import Direction
 from kvoffd_proto import admin as a
 from kvoffd_proto import stats as s
+from kvoffd_proto.verdict import judge
 
 if TYPE_CHECKING:
     from kvoffd.server.service import Service
@@ -47,9 +49,10 @@ def daemon_stats(service: Service) -> s.DaemonStats:
     on_disk = sum(
         (disk.tier.bytes_by_namespace() for disk in service.tier_supervisor if disk.tier is not None), Counter[bytes]()
     )
-    return filled(
+    found = filled(
         s.DaemonStats,
         version=__version__,
+        node=socket.gethostname(),
         policy=service.config.eviction_policy,
         pid=os.getpid(),
         uptime_seconds=service.clock() - service.started_at,
@@ -92,7 +95,11 @@ def daemon_stats(service: Service) -> s.DaemonStats:
         policy_bytes=cache.policy.nbytes,
         learned=cache.policy.describe(),
         settings=[s.SettingInfo(*one) for one in settings_in_force(service.config)],
+        paying_off=None,
+        verdict="",
     )
+    paying_off, verdict = judge(found)
+    return structs.replace(found, paying_off=paying_off, verdict=verdict)
 
 
 def _namespace_rows(

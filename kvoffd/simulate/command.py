@@ -18,6 +18,7 @@ from kvoffd.simulate.replay import DiskPlan, Replayed, replay
 from kvoffd.simulate.trace import BadTrace, Trace, read_trace
 from kvoffd.tiering import WriteMode
 from kvoffd_proto.units import format_size, parse_size
+from kvoffd_proto.verdict import FEWEST_LOOKUPS
 
 ALL = "all"
 PARTS = (8, 4, 2, 1)
@@ -233,11 +234,17 @@ def _as_table(trace: Trace, sizes: Sizes, results: Results, block_bytes: int) ->
         f"{'pool':>{width}}  {'policy':<12}{'hits %':>8}{'written %':>11}{'possible %':>12}"
         + (f"  {'write':<8}{'of disk %':>10}{'to disk %':>11}" if with_disk else ""),
     ]
+    results = [(one, best) for one, best in results if best]
+    if not results:
+        return f"{lines[0]}\nNo block of it comes back: no pool would find anything."
     for one, best in results:
         percents = f"{one.hit_percent:>8.2f}{one.written_percent:>11.2f}{best:>12.2f}"
         if one.disk is not None:
             percents += f"  {one.disk.mode.value:<8}{one.disk_hit_percent:>10.2f}{one.disk_written_percent:>11.2f}"
         lines.append(f"{sizes[one.size]:>{width}}  {one.policy:<12}{percents}")
+    if len(trace.requests) < FEWEST_LOOKUPS:
+        few = f"Too early to choose a policy or a size: {FEWEST_LOOKUPS} requests are needed. Record for longer."
+        return "\n".join([*lines, "", few])
     return "\n".join([*lines, *_conclusion(sizes, results)])
 
 

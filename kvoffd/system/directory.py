@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 LOCK_FILE = "kvoffd.lock"
 DIRECTORY_MODE = 0o750
 SOCKET_MODE = 0o660
+STARTING_BYTES = 100
+"""Longer than any text, so that a shorter one replaces all of it."""
 
 
 class DirectoryError(KvoffdError):
@@ -41,11 +43,13 @@ class DaemonDirectory:
 
     def __init__(self, directory: Path) -> None:
         self.sockets = SocketPaths(directory)
-        self._lock_fd = -1
+        self._lock_fd = self._starting_fd = -1
         self._made: list[Path] = []
         """Directories that ``acquire`` created, innermost first."""
         self._bound: dict[Path, int] = {}
         """Inodes of the bound sockets, to detect that a path was replaced."""
+        self.was_killed = False
+        """Whether an earlier daemon left its sockets."""
 
     def acquire(self) -> None:
         """Create and lock the directory, and remove stale sockets. An error leaves everything as it was.
@@ -85,6 +89,12 @@ class DaemonDirectory:
                 os.close(directory_fd)
             if stale := sum(map(_unlink, (self.sockets.jobs, self.sockets.events, self.sockets.lifeline))):
                 logger.info("Removed %d sockets that an earlier daemon left in %s.", stale, directory)
+            self.was_killed = bool(stale)
+            with suppress(OSError):
+                _unlink(self.sockets.starting)
+                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+                self._starting_fd = os.open(self.sockets.starting, flags, DIRECTORY_MODE & 0o660)
+            self.tell_starting("starting")
 
     def _check_lock(self, fd: int, found: os.stat_result) -> None:
         """Refuse a lock file that another user may have linked to a file, which would be truncated."""
@@ -93,6 +103,20 @@ class DaemonDirectory:
                 f"{self.sockets.directory}/{LOCK_FILE} is not the daemon's own: it is not a regular file, has several "
                 f"hard links, or belongs to uid {found.st_uid}. Another user created it; remove it."
             )
+
+    def tell_starting(self, text: str) -> None:
+        """Tell clients, which find no sockets yet, how far the start is."""
+        if self._starting_fd >= 0:
+            with suppress(OSError):
+                os.pwrite(self._starting_fd, text.ljust(STARTING_BYTES).encode(), 0)
+
+    def started(self) -> None:
+        """Leave clients to the sockets, or to nothing. Idempotent."""
+        if self._starting_fd >= 0:
+            os.close(self._starting_fd)
+            self._starting_fd = -1
+            with suppress(OSError):
+                self.sockets.starting.unlink()
 
     def open_to_group(self, path: Path) -> None:
         """Set the mode of a socket that was just bound, and remember its inode."""
@@ -123,6 +147,7 @@ class DaemonDirectory:
                     _unlink(path)
         finally:
             self._bound.clear()
+            self.started()
             if not served and self._made:
                 if self._lock_fd >= 0:
                     (self.sockets.directory / LOCK_FILE).unlink(missing_ok=True)

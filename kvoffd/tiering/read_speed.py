@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import exp
+from math import exp, inf
 
 SAMPLE_S = 0.05
 """Least length of a speed sample."""
@@ -12,10 +12,10 @@ MEMORY_S = 1.0
 FEWEST_BLOCKS = 8
 """Least number of concurrent reads throughout a valid sample: a lone read shows how long a block takes, not how many
 come per second."""
-ENOUGH_S, ENOUGH_BYTES = 0.25, 32 * 2**20
-"""Length or size of samples from which on the speed counts as known."""
+ENOUGH_SAMPLES, ENOUGH_BYTES = 5, 32 * 2**20
+"""Number or size of samples from which on the speed counts as known: the machine may stand still during one."""
 PROGRESS_S = 0.25
-"""Time after the start of reading from which on its progress gives the speed while no samples do."""
+"""Time of reading, without its longest silence, from which on its progress gives the speed while no samples do."""
 SILENCE_S = 0.5
 """Time without a block after which the speed counts as at most one block in that time."""
 
@@ -32,13 +32,14 @@ class ReadSpeed:
         self.measured = 0.0
         self._bytes = self._seconds = 0.0
         """Sums over the samples, with less weight for older ones."""
+        self._samples = 0
         self._reading_since: float | None = None
         self._since_began = 0
         """Bytes received since then."""
         self._block_bytes = 0
         """Size of the largest block read since then."""
-        self._came_at = 0.0
-        """Time when a block was last received, or reading began."""
+        self._came_at = self._longest_silence_s = 0.0
+        """Time when a block was last received, or reading began, and the longest time without one before."""
         self._sample_at = 0.0
         """Time when the sample began."""
         self._sample_bytes = 0
@@ -48,6 +49,7 @@ class ReadSpeed:
         if self._reading_since is None:
             self._reading_since = self._came_at = self._sample_at = self._clock()
             self._since_began = self._sample_bytes = self._block_bytes = 0
+            self._longest_silence_s = 0.0
         self._block_bytes = max(self._block_bytes, nbytes)
 
     def end(self, came_bytes: int, left: int) -> None:
@@ -56,6 +58,7 @@ class ReadSpeed:
         self._since_began += came_bytes
         self._sample_bytes += came_bytes
         if came_bytes:
+            self._longest_silence_s = max(self._longest_silence_s, now - self._came_at)
             self._came_at = now
         if left < FEWEST_BLOCKS:
             self._sample_at, self._sample_bytes = now, 0
@@ -64,7 +67,8 @@ class ReadSpeed:
             self._bytes = kept * self._bytes + self._sample_bytes
             self._seconds = kept * self._seconds + seconds
             self._sample_at, self._sample_bytes = now, 0
-            if self._seconds >= ENOUGH_S or self._bytes >= ENOUGH_BYTES:
+            self._samples += 1
+            if self._samples >= ENOUGH_SAMPLES or self._bytes >= ENOUGH_BYTES:
                 self.measured = self._bytes / self._seconds
         if not left:
             self._reading_since = None
@@ -75,9 +79,10 @@ class ReadSpeed:
         if self._reading_since is None:
             return self.measured
         now = self._clock()
-        elapsed, silence, speed = now - self._reading_since, now - self._came_at, self.measured
-        if not speed and elapsed >= PROGRESS_S:
-            speed = (self._since_began + self._block_bytes) / elapsed
-        if silence >= SILENCE_S and speed:
-            speed = min(speed, self._block_bytes / silence)
+        silence, speed = now - self._came_at, self.measured
+        steady_s = now - self._reading_since - max(silence, self._longest_silence_s)
+        if not speed and steady_s >= PROGRESS_S:
+            speed = self._since_began / steady_s
+        if silence >= SILENCE_S:
+            speed = min(speed or inf, self._block_bytes / silence)
         return speed

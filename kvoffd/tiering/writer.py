@@ -218,6 +218,10 @@ class Selection:
         fitting = chances[chances > chances[min(parts[self._stay], len(chances) - 1)]]
         self._least = float(fitting[-1] if len(fitting) else chances[0])
 
+    def stay_bytes(self, tier_bytes: int) -> int:
+        """Return the bytes that are requested while a written block stays."""
+        return self.lifetimes(tier_bytes)[self._stay]
+
     def deciding(self, chances: npt.NDArray[np.float64]) -> tuple[npt.NDArray[np.float64], float]:
         """Return the chances that decide, and the least one that is enough."""
         return chances[:, self._stay], self._least
@@ -467,11 +471,9 @@ class Writer:
         return ready
 
     def _takes(self, group: Group) -> bool:
-        """Return whether blocks of a group are written at all. A benchmark's are written to shared stores only, never
-        to disks, which they would wear out."""
+        """Return whether blocks of a group are written at all. A bench's are not."""
         namespace = group.namespace
-        bench = namespace.of_bench and not self._shared
-        return bool(self._tiers) and not (group.dead or bench or self._leaves_out(namespace.fingerprint))
+        return bool(self._tiers) and not (group.dead or namespace.of_bench or self._leaves_out(namespace.fingerprint))
 
     def _is_wanted(self, group: Group, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
         """Return which keys are in no tier, are not being written to one, and should be."""
@@ -504,6 +506,7 @@ class Writer:
         before, self._accessed_before = self._accessed_before, self._cache.policy.accessed_bytes
         if full:
             self._selection.record_traffic(self._accessed_before - before, tier_bytes)
+            self._cache.policy.remember(self._selection.stay_bytes(tier_bytes))
 
     def _on_end(self, write: BlockWrite, result: Result) -> None:
         nbytes = write.copy.group.nbytes

@@ -175,8 +175,9 @@ def struct_in(hint: object) -> type[Struct] | None:
 # --- parts of several messages -------------------------------------------------------------------
 
 
-BENCH_LABEL = "bench "
-"""Prefix of the labels of a bench's namespaces, which no sum includes and which are forgotten once empty and closed."""
+BENCH_LABEL, EVICTING_LABEL = "bench ", "bench that evicts "
+"""Prefixes of the labels of a bench's namespaces. No sum includes them, no tier gets their blocks, and once no session
+has one open it is dropped. Only those of the second prefix evict blocks of others."""
 
 
 class GroupSpec(Wire, frozen=True):

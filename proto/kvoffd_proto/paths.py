@@ -17,7 +17,7 @@ MAX_SOCKET_PATH_BYTES = 107
 
 @dataclass(frozen=True)
 class SocketPaths:
-    """The socket files of one daemon."""
+    """The socket files of one daemon, and the one that stands for them while it starts."""
 
     directory: Path
 
@@ -35,6 +35,11 @@ class SocketPaths:
     def lifeline(self) -> Path:
         """Unix stream: descriptors and credentials; its EOF ends the session."""
         return self.directory / "lifeline.sock"
+
+    @property
+    def starting(self) -> Path:
+        """File with how far the start is, until the sockets are open."""
+        return self.directory / "kvoffd.starting"
 
     def problem(self) -> str | None:
         """Return why ZeroMQ cannot use the paths: too long for a unix socket, or not UTF-8. None if it can."""

@@ -102,7 +102,8 @@ Labelled: TypeAlias = dict[str, Count]
 
 SOURCES = "pool", "disk", "shared"
 MISS_REASONS = {
-    "unknown": "never stored, or evicted too long ago to be remembered",
+    "unknown": "never stored since the daemon's start",
+    "forgotten": "never stored, or evicted so long ago that it is not remembered",
     "evicted": "evicted to make space for other blocks",
     "rejected": "not stored: the eviction policy expected no reuse",
     "no_space": "not stored or not promoted: the pool had no space",
@@ -511,6 +512,7 @@ class DaemonStats(Part, frozen=True):
     """All statistics of a daemon, since its start unless noted otherwise."""
 
     version: Annotated[str, doc("Release of the daemon.")] = ""
+    node: Annotated[str, doc("Host name of the daemon's machine or container.")] = ""
     policy: Annotated[str, doc("Eviction policy.")] = ""
     pid: Annotated[int, doc("Process id, in the daemon's own pid namespace.", ge=0)] = 0
     uptime_seconds: Annotated[Seconds, gauge("Seconds since the daemon's start.")] = 0.0
@@ -556,6 +558,8 @@ class DaemonStats(Part, frozen=True):
     policy_bytes: Annotated[ByteCount, doc("Memory that the policy uses for keys.")] = 0
     learned: Annotated[LearnedStats, doc("State of the learning policy.")] = LearnedStats()
     settings: Annotated[list[SettingInfo], doc("The settings that the daemon runs with.")] = []
+    paying_off: Annotated[bool | None, doc("Whether the cache pays off; null if it is too early to say.")] = None
+    verdict: Annotated[str, doc("Sentence on whether the cache pays off, and why not.")] = ""
 
 
 class StatsReply(Reply, frozen=True):

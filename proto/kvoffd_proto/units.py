@@ -151,6 +151,20 @@ def format_count(count: int) -> str:
     return _scaled(count, 1000, ("", "k", "M", "G", "T"))
 
 
+def percent(part: float, whole: float) -> str:
+    """Return ``part`` of ``whole`` as a percentage, 0 or 100 only if exact; a dash if ``whole`` is 0."""
+    if whole <= 0:
+        return "-"
+    share = 100 * part / whole
+    if share <= 0:
+        return "0 %"
+    if share < 0.1:
+        return "<0.1 %"
+    if part < whole:
+        share = min(share, 99.9)
+    return "100 %" if share == 100 else f"{share:.1f} %"
+
+
 def format_duration(seconds: float) -> str:
     """Return a duration for people: ``850 µs``, ``12.3 ms``, ``4.50 s``, ``3 min 20 s``, ``2 h 5 min``, ``3 d 4 h``."""
     if seconds < 0:

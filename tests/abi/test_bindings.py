@@ -75,23 +75,6 @@ def names_of(tree: ast.Module) -> Iterator[str]:
             yield node.value
 
 
-def test_mistakes_are_found() -> None:
-    mistakes = {
-        "CU_POINTER_ATTRIBUTE_IPC": Declarations(constants={"CU_POINTER_ATTRIBUTE_IPC": 10}),
-        "cuMemMap": Declarations({"cuMemMap": ("CUdeviceptr", *("size_t",) * 3)}),
-        "cuMemAlloc": Declarations({"cuMemAlloc": ("CUdeviceptr *", "size_t")}),  # the symbol of the 32-bit past
-        "cuStreamDestroy": Declarations({"cuStreamDestroy": ("CUstream",)}),  # it has a successor of the same types
-        "CUmemLocation": Declarations(structs={"CUmemLocation": cuda.MemcpyAttributes}),
-        "CUdevice": Declarations(types={"CUdevice": ctypes.c_uint}),
-        "PFN_cuMemcpyBatchAsync_v12080": Declarations(batch_forms={12080: cuda.BATCH_FORMS[13000]}),
-    }
-    include = include_directory("newest")
-    for name, wrong in mistakes.items():
-        assert list(differences(wrong, include)) == [name]
-    constants = {**OURS.constants, "CU_STREAM_NON_BLOCKING": 2}
-    assert list(differences(replace(OURS, constants=constants), include)) == ["CU_STREAM_NON_BLOCKING"]
-
-
 def test_only_untyped_pointers_are_passed_as_such() -> None:
     pointers = {text for declared in OURS.prototypes.values() for text in declared if text.endswith("*")}
     untyped = {text for text in pointers if cuda.argument_type(text) is ctypes.c_void_p}

@@ -8,6 +8,7 @@ import shlex
 import signal
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -120,8 +121,9 @@ def test_a_daemon_at_work_that_goes_and_comes_back(daemon: DaemonProcess) -> Non
         assert " icanon" in terminal.wait_for("icanon"), "the terminal is as before"
 
 
-def test_signals_leave_the_terminal_as_it_was(daemon: DaemonProcess) -> None:
+def test_signals_leave_the_terminal_as_it_was(daemon: DaemonProcess, tmp_path: Path) -> None:
     """Ctrl-Z and ``fg``, a stop that no process sees, SIGTERM and SIGHUP."""
+    pid = tmp_path / "pid"
     with Tmux() as terminal:
 
         def assert_restored() -> None:
@@ -149,9 +151,10 @@ def test_signals_leave_the_terminal_as_it_was(daemon: DaemonProcess) -> None:
             terminal.wait_for("No namespace")
         terminal.type("q")
         assert_restored()
-        for name in ("TERM", "HUP"):
-            terminal.run("sh", "-c", f"(sleep 2; kill -{name} $$) & exec {top}")
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            terminal.run("sh", "-c", f"echo $$ >{pid}; exec {top}")
             terminal.wait_for("4 policy")
+            os.kill(int(pid.read_text()), number)
             assert_restored()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvoffd_client.cli.format import percent
+from kvoffd_proto.units import percent
 
 
 def test_zero_and_hundred_mean_exactly_that() -> None:

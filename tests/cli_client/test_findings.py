@@ -255,18 +255,36 @@ def test_the_verdict_on_what_it_brought() -> None:
     def why(given: Facts) -> str:
         report = report_of(given)
         assert report.paying_off is False
-        assert report.verdict[1].startswith("Not paying off: engines loaded 0 tokens. ")
-        return report.verdict[1].removeprefix("Not paying off: engines loaded 0 tokens. ")
+        assert report.verdict[1].startswith("Not paying off: ")
+        return report.verdict[1].removeprefix("Not paying off: ")
 
     own = space(**nothing, not_needed_keys=9700, misses={"unknown": 300})
-    assert why(own) == "The engines' own caches had 97.0 % of the keys asked for."
-    assert why(space(**nothing, stored_blocks=0)).startswith("Engines stored nothing: ")
+    assert why(own) == "the engines' own caches had 97.0 % of the keys asked for."
+    assert why(space(**nothing, stored_blocks=0)).startswith("engines stored nothing: ")
     alone = facts({"since_start": Window(**traffic(**nothing)), "curve": curve((0,) * 7, 0)})
-    assert why(alone) == "Prompts do not repeat: 0.0 % would be found with ten times the memory."
+    assert why(alone) == "prompts do not repeat: 0.0 % would be found with ten times the memory."
     assert why(space(**nothing)) == f"40.0 % of the keys asked for were {MISS_REASONS['unknown']}."
     unknown = facts({"since_start": Window(**traffic(saved_seconds=0.0)), "lifetime": Lifetime(1.0, 10**7, 3600.0)})
     ending = f" time saved is unknown: {UNTIMED}. Since 1970-01-01: 10.0 M tokens and 1 h."
     assert report_of(unknown).verdict[1].endswith(ending)
+
+
+def test_a_full_pool_that_evicts_is_judged_by_few_lookups_with_how_sure_that_is() -> None:
+    few = {"lookups": 22, "asked_keys": 352, "loaded_keys": 0, "not_needed_keys": 172, "misses": {"evicted": 180}}
+    few |= {"loaded_tokens": 0, "saved_seconds": 0.0, "evicted_blocks": 40}
+    window, rises = Window(**traffic(**few)), curve((4, 6, 10, 16, 33, 60, 60), 0)
+    stats = {"since_start": window, "last_hour": window, "curve": rises, "curve_seen_bytes": 200 * GIB}
+    report = report_of(facts(stats, engines={}))
+    assert report.verdict[1] == (
+        "Not paying off: 51.1 % of the keys asked for were evicted to make space for other blocks. By only 22 lookups: "
+        "give or take 10 percentage points."
+    )
+    assert report.findings[0].check == "pool_too_small"
+    assert report.findings[0].evidence.endswith(" By only 22 lookups: give or take 10 percentage points.")
+    little = report_of(facts(stats | {"curve": curve(RISING, 0)}, engines={}))
+    assert little.findings == [], "less than the doubt is no advice to buy memory"
+    half_empty = facts(stats | {"pool": PoolStats(size_bytes=20 * GIB, bytes={"ready": 8 * GIB})})
+    assert report_of(half_empty).paying_off is None
 
 
 def test_what_was_saved_in_money() -> None:

@@ -108,7 +108,7 @@ def test_the_screen(screen: Screen) -> None:
     whole = next(line for line in lines if line.startswith("since start"))
     assert whole.split()[2:4] == ["218", "27"], "in 110 seconds"
     assert "Missed  evicted 30.0 %  never stored 10.0 % in the last hour" in lines
-    assert "Found in the pool: 60.0 % of tokens; lru 0.5x 50 %  1x 60 %  2x 70 %  10x 100 %" in lines
+    assert "Found   60.0 % of tokens; with lru and a pool of 0.5x 50 %, 2x 70 %, 10x 100 %" in lines
     assert "Lookups 30/s  queued copies 0  since start: p50 500 µs  p99 990 µs" in lines
     assert "peak 2,400 tokens/s" in text
     assert not [line for line in lines if "copy jobs failed" in line]
@@ -117,6 +117,22 @@ def test_the_screen(screen: Screen) -> None:
     assert names[0].split()[4:] == ["1,600", "200", "50.0", "%", "40.0", "%", "evicted"]
     assert any(line.startswith("! disk_hangs: A call") for line in lines)
     assert lines[-1].startswith("1 all  2 clients  3 tiers  4 policy")
+
+
+def test_the_verdict_is_said_where_it_is_not_a_good_one(screen: Screen) -> None:
+    def shown(paying_off: bool | None, verdict: str = "") -> list[str]:
+        told = {"health": HealthLevel.OK, "health_problems": [], "paying_off": paying_off, "verdict": verdict}
+        screen.reading = Reading(structs.replace(stats(10), **told))
+        return drawn(screen)
+
+    assert "OK, paying off" in shown(True, "Paying off.")[0]
+    assert "Paying off." not in shown(True, "Paying off.")
+    bad = shown(False, "Not paying off: prompts do not repeat.")
+    assert "OK, not paying off" in bad[0]
+    assert "Not paying off: prompts do not repeat." in bad
+    early = shown(None, "Too early to say whether it pays off: no lookup so far.")
+    assert "OK " in early[0]
+    assert "Too early to say whether it pays off: no lookup so far." in early
 
 
 def test_quotas_leave_room_for_names_and_blocks_may_have_no_count_of_tokens(screen: Screen) -> None:
@@ -213,11 +229,8 @@ def test_other_views(screen: Screen) -> None:
     lines = drawn(screen)
     assert "That is little: the following are first estimates." in lines
     text = " ".join(map(str.strip, lines))
-    assert "It is based on 9 prompts, about 0.0044 lifetimes. In one lifetime as many bytes" in text
-    assert (
-        "50.0 % old turn 4 an estimated 80.0 % are reused, most after more than 0.0044 lifetimes; 2.00 GiB in the pool"
-        in text
-    )
+    assert "It is based on 9 prompts, which asked for about 0.44 % of the pool's size." in text
+    assert "50.0 % old turn 4 perhaps 80.0 % come back, most of them later than was seen so far; 2.00 GiB in" in text
 
 
 def test_an_empty_daemon_and_one_that_was_there_before() -> None:

@@ -42,6 +42,9 @@ def test_why_nobody_is_reached_is_told_apart(tmp_path: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         without_sockets = f"The kvoffd daemon (pid {os.getpid()}) in {tmp_path} has no sockets there: "
         assert sentence().startswith(without_sockets)
+        SocketPaths(tmp_path).starting.write_text("starting, 53 % of 64.0 GiB, about 40 s   ")
+        starting = f"The kvoffd daemon (pid {os.getpid()}) in {tmp_path} is starting, 53 % of 64.0 GiB, about 40 s."
+        assert sentence() == starting
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(SocketPaths(tmp_path).lifeline))
         SocketPaths(tmp_path).jobs.touch()

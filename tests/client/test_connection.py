@@ -83,18 +83,18 @@ def test_eof_fails_requests_and_jobs(fake: FakeDaemon, scheduler: SchedulerClien
     ]
 
 
-def test_a_wait_polls_for_a_moment_and_then_sleeps(
-    fake: FakeDaemon, scheduler: SchedulerClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wait_polls_for_a_moment_and_then_sleeps(fake: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     fake.answers[m.Lookup] = lambda *_: None
-    began = time.thread_time()
-    assert not scheduler.lookup(KEYS).wait(0.2)
-    assert time.thread_time() - began < 0.05
-    yields: list[int] = []
-    monkeypatch.setattr(os, "sched_yield", lambda: (yields.append(1), time.sleep(0.001)))
-    for _ in range(3):
-        assert not scheduler.lookup(KEYS).wait(0.01)
-    assert len(yields) <= 1  # others want the CPU: not again for a while
+    with SchedulerClient(fake.directory, SPEC, options=ClientOptions()) as scheduler:
+        assert scheduler.wait_ready(5)
+        began = time.thread_time()
+        assert not scheduler.lookup(KEYS).wait(0.2)
+        assert time.thread_time() - began < 0.05
+        yields: list[int] = []
+        monkeypatch.setattr(os, "sched_yield", lambda: (yields.append(1), time.sleep(0.001)))
+        for _ in range(3):
+            assert not scheduler.lookup(KEYS).wait(0.01)
+        assert len(yields) <= 1  # others want the CPU: not again for a while
 
 
 def test_garbage_replies_end_the_connection_and_a_new_one_works(fake: FakeDaemon, scheduler: SchedulerClient) -> None:
@@ -292,9 +292,11 @@ def test_a_thread_that_waits_does_not_delay_what_is_due(fake: FakeDaemon, schedu
     early = scheduler.lookup(KEYS)
     late = threading.Thread(target=scheduler.wait_settled, args=(5,))  # ready already: ends at once
     late.start()
+    began = time.monotonic()
     future = scheduler.lookup(KEYS)
-    assert not future.wait(QUICK.request_timeout_s / 2)
+    future.wait(QUICK.request_timeout_s / 2)
     assert future.wait(5)
+    assert time.monotonic() - began >= QUICK.request_timeout_s
     assert early.failed
     assert future.failed
     wait_until(lambda: len(fake.seen(m.Release)) == 2)

@@ -12,7 +12,6 @@ import pytest
 from kvoffd_client.ordered_sender import OrderedSender
 from kvoffd_client.worker_client import Job
 from kvoffd_proto.errors import ErrorCode
-from tests.kit.ordered_sender import wait_sent
 from tests.kit.waiting import wait_until
 
 WAIT_S = 10.0
@@ -70,10 +69,11 @@ def gpu() -> Iterator[Gpu]:
 def test_a_job_is_sent_when_its_event_has_happened_and_not_before(gpu: Gpu) -> None:
     event = gpu.submit(1)
     assert event.waited_for.wait(WAIT_S)
-    assert not wait_sent(gpu.sender, [1], 0.05)
+    time.sleep(0.05)
+    assert gpu.sender.waiting == [1]
     assert gpu.sent == []
     event.happened.set()
-    assert wait_sent(gpu.sender, [1], WAIT_S)
+    wait_until(lambda: {1}.isdisjoint(gpu.sender.waiting))
     assert gpu.sent == [1]
 
 
@@ -85,7 +85,7 @@ def test_a_job_taken_back_is_never_sent(gpu: Gpu) -> None:
     assert gpu.sender.waiting == [3]
     first.happened.set()
     second.happened.set()
-    assert wait_sent(gpu.sender, [3], WAIT_S)
+    wait_until(lambda: {3}.isdisjoint(gpu.sender.waiting))
     assert gpu.sent == [3]
     assert gpu.failed == [(1, ErrorCode.CANCELLED), (2, ErrorCode.CANCELLED)]
     assert gpu.sender.withdraw([3]) == []
@@ -96,7 +96,7 @@ def test_the_others_of_a_step_are_sent_when_some_are_taken_back(gpu: Gpu) -> Non
     assert gpu.sender.withdraw([2]) == [2]
     assert gpu.sender.waiting == [1, 3]
     event.happened.set()
-    assert wait_sent(gpu.sender, [1, 3], WAIT_S)
+    wait_until(lambda: {1, 3}.isdisjoint(gpu.sender.waiting))
     assert (gpu.sent, gpu.failed) == ([1, 3], [(2, ErrorCode.CANCELLED)])
 
 
@@ -118,14 +118,14 @@ def test_a_mark_says_when_all_before_it_was_done(gpu: Gpu) -> None:
     done_at = gpu.sender.mark()
     gpu.submit(2)
     first.happened.set()
-    assert wait_sent(gpu.sender, [1], WAIT_S)
+    wait_until(lambda: {1}.isdisjoint(gpu.sender.waiting))
     assert done_at() == math.inf
     before = time.monotonic()
     gpu.events[1].happened.set()
     wait_until(lambda: done_at() != math.inf)
     assert before <= done_at() <= time.monotonic()
     gpu.events[2].happened.set()
-    assert wait_sent(gpu.sender, [2], WAIT_S)
+    wait_until(lambda: {2}.isdisjoint(gpu.sender.waiting))
     assert gpu.sent == [1, 2]
 
 
@@ -158,7 +158,7 @@ def test_an_id_may_be_used_again_while_the_thread_waits_for_the_old_one(gpu: Gpu
     assert new.waited_for.wait(WAIT_S)
     assert gpu.sent == []
     new.happened.set()
-    assert wait_sent(gpu.sender, [1], WAIT_S)
+    wait_until(lambda: {1}.isdisjoint(gpu.sender.waiting))
     assert gpu.sent == [1]
 
 
@@ -166,10 +166,10 @@ def test_a_failed_gpu_or_message_fails_jobs_and_not_the_thread(gpu: Gpu) -> None
     event = gpu.submit(1)
     event.error = RuntimeError("CUDA error: an illegal memory access was encountered")
     event.happened.set()
-    assert wait_sent(gpu.sender, [1], WAIT_S)
+    wait_until(lambda: {1}.isdisjoint(gpu.sender.waiting))
     assert (gpu.sent, gpu.failed) == ([], [(1, ErrorCode.COPY_FAILED)])
     gpu.submit(2).happened.set()
-    assert wait_sent(gpu.sender, [2], WAIT_S)
+    wait_until(lambda: {2}.isdisjoint(gpu.sender.waiting))
     assert gpu.sent == [2]
 
     def send(jobs: list[Job]) -> None:
@@ -177,7 +177,7 @@ def test_a_failed_gpu_or_message_fails_jobs_and_not_the_thread(gpu: Gpu) -> None
 
     gpu.sender.submit([Job(3, ()), Job(4, ())], send, lambda job, code: gpu.failed.append((job.job_id, code)))
     gpu.events[-1].happened.set()
-    assert wait_sent(gpu.sender, [3, 4], WAIT_S)
+    wait_until(lambda: {3, 4}.isdisjoint(gpu.sender.waiting))
     assert gpu.failed[1:] == [(3, ErrorCode.COPY_FAILED), (4, ErrorCode.COPY_FAILED)]
 
 

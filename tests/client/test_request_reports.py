@@ -46,5 +46,11 @@ def test_an_operator_sees_why_a_request_missed(daemon: DaemonProcess, capsys: py
             engine.scheduler.report_prompt(report(f"many-{number}", Outcome.MISSED))
         wait_until(lambda: cli().count(" many-") == 300)
         assert "many-299" in cli("many").splitlines()[-1]
+        with FakeEngine(daemon.directory, "tiny", page_bytes=4096) as other:
+            other.store([b"\xab" * 32], [0])
+            said = cli("cmpl-2")
+            assert f" Namespace {other.namespace.fingerprint.hex()[:12]} has this key, but differs: bytes" in said
+            assert main(["namespaces", "--directory", str(daemon.directory)]) == 0
+            assert " differ: bytes of a layer's block 16384 and 4096" in capsys.readouterr().out
     assert "No connected engine has reported a request." in cli()
     assert main(["clients", "cmpl-1", "--directory", str(daemon.directory)]) == 2

@@ -18,23 +18,6 @@ from tests.kit.wire import books, keys, request_streams
 
 BLOCKS = 192
 """Of 64 KiB: as many as a pool of 12 MiB holds."""
-DEFAULT_HTTP = ("127.0.0.1", 9464)
-
-
-def test_health_a_taken_default_http_port_is_degraded() -> None:
-    """Nobody asked for that port, so the daemon serves without it."""
-    with socket.socket() as other:
-        try:
-            other.bind(DEFAULT_HTTP)
-            other.listen()
-        except OSError:
-            pass  # somebody else has it, which does as well
-        address = "{}:{}".format(*DEFAULT_HTTP)
-        with DaemonProcess(http_address=address) as daemon, AdminClient(daemon.directory) as admin:
-            (cause,) = admin.health().causes
-            assert (admin.health().level, cause.reason) == ("degraded", "http_unavailable")
-            assert f"The HTTP address {address} cannot be used" in cause.sentence
-            assert books(daemon.directory).problems == {"http_unavailable": 1}
 
 
 def test_health_a_pool_that_one_lease_pins_is_degraded() -> None:

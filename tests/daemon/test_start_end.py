@@ -22,6 +22,7 @@ import pytest
 from kvoffd_client import AdminClient, SharedMemory
 from tests.daemon.refused_calls import refusing
 from tests.kit.command import refusal_to_serve as refused
+from tests.kit.command import run_cli
 from tests.kit.daemon import START_DEADLINE_S, STOP_DEADLINE_S, DaemonProcess
 from tests.kit.interrupt import interrupted_import
 from tests.kit.service_manager import ServiceManager
@@ -65,6 +66,14 @@ def test_start_is_refused_before_the_pool_is_taken(tmp_path: Path) -> None:
             assert daemon.process.wait(60) == 2
             assert f"The HTTP address {address} cannot be used" in daemon.log
             assert "opens a pool" not in daemon.log
+        checks = [sys.executable, "-m", "kvoffd", "config", "--directory", str(tmp_path)]
+        for asked, sentence in (
+            (("--http-address", address), f"The HTTP address {address} cannot be used"),
+            (("--http-address", "", "--pool-size", "500TiB"), "500 TiB"),
+        ):
+            found = subprocess.run([*checks, *asked], capture_output=True, text=True, check=False)
+            assert found.returncode == 2
+            assert sentence in found.stderr
 
 
 def test_start_is_refused_under_an_impossible_limit(tmp_path: Path) -> None:
@@ -104,6 +113,25 @@ def test_start_makes_a_private_directory_and_sockets() -> None:
             finally:
                 running.terminate()
                 running.wait(STOP_DEADLINE_S)
+
+
+def test_while_it_starts_it_says_how_far_it_is_and_after_a_kill_how_to_keep_the_pool() -> None:
+    with DaemonProcess("512MiB", fork=False) as daemon:
+        daemon.kill()
+        daemon.start(wait=False)
+        starting = daemon.directory / "kvoffd.starting"
+        wait_until(starting.exists, START_DEADLINE_S, interval_s=0.001)
+        os.kill(daemon.pid, signal.SIGSTOP)
+        try:
+            for command in ("stats", "health", "doctor"):
+                said = run_cli(command, "--directory", str(daemon.directory)).stderr
+                assert f"The kvoffd daemon (pid {daemon.pid}) in {daemon.directory} is starting" in said
+                assert "restart" not in said
+        finally:
+            os.kill(daemon.pid, signal.SIGCONT)
+        daemon.wait_ready()
+        wait_until(lambda: not starting.exists())
+        assert "The earlier daemon was killed, and its memory ended with it. To keep it, set pool_file" in daemon.log
 
 
 @pytest.mark.parametrize("imported", ["argparse", "msgspec", "numpy"])

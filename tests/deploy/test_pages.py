@@ -12,7 +12,7 @@ from kvoffd.observe.metrics import all_metrics
 from kvoffd_client.cli.app import make_command
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "client/README.md", "deploy/README.md", "deploy/shared.md")
+PAGES = ("README.md", "FAQ.md", "client/README.md", "deploy/README.md", "deploy/SECURITY.md", "deploy/shared.md")
 CONNECTOR = "".join(path.read_text() for path in (ROOT / "client" / "kvoffd_client" / "vllm").glob("*.py"))
 METRICS = {spec.name for spec in all_metrics(None)}
 OTHERS = {"kvoffd_client"}
@@ -43,3 +43,39 @@ def test_every_command_exists_with_its_options(page: str) -> None:
             command = command.commands[word]
         options = {option for parameter in command.params for option in parameter.opts}
         assert set(re.findall(r"(?<!\S)(--[a-z-]+)", rest)) <= options | {"--help"}, f"kvoffd-cli{words}{rest}"
+
+
+def test_the_sizes_of_models_are_computed_from_their_configurations() -> None:
+    rows = re.findall(
+        r"^\| (.+?) \| ([\d x()+]+) \| ([\d.]+) \| ([\d,]+) \|$", text_of("deploy/README.md"), re.MULTILINE
+    )
+    assert len(rows) == 8
+    for model, config, kib, tokens in rows:
+        token_bytes = 2 * eval(config.replace("x", "*"), {"__builtins__": {}}) * (1 if "MLA" in model else 2)
+        assert token_bytes == float(kib) * 1024, model
+        assert int(tokens.replace(",", "")) == (64 << 30) // token_bytes, model
+
+
+def test_what_two_pages_measure_is_one_figure_with_its_record() -> None:
+    record = "(../tests/bench/results/2026-11-26-peers-cpu.md)"
+    (row,) = [line for line in text_of("client/COMPARISON.md").splitlines() if "lookups / copies" in line]
+    (same,) = [line for line in text_of("README.md").splitlines() if "lookups / copies" in line]
+    figures = same.split("|")[2].strip()
+    assert figures.endswith(" faster")
+    assert figures in row
+    assert record in row
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, "client/COMPARISON.md", "client/ENGINE.md", "deploy/RELEASE.md", "RELIABILITY.md"]
+)
+def test_links_lead_somewhere(page: str) -> None:
+    here = (ROOT / page).parent
+    for target in re.findall(r"\]\((?!https?://)([^)\s]+)\)", text_of(page)):
+        path, _, anchor = target.partition("#")
+        file = here / path if path else ROOT / page
+        assert file.exists(), target
+        if anchor and file.suffix == ".md":
+            titles = re.findall(r"^#+ (.+)$", file.read_text(), re.MULTILINE)
+            names = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+            assert anchor in names, target

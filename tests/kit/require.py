@@ -11,7 +11,20 @@ from typing import NoReturn
 
 import pytest
 
-NEEDS = ("chromium", "cuda-headers", "prometheus", "redis", "rclone", "root", "s3", "shm", "systemd", "tmux", "vllm")
+NEEDS = (
+    "chromium",
+    "cuda-headers",
+    "helm",
+    "prometheus",
+    "redis",
+    "rclone",
+    "root",
+    "s3",
+    "shm",
+    "systemd",
+    "tmux",
+    "vllm",
+)
 """Everything that a test may ask for."""
 VARIABLE = "TESTS_REQUIRE"
 

@@ -11,7 +11,8 @@ from typing import Self
 LEAST_BYTES, MOST_BYTES, PIECE_S = 1 << 12, 1 << 16, 0.0005
 """What is forwarded at once: what takes this long, so that a short answer does not wait for long ones."""
 MOST_AHEAD_S = 0.02
-"""A link that was idle has caught up with this much of its time at most."""
+"""A link that was idle for longer has caught up with this much of its time. One that the machine kept from forwarding
+catches up with all of it, as a network does whose other end was sending."""
 
 
 class SlowLink:
@@ -30,7 +31,7 @@ class SlowLink:
         self._target = port
         self._hangs_at: int | None = None
         self._resumed = threading.Event()
-        self._free_at = 0.0
+        self._free_at = self._forwarded_at = 0.0
         self._lock = threading.Lock()
         self._sockets: list[socket.socket] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -94,6 +95,8 @@ class SlowLink:
                 if slowly:
                     self._wait_turn(len(data))
                 target.sendall(data)
+                if slowly:
+                    self._forwarded_at = time.monotonic()
         for one in (source, target):
             with suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
@@ -109,9 +112,12 @@ class SlowLink:
             self._resumed.wait()
         with self._lock:
             self.answered_bytes += nbytes
+            now = time.monotonic()
+            if self.bytes_per_second is None or now - self._forwarded_at > MOST_AHEAD_S:
+                self._free_at = max(self._free_at, now - MOST_AHEAD_S)
             if self.bytes_per_second is None:
                 return
-            self._free_at = max(self._free_at, time.monotonic() - MOST_AHEAD_S) + nbytes / self.bytes_per_second
-            pause_s = self._free_at - time.monotonic()
+            self._free_at += nbytes / self.bytes_per_second
+            pause_s = self._free_at - now
         if pause_s > 0:
             time.sleep(pause_s)

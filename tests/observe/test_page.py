@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 
 import pytest
@@ -51,6 +52,8 @@ def test_the_page_shows_what_was_done_and_is_honest_when_the_daemon_is_away(brow
         assert engine.load(block_keys[:3], range(3)).ok
         browser.open(url)
         wait_until(lambda: browser.text("level") == "ok")
+        assert browser.text("node") == socket.gethostname()
+        assert browser.text("verdict") == "Too early to say whether it pays off: 1 lookup so far, 100 are needed."
         outcomes = {name: whole.split() for name, _, _, whole in rows(browser, "outcomes")}
         assert outcomes["keys asked for"] == ["8"]
         assert outcomes["loaded"] == ["3", "(37.5", "%)"]
@@ -63,7 +66,7 @@ def test_the_page_shows_what_was_done_and_is_honest_when_the_daemon_is_away(brow
         assert [row[0] for row in rows(browser, "namespaces")] == [EVIL, "another"]
         assert rows(browser, "namespaces")[1][3] == "0 B of 1.0 GiB", "a quota is shown where there is one"
         assert browser.value("document.images.length") == 0
-        assert browser.value("document.title") == "kvoffd"
+        assert browser.value("document.title") == f"kvoffd {socket.gethostname()}"
         # By the keyboard: sorting keeps the focus where it was.
         browser.value("document.querySelector('[data-column=model]').focus()")
         browser.press("Enter")
@@ -81,12 +84,16 @@ def test_the_page_shows_what_was_done_and_is_honest_when_the_daemon_is_away(brow
         browser.dark(False)
         colours.append(browser.value("getComputedStyle(document.querySelector('.card')).backgroundColor"))
         assert colours[1] != colours[2]
-        # Rates are of the last two samples.
+        # Rates are of the last two samples; where nothing happens, of the last minute.
+        wait_until(lambda: "last minute" in browser.text("cards"))
+        assert "37.5 %" in browser.text("cards").split("Keys loaded, of those asked for")[1].split("Copied")[0]
         for _ in range(5):
             engine.lookup(block_keys)
         wait_until(
             lambda: "lookups/s" in browser.text("cards") and "0 lookups/s" not in browser.text("cards").split("p99")[1]
         )
+        browser.value("show({...samples.at(-1), paying_off: false, verdict: 'Not paying off: of it.'})")
+        assert browser.text("level") == "ok, not paying off"
         daemon.stop()
         wait_until(lambda: browser.text("level") == "away")
         assert browser.text("away").startswith("The daemon does not answer (")

@@ -47,7 +47,7 @@ def test_probes_are_answered_while_the_pool_is_touched(tmp_path: Path, monkeypat
     """And a daemon whose memory is refused was alive until then."""
     port, answers = free_port(), dict[str, tuple[int, str]]()
 
-    def touch_slowly(*_: object) -> None:
+    def touch_slowly(*_: object, **__: object) -> None:
         answers.update({path: http_get(port, path) for path in ("/healthz", "/readyz", "/metrics")})
         raise KvoffdError("The memory is refused.")
 
@@ -58,7 +58,7 @@ def test_probes_are_answered_while_the_pool_is_touched(tmp_path: Path, monkeypat
     assert answers == {
         "/healthz": (200, f"ok\n{sentence}"),
         "/readyz": (503, f"not ok\n{sentence}"),
-        "/metrics": (503, "The daemon is starting or stopping.\n"),
+        "/metrics": (503, sentence),
     }
 
 
@@ -161,7 +161,8 @@ def test_memory_that_systemd_kept_is_free_before_new_is_made(monkeypatch: pytest
         starting=lambda _: None,
     )
     stored = {name: [os.memfd_create(name)] for name in ("kvoffd-pool", "kvoffd-slot-table")}
-    recovery.open_pool(Config(pool_bytes=1 << 20), notifier, stored, lambda: False).close()
+    progress = recovery.StartProgress(1 << 20, notifier)
+    recovery.open_pool(Config(pool_bytes=1 << 20), notifier, stored, lambda: False, progress).close()
     removed = ["remove kvoffd-pool", "remove kvoffd-slot-table", "wait"]
     assert done == [*removed, "make", "make", "store kvoffd-pool", "store kvoffd-slot-table"]
 
@@ -169,9 +170,26 @@ def test_memory_that_systemd_kept_is_free_before_new_is_made(monkeypatch: pytest
 def test_a_daemon_that_is_to_stop_touches_no_more_of_its_pool() -> None:
     """To touch all of a large one takes minutes, after which systemd would kill the daemon."""
     size = 64 << 20
-    pool = recovery.open_pool(Config(pool_bytes=size), Notifier({}), {}, lambda: True)
+    progress = recovery.StartProgress(size, Notifier({}))
+    pool = recovery.open_pool(Config(pool_bytes=size), Notifier({}), {}, lambda: True, progress)
     assert os.fstat(pool.memory_fds[0]).st_blocks * 512 < size
     pool.close()
+
+
+def test_how_far_the_start_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, told = iter((0.0, 5.0, 45.0, 60.0, 62.0, 64.0)), list[str]()
+    monkeypatch.setattr(recovery.time, "monotonic", lambda: next(clock))
+    progress = recovery.StartProgress(64 << 30, Notifier({}), told.append)
+    assert progress.text == "starting"
+    for done_gib in (8, 34, 64, 1, 32):
+        progress(done_gib << 30)
+    assert told == [
+        "starting, 12 % of 64.0 GiB, about 35 s",
+        "starting, 53 % of 64.0 GiB, about 40 s",
+        "starting, 100 % of 64.0 GiB, about 0 s",
+        "starting, 1 % of 64.0 GiB, about 0 s",
+        "starting, 50 % of 64.0 GiB, about 2 s",
+    ], "touching begins at nothing again"
 
 
 # --- while it runs ---------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import pytest
 
 from tests.sim.planted import PLANTED, fault, recorded_seeds, search
 from tests.sim.scenario import Scenario
-from tests.sim.soak import shrink
 from tests.sim.world import run
 
 SIMULATED = [planted.name for planted in PLANTED if planted.simulated]
@@ -33,15 +32,3 @@ def test_planted_fault_is_found(name: str) -> None:
 @pytest.mark.parametrize("name", SIMULATED)
 def test_planted_fault_is_found_by_a_search(name: str) -> None:
     assert search(name)
-
-
-def test_failing_seed_is_shrunk() -> None:
-    with fault("lose a completion").plant():
-        outcomes = [run(Scenario(seed)) for seed in recorded_seeds()["lose a completion"]]
-        # The shortest may be as small as it gets already.
-        longest = max((one for one in outcomes if one.problem is not None), key=lambda one: one.steps)
-        small = shrink(longest)
-        assert small.problem is not None
-        assert small.steps < longest.steps
-        assert small.scenario.seed == longest.scenario.seed
-        assert run(small.scenario).digest == small.digest

@@ -83,6 +83,14 @@ def test_a_disk_with_space_finds_what_left_the_pool(policy: str) -> None:
     assert found.written < cycle.accesses
 
 
+def test_a_full_disk_keeps_what_returns_later_than_it_would_keep_all() -> None:
+    """Documents that return after 24 lifetimes of the pool, among requests that are made once."""
+    firsts = [10 * (number // 4 % 30 if number % 4 == 0 else number + 100) for number in range(1440)]
+    trace = trace_of([[*range(first, first + 10)] for first in firsts])
+    auto, always = (replay(trace, "learned", 50, DiskPlan(800, mode)) for mode in (WriteMode.AUTO, WriteMode.ALWAYS))
+    assert auto.hits > 1000 > 10 * always.hits
+
+
 @pytest.mark.nightly
 def test_a_full_disk_is_written_much_less_and_finds_nearly_as_much() -> None:
     trace = trace_of(chat_among_single_requests(1, 1000))
@@ -125,12 +133,12 @@ def test_it_prints_json_as_documented(tmp_path: Path, capfd: pytest.CaptureFixtu
 
 
 def test_it_prints_a_table_with_the_sizes_as_given_(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = write(tmp_path / "small.jsonl", [[1, 2, 3]] * 4)
+    file = write(tmp_path / "small.jsonl", [[1, 2, 3]] * 100)
     assert main([str(file), "--policy", "lru,learned", "--size", "6MiB,4MiB", "--block-size", "2MiB"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "small: 4 requests, 12 blocks of 512 tokens and 2.00 MiB"
+    assert lines[0] == "small: 100 requests, 300 blocks of 512 tokens and 2.00 MiB"
     assert [line.split()[:2] for line in lines[2:6]] == [[s, p] for s in ("4MiB", "6MiB") for p in ("lru", "learned")]
-    assert lines[4].split() == ["6MiB", "lru", "75.00", "25.00", "75.00"]
+    assert lines[4].split() == ["6MiB", "lru", "99.00", "1.00", "99.00"]
     assert lines[6:] == ["", "For this traffic the policies differ by less than a point."]
     assert main([str(file), "--policy", "lru", "--blocks", "2"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 3, "one policy needs no choice"
@@ -142,6 +150,19 @@ def test_it_prints_a_table_with_the_sizes_as_given_(tmp_path: Path, capsys: pyte
     assert re.fullmatch(rf"{most}: {found}.", last)
     assert main([str(cycle), "--policy", "lru,learned", "--block-size", "1MiB", "--pool", str(3 << 20)]) == 0
     assert "In your pool of 3.00 MiB the policies differ by less than a point.\n" in capsys.readouterr().out
+
+
+def test_a_trace_that_is_too_small_and_one_that_repeats_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = write(tmp_path / "few.jsonl", [[number, 1] for number in range(98)] + [[5, 1]])
+    assert main([str(few), "--policy", "lru,learned"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.endswith("Too early to choose a policy or a size: 100 requests are needed. Record for longer.\n")
+    assert not re.search(r"0\.00 +[\d.]+ +0\.00", printed), "no row of a pool that could find nothing"
+    never = write(tmp_path / "never.jsonl", [[number] for number in range(200)])
+    assert main([str(never)]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == ["No block of it comes back: no pool would find anything."]
 
 
 def test_it_replays_over_disks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -337,6 +337,22 @@ def test_a_lookup_is_told_how_long_what_it_waits_for_takes() -> None:
     assert 0 < 2 * rig.cache.leases[1].wait_s < rig.tiering.disks.under_way_bytes / source.speed.current
 
 
+@pytest.mark.parametrize("before", [0, 3, 30])
+def test_one_stop_of_the_machine_is_not_taken_for_the_speed(before: int) -> None:
+    rig = TieringHarness(settings=QUIET, regions=100)
+    space = rig.open()
+    for key in range(100):
+        rig.put_in_tier(space, keys_of(key))
+    look_up(rig, space, 1, keys_of(*range(100)))
+    rig.tiering.pump()
+    for number in range(60):
+        rig.clock.now += 0.41 if number == before else 0.01
+        rig.tier.end(next(iter(rig.tier.jobs)))
+        rig.tiering.pump()
+        look_up(rig, space, 1, keys_of(*range(100)))
+        assert rig.cache.leases[1].wait_s < 4 * (99 - number) * 0.01
+
+
 def test_where_nothing_comes_the_wait_grows() -> None:
     rig = TieringHarness(settings=QUIET, regions=100)
     space = rig.open()

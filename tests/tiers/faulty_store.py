@@ -20,10 +20,12 @@ class FaultyStore(ServerThread):
 
     Attributes:
         values: what it has.
-        delay_s: time that it takes before each message.
+        delay_s: time that it takes before each answer.
+        answering: while it is cleared, no answer is sent.
         spoil: changes a value on its way to a client.
         cut_after: bytes of a value after which it closes the connection; ``cuts`` times.
-        hang_after: bytes of a value after which it sends nothing for ``hang_s``, and then the rest.
+        hang_after: bytes of a value after which the rest is sent once it is ``answering``.
+        hanging: how many values were not sent whole yet.
         error: what every command gets, such as ``LOADING ...``.
         full: whether writes are refused.
         forced: what commands get, byte for byte, whatever they ask for.
@@ -35,11 +37,13 @@ class FaultyStore(ServerThread):
     def __init__(self) -> None:
         self.values: Values = {}
         self.delay_s = 0.0
+        self.answering = threading.Event()
+        self.answering.set()
         self.spoil: Callable[[bytes], bytes] = bytes
         self.cut_after: int | None = None
         self.cuts = inf
         self.hang_after: int | None = None
-        self.hang_s = 0.0
+        self.hanging = 0
         self.error = ""
         self.full = False
         self.forced: Values = {}
@@ -65,12 +69,18 @@ class FaultyStore(ServerThread):
     def url(self) -> str:
         return f"redis://127.0.0.1:{self.port}"
 
+    def close(self) -> None:
+        self.answering.set()
+        super().close()
+
     def _answer(self, words: list[bytes], connection: socket.socket) -> bool:
         """Answer a command; False ends the connection."""
         with self._lock:
             self.commands[words[0]] = self.commands.get(words[0], 0) + 1
         if self.delay_s:
             time.sleep(self.delay_s)
+        if self.hang_after is None:
+            self.answering.wait()
         name, arguments = words[0], words[1:]
         if self.error:
             connection.sendall(f"-{self.error}\r\n".encode(errors="surrogateescape"))
@@ -109,8 +119,13 @@ class FaultyStore(ServerThread):
             return False
         if self.hang_after is not None:
             connection.sendall(message[: self.hang_after])
-            time.sleep(self.hang_s)
-            message = message[self.hang_after :]
+            self.hanging += 1
+            try:
+                self.answering.wait()
+                connection.sendall(message[self.hang_after :])
+            finally:
+                self.hanging -= 1
+            return True
         message, self.surplus = message + self.surplus, b""
         connection.sendall(message)
         return True

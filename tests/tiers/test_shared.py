@@ -16,6 +16,7 @@ import pytest
 
 from kvoffd.tiers.redis_cluster import slot_of
 from kvoffd.tiers.redis_store import CONNECT_S, NEEDED_COMMANDS, Redis
+from kvoffd.tiers.shared import MOST_REMOVALS, MOST_WRITES
 from kvoffd.tiers.store import Credentials, StoreError, generation_key, open_store
 from kvoffd.tiers.tier import Result
 from tests.kit.redis_server import Certificate, RedisServer
@@ -158,7 +159,8 @@ def test_a_network_cut_in_a_value_is_a_miss_in_time(store: FaultyStore, rig: Sha
     block = rig.block(1, (200_000,))
     rig.store(block)
     assert rig.ask(block) == [Answer.YES]
-    store.hang_after, store.hang_s = hang_after, 2.0
+    store.hang_after = hang_after
+    store.answering.clear()
     started = time.monotonic()
     ended = rig.begin_read(block, patience_s=0.2)
     assert ended is not None
@@ -167,7 +169,9 @@ def test_a_network_cut_in_a_value_is_a_miss_in_time(store: FaultyStore, rig: Sha
     assert time.monotonic() - started < 1.8
     at = 8 * SLOT_BYTES
     rig.pool[at : at + 200_000] = bytes(200_000)
-    time.sleep(max(0.0, started + 2.2 - time.monotonic()))  # it sends the rest in that time
+    assert store.hanging
+    store.answering.set()
+    rig.until(lambda: not store.hanging)
     assert rig.pool[at : at + 200_000] == bytes(200_000)
 
 
@@ -256,14 +260,14 @@ def test_errors_are_misses_with_a_sentence(store: FaultyStore, rig: SharedRig, e
 
 
 def test_no_more_is_queued_than_the_bounds_allow(store: FaultyStore, rig: SharedRig) -> None:
-    store.delay_s = 0.5
+    store.answering.clear()
     block = rig.block(1)
     ends: list[Result] = []
     taken = [rig.tier.write(block._replace(key=number.to_bytes(32, "big")), [0], ends.append) for number in range(100)]
     assert sum(taken) == 64
     assert rig.tier.counters.dropped_writes == 0, "those that wait are offered again"
-    store.delay_s = 0.0
-    rig.until(lambda: len(ends) == 64, 30.0)
+    store.answering.set()
+    rig.until(lambda: len(ends) == 64)
 
 
 def test_a_shorter_copy_that_is_not_removed_is_counted_and_remains_as_short(
@@ -276,11 +280,14 @@ def test_a_shorter_copy_that_is_not_removed_is_counted_and_remains_as_short(
     rig.until(lambda: rig.tier.counters.dropped_removals == 1)
     assert rig.load(block) is DONE
     assert rig.read_block.first_blocks == (3,), "no load gets what is before it"
-    store.delay_s = 0.2
+    store.answering.clear()
+    for number in range(Redis.writers):
+        rig.remove(rig.block(number))
+    rig.until(lambda: rig.tier._writing.running == Redis.writers)
     for number in range(100):
-        rig.tier.remove(block.group, [number.to_bytes(32, "big")], "partial")
-    assert 19 <= rig.tier.counters.dropped_removals - 1 <= 21, "what waits is bounded"
-    store.delay_s = 0.0
+        rig.remove(rig.block(number))
+    assert rig.tier.counters.dropped_removals - 1 == 100 - MOST_WRITES - MOST_REMOVALS, "what waits is bounded"
+    store.answering.set()
 
 
 def test_memory_of_namespaces_is_bounded(rig: SharedRig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,10 @@ CHUNK_TOKENS = 1000
 
 
 class ManagerHarness:
-    """A manager and its fake client, of one group unless more are given. A lookup's deadline is 0.1 s."""
+    """A manager and its fake client, of one group unless more are given. A lookup's deadline is 0.1 s.
+
+    Others' requests run, so that it may be long until the engine looks again.
+    """
 
     def __init__(
         self,
@@ -47,6 +50,7 @@ class ManagerHarness:
         )
         self.manager.begin_engine(shard_bytes=[SHARD_BYTES] * len(groups), most_running=1, largest_chunk=256)
         self.prefill = self.manager.harm.prefill
+        self.manager.step_begins([1])
         self.report("weights")
 
     def sleep(self, seconds: float) -> None:

@@ -133,6 +133,7 @@ def test_the_self_test_compares_bytes_and_leaves_nothing(doctor: Doctor, monkeyp
         assert "Self-test: 8.00 MiB were stored and loaded correctly" in doctor.report["verdict"][2]
         assert admin.stats().since_start.lookups == 0, "it is in no sum"
         wait_until(lambda: admin.stats().pool.of("free") == admin.stats().pool.size_bytes)
+        assert "kvoffd-cli doctor --self-test scheduler opens the namespace 'bench self-test " in daemon.log
         monkeypatch.setattr(FakeEngine, "checksums", lambda self, blocks: list(blocks))
         doctor(daemon, "--self-test")
         assert doctor.report["self_test"]["problem"] == "The loaded bytes differ from those stored."
@@ -142,7 +143,9 @@ def test_the_self_test_compares_bytes_and_leaves_nothing(doctor: Doctor, monkeyp
         doctor(daemon, "--self-test")
         assert doctor.report["self_test"]["problem"] == f"1 of 8 blocks were not stored: {ErrorCode.NO_SPACE.sentence}"
     with DaemonProcess("4MiB") as daemon:
-        doctor(daemon, "--self-test")
+        assert doctor.said(daemon, "--self-test") == "", "a sentence on stderr"
+        assert doctor.status == 2
+        doctor(daemon, "--self-test", "--evict")
         assert "set pool_size to 12MiB or more" in doctor.report["self_test"]["problem"]
 
 

@@ -61,15 +61,18 @@ def test_server_loads_what_another_engine_stored(home: EngineHome, server: Engin
 
 def test_a_block_has_the_layers_of_its_engine(home: EngineHome) -> None:
     """By vLLM's names, as tensors that PyTorch reads."""
+    home.ensure_no_daemon()
     home.ensure_daemon()
     home.engine.forget()
     home.engine.generate(PROMPTS[:1])
-    wait_stored(home.directory)
+    namespaces = wait_stored(home.directory).namespaces
+    # The server may have opened it first, under its own name for the model.
+    (name,) = [fingerprint.hex() for fingerprint, found in namespaces.items() if found.ready_blocks]
     with BlockClient(home.directory) as client:
-        geometry = client.geometry(home.model.name)
+        geometry = client.geometry(name)
         (shard,) = geometry.shards[0]
-        key = next(client.list_blocks(home.model.name)).key
-        layers = client.get_block(home.model.name, key).shards[0].layers
+        key = next(client.list_blocks(name)).key
+        layers = client.get_block(name, key).shards[0].layers
     facts = json.loads(geometry.description)
     assert len(shard.pages) == len(layers) == facts["groups"][0]["layers"]
     assert all(layer.name for layer in layers)

@@ -18,6 +18,7 @@ from kvoffd_client import NamespaceSpec
 from kvoffd_client.vllm.adapters import ANSWER_PATIENCE_S
 from kvoffd_client.vllm.connector_metadata import NO_LEASE, ChunkGroup, FailedJob, WorkerReport
 from kvoffd_client.vllm.engine_namespace import MemoryReport
+from kvoffd_client.vllm.manager import MOST_STOOD_STILL_S
 from kvoffd_client.vllm.metrics import (
     CONNECTED,
     DEFERRED_STORES,
@@ -277,6 +278,51 @@ def test_a_store_that_does_not_say_what_it_has_is_waited_for_briefly(rate: float
     while PENDING in harness.ask(coming=3, asking=3):
         harness.clock.now += 0.005
     assert harness.clock.now - began == pytest.approx(waits_s, abs=0.011)
+
+
+def test_prompts_that_a_store_was_asked_for_are_looked_up_again_in_their_order() -> None:
+    """What a store has is promoted in the order of lookups: the first prompt must not come behind the others."""
+    harness = DiskHarness()
+    harness.request("s")
+    harness.client.answer(set(), 1, shared=[block_hash(1)], asking=1, wait_s=0.02)
+    harness.scan("s")
+    harness.clock.now += 0.006
+    harness.client.answer(set(), 0, shared=[block_hash(1)], asking=1, wait_s=0.02)
+    harness.scan()
+    for after_s, sent in ((0.006, False), (0.006, True)):
+        harness.clock.now += after_s
+        harness.manager.step_begins([1])
+        assert [harness.scan(name) for name in ("r", "s")] == [sent, sent], "the second's answer is older"
+
+
+@pytest.mark.parametrize("answers", [{"wait_s": 0.5}, {"wait_s": 2.5}, {"asking": 2}, None])
+def test_an_idle_engine_does_not_count_the_time_in_which_it_stood_still(answers: dict[str, Any] | None) -> None:
+    """The machine gave nobody a CPU: what it waits for comes right afterwards, or does not."""
+    harness = DiskHarness()
+    harness.manager.step_begins([])
+
+    def waits() -> bool:
+        """Of nothing but the lookup, if there are no answers."""
+        found = harness.ask(coming=2, **answers) if answers else (harness.scan(), harness.results(harness.context))[1]
+        return MISS not in found
+
+    assert waits()
+    harness.clock.now += 4.0
+    assert waits()
+    began = harness.clock.now
+    while waits():
+        harness.clock.now += 0.01
+    assert harness.clock.now - began < 2.1, "as long as computing takes at most"
+
+
+def test_an_idle_engine_whose_steps_are_long_does_not_wait_for_ever() -> None:
+    """As where other ranks of data parallelism compute."""
+    harness = DiskHarness()
+    harness.manager.step_begins([])
+    began = harness.clock.now
+    while MISS not in harness.ask(coming=2, wait_s=0.5):
+        harness.clock.now += 1.0
+    assert harness.clock.now - began < 2.0 + MOST_STOOD_STILL_S + 2.0
 
 
 def test_a_daemon_that_is_gone_is_not_waited_for() -> None:

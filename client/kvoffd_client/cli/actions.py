@@ -13,7 +13,6 @@ from kvoffd_client.cli.format import (
     count_blocks,
     make_console,
     namespace_name,
-    percent,
     print_json,
     print_line,
     print_status,
@@ -23,7 +22,7 @@ from kvoffd_client.cli.show import labels_of
 from kvoffd_client.cli.target import NAMESPACE_HELP, CliError, Directory, Json, open_admin
 from kvoffd_proto.events import KV_TOPIC_PREFIX, MEDIUM_STORAGE, AllBlocksCleared, BlockStored, KvEvent
 from kvoffd_proto.stats import namespace_id
-from kvoffd_proto.units import format_count, format_duration, format_rate, format_size, plural, printable
+from kvoffd_proto.units import format_count, format_duration, format_rate, format_size, percent, plural, printable
 
 FIRST_SCRUB_PAUSE_S, SCRUB_PAUSE_S = 0.02, 0.5
 """Pauses between requests for a scrub's progress: short at first, for small pools."""

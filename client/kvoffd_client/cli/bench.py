@@ -21,8 +21,8 @@ import typer
 
 from kvoffd_client.admin_client import AdminClient
 from kvoffd_client.cli.format import print_json, print_line, print_status, print_table
-from kvoffd_client.cli.target import CliError, Directory, Json, local_directory
-from kvoffd_proto.messages import BENCH_LABEL, GroupKeys
+from kvoffd_client.cli.target import CliError, Directory, Evict, Json, announce, local_directory
+from kvoffd_proto.messages import BENCH_LABEL, EVICTING_LABEL, GroupKeys
 from kvoffd_proto.units import format_count, format_size
 
 if TYPE_CHECKING:
@@ -45,7 +45,10 @@ COPY_JOBS = 4
 POOL_PART = 4
 """A bench uses at most one in this many bytes of the pool."""
 WAIT_S = 30.0
-EVICTED = "Blocks of the bench were not stored, or were evicted; run it while engines are idle, or with a larger pool."
+EVICTED = (
+    "Blocks of the bench were not stored, or were evicted; run it while engines are idle, with a larger pool, or with "
+    "--evict."
+)
 
 ECHO = """
 import ctypes, signal, sys, zmq
@@ -61,9 +64,9 @@ while True:
 bench_app = typer.Typer(
     help="""Measure lookups and copies, each with its floor.
 
-    Run it without other load: engines wait for it, and a full pool evicts blocks for those of the bench, which are
-    dropped at the end. The policy ignores them. Their lookups are not counted; their copies count as jobs and bytes
-    of kvoffd_copy.
+    Run it without other load: engines wait for it. Its blocks are in a namespace of their own, go to no disk or
+    store, evict nothing without --evict, and are dropped at the end. The policy ignores them. Their lookups are not
+    counted; their copies count as jobs and bytes of kvoffd_copy.
     """,
     rich_markup_mode=None,
 )
@@ -81,45 +84,42 @@ class Result:
 
 
 @bench_app.command()
-def lookup(directory: Directory = None, json: Json = False) -> None:
+def lookup(evict: Evict = False, directory: Directory = None, json: Json = False) -> None:
     """Measure lookups.
 
     They have 64, 1,000 and 8,000 keys, all found or all missing. The floor is a ZeroMQ echo.
     """
     most_bytes = max(LOOKUP_KEYS) * LOOKUP_PAGE_BYTES
     where = local_directory(directory)
-    with _bench(where, most_bytes):
+    with _bench(where, most_bytes, evict):
         floor = "a ZeroMQ echo of the same size, from DEALER to ROUTER in another process and back"
-        _print("lookup", floor, list(_lookups(where)), as_json=json)
+        _print("lookup", floor, list(_lookups(where, evict)), as_json=json)
 
 
 @bench_app.command()
-def copy(directory: Directory = None, json: Json = False) -> None:
+def copy(evict: Evict = False, directory: Directory = None, json: Json = False) -> None:
     """Measure stores and loads.
 
     They copy pieces of 16 KiB to 1 MiB; a piece is one layer's part of a block. The floor is memcpy.
     """
     where = local_directory(directory)
-    with _bench(where, COPY_JOBS * MAX_BLOCK_BYTES) as admin:
+    with _bench(where, COPY_JOBS * MAX_BLOCK_BYTES, evict, COPIED_BYTES) as admin:
         if admin.stats().pool.size_bytes < (least_bytes := POOL_PART * COPIED_BYTES):
             why = f"The pool is below {format_size(least_bytes)}: ratios are low, since little is copied per job."
             print(f"kvoffd-cli: {why}", file=sys.stderr)
-        _print("copy", "memcpy of the same bytes by one thread", list(_copies(where, admin)), as_json=json)
+        _print("copy", "memcpy of the same bytes by one thread", list(_copies(where, admin, evict)), as_json=json)
 
 
 @contextmanager
-def _bench(directory: Path, least_bytes: int) -> Iterator[AdminClient]:
-    """Drop the blocks of a killed bench, and warn if this one will evict blocks. Raises CliError."""
+def _bench(directory: Path, least_bytes: int, evict: bool, copied_bytes: int = 0) -> Iterator[AdminClient]:
+    """Say what the bench takes of the pool. Raises CliError."""
     with AdminClient(directory) as admin:
-        for one in admin.namespaces().namespaces:
-            if one.label.startswith(BENCH_LABEL) and not one.sessions and one.ready_blocks:
-                admin.clear(one.namespace)
         pool = admin.stats().pool
         if pool.usable_bytes < POOL_PART * least_bytes:
             needed = format_size(POOL_PART * least_bytes)
             raise CliError(f"The pool has {format_size(pool.usable_bytes)}; this bench needs a pool of {needed}.")
-        if pool.of("free") < max(least_bytes, _copied_bytes(pool.usable_bytes)):
-            print("kvoffd-cli: The pool is full: the bench will evict blocks.", file=sys.stderr)
+        taken_bytes = max(least_bytes, min(copied_bytes, pool.usable_bytes // POOL_PART))
+        announce("bench", taken_bytes, pool.of("free"), evicts=evict)
         yield admin
 
 
@@ -128,28 +128,31 @@ def _copied_bytes(usable_bytes: int) -> int:
 
 
 @contextmanager
-def _engine(directory: Path, bench: str, layers: int, blocks: int, page_bytes: int) -> Iterator[FakeEngine]:
+def _engine(
+    directory: Path, bench: str, evict: bool, layers: int, blocks: int, page_bytes: int
+) -> Iterator[FakeEngine]:
     """Yield an engine in a new namespace, which is cleared at the end."""
     from kvoffd_client.fake_engine import FakeEngine
     from kvoffd_client.namespace import NamespaceSpec
     from kvoffd_client.session import ClientOptions
 
-    label = f"{BENCH_LABEL}{bench}"
+    label = f"{EVICTING_LABEL if evict else BENCH_LABEL}{bench}"
     namespace = NamespaceSpec.named(label, layers=layers, page_bytes=page_bytes, process=os.getpid())
     shape = 1, layers, blocks, page_bytes
-    with FakeEngine(directory, namespace, *shape, options=ClientOptions(request_timeout_s=WAIT_S)) as engine:
+    options, name = ClientOptions(request_timeout_s=WAIT_S), f"kvoffd-cli bench {bench}"
+    with FakeEngine(directory, namespace, *shape, options=options, name=name) as engine:
         try:
             yield engine
         finally:
             engine.scheduler.reset(WAIT_S)
 
 
-def _lookups(directory: Path) -> Iterator[Result]:
+def _lookups(directory: Path, evict: bool) -> Iterator[Result]:
     stored, step = [os.urandom(KEY_BYTES) for _ in range(max(LOOKUP_KEYS))], 1_000
-    with _engine(directory, "lookup", 1, step, LOOKUP_PAGE_BYTES) as engine, echo_process() as echo:
+    with _engine(directory, "lookup", evict, 1, step, LOOKUP_PAGE_BYTES) as engine, echo_process() as echo:
         for at in range(0, len(stored), step):
             if not engine.store(stored[at : at + step], range(step), WAIT_S).ok:
-                raise CliError("The daemon did not store the bench's blocks; see its log.")
+                raise CliError(EVICTED)
             _look_up(engine, b"".join(stored[at : at + step]), step, hold=True)
         for count in LOOKUP_KEYS:
             found, missing = stored[:count], [os.urandom(KEY_BYTES) for _ in range(count)]
@@ -210,7 +213,7 @@ def echo_process() -> Iterator[Callable[[int, int], float]]:
             process.wait()
 
 
-def _copies(directory: Path, admin: AdminClient) -> Iterator[Result]:
+def _copies(directory: Path, admin: AdminClient, evict: bool) -> Iterator[Result]:
     usable_bytes = admin.stats().pool.usable_bytes
     for piece_bytes in PIECES:
         layers = min(MAX_LAYERS, MAX_BLOCK_BYTES // piece_bytes)
@@ -218,7 +221,7 @@ def _copies(directory: Path, admin: AdminClient) -> Iterator[Result]:
         count = COPY_JOBS * keys_per_job
         nbytes = count * layers * piece_bytes
         print_status(f"measuring: pieces of {format_size(piece_bytes)}")
-        with _engine(directory, "copy", layers, count, piece_bytes) as engine, memcpy_of(nbytes) as memcpy:
+        with _engine(directory, "copy", evict, layers, count, piece_bytes) as engine, memcpy_of(nbytes) as memcpy:
             engine.fill(range(count), seed=1)
             blocks = list(range(count))
             random.Random(1).shuffle(blocks)  # so that no pieces are adjacent

@@ -19,20 +19,30 @@ import typer
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvoffd_client.admin_client import AdminClient, open_url, read_stats
-from kvoffd_client.cli.findings import FEWEST_LOOKUPS, EngineMetrics, Facts, Finding, Value, find, judge_value
-from kvoffd_client.cli.format import Line, percent, print_json, print_line, print_status, say
+from kvoffd_client.cli.findings import EngineMetrics, Facts, Finding, Value, find, judge_value
+from kvoffd_client.cli.format import Line, print_json, print_line, print_status, say
 from kvoffd_client.cli.stats import UNTIMED
-from kvoffd_client.cli.target import CliError, Directory, Json, Url, check_one_daemon, local_directory, open_admin
+from kvoffd_client.cli.target import (
+    CliError,
+    Directory,
+    Evict,
+    Json,
+    Url,
+    announce,
+    check_one_daemon,
+    local_directory,
+    open_admin,
+)
 from kvoffd_client.errors import KvoffdClientError
-from kvoffd_proto.messages import BENCH_LABEL
+from kvoffd_proto.messages import BENCH_LABEL, EVICTING_LABEL
 from kvoffd_proto.stats import DaemonStats
-from kvoffd_proto.units import format_count, format_duration, format_rate, format_size, plural, printable
+from kvoffd_proto.units import format_count, format_duration, format_rate, format_size, percent, plural, printable
 
 MOST_SHOWN = 5
 ENGINE_TIMEOUT_S = 2.0
 MOST_METRICS_BYTES = 16 << 20
 TEST_BLOCKS, TEST_LAYERS, TEST_PAGE_BYTES = 8, 4, 1 << 18
-"""Eight blocks of 1 MiB."""
+TEST_BYTES = TEST_BLOCKS * TEST_LAYERS * TEST_PAGE_BYTES
 STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
 LEVEL_STATUS = {"error": 2, "warning": 1, "info": 0}
 NOUNS = {"error": "error", "warning": "warning", "info": "note"}
@@ -70,6 +80,7 @@ def doctor(
     self_test: Annotated[
         bool, typer.Option("--self-test", help="Store and load eight blocks, and compare them.")
     ] = False,
+    evict: Evict = False,
     gpu_hour: Annotated[
         float, typer.Option("--gpu-hour", metavar="PRICE", show_default=False, help="Price of a GPU hour.")
     ] = 0.0,
@@ -80,9 +91,9 @@ def doctor(
 ) -> int:
     """Check whether the daemon is healthy and pays off.
 
-    Shows what would help most. Checks the daemon and the engines of --engine; without --url, also clients and machine.
+    Shows what would help most. Asks the daemon and the engines of --engine; clients and machine without --url.
 
-    Exit status: 0 no warning; 1 a warning: it works, but could work better; 2 an error, or no answer.
+    Exit status: 0 no warning, 1 a warning, 2 an error, or no answer.
     """
     check_one_daemon(directory, url)
     if not 0 <= gpu_hour < inf:
@@ -99,7 +110,10 @@ def doctor(
     else:
         with open_admin(directory) as admin:
             facts = gather_facts(admin, engines)
-    test = run_self_test(local_directory(directory)) if self_test else None
+    test = None
+    if self_test:
+        announce("self-test", TEST_BYTES, facts.stats.pool.of("free"), evicts=evict)
+        test = run_self_test(local_directory(directory), evict)
     report = report_of(facts, test, gpu_hour)
     if json:
         print_json(msgspec.to_builtins(report))
@@ -178,14 +192,16 @@ def read_engine(where: str) -> EngineMetrics:
     return EngineMetrics(metrics, age_seconds=age_seconds)
 
 
-def run_self_test(place: Path) -> SelfTest:
+def run_self_test(place: Path, evict: bool) -> SelfTest:
     """Store blocks in a namespace of their own, load them into other memory, and compare the bytes."""
     from kvoffd_client.fake_engine import FakeEngine
 
-    name, keys = f"{BENCH_LABEL}self-test {os.getpid()}", [os.urandom(32) for _ in range(TEST_BLOCKS)]
+    label = f"{EVICTING_LABEL if evict else BENCH_LABEL}self-test {os.getpid()}"
+    keys = [os.urandom(32) for _ in range(TEST_BLOCKS)]
     blocks, others = range(TEST_BLOCKS), range(TEST_BLOCKS, 2 * TEST_BLOCKS)
     try:
-        with FakeEngine(place, name, 1, TEST_LAYERS, 2 * TEST_BLOCKS, TEST_PAGE_BYTES) as engine:
+        shape = 1, TEST_LAYERS, 2 * TEST_BLOCKS, TEST_PAGE_BYTES
+        with FakeEngine(place, label, *shape, name="kvoffd-cli doctor --self-test") as engine:
             try:
                 engine.fill(blocks, seed=int.from_bytes(keys[0][:8], "big"))
                 stored = engine.store(keys, blocks)
@@ -239,18 +255,13 @@ def _verdict(
 
 
 def _payoff(stats: DaemonStats, value: Value, gpu_hour: float) -> str:
+    total, text = stats.since_start, value.sentence
     if value.paying_off is None:
-        lookups = f"{format_count(value.lookups)} lookup{plural(value.lookups)}" if value.lookups else "no lookup"
-        return f"Too early to say whether it pays off: {lookups} so far, {FEWEST_LOOKUPS} are needed."
-    total, what = stats.since_start, f"{format_count(value.loaded_tokens)} tokens"
-    if total.loaded_bytes and not value.loaded_tokens:  # not every engine reports the tokens of a block
-        what = format_size(total.loaded_bytes)
-    text = f"{'Paying off' if value.paying_off else 'Not paying off'}: engines loaded {what}"
+        return text
     if total.loaded_keys:
         loaded, own = (percent(keys, total.asked_keys) for keys in (total.loaded_keys, total.not_needed_keys))
-        text += f" instead of computing them. Of the keys asked for {loaded} were loaded"
-        text += f", and {own} not needed" if total.not_needed_keys else ""
-    text += "."
+        text += f" Of the keys asked for {loaded} were loaded"
+        text += f", and {own} not needed." if total.not_needed_keys else "."
     if value.saved_seconds:
         text += f" That saved {format_duration(value.saved_seconds)} of prefill."
         if value.gpu_seconds_a_day is not None:
@@ -268,7 +279,7 @@ def _payoff(stats: DaemonStats, value: Value, gpu_hour: float) -> str:
         since = datetime.fromtimestamp(life.since, UTC).date().isoformat()
         saved = f" and {format_duration(life.saved_seconds)}" if life.saved_seconds else ""
         text += f" Since {since}: {format_count(life.loaded_tokens)} tokens{saved}."
-    return f"{text} {value.why_not}".rstrip()
+    return text
 
 
 def show(report: Report, most: int) -> None:

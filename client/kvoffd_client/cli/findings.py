@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvoffd_client.cli.format import count_blocks, namespace_name, percent
+from kvoffd_client.cli.format import count_blocks, namespace_name
 from kvoffd_client.cli.show import engines_of
 from kvoffd_client.namespace_differences import explain, fields_of_description
 from kvoffd_proto.admin import NamespaceInfo, SessionInfo
@@ -22,29 +22,32 @@ from kvoffd_proto.messages import BENCH_LABEL, Role
 from kvoffd_proto.stats import (
     LATE_SHARE,
     LEAST_LATE,
-    MISS_REASONS,
     NO_SPACE_CAUSES,
     CopyStats,
     DaemonStats,
     DiskStats,
-    HitCurve,
     NamespaceStats,
-    Window,
     namespace_id,
 )
-from kvoffd_proto.units import exact_size, format_count, format_duration, format_size, printable
+from kvoffd_proto.units import exact_size, format_count, format_duration, format_size, percent, printable
+from kvoffd_proto.verdict import (
+    FEWEST_LOOKUPS,
+    FULL_POOL,
+    POINTS,
+    doubt,
+    doubt_points,
+    enough_lookups,
+    judge,
+    most_of,
+    own_suffices,
+    repeats,
+)
 
-FEWEST_LOOKUPS = 100
-"""Least number of lookups for statistics to be meaningful."""
 FEWEST_ERRORS = 20
-POINTS, MANY_POINTS = 1.0, 10.0
-"""Percentage points of the hit ratio that justify a finding, and a warning."""
+MANY_POINTS = 10.0
+"""Percentage points of the hit ratio that justify a warning."""
 LRU_POINTS = 2.0
 """Percentage points beyond the error of the estimate for lru."""
-PAYS_PERCENT = 1.0
-"""Least percentage of needed keys that must be loaded for the cache to pay off."""
-OWN_SHARE = 0.9
-"""Share of looked up keys in engines' own caches from which those caches suffice."""
 MOST_WRITTEN_PER_READ = 10.0
 """More bytes written per byte read are too many."""
 LATE_TIER_SHARE, ERROR_SHARE = 0.1, 0.01
@@ -55,7 +58,7 @@ THRASH_SHARE = 0.2
 """Share of looked up keys that had been evicted."""
 LOOP_BLOCKED_S = 0.05
 """Largest normal 99th percentile of the event loop's delay."""
-FULL_POOL, AT_QUOTA = 0.8, 0.9
+AT_QUOTA = 0.9
 SHORT_LIFE_S = 3600.0
 """A full disk that is overwritten in less time is too small."""
 LONG_ENOUGH_S, OVERSIZED = 3600.0, 2.0
@@ -416,10 +419,10 @@ def _left_behind(unused: Sequence[NamespaceInfo], new: NamespaceInfo, pool_bytes
 
 
 class Value(msgspec.Struct, frozen=True):
-    """Benefit of the cache since the daemon's start. ``paying_off`` is None if there were too few lookups.
+    """Benefit of the cache since the daemon's start. ``paying_off`` and ``sentence``: see ``Verdict``.
 
     ``needed_tokens``: tokens asked for that engines did not have themselves. ``gpu_seconds_a_day``: of all ranks of the
-    engines, at the rate since the start; None if the daemon has not been up for long. ``why_not``: a sentence.
+    engines, at the rate since the start; None if the daemon has not been up for long.
     """
 
     paying_off: bool | None
@@ -428,55 +431,23 @@ class Value(msgspec.Struct, frozen=True):
     needed_tokens: int
     saved_seconds: float
     gpu_seconds_a_day: float | None
-    why_not: str
+    sentence: str
 
 
 def judge_value(facts: Facts) -> Value:
     traffic = facts.stats.since_start
     needed = round(traffic.asked_tokens * (1 - _share(traffic.not_needed_keys, traffic.asked_keys)))
     needed = max(needed, traffic.loaded_tokens)
-    pays = None
-    if traffic.lookups >= FEWEST_LOOKUPS:  # by keys: not every engine reports the tokens of a block
-        pays = 100 * _share(traffic.loaded_keys, traffic.asked_keys - traffic.not_needed_keys) >= PAYS_PERCENT
-    why = _why_not(facts) if pays is False else ""
+    pays, sentence = judge(facts.stats)
     saved = sum(one.saved_seconds * one.world_size for one in facts.counted)
     a_day = saved * 86400 / facts.stats.uptime_seconds if facts.stats.uptime_seconds >= LONG_ENOUGH_S else None
-    return Value(pays, traffic.lookups, traffic.loaded_tokens, needed, traffic.saved_seconds, a_day, why)
-
-
-def _why_not(facts: Facts) -> str:
-    traffic, curve = facts.stats.since_start, facts.stats.curve
-    if own_suffices(traffic):
-        own = percent(traffic.not_needed_keys, traffic.asked_keys)
-        return f"The engines' own caches had {own} of the keys asked for."
-    if not traffic.stored_blocks:
-        return "Engines stored nothing: their prompts are shorter than a block, or kv_role is kv_consumer."
-    if not repeats(curve):
-        return f"Prompts do not repeat: {most_of(curve):.1f} % would be found with ten times the memory."
-    reason, keys = max(traffic.misses.items(), key=lambda item: item[1], default=("", 0))
-    if not reason:
-        return "No key was missed."
-    why = MISS_REASONS.get(reason, printable(reason))
-    return f"{percent(keys, traffic.asked_keys)} of the keys asked for were {why}."
-
-
-def own_suffices(traffic: Window) -> bool:
-    return _share(traffic.not_needed_keys, traffic.asked_keys) >= OWN_SHARE
-
-
-def repeats(curve: HitCurve | None) -> bool:
-    """Return whether prompts repeat, as far as ten times the memory would find them."""
-    return curve is None or not curve.asked_tokens or most_of(curve) >= POINTS
-
-
-def most_of(curve: HitCurve | None) -> float:
-    return 100 * max(curve.lru_hit_ratio.values(), default=0.0) if curve is not None else 0.0
+    return Value(pays, traffic.lookups, traffic.loaded_tokens, needed, traffic.saved_seconds, a_day, sentence)
 
 
 def pool_size(facts: Facts) -> Iterator[Finding]:
     """Find at most one of: the pool is too small, too large, or evicts too early for another reason."""
     stats, curve, pool_bytes = facts.stats, facts.stats.curve, facts.stats.pool.size_bytes
-    if stats.since_start.lookups < FEWEST_LOOKUPS or curve is None or not curve.asked_tokens:
+    if not enough_lookups(stats) or curve is None or not curve.asked_tokens:
         return
     if not repeats(curve) or own_suffices(stats.since_start):
         return  # no size would help, as the verdict says
@@ -491,6 +462,8 @@ def pool_size(facts: Facts) -> Iterator[Finding]:
     evicted = _share(stats.last_hour.misses.get("evicted", 0), stats.last_hour.asked_keys)
     gone = f"{percent(evicted, 1)} of the keys asked for in the last hour had been evicted"
     if stats.curve_seen_bytes >= pool_bytes and gain >= POINTS:
+        if gain < doubt_points(stats.since_start):
+            return  # too early to advise
         more = exact_size(max(1 << 20, round((size - 1) * pool_bytes) >> 20 << 20))
         here, there = (format_size(nbytes) for nbytes in (pool_bytes, size * pool_bytes))
         own = f"Requests find {found:.1f}" if found >= lru else f"With lru requests would find {lru:.1f}"
@@ -499,6 +472,7 @@ def pool_size(facts: Facts) -> Iterator[Finding]:
         total = stats.since_start
         below = sum(keys for source, keys in total.found_keys.items() if source != "pool")
         evidence += f" {gone}." * (evicted >= POINTS / 100)
+        evidence += doubt(stats)
         if stats.disks or stats.shared:
             evidence += f" Tiers had {percent(below, total.asked_keys)} of the keys asked for."
         fix = f'pool_size = "{exact_size(round(size * pool_bytes))}"'

@@ -128,17 +128,3 @@ def reason_name(reason: str) -> str:
 def count_blocks(count: int) -> str:
     """Return such as ``1 block`` or ``1,234 blocks``."""
     return f"{format_count(count)} block{plural(count)}"
-
-
-def percent(part: float, whole: float) -> str:
-    """Return ``part`` of ``whole`` as a percentage, 0 or 100 only if exact; a dash if ``whole`` is 0."""
-    if whole <= 0:
-        return "-"
-    share = 100 * part / whole
-    if share <= 0:
-        return "0 %"
-    if share < 0.1:
-        return "<0.1 %"
-    if part < whole:
-        share = min(share, 99.9)
-    return "100 %" if share == 100 else f"{share:.1f} %"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -36,8 +36,8 @@ from kvoffd_client.cli.target import (
     open_admin,
     parse_option,
 )
-from kvoffd_client.namespace_differences import differences, explain
-from kvoffd_proto.admin import ListPrompts, NamespaceInfo, SessionInfo, SetQuota
+from kvoffd_client.namespace_differences import differences, explain, how_they_differ
+from kvoffd_proto.admin import ListBlocks, ListPrompts, LoggedPrompt, NamespaceInfo, SessionInfo, SetQuota
 from kvoffd_proto.messages import Outcome, PromptReport, Role
 from kvoffd_proto.stats import MISS_REASONS, namespace_id
 from kvoffd_proto.units import exact_size, format_count, format_duration, format_size, parse_size, printable
@@ -198,6 +198,8 @@ def _ids(namespaces: Sequence[bytes]) -> str:
 
 # --- requests --------------------------------------------------------------------------------------
 
+MOST_SOUGHT = 50
+"""Latest prompts whose missing keys are sought in other namespaces."""
 OUTCOMES = {
     Outcome.LOADED: "loaded {loaded} of {tokens} tokens",
     Outcome.MISSED: "loaded nothing of {tokens} tokens",
@@ -216,7 +218,9 @@ def _show_requests(directory: Path | None, name: str, *, as_json: bool) -> int:
     with open_admin(directory) as admin:
         found = admin.ask(ListPrompts, name).prompts
         names = {one.session_id: _engine_name(one) for one in admin.sessions().sessions}
-        labels = labels_of(admin)
+        infos = {one.namespace: one for one in admin.namespaces().namespaces}
+        labels = {fingerprint: one.label for fingerprint, one in infos.items()}
+        elsewhere = {} if as_json else dict(_elsewhere(admin, found, infos))
     of_engines = dict[tuple[int, bytes], list[PromptReport]]()
     for one in found:
         of_engines.setdefault((one.session_id, one.namespace), []).append(one.report)
@@ -226,7 +230,7 @@ def _show_requests(directory: Path | None, name: str, *, as_json: bool) -> int:
         for (session_id, fingerprint), reports in of_engines.items():
             namespace = namespace_name(labels.get(fingerprint, ""), fingerprint)
             say(f"Engine {printable(names.get(session_id, '')) or 'without a name'}, namespace {namespace}:")
-            say(*map(request_sentence, reports))
+            say(*(request_sentence(one) + elsewhere.get((fingerprint, one.missing_key), "") for one in reports))
     else:
         say(
             f"No engine has reported a request {printable(name)!r}."
@@ -234,6 +238,27 @@ def _show_requests(directory: Path | None, name: str, *, as_json: bool) -> int:
             else "No connected engine has reported a request. Reports come once a second, and end with the engine."
         )
     return int(bool(name) and not found)
+
+
+def _elsewhere(
+    admin: AdminClient, found: Sequence[LoggedPrompt], infos: Mapping[bytes, NamespaceInfo]
+) -> Iterator[tuple[tuple[bytes, bytes], str]]:
+    """Yield, by namespace and key, which other namespace of the same name has a key that was never stored."""
+    asked = dict.fromkeys(
+        (one.namespace, one.report.missing_group, one.report.missing_key)
+        for one in found[-MOST_SOUGHT:]
+        if one.report.reason in ("unknown", "forgotten")
+    )
+    for fingerprint, group, key in asked:
+        own = infos[fingerprint]
+        for other in infos.values():
+            if other.label != own.label or other is own or not other.ready_blocks or group >= len(other.groups):
+                continue
+            if admin.ask(ListBlocks, other.namespace, group, prefix=key.hex()).blocks:
+                differs = how_they_differ(own.description, other.description)
+                sentence = f" Namespace {namespace_id(other.namespace)} has this key, but differs: {differs}."
+                yield (fingerprint, key), sentence
+                break
 
 
 def request_sentence(report: PromptReport) -> str:
@@ -300,6 +325,11 @@ def _show_namespaces(found: Sequence[NamespaceInfo]) -> None:
         ],
     )
     say("tokens: per block. ranks: parts of a block, one for each worker of an engine.")
+    firsts: dict[str, NamespaceInfo] = {}
+    for one in found:
+        if (first := firsts.setdefault(one.label, one)) is not one and one.label:
+            ids = " and ".join(namespace_id(each.namespace) for each in (first, one))
+            say(f"{ids} differ: {how_they_differ(first.description, one.description)}")
 
 
 def _block_tokens(info: NamespaceInfo) -> str:

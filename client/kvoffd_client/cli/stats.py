@@ -17,7 +17,6 @@ from kvoffd_client.cli.format import (
     count_blocks,
     make_console,
     namespace_name,
-    percent,
     print_json,
     print_page,
     print_table,
@@ -41,7 +40,7 @@ from kvoffd_proto.stats import (
     Traffic,
     Window,
 )
-from kvoffd_proto.units import format_count, format_duration, format_rate, format_size, plural, printable
+from kvoffd_proto.units import format_count, format_duration, format_rate, format_size, percent, plural, printable
 
 BAR_CELLS = 80
 MOST_NAMESPACES = 5
@@ -475,10 +474,8 @@ def policy_lines(now: DaemonStats) -> Iterator[Line]:
     total, requests = now.since_start, found.requests
     block_bytes = total.stored_bytes / max(1, total.stored_blocks)
     lifetimes = requests * total.asked_keys / max(1, total.lookups) * block_bytes / max(1, now.pool.size_bytes)
-    yield (
-        f"It is based on {format_count(requests)} prompt{plural(requests)}, about {_few(lifetimes)} lifetimes. In one "
-        "lifetime as many bytes are looked up as the pool holds."
-    )
+    prompts = f"{format_count(requests)} prompt{plural(requests)}"
+    yield f"It is based on {prompts}, which asked for about {_of_pool(lifetimes)}."
     if requests < FEW_REQUESTS or lifetimes < FEW_LIFETIMES:
         yield "That is little: the following are first estimates.", "yellow"
     if found.as_lru:
@@ -486,14 +483,20 @@ def policy_lines(now: DaemonStats) -> Iterator[Line]:
     yield "Of the keys asked for:"
     for one in found.classes:
         if one.accessed_share >= RARE_CLASS:
-            age, share = _few(one.return_age), percent(one.return_chance, 1.0)
+            share, age = percent(one.return_chance, 1.0), _of_pool(min(one.return_age, lifetimes))
             if one.return_age <= lifetimes:
-                reuse = f"about {share} are reused, half within {age} lifetime{'s' * (age != '1')}"
+                reuse = f"about {share} come back, half of them before engines ask for another {age}"
             else:
-                reuse = f"an estimated {share} are reused, most after more than {_few(lifetimes)} lifetimes"
+                reuse = f"perhaps {share} come back, most of them later than was seen so far"
             yield f"{percent(one.accessed_share, 1.0):>6} {printable(one.name)}"
             yield f"       {reuse}; {format_size(one.pool_bytes)} in the pool"
+    if any("lifetime" in one.name for one in found.classes if one.accessed_share >= RARE_CLASS):
+        yield "A lifetime: the time in which engines ask for as many bytes as the pool holds.", "dim"
 
 
-def _few(number: float) -> str:
-    return f"{number:.2g}" if number < 10 else format_count(round(number))
+def _of_pool(lifetimes: float) -> str:
+    """Return bytes in multiples of the pool's size: ``30 % of the pool's size``, ``12 times the pool's size``."""
+    if lifetimes < 0.995:
+        return f"{100 * lifetimes:.2g} % of the pool's size"
+    many = f"{lifetimes:.2g}" if lifetimes < 10 else format_count(round(lifetimes))
+    return f"{many} times the pool's size"

@@ -11,7 +11,7 @@ import typer
 
 from kvoffd_client.admin_client import MIN_PREFIX_DIGITS, AdminClient
 from kvoffd_proto.paths import default_directory
-from kvoffd_proto.units import UnitError
+from kvoffd_proto.units import UnitError, format_size
 
 T = TypeVar("T")
 
@@ -28,6 +28,7 @@ Directory = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")]
 Url = Annotated[str, typer.Option("--url", metavar="URL", help="Ask http://NODE:9464, not this node's daemon.")]
+Evict = Annotated[bool, typer.Option("--evict", help="Evict blocks of engines if the pool is full.")]
 NAMESPACE_HELP = f"A label, or the first digits ({MIN_PREFIX_DIGITS} or more) of a fingerprint."
 
 
@@ -54,6 +55,17 @@ def open_admin(directory: Path | None) -> AdminClient:
     if sys.stderr.isatty():
         admin.on_silence = lambda: print(f"Waiting for the kvoffd daemon in {admin.directory} ...", file=sys.stderr)
     return admin
+
+
+def announce(what: str, nbytes: int, free_bytes: int, *, evicts: bool) -> None:
+    """Say on stderr how much of the pool a test takes, and whether it evicts blocks of engines. Raises CliError."""
+    if free_bytes < nbytes and not evicts:
+        raise CliError(
+            f"The {what} was not run: it needs {format_size(nbytes)} of the pool, {format_size(free_bytes)} are free, "
+            "and it evicts nothing unless --evict is given."
+        )
+    will = "may evict blocks of engines" if evicts else "evicts nothing"
+    print(f"kvoffd-cli: The {what} takes {format_size(nbytes)} of the pool and {will}.", file=sys.stderr)
 
 
 def check_one_daemon(directory: Path | None, url: str) -> None:

@@ -26,7 +26,7 @@ from rich.text import Text
 
 from kvoffd_client.admin_client import read_stats
 from kvoffd_client.cli.findings import failing_copies
-from kvoffd_client.cli.format import Line, make_console, percent, print_json, print_line, reason_name, table_of, wrapped
+from kvoffd_client.cli.format import Line, make_console, print_json, print_line, reason_name, table_of, wrapped
 from kvoffd_client.cli.show import Engine, engine_table, engines_of, labels_of
 from kvoffd_client.cli.stats import (
     answer_time,
@@ -48,6 +48,7 @@ from kvoffd_proto.units import (
     format_rate,
     format_size,
     parse_duration,
+    percent,
     plural,
     printable,
 )
@@ -62,7 +63,7 @@ LATER_ANSWER_S = 10.0
 """Time limit after a missing answer."""
 LOOK_S = 0.25
 """Interval at which the terminal's size is checked."""
-SHOWN_SIZES = ("0.5", "1", "2", "10")
+SHOWN_SIZES = ("0.5", "2", "10")
 VIEWS = ("all", "clients", "tiers", "policy")
 HELP = (
     "1 all, 2 clients, 3 tiers, 4 policy, h or ? this page",
@@ -75,7 +76,7 @@ HELP = (
     "tokens/s    tokens loaded",
     "now         the last 3 seconds",
     "Found       each prompt's tokens before the first that the pool lacked, without",
-    "            disks and stores; lru: in pools of other sizes, empty at the start",
+    "            disks and stores; with lru and other sizes it is estimated",
     "pinned      under a lease or a copy: it cannot be evicted",
 )
 SORTS: dict[str, Callable[[Window], float]] = {
@@ -84,6 +85,7 @@ SORTS: dict[str, Callable[[Window], float]] = {
     "MISSED": lambda now: sum(now.misses.values()),
 }
 """Sort keys of the namespaces, before their size."""
+PAYS = {True: ("OK, paying off", "bold green"), False: ("OK, not paying off", "bold yellow"), None: ("OK", "bold")}
 SPARKS = " ▁▂▃▄▅▆▇█"
 
 
@@ -195,8 +197,10 @@ class Screen:
 
     def _header(self, stats: DaemonStats) -> RenderableType:
         level, problems = stats.health, len(stats.health_problems)
-        words = level.value.upper() + (f": {problems} problem{plural(problems)}" if problems else "")
-        style = {HealthLevel.OK: "bold green", HealthLevel.DEGRADED: "bold yellow"}.get(level, "bold red")
+        words, style = PAYS[stats.paying_off]
+        if level is not HealthLevel.OK:
+            words = f"{level.value.upper()}: {problems} problem{plural(problems)}"
+            style = "bold yellow" if level is HealthLevel.DEGRADED else "bold red"
         words, style = ("NO ANSWER", "bold red") if self.no_answer else (words, style)
         up = format_duration(stats.uptime_seconds)
         left = line(f"kvoffd {stats.version}  {self.host}  up {up}  {stats.policy}   ", "bold")
@@ -212,6 +216,11 @@ class Screen:
         return [
             *pool_bar(stats.pool, width),
             _saved(stats),
+            *(
+                []
+                if stats.paying_off or not stats.verdict
+                else _lines([(stats.verdict, PAYS[stats.paying_off][1])], width)[1:]
+            ),
             *(line(f"! {one.reason}: {one.sentence}", "yellow") for one in stats.health_problems[:3]),
             _rates(stats, now),
             _misses(stats),
@@ -350,9 +359,9 @@ def _curve(stats: DaemonStats) -> list[Text]:
     if curve is None or not curve.asked_tokens:
         return []
     ratios = [(size, curve.lru_hit_ratio[size]) for size in SHOWN_SIZES if size in curve.lru_hit_ratio]
-    words = "  ".join(f"{size}x {100 * ratio:.0f} %" for size, ratio in ratios)
+    words = ", ".join(f"{size}x {100 * ratio:.0f} %" for size, ratio in ratios)
     own = percent(curve.found_tokens, curve.asked_tokens)
-    return [line(f"Found in the pool: {own} of tokens; lru {words}")]
+    return [line(f"Found   {own} of tokens; with lru and a pool of {words}")]
 
 
 def _size(one: NamespaceStats) -> str:

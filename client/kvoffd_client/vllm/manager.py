@@ -90,6 +90,9 @@ ASK_SHARE, MOST_ASK_S = 0.1, 0.25
 WAIT_PAUSE_S = 0.1
 """Time without waiting after an answer that did not come in time. A daemon that hangs costs a hundredth of the time,
 of an idle engine a twentieth, until it counts as not connected."""
+STANDSTILL_S, MOST_STOOD_STILL_S = 0.05, 5.0
+"""Most time between two looks of an idle engine that counts as waited. If it is longer, the machine probably gave no
+CPU, to the daemon neither; all of a request's waits together are longer by the second at most."""
 REPORT_EVERY_S = 10.0
 
 
@@ -152,8 +155,9 @@ class RequestState:
         from_tiers: keys that were, or were to be, promoted for this request, with their last state.
         tier_wait_began: time when the request began to wait for a promotion; None before.
         tier_wait_until: latest end of that wait; NEVER once it has ended.
-        worth_waiting_at: last time when waiting was expected to be worth it.
+        doubted_since: time since which waiting is not expected to be worth it; inf while it is.
         waits_for_tier: the request waits for promotions in its answer.
+        stood_still_s: time in which the machine stood still while it waited.
         scan: answer, computed tokens, result and number of ended loads of the last scan.
         skip_counted: it was counted as a load skipped for being slow.
         refused: its blocks were not loaded because the KV cache had no space.
@@ -182,8 +186,9 @@ class RequestState:
     from_tiers: dict[OffloadKey, int] = field(default_factory=dict)
     tier_wait_began: float | None = None
     tier_wait_until: float = inf
-    worth_waiting_at: float = NEVER
+    doubted_since: float = inf
     waits_for_tier: bool = False
+    stood_still_s: float = 0.0
     scan: tuple[KeyedLookup | None, int, int | None, int] = (None, 0, 0, 0)
     skip_counted: bool = False
     refused: bool = False
@@ -246,6 +251,10 @@ class KvoffdManager(OffloadingManager):
         self._no_wait_before = NEVER
         self._is_idle = True
         """Whether no request ran in the previous step."""
+        self._looked_at = NEVER
+        self._asks_again: bool | None = None
+        """Whether the requests that wait for a store's answer are looked up again in this step, as the first of them
+        is: once the store has answered, the first is promoted first. None before it is known."""
 
     # --- for the connector, beyond vLLM's interface ---
 
@@ -302,7 +311,7 @@ class KvoffdManager(OffloadingManager):
             ticket = namespace.client.lookup(message, again, reported=True)
             if not again and ticket.lease_id:
                 state.to_count, state.counted_by = ticket, asked_by
-            state.pending = state.last = KeyedLookup(ticket, chunks, self.clock())
+            state.pending = state.last = KeyedLookup(ticket, chunks, self._look())
             self._counters[metrics.LOOKUPS] += 1
 
     def _knows_adapter(self, state: RequestState) -> bool:
@@ -354,8 +363,12 @@ class KvoffdManager(OffloadingManager):
             return
         if state.answer is not None and not state.answer.usable:
             state.answer = None
-        if state.pending is None and self._is_outdated(state):
-            self.look_up(request)
+        if state.pending is None:
+            is_outdated = self._is_outdated(state)
+            if state.waits_for_tier and state.answer is not None and state.answer.ticket.asking:
+                self._asks_again = is_outdated
+            if is_outdated:
+                self.look_up(request)
         if state.pending is None and state.waits_for_tier:
             self._rest()
         if state.pending is not None and not state.pending.ticket.done:
@@ -408,9 +421,24 @@ class KvoffdManager(OffloadingManager):
             return now > answer.ticket.stale_at - REFRESH_S
         if not state.waits_for_tier or state.tier_wait_began is None:
             return now - answer.ticket.answered_at > REFRESH_S
+        if answer.ticket.asking and self._asks_again is not None:
+            return self._asks_again
         # Half of the expected time; without an estimate, a quarter of the time waited so far.
         expected_s = answer.ticket.wait_s or (now - state.tier_wait_began) / 2
         return now - answer.ticket.answered_at > min(MAX_RETRY_PAUSE_S, max(MIN_RETRY_PAUSE_S, expected_s / 2))
+
+    def _look(self) -> float:
+        """Return the time. What an idle engine stood still since the last call does not count as waited."""
+        before, self._looked_at = self._looked_at, self.clock()
+        stood_still_s = self._looked_at - before - STANDSTILL_S
+        for state in self._requests.values() if self._is_idle and stood_still_s > 0 else ():
+            still_s = min(stood_still_s, MOST_STOOD_STILL_S - state.stood_still_s)
+            state.stood_still_s += still_s
+            state.tier_wait_until += still_s
+            state.doubted_since += still_s
+            if state.pending is not None:
+                state.pending.sent_at += still_s
+        return self._looked_at
 
     def _rest(self) -> None:
         """Pause an idle engine for a moment: it runs empty steps while a request waits for blocks."""
@@ -423,12 +451,12 @@ class KvoffdManager(OffloadingManager):
 
         ``computed_s``: time after which the request would be computed without a load.
         """
-        ticket, now = pending.ticket, self.clock()
+        ticket, now = pending.ticket, self._look()
         is_first = state.answer is None and not pending.given_up and now >= self._no_wait_before
         if self._wait_left_s > 0 and (is_first or (state.waits_for_tier and self._is_idle)):
             self._counters[metrics.LOOKUP_WAITS] += is_first
             came = ticket.wait(self._wait_left_s)
-            began, now = now, self.clock()
+            began, now = now, self._look()
             self._wait_left_s -= now - began
             if is_first and not came:
                 self._counters[metrics.LOOKUP_WAITS_TIMED_OUT] += 1
@@ -489,10 +517,10 @@ class KvoffdManager(OffloadingManager):
         """Return whether a request waits for promotions: while promoting and loading are expected to be faster than
         computing it after the earlier prompts.
 
-        It continues to wait for DOUBT_SHARE of the time of computing after the last time that this was expected, but
-        never longer than computing takes. Then it loads the blocks that are ready.
+        It continues to wait for DOUBT_SHARE of the time of computing after the first time that this was not expected,
+        but never longer than computing takes. Then it loads the blocks that are ready.
         """
-        now = self.clock()
+        now = self._look()
         if now - state.failed_at < REFRESH_S or not self.namespace.client.ready:
             return False  # the daemon does not report promotions
         computed_s, loaded_s = inf, 0.0
@@ -501,7 +529,7 @@ class KvoffdManager(OffloadingManager):
             computed_s = self._computed_s(state.request, tokens)
             loaded_s = tokens / load_rate if load_rate else 0.0
         if state.tier_wait_began is None:
-            state.tier_wait_began = state.worth_waiting_at = now
+            state.tier_wait_began = now
             state.tier_wait_until = min(state.tier_wait_until, now + min(self._disk_wait_s, computed_s))
         expected_s = max(0.0, answer.ticket.answered_at + answer.ticket.wait_s - now)
         most_s = state.tier_wait_until - state.tier_wait_began
@@ -509,12 +537,13 @@ class KvoffdManager(OffloadingManager):
         if answer.ticket.asking and PENDING not in answer.coming.values():
             expected_s = inf  # a store mostly has no blocks of a new prompt
             doubt_s = max(doubt_s, min(MOST_ASK_S, ASK_SHARE * most_s))
-        is_worth_it = expected_s + loaded_s <= computed_s
-        if is_worth_it and answer.ticket.wait_s:
-            state.worth_waiting_at = now
+        if expected_s + loaded_s <= computed_s:
+            state.doubted_since = inf
+        else:
+            state.doubted_since = min(state.doubted_since, now)
         if state.waits_for_tier and state.pending is not None and not state.pending.given_up:
             return True  # the next answer shows what was promoted during a step
-        if now >= state.tier_wait_until or (not is_worth_it and now - state.worth_waiting_at >= doubt_s):
+        if now >= state.tier_wait_until or now - state.doubted_since >= doubt_s:
             state.tier_wait_until = NEVER
         return state.tier_wait_until != NEVER
 
@@ -535,11 +564,11 @@ class KvoffdManager(OffloadingManager):
 
     def step_begins(self, request_tokens: Collection[int]) -> None:
         """Record the start of a step with these numbers of tokens per request; regularly report to the daemon."""
-        self._is_idle = not request_tokens
+        now, self._is_idle = self._look(), not request_tokens
         self._wait_left_s = IDLE_WAIT_S if self._is_idle else LOOKUP_WAIT_S
         self._tokens_before = None
+        self._asks_again = None
         self.harm.prefill.step_begins(request_tokens)
-        now = self.clock()
         # While the daemon does not answer, as when lookups are late, counts are kept.
         if now >= self._report_at and self.namespace.client.ready:
             self._report_at = now + REPORT_EVERY_S

@@ -9,12 +9,14 @@ import struct
 import subprocess
 import tempfile
 import zlib
+from collections import deque
 from collections.abc import Callable
 from itertools import count, cycle, islice
 from math import nan
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,9 +25,10 @@ import kvoffd
 from kvoffd.cache import lru_fallback
 from kvoffd.cache.block_table import BlockTable
 from kvoffd.cache.curve import HitRatioCurve
-from kvoffd.cache.learned import Learned
+from kvoffd.cache.learned import BINS, CLASSES, Learned
 from kvoffd.cache.lru_fallback import FIRST_STAY, JUDGED_AFTER, LruFallback
 from kvoffd.cache.namespace import MissReason, Namespace
+from kvoffd.cache.policy import Chain
 from kvoffd.simulate.replay import replay
 from kvoffd_proto.messages import READY
 from kvoffd_proto.stats import HitCurve
@@ -237,6 +240,26 @@ def test_the_chance_to_come_back_is_by_kind_and_time_left() -> None:
     assert policy.chance(unknown, keys_of(1), pool)[0] == 1
 
 
+@pytest.mark.parametrize("requests", [50, 2000])
+def test_the_chance_is_right_however_many_requests_a_lifetime_has(requests: int) -> None:
+    """Prompts of three blocks, of which half return, and of six, of which a tenth does: once, after a lifetime."""
+    rig, rng, due, first = learned_rig(5 * requests, requests // 10, MIB), random.Random(1), deque[Chain](), 0
+    policy, namespace = policy_of(rig), rig.open("a")
+    group, namespace.totals.keys_asked = rig.cache.group(namespace, 0), 5 * requests
+    group.tokens = 512
+    for number in range(24 * requests):
+        blocks, part = (3, 0.5) if number % 2 else (6, 0.1)
+        prompt = Chain(group, keys_of(*range(first, first + blocks)), np.empty(0, np.uint32))
+        policy.requested([prompt])
+        first += blocks
+        if rng.random() < part:
+            due.append(prompt)
+        if len(due) > 0.3 * requests:
+            policy.requested([due.popleft()])
+    chances = [policy.chance(group, keys_of(first - number), 4 * rig.slots.pool_bytes)[0] for number in (3, 9)]
+    assert chances == pytest.approx([0.5, 0.1], rel=0.2)
+
+
 def test_a_new_model_is_not_judged_by_another_ones_requests() -> None:
     rig = learned_rig(40, 4)  # 40 blocks
     old, new = rig.open("old"), rig.open("new")
@@ -306,11 +329,15 @@ def test_what_one_rank_was_rejected_the_others_are_too() -> None:
     assert namespace.counters.rejected_keys >= 4
 
 
-@pytest.mark.parametrize(("unit", "pools", "least"), [(MIB, REMEMBERED_POOLS, 300 * REMEMBERED_POOLS), (UNIT, 4, 600)])
-def test_what_it_remembers_is_bounded(unit: int, pools: int, least: int) -> None:
-    """Of small blocks it remembers less, since what it may take is a share of the pool."""
+@pytest.mark.parametrize(
+    ("unit", "below", "pools", "least"),
+    [(MIB, 4, REMEMBERED_POOLS, 300 * REMEMBERED_POOLS), (MIB, 40, 40, 350 * 40), (UNIT, 40, 4, 600)],
+)
+def test_what_it_remembers_is_bounded(unit: int, below: int, pools: int, least: int) -> None:
+    """Of small blocks it remembers less, since what it may take is a share of the pool. Below the pool are tiers."""
     rig = learned_rig(400, 4, unit)
     namespace = rig.open("a")
+    rig.policy.remember(below * rig.slots.pool_bytes)
     for first in range(0, 60_000, 60):
         look(rig, namespace, list(range(first, first + 60)))
     policy = policy_of(rig)
@@ -378,7 +405,7 @@ DAMAGE: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
     "bit": ("its checksum is wrong", lambda state: state[:50] + bytes([state[50] ^ 1]) + state[51:]),
     "format": ("another release wrote it", lambda state: struct.pack("=I", 9) + state[4:]),
     "short": ("its layout differs", lambda state: with_count(state[:-8], 32, "=d", 0)),
-    "pool": ("it belongs to a pool of another size", lambda state: with_count(state, 0, "=Q", 5)),
+    "pool": ("invalid counters", lambda state: with_count(state, 0, "=Q", 0)),
     "time": ("invalid counters", lambda state: with_count(state, 8, "=Q", 2**63)),
     "nan": ("invalid counters", lambda state: with_count(state, 32, "=d", nan)),
     "huge": ("invalid counters", lambda state: with_count(state, 32, "=d", 1e300)),
@@ -397,6 +424,21 @@ def test_damaged_statistics_are_refused_and_change_nothing() -> None:
     policy.restore(state)
     assert policy.state() == state
     check_learned(rig)
+
+
+def test_a_pool_of_another_size_keeps_what_was_learned_by_its_age_in_bytes() -> None:
+    def sums(state: bytes) -> npt.NDArray[np.float64]:
+        return np.frombuffer(state, np.float64, offset=HEAD + 24)[: 2 * len(CLASSES) * BINS].reshape(2, -1, BINS)
+
+    before = policy_of(trained()).state()
+    for factor in (1, 4, 0.25):
+        rig = learned_rig(round(factor * 40), 4, MIB)
+        policy_of(rig).restore(before)
+        old, new = sums(before).sum(axis=1), sums(policy_of(rig).state()).sum(axis=1)
+        assert new.sum(axis=1) == pytest.approx(old.sum(axis=1)), "nothing is lost"
+        if factor == 4:  # a lifetime and less are a quarter of a lifetime and less
+            assert new[:, :2].sum(axis=1) == pytest.approx(old[:, :3].sum(axis=1))
+        check_learned(rig)
 
 
 # --- whatever clients send -----------------------------------------------------------------------

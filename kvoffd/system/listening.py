@@ -1,0 +1,45 @@
+"""Listens for HTTP."""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+from kvoffd.errors import KvoffdError
+
+
+def listen(host: str, port: int) -> list[socket.socket]:
+    """Return sockets that listen on all addresses of a host, or without one on every interface, IPv4 and IPv6.
+
+    Raises KvoffdError.
+    """
+    try:
+        return _listeners(host, port)
+    except OSError as error:
+        raise KvoffdError(
+            f"The HTTP address {host or '*'}:{port} cannot be used ({error.strerror or error}); free it, choose "
+            "another with --http-address, or give an empty one to start without HTTP."
+        ) from error
+
+
+def _listeners(host: str, port: int) -> list[socket.socket]:
+    """Return the sockets. Raises OSError.
+
+    Addresses that the machine lacks are skipped if another one works: ``localhost`` may include ::1 without IPv6.
+    """
+    if not host:
+        if socket.has_dualstack_ipv6():
+            return [socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True)]
+        return [socket.create_server(("0.0.0.0", port))]
+    listeners, errors = [], []
+    for family, _, _, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        try:
+            listeners.append(socket.create_server(place[:2], family=family))
+        except OSError as error:
+            errors.append(error)
+    lacking = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+    if errors and not (listeners and all(error.errno in lacking for error in errors)):
+        for listener in listeners:
+            listener.close()
+        raise errors[-1]
+    return listeners

@@ -1,0 +1,100 @@
+"""Whether the cache pays off, in a sentence: doctor, ``top`` and the page say the same."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvoffd_proto.stats import MISS_REASONS, DaemonStats, HitCurve, Window
+from kvoffd_proto.units import format_count, format_size, percent, plural, printable
+
+FEWEST_LOOKUPS = 100
+"""Least number of lookups for statistics to be meaningful."""
+FEWEST_WHEN_FULL = 10
+"""The same for a full pool that evicts."""
+FULL_POOL = 0.8
+POINTS = 1.0
+"""Percentage points of the hit ratio that justify a finding."""
+PAYS_PERCENT = 1.0
+"""Least percentage of needed keys that must be loaded for the cache to pay off."""
+OWN_SHARE = 0.9
+"""Share of looked up keys in engines' own caches from which those caches suffice."""
+
+
+class Verdict(NamedTuple):
+    """``paying_off`` is None if there were too few lookups."""
+
+    paying_off: bool | None
+    sentence: str
+
+
+def judge(stats: DaemonStats) -> Verdict:
+    """Judge the traffic since the daemon's start."""
+    traffic = stats.since_start
+    if not enough_lookups(stats):
+        lookups = f"{format_count(traffic.lookups)} lookup{plural(traffic.lookups)}" if traffic.lookups else "no lookup"
+        return Verdict(None, f"Too early to say whether it pays off: {lookups} so far, {FEWEST_LOOKUPS} are needed.")
+    # By keys: not every engine reports the tokens of a block.
+    pays = 100 * _loaded_share(traffic) >= PAYS_PERCENT
+    if pays:
+        what = f"{format_count(traffic.loaded_tokens)} tokens" if traffic.loaded_tokens else ""
+        what = what or format_size(traffic.loaded_bytes)
+        sentence = f"Paying off: engines loaded {what} instead of computing them."
+    else:
+        sentence = f"Not paying off: {_why_not(stats)}"
+    return Verdict(pays, sentence + doubt(stats))
+
+
+def enough_lookups(stats: DaemonStats) -> bool:
+    """Return whether there were enough lookups to judge. A full pool that evicts is judged early."""
+    evicts = stats.since_start.evicted_blocks and stats.pool.of("ready") >= FULL_POOL * stats.pool.size_bytes
+    return stats.since_start.lookups >= (FEWEST_WHEN_FULL if evicts else FEWEST_LOOKUPS)
+
+
+def doubt(stats: DaemonStats) -> str:
+    """Return a sentence that says how sure a judgement by few lookups is; empty for enough of them."""
+    traffic = stats.since_start
+    points = doubt_points(traffic)
+    return f" By only {traffic.lookups} lookups: give or take {points:.0f} percentage points." if points else ""
+
+
+def doubt_points(traffic: Window) -> float:
+    """Return half the width of the 95 % interval (Agresti and Coull) of the loaded share; 0 for enough lookups."""
+    if traffic.lookups >= FEWEST_LOOKUPS:
+        return 0.0
+    count = traffic.lookups + 4
+    share = (_loaded_share(traffic) * traffic.lookups + 2) / count
+    return float(200 * (share * (1 - share) / count) ** 0.5)
+
+
+def own_suffices(traffic: Window) -> bool:
+    return traffic.not_needed_keys >= OWN_SHARE * traffic.asked_keys > 0
+
+
+def repeats(curve: HitCurve | None) -> bool:
+    """Return whether prompts repeat, as far as ten times the memory would find them."""
+    return curve is None or not curve.asked_tokens or most_of(curve) >= POINTS
+
+
+def most_of(curve: HitCurve | None) -> float:
+    return 100 * max(curve.lru_hit_ratio.values(), default=0.0) if curve is not None else 0.0
+
+
+def _loaded_share(traffic: Window) -> float:
+    """Return the loaded share of the keys that engines did not have themselves."""
+    return traffic.loaded_keys / max(1, traffic.asked_keys - traffic.not_needed_keys)
+
+
+def _why_not(stats: DaemonStats) -> str:
+    traffic = stats.since_start
+    if own_suffices(traffic):
+        own = percent(traffic.not_needed_keys, traffic.asked_keys)
+        return f"the engines' own caches had {own} of the keys asked for."
+    if not traffic.stored_blocks:
+        return "engines stored nothing: their prompts are shorter than a block, or kv_role is kv_consumer."
+    if not repeats(stats.curve):
+        return f"prompts do not repeat: {most_of(stats.curve):.1f} % would be found with ten times the memory."
+    reason, keys = max(traffic.misses.items(), key=lambda item: item[1], default=("", 0))
+    if not reason:
+        return "no key was missed."
+    why = MISS_REASONS.get(reason, printable(reason))
+    return f"{percent(keys, traffic.asked_keys)} of the keys asked for were {why}."
