@@ -13,16 +13,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # "as" tells type checkers that the name is public here
     from kvoffd_client.admin_client import AdminClient as AdminClient
-    from kvoffd_client.block_file import BlockFile as BlockFile
-    from kvoffd_client.block_file import BlockFileError as BlockFileError
-    from kvoffd_client.block_file import Exported as Exported
-    from kvoffd_client.block_file import Imported as Imported
-    from kvoffd_client.block_file import export_blocks as export_blocks
-    from kvoffd_client.block_file import import_blocks as import_blocks
     from kvoffd_client.blocks import Block as Block
     from kvoffd_client.blocks import BlockClient as BlockClient
-    from kvoffd_client.blocks import BlocksRead as BlocksRead
-    from kvoffd_client.blocks import BlocksWritten as BlocksWritten
     from kvoffd_client.blocks import Layer as Layer
     from kvoffd_client.blocks import Shard as Shard
     from kvoffd_client.blocks import checksum_of as checksum_of
@@ -57,8 +49,7 @@ if TYPE_CHECKING:  # "as" tells type checkers that the name is public here
 
 _HOMES = {
     "kvoffd_client.admin_client": "AdminClient",
-    "kvoffd_client.block_file": "BlockFile BlockFileError Exported Imported export_blocks import_blocks",
-    "kvoffd_client.blocks": "Block BlockClient BlocksRead BlocksWritten Layer Shard checksum_of",
+    "kvoffd_client.blocks": "Block BlockClient Layer Shard checksum_of",
     "kvoffd_client.session": "ClientOptions",
     "kvoffd_client.errors": "BlockDamaged BlockUnavailable DaemonUnavailable ForkedProcess KvoffdClientError "
     "RequestRefused RequestTimeout UnknownNamespace",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, chain, count, islice, pairwise
-from typing import TYPE_CHECKING, TypeVar
+from itertools import accumulate, chain, pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -44,24 +44,18 @@ from kvoffd_proto.units import quoted
 if TYPE_CHECKING:
     import torch
 
-T = TypeVar("T")
-BlockT = TypeVar("BlockT", bound="BlockInfo | Block")
 Bytes = npt.NDArray[np.uint8]
 NO_BYTES: Bytes = np.empty(0, np.uint8)
 
 OPTIONS = ClientOptions(request_timeout_s=60.0, operator=True)
-"""The long timeout is for copies of a whole buffer by a busy daemon."""
-BUFFER_BYTES, BUFFER_BLOCKS = 64 << 20, 1024
-"""Largest buffer for copies, in bytes and in blocks."""
-BUFFERS_PER_POOL = 8
-"""The buffer is at most this part of the pool: more could not be leased or stored at once."""
+"""The long timeout is for copies by a busy daemon."""
 BLOCKS_PER_LIST = 1024
 CONNECT_S = 10.0
 NAME = "kvoffd single blocks"
 """Name of the sessions, for operators."""
 _INTERRUPTED = "The daemon was restarted, or ended the session during the copy; try again."
 _OF_BLOCKS = (ErrorCode.NOT_READY, ErrorCode.CHECKSUM, ErrorCode.NO_SPACE)
-"""Errors that concern only some blocks of a job."""
+"""Errors that concern the block."""
 
 DTYPES = {
     "float64": ("float64", "F64"), "float32": ("float32", "F32"), "float16": ("float16", "F16"),
@@ -169,33 +163,14 @@ class Block:
         return all(not one or checksum_of(shard.data) == one for shard, one in zip(self.shards, known, strict=True))
 
 
-@dataclass
-class BlocksRead:
-    """Blocks that were read, keys of damaged ones, and keys of blocks that had left the pool."""
-
-    blocks: list[Block] = field(default_factory=list)
-    damaged: list[bytes] = field(default_factory=list)
-    evicted: list[bytes] = field(default_factory=list)
-
-
-@dataclass
-class BlocksWritten:
-    """Numbers of blocks that were stored, that were present or being written, and that found no space."""
-
-    stored: int = 0
-    present: int = 0
-    no_space: int = 0
-
-
 class _Buffer(Closing):
-    """Memory for copies of one namespace's blocks, and an engine's sessions to make them.
+    """Memory for a copy of one block of any group, a part for each rank, and an engine's sessions to make it.
 
-    Each rank has a part of the memory, with space for the same blocks. Raises DaemonUnavailable, RequestRefused.
+    Raises DaemonUnavailable, RequestRefused.
     """
 
-    def __init__(self, directory: str, geometry: Geometry, size_bytes: int) -> None:
+    def __init__(self, directory: str, geometry: Geometry) -> None:
         self.geometry = geometry
-        self._job_ids = count(1)
         per_key = {shard.blocks_per_key for of_rank in geometry.shards for shard in of_rank}
         if len(per_key) != 1:
             raise BlockUnavailable(
@@ -203,12 +178,9 @@ class _Buffer(Closing):
             )
         (self._per_key,) = per_key
         sizes = [geometry.block_bytes(group) for group in range(len(geometry.groups))]
-        size_bytes = max(size_bytes, *sizes)
-        self.capacities = [min(BUFFER_BLOCKS, size_bytes // max(1, nbytes)) for nbytes in sizes]
-        """Blocks of each group that fit, one group at a time."""
-        self._memory = SharedMemory(size_bytes, "kvoffd-blocks")
+        self._memory = SharedMemory(max(sizes), "kvoffd-blocks")
         self._layers: dict[tuple[int, int], list[Bytes]] = {}
-        """Layers by rank and group: [slot in the buffer, engine block of the key, bytes of a page]."""
+        """Layers by rank and group: [engine block of the key, bytes of a page]."""
         self._scheduler = SchedulerClient(directory, geometry, name=NAME, options=OPTIONS)
         self._workers: list[WorkerClient] = []
         try:
@@ -229,99 +201,69 @@ class _Buffer(Closing):
         tensors: list[TensorLayout] = []
         groups: list[tuple[PageRef, ...]] = []
         for group, shard in enumerate(self.geometry.shards[rank]):
-            capacity = self.capacities[group]
-            start = capacity * sum(self.geometry.shard_bytes(other, group) for other in range(rank))
+            start = sum(self.geometry.shard_bytes(other, group) for other in range(rank))
             refs, layers = [], []
             for page in shard.pages:
                 refs.append(PageRef(len(tensors), page.page_bytes, page.layer))
-                tensors.append(TensorLayout(0, start, page.page_bytes, capacity * self._per_key))
-                end = start + capacity * self._per_key * page.page_bytes
-                layers.append(self._memory.view[start:end].reshape(capacity, self._per_key, page.page_bytes))
+                tensors.append(TensorLayout(0, start, page.page_bytes, self._per_key))
+                end = start + self._per_key * page.page_bytes
+                layers.append(self._memory.view[start:end].reshape(self._per_key, page.page_bytes))
                 start = end
             groups.append(tuple(refs))
             self._layers[rank, group] = layers
         return Registration(rank, self._per_key, (self._memory,), tuple(tensors), tuple(groups))
 
-    def _copy(
-        self, group: int, keys: Sequence[bytes], first_block: int, lease_id: int | None = None
-    ) -> list[tuple[JobResult, set[bytes]]]:
-        """Store the blocks in the buffer's first slots, or load them there; return each rank's result and lost keys.
+    def _copy(self, group: int, key: bytes, first_block: int, lease_id: int | None = None) -> list[JobResult]:
+        """Store the block in the buffer, or load it there; return each rank's result.
 
-        ``first_block``: engine blocks to skip at the start, if there is one block only. Raises DaemonUnavailable,
-        RequestTimeout; RequestRefused for errors that do not concern some of the blocks only.
+        ``first_block``: engine blocks to skip at the start. Raises DaemonUnavailable, RequestTimeout; RequestRefused
+        for errors that do not concern the block.
         """
-        transfer = GroupTransfer.of(keys, range(first_block, len(keys) * self._per_key), group, first_block)
-        job = Job(next(self._job_ids), [transfer], lease_id, keep_lease=lease_id is not None)
+        transfer = GroupTransfer.of([key], range(first_block, self._per_key), group, first_block)
+        job = Job(1, [transfer], lease_id, keep_lease=lease_id is not None)
         for worker in self._workers:
             worker.submit([job])
-        deadline, size = time.monotonic() + OPTIONS.request_timeout_s, self.geometry.key_bytes
-        ended = []
+        deadline, results = time.monotonic() + OPTIONS.request_timeout_s, list[JobResult]()
         for worker in self._workers:
             found = worker.wait_results(max(0.0, deadline - time.monotonic()))
             if not found:
-                raise RequestTimeout("The kvoffd daemon copied no blocks in time; try again.")
-            (result,) = found
-            lost = {key for part in result.failed for key in _cut(part.keys, size)}
+                raise RequestTimeout("The kvoffd daemon did not copy the block in time; try again.")
+            results += found
+        for result in results:
             if result.error is ErrorCode.SESSION_ENDED:
                 raise DaemonUnavailable(_INTERRUPTED)
-            if not result.ok and (result.error not in _OF_BLOCKS or not lost):
+            if not result.ok and result.error not in _OF_BLOCKS:
                 raise RequestRefused(result.error or ErrorCode.INTERNAL, "")
-            ended.append((result, lost))
-        return ended
+        return results
 
-    def read(self, group: int, wanted: Sequence[BlockInfo]) -> BlocksRead:
-        """Read blocks, at most as many as fit. Their checksums are not compared yet."""
-        read, left = BlocksRead(), {info.key: info for info in wanted}
-        while left:  # keys beyond the session's limit of leases are reported as absent
-            lookup = self._scheduler.lookup([GroupKeys(group, b"".join(left))], again=True)
-            try:
-                if not lookup.wait(OPTIONS.request_timeout_s) or lookup.failed:
-                    raise DaemonUnavailable(_INTERRUPTED)
-                found = [info for info, state in zip(left.values(), lookup.states[0], strict=True) if state == READY]
-                if not found:
-                    break
-                for job in _in_jobs(found):
-                    self._load(lookup.lease_id, group, job, read)
-            finally:
-                self._scheduler.release(lookup.lease_id)
-            for key in (*(block.key for block in read.blocks), *read.damaged, *read.evicted):
-                left.pop(key, None)
-        read.evicted += left
-        return read
+    def read(self, group: int, key: bytes, first_block: int) -> Block | None:
+        """Read a block; None if it has left the pool. Raises BlockDamaged if the daemon finds that it is."""
+        lookup = self._scheduler.lookup([GroupKeys(group, key)], again=True)
+        try:
+            if not lookup.wait(OPTIONS.request_timeout_s) or lookup.failed:
+                raise DaemonUnavailable(_INTERRUPTED)
+            if not lookup.leading_ready():
+                return None
+            by_rank = [self._layers[rank, group] for rank in range(self.geometry.world_size)]
+            for layer in chain.from_iterable(by_rank):
+                layer[:first_block] = 0
+            errors = {result.error for result in self._copy(group, key, first_block, lookup.lease_id)} - {None}
+        finally:
+            self._scheduler.release(lookup.lease_id)
+        if ErrorCode.CHECKSUM in errors:
+            raise _damaged(key)
+        if errors:
+            return None
+        shards = [np.concatenate([NO_BYTES, *(layer.ravel() for layer in layers)]) for layers in by_rank]
+        return Block.of_bytes(self.geometry, group, key, shards, first_block)
 
-    def _load(self, lease_id: int, group: int, found: Sequence[BlockInfo], read: BlocksRead) -> None:
-        """Load leased blocks by one job into ``read``. Blocks in none of its lists must be loaded again."""
-        by_rank = [self._layers[rank, group] for rank in range(self.geometry.world_size)]
-        first_block = found[0].first_block
-        for layer in chain.from_iterable(by_rank):
-            layer[0, :first_block] = 0
-        ended = self._copy(group, [info.key for info in found], first_block, lease_id)
-        for result, lost in ended:
-            known = read.damaged if result.error is ErrorCode.CHECKSUM else read.evicted
-            known += lost.difference(read.damaged, read.evicted)
-        if all(result.ok for result, _ in ended):
-            for slot, info in enumerate(found):
-                shards = [np.concatenate([NO_BYTES, *(one[slot].ravel() for one in layers)]) for layers in by_rank]
-                read.blocks.append(Block.of_bytes(self.geometry, group, info.key, shards, first_block))
-
-    def write(self, group: int, blocks: Sequence[Block]) -> BlocksWritten:
-        """Store blocks, at most as many as fit."""
-        written = BlocksWritten()
-        sizes = [sum(page.page_bytes for page in shards[group].pages) for shards in self.geometry.shards]
-        for job in _in_jobs(blocks):
-            for slot, block in enumerate(job):
-                for shard in block.shards:
-                    for layer, own in zip(self._layers[shard.rank, group], shard.layers, strict=True):
-                        layer[slot].ravel()[:] = own.data
-            first_block = job[0].first_block
-            ended = self._copy(group, [block.key for block in job], first_block)
-            copied = zip(ended, sizes, strict=True)
-            stored = min(result.bytes // (self._per_key - first_block) // size for (result, _), size in copied if size)
-            no_space = len(set().union(*(lost for _, lost in ended)))
-            written.stored += stored
-            written.no_space += no_space
-            written.present += max(0, len(job) - stored - no_space)
-        return written
+    def write(self, block: Block) -> bool | None:
+        """Store a block; False if it was present or being written, None if it found no space."""
+        for shard in block.shards:
+            for layer, own in zip(self._layers[shard.rank, block.group], shard.layers, strict=True):
+                layer.ravel()[:] = own.data
+        results = self._copy(block.group, block.key, block.first_block)
+        return any(result.bytes for result in results) if all(result.ok for result in results) else None
 
     def close(self) -> None:
         closing: list[Closing] = [self._scheduler, *self._workers, self._memory]
@@ -333,22 +275,8 @@ def _cut(joined: bytes, size: int) -> list[bytes]:
     return [joined[at : at + size] for at in range(0, len(joined), size)]
 
 
-def _batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    left = iter(items)
-    while batch := list(islice(left, size)):
-        yield batch
-
-
-def _in_jobs(blocks: Sequence[BlockT]) -> list[list[BlockT]]:
-    """Group blocks into jobs: all complete ones in one, each with a hole alone, because a hole is at a job's start."""
-    whole: list[BlockT] = []
-    holed: list[list[BlockT]] = []
-    for block in blocks:
-        if block.first_block:
-            holed.append([block])
-        else:
-            whole.append(block)
-    return [whole, *holed] if whole else holed
+def _damaged(key: bytes) -> BlockDamaged:
+    return BlockDamaged(f"Block {key.hex()} does not match its checksum; `kvoffd-cli scrub` compares all of them.")
 
 
 class BlockClient(AdminClient):
@@ -376,10 +304,6 @@ class BlockClient(AdminClient):
         fingerprint = self.find_namespace(namespace)
         return Geometry.of_reply(fingerprint, self.ask(DescribeNamespace, fingerprint))
 
-    def generation(self, fingerprint: bytes) -> int:
-        """Return the time of a namespace's last reset or clear, in microseconds since 1970; 0 for never."""
-        return self.ask(DescribeNamespace, fingerprint).generation
-
     def list_blocks(self, namespace: str | bytes, group: int = 0, prefix: str = "") -> Iterator[BlockInfo]:
         """Yield the blocks of a group whose keys begin with hex digits, in no order."""
         if len(prefix) > MAX_KEY_DIGITS:
@@ -399,29 +323,21 @@ class BlockClient(AdminClient):
             BlockUnavailable: it is not in the pool, or incomplete.
             BlockDamaged: its bytes differ from those that were stored.
         """
-        listed = [info for info in self.list_blocks(namespace, group, key.hex()) if info.state == READY]
-        for read in self.read_blocks(namespace, listed, group):
-            if read.blocks:
-                return read.blocks[0]
-            if read.damaged:
-                raise BlockDamaged(
-                    f"Block {key.hex()} does not match its checksum; `kvoffd-cli scrub` compares all of them."
-                )
-        raise BlockUnavailable(f"Block {key.hex()} of group {group} is not in the pool, or incomplete.")
-
-    def read_blocks(self, namespace: str | bytes, blocks: Sequence[BlockInfo], group: int = 0) -> Iterator[BlocksRead]:
-        """Read blocks from ``list_blocks`` and compare them with their checksums, a batch at a time."""
         geometry = self.geometry(namespace)
-        with self._buffer(geometry, group, len(blocks)) as buffer:
-            for batch in _batches(blocks, buffer.capacities[group]):
-                read, listed = buffer.read(group, batch), {info.key: info for info in batch}
-                for block in [block for block in read.blocks if not block.matches(listed[block.key])]:
-                    # It may have been stored again since it was listed, with another checksum.
-                    again = self.list_blocks(geometry.fingerprint, group, block.key.hex())
-                    if not any(block.matches(info) for info in again):
-                        read.blocks.remove(block)
-                        read.damaged.append(block.key)
-                yield read
+        for info in self.list_blocks(geometry.fingerprint, group, key.hex()):
+            if info.state != READY:
+                continue
+            with _Buffer(self.directory, geometry) as buffer:
+                block = buffer.read(group, key, info.first_block)
+            # It may have been stored again since it was listed, with another checksum.
+            if block is not None and not block.matches(info):
+                again = self.list_blocks(geometry.fingerprint, group, key.hex())
+                block = next((block for each in again if block.matches(each)), None)
+                if block is None:
+                    raise _damaged(key)
+            if block is not None:
+                return block
+        raise BlockUnavailable(f"Block {key.hex()} of group {group} is not in the pool, or incomplete.")
 
     def put_block(self, namespace: str | bytes, key: bytes, block: Block) -> bool:
         """Store a block under ``key``; False if the pool already has a block of that key.
@@ -433,29 +349,8 @@ class BlockClient(AdminClient):
         geometry = self.geometry(namespace)
         if why := geometry.mismatch(block.geometry):
             raise ValueError(f"The block does not fit the namespace {geometry.label!r}: {why}.")
-        (written,) = self.write_blocks(geometry, block.group, [replace(block, key=key)], 1)
-        if written.no_space:
+        with _Buffer(self.directory, geometry) as buffer:
+            stored = buffer.write(replace(block, key=key))
+        if stored is None:
             raise BlockUnavailable("The pool has no space for the block: everything in it is pinned or being written.")
-        return written.stored > 0
-
-    def write_blocks(
-        self, geometry: Geometry, group: int, blocks: Iterable[Block], count: int, generation: int | None = None
-    ) -> Iterator[BlocksWritten]:
-        """Store ``count`` blocks of a group, a batch at a time. Opens the namespace if no engine has.
-
-        ``generation``: that of the blocks, if known. Raises BlockUnavailable if they were reset or cleared since.
-        """
-        with self._buffer(geometry, group, count) as buffer:
-            for batch in _batches(blocks, buffer.capacities[group]):
-                if generation is not None and generation < self.generation(geometry.fingerprint):
-                    raise BlockUnavailable(
-                        f"The namespace {geometry.label!r} was reset or cleared here after the export, so the blocks "
-                        "may be stale. Add --stale to import them all the same."
-                    )
-                yield buffer.write(group, batch)
-
-    def _buffer(self, geometry: Geometry, group: int, count: int) -> _Buffer:
-        """Return a buffer for at most ``count`` blocks."""
-        pool_bytes = self.stats().pool.size_bytes
-        needed = geometry.block_bytes(group) * count
-        return _Buffer(self.directory, geometry, min(BUFFER_BYTES, pool_bytes // BUFFERS_PER_POOL, needed))
+        return stored

@@ -7,8 +7,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import msgspec
-
 from kvoffd_client.errors import BlockUnavailable
 from kvoffd_client.namespace_differences import how_they_differ
 from kvoffd_proto.admin import NamespaceDescribed, ShardSpec, shard_bytes_of
@@ -99,20 +97,6 @@ class Geometry(NamespaceSpec):
         groups = tuple(reply.groups)
         return cls(fingerprint, reply.label, reply.world_size, reply.key_bytes, groups, reply.description, shards)
 
-    @classmethod
-    def of_json(cls, text: str) -> Geometry:
-        """Return the geometry that ``to_json`` encoded. Raises ValueError if the text is not a geometry."""
-        try:
-            fields = msgspec.json.decode(text, type=_GeometryJson)
-            fingerprint = bytes.fromhex(fields.fingerprint)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
-            raise ValueError(f"Not a geometry of a namespace: {error}.") from error
-        return cls(fingerprint, *msgspec.structs.astuple(fields)[1:])
-
-    def to_json(self) -> str:
-        fields = {field: getattr(self, field) for field in _GeometryJson.__struct_fields__}
-        return msgspec.json.encode(_GeometryJson(**fields | {"fingerprint": self.fingerprint.hex()})).decode()
-
     def shard_bytes(self, rank: int, group: int) -> int:
         return shard_bytes_of(self.shards[rank][group])
 
@@ -132,15 +116,3 @@ class Geometry(NamespaceSpec):
                 return f"the shards of rank {rank} have other sizes"
         same = (self.world_size, self.key_bytes, self.groups) == (other.world_size, other.key_bytes, other.groups)
         return "" if same else "the number of ranks, the keys or the groups differ"
-
-
-class _GeometryJson(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A geometry in a file. GroupSpec, ShardSpec and their parts are arrays, as on the wire."""
-
-    fingerprint: str
-    label: str
-    world_size: int
-    key_bytes: int
-    groups: tuple[GroupSpec, ...]
-    description: str
-    shards: tuple[tuple[ShardSpec, ...], ...]

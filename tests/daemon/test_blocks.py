@@ -10,15 +10,11 @@ import numpy as np
 import pytest
 
 from kvoffd_client import (
-    AdminClient,
     Block,
     BlockClient,
     BlockDamaged,
-    BlockFile,
     BlockUnavailable,
     GroupKeys,
-    export_blocks,
-    import_blocks,
 )
 from kvoffd_client.testing import FakeEngine
 from tests.kit.checked import flip
@@ -106,40 +102,6 @@ def test_a_block_is_read_as_it_was_stored(desk: BlockClient, engine: FakeEngine)
     assert loaded(engine, keys(50)) == engine.checksums([0])
 
 
-def test_blocks_that_are_evicted_before_they_are_read_are_named(desk: BlockClient, engine: FakeEngine) -> None:
-    listed = list(desk.list_blocks(LABEL))
-    flood(engine)
-    (read,) = desk.read_blocks(LABEL, listed)
-    assert (read.blocks, read.damaged, sorted(read.evicted)) == ([], [], KEYS)
-
-
-def test_blocks_that_are_stored_anew_before_they_are_read_are_not_damaged(
-    desk: BlockClient, engine: FakeEngine, shared_daemon: DaemonProcess
-) -> None:
-    listed = list(desk.list_blocks(LABEL))
-    with AdminClient(shared_daemon.directory) as admin:
-        assert admin.clear() == BLOCKS
-    engine.fill(range(BLOCKS), seed=2)
-    assert engine.store(KEYS[:3], range(3)).ok
-    (read,) = desk.read_blocks(LABEL, listed)
-    assert sorted(block.key for block in read.blocks) == KEYS[:3]
-    assert (read.damaged, sorted(read.evicted)) == ([], KEYS[3:])
-
-
-def test_more_blocks_than_may_be_leased_at_once_are_read(pool_file: Path) -> None:
-    """As an engine's lookup gets the last of its keys as absent."""
-    with (
-        DaemonProcess("1MiB", eviction_policy="lru", limits={"leased_share": 0.25}) as daemon,
-        engine_on(daemon) as engine,
-    ):
-        wanted = keys(*range(24))
-        assert engine.store(wanted, range(24)).ok
-        with BlockClient(daemon.directory) as desk:
-            assert engine.lookup(wanted) < len(wanted), "the engine has leased what may be"
-            found = list(desk.read_blocks(LABEL, list(desk.list_blocks(LABEL))))
-    assert sum(len(read.blocks) for read in found) == 24
-
-
 # --- writing ---------------------------------------------------------------------------------------
 
 
@@ -180,33 +142,7 @@ def test_a_full_pool_takes_no_block(shared_daemon: DaemonProcess, desk: BlockCli
     assert books(shared_daemon.directory).balanced
 
 
-# --- files -----------------------------------------------------------------------------------------
-
-
-def test_an_import_is_not_refused_by_the_policy(desk: BlockClient, engine: FakeEngine, tmp_path: Path) -> None:
-    """Into a full pool whose blocks engines use, and of keys that nobody has asked for."""
-    file = tmp_path / "all.safetensors"
-    export_blocks(desk, LABEL, file)
-    with DaemonProcess("1MiB", eviction_policy="learned") as full, engine_on(full) as user:
-        used = keys(*range(1000, 1032))
-        for _ in range(20):
-            user.lookup(used)
-            user.release()
-            assert user.store(used, range(32)).ok
-        wait_until(lambda: not books(full.directory).pinned_blocks)
-        with BlockClient(full.directory) as there, BlockFile(file) as source:
-            taken = import_blocks(there, source)
-            assert (taken.blocks, taken.present, taken.no_space) == (BLOCKS, 0, 0)
-        assert loaded(user, KEYS) == engine.checksums(range(BLOCKS))
-
-
-def test_an_export_takes_the_keys_that_are_chosen(desk: BlockClient, tmp_path: Path) -> None:
-    export_blocks(desk, LABEL, tmp_path / "file", [KEYS[1].hex(), KEYS[4].hex()])
-    with BlockFile(tmp_path / "file") as source:
-        assert {entry.key for entry in source.entries} == {KEYS[1], KEYS[4]}
-
-
-def test_changed_bytes_are_not_exported(pool_file: Path, tmp_path: Path) -> None:
+def test_changed_bytes_are_damaged(pool_file: Path) -> None:
     """Memory that changed under the daemon does not match its checksum."""
     with DaemonProcess("8MiB", pool_file=str(pool_file)) as daemon, engine_on(daemon) as engine:
         engine.fill(range(BLOCKS), seed=1)
@@ -216,5 +152,3 @@ def test_changed_bytes_are_not_exported(pool_file: Path, tmp_path: Path) -> None
             flip(pool_file, zlib.crc32(data), len(data))
             with pytest.raises(BlockDamaged):
                 desk.get_block(LABEL, KEYS[0])
-            done = export_blocks(desk, LABEL, tmp_path / "all.safetensors")
-    assert (done.blocks, done.damaged) == (BLOCKS - 1, [KEYS[0]])

@@ -32,7 +32,6 @@ DEADLINE_S = 60.0
 
 CLIENTS = ("clients", "--all")
 LIST_BLOCKS, SHOW_BLOCK = ("blocks", "ls"), ("blocks", "show")
-EXPORT, IMPORT = ("blocks", "export"), ("blocks", "import")
 WATCH = ("top", "--interval", "100ms")
 LABEL = "tiny"
 KEYS = keys(*range(1, 9))

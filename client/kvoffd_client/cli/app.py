@@ -50,7 +50,7 @@ COMMANDS = {
     "bench": ("bench", "bench_app", "bench lookup", "bench copy", "bench copy --json"),
     "blocks": (
         "blocks", "blocks_app",
-        "blocks ls --namespace m", "blocks export m.safetensors --namespace m", "blocks import m.safetensors",
+        "blocks ls --namespace m", "blocks show 590731ad --namespace m",
     ),
 }  # fmt: skip
 """Module, function or group, and examples of each command, in the order of --help."""

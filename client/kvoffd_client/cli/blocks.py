@@ -1,4 +1,4 @@
-"""``kvoffd-cli blocks``: single blocks, and files of them."""
+"""``kvoffd-cli blocks``: single blocks."""
 
 from __future__ import annotations
 
@@ -10,13 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvoffd_client.cli.format import (
-    count_blocks,
     make_console,
     namespace_name,
     print_json,
     print_line,
-    print_progress,
-    print_status,
     print_table,
     say,
 )
@@ -25,7 +22,7 @@ from kvoffd_proto.units import format_count, format_size, plural, printable
 
 if TYPE_CHECKING:
     # Slow to import.
-    from kvoffd_client import Block, BlockClient, BlockFile, Layer
+    from kvoffd_client import Block, BlockClient, Layer
 
 Namespace = Annotated[str, typer.Option("--namespace", metavar="NAME", help=NAMESPACE_HELP)]
 Group = Annotated[int, typer.Option("--group", metavar="N", min=0, max=65535, help="KV cache group.")]
@@ -36,7 +33,7 @@ Prefixes = Annotated[
 
 MOST_LISTED = 1_000_000
 
-blocks_app = typer.Typer(help="Show, export and import single blocks.", rich_markup_mode=None)
+blocks_app = typer.Typer(help="Show single blocks.", rich_markup_mode=None)
 
 
 @blocks_app.command()
@@ -154,106 +151,6 @@ def _value_range(layer: Layer) -> tuple[str, str, str]:
         return "-", "-", "-"
     with np.errstate(invalid="ignore", over="ignore"):
         return f"{values.min():.4g}", f"{values.mean(dtype=np.float64):.4g}", f"{values.max():.4g}"
-
-
-@blocks_app.command()
-def export(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Safetensors file to write; it must not exist.")],
-    namespace: Namespace,
-    prefix: Prefixes = None,
-    directory: Directory = None,
-    json: Json = False,
-) -> int:
-    """Write the blocks of a namespace into a file.
-
-    The file is safetensors with all metadata for import. Each block is compared with its checksum.
-    """
-    from kvoffd_client import export_blocks
-
-    with _open(directory) as client:
-        done = export_blocks(client, namespace, file, prefix or [], progress=print_progress)
-    print_status()
-    if json:
-        print_json({"file": str(file), **vars(done)})
-        return 0
-    say(f"{count_blocks(done.blocks)} ({format_size(done.bytes)}) are in {file}.")
-    if done.evicted:
-        say(f"{count_blocks(done.evicted)} were evicted before they were read.")
-    if done.damaged:
-        say(f"Left out for wrong checksums: {count_blocks(len(done.damaged))}; run scrub.")
-    return 0
-
-
-@blocks_app.command("import")
-def import_(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="File written by export.")],
-    beside: Annotated[
-        bool,
-        typer.Option("--beside", help="Import even if a namespace with that label and another fingerprint is open."),
-    ] = False,
-    stale: Annotated[
-        bool, typer.Option("--stale", help="Import even if the namespace was reset or cleared since the export.")
-    ] = False,
-    show_list: Annotated[bool, typer.Option("--list", help="Show the file's contents without importing.")] = False,
-    directory: Directory = None,
-    json: Json = False,
-) -> int:
-    """Put the blocks of a file into the pool.
-
-    Opens the blocks' namespace if no engine has done so yet. Blocks that are in the pool are skipped, so the command
-    may be repeated. The eviction policy rejects none: a full pool evicts others. Damaged files, those from before a
-    reset, and those of engines whose bytes differ, are refused.
-
-    Exit status: 0 done, 1 some blocks are not in the pool at the end, 2 an error.
-    """
-    from kvoffd_client import BlockFile, import_blocks
-
-    if show_list:
-        if beside or stale:
-            raise CliError("--list imports nothing; leave out --beside and --stale.")
-        with BlockFile(file) as source:
-            _print_file(file, source, as_json=json)
-        return 0
-    with _open(directory) as client, BlockFile(file) as source:
-        done = import_blocks(client, source, beside=beside, stale=stale, progress=print_progress)
-    print_status()
-    geometry = source.geometry
-    if json:
-        print_json({"file": str(file), "namespace": geometry.fingerprint, **vars(done)})
-    else:
-        name = namespace_name(geometry.label, geometry.fingerprint)
-        opened = f" Namespace {name} was opened." if done.created else f" They are of {name}."
-        present = f", {format_count(done.present)} were in the pool already" if done.present else ""
-        say(f"{count_blocks(done.blocks)} ({format_size(done.bytes)}) were put into the pool{present}.{opened}")
-        if done.no_space:
-            say(f"{count_blocks(done.no_space)} found no space in the pool or the quota.")
-        if done.evicted:
-            say(f"{count_blocks(done.evicted)} of the file were evicted: the pool is too small for all.")
-    return int(done.no_space + done.evicted > 0)
-
-
-def _print_file(file: Path, source: BlockFile, *, as_json: bool) -> None:
-    geometry, entries = source.geometry, source.entries
-    if as_json:
-        facts = {"namespace": geometry.fingerprint, "label": geometry.label, "world_size": geometry.world_size}
-        blocks = [{"group": entry.group, "key": entry.key} for entry in entries]
-        about = {"description": geometry.description, "bytes": source.data_bytes, "blocks": blocks}
-        print_json({"file": str(file), **facts, **about})
-        return
-    say(f"{count_blocks(len(entries))} ({format_size(source.data_bytes)})")
-    say(f"of {namespace_name(geometry.label, geometry.fingerprint)}")
-    say(f"{geometry.world_size} rank{plural(geometry.world_size)}, keys of {geometry.key_bytes} bytes", "")
-    rows = [
-        (
-            str(group),
-            printable(spec.kind),
-            format_count(sum(entry.group == group for entry in entries)),
-            format_size(geometry.block_bytes(group)),
-            format_count(max(len(shards[group].pages) for shards in geometry.shards)),
-        )
-        for group, spec in enumerate(geometry.groups)
-    ]
-    print_table(("group", "kind", ">blocks", ">block size", ">layers"), rows)
 
 
 def _open(directory: Path | None) -> BlockClient:
