@@ -129,7 +129,7 @@ def _engines(service: Service) -> dict[bytes, list[str]]:
     """Return the engines by the namespaces that they have open."""
     found: dict[bytes, list[str]] = {}
     for session in service.sessions:
-        if session.role is Role.SCHEDULER and not session.operator:
+        if session.role is Role.SCHEDULER:
             pid = f", pid {session.peer.pid}" if session.peer.pid else ""
             for fingerprint in session.namespaces:
                 found.setdefault(fingerprint, []).append(s.engine_name(session.name, session.role) + pid)

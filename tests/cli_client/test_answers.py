@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvoffd_client.cli import actions, blocks, main, top
+from kvoffd_client.cli import actions, main, top
 from kvoffd_client.cli.stats import print_stats, tier_details
-from kvoffd_proto.admin import BlockInfo
-from kvoffd_proto.messages import KeyState
 from kvoffd_proto.stats import OTHERS, DaemonStats, NamespaceStats, SharedStats
 
 
@@ -54,20 +52,6 @@ def test_top_over_http_has_the_time_limits_of_top(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(top, "read_stats", read)
     main(["top", "--url", "node", "--json", "--interval", "100ms"])
     assert limits == [top.ANSWER_S, top.LATER_ANSWER_S]
-
-
-@pytest.mark.parametrize(
-    ("limit", "advice"), [(100, "--limit 1000"), (200_000, "--limit 1000000"), (1_000_000, "--prefix")]
-)
-def test_a_limit_that_is_advised_is_accepted(
-    limit: int, advice: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = [BlockInfo(bytes(8), KeyState.READY, 4096, 0, 0, b"")]
-    client = SimpleNamespace(find_namespace=lambda name: b"", list_blocks=lambda *which: found * (limit + 1))
-    monkeypatch.setattr(blocks, "_open", lambda directory: nullcontext(client))
-    monkeypatch.setattr(blocks, "print_table", lambda *table: None)
-    assert main(["blocks", "ls", "--namespace", "n", "--limit", str(limit)]) == 0
-    assert capsys.readouterr().out.endswith(f"There are more blocks; {advice} shows more of them.\n")
 
 
 def test_clear_on_all_nodes_counts_what_the_reset_of_all_has_dropped(

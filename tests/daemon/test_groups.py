@@ -8,12 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-import pytest
 
-from kvoffd_client import BlockClient, BlockDamaged, SharedMemory
+from kvoffd_client import SharedMemory
 from tests.kit.checked import flip
 from tests.kit.daemon import DaemonProcess
-from tests.kit.wire import PAGE_BYTES, Page, Segment, Tensor, WireClient, key, keys
+from tests.kit.wire import PAGE_BYTES, Page, Segment, Tensor, WireClient, keys
 
 SPACE = b"two groups".ljust(32)
 BLOCKS = 8
@@ -67,12 +66,9 @@ def engine_on(daemon: DaemonProcess) -> Iterator[Engine]:
 
 def test_groups_and_parts_are_read_unless_they_changed_in_memory(pool_file: Path) -> None:
     """The reader of a part has not all that its checksum covers: the daemon compares it."""
-    with DaemonProcess("8MiB", pool_file=str(pool_file)) as daemon:
-        with engine_on(daemon) as engine, BlockClient(daemon.directory) as client:
-            stored = {one: engine.store(*one) for one in STORED}
-            for number, group, first in STORED:
-                block = client.get_block(SPACE, key(number), group)
-                assert (block.first_block, block.key) == (first, key(number))
-            flip(pool_file, zlib.crc32(stored[PART]), len(stored[PART]))
-            with pytest.raises(BlockDamaged):
-                client.get_block(SPACE, key(PART[0]), PART[1])
+    with DaemonProcess("8MiB", pool_file=str(pool_file), verify_share="1") as daemon, engine_on(daemon) as engine:
+        stored = {one: engine.store(*one) for one in STORED}
+        for one in STORED:
+            assert engine.load(*one) == stored[one]
+        flip(pool_file, zlib.crc32(stored[PART]), len(stored[PART]))
+        assert engine.load(*PART) == "CHECKSUM"
