@@ -275,7 +275,7 @@ class KvoffdConnector(OffloadingConnector):
         tokens, loads = None, False
         if not self._manager.awaits_adapter(request):
             most = (request.num_tokens - 1) // self._block_tokens * self._block_tokens
-            self._manager.prepare_scan(request, num_computed_tokens, has_all=num_computed_tokens >= most)
+            self._manager.prepare_scan(request, num_computed_tokens, engine_has_all=num_computed_tokens >= most)
             tokens, loads = self._find_load(request, num_computed_tokens)
         # Do not defer: MultiConnector would also defer the load of another connector, which has the whole prompt.
         return (0, False) if tokens is None and elsewhere else (tokens, loads)
