@@ -24,7 +24,6 @@ COMMANDS = (
     *READING,
     ("health", "--live"),
     ("health", "--ready"),
-    ("top",),
     ("doctor",),
     ("clear", "--all", "--yes"),
     ("scrub",),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvoffd_client.cli import actions, main, top
+from kvoffd_client.cli import actions, main
 from kvoffd_client.cli.stats import print_stats, tier_details
 from kvoffd_proto.stats import OTHERS, DaemonStats, NamespaceStats, SharedStats
 
@@ -38,20 +38,6 @@ def test_namespaces_that_are_not_shared_may_be_so_after_a_damaged_state() -> Non
         str(line) for line in tier_details(DaemonStats(shared=[SharedStats("redis://valkey", unshared_namespaces=2)]))
     ]
     assert any("2 namespaces are not shared, after a reset or a damaged state: " in line for line in lines)
-
-
-def test_top_over_http_has_the_time_limits_of_top(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits: list[float] = []
-
-    def read(url: str, timeout_s: float = 0.0) -> DaemonStats:
-        limits.append(timeout_s)
-        if len(limits) == 2:
-            raise KeyboardInterrupt
-        return DaemonStats()
-
-    monkeypatch.setattr(top, "read_stats", read)
-    main(["top", "--url", "node", "--json", "--interval", "100ms"])
-    assert limits == [top.ANSWER_S, top.LATER_ANSWER_S]
 
 
 def test_clear_on_all_nodes_counts_what_the_reset_of_all_has_dropped(

@@ -31,7 +31,6 @@ CLI, DAEMON = str(BIN / "kvoffd-cli"), str(BIN / "kvoffd")
 DEADLINE_S = 60.0
 
 CLIENTS = ("clients", "--all")
-WATCH = ("top", "--interval", "100ms")
 LABEL = "tiny"
 KEYS = keys(*range(1, 9))
 BLOCK_BYTES = 4 * 16384

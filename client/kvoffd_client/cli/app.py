@@ -23,7 +23,7 @@ COMPLETION = "_KVOFFD_CLI_COMPLETE"
 """Variable by which a shell requests completions."""
 
 COMMANDS = {
-    "top": ("top", "top", "top", "top --interval 5s", "top | tee stats.txt"),
+    "top": ("top", "top", "top", "top --interval 5s", "top --url http://node:9464"),
     "stats": ("stats", "stats", "stats", "stats --misses", "stats tiers --url http://node:9464"),
     "health": ("show", "health", "health", "health --ready", "health --json"),
     "doctor": (
