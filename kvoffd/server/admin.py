@@ -99,4 +99,4 @@ def scrub(service: Service, session: Session, message: a.Scrub) -> a.ScrubReply:
 @answers(a.FindBlock)
 def find_block(service: Service, session: Session, message: a.FindBlock) -> m.Done:
     namespace = service.cache.namespace(message.namespace)
-    return m.Done(message.request_id, service.cache.has_block(namespace, message.group, message.key))
+    return m.Done(message.request_id, int(service.cache.has_block(namespace, message.group, message.key)))
