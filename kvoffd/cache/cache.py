@@ -300,7 +300,7 @@ class Cache:
             self._end(list(leases))
         self._save()
         if tiers is not None:
-            dropped += tiers.forget_all(namespace)
+            dropped += tiers.reset(namespace)
         self._events.cleared(namespace)
         return dropped
 
@@ -761,7 +761,7 @@ class Cache:
                     packed_keys = self.blocks.keys(gone, size)
                     self.drop(gone, MissReason.PARTIAL)
                     if self.tiers is not None:  # a tier's copies are as narrow
-                        self.tiers.forget(namespace, group.index, packed_keys, MissReason.PARTIAL)
+                        self.tiers.remove(namespace, group.index, packed_keys, MissReason.PARTIAL)
                     verdicts, blocks = self.blocks.plan(*offered)
                 of_key = np.frombuffer(verdicts, np.uint8)
                 absent, joined, duplicates = (
@@ -1119,7 +1119,7 @@ class Cache:
             dropped += len(there)
             self.drop(there, MissReason.INVALIDATED)
             if self.tiers is not None:
-                self.tiers.forget(namespace, number, keys, MissReason.INVALIDATED)
+                self.tiers.remove(namespace, number, keys, MissReason.INVALIDATED)
         return dropped
 
     def drop(self, blocks: BlockIds | Sequence[int], reason: MissReason) -> None:
@@ -1278,7 +1278,7 @@ class Cache:
             if self.blocks.state[head[0]] != DROPPED:
                 self.drop(head, MissReason.CORRUPT)
             if self.tiers is not None and not group.dead:
-                self.tiers.forget(group.namespace, group.index, packed_keys, MissReason.CORRUPT)
+                self.tiers.remove(group.namespace, group.index, packed_keys, MissReason.CORRUPT)
             return False
         if self.blocks.shard[slot] & UNVERIFIED:
             self.blocks.shard[slot] &= ~np.uint8(UNVERIFIED)
