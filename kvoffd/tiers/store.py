@@ -145,7 +145,7 @@ class Received(NamedTuple):
     checksums: Sequence[int] = ()
 
 
-class Filling(NamedTuple):
+class StoreUsage(NamedTuple):
     """A store's answer about its memory.
 
     Attributes:
@@ -191,7 +191,7 @@ class Store(ABC):
     def ping(self, deadline: float) -> None:
         """Check that the store serves."""
 
-    def filling(self, deadline: float) -> Filling | None:
+    def usage(self, deadline: float) -> StoreUsage | None:
         """Return how full the store is; None if it does not report that."""
         return None
 

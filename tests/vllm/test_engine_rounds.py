@@ -76,9 +76,7 @@ FAMILIES = {
 }
 
 
-UNKNOWN = pytest.mark.xfail(
-    reason="loaded answers of a prompt that shares a prefix differ by 0.1 nats; why is not known"
-)
+UNKNOWN = pytest.mark.xfail(reason="a loaded answer behind a shared prefix is 0.1 nats off; why is not known")
 
 
 class Rounds:
