@@ -280,7 +280,7 @@ class KvoffdConnector(OffloadingConnector):
         tokens, loads = None, False
         if not self._manager.awaits_adapter(request):
             most = (request.num_tokens - 1) // self._block_tokens * self._block_tokens
-if num_computed_tokens:
+            if num_computed_tokens:
                 most -= self._dropped_tokens
             self._manager.prepare_scan(request, num_computed_tokens, engine_has_all=num_computed_tokens >= most)
             tokens, loads = self._find_load(request, num_computed_tokens)
