@@ -61,7 +61,7 @@ make_tiny_gpt_oss = partial(
 )
 FAMILIES = {
     "qwen3-next": Family(
-        partial(make_tiny_qwen3_next, experts_per_token=4),  # where it is two, rounding of bfloat16 changes which
+        partial(make_tiny_qwen3_next, experts_per_token=4),  # of two, rounding of bfloat16 may choose others
         blocks=24,
         tokens=600,
         block_tokens=160,
