@@ -109,7 +109,9 @@ class Rounds:
     def ask(self, prompts: Sequence[list[int]], kill: str = "", **arguments: Any) -> list[Completion]:
         """Ask them; the daemon is killed while it copies what ``kill`` says."""
         if len(prompts) > 1 and self.family.alone:
-            return self.ask(prompts[:1], kill, **arguments) + self.ask(prompts[1:], **arguments)
+            first = self.ask(prompts[:1], kill, **arguments)
+            self.settle()  # or the next would be computed behind what they share, and stored so
+            return first + self.ask(prompts[1:], **arguments)
         if "preempt" in arguments:
             self.settle()  # vLLM gives no block back that is being stored
         arguments = {"prompts": prompts, "max_tokens": MAX_TOKENS, "sampling": {"logprobs": 5}, **arguments}
