@@ -262,10 +262,11 @@ class HintedOrder:
 
     def make_newest(self, group: Group, blocks: BlockIds) -> None:
         """Move blocks to the end of the policy's order. Retained ones keep their hints."""
-        live = zip(blocks.tolist(), self._live_of(blocks), strict=True)
-        aside = np.array([hint is not None and block in hint.aside for block, hint in live], np.bool_)
-        retained = self._are_retained(blocks)
-        for order, members in ((self, blocks[~retained]), (self._policy, blocks[retained & ~aside])):
+        hints = list(zip(blocks.tolist(), self._live_of(blocks), strict=True))
+        others = [block for block, hint in hints if hint is None]
+        retained = [block for block, hint in hints if hint is not None and block not in hint.aside]
+        for order, numbers in ((self, others), (self._policy, retained)):
+            members = np.array(numbers, np.uint32)
             keys = self._blocks.keys(members, group.key_bytes)
             order.remove(group, members, keys)
             order.insert(group, members, keys)

@@ -32,8 +32,8 @@ LONG_DESCRIPTION = 256
 class MissReason(IntEnum):
     """Reason that a requested key was not found: ``MISS_REASONS`` of the statistics explains each.
 
-    LEASE_LIMIT, LATE, SKIPPED, ENGINE_FULL, NOT_LOADED and LOAD_FAILED belong to one request; the others are remembered
-    when a key leaves or fails to come.
+    LEASE_LIMIT, LATE, SKIPPED, ENGINE_FULL, NOT_LOADED, LOAD_FAILED and AFTER_GAP belong to one request; the others are
+    remembered when a key leaves or fails to come.
     """
 
     UNKNOWN = 0

@@ -42,8 +42,8 @@ AHEAD_BLOCKS = 16
 """Lower limit of the blocks under way."""
 MAX_BEGUN, BEGUN_PER_END = 64, 16
 """Limits of the blocks begun by one call of ``pump``, and by the end of a read if at most half of the bytes that may be
-under way are: evicting for a few blocks takes as long as for many. Their slots are allocated
-together, so that neighbours in the queue are neighbours in the pool."""
+under way are: evicting for a few blocks takes as long as for many. Their slots are allocated together, so that
+neighbours in the queue are neighbours in the pool."""
 NO_SPACE_S = 1.0
 """Time after the pool had no space for a session's block in which the session's repeated lookups do not wait."""
 READ_AGAIN_S = 60.0

@@ -39,15 +39,19 @@ def judge(stats: DaemonStats) -> Verdict:
         what = f"{format_count(traffic.loaded_tokens)} tokens" if traffic.loaded_tokens else ""
         what = what or format_size(traffic.loaded_bytes)
         sentence = f"Paying off: engines loaded {what} instead of computing them."
+        minute = stats.last_minute
+        if minute.lookups and not minute.loaded_keys:
+            sentence += f" Nothing of the last minute's {format_count(minute.lookups)} lookup{plural(minute.lookups)}."
     else:
         sentence = f"Not paying off: {_why_not(stats)}"
     return Verdict(pays, sentence + doubt(stats))
 
 
 def enough_lookups(stats: DaemonStats) -> bool:
-    """Return whether there were enough lookups to judge. A full pool that evicts is judged early."""
-    evicts = stats.since_start.evicted_blocks and stats.pool.of("ready") >= FULL_POOL * stats.pool.size_bytes
-    return stats.since_start.lookups >= (FEWEST_WHEN_FULL if evicts else FEWEST_LOOKUPS)
+    """Return whether there were enough lookups to judge. A full pool that evicts, or rejects, is judged early."""
+    traffic, is_full = stats.since_start, stats.pool.of("ready") >= FULL_POOL * stats.pool.size_bytes
+    lacks_space = is_full and (traffic.evicted_blocks or traffic.rejected_keys)
+    return traffic.lookups >= (FEWEST_WHEN_FULL if lacks_space else FEWEST_LOOKUPS)
 
 
 def doubt(stats: DaemonStats) -> str:

@@ -277,6 +277,8 @@ def test_the_verdict_on_what_it_brought() -> None:
     untold = report_of(space(asked_tokens=0, loaded_tokens=0, saved_seconds=0.0))
     assert untold.verdict[1].startswith("Paying off: engines loaded 10.0 GiB instead of computing them. Of the keys ")
     nothing = {"loaded_keys": 0, "loaded_tokens": 0, "saved_seconds": 0.0, "loaded_bytes": 0}
+    minute = facts({"last_minute": Window(lookups=3, asked_keys=9)})
+    assert " Nothing of the last minute's 3 lookups. " in report_of(minute).verdict[1]
 
     def why(given: Facts) -> str:
         report = report_of(given)

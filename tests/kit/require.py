@@ -15,7 +15,6 @@ NEEDS = (
     "chromium",
     "cuda-headers",
     "helm",
-    "nixl",
     "prometheus",
     "redis",
     "rclone",

@@ -54,7 +54,7 @@ class SharedRig:
         self,
         url: str,
         password: str = "",
-        ask_deadline_s: float = 2.0,
+        ask_deadline_s: float = 10.0,
         generations: Mapping[bytes, int] | None = None,
         user: str = "",
     ) -> None:

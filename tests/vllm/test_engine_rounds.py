@@ -19,13 +19,15 @@ from tests.kit.daemon import DaemonProcess
 from tests.kit.engine import Completion, EngineProcess, cached, completions, prompt, wait_connected
 from tests.kit.models import make_draft, make_tiny_llama
 from tests.kit.shapes import make_tiny_deepseek, make_tiny_gemma3, make_tiny_qwen3_next, make_transformers_model
-from tests.kit.verdict import compare
+from tests.kit.verdict import TIE_NATS, compare
 from tests.kit.waiting import wait_until
 from tests.kit.wire import books
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly, pytest.mark.timeout(3600)]
 ROUNDS = 10 * TIMES
 PROMPTS, MAX_TOKENS = 4, 8
+BATCH_NATS = 0.1
+"""Answers of a batch, some computed again after a pre-emption, differ by 0.03 in bfloat16, though nothing is loaded."""
 KILLS = {2: "store", 4: "load"}
 """What is copied when the daemon is killed, in some of five rounds."""
 
@@ -126,10 +128,12 @@ class Rounds:
         self.counts["loaded"] += sum(cached(loaded))
         for given in (*answers, loaded) if self.family.own_cache else (loaded,):
             for case in zip(prompts, computed, own, given, strict=True):
-                self.judge(number, *case)
+                self.judge(number, TIE_NATS if given is loaded else BATCH_NATS, *case)
 
-    def judge(self, number: int, tokens: list[int], computed: Completion, own: Completion, given: Completion) -> None:
-        is_same, found = compare(computed, own, given)
+    def judge(
+        self, number: int, nats: float, tokens: list[int], computed: Completion, own: Completion, given: Completion
+    ) -> None:
+        is_same, found = compare(computed, own, given, nats)
         self.counts["tokens"] += len(given.tokens)
         self.counts["ties"] += found.at is not None
         assert given.finish == "length"

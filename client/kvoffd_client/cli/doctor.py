@@ -112,8 +112,11 @@ def doctor(
             facts = gather_facts(admin, engines)
     test = None
     if self_test:
-        announce("self-test", TEST_BYTES, facts.stats.pool.of("free"), evicts=evict)
-        test = run_self_test(local_directory(directory), evict)
+        try:
+            announce("self-test", TEST_BYTES, facts.stats.pool.of("free"), evicts=evict)
+            test = run_self_test(local_directory(directory), evict)
+        except CliError as error:  # a full pool is no reason to say nothing else
+            test = SelfTest(str(error))
     report = report_of(facts, test, gpu_hour)
     if json:
         print_json(msgspec.to_builtins(report))

@@ -144,7 +144,7 @@ LEVELS = ("error", "warning", "info")
 class Finding(msgspec.Struct, frozen=True):
     """A finding for an operator. ``check`` is its kind, a word for scripts.
 
-    ``weight`` , 0 to 1, orders findings of one level: a share of lookups, tokens or bytes, or a constant.
+    ``weight``, 0 to 1, orders findings of one level: a share of lookups, tokens or bytes, or a constant.
     """
 
     level: str
@@ -486,6 +486,7 @@ def pool_size(facts: Facts) -> Iterator[Finding]:
         )
         total = stats.since_start
         below = sum(keys for source, keys in total.found_keys.items() if source != "pool")
+        evidence += " Blocks are evicted as with lru for now." * stats.learned.as_lru
         evidence += f" {gone}." * (evicted >= POINTS / 100)
         evidence += doubt(stats)
         if stats.disks or stats.shared:

@@ -279,7 +279,10 @@ def request_sentence(report: PromptReport) -> str:
     counts = {"loaded": format_count(report.loaded_tokens), "tokens": format_count(report.tokens)}
     sentence = f"{clock} {printable(report.request)} {what.format(**counts)}."
     if report.own_tokens:
-        sentence += f" The engine's own cache had {format_count(report.own_tokens)}."
+        sentence += f" The engine's own cache had {format_count(report.own_tokens)}"
+        computed = max(0, report.tokens - report.own_tokens - report.loaded_tokens)
+        ran = report.outcome in (Outcome.LOADED, Outcome.MISSED, Outcome.NOT_NEEDED)
+        sentence += f"; {format_count(computed)} were computed." if ran else "."
     if not report.keys:
         return sentence
     places = {"in the pool": report.found_pool, "on a disk": report.found_disk, "in a store": report.found_shared}

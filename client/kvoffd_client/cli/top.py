@@ -63,7 +63,7 @@ LATER_ANSWER_S = 10.0
 """Time limit after a missing answer; to a pipe, after the first."""
 LOOK_S = 0.25
 """Interval at which the terminal's size is checked."""
-SHOWN_SIZES = ("0.5", "2", "10")
+SHOWN_SIZES = ("0.5", "1", "2", "10")
 VIEWS = ("all", "clients", "tiers", "policy")
 HELP = (
     "1 all, 2 clients, 3 tiers, 4 policy, h or ? this page",
@@ -380,7 +380,7 @@ def _curve(stats: DaemonStats) -> list[Text]:
     ratios = [(size, curve.lru_hit_ratio[size]) for size in SHOWN_SIZES if size in curve.lru_hit_ratio]
     words = ", ".join(f"{size}x {100 * ratio:.0f} %" for size, ratio in ratios)
     own = percent(curve.found_tokens, curve.asked_tokens)
-    return [line(f"Found   {own} of tokens; with lru and a pool of {words}")]
+    return [line(f"Found   {own} of tokens; lru with {words}")]
 
 
 def _size(one: NamespaceStats) -> str:
