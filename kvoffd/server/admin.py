@@ -33,12 +33,14 @@ def clear(service: Service, session: Session, message: a.Clear) -> Pending:
     cache, count = service.cache, 0
     if message.namespace is not None:
         count = service.reset(cache.namespace(message.namespace))
+        service.tier_supervisor.cleared(message.namespace)
     else:
         service.state.raise_all()
         count = service.tiering.remove_all(None) if service.tiering is not None else 0
         with cache.saving_once():
             for namespace in cache.namespaces.values():
                 count += cache.reset(namespace, generation=service.state.generation(namespace.fingerprint))
+                service.tier_supervisor.cleared(namespace.fingerprint)
     forget_idle(service)
     logger.info("Session %d (%s) cleared %d blocks.", session.id, session.peer, count)
     return service.reply_once_saved(m.Done(message.request_id, count), CLEARED_NOT_SAVED)
@@ -47,9 +49,11 @@ def clear(service: Service, session: Session, message: a.Clear) -> Pending:
 @answers(a.ResetFleet)
 def reset_fleet(service: Service, session: Session, message: a.ResetFleet) -> Pending:
     """Invalidate a namespace's blocks on all nodes; the reply's count is the number of shared stores."""
-    stores = service.tier_supervisor.shared
+    stores = [one for one in service.tier_supervisor.shared if one.has_generations]
     if not stores:
         why = "No tier is shared with other nodes; start the daemon with --shared URL."
+        if service.tier_supervisor.peer_helper is not None:
+            why = "Peers have no common store; run kvoffd-cli clear on each node, without --all-nodes."
         raise KvoffdError(why, ErrorCode.NOT_READY)
     raises = [store.raise_generation(message.namespace) for store in stores]
 

@@ -203,8 +203,9 @@ def lookup(service: Service, session: Session, message: m.Lookup) -> m.LookupRep
     if is_new and held is not None and len(held.leases) >= limits.max_leases:
         raise KvoffdError(f"The session holds {limits.max_leases} leases, its limit; release some.", ErrorCode.TOO_MANY)
     again = message.again or session.operator
+    peer = service.tier_supervisor.peer_at(message.peer) if message.peer else ""
     states, pinned = service.cache.lookup(
-        namespace, session.id, message.lease_id, groups, again=again, reported=message.reported
+        namespace, session.id, message.lease_id, groups, again=again, reported=message.reported, peer=peer
     )
     ttl_ms = wait_ms = asking = 0
     if (lease := service.cache.leases.get(message.lease_id)) is not None:

@@ -93,7 +93,7 @@ class Service:
         self.sessions = Sessions(config, cache, self.jobs, host, max_attached)
         self.tiering: Tiering | None = None
         """None if no tier is configured."""
-        if config.disk or config.shared:
+        if config.disk or config.shared or config.peers:
             self.tiering = make_tiering(config, cache, events, clock, lambda: clock() < self.jobs.quiet_at, state)
         self.tier_supervisor = TierSupervisor(config, self.tiering, cache, pool, clock, host.post, state)
         self.scrubber = Scrubber(cache, clock)

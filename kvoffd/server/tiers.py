@@ -7,15 +7,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.hooks import CacheListener
-from kvoffd.config import Config, DiskSize
+from kvoffd.config import Config, DiskSize, parse_address
 from kvoffd.errors import KvoffdError
 from kvoffd.observe.meters import HOUR_S, CounterWindows
 from kvoffd.pool.pool import Pool
 from kvoffd.server.memory import Post
+from kvoffd.server.peers import PeerServer
 from kvoffd.server.persistence import State
 from kvoffd.system.numa import usable_cpus
 from kvoffd.system.threads import start
@@ -23,9 +25,10 @@ from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.tiering import Tiering
 from kvoffd.tiers.disk import DiskTier
 from kvoffd.tiers.disk_file import OpeningStopped
+from kvoffd.tiers.peers import HelperSettings, PeerHelper, PeerStore, check_installed, read_secret
 from kvoffd.tiers.shared import SharedTier
 from kvoffd.tiers.store import Credentials, Store, open_store
-from kvoffd.tiers.tier import TierListener
+from kvoffd.tiers.tier import PEER, TierListener
 from kvoffd_proto.stats import DiskFault, DiskState
 from kvoffd_proto.units import format_count, format_duration, format_size
 
@@ -86,7 +89,9 @@ class TierSupervisor:
         tiering: uses the open tiers; None if none is configured.
 
     Attributes:
-        shared: the configured stores that nodes share.
+        shared: the configured stores that nodes share, then the peers.
+        peer_server: what is lent to peers; None if nothing is.
+        peer_helper: the process that talks to them; None without peers.
     """
 
     def __init__(
@@ -104,9 +109,12 @@ class TierSupervisor:
         self._disks: list[Disk] = []
         self._stopping = False
         self.shared: list[SharedTier] = []
+        self.peer_helper: PeerHelper | None = None
+        self.peer_server: PeerServer | None = None
 
     def start(self, stores: OpenStores) -> None:
         """Start to open the configured tiers; ``stores`` are those of ``shared_stores``. Raises NoMoreThreads."""
+        self._start_peers()
         if (tiering := self._tiering) is None:
             return
         for size in self._config.disk:
@@ -123,10 +131,52 @@ class TierSupervisor:
                 generations=dict(self._state.resets.fleet.get(url, {})),
             )
             self._share(tier, tiering)
+        for number, peer in enumerate(self._config.peers):
+            assert self.peer_helper is not None
+            tier = SharedTier(
+                f"{PEER}{peer}",
+                partial(PeerStore, self.peer_helper, number),
+                pool=self._pool.buffer,
+                clock=self._clock,
+                post=self._post,
+                listener=tiering,
+                ask_deadline_s=self._config.shared_ask_deadline_s,
+            )
+            self._share(tier, tiering, WriteMode.NEVER)
 
-    def _share(self, tier: SharedTier, tiering: Tiering) -> None:
+    def _start_peers(self) -> None:
+        """Start the helper, where peers are read or served."""
+        config = self._config
+        if not (config.peers or config.peer_listen):
+            return
+        if config.peer_listen:
+            self.peer_server = PeerServer(self._cache, self._clock, self._state.is_unshared)
+        settings = HelperSettings(list(config.peers), config.peer_listen, read_secret(config.peer_secret_file))
+        self.peer_helper = PeerHelper(settings, self._pool.place, self._peer_asks, self._peers_left)
+
+    def peer_at(self, host: str) -> str:
+        """Return the name of the peer's tier; empty if it is not configured."""
+        return next((f"{PEER}{peer}" for peer in self._config.peers if parse_address(peer)[0] == host), "")
+
+    def _peer_asks(self, route: bytes, ident: int, kind: int, payload: bytes) -> None:
+        """Pass a peer's request to the service's thread. Called in the helper's thread."""
+        server, helper = self.peer_server, self.peer_helper
+        if server is None or helper is None:
+            return
+
+        def answer() -> None:
+            if (reply := server.answer(route, ident, kind, payload)) is not None:
+                helper.reply(route, ident, reply)
+
+        self._post(answer)
+
+    def _peers_left(self) -> None:
+        if (server := self.peer_server) is not None:
+            self._post(server.end_all)
+
+    def _share(self, tier: SharedTier, tiering: Tiering, mode: WriteMode | None = None) -> None:
         """Add a store that nodes share."""
-        mode, deadline_s = WriteMode(self._config.shared_write), self._config.shared_deadline_s
+        mode, deadline_s = mode or WriteMode(self._config.shared_write), self._config.shared_deadline_s
         tiering.add_store(tier, TieringSettings(mode, deadline_s=deadline_s, trickle_bytes=_trickle_bytes()))
         self.shared.append(tier)
 
@@ -139,11 +189,19 @@ class TierSupervisor:
             if self.shared:
                 logger.info("An engine reset a namespace; its blocks are no longer shared with other nodes.")
 
+    def cleared(self, fingerprint: bytes) -> None:
+        """Share a namespace with peers again that an administrator has cleared, where no store has to agree."""
+        only_peers = self.peer_helper is not None and not any(tier.has_generations for tier in self.shared)
+        if only_peers and self._state.is_unshared(fingerprint):
+            self._state.save_fleet_reset(fingerprint, {})
+
     def tick(self) -> None:
+        if self.peer_server is not None:
+            self.peer_server.tick()
         if (tiering := self._tiering) is None:
             return
         for tier in self.shared:
-            for fingerprint in self._cache.namespaces if tier.available() else ():
+            for fingerprint in self._cache.namespaces if tier.available() and tier.has_generations else ():
                 tier.poll(fingerprint)
         tiering.tick()
         for disk in self._disks:
@@ -188,6 +246,8 @@ class TierSupervisor:
                     "were recomputed. See dmesg and the drive's SMART data; if it is failing, restart the daemon "
                     "without the directory.",
                 )
+        if (helper := self.peer_helper) is not None and helper.problem:
+            yield "peer_helper", f"{helper.problem} No blocks are read from peers or lent to them."
         for tier in self.shared:
             if not tier.available() and tier.problem:
                 yield (
@@ -226,6 +286,9 @@ class TierSupervisor:
             if not tier.close(max(CLOSE_STEP_S, until - time.monotonic())):
                 logger.warning("%s does not answer; it stays open.", tier.name)
                 closed = False
+        if self.peer_helper is not None and not self.peer_helper.close(max(CLOSE_STEP_S, until - time.monotonic())):
+            logger.warning("The helper process for peers does not end.")
+            closed = False
         return closed
 
     def _begin_to_open(self, size: DiskSize, tiering: Tiering) -> None:
@@ -305,5 +368,10 @@ class TierSupervisor:
 
 def shared_stores(config: Config) -> OpenStores:
     """Return the configured stores, unconnected. Raises KvoffdError for an invalid configuration."""
+    if config.peers or config.peer_listen:
+        check_installed()
+        if not config.peer_secret_file:
+            raise KvoffdError("peers and peer_listen need a secret; name its file as peer_secret_file.")
+        read_secret(config.peer_secret_file)
     credentials = Credentials.read(config.shared_password_file, len(config.shared)) if config.shared else []
     return list(map(open_store, config.shared, credentials))

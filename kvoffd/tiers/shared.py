@@ -410,8 +410,8 @@ class SharedTier(Tier):
                 states[number], at[number] = ABSENT, until
         self._answers.note(tag, keys, states, at)
 
-    def _refuse(self, tag: int, keys: Sequence[bytes]) -> None:
-        until = self._clock() + REFUSED_S
+    def _refuse(self, tag: int, keys: Sequence[bytes], seconds: float = REFUSED_S) -> None:
+        until = self._clock() + seconds
         for key in keys:
             self._refused.pop((tag, key), None)
             self._refused[tag, key] = until
@@ -578,6 +578,10 @@ class SharedTier(Tier):
 
     # --- generations of namespaces ---------------------------------------------------------------
 
+    @property
+    def has_generations(self) -> bool:
+        return self._store.has_generations
+
     def generation(self, fingerprint: bytes) -> int:
         """Return the known generation at which a namespace's blocks were last voided for all nodes; 0 for never."""
         return self._generations.get(fingerprint, 0)
@@ -664,7 +668,7 @@ class SharedTier(Tier):
             counters.read_blocks += 1
             counters.read_bytes += group.nbytes
         else:
-            self._refuse(group.tag, [key])
+            self._refuse(group.tag, [key], REFUSED_S if result is Result.CORRUPT else self._store.failed_s)
         if result is Result.CORRUPT:
             counters.mismatches += 1
             self._remove_objects(group, [key])
@@ -923,8 +927,11 @@ class StoreConnection:
 
 def _verified(read: ObjectRead, received: Received) -> Block | None:
     """Return the block of an object; None if header or bytes are not those of a complete object of this block."""
-    block = decode_header(received.header, read.stored, read.key)
-    if block is None:
+    if received.shards is not None:
+        block: Block | None = Block(read.stored, read.key, *received.shards)
+    else:
+        block = decode_header(received.header, read.stored, read.key)
+    if block is None or not all(block.checksums):
         return None
     found = zip(read.views, received.checksums or repeat(0, len(read.views)), block.checksums, strict=True)
     right = all((taken or digest(view)) == checksum for view, taken, checksum in found)
