@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FLEET_WAIT_S = 1.5
-"""Time for a reset to reach all shared stores; the client waits for 2 s."""
+"""Time for a reset to reach all shared stores and peers; the client waits for 2 s."""
 CLEARED_NOT_SAVED = "After a kill or a reboot cleared blocks may come back from disks."
 LISTED_SLOTS, LISTED_SHARDS = 16384, 1024
 """Limits of a listing's page: slots that are scanned, give or take a few, and shards. It takes a few milliseconds."""
@@ -33,14 +33,12 @@ def clear(service: Service, session: Session, message: a.Clear) -> Pending:
     cache, count = service.cache, 0
     if message.namespace is not None:
         count = service.reset(cache.namespace(message.namespace))
-        service.tier_supervisor.cleared(message.namespace)
     else:
         service.state.raise_all()
         count = service.tiering.remove_all(None) if service.tiering is not None else 0
         with cache.saving_once():
             for namespace in cache.namespaces.values():
                 count += cache.reset(namespace, generation=service.state.generation(namespace.fingerprint))
-                service.tier_supervisor.cleared(namespace.fingerprint)
     forget_idle(service)
     logger.info("Session %d (%s) cleared %d blocks.", session.id, session.peer, count)
     return service.reply_once_saved(m.Done(message.request_id, count), CLEARED_NOT_SAVED)
@@ -48,20 +46,19 @@ def clear(service: Service, session: Session, message: a.Clear) -> Pending:
 
 @answers(a.ResetFleet)
 def reset_fleet(service: Service, session: Session, message: a.ResetFleet) -> Pending:
-    """Invalidate a namespace's blocks on all nodes; the reply's count is the number of shared stores."""
-    stores = [one for one in service.tier_supervisor.shared if one.has_generations]
-    if not stores:
-        why = "No tier is shared with other nodes; start the daemon with --shared URL."
-        if service.tier_supervisor.peer_helper is not None:
-            why = "Peers have no common store; run kvoffd-cli clear on each node, without --all-nodes."
+    """Invalidate a namespace's blocks on all nodes; the reply's count is the number of shared stores and peers."""
+    if not service.tier_supervisor.shares:
+        why = "No tier is shared with other nodes; start the daemon with --shared URL, or with peers."
         raise KvoffdError(why, ErrorCode.NOT_READY)
-    raises = [store.raise_generation(message.namespace) for store in stores]
+    raises = service.tier_supervisor.raise_generation(message.namespace)
+    service.follow_fleet()
 
     def poll(late: bool) -> m.Done | None:
         if not late and not all(one.ended for one in raises):
             return None
         if problems := [one.problem or "It has not answered yet." for one in raises if one.problem or not one.ended]:
-            raise KvoffdError(f"The reset did not reach every shared store: {' '.join(problems)}", ErrorCode.NOT_READY)
+            why = f"The reset did not reach every shared store and peer: {' '.join(problems)}"
+            raise KvoffdError(why, ErrorCode.NOT_READY)
         logger.info("Session %d (%s) reset a namespace for all nodes.", session.id, session.peer)
         return m.Done(message.request_id, len(raises))
 

@@ -15,6 +15,7 @@ from kvoffd.cache.namespace import Group
 from kvoffd.tiers.peers import (
     BUSY,
     FIND,
+    GENERATION_BYTES,
     LENT,
     MOST_BLOCKS,
     MOST_KEYS,
@@ -26,7 +27,11 @@ from kvoffd.tiers.peers import (
     Pin,
     Pinned,
 )
+from kvoffd.tiers.shared import FleetGenerations, is_sound
+from kvoffd_proto.messages import FINGERPRINT_BYTES
 
+MOST_VOIDED = 64
+"""Resets of all nodes that are not carried out yet, beyond which peers' further ones are not followed."""
 LEASE_S = 10.0
 """Time after which what a peer has not returned is not lent any more. It must have read and checked it before."""
 MOST_LEASES, MOST_LEASES_EACH = 256, 16
@@ -49,13 +54,20 @@ class PeerServer:
 
     Args:
         is_unshared: see ``Tiering``: of such a namespace nothing is lent.
+        fleet: of a namespace that a peer has with another generation nothing is lent. A higher one is followed.
 
     Attributes:
         refused: requests without an answer in full, because of a limit.
     """
 
-    def __init__(self, cache: Cache, clock: Callable[[], float], is_unshared: Callable[[bytes], bool]) -> None:
-        self._cache, self._clock, self._is_unshared = cache, clock, is_unshared
+    def __init__(
+        self,
+        cache: Cache,
+        clock: Callable[[], float],
+        is_unshared: Callable[[bytes], bool],
+        fleet: FleetGenerations,
+    ) -> None:
+        self._cache, self._clock, self._is_unshared, self._fleet = cache, clock, is_unshared, fleet
         self._most_bytes = cache.slots.pool_bytes // LENT_SHARE
         self._lent: dict[tuple[bytes, int], Lent] = {}
         self._window_at = self._spent_s = 0.0
@@ -66,7 +78,7 @@ class PeerServer:
         return len(self._lent)
 
     def answer(self, route: bytes, ident: int, kind: int, payload: bytes) -> bytes | None:
-        """Answer one request; None for one without an answer, or that is not valid."""
+        """Answer one request, with nothing if it is not valid; None for one without an answer."""
         began = self._clock()
         if kind == RELEASE:
             self._end([(route, ident)] if (route, ident) in self._lent else [])
@@ -82,7 +94,7 @@ class PeerServer:
             self.refused += 1
         finally:
             self._spent_s += self._clock() - began
-        return None
+        return b""
 
     def _group(self, wanted: Find) -> Group | None:
         """Return the group of a request; None if nothing of it may be lent. Raises ValueError for a bad request."""
@@ -90,6 +102,12 @@ class PeerServer:
             raise ValueError
         if len(wanted.keys) // wanted.key_bytes > MOST_KEYS:
             raise ValueError
+        if len(wanted.fingerprint) != FINGERPRINT_BYTES:
+            raise ValueError
+        if is_sound(wanted.generation) and len(self._fleet.voided) < MOST_VOIDED:
+            self._fleet.raise_to(wanted.fingerprint, wanted.generation)
+        if not self._fleet.is_valid(wanted.fingerprint, wanted.generation):
+            return None
         namespace = self._cache.namespaces.get(wanted.fingerprint)
         if namespace is None or namespace.key_bytes != wanted.key_bytes or namespace.of_bench:
             return None
@@ -101,16 +119,17 @@ class PeerServer:
     def _find(self, wanted: Find) -> bytes:
         count = len(wanted.keys) // max(1, wanted.key_bytes)
         group = self._group(wanted)
+        generation = self._fleet.of(wanted.fingerprint).to_bytes(GENERATION_BYTES, "little")
         if group is None or not count:
-            return bytes(count)
+            return generation + bytes(count)
         if self._spent_s > LOOP_SHARE * WINDOW_S:
             self.refused += 1
-            return bytes(count)
+            return generation + bytes(count)
         states, _ = self._cache.blocks.find(group.number, wanted.keys, wanted.key_bytes)
         there = bytes(state == READY for state in states)
         self.asked_keys += count
         self.found_keys += sum(there)
-        return there
+        return generation + there
 
     def _pin(self, route: bytes, ident: int, request: Pin) -> bytes:
         wanted, ranks = request.wanted, len(request.lengths)

@@ -214,8 +214,7 @@ class Service:
             self._lru_fallback.judge()
         forget_idle(self, FORGET_AFTER_S)
         self.tier_supervisor.tick()
-        for fingerprint in self.tier_supervisor.take_voided():
-            self._void(fingerprint)
+        self.follow_fleet()
 
     def in_last_hour(self) -> tuple[int, dict[str, int]]:
         """Return the last hour's requests, and its errors by code."""
@@ -293,10 +292,14 @@ class Service:
 
         return Pending(poll, self.clock() + STATE_WAIT_S)
 
+    def follow_fleet(self) -> None:
+        """Forget the blocks of namespaces that were reset for all nodes."""
+        for fingerprint in self.tier_supervisor.take_voided():
+            self._void(fingerprint)
+
     # --- internal ----------------------------------------------------------------------------------
 
     def _void(self, fingerprint: bytes) -> None:
-        """Forget a namespace's blocks, because it was reset for all nodes."""
         if (namespace := self.cache.namespaces.get(fingerprint)) is not None:
             self.reset(namespace)
         else:

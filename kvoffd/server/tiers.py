@@ -26,7 +26,7 @@ from kvoffd.tiering.tiering import Tiering
 from kvoffd.tiers.disk import DiskTier
 from kvoffd.tiers.disk_file import OpeningStopped
 from kvoffd.tiers.peers import HelperSettings, PeerHelper, PeerStore, check_installed, read_secret
-from kvoffd.tiers.shared import SharedTier
+from kvoffd.tiers.shared import FleetGenerations, Raise, SharedTier
 from kvoffd.tiers.store import Credentials, Store, open_store
 from kvoffd.tiers.tier import PEER, TierListener
 from kvoffd_proto.stats import DiskFault, DiskState
@@ -90,6 +90,7 @@ class TierSupervisor:
 
     Attributes:
         shared: the configured stores that nodes share, then the peers.
+        fleet: generations that they share.
         peer_server: what is lent to peers; None if nothing is.
         peer_helper: the process that talks to them; None without peers.
     """
@@ -109,6 +110,7 @@ class TierSupervisor:
         self._disks: list[Disk] = []
         self._stopping = False
         self.shared: list[SharedTier] = []
+        self.fleet = FleetGenerations(state.fleet)
         self.peer_helper: PeerHelper | None = None
         self.peer_server: PeerServer | None = None
 
@@ -128,7 +130,7 @@ class TierSupervisor:
                 post=self._post,
                 listener=tiering,
                 ask_deadline_s=self._config.shared_ask_deadline_s,
-                generations=dict(self._state.resets.fleet.get(url, {})),
+                fleet=self.fleet,
             )
             self._share(tier, tiering)
         for number, peer in enumerate(self._config.peers):
@@ -141,6 +143,7 @@ class TierSupervisor:
                 post=self._post,
                 listener=tiering,
                 ask_deadline_s=self._config.shared_ask_deadline_s,
+                fleet=self.fleet,
             )
             self._share(tier, tiering, WriteMode.NEVER)
 
@@ -150,13 +153,14 @@ class TierSupervisor:
         if not (config.peers or config.peer_listen):
             return
         if config.peer_listen:
-            self.peer_server = PeerServer(self._cache, self._clock, self._state.is_unshared)
+            self.peer_server = PeerServer(self._cache, self._clock, self._state.is_unshared, self.fleet)
         settings = HelperSettings(list(config.peers), config.peer_listen, read_secret(config.peer_secret_file))
         self.peer_helper = PeerHelper(settings, self._pool.place, self._peer_asks, self._peers_left)
 
     def peer_at(self, host: str) -> str:
         """Return the name of the peer's tier; empty if it is not configured."""
-        return next((f"{PEER}{peer}" for peer in self._config.peers if parse_address(peer)[0] == host), "")
+        host = host.strip("[]").lower()
+        return next((f"{PEER}{peer}" for peer in self._config.peers if parse_address(peer)[0].lower() == host), "")
 
     def _peer_asks(self, route: bytes, ident: int, kind: int, payload: bytes) -> None:
         """Pass a peer's request to the service's thread. Called in the helper's thread."""
@@ -183,17 +187,23 @@ class TierSupervisor:
     def namespace_reset(self, fingerprint: bytes, *, everywhere: bool = False) -> None:
         """Record the reset of a namespace, on this node or ``everywhere``."""
         if everywhere:
-            self._state.save_fleet_reset(fingerprint, {tier.name: tier.generation(fingerprint) for tier in self.shared})
+            self._state.save_fleet_reset(fingerprint, self.fleet.of(fingerprint))
         else:
             self._state.unshare(fingerprint)
-            if self.shared:
+            if self.shares:
                 logger.info("An engine reset a namespace; its blocks are no longer shared with other nodes.")
 
-    def cleared(self, fingerprint: bytes) -> None:
-        """Share a namespace with peers again that an administrator has cleared, where no store has to agree."""
-        only_peers = self.peer_helper is not None and not any(tier.has_generations for tier in self.shared)
-        if only_peers and self._state.is_unshared(fingerprint):
-            self._state.save_fleet_reset(fingerprint, {})
+    @property
+    def shares(self) -> bool:
+        """Whether blocks are exchanged with other nodes."""
+        return bool(self.shared) or self.peer_helper is not None
+
+    def raise_generation(self, fingerprint: bytes) -> list[Raise]:
+        """Begin to void a namespace's blocks for all nodes."""
+        generation = self.fleet.next(fingerprint)
+        if self.peer_helper is not None:  # also where peers cannot be reached: those lend nothing until they follow
+            self.fleet.raise_to(fingerprint, generation)
+        return [tier.raise_generation(fingerprint, generation) for tier in self.shared]
 
     def tick(self) -> None:
         if self.peer_server is not None:
@@ -201,7 +211,7 @@ class TierSupervisor:
         if (tiering := self._tiering) is None:
             return
         for tier in self.shared:
-            for fingerprint in self._cache.namespaces if tier.available() and tier.has_generations else ():
+            for fingerprint in self._cache.namespaces if tier.available() else ():
                 tier.poll(fingerprint)
         tiering.tick()
         for disk in self._disks:
@@ -215,7 +225,7 @@ class TierSupervisor:
 
         They are not shared until they are reset here: otherwise stale blocks of the pool would be written to stores.
         """
-        found = {fingerprint for tier in self.shared for fingerprint in tier.take_voided()}
+        found = self.fleet.take_voided()
         for fingerprint in found:
             self._state.unshare(fingerprint)
         return found

@@ -6,10 +6,12 @@ nobody without it gets an answer. UCX neither encrypts nor authenticates what NI
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import mmap
 import os
 import select
+import signal
 import socket
 import sys
 import time
@@ -27,6 +29,8 @@ from zmq.utils import z85
 from kvoffd.system.mappings import map_shared
 from kvoffd.tiers.peers import (
     ANSWER,
+    BEAT,
+    BEAT_S,
     DONE,
     FAILED,
     FIND,
@@ -67,6 +71,7 @@ LEASE_S = 10.0
 """Time for which what was lent keeps the pauses short, unless it is returned."""
 HEARTBEAT_MS, LOST_MS = 1000, 4000
 DOMAIN = "kvoffd"
+PR_SET_PDEATHSIG = 1
 RECONNECT_MS, MOST_RECONNECT_MS = 100, 1000
 
 
@@ -100,7 +105,7 @@ class Helper:
         self._transfers: dict[int, Transfer] = {}
         self._agents: dict[int, tuple[bytes, str, int]] = {}
         """Metadata of each peer's agent, the agent's name, and where the peer's pool begins."""
-        self._busy_until = 0.0
+        self._busy_until = self._beat_at = 0.0
         self._start_nixl()
         self._peers = [self._connect(peer) for peer in settings.peers]
         if settings.listen:
@@ -180,6 +185,9 @@ class Helper:
         while True:
             now = time.monotonic()
             self._forget(now)
+            if now >= self._beat_at:
+                self._beat_at = now + BEAT_S
+                self._to_daemon(BEAT, 0, 0)
             busy = bool(self._transfers or self._lent) or now < self._busy_until
             ready = dict(self._poller.poll(0 if busy else IDLE_MS))
             if fd in ready:
@@ -375,6 +383,7 @@ class Helper:
 
 
 def main() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # also while it hangs; before that the channel is closed
     channel = socket.socket(fileno=int(sys.argv[1]))
     settings = msgspec.msgpack.decode(channel.recv(MOST_MESSAGE_BYTES), type=HelperSettings)
     with suppress(OSError):

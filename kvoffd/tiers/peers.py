@@ -13,6 +13,7 @@ import logging
 import os
 import secrets
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -35,6 +36,7 @@ from kvoffd.system.native import COUNT, NUMBER, VOID_P, declare, native
 from kvoffd.system.threads import DaemonThreads
 from kvoffd.tiers.store import GetRequest, Received, Store, StoreError
 from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.messages import FINGERPRINT_BYTES
 
 declare(keep_gil=False, host_copy=(COUNT, *(VOID_P, VOID_P, VOID_P, NUMBER) * 2, VOID_P))
 
@@ -54,21 +56,28 @@ MOST_MESSAGE_BYTES = 192 * 1024
 """Limit of a message between helper and daemon, and between two helpers: what a Unix socket takes at once."""
 MOST_KEYS = 2048
 """Keys of one message, of up to 64 bytes."""
+GENERATION_BYTES = 8
 MOST_BLOCKS, MOST_SHARDS = 1024, 4096
 """Blocks, and shards of them, that are lent at once."""
 START_S = 10.0
 """Longest wait for a helper that starts, in a thread that asks."""
 SEND_S, SEND_PAUSE_S = 0.5, 0.001
 """Time for the helper to accept a message, after which it counts as hanging, and the pause between attempts."""
+BEAT_S, HANGS_S = 1.0, 10.0
+"""Interval of the helper's signs of life, and time without one after which it is killed."""
 FIRST_PAUSE_S, MOST_PAUSE_S, STEADY_S = 0.25, 1.0, 10.0
 """Pauses before the helper is started again, longer each time that it ended within the last."""
+CANNOT_WORK_PAUSE_S = 30.0
+"""Longest pause if it said that it cannot work."""
 MODULES = "nixl_cu12", "nixl_cu13"
 _FRAME_BYTES = 10
 """Bytes before a message's payload: kind, peer or length of a route, and id."""
 
+_HANGS = struct.pack("@ll", int(HANGS_S), 0)
+
 # Kinds of frames, to the helper and from it.
 FIND, PIN, RELEASE, READ, FREE, REPLY = range(6)
-ANSWER, DONE, FAILED, REQUEST, STARTED = range(16, 21)
+ANSWER, DONE, FAILED, REQUEST, STARTED, BEAT = range(16, 22)
 
 
 class HelperSettings(msgspec.Struct, array_like=True, frozen=True):
@@ -84,9 +93,15 @@ class HelperSettings(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Find(msgspec.Struct, array_like=True, frozen=True):
-    """Asks which blocks a peer has. The reply is a byte for each key, 0 or 1."""
+    """Asks which blocks a peer has. The reply is its generation, of ``GENERATION_BYTES``, little-endian, and a byte for
+    each key, 0 or 1.
+
+    Attributes:
+        generation: the asker's of the namespace: see ``FleetGenerations``. A peer with another one has nothing.
+    """
 
     fingerprint: bytes
+    generation: int
     group: int
     key_bytes: int
     keys: bytes
@@ -186,7 +201,7 @@ class PeerHelper:
         self._ids = count(secrets.randbits(62))
         self._channel: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._closed, self._decided = threading.Event(), threading.Event()
+        self._closed, self._decided, self._cannot_work = threading.Event(), threading.Event(), False
         self.life, self.starts, self.up, self.problem = 0, 0, False, ""
         self._thread = DaemonThreads([("kvoffd-peers", self._run)], self._closed.set)
 
@@ -244,11 +259,11 @@ class PeerHelper:
         return call.reply
 
     def end(self, call: _Call) -> None:
-        """Forget a call; the memory of a read may be used again once nothing comes any more."""
+        """Forget a call; the memory of a read may be used again once nothing comes any more, or the helper ends."""
         with self._lock:
             self._calls.pop(call.ident, None)
-        if call.kind == READ:
-            self.send(frame(FREE, call.peer, call.ident), SEND_S)
+        if call.kind == READ and not self.send(frame(FREE, call.peer, call.ident), SEND_S) and self.life == call.life:
+            self._end()
 
     def call(self, kind: int, peer: int, payload: bytes, deadline: float) -> tuple[int, bytes]:
         """Send a request; return its id and the answer. Raises StoreError."""
@@ -270,10 +285,15 @@ class PeerHelper:
             call.problem = why
             call.ended.set()
 
-    def close(self, deadline_s: float) -> bool:
-        """End the helper; return False if it does not end in time."""
+    def interrupt(self) -> None:
+        """Have all calls, and those that wait for a helper that starts, raise StoreError: the daemon stops."""
         self._closed.set()
         self._decided.set()
+        self.fail_calls("The daemon stops.")
+
+    def close(self, deadline_s: float) -> bool:
+        """End the helper; return False if it does not end in time."""
+        self.interrupt()
         self._end()
         ended = self._thread.join(time.monotonic() + deadline_s)
         if ended and self._landing is not None:
@@ -291,14 +311,17 @@ class PeerHelper:
         pause_s = FIRST_PAUSE_S
         while not self._closed.is_set():
             began = time.monotonic()
+            self._cannot_work = False
             try:
                 self._live()
             except Exception as error:
+                self._cannot_work = True
                 self.problem = f"The helper process for peers cannot be started: {error}."
             if self._closed.is_set():
                 return
             lived = time.monotonic() - began >= STEADY_S
-            pause_s = FIRST_PAUSE_S if lived else min(MOST_PAUSE_S, 2 * pause_s)
+            most_s = CANNOT_WORK_PAUSE_S if self._cannot_work else MOST_PAUSE_S
+            pause_s = FIRST_PAUSE_S if lived else min(most_s, 2 * pause_s)
             logger.warning("%s It is started again in %.1f s.", self.problem, pause_s)
             self._closed.wait(pause_s)
 
@@ -335,6 +358,10 @@ class PeerHelper:
             try:
                 while data := ours.recv(MOST_MESSAGE_BYTES):
                     self._received(data)
+                    if data[0] == STARTED:  # a start may take long: RDMA pins the pool
+                        ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _HANGS)
+            except BlockingIOError:
+                self.problem = f"The helper process for peers hung for {HANGS_S:.0f} s."
             finally:
                 self.up = False
                 with self._lock:
@@ -353,7 +380,7 @@ class PeerHelper:
         if kind == REQUEST:
             self._on_request(payload[:number], ident, payload[number], payload[number + 1 :])
         elif kind == STARTED:
-            self.up, self.problem = not payload, payload.decode()
+            self.up, self._cannot_work, self.problem = not payload, bool(payload), payload.decode()
             self._decided.set()
             if self.up:
                 logger.info("The helper process for peers has started.")
@@ -372,13 +399,12 @@ class PeerStore(Store):
         number: index of the peer in the helper's settings.
     """
 
-    poll_s = 3600.0  # see has_generations
+    poll_s = 5.0
     most_window_keys = MOST_KEYS
     keys_at_once = MOST_KEYS
     blocks_at_once = MOST_BLOCKS
     bytes_at_once = 4 * SLICE_BYTES
     failed_s = 2.0  # a peer that was killed is back sooner than a store
-    has_generations = False
 
     def __init__(self, helper: PeerHelper, number: int) -> None:
         self._helper, self._number = helper, number
@@ -391,7 +417,7 @@ class PeerStore(Store):
         self._helper.check()
 
     def ping(self, deadline: float) -> None:
-        self._call(FIND, Find(b"", 0, 1, b""), deadline)
+        self._call(FIND, Find(bytes(FINGERPRINT_BYTES), 0, 0, 1, b""), deadline)
 
     def _call(self, kind: int, message: msgspec.Struct, deadline: float) -> tuple[int, bytes]:
         return self._helper.call(kind, self._number, msgspec.msgpack.encode(message), deadline)
@@ -399,12 +425,10 @@ class PeerStore(Store):
     def ask(
         self, generation_key: bytes, keys: Sequence[bytes], deadline: float, *, prefix: bool
     ) -> tuple[int, list[bool]]:
-        if not keys:
-            return 0, []
-        _, there = self._call(FIND, _find_of(keys), deadline)
-        if len(there) != len(keys):
-            raise StoreError("protocol", f"{len(keys)} keys were requested, but {len(there)} answered.")
-        return 0, [one == 1 for one in there]
+        _, reply = self._call(FIND, _find_of(keys) if keys else _raise_of(generation_key, 0), deadline)
+        if len(reply) != GENERATION_BYTES + len(keys):
+            raise StoreError("protocol", f"The answer about {len(keys)} keys has {len(reply)} bytes.")
+        return int.from_bytes(reply[:GENERATION_BYTES], "little"), [one == 1 for one in reply[GENERATION_BYTES:]]
 
     def touch(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
         return [False] * len(keys)
@@ -505,13 +529,16 @@ class PeerStore(Store):
         """A peer's blocks are its own."""
 
     def raise_generation(self, generation_key: bytes, seen: int, generation: int, deadline: float) -> int:
-        raise StoreError("read_only", "A peer's blocks are cleared on that node.")
+        _, reply = self._call(FIND, _raise_of(generation_key, generation), deadline)
+        if (raised := int.from_bytes(reply, "little")) < generation:
+            raise StoreError("busy", "The peer does not follow a reset now; it lends nothing of the namespace.")
+        return raised
 
     def close(self) -> None: ...
 
     def interrupt(self) -> None:
         self._closed = True
-        self._helper.fail_calls("The daemon stops.")
+        self._helper.interrupt()
 
 
 class _Lent:
@@ -582,6 +609,11 @@ def _parts(pieces: Sequence[_Piece]) -> Iterator[_Part]:
 
 def _find_of(names: Sequence[bytes]) -> Find:
     """Return the message for objects' names, which are of one group: see ``object_prefix``."""
-    _, _, fingerprint, _, group, key = names[0].split(b"/")
-    keys = b"".join([name[-len(key) :] for name in names])
-    return Find(bytes.fromhex(fingerprint.decode()), int(group), len(key) // 2, bytes.fromhex(keys.decode()))
+    _, _, fingerprint, generation, group, key = names[0].split(b"/")
+    keys = bytes.fromhex(b"".join([name[-len(key) :] for name in names]).decode())
+    return Find(bytes.fromhex(fingerprint.decode()), int(generation), int(group), len(key) // 2, keys)
+
+
+def _raise_of(own_key: bytes, generation: int) -> Find:
+    """Return the message about no blocks, by which a peer follows a higher generation: see ``generation_key``."""
+    return Find(bytes.fromhex(own_key.split(b"/")[2].decode()), generation, 0, 1, b"")

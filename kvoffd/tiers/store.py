@@ -174,7 +174,6 @@ class Store(ABC):
         failed_s: time for which a block whose read failed counts as absent.
         believed_s: time for which an existing block is not offered again. The store may lose it; an offer is a use.
         writers: threads that write. With several, one looks for existing objects while another one's are being sent.
-        has_generations: whether the store keeps generations of namespaces, so that one can be reset on all nodes.
         servers: those of the store, the same object for all connections; None if they are unknown.
     """
 
@@ -186,7 +185,6 @@ class Store(ABC):
     failed_s: float = 30.0
     believed_s: float = 60.0
     writers: int = 1
-    has_generations: bool = True
     servers: Servers | None = None
 
     @abstractmethod

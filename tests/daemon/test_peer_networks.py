@@ -16,7 +16,6 @@ from statistics import quantiles
 
 import pytest
 
-from kvoffd_client import AdminClient
 from tests.kit.amount import TIMES
 from tests.kit.network import Network
 from tests.kit.peer_node import BLOCKS, DEADLINE_S, Node
@@ -166,8 +165,7 @@ def slow_link(fleet: Fleet, rng: random.Random, writer: int, reader: int) -> Non
 def reset_while_it_is_read(fleet: Fleet, rng: random.Random, writer: int, reader: int) -> bool:
     node = fleet.nodes[writer]
     assert node.engine.scheduler.reset()
-    with AdminClient(node.daemon.directory) as admin:
-        admin.clear(node.spec.fingerprint)
+    node.clear_all_nodes()
     return True
 
 

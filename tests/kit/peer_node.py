@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvoffd_client import GroupSpec, NamespaceSpec
+from kvoffd_client import AdminClient, GroupSpec, NamespaceSpec
 from kvoffd_client.testing import FakeEngine
 
 from .daemon import DaemonProcess
@@ -20,14 +21,21 @@ class Node:
     """A daemon that lends at ``address``, if not empty, and reads from ``peers``, with an engine."""
 
     def __init__(
-        self, secret: Path, address: str, *peers: str, page_bytes: int = PAGE_BYTES, before: Sequence[str] = ()
+        self,
+        secret: Path,
+        address: str,
+        *peers: str,
+        page_bytes: int = PAGE_BYTES,
+        before: Sequence[str] = (),
+        directory: Path | None = None,
+        **flags: Any,
     ) -> None:
-        flags: dict[str, Any] = {"peer_secret_file": str(secret)}
+        flags["peer_secret_file"] = str(secret)
         if address:
             flags["peer_listen"] = address
         if peers:
             flags["peers"] = ",".join(peers)
-        self.daemon = DaemonProcess("128MiB", before=before, **flags)
+        self.daemon = DaemonProcess("128MiB", directory, before=before, **flags)
         self._page_bytes, self.address = page_bytes, address
         self.spec = NamespaceSpec.named("peers", groups=[GroupSpec("full_attention", 16)], page_bytes=page_bytes)
 
@@ -82,6 +90,25 @@ class Node:
         self.engine.fill(range(BLOCKS), seed)
         assert self.engine.store(keys(*range(first, first + BLOCKS)), range(BLOCKS)).ok
         return self.engine.checksums(range(BLOCKS))
+
+    def clear(self) -> None:
+        with AdminClient(self.daemon.directory) as admin:
+            admin.clear(self.spec.fingerprint)
+
+    def clear_all_nodes(self) -> int:
+        """As ``kvoffd-cli clear NAME --all-nodes``; return the number of stores and peers that it reached."""
+        with AdminClient(self.daemon.directory) as admin:
+            reached = admin.reset_fleet(self.spec.fingerprint)
+            admin.clear(self.spec.fingerprint)
+        return reached
+
+    def most_found(self, first: int, seconds: float) -> int:
+        """Return how many blocks lookups find at most in this time."""
+        until, wanted, most = time.monotonic() + seconds, keys(*range(first, first + BLOCKS)), 0
+        while time.monotonic() < until:
+            most = max(most, self.engine.lookup(wanted))
+            time.sleep(0.02)
+        return most
 
     def load(self, first: int) -> list[int]:
         """Look up until all is there, load, and return the checksums."""

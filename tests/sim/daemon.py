@@ -165,7 +165,7 @@ class SimDaemon:
         if objects is not None:
             rng = self.world.scenario.rng(f"shared {life}")
             drained = drained or rng.random() < (0.2 if promotes else 0.7)  # or the disk has most of what is asked for
-            tiers.share_one(SimShared(objects, self, rng, tiers.tiering))
+            tiers.share_one(SimShared(objects, self, rng, tiers))
         if drained:
             disk.takes_writes = False
         return tiers

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
+import random
 import signal
+import socket
+import struct
+import subprocess
+import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
@@ -16,14 +23,17 @@ import pytest
 
 from kvoffd.pool.checksums import digest
 from kvoffd.pool.memory import PoolMemory
+from kvoffd.tiers import peer_helper, peers
 from kvoffd.tiers.header import make_block_group
 from kvoffd.tiers.peers import (
     FIND,
     FREE,
+    GENERATION_BYTES,
     MOST_MESSAGE_BYTES,
     READ,
     RELEASE,
     SLICES,
+    START_S,
     HelperSettings,
     PeerHelper,
     PeerStore,
@@ -32,11 +42,13 @@ from kvoffd.tiers.peers import (
     frame,
 )
 from kvoffd.tiers.store import GetRequest, Received, StoreError, object_key
+from tests.kit.amount import TIMES
 from tests.kit.ports import free_port
 from tests.kit.require import require
 from tests.kit.waiting import wait_until
 
 SIZE, BLOCKS = 64 * 4700, 24
+KILLS, SEED = 10 * TIMES, int(os.environ.get("TESTS_SEED", "1"))
 SECRET = b"a secret of tests"
 PATIENCE_S = 20.0
 
@@ -73,7 +85,7 @@ class Lender:
             return
         reply = self.raw
         if kind == FIND:
-            reply = bytes([1]) * (len(msgspec.msgpack.decode(payload)[3]) // 8)
+            reply = bytes(GENERATION_BYTES) + bytes([1]) * (len(msgspec.msgpack.decode(payload)[4]) // 8)
         elif reply is None:
             self.lent.add(ident)
             numbers = np.frombuffer(msgspec.msgpack.decode(payload, type=Pin).wanted.keys, ">u8").tolist()
@@ -119,6 +131,8 @@ class Reader:
         return [one for one in found if one is not None]
 
     def right(self, lender: Lender, *numbers: int, peer: int = 0) -> None:
+        for number in numbers:
+            self.pool[number * SIZE : (number + 1) * SIZE] = bytes(SIZE)
         for number, one in zip(numbers, self.get(*numbers, peer=peer), strict=True):
             assert self.pool[number * SIZE : (number + 1) * SIZE] == lender.block(number)
             assert one.shards is not None
@@ -305,6 +319,66 @@ def test_a_helper_that_is_killed_is_started_again(lender: Lender, reader: Reader
     wait_until(lambda: _works(reader, lender), 30.0)
 
 
+class Forked:
+    """A helper that is forked from the test, which has imported NIXL: it starts in a fraction of the time."""
+
+    def __init__(self, command: Sequence[str], pass_fds: Sequence[int], stdin: int) -> None:
+        self.pid = os.fork()
+        if self.pid:
+            return
+        try:
+            for fd in map(int, os.listdir("/proc/self/fd")):
+                if fd > 2 and fd not in pass_fds:
+                    with suppress(OSError):
+                        os.close(fd)
+            sys.argv = list(command[-2:])
+            peer_helper.main()
+        finally:
+            os._exit(1)
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> int:
+        return os.waitpid(self.pid, 0)[1]
+
+
+def test_kills_of_either_helper_at_any_time_cost_no_byte_and_leave_nothing(
+    nixl: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    importlib.import_module("nixl_cu12")
+    monkeypatch.setattr(subprocess, "Popen", Forked)
+    monkeypatch.setattr(peers, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(peers, "MOST_PAUSE_S", 0.01)
+    rng, lender = random.Random(SEED), Lender()
+    reader = Reader(lender.port).reachable()
+    descriptors, counts, slowest_s = len(os.listdir("/proc/self/fd")), Counter[str](), 0.0
+
+    def read() -> None:
+        with suppress(StoreError):
+            for _ in range(20):
+                reader.right(lender, *rng.sample(range(BLOCKS), 8))
+                counts["read"] += 1
+
+    for _ in range(KILLS):
+        thread = threading.Thread(target=read)
+        thread.start()
+        time.sleep(rng.choice((0.0, 0.002, 0.02, 0.1)) * rng.random())
+        victim = rng.choice(("lender", "reader"))
+        os.kill({"lender": lender, "reader": reader}[victim].helper.pid, signal.SIGKILL)
+        counts[victim] += 1
+        began = time.monotonic()
+        thread.join()
+        wait_until(lambda: _works(reader, lender), 60.0)
+        slowest_s = max(slowest_s, time.monotonic() - began)
+    print(f"{KILLS} kills, seed {SEED}: {dict(counts)}; at most {slowest_s:.1f} s until blocks came again", flush=True)
+    assert reader.helper.starts > counts["reader"]
+    wait_until(lambda: not lender.lent and not reader.helper._calls)
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= descriptors)
+    reader.close()
+    lender.close()
+
+
 def test_memory_of_a_read_that_was_given_up_is_not_used_again_while_it_may_be_written(
     lender: Lender, reader: Reader
 ) -> None:
@@ -333,6 +407,60 @@ def test_memory_of_a_read_that_was_given_up_is_not_used_again_while_it_may_be_wr
             os.kill(lender.helper.pid, signal.SIGCONT)
         both.close()
         other.close()
+
+
+def test_a_helper_that_hangs_is_started_again(lender: Lender, reader: Reader) -> None:
+    lender.helper.check()
+    pid = lender.helper.pid
+    lender.helper._channel.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", 2, 0))  # type: ignore[union-attr]
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: lender.helper.pid != pid and lender.helper.up, 60.0)
+    assert not os.path.exists(f"/proc/{pid}")
+    wait_until(lambda: _works(reader, lender), 30.0)
+
+
+def test_a_stop_does_not_wait_for_a_helper_that_starts(nixl: None) -> None:
+    reader = Reader(free_port())
+    wait_until(lambda: bool(reader.helper.pid))
+    os.kill(reader.helper.pid, signal.SIGSTOP)
+    failures: list[str] = []
+
+    def connect() -> None:
+        with suppress(StoreError):
+            reader.stores[0].connect()
+        failures.append(reader.helper.problem)
+
+    thread = threading.Thread(target=connect)
+    thread.start()
+    began = time.monotonic()
+    reader.stores[0].interrupt()
+    thread.join()
+    reader.close()
+    assert time.monotonic() - began < START_S / 2
+
+
+def test_a_helper_that_cannot_work_is_started_less_and_less_often(
+    nixl: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(peers, "FIRST_PAUSE_S", 0.6)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        lender = Lender(taken.getsockname()[1])
+        wait_until(lambda: "It is started again in 2.4 s" in caplog.text, 60.0, explain=lambda: caplog.text)
+        lender.close()
+    assert lender.helper.starts == 2
+
+
+def test_a_read_whose_memory_cannot_be_freed_ends_the_helper(lender: Lender, reader: Reader) -> None:
+    """Else a helper that took no message for a while would keep the memory for ever."""
+    reader.right(lender, 1)
+    for turn in range(1, SLICES + 1):
+        call = reader.helper.begin(READ, 0, np.array([[0, SIZE]], np.uint64).tobytes())
+        os.kill(reader.helper.pid, signal.SIGSTOP)
+        while reader.helper.send(bytes(MOST_MESSAGE_BYTES // 2)):
+            pass
+        reader.helper.end(call)
+        wait_until(lambda turn=turn: reader.helper.starts > turn, 30.0)
+        wait_until(lambda: _works(reader, lender), 30.0)
 
 
 def test_reads_that_nobody_waits_for_leave_no_memory_taken(lender: Lender, reader: Reader) -> None:

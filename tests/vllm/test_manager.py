@@ -496,6 +496,8 @@ def fetch(endpoint: object, version: object = "1.0") -> dict[str, object]:
         ({"kv_hints": fetch("tcp://[fd00:")}, "", 1),
         ({"kv_hints": fetch(5)}, "", 1),
         ({"kv_hints": fetch("tcp://node-b:1", "2.0")}, "", 1),
+        ({"remote_kv_source": {**SOURCE, "remote_host": "\ud800"}}, "", 1),  # JSON can have it, and UTF-8 cannot
+        ({"kv_hints": fetch("tcp://\ud800:1")}, "", 1),
         ({"remote_kv_source": SOURCE, "kv_hints": envelope(RETAIN)}, "10.0.0.7", 0),
         ("remote_kv_source", "", 0),
     ],

@@ -39,8 +39,8 @@ def clear(
 ) -> int:
     """Drop the blocks of one namespace or of all, also on disks.
 
-    Shared stores keep theirs without --all-nodes. With it the other nodes follow within seconds: use it if weights
-    changed under one name.
+    Shared stores and peers keep theirs without --all-nodes, and lookups find them. With it the other nodes follow
+    within seconds: use it if weights changed under one name.
 
     Exit status: 0 done, 1 not confirmed, 2 an error, or a kill may undo it.
     """

@@ -447,7 +447,7 @@ def _shared(one: SharedStats) -> Iterator[Line]:
     if one.unshared_namespaces:
         yield (
             f"  {format_count(one.unshared_namespaces)} namespaces are not shared, after a reset or a damaged state: "
-            f"`kvoffd-cli clear NAME{'' if one.url.startswith('peer://') else ' --all-nodes'}` shares one again",
+            "`kvoffd-cli clear NAME --all-nodes` shares one again",
             "yellow",
         )
     yield from _faults(one.errors, SHARED_ERRORS)

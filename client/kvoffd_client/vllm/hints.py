@@ -74,7 +74,7 @@ def read_hints(context: ReqContext) -> tuple[list[RequestHint], int, str]:
     given, peer, unread = context.kv_hints or params.get(FIELD), "", 0
     if (source := params.get(SOURCE_FIELD)) is not None:
         try:
-            peer = msgspec.convert(source, _Source).remote_host
+            peer = _sendable(msgspec.convert(source, _Source).remote_host)
         except ValueError as error:
             _say(SOURCE_FIELD, error)
             unread = 1
@@ -95,13 +95,19 @@ def read_hints(context: ReqContext) -> tuple[list[RequestHint], int, str]:
             kind = action.action_type
             if kind == FETCH and _is_known(action.action_version):
                 endpoint = msgspec.convert(action.payload, _Fetch).source_control_endpoint
-                peer = urlsplit(endpoint).hostname or peer
+                peer = urlsplit(_sendable(endpoint)).hostname or peer
             else:
                 hints.append(_read(action))
         except ValueError as error:
             _say(kind, error)
             unknown += 1
     return hints, unknown, peer
+
+
+def _sendable(host: str) -> str:
+    """Return ``host``. Raises ValueError if it cannot be encoded: JSON may have half of a surrogate pair."""
+    host.encode()
+    return host
 
 
 def _read(action: _Action) -> RequestHint:
