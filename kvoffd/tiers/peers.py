@@ -315,7 +315,7 @@ class PeerHelper:
             try:
                 self._live()
             except Exception as error:
-                self._cannot_work = True
+                self._cannot_work = not isinstance(error, ConnectionError)  # that is a kill
                 self.problem = f"The helper process for peers cannot be started: {error}."
             if self._closed.is_set():
                 return

@@ -455,7 +455,7 @@ class SharedTier(Tier):
                 states[number], at[number] = ABSENT, until
         self._answers.note(tag, keys, states, at)
 
-    def _refuse(self, tag: int, keys: Sequence[bytes], seconds: float = REFUSED_S) -> None:
+    def _refuse(self, tag: int, keys: Sequence[bytes], seconds: float) -> None:
         until = self._clock() + seconds
         for key in keys:
             self._refused.pop((tag, key), None)
@@ -498,7 +498,7 @@ class SharedTier(Tier):
         return 0
 
     def remove(self, group: BlockGroup, keys: Sequence[bytes], why: str) -> None:
-        self._refuse(group.tag, keys)
+        self._refuse(group.tag, keys, REFUSED_S)
         if why == PARTIAL:
             self._remove_objects(group, keys)
 

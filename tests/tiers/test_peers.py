@@ -130,10 +130,10 @@ class Reader:
         assert all(found)
         return [one for one in found if one is not None]
 
-    def right(self, lender: Lender, *numbers: int, peer: int = 0) -> None:
+    def right(self, lender: Lender, *numbers: int, peer: int = 0, patience_s: float = PATIENCE_S) -> None:
         for number in numbers:
             self.pool[number * SIZE : (number + 1) * SIZE] = bytes(SIZE)
-        for number, one in zip(numbers, self.get(*numbers, peer=peer), strict=True):
+        for number, one in zip(numbers, self.get(*numbers, peer=peer, patience_s=patience_s), strict=True):
             assert self.pool[number * SIZE : (number + 1) * SIZE] == lender.block(number)
             assert one.shards is not None
             assert tuple(one.checksums) == one.shards[1] == (lender.sums[number],)
@@ -213,7 +213,7 @@ def test_a_descriptor_outside_the_peers_memory_is_a_failure(lender: Lender, read
 
 def _works(reader: Reader, lender: Lender) -> bool:
     try:
-        reader.right(lender, 1, 2)
+        reader.right(lender, 1, 2, patience_s=1.0)
     except StoreError:
         return False
     return True
@@ -354,11 +354,17 @@ def test_kills_of_either_helper_at_any_time_cost_no_byte_and_leave_nothing(
     reader = Reader(lender.port).reachable()
     descriptors, counts, slowest_s = len(os.listdir("/proc/self/fd")), Counter[str](), 0.0
 
+    wrong: list[BaseException] = []
+
     def read() -> None:
-        with suppress(StoreError):
+        try:
             for _ in range(20):
-                reader.right(lender, *rng.sample(range(BLOCKS), 8))
+                reader.right(lender, *rng.sample(range(BLOCKS), 8), patience_s=1.0)
                 counts["read"] += 1
+        except StoreError:
+            counts["failed reads"] += 1
+        except BaseException as error:
+            wrong.append(error)
 
     for _ in range(KILLS):
         thread = threading.Thread(target=read)
@@ -369,6 +375,7 @@ def test_kills_of_either_helper_at_any_time_cost_no_byte_and_leave_nothing(
         counts[victim] += 1
         began = time.monotonic()
         thread.join()
+        assert not wrong
         wait_until(lambda: _works(reader, lender), 60.0)
         slowest_s = max(slowest_s, time.monotonic() - began)
     print(f"{KILLS} kills, seed {SEED}: {dict(counts)}; at most {slowest_s:.1f} s until blocks came again", flush=True)
