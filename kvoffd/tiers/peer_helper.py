@@ -54,6 +54,9 @@ from kvoffd.tiers.tier import READERS_NICE
 IDLE_MS, BUSY_S = 20, 0.00005
 """Pauses between calls that let NIXL work. Its own thread would take a whole CPU (measured), even without work."""
 WORK = 4
+MOVED_S = 0.000015
+"""A call that took longer moved bytes, and another one follows without a pause: at 256 KiB 0.94 of the speed of NIXL
+alone instead of 0.77. A call that finds nothing takes 2 µs."""
 BUSY_AFTER_S = 0.02
 """Time after the last work for which the pauses stay short."""
 STUCK_S = 10.0
@@ -201,10 +204,12 @@ class Helper:
             if self._router is not None and self._router in ready:
                 self._requests(self._router)
             for _ in range(WORK if busy else 1):  # looking for messages takes as long as several of these
+                began = time.perf_counter()
                 self._nixl.get_new_notifs()  # lets NIXL work
+                moved = time.perf_counter() - began > MOVED_S
                 if self._transfers and self._end_transfers(now):
                     break
-                if busy:
+                if busy and not moved:
                     time.sleep(BUSY_S)
             if ready:
                 self._busy_until = now + BUSY_AFTER_S

@@ -267,11 +267,11 @@ class FleetGenerations:
     """Generations of namespaces that nodes share: the highest that this node raised, or that a store or peer has shown.
 
     A node has one for all its stores and peers, since a block that one of them voids may have come from another. It
-    takes and gives blocks of this generation only, and has none of before it, but for ``voided``. A generation is a
-    time in seconds, or slightly more.
+    takes and gives blocks of this generation only, and has no earlier ones, but for ``voided``. A generation is a time
+    in seconds, or slightly more.
 
     Attributes:
-        voided: namespaces whose generation was raised, and whose blocks in the pool and on disks are of before.
+        voided: namespaces whose generation was raised, and whose earlier blocks are still in the pool and on disks.
     """
 
     def __init__(self, known: Mapping[bytes, int] | None = None) -> None:
