@@ -318,6 +318,18 @@ def test_a_raised_generation_makes_all_void_and_is_not_lowered(store: FaultyStor
     assert rig.load(block) is DONE
 
 
+def test_what_one_store_voids_is_not_read_from_another(store: FaultyStore, rig: SharedRig) -> None:
+    """Its blocks may have come from there, and would be written to the first one's new generation."""
+    with FaultyStore() as second:
+        other = SharedRig(second.url).reachable()
+        other.tier.fleet = rig.tier.fleet
+        other.store(block := rig.block(1))
+        store.values[generation_key(ONE)] = b"7"
+        rig.ask(rig.block(2))
+        assert other.ask_anew(block) == [Answer.NO]
+        assert second.values[generation_key(ONE)] == b"7", "for nodes that have this store alone"
+
+
 def test_a_reader_reads_where_the_generation_is_forgotten(store: FaultyStore) -> None:
     writer, reader = (SharedRig(store.url, generations={ONE: 7}).reachable() for _ in range(2))
     writer.store(block := writer.block(1))
@@ -385,6 +397,7 @@ def test_a_thread_that_hangs_opens_the_breaker(
     rig.store(block)
     released = threading.Event()
     with monkeypatch.context() as patched:
+        patched.setattr(rig.tier, "ask_deadline_s", 0.5)
         patched.setattr(Redis, "connect", lambda _: released.wait(10.0))
         for number in (2, 3):  # the first is what hangs, the second waits
             rig.question([number.to_bytes(32, "big")], prefix=True, fingerprint=ONE, length=5000)
