@@ -187,18 +187,22 @@ EVENTS: list[Callable[[Fleet, random.Random, int, int], bool | None]] = [
 
 @pytest.mark.nightly
 def test_lookups_take_no_longer_while_a_peer_is_dark(fleet_of: Callable[..., Fleet], secret: Path) -> None:
-    """Of several tries the best counts: others use this machine."""
+    """They are made in turn, and of several tries the best counts: others use this machine."""
     fleet = fleet_of(2)
     dark = fleet.nodes[0]
     ratios: list[float] = []
+    every: list[tuple[float, float]] = []
     with Node(secret, "", page_bytes=PAGE_BYTES) as alone:
         fleet.network.cut = True
         wait_until(lambda: dark.engine.lookup(keys(1)) == 0 and not dark.peer.up, DEADLINE_S)
         for _ in range(TRIES):
-            taken = [sorted(_lookup_s(node) for _ in range(LOOKUPS)) for node in (alone, dark)]
-            without, with_dark = (quantiles(one, n=100)[98] for one in taken)
+            taken = [(_lookup_s(alone), _lookup_s(dark)) for _ in range(LOOKUPS)]
+            every += taken
+            without, with_dark = (quantiles(one, n=100)[98] for one in zip(*taken, strict=True))
             ratios.append(with_dark / without)
             print(f"p99 {without * 1e3:.2f} ms without peers, {with_dark * 1e3:.2f} ms with one that is dark")
+    without, with_dark = (quantiles(one, n=100)[98] for one in zip(*every, strict=True))
+    print(f"of all p99 {without * 1e3:.2f} ms and {with_dark * 1e3:.2f} ms: {with_dark / without:.2f}")
     assert min(ratios) <= 1.1, ratios
 
 
