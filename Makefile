@@ -16,7 +16,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3.14 pyth
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint bench gpu servers nightly shapes routers next-vllm fuzz bench-peers gpu-files dist deb image release delivery clean
+.PHONY: help venv demo test lint bench gpu servers nightly shapes routers next-vllm fuzz gpu-files dist deb image release delivery clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -79,9 +79,6 @@ next-vllm: $(VENV)/.engine ## run the connector's tests with the newest vLLM's P
 fuzz: $(VENV)/.fuzz ## fuzz every decoder by coverage, half a minute each
 	@$(BIN)/python -m tests.fuzz $(ARGS)
 
-bench-peers: $(VENV)/.tools .venv-lmcache/.built ## measure kvoffd beside LMCache (1.6 GB)
-	@$(BIN)/python -m tests.bench.peers $(ARGS)
-
 gpu-files: ## fetch and build what `make gpu` takes to a machine without internet; ARGS="--python 3.12"
 	@$(PYTHON) -m tests.bench.gpu.carry fetch $(ARGS)
 
@@ -124,10 +121,6 @@ $(VENV)/.engine $(VENV)/.fuzz $(VENV)/.dist: $(VENV)/.%: $(BUILD) | $(VENV)/.too
 
 .venv-routers/.built: $(BUILD)
 	@for router in dynamo vllm-router; do $(PYTHON) $(BUILD) .venv-routers/$$router $$router || exit 1; done
-	@touch $@
-
-.venv-lmcache/.built: $(BUILD)
-	@$(PYTHON) $(BUILD) .venv-lmcache lmcache
 	@touch $@
 
 # PyPI's torchvision is built for CUDA: beside a torch for CPU its operators do not load, and it is not imported where

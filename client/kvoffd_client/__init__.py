@@ -13,21 +13,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # "as" tells type checkers that the name is public here
     from kvoffd_client.admin_client import AdminClient as AdminClient
-    from kvoffd_client.block_file import BlockFile as BlockFile
-    from kvoffd_client.block_file import BlockFileError as BlockFileError
-    from kvoffd_client.block_file import Exported as Exported
-    from kvoffd_client.block_file import Imported as Imported
-    from kvoffd_client.block_file import export_blocks as export_blocks
-    from kvoffd_client.block_file import import_blocks as import_blocks
-    from kvoffd_client.blocks import Block as Block
-    from kvoffd_client.blocks import BlockClient as BlockClient
-    from kvoffd_client.blocks import BlocksRead as BlocksRead
-    from kvoffd_client.blocks import BlocksWritten as BlocksWritten
-    from kvoffd_client.blocks import Layer as Layer
-    from kvoffd_client.blocks import Shard as Shard
-    from kvoffd_client.blocks import checksum_of as checksum_of
-    from kvoffd_client.errors import BlockDamaged as BlockDamaged
-    from kvoffd_client.errors import BlockUnavailable as BlockUnavailable
     from kvoffd_client.errors import DaemonUnavailable as DaemonUnavailable
     from kvoffd_client.errors import ForkedProcess as ForkedProcess
     from kvoffd_client.errors import KvoffdClientError as KvoffdClientError
@@ -36,7 +21,6 @@ if TYPE_CHECKING:  # "as" tells type checkers that the name is public here
     from kvoffd_client.errors import UnknownNamespace as UnknownNamespace
     from kvoffd_client.memory import Registration as Registration
     from kvoffd_client.memory import SharedMemory as SharedMemory
-    from kvoffd_client.namespace import Geometry as Geometry
     from kvoffd_client.namespace import NamespaceSpec as NamespaceSpec
     from kvoffd_client.scheduler_client import LookupFuture as LookupFuture
     from kvoffd_client.scheduler_client import SchedulerClient as SchedulerClient
@@ -57,12 +41,10 @@ if TYPE_CHECKING:  # "as" tells type checkers that the name is public here
 
 _HOMES = {
     "kvoffd_client.admin_client": "AdminClient",
-    "kvoffd_client.block_file": "BlockFile BlockFileError Exported Imported export_blocks import_blocks",
-    "kvoffd_client.blocks": "Block BlockClient BlocksRead BlocksWritten Layer Shard checksum_of",
     "kvoffd_client.session": "ClientOptions",
-    "kvoffd_client.errors": "BlockDamaged BlockUnavailable DaemonUnavailable ForkedProcess KvoffdClientError "
+    "kvoffd_client.errors": "DaemonUnavailable ForkedProcess KvoffdClientError "
     "RequestRefused RequestTimeout UnknownNamespace",
-    "kvoffd_client.namespace": "Geometry NamespaceSpec",
+    "kvoffd_client.namespace": "NamespaceSpec",
     "kvoffd_client.scheduler_client": "LookupFuture SchedulerClient",
     "kvoffd_client.memory": "Registration SharedMemory",
     "kvoffd_client.worker_client": "Job WorkerClient",

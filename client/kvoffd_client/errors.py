@@ -34,14 +34,6 @@ class UnknownNamespace(KvoffdClientError):
     """The name matches no open namespace, or several."""
 
 
-class BlockUnavailable(KvoffdClientError):
-    """A block is not in the pool, or there is no space for it."""
-
-
-class BlockDamaged(KvoffdClientError):
-    """A block's bytes differ from those that were stored, or do not fit their description."""
-
-
 class ForkedProcess(KvoffdClientError):
     """A client was used in a process forked after the client was created."""
 

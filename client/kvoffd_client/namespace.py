@@ -1,4 +1,4 @@
-"""Namespaces as a client names them, and the geometry of their blocks."""
+"""Namespaces as a client names them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import msgspec
-
-from kvoffd_client.errors import BlockUnavailable
-from kvoffd_client.namespace_differences import how_they_differ
-from kvoffd_proto.admin import NamespaceDescribed, ShardSpec, shard_bytes_of
 from kvoffd_proto.messages import GroupSpec
 
 DEFAULT_GROUPS = (GroupSpec(kind="full_attention", tokens_per_block=0),)
@@ -70,77 +65,3 @@ class NamespaceSpec:
         }
         canonical = canonical_json(described)
         return cls(fingerprint_of(canonical), name, world_size, key_bytes, tuple(groups), canonical)
-
-
-@dataclass(frozen=True)
-class Geometry(NamespaceSpec):
-    """A namespace with the layout of its blocks: enough to open it without an engine and to read its blocks.
-
-    Attributes:
-        shards: by rank and group, the layers' pages of a shard.
-    """
-
-    shards: tuple[tuple[ShardSpec, ...], ...] = ()
-
-    def __post_init__(self) -> None:
-        if len(self.shards) != self.world_size or {len(of_rank) for of_rank in self.shards} != {len(self.groups)}:
-            raise ValueError("The geometry of the namespace is inconsistent.")
-
-    @classmethod
-    def of_reply(cls, fingerprint: bytes, reply: NamespaceDescribed) -> Geometry:
-        """Return the geometry that the daemon describes. Raises BlockUnavailable if a rank's shards are unknown."""
-        unknown = [rank for rank, shards in enumerate(reply.shards) if shards is None]
-        if unknown:
-            raise BlockUnavailable(
-                f"The daemon does not know the layout of rank {unknown[0]}'s shards in the namespace {reply.label!r}; "
-                "start its engine once."
-            )
-        shards = tuple(tuple(of_rank or ()) for of_rank in reply.shards)
-        groups = tuple(reply.groups)
-        return cls(fingerprint, reply.label, reply.world_size, reply.key_bytes, groups, reply.description, shards)
-
-    @classmethod
-    def of_json(cls, text: str) -> Geometry:
-        """Return the geometry that ``to_json`` encoded. Raises ValueError if the text is not a geometry."""
-        try:
-            fields = msgspec.json.decode(text, type=_GeometryJson)
-            fingerprint = bytes.fromhex(fields.fingerprint)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
-            raise ValueError(f"Not a geometry of a namespace: {error}.") from error
-        return cls(fingerprint, *msgspec.structs.astuple(fields)[1:])
-
-    def to_json(self) -> str:
-        fields = {field: getattr(self, field) for field in _GeometryJson.__struct_fields__}
-        return msgspec.json.encode(_GeometryJson(**fields | {"fingerprint": self.fingerprint.hex()})).decode()
-
-    def shard_bytes(self, rank: int, group: int) -> int:
-        return shard_bytes_of(self.shards[rank][group])
-
-    def block_bytes(self, group: int) -> int:
-        return sum(self.shard_bytes(rank, group) for rank in range(self.world_size))
-
-    def mismatch(self, other: Geometry) -> str:
-        """Return why blocks of ``other`` do not fit, as half a sentence; empty if they do."""
-        if self.fingerprint != other.fingerprint:
-            return f"the fingerprints differ: {how_they_differ(self.description, other.description)}"
-        for rank, (own, others) in enumerate(zip(self.shards, other.shards, strict=False)):
-            sizes = [
-                [(shard.blocks_per_key, [page.page_bytes for page in shard.pages]) for shard in shards]
-                for shards in (own, others)
-            ]
-            if sizes[0] != sizes[1]:
-                return f"the shards of rank {rank} have other sizes"
-        same = (self.world_size, self.key_bytes, self.groups) == (other.world_size, other.key_bytes, other.groups)
-        return "" if same else "the number of ranks, the keys or the groups differ"
-
-
-class _GeometryJson(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A geometry in a file. GroupSpec, ShardSpec and their parts are arrays, as on the wire."""
-
-    fingerprint: str
-    label: str
-    world_size: int
-    key_bytes: int
-    groups: tuple[GroupSpec, ...]
-    description: str
-    shards: tuple[tuple[ShardSpec, ...], ...]

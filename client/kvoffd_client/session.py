@@ -75,7 +75,7 @@ class Closing:
 
 @dataclass(frozen=True, kw_only=True)
 class ClientOptions:
-    """Options of one client: ``operator``, and positive timeouts in seconds.
+    """Timeouts of one client, positive, in seconds.
 
     Raises:
         ValueError: a value is not positive; the message names it.
@@ -89,12 +89,10 @@ class ClientOptions:
     """Time for which a due reply may be missing; then the client counts as not connected, until a reply comes."""
     backoff_max_s: float = 2.0
     """Longest pause after failed connections to a daemon; also the pause after the first refusal."""
-    operator: bool = False
-    """Whether it is an operator's program: not counted, not learned from, and its stores are never rejected."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            if field.name != "operator" and getattr(self, field.name) <= 0:
+            if getattr(self, field.name) <= 0:
                 raise ValueError(f"The client option {field.name} must be positive; it is {getattr(self, field.name)}.")
 
 
@@ -425,8 +423,7 @@ class Session(Closing):
             self.disconnect(f"The daemon sent {type(message).__name__} out of turn.", now)
 
     def _hello(self) -> m.Hello:
-        who = self.role, self.name, self._software, self._options.operator
-        return m.Hello(self._next_request_id(), m.PROTOCOL_VERSION, *who)
+        return m.Hello(self._next_request_id(), m.PROTOCOL_VERSION, self.role, self.name, self._software)
 
     def _shake(self, message: m.Request[ReplyT], then: Callable[[ReplyT, float], None], now: float) -> None:
         """Send a request of the handshake; ``then`` handles its reply. The handshake's deadline applies."""

@@ -22,7 +22,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import compress, groupby, islice, repeat, takewhile
+from itertools import compress, groupby, islice, takewhile
 from math import inf
 from operator import attrgetter
 
@@ -74,8 +74,7 @@ from kvoffd.cache.victims import Victims
 from kvoffd.errors import BadGeometry, NotReady, UnknownLease, UnknownNamespace
 from kvoffd.pool.allocator import PAGE_BYTES, SlotAllocator, SlotIds
 from kvoffd.pool.slot_table import Deflated, SlotTable
-from kvoffd_proto.admin import BlockInfo, ShardSpec
-from kvoffd_proto.messages import ABSENT, PENDING, SHARED, HintAction, KeyState
+from kvoffd_proto.messages import ABSENT, PENDING, SHARED, HintAction
 
 logger = logging.getLogger(__name__)
 # Do not call np.unique here: its first call imports numpy.ma, which takes 20 ms.
@@ -101,7 +100,7 @@ RECOVERED_AT_ONCE = 4096
 _NOTHING: BlockIds = np.empty(0, np.uint32)
 _NO_SLOTS: npt.NDArray[np.uint32] = np.empty((0, 1), np.uint32)
 _namespace_of = attrgetter("namespace")
-_REASONS, _KEY_STATES = list(MissReason), {int(state): state for state in KeyState}
+_REASONS = list(MissReason)
 _ABSENT = bytes([Verdict.ABSENT])
 
 
@@ -237,19 +236,16 @@ class Cache:
         rank: int,
         shard_bytes: Sequence[int],
         node: int | None,
-        shards: Sequence[ShardSpec] | None = None,
     ) -> None:
         """Set the rank's NUMA node and, at its first registration, its shard sizes, by group.
 
-        ``shards`` describes them. Raises BadGeometry if the bytes differ from earlier ones or do not fit the namespace,
+        Raises BadGeometry if the bytes differ from earlier ones or do not fit the namespace,
         and ShardTooLarge if no slot can hold a shard. A shard of 0 bytes, of a rank without a layer in the group, gets
         the smallest slot.
         """
         new = self._fix_shard_bytes(namespace, rank, shard_bytes)
         namespace.nodes[rank] = node
         self._fix_sizes(namespace)
-        if shards is not None:
-            new |= namespace.describe_shards(rank, shards)
         if new:
             self._save()
 
@@ -304,7 +300,7 @@ class Cache:
             self._end(list(leases))
         self._save()
         if tiers is not None:
-            dropped += tiers.forget_all(namespace)
+            dropped += tiers.reset(namespace)
         self._events.cleared(namespace)
         return dropped
 
@@ -350,9 +346,6 @@ class Cache:
         for rank, shard_bytes in enumerate(record.shard_bytes):
             if shard_bytes is not None:
                 self._fix_shard_bytes(namespace, rank, shard_bytes)
-        for rank, shards in enumerate(record.shards):
-            if shards is not None:
-                namespace.describe_shards(rank, shards)
         namespace.generation = record.generation
         self.namespaces[namespace.fingerprint] = namespace
         self._give_number(namespace, record.number)
@@ -770,7 +763,7 @@ class Cache:
                     packed_keys = self.blocks.keys(gone, size)
                     self.drop(gone, MissReason.PARTIAL)
                     if self.tiers is not None:  # a tier's copies are as narrow
-                        self.tiers.forget(namespace, group.index, packed_keys, MissReason.PARTIAL)
+                        self.tiers.remove(namespace, group.index, packed_keys, MissReason.PARTIAL)
                     verdicts, blocks = self.blocks.plan(*offered)
                 of_key = np.frombuffer(verdicts, np.uint8)
                 absent, joined, duplicates = (
@@ -1128,7 +1121,7 @@ class Cache:
             dropped += len(there)
             self.drop(there, MissReason.INVALIDATED)
             if self.tiers is not None:
-                self.tiers.forget(namespace, number, keys, MissReason.INVALIDATED)
+                self.tiers.remove(namespace, number, keys, MissReason.INVALIDATED)
         return dropped
 
     def drop(self, blocks: BlockIds | Sequence[int], reason: MissReason) -> None:
@@ -1287,7 +1280,7 @@ class Cache:
             if self.blocks.state[head[0]] != DROPPED:
                 self.drop(head, MissReason.CORRUPT)
             if self.tiers is not None and not group.dead:
-                self.tiers.forget(group.namespace, group.index, packed_keys, MissReason.CORRUPT)
+                self.tiers.remove(group.namespace, group.index, packed_keys, MissReason.CORRUPT)
             return False
         if self.blocks.shard[slot] & UNVERIFIED:
             self.blocks.shard[slot] &= ~np.uint8(UNVERIFIED)
@@ -1334,55 +1327,14 @@ class Cache:
 
     # --- facts ----------------------------------------------------------------------------------
 
-    def describe(self, blocks: BlockIds) -> list[BlockInfo]:
-        """Describe blocks of one group that have slots."""
-        if not blocks.size:
-            return []
-        group = self._of_block(int(blocks[0]))
-        slots = self.blocks.slots(blocks, len(group.sizes))
-        written = self.blocks.shard[slots] & SHARD_STATE == WRITTEN
-        records = self.table.records[slots]
-        return list(
-            map(
-                BlockInfo,
-                self.blocks.split_keys(blocks, group.key_bytes),
-                map(_KEY_STATES.__getitem__, self.blocks.state[blocks].tolist()),
-                repeat(group.block_bytes),
-                self.blocks.pins[blocks].tolist(),
-                np.where(written, records["first_block"], 0).max(axis=1).tolist(),
-                [row.tobytes() for row in np.where(written, records["checksum"], 0).astype(">u8")],
-            )
-        )
+    def has_block(self, namespace: Namespace, group: int, key: bytes) -> bool:
+        """Return whether the pool has a block of the key; shards may be missing. Nothing is counted.
 
-    def page(
-        self, namespace: Namespace, group: int, position: int, places: int, prefix: str, limit: int
-    ) -> tuple[BlockIds, int]:
-        """Return blocks of a group whose keys begin with these hex digits, and the next position; 0 at the end.
-
-        Scans about ``places`` slots from ``position``, which is 0 at first. A block that exists from the first page to
-        the last is on exactly one.
+        Raises BadGeometry, BadKeys.
         """
-        known, slots, seen = self.group(namespace, group), self.slots, list[SlotIds]()
-        if len(prefix) == 2 * namespace.key_bytes:
-            states, blocks = self.blocks.find(known.number, bytes.fromhex(prefix), namespace.key_bytes)
-            return blocks[np.frombuffer(states, np.uint8) != FREE], 0
-        end = len(self.blocks.state)
-        while position < end and places > 0:
-            region, first = position // slots.slots_per_region, position % slots.slots_per_region
-            size = int(slots.slot_bytes[region])
-            seen.append(np.arange(first, slots.slots_in(region, size) if size else 0, dtype=np.uint32))
-            seen[-1] += region * slots.slots_per_region
-            places -= len(seen[-1])
-            position = (region + 1) * slots.slots_per_region
-        blocks = np.concatenate([_NOTHING, *seen])
-        blocks = blocks[self.blocks.group[blocks] == known.number]
-        blocks = blocks[np.isin(self.blocks.state[blocks], (WRITING, READY))]
-        if prefix:
-            keys = self.blocks.split_keys(blocks, namespace.key_bytes)
-            blocks = blocks[[key.hex().startswith(prefix) for key in keys]]
-        if len(blocks) > limit:
-            blocks, position = blocks[:limit], int(blocks[limit])
-        return blocks, position if position < end else 0
+        namespace.check(group, key)
+        states, _ = self.blocks.find(self.group(namespace, group).number, key, namespace.key_bytes)
+        return any(state != FREE for state in states)
 
     @property
     def usage(self) -> PoolUsage:

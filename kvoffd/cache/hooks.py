@@ -84,8 +84,8 @@ class TierHooks(Protocol):
     def waiting(self, blocks: BlockIds) -> npt.NDArray[np.bool_] | None:
         """Return which of the blocks wait to be written to a tier and are evicted after others; None if none waits."""
 
-    def forget(self, namespace: Namespace, group: int, keys: bytes, why: MissReason) -> None:
+    def remove(self, namespace: Namespace, group: int, keys: bytes, why: MissReason) -> None:
         """Stop promoting keys, and remove them: see ``Tier.remove``."""
 
-    def forget_all(self, namespace: Namespace) -> int:
+    def reset(self, namespace: Namespace) -> int:
         """Remove the namespace from the disks permanently; stores keep its blocks. Returns how many the disks had."""

@@ -18,7 +18,6 @@ from kvoffd.errors import BadGeometry, BadKeys, NamespaceMismatch
 from kvoffd.pool.allocator import NO_NODE, PAGE_BYTES
 from kvoffd.pool.slot_table import Deflated
 from kvoffd_proto import messages
-from kvoffd_proto.admin import ShardSpec
 from kvoffd_proto.events import kv_topic
 from kvoffd_proto.messages import GroupSpec
 
@@ -68,8 +67,8 @@ class NamespaceRecord(Struct, frozen=True, array_like=True, forbid_unknown_field
     description: str
     shard_bytes: tuple[tuple[int, ...] | None, ...]
     """Bytes of a shard by rank and group; None for a rank that no worker has registered."""
-    shards: tuple[tuple[ShardSpec, ...] | None, ...]
-    """Parts of a shard by rank and group; None for a rank for which no engine sent them."""
+    unused: object
+    """None; release 0.2 had descriptions of layers here."""
     generation: int
     """Number that is raised whenever all blocks of the namespace become stale."""
 
@@ -173,8 +172,6 @@ class Namespace:
         """NUMA node of its slots, by rank."""
         self.shard_bytes: list[tuple[int, ...] | None] = [None] * world_size
         """Bytes of a shard by rank and group; None for a rank that no worker has registered yet."""
-        self.shards: list[tuple[ShardSpec, ...] | None] = [None] * world_size
-        """Parts of a shard by rank and group; None for a rank whose shards no worker described."""
         self._records: dict[bool, tuple[int, int, Deflated, Deflated]] = {}
         """Number, generation, the part between them, and the whole record, by ``short``."""
         self.key_type = np.dtype((np.void, key_bytes))
@@ -243,28 +240,15 @@ class Namespace:
         lengths = [sizes[group] for sizes in self.shard_bytes if sizes is not None]
         return lengths if len(lengths) == self.world_size else []
 
-    def describe_shards(self, rank: int, shards: Sequence[ShardSpec]) -> bool:
-        """Store the description of a rank's shards, by group, unless a better one is known. Returns whether it did.
-
-        Nothing depends on it: engines that agree on a shard's bytes may differ in their names of layers.
-        """
-        known = self.shards[rank]
-        if known is not None and (_names_layers(known) or not _names_layers(shards)):
-            return False
-        self.shards[rank] = tuple(shards)
-        self._records.clear()
-        return True
-
     def record(self, *, short: bool) -> Deflated:
         """Return the ``NamespaceRecord`` for the next daemon as msgpack. ``short``: only what reading blocks needs."""
         number, generation, body, whole = self._records.get(short, (0, 0, None, None))
         if whole is not None and number == self.number and generation == self.generation:
             return whole
         if body is None:
-            shards = [None] * self.world_size if short else self.shards
             description = "" if short and len(self.description) > LONG_DESCRIPTION else self.description
             spec = self.fingerprint, self.label, self.world_size, self.key_bytes, self.groups, description
-            body = Deflated.of(msgpack.encode((*spec, self.shard_bytes, shards))[1:])
+            body = Deflated.of(msgpack.encode((*spec, self.shard_bytes, None))[1:])
         head, tail = b"\x9a" + msgpack.encode(self.number), msgpack.encode(self.generation)
         whole = Deflated.joined([Deflated.of(head), body, Deflated.of(tail)])
         self._records[short] = self.number, self.generation, body, whole
@@ -325,8 +309,3 @@ class Group:
         list_at, _ = self._list.buffer_info()
         self.packed = pack("=Q6I", list_at, *whose, len(sizes), self.block_bytes // PAGE_BYTES) + b"".join(by_rank)
         """``struct block_group`` of blocks.h."""
-
-
-def _names_layers(shards: Sequence[ShardSpec]) -> bool:
-    """Return whether any layer has more than a size."""
-    return any(page.layer is not None for shard in shards for page in shard.pages)

@@ -1,4 +1,4 @@
-"""Requests of administrators about the cache, its disks, and single blocks."""
+"""Requests of administrators about the cache and its disks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from kvoffd.errors import KvoffdError
-from kvoffd.server.handlers import Pending, answers, filled
+from kvoffd.server.handlers import Pending, answers
 from kvoffd.server.namespaces import forget_idle
 from kvoffd.server.sessions import Session
 from kvoffd_proto import admin as a
@@ -22,9 +22,6 @@ logger = logging.getLogger(__name__)
 FLEET_WAIT_S = 1.5
 """Time for a reset to reach all shared stores and peers; the client waits for 2 s."""
 CLEARED_NOT_SAVED = "After a kill or a reboot cleared blocks may come back from disks."
-LISTED_SLOTS, LISTED_SHARDS = 16384, 1024
-"""Limits of a listing's page: slots that are scanned, give or take a few, and shards. It takes a few milliseconds."""
-_HEX_DIGITS = frozenset("0123456789abcdef")
 
 
 @answers(a.Clear)
@@ -100,29 +97,7 @@ def scrub(service: Service, session: Session, message: a.Scrub) -> a.ScrubReply:
     return service.scrubber.report(message.request_id)
 
 
-@answers(a.DescribeNamespace)
-def describe_namespace(service: Service, session: Session, message: a.DescribeNamespace) -> a.NamespaceDescribed:
+@answers(a.FindBlock)
+def find_block(service: Service, session: Session, message: a.FindBlock) -> m.Done:
     namespace = service.cache.namespace(message.namespace)
-    return filled(
-        a.NamespaceDescribed,
-        service,
-        namespace,
-        request_id=message.request_id,
-        groups=list(namespace.groups),
-        shards=[None if shards is None else list(shards) for shards in namespace.shards],
-    )
-
-
-@answers(a.ListBlocks)
-def list_blocks(service: Service, session: Session, message: a.ListBlocks) -> a.BlocksListed:
-    namespace, prefix = service.cache.namespace(message.namespace), message.prefix.lower()
-    if message.group >= (groups := len(namespace.groups)):
-        known = "only group 0" if groups == 1 else f"groups 0 to {groups - 1}"
-        raise KvoffdError(
-            f"The namespace {namespace.label!r} has no group {message.group}; it has {known}.", ErrorCode.BAD_ARGUMENT
-        )
-    if not _HEX_DIGITS.issuperset(prefix):
-        raise KvoffdError(f"{prefix[:80]!r} is not a prefix of a key; give hex digits.", ErrorCode.BAD_KEYS)
-    limit = min(message.limit, max(1, LISTED_SHARDS // namespace.world_size))
-    blocks, position = service.cache.page(namespace, message.group, message.position, LISTED_SLOTS, prefix, limit)
-    return a.BlocksListed(message.request_id, service.cache.describe(blocks), position)
+    return m.Done(message.request_id, int(service.cache.has_block(namespace, message.group, message.key)))

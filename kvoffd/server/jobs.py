@@ -101,7 +101,7 @@ class GroupPart:
     first_blocks: Mapping[int, int]
     """First stored engine block by number of the key, if it is not 0."""
     starts: Sequence[int] | None
-    """First key of each store; None for loads, and for stores that bypass the policy."""
+    """First key of each store; None for loads."""
 
     def tokens(self) -> Mapping[bytes, BlockTokens]:
         """Return parent and token ids by key."""
@@ -119,10 +119,8 @@ class GroupPart:
                 found[span.job].append(GroupKeys(self.group, b"".join([self.split[number] for number in own])))
 
 
-def checked_parts(
-    registration: Registration, batch: Stores | Loads, *, storing: bool, is_offered: bool = True
-) -> list[GroupPart]:
-    """Check jobs and return their parts by group; ``is_offered``: the policy may reject stores. Raises KvoffdError."""
+def checked_parts(registration: Registration, batch: Stores | Loads, *, storing: bool) -> list[GroupPart]:
+    """Check jobs and return their parts by group. Raises KvoffdError."""
     namespace, jobs, parts = registration.namespace, len(batch.job_ids), list[GroupPart]()
     named: set[int] = set()
     for part in batch.groups:
@@ -170,7 +168,7 @@ def checked_parts(
                 part.parents,
                 part.tokens,
                 first_blocks={span.key: span.first_block for span in spans if span.first_block},
-                starts=[span.key for span in spans] if storing and is_offered else None,
+                starts=[span.key for span in spans] if storing else None,
             )
         )
     if len(named) < jobs:
@@ -269,8 +267,7 @@ class StoreBatch(Job):
                 if part.parents and part.token_ids:
                     tokens.update(part.tokens())
             cache.commit_store(self.ticket, checksums, tokens)
-            if not self.session.operator:
-                self.registration.namespace.counters.stored_bytes += self.nbytes
+            self.registration.namespace.counters.stored_bytes += self.nbytes
         failed: defaultdict[int, list[GroupKeys]] = defaultdict(list)
         rejected: defaultdict[int, list[GroupKeys]] = defaultdict(list)
         for part, stored in zip(self.parts, self.ticket.parts, strict=True):
@@ -371,7 +368,7 @@ class LoadJob(Job):
             error = ErrorCode.CHECKSUM if corrupt else error
         copied_bytes = self.nbytes if error is None else 0
         error = error or self.error
-        counts = error is None and not self.session.operator
+        counts = error is None
         cache.end_load(self.tickets, counts=counts, ends_lease=error is None and not self.keep_lease)
         if counts:
             self.registration.namespace.counters.loaded_bytes += copied_bytes
@@ -521,7 +518,7 @@ def submit(service: Service, session: Session, message: Submit) -> None:
     log.acknowledge(message.acknowledged)
     registration = session.registrations[message.registration_id]
     load_parts = checked_parts(registration, loads, storing=False)
-    store_parts = checked_parts(registration, stores, storing=True, is_offered=not session.operator)
+    store_parts = checked_parts(registration, stores, storing=True)
     ids = [*stores.job_ids, *loads.job_ids]
     if len(set(ids)) < len(ids) or not session.jobs.keys().isdisjoint(ids):
         raise KvoffdError.of(ErrorCode.DUPLICATE_JOB)

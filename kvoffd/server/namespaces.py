@@ -59,7 +59,7 @@ def forget_idle(service: Service, after_s: float = 0.0) -> None:
     with service.cache.saving_once():
         for namespace in list(service.cache.namespaces.values()):
             if namespace.of_bench and namespace.ready_blocks and namespace.fingerprint not in opened:
-                dropped = service.cache.reset(namespace)
+                dropped = service.reset(namespace)
                 logger.info("Dropped the %d blocks of %r, which has ended.", dropped, namespace.label)
             if not _idle(namespace, opened):
                 namespace.idle_since = None

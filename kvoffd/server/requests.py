@@ -20,7 +20,7 @@ from kvoffd.server.memory import EngineMemory
 from kvoffd.server.sessions import Registration, Session
 from kvoffd.transfer.plan import build_layouts
 from kvoffd_proto import messages as m
-from kvoffd_proto.admin import LoggedPrompt, PageSpec, ShardSpec
+from kvoffd_proto.admin import LoggedPrompt
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import MAX_PAGES, Handle
 from kvoffd_proto.units import printable
@@ -59,7 +59,6 @@ def hello(service: Service, session: Session, message: m.Hello) -> m.Welcome:
             ErrorCode.BAD_VERSION,
         )
     service.sessions.set_role(session, message.role, printable(message.name), printable(message.software))
-    session.operator = message.operator
     return m.Welcome(
         message.request_id,
         session.id,
@@ -153,11 +152,7 @@ def _registered(
             *(memory.spans, message.tensors, message.groups, message.blocks_per_key), on_gpu=memory.on_gpu
         )
         shard_bytes = [layout.shard_bytes for layout in layouts]
-        shards = [
-            ShardSpec(message.blocks_per_key, [PageSpec(page.page_bytes, page.layer) for page in pages])
-            for pages in message.groups
-        ]
-        service.cache.register_rank(namespace, message.rank, shard_bytes, memory.node, shards)
+        service.cache.register_rank(namespace, message.rank, shard_bytes, memory.node)
     except BaseException:
         memory.close(lambda: None)
         raise
@@ -202,10 +197,9 @@ def lookup(service: Service, session: Session, message: m.Lookup) -> m.LookupRep
     held, is_new = service.cache.session_leases.get(session.id), message.lease_id not in service.cache.leases
     if is_new and held is not None and len(held.leases) >= limits.max_leases:
         raise KvoffdError(f"The session holds {limits.max_leases} leases, its limit; release some.", ErrorCode.TOO_MANY)
-    again = message.again or session.operator
     peer = service.tier_supervisor.peer_at(message.peer) if message.peer else ""
     states, pinned = service.cache.lookup(
-        namespace, session.id, message.lease_id, groups, again=again, reported=message.reported, peer=peer
+        namespace, session.id, message.lease_id, groups, again=message.again, reported=message.reported, peer=peer
     )
     ttl_ms = wait_ms = asking = 0
     if (lease := service.cache.leases.get(message.lease_id)) is not None:

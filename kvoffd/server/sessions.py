@@ -125,8 +125,6 @@ class Session:
     role: Role | None = None
     name: str = ""
     software: str = ""
-    operator: bool = False
-    """See Hello."""
     last_request_at: float = field(init=False)
     ended: bool = False
     namespaces: Opened[Namespace] = field(default_factory=lambda: Opened(ErrorCode.UNKNOWN_NAMESPACE))

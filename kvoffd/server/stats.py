@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import socket
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -115,25 +115,25 @@ def _namespace_rows(
         figures = service.traffic.figures_of(one)
         rest = (
             *(one.ready_blocks, one.ready_bytes, on_disk[one.fingerprint], quotas.get(one.fingerprint)),
-            *(halved_at, engines.get(one.fingerprint, [])),
+            *(halved_at, engines[one.fingerprint]),
         )
         before = kept.get(one)
         if before is None or before[0] is not figures or before[1] != rest:
             changed.append((one, figures, rest))
     curves = service.curve.of_namespaces([one for one, _, _ in changed])
     for (one, figures, rest), curve in zip(changed, curves, strict=True):
-        kept[one] = figures, rest, _namespace_stats(service, on_disk, one, curve, engines.get(one.fingerprint, []))
+        kept[one] = figures, rest, _namespace_stats(service, on_disk, one, curve, engines[one.fingerprint])
     return [kept[one][2] for one in namespaces]
 
 
-def _engines(service: Service) -> dict[bytes, list[str]]:
+def _engines(service: Service) -> defaultdict[bytes, list[str]]:
     """Return the engines by the namespaces that they have open."""
-    found: dict[bytes, list[str]] = {}
+    found = defaultdict[bytes, list[str]](list)
     for session in service.sessions:
-        if session.role is Role.SCHEDULER and not session.operator:
+        if session.role is Role.SCHEDULER:
             pid = f", pid {session.peer.pid}" if session.peer.pid else ""
             for fingerprint in session.namespaces:
-                found.setdefault(fingerprint, []).append(s.engine_name(session.name, session.role) + pid)
+                found[fingerprint].append(s.engine_name(session.name, session.role) + pid)
     return found
 
 

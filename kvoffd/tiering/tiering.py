@@ -369,7 +369,7 @@ class Tiering:
             found |= np.fromiter(map(writer.waiting.__contains__, numbers), np.bool_, len(numbers))
         return found
 
-    def forget(self, namespace: Namespace, group: int, keys: bytes, why: MissReason) -> None:
+    def remove(self, namespace: Namespace, group: int, keys: bytes, why: MissReason) -> None:
         single_keys, block_group = namespace.split(group, keys), block_group_of(self._cache.group(namespace, group))
         coming = self._coming.get(block_group.tag, {})
         for fill in [coming[key] for key in single_keys if key in coming]:
@@ -379,7 +379,7 @@ class Tiering:
             for tier in source.tiers if not source.shared or why is not MissReason.CORRUPT else ():
                 tier.remove(block_group, single_keys, why.name.lower())
 
-    def forget_all(self, namespace: Namespace) -> int:
+    def reset(self, namespace: Namespace) -> int:
         # The cache's event for a cleared namespace covers the disks' blocks too.
         self._forget_fills(namespace)
         return self.remove_all(namespace.fingerprint)

@@ -17,7 +17,7 @@ from math import ceil, inf
 from urllib.parse import parse_qs, urlsplit
 
 from kvoffd.tiers.redis_store import CONNECT_S, Redis, SlotRange
-from kvoffd.tiers.store import Credentials, Filling, GetRequest, Received, Servers, Store, StoreError, name_of
+from kvoffd.tiers.store import Credentials, GetRequest, Received, Servers, Store, StoreError, StoreUsage, name_of
 from kvoffd_proto.units import is_host, parse_duration, quoted
 
 SLOTS = 16_384
@@ -196,17 +196,17 @@ class RedisCluster(Store):
         if len({at * COPIES // SLOTS for at, owner in enumerate(self._owners) if owner in up}) < NEEDED_COPIES:
             raise self._too_few()
 
-    def filling(self, deadline: float) -> Filling | None:
+    def usage(self, deadline: float) -> StoreUsage | None:
         """Add up the answers of all reachable masters; without a limit if one has none."""
-        found: list[Filling] = []
+        found: list[StoreUsage] = []
         for address in [one for one in self._nodes if self._up(one)]:
             with self._exchange(address) as node:
-                if (one := node.filling(deadline)) is None:
+                if (one := node.usage(deadline)) is None:
                     return None
                 found.append(one)
         if not all(one.size_bytes for one in found):
             found = [one._replace(size_bytes=0) for one in found]
-        return Filling(*map(sum, zip(*found, strict=True))) if found else None
+        return StoreUsage(*map(sum, zip(*found, strict=True))) if found else None
 
     def ask(
         self, generation_key: bytes, keys: Sequence[bytes], deadline: float, *, prefix: bool

@@ -24,12 +24,12 @@ from kvoffd.system.native import NUMBER, VOID_P, declare, native
 from kvoffd.tiers.header import HEADER_BYTES
 from kvoffd.tiers.store import (
     Credentials,
-    Filling,
     GetRequest,
     Received,
     Servers,
     Store,
     StoreError,
+    StoreUsage,
     bad_generation,
     decode_generation,
     name_of,
@@ -189,12 +189,12 @@ class Redis(Store):
     def ping(self, deadline: float) -> None:
         self._command([b"PING"], deadline)
 
-    def filling(self, deadline: float) -> Filling | None:
+    def usage(self, deadline: float) -> StoreUsage | None:
         self._send_words([b"INFO"], deadline)
         found = dict(_FIGURE.findall(self._reply(deadline, b"$", MOST_INFO_BYTES)))
         if not {"maxmemory", "used_memory", "evicted_keys"} <= found.keys():
             return None
-        return Filling(*(int(found[name]) for name in ("maxmemory", "used_memory", "evicted_keys")))
+        return StoreUsage(*(int(found[name]) for name in ("maxmemory", "used_memory", "evicted_keys")))
 
     def ask(
         self, generation_key: bytes, keys: Sequence[bytes], deadline: float, *, prefix: bool

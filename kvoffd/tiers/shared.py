@@ -32,12 +32,12 @@ from kvoffd.tiers.header import (
     make_block_group,
 )
 from kvoffd.tiers.store import (
-    Filling,
     GetRequest,
     Received,
     Server,
     Store,
     StoreError,
+    StoreUsage,
     bad_generation,
     generation_key,
     object_key,
@@ -358,7 +358,7 @@ class SharedTier(Tier):
         self._asked_keys = 0
         self._writes: dict[tuple[int, bytes], ObjectWrite] = {}
         self._write_at = self._steady_at = self._shown_until = 0.0
-        self._filling: Filling | None = None
+        self._usage: StoreUsage | None = None
         """The store's last answer."""
         self._look_at, self._full_until = clock(), -inf
         self._looking = self._evicts = False
@@ -530,24 +530,24 @@ class SharedTier(Tier):
 
         Other nodes write too: this node causes only a part of the evictions.
         """
-        size, used, _ = self._last_filling
+        size, used, _ = self._last_usage
         if not (used >= FULL_PART * size > 0 or self._evicts or self._clock() < self._full_until):
             return 0
         size = size or max(len(self._pool), self.counters.written_bytes)
         return max(1, int(size * min(1.0, self._own / self._all)))
 
     @property
-    def _last_filling(self) -> Filling:
+    def _last_usage(self) -> StoreUsage:
         """Answer of the last look; zeros without one."""
-        return self._filling or Filling(0, 0, 0)
+        return self._usage or StoreUsage(0, 0, 0)
 
     def _wrote_much(self) -> bool:
         """Return whether the writes since the last look may have filled the store."""
-        size = self._last_filling.size_bytes
+        size = self._last_usage.size_bytes
         return 0 < (1 - FULL_PART) * size <= self.counters.written_bytes - self._written_before[1]
 
-    def _looked(self, found: Filling | None) -> None:
-        before, self._filling = self._filling, found
+    def _looked(self, found: StoreUsage | None) -> None:
+        before, self._usage = self._usage, found
         if found is None:
             return
         written = self.counters.written_blocks - self._written_before[0]
@@ -603,8 +603,8 @@ class SharedTier(Tier):
         reads = self._reading.waiting + self._reading.running
         return replace(
             self.counters,
-            size_bytes=self._last_filling.size_bytes,
-            used_bytes=self._last_filling.used_bytes,
+            size_bytes=self._last_usage.size_bytes,
+            used_bytes=self._last_usage.used_bytes,
             queued_reads=reads,
             queued_writes=len(self._writes),
             errors=self.counters.errors.copy(),
@@ -811,11 +811,11 @@ class StoreConnection:
         elif not answers:
             self._breaker.failed("ask", at_once=True)
 
-    def _look(self) -> Filling | Exception | None:
+    def _look(self) -> StoreUsage | Exception | None:
         """Return the store's answer; None if it gives none, as to a user without permission; or the failure."""
         try:
             self._store.connect()
-            return self._store.filling(self._clock() + LOOK_DEADLINE_S)
+            return self._store.usage(self._clock() + LOOK_DEADLINE_S)
         except StoreError as error:
             if error.kind not in LOST:
                 return None

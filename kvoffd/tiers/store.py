@@ -147,7 +147,7 @@ class Received(NamedTuple):
     shards: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
 
-class Filling(NamedTuple):
+class StoreUsage(NamedTuple):
     """A store's answer about its memory.
 
     Attributes:
@@ -195,7 +195,7 @@ class Store(ABC):
     def ping(self, deadline: float) -> None:
         """Check that the store serves."""
 
-    def filling(self, deadline: float) -> Filling | None:
+    def usage(self, deadline: float) -> StoreUsage | None:
         """Return how full the store is; None if it does not report that."""
         return None
 

@@ -1,4 +1,4 @@
-"""Messages of administrators: health, listings, single blocks, traces, and changes of the cache."""
+"""Messages of administrators: health, listings, traces, and changes of the cache."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from msgspec import field
 from kvoffd_proto.messages import (
     ADMIN,
     ANY_ROLE,
-    MAX_GROUPS,
-    MAX_PAGES,
     ByteCount,
     Count,
     Done,
@@ -19,8 +17,6 @@ from kvoffd_proto.messages import (
     GroupIndex,
     GroupSpec,
     HintAction,
-    KeyState,
-    LayerSpec,
     PromptReport,
     Reply,
     Request,
@@ -171,87 +167,13 @@ class SetQuota(Request[Done], frozen=True):
     quota_bytes: Annotated[ByteCount | None, doc("Pool bytes; nil removes the quota.")]
 
 
-# --- single blocks ---------------------------------------------------------------------------------
-
-
-CHECKSUM_BYTES = 8
-MAX_KEY_DIGITS = 128
-
-
-class PageSpec(Wire, frozen=True):
-    """One layer's part of a shard: ``blocks_per_key`` pages, end to end."""
-
-    page_bytes: Annotated[int, doc("Bytes of an engine block that belong to the layer.", ge=1, lt=2**31)]
-    layer: Annotated[LayerSpec | None, doc("Description of these bytes; nil if the engine gave none.")] = None
-
-
-class ShardSpec(Wire, frozen=True):
-    """One rank's shard of a group's block: its layers' pages, layer after layer."""
-
-    blocks_per_key: Annotated[int, doc("Engine blocks that one key covers.", ge=1, lt=65536)]
-    pages: Annotated[list[PageSpec], doc("Layers, in the order of the slot.", max_length=MAX_PAGES)]
-
-
-def shard_bytes_of(shard: ShardSpec) -> int:
-    """Return the bytes of such a shard."""
-    return shard.blocks_per_key * sum(page.page_bytes for page in shard.pages)
-
-
-RankSpec = Annotated[list[ShardSpec], doc(max_length=MAX_GROUPS)]
-
-
-class NamespaceDescribed(Reply, frozen=True):
-    label: Annotated[str, doc("Name of the namespace for operators.")]
-    world_size: Annotated[int, doc("Shards that make a block.", ge=1)]
-    key_bytes: Annotated[int, doc("Length of a block hash in bytes.", ge=1)]
-    groups: Annotated[list[GroupSpec], doc("KV cache groups.")]
-    description: Annotated[str, doc("Input of the fingerprint as JSON.")]
-    shards: Annotated[list[RankSpec | None], doc("Shards by rank and group; nil if unknown.")]
-    generation: Annotated[Count, doc("Time of the last reset or clear, in microseconds since 1970; 0 for never.")] = 0
-
-
 @exchange(ADMIN)
-class DescribeNamespace(Request[NamespaceDescribed], frozen=True):
-    """Asks for the layout of a namespace's blocks."""
-
-    namespace: Fingerprint
-
-
-class BlockInfo(Wire, frozen=True):
-    """One block."""
-
-    key: Annotated[bytes, doc("Hash of the block.")]
-    state: Annotated[KeyState, doc("State as in a lookup: 1 while a shard is missing, 2 ready.")]
-    slot_bytes: Annotated[ByteCount, doc("Pool bytes of the block's slots.")]
-    pins: Annotated[Count, doc("Leases and loads that pin the block.")]
-    first_block: Annotated[Count, doc("Engine blocks at the start of each layer that were not stored.")]
-    checksums: Annotated[
-        bytes,
-        doc(
-            "XXH3 of each rank's shard: 64 bits, seed 0, big-endian, 0 replaced by 1; all zeros for none. If "
-            "``first_block`` is not 0, the undefined bytes before it are included."
-        ),
-    ]
-
-
-class BlocksListed(Reply, frozen=True):
-    blocks: Annotated[list[BlockInfo], doc("Blocks of the page.")]
-    next_position: Annotated[Count, doc("Position of the next page; 0 if this is the last.")]
-
-
-@exchange(ADMIN)
-class ListBlocks(Request[BlocksListed], frozen=True):
-    """Lists the blocks of one group, a page at a time, in no order.
-
-    A block that stays in the pool while all pages are read is on exactly one of them. A page may be short or empty even
-    if others follow.
-    """
+class FindBlock(Request[Done], frozen=True):
+    """Asks whether the pool has a block: ``count`` in the answer is 1 if it does. No statistics change."""
 
     namespace: Fingerprint
     group: GroupIndex
-    position: Annotated[Count, doc("0 for the first page, else ``next_position`` of the previous page.")] = 0
-    limit: Annotated[int, doc("Most blocks on the page.", ge=1, le=4096)] = 1024
-    prefix: Annotated[str, doc("List only keys that begin with these hex digits.", max_length=MAX_KEY_DIGITS)] = ""
+    key: Annotated[bytes, doc("Hash of the block.", max_length=64)]
 
 
 # --- traces ----------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from msgspec import Meta, Struct, structs
 
 from kvoffd_proto.errors import ErrorCode
 
-PROTOCOL_VERSION = 19
+PROTOCOL_VERSION = 20
 """Version that both ends must have. Raise it when a message, a field or its meaning changes."""
 
 FINGERPRINT_BYTES = 32
@@ -250,24 +250,11 @@ class TensorLayout(Wire, frozen=True):
     num_blocks: Annotated[int, doc("Number of engine blocks in the tensor.", ge=1, lt=2**31)]
 
 
-class LayerSpec(Wire, frozen=True):
-    """Description of one layer's page, for programs that open blocks. The daemon does not use it."""
-
-    name: Annotated[str, doc("The engine's name of the layer; empty if unknown.", max_length=256)] = ""
-    dtype: Annotated[str, doc("torch's name of the dtype, such as ``bfloat16``; empty for bytes.", max_length=32)] = ""
-    shape: Annotated[
-        list[Annotated[int, doc(ge=1, lt=2**31)]],
-        doc("Shape of one page, in the order of memory; empty if unknown.", max_length=16),
-    ] = []
-    layout: Annotated[str, doc("Names of the dimensions, separated by blanks; empty if unknown.", max_length=256)] = ""
-
-
 class PageRef(Wire, frozen=True):
     """One layer's part of a group's block: the first ``page_bytes`` of a page of a tensor."""
 
     tensor: Annotated[int, doc("Index into the registration's tensors.", ge=0, lt=65536)]
     page_bytes: Annotated[int, doc("Bytes of the page that belong to the layer.", ge=1, lt=2**31)]
-    layer: Annotated[LayerSpec | None, doc("Description of these bytes; nil if unknown.")] = None
 
 
 MAX_REPORTED = 1_000_000
@@ -336,10 +323,6 @@ class Hello(Request[Welcome], frozen=True):
     role: Annotated[Role, doc("Role of the session.")]
     name: Annotated[str, doc("Shown to operators, e.g. ``vllm:3fa85f64 tiny-llama worker 0``.", max_length=128)]
     software: Annotated[str, doc("Client and engine versions, for display.", max_length=128)]
-    operator: Annotated[
-        bool,
-        doc("An operator's program: not counted as traffic, not learned from, and all its stores are accepted."),
-    ] = False
 
 
 class Completions(Message, frozen=True):

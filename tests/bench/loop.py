@@ -160,7 +160,7 @@ class Daemon:
             self.service.sessions.attach(session, 0, os.open(os.devnull, os.O_RDONLY))
             page = block_bytes // LAYERS
             tensors = [m.TensorLayout(0, layer * page * ENGINE_BLOCKS, page, ENGINE_BLOCKS) for layer in range(LAYERS)]
-            layers = [m.PageRef(at, page, m.LayerSpec(f"model.layers.{at}.attn", "bfloat16")) for at in range(LAYERS)]
+            layers = [m.PageRef(at, page) for at in range(LAYERS)]
             memory = [m.MemfdHandle(0, ENGINE_BLOCKS * block_bytes)]
             self.ask(session, m.Register(1, fingerprint, b"r" * 16, rank, 1, memory, tensors, [layers]))
         return session
@@ -307,23 +307,6 @@ def waiting(pool_bytes: int) -> Result:
     daemon.fill(worker)
     daemon.cache.tiers = Waits(np.flatnonzero(daemon.cache.blocks.state).astype(np.uint32))  # type: ignore[assignment]
     return daemon.measure(lambda: daemon.store(worker, daemon.keys(1)), STORES)
-
-
-def listing(pool_bytes: int) -> Result:
-    """Each page of a listing of a namespace that has half of the pool."""
-    daemon = Daemon(pool_bytes)
-    operator, worker = daemon.session(m.Role.ADMIN, b""), daemon.session(m.Role.WORKER, name_of(0))
-    daemon.fill(worker, pool_bytes // 2)
-
-    def list_some() -> None:
-        position = 0
-        for _ in range(32):
-            reply = daemon.ask(operator, a.ListBlocks(1, name_of(0), 0, position, limit=4096))
-            assert isinstance(reply, a.BlocksListed)
-            if not (position := reply.next_position):
-                break
-
-    return daemon.measure(list_some)
 
 
 def session_end(pool_bytes: int) -> Result:
@@ -528,7 +511,6 @@ CASES = {
             leased,
             over_quota,
             waiting,
-            listing,
             session_end,
             overdue,
             two_sizes,

@@ -497,9 +497,8 @@ def test_namespaces_that_do_not_fit_are_those_with_the_fewest_blocks(caplog: pyt
 def order(rig: CacheRig) -> list[int]:
     """Keys of 8 bytes in the order in which they would go."""
     every = np.concatenate([np.empty(0, np.uint32), *rig.cache.order.candidates()])
-    return [
-        int.from_bytes(one.key, "big") for _, alike in rig.cache.by_group(every) for one in rig.cache.describe(alike)
-    ]
+    keys = [key for _, alike in rig.cache.by_group(every) for key in rig.cache.blocks.split_keys(alike, 8)]
+    return [int.from_bytes(key, "big") for key in keys]
 
 
 def test_pinned_blocks_are_not_passed_over_for_each_eviction(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -627,29 +627,10 @@ class CacheMachine(RuleBasedStateMachine):
             )
             assert [counters.loaded_keys, counters.loaded_tokens] == self.loaded[namespace]
 
-    @rule(space=spaces, group=groups, places=st.integers(1, 40), limit=st.integers(1, 5), prefix=st.integers(0, 11))
-    def list_blocks(self, space: int, group: int, places: int, limit: int, prefix: int) -> None:
+    @rule(space=spaces, group=groups, key=st.integers(0, 11))
+    def find_block(self, space: int, group: int, key: int) -> None:
         namespace, _, group = self.geometry(space, 0, group)
-        names = {name for name in self.index if name[:2] == (space, group)}
-        while self.cache._ended or self.cache._reset_leases:  # what the last of ended leases hold is pinned until then
-            self.cache.background()
-        for text, expected in [
-            ("", names),
-            (keys_of(prefix).hex()[:15], {name for name in names if name[2] // 16 == prefix // 16}),
-            (keys_of(prefix).hex(), {name for name in names if name[2] == prefix}),
-        ]:
-            listed, position = list[Name](), 0
-            while True:
-                blocks, position = self.cache.page(namespace, group, position, places, text, limit)
-                assert len(blocks) <= limit
-                for fact in self.cache.describe(blocks):
-                    name = space, group, int.from_bytes(fact.key, "big")
-                    assert (fact.state, fact.pins) == (self.state(name), self.index[name].pins)
-                    assert fact.first_block == max(self.index[name].first_block.values(), default=0)
-                    listed.append(name)
-                if not position:
-                    break
-            assert sorted(listed) == sorted(expected)
+        assert self.cache.has_block(namespace, group, keys_of(key)) == ((space, group, key) in self.index)
 
     @invariant()
     def leases_are_the_model_s(self) -> None:

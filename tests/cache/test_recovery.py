@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvoffd.cache.block_table import CORRUPT, READY, UNVERIFIED, WRITTEN, BlockTable
-from kvoffd.cache.namespace import Group, Namespace
+from kvoffd.cache.namespace import Group, Namespace, NamespaceSnapshot
 from kvoffd.cache.recovery import RecoveredBlocks, recover
 from kvoffd.pool.allocator import SlotAllocator, page_up
 from kvoffd.pool.slot_table import (
@@ -434,3 +434,11 @@ def test_namespaces_are_kept_whole_wherever_the_writer_is_killed() -> None:
     assert successor.save_namespaces(parts(3))
     assert not successor.save_namespaces([Deflated.of(os.urandom(100_000))])
     assert pool.table.load_namespaces(Snapshot) is None, "nothing is newer than what was read"
+
+
+def test_what_0_2_wrote_of_layers_is_passed_over() -> None:
+    groups, layers = (GroupSpec("full_attention", 16),), ((8192, ("model.layers.0", "bfloat16", (16,), "tokens")),)
+    record = 3, b"n" * 32, "label", 1, 32, groups, "{}", ((8192,),), (((1, layers),),), 7
+    content = msgspec.msgpack.encode((4, (record,)))
+    (found,) = msgspec.msgpack.decode(content, type=NamespaceSnapshot).namespaces
+    assert (found.number, found.shard_bytes, found.generation) == (3, ((8192,),), 7)

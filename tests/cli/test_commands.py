@@ -14,7 +14,7 @@ import pytest
 from kvoffd_client import NamespaceSpec, SchedulerClient
 from kvoffd_client.cli import main
 from kvoffd_client.testing import FakeEngine
-from tests.kit.command import BLOCK_BYTES, KEYS, LABEL, LIST_BLOCKS, READING, Cli, Done
+from tests.kit.command import BLOCK_BYTES, KEYS, LABEL, READING, Cli, Done
 from tests.kit.daemon import DaemonProcess
 from tests.kit.redis_server import RedisServer
 from tests.kit.waiting import wait_until
@@ -24,14 +24,12 @@ COMMANDS = (
     *READING,
     ("health", "--live"),
     ("health", "--ready"),
-    ("top",),
     ("doctor",),
     ("clear", "--all", "--yes"),
     ("scrub",),
     ("events",),
     ("bench", "lookup"),
     ("bench", "copy"),
-    (*LIST_BLOCKS, "--namespace", LABEL),
 )
 """What needs a daemon."""
 
@@ -60,11 +58,11 @@ def test_bad_arguments_are_one_sentence(capsys: pytest.CaptureFixture[str]) -> N
         ("bench", "nonsense"),
         ("clear",),
         ("clear", "--all", LABEL),
-        LIST_BLOCKS,
+        ("namespaces", "quota"),
     ):
         assert Done(main(arguments), *capsys.readouterr()).sentence, arguments
-    assert main(("--directory", "/tmp", "blocks", "ls")) == 2
-    assert capsys.readouterr().err.endswith("kvoffd-cli blocks ls --directory.\n")
+    assert main(("--directory", "/tmp", "namespaces", "diff")) == 2
+    assert capsys.readouterr().err.endswith("kvoffd-cli namespaces diff --directory.\n")
 
 
 # --- what is shown ---------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import pytest
 
 from kvoffd_client import AdminClient
 from kvoffd_client.testing import FakeEngine
-from tests.kit.command import CLI, CLIENTS, DAEMON, DEADLINE_S, WATCH, Terminal, run_cli, start_cli
+from tests.kit.command import CLI, CLIENTS, DAEMON, DEADLINE_S, Terminal, run_cli, start_cli
 from tests.kit.daemon import DaemonProcess
 from tests.kit.interrupt import interrupted_import
 from tests.kit.waiting import wait_until
@@ -64,16 +64,6 @@ def test_a_daemon_that_stands_still_is_one_sentence(daemon: DaemonProcess) -> No
     assert seconds < 4.0 + 2 * alone_s, "at most what a machine as busy as this takes for the answers, and the deadline"
     os.kill(daemon.pid, signal.SIGCONT)
     wait_until(lambda: run_cli("health", *where).returncode == 0)
-
-
-def test_a_reader_that_goes_is_no_error(shared_daemon: DaemonProcess) -> None:
-    with start_cli(*WATCH, "--directory", str(shared_daemon.directory)) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        process.stdout.readline()
-        process.stdout.close()
-        assert process.wait(DEADLINE_S) == 0
-        assert process.stderr.read() == ""
 
 
 def test_closed_output_is_no_traceback(shared_daemon: DaemonProcess) -> None:
@@ -129,11 +119,6 @@ def test_ctrl_c_while_a_command_is_loaded_is_quiet(shared_daemon: DaemonProcess,
     assert interrupted_import(command, imported, DEADLINE_S) == (130, [])
 
 
-def first_line(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline()
-
-
 def store_until_heard(engine: FakeEngine, process: subprocess.Popen[str]) -> str:
     """Store pairs of new keys until ``process`` prints a line: a subscription takes a while to arrive."""
     assert process.stdout is not None
@@ -166,6 +151,20 @@ def test_events_are_printed_as_they_happen(shared_daemon: DaemonProcess) -> None
     assert second == first + 1
 
 
+def test_a_reader_that_goes_is_no_error(shared_daemon: DaemonProcess) -> None:
+    with (
+        start_cli("events", "--directory", str(shared_daemon.directory)) as process,
+        FakeEngine(shared_daemon.directory, "read") as engine,
+    ):
+        store_until_heard(engine, process)
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert engine.store(keys(1001), [0]).ok
+        assert process.wait(DEADLINE_S) == 0
+        assert process.stderr.read() == ""
+
+
 def test_events_say_when_the_daemon_goes_and_is_back(daemon: DaemonProcess) -> None:
     with start_cli("events", "--directory", str(daemon.directory)) as process:
         with FakeEngine(daemon.directory, "tiny") as engine:
@@ -178,18 +177,6 @@ def test_events_say_when_the_daemon_goes_and_is_back(daemon: DaemonProcess) -> N
                 daemon.start()
         with FakeEngine(daemon.directory, "tiny") as engine:
             assert "tiny" in store_until_heard(engine, process)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(DEADLINE_S) == 130
-
-
-def test_a_watch_waits_for_a_daemon_that_restarts(daemon: DaemonProcess) -> None:
-    """One sample a line; the daemon's own clock begins anew."""
-    with start_cli(*WATCH, "--json", "--directory", str(daemon.directory)) as process:
-        pids = {json.loads(first_line(process))["pid"] for _ in range(3)}
-        assert pids == {daemon.pid}
-        daemon.kill()
-        daemon.start()
-        wait_until(lambda: json.loads(first_line(process))["pid"] == daemon.pid)
         process.send_signal(signal.SIGINT)
         assert process.wait(DEADLINE_S) == 130
 

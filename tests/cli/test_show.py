@@ -76,7 +76,6 @@ def test_a_quota_that_limits_nothing_says_so_and_one_below_a_block_is_refused(en
 
 COMMANDS = ("", "top", "stats", "health", "doctor", "verify", "clients", "clear", "scrub", "events")
 GROUPS = {"namespaces": ("diff", "quota"), "trace": ("record", "replay"), "bench": ("lookup", "copy")}
-GROUPS["blocks"] = ("ls", "show", "export", "import")
 
 
 def test_help_names_every_command_and_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:

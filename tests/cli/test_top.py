@@ -15,7 +15,7 @@ import pytest
 from kvoffd_client.testing import FakeEngine
 from tests.cli.tmux import PROMPT, Tmux
 from tests.kit.closing import Starting
-from tests.kit.command import CLI, LABEL, start_cli
+from tests.kit.command import CLI, LABEL, run_cli
 from tests.kit.daemon import DaemonProcess
 from tests.kit.ports import free_port
 from tests.kit.waiting import wait_until
@@ -178,19 +178,10 @@ def test_without_a_daemon_it_says_so_and_leaves_the_screen_alone(daemon: DaemonP
         terminal.wait_for("'1ms' is too short")
 
 
-def test_into_a_pipe_it_writes_a_page_every_interval(daemon: DaemonProcess) -> None:
-    process = start_cli("top", "--interval", "100ms", "--directory", str(daemon.directory))
-    try:
-        assert process.stdout is not None
-        pages = 0
-        while pages < 3:
-            line = process.stdout.readline()
-            assert line, "it ended"
-            assert "\x1b" not in line
-            pages += line.startswith("Pool ")
-    finally:
-        process.kill()
-        process.communicate()
+def test_without_a_terminal_it_names_what_prints(daemon: DaemonProcess) -> None:
+    done = run_cli("top", "--directory", str(daemon.directory))
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "`kvoffd-cli stats`" in done.stderr
 
 
 def test_another_node_over_http() -> None:

@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvoffd_client.cli import actions, blocks, main, top
+from kvoffd_client.cli import actions, main
 from kvoffd_client.cli.stats import print_stats, tier_details
-from kvoffd_proto.admin import BlockInfo
-from kvoffd_proto.messages import KeyState
 from kvoffd_proto.stats import OTHERS, DaemonStats, NamespaceStats, SharedStats
 
 
@@ -40,34 +38,6 @@ def test_namespaces_that_are_not_shared_may_be_so_after_a_damaged_state() -> Non
         str(line) for line in tier_details(DaemonStats(shared=[SharedStats("redis://valkey", unshared_namespaces=2)]))
     ]
     assert any("2 namespaces are not shared, after a reset or a damaged state: " in line for line in lines)
-
-
-def test_top_over_http_has_the_time_limits_of_top(monkeypatch: pytest.MonkeyPatch) -> None:
-    limits: list[float] = []
-
-    def read(url: str, timeout_s: float = 0.0) -> DaemonStats:
-        limits.append(timeout_s)
-        if len(limits) == 2:
-            raise KeyboardInterrupt
-        return DaemonStats()
-
-    monkeypatch.setattr(top, "read_stats", read)
-    main(["top", "--url", "node", "--json", "--interval", "100ms"])
-    assert limits == [top.ANSWER_S, top.LATER_ANSWER_S]
-
-
-@pytest.mark.parametrize(
-    ("limit", "advice"), [(100, "--limit 1000"), (200_000, "--limit 1000000"), (1_000_000, "--prefix")]
-)
-def test_a_limit_that_is_advised_is_accepted(
-    limit: int, advice: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = [BlockInfo(bytes(8), KeyState.READY, 4096, 0, 0, b"")]
-    client = SimpleNamespace(find_namespace=lambda name: b"", list_blocks=lambda *which: found * (limit + 1))
-    monkeypatch.setattr(blocks, "_open", lambda directory: nullcontext(client))
-    monkeypatch.setattr(blocks, "print_table", lambda *table: None)
-    assert main(["blocks", "ls", "--namespace", "n", "--limit", str(limit)]) == 0
-    assert capsys.readouterr().out.endswith(f"There are more blocks; {advice} shows more of them.\n")
 
 
 def test_clear_on_all_nodes_counts_what_the_reset_of_all_has_dropped(

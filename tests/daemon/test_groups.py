@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from kvoffd_client import BlockClient, BlockFile, SharedMemory, export_blocks, import_blocks
+from kvoffd_client import SharedMemory
 from tests.kit.checked import flip
 from tests.kit.daemon import DaemonProcess
-from tests.kit.wire import PAGE_BYTES, Page, Segment, Tensor, WireClient, key, keys
+from tests.kit.wire import PAGE_BYTES, Page, Segment, Tensor, WireClient, keys
 
 SPACE = b"two groups".ljust(32)
 BLOCKS = 8
@@ -64,18 +64,11 @@ def engine_on(daemon: DaemonProcess) -> Iterator[Engine]:
             yield Engine(memory, worker, scheduler)
 
 
-def test_groups_and_parts_are_exported_unless_they_changed_in_memory(pool_file: Path, tmp_path: Path) -> None:
+def test_groups_and_parts_are_read_unless_they_changed_in_memory(pool_file: Path) -> None:
     """The reader of a part has not all that its checksum covers: the daemon compares it."""
-    file = tmp_path / "all.safetensors"
-    with DaemonProcess("8MiB", pool_file=str(pool_file)) as first, DaemonProcess("8MiB") as second:
-        with engine_on(first) as engine, BlockClient(first.directory) as client:
-            stored = {one: engine.store(*one) for one in STORED}
-            assert export_blocks(client, SPACE, file).blocks == 3
-            flip(pool_file, zlib.crc32(stored[PART]), len(stored[PART]))
-            done = export_blocks(client, SPACE, tmp_path / "less.safetensors")
-            assert (done.blocks, done.damaged) == (2, [key(2)])
-        with BlockClient(second.directory) as client, BlockFile(file) as source:
-            assert import_blocks(client, source).blocks == 3
-        with engine_on(second) as engine:
-            assert engine.load(2, 0, 0) == "not_ready"
-            assert {one: engine.load(*one) for one in STORED} == stored
+    with DaemonProcess("8MiB", pool_file=str(pool_file), verify_share="1") as daemon, engine_on(daemon) as engine:
+        stored = {one: engine.store(*one) for one in STORED}
+        for one in STORED:
+            assert engine.load(*one) == stored[one]
+        flip(pool_file, zlib.crc32(stored[PART]), len(stored[PART]))
+        assert engine.load(*PART) == "checksum"

@@ -31,9 +31,6 @@ CLI, DAEMON = str(BIN / "kvoffd-cli"), str(BIN / "kvoffd")
 DEADLINE_S = 60.0
 
 CLIENTS = ("clients", "--all")
-LIST_BLOCKS, SHOW_BLOCK = ("blocks", "ls"), ("blocks", "show")
-EXPORT, IMPORT = ("blocks", "export"), ("blocks", "import")
-WATCH = ("top", "--interval", "100ms")
 LABEL = "tiny"
 KEYS = keys(*range(1, 9))
 BLOCK_BYTES = 4 * 16384

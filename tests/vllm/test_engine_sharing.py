@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
-import torch
-from safetensors import safe_open
 
-from kvoffd_client import AdminClient, BlockClient, export_blocks
+from kvoffd_client import AdminClient
 from tests.kit.daemon import DaemonProcess
 from tests.kit.engine import (
     BLOCK_TOKENS,
@@ -59,33 +55,6 @@ def test_server_loads_what_another_engine_stored(home: EngineHome, server: Engin
     assert len(after.namespaces) == 1
     assert after.load.bytes == after.store.bytes == before.store.bytes, "nothing was stored anew"
     assert (after.store.failed_jobs, after.load.failed_jobs, after.leases, after.pinned_blocks) == (0, 0, 0, 0)
-
-
-def test_a_block_has_the_layers_of_its_engine(home: EngineHome, tmp_path: Path) -> None:
-    """By vLLM's names, as tensors that PyTorch and the safetensors library read."""
-    home.ensure_no_daemon()
-    home.ensure_daemon()
-    home.engine.forget()
-    home.engine.generate(PROMPTS[:1])
-    namespaces = wait_stored(home.directory).namespaces
-    # The server may have opened it first, under its own name for the model.
-    (name,) = [fingerprint.hex() for fingerprint, found in namespaces.items() if found.ready_blocks]
-    with BlockClient(home.directory) as client:
-        geometry = client.geometry(name)
-        (shard,) = geometry.shards[0]
-        key = next(client.list_blocks(name)).key
-        layers = client.get_block(name, key).shards[0].layers
-        export_blocks(client, name, tmp_path / "blocks.safetensors", [key.hex()])
-    facts = json.loads(geometry.description)
-    assert len(shard.pages) == len(layers) == facts["groups"][0]["layers"]
-    assert all(layer.name for layer in layers)
-    assert {layer.dtype for layer in layers} == {"float32"}
-    assert layers[0].shape[1 + layers[0].layout.split().index("tokens")] == BLOCK_TOKENS
-    tensor = layers[0].tensor()
-    assert torch.isfinite(tensor).all()
-    assert tensor.std() > 0
-    with safe_open(tmp_path / "blocks.safetensors", "pt") as tensors:
-        assert torch.equal(tensors.get_tensor(f"group0/{key.hex()}/rank0/layers0-{len(layers) - 1}")[0], tensor)
 
 
 # --- sliding windows -------------------------------------------------------------------------------

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from kvoffd_client import AdminClient, BlockClient
+from kvoffd_client import AdminClient
 from tests.kit.amount import TIMES
 from tests.kit.command import run_cli_here
 from tests.kit.engine import BLOCK_TOKENS, wait_stored
-from tests.kit.wire import books
+from tests.kit.stored_blocks import keys_of, loaded
+from tests.kit.wire import KvSubscriber, books
 from tests.vllm.engine_home import EngineHome
 from tests.vllm.engine_server import EngineServer
 
@@ -74,13 +75,13 @@ def test_a_healthy_engine_passes_every_time(verify: Verify, home: EngineHome) ->
 
 def test_a_wrong_block_is_found(verify: Verify, home: EngineHome) -> None:
     """One block has the bytes of another, under its own right checksum."""
-    verify.report(0)
-    (name,) = (one.hex() for one, found in books(home.directory).namespaces.items() if found.ready_blocks)
-    with BlockClient(home.directory) as client, AdminClient(home.directory) as admin:
-        blocks = [block for read in client.read_blocks(name, list(client.list_blocks(name))) for block in read.blocks]
-        assert admin.clear(bytes.fromhex(name)) == len(blocks)
-        for block, bytes_of in zip(blocks, [blocks[1], *blocks[1:]], strict=True):
-            assert client.put_block(name, block.key, bytes_of)
+    with KvSubscriber(home.directory) as heard:
+        verify.report(0)
+        (namespace,) = (one for one, found in books(home.directory).namespaces.items() if found.ready_blocks)
+        keys = keys_of(heard, namespace)
+    with loaded(home.directory, namespace, keys) as engine, AdminClient(home.directory) as admin:
+        assert admin.clear(namespace) == len(keys)
+        assert engine.store(keys, [1, *range(1, len(keys))]).ok
     report = verify.report(1)
     assert report["verdict"] == "FAIL"
     assert sorted(one["verdict"] for one in report["prompts"]) == ["fault", "same", "same"]

@@ -937,7 +937,7 @@ def test_outcomes_and_what_was_found_are_reported() -> None:
     assert (*found(report), report.tokens) == (Outcome.TOO_SHORT, 0, 0, 0, 0, 1)
 
     harness.request("held")
-    harness.manager.prepare_scan(harness.requests["held"], 3 * CHUNK_TOKENS, has_all=True)
+    harness.manager.prepare_scan(harness.requests["held"], 3 * CHUNK_TOKENS, engine_has_all=True)
     assert found(report_of(harness, name="held"))[:2] == (Outcome.NOT_NEEDED, 0), (
         "nobody waits for its answer: it is not late"
     )
@@ -1012,7 +1012,7 @@ def test_what_vllms_own_cache_has_is_reported_as_not_needed(harness: ManagerHarn
     assert counted(report) == (Outcome.LOADED, CHUNK_TOKENS, [1], [2], block_hash(3))
 
     harness.request("c", set())
-    harness.manager.prepare_scan(harness.requests["c"], 2 * CHUNK_TOKENS, has_all=True)
+    harness.manager.prepare_scan(harness.requests["c"], 2 * CHUNK_TOKENS, engine_has_all=True)
     report = report_of(harness, name="c")
     assert counted(report) == (Outcome.NOT_NEEDED, 2 * CHUNK_TOKENS, [2], [3], b""), "the last token is computed anyway"
 

@@ -100,7 +100,6 @@ def spec_of(rank: int, *, replicated: bool = False) -> Any:
         namespace=ONE,
         options=ConnectorOptions(),
         memory=SharedKvMemory(),
-        layers=(),
         config=SimpleNamespace(parallel=SimpleNamespace(rank=rank)),
         blocks_per_chunk=1,
         replicated_layout=replicated,

@@ -23,7 +23,7 @@ COMPLETION = "_KVOFFD_CLI_COMPLETE"
 """Variable by which a shell requests completions."""
 
 COMMANDS = {
-    "top": ("top", "top", "top", "top --interval 5s", "top | tee stats.txt"),
+    "top": ("top", "top", "top", "top --interval 5s", "top --url http://node:9464"),
     "stats": ("stats", "stats", "stats", "stats --misses", "stats tiers --url http://node:9464"),
     "health": ("show", "health", "health", "health --ready", "health --json"),
     "doctor": (
@@ -48,10 +48,6 @@ COMMANDS = {
         "trace replay trace.jsonl.gz --size 64GiB,128GiB",
     ),
     "bench": ("bench", "bench_app", "bench lookup", "bench copy", "bench copy --json"),
-    "blocks": (
-        "blocks", "blocks_app",
-        "blocks ls --namespace m", "blocks export m.safetensors --namespace m", "blocks import m.safetensors",
-    ),
 }  # fmt: skip
 """Module, function or group, and examples of each command, in the order of --help."""
 
@@ -122,8 +118,7 @@ def run(given: list[str]) -> int:
             return _refuse(f"{option} is not a global option; write it after a command: kvoffd-cli {behind} {option}.")
         said = str(words()).replace("Value error, ", "").rstrip(".")
         said = re.sub(r"\.? \(?(Did you mean|Possible options:) ([^?)]+)[?)]", r"; did you mean \2?", said)
-        hint = "`kvoffd-cli namespaces` lists them" if "'--namespace'" in said else "see --help"
-        return _refuse(said if said.endswith("?") else f"{said}; {hint}.")
+        return _refuse(said if said.endswith("?") else f"{said}; see --help.")
 
 
 def _output_that_fails() -> str:

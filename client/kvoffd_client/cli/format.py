@@ -16,7 +16,7 @@ from rich.text import Text
 from kvoffd_client.namespace_differences import fields_of_description
 from kvoffd_proto.messages import KeyState
 from kvoffd_proto.stats import DaemonStats, namespace_id
-from kvoffd_proto.units import format_count, format_size, percent, plural, printable
+from kvoffd_proto.units import format_count, plural, printable
 
 WIDE_CELLS = 120
 """Columns of a terminal that is wide enough for labels next to ids."""
@@ -135,9 +135,3 @@ def reason_name(reason: str) -> str:
 def count_blocks(count: int) -> str:
     """Return such as ``1 block`` or ``1,234 blocks``."""
     return f"{format_count(count)} block{plural(count)}"
-
-
-def print_progress(done_bytes: int, total_bytes: int) -> None:
-    """Show the progress of a copy."""
-    finished = done_bytes >= total_bytes
-    print_status("" if finished else f"{percent(done_bytes, total_bytes)} of {format_size(total_bytes)}")

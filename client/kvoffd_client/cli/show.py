@@ -38,7 +38,7 @@ from kvoffd_client.cli.target import (
     parse_option,
 )
 from kvoffd_client.namespace_differences import differences, explain, how_they_differ
-from kvoffd_proto.admin import ListBlocks, ListPrompts, LoggedPrompt, NamespaceInfo, SessionInfo, SetQuota
+from kvoffd_proto.admin import FindBlock, ListPrompts, LoggedPrompt, NamespaceInfo, SessionInfo, SetQuota
 from kvoffd_proto.messages import Outcome, PromptReport, Role
 from kvoffd_proto.stats import MISS_REASONS, engine_name, namespace_id
 from kvoffd_proto.units import exact_size, format_count, format_duration, format_size, parse_size, plural, printable
@@ -264,7 +264,7 @@ def _elsewhere(
         for other in infos.values():
             if other.label != own.label or other is own or not other.ready_blocks or group >= len(other.groups):
                 continue
-            if admin.ask(ListBlocks, other.namespace, group, prefix=key.hex()).blocks:
+            if admin.ask(FindBlock, other.namespace, group, key).count:
                 differs = how_they_differ(own.description, other.description)
                 sentence = f" Namespace {namespace_id(other.namespace)} has this key, but differs: {differs}."
                 yield (fingerprint, key), sentence

@@ -26,13 +26,12 @@ from rich.text import Text
 
 from kvoffd_client.admin_client import read_stats
 from kvoffd_client.cli.findings import failing_copies
-from kvoffd_client.cli.format import Line, make_console, print_json, print_line, reason_name, table_of, wrapped
+from kvoffd_client.cli.format import Line, make_console, reason_name, table_of, wrapped
 from kvoffd_client.cli.show import Engine, engine_table, engines_of, labels_of
 from kvoffd_client.cli.stats import (
     answer_time,
     policy_lines,
     pool_bar,
-    print_stats,
     saved_time,
     tier_details,
     token_count,
@@ -60,7 +59,7 @@ NOW_S = 3.0
 """Period of the averages in ``now``."""
 ANSWER_S = 2.0
 LATER_ANSWER_S = 10.0
-"""Time limit after a missing answer; to a pipe, after the first."""
+"""Time limit after a missing answer."""
 LOOK_S = 0.25
 """Interval at which the terminal's size is checked."""
 SHOWN_SIZES = ("0.5", "1", "2", "10")
@@ -422,17 +421,18 @@ def top(
     interval: Annotated[str, typer.Option("--interval", metavar="DURATION", help="Time between updates.")] = "1s",
     directory: Directory = None,
     url: Url = "",
-    json: Annotated[bool, typer.Option("--json", help="Print one line of JSON per update.")] = False,
 ) -> int:
     """Show what the daemon does, live.
 
-    1 to 4 select the view, h shows keys and explanations, q quits. To a pipe it prints the page of stats at every
-    update.
+    1 to 4 select the view, h shows keys and explanations, q quits.
     """
     interval_s = parse_option("--interval", interval, parse_duration)
     if interval_s < MIN_INTERVAL_S:
         raise CliError(f"--interval {interval!r} is too short; the minimum is {format_duration(MIN_INTERVAL_S)}.")
     check_one_daemon(directory, url)
+    console = make_console()
+    if not console.is_terminal or console.is_dumb_terminal:
+        raise CliError("top needs a terminal; `kvoffd-cli stats` prints its numbers, --json for programs.")
     with open_admin(directory) as admin:
         admin.on_silence = lambda: None  # the screen shows it
 
@@ -444,33 +444,8 @@ def top(
                 return Reading(admin.stats())
             return Reading(admin.stats(), engines_of(admin.sessions().sessions, labels_of(admin)))
 
-        console = make_console()
-        if console.is_terminal and not console.is_dumb_terminal and not json:
-            host = urlsplit(url if "://" in url else f"//{url}").hostname or gethostname()
-            return run(read, interval_s, console, host)
-        _print_pages(read, interval_s, as_json=json)
-    return 0
-
-
-def _print_pages(read: Read, interval_s: float, *, as_json: bool) -> NoReturn:
-    """Print a page, or a line, every interval. Raises if the first answer is missing; later ones are only reported."""
-    answered = False
-    while True:
-        began = time.monotonic()
-        try:
-            stats = read(VIEWS[0], LATER_ANSWER_S if answered else ANSWER_S).stats
-        except KvoffdClientError as error:
-            if not answered:
-                raise
-            print(f"{time.strftime('%H:%M:%S')} {error}", file=sys.stderr, flush=True)
-        else:
-            answered = True
-            if as_json:
-                print_json(stats)
-            else:
-                print_stats(stats)
-                print_line("")
-        time.sleep(max(0.0, began + interval_s - time.monotonic()))
+        host = urlsplit(url if "://" in url else f"//{url}").hostname or gethostname()
+        return run(read, interval_s, console, host)
 
 
 def run(read: Read, interval_s: float, console: Console, host: str) -> int:

@@ -48,7 +48,6 @@ from kvoffd_client.vllm.connector_metadata import ConnectorMetadata, WorkerRepor
 from kvoffd_client.vllm.do_no_harm import largest_chunk_of
 from kvoffd_client.vllm.engine_namespace import MemoryReport
 from kvoffd_client.vllm.fingerprint import collect_factors, label_of, namespace_of
-from kvoffd_client.vllm.kv_memory import describe_layers
 from kvoffd_client.vllm.live_weights import LiveWeights, has_experts_elsewhere
 from kvoffd_client.vllm.load_admission import LoadAdmission
 from kvoffd_client.vllm.log import StoreRefusalFilter, logger
@@ -154,7 +153,7 @@ class KvoffdConnector(OffloadingConnector):
         return spec.memory if current_platform.is_cpu() else None
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """As vLLM's; also takes the digest of the weights and describes the layers' pages."""
+        """As vLLM's; also takes the digest of the weights."""
         config, cache = self._vllm_config, self._kv_cache_config
         weights = self._weights = LiveWeights.of_caller(experts_elsewhere=has_experts_elsewhere(config))
         self._digest = weights.digest()
@@ -168,9 +167,6 @@ class KvoffdConnector(OffloadingConnector):
                 "kvoffd cannot serve this engine: its model runner writes to blocks before their stores have ended, in "
                 "a place unknown to this kvoffd. Start it without --kv-transfer-config."
             )
-        spec: KvoffdSpec = self.connector_worker.spec
-        groups = [cache.kv_cache_groups[group.group_id].layer_names for group in spec.config.groups]
-        spec.layers = describe_layers(kv_caches, groups, cache.num_blocks)
         super().register_kv_caches(kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: ConnectorMetadata) -> None:
@@ -279,7 +275,7 @@ class KvoffdConnector(OffloadingConnector):
         tokens, loads = None, False
         if not self._manager.awaits_adapter(request):
             most = (request.num_tokens - 1) // self._block_tokens * self._block_tokens
-            self._manager.prepare_scan(request, num_computed_tokens, has_all=num_computed_tokens >= most)
+            self._manager.prepare_scan(request, num_computed_tokens, engine_has_all=num_computed_tokens >= most)
             tokens, loads = self._find_load(request, num_computed_tokens)
         # Do not defer: MultiConnector would also defer the load of another connector, which has the whole prompt.
         return (0, False) if tokens is None and elsewhere else (tokens, loads)

@@ -1,8 +1,8 @@
-"""A worker's KV memory: allocated as shared memory on a CPU, exported on a GPU, and described for the daemon."""
+"""A worker's KV memory: allocated as shared memory on a CPU, exported on a GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -14,11 +14,7 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches
 from kvoffd_client.cuda_export import GpuSegment, export_segments
 from kvoffd_client.errors import KvoffdClientError
 from kvoffd_client.memory import Registration, SharedMemory
-from kvoffd_proto.messages import LayerSpec, PageRef, TensorLayout
-
-# vLLM's logical order of a layer's cache, after the blocks (v1/kv_cache_interface.py, create_kv_cache_views). If
-# kernels have smaller blocks than the manager, a page is several kernel blocks.
-DIMENSIONS = ("heads", "tokens", "content")
+from kvoffd_proto.messages import PageRef, TensorLayout
 
 
 class NotShareable(Exception):
@@ -57,12 +53,10 @@ def registration_of(
     memories: Sequence[SharedMemory],
     rank: int,
     blocks_per_chunk: int,
-    layers: Sequence[Sequence[LayerSpec]] = (),
 ) -> Registration:
     """Return the registration of a worker's KV tensors: their places in shared memory.
 
-    ``layers`` describes the pages of each group (see ``describe_layers``); it is ignored if it does not fit the
-    tensors. Raises NotShareable if a tensor is not in shareable memory.
+    Raises NotShareable if a tensor is not in shareable memory.
     """
     tensors = [cache.tensor for cache in kv_caches.tensors]
     kinds = {tensor.device.type for tensor in tensors}
@@ -87,17 +81,14 @@ def registration_of(
         layouts = [_layout_in(offered, tensor, reason) for tensor in tensors]
         undo.pop_all()
     used = sorted({layout.segment for layout in layouts})
-    groups = []
-    for index, refs in enumerate(kv_caches.group_data_refs):
-        specs = layers[index] if index < len(layers) and len(layers[index]) == len(refs) else [None] * len(refs)
-        pages = zip(refs, specs, strict=True)
-        groups.append(tuple(PageRef(ref.tensor_idx, ref.page_size_bytes, layer) for ref, layer in pages))
     return Registration(
         rank=rank,
         blocks_per_key=blocks_per_chunk,
         memories=tuple(offered[index] for index in used),
         tensors=tuple(replace(layout, segment=used.index(layout.segment)) for layout in layouts),
-        groups=tuple(groups),
+        groups=tuple(
+            tuple(PageRef(ref.tensor_idx, ref.page_size_bytes) for ref in refs) for refs in kv_caches.group_data_refs
+        ),
     )
 
 
@@ -130,37 +121,3 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """Return (address, size in bytes) of a tensor of pages, [blocks, page], from its first byte to its last."""
     blocks, page = int(tensor.shape[0]), int(tensor.shape[1])
     return int(tensor.data_ptr()), ((blocks - 1) * int(tensor.stride(0)) + page) * int(tensor.element_size())
-
-
-def describe_layers(
-    kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], groups: Sequence[Sequence[str]], num_blocks: int
-) -> tuple[tuple[LayerSpec, ...], ...]:
-    """Return the layout of a page for each layer of each group, for programs that open blocks without an engine.
-
-    Nothing is decided by it. ``kv_caches`` are vLLM's tensors by layer name, ``[blocks, heads, tokens, content]`` in
-    whatever order of memory; ``num_blocks`` counts the blocks of vLLM's manager.
-    """
-    return tuple(tuple(_describe(name, kv_caches.get(name), num_blocks) for name in names) for names in groups)
-
-
-def _describe(name: str, tensor: torch.Tensor | Sequence[torch.Tensor] | None, num_blocks: int) -> LayerSpec:
-    name = name[:256]
-    if not isinstance(tensor, torch.Tensor):
-        return LayerSpec(name)  # a state of several tensors
-    shape: tuple[int, ...] = tuple(tensor.shape)
-    if len(shape) != 1 + len(DIMENSIONS) or shape[0] % num_blocks:
-        return LayerSpec(name)  # another kind of state
-    dimensions = [
-        ("kernel_blocks", int(shape[0]) // num_blocks, int(tensor.stride(0))),
-        *zip(DIMENSIONS, map(int, shape[1:]), map(int, tensor.stride()[1:]), strict=True),
-    ]
-    kept = [dimension for dimension in dimensions if dimension[0] != "kernel_blocks" or dimension[1] > 1]
-    # A dimension of one element may have any stride; sort it before the dimensions it would contain.
-    kept.sort(key=lambda dimension: dimension[2], reverse=True)
-    expected = 1
-    for _, size, stride in reversed(kept):
-        if size > 1 and stride != expected:
-            return LayerSpec(name)  # the page has gaps, or other layers in between
-        expected *= size
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return LayerSpec(name, dtype, [size for _, size, _ in kept], " ".join(of for of, _, _ in kept))

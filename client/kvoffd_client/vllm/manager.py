@@ -95,8 +95,8 @@ WAIT_PAUSE_S = 0.1
 """Pause of waiting after an answer that did not come in time. A daemon that hangs costs 1 % of an engine's time, 5 % of
 an idle one's, until it counts as not connected."""
 STANDSTILL_S, MOST_STOOD_STILL_S = 0.05, 5.0
-"""Time between two calls of _look() in an idle engine above which neither it nor the daemon probably had a CPU. The
-excess does not count as waited, up to MOST_STOOD_STILL_S per request."""
+"""Time between two calls of _note_time() in an idle engine above which neither it nor the daemon probably had a CPU.
+The excess does not count as waited, up to MOST_STOOD_STILL_S per request."""
 REPORT_EVERY_S = 10.0
 
 
@@ -114,7 +114,7 @@ class KeyedLookup:
         coming_tokens: number of their tokens, in the group with the most.
     """
 
-    ticket: LookupFuture
+    future: LookupFuture
     chunks: dict[int, Sequence[bytes]]
     tails: Mapping[int, Sequence[bytes]]
     sent_at: float
@@ -130,7 +130,7 @@ class KeyedLookup:
         return sum(map(len, self.chunks.values()))
 
     @property
-    def has_all(self) -> bool:
+    def all_ready(self) -> bool:
         """Whether all chunks are ready, and no tail is being promoted."""
         return not self.coming and all(states.count(READY) == len(states) for states in self.states)
 
@@ -138,12 +138,12 @@ class KeyedLookup:
     def states(self) -> list[bytes]:
         """States of the chunks of each group; empty without an answer."""
         counts = map(len, self.chunks.values())
-        return [states[:count] for states, count in zip(self.ticket.states, counts, strict=False)]
+        return [states[:count] for states, count in zip(self.future.states, counts, strict=False)]
 
     def leading_ready(self, index: int) -> int:
         """Return the number of a group's chunks that are ready, before the first one that is not."""
         chunks = self.chunks.get(index, ())
-        return min(self.ticket.leading_ready(list(self.chunks).index(index)), len(chunks)) if chunks else 0
+        return min(self.future.leading_ready(list(self.chunks).index(index)), len(chunks)) if chunks else 0
 
     def asks_tails_beyond(self, answer: KeyedLookup | None) -> bool:
         """Return whether it asks for tails that ``answer`` lacks."""
@@ -152,7 +152,7 @@ class KeyedLookup:
     @property
     def usable(self) -> bool:
         """Whether the answer is still valid: its lease lives, or nothing was pinned."""
-        return self.ticket.alive or self.ticket.pinned == 0
+        return self.future.alive or self.future.pinned == 0
 
 
 @dataclass(slots=True, eq=False)
@@ -167,11 +167,11 @@ class RequestState:
         to_count: the lookup whose keys the daemon counts when the outcome is reported; None once it is.
         counted_by: the connection on which it was sent, and the session there: another one does not know it.
         own_tokens: leading tokens in vLLM's own cache, at the last scan.
-        has_all: they are all that vLLM can use.
+        engine_has_all: those are all that vLLM can use.
         prefilled_elsewhere: another connector loads the prompt, which a prefill instance computed.
         report: the report of a prompt that is being loaded; sent when the load ends.
         found: the answer's results, during vLLM's scan.
-        otherwise: result for all other keys.
+        default_result: result for all other keys.
         tails: hashes of the tails to look up with the chunks, by group on the wire. A tail is the beginning of a chunk,
             which vLLM stores where a prompt of a model with recurrent layers ends.
         tail_keys: vLLM's keys of all tails looked up.
@@ -208,11 +208,11 @@ class RequestState:
     to_count: LookupFuture | None = None
     counted_by: tuple[SchedulerClient, int] | None = None
     own_tokens: int = 0
-    has_all: bool = False
+    engine_has_all: bool = False
     prefilled_elsewhere: bool = False
     report: PromptReport | None = None
     found: Mapping[OffloadKey, LookupResult] = field(default_factory=dict)
-    otherwise: LookupResult = _MISS
+    default_result: LookupResult = _MISS
     tails: Mapping[int, Sequence[bytes]] = field(default_factory=dict)
     tail_keys: set[OffloadKey] = field(default_factory=set)
     wanted_tails: list[OffloadKey] = field(default_factory=list)
@@ -357,10 +357,10 @@ class KvoffdManager(OffloadingManager):
             asked_by = namespace.client, namespace.client.session_id
             # Tails are not counted: there are many, and one is a hit at most.
             again = bool(tails) or (state.to_count is not None and state.counted_by == asked_by)
-            ticket = namespace.client.lookup(message, again, reported=True, peer=state.peer)
-            if not again and ticket.lease_id:
-                state.to_count, state.counted_by = ticket, asked_by
-            state.pending = state.last = KeyedLookup(ticket, chunks, tails, self._look())
+            future = namespace.client.lookup(message, again, reported=True, peer=state.peer)
+            if not again and future.lease_id:
+                state.to_count, state.counted_by = future, asked_by
+            state.pending = state.last = KeyedLookup(future, chunks, tails, self._note_time())
             self._counters[metrics.LOOKUPS] += 1
 
     def look_up_tails(self, request: Request, computed_tokens: int) -> bool:
@@ -379,7 +379,7 @@ class KvoffdManager(OffloadingManager):
         self._release(state.pending)
         state.pending = None
         self.look_up(request)
-        self.prepare_scan(request, computed_tokens, has_all=state.has_all)
+        self.prepare_scan(request, computed_tokens, engine_has_all=state.engine_has_all)
         state.asks_tails = False  # the second scan takes what is known
         return True
 
@@ -433,51 +433,52 @@ class KvoffdManager(OffloadingManager):
         """Record that another connector loads a request's prompt, which a prefill instance computed."""
         self._requests[request_id].prefilled_elsewhere = True
 
-    def prepare_scan(self, request: Request, computed_tokens: int, *, has_all: bool) -> None:
+    def prepare_scan(self, request: Request, computed_tokens: int, *, engine_has_all: bool) -> None:
         """Prepare the results of ``lookup`` for a request before vLLM's scan, which must see a single answer.
 
         Read an answer that has come, or wait a moment for it; look up again if it is missing or outdated.
-        ``computed_tokens`` are in vLLM's own cache, in whole blocks; ``has_all``: as many as it can use, so nothing is
-        loaded but a tail.
+        ``computed_tokens`` are in vLLM's own cache, in whole blocks; ``engine_has_all``: as many as it can use, so
+        nothing is loaded but a tail.
         """
         state, namespace = self._requests[request.request_id], self.namespace
-        state.found, state.otherwise, state.own_tokens, state.has_all = {}, _MISS, computed_tokens, has_all
+        state.found, state.default_result = {}, _MISS
+        state.own_tokens, state.engine_has_all = computed_tokens, engine_has_all
         state.wanted_tails, state.asks_tails, state.awaits_tail = [], False, False
         has_tail = bool(self._tail_tokens) and computed_tokens + self._tail_tokens < request.num_prompt_tokens
-        if (has_all and not has_tail) or not self._may_load(state) or namespace.problem:
+        if (engine_has_all and not has_tail) or not self._may_load(state) or namespace.problem:
             return
         if not (namespace.registered and namespace.client.ready):
             if self._awaits_reports(state):
-                state.otherwise = LookupResult.RETRY
+                state.default_result = LookupResult.RETRY
             return
         if state.answer is not None and not state.answer.usable:
             state.answer = None
         if state.pending is None:
             is_outdated = self._is_outdated(state)
-            if state.waits_for_tier and state.answer is not None and state.answer.ticket.asking:
+            if state.waits_for_tier and state.answer is not None and state.answer.future.asking:
                 self._asks_again = is_outdated
             if is_outdated:
                 self.look_up(request)
         if state.pending is None and state.waits_for_tier:
             self._rest()
-        if state.pending is not None and not state.pending.ticket.done:
+        if state.pending is not None and not state.pending.future.done:
             tokens = request.num_tokens - computed_tokens
             if state.answer is not None and state.pending.asks_tails_beyond(state.answer):
                 tokens = min(tokens, self._groups[0].tokens_per_chunk)
             self._wait_for_answer(state, state.pending, self._computed_s(request, tokens))
-        came = state.pending
-        if came is not None and came.ticket.done:
+        answered = state.pending
+        if answered is not None and answered.future.done:
             state.pending = None
             now = self.clock()
-            if came.ticket.failed or (came.ticket.pinned and now >= came.ticket.stale_at):
-                self._release(came)
+            if answered.future.failed or (answered.future.pinned and now >= answered.future.stale_at):
+                self._release(answered)
                 state.failed_at = now
             else:
-                self._read(came)
+                self._read(answered)
                 # The new lease pins the same blocks, so nothing is unpinned in between.
                 self._release(state.answer)
-                state.answer = came
-                state.from_tiers.update(came.coming)
+                state.answer = answered
+                state.from_tiers.update(answered.coming)
         if state.answer is not None:
             state.found = state.answer.found
             state.waits_for_tier = bool(state.answer.coming) and self._waits_for_tier(state, state.answer)
@@ -485,9 +486,9 @@ class KvoffdManager(OffloadingManager):
         if pending is not None and not pending.given_up:
             state.awaits_tail = pending.asks_tails_beyond(state.answer)
             if state.answer is None or state.waits_for_tier or state.awaits_tail:
-                state.otherwise = LookupResult.RETRY
+                state.default_result = LookupResult.RETRY
         may_ask = (pending is None or not pending.given_up) and self.clock() - state.failed_at >= REFRESH_S
-        state.asks_tails = has_tail and may_ask and state.otherwise is _MISS
+        state.asks_tails = has_tail and may_ask and state.default_result is _MISS
 
     def _awaits_reports(self, state: RequestState) -> bool:
         """Return whether a request waits a moment for the workers to report their memory or registration.
@@ -513,19 +514,19 @@ class KvoffdManager(OffloadingManager):
         hashes = len(state.request.block_hashes)
         if sum(hashes // group.hashes_per_chunk for group in self._groups) > answer.asked:
             return True
-        if answer.has_all and answer.ticket.leased:
-            return now > answer.ticket.stale_at - REFRESH_S
+        if answer.all_ready and answer.future.leased:
+            return now > answer.future.stale_at - REFRESH_S
         if not state.waits_for_tier or state.tier_wait_began is None:
-            return now - answer.ticket.answered_at > REFRESH_S
-        if answer.ticket.asking and self._asks_again is not None:
+            return now - answer.future.answered_at > REFRESH_S
+        if answer.future.asking and self._asks_again is not None:
             return self._asks_again
         # Half of the expected time; without an estimate, a quarter of the time waited so far.
         waited_s = now - state.tier_wait_began
         most_s = max(MAX_RETRY_PAUSE_S, RETRY_SHARE * waited_s)
-        expected_s = answer.ticket.wait_s or waited_s / 2
-        return now - answer.ticket.answered_at > min(most_s, max(MIN_RETRY_PAUSE_S, expected_s / 2))
+        expected_s = answer.future.wait_s or waited_s / 2
+        return now - answer.future.answered_at > min(most_s, max(MIN_RETRY_PAUSE_S, expected_s / 2))
 
-    def _look(self) -> float:
+    def _note_time(self) -> float:
         """Return the time; do not count as waited what an idle engine stood still since the last call."""
         before, self._looked_at = self._looked_at, self.clock()
         stood_still_s = self._looked_at - before - STANDSTILL_S
@@ -549,20 +550,20 @@ class KvoffdManager(OffloadingManager):
 
         ``computed_s``: time after which the request would be computed without a load.
         """
-        ticket, now = pending.ticket, self._look()
+        future, now = pending.future, self._note_time()
         is_needed = state.answer is None or pending.asks_tails_beyond(state.answer)
         is_first = is_needed and not pending.given_up and now >= self._no_wait_before
         if self._wait_left_s > 0 and (is_first or (state.waits_for_tier and self._is_idle)):
             self._counters[metrics.LOOKUP_WAITS] += is_first
-            came = ticket.wait(self._wait_left_s)
-            began, now = now, self._look()
+            answered = future.wait(self._wait_left_s)
+            began, now = now, self._note_time()
             self._wait_left_s -= now - began
-            if is_first and not came:
+            if is_first and not answered:
                 self._counters[metrics.LOOKUP_WAITS_TIMED_OUT] += 1
                 self._no_wait_before = now + WAIT_PAUSE_S
         else:
             self.namespace.client.poll()
-        if not ticket.done and not pending.given_up:
+        if not future.done and not pending.given_up:
             until = pending.sent_at + self._allowed_s(computed_s)
             if state.waits_for_tier:  # promoted blocks may still come
                 until = max(until, state.tier_wait_until)
@@ -594,31 +595,31 @@ class KvoffdManager(OffloadingManager):
         late = len(self._replies_s) == LATE_REPLIES and min(self._replies_s) > allowed_s
         return 0.0 if late else allowed_s
 
-    def _read(self, came: KeyedLookup) -> None:
+    def _read(self, lookup: KeyedLookup) -> None:
         """Read an answer once it has come: its duration and its states."""
-        ticket = came.ticket
-        if came.read or not ticket.done or ticket.failed:
+        future = lookup.future
+        if lookup.read or not future.done or future.failed:
             return
-        came.read = True
-        self._replies_s.append(ticket.answered_at - came.sent_at)
-        for (index, chunks), states in zip(came.chunks.items(), ticket.states, strict=False):
-            suffix, leading = self._groups[index].suffix, came.leading_ready(index)
-            came.found.update(dict.fromkeys([one + suffix for one in chunks[:leading]], _HIT))
-            tails = came.tails.get(index, ())
-            came.found.update(dict.fromkeys([one + suffix for one in tails], _MISS))
+        lookup.read = True
+        self._replies_s.append(future.answered_at - lookup.sent_at)
+        for (index, chunks), states in zip(lookup.chunks.items(), future.states, strict=False):
+            suffix, leading = self._groups[index].suffix, lookup.leading_ready(index)
+            lookup.found.update(dict.fromkeys([one + suffix for one in chunks[:leading]], _HIT))
+            tails = lookup.tails.get(index, ())
+            lookup.found.update(dict.fromkeys([one + suffix for one in tails], _MISS))
             if not states[leading:].strip(_NOT_THERE):
                 continue  # the rest is absent or being written: chunks without an entry are misses
-            before = len(came.coming)
+            before = len(lookup.coming)
             for one, state in zip([*chunks[leading:], *tails], states[leading:], strict=True):
                 if state == READY:
-                    came.found[one + suffix] = _HIT
+                    lookup.found[one + suffix] = _HIT
                 elif state in COMING:
                     # Not RETRY, after which vLLM would look for an earlier window.
-                    came.found[one + suffix], came.coming[one + suffix] = _PENDING, state
+                    lookup.found[one + suffix], lookup.coming[one + suffix] = _PENDING, state
             coming_tails = sum(state in COMING for state in states[len(chunks) :])
-            count = len(came.coming) - before - max(0, coming_tails - 1)  # one of them is loaded at most
+            count = len(lookup.coming) - before - max(0, coming_tails - 1)  # one of them is loaded at most
             tokens = count * self._groups[index].tokens_per_chunk
-            came.coming_tokens = max(came.coming_tokens, tokens)
+            lookup.coming_tokens = max(lookup.coming_tokens, tokens)
 
     def _waits_for_tier(self, state: RequestState, answer: KeyedLookup) -> bool:
         """Return whether a request waits for promotions: while promoting and loading are expected to be faster than
@@ -627,7 +628,7 @@ class KvoffdManager(OffloadingManager):
         It continues to wait for DOUBT_SHARE of its longest wait after this was first not expected, or after the start
         if it never was, but never longer than computing takes. Then it loads the blocks that are ready.
         """
-        now = self._look()
+        now = self._note_time()
         if now - state.failed_at < REFRESH_S or not self.namespace.client.ready:
             return False  # the daemon does not report promotions
         computed_s, loaded_s = inf, 0.0
@@ -637,16 +638,16 @@ class KvoffdManager(OffloadingManager):
         if state.tier_wait_began is None:
             state.tier_wait_began = state.doubted_since = now
             state.tier_wait_until = min(state.tier_wait_until, now + min(self._disk_wait_s, computed_s))
-        expected_s = max(0.0, answer.ticket.answered_at + answer.ticket.wait_s - now)
+        expected_s = max(0.0, answer.future.answered_at + answer.future.wait_s - now)
         most_s = state.tier_wait_until - state.tier_wait_began
         doubt_s = max(LEAST_COMPUTED_S, DOUBT_SHARE * most_s)
-        if answer.ticket.asking and PENDING not in answer.coming.values():
+        if answer.future.asking and PENDING not in answer.coming.values():
             expected_s = inf  # a store mostly has no blocks of a new prompt
             doubt_s = max(doubt_s, min(MOST_ASK_S, ASK_SHARE * most_s))
         is_worth_it = expected_s + loaded_s <= computed_s
         if not is_worth_it:
             state.doubted_since = min(state.doubted_since, now)
-        elif answer.ticket.wait_s:
+        elif answer.future.wait_s:
             state.doubted_since = inf
         if state.waits_for_tier and state.pending is not None and not state.pending.given_up:
             return True  # the next answer shows what was promoted during a step
@@ -666,7 +667,7 @@ class KvoffdManager(OffloadingManager):
 
     def step_begins(self, request_tokens: Collection[int]) -> None:
         """Record the start of a step with these numbers of tokens per request; regularly report to the daemon."""
-        now, self._is_idle = self._look(), not request_tokens
+        now, self._is_idle = self._note_time(), not request_tokens
         self._wait_left_s = IDLE_WAIT_S if self._is_idle else LOOKUP_WAIT_S
         self._tokens_before = None
         self._asks_again = None
@@ -713,7 +714,7 @@ class KvoffdManager(OffloadingManager):
         scanned again before its answer changes, or a load ends: a scan of 8,192 keys takes ten milliseconds.
         """
         state = self._requests[request.request_id]
-        if tokens is not None or not (state.otherwise is LookupResult.RETRY or request.num_preemptions):
+        if tokens is not None or not (state.default_result is LookupResult.RETRY or request.num_preemptions):
             state.scan = (state.answer, computed_tokens, state.waits_for_tier), tokens, self._ended_loads
 
     def scanned(self, request: Request, computed_tokens: int) -> int | None:
@@ -804,7 +805,7 @@ class KvoffdManager(OffloadingManager):
     # --- vLLM's interface ---
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        self._look()  # the time until now is not the new request's
+        self._note_time()  # the time until now is not the new request's
         state = RequestState()
         # kv_load_tiers of the request: the pool is vLLM's primary tier, which requests cannot exclude.
         if not req_context.load_tier_filter.allows(Medium.STORAGE, Locality.LOCAL):
@@ -820,7 +821,7 @@ class KvoffdManager(OffloadingManager):
         result = state.found.get(key)
         if result is None:
             if not (state.asks_tails and self._is_tail(key, req_context)):
-                return state.otherwise
+                return state.default_result
             state.wanted_tails.append(key)
             return LookupResult.RETRY  # so that vLLM asks for the others too
         if result is not _PENDING:
@@ -856,7 +857,7 @@ class KvoffdManager(OffloadingManager):
             state.answer = None  # the load takes its lease
             self._end_leases(state)
             self._loading[req_context.req_id] = answer
-            spec.lease_id = answer.ticket.lease_id
+            spec.lease_id = answer.future.lease_id
             spec.load_tokens = state.loaded_tokens
         return spec
 
@@ -900,7 +901,7 @@ class KvoffdManager(OffloadingManager):
         may_wait = not states or states.isdisjoint([key[-GROUP_ID_BYTES:] for key in keys])
         if (
             last
-            and not last.ticket.done
+            and not last.future.done
             and self.clock() - last.sent_at < self._deadline_s
             and may_wait
             and not has_ended
@@ -984,8 +985,8 @@ class KvoffdManager(OffloadingManager):
 
     def _release(self, lookup: KeyedLookup | None) -> None:
         """End a lookup's lease, if it has one or may have one."""
-        if lookup is not None and (lookup.ticket.leased or lookup.ticket.failed or not lookup.ticket.done):
-            self.namespace.client.release(lookup.ticket.lease_id)
+        if lookup is not None and (lookup.future.leased or lookup.future.failed or not lookup.future.done):
+            self.namespace.client.release(lookup.future.lease_id)
 
 
 def _forget_offered(lookup: KeyedLookup | None, keys: Collection[OffloadKey]) -> None:
@@ -1013,12 +1014,12 @@ def _report_of(
     own = covered = [state.own_tokens // one.tokens_per_chunk for one in groups]
     if loaded_tokens:  # the last chunk may be loaded in part
         end = state.own_tokens + loaded_tokens
-        if tails and not state.has_all and end < request.num_tokens - 1:  # it ends with a tail, or with a chunk
+        if tails and not state.engine_has_all and end < request.num_tokens - 1:  # it ends with a tail, or with a chunk
             end -= end % groups[0].tokens_per_chunk
         covered = [min(count, -(-end // one.tokens_per_chunk)) for count, one in zip(whole, groups, strict=True)]
     elif dropped or state.prefilled_elsewhere:
         own = covered = whole
-    elif state.has_all:  # vLLM computes the last token in any case, and with it the block that ends there
+    elif state.engine_has_all:  # vLLM computes the last token in any case, and with it the block that ends there
         covered = whole
     group, missing, number, reason = _first_missing(state, covered)
     after_gap = 0
@@ -1032,11 +1033,11 @@ def _report_of(
         outcome = Outcome.DROPPED
     elif not any(whole):
         outcome = Outcome.TOO_SHORT
-    elif state.disabled or last is None or last.ticket.failed:
+    elif state.disabled or last is None or last.future.failed:
         outcome = Outcome.UNUSED
     elif covered is whole:
         outcome = Outcome.NOT_NEEDED
-    elif last.given_up or not last.ticket.done:
+    elif last.given_up or not last.future.done:
         outcome = Outcome.LATE
     elif state.skip_counted:
         outcome = Outcome.SKIPPED

@@ -33,7 +33,6 @@ from kvoffd_client.vllm.manager import KvoffdManager
 from kvoffd_client.vllm.metrics import DEFINITIONS
 from kvoffd_client.vllm.worker import KvoffdWorker
 from kvoffd_client.worker_client import WorkerClient
-from kvoffd_proto.messages import LayerSpec
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig
@@ -48,10 +47,9 @@ ENGINE_ID_SHOWN = 8
 class KvoffdSpec(OffloadingSpec):
     """vLLM's OffloadingSpec for the daemon.
 
-    Attributes, of which KvoffdConnector sets namespace and layers in workers:
+    Attributes, of which KvoffdConnector sets namespace in workers:
         namespace: derived from the worker's configuration.
         memory: memory of its KV cache on CPU.
-        layers: layouts of its layers' pages, for each group on the wire.
     """
 
     @classmethod
@@ -67,7 +65,6 @@ class KvoffdSpec(OffloadingSpec):
         self.replicated_layout = config.replicated_layout
         self.namespace: NamespaceSpec | None = None
         self.memory = SharedKvMemory()
-        self.layers: tuple[tuple[LayerSpec, ...], ...] = ()
 
     def get_manager(self) -> OffloadingManager:
         """Return the scheduler's half, which connects in the background."""
@@ -131,7 +128,7 @@ class KvoffdSpec(OffloadingSpec):
 
     def _registration(self, kv_caches: CanonicalKVCaches) -> Registration:
         shard = 0 if self.replicated_layout else self.config.parallel.rank
-        return registration_of(kv_caches, self.memory.memories, shard, self.blocks_per_chunk, self.layers)
+        return registration_of(kv_caches, self.memory.memories, shard, self.blocks_per_chunk)
 
     def _name(self, namespace: NamespaceSpec, role: str) -> str:
         # Each replica of a dense model sees itself as the only one; only its index and engine id differ.
