@@ -6,6 +6,9 @@ import multiprocessing
 import os
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any
@@ -72,10 +75,25 @@ def without_tiles() -> None:
     torch.cpu._is_amx_tile_supported = lambda: False
 
 
+def keep_prefix_cache() -> None:
+    """Have vLLM keep its prefix cache with latent attention too, for which its CPU platform turns it off."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    update: Any = CpuPlatform.check_and_update_config.__func__  # type: ignore[attr-defined]
+
+    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
+        update(cls, vllm_config)
+        vllm_config.cache_config.enable_prefix_caching = True
+
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)  # type: ignore[assignment]
+
+
 def build(settings: dict[str, Any]) -> Any:
     from vllm import LLM
     from vllm.config import KVEventsConfig, KVTransferConfig
 
+    if settings.get("enable_prefix_caching"):
+        keep_prefix_cache()
     if transfer := settings.pop("kv_transfer_config", None):
         settings["kv_transfer_config"] = KVTransferConfig(**transfer)
     if events := settings.pop("kv_events_config", None):
@@ -102,16 +120,21 @@ def generate(
     sampling: dict[str, Any] | None = None,
     transfer: list[dict[str, Any]] | None = None,
     adapter: tuple[str, int, str] | None = None,
+    hints: dict[str, Any] | None = None,
+    preempt: bool = False,
 ) -> list[dict[str, Any]]:
     """Greedy tokens of every prompt, with their log probabilities. A prompt is token ids, or an input of vLLM's.
 
     ``max_tokens`` is of all, or of each.
     ``sampling`` overrides fields of SamplingParams; of several samples of a prompt the tokens come one after the other.
-    ``transfer`` has the kv_transfer_params of each, ``adapter`` name, id and path of the LoRA adapter of all.
+    ``transfer`` has the kv_transfer_params of each, ``adapter`` name, id and path of the LoRA adapter of all, and
+    ``hints`` their ``kv_hints``. With ``preempt`` all are pre-empted once, when each has its first token.
     """
+    import msgspec
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
     from vllm.sampling_params import StructuredOutputsParams
+    from vllm.v1.kv_hints import KvHintsEnvelope
 
     limits = max_tokens if isinstance(max_tokens, list) else [max_tokens] * len(prompts)
     wanted = {"temperature": 0, "detokenize": False, "logprobs": 1, "ignore_eos": True}
@@ -126,6 +149,10 @@ def generate(
         for limit, params in zip(limits, transfer or [None] * len(prompts), strict=True)
     ]
     lora_request = LoRARequest(*adapter) if adapter else None
+    add = partial(type(llm.llm_engine).add_request, llm.llm_engine)
+    envelope = msgspec.convert(hints, KvHintsEnvelope) if hints else None
+    llm.llm_engine.add_request = partial(add, kv_hints=envelope)  # LLM.generate() has no argument for them
+    llm.llm_engine.step = preempting(llm.llm_engine) if preempt else partial(type(llm.llm_engine).step, llm.llm_engine)
     return [
         {
             "tokens": [token for sample in output.outputs for token in sample.token_ids],
@@ -145,6 +172,22 @@ def generate(
         }
         for output in llm.generate(inputs, every, use_tqdm=False, lora_request=lora_request)
     ]
+
+
+def preempting(engine: Any) -> Callable[[], Any]:
+    """Return the engine's ``step``, after which all requests are pre-empted once, when each has its first token."""
+    left = [True]
+
+    def step() -> Any:
+        outputs = type(engine).step(engine)
+        running = engine.output_processor.request_states.values()
+        if left and running and not any(one.is_prefilling for one in running):
+            left.clear()
+            with suppress(Exception):  # vLLM refuses where stores hold blocks, once it has pre-empted them
+                engine.reset_prefix_cache(reset_running_requests=True)
+        return outputs
+
+    return step
 
 
 def input_of(prompt: Any) -> dict[str, Any]:

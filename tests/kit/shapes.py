@@ -200,13 +200,13 @@ def make_tiny_gemma3(path: Path) -> Path:
     )
 
 
-def make_tiny_qwen3_next(path: Path) -> Path:
-    """Write a small Qwen3-Next, linear attention with full attention in between, into ``path``."""
+def make_tiny_qwen3_next(path: Path, experts_per_token: int = 2) -> Path:
+    """Write a small Qwen3-Next, linear attention with full attention in between, into ``path``. It has four experts."""
     return make_transformers_model(
         path,
         "Qwen3NextConfig",
         num_experts=4,
-        num_experts_per_tok=2,
+        num_experts_per_tok=experts_per_token,
         moe_intermediate_size=64,
         shared_expert_intermediate_size=64,
         num_key_value_heads=4,

@@ -28,6 +28,7 @@ from kvoffd_client.vllm.connector_metadata import FailedJob, WorkerReport
 from kvoffd_client.vllm.engine_namespace import EngineNamespace
 from kvoffd_proto.errors import ErrorCode
 from tests.kit.clock import Clock
+from tests.kit.models import make_draft
 from tests.vllm.scheduler_harness import SchedulerHarness
 from tests.vllm.vllm_config import HEADS, cache_config, full_attention, make_config, make_scheduler
 from tests.vllm.vllm_fakes import FakeSchedulerClient, block_hash
@@ -157,6 +158,29 @@ def test_an_engine_that_has_all_of_a_prompt_loads_no_last_block(connector: Kvoff
     client.answer(set(request.block_hashes))
     assert connector.get_num_new_matched_tokens(request, 32) == (64, True)
     assert connector.get_num_new_matched_tokens(request, 64) == (0, False), "it computes a token anyway"
+
+
+def test_an_engine_with_eagle_that_has_all_it_uses_loads_no_block_that_it_dropped(model: Path, tmp_path: Path) -> None:
+    drafting = {
+        "method": "eagle",
+        "model": str(make_draft(tmp_path / "draft", eagle=True)),
+        "num_speculative_tokens": 3,
+    }
+    engine = SchedulerHarness(make_config(model, {"directory": str(tmp_path)}, speculative_config=drafting), BLOCKS)
+
+    def computed(name: str) -> int:
+        request = engine.add(name, list(range(PROMPT_TOKENS)))
+        tokens = sum(engine.step().num_scheduled_tokens.get(name, 0) for _ in range(STEPS))
+        assert request.is_finished()
+        engine.there |= {bytes(one) for one in request.block_hashes}
+        return tokens
+
+    assert [computed("first"), computed("own")] == [PROMPT_TOKENS, PROMPT_TOKENS - 64]
+    assert engine.loaded == []
+    assert engine.scheduler.reset_prefix_cache()
+    assert computed("loaded") == PROMPT_TOKENS - 96
+    assert engine.loaded == ["loaded"]
+    engine.close()
 
 
 def test_a_request_preempted_by_a_reset_may_be_loaded_next(connector: KvoffdConnector, client: Any) -> None:

@@ -114,6 +114,8 @@ class KvoffdConnector(OffloadingConnector):
         )
         offloading = build_offloading_config(vllm_config, kv_cache_config)
         self._block_tokens = min(group.tokens_per_block for group in offloading.groups)
+        speculation = vllm_config.speculative_config
+        drops_block = speculation is not None and speculation.use_eagle_block_drop()
         groups = [kv_cache_config.kv_cache_groups[group.group_id] for group in offloading.groups]
         specs = [next(iter(iter_layer_specs(one.kv_cache_spec))) for one in groups]
         self._full_attention_groups = [index for index, spec in enumerate(specs) if isinstance(spec, FullAttentionSpec)]
@@ -134,6 +136,8 @@ class KvoffdConnector(OffloadingConnector):
             assumed_rate=ASSUMED_CPU_RATE if current_platform.is_cpu() else ASSUMED_RATE,
         )
         self._has_windows_or_states = len(self._full_attention_groups) < len(groups)
+        self._dropped_tokens = self._block_tokens if drops_block and not self._has_windows_or_states else 0
+        """Tokens that vLLM finds in its own cache and computes again, for the hidden states that EAGLE and MTP read."""
         self._pool: BlockPool | None = None
         self._attention_groups = [
             group.group_id
@@ -267,7 +271,8 @@ class KvoffdConnector(OffloadingConnector):
         """As vLLM's, whose scan sees one answer, read or renewed here.
 
         If the engine's own cache has as much of a prompt as it can use, nothing is loaded: the last token needs a step
-        anyway, and the load of one more block would delay it.
+        anyway, and the load of one more block would delay it. Of a prompt of which it has nothing, all is loaded, the
+        block that EAGLE and MTP drop included, as vLLM's own offloading does: only the drafts at its end may be worse.
         """
         self._manager.namespace.ask()
         if elsewhere := _is_prefilled_elsewhere(request):  # the other connector deletes the mark
@@ -275,6 +280,8 @@ class KvoffdConnector(OffloadingConnector):
         tokens, loads = None, False
         if not self._manager.awaits_adapter(request):
             most = (request.num_tokens - 1) // self._block_tokens * self._block_tokens
+            if num_computed_tokens:
+                most -= self._dropped_tokens
             self._manager.prepare_scan(request, num_computed_tokens, engine_has_all=num_computed_tokens >= most)
             tokens, loads = self._find_load(request, num_computed_tokens)
         # Do not defer: MultiConnector would also defer the load of another connector, which has the whole prompt.
