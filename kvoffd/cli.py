@@ -37,6 +37,7 @@ GROUPS = {
     "directory": "sockets and pool",
     "disk": "disks",
     "shared": "store that nodes share",
+    "peers": "memory of other nodes",
     "copy_threads": "copies",
     "allowed_uids": "who may connect",
     "max_sessions": "sessions",

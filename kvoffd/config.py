@@ -32,6 +32,8 @@ CONFIG_VARIABLE = "KVOFFD_CONFIG"
 # Kubernetes sets variables of these names in every pod for a Service named kvoffd: they are ignored.
 _SERVICE_LINK = re.compile(r"KVOFFD(_[A-Z0-9_]+)?_(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT(_[0-9]+_.+)?)")
 
+MOST_PEERS = 8
+"""Peers are asked one after the other."""
 MIN_DISK_BYTES = 16 * 1024**2
 
 
@@ -250,6 +252,20 @@ def _urls(value: object) -> tuple[str, ...]:
     return found
 
 
+def _peers(value: object) -> tuple[str, ...]:
+    parts = [value] if isinstance(value, str) else value
+    if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
+        raise ValueError("it is not a list of addresses, such as node-b:7400")
+    found = tuple(one.strip() for part in parts for one in part.split(",") if one.strip())
+    for one in found:
+        parse_address(one)
+        if found.count(one) > 1:
+            raise ValueError(f"{quoted(one)} is given twice; give each address once")
+    if len(found) > MOST_PEERS:
+        raise ValueError(f"it has {len(found)} addresses; at most {MOST_PEERS} are asked")
+    return found
+
+
 def _commas(values: tuple[object, ...]) -> str:
     return ",".join(map(str, values))
 
@@ -380,6 +396,20 @@ class Config:
         2.0,
         "Time for a shared store to send a block, without queueing; later it is a miss. Raise it for a store behind a "
         "very slow network.",
+    )
+    peers: tuple[str, ...] = Kind(_peers, "HOST:PORT", _commas, repeated=True).setting(
+        (),
+        "Another node's kvoffd whose pool is read for what this node lacks, as host:port of its peer_listen. Repeat it "
+        "for each peer; they are asked in this order, after the shared stores, within the same deadlines.",
+    )
+    peer_listen: str = Kind(_address, "HOST:PORT").setting(
+        "",
+        "Address at which other nodes ask for blocks of this pool; an empty one lends nothing. NIXL listens on "
+        "other ports too, and neither encrypts nor authenticates: use it in a network that you trust.",
+    )
+    peer_secret_file: str = file("/etc/kvoffd/peers.secret").setting(
+        "",
+        "File with the secret that nodes prove to each other, the same on all. Needed for peers and peer_listen.",
     )
     copy_threads: int = number(1, 64).setting(
         1,

@@ -20,6 +20,8 @@ IDLE_BYTES = 34 << 20
 """Private memory of the process without clients, as in README.md and ``stats``."""
 SHARED_BYTES = 96 << 20
 """Cached answers of a shared store, and its requests and transfers in progress."""
+HELPER_BYTES = 256 << 20
+"""The process with NIXL (95 MiB measured at rest), and the memory into which peers' blocks come."""
 QUEUES_BYTES = MOST_QUEUED * FILL_BYTES + MAX_WAITING * WAITING_BYTES
 """Queued reads and writes of all disks, or of one store."""
 IN_USE_AT_START = ("pool", "slot table and page tables", "process and clients")
@@ -34,8 +36,9 @@ def memory_estimate(config: Config) -> dict[str, int]:
         "block metadata": config.pool_bytes // MIN_SLOT_BYTES * SLOT_BYTES,
         "keys without blocks": 0 if config.eviction_policy == "lru" else config.pool_bytes // GHOST_DIVISOR,
         "indices of disks": sum(index_bytes(one.size_bytes) for one in config.disk),
-        "shared stores": SHARED_BYTES * len(config.shared),
-        "queues of disks and stores": QUEUES_BYTES * (bool(config.disk) + len(config.shared)),
+        "shared stores": SHARED_BYTES * (len(config.shared) + len(config.peers)),
+        "helper process for peers": HELPER_BYTES if config.peers or config.peer_listen else 0,
+        "queues of disks and stores": QUEUES_BYTES * (bool(config.disk) + len(config.shared) + len(config.peers)),
         "process and clients": PROCESS_BYTES,
     }
 

@@ -195,7 +195,7 @@ class AdminClient(Session):
         return self.ask(a.Clear, fingerprint).count
 
     def reset_fleet(self, fingerprint: bytes) -> int:
-        """Invalidate a namespace on all nodes that share a store; return the number of stores."""
+        """Invalidate a namespace on all nodes that share a store or are peers; return their number."""
         return self.ask(a.ResetFleet, fingerprint).count
 
     def trace(self) -> a.TraceReply:

@@ -129,7 +129,9 @@ class SchedulerClient(Session):
         self._reports: deque[m.PromptReport] = deque(maxlen=m.MAX_PROMPT_REPORTS)
         self._transport.start(self)
 
-    def lookup(self, groups: Sequence[m.GroupKeys], again: bool = False, *, reported: bool = False) -> LookupFuture:
+    def lookup(
+        self, groups: Sequence[m.GroupKeys], again: bool = False, *, reported: bool = False, peer: str = ""
+    ) -> LookupFuture:
         """Ask which keys are ready and pin those under a new lease. While not connected, return a failed lookup.
 
         Keys that exceed the limit of one request are sent in several.
@@ -138,6 +140,7 @@ class SchedulerClient(Session):
             groups: keys, root of the prefix first.
             again: do not count the keys, or show them to the policy, as for a repeated lookup.
             reported: report_prompt() follows for this lease, and the daemon counts the keys then.
+            peer: host of the only peer of the daemon that is asked for what it lacks, if it has that peer.
 
         Raises:
             ValueError: the keys of a group are not a whole number of the namespace's key_bytes.
@@ -157,7 +160,8 @@ class SchedulerClient(Session):
             found = LookupFuture(lease_id, transport=self._transport, missing=len(parts), partial=[b""] * len(groups))
             self._unanswered[lease_id] = found
             for places, asked in parts:
-                message = m.Lookup(self._next_request_id(), self._fingerprint, lease_id, list(asked), again, reported)
+                which = self._next_request_id(), self._fingerprint, lease_id
+                message = m.Lookup(*which, list(asked), again, reported, peer)
                 self._send(message, now, functools.partial(self._on_answer, found, places, asked, now))
                 if found.done:  # it could not be sent
                     break

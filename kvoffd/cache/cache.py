@@ -390,6 +390,7 @@ class Cache:
         *,
         again: bool = False,
         reported: bool = False,
+        peer: str = "",
     ) -> tuple[list[bytes], int]:
         """Return the state of each key, and how many blocks the lease has. READY blocks are pinned under it.
 
@@ -399,6 +400,7 @@ class Cache:
         Args:
             again: the request was counted before.
             reported: its keys are counted by ``count_prompt``.
+            peer: see ``Lease``.
 
         Raises:
             BadGeometry, BadKeys
@@ -418,7 +420,7 @@ class Cache:
         if lease is None:
             lease = Lease(lease_id, session, namespace, self._clock() + self._lease_ttl_s, _NOTHING)
             lease.counts = not (again or reported)
-        lease.coming, lease.asking = lease.coming - lease.asking, 0
+        lease.coming, lease.asking, lease.peer = lease.coming - lease.asking, 0, peer
         for index, keys in groups if self._dead else ():
             self._record_reset(current[index], keys)
         found = [self.blocks.lookup(current[index].number, keys, size, pin=is_new) for index, keys in groups]

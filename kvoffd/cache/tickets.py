@@ -35,6 +35,8 @@ class Lease:
     """Keys among these that a store was being asked for at the last lookup."""
     wait_s: float = 0.0
     """Expected time until they are in the pool, as of the last lookup; 0 if unknown."""
+    peer: str = ""
+    """Name of the only peer that is asked, as of the last lookup; empty for all."""
     counts: bool = False
     """Whether its blocks count as covered (loaded or not needed) at its end, as no report will come."""
 

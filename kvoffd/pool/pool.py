@@ -77,6 +77,11 @@ class Pool:
         return self._memory.fd, self._table_memory.fd
 
     @property
+    def place(self) -> tuple[int, int, int]:
+        """Descriptor of the pool's memory, and where in it the pool begins, and its size."""
+        return self._memory.fd, self._table_memory.size_bytes if self._is_file else 0, self._memory.size_bytes
+
+    @property
     def resident(self) -> bool:
         """Whether every page is in memory already, as in a reused pool, which need not be touched."""
         return self.recovered and held_bytes(os.fstat(self._memory.fd)) >= self.pool_bytes

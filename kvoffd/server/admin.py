@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FLEET_WAIT_S = 1.5
-"""Time for a reset to reach all shared stores; the client waits for 2 s."""
+"""Time for a reset to reach all shared stores and peers; the client waits for 2 s."""
 CLEARED_NOT_SAVED = "After a kill or a reboot cleared blocks may come back from disks."
 
 
@@ -43,18 +43,19 @@ def clear(service: Service, session: Session, message: a.Clear) -> Pending:
 
 @answers(a.ResetFleet)
 def reset_fleet(service: Service, session: Session, message: a.ResetFleet) -> Pending:
-    """Invalidate a namespace's blocks on all nodes; the reply's count is the number of shared stores."""
-    stores = service.tier_supervisor.shared
-    if not stores:
-        why = "No tier is shared with other nodes; start the daemon with --shared URL."
+    """Invalidate a namespace's blocks on all nodes; the reply's count is the number of shared stores and peers."""
+    if not service.tier_supervisor.shares:
+        why = "No tier is shared with other nodes; start the daemon with --shared URL, or with peers."
         raise KvoffdError(why, ErrorCode.NOT_READY)
-    raises = [store.raise_generation(message.namespace) for store in stores]
+    raises = service.tier_supervisor.raise_generation(message.namespace)
+    service.follow_fleet()
 
     def poll(late: bool) -> m.Done | None:
         if not late and not all(one.ended for one in raises):
             return None
         if problems := [one.problem or "It has not answered yet." for one in raises if one.problem or not one.ended]:
-            raise KvoffdError(f"The reset did not reach every shared store: {' '.join(problems)}", ErrorCode.NOT_READY)
+            why = f"The reset did not reach every shared store and peer: {' '.join(problems)}"
+            raise KvoffdError(why, ErrorCode.NOT_READY)
         logger.info("Session %d (%s) reset a namespace for all nodes.", session.id, session.peer)
         return m.Done(message.request_id, len(raises))
 

@@ -203,7 +203,7 @@ class Resets(msgspec.Struct):
     """Generation of all namespaces without their own, from the last time that all were cleared."""
     generations: dict[bytes, Count] = {}
     fleet: dict[str, dict[bytes, Count]] = {}
-    """Fleet generations that were applied here, by URL of the shared store."""
+    """Fleet generations that were applied here, under an empty name; by URL of the shared store from before 0.6."""
     unshared: dict[bytes, bool] = {}
     """True: an engine has reset the namespace, so shared stores are not used for it until it is reset on all nodes.
     False: it was reset on all nodes since ``shares_others`` is False."""
@@ -342,13 +342,20 @@ class State:
         """Stop sharing a namespace that was reset on this node only: blocks of other nodes may be stale."""
         self._set_unshared(fingerprint, True)
 
-    def save_fleet_reset(self, fingerprint: bytes, generations: Mapping[str, int]) -> None:
-        """Record that a namespace was reset on all nodes; ``generations`` are the shared stores', by URL."""
+    @property
+    def fleet(self) -> dict[bytes, int]:
+        """Fleet generations that were applied here."""
+        found: dict[bytes, int] = {}
+        for one in self.resets.fleet.values():
+            found |= {fingerprint: max(number, found.get(fingerprint, 0)) for fingerprint, number in one.items()}
+        return found
+
+    def save_fleet_reset(self, fingerprint: bytes, generation: int) -> None:
+        """Record that a namespace was reset on all nodes, and its fleet generation since."""
         self.resets.unshared.pop(fingerprint, None)
         if not self.resets.shares_others:
             self._set_unshared(fingerprint, False)
-        for url, generation in generations.items():
-            put_newest(self.resets.fleet.setdefault(url, {}), fingerprint, generation, MAX_NAMES, self.is_there)
+        put_newest(self.resets.fleet.setdefault("", {}), fingerprint, generation, MAX_NAMES, self.is_there)
         self._save(b"resets")
 
     def _set_unshared(self, fingerprint: bytes, unshared: bool) -> None:

@@ -197,8 +197,9 @@ def lookup(service: Service, session: Session, message: m.Lookup) -> m.LookupRep
     held, is_new = service.cache.session_leases.get(session.id), message.lease_id not in service.cache.leases
     if is_new and held is not None and len(held.leases) >= limits.max_leases:
         raise KvoffdError(f"The session holds {limits.max_leases} leases, its limit; release some.", ErrorCode.TOO_MANY)
+    peer = service.tier_supervisor.peer_at(message.peer) if message.peer else ""
     states, pinned = service.cache.lookup(
-        namespace, session.id, message.lease_id, groups, again=message.again, reported=message.reported
+        namespace, session.id, message.lease_id, groups, again=message.again, reported=message.reported, peer=peer
     )
     ttl_ms = wait_ms = asking = 0
     if (lease := service.cache.leases.get(message.lease_id)) is not None:
@@ -283,7 +284,7 @@ def reset(service: Service, session: Session, message: m.Reset) -> m.Done | Pend
     if namespace.of_bench:
         return m.Done(message.request_id, count)
     service.tier_supervisor.namespace_reset(message.namespace)
-    if service.tier_supervisor.shared and not service.state.file.outlives_reboot:
+    if service.tier_supervisor.shares and not service.state.file.outlives_reboot:
         raise KvoffdError(
             f"It is done, but a reboot would undo it: {service.state.file.path}, the record that the namespace is not "
             "shared any more, is in memory. Clear it on all nodes, or set STATE_DIRECTORY to a directory on a disk.",

@@ -93,7 +93,7 @@ class Service:
         self.sessions = Sessions(config, cache, self.jobs, host, max_attached)
         self.tiering: Tiering | None = None
         """None if no tier is configured."""
-        if config.disk or config.shared:
+        if config.disk or config.shared or config.peers:
             self.tiering = make_tiering(config, cache, events, clock, lambda: clock() < self.jobs.quiet_at, state)
         self.tier_supervisor = TierSupervisor(config, self.tiering, cache, pool, clock, host.post, state)
         self.scrubber = Scrubber(cache, clock)
@@ -214,8 +214,7 @@ class Service:
             self._lru_fallback.judge()
         forget_idle(self, FORGET_AFTER_S)
         self.tier_supervisor.tick()
-        for fingerprint in self.tier_supervisor.take_voided():
-            self._void(fingerprint)
+        self.follow_fleet()
 
     def in_last_hour(self) -> tuple[int, dict[str, int]]:
         """Return the last hour's requests, and its errors by code."""
@@ -293,10 +292,14 @@ class Service:
 
         return Pending(poll, self.clock() + STATE_WAIT_S)
 
+    def follow_fleet(self) -> None:
+        """Forget the blocks of namespaces that were reset for all nodes."""
+        for fingerprint in self.tier_supervisor.take_voided():
+            self._void(fingerprint)
+
     # --- internal ----------------------------------------------------------------------------------
 
     def _void(self, fingerprint: bytes) -> None:
-        """Forget a namespace's blocks, because it was reset for all nodes."""
         if (namespace := self.cache.namespaces.get(fingerprint)) is not None:
             self.reset(namespace)
         else:

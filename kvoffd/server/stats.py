@@ -90,6 +90,7 @@ def daemon_stats(service: Service) -> s.DaemonStats:
         tiers=_tiering_stats(service),
         disks=list(map(_disk_stats, service.tier_supervisor)),
         shared=_shared_stats(service),
+        lent=_lent_stats(service),
         curve=curve.in_all(),
         curve_seen_bytes=curve.seen_bytes,
         ghost_entries=cache.policy.ghosts,
@@ -320,6 +321,23 @@ def _shared_stats(service: Service) -> list[s.SharedStats]:
         for tier in source.tiers
         if isinstance(tier, SharedTier)
     ]
+
+
+def _lent_stats(service: Service) -> s.LentStats | None:
+    supervisor = service.tier_supervisor
+    if (server := supervisor.peer_server) is None or (helper := supervisor.peer_helper) is None:
+        return None
+    return s.LentStats(
+        up=helper.up,
+        helper_starts=helper.starts,
+        asked_keys=server.asked_keys,
+        found_keys=server.found_keys,
+        blocks=server.lent_blocks,
+        bytes=server.served_bytes,
+        refused_requests=server.refused,
+        leases=server.leases,
+        pinned_bytes=server.lent_bytes,
+    )
 
 
 def _resident_bytes() -> int:

@@ -7,15 +7,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.hooks import CacheListener
-from kvoffd.config import Config, DiskSize
+from kvoffd.config import Config, DiskSize, parse_address
 from kvoffd.errors import KvoffdError
 from kvoffd.observe.meters import HOUR_S, CounterWindows
 from kvoffd.pool.pool import Pool
 from kvoffd.server.memory import Post
+from kvoffd.server.peers import PeerServer
 from kvoffd.server.persistence import State
 from kvoffd.system.numa import usable_cpus
 from kvoffd.system.threads import start
@@ -23,9 +25,10 @@ from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.tiering import Tiering
 from kvoffd.tiers.disk import DiskTier
 from kvoffd.tiers.disk_file import OpeningStopped
-from kvoffd.tiers.shared import SharedTier
+from kvoffd.tiers.peers import HelperSettings, PeerHelper, PeerStore, check_installed, read_secret
+from kvoffd.tiers.shared import FleetGenerations, Raise, SharedTier
 from kvoffd.tiers.store import Credentials, Store, open_store
-from kvoffd.tiers.tier import TierListener
+from kvoffd.tiers.tier import PEER, TierListener
 from kvoffd_proto.stats import DiskFault, DiskState
 from kvoffd_proto.units import format_count, format_duration, format_size
 
@@ -86,7 +89,10 @@ class TierSupervisor:
         tiering: uses the open tiers; None if none is configured.
 
     Attributes:
-        shared: the configured stores that nodes share.
+        shared: the configured stores that nodes share, then the peers.
+        fleet: generations that they share.
+        peer_server: what is lent to peers; None if nothing is.
+        peer_helper: the process that talks to them; None without peers.
     """
 
     def __init__(
@@ -104,9 +110,13 @@ class TierSupervisor:
         self._disks: list[Disk] = []
         self._stopping = False
         self.shared: list[SharedTier] = []
+        self.fleet = FleetGenerations(state.fleet)
+        self.peer_helper: PeerHelper | None = None
+        self.peer_server: PeerServer | None = None
 
     def start(self, stores: OpenStores) -> None:
         """Start to open the configured tiers; ``stores`` are those of ``shared_stores``. Raises NoMoreThreads."""
+        self._start_peers()
         if (tiering := self._tiering) is None:
             return
         for size in self._config.disk:
@@ -120,26 +130,84 @@ class TierSupervisor:
                 post=self._post,
                 listener=tiering,
                 ask_deadline_s=self._config.shared_ask_deadline_s,
-                generations=dict(self._state.resets.fleet.get(url, {})),
+                fleet=self.fleet,
             )
             self._share(tier, tiering)
+        for number, peer in enumerate(self._config.peers):
+            assert self.peer_helper is not None
+            tier = SharedTier(
+                f"{PEER}{peer}",
+                partial(PeerStore, self.peer_helper, number),
+                pool=self._pool.buffer,
+                clock=self._clock,
+                post=self._post,
+                listener=tiering,
+                ask_deadline_s=self._config.shared_ask_deadline_s,
+                fleet=self.fleet,
+            )
+            self._share(tier, tiering, WriteMode.NEVER)
 
-    def _share(self, tier: SharedTier, tiering: Tiering) -> None:
+    def _start_peers(self) -> None:
+        """Start the helper, where peers are read or served."""
+        config = self._config
+        if not (config.peers or config.peer_listen):
+            return
+        if config.peer_listen:
+            self.peer_server = PeerServer(self._cache, self._clock, self._state.is_unshared, self.fleet)
+        settings = HelperSettings(list(config.peers), config.peer_listen, read_secret(config.peer_secret_file))
+        self.peer_helper = PeerHelper(settings, self._pool.place, self._peer_asks, self._peers_left)
+
+    def peer_at(self, host: str) -> str:
+        """Return the name of the peer's tier; empty if it is not configured."""
+        host = host.strip("[]").lower()
+        return next((f"{PEER}{peer}" for peer in self._config.peers if parse_address(peer)[0].lower() == host), "")
+
+    def _peer_asks(self, route: bytes, ident: int, kind: int, payload: bytes) -> None:
+        """Pass a peer's request to the service's thread. Called in the helper's thread."""
+        server, helper = self.peer_server, self.peer_helper
+        if server is None or helper is None:
+            return
+
+        def answer() -> None:
+            if (reply := server.answer(route, ident, kind, payload)) is not None:
+                helper.reply(route, ident, reply)
+
+        self._post(answer)
+
+    def _peers_left(self) -> None:
+        if (server := self.peer_server) is not None:
+            self._post(server.end_all)
+
+    def _share(self, tier: SharedTier, tiering: Tiering, mode: WriteMode | None = None) -> None:
         """Add a store that nodes share."""
-        mode, deadline_s = WriteMode(self._config.shared_write), self._config.shared_deadline_s
+        mode, deadline_s = mode or WriteMode(self._config.shared_write), self._config.shared_deadline_s
         tiering.add_store(tier, TieringSettings(mode, deadline_s=deadline_s, trickle_bytes=_trickle_bytes()))
         self.shared.append(tier)
 
     def namespace_reset(self, fingerprint: bytes, *, everywhere: bool = False) -> None:
         """Record the reset of a namespace, on this node or ``everywhere``."""
         if everywhere:
-            self._state.save_fleet_reset(fingerprint, {tier.name: tier.generation(fingerprint) for tier in self.shared})
+            self._state.save_fleet_reset(fingerprint, self.fleet.of(fingerprint))
         else:
             self._state.unshare(fingerprint)
-            if self.shared:
+            if self.shares:
                 logger.info("An engine reset a namespace; its blocks are no longer shared with other nodes.")
 
+    @property
+    def shares(self) -> bool:
+        """Whether blocks are exchanged with other nodes."""
+        return bool(self.shared) or self.peer_helper is not None
+
+    def raise_generation(self, fingerprint: bytes) -> list[Raise]:
+        """Begin to void a namespace's blocks for all nodes."""
+        generation = self.fleet.next(fingerprint)
+        if self.peer_helper is not None:  # also where peers cannot be reached: those lend nothing until they follow
+            self.fleet.raise_to(fingerprint, generation)
+        return [tier.raise_generation(fingerprint, generation) for tier in self.shared]
+
     def tick(self) -> None:
+        if self.peer_server is not None:
+            self.peer_server.tick()
         if (tiering := self._tiering) is None:
             return
         for tier in self.shared:
@@ -157,7 +225,7 @@ class TierSupervisor:
 
         They are not shared until they are reset here: otherwise stale blocks of the pool would be written to stores.
         """
-        found = {fingerprint for tier in self.shared for fingerprint in tier.take_voided()}
+        found = self.fleet.take_voided()
         for fingerprint in found:
             self._state.unshare(fingerprint)
         return found
@@ -188,6 +256,8 @@ class TierSupervisor:
                     "were recomputed. See dmesg and the drive's SMART data; if it is failing, restart the daemon "
                     "without the directory.",
                 )
+        if (helper := self.peer_helper) is not None and helper.problem:
+            yield "peer_helper", f"{helper.problem} No blocks are read from peers or lent to them."
         for tier in self.shared:
             if not tier.available() and tier.problem:
                 yield (
@@ -226,6 +296,9 @@ class TierSupervisor:
             if not tier.close(max(CLOSE_STEP_S, until - time.monotonic())):
                 logger.warning("%s does not answer; it stays open.", tier.name)
                 closed = False
+        if self.peer_helper is not None and not self.peer_helper.close(max(CLOSE_STEP_S, until - time.monotonic())):
+            logger.warning("The helper process for peers does not end.")
+            closed = False
         return closed
 
     def _begin_to_open(self, size: DiskSize, tiering: Tiering) -> None:
@@ -305,5 +378,10 @@ class TierSupervisor:
 
 def shared_stores(config: Config) -> OpenStores:
     """Return the configured stores, unconnected. Raises KvoffdError for an invalid configuration."""
+    if config.peers or config.peer_listen:
+        check_installed()
+        if not config.peer_secret_file:
+            raise KvoffdError("peers and peer_listen need a secret; name its file as peer_secret_file.")
+        read_secret(config.peer_secret_file)
     credentials = Credentials.read(config.shared_password_file, len(config.shared)) if config.shared else []
     return list(map(open_store, config.shared, credentials))

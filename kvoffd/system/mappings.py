@@ -103,12 +103,16 @@ def map_memfd(fd: int, size_bytes: int, *, whole: bool = False) -> MappedSegment
         ) from error
 
 
-def map_shared(fd: int, size_bytes: int, offset: int = 0) -> MappedSegment:
-    """Map a part of a file, shared, for reading and writing; ``fd`` stays the caller's. Raises OSError.
+def map_shared(
+    fd: int, size_bytes: int, offset: int = 0, access: int = mmap.PROT_READ | mmap.PROT_WRITE
+) -> MappedSegment:
+    """Map a part of a file, shared, for reading and writing unless ``access`` says less; ``fd`` stays the caller's.
+
+    Raises OSError.
 
     Checks nothing, so it is only for files that no other process can shrink.
     """
-    address = _mmap(None, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, fd, offset)
+    address = _mmap(None, size_bytes, access, mmap.MAP_SHARED, fd, offset)
     if address is None or address == _MAP_FAILED:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     # A core dump of the pool would take minutes, delay the next daemon, and write prompts to a disk.

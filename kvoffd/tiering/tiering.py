@@ -23,7 +23,7 @@ from kvoffd.tiering import TieringSettings
 from kvoffd.tiering.promotions import SLOWER, Asker, Coming, Fill, Promotions, Wanted
 from kvoffd.tiering.writer import Writer, block_group_of
 from kvoffd.tiers.header import BlockGroup
-from kvoffd.tiers.tier import ABSENT, ASKED, PRESENT, Tier
+from kvoffd.tiers.tier import ABSENT, ASKED, PEER, PRESENT, Tier
 from kvoffd_proto.events import MEDIUM_STORAGE
 from kvoffd_proto.messages import COMING, PENDING, SHARED, GroupSpec
 
@@ -182,6 +182,10 @@ class Tiering:
         sources = [source for source in self.sources if source.available]
         if sources and self.is_unshared(namespace.fingerprint):
             sources = [source for source in sources if not source.shared]
+        if lease.peer:
+            peers = {one: one.tiers[0].name for one in sources if one.tiers[0].name.startswith(PEER)}
+            if lease.peer in peers.values():
+                sources = [one for one in sources if peers.get(one, lease.peer) == lease.peer]
         every = [self._cache.group(namespace, group) for group, _ in groups]
         if not sources or not groups or not every[0].lengths:
             return states

@@ -178,9 +178,10 @@ class Look:
 
 @dataclass(slots=True, eq=False)
 class Raise:
-    """Raises a generation, which voids the blocks of a namespace for all nodes."""
+    """Raises a generation, at least to this one, which voids the blocks of a namespace for all nodes."""
 
     fingerprint: bytes
+    generation: int
     deadline: float
     ended: bool = False
     problem: str = ""
@@ -262,10 +263,55 @@ class Answers:
             call(*whose, joined, len(keys), size, *(column.ctypes.data for column in columns))
 
 
+class FleetGenerations:
+    """Generations of namespaces that nodes share: the highest that this node raised, or that a store or peer has shown.
+
+    A node has one for all its stores and peers, since a block that one of them voids may have come from another. It
+    takes and gives blocks of this generation only, and has no earlier ones, but for ``voided``. A generation is a time
+    in seconds, or slightly more.
+
+    Attributes:
+        voided: namespaces whose generation was raised, and whose earlier blocks are still in the pool and on disks.
+    """
+
+    def __init__(self, known: Mapping[bytes, int] | None = None) -> None:
+        self._known = dict(known or {})
+        self.voided: set[bytes] = set()
+
+    def of(self, fingerprint: bytes) -> int:
+        """Return the time when a namespace's blocks were last voided for all nodes; 0 for never. For any thread."""
+        return self._known.get(fingerprint, 0)
+
+    def next(self, fingerprint: bytes) -> int:
+        # The time, because a store that lost the number must not return to one that it had before.
+        return max(self.of(fingerprint) + 1, int(time.time()))
+
+    def is_valid(self, fingerprint: bytes, generation: int) -> bool:
+        """Return whether blocks of this generation may be exchanged now."""
+        return generation == self.of(fingerprint) and fingerprint not in self.voided
+
+    def raise_to(self, fingerprint: bytes, generation: int) -> bool:
+        """Void a namespace's blocks if the generation is above the known one; return whether it is."""
+        if generation <= self.of(fingerprint):
+            return False
+        put_newest(self._known, fingerprint, generation, MOST_NAMESPACES)
+        self.voided.add(fingerprint)
+        return True
+
+    def take_voided(self) -> set[bytes]:
+        """Return ``voided``, for the caller to drop their blocks, and forget them."""
+        found, self.voided = self.voided, set()
+        return found
+
+    def __iter__(self) -> Iterator[tuple[bytes, int]]:
+        return iter(self._known.items())
+
+
 class SharedTier(Tier):
     """See ``Tier``. The store's contents are known only by asking: other nodes write to it too, and it may evict.
 
-    Objects of a namespace have a generation that all nodes share, which differs from that of the block group.
+    Objects of a namespace have a generation that all nodes share, which differs from that of the block group: see
+    ``FleetGenerations``.
 
     Args:
         name: for operators: the URL, without a password.
@@ -274,7 +320,7 @@ class SharedTier(Tier):
         clock: ``time.monotonic``, by which the threads measure deadlines too.
         post: runs a call in the daemon's thread.
         ask_deadline_s: time in which the store must answer an ask.
-        generations: of namespaces, as far as this node has followed them.
+        fleet: generations of namespaces, as far as this node has followed them.
         make_workers: replaced in tests, which have no threads.
     """
 
@@ -288,7 +334,7 @@ class SharedTier(Tier):
         post: Callable[[Callable[[], None]], None],
         listener: TierListener,
         ask_deadline_s: float,
-        generations: Mapping[bytes, int] | None = None,
+        fleet: FleetGenerations | None = None,
         make_workers: Callable[..., Workers[Any, Any]] = Workers,
     ) -> None:
         super().__init__(name, listener)
@@ -306,10 +352,9 @@ class SharedTier(Tier):
         """Each with the time when it was given, or asked for; ABSENT with the time until which it is cached."""
         self._refused: OrderedDict[tuple[int, bytes], float] = OrderedDict()
         """Keys that are ABSENT until this time, whatever the answer."""
-        self._generations = dict(generations or {})
+        self.fleet = fleet or FleetGenerations()
         self._polled_at: dict[bytes, float] = {}
         self._poll_next = False
-        self._voided: set[bytes] = set()
         self._asked_keys = 0
         self._writes: dict[tuple[int, bytes], ObjectWrite] = {}
         self._write_at = self._steady_at = self._shown_until = 0.0
@@ -410,8 +455,8 @@ class SharedTier(Tier):
                 states[number], at[number] = ABSENT, until
         self._answers.note(tag, keys, states, at)
 
-    def _refuse(self, tag: int, keys: Sequence[bytes]) -> None:
-        until = self._clock() + REFUSED_S
+    def _refuse(self, tag: int, keys: Sequence[bytes], seconds: float) -> None:
+        until = self._clock() + seconds
         for key in keys:
             self._refused.pop((tag, key), None)
             self._refused[tag, key] = until
@@ -438,7 +483,9 @@ class SharedTier(Tier):
             self.counters.dropped_writes += 1
             return False
         # Blocks of a namespace that was reset on all nodes belong to the earlier generation until they are dropped.
-        if len(self._writes) >= MOST_WRITES or group.fingerprint in self._voided or not all(self.wants(group, [key])):
+        if len(self._writes) >= MOST_WRITES or group.fingerprint in self.fleet.voided:
+            return False
+        if not all(self.wants(group, [key])):
             return False
         stored = block._replace(group=self._stored(group))
         self._writes[group.tag, key] = write = ObjectWrite(group, stored, self._views(group, offsets), on_end)
@@ -451,7 +498,7 @@ class SharedTier(Tier):
         return 0
 
     def remove(self, group: BlockGroup, keys: Sequence[bytes], why: str) -> None:
-        self._refuse(group.tag, keys)
+        self._refuse(group.tag, keys, REFUSED_S)
         if why == PARTIAL:
             self._remove_objects(group, keys)
 
@@ -579,12 +626,11 @@ class SharedTier(Tier):
     # --- generations of namespaces ---------------------------------------------------------------
 
     def generation(self, fingerprint: bytes) -> int:
-        """Return the known generation at which a namespace's blocks were last voided for all nodes; 0 for never."""
-        return self._generations.get(fingerprint, 0)
+        return self.fleet.of(fingerprint)
 
-    def raise_generation(self, fingerprint: bytes) -> Raise:
+    def raise_generation(self, fingerprint: bytes, generation: int) -> Raise:
         """Begin to void a namespace's blocks for all nodes; the result shows when that has ended, and how."""
-        one = Raise(fingerprint, self._clock() + RAISE_S)
+        one = Raise(fingerprint, generation, self._clock() + RAISE_S)
         if self.available():
             self._asking.put(one)
         else:
@@ -598,17 +644,10 @@ class SharedTier(Tier):
             put_newest(self._polled_at, fingerprint, inf, MOST_NAMESPACES)  # until the answer
             self._asking.put(Ask(BlockGroup(fingerprint, 0, 0, (), 0), (), True, now + RAISE_S))
 
-    def take_voided(self) -> list[bytes]:
-        """Return the namespaces whose blocks were voided for all nodes since the last call."""
-        found, self._voided = list(self._voided), set()
-        return found
-
     def _record_generation(self, fingerprint: bytes, generation: int) -> None:
-        if generation > self.generation(fingerprint):
-            self._generations[fingerprint] = generation
+        if self.fleet.raise_to(fingerprint, generation):
             logger.info("The blocks of a namespace in %s are void: its generation is %d now.", self.name, generation)
             self._answers.clear()  # of all namespaces: voiding is rare, and answers are short-lived
-            self._voided.add(fingerprint)
 
     # --- what has ended, in the daemon's thread --------------------------------------------------
 
@@ -664,7 +703,7 @@ class SharedTier(Tier):
             counters.read_blocks += 1
             counters.read_bytes += group.nbytes
         else:
-            self._refuse(group.tag, [key])
+            self._refuse(group.tag, [key], REFUSED_S if result is Result.CORRUPT else self._store.failed_s)
         if result is Result.CORRUPT:
             counters.mismatches += 1
             self._remove_objects(group, [key])
@@ -842,9 +881,7 @@ class StoreConnection:
             self._store.connect()
             seen, _ = self._store.ask(own_key, [], one.deadline, prefix=True)
             _check_generation(own_key, seen)
-            # The time, because a store that lost the number must not return to one that it had before.
-            generation = max(seen + 1, self._tier.generation(one.fingerprint) + 1, int(time.time()))
-            return self._store.raise_generation(own_key, seen, generation, one.deadline)
+            return self._store.raise_generation(own_key, seen, max(seen + 1, one.generation), one.deadline)
         except Exception as error:
             self._fail(error, "write")
             return error
@@ -923,15 +960,23 @@ class StoreConnection:
 
 def _verified(read: ObjectRead, received: Received) -> Block | None:
     """Return the block of an object; None if header or bytes are not those of a complete object of this block."""
-    block = decode_header(received.header, read.stored, read.key)
-    if block is None:
+    if received.shards is not None:
+        block: Block | None = Block(read.stored, read.key, *received.shards)
+    else:
+        block = decode_header(received.header, read.stored, read.key)
+    if block is None or not all(block.checksums):
         return None
     found = zip(read.views, received.checksums or repeat(0, len(read.views)), block.checksums, strict=True)
     right = all((taken or digest(view)) == checksum for view, taken, checksum in found)
     return block if right else None
 
 
+def is_sound(generation: int) -> bool:
+    """Return whether a number is small enough to come from a node: another, if followed, could hardly be raised."""
+    return 0 <= generation <= time.time() + MOST_AHEAD_S
+
+
 def _check_generation(own_key: bytes, generation: int) -> None:
-    """Raise StoreError for a number too large to come from a node: if followed, it could hardly be raised again."""
-    if generation > time.time() + MOST_AHEAD_S:
+    """Raise StoreError for a generation that is not sound."""
+    if not is_sound(generation):
         raise bad_generation(f"{own_key.decode()}, {generation},")

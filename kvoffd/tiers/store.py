@@ -139,10 +139,12 @@ class Received(NamedTuple):
     Attributes:
         header: empty if the object has another length: then nothing was read.
         checksums: of the views, as by ``digest``; empty, or 0, if the store did not compute them.
+        shards: first blocks and checksums of the shards as they were written, from a store without headers.
     """
 
     header: bytes
     checksums: Sequence[int] = ()
+    shards: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
 
 class StoreUsage(NamedTuple):
@@ -169,6 +171,7 @@ class Store(ABC):
         most_window_keys: keys that ``ask`` manages within its deadline without ``prefix``.
         keys_at_once: most keys of one ``ask``, after which other clients can have their turn.
         blocks_at_once, bytes_at_once: most objects of one ``get`` or ``put``, and their bytes if there are several.
+        failed_s: time for which a block whose read failed counts as absent.
         believed_s: time for which an existing block is not offered again. The store may lose it; an offer is a use.
         writers: threads that write. With several, one looks for existing objects while another one's are being sent.
         servers: those of the store, the same object for all connections; None if they are unknown.
@@ -179,6 +182,7 @@ class Store(ABC):
     keys_at_once: int
     blocks_at_once: int
     bytes_at_once: int
+    failed_s: float = 30.0
     believed_s: float = 60.0
     writers: int = 1
     servers: Servers | None = None

@@ -16,6 +16,8 @@ from typing import Protocol, TypeAlias
 
 from kvoffd.tiers.header import Block, BlockGroup
 
+PEER = "peer://"
+"""Beginning of the names of tiers that are other nodes' pools."""
 ABSENT, PRESENT, ASKED = 0, 1, 2
 """Answers of ``find``. ASKED: ``TierListener.answered`` gets the answer before the tier's ask deadline."""
 

@@ -223,9 +223,9 @@ class Clear(Request[Done], frozen=True):
 
 @exchange(ADMIN)
 class ResetFleet(Request[Done], frozen=True):
-    """Invalidates a namespace on all nodes that share a store with this one, as after a change of the weights.
+    """Invalidates a namespace on all nodes that share a store with this one or are peers, as after a change of weights.
 
-    Each node drops its blocks within seconds. ``count`` in the answer is the number of stores. Admin only.
+    Each node drops its blocks within seconds. ``count`` in the answer is the number of stores and peers. Admin only.
     """
 
     namespace: Fingerprint

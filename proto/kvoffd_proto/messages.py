@@ -16,7 +16,7 @@ from msgspec import Meta, Struct, structs
 
 from kvoffd_proto.errors import ErrorCode
 
-PROTOCOL_VERSION = 19
+PROTOCOL_VERSION = 20
 """Version that both ends must have. Raise it when a message, a field or its meaning changes."""
 
 FINGERPRINT_BYTES = 32
@@ -411,6 +411,10 @@ class LookupReply(Reply, frozen=True):
     asking: Annotated[Count, doc("Number of shared keys for which the store has not answered yet.")] = 0
 
 
+MAX_HOST = 253
+"""Characters of a host's name."""
+
+
 @exchange(SCHEDULER)
 class Lookup(Request[LookupReply], frozen=True):
     """Asks which keys are ready, and pins those under a lease. A repeat under the same lease pins nothing twice.
@@ -425,6 +429,9 @@ class Lookup(Request[LookupReply], frozen=True):
     reported: Annotated[
         bool, doc("The engine reports what it did with the prompt (ReportPrompts): count its keys then, not now.")
     ] = False
+    peer: Annotated[
+        str, doc("Host of the only peer to ask for missing keys, if the daemon has that peer.", max_length=MAX_HOST)
+    ] = ""
 
 
 @exchange(SCHEDULER)

@@ -427,7 +427,8 @@ SHARED_ERRORS = {
     "region": "refusals because the bucket is in another region than the URL says",
     "clock": "refusals because the clock of this machine or of the server is wrong",
     "bucket": "answers that the bucket does not exist; check the URL",
-    "busy": "answers that the server is overloaded",
+    "busy": "answers that the server is overloaded, or that a peer has lent as many blocks as it may",
+    "helper": "attempts without the helper process for peers, which starts or has ended; see the log",
     "tls": "servers whose certificate could not be verified; SSL_CERT_FILE names its authority",
     "full": "writes refused for lack of space; see Redis's maxmemory and maxmemory-policy, or the bucket's quota",
     "mismatch": "objects that did not hold the expected block; they are removed from the store",
@@ -472,6 +473,20 @@ class SharedStats(Part, frozen=True):
     errors: Annotated[Labelled, counter("Errors of the shared store by kind; the log has the sentences.", "kind")] = {}
     servers: Annotated[list[SharedServer], part("Servers of the store; empty if unknown.", "server_")] = []
     unshared_namespaces: Annotated[Count, doc("Namespaces not shared: reset here, or the state was damaged.")] = 0
+
+
+class LentStats(Part, frozen=True):
+    """Blocks that this node lends to its peers."""
+
+    up: Annotated[bool, doc("Whether the helper process serves peers.")] = False
+    helper_starts: Annotated[Count, doc("Starts of the helper process.")] = 0
+    asked_keys: Annotated[Count, doc("Keys that peers looked up here.")] = 0
+    found_keys: Annotated[Count, doc("Keys that peers found here.")] = 0
+    blocks: Annotated[Count, doc("Blocks lent to peers.")] = 0
+    bytes: Annotated[ByteCount, counter("Bytes lent to peers.")] = 0
+    refused_requests: Annotated[Count, counter("Requests of peers that a limit cut short, or that were invalid.")] = 0
+    leases: Annotated[Count, doc("Requests of peers whose blocks are lent now.")] = 0
+    pinned_bytes: Annotated[ByteCount, doc("Pool bytes that are lent now.")] = 0
 
 
 # --- the policy --------------------------------------------------------------------------------------
@@ -565,6 +580,7 @@ class DaemonStats(Part, frozen=True):
     tiers: Annotated[TieringStats | None, part("Traffic with the disks; null without a tier.", "tiers_")] = None
     disks: Annotated[list[DiskStats], part("Directories of the disk tier.", "disk_")] = []
     shared: Annotated[list[SharedStats], part("Stores that nodes share.", "shared_")] = []
+    lent: Annotated[LentStats | None, part("Blocks lent to peers; null without peer_listen.", "lent_")] = None
     curve: Annotated[HitCurve | None, part("Hit ratios of pools of other sizes.", "curve_")] = None
     curve_seen_bytes: Annotated[ByteCount, doc("Bytes of the distinct blocks looked up, up to ten times the pool.")] = 0
     ghost_entries: Annotated[Count, doc("Keys without a block that the policy remembers.")] = 0

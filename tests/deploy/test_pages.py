@@ -13,7 +13,15 @@ from kvoffd_client.cli.app import make_command
 from kvoffd_proto.messages import PROTOCOL_VERSION
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "FAQ.md", "client/README.md", "deploy/README.md", "deploy/SECURITY.md", "deploy/shared.md")
+PAGES = (
+    "README.md",
+    "FAQ.md",
+    "client/README.md",
+    "deploy/README.md",
+    "deploy/SECURITY.md",
+    "deploy/shared.md",
+    "deploy/peers.md",
+)
 CONNECTOR = "".join(path.read_text() for path in (ROOT / "client" / "kvoffd_client" / "vllm").glob("*.py"))
 METRICS = {spec.name for spec in all_metrics(None)}
 OTHERS = {"kvoffd_client"}

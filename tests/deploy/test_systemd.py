@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -46,10 +47,12 @@ def verify(directory: Path, executable: Path, unit: str, drop_in: str | None = N
     return "\n".join(said) or ("" if result.returncode == 0 else result.stderr)
 
 
-def test_the_unit_is_valid_with_and_without_the_gpu_drop_in(tmp_path: Path, executable: Path) -> None:
+def test_the_unit_is_valid_with_and_without_drop_ins(tmp_path: Path, executable: Path) -> None:
     assert EXECUTABLE in UNIT
     assert verify(tmp_path, executable, UNIT) == ""
     assert verify(tmp_path, executable, UNIT, (SYSTEMD / "gpu.conf").read_text()) == ""
+    (lines,) = re.findall(r"^## systemd\n\n((?:    .*\n)+)", (SYSTEMD.parent / "peers.md").read_text(), re.M)
+    assert verify(tmp_path, executable, UNIT, textwrap.dedent(lines)) == ""
 
 
 def security(*options: str) -> str:

@@ -15,6 +15,7 @@ NEEDS = (
     "chromium",
     "cuda-headers",
     "helm",
+    "nixl",
     "prometheus",
     "redis",
     "rclone",

@@ -112,7 +112,8 @@ def test_the_oldest_names_are_forgotten_on_the_safe_side(monkeypatch: pytest.Mon
     assert again.generation(OTHER) >= was[1]
     assert again.is_unshared(ONE)
     assert again.is_unshared(OTHER)
-    again.save_fleet_reset(OTHER, {})
+    again.save_fleet_reset(OTHER, 7)
+    assert again.fleet == {OTHER: 7}
     assert not again.is_unshared(OTHER)
     assert len(again.resets.generations) == len(again.resets.unshared) == 10
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -181,3 +182,18 @@ def test_errors_of_a_disk_are_a_problem_for_an_hour(rig: TiersRig) -> None:
         rig.rig.clock.now += 60.0
         rig.tiers.tick()
     assert dict(rig.tiers.problems) == {}
+
+
+@pytest.mark.parametrize(
+    ("host", "peer"),
+    [
+        ("node-b", "peer://Node-B:7400"),
+        ("NODE-b", "peer://Node-B:7400"),
+        ("fd00::1", "peer://[fd00::1]:7400"),
+        ("[FD00::1]", "peer://[fd00::1]:7400"),
+        ("node-c", ""),
+    ],
+)
+def test_a_peer_is_found_by_its_host_however_it_is_written(host: str, peer: str) -> None:
+    configured = SimpleNamespace(_config=SimpleNamespace(peers=("Node-B:7400", "[fd00::1]:7400")))
+    assert TierSupervisor.peer_at(cast(Any, configured), host) == peer

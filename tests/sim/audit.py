@@ -161,7 +161,7 @@ class Audit:
         return self._readable.get(kv_topic(fingerprint), set())
 
     def _check_pins(self) -> None:
-        """Each block is pinned by its leases, the loads that read it and the writes to a tier, and by nothing else."""
+        """Each block is pinned by its leases, the loads that read it, the writes to a tier and what peers borrow."""
         cache, tiering = self._service.cache, self._service.tiering
         pins = Counter[int]()
         sessions = {session.id for session in self._service.sessions}
@@ -180,6 +180,9 @@ class Audit:
         if tiering is not None:
             for writer in tiering.writers:
                 pins.update(list(writer.under_way))
+        if (lends := self._service.tier_supervisor.peer_server) is not None:
+            for lent in lends._lent.values():
+                pins.update(lent.blocks.tolist())
         found = {int(block): int(cache.blocks.pins[block]) for block in np.flatnonzero(cache.blocks.pins)}
         assert found == dict(pins), f"pins of nobody, or too few: {found} and {dict(pins)}"
 

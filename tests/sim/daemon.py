@@ -31,6 +31,7 @@ from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import PROTOCOL_VERSION
 from tests.kit.slot_cache import Part
 from tests.sim.audit import Audit, Readable, blocks_of, watch_narrow, watch_quotas
+from tests.sim.borrower import SimBorrower
 from tests.sim.clock import Broken, Injected, Process
 from tests.sim.disk import SimDisk
 from tests.sim.memory import AddressSpace, Segment
@@ -57,6 +58,8 @@ if TYPE_CHECKING:
 
 TICK_S = 0.25
 HELLO_DEADLINE_S = 10.0
+BORROWED_PART = 0.2
+"""Part of the daemons' lives in which a peer borrows blocks."""
 CLOSE_S = 60.0
 """For a disk to be closed, of the test's own time: nothing is waited for."""
 UNTRACED = (s.StatsReply, a.HealthReply)
@@ -129,6 +132,8 @@ class SimDaemon:
         self._flush_due = self._rest_due = False
         self._turns = 0
         self.clock.note(f"daemon starts, life {life}, pool {world.pool_bytes}")
+        if (rng := world.scenario.rng(f"borrower {life}")).random() < BORROWED_PART and not world.faults.calm:
+            SimBorrower(self, rng)
         self.process.after(TICK_S, self._tick)
         self._schedule_work()
 
@@ -160,7 +165,7 @@ class SimDaemon:
         if objects is not None:
             rng = self.world.scenario.rng(f"shared {life}")
             drained = drained or rng.random() < (0.2 if promotes else 0.7)  # or the disk has most of what is asked for
-            tiers.share_one(SimShared(objects, self, rng, tiers.tiering))
+            tiers.share_one(SimShared(objects, self, rng, tiers))
         if drained:
             disk.takes_writes = False
         return tiers

@@ -15,13 +15,14 @@ from kvoffd.pool.checksums import digest
 from kvoffd.tiers.header import Block, BlockGroup, encode_header, make_block_group
 from kvoffd.tiers.shared import Ask, Look, SharedTier
 from kvoffd.tiers.store import GetRequest, Received, Store, StoreError, generation_key, object_key
-from kvoffd.tiers.tier import ReadEnd, Result, TierListener
+from kvoffd.tiers.tier import ReadEnd, Result
 from tests.sim.clock import Broken, Clock, Stops
 from tests.sim.content import Content
 from tests.sim.disk import SimWorkers
 
 if TYPE_CHECKING:
     from tests.sim.daemon import SimDaemon
+    from tests.sim.tiers import SimTiers
 
 MOST_OBJECTS = 64
 CHANCES = {
@@ -46,6 +47,8 @@ class SharedObjects:
         self.stops = Stops(clock, counts)
         self.objects: dict[bytes, bytes] = {}
         self.generations: Counter[bytes] = Counter()
+        self.raised: Counter[bytes] = Counter()
+        """Generations that peers have raised, by the same keys."""
         self.dark_until = 0.0
         self.left: set[bytes] = set()
         """Namespaces of which an engine was told that they are reset: no later daemon may share them."""
@@ -133,7 +136,10 @@ class SimStore(Store):
             self._there.pop(key, None)
 
     def raise_generation(self, own_key: bytes, seen: int, generation: int, deadline: float) -> int:
-        raise Broken("the daemon raises a generation that no administrator raised")
+        if generation > self._tier.objects.raised[own_key]:
+            raise Broken("the daemon raises a generation that no administrator raised")
+        self._generations[own_key] = max(generation, self._generations[own_key])
+        return self._generations[own_key]
 
     def close(self) -> None: ...
 
@@ -152,7 +158,7 @@ class _Workers(SimWorkers):
 class SimShared(SharedTier):
     """What one life of the daemon has of it: the tier itself, with a watch on who uses which slot."""
 
-    def __init__(self, objects: SharedObjects, daemon: SimDaemon, rng: random.Random, listener: TierListener) -> None:
+    def __init__(self, objects: SharedObjects, daemon: SimDaemon, rng: random.Random, tiers: SimTiers) -> None:
         self.objects, self.process, self.clock, self.rng = objects, daemon.process, daemon.clock, rng
         self._daemon, self._watched, self.stops = daemon, daemon.pool, objects.stops
         self.left = set(objects.left)
@@ -163,8 +169,9 @@ class SimShared(SharedTier):
             pool=memoryview(self._watched.data),
             clock=self.clock,
             post=daemon.post_of_tier,
-            listener=listener,
+            listener=tiers.tiering,
             ask_deadline_s=0.02,
+            fleet=tiers.fleet,
             make_workers=partial(_Workers, self),
         )
         self.breaker._jitter = rng.random

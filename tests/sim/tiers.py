@@ -78,10 +78,9 @@ class SimTiers(TierSupervisor):
 
     def check_followed(self) -> None:
         """After a tick: what other nodes reset is reset here."""
-        for tier in self.shared:
-            followed = self._state.resets.fleet.get(tier.name, {})
-            if any(followed.get(fingerprint, 0) < number for fingerprint, number in tier._generations.items()):
-                raise Broken("other nodes have reset a namespace, and this one has not")
+        followed = self._state.fleet
+        if any(followed.get(fingerprint, 0) < number for fingerprint, number in self.fleet):
+            raise Broken("other nodes have reset a namespace, and this one has not")
 
     @property
     def busy(self) -> bool:

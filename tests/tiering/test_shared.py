@@ -423,3 +423,18 @@ def test_the_disk_with_room_and_least_to_do_is_written_to(rig: TieringHarness, m
         monkeypatch.setattr(tier, "stats", lambda u=used, q=queued: TierStats(100, u, queued_writes=q))
     monkeypatch.setattr(type(full), "lifetime_bytes", property(lambda tier: int(tier is full)))
     assert rig.tiering.disk_writer._targets() == [empty, half, busy, full]
+
+
+def test_of_several_peers_the_one_that_a_request_names_is_asked(rig: TieringHarness) -> None:
+    store, one, other = (rig.share(QUIET, name) for name in ("redis://fake", "peer://a:1", "peer://b:1"))
+    space = rig.open(sizes=(UNIT,))
+    for number, (peer, asked) in enumerate([("peer://b:1", (0, 1)), ("peer://c:1", (1, 0)), ("", (1, 0))]):
+        keys = keys_of(number)
+        for at, tier in enumerate((store, one, other)):
+            tier.asked.clear()
+            if at:
+                give(rig, tier, space, number)
+        rig.cache.lookup(space, 1, number + 1, [(0, keys)], peer=peer)
+        store.answer()
+        rig.cache.lookup(space, 1, number + 1, [(0, keys)], again=True, peer=peer)
+        assert (len(one.asked), len(other.asked)) == asked

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from kvoffd.pool.checksums import digest
 from kvoffd.tiers.header import Block, BlockGroup, make_block_group
-from kvoffd.tiers.shared import Raise, SharedTier
+from kvoffd.tiers.shared import FleetGenerations, Raise, SharedTier
 from kvoffd.tiers.store import Credentials, object_key, open_store
 from kvoffd.tiers.tier import Result, Tier
 from tests.kit.waiting import wait_until
@@ -71,7 +71,7 @@ class SharedRig:
             post=self._posted.put,
             listener=self,
             ask_deadline_s=ask_deadline_s,
-            generations=generations,
+            fleet=FleetGenerations(generations),
         )
 
     def blocks_stored(self, tier: Tier, group: BlockGroup, keys: Sequence[bytes]) -> None:
@@ -133,7 +133,7 @@ class SharedRig:
 
     def raise_generation(self, fingerprint: bytes) -> Raise:
         """Make all of a namespace void for all nodes; ended, with what went wrong."""
-        one = self.tier.raise_generation(fingerprint)
+        one = self.tier.raise_generation(fingerprint, self.tier.fleet.next(fingerprint))
         self.until(lambda: one.ended)
         return one
 

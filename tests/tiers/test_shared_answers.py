@@ -100,6 +100,25 @@ def test_invalidated_keys_stay_absent_whatever_is_answered(rig: Rig, forgotten: 
     assert rig.find() == [PRESENT]
 
 
+@pytest.mark.parametrize(("result", "seconds"), [(Result.FAILED, 2.0), (Result.GONE, 2.0), (Result.CORRUPT, REFUSED_S)])
+def test_a_block_whose_read_failed_is_absent_as_long_as_its_store_says(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, result: Result, seconds: float
+) -> None:
+    """A peer that was killed is back within seconds; wrong bytes stay wrong."""
+    monkeypatch.setattr(rig.tier._store, "failed_s", 2.0)
+    rig.find()
+    rig.answer(True)
+    ends: list[Result] = []
+    assert rig.tier.read(GROUP, KEY, [0], 1e9, lambda result, _: ends.append(result))
+    for _ in range(2):  # a failed read is tried once more
+        rig.tier._reading.end((result, None))
+    assert ends == [result]
+    rig.clock.now += seconds - 0.01
+    assert rig.find() == [ABSENT]
+    rig.clock.now += 0.02
+    assert rig.find() == [ASKED]
+
+
 @pytest.mark.parametrize("result", [Result.DONE, Result.PRESENT])
 def test_invalidated_while_written_a_block_is_not_read(rig: Rig, result: Result) -> None:
     ends: list[Result] = []

@@ -9,9 +9,11 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 
@@ -31,6 +33,7 @@ from tests.kit.engine import (
     wait_books,
     wait_connected,
 )
+from tests.kit.ports import free_port
 from tests.kit.redis_server import PROGRAM as REDIS
 from tests.kit.redis_server import RedisServer
 from tests.kit.require import require
@@ -54,6 +57,8 @@ LONG = 2000
 LONG_PROMPTS = [prompt(seed, LONG) for seed in range(200, 204)]
 COUNTERS = "prefix_cache_queries", "prefix_cache_hits", "external_prefix_cache_hits"
 LONG_BLOCKS = LONG // BLOCK_TOKENS
+TCP = {"UCX_TLS": "tcp"}
+"""Peers of one machine would share memory otherwise."""
 
 
 class Harness:
@@ -412,3 +417,33 @@ def test_blocks_come_from_another_nodes_store(harness: Harness) -> None:
             (shared,) = books(home.directory).shared
     assert shared.read_blocks >= len(prompts) * (full_blocks(LONG) // BLOCK_TOKENS)
     assert shared.mismatches == 0
+
+
+def test_blocks_come_from_another_nodes_pool(harness: Harness, pool_file: Path, tmp_path: Path) -> None:
+    """What one node's pool has the engine of another, whose own is empty, loads from there."""
+    require("nixl", find_spec("nixl_cu12"), "NIXL is not installed")
+    home, engine, prompts = harness.home, harness.engine, LONG_PROMPTS[:2]
+    home.ensure_no_daemon()
+    engine.forget()
+    (tmp_path / "secret").write_text("a secret for tests")
+    address, secret = f"127.0.0.1:{free_port()}", str(tmp_path / "secret")
+    lends: dict[str, Any] = {"pool_file": str(pool_file), "peer_secret_file": secret, "peer_listen": address}
+    reads: dict[str, Any] = {
+        "peers": address,
+        "peer_secret_file": secret,
+        "shared_deadline": "60s",
+        "shared_ask_deadline": "5s",
+    }
+    with DaemonProcess("64MiB", home.directory, pool_file=str(pool_file)):
+        wait_connected(home.directory, pids=lambda: engine.pids)
+        computed, cached = one_by_one(engine, prompts)
+        assert cached == [0, 0]
+        harness.until(lambda found: found.ready_blocks >= len(prompts) * LONG_BLOCKS)
+    engine.forget()
+    with DaemonProcess("64MiB", environ=TCP, **lends), DaemonProcess("64MiB", home.directory, environ=TCP, **reads):
+        wait_connected(home.directory, pids=lambda: engine.pids)
+        harness.until(lambda found: found.shared[0].up)
+        assert one_by_one(engine, prompts) == (computed, [full_blocks(LONG)] * 2)
+        (peer,) = books(home.directory).shared
+    assert peer.read_blocks >= len(prompts) * (full_blocks(LONG) // BLOCK_TOKENS)
+    assert peer.mismatches == 0

@@ -46,8 +46,10 @@ class Daemon(FakeSchedulerClient):
     has: set[bytes] = field(default_factory=set)
     """Hashes of blocks that were stored."""
 
-    def lookup(self, groups: Sequence[GroupKeys], again: bool = False, *, reported: bool) -> LookupFuture:
-        super().lookup(groups, again, reported=reported)
+    def lookup(
+        self, groups: Sequence[GroupKeys], again: bool = False, *, reported: bool, peer: str = ""
+    ) -> LookupFuture:
+        super().lookup(groups, again, reported=reported, peer=peer)
         return self.answer(self.has)
 
 

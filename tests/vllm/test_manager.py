@@ -475,6 +475,44 @@ def test_an_unknown_hint_does_not_hide_others_and_is_said_once(
     assert len(said) == 16
 
 
+SOURCE = {"kv_request_id": "1", "remote_host": "10.0.0.7", "remote_port": 5710}
+"""As llm-d's router sends it."""
+
+
+def fetch(endpoint: object, version: object = "1.0") -> dict[str, object]:
+    """As Dynamo's router sends it."""
+    return envelope(action("kv.fetch", {"source_control_endpoint": endpoint, "block_hashes": [1, 2]}, version))
+
+
+@pytest.mark.parametrize(
+    ("params", "peer", "unknown"),
+    [
+        ({"remote_kv_source": SOURCE}, "10.0.0.7", 0),
+        ({"remote_kv_source": {**SOURCE, "remote_host": 7}}, "", 1),
+        ({"remote_kv_source": {**SOURCE, "remote_host": "a" * 254}}, "", 1),
+        ({"remote_kv_source": "10.0.0.7"}, "", 1),
+        ({"kv_hints": fetch("tcp://node-b:25000")}, "node-b", 0),
+        ({"kv_hints": fetch("tcp://[fd00::1]:25000")}, "fd00::1", 0),
+        ({"kv_hints": fetch("tcp://[fd00:")}, "", 1),
+        ({"kv_hints": fetch(5)}, "", 1),
+        ({"kv_hints": fetch("tcp://node-b:1", "2.0")}, "", 1),
+        ({"remote_kv_source": {**SOURCE, "remote_host": "\ud800"}}, "", 1),  # JSON can have it, and UTF-8 cannot
+        ({"kv_hints": fetch("tcp://\ud800:1")}, "", 1),
+        ({"remote_kv_source": SOURCE, "kv_hints": envelope(RETAIN)}, "10.0.0.7", 0),
+        ("remote_kv_source", "", 0),
+    ],
+)
+def test_a_lookup_names_the_peer_that_a_request_names(
+    harness: ManagerHarness, params: object, peer: str, unknown: int
+) -> None:
+    context = ReqContext("r", cast(Any, params))
+    harness.manager.on_new_request(context)
+    harness.begin(context)
+    harness.manager.look_up(harness.requests["r"])
+    assert set(harness.client.peers) == {peer}
+    assert harness.manager._counters["vllm:kvoffd_unknown_hints"] == unknown
+
+
 # --- loads -----------------------------------------------------------------------------------------
 
 

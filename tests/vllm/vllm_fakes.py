@@ -32,6 +32,8 @@ class FakeSchedulerClient:
     events: list[KvEvent] = field(default_factory=list)
     reported: list[PromptReport] = field(default_factory=list)
     hints: list[tuple[HintAction, Sequence[GroupKeys], int, float]] = field(default_factory=list)
+    peers: list[str] = field(default_factory=list)
+    """Peers that lookups named."""
     closed: bool = False
 
     def now(self) -> float:
@@ -44,8 +46,11 @@ class FakeSchedulerClient:
     def hint(self, action: HintAction, groups: Sequence[GroupKeys], priority: int, ttl_s: float) -> None:
         self.hints.append((action, groups, priority, ttl_s))
 
-    def lookup(self, groups: Sequence[GroupKeys], again: bool = False, *, reported: bool) -> LookupFuture:
+    def lookup(
+        self, groups: Sequence[GroupKeys], again: bool = False, *, reported: bool, peer: str = ""
+    ) -> LookupFuture:
         assert reported
+        self.peers.append(peer)
         self.again.append(again)
         future = LookupFuture((1 << 32) + len(self.asked) + 1 if self.ready else 0)
         self.asked.append((future, list(groups)))

@@ -32,15 +32,17 @@ HASH_DIGITS = 12
 def clear(
     name: Annotated[str | None, typer.Argument(metavar="NAME", help=NAMESPACE_HELP)] = None,
     everything: Annotated[bool, typer.Option("--all", help="Clear every namespace.")] = False,
-    all_nodes: Annotated[bool, typer.Option("--all-nodes", help="Also on all nodes that share its store.")] = False,
+    all_nodes: Annotated[
+        bool, typer.Option("--all-nodes", help="Also on peers and nodes that share its store.")
+    ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
     directory: Directory = None,
     json: Json = False,
 ) -> int:
     """Drop the blocks of one namespace or of all, also on disks.
 
-    Shared stores keep theirs without --all-nodes. With it the other nodes follow within seconds: use it if weights
-    changed under one name.
+    Shared stores and peers keep theirs without --all-nodes. With it the other nodes follow within seconds: use it if
+    weights changed under one name.
 
     Exit status: 0 done, 1 not confirmed, 2 an error, or a kill may undo it.
     """

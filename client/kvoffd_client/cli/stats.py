@@ -152,7 +152,7 @@ def print_stats(now: DaemonStats) -> None:
             say((f"The sums above include {which}.", "dim"))
     if any(map(is_untimed, (now.since_start, *now.namespaces))):
         say((f"unknown: {UNTIMED}", "dim"))
-    tiers = tier_details(now) if now.disks or now.shared else ()
+    tiers = tier_details(now) if now.disks or now.shared or now.lent else ()
     if lines := [*tiers, *_errors(now)]:
         say("", *lines)
 
@@ -352,7 +352,7 @@ def _errors(now: DaemonStats) -> Iterator[tuple[str, str]]:
 
 def tier_details(now: DaemonStats) -> Iterator[Line]:
     """Yield lines with details of disks and stores."""
-    if not now.disks and not now.shared:
+    if not now.disks and not now.shared and now.lent is None:
         yield "There is no disk and no shared store; see --disk and --shared of `kvoffd serve`."
     for disk in now.disks:
         yield from _disk(disk)
@@ -364,6 +364,12 @@ def tier_details(now: DaemonStats) -> Iterator[Line]:
         )
     for one in now.shared:
         yield from _shared(one)
+    if (lent := now.lent) is not None:
+        yield f"lent to peers: {count_blocks(lent.blocks)} ({format_size(lent.bytes)})", "" if lent.up else "yellow"
+        yield (
+            f"  they looked up {format_count(lent.asked_keys)} keys, found {format_count(lent.found_keys)}; "
+            f"{format_size(lent.pinned_bytes)} lent now, {format_count(lent.refused_requests)} requests refused"
+        )
 
 
 def _disk(disk: DiskStats) -> Iterator[Line]:
@@ -422,13 +428,14 @@ def _shared(one: SharedStats) -> Iterator[Line]:
         f"{format_count(one.queued_reads)} waiting{_unused(one.promotions_unused)}, "
         f"failed: {_failed(one.promotions_failed)}"
     )
-    yield _usage(one)
-    yield (
-        f"  written {count_blocks(one.written_blocks)} ({format_size(one.written_bytes)}), "
-        f"{format_count(one.already_stored)} more were there already, {format_count(one.queued_writes)} waiting, "
-        f"{format_count(one.dropped_writes)} dropped, shared_write {one.write_mode}"
-    )
-    yield from _not_written(one.not_written)
+    if not one.url.startswith("peer://"):  # it is only read
+        yield _usage(one)
+        yield (
+            f"  written {count_blocks(one.written_blocks)} ({format_size(one.written_bytes)}), "
+            f"{format_count(one.already_stored)} more were there already, {format_count(one.queued_writes)} waiting, "
+            f"{format_count(one.dropped_writes)} dropped, shared_write {one.write_mode}"
+        )
+        yield from _not_written(one.not_written)
     if one.dropped_removals:
         yield (
             f"  {format_count(one.dropped_removals)} damaged or shorter copies of blocks could not be removed: lookups "

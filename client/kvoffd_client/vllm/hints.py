@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from typing import Annotated, Any, NamedTuple
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta, Struct
 from vllm.v1.kv_offload.base import ReqContext
 
 from kvoffd_client.vllm.log import logger
-from kvoffd_proto.messages import MOST_PRIORITY, MOST_TTL_S, HintAction
+from kvoffd_proto.messages import MAX_HOST, MOST_PRIORITY, MOST_TTL_S, HintAction
 
 FIELD = "kv_hints"
+SOURCE_FIELD = "remote_kv_source"
+"""Field of ``kv_transfer_params`` in which llm-d's router names the pod that has a prompt's blocks."""
+FETCH = "kv.fetch"
 MOST_ACTIONS = 16
 """Actions of a request that are read."""
 MOST_SAID = 16
@@ -52,33 +56,58 @@ class _Retain(_Payload, kw_only=True):
     priority: Annotated[int, Meta(ge=0, le=MOST_PRIORITY)] = 50
 
 
+class _Source(Struct):
+    remote_host: Annotated[str, Meta(max_length=MAX_HOST)]
+
+
+class _Fetch(Struct):
+    source_control_endpoint: Annotated[str, Meta(max_length=MAX_HOST)]
+
+
 _said: set[str] = set()
 
 
-def read_hints(context: ReqContext) -> tuple[list[RequestHint], int]:
-    """Return a request's hints, and the number of those that are not known or cannot be read. These are logged once."""
-    params = context.kv_transfer_params
-    given = context.kv_hints or (params.get(FIELD) if isinstance(params, dict) else None)
+def read_hints(context: ReqContext) -> tuple[list[RequestHint], int, str]:
+    """Return a request's hints, the number of those that are not known or cannot be read, and the host of the peer that
+    has its blocks, empty if none is named. What cannot be read is logged once."""
+    params = context.kv_transfer_params if isinstance(context.kv_transfer_params, dict) else {}
+    given, peer, unread = context.kv_hints or params.get(FIELD), "", 0
+    if (source := params.get(SOURCE_FIELD)) is not None:
+        try:
+            peer = _sendable(msgspec.convert(source, _Source).remote_host)
+        except ValueError as error:
+            _say(SOURCE_FIELD, error)
+            unread = 1
     if given is None:
-        return [], 0
+        return [], unread, peer
     try:
         envelope = msgspec.convert(msgspec.to_builtins(given), _Envelope)
         if not _is_known(envelope.protocol_version):
             raise ValueError("its protocol_version is not known")
     except (ValueError, TypeError, RecursionError) as error:
         _say(FIELD, error)
-        return [], 1
-    hints, unknown = list[RequestHint](), max(0, len(envelope.actions) - MOST_ACTIONS)
+        return [], 1 + unread, peer
+    hints, unknown = list[RequestHint](), unread + max(0, len(envelope.actions) - MOST_ACTIONS)
     for given in envelope.actions[:MOST_ACTIONS]:
         kind = "an action"
         try:
             action = msgspec.convert(given, _Action)
             kind = action.action_type
-            hints.append(_read(action))
+            if kind == FETCH and _is_known(action.action_version):
+                endpoint = msgspec.convert(action.payload, _Fetch).source_control_endpoint
+                peer = urlsplit(_sendable(endpoint)).hostname or peer
+            else:
+                hints.append(_read(action))
         except ValueError as error:
             _say(kind, error)
             unknown += 1
-    return hints, unknown
+    return hints, unknown, peer
+
+
+def _sendable(host: str) -> str:
+    """Return ``host``. Raises ValueError if it cannot be encoded: JSON may have half of a surrogate pair."""
+    host.encode()
+    return host
 
 
 def _read(action: _Action) -> RequestHint:

@@ -198,6 +198,7 @@ class RequestState:
             ever.
         waits_for_report_since: time of its first scan while the workers were not registered.
         hints: the client's hints.
+        peer: host of the peer that has its blocks, as a hint says; empty for none.
     """
 
     request: Request = cast(Any, None)  # noqa: RUF009
@@ -235,6 +236,7 @@ class RequestState:
     failed_at: float = LONG_AGO
     waits_for_report_since: float | None = None
     hints: Sequence[RequestHint] = ()
+    peer: str = ""
 
 
 class KvoffdManager(OffloadingManager):
@@ -355,7 +357,7 @@ class KvoffdManager(OffloadingManager):
             asked_by = namespace.client, namespace.client.session_id
             # Tails are not counted: there are many, and one is a hit at most.
             again = bool(tails) or (state.to_count is not None and state.counted_by == asked_by)
-            future = namespace.client.lookup(message, again, reported=True)
+            future = namespace.client.lookup(message, again, reported=True, peer=state.peer)
             if not again and future.lease_id:
                 state.to_count, state.counted_by = future, asked_by
             state.pending = state.last = KeyedLookup(future, chunks, tails, self._note_time())
@@ -808,7 +810,7 @@ class KvoffdManager(OffloadingManager):
         # kv_load_tiers of the request: the pool is vLLM's primary tier, which requests cannot exclude.
         if not req_context.load_tier_filter.allows(Medium.STORAGE, Locality.LOCAL):
             state.tier_wait_until = LONG_AGO
-        state.hints, unknown = read_hints(req_context)
+        state.hints, unknown, state.peer = read_hints(req_context)
         self._counters[metrics.UNKNOWN_HINTS] += unknown
         self._requests[req_context.req_id] = state
         # Loaded blocks are offered for stores too: they are stored if the load failed, otherwise skipped.

@@ -1,0 +1,195 @@
+"""Lends READY blocks to peers: they are pinned until they are returned or the lease's deadline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice, takewhile
+
+import msgspec
+import numpy as np
+
+from kvoffd.cache.block_table import CORRUPT, READY, BlockIds
+from kvoffd.cache.cache import Cache
+from kvoffd.cache.namespace import Group
+from kvoffd.tiers.peers import (
+    BUSY,
+    FIND,
+    GENERATION_BYTES,
+    LENT,
+    MOST_BLOCKS,
+    MOST_KEYS,
+    MOST_MESSAGE_BYTES,
+    MOST_SHARDS,
+    PIN,
+    RELEASE,
+    Find,
+    Pin,
+    Pinned,
+)
+from kvoffd.tiers.shared import FleetGenerations, is_sound
+from kvoffd_proto.messages import FINGERPRINT_BYTES
+
+MOST_VOIDED = 64
+"""Resets of all nodes that are not carried out yet, beyond which peers' further ones are not followed."""
+LEASE_S = 10.0
+"""Time after which what a peer has not returned is not lent any more. It must have read and checked it before."""
+MOST_LEASES, MOST_LEASES_EACH = 256, 16
+"""Leases of all peers, and of one connection. A request beyond them gets no blocks."""
+LENT_SHARE = 8
+"""Part of the pool that all peers may pin: one in this many bytes."""
+LOOP_SHARE, WINDOW_S = 0.25, 0.25
+"""Part of the loop's time for peers, in windows of this length: beyond it no block is found for them."""
+
+
+@dataclass(slots=True, eq=False)
+class Lent:
+    blocks: BlockIds
+    nbytes: int
+    deadline: float
+
+
+class PeerServer:
+    """Answers peers' requests, which the helper passes on. Called in the daemon's thread.
+
+    Args:
+        is_unshared: see ``Tiering``: of such a namespace nothing is lent.
+        fleet: of a namespace that a peer has with another generation nothing is lent. A higher one is followed.
+
+    Attributes:
+        refused: requests without an answer in full, because of a limit.
+    """
+
+    def __init__(
+        self,
+        cache: Cache,
+        clock: Callable[[], float],
+        is_unshared: Callable[[bytes], bool],
+        fleet: FleetGenerations,
+    ) -> None:
+        self._cache, self._clock, self._is_unshared, self._fleet = cache, clock, is_unshared, fleet
+        self._most_bytes = cache.slots.pool_bytes // LENT_SHARE
+        self._lent: dict[tuple[bytes, int], Lent] = {}
+        self._window_at = self._spent_s = 0.0
+        self.lent_bytes = self.asked_keys = self.found_keys = self.lent_blocks = self.served_bytes = self.refused = 0
+
+    @property
+    def leases(self) -> int:
+        return len(self._lent)
+
+    def answer(self, route: bytes, ident: int, kind: int, payload: bytes) -> bytes | None:
+        """Answer one request, with nothing if it is not valid; None for one without an answer."""
+        began = self._clock()
+        if kind == RELEASE:
+            self._end([(route, ident)] if (route, ident) in self._lent else [])
+            return None
+        if began >= self._window_at + WINDOW_S:
+            self._window_at, self._spent_s = began, 0.0
+        try:
+            if kind == FIND:
+                return self._find(msgspec.msgpack.decode(payload, type=Find))
+            if kind == PIN:
+                return self._pin(route, ident, msgspec.msgpack.decode(payload, type=Pin))
+        except (msgspec.MsgspecError, ValueError):
+            self.refused += 1
+        finally:
+            self._spent_s += self._clock() - began
+        return b""
+
+    def _group(self, wanted: Find) -> Group | None:
+        """Return the group of a request; None if nothing of it may be lent. Raises ValueError for a bad request."""
+        if not 1 <= wanted.key_bytes <= 64 or len(wanted.keys) % wanted.key_bytes:
+            raise ValueError
+        if len(wanted.keys) // wanted.key_bytes > MOST_KEYS:
+            raise ValueError
+        if len(wanted.fingerprint) != FINGERPRINT_BYTES:
+            raise ValueError
+        if is_sound(wanted.generation) and len(self._fleet.voided) < MOST_VOIDED:
+            self._fleet.raise_to(wanted.fingerprint, wanted.generation)
+        if not self._fleet.is_valid(wanted.fingerprint, wanted.generation):
+            return None
+        namespace = self._cache.namespaces.get(wanted.fingerprint)
+        if namespace is None or namespace.key_bytes != wanted.key_bytes or namespace.of_bench:
+            return None
+        if not 0 <= wanted.group < len(namespace.groups) or self._is_unshared(wanted.fingerprint):
+            return None
+        group = self._cache.group(namespace, wanted.group)
+        return group if group.lengths and not group.dead else None
+
+    def _find(self, wanted: Find) -> bytes:
+        count = len(wanted.keys) // max(1, wanted.key_bytes)
+        group = self._group(wanted)
+        generation = self._fleet.of(wanted.fingerprint).to_bytes(GENERATION_BYTES, "little")
+        if group is None or not count:
+            return generation + bytes(count)
+        if self._spent_s > LOOP_SHARE * WINDOW_S:
+            self.refused += 1
+            return generation + bytes(count)
+        states, _ = self._cache.blocks.find(group.number, wanted.keys, wanted.key_bytes)
+        there = bytes(state == READY for state in states)
+        self.asked_keys += count
+        self.found_keys += sum(there)
+        return generation + there
+
+    def _pin(self, route: bytes, ident: int, request: Pin) -> bytes:
+        wanted, ranks = request.wanted, len(request.lengths)
+        count = len(wanted.keys) // max(1, wanted.key_bytes)
+        group = self._group(wanted)
+        if count > MOST_BLOCKS or count * ranks > MOST_SHARDS:
+            raise ValueError
+        there = np.zeros(count, np.uint8)
+        columns: tuple[bytes, bytes, bytes] = b"", b"", b""
+        if group is not None and list(group.lengths) == request.lengths:
+            blocks_of = self._cache.blocks
+            states, blocks = blocks_of.find(group.number, wanted.keys, wanted.key_bytes)
+            places = np.flatnonzero(np.frombuffer(states, np.uint8) == READY)
+            most = self._lendable_blocks(group.block_bytes) if self._may_lend(route, ident) else 0
+            if len(places) > most:
+                self.refused += 1
+                there[places[most:]] = BUSY
+                places = places[:most]
+            slots = blocks_of.slots(blocks[places], ranks)
+            records = self._cache.table.records[slots]
+            good = ((records["checksum"] != 0) & (blocks_of.shard[slots] & CORRUPT == 0)).all(axis=1)
+            places, slots, records = places[good], slots[good], records[good]
+            if len(places):
+                there[places] = LENT
+                offsets = self._cache.slots.offsets(slots).astype("<u8").tobytes()
+                sums, firsts = records["checksum"].astype("<u8"), records["first_block"].astype("<u2")
+                columns = offsets, sums.tobytes(), firsts.tobytes()
+                self._lend(route, ident, blocks[places], len(places) * group.block_bytes)
+                self.served_bytes += len(places) * sum(group.lengths)
+        reply = msgspec.msgpack.encode(Pinned(LEASE_S, there.tobytes(), *columns))
+        assert len(reply) <= MOST_MESSAGE_BYTES
+        return reply
+
+    def _may_lend(self, route: bytes, ident: int) -> bool:
+        each = sum(one == route for one, _ in self._lent)
+        may = len(self._lent) < MOST_LEASES and each < MOST_LEASES_EACH and (route, ident) not in self._lent
+        return may and self._spent_s <= LOOP_SHARE * WINDOW_S
+
+    def _lendable_blocks(self, block_bytes: int) -> int:
+        left = min(self._most_bytes - self.lent_bytes, self._cache.leasable_bytes)
+        # One block at a time is lent even if it is larger than the limit: it could never be read otherwise.
+        return max(left // max(1, block_bytes), 0 if self._lent else 1)
+
+    def _lend(self, route: bytes, ident: int, blocks: BlockIds, nbytes: int) -> None:
+        self._cache.blocks.pin(blocks)
+        self._lent[route, ident] = Lent(blocks, nbytes, self._clock() + LEASE_S)
+        self.lent_bytes += nbytes
+        self.lent_blocks += len(blocks)
+
+    def _end(self, ended: list[tuple[bytes, int]]) -> None:
+        for one in ended:
+            lent = self._lent.pop(one)
+            self.lent_bytes -= lent.nbytes
+            self._cache.unpin(lent.blocks)
+
+    def tick(self) -> None:
+        """End overdue leases."""
+        now = self._clock()
+        self._end([one for one, _ in takewhile(lambda item: item[1].deadline <= now, islice(self._lent.items(), 64))])
+
+    def end_all(self) -> None:
+        """End all leases: the helper is gone, and with it all that reads here."""
+        self._end(list(self._lent))

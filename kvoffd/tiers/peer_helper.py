@@ -1,0 +1,407 @@
+"""The process between a daemon and its peers: messages over ZeroMQ with CURVE, blocks over NIXL. See ``peers``.
+
+It has the pool's memory for reading only, and ends with its daemon. All nodes share one key pair, made from the secret:
+nobody without it gets an answer. UCX neither encrypts nor authenticates what NIXL moves.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import mmap
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections import Counter
+from contextlib import suppress
+from hashlib import blake2b
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils import z85
+
+from kvoffd.system.mappings import map_shared
+from kvoffd.tiers.peers import (
+    ANSWER,
+    BEAT,
+    BEAT_S,
+    DONE,
+    FAILED,
+    FIND,
+    FREE,
+    MODULES,
+    MOST_MESSAGE_BYTES,
+    PIN,
+    READ,
+    RELEASE,
+    REPLY,
+    REQUEST,
+    SLICE_BYTES,
+    SLICES,
+    STARTED,
+    HelperSettings,
+    frame,
+    parsed,
+)
+from kvoffd.tiers.tier import READERS_NICE
+
+IDLE_MS, BUSY_S = 20, 0.00005
+"""Pauses between calls that let NIXL work. Its own thread would take a whole CPU (measured), even without work."""
+WORK = 4
+MOVED_S = 0.000015
+"""A call that took longer moved bytes, and another one follows without a pause: at 256 KiB 0.94 of the speed of NIXL
+alone instead of 0.77. A call that finds nothing takes 2 µs."""
+BUSY_AFTER_S = 0.02
+"""Time after the last work for which the pauses stay short."""
+STUCK_S = 10.0
+"""Time after which a read of a peer that hangs counts as lost: its memory is free again only when this process ends. It
+ends once all of a peer's reads are lost; the daemon starts another."""
+MOST_IN_FLIGHT = 16
+"""Requests of all peers that the daemon has not answered."""
+REQUESTS_PER_S, BURST = 2000, 400
+"""Limit of a peer's requests; those beyond it are dropped."""
+MOST_PEERS, MOST_ASKED = 1024, 1024
+"""Connections of peers that are answered in one second, and questions whose answers are awaited."""
+AT_ONCE = 64
+"""Messages of one socket that are read before the others have their turn."""
+LEASE_S = 10.0
+"""Time for which what was lent keeps the pauses short, unless it is returned."""
+HEARTBEAT_MS, LOST_MS = 1000, 4000
+DOMAIN = "kvoffd"
+PR_SET_PDEATHSIG = 1
+RECONNECT_MS, MOST_RECONNECT_MS = 100, 1000
+
+
+class Transfer:
+    """A read of a peer's memory. ``handle`` is None once it has ended."""
+
+    def __init__(self, peer: int, ident: int, part: int, handle: Any, began: float) -> None:
+        self.peer, self.ident, self.part, self.handle, self.began = peer, ident, part, handle, began
+        self.left = False
+        """Whether nobody waits for it any more."""
+
+
+class Helper:
+    def __init__(self, channel: socket.socket, settings: HelperSettings) -> None:
+        self._channel, self._settings = channel, settings
+        self._zmq = zmq.Context(io_threads=1)
+        self._poller = zmq.Poller()
+        self._poller.register(channel, zmq.POLLIN)
+        # All secrets are of one kind: a key pair for both ends of each connection.
+        secret_key = z85.encode(blake2b(settings.secret, digest_size=32, person=b"kvoffd peers").digest())
+        self._keys = zmq.curve_public(secret_key), secret_key
+        self._router: zmq.Socket[bytes] | None = None
+        self._lent: dict[tuple[bytes, int], float] = {}
+        self._in_flight: dict[tuple[bytes, int], float] = {}
+        self._spent: Counter[bytes] = Counter()
+        self._spent_since = time.monotonic()
+        self._asked: dict[int, int] = {}
+        """Peers by the ids of questions that they have not answered."""
+        self._free = [list(range(n * SLICES, (n + 1) * SLICES)) for n in range(len(settings.peers))]
+        """Slices that each peer's reads may use now."""
+        self._transfers: dict[int, Transfer] = {}
+        self._agents: dict[int, tuple[bytes, str, int]] = {}
+        """Metadata of each peer's agent, the agent's name, and where the peer's pool begins."""
+        self._busy_until = self._beat_at = 0.0
+        self._start_nixl()
+        self._peers = [self._connect(peer) for peer in settings.peers]
+        if settings.listen:
+            self._listen()
+
+    def _start_nixl(self) -> None:
+        os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
+        # So that a peer that is gone is noticed within seconds.
+        os.environ.setdefault("UCX_KEEPALIVE_INTERVAL", "1s")
+        nixl: Any = None
+        for name in MODULES:
+            with suppress(ImportError):
+                nixl = importlib.import_module(name)
+                break
+        if nixl is None:
+            raise RuntimeError("NIXL is not installed.")
+        config = nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+        self._nixl = nixl.nixl_agent(f"kvoffd-{os.urandom(8).hex()}", config)
+        self._pool_at = self._landing_at = 0
+        (pool, offset, pool_bytes), (landing, landing_bytes) = self._settings.pool, self._settings.landing
+        regions = []
+        if pool >= 0:
+            self._pool_at = map_shared(pool, pool_bytes, offset, mmap.PROT_READ).address
+            regions.append((self._pool_at, pool_bytes, 0, ""))
+        if landing >= 0:
+            self._landing_at = map_shared(landing, landing_bytes, 0).address
+            regions.append((self._landing_at, landing_bytes, 0, ""))
+        self._nixl.register_memory(regions, "DRAM")
+        self._metadata = self._nixl.get_agent_metadata()
+
+    # --- connections ------------------------------------------------------------------------------
+
+    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+        one: zmq.Socket[bytes] = self._zmq.socket(kind)
+        one.setsockopt(zmq.LINGER, 0)
+        one.setsockopt(zmq.SNDHWM, AT_ONCE)
+        one.setsockopt(zmq.RCVHWM, AT_ONCE)
+        one.setsockopt(zmq.MAXMSGSIZE, MOST_MESSAGE_BYTES)
+        one.setsockopt(zmq.IPV6, 1)
+        one.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        one.setsockopt(zmq.HEARTBEAT_TIMEOUT, LOST_MS)
+        one.curve_publickey, one.curve_secretkey = self._keys
+        return one
+
+    def _connect(self, peer: str) -> zmq.Socket[bytes]:
+        one = self._socket(zmq.DEALER)
+        one.curve_serverkey = self._keys[0]
+        one.setsockopt(zmq.IMMEDIATE, 1)  # what cannot be sent fails at once
+        one.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        one.setsockopt(zmq.RECONNECT_IVL_MAX, MOST_RECONNECT_MS)
+        one.connect(f"tcp://{peer}")
+        self._poller.register(one, zmq.POLLIN)
+        return one
+
+    def _listen(self) -> None:
+        public = z85.decode(self._keys[0])
+
+        class Provider:
+            def callback(self, domain: str, key: bytes) -> bool:
+                return key in (public, z85.encode(public))
+
+        self._guard = ThreadAuthenticator(self._zmq)
+        self._guard.start()
+        self._guard.configure_curve_callback(DOMAIN, Provider())
+        self._router = one = self._socket(zmq.ROUTER)
+        one.setsockopt(zmq.ZAP_DOMAIN, DOMAIN.encode())
+        one.curve_server = True
+        host, _, port = self._settings.listen.rpartition(":")
+        one.bind(f"tcp://{host or '*'}:{port}")
+        self._poller.register(one, zmq.POLLIN)
+
+    # --- the loop ---------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        self._to_daemon(STARTED, 0, 0)
+        fd = self._channel.fileno()
+        while True:
+            now = time.monotonic()
+            self._forget(now)
+            if now >= self._beat_at:
+                self._beat_at = now + BEAT_S
+                self._to_daemon(BEAT, 0, 0)
+            busy = bool(self._transfers or self._lent) or now < self._busy_until
+            ready = dict(self._poller.poll(0 if busy else IDLE_MS))
+            if fd in ready:
+                while select.select([fd], [], [], 0)[0]:
+                    if not (data := self._channel.recv(MOST_MESSAGE_BYTES)):
+                        return  # the daemon is gone
+                    self._from_daemon(*parsed(data))
+            for number, peer in enumerate(self._peers):
+                if peer in ready:
+                    self._answers(number, peer)
+            if self._router is not None and self._router in ready:
+                self._requests(self._router)
+            for _ in range(WORK if busy else 1):  # looking for messages takes as long as several of these
+                began = time.perf_counter()
+                self._nixl.get_new_notifs()  # lets NIXL work
+                moved = time.perf_counter() - began > MOVED_S
+                if self._transfers and self._end_transfers(now):
+                    break
+                if busy and not moved:
+                    time.sleep(BUSY_S)
+            if ready:
+                self._busy_until = now + BUSY_AFTER_S
+
+    def _forget(self, now: float) -> None:
+        """Forget what is overdue."""
+        for table in (self._lent, self._in_flight):
+            while table and next(iter(table.values())) <= now:
+                del table[next(iter(table))]
+        if now >= self._spent_since + 1.0:
+            self._spent_since = now
+            self._spent = Counter({route: n - REQUESTS_PER_S for route, n in self._spent.items() if n > REQUESTS_PER_S})
+
+    def _to_daemon(self, kind: int, number: int, ident: int, payload: bytes = b"") -> None:
+        self._channel.send(frame(kind, number, ident, payload))
+
+    def _from_daemon(self, kind: int, number: int, ident: int, payload: bytes) -> None:
+        if kind in (FIND, PIN, RELEASE):
+            try:
+                parts = [bytes([kind]), ident.to_bytes(8, "little"), payload]
+                self._peers[number].send_multipart(parts, zmq.NOBLOCK)
+                if kind != RELEASE:
+                    self._asked[ident] = number
+                    if len(self._asked) > MOST_ASKED:
+                        del self._asked[next(iter(self._asked))]
+            except zmq.Again:
+                if kind != RELEASE:
+                    peer = self._settings.peers[number]
+                    why = f"{peer} cannot be reached; check its address, peer_listen and the secret there."
+                    self._to_daemon(FAILED, number, ident, why.encode())
+        elif kind == READ:
+            self._begin(number, ident, np.frombuffer(payload, np.uint64).reshape(-1, 2))
+        elif kind == FREE:
+            self._free_part(ident)
+        elif kind == REPLY:
+            self._reply(payload[:number], ident, payload[number:])
+
+    # --- serving ----------------------------------------------------------------------------------
+
+    def _requests(self, router: zmq.Socket[bytes]) -> None:
+        """Pass on peers' requests. What is not one, or too much, gets no answer."""
+        for _ in range(AT_ONCE):
+            if len(self._in_flight) >= MOST_IN_FLIGHT or not cast(int, router.get(zmq.EVENTS)) & zmq.POLLIN:
+                return
+            route, *parts = router.recv_multipart(zmq.NOBLOCK)
+            if len(parts) != 3 or len(parts[0]) != 1 or len(parts[1]) != 8 or parts[0][0] not in (FIND, PIN, RELEASE):
+                continue
+            if len(self._spent) >= MOST_PEERS and route not in self._spent:
+                continue
+            if self._spent[route] >= REQUESTS_PER_S + BURST:
+                continue
+            self._spent[route] += 1
+            kind, ident = parts[0], int.from_bytes(parts[1], "little")
+            if kind[0] == RELEASE:
+                self._lent.pop((route, ident), None)
+            else:
+                self._in_flight[route, ident] = time.monotonic() + 1.0
+            if kind[0] == PIN:
+                self._lent[route, ident] = time.monotonic() + LEASE_S
+            self._to_daemon(REQUEST, len(route), ident, route + kind + parts[2])
+
+    def _reply(self, route: bytes, ident: int, payload: bytes) -> None:
+        assert self._router is not None
+        self._in_flight.pop((route, ident), None)
+        where = msgspec.msgpack.encode((self._metadata, self._pool_at))
+        with suppress(zmq.ZMQError):
+            self._router.send_multipart([route, ident.to_bytes(8, "little"), payload, where], zmq.NOBLOCK)
+
+    # --- reading ----------------------------------------------------------------------------------
+
+    def _answers(self, number: int, peer: zmq.Socket[bytes]) -> None:
+        for _ in range(AT_ONCE):
+            if not cast(int, peer.get(zmq.EVENTS)) & zmq.POLLIN:
+                return
+            parts = peer.recv_multipart(zmq.NOBLOCK)
+            ident = int.from_bytes(parts[0], "little")
+            if len(parts) != 3 or self._asked.get(ident) != number:
+                continue  # nobody asked it
+            del self._asked[ident]
+            try:
+                metadata, begin = msgspec.msgpack.decode(parts[2], type=tuple[bytes, int])
+                self._know(number, metadata, begin)
+            except Exception as error:  # a peer that lies
+                self._to_daemon(FAILED, number, ident, f"Its answer is not valid: {error}.".encode())
+                continue
+            self._to_daemon(ANSWER, number, ident, parts[1])
+
+    def _know(self, number: int, metadata: bytes, begin: int) -> None:
+        """Note how NIXL reaches a peer, which has a new agent after a restart."""
+        known = self._agents.get(number)
+        if known is not None and known[0] == metadata and known[2] == begin:
+            return
+        if known is not None:
+            self._drop(number)
+        name = self._nixl.add_remote_agent(metadata)
+        name = name.decode() if isinstance(name, bytes) else name
+        if any(one[1] == name for one in self._agents.values()):
+            raise ValueError("another peer has the same agent")
+        self._agents[number] = metadata, name, begin
+
+    def _drop(self, number: int) -> None:
+        _, name, _ = self._agents.pop(number)
+        with suppress(Exception):
+            self._nixl.remove_remote_agent(name)
+
+    def _begin(self, number: int, ident: int, pieces: np.ndarray[Any, np.dtype[np.uint64]]) -> None:
+        nbytes = int(pieces[:, 1].sum())
+        if not self._free[number] or nbytes > SLICE_BYTES or number not in self._agents:
+            why = b"The peer is not known." if self._free[number] else b"Earlier reads of it hang."
+            self._to_daemon(FAILED, number, ident, why)
+            return
+        part = self._free[number].pop()
+        _, name, begin = self._agents[number]
+        ends = np.cumsum(pieces[:, 1], dtype=np.uint64)
+        at = self._landing_at + part * SLICE_BYTES
+        none = np.zeros(len(pieces), np.uint64)
+        try:
+            here = np.stack([ends - pieces[:, 1] + np.uint64(at), pieces[:, 1], none], axis=1)
+            there = np.stack([pieces[:, 0] + np.uint64(begin), pieces[:, 1], none], axis=1)
+            lists = self._nixl.get_xfer_descs(here, "DRAM"), self._nixl.get_xfer_descs(there, "DRAM")
+            handle = self._nixl.initialize_xfer("READ", *lists, name)
+        except Exception as error:  # as for a descriptor that is not in the peer's memory
+            self._free[number].append(part)
+            self._drop(number)
+            self._to_daemon(FAILED, number, ident, f"NIXL refuses to read from it: {error}.".encode())
+            return
+        self._transfers[ident] = one = Transfer(number, ident, part, handle, time.monotonic())
+        try:
+            state = self._nixl.transfer(handle)
+        except Exception:
+            state = "ERR"
+        self._judge(one, state)
+
+    def _end_transfers(self, now: float) -> bool:
+        """End what has ended; return whether anything has."""
+        ended = False
+        for one in list(self._transfers.values()):
+            if one.handle is None:
+                continue
+            try:
+                state = self._nixl.check_xfer_state(one.handle)
+            except Exception:
+                state = "ERR"
+            self._judge(one, state)
+            ended |= state != "PROC"
+        stuck = Counter(
+            one.peer for one in self._transfers.values() if one.handle is not None and now - one.began > STUCK_S
+        )
+        if SLICES in stuck.values():
+            raise RuntimeError("All reads of a peer hang.")
+        return ended
+
+    def _judge(self, one: Transfer, state: str) -> None:
+        if state == "PROC":
+            return
+        handle, one.handle = one.handle, None
+        with suppress(Exception):
+            self._nixl.release_xfer_handle(handle)
+        if state == "DONE" and not one.left:
+            self._to_daemon(DONE, one.peer, one.ident, bytes([one.part]))
+            return
+        self._free_part(one.ident)
+        if state != "DONE":
+            if one.peer in self._agents:
+                self._drop(one.peer)
+            self._to_daemon(FAILED, one.peer, one.ident, b"The connection to it was lost during a read.")
+
+    def _free_part(self, ident: int) -> None:
+        """Have a read's memory used again: now, or once nothing can be written there any more."""
+        if (one := self._transfers.get(ident)) is None:
+            return
+        one.left = True
+        if one.handle is None:
+            del self._transfers[ident]
+            self._free[one.peer].append(one.part)
+
+
+def main() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # also while it hangs; before that the channel is closed
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    settings = msgspec.msgpack.decode(channel.recv(MOST_MESSAGE_BYTES), type=HelperSettings)
+    with suppress(OSError):
+        os.nice(READERS_NICE)
+    try:
+        helper = Helper(channel, settings)
+    except Exception as error:
+        why = f"The helper process for peers cannot work: {error}."
+        channel.send(frame(STARTED, 0, 0, why.encode()[:4096]))
+        sys.exit(1)
+    helper.run()
+    os._exit(0)  # a hanging peer must not keep NIXL from ending
+
+
+if __name__ == "__main__":
+    main()

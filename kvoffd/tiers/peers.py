@@ -1,0 +1,619 @@
+"""Blocks of other nodes' pools, as a store that is only read. A helper process (``peer_helper``) talks to the peers.
+
+NIXL reads a peer's memory one-sidedly, and may still write what it was asked for long after it was told to stop, as
+measured with a peer that was stopped and continued. So it writes to memory of its own, from which a block is copied
+into the pool while its checksum is computed; only the helper's end frees what a lost peer may still send.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import logging
+import os
+import secrets
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from itertools import accumulate, count, groupby
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvoffd.errors import KvoffdError
+from kvoffd.pool.memory import PoolMemory
+from kvoffd.system.files import address_of
+from kvoffd.system.native import COUNT, NUMBER, VOID_P, declare, native
+from kvoffd.system.threads import DaemonThreads
+from kvoffd.tiers.store import GetRequest, Received, Store, StoreError
+from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.messages import FINGERPRINT_BYTES
+
+declare(keep_gil=False, host_copy=(COUNT, *(VOID_P, VOID_P, VOID_P, NUMBER) * 2, VOID_P))
+
+logger = logging.getLogger(__name__)
+
+SLICE_BYTES = 4 * 2**20
+"""Memory that one read of the helper may use."""
+SLICES = 4
+"""Such reads of one peer at once: two threads with ``AHEAD`` each. Another peer's reads cannot use their memory."""
+ABSENT, LENT, BUSY = range(3)
+"""Answers about a block that a peer wants to borrow. BUSY: it has lent as many as it may."""
+BUSY_S = 0.005
+"""Pause after such an answer."""
+AHEAD = 2
+"""Reads of one thread that are under way."""
+MOST_MESSAGE_BYTES = 192 * 1024
+"""Limit of a message between helper and daemon, and between two helpers: what a Unix socket takes at once."""
+MOST_KEYS = 2048
+"""Keys of one message, of up to 64 bytes."""
+GENERATION_BYTES = 8
+MOST_BLOCKS, MOST_SHARDS = 1024, 4096
+"""Blocks, and shards of them, that are lent at once."""
+START_S = 10.0
+"""Longest wait for a helper that starts, in a thread that asks."""
+SEND_S, SEND_PAUSE_S = 0.5, 0.001
+"""Time for the helper to accept a message, after which it counts as hanging, and the pause between attempts."""
+BEAT_S, HANGS_S = 1.0, 10.0
+"""Interval of the helper's signs of life, and time without one after which it is killed."""
+FIRST_PAUSE_S, MOST_PAUSE_S, STEADY_S = 0.25, 1.0, 10.0
+"""Pauses before the helper is started again, longer each time that it ended within the last."""
+CANNOT_WORK_PAUSE_S = 30.0
+"""Longest pause if it said that it cannot work."""
+MODULES = "nixl_cu12", "nixl_cu13"
+_FRAME_BYTES = 10
+"""Bytes before a message's payload: kind, peer or length of a route, and id."""
+
+_HANGS = struct.pack("@ll", int(HANGS_S), 0)
+
+# Kinds of frames, to the helper and from it.
+FIND, PIN, RELEASE, READ, FREE, REPLY = range(6)
+ANSWER, DONE, FAILED, REQUEST, STARTED, BEAT = range(16, 22)
+
+
+class HelperSettings(msgspec.Struct, array_like=True, frozen=True):
+    """First message to the helper. Descriptors are inherited; -1 for none."""
+
+    peers: list[str]
+    listen: str
+    secret: bytes
+    pool: tuple[int, int, int] = -1, 0, 0
+    """Descriptor, offset and size of the pool, opened for reading: it is served."""
+    landing: tuple[int, int] = -1, 0
+    """Descriptor and size of the memory for what is read."""
+
+
+class Find(msgspec.Struct, array_like=True, frozen=True):
+    """Asks which blocks a peer has. The reply is its generation, of ``GENERATION_BYTES``, little-endian, and a byte for
+    each key, 0 or 1.
+
+    Attributes:
+        generation: the asker's of the namespace: see ``FleetGenerations``. A peer with another one has nothing.
+    """
+
+    fingerprint: bytes
+    generation: int
+    group: int
+    key_bytes: int
+    keys: bytes
+
+
+class Pin(msgspec.Struct, array_like=True, frozen=True):
+    """Borrows blocks whose shards have these lengths. The reply is ``Pinned``; RELEASE with the same id ends it."""
+
+    wanted: Find
+    lengths: list[int]
+
+
+class Pinned(msgspec.Struct, array_like=True, frozen=True):
+    """Blocks that are lent.
+
+    Attributes:
+        seconds: time until the peer may overwrite them.
+        there: a byte for each key, ABSENT, LENT or BUSY; after the first that is BUSY none is lent.
+        offsets, checksums, first_blocks: [blocks that are there, ranks], of 8, 8 and 2 bytes, little-endian.
+    """
+
+    seconds: float
+    there: bytes
+    offsets: bytes
+    checksums: bytes
+    first_blocks: bytes
+
+
+def frame(kind: int, number: int, ident: int, payload: bytes = b"") -> bytes:
+    """Return a message of the channel. ``number``: of a peer, or the length of a route at the payload's beginning."""
+    return bytes((kind, number)) + ident.to_bytes(8, "little") + payload
+
+
+def parsed(data: bytes) -> tuple[int, int, int, bytes]:
+    return data[0], data[1], int.from_bytes(data[2:_FRAME_BYTES], "little"), data[_FRAME_BYTES:]
+
+
+def read_secret(path: str) -> bytes:
+    """Return the secret that all nodes share. Raises KvoffdError."""
+    try:
+        with open(path, "rb") as file:
+            secret = file.read(4097).strip()
+    except OSError as error:
+        raise KvoffdError(f"The secret of peers cannot be read: {error}.") from error
+    if not 16 <= len(secret) <= 4096:
+        why = f"{path} must hold 16 to 4096 characters, the same on all nodes; make it with: openssl rand -hex 32."
+        raise KvoffdError(why, ErrorCode.BAD_ARGUMENT)
+    return secret
+
+
+def check_installed() -> None:
+    """Raise KvoffdError if NIXL is not installed. It is not imported: that is for the helper."""
+    if not any(importlib.util.find_spec(name) for name in MODULES):
+        raise KvoffdError(
+            f"Peers need NIXL, which is not installed; install it with: {sys.executable} -m pip install --no-deps "
+            "nixl-cu12 (without --no-deps it brings torch for CUDA).",
+            ErrorCode.BAD_ARGUMENT,
+        )
+
+
+class _Call:
+    """A request to the helper that a thread waits for."""
+
+    def __init__(self, kind: int, peer: int, ident: int, life: int) -> None:
+        self.kind, self.peer, self.ident, self.life = kind, peer, ident, life
+        self.ended = threading.Event()
+        self.reply: bytes | None = None
+        self.problem = ""
+
+
+class PeerHelper:
+    """Starts the helper, and starts it again when it has ended. ``call`` and ``send`` are for any thread.
+
+    Args:
+        settings: without descriptors.
+        pool: descriptor, offset and size of the pool; only served if the settings name an address to listen on.
+        on_request: called in a thread with a peer's route, the id and kind of its request, and the request.
+        on_end: called in that thread when a helper that was started is gone, and with it all that peers borrowed.
+    """
+
+    def __init__(
+        self,
+        settings: HelperSettings,
+        pool: tuple[int, int, int],
+        on_request: Callable[[bytes, int, int, bytes], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        self._settings, self._pool = settings, pool
+        self._on_request, self._on_end = on_request, on_end
+        nbytes = len(settings.peers) * SLICES * SLICE_BYTES
+        self._landing = PoolMemory.create(nbytes, "kvoffd-peers") if nbytes else None
+        if self._landing is not None:
+            self._landing.touch(1)
+        self.landing_address = self._landing.segment.address if self._landing is not None else 0
+        self._lock = threading.Lock()
+        self._calls: dict[int, _Call] = {}
+        self._ids = count(secrets.randbits(62))
+        self._channel: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._closed, self._decided, self._cannot_work = threading.Event(), threading.Event(), False
+        self.life, self.starts, self.up, self.problem = 0, 0, False, ""
+        self._thread = DaemonThreads([("kvoffd-peers", self._run)], self._closed.set)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid if self._process is not None else 0
+
+    def check(self) -> None:
+        """Raise StoreError unless the helper works. Waits for one that starts."""
+        if not self.up:
+            self._decided.wait(START_S)
+        if not self.up:
+            why = self.problem or "The helper process for peers has not started yet."
+            raise StoreError("helper", why, final=True)
+
+    def send(self, data: bytes, timeout_s: float = 0.0) -> bool:
+        """Send a frame; return False if the helper does not accept it in time."""
+        until = time.monotonic() + timeout_s
+        while True:
+            with self._lock:
+                if self._channel is None:
+                    return False
+                try:
+                    self._channel.send(data, socket.MSG_DONTWAIT)
+                except BlockingIOError:
+                    pass  # its queue is full
+                except OSError:
+                    return False
+                else:
+                    return True
+            if time.monotonic() >= until:  # without the lock: the daemon's thread must not wait for it
+                return False
+            time.sleep(SEND_PAUSE_S)
+
+    def reply(self, route: bytes, ident: int, payload: bytes) -> None:
+        """Answer a peer's request; drop the answer if the helper does not accept it now."""
+        self.send(frame(REPLY, len(route), ident, route + payload))
+
+    def begin(self, kind: int, peer: int, payload: bytes) -> _Call:
+        """Send a request, whose answer ``wait`` returns. Raises StoreError."""
+        with self._lock:
+            call = _Call(kind, peer, next(self._ids) % 2**63, self.life)
+            self._calls[call.ident] = call
+        if not self.send(frame(kind, peer, call.ident, payload), SEND_S):
+            self.end(call)
+            raise StoreError("helper", self.problem or "The helper process for peers hangs.", final=True)
+        return call
+
+    def wait(self, call: _Call, deadline: float) -> bytes:
+        """Return the answer. Raises StoreError."""
+        if not call.ended.wait(max(0.0, deadline - time.monotonic())):
+            raise StoreError("timeout", "The peer did not answer in time.")
+        if call.reply is None:
+            raise StoreError("unreachable" if call.kind == FIND else "disconnected", call.problem)
+        return call.reply
+
+    def end(self, call: _Call) -> None:
+        """Forget a call; the memory of a read may be used again once nothing comes any more, or the helper ends."""
+        with self._lock:
+            self._calls.pop(call.ident, None)
+        if call.kind == READ and not self.send(frame(FREE, call.peer, call.ident), SEND_S) and self.life == call.life:
+            self._end()
+
+    def call(self, kind: int, peer: int, payload: bytes, deadline: float) -> tuple[int, bytes]:
+        """Send a request; return its id and the answer. Raises StoreError."""
+        call = self.begin(kind, peer, payload)
+        try:
+            return call.ident, self.wait(call, deadline)
+        except StoreError:
+            if kind == PIN:
+                self.send(frame(RELEASE, peer, call.ident))
+            raise
+        finally:
+            self.end(call)
+
+    def fail_calls(self, why: str) -> None:
+        """Have all that wait for an answer raise StoreError."""
+        with self._lock:
+            calls = list(self._calls.values())
+        for call in calls:
+            call.problem = why
+            call.ended.set()
+
+    def interrupt(self) -> None:
+        """Have all calls, and those that wait for a helper that starts, raise StoreError: the daemon stops."""
+        self._closed.set()
+        self._decided.set()
+        self.fail_calls("The daemon stops.")
+
+    def close(self, deadline_s: float) -> bool:
+        """End the helper; return False if it does not end in time."""
+        self.interrupt()
+        self._end()
+        ended = self._thread.join(time.monotonic() + deadline_s)
+        if ended and self._landing is not None:
+            self._landing.close()
+            self._landing = None
+        return ended
+
+    def _end(self) -> None:
+        process = self._process
+        if process is not None:
+            with suppress(OSError):
+                process.kill()
+
+    def _run(self) -> None:
+        pause_s = FIRST_PAUSE_S
+        while not self._closed.is_set():
+            began = time.monotonic()
+            self._cannot_work = False
+            try:
+                self._live()
+            except Exception as error:
+                self._cannot_work = not isinstance(error, ConnectionError)  # that is a kill
+                self.problem = f"The helper process for peers cannot be started: {error}."
+            if self._closed.is_set():
+                return
+            lived = time.monotonic() - began >= STEADY_S
+            most_s = CANNOT_WORK_PAUSE_S if self._cannot_work else MOST_PAUSE_S
+            pause_s = FIRST_PAUSE_S if lived else min(most_s, 2 * pause_s)
+            logger.warning("%s It is started again in %.1f s.", self.problem, pause_s)
+            self._closed.wait(pause_s)
+
+    def _live(self) -> None:
+        """Start a helper, and handle its messages until it is gone."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        fds: list[int] = []
+        with ours:
+            with theirs:
+                settings = self._settings
+                if settings.listen:
+                    fd, offset, nbytes = self._pool
+                    fds.append(os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC))
+                    settings = msgspec.structs.replace(settings, pool=(fds[0], offset, nbytes))
+                if self._landing is not None:
+                    landing = self._landing.fd, self._landing.size_bytes
+                    settings = msgspec.structs.replace(settings, landing=landing)
+                inherited = [theirs.fileno(), *fds, *([self._landing.fd] if self._landing is not None else [])]
+                command = [sys.executable, "-m", "kvoffd.tiers.peer_helper", str(theirs.fileno())]
+                try:
+                    self._process = subprocess.Popen(command, pass_fds=inherited, stdin=subprocess.DEVNULL)
+                finally:
+                    for fd in fds:
+                        os.close(fd)
+            self.starts += 1
+            self._decided.clear()
+            if self._closed.is_set():
+                self._decided.set()
+            ours.send(msgspec.msgpack.encode(settings))
+            with self._lock:
+                self._channel = ours
+            if self._closed.is_set():
+                self._end()
+            try:
+                while data := ours.recv(MOST_MESSAGE_BYTES):
+                    self._received(data)
+                    if data[0] == STARTED:  # a start may take long: RDMA pins the pool
+                        ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _HANGS)
+            except BlockingIOError:
+                self.problem = f"The helper process for peers hung for {HANGS_S:.0f} s."
+            finally:
+                self.up = False
+                with self._lock:
+                    self._channel = None
+                self._decided.set()  # this one has failed
+                self._end()
+                code = self._process.wait()
+                self.life += 1
+                if not self._closed.is_set():
+                    self.problem = self.problem or f"The helper process for peers ended ({code}); the log may say why."
+                self.fail_calls("The helper process for peers ended.")
+                self._on_end()
+
+    def _received(self, data: bytes) -> None:
+        kind, number, ident, payload = parsed(data)
+        if kind == REQUEST:
+            self._on_request(payload[:number], ident, payload[number], payload[number + 1 :])
+        elif kind == STARTED:
+            self.up, self._cannot_work, self.problem = not payload, bool(payload), payload.decode()
+            self._decided.set()
+            if self.up:
+                logger.info("The helper process for peers has started.")
+        elif (call := self._calls.get(ident)) is not None and call.peer == number:
+            if kind == FAILED or (kind == DONE) is not (call.kind == READ):
+                call.problem = payload.decode(errors="replace")
+            else:
+                call.reply = payload
+            call.ended.set()
+
+
+class PeerStore(Store):
+    """The connection to one peer, of one thread. It is only read.
+
+    Args:
+        number: index of the peer in the helper's settings.
+    """
+
+    poll_s = 5.0
+    most_window_keys = MOST_KEYS
+    keys_at_once = MOST_KEYS
+    blocks_at_once = MOST_BLOCKS
+    bytes_at_once = 4 * SLICE_BYTES
+    failed_s = 2.0  # a peer that was killed is back sooner than a store
+
+    def __init__(self, helper: PeerHelper, number: int) -> None:
+        self._helper, self._number = helper, number
+        self._no_stop = ctypes.c_uint32(0)
+        self._closed = False
+
+    def connect(self) -> None:
+        if self._closed:
+            raise StoreError("closed", "The daemon stops.", final=True)
+        self._helper.check()
+
+    def ping(self, deadline: float) -> None:
+        self._call(FIND, Find(bytes(FINGERPRINT_BYTES), 0, 0, 1, b""), deadline)
+
+    def _call(self, kind: int, message: msgspec.Struct, deadline: float) -> tuple[int, bytes]:
+        return self._helper.call(kind, self._number, msgspec.msgpack.encode(message), deadline)
+
+    def ask(
+        self, generation_key: bytes, keys: Sequence[bytes], deadline: float, *, prefix: bool
+    ) -> tuple[int, list[bool]]:
+        _, reply = self._call(FIND, _find_of(keys) if keys else _raise_of(generation_key, 0), deadline)
+        if len(reply) != GENERATION_BYTES + len(keys):
+            raise StoreError("protocol", f"The answer about {len(keys)} keys has {len(reply)} bytes.")
+        return int.from_bytes(reply[:GENERATION_BYTES], "little"), [one == 1 for one in reply[GENERATION_BYTES:]]
+
+    def touch(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
+        return [False] * len(keys)
+
+    def get(self, requests: Sequence[GetRequest], patience_s: float) -> Iterator[Received | None]:
+        def same(request: GetRequest) -> tuple[bytes, list[int]]:
+            return request.key.rpartition(b"/")[0], list(map(len, request.views))
+
+        for (_, lengths), members in groupby(requests, same):
+            every, most = list(members), max(1, min(MOST_BLOCKS, MOST_SHARDS // max(1, len(lengths))))
+            at, busy_until = 0, time.monotonic() + patience_s
+            while at < len(every):
+                before = at
+                for one in self._borrow(every[at : at + most], lengths, patience_s):
+                    at += 1
+                    yield one
+                if at > before:
+                    busy_until = time.monotonic() + patience_s
+                elif time.monotonic() >= busy_until:
+                    raise StoreError("busy", "The peer lends no more blocks now: it has lent as many as it may.")
+                else:
+                    time.sleep(BUSY_S)
+
+    def _borrow(
+        self, requests: Sequence[GetRequest], lengths: list[int], patience_s: float
+    ) -> Iterator[Received | None]:
+        """Yield the blocks, which are of one group, up to the first that the peer does not lend now."""
+        began = time.monotonic()
+        ident, reply = self._call(PIN, Pin(_find_of([one.key for one in requests]), lengths), began + patience_s)
+        reading: deque[_Part] = deque()
+        try:
+            lent = _Lent(reply, len(requests), len(lengths))
+            yield from self._read(requests, lent, reading, patience_s, began + lent.seconds)
+        finally:
+            for part in reading:
+                self._helper.end(part.call)
+            self._helper.send(frame(RELEASE, self._number, ident), SEND_S)
+
+    def _read(
+        self, requests: Sequence[GetRequest], lent: _Lent, reading: deque[_Part], patience_s: float, until: float
+    ) -> Iterator[Received | None]:
+        """Read what is lent, and yield each block once its shards are in the pool."""
+        rows = iter(range(lent.blocks))
+        where = [next(rows) if there == LENT else None for there in lent.there]
+        if BUSY in lent.there:
+            requests = requests[: lent.there.index(BUSY)]
+            where = where[: len(requests)]
+        pieces = [
+            _Piece(offset, view)
+            for request, row in zip(requests, where, strict=True)
+            if row is not None
+            for offset, view in zip(lent.offsets[row], request.views, strict=True)
+        ]
+        coming, at = iter(_parts(pieces)), 0
+        for request, row in zip(requests, where, strict=True):
+            if row is None:
+                yield None
+                continue
+            its = pieces[at : at + len(request.views)]
+            at += len(its)
+            while its and not all(piece.left == 0 for piece in its):
+                while len(reading) < AHEAD and (part := next(coming, None)) is not None:
+                    part.call = self._helper.begin(READ, self._number, part.where)
+                    reading.append(part)
+                self._land(reading[0], min(until, time.monotonic() + patience_s))
+                reading.popleft()
+                if time.monotonic() >= until:
+                    raise StoreError("timeout", "The peer's blocks came too late: they may have been overwritten.")
+            sums = [piece.checksum for piece in its]
+            yield Received(b"", sums, (tuple(lent.firsts[row]), tuple(lent.checksums[row])))
+
+    def _land(self, part: _Part, deadline: float) -> None:
+        """Wait for a part, and copy it into the pool. Raises StoreError."""
+        helper = self._helper
+        which = self._number * SLICES + helper.wait(part.call, deadline)[0] % SLICES  # its own, whatever was answered
+        landed = helper.landing_address + which * SLICE_BYTES
+        whole = [one for one, _, length in part.spans if length == len(one.view)]
+        slots = array("Q", [one.address for one in whole])
+        slot_bytes, sums = array("Q", [len(one.view) for one in whole]), array("Q", bytes(8 * len(whole)))
+        sources = array("Q", [landed + start for start in accumulate((0, *part.lengths[:-1]))])
+        columns = array("Q", part.addresses), sources, array("Q", part.lengths), slots, slot_bytes, sums
+        to, of, sizes, *checked = (column.buffer_info()[0] for column in columns)
+        native().host_copy(to, of, sizes, len(part.spans), *checked, len(whole), ctypes.byref(self._no_stop))
+        helper.end(part.call)
+        if helper.life != part.call.life:  # another one may have written there
+            raise StoreError("disconnected", "The helper process for peers ended during a read.")
+        for one, found in zip(whole, sums, strict=True):
+            one.checksum = found
+        for one, _, length in part.spans:
+            one.left -= length
+
+    def put(
+        self, objects: Sequence[tuple[bytes, Sequence[bytes | memoryview]]], deadline: float
+    ) -> Sequence[bool | None]:
+        return [None] * len(objects)
+
+    def remove(self, keys: Sequence[bytes], deadline: float) -> None:
+        """A peer's blocks are its own."""
+
+    def raise_generation(self, generation_key: bytes, seen: int, generation: int, deadline: float) -> int:
+        _, reply = self._call(FIND, _raise_of(generation_key, generation), deadline)
+        if (raised := int.from_bytes(reply, "little")) < generation:
+            raise StoreError("busy", "The peer does not follow a reset now; it lends nothing of the namespace.")
+        return raised
+
+    def close(self) -> None: ...
+
+    def interrupt(self) -> None:
+        self._closed = True
+        self._helper.interrupt()
+
+
+class _Lent:
+    """A checked ``Pinned``. Raises StoreError."""
+
+    def __init__(self, reply: bytes, keys: int, ranks: int) -> None:
+        try:
+            pinned = msgspec.msgpack.decode(reply, type=Pinned)
+            self.seconds = pinned.seconds
+            self.there = list(pinned.there)
+            self.blocks = self.there.count(LENT)
+            if len(self.there) != keys or not set(self.there) <= {ABSENT, LENT, BUSY}:
+                raise ValueError("its length is wrong")
+            self.offsets = _column(pinned.offsets, "<u8", self.blocks, ranks).tolist()
+            self.checksums = _column(pinned.checksums, "<u8", self.blocks, ranks).tolist()
+            self.firsts = _column(pinned.first_blocks, "<u2", self.blocks, ranks).tolist()
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise StoreError("protocol", f"The peer's answer is not valid: {error}.") from error
+
+
+def _column(data: bytes, kind: str, rows: int, columns: int) -> npt.NDArray[Any]:
+    return np.frombuffer(data, kind).reshape(rows, columns)
+
+
+class _Piece:
+    """A shard to read: where it is in the peer's pool, and where it shall be."""
+
+    __slots__ = ("address", "checksum", "left", "offset", "view")
+
+    def __init__(self, offset: int, view: memoryview) -> None:
+        self.offset, self.view, self.left = offset, view, len(view)
+        self.address = address_of(view) if len(view) else 0
+        self.checksum = 0
+        """Checksum of its bytes; 0 if it came in several parts, or is short."""
+
+
+class _Part:
+    """Spans of pieces that one read of the helper brings, each with its begin and length."""
+
+    call: _Call
+
+    def __init__(self, spans: Sequence[tuple[_Piece, int, int]]) -> None:
+        self.spans, self.lengths = spans, [length for _, _, length in spans]
+        self.addresses = [piece.address + begin for piece, begin, _ in spans]
+        offsets = [(piece.offset + begin) % 2**64 for piece, begin, _ in spans]
+        self.where = np.array([offsets, self.lengths], np.uint64).T.tobytes()
+
+
+def _parts(pieces: Sequence[_Piece]) -> Iterator[_Part]:
+    """Divide pieces into parts that the helper reads at once. Only a piece that is larger than one is divided."""
+    spans: list[tuple[_Piece, int, int]] = []
+    left = SLICE_BYTES
+    for piece in pieces:
+        if left < len(piece.view) <= SLICE_BYTES:
+            yield _Part(spans)
+            spans, left = [], SLICE_BYTES
+        begin = 0
+        while begin < len(piece.view):
+            length = min(len(piece.view) - begin, left)
+            spans.append((piece, begin, length))
+            begin, left = begin + length, left - length
+            if not left:
+                yield _Part(spans)
+                spans, left = [], SLICE_BYTES
+    if spans:
+        yield _Part(spans)
+
+
+def _find_of(names: Sequence[bytes]) -> Find:
+    """Return the message for objects' names, which are of one group: see ``object_prefix``."""
+    _, _, fingerprint, generation, group, key = names[0].split(b"/")
+    keys = bytes.fromhex(b"".join([name[-len(key) :] for name in names]).decode())
+    return Find(bytes.fromhex(fingerprint.decode()), int(generation), int(group), len(key) // 2, keys)
+
+
+def _raise_of(own_key: bytes, generation: int) -> Find:
+    """Return the message about no blocks, by which a peer follows a higher generation: see ``generation_key``."""
+    return Find(bytes.fromhex(own_key.split(b"/")[2].decode()), generation, 0, 1, b"")

@@ -1,0 +1,257 @@
+"""Two nodes that read each other's pools over NIXL: right bytes; misses where an end is killed, stopped or wrong."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import random
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from kvoffd_client import RequestRefused
+from tests.kit import sandbox
+from tests.kit.amount import TIMES
+from tests.kit.command import run_cli_here
+from tests.kit.peer_node import BLOCKS, DEADLINE_S, Node
+from tests.kit.ports import free_ports
+from tests.kit.redis_server import RedisServer
+from tests.kit.require import require
+from tests.kit.waiting import wait_until
+from tests.kit.wire import books, keys
+
+KILLS = 6 * TIMES
+
+
+@pytest.fixture(autouse=True)
+def nixl(monkeypatch: pytest.MonkeyPatch) -> None:
+    require("nixl", importlib.util.find_spec("nixl_cu12"), "NIXL is not installed")
+    monkeypatch.setenv("UCX_TLS", "tcp")
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    path = tmp_path / "secret"
+    path.write_text("a secret for tests\n")
+    return path
+
+
+@pytest.fixture
+def nodes(secret: Path) -> Iterator[tuple[Node, Node]]:
+    one, other = (f"127.0.0.1:{port}" for port in free_ports(2))
+    with Node(secret, one, other) as left, Node(secret, other, one) as right:
+        for node in (left, right):
+            node.wait_up()
+        yield left, right
+
+
+@pytest.mark.parametrize("page_bytes", [4096, 1 << 20])
+def test_both_load_what_the_other_stored(secret: Path, page_bytes: int) -> None:
+    one, other = (f"127.0.0.1:{port}" for port in free_ports(2))
+    with (
+        Node(secret, one, other, page_bytes=page_bytes) as left,
+        Node(secret, other, one, page_bytes=page_bytes) as right,
+    ):
+        stored = left.store(0, 1), right.store(100, 2)
+        assert (right.load(0), left.load(100)) == stored
+        assert right.peer.read_blocks == left.peer.read_blocks == BLOCKS
+        assert right.peer.promotions_failed == left.peer.promotions_failed == {}
+        assert (right.problems, left.problems) == ([], [])
+        wait_until(lambda: not any(books(node.daemon.directory).said.pinned_blocks for node in (left, right)))
+
+
+def test_kills_of_either_end_cost_misses_and_no_wrong_byte(nodes: tuple[Node, Node]) -> None:
+    rng = random.Random(5)
+    left, right = nodes
+    for turn in range(KILLS):
+        stored = left.store(turn * BLOCKS, turn)
+        victim = rng.choice([left, right])
+        right.engine.lookup(keys(*range(turn * BLOCKS, (turn + 1) * BLOCKS)))
+        if rng.random() < 0.2:
+            victim.restart()
+            stored = left.store(turn * BLOCKS, turn)
+        else:
+            os.kill(victim.wait_helper(), signal.SIGKILL)
+        assert right.load(turn * BLOCKS) == stored
+        assert left.daemon.running
+        assert right.daemon.running
+    assert right.peer.mismatches == 0
+    wait_until(lambda: not books(left.daemon.directory).said.pinned_blocks, DEADLINE_S)
+
+
+def test_a_peer_that_is_started_again_with_another_pool_is_read_again(nodes: tuple[Node, Node]) -> None:
+    left, right = nodes
+    stored = left.store(0, 1)
+    assert right.load(0) == stored
+    left.daemon.kill()
+    assert right.engine.lookup(keys(*range(50, 58))) == 0
+    left.daemon.start()
+    assert left.engine.wait_ready(DEADLINE_S)
+    stored = left.store(200, 3)
+    assert right.load(200) == stored
+    assert right.peer.mismatches == 0
+
+
+def test_a_peer_that_is_stopped_is_dark_and_comes_back(nodes: tuple[Node, Node]) -> None:
+    left, right = nodes
+    stored = left.store(0, 1)
+    helper = left.wait_helper()
+    os.kill(helper, signal.SIGSTOP)
+    try:
+        wait_until(lambda: right.engine.lookup(keys(*range(BLOCKS))) == 0 and not right.peer.up, DEADLINE_S)
+        assert right.problems == ["shared_unreachable"]
+        own = right.store(300, 9)
+        assert right.load(300) == own
+    finally:
+        with suppress(ProcessLookupError):  # one that hangs is killed
+            os.kill(helper, signal.SIGCONT)
+    assert right.load(0) == stored
+    wait_until(lambda: not right.problems, DEADLINE_S)
+
+
+def test_another_secret_is_no_peer(secret: Path, tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    (tmp_path / "other").write_text("another secret of tests")
+    at = f"127.0.0.1:{port}"
+    with Node(secret, at) as left, Node(tmp_path / "other", "", at) as right:
+        left.store(0, 1)
+        wait_until(lambda: bool(right.peer.errors.get("unreachable")), DEADLINE_S, explain=lambda: right.peer)
+        assert not right.peer.up
+        assert right.engine.lookup(keys(*range(BLOCKS))) == 0
+
+
+def test_after_a_reset_on_one_side_it_lends_nothing_until_it_is_cleared_on_all_nodes(nodes: tuple[Node, Node]) -> None:
+    """What an engine reset may be stale on the other side, and what it stores then is for other weights."""
+    left, right = nodes
+    stored = left.store(0, 1)
+    right.engine.lookup(keys(*range(BLOCKS)))
+    assert left.engine.scheduler.reset()
+    left.store(0, 2)
+    left.store(400, 5)
+    if (there := right.engine.lookup(keys(*range(BLOCKS)))) == BLOCKS:  # they were on their way before
+        assert right.load(0) == stored
+    assert there in range(BLOCKS + 1)
+    assert right.engine.lookup(keys(*range(400, 400 + BLOCKS))) == 0
+    right.store(500, 6)
+    assert left.engine.lookup(keys(*range(500, 500 + BLOCKS))) == 0
+    left.clear()
+    assert left.engine.lookup(keys(*range(500, 500 + BLOCKS))) == 0
+    assert left.clear_all_nodes() == 1
+    assert left.most_found(500, 2.0) == right.most_found(0, 2.0) == 0, "both have dropped what was there"
+    stored = left.store(600, 7)
+    assert right.load(600) == stored
+
+
+def test_what_was_cleared_on_all_nodes_does_not_come_back_from_a_peer(nodes: tuple[Node, Node]) -> None:
+    """Promise 9. Without --all-nodes a peer's blocks are found, as a store's are."""
+    left, right = nodes
+    stored = left.store(0, 1)
+    assert right.load(0) == stored
+    left.clear()
+    assert left.load(0) == stored
+    assert left.clear_all_nodes() == 1
+    assert left.most_found(0, 2.0) == 0
+    assert right.most_found(0, 2.0) == 0
+    anew = right.store(0, 2)
+    assert left.load(0) == anew
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_peer_that_was_away_during_a_clear_of_all_nodes_lends_nothing_of_before(
+    secret: Path, pool_file: Path, restarts: bool
+) -> None:
+    """It comes back with its pool. What the other knows of the clear is in its kvoffd.state."""
+    one, other = (f"127.0.0.1:{port}" for port in free_ports(2))
+    with Node(secret, one, other) as left, Node(secret, other, one, pool_file=str(pool_file)) as right:
+        for node in (left, right):
+            node.wait_up()
+        stored = left.store(0, 1)
+        assert right.load(0) == stored
+        right.store(50, 2)
+        right.daemon.kill()
+        with pytest.raises(RequestRefused, match="did not reach every shared store and peer"):
+            left.clear_all_nodes()
+        left.clear()
+        if restarts:
+            left.restart()
+        right.daemon.start()
+        assert right.engine.wait_ready(DEADLINE_S)
+        assert left.most_found(50, 1.0) == 0
+        left.wait_up()
+        assert left.most_found(50, 2.0) == left.most_found(0, 1.0) == 0
+        wait_until(lambda: right.engine.lookup(keys(*range(BLOCKS))) == 0, DEADLINE_S)
+        anew = right.store(0, 3)
+        assert left.load(0) == anew
+
+
+def test_a_node_that_follows_through_its_store_takes_nothing_from_a_peer_that_has_not(secret: Path) -> None:
+    """It would write what is void into the store's new generation, from which all nodes read."""
+    one, other, third = (f"127.0.0.1:{port}" for port in free_ports(3))
+    with (
+        RedisServer() as redis,
+        Node(secret, one, shared=redis.url) as left,
+        Node(secret, other, third, shared=redis.url) as middle,
+        Node(secret, third) as last,
+    ):
+        middle.wait_up()
+        stored = last.store(0, 1)
+        assert middle.load(0) == stored
+        assert left.load(0) == stored, "through the store"
+        os.kill(helper := last.wait_helper(), signal.SIGSTOP)
+        assert left.clear_all_nodes() == 1
+        wait_until(lambda: middle.engine.lookup(keys(*range(BLOCKS))) == 0, DEADLINE_S)
+        with suppress(ProcessLookupError):
+            os.kill(helper, signal.SIGCONT)
+        middle.wait_up()
+        for node in (middle, left, last):
+            assert node.most_found(0, 2.0) == 0
+        anew = last.store(0, 2)
+        assert middle.load(0) == left.load(0) == anew
+
+
+def test_a_reset_on_a_node_that_only_lends_must_outlive_a_reboot(secret: Path, pool_file: Path) -> None:
+    """That it shares nothing any more is in kvoffd.state."""
+    (port,) = free_ports(1)
+    with Node(secret, f"127.0.0.1:{port}", directory=pool_file.parent) as node:  # in memory
+        assert not node.engine.scheduler.reset()
+        wait_until(lambda: "a reboot would undo it" in node.daemon.log, explain=lambda: node.daemon.log)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the filter has numbers of x86-64's calls")
+def test_nodes_read_each_other_under_what_the_systemd_unit_allows(secret: Path) -> None:
+    """With the lines of deploy/peers.md: UCX needs AF_NETLINK."""
+    inside = [sys.executable, sandbox.__file__, sandbox.families("systemd/kvoffd.service", "peers.md")]
+    (port,) = free_ports(1)
+    at = f"127.0.0.1:{port}"
+    with Node(secret, at, before=inside) as left, Node(secret, "", at, before=inside) as right:
+        stored = left.store(0, 1)
+        assert right.load(0) == stored
+
+
+def test_a_helper_that_hangs_does_not_outlive_its_daemon(nodes: tuple[Node, Node]) -> None:
+    left, right = nodes
+    helper = left.wait_helper()
+    os.kill(helper, signal.SIGSTOP)
+    left.restart()
+    wait_until(lambda: not Path(f"/proc/{helper}").exists(), DEADLINE_S)
+    stored = left.store(0, 1)
+    assert right.load(0) == stored
+
+
+def test_what_is_lent_is_in_the_statistics(nodes: tuple[Node, Node]) -> None:
+    left, right = nodes
+    stored = left.store(0, 1)
+    assert right.load(0) == stored
+    lent = books(left.daemon.directory).said.lent
+    assert lent is not None
+    assert (lent.up, lent.blocks, lent.refused_requests) == (True, BLOCKS, 0)
+    assert lent.bytes == right.peer.read_bytes
+    assert lent.found_keys >= BLOCKS
+    shown = run_cli_here("stats", "tiers", "--directory", str(left.daemon.directory)).stdout
+    assert f"lent to peers: {BLOCKS} blocks" in shown
+    assert f"peer://{right.address}: up" in shown

@@ -1,0 +1,316 @@
+"""What a node lends to its peers: pinned until it is returned, its deadline or the helper's end, and within limits."""
+
+from __future__ import annotations
+
+from random import Random
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvoffd.cache.namespace import Namespace
+from kvoffd.server.peers import LEASE_S, MOST_LEASES_EACH, MOST_VOIDED, PeerServer
+from kvoffd.tiers.peers import BUSY, FIND, GENERATION_BYTES, LENT, MOST_BLOCKS, PIN, RELEASE, Find, Pin, Pinned
+from kvoffd.tiers.shared import FleetGenerations
+from tests.kit.amount import TIMES
+from tests.kit.slot_cache import UNIT, CacheRig, check_invariants, keys_of
+
+ROUTE, ONE = b"\0peer", bytes(32)
+
+
+class Rig:
+    def __init__(self, units: int = 64) -> None:
+        self.rig = CacheRig(units, units)
+        self.unshared: set[bytes] = set()
+        self.fleet = FleetGenerations()
+        self.server = PeerServer(self.rig.cache, self.rig.clock, self.unshared.__contains__, self.fleet)
+        self.asker_has = 0
+        """Generation of namespaces that the peer knows."""
+
+    def find(self, namespace: Namespace, *numbers: int) -> list[int]:
+        return self.ask(namespace, *numbers)[1]
+
+    def ask(self, namespace: Namespace, *numbers: int) -> tuple[int, list[int]]:
+        """Return the generation that a peer is told, and what is there."""
+        find = Find(namespace.fingerprint, self.asker_has, 0, 8, keys_of(*numbers))
+        answer = self.server.answer(ROUTE, 1, FIND, msgspec.msgpack.encode(find))
+        assert answer is not None
+        return int.from_bytes(answer[:GENERATION_BYTES], "little"), list(answer[GENERATION_BYTES:])
+
+    def pin(self, namespace: Namespace, *numbers: int, ident: int = 7, lengths: tuple[int, ...] = (UNIT,)) -> Pinned:
+        wanted = Pin(Find(namespace.fingerprint, self.asker_has, 0, 8, keys_of(*numbers)), list(lengths))
+        answer = self.server.answer(ROUTE, ident, PIN, msgspec.msgpack.encode(wanted))
+        assert answer is not None
+        return msgspec.msgpack.decode(answer, type=Pinned)
+
+    def release(self, ident: int = 7) -> None:
+        assert self.server.answer(ROUTE, ident, RELEASE, b"") is None
+
+    @property
+    def pinned(self) -> int:
+        return self.rig.cache.usage.pinned_blocks
+
+
+def test_it_says_where_blocks_lie_and_what_their_checksums_are() -> None:
+    rig = Rig()
+    namespace = rig.rig.open("a", world_size=2)
+    rig.rig.store(namespace, keys_of(1, 2))
+    assert rig.find(namespace, 1, 2, 3) == [1, 1, 0]
+    pinned = rig.pin(namespace, 3, 2, 1, lengths=(UNIT, UNIT))
+    assert list(pinned.there) == [0, 1, 1]
+    blocks = rig.rig.blocks(namespace, keys_of(2, 1))
+    slots = rig.rig.cache.blocks.slots(blocks, 2)
+    assert np.frombuffer(pinned.offsets, "<u8").tolist() == rig.rig.slots.offsets(slots).ravel().tolist()
+    assert np.frombuffer(pinned.checksums, "<u8").tolist() == [7] * 4
+    assert rig.pinned == 2
+    rig.release()
+    assert rig.pinned == 0
+
+
+def test_what_is_lent_is_neither_evicted_nor_reused_before_it_is_returned() -> None:
+    rig = Rig(16)
+    namespace = rig.rig.open()
+    rig.rig.store(namespace, keys_of(1, 2))
+    rig.pin(namespace, 1, 2)
+    rig.rig.store(namespace, keys_of(*range(10, 40)))
+    assert rig.find(namespace, 1, 2) == [1, 1]
+    rig.rig.cache.reset(namespace)
+    while rig.rig.cache.background():
+        pass
+    assert rig.pinned == 2, "a reset frees them only once they are returned"
+    assert rig.find(namespace, 1, 2) == [0, 0]
+    rig.release()
+    check_invariants(rig.rig.cache)
+    assert rig.rig.cache.usage.free == rig.rig.slots.pool_bytes
+
+
+def test_a_lease_ends_at_its_deadline_and_with_the_helper() -> None:
+    rig = Rig()
+    namespace = rig.rig.open()
+    rig.rig.store(namespace, keys_of(1, 2))
+    assert rig.pin(namespace, 1).seconds == LEASE_S
+    rig.rig.clock.now += LEASE_S - 0.1
+    rig.pin(namespace, 2, ident=8)
+    rig.server.tick()
+    assert (rig.server.leases, rig.pinned) == (2, 2)
+    rig.rig.clock.now += 0.2
+    rig.server.tick()
+    assert (rig.server.leases, rig.pinned) == (1, 1)
+    rig.release()
+    rig.server.end_all()
+    assert (rig.server.leases, rig.server.lent_bytes, rig.pinned) == (0, 0, 0)
+
+
+def test_peers_may_pin_an_eighth_of_the_pool() -> None:
+    rig = Rig(64)
+    namespace = rig.rig.open()
+    rig.rig.store(namespace, keys_of(*range(30)))
+    assert list(rig.pin(namespace, 99, *range(30)).there) == [0, *[LENT] * 8, *[BUSY] * 22]
+    assert list(rig.pin(namespace, 20, 99, ident=8).there) == [BUSY, 0]
+    assert rig.server.refused == 2
+
+
+def test_one_peer_gets_a_few_leases() -> None:
+    rig = Rig(256)
+    namespace = rig.rig.open()
+    rig.rig.store(namespace, keys_of(1))
+    for ident in range(MOST_LEASES_EACH):
+        assert sum(rig.pin(namespace, 1, ident=100 + ident).there) == 1
+    assert list(rig.pin(namespace, 1, ident=99).there) == [BUSY]
+    assert rig.server.refused == 1
+
+
+def test_an_id_that_is_used_again_lends_nothing_twice() -> None:
+    rig = Rig()
+    namespace = rig.rig.open()
+    rig.rig.store(namespace, keys_of(1, 2))
+    rig.pin(namespace, 1)
+    assert LENT not in rig.pin(namespace, 2).there
+    rig.release()
+    rig.release()
+    assert rig.pinned == 0
+
+
+def test_nothing_is_lent_of_another_namespace_other_lengths_or_one_that_an_engine_reset() -> None:
+    rig = Rig()
+    namespace, other = rig.rig.open("a"), rig.rig.open("b")
+    rig.rig.store(namespace, keys_of(1))
+    assert rig.find(other, 1) == [0]
+    assert sum(rig.pin(namespace, 1, lengths=(UNIT - 1,)).there) == 0
+    rig.unshared.add(namespace.fingerprint)
+    assert rig.find(namespace, 1) == [0]
+    assert sum(rig.pin(namespace, 1).there) == 0
+    assert rig.pinned == 0
+
+
+def test_to_a_peer_with_another_generation_nothing_is_lent() -> None:
+    """Either end may have followed a reset of all nodes that the other has not followed: blocks of before are void."""
+    rig = Rig()
+    namespace = rig.rig.open()
+    rig.rig.store(namespace, keys_of(1))
+    rig.asker_has = 7
+    assert rig.ask(namespace, 1) == (7, [0]), "it follows"
+    assert rig.fleet.voided == {namespace.fingerprint}
+    assert rig.ask(namespace, 1) == (7, [0]), "what it has is of before until somebody has dropped it"
+    assert sum(rig.pin(namespace, 1).there) == 0
+    assert rig.fleet.take_voided() == {namespace.fingerprint}
+    assert rig.ask(namespace, 1) == (7, [1]), "it was dropped, and computed again"
+    for rig.asker_has in (0, 6):
+        assert rig.ask(namespace, 1) == (7, [0]), "the peer does not take what it will have to void"
+        assert sum(rig.pin(namespace, 1).there) == 0
+    assert not rig.fleet.voided
+
+
+def test_a_peer_cannot_have_it_follow_everything() -> None:
+    rig = Rig()
+    namespace = rig.rig.open()
+    for rig.asker_has in (-1, 2**40, 2**63):
+        assert rig.ask(namespace, 1) == (0, [0]), "such a number could hardly be raised again"
+    rig.fleet.voided |= {number.to_bytes(32, "big") for number in range(MOST_VOIDED)}
+    rig.asker_has = 7
+    assert rig.ask(namespace, 1) == (0, [0]), "later, and lends nothing until then"
+    rig.fleet.take_voided()
+    assert rig.ask(namespace, 1) == (7, [0])
+
+
+def test_a_block_without_a_checksum_is_not_lent() -> None:
+    rig = Rig()
+    namespace = rig.rig.open()
+    rig.rig.commit(rig.rig.begin(namespace, 0, 0, keys_of(1)), checksum=0)
+    assert sum(rig.pin(namespace, 1).there) == 0
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\xff" * 50,
+        msgspec.msgpack.encode(Find(ONE, 0, 0, 0, b"1234")),
+        msgspec.msgpack.encode(Find(ONE, 0, 0, 3, b"1234")),
+        msgspec.msgpack.encode(Find(ONE, 0, -1, 65, b"")),
+        msgspec.msgpack.encode(Find(b"a" * 9999, 7, 0, 8, b"")),
+        msgspec.msgpack.encode(Pin(Find(ONE, 0, 0, 8, keys_of(*range(MOST_BLOCKS + 1))), [1])),
+        msgspec.msgpack.encode(Pin(Find(ONE, 0, 0, 8, keys_of(*range(100))), [1] * 1000)),
+    ],
+)
+@pytest.mark.parametrize("kind", [FIND, PIN])
+def test_what_is_no_request_has_an_answer_without_anything(payload: bytes, kind: int) -> None:
+    """Without one it would count as in progress in the helper, of whose requests there is a limit for all peers."""
+    rig = Rig()
+    rig.rig.open()
+    assert rig.server.answer(ROUTE, 1, kind, payload) == b""
+    assert (rig.server.leases, rig.server.refused, rig.fleet.voided) == (0, 1, set())
+
+
+def test_a_flood_gets_a_part_of_the_loops_time() -> None:
+    rig = Rig()
+    namespace = rig.rig.open()
+    rig.rig.store(namespace, keys_of(1))
+    rig.server._spent_s = 1.0
+    rig.server._window_at = rig.rig.clock.now
+    assert rig.find(namespace, 1) == [0]
+    assert rig.server.refused == 1
+    rig.rig.clock.now += 0.3
+    assert rig.find(namespace, 1) == [1]
+
+
+class Memory:
+    """What lies in a pool, and what borrowers must find there for as long as they hold it."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = Random(seed)
+        self.rig = Rig(32)
+        self.cache = self.rig.rig.cache
+        self.namespace = self.rig.rig.open()
+        self.bytes: dict[int, int] = {}
+        """The key whose bytes lie at each offset: a store overwrites them before it is committed."""
+        self.held: dict[int, tuple[float, dict[int, int]]] = {}
+        """By lease: its deadline, and the key that must lie at each offset."""
+        self.borrowed = 0
+
+    def step(self) -> None:
+        self.rng.choice((self.store, self.store, self.borrow, self.borrow, self.give_back, self.wait, self.reset))()
+        for deadline, expected in self.held.values():
+            assert deadline <= self.rig.rig.clock.now or all(self.bytes[at] == key for at, key in expected.items())
+
+    def store(self) -> None:
+        numbers = self.rng.sample(range(60), 4)
+        ticket = self.rig.rig.begin(self.namespace, 0, 0, keys_of(*numbers))
+        for part in ticket.parts:
+            copied = zip(part.copy, part.offsets.tolist(), strict=True)
+            self.bytes |= {offset: numbers[number] for number, offset in copied}
+        self.rig.rig.commit(ticket)
+
+    def borrow(self) -> None:
+        ident, numbers = self.rng.randrange(2**60), self.rng.sample(range(60), 5)
+        pinned = self.rig.pin(self.namespace, *numbers, ident=ident)
+        keys = [number for number, there in zip(numbers, pinned.there, strict=True) if there == LENT]
+        offsets = np.frombuffer(pinned.offsets, "<u8").tolist()
+        self.held[ident] = self.rig.rig.clock.now + pinned.seconds, dict(zip(offsets, keys, strict=True))
+        self.borrowed += len(keys)
+
+    def give_back(self) -> None:
+        if self.held:
+            ident = self.rng.choice(list(self.held))
+            del self.held[ident]
+            self.rig.release(ident)
+
+    def wait(self) -> None:
+        self.rig.rig.clock.now += self.rng.choice((0.1, 1.0, LEASE_S / 2))
+        self.rig.server.tick()
+
+    def reset(self) -> None:
+        if self.rng.random() < 0.2:
+            self.cache.reset(self.namespace)
+            while self.cache.background():
+                pass
+
+    def run(self) -> None:
+        for _ in range(200):
+            self.step()
+        self.rig.rig.clock.now += 2 * LEASE_S
+        for _ in range(20):
+            self.rig.server.tick()
+        assert (self.rig.server.leases, self.rig.server.lent_bytes, self.rig.pinned) == (0, 0, 0)
+        check_invariants(self.cache)
+
+
+@pytest.mark.parametrize("seed", range(6 * TIMES))
+def test_borrowers_find_what_they_were_promised(seed: int) -> None:
+    memory = Memory(seed)
+    memory.run()
+    assert memory.borrowed > 10
+
+
+def _no_pin(server: PeerServer, *_: object) -> None:
+    server._cache.blocks.pin = lambda blocks: 0  # type: ignore[method-assign]
+    server._cache.unpin = lambda blocks: None  # type: ignore[method-assign]
+
+
+def _wrong_slot(server: PeerServer, *_: object) -> None:
+    offsets = server._cache.slots.offsets
+    server._cache.slots.offsets = lambda slots: np.roll(offsets(slots), 1)  # type: ignore[method-assign]
+
+
+def _ends_early(server: PeerServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    tick = server.tick
+
+    def early() -> None:
+        server.end_all()
+        tick()
+
+    monkeypatch.setattr(server, "tick", early)
+
+
+@pytest.mark.parametrize("fault", [_no_pin, _wrong_slot, _ends_early])
+def test_faults_that_are_planted_are_found(fault: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert callable(fault)
+
+    def search() -> None:
+        for seed in range(6):
+            memory = Memory(seed)
+            fault(memory.rig.server, monkeypatch)
+            memory.run()
+
+    with pytest.raises((AssertionError, KeyError)):
+        search()
