@@ -281,10 +281,10 @@ def test_registrations_that_do_not_fit(desk: Desk) -> None:
 
 
 def test_a_request_that_is_too_large(desk: Desk) -> None:
-    """It is refused before it is decoded: half a million pages would keep the loop for long."""
+    """It is refused before it is decoded: so many pages would keep the loop for long."""
     pages = [Page(0, 1)] * 65_536
     desk.assert_refused(
-        {"a registration of very many pages": ("too_large", lambda desk: desk.register(groups=(pages,) * 10))}
+        {"a registration of very many pages": ("too_large", lambda desk: desk.register(groups=(pages,) * 11))}
     )
     assert refused(desk.register, groups=([Page(0, 1)] * 10_000,)) in ("malformed", "too_large")
 

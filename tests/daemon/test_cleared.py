@@ -9,7 +9,6 @@ import pytest
 
 from kvoffd_client import AdminClient, GroupKeys, RequestRefused
 from tests.kit.checked import CheckedEngine, over_disk, put_on_disk, wait_disk
-from tests.kit.command import EXPORT, IMPORT, command
 from tests.kit.daemon import DaemonProcess
 from tests.kit.linux import tmpfs
 from tests.kit.redis_server import RedisServer
@@ -187,34 +186,6 @@ def test_after_a_damaged_state_nothing_of_before_is_served_or_shared(tmp_path: P
             wait_until(lambda: not books(daemon.directory).shared[0].unshared_namespaces)
             engine.put(SOME)
             wait_until(lambda: books(daemon.directory).shared[0].written_blocks == len(SOME))
-
-
-# --- files of blocks -------------------------------------------------------------------------------
-
-
-@both
-def test_blocks_that_were_exported_before_a_drop_are_not_imported(
-    daemon: DaemonProcess, tmp_path: Path, drop: Drop
-) -> None:
-    """Unless that is asked for. What is exported after it is, and by the next daemon too."""
-    before, after = str(tmp_path / "before"), str(tmp_path / "after")
-    with CheckedEngine(daemon) as engine:
-        engine.put(SOME)
-        assert command(daemon, *EXPORT, before, "--namespace", "demo")[0] == 0
-        assert drop(daemon, engine)
-        engine.truth.drop()
-        engine.put(range(4))
-        assert command(daemon, *EXPORT, after, "--namespace", "demo")[0] == 0
-    for restart in (False, True):
-        if restart:
-            daemon.kill()
-            daemon.start()
-        status, text = command(daemon, *IMPORT, before)
-        assert (status, "reset or cleared here after" in text) == (2, True), text
-        assert command(daemon, *IMPORT, after)[0] == 0
-        with CheckedEngine(daemon, engine.truth) as again:
-            assert again.get(SOME) == [0, 1, 2, 3]
-    assert command(daemon, *IMPORT, before, "--stale")[0] == 0
 
 
 # --- numbers that cannot be --------------------------------------------------------------------------

@@ -197,7 +197,7 @@ def test_help_shows_every_setting_and_stands_a_percent_sign() -> None:
     assert set(flags) == {f"--{name.replace('_', '-')}" for name in shown()} | {"--config"}
     assert "/tmp/50%s" in text
     titles = [line for line in text.splitlines() if re.fullmatch("\\w[\\w ]*:", line)]
-    assert len(titles) == 9, "settings come in groups"
+    assert len(titles) == 10, "settings come in groups"
     assert "default nothing" not in text
     without = kvoffd()
     assert (without.returncode, "serve" in without.stdout) == (0, True)

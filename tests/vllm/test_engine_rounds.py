@@ -39,9 +39,10 @@ class Family:
 
     Attributes:
         block_tokens: of vLLM's blocks.
-        alone: whether prompts come one at a time, pre-empted by a reset, and what is loaded is compared with what
-            vLLM's own prefix cache gives, not with what was computed. On a CPU without AMX vLLM gives other tokens with
-            latent attention in a batch, and behind what it finds in its own cache, without a connector too.
+        alone: whether prompts share no prefix, come one at a time, are pre-empted by a reset, and what is loaded is
+            compared with what vLLM's own prefix cache gives, not with what was computed. On a CPU without AMX and with
+            latent attention vLLM gives other tokens in a batch, and behind what it finds in its own cache, where what
+            followed a prefix when it was computed changes them too; all without a connector.
         drafts: tokens that an EAGLE draft proposes. Of what vLLM finds in its own cache it computes the last block
             again for the draft (use_eagle_block_drop in its kv_cache_coordinator.py). What is loaded has that block, as
             from vLLM's own offloading (offloading/scheduler.py).
@@ -76,9 +77,6 @@ FAMILIES = {
 }
 
 
-UNKNOWN = pytest.mark.xfail(reason="a loaded answer behind a shared prefix is 0.1 nats off; why is not known")
-
-
 class Rounds:
     """An engine and its daemon, whose pool outlives it, and what was counted."""
 
@@ -109,9 +107,7 @@ class Rounds:
     def ask(self, prompts: Sequence[list[int]], kill: str = "", **arguments: Any) -> list[Completion]:
         """Ask them; the daemon is killed while it copies what ``kill`` says."""
         if len(prompts) > 1 and self.family.alone:
-            first = self.ask(prompts[:1], kill, **arguments)
-            self.settle()  # or the next would be computed behind what they share, and stored so
-            return first + self.ask(prompts[1:], **arguments)
+            return self.ask(prompts[:1], kill, **arguments) + self.ask(prompts[1:], **arguments)
         if "preempt" in arguments:
             self.settle()  # vLLM gives no block back that is being stored
         arguments = {"prompts": prompts, "max_tokens": MAX_TOKENS, "sampling": {"logprobs": 5}, **arguments}
@@ -156,11 +152,13 @@ class Rounds:
         for each in prompts:
             self.settle()
             loaded += self.ask([each])
-        expected = cached(own)
+        most, expected = self.family.block_tokens, cached(own)
         if self.family.drafts:
-            most = self.family.block_tokens
             expected = [(len(each) - 1) // most * most for each in prompts]
             assert cached(own) == [max(0, tokens - most) for tokens in expected], f"round {number}"
+        elif self.family.alone:  # a whole prompt is loaded, and its last token computed again, as by vLLM's offloading
+            assert cached(own) == [(len(each) - 1) // most * most for each in prompts], f"round {number}"
+            expected = [len(each) // most * most for each in prompts]
         assert cached(loaded) == expected, f"round {number}"
         self.counts["own"] += sum(cached(own))
         self.counts["loaded"] += sum(cached(loaded))
@@ -182,6 +180,7 @@ class Rounds:
         random, most, block = self.random, self.family.tokens, self.family.block_tokens
         begin = random.choice(self.begun[-12:])
         cut = random.choice([0, len(begin), random.randrange(len(begin)), random.randrange(len(begin))])
+        cut = 0 if self.family.alone else cut
         tokens = (begin[:cut] + random.choices(range(3, 1000), k=random.randint(1, most)))[:most]
         if random.random() < 0.7:  # its answer needs another block, for which another prompt may be pre-empted
             tokens = tokens[: max(1, len(tokens) // block) * block - 2 - self.family.drafts]
@@ -196,9 +195,7 @@ def pool() -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("v2", [False, True], ids=["v1", "v2"])
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=UNKNOWN if name == "deepseek-v2" else ()) for name in FAMILIES]
-)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_no_token_changes(name: str, v2: bool, tmp_path: Path, pool: Path) -> None:
     rounds = Rounds(FAMILIES[name], tmp_path, pool, v2=v2)
     counts = rounds.counts
