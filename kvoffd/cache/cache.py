@@ -1330,8 +1330,10 @@ class Cache:
     def has_block(self, namespace: Namespace, group: int, key: bytes) -> bool:
         """Return whether the pool has a block of the key; shards may be missing. Nothing is counted.
 
-        Raises BadGeometry, BadKeys.
+        A key of another length than the namespace's has none. Raises BadGeometry.
         """
+        if len(key) != namespace.key_bytes:
+            return False
         namespace.check(group, key)
         states, _ = self.blocks.find(self.group(namespace, group).number, key, namespace.key_bytes)
         return any(state != FREE for state in states)

@@ -248,7 +248,7 @@ class Namespace:
         if body is None:
             description = "" if short and len(self.description) > LONG_DESCRIPTION else self.description
             spec = self.fingerprint, self.label, self.world_size, self.key_bytes, self.groups, description
-            body = Deflated.of(msgpack.encode((*spec, self.shard_bytes, None))[1:])
+            body = Deflated.of(msgpack.encode((*spec, self.shard_bytes, [None] * self.world_size))[1:])
         head, tail = b"\x9a" + msgpack.encode(self.number), msgpack.encode(self.generation)
         whole = Deflated.joined([Deflated.of(head), body, Deflated.of(tail)])
         self._records[short] = self.number, self.generation, body, whole

@@ -50,7 +50,8 @@ USED = {
         world_size""",
     "vllm.config:PrefetchOffloadConfig": "offload_group_size",
     "vllm.config:SchedulerConfig": "long_prefill_token_threshold max_num_batched_tokens max_num_scheduled_tokens",
-    "vllm.config:SpeculativeConfig": "draft_tensor_parallel_size method num_speculative_tokens parallel_drafting",
+    "vllm.config:SpeculativeConfig": """
+        draft_tensor_parallel_size method num_speculative_tokens parallel_drafting use_eagle_block_drop""",
     "vllm.config:VllmConfig": """
         additional_config attention_config aux_output_config cache_config compilation_config diffusion_config
         kernel_config kv_transfer_config load_config lora_config max_concurrent_batches max_in_flight_tokens
@@ -83,6 +84,7 @@ USED = {
     "vllm.v1.kv_cache_interface:KVCacheConfig": "kv_cache_groups kv_cache_layout needs_kv_cache_zeroing num_blocks",
     "vllm.v1.kv_cache_interface:KVCacheGroupSpec": "kv_cache_spec layer_names",
     "vllm.v1.kv_cache_interface:KVCacheSpec": "block_size dcp_sharded max_memory_usage_bytes page_size_bytes",
+    "vllm.v1.kv_offload.base:CanonicalKVCacheRef": "page_size_bytes tensor_idx",
     "vllm.v1.kv_offload.base:CanonicalKVCacheTensor": "tensor",
     "vllm.v1.kv_offload.base:CanonicalKVCaches": "group_data_refs tensors",
     "vllm.v1.kv_offload.base:Locality": "LOCAL",
