@@ -47,13 +47,15 @@ def reset_fleet(service: Service, session: Session, message: a.ResetFleet) -> Pe
     if not service.tier_supervisor.shares:
         why = "No tier is shared with other nodes; start the daemon with --shared URL, or with peers."
         raise KvoffdError(why, ErrorCode.NOT_READY)
+    tiers = list(service.tier_supervisor.shared)
     raises = service.tier_supervisor.raise_generation(message.namespace)
     service.follow_fleet()
 
     def poll(late: bool) -> m.Done | None:
         if not late and not all(one.ended for one in raises):
             return None
-        if problems := [one.problem or "It has not answered yet." for one in raises if one.problem or not one.ended]:
+        failed = [(tier.name, one) for tier, one in zip(tiers, raises, strict=True) if one.problem or not one.ended]
+        if problems := [f"{name}: {one.problem or 'it has not answered yet.'}" for name, one in failed]:
             why = f"The reset did not reach every shared store and peer: {' '.join(problems)}"
             raise KvoffdError(why, ErrorCode.NOT_READY)
         logger.info("Session %d (%s) reset a namespace for all nodes.", session.id, session.peer)

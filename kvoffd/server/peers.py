@@ -54,6 +54,7 @@ class PeerServer:
 
     Args:
         is_unshared: see ``Tiering``: of such a namespace nothing is lent.
+        is_saved: whether the next daemon would know of all resets.
         fleet: of a namespace that a peer has with another generation nothing is lent. A higher one is followed.
 
     Attributes:
@@ -65,9 +66,11 @@ class PeerServer:
         cache: Cache,
         clock: Callable[[], float],
         is_unshared: Callable[[bytes], bool],
+        is_saved: Callable[[], bool],
         fleet: FleetGenerations,
     ) -> None:
-        self._cache, self._clock, self._is_unshared, self._fleet = cache, clock, is_unshared, fleet
+        self._cache, self._clock, self._is_unshared, self._is_saved = cache, clock, is_unshared, is_saved
+        self._fleet = fleet
         self._most_bytes = cache.slots.pool_bytes // LENT_SHARE
         self._lent: dict[tuple[bytes, int], Lent] = {}
         self._window_at = self._spent_s = 0.0
@@ -120,6 +123,8 @@ class PeerServer:
         count = len(wanted.keys) // max(1, wanted.key_bytes)
         group = self._group(wanted)
         generation = self._fleet.of(wanted.fingerprint).to_bytes(GENERATION_BYTES, "little")
+        if not count and (wanted.fingerprint in self._fleet.voided or not self._is_saved()):
+            return bytes(GENERATION_BYTES)  # not followed yet: a kill would bring the blocks back
         if group is None or not count:
             return generation + bytes(count)
         if self._spent_s > LOOP_SHARE * WINDOW_S:

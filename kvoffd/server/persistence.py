@@ -204,11 +204,14 @@ class Resets(msgspec.Struct):
     generations: dict[bytes, Count] = {}
     fleet: dict[str, dict[bytes, Count]] = {}
     """Fleet generations that were applied here, under an empty name; by URL of the shared store from before 0.6."""
-    unshared: dict[bytes, bool] = {}
-    """True: an engine has reset the namespace, so shared stores are not used for it until it is reset on all nodes.
-    False: it was reset on all nodes since ``shares_others`` is False."""
+    unshared: dict[bytes, Count | bool] = {}
+    """An engine has reset these namespaces: shared stores and peers are not used for one until it is reset on all
+    nodes, to a fleet generation above this number; earlier versions wrote True. 0 or False: that was since ``lost_at``.
+    """
     shares_others: bool = True
     """Whether namespaces not in ``unshared`` are shared; False once the resets were lost."""
+    lost_at: Count = 0
+    """When they were lost: what ``unshared`` would have of those that are not in it."""
 
 
 class Quotas(msgspec.Struct):
@@ -266,7 +269,7 @@ class State:
                 "Earlier clears and resets are unknown. So all existing blocks are void, and no namespace is shared "
                 "with other nodes until `kvoffd-cli clear --all-nodes`."
             )
-            self.resets.shares_others = False
+            self._share_none(int(self._wall_clock()))
             self.raise_all()
         if content != self._encoded(*PARTS):
             self._save(*PARTS)  # repairs the file
@@ -336,11 +339,16 @@ class State:
 
     def is_unshared(self, fingerprint: bytes) -> bool:
         """Return whether the namespace may neither be read from shared stores nor written to them."""
-        return self.resets.unshared.get(fingerprint, not self.resets.shares_others)
+        return self.unshared_at(fingerprint) > 0
 
-    def unshare(self, fingerprint: bytes) -> None:
-        """Stop sharing a namespace that was reset on this node only: blocks of other nodes may be stale."""
-        self._set_unshared(fingerprint, True)
+    def unshared_at(self, fingerprint: bytes) -> int:
+        """Return the number above which a fleet generation shares the namespace again; 0 if it is shared."""
+        lost_at = 0 if self.resets.shares_others else max(1, self.resets.lost_at)
+        return int(self.resets.unshared.get(fingerprint, lost_at))
+
+    def unshare(self, fingerprint: bytes, generation: int) -> None:
+        """Stop sharing a namespace until its fleet generation is above this one: blocks of other nodes may be stale."""
+        self._set_unshared(fingerprint, max(1, generation, self.unshared_at(fingerprint)))
 
     @property
     def fleet(self) -> dict[bytes, int]:
@@ -351,17 +359,31 @@ class State:
         return found
 
     def save_fleet_reset(self, fingerprint: bytes, generation: int) -> None:
-        """Record that a namespace was reset on all nodes, and its fleet generation since."""
-        self.resets.unshared.pop(fingerprint, None)
-        if not self.resets.shares_others:
-            self._set_unshared(fingerprint, False)
+        """Record that a namespace was reset on all nodes, and its fleet generation since.
+
+        That may have been before an engine's reset on this node, which then stands.
+        """
+        if generation > self.unshared_at(fingerprint):
+            self.resets.unshared.pop(fingerprint, None)
+            if not self.resets.shares_others:
+                self._set_unshared(fingerprint, 0)
         put_newest(self.resets.fleet.setdefault("", {}), fingerprint, generation, MAX_NAMES, self.is_there)
         self._save(b"resets")
 
-    def _set_unshared(self, fingerprint: bytes, unshared: bool) -> None:
-        if put_newest(self.resets.unshared, fingerprint, unshared, MAX_NAMES, self.is_there):
-            self.resets.shares_others = False
+    def _set_unshared(self, fingerprint: bytes, generation: int) -> None:
+        if forgotten := put_newest(self.resets.unshared, fingerprint, generation, MAX_NAMES, self.is_there):
+            self._share_none(int(forgotten))
         self._save(b"resets")
+
+    def _share_none(self, generation: int) -> None:
+        """Share no namespace but those in ``unshared`` until its fleet generation is above this one."""
+        self.resets.shares_others = False
+        self.resets.lost_at = max(self.resets.lost_at, generation)
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether the next daemon would find all of it."""
+        return self.file.written >= self.file.requested
 
     # --- quotas, totals and the file -------------------------------------------------------------
 

@@ -153,7 +153,9 @@ class TierSupervisor:
         if not (config.peers or config.peer_listen):
             return
         if config.peer_listen:
-            self.peer_server = PeerServer(self._cache, self._clock, self._state.is_unshared, self.fleet)
+            self.peer_server = PeerServer(
+                self._cache, self._clock, self._state.is_unshared, lambda: self._state.is_saved, self.fleet
+            )
         settings = HelperSettings(list(config.peers), config.peer_listen, read_secret(config.peer_secret_file))
         self.peer_helper = PeerHelper(settings, self._pool.place, self._peer_asks, self._peers_left)
 
@@ -189,7 +191,8 @@ class TierSupervisor:
         if everywhere:
             self._state.save_fleet_reset(fingerprint, self.fleet.of(fingerprint))
         else:
-            self._state.unshare(fingerprint)
+            # Not below the clock: a reset of all nodes that is still to be heard of, but was before, shares nothing.
+            self._state.unshare(fingerprint, max(int(time.time()), self.fleet.of(fingerprint)))
             if self.shares:
                 logger.info("An engine reset a namespace; its blocks are no longer shared with other nodes.")
 
@@ -200,7 +203,7 @@ class TierSupervisor:
 
     def raise_generation(self, fingerprint: bytes) -> list[Raise]:
         """Begin to void a namespace's blocks for all nodes."""
-        generation = self.fleet.next(fingerprint)
+        generation = max(self.fleet.next(fingerprint), self._state.unshared_at(fingerprint) + 1)
         if self.peer_helper is not None:  # also where peers cannot be reached: those lend nothing until they follow
             self.fleet.raise_to(fingerprint, generation)
         return [tier.raise_generation(fingerprint, generation) for tier in self.shared]
@@ -227,7 +230,7 @@ class TierSupervisor:
         """
         found = self.fleet.take_voided()
         for fingerprint in found:
-            self._state.unshare(fingerprint)
+            self._state.unshare(fingerprint, self.fleet.of(fingerprint) - 1)
         return found
 
     @property

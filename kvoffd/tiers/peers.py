@@ -63,6 +63,8 @@ START_S = 10.0
 """Longest wait for a helper that starts, in a thread that asks."""
 SEND_S, SEND_PAUSE_S = 0.5, 0.001
 """Time for the helper to accept a message, after which it counts as hanging, and the pause between attempts."""
+FOLLOWS_S = 0.02
+"""Pause before a peer that has not followed a reset is asked again."""
 BEAT_S, HANGS_S = 1.0, 10.0
 """Interval of the helper's signs of life, and time without one after which it is killed."""
 FIRST_PAUSE_S, MOST_PAUSE_S, STEADY_S = 0.25, 1.0, 10.0
@@ -529,10 +531,13 @@ class PeerStore(Store):
         """A peer's blocks are its own."""
 
     def raise_generation(self, generation_key: bytes, seen: int, generation: int, deadline: float) -> int:
-        _, reply = self._call(FIND, _raise_of(generation_key, generation), deadline)
-        if (raised := int.from_bytes(reply, "little")) < generation:
-            raise StoreError("busy", "The peer does not follow a reset now; it lends nothing of the namespace.")
-        return raised
+        while True:
+            _, reply = self._call(FIND, _raise_of(generation_key, generation), deadline)
+            if (raised := int.from_bytes(reply, "little")) >= generation:
+                return raised
+            if self._closed or time.monotonic() + FOLLOWS_S > deadline:
+                raise StoreError("busy", "The peer has not followed the reset; it lends nothing of the namespace.")
+            time.sleep(FOLLOWS_S)
 
     def close(self) -> None: ...
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffd_client import RequestRefused
+from kvoffd_client import AdminClient, RequestRefused
 from tests.kit import sandbox
 from tests.kit.amount import TIMES
 from tests.kit.command import run_cli_here
@@ -159,6 +159,41 @@ def test_what_was_cleared_on_all_nodes_does_not_come_back_from_a_peer(nodes: tup
     assert right.most_found(0, 2.0) == 0
     anew = right.store(0, 2)
     assert left.load(0) == anew
+
+
+def test_a_clear_from_before_a_reset_shares_nothing_again(secret: Path) -> None:
+    """Though it is heard of only after it."""
+    at = f"127.0.0.1:{free_ports(1)[0]}"
+    with Node(secret, at) as left, Node(secret, "", at) as right:
+        right.wait_up()
+        left.store(0, 1)
+        right.load(0)
+        helper = right.wait_helper()
+        os.kill(helper, signal.SIGSTOP)
+        left.clear_all_nodes()
+        left.store(100, 7)
+        assert right.engine.scheduler.reset()
+        os.kill(helper, signal.SIGCONT)
+        assert right.most_found(100, 7.0) == 0
+        assert right.clear_all_nodes() == 1
+        stored = left.store(200, 8)
+        assert right.load(200) == stored
+
+
+def test_a_peer_that_a_clear_of_all_nodes_reached_is_cleared_whatever_comes(secret: Path, pool_file: Path) -> None:
+    """It is killed at once, and nobody tells it again."""
+    first, second = (f"127.0.0.1:{port}" for port in free_ports(2))
+    with Node(secret, first, second) as left, Node(secret, second, pool_file=str(pool_file)) as right:
+        left.wait_up()
+        right.store(0, 1)
+        left.load(0)
+        with AdminClient(left.daemon.directory) as admin:
+            assert admin.reset_fleet(left.spec.fingerprint) == 1
+        right.daemon.kill()
+        left.daemon.kill()
+        right.daemon.start()
+        assert right.engine.wait_ready(DEADLINE_S)
+        assert right.engine.lookup(keys(*range(BLOCKS))) == 0
 
 
 @pytest.mark.parametrize("restarts", [False, True])

@@ -23,7 +23,10 @@ class Rig:
         self.rig = CacheRig(units, units)
         self.unshared: set[bytes] = set()
         self.fleet = FleetGenerations()
-        self.server = PeerServer(self.rig.cache, self.rig.clock, self.unshared.__contains__, self.fleet)
+        self.saved = True
+        self.server = PeerServer(
+            self.rig.cache, self.rig.clock, self.unshared.__contains__, lambda: self.saved, self.fleet
+        )
         self.asker_has = 0
         """Generation of namespaces that the peer knows."""
 
@@ -159,6 +162,18 @@ def test_to_a_peer_with_another_generation_nothing_is_lent() -> None:
         assert rig.ask(namespace, 1) == (7, [0]), "the peer does not take what it will have to void"
         assert sum(rig.pin(namespace, 1).there) == 0
     assert not rig.fleet.voided
+
+
+def test_it_says_that_it_follows_a_reset_of_all_nodes_once_the_next_daemon_would_know_of_it() -> None:
+    rig = Rig()
+    namespace = rig.rig.open()
+    rig.rig.store(namespace, keys_of(1))
+    rig.asker_has, rig.saved = 5, False
+    assert rig.ask(namespace) == (0, [])
+    assert rig.fleet.take_voided() == {namespace.fingerprint}
+    assert rig.ask(namespace) == (0, [])
+    rig.saved = True
+    assert rig.ask(namespace) == (5, [])
 
 
 def test_a_peer_cannot_have_it_follow_everything() -> None:

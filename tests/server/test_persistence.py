@@ -101,21 +101,48 @@ def test_the_oldest_names_are_forgotten_on_the_safe_side(monkeypatch: pytest.Mon
     state.is_there = {ONE}.__contains__
     for name in (OTHER, ONE, *(bytes([number]) for number in range(9))):
         state.raise_generation(name)
-        state.unshare(name)
+        state.unshare(name, 6)
     was = [state.generation(name) for name in (ONE, OTHER)]
     for number in range(9, 20):
         state.raise_generation(bytes([number]))
-        state.unshare(bytes([number]))
+        state.unshare(bytes([number]), 6)
     assert state.file.flush(10.0)
     again = next_state()
     assert again.generation(ONE) == was[0]
     assert again.generation(OTHER) >= was[1]
     assert again.is_unshared(ONE)
     assert again.is_unshared(OTHER)
+    again.save_fleet_reset(OTHER, 6)
+    assert again.is_unshared(OTHER)
     again.save_fleet_reset(OTHER, 7)
     assert again.fleet == {OTHER: 7}
     assert not again.is_unshared(OTHER)
     assert len(again.resets.generations) == len(again.resets.unshared) == 10
+
+
+def test_a_reset_of_all_nodes_from_before_a_reset_here_shares_nothing(tmp_path: Path, next_state: Next) -> None:
+    """Neither after a restart, nor after the resets were lost. A file of an earlier version said True."""
+    state = next_state()
+    state.unshare(ONE, 100)
+    state.unshare(ONE, 50)
+    state.save_fleet_reset(ONE, 100)
+    assert state.file.flush(10.0)
+    state = next_state()
+    assert state.is_unshared(ONE)
+    state.save_fleet_reset(ONE, 101)
+    assert not state.is_unshared(ONE)
+    state.resets.unshared[OTHER] = True
+    assert state.is_unshared(OTHER)
+    state.save_fleet_reset(OTHER, 101)
+    assert not state.is_unshared(OTHER)
+    assert state.file.flush(10.0)
+    (tmp_path / STATE_FILE).write_bytes(b"damaged")
+    state = next_state()
+    state.save_fleet_reset(ONE, 101)
+    assert state.is_unshared(ONE)
+    state.save_fleet_reset(ONE, NOW + 1000)
+    assert not state.is_unshared(ONE)
+    assert state.is_unshared(OTHER)
 
 
 def test_damage_of_any_byte_costs_its_part_alone(
@@ -124,7 +151,7 @@ def test_damage_of_any_byte_costs_its_part_alone(
     """What protects is there twice. Where both are lost, all that there was is void, and nothing is shared."""
     state, path = next_state(), tmp_path / STATE_FILE
     state.raise_generation(ONE)
-    state.unshare(OTHER)
+    state.unshare(OTHER, 1)
     state.save_quotas({ONE: 5})
     state.save_lifetime(Lifetime(1.0, 2, 3.0))
     assert state.file.flush(10.0)

@@ -32,7 +32,9 @@ class SimBorrower:
         self._daemon, self._rng = daemon, rng
         service = daemon.service
         fleet = service.tier_supervisor.fleet
-        self._server = PeerServer(service.cache, daemon.clock, service.state.is_unshared, fleet)
+        self._server = PeerServer(
+            service.cache, daemon.clock, service.state.is_unshared, lambda: service.state.is_saved, fleet
+        )
         self._knows: Counter[bytes] = Counter()
         """Generations of namespaces that it has raised, as another node's administrator does."""
         service.tier_supervisor.peer_server = self._server

@@ -20,6 +20,7 @@ from kvoffd_client.cli.format import (
 )
 from kvoffd_client.cli.show import labels_of
 from kvoffd_client.cli.target import NAMESPACE_HELP, CliError, Directory, Json, open_admin
+from kvoffd_client.errors import RequestRefused
 from kvoffd_proto.events import KV_TOPIC_PREFIX, MEDIUM_STORAGE, AllBlocksCleared, BlockStored, KvEvent
 from kvoffd_proto.stats import namespace_id
 from kvoffd_proto.units import format_count, format_duration, format_rate, format_size, percent, plural, printable
@@ -64,7 +65,14 @@ def clear(
             if sys.stdin.readline().strip().lower() not in ("y", "yes"):
                 say("Nothing was cleared.")
                 return 1
-        stores = [admin.reset_fleet(each.namespace) for each in chosen] if all_nodes else []
+        stores, problem = [], None
+        for each in chosen if all_nodes else ():
+            try:
+                stores.append(admin.reset_fleet(each.namespace))
+            except RequestRefused as error:  # the others are cleared all the same
+                problem = problem or error
+        if problem is not None:
+            raise problem
         fingerprint = None if one is None else one.namespace
         # The reset of all nodes may have dropped them here by now.
         dropped = max(admin.clear(fingerprint), blocks if all_nodes else 0)
