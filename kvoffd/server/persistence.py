@@ -211,7 +211,7 @@ class Resets(msgspec.Struct):
     shares_others: bool = True
     """Whether namespaces not in ``unshared`` are shared; False once the resets were lost."""
     lost_at: Count = 0
-    """When they were lost: what ``unshared`` would have of those that are not in it."""
+    """Time of the loss: what ``unshared`` would have of those that are not in it."""
 
 
 class Quotas(msgspec.Struct):

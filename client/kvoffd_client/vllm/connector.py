@@ -271,8 +271,8 @@ class KvoffdConnector(OffloadingConnector):
         """As vLLM's, whose scan sees one answer, read or renewed here.
 
         If the engine's own cache has as much of a prompt as it can use, nothing is loaded: the last token needs a step
-        anyway, and the load of one more block would delay it. Of a prompt of which it has nothing, all is loaded, the
-        block that EAGLE and MTP drop included, as vLLM's own offloading does: only the drafts at its end may be worse.
+        anyway, and the load of one more block would delay it. Of a prompt of which it has nothing, all is loaded that
+        vLLM's own offloading loads: with EAGLE that includes the block that vLLM's cache drops for the draft.
         """
         self._manager.namespace.ask()
         if elsewhere := _is_prefilled_elsewhere(request):  # the other connector deletes the mark
