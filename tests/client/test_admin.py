@@ -120,7 +120,6 @@ def test_typos_of_operators_and_short_sessions_are_no_errors_of_the_daemon(daemo
             (a.Clear, (bytes(32),), ErrorCode.UNKNOWN_NAMESPACE),
             (a.FindBlock, (bytes(32), 0, bytes(32)), ErrorCode.UNKNOWN_NAMESPACE),
             (a.FindBlock, (space, 7, bytes(32)), ErrorCode.BAD_GEOMETRY),
-            (a.FindBlock, (space, 0, b"z"), ErrorCode.BAD_KEYS),
             (a.ResetFleet, (space,), ErrorCode.NOT_READY),
         ):
             with pytest.raises(RequestRefused) as refused:
