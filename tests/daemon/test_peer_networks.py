@@ -104,7 +104,12 @@ def test_whatever_is_killed_or_cut_costs_misses_only(fleet_of: Callable[..., Fle
             writer.store(10**6 + turn * BLOCKS, turn)  # so that the others are in other places of its pool
             stored = [writer.store(first, turn), writer.store(first + BLOCKS, turn + 1)]
         began = time.monotonic()
-        assert [reader.load(first), reader.load(first + BLOCKS)] == stored
+        try:
+            assert [reader.load(first), reader.load(first + BLOCKS)] == stored
+        except AssertionError:
+            for node in fleet.nodes:
+                print(turn, event.__name__, at, node.address, node.helper, node.problems, node.daemon.log[-1500:])
+            raise
         took = time.monotonic() - began
         slowest[event.__name__] = max(took, slowest.get(event.__name__, 0.0))
         print(f"{turn} {event.__name__} {took:.1f}", flush=True)
