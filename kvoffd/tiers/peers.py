@@ -407,6 +407,7 @@ class PeerStore(Store):
     blocks_at_once = MOST_BLOCKS
     bytes_at_once = 4 * SLICE_BYTES
     failed_s = 2.0  # a peer that was killed is back sooner than a store
+    follows = True
 
     def __init__(self, helper: PeerHelper, number: int) -> None:
         self._helper, self._number = helper, number

@@ -881,7 +881,8 @@ class StoreConnection:
             self._store.connect()
             seen, _ = self._store.ask(own_key, [], one.deadline, prefix=True)
             _check_generation(own_key, seen)
-            return self._store.raise_generation(own_key, seen, max(seen + 1, one.generation), one.deadline)
+            least = seen if self._store.follows else seen + 1
+            return self._store.raise_generation(own_key, seen, max(least, one.generation), one.deadline)
         except Exception as error:
             self._fail(error, "write")
             return error

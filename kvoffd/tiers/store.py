@@ -172,6 +172,7 @@ class Store(ABC):
         keys_at_once: most keys of one ``ask``, after which other clients can have their turn.
         blocks_at_once, bytes_at_once: most objects of one ``get`` or ``put``, and their bytes if there are several.
         failed_s: time for which a block whose read failed counts as absent.
+        follows: whether it may have a raised generation from elsewhere before it is asked to follow, as a peer may.
         believed_s: time for which an existing block is not offered again. The store may lose it; an offer is a use.
         writers: threads that write. With several, one looks for existing objects while another one's are being sent.
         servers: those of the store, the same object for all connections; None if they are unknown.
@@ -183,6 +184,7 @@ class Store(ABC):
     blocks_at_once: int
     bytes_at_once: int
     failed_s: float = 30.0
+    follows: bool = False
     believed_s: float = 60.0
     writers: int = 1
     servers: Servers | None = None

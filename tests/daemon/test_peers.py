@@ -9,7 +9,7 @@ import random
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -159,6 +159,20 @@ def test_what_was_cleared_on_all_nodes_does_not_come_back_from_a_peer(nodes: tup
     assert right.most_found(0, 2.0) == 0
     anew = right.store(0, 2)
     assert left.load(0) == anew
+
+
+def test_what_is_stored_after_a_clear_of_all_nodes_stays(secret: Path) -> None:
+    """Also where peers hear of it from each other before they are asked to follow."""
+    at = [f"127.0.0.1:{port}" for port in free_ports(3)]
+    with ExitStack() as stack:
+        nodes = [stack.enter_context(Node(secret, one, *(each for each in at if each != one))) for one in at]
+        for node in nodes:
+            node.wait_up()
+            node.store(0, 1)
+        for turn in range(4):
+            assert nodes[0].clear_all_nodes() == 2
+            stored = nodes[0].store(100, turn)
+            assert nodes[1].load(100) == nodes[2].load(100) == stored
 
 
 def test_a_clear_from_before_a_reset_shares_nothing_again(secret: Path) -> None:
