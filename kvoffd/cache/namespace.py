@@ -68,7 +68,7 @@ class NamespaceRecord(Struct, frozen=True, array_like=True, forbid_unknown_field
     shard_bytes: tuple[tuple[int, ...] | None, ...]
     """Bytes of a shard by rank and group; None for a rank that no worker has registered."""
     unused: object
-    """None; release 0.2 had descriptions of layers here."""
+    """None for each rank, which release 0.2 can read: it had descriptions of layers here."""
     generation: int
     """Number that is raised whenever all blocks of the namespace become stale."""
 

@@ -203,7 +203,7 @@ class Resets(msgspec.Struct):
     """Generation of all namespaces without their own, from the last time that all were cleared."""
     generations: dict[bytes, Count] = {}
     fleet: dict[str, dict[bytes, Count]] = {}
-    """Fleet generations that were applied here, under an empty name; by URL of the shared store from before 0.6."""
+    """Fleet generations that were applied here, under an empty name; of release 0.2 by URL of the shared store."""
     unshared: dict[bytes, Count | bool] = {}
     """An engine has reset these namespaces: shared stores and peers are not used for one until it is reset on all
     nodes, to a fleet generation above this number; earlier versions wrote True. 0 or False: that was since ``lost_at``.
