@@ -19,7 +19,7 @@ from kvoffd.pool.slot_table import MAX_KEY_BYTES
 from kvoffd.system.files import aligned_buffer, read_all
 from kvoffd.system.native import CHAR_P, COUNT, INT, ITEMS, KEYS, VOID_P, SlotIndex, declare, native
 from kvoffd.tiers.disk_file import RECORD, DiskFile, OpeningStopped, runs_of
-from kvoffd.tiers.header import HEADER_BYTES, BlockGroup, parse_header
+from kvoffd.tiers.header import HEADER_BYTES, BlockGroup, decode_header
 
 declare(keep_gil=False, disk_enter=(COUNT, VOID_P, *ITEMS, VOID_P))
 declare(
@@ -226,7 +226,7 @@ class DiskMap:
                 read_all(self._file.calls, self._file.fd, [page], self.offset(slot))
             except OSError:
                 continue
-            if (block := parse_header(page)) is not None and block.group.tag == tag:
+            if (block := decode_header(page)) is not None and block.group.tag == tag:
                 return block.group
         return None
 

@@ -257,10 +257,10 @@ class Redis(Store):
         """Receive one object, as ``get`` yields it; if its header is empty, the connection is closed."""
         received = None
         if (length := self._value_length(deadline)) is not None:
-            if length != request.header_bytes + request.nbytes:
+            if length != HEADER_BYTES + request.nbytes:
                 self.close()
                 return Received(b"")
-            header = self._take(request.header_bytes, deadline)
+            header = self._take(HEADER_BYTES, deadline)
             received = Received(header, self._fill(request.views, deadline))
             if self._take(2, deadline) != b"\r\n":
                 raise self._broken("a value does not end where it should")

@@ -23,7 +23,6 @@ from kvoffd.system.native import CHAR_P, NUMBER, VOID_P, declare, native
 from kvoffd.system.newest import put_newest
 from kvoffd.system.threads import Workers
 from kvoffd.tiers.header import (
-    HEADER_BYTES,
     Block,
     BlockGroup,
     decode_header,
@@ -902,7 +901,7 @@ class StoreConnection:
 
     def _read(self, reads: Sequence[ObjectRead]) -> Iterator[tuple[Result, Block | None]]:
         """Yield the results of the first reads, up to one that fails."""
-        requests = [GetRequest(object_key(read.stored, read.key), HEADER_BYTES, read.views) for read in reads]
+        requests = [GetRequest(object_key(read.stored, read.key), read.views) for read in reads]
         patience_s, came_at = min(read.patience_s for read in reads), self._clock()
         try:
             self._store.connect()
@@ -964,8 +963,8 @@ def _verified(read: ObjectRead, received: Received) -> Block | None:
     if received.shards is not None:
         block: Block | None = Block(read.stored, read.key, *received.shards)
     else:
-        block = decode_header(received.header, read.stored, read.key)
-    if block is None or not all(block.checksums):
+        block = decode_header(received.header)
+    if block is None or (block.group, block.key) != (read.stored, read.key) or not all(block.checksums):
         return None
     found = zip(read.views, received.checksums or repeat(0, len(read.views)), block.checksums, strict=True)
     right = all((taken or digest(view)) == checksum for view, taken, checksum in found)

@@ -123,8 +123,7 @@ class Reader:
     def get(self, *numbers: int, size: int = SIZE, peer: int = 0, patience_s: float = PATIENCE_S) -> list[Received]:
         group = make_block_group(b"f" * 32, 0, 0, (size,))
         requests = [
-            GetRequest(object_key(group, n.to_bytes(8, "big")), 4096, [self.pool[n * size : (n + 1) * size]])
-            for n in numbers
+            GetRequest(object_key(group, n.to_bytes(8, "big")), [self.pool[n * size : (n + 1) * size]]) for n in numbers
         ]
         found = list(self.stores[peer].get(requests, patience_s))
         assert all(found)
