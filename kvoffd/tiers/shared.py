@@ -7,7 +7,7 @@ import os
 import random
 import threading
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress, repeat
@@ -69,8 +69,6 @@ MOST_ANSWERS = 262_144
 """Cached answers, of 16 bytes each."""
 WINDOW = 16
 """See answers.c."""
-MOST_REFUSED = 32_768
-"""Remembered keys that must not be read now, of about 250 bytes each."""
 MOST_ASKED = 65_536
 """Keys whose answers may be outstanding."""
 MOST_READS, MOST_WRITES = 4096, 64
@@ -348,9 +346,8 @@ class SharedTier(Tier):
         self._clock = clock
         self.post = post
         self._answers = Answers()
-        """Each with the time when it was given, or asked for; ABSENT with the time until which it is cached."""
-        self._refused: OrderedDict[tuple[int, bytes], float] = OrderedDict()
-        """Keys that are ABSENT until this time, whatever the answer."""
+        """Each with the time when it was given, or asked for; ABSENT with the time until which it is cached. One that
+        is cached for longer than NO_S stands whatever the store answers: the block must not be read."""
         self.fleet = fleet or FleetGenerations()
         self._polled_at: dict[bytes, float] = {}
         self._poll_next = False
@@ -448,20 +445,13 @@ class SharedTier(Tier):
 
     def _record_answers(self, tag: int, keys: Sequence[bytes], found: Sequence[bool]) -> None:
         now, there = self._clock(), np.frombuffer(bytes(found), np.bool_)
-        states, at = np.where(there, PRESENT, ABSENT), now + NO_S * ~there
-        for number, key in enumerate(keys) if self._refused else ():
-            if (until := self._refused.get((tag, key), now)) > now:
-                states[number], at[number] = ABSENT, until
+        before, until = self._answers.find(tag, keys)
+        refused = (before == ABSENT) & (until > now + NO_S)
+        states, at = np.where(there & ~refused, PRESENT, ABSENT), np.where(refused, until, now + NO_S * ~there)
         self._answers.note(tag, keys, states, at)
 
     def _refuse(self, tag: int, keys: Sequence[bytes], seconds: float) -> None:
-        until = self._clock() + seconds
-        for key in keys:
-            self._refused.pop((tag, key), None)
-            self._refused[tag, key] = until
-            if len(self._refused) > MOST_REFUSED:
-                self._refused.popitem(last=False)  # in a plain dict, removed entries at the front would slow this
-        self._answers.note(tag, keys, ABSENT, until)
+        self._answers.note(tag, keys, ABSENT, self._clock() + seconds)
 
     # --- reading, writing, removing --------------------------------------------------------------
 
@@ -490,11 +480,6 @@ class SharedTier(Tier):
         self._writes[group.tag, key] = write = ObjectWrite(group, stored, self._views(group, offsets), on_end)
         self._writing.put(write)
         return True
-
-    def remove_all(self, fingerprint: bytes | None) -> int:
-        """Forget the cached answers, which are few and short-lived."""
-        self._answers.clear()
-        return 0
 
     def remove(self, group: BlockGroup, keys: Sequence[bytes], why: str) -> None:
         self._refuse(group.tag, keys, REFUSED_S)

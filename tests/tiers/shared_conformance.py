@@ -37,7 +37,7 @@ class SharedConformance:
         block = ours.block(1, lengths, first=3)
         assert theirs.load(block) is None
         ours.store(block)
-        theirs.tier.remove_all(ONE)  # or its NO would stand for a second
+        theirs.forget()  # or its NO would stand for a second
         assert theirs.load(block) is DONE
         assert theirs.read_block is not None
         assert theirs.read_block.first_blocks[0] == 3
@@ -59,7 +59,7 @@ class SharedConformance:
         blocks = [rig.block(0)._replace(key=key_of(n)) for n in range(60)]
         for there in (0, 1, 2, 17, 59, 60):
             rig.store(*blocks[rig.tier.counters.written_blocks : there])
-            other.tier.remove_all(ONE)
+            other.forget()
             answers = other.ask(*blocks, prefix=True)
             assert answers[:there] == [Answer.YES] * there
             assert Answer.YES not in answers[there:], "a NO of a busy machine may be a second old"
@@ -216,7 +216,7 @@ class FaultConformance:
     def test_slow_answers_are_misses_and_open_the_breaker(self, double: Double) -> None:
         rig = SharedRig(double.url, ask_deadline_s=self.slow_s / 2).reachable()
         rig.store(block := rig.block(1))
-        rig.tier.remove_all(ONE)
+        rig.forget()
         double.delay_s = self.slow_s
         times = []
         while rig.tier.available():

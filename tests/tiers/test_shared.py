@@ -248,7 +248,7 @@ def test_a_server_that_refuses_writes_is_read(
 def test_errors_are_misses_with_a_sentence(store: FaultyStore, rig: SharedRig, error: str, advice: str) -> None:
     block = rig.block(1)
     rig.store(block)
-    rig.tier.remove_all(ONE)
+    rig.forget()
     store.error = error
     assert rig.ask(block) == [Answer.NO]
     assert rig.write(rig.block(2)) in (None, Result.FAILED)
@@ -306,7 +306,7 @@ def test_a_raised_generation_makes_all_void_and_is_not_lowered(store: FaultyStor
     rig.store(block)
     own_key = generation_key(ONE)
     store.values[own_key] = b"7"
-    rig.tier.remove_all(ONE)
+    rig.forget()
     assert rig.ask(block) == [Answer.NO]
     assert rig.write(block) is None, "the pool's blocks are of the generation before until somebody has dropped them"
     assert rig.tier.fleet.take_voided() == {ONE}
@@ -365,7 +365,7 @@ def test_a_new_node_follows_the_first_generation_it_sees(store: FaultyStore) -> 
 def test_a_generation_that_is_no_number_is_reported(store: FaultyStore, rig: SharedRig, value: bytes) -> None:
     block = rig.block(1)
     rig.store(block)
-    rig.tier.remove_all(ONE)
+    rig.forget()
     store.values[generation_key(ONE)] = value
     assert rig.ask(block) == [Answer.NO]
     assert rig.kinds == {"generation": 1}
@@ -582,4 +582,4 @@ def test_over_tls_the_server_is_verified(certificate: Certificate, monkeypatch: 
             assert other.load(block) is DONE
             rig.remove(block)
             rig.until(lambda: server.objects == 0)
-            rig.tier.remove_all(ONE)
+            rig.forget()

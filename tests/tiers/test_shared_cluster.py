@@ -334,14 +334,14 @@ def test_keys_of_a_slot_that_moves_are_misses() -> None:
         assert slot not in [slot_of(name_of(block, 0)) for block in others]
         move(cluster, slot, 0, 1, name)
         assert other.ask_anew(*others, moved) == [Answer.YES] * 11 + [Answer.NO]
-        rig.tier.remove_all(ONE)
+        rig.forget()
         assert rig.write(moved) is Result.FAILED, "it lies at the other master, which does not have the slot yet"
         assert rig.write(rig.block(50)) is DONE, "others are written all the same"
         end_move(cluster, slot, 1)
         for each in (rig, other):
             each.until(lambda each=each: each.ask_anew(moved) == [Answer.YES])
             assert each.load(moved) is DONE
-        rig.tier.remove_all(ONE)
+        rig.forget()
         rig.until(lambda: rig.write(moved) is Result.PRESENT)
         for each in (rig, other):
             assert not each.kinds

@@ -296,7 +296,7 @@ def test_a_prefix_costs_few_requests(bucket: FaultyBucket, rig: SharedRig) -> No
     block = rig.block(0)
     blocks = [block._replace(key=key_of(n)) for n in range(1000)]
     for there, most in ((0, 2), (1, 40), (77, 40), (640, 40), (1000, 2)):
-        rig.tier.remove_all(ONE)
+        rig.forget()
         bucket.values.update(
             (f"/bucket/{key_of(n).hex()[:2]}/{name_of(blocks[n], 0).decode()}", b"") for n in range(there)
         )
