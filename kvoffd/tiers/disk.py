@@ -160,7 +160,8 @@ class DiskTier(Tier):
         """See Tier. Begun reads cannot be cancelled: waiting ones end when none has ended for their patience."""
         if not self.available() or (known := self._map.known(group)) is None:
             return False
-        if (slot := self._map.find_one(known, key)) == NO_SLOT:
+        (slot,) = self._map.find(group.tag, [key]).tolist()
+        if slot == NO_SLOT:
             return False
         self._reads.put(self._job(known, key, slot, offsets, on_end, patience_s))
         return True

@@ -147,8 +147,6 @@ class DiskMap:
         self._index = _Index(regions=regions_at, slots_per_region=self.slots.slots_per_region)
         """Finds the slots of blocks by group and key."""
         self._index_at = ctypes.addressof(self._index)
-        self._found = ctypes.c_uint32()
-        self._found_at = ctypes.addressof(self._found)
         if not self._native.disk_open(self._index_at, os.urandom(16)):
             raise MemoryError
         self._close_index = weakref.finalize(self, self._native.disk_close, ctypes.pointer(self._index))
@@ -264,11 +262,6 @@ class DiskMap:
         joined, size = b"".join(keys), sizes.pop()
         self._native.disk_find(self._index_at, known.number, joined, len(keys), size, found.ctypes.data)
         return found
-
-    def find_one(self, known: KnownGroup, key: bytes) -> int:
-        """Return the slot of a block; NO_SLOT if there is none."""
-        self._native.disk_find(self._index_at, known.number, key, 1, len(key), self._found_at)
-        return self._found.value
 
     def slots_of(self, tag: int, keys: Sequence[bytes]) -> list[int]:
         """Return the slots of the keys that have one."""

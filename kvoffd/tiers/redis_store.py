@@ -17,7 +17,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 from kvoffd.system.files import address_of, drop_bytes
 from kvoffd.system.native import NUMBER, VOID_P, declare, native
@@ -67,16 +67,6 @@ ELSEWHERE = (b"-MOVED ", b"-ASK ", b"-CLUSTERDOWN ")
 KEEPALIVE_S = 60  # firewalls and NAT forget a connection that is idle for some minutes
 WANTS_NO_TLS = " If it has no TLS, name it redis://; a cluster with TLS needs tls-cluster yes."
 WANTS_TLS = " If it requires TLS, name it rediss://."
-
-
-class SlotRange(NamedTuple):
-    """A cluster's answer about some of its slots."""
-
-    first: int
-    last: int
-    endpoint: str
-    """Host name or address of the master; empty for the server that was asked."""
-    port: int
 
 
 class Redis(Store):
@@ -299,21 +289,10 @@ class Redis(Store):
         self._send([_repeated(b"UNLINK", keys)], deadline)
         self.answers(len(keys), deadline)
 
-    def cluster_slots(self, deadline: float) -> list[SlotRange]:
-        """Return which master owns which slots, at the endpoint that the cluster prefers (CLUSTER SLOTS)."""
+    def cluster_slots(self, deadline: float) -> list[Any]:
+        """Return the reply to CLUSTER SLOTS, of numbers, texts and lists of them."""
         self._send_words([b"CLUSTER", b"SLOTS"], deadline)
-        found = []
-        for one in self._reply(deadline, b"*"):
-            match one:
-                # First and last slot, then the master and its replicas, each with endpoint, port, id and more.
-                case [int(first), int(last), [str(endpoint), int(port), *more], *_]:
-                    if endpoint == "?" and isinstance(words := [*more, None, None][1], list):
-                        # The cluster prefers host names, and this master has none.
-                        endpoint = str(dict(zip(words[::2], words[1::2], strict=False)).get("ip", ""))
-                    found.append(SlotRange(first, last, endpoint, port))
-                case _:
-                    raise self._broken("a slot range has no master")
-        return found
+        return cast(list[Any], self._reply(deadline, b"*"))
 
     def _reply(self, deadline: float, kinds: bytes = b":$*", most_bytes: int = MOST_NAME_BYTES, depth: int = 0) -> Any:
         """Receive a short reply of one of these kinds: a number, a text, or a list of them; null is an empty text."""

@@ -450,9 +450,6 @@ class SharedTier(Tier):
         states, at = np.where(there & ~refused, PRESENT, ABSENT), np.where(refused, until, now + NO_S * ~there)
         self._answers.note(tag, keys, states, at)
 
-    def _refuse(self, tag: int, keys: Sequence[bytes], seconds: float) -> None:
-        self._answers.note(tag, keys, ABSENT, self._clock() + seconds)
-
     # --- reading, writing, removing --------------------------------------------------------------
 
     def wants(self, group: BlockGroup, keys: Sequence[bytes]) -> list[bool]:
@@ -482,7 +479,7 @@ class SharedTier(Tier):
         return True
 
     def remove(self, group: BlockGroup, keys: Sequence[bytes], why: str) -> None:
-        self._refuse(group.tag, keys, REFUSED_S)
+        self._answers.note(group.tag, keys, ABSENT, self._clock() + REFUSED_S)
         if why == PARTIAL:
             self._remove_objects(group, keys)
 
@@ -687,7 +684,8 @@ class SharedTier(Tier):
             counters.read_blocks += 1
             counters.read_bytes += group.nbytes
         else:
-            self._refuse(group.tag, [key], REFUSED_S if result is Result.CORRUPT else self._store.failed_s)
+            seconds = REFUSED_S if result is Result.CORRUPT else self._store.failed_s
+            self._answers.note(group.tag, [key], ABSENT, self._clock() + seconds)
         if result is Result.CORRUPT:
             counters.mismatches += 1
             self._remove_objects(group, [key])

@@ -12,7 +12,7 @@ import pytest
 
 from kvoffd.tiers.header import Block
 from kvoffd.tiers.redis_cluster import copies_of, masters_of, slot_of
-from kvoffd.tiers.redis_store import NEEDED_COMMANDS, SlotRange
+from kvoffd.tiers.redis_store import NEEDED_COMMANDS
 from kvoffd.tiers.store import generation_key
 from kvoffd.tiers.tier import Result
 from tests.kit.redis_server import Certificate, RedisCluster, RedisServer
@@ -97,7 +97,7 @@ def test_masters_are_where_the_cluster_wants_clients_to_go() -> None:
         (9000, 9000, "10.0.0.1", 7000),
         (9001, 16383, "", 7003),
     ]
-    assert masters_of([SlotRange(*one) for one in ranges], ("seed", 1)) == {
+    assert masters_of([[*one[:2], one[2:]] for one in ranges], ("seed", 1)) == {
         ("10.0.0.1", 7000): [range(5461), range(9000, 9001)],
         (name, 7000): [range(5461, 8999)],
         ("seed", 7003): [range(9001, 16384)],
@@ -151,7 +151,7 @@ def test_an_announced_name_is_used_where_the_cluster_prefers_it(
 def test_impossible_masters_are_refused(odd: Sequence[tuple[int, int, str, int]]) -> None:
     tracemalloc.start()
     with pytest.raises(ValueError, match="master"):
-        masters_of([SlotRange(*one) for one in odd], ("seed", 1))
+        masters_of([[*one[:2], one[2:]] for one in odd], ("seed", 1))
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert most < 8 << 20
