@@ -24,8 +24,6 @@ class FaultyStore(ServerThread):
         answering: while it is cleared, no answer is sent.
         spoil: changes a value on its way to a client.
         cut_after: bytes of a value after which it closes the connection; ``cuts`` times.
-        hang_after: bytes of a value after which the rest is sent once it is ``answering``.
-        hanging: how many values were not sent whole yet.
         error: what every command gets, such as ``LOADING ...``.
         full: whether writes are refused.
         forced: what commands get, byte for byte, whatever they ask for.
@@ -42,8 +40,6 @@ class FaultyStore(ServerThread):
         self.spoil: Callable[[bytes], bytes] = bytes
         self.cut_after: int | None = None
         self.cuts = inf
-        self.hang_after: int | None = None
-        self.hanging = 0
         self.error = ""
         self.full = False
         self.forced: Values = {}
@@ -79,8 +75,7 @@ class FaultyStore(ServerThread):
             self.commands[words[0]] = self.commands.get(words[0], 0) + 1
         if self.delay_s:
             time.sleep(self.delay_s)
-        if self.hang_after is None:
-            self.answering.wait()
+        self.answering.wait()
         name, arguments = words[0], words[1:]
         if self.error:
             connection.sendall(f"-{self.error}\r\n".encode(errors="surrogateescape"))
@@ -117,15 +112,6 @@ class FaultyStore(ServerThread):
             self.cuts -= 1
             connection.sendall(message[: self.cut_after])
             return False
-        if self.hang_after is not None:
-            connection.sendall(message[: self.hang_after])
-            self.hanging += 1
-            try:
-                self.answering.wait()
-                connection.sendall(message[self.hang_after :])
-            finally:
-                self.hanging -= 1
-            return True
         message, self.surplus = message + self.surplus, b""
         connection.sendall(message)
         return True

@@ -174,26 +174,6 @@ def test_blocks_of_every_size(nixl: None, size: int) -> None:
     lender.close()
 
 
-def test_two_threads_at_once(lender: Lender, reader: Reader) -> None:
-    other = PeerStore(reader.helper, 0)
-    reader.stores.append(other)
-    errors: list[BaseException] = []
-
-    def read(peer: int) -> None:
-        try:
-            for _ in range(5):
-                reader.right(lender, *range(peer * 12, peer * 12 + 12), peer=peer)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=read, args=(peer,)) for peer in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
-
-
 def test_wrong_descriptors_and_checksums_show_as_such(lender: Lender, reader: Reader) -> None:
     lender.offsets[1], lender.sums[2] = lender.offsets[5], lender.sums[3]
     found = reader.get(1, 2, 3)
@@ -284,38 +264,6 @@ def test_a_lease_that_is_too_short_gives_nothing(lender: Lender, reader: Reader)
     with pytest.raises(StoreError) as caught:
         reader.get(1)
     assert caught.value.kind == "timeout"
-
-
-def test_a_peer_that_is_silent_costs_its_own_reads(lender: Lender) -> None:
-    other = Lender()
-    reader = Reader(lender.port, other.port).reachable()
-    lender.mutes = True
-    with pytest.raises(StoreError) as caught:
-        reader.get(1, patience_s=0.2)
-    assert caught.value.kind == "timeout"
-    reader.right(other, 1, 2, peer=1)
-    reader.close()
-    other.close()
-
-
-def test_without_the_secret_there_is_no_answer(lender: Lender) -> None:
-    reader = Reader(lender.port, secret=b"another secret is of no use")
-    reader.helper.check()
-    time.sleep(1.0)  # as long as a connection takes
-    with pytest.raises(StoreError) as caught:
-        reader.stores[0].ping(time.monotonic() + 2.0)
-    assert caught.value.kind == "unreachable"
-    reader.close()
-
-
-@pytest.mark.parametrize("end", ["lender", "reader"])
-def test_a_helper_that_is_killed_is_started_again(lender: Lender, reader: Reader, end: str) -> None:
-    reader.right(lender, 1)
-    helper = (lender if end == "lender" else reader).helper
-    starts = helper.starts
-    os.kill(helper.pid, signal.SIGKILL)
-    wait_until(lambda: helper.starts > starts)
-    wait_until(lambda: _works(reader, lender), 30.0)
 
 
 class Forked:

@@ -47,7 +47,7 @@ def rig(store: FaultyStore) -> SharedRig:
     return SharedRig(store.url).reachable()
 
 
-class TestDouble(FaultConformance, SharedConformance):
+class TestDouble(FaultConformance):
     @pytest.fixture
     def double(self, store: FaultyStore) -> FaultyStore:
         return store
@@ -152,27 +152,6 @@ def test_a_servers_errors_show_no_password(store: FaultyStore, password: str, er
     assert "s3cret" not in rig.tier.problem
     assert rig.tier.problem.isprintable()
     assert len(rig.tier.problem) < 400
-
-
-@pytest.mark.parametrize("hang_after", [3, 100_000])
-def test_a_network_cut_in_a_value_is_a_miss_in_time(store: FaultyStore, rig: SharedRig, hang_after: int) -> None:
-    block = rig.block(1, (200_000,))
-    rig.store(block)
-    assert rig.ask(block) == [Answer.YES]
-    store.hang_after = hang_after
-    store.answering.clear()
-    started = time.monotonic()
-    ended = rig.begin_read(block, patience_s=0.2)
-    assert ended is not None
-    rig.until(lambda: bool(ended))
-    assert ended[0] in (Result.DEADLINE, Result.FAILED)
-    assert time.monotonic() - started < 1.8
-    at = 8 * SLOT_BYTES
-    rig.pool[at : at + 200_000] = bytes(200_000)
-    assert store.hanging
-    store.answering.set()
-    rig.until(lambda: not store.hanging)
-    assert rig.pool[at : at + 200_000] == bytes(200_000)
 
 
 def test_a_store_that_nobody_asks_is_watched(store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> None:

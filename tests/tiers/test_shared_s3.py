@@ -106,8 +106,7 @@ def rig(bucket: FaultyBucket) -> SharedRig:
     return SharedRig(bucket.url).reachable()
 
 
-class TestDouble(FaultConformance, SharedConformance):
-    most_asked = 128
+class TestDouble(FaultConformance):
     slow_s = 0.5
     cut = "unreachable"
 
