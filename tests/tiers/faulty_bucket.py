@@ -109,6 +109,9 @@ class FaultyBucket(ServerThread):
 
         super().__init__(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
 
+    def refuse_writes(self, answer: tuple[int, str]) -> None:
+        self.errors["PUT"] = answer
+
     @property
     def url(self) -> str:
         return f"s3://bucket?endpoint=http://127.0.0.1:{self.port}&region=us-east-1"

@@ -65,6 +65,9 @@ class FaultyStore(ServerThread):
     def url(self) -> str:
         return f"redis://127.0.0.1:{self.port}"
 
+    def refuse_writes(self, answer: bytes) -> None:
+        self.forced[b"SET"] = answer
+
     def close(self) -> None:
         self.answering.set()
         super().close()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
@@ -175,10 +176,12 @@ class FaultConformance:
     Attributes:
         slow_s: an answer that takes so long is late.
         cut: the kind of error that a connection is which ends in an object.
+        refusals: answers of a server that takes no writes, the kind of error of each, and what its sentence says.
     """
 
     slow_s = 0.04
     cut = "disconnected"
+    refusals: Sequence[tuple[Any, str, str]]
 
     @pytest.fixture
     def double(self) -> Double:
@@ -212,6 +215,22 @@ class FaultConformance:
         assert rig.load(block) is Result.FAILED
         assert rig.kinds == {self.cut: 3}
         assert rig.tier.available()
+
+    def test_a_server_that_refuses_writes_is_read(
+        self, double: Double, rig: SharedRig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("kvoffd.tiers.shared.FULL_PAUSE_S", 0.0)
+        rig.store(block := rig.block(1))
+        for at, (answer, kind, because) in enumerate(self.refusals):
+            rig.kinds.clear()
+            double.refuse_writes(answer)
+            for number in range(4):
+                assert rig.write(rig.block(10 * at + number + 2)) is Result.FAILED
+                assert rig.tier.available()
+            assert rig.kinds == {kind: 4}
+            assert because in rig.tier.refusal
+        assert rig.tier.breaker.opened == 0
+        assert rig.load(block) is DONE
 
     def test_slow_answers_are_misses_and_open_the_breaker(self, double: Double) -> None:
         rig = SharedRig(double.url, ask_deadline_s=self.slow_s / 2).reachable()

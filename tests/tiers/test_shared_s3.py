@@ -109,6 +109,13 @@ def rig(bucket: FaultyBucket) -> SharedRig:
 class TestDouble(FaultConformance):
     slow_s = 0.5
     cut = "unreachable"
+    refusals = (
+        ((403, "QuotaExceeded"), "full", ""),
+        ((507, "XMinioStorageFull"), "full", ""),
+        ((403, "AccessDenied"), "credentials", "AccessDenied"),
+        ((503, "SlowDown"), "busy", "SlowDown"),
+        ((500, "InternalError"), "protocol", "InternalError"),
+    )
 
     @pytest.fixture
     def double(self, bucket: FaultyBucket) -> FaultyBucket:
@@ -226,31 +233,6 @@ def test_s3_keys_that_nobody_named_are_a_sentence(monkeypatch: pytest.MonkeyPatc
         error = S3(open_bucket(URL, Credentials()))._error(error)
         assert error.kind == kind
         assert error.sentence.endswith(NO_KEYS)
-
-
-@pytest.mark.parametrize(
-    ("error", "kind"),
-    [
-        ((403, "QuotaExceeded"), "full"),
-        ((507, "XMinioStorageFull"), "full"),
-        ((403, "AccessDenied"), "credentials"),
-        ((503, "SlowDown"), "busy"),
-        ((500, "InternalError"), "protocol"),
-    ],
-)
-def test_a_bucket_that_refuses_writes_is_read(
-    bucket: FaultyBucket, rig: SharedRig, monkeypatch: pytest.MonkeyPatch, error: tuple[int, str], kind: str
-) -> None:
-    monkeypatch.setattr("kvoffd.tiers.shared.FULL_PAUSE_S", 0.0)
-    rig.store(block := rig.block(1))
-    bucket.errors["PUT"] = error
-    for number in range(2, 7):
-        assert rig.write(rig.block(number)) is Result.FAILED
-        assert rig.tier.available()
-    assert set(rig.kinds) == {kind}
-    assert error[1] in rig.tier.problem or kind == "full"
-    assert rig.tier.breaker.opened == 0
-    assert rig.load(block) is DONE
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["the request", "each object"])
