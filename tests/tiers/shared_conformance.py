@@ -202,7 +202,7 @@ class FaultConformance:
         rig.until(lambda: not double.values)
         assert rig.ask(block) == [Answer.NO], "it is not asked for again soon"
 
-    @pytest.mark.parametrize("cut_after", [0, 3, 40, 2000])
+    @pytest.mark.parametrize("cut_after", [0, 3, 40, 2000, 6000])
     def test_a_value_is_read_again_where_its_connection_is_cut_and_then_a_miss(
         self, double: Double, rig: SharedRig, cut_after: int
     ) -> None:

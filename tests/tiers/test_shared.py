@@ -103,6 +103,25 @@ def test_silent_addresses_take_no_longer_than_one(store: FaultyStore, monkeypatc
         connection.close()
 
 
+@pytest.mark.parametrize(
+    ("sent", "closes", "kind"), [(0, False, "timeout"), (1000, False, "timeout"), (1000, True, "disconnected")]
+)
+def test_what_does_not_come_is_given_up_in_time_and_for_good(sent: int, closes: bool, kind: str) -> None:
+    ours, theirs = socket.socketpair()
+    connection = Redis("nowhere", 6379, 0, Credentials(), tls=False)
+    connection._socket = ours
+    with theirs:
+        theirs.sendall(bytes(sent))
+        if closes:
+            theirs.close()
+        began = time.monotonic()
+        with pytest.raises(StoreError) as caught:
+            connection._fill([memoryview(bytearray(5000))], began + 0.1)
+        assert caught.value.kind == kind
+        assert time.monotonic() - began < 2.0
+        assert connection._socket is None, "what comes later goes nowhere"
+
+
 def test_replies_that_nobody_asked_for_are_not_taken_for_others(store: FaultyStore, rig: SharedRig) -> None:
     blocks = rig.store_some(3)
     value = store.values[name_of(blocks[2], 0)]
