@@ -165,7 +165,6 @@ class Tiering:
         source = Promotions(tiers, settings, cache, clock, self._coming, self._promoted, shared=shared)
         writer = Writer(
             *(cache, tiers, clock, settings),
-            shared=shared,
             idle=lambda: not source.waiting_blocks,
             engines_busy=self._engines_busy,
             leaves_out=self.is_unshared if shared else lambda fingerprint: False,

@@ -100,8 +100,6 @@ LOOK_S, SILENT_LOOK_S = 10.0, 600.0
 LOOK_DEADLINE_S = 0.5
 FULL_PART = 15 / 16
 """Part of its limit from which on a store counts as full."""
-OWN_WEIGHT = 0.9
-"""Weight of earlier samples in this node's part of the writes."""
 FULL_PAUSE_S = 5.0
 """Pause of writes after the store refused one: it is full, a replica, or does not permit it."""
 SHOWN_S = 60.0
@@ -112,7 +110,7 @@ LOGGED_S = 60.0
 MOST_AHEAD_S = 10 * 365 * 86_400
 """Limit for a generation, which is a time in seconds or slightly more, by a clock that may be wrong."""
 OLD_WEIGHT = 0.9
-"""Weight of earlier asks in the mean duration of asks."""
+"""Weight of earlier samples in the mean duration of asks, and in this node's part of the writes."""
 LOST = ("timeout", "disconnected", "unreachable", "tls", "internal")
 """Kinds of write errors that are not answers of the server."""
 
@@ -494,7 +492,7 @@ class SharedTier(Tier):
 
     def _stored(self, group: BlockGroup) -> BlockGroup:
         """Return a group with the generation of objects."""
-        generation = self.generation(group.fingerprint)
+        generation = self.fleet.of(group.fingerprint)
         return make_block_group(group.fingerprint, generation, group.number, group.lengths)
 
     def _views(self, group: BlockGroup, offsets: Sequence[int]) -> list[memoryview]:
@@ -536,8 +534,8 @@ class SharedTier(Tier):
         evicted = max(0, found.evicted - before.evicted) if before is not None else 0
         self._evicts = evicted > 0
         if evicted:
-            self._own = OWN_WEIGHT * self._own + written
-            self._all = OWN_WEIGHT * self._all + max(evicted, written)
+            self._own = OLD_WEIGHT * self._own + written
+            self._all = OLD_WEIGHT * self._all + max(evicted, written)
 
     @property
     def refusal(self) -> str:
@@ -606,9 +604,6 @@ class SharedTier(Tier):
 
     # --- generations of namespaces ---------------------------------------------------------------
 
-    def generation(self, fingerprint: bytes) -> int:
-        return self.fleet.of(fingerprint)
-
     def raise_generation(self, fingerprint: bytes, generation: int) -> Raise:
         """Begin to void a namespace's blocks for all nodes; the result shows when that has ended, and how."""
         one = Raise(fingerprint, generation, self._clock() + RAISE_S)
@@ -660,7 +655,7 @@ class SharedTier(Tier):
             earlier = counters.ask_seconds or answer.seconds
             counters.ask_seconds = OLD_WEIGHT * earlier + (1 - OLD_WEIGHT) * answer.seconds
             self._record_generation(fingerprint, answer.generation)
-            if answer.generation == self.generation(fingerprint):  # else the blocks are void by now
+            if answer.generation == self.fleet.of(fingerprint):  # else the blocks are void by now
                 found = answer.found
                 counters.found_keys += sum(found)
         if not ask.keys:
@@ -678,7 +673,7 @@ class SharedTier(Tier):
             self._reading.put(read)
             return
         group, key, counters = read.group, read.key, self.counters
-        if result is Result.DONE and read.stored.generation != self.generation(group.fingerprint):
+        if result is Result.DONE and read.stored.generation != self.fleet.of(group.fingerprint):
             result, block = Result.GONE, None
         if result is Result.DONE:
             counters.read_blocks += 1
@@ -709,7 +704,7 @@ class SharedTier(Tier):
         else:
             counters.dropped_writes += 1
         there = result in (Result.DONE, Result.PRESENT)
-        if there and write.stored.group.generation == self.generation(group.fingerprint):
+        if there and write.stored.group.generation == self.fleet.of(group.fingerprint):
             self._record_answers(group.tag, [key], [True])
         write.on_end(result)
 
@@ -744,10 +739,7 @@ class StoreConnection:
     """Code of a shared tier's thread, with its own connection to the store."""
 
     def __init__(self, tier: SharedTier, store: Store, clock: Callable[[], float]) -> None:
-        self._tier = tier
-        self._breaker = tier.breaker
-        self._store = store
-        self._clock = clock
+        self._tier, self._breaker, self._store, self._clock = tier, tier.breaker, store, clock
 
     def _fail(self, error: Exception, work: str) -> None:
         """Report a failure. It counts for the breaker unless the server answered: it refuses writes, or the stored
@@ -834,7 +826,7 @@ class StoreConnection:
 
     def _exchange(self, ask: Ask, keys: Sequence[bytes], deadline: float) -> tuple[int, list[bool]]:
         fingerprint, store = ask.group.fingerprint, self._store
-        own_key, known = generation_key(fingerprint), self._tier.generation(fingerprint)
+        own_key, known = generation_key(fingerprint), self._tier.fleet.of(fingerprint)
 
         def names(generation: int) -> list[bytes]:
             prefix = object_prefix(ask.group._replace(generation=generation))
@@ -910,14 +902,12 @@ class StoreConnection:
             yield Result.DEADLINE if late else Result.FAILED, None
 
     def writes(self, batch: list[ObjectWrite | Removal]) -> list[Result]:
-        writes = [one for one in batch if isinstance(one, ObjectWrite)]
-        names = [name for one in batch if isinstance(one, Removal) for name in one.names]
         try:
             if not self._breaker.open and not self._tier.closed:
                 self._store.connect()
-                if not names:
-                    return self._write(writes)
-                self._store.remove(names, self._clock() + WRITE_S)
+                if not isinstance(batch[0], Removal):
+                    return self._write([one for one in batch if isinstance(one, ObjectWrite)])
+                self._store.remove(batch[0].names, self._clock() + WRITE_S)
                 return [Result.DONE]
         except Exception as error:
             self._fail(error, "write")

@@ -25,7 +25,6 @@ class FaultyStore(ServerThread):
         spoil: changes a value on its way to a client.
         cut_after: bytes of a value after which it closes the connection; ``cuts`` times.
         error: what every command gets, such as ``LOADING ...``.
-        full: whether writes are refused.
         forced: what commands get, byte for byte, whatever they ask for.
         forced_values: what is got of values that are asked for, byte for byte.
         surplus: what is sent once more behind the next value.
@@ -41,7 +40,6 @@ class FaultyStore(ServerThread):
         self.cut_after: int | None = None
         self.cuts = inf
         self.error = ""
-        self.full = False
         self.forced: Values = {}
         self.forced_values: Values = {}
         self.surplus = b""
@@ -90,8 +88,6 @@ class FaultyStore(ServerThread):
             connection.sendall(b":%d\r\n" % (arguments[0] in self.values))
         elif name == b"UNLINK":
             connection.sendall(b":%d\r\n" % (self.values.pop(arguments[0], None) is not None))
-        elif name == b"SET" and self.full:
-            connection.sendall(b"-OOM command not allowed when used memory > 'maxmemory'.\r\n")
         elif name == b"INCRBY":
             self.values[arguments[0]] = b"%d" % (int(self.values.get(arguments[0], b"0")) + int(arguments[1]))
             connection.sendall(b":%s\r\n" % self.values[arguments[0]])

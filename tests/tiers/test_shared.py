@@ -196,14 +196,15 @@ def test_a_store_that_nobody_asks_is_watched(store: FaultyStore, monkeypatch: py
 def test_a_store_that_is_full_is_left_alone_for_a_while(store: FaultyStore, rig: SharedRig) -> None:
     block = rig.block(1)
     rig.store(block)
-    store.full = True
+    store.refuse_writes(b"-OOM command not allowed when used memory > 'maxmemory'.\r\n")
     assert rig.write(rig.block(2)) is Result.FAILED
     assert rig.write(rig.block(3)) is None
     assert rig.tier.counters.dropped_writes == 2
     assert rig.kinds == {"full": 1}
     assert rig.load(block) is DONE, "reading goes on"
     assert "maxmemory" in rig.tier.refusal
-    store.full, rig.tier._write_at = False, 0.0
+    store.forced.clear()
+    rig.tier._write_at = 0.0
     assert rig.write(rig.block(4)) is DONE
     assert not rig.tier.refusal
 

@@ -209,12 +209,12 @@ def test_errors_are_misses_with_a_reason(
     bucket: FaultyBucket, rig: SharedRig, error: tuple[int, str], kind: str
 ) -> None:
     rig.store(block := rig.block(1))
-    bucket.error = error
+    bucket.errors = dict.fromkeys(("GET", "HEAD", "PUT"), error)
     while rig.tier.available():
         rig.ask_anew(block)
         rig.write(rig.block(2))
     rig.until(lambda: rig.kinds[kind] > 0 and error[1] in rig.tier.problem, 5.0)
-    bucket.error = None
+    bucket.errors.clear()
     rig.until(lambda: rig.tier.available(), 6.0)
     rig.until(lambda: rig.ask_anew(block) == [Answer.YES])
 
