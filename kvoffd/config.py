@@ -35,7 +35,7 @@ _SERVICE_LINK = re.compile(r"KVOFFD(_[A-Z0-9_]+)?_(SERVICE_HOST|SERVICE_PORT(_[A
 
 MOST_PEERS = 8
 """Peers are asked one after the other."""
-NAMED_PEERS = 4
+NAMED_PEERS = 8
 """Peers of networks that are connected at once: those that requests named last."""
 MIN_DISK_BYTES = 16 * 1024**2
 

@@ -20,7 +20,7 @@ IDLE_BYTES = 34 << 20
 """Private memory of the process without clients, as in README.md and ``stats``."""
 SHARED_BYTES = 96 << 20
 """Cached answers of a shared store, and its requests and transfers in progress."""
-HELPER_BYTES = 288 << 20
+HELPER_BYTES = 336 << 20
 """The process with NIXL (95 MiB measured at rest), and the memory into which peers' blocks come."""
 QUEUES_BYTES = MOST_QUEUED * FILL_BYTES + MAX_WAITING * WAITING_BYTES
 """Queued reads and writes of all disks, or of one store."""

@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 CLOSE_STEP_S = 0.02
 """Least time for each shared store to close."""
 STOP_OPENING_S = 1.0
+KEPT_S = 1.0
+"""Time for which a peer that a request named is not replaced by another one."""
 TRICKLE_BYTES = 4 * 2**20
 """Bytes written per tick and CPU while engines copy: with more CPUs writes slow down copies less."""
 HARMLESS_ERRORS = {DiskFault.NOT_DIRECT, DiskFault.STARTED_ANEW, DiskFault.TOO_LARGE, DiskFault.TRUNCATED}
@@ -85,6 +87,16 @@ def _trickle_bytes() -> int:
     return TRICKLE_BYTES * len(usable_cpus())
 
 
+@dataclass(eq=False)
+class NamedPeer:
+    """A peer of a network. ``number``: for the helper."""
+
+    number: int
+    tier: SharedTier
+    source: Promotions
+    named_at: float
+
+
 class TierSupervisor:
     """Opens, monitors and closes the tiers. For the service's thread, except ``_open``.
 
@@ -119,8 +131,8 @@ class TierSupervisor:
         peers = [(*parse_peer(one), one) for one in config.peers]
         self._peers = [(host.lower(), text) for host, _, text in peers if isinstance(host, str)]
         self._networks = [(one, port) for one, port, _ in peers if not isinstance(one, str)]
-        self._named: dict[str, tuple[int, SharedTier, Promotions]] = {}
-        """Peers of networks that requests have named, the last one last: number for the helper, tier and source."""
+        self._named: dict[str, NamedPeer] = {}
+        """Peers of networks by the names of their tiers, the one that was named last last."""
 
     def start(self, stores: OpenStores) -> None:
         """Start to open the configured tiers; ``stores`` are those of ``shared_stores``. Raises NoMoreThreads."""
@@ -162,29 +174,32 @@ class TierSupervisor:
         return ""
 
     def _name(self, name: str) -> str:
-        """Have a peer of a network be asked, in place of the one that was named longest ago and of which nothing is
-        being read. Return its name; empty if all are read."""
-        tiering, helper, named = self._tiering, self.peer_helper, self._named
-        if name in named:
-            named[name] = named.pop(name)
-            return name
-        number, source = len(self._peers) + len(named), None
-        if len(named) == NAMED_PEERS:
-            oldest = next((one for one, (_, _, source) in named.items() if source.idle), None)
-            if oldest is None:
-                return ""
-            number, tier, source = named.pop(oldest)
-            tier.close(0.0)
+        """Have a peer of a network be asked. It may replace one that was not named recently and is not being read; return
+        an empty name if there is none, else its own."""
+        tiering, helper, now = self._tiering, self.peer_helper, self._clock()
         assert helper is not None
         assert tiering is not None
-        helper.connect(number, name.removeprefix(PEER))
+        if (known := self._named.pop(name, None)) is not None:
+            known.named_at, self._named[name] = now, known
+            return name
+        number, oldest = len(self._peers) + len(self._named), None
+        if len(self._named) == NAMED_PEERS:
+            oldest = next((one for one in self._named.values() if one.source.idle), None)
+            if oldest is None or now < oldest.named_at + KEPT_S:
+                return ""
+            number = oldest.number
+        if not helper.connect(number, name.removeprefix(PEER)):
+            return ""
         tier = self._peer_tier(number, name, tiering)
         tier.breaker.open = False  # the first question waits for the connection
-        if source is None:
+        if oldest is None:
             source = tiering.add_store(tier, self._settings(WriteMode.NEVER), only_named=True)
         else:
+            oldest.tier.close(0.0)
+            del self._named[oldest.tier.name]
+            source = oldest.source
             source.tiers[0] = tier
-        named[name] = number, tier, source
+        self._named[name] = NamedPeer(number, tier, source, now)
         return name
 
     def _peer_asks(self, route: bytes, ident: int, kind: int, payload: bytes) -> None:
@@ -225,7 +240,7 @@ class TierSupervisor:
     @property
     def _every_shared(self) -> list[SharedTier]:
         """The shared stores and peers, with those that requests named."""
-        return [*self.shared, *(tier for _, tier, _ in self._named.values())]
+        return [*self.shared, *(one.tier for one in self._named.values())]
 
     def namespace_reset(self, fingerprint: bytes, *, everywhere: bool = False) -> None:
         """Record the reset of a namespace, on this node or ``everywhere``."""

@@ -239,11 +239,15 @@ class PeerHelper:
                 return False
             time.sleep(SEND_PAUSE_S)
 
-    def connect(self, peer: int, address: str) -> None:
-        """Give a peer's number to another one, of which nothing is being read. Its calls fail while it is not there."""
+    def connect(self, peer: int, address: str) -> bool:
+        """Give a peer's number to another one, while nothing is being read of it; False if the helper has no time."""
         with self._lock:
-            self._settings.peers[peer] = address
-        self.send(frame(CONNECT, peer, 0, address.encode()), SEND_S)
+            before, self._settings.peers[peer] = self._settings.peers[peer], address
+            starts = self._channel is None
+        if starts or self.send(frame(CONNECT, peer, 0, address.encode())):
+            return True
+        self._settings.peers[peer] = before
+        return False
 
     def reply(self, route: bytes, ident: int, payload: bytes) -> None:
         """Answer a peer's request; drop the answer if the helper does not accept it now."""
