@@ -174,8 +174,10 @@ class TierSupervisor:
         return ""
 
     def _name(self, name: str) -> str:
-        """Have a peer of a network be asked. It may replace one that was not named recently and is not being read; return
-        an empty name if there is none, else its own."""
+        """Have a peer of a network be asked. It may replace one that was not named recently and is not being read.
+
+        Return its name; empty if all places are taken.
+        """
         tiering, helper, now = self._tiering, self.peer_helper, self._clock()
         assert helper is not None
         assert tiering is not None
