@@ -106,6 +106,7 @@ class TierSupervisor:
     Attributes:
         shared: the configured stores that nodes share, then the peers.
         fleet: generations that they share.
+        networks: peers that are networks, as configured.
         peer_server: what is lent to peers; None if nothing is.
         peer_helper: the process that talks to them; None without peers.
     """
@@ -131,6 +132,7 @@ class TierSupervisor:
         peers = [(*parse_peer(one), one) for one in config.peers]
         self._peers = [(host.lower(), text) for host, _, text in peers if isinstance(host, str)]
         self._networks = [(one, port) for one, port, _ in peers if not isinstance(one, str)]
+        self.networks = [text for one, _, text in peers if not isinstance(one, str)]
         self._named: dict[str, NamedPeer] = {}
         """Peers of networks by the names of their tiers, the one that was named last last."""
 

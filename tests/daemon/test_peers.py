@@ -336,3 +336,7 @@ def test_a_node_of_a_network_is_asked_for_a_request_that_names_it(secret: Path) 
         stored[0] = lenders[0].store(200, 3)
         assert reader.load(200, hosts[0]) == stored[0]
         assert reader.problems == []
+        with pytest.raises(RequestRefused, match=rf"127\.0\.0\.0/24:{port}: its nodes hear of it"):
+            reader.clear_all_nodes()
+        assert reader.engine.lookup(keys(200), peer=hosts[0]) == 0
+        wait_until(lambda: lenders[0].engine.lookup(keys(200)) == 0, DEADLINE_S)  # it follows once it is asked
