@@ -309,7 +309,7 @@ def test_a_peer_that_has_the_raised_number_already_is_not_asked_for_one_more(
     rig.until(lambda: one.ended)
     assert not one.problem
     assert store.values[generation_key(ONE)] == b"%d" % (raised + (not follows))
-    assert rig.tier.generation(ONE) == raised + (not follows)
+    assert rig.tier.fleet.of(ONE) == raised + (not follows)
 
 
 def test_what_one_store_voids_is_not_read_from_another(store: FaultyStore, rig: SharedRig) -> None:
