@@ -387,7 +387,7 @@ def test_a_stop_does_not_wait_for_a_helper_that_starts(nixl: None) -> None:
     thread = threading.Thread(target=connect)
     thread.start()
     began = time.monotonic()
-    reader.stores[0].interrupt()
+    reader.helper.interrupt()
     thread.join()
     reader.close()
     assert time.monotonic() - began < START_S / 2
