@@ -11,6 +11,7 @@ from kvoffd.observe.meters import CounterWindows
 from kvoffd.server.memory import Post
 from kvoffd.server.service import Service
 from kvoffd.server.tiers import Disk, TierSupervisor, make_tiering
+from kvoffd.tiering import WriteMode
 from kvoffd.tiering.read_speed import ReadSpeed
 from kvoffd.tiers.shared import SharedTier
 from kvoffd_proto import admin as a
@@ -55,8 +56,9 @@ class SimTiers(TierSupervisor):
         disk.check_dropped(disk.blocks())
 
     def share_one(self, tier: SharedTier) -> None:
-        self._share(tier, self.tiering)
-        self.tiering.sources[-1].speed = BentSpeed(self._clock)
+        self.shared.append(tier)
+        mode = WriteMode(self._config.shared_write)
+        self.tiering.add_store(tier, self._settings(mode)).speed = BentSpeed(self._clock)
 
     def bend_speeds(self, factor: float) -> None:
         """Have what is known of all tiers' speed be wrong by a factor from now on."""
