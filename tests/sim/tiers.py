@@ -57,8 +57,8 @@ class SimTiers(TierSupervisor):
 
     def share_one(self, tier: SharedTier) -> None:
         self.shared.append(tier)
-        mode = WriteMode(self._config.shared_write)
-        self.tiering.add_store(tier, self._settings(mode)).speed = BentSpeed(self._clock)
+        self.tiering.add_store(tier, self._settings(WriteMode(self._config.shared_write)))
+        self.tiering.sources[-1].speed = BentSpeed(self._clock)
 
     def bend_speeds(self, factor: float) -> None:
         """Have what is known of all tiers' speed be wrong by a factor from now on."""
