@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 import msgspec
 import zmq
 
-from kvoffd_client.errors import DaemonUnavailable, KvoffdClientError, RequestTimeout, UnknownNamespace
+from kvoffd_client.errors import DaemonUnavailable, HttpError, KvoffdClientError, RequestTimeout
 from kvoffd_client.session import ClientOptions, ReplyOrError, Session
 from kvoffd_client.transport import SocketTransport
 from kvoffd_proto import admin as a
@@ -26,13 +29,14 @@ if TYPE_CHECKING:
     from http.client import HTTPResponse
 
 TIMEOUT_S = 2.0
-URL_TIMEOUT_S = 1.4
+STATS_TIMEOUT_S = 1.4
 """Commands report a missing daemon within two seconds, and take half a second to start."""
 OPTIONS = ClientOptions(unresponsive_after_s=3600.0, handshake_timeout_s=TIMEOUT_S)
 """Each call has its own timeout, which may be long for a busy daemon; the handshake's is short."""
 SILENCE_S = 0.5
 """Time without an answer after which the client checks whether the daemon's process is stopped."""
-MAX_REPLY_BYTES = 1 << 28
+MAX_STATS_BYTES = 1 << 28
+MAX_ERROR_BYTES = 100_000
 EVENTS_QUEUE = 10_000
 """Unread messages of events(); further ones are dropped."""
 EVENTS_POLL_MS = 200
@@ -44,7 +48,7 @@ ReplyT = TypeVar("ReplyT", bound=m.AnyReply)
 
 
 def find_namespace_info(namespaces: Iterable[a.NamespaceInfo], name: str) -> a.NamespaceInfo:
-    """Return the one whose label is ``name`` or whose fingerprint begins with it. Raises UnknownNamespace."""
+    """Return the one whose label is ``name`` or whose fingerprint begins with it. Raises KvoffdClientError."""
     digits = name.lower() if len(name) >= MIN_PREFIX_DIGITS else "no digits"
     found = [one for one in namespaces if one.label == name or one.namespace.hex().startswith(digits)]
     if len(found) == 1:
@@ -52,43 +56,65 @@ def find_namespace_info(namespaces: Iterable[a.NamespaceInfo], name: str) -> a.N
     shown = printable(name)
     if found:
         names = ", ".join(f"{one.namespace.hex()[:12]} ({printable(one.label)})" for one in found)
-        raise UnknownNamespace(f"{shown!r} is ambiguous: {names}; give more digits of the fingerprint.")
-    raise UnknownNamespace(
+        raise KvoffdClientError(f"{shown!r} is ambiguous: {names}; give more digits of the fingerprint.")
+    raise KvoffdClientError(
         f"No open namespace has the label {shown!r} or a fingerprint that begins with it (at least {MIN_PREFIX_DIGITS} "
         "digits); `kvoffd-cli namespaces` lists them."
     )
 
 
-def open_url(url: str, timeout_s: float) -> HTTPResponse:
-    """GET a URL without the proxy in ``http_proxy``. Raises the errors of urlopen."""
-    from urllib.request import ProxyHandler, build_opener  # slow to import
+def base_url(given: str) -> str:
+    """Return the URL of a server given as ``node:9464`` or ``http://node:9464``. Raises KvoffdClientError."""
+    url = (given if "://" in given else f"http://{given}").rstrip("/")
+    if not re.match(r"https?://[^/\s]+", url):
+        raise KvoffdClientError(f"{printable(given)!r} is not an address like http://localhost:8000.")
+    return url
 
-    answer: HTTPResponse = build_opener(ProxyHandler({})).open(url, timeout=timeout_s)
-    return answer
 
-
-def read_stats(url: str, timeout_s: float = URL_TIMEOUT_S) -> DaemonStats:
-    """Return a daemon's statistics from its ``http_address``, as ``http://node:9464``. Raises DaemonUnavailable."""
+@contextmanager
+def open_url(
+    url: str, timeout_s: float, body: bytes | None = None, headers: Mapping[str, str] | None = None
+) -> Iterator[HTTPResponse]:
+    """Yield the answer of a server. Raises HttpError, also if the block finds that the answer cannot be read."""
     from http.client import HTTPException
-    from urllib.error import HTTPError, URLError
+    from urllib.error import HTTPError
+    from urllib.request import ProxyHandler, Request, build_opener  # slow to import
 
-    base = (url if "://" in url else f"http://{url}").rstrip("/")
     try:
-        if not base.startswith(("http://", "https://")):
-            raise ValueError("give http://HOST:PORT")
-        with open_url(f"{base}/stats.json", timeout_s) as answer:
-            return msgspec.json.decode(answer.read(MAX_REPLY_BYTES), type=DaemonStats)
+        request = Request(url, body, dict(headers or {}))
+        with build_opener(ProxyHandler({})).open(request, timeout=timeout_s) as answer:
+            yield answer
     except HTTPError as error:
         with error:
-            why = f"it answers {error.code}: {error.read(200).decode(errors='replace').strip()}"
-    except (URLError, OSError) as error:
+            said = f"{error.code} {error.reason}: {error_in(error.read(MAX_ERROR_BYTES))}"
+        raise HttpError(f"answers {said}", error.code) from None
+    except (OSError, HTTPException) as error:
         reason = getattr(error, "reason", error)
-        why = getattr(reason, "strerror", None) or str(reason)
         if isinstance(reason, TimeoutError):
-            why = f"it does not answer within {timeout_s:g} s; check whether its process runs"
-    except (ValueError, HTTPException, msgspec.MsgspecError) as error:
-        why = str(error)
-    raise DaemonUnavailable(f"No statistics of a kvoffd daemon at {base}: {why.rstrip('.')}.")
+            raise HttpError(f"does not answer within {timeout_s:g} s; check whether its process runs") from None
+        why = printable(str(getattr(reason, "strerror", None) or reason or type(reason).__name__)).rstrip(".")
+        raise HttpError(f"does not answer: {why}") from None
+    except (ValueError, msgspec.MsgspecError) as error:
+        raise HttpError(f"does not answer as it should: {printable(str(error)).rstrip('.')}") from None
+
+
+def error_in(body: bytes) -> str:
+    """Return the message of an error's JSON, or the beginning of what came instead."""
+    text = body.decode(errors="replace")
+    with suppress(ValueError, TypeError, KeyError):
+        text = json.loads(body)["error"]
+        text = text["message"]
+    return printable(str(text)[:400].strip()).rstrip(".") or "nothing more"
+
+
+def read_stats(url: str, timeout_s: float = STATS_TIMEOUT_S) -> DaemonStats:
+    """Return a daemon's statistics from its ``http_address``, as ``http://node:9464``. Raises KvoffdClientError."""
+    base = base_url(url)
+    try:
+        with open_url(f"{base}/stats.json", timeout_s) as answer:
+            return msgspec.json.decode(answer.read(MAX_STATS_BYTES), type=DaemonStats)
+    except HttpError as error:
+        raise DaemonUnavailable(f"No statistics of a kvoffd daemon at {base}: it {error}.") from None
 
 
 class AdminClient(Session):
@@ -187,7 +213,7 @@ class AdminClient(Session):
         return self.ask(a.Namespaces)
 
     def namespace(self, name: str) -> a.NamespaceInfo:
-        """Return the open namespace by label or first digits of its fingerprint. Raises UnknownNamespace."""
+        """Return the open namespace by label or first digits of its fingerprint. Raises KvoffdClientError."""
         return find_namespace_info(self.namespaces().namespaces, name)
 
     def clear(self, fingerprint: bytes | None = None) -> int:
@@ -197,10 +223,6 @@ class AdminClient(Session):
     def reset_fleet(self, fingerprint: bytes) -> int:
         """Invalidate a namespace on all nodes that share a store or are peers; return their number."""
         return self.ask(a.ResetFleet, fingerprint).count
-
-    def trace(self) -> a.TraceReply:
-        """Return the lookups since the last call; the first call starts the trace."""
-        return self.ask(a.Trace)
 
     def scrub(self, start: bool = True) -> a.ScrubReply:
         """Start comparing all readable blocks with their checksums in the background; False only asks for progress."""

@@ -450,8 +450,9 @@ class Session(Closing):
         self._shake(message, self._on_opened, now)
 
     def _on_opened(self, reply: m.NamespaceOpened, now: float) -> None:
+        """Handle the last answer of the handshake."""
         self.reported_prefill_rate = reply.prefill_tokens_per_second
-        self._on_namespace_opened(now)
+        self._become_ready(now)
 
     def _become_ready(self, now: float) -> None:
         self._phase, self._ready_at = Phase.READY, now
@@ -530,9 +531,6 @@ class Session(Closing):
 
     def _topics(self) -> Sequence[bytes]:
         return ()
-
-    def _on_namespace_opened(self, now: float) -> None:
-        self._become_ready(now)
 
     def _on_attached(self, message: Attached, now: float) -> None:
         self.disconnect("The daemon acknowledged a descriptor that was not sent.", now)

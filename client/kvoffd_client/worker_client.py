@@ -412,7 +412,7 @@ class WorkerClient(Session):
 
     # --- registering -----------------------------------------------------------------------------
 
-    def _on_namespace_opened(self, now: float) -> None:
+    def _on_opened(self, reply: m.NamespaceOpened, now: float) -> None:
         if not self._wanted:
             self._become_ready(now)
             return

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffd_client import AdminClient, DaemonUnavailable, RequestRefused, UnknownNamespace
+from kvoffd_client import AdminClient, DaemonUnavailable, KvoffdClientError, RequestRefused
 from kvoffd_client.admin_client import find_namespace_info, read_stats
 from kvoffd_client.errors import why_unreachable
 from kvoffd_client.testing import FakeEngine
@@ -143,8 +143,8 @@ def test_a_namespace_is_named_by_label_or_first_digits() -> None:
     for wanted, index in (("tiny", 0), ("AB12F", 1), ("0011", 2), ("7777", 3)):
         assert find_namespace_info(there, wanted) is there[index]
     for wanted in ("twin", "ab12", "ab12cd34"):
-        with pytest.raises(UnknownNamespace, match=r"is ambiguous: .*ab12"):
+        with pytest.raises(KvoffdClientError, match=r"is ambiguous: .*ab12"):
             find_namespace_info(there, wanted)
     for wanted in ("", "ab1", "nobody", "ffff"):
-        with pytest.raises(UnknownNamespace, match="kvoffd-cli namespaces"):
+        with pytest.raises(KvoffdClientError, match="kvoffd-cli namespaces"):
             find_namespace_info(there, wanted)

@@ -15,7 +15,6 @@ from kvoffd_client.testing import FakeEngine, running_daemon
 from tests.kit.daemon import DaemonProcess
 
 PAGE = Path(kvoffd_client.__file__).parents[1] / "ENGINE.md"
-pytest_plugins = ["kvoffd_client.fixtures"]
 
 
 def test_the_lines_of_the_page_run(shared_daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,14 +41,10 @@ def test_a_result_says_how_it_ended() -> None:
     assert JobResult(3, False, 0, 0.1, ErrorCode.NO_SPACE).sentence.startswith("Job 3 failed: The pool has no space")
 
 
-def test_the_fixture_is_a_daemon(kvoffd_directory: Path) -> None:
-    with FakeEngine(kvoffd_directory) as engine:
-        assert engine.store([b"k" * 32], [0]).ok
-
-
 def test_a_daemon_of_a_test_ends_with_it_and_says_why_it_does_not_start() -> None:
-    with running_daemon("12MiB") as directory:
+    with running_daemon("12MiB") as directory, FakeEngine(directory, blocks=1) as engine:
         assert ask_health(directory) is not None
+        assert engine.store([b"k" * 32], [0]).ok
     assert not os.path.exists(directory)
     with pytest.raises(DaemonUnavailable, match="pool_size"), running_daemon("tiny"):
         raise AssertionError("it started")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import http.client
 import os
 import shutil
 import time
-import urllib.error
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -18,7 +16,7 @@ import msgspec
 import typer
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvoffd_client.admin_client import AdminClient, open_url, read_stats
+from kvoffd_client.admin_client import AdminClient, base_url, open_url, read_stats
 from kvoffd_client.cli.findings import EngineMetrics, Facts, Finding, Value, find, judge_value
 from kvoffd_client.cli.format import Line, print_json, print_line, print_status, say
 from kvoffd_client.cli.stats import UNTIMED
@@ -34,7 +32,7 @@ from kvoffd_client.cli.target import (
     local_directory,
     open_admin,
 )
-from kvoffd_client.errors import KvoffdClientError
+from kvoffd_client.errors import HttpError, KvoffdClientError
 from kvoffd_proto.stats import DaemonStats
 from kvoffd_proto.units import format_count, format_duration, format_rate, format_size, percent, plural, printable
 
@@ -165,33 +163,25 @@ def _free_bytes(directory: str) -> int | None:
 
 
 def metrics_url(given: str) -> str:
-    """Return the URL of an engine's metrics; ``given`` is the engine's address, or that URL. Raises CliError."""
-    where = (given if "://" in given else f"http://{given}").rstrip("/")
-    if not where.startswith(("http://", "https://")):
-        raise CliError(f"--engine {given!r} is not an address like http://localhost:8000.")
+    """Return the URL of an engine's metrics; ``given`` is the engine's address, or that URL."""
+    where = base_url(given)
     return where if where.endswith("/metrics") else f"{where}/metrics"
 
 
 def read_engine(where: str) -> EngineMetrics:
     """Return vLLM's counters, or a ``problem``."""
+    metrics: dict[str, float] = defaultdict(float)
+    age_seconds = None
     try:
         with open_url(where, ENGINE_TIMEOUT_S) as answer:
-            text = answer.read(MOST_METRICS_BYTES).decode(errors="replace")
-        metrics: dict[str, float] = defaultdict(float)
-        age_seconds = None
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                if sample.name == "process_start_time_seconds":
-                    age_seconds = time.time() - sample.value
-                if sample.name.startswith("vllm:") and not sample.name.endswith(("_bucket", "_created")):
-                    metrics[sample.name] += sample.value
-    except urllib.error.HTTPError as error:
-        error.close()
-        return EngineMetrics(problem=f"answers {error.code} {error.reason}")
-    except urllib.error.URLError as error:
-        return EngineMetrics(problem=f"does not answer: {getattr(error.reason, 'strerror', None) or error.reason}")
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        return EngineMetrics(problem=f"does not answer with metrics: {error}")
+            for family in text_string_to_metric_families(answer.read(MOST_METRICS_BYTES).decode(errors="replace")):
+                for sample in family.samples:
+                    if sample.name == "process_start_time_seconds":
+                        age_seconds = time.time() - sample.value
+                    if sample.name.startswith("vllm:") and not sample.name.endswith(("_bucket", "_created")):
+                        metrics[sample.name] += sample.value
+    except HttpError as error:
+        return EngineMetrics(problem=str(error))
     return EngineMetrics(metrics, age_seconds=age_seconds)
 
 
