@@ -27,8 +27,8 @@ from kvoffd_client.cli.target import (
     Json,
     Url,
     announce,
+    bench_engine,
     check_one_daemon,
-    label_of,
     local_directory,
     open_admin,
 )
@@ -187,30 +187,22 @@ def read_engine(where: str) -> EngineMetrics:
 
 def run_self_test(place: Path, evict: bool) -> SelfTest:
     """Store blocks in a namespace of their own, load them into other memory, and compare the bytes."""
-    from kvoffd_client.fake_engine import FakeEngine
-
-    label = label_of(f"self-test {os.getpid()}", evicts=evict)
     keys = [os.urandom(32) for _ in range(TEST_BLOCKS)]
     blocks, others = range(TEST_BLOCKS), range(TEST_BLOCKS, 2 * TEST_BLOCKS)
     try:
-        shape = 1, TEST_LAYERS, 2 * TEST_BLOCKS, TEST_PAGE_BYTES
-        with FakeEngine(place, label, *shape, name="kvoffd-cli doctor --self-test") as engine:
-            try:
-                engine.fill(blocks, seed=int.from_bytes(keys[0][:8], "big"))
-                stored = engine.store(keys, blocks)
-                found = engine.lookup(keys)
-                loaded = engine.load(keys[:found], others[:found])
-                for result, what in ((stored, "stored"), (loaded, "loaded")):
-                    if result.error is not None:
-                        lost = f"{len(result.failed_keys)} of {TEST_BLOCKS} blocks were not {what}"
-                        return SelfTest(f"{lost}: {result.error.sentence}")
-                if found < TEST_BLOCKS:
-                    return SelfTest(f"Only {found} of the {TEST_BLOCKS} stored blocks were found.")
-                if engine.checksums(blocks) != engine.checksums(others):
-                    return SelfTest("The loaded bytes differ from those stored.")
-            finally:
-                with AdminClient(place) as admin:
-                    admin.clear(engine.namespace.fingerprint)
+        with bench_engine(place, "doctor --self-test", evict, TEST_LAYERS, 2 * TEST_BLOCKS, TEST_PAGE_BYTES) as engine:
+            engine.fill(blocks, seed=int.from_bytes(keys[0][:8], "big"))
+            stored = engine.store(keys, blocks)
+            found = engine.lookup(keys)
+            loaded = engine.load(keys[:found], others[:found])
+            for result, what in ((stored, "stored"), (loaded, "loaded")):
+                if result.error is not None:
+                    lost = f"{len(result.failed_keys)} of {TEST_BLOCKS} blocks were not {what}"
+                    return SelfTest(f"{lost}: {result.error.sentence}")
+            if found < TEST_BLOCKS:
+                return SelfTest(f"Only {found} of the {TEST_BLOCKS} stored blocks were found.")
+            if engine.checksums(blocks) != engine.checksums(others):
+                return SelfTest("The loaded bytes differ from those stored.")
     except KvoffdClientError as error:
         return SelfTest(str(error))
     return SelfTest("", loaded.bytes, stored.seconds, loaded.seconds)

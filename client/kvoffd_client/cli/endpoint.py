@@ -124,7 +124,9 @@ class Endpoint:
                 if "error" in chunk:
                     raise CliError(f"{self.url} ended an answer with an error: {error_in(line[5:])}.")
                 yield chunk
-        raise CliError(f"{self.url} broke off an answer; see whether the engine runs, and its log.")
+        raise CliError(
+            f"{self.url} broke off an answer: the connection was closed; see whether the engine runs, and its log."
+        )
 
     def read(self, path: str, body: bytes | None = None) -> Any:
         """Return the JSON at ``path``."""
