@@ -6,22 +6,22 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 import msgspec
-import zmq
 
 from kvoffd_client.errors import DaemonUnavailable, HttpError, KvoffdClientError, RequestTimeout
+from kvoffd_client.lifeline_stream import NEVER
 from kvoffd_client.session import ClientOptions, ReplyOrError, Session
 from kvoffd_client.transport import SocketTransport
 from kvoffd_proto import admin as a
 from kvoffd_proto import messages as m
 from kvoffd_proto.codec import CODEC_ERRORS
 from kvoffd_proto.events import KV_TOPIC_PREFIX, EventBatch, decode_event_batch
-from kvoffd_proto.paths import SocketPaths
 from kvoffd_proto.stats import DaemonStats, Stats
 from kvoffd_proto.units import printable
 
@@ -37,9 +37,6 @@ SILENCE_S = 0.5
 """Time without an answer after which the client checks whether the daemon's process is stopped."""
 MAX_STATS_BYTES = 1 << 28
 MAX_ERROR_BYTES = 100_000
-EVENTS_QUEUE = 10_000
-"""Unread messages of events(); further ones are dropped."""
-EVENTS_POLL_MS = 200
 MIN_PREFIX_DIGITS = 4
 """Fewer hex digits of a fingerprint could name a namespace by mistake."""
 
@@ -128,13 +125,17 @@ class AdminClient(Session):
     Attributes:
         timeout_s: time limit of every call, including connecting; may be changed between calls.
         on_silence: called when an answer takes long.
-        on_change: called by events() when the daemon ends or returns, if a call was made before.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(
+        self, directory: str | os.PathLike[str], timeout_s: float = TIMEOUT_S, *, subscribe_events: bool = False
+    ) -> None:
         self.timeout_s = timeout_s
         self.on_silence: Callable[[], None] = lambda: None
-        self.on_change: Callable[[], None] = lambda: None
+        self._subscribe_events = subscribe_events
+        self._events = deque[tuple[bytes, int, EventBatch]]()
+        self._was_ready = True
+        """What events() has told."""
         self._ended_connections = 0
         self._sockets = SocketTransport(os.fspath(directory), threaded=False)
         super().__init__(directory, m.Role.ADMIN, None, "admin", "", OPTIONS, self._sockets, None)
@@ -228,42 +229,25 @@ class AdminClient(Session):
         """Start comparing all readable blocks with their checksums in the background; False only asks for progress."""
         return self.ask(a.Scrub, start)
 
-    def events(self, idle_timeout_s: float | None = None) -> Iterator[tuple[bytes, int, EventBatch]]:
-        """Yield (topic, sequence, batch) of all KV events from now on, also across restarts of the daemon.
+    def events(self) -> Iterator[tuple[bytes, int, EventBatch] | None]:
+        """Yield (topic, sequence, batch) of all KV events from now on; None when the daemon has ended or is back.
 
-        Ends after ``idle_timeout_s`` seconds without an event. Needs no session.
-
-        Raises:
-            DaemonUnavailable: there is no events socket in the directory.
+        For a client with ``subscribe_events`` that has made a call.
         """
-        path = SocketPaths(Path(self.directory)).events
-        if not path.exists():
-            raise DaemonUnavailable(f"There is no kvoffd daemon in {self.directory}; start one there.")
-        # A separate context could wait for ever at its end, for a socket that Ctrl-C interrupted while it was created.
-        subscription: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
-        with subscription:
-            subscription.setsockopt(zmq.LINGER, 0)
-            subscription.setsockopt(zmq.RCVHWM, EVENTS_QUEUE)
-            subscription.setsockopt(zmq.SUBSCRIBE, KV_TOPIC_PREFIX)
-            subscription.connect(f"ipc://{path}")
-            last_event_at, connected = time.monotonic(), self.ready
-            while True:
-                if subscription.poll(EVENTS_POLL_MS):
-                    last_event_at = time.monotonic()
-                    try:
-                        topic, sequence, payload = subscription.recv_multipart(zmq.NOBLOCK)
-                        batch = decode_event_batch(payload)
-                    except (ValueError, *CODEC_ERRORS):
-                        continue  # not an event of this protocol
-                    yield topic, int.from_bytes(sequence, "big"), batch
-                    continue
-                if self.session_id:
-                    self.poll()
-                    if self.ready != connected:
-                        connected = self.ready
-                        self.on_change()
-                if idle_timeout_s is not None and time.monotonic() - last_event_at >= idle_timeout_s:
-                    return
+        while True:
+            self._transport.wait(lambda: bool(self._events) or self.ready is not self._was_ready, NEVER)
+            while self._events:
+                yield self._events.popleft()
+            if self.ready is not self._was_ready:
+                self._was_ready = self.ready
+                yield None
+
+    def on_publication(self, topic: bytes, sequence: bytes, payload: bytes, now: float) -> None:
+        with suppress(*CODEC_ERRORS):  # not an event of this protocol
+            self._events.append((topic, int.from_bytes(sequence, "big"), decode_event_batch(payload)))
+
+    def _topics(self) -> Sequence[bytes]:
+        return [KV_TOPIC_PREFIX] if self._subscribe_events else []
 
 
 def _is_stopped(pid: int) -> bool:

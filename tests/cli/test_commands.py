@@ -50,6 +50,7 @@ def test_bad_arguments_are_one_sentence(capsys: pytest.CaptureFixture[str]) -> N
     for arguments in (
         ("stats", "--interval"),
         ("stats", "tiers", "--misses"),
+        ("nonsense",),
         ("stats", "nonsense"),
         ("top", "--interval", "soon"),
         ("top", "--interval", "1ms"),

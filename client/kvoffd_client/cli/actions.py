@@ -135,17 +135,16 @@ def events(directory: Directory = None, json: Json = False) -> int:
     labels: dict[bytes, str] = {}
     last: dict[bytes, int] = {}
     wide = make_console().width >= WIDE_CELLS
-    with open_admin(directory) as admin:
+    with open_admin(directory, subscribe_events=True) as admin:
         admin.health()  # a missing daemon is an error
         if sys.stderr.isatty():
             print("Waiting for events; Ctrl-C ends.", file=sys.stderr)
-
-        def say_change() -> None:
-            state = "is back; events since then were lost." if admin.ready else "has ended the connection."
-            print(f"kvoffd-cli: The kvoffd daemon in {admin.directory} {state}", file=sys.stderr, flush=True)
-
-        admin.on_change = say_change
-        for topic, sequence, batch in admin.events():
+        for found in admin.events():
+            if found is None:
+                state = "is back; events since then were lost." if admin.ready else "has ended the connection."
+                print(f"kvoffd-cli: The kvoffd daemon in {admin.directory} {state}", file=sys.stderr, flush=True)
+                continue
+            topic, sequence, batch = found
             missing = sequence - last.get(topic, sequence - 1) - 1
             if missing:
                 gap = f"{missing} event message{plural(missing)} before number {sequence} did not arrive."

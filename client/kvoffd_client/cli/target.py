@@ -56,9 +56,9 @@ def local_directory(directory: Path | None) -> Path:
     return directory or default_directory()
 
 
-def open_admin(directory: Path | None) -> AdminClient:
+def open_admin(directory: Path | None, *, subscribe_events: bool = False) -> AdminClient:
     """Return a client of the selected daemon. On a terminal it reports waiting."""
-    admin = AdminClient(local_directory(directory), OPERATOR_WAIT_S)
+    admin = AdminClient(local_directory(directory), OPERATOR_WAIT_S, subscribe_events=subscribe_events)
     if sys.stderr.isatty():
         admin.on_silence = lambda: print(f"Waiting for the kvoffd daemon in {admin.directory} ...", file=sys.stderr)
     return admin
