@@ -16,7 +16,7 @@ import pytest
 from kvoffd_client import NamespaceSpec, SchedulerClient
 from kvoffd_client.cli import main
 from kvoffd_client.testing import FakeEngine
-from tests.kit.command import BLOCK_BYTES, DEADLINE_S, KEYS, LABEL, READING, Cli, Done
+from tests.kit.command import DEADLINE_S, KEYS, LABEL, READING, Cli, Done
 from tests.kit.daemon import DaemonProcess
 from tests.kit.redis_server import RedisServer
 from tests.kit.waiting import wait_until
@@ -115,15 +115,6 @@ def test_what_a_client_made_up_keeps_no_listing_away(shared_daemon: DaemonProces
         assert len(json.loads(cli("namespaces", "--json").out)["namespaces"]) >= len(texts)
 
 
-def test_a_disk_that_failed_is_status_1(cli: Cli, tmp_path: Path) -> None:
-    for place, state, status in ((tmp_path, "serving", 0), (tmp_path / "missing", "failed", 1)):
-        with DaemonProcess("8MiB", disk=f"{place}=64MiB", disk_start="optional") as daemon:
-            wait_until(lambda: books(daemon.directory).disks[0].state == state)  # noqa: B023
-            for more in ((), ("--json",)):
-                done = cli("stats", "tiers", *more, on=daemon)
-                assert (done.status, str(place) in done.out, state in done.out, done.err) == (status, True, True, "")
-
-
 # --- health, as probes run it -----------------------------------------------------------------------
 
 PROBES = ((), ("--live",), ("--ready",))
@@ -151,6 +142,14 @@ def test_a_degraded_daemon_is_alive_and_ready(cli: Cli, tmp_path: Path) -> None:
         assert "missing" in out
         found = json.loads(cli("health", "--json", on=daemon).out)
         assert [cause["reason"] for cause in found["causes"]] == ["disk_failed"]
+        for more in ((), ("--json",)):
+            done = cli("stats", "tiers", *more, on=daemon)
+            assert (done.status, f"{tmp_path}/missing" in done.out, "failed" in done.out, done.err) == (
+                1,
+                True,
+                True,
+                "",
+            )
 
 
 def test_a_probe_imports_nothing_heavy(shared_daemon: DaemonProcess) -> None:
@@ -188,15 +187,6 @@ def test_clear_of_all_on_all_nodes_names_what_other_nodes_drop(cli: Cli) -> None
         with FakeEngine(daemon.directory, "one"), FakeEngine(daemon.directory, "two"):
             done = cli("clear", "--all", "--all-nodes", "--yes", on=daemon)
             assert done.out == "Dropped 0 blocks from all namespaces, and the 2 that this daemon has from all nodes.\n"
-
-
-def test_scrub_compares_every_block(engine: FakeEngine, cli: Cli) -> None:
-    found = json.loads(cli("scrub", "--json").out)
-    assert (found["checked_slots"], found["mismatches"], found["running"]) == (8, 0, False)
-    assert found["checked_bytes"] == 8 * BLOCK_BYTES
-    status, out, err = cli("scrub")
-    assert (status, err) == (0, "")
-    assert "all match" in out
 
 
 def test_a_pool_that_is_too_small_for_a_bench_is_refused(shared_daemon: DaemonProcess, cli: Cli) -> None:

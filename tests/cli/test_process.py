@@ -194,8 +194,8 @@ def test_clear_says_that_it_drops_what_is_on_disks(tmp_path: Path) -> None:
         wait_until(lambda: admin.stats().disks[0].blocks == 1)
         (space,) = admin.stats().namespaces
         assert space.disk_bytes == space.ready_bytes == admin.stats().disks[0].used_bytes
-        tiers = run_cli_here("stats", "tiers", "--directory", str(daemon.directory)).stdout
-        assert f"on disk: tiny ({space.id}) 64.0 KiB" in tiers
+        tiers = run_cli_here("stats", "tiers", "--directory", str(daemon.directory))
+        assert (tiers.returncode, f"on disk: tiny ({space.id}) 64.0 KiB" in tiers.stdout) == (0, True)
         with Terminal("clear", "tiny", "--directory", str(daemon.directory)) as terminal:
             terminal.read_until(lambda seen: "[y/N]" in seen)
             assert "Drop 1 block (64.0 KiB), and those on disks, from namespace tiny" in terminal.seen
