@@ -135,7 +135,7 @@ class AdminClient(Session):
         self._subscribe_events = subscribe_events
         self._events = deque[tuple[bytes, int, EventBatch]]()
         self._was_ready = True
-        """What events() has told."""
+        """Readiness that events() reported last."""
         self._ended_connections = 0
         self._sockets = SocketTransport(os.fspath(directory), threaded=False)
         super().__init__(directory, m.Role.ADMIN, None, "admin", "", OPTIONS, self._sockets, None)

@@ -28,10 +28,7 @@ class HealthProblem(m.Wire, frozen=True):
 
 
 class HealthReply(m.Reply, frozen=True):
-    level: Annotated[
-        HealthLevel,
-        m.doc("``ok``; ``degraded``: it serves, but not at its best; ``down``: it accepts no sessions and jobs."),
-    ]
+    level: Annotated[HealthLevel, m.doc("``ok``, ``degraded`` (it serves) or ``down`` (it accepts no sessions).")]
     causes: Annotated[list[HealthProblem], m.doc("Why the level is not ``ok``, worst first.")]
 
     @property
@@ -74,9 +71,7 @@ class SessionInfo(m.Wire, frozen=True):
     registrations: Annotated[m.Count, m.doc("Registrations.")]
     registered_bytes: Annotated[m.ByteCount, m.doc("Bytes of memory that the daemon has mapped for the session.")]
     unacknowledged: Annotated[m.Count, m.doc("Completions that the session has not acknowledged.")]
-    namespaces: Annotated[list[m.Fingerprint], m.doc("Namespaces that the session opened.")] = field(
-        default_factory=list
-    )
+    namespaces: Annotated[list[m.Fingerprint], m.doc("Namespaces that it opened.")] = field(default_factory=list)
     pinned_bytes: Annotated[m.ByteCount, m.doc("Pool bytes that the session's leases were the first to pin.")] = 0
     stored_bytes: Annotated[m.ByteCount, m.doc("Bytes copied from the session's memory to the pool.")] = 0
     loaded_bytes: Annotated[m.ByteCount, m.doc("Bytes copied from the pool to the session's memory.")] = 0
