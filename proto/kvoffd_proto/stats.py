@@ -526,9 +526,7 @@ class DaemonStats(Part, frozen=True):
     health: Annotated[HealthLevel, doc("``ok``, ``degraded`` or ``down``.")] = HealthLevel.OK
     health_problems: Annotated[list[Problem], gauge("Problems, which kvoffd-cli health explains.", "reason")] = []
     sessions: Annotated[Count, gauge("Sessions of engines that are open.")] = 0
-    ended_sessions: Annotated[
-        Labelled, counter("Sessions of engines that ended, by reason; gone: died.", "reason")
-    ] = {}
+    ended_sessions: Annotated[Labelled, counter("Engines' sessions that ended, by reason; gone: died.", "reason")] = {}
     leases: Annotated[Count, gauge("Leases that engines hold on blocks.")] = 0
     pinned_blocks: Annotated[Count, doc("Blocks under a lease or a copy.")] = 0
     requests: Annotated[Count, counter("Requests that the daemon answered, including errors.")] = 0

@@ -279,10 +279,9 @@ def partial_blocks(facts: Facts) -> Iterator[Finding]:
     for one in facts.counted:
         share = _share(one.partial_blocks, one.partial_blocks + one.stored_blocks)
         if one.partial_blocks >= FEWEST_ERRORS and share > ERROR_SHARE:
-            evidence = f"{namespace_name(one.model, one.id)}: not all ranks stored their part of"
-            yield finding(
-                "partial_blocks", f"{evidence} {count_blocks(one.partial_blocks)}, which were dropped.", share
-            )
+            blocks = f"{count_blocks(one.partial_blocks)}, which were dropped."
+            evidence = f"{namespace_name(one.model, one.id)}: not all ranks stored their part of {blocks}"
+            yield finding("partial_blocks", evidence, share)
 
 
 # --- the machine ------------------------------------------------------------------------------------
@@ -355,9 +354,7 @@ def disk_writes(facts: Facts) -> Iterator[Finding]:
     skipped = tiers.not_written.get("budget", 0)
     left = sum(tiers.not_written.values()) + tiers.written_blocks
     if skipped >= FEWEST_ERRORS and skipped >= LIMITED_SHARE * left:
-        evidence = (
-            f"{percent(skipped, left)} of the blocks for the disks were skipped: the daily write limit was reached."
-        )
+        evidence = f"{percent(skipped, left)} of the blocks for disks were skipped: the daily write limit was reached."
         wanted = _daily_limit(day_bytes * (1 + skipped / max(1, tiers.written_blocks)))
         yield finding("disk_write_limit", evidence, _share(skipped, left), wanted)
 

@@ -324,9 +324,7 @@ def _errors(now: s.DaemonStats) -> Iterator[tuple[str, str]]:
     """Yield failures, most frequent first, with their meanings."""
     meanings = {name.lower(): code.sentence for name, code in ErrorCode.__members__.items()}
     meanings["unread_replies"] = "Replies were dropped because a client left too many unread."
-    meanings["refused_batches"] = (
-        "A CUDA driver refused batches or rows of copies, which are copied slowly, piece by piece."
-    )
+    meanings["refused_batches"] = "A CUDA driver refused batches or rows of copies, which are copied piece by piece."
     found = Counter(now.errors)
     found["unread_replies"] += now.replies_dropped.get("unread", 0)
     found["refused_batches"] += now.store.refused_batches + now.load.refused_batches

@@ -62,9 +62,7 @@ def record(
     seconds = parse_option("--duration", duration, parse_duration) if duration else float("inf")
     most_bytes = parse_option("--max-size", max_size, parse_size)
     if not seconds:
-        raise CliError(
-            f"--duration {duration} records nothing; give a longer one, or leave it out and end with Ctrl-C."
-        )
+        raise CliError(f"--duration {duration} records nothing; give a longer one, or none and end with Ctrl-C.")
     with AdminClient(local_directory(directory), OPERATOR_WAIT_S) as admin:
         admin.ask(Trace)
         try:
