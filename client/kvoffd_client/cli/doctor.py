@@ -99,7 +99,8 @@ def doctor(
     if url and self_test:
         raise CliError("--self-test needs the sockets of this node; leave out --url.")
     engines = {}
-    for where in [metrics_url(one) for one in engine or ()]:
+    for address in [base_url(one) for one in engine or ()]:
+        where = address if address.endswith("/metrics") else f"{address}/metrics"
         print_status(f"Asking {where} ...")
         engines[where] = read_engine(where)
     print_status()
@@ -160,12 +161,6 @@ def _free_bytes(directory: str) -> int | None:
         return shutil.disk_usage(directory).free
     except OSError:
         return None
-
-
-def metrics_url(given: str) -> str:
-    """Return the URL of an engine's metrics; ``given`` is the engine's address, or that URL."""
-    where = base_url(given)
-    return where if where.endswith("/metrics") else f"{where}/metrics"
 
 
 def read_engine(where: str) -> EngineMetrics:
