@@ -31,7 +31,7 @@ def test_every_message_comes_back_as_it_was_sent() -> None:
     decoders = {**dict.fromkeys(REQUESTS, decode_request), **dict.fromkeys(REPLIES, decode_reply), **OTHERS}
     for struct in decoders:
 
-        @quick
+        @settings(quick, max_examples=3 * TIMES)
         @given(instances(struct))
         def check(message: Struct) -> None:
             assert decoders[type(message)](encode(message)) == message  # type: ignore[arg-type,index]
