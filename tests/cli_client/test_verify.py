@@ -324,14 +324,6 @@ def test_a_file_that_has_no_prompts(text: str, sentence: str, run: Callable[...,
     assert sentence in run("--prompts", str(tmp_path / "prompts")).sentence
 
 
-def test_what_is_no_server(tmp_path: Path) -> None:
-    for url, sentence in (
-        ("ftp://host", "is not an address like http://localhost:8000."),
-        ("127.0.0.1:1", "http://127.0.0.1:1/v1/models does not answer: Connection refused."),
-        ("host:port", "does not answer: nonnumeric port: 'port'."),
-    ):
-        done = run_cli_here("verify", url, "--directory", str(tmp_path))
-        assert (done.returncode, done.stdout) == (2, "")
-        assert sentence in done.stderr
+def test_options_that_exclude_each_other() -> None:
     done = run_cli_here("verify", "host", "--cold", "other", "--push-out")
     assert re.search("--cold and --push-out exclude each other", done.stderr)
