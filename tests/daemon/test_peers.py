@@ -76,7 +76,7 @@ def test_kills_of_either_end_cost_misses_and_no_wrong_byte(nodes: tuple[Node, No
             victim.restart()
             stored = left.store(turn * BLOCKS, turn)
         else:
-            os.kill(victim.wait_helper(), signal.SIGKILL)
+            victim.kill_helper()
         assert right.load(turn * BLOCKS) == stored
         assert left.daemon.running
         assert right.daemon.running

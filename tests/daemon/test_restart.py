@@ -261,6 +261,3 @@ def test_pool_file_with_a_flipped_byte_or_a_hole_is_used(in_file: DaemonProcess,
     in_file.start()
     assert pool_file.stat().st_blocks * 512 >= size
     assert len(load(in_file, truth, world_size=1)) == BLOCKS - 1
-
-
-# --- time ------------------------------------------------------------------------------------------

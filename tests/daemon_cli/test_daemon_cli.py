@@ -3,40 +3,23 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
 
-from tests.kit.command import DAEMON, run_daemon_here
+from tests.kit.command import DAEMON
 
 
-def test_a_daemon_that_gets_no_threads_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(config: object) -> int:
-        raise RuntimeError("can't start new thread")
-
-    module = types.ModuleType("kvoffd.server.daemon")
-    module.run = run  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "kvoffd.server.daemon", module)
-    root = logging.getLogger()  # which the command sets up
-    monkeypatch.setattr(root, "handlers", root.handlers[:])
-    monkeypatch.setattr(root, "level", root.level)
-    ended = run_daemon_here("serve", "--log-level", "debug")
-    assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
-    assert "pids.max" in ended.stderr
-    assert root.level == logging.DEBUG
-
-
-def test_a_daemon_ends_well_where_the_thread_that_opens_a_disk_does_not_start(tmp_path: Path) -> None:
+@pytest.mark.parametrize("thread", ["kvoffd-open", "log"])
+def test_a_daemon_that_gets_no_threads_says_so_and_ends_well(tmp_path: Path, thread: str) -> None:
     program = (
         "import sys, threading; from kvoffd.cli import main\n"
         "real = threading.Thread.start\n"
         "def start(thread):\n"
-        "    if thread.name.startswith('kvoffd-open'): raise RuntimeError(\"can't start new thread\")\n"
+        f"    if thread.name.startswith('{thread}'): raise RuntimeError(\"can't start new thread\")\n"
         "    real(thread)\n"
         "threading.Thread.start = start\n"
         f"sys.exit(main(['serve', '--directory', '{tmp_path}', '--disk', '{tmp_path}=16MiB', '--pool-size', '16MiB',"

@@ -13,11 +13,6 @@ EXAMPLE = Path(__file__).parents[2] / "deploy" / "kvoffd.toml"
 SETTING_LINE = re.compile(r"^# ([a-z_]+ = .*)$", re.MULTILINE)
 
 
-def test_it_is_accepted_as_it_is() -> None:
-    config = load_config({}, {}, EXAMPLE)
-    assert config.sources["pool_size"] == f"file {EXAMPLE}"
-
-
 def test_it_names_every_setting_once_and_no_other() -> None:
     names = re.findall(r"^(?:# )?([a-z_]+) = ", EXAMPLE.read_text(), re.MULTILINE)
     assert sorted(names) == sorted(setting.name for setting in SETTINGS)

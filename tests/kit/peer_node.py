@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -82,6 +84,9 @@ class Node:
     def wait_helper(self) -> int:
         wait_until(lambda: self.helper, DEADLINE_S)
         return self.helper
+
+    def kill_helper(self) -> None:
+        os.kill(self.wait_helper(), signal.SIGKILL)
 
     def wait_up(self) -> None:
         wait_until(lambda: all(one.up for one in self.peers), DEADLINE_S, explain=lambda: self.peers)

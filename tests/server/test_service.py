@@ -36,7 +36,7 @@ from kvoffd_proto import codec
 from kvoffd_proto import messages as m
 from kvoffd_proto.admin import Clear
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.stats import NamespaceStats, Stats, StatsReply
+from kvoffd_proto.stats import NamespaceStats
 from tests.kit.cases import case
 from tests.kit.slot_cache import CacheRig, keys_of
 from tests.sim.parts import NoStateFile, make_pool, make_service
@@ -104,13 +104,6 @@ def bench() -> Iterator[Bench]:
     made.pool.close()
 
 
-def test_the_whole_pool_is_usable_whoever_touched_it(bench: Bench) -> None:
-    """One that was taken over is in memory already."""
-    (reply,) = bench.ask(bench.session(m.Role.ADMIN), Stats(1))
-    assert isinstance(reply, StatsReply)
-    assert reply.stats.pool.usable_bytes == POOL_BYTES
-
-
 def test_a_namespace_s_row_in_statistics_is_made_again_only_when_something_has_changed(bench: Bench) -> None:
     def row() -> NamespaceStats:
         (found,) = daemon_stats(bench.service).namespaces
@@ -145,16 +138,6 @@ def test_a_reset_of_a_bench_is_not_in_the_state_file(bench: Bench, label: str, k
     assert (NAMESPACE in resets.generations, NAMESPACE in resets.unshared) == (kept, kept)
 
 
-def test_a_job_is_planned_by_the_thread_that_copies(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    planned: list[object] = []
-    monkeypatch.setattr("kvoffd.server.jobs.plan_blocks", lambda *of: planned.append(of))
-    bench.copy(bench.session())
-    assert not planned
-    bench.copies[0].plan()
-    assert planned
-    bench.end_copy()
-
-
 def test_job_that_ended_is_freed_without_the_collector(bench: Bench) -> None:
     """A plan may have 100,000 pieces; the garbage collector looks for it late."""
     worker = bench.session()
@@ -166,20 +149,6 @@ def test_job_that_ended_is_freed_without_the_collector(bench: Bench) -> None:
         assert job() is None
     finally:
         gc.enable()
-
-
-def test_results_that_are_not_acknowledged_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvoffd.server.jobs.MAX_UNACKNOWLEDGED_BYTES", 200)
-    worker = bench.session()
-    log = worker.completions
-    for _ in range(50):
-        bench.copy(worker)
-        if bench.copies:
-            bench.end_copy()
-        bench.service.outgoing()
-    assert 200 <= log.nbytes < 300
-    log.acknowledge(log.replay()[-1].sequence)
-    assert (log.nbytes, log.replay()) == (0, [])
 
 
 def test_load_fails_when_others_find_its_block_corrupt(bench: Bench) -> None:

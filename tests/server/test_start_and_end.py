@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import signal
 import subprocess
@@ -203,26 +202,6 @@ def test_regular_work_that_fails_does_not_end_the_daemon(caplog: pytest.LogCaptu
         daemon._tick()
     assert [one.tick.call_count for one in (daemon._service, daemon._lifelines, daemon._policy_file)] == [3] * 3
     assert len(caplog.records) == 1, "logged once a minute"
-
-
-def test_scrubbing_rests_three_times_as_long_as_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A quarter of the time of one thread, whatever the machine."""
-    daemon: Any = Daemon(Config())
-    clock, rests = itertools.count(0.0, 2.0), list[float]()
-    daemon._sockets = daemon._pool = MagicMock()
-    daemon._service = MagicMock(**{"scrubber.next_step.return_value": [MagicMock()]})
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-
-    async def rest(seconds: float) -> None:
-        rests.append(seconds)
-        daemon._stop.set()
-
-    async def read(*_: object) -> list[int]:
-        return [7]
-
-    monkeypatch.setattr(module, "asyncio", SimpleNamespace(sleep=rest, to_thread=read))
-    asyncio.run(daemon._scrub())
-    assert rests == [6.0]
 
 
 @pytest.mark.parametrize("works", [True, False])
