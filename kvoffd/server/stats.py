@@ -52,6 +52,8 @@ def daemon_stats(service: Service) -> s.DaemonStats:
     )
     found = filled(
         s.DaemonStats,
+        service.loop_watch,
+        traffic,
         version=__version__,
         node=socket.gethostname(),
         policy=service.config.eviction_policy,
@@ -73,8 +75,6 @@ def daemon_stats(service: Service) -> s.DaemonStats:
         cpu_seconds=usage.ru_utime + usage.ru_stime,
         resident_bytes=_resident_bytes(),
         lookup_seconds=service.lookup_times.counted(),
-        loop_blocked_seconds=service.loop_watch.loop_blocked,
-        loop_blocked_max_seconds=service.loop_watch.loop_blocked_maximum_seconds,
         cancelled_stores=jobs.cancelled_stores,
         pool=_pool_stats(service),
         store=_copy_stats(service, Direction.STORE),
@@ -85,7 +85,6 @@ def daemon_stats(service: Service) -> s.DaemonStats:
         lifetime=traffic.lifetime(total),
         namespaces=[*_namespace_rows(service, on_disk, largest), *others],
         other_namespaces=len(cache.namespaces) - len(largest),
-        gone_namespaces=traffic.gone_namespaces,
         integrity=filled(s.IntegrityStats, cache),
         tiers=_tiering_stats(service),
         disks=list(map(_disk_stats, service.tier_supervisor)),
@@ -230,13 +229,7 @@ def _pool_stats(service: Service) -> s.PoolStats:
     return filled(
         s.PoolStats,
         size_bytes=pool.pool_bytes,
-        bytes={
-            "free": usage.free,
-            "writing": usage.writing,
-            "ready": usage.ready,
-            "dropped": usage.dropped,
-            "quarantined": usage.quarantined,
-        },
+        bytes={state: getattr(usage, state) for state in ("free", "writing", "ready", "dropped", "quarantined")},
         usable_bytes=pool.pool_bytes - usage.quarantined,
         pinned_bytes=usage.pinned,
         retained_bytes=cache.order.retained_bytes,
@@ -253,9 +246,7 @@ def _copy_stats(service: Service, direction: Direction) -> s.CopyStats:
     return filled(
         s.CopyStats,
         copies,
-        jobs=counters.jobs,
-        failed_jobs=counters.failed_jobs,
-        bytes=counters.bytes,
+        counters,
         queued_jobs=copies.queued,
         running_jobs=copies.running,
     )
@@ -268,11 +259,10 @@ def _tiering_stats(service: Service) -> s.TieringStats | None:
     return filled(
         s.TieringStats,
         disks,
+        writer,
         promotions_waiting=disks.waiting_blocks,
         promotions_failed=dict(disks.failures),
         promotions_unused=disks.unused_blocks,
-        written_blocks=writer.written_blocks,
-        written_bytes=writer.written_bytes,
         writes_waiting=writer.waiting_blocks,
         not_written=dict(writer.not_written),
         write_budget_left_bytes=writer.budget.left_bytes,
@@ -327,15 +317,14 @@ def _lent_stats(service: Service) -> s.LentStats | None:
     supervisor = service.tier_supervisor
     if (server := supervisor.peer_server) is None or (helper := supervisor.peer_helper) is None:
         return None
-    return s.LentStats(
+    return filled(
+        s.LentStats,
+        server,
         up=helper.up,
         helper_starts=helper.starts,
-        asked_keys=server.asked_keys,
-        found_keys=server.found_keys,
         blocks=server.lent_blocks,
         bytes=server.served_bytes,
         refused_requests=server.refused,
-        leases=server.leases,
         pinned_bytes=server.lent_bytes,
     )
 

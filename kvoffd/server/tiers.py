@@ -121,9 +121,14 @@ class TierSupervisor:
             return
         for size in self._config.disk:
             self._begin_to_open(size, tiering)
-        for url, open_one in zip(self._config.shared, stores, strict=True):
+        shared, mode = zip(self._config.shared, stores, strict=True), WriteMode(self._config.shared_write)
+        opened: list[tuple[str, Callable[[], Store], WriteMode]] = [(url, one, mode) for url, one in shared]
+        for number, peer in enumerate(self._config.peers):
+            assert self.peer_helper is not None
+            opened.append((f"{PEER}{peer}", partial(PeerStore, self.peer_helper, number), WriteMode.NEVER))
+        for name, open_one, mode in opened:
             tier = SharedTier(
-                url,
+                name,
                 open_one,
                 pool=self._pool.buffer,
                 clock=self._clock,
@@ -132,20 +137,7 @@ class TierSupervisor:
                 ask_deadline_s=self._config.shared_ask_deadline_s,
                 fleet=self.fleet,
             )
-            self._share(tier, tiering)
-        for number, peer in enumerate(self._config.peers):
-            assert self.peer_helper is not None
-            tier = SharedTier(
-                f"{PEER}{peer}",
-                partial(PeerStore, self.peer_helper, number),
-                pool=self._pool.buffer,
-                clock=self._clock,
-                post=self._post,
-                listener=tiering,
-                ask_deadline_s=self._config.shared_ask_deadline_s,
-                fleet=self.fleet,
-            )
-            self._share(tier, tiering, WriteMode.NEVER)
+            self._share(tier, tiering, mode)
 
     def _start_peers(self) -> None:
         """Start the helper, where peers are read or served."""
@@ -180,9 +172,9 @@ class TierSupervisor:
         if (server := self.peer_server) is not None:
             self._post(server.end_all)
 
-    def _share(self, tier: SharedTier, tiering: Tiering, mode: WriteMode | None = None) -> None:
+    def _share(self, tier: SharedTier, tiering: Tiering, mode: WriteMode) -> None:
         """Add a store that nodes share."""
-        mode, deadline_s = mode or WriteMode(self._config.shared_write), self._config.shared_deadline_s
+        deadline_s = self._config.shared_deadline_s
         tiering.add_store(tier, TieringSettings(mode, deadline_s=deadline_s, trickle_bytes=_trickle_bytes()))
         self.shared.append(tier)
 
