@@ -13,7 +13,6 @@ the known ones, so all existing blocks of the namespace become void.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import stat
@@ -31,7 +30,7 @@ from kvoffd.cache.policy import Policy
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.system.files import open_directory
-from kvoffd.system.mappings import filesystem_magic, is_hugetlbfs
+from kvoffd.system.mappings import filesystem_magic
 from kvoffd.system.newest import put_newest
 from kvoffd.system.threads import start
 from kvoffd_proto.messages import Count
@@ -39,7 +38,7 @@ from kvoffd_proto.stats import Lifetime
 
 logger = logging.getLogger(__name__)
 
-STATE_FILE, POLICY_SUFFIX = "kvoffd.state", ".policy"
+STATE_FILE, POLICY_FILE = "kvoffd.state", "kvoffd.policy"
 MAX_STATE_BYTES = 16 << 20
 MAX_NAMES = 4096
 """Limit of the namespaces with an entry in each table of ``Resets``.
@@ -186,12 +185,7 @@ class StateFile:
 
 def _open_own(path: str, flags: int) -> int:
     """Open a file without following a link, and without blocking on a FIFO."""
-    try:
-        return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise ValueError("it is a link") from error
-        raise
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 class Resets(msgspec.Struct):
@@ -427,25 +421,22 @@ def _parts_of(content: bytes) -> dict[bytes, msgspec.Struct]:
     return found
 
 
-def state_file(config: Config) -> StateFile:
-    """Return ``kvoffd.state``, in systemd's StateDirectory= if there is one, else in the daemon's directory.
+def open_state_file(config: Config, name: str, max_bytes: int) -> StateFile:
+    """Return the file ``name`` in systemd's StateDirectory= if there is one, else in the daemon's directory.
 
     Raises NoMoreThreads.
     """
     directory = os.environ.get("STATE_DIRECTORY", "").partition(":")[0] or config.directory
-    return StateFile(f"{directory}/{STATE_FILE}", MAX_STATE_BYTES)
+    return StateFile(f"{directory}/{name}", max_bytes)
 
 
 class PolicyFile:
-    """The policy's state, in ``<pool_file>.policy``, or in ``kvoffd.policy`` in the daemon's directory.
-
-    It is written every POLICY_EVERY_S and when the daemon ends.
-    """
+    """The policy's state, in ``kvoffd.policy``. It is written every POLICY_EVERY_S and when the daemon ends."""
 
     def __init__(self, policy: Policy, config: Config) -> None:
         self._policy = policy
         self._name = config.eviction_policy.encode()
-        self._file = StateFile(_policy_path(config), MAX_POLICY_BYTES)
+        self._file = open_state_file(config, POLICY_FILE, MAX_POLICY_BYTES)
         self._due = time.monotonic() + POLICY_EVERY_S
 
     def restore(self) -> None:
@@ -482,10 +473,3 @@ class PolicyFile:
     def _save(self) -> None:
         if state := self._policy.state():
             self._file.save(self._name + b"\n" + state)
-
-
-def _policy_path(config: Config) -> str:
-    """Return a path next to the pool's file, except on hugetlbfs, whose files can be mapped but not written."""
-    if config.pool_file and not is_hugetlbfs(Path(config.pool_file).parent):
-        return config.pool_file + POLICY_SUFFIX
-    return str(config.directory / "kvoffd") + POLICY_SUFFIX

@@ -132,7 +132,7 @@ def test_the_pool_is_in_memory_that_outlives_the_daemon() -> None:
         if "emptyDir" in volume:
             assert volume["emptyDir"]["medium"] == "Memory"
             room = quantity(volume["emptyDir"]["sizeLimit"])
-            # 1.7 % are the slot table; what the policy learned has up to 1 MiB, and is there twice while it is written.
+            # 1.7 % are the slot table.
             assert room >= 1.02 * parse_size(variables["KVOFFD_POOL_SIZE"])
         else:
             assert volume["hostPath"]["path"].startswith("/dev/shm/")
