@@ -19,7 +19,6 @@ from tests.kit.waiting import wait_until
 from tests.kit.wire import (
     NAMESPACE,
     PAGE_BYTES,
-    Load,
     Page,
     Part,
     Segment,
@@ -105,17 +104,6 @@ def test_stored_bytes_come_back_into_other_blocks(
     assert not any(any(page(memory, block)) for block in range(32) if block not in touched), "a block was not asked for"
 
 
-def test_a_key_in_two_stores_of_a_step_is_copied_once(
-    shared_daemon: DaemonProcess, worker: WireClient, scheduler: WireClient, cache: bytes
-) -> None:
-    stores = [store_of(1, keys(1, 2), [1, 2]), store_of(2, keys(2, 3), [2, 3]), store_of(3, keys(1), [1])]
-    results = worker.step(cache, stores)
-    assert all(result.ok for result in results.values())
-    assert sum(result.nbytes for result in results.values()) == 3 * PAGE_BYTES
-    assert scheduler.lookup(1, keys(1, 2, 3)).states == "RRR"
-    assert books(shared_daemon.directory).ready_bytes == 3 * PAGE_BYTES
-
-
 def test_a_block_stored_in_part_is_stored_again_in_full(
     worker: WireClient, scheduler: WireClient, memory: SharedMemory
 ) -> None:
@@ -140,26 +128,6 @@ def test_invalidated_blocks_are_not_found_again(worker: WireClient, scheduler: W
     worker.store(cache, keys(1, 2), [0, 1])
     assert scheduler.invalidate(keys(1, 9)) == 1
     assert scheduler.lookup(1, keys(1, 2)).states == "-R"
-
-
-def test_a_reset_drops_the_namespace(
-    shared_daemon: DaemonProcess, worker: WireClient, scheduler: WireClient, memory: SharedMemory, cache: bytes
-) -> None:
-    """Nobody finds its blocks again, or loads what was leased before: who resets has other weights."""
-    worker.store(cache, keys(1, 2), [0, 1])
-    with WireClient(shared_daemon.directory, "scheduler") as other:
-        other.open_namespace()
-        assert other.lookup(1, keys(2)).pinned == 1
-        assert scheduler.reset() == 2
-        for client in (scheduler, other):
-            assert client.lookup(2, keys(1, 2)).states == "--"
-        before = memory.view.tobytes()
-        assert worker.load(cache, other.lease(1), keys(2), [9]).error == "unknown_lease"
-        assert memory.view.tobytes() == before
-        after = books(shared_daemon.directory)
-        assert (after.free_bytes, after.ready_blocks, after.leases) == (after.pool.size_bytes, 0, 0)
-    assert worker.store(cache, keys(1), [3]).nbytes == PAGE_BYTES
-    assert scheduler.lookup(3, keys(1)).states == "R"
 
 
 def test_groups_of_many_shapes_keep_every_byte(shared_daemon: DaemonProcess) -> None:
@@ -507,27 +475,3 @@ def test_an_engine_killed_in_mid_copy_leaves_nothing(faulty: DaemonProcess, dire
         assert "memfd:victim" not in Path(f"/proc/{faulty.pid}/maps").read_text()
         assert scheduler.lookup(9, wanted).states == ("-" if direction == "store" else "R") * 16
         scheduler.reset()
-
-
-def test_a_step_with_a_bad_job_is_refused_and_changes_nothing(
-    shared_daemon: DaemonProcess, worker: WireClient, scheduler: WireClient, memory: SharedMemory, cache: bytes
-) -> None:
-    assert worker.store(cache, keys(1), [1]).ok
-    scheduler.lookup(1, keys(1))
-    lease, before = scheduler.lease(1), memory.view.tobytes()
-    good = store_of(10, keys(3), [3])
-    loads = [
-        Load(20, lease, [Part(keys(1), [9])]),
-        load_of(21, lease + 1, keys(1), [10]),
-        load_of(22, lease, keys(9), [11]),
-    ]
-    assert refused(worker.step, cache, [good, store_of(11, keys(30), [32])], loads) == "bad_block_ids"
-    assert refused(worker.step, cache, [good, store_of(12, keys(31, 31), [4, 5])], loads) == "bad_keys"
-    assert memory.view.tobytes() == before
-    results = worker.step(cache, [good], loads)
-    errors = {job: result.error for job, result in results.items()}
-    assert errors == {10: None, 20: None, 21: "unknown_lease", 22: "not_ready"}
-    changed = np.flatnonzero(memory.view != np.frombuffer(before, np.uint8)) // PAGE_BYTES
-    assert set(changed) == {9}
-    assert scheduler.lookup(2, keys(1, 3, 30, 31)).states == "RR--"
-    assert books(shared_daemon.directory).balanced

@@ -62,6 +62,13 @@ def test_both_load_what_the_other_stored(secret: Path, page_bytes: int) -> None:
         assert right.peer.read_blocks == left.peer.read_blocks == BLOCKS
         assert right.peer.promotions_failed == left.peer.promotions_failed == {}
         assert (right.problems, left.problems) == ([], [])
+        lent = books(left.daemon.directory).said.lent
+        assert lent is not None
+        assert (lent.up, lent.blocks, lent.refused_requests) == (True, BLOCKS, 0)
+        assert (lent.bytes, lent.found_keys >= BLOCKS) == (right.peer.read_bytes, True)
+        shown = run_cli_here("stats", "tiers", "--directory", str(left.daemon.directory)).stdout
+        assert f"lent to peers: {BLOCKS} blocks" in shown
+        assert f"peer://{right.address}: up" in shown
         wait_until(lambda: not any(books(node.daemon.directory).said.pinned_blocks for node in (left, right)))
 
 
@@ -290,17 +297,3 @@ def test_a_helper_that_hangs_does_not_outlive_its_daemon(nodes: tuple[Node, Node
     wait_until(lambda: not Path(f"/proc/{helper}").exists(), DEADLINE_S)
     stored = left.store(0, 1)
     assert right.load(0) == stored
-
-
-def test_what_is_lent_is_in_the_statistics(nodes: tuple[Node, Node]) -> None:
-    left, right = nodes
-    stored = left.store(0, 1)
-    assert right.load(0) == stored
-    lent = books(left.daemon.directory).said.lent
-    assert lent is not None
-    assert (lent.up, lent.blocks, lent.refused_requests) == (True, BLOCKS, 0)
-    assert lent.bytes == right.peer.read_bytes
-    assert lent.found_keys >= BLOCKS
-    shown = run_cli_here("stats", "tiers", "--directory", str(left.daemon.directory)).stdout
-    assert f"lent to peers: {BLOCKS} blocks" in shown
-    assert f"peer://{right.address}: up" in shown

@@ -115,7 +115,7 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize(("state", "stops"), [("idle", 2), ("busy", 2), ("late", 1)])
+@pytest.mark.parametrize(("state", "stops"), [("busy", 2), ("late", 1)])
 def test_a_stopped_process_is_reported_as_such(state: str, stops: int) -> None:
     """Also where a callback blocked the loop a little, and was seen, before the process was stopped."""
     command = [sys.executable, "-c", _WATCHED, state]
