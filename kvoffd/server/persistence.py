@@ -200,12 +200,9 @@ class Resets(msgspec.Struct):
     """Fleet generations that were applied here, under an empty name; of release 0.2 by URL of the shared store."""
     unshared: dict[bytes, Count | bool] = {}
     """An engine has reset these namespaces: shared stores and peers are not used for one until it is reset on all
-    nodes, to a fleet generation above this number; earlier versions wrote True. 0 or False: that was since ``lost_at``.
-    """
-    shares_others: bool = True
-    """Whether namespaces not in ``unshared`` are shared; False once the resets were lost."""
-    lost_at: Count = 0
-    """Time of the loss: what ``unshared`` would have of those that are not in it."""
+    nodes, to a fleet generation above this number. 0.2 wrote True. 0: that was since ``unshared_floor``."""
+    unshared_floor: Count = 0
+    """This number for namespaces that are not in ``unshared``: 0 unless the resets or an entry were lost."""
 
 
 class Quotas(msgspec.Struct):
@@ -263,7 +260,7 @@ class State:
                 "Earlier clears and resets are unknown. So all existing blocks are void, and no namespace is shared "
                 "with other nodes until `kvoffd-cli clear --all-nodes`."
             )
-            self._share_none(int(self._wall_clock()))
+            self.resets.unshared_floor = int(self._wall_clock())
             self.raise_all()
         if content != self._encoded(*PARTS):
             self._save(*PARTS)  # repairs the file
@@ -337,8 +334,7 @@ class State:
 
     def unshared_at(self, fingerprint: bytes) -> int:
         """Return the number above which a fleet generation shares the namespace again; 0 if it is shared."""
-        lost_at = 0 if self.resets.shares_others else max(1, self.resets.lost_at)
-        return int(self.resets.unshared.get(fingerprint, lost_at))
+        return int(self.resets.unshared.get(fingerprint, self.resets.unshared_floor))
 
     def unshare(self, fingerprint: bytes, generation: int) -> None:
         """Stop sharing a namespace until its fleet generation is above this one: blocks of other nodes may be stale."""
@@ -359,20 +355,15 @@ class State:
         """
         if generation > self.unshared_at(fingerprint):
             self.resets.unshared.pop(fingerprint, None)
-            if not self.resets.shares_others:
+            if self.resets.unshared_floor:
                 self._set_unshared(fingerprint, 0)
         put_newest(self.resets.fleet.setdefault("", {}), fingerprint, generation, MAX_NAMES, self.is_there)
         self._save(b"resets")
 
     def _set_unshared(self, fingerprint: bytes, generation: int) -> None:
-        if forgotten := put_newest(self.resets.unshared, fingerprint, generation, MAX_NAMES, self.is_there):
-            self._share_none(int(forgotten))
+        forgotten = put_newest(self.resets.unshared, fingerprint, generation, MAX_NAMES, self.is_there) or 0
+        self.resets.unshared_floor = max(self.resets.unshared_floor, int(forgotten))
         self._save(b"resets")
-
-    def _share_none(self, generation: int) -> None:
-        """Share no namespace but those in ``unshared`` until its fleet generation is above this one."""
-        self.resets.shares_others = False
-        self.resets.lost_at = max(self.resets.lost_at, generation)
 
     @property
     def is_saved(self) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.command import DAEMON
+from tests.kit.command import run_daemon_here
 
 
 @pytest.mark.parametrize("thread", ["kvoffd-open", "log"])
@@ -60,7 +60,7 @@ def test_a_start_without_a_required_disk_is_refused(tmp_path: Path) -> None:
     for disk, why in cases.items():
         for command in ("serve", "config"):
             given = "--directory", str(tmp_path / "run"), "--pool-size", "1MiB", "--disk", disk
-            ended = subprocess.run([DAEMON, command, *given], capture_output=True, text=True, timeout=60)
+            ended = run_daemon_here(command, *given)
             assert ended.returncode == 2
             assert why in ended.stderr
             assert "disk_start" in ended.stderr
