@@ -107,22 +107,25 @@ def _namespace_rows(
     service: Service, on_disk: Counter[bytes], namespaces: Sequence[Namespace]
 ) -> list[s.NamespaceStats]:
     """The row of each namespace: the one of the last time if nothing in it has changed."""
-    kept, quotas, halved_at = service.traffic.kept_rows, service.cache.quotas, service.curve.halved_at
-    engines = _engines(service)
+    kept, quotas, engines = service.traffic.kept_rows, service.cache.quotas, _engines(service)
     changed = []
     for one in namespaces:
-        figures = service.traffic.figures_of(one)
-        rest = (
-            *(one.ready_blocks, one.ready_bytes, on_disk[one.fingerprint], quotas.get(one.fingerprint)),
-            *(halved_at, engines[one.fingerprint]),
-        )
-        before = kept.get(one)
-        if before is None or before[0] is not figures or before[1] != rest:
-            changed.append((one, figures, rest))
-    curves = service.curve.of_namespaces([one for one, _, _ in changed])
-    for (one, figures, rest), curve in zip(changed, curves, strict=True):
-        kept[one] = figures, rest, _namespace_stats(service, on_disk, one, curve, engines[one.fingerprint])
-    return [kept[one][2] for one in namespaces]
+        rest = {
+            "ready_blocks": one.ready_blocks,
+            "ready_bytes": one.ready_bytes,
+            "disk_bytes": on_disk[one.fingerprint],
+            "quota_bytes": quotas.get(one.fingerprint),
+            "engines": engines[one.fingerprint],
+        }
+        depends = service.traffic.figures_of(one), rest, service.curve.halved_at
+        if one not in kept or kept[one][0] != depends:
+            changed.append((one, depends))
+    curves = service.curve.of_namespaces([one for one, _ in changed])
+    for (one, depends), curve in zip(changed, curves, strict=True):
+        names = {"id": s.namespace_id(one.fingerprint), "model": one.label, "fingerprint": one.fingerprint.hex()}
+        row = filled(s.NamespaceStats, one.totals, one, **names, curve=curve, **depends[0], **depends[1])
+        kept[one] = depends, row
+    return [kept[one][1] for one in namespaces]
 
 
 def _engines(service: Service) -> defaultdict[bytes, list[str]]:
@@ -134,28 +137,6 @@ def _engines(service: Service) -> defaultdict[bytes, list[str]]:
             for fingerprint in session.namespaces:
                 found[fingerprint].append(s.engine_name(session.name, session.role) + pid)
     return found
-
-
-def _namespace_stats(
-    service: Service, on_disk: Counter[bytes], namespace: Namespace, curve: s.HitCurve, engines: list[str]
-) -> s.NamespaceStats:
-    counters = namespace.totals
-    return filled(
-        s.NamespaceStats,
-        counters,
-        id=s.namespace_id(namespace.fingerprint),
-        model=namespace.label,
-        fingerprint=namespace.fingerprint.hex(),
-        of_bench=namespace.of_bench,
-        world_size=namespace.world_size,
-        ready_blocks=namespace.ready_blocks,
-        ready_bytes=namespace.ready_bytes,
-        disk_bytes=on_disk[namespace.fingerprint],
-        quota_bytes=service.cache.quotas.get(namespace.fingerprint),
-        curve=curve,
-        engines=engines,
-        **service.traffic.figures_of(namespace),
-    )
 
 
 @answers(a.Health)
