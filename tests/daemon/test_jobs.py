@@ -7,13 +7,14 @@ import random
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvoffd_client import SharedMemory
+from kvoffd_client import ErrorCode, SharedMemory
+from tests.kit.checked import CheckedEngine
 from tests.kit.daemon import DaemonProcess
 from tests.kit.waiting import wait_until
 from tests.kit.wire import (
@@ -34,6 +35,9 @@ from tests.kit.wire import (
 )
 
 OTHER = bytes(reversed(NAMESPACE))
+FOR_EVER = "slow 100000"
+EXIT_STUCK = 70
+"""Of sysexits.h. A service manager starts the daemon again."""
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +52,13 @@ def impatient() -> Iterator[DaemonProcess]:
     """A daemon of short times."""
     with DaemonProcess(limits={"lease_ttl_s": 3, "partial_timeout_s": 0.5}) as daemon:
         yield daemon
+
+
+@pytest.fixture
+def hanging(pool_file: Path) -> Iterator[DaemonProcess]:
+    """A daemon that takes a copy for one that hangs after a second and a half."""
+    with DaemonProcess("16MiB", faults=True, pool_file=str(pool_file), limits={"job_deadline_s": 1.5}) as running:
+        yield running
 
 
 def page(memory: SharedMemory, block: int) -> bytes:
@@ -475,3 +486,35 @@ def test_an_engine_killed_in_mid_copy_leaves_nothing(faulty: DaemonProcess, dire
         assert "memfd:victim" not in Path(f"/proc/{faulty.pid}/maps").read_text()
         assert scheduler.lookup(9, wanted).states == ("-" if direction == "store" else "R") * 16
         scheduler.reset()
+
+
+# --- copies in host memory that never come back --------------------------------------------------------
+
+
+def test_hang_of_a_load_ends_the_daemon_and_the_next_serves(hanging: DaemonProcess) -> None:
+    with CheckedEngine(hanging) as engine:
+        engine.put(range(8))
+        with hanging.fault(f"load {FOR_EVER}"):
+            assert engine.lookup(keys(*range(8))) == 8
+            # Not before the process is gone: bytes may land in the blocks until then.
+            assert engine.load(keys(*range(8)), range(8, 16), timeout_s=60).error is ErrorCode.SESSION_ENDED
+        assert hanging.process.wait(30) == EXIT_STUCK
+        assert "A copy in host memory hangs" in hanging.log
+        hanging.start()
+        assert engine.wait_ready(30)
+        assert engine.has(range(8))
+
+
+def test_hang_of_a_store_is_answered_and_holds_its_memory(hanging: DaemonProcess) -> None:
+    """Its engine learns at the deadline that it failed, others are served; the memory is not released to anybody."""
+    with CheckedEngine(hanging) as engine, CheckedEngine(hanging, engine.truth) as other:
+        engine.put(range(4))
+        with hanging.fault(f"store {FOR_EVER}"):
+            assert engine.store(keys(*range(4, 8)), range(4, 8), timeout_s=60).error is ErrorCode.DEADLINE
+            with suppress(OSError):  # it ends soon
+                wait_until(lambda: not any(client.jobs for client in books(hanging.directory).clients))
+            assert hanging.running, "it ends for that only after it has answered"
+            assert other.get(range(8)) == [*range(4)]
+            confirmed = engine.workers[0].unregister(1.0)
+            assert not (confirmed and hanging.running)
+            assert hanging.process.wait(60) == EXIT_STUCK

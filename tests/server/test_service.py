@@ -34,7 +34,7 @@ from kvoffd.transfer.plan import Direction, Outcome, build_layouts
 from kvoffd_client.worker_client import GroupTransfer, Job, submit_of
 from kvoffd_proto import codec
 from kvoffd_proto import messages as m
-from kvoffd_proto.admin import Clear
+from kvoffd_proto.admin import Clear, ListPrompts, PromptsListed
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.stats import NamespaceStats
 from tests.kit.cases import case
@@ -120,6 +120,44 @@ def test_a_namespace_s_row_in_statistics_is_made_again_only_when_something_has_c
     bench.service.cache.quotas[NAMESPACE] = 4096
     assert row().quota_bytes == 4096
     assert row() is row()
+
+
+def test_what_became_of_prompts_is_kept_with_the_reason_of_a_miss(bench: Bench) -> None:
+    scheduler, admin = bench.session(m.Role.SCHEDULER), bench.session(m.Role.ADMIN)
+
+    def report(
+        name: str, key: bytes = b"", group: int = 0, reason: str = "", outcome: str = "missed"
+    ) -> m.PromptReport:
+        return m.PromptReport(name, 1.0, 100, 3, 2, 0, 0, outcome, 0, group, key, reason)
+
+    def send(reports: list[m.PromptReport], namespace: bytes = NAMESPACE) -> m.AnyReply:
+        (reply,) = bench.ask(scheduler, m.ReportPrompts(1, namespace, reports))
+        return reply
+
+    def found(*which: Any) -> list[m.PromptReport]:
+        (listed,) = bench.ask(admin, ListPrompts(1, *which))
+        assert isinstance(listed, PromptsListed)
+        return [one.report for one in listed.prompts]
+
+    known = [report("short"), report("new", KEY), report("reasoned", KEY, reason="partial")]
+    known += [report("given up", outcome="late"), report("given up early", KEY, outcome="late")]
+    assert isinstance(send(known), m.Done)
+    for wrong in (
+        [report("a", KEY[1:])],
+        [report("a", 2 * KEY)],
+        [report("a"), report("a", KEY, group=7)],
+        [report("a" * 129)],
+        [report("a")] * 257,
+    ):
+        assert isinstance(send(wrong), m.Error)
+    assert isinstance(send([report("a")], b"x" * 32), m.Error)
+    reasons = {"short": "", "new": "unknown", "reasoned": "partial", "given up": "late", "given up early": "unknown"}
+    assert {one.request: one.reason for one in found()} == reasons
+    assert [one.request for one in found("o")] == ["short", "reasoned"]
+    assert [one.request for one in found("", 1)] == ["given up early"]
+    for number in range(6):
+        send([report(f"{number}-{one}") for one in range(200)])
+    assert [one.request for one in found()] == [f"{number}-{one}" for number in range(1, 6) for one in range(200)]
 
 
 # --- jobs ------------------------------------------------------------------------------------------
