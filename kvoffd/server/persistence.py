@@ -48,7 +48,6 @@ generation, or are not shared.
 """
 RETRY_S = 5.0
 """Time until a failed write is retried: the file system may have been full for a moment."""
-READ_TRIES, READ_PAUSE_S = 3, 0.2
 CLOSE_S = 2.0
 """Time for a last write when the daemon ends."""
 POLICY_EVERY_S = 300.0
@@ -245,11 +244,16 @@ class State:
         all nodes. Raises StateUnreadable.
         """
         try:
-            content, why = self._read(), "it is damaged"
+            content, why = self.file.read(), "it is damaged"
+        except FileNotFoundError:
+            return
         except ValueError as error:
             content, why = b"", str(error)
-        if content is None:
-            return
+        except OSError as error:
+            raise StateUnreadable(
+                f"{self.file.path}, the record of clears and resets, cannot be read ({error.strerror}); fix that. "
+                "Without it cleared blocks may come back from disks and shared stores."
+            ) from error
         found = _parts_of(content)
         self.resets, self.quotas, self.counted = (found.get(name, kind()) for name, kind in PARTS.items())  # type: ignore[assignment]
         lost = ", ".join(name.decode() for name in PARTS if name not in found)
@@ -264,21 +268,6 @@ class State:
             self.raise_all()
         if content != self._encoded(*PARTS):
             self._save(*PARTS)  # repairs the file
-
-    def _read(self) -> bytes | None:
-        """Return the content; None if there is no file. Raises StateUnreadable; ValueError if it is not ours."""
-        for _ in range(READ_TRIES):
-            try:
-                return self.file.read()
-            except FileNotFoundError:
-                return None
-            except OSError as error:
-                problem = error
-                time.sleep(READ_PAUSE_S)
-        raise StateUnreadable(
-            f"{self.file.path}, the record of clears and resets, cannot be read ({problem.strerror}); fix that. "
-            "Without it cleared blocks may come back from disks and shared stores."
-        )
 
     # --- generations -----------------------------------------------------------------------------
 
