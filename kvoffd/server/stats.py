@@ -117,15 +117,16 @@ def _namespace_rows(
             "quota_bytes": quotas.get(one.fingerprint),
             "engines": engines[one.fingerprint],
         }
-        depends = service.traffic.figures_of(one), rest, service.curve.halved_at
-        if one not in kept or kept[one][0] != depends:
-            changed.append((one, depends))
-    curves = service.curve.of_namespaces([one for one, _ in changed])
-    for (one, depends), curve in zip(changed, curves, strict=True):
+        figures, depends = service.traffic.figures_of(one), (rest, service.curve.halved_at)
+        # The figures are another object once the namespace has counted anything, be it in them or not.
+        if one not in kept or kept[one][0] is not figures or kept[one][1] != depends:
+            changed.append((one, figures, depends))
+    curves = service.curve.of_namespaces([one for one, *_ in changed])
+    for (one, figures, depends), curve in zip(changed, curves, strict=True):
         names = {"id": s.namespace_id(one.fingerprint), "model": one.label, "fingerprint": one.fingerprint.hex()}
-        row = filled(s.NamespaceStats, one.totals, one, **names, curve=curve, **depends[0], **depends[1])
-        kept[one] = depends, row
-    return [kept[one][1] for one in namespaces]
+        row = filled(s.NamespaceStats, one.totals, one, **names, curve=curve, **figures, **depends[0])
+        kept[one] = figures, depends, row
+    return [kept[one][2] for one in namespaces]
 
 
 def _engines(service: Service) -> defaultdict[bytes, list[str]]:

@@ -119,6 +119,8 @@ def test_a_namespace_s_row_in_statistics_is_made_again_only_when_something_has_c
     assert (row().ready_blocks, row().stored_blocks) == (1, 1)
     bench.service.cache.quotas[NAMESPACE] = 4096
     assert row().quota_bytes == 4096
+    bench.service.cache.namespaces[NAMESPACE].counters.partial_blocks += 1
+    assert row().partial_blocks == 1
     assert row() is row()
 
 
