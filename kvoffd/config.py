@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import grp
+import ipaddress
 import os
 import pwd
 import re
@@ -34,6 +35,8 @@ _SERVICE_LINK = re.compile(r"KVOFFD(_[A-Z0-9_]+)?_(SERVICE_HOST|SERVICE_PORT(_[A
 
 MOST_PEERS = 8
 """Peers are asked one after the other."""
+NAMED_PEERS = 8
+"""Peers of networks that are connected at once: those that requests named last."""
 MIN_DISK_BYTES = 16 * 1024**2
 
 
@@ -234,8 +237,16 @@ def parse_address(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def _url(text: str) -> str:
-    check_url(text)
+def parse_peer(text: str) -> tuple[str | ipaddress.IPv4Network | ipaddress.IPv6Network, int]:
+    """Read ``host:port``, or ``network:port`` as ``10.0.0.0/16:7400``. Raises ValueError with half a sentence."""
+    network, _, port = text.rpartition(":")
+    if "/" not in network:
+        return parse_address(text)
+    return ipaddress.ip_network(network.strip("[]")), parse_address(f"localhost:{port}")[1]
+
+
+def _checked(check: Callable[[str], object], text: str) -> str:
+    check(text)
     return text
 
 
@@ -347,7 +358,9 @@ class Config:
         TieringSettings.deadline_s,
         "Time for a disk to read a block, without queueing; later it is a miss. Raise it for disks that pause.",
     )
-    shared: tuple[str, ...] = listed("URL", "URLs, such as redis://valkey.example:6379", _url).setting(
+    shared: tuple[str, ...] = listed(
+        "URL", "URLs, such as redis://valkey.example:6379", partial(_checked, check_url)
+    ).setting(
         (),
         "Store that nodes share: redis://host:port, rediss:// for TLS, redis+cluster:// and any server of a cluster, "
         "s3://bucket/prefix?endpoint=url&region=name. Repeat it for each store.",
@@ -371,10 +384,13 @@ class Config:
         "Time for a shared store to send a block, without queueing; later it is a miss. Raise it for a store behind a "
         "very slow network.",
     )
-    peers: tuple[str, ...] = listed("HOST:PORT", "addresses, such as node-b:7400", _address, MOST_PEERS).setting(
+    peers: tuple[str, ...] = listed(
+        "HOST:PORT", "addresses, such as node-b:7400", partial(_checked, parse_peer), MOST_PEERS
+    ).setting(
         (),
         "Another node's kvoffd whose pool is read for what this node lacks, as host:port of its peer_listen. Repeat it "
-        "for each peer; they are asked in this order, after the shared stores, within the same deadlines.",
+        "for each peer; they are asked in this order, after the shared stores, within the same deadlines. Nodes of a "
+        "network, such as 10.0.0.0/16:7400, are asked only for requests that name them.",
     )
     peer_listen: str = Kind(_address, "HOST:PORT").setting(
         "",

@@ -56,7 +56,8 @@ class SimTiers(TierSupervisor):
         disk.check_dropped(disk.blocks())
 
     def share_one(self, tier: SharedTier) -> None:
-        self._share(tier, self.tiering, WriteMode(self._config.shared_write))
+        self.shared.append(tier)
+        self.tiering.add_store(tier, self._settings(WriteMode(self._config.shared_write)))
         self.tiering.sources[-1].speed = BentSpeed(self._clock)
 
     def bend_speeds(self, factor: float) -> None:
