@@ -73,7 +73,8 @@ def test_both_load_what_the_other_stored(secret: Path, page_bytes: int) -> None:
         assert (right.problems, left.problems) == ([], [])
         lent = books(left.daemon.directory).said.lent
         assert lent is not None
-        assert (lent.up, lent.blocks, lent.refused_requests) == (True, BLOCKS, 0)
+        assert (lent.up, lent.blocks) == (True, BLOCKS)
+        assert page_bytes > 4096 or not lent.refused_requests, "large blocks are more than may be lent at once"
         assert (lent.bytes, lent.found_keys >= BLOCKS) == (right.peer.read_bytes, True)
         shown = run_cli_here("stats", "tiers", "--directory", str(left.daemon.directory)).stdout
         assert f"lent to peers: {BLOCKS} blocks" in shown
