@@ -7,12 +7,14 @@ nobody without it gets an answer. UCX neither encrypts nor authenticates what NI
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import importlib
 import mmap
 import os
 import select
 import signal
 import socket
+import struct
 import sys
 import time
 from collections import Counter
@@ -78,6 +80,8 @@ HEARTBEAT_MS, LOST_MS = 1000, 4000
 DOMAIN = "kvoffd"
 PR_SET_PDEATHSIG = 1
 RECONNECT_MS, MOST_RECONNECT_MS = 100, 1000
+SIOCGIFFLAGS, SIOCGIFADDR, UP_AND_RUNNING = 0x8913, 0x8915, 0x41
+"""See netdevice(7)."""
 
 
 class Transfer:
@@ -129,6 +133,7 @@ class Helper:
             raise RuntimeError("NIXL is not installed.")
         config = nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
         self._nixl = nixl.nixl_agent(f"kvoffd-{os.urandom(8).hex()}", config)
+        self._addresses = ip_addresses()
         self._pool_at = self._landing_at = 0
         (pool, offset, pool_bytes), (landing, landing_bytes) = self._settings.pool, self._settings.landing
         regions = []
@@ -205,6 +210,9 @@ class Helper:
             if now >= self._beat_at:
                 self._beat_at = now + BEAT_S
                 self._to_daemon(BEAT, 0, 0)
+                if new := ip_addresses() - self._addresses:
+                    print(f"The helper process for peers starts again, to use {', '.join(new)}.", file=sys.stderr)
+                    return
             busy = bool(self._transfers or self._lent) or now < self._busy_until
             ready = dict(self._poller.poll(0 if busy else IDLE_MS))
             if fd in ready:
@@ -398,6 +406,24 @@ class Helper:
         if one.handle is None:
             del self._transfers[ident]
             self._free[one.peer].append(one.part)
+
+
+def ip_addresses() -> set[str]:
+    """Return the IPv4 addresses of the network's interfaces that are up.
+
+    An agent of NIXL has the interfaces that UCX finds at its start: one that came up later is never used, and a node
+    that started before its network could never be reached.
+    """
+    found = set[str]()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("40s", name.encode())
+            with suppress(OSError):  # it has no address, or is gone
+                address = socket.inet_ntoa(fcntl.ioctl(asked, SIOCGIFADDR, request)[20:24])
+                (flags,) = struct.unpack_from("H", fcntl.ioctl(asked, SIOCGIFFLAGS, request), 16)
+                if flags & UP_AND_RUNNING == UP_AND_RUNNING:
+                    found.add(address)
+    return found
 
 
 def main() -> None:
