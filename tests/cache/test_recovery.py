@@ -62,6 +62,7 @@ NAMESPACES = {
     10: groups_of(10, 8, (8192, 0)),
 }
 """Of two ranks, one, and two of which one did not register."""
+GROUPS = [group for groups in NAMESPACES.values() for group in groups]
 
 
 class Snapshot(msgspec.Struct):
@@ -92,7 +93,7 @@ class Pool:
         damage(fd)
         check_table(fd, GEOMETRY)
         found = Pool(fd)
-        return found, recover(fd, found.table, found.slots, found.blocks, NAMESPACES, NEXT_NUMBER)
+        return found, recover(fd, found.table, found.slots, found.blocks, GROUPS, NEXT_NUMBER)
 
     def take(self, namespace: int, group: int, keys: list[bytes]) -> np.ndarray:
         """[keys, ranks] slots, claimed."""
@@ -293,7 +294,7 @@ def states_of(pool: Pool, work: Callable[[], object]) -> list[bytes]:
 def recover_in_place(pool: Pool) -> BlockTable:
     """A table of blocks that knows all that is in the pool, which goes on to be its own."""
     blocks, pool.slots = BlockTable(pool.table.records), SlotAllocator(POOL, REGION)
-    recover(pool.fd, pool.table, pool.slots, blocks, NAMESPACES, NEXT_NUMBER)
+    recover(pool.fd, pool.table, pool.slots, blocks, GROUPS, NEXT_NUMBER)
     pool.slots.save_sizes_in(pool.table.region_sizes)
     return blocks
 
@@ -350,7 +351,7 @@ def test_a_successor_may_be_killed_while_it_recovers() -> None:
         killed = killed_at(
             line,
             lambda successor=successor: recover(
-                successor.fd, successor.table, successor.slots, successor.blocks, NAMESPACES, NEXT_NUMBER
+                successor.fd, successor.table, successor.slots, successor.blocks, GROUPS, NEXT_NUMBER
             ),
             ("cache/recovery.py", "pool/slot_table.py"),
         )
