@@ -49,15 +49,8 @@ class AskedKeys:
         else:
             count_misses(self.namespace, reasons)
 
-    def missed(self, at: int, reason: MissReason) -> None:
-        """Record that a key which was to come from a tier did not."""
-        if self.reported:
-            self.reasons[at] = reason
-        else:
-            self.namespace.counters.misses[reason] += 1
-
-    def missed_run(self, first: int, reasons: bytes) -> None:
-        """Record the same of keys that follow one another."""
+    def missed(self, first: int, reasons: bytes) -> None:
+        """Record that keys which follow one another and were to come from a tier did not."""
         if self.reported:
             self.reasons[first : first + len(reasons)] = reasons
         else:

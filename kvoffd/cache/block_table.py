@@ -49,7 +49,7 @@ declare(
     blocks_replace=(COUNT, VOID_P, CHAR_P, *ITEMS, CHAR_P, NUMBER),
     blocks_begin_writes=(None, VOID_P, VOID_P, *ITEMS, NUMBER),
     blocks_begin_load=(INT, VOID_P, VOID_P, *KEYS, NUMBER, NUMBER),
-    blocks_publish=(UINT32, VOID_P, VOID_P, *ITEMS, VOID_P, NUMBER, VOID_P),
+    blocks_publish=(UINT32, VOID_P, CHAR_P, VOID_P, *ITEMS, VOID_P, VOID_P),
     blocks_set_checksum=(None, VOID_P, NUMBER, NUMBER),
     blocks_append=(None, VOID_P, CHAR_P, *ITEMS),
     blocks_oldest=(COUNT, VOID_P, CHAR_P, NUMBER, NUMBER, NUMBER),
@@ -277,14 +277,14 @@ class BlockTable(Structure):
 
     def publish(
         self,
+        group: Group,
         blocks: BlockIds,
         slots: SlotIds,
         first_blocks: Iterable[int] | None,
-        length: int,
         checksums: array[int],
-        key_bytes: int,
     ) -> tuple[BlockIds, bytes]:
-        """Mark one rank's shards of WRITING blocks as complete. Returns the blocks that became READY, and their keys.
+        """Mark shards of a group's WRITING blocks as complete, each in its slot. Returns the blocks that became READY,
+        and their keys.
 
         The order is from the last block to the first, with rising generations. The next daemon takes it as the order of
         use, in which a chain's tail is older than its root. It does not trust bytes whose checksum is 0.
@@ -296,9 +296,9 @@ class BlockTable(Structure):
         assert firsts is None or 2 * count == len(firsts)
         self._reserve(count)
         written = packed(blocks), packed(slots), count
-        found = self._native.blocks_publish(self.address, *written, firsts, length, sums)
+        found = self._native.blocks_publish(self.address, group.packed, *written, firsts, sums)
         assert found != NO_BLOCK, "a block is not WRITING"
-        return self._numbers[:found].copy(), self._bytes[: found * key_bytes].tobytes()
+        return self._numbers[:found].copy(), self._bytes[: found * group.key_bytes].tobytes()
 
     def set_checksum(self, slot: int, checksum: int) -> None:
         """Set the checksum of a shard that was published without one."""

@@ -266,11 +266,11 @@ static void seal(const struct blocks *x, uint8_t *record)
     WRITE(record, uint32_t, CRC, crc);
 }
 
-/* Marks shards of `length` bytes as complete, from the last to the first, with rising generations. `first_blocks` may
+/* Marks shards of a group as complete, from the last to the first, with rising generations. `first_blocks` may
  * be NULL for 0. Finds the blocks that became complete, in that order, and their keys; returns how many. If a block is
  * not WRITING, changes nothing and returns NONE. */
-uint32_t kvoffd_blocks_publish(struct blocks *x, const uint32_t *blocks, const uint32_t *slots, uint64_t count,
-                               const uint16_t *first_blocks, uint32_t length, const uint64_t *checksums)
+uint32_t kvoffd_blocks_publish(struct blocks *x, const struct block_group *g, const uint32_t *blocks, const uint32_t *slots,
+                               uint64_t count, const uint16_t *first_blocks, const uint64_t *checksums)
 {
     uint32_t found = 0;
     uint8_t *keys = x->bytes;
@@ -282,7 +282,7 @@ uint32_t kvoffd_blocks_publish(struct blocks *x, const uint32_t *blocks, const u
         uint8_t *record = record_of(x, slots[count]);
         WRITE(record, uint64_t, GENERATION, ++x->generation);
         WRITE(record, uint16_t, FIRST_BLOCK, first_blocks ? first_blocks[count] : 0);
-        WRITE(record, uint32_t, LENGTH, length);
+        WRITE(record, uint32_t, LENGTH, g->rank[READ(record, uint16_t, RANK)].length);
         WRITE(record, uint64_t, CHECKSUM, checksums[count]);
         seal(x, record);
         set_record(record, READY_RECORD);
@@ -290,8 +290,8 @@ uint32_t kvoffd_blocks_publish(struct blocks *x, const uint32_t *blocks, const u
         if (!--x->missing[blocks[count]]) {
             x->state[blocks[count]] = READY;
             x->numbers[found++] = blocks[count];
-            memcpy(keys, key_of(x, blocks[count]), record_of(x, blocks[count])[KEY_BYTES]);
-            keys += record_of(x, blocks[count])[KEY_BYTES];
+            memcpy(keys, key_of(x, blocks[count]), g->key_bytes);
+            keys += g->key_bytes;
         }
     }
     return found;

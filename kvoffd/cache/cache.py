@@ -22,6 +22,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain as chained
 from itertools import compress, groupby, islice, takewhile
 from math import inf
 from operator import attrgetter
@@ -100,7 +101,6 @@ RECOVERED_AT_ONCE = 4096
 _NOTHING: BlockIds = np.empty(0, np.uint32)
 _NO_SLOTS: npt.NDArray[np.uint32] = np.empty((0, 1), np.uint32)
 _namespace_of = attrgetter("namespace")
-_REASONS = list(MissReason)
 _ABSENT = bytes([Verdict.ABSENT])
 
 
@@ -272,10 +272,8 @@ class Cache:
 
     def group(self, namespace: Namespace, group: int) -> Group:
         """Return the current group, valid until the next reset. Raises BadGeometry."""
-        current = self._current[namespace]
-        if not 0 <= group < len(current):
-            namespace.check(group)  # which raises
-        return current[group]
+        namespace.check(group)
+        return self._current[namespace][group]
 
     def reset(self, namespace: Namespace, *, keep_tiers: bool = False, generation: int | None = None) -> int:
         """Forget all blocks, also on disks unless ``keep_tiers``, as when the weights changed. Returns their number.
@@ -414,8 +412,7 @@ class Cache:
             raise UnknownLease(f"The lease {lease_id} belongs to another session or namespace; choose a new lease id.")
         current, size = self._current[namespace], namespace.key_bytes
         for index, keys in groups:
-            if not 0 <= index < len(current) or len(keys) % size:
-                namespace.check(index, keys)  # which raises
+            namespace.check(index, keys)
         is_new = lease is None
         if lease is None:
             lease = Lease(lease_id, session, namespace, self._clock() + self._lease_ttl_s, _NOTHING)
@@ -562,11 +559,11 @@ class Cache:
         """Remember the reason why these keys have no block any more."""
         self.blocks.record_misses(self.group(namespace, group).number, keys, namespace.key_bytes, reason)
 
-    def reasons_of(self, namespace: Namespace, group: int, keys: bytes) -> list[MissReason]:
-        """Return why keys were last missing, as far as is known; they may have been stored since."""
+    def reasons_of(self, namespace: Namespace, group: int, keys: bytes) -> bytes:
+        """Return the ``MissReason`` of each key when it was last missing, if known; it may have been stored since."""
         known = self.group(namespace, group)
         self._record_reset(known, keys)
-        return list(map(_REASONS.__getitem__, self.blocks.miss_reasons(known.number, keys, namespace.key_bytes)))
+        return self.blocks.miss_reasons(known.number, keys, namespace.key_bytes)
 
     def _record_reset(self, group: Group, keys: bytes) -> None:
         """Record which of these keys were reset, as ``background`` does when it reaches their blocks."""
@@ -785,16 +782,14 @@ class Cache:
 
     def _admit(self, rank: int, stored: Stored, part: StorePart, absent: Sequence[int]) -> None:
         """Make blocks for the absent keys that the policy admits, and fill in what to copy."""
-        joined = bool(stored.copy)
-        made: list[tuple[Sequence[int], BlockIds]] = [(stored.copy, stored.blocks)] if joined else []
+        made: list[tuple[Sequence[int], BlockIds]] = [(stored.copy, stored.blocks)]
         try:
             self._take_admitted(stored, part, absent, made)
             self._record_lost(stored, part)
         finally:  # allocated slots belong to the store even if this fails
-            numbers, blocks = [one for one, _ in made], [one for _, one in made]
-            stored.copy = list(numbers[0]) if len(numbers) == 1 else [key for keys in numbers for key in keys]
-            stored.blocks = blocks[0] if len(blocks) == 1 else np.concatenate([_NOTHING, *blocks])
-            if joined:
+            had_blocks, stored.copy = bool(stored.copy), list(chained.from_iterable(keys for keys, _ in made))
+            stored.blocks = np.concatenate([blocks for _, blocks in made])
+            if had_blocks:
                 order = np.argsort(stored.copy)
                 stored.copy, stored.blocks = np.array(stored.copy)[order].tolist(), stored.blocks[order]
             stored.slots, stored.offsets = self.blocks.begin_writes(self.slots, stored.blocks, rank)
@@ -866,12 +861,12 @@ class Cache:
             if group.dead or not blocks.size:
                 self._end_writes(group, blocks, slots)
                 continue
-            length, sums, living = group.lengths[ticket.rank], array("Q", given), self.blocks.state[blocks] == WRITING
+            sums, living = array("Q", given), self.blocks.state[blocks] == WRITING
             if not living.all():
                 self._end_writes(group, blocks[~living], slots[~living])
                 blocks, slots, sums = blocks[living], slots[living], array("Q", compress(sums, living))
                 firsts = None if firsts is None else array("H", compress(firsts, living))
-            ready, packed_keys = self.blocks.publish(blocks, slots, firsts, length, sums, group.key_bytes)
+            ready, packed_keys = self.blocks.publish(group, blocks, slots, firsts, sums)
             became_ready += len(ready)
             self.unverified_slots += sums.count(0)
             if len(ready) < len(blocks):
@@ -938,13 +933,9 @@ class Cache:
         group, slots = ticket.group, ticket.slots
         if not checksums:
             self._end_writes(group, slots[:1], slots)
-        ready = 0
-        for length in dict.fromkeys(group.lengths) if checksums else ():
-            ranks = [rank for rank, nbytes in enumerate(group.lengths) if nbytes == length]
-            firsts = [first_blocks[rank] for rank in ranks]
-            part = Stored(group, np.repeat(slots[:1], len(ranks)), slots[ranks], first_blocks=firsts)
-            ready += self.commit_store(StoreTicket(ranks[0], [part]), [[checksums[rank] for rank in ranks]])
-        return bool(ready)
+            return False
+        part = Stored(group, np.repeat(slots[:1], len(slots)), slots, first_blocks=first_blocks)
+        return bool(self.commit_store(StoreTicket(0, [part]), [checksums]))
 
     # --- loads ----------------------------------------------------------------------------------
 
@@ -1030,9 +1021,7 @@ class Cache:
             for slots in found:
                 self.drop(slots[:, 0], MissReason.NO_SPACE)
             raise
-        if len(found) == 1:
-            return found[0]
-        return np.concatenate(found) if found else np.empty((0, max(1, ranks)), np.uint32)
+        return found[0] if len(found) == 1 else np.concatenate([np.empty((0, max(1, ranks)), np.uint32), *found])
 
     def _within_quota(self, group: Group, count: int, below: float) -> int:
         """Return how many of ``count`` blocks the quota allows, after evicting blocks of the namespace if needed."""
@@ -1332,11 +1321,8 @@ class Cache:
 
         A key of another length than the namespace's has none. Raises BadGeometry.
         """
-        if len(key) != namespace.key_bytes:
-            return False
-        namespace.check(group, key)
         states, _ = self.blocks.find(self.group(namespace, group).number, key, namespace.key_bytes)
-        return any(state != FREE for state in states)
+        return len(key) == namespace.key_bytes and states[0] != FREE
 
     @property
     def usage(self) -> PoolUsage:

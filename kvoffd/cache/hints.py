@@ -293,6 +293,7 @@ class HintedOrder:
         return self._first(count, below)
 
     def candidates(self, below: float = inf) -> Iterator[BlockIds]:
+        """Yield all of these in batches. Any change of the order ends the iteration."""
         self.end_lapsed()
         given, most = 0, BATCH
         while (found := self._first(most, below)).size > given:

@@ -49,7 +49,7 @@ def test_the_index_finds_what_a_dict_does() -> None:
             for rank in range(ranks):
                 shards, offsets = table.begin_writes(slots, taken[:, 0], rank)
                 assert (shards.tolist(), offsets.tolist()) == (taken[:, rank].tolist(), slots.offsets(shards).tolist())
-                table.publish(taken[:, 0], shards, [0] * count, 8192, array("Q", [7] * count), key_bytes)
+                table.publish(groups[group], taken[:, 0], shards, None, array("Q", [7] * count))
             there.update(zip(names, taken.tolist(), strict=True))
         else:
             names_of = list(there)[: choose.randrange(1, 1 + len(there))]

@@ -215,7 +215,7 @@ def test_what_was_reset_is_missed_for_that_before_it_is_swept_out() -> None:
         rig.store(space, keys_of(number))
         rig.cache.reset(space)
     for number in (1, 2):
-        assert rig.cache.reasons_of(space, 0, keys_of(number)) == [MissReason.INVALIDATED]
+        assert rig.cache.reasons_of(space, 0, keys_of(number)) == bytes([MissReason.INVALIDATED])
     rig.cache.lookup(space, 8, 1, [(0, keys_of(1, 2, 3))])
     rig.cache.lookup(other, 8, 2, [(0, keys_of(1))])
     rig.cache.lookup(space, 8, 3, [(1, keys_of(1))])
@@ -223,7 +223,7 @@ def test_what_was_reset_is_missed_for_that_before_it_is_swept_out() -> None:
     assert misses(other) == {"UNKNOWN": 1}
     while rig.cache.background():
         pass
-    assert rig.cache.reasons_of(space, 0, keys_of(2)) == [MissReason.INVALIDATED]
+    assert rig.cache.reasons_of(space, 0, keys_of(2)) == bytes([MissReason.INVALIDATED])
     rig.cache.reset(space)
     assert not rig.cache.group(space, 0).unswept
 
@@ -242,9 +242,9 @@ def test_every_way_out_has_its_reason() -> None:
     namespace.counters.misses.clear()
     rig.cache.lookup(namespace, 8, 1, [(0, keys_of(1, 2, 4, 7, 99))])
     assert misses(namespace) == {"INVALIDATED": 1, "CORRUPT": 1, "EVICTED": 1, "NO_SPACE": 1, "UNKNOWN": 1}
-    assert rig.cache.reasons_of(namespace, 0, keys_of(4)) == [MissReason.EVICTED]
+    assert rig.cache.reasons_of(namespace, 0, keys_of(4)) == bytes([MissReason.EVICTED])
     rig.store(namespace, keys_of(1))
-    assert rig.cache.reasons_of(namespace, 0, keys_of(4)) == [MissReason.EVICTED]
+    assert rig.cache.reasons_of(namespace, 0, keys_of(4)) == bytes([MissReason.EVICTED])
 
 
 def test_prompts_that_wait_for_a_report_are_bounded_and_counted_in_steps() -> None:

@@ -190,7 +190,7 @@ class CacheMachine(RuleBasedStateMachine):
                 min(slots.region_bytes, slots.pool_bytes - at * slots.region_bytes) // size
                 for at in range(slots.regions)
             ]
-            used = [len(slots.neighbours(at)) if slots.slot_bytes[at] else 0 for at in range(slots.regions)]
+            used = np.add.reduceat(slots.in_use, range(0, len(slots.in_use), slots.slots_per_region), dtype=int)
             free = sum((room[at] - used[at]) for at in range(slots.regions) if has_size[at] or not slots.slot_bytes[at])
             assert free < taker.world_size, "keys found no space beside free slots"
         for name, model in self.index.items():

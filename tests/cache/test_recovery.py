@@ -103,10 +103,8 @@ class Pool:
         return self.blocks.take(self.slots, NAMESPACES[namespace][group], b"".join(keys), len(keys))
 
     def publish(self, namespace: int, group: int, slots: np.ndarray) -> None:
-        for rank, column in enumerate(slots.T):
-            geometry, count = NAMESPACES[namespace][group], len(slots)
-            length = geometry.lengths[rank]
-            self.blocks.publish(slots[:, 0], column, [0] * count, length, array("Q", [7] * count), geometry.key_bytes)
+        for column in slots.T:
+            self.blocks.publish(NAMESPACES[namespace][group], slots[:, 0], column, None, array("Q", [7] * len(slots)))
 
     def store(self, namespace: int, group: int, keys: list[bytes]) -> np.ndarray:
         slots = self.take(namespace, group, keys)
@@ -195,9 +193,9 @@ def test_whole_blocks_come_back_in_order_of_use_and_nothing_else() -> None:
     first, second = pool.store(3, 0, keys_of(1, 2, 3)), pool.store(9, 0, keys_of(4, 5, key_bytes=32))
     pool.take(3, 1, keys_of(6))  # being written
     part = pool.take(3, 0, keys_of(7))
-    pool.blocks.publish(part[:, 0], part[:, 0], [0], 8192, array("Q", [7]), 8)  # of one rank only
+    pool.blocks.publish(NAMESPACES[3][0], part[:, 0], part[:, 0], None, array("Q", [7]))  # of one rank only
     unchecked = pool.take(9, 0, keys_of(8, key_bytes=32))[0]
-    pool.blocks.publish(unchecked, unchecked, [0], 20000, array("Q", [0]), 8)
+    pool.blocks.publish(NAMESPACES[9][0], unchecked, unchecked, None, array("Q", [0]))
     successor, recovered = check(pool)
     assert recovered.blocks.tolist() == [*first[::-1, 0].tolist(), *second[::-1, 0].tolist()]
     assert recovered[2:] == (0, 0, 1, 1)  # what was claimed only is free
@@ -315,8 +313,8 @@ def test_a_writer_may_be_killed_at_any_instruction() -> None:
         (lib.blocks_drop, (at, geometry.packed, gone.ctypes.data, 1, 0)),
         (lib.blocks_take, (at, pool.slots.address, geometry.packed, keys, 2)),
         *(
-            (lib.blocks_publish, (at, heads, slots.ctypes.data, 2, None, geometry.lengths[rank], sums.ctypes.data))
-            for rank, slots in enumerate(columns)
+            (lib.blocks_publish, (at, geometry.packed, heads, slots.ctypes.data, 2, None, sums.ctypes.data))
+            for slots in columns
         ),
         (lib.blocks_set_checksum, (at, int(held[0, 0]), 9)),
     ]
@@ -343,7 +341,7 @@ def test_a_successor_may_be_killed_while_it_recovers() -> None:
     pool = Pool()
     pool.store(3, 0, keys_of(1, 2))
     part = pool.take(3, 0, keys_of(7))
-    pool.blocks.publish(part[:, 0], part[:, 0], [0], 8192, array("Q", [7]), 8)
+    pool.blocks.publish(NAMESPACES[3][0], part[:, 0], part[:, 0], None, array("Q", [7]))
     wanted = check(pool)[0].found()
     line, killed = 0, True
     while killed:

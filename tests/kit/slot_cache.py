@@ -186,15 +186,13 @@ class CacheRig:
         slots, cache = SlotAllocator(self.geometry.pool_bytes, self.geometry.region_bytes), self.cache
         successor = Cache(slots, table, Lru(self.geometry.slots), FoldedEvents(), self.clock)
         numbers: dict[int, tuple[bytes, int]] = {}
-        namespaces = {}
+        groups = []
         for namespace in cache.namespaces.values():
-            groups = []
-            for group in range(len(namespace.groups)):
+            for group, current in enumerate(cache._current[namespace]):
                 numbers[len(numbers) + 1] = namespace.fingerprint, group
                 groups.append(Group(len(numbers), namespace, group))
-                groups[-1].set_sizes(namespace.shard_lengths(group), [])
-            namespaces[namespace.number] = groups
-        recovered = recover(fd, table, slots, successor.blocks, namespaces, 2**32 - 1)
+                groups[-1].set_sizes(current.lengths, current.sizes)
+        recovered = recover(fd, table, slots, successor.blocks, groups, 2**32 - 1)
         os.close(fd)
         return BlockFinder(successor, numbers), recovered
 

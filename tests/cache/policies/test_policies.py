@@ -35,7 +35,7 @@ class Order:
 
     @property
     def candidates(self) -> list[int]:
-        return [int(block) for some in self.policy.candidates() for block in some]
+        return self.policy.first(SLOTS).tolist()
 
     def evict_oldest(self) -> int:
         victim = self.candidates[0]
