@@ -86,6 +86,8 @@ FOUND = 255
 """Value instead of a ``MissReason`` for a key that was found."""
 KNOWN_MISSES = 2**19
 """Keys whose reason for leaving is remembered, 8 bytes each. A new key replaces one at random."""
+_ARRAYS = "state", "shard", "pins", "missing", "group", "next", "pages", "older", "newer", "misses"
+"""Arrays of ``BlockTable`` that C reads and writes, in the order of blocks.h."""
 
 
 class Verdict(IntEnum):
@@ -130,9 +132,7 @@ class BlockTable(Structure):
 
     _fields_ = (
         *((name, ctypes.c_uint64) for name in ("generation", "pinned_blocks", "pinned_bytes")),
-        *((f"at_{name}", ctypes.c_void_p) for name in ("records", "state", "shard", "pins", "missing", "group")),
-        *((f"at_{name}", ctypes.c_void_p) for name in ("next", "pages", "older", "newer", "misses")),
-        *((f"at_{name}", ctypes.c_void_p) for name in ("bytes", "numbers", "offsets", "counts")),
+        *((f"at_{name}", ctypes.c_void_p) for name in ("records", *_ARRAYS, "bytes", "numbers", "offsets", "counts")),
         ("index", SlotIndex),
         ("crc", ctypes.c_uint32 * 256 * 8),
     )
@@ -157,19 +157,15 @@ class BlockTable(Structure):
         """[slots] slot of the next rank; that of the last rank is the block's first."""
         self.pages = np.zeros(slots, np.uint32)
         """[blocks] pages of the block's slots."""
-        self._older, self._newer = np.zeros(slots, np.uint32), np.zeros(slots, np.uint32)
-        self._misses = np.zeros(KNOWN_MISSES, np.uint64)
-        lists = self.next, self.pages, self._older, self._newer, self._misses
-        arrays = self.state, self.shard, self.pins, self.missing, self.group, *lists
+        self.older, self.newer = np.zeros(slots, np.uint32), np.zeros(slots, np.uint32)
+        self.misses = np.zeros(KNOWN_MISSES, np.uint64)
         self._native = native()
         self._counts = array("Q", bytes(8 * 3))
         """The largest result that C writes there: ``struct released`` of blocks.c."""
         self.at_records = records.ctypes.data
-        self.at_state, self.at_shard, self.at_pins, self.at_missing = (one.ctypes.data for one in arrays[:4])
-        self.at_group, self.at_next, self.at_pages, self.at_older, self.at_newer, self.at_misses = (
-            one.ctypes.data for one in arrays[4:]
-        )
-        self._arrays_bytes = sum(one.nbytes for one in arrays)
+        for name in _ARRAYS:
+            setattr(self, f"at_{name}", getattr(self, name).ctypes.data)
+        self._arrays_bytes = sum(getattr(self, name).nbytes for name in _ARRAYS)
         self.address = ctypes.addressof(self)  # type: ignore[arg-type]
         if not self._native.blocks_open(self.address, os.urandom(16)):
             raise MemoryError

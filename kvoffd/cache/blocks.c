@@ -505,55 +505,53 @@ static void choose(struct choice *c, uint32_t block)
     x->numbers[c->found++] = block;
 }
 
-/* Chooses all blocks of the region with the largest part skipped, among the first regions met; returns whether there is
- * one whose blocks can all be evicted. */
+/* Returns the block that a slot belongs to; the slot itself if it has none. */
+static uint32_t block_of(const struct blocks *x, uint32_t slot)
+{
+    while (x->state[slot] == NOT_FIRST && x->group[slot])
+        slot = x->next[slot];
+    return slot;
+}
+
+/* Returns whether all blocks of a region can be evicted. */
+static int can_go(const struct choice *c, uint64_t region)
+{
+    const struct slots *slots = c->slots;
+    uint64_t first = region * slots->slots_per_region, count = slots_in(slots, region, slots->slot_bytes[region]);
+
+    for (uint64_t slot = first; slot < first + count; slot++) {
+        uint32_t block = block_of(c->x, slot);
+        if (slots->in_use[slot] && (c->x->state[block] != READY || c->x->pins[block]))
+            return 0;
+    }
+    return c->found + count <= c->most_found;
+}
+
+/* Chooses all blocks of the region with the largest part skipped, among those of the first regions met whose blocks can
+ * all be evicted; returns whether there is one. */
 static int choose_region(struct choice *c)
 {
     const struct slots *slots = c->slots;
-    struct blocks *x = c->x;
-    uint64_t tried = 0; /* bits */
+    uint64_t best = NONE, compared = 0, most = 0;
 
-    for (;;) {
-        uint64_t best = NONE, best_at = 0, first, count, i, compared = 0, most = 0;
-        for (uint64_t at = 0; at < c->met && compared < REGIONS_COMPARED; at++) {
-            uint64_t region = c->regions[at];
-            if (!c->passed[region])
-                continue;
-            if (!(tried >> compared & 1) &&
-                (best == NONE || c->passed[region] * used_in(slots, best) > c->passed[best] * used_in(slots, region))) {
-                best = region;
-                best_at = compared;
-            }
-            compared++;
-        }
-        if (best == NONE)
-            return 0;
-        tried |= 1ULL << best_at;
-        first = best * slots->slots_per_region;
-        count = slots_in(slots, best, slots->slot_bytes[best]);
-        for (i = 0; i < count && c->found + count <= c->most_found; i++) {
-            uint32_t block = first + i;
-            if (!slots->in_use[block])
-                continue;
-            while (x->state[block] == NOT_FIRST && x->group[block])
-                block = x->next[block];
-            if (x->state[block] != READY || x->pins[block])
-                break;
-        }
-        if (i < count)
+    for (uint64_t at = 0; at < c->met && compared < REGIONS_COMPARED; at++) {
+        uint64_t region = c->regions[at];
+        if (!c->passed[region])
             continue;
-        for (i = 0; i < count; i++) {
-            uint32_t block = first + i;
-            while (x->state[block] == NOT_FIRST)
-                block = x->next[block];
-            if (slots->in_use[first + i])
-                choose(c, block);
-        }
-        for (i = 1; i < c->sizes; i++)
-            most = c->size[i].lacking > c->size[most].lacking ? i : most;
-        c->size[most].lacking -= slots_in(slots, best, c->size[most].bytes);
-        return 1;
+        compared++;
+        if ((best == NONE || c->passed[region] * used_in(slots, best) > c->passed[best] * used_in(slots, region)) &&
+            can_go(c, region))
+            best = region;
     }
+    if (best == NONE)
+        return 0;
+    for (uint64_t i = 0; i < slots_in(slots, best, slots->slot_bytes[best]); i++)
+        if (slots->in_use[best * slots->slots_per_region + i])
+            choose(c, block_of(c->x, best * slots->slots_per_region + i));
+    for (uint64_t i = 1; i < c->sizes; i++)
+        most = c->size[i].lacking > c->size[most].lacking ? i : most;
+    c->size[most].lacking -= slots_in(slots, best, c->size[most].bytes);
+    return 1;
 }
 
 /* Finds at most `most_found` blocks to evict for `count` blocks of a group: see Victims.for_space. `order` has READY,

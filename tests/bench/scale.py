@@ -126,8 +126,8 @@ class Books:
         self.namespace, _ = self.cache.open_namespace(block_group)
         for rank in range(shards):
             self.cache.register_rank(block_group, rank, [PAGE_BYTES], None)
-        self.cache.blocks._misses.fill(0)  # as large however many blocks there are
-        self._base_bytes += self.cache.blocks._misses.nbytes
+        self.cache.blocks.misses.fill(0)  # as large however many blocks there are
+        self._base_bytes += self.cache.blocks.misses.nbytes
 
     def store(self, first: int, count: int, checksum: int = 0) -> None:
         """Store keys as each rank does, with random checksums if none is given."""

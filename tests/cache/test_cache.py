@@ -11,10 +11,11 @@ from kvoffd.cache.asked_keys import TAKEN_AT_ONCE
 from kvoffd.cache.block_table import DROPPED, FREE, READY
 from kvoffd.cache.cache import MAX_UNREPORTED_REQUESTS
 from kvoffd.cache.namespace import MissReason, Namespace, NamespaceSnapshot
+from kvoffd.cache.tickets import StorePart
 from kvoffd.errors import BadGeometry, NamespaceMismatch, ShardTooLarge, UnknownLease
 from kvoffd.pool.slot_table import Deflated
 from kvoffd_proto.messages import GroupSpec
-from tests.kit.slot_cache import UNIT, CacheRig, Part, check_invariants, keys_of
+from tests.kit.slot_cache import UNIT, CacheRig, check_invariants, keys_of
 
 A, R = FREE, READY
 SESSION, LEASE = 5, 77
@@ -46,7 +47,7 @@ def test_a_store_that_fails_inside_leaves_nothing() -> None:
 
     rig.cache._evict_for = fail  # type: ignore[method-assign]
     with pytest.raises(ZeroDivisionError):
-        rig.cache.begin_store(namespace, 0, [Part(0, keys_of(1)), Part(1, keys_of(*range(9)))])
+        rig.cache.begin_store(namespace, 0, [StorePart(0, keys_of(1)), StorePart(1, keys_of(*range(9)))])
     assert rig.cache.usage.free == rig.slots.pool_bytes
     check_invariants(rig.cache)
 
@@ -252,7 +253,7 @@ def test_prompts_that_wait_for_a_report_are_bounded_and_counted_in_steps() -> No
     namespace = rig.open("a")
     for lease_id in range(1000):
         rig.cache.lookup(namespace, 1, 1 + lease_id, [], reported=True)
-    assert not rig.cache._uncounted._by_lease, "there is nothing to count"
+    assert not rig.cache._uncounted._prompts, "there is nothing to count"
     for lease_id in range(200):
         rig.cache.lookup(namespace, 1, 1 + lease_id, [(0, keys_of(lease_id))], reported=True)
     assert misses(namespace) == {}

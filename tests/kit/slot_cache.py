@@ -7,7 +7,7 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from kvoffd.cache.lru import Lru
 from kvoffd.cache.namespace import Group, Namespace
 from kvoffd.cache.policy import make_policy
 from kvoffd.cache.recovery import RecoveredBlocks, recover
-from kvoffd.cache.tickets import SessionLeases, StoreTicket
+from kvoffd.cache.tickets import SessionLeases, StorePart, StoreTicket
 from kvoffd.pool.allocator import SlotAllocator
 from kvoffd.pool.slot_table import BAD_RECORD, READY_RECORD, SlotTable, TableGeometry
 from kvoffd.system.numa import Locality
@@ -72,16 +72,6 @@ class FoldedEvents:
 
 def keys_of(*numbers: int) -> bytes:
     return b"".join(number.to_bytes(8, "big") for number in numbers)
-
-
-@dataclass
-class Part:
-    """What a store offers of a group."""
-
-    group: int
-    keys: bytes
-    first_blocks: Mapping[int, int] = field(default_factory=dict)
-    starts: Sequence[int] | None = (0,)
 
 
 class CacheRig:
@@ -151,7 +141,7 @@ class CacheRig:
         first_blocks: Mapping[int, int] | None = None,
         starts: Sequence[int] | None = (0,),
     ) -> StoreTicket:
-        return self.cache.begin_store(namespace, rank, [Part(group, keys, first_blocks or {}, starts)])
+        return self.cache.begin_store(namespace, rank, [StorePart(group, keys, first_blocks or {}, starts)])
 
     def commit(self, ticket: StoreTicket, checksum: int = 7) -> int:
         return self.cache.commit_store(ticket, [[checksum] * len(part.copy) for part in ticket.parts])
