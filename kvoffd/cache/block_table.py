@@ -165,7 +165,7 @@ class BlockTable(Structure):
         self.at_records = records.ctypes.data
         for name in _ARRAYS:
             setattr(self, f"at_{name}", getattr(self, name).ctypes.data)
-        self._arrays_bytes = sum(getattr(self, name).nbytes for name in _ARRAYS)
+        self._arrays_bytes: int = sum(getattr(self, name).nbytes for name in _ARRAYS)
         self.address = ctypes.addressof(self)  # type: ignore[arg-type]
         if not self._native.blocks_open(self.address, os.urandom(16)):
             raise MemoryError

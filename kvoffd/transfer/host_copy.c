@@ -202,39 +202,52 @@ static ALWAYS_INLINE void stripes(uint8_t *to, const uint8_t *from, uint64_t cou
         memcpy(slot_sums, &sums, sizeof sums);
 }
 
-/* A version of `stripes` for each use, so that none does another's work. `plain_by_pages`: `by_pages` without sums. */
-static ALWAYS_INLINE void versions(uint8_t *to, const uint8_t *from, uint64_t count, uint64_t first,
-                                   uint64_t *slot_sums, const uint8_t *next, int plain_by_pages)
+static AVX2 void copy_summed_on_amd(uint8_t *to, const uint8_t *from, uint64_t count, uint64_t first,
+                                    uint64_t *slot_sums, const uint8_t *next)
 {
-    if (!slot_sums)
-        stripes(to, from, count, first, NULL, next, plain_by_pages);
-    else if (!to)
-        stripes(NULL, from, count, first, slot_sums, next, 1);
+    stripes(to, from, count, first, slot_sums, next, 1);
+}
+
+static void copy_summed(uint8_t *to, const uint8_t *from, uint64_t count, uint64_t first, uint64_t *slot_sums,
+                        const uint8_t *next)
+{
+    if (ON_AMD)
+        copy_summed_on_amd(to, from, count, first, slot_sums, next);
     else
         stripes(to, from, count, first, slot_sums, next, 1);
 }
 
-static AVX2 void move_on_amd(uint8_t *to, const uint8_t *from, uint64_t count, uint64_t first, uint64_t *slot_sums,
-                             const uint8_t *next)
+static AVX2 void read_summed_on_amd(const uint8_t *from, uint64_t count, uint64_t *slot_sums, const uint8_t *next)
 {
-    versions(to, from, count, first, slot_sums, next, 0);
+    stripes(NULL, from, count, 0, slot_sums, next, 1);
 }
 
-/* Copies and adds as `stripes` does. */
-static void move(uint8_t *to, const uint8_t *from, uint64_t count, uint64_t first, uint64_t *slot_sums,
-                 const uint8_t *next)
+static void read_summed(const uint8_t *from, uint64_t count, uint64_t *slot_sums, const uint8_t *next)
 {
     if (ON_AMD)
-        move_on_amd(to, from, count, first, slot_sums, next);
+        read_summed_on_amd(from, count, slot_sums, next);
     else
-        versions(to, from, count, first, slot_sums, next, 1);
+        stripes(NULL, from, count, 0, slot_sums, next, 1);
+}
+
+static AVX2 void copy_stripes_on_amd(uint8_t *to, const uint8_t *from, uint64_t count, const uint8_t *next)
+{
+    stripes(to, from, count, 0, NULL, next, 0);
+}
+
+static void copy_stripes(uint8_t *to, const uint8_t *from, uint64_t count, const uint8_t *next)
+{
+    if (ON_AMD)
+        copy_stripes_on_amd(to, from, count, next);
+    else
+        stripes(to, from, count, 0, NULL, next, 1);
 }
 
 static void copy_plain(uint8_t *to, const uint8_t *from, uint64_t nbytes, const uint8_t *next)
 {
     uint64_t whole = (uint64_t)to % STRIPE ? 0 : nbytes / STRIPE;
 
-    move(to, from, whole, 0, NULL, next);
+    copy_stripes(to, from, whole, next);
     memcpy(to + whole * STRIPE, from + whole * STRIPE, nbytes - whole * STRIPE);
 }
 
@@ -276,13 +289,13 @@ static void fill(struct filling *c, uint8_t *to, const uint8_t *from, uint64_t n
         memcpy(to, from, head);
         to += head, from += head, nbytes -= head, c->filled += head;
         if (c->filled % STRIPE == 0 && number < in_sums)
-            move(to - STRIPE, to - STRIPE, 1, number, c->sums, from);
+            copy_summed(to - STRIPE, to - STRIPE, 1, number, c->sums, from);
         number++;
     }
     uint64_t count = nbytes / STRIPE;
     if (number + count > in_sums)
         count = number < in_sums ? in_sums - number : 0;
-    move(to, from, count, number, c->sums, next);
+    copy_summed(to, from, count, number, c->sums, next);
     memcpy(to + count * STRIPE, from + count * STRIPE, nbytes - count * STRIPE);
     c->filled += nbytes;
     if (c->filled == c->slot_bytes[c->at_slot])
@@ -364,8 +377,8 @@ void kvoffd_digests(const uint64_t *slot, const uint64_t *slot_bytes, uint64_t *
         if (length < SHORTEST)
             continue;
         begin_slot(&c);
-        move(NULL, from, (length - 1) / STRIPE, 0, c.sums,
-             c.at_slot + 1 < slots ? (const uint8_t *)slot[c.at_slot + 1] : from + length - STRIPE);
+        read_summed(from, (length - 1) / STRIPE, c.sums,
+                    c.at_slot + 1 < slots ? (const uint8_t *)slot[c.at_slot + 1] : from + length - STRIPE);
         sum[c.at_slot] = checksum(&c);
     }
 }
