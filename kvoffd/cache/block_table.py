@@ -184,43 +184,43 @@ class BlockTable(Structure):
         self.at_numbers, self.at_bytes, self.at_offsets = (one.ctypes.data for one in buffers)
         self._capacity = 2 * count
 
+    def _reserve_for(self, group: Group, keys: bytes) -> int:
+        """Make the buffers hold a result for each of a group's keys. Returns how many these are."""
+        self._reserve(count := len(keys) // group.key_bytes)
+        return count
+
     @property
     def nbytes(self) -> int:
         """Memory of the index and the arrays, including untouched pages."""
         return int(self.index.nbytes) + self._arrays_bytes
 
-    def find(self, group: int, keys: bytes, key_bytes: int) -> tuple[bytes, BlockIds]:
+    def find(self, group: Group, keys: bytes) -> tuple[bytes, BlockIds]:
         """Return the state and number of each key's block; FREE and NO_BLOCK if it has none."""
-        count = len(keys) // key_bytes
-        self._reserve(count)
-        self._native.blocks_find(self.address, group, keys, count, key_bytes)
+        count = self._reserve_for(group, keys)
+        self._native.blocks_find(self.address, group.number, keys, count, group.key_bytes)
         return self._bytes[:count].tobytes(), self._numbers[:count].copy()
 
-    def lookup(self, group: int, keys: bytes, key_bytes: int, *, pin: bool) -> Found:
+    def lookup(self, group: Group, keys: bytes, *, pin: bool) -> Found:
         """Find keys, and pin the blocks of the READY ones if ``pin``."""
-        count, pinned_bytes = len(keys) // key_bytes, self.pinned_bytes
-        self._reserve(count)
-        self._native.blocks_lookup(self.address, group, keys, count, key_bytes, pin)
+        count, pinned_bytes = self._reserve_for(group, keys), self.pinned_bytes
+        self._native.blocks_lookup(self.address, group.number, keys, count, group.key_bytes, pin)
         ready, run = self._counts[:2]
         states, reasons = self._bytes[:count].tobytes(), self._bytes[count : 2 * count].tobytes()
         return Found(states, self._numbers[:ready].copy(), self.pinned_bytes - pinned_bytes, run, reasons)
 
-    def plan(
-        self, group: int, keys: bytes, key_bytes: int, rank: int, first_blocks: Mapping[int, int]
-    ) -> tuple[bytes, BlockIds]:
+    def plan(self, group: Group, keys: bytes, rank: int, first_blocks: Mapping[int, int]) -> tuple[bytes, BlockIds]:
         """Return a ``Verdict`` for each key that a rank stores, and the key's block, NO_BLOCK if it has none.
 
         ``first_blocks``: by the number of a key, the first engine block that is offered, if not 0.
         """
-        count, offered = len(keys) // key_bytes, None
+        count, offered = self._reserve_for(group, keys), None
         if first_blocks:
             firsts = array("H", bytes(2 * count))
             for number, first in first_blocks.items():
                 if number < count:
                     firsts[number] = first
             offered = firsts.tobytes()
-        self._reserve(count)
-        if not self._native.blocks_plan(self.address, group, keys, count, key_bytes, rank, offered):
+        if not self._native.blocks_plan(self.address, group.number, keys, count, group.key_bytes, rank, offered):
             raise MemoryError
         return self._bytes[:count].tobytes(), self._numbers[:count].copy()
 
@@ -258,13 +258,12 @@ class BlockTable(Structure):
         return self._numbers[:count].copy(), self._offsets[:count].copy()
 
     def begin_load(
-        self, slots: SlotAllocator, group: int, keys: bytes, key_bytes: int, rank: int, first_block: int
+        self, slots: SlotAllocator, group: Group, keys: bytes, rank: int, first_block: int
     ) -> tuple[BlockIds, SlotIds, Offsets] | list[int]:
         """Pin blocks if a rank can read all its shards, the first from ``first_block``. Returns the blocks, the rank's
         slots and their pool offsets; otherwise the numbers of the keys that it cannot read."""
-        count = len(keys) // key_bytes
-        self._reserve(count)
-        offered = group, keys, count, key_bytes, rank, first_block
+        count = self._reserve_for(group, keys)
+        offered = group.number, keys, count, group.key_bytes, rank, first_block
         if not self._native.blocks_begin_load(self.address, slots.address, *offered):
             lacking: list[int] = np.flatnonzero(self._bytes[:count] == 0).tolist()
             return lacking
@@ -402,15 +401,15 @@ class BlockTable(Structure):
         keys: list[bytes] = np.frombuffer(self.keys(blocks, key_bytes), f"V{key_bytes}").tolist()
         return keys
 
-    def record_misses(self, group: int, keys: bytes, key_bytes: int, reason: int) -> None:
+    def record_misses(self, group: Group, keys: bytes, reason: int) -> None:
         """Remember the reason, 1 to 15, why these keys have no block any more."""
-        self._native.blocks_record_misses(self.address, group, keys, len(keys) // key_bytes, key_bytes, reason)
+        count = len(keys) // group.key_bytes
+        self._native.blocks_record_misses(self.address, group.number, keys, count, group.key_bytes, reason)
 
-    def miss_reasons(self, group: int, keys: bytes, key_bytes: int) -> bytes:
+    def miss_reasons(self, group: Group, keys: bytes) -> bytes:
         """Return the ``MissReason`` of each key, as far as it is known."""
-        count = len(keys) // key_bytes
-        self._reserve(count)
-        self._native.blocks_reasons(self.address, group, keys, count, key_bytes)
+        count = self._reserve_for(group, keys)
+        self._native.blocks_reasons(self.address, group.number, keys, count, group.key_bytes)
         return self._bytes[:count].tobytes()
 
 

@@ -410,7 +410,7 @@ class Cache:
             lease = None
         if lease is not None and (lease.session != session or lease.namespace is not namespace):
             raise UnknownLease(f"The lease {lease_id} belongs to another session or namespace; choose a new lease id.")
-        current, size = self._current[namespace], namespace.key_bytes
+        current = self._current[namespace]
         for index, keys in groups:
             namespace.check(index, keys)
         is_new = lease is None
@@ -420,7 +420,7 @@ class Cache:
         lease.coming, lease.asking, lease.peer = lease.coming - lease.asking, 0, peer
         for index, keys in groups if self._dead else ():
             self._record_reset(current[index], keys)
-        found = [self.blocks.lookup(current[index].number, keys, size, pin=is_new) for index, keys in groups]
+        found = [self.blocks.lookup(current[index], keys, pin=is_new) for index, keys in groups]
         asked = None if again else [AskedKeys(namespace, reported=reported) for _ in groups]
         if self.tiers is not None:
             found = self._find_below(self.tiers, lease, groups, found, asked, is_new=is_new)
@@ -557,21 +557,21 @@ class Cache:
 
     def record_misses(self, namespace: Namespace, group: int, keys: bytes, reason: MissReason) -> None:
         """Remember the reason why these keys have no block any more."""
-        self.blocks.record_misses(self.group(namespace, group).number, keys, namespace.key_bytes, reason)
+        self.blocks.record_misses(self.group(namespace, group), keys, reason)
 
     def reasons_of(self, namespace: Namespace, group: int, keys: bytes) -> bytes:
         """Return the ``MissReason`` of each key when it was last missing, if known; it may have been stored since."""
         known = self.group(namespace, group)
         self._record_reset(known, keys)
-        return self.blocks.miss_reasons(known.number, keys, namespace.key_bytes)
+        return self.blocks.miss_reasons(known, keys)
 
     def _record_reset(self, group: Group, keys: bytes) -> None:
         """Record which of these keys were reset, as ``background`` does when it reaches their blocks."""
         for number in self._dead.keys() & group.unswept:
-            states, _ = self.blocks.find(number, keys, group.key_bytes)
+            states, _ = self.blocks.find(self._dead[number], keys)
             gone = np.flatnonzero(np.frombuffer(states, np.uint8) != FREE)
             packed_keys = _select_keys(keys, gone, group.key_bytes)
-            self.blocks.record_misses(group.number, packed_keys, group.key_bytes, MissReason.INVALIDATED)
+            self.blocks.record_misses(group, packed_keys, MissReason.INVALIDATED)
 
     def report_requests(self) -> None:
         """Report requests to the tiers and, except a bench's, to the policy, ``on_counted`` and the watchers. Call
@@ -683,7 +683,7 @@ class Cache:
         count = 0
         for index, keys in groups:
             group, split = self._current[namespace][index], list(dict.fromkeys(namespace.split(index, keys)))
-            states, blocks = self.blocks.find(group.number, b"".join(split), group.key_bytes)
+            states, blocks = self.blocks.find(group, b"".join(split))
             is_ready = np.frombuffer(states, np.uint8) == READY
             absent = list(compress(split, (~is_ready).tolist()))
             self.order.apply(hint, group, blocks[is_ready], absent)
@@ -701,10 +701,7 @@ class Cache:
         return ready
 
     def _states_of(self, namespace: Namespace, groups: Sequence[tuple[int, bytes]]) -> list[bytes]:
-        return [
-            self.blocks.find(self.group(namespace, index).number, keys, namespace.key_bytes)[0]
-            for index, keys in groups
-        ]
+        return [self.blocks.find(self.group(namespace, index), keys)[0] for index, keys in groups]
 
     def _ask_tiers(self, tiers: TierHooks, lease: Lease, states: list[bytes]) -> None:
         """Request what the pool lacks of a prefetch's keys, or end it if nothing more comes."""
@@ -750,7 +747,7 @@ class Cache:
         try:
             for part in parts:
                 group = groups[part.group]
-                offered = group.number, part.keys, size, rank, part.first_blocks
+                offered = group, part.keys, rank, part.first_blocks
                 verdicts, blocks = self.blocks.plan(*offered)
                 if verdicts == _ABSENT * len(verdicts):
                     offers.append((Stored(group, _NOTHING, _NOTHING), part, range(len(verdicts))))
@@ -837,12 +834,12 @@ class Cache:
         if stored.no_space:
             cause = self.no_space_cause(group)
             reason = MissReason.QUOTA if cause == "quota" else MissReason.NO_SPACE
-            self.blocks.record_misses(group.number, _select_keys(part.keys, stored.no_space, size), size, reason)
+            self.blocks.record_misses(group, _select_keys(part.keys, stored.no_space, size), reason)
             group.namespace.counters.no_space[cause] += len(stored.no_space)
         if stored.rejected:
             packed_keys = _select_keys(part.keys, stored.rejected, size)
             self.policy.rejected(group, packed_keys)
-            self.blocks.record_misses(group.number, packed_keys, size, MissReason.REJECTED)
+            self.blocks.record_misses(group, packed_keys, MissReason.REJECTED)
             group.namespace.counters.rejected_keys += len(stored.rejected)
 
     def commit_store(
@@ -918,7 +915,7 @@ class Cache:
         group = self._current[namespace][group_index]
         if not group.sizes:
             raise BadGeometry("Not all ranks of the namespace have registered; register them first.")
-        states, _ = self.blocks.find(group.number, b"".join(keys), namespace.key_bytes)
+        states, _ = self.blocks.find(group, b"".join(keys))
         first = {key: number for number, key in reversed(list(enumerate(keys)))}
         numbers = [number for number, state in enumerate(states) if state == FREE and first[keys[number]] == number]
         slots = self._take(group, b"".join([keys[number] for number in numbers]), inf)
@@ -951,7 +948,7 @@ class Cache:
         if lease is None or lease.namespace is not namespace or not lease.active:
             raise UnknownLease(f"The lease {lease_id} is unknown, ended or of another namespace; look up again.")
         group, size = self._current[namespace][group_index], namespace.key_bytes
-        found = self.blocks.begin_load(self.slots, group.number, keys, size, rank, first_block)
+        found = self.blocks.begin_load(self.slots, group, keys, rank, first_block)
         if isinstance(found, list):
             raise NotReady(group_index, found)
         return LoadTicket(rank, lease, group, keys[:size], *found)
@@ -1105,7 +1102,7 @@ class Cache:
             namespace.check(number, keys)
         dropped = 0
         for number, keys in groups:
-            states, blocks = self.blocks.find(self.group(namespace, number).number, keys, namespace.key_bytes)
+            states, blocks = self.blocks.find(self.group(namespace, number), keys)
             there = np.array(sorted(set(blocks[np.frombuffer(states, np.uint8) != FREE].tolist())), np.uint32)
             dropped += len(there)
             self.drop(there, MissReason.INVALIDATED)
@@ -1136,7 +1133,7 @@ class Cache:
         packed_keys, slots, unverified, corrupt = self.blocks.drop(group, blocks, reason or 0)
         if group.dead and group.namespace in self._current:
             now = self._current[group.namespace][group.index]
-            self.blocks.record_misses(now.number, packed_keys, group.key_bytes, MissReason.INVALIDATED)
+            self.blocks.record_misses(now, packed_keys, MissReason.INVALIDATED)
         if state == READY:
             self._report_removed(group, blocks, packed_keys)
         for block in blocks.tolist() if self._partial else ():
@@ -1321,7 +1318,7 @@ class Cache:
 
         A key of another length than the namespace's has none. Raises BadGeometry.
         """
-        states, _ = self.blocks.find(self.group(namespace, group).number, key, namespace.key_bytes)
+        states, _ = self.blocks.find(self.group(namespace, group), key)
         return len(key) == namespace.key_bytes and states[0] != FREE
 
     @property

@@ -63,7 +63,7 @@ struct known {
     uint64_t known_keys, blocks, spans;
     uint64_t known_bytes; /* bytes that blocks of all known keys have, or would have */
     uint64_t nbytes; /* memory of the policy */
-    uint64_t as_lru; /* set by lru_fallback.py */
+    uint64_t as_lru; /* set by LruFallback of learned.py */
     uint64_t below; /* bytes that are requested while tiers keep a block; set by learned.py */
     double lowest; /* lowest score of a block at the last offer; INFINITY if there was none */
 };

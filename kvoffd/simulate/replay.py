@@ -11,8 +11,7 @@ import numpy as np
 
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.curve import HitRatioCurve
-from kvoffd.cache.learned import Learned
-from kvoffd.cache.lru_fallback import LruFallback
+from kvoffd.cache.learned import Learned, LruFallback
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policy import make_policy
 from kvoffd.cache.tickets import StorePart

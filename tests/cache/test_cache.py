@@ -237,7 +237,7 @@ def test_every_way_out_has_its_reason() -> None:
     rig.store(namespace, keys_of(5, 6))
     hold(rig, namespace, keys_of(2, 3, 5, 6))
     rig.store(namespace, keys_of(7))
-    corrupt = rig.cache.blocks.find(rig.cache._current[namespace][0].number, keys_of(2), 8)[1]
+    corrupt = rig.cache.blocks.find(rig.cache._current[namespace][0], keys_of(2))[1]
     (check,) = rig.cache.checks(corrupt)
     rig.cache.check(check.slot, check.generation, 1)
     namespace.counters.misses.clear()

@@ -119,7 +119,7 @@ class Pool:
                 ready = (self.blocks.state == READY) & (self.blocks.group == group.number)
                 heads = np.flatnonzero(ready).astype(np.uint32)
                 keys = self.blocks.keys(heads, group.key_bytes)
-                states, blocks = self.blocks.find(group.number, keys, group.key_bytes)
+                states, blocks = self.blocks.find(group, keys)
                 assert states == bytes([READY]) * len(heads)
                 assert blocks.tolist() == heads.tolist()
                 for at, row in enumerate(self.blocks.slots(heads, len(group.lengths)).tolist()):

@@ -129,7 +129,7 @@ class CacheRig:
     def blocks(self, namespace: Namespace, keys: bytes, group: int = 0) -> BlockIds:
         """The blocks of keys that have one."""
         known = self.cache.group(namespace, group)
-        states, blocks = self.cache.blocks.find(known.number, keys, namespace.key_bytes)
+        states, blocks = self.cache.blocks.find(known, keys)
         return blocks[np.frombuffer(states, np.uint8) != FREE]
 
     def begin(
@@ -165,7 +165,7 @@ class CacheRig:
 
     def states(self, namespace: Namespace, keys: bytes, group: int = 0) -> list[int]:
         """What a lookup would find in the pool."""
-        return list(self.cache.blocks.find(self.cache.group(namespace, group).number, keys, 8)[0])
+        return list(self.cache.blocks.find(self.cache.group(namespace, group), keys)[0])
 
     def successor(self) -> tuple[BlockFinder, RecoveredBlocks]:
         """What one would find that comes after this process's death."""
@@ -233,7 +233,7 @@ def check_invariants(cache: Cache) -> None:
         partial = state == WRITING and not writing
         assert group.dead or (head in cache._partial) == partial
         key = blocks.keys(np.array([head], np.uint32), group.key_bytes)
-        found, number = blocks.find(group.number, key, group.key_bytes)
+        found, number = blocks.find(group, key)
         if state == DROPPED:
             assert blocks.pins[head] or writing, "a dropped block is held by nothing"
             assert number[0] != head

@@ -22,11 +22,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvoffd
-from kvoffd.cache import lru_fallback
+from kvoffd.cache import learned
 from kvoffd.cache.block_table import BlockTable
 from kvoffd.cache.curve import HitRatioCurve
-from kvoffd.cache.learned import BINS, CLASSES, Learned
-from kvoffd.cache.lru_fallback import FIRST_STAY, JUDGED_AFTER, LruFallback
+from kvoffd.cache.learned import BINS, CLASSES, FIRST_STAY, JUDGED_AFTER, Learned, LruFallback
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.cache.policy import Chain
 from kvoffd.simulate.replay import replay
@@ -282,7 +281,7 @@ def test_a_new_model_is_not_judged_by_another_ones_requests() -> None:
 @pytest.mark.nightly
 def test_the_size_of_blocks_makes_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     """To what was learned: when it does as an LRU does depends on the curve's sample."""
-    monkeypatch.setattr(lru_fallback, "LEAST_LEAD", 1.0)
+    monkeypatch.setattr(learned, "LEAST_LEAD", 1.0)
     seeds, gaps = (1, 3, 5), []
     for seed in seeds:
         large, small = (trace_of(conversations(random.Random(seed), tokens), tokens) for tokens in (1024, 16))
