@@ -360,6 +360,15 @@ class BlockTable(Structure):
         """Return the group number of all blocks; 0 if they have none in common, or ``unpinned`` and one is pinned."""
         return int(self._native.blocks_common_group(self.address, packed(blocks), len(blocks), unpinned))
 
+    def by_group(self, blocks: BlockIds, groups: Mapping[int, Group]) -> list[tuple[Group, BlockIds]]:
+        """Group blocks, which have slots, by their group, one of ``groups`` by number; each keeps its order."""
+        if not blocks.size:
+            return []
+        if only := self.group_of(blocks):
+            return [(groups[only], blocks)]
+        numbers = self.group[blocks]
+        return [(groups[number], blocks[numbers == number]) for number in sorted(set(numbers.tolist()))]
+
     def pin(self, blocks: BlockIds) -> int:
         """Keep the bytes of blocks until ``Cache.unpin``; a block that occurs several times is pinned as many times.
 

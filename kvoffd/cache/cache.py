@@ -166,7 +166,7 @@ class Cache:
         self._current: dict[Namespace, list[Group]] = {}
         """Groups of each namespace, by index."""
         self.order = HintedOrder(policy, self.blocks, self._groups, self.quotas, clock, slots.pool_bytes)
-        self._victims = Victims(slots, self.blocks, self.order, self._groups, self._waiting)
+        self._victims = Victims(slots, self.blocks, self.order, self._waiting)
         self._partial: dict[int, float] = {}
         """Incomplete blocks of which no shard is being written, also of groups that were reset, with the time when that
         began."""
@@ -1213,12 +1213,7 @@ class Cache:
 
     def by_group(self, blocks: BlockIds) -> list[tuple[Group, BlockIds]]:
         """Group blocks, which have slots, by their group; each keeps its order."""
-        if not blocks.size:
-            return []
-        if only := self.blocks.group_of(blocks):
-            return [(self._groups[only], blocks)]
-        numbers = self.blocks.group[blocks]
-        return [(self._groups[number], blocks[numbers == number]) for number in sorted(set(numbers.tolist()))]
+        return self.blocks.by_group(blocks, self._groups)
 
     def _of_block(self, block: int) -> Group:
         return self._groups[int(self.blocks.group[block])]

@@ -52,7 +52,6 @@ KEPT = 1 - 1 / 16
 
 FORMAT = 6
 """Version of the state that is kept for the next daemon."""
-SEED_BYTES = 16
 _OFFER = struct.Struct("=dQ")
 _HEAD = struct.Struct("=II")
 _TIME = struct.Struct("=3Q")
@@ -119,7 +118,7 @@ class Learned(InOrder):
     def __init__(self, pool_bytes: int) -> None:
         self._native = native()
         self._pool_bytes = pool_bytes
-        self._at = self._native.learned_new(pool_bytes, os.urandom(SEED_BYTES))
+        self._at = self._native.learned_new(pool_bytes, os.urandom(16))
         if not self._at:
             raise MemoryError
         self._close = weakref.finalize(self, self._native.learned_free, self._at)
