@@ -582,15 +582,10 @@ class Cache:
 
     def _report_request(self) -> None:
         namespace, found, reported = self._requested.popleft()
-        chains, ready = [], []
-        for chain in found:
-            if not chain.group.dead:
-                if self._ready_removed:
-                    chain = chain._replace(ready=chain.ready[self.blocks.state[chain.ready] == READY])
-                chains.append(chain)
-                if chain.ready.size:
-                    ready.append(chain.ready)
-        if self.tiers is not None and ready:
+        chains = [chain for chain in found if not chain.group.dead]
+        if self._ready_removed:
+            chains = [one._replace(ready=one.ready[self.blocks.state[one.ready] == READY]) for one in chains]
+        if self.tiers is not None and (ready := [one.ready for one in chains if one.ready.size]):
             self.tiers.used(np.concatenate(ready))
         if chains and not namespace.of_bench:
             self.order.requested(chains)
