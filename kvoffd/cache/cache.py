@@ -240,8 +240,7 @@ class Cache:
         """Set the rank's NUMA node and, at its first registration, its shard sizes, by group.
 
         Raises BadGeometry if the bytes differ from earlier ones or do not fit the namespace,
-        and ShardTooLarge if no slot can hold a shard. A shard of 0 bytes, of a rank without a layer in the group, gets
-        the smallest slot.
+        and ShardTooLarge if no slot can hold a shard.
         """
         new = self._fix_shard_bytes(namespace, rank, shard_bytes)
         namespace.nodes[rank] = node
