@@ -227,15 +227,11 @@ class Learned(InOrder):
         return _HEAD.pack(FORMAT, zlib.crc32(body)) + body
 
     def restore(self, state: bytes) -> None:
-        if len(state) < _HEAD.size:
-            raise ValueError("the state is cut off")
-        (version, checksum), body = _HEAD.unpack_from(state), state[_HEAD.size :]
-        if version != FORMAT:
-            raise ValueError("another release wrote it")
+        if len(state) != _HEAD.size + _TIME.size + _KEPT_BYTES or _HEAD.unpack_from(state)[0] != FORMAT:
+            raise ValueError("another release wrote it, or it is cut off")
+        (_, checksum), body = _HEAD.unpack_from(state), state[_HEAD.size :]
         if zlib.crc32(body) != checksum:
             raise ValueError("its checksum is wrong")
-        if len(body) != _TIME.size + _KEPT_BYTES:
-            raise ValueError("its layout differs")
         (lifetime, *time), sums = _TIME.unpack_from(body), np.frombuffer(body, np.float64, offset=_TIME.size)
         if not lifetime or max(time) > _MAX_COUNT or not ((sums >= 0) & (sums <= _MAX_SUM)).all():
             raise ValueError("invalid counters")

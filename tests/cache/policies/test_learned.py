@@ -399,10 +399,10 @@ def with_count(state: bytes, at: int, form: str, value: float) -> bytes:
 
 
 DAMAGE: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
-    "empty": ("the state is cut off", lambda state: b""),
+    "empty": ("cut off", lambda state: b""),
     "bit": ("its checksum is wrong", lambda state: state[:50] + bytes([state[50] ^ 1]) + state[51:]),
     "format": ("another release wrote it", lambda state: struct.pack("=I", 9) + state[4:]),
-    "short": ("its layout differs", lambda state: with_count(state[:-8], 32, "=d", 0)),
+    "short": ("cut off", lambda state: with_count(state[:-8], 32, "=d", 0)),
     "pool": ("invalid counters", lambda state: with_count(state, 0, "=Q", 0)),
     "time": ("invalid counters", lambda state: with_count(state, 8, "=Q", 2**63)),
     "nan": ("invalid counters", lambda state: with_count(state, 32, "=d", nan)),
