@@ -465,7 +465,7 @@ class Tiering:
             (asked, first), gap = run[1], sum(found)
             namespace.counters.found_shared += gap
             reasons = self._cache.reasons_of(namespace, block_group.number, b"".join(keys[gap:]))
-            asked.missed_run(first + gap, bytes(reasons))
+            asked.missed(first + gap, reasons)
         by_tag = self._uncounted.get(namespace, {})
         if not (uncounted := by_tag.get(block_group.tag)):
             return
@@ -477,7 +477,7 @@ class Tiering:
         reasons = self._cache.reasons_of(namespace, block_group.number, b"".join([keys[at] for at in missed]))
         for at, reason in zip(missed, reasons, strict=True):
             for asked, position in askers[at]:
-                asked.missed(position, reason)
+                asked.missed(position, bytes([reason]))
 
     def _forget_fills(self, namespace: Namespace) -> None:
         for keys in list(self._coming.values()):

@@ -302,7 +302,7 @@ class SimDisk:
         group = namespace and cache.group(namespace, name.group)
         if not group or group.key_bytes != len(name.key):  # it was opened anew with another geometry
             return
-        (state,), blocks = cache.blocks.find(group.number, name.key, group.key_bytes)
+        (state,), blocks = cache.blocks.find(group, name.key)
         if state == READY and cache.slots.offsets(blocks)[0] == offset:
             raise Broken("a block that was dropped while it came up is served")
 

@@ -92,7 +92,7 @@ def test_the_hand_of_a_full_disk_keeps_nearly_what_an_lru_would() -> None:
 
 def test_a_full_disk_keeps_what_returns_later_than_it_would_keep_all() -> None:
     """Documents that return after 24 lifetimes of the pool, among requests that are made once."""
-    firsts = [10 * (number // 4 % 30 if number % 4 == 0 else number + 100) for number in range(1440)]
+    firsts = [10 * (number // 4 % 30 if number % 4 == 0 else number + 100) for number in range(960)]
     trace = trace_of([[*range(first, first + 10)] for first in firsts])
     auto, always = (replay(trace, "learned", 50, DiskPlan(800, mode)) for mode in (WriteMode.AUTO, WriteMode.ALWAYS))
     assert auto.hits > 1000 > 10 * always.hits
