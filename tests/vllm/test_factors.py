@@ -24,9 +24,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingW
 
 from kvoffd_client.vllm import compat, fingerprint
 from kvoffd_client.vllm.fingerprint import (
-    BACKENDS,
     CPU_INSTRUCTIONS,
-    ENVIRONMENT,
+    FACTORS,
     collect_factors,
     label_of,
     namespace_of,
@@ -171,7 +170,7 @@ def test_machines_of_other_kinds_differ(engine_config: Any, monkeypatch: pytest.
 
 def test_kernels_count_where_weights_are_quantized(engine_config: Any) -> None:
     """Under data parallelism the digest of live weights leaves the experts out, by which it would see them."""
-    for name in BACKENDS:
+    for name in FACTORS["KernelConfig"]:
         found = []
         for quantization in (None, "fp8"):
             for backend in ("auto", "another"):
@@ -258,7 +257,7 @@ def test_each_setting_reaches_its_factor(engine_config: Any, monkeypatch: pytest
         assert factors_of(config)[name] != before[name], name
     layout = dataclasses.replace(cache_config(), kv_cache_layout="LBNHC")
     assert factors_of(engine_config, layout)["kv_layout"] != before["kv_layout"]
-    for name in ENVIRONMENT:
+    for name in FACTORS["environment"]:
         with monkeypatch.context() as patch:
             patch.setattr(envs, name, "another", raising=False)
             assert factors_of(engine_config)["computation"] != before["computation"], name

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -50,7 +51,7 @@ from kvoffd_client.vllm.engine_namespace import MemoryReport
 from kvoffd_client.vllm.fingerprint import collect_factors, label_of, namespace_of
 from kvoffd_client.vllm.live_weights import LiveWeights, has_experts_elsewhere
 from kvoffd_client.vllm.load_admission import LoadAdmission
-from kvoffd_client.vllm.log import StoreRefusalFilter, logger
+from kvoffd_client.vllm.log import is_no_refusal, logger
 from kvoffd_client.vllm.manager import ASSUMED_CPU_RATE, ASSUMED_RATE, KvoffdManager
 from kvoffd_client.vllm.spec import KvoffdSpec, name_spec
 from kvoffd_client.vllm.worker import KvoffdWorker
@@ -107,7 +108,7 @@ class KvoffdConnector(OffloadingConnector):
             logger.info("kvoffd: kv_load_failure_policy was %r and is now 'recompute'.", policy)
         if sentence := untested():
             logger.warning("kvoffd: %s", sentence)
-        StoreRefusalFilter.install(STORE_LOGGER)
+        logging.getLogger(STORE_LOGGER).addFilter(is_no_refusal)
         self._manager: KvoffdManager = self.connector_scheduler.manager
         self._admission = LoadAdmission(
             vllm_config, kv_cache_config, clock=self._manager.clock, is_loading=self._manager.is_loading
@@ -183,20 +184,18 @@ class KvoffdConnector(OffloadingConnector):
         in one message.
         """
         worker: KvoffdWorker = self.connector_worker.worker
-        weights = self._weights
-        if isinstance(kv_connector_metadata, ConnectorMetadata):
-            self._adapters.read_ahead(kv_connector_metadata.adapters)
+        weights, generation = self._weights, kv_connector_metadata.generation
+        self._adapters.read_ahead(kv_connector_metadata.adapters)
         if weights.changed:
             # Unsent stores must fail: their blocks may be of the old or the new weights.
             worker.leave()
-        if isinstance(kv_connector_metadata, ConnectorMetadata):
-            generation, namespace = kv_connector_metadata.generation, kv_connector_metadata.namespace
-            if generation is not None and generation > self._generation:
-                self._generation = generation
-                self._digest = weights.digest()
-                self._adapters.forget_absent()
-            if namespace is not None and generation == self._generation and not weights.changed:
-                worker.join(namespace)
+        if generation is not None and generation > self._generation:
+            self._generation = generation
+            self._digest = weights.digest()
+            self._adapters.forget_absent()
+        namespace = kv_connector_metadata.namespace
+        if namespace is not None and generation == self._generation and not weights.changed:
+            worker.join(namespace)
         super().handle_preemptions(kv_connector_metadata)
         self.connector_worker.start_kv_transfers(kv_connector_metadata)
         worker.flush()
@@ -207,9 +206,9 @@ class KvoffdConnector(OffloadingConnector):
         vLLM does so in wait_for_save(), which Model Runner V1 with speculative decoding calls only in the last pipeline
         stage. Loads have started in handle_preemptions().
         """
-        metadata = self._get_connector_metadata()
+        metadata: ConnectorMetadata = self._get_connector_metadata()
         self.connector_worker.prepare_store_kv(metadata)
-        if isinstance(metadata, ConnectorMetadata) and metadata.starts_stores:
+        if metadata.starts_stores:
             self.connector_worker.start_kv_transfers(OffloadingConnectorMetadata({}, {}))
 
     def wait_for_save(self) -> None:
@@ -339,11 +338,12 @@ class KvoffdConnector(OffloadingConnector):
         self._new_blocks.clear()
         self._begun_blocks.clear()
         generation, joined = namespace.begin_step()
-        adapters = self._manager.adapters.take_wanted()
-        if generation is None and not adapters and not starts_stores:
-            return meta
         return ConnectorMetadata(
-            **vars(meta), generation=generation, namespace=joined, adapters=adapters, starts_stores=starts_stores
+            **vars(meta),
+            generation=generation,
+            namespace=joined,
+            adapters=self._manager.adapters.take_wanted(),
+            starts_stores=starts_stores,
         )
 
     def has_pending_push_work(self) -> bool:
