@@ -11,7 +11,7 @@ from typing import Any
 
 from kvoffd_proto.messages import READY
 from tests.vllm.scheduler_harness import SchedulerHarness
-from tests.vllm.vllm_fakes import KEY_BYTES
+from tests.vllm.vllm_fakes import KEY_BYTES, split
 
 
 class WrongContent(AssertionError):
@@ -43,7 +43,7 @@ class StateHarness(SchedulerHarness):
         for future, groups in self.client.asked[self._answered :]:
             if not future.done:
                 for group in groups:
-                    keys = [group.keys[at : at + KEY_BYTES] for at in range(0, len(group.keys), KEY_BYTES)]
+                    keys = split(group.keys)
                     future.states.append(bytes(READY * ((group.group, key) in self.kept) for key in keys))
                 self.client.end(future)
         self._answered = len(self.client.asked)

@@ -57,7 +57,7 @@ def test_what_is_gone_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("place", compat.SIGNATURES)
 def test_other_parameters_are_refused_by_the_functions_name(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(place.replace(":", "."), lambda self, another: None)
-    with pytest.raises(ImportError, match=rf"which has changed: {place.partition(':')[2]}'s parameters\. This"):
+    with pytest.raises(ImportError, match=rf"which has changed: .*{place.partition(':')[2]}'s parameters\. This"):
         compat.require_vllm()
 
 

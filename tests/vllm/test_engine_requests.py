@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from tests.kit.engine import (
     wait_books,
     wait_stored,
 )
-from tests.kit.models import TINY_LLAMA, write_lora_adapter
+from tests.kit.models import TINY_LLAMA
 from tests.kit.waiting import wait_until
 from tests.kit.wire import Books, books
 from tests.vllm.engine_home import EngineHome
@@ -157,46 +156,3 @@ def test_an_engine_killed_while_it_stores_leaves_nothing(answers: Answers) -> No
     # Only the server, where it runs.
     assert answers.gone.held.keys() <= {"sessions", "registrations"}
     assert answers.gone.balanced
-
-
-def test_blocks_follow_the_content_of_a_lora_adapter(answers: Answers, tmp_path: Path) -> None:
-    """Also when its files are replaced at their path."""
-    engine, directory, everything = answers.home.engine, answers.home.directory, full_blocks(LENGTH)
-
-    def once(path: Path | None, name: str = "an adapter", number: int = 1) -> tuple[list[int], int]:
-        """The tokens of a prompt with an adapter, and how many of the prompt's own were not computed."""
-        adapter = (name, number, str(path)) if path else None
-        (completion,) = engine.generate([prompt(6, LENGTH)], adapter=adapter)
-        return completion.tokens, completion.cached
-
-    def wait_blocks(more: int) -> None:
-        wait_books(directory, lambda found: found.ready_blocks == before + more * (LENGTH // BLOCK_TOKENS))
-
-    before = books(directory).ready_blocks
-    adapter = write_lora_adapter(tmp_path / "adapter", seed=1)
-    first, cached = once(adapter)
-    assert cached == 0
-    wait_blocks(1)
-    engine.forget()
-    assert once(adapter) == (first, everything)
-    plain, cached = once(None)
-    assert cached == 0
-    assert plain != first
-    wait_blocks(2)
-
-    # Its files are replaced while it is loaded: what is in memory is still the first.
-    write_lora_adapter(adapter, seed=2)
-    engine.forget()
-    assert once(adapter) == (first, everything)
-    # It is loaded anew.
-    engine.forget(connector=True)
-    second, cached = once(adapter, number=2)
-    assert cached == 0
-    assert second != first
-    wait_blocks(3)
-    engine.forget()
-    assert once(adapter, number=2) == (second, everything)
-    assert once(None) == (plain, everything)
-    # The control: the same content at another path, which no block has.
-    other = write_lora_adapter(tmp_path / "other", seed=2)
-    assert once(other, "another", 3) == (second, 0)

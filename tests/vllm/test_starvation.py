@@ -8,19 +8,19 @@ from random import Random
 from typing import Any
 
 import pytest
-import torch
 from vllm.lora.request import LoRARequest
-from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheGroupSpec, SlidingWindowSpec
 
 from kvoffd_client.vllm.log import logger
 from tests.vllm.adapter_worker import lora_request
 from tests.vllm.scheduler_harness import SchedulerHarness
-from tests.vllm.vllm_config import HEADS, full_attention, make_config
+from tests.vllm.vllm_config import HEADS, full_attention, make_config, recurrent_state
 
 BLOCK_TOKENS = 32
 BLOCKS = 40
 FULL = KVCacheGroupSpec(["full"], full_attention())
 WINDOW = KVCacheGroupSpec(["window"], SlidingWindowSpec(block_size=BLOCK_TOKENS, sliding_window=64, **HEADS))
+STATE = KVCacheGroupSpec(["state"], recurrent_state())
 RING = KVCacheGroupSpec(["ring"], CircularBufferSpec(block_size=BLOCK_TOKENS, **HEADS))
 
 Make = Callable[..., SchedulerHarness]
@@ -188,18 +188,6 @@ def test_a_prompt_that_waits_for_a_disk_is_scanned_when_an_answer_comes(make: Ma
     engine.answer()
     engine.end([request], 5)
     assert engine.loaded == ["waits"]
-
-
-STATE = KVCacheGroupSpec(
-    ["state"],
-    MambaSpec(
-        block_size=BLOCK_TOKENS,
-        mamba_cache_mode="align",
-        shapes=((4, 32),),
-        dtypes=(torch.float32,),
-        page_size_padded=full_attention().page_size_bytes,
-    ),
-)
 
 
 @pytest.mark.parametrize("late", [True, False])

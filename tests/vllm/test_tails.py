@@ -8,12 +8,11 @@ from random import Random
 from typing import Any
 
 import pytest
-import torch
-from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 
 from kvoffd_client.vllm.connector import KvoffdConnector
 from tests.vllm.state_harness import StateHarness, WrongContent
-from tests.vllm.vllm_config import full_attention, make_config
+from tests.vllm.vllm_config import full_attention, make_config, recurrent_state
 
 BLOCK, UNIT = 32, 8
 """Tokens of a block and of a hash."""
@@ -26,15 +25,8 @@ def make(model: Path, tmp_path: Path) -> Iterator[Make]:
     made: list[StateHarness] = []
 
     def make(seed: int = 0, blocks: int = BLOCKS, **arguments: Any) -> StateHarness:
-        page = full_attention().page_size_bytes
-        state = MambaSpec(
-            block_size=BLOCK,
-            mamba_cache_mode="align",
-            shapes=((4, 32),),
-            dtypes=(torch.float32,),
-            page_size_padded=page,
-        )
-        groups = [KVCacheGroupSpec([f"layer.{at}"], spec) for at, spec in enumerate((full_attention(), state))]
+        specs = full_attention(), recurrent_state()
+        groups = [KVCacheGroupSpec([f"layer.{at}"], spec) for at, spec in enumerate(specs)]
         given = {"mamba_cache_mode": "align", "prefix_match_unit": UNIT, "max_model_len": 1024, **arguments}
         config = make_config(model, {"directory": str(tmp_path)}, **given)
         made.append(StateHarness(config, blocks, BLOCK, seed, *groups, hash_tokens=UNIT))
