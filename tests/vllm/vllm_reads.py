@@ -7,10 +7,10 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib import import_module
-from inspect import get_annotations, isfunction
+from inspect import get_annotations
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Any, Union, get_args, get_origin
 
 from vllm.config import VllmConfig
 from vllm.v1.core.block_pool import BlockPool
@@ -22,6 +22,7 @@ from vllm.v1.request import Request
 
 CONVENTIONS = {
     "connector_output": KVConnectorOutput,
+    "offloading": OffloadingConfig,
     "request": Request,
     "scheduler_output": SchedulerOutput,
     "self._kv_cache_config": KVCacheConfig,
@@ -74,8 +75,6 @@ class _Function:
             if isinstance(node, ast.Assign | ast.NamedExpr) and node.value is not None:
                 for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
                     self._assign(target, node.value)
-            elif isinstance(node, ast.AnnAssign):
-                self._bind(node.target, _evaluated(ast.unparse(node.annotation), names))
             elif isinstance(node, ast.For | ast.comprehension):
                 self._bind(node.target, _element(self._type(node.iter)))
         for node in ast.walk(function):
@@ -90,11 +89,8 @@ class _Function:
             self._bind(target, self._type(value))
 
     def _bind(self, target: ast.expr, annotation: Any) -> None:
-        if isinstance(target, ast.Name):
+        if isinstance(target, ast.Name) and target.id not in CONVENTIONS:
             self._names[target.id] = annotation
-        elif isinstance(target, ast.Tuple):
-            for one, of in zip(target.elts, get_args(annotation), strict=False):
-                self._bind(one, of)
 
     def _type(self, node: ast.expr) -> Any:
         """The annotation of an expression; None where it is not known."""
@@ -105,12 +101,6 @@ class _Function:
             return self._attribute(_class_of(self._type(node.value)), node.attr)
         if isinstance(node, ast.Subscript):
             return _element(self._type(node.value))
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            function = self._names.get(node.func.id)
-            if isfunction(function):
-                return _evaluated(function.__annotations__.get("return"), function.__globals__)
-            if node.func.id == "zip" and node.args:
-                return list[tuple[tuple(_element(self._type(one)) for one in node.args)]]  # type: ignore[misc]
         return None
 
     def _attribute(self, cls: type | None, name: str) -> Any:
@@ -119,12 +109,7 @@ class _Function:
         owner = next((one for one in cls.__mro__ if name in _own_names(one)), cls)
         if owner.__module__.startswith("vllm."):
             self.read.add((cls if cls.__module__.startswith("vllm.") else owner, name))
-        annotation = get_annotations(owner).get(name)
-        member = vars(owner).get(name)
-        getter = getattr(member, "fget", None) or getattr(member, "func", None)
-        if getter is not None:
-            annotation = getter.__annotations__.get("return")
-        return _evaluated(annotation, vars(sys.modules[owner.__module__]))
+        return _evaluated(get_annotations(owner).get(name), vars(sys.modules[owner.__module__]))
 
 
 def _own_names(cls: type) -> set[str]:
@@ -145,8 +130,6 @@ def _class_of(annotation: Any) -> type | None:
     """The class of an object; of one that may be None too, the other one."""
     if get_origin(annotation) in (Union, UnionType):
         return next((_class_of(one) for one in get_args(annotation) if one is not type(None)), None)
-    if get_origin(annotation) is Annotated:
-        return _class_of(get_args(annotation)[0])
     return annotation if isinstance(annotation, type) and get_origin(annotation) is None else None
 
 
