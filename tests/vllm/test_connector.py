@@ -62,19 +62,6 @@ def test_of_several_api_servers_the_latest_value_of_a_gauge_is_shown(config: Any
     assert {call.kwargs["multiprocess_mode"] for call in gauge.call_args_list} == {"mostrecent"}
 
 
-def test_a_failed_load_is_recomputed_whatever_the_policy_was(
-    config: Any, scheduler: KvoffdConnector, worker: tuple[KvoffdConnector, FakeWorkerClient]
-) -> None:
-    """vLLM's scheduler reads the policy after it has built the connector, and waits for a failed load's end too."""
-    assert config.kv_transfer_config.kv_load_failure_policy == "recompute"
-    connector, _ = worker
-    connector.connector_worker.worker.failed_requests = {"r"}
-    with patch.object(connector, "get_finished", lambda _: (None, {"r", "other"})):
-        results = [connector.get_transfer_results(set()) for _ in range(2)]
-    assert [one.finished_recving for one in results] == [{"r", "other"}] * 2
-    assert [one.failed_recving for one in results] == [{"r"}, set()]
-
-
 def empty_step(tokens: int) -> Any:
     output = SchedulerOutput.make_empty()
     output.total_num_scheduled_tokens = tokens

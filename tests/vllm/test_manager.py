@@ -703,41 +703,6 @@ def test_a_prompt_computes_its_tail_if_the_answer_is_late_or_fails(harness: Mana
     assert not manager.look_up_tails(request, 0)
 
 
-def test_a_prompt_shorter_than_a_chunk_has_only_a_tail(harness: ManagerHarness) -> None:
-    harness.manager._tail_tokens = UNIT
-    context, manager = harness.new(hashes=0), harness.manager
-    request = harness.requests["r"]
-    request.num_tokens = request.num_prompt_tokens = UNIT + 1
-    context.set_offload_key_position(TAILS[0], UNIT)
-    manager.look_up(request)
-    harness.scan()
-    assert (harness.client.asked, harness.results(context, TAILS[:1])) == ([], [RETRY])
-    assert manager.look_up_tails(request, 0)
-    harness.client.answer(set())
-    harness.scan()
-    assert not harness.scan(), "there is no lease to refresh"
-    harness.clock.now += 1.1
-    assert harness.scan()
-    harness.client.answer({block_hash(13)})
-    harness.scan()
-    assert harness.results(context, TAILS[:1]) == [HIT]
-    manager.scheduled(request, UNIT)
-    manager.prepare_load(TAILS[:1], context)
-    manager.complete_load(TAILS[:1], context)
-    (report,) = harness.client.reported
-    assert (report.outcome, report.loaded_tokens, report.keys, report.lease_id) == ("loaded", UNIT, 0, 0)
-
-
-def test_a_tail_is_stored_unless_the_daemon_has_it(harness: ManagerHarness) -> None:
-    context, (request, manager) = tails_of(harness, {*HASHES}), (harness.requests["r"], harness.manager)
-    harness.results(context, TAILS)
-    manager.look_up_tails(request, 0)
-    harness.client.answer({*HASHES, block_hash(12)})
-    harness.scan()
-    manager.scheduled(request, 2 * CHUNK_TOKENS + 2 * UNIT)
-    assert harness.offer(context, TAILS[:2]) == TAILS[:1]
-
-
 # --- when nothing is looked up, or stored ----------------------------------------------------------
 
 
@@ -774,25 +739,6 @@ def test_a_producer_only_stores_and_a_consumer_only_loads() -> None:
 
 def lora_request(number: int, name: str = "adapter", path: str = "path") -> LoRARequest:
     return LoRARequest(name, number, path)
-
-
-def test_a_request_waits_until_workers_have_read_its_adapter(harness: ManagerHarness) -> None:
-    harness.report("weights", adapters={})
-    context = harness.new()
-    harness.requests["r"].lora_request = lora_request(1)
-    harness.manager.look_up(harness.requests["r"])
-    assert not harness.client.asked
-    assert harness.manager.awaits_adapter(harness.requests["r"])
-    assert [each.lora_int_id for each in harness.manager.adapters.take_wanted()] == [1]
-    harness.report("weights", adapters={1: ("path", b"one")})
-    assert not harness.manager.awaits_adapter(harness.requests["r"])
-    assert harness.scan()
-    (asked,) = harness.client.asked[-1][1]
-    assert asked.keys not in (b"", b"".join(map(block_hash, (1, 2, 3))))
-    harness.client.answer({asked.keys[:32]})
-    harness.scan()
-    harness.manager.prepare_load(KEYS[:1], context)
-    assert harness.manager.adapters.take_wanted(), "vLLM may have dropped it"
 
 
 def test_requests_of_an_unknown_adapter_use_nothing(harness: ManagerHarness) -> None:

@@ -17,14 +17,11 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import KVConnectorBlockState, NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
-from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvoffd_client import NamespaceSpec
 from kvoffd_client.vllm.compat import HAS_DEFECTS_OF_0_32
 from kvoffd_client.vllm.connector import KvoffdConnector
-from kvoffd_client.vllm.connector_metadata import FailedJob, WorkerReport
-from kvoffd_proto.errors import ErrorCode
 from tests.kit.clock import Clock
 from tests.kit.models import make_draft
 from tests.vllm.scheduler_harness import SchedulerHarness
@@ -118,35 +115,6 @@ def test_a_store_ends_before_another_connector_loads_into_its_blocks(connector: 
     assert connector.build_connector_meta(SchedulerOutput.make_empty()).jobs_to_flush == {store}
 
 
-def load(connector: KvoffdConnector, client: Any) -> tuple[Any, int]:
-    """A request whose three blocks are there, and its load's job."""
-    connector._manager.loads = True
-    request = new_request(connector, [])
-    client.answer(set(request.block_hashes))
-    assert connector.get_num_new_matched_tokens(request, 0) == (96, True)
-    blocks = [KVCacheBlock(block_id) for block_id in (5, 6, 7)]
-    connector.update_state_after_alloc(request, KVCacheBlocks((blocks,)), 96)
-    request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
-    return request, 0
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_what_is_recomputed_after_a_failed_load_is_stored(connector: KvoffdConnector, client: Any, fails: bool) -> None:
-    request, job = load(connector, client)
-    meta = connector.build_connector_meta(SchedulerOutput.make_empty())
-    assert list(meta.load_jobs) == [job]
-    assert meta.load_jobs[job].src_spec.request_id == "r"
-    failed = {job: FailedJob(ErrorCode.SESSION_ENDED, ((0, b"".join(request.block_hashes)),), "r")} if fails else {}
-    report = WorkerReport(completed_jobs={job: 1}, failed_jobs=failed)
-    connector.update_connector_output(KVConnectorOutput(finished_recving={"r"}, kv_connector_worker_meta=report))
-    request.status = RequestStatus.RUNNING
-    output = SchedulerOutput.make_empty()
-    output.scheduled_new_reqs = [NewRequestData.from_request(request, ([5, 6, 7, 8],))]
-    output.num_scheduled_tokens = {"r": PROMPT_TOKENS}
-    assert stored_in_two_steps(connector, output, request) == ([5, 6, 7] if fails else [])
-    assert client.invalidated == [], "that is no fault of the blocks"
-
-
 def test_an_engine_that_has_all_of_a_prompt_loads_no_last_block(connector: KvoffdConnector, client: Any) -> None:
     connector._manager.loads = True
     request = new_request(connector, [])
@@ -182,7 +150,13 @@ def test_an_engine_with_eagle_that_has_all_it_uses_loads_no_block_that_it_droppe
 
 
 def test_a_request_preempted_by_a_reset_may_be_loaded_next(connector: KvoffdConnector, client: Any) -> None:
-    load(connector, client)
+    connector._manager.loads = True
+    request = new_request(connector, [])
+    client.answer(set(request.block_hashes))
+    assert connector.get_num_new_matched_tokens(request, 0) == (96, True)
+    blocks = [KVCacheBlock(block_id) for block_id in (5, 6, 7)]
+    connector.update_state_after_alloc(request, KVCacheBlocks((blocks,)), 96)
+    request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
     output = SchedulerOutput.make_empty()
     output.preempted_req_ids = {"r", "other"}
     meta = connector.build_connector_meta(output)
