@@ -570,7 +570,7 @@ def test_stores_leave_out_what_the_daemon_has_and_what_is_on_its_way(harness: Ma
 def test_of_blocks_that_were_offered_nothing_is_remembered(harness: ManagerHarness) -> None:
     """An answer takes a megabyte for 100,000 tokens, and vLLM offers each block once."""
     context = harness.request(ready=HASHES)
-    state = harness.manager._requests[context.req_id]
+    state = harness.manager.requests[context.req_id]
     assert state.last is not None
     harness.manager.prepare_load(KEYS, context)
     harness.offer(context, KEYS[:2])
@@ -655,10 +655,10 @@ def test_tails_are_looked_up_with_the_chunks_once_vllm_asks_for_them(harness: Ma
     assert manager.look_up_tails(request, 0)
     (group,) = harness.client.asked[1][1]
     assert group.keys == b"".join(map(block_hash, (1, 2, 11, 12, 13)))
-    assert (harness.client.again, manager.awaits_tail(request)) == ([False, True], True)
+    assert (harness.client.again, manager.requests["r"].awaits_tail) == ([False, True], True)
     harness.client.answer({*HASHES, block_hash(12)})
     harness.scan()
-    assert not manager.awaits_tail(request)
+    assert not manager.requests["r"].awaits_tail
     assert harness.results(context, [*KEYS[:2], *TAILS]) == [HIT, HIT, MISS, HIT, MISS]
     assert not manager.look_up_tails(request, 0), "it knows them"
     assert harness.client.released == [harness.client.asked[0][0].lease_id]
@@ -678,12 +678,12 @@ def test_a_tail_on_a_disk_is_waited_for_like_a_chunk(harness: ManagerHarness) ->
     manager.look_up_tails(request, 0)
     harness.client.answer({*HASHES}, coming=[block_hash(13)], wait_s=0.01)
     harness.scan()
-    assert (harness.results(context, TAILS), manager.awaits_tail(request)) == ([PENDING, MISS, MISS], True)
+    assert (harness.results(context, TAILS), manager.requests["r"].awaits_tail) == ([PENDING, MISS, MISS], True)
     harness.clock.now += 0.01
     assert harness.scan()
     harness.client.answer({*HASHES, block_hash(13)})
     harness.scan()
-    assert (harness.results(context, TAILS), manager.awaits_tail(request)) == ([HIT, MISS, MISS], False)
+    assert (harness.results(context, TAILS), manager.requests["r"].awaits_tail) == ([HIT, MISS, MISS], False)
     assert manager.get_load_source(TAILS[0], context) is CacheHitSource.DISK
     manager.scheduled(request, 0)
     (report,) = harness.client.reported
@@ -696,7 +696,7 @@ def test_a_prompt_computes_its_tail_if_the_answer_is_late_or_fails(harness: Mana
     manager.look_up_tails(request, 0)
     harness.clock.now += 1
     harness.scan()
-    assert (manager.awaits_tail(request), harness.results(context, TAILS)) == (False, [MISS] * 3)
+    assert (manager.requests["r"].awaits_tail, harness.results(context, TAILS)) == (False, [MISS] * 3)
     harness.client.fail()
     harness.scan()
     assert harness.results(context, [*KEYS[:2], *TAILS]) == [HIT, HIT, MISS, MISS, MISS]
@@ -889,7 +889,7 @@ def test_outcomes_and_what_was_found_are_reported() -> None:
     )
 
     harness.new("disabled")
-    harness.manager._requests["disabled"].disabled = True
+    harness.manager.requests["disabled"].disabled = True
     assert report_of(harness, name="disabled").outcome is Outcome.UNUSED
     harness.client.ready = False
     harness.request("away")
@@ -938,7 +938,7 @@ def test_a_lookup_is_counted_once_in_each_session(harness: ManagerHarness) -> No
 
 def test_what_another_connector_loads_is_not_needed(harness: ManagerHarness) -> None:
     harness.request(ready=set())
-    harness.manager.set_prefilled_elsewhere("r")
+    harness.manager.requests["r"].prefilled_elsewhere = True
     report = report_of(harness)
     assert (report.outcome, report.own_keys, report.covered_keys) == (Outcome.NOT_NEEDED, [3], [3])
 

@@ -200,7 +200,7 @@ def test_states_are_stored_though_it_is_too_early_or_much_is_being_stored(make: 
     request = engine.add("r", prompt(1, 10), max_tokens=8)
     for _ in range(6):
         engine.step()
-    states = [index for index, group in enumerate(engine.manager._groups) if group.group_id == 1]
+    states = [index for index, group in enumerate(engine.manager.groups) if group.group_id == 1]
     assert {key for index, key in engine.stored if index == states[0]} & {*request.block_hashes}
 
 

@@ -160,8 +160,8 @@ def _changes() -> list[str]:
         changed += [f"{name}.{one}" for one in names.split() if one not in known]
     for place, names in SIGNATURES.items():
         name, function = _find(place)
-        known = inspect.signature(function).parameters if callable(function) else ()
-        if [one for one in known if one != "self"] != names.split():
+        parameters = inspect.signature(function).parameters if callable(function) else ()
+        if [one for one in parameters if one != "self"] != names.split():
             changed.append(f"{name}'s parameters")
     _, make_key = _find("vllm.v1.kv_offload.base:make_offload_key")
     if not changed and make_key(b"h" * 32, 7) != b"h" * 32 + b"\0\0\0\7":

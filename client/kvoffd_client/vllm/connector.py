@@ -44,6 +44,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvoffd_client.vllm.adapters import LiveAdapters
+from kvoffd_client.vllm.block_tokens import HostBlockEvents
 from kvoffd_client.vllm.config import check_engine, check_groups, machine_id, parse_options
 from kvoffd_client.vllm.connector_metadata import ConnectorMetadata, WorkerReport
 from kvoffd_client.vllm.do_no_harm import largest_chunk_of
@@ -120,7 +121,6 @@ class KvoffdConnector(OffloadingConnector):
         groups = [kv_cache_config.kv_cache_groups[group.group_id] for group in offloading.groups]
         specs = [next(iter(iter_layer_specs(one.kv_cache_spec))) for one in groups]
         self._full_attention_groups = [index for index, spec in enumerate(specs) if isinstance(spec, FullAttentionSpec)]
-        kinds = {index: get_kv_cache_spec_kind(specs[index]).value for index in self._full_attention_groups}
         pages = [spec.page_size_bytes * len(one.layer_names) for spec, one in zip(specs, groups, strict=True)]
         self._manager.loads, self._manager.stores = transfer_config.is_kv_consumer, transfer_config.is_kv_producer
         self._manager.begin_engine(
@@ -131,11 +131,15 @@ class KvoffdConnector(OffloadingConnector):
                 index for index, spec in enumerate(specs) if getattr(spec, "mamba_cache_mode", "") == "align"
             ],
             tail_tokens=offloading.cache.tokens_per_hash * self.connector_scheduler.config.supports_partial_tail,
-            event_kinds=kinds if offloading.enable_kv_cache_events else None,
-            blocks_per_chunk=offloading.cache.blocks_per_chunk,
-            hash_function=get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo),
             assumed_rate=ASSUMED_CPU_RATE if current_platform.is_cpu() else ASSUMED_RATE,
         )
+        if offloading.enable_kv_cache_events:
+            self._manager.events = HostBlockEvents(
+                {index: self._manager.groups[index] for index in self._full_attention_groups},
+                {index: get_kv_cache_spec_kind(specs[index]).value for index in self._full_attention_groups},
+                offloading.cache.blocks_per_chunk,
+                get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo),
+            )
         self._has_windows_or_states = len(self._full_attention_groups) < len(groups)
         self._dropped_tokens = self._block_tokens if drops_block and not self._has_windows_or_states else 0
         """Tokens that vLLM finds in its own cache and computes again, for the hidden states that EAGLE and MTP read."""
@@ -274,8 +278,9 @@ class KvoffdConnector(OffloadingConnector):
         vLLM's own offloading loads: with EAGLE that includes the block that vLLM's cache drops for the draft.
         """
         self._manager.namespace.ask()
-        if elsewhere := _is_prefilled_elsewhere(request):  # the other connector deletes the mark
-            self._manager.set_prefilled_elsewhere(request.request_id)
+        # A prefill instance computed the prompt, and its connector (NIXL, Mooncake) loads it and deletes the mark.
+        elsewhere = bool((request.kv_transfer_params or {}).get("do_remote_prefill"))
+        self._manager.requests[request.request_id].prefilled_elsewhere |= elsewhere
         tokens, loads = None, False
         if not self._manager.awaits_adapter(request):
             most = (request.num_tokens - 1) // self._block_tokens * self._block_tokens
@@ -295,7 +300,7 @@ class KvoffdConnector(OffloadingConnector):
         tokens, loads = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if self._manager.look_up_tails(request, num_computed_tokens):
             tokens, loads = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        if self._manager.awaits_tail(request):
+        if self._manager.requests[name].awaits_tail:  # vLLM defers a request for one only without other hits
             tokens = None
         self._manager.record_scan(request, num_computed_tokens, tokens)
         if tokens is None:
@@ -306,7 +311,7 @@ class KvoffdConnector(OffloadingConnector):
             tokens, loads = 0, False
         admitted = admission.admits(request, num_computed_tokens + tokens, loads=loads)
         if admitted is False:
-            self._manager.refuse_load(name, tokens)
+            self._manager.refuse_load(name)
         return (tokens, loads) if admitted else (None if admitted is None else 0, False)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -464,12 +469,6 @@ class KvoffdConnector(OffloadingConnector):
         status = self.connector_scheduler._req_status.get(request_id)
         most = status.max_offload_tokens if status is not None else None
         return inf if most is None else most
-
-
-def _is_prefilled_elsewhere(request: Request) -> bool:
-    """Return whether a prefill instance computed the prompt and its connector (NIXL, Mooncake) loads it."""
-    params = request.kv_transfer_params or {}
-    return bool(params.get("do_remote_prefill"))
 
 
 require_methods(KvoffdConnector, KvoffdManager, KvoffdSpec, KvoffdWorker)
