@@ -19,7 +19,6 @@ from kvoffd_client.testing import EngineResult, FakeEngine
 from kvoffd_client.vllm.fingerprint import namespace_of
 from kvoffd_proto.errors import ErrorCode
 from tests.kit.closing import ServerThread, ThreadsServer
-from tests.kit.command import run_cli
 from tests.kit.daemon import DaemonProcess
 from tests.kit.factors import FACTS, GROUP
 from tests.kit.waiting import wait_until
@@ -218,6 +217,8 @@ def test_an_engine_that_the_daemon_refuses_says_why_until_it_is_served(doctor: D
         assert problem in evidence
         assert len(evidence) < 700, "one line"
         assert doctor.status == 2
+        lines = doctor.said(daemon).splitlines()
+        assert max(len(line) for line in lines if not line.startswith("   > ")) <= 80
         engine.report(1000.0, 0, 0)
         wait_until(lambda: "engine_refused" not in doctor(daemon))
 
@@ -230,11 +231,3 @@ def test_what_is_swapped_is_looked_at_where_anything_is(tmp_path: Path) -> None:
         (tmp_path / "meminfo").write_text(f"MemTotal: 67108864 kB\nSwapTotal: 2048 kB\nSwapFree: {free}\n")
         assert swapped_bytes(tmp_path / "7") == swapped
     assert swapped_bytes(tmp_path / "8" / "8") == 0
-
-
-def test_as_a_command() -> None:
-    with DaemonProcess(POOL) as daemon:
-        done = run_cli("doctor", "--directory", str(daemon.directory))
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "1. info no_engine" in done.stdout
-    assert max(len(line) for line in done.stdout.splitlines() if not line.startswith("   > ")) <= 80

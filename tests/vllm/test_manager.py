@@ -819,15 +819,6 @@ def test_requests_of_an_adapter_of_old_weights_use_nothing(harness: ManagerHarne
         harness.manager.complete_store(KEYS, context)
 
 
-def test_while_vllms_own_cache_is_of_other_weights_nothing_is_stored(harness: ManagerHarness) -> None:
-    """Weights were changed without a reset: what is offered may be of either."""
-    context = harness.request(ready=set())
-    for kept, stored in ((True, []), (False, KEYS)):
-        harness.manager.namespace.leave(engine_cache_kept=kept)
-        harness.report("other weights")
-        assert harness.offer(context) == stored
-
-
 def test_requests_end_where_the_engine_has_lost_its_client(harness: ManagerHarness) -> None:
     """As if there are no threads for another one after a change of the weights."""
     contexts = [harness.request(name, ready=HASHES) for name in ("loads", "waits")] + [harness.request("asks")]

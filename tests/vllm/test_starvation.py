@@ -50,6 +50,14 @@ def have(engine: SchedulerHarness, *requests: Any) -> None:
     engine.there |= {bytes(one) for request in requests for one in request.block_hashes}
 
 
+def scans_of(engine: SchedulerHarness) -> list[bytes]:
+    """The keys that vLLM asks for from now on."""
+    scanned: list[bytes] = []
+    lookup = engine.manager.lookup
+    engine.manager.lookup = lambda key, context: scanned.append(key) or lookup(key, context)  # type: ignore[func-returns-value, method-assign]
+    return scanned
+
+
 def passed(engine: SchedulerHarness, name: str, behind: list[Any]) -> list[str]:
     """Return which of these computed before a request."""
     before = set(engine.ran[: engine.ran.index(name)])
@@ -154,9 +162,7 @@ def test_prompts_that_wait_for_loads_are_not_scanned_in_each_step(make: Make, fo
     have(engine, *waiting)
     for _ in range(3):
         engine.step()
-    scanned: list[bytes] = []
-    lookup = engine.manager.lookup
-    engine.manager.lookup = lambda key, context: scanned.append(key) or lookup(key, context)  # type: ignore[func-returns-value, method-assign]
+    scanned = scans_of(engine)
     engine.step()
     assert not scanned
     engine.held = set()
@@ -174,9 +180,7 @@ def test_a_prompt_that_waits_for_a_disk_is_scanned_when_an_answer_comes(make: Ma
     request = engine.add("waits", prompt(1, 200))
     hashes = {*request.block_hashes}
     engine.client.answer(set(), coming=hashes, wait_s=9.0)
-    scanned: list[bytes] = []
-    lookup = engine.manager.lookup
-    engine.manager.lookup = lambda key, context: scanned.append(key) or lookup(key, context)  # type: ignore[func-returns-value, method-assign]
+    scanned = scans_of(engine)
     engine.step()
     assert scanned, "the answer that has come"
     scanned.clear()

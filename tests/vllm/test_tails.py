@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 
-from kvoffd_client.vllm.connector import KvoffdConnector
-from tests.vllm.state_harness import StateHarness, WrongContent
+from tests.vllm.state_harness import StateHarness
 from tests.vllm.vllm_config import full_attention, make_config, recurrent_state
 
 BLOCK, UNIT = 32, 8
@@ -65,42 +64,6 @@ def test_a_prompt_comes_back_to_the_last_token_that_vllm_s_own_cache_gives(make:
 @pytest.mark.parametrize("seed", range(3))
 def test_random_prompts_that_share_prefixes_read_what_is_their_own(make: Make, seed: int) -> None:
     play(make(seed, 40), seed)
-
-
-Offers = dict[str, list[tuple[int, int, int]]]
-
-
-def change_offers(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any, Offers], None]) -> None:
-    """Have the connector pass on other states than vLLM offers it."""
-    read = KvoffdConnector._as_vllm_reads_it
-
-    def as_vllm_reads_it(connector: Any, output: Any) -> Any:
-        if (state := output.kv_connector_block_state) is not None:
-            change(state, state.boundary_state_offloads)
-        return read(connector, output)
-
-    monkeypatch.setattr(KvoffdConnector, "_as_vllm_reads_it", as_vllm_reads_it)
-
-
-def a_hash_too_long(_: Any, offers: Offers) -> None:
-    """A tail is stored as that of the hash before."""
-    for name, each in offers.items():
-        inside = [one[2] % BLOCK > UNIT for one in each]
-        offers[name] = [(*one[:2], one[2] - UNIT * is_inside) for one, is_inside in zip(each, inside, strict=True)]
-
-
-def of_another_boundary(state: Any, offers: Offers) -> None:
-    """A state is taken from where the request computes the next one."""
-    for name, each in offers.items():
-        tables = state.resolve_block_ids(name)
-        offers[name] = [(group, tables[group][(end - 1) // BLOCK], end) for group, _, end in each]
-
-
-@pytest.mark.parametrize("plant", [a_hash_too_long, of_another_boundary])
-def test_a_planted_fault_is_found(make: Make, monkeypatch: pytest.MonkeyPatch, plant: Any) -> None:
-    change_offers(monkeypatch, plant)
-    with pytest.raises(WrongContent):
-        play(make(0, 40), 0)
 
 
 def play(engine: StateHarness, seed: int, rounds: int = 40) -> None:

@@ -297,22 +297,14 @@ def test_a_worker_without_shareable_memory_fails_every_job() -> None:
     assert codes(worker) == {1: ErrorCode.UNKNOWN_REGISTRATION, 2: ErrorCode.UNKNOWN_REGISTRATION}
     assert worker.failed_requests == {"r"}
     assert (worker.problem, worker.credit_bytes) == ("The driver gives no handle.", None)
-    worker.leave()
-    assert worker.problem == "", "another namespace may be joined with other memory"
     connect.side_effect, connect.return_value = None, FakeWorkerClient()
     worker.join(ONE)
-    assert worker.problem == ""
-    worker.shutdown()
-
-
-def test_a_worker_that_got_no_client_tries_again_when_it_joins_again() -> None:
-    client = FakeWorkerClient()
-    worker = make_worker(Mock(side_effect=[NotShareable("There is no descriptor."), client]))
-    worker.join(ONE)
+    assert (worker.problem, worker.registered) == ("", ONE.fingerprint), "it tries again"
+    connect.side_effect = NotShareable("There is no descriptor.")
+    worker.join(OTHER)
     assert worker.problem == "There is no descriptor."
-    for _ in range(2):
-        worker.join(ONE)
-    assert (worker.problem, worker.registered) == ("", ONE.fingerprint)
+    worker.leave()
+    assert worker.problem == "", "another namespace may be joined with other memory"
     worker.shutdown()
 
 

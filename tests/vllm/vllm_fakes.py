@@ -22,7 +22,6 @@ class FakeSchedulerClient:
     ready: bool = True
     session_id: int = 1
     reported_prefill_rate: float = 0.0
-    credit_bytes: int = 1 << 20
     asked: list[tuple[LookupFuture, list[GroupKeys]]] = field(default_factory=list)
     again: list[bool] = field(default_factory=list)
     released: list[int] = field(default_factory=list)
