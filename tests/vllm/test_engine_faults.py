@@ -136,19 +136,6 @@ def test_daemon_killed_while_it_loads(harness: Harness) -> None:
     harness.check_loaded()
 
 
-def test_daemon_killed_while_it_stores(harness: Harness) -> None:
-    harness.clear()
-    others = [prompt(seed, 700) for seed in range(10, 14)]
-    with harness.daemon.fault("store slow 30"):
-        harness.engine.begin("generate", prompts=others, max_tokens=40)
-        harness.until(lambda found: found.store.running_jobs > 0)
-        harness.daemon.kill()
-        first = completions(harness.engine.finish())
-    harness.home.ensure_daemon()
-    harness.engine.forget()
-    assert tokens(harness.engine.generate(others, max_tokens=40)) == tokens(first)
-
-
 def test_failed_loads_are_recomputed(harness: Harness) -> None:
     """Whatever the engine's kv_load_failure_policy is, and their blocks are not believed again."""
     assert "kv_load_failure_policy was 'fail' and is now 'recompute'" in harness.engine.log
@@ -294,26 +281,6 @@ def test_chaos(harness: Harness, supervisor: Supervisor) -> None:
         loaded += sum(answer.cached for answer in answers)
         supervisor.wait_serving(lives + (kind != "stop shortly"))
     print(f"{CHAOS_ROUNDS} rounds {dict(struck)}: {loaded} tokens loaded, {supervisor.lives} daemons")
-
-
-def test_blocks_outlive_a_killed_daemon(harness: Harness, supervisor: Supervisor) -> None:
-    wait_serving(harness, supervisor)
-    harness.engine.forget()
-    harness.engine.generate(harness.chaos_prompts, CHAOS_TOKENS)
-    wanted = sum(length // BLOCK_TOKENS for length in CHAOS_LENGTHS)
-    before = harness.until(lambda found: found.ready_blocks >= wanted)
-    supervisor.signal(signal.SIGKILL)
-    wait_serving(harness, supervisor, lives=2)
-    recovered = harness.until(lambda found: found.ready_blocks > 0)
-    assert recovered.pid != before.pid
-    assert recovered.ready_bytes >= 0.999 * before.ready_bytes
-    harness.engine.forget()
-    answers = harness.engine.generate(harness.chaos_prompts, CHAOS_TOKENS)
-    assert tokens(answers) == harness.chaos_expected
-    assert cached(answers) == [full_blocks(length) for length in CHAOS_LENGTHS]
-    after = books(harness.home.directory)
-    assert after.pid == recovered.pid
-    assert after.load.bytes > 0
 
 
 def one_by_one(engine: EngineProcess, prompts: list[list[int]]) -> tuple[list[list[int]], list[int]]:
