@@ -12,7 +12,6 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheGroupSpec, SlidingWindowSpec
 
 from kvoffd_client.vllm.log import logger
-from tests.vllm.adapter_worker import lora_request
 from tests.vllm.scheduler_harness import SchedulerHarness
 from tests.vllm.vllm_config import HEADS, full_attention, make_config, recurrent_state
 
@@ -236,7 +235,7 @@ def test_an_idle_engine_hears_that_its_workers_are_registered_again(make: Make) 
 
 
 @pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("adapter", [None, lora_request(Path("/adapter"))])
+@pytest.mark.parametrize("adapter", [None, LoRARequest("name", 1, "/adapter")])
 def test_a_prompt_that_another_connector_loads_does_not_wait_for_the_daemon(
     adapter: LoRARequest | None, first: bool, model: Path, tmp_path: Path
 ) -> None:
