@@ -25,7 +25,10 @@ class WrongContent(AssertionError):
 
 
 class StateHarness(SchedulerHarness):
-    """The harness with block contents, and a daemon that keeps what is stored.
+    """The harness with memory that knows what is in it, and a daemon that keeps what is stored.
+
+    Each block holds what a model would have written: of attention, for each position the prefix that ends there; of
+    states, the prefix that they are of. Whatever a step reads is compared with what its request needs.
 
     Attributes:
         kept: contents of the daemon's blocks, by group and block hash.
@@ -33,12 +36,11 @@ class StateHarness(SchedulerHarness):
         cached: tokens that a request had when it first computed.
     """
 
-    def __init__(self, config: Any, blocks: int, block_tokens: int, seed: int, *groups: Any, hash_tokens: int) -> None:
-        super().__init__(config, blocks, *groups, hash_tokens=hash_tokens)
+    def __init__(self, config: Any, blocks: int, seed: int, *groups: Any) -> None:
+        super().__init__(config, blocks, *groups, hash_tokens=UNIT)
         self.kept: dict[tuple[int, bytes], dict[int, int]] = {}
         self.loads: list[int] = []
         self.cached: dict[str, int] = {}
-        self._block_tokens = block_tokens
         self._random = Random(seed)
         self._memory: dict[int, dict[int, int]] = {}
         """What is in each block of the engine: prefixes by position."""
@@ -90,7 +92,7 @@ class StateHarness(SchedulerHarness):
             self._memory[block] = {} if fails else dict(self.kept[key])
 
     def _compute(self, request: Any, count: int) -> None:
-        end, size = request.num_computed_tokens, self._block_tokens
+        end, size = request.num_computed_tokens, BLOCK
         begin, prefixes = end - count, [hash(tuple(request.all_token_ids[:at])) for at in range(end + 1)]
         self.cached.setdefault(request.request_id, begin)
         attention, states = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
@@ -123,7 +125,7 @@ def make(model: Path, tmp_path: Path) -> Iterator[Make]:
         groups = [KVCacheGroupSpec([f"layer.{at}"], spec) for at, spec in enumerate(specs)]
         given = {"mamba_cache_mode": "align", "prefix_match_unit": UNIT, "max_model_len": 1024, **arguments}
         config = make_config(model, {"directory": str(tmp_path)}, **given)
-        made.append(StateHarness(config, blocks, BLOCK, seed, *groups, hash_tokens=UNIT))
+        made.append(StateHarness(config, blocks, seed, *groups))
         return made[-1]
 
     yield make
