@@ -18,11 +18,11 @@ from tests.vllm.vllm_config import HEADS, full_attention, make_config, recurrent
 from tests.vllm.vllm_fakes import split
 
 BLOCK_TOKENS, HASH_TOKENS = 32, 16
-STEPS = 500
+STEPS = 1500
 REQUESTS = 4
 LONGEST = 600
 """Tokens with which a conversation ends."""
-BLOCKS = {"full": 42, "window": 38, "state": 40}
+BLOCKS = {"full": 38, "window": 38, "state": 40}
 SHARE_THAT_ENDS = 0.05
 """Of the running stores, in a step: most still run when their blocks are wanted."""
 SHARE_OF_LOADS_THAT_ENDS = 0.5

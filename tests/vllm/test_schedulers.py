@@ -73,16 +73,6 @@ def stored_blocks(connector: KvoffdConnector, request: Any, status: RequestStatu
     return [int(block) for job in jobs.values() for block in job.src_spec.block_ids]
 
 
-def stored_in_two_steps(connector: KvoffdConnector, output: SchedulerOutput, request: Any) -> list[int]:
-    """The blocks that are stored of a request that is new in a step, in the next one: not before its first token."""
-    assert connector.build_connector_meta(output).store_jobs == {}
-    request.num_computed_tokens += output.num_scheduled_tokens["r"]
-    output = SchedulerOutput.make_empty()
-    output.num_scheduled_tokens = {"r": 1}
-    jobs = connector.build_connector_meta(output).store_jobs
-    return [int(block) for job in jobs.values() for block in job.src_spec.block_ids]
-
-
 @pytest.mark.parametrize(
     ("computed", "status", "stored"),
     [
@@ -188,7 +178,12 @@ def test_a_session_s_next_part_stores_its_own_blocks(connector: KvoffdConnector)
     output = SchedulerOutput.make_empty()
     next_part = NewRequestData.from_request(request, ([5, 6, 7, 8, 9, 10],))
     output.scheduled_new_reqs, output.num_scheduled_tokens = [next_part], {"r": 92}
-    assert stored_in_two_steps(connector, output, request) == [8, 9, 10]
+    assert connector.build_connector_meta(output).store_jobs == {}, "not before its first token"
+    request.num_computed_tokens += 92
+    output = SchedulerOutput.make_empty()
+    output.num_scheduled_tokens = {"r": 1}
+    jobs = connector.build_connector_meta(output).store_jobs
+    assert [int(block) for job in jobs.values() for block in job.src_spec.block_ids] == [8, 9, 10]
 
 
 @pytest.mark.parametrize("is_forgotten_by_vllm", [True, *([False] if HAS_DEFECTS_OF_0_32 else [])])
