@@ -110,6 +110,9 @@ def test_engines_that_do_not_share_and_what_a_rollout_left_behind(doctor: Doctor
             found = doctor(daemon)
             assert set(found) == {"not_shared"}
             assert found["not_shared"].endswith("differ: PYTHONHASHSEED differs.")
+            lines = doctor.said(daemon).splitlines()
+            assert max(len(line) for line in lines if not line.startswith("   > ")) <= 80
+            doctor(daemon)
             assert sorted(doctor.fix("not_shared").split()[-2:]) == sorted(ids)
             seeded.serve(chain("x", 8))
         wait_until(lambda: set(doctor(daemon)) == {"left_behind"})
@@ -217,8 +220,6 @@ def test_an_engine_that_the_daemon_refuses_says_why_until_it_is_served(doctor: D
         assert problem in evidence
         assert len(evidence) < 700, "one line"
         assert doctor.status == 2
-        lines = doctor.said(daemon).splitlines()
-        assert max(len(line) for line in lines if not line.startswith("   > ")) <= 80
         engine.report(1000.0, 0, 0)
         wait_until(lambda: "engine_refused" not in doctor(daemon))
 

@@ -194,8 +194,9 @@ def test_a_request_that_resumes_under_the_second_runner_has_its_new_blocks_alone
 
     0.32 forgets them only where it asks whether the request can be loaded; ``forget_session_blocks`` does in any case.
     """
+    config = make_config(model, {"directory": str(tmp_path)})
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    engine = SchedulerHarness(make_config(model, {"directory": str(tmp_path)}), 10)
+    engine = SchedulerHarness(config, 10)
     half = engine.connector.connector_scheduler
     known, ask = half._req_status, half.get_num_new_matched_tokens
 
@@ -273,7 +274,7 @@ def test_each_prompt_that_fits_is_computed_though_drafts_need_blocks_beside_a_lo
         assert engine.scheduler.reset_prefix_cache()
         return bool(computed)
 
-    for tokens in range(BLOCK_TOKENS - 1, BLOCKS * BLOCK_TOKENS, 3):
+    for tokens in range(BLOCK_TOKENS - 1, BLOCKS * BLOCK_TOKENS, 5):
         prompt = Random(tokens).choices(range(1000), k=tokens)
         alone = is_computed(f"{tokens} alone", prompt, there=False)
         assert is_computed(f"{tokens} there", prompt, there=True) or not alone, tokens
