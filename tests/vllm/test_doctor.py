@@ -19,6 +19,7 @@ from kvoffd_client.testing import EngineResult, FakeEngine
 from kvoffd_client.vllm.fingerprint import namespace_of
 from kvoffd_proto.errors import ErrorCode
 from tests.kit.closing import ServerThread, ThreadsServer
+from tests.kit.command import run_cli
 from tests.kit.daemon import DaemonProcess
 from tests.kit.factors import FACTS, GROUP
 from tests.kit.waiting import wait_until
@@ -110,8 +111,6 @@ def test_engines_that_do_not_share_and_what_a_rollout_left_behind(doctor: Doctor
             found = doctor(daemon)
             assert set(found) == {"not_shared"}
             assert found["not_shared"].endswith("differ: PYTHONHASHSEED differs.")
-            lines = doctor.said(daemon).splitlines()
-            assert max(len(line) for line in lines if not line.startswith("   > ")) <= 80
             assert sorted(doctor.fix("not_shared").split()[-2:]) == sorted(ids)
             seeded.serve(chain("x", 8))
         wait_until(lambda: set(doctor(daemon)) == {"left_behind"})
@@ -231,3 +230,11 @@ def test_what_is_swapped_is_looked_at_where_anything_is(tmp_path: Path) -> None:
         (tmp_path / "meminfo").write_text(f"MemTotal: 67108864 kB\nSwapTotal: 2048 kB\nSwapFree: {free}\n")
         assert swapped_bytes(tmp_path / "7") == swapped
     assert swapped_bytes(tmp_path / "8" / "8") == 0
+
+
+def test_as_a_command() -> None:
+    with DaemonProcess(POOL) as daemon:
+        done = run_cli("doctor", "--directory", str(daemon.directory))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "1. info no_engine" in done.stdout
+    assert max(len(line) for line in done.stdout.splitlines() if not line.startswith("   > ")) <= 80
