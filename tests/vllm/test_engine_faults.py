@@ -21,9 +21,9 @@ import pytest
 import zmq
 
 from kvoffd_client import AdminClient
-from kvoffd_client.session import Closing
 from tests.chaos.supervisor import Supervisor
 from tests.kit.amount import TIMES
+from tests.kit.closing import Closing
 from tests.kit.command import run_cli
 from tests.kit.daemon import DaemonProcess
 from tests.kit.engine import (
