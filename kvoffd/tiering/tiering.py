@@ -170,7 +170,6 @@ class Tiering:
         source = Promotions(tiers, settings, cache, clock, self._coming, self._promoted, shared=shared)
         writer = Writer(
             *(cache, tiers, clock, settings),
-            shared=shared,
             idle=lambda: not source.waiting_blocks,
             engines_busy=self._engines_busy,
             leaves_out=self.is_unshared if shared else lambda fingerprint: False,
@@ -391,9 +390,8 @@ class Tiering:
         return self.remove_all(namespace.fingerprint)
 
     def remove_all(self, fingerprint: bytes | None) -> int:
-        """Remove all blocks of a namespace, open or not, or of all, from the disks; return how many. Stores only forget
-        what they know of it."""
-        return sum(tier.remove_all(fingerprint) for source in self.sources for tier in source.tiers)
+        """Remove all blocks of a namespace, open or not, or of all, from the disks; return how many."""
+        return sum(tier.remove_all(fingerprint) for tier in self.disks.tiers)
 
     # --- what the daemon calls -------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tracemalloc
 from array import array
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,7 @@ from kvoffd.simulate.trace import KEY_BYTES, MOST_LINE_BYTES, BadTrace, Trace, r
 from kvoffd.tiering import WriteMode
 from kvoffd_client.cli import main as console
 from tests.kit.cases import case
-from tests.kit.made_up_loads import chat_among_single_requests, trace_of
+from tests.kit.made_up_loads import LOADS, Traffic, chat_among_single_requests, trace_of
 
 
 def write(path: Path, requests: list[list[int]]) -> Path:
@@ -81,6 +81,13 @@ def test_a_disk_with_space_finds_what_left_the_pool(policy: str) -> None:
     assert (found.hits, found.disk_written) == (4 * 48, 48), "each block is written once, and found from then on"
     assert found.disk_hits == found.hits - replay(cycle, policy, 16, DiskPlan(64, WriteMode.NEVER)).hits > 100
     assert found.written < cycle.accesses
+
+
+def test_the_hand_of_a_full_disk_keeps_nearly_what_an_lru_would() -> None:
+    """One that gave used blocks no second chance would find 7 % less (measured)."""
+    trace = trace_of([*islice(LOADS["agents"](Traffic(1)), 427)])
+    found = replay(trace, "lru", 128, DiskPlan(512, WriteMode.ALWAYS))
+    assert found.hits > 0.95 * replay(trace, "lru", 512).hits
 
 
 def test_a_full_disk_keeps_what_returns_later_than_it_would_keep_all() -> None:
