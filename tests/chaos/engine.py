@@ -23,16 +23,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvoffd_client import (
-    GroupKeys,
-    GroupTransfer,
-    JobResult,
-    NamespaceSpec,
-    Registration,
-    SchedulerClient,
-    SharedMemory,
-    WorkerClient,
-)
+from kvoffd_client import GroupKeys, GroupTransfer, JobResult, WorkerClient
+from kvoffd_client.testing import FakeEngine
 
 RANKS, LAYERS, BLOCKS, PAGE_BYTES = 2, 2, 96, 8192
 PROMPTS, LONGEST = 24, 12
@@ -57,27 +49,20 @@ def key_of(prompt: int, position: int) -> bytes:
     return (prompt << 16 | position).to_bytes(32, "big")
 
 
-def page_of(key: bytes, rank: int, layer: int) -> Words:
-    """What a page holds: every word depends on its place, on the key, the rank and the layer."""
-    number = int.from_bytes(key, "big") << 8 | rank << 4 | layer
-    return _BASE ^ np.uint64((number * 0x9E3779B97F4A7C15) & (2**64 - 1))
+def words_of(key: bytes, rank: int) -> Words:
+    """What the pages of a block hold, by layer: every word depends on its place, on the key, the rank and the layer."""
+    number = int.from_bytes(key, "big") << 8 | rank << 4
+    return np.array([_BASE ^ np.uint64((number | layer) * 0x9E3779B97F4A7C15 & 2**64 - 1) for layer in range(LAYERS)])
 
 
-class ChaosEngine:
-    """The engine: its memory, its requests and its scheduler step."""
+class ChaosEngine(FakeEngine):
+    """The engine: its requests and its scheduler step."""
 
     def __init__(self, directory: str, seed: int) -> None:
+        shape = RANKS, LAYERS, BLOCKS, PAGE_BYTES
+        super().__init__(directory, "chaos", *shape, connect_timeout_s=CONNECT_TIMEOUT_S, name="chaos")
         self.rng = random.Random(seed)
-        namespace = NamespaceSpec.named("chaos", RANKS, 32, layers=LAYERS, page_bytes=PAGE_BYTES)
-        self.memories = [SharedMemory(LAYERS * BLOCKS * PAGE_BYTES, f"chaos-{rank}") for rank in range(RANKS)]
-        self.pages = [memory.view.view(np.uint64).reshape(LAYERS, BLOCKS, -1) for memory in self.memories]
-        self.scheduler = SchedulerClient(directory, namespace, name="chaos scheduler")
-        self.workers: list[WorkerClient] = []
-        for rank, memory in enumerate(self.memories):
-            registration = Registration.flat(rank, memory, LAYERS, BLOCKS, PAGE_BYTES)
-            self.workers.append(WorkerClient(directory, namespace, registration, name=f"chaos worker {rank}"))
-        for client in (self.scheduler, *self.workers):
-            assert client.wait_settled(CONNECT_TIMEOUT_S), client.problem
+        self.words = [pages.view(np.uint64) for pages in self._pages]
         self.free = list(range(BLOCKS))
         self.results: dict[int, list[JobResult]] = {}
         self.counts: Counter[str] = Counter()
@@ -124,8 +109,8 @@ class ChaosEngine:
             time.sleep(PAUSE_S)
         for worker in self.workers:
             worker.unregister(1.0)
-        for client in (self.scheduler, *self.workers):
-            client.close()
+        self.words.clear()
+        self.close()
 
     def _step(self) -> None:
         self.model_s = 0.0
@@ -215,22 +200,17 @@ class ChaosEngine:
 
     def _overwrite(self, blocks: list[int]) -> None:
         """Overwrite the blocks, so that bytes that are right afterwards have come with the load."""
-        for pages in self.pages:
-            pages[:, blocks] = 0x5A5A
+        for words in self.words:
+            words[:, blocks] = 0x5A5A
 
     def _fill(self, keys: list[bytes], blocks: list[int]) -> None:
         for key, block in zip(keys, blocks, strict=True):
-            for rank, pages in enumerate(self.pages):
-                for layer in range(LAYERS):
-                    pages[layer, block] = page_of(key, rank, layer)
+            for rank, words in enumerate(self.words):
+                words[:, block] = words_of(key, rank)
 
     def _compare(self, keys: list[bytes], blocks: list[int]) -> None:
         for key, block in zip(keys, blocks, strict=True):
-            wrong = sum(
-                int(np.count_nonzero(pages[layer, block] != page_of(key, rank, layer)))
-                for rank, pages in enumerate(self.pages)
-                for layer in range(LAYERS)
-            )
+            wrong = sum(np.count_nonzero(words[:, block] != words_of(key, at)) for at, words in enumerate(self.words))
             self.counts["blocks compared"] += 1
             if wrong:
                 emit("wrong", f"{wrong} words of key {key.hex()} are not what was stored")
@@ -248,8 +228,7 @@ class ChaosEngine:
 
     def _report(self) -> None:
         now = time.monotonic()
-        connected = self.scheduler.ready and all(worker.ready for worker in self.workers)
-        quiet = not self._quiet_reported and not self._active and connected
+        quiet = not self._quiet_reported and not self._active and all(client.ready for client in self._clients)
         if quiet or (self.counts and now - self._reported_at > REPORT_EVERY_S):
             self._reported_at = now
             emit("did", dict(self.counts))

@@ -19,6 +19,7 @@ from tests.chaos.engine import RANKS
 from tests.chaos.supervisor import Supervisor
 from tests.kit.wire import Books, books
 
+ROOT = Path(__file__).parents[2]
 ENGINES = 3
 POOL = "6MiB"
 """Smaller than all prompts together, so that blocks are evicted all the time."""
@@ -44,21 +45,14 @@ ACTIONS = {
 """What may happen in a round, and how likely it is."""
 
 
-def run_module(name: str, *arguments: str, **streams: int) -> subprocess.Popen[bytes]:
-    """Start a module of the tests as a program."""
-    root = Path(__file__).parents[2]
-    path = os.pathsep.join([str(root), *filter(None, sys.path)])
-    return subprocess.Popen(
-        [sys.executable, "-m", name, *arguments], cwd=root, env={**os.environ, "PYTHONPATH": path}, **streams
-    )
-
-
 class ChaosEngineProcess:
     """One engine of ``tests.chaos.engine`` in a process of its own, and all that it reported."""
 
     def __init__(self, directory: Path, seed: int, log: int) -> None:
-        pipe = subprocess.PIPE
-        self.process = run_module("tests.chaos.engine", str(directory), str(seed), stdin=pipe, stdout=pipe, stderr=log)
+        command, pipe = [sys.executable, "-m", "tests.chaos.engine", str(directory), str(seed)], subprocess.PIPE
+        path = os.pathsep.join(filter(None, sys.path))
+        environ = {**os.environ, "PYTHONPATH": path}
+        self.process = subprocess.Popen(command, cwd=ROOT, env=environ, stdin=pipe, stdout=pipe, stderr=log)
         self.counts: Counter[str] = Counter()
         self.problems: list[str] = []
         self.steps: list[tuple[float, float, float]] = []

@@ -19,10 +19,13 @@ from typing import Self
 from kvoffd_proto.paths import SocketPaths
 
 from .closing import Starting
-from .forked_daemon import LAUNCHER, ForkedDaemon
+from .forked import Forked, fork_server
+from .launcher import run_forked
 from .service_manager import LAUNCH_WITH_FDS, ServiceManager
 from .waiting import wait_until
 
+LAUNCHER = Path(__file__).with_name("launcher.py")
+_SERVER = fork_server("kvoffd.cli", "kvoffd.server.daemon", run_forked.__module__)
 START_DEADLINE_S = 60.0
 STOP_DEADLINE_S = 180.0
 """Longer than any machine of CI has kept a process from its CPU: kernels report 53 s and more for their own threads."""
@@ -91,10 +94,10 @@ class DaemonProcess(Starting):
         self._fork = fork and not (before or program or environ or pass_fds or manager)
         if watchdog_s:
             self._environ = {**self._environ, "WATCHDOG_USEC": str(round(watchdog_s * 1e6))}
-        self._process: subprocess.Popen[bytes] | ForkedDaemon | None = None
+        self._process: subprocess.Popen[bytes] | Forked | None = None
 
     @property
-    def process(self) -> subprocess.Popen[bytes] | ForkedDaemon:
+    def process(self) -> subprocess.Popen[bytes] | Forked:
         assert self._process is not None, "the daemon was never started"
         return self._process
 
@@ -126,7 +129,7 @@ class DaemonProcess(Starting):
                 environ |= {"LISTEN_FDS": str(len(stored)), "LISTEN_FDNAMES": names}
         with self.log_path.open("ab") as log:
             self._process = (
-                ForkedDaemon(arguments, self._options, environ, log.fileno())
+                Forked(_SERVER, run_forked, arguments, self._options, environ, str(self.log_path))
                 if self._fork
                 else subprocess.Popen(
                     command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environ, pass_fds=fds
