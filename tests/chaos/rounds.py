@@ -31,19 +31,6 @@ SHOWN_PROBLEMS = 5
 AFTER_STOP_S = 0.1
 """For this long after a stopped process goes on, a late step still counts as caused by the stop."""
 
-ACTIONS = {
-    "kill daemon": 4,
-    "kill daemon twice": 1,
-    "terminate daemon": 2,
-    "stop daemon until the watchdog": 1,
-    "stop daemon shortly": 2,
-    "kill engine": 3,
-    "terminate engine": 1,
-    "stop engine": 2,
-    "kill daemon and engine": 2,
-}
-"""What may happen in a round, and how likely it is."""
-
 
 class ChaosEngineProcess:
     """One engine of ``tests.chaos.engine`` in a process of its own, and all that it reported."""
@@ -137,6 +124,19 @@ class Rounds:
         self._rng = random.Random(seed)
         self.report = Report(seed, "kept by systemd's protocol" if pool_file is None else "in a file")
         self._supervisor = Supervisor(POOL, pool_file, LIMITS, **FLAGS).start()
+        daemon, engine = self._supervisor.signal, self._replace
+        self._actions: list[tuple[str, int, Callable[[], None]]] = [
+            ("kill daemon", 4, lambda: daemon(signal.SIGKILL)),
+            ("kill daemon twice", 1, self._kill_daemon_twice),
+            ("terminate daemon", 2, lambda: daemon(signal.SIGTERM)),
+            ("stop daemon until the watchdog", 1, self._stop_daemon_until_the_watchdog),
+            ("stop daemon shortly", 2, lambda: self._stop_daemon(self._rng.uniform(0.05, 0.5))),
+            ("kill engine", 3, lambda: engine(signal.SIGKILL)),
+            ("terminate engine", 1, lambda: engine(signal.SIGTERM)),
+            ("stop engine", 2, self._stop_engine),
+            ("kill daemon and engine", 2, self._kill_daemon_and_engine),
+        ]
+        """What may happen in a round, and how likely it is."""
         self._daemon_stopped: list[tuple[float, float]] = []
         self._engine_log = os.open(self._supervisor.directory / "engines.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._engines: list[ChaosEngineProcess] = []
@@ -155,14 +155,14 @@ class Rounds:
 
     def play(self) -> None:
         """One round. Raises AssertionError when the accounts do not balance or somebody is stuck."""
-        action = self._rng.choices(list(ACTIONS), list(ACTIONS.values()))[0]
+        action, _, act = self._rng.choices(self._actions, [weight for _, weight, _ in self._actions])[0]
         self.report.rounds += 1
         self.report.actions[action] += 1
         for engine in self._engines:
             engine.send_command("go")
         time.sleep(self._rng.uniform(0.05, 0.3))
         lives = self._supervisor.lives
-        getattr(self, "_" + action.replace(" ", "_"))()
+        act()
         self._supervisor.wait_serving(lives + ("kill" in action or "terminate" in action) * ("daemon" in action))
         for engine in self._engines:
             engine.wait_ready()
@@ -184,23 +184,14 @@ class Rounds:
 
     # --- what may happen -------------------------------------------------------------------------
 
-    def _kill_daemon(self) -> None:
-        self._supervisor.signal(signal.SIGKILL)
-
     def _kill_daemon_twice(self) -> None:
         lives = self._supervisor.lives
-        self._kill_daemon()
+        self._supervisor.signal(signal.SIGKILL)
         deadline = time.monotonic() + 10
         while self._supervisor.lives == lives and time.monotonic() < deadline:
             time.sleep(0.005)
         time.sleep(self._rng.uniform(0.0, 0.8))  # anywhere in its start, or just after it
-        self._kill_daemon()
-
-    def _terminate_daemon(self) -> None:
-        self._supervisor.signal(signal.SIGTERM)
-
-    def _stop_daemon_shortly(self) -> None:
-        self._stop_daemon(self._rng.uniform(0.05, 0.5))
+        self._supervisor.signal(signal.SIGKILL)
 
     def _stop_daemon_until_the_watchdog(self) -> None:
         kills = len(self._supervisor.hung)
@@ -216,12 +207,6 @@ class Rounds:
             self._supervisor.signal(signal.SIGCONT)
         self._daemon_stopped.append((begun, time.monotonic() + AFTER_STOP_S))
 
-    def _kill_engine(self) -> None:
-        self._replace(signal.SIGKILL)
-
-    def _terminate_engine(self) -> None:
-        self._replace(signal.SIGTERM)
-
     def _stop_engine(self) -> None:
         engine = self._rng.choice(self._engines)
         begun = time.monotonic()
@@ -231,10 +216,9 @@ class Rounds:
         engine.stopped.append((begun, time.monotonic() + AFTER_STOP_S))
 
     def _kill_daemon_and_engine(self) -> None:
-        both = [self._kill_daemon, self._kill_engine]
-        self._rng.shuffle(both)
-        for kill in both:
-            kill()
+        both = [self._supervisor.signal, self._replace]
+        for kill in self._rng.sample(both, 2):
+            kill(signal.SIGKILL)
 
     def _replace(self, number: int) -> None:
         place = self._rng.randrange(ENGINES)
