@@ -1,24 +1,22 @@
-"""One engine of a chaos run, in a process of its own: ``python -m tests.chaos.engine DIRECTORY SEED``.
+"""One engine of a chaos run, in a process of its own.
 
 It serves prompts as an engine does: step after step without waiting for the daemon, each request looked up, loaded,
 computed where it must be, stored. It knows what every block of every prompt must hold and compares what was loaded.
-It reads the commands ``go`` and ``quiet`` from standard input, one a line, and writes what it did and how long its
-steps took to standard output, one JSON list a line. After SIGTERM or the end of its input it finishes its requests and
-exits.
+It gets the commands ``go`` and ``quiet``, and tells what it did and how long its steps took. After SIGTERM or the end
+of its connection it finishes its requests and exits.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import select
 import signal
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from multiprocessing.connection import Client, Connection
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -58,7 +56,7 @@ def words_of(key: bytes, rank: int) -> Words:
 class ChaosEngine(FakeEngine):
     """The engine: its requests and its scheduler step."""
 
-    def __init__(self, directory: str, seed: int) -> None:
+    def __init__(self, directory: Path, seed: int, connection: Connection[Any, Any]) -> None:
         shape = RANKS, LAYERS, BLOCKS, PAGE_BYTES
         super().__init__(directory, "chaos", *shape, connect_timeout_s=CONNECT_TIMEOUT_S, name="chaos")
         self.rng = random.Random(seed)
@@ -74,7 +72,7 @@ class ChaosEngine(FakeEngine):
         self._going = False
         self._reported_at = 0.0
         self._quiet_reported = True
-        self._input = b""
+        self._connection = connection
         self._last_job = 0
 
     # --- what requests ask for -------------------------------------------------------------------
@@ -99,9 +97,9 @@ class ChaosEngine(FakeEngine):
     # --- life ------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Serve prompts until SIGTERM or the end of the input."""
+        """Serve prompts until SIGTERM or the end of the connection."""
         signal.signal(signal.SIGTERM, lambda *_: setattr(self, "stopping", True))
-        emit("ready", os.getpid())
+        self._emit("ready", None)
         while not self.stopping or self._active:
             self._read_commands()
             self._step()
@@ -126,13 +124,13 @@ class ChaosEngine(FakeEngine):
             if waits_for := next(request, ""):
                 late = time.monotonic() - began_at > REQUEST_DEADLINE_S
                 if late:
-                    emit("failed", f"a request waits for {waits_for}: {self.scheduler.problem}")
+                    self._emit("failed", f"a request waits for {waits_for}: {self.scheduler.problem}")
                 going_on.append((float("inf") if late else began_at, request))
         self._active = going_on
         took = time.monotonic() - started - self.model_s
         self.counts["steps"] += 1
         if took >= REPORT_STEPS_FROM_S:
-            emit("step", [started, took, min(took, waited_for_cpu_s() - waited)])
+            self._emit("step", (started, took, min(took, waited_for_cpu_s() - waited)))
 
     def _take_results(self, worker: WorkerClient) -> None:
         for result in worker.take_results():
@@ -194,7 +192,7 @@ class ChaosEngine(FakeEngine):
             self._take_results(worker)
         self.counts["fences"] += 1
         if len(self.results[store]) < RANKS:
-            emit("failed", "a fence came back before its jobs had ended")
+            self._emit("failed", "a fence came back before its jobs had ended")
 
     # --- bytes -----------------------------------------------------------------------------------
 
@@ -213,29 +211,29 @@ class ChaosEngine(FakeEngine):
             wrong = sum(np.count_nonzero(words[:, block] != words_of(key, at)) for at, words in enumerate(self.words))
             self.counts["blocks compared"] += 1
             if wrong:
-                emit("wrong", f"{wrong} words of key {key.hex()} are not what was stored")
+                self._emit("wrong", f"{wrong} words of key {key.hex()} are not what was stored")
 
     def _read_commands(self) -> None:
-        while select.select([0], [], [], 0)[0]:
-            data = os.read(0, 4096)
-            if not data:
-                self.stopping = True
-                return
-            *lines, self._input = (self._input + data).split(b"\n")
-            for line in lines:
-                self._going = line == b"go"
-                self._quiet_reported = self._going
+        try:
+            while self._connection.poll():
+                self._quiet_reported = self._going = self._connection.recv() == "go"
+        except (EOFError, OSError):
+            self.stopping = True
+
+    def _emit(self, kind: str, value: object) -> None:
+        with suppress(BrokenPipeError):  # nobody reads it any more
+            self._connection.send((kind, value))
 
     def _report(self) -> None:
         now = time.monotonic()
         quiet = not self._quiet_reported and not self._active and all(client.ready for client in self._clients)
         if quiet or (self.counts and now - self._reported_at > REPORT_EVERY_S):
             self._reported_at = now
-            emit("did", dict(self.counts))
+            self._emit("did", dict(self.counts))
             self.counts.clear()
         if quiet:
             self._quiet_reported = True
-            emit("quiet", 1)
+            self._emit("quiet", None)
 
 
 def waited_for_cpu_s() -> float:
@@ -244,10 +242,7 @@ def waited_for_cpu_s() -> float:
         return int(file.read().split()[1]) / 1e9
 
 
-def emit(kind: str, value: float | str | Sequence[float] | dict[str, int]) -> None:
-    """Write one line in one write, so that SIGKILL leaves no half line."""
-    os.write(1, json.dumps([kind, value]).encode() + b"\n")
-
-
-if __name__ == "__main__":
-    ChaosEngine(sys.argv[1], int(sys.argv[2])).run()
+def serve(directory: Path, seed: int, address: str) -> int:
+    """Be an engine; 0 when it has ended."""
+    ChaosEngine(directory, seed, Client(address, "AF_UNIX")).run()
+    return 0

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
-import subprocess
-import sys
+import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
-from tests.chaos.engine import RANKS
+from tests.chaos.engine import RANKS, serve
 from tests.chaos.supervisor import Supervisor
+from tests.kit.forked import Forked, fork_server
 from tests.kit.wire import Books, books
 
-ROOT = Path(__file__).parents[2]
+START_S = 60.0
+_SERVER = fork_server(serve.__module__)
 ENGINES = 3
 POOL = "6MiB"
 """Smaller than all prompts together, so that blocks are evicted all the time."""
@@ -35,11 +38,14 @@ AFTER_STOP_S = 0.1
 class ChaosEngineProcess:
     """One engine of ``tests.chaos.engine`` in a process of its own, and all that it reported."""
 
-    def __init__(self, directory: Path, seed: int, log: int) -> None:
-        command, pipe = [sys.executable, "-m", "tests.chaos.engine", str(directory), str(seed)], subprocess.PIPE
-        path = os.pathsep.join(filter(None, sys.path))
-        environ = {**os.environ, "PYTHONPATH": path}
-        self.process = subprocess.Popen(command, cwd=ROOT, env=environ, stdin=pipe, stdout=pipe, stderr=log)
+    def __init__(self, directory: Path, seed: int) -> None:
+        address = f"\0kvoffd-chaos-{os.getpid()}-{seed}"
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(address)
+            listener.listen()
+            listener.settimeout(START_S)
+            self.process = Forked(_SERVER, serve, directory, seed, address)
+            self._connection = Connection[Any, Any](listener.accept()[0].detach())
         self.counts: Counter[str] = Counter()
         self.problems: list[str] = []
         self.steps: list[tuple[float, float, float]] = []
@@ -52,33 +58,29 @@ class ChaosEngineProcess:
         self._thread.start()
 
     def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            kind, value = json.loads(line)
-            match kind:
-                case "did":
-                    self.counts.update(value)
-                case "step":
-                    self.steps.append(tuple(value))
-                case "quiet":
-                    self.quiet = True
-                case "ready":
-                    self._ready.set()
-                case _:
-                    self.problems.append(f"{kind}: {value}")
+        with suppress(EOFError, OSError):  # it has ended, perhaps within a message
+            while True:
+                kind, value = self._connection.recv()
+                match kind:
+                    case "did":
+                        self.counts.update(value)
+                    case "step":
+                        self.steps.append(value)
+                    case "quiet":
+                        self.quiet = True
+                    case "ready":
+                        self._ready.set()
+                    case _:
+                        self.problems.append(f"{kind}: {value}")
 
     def wait_ready(self) -> None:
-        assert self._ready.wait(60), f"an engine does not come up; its status is {self.process.poll()}"
+        assert self._ready.wait(START_S), f"an engine does not come up; its status is {self.process.poll()}"
 
     def send_command(self, word: str) -> None:
         """Send ``go`` or ``quiet``."""
-        assert self.process.stdin is not None
         self.quiet = False
-        try:
-            self.process.stdin.write(f"{word}\n".encode())
-            self.process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it has just been killed
+        with suppress(BrokenPipeError):  # it has just been killed
+            self._connection.send(word)
 
     def end(self, number: int) -> None:
         """Send a signal that ends it, and wait until it has ended and all its output has been read."""
@@ -87,12 +89,7 @@ class ChaosEngineProcess:
         self._thread.join(10)
         if number == signal.SIGTERM and status != 0:
             self.problems.append(f"failed: an engine that got SIGTERM ended with status {status}")
-        for stream in (self.process.stdin, self.process.stdout):
-            assert stream is not None
-            try:
-                stream.close()
-            except BrokenPipeError:
-                pass
+        self._connection.close()
 
 
 @dataclass
@@ -124,21 +121,20 @@ class Rounds:
         self._rng = random.Random(seed)
         self.report = Report(seed, "kept by systemd's protocol" if pool_file is None else "in a file")
         self._supervisor = Supervisor(POOL, pool_file, LIMITS, **FLAGS).start()
-        daemon, engine = self._supervisor.signal, self._replace
+        end, replace = self._supervisor.signal, self._replace
         self._actions: list[tuple[str, int, Callable[[], None]]] = [
-            ("kill daemon", 4, lambda: daemon(signal.SIGKILL)),
+            ("kill daemon", 4, lambda: end(signal.SIGKILL)),
             ("kill daemon twice", 1, self._kill_daemon_twice),
-            ("terminate daemon", 2, lambda: daemon(signal.SIGTERM)),
+            ("terminate daemon", 2, lambda: end(signal.SIGTERM)),
             ("stop daemon until the watchdog", 1, self._stop_daemon_until_the_watchdog),
             ("stop daemon shortly", 2, lambda: self._stop_daemon(self._rng.uniform(0.05, 0.5))),
-            ("kill engine", 3, lambda: engine(signal.SIGKILL)),
-            ("terminate engine", 1, lambda: engine(signal.SIGTERM)),
+            ("kill engine", 3, lambda: replace(signal.SIGKILL)),
+            ("terminate engine", 1, lambda: replace(signal.SIGTERM)),
             ("stop engine", 2, self._stop_engine),
             ("kill daemon and engine", 2, self._kill_daemon_and_engine),
         ]
         """What may happen in a round, and how likely it is."""
         self._daemon_stopped: list[tuple[float, float]] = []
-        self._engine_log = os.open(self._supervisor.directory / "engines.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._engines: list[ChaosEngineProcess] = []
         self._ended_engines: list[ChaosEngineProcess] = []
         try:
@@ -151,7 +147,7 @@ class Rounds:
             raise
 
     def _new_engine(self) -> ChaosEngineProcess:
-        return ChaosEngineProcess(self._supervisor.directory, self._rng.getrandbits(32), self._engine_log)
+        return ChaosEngineProcess(self._supervisor.directory, self._rng.getrandbits(32))
 
     def play(self) -> None:
         """One round. Raises AssertionError when the accounts do not balance or somebody is stuck."""
@@ -278,7 +274,6 @@ class Rounds:
         for engine in self._engines:
             engine.process.send_signal(signal.SIGCONT)
             engine.end(signal.SIGKILL)
-        os.close(self._engine_log)
         self._supervisor.close()
 
 
