@@ -45,7 +45,7 @@ class ChaosEngineProcess:
             listener.listen()
             listener.settimeout(START_S)
             self.process = Forked(_SERVER, serve, directory, seed, address)
-            self._connection = Connection[Any, Any](listener.accept()[0].detach())
+            self._connection: Connection[Any, Any] = Connection(listener.accept()[0].detach())
         self.counts: Counter[str] = Counter()
         self.problems: list[str] = []
         self.steps: list[tuple[float, float, float]] = []
