@@ -14,7 +14,7 @@ import pytest
 from tests.kit.amount import TIMES
 from tests.sim.clock import Injected
 from tests.sim.daemon import SimDaemon
-from tests.sim.network import Line
+from tests.sim.network import Dealer, Line, Subscription
 from tests.sim.pool import WatchedPool
 from tests.sim.scenario import CHANCES, TIMED, Scenario
 from tests.sim.transfer_engine import SimQueue
@@ -34,15 +34,21 @@ OPERATIONS: dict[str, tuple[type, str, Callable[[], object] | None]] = {
     "mmap": (SimDaemon, "map_memfd", None),
     "receive": (Line, "_arrive", bool),
 }
-"""Methods that may fail, and what they return then: without that they raise.
+"""Methods that may fail, and what they return then: without that they raise. Writes to the slot table do not fail."""
+BY_CHANCE: dict[str, tuple[type, str, Callable[[], object] | None]] = {
+    "copy": (SimQueue, "_move", None),
+    "send a reply": (Dealer, "reply", bool),
+    "send a publication": (Subscription, "offer", bool),
+    "send a request": (Dealer, "send", bool),
+}
+"""Those that fail in all runs of the simulator, now and then."""
 
-Copies, requests, replies and publications fail by chance in all runs. Writes to the slot table do not fail.
-"""
 
-
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize(
+    "operation", [*OPERATIONS, *(pytest.param(one, marks=pytest.mark.nightly) for one in BY_CHANCE)]
+)
 def test_nth_failure_leaves_everything_in_order(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    owner, method, instead = OPERATIONS[operation]
+    owner, method, instead = (OPERATIONS | BY_CHANCE)[operation]
     real: Callable[..., Any] = getattr(owner, method)
     done, nth = 0, 1
 
