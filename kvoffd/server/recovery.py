@@ -141,18 +141,16 @@ def restore(cache: Cache, pool: Pool, policy: PolicyFile, state: State) -> None:
         lost = found.unwritten + found.damaged + found.incomplete
         level = logging.WARNING if lost else logging.INFO
         logger.log(level, "The pool starts empty. The earlier daemon's has no complete block.")
-    for count, why in (
-        (found.unwritten, "their namespaces were not recorded, because they were too many for a pool of this size"),
-        (found.damaged, "damaged, or without a checksum"),
-        (found.incomplete, "their blocks lack shards of other ranks"),
+    too_many = "were too many for a pool of this size to be recorded"
+    reset = f"their namespaces {too_many}, or were reset" if snapshot.left_out else "their namespaces were reset"
+    for count, why, level in (
+        (found.unwritten, f"their namespaces {too_many}", logging.WARNING),
+        (found.damaged, "damaged, or without a checksum", logging.WARNING),
+        (found.incomplete, "their blocks lack shards of other ranks", logging.WARNING),
+        (found.reset, reset, logging.WARNING if snapshot.left_out else logging.INFO),
     ):
         if count:
-            logger.warning("Dropped %d pool slot%s at recovery: %s.", count, plural(count), why)
-    if found.reset and snapshot.left_out:
-        why = "were too many for a pool of this size to be recorded, or were reset"
-        logger.warning("Dropped %d pool slots at recovery: their namespaces %s.", found.reset, why)
-    elif found.reset:
-        logger.info("Dropped %d pool slots at recovery: their namespaces were reset.", found.reset)
+            logger.log(level, "Dropped %d pool slot%s at recovery: %s.", count, plural(count), why)
     if count := len(found.quarantined):
         logger.warning(
             "Not using %d slot%s with earlier checksum mismatches; check the machine's memory.", count, plural(count)
