@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvoffd import __version__
 from kvoffd.cache.cache import Cache
-from kvoffd.cache.namespace import NamespaceSnapshot
+from kvoffd.cache.namespace import Group, NamespaceSnapshot
 from kvoffd.cache.recovery import recover
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
@@ -115,7 +115,7 @@ def restore(cache: Cache, pool: Pool, policy: PolicyFile, state: State) -> None:
     if not pool.recovered:
         return
     snapshot = pool.table.load_namespaces(NamespaceSnapshot) or NamespaceSnapshot(1, ())
-    known = {}
+    known: list[Group] = []
     for record in snapshot.namespaces:
         if not state.accept(record.fingerprint, record.generation):
             continue
@@ -125,7 +125,7 @@ def restore(cache: Cache, pool: Pool, policy: PolicyFile, state: State) -> None:
             logger.warning("The pool's blocks of %s are lost. %s", record.label, error.message)
             continue
         # Groups without sizes have no blocks, because no rank had registered.
-        known[record.number] = [group for group in groups if group.sizes]
+        known += [group for group in groups if group.sizes]
     fd = pool.memory_fds[1]
     found = recover(fd, pool.table, pool.slots, cache.blocks, known, snapshot.next_number)
     cache.enter_recovered(found.blocks, found.quarantined)
@@ -133,8 +133,8 @@ def restore(cache: Cache, pool: Pool, policy: PolicyFile, state: State) -> None:
         "Recovered an earlier daemon's pool: %d blocks (%s) in %d namespace%s are ready after %.3f s.",
         len(found.blocks),
         format_size(cache.usage.ready),
-        len(known),
-        plural(len(known)),
+        len(cache.namespaces),
+        plural(len(cache.namespaces)),
         time.monotonic() - started,
     )
     if not len(found.blocks):
