@@ -77,7 +77,7 @@ def test_prompts_are_asked_in_turn_and_at_a_rate(engine: Engine) -> None:
     assert (first.logprobs, first.finish, first.cached) == ([0.0, -0.25, -0.5], "length", 0)
     assert first.tokens != second.tokens
     assert first.ttft_ms > 0
-    again, new = engine.paced([(1, 50), (3, 50)], 2, per_second=100.0)
+    again, new = engine.ask([(1, 50), (3, 50)], 2, per_second=100.0)
     assert (again.tokens, again.cached, new.cached) == (first.tokens[:2], 50, 0)
     engine.call("reset")
     assert engine.ask([(1, 50)], 1)[0].cached == 0
