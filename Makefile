@@ -105,7 +105,7 @@ delivery: $(VENV)/.dist ## install wheels and package, boot the unit, run the im
 	$(BIN)/pytest -m delivery $(ARGS)
 
 clean: ## remove all environments, caches and what was built
-	rm -rf .venv* .demo .fuzz .gpu-cache .gpu-site .cuda .delivery dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv* .demo .fuzz .gpu-site .cuda .delivery dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find kvoffd client proto tests deploy -type d -name __pycache__ -prune -exec rm -rf {} +
 
 # Editable: Python is taken from here as it is, but C must be compiled again, and the version be written down.

@@ -23,7 +23,7 @@ from kvoffd.transfer.cuda.gpus import list_devices
 from kvoffd_client import AdminClient, NamespaceSpec, SchedulerClient
 from kvoffd_proto import cuda
 from tests.bench.gpu import vllm_parts
-from tests.bench.gpu.copies import STREAM_JOBS, Row, measure_copies
+from tests.bench.gpu.copies import STREAM_JOBS, Row, has_tried_to_pin, measure_copies
 from tests.bench.gpu.driver import BenchDriver
 from tests.bench.gpu.setup import GIB, KIB, MIB, Found, Setup
 from tests.bench.gpu.steps import Steps
@@ -113,7 +113,7 @@ def _pin(setup: Setup, bench: BenchDriver, pool_bytes: int) -> Found:
             began = time.monotonic()
             worker.wait_ready(READY_S)
             registered_at = time.monotonic()
-            wait_until(lambda: _tried_bytes(admin) >= pool_bytes, READY_S, interval_s=0.002)
+            wait_until(lambda: has_tried_to_pin(admin), READY_S, interval_s=0.002)
             pinned_at = time.monotonic()
             worker.fill(1)
             pool = admin.stats().pool
@@ -125,11 +125,6 @@ def _pin(setup: Setup, bench: BenchDriver, pool_bytes: int) -> Found:
                 "gpu_bytes_of_pinning": pool.pinning_gpu_bytes,
                 "gpu_bytes_of_daemon_and_exporter": before - bench.free_bytes(),
             }
-
-
-def _tried_bytes(admin: AdminClient) -> int:
-    pool = admin.stats().pool
-    return pool.pinned_for_gpu_bytes + pool.unpinnable_bytes
 
 
 def run_tests(setup: Setup) -> Found:
