@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,6 +44,13 @@ def machine() -> dict[str, object]:
         "pyzmq": version("pyzmq"),
         "kvoffd": version("kvoffd"),
     }
+
+
+def in_child(program: str, *arguments: str) -> dict[str, Any]:
+    """What a program of this folder, run with these arguments in a process of its own, prints as JSON."""
+    command = [sys.executable, "-m", f"tests.bench.{program}", *arguments]
+    found: dict[str, Any] = json.loads(subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout)
+    return found
 
 
 def print_report(title: str, facts: dict[str, object], tables: str) -> None:

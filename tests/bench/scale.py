@@ -13,7 +13,6 @@ import gc
 import json
 import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -43,7 +42,7 @@ from kvoffd.tiers.tier import TierListener
 from kvoffd_client import SchedulerClient
 from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_proto.messages import READY, GroupKeys, GroupSpec
-from tests.bench.report_file import ROOT, markdown_table, number, print_report, run_facts
+from tests.bench.report_file import in_child, markdown_table, number, print_report, run_facts
 from tests.kit.daemon import DaemonProcess
 from tests.kit.service_manager import ServiceManager
 
@@ -273,9 +272,7 @@ PARTS = {"memory": memory, "restart": restart, "disk": disk}
 def child(part: str, case: str) -> Result:
     """What a part finds in a process of its own."""
     print(f"measuring: {part} {case}", file=sys.stderr, flush=True)
-    command = [sys.executable, "-m", "tests.bench.scale", "--inside", part, "--cases", case]
-    found: Result = json.loads(subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout)
-    return {"case": case, **found}
+    return {"case": case, **in_child("scale", "--inside", part, "--cases", case)}
 
 
 def page(results: dict[str, list[Result]]) -> str:
