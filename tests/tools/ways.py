@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import threading
@@ -26,7 +25,10 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from tests.kit.checked import CheckedEngine, over_disk, put_on_disk, wait_disk
+from tests.kit.daemon import DaemonProcess
 from tests.kit.models import make_tiny_llama
+from tests.kit.wire import keys
 
 ROOT = str(Path(__file__).parents[2]) + "/"
 ROOTS = tuple(ROOT + name for name in ("kvoffd", "client", "proto"))
@@ -35,6 +37,7 @@ Call = tuple[float, str, str]  # when (monotonic), file, function
 Span = tuple[float, float]
 SHORT = list(range(1, 20))
 TIMES = 5
+TRACED = [sys.executable, "-m", "tests.tools.ways"]
 LEFT_OUT = {
     *("Service.tick", "Sockets.wake", "Cache.report_requests"),
     *("report_requests", "report_engine", "KvoffdManager.get_stats"),
@@ -127,16 +130,25 @@ def engine(directory: str) -> tuple[list[Call], Span, dict[str, list[Span]]]:
     return calls, nothing, ways
 
 
+def calls_of(traced: DaemonProcess) -> list[Call]:
+    """Stop a daemon that was traced; what it has called."""
+    traced.stop()
+    return [tuple(call) for call in json.loads((traced.directory / CALLS).read_text())]
+
+
+def show(title: str, functions: list[tuple[str, str]]) -> None:
+    print(f"\n== {title}: {len(functions)} functions in {len({file for file, _ in functions})} files")
+    for file, function in functions:
+        print(f"{file:60} {function}")
+
+
 def over_a_disk() -> None:
     """Print what a write to disk and a promotion call."""
-    from tests.kit.checked import CheckedEngine, over_disk, put_on_disk, wait_disk
-    from tests.kit.wire import keys
-
     with tempfile.TemporaryDirectory() as place:
         with over_disk(Path(place)) as before, CheckedEngine(before) as fake:
             wait_disk(before)
             put_on_disk(before, fake, 16)
-        with over_disk(Path(place), program=[sys.executable, "-m", __spec__.name]) as traced:
+        with over_disk(Path(place), program=TRACED) as traced:
             wait_disk(traced)
             with CheckedEngine(traced, fake.truth) as fake:
                 fake.put([100])  # what is done once only
@@ -149,8 +161,7 @@ def over_a_disk() -> None:
                     fake.put([100 + number])
                     time.sleep(0.2)
                     fake.lookup(keys(number))
-            traced.stop()
-            calls: list[Call] = [tuple(call) for call in json.loads((traced.directory / CALLS).read_text())]
+            calls = calls_of(traced)
     idle = set(between(calls, *spans[0]))
     for way, begin, end in (
         ("a write to disk", "Tiering.stored", "DiskTier._write_ended"),
@@ -162,23 +173,13 @@ def over_a_disk() -> None:
             last = next(when for when, _, name in calls if when > first and name == end)
             some = [call for call in between(calls, first, last + 1e-6) if call not in idle]
             found.append([call for call in some if call[0] not in HANDED_OVER])
-        shortest = min(found, key=len)
-        print(f"\n== {way}: {len(shortest)} functions in {len({file for file, _ in shortest})} files")
-        for file, function in shortest:
-            print(f"{file:60} {function}")
+        show(way, min(found, key=len))
 
 
 def main() -> None:
-    directory = tempfile.mkdtemp(prefix="kvoffd-", dir="/tmp")
-    flags = ["--directory", directory, "--pool-size", "256MiB", "--http-address", ""]
-    process = subprocess.Popen([sys.executable, "-m", __spec__.name, "serve", *flags])
-    try:
-        calls, nothing, ways = engine(directory)
-    finally:
-        process.terminate()
-        process.wait()
-    theirs: list[Call] = [tuple(call) for call in json.loads(Path(directory, CALLS).read_text())]
-    processes = {"engine": calls, "daemon": theirs}
+    with DaemonProcess("256MiB", program=TRACED) as traced:
+        calls, nothing, ways = engine(str(traced.directory))
+        processes = {"engine": calls, "daemon": calls_of(traced)}
     idle = {where: set(between(all_calls, *nothing)) for where, all_calls in processes.items()}
 
     def way(begin: float, end: float) -> dict[str, list[tuple[str, str]]]:
@@ -190,9 +191,7 @@ def main() -> None:
     for name in ("lookup", "load", "store"):
         shortest = min((way(*span) for span in ways[name]), key=lambda one: sum(map(len, one.values())))
         for where, functions in shortest.items():
-            print(f"\n== {name}, {where}: {len(functions)} functions in {len({file for file, _ in functions})} files")
-            for file, function in functions:
-                print(f"{file:60} {function}")
+            show(f"{name}, {where}", functions)
         everything = [call for functions in shortest.values() for call in functions]
         print(f"== {name}: {len(everything)} functions in {len({file for file, _ in everything})} files")
 
