@@ -47,7 +47,7 @@ from tests.kit.daemon import DaemonProcess
 from tests.kit.service_manager import ServiceManager
 
 CASES = "10000x1,100000x1,1000000x1,5000000x1,10000x8,100000x8,1000000x8"
-KEY_BYTES = 32
+KEY_BYTES, KEY_WORDS = 32, 4
 """As vLLM's sha256 hashes."""
 PAGE_BYTES = 8192
 LEAST_CHAIN, MOST_CHAIN = 16, 64
@@ -59,7 +59,6 @@ SHARD_BYTES = 32
 SESSION = LEASE = 1
 LOOKUP_KEYS, STORE_KEYS, LOOKUPS = 1000, 64, 300
 DEADLINE_S = 300.0
-GOLDEN, FIRST, SECOND = (np.uint64(one) for one in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 SPARSE_DAEMON = """
 import sys
 from kvoffd.cli import main
@@ -100,11 +99,9 @@ Result = dict[str, Any]
 
 
 def keys_of(first: int, count: int) -> bytes:
-    """The keys from number ``first`` on, end to end: four words each of splitmix64 (Steele and others, 2014)."""
-    words = np.arange(first * KEY_BYTES // 8, (first + count) * KEY_BYTES // 8, dtype=np.uint64) * GOLDEN
-    words = (words ^ (words >> np.uint64(30))) * FIRST
-    words = (words ^ (words >> np.uint64(27))) * SECOND
-    return (words ^ (words >> np.uint64(31))).tobytes()
+    """The keys from number ``first`` on, end to end: always the same random words, four each."""
+    words = np.random.PCG64(1).advance(KEY_WORDS * first).random_raw(KEY_WORDS * count)
+    return bytes(words.tobytes())
 
 
 class Books:
@@ -121,10 +118,10 @@ class Books:
         made = make_policy(policy, pool_bytes, self.pool.table.geometry.slots)
         self.cache = Cache(self.pool.slots, self.pool.table, made, Silence(), time.monotonic)
         groups = [GroupSpec("full_attention", 16)]
-        block_group = Namespace(b"scale".ljust(32), "scale", shards, KEY_BYTES, groups, "{}")
-        self.namespace, _ = self.cache.open_namespace(block_group)
+        made_namespace = Namespace(b"scale".ljust(32), "scale", shards, KEY_BYTES, groups, "{}")
+        self.namespace, _ = self.cache.open_namespace(made_namespace)
         for rank in range(shards):
-            self.cache.register_rank(block_group, rank, [PAGE_BYTES], None)
+            self.cache.register_rank(made_namespace, rank, [PAGE_BYTES], None)
         self.cache.blocks._misses.fill(0)  # as large however many blocks there are
         self._base_bytes += self.cache.blocks._misses.nbytes
 
@@ -200,8 +197,8 @@ def restart(blocks: int, shards: int) -> Result:
 
         def look_up(first: int) -> tuple[int, float]:
             """How many of the blocks from ``first`` on are ready, and the seconds until the answer."""
-            began = time.perf_counter()
-            answer = client.lookup([GroupKeys(0, keys_of(first, count))])
+            groups, began = [GroupKeys(0, keys_of(first, count))], time.perf_counter()
+            answer = client.lookup(groups)
             answer.wait(DEADLINE_S)
             seconds = time.perf_counter() - began
             if answer.failed:
