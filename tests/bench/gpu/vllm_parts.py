@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -351,11 +351,22 @@ def is_wrong(found: Mapping[str, Any]) -> bool:
 # --- the parts --------------------------------------------------------------------------------------
 
 
-def start(setup: Setup) -> Found:
+def part(steps: Callable[[Bench], None]) -> Callable[[Setup], Found]:
+    """A part of these steps: what they found."""
+
+    def run(setup: Setup) -> Found:
+        bench = Bench(setup)
+        steps(bench)
+        return bench.found
+
+    return run
+
+
+@part
+def start(bench: Bench) -> None:
     """Whether an engine starts, on which of the runners, and whether its answers after loads are right."""
-    bench = Bench(setup)
     with bench.step("facts") as found:
-        for fact in [{"facts": NEEDS_GPU}] if setup.double else _facts():
+        for fact in [{"facts": NEEDS_GPU}] if bench.setup.double else _facts():
             found.update(fact)
     with bench.step("model"):
         bench.model()
@@ -363,10 +374,10 @@ def start(setup: Setup) -> Found:
         with bench.step(name) as found, bench.kvoffd(runner) as (engine, daemon):
             bench.choose(name)
             found["start_s"] = engine.start_s
-            setup.keep(bench.found)
+            bench.setup.keep(bench.found)
             found.update(bench.compare(engine, daemon))
         if "start_s" in found:
-            return bench.found
+            return
     raise AssertionError("no engine starts: " + "; ".join(str(bench.found[name]) for name in bench.runners))
 
 
@@ -381,17 +392,16 @@ def _facts() -> Iterator[Found]:
         yield {"failed": problem}
 
 
-def equal(setup: Setup) -> Found:
+@part
+def equal(bench: Bench) -> None:
     """Answers after loads on the other runners."""
-    bench = Bench(setup)
-    for name in bench.runners if setup.double else EQUAL:
+    for name in bench.runners if bench.setup.double else EQUAL:
         bench.compared(name, runner=bench.runners[name])
-    return bench.found
 
 
-def contest(setup: Setup) -> Found:
+@part
+def contest(bench: Bench) -> None:
     """Times to the first token with nothing, vLLM's own cache, kvoffd and others; and steps of eight that decode."""
-    bench = Bench(setup)
     with bench.step("nothing and own cache") as found, bench.engine(None) as engine:
         found.update(_play(bench, engine, None))
         found["decoding"] = _decode(bench, engine, None)
@@ -410,13 +420,12 @@ def contest(setup: Setup) -> Found:
         found["said"] = said(engine)
     for name, competitor in OTHERS.items():
         with bench.step(name) as found:
-            if setup.double:
+            if bench.setup.double:
                 found["result"] = NEEDS_GPU
                 continue
             with competitor(bench) as engine:
                 found.update(_play(bench, engine, None))
                 found["said"] = said(engine)
-    return bench.found
 
 
 def _play(bench: Bench, engine: Engine, daemon: DaemonProcess | None) -> Found:
@@ -513,9 +522,9 @@ def _listens(port: int) -> bool:
         return client.connect_ex(("127.0.0.1", port)) == 0
 
 
-def restarts(setup: Setup) -> Found:
+@part
+def restarts(bench: Bench) -> None:
     """Engine and daemon are restarted, and the daemon is killed while an engine loads: the same answers each time."""
-    bench = Bench(setup)
     count, length, _ = bench.plan.published
     prompts = [(600 + number, bench.uneven(length)) for number in range(count)]
     with ExitStack() as undo:
@@ -569,12 +578,11 @@ def restarts(setup: Setup) -> Found:
             settle(engine, daemon)
             engine.call("reset")
             found.update(loaded(), said=said(engine))
-    return bench.found
 
 
-def pressure(setup: Setup) -> Found:
+@part
+def pressure(bench: Bench) -> None:
     """More prompts at once than the KV cache holds: pre-emptions, and prefill steps that take long."""
-    bench = Bench(setup)
     plan = bench.plan
     length = plan.small_kv_tokens // 4 - 2 * plan.block_tokens  # four have no space for what they generate
     prompts = [(800 + number, length) for number in range(plan.pressing)]
@@ -591,12 +599,11 @@ def pressure(setup: Setup) -> Found:
         if rate := counts.get("vllm:kvoffd_prefill_tokens_per_second"):
             found["step_ms"] = 1000 * plan.batched_tokens / rate
         found["said"] = said(engine)
-    return bench.found
 
 
-def layouts(setup: Setup) -> Found:
+@part
+def layouts(bench: Bench) -> None:
     """All layers of a block together (``block_outermost``): the same answers, and how long they take."""
-    bench = Bench(setup)
     count, length, per_second = bench.plan.published
     prompts = [(200 + number, length) for number in range(count)]
     with bench.step("block_outermost") as found, bench.kvoffd(extra={"kv_layout": "block_outermost"}) as each:
@@ -606,22 +613,20 @@ def layouts(setup: Setup) -> Found:
         settle(engine, daemon)
         engine.call("reset")
         found["after a reset"] = ttft(engine.ask(prompts, 1, per_second))
-    return bench.found
 
 
-def hybrid(setup: Setup) -> Found:
+@part
+def hybrid(bench: Bench) -> None:
     """A small model of Qwen3-Next's shape: states of linear attention beside full attention."""
-    bench, path = Bench(setup), make_tiny_qwen3_next(setup.directory / "hybrid")
+    path = make_tiny_qwen3_next(bench.directory / "hybrid")
     settings = {"model": path, "dtype": "bfloat16", "max_model_len": 4096, "block_size": None}
     bench.compared("Qwen3-Next", HYBRID_LENGTHS, **settings)
-    return bench.found
 
 
-def fp8(setup: Setup) -> Found:
+@part
+def fp8(bench: Bench) -> None:
     """A KV cache in fp8."""
-    bench = Bench(setup)
     bench.compared("fp8", kv_cache_dtype="fp8")
-    return bench.found
 
 
 OTHERS = {"vLLM's OffloadingConnector": _offloading, "PegaFlow": _pegaflow}
