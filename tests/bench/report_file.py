@@ -60,8 +60,6 @@ def print_report(title: str, facts: dict[str, object], tables: str) -> None:
 def _fact_text(fact: object) -> str:
     if isinstance(fact, dict):
         return ", ".join(f"{name} {_fact_text(value)}" for name, value in fact.items())
-    if isinstance(fact, list):
-        return "; ".join(f"`{item}`" for item in fact)
     return str(fact)
 
 

@@ -74,12 +74,6 @@ def test_gaps_between_tokens_belong_to_what_was_there() -> None:
     assert gaps == {"alone": [1000.0, 2000.0], "during": [1000.0, 1500.0], "after": [500.0, 1000.0]}
 
 
-def test_p99_of_few_values_is_the_largest() -> None:
-    assert summary([3.0, 1.0, 2.0]) == {"n": 3, "mean": 2.0, "p50": 2.0, "p99": 3.0, "most": 3.0}
-    assert summary(list(range(1, 201)))["p99"] == 198
-    assert summary([]) == {"n": 0}
-
-
 def test_a_step_that_fails_loses_nothing() -> None:
     kept: list[Mapping[str, Any]] = []
     bench = Bench(Setup("", True, keep=lambda found: kept.append(json.loads(json.dumps(found)))))
