@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from tests.bench.gpu import vllm_parts
-from tests.bench.gpu.__main__ import write_page
 from tests.bench.gpu.setup import Setup
 from tests.bench.gpu.vllm_engine import Answer, gaps_by_state
-from tests.bench.gpu.vllm_parts import Bench, difference, is_unequal, is_wrong, summary
+from tests.bench.gpu.vllm_parts import Bench, difference, is_unequal, is_wrong
 
 
 def answer(tokens: list[int], logprobs: list[float], cached: int = 32, finish: str = "length") -> Answer:
@@ -49,23 +48,6 @@ def test_a_step_that_failed_is_wrong_unless_it_is_another_connectors() -> None:
     assert is_wrong({"kvoffd": {"failed": "AssertionError"}})
     assert not is_wrong({"kvoffd": {"failed_requests": 0}, "PegaFlow": {"failed": "AssertionError"}})
     assert is_wrong({"kvoffd": {"new": {"failed_requests": 1}}})
-
-
-def test_the_page_has_a_row_for_each_time_to_the_first_token() -> None:
-    times = {"ttft_ms": summary([10.0, 30.0]), "cached": [0, 0]}
-    found = {
-        "kvoffd": {"8 prompts, new": times, "1024 tokens": {"new": times}, "said": []},
-        "PegaFlow": {"failed": "no"},
-    }
-    part = {"outcome": "done", "seconds": 1.0, "found": found}
-    page = write_page({"card": "X", "date": "today", "double": False, "commit": "c", "parts": {"vllm-contest": part}})
-    rows = [
-        [cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| kvoffd")
-    ]
-    assert rows == [
-        ["kvoffd, 8 prompts, new", "2", "20.0", "20.0", "30.0"],
-        ["kvoffd, 1024 tokens, new", "2", "20.0", "20.0", "30.0"],
-    ]
 
 
 def test_gaps_between_tokens_belong_to_what_was_there() -> None:
