@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import grp
+import ipaddress
 import os
 import pwd
 import re
@@ -34,6 +35,8 @@ _SERVICE_LINK = re.compile(r"KVOFFD(_[A-Z0-9_]+)?_(SERVICE_HOST|SERVICE_PORT(_[A
 
 MOST_PEERS = 8
 """Peers are asked one after the other."""
+NAMED_PEERS = 8
+"""Peers of networks that are connected at once: those that requests named last."""
 MIN_DISK_BYTES = 16 * 1024**2
 
 
@@ -240,6 +243,14 @@ def parse_address(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def parse_peer(text: str) -> tuple[str | ipaddress.IPv4Network | ipaddress.IPv6Network, int]:
+    """Read ``host:port``, or ``network:port`` as ``10.0.0.0/16:7400``. Raises ValueError with half a sentence."""
+    network, _, port = text.rpartition(":")
+    if "/" not in network:
+        return parse_address(text)
+    return ipaddress.ip_network(network.strip("[]")), parse_address(f"localhost:{port}")[1]
+
+
 def _urls(value: object) -> tuple[str, ...]:
     parts = [value] if isinstance(value, str) else value
     if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
@@ -258,7 +269,7 @@ def _peers(value: object) -> tuple[str, ...]:
         raise ValueError("it is not a list of addresses, such as node-b:7400")
     found = tuple(one.strip() for part in parts for one in part.split(",") if one.strip())
     for one in found:
-        parse_address(one)
+        parse_peer(one)
         if found.count(one) > 1:
             raise ValueError(f"{quoted(one)} is given twice; give each address once")
     if len(found) > MOST_PEERS:
@@ -400,7 +411,8 @@ class Config:
     peers: tuple[str, ...] = Kind(_peers, "HOST:PORT", _commas, repeated=True).setting(
         (),
         "Another node's kvoffd whose pool is read for what this node lacks, as host:port of its peer_listen. Repeat it "
-        "for each peer; they are asked in this order, after the shared stores, within the same deadlines.",
+        "for each peer; they are asked in this order, after the shared stores, within the same deadlines. Nodes of a "
+        "network, such as 10.0.0.0/16:7400, are asked only for requests that name them.",
     )
     peer_listen: str = Kind(_address, "HOST:PORT").setting(
         "",

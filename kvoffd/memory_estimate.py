@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvoffd.cache.policy import GHOST_DIVISOR
-from kvoffd.config import Config
+from kvoffd.config import NAMED_PEERS, Config, parse_peer
 from kvoffd.pool.allocator import MIN_SLOT_BYTES
 from kvoffd.system.limits import MemoryLimit
 from kvoffd.tiering.promotions import FILL_BYTES, MOST_QUEUED
@@ -20,7 +20,7 @@ IDLE_BYTES = 34 << 20
 """Private memory of the process without clients, as in README.md and ``stats``."""
 SHARED_BYTES = 96 << 20
 """Cached answers of a shared store, and its requests and transfers in progress."""
-HELPER_BYTES = 256 << 20
+HELPER_BYTES = 336 << 20
 """The process with NIXL (95 MiB measured at rest), and the memory into which peers' blocks come."""
 QUEUES_BYTES = MOST_QUEUED * FILL_BYTES + MAX_WAITING * WAITING_BYTES
 """Queued reads and writes of all disks, or of one store."""
@@ -30,15 +30,17 @@ IN_USE_AT_START = ("pool", "slot table and page tables", "process and clients")
 
 def memory_estimate(config: Config) -> dict[str, int]:
     """Return the bytes of each part, the pool first."""
+    networks = [one for one in config.peers if not isinstance(parse_peer(one)[0], str)]
+    stores = len(config.shared) + len(config.peers) - len(networks) + NAMED_PEERS * bool(networks)
     return {
         "pool": config.pool_bytes,
         "slot table and page tables": config.pool_bytes * 21 // 1000,
         "block metadata": config.pool_bytes // MIN_SLOT_BYTES * SLOT_BYTES,
         "keys without blocks": 0 if config.eviction_policy == "lru" else config.pool_bytes // GHOST_DIVISOR,
         "indices of disks": sum(index_bytes(one.size_bytes) for one in config.disk),
-        "shared stores": SHARED_BYTES * (len(config.shared) + len(config.peers)),
+        "shared stores": SHARED_BYTES * stores,
         "helper process for peers": HELPER_BYTES if config.peers or config.peer_listen else 0,
-        "queues of disks and stores": QUEUES_BYTES * (bool(config.disk) + len(config.shared) + len(config.peers)),
+        "queues of disks and stores": QUEUES_BYTES * (bool(config.disk) + stores),
         "process and clients": PROCESS_BYTES,
     }
 

@@ -152,26 +152,26 @@ class FakeEngine(Closing):
             worker.fence([job_id], 0.0)
         return result
 
-    def lookup(self, keys: Sequence[bytes], timeout_s: float = 10.0) -> int:
+    def lookup(self, keys: Sequence[bytes], timeout_s: float = 10.0, peer: str = "") -> int:
         """Return the number of leading keys that are ready, pinned until load(), release() or the next lookup().
 
         Waits up to ``timeout_s`` seconds, also for keys that are being promoted from disk. 0 if the daemon does not
-        answer in time. Raises as store().
+        answer in time. ``peer``: see ``SchedulerClient.lookup``. Raises as store().
         """
         self._check_keys(keys)
         self.release()
         if not keys:
             return 0
         deadline = time.monotonic() + timeout_s
-        future = self._look_up(keys, timeout_s)
+        future = self._look_up(keys, timeout_s, peer)
         while future.pending and (left := deadline - time.monotonic()) > 0:
             time.sleep(min(PENDING_PAUSE_S, left))
-            before, future = future, self._look_up(keys, left, again=True)
+            before, future = future, self._look_up(keys, left, peer, again=True)
             self.scheduler.release(before.lease_id)
         return future.leading_ready()
 
-    def _look_up(self, keys: Sequence[bytes], timeout_s: float, again: bool = False) -> LookupFuture:
-        future = self._lookup = self.scheduler.lookup([GroupKeys(0, b"".join(keys))], again)
+    def _look_up(self, keys: Sequence[bytes], timeout_s: float, peer: str, *, again: bool = False) -> LookupFuture:
+        future = self._lookup = self.scheduler.lookup([GroupKeys(0, b"".join(keys))], again, peer=peer)
         if not future.wait(timeout_s) or future.failed:
             self.release()
         return future

@@ -48,6 +48,7 @@ def reset_fleet(service: Service, session: Session, message: a.ResetFleet) -> Pe
         why = "No tier is shared with other nodes; start the daemon with --shared URL, or with peers."
         raise KvoffdError(why, ErrorCode.NOT_READY)
     tiers = list(service.tier_supervisor.shared)
+    networks = service.tier_supervisor.networks
     raises = service.tier_supervisor.raise_generation(message.namespace)
     service.follow_fleet()
 
@@ -55,7 +56,9 @@ def reset_fleet(service: Service, session: Session, message: a.ResetFleet) -> Pe
         if not late and not all(one.ended for one in raises):
             return None
         failed = [(tier.name, one) for tier, one in zip(tiers, raises, strict=True) if one.problem or not one.ended]
-        if problems := [f"{name}: {one.problem or 'it has not answered yet.'}" for name, one in failed]:
+        problems = [f"{name}: {one.problem or 'it has not answered yet.'}" for name, one in failed]
+        problems += [f"{one}: its nodes hear of it once they exchange blocks; clear there too." for one in networks]
+        if problems:
             why = f"The reset did not reach every shared store and peer: {' '.join(problems)}"
             raise KvoffdError(why, ErrorCode.NOT_READY)
         logger.info("Session %d (%s) reset a namespace for all nodes.", session.id, session.peer)

@@ -6,13 +6,15 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
 
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.hooks import CacheListener
-from kvoffd.config import Config, DiskSize, parse_address
+from kvoffd.config import NAMED_PEERS, Config, DiskSize, parse_peer
 from kvoffd.errors import KvoffdError
 from kvoffd.observe.meters import HOUR_S, CounterWindows
 from kvoffd.pool.pool import Pool
@@ -22,6 +24,7 @@ from kvoffd.server.persistence import State
 from kvoffd.system.numa import usable_cpus
 from kvoffd.system.threads import start
 from kvoffd.tiering import TieringSettings, WriteMode
+from kvoffd.tiering.promotions import Promotions
 from kvoffd.tiering.tiering import Tiering
 from kvoffd.tiers.disk import DiskTier
 from kvoffd.tiers.disk_file import OpeningStopped
@@ -37,6 +40,8 @@ logger = logging.getLogger(__name__)
 CLOSE_STEP_S = 0.02
 """Least time for each shared store to close."""
 STOP_OPENING_S = 1.0
+KEPT_S = 1.0
+"""Time for which a peer that a request named is not replaced by another one."""
 TRICKLE_BYTES = 4 * 2**20
 """Bytes written per tick and CPU while engines copy: with more CPUs writes slow down copies less."""
 HARMLESS_ERRORS = {DiskFault.NOT_DIRECT, DiskFault.STARTED_ANEW, DiskFault.TOO_LARGE, DiskFault.TRUNCATED}
@@ -82,6 +87,16 @@ def _trickle_bytes() -> int:
     return TRICKLE_BYTES * len(usable_cpus())
 
 
+@dataclass(eq=False)
+class NamedPeer:
+    """A peer of a network. ``number``: for the helper."""
+
+    number: int
+    tier: SharedTier
+    source: Promotions
+    named_at: float
+
+
 class TierSupervisor:
     """Opens, monitors and closes the tiers. For the service's thread, except ``_open``.
 
@@ -91,6 +106,7 @@ class TierSupervisor:
     Attributes:
         shared: the configured stores that nodes share, then the peers.
         fleet: generations that they share.
+        networks: peers that are networks, as configured.
         peer_server: what is lent to peers; None if nothing is.
         peer_helper: the process that talks to them; None without peers.
     """
@@ -113,6 +129,12 @@ class TierSupervisor:
         self.fleet = FleetGenerations(state.fleet)
         self.peer_helper: PeerHelper | None = None
         self.peer_server: PeerServer | None = None
+        peers = [(*parse_peer(one), one) for one in config.peers]
+        self._peers = [(host.lower(), text) for host, _, text in peers if isinstance(host, str)]
+        self._networks = [(one, port) for one, port, _ in peers if not isinstance(one, str)]
+        self.networks = [text for one, _, text in peers if not isinstance(one, str)]
+        self._named: dict[str, NamedPeer] = {}
+        """Peers of networks by the names of their tiers, the one that was named last last."""
 
     def start(self, stores: OpenStores) -> None:
         """Start to open the configured tiers; ``stores`` are those of ``shared_stores``. Raises NoMoreThreads."""
@@ -122,30 +144,11 @@ class TierSupervisor:
         for size in self._config.disk:
             self._begin_to_open(size, tiering)
         for url, open_one in zip(self._config.shared, stores, strict=True):
-            tier = SharedTier(
-                url,
-                open_one,
-                pool=self._pool.buffer,
-                clock=self._clock,
-                post=self._post,
-                listener=tiering,
-                ask_deadline_s=self._config.shared_ask_deadline_s,
-                fleet=self.fleet,
-            )
-            self._share(tier, tiering)
-        for number, peer in enumerate(self._config.peers):
-            assert self.peer_helper is not None
-            tier = SharedTier(
-                f"{PEER}{peer}",
-                partial(PeerStore, self.peer_helper, number),
-                pool=self._pool.buffer,
-                clock=self._clock,
-                post=self._post,
-                listener=tiering,
-                ask_deadline_s=self._config.shared_ask_deadline_s,
-                fleet=self.fleet,
-            )
-            self._share(tier, tiering, WriteMode.NEVER)
+            self.shared.append(tier := self._shared_tier(url, open_one, tiering))
+            tiering.add_store(tier, self._settings(WriteMode(self._config.shared_write)))
+        for number, (_, peer) in enumerate(self._peers):
+            self.shared.append(tier := self._peer_tier(number, f"{PEER}{peer}", tiering))
+            tiering.add_store(tier, self._settings(WriteMode.NEVER))
 
     def _start_peers(self) -> None:
         """Start the helper, where peers are read or served."""
@@ -156,13 +159,52 @@ class TierSupervisor:
             self.peer_server = PeerServer(
                 self._cache, self._clock, self._state.is_unshared, lambda: self._state.is_saved, self.fleet
             )
-        settings = HelperSettings(list(config.peers), config.peer_listen, read_secret(config.peer_secret_file))
+        peers = [*(peer for _, peer in self._peers), *[""] * NAMED_PEERS * bool(self._networks)]
+        settings = HelperSettings(peers, config.peer_listen, read_secret(config.peer_secret_file))
         self.peer_helper = PeerHelper(settings, self._pool.place, self._peer_asks, self._peers_left)
 
     def peer_at(self, host: str) -> str:
-        """Return the name of the peer's tier; empty if it is not configured."""
+        """Return the name of a peer's tier; empty if it is neither configured nor in a network that is."""
         host = host.strip("[]").lower()
-        return next((f"{PEER}{peer}" for peer in self._config.peers if parse_address(peer)[0].lower() == host), "")
+        if (peer := next((peer for one, peer in self._peers if one == host), None)) is not None:
+            return f"{PEER}{peer}"
+        with suppress(ValueError):
+            address = ip_address(host)
+            for network, port in self._networks:
+                if address in network:
+                    return self._name(f"{PEER}{address if address.version == 4 else f'[{address}]'}:{port}")
+        return ""
+
+    def _name(self, name: str) -> str:
+        """Have a peer of a network be asked. It may replace one that was not named recently and is not being read.
+
+        Return its name; empty if all places are taken.
+        """
+        tiering, helper, now = self._tiering, self.peer_helper, self._clock()
+        assert helper is not None
+        assert tiering is not None
+        if (known := self._named.pop(name, None)) is not None:
+            known.named_at, self._named[name] = now, known
+            return name
+        number, oldest = len(self._peers) + len(self._named), None
+        if len(self._named) == NAMED_PEERS:
+            oldest = next((one for one in self._named.values() if one.source.idle), None)
+            if oldest is None or now < oldest.named_at + KEPT_S:
+                return ""
+            number = oldest.number
+        if not helper.connect(number, name.removeprefix(PEER)):
+            return ""
+        tier = self._peer_tier(number, name, tiering)
+        tier.breaker.open = False  # the first question waits for the connection
+        if oldest is None:
+            source = tiering.add_store(tier, self._settings(WriteMode.NEVER), only_named=True)
+        else:
+            oldest.tier.close(0.0)
+            del self._named[oldest.tier.name]
+            source = oldest.source
+            source.tiers[0] = tier
+        self._named[name] = NamedPeer(number, tier, source, now)
+        return name
 
     def _peer_asks(self, route: bytes, ident: int, kind: int, payload: bytes) -> None:
         """Pass a peer's request to the service's thread. Called in the helper's thread."""
@@ -180,11 +222,29 @@ class TierSupervisor:
         if (server := self.peer_server) is not None:
             self._post(server.end_all)
 
-    def _share(self, tier: SharedTier, tiering: Tiering, mode: WriteMode | None = None) -> None:
-        """Add a store that nodes share."""
-        mode, deadline_s = mode or WriteMode(self._config.shared_write), self._config.shared_deadline_s
-        tiering.add_store(tier, TieringSettings(mode, deadline_s=deadline_s, trickle_bytes=_trickle_bytes()))
-        self.shared.append(tier)
+    def _settings(self, mode: WriteMode) -> TieringSettings:
+        return TieringSettings(mode, deadline_s=self._config.shared_deadline_s, trickle_bytes=_trickle_bytes())
+
+    def _peer_tier(self, number: int, name: str, tiering: Tiering) -> SharedTier:
+        assert self.peer_helper is not None
+        return self._shared_tier(name, partial(PeerStore, self.peer_helper, number), tiering)
+
+    def _shared_tier(self, name: str, open_one: Callable[[], Store], tiering: Tiering) -> SharedTier:
+        return SharedTier(
+            name,
+            open_one,
+            pool=self._pool.buffer,
+            clock=self._clock,
+            post=self._post,
+            listener=tiering,
+            ask_deadline_s=self._config.shared_ask_deadline_s,
+            fleet=self.fleet,
+        )
+
+    @property
+    def _every_shared(self) -> list[SharedTier]:
+        """The shared stores and peers, with those that requests named."""
+        return [*self.shared, *(one.tier for one in self._named.values())]
 
     def namespace_reset(self, fingerprint: bytes, *, everywhere: bool = False) -> None:
         """Record the reset of a namespace, on this node or ``everywhere``."""
@@ -213,7 +273,7 @@ class TierSupervisor:
             self.peer_server.tick()
         if (tiering := self._tiering) is None:
             return
-        for tier in self.shared:
+        for tier in self._every_shared:
             for fingerprint in self._cache.namespaces if tier.available() else ():
                 tier.poll(fingerprint)
         tiering.tick()
@@ -290,12 +350,16 @@ class TierSupervisor:
             if disk.opener is not None:
                 disk.opener.join(min(STOP_OPENING_S, max(0.0, until - time.monotonic())))
         closed = True
+        if self.peer_helper is not None:
+            for tier in self._every_shared:
+                tier.closed = True
+            self.peer_helper.interrupt()
         for disk in self._disks:
             left_s = max(0.0, until - time.monotonic())
             if disk.tier is not None and not disk.tier.close(0.0 if disk.tier.hangs else left_s):
                 logger.warning("The disk at %s does not answer; it stays open.", disk.size.directory)
                 closed = False
-        for tier in self.shared:
+        for tier in self._every_shared:
             if not tier.close(max(CLOSE_STEP_S, until - time.monotonic())):
                 logger.warning("%s does not answer; it stays open.", tier.name)
                 closed = False

@@ -102,6 +102,9 @@ class Promotions:
         coming: the fills that lookups may wait for, shared by all sources.
         promoted: called with each promoted block.
         shared: whether other nodes use the source too.
+
+    Attributes:
+        only_named: whether it is asked only for requests that name it.
     """
 
     def __init__(
@@ -115,7 +118,7 @@ class Promotions:
         *,
         shared: bool,
     ) -> None:
-        self.tiers, self.shared = tiers, shared
+        self.tiers, self.shared, self.only_named = tiers, shared, False
         self._cache, self._clock, self._patience_s, self._coming = cache, clock, settings.deadline_s, coming
         self._most_bytes = min(cache.slots.pool_bytes // 8, MAX_FILLING_BYTES)
         """Pool bytes that fills may use at once. A larger block is read alone. Fills that were given up and have not
@@ -148,6 +151,11 @@ class Promotions:
         self._stopped = False
 
     @property
+    def name(self) -> str:
+        """Name of a store; empty for disks."""
+        return self.tiers[0].name if self.shared else ""
+
+    @property
     def available(self) -> bool:
         for tier in self.tiers:  # noqa: SIM110 - each lookup asks, and a generator takes twice as long
             if tier.available():
@@ -157,6 +165,11 @@ class Promotions:
     def stop(self) -> None:
         """Begin nothing more."""
         self._stopped = True
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is being read, not even what was given up."""
+        return not (self.waiting_blocks or self.given_up)
 
     @property
     def waiting_blocks(self) -> int:

@@ -156,11 +156,16 @@ class Tiering:
     def disk_writer(self) -> Writer:
         return self.writers[0]
 
-    def add_store(self, tier: Tier, settings: TieringSettings) -> None:
-        """Add a store that nodes share, for blocks that neither the pool nor the earlier sources have."""
-        self._add([tier], settings, shared=True)
+    def add_store(self, tier: Tier, settings: TieringSettings, *, only_named: bool = False) -> Promotions:
+        """Add a store that nodes share, for blocks that neither the pool nor the earlier sources have.
 
-    def _add(self, tiers: list[Tier], settings: TieringSettings, *, shared: bool) -> None:
+        ``only_named``: it is asked only for requests that name it.
+        """
+        source = self._add([tier], settings, shared=True)
+        source.only_named = only_named
+        return source
+
+    def _add(self, tiers: list[Tier], settings: TieringSettings, *, shared: bool) -> Promotions:
         cache, clock = self._cache, self._clock
         source = Promotions(tiers, settings, cache, clock, self._coming, self._promoted, shared=shared)
         writer = Writer(
@@ -172,6 +177,7 @@ class Tiering:
         )
         self.sources.append(source)
         self.writers.append(writer)
+        return source
 
     # --- what the cache calls: see TierHooks -----------------------------------------------------
 
@@ -179,11 +185,11 @@ class Tiering:
         self, lease: Lease, groups: Sequence[tuple[int, bytes]], states: list[bytes], asked: Sequence[AskedKeys] | None
     ) -> list[bytes]:
         namespace, lease.wait_s = lease.namespace, 0.0
-        sources = [source for source in self.sources if source.available]
+        sources = [one for one in self.sources if one.available and not (one.only_named and one.name != lease.peer)]
         if sources and self.is_unshared(namespace.fingerprint):
             sources = [source for source in sources if not source.shared]
         if lease.peer:
-            peers = {one: one.tiers[0].name for one in sources if one.tiers[0].name.startswith(PEER)}
+            peers = {one: one.name for one in sources if one.name.startswith(PEER)}
             if lease.peer in peers.values():
                 sources = [one for one in sources if peers.get(one, lease.peer) == lease.peer]
         every = [self._cache.group(namespace, group) for group, _ in groups]

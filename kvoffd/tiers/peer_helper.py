@@ -31,6 +31,7 @@ from kvoffd.tiers.peers import (
     ANSWER,
     BEAT,
     BEAT_S,
+    CONNECT,
     DONE,
     FAILED,
     FIND,
@@ -110,7 +111,7 @@ class Helper:
         """Metadata of each peer's agent, the agent's name, and where the peer's pool begins."""
         self._busy_until = self._beat_at = 0.0
         self._start_nixl()
-        self._peers = [self._connect(peer) for peer in settings.peers]
+        self._peers = [self._connect(peer) if peer else None for peer in settings.peers]
         if settings.listen:
             self._listen()
 
@@ -153,15 +154,27 @@ class Helper:
         one.curve_publickey, one.curve_secretkey = self._keys
         return one
 
-    def _connect(self, peer: str) -> zmq.Socket[bytes]:
+    def _connect(self, peer: str, *, waits: bool = False) -> zmq.Socket[bytes]:
+        """Begin to connect. Until that is done requests fail at once, or wait."""
         one = self._socket(zmq.DEALER)
         one.curve_serverkey = self._keys[0]
-        one.setsockopt(zmq.IMMEDIATE, 1)  # what cannot be sent fails at once
+        one.setsockopt(zmq.IMMEDIATE, not waits)
         one.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         one.setsockopt(zmq.RECONNECT_IVL_MAX, MOST_RECONNECT_MS)
         one.connect(f"tcp://{peer}")
         self._poller.register(one, zmq.POLLIN)
         return one
+
+    def _replace(self, number: int, address: str) -> None:
+        """Give a peer's number to another one."""
+        if (before := self._peers[number]) is not None:
+            self._poller.unregister(before)
+            before.close()
+        self._asked = {ident: of for ident, of in self._asked.items() if of != number}
+        if number in self._agents:
+            self._drop(number)
+        self._settings.peers[number] = address
+        self._peers[number] = self._connect(address, waits=True)
 
     def _listen(self) -> None:
         public = z85.decode(self._keys[0])
@@ -199,7 +212,7 @@ class Helper:
                         return  # the daemon is gone
                     self._from_daemon(*parsed(data))
             for number, peer in enumerate(self._peers):
-                if peer in ready:
+                if peer is not None and peer in ready:
                     self._answers(number, peer)
             if self._router is not None and self._router in ready:
                 self._requests(self._router)
@@ -229,8 +242,9 @@ class Helper:
     def _from_daemon(self, kind: int, number: int, ident: int, payload: bytes) -> None:
         if kind in (FIND, PIN, RELEASE):
             try:
-                parts = [bytes([kind]), ident.to_bytes(8, "little"), payload]
-                self._peers[number].send_multipart(parts, zmq.NOBLOCK)
+                if (to := self._peers[number]) is None:
+                    raise zmq.Again
+                to.send_multipart([bytes([kind]), ident.to_bytes(8, "little"), payload], zmq.NOBLOCK)
                 if kind != RELEASE:
                     self._asked[ident] = number
                     if len(self._asked) > MOST_ASKED:
@@ -244,6 +258,8 @@ class Helper:
             self._begin(number, ident, np.frombuffer(payload, np.uint64).reshape(-1, 2))
         elif kind == FREE:
             self._free_part(ident)
+        elif kind == CONNECT:
+            self._replace(number, payload.decode())
         elif kind == REPLY:
             self._reply(payload[:number], ident, payload[number:])
 

@@ -78,7 +78,7 @@ _FRAME_BYTES = 10
 _HANGS = struct.pack("@ll", int(HANGS_S), 0)
 
 # Kinds of frames, to the helper and from it.
-FIND, PIN, RELEASE, READ, FREE, REPLY = range(6)
+FIND, PIN, RELEASE, READ, FREE, REPLY, CONNECT = range(7)
 ANSWER, DONE, FAILED, REQUEST, STARTED, BEAT = range(16, 22)
 
 
@@ -86,6 +86,7 @@ class HelperSettings(msgspec.Struct, array_like=True, frozen=True):
     """First message to the helper. Descriptors are inherited; -1 for none."""
 
     peers: list[str]
+    """Addresses; an empty one is set later, by ``PeerHelper.connect``."""
     listen: str
     secret: bytes
     pool: tuple[int, int, int] = -1, 0, 0
@@ -238,6 +239,16 @@ class PeerHelper:
                 return False
             time.sleep(SEND_PAUSE_S)
 
+    def connect(self, peer: int, address: str) -> bool:
+        """Give a peer's number to another one, while nothing is being read of it; False if the helper has no time."""
+        with self._lock:
+            before, self._settings.peers[peer] = self._settings.peers[peer], address
+            starts = self._channel is None
+        if starts or self.send(frame(CONNECT, peer, 0, address.encode())):
+            return True
+        self._settings.peers[peer] = before
+        return False
+
     def reply(self, route: bytes, ident: int, payload: bytes) -> None:
         """Answer a peer's request; drop the answer if the helper does not accept it now."""
         self.send(frame(REPLY, len(route), ident, route + payload))
@@ -279,10 +290,10 @@ class PeerHelper:
         finally:
             self.end(call)
 
-    def fail_calls(self, why: str) -> None:
-        """Have all that wait for an answer raise StoreError."""
+    def fail_calls(self, why: str, peer: int | None = None) -> None:
+        """Have all that wait for an answer, or for one peer's, raise StoreError."""
         with self._lock:
-            calls = list(self._calls.values())
+            calls = [one for one in self._calls.values() if peer in (None, one.peer)]
         for call in calls:
             call.problem = why
             call.ended.set()
@@ -352,8 +363,8 @@ class PeerHelper:
             self._decided.clear()
             if self._closed.is_set():
                 self._decided.set()
-            ours.send(msgspec.msgpack.encode(settings))
-            with self._lock:
+            with self._lock:  # so that no address is lost that is set now
+                ours.send(msgspec.msgpack.encode(settings))
                 self._channel = ours
             if self._closed.is_set():
                 self._end()
@@ -544,7 +555,7 @@ class PeerStore(Store):
 
     def interrupt(self) -> None:
         self._closed = True
-        self._helper.interrupt()
+        self._helper.fail_calls("The peer is not used any more.", self._number)
 
 
 class _Lent:

@@ -26,6 +26,8 @@ from tests.kit.waiting import wait_until
 from tests.kit.wire import books, keys
 
 KILLS = 6 * TIMES
+NAMED = 8
+"""Peers of networks that are connected at once."""
 
 
 @pytest.fixture(autouse=True)
@@ -304,3 +306,37 @@ def test_what_is_lent_is_in_the_statistics(nodes: tuple[Node, Node]) -> None:
     shown = run_cli_here("stats", "tiers", "--directory", str(left.daemon.directory)).stdout
     assert f"lent to peers: {BLOCKS} blocks" in shown
     assert f"peer://{right.address}: up" in shown
+
+
+def test_a_node_of_a_network_is_asked_for_a_request_that_names_it(secret: Path) -> None:
+    """Also after others were named in its place, which are not there. Their absence is no problem of this node."""
+    (port,) = free_ports(1)
+    hosts = ["127.0.0.1", "127.0.0.2"]
+    with ExitStack() as stack:
+        lenders = [stack.enter_context(Node(secret, f"{host}:{port}")) for host in hosts]
+        reader = stack.enter_context(Node(secret, "", f"127.0.0.0/24:{port}"))
+        stored = [lender.store(100 * at, at) for at, lender in enumerate(lenders)]
+        reader.wait_helper()
+        assert reader.most_found(0, 0.5) == 0, "nobody named it"
+        for at, host in enumerate(hosts):
+            assert reader.load(100 * at, host) == stored[at]
+        assert reader.engine.lookup(keys(900), peer="10.0.0.1") == 0, "outside the network"
+        dark = [f"127.0.0.{10 + number}" for number in range(NAMED)]
+        assert {one.url for one in reader.peers} == {f"peer://{host}:{port}" for host in hosts}
+
+        def others_are_named() -> bool:
+            assert not any(reader.engine.lookup(keys(900), peer=host) for host in dark)
+            return not reader.peers
+
+        wait_until(others_are_named, DEADLINE_S)  # one that was just named is not replaced
+        stored = [lender.store(100 * at + 50, 7 + at) for at, lender in enumerate(lenders)]
+        for at, host in reversed(list(enumerate(hosts))):
+            assert reader.load(100 * at + 50, host) == stored[at]
+        os.kill(reader.wait_helper(), signal.SIGKILL)
+        stored[0] = lenders[0].store(200, 3)
+        assert reader.load(200, hosts[0]) == stored[0]
+        assert reader.problems == []
+        with pytest.raises(RequestRefused, match=rf"127\.0\.0\.0/24:{port}: its nodes hear of it"):
+            reader.clear_all_nodes()
+        assert reader.engine.lookup(keys(200), peer=hosts[0]) == 0
+        wait_until(lambda: lenders[0].engine.lookup(keys(200)) == 0, DEADLINE_S)  # it follows once it is asked

@@ -110,9 +110,9 @@ class Node:
             time.sleep(0.02)
         return most
 
-    def load(self, first: int) -> list[int]:
+    def load(self, first: int, peer: str = "") -> list[int]:
         """Look up until all is there, load, and return the checksums."""
         wanted = keys(*range(first, first + BLOCKS))
-        wait_until(lambda: self.engine.lookup(wanted) == BLOCKS, DEADLINE_S, explain=lambda: self.peers)
+        wait_until(lambda: self.engine.lookup(wanted, peer=peer) == BLOCKS, DEADLINE_S, explain=lambda: self.peers)
         assert self.engine.load(wanted, range(BLOCKS, 2 * BLOCKS)).ok
         return self.engine.checksums(range(BLOCKS, 2 * BLOCKS))

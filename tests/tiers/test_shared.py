@@ -318,6 +318,22 @@ def test_a_raised_generation_makes_all_void_and_is_not_lowered(store: FaultyStor
     assert rig.load(block) is DONE
 
 
+@pytest.mark.parametrize("follows", [True, False])
+def test_a_peer_that_has_the_raised_number_already_is_not_asked_for_one_more(
+    store: FaultyStore, rig: SharedRig, monkeypatch: pytest.MonkeyPatch, follows: bool
+) -> None:
+    """It would drop what was stored since. In a store the number is another node's, and blocks have its name."""
+    monkeypatch.setattr(Redis, "follows", follows)
+    rig.store(rig.block(1))
+    raised = rig.tier.fleet.next(ONE)
+    store.values[generation_key(ONE)] = b"%d" % raised
+    one = rig.tier.raise_generation(ONE, raised)
+    rig.until(lambda: one.ended)
+    assert not one.problem
+    assert store.values[generation_key(ONE)] == b"%d" % (raised + (not follows))
+    assert rig.tier.generation(ONE) == raised + (not follows)
+
+
 def test_what_one_store_voids_is_not_read_from_another(store: FaultyStore, rig: SharedRig) -> None:
     """Its blocks may have come from there, and would be written to the first one's new generation."""
     with FaultyStore() as second:
