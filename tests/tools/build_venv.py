@@ -74,14 +74,11 @@ def build(directory: Path, part: str) -> None:
     elif part == "engine":
         hint = f"Set PIP_TORCH_ARGS to where a CPU build of {TORCH} is: '--find-links DIR' or '--index-url URL'."
         pip(TORCH, TORCH, *torch_index(), hint=hint)
-        run("checking that torch is a CPU build", python, "-c", NOT_CPU, hint=hint)
         pip(VLLM, "--no-deps", VLLM)
-        pip("a reader of requirements", "packaging")
         needs = subprocess.check_output([python, "-c", VLLM_NEEDS], text=True).splitlines()
         pip("what vLLM needs (minutes)", *needs)
         pip(NIXL[0], "--no-deps", *NIXL)
-        run("checking that vLLM starts", python, "-c", "import vllm")
-        run("checking that torch is a CPU build still", python, "-c", NOT_CPU)
+        run("checking that vLLM starts, with a CPU build of torch", python, "-c", f"import vllm; {NOT_CPU}", hint=hint)
     else:
         pip(part, *PARTS[part])
 
