@@ -69,7 +69,7 @@ class Plan:
         decoding, decoding_tokens: requests that decode beside others, and the length of their prompts.
         beside, beside_tokens: prompts that are computed and then loaded beside these, and their length.
         beside_s, rest_s: for how long, and the rest between two.
-        pressing, pressing_tokens: prompts at once that do not fit, and how many tokens each gets.
+        pressing, pressing_answer: prompts at once that do not fit, and how many tokens each gets.
     """
 
     block_tokens: int = 16
@@ -118,8 +118,6 @@ GRAPHS = {
 }
 EAGER = {"enforce_eager": True}
 V1 = {"environ": {"VLLM_USE_V2_MODEL_RUNNER": "0"}}
-
-
 Runner = Mapping[str, Any]
 """How vLLM runs the model: settings of the engine, and the environment of its processes."""
 RUNNERS: Mapping[str, Runner] = {
@@ -192,8 +190,8 @@ class Bench:
 
     def engine(self, connector: Mapping[str, Any] | None, runner: Runner | None = None, **settings: Any) -> Engine:
         """An engine, to be started. ``connector``: its ``kv_transfer_config``."""
-        plan, runner = self.plan, self.runner if runner is None else runner
-        environ = {**runner.get("environ", {}), **settings.pop("environ", {})}
+        plan, runner = self.plan, dict(self.runner if runner is None else runner)
+        environ = {**runner.pop("environ", {}), **settings.pop("environ", {})}
         kv_tokens = settings.pop("kv_tokens", plan.kv_tokens)
         common: dict[str, Any] = {
             "model": str(settings.pop("model", None) or self.model()),
@@ -212,9 +210,7 @@ class Bench:
         if connector is not None:
             common["kv_transfer_config"] = {"kv_role": "kv_both", **connector}
         patience = PATIENCE if self.setup.double else 1.0
-        settings = {**common, **runner, **settings}
-        settings.pop("environ", None)
-        return Engine(settings, environ, self.directory, patience)
+        return Engine({**common, **runner, **settings}, environ, self.directory, patience)
 
     @contextmanager
     def kvoffd(
