@@ -113,9 +113,9 @@ def test_what_is_never_imported() -> None:
         assert not tops(names) & never, module
 
 
-def test_only_fixtures_import_what_is_for_tests() -> None:
+def test_nothing_imports_what_is_for_tests() -> None:
     for module, names in IMPORTED.items():
-        assert "kvoffd_client.testing" not in names or module == "kvoffd_client.fixtures", module
+        assert "kvoffd_client.testing" not in names, module
 
 
 def test_the_door_suite_knows_the_border_only() -> None:

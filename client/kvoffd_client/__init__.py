@@ -18,7 +18,6 @@ if TYPE_CHECKING:  # "as" tells type checkers that the name is public here
     from kvoffd_client.errors import KvoffdClientError as KvoffdClientError
     from kvoffd_client.errors import RequestRefused as RequestRefused
     from kvoffd_client.errors import RequestTimeout as RequestTimeout
-    from kvoffd_client.errors import UnknownNamespace as UnknownNamespace
     from kvoffd_client.memory import Registration as Registration
     from kvoffd_client.memory import SharedMemory as SharedMemory
     from kvoffd_client.namespace import NamespaceSpec as NamespaceSpec
@@ -42,8 +41,7 @@ if TYPE_CHECKING:  # "as" tells type checkers that the name is public here
 _HOMES = {
     "kvoffd_client.admin_client": "AdminClient",
     "kvoffd_client.session": "ClientOptions",
-    "kvoffd_client.errors": "DaemonUnavailable ForkedProcess KvoffdClientError "
-    "RequestRefused RequestTimeout UnknownNamespace",
+    "kvoffd_client.errors": "DaemonUnavailable ForkedProcess KvoffdClientError RequestRefused RequestTimeout",
     "kvoffd_client.namespace": "NamespaceSpec",
     "kvoffd_client.scheduler_client": "LookupFuture SchedulerClient",
     "kvoffd_client.memory": "Registration SharedMemory",

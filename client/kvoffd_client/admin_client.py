@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 import msgspec
-import zmq
 
-from kvoffd_client.errors import DaemonUnavailable, KvoffdClientError, RequestTimeout, UnknownNamespace
+from kvoffd_client.errors import DaemonUnavailable, HttpError, KvoffdClientError, RequestTimeout
+from kvoffd_client.lifeline_stream import NEVER
 from kvoffd_client.session import ClientOptions, ReplyOrError, Session
 from kvoffd_client.transport import SocketTransport
 from kvoffd_proto import admin as a
 from kvoffd_proto import messages as m
 from kvoffd_proto.codec import CODEC_ERRORS
 from kvoffd_proto.events import KV_TOPIC_PREFIX, EventBatch, decode_event_batch
-from kvoffd_proto.paths import SocketPaths
 from kvoffd_proto.stats import DaemonStats, Stats
 from kvoffd_proto.units import printable
 
@@ -26,16 +29,14 @@ if TYPE_CHECKING:
     from http.client import HTTPResponse
 
 TIMEOUT_S = 2.0
-URL_TIMEOUT_S = 1.4
+STATS_TIMEOUT_S = 1.4
 """Commands report a missing daemon within two seconds, and take half a second to start."""
 OPTIONS = ClientOptions(unresponsive_after_s=3600.0, handshake_timeout_s=TIMEOUT_S)
 """Each call has its own timeout, which may be long for a busy daemon; the handshake's is short."""
 SILENCE_S = 0.5
 """Time without an answer after which the client checks whether the daemon's process is stopped."""
-MAX_REPLY_BYTES = 1 << 28
-EVENTS_QUEUE = 10_000
-"""Unread messages of events(); further ones are dropped."""
-EVENTS_POLL_MS = 200
+MAX_STATS_BYTES = 1 << 28
+MAX_ERROR_BYTES = 100_000
 MIN_PREFIX_DIGITS = 4
 """Fewer hex digits of a fingerprint could name a namespace by mistake."""
 
@@ -44,7 +45,7 @@ ReplyT = TypeVar("ReplyT", bound=m.AnyReply)
 
 
 def find_namespace_info(namespaces: Iterable[a.NamespaceInfo], name: str) -> a.NamespaceInfo:
-    """Return the one whose label is ``name`` or whose fingerprint begins with it. Raises UnknownNamespace."""
+    """Return the one whose label is ``name`` or whose fingerprint begins with it. Raises KvoffdClientError."""
     digits = name.lower() if len(name) >= MIN_PREFIX_DIGITS else "no digits"
     found = [one for one in namespaces if one.label == name or one.namespace.hex().startswith(digits)]
     if len(found) == 1:
@@ -52,43 +53,65 @@ def find_namespace_info(namespaces: Iterable[a.NamespaceInfo], name: str) -> a.N
     shown = printable(name)
     if found:
         names = ", ".join(f"{one.namespace.hex()[:12]} ({printable(one.label)})" for one in found)
-        raise UnknownNamespace(f"{shown!r} is ambiguous: {names}; give more digits of the fingerprint.")
-    raise UnknownNamespace(
+        raise KvoffdClientError(f"{shown!r} is ambiguous: {names}; give more digits of the fingerprint.")
+    raise KvoffdClientError(
         f"No open namespace has the label {shown!r} or a fingerprint that begins with it (at least {MIN_PREFIX_DIGITS} "
         "digits); `kvoffd-cli namespaces` lists them."
     )
 
 
-def open_url(url: str, timeout_s: float) -> HTTPResponse:
-    """GET a URL without the proxy in ``http_proxy``. Raises the errors of urlopen."""
-    from urllib.request import ProxyHandler, build_opener  # slow to import
+def base_url(given: str) -> str:
+    """Return the URL of a server given as ``node:9464`` or ``http://node:9464``. Raises KvoffdClientError."""
+    url = (given if "://" in given else f"http://{given}").rstrip("/")
+    if not re.match(r"https?://[^/\s]+", url):
+        raise KvoffdClientError(f"{printable(given)!r} is not an address like http://localhost:8000.")
+    return url
 
-    answer: HTTPResponse = build_opener(ProxyHandler({})).open(url, timeout=timeout_s)
-    return answer
 
-
-def read_stats(url: str, timeout_s: float = URL_TIMEOUT_S) -> DaemonStats:
-    """Return a daemon's statistics from its ``http_address``, as ``http://node:9464``. Raises DaemonUnavailable."""
+@contextmanager
+def open_url(
+    url: str, timeout_s: float, body: bytes | None = None, headers: Mapping[str, str] | None = None
+) -> Iterator[HTTPResponse]:
+    """Yield the answer of a server. Raises HttpError, also if the block finds that the answer cannot be read."""
     from http.client import HTTPException
-    from urllib.error import HTTPError, URLError
+    from urllib.error import HTTPError
+    from urllib.request import ProxyHandler, Request, build_opener  # slow to import
 
-    base = (url if "://" in url else f"http://{url}").rstrip("/")
     try:
-        if not base.startswith(("http://", "https://")):
-            raise ValueError("give http://HOST:PORT")
-        with open_url(f"{base}/stats.json", timeout_s) as answer:
-            return msgspec.json.decode(answer.read(MAX_REPLY_BYTES), type=DaemonStats)
+        request = Request(url, body, dict(headers or {}))
+        with build_opener(ProxyHandler({})).open(request, timeout=timeout_s) as answer:
+            yield answer
     except HTTPError as error:
         with error:
-            why = f"it answers {error.code}: {error.read(200).decode(errors='replace').strip()}"
-    except (URLError, OSError) as error:
+            said = f"{error.code} {error.reason}: {error_in(error.read(MAX_ERROR_BYTES))}"
+        raise HttpError(f"answers {said}", error.code) from None
+    except (OSError, HTTPException) as error:
         reason = getattr(error, "reason", error)
-        why = getattr(reason, "strerror", None) or str(reason)
         if isinstance(reason, TimeoutError):
-            why = f"it does not answer within {timeout_s:g} s; check whether its process runs"
-    except (ValueError, HTTPException, msgspec.MsgspecError) as error:
-        why = str(error)
-    raise DaemonUnavailable(f"No statistics of a kvoffd daemon at {base}: {why.rstrip('.')}.")
+            raise HttpError(f"does not answer within {timeout_s:g} s; check whether its process runs") from None
+        why = printable(str(getattr(reason, "strerror", None) or reason or type(reason).__name__)).rstrip(".")
+        raise HttpError(f"does not answer: {why}") from None
+    except (ValueError, msgspec.MsgspecError) as error:
+        raise HttpError(f"does not answer as it should: {printable(str(error)).rstrip('.')}") from None
+
+
+def error_in(body: bytes) -> str:
+    """Return the message of an error's JSON, or the beginning of what came instead."""
+    text = body.decode(errors="replace")
+    with suppress(ValueError, TypeError, KeyError):
+        text = json.loads(body)["error"]
+        text = text["message"]
+    return printable(str(text)[:400].strip()).rstrip(".") or "nothing more"
+
+
+def read_stats(url: str, timeout_s: float = STATS_TIMEOUT_S) -> DaemonStats:
+    """Return a daemon's statistics from its ``http_address``, as ``http://node:9464``. Raises KvoffdClientError."""
+    base = base_url(url)
+    try:
+        with open_url(f"{base}/stats.json", timeout_s) as answer:
+            return msgspec.json.decode(answer.read(MAX_STATS_BYTES), type=DaemonStats)
+    except HttpError as error:
+        raise DaemonUnavailable(f"No statistics of a kvoffd daemon at {base}: it {error}.") from None
 
 
 class AdminClient(Session):
@@ -102,13 +125,17 @@ class AdminClient(Session):
     Attributes:
         timeout_s: time limit of every call, including connecting; may be changed between calls.
         on_silence: called when an answer takes long.
-        on_change: called by events() when the daemon ends or returns, if a call was made before.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(
+        self, directory: str | os.PathLike[str], timeout_s: float = TIMEOUT_S, *, subscribe_events: bool = False
+    ) -> None:
         self.timeout_s = timeout_s
         self.on_silence: Callable[[], None] = lambda: None
-        self.on_change: Callable[[], None] = lambda: None
+        self._subscribe_events = subscribe_events
+        self._events = deque[tuple[bytes, int, EventBatch]]()
+        self._was_ready = True
+        """Readiness that events() reported last."""
         self._ended_connections = 0
         self._sockets = SocketTransport(os.fspath(directory), threaded=False)
         super().__init__(directory, m.Role.ADMIN, None, "admin", "", OPTIONS, self._sockets, None)
@@ -187,7 +214,7 @@ class AdminClient(Session):
         return self.ask(a.Namespaces)
 
     def namespace(self, name: str) -> a.NamespaceInfo:
-        """Return the open namespace by label or first digits of its fingerprint. Raises UnknownNamespace."""
+        """Return the open namespace by label or first digits of its fingerprint. Raises KvoffdClientError."""
         return find_namespace_info(self.namespaces().namespaces, name)
 
     def clear(self, fingerprint: bytes | None = None) -> int:
@@ -198,50 +225,29 @@ class AdminClient(Session):
         """Invalidate a namespace on all nodes that share a store or are peers; return their number."""
         return self.ask(a.ResetFleet, fingerprint).count
 
-    def trace(self) -> a.TraceReply:
-        """Return the lookups since the last call; the first call starts the trace."""
-        return self.ask(a.Trace)
-
     def scrub(self, start: bool = True) -> a.ScrubReply:
         """Start comparing all readable blocks with their checksums in the background; False only asks for progress."""
         return self.ask(a.Scrub, start)
 
-    def events(self, idle_timeout_s: float | None = None) -> Iterator[tuple[bytes, int, EventBatch]]:
-        """Yield (topic, sequence, batch) of all KV events from now on, also across restarts of the daemon.
+    def events(self) -> Iterator[tuple[bytes, int, EventBatch] | None]:
+        """Yield (topic, sequence, batch) of all KV events from now on; None when the daemon has ended or is back.
 
-        Ends after ``idle_timeout_s`` seconds without an event. Needs no session.
-
-        Raises:
-            DaemonUnavailable: there is no events socket in the directory.
+        For a client with ``subscribe_events`` that has made a call.
         """
-        path = SocketPaths(Path(self.directory)).events
-        if not path.exists():
-            raise DaemonUnavailable(f"There is no kvoffd daemon in {self.directory}; start one there.")
-        # A separate context could wait for ever at its end, for a socket that Ctrl-C interrupted while it was created.
-        subscription: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
-        with subscription:
-            subscription.setsockopt(zmq.LINGER, 0)
-            subscription.setsockopt(zmq.RCVHWM, EVENTS_QUEUE)
-            subscription.setsockopt(zmq.SUBSCRIBE, KV_TOPIC_PREFIX)
-            subscription.connect(f"ipc://{path}")
-            last_event_at, connected = time.monotonic(), self.ready
-            while True:
-                if subscription.poll(EVENTS_POLL_MS):
-                    last_event_at = time.monotonic()
-                    try:
-                        topic, sequence, payload = subscription.recv_multipart(zmq.NOBLOCK)
-                        batch = decode_event_batch(payload)
-                    except (ValueError, *CODEC_ERRORS):
-                        continue  # not an event of this protocol
-                    yield topic, int.from_bytes(sequence, "big"), batch
-                    continue
-                if self.session_id:
-                    self.poll()
-                    if self.ready != connected:
-                        connected = self.ready
-                        self.on_change()
-                if idle_timeout_s is not None and time.monotonic() - last_event_at >= idle_timeout_s:
-                    return
+        while True:
+            self._transport.wait(lambda: bool(self._events) or self.ready is not self._was_ready, NEVER)
+            while self._events:
+                yield self._events.popleft()
+            if self.ready is not self._was_ready:
+                self._was_ready = self.ready
+                yield None
+
+    def on_publication(self, topic: bytes, sequence: bytes, payload: bytes, now: float) -> None:
+        with suppress(*CODEC_ERRORS):  # not an event of this protocol
+            self._events.append((topic, int.from_bytes(sequence, "big"), decode_event_batch(payload)))
+
+    def _topics(self) -> Sequence[bytes]:
+        return [KV_TOPIC_PREFIX] if self._subscribe_events else []
 
 
 def _is_stopped(pid: int) -> bool:

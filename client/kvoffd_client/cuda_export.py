@@ -93,8 +93,15 @@ def _export(driver: Cuda, spans: Sequence[tuple[int, int]], uuid: bytes) -> list
             segments.append(GpuSegment(base, uuid, (size,), handle=driver.ipc_handle(base)))
     with ExitStack() as undo:
         for run in _runs(chunks):
-            segments.append(_virtual_segment(driver, run, uuid))
-            undo.callback(segments[-1].close)
+            fds: list[int] = []
+            for address, _ in run:
+                with _explained(f"Chunk {len(fds)} of {len(run)} of the memory cannot be exported."):
+                    fd, types = driver.export_chunk(address)
+                if fd < 0:
+                    raise NotExportable(_no_descriptor(types))
+                fds.append(fd)
+                undo.callback(os.close, fd)
+            segments.append(GpuSegment(run[0][0], uuid, tuple(size for _, size in run), fds=tuple(fds)))
         undo.pop_all()
     return sorted(segments, key=lambda segment: segment.address)
 
@@ -107,20 +114,6 @@ def _explained(sentence: str, advice: str = "") -> Iterator[None]:
     except CudaError as error:
         sentences = (sentence, str(error), advice, missing_descriptors())
         raise NotExportable(" ".join(filter(None, sentences))) from error
-
-
-def _virtual_segment(driver: Cuda, run: Sequence[tuple[int, int]], uuid: bytes) -> GpuSegment:
-    fds: list[int] = []
-    with ExitStack() as undo:
-        for address, _ in run:
-            with _explained(f"Chunk {len(fds)} of {len(run)} of the memory cannot be exported."):
-                fd, types = driver.export_chunk(address)
-            if fd < 0:
-                raise NotExportable(_no_descriptor(types))
-            fds.append(fd)
-            undo.callback(os.close, fd)
-        undo.pop_all()
-    return GpuSegment(run[0][0], uuid, tuple(size for _, size in run), fds=tuple(fds))
 
 
 def _no_descriptor(types: int) -> str:

@@ -30,8 +30,12 @@ class RequestTimeout(KvoffdClientError):
     """The daemon did not answer in time. It may have executed the request all the same."""
 
 
-class UnknownNamespace(KvoffdClientError):
-    """The name matches no open namespace, or several."""
+class HttpError(KvoffdClientError):
+    """A server gave no usable answer. The message says what it did; its ``status``, or 0."""
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class ForkedProcess(KvoffdClientError):

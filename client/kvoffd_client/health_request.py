@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 import zmq
@@ -16,20 +16,15 @@ from kvoffd_proto.paths import SocketPaths
 
 HEALTH_S = 1.0
 MAX_HEALTH_BYTES = 1 << 20
+Level = Literal["ok", "degraded", "down"]
 
 
-class HealthAnswer(NamedTuple):
-    """A ``HealthReply`` as it is on the wire."""
-
-    tag: str
-    request_id: int
-    level: Literal["ok", "degraded", "down"]
-    causes: list[tuple[str, str]]
-    """Reason and sentence of each cause."""
+Causes = list[tuple[str, str]]
+"""Reason and sentence of each cause."""
 
 
-def ask_health(directory: Path, timeout_s: float = HEALTH_S) -> HealthAnswer | None:
-    """Return a daemon's health, over the socket that engines use; None without an answer in time."""
+def ask_health(directory: Path, timeout_s: float = HEALTH_S) -> tuple[str, Causes] | None:
+    """Return a daemon's level, and causes, over the socket that engines use; None without an answer in time."""
     path = str(SocketPaths(directory).jobs)
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stream:
@@ -42,6 +37,7 @@ def ask_health(directory: Path, timeout_s: float = HEALTH_S) -> HealthAnswer | N
             asking.send(msgspec.msgpack.encode(("health", 1)))
             if not asking.poll(round(timeout_s * 1000)):
                 return None
-            return msgspec.msgpack.decode(asking.recv(zmq.NOBLOCK), type=HealthAnswer)
+            reply = msgspec.msgpack.decode(asking.recv(zmq.NOBLOCK), type=tuple[str, int, Level, Causes])
+            return reply[2], reply[3]
     except (OSError, msgspec.MsgspecError, zmq.ZMQError):
         return None

@@ -9,15 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 
-from kvoffd_proto.lifeline import (
-    FrameBuffer,
-    FromClient,
-    FromDaemon,
-    Leaving,
-    MemoryReleased,
-    decode_from_daemon,
-    encode_frame,
-)
+from kvoffd_proto import lifeline
 from kvoffd_proto.paths import SocketPaths, peer_credentials, peer_pidfd
 
 NEVER = float("inf")
@@ -44,8 +36,8 @@ class LifelineStream:
             raise OSError(problem)
         os.stat(paths.jobs)  # ZeroMQ would wait for ever if it is missing
         self._stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-        self._frames = FrameBuffer()
-        self._last: FromDaemon | None = None
+        self._frames = lifeline.FrameBuffer()
+        self._last: lifeline.FromDaemon | None = None
         self._ended_at = NEVER
         try:
             self._stream.connect(str(paths.lifeline))
@@ -74,13 +66,13 @@ class LifelineStream:
         """Return the descriptor to poll: the stream's, and after EOF the process's."""
         return self._pidfd if self.ended else self._stream.fileno()
 
-    def send(self, message: FromClient, fds: list[int]) -> None:
+    def send(self, message: lifeline.FromClient, fds: list[int]) -> None:
         """Send a frame and descriptors. Raises OSError."""
-        frame = encode_frame(message)
+        frame = lifeline.encode_frame(message)
         if socket.send_fds(self._stream, [frame], fds, socket.MSG_NOSIGNAL) != len(frame):
             raise OSError("the daemon does not read its lifeline")
 
-    def read(self) -> Iterator[FromDaemon]:
+    def read(self) -> Iterator[lifeline.FromDaemon]:
         """Yield the messages that have arrived. ``ended`` is true once no more can come. Raises LifelineError."""
         while not self.ended:
             try:
@@ -93,7 +85,7 @@ class LifelineStream:
                 self._ended_at = time.monotonic()
                 self._stream.close()
             for body in self._frames.feed(data):
-                self._last = decode_from_daemon(body)
+                self._last = lifeline.decode_from_daemon(body)
                 yield self._last
 
     @property
@@ -104,7 +96,7 @@ class LifelineStream:
     def leave(self) -> None:
         """Announce that the client is about to end the session on purpose."""
         with suppress(OSError):  # the daemon has closed it, or does not read it
-            self._stream.send(encode_frame(Leaving()), socket.MSG_NOSIGNAL)
+            self._stream.send(lifeline.encode_frame(lifeline.Leaving()), socket.MSG_NOSIGNAL)
 
     def stop_sending(self) -> None:
         """End the session and shut down writing; the daemon's end can still be read."""
@@ -114,7 +106,7 @@ class LifelineStream:
 
     def released(self, now: float) -> bool:
         """Return whether the daemon no longer accesses the client's memory: it said so, or its process is gone."""
-        if not self.ended or isinstance(self._last, MemoryReleased):
+        if not self.ended or isinstance(self._last, lifeline.MemoryReleased):
             return self.ended
         return bool(poller_of(self._pidfd).poll(0)) if self._pidfd >= 0 else now >= self.wake_at()
 

@@ -128,12 +128,6 @@ class Registration:
                 handles.append(MemfdHandle(first, size_bytes))
         return handles, fds
 
-    def close_exports(self) -> None:
-        """Close the descriptors of exported GPU memory, which keep it allocated."""
-        for memory in self.memories:
-            if isinstance(memory, GpuSegment):
-                memory.close()
-
     @property
     def on_gpu(self) -> bool:
         """Whether the memory is on a GPU."""

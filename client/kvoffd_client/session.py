@@ -20,19 +20,10 @@ from typing import Protocol, Self, TypeVar
 from kvoffd_client.errors import DaemonUnavailable, KvoffdClientError, RequestRefused, RequestTimeout, why_unreachable
 from kvoffd_client.lifeline_stream import NEVER
 from kvoffd_client.namespace import NamespaceSpec
+from kvoffd_proto import lifeline
 from kvoffd_proto import messages as m
 from kvoffd_proto.codec import encode
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.lifeline import (
-    Attach,
-    Attached,
-    AttachRefused,
-    FromDaemon,
-    Greeting,
-    MemoryReleased,
-    Refused,
-    routing_id,
-)
 
 log = logging.getLogger("kvoffd_client")
 
@@ -128,7 +119,7 @@ class Transport(Protocol):
     def connect(self, route: bytes, topics: Sequence[bytes]) -> None:
         """Connect the jobs socket under a routing id, and the events socket if there are topics to subscribe to."""
 
-    def attach(self, message: Attach, fd: int) -> None:
+    def attach(self, message: lifeline.Attach, fd: int) -> None:
         """Send a descriptor over the lifeline. Raises OSError."""
 
     def send(self, frame: bytes) -> bool:
@@ -399,27 +390,27 @@ class Session(Closing):
         self._phase = Phase.GREETING
         self._handshake_deadline = now + self._options.handshake_timeout_s
 
-    def on_lifeline_message(self, message: FromDaemon, now: float) -> None:
+    def on_lifeline_message(self, message: lifeline.FromDaemon, now: float) -> None:
         """Handle a frame of the lifeline."""
         if self._phase not in CONNECTED:
             return
-        if isinstance(message, Refused | AttachRefused):
+        if isinstance(message, lifeline.Refused | lifeline.AttachRefused):
             self._end_refused(RequestRefused(message.code, message.message), now)
-        elif isinstance(message, Greeting) and message.protocol_version != m.PROTOCOL_VERSION:
+        elif isinstance(message, lifeline.Greeting) and message.protocol_version != m.PROTOCOL_VERSION:
             sentence = (
                 f"The daemon in {self.directory} has protocol {message.protocol_version} and this client "
                 f"{m.PROTOCOL_VERSION}; install the same kvoffd release on both."
             )
             self._end_refused(RequestRefused(ErrorCode.BAD_VERSION, sentence), now)
-        elif isinstance(message, Greeting) and self._phase is Phase.GREETING:
+        elif isinstance(message, lifeline.Greeting) and self._phase is Phase.GREETING:
             self.epoch, self.session_id = message.epoch, message.session_id
             self._limits = None  # another daemon's limits may be too low for the handshake
             self._phase = Phase.HANDSHAKE
-            self._transport.connect(routing_id(message.token), self._topics())
+            self._transport.connect(lifeline.routing_id(message.token), self._topics())
             self._shake(self._hello(), self._on_welcome, now)
-        elif isinstance(message, Attached) and self._phase is Phase.HANDSHAKE:
+        elif isinstance(message, lifeline.Attached) and self._phase is Phase.HANDSHAKE:
             self._on_attached(message, now)
-        elif not isinstance(message, MemoryReleased):  # its EOF follows
+        elif not isinstance(message, lifeline.MemoryReleased):  # its EOF follows
             self.disconnect(f"The daemon sent {type(message).__name__} out of turn.", now)
 
     def _hello(self) -> m.Hello:
@@ -450,8 +441,9 @@ class Session(Closing):
         self._shake(message, self._on_opened, now)
 
     def _on_opened(self, reply: m.NamespaceOpened, now: float) -> None:
+        """Handle the last answer of the handshake."""
         self.reported_prefill_rate = reply.prefill_tokens_per_second
-        self._on_namespace_opened(now)
+        self._become_ready(now)
 
     def _become_ready(self, now: float) -> None:
         self._phase, self._ready_at = Phase.READY, now
@@ -531,10 +523,7 @@ class Session(Closing):
     def _topics(self) -> Sequence[bytes]:
         return ()
 
-    def _on_namespace_opened(self, now: float) -> None:
-        self._become_ready(now)
-
-    def _on_attached(self, message: Attached, now: float) -> None:
+    def _on_attached(self, message: lifeline.Attached, now: float) -> None:
         self.disconnect("The daemon acknowledged a descriptor that was not sent.", now)
 
     def _on_unexpected_refusal(self, reply: m.Error, refusal: RequestRefused, now: float) -> None:

@@ -47,14 +47,9 @@ def running_daemon(pool_size: str = "64MiB", **settings: str) -> Iterator[Path]:
                 time.sleep(START_PAUSE_S)
             yield directory
         finally:
-            end_process(daemon)
-
-
-def end_process(process: subprocess.Popen[bytes]) -> None:
-    """Terminate a process, and kill it if it does not end within 15 seconds."""
-    process.terminate()
-    try:
-        process.wait(STOP_DEADLINE_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+            daemon.terminate()
+            try:
+                daemon.wait(STOP_DEADLINE_S)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()

@@ -142,7 +142,11 @@ class SocketTransport:
                     if (done := ready()) or self._closed or now >= deadline:
                         return done
                     if wake_fd < 0:
-                        wake_fd, poller = self._idle_wakers.pop() if self._idle_wakers else self._new_waker()
+                        if self._idle_wakers:
+                            wake_fd, poller = self._idle_wakers.pop()
+                        else:
+                            wake_fd = os.eventfd(0, os.EFD_CLOEXEC)
+                            poller = poller_of(wake_fd, self._messages.fileno())
                         self._waiting.append(wake_fd)
                         self._wakes_thread.modify(self._messages.fileno(), 0)  # this thread reads messages
                 woken = poller.poll(0) if unread else self._poll(poller, deadline)
@@ -171,10 +175,6 @@ class SocketTransport:
             if now - began > LONG_YIELD_S:
                 self._busy_wait_from = now + NO_BUSY_WAIT_S
         return poller.poll(max(0.0, deadline - now) * 1000)
-
-    def _new_waker(self) -> tuple[int, select.poll]:
-        wake_fd = os.eventfd(0, os.EFD_CLOEXEC)
-        return wake_fd, poller_of(wake_fd, self._messages.fileno())
 
     def _wake_thread(self) -> None:
         if self._sleeping_until:

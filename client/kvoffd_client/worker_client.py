@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
+from kvoffd_client.cuda_export import GpuSegment
 from kvoffd_client.errors import KvoffdClientError, RequestRefused
 from kvoffd_client.lifeline_stream import NEVER
 from kvoffd_client.memory import Registration
@@ -341,7 +342,9 @@ class WorkerClient(Session):
     def close(self) -> None:
         """End the session and the thread, in less than a second. Unfinished jobs fail. Repeatable."""
         super().close()
-        self._registration.close_exports()
+        for memory in self._registration.memories:
+            if isinstance(memory, GpuSegment):
+                memory.close()  # its descriptors keep it allocated
 
     # --- jobs, with the lock held ----------------------------------------------------------------
 
@@ -412,7 +415,7 @@ class WorkerClient(Session):
 
     # --- registering -----------------------------------------------------------------------------
 
-    def _on_namespace_opened(self, now: float) -> None:
+    def _on_opened(self, reply: m.NamespaceOpened, now: float) -> None:
         if not self._wanted:
             self._become_ready(now)
             return

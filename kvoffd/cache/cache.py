@@ -138,7 +138,7 @@ class Cache:
         self.quotas: dict[bytes, int] = {}
         """Limits of pool bytes, set by an operator, by fingerprint; the namespace need not be open."""
         self.leases: dict[int, Lease] = {}
-        """Leases by id, in the order of their deadlines: active ones, and those of ``_reset_leases``."""
+        """Leases by id, in the order of their deadlines: active ones, and those of ``_abandoned``."""
         self.checked_slots = self.checked_bytes = self.mismatches = 0
         """Slots compared with their checksums, their bytes, and the slots whose checksum was wrong."""
         self.quarantined_slots = self.quarantined_bytes = 0
@@ -180,8 +180,8 @@ class Cache:
         """Groups that were reset and whose blocks are still to be freed, by number."""
         self._ended: deque[Lease] = deque()
         """Leases that have ended and whose blocks are still to be unpinned."""
-        self._reset_leases: deque[dict[Lease, None]] = deque()
-        """Leases of namespaces that were reset, which nobody can use any more, and which ``background`` ends."""
+        self._abandoned: deque[dict[Lease, None]] = deque()
+        """Many leases of a namespace that was reset, or of a session that has ended, which ``background`` ends."""
         self._prefetches: dict[Lease, Sequence[tuple[int, bytes]]] = {}
         """Leases of prefetches, which pin nothing, and their keys."""
         self.unannounced = np.zeros(len(self.blocks.state), np.bool_)
@@ -295,7 +295,7 @@ class Cache:
             now.unswept = [number for number in (*group.unswept, group.number) if number in self._dead]
         leases, namespace.leases = namespace.leases, {}
         if len(leases) > self.ended_at_once:
-            self._reset_leases.append(leases)
+            self._abandoned.append(leases)
         else:
             self._end(list(leases))
         self._save()
@@ -611,10 +611,13 @@ class Cache:
     def end_session(self, session: int) -> int:
         """End all leases of a closed session. Returns how many."""
         self._uncounted.session_ended(session)
-        leases = self.leases_of(session).leases
-        if self._ended or self._reset_leases:
-            return self._end([lease for lease in leases if lease.active])
-        return self._end(list(leases))
+        leases = {lease: None for lease in self.leases_of(session).leases if lease in lease.namespace.leases}
+        if len(leases) <= self.ended_at_once:
+            return self._end(list(leases))
+        for lease in leases:
+            del lease.namespace.leases[lease]
+        self._abandoned.append(leases)
+        return len(leases)
 
     def _end(self, leases: Sequence[Lease]) -> int:
         """End leases. If there are many, ``background`` unpins their blocks."""
@@ -1198,18 +1201,18 @@ class Cache:
         more = self.order.set_aside_some()
         if self._ended:
             self._unpin_ended()
-        elif self._reset_leases:
-            leases = self._reset_leases[0]
+        elif self._abandoned:
+            leases = self._abandoned[0]
             self._end([leases.popitem()[0] for _ in range(min(self.ended_at_once, len(leases)))])
             if not leases:
-                self._reset_leases.popleft()
+                self._abandoned.popleft()
         elif self._uncounted.has_ended:
             for prompt in self._uncounted.take_some():
                 self._count_prompt(prompt, None)
         elif self._dead:
             group = next(iter(self._dead.values()))
             self._sweep([group], max(1, self.swept_at_once // len(group.sizes)))
-        return bool(more or self._ended or self._reset_leases or self._dead or self._uncounted.has_ended)
+        return bool(more or self._ended or self._abandoned or self._dead or self._uncounted.has_ended)
 
     def _sweep(self, groups: Sequence[Group], count: int) -> int:
         """Free up to ``count`` blocks of groups that were reset. Returns how many."""

@@ -28,9 +28,7 @@ class Greeting(Wire, frozen=True, tag="greeting"):
     protocol_version: Annotated[int, doc("The daemon's protocol version.", ge=0)]
     epoch: Annotated[Count, doc("Random number of this run of the daemon, part of the topic of completions.")]
     session_id: Annotated[int, doc("The session this lifeline belongs to.", ge=1, lt=2**31)]
-    token: Annotated[
-        bytes, doc("Secret: after a ``k``, the DEALER's routing id.", min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)
-    ]
+    token: Annotated[bytes, doc("Secret: after ``k``, the routing id.", min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 
 
 class Refused(Wire, frozen=True, tag="refused"):

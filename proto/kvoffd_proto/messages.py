@@ -46,17 +46,11 @@ Keys = Annotated[bytes, doc("Block hashes, end to end, each of the namespace's `
 Fingerprint = Annotated[
     bytes, doc("The namespace's fingerprint, 32 bytes.", min_length=FINGERPRINT_BYTES, max_length=FINGERPRINT_BYTES)
 ]
-LeaseId = Annotated[
-    int, doc("Random, chosen by the scheduler's client. A worker that knows it may load.", ge=2**32, le=2**63 - 1)
-]
+LeaseId = Annotated[int, doc("Random, made by the scheduler. A worker that knows it may load.", ge=2**32, le=2**63 - 1)]
 JobId = Annotated[Count, doc("Unique among the session's unfinished jobs.")]
-Acknowledged = Annotated[
-    Count, doc("All completions up to this number arrived: the daemon forgets them, even if it refuses the request.")
-]
+Acknowledged = Annotated[Count, doc("Completions up to this number came: the daemon forgets them, even on a refusal.")]
 MAX_WORLD_SIZE = 64
-RegistrationId = Annotated[
-    bytes, doc("Random id made by the worker for this registration.", min_length=16, max_length=16)
-]
+RegistrationId = Annotated[bytes, doc("Random id, made by the worker.", min_length=16, max_length=16)]
 Rank = Annotated[int, doc("Rank of the worker in its engine, below ``world_size``.", ge=0, lt=MAX_WORLD_SIZE)]
 GroupIndex = Annotated[int, doc("Index of the KV cache group.", ge=0, lt=65536)]
 
@@ -291,10 +285,7 @@ class JobResult(Wire, frozen=True):
     job_id: JobId
     ok: Annotated[bool, doc("Load: all bytes arrived. Store: every key is stored, was there, or was rejected.")]
     bytes: Annotated[ByteCount, doc("Bytes that were copied.")]
-    seconds: Annotated[
-        Seconds,
-        doc("Duration of the job's copy in seconds, without the time it waited for other copies."),
-    ]
+    seconds: Annotated[Seconds, doc("Duration of the copy in seconds, without the time it waited for other copies.")]
     error: Annotated[ErrorCode | None, doc("Why the job is not ok.")] = None
     failed: Annotated[list[GroupKeys], doc("Keys that were not stored, or that the load lacked.")] = []
     rejected: Annotated[list[GroupKeys], doc("Keys of a store that the policy rejected.")] = []
@@ -347,9 +338,7 @@ class Results(Request[ResultsReply], frozen=True):
 
 class NamespaceOpened(Reply, frozen=True):
     created: Annotated[bool, doc("False when the namespace was open already.")]
-    prefill_tokens_per_second: Annotated[
-        PerSecond, doc("Prefill rate that an engine of the namespace reported last, in tokens per second; 0 if none.")
-    ] = 0.0
+    prefill_tokens_per_second: Annotated[PerSecond, doc("Prefill rate that an engine reported last; 0 if none.")] = 0.0
 
 
 @exchange(ENGINE)
@@ -394,19 +383,9 @@ class Unregister(Request[Done], frozen=True):
 
 class LookupReply(Reply, frozen=True):
     lease_id: LeaseId
-    states: Annotated[
-        list[bytes],
-        doc(
-            "Per group of the request, one byte per key, a ``KeyState``: 0 absent, 1 writing, 2 ready, 3 pending, 4 "
-            "shared. Ask again for keys that are pending or shared."
-        ),
-    ]
-    pinned: Annotated[
-        Count, doc("Number of blocks pinned under the lease. Pending blocks are pinned once they are ready.")
-    ]
-    ttl_ms: Annotated[
-        int, doc("Lifetime of the lease in milliseconds; 0: there is no lease. Look up again after half of it.", ge=0)
-    ]
+    states: Annotated[list[bytes], doc("Per group of the request, a ``KeyState`` byte for each key.")]
+    pinned: Annotated[Count, doc("Blocks pinned under the lease. Pending blocks are pinned once they are ready.")]
+    ttl_ms: Annotated[int, doc("Lifetime of the lease in ms; 0: there is none. Look up again after half of it.", ge=0)]
     wait_ms: Annotated[int, doc("Estimated milliseconds until all pending keys are ready; 0 if unknown.", ge=0)] = 0
     asking: Annotated[Count, doc("Number of shared keys for which the store has not answered yet.")] = 0
 
@@ -426,12 +405,8 @@ class Lookup(Request[LookupReply], frozen=True):
     lease_id: LeaseId
     groups: Annotated[list[GroupKeys], doc("Keys, root of the prefix first.", max_length=MAX_GROUPS)]
     again: Annotated[bool, doc("The prompt was looked up before: do not count it again.")] = False
-    reported: Annotated[
-        bool, doc("The engine reports what it did with the prompt (ReportPrompts): count its keys then, not now.")
-    ] = False
-    peer: Annotated[
-        str, doc("Host of the only peer to ask for missing keys, if the daemon has that peer.", max_length=MAX_HOST)
-    ] = ""
+    reported: Annotated[bool, doc("ReportPrompts follows for the prompt: count its keys then, not now.")] = False
+    peer: Annotated[str, doc("The only peer to ask for missing keys, by its host, if known.", max_length=MAX_HOST)] = ""
 
 
 @exchange(SCHEDULER)
@@ -467,9 +442,7 @@ class Hint(Request[Done], frozen=True):
     namespace: Fingerprint
     action: Annotated[HintAction, doc("``retain``, ``release`` or ``prefetch``.")]
     groups: Annotated[list[GroupKeys], doc("Keys, root of the prefix first.", max_length=MAX_GROUPS)]
-    priority: Annotated[
-        int, doc("Of retained blocks, those of a lower priority are evicted first.", ge=0, le=MOST_PRIORITY)
-    ] = 0
+    priority: Annotated[int, doc("Retained blocks of a lower one are evicted first.", ge=0, le=MOST_PRIORITY)] = 0
     ttl_s: Annotated[float, doc("Seconds for which to retain them.", ge=0, le=MOST_TTL_S)] = 0.0
 
 
@@ -528,19 +501,12 @@ class PromptReport(Wire, frozen=True):
     loaded_tokens: Annotated[Count, doc("Tokens loaded.")] = 0
     missing_group: GroupIndex = 0
     missing_key: Annotated[bytes, doc("The first key that was missing; empty for none.", max_length=64)] = b""
-    reason: Annotated[
-        str,
-        doc("Why it was missing or, if none was, why nothing was loaded; empty to let the daemon say.", max_length=32),
-    ] = ""
+    reason: Annotated[str, doc("Why it was missing, or nothing loaded; empty: the daemon says.", max_length=32)] = ""
     missing_number: Annotated[Count, doc("Position of that key among those looked up, from 1; 0 for none.")] = 0
     own_tokens: Annotated[Count, doc("Leading tokens that the engine had in its own prefix cache.")] = 0
     lease_id: Annotated[int, doc("Lease of its counted lookup; 0 to count none.", ge=0, le=2**63 - 1)] = 0
-    own_keys: Annotated[
-        list[Count], doc("By group, leading keys in the engine's own prefix cache.", max_length=MAX_GROUPS)
-    ] = []
-    covered_keys: Annotated[
-        list[Count], doc("By group, leading keys of tokens that the engine did not compute.", max_length=MAX_GROUPS)
-    ] = []
+    own_keys: Annotated[list[Count], doc("By group, leading keys in the engine's cache.", max_length=MAX_GROUPS)] = []
+    covered_keys: Annotated[list[Count], doc("By group, leading keys not computed.", max_length=MAX_GROUPS)] = []
     after_gap: Annotated[Count, doc("Keys found, but not loaded because an earlier block was missing.")] = 0
 
 
@@ -638,19 +604,11 @@ class GroupBlocks(Wire, frozen=True):
     group: GroupIndex
     key_counts: Annotated[bytes, doc("Keys of each job, little-endian uint32; 0 if the job has no key in the group.")]
     block_counts: Annotated[bytes, doc("Engine blocks of each job, little-endian uint32.")]
-    first_blocks: Annotated[
-        bytes, doc("Engine blocks skipped at the start of each job's key 0, little-endian uint32; empty for none.")
-    ]
+    first_blocks: Annotated[bytes, doc("Engine blocks skipped in key 0 of each job, little-endian uint32; or empty.")]
     keys: Keys
     block_ids: Annotated[bytes, doc("Engine block ids, little-endian int32, end to end.")]
-    parents: Annotated[
-        bytes,
-        doc("For KV events of stores: the hash before each key in its prompt, or zeros; empty if not sent."),
-    ] = b""
-    tokens: Annotated[
-        bytes,
-        doc("With ``parents``: token ids of the blocks, little-endian uint32; empty if hashes cover more than tokens."),
-    ] = b""
+    parents: Annotated[bytes, doc("For KV events: the hash before each key in its prompt, or zeros; or empty.")] = b""
+    tokens: Annotated[bytes, doc("With ``parents``: token ids, little-endian uint32; empty if keys hash more.")] = b""
 
     @classmethod
     def of(cls, group: int, jobs: int, key_bytes: int, parts: Iterable[tuple[int, GroupTransfer]]) -> GroupBlocks:
@@ -721,10 +679,7 @@ class Loads(Wire, frozen=True):
 
     job_ids: Annotated[list[JobId], doc("One for each load.", max_length=MAX_JOBS)]
     lease_ids: Annotated[list[LeaseId], doc("The lease of each load.", max_length=MAX_JOBS)]
-    keep_lease: Annotated[
-        list[bool],
-        doc("Keep the lease until the scheduler releases it: other workers load the same shards.", max_length=MAX_JOBS),
-    ]
+    keep_lease: Annotated[list[bool], doc("Keep the lease: other workers load the same shards.", max_length=MAX_JOBS)]
     groups: Annotated[list[GroupBlocks], doc("Blocks to copy; each group once.", max_length=MAX_GROUPS)]
 
 

@@ -148,13 +148,9 @@ class Traffic(Part, frozen=True):
     lookups: Annotated[Count, counter("Lookups of prompts in a namespace.")] = 0
     asked_keys: Annotated[Count, counter("Keys (block hashes) looked up whose outcome is known.")] = 0
     loaded_keys: Annotated[Count, counter("Keys looked up and loaded by engines.")] = 0
-    not_needed_keys: Annotated[
-        Count, doc("Keys not needed, found or not: the engine had their blocks, or dropped the request.")
-    ] = 0
+    not_needed_keys: Annotated[Count, doc("Keys not needed: the engine had their blocks, or dropped the request.")] = 0
     misses: Annotated[Labelled, counter("Keys looked up and not loaded although needed, by reason.", "reason")] = {}
-    found_keys: Annotated[
-        Labelled, counter("Keys found, by source, including those that engines had themselves.", "source", SOURCES)
-    ] = {}
+    found_keys: Annotated[Labelled, counter("Keys found, needed or not, by source.", "source", SOURCES)] = {}
     asked_tokens: Annotated[Count, counter("Tokens of the prompts looked up, in whole blocks.")] = 0
     loaded_tokens: Annotated[Count, counter("Tokens that engines loaded instead of computing them.")] = 0
     saved_seconds: Annotated[Seconds, counter("Seconds of prefill saved, by the rates that engines reported.")] = 0.0
@@ -163,9 +159,7 @@ class Traffic(Part, frozen=True):
     stored_blocks: Annotated[Count, doc("Blocks that became readable after all their shards were stored.")] = 0
     evicted_blocks: Annotated[Count, counter("Blocks evicted from the pool for others, or because of a quota.")] = 0
     no_space_keys: Annotated[Count, counter("Keys not stored because the pool or the quota had no space.")] = 0
-    no_space_causes: Annotated[
-        Labelled, doc("Keys not stored for lack of space, by cause: " + ", ".join(NO_SPACE_CAUSES) + ".")
-    ] = {}
+    no_space_causes: Annotated[Labelled, doc("Keys without space, by cause: " + ", ".join(NO_SPACE_CAUSES) + ".")] = {}
     rejected_keys: Annotated[Count, doc("Keys not stored because the eviction policy rejected them.")] = 0
     late_lookups: Annotated[Count, counter("Lookups whose answers engines did not wait for: they computed.")] = 0
     skipped_loads: Annotated[Count, doc("Loads that engines skipped because computing was faster.")] = 0
@@ -191,13 +185,8 @@ class HitCurve(Part, frozen=True):
     """Hit ratio of the pool, and estimates for pools of other sizes. The weight of old lookups halves every day."""
 
     asked_tokens: Annotated[Count, gauge("Tokens looked up that engines lacked, weighted by age.")] = 0
-    found_tokens: Annotated[
-        Count, gauge("Tokens looked up and in the pool, before each prompt's first missing block.")
-    ] = 0
-    lru_hit_ratio: Annotated[
-        dict[str, Ratio],
-        gauge("Estimated share of tokens that lru would find in a pool of this many times the size.", "times"),
-    ] = {}
+    found_tokens: Annotated[Count, gauge("Tokens found in the pool, before each prompt's first missing block.")] = 0
+    lru_hit_ratio: Annotated[dict[str, Ratio], gauge("Estimated hit ratio of lru, by times the size.", "times")] = {}
 
 
 MAX_NAMESPACE_ROWS = 100
@@ -220,13 +209,9 @@ class NamespaceStats(Traffic, frozen=True):
     partial_blocks: Annotated[Count, doc("Blocks dropped because a rank did not store its part within 60 seconds.")] = 0
     quota_bytes: Annotated[ByteCount | None, gauge("Pool bytes that the namespace may use at most.")] = None
     world_size: Annotated[Count, doc("Ranks of an engine: shards that make a block.")] = 1
-    prefill_tokens_per_second: Annotated[PerSecond, doc("Prefill rate that an engine reported last; 0 if unknown.")] = (
-        0.0
-    )
+    prefill_tokens_per_second: Annotated[PerSecond, doc("Prefill rate an engine reported last; 0 if unknown.")] = 0.0
     curve: Annotated[HitCurve | None, doc("Hit ratios of pools of other sizes.")] = None
-    engines: Annotated[
-        list[str], doc("Names of the engines that have it open, each with its pid if that is known.")
-    ] = []
+    engines: Annotated[list[str], doc("Names of the engines that have it open, each with its pid if known.")] = []
 
 
 class Lifetime(Part, frozen=True):
@@ -249,10 +234,7 @@ class PoolStats(Part, frozen=True):
     size_bytes: Annotated[ByteCount, gauge("Size of the pool in bytes.")] = 0
     bytes: Annotated[
         Labelled,
-        gauge(
-            "Bytes of the pool by state: free, writing, ready, dropped (not freed yet), quarantined (bad checksum).",
-            "state",
-        ),
+        gauge("Pool bytes: free, writing, ready, dropped (not freed yet), quarantined (bad checksum).", "state"),
     ] = {}
     usable_bytes: Annotated[ByteCount, doc("Bytes of the pool that are not quarantined.")] = 0
     pinned_bytes: Annotated[ByteCount, gauge("Bytes of the pool under a lease or a copy: they cannot be evicted.")] = 0
@@ -373,9 +355,7 @@ class TieringStats(Part, frozen=True):
     promoted_blocks: Annotated[Count, counter("Blocks promoted from disk to the pool.")] = 0
     promoted_bytes: Annotated[ByteCount, doc("Bytes promoted from disk to the pool.")] = 0
     promotions_waiting: Annotated[Count, doc("Blocks being promoted or waiting for it.")] = 0
-    promotions_failed: Annotated[
-        Labelled, counter("Blocks on disk that could not be promoted.", "reason", PROMOTION_FAILURES)
-    ] = {}
+    promotions_failed: Annotated[Labelled, counter("Blocks on disk not promoted.", "reason", PROMOTION_FAILURES)] = {}
     promotions_unused: Annotated[Count, counter("Blocks promoted from disk and evicted before they were loaded.")] = 0
     written_blocks: Annotated[Count, counter("Blocks written from the pool to disk.")] = 0
     written_bytes: Annotated[ByteCount, doc("Bytes written from the pool to disk.")] = 0
@@ -462,9 +442,7 @@ class SharedStats(Part, frozen=True):
     written_bytes: Annotated[ByteCount, counter("Bytes written to the shared store.")] = 0
     already_stored: Annotated[Count, doc("Blocks not written because the store already had them.")] = 0
     dropped_writes: Annotated[Count, counter("Blocks not written to the store: it was full, slow or unavailable.")] = 0
-    not_written: Annotated[
-        Labelled, counter("Blocks that left the pool and were not offered to the store.", "reason", NOT_WRITTEN)
-    ] = {}
+    not_written: Annotated[Labelled, counter("Blocks that left the pool unwritten.", "reason", NOT_WRITTEN)] = {}
     dropped_removals: Annotated[Count, doc("Objects not removed from the store: it was slow or unavailable.")] = 0
     queued_writes: Annotated[Count, doc("Writes that wait or run.")] = 0
     mismatches: Annotated[Count, doc("Objects that did not hold the expected block; they are removed.")] = 0
@@ -548,10 +526,7 @@ class DaemonStats(Part, frozen=True):
     health: Annotated[HealthLevel, doc("``ok``, ``degraded`` or ``down``.")] = HealthLevel.OK
     health_problems: Annotated[list[Problem], gauge("Problems, which kvoffd-cli health explains.", "reason")] = []
     sessions: Annotated[Count, gauge("Sessions of engines that are open.")] = 0
-    ended_sessions: Annotated[
-        Labelled,
-        counter("Sessions of engines that ended: closed; gone (the process died); and others.", "reason"),
-    ] = {}
+    ended_sessions: Annotated[Labelled, counter("Engines' sessions that ended, by reason; gone: died.", "reason")] = {}
     leases: Annotated[Count, gauge("Leases that engines hold on blocks.")] = 0
     pinned_blocks: Annotated[Count, doc("Blocks under a lease or a copy.")] = 0
     requests: Annotated[Count, counter("Requests that the daemon answered, including errors.")] = 0

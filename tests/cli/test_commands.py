@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import os
+import subprocess
+import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +16,7 @@ import pytest
 from kvoffd_client import NamespaceSpec, SchedulerClient
 from kvoffd_client.cli import main
 from kvoffd_client.testing import FakeEngine
-from tests.kit.command import BLOCK_BYTES, KEYS, LABEL, READING, Cli, Done
+from tests.kit.command import DEADLINE_S, KEYS, LABEL, READING, Cli, Done
 from tests.kit.daemon import DaemonProcess
 from tests.kit.redis_server import RedisServer
 from tests.kit.waiting import wait_until
@@ -50,6 +52,7 @@ def test_bad_arguments_are_one_sentence(capsys: pytest.CaptureFixture[str]) -> N
     for arguments in (
         ("stats", "--interval"),
         ("stats", "tiers", "--misses"),
+        ("nonsense",),
         ("stats", "nonsense"),
         ("top", "--interval", "soon"),
         ("top", "--interval", "1ms"),
@@ -112,13 +115,55 @@ def test_what_a_client_made_up_keeps_no_listing_away(shared_daemon: DaemonProces
         assert len(json.loads(cli("namespaces", "--json").out)["namespaces"]) >= len(texts)
 
 
-def test_a_disk_that_failed_is_status_1(cli: Cli, tmp_path: Path) -> None:
-    for place, state, status in ((tmp_path, "serving", 0), (tmp_path / "missing", "failed", 1)):
-        with DaemonProcess("8MiB", disk=f"{place}=64MiB", disk_start="optional") as daemon:
-            wait_until(lambda: books(daemon.directory).disks[0].state == state)  # noqa: B023
-            for more in ((), ("--json",)):
-                done = cli("stats", "tiers", *more, on=daemon)
-                assert (done.status, str(place) in done.out, state in done.out, done.err) == (status, True, True, "")
+# --- health, as probes run it -----------------------------------------------------------------------
+
+PROBES = ((), ("--live",), ("--ready",))
+HEAVY = {"asyncio", "numpy", "rich", "typer", "kvoffd_proto.messages", "kvoffd_client.admin_client"}
+"""ZeroMQ is not among them: a probe asks as engines do, so that it proves what they need. It costs 16 ms of CPU."""
+
+
+def test_a_healthy_daemon_is_status_0(cli: Cli) -> None:
+    for probe in PROBES:
+        status, out, err = cli("health", *probe)
+        assert (status, err) == (0, "")
+        assert out.startswith("ok")
+    found = json.loads(cli("health", "--json").out)
+    assert (found["level"], found["causes"]) == ("ok", [])
+    assert cli("health", "--live", "--ready").status == 2, "one at a time"
+
+
+def test_a_degraded_daemon_is_alive_and_ready(cli: Cli, tmp_path: Path) -> None:
+    """It serves without its disk: neither a restart nor other nodes would help."""
+    with DaemonProcess("8MiB", disk=f"{tmp_path / 'missing'}=64MiB", disk_start="optional") as daemon:
+        wait_until(lambda: books(daemon.directory).health == "degraded")
+        assert [cli("health", *probe, on=daemon).status for probe in PROBES] == [1, 0, 0]
+        out = cli("health", on=daemon).out
+        assert out.startswith("degraded")
+        assert "missing" in out
+        found = json.loads(cli("health", "--json", on=daemon).out)
+        assert [cause["reason"] for cause in found["causes"]] == ["disk_failed"]
+        for more in ((), ("--json",)):
+            done = cli("stats", "tiers", *more, on=daemon)
+            assert (done.status, f"{tmp_path}/missing" in done.out, "failed" in done.out, done.err) == (
+                1,
+                True,
+                True,
+                "",
+            )
+
+
+def test_a_probe_imports_nothing_heavy(shared_daemon: DaemonProcess) -> None:
+    """Probes run every few seconds, beside engines."""
+    script = (
+        "import json, sys; from kvoffd_client.cli import main; "
+        "status = main(sys.argv[1:]); print(json.dumps([status, sorted(sys.modules)]))"
+    )
+    for probe in ([], ["--live"], ["--json"]):
+        command = [sys.executable, "-c", script, "health", *probe, "--directory", str(shared_daemon.directory)]
+        said, imported = subprocess.check_output(command, text=True, timeout=DEADLINE_S).splitlines()
+        status, modules = json.loads(imported)
+        assert (said.startswith(("ok", '{"level": "ok"')), status) == (True, 0)
+        assert HEAVY.isdisjoint(modules)
 
 
 # --- what is done ----------------------------------------------------------------------------------
@@ -142,15 +187,6 @@ def test_clear_of_all_on_all_nodes_names_what_other_nodes_drop(cli: Cli) -> None
         with FakeEngine(daemon.directory, "one"), FakeEngine(daemon.directory, "two"):
             done = cli("clear", "--all", "--all-nodes", "--yes", on=daemon)
             assert done.out == "Dropped 0 blocks from all namespaces, and the 2 that this daemon has from all nodes.\n"
-
-
-def test_scrub_compares_every_block(engine: FakeEngine, cli: Cli) -> None:
-    found = json.loads(cli("scrub", "--json").out)
-    assert (found["checked_slots"], found["mismatches"], found["running"]) == (8, 0, False)
-    assert found["checked_bytes"] == 8 * BLOCK_BYTES
-    status, out, err = cli("scrub")
-    assert (status, err) == (0, "")
-    assert "all match" in out
 
 
 def test_a_pool_that_is_too_small_for_a_bench_is_refused(shared_daemon: DaemonProcess, cli: Cli) -> None:

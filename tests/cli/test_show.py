@@ -10,7 +10,7 @@ import pytest
 
 from kvoffd_client.cli import main
 from kvoffd_client.testing import FakeEngine
-from tests.kit.command import BLOCK_BYTES, Cli, Terminal, run_cli
+from tests.kit.command import BLOCK_BYTES, Cli, Terminal, run_cli_here
 from tests.kit.daemon import DaemonProcess
 from tests.kit.wire import keys
 
@@ -24,7 +24,7 @@ def test_nothing_is_lost_on_80_columns(shared_daemon: DaemonProcess) -> None:
         assert first.store(keys(1), [0]).ok
         found = [one.namespace.fingerprint.hex()[:12] for one in (first, second)]
         for command in (("clients",), ("clients", "--all"), ("namespaces",)):
-            wide = re.sub(HEARD, "ago", run_cli(*command, *where).stdout)
+            wide = re.sub(HEARD, "ago", run_cli_here(*command, *where).stdout)
             with Terminal(*command, *where, NO_COLOR="1") as terminal:
                 assert terminal.end() == 0
             seen = re.sub(HEARD, "ago", re.sub(r"\x1b\[[0-9;]*m", "", terminal.seen))

@@ -14,7 +14,7 @@ import pytest
 
 from kvoffd_client import AdminClient, GroupSpec, NamespaceSpec
 from kvoffd_client.testing import FakeEngine
-from tests.kit.command import Cli, Terminal, run_cli, run_cli_here
+from tests.kit.command import Cli, Terminal, run_cli_here
 from tests.kit.daemon import DaemonProcess
 from tests.kit.waiting import wait_until
 from tests.kit.wire import keys
@@ -74,19 +74,22 @@ def test_a_namespace_that_is_gone_is_counted_and_said_to_be_gone() -> None:
         with FakeEngine(daemon.directory, "other"):
             assert [one.model for one in admin.stats().namespaces] == ["other"]
             assert (admin.stats().gone_namespaces, admin.stats().since_start.asked_keys) == (1, 1)
-            page = run_cli("stats", "--directory", str(daemon.directory)).stdout
+            page, row = (
+                run_cli_here("stats", *words, "--directory", str(daemon.directory)).stdout
+                for words in ((), ("namespaces",))
+            )
     assert page.splitlines()[-1] == "The sums above include 1 removed namespace."
+    assert "sums" not in row
 
 
 def test_http_says_the_same_as_the_socket(cli: Cli, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for proxy in ("http_proxy", "all_proxy"):
-        monkeypatch.setenv(proxy, "http://127.0.0.1:1")  # nobody is there: a node is asked without it
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # nobody is there: a node is asked without it
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("NO_PROXY", raising=False)
     moving = {"uptime_seconds", "cpu_seconds", "requests", "sessions", "resident_bytes", "loop_blocked_seconds"}
     moving |= {"last_minute", "last_hour", "since_start", "disks", "tiers", "loop_blocked_max_seconds", "index_bytes"}
     here = stats(cli)
-    done = run_cli("stats", "--json", "--url", f"http://127.0.0.1:{port}")
+    done = run_cli_here("stats", "--json", "--url", f"http://127.0.0.1:{port}")
     there = json.loads(done.stdout)
     assert here.keys() == there.keys()
     assert not [name for name in here if name not in moving and here[name] != there[name]]
@@ -98,23 +101,29 @@ def test_http_says_the_same_as_the_socket(cli: Cli, port: int, monkeypatch: pyte
     assert (report["value"]["loaded_tokens"], len(report["verdict"])) == (64, 3)
     assert not {one["check"] for one in report["findings"]} & {"no_engine", "broken_check"}
     assert run_cli_here("doctor", "--self-test", "--url", f"http://127.0.0.1:{port}").returncode == 2
-    done = run_cli("health", "--url", f"http://127.0.0.1:{port}")
+    done = run_cli_here("health", "--url", f"http://127.0.0.1:{port}")
     assert (done.returncode, done.stdout.startswith("ok"), done.stderr) == (0, True, "")
 
 
 def test_a_url_that_leads_nowhere_is_one_sentence(port: int, tmp_path: Path) -> None:
-    for url in (
-        "http://127.0.0.1:1",
-        "ftp://x",
-        "http://[::bad",
-        "http://127.0.0.1:1/path",
-        f"http://127.0.0.1:{port}/x",
+    for url, sentence in (
+        ("http://127.0.0.1:1", "it does not answer: Connection refused."),
+        ("ftp://x", "'ftp://x' is not an address like http://localhost:8000."),
+        ("http://[::bad", "it does not answer as it should: Invalid IPv6 URL."),
+        ("host:port", "it does not answer: nonnumeric port: 'port'."),
+        (f"http://127.0.0.1:{port}/x", "it answers 404 "),
     ):
-        for command in ("stats", "health", "doctor"):
-            done = run_cli_here(command, "--url", url)
-            assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), url
-    done = run_cli_here("stats", "--url", "http://x", "--directory", str(tmp_path))
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+        done = run_cli_here("stats", "--url", url)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), url
+        assert sentence in done.stderr
+    for command in (
+        ("health", "--url", "http://127.0.0.1:1"),
+        ("doctor", "--url", "http://127.0.0.1:1"),
+        ("verify", "127.0.0.1:1"),
+        ("stats", "--url", "http://x", "--directory", str(tmp_path)),
+    ):
+        done = run_cli_here(*command)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), command
 
 
 def test_a_node_that_does_not_answer_is_more_than_timed_out() -> None:

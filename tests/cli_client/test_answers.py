@@ -22,17 +22,6 @@ def test_the_row_of_the_others_is_no_namespace(capsys: pytest.CaptureFixture[str
     assert "and 107 more; " in capsys.readouterr().out
 
 
-def test_removed_namespaces_are_mentioned_below_sums(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = DaemonStats(namespaces=rows(1), gone_namespaces=3)
-    print_stats(found)
-    assert "The sums above include 3 removed namespaces." in capsys.readouterr().out
-    monkeypatch.setattr("kvoffd_client.cli.stats.read_stats", lambda url: found)
-    assert main(["stats", "namespaces", "--url", "node"]) == 0
-    assert "sums" not in capsys.readouterr().out
-
-
 def test_namespaces_that_are_not_shared_may_be_so_after_a_damaged_state() -> None:
     lines = [
         str(line) for line in tier_details(DaemonStats(shared=[SharedStats("redis://valkey", unshared_namespaces=2)]))

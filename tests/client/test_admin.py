@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffd_client import AdminClient, DaemonUnavailable, RequestRefused, UnknownNamespace
+from kvoffd_client import AdminClient, DaemonUnavailable, KvoffdClientError, RequestRefused
 from kvoffd_client.admin_client import find_namespace_info, read_stats
 from kvoffd_client.errors import why_unreachable
 from kvoffd_client.testing import FakeEngine
@@ -35,8 +35,6 @@ def test_why_nobody_is_reached_is_told_apart(tmp_path: Path) -> None:
         return str(refusal.value)
 
     assert sentence().startswith(f"There is no kvoffd daemon in {tmp_path}; ")
-    with AdminClient(tmp_path) as admin, pytest.raises(DaemonUnavailable, match=r"There is no kvoffd daemon in .*; "):
-        next(admin.events())
     with (tmp_path / "kvoffd.lock").open("w") as lock:  # a daemon that was killed leaves it
         assert sentence().startswith(f"There is no kvoffd daemon in {tmp_path}; ")
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -114,7 +112,6 @@ def test_typos_of_operators_and_short_sessions_are_no_errors_of_the_daemon(daemo
         for _ in range(30):
             with AdminClient(daemon.directory) as short:
                 short.namespaces()
-        assert list(admin.events(idle_timeout_s=0.1)) == []
         space = engine.namespace.fingerprint
         for kind, fields, code in (
             (a.Clear, (bytes(32),), ErrorCode.UNKNOWN_NAMESPACE),
@@ -143,8 +140,8 @@ def test_a_namespace_is_named_by_label_or_first_digits() -> None:
     for wanted, index in (("tiny", 0), ("AB12F", 1), ("0011", 2), ("7777", 3)):
         assert find_namespace_info(there, wanted) is there[index]
     for wanted in ("twin", "ab12", "ab12cd34"):
-        with pytest.raises(UnknownNamespace, match=r"is ambiguous: .*ab12"):
+        with pytest.raises(KvoffdClientError, match=r"is ambiguous: .*ab12"):
             find_namespace_info(there, wanted)
     for wanted in ("", "ab1", "nobody", "ffff"):
-        with pytest.raises(UnknownNamespace, match="kvoffd-cli namespaces"):
+        with pytest.raises(KvoffdClientError, match="kvoffd-cli namespaces"):
             find_namespace_info(there, wanted)

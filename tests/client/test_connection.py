@@ -14,12 +14,21 @@ import warnings
 import pytest
 import zmq
 
-from kvoffd_client import ClientOptions, ForkedProcess, NamespaceSpec, Registration, SchedulerClient, WorkerClient
+from kvoffd_client import (
+    ClientOptions,
+    ForkedProcess,
+    NamespaceSpec,
+    Registration,
+    SchedulerClient,
+    WorkerClient,
+    scheduler_client,
+)
 from kvoffd_client.transport import SocketTransport
 from kvoffd_client.worker_client import GroupTransfer
 from kvoffd_proto import messages as m
 from kvoffd_proto.codec import encode
 from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.events import AllBlocksCleared, BlockRemoved, EventBatch, KvEvent, kv_topic
 from kvoffd_proto.lifeline import MemoryReleased, encode_frame
 from tests.kit.daemon import DaemonProcess
 from tests.kit.fake_daemon import FakeDaemon
@@ -64,23 +73,6 @@ def test_a_client_that_gets_no_thread_leaves_nothing_open(monkeypatch: pytest.Mo
             SchedulerClient("/nowhere", NamespaceSpec.named("model"))
     gc.collect()
     assert open_descriptors() == before
-
-
-def test_eof_fails_requests_and_jobs(fake: FakeDaemon, scheduler: SchedulerClient, worker: WorkerClient) -> None:
-    fake.hold_jobs = True
-    fake.answers[m.Lookup] = lambda *_: None
-    future = scheduler.lookup(KEYS)
-    worker.store(1, TRANSFER)
-    worker.load(2, 2**32, TRANSFER)
-    wait_until(lambda: fake.seen_jobs(loads=True))
-    fake.stop()
-    assert future.wait(1)
-    assert future.failed
-    wait_until(lambda: worker.unfinished == 0)
-    assert [(result.job_id, result.error) for result in worker.take_results()] == [
-        (1, ErrorCode.SESSION_ENDED),
-        (2, ErrorCode.SESSION_ENDED),
-    ]
 
 
 def test_a_wait_polls_for_a_moment_and_then_sleeps(fake: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,3 +310,145 @@ def test_a_client_whose_routing_id_is_taken_opens_another_session(shared_daemon:
             deadline = time.monotonic() + 10.0
             while not (found := scheduler.lookup(KEYS)).wait(0.1) or found.failed:
                 assert time.monotonic() < deadline, scheduler.problem
+
+
+# --- lookups, leases and events ------------------------------------------------------------------
+
+
+def removed(number: int) -> BlockRemoved:
+    return BlockRemoved([bytes([number])], "CPU", 0)
+
+
+def test_keys_of_a_wrong_length_are_an_error_of_the_caller(scheduler: SchedulerClient) -> None:
+    with pytest.raises(ValueError, match="whole number"):
+        scheduler.lookup([m.GroupKeys(0, bytes(33))])
+
+
+def test_invalidate_and_reset_reach_the_daemon(fake: FakeDaemon, scheduler: SchedulerClient) -> None:
+    scheduler.invalidate(KEYS)
+    assert scheduler.reset(5)
+    assert [request.groups for request in fake.seen(m.Invalidate)] == [KEYS]
+    assert len(fake.seen(m.Reset)) == 1
+    fake.stop()
+    wait_until(lambda: not scheduler.ready)
+    assert not scheduler.reset(0.1)
+
+
+def taken(scheduler: SchedulerClient, count: int) -> list[KvEvent]:
+    """Events, once so many have come."""
+    got: list[KvEvent] = []
+    wait_until(lambda: (got.extend(scheduler.take_events()), len(got) >= count)[1])
+    return got
+
+
+def test_lost_events_are_counted_and_nothing_is_known_then(fake: FakeDaemon, scheduler: SchedulerClient) -> None:
+    for number in range(4):
+        fake.kv_event(SPEC.fingerprint, [removed(number)], publish=number % 3 == 0)
+    wait_until(lambda: scheduler.events_lost == 2)
+    assert taken(scheduler, 2)[-2:] == [AllBlocksCleared(), removed(3)]
+
+
+def test_events_that_nobody_takes_or_that_do_not_decode_are_counted(
+    scheduler: SchedulerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler_client, "MAX_BUFFERED_EVENTS", 3)
+    messages = [encode(EventBatch(0.0, [removed(number)])) for number in range(4)]
+
+    def publish(number: int, message: bytes) -> None:
+        scheduler.on_publication(kv_topic(SPEC.fingerprint), number.to_bytes(8, "big"), message, 0.0)
+
+    for number, message in enumerate(messages):
+        publish(number, message)
+    assert (scheduler.take_events(), scheduler.events_lost) == ([AllBlocksCleared(), removed(3)], 4)
+    publish(4, b"\xc1")
+    publish(5, messages[1])
+    assert (scheduler.take_events(), scheduler.events_lost) == ([AllBlocksCleared(), removed(1)], 5)
+
+
+# --- jobs, fences and the end of a registration --------------------------------------------------
+
+
+def take(worker: WorkerClient, count: int) -> dict[int, m.JobResult]:
+    found: dict[int, m.JobResult] = {}
+    deadline = time.monotonic() + 5
+    while len(found) < count and time.monotonic() < deadline:
+        found.update((result.job_id, result) for result in worker.wait_results(0.5))
+    assert len(found) == count
+    return found
+
+
+def test_a_refused_job_tells_why(fake: FakeDaemon, worker: WorkerClient) -> None:
+    fake.answers[m.Submit] = lambda request, _: m.Error(request.request_id, ErrorCode.BAD_KEYS, "Bad.")
+    worker.load(1, 2**32, TRANSFER)
+    assert take(worker, 1)[1].error is ErrorCode.BAD_KEYS
+
+
+def test_wrong_lengths_and_an_id_in_use_are_errors_of_the_caller(fake: FakeDaemon, worker: WorkerClient) -> None:
+    for wrong in ((0, bytes(31), bytes(4)), (0, bytes(32), bytes(3)), (1, bytes(32), bytes(4))):
+        with pytest.raises(ValueError, match=r"whole number|but not 1"):
+            worker.store(1, [GroupTransfer(*wrong)])
+    assert worker.unfinished == 0
+    fake.hold_jobs = True
+    worker.store(1, TRANSFER)
+    with pytest.raises(ValueError, match="unfinished"):
+        worker.load(1, 2**32, TRANSFER)
+
+
+def fence_in_thread(worker: WorkerClient, job_ids: list[int]) -> threading.Thread:
+    thread = threading.Thread(target=worker.fence, args=(job_ids, 0.1))
+    thread.start()
+    return thread
+
+
+def test_a_fence_waits_for_loads_beyond_its_deadline(fake: FakeDaemon, worker: WorkerClient) -> None:
+    fake.hold_jobs = True
+    worker.load(1, 2**32, TRANSFER)
+    wait_until(lambda: fake.seen_jobs(loads=True))
+    thread = fence_in_thread(worker, [1])
+    thread.join(0.4)
+    assert thread.is_alive()
+    assert worker.ready, "a load alone is no reason to end the session"
+    fake.finish(1)
+    thread.join(5)
+    assert not thread.is_alive()
+    assert worker.take_results()[0].ok
+
+
+def test_fence_ends_stores_and_waits_for_loads(fake: FakeDaemon, worker: WorkerClient) -> None:
+    fake.hold_jobs = True
+    fake.close_on_eof = False
+    worker.store(1, TRANSFER)
+    worker.load(2, 2**32, TRANSFER)
+    wait_until(lambda: fake.seen_jobs(loads=True))
+    old = fake.peer(m.Role.WORKER)
+    thread = fence_in_thread(worker, [1, 2])
+    wait_until(lambda: worker._results)
+    assert [result.job_id for result in worker.take_results()] == [1]
+    assert thread.is_alive()
+    assert worker.unfinished == 1
+    assert len(fake.seen(m.Register)) == 1, "the memory is the old session's until then"
+    fake.do(lambda: fake.release(old))
+    thread.join(5)
+    assert not thread.is_alive()
+    assert [(result.job_id, result.ok) for result in worker.take_results()] == [(2, False)]
+    wait_until(lambda: len(fake.seen(m.Register)) == 2 and worker.ready)
+    fake.hold_jobs, fake.drop_publications = False, True
+    worker.store(1, TRANSFER)
+    assert take(worker, 1)[1].ok, "results that are dropped are asked for"
+
+
+def test_after_unregister_no_job_is_taken(fake: FakeDaemon, worker: WorkerClient) -> None:
+    assert worker.unregister(5)
+    assert not worker.ready
+    worker.store(1, TRANSFER)
+    assert not worker.take_results()[0].ok
+    fake.end_session(m.Role.WORKER)
+    wait_until(lambda: len(fake.seen(m.Hello)) == 2)
+    assert len(fake.seen(m.Register)) == 1
+
+
+def test_unregister_without_an_answer_ends_the_session_and_says_so(fake: FakeDaemon, worker: WorkerClient) -> None:
+    fake.answers[m.Unregister] = lambda *_: None
+    assert not worker.unregister(0.1)
+    wait_until(lambda: not fake.peers or len(fake.seen(m.Hello)) == 2)
+    assert len(fake.seen(m.Register)) == 1

@@ -1,17 +1,22 @@
-"""Memory, namespaces, options."""
+"""Memory, namespaces, options, and the library's face."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
 import gc
+import json
 import mmap
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
-from kvoffd_client import ClientOptions, NamespaceSpec, SharedMemory
+import kvoffd
+import kvoffd_client
+from kvoffd_client import ClientOptions, NamespaceSpec, SharedMemory, admin_client
 from kvoffd_client import memory as memory_module
 from kvoffd_proto.messages import GroupSpec
 
@@ -95,3 +100,27 @@ def test_a_named_namespace_depends_on_all_its_arguments_and_an_option_is_refused
     assert len(base.fingerprint) == 32
     with pytest.raises(ValueError, match="request_timeout_s"):
         ClientOptions(request_timeout_s=0)
+
+
+HEAVY = {"msgspec", "numpy", "zmq"}
+
+
+def _modules_after(statement: str) -> set[str]:
+    program = f"import json, sys; {statement}; print(json.dumps(list(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    return set(json.loads(done.stdout))
+
+
+def test_every_public_name_is_there_and_is_documented() -> None:
+    named = {name for names in kvoffd_client._HOMES.values() for name in names.split()}
+    assert named | {"__version__"} == set(kvoffd_client.__all__) == set(dir(kvoffd_client))
+    assert all(getattr(kvoffd_client, name).__doc__ for name in named)
+    assert kvoffd_client.AdminClient is admin_client.AdminClient
+    assert kvoffd_client.__version__ == kvoffd.__version__
+    with pytest.raises(AttributeError, match="no attribute 'Client'"):
+        _ = kvoffd_client.Client
+
+
+def test_the_package_costs_nothing_before_a_name_is_used() -> None:
+    assert not HEAVY & _modules_after("import kvoffd_client")
+    assert "numpy" not in _modules_after("from kvoffd_client import AdminClient")

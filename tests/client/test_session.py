@@ -106,21 +106,25 @@ def greet(session: SchedulerClient | WorkerClient, now: float, epoch: int = EPOC
     session.on_lifeline_message(lifeline.Greeting(PROTOCOL_VERSION, epoch, SESSION_ID, b"t" * 16), now)
 
 
-def welcome(session: SchedulerClient | WorkerClient, link: PaperLink, now: float, epoch: int = EPOCH) -> None:
+def open_namespace(session: SchedulerClient | WorkerClient, link: PaperLink, now: float, epoch: int = EPOCH) -> None:
+    session.tick(now)
+    greet(session, now, epoch)
     hello = link.last(m.Hello)
     session.on_reply(m.Welcome(hello.request_id, SESSION_ID, LIMITS, 1000), now)
     session.on_reply(m.NamespaceOpened(link.last(m.OpenNamespace).request_id, True), now)
 
 
+def register(worker: WorkerClient, link: PaperLink, now: float) -> None:
+    asked = link.last(m.Register)
+    worker.on_reply(m.Registered(asked.request_id, asked.registration_id, [64]), now)
+
+
 def connect(session: SchedulerClient | WorkerClient, link: PaperLink, now: float, epoch: int = EPOCH) -> None:
-    session.tick(now)
-    greet(session, now, epoch)
-    welcome(session, link, now, epoch)
-    if isinstance(session, WorkerClient) and session._phase is Phase.HANDSHAKE:
+    open_namespace(session, link, now, epoch)
+    if isinstance(session, WorkerClient):
         for segment in range(2):
             session.on_lifeline_message(lifeline.Attached(segment), now)
-        register = link.last(m.Register)
-        session.on_reply(m.Registered(register.request_id, register.registration_id, [64]), now)
+        register(session, link, now)
 
 
 @pytest.fixture
@@ -166,9 +170,10 @@ def submit(worker: WorkerClient, link: PaperLink, now: float, *jobs: Job) -> Non
     worker.submit(jobs)
 
 
-def completions(sequence: int, *job_ids: int) -> m.Completions:
-    results = [m.JobResult(job_id, True, 64, 0.1) for job_id in job_ids]
-    return m.Completions(sequence, 500, results)
+def completions(sequence: int, *results: int | m.JobResult) -> m.Completions:
+    """Of these results, or of jobs of these ids that were ok."""
+    every = [one if isinstance(one, m.JobResult) else m.JobResult(one, True, 64, 0.1) for one in results]
+    return m.Completions(sequence, 500, every)
 
 
 def publish(worker: WorkerClient, batch: m.Completions, now: float) -> None:
@@ -179,9 +184,7 @@ def publish(worker: WorkerClient, batch: m.Completions, now: float) -> None:
 
 
 def test_a_refused_segment_is_a_refusal_with_the_daemons_sentence(new_worker: WorkerClient, link: PaperLink) -> None:
-    new_worker.tick(0.0)
-    greet(new_worker, 0.0)
-    welcome(new_worker, link, 0.0)
+    open_namespace(new_worker, link, 0.0)
     new_worker.on_lifeline_message(lifeline.AttachRefused(0, ErrorCode.UNSAFE_SEGMENT, "Seal it."), 0.0)
     assert new_worker.refusal.code is ErrorCode.UNSAFE_SEGMENT
     assert "Seal it." in (new_worker.problem or "")
@@ -190,9 +193,7 @@ def test_a_refused_segment_is_a_refusal_with_the_daemons_sentence(new_worker: Wo
 
 def test_descriptors_are_attached_one_after_the_other(new_worker: WorkerClient, link: PaperLink) -> None:
     """The kernel bounds those of a user that are on their way, and the stream's buffer is small."""
-    new_worker.tick(0.0)
-    greet(new_worker, 0.0)
-    welcome(new_worker, link, 0.0)
+    open_namespace(new_worker, link, 0.0)
     for segment in range(2):
         assert link.attached == list(range(segment + 1))
         new_worker.on_lifeline_message(lifeline.Attached(segment), 0.0)
@@ -201,50 +202,40 @@ def test_descriptors_are_attached_one_after_the_other(new_worker: WorkerClient, 
     assert not link.is_open, "that was not sent"
 
 
-def test_pauses_between_attempts_double_up_to_the_bound(new_scheduler: SchedulerClient, link: PaperLink) -> None:
-    link.refuse_to_open = True
-    now, pauses = 0.0, []
-    for _ in range(12):
-        new_scheduler.tick(now)
-        pauses.append(new_scheduler.wake_at() - now)
-        now = new_scheduler.wake_at()
-    for index, pause in enumerate(pauses):
-        full = min(BACKOFF_ABSENT_S, BACKOFF_MIN_S * 2**index)
-        assert full / 2 <= pause <= full
-    assert link.opens == 12
-    assert "/paper" in (new_scheduler.problem or "")
-
-
 def test_pauses_grow_with_failed_connections_and_refusals(new_scheduler: SchedulerClient, link: PaperLink) -> None:
     now, pauses = 0.0, []
-    for index in range(8):
+
+    def pause(longest: float, step: int, first: float = BACKOFF_MIN_S) -> None:
+        """It is between a half and the whole of the first one, doubled this often, up to the longest."""
+        nonlocal now
+        pauses.append(new_scheduler.wake_at() - now)
+        full = min(longest, first * 2**step)
+        assert full / 2 <= pauses[-1] <= full
+        now = new_scheduler.wake_at()
+
+    def find_nobody(step: int) -> None:
+        link.refuse_to_open = True
+        new_scheduler.tick(now)
+        pause(BACKOFF_ABSENT_S, step)
+        link.refuse_to_open = False
+
+    for step in range(12):
+        find_nobody(step)
+    assert link.opens == 12
+    assert "/paper" in (new_scheduler.problem or "")
+    for step in range(8):
         new_scheduler.tick(now)
         assert link.is_open
         new_scheduler.on_lifeline_end(now)
-        pause = new_scheduler.wake_at() - now
-        full = min(OPTIONS.backoff_max_s, BACKOFF_MIN_S * 2**index)
-        assert full / 2 <= pause <= full
-        now = new_scheduler.wake_at()
-        link.refuse_to_open = True
+        pause(OPTIONS.backoff_max_s, step)
+        find_nobody(0)
+    for step in (0, 1, 2, 3, 4, 5, 5, None, 0):
+        if step is None:  # the next daemon may take it
+            find_nobody(0)
+            continue
         new_scheduler.tick(now)
-        assert new_scheduler.wake_at() - now <= BACKOFF_MIN_S
-        link.refuse_to_open = False
-        now = new_scheduler.wake_at()
-    for index in [0, 1, 2, 3, 4, 5, 5, 0]:
-        new_scheduler.tick(now)
-        if not index and pauses:  # another daemon, which takes it and refuses it later
-            link.refuse_to_open = True
-            new_scheduler.disconnect("It went away.", now)
-            now = new_scheduler.wake_at()
-            new_scheduler.tick(now)
-            link.refuse_to_open = False
-            now = new_scheduler.wake_at()
-            new_scheduler.tick(now)
         new_scheduler.on_lifeline_message(lifeline.Refused(ErrorCode.TOO_MANY, "Full."), now)
-        pauses.append(new_scheduler.wake_at() - now)
-        full = min(BACKOFF_REFUSED_S, OPTIONS.backoff_max_s * 2**index)
-        assert full / 2 <= pauses[-1] <= full
-        now = new_scheduler.wake_at()
+        pause(BACKOFF_REFUSED_S, step, OPTIONS.backoff_max_s)
     assert len(set(pauses)) == len(pauses), "no two clients are in step"
 
 
@@ -280,14 +271,11 @@ def test_a_registration_of_gpu_memory_may_take_long(
     new_worker: WorkerClient, link: PaperLink, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(new_worker, "memory_on_gpu", True)
-    new_worker.tick(0.0)
-    greet(new_worker, 0.0)
-    welcome(new_worker, link, 0.0)
+    open_namespace(new_worker, link, 0.0)
     for segment in range(2):
         new_worker.on_lifeline_message(lifeline.Attached(segment), 0.0)
     new_worker.tick(GPU_REGISTER_S - 0.1)
-    register = link.last(m.Register)
-    new_worker.on_reply(m.Registered(register.request_id, register.registration_id, [64]), GPU_REGISTER_S - 0.1)
+    register(new_worker, link, GPU_REGISTER_S - 0.1)
     assert new_worker.ready
 
 
@@ -552,11 +540,6 @@ def jobs_sent(link: PaperLink) -> list[list[Job]]:
     return [jobs_in(message) for message in link.sent if isinstance(message, m.Submit)]
 
 
-def complete(worker: WorkerClient, sequence: int, *results: m.JobResult) -> None:
-    batch = m.Completions(sequence, 900, list(results))
-    worker.on_publication(session_topic(EPOCH, SESSION_ID), sequence.to_bytes(8, "big"), codec.encode(batch), 1.0)
-
-
 MANY = [GroupTransfer(0, bytes(32 * 10), bytes(4 * 10))]
 """Ten keys of one block: three parts."""
 
@@ -568,13 +551,14 @@ def test_a_large_job_goes_out_in_parts_and_has_one_result(worker: WorkerClient, 
         assert not worker._results
         failed = [m.GroupKeys(0, b"k" * 32)] if sequence == 2 else []
         error = ErrorCode.NO_SPACE if failed else None
-        complete(worker, sequence, m.JobResult(part.job_id, not failed, 10, 0.5, error, failed))
+        result = m.JobResult(part.job_id, not failed, 10, 0.5, error, failed)
+        publish(worker, completions(sequence, result), 1.0)
     assert worker._results == [m.JobResult(1, False, 30, 1.5, ErrorCode.NO_SPACE, [m.GroupKeys(0, b"k" * 32)])]
     submit(worker, link, 0.0, Job(2, MANY, 2**32))
     parts = [load for (load,) in jobs_sent(link)[3:]]
     assert [load.keep_lease for load in parts] == [True, True, False], "the last part ends the lease"
     for sequence, part in enumerate(parts, 4):
-        complete(worker, sequence, m.JobResult(part.job_id, True, 10, 0.5))
+        publish(worker, completions(sequence, m.JobResult(part.job_id, True, 10, 0.5)), 1.0)
     assert [(result.ok, result.bytes) for result in worker._results[1:]] == [(True, 30)]
     assert not worker._jobs
 

@@ -278,7 +278,7 @@ def check_invariants(cache: Cache) -> None:
     assert usage.free + usage.writing + usage.ready + usage.dropped + usage.quarantined == slots.pool_bytes
     pins: Counter[int] = Counter()
     held: dict[int, SessionLeases] = {}
-    reset = {lease for leases in cache._reset_leases for lease in leases}
+    reset = {lease for leases in cache._abandoned for lease in leases}
     for lease in {*cache.leases.values(), *cache._ended, *reset}:
         pins.update(lease.blocks.tolist())
         one = held.setdefault(lease.session, SessionLeases())

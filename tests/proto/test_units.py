@@ -20,6 +20,7 @@ from kvoffd_proto.units import (
     format_size,
     parse_duration,
     parse_size,
+    percent,
 )
 
 
@@ -91,3 +92,9 @@ def test_numbers_are_shown_as_people_read_them() -> None:
         (format_duration(3600), "1 h"),
     ):
         assert shown == expected
+
+
+def test_zero_and_hundred_percent_mean_exactly_that() -> None:
+    shares = ((0, 0), (0, 5), (1, 10**6), (1, 3), (99_999, 100_000), (5, 5), (3, 2))
+    words = ["-", "0 %", "<0.1 %", "33.3 %", "99.9 %", "100 %", "150.0 %"]
+    assert [percent(*share) for share in shares] == words

@@ -11,6 +11,7 @@ from kvoffd.observe.meters import CounterWindows
 from kvoffd.server.memory import Post
 from kvoffd.server.service import Service
 from kvoffd.server.tiers import Disk, TierSupervisor, make_tiering
+from kvoffd.tiering import WriteMode
 from kvoffd.tiering.read_speed import ReadSpeed
 from kvoffd.tiers.shared import SharedTier
 from kvoffd_proto import admin as a
@@ -55,7 +56,8 @@ class SimTiers(TierSupervisor):
         disk.check_dropped(disk.blocks())
 
     def share_one(self, tier: SharedTier) -> None:
-        self._share(tier, self.tiering)
+        self.shared.append(tier)
+        self.tiering.add_store(tier, self._settings(WriteMode(self._config.shared_write)))
         self.tiering.sources[-1].speed = BentSpeed(self._clock)
 
     def bend_speeds(self, factor: float) -> None:

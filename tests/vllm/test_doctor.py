@@ -134,7 +134,7 @@ def test_the_self_test_compares_bytes_and_leaves_nothing(doctor: Doctor, monkeyp
         assert "Self-test: 8.00 MiB were stored and loaded correctly" in doctor.report["verdict"][2]
         assert admin.stats().since_start.lookups == 0, "it is in no sum"
         wait_until(lambda: admin.stats().pool.of("free") == admin.stats().pool.size_bytes)
-        assert re.search("kvoffd-cli doctor --self-test .* opens the namespace 'bench self-test ", daemon.log)
+        assert re.search("kvoffd-cli doctor --self-test .* opens the namespace 'bench self-test'", daemon.log)
         monkeypatch.setattr(FakeEngine, "checksums", lambda self, blocks: list(blocks))
         doctor(daemon, "--self-test")
         assert doctor.report["self_test"]["problem"] == "The loaded bytes differ from those stored."

@@ -54,7 +54,8 @@ def clear(
         chosen = admin.namespaces().namespaces if one is None else [one]
         where = "all namespaces" if one is None else f"namespace {namespace_name(one.label, one.namespace)}"
         if all_nodes:
-            where += " on all nodes" if one else f", and {_those_here(len(chosen))} from all nodes"
+            known = "one" if len(chosen) == 1 else format_count(len(chosen))
+            where += " on all nodes" if one else f", and the {known} that this daemon has from all nodes"
         blocks, nbytes = sum(each.ready_blocks for each in chosen), sum(each.ready_bytes for each in chosen)
         below = ", and those on disks," if any(one.blocks for one in admin.stats().disks) else ""
         if not yes:
@@ -81,10 +82,6 @@ def clear(
     else:
         say(f"Dropped {count_blocks(dropped)} from {where}.")
     return 0
-
-
-def _those_here(count: int) -> str:
-    return "the one that this daemon has" if count == 1 else f"the {format_count(count)} that this daemon has"
 
 
 def scrub(directory: Directory = None, json: Json = False) -> int:
@@ -135,17 +132,16 @@ def events(directory: Directory = None, json: Json = False) -> int:
     labels: dict[bytes, str] = {}
     last: dict[bytes, int] = {}
     wide = make_console().width >= WIDE_CELLS
-    with open_admin(directory) as admin:
+    with open_admin(directory, subscribe_events=True) as admin:
         admin.health()  # a missing daemon is an error
         if sys.stderr.isatty():
             print("Waiting for events; Ctrl-C ends.", file=sys.stderr)
-
-        def say_change() -> None:
-            state = "is back; events since then were lost." if admin.ready else "has ended the connection."
-            print(f"kvoffd-cli: The kvoffd daemon in {admin.directory} {state}", file=sys.stderr, flush=True)
-
-        admin.on_change = say_change
-        for topic, sequence, batch in admin.events():
+        for found in admin.events():
+            if found is None:
+                state = "is back; events since then were lost." if admin.ready else "has ended the connection."
+                print(f"kvoffd-cli: The kvoffd daemon in {admin.directory} {state}", file=sys.stderr, flush=True)
+                continue
+            topic, sequence, batch = found
             missing = sequence - last.get(topic, sequence - 1) - 1
             if missing:
                 gap = f"{missing} event message{plural(missing)} before number {sequence} did not arrive."

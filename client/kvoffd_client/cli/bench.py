@@ -21,7 +21,16 @@ import typer
 
 from kvoffd_client.admin_client import AdminClient
 from kvoffd_client.cli.format import print_json, print_line, print_status, print_table
-from kvoffd_client.cli.target import CliError, Directory, Evict, Json, announce, label_of, local_directory
+from kvoffd_client.cli.target import (
+    TEST_WAIT_S,
+    CliError,
+    Directory,
+    Evict,
+    Json,
+    announce,
+    bench_engine,
+    local_directory,
+)
 from kvoffd_proto.messages import GroupKeys
 from kvoffd_proto.units import format_count, format_size
 
@@ -44,7 +53,6 @@ COPIED_BYTES = 128 * MIB
 COPY_JOBS = 4
 POOL_PART = 4
 """A bench uses at most one in this many bytes of the pool."""
-WAIT_S = 30.0
 EVICTED = (
     "Blocks of the bench were not stored, or were evicted; run it while engines are idle, with a larger pool, or with "
     "--evict."
@@ -127,31 +135,11 @@ def _copied_bytes(usable_bytes: int) -> int:
     return min(COPIED_BYTES, usable_bytes // POOL_PART)
 
 
-@contextmanager
-def _engine(
-    directory: Path, bench: str, evict: bool, layers: int, blocks: int, page_bytes: int
-) -> Iterator[FakeEngine]:
-    """Yield an engine in a new namespace, which is cleared at the end."""
-    from kvoffd_client.fake_engine import FakeEngine
-    from kvoffd_client.namespace import NamespaceSpec
-    from kvoffd_client.session import ClientOptions
-
-    label = label_of(bench, evicts=evict)
-    namespace = NamespaceSpec.named(label, layers=layers, page_bytes=page_bytes, process=os.getpid())
-    shape = 1, layers, blocks, page_bytes
-    options, name = ClientOptions(request_timeout_s=WAIT_S), f"kvoffd-cli bench {bench}"
-    with FakeEngine(directory, namespace, *shape, options=options, name=name) as engine:
-        try:
-            yield engine
-        finally:
-            engine.scheduler.reset(WAIT_S)
-
-
 def _lookups(directory: Path, evict: bool) -> Iterator[Result]:
     stored, step = [os.urandom(KEY_BYTES) for _ in range(max(LOOKUP_KEYS))], 1_000
-    with _engine(directory, "lookup", evict, 1, step, LOOKUP_PAGE_BYTES) as engine, echo_process() as echo:
+    with bench_engine(directory, "bench lookup", evict, 1, step, LOOKUP_PAGE_BYTES) as engine, echo_process() as echo:
         for at in range(0, len(stored), step):
-            if not engine.store(stored[at : at + step], range(step), WAIT_S).ok:
+            if not engine.store(stored[at : at + step], range(step), TEST_WAIT_S).ok:
                 raise CliError(EVICTED)
             _look_up(engine, b"".join(stored[at : at + step]), step, hold=True)
         for count in LOOKUP_KEYS:
@@ -173,7 +161,7 @@ def _look_up(engine: FakeEngine, keys: bytes, expected: int, *, hold: bool = Fal
     the blocks."""
     begin = time.perf_counter()
     answer = engine.scheduler.lookup([GroupKeys(0, keys)])
-    answered = answer.wait(WAIT_S)
+    answered = answer.wait(TEST_WAIT_S)
     seconds = time.perf_counter() - begin
     if not hold:
         engine.scheduler.release(answer.lease_id)
@@ -194,7 +182,7 @@ def echo_process() -> Iterator[Callable[[int, int], float]]:
         process = subprocess.Popen([sys.executable, "-c", ECHO, address], stdin=subprocess.DEVNULL)
         dealer = sockets.socket(zmq.DEALER)
         dealer.setsockopt(zmq.LINGER, 0)
-        dealer.setsockopt(zmq.RCVTIMEO, round(1000 * WAIT_S))
+        dealer.setsockopt(zmq.RCVTIMEO, round(1000 * TEST_WAIT_S))
         dealer.connect(address)
 
         def echo(asked_bytes: int, answer_bytes: int) -> float:
@@ -221,7 +209,10 @@ def _copies(directory: Path, admin: AdminClient, evict: bool) -> Iterator[Result
         count = COPY_JOBS * keys_per_job
         nbytes = count * layers * piece_bytes
         print_status(f"measuring: pieces of {format_size(piece_bytes)}")
-        with _engine(directory, "copy", evict, layers, count, piece_bytes) as engine, memcpy_of(nbytes) as memcpy:
+        with (
+            bench_engine(directory, "bench copy", evict, layers, count, piece_bytes) as engine,
+            memcpy_of(nbytes) as memcpy,
+        ):
             engine.fill(range(count), seed=1)
             blocks = list(range(count))
             random.Random(1).shuffle(blocks)  # so that no pieces are adjacent
@@ -236,7 +227,7 @@ def _copies(directory: Path, admin: AdminClient, evict: bool) -> Iterator[Result
 
 def _store(engine: FakeEngine, jobs: list[list[int]], keys: list[list[bytes]]) -> float:
     """Drop the last blocks and store those of all jobs under new keys; return the seconds."""
-    engine.scheduler.reset(WAIT_S)
+    engine.scheduler.reset(TEST_WAIT_S)
     keys[:] = [[os.urandom(KEY_BYTES) for _ in job] for job in jobs]
     seconds = 0.0
     for job_keys, job in zip(keys, jobs, strict=True):
@@ -249,14 +240,14 @@ def _load(engine: FakeEngine, jobs: list[list[int]], keys: list[list[bytes]]) ->
     """Load the keys that were stored last; return the seconds without the lookups."""
     seconds = 0.0
     for job_keys, job in zip(keys, jobs, strict=True):
-        engine.lookup(job_keys, WAIT_S)
+        engine.lookup(job_keys, TEST_WAIT_S)
         seconds += _timed(engine, engine.load, job_keys, job)
     return seconds
 
 
 def _timed(engine: FakeEngine, copy: Callable[..., EngineResult], keys: list[bytes], job: list[int]) -> float:
     begin = time.perf_counter()
-    result = copy(keys, job, WAIT_S)
+    result = copy(keys, job, TEST_WAIT_S)
     seconds = time.perf_counter() - begin
     if result.bytes != len(keys) * engine.layers * engine.page_bytes:
         raise CliError(EVICTED)

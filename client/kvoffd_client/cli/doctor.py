@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import http.client
 import os
 import shutil
 import time
-import urllib.error
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -18,7 +16,7 @@ import msgspec
 import typer
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvoffd_client.admin_client import AdminClient, open_url, read_stats
+from kvoffd_client.admin_client import AdminClient, base_url, open_url, read_stats
 from kvoffd_client.cli.findings import EngineMetrics, Facts, Finding, Value, find, judge_value
 from kvoffd_client.cli.format import Line, print_json, print_line, print_status, say
 from kvoffd_client.cli.stats import UNTIMED
@@ -29,12 +27,12 @@ from kvoffd_client.cli.target import (
     Json,
     Url,
     announce,
+    bench_engine,
     check_one_daemon,
-    label_of,
     local_directory,
     open_admin,
 )
-from kvoffd_client.errors import KvoffdClientError
+from kvoffd_client.errors import HttpError, KvoffdClientError
 from kvoffd_proto.stats import DaemonStats
 from kvoffd_proto.units import format_count, format_duration, format_rate, format_size, percent, plural, printable
 
@@ -101,7 +99,8 @@ def doctor(
     if url and self_test:
         raise CliError("--self-test needs the sockets of this node; leave out --url.")
     engines = {}
-    for where in [metrics_url(one) for one in engine or ()]:
+    for address in [base_url(one) for one in engine or ()]:
+        where = address if address.endswith("/metrics") else f"{address}/metrics"
         print_status(f"Asking {where} ...")
         engines[where] = read_engine(where)
     print_status()
@@ -164,63 +163,41 @@ def _free_bytes(directory: str) -> int | None:
         return None
 
 
-def metrics_url(given: str) -> str:
-    """Return the URL of an engine's metrics; ``given`` is the engine's address, or that URL. Raises CliError."""
-    where = (given if "://" in given else f"http://{given}").rstrip("/")
-    if not where.startswith(("http://", "https://")):
-        raise CliError(f"--engine {given!r} is not an address like http://localhost:8000.")
-    return where if where.endswith("/metrics") else f"{where}/metrics"
-
-
 def read_engine(where: str) -> EngineMetrics:
     """Return vLLM's counters, or a ``problem``."""
+    metrics: dict[str, float] = defaultdict(float)
+    age_seconds = None
     try:
         with open_url(where, ENGINE_TIMEOUT_S) as answer:
-            text = answer.read(MOST_METRICS_BYTES).decode(errors="replace")
-        metrics: dict[str, float] = defaultdict(float)
-        age_seconds = None
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                if sample.name == "process_start_time_seconds":
-                    age_seconds = time.time() - sample.value
-                if sample.name.startswith("vllm:") and not sample.name.endswith(("_bucket", "_created")):
-                    metrics[sample.name] += sample.value
-    except urllib.error.HTTPError as error:
-        error.close()
-        return EngineMetrics(problem=f"answers {error.code} {error.reason}")
-    except urllib.error.URLError as error:
-        return EngineMetrics(problem=f"does not answer: {getattr(error.reason, 'strerror', None) or error.reason}")
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        return EngineMetrics(problem=f"does not answer with metrics: {error}")
+            for family in text_string_to_metric_families(answer.read(MOST_METRICS_BYTES).decode(errors="replace")):
+                for sample in family.samples:
+                    if sample.name == "process_start_time_seconds":
+                        age_seconds = time.time() - sample.value
+                    if sample.name.startswith("vllm:") and not sample.name.endswith(("_bucket", "_created")):
+                        metrics[sample.name] += sample.value
+    except HttpError as error:
+        return EngineMetrics(problem=str(error))
     return EngineMetrics(metrics, age_seconds=age_seconds)
 
 
 def run_self_test(place: Path, evict: bool) -> SelfTest:
     """Store blocks in a namespace of their own, load them into other memory, and compare the bytes."""
-    from kvoffd_client.fake_engine import FakeEngine
-
-    label = label_of(f"self-test {os.getpid()}", evicts=evict)
     keys = [os.urandom(32) for _ in range(TEST_BLOCKS)]
     blocks, others = range(TEST_BLOCKS), range(TEST_BLOCKS, 2 * TEST_BLOCKS)
     try:
-        shape = 1, TEST_LAYERS, 2 * TEST_BLOCKS, TEST_PAGE_BYTES
-        with FakeEngine(place, label, *shape, name="kvoffd-cli doctor --self-test") as engine:
-            try:
-                engine.fill(blocks, seed=int.from_bytes(keys[0][:8], "big"))
-                stored = engine.store(keys, blocks)
-                found = engine.lookup(keys)
-                loaded = engine.load(keys[:found], others[:found])
-                for result, what in ((stored, "stored"), (loaded, "loaded")):
-                    if result.error is not None:
-                        lost = f"{len(result.failed_keys)} of {TEST_BLOCKS} blocks were not {what}"
-                        return SelfTest(f"{lost}: {result.error.sentence}")
-                if found < TEST_BLOCKS:
-                    return SelfTest(f"Only {found} of the {TEST_BLOCKS} stored blocks were found.")
-                if engine.checksums(blocks) != engine.checksums(others):
-                    return SelfTest("The loaded bytes differ from those stored.")
-            finally:
-                with AdminClient(place) as admin:
-                    admin.clear(engine.namespace.fingerprint)
+        with bench_engine(place, "doctor --self-test", evict, TEST_LAYERS, 2 * TEST_BLOCKS, TEST_PAGE_BYTES) as engine:
+            engine.fill(blocks, seed=int.from_bytes(keys[0][:8], "big"))
+            stored = engine.store(keys, blocks)
+            found = engine.lookup(keys)
+            loaded = engine.load(keys[:found], others[:found])
+            for result, what in ((stored, "stored"), (loaded, "loaded")):
+                if result.error is not None:
+                    lost = f"{len(result.failed_keys)} of {TEST_BLOCKS} blocks were not {what}"
+                    return SelfTest(f"{lost}: {result.error.sentence}")
+            if found < TEST_BLOCKS:
+                return SelfTest(f"Only {found} of the {TEST_BLOCKS} stored blocks were found.")
+            if engine.checksums(blocks) != engine.checksums(others):
+                return SelfTest("The loaded bytes differ from those stored.")
     except KvoffdClientError as error:
         return SelfTest(str(error))
     return SelfTest("", loaded.bytes, stored.seconds, loaded.seconds)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
-import re
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
-from urllib.error import HTTPError
-from urllib.request import ProxyHandler, Request, build_opener
+from typing import TYPE_CHECKING, Any
 
+from kvoffd_client.admin_client import base_url, error_in, open_url
 from kvoffd_client.cli.target import CliError
-from kvoffd_proto.units import printable
+from kvoffd_client.errors import HttpError
+
+if TYPE_CHECKING:
+    from http.client import HTTPResponse
 
 Body = Mapping[str, Any]
 """A request with ``prompt`` or ``messages``."""
@@ -38,15 +38,6 @@ GREEDY = {
 """No sampling, whatever the model's generation_config says, and no early end."""
 LIKELIEST = 5
 """Tokens at each place of an answer whose log probabilities are asked for."""
-CONNECTION_ERRORS = (OSError, http.client.HTTPException, ValueError)
-
-
-class RefusedError(CliError):
-    """The server answered with another status than 200."""
-
-    def __init__(self, sentence: str, status: int) -> None:
-        super().__init__(sentence)
-        self.status = status
 
 
 @dataclass
@@ -62,13 +53,10 @@ class Answer:
 
 
 class Endpoint:
-    """A server. All calls raise CliError, and end by themselves."""
+    """A server. All calls raise CliError or HttpError, with a whole sentence, and end by themselves."""
 
     def __init__(self, url: str) -> None:
-        self.url = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
-        if not re.match(r"https?://[^/\s]+", self.url):
-            raise CliError(f"{printable(url)!r} is not an address like http://localhost:8000.")
-        self._opener = build_opener(ProxyHandler({}))  # no proxy, as in doctor
+        self.url = base_url(url).removesuffix("/v1")
 
     def model(self) -> tuple[str, str]:
         """Return the first model's name and what it was loaded from."""
@@ -83,16 +71,16 @@ class Endpoint:
         try:
             with self._open("/metrics", QUICK_S) as answer:
                 return answer.read().decode(errors="replace")
-        except (CliError, *CONNECTION_ERRORS):
+        except HttpError:
             return ""
 
     def can_reset(self) -> bool:
         """Return whether vLLM's own prefix cache can be reset, as in its development mode."""
         try:
-            self._open("/reset_prefix_cache", QUICK_S).close()
-        except RefusedError as error:
+            with self._open("/reset_prefix_cache", QUICK_S):
+                return False
+        except HttpError as error:
             return error.status == 405  # it wants POST
-        return False
 
     def reset(self) -> None:
         """Reset vLLM's own prefix cache, once no request uses it."""
@@ -125,47 +113,38 @@ class Endpoint:
             raise CliError(f"{self.url} answered without log probabilities of its tokens; is it vLLM?")
         return answer
 
-    def _chunks(self, response: http.client.HTTPResponse, deadline: float) -> Iterator[dict[str, Any]]:
-        try:
-            for line in response:
-                if time.monotonic() > deadline:
-                    raise TimeoutError
-                if line.strip() == b"data: [DONE]":
-                    return
-                if line.startswith(b"data:"):
-                    chunk = json.loads(line[5:])
-                    if "error" in chunk:
-                        raise CliError(f"{self.url} ended an answer with an error: {_error_in(line[5:])}.")
-                    yield chunk
-            reason = "the connection was closed"
-        except CONNECTION_ERRORS as error:
-            reason = _reason(error, ANSWER_S)
-        raise CliError(f"{self.url} broke off an answer: {reason}; see whether the engine runs, and its log.")
+    def _chunks(self, lines: Iterable[bytes], deadline: float) -> Iterator[dict[str, Any]]:
+        for line in lines:
+            if time.monotonic() > deadline:
+                raise TimeoutError
+            if line.strip() == b"data: [DONE]":
+                return
+            if line.startswith(b"data:"):
+                chunk = json.loads(line[5:])
+                if "error" in chunk:
+                    raise CliError(f"{self.url} ended an answer with an error: {error_in(line[5:])}.")
+                yield chunk
+        raise CliError(
+            f"{self.url} broke off an answer: the connection was closed; see whether the engine runs, and its log."
+        )
 
     def read(self, path: str, body: bytes | None = None) -> Any:
         """Return the JSON at ``path``."""
         with self._open(path, QUICK_S, body) as answer:
-            try:
-                return json.loads(answer.read())
-            except CONNECTION_ERRORS as error:
-                raise CliError(f"{self.url}{path} has no JSON: {_reason(error, QUICK_S)}.") from None
+            return json.loads(answer.read())
 
+    @contextmanager
     def _open(
         self, path: str, timeout_s: float, body: bytes | None = None, headers: Mapping[str, str] | None = None
-    ) -> http.client.HTTPResponse:
+    ) -> Iterator[HTTPResponse]:
         key = os.environ.get("OPENAI_API_KEY")
         sent = {"Content-Type": "application/json", **({"Authorization": f"Bearer {key}"} if key else {})}
         try:
-            request = Request(self.url + path, body, sent | dict(headers or {}))
-            answer: http.client.HTTPResponse = self._opener.open(request, timeout=timeout_s)
-            return answer
-        except HTTPError as error:
-            with error:
-                said = f"{error.code} {error.reason}: {_error_in(error.read(100_000))}"
-            hint = "; give the server's key in OPENAI_API_KEY" if error.code == 401 else ""
-            raise RefusedError(f"{self.url}{path} answers {said}{hint}.", error.code) from None
-        except CONNECTION_ERRORS as error:
-            raise CliError(f"{self.url}{path} does not answer: {_reason(error, timeout_s)}.") from None
+            with open_url(self.url + path, timeout_s, body, sent | dict(headers or {})) as answer:
+                yield answer
+        except HttpError as error:
+            hint = "; give the server's key in OPENAI_API_KEY" if error.status == 401 else ""
+            raise HttpError(f"{self.url}{path} {error}{hint}.", error.status) from None
 
 
 def _add_tokens(answer: Answer, found: Mapping[str, Any]) -> None:
@@ -177,19 +156,3 @@ def _add_tokens(answer: Answer, found: Mapping[str, Any]) -> None:
         answer.tokens.append(one["token"])
         answer.logprobs.append(one["logprob"])
         answer.likeliest.append({each["token"]: each["logprob"] for each in one["top_logprobs"]})
-
-
-def _error_in(body: bytes) -> str:
-    """Return the message of an error's JSON, or the beginning of what came instead."""
-    text = body.decode(errors="replace")
-    with suppress(ValueError, TypeError, KeyError):
-        text = json.loads(body)["error"]
-        text = text["message"]
-    return printable(str(text)[:400].strip()).rstrip(".") or "nothing more"
-
-
-def _reason(error: Exception, timeout_s: float) -> str:
-    reason = getattr(error, "reason", error)
-    if isinstance(reason, TimeoutError):
-        return f"nothing within {timeout_s:.0f} s"
-    return printable(str(getattr(reason, "strerror", None) or reason or type(reason).__name__)).rstrip(".")

@@ -17,31 +17,11 @@ import msgspec
 from kvoffd_client.cli.format import count_blocks, namespace_name
 from kvoffd_client.cli.show import engines_of
 from kvoffd_client.namespace_differences import explain, fields_of_description
+from kvoffd_proto import stats as s
+from kvoffd_proto import verdict
 from kvoffd_proto.admin import NamespaceInfo, SessionInfo
 from kvoffd_proto.messages import BENCH_LABEL, Role
-from kvoffd_proto.stats import (
-    LATE_SHARE,
-    LEAST_LATE,
-    NO_SPACE_CAUSES,
-    CopyStats,
-    DaemonStats,
-    DiskStats,
-    NamespaceStats,
-    namespace_id,
-)
 from kvoffd_proto.units import exact_size, format_count, format_duration, format_size, percent, printable
-from kvoffd_proto.verdict import (
-    FEWEST_LOOKUPS,
-    FULL_POOL,
-    POINTS,
-    doubt,
-    doubt_points,
-    enough_lookups,
-    judge,
-    most_of,
-    own_suffices,
-    repeats,
-)
 
 FEWEST_ERRORS = 20
 MANY_POINTS = 10.0
@@ -177,7 +157,7 @@ class EngineMetrics(NamedTuple):
 class Facts:
     """Input of the checks. Sessions and the machine are unknown over HTTP."""
 
-    stats: DaemonStats
+    stats: s.DaemonStats
     namespaces: Sequence[NamespaceInfo] = ()
     sessions: Sequence[SessionInfo] | None = None
     engines: Mapping[str, EngineMetrics] = field(default_factory=dict)
@@ -201,7 +181,7 @@ class Facts:
         return None if self.sessions is None else len(engines_of(self.sessions))
 
     @property
-    def counted(self) -> list[NamespaceStats]:
+    def counted(self) -> list[s.NamespaceStats]:
         """Namespaces of engines, without benches and the row of all others."""
         return [one for one in self.stats.namespaces if not one.of_bench and one.fingerprint]
 
@@ -212,6 +192,11 @@ class Facts:
 
 def _share(part: float, whole: float) -> float:
     return part / whole if whole > 0 else 0.0
+
+
+def _whole_mib(nbytes: float) -> str:
+    """Return a size for a setting, at least a MiB: 0 may mean no limit."""
+    return exact_size(max(1 << 20, round(nbytes) >> 20 << 20))
 
 
 def _of_all_ranks(facts: Facts, name: str) -> float:
@@ -231,7 +216,7 @@ def daemon_health(facts: Facts) -> Iterator[Finding]:
 
 def late_lookups(facts: Facts) -> Iterator[Finding]:
     late, lookups = facts.stats.since_start.late_lookups, facts.stats.since_start.lookups
-    if late >= LEAST_LATE and late > LATE_SHARE * lookups and not facts.has("lookups_late"):
+    if late >= s.LEAST_LATE and late > s.LATE_SHARE * lookups and not facts.has("lookups_late"):
         evidence = f"Since the start engines did not wait for {format_count(late)} of {format_count(lookups)} lookups."
         yield finding("lookups_late", evidence, _share(late, lookups))
 
@@ -247,11 +232,11 @@ def failures(facts: Facts) -> Iterator[Finding]:
         evidence = f"{format_count(copies.failed_jobs)} of {format_count(copies.jobs)} {name} jobs failed."
         causes = stats.since_start.no_space_causes if name == "store" else {}
         for cause, lost in sorted(causes.items(), key=lambda item: -item[1])[:1]:
-            evidence += f" {count_blocks(lost)} had no space: {NO_SPACE_CAUSES.get(cause, printable(cause))}."
+            evidence += f" {count_blocks(lost)} had no space: {s.NO_SPACE_CAUSES.get(cause, printable(cause))}."
         yield finding(f"failed_{name}s", evidence, _share(copies.failed_jobs, copies.jobs))
 
 
-def failing_copies(stats: DaemonStats) -> Iterator[tuple[str, CopyStats]]:
+def failing_copies(stats: s.DaemonStats) -> Iterator[tuple[str, s.CopyStats]]:
     """Yield stores and loads if many failed, but not stores refused mostly by quotas, which health reports."""
     causes = stats.since_start.no_space_causes
     for name, copies in (("store", stats.store), ("load", stats.load)):
@@ -263,7 +248,7 @@ def failing_copies(stats: DaemonStats) -> Iterator[tuple[str, CopyStats]]:
 def blocked_loop(facts: Facts) -> Iterator[Finding]:
     beats = facts.stats.loop_blocked_seconds
     late, longest = beats.quantile(0.99), format_duration(facts.stats.loop_blocked_max_seconds)
-    if beats.count >= FEWEST_LOOKUPS and late >= LOOP_BLOCKED_S:
+    if beats.count >= verdict.FEWEST_LOOKUPS and late >= LOOP_BLOCKED_S:
         evidence = f"1 % of the delays of the daemon's event loop were {format_duration(late)} or more, the longest"
         yield finding("loop_blocked", f"{evidence} {longest}.", 0.3)
 
@@ -294,10 +279,9 @@ def partial_blocks(facts: Facts) -> Iterator[Finding]:
     for one in facts.counted:
         share = _share(one.partial_blocks, one.partial_blocks + one.stored_blocks)
         if one.partial_blocks >= FEWEST_ERRORS and share > ERROR_SHARE:
-            evidence = f"{namespace_name(one.model, one.id)}: not all ranks stored their part of"
-            yield finding(
-                "partial_blocks", f"{evidence} {count_blocks(one.partial_blocks)}, which were dropped.", share
-            )
+            blocks = f"{count_blocks(one.partial_blocks)}, which were dropped."
+            evidence = f"{namespace_name(one.model, one.id)}: not all ranks stored their part of {blocks}"
+            yield finding("partial_blocks", evidence, share)
 
 
 # --- the machine ------------------------------------------------------------------------------------
@@ -322,7 +306,7 @@ def memory(facts: Facts) -> Iterator[Finding]:
 # --- tiers ------------------------------------------------------------------------------------------
 
 
-def _disk_life_s(facts: Facts, disk: DiskStats) -> float:
+def _disk_life_s(facts: Facts, disk: s.DiskStats) -> float:
     """Return the seconds in which writes replace a full disk's contents; infinity if it evicts nothing."""
     return facts.stats.uptime_seconds * _share(disk.used_bytes, disk.written_bytes) if disk.evicted_blocks else inf
 
@@ -351,35 +335,32 @@ def late_tiers(facts: Facts) -> Iterator[Finding]:
 
 
 def disk_writes(facts: Facts) -> Iterator[Finding]:
-    stats = facts.stats
+    """Find at most one of: the disks are written for little benefit, or their write limit excludes what is read."""
+    stats, tiers = facts.stats, facts.stats.tiers or s.TieringStats()
     written, read = (sum(getattr(one, f"{verb}_bytes") for one in stats.disks) for verb in ("written", "read"))
-    size = sum(one.size_bytes for one in stats.disks)  # filling them once is no waste
-    if written and written >= max(size, MOST_WRITTEN_PER_READ * read) and stats.since_start.lookups >= FEWEST_LOOKUPS:
+    day_bytes, size = written * DAY_S / max(1.0, stats.uptime_seconds), sum(one.size_bytes for one in stats.disks)
+    if not written:
+        return
+    if written >= MOST_WRITTEN_PER_READ * read:
+        if written < size or stats.since_start.lookups < verdict.FEWEST_LOOKUPS:
+            return  # filling them once is no waste
         times = f"{written / read:.1f} bytes for each byte" if read else f"{format_size(written)}, and no byte"
-        always = stats.tiers is not None and stats.tiers.write_mode == "always"
-        day_bytes = written * DAY_S / max(1.0, stats.uptime_seconds)
-        less = f'disk_write_per_day = "{exact_size(max(1 << 20, round(min(size, day_bytes / 2)) >> 20 << 20))}"'
-        fix = 'disk_write = "auto"' if always else less
         evidence = f"The disks wrote {times} that was read from them. That is {format_size(day_bytes)} a day."
         if any(_disk_life_s(facts, one) < SHORT_LIFE_S for one in stats.disks):
             evidence += " First give it more space (see disk_too_small), so that more of it is read."
+        fix = 'disk_write = "auto"' if tiers.write_mode == "always" else _daily_limit(min(size, day_bytes / 2))
         yield finding("disk_writes", evidence, 0.3, fix)
-
-
-def disk_write_limit(facts: Facts) -> Iterator[Finding]:
-    stats, tiers = facts.stats, facts.stats.tiers
-    written, read = (sum(getattr(one, f"{verb}_bytes") for one in stats.disks) for verb in ("written", "read"))
-    if tiers is None or not written or written >= MOST_WRITTEN_PER_READ * read:
         return
     skipped = tiers.not_written.get("budget", 0)
     left = sum(tiers.not_written.values()) + tiers.written_blocks
     if skipped >= FEWEST_ERRORS and skipped >= LIMITED_SHARE * left:
-        day_bytes = written * DAY_S / max(1.0, stats.uptime_seconds) * (tiers.written_blocks + skipped)
-        wanted = exact_size(max(1 << 20, round(day_bytes / max(1, tiers.written_blocks)) >> 20 << 20))
-        evidence = (
-            f"{percent(skipped, left)} of the blocks for the disks were skipped: the daily write limit was reached."
-        )
-        yield finding("disk_write_limit", evidence, _share(skipped, left), f'disk_write_per_day = "{wanted}"')
+        evidence = f"{percent(skipped, left)} of the blocks for disks were skipped: the daily write limit was reached."
+        wanted = _daily_limit(day_bytes * (1 + skipped / max(1, tiers.written_blocks)))
+        yield finding("disk_write_limit", evidence, _share(skipped, left), wanted)
+
+
+def _daily_limit(nbytes: float) -> str:
+    return f'disk_write_per_day = "{_whole_mib(nbytes)}"'
 
 
 # --- namespaces -------------------------------------------------------------------------------------
@@ -407,7 +388,7 @@ def _apart(used: Sequence[NamespaceInfo], engines: Mapping[str, Sequence[str]]) 
     if [each.field for each in differences] == ["salt"]:
         return  # the purpose of a salt
     words = "; ".join(map(str, differences)) or "their descriptions do not say how"
-    ids = [namespace_id(each.namespace) for each in (one, other)]
+    ids = [s.namespace_id(each.namespace) for each in (one, other)]
     more = f" {len(used) - 2} more are in use." if len(used) > 2 else ""
     whose = [printable("; ".join(engines.get(each.namespace.hex(), ()))) for each in (one, other)]
     both = " and ".join(f"{name} ({who})" if who else name for name, who in zip(ids, whose, strict=True))
@@ -421,10 +402,10 @@ def _left_behind(unused: Sequence[NamespaceInfo], new: NamespaceInfo, pool_bytes
     more = f" {len(unused) - 1} more are unused." if len(unused) > 1 else ""
     evidence = (
         f"{namespace_name(old.label, old.namespace)} has {format_size(old.ready_bytes)}, but no engine uses it.{more} "
-        f"Engines use {namespace_id(new.namespace)} now, with "
+        f"Engines use {s.namespace_id(new.namespace)} now, with "
         f"{words or 'a description that does not say what differs'}."
     )
-    return finding("left_behind", evidence, _share(old.ready_bytes, pool_bytes), namespace_id(old.namespace))
+    return finding("left_behind", evidence, _share(old.ready_bytes, pool_bytes), s.namespace_id(old.namespace))
 
 
 # --- does it pay off ---------------------------------------------------------------------------------
@@ -451,7 +432,7 @@ def judge_value(facts: Facts) -> Value:
     traffic = facts.stats.since_start
     needed = round(traffic.asked_tokens * (1 - _share(traffic.not_needed_keys, traffic.asked_keys)))
     needed = max(needed, traffic.loaded_tokens)
-    pays, sentence = judge(facts.stats)
+    pays, sentence = verdict.judge(facts.stats)
     saved = _of_all_ranks(facts, "saved_seconds")
     a_day = saved * 86400 / facts.stats.uptime_seconds if facts.stats.uptime_seconds >= LONG_ENOUGH_S else None
     return Value(pays, traffic.lookups, traffic.loaded_tokens, needed, traffic.saved_seconds, saved, a_day, sentence)
@@ -460,24 +441,24 @@ def judge_value(facts: Facts) -> Value:
 def pool_size(facts: Facts) -> Iterator[Finding]:
     """Find at most one of: the pool is too small, too large, or evicts too early for another reason."""
     stats, curve, pool_bytes = facts.stats, facts.stats.curve, facts.stats.pool.size_bytes
-    if not enough_lookups(stats) or curve is None or not curve.asked_tokens:
+    if not verdict.enough_lookups(stats) or curve is None or not curve.asked_tokens:
         return
-    if not repeats(curve) or own_suffices(stats.since_start):
+    if not verdict.repeats(curve) or verdict.own_suffices(stats.since_start):
         return  # no size would help, as the verdict says
-    if stats.pool.of("ready") < FULL_POOL * pool_bytes and any(map(at_quota, facts.counted)):
+    if stats.pool.of("ready") < verdict.FULL_POOL * pool_bytes and any(map(at_quota, facts.counted)):
         return  # a quota is the limit: see ``starving``
     found, lru = 100 * curve.found_tokens / curve.asked_tokens, 100 * curve.lru_hit_ratio.get("1", 0.0)
     # The smallest larger pool that finds nearly as much as the largest.
     larger = {float(size): 100 * ratio for size, ratio in curve.lru_hit_ratio.items() if float(size) > 1}
-    size = min((size for size, ratio in larger.items() if max(larger.values()) - ratio < POINTS), default=1.0)
+    size = min((size for size, ratio in larger.items() if max(larger.values()) - ratio < verdict.POINTS), default=1.0)
     best = larger.get(size, 0.0)
     gain = best - max(found, lru)
     evicted = _share(stats.last_hour.misses.get("evicted", 0), stats.last_hour.asked_keys)
     gone = f"{percent(evicted, 1)} of the keys asked for in the last hour had been evicted"
-    if stats.curve_seen_bytes >= pool_bytes and gain >= POINTS:
-        if gain < doubt_points(stats.since_start):
+    if stats.curve_seen_bytes >= pool_bytes and gain >= verdict.POINTS:
+        if gain < verdict.doubt_points(stats.since_start):
             return  # too early to advise
-        more = exact_size(max(1 << 20, round((size - 1) * pool_bytes) >> 20 << 20))
+        more = _whole_mib((size - 1) * pool_bytes)
         here, there = (format_size(nbytes) for nbytes in (pool_bytes, size * pool_bytes))
         same = f" ({lru:.1f} % with lru)" if lru > found else ""
         evidence = (
@@ -487,8 +468,8 @@ def pool_size(facts: Facts) -> Iterator[Finding]:
         total = stats.since_start
         below = sum(keys for source, keys in total.found_keys.items() if source != "pool")
         evidence += " Blocks are evicted as with lru for now." * stats.learned.as_lru
-        evidence += f" {gone}." * (evicted >= POINTS / 100)
-        evidence += doubt(stats)
+        evidence += f" {gone}." * (evicted >= verdict.POINTS / 100)
+        evidence += verdict.doubt(stats)
         if stats.disks or stats.shared:
             evidence += f" Tiers had {percent(below, total.asked_keys)} of the keys asked for."
         fix = f'pool_size = "{exact_size(round(size * pool_bytes))}"'
@@ -512,7 +493,7 @@ def lru_is_better(facts: Facts) -> Iterator[Finding]:
     limited = any(one.quota_bytes for one in stats.namespaces)
     if stats.policy == "lru" or curve is None or not curve.asked_tokens or limited:
         return
-    if stats.uptime_seconds < LONG_ENOUGH_S or stats.since_start.lookups < FEWEST_LOOKUPS:
+    if stats.uptime_seconds < LONG_ENOUGH_S or stats.since_start.lookups < verdict.FEWEST_LOOKUPS:
         return
     found, lru = 100 * curve.found_tokens / curve.asked_tokens, 100 * curve.lru_hit_ratio.get("1", 0.0)
     # Count only misses caused by the policy: the estimate for lru has no other misses.
@@ -526,7 +507,7 @@ def lru_is_better(facts: Facts) -> Iterator[Finding]:
         yield finding("lru_is_better", evidence, lost / 100, "", "warning" if lost >= MANY_POINTS else "info")
 
 
-def at_quota(one: NamespaceStats) -> bool:
+def at_quota(one: s.NamespaceStats) -> bool:
     return one.quota_bytes is not None and one.ready_bytes >= AT_QUOTA * one.quota_bytes
 
 
@@ -534,11 +515,11 @@ def starving(facts: Facts) -> Iterator[Finding]:
     every, ready_bytes = facts.stats.curve, sum(one.ready_bytes for one in facts.counted)
     for one in facts.counted:
         curve = one.curve
-        if every is None or curve is None or not curve.asked_tokens or one.lookups < FEWEST_LOOKUPS:
+        if every is None or curve is None or not curve.asked_tokens or one.lookups < verdict.FEWEST_LOOKUPS:
             continue
-        if facts.stats.pool.of("ready") < FULL_POOL * facts.stats.pool.size_bytes and not at_quota(one):
+        if facts.stats.pool.of("ready") < verdict.FULL_POOL * facts.stats.pool.size_bytes and not at_quota(one):
             continue  # it has what space it wants
-        own, could = 100 * curve.found_tokens / curve.asked_tokens, most_of(curve)
+        own, could = 100 * curve.found_tokens / curve.asked_tokens, verdict.most_of(curve)
         asks, has = _share(curve.asked_tokens, every.asked_tokens), _share(one.ready_bytes, ready_bytes)
         if could - own < MANY_POINTS or (has >= asks / 2 and not at_quota(one)):
             continue
@@ -546,13 +527,13 @@ def starving(facts: Facts) -> Iterator[Finding]:
             f"{namespace_name(one.model, one.id)} looks up {percent(asks, 1)} of all tokens but has {percent(has, 1)} "
             f"of the blocks. It finds {own:.1f} % and could find {could:.1f} %."
         )
-        limited, most_bytes = one, max(1 << 20, 2 * (one.quota_bytes or 0))
+        limited, most_bytes = one, 2 * (one.quota_bytes or 0)
         if at_quota(one):
             evidence += f" Its quota of {format_size(one.quota_bytes or 0)} is used."
         else:
             limited = max((each for each in facts.counted if each is not one), key=lambda each: each.ready_bytes)
-            most_bytes = max(1 << 20, limited.ready_bytes >> 21 << 20)
-        yield finding("starving", evidence, asks * (could - own) / 100, f"{limited.id} --max {exact_size(most_bytes)}")
+            most_bytes = limited.ready_bytes // 2
+        yield finding("starving", evidence, asks * (could - own) / 100, f"{limited.id} --max {_whole_mib(most_bytes)}")
 
 
 # --- engines ----------------------------------------------------------------------------------------
@@ -576,7 +557,7 @@ def engines(facts: Facts) -> Iterator[Finding]:
 
 def _engine_counts(facts: Facts, at: str, engine: EngineMetrics) -> Iterator[Finding]:
     late, lookups = engine.of("kvoffd_late_lookups_total"), engine.of("kvoffd_lookups_total")
-    if late >= LEAST_LATE and late > LATE_SHARE * lookups:
+    if late >= s.LEAST_LATE and late > s.LATE_SHARE * lookups:
         evidence = f"{at} did not wait for {format_count(round(late))} of {format_count(round(lookups))} lookups."
         yield finding("engine_late", evidence, _share(late, lookups))
     # vLLM's external hits, and tokens that the daemon loaded for all engines. An engine that is older than the daemon
@@ -586,7 +567,7 @@ def _engine_counts(facts: Facts, at: str, engine: EngineMetrics) -> Iterator[Fin
     alone = facts.engine_count == 1
     is_older = engine.age_seconds is not None and engine.age_seconds > facts.stats.uptime_seconds
     more_there = not is_older and hits > AGREE * max(loaded, facts.stats.lifetime.loaded_tokens)
-    none_there = alone and loaded >= FEWEST_LOOKUPS and asked and not hits
+    none_there = alone and loaded >= verdict.FEWEST_LOOKUPS and asked and not hits
     if more_there or none_there:
         evidence = f"{at} counts {format_count(round(hits))} loaded tokens, this daemon {format_count(loaded)}."
         yield finding("hits_disagree", evidence, 0.3)
@@ -594,7 +575,7 @@ def _engine_counts(facts: Facts, at: str, engine: EngineMetrics) -> Iterator[Fin
 
 CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     daemon_health, late_lookups, failures, blocked_loop, connected_clients, partial_blocks, memory,
-    disks, late_tiers, disk_writes, disk_write_limit, namespaces_apart, pool_size, lru_is_better, starving, engines,
+    disks, late_tiers, disk_writes, namespaces_apart, pool_size, lru_is_better, starving, engines,
 )  # fmt: skip
 
 

@@ -14,7 +14,6 @@ from rich.table import Table
 from rich.text import Text
 
 from kvoffd_client.namespace_differences import fields_of_description
-from kvoffd_proto.messages import KeyState
 from kvoffd_proto.stats import DaemonStats, namespace_id
 from kvoffd_proto.units import format_count, plural, printable
 
@@ -97,9 +96,7 @@ def print_json(value: object) -> None:
 
 
 def to_plain(value: object) -> object:
-    """Turn structs into objects by field name, bytes into hex, states into words. Raises TypeError for others."""
-    if isinstance(value, KeyState):
-        return value.name.lower()
+    """Turn structs into objects by field name, bytes into hex. Raises TypeError for others."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, bytes):

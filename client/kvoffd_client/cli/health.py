@@ -9,7 +9,7 @@ from getopt import GetoptError, getopt
 from pathlib import Path
 from typing import TextIO
 
-from kvoffd_client.health_request import ask_health
+from kvoffd_client.health_request import Causes, ask_health
 from kvoffd_proto.paths import default_directory
 
 STATUS = {"ok": 0, "degraded": 1, "down": 2}
@@ -23,11 +23,11 @@ ANSWER_S = 9.0
 """Time limit of the second attempt, with a session, after the one second of the first."""
 
 
-def ask(directory: Path | None, url: str) -> tuple[str, list[tuple[str, str]]] | str:
-    """Return a daemon's level, and reason and sentence of each cause; or a sentence that says why it did not answer."""
+def ask(directory: Path | None, url: str) -> tuple[str, Causes] | str:
+    """Return a daemon's level and causes, or a sentence that says why it did not answer."""
     directory = directory or default_directory()
     if not url and (found := ask_health(directory)) is not None:
-        return found.level, found.causes
+        return found
     from kvoffd_client.admin_client import AdminClient, read_stats
     from kvoffd_client.errors import KvoffdClientError
     from kvoffd_proto.admin import Health

@@ -25,22 +25,9 @@ from kvoffd_client.cli.format import (
     say,
 )
 from kvoffd_client.cli.target import CliError, Directory, Json, Url, check_one_daemon, open_admin
+from kvoffd_proto import stats as s
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import fields_of
-from kvoffd_proto.stats import (
-    MISS_REASONS,
-    NOT_WRITTEN,
-    SHARED_ERRORS,
-    DaemonStats,
-    DiskFault,
-    DiskStats,
-    NamespaceStats,
-    PoolStats,
-    SharedStats,
-    TieringStats,
-    Traffic,
-    Window,
-)
 from kvoffd_proto.units import format_count, format_duration, format_rate, format_size, percent, plural, printable
 
 BAR_CELLS = 80
@@ -126,11 +113,11 @@ def stats(
     return int(section is Section.TIERS and fails)
 
 
-def _windows(now: DaemonStats) -> dict[str, Window]:
+def _windows(now: s.DaemonStats) -> dict[str, s.Window]:
     return {"last_minute": now.last_minute, "last_hour": now.last_hour, "since_start": now.since_start}
 
 
-def _reasons(windows: Iterable[Window]) -> list[str]:
+def _reasons(windows: Iterable[s.Window]) -> list[str]:
     """Return the reasons of misses, most frequent first."""
     return [reason for reason, _ in sum((Counter(one.misses) for one in windows), Counter[str]()).most_common()]
 
@@ -138,7 +125,7 @@ def _reasons(windows: Iterable[Window]) -> list[str]:
 # --- the page --------------------------------------------------------------------------------------
 
 
-def print_stats(now: DaemonStats) -> None:
+def print_stats(now: s.DaemonStats) -> None:
     """Print the page of all statistics."""
     say(*_head(now), "")
     _traffic(now)
@@ -157,7 +144,7 @@ def print_stats(now: DaemonStats) -> None:
         say("", *lines)
 
 
-def _head(now: DaemonStats) -> Iterator[Line]:
+def _head(now: s.DaemonStats) -> Iterator[Line]:
     yield (
         f"kvoffd {printable(now.version)}, up {format_duration(now.uptime_seconds)}, policy {printable(now.policy)}, "
         f"{format_count(now.sessions)} session{plural(now.sessions)}, {format_size(now.resident_bytes)} of memory "
@@ -172,13 +159,13 @@ def _head(now: DaemonStats) -> Iterator[Line]:
         yield f"including earlier runs: {format_count(ever.loaded_tokens)} tokens, {saved} of prefill saved"
 
 
-def _traffic(now: DaemonStats) -> None:
+def _traffic(now: s.DaemonStats) -> None:
     windows = list(_windows(now).values())
 
-    def row(title: str, cell: Callable[[Window], str]) -> tuple[str, ...]:
+    def row(title: str, cell: Callable[[s.Window], str]) -> tuple[str, ...]:
         return (title, *map(cell, windows))
 
-    def share(title: str, part: Callable[[Window], int]) -> tuple[str, ...]:
+    def share(title: str, part: Callable[[s.Window], int]) -> tuple[str, ...]:
         return row(title, lambda one: percent(part(one), one.asked_keys))
 
     def missed(reason: str) -> tuple[str, ...]:
@@ -208,24 +195,24 @@ def token_count(count: int, keys: int) -> str:
     return "-" if keys and not count else format_count(count)
 
 
-def saved_time(one: Traffic) -> str:
+def saved_time(one: s.Traffic) -> str:
     """Return the prefill time saved, if known."""
     if one.loaded_keys and not one.loaded_tokens:
         return "-"
     return "unknown" if is_untimed(one) else format_duration(one.saved_seconds)
 
 
-def size_of(one: NamespaceStats) -> str:
+def size_of(one: s.NamespaceStats) -> str:
     """Return a namespace's bytes in the pool, and its quota if it has one."""
     return format_size(one.ready_bytes) + (f" of {format_size(one.quota_bytes)}" if one.quota_bytes is not None else "")
 
 
-def is_untimed(one: Traffic) -> bool:
+def is_untimed(one: s.Traffic) -> bool:
     """Return whether the engine's prefill rate is unknown."""
     return one.loaded_tokens > 0 and not one.saved_seconds
 
 
-def _misses(now: DaemonStats) -> None:
+def _misses(now: s.DaemonStats) -> None:
     windows = list(_windows(now).values())
     totals = [sum(one.misses.values()) for one in windows]
     print_table(
@@ -235,7 +222,7 @@ def _misses(now: DaemonStats) -> None:
                 (
                     reason_name(reason),
                     *(format_count(one.misses.get(reason, 0)) for one in windows),
-                    MISS_REASONS.get(reason, ""),
+                    s.MISS_REASONS.get(reason, ""),
                 )
                 for reason in _reasons(windows)
             ),
@@ -245,14 +232,14 @@ def _misses(now: DaemonStats) -> None:
     )
 
 
-def _pool_bar(pool: PoolStats) -> None:
+def _pool_bar(pool: s.PoolStats) -> None:
     console = make_console()
     for line in pool_bar(pool, min(BAR_CELLS, console.width)):
         print_page(line, console)
     say(*((f"     {text}", style) for text, style in _pool_notes(pool)))
 
 
-def pool_bar(pool: PoolStats, width: int) -> list[Text]:
+def pool_bar(pool: s.PoolStats, width: int) -> list[Text]:
     """Return the states of the pool's bytes as a bar and in words."""
     parts = [("ready", "█", "green"), ("writing", "▒", "cyan"), ("dropped", "▒", "yellow")]
     parts += [("quarantined", "▒", "red"), ("free", "░", "dim")]
@@ -271,7 +258,7 @@ def pool_bar(pool: PoolStats, width: int) -> list[Text]:
     return [bar, Text(f"     {'  '.join(named)}  pinned {format_size(pool.pinned_bytes)}")]
 
 
-def _pool_notes(pool: PoolStats) -> Iterator[tuple[str, str]]:
+def _pool_notes(pool: s.PoolStats) -> Iterator[tuple[str, str]]:
     if pool.retained_bytes:
         yield f"{format_size(pool.retained_bytes)} are retained by hints: they are evicted last", "dim"
     if pool.numa_remote_slots:
@@ -282,18 +269,18 @@ def _pool_notes(pool: PoolStats) -> Iterator[tuple[str, str]]:
         yield f"{format_size(pool.of('quarantined'))} did not match their checksum; see kvoffd-cli health", "red"
 
 
-def _pool(pool: PoolStats) -> None:
+def _pool(pool: s.PoolStats) -> None:
     _pool_bar(pool)
     rows = [
         (item.name.removesuffix("_bytes").replace("_", " "), format_size(getattr(pool, item.name)), meaning)
-        for item, _, meaning in fields_of(PoolStats)
+        for item, _, meaning in fields_of(s.PoolStats)
         if item.name.endswith("_bytes")
     ]
     say("")
     print_table(("", ">bytes", "meaning"), rows)
 
 
-def _namespaces(now: DaemonStats, most: int) -> None:
+def _namespaces(now: s.DaemonStats, most: int) -> None:
     found = sorted(now.namespaces, key=lambda one: (one.ready_bytes, one.asked_keys), reverse=True)
     if not found:
         say(NO_NAMESPACE)
@@ -320,7 +307,7 @@ def _namespaces(now: DaemonStats, most: int) -> None:
         say((f"and {format_count(others)} more{where}", "dim"))
 
 
-def _namespaces_worth(now: DaemonStats) -> None:
+def _namespaces_worth(now: s.DaemonStats) -> None:
     """Show the prefill time that namespaces saved per hour, and what each GiB of the pool contributed."""
     rows = []
     for one in sorted(now.namespaces, key=lambda one: -one.saved_seconds):
@@ -333,13 +320,11 @@ def _namespaces_worth(now: DaemonStats) -> None:
         print_table(("<id", ">prefill saved per hour", ">per hour and GiB of the pool"), rows)
 
 
-def _errors(now: DaemonStats) -> Iterator[tuple[str, str]]:
+def _errors(now: s.DaemonStats) -> Iterator[tuple[str, str]]:
     """Yield failures, most frequent first, with their meanings."""
     meanings = {name.lower(): code.sentence for name, code in ErrorCode.__members__.items()}
     meanings["unread_replies"] = "Replies were dropped because a client left too many unread."
-    meanings["refused_batches"] = (
-        "A CUDA driver refused batches or rows of copies, which are copied slowly, piece by piece."
-    )
+    meanings["refused_batches"] = "A CUDA driver refused batches or rows of copies, which are copied piece by piece."
     found = Counter(now.errors)
     found["unread_replies"] += now.replies_dropped.get("unread", 0)
     found["refused_batches"] += now.store.refused_batches + now.load.refused_batches
@@ -350,7 +335,7 @@ def _errors(now: DaemonStats) -> Iterator[tuple[str, str]]:
 # --- tiers -----------------------------------------------------------------------------------------
 
 
-def tier_details(now: DaemonStats) -> Iterator[Line]:
+def tier_details(now: s.DaemonStats) -> Iterator[Line]:
     """Yield lines with details of disks and stores."""
     if not now.disks and not now.shared and now.lent is None:
         yield "There is no disk and no shared store; see --disk and --shared of `kvoffd serve`."
@@ -372,7 +357,7 @@ def tier_details(now: DaemonStats) -> Iterator[Line]:
         )
 
 
-def _disk(disk: DiskStats) -> Iterator[Line]:
+def _disk(disk: s.DiskStats) -> Iterator[Line]:
     oldest = f", oldest at most {format_duration(disk.oldest_seconds)}" if disk.blocks else ""
     yield f"{disk.directory}: {disk.state}", "bold" if disk.up else "bold yellow"
     if disk.problem:
@@ -385,12 +370,12 @@ def _disk(disk: DiskStats) -> Iterator[Line]:
         f"  read {format_size(disk.read_bytes)}, written {format_size(disk.written_bytes)} since the start, "
         f"{format_size(disk.lifetime_written_bytes)} since its file was created"
     )
-    yield from _faults(disk.errors, {str(one): one.meaning for one in DiskFault})
+    yield from _faults(disk.errors, {str(one): one.meaning for one in s.DiskFault})
     if disk.up and not disk.direct:
         yield "  uses the page cache: the file system does not support O_DIRECT", "dim"
 
 
-def _disk_traffic(tiers: TieringStats) -> Iterator[str]:
+def _disk_traffic(tiers: s.TieringStats) -> Iterator[str]:
     left = tiers.write_budget_left_bytes
     limit = "no daily limit" if left is None else f"daily limit: {format_size(left)} left for now"
     speed = f", recently {format_rate(tiers.promotion_bytes_per_second)}" if tiers.promotion_bytes_per_second else ""
@@ -409,14 +394,14 @@ def _disk_traffic(tiers: TieringStats) -> Iterator[str]:
 def _not_written(counts: Mapping[str, int]) -> Iterator[str]:
     for reason, count in sorted(counts.items()):
         if count:
-            yield f"  not written: {count_blocks(count)} {NOT_WRITTEN.get(reason, reason)}"
+            yield f"  not written: {count_blocks(count)} {s.NOT_WRITTEN.get(reason, reason)}"
 
 
 def _unused(blocks: int) -> str:
     return f", {format_count(blocks)} evicted before they were loaded" if blocks else ""
 
 
-def _shared(one: SharedStats) -> Iterator[Line]:
+def _shared(one: s.SharedStats) -> Iterator[Line]:
     yield f"{one.url}: {'up' if one.up else 'down'}", "bold" if one.up else "bold yellow"
     yield (
         f"  looked up {format_count(one.asked_keys)} keys, found {format_count(one.found_keys)}, no answer in time for "
@@ -450,15 +435,15 @@ def _shared(one: SharedStats) -> Iterator[Line]:
             "`kvoffd-cli clear NAME --all-nodes` shares one again",
             "yellow",
         )
-    yield from _faults(one.errors, SHARED_ERRORS)
+    yield from _faults(one.errors, s.SHARED_ERRORS)
 
 
-def answer_time(one: SharedStats) -> str:
+def answer_time(one: s.SharedStats) -> str:
     """Return a store's time for an answer; a dash if it has given none."""
     return format_duration(one.ask_seconds) if one.ask_seconds else "-"
 
 
-def _usage(one: SharedStats) -> str:
+def _usage(one: s.SharedStats) -> str:
     if not one.up and not one.ask_seconds:
         return "  usage unknown"
     size = f" of {format_size(one.size_bytes)}" if one.size_bytes else ", without a limit"
@@ -479,7 +464,7 @@ def _failed(counts: Mapping[str, int]) -> str:
 # --- the policy ------------------------------------------------------------------------------------
 
 
-def policy_lines(now: DaemonStats) -> Iterator[Line]:
+def policy_lines(now: s.DaemonStats) -> Iterator[Line]:
     """Yield lines with what the policy has learned."""
     found = now.learned
     yield (

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -14,7 +16,11 @@ from kvoffd_proto.messages import BENCH_LABEL, EVICTING_LABEL
 from kvoffd_proto.paths import default_directory
 from kvoffd_proto.units import UnitError, format_size
 
+if TYPE_CHECKING:
+    from kvoffd_client.fake_engine import FakeEngine  # slow to import
+
 T = TypeVar("T")
+TEST_WAIT_S = 30.0
 
 OPERATOR_WAIT_S = 10.0
 """Time limit of commands: on a busy machine operators prefer to wait."""
@@ -50,17 +56,31 @@ def local_directory(directory: Path | None) -> Path:
     return directory or default_directory()
 
 
-def open_admin(directory: Path | None) -> AdminClient:
+def open_admin(directory: Path | None, *, subscribe_events: bool = False) -> AdminClient:
     """Return a client of the selected daemon. On a terminal it reports waiting."""
-    admin = AdminClient(local_directory(directory), OPERATOR_WAIT_S)
+    admin = AdminClient(local_directory(directory), OPERATOR_WAIT_S, subscribe_events=subscribe_events)
     if sys.stderr.isatty():
         admin.on_silence = lambda: print(f"Waiting for the kvoffd daemon in {admin.directory} ...", file=sys.stderr)
     return admin
 
 
-def label_of(what: str, *, evicts: bool) -> str:
-    """Return the label of a test's namespace, by which the daemon knows what it may do."""
-    return f"{EVICTING_LABEL if evicts else BENCH_LABEL}{what}"
+@contextmanager
+def bench_engine(
+    directory: Path, command: str, evicts: bool, layers: int, blocks: int, page_bytes: int
+) -> Iterator[FakeEngine]:
+    """Yield an engine in a new namespace, which is reset at the end. By its label the daemon knows what it may do."""
+    from kvoffd_client.fake_engine import FakeEngine
+    from kvoffd_client.namespace import NamespaceSpec
+    from kvoffd_client.session import ClientOptions
+
+    label = (EVICTING_LABEL if evicts else BENCH_LABEL) + command.split()[-1].lstrip("-")
+    namespace = NamespaceSpec.named(label, layers=layers, page_bytes=page_bytes, process=os.getpid())
+    shape, options = (1, layers, blocks, page_bytes), ClientOptions(request_timeout_s=TEST_WAIT_S)
+    with FakeEngine(directory, namespace, *shape, options=options, name=f"kvoffd-cli {command}") as engine:
+        try:
+            yield engine
+        finally:
+            engine.scheduler.reset(TEST_WAIT_S)
 
 
 def announce(what: str, nbytes: int, free_bytes: int, *, evicts: bool) -> None:

@@ -352,11 +352,7 @@ def _lookups(stats: DaemonStats, now: Window) -> list[Text]:
 def _hints(stats: DaemonStats) -> list[Text]:
     """Return what hints retain, and what they did since the start; nothing if there were none."""
     total = stats.since_start
-    counts = {
-        "released": total.released_blocks,
-        "prefetched": total.prefetched_keys,
-        "unknown": total.unknown_hints,
-    }
+    counts = {"released": total.released_blocks, "prefetched": total.prefetched_keys, "unknown": total.unknown_hints}
     words = [f"{name} {format_count(count)}" for name, count in counts.items() if count]
     if total.retained_blocks:
         found = f"keys found in it {format_count(total.retained_found_keys)}"

@@ -27,7 +27,7 @@ from kvoffd_client.admin_client import AdminClient
 from kvoffd_client.cli.format import count_blocks, print_json, print_status, say
 from kvoffd_client.cli.target import OPERATOR_WAIT_S, CliError, Directory, Json, local_directory, parse_option
 from kvoffd_client.errors import DaemonUnavailable, KvoffdClientError
-from kvoffd_proto.admin import TraceChain
+from kvoffd_proto.admin import Trace, TraceChain
 from kvoffd_proto.units import format_count, format_duration, format_size, parse_duration, parse_size, plural
 
 FETCH_S = 0.5
@@ -62,11 +62,9 @@ def record(
     seconds = parse_option("--duration", duration, parse_duration) if duration else float("inf")
     most_bytes = parse_option("--max-size", max_size, parse_size)
     if not seconds:
-        raise CliError(
-            f"--duration {duration} records nothing; give a longer one, or leave it out and end with Ctrl-C."
-        )
+        raise CliError(f"--duration {duration} records nothing; give a longer one, or none and end with Ctrl-C.")
     with AdminClient(local_directory(directory), OPERATOR_WAIT_S) as admin:
-        admin.trace()
+        admin.ask(Trace)
         try:
             opened = file.open("xb")
         except FileExistsError:
@@ -110,7 +108,7 @@ def _write(admin: AdminClient, writer: TraceWriter, seconds: float, most_bytes: 
             elif time.monotonic() >= until:
                 ended = "duration"
             try:
-                fetched = admin.trace()
+                fetched = admin.ask(Trace)
                 if admin.session_id != session:
                     raise DaemonUnavailable("The kvoffd daemon was restarted, which ended the trace.")
             except KvoffdClientError as error:

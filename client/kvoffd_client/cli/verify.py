@@ -23,11 +23,11 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from kvoffd_client.admin_client import AdminClient
-from kvoffd_client.cli.endpoint import Answer, Body, Endpoint, RefusedError
+from kvoffd_client.cli.endpoint import Answer, Body, Endpoint
 from kvoffd_client.cli.format import namespace_name, print_json, print_status, print_table, say
 from kvoffd_client.cli.show import request_sentence
 from kvoffd_client.cli.target import CliError, Directory, Json, open_admin
-from kvoffd_client.errors import KvoffdClientError
+from kvoffd_client.errors import HttpError, KvoffdClientError
 from kvoffd_client.namespace_differences import how_they_differ
 from kvoffd_proto.admin import ListPrompts, LoggedPrompt
 from kvoffd_proto.units import format_count, format_duration, printable
@@ -252,7 +252,7 @@ class Run:
         """Compute an own prompt, shorter if it is too long for the model."""
         try:
             return self._compute(own_prompt(lines))
-        except RefusedError as error:
+        except HttpError as error:
             if error.status == 404:
                 raise CliError(f"{error} Give --prompts with messages, if it has chats only.") from None
             if error.status != 400 or lines < 4:
@@ -348,7 +348,7 @@ class Run:
         by = "engine's reports" if logged else f"engine's usage ({self.problem.rstrip('.')})"
         try:
             release = str(self.engine.read("/version")["version"])
-        except (CliError, TypeError, KeyError):
+        except (HttpError, TypeError, KeyError):
             release = "unknown"
         return {
             "engine": f"{self.engine.url} at {self.began:%Y-%m-%d %H:%M:%S} UTC",
