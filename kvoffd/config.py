@@ -150,14 +150,6 @@ def _ids(id_of: Callable[[str], int], value: object) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def _uid(name: str) -> int:
-    return pwd.getpwnam(name).pw_uid
-
-
-def _gid(name: str) -> int:
-    return grp.getgrnam(name).gr_gid
-
-
 def _text(value: object, what: str) -> str:
     if not isinstance(value, str) or "\0" in value:
         raise ValueError(f"{quoted(value)} is not {what}")
@@ -172,26 +164,28 @@ def _absolute(name: str, value: object) -> Path:
         raise ValueError(f"{quoted(value)} cannot be used; {error}") from error
 
 
-def _disks(value: object) -> tuple[DiskSize, ...]:
-    parts = [value] if isinstance(value, str) else value
-    if not isinstance(parts, list):
-        raise ValueError(f"{quoted(value)} is not a list of directories and sizes, such as /mnt/nvme0/kvoffd=500GiB")
-    every = [one for part in parts for one in (part.split(",") if isinstance(part, str) else [part])]
-    found = tuple(_disk(one) for one in every if not isinstance(one, str) or one.strip())
-    names = [disk.directory for disk in found]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"{quoted(name)} is given twice; give each directory once")
-        if "," in name:
-            raise ValueError(f"{quoted(name)} contains a comma, which separates directories; choose another one")
-    return found
+def listed(metavar: str, what: str, read: Callable[[str], Any], most: int = 0) -> Kind:
+    """Return the kind of a list, or of a text with commas; ``read`` checks a part and returns it. None comes twice."""
+
+    def parse(value: object) -> tuple[Any, ...]:
+        parts = [value] if isinstance(value, str) else value
+        if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
+            raise ValueError(f"it is not a list of {what}")
+        found = tuple(read(one.strip()) for part in parts for one in part.split(",") if one.strip())
+        for one in found:
+            if found.count(one) > 1:
+                raise ValueError(f"{quoted(str(one))} is given twice; give each once")
+        if most and len(found) > most:
+            raise ValueError(f"it has {len(found)} parts; at most {most} are allowed")
+        return found
+
+    return Kind(parse, metavar, lambda values: ",".join(map(str, values)), repeated=True)
 
 
-def _disk(value: object) -> DiskSize:
-    what = "a directory and a size; write them as in /mnt/nvme0/kvoffd=500GiB"
-    name, _, size_text = _text(value, what).rpartition("=")
+def _disk(value: str) -> DiskSize:
+    name, _, size_text = _text(value, "a directory and a size").rpartition("=")
     if not name:
-        raise ValueError(f"{quoted(value)} is not {what}")
+        raise ValueError(f"{quoted(value)} is not a directory and a size; write them as in /mnt/nvme0/kvoffd=500GiB")
     path = _absolute(name, value)
     try:
         return DiskSize(str(path), size(MIN_DISK_BYTES).parse(size_text))
@@ -251,38 +245,16 @@ def parse_peer(text: str) -> tuple[str | ipaddress.IPv4Network | ipaddress.IPv6N
     return ipaddress.ip_network(network.strip("[]")), parse_address(f"localhost:{port}")[1]
 
 
-def _urls(value: object) -> tuple[str, ...]:
-    parts = [value] if isinstance(value, str) else value
-    if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
-        raise ValueError("it is not a list of URLs, such as redis://valkey.example:6379")
-    found = tuple(url.strip() for part in parts for url in part.split(",") if url.strip())
-    for url in found:
-        check_url(url)
-        if found.count(url) > 1:
-            raise ValueError(f"{quoted(url)} is given twice; give each URL once")
-    return found
-
-
-def _peers(value: object) -> tuple[str, ...]:
-    parts = [value] if isinstance(value, str) else value
-    if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
-        raise ValueError("it is not a list of addresses, such as node-b:7400")
-    found = tuple(one.strip() for part in parts for one in part.split(",") if one.strip())
-    for one in found:
-        parse_peer(one)
-        if found.count(one) > 1:
-            raise ValueError(f"{quoted(one)} is given twice; give each address once")
-    if len(found) > MOST_PEERS:
-        raise ValueError(f"it has {len(found)} addresses; at most {MOST_PEERS} are asked")
-    return found
-
-
-def _commas(values: tuple[object, ...]) -> str:
-    return ",".join(map(str, values))
+def _checked(check: Callable[[str], object], text: str) -> str:
+    check(text)
+    return text
 
 
 DIRECTORY = Kind(_directory, "PATH")
-UIDS, GIDS = (Kind(partial(_ids, id_of), "IDS", _commas) for id_of in (_uid, _gid))
+UIDS, GIDS = (
+    Kind(partial(_ids, id_of), "IDS", lambda ids: ",".join(map(str, ids)))
+    for id_of in (lambda name: pwd.getpwnam(name).pw_uid, lambda name: grp.getgrnam(name).gr_gid)
+)
 WRITE_MODE = choice(*(mode.value for mode in WriteMode))
 AUTO = "auto"
 PER_DAY = Kind(_per_day, f"SIZE|{AUTO}", lambda nbytes: AUTO if nbytes is None else exact_size(nbytes))
@@ -360,7 +332,9 @@ class Config:
         "Which blocks are stored, and which are evicted first when the pool is full. Before you change it, compare "
         "policies on a recording of your own traffic with `kvoffd-cli trace replay`.",
     )
-    disk: tuple[DiskSize, ...] = Kind(_disks, "DIRECTORY=SIZE", _commas, repeated=True).setting(
+    disk: tuple[DiskSize, ...] = listed(
+        "DIRECTORY=SIZE", "directories and sizes, such as /mnt/nvme0/kvoffd=500GiB", _disk
+    ).setting(
         (),
         "Directory of a local SSD for blocks that leave the pool, and the bytes to allocate there. Repeat it for each "
         "SSD.",
@@ -384,7 +358,9 @@ class Config:
         TieringSettings.deadline_s,
         "Time for a disk to read a block, without queueing; later it is a miss. Raise it for disks that pause.",
     )
-    shared: tuple[str, ...] = Kind(_urls, "URL", _commas, repeated=True).setting(
+    shared: tuple[str, ...] = listed(
+        "URL", "URLs, such as redis://valkey.example:6379", partial(_checked, check_url)
+    ).setting(
         (),
         "Store that nodes share: redis://host:port, rediss:// for TLS, redis+cluster:// and any server of a cluster, "
         "s3://bucket/prefix?endpoint=url&region=name. Repeat it for each store.",
@@ -408,7 +384,9 @@ class Config:
         "Time for a shared store to send a block, without queueing; later it is a miss. Raise it for a store behind a "
         "very slow network.",
     )
-    peers: tuple[str, ...] = Kind(_peers, "HOST:PORT", _commas, repeated=True).setting(
+    peers: tuple[str, ...] = listed(
+        "HOST:PORT", "addresses, such as node-b:7400", partial(_checked, parse_peer), MOST_PEERS
+    ).setting(
         (),
         "Another node's kvoffd whose pool is read for what this node lacks, as host:port of its peer_listen. Repeat it "
         "for each peer; they are asked in this order, after the shared stores, within the same deadlines. Nodes of a "

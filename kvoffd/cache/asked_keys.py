@@ -22,7 +22,7 @@ TAKEN_AT_ONCE = 64
 """Prompts of a session that is gone which are counted in one step."""
 MOST_UNCOUNTED_BYTES, PART_BYTES = 32 << 20, 1024
 """Limit of the memory of prompts that wait for a report, and what each lookup of a group takes besides its keys, about.
-Beyond the limit the oldest prompt is counted without a report."""
+Beyond the limit the oldest prompt of the oldest session that has any is counted without a report."""
 
 
 class AskedKeys:
@@ -49,15 +49,8 @@ class AskedKeys:
         else:
             count_misses(self.namespace, reasons)
 
-    def missed(self, at: int, reason: MissReason) -> None:
-        """Record that a key which was to come from a tier did not."""
-        if self.reported:
-            self.reasons[at] = reason
-        else:
-            self.namespace.counters.misses[reason] += 1
-
-    def missed_run(self, first: int, reasons: bytes) -> None:
-        """Record the same of keys that follow one another."""
+    def missed(self, first: int, reasons: bytes) -> None:
+        """Record that keys which follow one another and were to come from a tier did not."""
         if self.reported:
             self.reasons[first : first + len(reasons)] = reasons
         else:
@@ -124,12 +117,11 @@ def count_prompt(parts: Sequence[AskedKeys], outcome: PromptOutcome | None) -> I
 
 
 class UncountedPrompts:
-    """Prompts whose engine has not reported their outcome, the oldest first."""
+    """Prompts whose engine has not reported their outcome, each session's oldest first."""
 
     def __init__(self) -> None:
-        self._by_lease: dict[tuple[int, int], list[AskedKeys]] = {}
-        self._leases_of: dict[int, dict[int, None]] = {}
-        """Lease ids by session."""
+        self._prompts: dict[int, dict[int, list[AskedKeys]]] = {}
+        """Prompts by session and lease id."""
         self._ended: dict[int, None] = {}
         """Sessions that are gone and have prompts."""
         self._nbytes = 0
@@ -138,27 +130,26 @@ class UncountedPrompts:
         """Add the keys of a lookup to a prompt. Return the prompts that must be counted without a report."""
         if not asked:
             return []
-        self._by_lease.setdefault((session, lease_id), []).extend(asked)
-        self._leases_of.setdefault(session, {})[lease_id] = None
+        self._prompts.setdefault(session, {}).setdefault(lease_id, []).extend(asked)
         self._nbytes += _nbytes(asked)
         dropped = []
         while self._nbytes > MOST_UNCOUNTED_BYTES:
-            dropped.append(self.take(*next(iter(self._by_lease))))
+            session, prompts = next(iter(self._prompts.items()))
+            dropped.append(self.take(session, next(iter(prompts))))
         return dropped
 
     def take(self, session: int, lease_id: int) -> list[AskedKeys]:
         """Remove a prompt and return its keys, in the order of its lookups; none if it is unknown or was counted."""
-        parts = self._by_lease.pop((session, lease_id), [])
+        prompts = self._prompts.get(session, {})
+        parts = prompts.pop(lease_id, [])
         self._nbytes -= _nbytes(parts)
-        if (leases := self._leases_of.get(session)) is not None:
-            leases.pop(lease_id, None)
-            if not leases:
-                del self._leases_of[session]
+        if not prompts:
+            self._prompts.pop(session, None)
         return parts
 
     def session_ended(self, session: int) -> None:
         """Leave the prompts of a session that is gone to ``take_some``."""
-        if session in self._leases_of:
+        if session in self._prompts:
             self._ended[session] = None
 
     @property
@@ -169,9 +160,9 @@ class UncountedPrompts:
     def take_some(self) -> list[list[AskedKeys]]:
         """Remove some prompts of sessions that are gone."""
         session = next(iter(self._ended))
-        some = list(islice(self._leases_of.get(session, ()), TAKEN_AT_ONCE))
+        some = list(islice(self._prompts.get(session, ()), TAKEN_AT_ONCE))
         taken = [self.take(session, lease_id) for lease_id in some]
-        if session not in self._leases_of:
+        if session not in self._prompts:
             del self._ended[session]
         return taken
 

@@ -49,7 +49,7 @@ declare(
     blocks_replace=(COUNT, VOID_P, CHAR_P, *ITEMS, CHAR_P, NUMBER),
     blocks_begin_writes=(None, VOID_P, VOID_P, *ITEMS, NUMBER),
     blocks_begin_load=(INT, VOID_P, VOID_P, *KEYS, NUMBER, NUMBER),
-    blocks_publish=(UINT32, VOID_P, VOID_P, *ITEMS, VOID_P, NUMBER, VOID_P),
+    blocks_publish=(UINT32, VOID_P, CHAR_P, VOID_P, *ITEMS, VOID_P, VOID_P),
     blocks_set_checksum=(None, VOID_P, NUMBER, NUMBER),
     blocks_append=(None, VOID_P, CHAR_P, *ITEMS),
     blocks_oldest=(COUNT, VOID_P, CHAR_P, NUMBER, NUMBER, NUMBER),
@@ -86,6 +86,8 @@ FOUND = 255
 """Value instead of a ``MissReason`` for a key that was found."""
 KNOWN_MISSES = 2**19
 """Keys whose reason for leaving is remembered, 8 bytes each. A new key replaces one at random."""
+_ARRAYS = "state", "shard", "pins", "missing", "group", "next", "pages", "older", "newer", "misses"
+"""Arrays of ``BlockTable`` that C reads and writes, in the order of blocks.h."""
 
 
 class Verdict(IntEnum):
@@ -130,9 +132,7 @@ class BlockTable(Structure):
 
     _fields_ = (
         *((name, ctypes.c_uint64) for name in ("generation", "pinned_blocks", "pinned_bytes")),
-        *((f"at_{name}", ctypes.c_void_p) for name in ("records", "state", "shard", "pins", "missing", "group")),
-        *((f"at_{name}", ctypes.c_void_p) for name in ("next", "pages", "older", "newer", "misses")),
-        *((f"at_{name}", ctypes.c_void_p) for name in ("bytes", "numbers", "offsets", "counts")),
+        *((f"at_{name}", ctypes.c_void_p) for name in ("records", *_ARRAYS, "bytes", "numbers", "offsets", "counts")),
         ("index", SlotIndex),
         ("crc", ctypes.c_uint32 * 256 * 8),
     )
@@ -157,19 +157,15 @@ class BlockTable(Structure):
         """[slots] slot of the next rank; that of the last rank is the block's first."""
         self.pages = np.zeros(slots, np.uint32)
         """[blocks] pages of the block's slots."""
-        self._older, self._newer = np.zeros(slots, np.uint32), np.zeros(slots, np.uint32)
-        self._misses = np.zeros(KNOWN_MISSES, np.uint64)
-        lists = self.next, self.pages, self._older, self._newer, self._misses
-        arrays = self.state, self.shard, self.pins, self.missing, self.group, *lists
+        self.older, self.newer = np.zeros(slots, np.uint32), np.zeros(slots, np.uint32)
+        self.misses = np.zeros(KNOWN_MISSES, np.uint64)
         self._native = native()
         self._counts = array("Q", bytes(8 * 3))
         """The largest result that C writes there: ``struct released`` of blocks.c."""
         self.at_records = records.ctypes.data
-        self.at_state, self.at_shard, self.at_pins, self.at_missing = (one.ctypes.data for one in arrays[:4])
-        self.at_group, self.at_next, self.at_pages, self.at_older, self.at_newer, self.at_misses = (
-            one.ctypes.data for one in arrays[4:]
-        )
-        self._arrays_bytes = sum(one.nbytes for one in arrays)
+        for name in _ARRAYS:
+            setattr(self, f"at_{name}", getattr(self, name).ctypes.data)
+        self._arrays_bytes: int = sum(getattr(self, name).nbytes for name in _ARRAYS)
         self.address = ctypes.addressof(self)  # type: ignore[arg-type]
         if not self._native.blocks_open(self.address, os.urandom(16)):
             raise MemoryError
@@ -188,43 +184,43 @@ class BlockTable(Structure):
         self.at_numbers, self.at_bytes, self.at_offsets = (one.ctypes.data for one in buffers)
         self._capacity = 2 * count
 
+    def _reserve_for(self, group: Group, keys: bytes) -> int:
+        """Make the buffers hold a result for each of a group's keys. Returns how many these are."""
+        self._reserve(count := len(keys) // group.key_bytes)
+        return count
+
     @property
     def nbytes(self) -> int:
         """Memory of the index and the arrays, including untouched pages."""
         return int(self.index.nbytes) + self._arrays_bytes
 
-    def find(self, group: int, keys: bytes, key_bytes: int) -> tuple[bytes, BlockIds]:
+    def find(self, group: Group, keys: bytes) -> tuple[bytes, BlockIds]:
         """Return the state and number of each key's block; FREE and NO_BLOCK if it has none."""
-        count = len(keys) // key_bytes
-        self._reserve(count)
-        self._native.blocks_find(self.address, group, keys, count, key_bytes)
+        count = self._reserve_for(group, keys)
+        self._native.blocks_find(self.address, group.number, keys, count, group.key_bytes)
         return self._bytes[:count].tobytes(), self._numbers[:count].copy()
 
-    def lookup(self, group: int, keys: bytes, key_bytes: int, *, pin: bool) -> Found:
+    def lookup(self, group: Group, keys: bytes, *, pin: bool) -> Found:
         """Find keys, and pin the blocks of the READY ones if ``pin``."""
-        count, pinned_bytes = len(keys) // key_bytes, self.pinned_bytes
-        self._reserve(count)
-        self._native.blocks_lookup(self.address, group, keys, count, key_bytes, pin)
+        count, pinned_bytes = self._reserve_for(group, keys), self.pinned_bytes
+        self._native.blocks_lookup(self.address, group.number, keys, count, group.key_bytes, pin)
         ready, run = self._counts[:2]
         states, reasons = self._bytes[:count].tobytes(), self._bytes[count : 2 * count].tobytes()
         return Found(states, self._numbers[:ready].copy(), self.pinned_bytes - pinned_bytes, run, reasons)
 
-    def plan(
-        self, group: int, keys: bytes, key_bytes: int, rank: int, first_blocks: Mapping[int, int]
-    ) -> tuple[bytes, BlockIds]:
+    def plan(self, group: Group, keys: bytes, rank: int, first_blocks: Mapping[int, int]) -> tuple[bytes, BlockIds]:
         """Return a ``Verdict`` for each key that a rank stores, and the key's block, NO_BLOCK if it has none.
 
         ``first_blocks``: by the number of a key, the first engine block that is offered, if not 0.
         """
-        count, offered = len(keys) // key_bytes, None
+        count, offered = self._reserve_for(group, keys), None
         if first_blocks:
             firsts = array("H", bytes(2 * count))
             for number, first in first_blocks.items():
                 if number < count:
                     firsts[number] = first
             offered = firsts.tobytes()
-        self._reserve(count)
-        if not self._native.blocks_plan(self.address, group, keys, count, key_bytes, rank, offered):
+        if not self._native.blocks_plan(self.address, group.number, keys, count, group.key_bytes, rank, offered):
             raise MemoryError
         return self._bytes[:count].tobytes(), self._numbers[:count].copy()
 
@@ -262,13 +258,12 @@ class BlockTable(Structure):
         return self._numbers[:count].copy(), self._offsets[:count].copy()
 
     def begin_load(
-        self, slots: SlotAllocator, group: int, keys: bytes, key_bytes: int, rank: int, first_block: int
+        self, slots: SlotAllocator, group: Group, keys: bytes, rank: int, first_block: int
     ) -> tuple[BlockIds, SlotIds, Offsets] | list[int]:
         """Pin blocks if a rank can read all its shards, the first from ``first_block``. Returns the blocks, the rank's
         slots and their pool offsets; otherwise the numbers of the keys that it cannot read."""
-        count = len(keys) // key_bytes
-        self._reserve(count)
-        offered = group, keys, count, key_bytes, rank, first_block
+        count = self._reserve_for(group, keys)
+        offered = group.number, keys, count, group.key_bytes, rank, first_block
         if not self._native.blocks_begin_load(self.address, slots.address, *offered):
             lacking: list[int] = np.flatnonzero(self._bytes[:count] == 0).tolist()
             return lacking
@@ -277,14 +272,14 @@ class BlockTable(Structure):
 
     def publish(
         self,
+        group: Group,
         blocks: BlockIds,
         slots: SlotIds,
         first_blocks: Iterable[int] | None,
-        length: int,
         checksums: array[int],
-        key_bytes: int,
     ) -> tuple[BlockIds, bytes]:
-        """Mark one rank's shards of WRITING blocks as complete. Returns the blocks that became READY, and their keys.
+        """Mark shards of a group's WRITING blocks as complete, each in its slot. Returns the blocks that became READY,
+        and their keys.
 
         The order is from the last block to the first, with rising generations. The next daemon takes it as the order of
         use, in which a chain's tail is older than its root. It does not trust bytes whose checksum is 0.
@@ -296,9 +291,9 @@ class BlockTable(Structure):
         assert firsts is None or 2 * count == len(firsts)
         self._reserve(count)
         written = packed(blocks), packed(slots), count
-        found = self._native.blocks_publish(self.address, *written, firsts, length, sums)
+        found = self._native.blocks_publish(self.address, group.packed, *written, firsts, sums)
         assert found != NO_BLOCK, "a block is not WRITING"
-        return self._numbers[:found].copy(), self._bytes[: found * key_bytes].tobytes()
+        return self._numbers[:found].copy(), self._bytes[: found * group.key_bytes].tobytes()
 
     def set_checksum(self, slot: int, checksum: int) -> None:
         """Set the checksum of a shard that was published without one."""
@@ -365,6 +360,15 @@ class BlockTable(Structure):
         """Return the group number of all blocks; 0 if they have none in common, or ``unpinned`` and one is pinned."""
         return int(self._native.blocks_common_group(self.address, packed(blocks), len(blocks), unpinned))
 
+    def by_group(self, blocks: BlockIds, groups: Mapping[int, Group]) -> list[tuple[Group, BlockIds]]:
+        """Group blocks, which have slots, by their group, one of ``groups`` by number; each keeps its order."""
+        if not blocks.size:
+            return []
+        if only := self.group_of(blocks):
+            return [(groups[only], blocks)]
+        numbers = self.group[blocks]
+        return [(groups[number], blocks[numbers == number]) for number in sorted(set(numbers.tolist()))]
+
     def pin(self, blocks: BlockIds) -> int:
         """Keep the bytes of blocks until ``Cache.unpin``; a block that occurs several times is pinned as many times.
 
@@ -406,15 +410,15 @@ class BlockTable(Structure):
         keys: list[bytes] = np.frombuffer(self.keys(blocks, key_bytes), f"V{key_bytes}").tolist()
         return keys
 
-    def record_misses(self, group: int, keys: bytes, key_bytes: int, reason: int) -> None:
+    def record_misses(self, group: Group, keys: bytes, reason: int) -> None:
         """Remember the reason, 1 to 15, why these keys have no block any more."""
-        self._native.blocks_record_misses(self.address, group, keys, len(keys) // key_bytes, key_bytes, reason)
+        count = len(keys) // group.key_bytes
+        self._native.blocks_record_misses(self.address, group.number, keys, count, group.key_bytes, reason)
 
-    def miss_reasons(self, group: int, keys: bytes, key_bytes: int) -> bytes:
+    def miss_reasons(self, group: Group, keys: bytes) -> bytes:
         """Return the ``MissReason`` of each key, as far as it is known."""
-        count = len(keys) // key_bytes
-        self._reserve(count)
-        self._native.blocks_reasons(self.address, group, keys, count, key_bytes)
+        count = self._reserve_for(group, keys)
+        self._native.blocks_reasons(self.address, group.number, keys, count, group.key_bytes)
         return self._bytes[:count].tobytes()
 
 

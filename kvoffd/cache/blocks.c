@@ -9,7 +9,7 @@
 #include <stdatomic.h>
 
 /* Version of everything that C and Python share: system/native.py has the same, and refuses another one. */
-const uint32_t kvoffd_version = 15;
+const uint32_t kvoffd_version = 16;
 
 #define WRITE(record, type, field, given) ({ type value_ = (given); memcpy((record) + (field), &value_, sizeof value_); })
 
@@ -266,11 +266,11 @@ static void seal(const struct blocks *x, uint8_t *record)
     WRITE(record, uint32_t, CRC, crc);
 }
 
-/* Marks shards of `length` bytes as complete, from the last to the first, with rising generations. `first_blocks` may
+/* Marks shards of a group as complete, from the last to the first, with rising generations. `first_blocks` may
  * be NULL for 0. Finds the blocks that became complete, in that order, and their keys; returns how many. If a block is
  * not WRITING, changes nothing and returns NONE. */
-uint32_t kvoffd_blocks_publish(struct blocks *x, const uint32_t *blocks, const uint32_t *slots, uint64_t count,
-                               const uint16_t *first_blocks, uint32_t length, const uint64_t *checksums)
+uint32_t kvoffd_blocks_publish(struct blocks *x, const struct block_group *g, const uint32_t *blocks, const uint32_t *slots,
+                               uint64_t count, const uint16_t *first_blocks, const uint64_t *checksums)
 {
     uint32_t found = 0;
     uint8_t *keys = x->bytes;
@@ -282,7 +282,7 @@ uint32_t kvoffd_blocks_publish(struct blocks *x, const uint32_t *blocks, const u
         uint8_t *record = record_of(x, slots[count]);
         WRITE(record, uint64_t, GENERATION, ++x->generation);
         WRITE(record, uint16_t, FIRST_BLOCK, first_blocks ? first_blocks[count] : 0);
-        WRITE(record, uint32_t, LENGTH, length);
+        WRITE(record, uint32_t, LENGTH, g->rank[READ(record, uint16_t, RANK)].length);
         WRITE(record, uint64_t, CHECKSUM, checksums[count]);
         seal(x, record);
         set_record(record, READY_RECORD);
@@ -290,8 +290,8 @@ uint32_t kvoffd_blocks_publish(struct blocks *x, const uint32_t *blocks, const u
         if (!--x->missing[blocks[count]]) {
             x->state[blocks[count]] = READY;
             x->numbers[found++] = blocks[count];
-            memcpy(keys, key_of(x, blocks[count]), record_of(x, blocks[count])[KEY_BYTES]);
-            keys += record_of(x, blocks[count])[KEY_BYTES];
+            memcpy(keys, key_of(x, blocks[count]), g->key_bytes);
+            keys += g->key_bytes;
         }
     }
     return found;
@@ -505,55 +505,53 @@ static void choose(struct choice *c, uint32_t block)
     x->numbers[c->found++] = block;
 }
 
-/* Chooses all blocks of the region with the largest part skipped, among the first regions met; returns whether there is
- * one whose blocks can all be evicted. */
+/* Returns the block that a slot belongs to; the slot itself if it has none. */
+static uint32_t block_of(const struct blocks *x, uint32_t slot)
+{
+    while (x->state[slot] == NOT_FIRST && x->group[slot])
+        slot = x->next[slot];
+    return slot;
+}
+
+/* Returns whether all blocks of a region can be evicted. */
+static int can_go(const struct choice *c, uint64_t region)
+{
+    const struct slots *slots = c->slots;
+    uint64_t first = region * slots->slots_per_region, count = slots_in(slots, region, slots->slot_bytes[region]);
+
+    for (uint64_t slot = first; slot < first + count; slot++) {
+        uint32_t block = block_of(c->x, slot);
+        if (slots->in_use[slot] && (c->x->state[block] != READY || c->x->pins[block]))
+            return 0;
+    }
+    return c->found + count <= c->most_found;
+}
+
+/* Chooses all blocks of the region with the largest part skipped, among those of the first regions met whose blocks can
+ * all be evicted; returns whether there is one. */
 static int choose_region(struct choice *c)
 {
     const struct slots *slots = c->slots;
-    struct blocks *x = c->x;
-    uint64_t tried = 0; /* bits */
+    uint64_t best = NONE, compared = 0, most = 0;
 
-    for (;;) {
-        uint64_t best = NONE, best_at = 0, first, count, i, compared = 0, most = 0;
-        for (uint64_t at = 0; at < c->met && compared < REGIONS_COMPARED; at++) {
-            uint64_t region = c->regions[at];
-            if (!c->passed[region])
-                continue;
-            if (!(tried >> compared & 1) &&
-                (best == NONE || c->passed[region] * used_in(slots, best) > c->passed[best] * used_in(slots, region))) {
-                best = region;
-                best_at = compared;
-            }
-            compared++;
-        }
-        if (best == NONE)
-            return 0;
-        tried |= 1ULL << best_at;
-        first = best * slots->slots_per_region;
-        count = slots_in(slots, best, slots->slot_bytes[best]);
-        for (i = 0; i < count && c->found + count <= c->most_found; i++) {
-            uint32_t block = first + i;
-            if (!slots->in_use[block])
-                continue;
-            while (x->state[block] == NOT_FIRST && x->group[block])
-                block = x->next[block];
-            if (x->state[block] != READY || x->pins[block])
-                break;
-        }
-        if (i < count)
+    for (uint64_t at = 0; at < c->met && compared < REGIONS_COMPARED; at++) {
+        uint64_t region = c->regions[at];
+        if (!c->passed[region])
             continue;
-        for (i = 0; i < count; i++) {
-            uint32_t block = first + i;
-            while (x->state[block] == NOT_FIRST)
-                block = x->next[block];
-            if (slots->in_use[first + i])
-                choose(c, block);
-        }
-        for (i = 1; i < c->sizes; i++)
-            most = c->size[i].lacking > c->size[most].lacking ? i : most;
-        c->size[most].lacking -= slots_in(slots, best, c->size[most].bytes);
-        return 1;
+        compared++;
+        if ((best == NONE || c->passed[region] * used_in(slots, best) > c->passed[best] * used_in(slots, region)) &&
+            can_go(c, region))
+            best = region;
     }
+    if (best == NONE)
+        return 0;
+    for (uint64_t i = 0; i < slots_in(slots, best, slots->slot_bytes[best]); i++)
+        if (slots->in_use[best * slots->slots_per_region + i])
+            choose(c, block_of(c->x, best * slots->slots_per_region + i));
+    for (uint64_t i = 1; i < c->sizes; i++)
+        most = c->size[i].lacking > c->size[most].lacking ? i : most;
+    c->size[most].lacking -= slots_in(slots, best, c->size[most].bytes);
+    return 1;
 }
 
 /* Finds at most `most_found` blocks to evict for `count` blocks of a group: see Victims.for_space. `order` has READY,

@@ -30,6 +30,7 @@ struct block_group {
     struct {
         uint32_t slot_bytes;
         int32_t node;
+        uint32_t length; /* bytes of a shard */
     } rank[MOST_RANKS];
 };
 

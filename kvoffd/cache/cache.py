@@ -22,6 +22,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain as chained
 from itertools import compress, groupby, islice, takewhile
 from math import inf
 from operator import attrgetter
@@ -100,7 +101,6 @@ RECOVERED_AT_ONCE = 4096
 _NOTHING: BlockIds = np.empty(0, np.uint32)
 _NO_SLOTS: npt.NDArray[np.uint32] = np.empty((0, 1), np.uint32)
 _namespace_of = attrgetter("namespace")
-_REASONS = list(MissReason)
 _ABSENT = bytes([Verdict.ABSENT])
 
 
@@ -166,7 +166,7 @@ class Cache:
         self._current: dict[Namespace, list[Group]] = {}
         """Groups of each namespace, by index."""
         self.order = HintedOrder(policy, self.blocks, self._groups, self.quotas, clock, slots.pool_bytes)
-        self._victims = Victims(slots, self.blocks, self.order, self._groups, self._waiting)
+        self._victims = Victims(slots, self.blocks, self.order, self._waiting)
         self._partial: dict[int, float] = {}
         """Incomplete blocks of which no shard is being written, also of groups that were reset, with the time when that
         began."""
@@ -240,8 +240,7 @@ class Cache:
         """Set the rank's NUMA node and, at its first registration, its shard sizes, by group.
 
         Raises BadGeometry if the bytes differ from earlier ones or do not fit the namespace,
-        and ShardTooLarge if no slot can hold a shard. A shard of 0 bytes, of a rank without a layer in the group, gets
-        the smallest slot.
+        and ShardTooLarge if no slot can hold a shard.
         """
         new = self._fix_shard_bytes(namespace, rank, shard_bytes)
         namespace.nodes[rank] = node
@@ -272,10 +271,8 @@ class Cache:
 
     def group(self, namespace: Namespace, group: int) -> Group:
         """Return the current group, valid until the next reset. Raises BadGeometry."""
-        current = self._current[namespace]
-        if not 0 <= group < len(current):
-            namespace.check(group)  # which raises
-        return current[group]
+        namespace.check(group)
+        return self._current[namespace][group]
 
     def reset(self, namespace: Namespace, *, keep_tiers: bool = False, generation: int | None = None) -> int:
         """Forget all blocks, also on disks unless ``keep_tiers``, as when the weights changed. Returns their number.
@@ -412,10 +409,9 @@ class Cache:
             lease = None
         if lease is not None and (lease.session != session or lease.namespace is not namespace):
             raise UnknownLease(f"The lease {lease_id} belongs to another session or namespace; choose a new lease id.")
-        current, size = self._current[namespace], namespace.key_bytes
+        current = self._current[namespace]
         for index, keys in groups:
-            if not 0 <= index < len(current) or len(keys) % size:
-                namespace.check(index, keys)  # which raises
+            namespace.check(index, keys)
         is_new = lease is None
         if lease is None:
             lease = Lease(lease_id, session, namespace, self._clock() + self._lease_ttl_s, _NOTHING)
@@ -423,7 +419,7 @@ class Cache:
         lease.coming, lease.asking, lease.peer = lease.coming - lease.asking, 0, peer
         for index, keys in groups if self._dead else ():
             self._record_reset(current[index], keys)
-        found = [self.blocks.lookup(current[index].number, keys, size, pin=is_new) for index, keys in groups]
+        found = [self.blocks.lookup(current[index], keys, pin=is_new) for index, keys in groups]
         asked = None if again else [AskedKeys(namespace, reported=reported) for _ in groups]
         if self.tiers is not None:
             found = self._find_below(self.tiers, lease, groups, found, asked, is_new=is_new)
@@ -560,21 +556,21 @@ class Cache:
 
     def record_misses(self, namespace: Namespace, group: int, keys: bytes, reason: MissReason) -> None:
         """Remember the reason why these keys have no block any more."""
-        self.blocks.record_misses(self.group(namespace, group).number, keys, namespace.key_bytes, reason)
+        self.blocks.record_misses(self.group(namespace, group), keys, reason)
 
-    def reasons_of(self, namespace: Namespace, group: int, keys: bytes) -> list[MissReason]:
-        """Return why keys were last missing, as far as is known; they may have been stored since."""
+    def reasons_of(self, namespace: Namespace, group: int, keys: bytes) -> bytes:
+        """Return the ``MissReason`` of each key when it was last missing, if known; it may have been stored since."""
         known = self.group(namespace, group)
         self._record_reset(known, keys)
-        return list(map(_REASONS.__getitem__, self.blocks.miss_reasons(known.number, keys, namespace.key_bytes)))
+        return self.blocks.miss_reasons(known, keys)
 
     def _record_reset(self, group: Group, keys: bytes) -> None:
         """Record which of these keys were reset, as ``background`` does when it reaches their blocks."""
         for number in self._dead.keys() & group.unswept:
-            states, _ = self.blocks.find(number, keys, group.key_bytes)
+            states, _ = self.blocks.find(self._dead[number], keys)
             gone = np.flatnonzero(np.frombuffer(states, np.uint8) != FREE)
             packed_keys = _select_keys(keys, gone, group.key_bytes)
-            self.blocks.record_misses(group.number, packed_keys, group.key_bytes, MissReason.INVALIDATED)
+            self.blocks.record_misses(group, packed_keys, MissReason.INVALIDATED)
 
     def report_requests(self) -> None:
         """Report requests to the tiers and, except a bench's, to the policy, ``on_counted`` and the watchers. Call
@@ -585,15 +581,10 @@ class Cache:
 
     def _report_request(self) -> None:
         namespace, found, reported = self._requested.popleft()
-        chains, ready = [], []
-        for chain in found:
-            if not chain.group.dead:
-                if self._ready_removed:
-                    chain = chain._replace(ready=chain.ready[self.blocks.state[chain.ready] == READY])
-                chains.append(chain)
-                if chain.ready.size:
-                    ready.append(chain.ready)
-        if self.tiers is not None and ready:
+        chains = [chain for chain in found if not chain.group.dead]
+        if self._ready_removed:
+            chains = [one._replace(ready=one.ready[self.blocks.state[one.ready] == READY]) for one in chains]
+        if self.tiers is not None and (ready := [one.ready for one in chains if one.ready.size]):
             self.tiers.used(np.concatenate(ready))
         if chains and not namespace.of_bench:
             self.order.requested(chains)
@@ -689,7 +680,7 @@ class Cache:
         count = 0
         for index, keys in groups:
             group, split = self._current[namespace][index], list(dict.fromkeys(namespace.split(index, keys)))
-            states, blocks = self.blocks.find(group.number, b"".join(split), group.key_bytes)
+            states, blocks = self.blocks.find(group, b"".join(split))
             is_ready = np.frombuffer(states, np.uint8) == READY
             absent = list(compress(split, (~is_ready).tolist()))
             self.order.apply(hint, group, blocks[is_ready], absent)
@@ -707,10 +698,7 @@ class Cache:
         return ready
 
     def _states_of(self, namespace: Namespace, groups: Sequence[tuple[int, bytes]]) -> list[bytes]:
-        return [
-            self.blocks.find(self.group(namespace, index).number, keys, namespace.key_bytes)[0]
-            for index, keys in groups
-        ]
+        return [self.blocks.find(self.group(namespace, index), keys)[0] for index, keys in groups]
 
     def _ask_tiers(self, tiers: TierHooks, lease: Lease, states: list[bytes]) -> None:
         """Request what the pool lacks of a prefetch's keys, or end it if nothing more comes."""
@@ -756,7 +744,7 @@ class Cache:
         try:
             for part in parts:
                 group = groups[part.group]
-                offered = group.number, part.keys, size, rank, part.first_blocks
+                offered = group, part.keys, rank, part.first_blocks
                 verdicts, blocks = self.blocks.plan(*offered)
                 if verdicts == _ABSENT * len(verdicts):
                     offers.append((Stored(group, _NOTHING, _NOTHING), part, range(len(verdicts))))
@@ -788,16 +776,14 @@ class Cache:
 
     def _admit(self, rank: int, stored: Stored, part: StorePart, absent: Sequence[int]) -> None:
         """Make blocks for the absent keys that the policy admits, and fill in what to copy."""
-        joined = bool(stored.copy)
-        made: list[tuple[Sequence[int], BlockIds]] = [(stored.copy, stored.blocks)] if joined else []
+        made: list[tuple[Sequence[int], BlockIds]] = [(stored.copy, stored.blocks)]
         try:
             self._take_admitted(stored, part, absent, made)
             self._record_lost(stored, part)
         finally:  # allocated slots belong to the store even if this fails
-            numbers, blocks = [one for one, _ in made], [one for _, one in made]
-            stored.copy = list(numbers[0]) if len(numbers) == 1 else [key for keys in numbers for key in keys]
-            stored.blocks = blocks[0] if len(blocks) == 1 else np.concatenate([_NOTHING, *blocks])
-            if joined:
+            had_blocks, stored.copy = bool(stored.copy), list(chained.from_iterable(keys for keys, _ in made))
+            stored.blocks = np.concatenate([blocks for _, blocks in made])
+            if had_blocks:
                 order = np.argsort(stored.copy)
                 stored.copy, stored.blocks = np.array(stored.copy)[order].tolist(), stored.blocks[order]
             stored.slots, stored.offsets = self.blocks.begin_writes(self.slots, stored.blocks, rank)
@@ -845,12 +831,12 @@ class Cache:
         if stored.no_space:
             cause = self.no_space_cause(group)
             reason = MissReason.QUOTA if cause == "quota" else MissReason.NO_SPACE
-            self.blocks.record_misses(group.number, _select_keys(part.keys, stored.no_space, size), size, reason)
+            self.blocks.record_misses(group, _select_keys(part.keys, stored.no_space, size), reason)
             group.namespace.counters.no_space[cause] += len(stored.no_space)
         if stored.rejected:
             packed_keys = _select_keys(part.keys, stored.rejected, size)
             self.policy.rejected(group, packed_keys)
-            self.blocks.record_misses(group.number, packed_keys, size, MissReason.REJECTED)
+            self.blocks.record_misses(group, packed_keys, MissReason.REJECTED)
             group.namespace.counters.rejected_keys += len(stored.rejected)
 
     def commit_store(
@@ -869,12 +855,12 @@ class Cache:
             if group.dead or not blocks.size:
                 self._end_writes(group, blocks, slots)
                 continue
-            length, sums, living = group.lengths[ticket.rank], array("Q", given), self.blocks.state[blocks] == WRITING
+            sums, living = array("Q", given), self.blocks.state[blocks] == WRITING
             if not living.all():
                 self._end_writes(group, blocks[~living], slots[~living])
                 blocks, slots, sums = blocks[living], slots[living], array("Q", compress(sums, living))
                 firsts = None if firsts is None else array("H", compress(firsts, living))
-            ready, packed_keys = self.blocks.publish(blocks, slots, firsts, length, sums, group.key_bytes)
+            ready, packed_keys = self.blocks.publish(group, blocks, slots, firsts, sums)
             became_ready += len(ready)
             self.unverified_slots += sums.count(0)
             if len(ready) < len(blocks):
@@ -926,7 +912,7 @@ class Cache:
         group = self._current[namespace][group_index]
         if not group.sizes:
             raise BadGeometry("Not all ranks of the namespace have registered; register them first.")
-        states, _ = self.blocks.find(group.number, b"".join(keys), namespace.key_bytes)
+        states, _ = self.blocks.find(group, b"".join(keys))
         first = {key: number for number, key in reversed(list(enumerate(keys)))}
         numbers = [number for number, state in enumerate(states) if state == FREE and first[keys[number]] == number]
         slots = self._take(group, b"".join([keys[number] for number in numbers]), inf)
@@ -941,13 +927,9 @@ class Cache:
         group, slots = ticket.group, ticket.slots
         if not checksums:
             self._end_writes(group, slots[:1], slots)
-        ready = 0
-        for length in dict.fromkeys(group.lengths) if checksums else ():
-            ranks = [rank for rank, nbytes in enumerate(group.lengths) if nbytes == length]
-            firsts = [first_blocks[rank] for rank in ranks]
-            part = Stored(group, np.repeat(slots[:1], len(ranks)), slots[ranks], first_blocks=firsts)
-            ready += self.commit_store(StoreTicket(ranks[0], [part]), [[checksums[rank] for rank in ranks]])
-        return bool(ready)
+            return False
+        part = Stored(group, np.repeat(slots[:1], len(slots)), slots, first_blocks=first_blocks)
+        return bool(self.commit_store(StoreTicket(0, [part]), [checksums]))
 
     # --- loads ----------------------------------------------------------------------------------
 
@@ -963,7 +945,7 @@ class Cache:
         if lease is None or lease.namespace is not namespace or not lease.active:
             raise UnknownLease(f"The lease {lease_id} is unknown, ended or of another namespace; look up again.")
         group, size = self._current[namespace][group_index], namespace.key_bytes
-        found = self.blocks.begin_load(self.slots, group.number, keys, size, rank, first_block)
+        found = self.blocks.begin_load(self.slots, group, keys, rank, first_block)
         if isinstance(found, list):
             raise NotReady(group_index, found)
         return LoadTicket(rank, lease, group, keys[:size], *found)
@@ -1033,9 +1015,7 @@ class Cache:
             for slots in found:
                 self.drop(slots[:, 0], MissReason.NO_SPACE)
             raise
-        if len(found) == 1:
-            return found[0]
-        return np.concatenate(found) if found else np.empty((0, max(1, ranks)), np.uint32)
+        return found[0] if len(found) == 1 else np.concatenate([np.empty((0, max(1, ranks)), np.uint32), *found])
 
     def _within_quota(self, group: Group, count: int, below: float) -> int:
         """Return how many of ``count`` blocks the quota allows, after evicting blocks of the namespace if needed."""
@@ -1119,7 +1099,7 @@ class Cache:
             namespace.check(number, keys)
         dropped = 0
         for number, keys in groups:
-            states, blocks = self.blocks.find(self.group(namespace, number).number, keys, namespace.key_bytes)
+            states, blocks = self.blocks.find(self.group(namespace, number), keys)
             there = np.array(sorted(set(blocks[np.frombuffer(states, np.uint8) != FREE].tolist())), np.uint32)
             dropped += len(there)
             self.drop(there, MissReason.INVALIDATED)
@@ -1150,7 +1130,7 @@ class Cache:
         packed_keys, slots, unverified, corrupt = self.blocks.drop(group, blocks, reason or 0)
         if group.dead and group.namespace in self._current:
             now = self._current[group.namespace][group.index]
-            self.blocks.record_misses(now.number, packed_keys, group.key_bytes, MissReason.INVALIDATED)
+            self.blocks.record_misses(now, packed_keys, MissReason.INVALIDATED)
         if state == READY:
             self._report_removed(group, blocks, packed_keys)
         for block in blocks.tolist() if self._partial else ():
@@ -1230,12 +1210,7 @@ class Cache:
 
     def by_group(self, blocks: BlockIds) -> list[tuple[Group, BlockIds]]:
         """Group blocks, which have slots, by their group; each keeps its order."""
-        if not blocks.size:
-            return []
-        if only := self.blocks.group_of(blocks):
-            return [(self._groups[only], blocks)]
-        numbers = self.blocks.group[blocks]
-        return [(self._groups[number], blocks[numbers == number]) for number in sorted(set(numbers.tolist()))]
+        return self.blocks.by_group(blocks, self._groups)
 
     def _of_block(self, block: int) -> Group:
         return self._groups[int(self.blocks.group[block])]
@@ -1335,11 +1310,8 @@ class Cache:
 
         A key of another length than the namespace's has none. Raises BadGeometry.
         """
-        if len(key) != namespace.key_bytes:
-            return False
-        namespace.check(group, key)
-        states, _ = self.blocks.find(self.group(namespace, group).number, key, namespace.key_bytes)
-        return any(state != FREE for state in states)
+        states, _ = self.blocks.find(self.group(namespace, group), key)
+        return len(key) == namespace.key_bytes and states[0] != FREE
 
     @property
     def usage(self) -> PoolUsage:

@@ -51,10 +51,10 @@ class HitRatioCurve:
         self._free = weakref.finalize(self, self._native.curve_free, self._at)
         self._clock = clock
         self.halved_at = clock()
-        self._rows = np.zeros((1, _ROW))
-        """Counts: of forgotten namespaces together, then of each namespace; the rest are unused."""
-        self._row_of: dict[Namespace, int] = {}
-        self._unused: list[int] = []
+        self._forgotten = np.zeros(_ROW)
+        """Counts of forgotten namespaces together."""
+        self._rows: dict[Namespace, tuple[_Row, int]] = {}
+        """Counts of each namespace, and their address."""
 
     @property
     def nbytes(self) -> int:
@@ -68,43 +68,34 @@ class HitRatioCurve:
     def requested(self, chain: Chain, own: int = 0) -> None:
         """Record a chain that was looked up. The engine had the first ``own`` keys itself: these are not counted."""
         group, keys, size = chain.group, chain.keys, chain.group.key_bytes
-        if (row := self._row_of.get(group.namespace)) is None:
-            row = self._new_row(group.namespace)
+        if (row := self._rows.get(group.namespace)) is None:
+            counts = np.zeros(_ROW)
+            row = self._rows[group.namespace] = counts, counts.ctypes.data
         group.namespace.has_counted = True  # statistics show its curve
-        tokens, row_at = group.tokens or UNKNOWN_TOKENS, self._rows_at + row * 8 * _ROW
+        tokens = group.tokens or UNKNOWN_TOKENS
         self._native.curve_asked(
-            self._at, row_at, group.number, keys, len(keys) // size, size, group.block_bytes, tokens, chain.run, own
+            self._at, row[1], group.number, keys, len(keys) // size, size, group.block_bytes, tokens, chain.run, own
         )
-
-    def _new_row(self, namespace: Namespace) -> int:
-        if not self._unused:
-            count = len(self._rows)
-            self._rows, self._unused = np.concatenate([self._rows, np.zeros((count, _ROW))]), [*range(count, 2 * count)]
-            self._rows_at = self._rows.ctypes.data
-        row = self._row_of[namespace] = self._unused.pop()
-        return row
 
     def tick(self) -> None:
         """Halve old counts when it is time."""
         if self._clock() - self.halved_at >= HALVED_EVERY_S:
             self.halved_at = self._clock()
-            self._rows *= 0.5
+            for counts in (self._forgotten, *(counts for counts, _ in self._rows.values())):
+                counts *= 0.5
 
     def namespace_forgotten(self, namespace: Namespace) -> None:
         """Keep the counts of a forgotten namespace as a part of the total."""
-        if (row := self._row_of.pop(namespace, None)) is not None:
-            self._rows[0] += self._rows[row]
-            self._rows[row] = 0
-            self._unused.append(row)
+        if (row := self._rows.pop(namespace, None)) is not None:
+            self._forgotten += row[0]
 
     def of_namespaces(self, namespaces: Sequence[Namespace]) -> list[HitCurve]:
         """Return the curve of each namespace's requests; each pool size is shared by all namespaces."""
-        rows = [self._row_of.get(namespace) for namespace in namespaces]
-        return _curves([_NOTHING if row is None else self._rows[row] for row in rows])
+        return _curves([self._rows.get(namespace, (_NOTHING, 0))[0] for namespace in namespaces])
 
     def in_all(self) -> HitCurve:
         """Return the curve of all namespaces, including forgotten ones."""
-        return _curves([self._rows.sum(axis=0)])[0]
+        return _curves([np.sum([self._forgotten, *(counts for counts, _ in self._rows.values())], axis=0)])[0]
 
 
 def _curves(rows: Sequence[_Row]) -> list[HitCurve]:

@@ -260,16 +260,16 @@ class HintedOrder:
             blocks = blocks[~outside]
         self._policy.remove(group, blocks, keys)
 
-    def make_newest(self, group: Group, blocks: BlockIds) -> None:
+    def make_newest(self, blocks: BlockIds) -> None:
         """Move blocks to the end of the policy's order. Retained ones keep their hints."""
         hints = list(zip(blocks.tolist(), self._live_of(blocks), strict=True))
         others = [block for block, hint in hints if hint is None]
         retained = [block for block, hint in hints if hint is not None and block not in hint.aside]
         for order, numbers in ((self, others), (self._policy, retained)):
-            members = np.array(numbers, np.uint32)
-            keys = self._blocks.keys(members, group.key_bytes)
-            order.remove(group, members, keys)
-            order.insert(group, members, keys)
+            for group, members in self._blocks.by_group(np.array(numbers, np.uint32), self._groups):
+                keys = self._blocks.keys(members, group.key_bytes)
+                order.remove(group, members, keys)
+                order.insert(group, members, keys)
 
     def admit(self, group: Group, keys: bytes, starts: Sequence[int]) -> Sequence[tuple[int, float]]:
         """As the policy's; keys of blocks that a hint retains are always admitted."""
@@ -293,6 +293,7 @@ class HintedOrder:
         return self._first(count, below)
 
     def candidates(self, below: float = inf) -> Iterator[BlockIds]:
+        """Yield all of these in batches. Any change of the order ends the iteration."""
         self.end_lapsed()
         given, most = 0, BATCH
         while (found := self._first(most, below)).size > given:
@@ -324,9 +325,7 @@ class HintedOrder:
         """Take retained blocks out of the policy, which would evict them next."""
         for block, number in zip(blocks.tolist(), self._hint_of[blocks].tolist(), strict=True):
             self._retentions[number].aside[block] = None
-        numbers = self._blocks.group[blocks]
-        for number in set(numbers.tolist()):
-            group, members = self._groups[number], blocks[numbers == number]
+        for group, members in self._blocks.by_group(blocks, self._groups):
             self._policy.remove(group, members, self._blocks.keys(members, group.key_bytes))
 
 

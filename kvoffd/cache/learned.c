@@ -63,7 +63,7 @@ struct known {
     uint64_t known_keys, blocks, spans;
     uint64_t known_bytes; /* bytes that blocks of all known keys have, or would have */
     uint64_t nbytes; /* memory of the policy */
-    uint64_t as_lru; /* set by lru_fallback.py */
+    uint64_t as_lru; /* set by LruFallback of learned.py */
     uint64_t below; /* bytes that are requested while tiers keep a block; set by learned.py */
     double lowest; /* lowest score of a block at the last offer; INFINITY if there was none */
 };
@@ -191,22 +191,15 @@ static uint32_t *handle_at(struct span *s, uint32_t place)
     return (uint32_t *)(s->keys->hashes + s->keys->capacity) + (place - s->keys->base);
 }
 
-/* Writes the hashes of `count` concatenated keys. `group` distinguishes equal keys. */
-static void hash_keys(struct learned *l, uint64_t group, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
+/* Writes the hashes of `count` concatenated keys. `group` distinguishes equal keys. `step`: 1, or -1 for keys that are
+ * given from the last to the first. */
+static void hash_keys(struct learned *l, uint64_t group, const uint8_t *keys, int64_t count, int64_t key_bytes, int step,
                       uint64_t *hashes)
 {
-    for (uint64_t i = 0; i < count; i++, keys += key_bytes) {
-        uint64_t found = hash_of(&l->places, group, keys, key_bytes);
+    for (int64_t i = 0; i < count; i++) {
+        uint64_t found = hash_of(&l->places, group, keys + (step > 0 ? i : count - 1 - i) * key_bytes, key_bytes);
         hashes[i] = found ? found : 1;
     }
-}
-
-/* The same for keys that are given from the last to the first. */
-static void hash_backwards(struct learned *l, uint64_t group, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
-                           uint64_t *hashes)
-{
-    for (uint64_t i = 0; i < count; i++)
-        hash_keys(l, group, keys + (count - 1 - i) * key_bytes, 1, key_bytes, hashes + i);
 }
 
 /* Removes repeated hashes; returns how many are left. `size` of `seen`: a power of two above `count`. */
@@ -1103,7 +1096,7 @@ static void record_part(struct learned *l, uint64_t group, const uint8_t *keys, 
     r.handles = (uint32_t *)(r.segments + count + 2);
     if (!count)
         return;
-    hash_keys(l, group, keys, count, key_bytes, r.hashes);
+    hash_keys(l, group, keys, count, key_bytes, 1, r.hashes);
     r.count = count;
     match(l, &r);
     if (r.matched < r.count) /* matched keys are all different */
@@ -1162,7 +1155,7 @@ uint64_t kvoffd_learned_admit(struct learned *l, uint64_t group, const uint8_t *
 
     forget_oldest(l, count);
     l->known.lowest = lowest_score(l);
-    hash_keys(l, group, keys, count, key_bytes, hashes);
+    hash_keys(l, group, keys, count, key_bytes, 1, hashes);
     for (uint64_t chain = 0; chain < chains; chain++) {
         uint64_t end = chain + 1 < chains ? starts[chain + 1] : count;
         double score = INFINITY;
@@ -1191,7 +1184,7 @@ void kvoffd_learned_rejected(struct learned *l, uint64_t group, const uint8_t *k
 {
     uint64_t *hashes = scratch(l, count * sizeof *hashes);
 
-    hash_keys(l, group, keys, count, key_bytes, hashes);
+    hash_keys(l, group, keys, count, key_bytes, 1, hashes);
     for (uint64_t i = 0; i < count;) {
         struct place first;
         uint32_t length = run_length(l, hashes + i, count - i, &first);
@@ -1209,7 +1202,7 @@ uint64_t kvoffd_learned_insert(struct learned *l, uint64_t group, const uint8_t 
 
     for (uint64_t together; count; count -= together, keys += together * key_bytes, numbers += together) {
         together = count < MOST_TOGETHER ? count : MOST_TOGETHER;
-        hash_backwards(l, group, keys, together, key_bytes, hashes);
+        hash_keys(l, group, keys, together, key_bytes, -1, hashes);
         for (uint64_t i = 0; i < together;) {
             struct place first;
             uint32_t length = run_length(l, hashes + i, together - i, &first), number = first.span;
@@ -1245,7 +1238,7 @@ uint64_t kvoffd_learned_remove(struct learned *l, uint64_t group, const uint8_t 
 {
     uint64_t *hashes = scratch(l, count * sizeof *hashes);
 
-    hash_backwards(l, group, keys, count, key_bytes, hashes);
+    hash_keys(l, group, keys, count, key_bytes, -1, hashes);
     for (uint64_t i = 0; i < count;) {
         struct place first;
         uint32_t length = run_length(l, hashes + i, count - i, &first);
@@ -1276,7 +1269,7 @@ uint64_t kvoffd_learned_forget(struct learned *l, uint64_t group, const uint8_t 
     uint64_t *hashes = scratch(l, count * (sizeof *hashes + sizeof(uint32_t))), blocks = 0;
     uint32_t *handles = (uint32_t *)(hashes + count);
 
-    hash_backwards(l, group, keys, count, key_bytes, hashes);
+    hash_keys(l, group, keys, count, key_bytes, -1, hashes);
     memset(handles, 0, count * sizeof *handles);
     take_uncounted(l, hashes, count, handles, 1);
     for (uint64_t i = 0; i < count; i++)
@@ -1306,7 +1299,7 @@ void kvoffd_learned_chances(struct learned *l, uint64_t group, const uint8_t *ke
 {
     uint64_t *hashes = scratch(l, count * sizeof *hashes);
 
-    hash_keys(l, group, keys, count, key_bytes, hashes);
+    hash_keys(l, group, keys, count, key_bytes, 1, hashes);
     for (uint64_t i = 0; i < count; i++) {
         const struct place *there = find_place(l, hashes[i]);
         chances[i] = there->hash && !l->known.as_lru ? chance(l, &l->spans[there->span], within) : 1;

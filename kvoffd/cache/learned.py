@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffd.cache.block_table import BlockIds, packed
+from kvoffd.cache.curve import HitRatioCurve
 from kvoffd.cache.namespace import Group
 from kvoffd.cache.policy import REJECTED, Chain, InOrder
 from kvoffd.system.native import CHAR_P, COUNT, DOUBLE, ITEMS, KEYS, NUMBER, VOID_P, declare, native
@@ -40,9 +41,17 @@ declare(
 
 UNIT_TOKENS = 512
 """Tokens of a block whose group does not give them."""
+LEAST_LEAD = 0.02
+"""Least lead of an LRU, as a part of requested tokens: the curve is an estimate, and a switch costs hits."""
+JUDGED_AFTER = 8
+"""Pool lifetimes after each switch: learned values are worst just after the pool has filled."""
+FIRST_STAY, MAX_STAY = 32, 1024
+"""Pool lifetimes for which LRU stays on; doubled each time."""
+KEPT = 1 - 1 / 16
+"""Factor for older counts after each pool lifetime."""
+
 FORMAT = 6
 """Version of the state that is kept for the next daemon."""
-SEED_BYTES = 16
 _OFFER = struct.Struct("=dQ")
 _HEAD = struct.Struct("=II")
 _TIME = struct.Struct("=3Q")
@@ -109,7 +118,7 @@ class Learned(InOrder):
     def __init__(self, pool_bytes: int) -> None:
         self._native = native()
         self._pool_bytes = pool_bytes
-        self._at = self._native.learned_new(pool_bytes, os.urandom(SEED_BYTES))
+        self._at = self._native.learned_new(pool_bytes, os.urandom(16))
         if not self._at:
             raise MemoryError
         self._close = weakref.finalize(self, self._native.learned_free, self._at)
@@ -218,15 +227,11 @@ class Learned(InOrder):
         return _HEAD.pack(FORMAT, zlib.crc32(body)) + body
 
     def restore(self, state: bytes) -> None:
-        if len(state) < _HEAD.size:
-            raise ValueError("the state is cut off")
-        (version, checksum), body = _HEAD.unpack_from(state), state[_HEAD.size :]
-        if version != FORMAT:
-            raise ValueError("another release wrote it")
+        if len(state) != _HEAD.size + _TIME.size + _KEPT_BYTES or _HEAD.unpack_from(state)[0] != FORMAT:
+            raise ValueError("another release wrote it, or it is cut off")
+        (_, checksum), body = _HEAD.unpack_from(state), state[_HEAD.size :]
         if zlib.crc32(body) != checksum:
             raise ValueError("its checksum is wrong")
-        if len(body) != _TIME.size + _KEPT_BYTES:
-            raise ValueError("its layout differs")
         (lifetime, *time), sums = _TIME.unpack_from(body), np.frombuffer(body, np.float64, offset=_TIME.size)
         if not lifetime or max(time) > _MAX_COUNT or not ((sums >= 0) & (sums <= _MAX_SUM)).all():
             raise ValueError("invalid counters")
@@ -238,6 +243,50 @@ class Learned(InOrder):
             sums = np.concatenate((moved.ravel(), sums[by_age.size :]))
         ctypes.memmove(ctypes.addressof(self._counts), sums.tobytes(), _KEPT_BYTES)
         self._native.learned_resume(self._at)
+
+
+class LruFallback:
+    """Switches `learned` to LRU for a while when the curve predicts that LRU would hit more: LEARNED.md, "As an LRU".
+
+    It judges once per pool lifetime.
+    """
+
+    def __init__(self, curve: HitRatioCurve, policy: Learned) -> None:
+        self._curve, self._known = curve, policy.known
+        self._last = curve.in_all()
+        self._asked = self._lead = 0.0
+        """Requested tokens, and those of them that an LRU would have found and the pool did not."""
+        self._excess = 0.0
+        """Predicted lead while LRU was on, as a part: concurrent requests do not find what the curve expects."""
+        self._stay = FIRST_STAY
+        self._next_at = self._known.now + self._known.lifetime
+        self._change_at = self._known.now + JUDGED_AFTER * self._known.lifetime
+
+    def judge(self) -> None:
+        """Judge, if it is time. The curve and the policy must have counted the same requests."""
+        known = self._known
+        if known.now < self._next_at:
+            return
+        self._next_at = known.now + known.lifetime
+        last, now = self._last, self._curve.in_all()
+        self._last = now
+        if now.asked_tokens > last.asked_tokens:  # else the curve halved its counts
+            found_by_lru = now.lru_hit_ratio["1"] * now.asked_tokens - last.lru_hit_ratio["1"] * last.asked_tokens
+            self._asked = KEPT * self._asked + now.asked_tokens - last.asked_tokens
+            self._lead = KEPT * self._lead + found_by_lru - (now.found_tokens - last.found_tokens)
+        if known.now < self._change_at or not self._asked:
+            return
+        lead = self._lead / self._asked
+        if known.as_lru:
+            self._excess = max(0.0, lead)
+            self._change(0, JUDGED_AFTER)
+        elif lead > LEAST_LEAD + self._excess:
+            self._change(1, self._stay)
+            self._stay = min(2 * self._stay, MAX_STAY)
+
+    def _change(self, as_lru: int, lifetimes: int) -> None:
+        self._known.as_lru, self._asked, self._lead = as_lru, 0.0, 0.0
+        self._change_at = self._known.now + lifetimes * self._known.lifetime
 
 
 def _shares(edges: npt.NDArray[np.float64], others: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -305,7 +305,10 @@ class Group:
         self.lengths, self.sizes, self.block_bytes = lengths, sizes, sum(sizes)
         whose = self.number, self.namespace.number, self.index, self.key_bytes
         nodes = [self.namespace.nodes.get(rank) for rank in range(len(sizes))]
-        by_rank = [pack("=Ii", size, NO_NODE if at is None else at) for size, at in zip(sizes, nodes, strict=True)]
+        by_rank = [
+            pack("=IiI", size, NO_NODE if node is None else node, length)
+            for size, node, length in zip(sizes, nodes, lengths, strict=True)
+        ]
         list_at, _ = self._list.buffer_info()
         self.packed = pack("=Q6I", list_at, *whose, len(sizes), self.block_bytes // PAGE_BYTES) + b"".join(by_rank)
         """``struct block_group`` of blocks.h."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import NamedTuple, Protocol
 
@@ -18,7 +18,7 @@ REJECTED = -1.0
 GHOST_DIVISOR = 50
 """Keys without blocks may take 1/50 of the pool's bytes in memory."""
 BATCH, MAX_BATCH = 128, 8192
-"""Sizes of the first batch, and of a policy's first buffer."""
+"""Sizes of the first batch of an order's blocks, and of a policy's first buffer."""
 
 
 class Chain(NamedTuple):
@@ -47,9 +47,6 @@ class Policy(Protocol):
 
     def first(self, count: int, below: float = inf) -> BlockIds:
         """Return the first ``count`` blocks to evict among those with a score below ``below``."""
-
-    def candidates(self, below: float = inf) -> Iterator[BlockIds]:
-        """Yield all of these in batches. Any change of the policy ends the iteration."""
 
     def admit(self, group: Group, keys: bytes, starts: Sequence[int]) -> Sequence[tuple[int, float]]:
         """Split keys that a store offers, and that have no block, into runs. Returns the length of each run and the
@@ -112,12 +109,6 @@ class InOrder:
         if count > len(self._buffer):
             self._make_buffer(count)
         return self._buffer[: self._write(below, self._buffer_at, count)].copy()
-
-    def candidates(self, below: float = inf) -> Iterator[BlockIds]:
-        given, most = 0, BATCH
-        while (found := self.first(most, below)).size > given:
-            yield found[given:]
-            given, most = len(found), 4 * most
 
 
 def make_policy(name: str, pool_bytes: int, slots: int) -> Policy:

@@ -6,22 +6,11 @@
 enum { LEAST_SLOT = 8192, RECORDS_TOGETHER = 4 };
 static const uint64_t MOST_GENERATION = ((uint64_t)1 << 62) - 1; /* later generations must remain */
 
-/* A group of a known namespace: _Group of recovery.py. */
-struct group {
-    uint32_t number; /* the group's number in the index */
-    uint32_t lengths_at; /* index of rank 0 in `lengths` */
-    uint16_t ranks;
-    uint8_t key_bytes;
-};
-
 /* _Recovery of recovery.py. Each of the last five arrays can hold all slots. */
 struct recovery {
-    uint64_t pool_bytes, region_bytes, slots_per_region, regions, namespaces;
+    uint64_t pool_bytes, region_bytes, slots_per_region, regions, group_count;
     const uint64_t *slot_bytes; /* [regions] */
-    const uint32_t *namespace_numbers; /* [namespaces] ascending */
-    const uint32_t *first_groups; /* [namespaces + 1] index in `groups` */
-    const struct group *groups;
-    const uint32_t *lengths; /* bytes of a shard; 0 for a rank that did not register */
+    const struct block_group *const *groups; /* of the known namespaces, ascending by namespace and index */
     struct blocks *blocks;
     uint32_t *heads; /* blocks, complete or not; at the end, the complete ones */
     uint64_t *generations; /* generations of the complete ones */
@@ -43,21 +32,21 @@ static uint64_t size_of(const struct recovery *r, uint64_t slot)
     return size >= LEAST_SLOT && size <= nbytes && size % PAGE == 0 && index < nbytes / size ? size : 0;
 }
 
-static const struct group *group_of(const struct recovery *r, const uint8_t *record)
+static const struct block_group *group_of(const struct recovery *r, const uint8_t *record)
 {
-    uint32_t number = READ(record, uint32_t, NAMESPACE), low = 0, high = r->namespaces;
+    uint32_t namespace = READ(record, uint32_t, NAMESPACE), index = READ(record, uint16_t, GROUP);
 
-    while (low < high) {
-        uint32_t middle = (low + high) / 2;
-        if (r->namespace_numbers[middle] < number)
+    for (uint64_t low = 0, high = r->group_count; low < high;) {
+        uint64_t middle = (low + high) / 2;
+        const struct block_group *g = r->groups[middle];
+        if (g->namespace == namespace && g->index == index)
+            return g;
+        if (g->namespace < namespace || (g->namespace == namespace && g->index < index))
             low = middle + 1;
         else
             high = middle;
     }
-    if (low == r->namespaces || r->namespace_numbers[low] != number)
-        return NULL;
-    uint64_t group = r->first_groups[low] + READ(record, uint16_t, GROUP);
-    return group < r->first_groups[low + 1] ? &r->groups[group] : NULL;
+    return NULL;
 }
 
 static uint64_t generation_of(const struct blocks *x, uint32_t slot)
@@ -74,7 +63,7 @@ static uint32_t rank_of(const struct blocks *x, uint32_t slot)
 static int take(struct recovery *r, const uint8_t *record, uint32_t slot, uint32_t crc)
 {
     struct blocks *x = r->blocks;
-    const struct group *group;
+    const struct block_group *group;
     uint64_t size = size_of(r, slot), length = READ(record, uint32_t, LENGTH);
     uint32_t rank = READ(record, uint16_t, RANK);
 
@@ -91,8 +80,7 @@ static int take(struct recovery *r, const uint8_t *record, uint32_t slot, uint32
     }
     if (rank >= group->ranks || record[KEY_BYTES] != group->key_bytes)
         return 0;
-    uint64_t pages = (length + PAGE - 1) / PAGE * PAGE;
-    if (!length || length != r->lengths[group->lengths_at + rank] || size != (pages < LEAST_SLOT ? LEAST_SLOT : pages))
+    if (!length || length != group->rank[rank].length || size != group->rank[rank].slot_bytes)
         return 0;
     const uint8_t *key = record + KEY;
     uint64_t hashed = hash(x, group->number, key, group->key_bytes);
@@ -134,7 +122,7 @@ static int take(struct recovery *r, const uint8_t *record, uint32_t slot, uint32
 /* Prefetches the index place of a record's key. */
 static void prefetch(const struct recovery *r, const uint8_t *record)
 {
-    const struct group *group = group_of(r, record);
+    const struct block_group *group = group_of(r, record);
 
     if (group && record[KEY_BYTES] == group->key_bytes)
         __builtin_prefetch(home(&r->blocks->index, hash(r->blocks, group->number, record + KEY, group->key_bytes)));

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -44,29 +44,14 @@ class RecoveredBlocks(NamedTuple):
     """Records that are torn, have no checksum, or contradict the saved geometry."""
 
 
-class _Group(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_uint32) for name in ("number", "lengths_at")),
-        ("ranks", ctypes.c_uint16),
-        ("key_bytes", ctypes.c_uint8),
-    )
-
-
 class _Recovery(ctypes.Structure):
     """``struct recovery`` of recover.c."""
 
     _fields_ = (
-        *(
-            (name, ctypes.c_uint64)
-            for name in ("pool_bytes", "region_bytes", "slots_per_region", "regions", "namespaces")
-        ),
-        *(
-            (name, ctypes.c_void_p)
-            for name in (
-                *("slot_bytes", "namespace_numbers", "first_groups", "groups", "lengths", "blocks"),
-                *("heads", "generations", "discarded", "bad", "used"),
-            )
-        ),
+        *((name, ctypes.c_uint64) for name in ("pool_bytes", "region_bytes", "slots_per_region", "regions")),
+        ("group_count", ctypes.c_uint64),
+        *((name, ctypes.c_void_p) for name in ("slot_bytes", "groups", "blocks")),
+        *((name, ctypes.c_void_p) for name in ("heads", "generations", "discarded", "bad", "used")),
         *((name, ctypes.c_uint64) for name in ("heads_found", "discarded_found", "bad_found", "used_found")),
         *((name, ctypes.c_uint64) for name in ("next_number", "reset_found", "unwritten_found", "incomplete_found")),
     )
@@ -77,7 +62,7 @@ def recover(
     table: SlotTable,
     slots: SlotAllocator,
     blocks: BlockTable,
-    namespaces: Mapping[int, Sequence[Group]],
+    groups: Iterable[Group],
     next_number: int,
 ) -> RecoveredBlocks:
     """Enter the complete blocks of an earlier daemon into an empty BlockTable and SlotAllocator, and erase the rest.
@@ -87,27 +72,18 @@ def recover(
 
     Args:
         fd: the file that begins with the table.
-        namespaces: groups of the known namespaces whose ranks have all registered, by namespace number.
+        groups: those of the known namespaces whose ranks have all registered.
         next_number: the first number that is newer than the snapshot.
     """
     geometry, count = table.geometry, table.geometry.slots
-    numbers = sorted(namespaces)
-    groups = [group for number in numbers for group in namespaces[number]]
-    lengths_at = np.cumsum([0, *(len(group.lengths) for group in groups)])
-    places = zip(groups, lengths_at, strict=False)
-    native_groups = (_Group * len(groups))(
-        *(_Group(group.number, int(at), len(group.lengths), group.key_bytes) for group, at in places)
-    )
-    first_groups = np.cumsum([0, *(len(namespaces[number]) for number in numbers)], dtype=np.uint32)
-    lengths = np.array([size for group in groups for size in group.lengths], np.uint32)
+    packed = [group.packed for group in sorted(groups, key=lambda one: (one.namespace.number, one.index))]
+    native_groups = (ctypes.c_char_p * len(packed))(*packed)
     # Sized for the worst case; pages that are not written use no memory.
     heads, discarded, bad, used = (np.empty(count, np.uint32) for _ in range(4))
     generations = np.empty(count, np.uint64)
-    namespace_numbers = np.array(numbers, np.uint32)
     recovery = _Recovery(
-        *(geometry.pool_bytes, geometry.region_bytes, slots.slots_per_region, slots.regions, len(numbers)),
-        *(table.region_sizes.ctypes.data, namespace_numbers.ctypes.data, first_groups.ctypes.data),
-        *(ctypes.addressof(native_groups), lengths.ctypes.data, blocks.address),
+        *(geometry.pool_bytes, geometry.region_bytes, slots.slots_per_region, slots.regions, len(packed)),
+        *(table.region_sizes.ctypes.data, ctypes.addressof(native_groups), blocks.address),
         *(heads.ctypes.data, generations.ctypes.data, discarded.ctypes.data, bad.ctypes.data, used.ctypes.data),
     )
     recovery.next_number = next_number

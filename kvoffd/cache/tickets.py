@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 
@@ -56,22 +57,15 @@ class SessionLeases:
     """Sum of the leases' ``nbytes``."""
 
 
-class StorePart(Protocol):
+class StorePart(NamedTuple):
     """Keys of one group that a store offers."""
 
-    @property
-    def group(self) -> int: ...
-
-    @property
-    def keys(self) -> bytes: ...
-
-    @property
-    def first_blocks(self) -> Mapping[int, int]:
-        """First engine block that is written, by key number, if it is not the key's first."""
-
-    @property
-    def starts(self) -> Sequence[int] | None:
-        """Numbers of the keys at which chains begin, the first at 0; None to bypass the policy."""
+    group: int
+    keys: bytes
+    first_blocks: Mapping[int, int] = MappingProxyType({})
+    """First engine block that is written, by key number, if it is not the key's first."""
+    starts: Sequence[int] | None = (0,)
+    """Numbers of the keys at which chains begin, the first at 0; None to bypass the policy."""
 
 
 @dataclass(slots=True, eq=False)

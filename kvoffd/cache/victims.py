@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,6 @@ class Victims:
     """Chooses READY, unpinned blocks. It may move pinned blocks to the end of the policy's order.
 
     Args:
-        groups: groups whose blocks have slots, by number.
         waiting: returns which blocks wait to be written to a tier, None if none does. Of the next few blocks, those are
             evicted last.
     """
@@ -39,11 +38,9 @@ class Victims:
         slots: SlotAllocator,
         blocks: BlockTable,
         order: HintedOrder,
-        groups: Mapping[int, Group],
         waiting: Callable[[BlockIds], npt.NDArray[np.bool_] | None] = lambda _: None,
     ) -> None:
-        self._slots, self._blocks, self._order, self._groups = slots, blocks, order, groups
-        self._waiting = waiting
+        self._slots, self._blocks, self._order, self._waiting = slots, blocks, order, waiting
 
     def are_left(self, ready_bytes: int) -> bool:
         """Return whether any of the READY blocks, which have this many bytes, can be evicted."""
@@ -85,7 +82,9 @@ class Victims:
             unpinned = self._written_first(order[~pinned])
             chosen, enough = self._blocks.choose_victims(self._slots, group, count, unpinned, last=last)
             if enough or last:
-                return self._picked(chosen, order[pinned])
+                if chosen.size and pinned.sum() > MAX_SKIPPED_PINNED:  # skipping them each time takes long
+                    self._order.make_newest(order[pinned])
+                return chosen
             most *= 4
 
     def _written_first(self, blocks: BlockIds) -> BlockIds:
@@ -93,13 +92,6 @@ class Victims:
         if (waiting := self._waiting(blocks)) is None:
             return blocks
         return np.concatenate([blocks[~waiting], blocks[waiting]])
-
-    def _picked(self, chosen: BlockIds, pinned: BlockIds) -> BlockIds:
-        if chosen.size and len(pinned) > MAX_SKIPPED_PINNED:  # skipping them each time takes long
-            numbers = self._blocks.group[pinned]
-            for number in set(numbers.tolist()):
-                self._order.make_newest(self._groups[number], pinned[numbers == number])
-        return chosen
 
     def of_namespace(self, groups: Sequence[Group], nbytes: int, most: int, below: float) -> BlockIds:
         """Choose about ``nbytes`` bytes, and at most ``most`` blocks, of a namespace's groups: the next in the

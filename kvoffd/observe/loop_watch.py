@@ -41,7 +41,7 @@ class LoopWatch:
 
     def __init__(self) -> None:
         self._blocked = DurationHistogram(BOUNDS_S)
-        self.loop_blocked_maximum_seconds = 0.0
+        self.loop_blocked_max_seconds = 0.0
         self._due_at = 0.0
         self._turns, self._turn_at, self._longest_turn_s = 0, 0.0, 0.0
         """Depth of nested turns; start of the outermost; longest turn since the last beat."""
@@ -54,7 +54,7 @@ class LoopWatch:
         self._waited_seen_s = 0.0
 
     @property
-    def loop_blocked(self) -> Histogram:
+    def loop_blocked_seconds(self) -> Histogram:
         """Beats by the seconds for which the loop was blocked since the previous one."""
         return self._blocked.counted()
 
@@ -103,7 +103,7 @@ class LoopWatch:
         self._waited_s = self._waited_seen_s = waited_s
         late_s, self._longest_turn_s = max(late_s, self._longest_turn_s), 0.0
         self._blocked.observe(late_s)
-        self.loop_blocked_maximum_seconds = max(self.loop_blocked_maximum_seconds, late_s)
+        self.loop_blocked_max_seconds = max(self.loop_blocked_max_seconds, late_s)
         if late_s > LOGGED_S:
             due_at, what, absent_s = self._seen
             if due_at != self._due_at:

@@ -200,8 +200,3 @@ class SlotAllocator(Structure):
         regions, index = np.divmod(slots.astype(np.int64), self.slots_per_region)
         offsets: npt.NDArray[np.int64] = regions * self.region_bytes + index * self.slot_bytes[regions]
         return offsets
-
-    def neighbours(self, region: int) -> SlotIds:
-        """Return the allocated slots of a region."""
-        first = region * self.slots_per_region
-        return (np.flatnonzero(self.in_use[first : first + self.slots_per_region]) + first).astype(np.uint32)

@@ -35,13 +35,6 @@ Memories: TypeAlias = tuple[PoolMemory, PoolMemory]
 """Memory of a pool, and of its slot table."""
 
 
-def _both(map_pool: Callable[[], PoolMemory], map_table: Callable[[], PoolMemory]) -> Memories:
-    """Map both, or neither if one of the calls raises."""
-    pool = map_pool()
-    with OnError(pool.close):
-        return pool, map_table()
-
-
 class MemfdBacking:
     """Sealed memfds: new ones, or an earlier daemon's that systemd kept.
 
@@ -69,10 +62,9 @@ class MemfdBacking:
         if (size := os.fstat(pool_fd).st_size) != geometry.pool_bytes:
             raise BadTable(f"The pool's memory has {size} bytes, but its slot table gives another size.")
         try:
-            return _both(
-                lambda: PoolMemory.of_memfd(pool_fd, geometry.pool_bytes),
-                lambda: PoolMemory.of_memfd(table_fd, geometry.size_bytes),
-            )
+            pool = PoolMemory.of_memfd(pool_fd, geometry.pool_bytes)
+            with OnError(pool.close):
+                return pool, PoolMemory.of_memfd(table_fd, geometry.size_bytes)
         except UnsafeSegment as error:
             raise BadTable(f"The stored memory is not a pool of kvoffd: {error.message}") from error
 
@@ -82,10 +74,9 @@ class MemfdBacking:
             self.close()
             if self._on_discard is not None:
                 self._on_discard()
-        return _both(
-            lambda: PoolMemory.create(geometry.pool_bytes, "kvoffd-pool"),
-            lambda: PoolMemory.create(geometry.size_bytes, "kvoffd-slot-table"),
-        )
+        pool = PoolMemory.create(geometry.pool_bytes, "kvoffd-pool")
+        with OnError(pool.close):
+            return pool, PoolMemory.create(geometry.size_bytes, "kvoffd-slot-table")
 
     def close(self) -> None:
         """Close the descriptors of the earlier daemon. Mappings stay."""
@@ -239,10 +230,9 @@ class FileBacking:
 
     def _map(self, geometry: TableGeometry) -> Memories:
         table_bytes, pool_bytes = self._parts(geometry)
-        return _both(
-            lambda: PoolMemory.of_file(self._fd, pool_bytes, table_bytes),
-            lambda: PoolMemory.of_file(self._fd, table_bytes, 0),
-        )
+        pool = PoolMemory.of_file(self._fd, pool_bytes, table_bytes)
+        with OnError(pool.close):
+            return pool, PoolMemory.of_file(self._fd, table_bytes, 0)
 
 
 PoolBacking: TypeAlias = MemfdBacking | FileBacking

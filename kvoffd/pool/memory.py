@@ -177,16 +177,11 @@ def _populate(address: int, length: int) -> None:
     while code := madvise(address, length, MADV_POPULATE_WRITE):
         if code in (errno.EINTR, errno.EAGAIN):
             continue
-        if code in (errno.EINVAL, errno.EPERM, errno.ENOSYS):
-            _populate_by_writing(address, length)
+        if code in (errno.EINVAL, errno.EPERM, errno.ENOSYS):  # kernels before 5.14, and behind seccomp filters
+            pages = np.frombuffer(view_of(address, length), dtype=np.uint8)[:: mmap.PAGESIZE]
+            np.bitwise_or(pages, 0, out=pages)  # rewrites one byte of every page with itself
             return
         raise PoolTooLarge(
             f"The machine ran out of memory while the pool was touched ({os.strerror(code)}); "
             "choose a smaller pool or give the daemon more memory."
         )
-
-
-def _populate_by_writing(address: int, length: int) -> None:
-    """Rewrite one byte of every page with itself: for kernels before 5.14, and behind seccomp filters."""
-    pages = np.frombuffer(view_of(address, length), dtype=np.uint8)[:: mmap.PAGESIZE]
-    np.bitwise_or(pages, 0, out=pages)

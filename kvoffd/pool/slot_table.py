@@ -167,10 +167,8 @@ def check_table(fd: int, wanted: TableGeometry) -> None:
         raise BadTable(f"The slot table cannot be read: {error.strerror}.") from error
     if not begins_as(header, MAGIC):
         raise BadTable("The file is not a slot table of kvoffd.")
-    if len(header) < HEADER.size + CRC.size:
-        raise BadTable("The slot table is cut off in its header.")
     if header[HEADER.size :] != CRC.pack(zlib.crc32(header[: HEADER.size])):
-        raise BadTable("The slot table's header is damaged.")
+        raise BadTable("The slot table's header is damaged or cut off.")
     _, version, _, boot_id, pool_bytes, region_bytes, _ = HEADER.unpack_from(header)
     if version != FORMAT_VERSION:
         raise BadTable(f"The slot table has format {version}, and this release reads format {FORMAT_VERSION}.")

@@ -25,7 +25,7 @@ from kvoffd.server.health import health_reply
 from kvoffd.server.http import HttpServer
 from kvoffd.server.lifeline import LifelineServer
 from kvoffd.server.memory import open_gpus
-from kvoffd.server.persistence import PolicyFile, State, state_file
+from kvoffd.server.persistence import MAX_STATE_BYTES, STATE_FILE, PolicyFile, State, open_state_file
 from kvoffd.server.recovery import StartProgress, open_pool, restore
 from kvoffd.server.service import Service
 from kvoffd.server.sockets import Sockets
@@ -134,7 +134,7 @@ class Daemon:
         self._directory.acquire()
         try:
             self._start_http()
-            self._state = State(state_file(self._config))
+            self._state = State(open_state_file(self._config, STATE_FILE, MAX_STATE_BYTES))
             try:
                 self._state.restore()
                 self._pool = await asyncio.to_thread(

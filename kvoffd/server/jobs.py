@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.hooks import BlockTokens
-from kvoffd.cache.tickets import Check, LoadTicket, StoreTicket
+from kvoffd.cache.tickets import Check, LoadTicket, StorePart, StoreTicket
 from kvoffd.config import Config
 from kvoffd.errors import BadBlockIds, BadKeys, KvoffdError, NotReady, UnknownLease
 from kvoffd.observe.logging import RareWarnings
@@ -228,7 +228,8 @@ class StoreBatch(Job):
         registration = self.registration
         self.copied_bytes = [0] * len(self.ids)
         places: list[tuple[int, int]] = []
-        self.ticket = cache.begin_store(registration.namespace, registration.rank, self.parts)
+        parts = [StorePart(one.group, one.keys, one.first_blocks, one.starts) for one in self.parts]
+        self.ticket = cache.begin_store(registration.namespace, registration.rank, parts)
         for part, stored in zip(self.parts, self.ticket.parts, strict=True):
             if not stored.copy:
                 continue

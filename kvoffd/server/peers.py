@@ -130,7 +130,7 @@ class PeerServer:
         if self._spent_s > LOOP_SHARE * WINDOW_S:
             self.refused += 1
             return generation + bytes(count)
-        states, _ = self._cache.blocks.find(group.number, wanted.keys, wanted.key_bytes)
+        states, _ = self._cache.blocks.find(group, wanted.keys)
         there = bytes(state == READY for state in states)
         self.asked_keys += count
         self.found_keys += sum(there)
@@ -146,7 +146,7 @@ class PeerServer:
         columns: tuple[bytes, bytes, bytes] = b"", b"", b""
         if group is not None and list(group.lengths) == request.lengths:
             blocks_of = self._cache.blocks
-            states, blocks = blocks_of.find(group.number, wanted.keys, wanted.key_bytes)
+            states, blocks = blocks_of.find(group, wanted.keys)
             places = np.flatnonzero(np.frombuffer(states, np.uint8) == READY)
             most = self._lendable_blocks(group.block_bytes) if self._may_lend(route, ident) else 0
             if len(places) > most:

@@ -13,7 +13,6 @@ the known ones, so all existing blocks of the namespace become void.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import stat
@@ -31,7 +30,7 @@ from kvoffd.cache.policy import Policy
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.system.files import open_directory
-from kvoffd.system.mappings import filesystem_magic, is_hugetlbfs
+from kvoffd.system.mappings import filesystem_magic
 from kvoffd.system.newest import put_newest
 from kvoffd.system.threads import start
 from kvoffd_proto.messages import Count
@@ -39,7 +38,7 @@ from kvoffd_proto.stats import Lifetime
 
 logger = logging.getLogger(__name__)
 
-STATE_FILE, POLICY_SUFFIX = "kvoffd.state", ".policy"
+STATE_FILE, POLICY_FILE = "kvoffd.state", "kvoffd.policy"
 MAX_STATE_BYTES = 16 << 20
 MAX_NAMES = 4096
 """Limit of the namespaces with an entry in each table of ``Resets``.
@@ -49,7 +48,6 @@ generation, or are not shared.
 """
 RETRY_S = 5.0
 """Time until a failed write is retried: the file system may have been full for a moment."""
-READ_TRIES, READ_PAUSE_S = 3, 0.2
 CLOSE_S = 2.0
 """Time for a last write when the daemon ends."""
 POLICY_EVERY_S = 300.0
@@ -186,12 +184,7 @@ class StateFile:
 
 def _open_own(path: str, flags: int) -> int:
     """Open a file without following a link, and without blocking on a FIFO."""
-    try:
-        return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise ValueError("it is a link") from error
-        raise
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 class Resets(msgspec.Struct):
@@ -206,12 +199,9 @@ class Resets(msgspec.Struct):
     """Fleet generations that were applied here, under an empty name; of release 0.2 by URL of the shared store."""
     unshared: dict[bytes, Count | bool] = {}
     """An engine has reset these namespaces: shared stores and peers are not used for one until it is reset on all
-    nodes, to a fleet generation above this number; earlier versions wrote True. 0 or False: that was since ``lost_at``.
-    """
-    shares_others: bool = True
-    """Whether namespaces not in ``unshared`` are shared; False once the resets were lost."""
-    lost_at: Count = 0
-    """Time of the loss: what ``unshared`` would have of those that are not in it."""
+    nodes, to a fleet generation above this number. 0.2 wrote True. 0: that was since ``unshared_floor``."""
+    unshared_floor: Count = 0
+    """This number for namespaces that are not in ``unshared``: 0 unless the resets or an entry were lost."""
 
 
 class Quotas(msgspec.Struct):
@@ -254,11 +244,16 @@ class State:
         all nodes. Raises StateUnreadable.
         """
         try:
-            content, why = self._read(), "it is damaged"
+            content, why = self.file.read(), "it is damaged"
+        except FileNotFoundError:
+            return
         except ValueError as error:
             content, why = b"", str(error)
-        if content is None:
-            return
+        except OSError as error:
+            raise StateUnreadable(
+                f"{self.file.path}, the record of clears and resets, cannot be read ({error.strerror}); fix that. "
+                "Without it cleared blocks may come back from disks and shared stores."
+            ) from error
         found = _parts_of(content)
         self.resets, self.quotas, self.counted = (found.get(name, kind()) for name, kind in PARTS.items())  # type: ignore[assignment]
         lost = ", ".join(name.decode() for name in PARTS if name not in found)
@@ -269,25 +264,10 @@ class State:
                 "Earlier clears and resets are unknown. So all existing blocks are void, and no namespace is shared "
                 "with other nodes until `kvoffd-cli clear --all-nodes`."
             )
-            self._share_none(int(self._wall_clock()))
+            self.resets.unshared_floor = int(self._wall_clock())
             self.raise_all()
         if content != self._encoded(*PARTS):
             self._save(*PARTS)  # repairs the file
-
-    def _read(self) -> bytes | None:
-        """Return the content; None if there is no file. Raises StateUnreadable; ValueError if it is not ours."""
-        for _ in range(READ_TRIES):
-            try:
-                return self.file.read()
-            except FileNotFoundError:
-                return None
-            except OSError as error:
-                problem = error
-                time.sleep(READ_PAUSE_S)
-        raise StateUnreadable(
-            f"{self.file.path}, the record of clears and resets, cannot be read ({problem.strerror}); fix that. "
-            "Without it cleared blocks may come back from disks and shared stores."
-        )
 
     # --- generations -----------------------------------------------------------------------------
 
@@ -343,8 +323,7 @@ class State:
 
     def unshared_at(self, fingerprint: bytes) -> int:
         """Return the number above which a fleet generation shares the namespace again; 0 if it is shared."""
-        lost_at = 0 if self.resets.shares_others else max(1, self.resets.lost_at)
-        return int(self.resets.unshared.get(fingerprint, lost_at))
+        return int(self.resets.unshared.get(fingerprint, self.resets.unshared_floor))
 
     def unshare(self, fingerprint: bytes, generation: int) -> None:
         """Stop sharing a namespace until its fleet generation is above this one: blocks of other nodes may be stale."""
@@ -365,20 +344,15 @@ class State:
         """
         if generation > self.unshared_at(fingerprint):
             self.resets.unshared.pop(fingerprint, None)
-            if not self.resets.shares_others:
+            if self.resets.unshared_floor:
                 self._set_unshared(fingerprint, 0)
         put_newest(self.resets.fleet.setdefault("", {}), fingerprint, generation, MAX_NAMES, self.is_there)
         self._save(b"resets")
 
     def _set_unshared(self, fingerprint: bytes, generation: int) -> None:
-        if forgotten := put_newest(self.resets.unshared, fingerprint, generation, MAX_NAMES, self.is_there):
-            self._share_none(int(forgotten))
+        forgotten = put_newest(self.resets.unshared, fingerprint, generation, MAX_NAMES, self.is_there) or 0
+        self.resets.unshared_floor = max(self.resets.unshared_floor, int(forgotten))
         self._save(b"resets")
-
-    def _share_none(self, generation: int) -> None:
-        """Share no namespace but those in ``unshared`` until its fleet generation is above this one."""
-        self.resets.shares_others = False
-        self.resets.lost_at = max(self.resets.lost_at, generation)
 
     @property
     def is_saved(self) -> bool:
@@ -427,25 +401,22 @@ def _parts_of(content: bytes) -> dict[bytes, msgspec.Struct]:
     return found
 
 
-def state_file(config: Config) -> StateFile:
-    """Return ``kvoffd.state``, in systemd's StateDirectory= if there is one, else in the daemon's directory.
+def open_state_file(config: Config, name: str, max_bytes: int) -> StateFile:
+    """Return the file ``name`` in systemd's StateDirectory= if there is one, else in the daemon's directory.
 
     Raises NoMoreThreads.
     """
     directory = os.environ.get("STATE_DIRECTORY", "").partition(":")[0] or config.directory
-    return StateFile(f"{directory}/{STATE_FILE}", MAX_STATE_BYTES)
+    return StateFile(f"{directory}/{name}", max_bytes)
 
 
 class PolicyFile:
-    """The policy's state, in ``<pool_file>.policy``, or in ``kvoffd.policy`` in the daemon's directory.
-
-    It is written every POLICY_EVERY_S and when the daemon ends.
-    """
+    """The policy's state, in ``kvoffd.policy``. It is written every POLICY_EVERY_S and when the daemon ends."""
 
     def __init__(self, policy: Policy, config: Config) -> None:
         self._policy = policy
         self._name = config.eviction_policy.encode()
-        self._file = StateFile(_policy_path(config), MAX_POLICY_BYTES)
+        self._file = open_state_file(config, POLICY_FILE, MAX_POLICY_BYTES)
         self._due = time.monotonic() + POLICY_EVERY_S
 
     def restore(self) -> None:
@@ -482,10 +453,3 @@ class PolicyFile:
     def _save(self) -> None:
         if state := self._policy.state():
             self._file.save(self._name + b"\n" + state)
-
-
-def _policy_path(config: Config) -> str:
-    """Return a path next to the pool's file, except on hugetlbfs, whose files can be mapped but not written."""
-    if config.pool_file and not is_hugetlbfs(Path(config.pool_file).parent):
-        return config.pool_file + POLICY_SUFFIX
-    return str(config.directory / "kvoffd") + POLICY_SUFFIX

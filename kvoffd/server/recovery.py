@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvoffd import __version__
 from kvoffd.cache.cache import Cache
-from kvoffd.cache.namespace import NamespaceSnapshot
+from kvoffd.cache.namespace import Group, NamespaceSnapshot
 from kvoffd.cache.recovery import recover
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
@@ -115,7 +115,7 @@ def restore(cache: Cache, pool: Pool, policy: PolicyFile, state: State) -> None:
     if not pool.recovered:
         return
     snapshot = pool.table.load_namespaces(NamespaceSnapshot) or NamespaceSnapshot(1, ())
-    known = {}
+    known: list[Group] = []
     for record in snapshot.namespaces:
         if not state.accept(record.fingerprint, record.generation):
             continue
@@ -125,7 +125,7 @@ def restore(cache: Cache, pool: Pool, policy: PolicyFile, state: State) -> None:
             logger.warning("The pool's blocks of %s are lost. %s", record.label, error.message)
             continue
         # Groups without sizes have no blocks, because no rank had registered.
-        known[record.number] = [group for group in groups if group.sizes]
+        known += [group for group in groups if group.sizes]
     fd = pool.memory_fds[1]
     found = recover(fd, pool.table, pool.slots, cache.blocks, known, snapshot.next_number)
     cache.enter_recovered(found.blocks, found.quarantined)
@@ -133,26 +133,24 @@ def restore(cache: Cache, pool: Pool, policy: PolicyFile, state: State) -> None:
         "Recovered an earlier daemon's pool: %d blocks (%s) in %d namespace%s are ready after %.3f s.",
         len(found.blocks),
         format_size(cache.usage.ready),
-        len(known),
-        plural(len(known)),
+        len(cache.namespaces),
+        plural(len(cache.namespaces)),
         time.monotonic() - started,
     )
     if not len(found.blocks):
         lost = found.unwritten + found.damaged + found.incomplete
         level = logging.WARNING if lost else logging.INFO
         logger.log(level, "The pool starts empty. The earlier daemon's has no complete block.")
-    for count, why in (
-        (found.unwritten, "their namespaces were not recorded, because they were too many for a pool of this size"),
-        (found.damaged, "damaged, or without a checksum"),
-        (found.incomplete, "their blocks lack shards of other ranks"),
+    too_many = "were too many for a pool of this size to be recorded"
+    reset = f"their namespaces {too_many}, or were reset" if snapshot.left_out else "their namespaces were reset"
+    for count, why, level in (
+        (found.unwritten, f"their namespaces {too_many}", logging.WARNING),
+        (found.damaged, "damaged, or without a checksum", logging.WARNING),
+        (found.incomplete, "their blocks lack shards of other ranks", logging.WARNING),
+        (found.reset, reset, logging.WARNING if snapshot.left_out else logging.INFO),
     ):
         if count:
-            logger.warning("Dropped %d pool slot%s at recovery: %s.", count, plural(count), why)
-    if found.reset and snapshot.left_out:
-        why = "were too many for a pool of this size to be recorded, or were reset"
-        logger.warning("Dropped %d pool slots at recovery: their namespaces %s.", found.reset, why)
-    elif found.reset:
-        logger.info("Dropped %d pool slots at recovery: their namespaces were reset.", found.reset)
+            logger.log(level, "Dropped %d pool slot%s at recovery: %s.", count, plural(count), why)
     if count := len(found.quarantined):
         logger.warning(
             "Not using %d slot%s with earlier checksum mismatches; check the machine's memory.", count, plural(count)

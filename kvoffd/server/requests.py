@@ -267,7 +267,7 @@ def report_prompts(service: Service, session: Session, message: m.ReportPrompts)
     for one in message.prompts:
         reason = unloaded = UNLOADED.get(one.outcome) or UNLOADED.get(one.reason)
         if one.missing_key and not one.reason:
-            (reason,) = service.cache.reasons_of(namespace, one.missing_group, one.missing_key)
+            (reason,) = map(MissReason, service.cache.reasons_of(namespace, one.missing_group, one.missing_key))
         if reason is not None and not one.reason:
             one = structs.replace(one, reason=reason.name.lower())
         outcome = PromptOutcome(one.own_keys, one.covered_keys, unloaded)

@@ -16,8 +16,7 @@ import kvoffd.server.requests
 import kvoffd.server.stats  # noqa: F401
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.curve import HitRatioCurve
-from kvoffd.cache.learned import Learned
-from kvoffd.cache.lru_fallback import LruFallback
+from kvoffd.cache.learned import Learned, LruFallback
 from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError, refusal_of

@@ -52,6 +52,8 @@ def daemon_stats(service: Service) -> s.DaemonStats:
     )
     found = filled(
         s.DaemonStats,
+        service.loop_watch,
+        traffic,
         version=__version__,
         node=socket.gethostname(),
         policy=service.config.eviction_policy,
@@ -73,8 +75,6 @@ def daemon_stats(service: Service) -> s.DaemonStats:
         cpu_seconds=usage.ru_utime + usage.ru_stime,
         resident_bytes=_resident_bytes(),
         lookup_seconds=service.lookup_times.counted(),
-        loop_blocked_seconds=service.loop_watch.loop_blocked,
-        loop_blocked_max_seconds=service.loop_watch.loop_blocked_maximum_seconds,
         cancelled_stores=jobs.cancelled_stores,
         pool=_pool_stats(service),
         store=_copy_stats(service, Direction.STORE),
@@ -85,7 +85,6 @@ def daemon_stats(service: Service) -> s.DaemonStats:
         lifetime=traffic.lifetime(total),
         namespaces=[*_namespace_rows(service, on_disk, largest), *others],
         other_namespaces=len(cache.namespaces) - len(largest),
-        gone_namespaces=traffic.gone_namespaces,
         integrity=filled(s.IntegrityStats, cache),
         tiers=_tiering_stats(service),
         disks=list(map(_disk_stats, service.tier_supervisor)),
@@ -108,21 +107,25 @@ def _namespace_rows(
     service: Service, on_disk: Counter[bytes], namespaces: Sequence[Namespace]
 ) -> list[s.NamespaceStats]:
     """The row of each namespace: the one of the last time if nothing in it has changed."""
-    kept, quotas, halved_at = service.traffic.kept_rows, service.cache.quotas, service.curve.halved_at
-    engines = _engines(service)
+    kept, quotas, engines = service.traffic.kept_rows, service.cache.quotas, _engines(service)
     changed = []
     for one in namespaces:
-        figures = service.traffic.figures_of(one)
-        rest = (
-            *(one.ready_blocks, one.ready_bytes, on_disk[one.fingerprint], quotas.get(one.fingerprint)),
-            *(halved_at, engines[one.fingerprint]),
-        )
-        before = kept.get(one)
-        if before is None or before[0] is not figures or before[1] != rest:
-            changed.append((one, figures, rest))
-    curves = service.curve.of_namespaces([one for one, _, _ in changed])
-    for (one, figures, rest), curve in zip(changed, curves, strict=True):
-        kept[one] = figures, rest, _namespace_stats(service, on_disk, one, curve, engines[one.fingerprint])
+        rest = {
+            "ready_blocks": one.ready_blocks,
+            "ready_bytes": one.ready_bytes,
+            "disk_bytes": on_disk[one.fingerprint],
+            "quota_bytes": quotas.get(one.fingerprint),
+            "engines": engines[one.fingerprint],
+        }
+        figures, depends = service.traffic.figures_of(one), (rest, service.curve.halved_at)
+        # The figures are another object once the namespace has counted anything, be it in them or not.
+        if one not in kept or kept[one][0] is not figures or kept[one][1] != depends:
+            changed.append((one, figures, depends))
+    curves = service.curve.of_namespaces([one for one, *_ in changed])
+    for (one, figures, depends), curve in zip(changed, curves, strict=True):
+        names = {"id": s.namespace_id(one.fingerprint), "model": one.label, "fingerprint": one.fingerprint.hex()}
+        row = filled(s.NamespaceStats, one.totals, one, **names, curve=curve, **figures, **depends[0])
+        kept[one] = figures, depends, row
     return [kept[one][2] for one in namespaces]
 
 
@@ -135,28 +138,6 @@ def _engines(service: Service) -> defaultdict[bytes, list[str]]:
             for fingerprint in session.namespaces:
                 found[fingerprint].append(s.engine_name(session.name, session.role) + pid)
     return found
-
-
-def _namespace_stats(
-    service: Service, on_disk: Counter[bytes], namespace: Namespace, curve: s.HitCurve, engines: list[str]
-) -> s.NamespaceStats:
-    counters = namespace.totals
-    return filled(
-        s.NamespaceStats,
-        counters,
-        id=s.namespace_id(namespace.fingerprint),
-        model=namespace.label,
-        fingerprint=namespace.fingerprint.hex(),
-        of_bench=namespace.of_bench,
-        world_size=namespace.world_size,
-        ready_blocks=namespace.ready_blocks,
-        ready_bytes=namespace.ready_bytes,
-        disk_bytes=on_disk[namespace.fingerprint],
-        quota_bytes=service.cache.quotas.get(namespace.fingerprint),
-        curve=curve,
-        engines=engines,
-        **service.traffic.figures_of(namespace),
-    )
 
 
 @answers(a.Health)
@@ -230,13 +211,7 @@ def _pool_stats(service: Service) -> s.PoolStats:
     return filled(
         s.PoolStats,
         size_bytes=pool.pool_bytes,
-        bytes={
-            "free": usage.free,
-            "writing": usage.writing,
-            "ready": usage.ready,
-            "dropped": usage.dropped,
-            "quarantined": usage.quarantined,
-        },
+        bytes={state: getattr(usage, state) for state in ("free", "writing", "ready", "dropped", "quarantined")},
         usable_bytes=pool.pool_bytes - usage.quarantined,
         pinned_bytes=usage.pinned,
         retained_bytes=cache.order.retained_bytes,
@@ -253,9 +228,7 @@ def _copy_stats(service: Service, direction: Direction) -> s.CopyStats:
     return filled(
         s.CopyStats,
         copies,
-        jobs=counters.jobs,
-        failed_jobs=counters.failed_jobs,
-        bytes=counters.bytes,
+        counters,
         queued_jobs=copies.queued,
         running_jobs=copies.running,
     )
@@ -268,11 +241,10 @@ def _tiering_stats(service: Service) -> s.TieringStats | None:
     return filled(
         s.TieringStats,
         disks,
+        writer,
         promotions_waiting=disks.waiting_blocks,
         promotions_failed=dict(disks.failures),
         promotions_unused=disks.unused_blocks,
-        written_blocks=writer.written_blocks,
-        written_bytes=writer.written_bytes,
         writes_waiting=writer.waiting_blocks,
         not_written=dict(writer.not_written),
         write_budget_left_bytes=writer.budget.left_bytes,
@@ -328,15 +300,14 @@ def _lent_stats(service: Service) -> s.LentStats | None:
     supervisor = service.tier_supervisor
     if (server := supervisor.peer_server) is None or (helper := supervisor.peer_helper) is None:
         return None
-    return s.LentStats(
+    return filled(
+        s.LentStats,
+        server,
         up=helper.up,
         helper_starts=helper.starts,
-        asked_keys=server.asked_keys,
-        found_keys=server.found_keys,
         blocks=server.lent_blocks,
         bytes=server.served_bytes,
         refused_requests=server.refused,
-        leases=server.leases,
         pinned_bytes=server.lent_bytes,
     )
 

@@ -51,7 +51,7 @@ class TrafficCounts:
         self._largest: list[Namespace] = []
         self._rest: list[Namespace] = []
         """Namespaces with a row, and those without that are no benches."""
-        self.kept_rows: dict[Namespace, tuple[dict[str, Any], tuple[Any, ...], NamespaceStats]] = {}
+        self.kept_rows: dict[Namespace, tuple[dict[str, Any], object, NamespaceStats]] = {}
         """Rows of the last statistics: the namespace's figures, what else they depend on, and the row."""
 
     def tick(self) -> None:

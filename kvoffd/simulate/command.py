@@ -196,32 +196,16 @@ def _bytes_of(option: str, text: str) -> int:
 
 
 def _as_json(trace: Trace, sizes: Sizes, results: Results) -> dict[str, object]:
-    return {
-        "trace": trace.name,
-        "accesses": trace.accesses,
-        "results": [
-            {
-                "policy": one.policy,
-                "size": sizes[one.size],
-                "blocks": one.blocks,
-                "hit_percent": round(one.hit_percent, 3),
-                "written_percent": round(one.written_percent, 3),
-                "optimum_percent": round(best, 3),
-                **(_disk_as_json(one, one.disk) if one.disk is not None else {}),
-            }
-            for one, best in results
-        ],
-    }
-
-
-def _disk_as_json(one: Replayed, disk: DiskPlan) -> dict[str, object]:
-    return {
-        "disk_blocks": disk.blocks,
-        "disk_write": disk.mode.value,
-        "disk_write_per_day_blocks": disk.per_day_blocks,
-        "disk_hit_percent": round(one.disk_hit_percent, 3),
-        "disk_written_percent": round(one.disk_written_percent, 3),
-    }
+    rows = []
+    for one, best in results:
+        percents = {"hit": one.hit_percent, "written": one.percent(one.written), "optimum": best}
+        row: dict[str, object] = {"policy": one.policy, "size": sizes[one.size], "blocks": one.blocks}
+        if one.disk is not None:
+            row |= {"disk_blocks": one.disk.blocks, "disk_write": one.disk.mode.value}
+            row |= {"disk_write_per_day_blocks": one.disk.per_day_blocks}
+            percents |= {"disk_hit": one.percent(one.disk_hits), "disk_written": one.percent(one.disk_written)}
+        rows.append(row | {f"{name}_percent": round(percent, 3) for name, percent in percents.items()})
+    return {"trace": trace.name, "accesses": trace.accesses, "results": rows}
 
 
 def _as_table(trace: Trace, sizes: Sizes, results: Results, block_bytes: int) -> str:
@@ -238,9 +222,10 @@ def _as_table(trace: Trace, sizes: Sizes, results: Results, block_bytes: int) ->
     if not results:
         return f"{lines[0]}\nNo block comes back: no pool would find anything."
     for one, best in results:
-        percents = f"{one.hit_percent:>8.2f}{one.written_percent:>11.2f}{best:>12.2f}"
+        percents = f"{one.hit_percent:>8.2f}{one.percent(one.written):>11.2f}{best:>12.2f}"
         if one.disk is not None:
-            percents += f"  {one.disk.mode.value:<8}{one.disk_hit_percent:>10.2f}{one.disk_written_percent:>11.2f}"
+            of_disk, to_disk = one.percent(one.disk_hits), one.percent(one.disk_written)
+            percents += f"  {one.disk.mode.value:<8}{of_disk:>10.2f}{to_disk:>11.2f}"
         lines.append(f"{sizes[one.size]:>{width}}  {one.policy:<14}{percents}")
     if len(trace.requests) < FEWEST_LOOKUPS:
         few = f"Too early to choose a policy or a size: {FEWEST_LOOKUPS} requests are needed. Record for longer."

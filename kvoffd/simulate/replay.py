@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import mmap
 from collections import deque
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.curve import HitRatioCurve
-from kvoffd.cache.learned import Learned
-from kvoffd.cache.lru_fallback import LruFallback
+from kvoffd.cache.learned import Learned, LruFallback
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policy import make_policy
+from kvoffd.cache.tickets import StorePart
 from kvoffd.pool.allocator import SlotAllocator
 from kvoffd.pool.slot_table import SlotTable, TableGeometry
 from kvoffd.simulate.disk import MAX_REGION_BLOCKS, REGIONS, SimulatedDisk
@@ -61,21 +60,12 @@ class Replayed(NamedTuple):
         """Blocks of the pool and of the disk."""
         return self.blocks, self.disk.blocks if self.disk is not None else 0
 
+    def percent(self, count: int) -> float:
+        return 100 * count / max(1, self.accesses)
+
     @property
     def hit_percent(self) -> float:
-        return 100 * self.hits / max(1, self.accesses)
-
-    @property
-    def written_percent(self) -> float:
-        return 100 * self.written / max(1, self.accesses)
-
-    @property
-    def disk_hit_percent(self) -> float:
-        return 100 * self.disk_hits / max(1, self.accesses)
-
-    @property
-    def disk_written_percent(self) -> float:
-        return 100 * self.disk_written / max(1, self.accesses)
+        return self.percent(self.hits)
 
 
 class Silence:
@@ -85,15 +75,6 @@ class Silence:
         """Do nothing."""
 
     removed = cleared = stored
-
-
-class Offered(NamedTuple):
-    """A ``StorePart`` of a request."""
-
-    keys: bytes
-    group: int = 0
-    first_blocks: Mapping[int, int] = MappingProxyType({})
-    starts: tuple[int, ...] = (0,)
 
 
 def open_cache(policy: str, blocks: int, clock: Callable[[], float] = lambda: 0.0) -> Cache:
@@ -161,7 +142,7 @@ def request(
         if not states.startswith(bytes([READY]) * ready):
             lacking = np.frombuffer(keys, np.uint64)[np.frombuffer(states, np.uint8) != READY].tobytes()
         for begin in range(0, len(lacking), step_blocks * KEY_BYTES):
-            ticket = cache.begin_store(namespace, 0, [Offered(lacking[begin : begin + step_blocks * KEY_BYTES])])
+            ticket = cache.begin_store(namespace, 0, [StorePart(0, lacking[begin : begin + step_blocks * KEY_BYTES])])
             cache.commit_store(ticket, [[1] * len(part.copy) for part in ticket.parts])
             if disk is not None:
                 disk.tick()

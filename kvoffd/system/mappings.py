@@ -10,12 +10,11 @@ import mmap
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
 from kvoffd.errors import UnsafeSegment
-from kvoffd.system.files import held_bytes, open_directory
+from kvoffd.system.files import held_bytes
 from kvoffd.system.threads import TaskThread
 
 _log = logging.getLogger(__name__)
@@ -184,18 +183,6 @@ def filesystem_magic(fd: int) -> int:
     if _fstatfs(fd, buffer) != 0:
         return 0
     return int(buffer[0])
-
-
-def is_hugetlbfs(directory: Path) -> bool:
-    """Return whether files in the directory consist of huge pages; False if it cannot be opened."""
-    try:
-        fd = open_directory(directory)
-    except OSError:
-        return False
-    try:
-        return filesystem_magic(fd) == HUGETLBFS_MAGIC
-    finally:
-        os.close(fd)
 
 
 class PageFaulter:

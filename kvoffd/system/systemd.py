@@ -25,10 +25,8 @@ class Notifier:
     No method raises, and only ``wait_until_handled`` blocks. The first failure is logged.
     """
 
-    def __init__(self, environ: Mapping[str, str], pid: int | None = None) -> None:
-        self._pid = os.getpid() if pid is None else pid
-        self._watchdog_at = 0.0
-        self._watchdog_timeout_s = _watchdog_timeout_s(environ, self._pid)
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._watchdog_at, self._watchdog_timeout_s = 0.0, _watchdog_timeout_s(environ)
         self._socket: socket.socket | None = None
         self._failed = False
         address = environ.get("NOTIFY_SOCKET", "")
@@ -119,12 +117,13 @@ def take_stored_fds(environ: MutableMapping[str, str]) -> dict[str, list[int]]:
     return stored
 
 
-def _watchdog_timeout_s(environ: Mapping[str, str], pid: int) -> float | None:
+def _watchdog_timeout_s(environ: Mapping[str, str]) -> float | None:
     """Return the watchdog timeout if the variables are set for this process (sd_watchdog_enabled(3))."""
     microseconds = environ.get("WATCHDOG_USEC", "")
     if not re.fullmatch("[0-9]{1,18}", microseconds) or int(microseconds) == 0:
         return None
-    return int(microseconds) / 1_000_000 if environ.get("WATCHDOG_PID", str(pid)) == str(pid) else None
+    pid = str(os.getpid())
+    return int(microseconds) / 1_000_000 if environ.get("WATCHDOG_PID", pid) == pid else None
 
 
 def _one_line(text: str) -> str:

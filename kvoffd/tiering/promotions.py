@@ -469,7 +469,7 @@ class Promotions:
         counters = fill.wanted.namespace.counters
         if miss is not None:
             for asked, position in askers:
-                asked.missed(position, miss)
+                asked.missed(position, bytes([miss]))
         elif self.shared:
             counters.found_shared += len(askers)
         else:

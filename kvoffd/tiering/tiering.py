@@ -170,7 +170,6 @@ class Tiering:
         source = Promotions(tiers, settings, cache, clock, self._coming, self._promoted, shared=shared)
         writer = Writer(
             *(cache, tiers, clock, settings),
-            shared=shared,
             idle=lambda: not source.waiting_blocks,
             engines_busy=self._engines_busy,
             leaves_out=self.is_unshared if shared else lambda fingerprint: False,
@@ -391,9 +390,8 @@ class Tiering:
         return self.remove_all(namespace.fingerprint)
 
     def remove_all(self, fingerprint: bytes | None) -> int:
-        """Remove all blocks of a namespace, open or not, or of all, from the disks; return how many. Stores only forget
-        what they know of it."""
-        return sum(tier.remove_all(fingerprint) for source in self.sources for tier in source.tiers)
+        """Remove all blocks of a namespace, open or not, or of all, from the disks; return how many."""
+        return sum(tier.remove_all(fingerprint) for tier in self.disks.tiers)
 
     # --- what the daemon calls -------------------------------------------------------------------
 
@@ -467,7 +465,7 @@ class Tiering:
             (asked, first), gap = run[1], sum(found)
             namespace.counters.found_shared += gap
             reasons = self._cache.reasons_of(namespace, block_group.number, b"".join(keys[gap:]))
-            asked.missed_run(first + gap, bytes(reasons))
+            asked.missed(first + gap, reasons)
         by_tag = self._uncounted.get(namespace, {})
         if not (uncounted := by_tag.get(block_group.tag)):
             return
@@ -479,7 +477,7 @@ class Tiering:
         reasons = self._cache.reasons_of(namespace, block_group.number, b"".join([keys[at] for at in missed]))
         for at, reason in zip(missed, reasons, strict=True):
             for asked, position in askers[at]:
-                asked.missed(position, reason)
+                asked.missed(position, bytes([reason]))
 
     def _forget_fills(self, namespace: Namespace) -> None:
         for keys in list(self._coming.values()):

@@ -135,7 +135,6 @@ class BlockWrite:
     """A block that is being written to a tier. ``pump`` pins it before control returns to the event loop, so that its
     number and bytes stay valid."""
 
-    group: Group
     block: BlockIds
     copy: Block
     offsets: list[int]
@@ -155,15 +154,15 @@ def block_group_of(group: Group) -> BlockGroup:
     return make_block_group(group.namespace.fingerprint, group.namespace.generation, group.index, group.lengths)
 
 
-def writes_of(cache: Cache, group: Group, block_group: BlockGroup, blocks: BlockIds) -> list[BlockWrite]:
+def writes_of(cache: Cache, group: Group, blocks: BlockIds) -> list[BlockWrite]:
     """Return the writes of READY blocks, except those without a checksum, or with wrong bytes."""
     slots = cache.blocks.slots(blocks, len(group.sizes))
     records = cache.table.records[slots]
     bad = ((records["checksum"] == 0) | (cache.blocks.shard[slots] & CORRUPT != 0)).any(axis=1)
-    keys = cache.blocks.split_keys(blocks, group.key_bytes)
+    keys, block_group = cache.blocks.split_keys(blocks, group.key_bytes), block_group_of(group)
     columns = bad, records["first_block"], records["checksum"], cache.slots.offsets(slots)
     return [
-        BlockWrite(group, blocks[at : at + 1], Block(block_group, key, tuple(firsts), tuple(sums)), offsets)
+        BlockWrite(blocks[at : at + 1], Block(block_group, key, tuple(firsts), tuple(sums)), offsets)
         for at, (key, is_bad, firsts, sums, offsets) in enumerate(
             zip(keys, *(column.tolist() for column in columns), strict=True)
         )
@@ -249,7 +248,6 @@ class Writer:
 
     Args:
         tiers: the targets; each block is written to one that has space and a short queue.
-        shared: whether they are a store of several nodes.
         idle: returns whether nobody waits for reads from the tiers.
         engines_busy: returns whether engines copy. They have priority: writes take memory bandwidth, CPUs and the GIL
             from them. While they copy, or wait for the tiers, writes are limited to ``trickle_bytes`` of ``settings``,
@@ -264,7 +262,6 @@ class Writer:
         clock: Callable[[], float],
         settings: TieringSettings,
         *,
-        shared: bool,
         idle: Callable[[], bool],
         engines_busy: Callable[[], bool],
         leaves_out: Callable[[bytes], bool] = lambda fingerprint: False,
@@ -272,7 +269,6 @@ class Writer:
         self._cache, self._tiers = cache, tiers
         self._generations = cache.table.records["generation"]
         self.mode = settings.mode
-        self._shared = shared
         self.budget = WriteBudget(settings.per_day_bytes, clock)
         self._refused_above = inf
         """Number of running writes above which none is begun: the tiers accepted no more, and a check is expensive."""
@@ -438,8 +434,7 @@ class Writer:
         for group, members in self._cache.by_group(self._still_ready(batch)):
             blocks, _ = self._unwritten(group, members)
             if blocks.size:
-                block_group = block_group_of(group)
-                chosen |= {write.number: write for write in writes_of(self._cache, group, block_group, blocks)}
+                chosen |= {write.number: write for write in writes_of(self._cache, group, blocks)}
         for block in batch:
             if block not in chosen:
                 del self.waiting[block]

@@ -138,19 +138,16 @@ class DiskTier(Tier):
         return not (self.hangs or self._closed)
 
     def find(self, group: BlockGroup, keys: Sequence[bytes], *, prefix: bool) -> bytes:
-        if self.hangs or self._map.known(group) is None:
+        if self.hangs:
             return bytes(len(keys))
-        return np.where(self._map.find(group.tag, keys) == NO_SLOT, np.uint8(ABSENT), np.uint8(PRESENT)).tobytes()
+        return np.where(self._map.find(group, keys) == NO_SLOT, np.uint8(ABSENT), np.uint8(PRESENT)).tobytes()
 
     def wants(self, group: BlockGroup, keys: Sequence[bytes]) -> list[bool]:
-        found = (
-            self._map.find(group.tag, keys).tolist() if self._map.known(group) is not None else [NO_SLOT] * len(keys)
-        )
-        pairs = zip(keys, found, strict=True)
+        pairs = zip(keys, self._map.find(group, keys).tolist(), strict=True)
         return [slot == NO_SLOT and (group.tag, key) not in self._writing for key, slot in pairs]
 
     def spare(self, group: BlockGroup, keys: Sequence[bytes]) -> None:
-        for slot in self._map.slots_of(group.tag, keys):
+        for slot in self._map.slots_of(group, keys):
             region, place = self._map.at(slot)
             region.used[place] = 1
 
@@ -158,11 +155,10 @@ class DiskTier(Tier):
 
     def read(self, group: BlockGroup, key: bytes, offsets: Sequence[int], patience_s: float, on_end: ReadEnd) -> bool:
         """See Tier. Begun reads cannot be cancelled: waiting ones end when none has ended for their patience."""
-        if not self.available() or (known := self._map.known(group)) is None:
+        (slot,) = self._map.find(group, [key]).tolist()
+        if slot == NO_SLOT or not self.available():
             return False
-        if (slot := self._map.find_one(known, key)) == NO_SLOT:
-            return False
-        self._reads.put(self._job(known, key, slot, offsets, on_end, patience_s))
+        self._reads.put(self._job(self._map.groups[group.tag], key, slot, offsets, on_end, patience_s))
         return True
 
     def _job(
@@ -308,7 +304,7 @@ class DiskTier(Tier):
     # --- removing --------------------------------------------------------------------------------
 
     def remove(self, group: BlockGroup, keys: Sequence[bytes], why: str) -> None:
-        slots = self._map.slots_of(group.tag, list(dict.fromkeys(keys)))
+        slots = self._map.slots_of(group, list(dict.fromkeys(keys)))
         self._clearing.drop(slots)
         for key in keys:
             self._writing.pop((group.tag, key), None)  # the block is dropped at the end of the write

@@ -16,7 +16,7 @@ import numpy as np
 
 from kvoffd.pool.allocator import PAGE_BYTES
 from kvoffd.system.threads import Workers
-from kvoffd.tiers.disk_file import RECORD, DiskFile, runs_of
+from kvoffd.tiers.disk_file import DiskFile
 from kvoffd.tiers.disk_io import End
 from kvoffd.tiers.disk_map import DiskMap
 from kvoffd.tiers.header import BlockGroup
@@ -165,8 +165,7 @@ class Clearing:
         try:
             for region, pages in write.sizes.items():
                 file.write_slot_pages(region, pages)
-            for first, count in runs_of(write.gone):
-                file.write_records(first, np.zeros(count, RECORD))
+            file.clear_slots(write.gone)
             if write.written_bytes:
                 file.write_head(is_open=True, written_bytes=write.written_bytes)
             self.physical_bytes = file.physical_bytes()

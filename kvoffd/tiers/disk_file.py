@@ -217,6 +217,11 @@ class DiskFile:
         if is_there and np.frombuffer(self._read_index(at, nbytes), np.uint64).any():
             self.write_records(first, np.zeros(there, RECORD))
 
+    def clear_slots(self, slots: Sequence[int]) -> None:
+        """Clear the records of slots. Raises OSError."""
+        for first, count in runs_of(slots):
+            self.write_records(first, np.zeros(count, RECORD))
+
     def sync(self) -> None:
         """Flush both files to the device. Raises OSError."""
         self.calls.sync(self.fd)

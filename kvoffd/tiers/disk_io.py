@@ -28,7 +28,7 @@ from kvoffd.system.files import OnError, ShortRead, address_of, aligned_buffer, 
 from kvoffd.system.native import COUNT, INT, ITEMS, NUMBER, VOID_P, declare, native
 from kvoffd.system.threads import ENDED_AT_ONCE, DaemonThreads
 from kvoffd.tiers.disk_file import RECORD, DiskFile
-from kvoffd.tiers.header import HEADER_BYTES, Block, BlockGroup, decode_header, encode_header, parse_header
+from kvoffd.tiers.header import HEADER_BYTES, Block, BlockGroup, decode_header, encode_header
 from kvoffd.tiers.tier import READERS_NICE, Result
 from kvoffd_proto.stats import DiskFault
 
@@ -204,8 +204,8 @@ class Reads:
         if found < job.nbytes:
             ends = f"nothing is left to read at offset {job.offset + found}"
             return failed_end(self._file, job, "read", ShortRead(0, ends))
-        block = decode_header(header, job.group, job.key)
-        if block is None and parse_header(header) is not None:
+        block = decode_header(header)
+        if block is not None and (block.group, block.key) != (job.group, job.key):
             return End(Result.GONE)  # the index belongs to another copy of the file, or is older than a power cut
         if block is not None:
             shards = zip(block.checksums, read[-len(job.shards) :], job.shards, job.group.lengths, strict=True)

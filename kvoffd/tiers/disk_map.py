@@ -18,8 +18,8 @@ from kvoffd.pool.allocator import PAGE_BYTES, SlotAllocator, page_up
 from kvoffd.pool.slot_table import MAX_KEY_BYTES
 from kvoffd.system.files import aligned_buffer, read_all
 from kvoffd.system.native import CHAR_P, COUNT, INT, ITEMS, KEYS, VOID_P, SlotIndex, declare, native
-from kvoffd.tiers.disk_file import RECORD, DiskFile, OpeningStopped, runs_of
-from kvoffd.tiers.header import HEADER_BYTES, BlockGroup, parse_header
+from kvoffd.tiers.disk_file import DiskFile, OpeningStopped
+from kvoffd.tiers.header import HEADER_BYTES, BlockGroup, decode_header
 
 declare(keep_gil=False, disk_enter=(COUNT, VOID_P, *ITEMS, VOID_P))
 declare(
@@ -147,8 +147,6 @@ class DiskMap:
         self._index = _Index(regions=regions_at, slots_per_region=self.slots.slots_per_region)
         """Finds the slots of blocks by group and key."""
         self._index_at = ctypes.addressof(self._index)
-        self._found = ctypes.c_uint32()
-        self._found_at = ctypes.addressof(self._found)
         if not self._native.disk_open(self._index_at, os.urandom(16)):
             raise MemoryError
         self._close_index = weakref.finalize(self, self._native.disk_close, ctypes.pointer(self._index))
@@ -181,8 +179,7 @@ class DiskMap:
         for slot in gone:
             region, place = self.at(slot)
             region.groups[place], region.hours[place] = 0, NEVER
-        for begin, count in runs_of(gone):  # so that these never come back
-            self._file.write_records(begin, np.zeros(count, RECORD))
+        self._file.clear_slots(gone)  # so that these never come back
         self._count_found()
         return newest
 
@@ -226,7 +223,7 @@ class DiskMap:
                 read_all(self._file.calls, self._file.fd, [page], self.offset(slot))
             except OSError:
                 continue
-            if (block := parse_header(page)) is not None and block.group.tag == tag:
+            if (block := decode_header(page)) is not None and block.group.tag == tag:
                 return block.group
         return None
 
@@ -254,25 +251,20 @@ class DiskMap:
         known = self.groups.get(group.tag)
         return known if known is not None and known.group == group else None
 
-    def find(self, tag: int, keys: Sequence[bytes]) -> npt.NDArray[np.uint32]:
-        """Return the slots of readable blocks by key; NO_SLOT if there is none."""
-        if (known := self.groups.get(tag)) is None or not keys:
+    def find(self, group: BlockGroup, keys: Sequence[bytes]) -> npt.NDArray[np.uint32]:
+        """Return the slots of readable blocks by key; NO_SLOT if there is none, or one of another geometry."""
+        if (known := self.known(group)) is None or not keys:
             return np.full(len(keys), NO_SLOT, np.uint32)
         sizes, found = set(map(len, keys)), np.empty(len(keys), np.uint32)
         if len(sizes) > 1:  # the namespace once had keys of another length
-            return np.concatenate([self.find(tag, [key]) for key in keys])
+            return np.concatenate([self.find(group, [key]) for key in keys])
         joined, size = b"".join(keys), sizes.pop()
         self._native.disk_find(self._index_at, known.number, joined, len(keys), size, found.ctypes.data)
         return found
 
-    def find_one(self, known: KnownGroup, key: bytes) -> int:
-        """Return the slot of a block; NO_SLOT if there is none."""
-        self._native.disk_find(self._index_at, known.number, key, 1, len(key), self._found_at)
-        return self._found.value
-
-    def slots_of(self, tag: int, keys: Sequence[bytes]) -> list[int]:
+    def slots_of(self, group: BlockGroup, keys: Sequence[bytes]) -> list[int]:
         """Return the slots of the keys that have one."""
-        return [slot for slot in self.find(tag, keys).tolist() if slot != NO_SLOT]
+        return [slot for slot in self.find(group, keys).tolist() if slot != NO_SLOT]
 
     def enter(self, slots: bytes, count: int) -> list[int]:
         """Add the blocks of slots to the index. Returns the slots of replaced blocks, which had the same keys."""

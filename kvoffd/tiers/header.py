@@ -85,42 +85,27 @@ def fits_header(group: BlockGroup, key_bytes: int) -> bool:
     return named + _SUM.size <= HEADER_BYTES
 
 
-def _names(group: BlockGroup, key: bytes) -> bytes:
-    """Return the beginning of a header, which identifies the block."""
-    head = _HEAD.pack(MAGIC, group.generation, group.number, len(group.fingerprint), len(key), len(group.lengths))
-    return head + group.fingerprint + key
-
-
 def encode_header(block: Block) -> bytes:
-    shards = map(_SHARD.pack, block.group.lengths, block.checksums, block.first_blocks)
-    data = b"".join([_names(block.group, block.key), *shards]).ljust(HEADER_BYTES - _SUM.size, b"\0")
+    group, key = block.group, block.key
+    head = _HEAD.pack(MAGIC, group.generation, group.number, len(group.fingerprint), len(key), len(group.lengths))
+    shards = map(_SHARD.pack, group.lengths, block.checksums, block.first_blocks)
+    data = b"".join([head, group.fingerprint, key, *shards]).ljust(HEADER_BYTES - _SUM.size, b"\0")
     return data + _SUM.pack(xxhash.xxh3_64_intdigest(data))
 
 
-def decode_header(data: bytes | memoryview, group: BlockGroup, key: bytes) -> Block | None:
-    """Return the block of a header; None unless it is an intact header of this block, with possible values."""
-    names = _names(group, key)
-    end = len(names) + len(group.lengths) * _SHARD.size
-    if data[: len(names)] != names or len(data) != HEADER_BYTES or end + _SUM.size > HEADER_BYTES:
+def decode_header(data: bytes | memoryview) -> Block | None:
+    """Return the block of a header, the caller's or another; None unless it is intact, with possible values."""
+    if len(data) != HEADER_BYTES or data[-_SUM.size :] != _SUM.pack(xxhash.xxh3_64_intdigest(data[: -_SUM.size])):
         return None
-    if data[-_SUM.size :] != _SUM.pack(xxhash.xxh3_64_intdigest(data[: -_SUM.size])):
-        return None
-    shards = list(_SHARD.iter_unpack(data[len(names) : end]))
-    lengths, checksums, firsts = zip(*shards, strict=True) if shards else ((), (), ())
-    if lengths != group.lengths or not all(checksums) or max(firsts, default=0) > MOST_FIRST_BLOCK:
-        return None
-    return Block(group, key, firsts, checksums)
-
-
-def parse_header(data: bytes | memoryview) -> Block | None:
-    """Decode a header of any block, like ``decode_header``."""
-    if len(data) != HEADER_BYTES:
-        return None
-    _, generation, number, fingerprint_bytes, key_bytes, ranks = _HEAD.unpack_from(data)
+    magic, generation, number, fingerprint_bytes, key_bytes, ranks = _HEAD.unpack_from(data)
     key_at = _HEAD.size + fingerprint_bytes
     shards_at = key_at + key_bytes
-    if generation > MOST_GENERATION or number > 0xFFFF or shards_at + ranks * _SHARD.size > HEADER_BYTES:
+    end = shards_at + ranks * _SHARD.size
+    if magic != MAGIC or generation > MOST_GENERATION or number > 0xFFFF or end + _SUM.size > HEADER_BYTES:
         return None
-    lengths = [_SHARD.unpack_from(data, shards_at + rank * _SHARD.size)[0] for rank in range(ranks)]
+    shards = list(_SHARD.iter_unpack(data[shards_at:end]))
+    lengths, checksums, firsts = zip(*shards, strict=True) if shards else ((), (), ())
+    if not all(checksums) or max(firsts, default=0) > MOST_FIRST_BLOCK:
+        return None
     group = make_block_group(bytes(data[_HEAD.size : key_at]), generation, number, lengths)
-    return decode_header(data, group, bytes(data[key_at:shards_at]))
+    return Block(group, bytes(data[key_at:shards_at]), firsts, checksums)

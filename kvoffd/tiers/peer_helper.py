@@ -16,6 +16,7 @@ import socket
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from hashlib import blake2b
 from typing import Any, cast
@@ -353,24 +354,14 @@ class Helper:
             self._to_daemon(FAILED, number, ident, f"NIXL refuses to read from it: {error}.".encode())
             return
         self._transfers[ident] = one = Transfer(number, ident, part, handle, time.monotonic())
-        try:
-            state = self._nixl.transfer(handle)
-        except Exception:
-            state = "ERR"
-        self._judge(one, state)
+        self._judge(one, self._nixl.transfer)
 
     def _end_transfers(self, now: float) -> bool:
         """End what has ended; return whether anything has."""
         ended = False
         for one in list(self._transfers.values()):
-            if one.handle is None:
-                continue
-            try:
-                state = self._nixl.check_xfer_state(one.handle)
-            except Exception:
-                state = "ERR"
-            self._judge(one, state)
-            ended |= state != "PROC"
+            if one.handle is not None:
+                ended |= self._judge(one, self._nixl.check_xfer_state)
         stuck = Counter(
             one.peer for one in self._transfers.values() if one.handle is not None and now - one.began > STUCK_S
         )
@@ -378,20 +369,26 @@ class Helper:
             raise RuntimeError("All reads of a peer hang.")
         return ended
 
-    def _judge(self, one: Transfer, state: str) -> None:
+    def _judge(self, one: Transfer, state_of: Callable[[Any], str]) -> bool:
+        """Report a read if it has ended by its state; return whether it has."""
+        try:
+            state = state_of(one.handle)
+        except Exception:
+            state = "ERR"
         if state == "PROC":
-            return
+            return False
         handle, one.handle = one.handle, None
         with suppress(Exception):
             self._nixl.release_xfer_handle(handle)
         if state == "DONE" and not one.left:
             self._to_daemon(DONE, one.peer, one.ident, bytes([one.part]))
-            return
+            return True
         self._free_part(one.ident)
         if state != "DONE":
             if one.peer in self._agents:
                 self._drop(one.peer)
             self._to_daemon(FAILED, one.peer, one.ident, b"The connection to it was lost during a read.")
+        return True
 
     def _free_part(self, ident: int) -> None:
         """Have a read's memory used again: now, or once nothing can be written there any more."""

@@ -16,7 +16,7 @@ from itertools import count
 from math import ceil, inf
 from urllib.parse import parse_qs, urlsplit
 
-from kvoffd.tiers.redis_store import CONNECT_S, Redis, SlotRange
+from kvoffd.tiers.redis_store import CONNECT_S, Redis
 from kvoffd.tiers.store import Credentials, GetRequest, Received, Servers, Store, StoreError, StoreUsage, name_of
 from kvoffd_proto.units import is_host, parse_duration, quoted
 
@@ -60,10 +60,20 @@ def _part_of(key: bytes) -> int:
     return slot_of(key) * COPIES // SLOTS
 
 
-def masters_of(ranges: Sequence[SlotRange], asked: Address) -> dict[Address, list[range]]:
-    """Return the slots of each master, from the answer of the server at ``asked``. Raises ValueError."""
+def masters_of(reply: Sequence[object], asked: Address) -> dict[Address, list[range]]:
+    """Return the slots of each master, from the reply of the server ``asked`` to CLUSTER SLOTS. Raises ValueError."""
     found: dict[Address, list[range]] = {}
-    for first, last, endpoint, port in ranges:
+    for one in reply:
+        match one:
+            # First and last slot, then the master and its replicas, each with the endpoint that the cluster prefers,
+            # empty for the server that was asked; port, id and more.
+            case [int(first), int(last), [str(endpoint), int(port), *more], *_]:
+                pass
+            case _:
+                raise ValueError("a slot range has no master")
+        if endpoint == "?" and isinstance(words := [*more, None, None][1], list):
+            # The cluster prefers host names, and this master has none.
+            endpoint = str(dict(zip(words[::2], words[1::2], strict=False)).get("ip", ""))
         if endpoint and not is_host(endpoint):
             raise ValueError(f"a master has an endpoint that is not a host: {quoted(endpoint)}")
         if not 0 <= first <= last < SLOTS or not 0 <= port < 65536:

@@ -16,8 +16,9 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 from kvoffd.system.files import address_of, drop_bytes
 from kvoffd.system.native import NUMBER, VOID_P, declare, native
@@ -67,16 +68,6 @@ ELSEWHERE = (b"-MOVED ", b"-ASK ", b"-CLUSTERDOWN ")
 KEEPALIVE_S = 60  # firewalls and NAT forget a connection that is idle for some minutes
 WANTS_NO_TLS = " If it has no TLS, name it redis://; a cluster with TLS needs tls-cluster yes."
 WANTS_TLS = " If it requires TLS, name it rediss://."
-
-
-class SlotRange(NamedTuple):
-    """A cluster's answer about some of its slots."""
-
-    first: int
-    last: int
-    endpoint: str
-    """Host name or address of the master; empty for the server that was asked."""
-    port: int
 
 
 class Redis(Store):
@@ -181,10 +172,8 @@ class Redis(Store):
 
     def interrupt(self) -> None:
         if (connected := self._socket) is not None:
-            try:
+            with suppress(OSError):  # it may be closed already
                 socket.socket.shutdown(connected, socket.SHUT_RDWR)
-            except OSError:
-                pass  # it is already closed
 
     def ping(self, deadline: float) -> None:
         self._command([b"PING"], deadline)
@@ -216,19 +205,16 @@ class Redis(Store):
         self._send([_repeated(b"GET", generation_keys) + _repeated(b"EXISTS", keys)], deadline)
 
     def generation(self, generation_key: bytes, deadline: float) -> int:
-        length = self._value_length(deadline)
-        if length is not None and not 0 <= length <= LINE_BYTES:
-            raise self._no_number(generation_key)
-        return self._number(generation_key, self._take(length + 2, deadline)[:-2] if length is not None else b"")
+        length, text = self._value_length(deadline), b""
+        if length is not None:
+            text = self._take(length + 2, deadline)[:-2] if 0 <= length <= LINE_BYTES else b"of another type, or long"
+        return self._number(generation_key, text)
 
     def _number(self, generation_key: bytes, text: bytes) -> int:
         if (number := decode_generation(text)) is None:
-            raise self._no_number(generation_key)
+            self.close()
+            raise bad_generation(f"The value of {generation_key.decode()} at {self._name}")
         return number
-
-    def _no_number(self, generation_key: bytes) -> StoreError:
-        self.close()
-        return bad_generation(f"The value of {generation_key.decode()} at {self._name}")
 
     def get(self, requests: Sequence[GetRequest], patience_s: float) -> Iterator[Received | None]:
         self.send_gets(requests, time.monotonic() + patience_s)
@@ -257,10 +243,10 @@ class Redis(Store):
         """Receive one object, as ``get`` yields it; if its header is empty, the connection is closed."""
         received = None
         if (length := self._value_length(deadline)) is not None:
-            if length != request.header_bytes + request.nbytes:
+            if length != HEADER_BYTES + request.nbytes:
                 self.close()
                 return Received(b"")
-            header = self._take(request.header_bytes, deadline)
+            header = self._take(HEADER_BYTES, deadline)
             received = Received(header, self._fill(request.views, deadline))
             if self._take(2, deadline) != b"\r\n":
                 raise self._broken("a value does not end where it should")
@@ -299,21 +285,10 @@ class Redis(Store):
         self._send([_repeated(b"UNLINK", keys)], deadline)
         self.answers(len(keys), deadline)
 
-    def cluster_slots(self, deadline: float) -> list[SlotRange]:
-        """Return which master owns which slots, at the endpoint that the cluster prefers (CLUSTER SLOTS)."""
+    def cluster_slots(self, deadline: float) -> list[Any]:
+        """Return the reply to CLUSTER SLOTS, of numbers, texts and lists of them."""
         self._send_words([b"CLUSTER", b"SLOTS"], deadline)
-        found = []
-        for one in self._reply(deadline, b"*"):
-            match one:
-                # First and last slot, then the master and its replicas, each with endpoint, port, id and more.
-                case [int(first), int(last), [str(endpoint), int(port), *more], *_]:
-                    if endpoint == "?" and isinstance(words := [*more, None, None][1], list):
-                        # The cluster prefers host names, and this master has none.
-                        endpoint = str(dict(zip(words[::2], words[1::2], strict=False)).get("ip", ""))
-                    found.append(SlotRange(first, last, endpoint, port))
-                case _:
-                    raise self._broken("a slot range has no master")
-        return found
+        return cast(list[Any], self._reply(deadline, b"*"))
 
     def _reply(self, deadline: float, kinds: bytes = b":$*", most_bytes: int = MOST_NAME_BYTES, depth: int = 0) -> Any:
         """Receive a short reply of one of these kinds: a number, a text, or a list of them; null is an empty text."""
@@ -462,11 +437,8 @@ class Redis(Store):
         if rest and not self._tls:
             return self._receive_all(rest, views, deadline)
         while rest:
-            connected = self._ready(deadline)
-            try:
+            with self._ready(deadline) as connected:
                 count = connected.recv_into(rest[0])
-            except OSError as error:
-                raise self._lost(error) from error
             if not count:
                 raise self._lost("it closed the connection")
             rest = drop_bytes(rest, count)
@@ -474,7 +446,8 @@ class Redis(Store):
 
     def _receive_all(self, rest: Sequence[memoryview], views: Sequence[memoryview], deadline: float) -> Sequence[int]:
         """Receive the rest of the views, and any further bytes; return the checksums of the views."""
-        fd, left_s = self._ready(deadline).fileno(), deadline - time.monotonic()
+        with self._ready(deadline) as connected:
+            fd, left_s = connected.fileno(), deadline - time.monotonic()
         parts = array("Q", [number for view in (*rest, memoryview(self._beyond)) for number in _place(view)])
         addresses, lengths = (array("Q", column) for column in zip(*map(_place, views), strict=True))
         sums = array("Q", bytes(8 * len(views)))
@@ -488,11 +461,8 @@ class Redis(Store):
         return sums
 
     def _receive(self, count: int, deadline: float) -> bytes:
-        connected = self._ready(deadline)
-        try:
+        with self._ready(deadline) as connected:
             data = connected.recv(count)
-        except OSError as error:
-            raise self._lost(error) from error
         if not data:
             raise self._lost("it closed the connection")
         self._answered = True
@@ -507,23 +477,23 @@ class Redis(Store):
     def _send_on(self, parts: Sequence[bytes | memoryview], deadline: float) -> None:
         rest = drop_bytes([memoryview(part) for part in parts], 0)
         while rest:
-            connected = self._ready(deadline)
-            try:
-                # TLS has no sendmsg.
+            with self._ready(deadline) as connected:  # TLS has no sendmsg
                 sent = connected.send(rest[0]) if self._tls else connected.sendmsg(rest[:MOST_PARTS])
-            except OSError as error:
-                raise self._lost(error) from error
             rest = drop_bytes(rest, sent)
 
-    def _ready(self, deadline: float) -> socket.socket:
-        """Return the socket, with its timeout set to the time left."""
+    @contextmanager
+    def _ready(self, deadline: float) -> Iterator[socket.socket]:
+        """Give the socket, with its timeout set to the time left. Its errors become StoreErrors."""
         if self._socket is None:
             raise StoreError("unreachable", f"{self._name} is not connected.")
         left = deadline - time.monotonic()
         if left <= 0:
             raise self._lost(TimeoutError("it does not answer in time"))
         self._socket.settimeout(min(STALL_S, left))
-        return self._socket
+        try:
+            yield self._socket
+        except OSError as error:
+            raise self._lost(error) from error
 
     def _lost(self, why: object) -> StoreError:
         self.close()

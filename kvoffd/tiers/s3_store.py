@@ -20,6 +20,7 @@ import uvloop
 from obstore.store import S3Store
 
 from kvoffd.errors import KvoffdError
+from kvoffd.tiers.header import HEADER_BYTES
 from kvoffd.tiers.store import (
     Credentials,
     GetRequest,
@@ -213,7 +214,7 @@ class S3(Store):
 
     async def _get(self, request: GetRequest) -> Received | None:
         """Fill the views; return None if the object does not exist."""
-        header = bytearray(request.header_bytes)
+        header = bytearray(HEADER_BYTES)
         try:
             answer = await obstore.get_async(self._bucket.client, self._path(request.key))
             whole = await self._receive(answer, [header, *request.views])

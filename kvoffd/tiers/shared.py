@@ -7,7 +7,7 @@ import os
 import random
 import threading
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress, repeat
@@ -23,7 +23,6 @@ from kvoffd.system.native import CHAR_P, NUMBER, VOID_P, declare, native
 from kvoffd.system.newest import put_newest
 from kvoffd.system.threads import Workers
 from kvoffd.tiers.header import (
-    HEADER_BYTES,
     Block,
     BlockGroup,
     decode_header,
@@ -70,8 +69,6 @@ MOST_ANSWERS = 262_144
 """Cached answers, of 16 bytes each."""
 WINDOW = 16
 """See answers.c."""
-MOST_REFUSED = 32_768
-"""Remembered keys that must not be read now, of about 250 bytes each."""
 MOST_ASKED = 65_536
 """Keys whose answers may be outstanding."""
 MOST_READS, MOST_WRITES = 4096, 64
@@ -103,8 +100,6 @@ LOOK_S, SILENT_LOOK_S = 10.0, 600.0
 LOOK_DEADLINE_S = 0.5
 FULL_PART = 15 / 16
 """Part of its limit from which on a store counts as full."""
-OWN_WEIGHT = 0.9
-"""Weight of earlier samples in this node's part of the writes."""
 FULL_PAUSE_S = 5.0
 """Pause of writes after the store refused one: it is full, a replica, or does not permit it."""
 SHOWN_S = 60.0
@@ -115,7 +110,7 @@ LOGGED_S = 60.0
 MOST_AHEAD_S = 10 * 365 * 86_400
 """Limit for a generation, which is a time in seconds or slightly more, by a clock that may be wrong."""
 OLD_WEIGHT = 0.9
-"""Weight of earlier asks in the mean duration of asks."""
+"""Weight of earlier samples in the mean duration of asks, and in this node's part of the writes."""
 LOST = ("timeout", "disconnected", "unreachable", "tls", "internal")
 """Kinds of write errors that are not answers of the server."""
 
@@ -349,9 +344,8 @@ class SharedTier(Tier):
         self._clock = clock
         self.post = post
         self._answers = Answers()
-        """Each with the time when it was given, or asked for; ABSENT with the time until which it is cached."""
-        self._refused: OrderedDict[tuple[int, bytes], float] = OrderedDict()
-        """Keys that are ABSENT until this time, whatever the answer."""
+        """Each with the time when it was given, or asked for; ABSENT with the time until which it is cached. One that
+        is cached for longer than NO_S stands whatever the store answers: the block must not be read."""
         self.fleet = fleet or FleetGenerations()
         self._polled_at: dict[bytes, float] = {}
         self._poll_next = False
@@ -449,20 +443,10 @@ class SharedTier(Tier):
 
     def _record_answers(self, tag: int, keys: Sequence[bytes], found: Sequence[bool]) -> None:
         now, there = self._clock(), np.frombuffer(bytes(found), np.bool_)
-        states, at = np.where(there, PRESENT, ABSENT), now + NO_S * ~there
-        for number, key in enumerate(keys) if self._refused else ():
-            if (until := self._refused.get((tag, key), now)) > now:
-                states[number], at[number] = ABSENT, until
+        before, until = self._answers.find(tag, keys)
+        refused = (before == ABSENT) & (until > now + NO_S)
+        states, at = np.where(there & ~refused, PRESENT, ABSENT), np.where(refused, until, now + NO_S * ~there)
         self._answers.note(tag, keys, states, at)
-
-    def _refuse(self, tag: int, keys: Sequence[bytes], seconds: float) -> None:
-        until = self._clock() + seconds
-        for key in keys:
-            self._refused.pop((tag, key), None)
-            self._refused[tag, key] = until
-            if len(self._refused) > MOST_REFUSED:
-                self._refused.popitem(last=False)  # in a plain dict, removed entries at the front would slow this
-        self._answers.note(tag, keys, ABSENT, until)
 
     # --- reading, writing, removing --------------------------------------------------------------
 
@@ -492,13 +476,8 @@ class SharedTier(Tier):
         self._writing.put(write)
         return True
 
-    def remove_all(self, fingerprint: bytes | None) -> int:
-        """Forget the cached answers, which are few and short-lived."""
-        self._answers.clear()
-        return 0
-
     def remove(self, group: BlockGroup, keys: Sequence[bytes], why: str) -> None:
-        self._refuse(group.tag, keys, REFUSED_S)
+        self._answers.note(group.tag, keys, ABSENT, self._clock() + REFUSED_S)
         if why == PARTIAL:
             self._remove_objects(group, keys)
 
@@ -513,7 +492,7 @@ class SharedTier(Tier):
 
     def _stored(self, group: BlockGroup) -> BlockGroup:
         """Return a group with the generation of objects."""
-        generation = self.generation(group.fingerprint)
+        generation = self.fleet.of(group.fingerprint)
         return make_block_group(group.fingerprint, generation, group.number, group.lengths)
 
     def _views(self, group: BlockGroup, offsets: Sequence[int]) -> list[memoryview]:
@@ -555,8 +534,8 @@ class SharedTier(Tier):
         evicted = max(0, found.evicted - before.evicted) if before is not None else 0
         self._evicts = evicted > 0
         if evicted:
-            self._own = OWN_WEIGHT * self._own + written
-            self._all = OWN_WEIGHT * self._all + max(evicted, written)
+            self._own = OLD_WEIGHT * self._own + written
+            self._all = OLD_WEIGHT * self._all + max(evicted, written)
 
     @property
     def refusal(self) -> str:
@@ -625,9 +604,6 @@ class SharedTier(Tier):
 
     # --- generations of namespaces ---------------------------------------------------------------
 
-    def generation(self, fingerprint: bytes) -> int:
-        return self.fleet.of(fingerprint)
-
     def raise_generation(self, fingerprint: bytes, generation: int) -> Raise:
         """Begin to void a namespace's blocks for all nodes; the result shows when that has ended, and how."""
         one = Raise(fingerprint, generation, self._clock() + RAISE_S)
@@ -679,7 +655,7 @@ class SharedTier(Tier):
             earlier = counters.ask_seconds or answer.seconds
             counters.ask_seconds = OLD_WEIGHT * earlier + (1 - OLD_WEIGHT) * answer.seconds
             self._record_generation(fingerprint, answer.generation)
-            if answer.generation == self.generation(fingerprint):  # else the blocks are void by now
+            if answer.generation == self.fleet.of(fingerprint):  # else the blocks are void by now
                 found = answer.found
                 counters.found_keys += sum(found)
         if not ask.keys:
@@ -697,13 +673,14 @@ class SharedTier(Tier):
             self._reading.put(read)
             return
         group, key, counters = read.group, read.key, self.counters
-        if result is Result.DONE and read.stored.generation != self.generation(group.fingerprint):
+        if result is Result.DONE and read.stored.generation != self.fleet.of(group.fingerprint):
             result, block = Result.GONE, None
         if result is Result.DONE:
             counters.read_blocks += 1
             counters.read_bytes += group.nbytes
         else:
-            self._refuse(group.tag, [key], REFUSED_S if result is Result.CORRUPT else self._store.failed_s)
+            seconds = REFUSED_S if result is Result.CORRUPT else self._store.failed_s
+            self._answers.note(group.tag, [key], ABSENT, self._clock() + seconds)
         if result is Result.CORRUPT:
             counters.mismatches += 1
             self._remove_objects(group, [key])
@@ -727,7 +704,7 @@ class SharedTier(Tier):
         else:
             counters.dropped_writes += 1
         there = result in (Result.DONE, Result.PRESENT)
-        if there and write.stored.group.generation == self.generation(group.fingerprint):
+        if there and write.stored.group.generation == self.fleet.of(group.fingerprint):
             self._record_answers(group.tag, [key], [True])
         write.on_end(result)
 
@@ -762,10 +739,7 @@ class StoreConnection:
     """Code of a shared tier's thread, with its own connection to the store."""
 
     def __init__(self, tier: SharedTier, store: Store, clock: Callable[[], float]) -> None:
-        self._tier = tier
-        self._breaker = tier.breaker
-        self._store = store
-        self._clock = clock
+        self._tier, self._breaker, self._store, self._clock = tier, tier.breaker, store, clock
 
     def _fail(self, error: Exception, work: str) -> None:
         """Report a failure. It counts for the breaker unless the server answered: it refuses writes, or the stored
@@ -852,7 +826,7 @@ class StoreConnection:
 
     def _exchange(self, ask: Ask, keys: Sequence[bytes], deadline: float) -> tuple[int, list[bool]]:
         fingerprint, store = ask.group.fingerprint, self._store
-        own_key, known = generation_key(fingerprint), self._tier.generation(fingerprint)
+        own_key, known = generation_key(fingerprint), self._tier.fleet.of(fingerprint)
 
         def names(generation: int) -> list[bytes]:
             prefix = object_prefix(ask.group._replace(generation=generation))
@@ -902,7 +876,7 @@ class StoreConnection:
 
     def _read(self, reads: Sequence[ObjectRead]) -> Iterator[tuple[Result, Block | None]]:
         """Yield the results of the first reads, up to one that fails."""
-        requests = [GetRequest(object_key(read.stored, read.key), HEADER_BYTES, read.views) for read in reads]
+        requests = [GetRequest(object_key(read.stored, read.key), read.views) for read in reads]
         patience_s, came_at = min(read.patience_s for read in reads), self._clock()
         try:
             self._store.connect()
@@ -928,14 +902,12 @@ class StoreConnection:
             yield Result.DEADLINE if late else Result.FAILED, None
 
     def writes(self, batch: list[ObjectWrite | Removal]) -> list[Result]:
-        writes = [one for one in batch if isinstance(one, ObjectWrite)]
-        names = [name for one in batch if isinstance(one, Removal) for name in one.names]
         try:
             if not self._breaker.open and not self._tier.closed:
                 self._store.connect()
-                if not names:
-                    return self._write(writes)
-                self._store.remove(names, self._clock() + WRITE_S)
+                if not isinstance(batch[0], Removal):
+                    return self._write([one for one in batch if isinstance(one, ObjectWrite)])
+                self._store.remove(batch[0].names, self._clock() + WRITE_S)
                 return [Result.DONE]
         except Exception as error:
             self._fail(error, "write")
@@ -964,8 +936,8 @@ def _verified(read: ObjectRead, received: Received) -> Block | None:
     if received.shards is not None:
         block: Block | None = Block(read.stored, read.key, *received.shards)
     else:
-        block = decode_header(received.header, read.stored, read.key)
-    if block is None or not all(block.checksums):
+        block = decode_header(received.header)
+    if block is None or (block.group, block.key) != (read.stored, read.key) or not all(block.checksums):
         return None
     found = zip(read.views, received.checksums or repeat(0, len(read.views)), block.checksums, strict=True)
     right = all((taken or digest(view)) == checksum for view, taken, checksum in found)

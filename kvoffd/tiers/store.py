@@ -121,10 +121,9 @@ class Servers:
 
 
 class GetRequest(NamedTuple):
-    """An object to read: ``header_bytes`` of a header, followed by exactly the bytes of the views."""
+    """An object to read: a header of ``HEADER_BYTES``, followed by exactly the bytes of the views."""
 
     key: bytes
-    header_bytes: int
     views: Sequence[memoryview]
 
     @property

@@ -135,13 +135,13 @@ class Tier(ABC):
                 which is not removed from a store shared by nodes.
         """
 
-    @abstractmethod
     def remove_all(self, fingerprint: bytes | None) -> int:
         """Remove all blocks of a namespace, of any generation, also those being written; None: of all namespaces.
 
-        Returns how many were readable. The listener is not called. A shared store only forgets what it knows. After a
-        kill, the namespace's generation hides blocks that are still on a disk.
+        Returns how many were readable. The listener is not called. A shared store keeps its blocks. After a kill, the
+        namespace's generation hides blocks that are still on a disk.
         """
+        return 0
 
     @property
     def lifetime_bytes(self) -> int:

@@ -94,7 +94,7 @@ class Daemon:
         config = Config(pool_bytes=pool_bytes, eviction_policy=policy, max_sessions=128, limits=Limits())
         self.service = make_service(config, self.pool, None, engine, host, State(NoStateFile()))
         self.cache = self.service.cache
-        self.cache.blocks._misses.fill(0)  # whose pages are new otherwise
+        self.cache.blocks.misses.fill(0)  # whose pages are new otherwise
         self._turns_ms: list[float] = []
         self._next_key = 0
 

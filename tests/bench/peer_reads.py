@@ -72,7 +72,7 @@ def by_kvoffd(helper: PeerHelper, pool: memoryview, group: BlockGroup, size: int
             if at is None:
                 return
             some = range(at, min(at + at_once, len(names)))
-            requests = [GetRequest(names[n], 4096, [pool[n * size : (n + 1) * size]]) for n in some]
+            requests = [GetRequest(names[n], [pool[n * size : (n + 1) * size]]) for n in some]
             found = store.get(requests, 10.0)
             wrong.extend(one for one in found if one is None or ((0,), tuple(one.checksums)) != one.shards)
 

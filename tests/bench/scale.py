@@ -28,12 +28,13 @@ from kvoffd.cache import DEFAULT_POLICY
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policy import make_policy
+from kvoffd.cache.tickets import StorePart
 from kvoffd.memory_estimate import SLOT_BYTES
 from kvoffd.pool.allocator import PAGE_BYTES as PAGE
 from kvoffd.pool.checksums import digest
 from kvoffd.pool.pool import Pool
 from kvoffd.pool.slot_table import MAX_KEY_BYTES
-from kvoffd.simulate.replay import Offered, Silence
+from kvoffd.simulate.replay import Silence
 from kvoffd.system.files import aligned_buffer, write_all
 from kvoffd.system.limits import MemoryLimit
 from kvoffd.tiers.disk import BLOCK_MEMORY_BYTES, DiskTier
@@ -123,14 +124,14 @@ class Books:
         self.namespace, _ = self.cache.open_namespace(made_namespace)
         for rank in range(shards):
             self.cache.register_rank(made_namespace, rank, [PAGE_BYTES], None)
-        self.cache.blocks._misses.fill(0)  # as large however many blocks there are
-        self._base_bytes += self.cache.blocks._misses.nbytes
+        self.cache.blocks.misses.fill(0)  # as large however many blocks there are
+        self._base_bytes += self.cache.blocks.misses.nbytes
 
     def store(self, first: int, count: int, checksum: int = 0) -> None:
         """Store keys as each rank does, with random checksums if none is given."""
         keys = keys_of(first, count)
         for rank in range(self.shards):
-            ticket = self.cache.begin_store(self.namespace, rank, [Offered(keys)])
+            ticket = self.cache.begin_store(self.namespace, rank, [StorePart(0, keys)])
             sums = [checksum or self._random.getrandbits(64) | 1 for _ in ticket.parts[0].copy]
             self.cache.commit_store(ticket, [sums])
 

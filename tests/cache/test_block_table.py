@@ -49,7 +49,7 @@ def test_the_index_finds_what_a_dict_does() -> None:
             for rank in range(ranks):
                 shards, offsets = table.begin_writes(slots, taken[:, 0], rank)
                 assert (shards.tolist(), offsets.tolist()) == (taken[:, rank].tolist(), slots.offsets(shards).tolist())
-                table.publish(taken[:, 0], shards, [0] * count, 8192, array("Q", [7] * count), key_bytes)
+                table.publish(groups[group], taken[:, 0], shards, None, array("Q", [7] * count))
             there.update(zip(names, taken.tolist(), strict=True))
         else:
             names_of = list(there)[: choose.randrange(1, 1 + len(there))]
@@ -66,12 +66,12 @@ def test_the_index_finds_what_a_dict_does() -> None:
         listed = table.oldest(groups[group], len(there) + 1)
         assert listed.tolist() == [slots[0] for slots in there.values()], "in the order in which they were stored"
         asked = [key_of(number, key_bytes) for number in range(0, 21_000, 7)]
-        states, blocks = table.find(group, b"".join(asked), key_bytes)
+        states, blocks = table.find(groups[group], b"".join(asked))
         assert blocks.tolist() == [there[name][0] if name in there else NO_BLOCK for name in asked]
         assert states == bytes([READY if name in there else FREE for name in asked])
         found = [name for name in asked if name in there]
         heads = blocks[blocks != NO_BLOCK]
-        looked_up = table.lookup(group, b"".join(asked), key_bytes, pin=True)
+        looked_up = table.lookup(groups[group], b"".join(asked), pin=True)
         assert (looked_up.states, looked_up.ready.tolist()) == (states, heads.tolist())
         assert looked_up.newly_pinned_bytes == table.pinned_bytes == 8192 * ranks * len(heads)
         assert looked_up.run == [name in there for name in [*asked, b""]].index(False)
@@ -83,13 +83,13 @@ def test_the_index_finds_what_a_dict_does() -> None:
 
 def test_a_miss_is_reported_with_the_reason_that_was_noted_last() -> None:
     table = BlockTable(np.zeros(10, RECORD))
-    keys = [key_of(number, 32) for number in range(100)]
-    table.record_misses(3, b"".join(keys[:40]), 32, 5)
-    table.record_misses(3, b"".join(keys[30:50]), 32, 15)
-    assert table.miss_reasons(3, b"".join(keys[:50]), 32) == bytes([5] * 30 + [15] * 20)
+    group, keys = group_of(2), [key_of(number, 32) for number in range(100)]
+    table.record_misses(group, b"".join(keys[:40]), 5)
+    table.record_misses(group, b"".join(keys[30:50]), 15)
+    assert table.miss_reasons(group, b"".join(keys[:50])) == bytes([5] * 30 + [15] * 20)
     never, forgotten = MissReason.UNKNOWN, MissReason.FORGOTTEN
-    assert table.miss_reasons(3, b"".join(keys[50:]), 32).count(never) >= 48, "a place may be another key's"
-    assert table.lookup(3, b"".join(keys), 32, pin=False).reasons == table.miss_reasons(3, b"".join(keys), 32)
-    assert table.miss_reasons(4, b"".join(keys), 32).count(never) >= 98, "another group's keys"
-    table.record_misses(3, os.urandom(32 * 4 * KNOWN_MISSES), 32, 5)
-    assert table.miss_reasons(3, b"".join(keys[50:]), 32).count(forgotten) >= 40, "nobody knows if they were stored"
+    assert table.miss_reasons(group, b"".join(keys[50:])).count(never) >= 48, "a place may be another key's"
+    assert table.lookup(group, b"".join(keys), pin=False).reasons == table.miss_reasons(group, b"".join(keys))
+    assert table.miss_reasons(Group(4, group.namespace, 0), b"".join(keys)).count(never) >= 98, "another group's keys"
+    table.record_misses(group, os.urandom(32 * 4 * KNOWN_MISSES), 5)
+    assert table.miss_reasons(group, b"".join(keys[50:])).count(forgotten) >= 40, "nobody knows if they were stored"

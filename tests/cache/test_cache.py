@@ -11,10 +11,11 @@ from kvoffd.cache.asked_keys import TAKEN_AT_ONCE
 from kvoffd.cache.block_table import DROPPED, FREE, READY
 from kvoffd.cache.cache import MAX_UNREPORTED_REQUESTS
 from kvoffd.cache.namespace import MissReason, Namespace, NamespaceSnapshot
-from kvoffd.errors import BadGeometry, NamespaceMismatch, ShardTooLarge, UnknownLease
+from kvoffd.cache.tickets import StorePart
+from kvoffd.errors import BadGeometry, ShardTooLarge, UnknownLease
 from kvoffd.pool.slot_table import Deflated
 from kvoffd_proto.messages import GroupSpec
-from tests.kit.slot_cache import UNIT, CacheRig, Part, check_invariants, keys_of
+from tests.kit.slot_cache import UNIT, CacheRig, check_invariants, keys_of
 
 A, R = FREE, READY
 SESSION, LEASE = 5, 77
@@ -46,7 +47,7 @@ def test_a_store_that_fails_inside_leaves_nothing() -> None:
 
     rig.cache._evict_for = fail  # type: ignore[method-assign]
     with pytest.raises(ZeroDivisionError):
-        rig.cache.begin_store(namespace, 0, [Part(0, keys_of(1)), Part(1, keys_of(*range(9)))])
+        rig.cache.begin_store(namespace, 0, [StorePart(0, keys_of(1)), StorePart(1, keys_of(*range(9)))])
     assert rig.cache.usage.free == rig.slots.pool_bytes
     check_invariants(rig.cache)
 
@@ -104,8 +105,6 @@ def test_the_first_registration_fixes_a_ranks_shards() -> None:
         rig.cache.register_rank(namespace, 0, [100, 1], None)
     with pytest.raises(ShardTooLarge, match="pool_size"):
         rig.open("b", sizes=(5 * UNIT,))
-    with pytest.raises(NamespaceMismatch):
-        rig.cache.open_namespace(Namespace(namespace.fingerprint, "a", 2, 8, namespace.groups, "{}"))
     assert rig.cache.open_namespace(Namespace(namespace.fingerprint, "b", 1, 8, namespace.groups, "{}"))[0] is namespace
 
 
@@ -215,7 +214,7 @@ def test_what_was_reset_is_missed_for_that_before_it_is_swept_out() -> None:
         rig.store(space, keys_of(number))
         rig.cache.reset(space)
     for number in (1, 2):
-        assert rig.cache.reasons_of(space, 0, keys_of(number)) == [MissReason.INVALIDATED]
+        assert rig.cache.reasons_of(space, 0, keys_of(number)) == bytes([MissReason.INVALIDATED])
     rig.cache.lookup(space, 8, 1, [(0, keys_of(1, 2, 3))])
     rig.cache.lookup(other, 8, 2, [(0, keys_of(1))])
     rig.cache.lookup(space, 8, 3, [(1, keys_of(1))])
@@ -223,7 +222,7 @@ def test_what_was_reset_is_missed_for_that_before_it_is_swept_out() -> None:
     assert misses(other) == {"UNKNOWN": 1}
     while rig.cache.background():
         pass
-    assert rig.cache.reasons_of(space, 0, keys_of(2)) == [MissReason.INVALIDATED]
+    assert rig.cache.reasons_of(space, 0, keys_of(2)) == bytes([MissReason.INVALIDATED])
     rig.cache.reset(space)
     assert not rig.cache.group(space, 0).unswept
 
@@ -236,15 +235,15 @@ def test_every_way_out_has_its_reason() -> None:
     rig.store(namespace, keys_of(5, 6))
     hold(rig, namespace, keys_of(2, 3, 5, 6))
     rig.store(namespace, keys_of(7))
-    corrupt = rig.cache.blocks.find(rig.cache._current[namespace][0].number, keys_of(2), 8)[1]
+    corrupt = rig.cache.blocks.find(rig.cache._current[namespace][0], keys_of(2))[1]
     (check,) = rig.cache.checks(corrupt)
     rig.cache.check(check.slot, check.generation, 1)
     namespace.counters.misses.clear()
     rig.cache.lookup(namespace, 8, 1, [(0, keys_of(1, 2, 4, 7, 99))])
     assert misses(namespace) == {"INVALIDATED": 1, "CORRUPT": 1, "EVICTED": 1, "NO_SPACE": 1, "UNKNOWN": 1}
-    assert rig.cache.reasons_of(namespace, 0, keys_of(4)) == [MissReason.EVICTED]
+    assert rig.cache.reasons_of(namespace, 0, keys_of(4)) == bytes([MissReason.EVICTED])
     rig.store(namespace, keys_of(1))
-    assert rig.cache.reasons_of(namespace, 0, keys_of(4)) == [MissReason.EVICTED]
+    assert rig.cache.reasons_of(namespace, 0, keys_of(4)) == bytes([MissReason.EVICTED])
 
 
 def test_prompts_that_wait_for_a_report_are_bounded_and_counted_in_steps() -> None:
@@ -252,7 +251,7 @@ def test_prompts_that_wait_for_a_report_are_bounded_and_counted_in_steps() -> No
     namespace = rig.open("a")
     for lease_id in range(1000):
         rig.cache.lookup(namespace, 1, 1 + lease_id, [], reported=True)
-    assert not rig.cache._uncounted._by_lease, "there is nothing to count"
+    assert not rig.cache._uncounted._prompts, "there is nothing to count"
     for lease_id in range(200):
         rig.cache.lookup(namespace, 1, 1 + lease_id, [(0, keys_of(lease_id))], reported=True)
     assert misses(namespace) == {}

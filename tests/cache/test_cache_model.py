@@ -127,7 +127,7 @@ class CacheMachine(RuleBasedStateMachine):
         """The state of a block, without a lookup."""
         space, number, key = name
         group = self.cache.group(self.spaces[space], number)
-        return self.cache.blocks.find(group.number, keys_of(key), 8)[0][0]
+        return self.cache.blocks.find(group, keys_of(key))[0][0]
 
     # --- stores and fills -----------------------------------------------------------------------
 
@@ -190,7 +190,7 @@ class CacheMachine(RuleBasedStateMachine):
                 min(slots.region_bytes, slots.pool_bytes - at * slots.region_bytes) // size
                 for at in range(slots.regions)
             ]
-            used = [len(slots.neighbours(at)) if slots.slot_bytes[at] else 0 for at in range(slots.regions)]
+            used = np.add.reduceat(slots.in_use, range(0, len(slots.in_use), slots.slots_per_region), dtype=int)
             free = sum((room[at] - used[at]) for at in range(slots.regions) if has_size[at] or not slots.slot_bytes[at])
             assert free < taker.world_size, "keys found no space beside free slots"
         for name, model in self.index.items():
@@ -432,7 +432,7 @@ class CacheMachine(RuleBasedStateMachine):
             return
         keys = keys_of(*(model.name[2] for model in models))
         known = self.cache.group(self.spaces[space], group)
-        _, blocks = self.cache.blocks.find(known.number, keys, 8)
+        _, blocks = self.cache.blocks.find(known, keys)
         self.cache.blocks.pin(blocks)
         for model in models:
             model.pins += 1
@@ -649,7 +649,7 @@ class CacheMachine(RuleBasedStateMachine):
             name = self.spaces[space].fingerprint, group, keys_of(key)
             if self.index[space, group, key].ready and name not in found:
                 known = self.cache.group(self.spaces[space], group)
-                _, blocks = self.cache.blocks.find(known.number, keys_of(key), 8)
+                _, blocks = self.cache.blocks.find(known, keys_of(key))
                 slots = self.cache.blocks.slots(blocks, len(known.sizes))
                 assert not self.rig.table.records["checksum"][slots].all(), "a whole block is lost"
 

@@ -247,11 +247,12 @@ def test_all_accounts_agree_whatever_is_done(policy: str, seed: int) -> None:
                 space, HintAction(what), [(0, keys + keys[:8])], chance.randrange(101), chance.uniform(1, 60)
             )
 
-    for _ in range(400):
+    for step in range(400):
         act(chance.choice(spaces))
         rig.clock.now += chance.uniform(0, 2)
         rig.cache.tick()
-        check_invariants(rig.cache)
+        if step % 4 == 0:  # which takes most of the time
+            check_invariants(rig.cache)
         assert rig.cache.order.retained_bytes <= MOST_RETAINED * rig.unit
         first = rig.cache.order.first(8)
         assert np.array_equal(first, rig.cache.order.first(64)[: len(first)])

@@ -1,16 +1,22 @@
-"""Values of settings, and the memory they need, beyond what tests/daemon/test_config.py asks of the program."""
+"""Values of settings, the memory they need and the example, beyond what tests/daemon/test_config.py asks."""
 
 from __future__ import annotations
 
+import dataclasses
+import re
+import tomllib
 from pathlib import Path
 
 import pytest
 
-from kvoffd.config import Config, ConfigError, DiskSize, Limits, load_config, parse_address
+from kvoffd.config import SETTINGS, Config, ConfigError, DiskSize, Limits, load_config, parse_address
 from kvoffd.memory_estimate import memory_estimate, memory_shortage, memory_summary
 from kvoffd.system.limits import MemoryLimit
 from kvoffd.tiering.promotions import FILL_BYTES, MOST_QUEUED
 from kvoffd.tiering.writer import MAX_WAITING, WAITING_BYTES
+
+EXAMPLE = Path(__file__).parents[2] / "deploy" / "kvoffd.toml"
+SETTING_LINE = re.compile(r"^# ([a-z_]+ = .*)$", re.MULTILINE)
 
 
 def refusal(flags: dict[str, str | None], environ: dict[str, str] | None = None, path: Path | None = None) -> str:
@@ -79,3 +85,27 @@ def test_the_memory_that_is_needed_and_a_shortage_of_it_are_told_with_numbers() 
     )
     with_disk = Config(pool_bytes=64 << 30, disk=(DiskSize("/mnt", 10 << 40),))
     assert memory_shortage(with_disk, MemoryLimit(4 << 30, "")).endswith("a smaller disk: its index takes 0.2 % of it.")
+
+
+# --- deploy/kvoffd.toml ----------------------------------------------------------------------------
+
+
+def test_the_example_names_every_setting_once_and_no_other() -> None:
+    names = re.findall(r"^(?:# )?([a-z_]+) = ", EXAMPLE.read_text(), re.MULTILINE)
+    assert sorted(names) == sorted(setting.name for setting in SETTINGS)
+
+
+def test_every_value_that_the_example_shows_is_the_default(tmp_path: Path) -> None:
+    everything = tmp_path / "kvoffd.toml"
+    everything.write_text(SETTING_LINE.sub(r"\1", EXAMPLE.read_text()))
+    assert len(tomllib.loads(everything.read_text())) == len(SETTINGS)
+    config = load_config({}, {}, everything)
+    # The directory's default is another for users who are not root.
+    assert config == dataclasses.replace(Config(), directory=Path("/run/kvoffd"))
+
+
+def test_every_setting_of_the_example_is_explained() -> None:
+    lines = EXAMPLE.read_text().splitlines()
+    for number, line in enumerate(lines):
+        if re.match(r"(?:# )?[a-z_]+ = ", line):
+            assert re.match(r"# .{15,}", lines[number - 1]), f"no explanation above: {line}"

@@ -34,6 +34,7 @@ from tests.kit.wire import (
     books,
     broken_request,
     keys,
+    load_of,
     refusal,
     refused,
     store_of,
@@ -242,6 +243,14 @@ def test_block_ids_leases_and_registrations_that_do_not_fit(desk: Desk) -> None:
             "a count below zero": ("malformed", lambda desk: desk.scheduler.report(-1)),
             "a count larger than any": ("malformed", lambda desk: desk.scheduler.report(2**63 - 1)),
             "an end of one": ("unknown_registration", lambda desk: desk.worker.unregister(bytes(16))),
+            "a good store and a bad one": (
+                "bad_block_ids",
+                lambda desk: desk.submit(store_of(8, keys(2), [1]), store_of(9, keys(3), [BLOCKS])),
+            ),
+            "a good load and a bad one": (
+                "bad_block_ids",
+                lambda desk: desk.submit(load_of(8, desk.lease, keys(1), [1]), load_of(9, desk.lease, keys(1), [-1])),
+            ),
             "a load without a part": ("bad_block_ids", lambda desk: desk.submit(Load(9, desk.lease, []))),
             "too many jobs": (
                 "too_many",

@@ -71,16 +71,6 @@ def test_config_takes_disks_alike_from_one_flag_several_and_the_variable() -> No
         assert found["disk"]["value"] == [["/mnt/a", 1 << 30], ["/mnt/b", 2 << 30]]
 
 
-def test_config_shows_the_deadline_that_holds() -> None:
-    assert shown()["shared_ask_deadline"]["text"] == "500ms"
-    assert "too short" in refused("config", "--shared-ask-deadline", "0s")
-
-
-def test_help_says_where_blocks_are_kept() -> None:
-    said = " ".join(kvoffd("--help").stdout.split())
-    assert all(place in said for place in ("host memory", "local disks", "nodes share"))
-
-
 def test_config_prints_a_file_that_gives_the_same(file: Path) -> None:
     flags = {
         "pool-size": "65MiB",

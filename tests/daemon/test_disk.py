@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -161,22 +161,6 @@ def test_a_reset_takes_nothing_of_another_namespace(shared_daemon: DaemonProcess
         assert engine.lookup(keys(0)) == engine.lookup(keys(47)) == 0
         wait_until(lambda: disk_of(daemon).blocks == 16)
         assert other.has(SOME)
-
-
-DROPS: dict[str, Callable[[CheckedEngine, AdminClient], object]] = {
-    "reset": lambda engine, admin: engine.scheduler.reset(),
-    "clear": lambda engine, admin: admin.clear(),
-}
-
-
-def test_a_kill_behind_the_answer_brings_nothing_back(daemon: DaemonProcess) -> None:
-    for how, drop in DROPS.items():
-        with CheckedEngine(daemon) as engine, AdminClient(daemon.directory) as admin:
-            put_on_disk(daemon, engine, 48)
-            assert drop(engine, admin), how
-            daemon.kill()
-        with running(daemon) as engine:
-            assert engine.lookup(keys(0)) == disk_of(daemon).blocks == 0, how
 
 
 def test_clear_reaches_namespaces_that_nobody_opened(daemon: DaemonProcess) -> None:

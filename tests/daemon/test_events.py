@@ -103,16 +103,12 @@ def test_blocks_of_a_disk_have_a_medium_of_their_own(tmp_path: Path) -> None:
             assert index == {POOL: set(), DISK: set()}
 
 
-def test_an_event_has_the_parents_and_tokens_that_its_store_told(shared_daemon: DaemonProcess) -> None:
+def test_an_event_has_the_parents_and_tokens_that_its_store_told(
+    shared_daemon: DaemonProcess, worker: WireClient, cache: bytes
+) -> None:
     """Each key has its own, those of a store without any have none, and what was there before is in no event."""
     chain, tokens = keys(0, 1, 2, 3), [bytes([number]) * 64 for number in range(4)]
-    with (
-        KvSubscriber(shared_daemon.directory) as events,
-        WireClient(shared_daemon.directory) as worker,
-        SharedMemory(8 * PAGE_BYTES, "test") as memory,
-    ):
-        worker.open_namespace()
-        cache = worker.register(memory)
+    with KvSubscriber(shared_daemon.directory) as events:
         assert worker.store(cache, chain[1:2], [1]).ok
         links = {"parents": [bytes(32), *chain[:3]], "tokens": b"".join(tokens)}
         assert worker.store(cache, chain, [0, 1, 2, 3], **links).ok
@@ -120,23 +116,18 @@ def test_an_event_has_the_parents_and_tokens_that_its_store_told(shared_daemon: 
         first, *others = [event for message in events.messages() for event in message.events if event.keys]
     assert (first.keys, first.parents, first.tokens) == (chain[1:2], [], b"")
     found = {key: (event.parents, event.tokens) for event in others for key in event.keys}
-    assert found == {
-        **dict.fromkeys(
-            (chain[0], chain[2], chain[3]), ([bytes(32), chain[1], chain[2]], tokens[0] + tokens[2] + tokens[3])
-        ),
-        key(9): ([], b""),
-    }
-    assert [key for event in others for key in event.keys if event.tokens] == [chain[0], chain[2], chain[3]]
+    new = [chain[0], chain[2], chain[3]]
+    of_chain = [bytes(32), chain[1], chain[2]], tokens[0] + tokens[2] + tokens[3]
+    assert found == {**dict.fromkeys(new, of_chain), key(9): ([], b"")}
+    assert [key for event in others for key in event.keys if event.tokens] == new
 
 
-def test_a_block_of_several_ranks_is_published_with_its_tokens_when_it_is_whole(shared_daemon: DaemonProcess) -> None:
-    with (
-        KvSubscriber(shared_daemon.directory) as events,
-        WireClient(shared_daemon.directory) as worker,
-        SharedMemory(8 * PAGE_BYTES, "test") as memory,
-    ):
-        worker.open_namespace(world_size=2)
-        caches = [worker.register(memory, rank=rank) for rank in range(2)]
+def test_a_block_of_several_ranks_is_published_with_its_tokens_when_it_is_whole(
+    shared_daemon: DaemonProcess, worker: WireClient, memory: SharedMemory
+) -> None:
+    with KvSubscriber(shared_daemon.directory) as events:
+        worker.open_namespace(OTHER, world_size=2)
+        caches = [worker.register(memory, rank=rank, namespace=OTHER) for rank in range(2)]
         links = {"parents": [bytes(32)], "tokens": bytes(range(64))}
         assert worker.store(caches[0], keys(1), [1], **links).ok
         assert not any(event.keys for message in events.messages() for event in message.events)

@@ -11,6 +11,7 @@ import pytest
 from kvoffd_client import AdminClient, ErrorCode
 from kvoffd_client.cli import main
 from kvoffd_client.testing import FakeEngine
+from tests.kit.checked import CheckedEngine
 from tests.kit.daemon import DaemonProcess
 from tests.kit.ports import free_port, http_get
 from tests.kit.waiting import wait_until
@@ -54,7 +55,7 @@ def test_health_a_pool_that_one_lease_pins_is_degraded() -> None:
 
 def test_health_without_its_sockets_is_down_wherever_it_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
     port = free_port()
-    with DaemonProcess(http_address=f"127.0.0.1:{port}") as daemon:
+    with DaemonProcess(http_address=f"127.0.0.1:{port}") as daemon, CheckedEngine(daemon) as engine:
         socket_file = daemon.directory / "jobs.sock"
 
         def answers() -> tuple[str, int, int, bool]:
@@ -73,6 +74,8 @@ def test_health_without_its_sockets_is_down_wherever_it_is_asked(capsys: pytest.
         socket_file.rename(daemon.directory / "elsewhere")
         wait_until(lambda: answers() == ("down", 2, 503, False), explain=answers)
         assert "jobs.sock" in http_get(port, "/healthz")[1]
+        engine.put(range(8))
+        assert engine.has(range(8)), "engines that are connected are served"
         (daemon.directory / "elsewhere").rename(socket_file)
         wait_until(lambda: answers() == ("ok", 0, 200, True), explain=answers)
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from kvoffd_client import AdminClient, ErrorCode
+from kvoffd_client import AdminClient, ErrorCode, SharedMemory
 from tests.kit.checked import SCRIBBLE, STEP, CheckedEngine, flip
 from tests.kit.command import command
 from tests.kit.daemon import DaemonProcess
 from tests.kit.waiting import wait_until
-from tests.kit.wire import Books, books, key, keys
+from tests.kit.wire import PAGE_BYTES, Books, WireClient, books, key, keys
 
 PAGE = 65536
 KEYS = 24
@@ -152,3 +154,27 @@ def test_integrity_a_slot_that_a_lease_held_when_the_daemon_was_killed_is_not_us
         daemon.kill()
         daemon.start()
         assert balanced(daemon).quarantined_bytes == PAGE
+
+
+def test_integrity_a_part_of_a_block_is_compared(daemon_that: Callable[..., DaemonProcess], pool_file: Path) -> None:
+    """A load that begins within a block, and a block that was stored from its second engine block on."""
+    with (
+        daemon_that(verify_share="0") as daemon,
+        WireClient(daemon.directory) as worker,
+        WireClient(daemon.directory, "scheduler") as scheduler,
+        SharedMemory(8 * PAGE_BYTES, "test") as memory,
+    ):
+        memory.view[:] = np.random.default_rng(1).integers(0, 256, memory.size_bytes, dtype=np.uint8)
+        for client in (worker, scheduler):
+            client.open_namespace()
+        cache = worker.register(memory, blocks_per_key=2)
+        assert worker.store(cache, keys(1), [0, 1]).ok
+        assert worker.store(cache, keys(2), [2], first_block=1).ok
+        stored = [zlib.crc32(memory.view[at : at + PAGE_BYTES]) for at in (PAGE_BYTES, 2 * PAGE_BYTES)]
+        for number, checksum in enumerate(stored, 1):
+            for lease, error in ((number, None), (10 + number, "checksum")):
+                assert scheduler.lookup(lease, keys(number)).states == "R"
+                loaded = worker.load(cache, scheduler.lease(lease), keys(number), [7], first_block=1)
+                assert loaded.error == error
+                if not error:
+                    flip(pool_file, checksum, PAGE_BYTES)

@@ -1,22 +1,30 @@
-"""The pool outlives the daemon, in a file or in systemd's store: what was ready is back, what was dropped is not."""
+"""What outlives the daemon: the pool, in a file or in systemd's store, quotas of namespaces, what the policy learned.
+
+RESTART_KILLS=200 in the environment makes the kills under load a long run.
+"""
 
 from __future__ import annotations
 
 import os
+import random
 import re
 import stat
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from kvoffd_client import AdminClient
 from kvoffd_client.testing import FakeEngine
-from tests.kit.checked import CheckedEngine, Truth, overwrite
-from tests.kit.command import refusal_to_serve
+from tests.kit.checked import STEP, CheckedEngine, Truth, overwrite
+from tests.kit.command import command, refusal_to_serve
 from tests.kit.daemon import DaemonProcess
 from tests.kit.service_manager import ServiceManager
-from tests.kit.wire import books, keys
+from tests.kit.waiting import wait_until
+from tests.kit.wire import NamespaceStats, books, keys
 
 MIB = 1 << 20
 BLOCKS = 16
@@ -263,4 +271,187 @@ def test_pool_file_with_a_flipped_byte_or_a_hole_is_used(in_file: DaemonProcess,
     assert len(load(in_file, truth, world_size=1)) == BLOCKS - 1
 
 
-# --- time ------------------------------------------------------------------------------------------
+# --- quotas, and what the policy learned ---------------------------------------------------------------
+
+
+def set_quota(daemon: DaemonProcess, most: str, status: int = 0) -> str:
+    """``kvoffd-cli namespaces quota``; what it prints."""
+    found, text = command(daemon, "namespaces", "quota", "demo", "--max", most)
+    assert found == status, text
+    return text
+
+
+def namespace(daemon: DaemonProcess, label: str) -> NamespaceStats:
+    return next(one for one in books(daemon.directory).namespaces.values() if one.model == label)
+
+
+def use(daemon: DaemonProcess) -> None:
+    """Store two blocks; look up others."""
+    with FakeEngine(daemon.directory) as engine:
+        assert engine.store(keys(1, 2), [0, 1]).ok
+        assert engine.lookup(keys(1, 2, 3)) == 2
+        assert engine.lookup(keys(1, 4, 5, 6)) == 1
+
+
+def learned_requests(daemon: DaemonProcess) -> int:
+    """Requests that what the policy knows is made of."""
+    with AdminClient(daemon.directory) as admin:
+        return admin.stats().learned.requests
+
+
+def test_a_quota_that_cannot_be_written_down_holds_and_is_written_when_the_daemon_ends(pool_file: Path) -> None:
+    with DaemonProcess("16MiB", pool_file=str(pool_file), eviction_policy="lru") as daemon:
+        file = daemon.directory / "kvoffd.state"
+        use(daemon)
+        (in_the_way := Path(f"{file}.new")).mkdir()
+        assert f"{file} cannot be written: [Errno 21]" in set_quota(daemon, "4MiB", status=2)
+        assert namespace(daemon, "demo").quota_bytes == 4 * MIB, "it holds"
+        assert books(daemon.directory).problems == {"state_unwritable": 1}
+        in_the_way.rmdir()
+        daemon.stop()
+        daemon.start()
+        assert namespace(daemon, "demo").quota_bytes == 4 * MIB, "the end of the daemon tries it again"
+
+
+def test_policy_of_the_next_daemon_knows_what_was_learned(tmp_path: Path) -> None:
+    """A link in the file's place is neither followed nor written through."""
+    other = tmp_path / "other"
+    other.write_bytes(b"mine")
+    with DaemonProcess("16MiB", eviction_policy="learned") as daemon:
+        file = daemon.directory / "kvoffd.policy"
+        Path(f"{file}.new").symlink_to(other)
+        use(daemon)
+        known = learned_requests(daemon)
+        assert known
+        assert daemon.stop() == 0
+        assert file.read_bytes().startswith(b"learned\n")
+        assert file.stat().st_mode & 0o777 == 0o600
+        assert not file.is_symlink()
+        daemon.start()
+        assert learned_requests(daemon) == known
+        assert "Ignoring the policy state" not in daemon.log
+        daemon.stop()
+        file.unlink()
+        file.symlink_to(other)
+        daemon.start()
+        assert learned_requests(daemon) == 0
+        assert "Ignoring the policy state" in daemon.log
+        assert other.read_bytes() == b"mine"
+
+
+def test_state_files_of_no_use_are_logged_and_left_out(pool_file: Path) -> None:
+    """A file that is cut, flipped, another's or no file at all keeps no daemon from its start. The pool is void."""
+    with DaemonProcess("16MiB", pool_file=str(pool_file), eviction_policy="learned") as daemon:
+        use(daemon)
+        set_quota(daemon, "8MiB")
+        policy, state = daemon.directory / "kvoffd.policy", daemon.directory / "kvoffd.state"
+        daemon.stop()
+        good = {file: file.read_bytes() for file in (policy, state)}
+        assert f":{8 * MIB}}}".encode() in good[state]
+        for damaged in ({policy: good[policy][:-1], state: good[state][:20]}, {policy: b"", state: b""}, {}):
+            said = len(daemon.log)
+            for file in (policy, state):
+                file.unlink(missing_ok=True)
+                if damaged:
+                    file.write_bytes(damaged[file])
+                else:
+                    os.mkfifo(file)
+            daemon.start()
+            assert learned_requests(daemon) == 0
+            with FakeEngine(daemon.directory) as engine:
+                assert engine.lookup(keys(1)) == 0, "nobody knows whether it was cleared"
+                assert namespace(daemon, "demo").quota_bytes is None
+            for file in (policy, state):
+                pattern = f"(Ignoring the policy state in|Cannot use these parts of) {re.escape(str(file))}[:,]"
+                wait_until(lambda pattern=pattern, said=said: re.search(pattern, daemon.log[said:]))  # type: ignore[misc]
+            daemon.kill()
+
+
+# --- kills under load ---------------------------------------------------------------------------------
+
+KILLS = int(os.environ.get("RESTART_KILLS", "2"))
+ENGINES = 2
+MOST_BATCHES = 24
+"""Stores of one engine in one life; the pool holds those of several lives, so that nothing is evicted."""
+LIVES_IN_POOL = 4
+
+
+class Loader:
+    """One engine that stores batches of new keys and loads old ones, as fast as it can, until its daemon dies."""
+
+    def __init__(self, daemon: DaemonProcess, number: int) -> None:
+        self.engine = CheckedEngine(daemon, Truth(), page_bytes=16384, layers=4)
+        self.stored: list[range] = []
+        """Batches whose store was reported as done."""
+        self._next = number << 32
+        self.loads = 0
+
+    def run(self, dead: threading.Event) -> None:
+        rng, most = random.Random(self._next), len(self.stored) + MOST_BATCHES
+        try:
+            while not dead.is_set():
+                if len(self.stored) < most and (not self.stored or rng.random() < 0.6):
+                    batch = range(self._next, self._next + STEP)
+                    self._next += STEP
+                    self.engine.put(batch)
+                    self.stored.append(batch)
+                else:
+                    self.engine.get(rng.choice(self.stored), 5.0)
+                    self.loads += 1
+        except AssertionError as error:
+            # What was under way when the daemon died has failed, and may be there or not, but must never be wrong.
+            if "served" in str(error) or not dead.is_set():
+                raise
+
+    def back(self) -> int:
+        """How many blocks are there. All of them are right, those of stores that failed too."""
+        self.engine.get(self.engine.truth.keys() - {number for batch in self.stored for number in batch})
+        return sum(len(self.engine.get(batch)) for batch in self.stored)
+
+
+def one_life(daemon: DaemonProcess, loaders: list[Loader], rng: random.Random) -> None:
+    """Let the engines work, and kill the daemon at some time after a number of stores."""
+    dead = threading.Event()
+    enough = sum(len(loader.stored) for loader in loaders) + rng.randrange(8, MOST_BATCHES)
+    with ThreadPoolExecutor(ENGINES) as threads:
+        running = [threads.submit(loader.run, dead) for loader in loaders]
+        try:
+            wait_until(
+                lambda: sum(len(loader.stored) for loader in loaders) >= enough or any(one.done() for one in running),
+                interval_s=rng.uniform(0.001, 0.02),
+            )
+        finally:
+            dead.set()
+            daemon.kill()
+    for one in running:
+        one.result()
+
+
+@pytest.mark.timeout(120 + 10 * KILLS)
+def test_restart_after_kills_under_load_loses_no_ready_block(pool_file: Path) -> None:
+    block_bytes = 4 * 16384
+    pool_bytes = int(ENGINES * MOST_BATCHES * STEP * block_bytes * LIVES_IN_POOL * 1.2)
+    rng = random.Random(KILLS)
+    ready_before = back = 0
+    with DaemonProcess(str(pool_bytes), pool_file=str(pool_file)) as daemon:
+        loaders = [Loader(daemon, number) for number in range(ENGINES)]
+        for life in range(KILLS):
+            one_life(daemon, loaders, rng)
+            daemon.start()
+            for loader in loaders:
+                assert loader.engine.wait_ready(20)
+                back += loader.back()
+                ready_before += sum(map(len, loader.stored))
+            if life % LIVES_IN_POOL == LIVES_IN_POOL - 1:
+                with AdminClient(daemon.directory) as admin:
+                    admin.clear()
+                for loader in loaders:
+                    loader.stored.clear()
+                    loader.engine.truth.clear()
+        assert "Traceback" not in daemon.log
+        for loader in loaders:
+            loader.engine.close()
+    loads = sum(loader.loads for loader in loaders)
+    print(f"{KILLS} kills: {back} of {ready_before} ready blocks were back, {loads} loads of {STEP} under load")
+    assert ready_before > 100 * KILLS
+    assert back >= 0.999 * ready_before

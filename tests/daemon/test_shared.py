@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
+from typing import Self
 
 import pytest
 
@@ -15,70 +16,46 @@ from kvoffd_client import AdminClient, GroupKeys, GroupSpec, HintAction, Namespa
 from kvoffd_client.testing import FakeEngine
 from tests.kit.daemon import DaemonProcess
 from tests.kit.made_up_loads import chat_among_single_requests
+from tests.kit.peer_node import BLOCKS, DEADLINE_S, Node
 from tests.kit.redis_server import RedisCluster, RedisServer
 from tests.kit.s3_server import S3Server
 from tests.kit.waiting import wait_until
 from tests.kit.wire import NamespaceStats, SharedStats, books, keys
 
-PAGE_BYTES = 65536
-BLOCKS = 8
 KEYS = keys(*range(BLOCKS))
-SPEC = NamespaceSpec.named("shared", groups=[GroupSpec("full_attention", 16)], page_bytes=PAGE_BYTES)
-DEADLINE_S = 60.0
-"""A store that went away is tried again at growing intervals."""
 
 
-class Node:
+class StoreNode(Node):
     """A daemon over the shared server, and an engine of it."""
 
     def __init__(self, url: str, **flags: str) -> None:
-        self.daemon = DaemonProcess("16MiB", shared=url, **{"shared_write": "always", **flags})
+        super().__init__(None, "", pool_size="16MiB", shared=url, **{"shared_write": "always", **flags})
 
-    def __enter__(self) -> Node:
-        self.daemon.start()
-        self.engine = FakeEngine(self.daemon.directory, SPEC, page_bytes=PAGE_BYTES, blocks=64)
-        self.wait_reachable()
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self.wait_up()
         return self
-
-    def __exit__(self, *error: object) -> None:
-        self.engine.close()
-        self.daemon.close()
 
     @property
     def shared(self) -> SharedStats:
-        return books(self.daemon.directory).shared[0]
+        return self.peers[0]
 
     @property
     def space(self) -> NamespaceStats:
-        return books(self.daemon.directory).namespaces[SPEC.fingerprint]
-
-    @property
-    def problems(self) -> list[str]:
-        return list(books(self.daemon.directory).problems)
-
-    def wait_reachable(self) -> None:
-        wait_until(lambda: self.shared.up, DEADLINE_S, explain=lambda: self.shared)
+        return books(self.daemon.directory).namespaces[self.spec.fingerprint]
 
     def start_again(self) -> None:
         """Start the daemon, which has ended, and wait until all are connected."""
         self.daemon.start()
         assert self.engine.wait_ready(DEADLINE_S)
-        self.wait_reachable()
+        self.wait_up()
 
-    def store(self, seed: int = 5, first: int = 0) -> list[int]:
+    def store(self, first: int = 0, seed: int = 5) -> list[int]:
         """Store the blocks, and wait until they are written; returns their checksums."""
         written = self.shared.written_blocks
-        self.engine.fill(range(BLOCKS), seed)
-        assert self.engine.store(keys(*range(first, first + BLOCKS)), range(BLOCKS)).ok
+        sums = super().store(first, seed)
         wait_until(lambda: self.shared.written_blocks == written + BLOCKS, explain=lambda: self.shared)
-        return self.engine.checksums(range(BLOCKS))
-
-    def load(self, first: int = 0) -> list[int]:
-        """Look up until all is there, load, and return the checksums."""
-        wanted = keys(*range(first, first + BLOCKS))
-        wait_until(lambda: self.engine.lookup(wanted) == BLOCKS, explain=lambda: self.shared)
-        assert self.engine.load(wanted, range(32, 32 + BLOCKS)).ok
-        return self.engine.checksums(range(32, 32 + BLOCKS))
+        return sums
 
     def wait_unreachable(self) -> None:
         """Look up keys that nobody has until the store counts as unreachable: each is a miss."""
@@ -93,7 +70,7 @@ class Node:
 
     def reset_fleet(self) -> None:
         with AdminClient(self.daemon.directory) as admin:
-            assert admin.reset_fleet(SPEC.fingerprint) == 1
+            assert admin.reset_fleet(self.spec.fingerprint) == 1
 
 
 @pytest.fixture(scope="module")
@@ -119,50 +96,50 @@ def own_server() -> Iterator[RedisServer]:
 
 
 def test_blocks_of_one_node_are_loaded_at_another(server: RedisServer) -> None:
-    with Node(server.url) as first:
+    with StoreNode(server.url) as first:
         sums = first.store()
-        with Node(server.url) as second:
+        with StoreNode(server.url) as second:
             assert second.engine.lookup(keys(*range(100, 500))) == 0
             wait_until(lambda: second.space.misses == {"unknown": 400}, explain=lambda: second.space)
-            assert second.load() == sums
+            assert second.load(0) == sums
             found = second.space
             assert found.asked_keys == sum(found.found_keys.values()) + 400
             assert sum(found.misses.values()) == 400
             assert (second.shared.read_blocks, second.shared.mismatches) == (BLOCKS, 0)
             assert second.shared.written_blocks == 0, "what came from the store is not written there"
             asked = second.shared.asked_keys
-            assert second.load() == sums
+            assert second.load(0) == sums
             assert second.shared.asked_keys == asked, "what the pool has is not asked for"
         with AdminClient(first.daemon.directory) as admin:
             assert admin.clear() == BLOCKS
         assert server.objects == BLOCKS, "clearing a node takes nothing from others"
-    with Node(server.url) as third:
-        assert third.load() == sums, "when the first node is gone"
+    with StoreNode(server.url) as third:
+        assert third.load(0) == sums, "when the first node is gone"
 
 
 def test_prefetched_blocks_come_up_though_nobody_waits(server: RedisServer) -> None:
-    with Node(server.url) as node:
+    with StoreNode(server.url) as node:
         sums = node.store()
-    with Node(server.url) as node:
+    with StoreNode(server.url) as node:
         node.engine.scheduler.hint(HintAction.PREFETCH, [GroupKeys(0, b"".join(KEYS))])
         wait_until(lambda: node.space.ready_blocks == BLOCKS, explain=lambda: node.space)
         assert (node.space.prefetched_keys, node.shared.asked_keys) == (BLOCKS, BLOCKS)
         assert books(node.daemon.directory).pool.pinned_bytes == 0
-        assert node.load() == sums
+        assert node.load(0) == sums
         assert node.shared.asked_keys == BLOCKS, "what the pool has is not asked for"
 
 
 def test_of_two_stores_the_second_has_what_the_first_lost(server: RedisServer, own_server: RedisServer) -> None:
     url = f"{own_server.url},{server.url}"
-    with Node(url) as first:
+    with StoreNode(url) as first:
         sums = first.store()
         wait_until(lambda: server.objects == BLOCKS)
     own_server.command("FLUSHALL")
-    with Node(url) as second:
-        assert second.load() == sums
+    with StoreNode(url) as second:
+        assert second.load(0) == sums
         assert [shared.read_blocks for shared in books(second.daemon.directory).shared] == [0, BLOCKS]
         own_server.kill()
-        assert second.load() == sums
+        assert second.load(0) == sums
 
 
 # --- resets ----------------------------------------------------------------------------------------
@@ -170,14 +147,14 @@ def test_of_two_stores_the_second_has_what_the_first_lost(server: RedisServer, o
 
 def test_a_reset_of_an_engine_holds_over_a_kill(server: RedisServer) -> None:
     """A node whose engine reset a namespace leaves the shared one, until the whole fleet is reset."""
-    with Node(server.url) as node:
+    with StoreNode(server.url) as node:
         node.store()
         assert node.engine.scheduler.reset()
         asked = node.shared.asked_keys
         assert node.engine.lookup(KEYS) == 0
         node.engine.fill(range(BLOCKS), seed=6)
         assert node.engine.store(KEYS, range(BLOCKS)).ok
-        assert node.load() == node.engine.checksums(range(BLOCKS))
+        assert node.load(0) == node.engine.checksums(range(BLOCKS))
         assert (node.shared.asked_keys, node.shared.written_blocks) == (asked, BLOCKS)
         node.daemon.kill()
         node.start_again()
@@ -189,10 +166,14 @@ def test_a_reset_of_an_engine_holds_over_a_kill(server: RedisServer) -> None:
 
 def test_a_reset_of_the_fleet_reaches_every_node(server: RedisServer, pool_file: Path) -> None:
     """Also one that was down, and kept its pool."""
-    with Node(server.url) as first, Node(server.url) as second, Node(server.url, pool_file=str(pool_file)) as third:
+    with (
+        StoreNode(server.url) as first,
+        StoreNode(server.url) as second,
+        StoreNode(server.url, pool_file=str(pool_file)) as third,
+    ):
         first.store()
-        second.load()
-        third.load()
+        second.load(0)
+        third.load(0)
         third.daemon.stop()
         first.reset_fleet()
         wait_until(lambda: second.space.ready_blocks == 0, DEADLINE_S, explain=lambda: second.space)
@@ -202,13 +183,13 @@ def test_a_reset_of_the_fleet_reaches_every_node(server: RedisServer, pool_file:
         assert third.engine.lookup(KEYS) == 0
         assert server.objects == BLOCKS + 1, "it wrote nothing stale under the new generation"
         sums = first.store(seed=6)
-        assert second.load() == third.load() == sums, "what is stored since is shared again"
+        assert second.load(0) == third.load(0) == sums, "what is stored since is shared again"
 
 
 # --- faults ----------------------------------------------------------------------------------------
 
 
-def assert_misses_in_time(node: Node) -> None:
+def assert_misses_in_time(node: StoreNode) -> None:
     """A store has 20 ms to answer. None of the blocks comes from it."""
     times = []
     for _ in range(20):
@@ -221,7 +202,7 @@ def assert_misses_in_time(node: Node) -> None:
 
 def test_a_server_that_goes_away_is_a_miss_in_time(own_server: RedisServer) -> None:
     """One that stands still, and one that was killed. When it is back, so are the nodes."""
-    with Node(own_server.url) as first, Node(own_server.url) as second:
+    with StoreNode(own_server.url) as first, StoreNode(own_server.url) as second:
         sums = first.store()
         for fault in ("stopped", "killed"):
             if fault == "stopped":
@@ -235,16 +216,16 @@ def test_a_server_that_goes_away_is_a_miss_in_time(own_server: RedisServer) -> N
                 own_server.signal(signal.SIGCONT)
             else:
                 own_server.start()
-            first.wait_reachable()
-            second.wait_reachable()
-        assert first.load() == sums
+            first.wait_up()
+            second.wait_up()
+        assert first.load(0) == sums
         sums = first.store(seed=6, first=100)
         assert second.load(first=100) == sums
 
 
 def test_bytes_that_changed_at_the_server_are_misses(server: RedisServer) -> None:
     """As are those that it lost."""
-    with Node(server.url) as first, Node(server.url) as second:
+    with StoreNode(server.url) as first, StoreNode(server.url) as second:
         sums = first.store()
         for key in server.block_keys():
             assert server.command("SETRANGE", key, "30000", b"wrong bytes")[:1] == b":"
@@ -253,11 +234,11 @@ def test_bytes_that_changed_at_the_server_are_misses(server: RedisServer) -> Non
         server.command("FLUSHALL")
         assert_misses_in_time(second)
         assert second.shared.mismatches == BLOCKS
-        assert first.load() == sums
+        assert first.load(0) == sums
 
 
 def test_a_server_that_takes_no_writes_is_a_problem(own_server: RedisServer) -> None:
-    with Node(own_server.url) as node:
+    with StoreNode(own_server.url) as node:
         assert own_server.command("ACL", "SETUSER", "default", "-set") == b"+OK\r\n"
         node.engine.fill(range(BLOCKS), seed=6)
         assert node.engine.store(KEYS, range(BLOCKS)).ok
@@ -294,7 +275,7 @@ def test_a_full_store_gets_what_is_likely_to_come_back() -> None:
 
 
 def test_a_lost_server_of_a_cluster_is_named() -> None:
-    with RedisCluster() as cluster, Node(cluster.url) as node:
+    with RedisCluster() as cluster, StoreNode(cluster.url) as node:
         assert [server.up for server in node.shared.servers] == [True] * 3
         cluster.servers[2].kill()
 
@@ -315,15 +296,15 @@ def test_blocks_are_shared_over_s3(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     with S3Server() as server:
         flags = {"shared_ask_deadline": "2s"}  # moto answers one request at a time
-        with Node(server.url, **flags) as first, Node(server.url, **flags) as second:
+        with StoreNode(server.url, **flags) as first, StoreNode(server.url, **flags) as second:
             sums = first.store()
-            assert second.load() == sums
+            assert second.load(0) == sums
             assert (second.shared.read_blocks, server.objects) == (BLOCKS, BLOCKS)
             server.kill()
             second.wait_unreachable()
-            assert second.load() == sums, "from its pool"
+            assert second.load(0) == sums, "from its pool"
             server.start()
-            first.wait_reachable()
-            second.wait_reachable()
+            first.wait_up()
+            second.wait_up()
             sums = first.store(seed=6, first=100)
             assert second.load(first=100) == sums

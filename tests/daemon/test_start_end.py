@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import re
 import resource
@@ -154,22 +153,6 @@ def test_start_with_closed_standard_streams_serves_and_ends() -> None:
         assert opened == [os.devnull] * 3
         assert books(daemon.directory).health == "ok"
         assert daemon.stop() == 0
-
-
-def test_a_log_that_nobody_reads_keeps_no_client_waiting() -> None:
-    """As where the program that takes a container's log stands still."""
-    read_end, write_end = os.pipe()
-    fcntl.fcntl(write_end, fcntl.F_SETPIPE_SZ, 4096)
-    unread = ["sh", "-c", f'exec "$@" 2>/dev/fd/{write_end}', "sh"]
-    try:
-        with DaemonProcess("1MiB", before=unread, pass_fds=[write_end]) as daemon:
-            for _ in range(40):  # each leaves two lines
-                with WireClient(daemon.directory) as client:
-                    client.open_namespace()
-            assert daemon.stop() == 0
-    finally:
-        os.close(read_end)
-        os.close(write_end)
 
 
 def test_the_pool_takes_its_size_and_two_percent_more_at_most() -> None:

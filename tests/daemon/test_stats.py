@@ -158,23 +158,3 @@ def test_a_quota_that_is_none_changes_nothing(shared_daemon: DaemonProcess) -> N
             status, text = set_quota(shared_daemon, label, most)
             assert (status, why in text) == (2, True), text
         assert all(space.quota_bytes is None for space in books(shared_daemon.directory).namespaces.values())
-
-
-def test_a_reply_has_the_hundred_largest_namespaces_and_a_row_for_the_others() -> None:
-    """Each costs the loop some time."""
-    names = [number.to_bytes(32, "little") for number in range(1, 113)]  # whose ids differ
-    with DaemonProcess() as daemon, WireClient(daemon.directory) as last:
-        for first in range(0, len(names), 16):
-            with WireClient(daemon.directory) as client:
-                for name in names[first : first + 16]:
-                    client.open_namespace(name)
-                if first == 0:
-                    with SharedMemory(PAGE_BYTES, "test") as memory:
-                        assert client.store(client.register(memory, namespace=names[0]), keys(1), [0]).ok
-        last.open_namespace(names[-1])
-        with AdminClient(daemon.directory) as admin:
-            found = admin.stats()
-            assert len(admin.namespaces().namespaces) == len(names)
-        assert (found.namespaces[0].fingerprint, found.namespaces[-1].id) == (names[0].hex(), "other")
-        assert (len(found.namespaces), found.other_namespaces) == (101, 12)
-        assert found.since_start.stored_bytes == PAGE_BYTES

@@ -67,3 +67,12 @@ def test_without_a_compiler_there_is_no_wheel(tree: Path) -> None:
     assert "Traceback" not in built.stderr
     assert not list(tree.glob("dist/*"))
     assert (tree / LIBRARY).read_bytes() == b"another's"
+
+
+def test_what_is_copied_into_the_image_is_what_the_package_is_built_from() -> None:
+    docker = ROOT / "deploy" / "docker"
+    ignore = (docker / "Dockerfile.dockerignore").read_text()
+    kept = [line[1:] for line in ignore.splitlines() if line.startswith("!")]
+    assert {"pyproject.toml", "hatch_build.py", "README.md", "LICENSE", "kvoffd", "client", "proto"} == set(kept)
+    assert all((ROOT / name).exists() for name in kept)
+    assert (docker / "engine.Dockerfile.dockerignore").read_text() == ignore

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+import kvoffd
 from kvoffd.observe.metrics import all_metrics
 from kvoffd_client.cli.app import make_command
 from kvoffd_proto.messages import PROTOCOL_VERSION
@@ -93,3 +95,18 @@ def test_links_lead_somewhere(page: str) -> None:
 def test_the_matrix_of_versions_ends_with_this_protocol() -> None:
     rows = re.findall(r"^\| (?:[\d.]+|next) \| (\d+) \| ", text_of("deploy/README.md"), re.MULTILINE)
     assert rows[-1] == str(PROTOCOL_VERSION)
+
+
+def test_the_version_in_commands_and_manifests_is_the_packages() -> None:
+    deploy = ROOT / "deploy"
+    files = [*deploy.glob("docker/*Dockerfile"), *deploy.glob("kubernetes/*/*.yaml"), deploy / "README.md"]
+    texts = [file.read_text() for file in files]
+    versions = {version for text in texts for version in re.findall(r"\bkvoffd:(\d+\.\d+\.\d+)\b", text)}
+    engine_tags = {version for text in texts for version in re.findall(r"\bvllm-kvoffd:(\d+\.\d+\.\d+)\b", text)}
+    assert versions - engine_tags == {kvoffd.__version__}
+    images = yaml.safe_load((deploy / "kubernetes" / "base" / "kustomization.yaml").read_text())["images"]
+    assert {image["name"]: image["newTag"] for image in images} == {
+        "kvoffd": kvoffd.__version__,
+        "vllm-kvoffd": max(engine_tags),
+    }
+    assert f"ARG VERSION={kvoffd.__version__}\n" in (deploy / "docker" / "Dockerfile").read_text()

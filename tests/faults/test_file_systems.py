@@ -1,4 +1,5 @@
-"""File systems that become read-only, freeze or are full, below disks and logs: reads go on, and health says why."""
+"""File systems that become read-only, freeze or are full, below disks, logs and traces: reads go on, and health says
+why."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import pytest
 
 from tests.kit.cases import case
 from tests.kit.checked import CheckedEngine, Truth, over_disk, put_on_disk, wait_disk, wait_written
+from tests.kit.command import start_cli
 from tests.kit.daemon import DaemonProcess
 from tests.kit.linux import run, tmpfs
 from tests.kit.require import require
@@ -100,3 +102,17 @@ def test_a_log_that_takes_nothing_stops_nobody(tmp_path: Path) -> None:
                 engine.put(ALL)
                 assert engine.has(ALL)
                 assert daemon.stop() == 0
+
+
+def test_a_record_onto_a_full_disk_says_what_is_in_it(tmp_path: Path) -> None:
+    with tmpfs(tmp_path / "full", "4k") as place, DaemonProcess("16MiB") as daemon:
+        (place / "filler").write_bytes(bytes(4096))
+        recording = start_cli("trace", "record", str(place / "trace"), "--directory", str(daemon.directory))
+        with CheckedEngine(daemon) as engine:
+            while recording.poll() is None:
+                engine.put(range(8))
+                engine.get(range(8))
+        said = "".join(recording.communicate(timeout=60))
+        assert recording.returncode == 2, said
+        assert "Traceback" not in said
+        assert "can be replayed" not in said

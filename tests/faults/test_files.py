@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.kit.checked import CheckedEngine, Truth, over_disk, wait_disk
-from tests.kit.command import command
 from tests.kit.daemon import DaemonProcess
 from tests.kit.waiting import wait_until
 from tests.kit.wire import books
@@ -61,25 +60,6 @@ def test_a_disk_without_its_file_serves_right_bytes(tmp_path: Path) -> None:
 
 
 # --- sockets ---------------------------------------------------------------------------------------
-
-
-def test_removed_sockets_are_reported_and_a_restart_mends_that() -> None:
-    """A cleaner of /tmp removed them: engines that are connected are served."""
-    with DaemonProcess("16MiB") as daemon, CheckedEngine(daemon) as engine:
-        for name in SOCKETS:
-            (daemon.directory / name).unlink()
-        status, text = command(daemon, "health")
-        assert status != 0
-        assert "touched" not in text, text
-        assert "socket" in text, text
-        engine.put(ALL)
-        assert engine.has(ALL)
-        assert daemon.stop() == 0
-        engine.truth.drop()  # the pool dies with this daemon
-        daemon.start()
-        assert engine.wait_ready(30.0)
-        engine.put(ALL)
-        assert engine.has(ALL)
 
 
 def test_a_stopping_daemon_leaves_its_successors_sockets() -> None:

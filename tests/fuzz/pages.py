@@ -14,7 +14,7 @@ from kvoffd.pool.allocator import MIN_SLOT_BYTES, PAGE_BYTES
 from kvoffd.pool.checksums import digest
 from kvoffd.pool.slot_table import Deflated, SlotTable, TableGeometry
 from kvoffd.tiers.disk_file import _HEAD, Head
-from kvoffd.tiers.header import MOST_FIRST_BLOCK, Block, encode_header, make_block_group, parse_header
+from kvoffd.tiers.header import MOST_FIRST_BLOCK, Block, decode_header, encode_header, make_block_group
 from kvoffd_proto.messages import GroupSpec
 from tests.fuzz.bend import Choices, bend
 
@@ -35,7 +35,7 @@ def disk_pages(data: bytes) -> None:
         assert head is None or replace(head, number=0).region_bytes >= MIN_SLOT_BYTES
     else:
         header = encode_header(BLOCK)
-        block = parse_header(_changed(choices, header, PAGE_BYTES - 8 if sealed else None))
+        block = decode_header(_changed(choices, header, PAGE_BYTES - 8 if sealed else None))
         assert block is None or sealed or block == BLOCK, block
         if block is not None:
             assert len(block.group.lengths) == len(block.first_blocks) == len(block.checksums)

@@ -1,11 +1,13 @@
-"""A daemon that lends to peers and reads from them, with an engine."""
+"""A daemon that lends to peers and reads from them, or shares a store with other nodes, with an engine."""
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from kvoffd_client import AdminClient, GroupSpec, NamespaceSpec
 from kvoffd_client.testing import FakeEngine
@@ -22,24 +24,26 @@ class Node:
 
     def __init__(
         self,
-        secret: Path,
+        secret: Path | None,
         address: str,
         *peers: str,
+        pool_size: str = "128MiB",
         page_bytes: int = PAGE_BYTES,
         before: Sequence[str] = (),
         directory: Path | None = None,
         **flags: Any,
     ) -> None:
-        flags["peer_secret_file"] = str(secret)
+        if secret:
+            flags["peer_secret_file"] = str(secret)
         if address:
             flags["peer_listen"] = address
         if peers:
             flags["peers"] = ",".join(peers)
-        self.daemon = DaemonProcess("128MiB", directory, before=before, **flags)
+        self.daemon = DaemonProcess(pool_size, directory, before=before, **flags)
         self._page_bytes, self.address = page_bytes, address
         self.spec = NamespaceSpec.named("peers", groups=[GroupSpec("full_attention", 16)], page_bytes=page_bytes)
 
-    def __enter__(self) -> Node:
+    def __enter__(self) -> Self:
         self.daemon.start()
         self.engine = FakeEngine(self.daemon.directory, self.spec, page_bytes=self._page_bytes, blocks=2 * BLOCKS)
         return self
@@ -82,6 +86,9 @@ class Node:
     def wait_helper(self) -> int:
         wait_until(lambda: self.helper, DEADLINE_S)
         return self.helper
+
+    def kill_helper(self) -> None:
+        os.kill(self.wait_helper(), signal.SIGKILL)
 
     def wait_up(self) -> None:
         wait_until(lambda: all(one.up for one in self.peers), DEADLINE_S, explain=lambda: self.peers)

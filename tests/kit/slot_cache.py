@@ -7,7 +7,7 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from kvoffd.cache.lru import Lru
 from kvoffd.cache.namespace import Group, Namespace
 from kvoffd.cache.policy import make_policy
 from kvoffd.cache.recovery import RecoveredBlocks, recover
-from kvoffd.cache.tickets import SessionLeases, StoreTicket
+from kvoffd.cache.tickets import SessionLeases, StorePart, StoreTicket
 from kvoffd.pool.allocator import SlotAllocator
 from kvoffd.pool.slot_table import BAD_RECORD, READY_RECORD, SlotTable, TableGeometry
 from kvoffd.system.numa import Locality
@@ -72,16 +72,6 @@ class FoldedEvents:
 
 def keys_of(*numbers: int) -> bytes:
     return b"".join(number.to_bytes(8, "big") for number in numbers)
-
-
-@dataclass
-class Part:
-    """What a store offers of a group."""
-
-    group: int
-    keys: bytes
-    first_blocks: Mapping[int, int] = field(default_factory=dict)
-    starts: Sequence[int] | None = (0,)
 
 
 class CacheRig:
@@ -139,7 +129,7 @@ class CacheRig:
     def blocks(self, namespace: Namespace, keys: bytes, group: int = 0) -> BlockIds:
         """The blocks of keys that have one."""
         known = self.cache.group(namespace, group)
-        states, blocks = self.cache.blocks.find(known.number, keys, namespace.key_bytes)
+        states, blocks = self.cache.blocks.find(known, keys)
         return blocks[np.frombuffer(states, np.uint8) != FREE]
 
     def begin(
@@ -151,7 +141,7 @@ class CacheRig:
         first_blocks: Mapping[int, int] | None = None,
         starts: Sequence[int] | None = (0,),
     ) -> StoreTicket:
-        return self.cache.begin_store(namespace, rank, [Part(group, keys, first_blocks or {}, starts)])
+        return self.cache.begin_store(namespace, rank, [StorePart(group, keys, first_blocks or {}, starts)])
 
     def commit(self, ticket: StoreTicket, checksum: int = 7) -> int:
         return self.cache.commit_store(ticket, [[checksum] * len(part.copy) for part in ticket.parts])
@@ -175,7 +165,7 @@ class CacheRig:
 
     def states(self, namespace: Namespace, keys: bytes, group: int = 0) -> list[int]:
         """What a lookup would find in the pool."""
-        return list(self.cache.blocks.find(self.cache.group(namespace, group).number, keys, 8)[0])
+        return list(self.cache.blocks.find(self.cache.group(namespace, group), keys)[0])
 
     def successor(self) -> tuple[BlockFinder, RecoveredBlocks]:
         """What one would find that comes after this process's death."""
@@ -186,15 +176,13 @@ class CacheRig:
         slots, cache = SlotAllocator(self.geometry.pool_bytes, self.geometry.region_bytes), self.cache
         successor = Cache(slots, table, Lru(self.geometry.slots), FoldedEvents(), self.clock)
         numbers: dict[int, tuple[bytes, int]] = {}
-        namespaces = {}
+        groups = []
         for namespace in cache.namespaces.values():
-            groups = []
-            for group in range(len(namespace.groups)):
+            for group, current in enumerate(cache._current[namespace]):
                 numbers[len(numbers) + 1] = namespace.fingerprint, group
                 groups.append(Group(len(numbers), namespace, group))
-                groups[-1].set_sizes(namespace.shard_lengths(group), [])
-            namespaces[namespace.number] = groups
-        recovered = recover(fd, table, slots, successor.blocks, namespaces, 2**32 - 1)
+                groups[-1].set_sizes(current.lengths, current.sizes)
+        recovered = recover(fd, table, slots, successor.blocks, groups, 2**32 - 1)
         os.close(fd)
         return BlockFinder(successor, numbers), recovered
 
@@ -245,7 +233,7 @@ def check_invariants(cache: Cache) -> None:
         partial = state == WRITING and not writing
         assert group.dead or (head in cache._partial) == partial
         key = blocks.keys(np.array([head], np.uint32), group.key_bytes)
-        found, number = blocks.find(group.number, key, group.key_bytes)
+        found, number = blocks.find(group, key)
         if state == DROPPED:
             assert blocks.pins[head] or writing, "a dropped block is held by nothing"
             assert number[0] != head

@@ -149,7 +149,7 @@ class TieringHarness(CacheRig):
         for key in namespace.split(0, keys):
             self.put(namespace, key)
             blocks = self.blocks(namespace, key)
-            (write,) = writes_of(self.cache, self.cache.group(namespace, 0), self.group(namespace), blocks)
+            (write,) = writes_of(self.cache, self.cache.group(namespace, 0), blocks)
             assert self.tier.write(write.copy, write.offsets, done)
             self.tier.end_all()
             self.evict(namespace, key)

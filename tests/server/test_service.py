@@ -34,9 +34,9 @@ from kvoffd.transfer.plan import Direction, Outcome, build_layouts
 from kvoffd_client.worker_client import GroupTransfer, Job, submit_of
 from kvoffd_proto import codec
 from kvoffd_proto import messages as m
-from kvoffd_proto.admin import Clear
+from kvoffd_proto.admin import Clear, ListPrompts, PromptsListed
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.stats import NamespaceStats, Stats, StatsReply
+from kvoffd_proto.stats import NamespaceStats
 from tests.kit.cases import case
 from tests.kit.slot_cache import CacheRig, keys_of
 from tests.sim.parts import NoStateFile, make_pool, make_service
@@ -104,13 +104,6 @@ def bench() -> Iterator[Bench]:
     made.pool.close()
 
 
-def test_the_whole_pool_is_usable_whoever_touched_it(bench: Bench) -> None:
-    """One that was taken over is in memory already."""
-    (reply,) = bench.ask(bench.session(m.Role.ADMIN), Stats(1))
-    assert isinstance(reply, StatsReply)
-    assert reply.stats.pool.usable_bytes == POOL_BYTES
-
-
 def test_a_namespace_s_row_in_statistics_is_made_again_only_when_something_has_changed(bench: Bench) -> None:
     def row() -> NamespaceStats:
         (found,) = daemon_stats(bench.service).namespaces
@@ -126,7 +119,47 @@ def test_a_namespace_s_row_in_statistics_is_made_again_only_when_something_has_c
     assert (row().ready_blocks, row().stored_blocks) == (1, 1)
     bench.service.cache.quotas[NAMESPACE] = 4096
     assert row().quota_bytes == 4096
+    bench.service.cache.namespaces[NAMESPACE].counters.partial_blocks += 1
+    assert row().partial_blocks == 1
     assert row() is row()
+
+
+def test_what_became_of_prompts_is_kept_with_the_reason_of_a_miss(bench: Bench) -> None:
+    scheduler, admin = bench.session(m.Role.SCHEDULER), bench.session(m.Role.ADMIN)
+
+    def report(
+        name: str, key: bytes = b"", group: int = 0, reason: str = "", outcome: str = "missed"
+    ) -> m.PromptReport:
+        return m.PromptReport(name, 1.0, 100, 3, 2, 0, 0, outcome, 0, group, key, reason)
+
+    def send(reports: list[m.PromptReport], namespace: bytes = NAMESPACE) -> m.AnyReply:
+        (reply,) = bench.ask(scheduler, m.ReportPrompts(1, namespace, reports))
+        return reply
+
+    def found(*which: Any) -> list[m.PromptReport]:
+        (listed,) = bench.ask(admin, ListPrompts(1, *which))
+        assert isinstance(listed, PromptsListed)
+        return [one.report for one in listed.prompts]
+
+    known = [report("short"), report("new", KEY), report("reasoned", KEY, reason="partial")]
+    known += [report("given up", outcome="late"), report("given up early", KEY, outcome="late")]
+    assert isinstance(send(known), m.Done)
+    for wrong in (
+        [report("a", KEY[1:])],
+        [report("a", 2 * KEY)],
+        [report("a"), report("a", KEY, group=7)],
+        [report("a" * 129)],
+        [report("a")] * 257,
+    ):
+        assert isinstance(send(wrong), m.Error)
+    assert isinstance(send([report("a")], b"x" * 32), m.Error)
+    reasons = {"short": "", "new": "unknown", "reasoned": "partial", "given up": "late", "given up early": "unknown"}
+    assert {one.request: one.reason for one in found()} == reasons
+    assert [one.request for one in found("o")] == ["short", "reasoned"]
+    assert [one.request for one in found("", 1)] == ["given up early"]
+    for number in range(6):
+        send([report(f"{number}-{one}") for one in range(200)])
+    assert [one.request for one in found()] == [f"{number}-{one}" for number in range(1, 6) for one in range(200)]
 
 
 # --- jobs ------------------------------------------------------------------------------------------
@@ -145,16 +178,6 @@ def test_a_reset_of_a_bench_is_not_in_the_state_file(bench: Bench, label: str, k
     assert (NAMESPACE in resets.generations, NAMESPACE in resets.unshared) == (kept, kept)
 
 
-def test_a_job_is_planned_by_the_thread_that_copies(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    planned: list[object] = []
-    monkeypatch.setattr("kvoffd.server.jobs.plan_blocks", lambda *of: planned.append(of))
-    bench.copy(bench.session())
-    assert not planned
-    bench.copies[0].plan()
-    assert planned
-    bench.end_copy()
-
-
 def test_job_that_ended_is_freed_without_the_collector(bench: Bench) -> None:
     """A plan may have 100,000 pieces; the garbage collector looks for it late."""
     worker = bench.session()
@@ -166,20 +189,6 @@ def test_job_that_ended_is_freed_without_the_collector(bench: Bench) -> None:
         assert job() is None
     finally:
         gc.enable()
-
-
-def test_results_that_are_not_acknowledged_are_bounded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvoffd.server.jobs.MAX_UNACKNOWLEDGED_BYTES", 200)
-    worker = bench.session()
-    log = worker.completions
-    for _ in range(50):
-        bench.copy(worker)
-        if bench.copies:
-            bench.end_copy()
-        bench.service.outgoing()
-    assert 200 <= log.nbytes < 300
-    log.acknowledge(log.replay()[-1].sequence)
-    assert (log.nbytes, log.replay()) == (0, [])
 
 
 def test_load_fails_when_others_find_its_block_corrupt(bench: Bench) -> None:

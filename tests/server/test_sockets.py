@@ -184,7 +184,7 @@ def test_a_request_that_takes_long_between_two_beats_counts_as_a_block_of_the_lo
         assert started.wait(10)
         client.send(b"")
         assert client.recv() == b""
-        wait_until(lambda: watch.loop_blocked_maximum_seconds >= 0.04)
+        wait_until(lambda: watch.loop_blocked_max_seconds >= 0.04)
 
     with_clients(directory, run, service)
     watch.stop()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
+import json
 import os
 import signal
 import subprocess
@@ -34,6 +34,7 @@ from kvoffd.system.directory import DaemonDirectory, DirectoryError
 from kvoffd.system.systemd import Notifier
 from kvoffd.transfer.cuda.gpus import Gpus
 from kvoffd.transfer.engine import HostEngine
+from tests.kit.command import run_daemon_here
 from tests.kit.ports import free_port, http_get
 
 
@@ -60,6 +61,60 @@ def test_probes_are_answered_while_the_pool_is_touched(tmp_path: Path, monkeypat
         "/readyz": (503, f"not ok\n{sentence}"),
         "/metrics": (503, sentence),
     }
+
+
+@pytest.mark.parametrize("thread", ["kvoffd-open", "log"])
+def test_a_daemon_that_gets_no_threads_says_so_and_ends_well(tmp_path: Path, thread: str) -> None:
+    program = (
+        "import sys, threading; from kvoffd.cli import main\n"
+        "real = threading.Thread.start\n"
+        "def start(thread):\n"
+        f"    if thread.name.startswith('{thread}'): raise RuntimeError(\"can't start new thread\")\n"
+        "    real(thread)\n"
+        "threading.Thread.start = start\n"
+        f"sys.exit(main(['serve', '--directory', '{tmp_path}', '--disk', '{tmp_path}=16MiB', '--pool-size', '16MiB',"
+        "    '--http-address', '', '--log-level', 'error']))"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
+    assert "pids.max" in ended.stderr
+
+
+def test_a_crash_and_a_bad_flag_are_json_too(tmp_path: Path) -> None:
+    environ = {**os.environ, "KVOFFD_LOG_FORMAT": "json"}
+    program = (
+        "import sys, threading, warnings; from kvoffd.server import daemon; from kvoffd.cli import main\n"
+        "def broken():\n"
+        "    warnings.warn('x', stacklevel=1); threading.Thread(target=lambda: 1 / 0).start(); raise LookupError\n"
+        "daemon.native = broken\n"
+        f"sys.exit(main(['serve', '--directory', '{tmp_path}']))"
+    )
+    for arguments, levels in (
+        (("-m", "kvoffd", "serve", "--pool-siz", "1"), ["error"]),
+        (("-c", program), ["critical", "critical", "warning"]),
+    ):
+        command = [sys.executable, *arguments]
+        ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+        assert ended.returncode != 0
+        assert sorted(json.loads(line)["level"] for line in ended.stderr.splitlines()) == levels
+
+
+def test_a_start_without_a_required_disk_is_refused(tmp_path: Path) -> None:
+    """Also by `kvoffd config`, before the pool is touched. Nothing is created."""
+    (link := tmp_path / "link").symlink_to(tmp_path)
+    cases = {
+        f"{tmp_path / 'missing'}=16MiB": "missing cannot be used (No such file or directory); make it, name another",
+        f"{tmp_path}=1024TiB": "can be used; choose a smaller size",
+        f"{tmp_path}=16MiB,{link}=16MiB": "is the same directory as",
+    }
+    for disk, why in cases.items():
+        for command in ("serve", "config"):
+            given = "--directory", str(tmp_path / "run"), "--pool-size", "1MiB", "--disk", disk
+            ended = run_daemon_here(command, *given)
+            assert ended.returncode == 2
+            assert why in ended.stderr
+            assert "disk_start" in ended.stderr
+    assert {one.name for one in tmp_path.iterdir()} <= {"run", "link"}
 
 
 # --- what comes before what ------------------------------------------------------------------------
@@ -203,26 +258,6 @@ def test_regular_work_that_fails_does_not_end_the_daemon(caplog: pytest.LogCaptu
         daemon._tick()
     assert [one.tick.call_count for one in (daemon._service, daemon._lifelines, daemon._policy_file)] == [3] * 3
     assert len(caplog.records) == 1, "logged once a minute"
-
-
-def test_scrubbing_rests_three_times_as_long_as_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A quarter of the time of one thread, whatever the machine."""
-    daemon: Any = Daemon(Config())
-    clock, rests = itertools.count(0.0, 2.0), list[float]()
-    daemon._sockets = daemon._pool = MagicMock()
-    daemon._service = MagicMock(**{"scrubber.next_step.return_value": [MagicMock()]})
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-
-    async def rest(seconds: float) -> None:
-        rests.append(seconds)
-        daemon._stop.set()
-
-    async def read(*_: object) -> list[int]:
-        return [7]
-
-    monkeypatch.setattr(module, "asyncio", SimpleNamespace(sleep=rest, to_thread=read))
-    asyncio.run(daemon._scrub())
-    assert rests == [6.0]
 
 
 @pytest.mark.parametrize("works", [True, False])

@@ -5,8 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import cast
 
-import pytest
-
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.server.traffic import TrafficCounts, counts_of
@@ -76,17 +74,3 @@ def test_totals_go_on_from_those_of_earlier_daemons() -> None:
     assert traffic.lifetime(traffic.total()) == Lifetime(5.0, 150, 3.0)
     traffic.namespace_forgotten(space)
     assert traffic.lifetime(traffic.total()) == Lifetime(5.0, 150, 3.0), "sums never fall"
-
-
-def test_only_what_has_counted_since_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked_at: list[Namespace] = []
-    monkeypatch.setattr("kvoffd.server.traffic.counts_of", lambda one: looked_at.append(one) or counts_of(one))
-    spaces = [namespace(number) for number in range(50)]
-    traffic = counts(Clock(), open_all(*spaces))
-    for number, one in enumerate(spaces):
-        one.counters.lookups += number
-    assert traffic.total()["lookups"] == sum(range(50))
-    looked_at.clear()
-    spaces[7].counters.lookups += 5
-    assert traffic.total()["lookups"] == sum(range(50)) + 5
-    assert looked_at == [spaces[7]]

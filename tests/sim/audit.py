@@ -217,7 +217,7 @@ def watch_narrow(cache: Cache) -> None:
     def watched(namespace: Namespace, rank: int, parts: Sequence[StorePart]) -> StoreTicket:
         def narrow(part: StorePart) -> list[bytes]:
             group, keys = cache.group(namespace, part.group), namespace.split(part.group, part.keys)
-            states, blocks = cache.blocks.find(group.number, part.keys, namespace.key_bytes)
+            states, blocks = cache.blocks.find(group, part.keys)
             loose = [at for at, state in enumerate(states) if state == READY and not cache.blocks.pins[blocks[at]]]
             slots = cache.blocks.slots(blocks[loose], namespace.world_size)[:, rank]
             firsts = zip(loose, cache.table.records["first_block"][slots].tolist(), strict=True)

@@ -12,6 +12,7 @@ from zlib import crc32
 import numpy as np
 
 from kvoffd.cache.block_table import READY
+from kvoffd.cache.tickets import StorePart
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.pool.pool import Pool
@@ -29,7 +30,6 @@ from kvoffd_proto import messages as m
 from kvoffd_proto import stats as s
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import PROTOCOL_VERSION
-from tests.kit.slot_cache import Part
 from tests.sim.audit import Audit, Readable, blocks_of, watch_narrow, watch_quotas
 from tests.sim.borrower import SimBorrower
 from tests.sim.clock import Broken, Injected, Process
@@ -415,7 +415,7 @@ class SimDaemon:
             space, length = self._rng.choice(spaces)
             count = self.pool.pool_bytes // cache.slots.slot_size(length)
             keys = b"".join(number.to_bytes(space.key_bytes, "big") for number in range(count))
-            cache.abort_store(cache.begin_store(space, 0, [Part(0, keys)]))
+            cache.abort_store(cache.begin_store(space, 0, [StorePart(0, keys)]))
         loose = [block for batch in cache.order.candidates() for block in batch if not cache.blocks.pins[block]]
         cache._evict(np.array(loose, np.uint32))
         self.schedule_flush()

@@ -302,15 +302,17 @@ class SimDisk:
         group = namespace and cache.group(namespace, name.group)
         if not group or group.key_bytes != len(name.key):  # it was opened anew with another geometry
             return
-        (state,), blocks = cache.blocks.find(group.number, name.key, group.key_bytes)
+        (state,), blocks = cache.blocks.find(group, name.key)
         if state == READY and cache.slots.offsets(blocks)[0] == offset:
             raise Broken("a block that was dropped while it came up is served")
 
 
 def _is_whole(files: MemoryDisk, tier: DiskTier, block_group: BlockGroup, key: bytes) -> bool:
     """Whether what the index names is there."""
-    at = tier._map.offset(tier._map.slots_of(block_group.tag, [key])[0])
-    block = decode_header(bytes(files.data[at : at + PAGE]), block_group, key)
+    at = tier._map.offset(tier._map.slots_of(block_group, [key])[0])
+    block = decode_header(bytes(files.data[at : at + PAGE]))
+    if block is not None and (block.group, block.key) != (block_group, key):
+        return False
     for length, checksum in zip(block_group.lengths, block.checksums, strict=True) if block is not None else ():
         if digest(memoryview(files.data)[at + PAGE : at + PAGE + length]) != checksum:
             return False

@@ -155,13 +155,7 @@ class WatchedPool:
                 slot.state, slot.owner = "writing", SlotOwner(space.fingerprint, group.index, key, rank, world_size)
 
     def publish(
-        self,
-        blocks: BlockIds,
-        slots: SlotIds,
-        firsts: Sequence[int] | None,
-        length: int,
-        checksums: array[int],
-        key_bytes: int,
+        self, group: Group, blocks: BlockIds, slots: SlotIds, firsts: Sequence[int] | None, checksums: array[int]
     ) -> tuple[BlockIds, bytes]:
         """One after the other, so that the process can die between two."""
         ready, names = [np.empty(0, np.uint32)], b""
@@ -173,10 +167,11 @@ class WatchedPool:
                 raise Broken("a slot became ready that nobody wrote")
             if slot.transfers:
                 raise Broken("a slot became ready while its bytes still move")
+            length = group.lengths[slot.owner.rank]
             if length and [int(checksums[at])] != self._inner.digests([(slot.offset, length)]):
                 raise Broken("a slot became ready with another checksum than its bytes have")
             self.before_write()
-            published = self._publish(blocks[one], slots[one], firsts[one], length, checksums[one], key_bytes)
+            published = self._publish(group, blocks[one], slots[one], firsts[one], checksums[one])
             ready.append(published[0])
             names += published[1]
             slot.state, slot.first_block = "ready", int(firsts[at])

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvoffd.pool.checksums import digest
-from kvoffd.tiers.header import Block, BlockGroup, encode_header, make_block_group
+from kvoffd.tiers.header import HEADER_BYTES, Block, BlockGroup, encode_header, make_block_group
 from kvoffd.tiers.shared import Ask, Look, SharedTier
 from kvoffd.tiers.store import GetRequest, Received, Store, StoreError, generation_key, object_key
 from kvoffd.tiers.tier import ReadEnd, Result
@@ -103,7 +103,7 @@ class SimStore(Store):
         return [key in self._there for key in keys]
 
     def get(self, requests: Sequence[GetRequest], patience_s: float) -> Iterator[Received | None]:
-        for key, header_bytes, views in requests:
+        for key, views in requests:
             if self._tier.hit("fail"):
                 raise StoreError("disconnected", "It failed.")
             if self._tier.hit("forget"):
@@ -115,14 +115,14 @@ class SimStore(Store):
                 place = self._tier.rng.randrange(len(data))
                 wrong = data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
                 data = self._tier.rng.choice([wrong, data[:-1], *self._there.values()])
-            at = header_bytes
+            at = HEADER_BYTES
             if len(data) != at + sum(map(len, views)):
                 yield Received(b"")
                 return
             for view in views:
                 view[:] = data[at : at + len(view)]
                 at += len(view)
-            yield Received(data[:header_bytes])
+            yield Received(data[:HEADER_BYTES])
 
     def put(self, objects: Sequence[tuple[bytes, Sequence[bytes | memoryview]]], deadline: float) -> Sequence[bool]:
         if self._tier.hit("fail"):

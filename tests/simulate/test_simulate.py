@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tracemalloc
 from array import array
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,7 @@ from kvoffd.simulate.trace import KEY_BYTES, MOST_LINE_BYTES, BadTrace, Trace, r
 from kvoffd.tiering import WriteMode
 from kvoffd_client.cli import main as console
 from tests.kit.cases import case
-from tests.kit.made_up_loads import chat_among_single_requests, trace_of
+from tests.kit.made_up_loads import LOADS, Traffic, chat_among_single_requests, trace_of
 
 
 def write(path: Path, requests: list[list[int]]) -> Path:
@@ -83,9 +83,16 @@ def test_a_disk_with_space_finds_what_left_the_pool(policy: str) -> None:
     assert found.written < cycle.accesses
 
 
+def test_the_hand_of_a_full_disk_keeps_nearly_what_an_lru_would() -> None:
+    """One that gave used blocks no second chance would find 7 % less (measured)."""
+    trace = trace_of([*islice(LOADS["agents"](Traffic(1)), 427)])
+    found = replay(trace, "lru", 128, DiskPlan(512, WriteMode.ALWAYS))
+    assert found.hits > 0.95 * replay(trace, "lru", 512).hits
+
+
 def test_a_full_disk_keeps_what_returns_later_than_it_would_keep_all() -> None:
     """Documents that return after 24 lifetimes of the pool, among requests that are made once."""
-    firsts = [10 * (number // 4 % 30 if number % 4 == 0 else number + 100) for number in range(1440)]
+    firsts = [10 * (number // 4 % 30 if number % 4 == 0 else number + 100) for number in range(960)]
     trace = trace_of([[*range(first, first + 10)] for first in firsts])
     auto, always = (replay(trace, "learned", 50, DiskPlan(800, mode)) for mode in (WriteMode.AUTO, WriteMode.ALWAYS))
     assert auto.hits > 1000 > 10 * always.hits

@@ -17,7 +17,7 @@ from kvoffd.cache import block_table
 from kvoffd.cache.block_table import BlockTable
 from kvoffd.cache.learned import Counts, Known
 from kvoffd.cache.namespace import MissReason
-from kvoffd.cache.recovery import _Group, _Recovery
+from kvoffd.cache.recovery import _Recovery
 from kvoffd.pool.allocator import PAGE_BYTES, SlotAllocator
 from kvoffd.pool.slot_table import MAX_KEY_BYTES, RECORD_BYTES
 from kvoffd.system import native as native_module
@@ -30,7 +30,6 @@ from tests.kit.cuda_abi import compiler
 ROOT = Path(kvoffd.__file__).parent
 STRUCTURES = {
     "blocks": ("cache/blocks.h", BlockTable),
-    "group": ("cache/recover.c", _Group),
     "recovery": ("cache/recover.c", _Recovery),
     "known": ("cache/learned.c", Known),
     "counts": ("cache/learned.c", Counts),
@@ -48,7 +47,7 @@ CONSTANTS = {
         "MOST_RANKS": MAX_WORLD_SIZE,
         "PAGE": PAGE_BYTES,
         "offsetof(struct block_group, rank)": 32,
-        "sizeof(struct block_group)": 32 + 8 * MAX_WORLD_SIZE,
+        "sizeof(struct block_group)": 32 + 12 * MAX_WORLD_SIZE,
         **{name: getattr(block_table, name) for name in ("FREE", "WRITING", "READY", "DROPPED", "NOT_FIRST")},
         **{name: getattr(block_table, name) for name in ("WRITTEN", "SHARD_STATE", "UNVERIFIED", "CORRUPT")},
     },

@@ -91,11 +91,11 @@ def test_a_listener_that_does_not_read_never_blocks(listener: socket.socket, not
 
 def test_the_watchdog_is_told_where_systemd_watches_this_process(listener: socket.socket) -> None:
     for variables, wanted in (
-        ({"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": "77"}, True),
-        ({"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": "78"}, False),
+        ({"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": str(os.getpid())}, True),
+        ({"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": str(os.getpid() + 1)}, False),
         *(({"WATCHDOG_USEC": text}, False) for text in ("0", "soon", "-5", "9" * 5000)),
     ):
-        notifier = Notifier(environ(listener, **variables), pid=77)
+        notifier = Notifier(environ(listener, **variables))
         notifier.watchdog()
         notifier.watchdog()  # not again before half of the timeout is over
         notifier.stopping("")

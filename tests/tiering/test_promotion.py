@@ -181,13 +181,6 @@ def test_what_was_promoted_for_nothing_is_counted(rig: TieringHarness) -> None:
     rig.check()
 
 
-def test_of_a_prompt_that_no_pool_holds_the_beginning_comes_up(rig: TieringHarness) -> None:
-    space, count = rig.open(), 20
-    rig.put_in_tier(space, keys_of(*range(count)))
-    leasable = rig.cache.most_leased_bytes // UNIT
-    assert look_up(rig, space, 1, keys_of(*range(count))) == bytes([PENDING] * leasable + [ABSENT] * (count - leasable))
-
-
 def test_a_part_is_begun_at_once_and_more_with_each_end() -> None:
     most = 3 * MAX_BEGUN
     rig = TieringHarness(settings=QUIET, regions=4 * most)
@@ -333,20 +326,6 @@ def test_a_lookup_is_told_how_long_what_it_waits_for_takes() -> None:
     assert 0 < 2 * rig.cache.leases[1].wait_s < rig.tiering.disks.under_way_bytes / source.speed.current
 
 
-def test_where_nothing_comes_the_wait_grows() -> None:
-    rig = TieringHarness(settings=QUIET, regions=100)
-    space = rig.open()
-    rig.put_in_tier(space, keys_of(*range(100)))
-    look_up(rig, space, 1, keys_of(*range(100)))
-    rig.tiering.pump()
-    for _ in range(20):
-        rig.clock.now += 0.01
-        rig.tier.end(next(iter(rig.tier.jobs)))
-    rig.clock.now += 1.0
-    look_up(rig, space, 1, keys_of(*range(100)))
-    assert rig.cache.leases[1].wait_s == pytest.approx(80.0, rel=0.02), "one block a second, as of now"
-
-
 def test_a_lookup_for_which_nothing_comes_up_leaves_nothing_behind(rig: TieringHarness) -> None:
     space = rig.open()
     rig.put_in_tier(space, keys_of(1))
@@ -390,20 +369,6 @@ def test_several_requests_of_one_lookup_ask_for_no_more_than_leases_may_pin() ->
         rig.bring_up()
     assert len(rig.cache.leases[1].blocks) == leasable
     rig.cache.end_session(1)
-    rig.check()
-
-
-def test_a_lease_expects_nothing_that_was_forgotten_or_stored_instead(rig: TieringHarness) -> None:
-    space = rig.open()
-    rig.put_in_tier(space, keys_of(1, 2, 3))
-    look_up(rig, space, 1, keys_of(1, 2, 3))
-    rig.cache.invalidate(space, [(0, keys_of(3))])
-    assert rig.cache.leases[1].coming == 2
-    rig.put(space, keys_of(2))
-    rig.tiering.pump()
-    assert rig.cache.leases[1].coming == 1
-    rig.tier.end_all()
-    assert rig.cache.leases[1].coming == 0
     rig.check()
 
 

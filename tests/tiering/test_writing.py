@@ -8,10 +8,8 @@ import pytest
 from kvoffd.cache.namespace import Group, Namespace
 from kvoffd.tiering import TieringSettings, WriteMode, writer
 from kvoffd.tiering.writer import BUDGET, DAY_S, LATE, MAX_LOOKED_AT, STAYS, UNLIKELY, Selection, WriteBudget
-from kvoffd.tiers.tier import Result
 from kvoffd_proto.messages import BENCH_LABEL, READY
 from tests.kit.clock import Clock
-from tests.kit.fake_tier import FakeTier
 from tests.kit.slot_cache import UNIT, keys_of
 from tests.kit.tiering_harness import TieringHarness
 
@@ -231,34 +229,6 @@ def test_a_block_that_another_node_wrote_is_no_write() -> None:
     assert chosen.lifetimes(tier_bytes)[0] == 2 * STAYS[0] * tier_bytes
 
 
-def test_a_shared_store_that_is_full_gets_what_is_likely_to_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = TieringHarness(settings=TieringSettings(WriteMode.NEVER), regions=8)
-    store = rig.share(TieringSettings())
-    writer, space = rig.tiering.writers[1], rig.open()
-    rig.put(space, keys_of(*range(8)))
-    go_on(rig)
-    store.end_all()
-    assert len(store.blocks) == 8, "all while it is not full"
-    monkeypatch.setattr(FakeTier, "lifetime_bytes", 64 * UNIT)
-    rig.tiering.tick()
-    monkeypatch.setattr(Selection, "deciding", lambda _, chances: (chances[:, 0], 0.5))
-    unlikely = {keys_of(50), keys_of(51)}
-
-    def chance(group: Group, keys: bytes, within_bytes: int) -> np.ndarray:
-        return np.array([key not in unlikely for key in group.namespace.split(group.index, keys)], np.float64)
-
-    monkeypatch.setattr(rig.cache.policy, "chance", chance)
-    rig.put(space, keys_of(*range(20, 52)))
-    rig.tiering.tick()
-    assert {job.key for job in store.jobs} == {keys_of(48), keys_of(49)}, "the tail is next to be evicted"
-    store.end(next(iter(store.jobs)), fault=Result.PRESENT)
-    assert writer._selection._offered == 3 * UNIT, "what another node had written is none of them"
-    store.end_all()
-    rig.evict(space, keys_of(50, 51))
-    rig.tiering.tick()
-    assert writer.not_written[UNLIKELY] == 2
-
-
 def test_blocks_without_a_checksum_are_not_written() -> None:
     rig = rig_of(WriteMode.ALWAYS, per_day_bytes=800 * UNIT)
     space = rig.open()
@@ -285,17 +255,6 @@ def test_beyond_the_days_bytes_nothing_is_written() -> None:
     rig.put(space, keys_of(99))
     go_on(rig)
     assert rig.in_tier(space, keys_of(99)) == 1
-
-
-def test_the_first_filling_is_not_counted() -> None:
-    rig = rig_of(WriteMode.AUTO, per_day_bytes=32 * UNIT)
-    rig.writer.budget.first_filling_bytes = 9 * UNIT
-    space = rig.open()
-    assert rig.writer.budget.left_bytes == 13 * UNIT
-    rig.put(space, keys_of(*range(16)))
-    go_on(rig)
-    assert len(rig.tier.blocks) == 13
-    assert rig.writer.budget.spent_bytes == 4 * UNIT
 
 
 def test_a_full_tier_is_written_only_the_likeliest_when_little_may_be(monkeypatch: pytest.MonkeyPatch) -> None:

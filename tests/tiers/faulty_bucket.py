@@ -22,8 +22,7 @@ class FaultyBucket(ServerThread):
         spoil: changes an object on its way to a client.
         cut_after: bytes of an object after which it closes the connection; ``cuts`` times.
         chunks: what is sent of an object, in chunks; its length is sent beside, as no server should.
-        error: status and code that every request gets.
-        errors: those that requests of a method get.
+        errors: status and code that requests of a method get.
         kept: the code with which each object stays that one request is to remove with others.
         requests: how many of each method it was given.
     """
@@ -35,7 +34,6 @@ class FaultyBucket(ServerThread):
         self.cut_after: int | None = None
         self.cuts = inf
         self.chunks: Callable[[bytes], Iterable[bytes]] | None = None
-        self.error: tuple[int, str] | None = None
         self.errors: dict[str, tuple[int, str]] = {}
         self.kept = ""
         self.requests: Counter[str] = Counter()
@@ -83,9 +81,7 @@ class FaultyBucket(ServerThread):
                 bucket.requests[self.command] += 1
                 time.sleep(bucket.delay_s)
                 path = self.path.partition("?")[0]
-                if bucket.error is not None:
-                    self.refuse(*bucket.error)
-                elif self.command in bucket.errors:
+                if self.command in bucket.errors:
                     self.refuse(*bucket.errors[self.command])
                 elif self.command == "PUT":
                     bucket.values[path] = body
@@ -108,6 +104,9 @@ class FaultyBucket(ServerThread):
             do_GET = do_HEAD = do_PUT = do_POST = serve
 
         super().__init__(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
+
+    def refuse_writes(self, answer: tuple[int, str]) -> None:
+        self.errors["PUT"] = answer
 
     @property
     def url(self) -> str:

@@ -24,10 +24,7 @@ class FaultyStore(ServerThread):
         answering: while it is cleared, no answer is sent.
         spoil: changes a value on its way to a client.
         cut_after: bytes of a value after which it closes the connection; ``cuts`` times.
-        hang_after: bytes of a value after which the rest is sent once it is ``answering``.
-        hanging: how many values were not sent whole yet.
         error: what every command gets, such as ``LOADING ...``.
-        full: whether writes are refused.
         forced: what commands get, byte for byte, whatever they ask for.
         forced_values: what is got of values that are asked for, byte for byte.
         surplus: what is sent once more behind the next value.
@@ -42,10 +39,7 @@ class FaultyStore(ServerThread):
         self.spoil: Callable[[bytes], bytes] = bytes
         self.cut_after: int | None = None
         self.cuts = inf
-        self.hang_after: int | None = None
-        self.hanging = 0
         self.error = ""
-        self.full = False
         self.forced: Values = {}
         self.forced_values: Values = {}
         self.surplus = b""
@@ -69,6 +63,9 @@ class FaultyStore(ServerThread):
     def url(self) -> str:
         return f"redis://127.0.0.1:{self.port}"
 
+    def refuse_writes(self, answer: bytes) -> None:
+        self.forced[b"SET"] = answer
+
     def close(self) -> None:
         self.answering.set()
         super().close()
@@ -79,8 +76,7 @@ class FaultyStore(ServerThread):
             self.commands[words[0]] = self.commands.get(words[0], 0) + 1
         if self.delay_s:
             time.sleep(self.delay_s)
-        if self.hang_after is None:
-            self.answering.wait()
+        self.answering.wait()
         name, arguments = words[0], words[1:]
         if self.error:
             connection.sendall(f"-{self.error}\r\n".encode(errors="surrogateescape"))
@@ -92,8 +88,6 @@ class FaultyStore(ServerThread):
             connection.sendall(b":%d\r\n" % (arguments[0] in self.values))
         elif name == b"UNLINK":
             connection.sendall(b":%d\r\n" % (self.values.pop(arguments[0], None) is not None))
-        elif name == b"SET" and self.full:
-            connection.sendall(b"-OOM command not allowed when used memory > 'maxmemory'.\r\n")
         elif name == b"INCRBY":
             self.values[arguments[0]] = b"%d" % (int(self.values.get(arguments[0], b"0")) + int(arguments[1]))
             connection.sendall(b":%s\r\n" % self.values[arguments[0]])
@@ -117,15 +111,6 @@ class FaultyStore(ServerThread):
             self.cuts -= 1
             connection.sendall(message[: self.cut_after])
             return False
-        if self.hang_after is not None:
-            connection.sendall(message[: self.hang_after])
-            self.hanging += 1
-            try:
-                self.answering.wait()
-                connection.sendall(message[self.hang_after :])
-            finally:
-                self.hanging -= 1
-            return True
         message, self.surplus = message + self.surplus, b""
         connection.sendall(message)
         return True

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
@@ -37,7 +38,7 @@ class SharedConformance:
         block = ours.block(1, lengths, first=3)
         assert theirs.load(block) is None
         ours.store(block)
-        theirs.tier.remove_all(ONE)  # or its NO would stand for a second
+        theirs.forget()  # or its NO would stand for a second
         assert theirs.load(block) is DONE
         assert theirs.read_block is not None
         assert theirs.read_block.first_blocks[0] == 3
@@ -59,7 +60,7 @@ class SharedConformance:
         blocks = [rig.block(0)._replace(key=key_of(n)) for n in range(60)]
         for there in (0, 1, 2, 17, 59, 60):
             rig.store(*blocks[rig.tier.counters.written_blocks : there])
-            other.tier.remove_all(ONE)
+            other.forget()
             answers = other.ask(*blocks, prefix=True)
             assert answers[:there] == [Answer.YES] * there
             assert Answer.YES not in answers[there:], "a NO of a busy machine may be a second old"
@@ -175,10 +176,12 @@ class FaultConformance:
     Attributes:
         slow_s: an answer that takes so long is late.
         cut: the kind of error that a connection is which ends in an object.
+        refusals: answers of a server that takes no writes, the kind of error of each, and what its sentence says.
     """
 
     slow_s = 0.04
     cut = "disconnected"
+    refusals: Sequence[tuple[Any, str, str]]
 
     @pytest.fixture
     def double(self) -> Double:
@@ -199,7 +202,7 @@ class FaultConformance:
         rig.until(lambda: not double.values)
         assert rig.ask(block) == [Answer.NO], "it is not asked for again soon"
 
-    @pytest.mark.parametrize("cut_after", [0, 3, 40, 2000])
+    @pytest.mark.parametrize("cut_after", [0, 3, 40, 2000, 6000])
     def test_a_value_is_read_again_where_its_connection_is_cut_and_then_a_miss(
         self, double: Double, rig: SharedRig, cut_after: int
     ) -> None:
@@ -213,10 +216,26 @@ class FaultConformance:
         assert rig.kinds == {self.cut: 3}
         assert rig.tier.available()
 
+    def test_a_server_that_refuses_writes_is_read(
+        self, double: Double, rig: SharedRig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("kvoffd.tiers.shared.FULL_PAUSE_S", 0.0)
+        rig.store(block := rig.block(1))
+        for at, (answer, kind, because) in enumerate(self.refusals):
+            rig.kinds.clear()
+            double.refuse_writes(answer)
+            for number in range(4):
+                assert rig.write(rig.block(10 * at + number + 2)) is Result.FAILED
+                assert rig.tier.available()
+            assert rig.kinds == {kind: 4}
+            assert because in rig.tier.refusal
+        assert rig.tier.breaker.opened == 0
+        assert rig.load(block) is DONE
+
     def test_slow_answers_are_misses_and_open_the_breaker(self, double: Double) -> None:
         rig = SharedRig(double.url, ask_deadline_s=self.slow_s / 2).reachable()
         rig.store(block := rig.block(1))
-        rig.tier.remove_all(ONE)
+        rig.forget()
         double.delay_s = self.slow_s
         times = []
         while rig.tier.available():

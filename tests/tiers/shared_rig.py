@@ -156,9 +156,13 @@ class SharedRig:
         self.until(lambda: Answer.ASKED not in answers())
         return answers()
 
+    def forget(self) -> None:
+        """Forget all answers."""
+        self.tier._answers.clear()
+
     def ask_anew(self, *blocks: Block) -> list[Answer]:
         """Ask, whatever was answered before."""
-        self.tier.remove_all(blocks[0].group.fingerprint)
+        self.forget()
         return self.ask(*blocks)
 
     def begin_read(self, block: Block, patience_s: float = 5.0, slot: int = 8) -> list[Result] | None:

@@ -123,8 +123,7 @@ class Reader:
     def get(self, *numbers: int, size: int = SIZE, peer: int = 0, patience_s: float = PATIENCE_S) -> list[Received]:
         group = make_block_group(b"f" * 32, 0, 0, (size,))
         requests = [
-            GetRequest(object_key(group, n.to_bytes(8, "big")), 4096, [self.pool[n * size : (n + 1) * size]])
-            for n in numbers
+            GetRequest(object_key(group, n.to_bytes(8, "big")), [self.pool[n * size : (n + 1) * size]]) for n in numbers
         ]
         found = list(self.stores[peer].get(requests, patience_s))
         assert all(found)
@@ -173,26 +172,6 @@ def test_blocks_of_every_size(nixl: None, size: int) -> None:
     assert all(one.checksums[0] in (0, total) for one, total in zip(found, lender.sums, strict=True))
     reader.close()
     lender.close()
-
-
-def test_two_threads_at_once(lender: Lender, reader: Reader) -> None:
-    other = PeerStore(reader.helper, 0)
-    reader.stores.append(other)
-    errors: list[BaseException] = []
-
-    def read(peer: int) -> None:
-        try:
-            for _ in range(5):
-                reader.right(lender, *range(peer * 12, peer * 12 + 12), peer=peer)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=read, args=(peer,)) for peer in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
 
 
 def test_wrong_descriptors_and_checksums_show_as_such(lender: Lender, reader: Reader) -> None:
@@ -285,38 +264,6 @@ def test_a_lease_that_is_too_short_gives_nothing(lender: Lender, reader: Reader)
     with pytest.raises(StoreError) as caught:
         reader.get(1)
     assert caught.value.kind == "timeout"
-
-
-def test_a_peer_that_is_silent_costs_its_own_reads(lender: Lender) -> None:
-    other = Lender()
-    reader = Reader(lender.port, other.port).reachable()
-    lender.mutes = True
-    with pytest.raises(StoreError) as caught:
-        reader.get(1, patience_s=0.2)
-    assert caught.value.kind == "timeout"
-    reader.right(other, 1, 2, peer=1)
-    reader.close()
-    other.close()
-
-
-def test_without_the_secret_there_is_no_answer(lender: Lender) -> None:
-    reader = Reader(lender.port, secret=b"another secret is of no use")
-    reader.helper.check()
-    time.sleep(1.0)  # as long as a connection takes
-    with pytest.raises(StoreError) as caught:
-        reader.stores[0].ping(time.monotonic() + 2.0)
-    assert caught.value.kind == "unreachable"
-    reader.close()
-
-
-@pytest.mark.parametrize("end", ["lender", "reader"])
-def test_a_helper_that_is_killed_is_started_again(lender: Lender, reader: Reader, end: str) -> None:
-    reader.right(lender, 1)
-    helper = (lender if end == "lender" else reader).helper
-    starts = helper.starts
-    os.kill(helper.pid, signal.SIGKILL)
-    wait_until(lambda: helper.starts > starts)
-    wait_until(lambda: _works(reader, lender), 30.0)
 
 
 class Forked:
@@ -440,7 +387,7 @@ def test_a_stop_does_not_wait_for_a_helper_that_starts(nixl: None) -> None:
     thread = threading.Thread(target=connect)
     thread.start()
     began = time.monotonic()
-    reader.stores[0].interrupt()
+    reader.helper.interrupt()
     thread.join()
     reader.close()
     assert time.monotonic() - began < START_S / 2

@@ -12,7 +12,7 @@ import pytest
 
 from kvoffd.tiers.header import Block
 from kvoffd.tiers.redis_cluster import copies_of, masters_of, slot_of
-from kvoffd.tiers.redis_store import NEEDED_COMMANDS, SlotRange
+from kvoffd.tiers.redis_store import NEEDED_COMMANDS
 from kvoffd.tiers.store import generation_key
 from kvoffd.tiers.tier import Result
 from tests.kit.redis_server import Certificate, RedisCluster, RedisServer
@@ -97,7 +97,7 @@ def test_masters_are_where_the_cluster_wants_clients_to_go() -> None:
         (9000, 9000, "10.0.0.1", 7000),
         (9001, 16383, "", 7003),
     ]
-    assert masters_of([SlotRange(*one) for one in ranges], ("seed", 1)) == {
+    assert masters_of([[*one[:2], one[2:]] for one in ranges], ("seed", 1)) == {
         ("10.0.0.1", 7000): [range(5461), range(9000, 9001)],
         (name, 7000): [range(5461, 8999)],
         ("seed", 7003): [range(9001, 16384)],
@@ -151,7 +151,7 @@ def test_an_announced_name_is_used_where_the_cluster_prefers_it(
 def test_impossible_masters_are_refused(odd: Sequence[tuple[int, int, str, int]]) -> None:
     tracemalloc.start()
     with pytest.raises(ValueError, match="master"):
-        masters_of([SlotRange(*one) for one in odd], ("seed", 1))
+        masters_of([[*one[:2], one[2:]] for one in odd], ("seed", 1))
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert most < 8 << 20
@@ -261,7 +261,7 @@ def test_without_one_master_the_others_are_read(masters: RedisCluster, fault: si
     masters.servers[(victim + 1) % 3].signal(signal.SIGSTOP)
     late = SharedRig(masters.url, ask_deadline_s=0.2).reachable()
     found: list[Answer] = []
-    late.until(lambda: found.extend(late.ask_anew(*blocks)) or late.tier.generation(ONE) > 0)  # type: ignore[func-returns-value]
+    late.until(lambda: found.extend(late.ask_anew(*blocks)) or late.tier.fleet.of(ONE) > 0)  # type: ignore[func-returns-value]
     assert Answer.YES not in found, "a reset that one master has not seen"
     masters.servers[(victim + 1) % 3].signal(signal.SIGCONT)
 
@@ -334,14 +334,14 @@ def test_keys_of_a_slot_that_moves_are_misses() -> None:
         assert slot not in [slot_of(name_of(block, 0)) for block in others]
         move(cluster, slot, 0, 1, name)
         assert other.ask_anew(*others, moved) == [Answer.YES] * 11 + [Answer.NO]
-        rig.tier.remove_all(ONE)
+        rig.forget()
         assert rig.write(moved) is Result.FAILED, "it lies at the other master, which does not have the slot yet"
         assert rig.write(rig.block(50)) is DONE, "others are written all the same"
         end_move(cluster, slot, 1)
         for each in (rig, other):
             each.until(lambda each=each: each.ask_anew(moved) == [Answer.YES])
             assert each.load(moved) is DONE
-        rig.tier.remove_all(ONE)
+        rig.forget()
         rig.until(lambda: rig.write(moved) is Result.PRESENT)
         for each in (rig, other):
             assert not each.kinds

@@ -106,10 +106,16 @@ def rig(bucket: FaultyBucket) -> SharedRig:
     return SharedRig(bucket.url).reachable()
 
 
-class TestDouble(FaultConformance, SharedConformance):
-    most_asked = 128
+class TestDouble(FaultConformance):
     slow_s = 0.5
     cut = "unreachable"
+    refusals = (
+        ((403, "QuotaExceeded"), "full", ""),
+        ((507, "XMinioStorageFull"), "full", ""),
+        ((403, "AccessDenied"), "credentials", "AccessDenied"),
+        ((503, "SlowDown"), "busy", "SlowDown"),
+        ((500, "InternalError"), "protocol", "InternalError"),
+    )
 
     @pytest.fixture
     def double(self, bucket: FaultyBucket) -> FaultyBucket:
@@ -203,12 +209,12 @@ def test_errors_are_misses_with_a_reason(
     bucket: FaultyBucket, rig: SharedRig, error: tuple[int, str], kind: str
 ) -> None:
     rig.store(block := rig.block(1))
-    bucket.error = error
+    bucket.errors = dict.fromkeys(("GET", "HEAD", "PUT"), error)
     while rig.tier.available():
         rig.ask_anew(block)
         rig.write(rig.block(2))
     rig.until(lambda: rig.kinds[kind] > 0 and error[1] in rig.tier.problem, 5.0)
-    bucket.error = None
+    bucket.errors.clear()
     rig.until(lambda: rig.tier.available(), 6.0)
     rig.until(lambda: rig.ask_anew(block) == [Answer.YES])
 
@@ -227,31 +233,6 @@ def test_s3_keys_that_nobody_named_are_a_sentence(monkeypatch: pytest.MonkeyPatc
         error = S3(open_bucket(URL, Credentials()))._error(error)
         assert error.kind == kind
         assert error.sentence.endswith(NO_KEYS)
-
-
-@pytest.mark.parametrize(
-    ("error", "kind"),
-    [
-        ((403, "QuotaExceeded"), "full"),
-        ((507, "XMinioStorageFull"), "full"),
-        ((403, "AccessDenied"), "credentials"),
-        ((503, "SlowDown"), "busy"),
-        ((500, "InternalError"), "protocol"),
-    ],
-)
-def test_a_bucket_that_refuses_writes_is_read(
-    bucket: FaultyBucket, rig: SharedRig, monkeypatch: pytest.MonkeyPatch, error: tuple[int, str], kind: str
-) -> None:
-    monkeypatch.setattr("kvoffd.tiers.shared.FULL_PAUSE_S", 0.0)
-    rig.store(block := rig.block(1))
-    bucket.errors["PUT"] = error
-    for number in range(2, 7):
-        assert rig.write(rig.block(number)) is Result.FAILED
-        assert rig.tier.available()
-    assert set(rig.kinds) == {kind}
-    assert error[1] in rig.tier.problem or kind == "full"
-    assert rig.tier.breaker.opened == 0
-    assert rig.load(block) is DONE
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["the request", "each object"])
@@ -296,7 +277,7 @@ def test_a_prefix_costs_few_requests(bucket: FaultyBucket, rig: SharedRig) -> No
     block = rig.block(0)
     blocks = [block._replace(key=key_of(n)) for n in range(1000)]
     for there, most in ((0, 2), (1, 40), (77, 40), (640, 40), (1000, 2)):
-        rig.tier.remove_all(ONE)
+        rig.forget()
         bucket.values.update(
             (f"/bucket/{key_of(n).hex()[:2]}/{name_of(blocks[n], 0).decode()}", b"") for n in range(there)
         )

@@ -97,9 +97,8 @@ def test_a_line_that_hangs_half_way_ends_all_in_time_and_serves_again(line: Call
     before = bytes(node.pool)
     node.link.resume()
     node.until(node.tier.available, 10.0)
-    node.tier._refused.clear()
     node.ends = []
-    node.tier.remove_all(None)
+    node.forget()
     node.until(lambda: node.ask_anew(node.block(0, (length,))) == [Answer.YES])
     assert bytes(node.pool) == before, "nothing is written into slots of what has ended"
     node.begin(length, patience_s=5.0)

@@ -7,6 +7,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -138,7 +139,8 @@ class CudaHarness(Harness):
 
         self.register = register
         chunks = PinnedChunks(np.ones(1, dtype=np.bool_), 2**62, 0)
-        self.engine = GpuEngine(driver, chunks, clock=self.clock, step_pieces=8)
+        with patch("kvoffd.transfer.cuda.engine.STEP_PIECES", 8):
+            self.engine = GpuEngine(driver, chunks, clock=self.clock)
 
 
 @pytest.fixture(params=[HostHarness, CudaHarness])

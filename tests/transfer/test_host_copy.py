@@ -148,21 +148,14 @@ def merged(pieces: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
 
 def test_pieces_are_copied_across_looks_at_the_stop_flag(library: Native) -> None:
     """It looks each MiB, in the middle of a piece too, or 512 pieces."""
-    for piece in (64, 4096, 700_000, MIB + 64, 5 * MIB):
+    for piece in (1, 64, 1000, 4096, 16384 + 64, 700_000, MIB + 64, 5 * MIB):
         nbytes = min(5 * MIB, 1200 * piece) // piece * piece
-        buffers = Buffers(nbytes)
         pieces = [(at, at, piece) for at in range(0, nbytes, piece)]
-        sums = run(buffers.plan(pieces), buffers.slots((0, nbytes)), library)
-        assert sums == [xxhash.xxh3_64_intdigest(buffers.read(0, nbytes))], piece
-        assert buffers.pool.tobytes() == buffers.expected(pieces)
-
-
-def test_pieces_of_any_size_are_copied_without_checksums(library: Native) -> None:
-    for piece in (1, 64, 1000, 4096, 16384 + 64, MIB + 4096):
-        buffers = Buffers(8 * piece)
-        pieces = [(at, at, piece) for at in range(0, 8 * piece, 2 * piece)]
-        assert run(buffers.plan(pieces), [], library) == []
-        assert buffers.pool.tobytes() == buffers.expected(pieces), piece
+        for summed in (True, False):
+            buffers = Buffers(nbytes)
+            sums = run(buffers.plan(pieces), buffers.slots((0, nbytes)) if summed else [], library)
+            assert sums == [xxhash.xxh3_64_intdigest(buffers.read(0, nbytes))] * summed, piece
+            assert buffers.pool.tobytes() == buffers.expected(pieces), piece
 
 
 def test_what_is_not_copied_has_no_checksum(library: Native) -> None:

@@ -96,18 +96,11 @@ class GpuCopier:
         refused_batches: batches and rows that the driver refused; after a refusal the kind is not used again.
     """
 
-    def __init__(
-        self,
-        driver: Cuda,
-        direction: Direction,
-        pinned: PinnedChunks,
-        name: str = "GPU",
-        step_pieces: int = STEP_PIECES,
-    ) -> None:
-        self._driver, self._pinned, self._name = driver, pinned, name
+    def __init__(self, driver: Cuda, direction: Direction, pinned: PinnedChunks, name: str) -> None:
+        self._driver, self._pinned, self._name = driver, pinned, name  # C reads the pinned chunks' flags
         self._context = driver.current_context()
         self.refused_batches = 0
-        self._batch = np.empty((3, step_pieces), dtype=np.uint64)
+        self._batch = np.empty((3, STEP_PIECES), dtype=np.uint64)
         to, of, sizes = (column.ctypes.data for column in self._batch)
         with ExitStack() as undo:
             stream = driver.create_stream(urgent=direction is Direction.LOAD)
@@ -126,10 +119,10 @@ class GpuCopier:
                 first_chunk=pinned.first,
                 from_pool=direction is Direction.LOAD,
                 step_bytes=STEP_BYTES,
-                step_pieces=step_pieces,
+                step_pieces=STEP_PIECES,
                 rows_bytes=ROWS_BYTES[direction],
                 fewest_rows=FEWEST_ROWS[direction],
-                most_rows=step_pieces,
+                most_rows=STEP_PIECES,
                 **{"to": to, "from": of, "sizes": sizes},
             )
             self._undo = undo.pop_all()
@@ -172,7 +165,6 @@ class GpuEngine(CopyEngine):
         name: of the GPU, for logs.
         locality: preferred CPUs of its threads.
         clock: for deadlines, in seconds.
-        step_pieces: limit of pieces in a batch.
     """
 
     def __init__(
@@ -183,13 +175,12 @@ class GpuEngine(CopyEngine):
         name: str = "GPU",
         locality: Locality = NOWHERE,
         clock: Callable[[], float] = time.monotonic,
-        step_pieces: int = STEP_PIECES,
     ) -> None:
         self._copiers: dict[Direction, GpuCopier] = {}
         queues: dict[Direction, CopyQueue] = {}
         with ExitStack() as undo:
             for one in Direction:
-                copier = self._copiers[one] = GpuCopier(driver, one, pinned, name, step_pieces)
+                copier = self._copiers[one] = GpuCopier(driver, one, pinned, name)
                 undo.callback(copier.close)
             for one, copier in self._copiers.items():
                 readers = checksum_threads() if one is Direction.STORE else 0
