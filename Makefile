@@ -57,7 +57,7 @@ servers: ## install the servers and tools that tests start, from Debian (as root
 		test -z "$$missing" || (apt-get update -q && \
 		DEBIAN_FRONTEND=noninteractive apt-get -o Acquire::Retries=5 install -qy --no-install-recommends $$missing)
 
-nightly: $(VENV)/.engine .cuda/.fetched ## run what is too long for every change: longer tests, planted faults, chaos, seeds (hours)
+nightly: $(VENV)/.engine .cuda/.fetched .venv-routers/.built ## run what is too long for every change: longer tests, planted faults, chaos, seeds (hours)
 	TESTS_TIMES=5 $(BIN)/pytest -m 'nightly and not gpu' $(ARGS)
 	TESTS_TIMES=5 $(BIN)/pytest tests/cache tests/chaos tests/client tests/fuzz tests/pool tests/proto tests/sim \
 		tests/tiering tests/tiers tests/transfer -m 'not engine and $(HERE)'
@@ -105,7 +105,7 @@ delivery: $(VENV)/.dist ## install wheels and package, boot the unit, run the im
 	$(BIN)/pytest -m delivery $(ARGS)
 
 clean: ## remove all environments, caches and what was built
-	rm -rf .venv* .demo .fuzz .gpu-cache .gpu-site .cuda .delivery dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv* .demo .fuzz .gpu-site .cuda .delivery dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find kvoffd client proto tests deploy -type d -name __pycache__ -prune -exec rm -rf {} +
 
 # Editable: Python is taken from here as it is, but C must be compiled again, and the version be written down.

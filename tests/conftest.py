@@ -29,6 +29,8 @@ DOOR = ("daemon", "cli", "faults", "chaos", "sim")
 """Folders of the door suite; the real engines of ``tests/vllm``, marked ``engine``, are the rest of it."""
 
 VLLM = Path(__file__).parent / "vllm"
+LONGEST = ("tiers/test_peers.py", "daemon/test_peers.py")
+"""A sixth and an eighth of what runs side by side: they come first, so that neither runs alone at the end."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -61,6 +63,10 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(pytest.mark.door)
     if item.path.parent == VLLM:
         item.add_marker(pytest.mark.vllm)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not str(item.path).endswith(LONGEST))
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,6 @@ import gc
 import itertools
 import json
 import os
-import subprocess
 import sys
 import time
 from collections import deque
@@ -46,7 +45,7 @@ from kvoffd_proto import admin as a
 from kvoffd_proto import codec
 from kvoffd_proto import messages as m
 from kvoffd_proto.stats import Stats
-from tests.bench.report_file import ROOT, markdown_table, print_report, run_facts
+from tests.bench.report_file import in_child, markdown_table, print_report, run_facts
 from tests.bench.scale import KEY_BYTES, keys_of
 from tests.sim.parts import NoStateFile, make_service
 
@@ -67,17 +66,13 @@ DESCRIPTION_BYTES, LAYERS = 4096, 64
 Result = dict[str, Any]
 
 
-class Turns:
-    """The CPU time of each turn."""
+CASES: dict[str, Callable[[int], Result]] = {}
 
-    def __init__(self) -> None:
-        self.ms: list[float] = []
 
-    def take(self, turn: Callable[[], Any]) -> Any:
-        began = time.thread_time()
-        result = turn()
-        self.ms.append(1000 * (time.thread_time() - began))
-        return result
+def case(measured: Callable[[int], Result]) -> Callable[[int], Result]:
+    """Enter a case, which takes the pool's bytes, into CASES."""
+    CASES[measured.__name__] = measured
+    return measured
 
 
 class Daemon:
@@ -100,7 +95,7 @@ class Daemon:
         self.service = make_service(config, self.pool, None, engine, host, State(NoStateFile()))
         self.cache = self.service.cache
         self.cache.blocks.misses.fill(0)  # whose pages are new otherwise
-        self.turns = Turns()
+        self._turns_ms: list[float] = []
         self._next_key = 0
 
     def _copy(self, transfer: Transfer) -> None:
@@ -110,11 +105,17 @@ class Daemon:
 
     # --- turns ------------------------------------------------------------------------------------
 
+    def turn(self, call: Callable[[], Any]) -> Any:
+        began = time.thread_time()
+        result = call()
+        self._turns_ms.append(1000 * (time.thread_time() - began))
+        return result
+
     def ask(self, session: Session, message: m.AnyRequest) -> m.AnyReply | None:
         """A request, its reply, and what follows until nothing is left to do; each a turn."""
         frame = codec.encode(message)
-        replies = self.turns.take(lambda: self._answer(session, frame))
-        self.turns.take(self.service.after_send)
+        replies = self.turn(lambda: self._answer(session, frame))
+        self.turn(self.service.after_send)
         self.settle()
         answers = [codec.decode_reply(reply) for _, reply in replies]
         assert not any(isinstance(answer, m.Error) for answer in answers), answers
@@ -130,31 +131,25 @@ class Daemon:
         more = True
         while more or self.posted:
             if self.posted:
-                self.turns.take(lambda: (self.posted.popleft()(), self.service.outgoing()))
-            more = self.turns.take(self.service.background)
+                self.turn(lambda: (self.posted.popleft()(), self.service.outgoing()))
+            more = self.turn(self.service.background)
         self.tick()
 
     def tick(self) -> None:
-        self.turns.take(lambda: (self.service.tick(), self.service.outgoing()))
+        self.turn(lambda: (self.service.tick(), self.service.outgoing()))
 
     # --- what it has ------------------------------------------------------------------------------
 
     def session(
-        self,
-        role: m.Role,
-        fingerprint: bytes,
-        block_bytes: int = LARGE,
-        facts: str = "{}",
-        rank: int = 0,
-        ranks: int = 1,
+        self, role: m.Role, number: int = 0, block_bytes: int = LARGE, facts: str = "{}", rank: int = 0, ranks: int = 1
     ) -> Session:
-        """In a namespace; a worker with its memory registered."""
+        """In the namespace of this number; a worker with its memory registered."""
         lifeline: Any = SimpleNamespace(alive=lambda: True, close_descriptor=os.close)
         session = self.service.sessions.open(lifeline, Peer(0, 1, 1))
         self.ask(session, m.Hello(1, m.PROTOCOL_VERSION, role, "loop", "loop"))
         if role is m.Role.ADMIN:
             return session
-        groups = [m.GroupSpec("full_attention", 16)]
+        fingerprint, groups = name_of(number), [m.GroupSpec("full_attention", 16)]
         self.ask(session, m.OpenNamespace(1, fingerprint, fingerprint[:8].hex(), ranks, KEY_BYTES, groups, facts))
         if role is m.Role.WORKER:
             self.service.sessions.attach(session, 0, os.open(os.devnull, os.O_RDONLY))
@@ -196,10 +191,9 @@ class Daemon:
         """The turns of some calls."""
         gc.collect()
         gc.freeze()
-        self.turns = Turns()
+        self._turns_ms = ms = []
         for _ in range(times):
             call()
-        ms = self.turns.ms
         return {"longest": max(ms), "together": sum(ms), "turns": len(ms)}
 
 
@@ -227,14 +221,15 @@ class Waits:
 # --- cases ----------------------------------------------------------------------------------------
 
 
+@case
 def reset(pool_bytes: int) -> Result:
     """A namespace with an eighth of a full pool is cleared, with leases on it; the first store of another follows."""
     daemon = Daemon(pool_bytes)
-    operator = daemon.session(m.Role.ADMIN, b"")
-    other = daemon.session(m.Role.WORKER, name_of(0), SMALL)
+    operator = daemon.session(m.Role.ADMIN)
+    other = daemon.session(m.Role.WORKER, 0, SMALL)
     daemon.fill(other, pool_bytes * 5 // 8)
-    scheduler = daemon.session(m.Role.SCHEDULER, name_of(1))
-    cleared = daemon.session(m.Role.WORKER, name_of(1))
+    scheduler = daemon.session(m.Role.SCHEDULER, 1)
+    cleared = daemon.session(m.Role.WORKER, 1)
 
     first = daemon.fill(cleared)
     for lease in range(1, 2001):
@@ -242,21 +237,22 @@ def reset(pool_bytes: int) -> Result:
 
     def clear() -> None:
         frame = codec.encode(a.Clear(1, name_of(1)))
-        daemon.turns.take(lambda: daemon._answer(operator, frame))  # the store comes before the next step
+        daemon.turn(lambda: daemon._answer(operator, frame))  # the store comes before the next step
         daemon.store(other, daemon.keys(STORED))
 
     return daemon.measure(clear)
 
 
+@case
 def reset_leases(pool_bytes: int) -> Result:
     """A namespace is cleared on which four sessions have 16,000 leases each, then one with many incomplete blocks."""
     daemon = Daemon(pool_bytes)
-    operator, worker = daemon.session(m.Role.ADMIN, b""), daemon.session(m.Role.WORKER, name_of(0))
-    half, _ = (daemon.session(m.Role.WORKER, name_of(1), rank=rank, ranks=2) for rank in range(2))
+    operator, worker = daemon.session(m.Role.ADMIN), daemon.session(m.Role.WORKER)
+    half, _ = (daemon.session(m.Role.WORKER, 1, rank=rank, ranks=2) for rank in range(2))
     first = daemon.fill(worker, pool_bytes // 2)
     daemon.fill(half, pool_bytes // 8)
     for number in range(4):
-        scheduler = daemon.session(m.Role.SCHEDULER, name_of(0))
+        scheduler = daemon.session(m.Role.SCHEDULER)
         for lease in range(1, 16_001):
             daemon.lookup(scheduler, lease + (number << 20), keys_of(first + 16 * lease, 16))
 
@@ -270,20 +266,22 @@ def reset_leases(pool_bytes: int) -> Result:
 def _at_its_quota(pool_bytes: int) -> tuple[Daemon, Session, Session, int]:
     """A namespace that has its quota, an eighth of a full pool; others' blocks come first in the order."""
     daemon = Daemon(pool_bytes)
-    other = daemon.session(m.Role.WORKER, name_of(0))
+    other = daemon.session(m.Role.WORKER)
     daemon.fill(other, pool_bytes * 7 // 8)
-    scheduler, worker = daemon.session(m.Role.SCHEDULER, name_of(1)), daemon.session(m.Role.WORKER, name_of(1))
+    scheduler, worker = daemon.session(m.Role.SCHEDULER, 1), daemon.session(m.Role.WORKER, 1)
     first = daemon.fill(worker)
     daemon.cache.quotas[name_of(1)] = pool_bytes // 8
     return daemon, scheduler, worker, first
 
 
+@case
 def quota(pool_bytes: int) -> Result:
     """A store of a namespace at its quota, others' blocks first in the order."""
     daemon, _, worker, _ = _at_its_quota(pool_bytes)
     return daemon.measure(lambda: daemon.store(worker, daemon.keys(STORED)), STORES)
 
 
+@case
 def leased(pool_bytes: int) -> Result:
     """The same, while nearly all of its own blocks are leased."""
     daemon, scheduler, worker, first = _at_its_quota(pool_bytes)
@@ -293,6 +291,7 @@ def leased(pool_bytes: int) -> Result:
     return daemon.measure(lambda: daemon.store(worker, daemon.keys(STORED)), STORES)
 
 
+@case
 def over_quota(pool_bytes: int) -> Result:
     """A store of a namespace whose quota was lowered to half of what it has."""
     daemon, _, worker, _ = _at_its_quota(pool_bytes)
@@ -300,41 +299,44 @@ def over_quota(pool_bytes: int) -> Result:
     return daemon.measure(lambda: daemon.store(worker, daemon.keys(STORED)), STORES)
 
 
+@case
 def waiting(pool_bytes: int) -> Result:
     """A store of one block in a full pool, while all blocks wait for a disk."""
     daemon = Daemon(pool_bytes)
-    worker = daemon.session(m.Role.WORKER, name_of(0))
+    worker = daemon.session(m.Role.WORKER)
     daemon.fill(worker)
     daemon.cache.tiers = Waits(np.flatnonzero(daemon.cache.blocks.state).astype(np.uint32))  # type: ignore[assignment]
     return daemon.measure(lambda: daemon.store(worker, daemon.keys(1)), STORES)
 
 
+@case
 def session_end(pool_bytes: int) -> Result:
     """A session ends that has 16,000 leases of 16 blocks each, while another one has as many."""
     daemon = Daemon(pool_bytes)
-    worker = daemon.session(m.Role.WORKER, name_of(0))
+    worker = daemon.session(m.Role.WORKER)
     first = daemon.fill(worker, pool_bytes // 2)
-    scheduler, staying = (daemon.session(m.Role.SCHEDULER, name_of(0)) for _ in range(2))
+    scheduler, staying = (daemon.session(m.Role.SCHEDULER) for _ in range(2))
     for lease in range(1, 16_001):
         for number, session in enumerate((scheduler, staying)):
             daemon.lookup(session, lease + (number << 20), keys_of(first + 16 * lease, 16))
 
     def end() -> None:
-        daemon.turns.take(lambda: daemon.service.sessions.end(scheduler, lambda: None))
+        daemon.turn(lambda: daemon.service.sessions.end(scheduler, lambda: None))
         daemon.settle()
 
     return daemon.measure(end)
 
 
+@case
 def overdue(pool_bytes: int) -> Result:
     """The deadline of 16,000 leases of 16 blocks each passes, and that of an eighth of the pool in blocks that one of
     two ranks has stored.
     """
     daemon = Daemon(pool_bytes)
-    worker = daemon.session(m.Role.WORKER, name_of(0))
-    half, _ = (daemon.session(m.Role.WORKER, name_of(1), rank=rank, ranks=2) for rank in range(2))
+    worker = daemon.session(m.Role.WORKER)
+    half, _ = (daemon.session(m.Role.WORKER, 1, rank=rank, ranks=2) for rank in range(2))
     first = daemon.fill(worker, pool_bytes // 2)
-    scheduler = daemon.session(m.Role.SCHEDULER, name_of(0))
+    scheduler = daemon.session(m.Role.SCHEDULER)
     daemon.fill(half, pool_bytes // 8)
     daemon.cache._lease_ttl_s = daemon.cache._partial_timeout_s = 0.0
     for lease in range(1, 16_001):
@@ -347,20 +349,22 @@ def overdue(pool_bytes: int) -> Result:
     return daemon.measure(expire)
 
 
+@case
 def two_sizes(pool_bytes: int) -> Result:
     """A store of 4,096 keys in a full pool, of the size that has the later half of it."""
     daemon = Daemon(pool_bytes)
-    small, large = daemon.session(m.Role.WORKER, name_of(0), SMALL), daemon.session(m.Role.WORKER, name_of(1))
+    small, large = daemon.session(m.Role.WORKER, 0, SMALL), daemon.session(m.Role.WORKER, 1)
     while daemon.pool.slots.free_bytes >= LARGE:  # mixed in the order of use
         daemon.fill(small, 64 * SMALL)
         daemon.fill(large, 32 * LARGE)
     return daemon.measure(lambda: daemon.store(large, daemon.keys(4096)), STORES)
 
 
+@case
 def large_store(pool_bytes: int) -> Result:
     """A store of 8,192 blocks in a full pool."""
     daemon = Daemon(pool_bytes)
-    worker = daemon.session(m.Role.WORKER, name_of(0))
+    worker = daemon.session(m.Role.WORKER)
     daemon.fill(worker)
     return daemon.measure(lambda: daemon.store(worker, daemon.keys(ENGINE_BLOCKS)), STORES)
 
@@ -370,8 +374,8 @@ def _with_namespaces(pool_bytes: int, count: int) -> Daemon:
     daemon = Daemon(pool_bytes)
     for number in range(count):
         facts = json.dumps({"model": os.urandom(DESCRIPTION_BYTES // 2).hex()})
-        worker = daemon.session(m.Role.WORKER, name_of(number), facts=facts)
-        scheduler = daemon.session(m.Role.SCHEDULER, name_of(number))
+        worker = daemon.session(m.Role.WORKER, number, facts=facts)
+        scheduler = daemon.session(m.Role.SCHEDULER, number)
         daemon.store(worker, daemon.keys(2))
         daemon.lookup(scheduler, 1, daemon.keys(2))
         counters = daemon.cache.namespaces[name_of(number)].counters
@@ -410,11 +414,12 @@ def _with_store(daemon: Daemon) -> SharedTier:
     return tier
 
 
+@case
 def unknown(pool_bytes: int) -> Result:
     """Lookups of 8,192 keys that neither the pool nor a shared store has, and the store's answers."""
     daemon = Daemon(pool_bytes)
-    service, scheduler = daemon.service, daemon.session(m.Role.SCHEDULER, name_of(0))
-    daemon.session(m.Role.WORKER, name_of(0))
+    service, scheduler = daemon.service, daemon.session(m.Role.SCHEDULER)
+    daemon.session(m.Role.WORKER)
     tier, leases = _with_store(daemon), itertools.count(1)
 
     def look_up() -> None:
@@ -423,17 +428,18 @@ def unknown(pool_bytes: int) -> Result:
         asked = tier._asked_keys
         assert asked == len(keys) // KEY_BYTES
         answer = Answer(0, [False] * asked, 0.001)
-        daemon.turns.take(lambda: (tier._asking.end(answer, lambda one: isinstance(one, Ask)), service.outgoing()))
+        daemon.turn(lambda: (tier._asking.end(answer, lambda one: isinstance(one, Ask)), service.outgoing()))
         daemon.settle()
 
     look_up()  # buffers grow once
     return daemon.measure(look_up, STORES)
 
 
+@case
 def stats(pool_bytes: int) -> Result:
     """Stats, with 1,024 namespaces, of which 16 have counted something since the last time."""
     daemon = _with_namespaces(pool_bytes, 1023)
-    operator = daemon.session(m.Role.ADMIN, b"")
+    operator = daemon.session(m.Role.ADMIN)
 
     def ask() -> None:
         for namespace in list(daemon.cache.namespaces.values())[:ENGINES]:
@@ -444,25 +450,25 @@ def stats(pool_bytes: int) -> Result:
     return daemon.measure(ask, STORES)
 
 
+@case
 def opening(pool_bytes: int) -> Result:
     """A namespace is opened, registered in, and stored to, with 1,023 known."""
     daemon = _with_namespaces(pool_bytes, 1020)
     numbers = itertools.count(2000)
-    return daemon.measure(
-        lambda: daemon.store(daemon.session(m.Role.WORKER, name_of(next(numbers))), daemon.keys(1)), 4
-    )
+    return daemon.measure(lambda: daemon.store(daemon.session(m.Role.WORKER, next(numbers)), daemon.keys(1)), 4)
 
 
 def _hint(daemon: Daemon, scheduler: Session, action: m.HintAction, keys: bytes) -> None:
     daemon.ask(scheduler, m.Hint(1, name_of(0), action, [m.GroupKeys(0, keys)], priority=50, ttl_s=600.0))
 
 
+@case
 def hints(pool_bytes: int) -> Result:
     """The blocks that are next to go, a quarter of a full pool, are retained, as many others are released; stores
     follow, also once the hints have lapsed. The hints are given faster than steps set blocks aside.
     """
     daemon = Daemon(pool_bytes)
-    scheduler, worker = daemon.session(m.Role.SCHEDULER, name_of(0)), daemon.session(m.Role.WORKER, name_of(0))
+    scheduler, worker = daemon.session(m.Role.SCHEDULER), daemon.session(m.Role.WORKER)
     first = daemon.fill(worker)
     count = (daemon._next_key - first) // 4
     daemon.cache.order._hint_of.fill(0)  # whose pages are new otherwise
@@ -484,11 +490,12 @@ def hints(pool_bytes: int) -> Result:
     return daemon.measure(hint)
 
 
+@case
 def prefetches(pool_bytes: int) -> Result:
     """Prefetches of 1,024 keys each, as many as may wait for a shared store, which does not answer; their end."""
     daemon = Daemon(pool_bytes)
-    scheduler = daemon.session(m.Role.SCHEDULER, name_of(0))
-    daemon.session(m.Role.WORKER, name_of(0))
+    scheduler = daemon.session(m.Role.SCHEDULER)
+    daemon.session(m.Role.WORKER)
     _with_store(daemon)
     _hint(daemon, scheduler, m.HintAction.PREFETCH, daemon.keys(m.MAX_HINT_KEYS))  # buffers grow once
 
@@ -501,41 +508,15 @@ def prefetches(pool_bytes: int) -> Result:
     return daemon.measure(wait)
 
 
-CASES = {
-    one.__name__: one
-    for one in (
-        *(
-            reset,
-            reset_leases,
-            quota,
-            leased,
-            over_quota,
-            waiting,
-            session_end,
-            overdue,
-            two_sizes,
-            large_store,
-            unknown,
-            hints,
-            prefetches,
-            stats,
-        ),
-        opening,
-    )
-}
-
-
-def child(case: str, pool: str = POOL) -> Result:
+def child(name: str, pool: str = POOL) -> Result:
     """What a case finds in a process of its own."""
-    command = [sys.executable, "-m", "tests.bench.loop", "--inside", case, "--pool", pool]
-    found: Result = json.loads(subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout)
-    return {"case": case, **found}
+    return {"case": name, **in_child("loop", "--inside", name, "--pool", pool)}
 
 
 def page(results: Sequence[Result]) -> str:
     rows = [[one["case"], f"{one['longest']:.1f}", f"{one['together']:.1f}", str(one["turns"])] for one in results]
     text = f"The longest turn of the loop, in milliseconds of CPU; at most {LONGEST_MS:g} is promised."
-    whats = "\n".join(f"* `{name}`: {case.__doc__}" for name, case in CASES.items())
+    whats = "\n".join(f"* `{name}`: {one.__doc__}" for name, one in CASES.items())
     return "\n\n".join([text, markdown_table([["case", "longest turn", "all turns", "turns"], *rows]), whats])
 
 
@@ -550,9 +531,9 @@ def main(arguments: Sequence[str]) -> int:
         print(json.dumps(CASES[given.inside](pool_bytes)))
         return 0
     found = []
-    for case in given.cases or CASES:
-        print(f"measuring: {case}", file=sys.stderr, flush=True)
-        found.append(child(case, given.pool))
+    for name in given.cases or CASES:
+        print(f"measuring: {name}", file=sys.stderr, flush=True)
+        found.append(child(name, given.pool))
     facts = run_facts(f"make bench ARGS='{' '.join(['loop', *arguments])}'")
     print_report("How long single turns keep the loop", facts, page(found))
     return 0

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,6 +46,13 @@ def machine() -> dict[str, object]:
     }
 
 
+def in_child(program: str, *arguments: str) -> dict[str, Any]:
+    """What a program of this folder, run with these arguments in a process of its own, prints as JSON."""
+    command = [sys.executable, "-m", f"tests.bench.{program}", *arguments]
+    found: dict[str, Any] = json.loads(subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout)
+    return found
+
+
 def print_report(title: str, facts: dict[str, object], tables: str) -> None:
     print(f"# {title}", "", *(f"* {name}: {_fact_text(fact)}" for name, fact in facts.items()), "", tables, sep="\n")
 
@@ -50,8 +60,6 @@ def print_report(title: str, facts: dict[str, object], tables: str) -> None:
 def _fact_text(fact: object) -> str:
     if isinstance(fact, dict):
         return ", ".join(f"{name} {_fact_text(value)}" for name, value in fact.items())
-    if isinstance(fact, list):
-        return "; ".join(f"`{item}`" for item in fact)
     return str(fact)
 
 

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,9 +27,10 @@ from pathlib import Path
 from typing import Self
 
 from kvoffd_client.cli.bench import memcpy_of
+from kvoffd_client.session import Closing
 from tests.bench.report_file import ROOT, markdown_table, number, print_report, run_facts
 from tests.kit.daemon import DaemonProcess
-from tests.kit.engine import Completion, EngineProcess, wait_connected, wait_stored
+from tests.kit.engine import EngineProcess, wait_connected, wait_stored
 from tests.kit.filled_tiers import fill_tiers, wait_serving
 from tests.kit.model_double import BLOCK_TOKENS, DOUBLE, LAYER_BYTES, LAYERS, RATE, llama_8b
 from tests.kit.redis_server import RedisServer
@@ -120,28 +121,12 @@ class Found:
     loaded: int
     device_s: float
 
-    @classmethod
-    def of(cls, answers: Sequence[Completion], device_s: float) -> Self:
-        began = min(one.queued_at for one in answers)
-        return cls(
-            max(one.scheduled_at for one in answers) - began,
-            max(one.first_token_at for one in answers) - began,
-            sum(one.cached for one in answers),
-            device_s,
-        )
 
-
-class Bench:
+class Bench(Closing):
     """One case: its model and prompts, their daemons and engines.
 
-    Args:
-        case: what is measured.
-        place: a directory on the disk that is measured.
-        rate: tokens that are computed in a second.
-        rounds: how often each row is measured.
-
-    Attributes:
-        plain_gets_s: how long the store takes to answer GETs of the same bytes, once that was measured.
+    ``place`` is a directory on the disk that is measured, ``rate`` how many tokens are computed in a second.
+    ``plain_gets_s`` has how long the store takes to answer GETs of the same bytes, once that was measured.
     """
 
     def __init__(self, case: Case, place: Path, rate: float, rounds: int) -> None:
@@ -162,13 +147,7 @@ class Bench:
         shutil.rmtree(self._place, ignore_errors=True)
         shutil.rmtree(self._memory, ignore_errors=True)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def run(self, rows: Set[str]) -> dict[str, Found]:
+    def run(self, rows: Collection[str]) -> dict[str, Found]:
         """Have the prompts computed once, then measure each row."""
         found: dict[str, Found] = {}
         tiers, disk = {}, {"disk": f"{self._disk}={2 * self._pool_bytes}"}
@@ -211,8 +190,11 @@ class Bench:
                 engine.forget()
                 wait_serving(daemon.directory)
                 answers = engine.generate(self._prompts, max_tokens=1)
-                after_s = device(self._case.nbytes)
-                rounds.append(Found.of(answers, min(before_s, after_s)))
+                began, after_s = min(one.queued_at for one in answers), device(self._case.nbytes)
+                loaded_s = max(one.scheduled_at for one in answers) - began
+                first_token_s = max(one.first_token_at for one in answers) - began
+                loaded = sum(one.cached for one in answers)
+                rounds.append(Found(loaded_s, first_token_s, loaded, min(before_s, after_s)))
                 before_s = after_s
         return sorted(rounds, key=lambda one: one.first_token_s / one.device_s)[len(rounds) // 2]
 
@@ -364,10 +346,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="of each row (default 3)")
     parser.add_argument("--gib", type=float, default=4.0, help="most GiB of prompts at once (default 4)")
     parser.add_argument("--place", type=Path, default=Path("/var/tmp"), help="directory on the disk (/var/tmp)")
-    parser.add_argument("--quick", action="store_true", help="one prompt of 1,024 tokens and 16 MiB, one round")
     given = parser.parse_args()
-    if given.quick:
-        given.tokens, given.counts, given.rounds, given.gib = "1024", "1", 1, 1 / 64
     rows, limit = given.rows.split(","), min(int(given.gib * 2**30), most_bytes(given.place))
     if unknown := set(rows) - set(ROWS):
         parser.error(f"--rows has {', '.join(sorted(unknown))}; it may have {', '.join(ROWS)}")
@@ -378,15 +357,13 @@ def main() -> int:
             case = Case.within(limit, tokens, count)
             print(f"measuring: {count} of {tokens}", file=sys.stderr, flush=True)
             with Bench(case, given.place, given.rate, given.rounds) as bench:
-                results[case] = bench.run(frozenset(rows))
+                results[case] = bench.run(rows)
                 print(table({case: results[case]}, given.rate), file=sys.stderr, flush=True)
                 if bench.plain_gets_s:
                     plain.append(f"{count} of {tokens:,}: {number(bench.plain_gets_s)}")
     text = TEXT.format(rate=given.rate, rounds=given.rounds, block_tokens=BLOCK_TOKENS, most_gib=limit / 2**30)
-    note = (
-        f"\n\nThe store alone, GETs of as many bytes over one connection, seconds: {'; '.join(plain)}." if plain else ""
-    )
-    print_report("Long prompts after restarts", facts, f"{text}\n\n{table(results, given.rate)}{note}")
+    notes = [f"The store alone, GETs of as many bytes over one connection, seconds: {'; '.join(plain)}."] * bool(plain)
+    print_report("Long prompts after restarts", facts, "\n\n".join([text, table(results, given.rate), *notes]))
     return 0
 
 

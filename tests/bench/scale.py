@@ -13,7 +13,6 @@ import gc
 import json
 import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,6 +22,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
+from numpy.random import PCG64  # before memory is measured: numpy imports it late
 
 from kvoffd.cache import DEFAULT_POLICY
 from kvoffd.cache.cache import Cache
@@ -44,12 +44,12 @@ from kvoffd.tiers.tier import TierListener
 from kvoffd_client import SchedulerClient
 from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_proto.messages import READY, GroupKeys, GroupSpec
-from tests.bench.report_file import ROOT, markdown_table, number, print_report, run_facts
+from tests.bench.report_file import in_child, markdown_table, number, print_report, run_facts
 from tests.kit.daemon import DaemonProcess
 from tests.kit.service_manager import ServiceManager
 
 CASES = "10000x1,100000x1,1000000x1,5000000x1,10000x8,100000x8,1000000x8"
-KEY_BYTES = 32
+KEY_BYTES, KEY_WORDS = 32, 4
 """As vLLM's sha256 hashes."""
 PAGE_BYTES = 8192
 LEAST_CHAIN, MOST_CHAIN = 16, 64
@@ -61,7 +61,6 @@ SHARD_BYTES = 32
 SESSION = LEASE = 1
 LOOKUP_KEYS, STORE_KEYS, LOOKUPS = 1000, 64, 300
 DEADLINE_S = 300.0
-GOLDEN, FIRST, SECOND = (np.uint64(one) for one in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 SPARSE_DAEMON = """
 import sys
 from kvoffd.cli import main
@@ -102,11 +101,9 @@ Result = dict[str, Any]
 
 
 def keys_of(first: int, count: int) -> bytes:
-    """The keys from number ``first`` on, end to end: four words each of splitmix64 (Steele and others, 2014)."""
-    words = np.arange(first * KEY_BYTES // 8, (first + count) * KEY_BYTES // 8, dtype=np.uint64) * GOLDEN
-    words = (words ^ (words >> np.uint64(30))) * FIRST
-    words = (words ^ (words >> np.uint64(27))) * SECOND
-    return (words ^ (words >> np.uint64(31))).tobytes()
+    """The keys from number ``first`` on, end to end: always the same random words, four each."""
+    words = PCG64(1).advance(KEY_WORDS * first).random_raw(KEY_WORDS * count)
+    return bytes(words.tobytes())
 
 
 class Books:
@@ -123,10 +120,10 @@ class Books:
         made = make_policy(policy, pool_bytes, self.pool.table.geometry.slots)
         self.cache = Cache(self.pool.slots, self.pool.table, made, Silence(), time.monotonic)
         groups = [GroupSpec("full_attention", 16)]
-        block_group = Namespace(b"scale".ljust(32), "scale", shards, KEY_BYTES, groups, "{}")
-        self.namespace, _ = self.cache.open_namespace(block_group)
+        made_namespace = Namespace(b"scale".ljust(32), "scale", shards, KEY_BYTES, groups, "{}")
+        self.namespace, _ = self.cache.open_namespace(made_namespace)
         for rank in range(shards):
-            self.cache.register_rank(block_group, rank, [PAGE_BYTES], None)
+            self.cache.register_rank(made_namespace, rank, [PAGE_BYTES], None)
         self.cache.blocks.misses.fill(0)  # as large however many blocks there are
         self._base_bytes += self.cache.blocks.misses.nbytes
 
@@ -202,8 +199,8 @@ def restart(blocks: int, shards: int) -> Result:
 
         def look_up(first: int) -> tuple[int, float]:
             """How many of the blocks from ``first`` on are ready, and the seconds until the answer."""
-            began = time.perf_counter()
-            answer = client.lookup([GroupKeys(0, keys_of(first, count))])
+            groups, began = [GroupKeys(0, keys_of(first, count))], time.perf_counter()
+            answer = client.lookup(groups)
             answer.wait(DEADLINE_S)
             seconds = time.perf_counter() - began
             if answer.failed:
@@ -274,9 +271,7 @@ PARTS = {"memory": memory, "restart": restart, "disk": disk}
 def child(part: str, case: str) -> Result:
     """What a part finds in a process of its own."""
     print(f"measuring: {part} {case}", file=sys.stderr, flush=True)
-    command = [sys.executable, "-m", "tests.bench.scale", "--inside", part, "--cases", case]
-    found: Result = json.loads(subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout)
-    return {"case": case, **found}
+    return {"case": case, **in_child("scale", "--inside", part, "--cases", case)}
 
 
 def page(results: dict[str, list[Result]]) -> str:

@@ -1,26 +1,19 @@
-"""Clients that connect and are killed, and what a daemon holds before and after.
-
-``python -m tests.chaos.cycles DIRECTORY COUNT SEED`` makes and kills them and prints where they died. That process has
-no thread and no socket of its own, so that each client is a fork of it, which costs milliseconds.
-"""
+"""Clients that connect and are killed, and what a daemon holds before and after."""
 
 from __future__ import annotations
 
-import json
-import multiprocessing
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 from collections import Counter, deque
 from pathlib import Path
 from typing import NamedTuple
 
 from kvoffd_client.testing import FakeEngine
-from tests.chaos.rounds import held_resources, run_module
+from tests.chaos.rounds import held_resources
 from tests.kit.daemon import DaemonProcess
+from tests.kit.forked import Forked, fork_server
 from tests.kit.waiting import wait_until
 from tests.kit.wire import books, keys
 
@@ -32,6 +25,7 @@ CLIENT_DEADLINE_S = 30
 SETTLE_DEADLINE_S = 30.0
 WARM_UP = 60
 KEYS = keys(*range(BATCH))
+_SERVER = fork_server(__name__)
 
 
 def make_engine(directory: Path) -> FakeEngine:
@@ -39,7 +33,7 @@ def make_engine(directory: Path) -> FakeEngine:
     return FakeEngine(directory, "cycles", layers=2, blocks=2 * BATCH, page_bytes=4096)
 
 
-def be_client(directory: Path, number: int, stage: str, after_s: float) -> None:
+def be_client(directory: Path, number: int, stage: str, after_s: float) -> int:
     """Connect, then store, look up and load, until killed ``after_s`` seconds after ``stage`` has begun."""
 
     def begin(name: str) -> None:
@@ -62,19 +56,17 @@ def be_client(directory: Path, number: int, stage: str, after_s: float) -> None:
 
 def kill_clients(directory: Path, count: int, seed: int) -> Counter[str]:
     """Run and kill ``count`` clients. Returns how many were killed in each stage."""
-    rng, fork = random.Random(seed), multiprocessing.get_context("fork")
+    rng = random.Random(seed)
     killed: Counter[str] = Counter()
     while (number := killed.total()) < count:
         stages = [rng.choice(STAGES) for _ in range(min(AT_ONCE, count - number))]
         clients = [
-            fork.Process(target=be_client, args=(directory, number, stage, rng.choice((0.0, rng.uniform(0.0, 0.004)))))
+            Forked(_SERVER, be_client, directory, number, stage, rng.choice((0.0, rng.uniform(0.0, 0.004))))
             for stage in stages
         ]
-        for client in clients:
-            client.start()
         for client, stage in zip(clients, stages, strict=True):
-            client.join()
-            assert client.exitcode == -signal.SIGKILL, f"a client that was to come to {stage!r}: {client.exitcode}"
+            status = client.wait()
+            assert status == -signal.SIGKILL, f"a client that was to come to {stage!r}: {status}"
         killed.update(stages)
     return killed
 
@@ -114,17 +106,9 @@ def measure_cycles(count: int, seed: int) -> tuple[Counter[str], Footprint, Foot
     with DaemonProcess("4MiB", limits={"partial_timeout_s": 0.5}) as daemon, make_engine(daemon.directory) as engine:
         engine.fill(range(BATCH), seed=1)
         assert engine.store(KEYS, range(BATCH)).ok
-
-        def kill(count: int, seed: int) -> Counter[str]:
-            arguments = str(daemon.directory), str(count), str(seed)
-            made = run_module("tests.chaos.cycles", *arguments, stdout=subprocess.PIPE)
-            said, _ = made.communicate()
-            assert made.returncode == 0
-            return Counter(json.loads(said))
-
-        kill(WARM_UP, seed)
+        kill_clients(daemon.directory, WARM_UP, seed)
         before = _settled(daemon)
-        killed = kill(count, seed + 1)
+        killed = kill_clients(daemon.directory, count, seed + 1)
         after = _settled(daemon)
         assert "Traceback" not in daemon.log, daemon.log[-4000:]
         return killed, before, after
@@ -146,7 +130,3 @@ def _settled(daemon: DaemonProcess) -> Footprint:
 
     wait_until(descriptors_are_steady, SETTLE_DEADLINE_S, explain=lambda: measured, interval_s=0.02)
     return measured[-1]
-
-
-if __name__ == "__main__":
-    print(json.dumps(kill_clients(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))))

@@ -1,38 +1,28 @@
-"""One engine of a chaos run, in a process of its own: ``python -m tests.chaos.engine DIRECTORY SEED``.
+"""One engine of a chaos run, in a process of its own.
 
 It serves prompts as an engine does: step after step without waiting for the daemon, each request looked up, loaded,
 computed where it must be, stored. It knows what every block of every prompt must hold and compares what was loaded.
-It reads the commands ``go`` and ``quiet`` from standard input, one a line, and writes what it did and how long its
-steps took to standard output, one JSON list a line. After SIGTERM or the end of its input it finishes its requests and
-exits.
+It gets the commands ``go`` and ``quiet``, and tells what it did and how long its steps took. After SIGTERM or the end
+of its connection it finishes its requests and exits.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import select
 import signal
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from multiprocessing.connection import Client, Connection
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from kvoffd_client import (
-    GroupKeys,
-    GroupTransfer,
-    JobResult,
-    NamespaceSpec,
-    Registration,
-    SchedulerClient,
-    SharedMemory,
-    WorkerClient,
-)
+from kvoffd_client import GroupKeys, GroupTransfer, JobResult, WorkerClient
+from kvoffd_client.testing import FakeEngine
 
 RANKS, LAYERS, BLOCKS, PAGE_BYTES = 2, 2, 96, 8192
 PROMPTS, LONGEST = 24, 12
@@ -57,27 +47,20 @@ def key_of(prompt: int, position: int) -> bytes:
     return (prompt << 16 | position).to_bytes(32, "big")
 
 
-def page_of(key: bytes, rank: int, layer: int) -> Words:
-    """What a page holds: every word depends on its place, on the key, the rank and the layer."""
-    number = int.from_bytes(key, "big") << 8 | rank << 4 | layer
-    return _BASE ^ np.uint64((number * 0x9E3779B97F4A7C15) & (2**64 - 1))
+def words_of(key: bytes, rank: int) -> Words:
+    """What the pages of a block hold, by layer: every word depends on its place, on the key, the rank and the layer."""
+    number = int.from_bytes(key, "big") << 8 | rank << 4
+    return np.array([_BASE ^ np.uint64((number | layer) * 0x9E3779B97F4A7C15 & 2**64 - 1) for layer in range(LAYERS)])
 
 
-class ChaosEngine:
-    """The engine: its memory, its requests and its scheduler step."""
+class ChaosEngine(FakeEngine):
+    """The engine: its requests and its scheduler step."""
 
-    def __init__(self, directory: str, seed: int) -> None:
+    def __init__(self, directory: Path, seed: int, connection: Connection[Any, Any]) -> None:
+        shape = RANKS, LAYERS, BLOCKS, PAGE_BYTES
+        super().__init__(directory, "chaos", *shape, connect_timeout_s=CONNECT_TIMEOUT_S, name="chaos")
         self.rng = random.Random(seed)
-        namespace = NamespaceSpec.named("chaos", RANKS, 32, layers=LAYERS, page_bytes=PAGE_BYTES)
-        self.memories = [SharedMemory(LAYERS * BLOCKS * PAGE_BYTES, f"chaos-{rank}") for rank in range(RANKS)]
-        self.pages = [memory.view.view(np.uint64).reshape(LAYERS, BLOCKS, -1) for memory in self.memories]
-        self.scheduler = SchedulerClient(directory, namespace, name="chaos scheduler")
-        self.workers: list[WorkerClient] = []
-        for rank, memory in enumerate(self.memories):
-            registration = Registration.flat(rank, memory, LAYERS, BLOCKS, PAGE_BYTES)
-            self.workers.append(WorkerClient(directory, namespace, registration, name=f"chaos worker {rank}"))
-        for client in (self.scheduler, *self.workers):
-            assert client.wait_settled(CONNECT_TIMEOUT_S), client.problem
+        self.words = [pages.view(np.uint64) for pages in self._pages]
         self.free = list(range(BLOCKS))
         self.results: dict[int, list[JobResult]] = {}
         self.counts: Counter[str] = Counter()
@@ -89,7 +72,7 @@ class ChaosEngine:
         self._going = False
         self._reported_at = 0.0
         self._quiet_reported = True
-        self._input = b""
+        self._connection = connection
         self._last_job = 0
 
     # --- what requests ask for -------------------------------------------------------------------
@@ -114,9 +97,9 @@ class ChaosEngine:
     # --- life ------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Serve prompts until SIGTERM or the end of the input."""
+        """Serve prompts until SIGTERM or the end of the connection."""
         signal.signal(signal.SIGTERM, lambda *_: setattr(self, "stopping", True))
-        emit("ready", os.getpid())
+        self._emit("ready", None)
         while not self.stopping or self._active:
             self._read_commands()
             self._step()
@@ -124,8 +107,8 @@ class ChaosEngine:
             time.sleep(PAUSE_S)
         for worker in self.workers:
             worker.unregister(1.0)
-        for client in (self.scheduler, *self.workers):
-            client.close()
+        self.words.clear()
+        self.close()
 
     def _step(self) -> None:
         self.model_s = 0.0
@@ -141,13 +124,13 @@ class ChaosEngine:
             if waits_for := next(request, ""):
                 late = time.monotonic() - began_at > REQUEST_DEADLINE_S
                 if late:
-                    emit("failed", f"a request waits for {waits_for}: {self.scheduler.problem}")
+                    self._emit("failed", f"a request waits for {waits_for}: {self.scheduler.problem}")
                 going_on.append((float("inf") if late else began_at, request))
         self._active = going_on
         took = time.monotonic() - started - self.model_s
         self.counts["steps"] += 1
         if took >= REPORT_STEPS_FROM_S:
-            emit("step", [started, took, min(took, waited_for_cpu_s() - waited)])
+            self._emit("step", (started, took, min(took, waited_for_cpu_s() - waited)))
 
     def _take_results(self, worker: WorkerClient) -> None:
         for result in worker.take_results():
@@ -209,54 +192,48 @@ class ChaosEngine:
             self._take_results(worker)
         self.counts["fences"] += 1
         if len(self.results[store]) < RANKS:
-            emit("failed", "a fence came back before its jobs had ended")
+            self._emit("failed", "a fence came back before its jobs had ended")
 
     # --- bytes -----------------------------------------------------------------------------------
 
     def _overwrite(self, blocks: list[int]) -> None:
         """Overwrite the blocks, so that bytes that are right afterwards have come with the load."""
-        for pages in self.pages:
-            pages[:, blocks] = 0x5A5A
+        for words in self.words:
+            words[:, blocks] = 0x5A5A
 
     def _fill(self, keys: list[bytes], blocks: list[int]) -> None:
         for key, block in zip(keys, blocks, strict=True):
-            for rank, pages in enumerate(self.pages):
-                for layer in range(LAYERS):
-                    pages[layer, block] = page_of(key, rank, layer)
+            for rank, words in enumerate(self.words):
+                words[:, block] = words_of(key, rank)
 
     def _compare(self, keys: list[bytes], blocks: list[int]) -> None:
         for key, block in zip(keys, blocks, strict=True):
-            wrong = sum(
-                int(np.count_nonzero(pages[layer, block] != page_of(key, rank, layer)))
-                for rank, pages in enumerate(self.pages)
-                for layer in range(LAYERS)
-            )
+            wrong = sum(np.count_nonzero(words[:, block] != words_of(key, at)) for at, words in enumerate(self.words))
             self.counts["blocks compared"] += 1
             if wrong:
-                emit("wrong", f"{wrong} words of key {key.hex()} are not what was stored")
+                self._emit("wrong", f"{wrong} words of key {key.hex()} are not what was stored")
 
     def _read_commands(self) -> None:
-        while select.select([0], [], [], 0)[0]:
-            data = os.read(0, 4096)
-            if not data:
-                self.stopping = True
-                return
-            *lines, self._input = (self._input + data).split(b"\n")
-            for line in lines:
-                self._going = line == b"go"
-                self._quiet_reported = self._going
+        try:
+            while self._connection.poll():
+                self._quiet_reported = self._going = self._connection.recv() == "go"
+        except (EOFError, OSError):
+            self.stopping = True
+
+    def _emit(self, kind: str, value: object) -> None:
+        with suppress(BrokenPipeError):  # nobody reads it any more
+            self._connection.send((kind, value))
 
     def _report(self) -> None:
         now = time.monotonic()
-        connected = self.scheduler.ready and all(worker.ready for worker in self.workers)
-        quiet = not self._quiet_reported and not self._active and connected
+        quiet = not self._quiet_reported and not self._active and all(client.ready for client in self._clients)
         if quiet or (self.counts and now - self._reported_at > REPORT_EVERY_S):
             self._reported_at = now
-            emit("did", dict(self.counts))
+            self._emit("did", dict(self.counts))
             self.counts.clear()
         if quiet:
             self._quiet_reported = True
-            emit("quiet", 1)
+            self._emit("quiet", None)
 
 
 def waited_for_cpu_s() -> float:
@@ -265,10 +242,7 @@ def waited_for_cpu_s() -> float:
         return int(file.read().split()[1]) / 1e9
 
 
-def emit(kind: str, value: float | str | Sequence[float] | dict[str, int]) -> None:
-    """Write one line in one write, so that SIGKILL leaves no half line."""
-    os.write(1, json.dumps([kind, value]).encode() + b"\n")
-
-
-if __name__ == "__main__":
-    ChaosEngine(sys.argv[1], int(sys.argv[2])).run()
+def serve(directory: Path, seed: int, address: str) -> int:
+    """Be an engine; 0 when it has ended."""
+    ChaosEngine(directory, seed, Client(address, "AF_UNIX")).run()
+    return 0

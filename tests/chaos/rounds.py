@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
-import subprocess
-import sys
+import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
-from tests.chaos.engine import RANKS
+from tests.chaos.engine import RANKS, serve
 from tests.chaos.supervisor import Supervisor
+from tests.kit.forked import Forked, fork_server
 from tests.kit.wire import Books, books
 
+START_S = 60.0
+_SERVER = fork_server(serve.__module__)
 ENGINES = 3
 POOL = "6MiB"
 """Smaller than all prompts together, so that blocks are evicted all the time."""
@@ -30,35 +34,18 @@ SHOWN_PROBLEMS = 5
 AFTER_STOP_S = 0.1
 """For this long after a stopped process goes on, a late step still counts as caused by the stop."""
 
-ACTIONS = {
-    "kill daemon": 4,
-    "kill daemon twice": 1,
-    "terminate daemon": 2,
-    "stop daemon until the watchdog": 1,
-    "stop daemon shortly": 2,
-    "kill engine": 3,
-    "terminate engine": 1,
-    "stop engine": 2,
-    "kill daemon and engine": 2,
-}
-"""What may happen in a round, and how likely it is."""
-
-
-def run_module(name: str, *arguments: str, **streams: int) -> subprocess.Popen[bytes]:
-    """Start a module of the tests as a program."""
-    root = Path(__file__).parents[2]
-    path = os.pathsep.join([str(root), *filter(None, sys.path)])
-    return subprocess.Popen(
-        [sys.executable, "-m", name, *arguments], cwd=root, env={**os.environ, "PYTHONPATH": path}, **streams
-    )
-
 
 class ChaosEngineProcess:
     """One engine of ``tests.chaos.engine`` in a process of its own, and all that it reported."""
 
-    def __init__(self, directory: Path, seed: int, log: int) -> None:
-        pipe = subprocess.PIPE
-        self.process = run_module("tests.chaos.engine", str(directory), str(seed), stdin=pipe, stdout=pipe, stderr=log)
+    def __init__(self, directory: Path, seed: int) -> None:
+        address = f"\0kvoffd-chaos-{os.getpid()}-{seed}"
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(address)
+            listener.listen()
+            listener.settimeout(START_S)
+            self.process = Forked(_SERVER, serve, directory, seed, address)
+            self._connection: Connection[Any, Any] = Connection(listener.accept()[0].detach())
         self.counts: Counter[str] = Counter()
         self.problems: list[str] = []
         self.steps: list[tuple[float, float, float]] = []
@@ -71,33 +58,29 @@ class ChaosEngineProcess:
         self._thread.start()
 
     def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            kind, value = json.loads(line)
-            match kind:
-                case "did":
-                    self.counts.update(value)
-                case "step":
-                    self.steps.append(tuple(value))
-                case "quiet":
-                    self.quiet = True
-                case "ready":
-                    self._ready.set()
-                case _:
-                    self.problems.append(f"{kind}: {value}")
+        with suppress(EOFError, OSError):  # it has ended, perhaps within a message
+            while True:
+                kind, value = self._connection.recv()
+                match kind:
+                    case "did":
+                        self.counts.update(value)
+                    case "step":
+                        self.steps.append(value)
+                    case "quiet":
+                        self.quiet = True
+                    case "ready":
+                        self._ready.set()
+                    case _:
+                        self.problems.append(f"{kind}: {value}")
 
     def wait_ready(self) -> None:
-        assert self._ready.wait(60), f"an engine does not come up; its status is {self.process.poll()}"
+        assert self._ready.wait(START_S), f"an engine does not come up; its status is {self.process.poll()}"
 
     def send_command(self, word: str) -> None:
         """Send ``go`` or ``quiet``."""
-        assert self.process.stdin is not None
         self.quiet = False
-        try:
-            self.process.stdin.write(f"{word}\n".encode())
-            self.process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it has just been killed
+        with suppress(BrokenPipeError):  # it has just been killed
+            self._connection.send(word)
 
     def end(self, number: int) -> None:
         """Send a signal that ends it, and wait until it has ended and all its output has been read."""
@@ -106,12 +89,7 @@ class ChaosEngineProcess:
         self._thread.join(10)
         if number == signal.SIGTERM and status != 0:
             self.problems.append(f"failed: an engine that got SIGTERM ended with status {status}")
-        for stream in (self.process.stdin, self.process.stdout):
-            assert stream is not None
-            try:
-                stream.close()
-            except BrokenPipeError:
-                pass
+        self._connection.close()
 
 
 @dataclass
@@ -143,8 +121,20 @@ class Rounds:
         self._rng = random.Random(seed)
         self.report = Report(seed, "kept by systemd's protocol" if pool_file is None else "in a file")
         self._supervisor = Supervisor(POOL, pool_file, LIMITS, **FLAGS).start()
+        end, replace = self._supervisor.signal, self._replace
+        self._actions: list[tuple[str, int, Callable[[], None]]] = [
+            ("kill daemon", 4, lambda: end(signal.SIGKILL)),
+            ("kill daemon twice", 1, self._kill_daemon_twice),
+            ("terminate daemon", 2, lambda: end(signal.SIGTERM)),
+            ("stop daemon until the watchdog", 1, self._stop_daemon_until_the_watchdog),
+            ("stop daemon shortly", 2, lambda: self._stop_daemon(self._rng.uniform(0.05, 0.5))),
+            ("kill engine", 3, lambda: replace(signal.SIGKILL)),
+            ("terminate engine", 1, lambda: replace(signal.SIGTERM)),
+            ("stop engine", 2, self._stop_engine),
+            ("kill daemon and engine", 2, self._kill_daemon_and_engine),
+        ]
+        """What may happen in a round, and how likely it is."""
         self._daemon_stopped: list[tuple[float, float]] = []
-        self._engine_log = os.open(self._supervisor.directory / "engines.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._engines: list[ChaosEngineProcess] = []
         self._ended_engines: list[ChaosEngineProcess] = []
         try:
@@ -157,18 +147,18 @@ class Rounds:
             raise
 
     def _new_engine(self) -> ChaosEngineProcess:
-        return ChaosEngineProcess(self._supervisor.directory, self._rng.getrandbits(32), self._engine_log)
+        return ChaosEngineProcess(self._supervisor.directory, self._rng.getrandbits(32))
 
     def play(self) -> None:
         """One round. Raises AssertionError when the accounts do not balance or somebody is stuck."""
-        action = self._rng.choices(list(ACTIONS), list(ACTIONS.values()))[0]
+        action, _, act = self._rng.choices(self._actions, [weight for _, weight, _ in self._actions])[0]
         self.report.rounds += 1
         self.report.actions[action] += 1
         for engine in self._engines:
             engine.send_command("go")
         time.sleep(self._rng.uniform(0.05, 0.3))
         lives = self._supervisor.lives
-        getattr(self, "_" + action.replace(" ", "_"))()
+        act()
         self._supervisor.wait_serving(lives + ("kill" in action or "terminate" in action) * ("daemon" in action))
         for engine in self._engines:
             engine.wait_ready()
@@ -190,23 +180,14 @@ class Rounds:
 
     # --- what may happen -------------------------------------------------------------------------
 
-    def _kill_daemon(self) -> None:
-        self._supervisor.signal(signal.SIGKILL)
-
     def _kill_daemon_twice(self) -> None:
         lives = self._supervisor.lives
-        self._kill_daemon()
+        self._supervisor.signal(signal.SIGKILL)
         deadline = time.monotonic() + 10
         while self._supervisor.lives == lives and time.monotonic() < deadline:
             time.sleep(0.005)
         time.sleep(self._rng.uniform(0.0, 0.8))  # anywhere in its start, or just after it
-        self._kill_daemon()
-
-    def _terminate_daemon(self) -> None:
-        self._supervisor.signal(signal.SIGTERM)
-
-    def _stop_daemon_shortly(self) -> None:
-        self._stop_daemon(self._rng.uniform(0.05, 0.5))
+        self._supervisor.signal(signal.SIGKILL)
 
     def _stop_daemon_until_the_watchdog(self) -> None:
         kills = len(self._supervisor.hung)
@@ -222,12 +203,6 @@ class Rounds:
             self._supervisor.signal(signal.SIGCONT)
         self._daemon_stopped.append((begun, time.monotonic() + AFTER_STOP_S))
 
-    def _kill_engine(self) -> None:
-        self._replace(signal.SIGKILL)
-
-    def _terminate_engine(self) -> None:
-        self._replace(signal.SIGTERM)
-
     def _stop_engine(self) -> None:
         engine = self._rng.choice(self._engines)
         begun = time.monotonic()
@@ -237,10 +212,9 @@ class Rounds:
         engine.stopped.append((begun, time.monotonic() + AFTER_STOP_S))
 
     def _kill_daemon_and_engine(self) -> None:
-        both = [self._kill_daemon, self._kill_engine]
-        self._rng.shuffle(both)
-        for kill in both:
-            kill()
+        both = [self._supervisor.signal, self._replace]
+        for kill in self._rng.sample(both, 2):
+            kill(signal.SIGKILL)
 
     def _replace(self, number: int) -> None:
         place = self._rng.randrange(ENGINES)
@@ -300,7 +274,6 @@ class Rounds:
         for engine in self._engines:
             engine.process.send_signal(signal.SIGCONT)
             engine.end(signal.SIGKILL)
-        os.close(self._engine_log)
         self._supervisor.close()
 
 

@@ -22,6 +22,7 @@ from tests.kit.wire import (
     PAGE_BYTES,
     VERSION,
     Eavesdropper,
+    Handle,
     Load,
     Page,
     Part,
@@ -81,7 +82,7 @@ class Desk:
     def register(
         self,
         *,
-        segments: tuple[Segment | str, ...] = (Segment(ATTACHED, BLOCKS * PAGE_BYTES),),
+        segments: tuple[Handle, ...] = (Segment(ATTACHED, BLOCKS * PAGE_BYTES),),
         tensors: tuple[Tensor, ...] = (Tensor(0, 0, PAGE_BYTES, BLOCKS),),
         groups: tuple[list[Page], ...] = ([Page(0, PAGE_BYTES)],),
         rank: int = 0,

@@ -25,13 +25,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from kvoffd_client import AdminClient
 from tests.kit.command import CLI
-from tests.kit.daemon import START_DEADLINE_S, DaemonProcess
+from tests.kit.daemon import DaemonProcess
 from tests.kit.engine import BLOCK_TOKENS, EngineProcess, wait_steady, wait_stored
+from tests.kit.filled_tiers import wait_serving
 from tests.kit.models import make_demo_llama
 from tests.kit.redis_server import PROGRAM, RedisServer
-from tests.kit.waiting import wait_until
 from tests.kit.wire import Books
 
 HOME = Path(".demo")
@@ -103,9 +102,7 @@ class Demo:
 
     def play(self) -> list[Run]:
         if PROGRAM is not None:
-            server = RedisServer()
-            self._children.enter_context(server)
-            self._shared = {"shared": server.url}
+            self._shared = {"shared": self._children.enter_context(RedisServer()).url}
         self._start_daemon(self._sockets, "kvoffd")
         first, second = self._start_engines({"engine": self._sockets, "engine-second": self._sockets})
         runs = [Run(first, "cold", self._prompts)]
@@ -142,12 +139,7 @@ class Demo:
             daemon = DaemonProcess("1GiB", directory, **self._shared)
             daemon.log_path = HOME / "logs" / f"{name}.log"
             self._children.enter_context(daemon)
-            with AdminClient(directory) as admin:
-                wait_until(
-                    lambda: admin.health().ready and all(one.up for one in admin.stats().shared),
-                    START_DEADLINE_S,
-                    explain=lambda: daemon.log,
-                )
+            wait_serving(directory)
 
     def _start_engines(self, wanted: dict[str, Path]) -> list[EngineProcess]:
         """Start engines, given their names and daemons, at the same time: a start has one core busy."""

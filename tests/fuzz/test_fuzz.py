@@ -11,32 +11,25 @@ from tests.fuzz.corpus import seeds
 from tests.fuzz.decoders import DECODERS
 from tests.kit.amount import TIMES
 
-quick = settings(max_examples=40 * TIMES, deadline=None, suppress_health_check=list(HealthCheck))
+quick = settings(max_examples=80 * TIMES, deadline=None, suppress_health_check=list(HealthCheck))
+changes = st.lists(st.tuples(st.integers(0, 2000), st.binary(max_size=4)), max_size=4)
+
+
+def changed(seed: bytes, pieces: list[tuple[int, bytes]]) -> bytes:
+    data = bytearray(seed)
+    for at, piece in pieces:
+        at %= len(data) + 1
+        data[at : at + len(piece)] = piece
+    return bytes(data)
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_any_bytes(name: str) -> None:
+def test_any_bytes_and_right_inputs_with_some_bytes_changed(name: str) -> None:
     @quick
-    @given(st.binary(max_size=512))
+    @given(st.binary(max_size=512) | st.builds(changed, st.sampled_from(seeds(name)), changes))
     def check(data: bytes) -> None:
         DECODERS[name](data)
-
-    check()
-
-
-@pytest.mark.parametrize("name", DECODERS)
-def test_right_inputs_with_some_bytes_changed(name: str) -> None:
-    known = seeds(name)
-
-    @quick
-    @given(st.sampled_from(known), st.lists(st.tuples(st.integers(0, 2000), st.binary(max_size=4)), max_size=4))
-    def check(seed: bytes, changes: list[tuple[int, bytes]]) -> None:
-        data = bytearray(seed)
-        for at, piece in changes:
-            at %= len(data) + 1
-            data[at : at + len(piece)] = piece
-        DECODERS[name](bytes(data))
-        DECODERS[name](bytes(data[: len(data) // 2]))
+        DECODERS[name](data[: len(data) // 2])
 
     check()
 

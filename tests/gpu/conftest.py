@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,45 +18,27 @@ from tests.kit.stub_cuda import fresh_stub
 @pytest.fixture
 def stub_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Machine]]:
     """Makes a machine with a stub driver, given the stub's variables; its daemon runs."""
-    machines: list[Machine] = []
+    with ExitStack() as daemons:
 
-    def make(stub: dict[str, str], **options: Any) -> Machine:
-        log = tmp_path / "driver.log"
-        for name, value in {"STUB_LOG": str(log), **stub}.items():
-            monkeypatch.setenv(name, value)
-        machine = Machine(fresh_stub().path, log, **options)
-        machines.append(machine)
-        machine.daemon.start()
-        return machine
+        def make(stub: dict[str, str], **options: Any) -> Machine:
+            log = tmp_path / "driver.log"
+            for name, value in {"STUB_LOG": str(log), **stub}.items():
+                monkeypatch.setenv(name, value)
+            machine = Machine(fresh_stub().path, log, **options)
+            daemons.enter_context(machine.daemon)
+            return machine
 
-    yield make
-    for machine in machines:
-        machine.daemon.close()
+        yield make
 
 
-DRIVERS = ["stub", pytest.param("real", marks=pytest.mark.gpu)]
-
-
-def machine_of(
-    driver: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **flags: Any
-) -> Generator[Machine, None, None]:
-    """A running daemon with these flags, over one of DRIVERS."""
-    log: Path | None = None
-    library = os.environ.get(LIBRARY_VARIABLE, "")
-    if driver == "stub":
-        log = tmp_path / "driver.log"
-        monkeypatch.setenv("STUB_LOG", str(log))
-        monkeypatch.setenv("STUB_DEVICES", "2")
-        monkeypatch.setenv("STUB_SEED", "1")  # what is not waited for is done in any order
-        library = fresh_stub().path
+@pytest.fixture(params=["stub", pytest.param("real", marks=pytest.mark.gpu)])
+def machine(request: pytest.FixtureRequest, stub_machine: Callable[..., Machine]) -> Iterator[Machine]:
+    """A running daemon that takes GPU memory."""
+    if request.param == "stub":
+        yield stub_machine({"STUB_DEVICES": "2", "STUB_SEED": "1"})  # what is not waited for is done in any order
     elif not real_gpus():
         pytest.skip("no GPU here")
-    machine = Machine(library, log, **flags)
-    with machine.daemon:
-        yield machine
-
-
-@pytest.fixture(params=DRIVERS)
-def machine(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
-    """A running daemon that takes GPU memory."""
-    yield from machine_of(request.param, tmp_path, monkeypatch)
+    else:
+        real = Machine(os.environ.get(LIBRARY_VARIABLE, ""), None)
+        with real.daemon:
+            yield real

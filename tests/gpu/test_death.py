@@ -1,4 +1,6 @@
-"""A daemon that dies while its GPU copies: bytes may land until its process is gone, and no later."""
+"""A GPU that hangs hurts its own engines only. A daemon dies while its GPU copies: bytes may land until its process is
+gone, and no later. Over the stub driver.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,9 @@ from pathlib import Path
 import pytest
 
 from kvoffd.server.daemon import EXIT_GPU_LOST
+from kvoffd_client import AdminClient
+from kvoffd_proto.messages import GroupKeys
+from tests.kit.checked import CheckedEngine
 from tests.kit.gpu_machine import Machine
 from tests.kit.waiting import wait_until
 
@@ -83,3 +88,46 @@ def test_a_lost_context_ends_the_daemon_and_the_next_one_has_the_pool(
             assert scheduler.wait_ready(10)
             assert worker.load(scheduler, KEY, 1)["ok"]
             assert worker.pages()[1] == before[0]
+
+
+def test_a_store_that_hangs_fails_at_its_deadline_and_its_slots_stay_taken(stub_machine: MakeMachine) -> None:
+    machine = stub_machine({"STUB_HANG": "cuEventSynchronize:1"}, limits={"job_deadline_s": 0.5})
+    with machine.exporter() as worker, machine.scheduler() as scheduler:
+        stored = worker.store(KEY, 0)
+        assert (stored["ok"], stored["error"]) == (False, "DEADLINE")
+        future = scheduler.lookup([GroupKeys(0, KEY)])
+        assert future.wait(10)
+        assert future.states == [b"\0"], "others may store the key"
+        with AdminClient(machine.daemon.directory) as admin:
+            pool = admin.stats().pool
+            assert pool.of("dropped") > 0, "the copy may still write there"
+            assert pool.of("free") + pool.of("dropped") == pool.size_bytes
+            (problem,) = admin.health().problems
+            assert "does not answer" in problem
+        # An engine in host memory does not notice.
+        with CheckedEngine(machine.daemon, namespace="host") as engine:
+            engine.put([3])
+            assert engine.has([3])
+
+
+def test_a_load_that_hangs_has_no_completion_before_the_daemon_is_dead(stub_machine: MakeMachine) -> None:
+    """Its bytes may still land, so the engine must keep the blocks."""
+    machine = stub_machine({"STUB_HANG": "cuEventSynchronize:2"}, limits={"job_deadline_s": 0.5})
+
+    def kill_after_the_deadline() -> None:
+        with AdminClient(machine.daemon.directory) as admin:
+            wait_until(lambda: any("does not answer" in problem for problem in admin.health().problems))
+        machine.daemon.kill()
+
+    assert hanging_load(machine, kill_after_the_deadline, watch_s=0.0)["error"] == "SESSION_ENDED"
+
+
+def test_a_registration_that_hangs_leaves_the_daemon_alive(stub_machine: MakeMachine) -> None:
+    machine = stub_machine({"STUB_HANG": "cuIpcOpenMemHandle_v2:1"})
+    with machine.exporter(ready=False) as worker:
+        wait_until(lambda: "cuIpcOpenMemHandle_v2 hangs" in machine.driver_log())
+        with AdminClient(machine.daemon.directory) as admin:
+            assert admin.health().ready
+        assert not worker.ask("ready", timeout_s=0.2)["ready"]
+        worker.kill()
+    assert machine.daemon.stop() == 0

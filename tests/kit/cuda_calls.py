@@ -46,10 +46,16 @@ def copy_batch(driver: cuda.Cuda, copies: Sequence[tuple[int, int, int]], stream
     return int(ctypes.CFUNCTYPE(ctypes.c_int, *form)(calls["batch"])(*arguments))
 
 
-def pinned_properties(device: int, handle_types: int) -> cuda.MemAllocationProp:
-    """Properties of memory for `cuMemCreate`, on one device."""
-    return cuda.MemAllocationProp(
-        type=MEM_ALLOCATION_TYPE_PINNED,
-        requestedHandleTypes=handle_types,
-        location=cuda.MemLocation(cuda.MEM_LOCATION_TYPE_DEVICE, device),
-    )
+def map_chunks(library: ctypes.CDLL, driver: cuda.Cuda, sizes: Sequence[int], handle_types: int) -> int:
+    """Memory of device 0 by CUDA's virtual memory API, in chunks of these sizes that follow each other."""
+    address = at = driver.reserve(sum(sizes))
+    location = cuda.MemLocation(cuda.MEM_LOCATION_TYPE_DEVICE, 0)
+    wanted = cuda.MemAllocationProp(MEM_ALLOCATION_TYPE_PINNED, handle_types, location)
+    for size in sizes:
+        allocation = ctypes.c_uint64()
+        assert library.cuMemCreate(ctypes.byref(allocation), size, ctypes.byref(wanted), 0) == 0
+        driver.map(at, size, allocation.value)
+        driver.release(allocation.value)
+        at += size
+    driver.allow_access(address, sum(sizes), 0)
+    return address

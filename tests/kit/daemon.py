@@ -19,10 +19,13 @@ from typing import Self
 from kvoffd_proto.paths import SocketPaths
 
 from .closing import Starting
-from .forked_daemon import LAUNCHER, ForkedDaemon
+from .forked import Forked, fork_server
+from .launcher import run_forked
 from .service_manager import LAUNCH_WITH_FDS, ServiceManager
 from .waiting import wait_until
 
+LAUNCHER = Path(__file__).with_name("launcher.py")
+_SERVER = fork_server("kvoffd.cli", "kvoffd.server.daemon", run_forked.__module__)
 START_DEADLINE_S = 60.0
 STOP_DEADLINE_S = 180.0
 """Longer than any machine of CI has kept a process from its CPU: kernels report 53 s and more for their own threads."""
@@ -45,7 +48,6 @@ class DaemonProcess(Starting):
         before: a command before its own, which runs what follows it.
         program: its command line up to the subcommand; this Python's ``kvoffd`` where none is given.
         environ: variables of the daemon besides those of this process.
-        pass_fds: descriptors that it inherits.
         fork: False for a start as users have it, whatever is asked for.
         limits: what replaces constants of ``kvoffd.config.Limits``, by name.
         flags: settings, by name.
@@ -64,7 +66,6 @@ class DaemonProcess(Starting):
         before: Sequence[str] = (),
         program: Sequence[str] = (),
         environ: dict[str, str] | None = None,
-        pass_fds: Sequence[int] = (),
         fork: bool = True,
         limits: dict[str, float] | None = None,
         **flags: str,
@@ -76,7 +77,6 @@ class DaemonProcess(Starting):
         self.log_path = self.directory / "daemon.log"
         self.manager = manager
         self._environ = environ or {}
-        self._pass_fds = tuple(pass_fds)
         self._fault_file = self.directory / "fault" if faults else None
         self._dies_slowly = bool(dies_slowly)
         options = {
@@ -88,13 +88,13 @@ class DaemonProcess(Starting):
         self._options = {name: value for name, value in options.items() if value}
         launcher = [str(LAUNCHER), json.dumps(self._options)] if self._options else ["-m", "kvoffd"]
         self._command = [*before, *(program or [sys.executable, *launcher])]
-        self._fork = fork and not (before or program or environ or pass_fds or manager)
+        self._fork = fork and not (before or program or environ or manager)
         if watchdog_s:
             self._environ = {**self._environ, "WATCHDOG_USEC": str(round(watchdog_s * 1e6))}
-        self._process: subprocess.Popen[bytes] | ForkedDaemon | None = None
+        self._process: subprocess.Popen[bytes] | Forked | None = None
 
     @property
-    def process(self) -> subprocess.Popen[bytes] | ForkedDaemon:
+    def process(self) -> subprocess.Popen[bytes] | Forked:
         assert self._process is not None, "the daemon was never started"
         return self._process
 
@@ -115,10 +115,10 @@ class DaemonProcess(Starting):
         arguments = ["serve", "--directory", str(self.directory), *flags]
         command = [*self._command, *arguments]
         environ = {name: value for name, value in os.environ.items() if not name.startswith("KVOFFD_")} | self._environ
-        fds = self._pass_fds
+        fds: tuple[int, ...] = ()
         if self.manager is not None:
             stored = self.manager.stored_fds
-            fds += tuple(fd for _, fd in stored)
+            fds = tuple(fd for _, fd in stored)
             command = [sys.executable, "-c", LAUNCH_WITH_FDS, ",".join(str(fd) for _, fd in stored), *command]
             environ["NOTIFY_SOCKET"] = self.manager.address
             if stored:
@@ -126,7 +126,7 @@ class DaemonProcess(Starting):
                 environ |= {"LISTEN_FDS": str(len(stored)), "LISTEN_FDNAMES": names}
         with self.log_path.open("ab") as log:
             self._process = (
-                ForkedDaemon(arguments, self._options, environ, log.fileno())
+                Forked(_SERVER, run_forked, arguments, self._options, environ, str(self.log_path))
                 if self._fork
                 else subprocess.Popen(
                     command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environ, pass_fds=fds

@@ -31,7 +31,7 @@ from kvoffd_client.ordered_sender import Event, OrderedSender
 from kvoffd_client.worker_client import GroupTransfer, Job
 from kvoffd_proto import cuda
 from kvoffd_proto.messages import PageRef, TensorLayout
-from tests.kit.cuda_calls import load, pinned_properties
+from tests.kit.cuda_calls import load, map_chunks
 
 CHUNK = 2 << 20
 END_BYTES = 1024
@@ -96,18 +96,8 @@ class Gpu:
         return address.value
 
     def _chunks(self) -> int:
-        count = -(-self.nbytes // CHUNK)
-        properties = pinned_properties(0, cuda.MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)
-        address, allocation = ctypes.c_uint64(), ctypes.c_uint64()
-        self.call("cuMemAddressReserve", ctypes.byref(address), count * CHUNK, 0, 0, 0)
-        for number in range(count):
-            self.call("cuMemCreate", ctypes.byref(allocation), CHUNK, ctypes.byref(properties), 0)
-            self.call("cuMemMap", address.value + number * CHUNK, CHUNK, 0, allocation.value, 0)
-            self.call("cuMemRelease", allocation.value)
-        location = cuda.MemLocation(cuda.MEM_LOCATION_TYPE_DEVICE, 0)
-        access = cuda.MemAccessDesc(location, cuda.MEM_ACCESS_FLAGS_PROT_READWRITE)
-        self.call("cuMemSetAccess", address.value, count * CHUNK, ctypes.byref(access), 1)
-        return address.value
+        sizes = [CHUNK] * -(-self.nbytes // CHUNK)
+        return map_chunks(self.cuda, self.driver, sizes, cuda.MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)
 
     def write_late(self, data: bytes) -> Event:
         """Has something write ``data`` in a while, as a kernel would; an event behind it."""

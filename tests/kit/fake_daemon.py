@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Self
 
@@ -77,7 +78,7 @@ class FakeDaemon(Starting):
         self.greeting_version = PROTOCOL_VERSION
         self.close_on_eof = True
         self.frozen = threading.Event()
-        self._steps: list[tuple[Callable[[], None], threading.Event]] = []
+        self._steps: list[tuple[Callable[[], None], Future[None]]] = []
         self.greeted = 0
         self._stop = False
         self._thread: threading.Thread | None = None
@@ -117,19 +118,9 @@ class FakeDaemon(Starting):
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def do(self, step: Callable[[], None]) -> None:
-        done = threading.Event()
-        errors: list[Exception] = []
-
-        def guarded() -> None:
-            try:
-                step()
-            except Exception as error:
-                errors.append(error)
-
-        self._steps.append((guarded, done))
-        assert done.wait(DEADLINE_S), "the fake daemon did not get to a step"
-        if errors:
-            raise errors[0]
+        done: Future[None] = Future()
+        self._steps.append((step, done))
+        done.result(DEADLINE_S)
 
     # --- a test's steps --------------------------------------------------------------------------
 
@@ -155,7 +146,7 @@ class FakeDaemon(Starting):
     def send_lifeline(self, role: m.Role, data: bytes) -> None:
         self.do(lambda: self.peer(role).stream.sendall(data))
 
-    def kv_event(self, fingerprint: bytes, batch: list[events.KvEvent], *, publish: bool = True) -> None:
+    def kv_event(self, fingerprint: bytes, batch: list[events.KvEvent], *, publish: bool) -> None:
         def step() -> None:
             topic = events.kv_topic(fingerprint)
             number = self.kv_messages[topic].to_bytes(8, "big")
@@ -185,8 +176,11 @@ class FakeDaemon(Starting):
             poller.poll(2)
             while self._steps:
                 step, done = self._steps.pop(0)
-                step()
-                done.set()
+                try:
+                    step()
+                    done.set_result(None)
+                except Exception as error:
+                    done.set_exception(error)
             self._accept()
             for peer in list(self.peers.values()):
                 self._read(peer)
@@ -238,10 +232,7 @@ class FakeDaemon(Starting):
 
     def release(self, peer: Peer) -> None:
         """Release the client's memory, as at the end of a session."""
-        try:
-            peer.stream.send(lifeline.encode_frame(lifeline.MemoryReleased()), socket.MSG_NOSIGNAL)
-        except OSError:
-            pass  # the client is gone
+        self._send_over_lifeline(peer, lifeline.MemoryReleased())
         self._end(peer)
 
     def _end(self, peer: Peer) -> None:

@@ -1,17 +1,15 @@
 """``kvoffd`` with something of its inside made wrong or slow: ``launcher.py OPTIONS serve ...``. See ``DaemonProcess``.
 
-``OPTIONS`` is a JSON object. ``launcher.py forks FD`` imports kvoffd once and forks a daemon for each request, see
-``ForkedDaemon``. This is the one program of the door suite that knows the daemon's inside.
+``OPTIONS`` is a JSON object. This is the one program of the door suite that knows the daemon's inside.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import json
 import os
-import select
 import signal
-import socket
 import stat
 import sys
 import threading
@@ -135,63 +133,25 @@ def main(options: dict[str, Any]) -> None:
     sys.exit(kvoffd(limits=Limits(**options.get("limits", {}))))
 
 
-def forks(requests: socket.socket) -> None:
-    """Fork a daemon for each request until the other end is closed. In the new process, run it.
-
-    With a request come the descriptors of its log and of a pipe that gets its exit status.
-    """
-    os.environ.setdefault("NUMPY_MADVISE_HUGEPAGE", "0")  # as kvoffd.cli does before it imports NumPy
-    import kvoffd.server.daemon  # noqa: F401
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    woken, wake = socket.socketpair()
-    wake.setblocking(False)
-    signal.set_wakeup_fd(wake.fileno())
-    pipes: dict[int, int] = {}
-    """By the process id of a daemon that runs."""
-    while True:
-        ready = select.select([requests, woken], [], [])[0]
-        if woken in ready:
-            woken.recv(4096)
-        while pipes and (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            pipe = pipes.pop(ended[0])
-            try:
-                os.write(pipe, b"%d" % os.waitstatus_to_exitcode(ended[1]))
-            except BrokenPipeError:
-                pass  # nobody waits for it
-            os.close(pipe)
-        if requests not in ready:
-            continue
-        message, descriptors, _, _ = socket.recv_fds(requests, 1 << 20, 2)
-        if not message:
-            return
-        log, pipe = descriptors
-        pid = os.fork()
-        if pid == 0:
-            break
-        os.close(log)
-        pipes[pid] = pipe
-        requests.send(b"%d" % pid)
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+def run_forked(arguments: list[str], options: dict[str, Any], environ: dict[str, str], log: str) -> int:
+    """Be a daemon in a process that was forked for it, see ``DaemonProcess``."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for output in (1, 2):
-        os.dup2(log, output)
+        os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), output)
     os.closerange(3, 1 << 16)
-    for one in (requests, woken, wake):
-        one.detach()
-    request = json.loads(message)
-    os.chdir(request["directory"])
     os.environ.clear()
-    os.environ.update(request["environ"])
-    sys.argv[1:] = request["arguments"]
-    main(request["options"])
+    os.environ.update(environ)
+    sys.argv[1:] = arguments
+    try:
+        main(options)
+    except SystemExit as end:
+        sys.stdout.flush()
+        # As Python's own end: what a thread or a library's exit handler keeps from ending must show.
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        ctypes.CDLL(None).exit(int(end.code or 0))
+    return 0
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "forks":
-        forks(socket.socket(fileno=int(sys.argv[2])))
-    else:
-        main(json.loads(sys.argv.pop(1)))
+    main(json.loads(sys.argv.pop(1)))

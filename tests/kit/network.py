@@ -15,8 +15,8 @@ import subprocess
 import threading
 import time
 from collections import deque
-from types import TracebackType
-from typing import Self
+
+from kvoffd_client.session import Closing
 
 from .require import require
 
@@ -25,7 +25,7 @@ TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 1, 0x1000
 MTU = 9000
 
 
-class Network:
+class Network(Closing):
     """
     Attributes:
         delay_s: time that each packet takes.
@@ -47,12 +47,6 @@ class Network:
             require("root", False, f"namespaces are not permitted here: {error.stderr}")
         self._thread = threading.Thread(target=self._carry, daemon=True)
         self._thread.start()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
 
     def address(self, number: int) -> str:
         return f"10.77.0.{number + 1}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 import os
 import shutil
 import socket
@@ -47,12 +46,9 @@ class ServiceManager:
     def _listen(self) -> None:
         while not self._stop.is_set():
             try:
-                data, ancillary, _, _ = self._socket.recvmsg(65536, 4096)
+                data, fds, _, _ = socket.recv_fds(self._socket, 65536, 1000)
             except TimeoutError:
                 continue
-            fds: list[int] = []
-            for _, _, content in ancillary:
-                fds += array.array("i", content[: len(content) // 4 * 4])
             fields = dict(line.split("=", 1) for line in data.decode().splitlines())
             if "WATCHDOG" in fields or "READY" in fields:
                 self._last_heartbeat_at = time.monotonic()

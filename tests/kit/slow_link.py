@@ -6,7 +6,8 @@ import socket
 import threading
 import time
 from contextlib import suppress
-from typing import Self
+
+from kvoffd_client.session import Closing
 
 LEAST_BYTES, MOST_BYTES, PIECE_S = 1 << 12, 1 << 16, 0.0005
 """What is forwarded at once: what takes this long, so that a short answer does not wait for long ones."""
@@ -15,7 +16,7 @@ MOST_AHEAD_S = 0.02
 catches up with all of it, as a network does whose other end was sending."""
 
 
-class SlowLink:
+class SlowLink(Closing):
     """Listens on a free port of 127.0.0.1 and forwards to another one.
 
     All connections share the speed, as they share a network. What is sent to the store is not slowed down.
@@ -69,12 +70,6 @@ class SlowLink:
             with suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
             one.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @staticmethod
     def _run(target: object, *arguments: object) -> None:

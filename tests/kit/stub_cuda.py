@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvoffd_proto.cuda import Cuda, IpcMemHandle
 from tests.kit.cuda_abi import compiler
-from tests.kit.cuda_calls import load, pinned_properties
+from tests.kit.cuda_calls import load, map_chunks
 from tests.kit.cuda_files import include_directory
 from tests.kit.waiting import wait_until
 
@@ -146,17 +146,7 @@ class StubCuda:
 
     def map_chunks(self, sizes: list[int], handle_types: int = 1) -> DeviceBuffer:
         """Memory of the virtual memory API, in chunks; needs a context."""
-        device, driver = 0, self.driver()
-        address = at = driver.reserve(sum(sizes))
-        properties = ctypes.byref(pinned_properties(device, handle_types))
-        for length in sizes:
-            allocation = ctypes.c_uint64()
-            assert self._library.cuMemCreate(ctypes.byref(allocation), length, properties, 0) == 0
-            driver.map(at, length, allocation.value)
-            driver.release(allocation.value)
-            at += length
-        driver.allow_access(address, sum(sizes), device)
-        return DeviceBuffer(address, sum(sizes))
+        return DeviceBuffer(map_chunks(self._library, self.driver(), sizes, handle_types), sum(sizes))
 
     def ipc_handle(self, address: int) -> bytes:
         handle = IpcMemHandle()

@@ -38,6 +38,7 @@ from kvoffd_proto import codec, events, lifeline
 from kvoffd_proto import messages as m
 from kvoffd_proto import stats as s
 from kvoffd_proto.messages import CudaIpcHandle
+from kvoffd_proto.messages import Handle as Handle
 from kvoffd_proto.messages import MemfdHandle as Segment
 from kvoffd_proto.messages import PageRef as Page
 from kvoffd_proto.messages import TensorLayout as Tensor
@@ -57,8 +58,8 @@ NAMESPACE = bytes(range(32))
 PAGE_BYTES = 16384
 STATES = "-WRDS"
 """States of keys in a lookup: absent, being written, ready, coming from a disk, coming from a shared store."""
-GPU = "gpu"
-"""Stands for a segment of GPU memory in a registration."""
+GPU = CudaIpcHandle(bytes(64), PAGE_BYTES, bytes(16))
+"""A segment of GPU memory that there is not."""
 
 
 def key(number: int) -> bytes:
@@ -196,17 +197,48 @@ class Unacknowledged(NamedTuple):
         return [result for batch in self.batches for result in batch.results]
 
 
-class Cancelled(NamedTuple):
-    """Jobs that will not run, and those that run already."""
-
-    cancelled: list[int]
-    running: list[int]
-
-
 # --- a client --------------------------------------------------------------------------------------
 
 
-class WireClient(Closing):
+class _Sockets(Closing):
+    """The sockets behind the lifeline."""
+
+    def __init__(self) -> None:
+        self._context = zmq.Context()
+        self._jobs, self._events = self._context.socket(zmq.DEALER), self._context.socket(zmq.SUB)
+        self._numbers = itertools.count(1)
+
+    def _open(self, directory: Path, routing_id: bytes, topic: bytes) -> None:
+        paths = SocketPaths(directory)
+        self._events.setsockopt(zmq.SUBSCRIBE, topic)
+        self._events.connect(f"ipc://{paths.events}")
+        if routing_id:
+            self._jobs.setsockopt(zmq.ROUTING_ID, routing_id)
+        self._jobs.connect(f"ipc://{paths.jobs}")
+
+    def next_number(self) -> int:
+        return next(self._numbers)
+
+    def _send(self, kind: type[m.AnyRequest], *fields: Any, **named: Any) -> m.AnyRequest:
+        request = kind(self.next_number(), *fields, **named)
+        self._jobs.send(codec.encode(request))
+        return request
+
+    def _reply(self) -> m.AnyReply:
+        reply = self._receive()
+        if isinstance(reply, m.Error):
+            raise _refused(reply)
+        return reply
+
+    def _receive(self) -> m.AnyReply:
+        assert self._jobs.poll(TIMEOUT_S * 1000), "the daemon did not reply"
+        return codec.decode_reply(self._jobs.recv())
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+class WireClient(_Sockets):
     """One session, opened step by step.
 
     Every method raises ``Refused`` where the daemon refuses; ``refused(client.lookup, ...)`` returns the code.
@@ -227,47 +259,37 @@ class WireClient(Closing):
     """
 
     def __init__(self, directory: Path, role: str | None = "worker", *, name: str = "test") -> None:
+        super().__init__()
         self.directory = directory
-        paths = SocketPaths(directory)
         self.stream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.stream.connect(str(paths.lifeline))  # waits its turn, where a timeout would make it fail
-        self.stream.settimeout(TIMEOUT_S)
         self._frames = lifeline.FrameBuffer()
         self._bodies: list[bytes] = []
-        self._context = zmq.Context()
-        self._jobs = self._context.socket(zmq.DEALER)
-        self._events = self._context.socket(zmq.SUB)
-        self._numbers = itertools.count(1)
         self.session, self.daemon_id, self.token = 0, 0, bytes(m.TOKEN_BYTES)
         self._seen = 0
         self.rejected: Refused | None = None
         self.limits: Mapping[str, int] = {}
         try:
-            self._connect(paths)
+            # It waits its turn, where a timeout would make it fail.
+            self.stream.connect(str(SocketPaths(directory).lifeline))
+            self.stream.settimeout(TIMEOUT_S)
+            greeting = self._lifeline_frame()
+            if isinstance(greeting, lifeline.Greeting):
+                self.session, self.daemon_id, self.token = greeting.session_id, greeting.epoch, greeting.token
+            else:
+                assert isinstance(greeting, lifeline.Refused), greeting
+                self.rejected = Refused(_word(greeting.code), greeting.message)
+            self.routing_id = lifeline.routing_id(self.token)
+            self._open(directory, self.routing_id, events.session_topic(self.daemon_id, self.session))
             if role is not None:
                 self.hello(role, name=name)
         except BaseException:
             self.close()
             raise
 
-    def _connect(self, paths: SocketPaths) -> None:
-        greeting = self._lifeline_frame()
-        if isinstance(greeting, lifeline.Greeting):
-            self.session, self.daemon_id, self.token = greeting.session_id, greeting.epoch, greeting.token
-            self._events.setsockopt(zmq.SUBSCRIBE, events.session_topic(self.daemon_id, self.session))
-            self._events.connect(f"ipc://{paths.events}")
-        else:
-            assert isinstance(greeting, lifeline.Refused), greeting
-            self.rejected = Refused(_word(greeting.code), greeting.message)
-        self.routing_id = lifeline.routing_id(self.token)
-        for option, value in ((zmq.LINGER, 0), (zmq.ROUTING_ID, self.routing_id)):
-            self._jobs.setsockopt(option, value)
-        self._jobs.connect(f"ipc://{paths.jobs}")
-
     def close(self) -> None:
         """End the session as a process that ends does. Repeatable."""
         self.stream.close()
-        self._context.destroy(linger=0)
+        super().close()
 
     # --- the lifeline ---------------------------------------------------------------------------
 
@@ -319,9 +341,6 @@ class WireClient(Closing):
         return [*map(lifeline.decode_from_daemon, self._bodies)][-1:] == [lifeline.MemoryReleased()]
 
     # --- requests -------------------------------------------------------------------------------
-
-    def next_number(self) -> int:
-        return next(self._numbers)
 
     def raw(self, *frames: bytes) -> str:
         """Send frames as they are; the kind of the reply."""
@@ -385,7 +404,7 @@ class WireClient(Closing):
 
     def register_layout(
         self,
-        segments: Sequence[Segment | str],
+        segments: Sequence[Handle],
         tensors: Sequence[Tensor],
         groups: Sequence[Sequence[Page]],
         *,
@@ -395,8 +414,7 @@ class WireClient(Closing):
     ) -> bytes:
         """Register attached memory of any layout; the registration's id."""
         registration = os.urandom(16)
-        handles = [CudaIpcHandle(bytes(64), PAGE_BYTES, bytes(16)) if isinstance(one, str) else one for one in segments]
-        what = handles, list(tensors), list(map(list, groups))
+        what = list(segments), list(tensors), list(map(list, groups))
         self.ask(m.Register, namespace, registration, rank, blocks_per_key, *what)
         return registration
 
@@ -434,11 +452,10 @@ class WireClient(Closing):
         *,
         priority: int = 0,
         ttl_s: float = 60.0,
-        namespace: bytes = NAMESPACE,
     ) -> int:
         """Retain, release or prefetch blocks; how many of them can be read."""
         groups = [m.GroupKeys(0, b"".join(keys))]
-        return int(self.ask(m.Hint, namespace, action, groups, priority, ttl_s).count)
+        return int(self.ask(m.Hint, NAMESPACE, action, groups, priority, ttl_s).count)
 
     def reset(self, namespace: bytes = NAMESPACE) -> int:
         """Drop every block of a namespace; how many there were."""
@@ -460,12 +477,11 @@ class WireClient(Closing):
         keys: Sequence[bytes],
         blocks: Sequence[int] | bytes,
         *,
-        job: int = 0,
         keep_lease: bool = False,
         **part: Any,
     ) -> Result:
         """Load keys into blocks under a lease's id, and wait for the result. The rest is as in ``Part``."""
-        load = Load(job or self.next_number(), lease, [Part(keys, blocks, **part)], keep_lease)
+        load = Load(self.next_number(), lease, [Part(keys, blocks, **part)], keep_lease)
         return self.step(registration, [], [load])[load.job]
 
     def submit(
@@ -506,10 +522,10 @@ class WireClient(Closing):
         assert len(found) == len(results), "a job ended twice"
         return found
 
-    def cancel(self, *jobs: int) -> Cancelled:
-        """Cancel jobs."""
+    def cancel(self, *jobs: int) -> tuple[list[int], list[int]]:
+        """Cancel jobs; those that will not run, and those that run already."""
         answer = self.ask(m.Cancel, list(jobs))
-        return Cancelled(answer.cancelled, answer.running)
+        return answer.cancelled, answer.running
 
     # --- results ---------------------------------------------------------------------------------
 
@@ -552,11 +568,6 @@ class WireClient(Closing):
             loads=structs.replace(made[0].loads, groups=[part for one in made for part in one.loads.groups]),
         )
 
-    def _send(self, kind: type[m.AnyRequest], *fields: Any, **named: Any) -> m.AnyRequest:
-        request = kind(self.next_number(), *fields, **named)
-        self._jobs.send(codec.encode(request))
-        return request
-
     def set_quota(self, namespace: bytes, quota_bytes: int | None) -> None:
         self.ask(a.SetQuota, namespace, quota_bytes)
 
@@ -568,40 +579,22 @@ class WireClient(Closing):
         assert isinstance(reply, m.EXCHANGES[kind].answer), reply
         return reply
 
-    def _reply(self) -> m.AnyReply:
-        reply = self._receive()
-        if isinstance(reply, m.Error):
-            raise _refused(reply)
-        return reply
 
-    def _receive(self) -> m.AnyReply:
-        assert self._jobs.poll(TIMEOUT_S * 1000), "the daemon did not reply"
-        return codec.decode_reply(self._jobs.recv())
-
-
-class Eavesdropper(Closing):
-    """Somebody without a session, at the sockets behind the lifeline. So many publications may lie ``unread``."""
+class Eavesdropper(_Sockets):
+    """Somebody without a session. So many publications may lie ``unread``."""
 
     def __init__(self, directory: Path, routing_id: bytes = b"", unread: int = 1000) -> None:
-        paths = SocketPaths(directory)
-        self._context = zmq.Context()
-        self._events, self._jobs = self._context.socket(zmq.SUB), self._context.socket(zmq.DEALER)
-        if routing_id:
-            self._jobs.setsockopt(zmq.ROUTING_ID, routing_id)
+        super().__init__()
         self._events.setsockopt(zmq.RCVHWM, unread)
-        self._events.setsockopt(zmq.SUBSCRIBE, b"")
-        self._events.connect(f"ipc://{paths.events}")
-        self._jobs.connect(f"ipc://{paths.jobs}")
+        self._open(directory, routing_id, b"")
 
     def ask(self) -> None:
         """Ask for the statistics."""
-        self._jobs.send(codec.encode(s.Stats(1)))
+        self._send(s.Stats)
 
     def stats(self) -> None:
         self.ask()
-        assert self._jobs.poll(TIMEOUT_S * 1000), "the daemon did not reply"
-        if isinstance(reply := codec.decode_reply(self._jobs.recv()), m.Error):
-            raise _refused(reply)
+        self._reply()
 
     def hears(self, timeout_s: float) -> bool:
         """Whether anything is published to it."""
@@ -618,9 +611,6 @@ class Eavesdropper(Closing):
     def is_answered(self, timeout_s: float) -> bool:
         """Whether anything comes back, be it a refusal."""
         return bool(self._jobs.poll(timeout_s * 1000))
-
-    def close(self) -> None:
-        self._context.destroy(linger=0)
 
 
 def request_streams(directory: Path) -> list[Path]:
@@ -722,26 +712,23 @@ class KvMessage:
     events: list[KvEvent]
 
 
-class KvSubscriber(Closing):
+class KvSubscriber(_Sockets):
     """Hears the KV events of all namespaces from its making on."""
 
     def __init__(self, directory: Path) -> None:
+        super().__init__()
         self._directory = directory
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.SUB)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.SUBSCRIBE, events.KV_TOPIC_PREFIX)
-        self._socket.connect(f"ipc://{SocketPaths(directory).events}")
+        self._open(directory, b"", events.KV_TOPIC_PREFIX)
         self._found: list[KvMessage] = []
-        wait_until(lambda: self._probe() is not None and self._socket.poll(50) > 0)  # else what comes is dropped
+        wait_until(lambda: self._probe() is not None and self._events.poll(50) > 0)  # else what comes is dropped
         self.messages()
 
     def messages(self) -> list[KvMessage]:
         """All that was published before this call. What it opens to know the end is left out."""
         probe = self._probe()
         while True:
-            assert self._socket.poll(TIMEOUT_S * 1000), "no KV events came"
-            topic, number, payload = self._socket.recv_multipart()
+            assert self._events.poll(TIMEOUT_S * 1000), "no KV events came"
+            topic, number, payload = self._events.recv_multipart()
             namespace = bytes.fromhex(topic.removeprefix(events.KV_TOPIC_PREFIX).decode())
             if namespace == probe:
                 return self._found
@@ -756,9 +743,6 @@ class KvSubscriber(Closing):
         with WireClient(self._directory) as client:
             client.open_namespace(namespace)
         return namespace
-
-    def close(self) -> None:
-        self._context.destroy(linger=0)
 
 
 def _kv_event(event: events.KvEvent) -> KvEvent:

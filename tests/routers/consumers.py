@@ -6,15 +6,15 @@ import json
 import re
 import signal
 import subprocess
-import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 from tests.kit.closing import Closing, ServerThread, ThreadsServer
-from tests.kit.ports import free_port, free_ports
+from tests.kit.ports import free_port, free_ports, http_get
 from tests.kit.waiting import wait_until
 
 ENVIRONMENTS = Path(__file__).parents[2] / ".venv-routers"
@@ -40,25 +40,22 @@ def request(url: str, body: object = None) -> Any:
         return json.loads(reply.read() or b"null")
 
 
-def answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=1) as reply:
-            return bool(reply.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
+def serves(port: int) -> bool:
+    with suppress(OSError):
+        return http_get(port, "/health")[0] == 200
+    return False
 
 
 class Consumer(Closing):
-    """A router as a process, from ``command``, that answers at ``url`` once it serves. ``log`` gets what it prints."""
+    """A router as a process, from ``command``, that answers at ``port`` once it serves. ``log`` gets what it prints."""
 
-    def __init__(self, command: Sequence[str], url: str, log: Path) -> None:
-        self.url = url
-        self.log_path = log
+    def __init__(self, command: Sequence[str], port: int, log: Path) -> None:
+        self.url, self.log_path = f"http://127.0.0.1:{port}", log
         with log.open("wb") as stream:
             self.process = subprocess.Popen(
                 command, stdout=stream, stderr=stream, env={"PATH": "/usr/bin:/bin", "DYN_LOG": "info"}
             )
-        wait_until(lambda: answers(f"{url}/health"), START_S, explain=lambda: self.log)
+        wait_until(lambda: serves(port), START_S, explain=lambda: self.log)
 
     @property
     def log(self) -> str:
@@ -79,20 +76,13 @@ class DynamoIndexer(Consumer):
     def __init__(self, log: Path) -> None:
         port = free_port()
         command = [str(DYNAMO), "-m", "dynamo.indexer", "--port", str(port), "--threads", "1"]
-        super().__init__(command, f"http://127.0.0.1:{port}", log)
+        super().__init__(command, port, log)
 
     def register(self, worker: int, port: int, replay_port: int, block_tokens: int) -> None:
         """Have it subscribe to an engine's events."""
-        request(
-            f"{self.url}/register",
-            {
-                "instance_id": worker,
-                "endpoint": f"tcp://127.0.0.1:{port}",
-                "replay_endpoint": f"tcp://127.0.0.1:{replay_port}",
-                "model_name": MODEL,
-                "block_size": block_tokens,
-            },
-        )
+        endpoints = {"endpoint": f"tcp://127.0.0.1:{port}", "replay_endpoint": f"tcp://127.0.0.1:{replay_port}"}
+        engine = {"instance_id": worker, "model_name": MODEL, "block_size": block_tokens}
+        request(f"{self.url}/register", engine | endpoints)
 
     def query(self, prompt: Sequence[int]) -> dict[int, dict[str, int]]:
         """By worker: the prompt's tokens that it has, by the lowest tier that is looked at."""
@@ -151,7 +141,7 @@ class VllmRouter(Consumer):
         for worker, events, replays in engines:
             command += ["--kv-event-source", f"{worker.url}=tcp://127.0.0.1:{events}"]
             command += ["--kv-event-replay-source", f"{worker.url}=tcp://127.0.0.1:{replays}"]
-        super().__init__(command, f"http://127.0.0.1:{port}", log)
+        super().__init__(command, port, log)
 
     def ask(self, prompt: Sequence[int]) -> tuple[int, int]:
         """Send a completion: which worker it went to, and how many of the prompt's tokens that one was credited."""

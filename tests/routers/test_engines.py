@@ -19,7 +19,7 @@ from tests.kit.ports import free_ports
 from tests.kit.waiting import wait_until
 from tests.routers.consumers import DYNAMO, VLLM_ROUTER, DynamoIndexer, VllmRouter, Worker
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(400), pytest.mark.xdist_group("routers")]
+pytestmark = [pytest.mark.engine, pytest.mark.nightly, pytest.mark.timeout(400), pytest.mark.xdist_group("routers")]
 
 LENGTH = 10 * BLOCK_TOKENS
 HOST_CREDIT = 0.8

@@ -40,12 +40,9 @@ class SimBorrower:
         service.tier_supervisor.peer_server = self._server
         self._ids = 0
         self._lent: dict[int, list[Slot]] = {}
+        self._after = daemon.process.after
         self._after(self._rng.uniform(0.0, 1.0), self._borrow)
         self._after(self._rng.expovariate(0.05), self._die)
-
-    def _after(self, seconds: float, do: object) -> None:
-        assert callable(do)
-        self._daemon.process.after(seconds, do)
 
     def _die(self) -> None:
         """End the helper, and what peers read through it."""

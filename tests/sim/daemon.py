@@ -238,6 +238,7 @@ class SimDaemon:
             request = codec.decode_request(frame)
         except codec.CODEC_ERRORS:
             request = None
+        wants_reply = request is None or (request.request_id != m.NO_REPLY and not isinstance(request, m.Submit))
         before, begun = self._holdings(), self.tiers.disk.file.begun if self.tiers is not None else 0
         sent, waiting = len(service.replies), len(service.pending)
         service.handle(dealer.name, frame)
@@ -263,7 +264,7 @@ class SimDaemon:
                 raise Broken("garbage was not refused")
         elif replies:
             raise Broken(f"{len(replies)} replies to one {type(request).__name__}")
-        elif (request is None or _wants_reply(request)) and len(service.pending) == waiting:
+        elif wants_reply and len(service.pending) == waiting:
             raise Broken(f"no reply to a {type(request).__name__}")
         if request is not None and not refused:
             self._watch_removal(dealer.name, request, begun)
@@ -518,7 +519,3 @@ class SimDaemon:
         found, ready = {record[0] for record in records}, {record[0] for record in records_of(self.service.cache)}
         if found != ready:
             raise Broken(f"the slot table tells of {len(found)} slots, {len(ready)} are ready")
-
-
-def _wants_reply(request: m.AnyRequest) -> bool:
-    return request.request_id != m.NO_REPLY and not isinstance(request, m.Submit)

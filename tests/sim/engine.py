@@ -77,9 +77,6 @@ class Engine:
             self.scheduler.hint(action, groups, self._hints.randrange(101), ttl_s)
             self.world.faults.counts[f"hint_{action}"] += 1
 
-    def release(self, lease_id: int) -> None:
-        self.scheduler.release(lease_id)
-
     def give_back(self, blocks: list[list[int]]) -> None:
         for free, given in zip(self._free, blocks, strict=True):
             free.extend(given)

@@ -74,30 +74,34 @@ class Hostile:
     # --- deeds -----------------------------------------------------------------------------------
 
     def _plan(self) -> list[Callable[[], None]]:
-        entry = [self._hello, self._open] if self._rng.random() < 0.8 else []
-        self._role = self._rng.choice((m.Role.WORKER, m.Role.WORKER, m.Role.SCHEDULER, m.Role.ADMIN))
-        if entry and self._role is m.Role.WORKER and self._rng.random() < 0.8:
+        send, choice, specs = self._send, self._rng.choice, [m.GroupSpec("x", 1)]
+        entry: list[Callable[[], None]] = []
+        if self._rng.random() < 0.8:
+            entry.append(lambda: send(m.Hello, PROTOCOL_VERSION, role, "h", ""))
+            entry.append(lambda: send(m.OpenNamespace, self._fingerprint, "h", 1, KEY_BYTES, specs, ""))
+        role = choice((m.Role.WORKER, m.Role.WORKER, m.Role.SCHEDULER, m.Role.ADMIN))
+        if entry and role is m.Role.WORKER and self._rng.random() < 0.8:
             entry += [self._attach, self._register]
         deeds: list[Callable[[], None]] = [
             self._leases,
-            self._garbage,
+            lambda: self._dealer.send((self._rng.randbytes(choice((0, 1, 20, 300))),)),
             self._mutated,
             self._foreign_route,
-            self._wrong_version,
+            lambda: send(m.Hello, PROTOCOL_VERSION + 1, m.Role.ADMIN, "h", ""),
             self._store,
             self._store,
             self._load,
-            self._cancel,
+            lambda: send(m.Cancel, [self._job_id, 1, 2, 3, 2**63 - 1, 1]),
             self._lookup,
             self._leases,
             self._bad_register,
             self._attach,
             self._other_geometry,
-            self._unregister,
-            self._frames,
-            self._results,
+            lambda: send(m.Unregister, choice((self._registration, bytes(16)))),
+            lambda: self._dealer.send(choice(((b"", b"12345678"), (b"", b"1"), (b"a", b"b", b"c"), (b"x" * 70_000,)))),
+            lambda: send(m.Results, choice((0, 2**63 - 1))),
         ]
-        return entry + [self._rng.choice(deeds) for _ in range(self._rng.randint(3, 12))]
+        return entry + [choice(deeds) for _ in range(self._rng.randint(3, 12))]
 
     def _request(self, kind: type[m.AnyRequest], *fields: Any) -> m.AnyRequest:
         self._request_id += 1
@@ -108,13 +112,6 @@ class Hostile:
 
     def _victim(self) -> bytes:
         return self._rng.choice(self._world.contents).spec.fingerprint
-
-    def _hello(self) -> None:
-        self._send(m.Hello, PROTOCOL_VERSION, self._role, "h", "")
-
-    def _open(self) -> None:
-        specs = [m.GroupSpec("x", 1)]
-        self._send(m.OpenNamespace, self._fingerprint, "h", 1, KEY_BYTES, specs, "")
 
     def _attach(self) -> None:
         if self._lifeline.server_open:
@@ -186,12 +183,6 @@ class Hostile:
         keys = self._rng.choice((b"a" * KEY_BYTES, b"A" * KEY_BYTES, b"a" * 7, b"x" * 9000))
         self._send(m.Lookup, where, self._some_lease(), [m.GroupKeys(0, keys)])
 
-    def _cancel(self) -> None:
-        self._send(m.Cancel, [self._job_id, 1, 2, 3, 2**63 - 1, 1])
-
-    def _unregister(self) -> None:
-        self._send(m.Unregister, self._rng.choice((self._registration, bytes(16))))
-
     def _other_geometry(self) -> None:
         victim, specs = self._victim(), [m.GroupSpec("y", 3)]
         # One that is not open yet would be its own: all that may connect and know a fingerprint may open it.
@@ -204,18 +195,6 @@ class Hostile:
         stranger = Dealer(self._world.network, self.process, guessed, self._reply)
         for request in (self._request(m.Reset, self._victim()), self._request(a.Clear, None)):
             stranger.send((codec.encode(request),))
-
-    def _wrong_version(self) -> None:
-        self._send(m.Hello, PROTOCOL_VERSION + 1, m.Role.ADMIN, "h", "")
-
-    def _results(self) -> None:
-        self._send(m.Results, self._rng.choice((0, 2**63 - 1)))
-
-    def _garbage(self) -> None:
-        self._dealer.send((self._rng.randbytes(self._rng.choice((0, 1, 20, 300))),))
-
-    def _frames(self) -> None:
-        self._dealer.send(self._rng.choice(((b"", b"12345678"), (b"", b"1"), (b"a", b"b", b"c"), (b"x" * 70_000,))))
 
     def _mutated(self) -> None:
         message = self._request(m.Lookup, self._fingerprint, 2**33, [m.GroupKeys(0, b"a" * KEY_BYTES)])

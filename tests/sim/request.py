@@ -68,10 +68,10 @@ class Request:
         if not future.done:
             if now < (self._give_up_at if self._answer is None else self._waits_until):
                 return False
-            self._engine.release(future.lease_id)
+            self._engine.scheduler.release(future.lease_id)
             return self._use_answer()
         if self._answer is not None:  # what it pinned the new lease pins
-            self._engine.release(self._answer.lease_id)
+            self._engine.scheduler.release(self._answer.lease_id)
         self._answer = future
         if future.pending and future.alive | (not future.pinned) and self._waits_for_tier(future):
             expected_s = future.wait_s or now - self._waits_since
@@ -116,7 +116,7 @@ class Request:
         self._faults.counts["tier_given_up"] += answer.pending
         self._hit = min(answer.leading_ready(index) for index in range(len(self.blocks)))
         if not self._hit or not answer.alive:
-            engine.release(answer.lease_id)
+            engine.scheduler.release(answer.lease_id)
             return self._compute()
         # Scheduling takes its time; the lease must outlive it, or the load must fail.
         self._sleep(self._rng.uniform(0.5, 4.0) if self._faults.hit("late_answer") else self._rng.uniform(0, 0.01))
@@ -129,7 +129,7 @@ class Request:
         answer = self._answer
         assert answer is not None
         if self._faults.hit("stale_lease"):
-            self._engine.release(answer.lease_id)
+            self._engine.scheduler.release(answer.lease_id)
         groups: list[GroupTransfer] = []
         first = tail = 0
         if self.per_key > 1 and self._faults.hit("partial_load"):
@@ -157,7 +157,7 @@ class Request:
         if ok:
             self._loaded = set(self._loading)
         if not ok or not self._faults.hit("keep_lease"):
-            self._engine.release(self._answer.lease_id)
+            self._engine.scheduler.release(self._answer.lease_id)
         return self._compute()
 
     # --- compute and store -----------------------------------------------------------------------

@@ -9,13 +9,15 @@ import argparse
 import time
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
+from itertools import count, takewhile
 from typing import NamedTuple
 
 from tests.sim.scenario import KINDS, Scenario
 from tests.sim.world import Outcome, run
 
-PRINT_EVERY_S = 10.0
+PRINT_EVERY = 500
 LONG_EVERY = 50
 """Each seed of this number is a long run."""
 MOST_TRIED = 200
@@ -29,30 +31,6 @@ def scenario_of(seed: int) -> Scenario:
     return Scenario(seed)
 
 
-def soak(first: int, count: int | None, seconds: float | None) -> int:
-    """Run seeds from ``first`` on, for so many or so long; the exit status."""
-    started = printed = time.monotonic()
-    seeds = steps = 0
-    counts: Counter[str] = Counter()
-    try:
-        while (count is None or seeds < count) and (seconds is None or time.monotonic() - started < seconds):
-            outcome = run(scenario_of(first + seeds))
-            seeds += 1
-            steps += outcome.steps
-            counts.update(outcome.counts)
-            if outcome.problem is not None:
-                _print_progress(first, seeds, steps, started, counts)
-                print_failure(outcome)
-                return 1
-            if time.monotonic() - printed > PRINT_EVERY_S:
-                printed = time.monotonic()
-                _print_progress(first, seeds, steps, started, counts)
-    except KeyboardInterrupt:
-        print()
-    _print_progress(first, seeds, steps, started, counts)
-    return 0
-
-
 class Part(NamedTuple):
     """What some seeds brought: sentences of the first that failed, how often what happened, each one's digest."""
 
@@ -61,25 +39,23 @@ class Part(NamedTuple):
     digests: dict[int, str]
 
 
-def run_part(seeds: Iterable[int]) -> Part:
-    """Run seeds up to the first that fails, which is printed."""
+def run_part(scenarios: Iterable[Scenario]) -> Part:
+    """Run scenarios up to the first that fails, which is shrunk and printed."""
     part = Part([], Counter(), {})
-    for seed in seeds:
-        outcome = run(Scenario(seed))
+    for scenario in scenarios:
+        outcome = run(scenario)
         part.counts.update(outcome.counts)
-        part.digests[seed] = outcome.digest
+        part.digests[scenario.seed] = outcome.digest
         if outcome.problem is not None:
-            print_failure(outcome)
-            part.failures.append(f"seed {seed}: {outcome.problem}")
+            print(f"\nSeed {scenario.seed} fails: {outcome.problem}\nShrinking ...")
+            small = shrink(outcome)
+            print("\n".join(small.trace[-200:]))
+            print(f"\n{small.problem}\nin {small.steps} steps of {small.scenario}")
+            part.failures.append(f"seed {scenario.seed}: {outcome.problem}")
             break
+        if len(part.digests) % PRINT_EVERY == 0:
+            print(f"up to seed {scenario.seed}:", dict(part.counts), flush=True)
     return part
-
-
-def print_failure(outcome: Outcome) -> None:
-    print(f"\nSeed {outcome.scenario.seed} fails: {outcome.problem}\nShrinking ...")
-    small = shrink(outcome)
-    print("\n".join(small.trace[-200:]))
-    print(f"\n{small.problem}\nin {small.steps} steps of {small.scenario}")
 
 
 def shrink(outcome: Outcome) -> Outcome:
@@ -121,21 +97,16 @@ def _smaller(outcome: Outcome) -> Iterable[Scenario]:
         yield scenario.but(kind)
 
 
-def _print_progress(first: int, seeds: int, steps: int, started: float, counts: Counter[str]) -> None:
-    seconds = max(time.monotonic() - started, 1e-9)
-    rates = f"{seeds / seconds:.0f} seeds/s, {steps / seconds:.0f} steps/s"
-    print(f"\nseeds {first} to {first + seeds - 1}: {steps} steps, {rates}")
-    print("  faults:", ", ".join(f"{kind} {counts[kind]}" for kind in KINDS if counts[kind]))
-    print("  else:  ", ", ".join(f"{kind} {number}" for kind, number in sorted(counts.items()) if kind not in KINDS))
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--first", type=int, default=int(time.time()) * 1000, help="first seed (default: by the clock)")
-    parser.add_argument("--count", type=int, help="end after so many seeds")
-    parser.add_argument("--seconds", type=float, help="end after so long")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="end after so long")
     given = parser.parse_args()
-    return soak(given.first, given.count, given.seconds)
+    deadline = time.monotonic() + given.seconds
+    with suppress(KeyboardInterrupt):
+        seeds = takewhile(lambda _: time.monotonic() < deadline, count(given.first))
+        return int(bool(run_part(map(scenario_of, seeds)).failures))
+    return 0
 
 
 if __name__ == "__main__":

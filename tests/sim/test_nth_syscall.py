@@ -9,6 +9,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -39,26 +40,20 @@ _stay = WeakSet[threading.Thread]()
 """Threads that were waited for once, such as those that tests of other files left in this process."""
 
 
-class Traces:
+def traces() -> dict[str, object]:
     """What a daemon may leave behind in its process: descriptors, mappings, threads."""
-
-    def __init__(self) -> None:
-        gc.collect()
-        threads = [thread for thread in threading.enumerate() if thread.name.startswith("kvoffd")]
-        for thread in threads:  # of a busy machine one may end after the daemon's deadline for it
-            thread.join(0 if thread in _stay else THREAD_S)
-            if thread.is_alive():
-                _stay.add(thread)
-        self.descriptors = sorted(link.split(":[")[0] for _, link in open_files())
-        maps = Path("/proc/self/maps").read_text().splitlines()
-        self.mappings = sum("memfd:kvoffd" in line or ".pool" in line for line in maps)
-        self.threads = sorted(thread.name for thread in threads if thread.is_alive())
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Traces) and vars(self) == vars(other)
-
-    def __repr__(self) -> str:
-        return str(vars(self))
+    gc.collect()
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("kvoffd")]
+    for thread in threads:  # of a busy machine one may end after the daemon's deadline for it
+        thread.join(0 if thread in _stay else THREAD_S)
+        if thread.is_alive():
+            _stay.add(thread)
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return {
+        "descriptors": sorted(link.split(":[")[0] for _, link in open_files()),
+        "mappings": sum("memfd:kvoffd" in line or ".pool" in line for line in maps),
+        "threads": sorted(thread.name for thread in threads if thread.is_alive()),
+    }
 
 
 def live(directory: Path, pool_file: Path | None) -> str:
@@ -125,7 +120,7 @@ def _use(directory: Path) -> None:
         assert not loaded.ok or engine.checksums(into) == stored[:found], "wrong bytes"
 
 
-def _os_error(code: int) -> Callable[..., Any]:
+def _error(code: int) -> Callable[..., Any]:
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise OSError(code, os.strerror(code))
 
@@ -133,25 +128,32 @@ def _os_error(code: int) -> Callable[..., Any]:
 
 
 CALLS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-    "open": (os, "open", _os_error(errno.EMFILE)),
-    "memfd_create": (os, "memfd_create", _os_error(errno.EMFILE)),
-    "ftruncate": (os, "ftruncate", _os_error(errno.ENOSPC)),
-    "pwrite": (os, "pwrite", _os_error(errno.ENOSPC)),
-    "fallocate": (os, "posix_fallocate", _os_error(errno.ENOSPC)),
-    "link": (os, "link", _os_error(errno.EACCES)),
-    "unlink": (os, "unlink", _os_error(errno.EACCES)),
+    "open": (os, "open", _error(errno.EMFILE)),
+    "memfd_create": (os, "memfd_create", _error(errno.EMFILE)),
+    "ftruncate": (os, "ftruncate", _error(errno.ENOSPC)),
+    "pwrite": (os, "pwrite", _error(errno.ENOSPC)),
+    "fallocate": (os, "posix_fallocate", _error(errno.ENOSPC)),
+    "link": (os, "link", _error(errno.EACCES)),
+    "unlink": (os, "unlink", _error(errno.EACCES)),
     "mmap": (kvoffd.system.mappings, "_mmap", lambda *args: kvoffd.system.mappings._MAP_FAILED),
-    "accept": (socket.socket, "accept", _os_error(errno.EMFILE)),
-    "send": (socket.socket, "send", _os_error(errno.EPIPE)),
-    "receive from a lifeline": (socket.socket, "recvmsg", _os_error(errno.ECONNRESET)),
-    "receive a request": (socket.socket, "recv_into", _os_error(errno.ECONNRESET)),
-    "bind a socket": (socket.socket, "bind", _os_error(errno.EADDRINUSE)),
+    "accept": (socket.socket, "accept", _error(errno.EMFILE)),
+    "send": (socket.socket, "send", _error(errno.EPIPE)),
+    "receive from a lifeline": (socket.socket, "recvmsg", _error(errno.ECONNRESET)),
+    "receive a request": (socket.socket, "recv_into", _error(errno.ECONNRESET)),
+    "bind a socket": (socket.socket, "bind", _error(errno.EADDRINUSE)),
 }
 
 
 OF_FILES = {"open", "ftruncate", "fallocate", "link", "unlink", "mmap"}
 """Calls that a pool in a file makes otherwise than one in a memfd."""
 CASES = [(call, False) for call in CALLS] + [(call, True) for call in CALLS if call in OF_FILES]
+
+
+@cache
+def warm_up(with_file: bool) -> None:
+    """Make what is made once and kept, such as the event loop's own things."""
+    with TemporaryDirectory(dir="/dev/shm") as directory:
+        live(Path(directory), Path(directory) / "pool" if with_file else None)
 
 
 @pytest.mark.parametrize(
@@ -172,18 +174,18 @@ def test_nth_failing_system_call_leaves_nothing(
         count += 1
         return fail(*args, **kwargs) if count == wanted else real(*args, **kwargs)
 
+    warm_up(with_file)
     with TemporaryDirectory(dir="/dev/shm") as directory:
         pool_file = Path(directory) / "pool" if with_file else None
-        live(tmp_path, pool_file)  # what is made once and kept, such as the event loop's own things
         for wanted in range(1, MOST + 1):
             if pool_file is not None:
                 pool_file.unlink(missing_ok=True)
             count = 0
-            before = Traces()
+            before = traces()
             with monkeypatch.context() as patch:
                 patch.setattr(owner, name, sometimes)
                 reason = live(tmp_path, pool_file)
-            assert Traces() == before, f"{call}, {wanted}. time"
+            assert traces() == before, f"{call}, {wanted}. time"
             if count < wanted:
                 break
             assert not reason or reason.endswith("."), "a refusal to start is a sentence"

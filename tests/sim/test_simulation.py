@@ -35,7 +35,7 @@ SAME = 5
 @cache
 def part(number: int) -> Part:
     """What a part of the seeds brought. They run once, for all tests of this file."""
-    return run_part(SEEDS[number::PARTS])
+    return run_part(map(Scenario, SEEDS[number::PARTS]))
 
 
 @pytest.mark.parametrize("number", range(PARTS))
@@ -59,7 +59,7 @@ def test_seeds_bring_every_fault() -> None:
 def test_seeds_give_the_same_trace_in_any_process() -> None:
     seeds = SEEDS[::PARTS][:SAME]
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:  # it hashes strings otherwise than here
-        elsewhere = pool.submit(run_part, seeds).result().digests
+        elsewhere = pool.submit(run_part, list(map(Scenario, seeds))).result().digests
     assert elsewhere == {seed: part(0).digests[seed] for seed in seeds}
     assert len(set(elsewhere.values())) == SAME, "other seeds give other traces"
 

@@ -352,8 +352,8 @@ class World:
         def ask() -> None:
             futures = [engine.lookup(engine.corpus.prompt()) for _ in range(12)]
             for future in futures[::2]:
-                engine.release(future.lease_id)
-            engine.process.after(1.0, lambda: [engine.release(future.lease_id) for future in futures])  # type: ignore[arg-type,func-returns-value]
+                engine.scheduler.release(future.lease_id)
+            engine.process.after(1.0, lambda: [engine.scheduler.release(future.lease_id) for future in futures])  # type: ignore[arg-type,func-returns-value]
 
         engine.process.run(ask)
 

@@ -45,67 +45,53 @@ PARTS = {
 """Parts that are packages of the index and nothing else."""
 
 
-class Environment:
-    """One environment, whose steps run quietly with its own Python. A step that fails ends the program."""
+def build(directory: Path, part: str) -> None:
+    """Make the environment where there is none, and install a part. A step that fails ends the program."""
+    python, log_path = directory / "bin" / "python", directory / "build.log"
 
-    def __init__(self, directory: Path) -> None:
-        self._python, self._log = directory / "bin" / "python", directory / "build.log"
-        if not (directory / "bin" / "pip").exists():  # pip comes last: where it is all else is
-            directory.mkdir(parents=True, exist_ok=True)
-            hint = "On Debian and Ubuntu the module venv is a package of its own: apt install python3-venv."
-            self._run("creating the environment", [sys.executable, "-m", "venv", str(directory)], hint)
-
-    def pip(self, what: str, *arguments: str, hint: str = "") -> None:
-        command = [str(self._python), "-m", "pip", "install", "--disable-pip-version-check", "--no-compile", *arguments]
-        self._run(f"installing {what}", command, hint)
-
-    def check(self, what: str, code: str, hint: str = "") -> None:
-        self._run(f"checking that {what}", [str(self._python), "-c", code], hint)
-
-    def torch(self) -> None:
-        """From PyTorch's index of CPU builds where this machine reaches it, or from where pip looks by itself."""
-        index = os.environ.get("PIP_TORCH_ARGS")
-        if index is None:
-            try:
-                urllib.request.urlopen(f"{CPU_INDEX}/torch/", timeout=5.0).close()
-                index = f"--extra-index-url {CPU_INDEX}"
-            except OSError:
-                index = ""
-        hint = f"Set PIP_TORCH_ARGS to where a CPU build of {TORCH} is: '--find-links DIR' or '--index-url URL'."
-        self.pip(TORCH, TORCH, *shlex.split(index), hint=hint)
-        self.check("torch is a CPU build", NOT_CPU, hint)
-
-    def vllm_needs(self) -> list[str]:
-        return subprocess.check_output([str(self._python), "-c", VLLM_NEEDS], text=True).split("\n")[:-1]
-
-    def _run(self, title: str, command: list[str], hint: str) -> None:
+    def run(title: str, *command: object, hint: str = "") -> None:
         print(f"venv: {title} ...", end="", flush=True)
-        started = time.monotonic()
-        with self._log.open("ab") as log:
-            log.write(f"\n$ {shlex.join(command)}\n".encode())
+        started, words = time.monotonic(), [str(word) for word in command]
+        with log_path.open("ab") as log:
+            log.write(f"\n$ {shlex.join(words)}\n".encode())
             log.flush()
-            status = subprocess.run(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL).returncode
+            status = subprocess.run(words, stdout=log, stderr=log, stdin=subprocess.DEVNULL).returncode
         print(f" {time.monotonic() - started:.0f} s" if status == 0 else " failed", flush=True)
         if status:
-            tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-15:])
-            sys.exit(f"{tail}\n\nvenv: {title} failed. {hint} All output is in {self._log}.")
+            tail = "\n".join(log_path.read_text(errors="replace").splitlines()[-15:])
+            sys.exit(f"{tail}\n\nvenv: {title} failed. {hint} All output is in {log_path}.")
 
+    def pip(what: str, *arguments: str, hint: str = "") -> None:
+        command = (python, "-m", "pip", "install", "--disable-pip-version-check", "--no-compile")
+        run(f"installing {what}", *command, *arguments, hint=hint)
 
-def build(directory: Path, part: str) -> None:
-    """Make the environment where there is none, and install a part."""
-    made = Environment(directory)
+    if not (directory / "bin" / "pip").exists():  # pip comes last: where it is all else is
+        directory.mkdir(parents=True, exist_ok=True)
+        hint = "On Debian and Ubuntu the module venv is a package of its own: apt install python3-venv."
+        run("creating the environment", sys.executable, "-m", "venv", directory, hint=hint)
     if part == "tools":
-        made.pip("kvoffd and the development tools", "--editable", f"{ROOT}[dev]")
+        pip("kvoffd and the development tools", "--editable", f"{ROOT}[dev]")
     elif part == "engine":
-        made.torch()
-        made.pip(VLLM, "--no-deps", VLLM)
-        made.pip("a reader of requirements", "packaging")
-        made.pip("what vLLM needs (minutes)", *made.vllm_needs())
-        made.pip(NIXL[0], "--no-deps", *NIXL)
-        made.check("vLLM starts", "import vllm")
-        made.check("torch is a CPU build still", NOT_CPU)
+        hint = f"Set PIP_TORCH_ARGS to where a CPU build of {TORCH} is: '--find-links DIR' or '--index-url URL'."
+        pip(TORCH, TORCH, *torch_index(), hint=hint)
+        pip(VLLM, "--no-deps", VLLM)
+        needs = subprocess.check_output([python, "-c", VLLM_NEEDS], text=True).splitlines()
+        pip("what vLLM needs (minutes)", *needs)
+        pip(NIXL[0], "--no-deps", *NIXL)
+        run("checking that vLLM starts, with a CPU build of torch", python, "-c", f"import vllm; {NOT_CPU}", hint=hint)
     else:
-        made.pip(part, *PARTS[part])
+        pip(part, *PARTS[part])
+
+
+def torch_index() -> list[str]:
+    """Arguments of pip: PyTorch's index of CPU builds where this machine reaches it; else pip looks by itself."""
+    if (given := os.environ.get("PIP_TORCH_ARGS")) is not None:
+        return shlex.split(given)
+    try:
+        urllib.request.urlopen(f"{CPU_INDEX}/torch/", timeout=5.0).close()
+    except OSError:
+        return []
+    return ["--extra-index-url", CPU_INDEX]
 
 
 if __name__ == "__main__":

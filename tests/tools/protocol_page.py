@@ -43,8 +43,8 @@ def reference() -> str:
     known = [*placed, *(one for one in requests if one not in placed)]
     above = len(known)
     for one in known:  # which grows: a part may have parts
-        of_one = dict.fromkeys(part for _, hint, _ in fields_of(one) for part in structs_in(hint))
-        known += [part for part in of_one if part not in known]
+        for _, hint, _ in fields_of(one):
+            known += [part for part in structs_in(hint) if part not in known]
     return template.substitute(
         described,
         requests="\n".join(described[one.__name__] for one in known[len(placed) : above]),
@@ -86,17 +86,14 @@ def _exchange_table() -> str:
 
 
 def _examples() -> str:
-    token = bytes(range(m.TOKEN_BYTES))
+    greeting = lifeline.Greeting(m.PROTOCOL_VERSION, 2**40, 3, bytes(range(m.TOKEN_BYTES)))
     one, seven = ((number).to_bytes(m.BLOCK_ID_BYTES, "little") for number in (1, 7))
     stores = m.Stores([5], [m.GroupBlocks(0, one, one, b"", b"k" * 8, seven)])
-    examples: dict[str, bytes] = {
-        "A Greeting on the lifeline, length first": lifeline.encode_frame(
-            lifeline.Greeting(m.PROTOCOL_VERSION, 2**40, 3, token)
-        ),
+    submit = m.Submit(2, b"r" * 16, stores, m.Loads([], [], [], []))
+    examples = {
+        "A Greeting on the lifeline, length first": lifeline.encode_frame(greeting),
         "Hello": encode(m.Hello(1, m.PROTOCOL_VERSION, m.Role.WORKER, "me", "my 1.0")),
-        "Store of one key of 8 bytes, from engine block 7": encode(
-            m.Submit(2, b"r" * 16, stores, m.Loads([], [], [], []))
-        ),
+        "Store of one key of 8 bytes, from engine block 7": encode(submit),
         "Its completion": encode(m.Completions(1, 2**30, [m.JobResult(5, True, 4096, 0.5)])),
         "Done": encode(m.Done(2, 1)),
     }
@@ -195,14 +192,15 @@ def _range(kind: of.IntType | of.FloatType) -> str:
 
 
 def _lengths(kind: of.ListType | of.BytesType | of.StrType, unit: str) -> str:
-    low, high = kind.min_length, kind.max_length
-    if low is None and high is None:
-        return ""
-    if low == high:
-        return f" ({low} {unit})"
-    if high is None:
-        return f" (at least {low} {unit})"
-    return f" (at most {high} {unit})" if not low else f" ({low} … {high} {unit})"
+    match kind.min_length, kind.max_length:
+        case None, None:
+            return ""
+        case low, None:
+            return f" (at least {low} {unit})"
+        case ((None | 0), high):
+            return f" (at most {high} {unit})"
+        case low, high:
+            return f" ({low} {unit})" if low == high else f" ({low} … {high} {unit})"
 
 
 def _number(value: float) -> str:

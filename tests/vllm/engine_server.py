@@ -15,7 +15,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-from tests.kit import runner_v2
 from tests.kit.closing import Starting
 from tests.kit.engine import (
     ANSWER_DEADLINE_S,
@@ -34,7 +33,7 @@ MODEL = "tiny"
 
 
 class EngineServer(Starting):
-    """An OpenAI server on a free port of 127.0.0.1; its processes are spawned and find the connector on their own.
+    """An OpenAI server on a free port of 127.0.0.1 (``server_main``); it finds the connector on its own.
 
     The model needs a tokenizer. ``settings`` are flags of the server, ``extra_config`` options of the connector.
     """
@@ -59,8 +58,7 @@ class EngineServer(Starting):
             "kv-transfer-config": json.dumps(transfer),
             **{name.replace("_", "-"): value for name, value in settings.items()},
         }
-        v2 = runner_v2.wanted()
-        self._command = [sys.executable, "-m", "tests.kit.server_main_v2" if v2 else runner_v2.SERVER]
+        self._command = [sys.executable, "-m", "tests.kit.server_main"]
         self._command += ["--enforce-eager", "--enable-prompt-tokens-details"]
         self._command += [word for name, value in flags.items() for word in (f"--{name}", value)]
         self._environ = {

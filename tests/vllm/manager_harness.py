@@ -87,7 +87,7 @@ class ManagerHarness:
             lora_request=None,
             is_finished=lambda: False,
         )
-        self.manager._requests[context.req_id].request = self.requests[context.req_id]
+        self.manager.requests[context.req_id].request = self.requests[context.req_id]
         for number in range(hashes):
             context.set_offload_key_position(key(number + 1), (number + 1) * CHUNK_TOKENS)
 

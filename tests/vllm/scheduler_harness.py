@@ -18,7 +18,7 @@ from kvoffd_client.vllm.manager import LONG_AGO, KvoffdManager
 from kvoffd_proto.errors import ErrorCode
 from tests.kit.clock import Clock
 from tests.vllm.vllm_config import make_scheduler
-from tests.vllm.vllm_fakes import FakeSchedulerClient
+from tests.vllm.vllm_fakes import FakeSchedulerClient, split
 
 TOKEN = 7
 CREDIT_BYTES = 1 << 20
@@ -96,7 +96,7 @@ class SchedulerHarness:
         children = [meta] if isinstance(meta, OffloadingConnectorMetadata) else meta.metadata
         (meta,) = [one for one in children if isinstance(one, OffloadingConnectorMetadata)]
         for job in meta.store_jobs.values():
-            self.stored += [(group.group, key) for group in job.dst_spec.keys for key in _split(group.keys)]
+            self.stored += [(group.group, key) for group in job.dst_spec.keys for key in split(group.keys)]
         self.loading |= {job.req_id: job_id for job_id, job in meta.load_jobs.items()}
         self._ended |= dict.fromkeys(self.work(output, meta), 1)
         ended = {name: job for name, job in self.loading.items() if name not in self.held}
@@ -132,7 +132,3 @@ class SchedulerHarness:
             self.step()
         waiting = [(one.request_id, RequestStatus(one.status).name) for one in requests if not one.is_finished()]
         raise AssertionError(f"after {steps} steps these have not ended: {waiting}")
-
-
-def _split(keys: bytes, size: int = 32) -> list[bytes]:
-    return [keys[at : at + size] for at in range(0, len(keys), size)]

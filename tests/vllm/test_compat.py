@@ -2,81 +2,156 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from enum import Enum
+import ast
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib import import_module
+from inspect import get_annotations
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from types import SimpleNamespace, UnionType
+from typing import Any, Union, get_args, get_origin
 
 import pytest
 import vllm
-from vllm.config import ParallelConfig
-from vllm.distributed.kv_transfer.kv_connector.v1 import base as connector_base
+from vllm.config import ParallelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorMetadata
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading import common
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload import base
+from vllm.v1.kv_offload.config import OffloadingConfig
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from kvoffd_client.vllm import compat
 from kvoffd_client.vllm.connector import KvoffdConnector
 from tests.kit.cases import case
 from tests.vllm.vllm_config import cache_config, make_config
-from tests.vllm.vllm_reads import reads_of
 
-Patch = Callable[[pytest.MonkeyPatch], None]
-
-
-def replaced(owner: Any, name: str, value: object) -> Patch:
-    return lambda patch: patch.setattr(owner, name, value)
-
-
-def gone(owner: Any, name: str) -> Patch:
-    return lambda patch: patch.delattr(owner, name)
-
-
-def without_fields(owner: Any) -> Patch:
-    return replaced(owner, "__dataclass_fields__", {})
-
-
-def other(*_: object, **__: object) -> object:
-    """What takes other arguments, and sets other attributes."""
-    return object()
-
-
-class Other(Enum):
-    HIT = 1
-    PERHAPS = 2
-
-
-CHANGES: dict[str, Patch] = {
-    "OffloadingSpec's constructor": replaced(base.OffloadingSpec, "__init__", other),
-    "OffloadingConnector's constructor": replaced(OffloadingConnector, "__init__", other),
-    "the scheduler half's manager and blocks of a step": replaced(OffloadingConnectorScheduler, "__init__", other),
-    "the scheduler half's _update_req_states": replaced(OffloadingConnectorScheduler, "_update_req_states", other),
-    "BlockPool's get_new_blocks": replaced(BlockPool, "get_new_blocks", other),
-    "the worker half's worker and spec": replaced(OffloadingConnectorWorker, "__init__", other),
-    "the worker half's prepare_store_kv": replaced(OffloadingConnectorWorker, "prepare_store_kv", other),
-    "the worker half's start_kv_transfers": replaced(OffloadingConnectorWorker, "start_kv_transfers", other),
-    "TransferJob's fields": without_fields(common.TransferJob),
-    "OffloadingConnectorMetadata's fields": without_fields(common.OffloadingConnectorMetadata),
-    "OffloadingWorkerMetadata's fields": without_fields(common.OffloadingWorkerMetadata),
-    "KVConnectorTransferResults": replaced(connector_base, "KVConnectorTransferResults", int),
-    "TransferResult": replaced(base, "TransferResult", int),
-    "GPULoadStoreSpec": replaced(base, "GPULoadStoreSpec", other),
-    "make_offload_key": replaced(base, "make_offload_key", lambda block_hash, group: bytes([group]) + block_hash),
-    "LookupResult": replaced(base, "LookupResult", Other),
-    "ReqContext": gone(base.ReqContext, "get_offload_key_position"),
+CONVENTIONS = {
+    "connector_output": KVConnectorOutput,
+    "offloading": OffloadingConfig,
+    "request": Request,
+    "scheduler_output": SchedulerOutput,
+    "self._kv_cache_config": KVCacheConfig,
+    "self._pool": BlockPool,
+    "self._vllm_config": VllmConfig,
+    "self.config": OffloadingConfig,
+    "state.request": Request,
 }
+"""Objects that no annotation tells."""
+
+Names = dict[str, Any]
+"""Types, functions and modules by the text that names them."""
 
 
-CHECKED = "GPULoadStoreSpec", "LookupResult", "ReqContext"
-"""Classes of which ``_checks`` tries more than the names."""
+def reads_of(directory: Path, package: str) -> set[tuple[type, str]]:
+    """The attributes that a package's functions read, by the class of vLLM's that has them, where that can be told."""
+    found: set[tuple[type, str]] = set()
+    for path in sorted(directory.glob("*.py")):
+        tree = ast.parse(path.read_text())
+        module = import_module(package if path.stem == "__init__" else f"{package}.{path.stem}")
+        names: Names = {**vars(module), **CONVENTIONS}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module:  # those for types alone are not in the module
+                for one in node.names:
+                    with suppress(AttributeError):
+                        names[one.asname or one.name] = getattr(import_module(node.module), one.name)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                own = getattr(module, node.name, None)
+                base = own.__mro__[1] if isinstance(own, type) else None
+                for function in node.body:
+                    if isinstance(function, ast.FunctionDef):
+                        found |= _Function(function, names | {"self": own, "cls": own, "super()": base}).read
+            elif isinstance(node, ast.FunctionDef):
+                found |= _Function(node, names).read
+    return found
+
+
+class _Function:
+    """What one function reads."""
+
+    def __init__(self, function: ast.FunctionDef, names: Names) -> None:
+        self.read: set[tuple[type, str]] = set()
+        self._names = dict(names)
+        for argument in (*function.args.args, *function.args.kwonlyargs):
+            annotation = _evaluated(ast.unparse(argument.annotation), names) if argument.annotation else Any
+            if annotation is not Any:
+                self._names[argument.arg] = annotation
+        for node in ast.walk(function):
+            if isinstance(node, ast.Assign | ast.NamedExpr) and node.value is not None:
+                for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                    self._assign(target, node.value)
+            elif isinstance(node, ast.For | ast.comprehension):
+                self._bind(node.target, _element(self._type(node.iter)))
+        for node in ast.walk(function):
+            if isinstance(node, ast.Attribute):
+                self._type(node)
+
+    def _assign(self, target: ast.expr, value: ast.expr) -> None:
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+            for one, of in zip(target.elts, value.elts, strict=True):
+                self._assign(one, of)
+        else:
+            self._bind(target, self._type(value))
+
+    def _bind(self, target: ast.expr, annotation: Any) -> None:
+        if isinstance(target, ast.Name) and target.id not in CONVENTIONS:
+            self._names[target.id] = annotation
+
+    def _type(self, node: ast.expr) -> Any:
+        """The annotation of an expression; None where it is not known."""
+        text = ast.unparse(node)
+        if text in self._names:
+            return self._names[text]
+        if isinstance(node, ast.Attribute):
+            return self._attribute(_class_of(self._type(node.value)), node.attr)
+        if isinstance(node, ast.Subscript):
+            return _element(self._type(node.value))
+        return None
+
+    def _attribute(self, cls: type | None, name: str) -> Any:
+        if cls is None:
+            return None
+        owner = next((one for one in cls.__mro__ if name in _own_names(one)), cls)
+        if owner.__module__.startswith("vllm."):
+            self.read.add((cls if cls.__module__.startswith("vllm.") else owner, name))
+        return _evaluated(get_annotations(owner).get(name), vars(sys.modules[owner.__module__]))
+
+
+def _own_names(cls: type) -> set[str]:
+    made = getattr(vars(cls).get("__init__"), "__code__", None)
+    return {*vars(cls), *get_annotations(cls), *getattr(made, "co_names", ())}
+
+
+def _evaluated(annotation: Any, names: Mapping[str, Any]) -> Any:
+    if not isinstance(annotation, str):
+        return annotation
+    try:
+        return eval(annotation, dict(names))
+    except Exception:  # of a name that is imported for types alone
+        return None
+
+
+def _class_of(annotation: Any) -> type | None:
+    """The class of an object; of one that may be None too, the other one."""
+    if get_origin(annotation) in (Union, UnionType):
+        return next((_class_of(one) for one in get_args(annotation) if one is not type(None)), None)
+    return annotation if isinstance(annotation, type) and get_origin(annotation) is None else None
+
+
+def _element(annotation: Any) -> Any:
+    """What is in a sequence; in a mapping, its values."""
+    if get_origin(annotation) in (Union, UnionType):
+        return _element(next((one for one in get_args(annotation) if one is not type(None)), None))
+    inside = [one for one in get_args(annotation) if one is not Ellipsis]
+    return inside[-1] if inside else None
+
+
 OF_ONE_KIND = "attention_chunk_size", "kv_cache_specs", "mamba_cache_mode"
 """What is read of those kinds of KVCacheSpec alone that have it."""
 
@@ -87,30 +162,39 @@ def test_what_the_connector_reads_of_vllms_objects_is_in_the_list() -> None:
     assert len(read) > 150
     unlisted = {f"{cls.__name__}.{name}" for cls, name in read if name not in listed.get(cls.__name__, ())}
     known = {f"KVCacheSpec.{name}" for name in OF_ONE_KIND}
-    assert {one for one in unlisted - known if not one.startswith(CHECKED) and not one.endswith("__init__")} == set()
+    assert {one for one in unlisted - known if not one.endswith("__init__")} == set()
 
 
-def test_a_name_that_is_gone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_gone_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(BlockPool, "get_usage")
     monkeypatch.delattr(Request, "num_tokens")
     monkeypatch.delattr(ParallelConfig, "nnodes_within_dp")
-    gone = r"ParallelConfig\.nnodes_within_dp; BlockPool\.get_usage; Request\.num_tokens"
-    with pytest.raises(ImportError, match=rf"which has changed: {gone}\. This"):
+    monkeypatch.delattr(base, "GPULoadStoreSpec")
+    gone = (
+        r"ParallelConfig\.nnodes_within_dp; BlockPool\.get_usage; GPULoadStoreSpec\.block_ids; "
+        r"GPULoadStoreSpec\.block_indices; GPULoadStoreSpec\.group_sizes; Request\.num_tokens"
+    )
+    with pytest.raises(ImportError, match=rf"which has changed: {gone}\. This .*install one of those"):
         compat.require_vllm()
-
-
-def test_a_change_of_what_is_needed_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, change in CHANGES.items():
-        with case(name), monkeypatch.context() as patched:
-            change(patched)
-            with pytest.raises(ImportError, match=rf"which has changed: {name}[.;] .*install one of those"):
-                compat.require_vllm()
 
     class Half(base.OffloadingWorker):
         """Lacks all methods that vLLM asks for."""
 
     with pytest.raises(ImportError, match=r"has changed: OffloadingWorker's methods\. This"):
         compat.require_methods(KvoffdConnector, Half)
+
+
+@pytest.mark.parametrize("place", compat.SIGNATURES)
+def test_other_parameters_are_refused_by_the_functions_name(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(place.replace(":", "."), lambda self, another: None)
+    with pytest.raises(ImportError, match=rf"which has changed: .*{place.partition(':')[2]}'s parameters\. This"):
+        compat.require_vllm()
+
+
+def test_keys_of_another_form_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "make_offload_key", lambda block_hash, group_idx: bytes([group_idx]) + block_hash)
+    with pytest.raises(ImportError, match=r"which has changed: make_offload_key\. This"):
+        compat.require_vllm()
 
 
 def test_an_old_vllm_is_refused_and_a_tested_one_starts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
-import pickle
-import shutil
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,26 +14,24 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 from prometheus_client import Counter, Gauge, Histogram
+from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.config import KVEventsConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
-from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
-from vllm.v1.outputs import KVConnectorOutput
-from vllm.v1.request import Request
 
+import kvoffd_client.vllm
 from kvoffd_client import NamespaceSpec
 from kvoffd_client.vllm.connector import STORE_LOGGER, KvoffdConnector
 from kvoffd_client.vllm.connector_metadata import ConnectorMetadata, KeyedSpec
-from kvoffd_client.vllm.live_weights import LiveWeights
-from kvoffd_client.vllm.log import StoreRefusalFilter
+from kvoffd_client.vllm.log import is_no_refusal
+from kvoffd_client.vllm.math_kernels import FUNCTIONS
 from kvoffd_client.vllm.metrics import CONNECTED, LOAD_RATE
 from kvoffd_client.vllm.worker import KvoffdWorker
-from tests.kit.models import write_lora_adapter
-from tests.vllm.adapter_worker import AdapterWorker, lora_request
 from tests.vllm.vllm_config import cache_config, make_config
 from tests.vllm.vllm_fakes import FakeWorkerClient, block_hash
 
@@ -71,120 +67,10 @@ def test_of_several_api_servers_the_latest_value_of_a_gauge_is_shown(config: Any
     assert {call.kwargs["multiprocess_mode"] for call in gauge.call_args_list} == {"mostrecent"}
 
 
-def test_a_failed_load_is_recomputed_whatever_the_policy_was(
-    config: Any, scheduler: KvoffdConnector, worker: tuple[KvoffdConnector, FakeWorkerClient]
-) -> None:
-    """vLLM's scheduler reads the policy after it has built the connector, and waits for a failed load's end too."""
-    assert config.kv_transfer_config.kv_load_failure_policy == "recompute"
-    connector, _ = worker
-    connector.connector_worker.worker.failed_requests = {"r"}
-    with patch.object(connector, "get_finished", lambda _: (None, {"r", "other"})):
-        results = [connector.get_transfer_results(set()) for _ in range(2)]
-    assert [one.finished_recving for one in results] == [{"r", "other"}] * 2
-    assert [one.failed_recving for one in results] == [{"r"}, set()]
-
-
 def empty_step(tokens: int) -> Any:
     output = SchedulerOutput.make_empty()
     output.total_num_scheduled_tokens = tokens
     return output
-
-
-def test_weights_are_named_at_start_and_after_a_reset(
-    config: Any, scheduler: KvoffdConnector, worker: tuple[KvoffdConnector, FakeWorkerClient]
-) -> None:
-    """vLLM resets, as for a pause, before the weights change."""
-    connector, _ = worker
-    model = torch.nn.Linear(4, 4)
-    connector._weights = LiveWeights(lambda: [model])
-    connector._digest = connector._weights.digest()
-    half = connector.connector_worker.worker
-    half.leave()
-
-    def step(tokens: int = 0) -> tuple[int | None, bytes | None]:
-        """The generation that the worker is asked for, and the namespace that it is in then."""
-        meta = scheduler.build_connector_meta(empty_step(tokens))
-        connector.handle_preemptions(pickle.loads(pickle.dumps(meta)))  # noqa: S301 - our own bytes
-        report = connector.build_connector_worker_meta()
-        scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=report))
-        return meta.generation if isinstance(meta, ConnectorMetadata) else None, half.registered
-
-    assert scheduler.has_pending_push_work(), "an engine that has started makes empty steps until this is done"
-    assert step() == (0, None)
-    (generation, first), said_all = step(), step()
-    assert (generation, said_all) == (0, (None, first))
-    assert first == scheduler._manager.namespace.current.fingerprint  # type: ignore[union-attr]
-    scheduler.reset_cache()
-    assert step() == (None, first)
-    with torch.no_grad():
-        model.weight.neg_()
-    assert step(tokens=1) == (1, first)
-    _, second = step()
-    assert second not in (None, first)
-    with torch.no_grad():
-        model.weight.neg_()
-    scheduler.reset_cache()
-    assert step(tokens=1) == (2, second)
-    assert step() == (2, first)
-
-
-def test_an_adapter_is_what_the_workers_have_read(
-    model: Path, tmp_path: Path, worker: tuple[KvoffdConnector, FakeWorkerClient]
-) -> None:
-    """No request says that it was loaded in place, and its files may be gone."""
-    config = make_config(model, {"directory": str(tmp_path)}, enable_lora=True)
-    scheduler = KvoffdConnector(config, KVConnectorRole.SCHEDULER, cache_config())
-    connector, _ = worker
-    weights = torch.nn.Linear(4, 4)
-    connector._weights = LiveWeights(lambda: [weights])
-    live = AdapterWorker(changed=connector._weights.mark_changed)
-    connector._adapters = live.adapters
-    connector.connector_worker.worker.leave()
-    connector._digest = connector._weights.digest()
-    path = write_lora_adapter(tmp_path / "adapter", seed=1)
-    manager = scheduler._manager
-    scheduler._pool = Mock(get_usage=lambda: 0.0)  # nothing runs at a reset
-
-    def step(tokens: int = 0) -> None:
-        meta = pickle.loads(pickle.dumps(scheduler.build_connector_meta(empty_step(tokens))))  # noqa: S301
-        connector.handle_preemptions(meta)
-        report = connector.build_connector_worker_meta()
-        scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=report))
-
-    def content(name: str) -> bytes:
-        """What is known of the adapter when vLLM may schedule a request."""
-        request = Request(name, [1] * 64, SamplingParams(max_tokens=1), None, lora_request=lora_request(path))
-        request.block_hashes = [block_hash(1), block_hash(2)]
-        scheduler.on_new_request(request)
-        for _ in range(4):
-            tokens, _ = scheduler.get_num_new_matched_tokens(request, 0)
-            state = manager._requests[name]
-            if state.adapter or state.disabled:
-                return state.adapter
-            assert tokens is None, "it waits"
-            step()
-        raise AssertionError(name)
-
-    step()
-    first = content("first")
-    assert first
-    assert live.loaded(path) == live.contents[1]
-    write_lora_adapter(path, seed=2)
-    live.loaded(path, in_place=True)
-    scheduler.reset_cache()
-    second = content("second")
-    assert second not in (b"", first)
-    assert manager._requests["first"].disabled, "it began with the other one"
-    # Without a reset vLLM's own cache may have blocks of both.
-    shutil.rmtree(path)
-    write_lora_adapter(path, seed=1)
-    live.loaded(path, in_place=True)
-    step()
-    assert content("third") == b""
-    scheduler.reset_cache()
-    shutil.rmtree(path)
-    assert content("fourth") == first, "in memory"
-    scheduler.shutdown()
 
 
 def test_loads_and_stores_begin_in_one_message(worker: tuple[KvoffdConnector, FakeWorkerClient]) -> None:
@@ -220,8 +106,7 @@ def test_vllm_says_nothing_of_stores_that_are_put_off(scheduler: KvoffdConnector
     for message, is_said in (("Request %s: cannot store chunks", False), ("Request %s: is gone", True)):
         record = target.makeRecord(STORE_LOGGER, logging.WARNING, "", 0, message, ("r",), None)
         assert bool(target.filter(record)) is is_said
-    StoreRefusalFilter.install(STORE_LOGGER)
-    assert sum(isinstance(one, StoreRefusalFilter) for one in target.filters) == 1
+    assert target.filters.count(is_no_refusal) == 1
 
 
 def test_a_step_that_computes_nothing_starts_its_stores(worker: tuple[KvoffdConnector, FakeWorkerClient]) -> None:
@@ -274,3 +159,40 @@ def test_after_a_reset_steps_are_made_until_workers_have_reported(config: Any) -
     scheduler._reset_fence.clear()
     assert not connector.has_pending_push_work()
     connector.shutdown()
+
+
+def test_a_hook_that_fails_breaks_no_engine(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("another vLLM")
+
+    monkeypatch.setattr(KVConnectorFactory, "register_connector", refuse)
+    monkeypatch.setattr(KVConnectorFactory, "_registry", {})
+    # The connector's other tests have the client's log go through vLLM's logger.
+    monkeypatch.setattr(logging.getLogger("kvoffd_client"), "parent", logging.getLogger())
+    kvoffd_client.vllm.register()
+    [warning] = [record for record in caplog.records if "KvoffdConnector" in record.getMessage()]
+    assert warning.levelno == logging.WARNING
+    assert "another vLLM" in warning.getMessage()
+
+
+class Calls(TorchDispatchMode):
+    """Notes each function of PyTorch's that is called: its name, and its input's device, type and size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[str, str, torch.dtype, int]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if args and isinstance(args[0], torch.Tensor):
+            first = args[0]
+            self.seen.add((func.overloadpacket.__name__, first.device.type, first.dtype, first.numel()))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_math_kernels_are_chosen_by_the_hook(device: str) -> None:
+    """vLLM calls the hook in each process before it builds a model: later, several threads may make the first call."""
+    with Calls() as calls, torch.device(device):
+        kvoffd_client.vllm.register()
+    wanted = {(name, "cpu", dtype, 1) for name in FUNCTIONS for dtype in (torch.float32, torch.float64)}
+    assert wanted <= calls.seen

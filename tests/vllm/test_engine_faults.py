@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -15,11 +16,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import msgspec
 import pytest
+import zmq
 
 from kvoffd_client import AdminClient
 from tests.chaos.supervisor import Supervisor
 from tests.kit.amount import TIMES
+from tests.kit.closing import Closing
 from tests.kit.command import run_cli
 from tests.kit.daemon import DaemonProcess
 from tests.kit.engine import (
@@ -39,7 +43,6 @@ from tests.kit.redis_server import RedisServer
 from tests.kit.require import require
 from tests.kit.waiting import wait_until
 from tests.kit.wire import Books, KvSubscriber, books
-from tests.vllm.engine_events import EngineEvents, short_hash
 from tests.vllm.engine_home import EngineHome
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
@@ -136,19 +139,6 @@ def test_daemon_killed_while_it_loads(harness: Harness) -> None:
     harness.check_loaded()
 
 
-def test_daemon_killed_while_it_stores(harness: Harness) -> None:
-    harness.clear()
-    others = [prompt(seed, 700) for seed in range(10, 14)]
-    with harness.daemon.fault("store slow 30"):
-        harness.engine.begin("generate", prompts=others, max_tokens=40)
-        harness.until(lambda found: found.store.running_jobs > 0)
-        harness.daemon.kill()
-        first = completions(harness.engine.finish())
-    harness.home.ensure_daemon()
-    harness.engine.forget()
-    assert tokens(harness.engine.generate(others, max_tokens=40)) == tokens(first)
-
-
 def test_failed_loads_are_recomputed(harness: Harness) -> None:
     """Whatever the engine's kv_load_failure_policy is, and their blocks are not believed again."""
     assert "kv_load_failure_policy was 'fail' and is now 'recompute'" in harness.engine.log
@@ -193,6 +183,68 @@ def test_blocks_come_back_after_sleep(harness: Harness) -> None:
     harness.engine.call("nap", level=1)
     harness.home.ensure_daemon()
     harness.check_loaded()
+
+
+class EngineEvents(Closing):
+    """Takes in what is published at ``endpoint``. Events of the engine's own cache do not count."""
+
+    def __init__(self, endpoint: str) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from vllm.distributed.kv_events import KVEventBatch
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.SUB)
+        self._socket.linger = 0
+        self._socket.subscribe(b"")
+        self._socket.connect(endpoint)
+        self._decoder = msgspec.msgpack.Decoder(type=KVEventBatch)
+        self._events: list[Any] = []
+
+    def read(self) -> None:
+        """Take in what has come."""
+        while self._socket.poll(0):
+            _topic, sequence, payload = self._socket.recv_multipart()
+            assert len(sequence) == 8
+            self._events.extend(self._decoder.decode(payload).events)
+
+    @property
+    def cleared(self) -> bool:
+        """Whether all blocks were removed at once."""
+        return bool(self._of("AllBlocksCleared"))
+
+    @property
+    def stored(self) -> set[int]:
+        """Hashes of the blocks that were stored."""
+        return self._hashes("BlockStored")
+
+    @property
+    def removed(self) -> set[int]:
+        return self._hashes("BlockRemoved")
+
+    @property
+    def described(self) -> dict[tuple[int, ...], int]:
+        """Hashes of the blocks that were stored, by their tokens."""
+        return {
+            tuple(event.token_ids[number * BLOCK_TOKENS :][:BLOCK_TOKENS]): short_hash(item)
+            for event in self._of("BlockStored")
+            for number, item in enumerate(event.block_hashes)
+        }
+
+    def _of(self, kind: str) -> list[Any]:
+        """Events of a kind, but for those of the engine's own cache."""
+        return [one for one in self._events if type(one).__name__ == kind and getattr(one, "medium", "CPU") == "CPU"]
+
+    def _hashes(self, kind: str) -> set[int]:
+        return {short_hash(item) for event in self._of(kind) for item in event.block_hashes}
+
+    def close(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+
+def short_hash(item: int | bytes) -> int:
+    """As the integer that vLLM's publisher makes of it by default."""
+    return item if isinstance(item, int) else int.from_bytes(item, "big") & (1 << 64) - 1
 
 
 def stored_in(daemon: KvSubscriber) -> set[int]:
@@ -294,26 +346,6 @@ def test_chaos(harness: Harness, supervisor: Supervisor) -> None:
         loaded += sum(answer.cached for answer in answers)
         supervisor.wait_serving(lives + (kind != "stop shortly"))
     print(f"{CHAOS_ROUNDS} rounds {dict(struck)}: {loaded} tokens loaded, {supervisor.lives} daemons")
-
-
-def test_blocks_outlive_a_killed_daemon(harness: Harness, supervisor: Supervisor) -> None:
-    wait_serving(harness, supervisor)
-    harness.engine.forget()
-    harness.engine.generate(harness.chaos_prompts, CHAOS_TOKENS)
-    wanted = sum(length // BLOCK_TOKENS for length in CHAOS_LENGTHS)
-    before = harness.until(lambda found: found.ready_blocks >= wanted)
-    supervisor.signal(signal.SIGKILL)
-    wait_serving(harness, supervisor, lives=2)
-    recovered = harness.until(lambda found: found.ready_blocks > 0)
-    assert recovered.pid != before.pid
-    assert recovered.ready_bytes >= 0.999 * before.ready_bytes
-    harness.engine.forget()
-    answers = harness.engine.generate(harness.chaos_prompts, CHAOS_TOKENS)
-    assert tokens(answers) == harness.chaos_expected
-    assert cached(answers) == [full_blocks(length) for length in CHAOS_LENGTHS]
-    after = books(harness.home.directory)
-    assert after.pid == recovered.pid
-    assert after.load.bytes > 0
 
 
 def one_by_one(engine: EngineProcess, prompts: list[list[int]]) -> tuple[list[list[int]], list[int]]:

@@ -107,7 +107,7 @@ class Filled:
     cold: list[Completion] = field(default_factory=list)
 
     @contextmanager
-    def link(self, bytes_per_second: float | None = None) -> Iterator[SlowLink]:
+    def link(self, bytes_per_second: float) -> Iterator[SlowLink]:
         with SlowLink(self.store.port, bytes_per_second) as link:
             yield link
 
@@ -156,23 +156,6 @@ def blocks_of(prompts: list[list[int]]) -> int:
 
 
 # --- another node ----------------------------------------------------------------------------------
-
-
-def test_what_another_node_computed_comes_back_whole(filled: Filled) -> None:
-    with filled.other_node(filled.store.url, rate=1000) as engine:
-        answers = [engine.generate([each])[0] for each in PROMPTS]
-    assert cached(answers) == full(PROMPTS)
-    assert tokens(answers) == tokens(filled.cold)
-
-
-def test_a_slow_store_is_waited_for_where_computing_takes_longer(filled: Filled) -> None:
-    """25 MB/s: 3.3 s to load, 10 s to compute."""
-    wanted = PROMPTS[1]
-    with filled.link(25e6) as link, filled.other_node(link.url, rate=500) as engine:
-        (answer,) = engine.generate([wanted])
-    assert cached([answer]) == full([wanted])
-    assert answer.tokens == filled.cold[1].tokens
-    assert answer.first_token_s <= 1.2 * full_blocks(len(wanted)) * TOKEN_BYTES / 25e6
 
 
 def test_a_store_that_is_slower_than_computing_delays_nothing(filled: Filled) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,12 +18,11 @@ from tests.kit.engine import (
     completions,
     full_blocks,
     prompt,
-    wait_books,
     wait_stored,
 )
-from tests.kit.models import TINY_LLAMA, write_lora_adapter
+from tests.kit.models import TINY_LLAMA
 from tests.kit.waiting import wait_until
-from tests.kit.wire import Books, books
+from tests.kit.wire import books
 from tests.vllm.engine_home import EngineHome
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -51,16 +49,12 @@ REQUESTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Answers:
-    """What each kind of request got, from an empty cache, from the daemon, and from it in a new process.
-
-    ``gone`` is what the daemon said once the engine had been killed while it stored.
-    """
+    """What each kind of request got, from an empty cache, from the daemon, and from it in a new process."""
 
     home: EngineHome
     cold: dict[str, Completion]
     warm: dict[str, Completion]
     restarted: dict[str, Completion]
-    gone: Books
 
 
 def ask_each_kind(engine: EngineProcess) -> dict[str, Completion]:
@@ -85,19 +79,12 @@ def answers(home: EngineHome) -> Iterator[Answers]:
     home.ensure_daemon()
     directory = home.directory
     cold = ask_each_kind(home.engine)
-    stored = wait_stored(directory).ready_blocks
+    wait_stored(directory)
     home.engine.forget()
     warm = ask_each_kind(home.engine)
-    pids = home.engine.pids
-    with home.daemon.fault("store slow 1"):
-        home.engine.begin("generate", prompts=[prompt(80, 1000)], max_tokens=100)
-        wait_books(directory, lambda found: found.store.running_jobs > 0)
-        home.engine.kill()
-        wait_books(directory, lambda found: not any(client.pid in pids for client in found.clients))
-        gone = wait_books(directory, lambda found: found.store.running_jobs + found.writing_bytes == 0)
-    assert gone.ready_blocks == stored
+    home.engine.kill()
     home.ensure_daemon()
-    yield Answers(home, cold, warm, ask_each_kind(home.engine), gone)
+    yield Answers(home, cold, warm, ask_each_kind(home.engine))
     after = books(directory)
     assert (after.load.failed_jobs, after.leases) == (0, 0)
 
@@ -151,52 +138,3 @@ def test_what_vllms_own_cache_has_is_no_miss(answers: Answers) -> None:
     assert missed == 2 * (LENGTH // BLOCK_TOKENS) + 6
     assert after.loaded_keys - before.loaded_keys == (LENGTH + 200) // BLOCK_TOKENS
     assert after.not_needed_keys - before.not_needed_keys == 3 * (LENGTH // BLOCK_TOKENS)
-
-
-def test_an_engine_killed_while_it_stores_leaves_nothing(answers: Answers) -> None:
-    # Only the server, where it runs.
-    assert answers.gone.held.keys() <= {"sessions", "registrations"}
-    assert answers.gone.balanced
-
-
-def test_blocks_follow_the_content_of_a_lora_adapter(answers: Answers, tmp_path: Path) -> None:
-    """Also when its files are replaced at their path."""
-    engine, directory, everything = answers.home.engine, answers.home.directory, full_blocks(LENGTH)
-
-    def once(path: Path | None, name: str = "an adapter", number: int = 1) -> tuple[list[int], int]:
-        """The tokens of a prompt with an adapter, and how many of the prompt's own were not computed."""
-        adapter = (name, number, str(path)) if path else None
-        (completion,) = engine.generate([prompt(6, LENGTH)], adapter=adapter)
-        return completion.tokens, completion.cached
-
-    def wait_blocks(more: int) -> None:
-        wait_books(directory, lambda found: found.ready_blocks == before + more * (LENGTH // BLOCK_TOKENS))
-
-    before = books(directory).ready_blocks
-    adapter = write_lora_adapter(tmp_path / "adapter", seed=1)
-    first, cached = once(adapter)
-    assert cached == 0
-    wait_blocks(1)
-    engine.forget()
-    assert once(adapter) == (first, everything)
-    plain, cached = once(None)
-    assert cached == 0
-    assert plain != first
-    wait_blocks(2)
-
-    # Its files are replaced while it is loaded: what is in memory is still the first.
-    write_lora_adapter(adapter, seed=2)
-    engine.forget()
-    assert once(adapter) == (first, everything)
-    # It is loaded anew.
-    engine.forget(connector=True)
-    second, cached = once(adapter, number=2)
-    assert cached == 0
-    assert second != first
-    wait_blocks(3)
-    engine.forget()
-    assert once(adapter, number=2) == (second, everything)
-    assert once(None) == (plain, everything)
-    # The control: the same content at another path, which no block has.
-    other = write_lora_adapter(tmp_path / "other", seed=2)
-    assert once(other, "another", 3) == (second, 0)

@@ -9,12 +9,15 @@ import json
 import os
 import platform
 import shutil
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
+import vllm
+import vllm.config
 from vllm import envs
 from vllm.config import MultiModalConfig, VllmConfig
 from vllm.platforms.cpu import CpuPlatform
@@ -23,11 +26,13 @@ from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 
 from kvoffd_client.vllm import compat, fingerprint
+from kvoffd_client.vllm.compat import release_of
 from kvoffd_client.vllm.fingerprint import (
-    BACKENDS,
     CPU_INSTRUCTIONS,
-    ENVIRONMENT,
+    FACTORS,
+    JUDGED_FIELDS,
     collect_factors,
+    judged_fields,
     label_of,
     namespace_of,
     weights_identity,
@@ -171,7 +176,7 @@ def test_machines_of_other_kinds_differ(engine_config: Any, monkeypatch: pytest.
 
 def test_kernels_count_where_weights_are_quantized(engine_config: Any) -> None:
     """Under data parallelism the digest of live weights leaves the experts out, by which it would see them."""
-    for name in BACKENDS:
+    for name in FACTORS["KernelConfig"]:
         found = []
         for quantization in (None, "fp8"):
             for backend in ("auto", "another"):
@@ -258,7 +263,7 @@ def test_each_setting_reaches_its_factor(engine_config: Any, monkeypatch: pytest
         assert factors_of(config)[name] != before[name], name
     layout = dataclasses.replace(cache_config(), kv_cache_layout="LBNHC")
     assert factors_of(engine_config, layout)["kv_layout"] != before["kv_layout"]
-    for name in ENVIRONMENT:
+    for name in FACTORS["environment"]:
         with monkeypatch.context() as patch:
             patch.setattr(envs, name, "another", raising=False)
             assert factors_of(engine_config)["computation"] != before["computation"], name
@@ -397,3 +402,20 @@ def test_files_of_a_model_are_told_apart_by_content(name: str, tmp_path: Path) -
     for place in ("a", "b"):  # where no weights are found the path tells models apart
         (tmp_path / place).mkdir()
     assert weights_identity(str(tmp_path / "a")) != weights_identity(str(tmp_path / "b"))
+
+
+RELEASE = ".".join(map(str, release_of(vllm.__version__) or ()))
+
+
+def test_fingerprint_judges_every_field() -> None:
+    for name, found in vars(vllm.config).items():
+        if isinstance(found, type) and dataclasses.is_dataclass(found):
+            judged = {field for field, only in judged_fields().get(name, {}).items() if only in ("", RELEASE)}
+            fields = {field.name for field in dataclasses.fields(found)}
+            assert fields <= judged, f"judge {fields - judged} of {name} in {JUDGED_FIELDS.name}"
+
+
+def test_fingerprint_judges_every_variable() -> None:
+    names = judged_fields()["environment"]
+    missing = [each for each in envs.environment_variables if not any(fnmatchcase(each, name) for name in names)]
+    assert not missing, f"judge them in {JUDGED_FIELDS.name}"

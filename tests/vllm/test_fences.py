@@ -3,35 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
-import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
-from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec, SlidingWindowSpec
 
-from kvoffd_client import LookupFuture, NamespaceSpec
 from kvoffd_client.vllm.compat import HAS_DEFECTS_OF_0_32
-from kvoffd_client.vllm.connector_metadata import WorkerReport
-from kvoffd_proto.messages import GroupKeys
-from tests.kit.clock import Clock
-from tests.vllm.vllm_config import HEADS, full_attention, make_config, make_scheduler
-from tests.vllm.vllm_fakes import KEY_BYTES, FakeSchedulerClient
+from tests.vllm.scheduler_harness import SchedulerHarness
+from tests.vllm.vllm_config import HEADS, full_attention, make_config, recurrent_state
+from tests.vllm.vllm_fakes import split
 
 BLOCK_TOKENS, HASH_TOKENS = 32, 16
-STEPS = 500
+STEPS = 1500
 REQUESTS = 4
 LONGEST = 600
 """Tokens with which a conversation ends."""
-BLOCKS = {"full": 42, "window": 38, "state": 40}
+BLOCKS = {"full": 38, "window": 38, "state": 40}
 SHARE_THAT_ENDS = 0.05
 """Of the running stores, in a step: most still run when their blocks are wanted."""
 SHARE_OF_LOADS_THAT_ENDS = 0.5
@@ -39,35 +30,14 @@ COPIES = ["copies"] if HAS_DEFECTS_OF_0_32 else []
 """0.33 keeps no state inside a block of such prompts, so that none is copied."""
 
 
-@dataclass
-class Daemon(FakeSchedulerClient):
-    """Answers at once."""
-
-    has: set[bytes] = field(default_factory=set)
-    """Hashes of blocks that were stored."""
-
-    def lookup(
-        self, groups: Sequence[GroupKeys], again: bool = False, *, reported: bool, peer: str = ""
-    ) -> LookupFuture:
-        super().lookup(groups, again, reported=reported, peer=peer)
-        return self.answer(self.has)
-
-
-class Engine:
+class Engine(SchedulerHarness):
     """Conversations whose parts follow each other at once, in a cache that is too small, and slow stores."""
 
     def __init__(self, model: Path, directory: Path, kind: str) -> None:
-        page = full_attention().page_size_bytes
         specs = {
             "full": full_attention(),
             "window": SlidingWindowSpec(block_size=BLOCK_TOKENS, sliding_window=100, **HEADS),
-            "state": MambaSpec(
-                block_size=BLOCK_TOKENS,
-                shapes=((4, 32),),
-                dtypes=(torch.float32,),
-                page_size_padded=page,
-                mamba_cache_mode="align",
-            ),
+            "state": recurrent_state(),
         }
         self.kinds = ["full"] if kind == "full" else ["full", kind]
         groups = [KVCacheGroupSpec([f"layer.{at}"], specs[one]) for at, one in enumerate(self.kinds)]
@@ -75,38 +45,37 @@ class Engine:
         if kind == "state":
             options["mamba_cache_mode"] = "align"
         config = make_config(model, {"directory": str(directory), "offload_prompt_only": False}, **options)
-        self.scheduler, self._hasher = make_scheduler(
-            config, BLOCKS[kind] * len(groups), *groups, hash_tokens=HASH_TOKENS if kind == "state" else BLOCK_TOKENS
-        )
-        connector = self.connector = self.scheduler.connector
-        namespace = connector._manager.namespace
-        namespace.client, namespace.current = Daemon(Clock()), NamespaceSpec.named("model")
-        self._daemon = namespace.client
+        hash_tokens = HASH_TOKENS if kind == "state" else BLOCK_TOKENS
+        super().__init__(config, BLOCKS[kind] * len(groups), *groups, hash_tokens=hash_tokens)
+        self.manager._credit_bytes = 1 << 40
         self._random = Random(kind)
         self._stores: dict[int, set[int]] = {}
         """The blocks of those that have not ended."""
-        self._loads = set[int]()
-        self._jobs: dict[int, TransferJob] = {}
+        self._jobs: dict[int, Any] = {}
         self._requests = 0
         self.seen = Counter[str]()
 
     def run(self) -> None:
         """Make steps. Raises AssertionError where one waits for a store in vain, or writes what one has to read."""
         for _ in range(STEPS):
-            self._step()
+            while len(self.scheduler.requests) < REQUESTS:
+                tokens = self._random.choices(range(1000), k=self._random.randrange(20, 250))
+                for _ in range(self._random.randrange(1, 3)):
+                    self._begin([*tokens, *self._random.choices(range(1000), k=self._random.randrange(1, 100))])
+            requests = [*self.scheduler.requests.values()]
+            output = self.step()
+            self.seen["preempted"] += len(output.preempted_req_ids or ())
+            for one in requests:
+                if one.is_finished() and one.num_tokens < LONGEST:
+                    more = self._random.choices(range(1000), k=self._random.randrange(1, 100))
+                    self._begin([*one.all_token_ids, *more])
 
-    def _step(self) -> None:
-        while len(self.scheduler.requests) < REQUESTS:
-            tokens = self._random.choices(range(1000), k=self._random.randrange(20, 250))
-            for _ in range(self._random.randrange(1, 3)):
-                self._begin([*tokens, *self._random.choices(range(1000), k=self._random.randrange(1, 100))])
-        output = self.scheduler.schedule()
-        meta = output.kv_connector_metadata
-        written, preempted = self._written(output), output.preempted_req_ids or ()
+    def work(self, output: SchedulerOutput, meta: Any) -> set[int]:
+        random, written, preempted = self._random, self._written(output), output.preempted_req_ids or ()
         stores = {job_id: {int(each) for each in job.src_spec.block_ids} for job_id, job in meta.store_jobs.items()}
-        self._jobs |= meta.store_jobs | meta.load_jobs
-        self._loads |= meta.load_jobs.keys()
+        self._jobs |= meta.store_jobs
         self.seen["loads"] += len(meta.load_jobs)
+        self.held = {each for each in sorted(self.loading) if random.random() > SHARE_OF_LOADS_THAT_ENDS}
         for job_id, blocks in (self._stores | stores).items():
             request_id = self._jobs[job_id].req_id
             wanted = blocks & written
@@ -118,13 +87,17 @@ class Engine:
             else:
                 assert not wanted, "the step writes blocks that a store has still to read"
         self._stores |= stores
-        self._end(output)
+        ended = {
+            each for each in sorted(self._stores) if each in meta.jobs_to_flush or random.random() < SHARE_THAT_ENDS
+        }
+        for job_id in ended:
+            del self._stores[job_id]
+            self.there.update(key for keys in self._jobs[job_id].dst_spec.groups for key in split(keys))
+        return ended
 
     def _begin(self, tokens: list[int]) -> None:
         self._requests += 1
-        sampling = SamplingParams(max_tokens=self._random.randrange(1, 60), ignore_eos=True)
-        request = Request(str(self._requests), tokens, sampling, None, block_hasher=self._hasher)
-        self.scheduler.add_request(request)
+        self.add(str(self._requests), tokens, self._random.randrange(1, 60))
 
     def _written(self, output: SchedulerOutput) -> set[int]:
         """The blocks that a step may write: not the hits of requests that begin, but of layers with states."""
@@ -157,31 +130,6 @@ class Engine:
     def _blocks_of(self, request_id: str) -> set[int]:
         return set().union(*self.scheduler.kv_cache_manager.get_block_ids(request_id))
 
-    def _end(self, output: SchedulerOutput) -> None:
-        """End the step, and stores; go on with conversations of which a part has ended."""
-        random, requests = self._random, self.scheduler.requests
-        flushed = output.kv_connector_metadata.jobs_to_flush
-        ended = {each for each in sorted(self._stores) if each in flushed or random.random() < SHARE_THAT_ENDS}
-        for job_id in ended:
-            del self._stores[job_id]
-            for keys in self._jobs[job_id].dst_spec.groups:
-                self._daemon.has.update(keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES))
-        loaded = {each for each in sorted(self._loads) if random.random() < SHARE_OF_LOADS_THAT_ENDS}
-        self._loads -= loaded
-        report = WorkerReport(completed_jobs=dict.fromkeys(ended | loaded, 1), credit_bytes=1 << 40)
-        ids = list(output.num_scheduled_tokens)
-        running = [requests[each] for each in ids]
-        sampled = [[random.randrange(1000)] if one.num_computed_tokens >= one.num_tokens else [] for one in running]
-        result = ModelRunnerOutput(ids, {each: at for at, each in enumerate(ids)}, sampled)
-        result.kv_connector_output = KVConnectorOutput(
-            kv_connector_worker_meta=report, finished_recving={self._jobs[each].req_id for each in loaded}
-        )
-        self.scheduler.update_from_output(output, result)
-        for request in running:
-            if request.is_finished() and request.num_tokens < LONGEST:
-                self._begin([*request.all_token_ids, *random.choices(range(1000), k=random.randrange(1, 100))])
-        self.seen["preempted"] += len(output.preempted_req_ids or ())
-
 
 @pytest.fixture
 def make(model: Path, tmp_path: Path) -> Iterator[Callable[[str], Engine]]:
@@ -193,7 +141,7 @@ def make(model: Path, tmp_path: Path) -> Iterator[Callable[[str], Engine]]:
 
     yield build
     for engine in made:
-        engine.scheduler.shutdown()
+        engine.close()
 
 
 @pytest.mark.parametrize(("kind", "seen"), [("full", ["preempted"]), ("window", []), ("state", ["states", *COPIES])])

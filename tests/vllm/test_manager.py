@@ -570,7 +570,7 @@ def test_stores_leave_out_what_the_daemon_has_and_what_is_on_its_way(harness: Ma
 def test_of_blocks_that_were_offered_nothing_is_remembered(harness: ManagerHarness) -> None:
     """An answer takes a megabyte for 100,000 tokens, and vLLM offers each block once."""
     context = harness.request(ready=HASHES)
-    state = harness.manager._requests[context.req_id]
+    state = harness.manager.requests[context.req_id]
     assert state.last is not None
     harness.manager.prepare_load(KEYS, context)
     harness.offer(context, KEYS[:2])
@@ -655,10 +655,10 @@ def test_tails_are_looked_up_with_the_chunks_once_vllm_asks_for_them(harness: Ma
     assert manager.look_up_tails(request, 0)
     (group,) = harness.client.asked[1][1]
     assert group.keys == b"".join(map(block_hash, (1, 2, 11, 12, 13)))
-    assert (harness.client.again, manager.awaits_tail(request)) == ([False, True], True)
+    assert (harness.client.again, manager.requests["r"].awaits_tail) == ([False, True], True)
     harness.client.answer({*HASHES, block_hash(12)})
     harness.scan()
-    assert not manager.awaits_tail(request)
+    assert not manager.requests["r"].awaits_tail
     assert harness.results(context, [*KEYS[:2], *TAILS]) == [HIT, HIT, MISS, HIT, MISS]
     assert not manager.look_up_tails(request, 0), "it knows them"
     assert harness.client.released == [harness.client.asked[0][0].lease_id]
@@ -678,12 +678,12 @@ def test_a_tail_on_a_disk_is_waited_for_like_a_chunk(harness: ManagerHarness) ->
     manager.look_up_tails(request, 0)
     harness.client.answer({*HASHES}, coming=[block_hash(13)], wait_s=0.01)
     harness.scan()
-    assert (harness.results(context, TAILS), manager.awaits_tail(request)) == ([PENDING, MISS, MISS], True)
+    assert (harness.results(context, TAILS), manager.requests["r"].awaits_tail) == ([PENDING, MISS, MISS], True)
     harness.clock.now += 0.01
     assert harness.scan()
     harness.client.answer({*HASHES, block_hash(13)})
     harness.scan()
-    assert (harness.results(context, TAILS), manager.awaits_tail(request)) == ([HIT, MISS, MISS], False)
+    assert (harness.results(context, TAILS), manager.requests["r"].awaits_tail) == ([HIT, MISS, MISS], False)
     assert manager.get_load_source(TAILS[0], context) is CacheHitSource.DISK
     manager.scheduled(request, 0)
     (report,) = harness.client.reported
@@ -696,46 +696,11 @@ def test_a_prompt_computes_its_tail_if_the_answer_is_late_or_fails(harness: Mana
     manager.look_up_tails(request, 0)
     harness.clock.now += 1
     harness.scan()
-    assert (manager.awaits_tail(request), harness.results(context, TAILS)) == (False, [MISS] * 3)
+    assert (manager.requests["r"].awaits_tail, harness.results(context, TAILS)) == (False, [MISS] * 3)
     harness.client.fail()
     harness.scan()
     assert harness.results(context, [*KEYS[:2], *TAILS]) == [HIT, HIT, MISS, MISS, MISS]
     assert not manager.look_up_tails(request, 0)
-
-
-def test_a_prompt_shorter_than_a_chunk_has_only_a_tail(harness: ManagerHarness) -> None:
-    harness.manager._tail_tokens = UNIT
-    context, manager = harness.new(hashes=0), harness.manager
-    request = harness.requests["r"]
-    request.num_tokens = request.num_prompt_tokens = UNIT + 1
-    context.set_offload_key_position(TAILS[0], UNIT)
-    manager.look_up(request)
-    harness.scan()
-    assert (harness.client.asked, harness.results(context, TAILS[:1])) == ([], [RETRY])
-    assert manager.look_up_tails(request, 0)
-    harness.client.answer(set())
-    harness.scan()
-    assert not harness.scan(), "there is no lease to refresh"
-    harness.clock.now += 1.1
-    assert harness.scan()
-    harness.client.answer({block_hash(13)})
-    harness.scan()
-    assert harness.results(context, TAILS[:1]) == [HIT]
-    manager.scheduled(request, UNIT)
-    manager.prepare_load(TAILS[:1], context)
-    manager.complete_load(TAILS[:1], context)
-    (report,) = harness.client.reported
-    assert (report.outcome, report.loaded_tokens, report.keys, report.lease_id) == ("loaded", UNIT, 0, 0)
-
-
-def test_a_tail_is_stored_unless_the_daemon_has_it(harness: ManagerHarness) -> None:
-    context, (request, manager) = tails_of(harness, {*HASHES}), (harness.requests["r"], harness.manager)
-    harness.results(context, TAILS)
-    manager.look_up_tails(request, 0)
-    harness.client.answer({*HASHES, block_hash(12)})
-    harness.scan()
-    manager.scheduled(request, 2 * CHUNK_TOKENS + 2 * UNIT)
-    assert harness.offer(context, TAILS[:2]) == TAILS[:1]
 
 
 # --- when nothing is looked up, or stored ----------------------------------------------------------
@@ -774,25 +739,6 @@ def test_a_producer_only_stores_and_a_consumer_only_loads() -> None:
 
 def lora_request(number: int, name: str = "adapter", path: str = "path") -> LoRARequest:
     return LoRARequest(name, number, path)
-
-
-def test_a_request_waits_until_workers_have_read_its_adapter(harness: ManagerHarness) -> None:
-    harness.report("weights", adapters={})
-    context = harness.new()
-    harness.requests["r"].lora_request = lora_request(1)
-    harness.manager.look_up(harness.requests["r"])
-    assert not harness.client.asked
-    assert harness.manager.awaits_adapter(harness.requests["r"])
-    assert [each.lora_int_id for each in harness.manager.adapters.take_wanted()] == [1]
-    harness.report("weights", adapters={1: ("path", b"one")})
-    assert not harness.manager.awaits_adapter(harness.requests["r"])
-    assert harness.scan()
-    (asked,) = harness.client.asked[-1][1]
-    assert asked.keys not in (b"", b"".join(map(block_hash, (1, 2, 3))))
-    harness.client.answer({asked.keys[:32]})
-    harness.scan()
-    harness.manager.prepare_load(KEYS[:1], context)
-    assert harness.manager.adapters.take_wanted(), "vLLM may have dropped it"
 
 
 def test_requests_of_an_unknown_adapter_use_nothing(harness: ManagerHarness) -> None:
@@ -873,15 +819,6 @@ def test_requests_of_an_adapter_of_old_weights_use_nothing(harness: ManagerHarne
         harness.manager.complete_store(KEYS, context)
 
 
-def test_while_vllms_own_cache_is_of_other_weights_nothing_is_stored(harness: ManagerHarness) -> None:
-    """Weights were changed without a reset: what is offered may be of either."""
-    context = harness.request(ready=set())
-    for kept, stored in ((True, []), (False, KEYS)):
-        harness.manager.namespace.leave(engine_cache_kept=kept)
-        harness.report("other weights")
-        assert harness.offer(context) == stored
-
-
 def test_requests_end_where_the_engine_has_lost_its_client(harness: ManagerHarness) -> None:
     """As if there are no threads for another one after a change of the weights."""
     contexts = [harness.request(name, ready=HASHES) for name in ("loads", "waits")] + [harness.request("asks")]
@@ -943,7 +880,7 @@ def test_outcomes_and_what_was_found_are_reported() -> None:
     )
 
     harness.new("disabled")
-    harness.manager._requests["disabled"].disabled = True
+    harness.manager.requests["disabled"].disabled = True
     assert report_of(harness, name="disabled").outcome is Outcome.UNUSED
     harness.client.ready = False
     harness.request("away")
@@ -992,7 +929,7 @@ def test_a_lookup_is_counted_once_in_each_session(harness: ManagerHarness) -> No
 
 def test_what_another_connector_loads_is_not_needed(harness: ManagerHarness) -> None:
     harness.request(ready=set())
-    harness.manager.set_prefilled_elsewhere("r")
+    harness.manager.requests["r"].prefilled_elsewhere = True
     report = report_of(harness)
     assert (report.outcome, report.own_keys, report.covered_keys) == (Outcome.NOT_NEEDED, [3], [3])
 

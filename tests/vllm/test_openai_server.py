@@ -8,7 +8,6 @@ import pytest
 
 from tests.kit.command import run_cli
 from tests.kit.engine import BLOCK_TOKENS, prompt, wait_books
-from tests.kit.waiting import wait_until
 from tests.kit.wire import NamespaceStats, books
 from tests.vllm.engine_home import EngineHome
 from tests.vllm.engine_server import EngineServer
@@ -66,29 +65,6 @@ def test_server_follows_what_requests_say_of_their_cache(requests: Requests) -> 
     assert requests.loaded(max_load_tokens="many") == BLOCKS, "vLLM warns of it"
     assert requests.loaded(kv_load_tiers=[]) == BLOCKS, "the pool is the primary tier, which is always read"
     assert requests.loaded(kvoffd={"priority": "high"}) == BLOCKS, "a parameter that nobody reads"
-
-
-def test_hints_over_http_reach_the_daemon(requests: Requests, home: EngineHome) -> None:
-    """``kv.retain`` of the prompt and what is generated, then ``kv.release``; others are counted."""
-
-    def send(kind: str, **payload: object) -> None:
-        action = {"action_id": "1", "action_type": kind, "action_version": "1.0", "payload": payload}
-        hints = {"protocol_version": "0.1", "message_id": "1", "actions": [action]}
-        assert requests.loaded(kv_hints=hints) == BLOCKS
-
-    def retained(blocks: int) -> None:
-        found = requests.books
-        wait_until(lambda: books(home.directory).pool.retained_bytes == blocks * found.ready_bytes / found.ready_blocks)
-
-    requests.loaded()
-    requests.wait_stored(BLOCKS)
-    send("kv.retain", ttl_s=600, priority=90)
-    retained(BLOCKS)
-    send("kv.pin", ttl_s=600)
-    send("kv.release")
-    retained(0)
-    assert (requests.books.retained_blocks, requests.books.released_blocks) == (BLOCKS, BLOCKS)
-    assert requests.books.retained_found_keys >= BLOCKS
 
 
 def test_engine_and_daemon_count_the_same(requests: Requests, home: EngineHome, server: EngineServer) -> None:

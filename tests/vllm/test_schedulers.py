@@ -9,7 +9,6 @@ from random import Random
 from typing import Any
 
 import pytest
-import torch
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import BlockStored
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -17,20 +16,16 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.output import KVConnectorBlockState, NewRequestData, SchedulerOutput
-from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.request import Request, RequestStatus
 
 from kvoffd_client import NamespaceSpec
 from kvoffd_client.vllm.compat import HAS_DEFECTS_OF_0_32
 from kvoffd_client.vllm.connector import KvoffdConnector
-from kvoffd_client.vllm.connector_metadata import FailedJob, WorkerReport
-from kvoffd_client.vllm.engine_namespace import EngineNamespace
-from kvoffd_proto.errors import ErrorCode
 from tests.kit.clock import Clock
 from tests.kit.models import make_draft
 from tests.vllm.scheduler_harness import SchedulerHarness
-from tests.vllm.vllm_config import HEADS, cache_config, full_attention, make_config, make_scheduler
+from tests.vllm.vllm_config import HEADS, cache_config, full_attention, make_config, recurrent_state
 from tests.vllm.vllm_fakes import FakeSchedulerClient, block_hash
 
 BLOCK_TOKENS = 32
@@ -78,16 +73,6 @@ def stored_blocks(connector: KvoffdConnector, request: Any, status: RequestStatu
     return [int(block) for job in jobs.values() for block in job.src_spec.block_ids]
 
 
-def stored_in_two_steps(connector: KvoffdConnector, output: SchedulerOutput, request: Any) -> list[int]:
-    """The blocks that are stored of a request that is new in a step, in the next one: not before its first token."""
-    assert connector.build_connector_meta(output).store_jobs == {}
-    request.num_computed_tokens += output.num_scheduled_tokens["r"]
-    output = SchedulerOutput.make_empty()
-    output.num_scheduled_tokens = {"r": 1}
-    jobs = connector.build_connector_meta(output).store_jobs
-    return [int(block) for job in jobs.values() for block in job.src_spec.block_ids]
-
-
 @pytest.mark.parametrize(
     ("computed", "status", "stored"),
     [
@@ -118,35 +103,6 @@ def test_a_store_ends_before_another_connector_loads_into_its_blocks(connector: 
     connector.update_state_after_alloc(other, blocks, 0)
     (store,) = connector.connector_scheduler._jobs
     assert connector.build_connector_meta(SchedulerOutput.make_empty()).jobs_to_flush == {store}
-
-
-def load(connector: KvoffdConnector, client: Any) -> tuple[Any, int]:
-    """A request whose three blocks are there, and its load's job."""
-    connector._manager.loads = True
-    request = new_request(connector, [])
-    client.answer(set(request.block_hashes))
-    assert connector.get_num_new_matched_tokens(request, 0) == (96, True)
-    blocks = [KVCacheBlock(block_id) for block_id in (5, 6, 7)]
-    connector.update_state_after_alloc(request, KVCacheBlocks((blocks,)), 96)
-    request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
-    return request, 0
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_what_is_recomputed_after_a_failed_load_is_stored(connector: KvoffdConnector, client: Any, fails: bool) -> None:
-    request, job = load(connector, client)
-    meta = connector.build_connector_meta(SchedulerOutput.make_empty())
-    assert list(meta.load_jobs) == [job]
-    assert meta.load_jobs[job].src_spec.request_id == "r"
-    failed = {job: FailedJob(ErrorCode.SESSION_ENDED, ((0, b"".join(request.block_hashes)),), "r")} if fails else {}
-    report = WorkerReport(completed_jobs={job: 1}, failed_jobs=failed)
-    connector.update_connector_output(KVConnectorOutput(finished_recving={"r"}, kv_connector_worker_meta=report))
-    request.status = RequestStatus.RUNNING
-    output = SchedulerOutput.make_empty()
-    output.scheduled_new_reqs = [NewRequestData.from_request(request, ([5, 6, 7, 8],))]
-    output.num_scheduled_tokens = {"r": PROMPT_TOKENS}
-    assert stored_in_two_steps(connector, output, request) == ([5, 6, 7] if fails else [])
-    assert client.invalidated == [], "that is no fault of the blocks"
 
 
 def test_an_engine_that_has_all_of_a_prompt_loads_no_last_block(connector: KvoffdConnector, client: Any) -> None:
@@ -184,7 +140,13 @@ def test_an_engine_with_eagle_that_has_all_it_uses_loads_no_block_that_it_droppe
 
 
 def test_a_request_preempted_by_a_reset_may_be_loaded_next(connector: KvoffdConnector, client: Any) -> None:
-    load(connector, client)
+    connector._manager.loads = True
+    request = new_request(connector, [])
+    client.answer(set(request.block_hashes))
+    assert connector.get_num_new_matched_tokens(request, 0) == (96, True)
+    blocks = [KVCacheBlock(block_id) for block_id in (5, 6, 7)]
+    connector.update_state_after_alloc(request, KVCacheBlocks((blocks,)), 96)
+    request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
     output = SchedulerOutput.make_empty()
     output.preempted_req_ids = {"r", "other"}
     meta = connector.build_connector_meta(output)
@@ -216,7 +178,12 @@ def test_a_session_s_next_part_stores_its_own_blocks(connector: KvoffdConnector)
     output = SchedulerOutput.make_empty()
     next_part = NewRequestData.from_request(request, ([5, 6, 7, 8, 9, 10],))
     output.scheduled_new_reqs, output.num_scheduled_tokens = [next_part], {"r": 92}
-    assert stored_in_two_steps(connector, output, request) == [8, 9, 10]
+    assert connector.build_connector_meta(output).store_jobs == {}, "not before its first token"
+    request.num_computed_tokens += 92
+    output = SchedulerOutput.make_empty()
+    output.num_scheduled_tokens = {"r": 1}
+    jobs = connector.build_connector_meta(output).store_jobs
+    assert [int(block) for job in jobs.values() for block in job.src_spec.block_ids] == [8, 9, 10]
 
 
 @pytest.mark.parametrize("is_forgotten_by_vllm", [True, *([False] if HAS_DEFECTS_OF_0_32 else [])])
@@ -229,9 +196,8 @@ def test_a_request_that_resumes_under_the_second_runner_has_its_new_blocks_alone
     """
     config = make_config(model, {"directory": str(tmp_path)})
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    monkeypatch.setattr(EngineNamespace.pending, "__defaults__", (0.0,))  # no worker will report its memory
-    scheduler, hasher = make_scheduler(config, 10)
-    half = scheduler.connector.connector_scheduler
+    engine = SchedulerHarness(config, 10)
+    half = engine.connector.connector_scheduler
     known, ask = half._req_status, half.get_num_new_matched_tokens
 
     def ask_and_keep(request: Request, *given: Any, **named: Any) -> Any:
@@ -243,21 +209,18 @@ def test_a_request_that_resumes_under_the_second_runner_has_its_new_blocks_alone
 
     if not is_forgotten_by_vllm:
         half.get_num_new_matched_tokens = ask_and_keep
-    for name in ("first", "second"):
-        prompt = [hash(name) % 1000] * PROMPT_TOKENS
-        sampling = SamplingParams(max_tokens=100, ignore_eos=True)
-        scheduler.add_request(Request(name, prompt, sampling, None, block_hasher=hasher))
-    resumed = False
-    while scheduler.has_unfinished_requests():
-        output = scheduler.schedule()
-        ids = list(output.num_scheduled_tokens)
-        for name in ids:
-            assert known[name].group_states[0].block_ids == scheduler.kv_cache_manager.get_block_ids(name)[0]
-        resumed |= any(scheduler.requests[one.req_id].num_preemptions for one in output.scheduled_new_reqs)
-        places = {name: place for place, name in enumerate(ids)}
-        scheduler.update_from_output(output, ModelRunnerOutput(ids, places, [[7]] * len(ids)))
-    assert resumed
-    scheduler.shutdown()
+    resumed = list[bool]()
+
+    def work(output: SchedulerOutput, meta: Any) -> set[int]:
+        for name in output.num_scheduled_tokens:
+            assert known[name].group_states[0].block_ids == engine.scheduler.kv_cache_manager.get_block_ids(name)[0]
+        resumed.extend(engine.scheduler.requests[one.req_id].num_preemptions > 0 for one in output.scheduled_new_reqs)
+        return set(meta.store_jobs)
+
+    monkeypatch.setattr(engine, "work", work)
+    engine.end([engine.add(str(seed), [seed] * PROMPT_TOKENS, max_tokens=100) for seed in (1, 2)], 500)
+    assert any(resumed)
+    engine.close()
 
 
 def test_a_cache_is_reset_twice_without_a_step_between(connector: KvoffdConnector) -> None:
@@ -270,11 +233,6 @@ def test_a_cache_is_reset_twice_without_a_step_between(connector: KvoffdConnecto
     assert connector.build_connector_meta(SchedulerOutput.make_empty()).jobs_to_flush == {store}
 
 
-def state(drafts: int) -> MambaSpec:
-    page = {"shapes": ((4, 32),), "dtypes": (torch.float32,), "page_size_padded": full_attention().page_size_bytes}
-    return MambaSpec(block_size=BLOCK_TOKENS, mamba_cache_mode="align", num_speculative_blocks=drafts, **page)
-
-
 @pytest.mark.parametrize(
     ("kind", "drafts"),
     [
@@ -284,82 +242,44 @@ def state(drafts: int) -> MambaSpec:
     ],
 )
 def test_each_prompt_that_fits_is_computed_though_drafts_need_blocks_beside_a_load(
-    kind: str, drafts: int, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, drafts: int, model: Path, tmp_path: Path
 ) -> None:
-    """vLLM's own scheduler, of an engine that runs nothing else, with a daemon that has all prompts whole."""
+    """An engine that runs nothing else, with a daemon that has all prompts whole."""
+    state = recurrent_state(num_speculative_blocks=drafts)
     more = {
         "full": [],
         "window": [SlidingWindowSpec(block_size=BLOCK_TOKENS, sliding_window=100, **HEADS)],
         "chunks": [ChunkedLocalAttentionSpec(block_size=BLOCK_TOKENS, attention_chunk_size=128, **HEADS)],
-        "state": [state(drafts)],
-        "states": [state(drafts)] * 2,
+        "state": [state],
+        "states": [state] * 2,
     }
-    specs = [full_attention(), *more[kind]]
-    groups = [KVCacheGroupSpec([f"layer.{number}"], spec) for number, spec in enumerate(specs)]
+    groups = [KVCacheGroupSpec([f"layer.{at}"], spec) for at, spec in enumerate([full_attention(), *more[kind]])]
     speculation = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 4}
     arguments: dict[str, Any] = {"speculative_config": speculation if drafts else None, "max_model_len": 1024}
     if "state" in kind:
         arguments["mamba_cache_mode"] = "align"
     config = make_config(model, {"directory": str(tmp_path)}, **arguments)
     blocks = BLOCKS + (len(groups) - 1) * (drafts + 1 if "state" in kind else 0)
-    scheduler, hasher = make_scheduler(config, blocks, *groups)
-    connector: Any = scheduler.connector
-    for call in (
-        "on_new_request",
-        "update_state_after_alloc",
-        "build_connector_meta",
-        "_mark_shared_prefix",
-        "get_external_cache_hit_sources",
-    ):
-        monkeypatch.setattr(connector, call, lambda *_: {})
-    for call in (
-        "awaits_adapter",
-        "prepare_scan",
-        "scanned",
-        "look_up_tails",
-        "awaits_tail",
-        "record_scan",
-        "refuse_load",
-    ):
-        monkeypatch.setattr(connector._manager, call, lambda *_, **__: 0)
-    monkeypatch.setattr(connector, "request_finished_all_groups", lambda *_: (False, None))
-    there, loaded = True, 0
+    engine = SchedulerHarness(config, blocks, *groups)
 
-    def find(request: Request, num_computed_tokens: int, max_num_new_tokens: int | None) -> tuple[int, bool]:
-        found = (request.num_tokens - 1 if there else 0) - num_computed_tokens
-        loadable = found if max_num_new_tokens is None else min(found, max_num_new_tokens)
-        whole = max(0, loadable) // BLOCK_TOKENS * BLOCK_TOKENS
-        return whole, whole > 0
-
-    monkeypatch.setattr(connector.connector_scheduler, "get_num_new_matched_tokens", find)
-
-    def is_computed(prompt: list[int]) -> bool:
-        """Whether all of a request is computed, after it was loaded if it is."""
-        nonlocal loaded
-        request = Request("r", prompt, SamplingParams(max_tokens=1), None, block_hasher=hasher)
-        scheduler.add_request(request)
+    def is_computed(name: str, prompt: list[int], *, there: bool) -> bool:
+        request = engine.add(name, prompt)
+        engine.there = set(request.block_hashes) if there else set()
         for _ in range(STEPS):
-            scheduler.schedule()
-            if request.num_computed_tokens >= len(prompt) and request.status is RequestStatus.RUNNING:
-                break
-            if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
-                loaded += 1
-                scheduler._update_from_kv_xfer_finished(KVConnectorOutput(finished_recving={"r"}))
-        computed = request.status is RequestStatus.RUNNING
-        scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
-        scheduler.schedule()
-        return computed
+            if not request.is_finished():
+                engine.step()
+        computed = request.is_finished()
+        engine.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+        engine.step()
+        assert engine.scheduler.reset_prefix_cache()
+        return bool(computed)
 
-    for tokens in range(BLOCK_TOKENS - 1, BLOCKS * BLOCK_TOKENS, 3):
+    for tokens in range(BLOCK_TOKENS - 1, BLOCKS * BLOCK_TOKENS, 5):
         prompt = Random(tokens).choices(range(1000), k=tokens)
-        there = False
-        alone = is_computed(prompt)
-        assert scheduler.reset_prefix_cache()
-        there = True
-        assert is_computed(prompt) or not alone, tokens
-        assert scheduler.reset_prefix_cache()
-    assert loaded > 25
-    scheduler.shutdown()
+        alone = is_computed(f"{tokens} alone", prompt, there=False)
+        assert is_computed(f"{tokens} there", prompt, there=True) or not alone, tokens
+    assert len(engine.loaded) > 25
+    engine.close()
 
 
 @pytest.mark.parametrize("blocks_per_chunk", [1, 4])

@@ -8,19 +8,18 @@ from random import Random
 from typing import Any
 
 import pytest
-import torch
 from vllm.lora.request import LoRARequest
-from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheGroupSpec, MambaSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheGroupSpec, SlidingWindowSpec
 
 from kvoffd_client.vllm.log import logger
-from tests.vllm.adapter_worker import lora_request
 from tests.vllm.scheduler_harness import SchedulerHarness
-from tests.vllm.vllm_config import HEADS, full_attention, make_config
+from tests.vllm.vllm_config import HEADS, full_attention, make_config, recurrent_state
 
 BLOCK_TOKENS = 32
 BLOCKS = 40
 FULL = KVCacheGroupSpec(["full"], full_attention())
 WINDOW = KVCacheGroupSpec(["window"], SlidingWindowSpec(block_size=BLOCK_TOKENS, sliding_window=64, **HEADS))
+STATE = KVCacheGroupSpec(["state"], recurrent_state())
 RING = KVCacheGroupSpec(["ring"], CircularBufferSpec(block_size=BLOCK_TOKENS, **HEADS))
 
 Make = Callable[..., SchedulerHarness]
@@ -48,6 +47,14 @@ def prompt(seed: int, blocks: int) -> list[int]:
 def have(engine: SchedulerHarness, *requests: Any) -> None:
     """Let the daemon have all whole blocks of these requests."""
     engine.there |= {bytes(one) for request in requests for one in request.block_hashes}
+
+
+def scans_of(engine: SchedulerHarness) -> list[bytes]:
+    """The keys that vLLM asks for from now on."""
+    scanned: list[bytes] = []
+    lookup = engine.manager.lookup
+    engine.manager.lookup = lambda key, context: scanned.append(key) or lookup(key, context)  # type: ignore[func-returns-value, method-assign]
+    return scanned
 
 
 def passed(engine: SchedulerHarness, name: str, behind: list[Any]) -> list[str]:
@@ -154,9 +161,7 @@ def test_prompts_that_wait_for_loads_are_not_scanned_in_each_step(make: Make, fo
     have(engine, *waiting)
     for _ in range(3):
         engine.step()
-    scanned: list[bytes] = []
-    lookup = engine.manager.lookup
-    engine.manager.lookup = lambda key, context: scanned.append(key) or lookup(key, context)  # type: ignore[func-returns-value, method-assign]
+    scanned = scans_of(engine)
     engine.step()
     assert not scanned
     engine.held = set()
@@ -174,9 +179,7 @@ def test_a_prompt_that_waits_for_a_disk_is_scanned_when_an_answer_comes(make: Ma
     request = engine.add("waits", prompt(1, 200))
     hashes = {*request.block_hashes}
     engine.client.answer(set(), coming=hashes, wait_s=9.0)
-    scanned: list[bytes] = []
-    lookup = engine.manager.lookup
-    engine.manager.lookup = lambda key, context: scanned.append(key) or lookup(key, context)  # type: ignore[func-returns-value, method-assign]
+    scanned = scans_of(engine)
     engine.step()
     assert scanned, "the answer that has come"
     scanned.clear()
@@ -190,18 +193,6 @@ def test_a_prompt_that_waits_for_a_disk_is_scanned_when_an_answer_comes(make: Ma
     assert engine.loaded == ["waits"]
 
 
-STATE = KVCacheGroupSpec(
-    ["state"],
-    MambaSpec(
-        block_size=BLOCK_TOKENS,
-        mamba_cache_mode="align",
-        shapes=((4, 32),),
-        dtypes=(torch.float32,),
-        page_size_padded=full_attention().page_size_bytes,
-    ),
-)
-
-
 @pytest.mark.parametrize("late", [True, False])
 def test_states_are_stored_though_it_is_too_early_or_much_is_being_stored(make: Make, late: bool) -> None:
     """vLLM offers the state at a boundary once."""
@@ -212,7 +203,7 @@ def test_states_are_stored_though_it_is_too_early_or_much_is_being_stored(make: 
     request = engine.add("r", prompt(1, 10), max_tokens=8)
     for _ in range(6):
         engine.step()
-    states = [index for index, group in enumerate(engine.manager._groups) if group.group_id == 1]
+    states = [index for index, group in enumerate(engine.manager.groups) if group.group_id == 1]
     assert {key for index, key in engine.stored if index == states[0]} & {*request.block_hashes}
 
 
@@ -244,7 +235,7 @@ def test_an_idle_engine_hears_that_its_workers_are_registered_again(make: Make) 
 
 
 @pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize("adapter", [None, lora_request(Path("/adapter"))])
+@pytest.mark.parametrize("adapter", [None, LoRARequest("name", 1, "/adapter")])
 def test_a_prompt_that_another_connector_loads_does_not_wait_for_the_daemon(
     adapter: LoRARequest | None, first: bool, model: Path, tmp_path: Path
 ) -> None:

@@ -8,16 +8,111 @@ from random import Random
 from typing import Any
 
 import pytest
-import torch
-from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 
-from kvoffd_client.vllm.connector import KvoffdConnector
-from tests.vllm.state_harness import StateHarness, WrongContent
-from tests.vllm.vllm_config import full_attention, make_config
+from kvoffd_proto.messages import READY
+from tests.vllm.scheduler_harness import SchedulerHarness
+from tests.vllm.vllm_config import full_attention, make_config, recurrent_state
+from tests.vllm.vllm_fakes import KEY_BYTES, split
 
 BLOCK, UNIT = 32, 8
 """Tokens of a block and of a hash."""
 BLOCKS = 200
+
+
+class WrongContent(AssertionError):
+    """A request would have read what is not its own."""
+
+
+class StateHarness(SchedulerHarness):
+    """The harness with memory that knows what is in it, and a daemon that keeps what is stored.
+
+    Each block holds what a model would have written: of attention, for each position the prefix that ends there; of
+    states, the prefix that they are of. Whatever a step reads is compared with what its request needs.
+
+    Attributes:
+        kept: contents of the daemon's blocks, by group and block hash.
+        loads: number of tokens of each load.
+        cached: tokens that a request had when it first computed.
+    """
+
+    def __init__(self, config: Any, blocks: int, seed: int, *groups: Any) -> None:
+        super().__init__(config, blocks, *groups, hash_tokens=UNIT)
+        self.kept: dict[tuple[int, bytes], dict[int, int]] = {}
+        self.loads: list[int] = []
+        self.cached: dict[str, int] = {}
+        self._random = Random(seed)
+        self._memory: dict[int, dict[int, int]] = {}
+        """What is in each block of the engine: prefixes by position."""
+        self._due: dict[int, Any] = {}
+        """Stores that have not read their blocks."""
+
+    def answer(self) -> None:
+        for future, groups in self.client.asked[self._answered :]:
+            if not future.done:
+                for group in groups:
+                    keys = split(group.keys)
+                    future.states.append(bytes(READY * ((group.group, key) in self.kept) for key in keys))
+                self.client.end(future)
+        self._answered = len(self.client.asked)
+
+    def work(self, output: Any, meta: Any) -> set[int]:
+        ended = {job for job in self._due if job in meta.jobs_to_flush or self._random.random() < 0.5}
+        for job_id in ended:
+            self._store(self._due.pop(job_id))
+        for copy in output.kv_cache_block_copies or ():
+            self._memory[copy.dst_block_id] = dict(self._memory.get(copy.src_block_id, {}))
+        for job in meta.load_jobs.values():
+            self._load(job)
+        for name, count in output.num_scheduled_tokens.items():
+            self._compute(self.scheduler.requests[name], count)
+        self._due |= meta.store_jobs
+        return ended
+
+    def forget(self) -> None:
+        """Empty the engine's own cache."""
+        assert self.scheduler.reset_prefix_cache()
+
+    def _transfers(self, blocks: Any, spec: Any) -> Any:
+        """Pairs of a block and a key of the daemon."""
+        ids = iter(map(int, blocks.block_ids))
+        for group, size in enumerate(blocks.group_sizes):
+            keys = spec.groups[group]
+            assert size * KEY_BYTES == len(keys)
+            yield from ((next(ids), (group, keys[at * KEY_BYTES : (at + 1) * KEY_BYTES])) for at in range(size))
+
+    def _store(self, job: Any) -> None:
+        for block, key in self._transfers(job.src_spec, job.dst_spec):
+            self.kept[key] = dict(self._memory[block])
+
+    def _load(self, job: Any) -> None:
+        self.loads.append(job.src_spec.load_tokens)
+        fails = job.req_id in self.failing
+        for block, key in self._transfers(job.dst_spec, job.src_spec):
+            self._memory[block] = {} if fails else dict(self.kept[key])
+
+    def _compute(self, request: Any, count: int) -> None:
+        end, size = request.num_computed_tokens, BLOCK
+        begin, prefixes = end - count, [hash(tuple(request.all_token_ids[:at])) for at in range(end + 1)]
+        self.cached.setdefault(request.request_id, begin)
+        attention, states = self.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+        for at in range(begin):
+            if (found := self._memory.get(attention[at // size], {}).get(at)) != prefixes[at + 1]:
+                raise WrongContent(f"{request.request_id}: position {at} of {begin} has {found}.")
+        if begin:
+            block = states[(begin - 1) // size]
+            if self._memory.get(block) != {begin: prefixes[begin]}:
+                raise WrongContent(f"{request.request_id}: the state at {begin} is {self._memory.get(block)}.")
+        for at in range(begin, end):
+            content = self._memory.setdefault(attention[at // size], {})
+            if at % size == 0:
+                content.clear()
+            for later in [one for one in content if one >= at]:
+                del content[later]
+            content[at] = prefixes[at + 1]
+        self._memory[states[(end - 1) // size]] = {end: prefixes[end]}
+
+
 Make = Callable[..., StateHarness]
 
 
@@ -26,18 +121,11 @@ def make(model: Path, tmp_path: Path) -> Iterator[Make]:
     made: list[StateHarness] = []
 
     def make(seed: int = 0, blocks: int = BLOCKS, **arguments: Any) -> StateHarness:
-        page = full_attention().page_size_bytes
-        state = MambaSpec(
-            block_size=BLOCK,
-            mamba_cache_mode="align",
-            shapes=((4, 32),),
-            dtypes=(torch.float32,),
-            page_size_padded=page,
-        )
-        groups = [KVCacheGroupSpec([f"layer.{at}"], spec) for at, spec in enumerate((full_attention(), state))]
+        specs = full_attention(), recurrent_state()
+        groups = [KVCacheGroupSpec([f"layer.{at}"], spec) for at, spec in enumerate(specs)]
         given = {"mamba_cache_mode": "align", "prefix_match_unit": UNIT, "max_model_len": 1024, **arguments}
         config = make_config(model, {"directory": str(tmp_path)}, **given)
-        made.append(StateHarness(config, blocks, BLOCK, seed, *groups, hash_tokens=UNIT))
+        made.append(StateHarness(config, blocks, seed, *groups))
         return made[-1]
 
     yield make
@@ -73,42 +161,6 @@ def test_a_prompt_comes_back_to_the_last_token_that_vllm_s_own_cache_gives(make:
 @pytest.mark.parametrize("seed", range(3))
 def test_random_prompts_that_share_prefixes_read_what_is_their_own(make: Make, seed: int) -> None:
     play(make(seed, 40), seed)
-
-
-Offers = dict[str, list[tuple[int, int, int]]]
-
-
-def change_offers(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any, Offers], None]) -> None:
-    """Have the connector pass on other states than vLLM offers it."""
-    read = KvoffdConnector._as_vllm_reads_it
-
-    def as_vllm_reads_it(connector: Any, output: Any) -> Any:
-        if (state := output.kv_connector_block_state) is not None:
-            change(state, state.boundary_state_offloads)
-        return read(connector, output)
-
-    monkeypatch.setattr(KvoffdConnector, "_as_vllm_reads_it", as_vllm_reads_it)
-
-
-def a_hash_too_long(_: Any, offers: Offers) -> None:
-    """A tail is stored as that of the hash before."""
-    for name, each in offers.items():
-        inside = [one[2] % BLOCK > UNIT for one in each]
-        offers[name] = [(*one[:2], one[2] - UNIT * is_inside) for one, is_inside in zip(each, inside, strict=True)]
-
-
-def of_another_boundary(state: Any, offers: Offers) -> None:
-    """A state is taken from where the request computes the next one."""
-    for name, each in offers.items():
-        tables = state.resolve_block_ids(name)
-        offers[name] = [(group, tables[group][(end - 1) // BLOCK], end) for group, _, end in each]
-
-
-@pytest.mark.parametrize("plant", [a_hash_too_long, of_another_boundary])
-def test_a_planted_fault_is_found(make: Make, monkeypatch: pytest.MonkeyPatch, plant: Any) -> None:
-    change_offers(monkeypatch, plant)
-    with pytest.raises(WrongContent):
-        play(make(0, 40), 0)
 
 
 def play(engine: StateHarness, seed: int, rounds: int = 40) -> None:

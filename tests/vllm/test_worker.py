@@ -297,22 +297,14 @@ def test_a_worker_without_shareable_memory_fails_every_job() -> None:
     assert codes(worker) == {1: ErrorCode.UNKNOWN_REGISTRATION, 2: ErrorCode.UNKNOWN_REGISTRATION}
     assert worker.failed_requests == {"r"}
     assert (worker.problem, worker.credit_bytes) == ("The driver gives no handle.", None)
-    worker.leave()
-    assert worker.problem == "", "another namespace may be joined with other memory"
     connect.side_effect, connect.return_value = None, FakeWorkerClient()
     worker.join(ONE)
-    assert worker.problem == ""
-    worker.shutdown()
-
-
-def test_a_worker_that_got_no_client_tries_again_when_it_joins_again() -> None:
-    client = FakeWorkerClient()
-    worker = make_worker(Mock(side_effect=[NotShareable("There is no descriptor."), client]))
-    worker.join(ONE)
+    assert (worker.problem, worker.registered) == ("", ONE.fingerprint), "it tries again"
+    connect.side_effect = NotShareable("There is no descriptor.")
+    worker.join(OTHER)
     assert worker.problem == "There is no descriptor."
-    for _ in range(2):
-        worker.join(ONE)
-    assert (worker.problem, worker.registered) == ("", ONE.fingerprint)
+    worker.leave()
+    assert worker.problem == "", "another namespace may be joined with other memory"
     worker.shutdown()
 
 
@@ -445,24 +437,6 @@ def test_a_fence_gives_a_gpu_up_that_hangs(gpu: Gpu, monkeypatch: pytest.MonkeyP
     gpu.end_kernels()
     wait_until(lambda: {2}.isdisjoint(gpu.sender.waiting))
     assert list(client.stores) == [2]
-
-
-def test_nothing_that_was_sent_is_cancelled_while_kernels_run(gpu: Gpu) -> None:
-    """Its blocks were computed by the step before the one that runs."""
-    gpu.worker.submit_store(1, BLOCKS, KEYED)
-    gpu.worker.flush()
-    gpu.end_kernels()
-    wait_until(lambda: {1}.isdisjoint(gpu.sender.waiting))
-    busy = list[bool]()
-
-    def fence(_: object, __: float, is_busy: Callable[[], bool]) -> None:
-        busy.append(is_busy())
-        gpu.end_kernels()
-        wait_until(lambda: not is_busy())
-
-    with patch.object(gpu.clients[0], "fence", fence):
-        gpu.worker.wait({1})
-    assert busy == [True]
 
 
 def test_a_daemon_that_hangs_costs_a_store_and_not_the_engine() -> None:

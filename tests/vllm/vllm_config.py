@@ -12,7 +12,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
 from vllm.v1.structured_output import StructuredOutputManager
 
 HEADS = {"num_kv_heads": 4, "head_size": 32, "dtype": torch.float32}
@@ -34,6 +34,12 @@ def make_config(model: Path, extra_config: dict[str, Any] | None = None, **argum
 def full_attention(**changes: Any) -> FullAttentionSpec:
     """Full attention of 4 heads of 32 in float32, blocks of 32 tokens."""
     return FullAttentionSpec(**{"block_size": 32, **HEADS, **changes})
+
+
+def recurrent_state(**changes: Any) -> MambaSpec:
+    """States of a recurrent layer, in pages as large as full attention's."""
+    page = {"shapes": ((4, 32),), "dtypes": (torch.float32,), "page_size_padded": full_attention().page_size_bytes}
+    return MambaSpec(**{"block_size": 32, "mamba_cache_mode": "align", **page, **changes})
 
 
 def cache_config(*groups: KVCacheGroupSpec) -> KVCacheConfig:

@@ -22,7 +22,6 @@ class FakeSchedulerClient:
     ready: bool = True
     session_id: int = 1
     reported_prefill_rate: float = 0.0
-    credit_bytes: int = 1 << 20
     asked: list[tuple[LookupFuture, list[GroupKeys]]] = field(default_factory=list)
     again: list[bool] = field(default_factory=list)
     released: list[int] = field(default_factory=list)
@@ -71,9 +70,8 @@ class FakeSchedulerClient:
         has not said yet whether it has ``asking`` of them."""
         future, groups = self.asked[index]
         for group in groups:
-            hashes = [group.keys[at : at + KEY_BYTES] for at in range(0, len(group.keys), KEY_BYTES)]
             state = {**dict.fromkeys(coming, PENDING), **dict.fromkeys(shared, SHARED), **dict.fromkeys(ready, READY)}
-            future.states.append(bytes(state.get(block_hash, 0) for block_hash in hashes))
+            future.states.append(bytes(state.get(block_hash, 0) for block_hash in split(group.keys)))
         future.wait_s, future.asking = wait_s, asking
         return self.end(future, leased=bool(coming or shared))
 
@@ -147,6 +145,10 @@ class FakeWorkerClient:
 
     def close(self) -> None:
         self.closed = True
+
+
+def split(keys: bytes) -> list[bytes]:
+    return [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
 
 
 def block_hash(number: int) -> bytes:

@@ -46,23 +46,20 @@ class LiveAdapters:
 
     def __init__(self, manager: Any, config: LoRAConfig | None, changed: Callable[[], None]) -> None:
         self._manager, self._changed = manager, changed
-        self._read = getattr(manager, "_load_adapter", None)
+        self._read = getattr(manager, "_load_adapter", None) if config is not None else None
+        """vLLM's method; None if the adapters are unknown."""
         self._contents: dict[int, tuple[str, bytes]] = {}
         """Path and digest of the adapters read last, by number."""
         self._unreadable = set[int]()
         """Numbers of adapters whose contents are unknown."""
         self._ahead: dict[int, tuple[float, Any]] = {}
         """Adapters read ahead, with the time; at most as many as the GPU has slots."""
-        self._reported: Mapping[int, tuple[str, bytes]] | None = None
-        self._reported_numbers = set[int]()
-        self._is_new = False
         if self._read is None or config is None:
             return
         self._most_ahead = config.max_loras
         names = ("lora_dtype", "enable_tower_connector_lora", "enable_mixed_moe_lora_format", "enable_moe_shared_loras")
         only = sorted(set(config.target_modules)) if config.target_modules is not None else None
         self._settings = f"{[str(getattr(config, name)) for name in names]} {only}"
-        self._reported = {}
         manager._load_adapter = self._load
 
     def contents(self) -> Mapping[int, tuple[str, bytes]] | None:
@@ -70,26 +67,18 @@ class LiveAdapters:
 
         Adapters dropped from vLLM's cache are not included: vLLM will read their files again.
         """
-        if self._reported is None:
+        if self._read is None:
             return None
-        loaded = self._loaded_numbers()
-        if self._is_new or loaded != self._reported_numbers:
-            self._is_new, self._reported_numbers = False, loaded
-            known = {each: of for each, of in self._contents.items() if each in loaded}
-            self._reported = known | dict.fromkeys(self._unreadable, ("", UNREADABLE))
-        return self._reported
+        return self._loaded() | dict.fromkeys(self._unreadable, ("", UNREADABLE))
 
     def read_ahead(self, wanted: Iterable[LoRARequest]) -> None:
         """Read adapters that vLLM has not loaded. When it loads them, it gets these instead of their files."""
-        for lora in wanted:
+        for lora in wanted if self._read is not None else ():
             number = lora.lora_int_id
-            if self._reported is None:
-                return
             if number in self._loaded_numbers():
                 if number in self._contents:
                     # Its path does not matter: vLLM uses the adapter with this number.
                     self._contents[number] = lora.lora_path, self._contents[number][1]
-                    self._is_new = True
                 else:  # it was loaded in an unknown way
                     self._mark_unreadable(number)
                 continue
@@ -106,12 +95,10 @@ class LiveAdapters:
 
     def forget_absent(self) -> None:
         """Forget adapters that vLLM has not loaded: their contents may have changed when they are read again."""
-        if self._reported is not None:
+        if self._read is not None:
             self._ahead.clear()
             self._unreadable.clear()
-            loaded = self._loaded_numbers()
-            self._contents = {each: of for each, of in self._contents.items() if each in loaded}
-            self._is_new = True
+            self._contents = self._loaded()
 
     def _load(self, request: LoRARequest) -> Any:
         """Replacement of vLLM's ``_load_adapter``."""
@@ -124,6 +111,10 @@ class LiveAdapters:
     def _loaded_numbers(self) -> set[int]:
         """Return the numbers of adapters in vLLM's memory, or read ahead for it."""
         return {*self._manager.list_adapters(), *self._ahead}
+
+    def _loaded(self) -> dict[int, tuple[str, bytes]]:
+        """Return path and digest of these, where known."""
+        return {each: self._contents[each] for each in self._loaded_numbers() if each in self._contents}
 
     def _record(self, request: LoRARequest, adapter: Any) -> None:
         """Record an adapter that was read. A failure must cost an engine no more than its shared blocks."""
@@ -141,7 +132,6 @@ class LiveAdapters:
         else:
             self._contents[number] = request.lora_path, content
             self._unreadable.discard(number)
-        self._is_new = True
         if before not in (UNREADABLE, content):
             self._changed()
 
@@ -149,7 +139,6 @@ class LiveAdapters:
         if len(self._unreadable) >= MAX_REMEMBERED:
             self._unreadable.clear()
         self._unreadable.add(number)
-        self._is_new = True
 
     def _digest(self, adapter: Any) -> bytes:
         """Return a digest of an adapter as vLLM has read it: its values, and samples of its tensors."""

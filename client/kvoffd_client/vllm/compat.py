@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -28,6 +27,7 @@ def release_of(version: str) -> tuple[int, int] | None:
     return int(parts[0]), int(parts[1])
 
 
+V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
 USED = {
     "vllm.config:AttentionConfig": "backend hisparse_config indexer_kv_dtype use_non_causal",
     "vllm.config:AuxOutputConfig": "enabled",
@@ -58,19 +58,21 @@ USED = {
         model_config num_lookahead_tokens num_speculative_tokens offload_config parallel_config scheduler_config
         speculative_config use_v2_model_runner""",
     "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory": "register_connector",
-    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1": "_get_connector_metadata",
-    "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorRole": "WORKER",
-    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.common:OffloadingWorkerMetadata": "aggregate",
-    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:OffloadingConnectorScheduler": """
-        _update_req_states config""",
-    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:RequestOffloadState": "max_offload_tokens",
-    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler:SchedulerOffloadConfig": "supports_partial_tail",
-    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker:OffloadingConnectorWorker": """
-        prepare_store_kv start_kv_transfers""",
-    "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector:OffloadingConnector": """
+    f"{V1}.base:KVConnectorBase_V1": "_get_connector_metadata",
+    f"{V1}.base:KVConnectorRole": "WORKER",
+    f"{V1}.base:KVConnectorTransferResults": "failed_recving finished_recving finished_sending",
+    f"{V1}.offloading.common:OffloadingConnectorMetadata": "jobs_to_flush load_jobs store_jobs",
+    f"{V1}.offloading.common:OffloadingWorkerMetadata": "aggregate completed_jobs transfer_stats",
+    f"{V1}.offloading.common:TransferJob": "dst_spec req_id src_spec",
+    f"{V1}.offloading.scheduler:OffloadingConnectorScheduler": """
+        _current_batch_allocated_block_ids _update_req_states config manager""",
+    f"{V1}.offloading.scheduler:RequestOffloadState": "max_offload_tokens",
+    f"{V1}.offloading.scheduler:SchedulerOffloadConfig": "supports_partial_tail",
+    f"{V1}.offloading.worker:OffloadingConnectorWorker": "prepare_store_kv spec start_kv_transfers worker",
+    f"{V1}.offloading_connector:OffloadingConnector": """
         bind_gpu_block_pool build_connector_meta build_connector_worker_meta build_prom_metrics get_finished
-        get_num_new_matched_tokens get_required_kvcache_layout handle_preemptions has_pending_push_work on_new_request
-        register_kv_caches requires_piecewise_for_cudagraph reset_cache update_connector_output
+        get_num_new_matched_tokens get_required_kvcache_layout handle_preemptions has_pending_push_work
+        on_new_request register_kv_caches requires_piecewise_for_cudagraph reset_cache update_connector_output
         update_state_after_alloc""",
     "vllm.lora.request:LoRARequest": "load_inplace lora_int_id lora_name lora_path",
     "vllm.v1.core.block_pool:BlockPool": "get_new_blocks get_usage kv_event_queue",
@@ -87,11 +89,16 @@ USED = {
     "vllm.v1.kv_offload.base:CanonicalKVCacheRef": "page_size_bytes tensor_idx",
     "vllm.v1.kv_offload.base:CanonicalKVCacheTensor": "tensor",
     "vllm.v1.kv_offload.base:CanonicalKVCaches": "group_data_refs tensors",
+    "vllm.v1.kv_offload.base:GPULoadStoreSpec": "block_ids block_indices group_sizes",
     "vllm.v1.kv_offload.base:Locality": "LOCAL",
+    "vllm.v1.kv_offload.base:LookupResult": "HIT HIT_PENDING MISS RETRY",
     "vllm.v1.kv_offload.base:Medium": "STORAGE",
     "vllm.v1.kv_offload.base:OffloadPolicy": "REQUEST_LEVEL",
     "vllm.v1.kv_offload.base:OffloadingSpec": "blocks_per_chunk config tokens_per_block tokens_per_hash",
+    "vllm.v1.kv_offload.base:ReqContext": """
+        get_offload_key_position kv_hints kv_transfer_params load_tier_filter req_id""",
     "vllm.v1.kv_offload.base:TierFilter": "allows",
+    "vllm.v1.kv_offload.base:TransferResult": "job_id success transfer_size transfer_time",
     "vllm.v1.kv_offload.config:OffloadingCacheConfig": "blocks_per_chunk tokens_per_hash",
     "vllm.v1.kv_offload.config:OffloadingConfig": """
         cache enable_kv_cache_events engine_id extra_config groups kv_cache_layout model parallel replicated_layout""",
@@ -107,6 +114,17 @@ USED = {
         shared_prefix_boundary skip_reading_prefix_cache""",
 }
 """Attributes that the connector reads, by class of vLLM. A test finds missing ones."""
+
+SIGNATURES = {
+    f"{V1}.offloading.scheduler:OffloadingConnectorScheduler._update_req_states": "scheduler_output",
+    f"{V1}.offloading.worker:OffloadingConnectorWorker.prepare_store_kv": "metadata",
+    f"{V1}.offloading.worker:OffloadingConnectorWorker.start_kv_transfers": "metadata",
+    f"{V1}.offloading_connector:OffloadingConnector.__init__": "vllm_config role kv_cache_config",
+    "vllm.v1.core.block_pool:BlockPool.get_new_blocks": "num_blocks",
+    "vllm.v1.kv_offload.base:OffloadingSpec.__init__": "config",
+    "vllm.v1.kv_offload.base:make_offload_key": "block_hash group_idx",
+}
+"""Parameters of functions that the connector calls or replaces."""
 
 HAS_DEFECTS_OF_0_32 = release_of(vllm.__version__) == (0, 32)
 """Whether this vLLM needs ``forget_session_blocks`` and ``record_scheduled_blocks``."""
@@ -127,22 +145,37 @@ def require_vllm() -> None:
             f"It was tested with vLLM {_TESTED}."
         )
     try:
-        changed = [name for name, holds in _checks().items() if not _is_true(holds)]
-        changed += _lacking()
+        changed = _changes()
     except ImportError as error:
         changed = [str(error)]
     _refuse(changed)
 
 
-def _lacking() -> list[str]:
-    """Return what is in USED but not in this vLLM. Raises ImportError if a module has moved."""
-    lacking = []
+def _changes() -> list[str]:
+    """Return what in this vLLM differs from USED and SIGNATURES. Raises ImportError if a module has moved."""
+    changed = []
     for place, names in USED.items():
-        module, _, name = place.partition(":")
-        cls = getattr(import_module(module), name, None)
+        name, cls = _find(place)
         known = _names_of(cls) if isinstance(cls, type) else set()
-        lacking += [f"{name}.{one}" for one in names.split() if one not in known]
-    return lacking
+        changed += [f"{name}.{one}" for one in names.split() if one not in known]
+    for place, names in SIGNATURES.items():
+        name, function = _find(place)
+        parameters = inspect.signature(function).parameters if callable(function) else ()
+        if [one for one in parameters if one != "self"] != names.split():
+            changed.append(f"{name}'s parameters")
+    _, make_key = _find("vllm.v1.kv_offload.base:make_offload_key")
+    if not changed and make_key(b"h" * 32, 7) != b"h" * 32 + b"\0\0\0\7":
+        changed.append("make_offload_key")
+    return changed
+
+
+def _find(place: str) -> tuple[str, Any]:
+    """Return the name in ``place`` and what it names, None if that is gone."""
+    module, _, name = place.partition(":")
+    found: Any = import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return name, found
 
 
 def _names_of(cls: type) -> set[str]:
@@ -168,13 +201,6 @@ def _refuse(changed: list[str]) -> None:
         )
 
 
-def _is_true(holds: Callable[[], bool]) -> bool:
-    try:
-        return holds()
-    except Exception:  # of any kind, in another release
-        return False
-
-
 def untested() -> str:
     """Return a sentence if this vLLM is not a tested release, else an empty string."""
     if _RELEASE.fullmatch(vllm.__version__) and release_of(vllm.__version__) in TESTED:
@@ -194,66 +220,6 @@ def check_version(*, strict: bool) -> None:
     """Raise ValueError if ``strict`` requires a tested release and this vLLM is not one."""
     if strict and (sentence := untested()):
         raise ValueError(f"kvoffd cannot serve this engine because strict_version is set. {sentence}")
-
-
-def _checks() -> dict[str, Callable[[], bool]]:
-    """Return checks of what the connector needs, by name. Raises ImportError if a module has moved."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading import common
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
-    from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.kv_offload import base
-
-    def parameters(function: Any, *names: str) -> Callable[[], bool]:
-        return lambda: tuple(inspect.signature(function).parameters) == ("self", *names)
-
-    def fields(cls: Any, *names: str) -> Callable[[], bool]:
-        return lambda: {*names} <= {item.name for item in dataclasses.fields(cls)}
-
-    def attributes(cls: Any, *names: str) -> Callable[[], bool]:
-        return lambda: {*names} <= {*cls.__init__.__code__.co_names}
-
-    def block_lists() -> bool:
-        spec = base.GPULoadStoreSpec([3], [1], [0])
-        return (list(spec.block_ids), list(spec.group_sizes), list(spec.block_indices)) == ([3], [1], [0])
-
-    def positions() -> bool:
-        context = base.ReqContext("request")
-        context.set_offload_key_position(b"key", 32)
-        position, request_id = context.get_offload_key_position(b"key"), context.req_id
-        return (position, request_id) == (32, "request") and hasattr(context, "load_tier_filter")
-
-    jobs = ("load_jobs", "store_jobs", "jobs_to_flush")
-    half = OffloadingConnectorWorker
-    return {
-        "OffloadingSpec's constructor": parameters(base.OffloadingSpec.__init__, "config"),
-        "OffloadingConnector's constructor": parameters(
-            OffloadingConnector.__init__, "vllm_config", "role", "kv_cache_config"
-        ),
-        "the scheduler half's manager and blocks of a step": attributes(
-            OffloadingConnectorScheduler, "manager", "_current_batch_allocated_block_ids"
-        ),
-        "the scheduler half's _update_req_states": parameters(
-            OffloadingConnectorScheduler._update_req_states, "scheduler_output"
-        ),
-        "BlockPool's get_new_blocks": parameters(BlockPool.get_new_blocks, "num_blocks"),
-        "the worker half's worker and spec": attributes(half, "worker", "spec"),
-        "the worker half's prepare_store_kv": parameters(half.prepare_store_kv, "metadata"),
-        "the worker half's start_kv_transfers": parameters(half.start_kv_transfers, "metadata"),
-        "TransferJob's fields": fields(common.TransferJob, "req_id", "src_spec", "dst_spec"),
-        "OffloadingConnectorMetadata's fields": fields(common.OffloadingConnectorMetadata, *jobs),
-        "OffloadingWorkerMetadata's fields": fields(
-            common.OffloadingWorkerMetadata, "completed_jobs", "transfer_stats"
-        ),
-        "KVConnectorTransferResults": lambda: bool(KVConnectorTransferResults(failed_recving=set())),
-        "TransferResult": lambda: bool(base.TransferResult(1, True, transfer_size=1, transfer_time=1.0)),
-        "GPULoadStoreSpec": block_lists,
-        "make_offload_key": lambda: base.make_offload_key(b"h" * 32, 7) == b"h" * 32 + b"\0\0\0\7",
-        "LookupResult": lambda: {"HIT", "HIT_PENDING", "MISS", "RETRY"} == {one.name for one in base.LookupResult},
-        "ReqContext": positions,
-    }
 
 
 def forget_session_blocks(scheduler: Any, request_ids: Iterable[str]) -> None:

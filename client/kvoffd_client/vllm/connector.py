@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -43,6 +44,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from kvoffd_client.vllm.adapters import LiveAdapters
+from kvoffd_client.vllm.block_tokens import HostBlockEvents
 from kvoffd_client.vllm.config import check_engine, check_groups, machine_id, parse_options
 from kvoffd_client.vllm.connector_metadata import ConnectorMetadata, WorkerReport
 from kvoffd_client.vllm.do_no_harm import largest_chunk_of
@@ -50,7 +52,7 @@ from kvoffd_client.vllm.engine_namespace import MemoryReport
 from kvoffd_client.vllm.fingerprint import collect_factors, label_of, namespace_of
 from kvoffd_client.vllm.live_weights import LiveWeights, has_experts_elsewhere
 from kvoffd_client.vllm.load_admission import LoadAdmission
-from kvoffd_client.vllm.log import StoreRefusalFilter, logger
+from kvoffd_client.vllm.log import is_no_refusal, logger
 from kvoffd_client.vllm.manager import ASSUMED_CPU_RATE, ASSUMED_RATE, KvoffdManager
 from kvoffd_client.vllm.spec import KvoffdSpec, name_spec
 from kvoffd_client.vllm.worker import KvoffdWorker
@@ -107,7 +109,7 @@ class KvoffdConnector(OffloadingConnector):
             logger.info("kvoffd: kv_load_failure_policy was %r and is now 'recompute'.", policy)
         if sentence := untested():
             logger.warning("kvoffd: %s", sentence)
-        StoreRefusalFilter.install(STORE_LOGGER)
+        logging.getLogger(STORE_LOGGER).addFilter(is_no_refusal)
         self._manager: KvoffdManager = self.connector_scheduler.manager
         self._admission = LoadAdmission(
             vllm_config, kv_cache_config, clock=self._manager.clock, is_loading=self._manager.is_loading
@@ -119,7 +121,6 @@ class KvoffdConnector(OffloadingConnector):
         groups = [kv_cache_config.kv_cache_groups[group.group_id] for group in offloading.groups]
         specs = [next(iter(iter_layer_specs(one.kv_cache_spec))) for one in groups]
         self._full_attention_groups = [index for index, spec in enumerate(specs) if isinstance(spec, FullAttentionSpec)]
-        kinds = {index: get_kv_cache_spec_kind(specs[index]).value for index in self._full_attention_groups}
         pages = [spec.page_size_bytes * len(one.layer_names) for spec, one in zip(specs, groups, strict=True)]
         self._manager.loads, self._manager.stores = transfer_config.is_kv_consumer, transfer_config.is_kv_producer
         self._manager.begin_engine(
@@ -130,11 +131,15 @@ class KvoffdConnector(OffloadingConnector):
                 index for index, spec in enumerate(specs) if getattr(spec, "mamba_cache_mode", "") == "align"
             ],
             tail_tokens=offloading.cache.tokens_per_hash * self.connector_scheduler.config.supports_partial_tail,
-            event_kinds=kinds if offloading.enable_kv_cache_events else None,
-            blocks_per_chunk=offloading.cache.blocks_per_chunk,
-            hash_function=get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo),
             assumed_rate=ASSUMED_CPU_RATE if current_platform.is_cpu() else ASSUMED_RATE,
         )
+        if offloading.enable_kv_cache_events:
+            self._manager.events = HostBlockEvents(
+                {index: self._manager.groups[index] for index in self._full_attention_groups},
+                {index: get_kv_cache_spec_kind(specs[index]).value for index in self._full_attention_groups},
+                offloading.cache.blocks_per_chunk,
+                get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo),
+            )
         self._has_windows_or_states = len(self._full_attention_groups) < len(groups)
         self._dropped_tokens = self._block_tokens if drops_block and not self._has_windows_or_states else 0
         """Tokens that vLLM finds in its own cache and computes again, for the hidden states that EAGLE and MTP read."""
@@ -183,20 +188,18 @@ class KvoffdConnector(OffloadingConnector):
         in one message.
         """
         worker: KvoffdWorker = self.connector_worker.worker
-        weights = self._weights
-        if isinstance(kv_connector_metadata, ConnectorMetadata):
-            self._adapters.read_ahead(kv_connector_metadata.adapters)
+        weights, generation = self._weights, kv_connector_metadata.generation
+        self._adapters.read_ahead(kv_connector_metadata.adapters)
         if weights.changed:
             # Unsent stores must fail: their blocks may be of the old or the new weights.
             worker.leave()
-        if isinstance(kv_connector_metadata, ConnectorMetadata):
-            generation, namespace = kv_connector_metadata.generation, kv_connector_metadata.namespace
-            if generation is not None and generation > self._generation:
-                self._generation = generation
-                self._digest = weights.digest()
-                self._adapters.forget_absent()
-            if namespace is not None and generation == self._generation and not weights.changed:
-                worker.join(namespace)
+        if generation is not None and generation > self._generation:
+            self._generation = generation
+            self._digest = weights.digest()
+            self._adapters.forget_absent()
+        namespace = kv_connector_metadata.namespace
+        if namespace is not None and generation == self._generation and not weights.changed:
+            worker.join(namespace)
         super().handle_preemptions(kv_connector_metadata)
         self.connector_worker.start_kv_transfers(kv_connector_metadata)
         worker.flush()
@@ -207,9 +210,9 @@ class KvoffdConnector(OffloadingConnector):
         vLLM does so in wait_for_save(), which Model Runner V1 with speculative decoding calls only in the last pipeline
         stage. Loads have started in handle_preemptions().
         """
-        metadata = self._get_connector_metadata()
+        metadata: ConnectorMetadata = self._get_connector_metadata()
         self.connector_worker.prepare_store_kv(metadata)
-        if isinstance(metadata, ConnectorMetadata) and metadata.starts_stores:
+        if metadata.starts_stores:
             self.connector_worker.start_kv_transfers(OffloadingConnectorMetadata({}, {}))
 
     def wait_for_save(self) -> None:
@@ -275,8 +278,9 @@ class KvoffdConnector(OffloadingConnector):
         vLLM's own offloading loads: with EAGLE that includes the block that vLLM's cache drops for the draft.
         """
         self._manager.namespace.ask()
-        if elsewhere := _is_prefilled_elsewhere(request):  # the other connector deletes the mark
-            self._manager.set_prefilled_elsewhere(request.request_id)
+        # A prefill instance computed the prompt, and its connector (NIXL, Mooncake) loads it and deletes the mark.
+        elsewhere = bool((request.kv_transfer_params or {}).get("do_remote_prefill"))
+        self._manager.requests[request.request_id].prefilled_elsewhere |= elsewhere
         tokens, loads = None, False
         if not self._manager.awaits_adapter(request):
             most = (request.num_tokens - 1) // self._block_tokens * self._block_tokens
@@ -296,7 +300,7 @@ class KvoffdConnector(OffloadingConnector):
         tokens, loads = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if self._manager.look_up_tails(request, num_computed_tokens):
             tokens, loads = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        if self._manager.awaits_tail(request):
+        if self._manager.requests[name].awaits_tail:  # vLLM defers a request for one only without other hits
             tokens = None
         self._manager.record_scan(request, num_computed_tokens, tokens)
         if tokens is None:
@@ -307,7 +311,7 @@ class KvoffdConnector(OffloadingConnector):
             tokens, loads = 0, False
         admitted = admission.admits(request, num_computed_tokens + tokens, loads=loads)
         if admitted is False:
-            self._manager.refuse_load(name, tokens)
+            self._manager.refuse_load(name)
         return (tokens, loads) if admitted else (None if admitted is None else 0, False)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -339,11 +343,12 @@ class KvoffdConnector(OffloadingConnector):
         self._new_blocks.clear()
         self._begun_blocks.clear()
         generation, joined = namespace.begin_step()
-        adapters = self._manager.adapters.take_wanted()
-        if generation is None and not adapters and not starts_stores:
-            return meta
         return ConnectorMetadata(
-            **vars(meta), generation=generation, namespace=joined, adapters=adapters, starts_stores=starts_stores
+            **vars(meta),
+            generation=generation,
+            namespace=joined,
+            adapters=self._manager.adapters.take_wanted(),
+            starts_stores=starts_stores,
         )
 
     def has_pending_push_work(self) -> bool:
@@ -464,12 +469,6 @@ class KvoffdConnector(OffloadingConnector):
         status = self.connector_scheduler._req_status.get(request_id)
         most = status.max_offload_tokens if status is not None else None
         return inf if most is None else most
-
-
-def _is_prefilled_elsewhere(request: Request) -> bool:
-    """Return whether a prefill instance computed the prompt and its connector (NIXL, Mooncake) loads it."""
-    params = request.kv_transfer_params or {}
-    return bool(params.get("do_remote_prefill"))
 
 
 require_methods(KvoffdConnector, KvoffdManager, KvoffdSpec, KvoffdWorker)

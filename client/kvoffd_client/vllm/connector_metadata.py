@@ -139,19 +139,13 @@ class WorkerReport(OffloadingWorkerMetadata):
 
     def aggregate(self, other: Any) -> WorkerReport:
         merged = super().aggregate(other)
-        if not isinstance(other, WorkerReport):
-            other = WorkerReport()
         credits_bytes = [one.credit_bytes for one in (self, other) if one.credit_bytes is not None]
-        # All ranks have the same tokens of a job.
-        slowest = {
-            job_id: max(self.load_times.get(job_id, (0, 0.0)), other.load_times.get(job_id, (0, 0.0)))
-            for job_id in self.load_times.keys() | other.load_times.keys()
-        }
         return WorkerReport(
             merged.completed_jobs,
             merged.transfer_stats,
             {**other.failed_jobs, **self.failed_jobs},
-            slowest,
+            # All ranks have the same tokens of a job, so the slowest one is last.
+            dict(sorted([*self.load_times.items(), *other.load_times.items()])),
             min(credits_bytes, default=None),
             self.memory | other.memory,
             max(self.waited_s, other.waited_s),

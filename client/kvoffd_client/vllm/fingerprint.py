@@ -44,18 +44,6 @@ PROBE_TOKENS = tuple(range(1, 17))
 # The origin of a configuration, not its contents.
 VOLATILE_CONFIG_KEYS = frozenset({"_commit_hash", "_name_or_path", "transformers_version"})
 
-# Fields of MultiModalConfig; see ``_multimodal``.
-MULTIMODAL_FIELDS = (
-    "language_model_only",
-    "media_io_kwargs",
-    "mm_device_do_normalize",
-    "mm_encoder_attn_dtype",
-    "mm_hasher_algorithm",
-    "mm_processor_kwargs",
-    "video_pruning_method",
-    "video_pruning_rate",
-)
-
 # Configuration of a local model's processor; a hub's model has a commit.
 PROCESSOR_FILES = "*processor_config.json"
 
@@ -75,39 +63,41 @@ MEDIA_PACKAGES = (
     "transformers",
 )
 
-# Fields of KernelConfig.
-BACKENDS = ("linear_backend", "linear_backend_per_quant", "moe_backend")
-
 # Functions of torch.cpu.
 CPU_INSTRUCTIONS = ("_is_avx512_supported", "_is_avx512_bf16_supported", "_is_amx_tile_supported")
-
-# Variables of vllm.envs that change numbers by more than rounding, and are not covered by other factors.
-ENVIRONMENT = (
-    "VLLM_B12X_MOE_FP4_FORCE_A16",
-    "VLLM_BATCH_INVARIANT",
-    "VLLM_CPU_INT4_W4A8",
-    "VLLM_DEEPEPLL_NVFP4_DISPATCH",
-    "VLLM_FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE",
-    "VLLM_FLOAT32_MATMUL_PRECISION",
-    "VLLM_HUMMING_INPUT_QUANT_CONFIG",
-    "VLLM_HUMMING_ONLINE_QUANT_CONFIG",
-    "VLLM_HUMMING_USE_F16_ACCUM",
-    "VLLM_MARLIN_INPUT_DTYPE",
-    "VLLM_MEDIA_CONNECTOR",
-    "VLLM_MOE_ROUTING_SIMULATION_STRATEGY",
-    "VLLM_USE_DEEP_GEMM_E8M0",
-    "VLLM_VIDEO_LOADER_BACKEND",
-)
 
 # Speculative methods whose drafts have no KV cache.
 METHODS_WITHOUT_KV = frozenset({"mlp_speculator", "medusa", "ngram", "ngram_gpu", "suffix"})
 
-JUDGED_FIELDS = Path(__file__).with_name("judged_fields.txt")
-"""List of the fields of vLLM's configuration by class, with the reason why each is a factor or not."""
-
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".py")
 SAMPLES_PER_FILE = 256
 SAMPLE_BYTES = 256
+
+
+JUDGED_FIELDS = Path(__file__).with_name("judged_fields.txt")
+"""List of the fields of vLLM's configuration by class, with the reason why each is a factor or not."""
+
+
+def judged_fields(*verdicts: str) -> dict[str, dict[str, str]]:
+    """Return the fields of each class in ``JUDGED_FIELDS`` that have one of these verdicts, or any if none is given.
+
+    Each with the only release that has it, or ``""``.
+    """
+    judged: dict[str, dict[str, str]] = {}
+    fields, is_wanted = dict[str, str](), False
+    for line in JUDGED_FIELDS.read_text().splitlines():
+        if line.startswith("    "):
+            if is_wanted:
+                fields.update((field, release) for field, _, release in (each.partition("@") for each in line.split()))
+        elif line.startswith("  "):
+            is_wanted = not verdicts or line.strip().partition(":")[0] in verdicts
+        elif line and not line.startswith("#"):
+            fields = judged[line] = {}
+    return judged
+
+
+FACTORS = judged_fields("in")
+"""Fields by class that are factors. Of ``KernelConfig``, ``MultiModalConfig`` and the environment all are read."""
 
 
 def namespace_of(factors: Mapping[str, Any], label: str) -> NamespaceSpec:
@@ -191,18 +181,6 @@ def collect_factors(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, sal
             for group in offloading.groups
         ],
     }
-
-
-def judged_fields() -> dict[str, dict[str, str]]:
-    """Return the fields of each class in ``JUDGED_FIELDS``, each with the only release that has it, or ``""``."""
-    judged: dict[str, dict[str, str]] = {}
-    fields: dict[str, str] = {}
-    for line in JUDGED_FIELDS.read_text().splitlines():
-        if line.startswith("    "):
-            fields.update((field, release) for field, _, release in (each.partition("@") for each in line.split()))
-        elif line and not line.startswith((" ", "#")):
-            fields = judged[line] = {}
-    return judged
 
 
 def unjudged(vllm_config: VllmConfig) -> dict[str, object]:
@@ -289,7 +267,7 @@ def _config_digest(model: ModelConfig) -> str:
 def _computation(vllm_config: VllmConfig) -> str:
     """Return a digest of settings outside the model that change attention, or may change anything."""
     attention, kernels = vllm_config.attention_config, vllm_config.kernel_config
-    is_quantized = bool(vllm_config.model_config.quantization)
+    backends = sorted(FACTORS["KernelConfig"]) if vllm_config.model_config.quantization else []
     return digest(
         {
             "non_causal": _plain(attention.use_non_causal),
@@ -298,8 +276,8 @@ def _computation(vllm_config: VllmConfig) -> str:
             "additional": _plain(vllm_config.additional_config),
             "plugins": _plugins(),
             # Kernels for quantized weights differ in how they quantize activations.
-            "backends": [_plain(getattr(kernels, name, None)) for name in BACKENDS] if is_quantized else [],
-            "environment": {name: _plain(getattr(envs, name, None)) for name in ENVIRONMENT},
+            "backends": [_plain(getattr(kernels, name, None)) for name in backends],
+            "environment": {name: _plain(getattr(envs, name, None)) for name in FACTORS["environment"]},
         }
     )
 
@@ -314,7 +292,7 @@ def _multimodal(model: ModelConfig) -> str:
         return ""
     processor = {path.name: digest(path.read_text()) for path in Path(model.model).glob(PROCESSOR_FILES)}
     packages = _versions(*MEDIA_PACKAGES)
-    fields = {name: _plain(getattr(model.multimodal_config, name, None)) for name in MULTIMODAL_FIELDS}
+    fields = {name: _plain(getattr(model.multimodal_config, name, None)) for name in FACTORS["MultiModalConfig"]}
     return digest({**fields, "processor": processor, "packages": packages})
 
 

@@ -37,7 +37,6 @@ class _Envelope(Struct):
 
     actions: list[Any]
     protocol_version: str = "1"
-    message_id: str = ""
 
 
 class _Action(Struct):

@@ -14,18 +14,10 @@ if not _client_logger.handlers:
     _client_logger.parent = logger
 
 
-class StoreRefusalFilter(logging.Filter):
-    """Drops vLLM's warnings about deferred stores.
+def is_no_refusal(record: logging.LogRecord) -> bool:
+    """Return whether a record is not vLLM's warning about a deferred store.
 
     This connector normally defers stores while the daemon is busy. They are offered again in the next step, and
     counted; a line per request and step would flood the engine's log.
     """
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not str(record.msg).endswith("cannot store chunks")
-
-    @classmethod
-    def install(cls, logger_name: str) -> None:
-        target = logging.getLogger(logger_name)
-        if not any(isinstance(item, cls) for item in target.filters):
-            target.addFilter(cls())
+    return not str(record.msg).endswith("cannot store chunks")

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 from msgspec import structs
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
-from vllm.utils.hashing import sha256
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
@@ -244,6 +243,8 @@ class KvoffdManager(OffloadingManager):
 
     Attributes:
         namespace: the engine's namespace and connection. The connector calls leave() before reset_cache().
+        groups: the offloaded groups, by index on the wire.
+        requests: states of unfinished requests by id.
         events: publisher of the daemon's blocks; None if the engine publishes no KV events.
         loads, stores: vLLM's kv_role. Without ``loads`` everything is a miss, without ``stores`` nothing is stored.
     """
@@ -259,7 +260,7 @@ class KvoffdManager(OffloadingManager):
         do_no_harm: bool = True,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._groups = tuple(groups)
+        self.groups = tuple(groups)
         self.clock, self._sleep = clock, sleep
         self._do_no_harm = do_no_harm
         self._deadline_s, self._disk_wait_s = deadline_s, disk_wait_s
@@ -273,7 +274,7 @@ class KvoffdManager(OffloadingManager):
         """Keys of stores that no worker has reported as ended, with their bytes."""
         self._outstanding_bytes = 0
         self.events: HostBlockEvents | None = None
-        self._requests: dict[str, RequestState] = {}
+        self.requests: dict[str, RequestState] = {}
         self._loading: dict[str, KeyedLookup] = {}
         self._ended_loads = 0
         self._counters = metrics.Counters()
@@ -308,31 +309,24 @@ class KvoffdManager(OffloadingManager):
         largest_chunk: int,
         state_groups: Collection[int] = (),
         tail_tokens: int = 0,
-        event_kinds: Mapping[int, str] | None = None,
-        blocks_per_chunk: int = 1,
-        hash_function: Callable[[Any], bytes] = sha256,
         assumed_rate: float = ASSUMED_RATE,
     ) -> None:
         """Set properties of the engine's configuration, before the first request.
 
         ``shard_bytes``: bytes of one worker's shard of a block, by group on the wire. ``state_groups``: groups of
         recurrent layers, whose states vLLM offers separately. ``tail_tokens``: tokens per hash if tails are stored,
-        else 0. ``event_kinds``: kinds of the groups of full attention, if the engine publishes KV events. For the
-        others see ``HostBlockEvents`` and ``PrefillRate``.
+        else 0. For the others see ``PrefillRate``.
         """
         self._tail_tokens = tail_tokens
         self._shard_bytes = dict(zip(self._positions, shard_bytes, strict=True))
-        self._state_suffixes = {self._groups[index].suffix for index in state_groups}
-        if event_kinds is not None:
-            groups = {index: self._groups[index] for index in event_kinds}
-            self.events = HostBlockEvents(groups, event_kinds, blocks_per_chunk, hash_function)
+        self._state_suffixes = {self.groups[index].suffix for index in state_groups}
         self._assumed_rate = assumed_rate
         prefill = PrefillRate(self.clock, most_running, largest_chunk)
         self.harm = DoNoHarm(self.clock, prefill, active=self._do_no_harm)
 
     def look_up(self, request: Request) -> None:
         """Look up all complete chunks of a request that vLLM has announced, and its tails, if lookups are possible."""
-        state, namespace = self._requests[request.request_id], self.namespace
+        state, namespace = self.requests[request.request_id], self.namespace
         state.request = request
         if request.skip_reading_prefix_cache and request.pooling_params is not None:
             logger.info_once(  # type: ignore[attr-defined]
@@ -348,7 +342,7 @@ class KvoffdManager(OffloadingManager):
         if not self._may_load(state):
             return
         chunks, tails = dict[int, Sequence[bytes]](), state.tails
-        for index, group in enumerate(self._groups):
+        for index, group in enumerate(self.groups):
             if (found := group.hashes(request.block_hashes)) or index in tails:
                 chunks[index] = found
         if chunks:
@@ -368,7 +362,7 @@ class KvoffdManager(OffloadingManager):
 
         vLLM asks for each position inside the chunk after the last one that is a hit, in all groups.
         """
-        state = self._requests[request.request_id]
+        state = self.requests[request.request_id]
         if not (wanted := state.wanted_tails):
             return False
         tails: dict[int, list[bytes]] = {}
@@ -383,10 +377,6 @@ class KvoffdManager(OffloadingManager):
         state.asks_tails = False  # the second scan takes what is known
         return True
 
-    def awaits_tail(self, request: Request) -> bool:
-        """Return whether to defer a request after its scan for a tail; vLLM does so only without other hits."""
-        return self._requests[request.request_id].awaits_tail
-
     def _send_hints(self, state: RequestState, *, has_ended: bool) -> None:
         """Pass on a request's hints: ``kv.release`` at its end, ``kv.prefetch`` at its start, ``kv.retain`` at both, to
         include what was generated and to have its time begin at the end."""
@@ -394,7 +384,7 @@ class KvoffdManager(OffloadingManager):
             if hint.action is not (HintAction.PREFETCH if has_ended else HintAction.RELEASE):
                 groups = [
                     _group_keys(index, hashes, state.adapter)
-                    for index, group in enumerate(self._groups)
+                    for index, group in enumerate(self.groups)
                     if (hashes := group.hashes(state.request.block_hashes)[-(-hint.start // group.tokens_per_chunk) :])
                 ]
                 if groups:
@@ -411,7 +401,7 @@ class KvoffdManager(OffloadingManager):
 
     def awaits_adapter(self, request: Request) -> bool:
         """Ask the workers for a request's adapter if it is unknown; return whether the request still waits for it."""
-        state, adapter, now = self._requests[request.request_id], request.lora_request, self.clock()
+        state, adapter, now = self.requests[request.request_id], request.lora_request, self.clock()
         if adapter is None or self._knows_adapter(state):
             return False
         if state.adapter_asked_at is None:
@@ -429,10 +419,6 @@ class KvoffdManager(OffloadingManager):
         barred = state.disabled or state.load_failed or state.request.skip_reading_prefix_cache
         return self.loads and not barred
 
-    def set_prefilled_elsewhere(self, request_id: str) -> None:
-        """Record that another connector loads a request's prompt, which a prefill instance computed."""
-        self._requests[request_id].prefilled_elsewhere = True
-
     def prepare_scan(self, request: Request, computed_tokens: int, *, engine_has_all: bool) -> None:
         """Prepare the results of ``lookup`` for a request before vLLM's scan, which must see a single answer.
 
@@ -440,7 +426,7 @@ class KvoffdManager(OffloadingManager):
         ``computed_tokens`` are in vLLM's own cache, in whole blocks; ``engine_has_all``: as many as it can use, so
         nothing is loaded but a tail.
         """
-        state, namespace = self._requests[request.request_id], self.namespace
+        state, namespace = self.requests[request.request_id], self.namespace
         state.found, state.default_result = {}, _MISS
         state.own_tokens, state.engine_has_all = computed_tokens, engine_has_all
         state.wanted_tails, state.asks_tails, state.awaits_tail = [], False, False
@@ -464,7 +450,7 @@ class KvoffdManager(OffloadingManager):
         if state.pending is not None and not state.pending.future.done:
             tokens = request.num_tokens - computed_tokens
             if state.answer is not None and state.pending.asks_tails_beyond(state.answer):
-                tokens = min(tokens, self._groups[0].tokens_per_chunk)
+                tokens = min(tokens, self.groups[0].tokens_per_chunk)
             self._wait_for_answer(state, state.pending, self._computed_s(request, tokens))
         answered = state.pending
         if answered is not None and answered.future.done:
@@ -512,7 +498,7 @@ class KvoffdManager(OffloadingManager):
         if answer is None:
             return True
         hashes = len(state.request.block_hashes)
-        if sum(hashes // group.hashes_per_chunk for group in self._groups) > answer.asked:
+        if sum(hashes // group.hashes_per_chunk for group in self.groups) > answer.asked:
             return True
         if answer.all_ready and answer.future.leased:
             return now > answer.future.stale_at - REFRESH_S
@@ -530,7 +516,7 @@ class KvoffdManager(OffloadingManager):
         """Return the time; do not count as waited what an idle engine stood still since the last call."""
         before, self._looked_at = self._looked_at, self.clock()
         stood_still_s = self._looked_at - before - STANDSTILL_S
-        for state in self._requests.values() if self._is_idle and stood_still_s > 0 else ():
+        for state in self.requests.values() if self._is_idle and stood_still_s > 0 else ():
             still_s = min(stood_still_s, MOST_STOOD_STILL_S - state.stood_still_s)
             state.stood_still_s += still_s
             state.tier_wait_until += still_s
@@ -603,7 +589,7 @@ class KvoffdManager(OffloadingManager):
         lookup.read = True
         self._replies_s.append(future.answered_at - lookup.sent_at)
         for (index, chunks), states in zip(lookup.chunks.items(), future.states, strict=False):
-            suffix, leading = self._groups[index].suffix, lookup.leading_ready(index)
+            suffix, leading = self.groups[index].suffix, lookup.leading_ready(index)
             lookup.found.update(dict.fromkeys([one + suffix for one in chunks[:leading]], _HIT))
             tails = lookup.tails.get(index, ())
             lookup.found.update(dict.fromkeys([one + suffix for one in tails], _MISS))
@@ -618,7 +604,7 @@ class KvoffdManager(OffloadingManager):
                     lookup.found[one + suffix], lookup.coming[one + suffix] = _PENDING, state
             coming_tails = sum(state in COMING for state in states[len(chunks) :])
             count = len(lookup.coming) - before - max(0, coming_tails - 1)  # one of them is loaded at most
-            tokens = count * self._groups[index].tokens_per_chunk
+            tokens = count * self.groups[index].tokens_per_chunk
             lookup.coming_tokens = max(lookup.coming_tokens, tokens)
 
     def _waits_for_tier(self, state: RequestState, answer: KeyedLookup) -> bool:
@@ -659,10 +645,10 @@ class KvoffdManager(OffloadingManager):
         """Return for each request the tokens of earlier prompts that are neither computed nor being loaded."""
         if self._tokens_before is None:
             self._tokens_before, before = {}, 0
-            for request_id, state in self._requests.items():
+            for request_id, state in self.requests.items():
                 self._tokens_before[request_id] = before
-                if (request := state.request) is not None and request_id not in self._loading:
-                    before += max(0, request.num_prompt_tokens - request.num_computed_tokens)
+                if request_id not in self._loading:
+                    before += max(0, state.request.num_prompt_tokens - state.request.num_computed_tokens)
         return self._tokens_before
 
     def step_begins(self, request_tokens: Collection[int]) -> None:
@@ -702,7 +688,7 @@ class KvoffdManager(OffloadingManager):
         """Return whether a request computes tokens instead of loading them, which is slower. Counted once."""
         if self.clock() >= self.harm.loads_paused_until.get(tokens.bit_length(), LONG_AGO):
             return False
-        state = self._requests[request_id]
+        state = self.requests[request_id]
         self._counters[metrics.SLOW_LOADS] += not state.skip_counted
         state.skip_counted = True
         return True
@@ -713,35 +699,34 @@ class KvoffdManager(OffloadingManager):
         ``tokens`` is None if it is deferred. If it waits for promotions, or only for other requests' loads, it is not
         scanned again before its answer changes, or a load ends: a scan of 8,192 keys takes ten milliseconds.
         """
-        state = self._requests[request.request_id]
+        state = self.requests[request.request_id]
         if tokens is not None or not (state.default_result is LookupResult.RETRY or request.num_preemptions):
             state.scan = (state.answer, computed_tokens, state.waits_for_tier), tokens, self._ended_loads
 
     def scanned(self, request: Request, computed_tokens: int) -> int | None:
         """Return the tokens found by the last scan of a request; None: it is deferred; 0: scan again."""
-        state = self._requests[request.request_id]
+        state = self.requests[request.request_id]
         of, tokens, ended_loads = state.scan
         is_same = state.answer is not None and of == (state.answer, computed_tokens, state.waits_for_tier)
         return tokens if is_same and (tokens is not None or ended_loads == self._ended_loads) else 0
 
-    def refuse_load(self, request_id: str, tokens: int) -> None:
-        """Record that a request computes tokens that it could load because the KV cache has no space for them."""
-        self._requests[request_id].refused = True
+    def refuse_load(self, request_id: str) -> None:
+        """Record that a request is computed although it could be loaded, because the KV cache has no space."""
+        self.requests[request_id].refused = True
         logger.warning_once(  # type: ignore[attr-defined]
             "kvoffd: a prompt is computed although its blocks were found, because the KV cache has no space for them "
             "besides other loads and draft blocks. 'kvoffd-cli clients --requests' shows such prompts as no_space. "
             "More KV cache memory in the engine, or fewer draft tokens, would help."
         )
-        logger.debug("kvoffd: request %s computes %d tokens for lack of space.", request_id, tokens)
 
     def ready_tokens(self, request: Request, index: int) -> int:
         """Return the number of a request's leading tokens that the answer reports as ready in a group."""
-        answer = self._requests[request.request_id].answer
-        return answer.leading_ready(index) * self._groups[index].tokens_per_chunk if answer is not None else 0
+        answer = self.requests[request.request_id].answer
+        return answer.leading_ready(index) * self.groups[index].tokens_per_chunk if answer is not None else 0
 
     def _disable_adapters(self) -> None:
         """Disable requests with adapters: these may have been replaced in place, and vLLM continues the requests."""
-        for state in self._requests.values():
+        for state in self.requests.values():
             if state.adapter:
                 self._end_leases(state)
                 state.disabled = True
@@ -751,14 +736,14 @@ class KvoffdManager(OffloadingManager):
 
         Publish the blocks that its answer reports as ready, which another engine may have stored.
         """
-        state = self._requests[request.request_id]
+        state = self.requests[request.request_id]
         state.loaded_tokens = loaded_tokens
         if self.events is not None and (answer := state.answer) is not None and answer.usable:
             for index in self.events.groups:
-                keys = self._groups[index].keys(request.block_hashes)
+                keys = self.groups[index].keys(request.block_hashes)
                 self.events.found(request, index, keys, answer.leading_ready(index))
         if state.to_count is not None or not state.logged:
-            state.report = _report_of(state, self._groups, loaded_tokens)
+            state.report = _report_of(state, self.groups, loaded_tokens)
             state.logged, state.to_count = True, None
             if not loaded_tokens:
                 self._send_report(state)
@@ -773,7 +758,7 @@ class KvoffdManager(OffloadingManager):
             logger.debug("kvoffd: a store failed. %s", reason)
             return
         self._counters[metrics.FAILED_LOADS] += 1
-        if state := self._requests.get(failed.request_id):
+        if state := self.requests.get(failed.request_id):
             self._end_leases(state)
             state.load_failed = True
             if (report := state.report) is not None:
@@ -798,7 +783,7 @@ class KvoffdManager(OffloadingManager):
             generation = self.namespace.generation
             current = {rank: one for rank, one in report.memory.items() if one.generation == generation}
             self.namespace.report(current)
-            requests = [state.request for state in self._requests.values() if state.request is not None]
+            requests = [state.request for state in self.requests.values()]
             begun = [one.lora_request for one in requests if one.lora_request and one.num_computed_tokens]
             self.adapters.record_reports(current, begun)
 
@@ -812,12 +797,12 @@ class KvoffdManager(OffloadingManager):
             state.tier_wait_until = LONG_AGO
         state.hints, unknown, state.peer = read_hints(req_context)
         self._counters[metrics.UNKNOWN_HINTS] += unknown
-        self._requests[req_context.req_id] = state
+        self.requests[req_context.req_id] = state
         # Loaded blocks are offered for stores too: they are stored if the load failed, otherwise skipped.
         return RequestOffloadingContext(policy=OffloadPolicy.REQUEST_LEVEL)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        state = self._requests[req_context.req_id]
+        state = self.requests[req_context.req_id]
         result = state.found.get(key)
         if result is None:
             if not (state.asks_tails and self._is_tail(key, req_context)):
@@ -834,17 +819,17 @@ class KvoffdManager(OffloadingManager):
     def _is_tail(self, key: OffloadKey, req_context: ReqContext) -> bool:
         """Return whether a key is of a position inside a chunk."""
         end = req_context.get_offload_key_position(key) or 0
-        return end % self._groups[self._positions[key[-GROUP_ID_BYTES:]]].tokens_per_chunk != 0
+        return end % self.groups[self._positions[key[-GROUP_ID_BYTES:]]].tokens_per_chunk != 0
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
-        state = self._requests.get(req_context.req_id)
+        state = self.requests.get(req_context.req_id)
         tier = state.from_tiers.get(key) if state is not None else None
         if tier == SHARED:
             return CacheHitSource.EXTERNAL_UNSPECIFIED  # vLLM's name of a remote store
         return CacheHitSource.HOST if tier is None else CacheHitSource.DISK
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> KeyedSpec:
-        state = self._requests.get(req_context.req_id)
+        state = self.requests.get(req_context.req_id)
         spec = self._spec_of(keys, state.adapter if state is not None else b"")
         spec.request_id = req_context.req_id
         if state is not None and (answer := state.answer) is not None:
@@ -863,7 +848,7 @@ class KvoffdManager(OffloadingManager):
 
     def _spec_of(self, keys: Iterable[OffloadKey], adapter: bytes) -> KeyedSpec:
         """Return vLLM's keys by group, in their order."""
-        groups: list[list[bytes]] = [[] for _ in self._groups]
+        groups: list[list[bytes]] = [[] for _ in self.groups]
         for key in keys:
             groups[self._positions[key[-GROUP_ID_BYTES:]]].append(key[:-GROUP_ID_BYTES])
         if adapter:
@@ -873,7 +858,7 @@ class KvoffdManager(OffloadingManager):
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self._ended_loads += 1
         self._release(self._loading.pop(req_context.req_id, None))
-        if state := self._requests.get(req_context.req_id):
+        if state := self.requests.get(req_context.req_id):
             self._send_report(state)
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
@@ -885,7 +870,7 @@ class KvoffdManager(OffloadingManager):
         vLLM offers the whole prompt when a request ends, unless it was aborted. But a request that ended with an error
         may have computed only a part, and one preempted during its last token has lost its blocks.
         """
-        state, namespace = self._requests.get(req_context.req_id), self.namespace
+        state, namespace = self.requests.get(req_context.req_id), self.namespace
         nothing = PrepareStoreOutput(keys_to_store=[], store_spec=KeyedSpec(()), evicted_keys=[])
         if state is None or state.disabled or not self.stores:
             return nothing
@@ -939,9 +924,9 @@ class KvoffdManager(OffloadingManager):
         self._outstanding_bytes -= sum([self._storing.pop(key, 0) for key in keys])
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        if state := self._requests.pop(req_context.req_id, None):
+        if state := self.requests.pop(req_context.req_id, None):
             if state.to_count is not None:
-                state.report = _report_of(state, self._groups, 0, dropped=True)
+                state.report = _report_of(state, self.groups, 0, dropped=True)
             self._send_report(state)
             if state.hints and state.request is not None and self._knows_adapter(state) and self.namespace.serves:
                 self._send_hints(state, has_ended=True)
@@ -955,7 +940,7 @@ class KvoffdManager(OffloadingManager):
         return self.namespace.needs_steps
 
     def reset_cache(self) -> None:
-        for state in self._requests.values():
+        for state in self.requests.values():
             self._end_leases(state)
             state.last = None
         for lookup in self._loading.values():

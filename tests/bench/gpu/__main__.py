@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
-import functools
 import json
 import os
 import re
@@ -29,10 +28,9 @@ from tests.bench.gpu.parts import PARTS, VLLM_PARTS, VLLM_S
 from tests.bench.gpu.setup import Setup
 from tests.bench.gpu.vllm_models import SIZES
 from tests.bench.gpu.vllm_parts import PATIENCE, place_of_models, take_left_logs
-from tests.bench.report_file import markdown_table, run_facts
+from tests.bench.report_file import ROOT, markdown_table, run_facts
 from tests.kit.engine import session_pids
 
-ROOT = Path(__file__).parents[3]
 TAIL_CHARACTERS = 4000
 ALL_PARTS = PARTS | VLLM_PARTS
 LEAST_S = 25.0
@@ -60,17 +58,17 @@ def run_part(name: str, setup: Setup, most_s: float) -> dict[str, Any]:
                     os.kill(pid, signal.SIGKILL)
             with suppress(subprocess.TimeoutExpired):  # in a call of a driver that hangs it does not end
                 process.wait(10.0)
-        seconds = time.monotonic() - began
+        seconds, found = time.monotonic() - began, json.loads(answer.read_text()) if answer.exists() else {}
         tail = said.read_text(errors="replace")[-TAIL_CHARACTERS:] + take_left_logs(setup)
-        if not answer.exists():
-            outcome = "not done in time" if seconds >= most_s else "failed"
-            kept = answer.with_suffix(".kept")
-            found: Any = {**json.loads(kept.read_text()), "said": tail.splitlines()} if kept.exists() else tail
-            return {"outcome": outcome, "seconds": seconds, "found": found}
-        found = json.loads(answer.read_text())
-    if part.is_wrong(found):
-        return {"outcome": "wrong", "seconds": seconds, "found": {**found, "said": tail.splitlines()}}
-    return {"outcome": "done", "seconds": seconds, "found": found}
+    if process.returncode != 0:
+        outcome = "not done in time" if seconds >= most_s else "failed"
+    else:
+        outcome = "wrong" if part.is_wrong(found) else "done"
+    return {
+        "outcome": outcome,
+        "seconds": seconds,
+        "found": found if outcome == "done" else {**found, "said": tail.splitlines()},
+    }
 
 
 def inside(name: str, setup: Setup, to: Path) -> None:
@@ -79,13 +77,12 @@ def inside(name: str, setup: Setup, to: Path) -> None:
     if setup.double:
         os.environ["STUB_DEVICES"] = "1"
 
-    def write(found: Mapping[str, Any], path: Path) -> None:
-        written = path.with_suffix(".part")
+    def keep(found: Mapping[str, Any]) -> None:
+        written = to.with_suffix(".part")
         written.write_text(json.dumps(found, indent=1, default=str))
-        written.rename(path)
+        written.rename(to)
 
-    keep = functools.partial(write, path=to.with_suffix(".kept"))
-    write(ALL_PARTS[name].run(dataclasses.replace(setup, keep=keep)), to)
+    keep(ALL_PARTS[name].run(dataclasses.replace(setup, keep=keep)))
 
 
 def main() -> int:
@@ -124,7 +121,7 @@ def measure(names: list[str], setup: Setup, out: Path) -> int:
     facts = run_facts("make gpu")
     parts: dict[str, Any] = {}
     look = run_part("driver", setup, PARTS["driver"].most_s)  # first, alone too: it names the card
-    card = "double" if setup.double else str(look["found"]["card"] if look["outcome"] == "done" else "unknown")
+    card = "double" if setup.double else str(look["found"].get("card", "unknown"))
     slug = re.sub(r"[^a-z0-9]+", "-", card.lower()).strip("-")
     kind = "gpu-vllm" if any(name in VLLM_PARTS for name in names) else "gpu"
     stem = f"{kind}-{slug}-{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
@@ -135,7 +132,8 @@ def measure(names: list[str], setup: Setup, out: Path) -> int:
         if name in VLLM_PARTS:
             most_s = most_s * PATIENCE if setup.double else min(most_s, until - time.monotonic())
         if most_s < LEAST_S:
-            parts[name] = {"outcome": "left out", "seconds": 0.0, "found": f"The {VLLM_S:.0f} s were over."}
+            found = {"said": [f"The {VLLM_S:.0f} s were over."]}
+            parts[name] = {"outcome": "left out", "seconds": 0.0, "found": found}
         else:
             parts[name] = look if name == "driver" else run_part(name, setup, most_s)
         print(f"{name}: {parts[name]['outcome']} after {parts[name]['seconds']:.0f} s", flush=True)
@@ -152,14 +150,12 @@ def write_page(report: Mapping[str, Any]) -> str:
     lines += [f"Commit {report['commit']}. `make gpu`; the figures are in the JSON file beside this page.", ""]
     for name, part in report["parts"].items():
         lines += [f"## {name}: {part['outcome']}, {part['seconds']:.0f} s", ""]
-        found = part["found"]
-        if isinstance(found, dict):
-            if "results" in found:
-                lines += [_results_table(found["results"]), ""]
-            if times := list(_first_tokens(found)):
-                lines += [markdown_table([["TTFT, ms", "prompts", "mean", "p50", "p99"], *times]), ""]
-            found = json.dumps({name: value for name, value in found.items() if name != "results"}, indent=1)
-        lines += ["```", found, "```", ""]
+        found = dict(part["found"])
+        if results := found.pop("results", None):
+            lines += [_results_table(results), ""]
+        if times := list(_first_tokens(found)):
+            lines += [markdown_table([["TTFT, ms", "prompts", "mean", "p50", "p99"], *times]), ""]
+        lines += ["```", json.dumps(found, indent=1), "```", ""]
     return "\n".join(lines)
 
 
@@ -178,9 +174,8 @@ def _first_tokens(found: Mapping[str, Any], where: str = "") -> Iterator[list[st
 def _results_table(results: list[dict[str, Any]]) -> str:
     rows = [["case", "value", "floor", "of the floor", "daemon's CPU"]]
     for one in results:
-        cpu = f"{one['cpu_s_per_gb']:.3f} s per GB" if "cpu_s_per_gb" in one else ""
         value, floor = f"{one['value']:.2f} {one['unit']}", f"{one['floor']:.2f}"
-        rows.append([one["case"], value, floor, f"{one['ratio']:.0%}", cpu])
+        rows.append([one["case"], value, floor, f"{one['ratio']:.0%}", f"{one['cpu_s_per_gb']:.3f} s per GB"])
     return markdown_table(rows)
 
 

@@ -176,13 +176,8 @@ def measure_copies(
         undo.enter_context(driver.context(driver.devices()[0]))
         admin = undo.enter_context(AdminClient(directory))
 
-        def tried() -> bool:
-            """Whether the daemon has tried to pin all of its pool."""
-            pool = admin.stats().pool
-            return pool.pinned_for_gpu_bytes + pool.unpinnable_bytes >= pool.size_bytes
-
         undo.enter_context(CopyJobs(directory, driver, GRANULARITY, 2 * GRANULARITY))  # the GPU stays in use
-        wait_until(tried, PINNING_WAIT_S)
+        wait_until(lambda: has_tried_to_pin(admin), PINNING_WAIT_S)
         floor = undo.enter_context(Floor(driver, job_bytes))
 
         def used() -> tuple[float, float, int]:
@@ -213,10 +208,14 @@ def measure_copies(
                         )
                 for name, found in measured.items():
                     speeds, floors, cpu, checksums = zip(*found[1:], strict=True)  # the first one warms up
+                    value, floor_speed = median(speeds), median(floors)
+                    row = {"case": f"{name}, {pieces}", "value": value, "unit": "GB/s", "floor": floor_speed}
                     costs = {"cpu_s_per_gb": mean(cpu), "checksum_s_per_gb": mean(checksums)}
-                    rows.append(_row(f"{name}, {pieces}", median(speeds), "GB/s", median(floors)) | costs)
+                    rows.append(row | {"ratio": value / floor_speed} | costs)
     return rows
 
 
-def _row(case: str, value: float, unit: str, floor: float) -> Row:
-    return {"case": case, "value": value, "unit": unit, "floor": floor, "ratio": value / floor}
+def has_tried_to_pin(admin: AdminClient) -> bool:
+    """Whether the daemon has tried to pin all of its pool."""
+    pool = admin.stats().pool
+    return pool.pinned_for_gpu_bytes + pool.unpinnable_bytes >= pool.size_bytes

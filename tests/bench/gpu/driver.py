@@ -17,7 +17,6 @@ COMPUTE_KERNELS = 16
 _BLOCKS, _THREADS = 1024, 256
 _WORD_BYTES = 16
 SWEEP = Path(__file__).with_name("sweep.ptx")
-"""A kernel that reads and writes all of a buffer."""
 
 
 class BenchDriver(Cuda):
@@ -55,10 +54,10 @@ class BenchDriver(Cuda):
         """Wait until everything in the stream is done: for ever on a GPU that hangs."""
         self._call("cuStreamSynchronize", stream)
 
-    def load_kernel(self, ptx: str, name: str) -> tuple[int, int]:
-        """Compile a module; return it, which stays until it is unloaded or the context ends, and one of its kernels."""
-        module = self._number("cuModuleLoadData", ptx.encode(), written="CUmodule")
-        return module, self._number("cuModuleGetFunction", module, name.encode(), written="CUfunction")
+    def sweep(self) -> int:
+        """A kernel that reads and writes all of a buffer. Its module stays until the context ends."""
+        module = self._number("cuModuleLoadData", SWEEP.read_bytes(), written="CUmodule")
+        return self._number("cuModuleGetFunction", module, b"sweep", written="CUfunction")
 
 
 @contextmanager
@@ -72,7 +71,7 @@ def compute_load(ordinal: int) -> Iterator[Callable[[], None]]:
     driver = BenchDriver()
     with ExitStack() as undo:
         undo.enter_context(driver.context(driver.devices()[ordinal]))
-        _, kernel = driver.load_kernel(SWEEP.read_text(), "sweep")
+        kernel = driver.sweep()
         buffer = driver.allocate(COMPUTE_BYTES)
         undo.callback(driver.free, buffer)
         stream = driver.create_stream(urgent=False)

@@ -15,8 +15,7 @@ def write_nowhere(library: str) -> None:
     signal.sigwait({signal.SIGUSR1})
     driver = BenchDriver(library)
     with driver.context(driver.devices()[0]):  # the primary one, which the daemon uses too
-        _, kernel = driver.load_kernel(SWEEP.read_text(), "sweep")
-        stream = driver.create_stream(urgent=False)
+        kernel, stream = driver.sweep(), driver.create_stream(urgent=False)
         try:
             driver.launch(kernel, 1, 32, (NOWHERE, 1 << 10), stream)
             driver.wait_stream(stream)
@@ -30,7 +29,7 @@ if __name__ == "__main__":
     from kvoffd.cli import main
     from kvoffd.config import Limits
     from kvoffd_proto.cuda import CudaError
-    from tests.bench.gpu.driver import SWEEP, BenchDriver
+    from tests.bench.gpu.driver import BenchDriver
 
     threading.Thread(target=write_nowhere, args=(sys.argv[1],), daemon=True).start()
     sys.exit(main(sys.argv[2:], Limits(pin_linger_s=0)))

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Callable
 from typing import Any
 
 from kvoffd_client.vllm.connector import KvoffdConnector
 
 TIMES_MS: list[float] = []
+handle_preemptions = KvoffdConnector.handle_preemptions
 
 
-def timed(method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def timed_method(*arguments: Any, **named: Any) -> Any:
-        began = time.perf_counter()
-        try:
-            return method(*arguments, **named)
-        finally:
-            TIMES_MS.append(1000 * (time.perf_counter() - began))
-
-    return timed_method
+def timed(connector: KvoffdConnector, *arguments: Any, **named: Any) -> None:
+    began = time.perf_counter()
+    try:
+        handle_preemptions(connector, *arguments, **named)
+    finally:
+        TIMES_MS.append(1000 * (time.perf_counter() - began))
 
 
-KvoffdConnector.handle_preemptions = timed(KvoffdConnector.handle_preemptions)  # type: ignore[method-assign]
+KvoffdConnector.handle_preemptions = timed  # type: ignore[method-assign]
 
 
 class FenceTimes:

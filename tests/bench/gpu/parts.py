@@ -23,7 +23,7 @@ from kvoffd.transfer.cuda.gpus import list_devices
 from kvoffd_client import AdminClient, NamespaceSpec, SchedulerClient
 from kvoffd_proto import cuda
 from tests.bench.gpu import vllm_parts
-from tests.bench.gpu.copies import STREAM_JOBS, Row, measure_copies
+from tests.bench.gpu.copies import STREAM_JOBS, Row, has_tried_to_pin, measure_copies
 from tests.bench.gpu.driver import BenchDriver
 from tests.bench.gpu.setup import GIB, KIB, MIB, Found, Setup
 from tests.bench.gpu.steps import Steps
@@ -101,35 +101,31 @@ def scheduler(daemon: DaemonProcess) -> Iterator[SchedulerClient]:
 
 def pin_pools(setup: Setup) -> Found:
     """How fast pools are pinned, and what that and the daemon's context take of the GPU's memory."""
-    bench = BenchDriver(setup.library)
-    with bench.context(bench.devices()[0]):
-        return {f"{size / GIB:g} GiB": _pin(setup, bench, size) for size in setup.pools}
-
-
-def _pin(setup: Setup, bench: BenchDriver, pool_bytes: int) -> Found:
-    with setup.daemon(pool_bytes) as daemon, AdminClient(daemon.directory) as admin:
-        before = bench.free_bytes()
-        with setup.exporter(daemon) as worker:
-            began = time.monotonic()
-            worker.wait_ready(READY_S)
-            registered_at = time.monotonic()
-            wait_until(lambda: _tried_bytes(admin) >= pool_bytes, READY_S, interval_s=0.002)
-            pinned_at = time.monotonic()
-            worker.fill(1)
-            pool = admin.stats().pool
-            return {
-                "registered_s": registered_at - began,
-                "pinned_s_after_that": pinned_at - registered_at,
-                "pinned_bytes": pool.pinned_for_gpu_bytes,
-                "refused_bytes": pool.unpinnable_bytes,
-                "gpu_bytes_of_pinning": pool.pinning_gpu_bytes,
-                "gpu_bytes_of_daemon_and_exporter": before - bench.free_bytes(),
-            }
-
-
-def _tried_bytes(admin: AdminClient) -> int:
-    pool = admin.stats().pool
-    return pool.pinned_for_gpu_bytes + pool.unpinnable_bytes
+    bench, found = BenchDriver(setup.library), dict[str, Any]()
+    for pool_bytes in setup.pools:
+        with (
+            bench.context(bench.devices()[0]),
+            setup.daemon(pool_bytes) as daemon,
+            AdminClient(daemon.directory) as admin,
+        ):
+            before = bench.free_bytes()
+            with setup.exporter(daemon) as worker:
+                began = time.monotonic()
+                worker.wait_ready(READY_S)
+                registered_at = time.monotonic()
+                wait_until(lambda: has_tried_to_pin(admin), READY_S, interval_s=0.002)
+                pinned_at = time.monotonic()
+                worker.fill(1)
+                pool = admin.stats().pool
+                found[f"{pool_bytes / GIB:g} GiB"] = {
+                    "registered_s": registered_at - began,
+                    "pinned_s_after_that": pinned_at - registered_at,
+                    "pinned_bytes": pool.pinned_for_gpu_bytes,
+                    "refused_bytes": pool.unpinnable_bytes,
+                    "gpu_bytes_of_pinning": pool.pinning_gpu_bytes,
+                    "gpu_bytes_of_daemon_and_exporter": before - bench.free_bytes(),
+                }
+    return found
 
 
 def run_tests(setup: Setup) -> Found:

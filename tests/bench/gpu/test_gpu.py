@@ -37,10 +37,13 @@ def test_parts_run_alone_over_the_double_which_the_page_says(tmp_path: Path) -> 
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_the_parts_of_vllm_run_on_a_cpu(tmp_path: Path) -> None:
-    names = ["vllm-start", "vllm-restarts", "vllm-pressure"]
+    names = ["vllm-start", "vllm-contest", "vllm-restarts", "vllm-pressure"]
     command = [sys.executable, "-m", "tests.bench.gpu", "--double", "--out", str(tmp_path)]
     subprocess.run([*command, *(f"--part={name}" for name in names)], cwd=ROOT)
-    (found,) = tmp_path.glob("gpu-vllm-double-*.json")
+    (found,), (page,) = tmp_path.glob("gpu-vllm-double-*.json"), tmp_path.glob("gpu-vllm-double-*.md")
     parts = json.loads(found.read_text())["parts"]
     assert {name: parts[name]["outcome"] for name in names} == dict.fromkeys(names, "done"), parts
     assert [step for name in names for step, one in parts[name]["found"].items() if "failed" in one] == []
+    seen = parts["vllm-contest"]["found"]["kvoffd"]["decoding"]["new prompts"]
+    assert all(seen["steps_ms"][state]["n"] for state in ("alone", "during", "after"))
+    assert "| kvoffd, 3 prompts, after a reset " in page.read_text()

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from tests.bench.gpu import vllm_parts
-from tests.bench.gpu.__main__ import write_page
 from tests.bench.gpu.setup import Setup
 from tests.bench.gpu.vllm_engine import Answer, gaps_by_state
-from tests.bench.gpu.vllm_parts import Bench, difference, is_unequal, is_wrong, summary
+from tests.bench.gpu.vllm_parts import Bench, difference, is_unequal, is_wrong
 
 
 def answer(tokens: list[int], logprobs: list[float], cached: int = 32, finish: str = "length") -> Answer:
@@ -51,33 +50,10 @@ def test_a_step_that_failed_is_wrong_unless_it_is_another_connectors() -> None:
     assert is_wrong({"kvoffd": {"new": {"failed_requests": 1}}})
 
 
-def test_the_page_has_a_row_for_each_time_to_the_first_token() -> None:
-    times = {"ttft_ms": summary([10.0, 30.0]), "cached": [0, 0]}
-    found = {
-        "kvoffd": {"8 prompts, new": times, "1024 tokens": {"new": times}, "said": []},
-        "PegaFlow": {"failed": "no"},
-    }
-    part = {"outcome": "done", "seconds": 1.0, "found": found}
-    page = write_page({"card": "X", "date": "today", "double": False, "commit": "c", "parts": {"vllm-contest": part}})
-    rows = [
-        [cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("| kvoffd")
-    ]
-    assert rows == [
-        ["kvoffd, 8 prompts, new", "2", "20.0", "20.0", "30.0"],
-        ["kvoffd, 1024 tokens, new", "2", "20.0", "20.0", "30.0"],
-    ]
-
-
 def test_gaps_between_tokens_belong_to_what_was_there() -> None:
     arrivals = [0.0, 1.0, 2.0, 3.5, 4.0, 5.0, 7.0]
     gaps = gaps_by_state(arrivals, events=[(1.5, 3.0)], rest_s=1.2)
     assert gaps == {"alone": [1000.0, 2000.0], "during": [1000.0, 1500.0], "after": [500.0, 1000.0]}
-
-
-def test_p99_of_few_values_is_the_largest() -> None:
-    assert summary([3.0, 1.0, 2.0]) == {"n": 3, "mean": 2.0, "p50": 2.0, "p99": 3.0, "most": 3.0}
-    assert summary(list(range(1, 201)))["p99"] == 198
-    assert summary([]) == {"n": 0}
 
 
 def test_a_step_that_fails_loses_nothing() -> None:

@@ -1,27 +1,27 @@
 """A vLLM with its asynchronous front end, as ``vllm serve`` has it, in a process of its own; and what it is asked.
 
-``python -m tests.bench.gpu.vllm_engine DESCRIPTOR`` is that process. Times are a client's: from a request's
-sending to the output that brings a token.
+Times are a client's: from a request's sending to the output that brings a token.
 """
 
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import count, pairwise
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 from tests.kit.closing import Starting
 
@@ -40,6 +40,7 @@ ENVIRON = {
     "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
 }
 FENCE_TIMES = "tests.bench.gpu.fence_times.FenceTimes"
+SPAWN = multiprocessing.get_context("spawn")
 
 Asked = tuple[int, int]
 """A prompt: its seed and its length in tokens."""
@@ -67,8 +68,8 @@ class Engine(Starting):
     ) -> None:
         self._own = Path(tempfile.mkdtemp(prefix="engine-", dir=directory))
         self._settings = {"worker_extension_cls": FENCE_TIMES, **settings}
-        self._environ = {**os.environ, **ENVIRON, **environ}
-        self._process: subprocess.Popen[bytes] | None = None
+        self._environ = {**ENVIRON, **environ}
+        self._process: SpawnProcess | None = None
         self._connection: Connection[Any, Any] | None = None
         self.start_s = 0.0
         self._patience = patience
@@ -86,19 +87,10 @@ class Engine(Starting):
 
     def start(self) -> Engine:
         began = time.monotonic()
-        self._connection, theirs = Pipe()
-        command = [sys.executable, "-m", "tests.bench.gpu.vllm_engine", str(theirs.fileno())]
-        with theirs, (self._own / "log").open("ab") as log:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=self._environ,
-                pass_fds=(theirs.fileno(),),
-                process_group=0,
-            )
-        self._connection.send(self._settings)
+        self._connection, theirs = SPAWN.Pipe()
+        self._process = SPAWN.Process(target=run, args=(theirs, self._settings, self._own / "log"))
+        with theirs, patch.dict(os.environ, self._environ):
+            self._process.start()
         self._receive(START_S)
         self.start_s = time.monotonic() - began
         return self
@@ -107,16 +99,13 @@ class Engine(Starting):
         self._connection.send((command, arguments))
         return self._receive(ANSWER_S)
 
-    def ask(self, prompts: Sequence[Asked], tokens: int, *, logprobs: bool = False) -> list[Answer]:
-        """The prompts one after the other."""
-        return [Answer(*one) for one in self.call("ask", prompts=prompts, tokens=tokens, logprobs=logprobs)]
-
-    def paced(
-        self, prompts: Sequence[Asked], tokens: int, per_second: float, *, logprobs: bool = False
+    def ask(
+        self, prompts: Sequence[Asked], tokens: int, per_second: float | None = None, *, logprobs: bool = False
     ) -> list[Answer]:
-        """The prompts at this rate, whether those before have ended or not."""
+        """The prompts one after the other, or at this rate, whether those before have ended or not."""
         how = {"tokens": tokens, "per_second": per_second, "logprobs": logprobs}
-        return [Answer(*one) for one in self.call("paced", prompts=prompts, **how)]
+        answers: list[Answer] = self.call("ask", prompts=prompts, **how)
+        return answers
 
     def _receive(self, deadline_s: float) -> Any:
         deadline_s *= self._patience
@@ -135,7 +124,8 @@ class Engine(Starting):
         if self._process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            self._process.kill()  # it may have no group yet
+            self._process.join()
         if self._connection is not None:
             self._connection.close()
         self._process = self._connection = None
@@ -152,15 +142,18 @@ LAST_TOKEN = 1000
 """Below the tiny models' vocabularies."""
 
 
-def main(descriptor: int) -> None:
-    os.set_inheritable(descriptor, False)
-    with Connection(descriptor) as connection, suppress(EOFError):
-        asyncio.run(serve(connection))
+def run(connection: Connection[Any, Any], settings: dict[str, Any], log: Path) -> None:
+    os.setpgid(0, 0)
+    with log.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.path[:0] = os.environ.get("PYTHONPATH", "").split(os.pathsep)  # multiprocessing has its parent's path alone
+    with connection, suppress(EOFError):
+        asyncio.run(serve(connection, settings))
 
 
-async def serve(connection: Connection[Any, Any]) -> None:
-    """Make the engine of the first message, then answer ``(command, arguments)`` until the other end is closed."""
-    settings = connection.recv()
+async def serve(connection: Connection[Any, Any], settings: dict[str, Any]) -> None:
+    """Make the engine, then answer ``(command, arguments)`` until the other end is closed."""
     try:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -184,14 +177,9 @@ def tokens_of(prompt: Asked) -> list[int]:
 
 
 async def generate(
-    engine: Any,
-    prompt: Asked,
-    tokens: int,
-    logprobs: bool = False,
-    arrivals: list[float] | None = None,
-    decodes: asyncio.Event | None = None,
+    engine: Any, prompt: Asked, tokens: int, logprobs: bool = False, arrivals: list[float] | None = None
 ) -> Answer:
-    """One prompt's answer, greedy. ``arrivals`` gets the times of its outputs; ``decodes`` is set at the second."""
+    """One prompt's answer, greedy. ``arrivals`` gets the times of its outputs."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -210,8 +198,6 @@ async def generate(
     finish, cached, began = "", 0, time.perf_counter()
     async for output in engine.generate(given, wanted, f"bench-{next(NUMBERS)}"):
         arrivals.append(time.perf_counter())
-        if decodes is not None and len(arrivals) > 1:
-            decodes.set()
         (sample,) = output.outputs
         made += sample.token_ids
         found += [next(iter(step.values())).logprob for step in sample.logprobs or ()]
@@ -219,11 +205,12 @@ async def generate(
     return Answer(1000 * (arrivals[0] - began), cached, made, found, finish)
 
 
-async def ask(engine: Any, prompts: Sequence[Asked], tokens: int, logprobs: bool) -> list[Answer]:
-    return [await generate(engine, prompt, tokens, logprobs) for prompt in prompts]
+async def ask(
+    engine: Any, prompts: Sequence[Asked], tokens: int, per_second: float | None, logprobs: bool
+) -> list[Answer]:
+    if per_second is None:
+        return [await generate(engine, prompt, tokens, logprobs) for prompt in prompts]
 
-
-async def paced(engine: Any, prompts: Sequence[Asked], tokens: int, per_second: float, logprobs: bool) -> list[Answer]:
     async def later(number: int, prompt: Asked) -> Answer:
         await asyncio.sleep(number / per_second)
         return await generate(engine, prompt, tokens, logprobs)
@@ -236,15 +223,16 @@ async def beside(
 ) -> dict[str, Any]:
     """Steps of requests that decode, while other prompts come one after the other, with ``rest_s`` between them."""
     arrivals: list[list[float]] = [[] for _ in decoding]
-    all_decode = [asyncio.Event() for _ in decoding]
     first, *_ = running = [
-        asyncio.create_task(generate(engine, prompt, MANY_TOKENS, arrivals=times, decodes=decodes))
-        for prompt, times, decodes in zip(decoding, arrivals, all_decode, strict=True)
+        asyncio.create_task(generate(engine, prompt, MANY_TOKENS, arrivals=times))
+        for prompt, times in zip(decoding, arrivals, strict=True)
     ]
     events: list[tuple[float, float]] = []
     answers: list[Answer] = []
     try:
-        await asyncio.wait_for(asyncio.gather(*(decodes.wait() for decodes in all_decode)), DECODES_S)
+        async with asyncio.timeout(DECODES_S):
+            while not all(len(times) > 1 for times in arrivals):  # noqa: ASYNC110 - before anything is measured
+                await asyncio.sleep(0.001)
         await asyncio.sleep(rest_s)
         until = time.perf_counter() + seconds
         for prompt in prompts:
@@ -272,13 +260,12 @@ def gaps_by_state(
     """
     gaps: dict[str, list[float]] = {"alone": [], "during": [], "after": []}
     for before, after in pairwise(arrivals):
-        state = "alone"
-        for sent_at, answered_at in events:
-            if before < answered_at and after > sent_at:
-                state = "during"
-                break
-            if before < answered_at + rest_s and after > answered_at:
-                state = "after"
+        if any(before < answered_at and after > sent_at for sent_at, answered_at in events):
+            state = "during"
+        elif any(before < answered_at + rest_s and after > answered_at for _, answered_at in events):
+            state = "after"
+        else:
+            state = "alone"
         gaps[state].append(1000 * (after - before))
     return gaps
 
@@ -304,17 +291,4 @@ async def metrics(engine: Any) -> dict[str, float]:
     return {one.name: one.value for one in get_metrics_snapshot() if hasattr(one, "value")}
 
 
-COMMANDS = {
-    "ask": ask,
-    "beside": beside,
-    "fence_times": fence_times,
-    "metrics": metrics,
-    "paced": paced,
-    "reset": reset,
-}
-
-if __name__ == "__main__":
-    # By its name, which pickled answers have: in this process the module is __main__.
-    from tests.bench.gpu import vllm_engine
-
-    vllm_engine.main(int(sys.argv[1]))
+COMMANDS = {"ask": ask, "beside": beside, "fence_times": fence_times, "metrics": metrics, "reset": reset}

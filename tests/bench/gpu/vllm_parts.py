@@ -24,10 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from kvoffd_client import AdminClient
+from tests.bench.gpu.carry import PEGAFLOW_VARIABLE
 from tests.bench.gpu.setup import GIB, Found, Setup
-from tests.bench.gpu.vllm_engine import TAIL_CHARACTERS, Answer, Engine
-from tests.bench.gpu.vllm_files import PEGAFLOW_VARIABLE
+from tests.bench.gpu.vllm_engine import TAIL_CHARACTERS, Answer, Asked, Engine
 from tests.kit.daemon import DaemonProcess
+from tests.kit.engine import connector_config, wait_connected
 from tests.kit.models import make_tiny_llama
 from tests.kit.ports import free_ports
 from tests.kit.service_manager import ServiceManager
@@ -68,7 +69,7 @@ class Plan:
         decoding, decoding_tokens: requests that decode beside others, and the length of their prompts.
         beside, beside_tokens: prompts that are computed and then loaded beside these, and their length.
         beside_s, rest_s: for how long, and the rest between two.
-        pressing, pressing_tokens: prompts at once that do not fit, and how many tokens each gets.
+        pressing, pressing_answer: prompts at once that do not fit, and how many tokens each gets.
     """
 
     block_tokens: int = 16
@@ -116,26 +117,18 @@ GRAPHS = {
     "kernel_config": {"enable_jit_warmup": False, "enable_flashinfer_autotune": False},
 }
 EAGER = {"enforce_eager": True}
-V1 = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
-
-
-@dataclass(frozen=True)
-class Runner:
-    """How vLLM runs the model: settings of the engine, and variables of its processes."""
-
-    settings: Mapping[str, Any]
-    environ: Mapping[str, str]
-
-
-RUNNERS = {
-    "V2, CUDA graphs": Runner({"attention_backend": "FLASH_ATTN", **GRAPHS}, {}),
-    "V2, eager": Runner({"attention_backend": "FLASH_ATTN", **EAGER}, {}),
-    "V1, CUDA graphs": Runner({"attention_backend": "FLASH_ATTN", **GRAPHS}, V1),
-    "V2, eager, Triton": Runner({"attention_backend": "TRITON_ATTN", **EAGER}, {}),
-    "V1, eager, Triton": Runner({"attention_backend": "TRITON_ATTN", **EAGER}, V1),
+V1 = {"environ": {"VLLM_USE_V2_MODEL_RUNNER": "0"}}
+Runner = Mapping[str, Any]
+"""How vLLM runs the model: settings of the engine, and the environment of its processes."""
+RUNNERS: Mapping[str, Runner] = {
+    "V2, CUDA graphs": {"attention_backend": "FLASH_ATTN", **GRAPHS},
+    "V2, eager": {"attention_backend": "FLASH_ATTN", **EAGER},
+    "V1, CUDA graphs": {"attention_backend": "FLASH_ATTN", **GRAPHS, **V1},
+    "V2, eager, Triton": {"attention_backend": "TRITON_ATTN", **EAGER},
+    "V1, eager, Triton": {"attention_backend": "TRITON_ATTN", **EAGER, **V1},
 }
 """The first ``vllm-start`` can start serves all parts; the most like production come first."""
-CPU_RUNNERS = {"V1, CPU": Runner(EAGER, {})}
+CPU_RUNNERS: Mapping[str, Runner] = {"V1, CPU": EAGER}
 EQUAL = ("V2, eager", "V1, CUDA graphs")
 """Those whose answers ``vllm-equal`` compares, beside the first."""
 
@@ -195,14 +188,10 @@ class Bench:
             _run("tests.bench.gpu.vllm_models", self.setup.model, str(path), most_s=MODEL_S)
         return path
 
-    def hybrid_model(self) -> Path:
-        path = self.directory / "hybrid"
-        return path if (path / "config.json").exists() else make_tiny_qwen3_next(path)
-
     def engine(self, connector: Mapping[str, Any] | None, runner: Runner | None = None, **settings: Any) -> Engine:
         """An engine, to be started. ``connector``: its ``kv_transfer_config``."""
-        plan, runner = self.plan, runner or self.runner
-        environ = dict(settings.pop("environ", {}))
+        plan, runner = self.plan, dict(self.runner if runner is None else runner)
+        environ = {**runner.pop("environ", {}), **settings.pop("environ", {})}
         kv_tokens = settings.pop("kv_tokens", plan.kv_tokens)
         common: dict[str, Any] = {
             "model": str(settings.pop("model", None) or self.model()),
@@ -221,8 +210,7 @@ class Bench:
         if connector is not None:
             common["kv_transfer_config"] = {"kv_role": "kv_both", **connector}
         patience = PATIENCE if self.setup.double else 1.0
-        settings, environ = {**common, **runner.settings, **settings}, {**runner.environ, **environ}
-        return Engine(settings, environ, self.directory, patience)
+        return Engine({**common, **runner, **settings}, environ, self.directory, patience)
 
     @contextmanager
     def kvoffd(
@@ -231,7 +219,9 @@ class Bench:
         """An engine with a daemon of its own."""
         with ExitStack() as undo:
             daemon = undo.enter_context(DaemonProcess(str(self.pool_bytes)))
-            engine = undo.enter_context(self.engine(connector_of(daemon, extra), runner, **settings))
+            engine = undo.enter_context(
+                self.engine(connector_config(daemon.directory, extra or {}), runner, **settings)
+            )
             wait_registered(engine, daemon)
             yield engine, daemon
 
@@ -243,12 +233,15 @@ class Bench:
         """Answers after loads beside those of vLLM's own prefix cache: the same tokens and log probabilities."""
         lengths = lengths or [self.uneven(one) for one in (self.plan.published[1], *self.plan.curve[:2])]
         prompts = [(100 + number, length) for number, length in enumerate(lengths)]
-        engine.ask(prompts, ANSWER_TOKENS)
-        own = engine.ask(prompts, ANSWER_TOKENS, logprobs=True)
+        own = own_answers(engine, prompts)
         settle(engine, daemon)
         engine.call("reset")
-        loaded = engine.ask(prompts, ANSWER_TOKENS, logprobs=True)
-        return {**difference(own, loaded), "said": said(engine)}
+        return {**difference(own, engine.ask(prompts, ANSWER_TOKENS, logprobs=True)), "said": said(engine)}
+
+    def compared(self, name: str, lengths: Sequence[int] = (), **how: Any) -> None:
+        """A step that compares answers with an engine of its own, which ``how`` tells ``kvoffd``."""
+        with self.step(name) as found, self.kvoffd(**how) as (engine, daemon):
+            found.update(self.compare(engine, daemon, lengths))
 
 
 def _run(module: str, *arguments: str, most_s: float) -> str:
@@ -276,21 +269,16 @@ def take_left_logs(setup: Setup) -> str:
     return "\n".join(texts)
 
 
-def connector_of(daemon: DaemonProcess, extra: Mapping[str, Any] | None = None) -> Found:
-    options = {"directory": str(daemon.directory), **(extra or {})}
-    return {"kv_connector": "KvoffdConnector", "kv_connector_extra_config": options}
+def own_answers(engine: Engine, prompts: Sequence[Asked]) -> list[Answer]:
+    """The answers that come from vLLM's own prefix cache."""
+    engine.ask(prompts, ANSWER_TOKENS)
+    return engine.ask(prompts, ANSWER_TOKENS, logprobs=True)
 
 
 def wait_registered(engine: Engine, daemon: DaemonProcess) -> None:
     """Until the daemon has the engine's KV cache, for which it must make a step. Raises AssertionError."""
     engine.ask([(1, 40)], 2)
-
-    def registered() -> bool:
-        with AdminClient(daemon.directory) as admin:
-            sessions = admin.sessions().sessions
-        return any(one.registrations for one in sessions) and any(one.role == "scheduler" for one in sessions)
-
-    wait_until(registered, 20.0, explain=lambda: said(engine), interval_s=0.05)
+    wait_connected(daemon.directory, deadline_s=20.0)
 
 
 def settle(engine: Engine, daemon: DaemonProcess | None) -> None:
@@ -359,25 +347,33 @@ def is_wrong(found: Mapping[str, Any]) -> bool:
 # --- the parts --------------------------------------------------------------------------------------
 
 
-def start(setup: Setup) -> Found:
+def part(steps: Callable[[Bench], None]) -> Callable[[Setup], Found]:
+    """A part of these steps: what they found."""
+
+    def run(setup: Setup) -> Found:
+        bench = Bench(setup)
+        steps(bench)
+        return bench.found
+
+    return run
+
+
+@part
+def start(bench: Bench) -> None:
     """Whether an engine starts, on which of the runners, and whether its answers after loads are right."""
-    bench = Bench(setup)
     with bench.step("facts") as found:
-        if setup.double:
-            found["facts"] = NEEDS_GPU
-        else:
-            for fact in _facts():
-                found.update(fact)
+        for fact in [{"facts": NEEDS_GPU}] if bench.setup.double else _facts():
+            found.update(fact)
     with bench.step("model"):
         bench.model()
     for name, runner in bench.runners.items():
         with bench.step(name) as found, bench.kvoffd(runner) as (engine, daemon):
             bench.choose(name)
             found["start_s"] = engine.start_s
-            setup.keep(bench.found)
+            bench.setup.keep(bench.found)
             found.update(bench.compare(engine, daemon))
         if "start_s" in found:
-            return bench.found
+            return
     raise AssertionError("no engine starts: " + "; ".join(str(bench.found[name]) for name in bench.runners))
 
 
@@ -392,24 +388,22 @@ def _facts() -> Iterator[Found]:
         yield {"failed": problem}
 
 
-def equal(setup: Setup) -> Found:
+@part
+def equal(bench: Bench) -> None:
     """Answers after loads on the other runners."""
-    bench = Bench(setup)
-    for name in bench.runners if setup.double else EQUAL:
-        with bench.step(name) as found, bench.kvoffd(bench.runners[name]) as (engine, daemon):
-            found.update(bench.compare(engine, daemon))
-    return bench.found
+    for name in bench.runners if bench.setup.double else EQUAL:
+        bench.compared(name, runner=bench.runners[name])
 
 
-def contest(setup: Setup) -> Found:
+@part
+def contest(bench: Bench) -> None:
     """Times to the first token with nothing, vLLM's own cache, kvoffd and others; and steps of eight that decode."""
-    bench = Bench(setup)
     with bench.step("nothing and own cache") as found, bench.engine(None) as engine:
-        found.update(_play(bench, engine, None, bench.setup.keep))
+        found.update(_play(bench, engine, None))
         found["decoding"] = _decode(bench, engine, None)
         found["said"] = said(engine)
     with bench.step("kvoffd") as found, bench.kvoffd() as (engine, daemon):
-        found.update(_play(bench, engine, daemon, bench.setup.keep))
+        found.update(_play(bench, engine, daemon))
         found["decoding"] = _decode(bench, engine, daemon)
         with AdminClient(daemon.directory) as admin:
             stats = admin.stats()
@@ -422,18 +416,15 @@ def contest(setup: Setup) -> Found:
         found["said"] = said(engine)
     for name, competitor in OTHERS.items():
         with bench.step(name) as found:
-            if setup.double:
+            if bench.setup.double:
                 found["result"] = NEEDS_GPU
                 continue
             with competitor(bench) as engine:
-                found.update(_play(bench, engine, None, bench.setup.keep))
+                found.update(_play(bench, engine, None))
                 found["said"] = said(engine)
-    return bench.found
 
 
-def _play(
-    bench: Bench, engine: Engine, daemon: DaemonProcess | None, keep: Callable[[Mapping[str, Any]], None]
-) -> Found:
+def _play(bench: Bench, engine: Engine, daemon: DaemonProcess | None) -> Found:
     """Both published loads: new prompts, the same ones in vLLM's own cache, and the same ones after it was reset."""
     plan, found = bench.plan, dict[str, Any](start_s=engine.start_s)
     count, length, per_second = plan.published
@@ -442,7 +433,7 @@ def _play(
     for name in ("new", "own cache", "after a reset"):
         if name == "after a reset":
             engine.call("reset")
-        found[f"{count} prompts, {name}"] = ttft(engine.paced(prompts, 1, per_second))
+        found[f"{count} prompts, {name}"] = ttft(engine.ask(prompts, 1, per_second))
         settle(engine, daemon)
     for size in plan.curve:
         prompts = [(size + number, size - number) for number in range(plan.curve_rounds)]
@@ -527,31 +518,34 @@ def _listens(port: int) -> bool:
         return client.connect_ex(("127.0.0.1", port)) == 0
 
 
-def restarts(setup: Setup) -> Found:
+@part
+def restarts(bench: Bench) -> None:
     """Engine and daemon are restarted, and the daemon is killed while an engine loads: the same answers each time."""
-    bench = Bench(setup)
     count, length, _ = bench.plan.published
     prompts = [(600 + number, bench.uneven(length)) for number in range(count)]
     with ExitStack() as undo:
         manager = undo.enter_context(closing(ServiceManager()))  # it keeps the pool
         daemon = undo.enter_context(DaemonProcess(str(bench.pool_bytes), manager=manager))
-        engine = undo.enter_context(bench.engine(connector_of(daemon)))
-        with bench.step("begin") as found:
+        engine = undo.enter_context(bench.engine(connector_config(daemon.directory, {})))
+
+        def loaded() -> Found:
+            return difference(own, engine.ask(prompts, ANSWER_TOKENS, logprobs=True))
+
+        with bench.step("begin"):
             wait_registered(engine, daemon)
-            engine.ask(prompts, ANSWER_TOKENS)
-            own = engine.ask(prompts, ANSWER_TOKENS, logprobs=True)
+            own = own_answers(engine, prompts)
             settle(engine, daemon)
         with bench.step("the engine is restarted") as found:
             engine.kill()
             engine.start()
             wait_registered(engine, daemon)
-            found.update(difference(own, engine.ask(prompts, ANSWER_TOKENS, logprobs=True)))
+            found.update(loaded())
         with bench.step("the daemon is restarted") as found:
             daemon.stop()
             daemon.start()
             engine.call("reset")
             wait_registered(engine, daemon)
-            found.update(difference(own, engine.ask(prompts, ANSWER_TOKENS, logprobs=True)))
+            found.update(loaded())
         for number in range(KILLS + 1):
             # The first time without a death: in a batch, kernels may give other tokens than alone.
             name = f"the daemon is killed, {number}" if number else "the same traffic, nobody is killed"
@@ -565,7 +559,7 @@ def restarts(setup: Setup) -> Found:
                     killer.start()
                 others = [(700 + 10 * number + each, length) for each in range(count)]
                 mixed = [prompt for pair in zip(prompts, others, strict=True) for prompt in pair]
-                answers = engine.paced(mixed, ANSWER_TOKENS, AT_ONCE, logprobs=True)
+                answers = engine.ask(mixed, ANSWER_TOKENS, AT_ONCE, logprobs=True)
                 found.update(difference(own, answers[::2]))
                 found.update(
                     equal=not found["failed_requests"],
@@ -579,13 +573,12 @@ def restarts(setup: Setup) -> Found:
         with bench.step("after that") as found:
             settle(engine, daemon)
             engine.call("reset")
-            found.update(difference(own, engine.ask(prompts, ANSWER_TOKENS, logprobs=True)), said=said(engine))
-    return bench.found
+            found.update(loaded(), said=said(engine))
 
 
-def pressure(setup: Setup) -> Found:
+@part
+def pressure(bench: Bench) -> None:
     """More prompts at once than the KV cache holds: pre-emptions, and prefill steps that take long."""
-    bench = Bench(setup)
     plan = bench.plan
     length = plan.small_kv_tokens // 4 - 2 * plan.block_tokens  # four have no space for what they generate
     prompts = [(800 + number, length) for number in range(plan.pressing)]
@@ -593,7 +586,7 @@ def pressure(setup: Setup) -> Found:
         engine.ask([(90, length)], 2)
         engine.call("fence_times")
         for name in ("new", "again"):
-            found[name] = ttft(answers := engine.paced(prompts, plan.pressing_answer, AT_ONCE))
+            found[name] = ttft(answers := engine.ask(prompts, plan.pressing_answer, AT_ONCE))
             found[name]["failed_requests"] = sum(one.finish != "length" for one in answers)
         found["handle_preemptions_ms"] = summary(engine.call("fence_times"))
         counts = engine.call("metrics")
@@ -602,40 +595,34 @@ def pressure(setup: Setup) -> Found:
         if rate := counts.get("vllm:kvoffd_prefill_tokens_per_second"):
             found["step_ms"] = 1000 * plan.batched_tokens / rate
         found["said"] = said(engine)
-    return bench.found
 
 
-def layouts(setup: Setup) -> Found:
+@part
+def layouts(bench: Bench) -> None:
     """All layers of a block together (``block_outermost``): the same answers, and how long they take."""
-    bench = Bench(setup)
     count, length, per_second = bench.plan.published
     prompts = [(200 + number, length) for number in range(count)]
     with bench.step("block_outermost") as found, bench.kvoffd(extra={"kv_layout": "block_outermost"}) as each:
         engine, daemon = each
         found.update(bench.compare(engine, daemon))
-        engine.paced(prompts, 1, per_second)
+        engine.ask(prompts, 1, per_second)
         settle(engine, daemon)
         engine.call("reset")
-        found["after a reset"] = ttft(engine.paced(prompts, 1, per_second))
-    return bench.found
+        found["after a reset"] = ttft(engine.ask(prompts, 1, per_second))
 
 
-def hybrid(setup: Setup) -> Found:
+@part
+def hybrid(bench: Bench) -> None:
     """A small model of Qwen3-Next's shape: states of linear attention beside full attention."""
-    bench = Bench(setup)
-    with bench.step("Qwen3-Next") as found:
-        settings = {"model": bench.hybrid_model(), "dtype": "bfloat16", "max_model_len": 4096, "block_size": None}
-        with bench.kvoffd(**settings) as (engine, daemon):
-            found.update(bench.compare(engine, daemon, HYBRID_LENGTHS))
-    return bench.found
+    path = make_tiny_qwen3_next(bench.directory / "hybrid")
+    settings = {"model": path, "dtype": "bfloat16", "max_model_len": 4096, "block_size": None}
+    bench.compared("Qwen3-Next", HYBRID_LENGTHS, **settings)
 
 
-def fp8(setup: Setup) -> Found:
+@part
+def fp8(bench: Bench) -> None:
     """A KV cache in fp8."""
-    bench = Bench(setup)
-    with bench.step("fp8") as found, bench.kvoffd(kv_cache_dtype="fp8") as (engine, daemon):
-        found.update(bench.compare(engine, daemon))
-    return bench.found
+    bench.compared("fp8", kv_cache_dtype="fp8")
 
 
 OTHERS = {"vLLM's OffloadingConnector": _offloading, "PegaFlow": _pegaflow}

@@ -1,0 +1,73 @@
+"""Processes that are forked from one that has their imports, which are most of a start's CPU.
+
+They use multiprocessing's server, but no process of multiprocessing: that imports this one's main module, such as a
+bench.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import forkserver, reduction
+from typing import Any
+
+
+@dataclass
+class _Call:
+    """What multiprocessing's server takes for the process to be."""
+
+    target: Callable[..., int]
+    arguments: tuple[Any, ...]
+
+    def _bootstrap(self, parent: int) -> int:
+        return self.target(*self.arguments)
+
+
+class Forked:
+    """A call of ``target``, whose result is the exit status, in a process as a subprocess.Popen is."""
+
+    def __init__(self, server: forkserver.ForkServer, target: Callable[..., int], *arguments: Any) -> None:
+        self.returncode: int | None = None
+        self._status, message = server.connect_to_new_process([])
+        with open(message, "wb") as pipe:
+            for part in ({"sys_path": sys.path, "dir": os.getcwd()}, _Call(target, arguments)):
+                reduction.dump(part, pipe)
+        self.pid = forkserver.read_signed(self._status)
+
+    def poll(self) -> int | None:
+        """The exit status, or minus a signal's number; None while it runs."""
+        if self.returncode is None and select.select([self._status], [], [], 0)[0]:
+            self.returncode = forkserver.read_signed(self._status)
+            os.close(self._status)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit status. Raises subprocess.TimeoutExpired."""
+        if self.returncode is None:
+            select.select([self._status], [], [], timeout)
+        status = self.poll()
+        if status is None:
+            raise subprocess.TimeoutExpired("kvoffd", timeout or 0.0)
+        return status
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def fork_server(*modules: str) -> forkserver.ForkServer:
+    """A server that imports these when the first process is forked."""
+    server = forkserver.ForkServer()
+    server.set_forkserver_preload(list(modules))
+    return server
