@@ -394,6 +394,19 @@ def test_blocks_of_every_size_cross_a_slow_link(fleet_of: Callable[..., Fleet], 
     assert right.load(0) == stored
 
 
+def test_a_node_that_started_before_its_network_is_used_once_that_is_there(fleet_of: Callable[..., Fleet]) -> None:
+    """UCX takes the interfaces that are up when NIXL starts."""
+    fleet = fleet_of(2)
+    lender, reader = fleet.nodes
+    fleet.network.set_link(0, "down")
+    os.kill(before := lender.wait_helper(), signal.SIGKILL)
+    wait_until(lambda: lender.wait_helper() != before, DEADLINE_S)
+    wait_until(lambda: lender.lends, DEADLINE_S)
+    fleet.network.set_link(0, "up")
+    stored = lender.store(0, 1)
+    assert reader.load(0) == stored
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(4 * 3600)
 def test_whatever_is_killed_or_cut_costs_misses_only(fleet_of: Callable[..., Fleet]) -> None:

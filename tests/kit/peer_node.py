@@ -83,6 +83,12 @@ class Node:
                 continue
         return 0
 
+    @property
+    def lends(self) -> bool:
+        """Whether its helper has started."""
+        lent = books(self.daemon.directory).said.lent
+        return lent is not None and lent.up
+
     def wait_helper(self) -> int:
         wait_until(lambda: self.helper, DEADLINE_S)
         return self.helper
