@@ -415,7 +415,7 @@ def ip_addresses() -> set[str]:
     that started before its network could never be reached.
     """
     found = set[str]()
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         for _, name in socket.if_nameindex():
             request = struct.pack("40s", name.encode())
             with suppress(OSError):  # it has no address, or is gone
