@@ -33,7 +33,7 @@ CONFIG_VARIABLE = "KVOFFD_CONFIG"
 # Kubernetes sets variables of these names in every pod for a Service named kvoffd: they are ignored.
 _SERVICE_LINK = re.compile(r"KVOFFD(_[A-Z0-9_]+)?_(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT(_[0-9]+_.+)?)")
 
-MOST_PEERS = 8
+MAX_PEERS = 8
 """Peers are asked one after the other."""
 NAMED_PEERS = 8
 """Peers of networks that are connected at once: those that requests named last."""
@@ -385,7 +385,7 @@ class Config:
         "very slow network.",
     )
     peers: tuple[str, ...] = listed(
-        "HOST:PORT", "addresses, such as node-b:7400", partial(_checked, parse_peer), MOST_PEERS
+        "HOST:PORT", "addresses, such as node-b:7400", partial(_checked, parse_peer), MAX_PEERS
     ).setting(
         (),
         "Another node's kvoffd whose pool is read for what this node lacks, as host:port of its peer_listen. Repeat it "

@@ -6,7 +6,7 @@ from kvoffd.cache.policy import GHOST_DIVISOR
 from kvoffd.config import NAMED_PEERS, Config, parse_peer
 from kvoffd.pool.allocator import MIN_SLOT_BYTES
 from kvoffd.system.limits import MemoryLimit
-from kvoffd.tiering.promotions import FILL_BYTES, MOST_QUEUED
+from kvoffd.tiering.promotions import FILL_BYTES, MAX_QUEUED
 from kvoffd.tiering.writer import MAX_WAITING, WAITING_BYTES
 from kvoffd.tiers.disk import index_bytes
 from kvoffd_proto.units import format_size
@@ -22,7 +22,7 @@ SHARED_BYTES = 96 << 20
 """Cached answers of a shared store, and its requests and transfers in progress."""
 HELPER_BYTES = 336 << 20
 """The process with NIXL (95 MiB measured at rest), and the memory into which peers' blocks come."""
-QUEUES_BYTES = MOST_QUEUED * FILL_BYTES + MAX_WAITING * WAITING_BYTES
+QUEUES_BYTES = MAX_QUEUED * FILL_BYTES + MAX_WAITING * WAITING_BYTES
 """Queued reads and writes of all disks, or of one store."""
 IN_USE_AT_START = ("pool", "slot table and page tables", "process and clients")
 """Parts that are allocated once the pool is touched, so the cgroup's free memory does not include them."""

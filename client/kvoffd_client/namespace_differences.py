@@ -11,7 +11,7 @@ import msgspec
 
 from kvoffd_proto.units import printable
 
-MOST_CHARACTERS = 60
+MAX_CHARACTERS = 60
 """Longest value shown in a sentence, which excludes SHA-256 digests."""
 
 
@@ -156,7 +156,7 @@ def _of_groups(one: object, other: object) -> Iterator[tuple[str, tuple[object, 
 def _difference(name: str, one: object, other: object) -> Difference:
     field = FIELDS.get(name) or _Field(name.replace("_", " "))
     values = _text(one), _text(other)
-    if name == "private" or max(map(len, values)) > MOST_CHARACTERS:
+    if name == "private" or max(map(len, values)) > MAX_CHARACTERS:
         values = "", ""
     return Difference(name, printable(field.words), *values, field.cause)
 

@@ -20,7 +20,7 @@ from kvoffd.cache.policy import Chain
 
 TAKEN_AT_ONCE = 64
 """Prompts of a session that is gone which are counted in one step."""
-MOST_UNCOUNTED_BYTES, PART_BYTES = 32 << 20, 1024
+MAX_UNCOUNTED_BYTES, PART_BYTES = 32 << 20, 1024
 """Limit of the memory of prompts that wait for a report, and what each lookup of a group takes besides its keys, about.
 Beyond the limit the oldest prompt of the oldest session that has any is counted without a report."""
 
@@ -133,7 +133,7 @@ class UncountedPrompts:
         self._prompts.setdefault(session, {}).setdefault(lease_id, []).extend(asked)
         self._nbytes += _nbytes(asked)
         dropped = []
-        while self._nbytes > MOST_UNCOUNTED_BYTES:
+        while self._nbytes > MAX_UNCOUNTED_BYTES:
             session, prompts = next(iter(self._prompts.items()))
             dropped.append(self.take(session, next(iter(prompts))))
         return dropped

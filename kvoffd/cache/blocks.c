@@ -238,7 +238,7 @@ static uint64_t enter(struct blocks *x, const struct block_group *g, const uint3
 uint64_t kvoffd_blocks_take(struct blocks *x, struct slots *slots, const struct block_group *g, const uint8_t *keys,
                             uint64_t count)
 {
-    uint64_t found[MOST_RANKS], least, first;
+    uint64_t found[MAX_RANKS], least, first;
 
     for (;; count /= 2) {
         least = count;
@@ -460,7 +460,7 @@ struct choice {
     struct {
         uint64_t bytes;
         int64_t lacking; /* slots */
-    } size[MOST_RANKS];
+    } size[MAX_RANKS];
     uint32_t *passed; /* by region, slots of blocks that were skipped */
     uint32_t *regions; /* regions with any, in the order in which they were met */
 };

@@ -7,7 +7,7 @@
 #include "../pool/slots.h"
 #include "../system/slot_index.h"
 
-enum { RECORD = 128, KEY = 32, MOST_RANKS = 64 /* MAX_WORLD_SIZE of messages.py */ };
+enum { RECORD = 128, KEY = 32, MAX_RANKS = 64 /* MAX_WORLD_SIZE of messages.py */ };
 enum { GENERATION = 8, NAMESPACE = 16, GROUP = 20, RANK = 22, FIRST_BLOCK = 24, KEY_BYTES = 26, LENGTH = 28 };
 enum { CHECKSUM = 96, CRC = 104 };
 enum { FREE_RECORD = 0, PAGE = 4096 };
@@ -31,7 +31,7 @@ struct block_group {
         uint32_t slot_bytes;
         int32_t node;
         uint32_t length; /* bytes of a shard */
-    } rank[MOST_RANKS];
+    } rank[MAX_RANKS];
 };
 
 /* BlockTable of block_table.py has the same fields. */

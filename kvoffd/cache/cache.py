@@ -88,7 +88,7 @@ MAX_OVER_QUOTA = 1024
 """Extra evictions per store while a namespace is over quota."""
 PARTIAL_GRACE_S = 2.0
 """Age from which partial blocks are dropped first when space is needed."""
-MOST_WRITING_DIVISOR = 4
+MAX_WRITING_DIVISOR = 4
 """If WRITING blocks take more than 1/4 of the pool, partial ones are dropped as soon as space is needed."""
 MAX_UNREPORTED_REQUESTS = 8
 """Requests that may wait for ``report_requests``; one more reports the oldest."""
@@ -1049,7 +1049,7 @@ class Cache:
             return None
         if self._partial:
             # Blocks that only some ranks store must not crowd out readable blocks.
-            crowded = self._bytes_in[WRITING] > self.slots.pool_bytes // MOST_WRITING_DIVISOR
+            crowded = self._bytes_in[WRITING] > self.slots.pool_bytes // MAX_WRITING_DIVISOR
             partial = self._partial_since(self._clock() - (0.0 if crowded else PARTIAL_GRACE_S))
             if unpinned := list(islice((block for block in partial if not self.blocks.pins[block]), count)):
                 self._drop_partial(unpinned)

@@ -20,9 +20,9 @@
 
 enum { FIRST, NEXT, REST, KINDS };
 enum { SIZES = 13, PIECES = 131072, PIECE_TOKENS = 512, BUCKETS = 2 * PIECES, NONE = 0, NEXT_PIECES = 8 };
-/* A piece of more than one key has at most 2/PARTS of the keys before it. At most MOST_SMALL pieces of a chain are
+/* A piece of more than one key has at most 2/PARTS of the keys before it. At most MAX_SMALL pieces of a chain are
  * shorter than its longest. */
-enum { PARTS = 32, MOST_SMALL = PARTS + 64 * PARTS / 2 };
+enum { PARTS = 32, MAX_SMALL = PARTS + 64 * PARTS / 2 };
 
 /* Pieces of each kind have their own range of places, from begin[kind] to begin[kind + 1]. Place 0 is unused. */
 static const uint32_t begin[KINDS + 1] = {1, PIECES / 4, PIECES / 2, PIECES};
@@ -251,7 +251,7 @@ void kvoffd_curve_asked(struct curve *c, struct counts *counts, uint64_t group, 
                         uint64_t key_bytes, uint64_t bytes, uint64_t tokens, uint64_t run, uint64_t own)
 {
     uint64_t per = tokens > 1 && tokens < PIECE_TOKENS ? PIECE_TOKENS / tokens : 1; /* most keys of a piece */
-    uint64_t used = 0, n = 1, pieces = MOST_SMALL + 2 * count / per, mask;
+    uint64_t used = 0, n = 1, pieces = MAX_SMALL + 2 * count / per, mask;
 
     if (!count) /* `seen` may not be allocated yet */
         return;

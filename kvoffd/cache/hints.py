@@ -26,14 +26,14 @@ RETAINED_SHARE = 0.25
 """Part of the pool, and of a namespace's quota, that hints may retain."""
 AWAITED_S = 60.0
 """Time for which a hint also applies to blocks that are still to be stored: engines store the last ones after it."""
-MOST_AWAITED = 1 << 16
+MAX_AWAITED = 1 << 16
 """Limit of such blocks; the oldest are forgotten first."""
 SET_ASIDE_AT_ONCE, SOON = 2048, 64
 """Next blocks to be evicted that one step examines, at most 1/SOON of the pool's slot numbers; and blocks that
 evictions may set aside between two steps."""
 ENDED_AT_ONCE = 1024
 """Lapsed hints that one step ends, or awaited keys it forgets."""
-MOST_ENDED = 1024
+MAX_ENDED = 1024
 """Extra entries of ``_deadlines``, over two per live hint, before it is rebuilt."""
 RELEASED = 1
 """Number of the hint of all released blocks."""
@@ -105,7 +105,7 @@ class HintedOrder:
         for key in absent:
             self._awaited.pop((group.number, key), None)
             self._awaited[group.number, key] = until, hint
-        for oldest in list(islice(self._awaited, max(0, len(self._awaited) - MOST_AWAITED))):
+        for oldest in list(islice(self._awaited, max(0, len(self._awaited) - MAX_AWAITED))):
             del self._awaited[oldest]
         self._apply(hint, group, ready)
 
@@ -139,7 +139,7 @@ class HintedOrder:
         if blocks.size and hint.number not in self._retentions:
             self._retentions[hint.number] = hint
             heapq.heappush(self._deadlines, (hint.deadline, hint.number))
-            if len(self._deadlines) > 2 * len(self._retentions) + MOST_ENDED:
+            if len(self._deadlines) > 2 * len(self._retentions) + MAX_ENDED:
                 self._deadlines = sorted((one.deadline, number) for number, one in self._retentions.items())
         self._hint_of[blocks] = hint.number
         self._count(hint, len(blocks) * each)

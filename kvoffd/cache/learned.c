@@ -121,7 +121,7 @@ static int age_bin(const struct learned *l, uint64_t since)
 
 /* --- Keys and spans --- */
 
-enum { PAGE = 4096, AHEAD = 8 /* keys from a lookup to its prefetch */, FEWEST_SPANS = 1024, LEAST_UNUSED = 32 };
+enum { PAGE = 4096, AHEAD = 8 /* keys from a lookup to its prefetch */, MIN_SPANS = 1024, MIN_UNUSED = 32 };
 
 /* Returns memory for the current call. Memory from earlier calls becomes invalid. */
 static void *scratch(struct learned *l, uint64_t nbytes)
@@ -363,7 +363,7 @@ static void compact(struct learned *l, uint32_t number)
         return;
     }
     uint32_t unused = before->capacity - (s->high - s->low);
-    if (unused < LEAST_UNUSED || unused < s->high - s->low)
+    if (unused < MIN_UNUSED || unused < s->high - s->low)
         return;
     make_keys(l, s, hash_at(s, s->low), handle_at(s, s->low), s->high - s->low);
     free_keys(l, before);
@@ -371,7 +371,7 @@ static void compact(struct learned *l, uint32_t number)
 
 /* --- Classes --- */
 
-enum { UNIT_TOKENS = 512, MOST_COUNTED = UINT16_MAX };
+enum { UNIT_TOKENS = 512, MAX_COUNTED = UINT16_MAX };
 static const uint32_t TEXT_LIMITS[] = { 2, 4, 8, 16, 32 }, SIGHTING_LIMITS[] = { 1, 2, 3, 4, 8 };
 static const double PAUSE_LIMITS[] = { 0.5, 2, 8 };
 
@@ -439,7 +439,7 @@ static void compute_features(const struct learned *l, struct request *r)
     uint32_t turn = 0;
     for (uint32_t i = r->segment_count; i-- && !turn;)
         turn = l->spans[r->segments[i].span].turn;
-    r->turn = turn < MOST_COUNTED ? 1 + (turn ? turn : 1) : turn;
+    r->turn = turn < MAX_COUNTED ? 1 + (turn ? turn : 1) : turn;
 }
 
 static int later_turn(const struct request *r)
@@ -469,7 +469,7 @@ static int new_class(const struct request *r)
 
 /* --- Lives --- */
 
-enum { FEWEST_NEW_REQUESTS = 40, MEMORY_REQUESTS = 8000, MEMORY_EPOCHS = 16 * EPOCHS_IN_LIFETIME };
+enum { MIN_NEW_REQUESTS = 40, MEMORY_REQUESTS = 8000, MEMORY_EPOCHS = 16 * EPOCHS_IN_LIFETIME };
 
 static uint64_t epoch_bytes(const struct learned *l)
 {
@@ -539,7 +539,7 @@ static void enter_epoch(struct learned *l)
 {
     uint64_t now = l->known.now / epoch_bytes(l), first = l->epoch + 1;
 
-    if (now > l->epoch && l->known.requests - l->decayed_at_request >= FEWEST_NEW_REQUESTS)
+    if (now > l->epoch && l->known.requests - l->decayed_at_request >= MIN_NEW_REQUESTS)
         decay(l, now);
     if (now > l->epoch + EPOCHS_KEPT)
         first = now - EPOCHS_KEPT + 1;
@@ -680,7 +680,7 @@ static void compute_scores(struct learned *l)
 
 /* --- Order of eviction --- */
 
-enum { SWEEPS_IN_LIFETIME = 32, MOVED_AT_ONCE = 512, SWEPT_CELLS = CLASSES * (BINS - 1), NEAR = 64, MOST_STEPS = 1024 };
+enum { SWEEPS_IN_LIFETIME = 32, MOVED_AT_ONCE = 512, SWEPT_CELLS = CLASSES * (BINS - 1), NEAR = 64, MAX_STEPS = 1024 };
 static const uint64_t CELL_MASK = 2047; /* covers all cell numbers */
 _Static_assert(CELLS <= 2048, "the number of a cell has eleven bits");
 
@@ -792,7 +792,7 @@ static uint32_t last_of_request(const struct learned *l, uint32_t number)
 {
     uint32_t child, steps = 0;
 
-    while ((child = l->spans[number].child) && l->spans[child].walked != l->walks && steps++ < MOST_STEPS)
+    while ((child = l->spans[number].child) && l->spans[child].walked != l->walks && steps++ < MAX_STEPS)
         number = child;
     return number;
 }
@@ -868,7 +868,7 @@ static void plan_learning(struct learned *l)
     uint64_t more = (l->known.requests < MEMORY_REQUESTS ? l->known.requests : MEMORY_REQUESTS) / EVIDENCE_PART;
 
     l->learn_at = l->known.now + (later < l->known.lifetime ? (uint64_t)later : l->known.lifetime);
-    l->learn_at_request = l->known.requests + (more > FEWEST_NEW_REQUESTS ? more : FEWEST_NEW_REQUESTS);
+    l->learn_at_request = l->known.requests + (more > MIN_NEW_REQUESTS ? more : MIN_NEW_REQUESTS);
 }
 
 static void learn(struct learned *l)
@@ -992,7 +992,7 @@ struct offer {
 };
 
 static const double REJECTED = -1;
-enum { MOST_TOGETHER = 1024 /* keys in a span of blocks without a request */ };
+enum { MAX_TOGETHER = 1024 /* keys in a span of blocks without a request */ };
 
 /* Ends the lives of the matched keys, and takes them out of their spans. */
 static void return_matched(struct learned *l, struct request *r)
@@ -1004,7 +1004,7 @@ static void return_matched(struct learned *l, struct request *r)
         s->matched = 0;
         end_lives(l, s, keys, l->counts.returned[s->class]);
         found->class = known_class(r, s->sightings);
-        found->sightings = s->sightings + (s->sightings < MOST_COUNTED);
+        found->sightings = s->sightings + (s->sightings < MAX_COUNTED);
     }
     for (uint32_t i = 0; i < r->segment_count; i++)
         take_keys(l, r->segments[i].span, r->segments[i].end - r->segments[i].begin, r->handles + r->segments[i].begin);
@@ -1198,10 +1198,10 @@ void kvoffd_learned_rejected(struct learned *l, uint64_t group, const uint8_t *k
 uint64_t kvoffd_learned_insert(struct learned *l, uint64_t group, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
                                uint64_t block_bytes, const uint32_t *numbers)
 {
-    uint64_t *hashes = scratch(l, MOST_TOGETHER * sizeof *hashes);
+    uint64_t *hashes = scratch(l, MAX_TOGETHER * sizeof *hashes);
 
     for (uint64_t together; count; count -= together, keys += together * key_bytes, numbers += together) {
-        together = count < MOST_TOGETHER ? count : MOST_TOGETHER;
+        together = count < MAX_TOGETHER ? count : MAX_TOGETHER;
         hash_keys(l, group, keys, together, key_bytes, -1, hashes);
         for (uint64_t i = 0; i < together;) {
             struct place first;
@@ -1321,8 +1321,8 @@ struct learned *kvoffd_learned_new(uint64_t lifetime, const uint64_t seed[2])
     for (int bin = 0; bin < BINS; bin++)
         l->counts.edges[bin] = AGES[bin] * lifetime;
     or_end(open_index(&l->places, seed) ? l : NULL);
-    l->span_capacity = FEWEST_SPANS;
-    l->spans = or_end(calloc(FEWEST_SPANS, sizeof *l->spans));
+    l->span_capacity = MIN_SPANS;
+    l->spans = or_end(calloc(MIN_SPANS, sizeof *l->spans));
     l->span_top = 1; /* number 0 means none */
     compute_scores(l);
     order_cells(l);

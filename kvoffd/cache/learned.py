@@ -41,7 +41,7 @@ declare(
 
 UNIT_TOKENS = 512
 """Tokens of a block whose group does not give them."""
-LEAST_LEAD = 0.02
+MIN_LEAD = 0.02
 """Least lead of an LRU, as a part of requested tokens: the curve is an estimate, and a switch costs hits."""
 JUDGED_AFTER = 8
 """Pool lifetimes after each switch: learned values are worst just after the pool has filled."""
@@ -280,7 +280,7 @@ class LruFallback:
         if known.as_lru:
             self._excess = max(0.0, lead)
             self._change(0, JUDGED_AFTER)
-        elif lead > LEAST_LEAD + self._excess:
+        elif lead > MIN_LEAD + self._excess:
             self._change(1, self._stay)
             self._stay = min(2 * self._stay, MAX_STAY)
 

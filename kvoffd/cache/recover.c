@@ -3,8 +3,8 @@
  */
 #include "blocks.h"
 
-enum { LEAST_SLOT = 8192, RECORDS_TOGETHER = 4 };
-static const uint64_t MOST_GENERATION = ((uint64_t)1 << 62) - 1; /* later generations must remain */
+enum { MIN_SLOT = 8192, RECORDS_TOGETHER = 4 };
+static const uint64_t MAX_GENERATION = ((uint64_t)1 << 62) - 1; /* later generations must remain */
 
 /* _Recovery of recovery.py. Each of the last five arrays can hold all slots. */
 struct recovery {
@@ -29,7 +29,7 @@ static uint64_t size_of(const struct recovery *r, uint64_t slot)
         return 0;
     uint64_t size = r->slot_bytes[region], left = r->pool_bytes - base;
     uint64_t nbytes = left < r->region_bytes ? left : r->region_bytes;
-    return size >= LEAST_SLOT && size <= nbytes && size % PAGE == 0 && index < nbytes / size ? size : 0;
+    return size >= MIN_SLOT && size <= nbytes && size % PAGE == 0 && index < nbytes / size ? size : 0;
 }
 
 static const struct block_group *group_of(const struct recovery *r, const uint8_t *record)
@@ -69,7 +69,7 @@ static int take(struct recovery *r, const uint8_t *record, uint32_t slot, uint32
 
     if (READ(record, uint64_t, 0) != READY_RECORD || READ(record, uint32_t, CRC) != crc || !size)
         return 0;
-    if (READ(record, uint64_t, GENERATION) > MOST_GENERATION || !READ(record, uint64_t, CHECKSUM))
+    if (READ(record, uint64_t, GENERATION) > MAX_GENERATION || !READ(record, uint64_t, CHECKSUM))
         return 0;
     if (!(group = group_of(r, record))) {
         if (READ(record, uint32_t, NAMESPACE) < r->next_number)
@@ -159,7 +159,7 @@ void kvoffd_recover_blocks(struct recovery *r)
     uint64_t whole = 0;
 
     for (uint64_t i = 0; i < r->heads_found; i++) {
-        uint32_t head = r->heads[i], slots[MOST_RANKS], at = head, found = 0;
+        uint32_t head = r->heads[i], slots[MAX_RANKS], at = head, found = 0;
         uint32_t ranks = x->missing[head];
         uint64_t newest = 0;
         if (x->state[head] != NOT_FIRST || !ranks)

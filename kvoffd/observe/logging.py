@@ -21,7 +21,7 @@ _ESCAPES = {code: ascii(chr(code))[1:-1] for code in (*range(0x20), *range(0x7F,
 # Levels of syslog(3), which sd-daemon(3) prints before a line; without them the journal takes all lines for "info".
 _PRIORITIES = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
 STDERR = 2
-MOST_LINES = 4096
+MAX_LINES = 4096
 """Lines that may wait to be written; more are dropped and counted."""
 FLUSH_S = 5.0
 """Most time for which an exit waits for the last lines, which say why: a busy disk takes seconds."""
@@ -71,7 +71,7 @@ class QueuedLines(logging.Handler):
         super().__init__()
         self.setFormatter(formatter)
         self._fd, self._lost = fd, 0
-        self._lines: queue.Queue[str] = queue.Queue(MOST_LINES)
+        self._lines: queue.Queue[str] = queue.Queue(MAX_LINES)
         threading.Thread(target=self._write_lines, name="log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:

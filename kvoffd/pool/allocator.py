@@ -29,7 +29,7 @@ declare(
 PAGE_BYTES = 4096
 MIN_SLOT_BYTES = 8192
 _REGIONS = 64
-_LEAST_REGIONS = 12
+_MIN_REGIONS = 12
 _MIN_REGION_BYTES = 4 << 20
 _MAX_REGION_BYTES = 256 << 20
 """Limited because a region changes its slot size as a whole: all its blocks are evicted at once."""
@@ -51,7 +51,7 @@ def default_region_bytes(pool_bytes: int) -> int:
     ``n - 1`` regions' worth of memory is free, plus the rest behind the last slot of each region: ``n - 1`` twelfths of
     the smallest pool.
     """
-    least = min(_MIN_REGION_BYTES, 1 << (pool_bytes // _LEAST_REGIONS).bit_length() - 1)
+    least = min(_MIN_REGION_BYTES, 1 << (pool_bytes // _MIN_REGIONS).bit_length() - 1)
     return max(MIN_SLOT_BYTES, page_up(max(least, min(_MAX_REGION_BYTES, pool_bytes // _REGIONS))))
 
 
@@ -59,7 +59,7 @@ def pool_bytes_for(slot_bytes: int) -> int:
     """Return a pool size whose regions hold a slot of this size."""
     if slot_bytes > _MIN_REGION_BYTES:
         return _REGIONS * slot_bytes
-    return _LEAST_REGIONS << (slot_bytes - 1).bit_length()
+    return _MIN_REGIONS << (slot_bytes - 1).bit_length()
 
 
 class PoolSegment(NamedTuple):

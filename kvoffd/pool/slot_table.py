@@ -68,7 +68,7 @@ RECORD = np.dtype(
 """``namespace``: its number. ``first_block``: engine blocks left out at the start of the key. ``length``: bytes of the
 shard. ``checksum``: their ``checksums.digest``, 0 if none was computed. ``crc``: CRC-32 of the bytes from
 ``generation`` to ``checksum``."""
-_MOST_NAMESPACE_BYTES = 4 << 20
+_MAX_NAMESPACE_BYTES = 4 << 20
 _SNAPSHOT = Struct("=QII")  # number of the snapshot; length and CRC-32 of its content
 _MAX_UNPACKED_BYTES = 64 << 20
 _SHORT = 64
@@ -136,7 +136,7 @@ class TableGeometry:
     @property
     def namespace_bytes(self) -> int:
         """Bytes of both halves: a thousandth of the pool, so that a small pool has a small table."""
-        return min(_MOST_NAMESPACE_BYTES, max(2 * PAGE_BYTES, page_up(self.pool_bytes // 1000)))
+        return min(_MAX_NAMESPACE_BYTES, max(2 * PAGE_BYTES, page_up(self.pool_bytes // 1000)))
 
     @property
     def records_at(self) -> int:

@@ -9,7 +9,7 @@ from kvoffd.observe.meters import MINUTE_S
 from kvoffd.system.limits import open_descriptors
 from kvoffd_proto import admin as a
 from kvoffd_proto.cuda import descriptor_limits
-from kvoffd_proto.stats import LATE_SHARE, LEAST_LATE, NO_SPACE_CAUSES, Window, namespace_id
+from kvoffd_proto.stats import LATE_SHARE, MIN_LATE, NO_SPACE_CAUSES, Window, namespace_id
 from kvoffd_proto.units import format_count, format_duration, format_size, plural
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def _problems(service: Service, recent: Window) -> Iterator[tuple[str, str]]:
             f"offered: {NO_SPACE_CAUSES[cause]}{whose}. {advice}",
         )
     late, lookups = recent.late_lookups, max(recent.lookups, recent.late_lookups)
-    if late >= LEAST_LATE and late > LATE_SHARE * lookups:
+    if late >= MIN_LATE and late > LATE_SHARE * lookups:
         yield (
             "lookups_late",
             f"In the last {over} {format_count(late)} of {format_count(lookups)} lookups took longer than computing "

@@ -17,10 +17,10 @@ from kvoffd.tiers.peers import (
     FIND,
     GENERATION_BYTES,
     LENT,
-    MOST_BLOCKS,
-    MOST_KEYS,
-    MOST_MESSAGE_BYTES,
-    MOST_SHARDS,
+    MAX_BLOCKS,
+    MAX_KEYS,
+    MAX_MESSAGE_BYTES,
+    MAX_SHARDS,
     PIN,
     RELEASE,
     Find,
@@ -30,11 +30,11 @@ from kvoffd.tiers.peers import (
 from kvoffd.tiers.shared import FleetGenerations, is_sound
 from kvoffd_proto.messages import FINGERPRINT_BYTES
 
-MOST_VOIDED = 64
+MAX_VOIDED = 64
 """Resets of all nodes that are not carried out yet, beyond which peers' further ones are not followed."""
 LEASE_S = 10.0
 """Time after which what a peer has not returned is not lent any more. It must have read and checked it before."""
-MOST_LEASES, MOST_LEASES_EACH = 256, 16
+MAX_LEASES, MAX_LEASES_EACH = 256, 16
 """Leases of all peers, and of one connection. A request beyond them gets no blocks."""
 LENT_SHARE = 8
 """Part of the pool that all peers may pin: one in this many bytes."""
@@ -103,11 +103,11 @@ class PeerServer:
         """Return the group of a request; None if nothing of it may be lent. Raises ValueError for a bad request."""
         if not 1 <= wanted.key_bytes <= 64 or len(wanted.keys) % wanted.key_bytes:
             raise ValueError
-        if len(wanted.keys) // wanted.key_bytes > MOST_KEYS:
+        if len(wanted.keys) // wanted.key_bytes > MAX_KEYS:
             raise ValueError
         if len(wanted.fingerprint) != FINGERPRINT_BYTES:
             raise ValueError
-        if is_sound(wanted.generation) and len(self._fleet.voided) < MOST_VOIDED:
+        if is_sound(wanted.generation) and len(self._fleet.voided) < MAX_VOIDED:
             self._fleet.raise_to(wanted.fingerprint, wanted.generation)
         if not self._fleet.is_valid(wanted.fingerprint, wanted.generation):
             return None
@@ -140,7 +140,7 @@ class PeerServer:
         wanted, ranks = request.wanted, len(request.lengths)
         count = len(wanted.keys) // max(1, wanted.key_bytes)
         group = self._group(wanted)
-        if count > MOST_BLOCKS or count * ranks > MOST_SHARDS:
+        if count > MAX_BLOCKS or count * ranks > MAX_SHARDS:
             raise ValueError
         there = np.zeros(count, np.uint8)
         columns: tuple[bytes, bytes, bytes] = b"", b"", b""
@@ -165,12 +165,12 @@ class PeerServer:
                 self._lend(route, ident, blocks[places], len(places) * group.block_bytes)
                 self.served_bytes += len(places) * sum(group.lengths)
         reply = msgspec.msgpack.encode(Pinned(LEASE_S, there.tobytes(), *columns))
-        assert len(reply) <= MOST_MESSAGE_BYTES
+        assert len(reply) <= MAX_MESSAGE_BYTES
         return reply
 
     def _may_lend(self, route: bytes, ident: int) -> bool:
         each = sum(one == route for one, _ in self._lent)
-        may = len(self._lent) < MOST_LEASES and each < MOST_LEASES_EACH and (route, ident) not in self._lent
+        may = len(self._lent) < MAX_LEASES and each < MAX_LEASES_EACH and (route, ident) not in self._lent
         return may and self._spent_s <= LOOP_SHARE * WINDOW_S
 
     def _lendable_blocks(self, block_bytes: int) -> int:

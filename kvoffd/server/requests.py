@@ -242,7 +242,7 @@ def invalidate(service: Service, session: Session, message: m.Invalidate) -> m.D
 @answers(m.ReportEngine)
 def report_engine(service: Service, session: Session, message: m.ReportEngine) -> m.Done:
     counters = session.namespaces[message.namespace].counters
-    if 0 < message.prefill_tokens_per_second < m.LEAST_PER_SECOND:
+    if 0 < message.prefill_tokens_per_second < m.MIN_PER_SECOND:
         why = f"{message.prefill_tokens_per_second} tokens per second is not an engine's speed; report 0 if unknown."
         raise KvoffdError(why, ErrorCode.MALFORMED)
     if message.prefill_tokens_per_second:  # else unknown, as after the engine's restart

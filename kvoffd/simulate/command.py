@@ -18,7 +18,7 @@ from kvoffd.simulate.replay import DiskPlan, Replayed, replay
 from kvoffd.simulate.trace import BadTrace, Trace, read_trace
 from kvoffd.tiering import WriteMode
 from kvoffd_proto.units import format_size, parse_size
-from kvoffd_proto.verdict import FEWEST_LOOKUPS
+from kvoffd_proto.verdict import MIN_LOOKUPS
 
 ALL = "all"
 PARTS = (8, 4, 2, 1)
@@ -227,8 +227,8 @@ def _as_table(trace: Trace, sizes: Sizes, results: Results, block_bytes: int) ->
             of_disk, to_disk = one.percent(one.disk_hits), one.percent(one.disk_written)
             percents += f"  {one.disk.mode.value:<8}{of_disk:>10.2f}{to_disk:>11.2f}"
         lines.append(f"{sizes[one.size]:>{width}}  {one.policy:<14}{percents}")
-    if len(trace.requests) < FEWEST_LOOKUPS:
-        few = f"Too early to choose a policy or a size: {FEWEST_LOOKUPS} requests are needed. Record for longer."
+    if len(trace.requests) < MIN_LOOKUPS:
+        few = f"Too early to choose a policy or a size: {MIN_LOOKUPS} requests are needed. Record for longer."
         return "\n".join([*lines, "", few])
     return "\n".join([*lines, *_conclusion(sizes, results)])
 

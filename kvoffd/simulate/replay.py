@@ -26,7 +26,7 @@ BLOCK_BYTES = 1 << 20
 """Size of a simulated block, large enough for limits relative to the pool to act as in a daemon."""
 STEP_TOKENS = 8192
 """Tokens that an engine computes before it stores them."""
-MOST_LOOKUPS = 64
+MAX_LOOKUPS = 64
 """Lookups that an engine repeats for pending blocks before it computes them."""
 SESSION = LEASE = 1
 WITH_HINTS = "+hints"
@@ -132,7 +132,7 @@ def request(
     """Look up, then store the missing blocks in steps between which a disk works. Returns the length of the hit run."""
     (states,), _ = cache.lookup(namespace, SESSION, LEASE, [(0, keys)])
     cache.report_requests()
-    for _ in range(MOST_LOOKUPS):
+    for _ in range(MAX_LOOKUPS):
         if disk is None or PENDING not in states:
             break
         disk.settle()

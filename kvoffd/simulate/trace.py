@@ -13,21 +13,21 @@ from typing import Annotated, Any, BinaryIO, NamedTuple, cast
 from msgspec import UNSET, DecodeError, Meta, Struct, UnsetType, ValidationError, field
 from msgspec.json import Decoder
 
-from kvoffd_proto.messages import MOST_PRIORITY, MOST_TTL_S, HintAction
+from kvoffd_proto.messages import MAX_PRIORITY, MAX_TTL_S, HintAction
 
 KEY_BYTES = 8
 MOONCAKE_TOKENS = 512
 """Tokens of a block in Mooncake's traces."""
 POWERS = [1 << bits for bits in range(4, 13)]
 """Other common tokens per block, which the lengths of requests may indicate."""
-MOST_LINE_BYTES = 64 << 20
+MAX_LINE_BYTES = 64 << 20
 """Longest line, for a request of three million blocks: bounds the memory for files without lines, packed or not."""
-MOST_VALUE_BYTES = 256 << 20
+MAX_VALUE_BYTES = 256 << 20
 """Longest value that is not in one line."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-MOST_KEY, OWN_KEY = (1 << 8 * KEY_BYTES) - 1, 1 << 63
+MAX_KEY, OWN_KEY = (1 << 8 * KEY_BYTES) - 1, 1 << 63
 """The largest key (negative ones wrap), and the first key of blocks local to a session."""
-MOST_ACCESSES = 1 << 26
+MAX_ACCESSES = 1 << 26
 """Limit of requests and their blocks together: a replay takes about 190 bytes for each, and a small file may unpack to
 any number."""
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
@@ -59,8 +59,8 @@ class _Line(Struct):
     """Seconds since the session began."""
     hint: HintAction | None = None
     """The line is a hint about its blocks, not a request."""
-    priority: Annotated[int, Meta(ge=0, le=MOST_PRIORITY)] = 0
-    ttl_s: Annotated[float, Meta(ge=0, le=MOST_TTL_S)] = 0.0
+    priority: Annotated[int, Meta(ge=0, le=MAX_PRIORITY)] = 0
+    ttl_s: Annotated[float, Meta(ge=0, le=MAX_TTL_S)] = 0.0
 
 
 _DECODER = Decoder(_Line | list[_Line])
@@ -134,8 +134,8 @@ def read_trace(path: Path) -> Trace:
             for one in _requests_of(line):
                 ids = one.hash_ids or []
                 count, length = len(ids), one.tokens if is_session else one.input_length
-                if (accesses := accesses + 1 + count) > MOST_ACCESSES:
-                    why = f"has more than {MOST_ACCESSES:,} requests and blocks of requests, together"
+                if (accesses := accesses + 1 + count) > MAX_ACCESSES:
+                    why = f"has more than {MAX_ACCESSES:,} requests and blocks of requests, together"
                     raise BadTrace(f"{path} {why}, which are too many to replay; give a part of its lines.")
                 if is_session and line.hash_id_scope == "local":
                     ids = [own.setdefault(block, OWN_KEY + own_keys + len(own)) for block in ids]
@@ -148,7 +148,7 @@ def read_trace(path: Path) -> Trace:
                     least, most = max(least, -(-length // count)), min(most, (length - 1) // (count - 1))
                     least_whole = max(least_whole, length // (count + 1) + 1)
                     most_whole = min(most_whole, length // count)
-                keys = b"".join([(block & MOST_KEY).to_bytes(KEY_BYTES, "big") for block in ids])
+                keys = b"".join([(block & MAX_KEY).to_bytes(KEY_BYTES, "big") for block in ids])
                 if line.hint is not None:
                     at = line.timestamp / 1000 if isinstance(line.timestamp, (int, float)) else 0.0
                     hints.append(TracedHint(len(requests), at, line.hint, keys, line.priority, line.ttl_s))
@@ -205,9 +205,9 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _split(file: BinaryIO, path: Path) -> Iterator[bytes]:
-    for line in iter(partial(file.readline, MOST_LINE_BYTES), b""):
-        if len(line) == MOST_LINE_BYTES:
-            raise BadTrace(f"{path} is not a trace: it has a line of more than {MOST_LINE_BYTES >> 20} MiB.")
+    for line in iter(partial(file.readline, MAX_LINE_BYTES), b""):
+        if len(line) == MAX_LINE_BYTES:
+            raise BadTrace(f"{path} is not a trace: it has a line of more than {MAX_LINE_BYTES >> 20} MiB.")
         yield line
 
 
@@ -248,9 +248,9 @@ def _joined(begin: bytes, lines: Iterator[bytes], path: Path) -> bytes:
     parts, nbytes = [begin], len(begin)
     for line in lines:
         parts.append(line)
-        if (nbytes := nbytes + len(line)) > MOST_VALUE_BYTES:
+        if (nbytes := nbytes + len(line)) > MAX_VALUE_BYTES:
             raise BadTrace(
-                f"{path} is one JSON value of more than {MOST_VALUE_BYTES >> 20} MiB; give one object per line."
+                f"{path} is one JSON value of more than {MAX_VALUE_BYTES >> 20} MiB; give one object per line."
             )
     return b"".join(parts)
 
@@ -265,5 +265,5 @@ def _check(line: _Line) -> None:
     for one in _requests_of(line):
         if one.hash_ids is UNSET and not is_session:
             raise ValueError
-        if one.hash_ids and not -(1 << 63) <= min(one.hash_ids) <= max(one.hash_ids) <= MOST_KEY:
+        if one.hash_ids and not -(1 << 63) <= min(one.hash_ids) <= max(one.hash_ids) <= MAX_KEY:
             raise ValueError

@@ -14,7 +14,7 @@ from operator import eq
 from pathlib import Path
 from uuid import UUID
 
-_MOST_BUFFERS = 1024  # IOV_MAX
+_MAX_BUFFERS = 1024  # IOV_MAX
 
 
 class FileCalls:
@@ -204,7 +204,7 @@ def _move_all(
 ) -> int:
     """Call ``move`` until all buffers are done or it returns 0; return the offset where it ended."""
     left = [buffer for buffer in buffers if len(buffer)]
-    while left and (count := move(fd, left[:_MOST_BUFFERS], offset)):
+    while left and (count := move(fd, left[:_MAX_BUFFERS], offset)):
         offset += count
         left = drop_bytes(left, count)
     return offset

@@ -18,9 +18,9 @@ from kvoffd_proto.units import exact_size, format_size
 
 logger = logging.getLogger(__name__)
 
-LEAST_DESCRIPTORS = 1024
+MIN_DESCRIPTORS = 1024
 """Descriptors that the daemon requires: libzmq aborts the process if it cannot accept a connection."""
-MOST_DESCRIPTORS = 65536
+MAX_DESCRIPTORS = 65536
 # cgroup v1 writes the largest page count, in bytes, for "no limit".
 _NO_LIMIT = 2**62
 # Files of a cgroup: usage, the field of memory.stat with reclaimable bytes, and limits.
@@ -116,17 +116,16 @@ def _number(path: Path) -> int | None:
 def raise_descriptor_limit() -> None:
     """Raise the soft limit of open files as far as possible. Raises KvoffdError if it is still too low."""
     soft, hard = descriptor_limits()
-    wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
     if soft < wanted:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
             soft = wanted
         except (OSError, ValueError) as error:  # a seccomp filter
             logger.warning("The limit of open files stays at %d (%s).", soft, error)
-    if soft < LEAST_DESCRIPTORS:
+    if soft < MIN_DESCRIPTORS:
         raise KvoffdError(
-            f"The daemon may open {soft} files, but needs {LEAST_DESCRIPTORS}: raise the limit (ulimit -n, "
-            "LimitNOFILE=)."
+            f"The daemon may open {soft} files, but needs {MIN_DESCRIPTORS}: raise the limit (ulimit -n, LimitNOFILE=)."
         )
 
 

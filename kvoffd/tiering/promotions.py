@@ -28,7 +28,7 @@ MISSES: dict[str, MissReason] = {
     Result.GONE: MissReason.EVICTED,
 }
 """Miss reasons of failures; any other is a failure of the tier."""
-MOST_QUEUED = 2**16
+MAX_QUEUED = 2**16
 """Blocks of one source that may wait to be read. An engine that computes them sooner gives them up."""
 FILL_BYTES = 480
 """Memory of a waiting block, measured."""
@@ -208,7 +208,7 @@ class Promotions:
 
     def request(self, wanted: Wanted, key: bytes, tier: Tier) -> Fill | None:
         """Queue a block that a tier has; None if the queue is full. No session gets over three quarters of it."""
-        if self.queued_blocks + self._queued_by[wanted.first_lease.session] // 3 >= MOST_QUEUED:
+        if self.queued_blocks + self._queued_by[wanted.first_lease.session] // 3 >= MAX_QUEUED:
             return None
         fill = Fill(wanted, key, tier)
         self._coming.setdefault(wanted.group.tag, {})[key] = fill

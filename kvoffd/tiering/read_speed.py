@@ -9,7 +9,7 @@ SAMPLE_S = 0.05
 """Least length of a speed sample."""
 MEMORY_S = 1.0
 """Seconds of reading after which a sample's weight falls to 1/e."""
-FEWEST_BLOCKS = 8
+MIN_BLOCKS = 8
 """Least number of concurrent reads throughout a valid sample: a lone read shows how long a block takes, not how many
 come per second."""
 ENOUGH_S, ENOUGH_BYTES = 0.25, 32 * 2**20
@@ -57,7 +57,7 @@ class ReadSpeed:
         self._sample_bytes += came_bytes
         if came_bytes:
             self._came_at = now
-        if left < FEWEST_BLOCKS:
+        if left < MIN_BLOCKS:
             self._sample_at, self._sample_bytes = now, 0
         elif (seconds := now - self._sample_at) >= SAMPLE_S:
             kept = exp(-seconds / MEMORY_S)

@@ -34,7 +34,7 @@ ANSWER_S = 0.02
 than any engine waits."""
 LOGGED_S = 600.0
 """Interval after which a tier's error is logged again."""
-MOST_LOGGED = 1024
+MAX_LOGGED = 1024
 """Remembered kinds of tier errors, by server, with the time when they were logged."""
 
 _ANSWER_TABLES = tuple(bytes(one == state for one in range(256)) for state in (ABSENT, PRESENT, ASKED))
@@ -452,7 +452,7 @@ class Tiering:
         now = self._clock()
         if now - self._logged.get((tier.name, kind), -LOGGED_S) >= LOGGED_S:
             logger.warning("%s: %s", tier.name, sentence)
-            put_newest(self._logged, (tier.name, kind), now, MOST_LOGGED)
+            put_newest(self._logged, (tier.name, kind), now, MAX_LOGGED)
 
     def answered(self, tier: Tier, block_group: BlockGroup, keys: Sequence[bytes], found: Sequence[bool]) -> None:
         """Count the keys that lookups reported as being asked for."""

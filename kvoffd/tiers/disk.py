@@ -31,11 +31,11 @@ logger = logging.getLogger(__name__)
 
 BLOCK_MEMORY_BYTES = 128
 """Largest memory of a block's entry."""
-_LEAST_BLOCKS, _BLOCKS_SHIFT = 1 << 17, 16
-"""Limits of a tier's blocks: one per 64 KiB (2^16 bytes), and at least ``_LEAST_BLOCKS``."""
+_MIN_BLOCKS, _BLOCKS_SHIFT = 1 << 17, 16
+"""Limits of a tier's blocks: one per 64 KiB (2^16 bytes), and at least ``_MIN_BLOCKS``."""
 HANG_TIMEOUT_S = 10.0
 """A disk hangs if a write takes longer, or no read has ended for this long."""
-_LEAST_PAUSE_S, _MOST_PAUSE_S = 1.0, 60.0
+_MIN_PAUSE_S, _MAX_PAUSE_S = 1.0, 60.0
 """Pause after a failed write, doubled up to the latter."""
 _PUT_ASIDE_DIVISOR = 100
 """Blocks of the tier per slot that may be unused for good after a failed write."""
@@ -289,7 +289,7 @@ class DiskTier(Tier):
             self.counters.written_bytes += job.nbytes
             self._clearing.written(job.nbytes)
         elif result is Result.FAILED:
-            self._pause_s = min(_MOST_PAUSE_S, 2 * self._pause_s) or _LEAST_PAUSE_S
+            self._pause_s = min(_MAX_PAUSE_S, 2 * self._pause_s) or _MIN_PAUSE_S
             self._write_at = self._clock() + self._pause_s
             if (len(self._clearing.put_aside) + 1) * _PUT_ASIDE_DIVISOR <= self._map.blocks:
                 self._clearing.put_aside.add(job.slot)
@@ -404,7 +404,7 @@ class DiskTier(Tier):
 
 def most_blocks(size_bytes: int) -> int:
     """Return the most blocks of a tier of this size."""
-    return max(_LEAST_BLOCKS, size_bytes >> _BLOCKS_SHIFT)
+    return max(_MIN_BLOCKS, size_bytes >> _BLOCKS_SHIFT)
 
 
 def index_bytes(size_bytes: int) -> int:

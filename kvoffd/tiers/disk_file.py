@@ -68,8 +68,8 @@ HEAD_PAGES = 2
 _SIZES_AT = HEAD_PAGES * PAGE_BYTES
 MAX_REGIONS = 1 << 16
 _RECORDS_AT = _SIZES_AT + 4 * MAX_REGIONS
-_REGIONS, _LEAST_REGIONS = 64, 16
-_LEAST_REGION_BYTES, _MOST_REGION_BYTES = 16 << 20, 1 << 30
+_REGIONS, _MIN_REGIONS = 64, 16
+_MIN_REGION_BYTES, _MAX_REGION_BYTES = 16 << 20, 1 << 30
 _METADATA_SHIFT = 9
 """Shift of the size reserved for the file system's metadata, such as extents: a 512th. ext4 needs 4 KiB for 340."""
 _INDEX_SHIFT = 8
@@ -123,8 +123,8 @@ def default_region_bytes(size_bytes: int) -> int:
     Each block size needs its own regions: with fewer regions, some sizes would get none.
     """
     usable = _usable(size_bytes)
-    wanted = max(_LEAST_REGION_BYTES, min(_MOST_REGION_BYTES, usable // _REGIONS), usable // MAX_REGIONS)
-    regions = max(_LEAST_REGIONS, usable // wanted)
+    wanted = max(_MIN_REGION_BYTES, min(_MAX_REGION_BYTES, usable // _REGIONS), usable // MAX_REGIONS)
+    regions = max(_MIN_REGIONS, usable // wanted)
     return max(MIN_SLOT_BYTES, usable // regions // PAGE_BYTES * PAGE_BYTES)
 
 

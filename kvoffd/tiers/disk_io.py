@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 HOUR_S = 3600
 READERS = 16
 """Threads used if the kernel cannot read several blocks for one thread."""
-MOST_READ_BYTES = 64 << 20
+MAX_READ_BYTES = 64 << 20
 """Limit for the blocks that are read concurrently, unless it is one: a read can be given up only before it begins."""
 
 
@@ -104,7 +104,7 @@ class Reads:
 
     Args:
         name: prefix of the threads' names.
-        most: concurrent reads; at most 128 (MOST_READS of disk_reads.c).
+        most: concurrent reads; at most 128 (MAX_READS of disk_reads.c).
         on_end: called once for each read.
 
     Raises NoMoreThreads; then no thread runs.
@@ -160,7 +160,7 @@ class Reads:
 
     def _begin(self) -> None:
         while self._waiting and self._free:
-            if self._reading and self._nbytes + self._waiting[0].nbytes > MOST_READ_BYTES:
+            if self._reading and self._nbytes + self._waiting[0].nbytes > MAX_READ_BYTES:
                 return
             job, number, parts = self._waiting.popleft(), self._free.pop(), list[int]()
             lengths = job.group.lengths

@@ -14,14 +14,14 @@
 
 void kvoffd_digests(const uint64_t *slot, const uint64_t *slot_bytes, uint64_t *sum, uint64_t slots);
 
-enum { MOST_PARTS = 1024 /* IOV_MAX */, MOST_READS = 128, REPORTED_WITHIN_MS = 1 };
+enum { MAX_PARTS = 1024 /* IOV_MAX */, MAX_READS = 128, REPORTED_WITHIN_MS = 1 };
 
 /* A block to read: 64-bit numbers that disk_io.py owns until the read has ended. */
 struct block_read {
     uint64_t number;
     int64_t offset;  /* in the file */
     int64_t found;   /* result: bytes read, or -errno */
-    uint64_t parts;  /* at most MOST_PARTS */
+    uint64_t parts;  /* at most MAX_PARTS */
     uint64_t rest[]; /* [parts] struct iovec; [parts] number of bytes of each to checksum; [parts] resulting checksums:
                         see kvoffd_digests */
 };
@@ -32,7 +32,7 @@ struct reader {
     int fd, event;         /* `event` counts added blocks, and with a context those that the kernel has read */
     uint32_t waiting, ended, under_way; /* only the thread uses `under_way` */
     int reported, stopped; /* `reported`: kvoffd_reader_ended will be called for the ended reads */
-    struct block_read *wait[MOST_READS], *end[MOST_READS];
+    struct block_read *wait[MAX_READS], *end[MAX_READS];
 };
 
 /* Returns NULL if memory is short, or the kernel does not support `asynchronous` reads. */
@@ -45,7 +45,7 @@ struct reader *kvoffd_reader_open(int fd, int asynchronous)
     pthread_mutex_init(&r->lock, NULL);
     r->fd = fd;
     r->event = eventfd(0, EFD_CLOEXEC | (asynchronous ? 0 : EFD_SEMAPHORE));
-    if (r->event < 0 || (asynchronous && syscall(SYS_io_setup, MOST_READS, &r->context))) {
+    if (r->event < 0 || (asynchronous && syscall(SYS_io_setup, MAX_READS, &r->context))) {
         if (r->event >= 0)
             close(r->event);
         free(r);
@@ -72,7 +72,7 @@ void kvoffd_reader_close(struct reader *r)
     free(r);
 }
 
-/* Adds a block to read. At most MOST_READS may be added and not yet returned by kvoffd_reader_ended. */
+/* Adds a block to read. At most MAX_READS may be added and not yet returned by kvoffd_reader_ended. */
 void kvoffd_reader_add(struct reader *r, struct block_read *one)
 {
     pthread_mutex_lock(&r->lock);
@@ -100,7 +100,7 @@ uint64_t kvoffd_reader_ended(struct reader *r, uint64_t *numbers, uint64_t most)
 /* Fills the parts of a block, unless the `got` bytes read are all of it, and computes its checksums. */
 static void fill(struct reader *r, struct block_read *one, int64_t got)
 {
-    struct iovec vector[MOST_PARTS], *part = (struct iovec *)one->rest;
+    struct iovec vector[MAX_PARTS], *part = (struct iovec *)one->rest;
     uint64_t at = 0, *sum = one->rest + 3 * one->parts;
     int64_t wanted = 0;
 
@@ -137,7 +137,7 @@ static void fill(struct reader *r, struct block_read *one, int64_t got)
 /* Submits blocks to the kernel, and reads those that it does not accept here. Returns whether there were any. */
 static int submit(struct reader *r, struct block_read **some, uint64_t count)
 {
-    struct iocb calls[MOST_READS], *call[MOST_READS];
+    struct iocb calls[MAX_READS], *call[MAX_READS];
     int64_t begun;
 
     for (uint64_t i = 0; i < count; i++) {
@@ -158,8 +158,8 @@ static int submit(struct reader *r, struct block_read **some, uint64_t count)
  * under way, or fewer after a millisecond. Returns 0 when it is stopped. */
 int kvoffd_reader_work(struct reader *r)
 {
-    struct block_read *some[MOST_READS];
-    struct io_event events[MOST_READS];
+    struct block_read *some[MAX_READS];
+    struct io_event events[MAX_READS];
     struct timespec none = {0};
     struct pollfd event = {.fd = r->event, .events = POLLIN};
     eventfd_t ignored;
@@ -186,7 +186,7 @@ int kvoffd_reader_work(struct reader *r)
         }
         if (count && submit(r, some, count))
             continue;
-        int64_t got = r->context ? syscall(SYS_io_getevents, r->context, 0, MOST_READS, events, &none) : 0;
+        int64_t got = r->context ? syscall(SYS_io_getevents, r->context, 0, MAX_READS, events, &none) : 0;
         for (int64_t i = 0; i < got; i++, r->under_way--)
             fill(r, (struct block_read *)events[i].data, events[i].res);
         int woken = got > 0 ? -1 : poll(&event, 1, unreported ? REPORTED_WITHIN_MS : -1); /* -1 also after a signal */

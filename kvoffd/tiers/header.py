@@ -19,9 +19,9 @@ MAGIC = b"kvoffdB1"
 _HEAD = struct.Struct("<8sQIHHI")
 _SHARD = struct.Struct("<QQI")
 _SUM = struct.Struct("<Q")
-MOST_GENERATION = 2**62
+MAX_GENERATION = 2**62
 """Largest generation that is accepted: later ones must remain."""
-MOST_FIRST_BLOCK = 0xFFFF
+MAX_FIRST_BLOCK = 0xFFFF
 """Largest first engine block of a shard: the cache has 16 bits for it."""
 
 REMEMBERED_GROUPS = 1024
@@ -101,11 +101,11 @@ def decode_header(data: bytes | memoryview) -> Block | None:
     key_at = _HEAD.size + fingerprint_bytes
     shards_at = key_at + key_bytes
     end = shards_at + ranks * _SHARD.size
-    if magic != MAGIC or generation > MOST_GENERATION or number > 0xFFFF or end + _SUM.size > HEADER_BYTES:
+    if magic != MAGIC or generation > MAX_GENERATION or number > 0xFFFF or end + _SUM.size > HEADER_BYTES:
         return None
     shards = list(_SHARD.iter_unpack(data[shards_at:end]))
     lengths, checksums, firsts = zip(*shards, strict=True) if shards else ((), (), ())
-    if not all(checksums) or max(firsts, default=0) > MOST_FIRST_BLOCK:
+    if not all(checksums) or max(firsts, default=0) > MAX_FIRST_BLOCK:
         return None
     group = make_block_group(bytes(data[_HEAD.size : key_at]), generation, number, lengths)
     return Block(group, bytes(data[key_at:shards_at]), firsts, checksums)

@@ -39,8 +39,8 @@ from kvoffd.tiers.peers import (
     FAILED,
     FIND,
     FREE,
+    MAX_MESSAGE_BYTES,
     MODULES,
-    MOST_MESSAGE_BYTES,
     PIN,
     READ,
     RELEASE,
@@ -66,11 +66,11 @@ BUSY_AFTER_S = 0.02
 STUCK_S = 10.0
 """Time after which a read of a peer that hangs counts as lost: its memory is free again only when this process ends. It
 ends once all of a peer's reads are lost; the daemon starts another."""
-MOST_IN_FLIGHT = 16
+MAX_IN_FLIGHT = 16
 """Requests of all peers that the daemon has not answered."""
 REQUESTS_PER_S, BURST = 2000, 400
 """Limit of a peer's requests; those beyond it are dropped."""
-MOST_PEERS, MOST_ASKED = 1024, 1024
+MAX_PEERS, MAX_ASKED = 1024, 1024
 """Connections of peers that are answered in one second, and questions whose answers are awaited."""
 AT_ONCE = 64
 """Messages of one socket that are read before the others have their turn."""
@@ -79,7 +79,7 @@ LEASE_S = 10.0
 HEARTBEAT_MS, LOST_MS = 1000, 4000
 DOMAIN = "kvoffd"
 PR_SET_PDEATHSIG = 1
-RECONNECT_MS, MOST_RECONNECT_MS = 100, 1000
+RECONNECT_MS, MAX_RECONNECT_MS = 100, 1000
 SIOCGIFFLAGS, SIOCGIFADDR, UP_AND_RUNNING = 0x8913, 0x8915, 0x41
 """See netdevice(7)."""
 
@@ -153,7 +153,7 @@ class Helper:
         one.setsockopt(zmq.LINGER, 0)
         one.setsockopt(zmq.SNDHWM, AT_ONCE)
         one.setsockopt(zmq.RCVHWM, AT_ONCE)
-        one.setsockopt(zmq.MAXMSGSIZE, MOST_MESSAGE_BYTES)
+        one.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         one.setsockopt(zmq.IPV6, 1)
         one.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         one.setsockopt(zmq.HEARTBEAT_TIMEOUT, LOST_MS)
@@ -166,7 +166,7 @@ class Helper:
         one.curve_serverkey = self._keys[0]
         one.setsockopt(zmq.IMMEDIATE, not waits)
         one.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
-        one.setsockopt(zmq.RECONNECT_IVL_MAX, MOST_RECONNECT_MS)
+        one.setsockopt(zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MS)
         one.connect(f"tcp://{peer}")
         self._poller.register(one, zmq.POLLIN)
         return one
@@ -217,7 +217,7 @@ class Helper:
             ready = dict(self._poller.poll(0 if busy else IDLE_MS))
             if fd in ready:
                 while select.select([fd], [], [], 0)[0]:
-                    if not (data := self._channel.recv(MOST_MESSAGE_BYTES)):
+                    if not (data := self._channel.recv(MAX_MESSAGE_BYTES)):
                         return  # the daemon is gone
                     self._from_daemon(*parsed(data))
             for number, peer in enumerate(self._peers):
@@ -256,7 +256,7 @@ class Helper:
                 to.send_multipart([bytes([kind]), ident.to_bytes(8, "little"), payload], zmq.NOBLOCK)
                 if kind != RELEASE:
                     self._asked[ident] = number
-                    if len(self._asked) > MOST_ASKED:
+                    if len(self._asked) > MAX_ASKED:
                         del self._asked[next(iter(self._asked))]
             except zmq.Again:
                 if kind != RELEASE:
@@ -277,12 +277,12 @@ class Helper:
     def _requests(self, router: zmq.Socket[bytes]) -> None:
         """Pass on peers' requests. What is not one, or too much, gets no answer."""
         for _ in range(AT_ONCE):
-            if len(self._in_flight) >= MOST_IN_FLIGHT or not cast(int, router.get(zmq.EVENTS)) & zmq.POLLIN:
+            if len(self._in_flight) >= MAX_IN_FLIGHT or not cast(int, router.get(zmq.EVENTS)) & zmq.POLLIN:
                 return
             route, *parts = router.recv_multipart(zmq.NOBLOCK)
             if len(parts) != 3 or len(parts[0]) != 1 or len(parts[1]) != 8 or parts[0][0] not in (FIND, PIN, RELEASE):
                 continue
-            if len(self._spent) >= MOST_PEERS and route not in self._spent:
+            if len(self._spent) >= MAX_PEERS and route not in self._spent:
                 continue
             if self._spent[route] >= REQUESTS_PER_S + BURST:
                 continue
@@ -429,7 +429,7 @@ def ip_addresses() -> set[str]:
 def main() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # also while it hangs; before that the channel is closed
     channel = socket.socket(fileno=int(sys.argv[1]))
-    settings = msgspec.msgpack.decode(channel.recv(MOST_MESSAGE_BYTES), type=HelperSettings)
+    settings = msgspec.msgpack.decode(channel.recv(MAX_MESSAGE_BYTES), type=HelperSettings)
     with suppress(OSError):
         os.nice(READERS_NICE)
     try:

@@ -52,12 +52,12 @@ BUSY_S = 0.005
 """Pause after such an answer."""
 AHEAD = 2
 """Reads of one thread that are under way."""
-MOST_MESSAGE_BYTES = 192 * 1024
+MAX_MESSAGE_BYTES = 192 * 1024
 """Limit of a message between helper and daemon, and between two helpers: what a Unix socket takes at once."""
-MOST_KEYS = 2048
+MAX_KEYS = 2048
 """Keys of one message, of up to 64 bytes."""
 GENERATION_BYTES = 8
-MOST_BLOCKS, MOST_SHARDS = 1024, 4096
+MAX_BLOCKS, MAX_SHARDS = 1024, 4096
 """Blocks, and shards of them, that are lent at once."""
 START_S = 10.0
 """Longest wait for a helper that starts, in a thread that asks."""
@@ -67,7 +67,7 @@ FOLLOWS_S = 0.02
 """Pause before a peer that has not followed a reset is asked again."""
 BEAT_S, HANGS_S = 1.0, 10.0
 """Interval of the helper's signs of life, and time without one after which it is killed."""
-FIRST_PAUSE_S, MOST_PAUSE_S, STEADY_S = 0.25, 1.0, 10.0
+FIRST_PAUSE_S, MAX_PAUSE_S, STEADY_S = 0.25, 1.0, 10.0
 """Pauses before the helper is started again, longer each time that it ended within the last."""
 CANNOT_WORK_PAUSE_S = 30.0
 """Longest pause if it said that it cannot work."""
@@ -333,7 +333,7 @@ class PeerHelper:
             if self._closed.is_set():
                 return
             lived = time.monotonic() - began >= STEADY_S
-            most_s = CANNOT_WORK_PAUSE_S if self._cannot_work else MOST_PAUSE_S
+            most_s = CANNOT_WORK_PAUSE_S if self._cannot_work else MAX_PAUSE_S
             pause_s = FIRST_PAUSE_S if lived else min(most_s, 2 * pause_s)
             logger.warning("%s It is started again in %.1f s.", self.problem, pause_s)
             self._closed.wait(pause_s)
@@ -369,7 +369,7 @@ class PeerHelper:
             if self._closed.is_set():
                 self._end()
             try:
-                while data := ours.recv(MOST_MESSAGE_BYTES):
+                while data := ours.recv(MAX_MESSAGE_BYTES):
                     self._received(data)
                     if data[0] == STARTED:  # a start may take long: RDMA pins the pool
                         ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _HANGS)
@@ -413,9 +413,9 @@ class PeerStore(Store):
     """
 
     poll_s = 5.0
-    most_window_keys = MOST_KEYS
-    keys_at_once = MOST_KEYS
-    blocks_at_once = MOST_BLOCKS
+    most_window_keys = MAX_KEYS
+    keys_at_once = MAX_KEYS
+    blocks_at_once = MAX_BLOCKS
     bytes_at_once = 4 * SLICE_BYTES
     failed_s = 2.0  # a peer that was killed is back sooner than a store
     follows = True
@@ -452,7 +452,7 @@ class PeerStore(Store):
             return request.key.rpartition(b"/")[0], list(map(len, request.views))
 
         for (_, lengths), members in groupby(requests, same):
-            every, most = list(members), max(1, min(MOST_BLOCKS, MOST_SHARDS // max(1, len(lengths))))
+            every, most = list(members), max(1, min(MAX_BLOCKS, MAX_SHARDS // max(1, len(lengths))))
             at, busy_until = 0, time.monotonic() + patience_s
             while at < len(every):
                 before = at

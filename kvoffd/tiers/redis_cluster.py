@@ -27,7 +27,7 @@ AGAIN_S, TLS_AGAIN_S = 0.05, 0.2
 """Time to connect to such a master: the same thread asks the others."""
 RAISE_PAUSE_S = 60.0
 """Pause before a lost copy of a generation is written again, if this node may not write it."""
-MOST_MASTERS = 256
+MAX_MASTERS = 256
 """Limit of masters, each of which takes five connections."""
 
 COPIES, NEEDED_COPIES = 3, 2
@@ -81,8 +81,8 @@ def masters_of(reply: Sequence[object], asked: Address) -> dict[Address, list[ra
         if not port:
             continue  # its address is unknown, as after a restart without its nodes.conf
         found.setdefault((endpoint or asked[0], port), []).append(range(first, last + 1))
-    if sum(len(part) for slots in found.values() for part in slots) > SLOTS or len(found) > MOST_MASTERS:
-        raise ValueError(f"it has more than {MOST_MASTERS} masters, or a slot twice")
+    if sum(len(part) for slots in found.values() for part in slots) > SLOTS or len(found) > MAX_MASTERS:
+        raise ValueError(f"it has more than {MAX_MASTERS} masters, or a slot twice")
     return found
 
 

@@ -47,17 +47,17 @@ LINE_BYTES = 512
 """Size of a receive call for lines."""
 HEAD_BYTES = HEADER_BYTES + 64
 """Size of a receive call for the part before a value's shards: bytes of the pool beyond it are copied once more."""
-MOST_COMING_BYTES = 2 << 20
+MAX_COMING_BYTES = 2 << 20
 """Limit of requested values that have not come yet: more than the socket buffers hold costs a third of the speed
 (measured). A larger value is requested alone."""
 REPLIES_BYTES = 65536
-MOST_PARTS = 256
+MAX_PARTS = 256
 """Parts of one ``sendmsg``; the kernel accepts 1024."""
-MOST_INFO_BYTES = 1 << 20
-MOST_ELEMENTS = 16_384, 1024, 1024, 1024, 0
+MAX_INFO_BYTES = 1 << 20
+MAX_ELEMENTS = 16_384, 1024, 1024, 1024, 0
 """Limits of a list and of lists nested in it: a cluster's slot ranges, their fields, those of a server, its names."""
-MOST_NAME_BYTES, MOST_NUMBER = 1024, 10**18
-MOST_QUOTED_CHARACTERS = 200
+MAX_NAME_BYTES, MAX_NUMBER = 1024, 10**18
+MAX_QUOTED_CHARACTERS = 200
 NEEDED_COMMANDS = (
     "~kvoffd/* +ping +get +exists +touch +expire +set +incrby +unlink, of a cluster +cluster|slots, "
     "and where the URL names a database +select"
@@ -180,7 +180,7 @@ class Redis(Store):
 
     def usage(self, deadline: float) -> StoreUsage | None:
         self._send_words([b"INFO"], deadline)
-        found = dict(_FIGURE.findall(self._reply(deadline, b"$", MOST_INFO_BYTES)))
+        found = dict(_FIGURE.findall(self._reply(deadline, b"$", MAX_INFO_BYTES)))
         if not {"maxmemory", "used_memory", "evicted_keys"} <= found.keys():
             return None
         return StoreUsage(*(int(found[name]) for name in ("maxmemory", "used_memory", "evicted_keys")))
@@ -230,9 +230,9 @@ class Redis(Store):
         self._send(self._questions(), deadline)
 
     def _questions(self) -> list[bytes]:
-        """Request further objects if at most half of MOST_COMING_BYTES is still coming."""
+        """Request further objects if at most half of MAX_COMING_BYTES is still coming."""
         keys: list[bytes] = []
-        most = MOST_COMING_BYTES if self._coming_bytes <= MOST_COMING_BYTES // 2 else 0
+        most = MAX_COMING_BYTES if self._coming_bytes <= MAX_COMING_BYTES // 2 else 0
         while self._unasked and (self._coming_bytes + self._unasked[0].nbytes <= most or not self._coming_bytes):
             request = self._unasked.popleft()
             self._coming_bytes += request.nbytes
@@ -290,7 +290,7 @@ class Redis(Store):
         self._send_words([b"CLUSTER", b"SLOTS"], deadline)
         return cast(list[Any], self._reply(deadline, b"*"))
 
-    def _reply(self, deadline: float, kinds: bytes = b":$*", most_bytes: int = MOST_NAME_BYTES, depth: int = 0) -> Any:
+    def _reply(self, deadline: float, kinds: bytes = b":$*", most_bytes: int = MAX_NAME_BYTES, depth: int = 0) -> Any:
         """Receive a short reply of one of these kinds: a number, a text, or a list of them; null is an empty text."""
         line = self._line(deadline, REPLIES_BYTES)
         kind, text = line[:1], line[1:]
@@ -298,7 +298,7 @@ class Redis(Store):
             return ""
         if kind not in kinds:
             self._check(line, kinds[:1])
-        most = {b":": MOST_NUMBER, b"$": most_bytes, b"*": MOST_ELEMENTS[min(depth, 4)]}[kind]
+        most = {b":": MAX_NUMBER, b"$": most_bytes, b"*": MAX_ELEMENTS[min(depth, 4)]}[kind]
         if not re.fullmatch(rb"-?[0-9]{1,18}", text) or not (kind == b":" or 0 <= int(text) <= most):
             raise self._broken(f"{self._quoted(text)} is not a valid number or length")
         if kind == b":":
@@ -370,7 +370,7 @@ class Redis(Store):
         text = line.decode(errors="surrogateescape").partition(", with args beginning with")[0]
         if self._credentials.password:
             text = text.replace(self._credentials.password, "***")
-        return printable(text[:MOST_QUOTED_CHARACTERS])
+        return printable(text[:MAX_QUOTED_CHARACTERS])
 
     def answers(self, count: int, deadline: float) -> list[bool]:
         """Receive ``count`` numbers; return whether each is not 0."""
@@ -478,7 +478,7 @@ class Redis(Store):
         rest = drop_bytes([memoryview(part) for part in parts], 0)
         while rest:
             with self._ready(deadline) as connected:  # TLS has no sendmsg
-                sent = connected.send(rest[0]) if self._tls else connected.sendmsg(rest[:MOST_PARTS])
+                sent = connected.send(rest[0]) if self._tls else connected.sendmsg(rest[:MAX_PARTS])
             rest = drop_bytes(rest, sent)
 
     @contextmanager

@@ -39,13 +39,13 @@ REQUEST_S = 30.0
 """Limit for any request without an earlier deadline."""
 GENERATION_S = 5.0
 """Time for which a generation is cached: a fleet-wide reset takes effect within it."""
-MOST_GENERATIONS = 1024
-MOST_VALUE_BYTES = 20
+MAX_GENERATIONS = 1024
+MAX_VALUE_BYTES = 20
 """Size of a stored generation, a number of up to 18 digits."""
 RECEIVE_BYTES = 64 << 10
 """Bytes of an object that are received before they are copied to the pool. Each part takes a turn of the event loop,
 which costs up to a fifth of the speed of a local server (measured); on a slow line, parts show progress."""
-MOST_QUOTED_CHARACTERS = 4096
+MAX_QUOTED_CHARACTERS = 4096
 """Limit for an exception's text, which has all that a server sends with an error."""
 PROBES = 12
 """Concurrent HEADs that search for a prefix's end."""
@@ -262,7 +262,7 @@ class S3(Store):
         number = decode_generation(await self._value(generation_key))
         if number is None:
             raise bad_generation(f"The object {self._path(generation_key)}")
-        if len(self._generations) >= MOST_GENERATIONS:
+        if len(self._generations) >= MAX_GENERATIONS:
             self._generations.clear()
         self._generations[generation_key] = number, time.monotonic()
         return number
@@ -271,7 +271,7 @@ class S3(Store):
         """Return the first bytes of a small object; empty if there is none."""
         try:
             answer = await obstore.get_async(self._bucket.client, self._path(key))
-            value = bytearray(min(answer.meta["size"], MOST_VALUE_BYTES))
+            value = bytearray(min(answer.meta["size"], MAX_VALUE_BYTES))
             return bytes(value) if await self._receive(answer, [value]) else b"?"
         except FileNotFoundError as error:
             if "NoSuchBucket" in str(error):
@@ -357,7 +357,7 @@ class S3(Store):
             error = error.exceptions[0]
         if isinstance(error, StoreError):
             return error
-        name, text = self._bucket.name, str(error)[:MOST_QUOTED_CHARACTERS]
+        name, text = self._bucket.name, str(error)[:MAX_QUOTED_CHARACTERS]
         if isinstance(error, TimeoutError) or "TimedOut" in text:
             return StoreError("timeout", f"{name} does not answer in time.{self._bucket.no_keys}")
         if isinstance(error, asyncio.CancelledError):
@@ -391,7 +391,7 @@ async def _all(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def _first_line(error: BaseException) -> str:
-    return printable(str(error)[:MOST_QUOTED_CHARACTERS].partition("\n")[0])
+    return printable(str(error)[:MAX_QUOTED_CHARACTERS].partition("\n")[0])
 
 
 def open_s3(url: str, credentials: Credentials) -> Callable[[], Store]:

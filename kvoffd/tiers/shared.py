@@ -65,18 +65,18 @@ UNKNOWN = 3
 YES_S, NO_S, REFUSED_S = 2.0, 1.0, 30.0
 """Time for which an answer is cached; the last for a block that could not be read, or must not be."""
 _IS_UNKNOWN = bytes(state == UNKNOWN for state in range(256))
-MOST_ANSWERS = 262_144
+MAX_ANSWERS = 262_144
 """Cached answers, of 16 bytes each."""
 WINDOW = 16
 """See answers.c."""
-MOST_ASKED = 65_536
+MAX_ASKED = 65_536
 """Keys whose answers may be outstanding."""
-MOST_READS, MOST_WRITES = 4096, 64
-MOST_REMOVALS, REMOVED_AT_ONCE = 16, 1000
-"""Tasks that may wait beyond ``MOST_WRITES`` before removals are dropped, and objects of one removal."""
-MOST_NAMESPACES = 65_536
+MAX_READS, MAX_WRITES = 4096, 64
+MAX_REMOVALS, REMOVED_AT_ONCE = 16, 1000
+"""Tasks that may wait beyond ``MAX_WRITES`` before removals are dropped, and objects of one removal."""
+MAX_NAMESPACES = 65_536
 """Limit of the namespaces whose last poll for a reset is remembered."""
-MOST_OBJECT_BYTES = 500 * 2**20
+MAX_OBJECT_BYTES = 500 * 2**20
 """Limit of a block: Redis accepts values of 512 MiB."""
 READERS = 2
 PARTIAL = "partial"
@@ -107,14 +107,14 @@ SHOWN_S = 60.0
 STEADY_S = 5.0
 """Log "reachable" only after this long, so that an unstable store does not fill the log."""
 LOGGED_S = 60.0
-MOST_AHEAD_S = 10 * 365 * 86_400
+MAX_AHEAD_S = 10 * 365 * 86_400
 """Limit for a generation, which is a time in seconds or slightly more, by a clock that may be wrong."""
 OLD_WEIGHT = 0.9
 """Weight of earlier samples in the mean duration of asks, and in this node's part of the writes."""
 LOST = ("timeout", "disconnected", "unreachable", "tls", "internal")
 """Kinds of write errors that are not answers of the server."""
 
-MOST_FAILURES = 3
+MAX_FAILURES = 3
 """Consecutive failures or slow answers of one kind of work that open the breaker."""
 PAUSE_S = 1.5
 """Mean pause before a probe; it varies by a quarter. A server that returns is used within 5 s, including the probe."""
@@ -147,7 +147,7 @@ class Breaker:
         """Record a failure; ``at_once`` opens the breaker, as for a refused connection or a wrong password."""
         with self._lock:
             self._failures[work] += 1
-            if not self.open and (at_once or self._failures[work] >= MOST_FAILURES):
+            if not self.open and (at_once or self._failures[work] >= MAX_FAILURES):
                 self.open = True
                 self.opened += 1
                 self._pause()
@@ -232,7 +232,7 @@ class Answers:
     """Answers of a store by tag and key, each with a time. A new one replaces the oldest of ``WINDOW`` neighbours."""
 
     def __init__(self) -> None:
-        self._native, self._places = native(), MOST_ANSWERS
+        self._native, self._places = native(), MAX_ANSWERS
         self._table = np.empty((self._places + WINDOW, 2), np.uint64)
         self._table.fill(0)  # touches the pages now, not in the first lookups
         self.clear()
@@ -289,7 +289,7 @@ class FleetGenerations:
         """Void a namespace's blocks if the generation is above the known one; return whether it is."""
         if generation <= self.of(fingerprint):
             return False
-        put_newest(self._known, fingerprint, generation, MOST_NAMESPACES)
+        put_newest(self._known, fingerprint, generation, MAX_NAMESPACES)
         self.voided.add(fingerprint)
         return True
 
@@ -413,7 +413,7 @@ class SharedTier(Tier):
         unknown = list(compress(range(gap if gap >= 0 else len(keys)), states.translate(_IS_UNKNOWN)))
         if not prefix:
             unknown = unknown[-self._store.most_window_keys :]
-        if wanted := unknown[: MOST_ASKED - self._asked_keys]:
+        if wanted := unknown[: MAX_ASKED - self._asked_keys]:
             its = slice(wanted[0], wanted[-1] + 1)
             states[its] = states[its].replace(bytes([UNKNOWN]), bytes([ASKED]))
             self._ask(group, keys if len(wanted) == len(keys) else list(map(keys.__getitem__, wanted)), prefix)
@@ -451,23 +451,23 @@ class SharedTier(Tier):
     # --- reading, writing, removing --------------------------------------------------------------
 
     def wants(self, group: BlockGroup, keys: Sequence[bytes]) -> list[bool]:
-        tag, fits = group.tag, group.nbytes <= MOST_OBJECT_BYTES and fits_header(group, MAX_KEY_BYTES)
+        tag, fits = group.tag, group.nbytes <= MAX_OBJECT_BYTES and fits_header(group, MAX_KEY_BYTES)
         believed = self._are_believed(tag, keys)
         return [fits and (tag, key) not in self._writes and not its for key, its in zip(keys, believed, strict=True)]
 
     def read(self, group: BlockGroup, key: bytes, offsets: Sequence[int], patience_s: float, on_end: ReadEnd) -> bool:
-        if not self.available() or not all(self._are_believed(group.tag, [key])) or self._reading.waiting >= MOST_READS:
+        if not self.available() or not all(self._are_believed(group.tag, [key])) or self._reading.waiting >= MAX_READS:
             return False
         self._reading.put(ObjectRead(group, self._stored(group), key, self._views(group, offsets), patience_s, on_end))
         return True
 
     def write(self, block: Block, offsets: Sequence[int], on_end: WriteEnd) -> bool:
         group, key = block.group, block.key
-        if not self.available() or self._clock() < self._write_at or group.nbytes > MOST_OBJECT_BYTES:
+        if not self.available() or self._clock() < self._write_at or group.nbytes > MAX_OBJECT_BYTES:
             self.counters.dropped_writes += 1
             return False
         # Blocks of a namespace that was reset on all nodes belong to the earlier generation until they are dropped.
-        if len(self._writes) >= MOST_WRITES or group.fingerprint in self.fleet.voided:
+        if len(self._writes) >= MAX_WRITES or group.fingerprint in self.fleet.voided:
             return False
         if not all(self.wants(group, [key])):
             return False
@@ -485,7 +485,7 @@ class SharedTier(Tier):
         stored = self._stored(group)
         for at in range(0, len(keys), REMOVED_AT_ONCE):
             removal = Removal([object_key(stored, key) for key in keys[at : at + REMOVED_AT_ONCE]])
-            if self._writing.waiting < MOST_WRITES + MOST_REMOVALS:
+            if self._writing.waiting < MAX_WRITES + MAX_REMOVALS:
                 self._writing.put(removal)
             else:
                 self._write_ended(removal, Result.FAILED)
@@ -617,7 +617,7 @@ class SharedTier(Tier):
         """Check whether a namespace's blocks were voided for all nodes, unless that was done recently."""
         now = self._clock()
         if not self.breaker.open and now >= self._polled_at.get(fingerprint, -inf) + self._store.poll_s:
-            put_newest(self._polled_at, fingerprint, inf, MOST_NAMESPACES)  # until the answer
+            put_newest(self._polled_at, fingerprint, inf, MAX_NAMESPACES)  # until the answer
             self._asking.put(Ask(BlockGroup(fingerprint, 0, 0, (), 0), (), True, now + RAISE_S))
 
     def _record_generation(self, fingerprint: bytes, generation: int) -> None:
@@ -946,7 +946,7 @@ def _verified(read: ObjectRead, received: Received) -> Block | None:
 
 def is_sound(generation: int) -> bool:
     """Return whether a number is small enough to come from a node: another, if followed, could hardly be raised."""
-    return 0 <= generation <= time.time() + MOST_AHEAD_S
+    return 0 <= generation <= time.time() + MAX_AHEAD_S
 
 
 def _check_generation(own_key: bytes, generation: int) -> None:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:  # `kvoffd config` imports nothing heavy
 logger = logging.getLogger(__name__)
 
 REDIS_SCHEMES = ("redis", "rediss", "redis+cluster", "rediss+cluster")
-MOST_TTL_S = 10 * 365 * 86400
-MOST_PASSWORD_CHARACTERS = 65_536
+MAX_TTL_S = 10 * 365 * 86400
+MAX_PASSWORD_CHARACTERS = 65_536
 PASSWORD_VARIABLE = "KVOFFD_SHARED_PASSWORD"
 _S3_QUERY = {"endpoint": r"https?://[^/?#@\s]+(/[^?#@\s]*)?", "region": r"[\w-]+"}
 SCHEMES = (*REDIS_SCHEMES, "s3")
@@ -267,12 +267,12 @@ class Credentials(NamedTuple):
             text = os.environ.get(PASSWORD_VARIABLE, "")
             if path:
                 with open(path, encoding="utf-8-sig") as file:
-                    text = file.read(MOST_PASSWORD_CHARACTERS + 1)
+                    text = file.read(MAX_PASSWORD_CHARACTERS + 1)
                 _warn_of_readers(path)
         except (OSError, ValueError) as error:
             raise KvoffdError(f"The credentials of the shared tier cannot be read: {error}.") from error
-        if path and len(text) > MOST_PASSWORD_CHARACTERS:
-            why = f"{path} has more than {MOST_PASSWORD_CHARACTERS} characters, and is not a password file."
+        if path and len(text) > MAX_PASSWORD_CHARACTERS:
+            why = f"{path} has more than {MAX_PASSWORD_CHARACTERS} characters, and is not a password file."
             raise KvoffdError(why, ErrorCode.BAD_ARGUMENT)
         lines = [line.strip() for line in text.splitlines()]
         if path and not any(lines[:count]):
@@ -334,7 +334,7 @@ def _wrong_names(query: str, is_right: Callable[[str, str], object], known: Iter
 
 def _is_ttl(value: str) -> bool:
     try:
-        return 1 <= parse_duration(value) <= MOST_TTL_S
+        return 1 <= parse_duration(value) <= MAX_TTL_S
     except UnitError:
         return False
 

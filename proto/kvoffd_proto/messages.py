@@ -255,11 +255,11 @@ MAX_REPORTED = 1_000_000
 """Largest count in one message, so that sums of clients' claims stay finite."""
 MAX_PROBLEM = 512
 """Characters of the sentence that says why an engine stores and loads nothing."""
-LEAST_PER_SECOND, MOST_PER_SECOND = 1e-6, 1e12
+MIN_PER_SECOND, MAX_PER_SECOND = 1e-6, 1e12
 """Bounds of a speed that is not 0, so that results computed from it stay finite."""
-MOST_TIME_S = 1e11
+MAX_TIME_S = 1e11
 """Latest time, in seconds since 1970."""
-Speed = Annotated[float, doc(ge=0, le=MOST_PER_SECOND)]
+Speed = Annotated[float, doc(ge=0, le=MAX_PER_SECOND)]
 
 
 # --- sessions, lookups and jobs ------------------------------------------------------------------
@@ -427,7 +427,7 @@ class HintAction(StrEnum):
     """Promote them from disks and stores."""
 
 
-MOST_PRIORITY, MOST_TTL_S = 100, 86400.0
+MAX_PRIORITY, MAX_TTL_S = 100, 86400.0
 MAX_HINT_KEYS = 1024
 """Keys of one Hint."""
 
@@ -442,8 +442,8 @@ class Hint(Request[Done], frozen=True):
     namespace: Fingerprint
     action: Annotated[HintAction, doc("``retain``, ``release`` or ``prefetch``.")]
     groups: Annotated[list[GroupKeys], doc("Keys, root of the prefix first.", max_length=MAX_GROUPS)]
-    priority: Annotated[int, doc("Retained blocks of a lower one are evicted first.", ge=0, le=MOST_PRIORITY)] = 0
-    ttl_s: Annotated[float, doc("Seconds for which to retain them.", ge=0, le=MOST_TTL_S)] = 0.0
+    priority: Annotated[int, doc("Retained blocks of a lower one are evicted first.", ge=0, le=MAX_PRIORITY)] = 0
+    ttl_s: Annotated[float, doc("Seconds for which to retain them.", ge=0, le=MAX_TTL_S)] = 0.0
 
 
 @exchange(SCHEDULER)
@@ -491,7 +491,7 @@ class PromptReport(Wire, frozen=True):
     """Outcome of one prompt: why it hit or missed."""
 
     request: Annotated[str, doc("The engine's id of the request.", max_length=128)]
-    decided_at: Annotated[float, doc("Time of the decision, in seconds since 1970.", ge=0, le=MOST_TIME_S)]
+    decided_at: Annotated[float, doc("Time of the decision, in seconds since 1970.", ge=0, le=MAX_TIME_S)]
     tokens: Annotated[Count, doc("Tokens of its prompt.")]
     keys: Annotated[Count, doc("Keys looked up; 0 without an answer, and for a prompt shorter than a block.")]
     found_pool: Annotated[Count, doc("Keys found in the pool.")]

@@ -138,7 +138,7 @@ NO_SPACE_CAUSES = {
 """Causes for which keys were not stored for lack of space, with their meanings."""
 
 
-LATE_SHARE, LEAST_LATE = 0.05, 20
+LATE_SHARE, MIN_LATE = 0.05, 20
 """Share and number of late lookups, both of which make a problem for health and doctor."""
 
 

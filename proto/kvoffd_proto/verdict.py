@@ -7,9 +7,9 @@ from typing import NamedTuple
 from kvoffd_proto.stats import MISS_REASONS, DaemonStats, HitCurve, Window
 from kvoffd_proto.units import format_count, format_size, percent, plural, printable
 
-FEWEST_LOOKUPS = 100
+MIN_LOOKUPS = 100
 """Least number of lookups for statistics to be meaningful."""
-FEWEST_WHEN_FULL = 10
+MIN_WHEN_FULL = 10
 """The same for a full pool that evicts."""
 FULL_POOL = 0.8
 POINTS = 1.0
@@ -32,7 +32,7 @@ def judge(stats: DaemonStats) -> Verdict:
     traffic = stats.since_start
     if not enough_lookups(stats):
         lookups = f"{format_count(traffic.lookups)} lookup{plural(traffic.lookups)}" if traffic.lookups else "no lookup"
-        return Verdict(None, f"Too early to say whether it pays off: {lookups} so far, {FEWEST_LOOKUPS} are needed.")
+        return Verdict(None, f"Too early to say whether it pays off: {lookups} so far, {MIN_LOOKUPS} are needed.")
     # By keys: not every engine reports the tokens of a block.
     pays = 100 * _loaded_share(traffic) >= PAYS_PERCENT
     if pays:
@@ -51,7 +51,7 @@ def enough_lookups(stats: DaemonStats) -> bool:
     """Return whether there were enough lookups to judge. A full pool that evicts, or rejects, is judged early."""
     traffic, is_full = stats.since_start, stats.pool.of("ready") >= FULL_POOL * stats.pool.size_bytes
     lacks_space = is_full and (traffic.evicted_blocks or traffic.rejected_keys)
-    return traffic.lookups >= (FEWEST_WHEN_FULL if lacks_space else FEWEST_LOOKUPS)
+    return traffic.lookups >= (MIN_WHEN_FULL if lacks_space else MIN_LOOKUPS)
 
 
 def doubt(stats: DaemonStats) -> str:
@@ -63,7 +63,7 @@ def doubt(stats: DaemonStats) -> str:
 
 def doubt_points(traffic: Window) -> float:
     """Return half the width of the 95 % interval (Agresti and Coull) of the loaded share; 0 for enough lookups."""
-    if traffic.lookups >= FEWEST_LOOKUPS:
+    if traffic.lookups >= MIN_LOOKUPS:
         return 0.0
     count = traffic.lookups + 4
     share = (_loaded_share(traffic) * traffic.lookups + 2) / count

@@ -52,7 +52,7 @@ CASES = "10000x1,100000x1,1000000x1,5000000x1,10000x8,100000x8,1000000x8"
 KEY_BYTES, KEY_WORDS = 32, 4
 """As vLLM's sha256 hashes."""
 PAGE_BYTES = 8192
-LEAST_CHAIN, MOST_CHAIN = 16, 64
+MIN_CHAIN, MAX_CHAIN = 16, 64
 CONTINUED = 0.3
 """Share of the requests that begin with all keys of a recent one."""
 RECENT = 1024
@@ -139,7 +139,7 @@ class Books:
         """Requests of 16 to 64 new keys, of which some continue a recent one: looked up, and stored."""
         until = self._next_key + keys
         while (left := until - self._next_key) > 0:
-            new = self._next_key, left if left < MOST_CHAIN else self._random.randint(LEAST_CHAIN, MOST_CHAIN)
+            new = self._next_key, left if left < MAX_CHAIN else self._random.randint(MIN_CHAIN, MAX_CHAIN)
             before = self._random.choice(self._recent) if self._random.random() < CONTINUED else (0, 0)
             self._recent = [*self._recent[-RECENT + 1 :], new]
             self._next_key += new[1]

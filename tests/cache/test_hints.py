@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from kvoffd.cache.cache import ASKED_AT_ONCE
-from kvoffd.cache.hints import AWAITED_S, MOST_AWAITED, RETAINED_SHARE
+from kvoffd.cache.hints import AWAITED_S, MAX_AWAITED, RETAINED_SHARE
 from kvoffd.cache.namespace import Namespace
 from kvoffd_proto.messages import HintAction
 from tests.kit.slot_cache import CacheRig, check_invariants, keys_of
 
 BLOCKS = 64
-MOST_RETAINED = int(RETAINED_SHARE * BLOCKS)
+MAX_RETAINED = int(RETAINED_SHARE * BLOCKS)
 POLICIES = "lru", "learned"
 
 
@@ -137,10 +137,10 @@ def test_only_a_part_of_the_pool_and_of_a_quota_is_retained_and_the_root_first()
     rig = Hinted()
     rig.fill(0)
     rig.hint("retain", *range(BLOCKS))
-    assert rig.cache.order.retained_bytes == MOST_RETAINED * rig.unit
-    assert rig.namespace.totals.unretained_blocks == BLOCKS - MOST_RETAINED
+    assert rig.cache.order.retained_bytes == MAX_RETAINED * rig.unit
+    assert rig.namespace.totals.unretained_blocks == BLOCKS - MAX_RETAINED
     rig.fill(100)
-    assert rig.there(*range(BLOCKS)) == list(range(MOST_RETAINED))
+    assert rig.there(*range(BLOCKS)) == list(range(MAX_RETAINED))
     other = Hinted()
     other.cache.quotas[other.namespace.fingerprint] = 16 * other.unit
     other.put(*range(8))
@@ -205,10 +205,10 @@ def test_a_key_that_is_retained_is_admitted() -> None:
 
 def test_hints_of_keys_that_never_come_take_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Hinted()
-    monkeypatch.setattr("kvoffd.cache.hints.MOST_AWAITED", 100)
+    monkeypatch.setattr("kvoffd.cache.hints.MAX_AWAITED", 100)
     for start in range(0, 1000, 50):
         rig.hint("retain", *range(start, start + 50))
-    assert len(rig.cache.order._awaited) == 100 < MOST_AWAITED
+    assert len(rig.cache.order._awaited) == 100 < MAX_AWAITED
     rig.clock.now += AWAITED_S + 1
     rig.cache.tick()
     assert not rig.cache.order._awaited
@@ -253,7 +253,7 @@ def test_all_accounts_agree_whatever_is_done(policy: str, seed: int) -> None:
         rig.cache.tick()
         if step % 4 == 0:  # which takes most of the time
             check_invariants(rig.cache)
-        assert rig.cache.order.retained_bytes <= MOST_RETAINED * rig.unit
+        assert rig.cache.order.retained_bytes <= MAX_RETAINED * rig.unit
         first = rig.cache.order.first(8)
         assert np.array_equal(first, rig.cache.order.first(64)[: len(first)])
 

@@ -12,7 +12,7 @@ import pytest
 from kvoffd.config import SETTINGS, Config, ConfigError, DiskSize, Limits, load_config, parse_address
 from kvoffd.memory_estimate import memory_estimate, memory_shortage, memory_summary
 from kvoffd.system.limits import MemoryLimit
-from kvoffd.tiering.promotions import FILL_BYTES, MOST_QUEUED
+from kvoffd.tiering.promotions import FILL_BYTES, MAX_QUEUED
 from kvoffd.tiering.writer import MAX_WAITING, WAITING_BYTES
 
 EXAMPLE = Path(__file__).parents[2] / "deploy" / "kvoffd.toml"
@@ -74,7 +74,7 @@ def test_the_memory_that_is_needed_and_a_shortage_of_it_are_told_with_numbers() 
     )
     assert "keys without blocks" not in memory_summary(Config(eviction_policy="lru"))
     tiers = memory_estimate(Config(disk=(DiskSize("/mnt", 1 << 30),), shared=("redis://one", "redis://two")))
-    each = MOST_QUEUED * FILL_BYTES + MAX_WAITING * WAITING_BYTES
+    each = MAX_QUEUED * FILL_BYTES + MAX_WAITING * WAITING_BYTES
     assert tiers["queues of disks and stores"] == 3 * each, "one of the disks, one of each store"
     parts = memory_estimate(config)
     taken = ("pool", "slot table and page tables", "process and clients")

@@ -14,7 +14,7 @@ from tests.kit.waiting import wait_until
 from tests.kit.wire import NAMESPACE, PAGE_BYTES, NamespaceStats, WireClient, books, keys, refused
 
 IN_POOL = 64
-MOST_RETAINED = 16
+MAX_RETAINED = 16
 
 
 class Hinted:
@@ -81,8 +81,8 @@ def test_a_retained_block_does_not_outlive_its_time(hinted: Hinted) -> None:
 def test_no_more_than_a_part_is_retained_and_the_rest_is_counted(hinted: Hinted) -> None:
     hinted.scheduler.hint("retain", keys(*range(40)))
     hinted.store(*range(40))
-    assert hinted.retained_bytes == MOST_RETAINED * PAGE_BYTES
-    assert hinted.counts.unretained_blocks == 40 - MOST_RETAINED
+    assert hinted.retained_bytes == MAX_RETAINED * PAGE_BYTES
+    assert hinted.counts.unretained_blocks == 40 - MAX_RETAINED
 
 
 def test_wrong_hints_are_refused_and_change_nothing(hinted: Hinted) -> None:

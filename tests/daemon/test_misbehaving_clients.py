@@ -55,7 +55,7 @@ BLOCKS = 8
 SIZE = BLOCKS * PAGE_BYTES
 ADD_SEALS, SHRINK = 1033, 0x0002  # fcntl(2)
 KEEP_SIZE, PUNCH_HOLE = 1, 2  # fallocate(2)
-MOST_BLOCKED_S = 5.0
+MAX_BLOCKED_S = 5.0
 """The loop is never blocked for so long. Nothing here takes it more than some milliseconds."""
 
 
@@ -111,7 +111,7 @@ def daemon(shared_daemon: DaemonProcess) -> Iterator[DaemonProcess]:
     assert after.pid == before.pid
     assert after.balanced
     assert after.own_bytes <= before.own_bytes + (64 << 20)
-    assert after.loop_blocked_max_seconds < MOST_BLOCKED_S
+    assert after.loop_blocked_max_seconds < MAX_BLOCKED_S
     assert "Traceback" not in shared_daemon.log, shared_daemon.log[-4000:]
 
 

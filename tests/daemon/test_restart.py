@@ -371,7 +371,7 @@ def test_state_files_of_no_use_are_logged_and_left_out(pool_file: Path) -> None:
 
 KILLS = int(os.environ.get("RESTART_KILLS", "2"))
 ENGINES = 2
-MOST_BATCHES = 24
+MAX_BATCHES = 24
 """Stores of one engine in one life; the pool holds those of several lives, so that nothing is evicted."""
 LIVES_IN_POOL = 4
 
@@ -387,7 +387,7 @@ class Loader:
         self.loads = 0
 
     def run(self, dead: threading.Event) -> None:
-        rng, most = random.Random(self._next), len(self.stored) + MOST_BATCHES
+        rng, most = random.Random(self._next), len(self.stored) + MAX_BATCHES
         try:
             while not dead.is_set():
                 if len(self.stored) < most and (not self.stored or rng.random() < 0.6):
@@ -412,7 +412,7 @@ class Loader:
 def one_life(daemon: DaemonProcess, loaders: list[Loader], rng: random.Random) -> None:
     """Let the engines work, and kill the daemon at some time after a number of stores."""
     dead = threading.Event()
-    enough = sum(len(loader.stored) for loader in loaders) + rng.randrange(8, MOST_BATCHES)
+    enough = sum(len(loader.stored) for loader in loaders) + rng.randrange(8, MAX_BATCHES)
     with ThreadPoolExecutor(ENGINES) as threads:
         running = [threads.submit(loader.run, dead) for loader in loaders]
         try:
@@ -430,7 +430,7 @@ def one_life(daemon: DaemonProcess, loaders: list[Loader], rng: random.Random) -
 @pytest.mark.timeout(120 + 10 * KILLS)
 def test_restart_after_kills_under_load_loses_no_ready_block(pool_file: Path) -> None:
     block_bytes = 4 * 16384
-    pool_bytes = int(ENGINES * MOST_BATCHES * STEP * block_bytes * LIVES_IN_POOL * 1.2)
+    pool_bytes = int(ENGINES * MAX_BATCHES * STEP * block_bytes * LIVES_IN_POOL * 1.2)
     rng = random.Random(KILLS)
     ready_before = back = 0
     with DaemonProcess(str(pool_bytes), pool_file=str(pool_file)) as daemon:

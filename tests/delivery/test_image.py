@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.delivery, pytest.mark.timeout(1200)]
 
 HERE = Path(__file__).parent
 IMAGE = "localhost/kvoffd:delivery"
-MOST_BYTES = 400 * 2**20
+MAX_BYTES = 400 * 2**20
 CERTIFICATES = Path("/etc/ssl/certs/ca-certificates.crt")
 USERS = 10064
 # Where root may not raise limits, and where runtimes know no mixture of the two versions of cgroups.
@@ -76,7 +76,7 @@ def test_what_is_in_it(image: str, podman_run: list[str]) -> None:
     assert "unknown" not in labels.values()
     assert found["Healthcheck"]["Test"] == ["CMD", "kvoffd-cli", "health", "--live"]
     assert found["User"] == f"{USERS}:{USERS}"
-    assert found["Size"] < MOST_BYTES
+    assert found["Size"] < MAX_BYTES
     look = "import importlib.util as u, os, kvoffd; print(u.find_spec('pip'), os.path.exists(kvoffd.__cached__))"
     assert run(*podman_run, "--entrypoint=/opt/kvoffd/bin/python", image, "-c", look) == "None True\n"
     verified = "import obstore, ssl; print(ssl.create_default_context().cert_store_stats()['x509_ca'] > 100)"

@@ -14,7 +14,7 @@ from kvoffd.pool.allocator import MIN_SLOT_BYTES, PAGE_BYTES
 from kvoffd.pool.checksums import digest
 from kvoffd.pool.slot_table import Deflated, SlotTable, TableGeometry
 from kvoffd.tiers.disk_file import _HEAD, Head
-from kvoffd.tiers.header import MOST_FIRST_BLOCK, Block, decode_header, encode_header, make_block_group
+from kvoffd.tiers.header import MAX_FIRST_BLOCK, Block, decode_header, encode_header, make_block_group
 from kvoffd_proto.messages import GroupSpec
 from tests.fuzz.bend import Choices, bend
 
@@ -40,7 +40,7 @@ def disk_pages(data: bytes) -> None:
         if block is not None:
             assert len(block.group.lengths) == len(block.first_blocks) == len(block.checksums)
             assert all(block.checksums)
-            assert max(block.first_blocks, default=0) <= MOST_FIRST_BLOCK
+            assert max(block.first_blocks, default=0) <= MAX_FIRST_BLOCK
 
 
 def _changed(choices: Choices, page: bytes, checksum_at: int | None) -> bytes:

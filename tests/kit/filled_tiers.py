@@ -13,8 +13,8 @@ from .waiting import wait_until
 from .wire import Books
 
 LOOKS = 10
-MOST_USES = 10
-MOST_WRITES_S = 120.0
+MAX_USES = 10
+MAX_WRITES_S = 120.0
 
 
 class Generates(Protocol):
@@ -52,12 +52,12 @@ def fill_tiers(directory: Path, engine: Generates, prompts: Sequence[list[int]],
         return not any(one.queued_writes for one in tiers)
 
     found = None
-    for _ in range(MOST_USES):
+    for _ in range(MAX_USES):
         for prompt in prompts:
             engine.generate([prompt], max_tokens=2)
         found = wait_stored(directory, LOOKS)
         if found.said.disks or found.said.shared:
-            found = wait_books(directory, no_write_waits, MOST_WRITES_S)
+            found = wait_books(directory, no_write_waits, MAX_WRITES_S)
             have = min(found.ready_blocks, written_blocks(found))
         else:
             have = found.ready_blocks

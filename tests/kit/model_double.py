@@ -28,7 +28,7 @@ RATE = "MODEL_TOKENS_PER_SECOND"
 LAYERS = 32
 LAYER_BYTES = 4096
 """Bytes of a token in one layer: 8 heads of 128, keys and values, 2 bytes each."""
-MOST_TOKENS = 1 << 18
+MAX_TOKENS = 1 << 18
 
 
 def llama_8b(path: Path, layers: int = LAYERS) -> Path:
@@ -44,7 +44,7 @@ def llama_8b(path: Path, layers: int = LAYERS) -> Path:
         "num_key_value_heads": 8,
         "head_dim": 128,
         "vocab_size": 128256,
-        "max_position_embeddings": MOST_TOKENS,
+        "max_position_embeddings": MAX_TOKENS,
         "rms_norm_eps": 1e-5,
         "rope_theta": 500000.0,
         "tie_word_embeddings": False,

@@ -17,7 +17,7 @@ from .waiting import wait_until
 PROGRAM = shutil.which("redis-server") or shutil.which("valkey-server")
 MISSING = "there is no redis-server; Debian's package has it"
 START_S = 10.0
-MOST_STARTS = 5
+MAX_STARTS = 5
 NEW_KEY = ("-newkey", "rsa:2048", "-nodes")
 
 
@@ -84,7 +84,7 @@ class RedisServer(StartingProcess):
     def start(self) -> Self:
         require("redis", PROGRAM, MISSING)
         assert PROGRAM is not None
-        for _ in range(MOST_STARTS):
+        for _ in range(MAX_STARTS):
             command = [PROGRAM, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
             if "--cluster-enabled" in self.options:
                 command += ["--cluster-port", str(self.bus_port)]

@@ -9,9 +9,9 @@ from contextlib import suppress
 
 from kvoffd_client.session import Closing
 
-LEAST_BYTES, MOST_BYTES, PIECE_S = 1 << 12, 1 << 16, 0.0005
+MIN_BYTES, MAX_BYTES, PIECE_S = 1 << 12, 1 << 16, 0.0005
 """What is forwarded at once: what takes this long, so that a short answer does not wait for long ones."""
-MOST_AHEAD_S = 0.02
+MAX_AHEAD_S = 0.02
 """A link that was idle for longer has caught up with this much of its time. One that the machine kept from forwarding
 catches up with all of it, as a network does whose other end was sending."""
 
@@ -86,7 +86,7 @@ class SlowLink(Closing):
 
     def _forward(self, source: socket.socket, target: socket.socket, slowly: bool) -> None:
         with suppress(OSError):  # an end is closed
-            while data := source.recv(self._piece_bytes if slowly else MOST_BYTES):
+            while data := source.recv(self._piece_bytes if slowly else MAX_BYTES):
                 if slowly:
                     self._wait_turn(len(data))
                 target.sendall(data)
@@ -99,7 +99,7 @@ class SlowLink(Closing):
     @property
     def _piece_bytes(self) -> int:
         rate = self.bytes_per_second
-        return MOST_BYTES if rate is None else min(MOST_BYTES, max(LEAST_BYTES, int(rate * PIECE_S)))
+        return MAX_BYTES if rate is None else min(MAX_BYTES, max(MIN_BYTES, int(rate * PIECE_S)))
 
     def _wait_turn(self, nbytes: int) -> None:
         """Return when this number of bytes has passed the link."""
@@ -108,8 +108,8 @@ class SlowLink(Closing):
         with self._lock:
             self.answered_bytes += nbytes
             now = time.monotonic()
-            if self.bytes_per_second is None or now - self._forwarded_at > MOST_AHEAD_S:
-                self._free_at = max(self._free_at, now - MOST_AHEAD_S)
+            if self.bytes_per_second is None or now - self._forwarded_at > MAX_AHEAD_S:
+                self._free_at = max(self._free_at, now - MAX_AHEAD_S)
             if self.bytes_per_second is None:
                 return
             self._free_at += nbytes / self.bytes_per_second

@@ -23,7 +23,7 @@ from kvoffd_client import NamespaceSpec
 from kvoffd_client.cli import findings as f
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto.messages import GroupSpec
-from kvoffd_proto.verdict import FEWEST_LOOKUPS, PAYS_PERCENT
+from kvoffd_proto.verdict import MIN_LOOKUPS, PAYS_PERCENT
 from tests.kit.daemon import DaemonProcess
 from tests.kit.ports import free_ports
 from tests.kit.redis_server import PROGRAM as REDIS
@@ -169,13 +169,13 @@ def test_dashboard_and_alerts_name_metrics_that_there_are() -> None:
 def test_alerts_have_the_figures_of_doctor_and_of_health() -> None:
     expressions = dict(re.findall(r"- alert: (\w+)\n +expr: (.*?)\n +(?:for|labels):", RULES.read_text(), re.DOTALL))
     for name, figures in {
-        "KvoffdLateLookups": {health.LATE_SHARE, health.LEAST_LATE},
-        "KvoffdNeverPaysOff": {PAYS_PERCENT / 100, FEWEST_LOOKUPS},
+        "KvoffdLateLookups": {health.LATE_SHARE, health.MIN_LATE},
+        "KvoffdNeverPaysOff": {PAYS_PERCENT / 100, MIN_LOOKUPS},
         "KvoffdThrashing": {f.THRASH_SHARE, 0},
-        "KvoffdErrors": {f.ERROR_SHARE, f.FEWEST_ERRORS},
-        "KvoffdCopiesFail": {f.ERROR_SHARE, f.FEWEST_ERRORS},
-        "KvoffdDiskSlow": {f.LATE_TIER_SHARE, f.FEWEST_ERRORS},
-        "KvoffdLoopBlocked": {f.LOOP_BLOCKED_S, FEWEST_LOOKUPS},
+        "KvoffdErrors": {f.ERROR_SHARE, f.MIN_ERRORS},
+        "KvoffdCopiesFail": {f.ERROR_SHARE, f.MIN_ERRORS},
+        "KvoffdDiskSlow": {f.LATE_TIER_SHARE, f.MIN_ERRORS},
+        "KvoffdLoopBlocked": {f.LOOP_BLOCKED_S, MIN_LOOKUPS},
     }.items():
         assert set(map(float, re.findall(r"[<>]=? ([\d.]+)", expressions[name]))) == figures, name
     for kind in HARMLESS_ERRORS:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffd.observe.logging import MOST_LINES, RareWarnings, configure_logging, print_refusal
+from kvoffd.observe.logging import MAX_LINES, RareWarnings, configure_logging, print_refusal
 
 NASTY = "name\nERROR forged\r\x1b[31m\x00\u2028\x9b end"
 
@@ -115,7 +115,7 @@ def test_a_reader_that_does_not_read_keeps_nobody_waiting_and_is_told_what_it_lo
     configure_logging("info", "text", write_end)
     (handler,) = logging.getLogger().handlers
     logger = logging.getLogger("kvoffd.test")
-    logged = threading.Thread(target=lambda: [logger.info(f"{n:0100}") for n in range(2 * MOST_LINES)])
+    logged = threading.Thread(target=lambda: [logger.info(f"{n:0100}") for n in range(2 * MAX_LINES)])
     logged.start()
     logged.join(30.0)
     assert not logged.is_alive()
@@ -126,8 +126,8 @@ def test_a_reader_that_does_not_read_keeps_nobody_waiting_and_is_told_what_it_lo
             lines.append(log.readline().strip())
     written = [int(line.split()[-1]) for line in lines[:-1]]
     assert written == list(range(len(written))), "none is cut, and they keep their order"
-    assert MOST_LINES <= len(written) <= MOST_LINES + 1
-    assert f": {2 * MOST_LINES - len(written)} lines of the log were lost" in lines[-1]
+    assert MAX_LINES <= len(written) <= MAX_LINES + 1
+    assert f": {2 * MAX_LINES - len(written)} lines of the log were lost" in lines[-1]
 
 
 def test_of_rare_warnings_one_a_minute_goes_out(

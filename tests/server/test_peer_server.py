@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from kvoffd.cache.namespace import Namespace
-from kvoffd.server.peers import LEASE_S, MOST_LEASES_EACH, MOST_VOIDED, PeerServer
-from kvoffd.tiers.peers import BUSY, FIND, GENERATION_BYTES, LENT, MOST_BLOCKS, PIN, RELEASE, Find, Pin, Pinned
+from kvoffd.server.peers import LEASE_S, MAX_LEASES_EACH, MAX_VOIDED, PeerServer
+from kvoffd.tiers.peers import BUSY, FIND, GENERATION_BYTES, LENT, MAX_BLOCKS, PIN, RELEASE, Find, Pin, Pinned
 from kvoffd.tiers.shared import FleetGenerations
 from tests.kit.slot_cache import UNIT, CacheRig, keys_of
 
@@ -97,7 +97,7 @@ def test_one_peer_gets_a_few_leases() -> None:
     rig = Rig(256)
     namespace = rig.rig.open()
     rig.rig.store(namespace, keys_of(1))
-    for ident in range(MOST_LEASES_EACH):
+    for ident in range(MAX_LEASES_EACH):
         assert sum(rig.pin(namespace, 1, ident=100 + ident).there) == 1
     assert list(rig.pin(namespace, 1, ident=99).there) == [BUSY]
     assert rig.server.refused == 1
@@ -161,7 +161,7 @@ def test_a_peer_cannot_have_it_follow_everything() -> None:
     namespace = rig.rig.open()
     for rig.asker_has in (-1, 2**40, 2**63):
         assert rig.ask(namespace, 1) == (0, [0]), "such a number could hardly be raised again"
-    rig.fleet.voided |= {number.to_bytes(32, "big") for number in range(MOST_VOIDED)}
+    rig.fleet.voided |= {number.to_bytes(32, "big") for number in range(MAX_VOIDED)}
     rig.asker_has = 7
     assert rig.ask(namespace, 1) == (0, [0]), "later, and lends nothing until then"
     rig.fleet.take_voided()
@@ -184,7 +184,7 @@ def test_a_block_without_a_checksum_is_not_lent() -> None:
         msgspec.msgpack.encode(Find(ONE, 0, 0, 3, b"1234")),
         msgspec.msgpack.encode(Find(ONE, 0, -1, 65, b"")),
         msgspec.msgpack.encode(Find(b"a" * 9999, 7, 0, 8, b"")),
-        msgspec.msgpack.encode(Pin(Find(ONE, 0, 0, 8, keys_of(*range(MOST_BLOCKS + 1))), [1])),
+        msgspec.msgpack.encode(Pin(Find(ONE, 0, 0, 8, keys_of(*range(MAX_BLOCKS + 1))), [1])),
         msgspec.msgpack.encode(Pin(Find(ONE, 0, 0, 8, keys_of(*range(100))), [1] * 1000)),
     ],
 )

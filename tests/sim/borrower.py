@@ -20,7 +20,7 @@ from tests.sim.pool import Slot
 if TYPE_CHECKING:
     from tests.sim.daemon import SimDaemon
 
-MOST_BLOCKS = 6
+MAX_BLOCKS = 6
 RAISED_PART, LATE_PART = 0.05, 0.1
 """Part of its questions before which a reset of all nodes came, and part of those that do not know of the last."""
 
@@ -81,7 +81,7 @@ class SimBorrower:
             return
         group, ident = self._rng.choice(groups), self._ids
         self._ids += 1
-        blocks = cache.blocks.oldest(group, MOST_BLOCKS)
+        blocks = cache.blocks.oldest(group, MAX_BLOCKS)
         keys = cache.blocks.split_keys(blocks, group.key_bytes)
         fingerprint, state = group.namespace.fingerprint, self._daemon.service.state
         generation = self._generation_of(fingerprint)

@@ -15,7 +15,7 @@ from tests.sim.rank import Place, Rank, ids
 if TYPE_CHECKING:
     from tests.sim.engine import Engine
 
-LEAST_COMPUTED_S, ASK_SHARE, MIN_RETRY_PAUSE_S, MAX_RETRY_PAUSE_S = 0.02, 0.02, 0.002, 0.05
+MIN_COMPUTED_S, ASK_SHARE, MIN_RETRY_PAUSE_S, MAX_RETRY_PAUSE_S = 0.02, 0.02, 0.002, 0.05
 """As the connector's, which needs vLLM to be imported."""
 
 
@@ -85,13 +85,13 @@ class Request:
         """Whether to wait for what is on its way: the rule of the connector's ``KvoffdManager._waits_for_tier``."""
         now = self._engine.clock.now
         missing = max(sum(map(states.count, m.COMING)) for states in answer.states)
-        computed_s = max(LEAST_COMPUTED_S, missing * self._engine.key_s)
+        computed_s = max(MIN_COMPUTED_S, missing * self._engine.key_s)
         if self._waits_until == inf:
             self._waits_since, self._waits_until = now, now + computed_s
             self._faults.counts["tier_awaited"] += 1
             self._engine.wake_at(self._waits_until)
         if answer.asking and not any(m.PENDING in states for states in answer.states):
-            computed_s = max(LEAST_COMPUTED_S, ASK_SHARE * computed_s)
+            computed_s = max(MIN_COMPUTED_S, ASK_SHARE * computed_s)
             if now - self._waits_since >= computed_s:
                 return False
         expected_s = max(0.0, answer.answered_at + answer.wait_s - now)

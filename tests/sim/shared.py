@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tests.sim.daemon import SimDaemon
     from tests.sim.tiers import SimTiers
 
-MOST_OBJECTS = 64
+MAX_OBJECTS = 64
 CHANCES = {
     "late": 0.1,
     "slow": 0.15,
@@ -60,7 +60,7 @@ class SharedObjects:
     def put(self, name: bytes, data: bytes) -> None:
         """Keep an object, and not too many: the oldest goes."""
         self.objects[name] = data
-        if len(self.objects) > MOST_OBJECTS:
+        if len(self.objects) > MAX_OBJECTS:
             del self.objects[next(iter(self.objects))]
 
     def put_by_another_node(self, fingerprint: bytes, group: int, key: bytes) -> None:

@@ -20,7 +20,7 @@ from tests.sim.world import Outcome, run
 PRINT_EVERY = 500
 LONG_EVERY = 50
 """Each seed of this number is a long run."""
-MOST_TRIED = 200
+MAX_TRIED = 200
 """Runs, to shrink one."""
 
 
@@ -66,7 +66,7 @@ def shrink(outcome: Outcome) -> Outcome:
     best = outcome
     runs = 0
     improved = True
-    while improved and runs < MOST_TRIED:
+    while improved and runs < MAX_TRIED:
         improved = False
         for smaller in _smaller(best):
             runs += 1
@@ -74,7 +74,7 @@ def shrink(outcome: Outcome) -> Outcome:
             if tried.problem is not None:
                 best, improved = tried, True
                 break
-            if runs >= MOST_TRIED:
+            if runs >= MAX_TRIED:
                 break
     return best
 

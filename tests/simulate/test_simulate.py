@@ -19,7 +19,7 @@ from kvoffd.cache import POLICY_NAMES
 from kvoffd.simulate.command import main
 from kvoffd.simulate.optimum import optimum_percent, uses_of
 from kvoffd.simulate.replay import DiskPlan, replay
-from kvoffd.simulate.trace import KEY_BYTES, MOST_LINE_BYTES, BadTrace, Trace, read_trace
+from kvoffd.simulate.trace import KEY_BYTES, MAX_LINE_BYTES, BadTrace, Trace, read_trace
 from kvoffd.tiering import WriteMode
 from kvoffd_client.cli import main as console
 from tests.kit.cases import case
@@ -371,7 +371,7 @@ def test_a_file_cut_off_is_replayed_as_far_as_it_goes(tmp_path: Path, capsys: py
 
 
 def test_a_file_without_lines_takes_no_memory(tmp_path: Path) -> None:
-    plain, packed, nbytes = tmp_path / "sparse.jsonl", tmp_path / "bomb.gz", 4 * MOST_LINE_BYTES
+    plain, packed, nbytes = tmp_path / "sparse.jsonl", tmp_path / "bomb.gz", 4 * MAX_LINE_BYTES
     plain.touch()
     os.truncate(plain, nbytes)
     with gzip.open(packed, "wb", compresslevel=1) as writer:
@@ -383,7 +383,7 @@ def test_a_file_without_lines_takes_no_memory(tmp_path: Path) -> None:
             read_trace(file)
         most = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        assert most < 3 * MOST_LINE_BYTES
+        assert most < 3 * MAX_LINE_BYTES
 
 
 def test_a_trace_may_come_through_a_pipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -424,7 +424,7 @@ def test_where_it_cannot_print_that_is_said_and_not_of_the_trace(tmp_path: Path)
 def test_a_trace_of_too_many_requests_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("kvoffd.simulate.trace.MOST_ACCESSES", 10)
+    monkeypatch.setattr("kvoffd.simulate.trace.MAX_ACCESSES", 10)
     assert read_trace(write(tmp_path / "fits.jsonl", [[1, 2, 3], [1, 2, 3], [], []])).accesses == 6
     for requests in ([[]] * 11, [[1, 2, 3], [1, 2, 3], [1, 2]], [[*range(10)]]):
         file = write(tmp_path / "many.jsonl", requests)

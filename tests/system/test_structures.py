@@ -44,7 +44,7 @@ CONSTANTS = {
         "RECORD": RECORD_BYTES,
         "MISSES": block_table.KNOWN_MISSES,
         "PARTIAL": MissReason.PARTIAL,
-        "MOST_RANKS": MAX_WORLD_SIZE,
+        "MAX_RANKS": MAX_WORLD_SIZE,
         "PAGE": PAGE_BYTES,
         "offsetof(struct block_group, rank)": 32,
         "sizeof(struct block_group)": 32 + 12 * MAX_WORLD_SIZE,

@@ -10,7 +10,7 @@ from kvoffd.cache.asked_keys import PromptOutcome
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.cache.tickets import Lease
 from kvoffd.tiering import TieringSettings, WriteMode
-from kvoffd.tiering.promotions import BEGUN_PER_END, MAX_BEGUN, MOST_QUEUED, NO_SPACE_S, Fill, Wanted
+from kvoffd.tiering.promotions import BEGUN_PER_END, MAX_BEGUN, MAX_QUEUED, NO_SPACE_S, Fill, Wanted
 from kvoffd.tiers.tier import Result
 from kvoffd_proto.messages import ABSENT, PENDING, READY
 from tests.kit.slot_cache import UNIT, check_invariants, keys_of
@@ -95,11 +95,11 @@ def test_what_comes_up_waits_for_space_and_evicts_nothing_that_is_pinned(rig: Ti
 def test_a_session_that_wants_very_much_leaves_a_part_of_the_queue_to_others(rig: TieringHarness) -> None:
     namespace, source, queued = rig.open(), rig.tiering.disks, list[Fill | None]()
     lease, other = (Lease(number, number, namespace, 1000.0, np.empty(0, np.uint32)) for number in (1, 2))
-    for one, count in ((lease, MOST_QUEUED), (other, MOST_QUEUED // 8)):
+    for one, count in ((lease, MAX_QUEUED), (other, MAX_QUEUED // 8)):
         wanted = Wanted(one, rig.group(namespace), source, UNIT)
         queued += [source.request(wanted, number.to_bytes(8, "big"), rig.tier) for number in range(count)]
-    assert queued[:MOST_QUEUED].count(None) == pytest.approx(MOST_QUEUED / 4, abs=2)
-    assert None not in queued[MOST_QUEUED:]
+    assert queued[:MAX_QUEUED].count(None) == pytest.approx(MAX_QUEUED / 4, abs=2)
+    assert None not in queued[MAX_QUEUED:]
 
 
 # --- who waits, and what it holds ------------------------------------------------------------------

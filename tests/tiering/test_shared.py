@@ -366,7 +366,7 @@ def test_a_read_that_says_no_checksum_is_not_ready(rig: TieringHarness, shared: 
 def test_memory_of_servers_that_failed_is_bounded(
     rig: TieringHarness, shared: FakeTier, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("kvoffd.tiering.tiering.MOST_LOGGED", 100)
+    monkeypatch.setattr("kvoffd.tiering.tiering.MAX_LOGGED", 100)
     reports = rig.tiering
     for number in range(1000):
         reports.error(shared, f"timeout 10.0.{number}.1:6379", "It does not answer.")

@@ -95,7 +95,7 @@ def test_no_more_is_taken_than_the_bounds_allow() -> None:
 
 def test_no_more_bytes_are_read_at_once_than_can_be_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = DiskRig()
-    monkeypatch.setattr("kvoffd.tiers.disk_io.MOST_READ_BYTES", 1)
+    monkeypatch.setattr("kvoffd.tiers.disk_io.MAX_READ_BYTES", 1)
     rig.write(block_of(1))
     ends = [rig.begin_read(block_of(1), slot=slot) for slot in (16, 17, 18)]
     assert (len(rig.reads.added), rig.reads.waiting) == (1, 2)

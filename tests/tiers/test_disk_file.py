@@ -20,8 +20,8 @@ from kvoffd.tiers.disk_file import (
 )
 from kvoffd.tiers.header import (
     HEADER_BYTES,
-    MOST_FIRST_BLOCK,
-    MOST_GENERATION,
+    MAX_FIRST_BLOCK,
+    MAX_GENERATION,
     Block,
     decode_header,
     encode_header,
@@ -187,16 +187,16 @@ def test_a_file_that_was_cut_off_is_reported_and_whole_again() -> None:
 
 
 def test_a_header_says_all_of_a_block() -> None:
-    group = make_block_group(b"f" * 20, MOST_GENERATION, 65_535, [1, 0, 2**40])
-    block = Block(group, b"k" * 64, (0, MOST_FIRST_BLOCK, 3), (1, 2**64 - 1, 5))
+    group = make_block_group(b"f" * 20, MAX_GENERATION, 65_535, [1, 0, 2**40])
+    block = Block(group, b"k" * 64, (0, MAX_FIRST_BLOCK, 3), (1, 2**64 - 1, 5))
     header = encode_header(block)
     assert len(header) == HEADER_BYTES
     assert decode_header(header) == block
-    beyond = make_block_group(b"f", MOST_GENERATION + 1, 0, [1])
+    beyond = make_block_group(b"f", MAX_GENERATION + 1, 0, [1])
     assert decode_header(encode_header(Block(beyond, b"k", (0,), (1,)))) is None, "none could follow it"
 
 
-@pytest.mark.parametrize(("first", "checksum"), [(MOST_FIRST_BLOCK + 1, 1), (0, 0)])
+@pytest.mark.parametrize(("first", "checksum"), [(MAX_FIRST_BLOCK + 1, 1), (0, 0)])
 def test_a_block_that_no_cache_has_room_for_is_none(first: int, checksum: int) -> None:
     assert decode_header(encode_header(Block(GROUP, key_of(1), (first,), (checksum,)))) is None
 

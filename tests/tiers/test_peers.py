@@ -29,7 +29,7 @@ from kvoffd.tiers.peers import (
     FIND,
     FREE,
     GENERATION_BYTES,
-    MOST_MESSAGE_BYTES,
+    MAX_MESSAGE_BYTES,
     READ,
     RELEASE,
     SLICES,
@@ -246,7 +246,7 @@ def test_an_answer_does_not_wait_for_a_thread_that_waits_for_a_helper_that_hangs
     helper.check()
     os.kill(helper.pid, signal.SIGSTOP)
     try:
-        while helper.send(bytes(MOST_MESSAGE_BYTES // 2)):
+        while helper.send(bytes(MAX_MESSAGE_BYTES // 2)):
             pass
         thread = threading.Thread(target=helper.send, args=(bytes(10), 10.0))
         thread.start()
@@ -296,7 +296,7 @@ def test_kills_of_either_helper_at_any_time_cost_no_byte_and_leave_nothing(
     importlib.import_module("nixl_cu12")
     monkeypatch.setattr(subprocess, "Popen", Forked)
     monkeypatch.setattr(peers, "FIRST_PAUSE_S", 0.01)
-    monkeypatch.setattr(peers, "MOST_PAUSE_S", 0.01)
+    monkeypatch.setattr(peers, "MAX_PAUSE_S", 0.01)
     rng, lender = random.Random(SEED), Lender()
     reader = Reader(lender.port).reachable()
     descriptors, counts, slowest_s = len(os.listdir("/proc/self/fd")), Counter[str](), 0.0
@@ -410,7 +410,7 @@ def test_a_read_whose_memory_cannot_be_freed_ends_the_helper(lender: Lender, rea
     for turn in range(1, SLICES + 1):
         call = reader.helper.begin(READ, 0, np.array([[0, SIZE]], np.uint64).tobytes())
         os.kill(reader.helper.pid, signal.SIGSTOP)
-        while reader.helper.send(bytes(MOST_MESSAGE_BYTES // 2)):
+        while reader.helper.send(bytes(MAX_MESSAGE_BYTES // 2)):
             pass
         reader.helper.end(call)
         wait_until(lambda turn=turn: reader.helper.starts > turn, 30.0)

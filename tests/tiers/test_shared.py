@@ -16,7 +16,7 @@ import pytest
 
 from kvoffd.tiers.redis_cluster import slot_of
 from kvoffd.tiers.redis_store import CONNECT_S, NEEDED_COMMANDS, Redis
-from kvoffd.tiers.shared import MOST_REMOVALS, MOST_WRITES
+from kvoffd.tiers.shared import MAX_REMOVALS, MAX_WRITES
 from kvoffd.tiers.store import Credentials, StoreError, generation_key, open_store
 from kvoffd.tiers.tier import Result
 from tests.kit.redis_server import Certificate, RedisServer
@@ -264,12 +264,12 @@ def test_a_shorter_copy_that_is_not_removed_is_counted_and_remains_as_short(
     rig.until(lambda: rig.tier._writing.running == Redis.writers)
     for number in range(100):
         rig.remove(rig.block(number))
-    assert rig.tier.counters.dropped_removals - 1 == 100 - MOST_WRITES - MOST_REMOVALS, "what waits is bounded"
+    assert rig.tier.counters.dropped_removals - 1 == 100 - MAX_WRITES - MAX_REMOVALS, "what waits is bounded"
     store.answering.set()
 
 
 def test_memory_of_namespaces_is_bounded(rig: SharedRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvoffd.tiers.shared.MOST_NAMESPACES", 10)
+    monkeypatch.setattr("kvoffd.tiers.shared.MAX_NAMESPACES", 10)
     asked = [number.to_bytes(32, "big") for number in range(100)]
     for fingerprint in asked:
         rig.tier.poll(fingerprint)

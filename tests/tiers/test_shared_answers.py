@@ -175,7 +175,7 @@ def test_a_prefix_ends_at_a_gap_and_a_window_is_its_last_keys(rig: Rig) -> None:
 
 
 def test_no_more_is_kept_than_the_bounds_and_the_newest_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_ANSWERS", 1000)
+    monkeypatch.setattr(module, "MAX_ANSWERS", 1000)
     rig = Rig()
     keys = [number.to_bytes(32, "big") for number in range(5000)]
     for at in range(0, 5000, 50):

@@ -25,7 +25,7 @@ from tests.kit.ports import free_port
 from tests.observe.chromium import Chromium
 
 SECONDS = 120.0
-CHATS, FIRST_TOKENS, TURN_TOKENS, MOST_TOKENS = 10, 1200, 300, 2600
+CHATS, FIRST_TOKENS, TURN_TOKENS, MAX_TOKENS = 10, 1200, 300, 2600
 COLUMNS, ROWS = 100, 26
 OUT = Path(__file__).parents[2] / "deploy" / "pictures"
 
@@ -36,7 +36,7 @@ def chat(engine: EngineProcess, until: float) -> None:
     while time.monotonic() < until:
         user = min(chance.randrange(CHATS), chance.randrange(CHATS))  # some talk more than others
         number += 1
-        grows = 0 < len(chats[user]) < MOST_TOKENS
+        grows = 0 < len(chats[user]) < MAX_TOKENS
         chats[user] = [*chats[user], *prompt(number, TURN_TOKENS)] if grows else prompt(number, FIRST_TOKENS)
         engine.generate([chats[user]], max_tokens=4)
 

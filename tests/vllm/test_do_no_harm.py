@@ -10,8 +10,8 @@ from vllm.v1.kv_offload.base import ReqContext
 
 from kvoffd_client.vllm.connector_metadata import WorkerReport
 from kvoffd_client.vllm.do_no_harm import (
-    LEAST_LOAD_SAMPLES,
-    LEAST_WAITS,
+    MIN_LOAD_SAMPLES,
+    MIN_WAITS,
     SAMPLE_AGE_S,
     STORE_PAUSE_S,
     DoNoHarm,
@@ -42,8 +42,8 @@ def is_loaded(harm: DoNoHarm, tokens: int = 1000) -> bool:
 
 def test_load_is_skipped_where_enough_loads_of_its_length_were_slower() -> None:
     cases: list[tuple[list[tuple[int, float]], bool]] = [
-        ([(1000, 0.5)] * LEAST_LOAD_SAMPLES, False),
-        ([(1000, 0.5)] * (LEAST_LOAD_SAMPLES - 1), True),  # too few
+        ([(1000, 0.5)] * MIN_LOAD_SAMPLES, False),
+        ([(1000, 0.5)] * (MIN_LOAD_SAMPLES - 1), True),  # too few
         ([(1000, 30.0)] * 2, False),  # enough of those
         ([(1000, 30.0)], True),
         ([(1000, 4.0)] * 2, True),
@@ -65,7 +65,7 @@ def test_load_that_was_skipped_is_tried_again_after_a_while() -> None:
     found = DoNoHarm(clock, PrefillRate(clock, 1, 256), active=True)
     found.prefill.tokens_per_second = 10_000
     for _ in range(2):
-        for _ in range(LEAST_LOAD_SAMPLES):
+        for _ in range(MIN_LOAD_SAMPLES):
             found.record_load(1000, 0.5)
         assert found.rates == (10_000, pytest.approx(2000))
         clock.now += SAMPLE_AGE_S - 0.1
@@ -80,11 +80,11 @@ def test_stores_pause_where_vllm_waits_for_them_again_and_again(said: list[str])
     for _ in range(100):
         found.record_wait(0.04)
     found.record_wait(20.0)  # a daemon that hung once
-    for _ in range(LEAST_WAITS - 2):
+    for _ in range(MIN_WAITS - 2):
         found.record_wait(2.0)
     assert clock.now >= found.stores_paused_until
     clock.now += 31.0
-    for _ in range(LEAST_WAITS - 1):
+    for _ in range(MIN_WAITS - 1):
         found.record_wait(2.0)
     assert clock.now >= found.stores_paused_until, "what was longer ago does not count"
     found.record_wait(2.0)
@@ -98,12 +98,12 @@ def test_manager_counts_what_is_left_out_and_tells_the_daemon(said: list[str]) -
     rig = ManagerHarness()
     rig.prefill.tokens_per_second = 10_000
     rig.request("r", {key(1)})
-    for _ in range(LEAST_LOAD_SAMPLES):
+    for _ in range(MIN_LOAD_SAMPLES):
         rig.manager.workers_report(WorkerReport(load_times={1: (1000, 0.5)}))
     for _ in range(2):  # vLLM asks until it is scheduled
         assert rig.manager.skips_load("r", 1000)
     assert any("1000 tokens take 0.50 s, computing them 0.10 s" in line for line in said)
-    for _ in range(LEAST_WAITS):
+    for _ in range(MIN_WAITS):
         rig.manager.workers_report(WorkerReport(waited_s=2.0))
     output = rig.manager.prepare_store(KEYS, ReqContext("r"))
     assert output is not None

@@ -46,7 +46,7 @@ PROMPTS = [prompt(seed, length) for seed, length in enumerate(LENGTHS, 1)]
 WARM_UP = [520, 520]
 """Prompts that an engine computes first; the connector knows after two of them how fast it is."""
 CONNECT_S = 60.0
-MOST_TOKENS = 8192
+MAX_TOKENS = 8192
 PAUSED = "are tried again"
 """In the line that the connector logs when it loads nothing for a while."""
 
@@ -60,7 +60,7 @@ class Model:
     unseen: int = 100
 
     @contextmanager
-    def engine(self, daemon: DaemonProcess, rate: float | None, tokens: int = MOST_TOKENS) -> Iterator[EngineProcess]:
+    def engine(self, daemon: DaemonProcess, rate: float | None, tokens: int = MAX_TOKENS) -> Iterator[EngineProcess]:
         """An engine whose connector has its defaults, and whose cache holds ``tokens`` and one prompt more.
 
         The light model computes ``rate`` tokens a second. Without one it takes no time, and nothing warms it up.
@@ -70,12 +70,12 @@ class Model:
         if self.kind == LIGHT:
             settings = {**DOUBLE, "block_size": BLOCK_TOKENS}
             environ |= {"PYTHONPATH": str(Path(__file__).parents[2])} | ({RATE: str(rate)} if rate else {})
-        blocks = 2 * MOST_TOKENS // BLOCK_TOKENS + tokens // BLOCK_TOKENS
+        blocks = 2 * MAX_TOKENS // BLOCK_TOKENS + tokens // BLOCK_TOKENS
         with EngineProcess(
             self.path,
             daemon.directory,
             num_blocks=blocks,
-            max_model_len=MOST_TOKENS,
+            max_model_len=MAX_TOKENS,
             environ=environ,
             **settings,
         ) as engine:

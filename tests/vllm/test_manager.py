@@ -20,9 +20,9 @@ from kvoffd_client import NamespaceSpec, SchedulerClient
 from kvoffd_client.vllm import hints as hints_module
 from kvoffd_client.vllm.adapters import ANSWER_PATIENCE_S
 from kvoffd_client.vllm.connector_metadata import NO_LEASE, ChunkGroup, FailedJob, WorkerReport
-from kvoffd_client.vllm.do_no_harm import LEAST_LOAD_SAMPLES
+from kvoffd_client.vllm.do_no_harm import MIN_LOAD_SAMPLES
 from kvoffd_client.vllm.engine_namespace import MemoryReport, Unconnected
-from kvoffd_client.vllm.manager import MOST_STOOD_STILL_S
+from kvoffd_client.vllm.manager import MAX_STOOD_STILL_S
 from kvoffd_client.vllm.metrics import (
     CONNECTED,
     DEFERRED_STORES,
@@ -219,7 +219,7 @@ def test_before_anything_is_measured_an_engines_report_tells_the_rate() -> None:
 
 def test_loading_counts_too() -> None:
     harness = DiskHarness()
-    for _ in range(LEAST_LOAD_SAMPLES):
+    for _ in range(MIN_LOAD_SAMPLES):
         harness.manager.harm.record_load(1000, 0.5)
     for wait_s, found in ((0.9, PENDING), (1.1, PENDING), (1.1, MISS)):  # a second to load, and two to compute
         harness.clock.now += 0.09
@@ -349,7 +349,7 @@ def test_an_idle_engine_whose_steps_are_long_does_not_wait_for_ever() -> None:
     began = harness.clock.now
     while MISS not in harness.ask(coming=2, wait_s=0.5):
         harness.clock.now += 1.0
-    assert harness.clock.now - began < 2.0 + MOST_STOOD_STILL_S + 2.0
+    assert harness.clock.now - began < 2.0 + MAX_STOOD_STILL_S + 2.0
 
 
 def test_a_daemon_that_is_gone_is_not_waited_for() -> None:

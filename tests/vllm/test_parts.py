@@ -38,7 +38,7 @@ from tests.vllm.vllm_config import full_attention, make_config, make_scheduler
 LAYERS = 4
 EMPTY_STEP_S = 0.001
 """What vLLM sleeps after a step in which nothing was computed."""
-MOST_S = 100.0
+MAX_S = 100.0
 
 
 class EngineOfParts:
@@ -92,7 +92,7 @@ class EngineOfParts:
         requests = [self._request(prompt, max_tokens) for prompt in prompts]
         for request in requests:
             self._scheduler.add_request(request)
-        deadline = time.monotonic() + MOST_S
+        deadline = time.monotonic() + MAX_S
         while self._scheduler.has_requests():
             assert time.monotonic() < deadline, [request.status for request in requests]
             self.step()

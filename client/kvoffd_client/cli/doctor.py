@@ -36,9 +36,9 @@ from kvoffd_client.errors import HttpError, KvoffdClientError
 from kvoffd_proto.stats import DaemonStats
 from kvoffd_proto.units import format_count, format_duration, format_rate, format_size, percent, plural, printable
 
-MOST_SHOWN = 5
+MAX_SHOWN = 5
 ENGINE_TIMEOUT_S = 2.0
-MOST_METRICS_BYTES = 16 << 20
+MAX_METRICS_BYTES = 16 << 20
 TEST_BLOCKS, TEST_LAYERS, TEST_PAGE_BYTES = 8, 4, 1 << 18
 TEST_BYTES = TEST_BLOCKS * TEST_LAYERS * TEST_PAGE_BYTES
 STYLES = {"error": "bold red", "warning": "yellow", "info": "cyan"}
@@ -82,7 +82,7 @@ def doctor(
     gpu_hour: Annotated[
         float, typer.Option("--gpu-hour", metavar="PRICE", show_default=False, help="Price of a GPU hour.")
     ] = 0.0,
-    every: Annotated[bool, typer.Option("--all", help=f"Show all findings, not only {MOST_SHOWN}.")] = False,
+    every: Annotated[bool, typer.Option("--all", help=f"Show all findings, not only {MAX_SHOWN}.")] = False,
     directory: Directory = None,
     url: Url = "",
     json: Json = False,
@@ -120,7 +120,7 @@ def doctor(
     if json:
         print_json(msgspec.to_builtins(report))
     else:
-        show(report, len(report.findings) if every else MOST_SHOWN)
+        show(report, len(report.findings) if every else MAX_SHOWN)
     return report.status
 
 
@@ -169,7 +169,7 @@ def read_engine(where: str) -> EngineMetrics:
     age_seconds = None
     try:
         with open_url(where, ENGINE_TIMEOUT_S) as answer:
-            for family in text_string_to_metric_families(answer.read(MOST_METRICS_BYTES).decode(errors="replace")):
+            for family in text_string_to_metric_families(answer.read(MAX_METRICS_BYTES).decode(errors="replace")):
                 for sample in family.samples:
                     if sample.name == "process_start_time_seconds":
                         age_seconds = time.time() - sample.value

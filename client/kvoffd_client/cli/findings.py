@@ -23,12 +23,12 @@ from kvoffd_proto.admin import NamespaceInfo, SessionInfo
 from kvoffd_proto.messages import BENCH_LABEL, Role
 from kvoffd_proto.units import exact_size, format_count, format_duration, format_size, percent, printable
 
-FEWEST_ERRORS = 20
+MIN_ERRORS = 20
 MANY_POINTS = 10.0
 """Percentage points of the hit ratio that justify a warning."""
 LRU_POINTS = 2.0
 """Points by which lru must win: more than its estimate errs."""
-MOST_WRITTEN_PER_READ = 10.0
+MAX_WRITTEN_PER_READ = 10.0
 """More bytes written per byte read are too many."""
 LATE_TIER_SHARE, ERROR_SHARE = 0.1, 0.01
 """Shares of late blocks in tiers, and of failed requests and jobs, that justify a warning."""
@@ -216,7 +216,7 @@ def daemon_health(facts: Facts) -> Iterator[Finding]:
 
 def late_lookups(facts: Facts) -> Iterator[Finding]:
     late, lookups = facts.stats.since_start.late_lookups, facts.stats.since_start.lookups
-    if late >= s.LEAST_LATE and late > s.LATE_SHARE * lookups and not facts.has("lookups_late"):
+    if late >= s.MIN_LATE and late > s.LATE_SHARE * lookups and not facts.has("lookups_late"):
         evidence = f"Since the start engines did not wait for {format_count(late)} of {format_count(lookups)} lookups."
         yield finding("lookups_late", evidence, _share(late, lookups))
 
@@ -224,7 +224,7 @@ def late_lookups(facts: Facts) -> Iterator[Finding]:
 def failures(facts: Facts) -> Iterator[Finding]:
     stats = facts.stats
     refused = sum(stats.last_hour_errors.values())
-    if refused >= FEWEST_ERRORS and refused > ERROR_SHARE * stats.last_hour_requests:
+    if refused >= MIN_ERRORS and refused > ERROR_SHARE * stats.last_hour_requests:
         counts = sorted(stats.last_hour_errors.items())
         named = ", ".join(f"{format_count(count)} {printable(name)}" for name, count in counts)
         yield finding("errors", f"In the last hour the daemon answered with errors: {named}.", 0.5)
@@ -241,14 +241,14 @@ def failing_copies(stats: s.DaemonStats) -> Iterator[tuple[str, s.CopyStats]]:
     causes = stats.since_start.no_space_causes
     for name, copies in (("store", stats.store), ("load", stats.load)):
         refused = name == "store" and causes and max(causes, key=causes.__getitem__) == "quota"
-        if copies.failed_jobs >= FEWEST_ERRORS and copies.failed_jobs > ERROR_SHARE * copies.jobs and not refused:
+        if copies.failed_jobs >= MIN_ERRORS and copies.failed_jobs > ERROR_SHARE * copies.jobs and not refused:
             yield name, copies
 
 
 def blocked_loop(facts: Facts) -> Iterator[Finding]:
     beats = facts.stats.loop_blocked_seconds
     late, longest = beats.quantile(0.99), format_duration(facts.stats.loop_blocked_max_seconds)
-    if beats.count >= verdict.FEWEST_LOOKUPS and late >= LOOP_BLOCKED_S:
+    if beats.count >= verdict.MIN_LOOKUPS and late >= LOOP_BLOCKED_S:
         evidence = f"1 % of the delays of the daemon's event loop were {format_duration(late)} or more, the longest"
         yield finding("loop_blocked", f"{evidence} {longest}.", 0.3)
 
@@ -278,7 +278,7 @@ def connected_clients(facts: Facts) -> Iterator[Finding]:
 def partial_blocks(facts: Facts) -> Iterator[Finding]:
     for one in facts.counted:
         share = _share(one.partial_blocks, one.partial_blocks + one.stored_blocks)
-        if one.partial_blocks >= FEWEST_ERRORS and share > ERROR_SHARE:
+        if one.partial_blocks >= MIN_ERRORS and share > ERROR_SHARE:
             blocks = f"{count_blocks(one.partial_blocks)}, which were dropped."
             evidence = f"{namespace_name(one.model, one.id)}: not all ranks stored their part of {blocks}"
             yield finding("partial_blocks", evidence, share)
@@ -327,7 +327,7 @@ def late_tiers(facts: Facts) -> Iterator[Finding]:
     traffic, has_disks = facts.stats.since_start, bool(facts.stats.disks)
     late = traffic.misses.get("tier_late", 0)
     had = late + traffic.found_keys.get("disk", 0) + traffic.found_keys.get("shared", 0)
-    if late >= FEWEST_ERRORS and late >= LATE_TIER_SHARE * had:
+    if late >= MIN_ERRORS and late >= LATE_TIER_SHARE * had:
         what = [*["disks"] * has_disks, *["shared stores"] * bool(facts.stats.shared)]
         settings = [*["disk_deadline"] * has_disks, *["shared_deadline"] * bool(facts.stats.shared)]
         evidence = f"{percent(late, had)} of the blocks found in {' and '.join(what) or 'tiers'} came too late."
@@ -341,8 +341,8 @@ def disk_writes(facts: Facts) -> Iterator[Finding]:
     day_bytes, size = written * DAY_S / max(1.0, stats.uptime_seconds), sum(one.size_bytes for one in stats.disks)
     if not written:
         return
-    if written >= MOST_WRITTEN_PER_READ * read:
-        if written < size or stats.since_start.lookups < verdict.FEWEST_LOOKUPS:
+    if written >= MAX_WRITTEN_PER_READ * read:
+        if written < size or stats.since_start.lookups < verdict.MIN_LOOKUPS:
             return  # filling them once is no waste
         times = f"{written / read:.1f} bytes for each byte" if read else f"{format_size(written)}, and no byte"
         evidence = f"The disks wrote {times} that was read from them. That is {format_size(day_bytes)} a day."
@@ -353,7 +353,7 @@ def disk_writes(facts: Facts) -> Iterator[Finding]:
         return
     skipped = tiers.not_written.get("budget", 0)
     left = sum(tiers.not_written.values()) + tiers.written_blocks
-    if skipped >= FEWEST_ERRORS and skipped >= LIMITED_SHARE * left:
+    if skipped >= MIN_ERRORS and skipped >= LIMITED_SHARE * left:
         evidence = f"{percent(skipped, left)} of the blocks for disks were skipped: the daily write limit was reached."
         wanted = _daily_limit(day_bytes * (1 + skipped / max(1, tiers.written_blocks)))
         yield finding("disk_write_limit", evidence, _share(skipped, left), wanted)
@@ -493,7 +493,7 @@ def lru_is_better(facts: Facts) -> Iterator[Finding]:
     limited = any(one.quota_bytes for one in stats.namespaces)
     if stats.policy == "lru" or curve is None or not curve.asked_tokens or limited:
         return
-    if stats.uptime_seconds < LONG_ENOUGH_S or stats.since_start.lookups < verdict.FEWEST_LOOKUPS:
+    if stats.uptime_seconds < LONG_ENOUGH_S or stats.since_start.lookups < verdict.MIN_LOOKUPS:
         return
     found, lru = 100 * curve.found_tokens / curve.asked_tokens, 100 * curve.lru_hit_ratio.get("1", 0.0)
     # Count only misses caused by the policy: the estimate for lru has no other misses.
@@ -515,7 +515,7 @@ def starving(facts: Facts) -> Iterator[Finding]:
     every, ready_bytes = facts.stats.curve, sum(one.ready_bytes for one in facts.counted)
     for one in facts.counted:
         curve = one.curve
-        if every is None or curve is None or not curve.asked_tokens or one.lookups < verdict.FEWEST_LOOKUPS:
+        if every is None or curve is None or not curve.asked_tokens or one.lookups < verdict.MIN_LOOKUPS:
             continue
         if facts.stats.pool.of("ready") < verdict.FULL_POOL * facts.stats.pool.size_bytes and not at_quota(one):
             continue  # it has what space it wants
@@ -557,7 +557,7 @@ def engines(facts: Facts) -> Iterator[Finding]:
 
 def _engine_counts(facts: Facts, at: str, engine: EngineMetrics) -> Iterator[Finding]:
     late, lookups = engine.of("kvoffd_late_lookups_total"), engine.of("kvoffd_lookups_total")
-    if late >= s.LEAST_LATE and late > s.LATE_SHARE * lookups:
+    if late >= s.MIN_LATE and late > s.LATE_SHARE * lookups:
         evidence = f"{at} did not wait for {format_count(round(late))} of {format_count(round(lookups))} lookups."
         yield finding("engine_late", evidence, _share(late, lookups))
     # vLLM's external hits, and tokens that the daemon loaded for all engines. An engine that is older than the daemon
@@ -567,7 +567,7 @@ def _engine_counts(facts: Facts, at: str, engine: EngineMetrics) -> Iterator[Fin
     alone = facts.engine_count == 1
     is_older = engine.age_seconds is not None and engine.age_seconds > facts.stats.uptime_seconds
     more_there = not is_older and hits > AGREE * max(loaded, facts.stats.lifetime.loaded_tokens)
-    none_there = alone and loaded >= verdict.FEWEST_LOOKUPS and asked and not hits
+    none_there = alone and loaded >= verdict.MIN_LOOKUPS and asked and not hits
     if more_there or none_there:
         evidence = f"{at} counts {format_count(round(hits))} loaded tokens, this daemon {format_count(loaded)}."
         yield finding("hits_disagree", evidence, 0.3)

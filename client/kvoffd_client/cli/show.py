@@ -204,9 +204,9 @@ def _ids(namespaces: Sequence[bytes]) -> str:
 
 # --- requests --------------------------------------------------------------------------------------
 
-MOST_SHOWN = 20
+MAX_SHOWN = 20
 """Latest prompts that are shown if neither a request nor all are asked for."""
-MOST_SOUGHT = 50
+MAX_SOUGHT = 50
 """Latest prompts whose missing keys are sought in other namespaces."""
 OUTCOMES = {
     Outcome.LOADED: "loaded {loaded} of {tokens} tokens",
@@ -231,7 +231,7 @@ def _show_requests(directory: Path | None, name: str, *, every: bool, as_json: b
         names = {one.session_id: engine_name(one.name, one.role) for one in admin.sessions().sessions}
         infos = {one.namespace: one for one in admin.namespaces().namespaces}
         labels = {fingerprint: one.label for fingerprint, one in infos.items()}
-        shown = found if every or name else found[-MOST_SHOWN:]
+        shown = found if every or name else found[-MAX_SHOWN:]
         elsewhere = dict(_elsewhere(admin, shown, infos))
     if not found:
         say(
@@ -255,7 +255,7 @@ def _elsewhere(
     """Yield, by namespace and key, a sentence if a namespace of the same label has the missing key."""
     asked = dict.fromkeys(
         (one.namespace, one.report.missing_group, one.report.missing_key)
-        for one in found[-MOST_SOUGHT:]
+        for one in found[-MAX_SOUGHT:]
         if one.report.reason in ("unknown", "forgotten")
     )
     for fingerprint, group, key in asked:

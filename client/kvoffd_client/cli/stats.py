@@ -31,7 +31,7 @@ from kvoffd_proto.messages import fields_of
 from kvoffd_proto.units import format_count, format_duration, format_rate, format_size, percent, plural, printable
 
 BAR_CELLS = 80
-MOST_NAMESPACES = 5
+MAX_NAMESPACES = 5
 """Namespaces on the page; ``stats namespaces`` shows all."""
 RARE_CLASS = 0.03
 """Share of lookups below which a class is not shown."""
@@ -39,7 +39,7 @@ FEW_REQUESTS, FEW_LIFETIMES = 1000, 10.0
 """With fewer prompts or pool lifetimes a policy has learned little."""
 
 UNTIMED = "an engine knows its prefill rate after two runs of 512 prompt tokens"
-"""Reason of an unknown time saved; see LEAST_TOKENS in ``vllm/do_no_harm.py``."""
+"""Reason of an unknown time saved; see MIN_TOKENS in ``vllm/do_no_harm.py``."""
 
 RARE = {
     "blocks evicted": "evicted_blocks",
@@ -133,7 +133,7 @@ def print_stats(now: s.DaemonStats) -> None:
     _pool_bar(now.pool)
     if now.namespaces or now.gone_namespaces:
         say("")
-        _namespaces(now, MOST_NAMESPACES)
+        _namespaces(now, MAX_NAMESPACES)
         if gone := now.gone_namespaces:
             which = f"{format_count(gone)} removed namespace{plural(gone)}"
             say((f"The sums above include {which}.", "dim"))

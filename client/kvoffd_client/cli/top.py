@@ -53,7 +53,7 @@ from kvoffd_proto.units import (
 )
 
 MIN_INTERVAL_S = 0.1
-MOST_SAMPLES = 900
+MAX_SAMPLES = 900
 """Fifteen minutes at the default interval."""
 NOW_S = 3.0
 """Period of the averages in ``now``."""
@@ -109,7 +109,7 @@ class History:
     def __init__(self) -> None:
         self._latest: deque[DaemonStats] = deque()
         """Samples; the first is the latest at least ``NOW_S`` old, if any."""
-        self.rates: deque[tuple[float, float]] = deque(maxlen=MOST_SAMPLES)
+        self.rates: deque[tuple[float, float]] = deque(maxlen=MAX_SAMPLES)
         """Tokens loaded and bytes stored per second, between consecutive samples."""
 
     def add(self, stats: DaemonStats) -> None:

@@ -34,7 +34,7 @@ from kvoffd_proto.units import format_count, format_duration, printable
 
 TIE_NATS = 0.02
 """Two tokens whose log probabilities are this close count as equal: another order of additions may swap them."""
-MOST_NOISE_NATS = 0.25
+MAX_NOISE_NATS = 0.25
 """An engine that differs from itself by more cannot be judged."""
 ROUNDS = 4
 """Most times that a prompt is asked again: the first may only store it, and stores may be late."""
@@ -43,7 +43,7 @@ REPORTS_S = 5.0
 STORED_S = (1.0, 10.0)
 """Seconds that the second engine has to store, by attempt."""
 PUSH_S = 600.0
-MOST_PROMPTS = 200
+MAX_PROMPTS = 200
 """The daemon keeps an engine's last 1,000 reports."""
 OWN_LINES = (400, 150, 45)
 """Lengths of the own prompts; a line is some ten tokens."""
@@ -100,8 +100,8 @@ def read_prompts(path: Path) -> list[Body]:
             found += [body_of(line)] if line.strip() else []
         except ValueError as error:
             raise CliError(f"{path}, line {number}: {error}.") from None
-    if not 0 < len(found) <= MOST_PROMPTS:
-        raise CliError(f"{path} has {format_count(len(found))} prompts; give 1 to {MOST_PROMPTS}.")
+    if not 0 < len(found) <= MAX_PROMPTS:
+        raise CliError(f"{path} has {format_count(len(found))} prompts; give 1 to {MAX_PROMPTS}.")
     return found
 
 
@@ -330,7 +330,7 @@ class Run:
     def page(self) -> dict[str, Any]:
         """Return what is printed, the lines above the table first."""
         noise = max(difference(one.computed, one.own).farthest for one in self.cases)
-        nats = max(TIE_NATS, 2 * min(noise, MOST_NOISE_NATS))
+        nats = max(TIE_NATS, 2 * min(noise, MAX_NOISE_NATS))
         judged = [case.judge(nats) for case in self.cases]
         loads = [request for case in self.cases for request in case.loads]
         logged = next((self.reports[request] for request in reversed(loads) if request in self.reports), None)

@@ -13,34 +13,34 @@ from kvoffd_client.vllm.log import logger
 if TYPE_CHECKING:
     from vllm.config import SchedulerConfig
 
-LEAST_STEP_TOKENS = 256
+MIN_STEP_TOKENS = 256
 """Steps with fewer tokens are not measured, unless the engine's prompt chunks are smaller."""
-LEAST_REQUEST_TOKENS = 64
+MIN_REQUEST_TOKENS = 64
 """A request with fewer tokens in a step is considered to decode, perhaps with speculative tokens."""
 PROMPT_SHARE = 0.75
 """Least share of prompt tokens in a measured step."""
-LEAST_TOKENS = 512
+MIN_TOKENS = 512
 """Consecutive steps of prompts are measured together until they have this many tokens."""
 SAMPLES = 9
 """Measurements of which the median is taken, so that single slow steps do not matter."""
 
 LOAD_SAMPLES = 9
 """Loads remembered for each length."""
-LEAST_LOAD_SAMPLES = 5
-LEAST_SLOW_LOADS, SLOW_LOADS_S = 2, 10.0
+MIN_LOAD_SAMPLES = 5
+MIN_SLOW_LOADS, SLOW_LOADS_S = 2, 10.0
 """This many loads suffice if together they took this long: five of half a minute each never fit into SAMPLE_AGE_S."""
 SAMPLE_AGE_S = 120.0
 """Age after which measurements are ignored, and skipped loads are tried again."""
 MARGIN = 2.0
 """A skipped load takes over this many times as long as computing,"""
-LEAST_LOSS_S = 0.02
+MIN_LOSS_S = 0.02
 """and loses more than this."""
 WINDOW_S = 30.0
-LEAST_WAITS = 5
-LEAST_WAITED_S = 0.05
+MIN_WAITS = 5
+MIN_WAITED_S = 0.05
 """Shortest wait of vLLM for a store that counts."""
 WAITED_SHARE = 0.2
-"""Stores pause if vLLM waited for them for this share of the window, in LEAST_WAITS waits."""
+"""Stores pause if vLLM waited for them for this share of the window, in MIN_WAITS waits."""
 STORE_PAUSE_S = 60.0
 
 
@@ -57,8 +57,8 @@ class PrefillRate:
 
     def __init__(self, clock: Callable[[], float], most_running: int, largest_chunk: int) -> None:
         self._clock = clock
-        self._least_step = min(LEAST_STEP_TOKENS, largest_chunk)
-        self._least_request = min(LEAST_REQUEST_TOKENS, largest_chunk // 2)
+        self._least_step = min(MIN_STEP_TOKENS, largest_chunk)
+        self._least_request = min(MIN_REQUEST_TOKENS, largest_chunk // 2)
         self._running: deque[tuple[float, tuple[int, ...]]] = deque(maxlen=most_running)
         """Start of each step, and the tokens of its requests. A failed step never ends and is dropped."""
         self._ended = 0.0
@@ -87,7 +87,7 @@ class PrefillRate:
             return
         self._tokens += tokens
         self._seconds += seconds
-        if self._tokens < LEAST_TOKENS:
+        if self._tokens < MIN_TOKENS:
             return
         if self._is_warm:
             self._samples.append(self._tokens / max(self._seconds, 1e-6))
@@ -147,7 +147,7 @@ class DoNoHarm:
     @staticmethod
     def _median_s(tokens: int, per_token: Sequence[float]) -> float:
         """Return the seconds for these tokens by the median of loads, 0 if they are too few."""
-        enough = LEAST_SLOW_LOADS if tokens * sum(per_token) >= SLOW_LOADS_S else LEAST_LOAD_SAMPLES
+        enough = MIN_SLOW_LOADS if tokens * sum(per_token) >= SLOW_LOADS_S else MIN_LOAD_SAMPLES
         return tokens * median(per_token) if len(per_token) >= enough else 0.0
 
     def record_load(self, tokens: int, seconds: float) -> None:
@@ -161,7 +161,7 @@ class DoNoHarm:
         if not self.active or not rate:
             return
         computed_s = tokens / rate
-        if loaded_s > MARGIN * computed_s and loaded_s - computed_s > LEAST_LOSS_S:
+        if loaded_s > MARGIN * computed_s and loaded_s - computed_s > MIN_LOSS_S:
             self.loads_paused_until[length] = now + SAMPLE_AGE_S
             if now >= paused_until:
                 logger.warning(
@@ -173,13 +173,13 @@ class DoNoHarm:
     def record_wait(self, seconds: float) -> None:
         """Record a wait of vLLM for stores, in the slowest worker."""
         now = self._clock()
-        if not self.active or seconds < LEAST_WAITED_S or now < self.stores_paused_until:
+        if not self.active or seconds < MIN_WAITED_S or now < self.stores_paused_until:
             return
         self._waits.append((now, seconds))
         while self._waits[0][0] < now - WINDOW_S:
             self._waits.popleft()
         waited_s = sum(wait_s for _, wait_s in self._waits)
-        if len(self._waits) >= LEAST_WAITS and waited_s > WAITED_SHARE * WINDOW_S:
+        if len(self._waits) >= MIN_WAITS and waited_s > WAITED_SHARE * WINDOW_S:
             self.stores_paused_until = now + STORE_PAUSE_S
             self._waits.clear()
             logger.warning(

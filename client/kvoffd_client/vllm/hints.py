@@ -10,15 +10,15 @@ from msgspec import Meta, Struct
 from vllm.v1.kv_offload.base import ReqContext
 
 from kvoffd_client.vllm.log import logger
-from kvoffd_proto.messages import MAX_HOST, MOST_PRIORITY, MOST_TTL_S, HintAction
+from kvoffd_proto.messages import MAX_HOST, MAX_PRIORITY, MAX_TTL_S, HintAction
 
 FIELD = "kv_hints"
 SOURCE_FIELD = "remote_kv_source"
 """Field of ``kv_transfer_params`` in which llm-d's router names the pod that has a prompt's blocks."""
 FETCH = "kv.fetch"
-MOST_ACTIONS = 16
+MAX_ACTIONS = 16
 """Actions of a request that are read."""
-MOST_SAID = 16
+MAX_SAID = 16
 """Kinds of unknown hints that are logged."""
 ACTIONS = {"kv.retain": HintAction.RETAIN, "kv.release": HintAction.RELEASE, "kv.prefetch": HintAction.PREFETCH}
 
@@ -52,7 +52,7 @@ class _Payload(Struct):
 
 class _Retain(_Payload, kw_only=True):
     ttl_s: Annotated[float, Meta(gt=0)]
-    priority: Annotated[int, Meta(ge=0, le=MOST_PRIORITY)] = 50
+    priority: Annotated[int, Meta(ge=0, le=MAX_PRIORITY)] = 50
 
 
 class _Source(Struct):
@@ -86,8 +86,8 @@ def read_hints(context: ReqContext) -> tuple[list[RequestHint], int, str]:
     except (ValueError, TypeError, RecursionError) as error:
         _say(FIELD, error)
         return [], 1 + unread, peer
-    hints, unknown = list[RequestHint](), unread + max(0, len(envelope.actions) - MOST_ACTIONS)
-    for given in envelope.actions[:MOST_ACTIONS]:
+    hints, unknown = list[RequestHint](), unread + max(0, len(envelope.actions) - MAX_ACTIONS)
+    for given in envelope.actions[:MAX_ACTIONS]:
         kind = "an action"
         try:
             action = msgspec.convert(given, _Action)
@@ -118,7 +118,7 @@ def _read(action: _Action) -> RequestHint:
     if kind is not HintAction.RETAIN:
         return RequestHint(kind, msgspec.convert(action.payload, _Payload).start)
     payload = msgspec.convert(action.payload, _Retain)
-    return RequestHint(kind, payload.start, payload.priority, min(payload.ttl_s, MOST_TTL_S))
+    return RequestHint(kind, payload.start, payload.priority, min(payload.ttl_s, MAX_TTL_S))
 
 
 def _is_known(version: str) -> bool:
@@ -128,6 +128,6 @@ def _is_known(version: str) -> bool:
 
 def _say(kind: str, error: Exception) -> None:
     """Log the first unknown hint of each kind."""
-    if kind not in _said and len(_said) < MOST_SAID:
+    if kind not in _said and len(_said) < MAX_SAID:
         _said.add(kind)
         logger.warning("kvoffd: a request's hint (%r) is ignored: %s. Later ones are only counted.", kind[:64], error)

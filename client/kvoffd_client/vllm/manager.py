@@ -79,7 +79,7 @@ which vLLM sleeps for a millisecond."""
 ASSUMED_RATE, ASSUMED_CPU_RATE = 10_000.0, 500.0
 """Assumed prefill rates in tokens per second, on a GPU and on a CPU, while the rate is unknown. Estimates for a large
 GPU and for few cores."""
-LEAST_COMPUTED_S = 0.02
+MIN_COMPUTED_S = 0.02
 """Least time assumed for computing a prompt."""
 LATE_REPLIES = 3
 """Consecutive answers that took longer than a prompt may wait, after which the next prompts do not wait."""
@@ -88,14 +88,14 @@ ANSWER_SHARE = 0.1
 daemon that hangs costs this a few times, see LATE_REPLIES."""
 DOUBT_SHARE = 0.03
 """Share of the longest wait for a tier to spend although it seems not worth it: early speeds may be far off."""
-ASK_SHARE, MOST_ASK_S = 0.1, 0.25
+ASK_SHARE, MAX_ASK_S = 0.1, 0.25
 """Such a share, and most seconds, to wait for a shared store's answer."""
 WAIT_PAUSE_S = 0.1
 """Pause of waiting after an answer that did not come in time. A daemon that hangs costs 1 % of an engine's time, 5 % of
 an idle one's, until it counts as not connected."""
-STANDSTILL_S, MOST_STOOD_STILL_S = 0.05, 5.0
+STANDSTILL_S, MAX_STOOD_STILL_S = 0.05, 5.0
 """Time between two calls of _note_time() in an idle engine above which neither it nor the daemon probably had a CPU.
-The excess does not count as waited, up to MOST_STOOD_STILL_S per request."""
+The excess does not count as waited, up to MAX_STOOD_STILL_S per request."""
 REPORT_EVERY_S = 10.0
 
 
@@ -488,7 +488,7 @@ class KvoffdManager(OffloadingManager):
             return True
         if state.waits_for_report_since is None:
             state.waits_for_report_since = self.clock()
-        return self._is_idle and self.clock() - state.waits_for_report_since < LEAST_COMPUTED_S
+        return self._is_idle and self.clock() - state.waits_for_report_since < MIN_COMPUTED_S
 
     def _is_outdated(self, state: RequestState) -> bool:
         """Return whether a request without a pending lookup needs another."""
@@ -517,7 +517,7 @@ class KvoffdManager(OffloadingManager):
         before, self._looked_at = self._looked_at, self.clock()
         stood_still_s = self._looked_at - before - STANDSTILL_S
         for state in self.requests.values() if self._is_idle and stood_still_s > 0 else ():
-            still_s = min(stood_still_s, MOST_STOOD_STILL_S - state.stood_still_s)
+            still_s = min(stood_still_s, MAX_STOOD_STILL_S - state.stood_still_s)
             state.stood_still_s += still_s
             state.tier_wait_until += still_s
             state.doubted_since += still_s
@@ -569,7 +569,7 @@ class KvoffdManager(OffloadingManager):
     def _computed_s(self, request: Request, tokens: int) -> float:
         """Return the seconds until ``tokens`` of a request would be computed, after the earlier prompts."""
         before = self._tokens_before_each().get(request.request_id, 0)
-        return max(LEAST_COMPUTED_S, (before + tokens) / self._expected_rate)
+        return max(MIN_COMPUTED_S, (before + tokens) / self._expected_rate)
 
     def _allowed_s(self, computed_s: float) -> float:
         """Return the longest wait for an answer, from the sending of its lookup: the deadline, or ANSWER_SHARE of
@@ -626,10 +626,10 @@ class KvoffdManager(OffloadingManager):
             state.tier_wait_until = min(state.tier_wait_until, now + min(self._disk_wait_s, computed_s))
         expected_s = max(0.0, answer.future.answered_at + answer.future.wait_s - now)
         most_s = state.tier_wait_until - state.tier_wait_began
-        doubt_s = max(LEAST_COMPUTED_S, DOUBT_SHARE * most_s)
+        doubt_s = max(MIN_COMPUTED_S, DOUBT_SHARE * most_s)
         if answer.future.asking and PENDING not in answer.coming.values():
             expected_s = inf  # a store mostly has no blocks of a new prompt
-            doubt_s = max(doubt_s, min(MOST_ASK_S, ASK_SHARE * most_s))
+            doubt_s = max(doubt_s, min(MAX_ASK_S, ASK_SHARE * most_s))
         is_worth_it = expected_s + loaded_s <= computed_s
         if not is_worth_it:
             state.doubted_since = min(state.doubted_since, now)

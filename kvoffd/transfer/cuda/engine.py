@@ -34,11 +34,11 @@ STEP_BYTES = 8 << 20
 # Small: a copy starts when its call returns, so batches overlap with their predecessors. Drivers have crashed on
 # batches of tens of thousands (vllm-project/vllm#49276).
 STEP_PIECES = 512
-# Smaller pieces are copied as rows, if there are at least FEWEST_ROWS. The driver makes other copies of such pieces to
+# Smaller pieces are copied as rows, if there are at least MIN_ROWS. The driver makes other copies of such pieces to
 # the GPU with its multiprocessors: then an engine's steps take a third longer, and a load ten times (H200, driver 580).
 # From the GPU rows are faster than a batch if they have 128 KiB together.
 ROWS_BYTES = {Direction.LOAD: 32 << 10, Direction.STORE: 16 << 10}
-FEWEST_ROWS = {Direction.LOAD: 1, Direction.STORE: 32}
+MIN_ROWS = {Direction.LOAD: 1, Direction.STORE: 32}
 _UNBOUNDED_S = 1e9
 
 _CALLS = (
@@ -121,7 +121,7 @@ class GpuCopier:
                 step_bytes=STEP_BYTES,
                 step_pieces=STEP_PIECES,
                 rows_bytes=ROWS_BYTES[direction],
-                fewest_rows=FEWEST_ROWS[direction],
+                fewest_rows=MIN_ROWS[direction],
                 most_rows=STEP_PIECES,
                 **{"to": to, "from": of, "sizes": sizes},
             )

@@ -33,7 +33,7 @@ from tests.kit.engine import session_pids
 
 TAIL_CHARACTERS = 4000
 ALL_PARTS = PARTS | VLLM_PARTS
-LEAST_S = 25.0
+MIN_S = 25.0
 """With less time left no part of vLLM is begun: its engine would not be up."""
 DOUBLE = (
     "**Not a GPU.** This is the tests' double of the CUDA driver, over host memory: it shows that the programs run, "
@@ -131,7 +131,7 @@ def measure(names: list[str], setup: Setup, out: Path) -> int:
         most_s = ALL_PARTS[name].most_s
         if name in VLLM_PARTS:
             most_s = most_s * PATIENCE if setup.double else min(most_s, until - time.monotonic())
-        if most_s < LEAST_S:
+        if most_s < MIN_S:
             found = {"said": [f"The {VLLM_S:.0f} s were over."]}
             parts[name] = {"outcome": "left out", "seconds": 0.0, "found": found}
         else:

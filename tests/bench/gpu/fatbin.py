@@ -15,7 +15,7 @@ MAGIC = struct.pack("<I", 0xBA55ED50)
 HEADER_BYTES, ALIGNMENT = 16, 8
 PTX, MACHINE_CODE = 1, 2
 KINDS = (PTX, MACHINE_CODE, 4, 8, 16, 64)
-LEAST_ENTRY_BYTES, ARCHITECTURE_AT = 64, 28
+MIN_ENTRY_BYTES, ARCHITECTURE_AT = 64, 28
 
 
 class Entry(NamedTuple):
@@ -40,7 +40,7 @@ def fat_binaries(data: bytes | bytearray) -> Iterator[list[Entry]]:
 
 
 def _entries(data: bytes | bytearray, at: int, end: int) -> Iterator[Entry]:
-    while at + LEAST_ENTRY_BYTES <= end:
+    while at + MIN_ENTRY_BYTES <= end:
         kind, _, header, size = struct.unpack_from("<HHIQ", data, at)
         if kind not in KINDS or header < ARCHITECTURE_AT + 4 or at + header + size > end:
             return

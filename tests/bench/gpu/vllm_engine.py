@@ -29,7 +29,7 @@ START_S, ANSWER_S = 100.0, 90.0
 RESET_S, DECODES_S = 20.0, 20.0
 MANY_TOKENS = 100_000
 """More than any request gets."""
-MOST_ERRORS, TAIL_CHARACTERS = 10, 1500
+MAX_ERRORS, TAIL_CHARACTERS = 10, 1500
 ENVIRON = {
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -83,7 +83,7 @@ class Engine(Starting):
     def _last_words(self) -> str:
         """Lines with errors, since the cause is far above the end, and the end."""
         errors = [line[:400] for line in self.log.splitlines() if "Error" in line]
-        return "\n".join([*errors[:MOST_ERRORS], "...", self.log[-TAIL_CHARACTERS:]])
+        return "\n".join([*errors[:MAX_ERRORS], "...", self.log[-TAIL_CHARACTERS:]])
 
     def start(self) -> Engine:
         began = time.monotonic()

@@ -36,12 +36,12 @@ from tests.kit.shapes import make_tiny_qwen3_next
 from tests.kit.waiting import wait_until
 
 FACTS_S, MODEL_S, SERVER_S = 60.0, 40.0, 20.0
-SETTLED_S, MOST_SETTLING_S = 0.5, 20.0
+SETTLED_S, MAX_SETTLING_S = 0.5, 20.0
 """How long nothing must run or wait before all is taken to be stored, and the most that is waited for it."""
 ANSWER_TOKENS = 16
 HYBRID_LENGTHS = (1500, 2500)
 """Blocks of a model with states are large."""
-LEAST_SHM_BYTES = 20 * GIB
+MIN_SHM_BYTES = 20 * GIB
 """Of a model of 8B."""
 CPU_POOL_BYTES = 256 << 20
 KV_BYTES = 24 * GIB
@@ -53,7 +53,7 @@ PATIENCE = 4.0
 """Of engines on a small machine."""
 NEEDS_GPU = "not tried: it needs a GPU"
 SAID = ("kvoffd", "WARNING", "ERROR")
-MOST_SAID = 12
+MAX_SAID = 12
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,7 @@ def _run(module: str, *arguments: str, most_s: float) -> str:
 
 def place_of_models(setup: Setup) -> Path:
     """Where the directory of a run shall be."""
-    least_bytes, shm = 0 if setup.double else LEAST_SHM_BYTES, Path("/dev/shm")
+    least_bytes, shm = 0 if setup.double else MIN_SHM_BYTES, Path("/dev/shm")
     has_room = os.access(shm, os.W_OK) and shutil.disk_usage(shm).free > least_bytes
     return shm if has_room else Path("/var/tmp")
 
@@ -283,7 +283,7 @@ def wait_registered(engine: Engine, daemon: DaemonProcess) -> None:
 
 def settle(engine: Engine, daemon: DaemonProcess | None) -> None:
     """Until what can be stored is stored: engines begin and notice it in steps, and make none without requests."""
-    until, quiet_since = time.monotonic() + MOST_SETTLING_S, time.monotonic()
+    until, quiet_since = time.monotonic() + MAX_SETTLING_S, time.monotonic()
     stored = -1
     while time.monotonic() < min(until, quiet_since + SETTLED_S):
         engine.ask([(round(time.monotonic() * 1e6), 20)], 2)
@@ -296,7 +296,7 @@ def settle(engine: Engine, daemon: DaemonProcess | None) -> None:
 
 def said(engine: Engine) -> list[str]:
     """Lines of an engine's log that say what it does with kvoffd, and what it warns of; the last of them."""
-    return [line[:400] for line in engine.log.splitlines() if any(word in line for word in SAID)][-MOST_SAID:]
+    return [line[:400] for line in engine.log.splitlines() if any(word in line for word in SAID)][-MAX_SAID:]
 
 
 # --- figures ----------------------------------------------------------------------------------------

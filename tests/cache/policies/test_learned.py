@@ -281,7 +281,7 @@ def test_a_new_model_is_not_judged_by_another_ones_requests() -> None:
 @pytest.mark.nightly
 def test_the_size_of_blocks_makes_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     """To what was learned: when it does as an LRU does depends on the curve's sample."""
-    monkeypatch.setattr(learned, "LEAST_LEAD", 1.0)
+    monkeypatch.setattr(learned, "MIN_LEAD", 1.0)
     seeds, gaps = (1, 3, 5), []
     for seed in seeds:
         large, small = (trace_of(conversations(random.Random(seed), tokens), tokens) for tokens in (1024, 16))
