@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any, cast
 
 import msgspec
@@ -82,6 +83,8 @@ PR_SET_PDEATHSIG = 1
 RECONNECT_MS, MAX_RECONNECT_MS = 100, 1000
 SIOCGIFFLAGS, SIOCGIFADDR, UP_AND_RUNNING = 0x8913, 0x8915, 0x41
 """See netdevice(7)."""
+INFINIBAND, ACTIVE = Path("/sys/class/infiniband"), "4:"
+"""See the kernel's Documentation/ABI/stable/sysfs-class-infiniband."""
 
 
 class Transfer:
@@ -133,7 +136,7 @@ class Helper:
             raise RuntimeError("NIXL is not installed.")
         config = nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
         self._nixl = nixl.nixl_agent(f"kvoffd-{os.urandom(8).hex()}", config)
-        self._addresses = ip_addresses()
+        self._links = links()
         self._pool_at = self._landing_at = 0
         (pool, offset, pool_bytes), (landing, landing_bytes) = self._settings.pool, self._settings.landing
         regions = []
@@ -210,7 +213,7 @@ class Helper:
             if now >= self._beat_at:
                 self._beat_at = now + BEAT_S
                 self._to_daemon(BEAT, 0, 0)
-                if new := ip_addresses() - self._addresses:
+                if new := links() - self._links:
                     print(f"The helper process for peers starts again, to use {', '.join(new)}.", file=sys.stderr)
                     return
             busy = bool(self._transfers or self._lent) or now < self._busy_until
@@ -408,14 +411,17 @@ class Helper:
             self._free[one.peer].append(one.part)
 
 
-def ip_addresses() -> set[str]:
-    """Return the IPv4 addresses of the network's interfaces that are up.
+def links() -> set[str]:
+    """Return the IPv4 addresses of interfaces that are up, and the RDMA ports that are active.
 
-    An agent of NIXL has the interfaces that UCX finds at its start: one that came up later is never used, and a node
-    that started before its network could never be reached.
+    An agent of NIXL has those that UCX finds at its start: what came up later is never used, and a node that started
+    before its network could never be reached.
     """
     found = set[str]()
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        for state in INFINIBAND.glob("*/ports/*/state"):
+            if state.read_text().startswith(ACTIVE):
+                found.add(state.parts[-4])
         for _, name in socket.if_nameindex():
             request = struct.pack("40s", name.encode())
             with suppress(OSError):  # it has no address, or is gone

@@ -424,3 +424,13 @@ def test_reads_that_nobody_waits_for_leave_no_memory_taken(lender: Lender, reade
         reader.helper.send(frame(READ, 0, 2**62 + number, where), 1.0)
         reader.helper.send(frame(FREE, 0, 2**62 + number), 1.0)
     wait_until(lambda: _works(reader, lender), 10.0)
+
+
+def test_addresses_and_rdma_ports_that_are_up_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_helper, "INFINIBAND", tmp_path)
+    addresses = peer_helper.links()
+    assert "127.0.0.1" in addresses
+    for device, state in (("mlx5_0", "4: ACTIVE\n"), ("mlx5_1", "1: DOWN\n")):
+        (tmp_path / device / "ports/1").mkdir(parents=True)
+        (tmp_path / device / "ports/1/state").write_text(state)
+    assert peer_helper.links() == addresses | {"mlx5_0"}
