@@ -172,9 +172,10 @@ def listed(metavar: str, what: str, read: Callable[[str], Any], most: int = 0) -
         if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
             raise ValueError(f"it is not a list of {what}")
         found = tuple(read(one.strip()) for part in parts for one in part.split(",") if one.strip())
-        for one in found:
-            if found.count(one) > 1:
-                raise ValueError(f"{quoted(str(one))} is given twice; give each once")
+        names = [one.directory if isinstance(one, DiskSize) else one for one in found]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"{quoted(name)} is given twice; give each once")
         if most and len(found) > most:
             raise ValueError(f"it has {len(found)} parts; at most {most} are allowed")
         return found

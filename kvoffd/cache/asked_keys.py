@@ -22,7 +22,7 @@ TAKEN_AT_ONCE = 64
 """Prompts of a session that is gone which are counted in one step."""
 MAX_UNCOUNTED_BYTES, PART_BYTES = 32 << 20, 1024
 """Limit of the memory of prompts that wait for a report, and what each lookup of a group takes besides its keys, about.
-Beyond the limit the oldest prompt of the oldest session that has any is counted without a report."""
+Beyond the limit the oldest prompt is counted without a report."""
 
 
 class AskedKeys:
@@ -117,11 +117,12 @@ def count_prompt(parts: Sequence[AskedKeys], outcome: PromptOutcome | None) -> I
 
 
 class UncountedPrompts:
-    """Prompts whose engine has not reported their outcome, each session's oldest first."""
+    """Prompts whose engine has not reported their outcome, the oldest first."""
 
     def __init__(self) -> None:
-        self._prompts: dict[int, dict[int, list[AskedKeys]]] = {}
-        """Prompts by session and lease id."""
+        self._by_lease: dict[tuple[int, int], list[AskedKeys]] = {}
+        self._leases_of: dict[int, dict[int, None]] = {}
+        """Lease ids by session."""
         self._ended: dict[int, None] = {}
         """Sessions that are gone and have prompts."""
         self._nbytes = 0
@@ -130,26 +131,27 @@ class UncountedPrompts:
         """Add the keys of a lookup to a prompt. Return the prompts that must be counted without a report."""
         if not asked:
             return []
-        self._prompts.setdefault(session, {}).setdefault(lease_id, []).extend(asked)
+        self._by_lease.setdefault((session, lease_id), []).extend(asked)
+        self._leases_of.setdefault(session, {})[lease_id] = None
         self._nbytes += _nbytes(asked)
         dropped = []
         while self._nbytes > MAX_UNCOUNTED_BYTES:
-            session, prompts = next(iter(self._prompts.items()))
-            dropped.append(self.take(session, next(iter(prompts))))
+            dropped.append(self.take(*next(iter(self._by_lease))))
         return dropped
 
     def take(self, session: int, lease_id: int) -> list[AskedKeys]:
         """Remove a prompt and return its keys, in the order of its lookups; none if it is unknown or was counted."""
-        prompts = self._prompts.get(session, {})
-        parts = prompts.pop(lease_id, [])
+        parts = self._by_lease.pop((session, lease_id), [])
         self._nbytes -= _nbytes(parts)
-        if not prompts:
-            self._prompts.pop(session, None)
+        if (leases := self._leases_of.get(session)) is not None:
+            leases.pop(lease_id, None)
+            if not leases:
+                del self._leases_of[session]
         return parts
 
     def session_ended(self, session: int) -> None:
         """Leave the prompts of a session that is gone to ``take_some``."""
-        if session in self._prompts:
+        if session in self._leases_of:
             self._ended[session] = None
 
     @property
@@ -160,9 +162,9 @@ class UncountedPrompts:
     def take_some(self) -> list[list[AskedKeys]]:
         """Remove some prompts of sessions that are gone."""
         session = next(iter(self._ended))
-        some = list(islice(self._prompts.get(session, ()), TAKEN_AT_ONCE))
+        some = list(islice(self._leases_of.get(session, ()), TAKEN_AT_ONCE))
         taken = [self.take(session, lease_id) for lease_id in some]
-        if session not in self._prompts:
+        if session not in self._leases_of:
             del self._ended[session]
         return taken
 

@@ -13,6 +13,7 @@ the known ones, so all existing blocks of the namespace become void.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import stat
@@ -250,8 +251,9 @@ class State:
         except ValueError as error:
             content, why = b"", str(error)
         except OSError as error:
+            reason = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
             raise StateUnreadable(
-                f"{self.file.path}, the record of clears and resets, cannot be read ({error.strerror}); fix that. "
+                f"{self.file.path}, the record of clears and resets, cannot be read ({reason}); fix that. "
                 "Without it cleared blocks may come back from disks and shared stores."
             ) from error
         found = _parts_of(content)

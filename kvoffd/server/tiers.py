@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from ipaddress import ip_address
+from math import inf
 from pathlib import Path
 
 from kvoffd.cache.cache import Cache
@@ -89,12 +90,12 @@ def _trickle_bytes() -> int:
 
 @dataclass(eq=False)
 class NamedPeer:
-    """A peer of a network. ``number``: for the helper."""
+    """A place for a peer of a network. ``number``: for the helper."""
 
     number: int
     tier: SharedTier
     source: Promotions
-    named_at: float
+    named_at: float = -inf
 
 
 class TierSupervisor:
@@ -133,8 +134,7 @@ class TierSupervisor:
         self._peers = [(host.lower(), text) for host, _, text in peers if isinstance(host, str)]
         self._networks = [(one, port) for one, port, _ in peers if not isinstance(one, str)]
         self.networks = [text for one, _, text in peers if not isinstance(one, str)]
-        self._named: dict[str, NamedPeer] = {}
-        """Peers of networks by the names of their tiers, the one that was named last last."""
+        self._named: list[NamedPeer] = []
 
     def start(self, stores: OpenStores) -> None:
         """Start to open the configured tiers; ``stores`` are those of ``shared_stores``. Raises NoMoreThreads."""
@@ -149,6 +149,11 @@ class TierSupervisor:
         for number, (_, peer) in enumerate(self._peers):
             self.shared.append(tier := self._peer_tier(number, f"{PEER}{peer}", tiering))
             tiering.add_store(tier, self._settings(WriteMode.NEVER))
+        for number in range(len(self._peers), len(self._peers) + NAMED_PEERS * bool(self._networks)):
+            tier = self._peer_tier(number, "", tiering)
+            source = tiering.add_store(tier, self._settings(WriteMode.NEVER))
+            source.only_named = tier.only_named = True
+            self._named.append(NamedPeer(number, tier, source))
 
     def _start_peers(self) -> None:
         """Start the helper, where peers are read or served."""
@@ -169,41 +174,27 @@ class TierSupervisor:
         if (peer := next((peer for one, peer in self._peers if one == host), None)) is not None:
             return f"{PEER}{peer}"
         with suppress(ValueError):
-            address = ip_address(host)
+            address = ip_address("" if "%" in host else host)  # a zone is one of another machine
             for network, port in self._networks:
                 if address in network:
                     return self._name(f"{PEER}{address if address.version == 4 else f'[{address}]'}:{port}")
         return ""
 
     def _name(self, name: str) -> str:
-        """Have a peer of a network be asked. It may replace one that was not named recently and is not being read.
+        """Have a peer of a network be asked. It may replace one that was not named recently and is not being used.
 
         Return its name; empty if all places are taken.
         """
-        tiering, helper, now = self._tiering, self.peer_helper, self._clock()
-        assert helper is not None
-        assert tiering is not None
-        if (known := self._named.pop(name, None)) is not None:
-            known.named_at, self._named[name] = now, known
-            return name
-        number, oldest = len(self._peers) + len(self._named), None
-        if len(self._named) == NAMED_PEERS:
-            oldest = next((one for one in self._named.values() if one.source.idle), None)
-            if oldest is None or now < oldest.named_at + KEPT_S:
+        now = self._clock()
+        if (one := next((one for one in self._named if one.tier.name == name), None)) is None:
+            assert self.peer_helper is not None
+            free = (one for one in self._named if now >= one.named_at + KEPT_S and one.source.idle and one.tier.idle)
+            if (one := min(free, key=lambda one: one.named_at, default=None)) is None:
                 return ""
-            number = oldest.number
-        if not helper.connect(number, name.removeprefix(PEER)):
-            return ""
-        tier = self._peer_tier(number, name, tiering)
-        tier.breaker.open = False  # the first question waits for the connection
-        if oldest is None:
-            source = tiering.add_store(tier, self._settings(WriteMode.NEVER), only_named=True)
-        else:
-            oldest.tier.close(0.0)
-            del self._named[oldest.tier.name]
-            source = oldest.source
-            source.tiers[0] = tier
-        self._named[name] = NamedPeer(number, tier, source, now)
+            if not self.peer_helper.connect(one.number, name.removeprefix(PEER)):
+                return ""
+            one.tier.renew(name)
+        one.named_at = now
         return name
 
     def _peer_asks(self, route: bytes, ident: int, kind: int, payload: bytes) -> None:
@@ -244,7 +235,7 @@ class TierSupervisor:
     @property
     def _every_shared(self) -> list[SharedTier]:
         """The shared stores and peers, with those that requests named."""
-        return [*self.shared, *(one.tier for one in self._named.values())]
+        return [*self.shared, *(one.tier for one in self._named)]
 
     def namespace_reset(self, fingerprint: bytes, *, everywhere: bool = False) -> None:
         """Record the reset of a namespace, on this node or ``everywhere``."""

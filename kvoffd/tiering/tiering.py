@@ -156,14 +156,9 @@ class Tiering:
     def disk_writer(self) -> Writer:
         return self.writers[0]
 
-    def add_store(self, tier: Tier, settings: TieringSettings, *, only_named: bool = False) -> Promotions:
-        """Add a store that nodes share, for blocks that neither the pool nor the earlier sources have.
-
-        ``only_named``: it is asked only for requests that name it.
-        """
-        source = self._add([tier], settings, shared=True)
-        source.only_named = only_named
-        return source
+    def add_store(self, tier: Tier, settings: TieringSettings) -> Promotions:
+        """Add a store that nodes share, for blocks that neither the pool nor the earlier sources have."""
+        return self._add([tier], settings, shared=True)
 
     def _add(self, tiers: list[Tier], settings: TieringSettings, *, shared: bool) -> Promotions:
         cache, clock = self._cache, self._clock

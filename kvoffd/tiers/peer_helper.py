@@ -134,9 +134,9 @@ class Helper:
                 break
         if nixl is None:
             raise RuntimeError("NIXL is not installed.")
+        self._links = links()  # before: what comes up during the start may be missed by UCX
         config = nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
         self._nixl = nixl.nixl_agent(f"kvoffd-{os.urandom(8).hex()}", config)
-        self._links = links()
         self._pool_at = self._landing_at = 0
         (pool, offset, pool_bytes), (landing, landing_bytes) = self._settings.pool, self._settings.landing
         regions = []
@@ -180,10 +180,13 @@ class Helper:
             self._poller.unregister(before)
             before.close()
         self._asked = {ident: of for ident, of in self._asked.items() if of != number}
-        if number in self._agents:
-            self._drop(number)
+        agent = self._agents.pop(number, None)
+        if agent is not None and agent not in self._agents.values():
+            self._nixl.remove_remote_agent(agent[1])
         self._settings.peers[number] = address
-        self._peers[number] = self._connect(address, waits=True)
+        self._peers[number] = None
+        with suppress(zmq.ZMQError):
+            self._peers[number] = self._connect(address, waits=True)
 
     def _listen(self) -> None:
         public = z85.decode(self._keys[0])
@@ -332,14 +335,20 @@ class Helper:
             return
         if known is not None:
             self._drop(number)
-        name = self._nixl.add_remote_agent(metadata)
-        name = name.decode() if isinstance(name, bytes) else name
-        if any(one[1] == name for one in self._agents.values()):
-            raise ValueError("another peer has the same agent")
-        self._agents[number] = metadata, name, begin
+        # A peer may have two numbers: one by the name in the settings, and one by the address in a request.
+        same = next((one for one in self._agents.values() if one[0] == metadata and one[2] == begin), None)
+        if same is None:
+            name = self._nixl.add_remote_agent(metadata)
+            name = name.decode() if isinstance(name, bytes) else name
+            if any(one[1] == name for one in self._agents.values()):
+                raise ValueError("another peer has the same agent")
+            same = metadata, name, begin
+        self._agents[number] = same
 
     def _drop(self, number: int) -> None:
-        _, name, _ = self._agents.pop(number)
+        """Forget a peer's agent, under all its numbers."""
+        _, name, _ = self._agents[number]
+        self._agents = {at: one for at, one in self._agents.items() if one[1] != name}
         with suppress(Exception):
             self._nixl.remove_remote_agent(name)
 

@@ -152,6 +152,12 @@ class Breaker:
                 self.opened += 1
                 self._pause()
 
+    def reset(self) -> None:
+        """Close it for another store."""
+        with self._lock:
+            self._failures.clear()
+            self.open, self.opened = False, 0
+
     def probed(self, answers: bool) -> None:
         """Record the result of a probe while the breaker was open."""
         with self._lock:
@@ -317,7 +323,13 @@ class SharedTier(Tier):
         ask_deadline_s: time in which the store must answer an ask.
         fleet: generations of namespaces, as far as this node has followed them.
         make_workers: replaced in tests, which have no threads.
+
+    Attributes:
+        only_named: whether it is asked only for requests that name it, as a peer of a network. ``renew`` gives it a
+            name. That such a peer is away is no error.
     """
+
+    only_named = False
 
     def __init__(
         self,
@@ -378,7 +390,21 @@ class SharedTier(Tier):
         self._writing = make_workers(
             f"{name}-write", writes, lambda error: Result.FAILED, self._write_ended, *ends, self._next_blocks
         )
-        self._probe()
+        if name:
+            self._probe()
+
+    def renew(self, name: str) -> None:
+        """Become the tier of another store, while nothing is asked or read."""
+        self.name, self.problem, self._refusal, self.counters = name, "", "", TierStats()
+        self._answers.clear()
+        self._polled_at.clear()
+        self._logged_reachable = True
+        self.breaker.reset()  # the first question waits for the connection
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is being asked, read or written."""
+        return not any(one.waiting or one.running for one in (self._asking, self._reading, self._writing))
 
     def _next_question(self, waiting: deque[Question]) -> list[Question]:
         """Take polls and other questions in turn, so that neither delays the other."""
@@ -552,6 +578,8 @@ class SharedTier(Tier):
         """End waiting reads while the breaker is open. Probe when it is due, and open the breaker while the asking
         thread hangs, as in name resolution. Report unreachable servers, and when the store is reachable.
         """
+        if not self.name:
+            return
         now = self._clock()
         if self.breaker.open:
             self._reading.end((Result.FAILED, None))
@@ -559,7 +587,8 @@ class SharedTier(Tier):
             self._look_at = now
         elif not self._logged_reachable and now >= self._steady_at:
             self._logged_reachable = True
-            logger.info("%s is reachable.", self.name)
+            if not self.only_named:
+                logger.info("%s is reachable.", self.name)
         if not (self._looking or self.breaker.open) and (now >= self._look_at or self._wrote_much()):
             self._looking = True
             self._asking.put(Look())
@@ -719,7 +748,10 @@ class SharedTier(Tier):
         if self._clock() >= self._unexpected_at + LOGGED_S and error.kind == "internal":
             self._unexpected_at = self._clock()
             logger.error("A shared store failed unexpectedly.", exc_info=error.__cause__)
-        self._error(error.kind, error.sentence)
+        if self.only_named:
+            self.counters.errors[error.kind] += 1
+        else:
+            self._error(error.kind, error.sentence)
 
 
 def _nbytes(work: BlockWork) -> int:

@@ -251,7 +251,7 @@ def test_prompts_that_wait_for_a_report_are_bounded_and_counted_in_steps() -> No
     namespace = rig.open("a")
     for lease_id in range(1000):
         rig.cache.lookup(namespace, 1, 1 + lease_id, [], reported=True)
-    assert not rig.cache._uncounted._prompts, "there is nothing to count"
+    assert not rig.cache._uncounted._by_lease, "there is nothing to count"
     for lease_id in range(200):
         rig.cache.lookup(namespace, 1, 1 + lease_id, [(0, keys_of(lease_id))], reported=True)
     assert misses(namespace) == {}
