@@ -16,7 +16,7 @@ import msgspec
 
 from kvoffd_client.errors import DaemonUnavailable, HttpError, KvoffdClientError, RequestTimeout
 from kvoffd_client.lifeline_stream import NEVER
-from kvoffd_client.session import ClientOptions, ReplyOrError, Session
+from kvoffd_client.session import ClientOptions, Phase, ReplyOrError, Session
 from kvoffd_client.transport import SocketTransport
 from kvoffd_proto import admin as a
 from kvoffd_proto import messages as m
@@ -36,7 +36,7 @@ OPTIONS = ClientOptions(unresponsive_after_s=3600.0, handshake_timeout_s=TIMEOUT
 SILENCE_S = 0.5
 """Time without an answer after which the client checks whether the daemon's process is stopped."""
 MAX_STATS_BYTES = 1 << 28
-MAX_ERROR_BYTES = 100_000
+MAX_ERROR_BYTES = 4096
 MIN_PREFIX_DIGITS = 4
 """Fewer hex digits of a fingerprint could name a namespace by mistake."""
 
@@ -64,7 +64,7 @@ def base_url(given: str) -> str:
     """Return the URL of a server given as ``node:9464`` or ``http://node:9464``. Raises KvoffdClientError."""
     url = (given if "://" in given else f"http://{given}").rstrip("/")
     if not re.match(r"https?://[^/\s]+", url):
-        raise KvoffdClientError(f"{printable(given)!r} is not an address like http://localhost:8000.")
+        raise KvoffdClientError(f"{printable(given)!r} is not an address like http://HOST:PORT.")
     return url
 
 
@@ -82,9 +82,10 @@ def open_url(
         with build_opener(ProxyHandler({})).open(request, timeout=timeout_s) as answer:
             yield answer
     except HTTPError as error:
-        with error:
-            said = f"{error.code} {error.reason}: {error_in(error.read(MAX_ERROR_BYTES))}"
-        raise HttpError(f"answers {said}", error.code) from None
+        body = b""
+        with error, suppress(OSError, HTTPException):  # the status says enough
+            body = error.read(MAX_ERROR_BYTES)
+        raise HttpError(f"answers {error.code} {error.reason}: {error_in(body)}", error.code) from None
     except (OSError, HTTPException) as error:
         reason = getattr(error, "reason", error)
         if isinstance(reason, TimeoutError):
@@ -234,7 +235,7 @@ class AdminClient(Session):
 
         For a client with ``subscribe_events`` that has made a call.
         """
-        while True:
+        while self._phase is not Phase.CLOSED:
             self._transport.wait(lambda: bool(self._events) or self.ready is not self._was_ready, NEVER)
             while self._events:
                 yield self._events.popleft()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -108,7 +109,7 @@ def test_http_says_the_same_as_the_socket(cli: Cli, port: int, monkeypatch: pyte
 def test_a_url_that_leads_nowhere_is_one_sentence(port: int, tmp_path: Path) -> None:
     for url, sentence in (
         ("http://127.0.0.1:1", "it does not answer: Connection refused."),
-        ("ftp://x", "'ftp://x' is not an address like http://localhost:8000."),
+        ("ftp://x", "'ftp://x' is not an address like http://HOST:PORT."),
         ("http://[::bad", "it does not answer as it should: Invalid IPv6 URL."),
         ("host:port", "it does not answer: nonnumeric port: 'port'."),
         (f"http://127.0.0.1:{port}/x", "it answers 404 "),
@@ -124,6 +125,21 @@ def test_a_url_that_leads_nowhere_is_one_sentence(port: int, tmp_path: Path) -> 
     ):
         done = run_cli_here(*command)
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), command
+
+
+def test_an_error_whose_text_breaks_off_is_still_its_status() -> None:
+    def answer(listener: socket.socket) -> None:
+        with listener.accept()[0] as one:
+            one.recv(4096)
+            one.sendall(b"HTTP/1.1 500 Oh no\r\nTransfer-Encoding: chunked\r\n\r\n9\r\nhalf")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=answer, args=(listener,))
+        thread.start()
+        done = run_cli_here("stats", "--url", f"127.0.0.1:{listener.getsockname()[1]}")
+        thread.join()
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "it answers 500 Oh no" in done.stderr
 
 
 def test_a_node_that_does_not_answer_is_more_than_timed_out() -> None:

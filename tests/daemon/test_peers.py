@@ -471,8 +471,14 @@ def slow_link(fleet: Fleet, rng: random.Random, writer: int, reader: int) -> Non
 
 def reset_while_it_is_read(fleet: Fleet, rng: random.Random, writer: int, reader: int) -> None:
     assert fleet.nodes[writer].engine.scheduler.reset()
-    with suppress(RequestRefused):  # a peer that takes long follows with the next question
-        fleet.nodes[writer].clear_all_nodes()
+
+    def cleared() -> bool:
+        with suppress(RequestRefused):  # a peer that takes long follows later, and drops what was stored until then
+            fleet.nodes[writer].clear_all_nodes()
+            return True
+        return False
+
+    wait_until(cleared, DEADLINE_S)
 
 
 EVENTS: dict[str, Callable[[Fleet, random.Random, int, int], object]] = {

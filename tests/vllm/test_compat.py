@@ -191,6 +191,15 @@ def test_other_parameters_are_refused_by_the_functions_name(place: str, monkeypa
         compat.require_vllm()
 
 
+@pytest.mark.parametrize("place", ["TransferResult", "ReqContext"])
+def test_what_cannot_be_made_as_the_connector_does_is_refused(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(self: Any, *arguments: Any, new: int, **named: Any) -> None: ...
+
+    monkeypatch.setattr(getattr(base, place), "__init__", made)
+    with pytest.raises(ImportError, match=rf"which has changed: {place}\. This"):
+        compat.require_vllm()
+
+
 def test_keys_of_another_form_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "make_offload_key", lambda block_hash, group_idx: bytes([group_idx]) + block_hash)
     with pytest.raises(ImportError, match=r"which has changed: make_offload_key\. This"):

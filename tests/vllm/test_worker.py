@@ -439,6 +439,24 @@ def test_a_fence_gives_a_gpu_up_that_hangs(gpu: Gpu, monkeypatch: pytest.MonkeyP
     assert list(client.stores) == [2]
 
 
+def test_nothing_that_was_sent_is_cancelled_while_kernels_run(gpu: Gpu) -> None:
+    """Its blocks were computed by the step before the one that runs."""
+    gpu.worker.submit_store(1, BLOCKS, KEYED)
+    gpu.worker.flush()
+    gpu.end_kernels()
+    wait_until(lambda: {1}.isdisjoint(gpu.sender.waiting))
+    busy = list[bool]()
+
+    def fence(_: object, __: float, is_busy: Callable[[], bool]) -> None:
+        busy.append(is_busy())
+        gpu.end_kernels()
+        wait_until(lambda: not is_busy())
+
+    with patch.object(gpu.clients[0], "fence", fence):
+        gpu.worker.wait({1})
+    assert busy == [True]
+
+
 def test_a_daemon_that_hangs_costs_a_store_and_not_the_engine() -> None:
     """It is waited for while kernels run, and a while longer."""
     kernels: list[GpuEvent] = []

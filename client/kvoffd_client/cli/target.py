@@ -80,7 +80,8 @@ def bench_engine(
         try:
             yield engine
         finally:
-            engine.scheduler.reset(TEST_WAIT_S)
+            with AdminClient(directory) as admin:
+                admin.clear(namespace.fingerprint)
 
 
 def announce(what: str, nbytes: int, free_bytes: int, *, evicts: bool) -> None:

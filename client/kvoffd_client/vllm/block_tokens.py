@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from vllm.distributed.kv_events import AllBlocksCleared as AllEngineBlocksCleared
@@ -16,7 +16,6 @@ from vllm.v1.core.kv_cache_utils import BlockHash, hash_block_tokens, maybe_conv
 from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES, ChunkGroup
 from kvoffd_client.vllm.engine_namespace import EngineNamespace
 from kvoffd_proto.events import MEDIUM_CPU, MEDIUM_STORAGE, AllBlocksCleared, KvEvent
-from kvoffd_proto.events import BlockRemoved as DaemonRemoved
 from kvoffd_proto.events import BlockStored as DaemonStored
 from kvoffd_proto.messages import TOKEN_ID_BYTES
 
@@ -63,7 +62,7 @@ class HostBlockEvents:
     Routers count in the engine's blocks. If a key covers several, the hashes before the last one are computed from the
     tokens as vLLM does.
 
-    vLLM's ``AllBlocksCleared`` would include the engine's own cache, so cleared blocks are removed by name, in parts.
+    vLLM's ``AllBlocksCleared`` would include the engine's own cache, so cleared blocks are removed one by one.
 
     Args:
         groups: groups of full attention, by index on the wire. Of windows and states only the end of a prompt is
@@ -89,14 +88,21 @@ class HostBlockEvents:
         self._waiting: deque[KvEvent] = deque()
         self._made: list[KVCacheEvent] = []
         self._cleared: KVCacheEvent | None = None
+        self._withdrawn: dict[str, dict[bytes, tuple[int, list[bytes]]]] = {MEDIUM_CPU: {}, MEDIUM_STORAGE: {}}
+        """Cleared keys by medium whose removal is unpublished, with group and hashes as _published."""
 
     def take(self, namespace: EngineNamespace) -> list[KVCacheEvent]:
         """Return the events since the last call, at most about MAX_BLOCKS_PER_STEP blocks."""
         if not self._waiting:
             self._waiting.extend(namespace.client.take_events())
         blocks = 0
-        while self._waiting and blocks < MAX_BLOCKS_PER_STEP:
-            blocks += self._apply(self._waiting.popleft()) * self._blocks_per_chunk
+        while blocks < MAX_BLOCKS_PER_STEP:
+            if any(self._withdrawn.values()):
+                blocks += self._withdraw(max(1, (MAX_BLOCKS_PER_STEP - blocks) // self._blocks_per_chunk))
+            elif self._waiting:
+                blocks += self._apply(self._waiting.popleft()) * self._blocks_per_chunk
+            else:
+                break
         made, self._made = self._made, []
         return made
 
@@ -132,22 +138,28 @@ class HostBlockEvents:
         if cleared and cleared[-1] is not self._cleared:
             self._cleared = cleared[-1]
             self._made.clear()
-            for published in self._published.values():
+            for medium, published in self._published.items():
                 published.clear()
+                self._withdrawn[medium].clear()
 
-    def _removals(self) -> Iterable[DaemonRemoved]:
-        """Yield events that remove all published blocks, each of those of one step."""
-        most = max(1, MAX_BLOCKS_PER_STEP // self._blocks_per_chunk)
-        for medium, published in self._published.items():
-            for index, group in self.groups.items():
-                hashes = [key[:-GROUP_ID_BYTES] for key in published if key.endswith(group.suffix)]
-                for at in range(0, len(hashes), most):
-                    yield DaemonRemoved(hashes[at : at + most], medium, index)
+    def _withdraw(self, most: int) -> int:
+        """Publish the removal of at most ``most`` cleared keys; return the number of blocks."""
+        medium, withdrawn = next((medium, keys) for medium, keys in self._withdrawn.items() if keys)
+        batch = list(islice(withdrawn.items(), most))
+        for index in self.groups:
+            self._publish_removed(medium, index, {key: inner for key, (group, inner) in batch if group == index})
+        for key, _ in batch:
+            del withdrawn[key]
+        return len(batch) * self._blocks_per_chunk
 
     def _apply(self, event: KvEvent) -> int:
         """Publish an event of the daemon; return the number of its keys."""
         if isinstance(event, AllBlocksCleared):
-            self._waiting.extendleft([*self._removals()])
+            for medium, published in self._published.items():
+                for index, group in self.groups.items():
+                    gone = {key: (index, inner) for key, inner in published.items() if key.endswith(group.suffix)}
+                    self._withdrawn[medium] |= gone
+                published.clear()
             return 1
         index, medium = event.group_idx, event.medium
         if medium not in self._published or index not in self.groups:
@@ -178,6 +190,9 @@ class HostBlockEvents:
                 continue
             if not known.is_first and not any(known.parent in one for one in self._published.values()):
                 continue
+            if (withdrawn := self._withdrawn[medium].pop(key, None)) is not None:  # stored again before its removal
+                published[key], event = withdrawn[1], None
+                continue
             if (inner := self._inner_hashes(group, key, known)) is None:
                 continue
             if event is None or known.parent != last:
@@ -194,7 +209,10 @@ class HostBlockEvents:
     def _remove(self, medium: str, index: int, keys: Iterable[bytes]) -> None:
         """Publish the removal of a group's published keys."""
         published = self._published[medium]
-        gone = {key: published.pop(key) for key in keys if key in published}
+        self._publish_removed(medium, index, {key: published.pop(key) for key in keys if key in published})
+
+    def _publish_removed(self, medium: str, index: int, gone: Mapping[bytes, list[bytes]]) -> None:
+        """Publish a removal. ``gone``: keys with the hashes of the engine's blocks before the last one."""
         if gone:
             hashes = chain.from_iterable(_blocks_of(key, inner) for key, inner in gone.items())
             self._made.append(BlockRemoved([*hashes], medium, self.groups[index].group_id))

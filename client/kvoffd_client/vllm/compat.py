@@ -163,10 +163,38 @@ def _changes() -> list[str]:
         parameters = inspect.signature(function).parameters if callable(function) else ()
         if [one for one in parameters if one != "self"] != names.split():
             changed.append(f"{name}'s parameters")
-    _, make_key = _find("vllm.v1.kv_offload.base:make_offload_key")
-    if not changed and make_key(b"h" * 32, 7) != b"h" * 32 + b"\0\0\0\7":
-        changed.append("make_offload_key")
-    return changed
+    return changed or [name for name, holds in _checks().items() if not _is_true(holds)]
+
+
+def _checks() -> dict[str, Callable[[], bool]]:
+    """Return trials of what the connector makes, by name. Raises ImportError if a module has moved."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+    from vllm.v1.kv_offload import base
+
+    def block_lists() -> bool:
+        spec = base.GPULoadStoreSpec([3], [1], [0])
+        return (list(spec.block_ids), list(spec.group_sizes), list(spec.block_indices)) == ([3], [1], [0])
+
+    def positions() -> bool:
+        context = base.ReqContext("request")
+        context.set_offload_key_position(b"key", 32)
+        return context.get_offload_key_position(b"key") == 32
+
+    return {
+        "KVConnectorTransferResults": lambda: bool(KVConnectorTransferResults(failed_recving=set())),
+        "TransferResult": lambda: bool(base.TransferResult(1, True, transfer_size=1, transfer_time=1.0)),
+        "GPULoadStoreSpec": block_lists,
+        "make_offload_key": lambda: base.make_offload_key(b"h" * 32, 7) == b"h" * 32 + b"\0\0\0\7",
+        "LookupResult": lambda: {"HIT", "HIT_PENDING", "MISS", "RETRY"} == {one.name for one in base.LookupResult},
+        "ReqContext": positions,
+    }
+
+
+def _is_true(holds: Callable[[], bool]) -> bool:
+    try:
+        return holds()
+    except Exception:  # of any kind, in another release
+        return False
 
 
 def _find(place: str) -> tuple[str, Any]:
