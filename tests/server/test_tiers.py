@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from ipaddress import ip_network
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -192,8 +193,12 @@ def test_errors_of_a_disk_are_a_problem_for_an_hour(rig: TiersRig) -> None:
         ("fd00::1", "peer://[fd00::1]:7400"),
         ("[FD00::1]", "peer://[fd00::1]:7400"),
         ("node-c", ""),
+        ("FD00::2", "peer://[fd00::2]:7400"),
+        ("fd00::2%!", ""),
+        ("10.0.0.1", ""),
     ],
 )
 def test_a_peer_is_found_by_its_host_however_it_is_written(host: str, peer: str) -> None:
     configured = SimpleNamespace(_peers=[("node-b", "Node-B:7400"), ("fd00::1", "[fd00::1]:7400")], _networks=[])
+    configured._networks, configured._name = [(ip_network("fd00::/8"), 7400)], str
     assert TierSupervisor.peer_at(cast(Any, configured), host) == peer

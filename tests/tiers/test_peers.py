@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from unittest.mock import Mock
 
 import msgspec
 import numpy as np
@@ -435,3 +436,19 @@ def test_addresses_and_rdma_ports_that_are_up_are_known(tmp_path: Path, monkeypa
         (tmp_path / device / "ports/1").mkdir(parents=True)
         (tmp_path / device / "ports/1/state").write_text(state)
     assert peer_helper.links() == addresses | {"mlx5_0"}
+
+
+def test_a_peer_with_two_names_has_one_agent() -> None:
+    """In the settings by name, and in a request by address; another peer's agent is nobody else's."""
+    helper = object.__new__(peer_helper.Helper)
+    helper._nixl, helper._agents = Mock(), {}
+    helper._nixl.add_remote_agent.return_value = b"agent"
+    helper._know(0, b"metadata", 1)
+    helper._know(3, b"metadata", 1)
+    assert helper._agents[0] == helper._agents[3]
+    assert helper._nixl.add_remote_agent.call_count == 1
+    with pytest.raises(ValueError, match="another peer has the same agent"):
+        helper._know(4, b"other metadata", 1)
+    helper._drop(3)
+    assert not helper._agents, "its reads failed by either name"
+    helper._nixl.remove_remote_agent.assert_called_once_with("agent")
