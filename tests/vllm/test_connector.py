@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -196,3 +197,28 @@ def test_math_kernels_are_chosen_by_the_hook(device: str) -> None:
         kvoffd_client.vllm.register()
     wanted = {(name, "cpu", dtype, 1) for name in FUNCTIONS for dtype in (torch.float32, torch.float64)}
     assert wanted <= calls.seen
+
+
+@pytest.mark.parametrize(
+    ("changed", "generation", "calls"),
+    [
+        (False, None, []),
+        (True, None, ["leave"]),
+        (False, 1, ["digest", "forget_absent", "join"]),
+        (True, 1, ["leave", "digest", "forget_absent"]),
+    ],
+)
+def test_of_changed_weights_nothing_is_stored_until_their_namespace_is_joined(
+    worker: tuple[KvoffdConnector, FakeWorkerClient], changed: bool, generation: int | None, calls: list[str]
+) -> None:
+    """Blocks of the old and of the new weights would have one key. A new digest forgets adapters that are not there."""
+    connector, _ = worker
+    every, inner = Mock(), connector.connector_worker.worker
+    every.digest.return_value = "digest"
+    connector._weights, connector._adapters = SimpleNamespace(changed=changed, digest=every.digest), Mock()  # type: ignore[assignment]
+    connector._adapters.forget_absent = every.forget_absent
+    with patch.multiple(inner, leave=every.leave, join=every.join):
+        namespace = NamespaceSpec.named("model")
+        step = ConnectorMetadata(load_jobs={}, store_jobs={}, generation=generation, namespace=namespace)
+        connector.handle_preemptions(step)
+    assert [name for name, *_ in every.method_calls] == calls
