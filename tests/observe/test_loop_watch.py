@@ -138,7 +138,7 @@ def test_a_stopped_process_is_reported_as_such(state: str, stops: int) -> None:
 
 
 def hold_the_interpreter() -> None:
-    sum(range(20_000_000))  # no other thread runs
+    sum(range(60_000_000))  # no other thread runs
 
 
 def test_code_that_lets_no_other_thread_run_is_no_stop(caplog: pytest.LogCaptureFixture) -> None:
