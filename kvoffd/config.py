@@ -246,6 +246,12 @@ def parse_peer(text: str) -> tuple[str | ipaddress.IPv4Network | ipaddress.IPv6N
     return ipaddress.ip_network(network.strip("[]")), parse_address(f"localhost:{port}")[1]
 
 
+def peer_places(peers: Collection[str]) -> list[str]:
+    """Return the addresses of peers that are connected at once; empty for those of networks, which requests name."""
+    hosts = [one for one in peers if isinstance(parse_peer(one)[0], str)]
+    return hosts + [""] * NAMED_PEERS * (len(hosts) < len(peers))
+
+
 def _checked(check: Callable[[str], object], text: str) -> str:
     check(text)
     return text

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.hooks import CacheListener
-from kvoffd.config import NAMED_PEERS, Config, DiskSize, parse_peer
+from kvoffd.config import Config, DiskSize, parse_peer, peer_places
 from kvoffd.errors import KvoffdError
 from kvoffd.observe.meters import HOUR_S, CounterWindows
 from kvoffd.pool.pool import Pool
@@ -107,7 +107,7 @@ class TierSupervisor:
     Attributes:
         shared: the configured stores that nodes share, then the peers.
         fleet: generations that they share.
-        networks: peers that are networks, as configured.
+        networks: peers that are networks, with their ports, as configured.
         peer_server: what is lent to peers; None if nothing is.
         peer_helper: the process that talks to them; None without peers.
     """
@@ -132,8 +132,7 @@ class TierSupervisor:
         self.peer_server: PeerServer | None = None
         peers = [(*parse_peer(one), one) for one in config.peers]
         self._peers = [(host.lower(), text) for host, _, text in peers if isinstance(host, str)]
-        self._networks = [(one, port) for one, port, _ in peers if not isinstance(one, str)]
-        self.networks = [text for one, _, text in peers if not isinstance(one, str)]
+        self.networks = {text: (one, port) for one, port, text in peers if not isinstance(one, str)}
         self._named: list[NamedPeer] = []
 
     def start(self, stores: OpenStores) -> None:
@@ -146,14 +145,14 @@ class TierSupervisor:
         for url, open_one in zip(self._config.shared, stores, strict=True):
             self.shared.append(tier := self._shared_tier(url, open_one, tiering))
             tiering.add_store(tier, self._settings(WriteMode(self._config.shared_write)))
-        for number, (_, peer) in enumerate(self._peers):
-            self.shared.append(tier := self._peer_tier(number, f"{PEER}{peer}", tiering))
-            tiering.add_store(tier, self._settings(WriteMode.NEVER))
-        for number in range(len(self._peers), len(self._peers) + NAMED_PEERS * bool(self._networks)):
-            tier = self._peer_tier(number, "", tiering)
+        for number, peer in enumerate(peer_places(self._config.peers)):
+            tier = self._peer_tier(number, peer and f"{PEER}{peer}", tiering)
             source = tiering.add_store(tier, self._settings(WriteMode.NEVER))
-            source.only_named = tier.only_named = True
-            self._named.append(NamedPeer(number, tier, source))
+            if peer:
+                self.shared.append(tier)
+            else:
+                source.only_named = tier.only_named = True
+                self._named.append(NamedPeer(number, tier, source))
 
     def _start_peers(self) -> None:
         """Start the helper, where peers are read or served."""
@@ -164,8 +163,7 @@ class TierSupervisor:
             self.peer_server = PeerServer(
                 self._cache, self._clock, self._state.is_unshared, lambda: self._state.is_saved, self.fleet
             )
-        peers = [*(peer for _, peer in self._peers), *[""] * NAMED_PEERS * bool(self._networks)]
-        settings = HelperSettings(peers, config.peer_listen, read_secret(config.peer_secret_file))
+        settings = HelperSettings(peer_places(config.peers), config.peer_listen, read_secret(config.peer_secret_file))
         self.peer_helper = PeerHelper(settings, self._pool.place, self._peer_asks, self._peers_left)
 
     def peer_at(self, host: str) -> str:
@@ -175,7 +173,7 @@ class TierSupervisor:
             return f"{PEER}{peer}"
         with suppress(ValueError):
             address = ip_address("" if "%" in host else host)  # a zone is one of another machine
-            for network, port in self._networks:
+            for network, port in self.networks.values():
                 if address in network:
                     return self._name(f"{PEER}{address if address.version == 4 else f'[{address}]'}:{port}")
         return ""
