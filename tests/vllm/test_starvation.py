@@ -234,6 +234,16 @@ def test_an_idle_engine_hears_that_its_workers_are_registered_again(make: Make) 
     assert engine.loaded == ["r"]
 
 
+def test_an_idle_engine_does_not_wait_for_a_daemon_that_is_gone(make: Make) -> None:
+    engine = make()
+    engine.register(registered=False)
+    engine.client.ready = False
+    engine.clock.now += 1.0
+    engine.step()
+    engine.add("r", prompt(1, 5))
+    assert engine.step().num_scheduled_tokens
+
+
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("adapter", [None, LoRARequest("name", 1, "/adapter")])
 def test_a_prompt_that_another_connector_loads_does_not_wait_for_the_daemon(

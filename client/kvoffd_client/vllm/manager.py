@@ -479,13 +479,16 @@ class KvoffdManager(OffloadingManager):
     def _awaits_reports(self, state: RequestState) -> bool:
         """Return whether a request waits a moment for the workers to report their memory or registration.
 
-        An engine that computes gets the reports in its steps anyway; an idle one may have an old report.
+        An engine that computes gets the reports in its steps anyway; an idle one may have an old report. Without a
+        daemon none would help.
         """
         namespace = self.namespace
         if namespace.current is None:
             return namespace.pending()
         if namespace.pending(self._deadline_s):
             return True
+        if not namespace.client.ready:
+            return False
         if state.waits_for_report_since is None:
             state.waits_for_report_since = self.clock()
         return self._is_idle and self.clock() - state.waits_for_report_since < MIN_COMPUTED_S
