@@ -40,7 +40,7 @@ from kvoffd_proto.messages import (
     TOKEN_ID_BYTES,
     BadColumns,
     Cancel,
-    CancelReply,
+    Done,
     GroupKeys,
     JobResult,
     JobSpan,
@@ -569,23 +569,13 @@ def submit(service: Service, session: Session, message: Submit) -> None:
 
 
 @answers(Cancel)
-def cancel(service: Service, session: Session, message: Cancel) -> CancelReply:
-    """Fail jobs whose copy has not begun. Returns their ids, and the requested ids of the other unfinished jobs.
-
-    The stores of one message are cancelled together. Unknown ids have ended and are in neither list.
-    """
+def cancel(service: Service, session: Session, message: Cancel) -> Done:
+    """Fail jobs whose copy has not begun; the stores of one message together. Unknown ids have ended."""
     session.completions.acknowledge(message.acknowledged)
-    cancelled: list[int] = []
-    running: list[int] = []
-    wanted: dict[Job, list[int]] = {}
-    for job_id in dict.fromkeys(message.job_ids):
-        if job_id in session.jobs:
-            wanted.setdefault(session.jobs[job_id], []).append(job_id)
-    for job, ids in wanted.items():
+    count = 0
+    for job in dict.fromkeys(session.jobs[job_id] for job_id in message.job_ids if job_id in session.jobs):
         if job.withdraw():
-            cancelled.extend(job.ids)
+            count += len(job.ids)
             if isinstance(job, StoreBatch):
                 service.jobs.cancelled_stores += len(job.ids)
-        else:
-            running.extend(ids)
-    return CancelReply(message.request_id, cancelled, running)
+    return Done(message.request_id, count)

@@ -304,7 +304,6 @@ def _lent_stats(service: Service) -> s.LentStats | None:
         s.LentStats,
         server,
         up=helper.up,
-        helper_starts=helper.starts,
         blocks=server.lent_blocks,
         bytes=server.served_bytes,
         refused_requests=server.refused,

@@ -205,7 +205,7 @@ class PeerHelper:
         self._channel: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._closed, self._decided, self._cannot_work = threading.Event(), threading.Event(), False
-        self.life, self.starts, self.up, self.problem = 0, 0, False, ""
+        self.life, self.up, self.problem = 0, False, ""
         self._thread = DaemonThreads([("kvoffd-peers", self._run)], self._closed.set)
 
     @property
@@ -359,7 +359,6 @@ class PeerHelper:
                 finally:
                     for fd in fds:
                         os.close(fd)
-            self.starts += 1
             self._decided.clear()
             if self._closed.is_set():
                 self._decided.set()
