@@ -22,10 +22,8 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain as chained
-from itertools import compress, groupby, islice, takewhile
+from itertools import compress, islice, takewhile
 from math import inf
-from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -100,7 +98,6 @@ RECOVERED_AT_ONCE = 4096
 """Recovered blocks entered together, by group. Small, so that the order of use stays about right."""
 _NOTHING: BlockIds = np.empty(0, np.uint32)
 _NO_SLOTS: npt.NDArray[np.uint32] = np.empty((0, 1), np.uint32)
-_namespace_of = attrgetter("namespace")
 _ABSENT = bytes([Verdict.ABSENT])
 
 
@@ -138,7 +135,7 @@ class Cache:
         self.quotas: dict[bytes, int] = {}
         """Limits of pool bytes, set by an operator, by fingerprint; the namespace need not be open."""
         self.leases: dict[int, Lease] = {}
-        """Leases by id, in the order of their deadlines: active ones, and those of ``_abandoned``."""
+        """Leases by id, in the order of their deadlines: active ones, and those of ``_ended``."""
         self.checked_slots = self.checked_bytes = self.mismatches = 0
         """Slots compared with their checksums, their bytes, and the slots whose checksum was wrong."""
         self.quarantined_slots = self.quarantined_bytes = 0
@@ -157,7 +154,8 @@ class Cache:
         """Bytes of all blocks by state, including those of forgotten namespaces."""
         self._next_number = 1
         self._warned_of_no_space = False
-        self._saves_late = self._save_due = self._saves_short = False
+        self._saves_late = self._save_due = False
+        """Whether ``saving_once`` puts saves off, and whether it put one off."""
         self._unverified_at = 0
         """Slot at which ``next_unverified`` continues."""
         self._groups: dict[int, Group] = {}
@@ -180,8 +178,6 @@ class Cache:
         """Groups that were reset and whose blocks are still to be freed, by number."""
         self._ended: deque[Lease] = deque()
         """Leases that have ended and whose blocks are still to be unpinned."""
-        self._abandoned: deque[dict[Lease, None]] = deque()
-        """Many leases of a namespace that was reset, or of a session that has ended, which ``background`` ends."""
         self._prefetches: dict[Lease, Sequence[tuple[int, bytes]]] = {}
         """Leases of prefetches, which pin nothing, and their keys."""
         self.unannounced = np.zeros(len(self.blocks.state), np.bool_)
@@ -257,14 +253,12 @@ class Cache:
         self._save_due = self._saves_late
         if self._saves_late:
             return
-        kept = [one for one in self.namespaces.values() if any(one.shard_bytes)]
+        kept, short = [one for one in self.namespaces.values() if any(one.shard_bytes)], False
         count = len(kept)
-        while not self.table.save_namespaces(
-            _snapshot(self._next_number, kept, count - len(kept), short=self._saves_short)
-        ):
-            if self._saves_short:
+        while not self.table.save_namespaces(_snapshot(self._next_number, kept, count - len(kept), short=short)):
+            if short:
                 kept = sorted(kept, key=lambda one: one.ready_blocks, reverse=True)[: len(kept) // 2]
-            self._saves_short = True
+            short = True
         if len(kept) < count and not self._warned_of_no_space:
             self._warned_of_no_space = True
             logger.warning("Too many namespaces (%d) to persist: %d are lost at a restart.", count, count - len(kept))
@@ -291,10 +285,7 @@ class Cache:
             self._retire(group)
             now.unswept = [number for number in (*group.unswept, group.number) if number in self._dead]
         leases, namespace.leases = namespace.leases, {}
-        if len(leases) > self.ended_at_once:
-            self._abandoned.append(leases)
-        else:
-            self._end(list(leases))
+        self._unpin_leases(leases)
         self._save()
         if tiers is not None:
             dropped += tiers.reset(namespace)
@@ -329,7 +320,6 @@ class Cache:
             self._retire(group)
         del self.namespaces[namespace.fingerprint]
         self._requested = deque(request for request in self._requested if request[0] is not namespace)
-        self._saves_short = False
         self._save()
 
     def restore_namespace(self, record: NamespaceRecord) -> list[Group]:
@@ -404,7 +394,7 @@ class Cache:
             UnknownLease: the lease belongs to another session or namespace.
         """
         lease = self.leases.get(lease_id)
-        if lease is not None and not lease.active:  # its namespace was reset
+        if lease is not None and not lease.active:
             del self.leases[lease_id]
             lease = None
         if lease is not None and (lease.session != session or lease.namespace is not namespace):
@@ -416,7 +406,8 @@ class Cache:
         if lease is None:
             lease = Lease(lease_id, session, namespace, self._clock() + self._lease_ttl_s, _NOTHING)
             lease.counts = not (again or reported)
-        lease.coming, lease.asking, lease.peer = lease.coming - lease.asking, 0, peer
+        lease.coming -= lease.asking  # stores are asked again
+        lease.asking, lease.peer = 0, peer
         for index, keys in groups if self._dead else ():
             self._record_reset(current[index], keys)
         found = [self.blocks.lookup(current[index], keys, pin=is_new) for index, keys in groups]
@@ -602,31 +593,28 @@ class Cache:
     def end_session(self, session: int) -> int:
         """End all leases of a closed session. Returns how many."""
         self._uncounted.session_ended(session)
-        leases = {lease: None for lease in self.leases_of(session).leases if lease in lease.namespace.leases}
-        if len(leases) <= self.ended_at_once:
-            return self._end(list(leases))
-        for lease in leases:
-            del lease.namespace.leases[lease]
-        self._abandoned.append(leases)
-        return len(leases)
+        return self._end([lease for lease in self.leases_of(session).leases if lease.active])
 
     def _end(self, leases: Sequence[Lease]) -> int:
-        """End leases. If there are many, ``background`` unpins their blocks."""
+        """End active leases. Returns how many."""
         for lease in leases:
-            if self.leases.get(lease.lease_id) is lease:
-                del self.leases[lease.lease_id]
-            lease.namespace.leases.pop(lease, None)
-        for namespace, some in groupby(leases, _namespace_of):
-            if covered := sum([len(lease.blocks) for lease in some if lease.counts]):
-                namespace.counters.covered_keys += covered
-        self._ended.extend(leases)
-        if len(self._ended) <= self.ended_at_once:
-            self._unpin_ended()
+            del lease.namespace.leases[lease]
+        self._unpin_leases(leases)
         return len(leases)
 
-    def _unpin_ended(self) -> None:
+    def _unpin_leases(self, ended: Iterable[Lease]) -> None:
+        """Unpin the blocks of leases that are not active any more. If there are many, ``background`` does it."""
+        self._ended.extend(ended)
+        if len(self._ended) <= self.ended_at_once:
+            self._unpin_some()
+
+    def _unpin_some(self) -> None:
         ended = [self._ended.popleft() for _ in range(min(self.ended_at_once, len(self._ended)))]
         for lease in ended:
+            if self.leases.get(lease.lease_id) is lease:
+                del self.leases[lease.lease_id]
+            if lease.counts and lease.blocks.size:
+                lease.namespace.counters.covered_keys += len(lease.blocks)
             leased = self.session_leases[lease.session]
             del leased.leases[lease]
             leased.keys -= len(lease.blocks)
@@ -702,10 +690,10 @@ class Cache:
 
     def _ask_tiers(self, tiers: TierHooks, lease: Lease, states: list[bytes]) -> None:
         """Request what the pool lacks of a prefetch's keys, or end it if nothing more comes."""
-        namespace, before = lease.namespace, lease.coming - lease.asking
-        lease.coming, lease.asking = before, 0
+        lease.coming -= lease.asking
+        lease.asking, before = 0, lease.coming
         tiers.find(lease, self._prefetches[lease], states, None)
-        namespace.counters.prefetched_keys += max(0, lease.coming - lease.asking - before)
+        lease.namespace.counters.prefetched_keys += max(0, lease.coming - lease.asking - before)
         if not lease.coming:
             self._end_prefetch(lease)
 
@@ -776,14 +764,12 @@ class Cache:
 
     def _admit(self, rank: int, stored: Stored, part: StorePart, absent: Sequence[int]) -> None:
         """Make blocks for the absent keys that the policy admits, and fill in what to copy."""
-        made: list[tuple[Sequence[int], BlockIds]] = [(stored.copy, stored.blocks)]
+        joins = bool(stored.copy)
         try:
-            self._take_admitted(stored, part, absent, made)
+            self._take_admitted(stored, part, absent)
             self._record_lost(stored, part)
         finally:  # allocated slots belong to the store even if this fails
-            had_blocks, stored.copy = bool(stored.copy), list(chained.from_iterable(keys for keys, _ in made))
-            stored.blocks = np.concatenate([blocks for _, blocks in made])
-            if had_blocks:
+            if joins:  # the keys of its blocks lie between those of new ones
                 order = np.argsort(stored.copy)
                 stored.copy, stored.blocks = np.array(stored.copy)[order].tolist(), stored.blocks[order]
             stored.slots, stored.offsets = self.blocks.begin_writes(self.slots, stored.blocks, rank)
@@ -792,11 +778,9 @@ class Cache:
             for block in stored.blocks.tolist() if self._partial else ():
                 self._partial.pop(block, None)
 
-    def _take_admitted(
-        self, stored: Stored, part: StorePart, absent: Sequence[int], made: list[tuple[Sequence[int], BlockIds]]
-    ) -> None:
-        """Make blocks for the absent keys as far as policy and space allow. Adds numbers of keys and their blocks to
-        ``made``, and the other numbers to ``stored.rejected`` and ``stored.no_space``."""
+    def _take_admitted(self, stored: Stored, part: StorePart, absent: Sequence[int]) -> None:
+        """Make blocks for the absent keys as far as policy and space allow. Each key's number goes into
+        ``stored.copy``, ``rejected`` or ``no_space``."""
         group, size, begin, packed_keys = stored.group, stored.group.key_bytes, 0, part.keys
         if len(absent) * size < len(packed_keys):
             packed_keys = _select_keys(packed_keys, absent, size)
@@ -816,7 +800,8 @@ class Cache:
             if score != REJECTED and limit > refused_score:
                 slots = self._take(group, packed_keys[begin * size : end * size], limit)
                 if taken := len(slots):
-                    made.append((absent[begin : begin + taken], slots[:, 0]))
+                    stored.copy += absent[begin : begin + taken]
+                    stored.blocks = np.concatenate([stored.blocks, slots[:, 0]])
                 if taken < count:
                     refused_score = limit
             if taken < count:
@@ -913,13 +898,15 @@ class Cache:
         if not group.sizes:
             raise BadGeometry("Not all ranks of the namespace have registered; register them first.")
         states, _ = self.blocks.find(group, b"".join(keys))
-        first = {key: number for number, key in reversed(list(enumerate(keys)))}
-        numbers = [number for number, state in enumerate(states) if state == FREE and first[keys[number]] == number]
-        slots = self._take(group, b"".join([keys[number] for number in numbers]), inf)
+        first: dict[bytes, int] = {}
+        for number, (key, state) in enumerate(zip(keys, states, strict=True)):
+            if state == FREE:
+                first.setdefault(key, number)
+        slots = self._take(group, b"".join(first), inf)
         self.blocks.shard[slots] = WRITING_SHARD
         each = zip(slots, self.slots.offsets(slots).tolist(), strict=True)
         tickets = (FillTicket(group, its, offsets) for its, offsets in each)
-        return {number: next(tickets, None) for number in numbers}
+        return {number: next(tickets, None) for number in first.values()}
 
     def end_fill(self, ticket: FillTicket, first_blocks: Sequence[int], checksums: Sequence[int]) -> bool:
         """End a fill. Both arguments are by rank, and empty if the block was not read completely. Returns whether it
@@ -960,25 +947,24 @@ class Cache:
             self.tiers.loaded(tickets)
         for ticket in tickets:
             self.unpin(ticket.blocks)
-            lease, group, part = ticket.lease, ticket.group.index, (ticket.group.index, ticket.first_key)
             if counts and ticket.blocks.size:
-                ranks = lease.loaded.setdefault(part, set())
-                if ticket.rank in ranks:
-                    continue
-                ranks.add(ticket.rank)
-                if len(ranks) < lease.namespace.world_size:
-                    continue
-                before = max(lease.loaded_tokens.values(), default=0)
-                lease.loaded_tokens[group] = lease.loaded_tokens.get(group, 0) + ticket.tokens
-                lease.namespace.counters.loaded_keys += len(ticket.blocks)
-                lease.namespace.counters.loaded(max(0, lease.loaded_tokens[group] - before))
-        if not tickets or not ends_lease:
-            return
-        lease = tickets[0].lease
-        if lease.active:
+                self._count_load(ticket)
+        if tickets and ends_lease and (lease := tickets[0].lease).active:
             lease.loaded_ranks.add(tickets[0].rank)
             if len(lease.loaded_ranks) == lease.namespace.world_size:
                 self._end([lease])
+
+    def _count_load(self, ticket: LoadTicket) -> None:
+        lease, group = ticket.lease, ticket.group.index
+        ranks = lease.loaded.setdefault((group, ticket.first_key), set())
+        if ticket.rank in ranks:  # loaded again
+            return
+        ranks.add(ticket.rank)
+        if len(ranks) == lease.namespace.world_size:
+            before = max(lease.loaded_tokens.values(), default=0)
+            lease.loaded_tokens[group] = lease.loaded_tokens.get(group, 0) + ticket.tokens
+            lease.namespace.counters.loaded_keys += len(ticket.blocks)
+            lease.namespace.counters.loaded(max(0, lease.loaded_tokens[group] - before))
 
     # --- space ----------------------------------------------------------------------------------
 
@@ -1021,15 +1007,14 @@ class Cache:
         """Return how many of ``count`` blocks the quota allows, after evicting blocks of the namespace if needed."""
         namespace, each = group.namespace, group.block_bytes
         quota = self.quotas[namespace.fingerprint]
-        most = count + MAX_OVER_QUOTA
-        if (excess := namespace.held_bytes + count * each - quota) > 0 and self._dead:
+        most, excess = count + MAX_OVER_QUOTA, namespace.held_bytes + count * each - quota
+        if excess > 0 and self._dead:
             dead = [one for one in self._dead.values() if one.namespace is namespace]
-            excess -= each * (taken := self._sweep(dead, min(most, -(-excess // each))))
-            most -= taken
+            swept = self._sweep(dead, min(most, -(-excess // each)))
+            most, excess = most - swept, excess - swept * each
         if excess > 0:
-            self._evict(
-                self._victims.of_namespace(self._current[namespace], excess, most, below), reason=MissReason.QUOTA
-            )
+            victims = self._victims.of_namespace(self._current[namespace], excess, most, below)
+            self._evict(victims, reason=MissReason.QUOTA)
         return max(0, min(count, (quota - namespace.held_bytes) // each))
 
     def no_space_cause(self, group: Group) -> str:
@@ -1176,23 +1161,18 @@ class Cache:
         self.blocks.group[slots] = 0
 
     def background(self) -> bool:
-        """Do one step of freeing reset blocks, of ending leases on them, of unpinning blocks of ended leases, or of
-        counting prompts of closed sessions, and one of setting retained blocks aside. Returns whether more remain."""
+        """Set some retained blocks aside, and do one step of what is left: unpin blocks of ended leases, else count
+        prompts of closed sessions, else free reset blocks. Returns whether more remains."""
         more = self.order.set_aside_some()
         if self._ended:
-            self._unpin_ended()
-        elif self._abandoned:
-            leases = self._abandoned[0]
-            self._end([leases.popitem()[0] for _ in range(min(self.ended_at_once, len(leases)))])
-            if not leases:
-                self._abandoned.popleft()
+            self._unpin_some()
         elif self._uncounted.has_ended:
             for prompt in self._uncounted.take_some():
                 self._count_prompt(prompt, None)
         elif self._dead:
             group = next(iter(self._dead.values()))
             self._sweep([group], max(1, self.swept_at_once // len(group.sizes)))
-        return bool(more or self._ended or self._abandoned or self._dead or self._uncounted.has_ended)
+        return bool(more or self._ended or self._dead or self._uncounted.has_ended)
 
     def _sweep(self, groups: Sequence[Group], count: int) -> int:
         """Free up to ``count`` blocks of groups that were reset. Returns how many."""
@@ -1329,7 +1309,7 @@ def _select_keys(keys: bytes, numbers: Sequence[int] | npt.NDArray[np.intp], siz
 
 
 def _snapshot(next_number: int, namespaces: Sequence[Namespace], left_out: int, *, short: bool) -> list[Deflated]:
-    """Encode a ``NamespaceSnapshot`` as msgpack."""
+    """Encode a ``NamespaceSnapshot`` as msgpack: an array of 3, the second of which is an array of records."""
     head = b"\x93" + msgpack.encode(next_number) + b"\xdc" + len(namespaces).to_bytes(2, "big")
     records = [one.record(short=short) for one in namespaces]
     return [Deflated.of(head), *records, Deflated.of(msgpack.encode(left_out))]

@@ -145,11 +145,11 @@ def checked_parts(registration: Registration, batch: Stores | Loads, *, storing:
             raise BadBlockIds(
                 f"Block id {wrong} is outside the registered tensors; use ids from 0 to {layout.block_limit - 1}."
             )
-        if len(set(keys)) < len(keys) and any(len(set(keys[at:end])) < end - at for _, at, end, *_ in spans):
+        if _repeats(keys) and any(map(_repeats, (keys[one.key : one.keys_end] for one in spans))):
             raise BadKeys(f"A key of group {group} occurs twice in one job; send each key once.")
         if not storing:
             ids = block_ids.tolist()
-            if len(set(ids)) < len(ids) and any(len(set(ids[at:end])) < end - at for _, _, _, at, end, _ in spans):
+            if _repeats(ids) and any(map(_repeats, (ids[one.block : one.blocks_end] for one in spans))):
                 raise BadBlockIds(f"Group {group} loads into an engine block twice; name each block once.")
         if part.parents and len(part.parents) != len(part.keys):
             raise BadKeys(f"{len(part.parents)} bytes of parents for {len(part.keys)} bytes of keys; send all or none.")
@@ -174,6 +174,10 @@ def checked_parts(registration: Registration, batch: Stores | Loads, *, storing:
     if len(named) < jobs:
         raise BadBlockIds("A job has neither keys nor block ids; leave it out.")
     return parts
+
+
+def _repeats(items: Sequence[object]) -> bool:
+    return len(set(items)) < len(items)
 
 
 # --- jobs -----------------------------------------------------------------------------------------
@@ -235,9 +239,9 @@ class StoreBatch(Job):
                 continue
             layout, length = part.layout, stored.group.lengths[registration.rank]
             places += zip(stored.offsets.tolist(), repeat(length))
-            slots = stored.offsets + np.uint64(pool.mapping.address)
+            slots = of_copied = stored.offsets + np.uint64(pool.mapping.address)
             if len(stored.copy) < len(part.split):
-                of_copied, slots = slots, np.zeros(len(part.split), np.uint64)
+                slots = np.zeros(len(part.split), np.uint64)
                 slots[stored.copy] = of_copied
             self.copies.append(BlockCopy(layout, part.block_ids, slots, part.first_blocks))
             for span in part.spans:

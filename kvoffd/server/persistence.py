@@ -121,8 +121,8 @@ class StateFile:
     def flush(self, timeout_s: float) -> bool:
         """Wait until the latest content is written or has failed again; return False after ``timeout_s``."""
         with self._changed:
-            if self._problem:
-                self.tried = min(self.tried, self.requested - 1)
+            if self._problem and self.is_tried:
+                self.tried -= 1  # has the thread try again now
             self._changed.notify_all()
             return self._changed.wait_for(lambda: self.is_tried, timeout_s)
 
@@ -199,8 +199,8 @@ class Resets(msgspec.Struct):
     fleet: dict[str, dict[bytes, Count]] = {}
     """Fleet generations that were applied here, under an empty name; of release 0.2 by URL of the shared store."""
     unshared: dict[bytes, Count | bool] = {}
-    """An engine has reset these namespaces: shared stores and peers are not used for one until it is reset on all
-    nodes, to a fleet generation above this number. 0.2 wrote True. 0: that was since ``unshared_floor``."""
+    """Namespaces that an engine has reset here: shared stores and peers are not used for one until its fleet generation
+    is above this number. 0: they are, although ``unshared_floor`` is not 0. 0.2 wrote True."""
     unshared_floor: Count = 0
     """This number for namespaces that are not in ``unshared``: 0 unless the resets or an entry were lost."""
 

@@ -63,6 +63,24 @@ class SlotChecksums:
     expected: Sequence[int] | None = None
     pool_address: int = 0
 
+    def unread_parts(self) -> deque[list[int]]:
+        """Return the numbers of the slots without checksums, in parts of about READ_BYTES."""
+        parts, nbytes = deque[list[int]](), READ_BYTES
+        for number, found in enumerate(self.sums):
+            if not found:
+                if nbytes >= READ_BYTES:
+                    parts.append([])
+                    nbytes = 0
+                parts[-1].append(number)
+                nbytes += self.slots[number][1]
+        return parts
+
+    def read(self, part: Sequence[int]) -> None:
+        """Compute the checksums of these slots."""
+        found = self.digests([self.slots[number] for number in part])
+        for number, checksum in zip(part, found, strict=True):
+            self.sums[number] = checksum
+
 
 @dataclass(slots=True, eq=False)
 class Transfer:
@@ -102,35 +120,12 @@ class Transfer:
         self.ending = self.ending or outcome
         self.stop.value = 1
 
-    def unread_parts(self) -> deque[list[int]]:
-        """Return the numbers of the slots without checksums, in parts of about READ_BYTES."""
-        parts: deque[list[int]] = deque()
-        nbytes = READ_BYTES
-        if (checksums := self.checksums) is not None:
-            for number, found in enumerate(checksums.sums):
-                if not found:
-                    if nbytes >= READ_BYTES:
-                        parts.append([])
-                        nbytes = 0
-                    parts[-1].append(number)
-                    nbytes += checksums.slots[number][1]
-        return parts
-
-    def read_part(self, part: Sequence[int]) -> None:
-        """Compute the checksums of these slots, unless the transfer must end."""
-        if (checksums := self.checksums) is not None and not self.stop.value:
-            for number, found in zip(
-                part, checksums.digests([checksums.slots[number] for number in part]), strict=True
-            ):
-                checksums.sums[number] = found
-
-    def read_slots(self) -> None:
-        """Compute all missing checksums. A load with a mismatch ends as CORRUPT."""
-        for part in self.unread_parts():
-            self.read_part(part)
-        if (checksums := self.checksums) is None or checksums.expected is None or self.stop.value:
-            return
-        if checksums.sums != list(checksums.expected):
+    def read_slots(self, checksums: SlotChecksums) -> None:
+        """Compute all missing checksums, unless the transfer must end. A load with a mismatch ends as CORRUPT."""
+        for part in checksums.unread_parts():
+            if not self.stop.value:
+                checksums.read(part)
+        if not self.stop.value and checksums.expected is not None and checksums.sums != list(checksums.expected):
             self.must_end(Outcome.CORRUPT)
 
 
@@ -139,6 +134,7 @@ class _Reading:
     """One store whose checksums several threads compute: parts not begun, and number of unfinished parts."""
 
     transfer: Transfer
+    checksums: SlotChecksums
     parts: deque[list[int]]
     open: int
 
@@ -283,24 +279,25 @@ class CopyQueue:
             checksums = transfer.checksums
             try:
                 if not storing and checksums is not None:
-                    self._read(transfer.read_slots)
+                    self._read(partial(transfer.read_slots, checksums))
                 if transfer.ending is None:
                     copy(transfer)
             except Exception:
                 _failed(transfer)
             with self._wake:
                 self._busy_seconds += time.perf_counter() - started
-                # False after ``stop``, when there are no readers.
-                unread = storing and transfer.ending is None and checksums is not None and 0 in checksums.sums
-                if unread and len(self._unread) < self._max_unread:
+                # After ``stop``, when there are no readers, it must end.
+                if transfer.ending is not None or not storing or checksums is None or 0 not in checksums.sums:
+                    checksums = None
+                elif len(self._unread) < self._max_unread:
                     self._running[transfer].clear()
-                    parts = transfer.unread_parts()
-                    self._unread.append(_Reading(transfer, parts, len(parts)))
+                    parts = checksums.unread_parts()
+                    self._unread.append(_Reading(transfer, checksums, parts, len(parts)))
                     self._to_read.notify(len(parts))
                     continue
-            if unread:
+            if checksums is not None:
                 try:
-                    self._read(transfer.read_slots)
+                    self._read(partial(transfer.read_slots, checksums))
                 except Exception:
                     _failed(transfer)
             self._came_back(transfer)
@@ -319,7 +316,8 @@ class CopyQueue:
                     self._unread.popleft()
                 self._running[transfer].add(thread_id)
             try:
-                self._read(partial(transfer.read_part, part))
+                if not transfer.stop.value:
+                    self._read(partial(reading.checksums.read, part))
             except Exception:
                 _failed(transfer)
             with self._wake:

@@ -619,8 +619,8 @@ class CacheMachine(RuleBasedStateMachine):
     def what_was_asked_for_was_found_or_counted_as_missed(self) -> None:
         for namespace in self.spaces:
             counters = namespace.counters
-            reset = [lease for leases in self.cache._abandoned for lease in leases if lease.namespace is namespace]
-            ending = sum(len(lease.blocks) for lease in reset if lease.counts)
+            ended = [lease for lease in self.cache._ended if lease.namespace is namespace]
+            ending = sum(len(lease.blocks) for lease in ended if lease.counts)
             assert (counters.covered_keys + ending, counters.misses.total()) == (
                 self.covered[namespace],
                 self.missed[namespace],

@@ -266,8 +266,7 @@ def check_invariants(cache: Cache) -> None:
     assert usage.free + usage.writing + usage.ready + usage.dropped + usage.quarantined == slots.pool_bytes
     pins: Counter[int] = Counter()
     held: dict[int, SessionLeases] = {}
-    reset = {lease for leases in cache._abandoned for lease in leases}
-    for lease in {*cache.leases.values(), *cache._ended, *reset}:
+    for lease in {*cache.leases.values(), *cache._ended}:
         pins.update(lease.blocks.tolist())
         one = held.setdefault(lease.session, SessionLeases())
         one.leases[lease] = None
@@ -276,7 +275,7 @@ def check_invariants(cache: Cache) -> None:
     assert {session: (one.leases, one.keys, one.nbytes) for session, one in held.items()} == {
         session: (one.leases, one.keys, one.nbytes) for session, one in cache.session_leases.items()
     }
-    alive = {*cache.leases.values()} - reset
+    alive = {*cache.leases.values()} - {*cache._ended}
     for namespace in cache.namespaces.values():
         assert namespace.leases.keys() == {lease for lease in alive if lease.namespace is namespace}
     assert all(blocks.pins[block] >= count for block, count in pins.items())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import random
+import re
 import struct
 import subprocess
 import tempfile
@@ -69,6 +70,13 @@ def check_learned(rig: CacheRig) -> None:
 
 def learned_rig(units: int, region_units: int, unit: int = UNIT) -> CacheRig:
     return CacheRig(units, region_units, "learned", unit, leased_share=1.0)
+
+
+def test_the_page_has_the_names_of_the_code() -> None:
+    folder = Path(learned.__file__).parent
+    code = (folder / "learned.c").read_text() + (folder / "learned.py").read_text()
+    named = re.findall(r"`([A-Z][A-Z_]+)`", (folder / "LEARNED.md").read_text())
+    assert [name for name in named if not re.search(rf"\b{name}\b", code)] == []
 
 
 def bytes_of(policy: Learned) -> int:
