@@ -70,9 +70,10 @@ from kvoffd.cache.tickets import (
     StoreTicket,
 )
 from kvoffd.cache.victims import Victims
-from kvoffd.errors import BadGeometry, NotReady, UnknownLease, UnknownNamespace
+from kvoffd.errors import BadGeometry, KvoffdError, NotReady, UnknownLease
 from kvoffd.pool.allocator import PAGE_BYTES, SlotAllocator, SlotIds
 from kvoffd.pool.slot_table import Deflated, SlotTable
+from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import ABSENT, PENDING, SHARED, HintAction
 
 logger = logging.getLogger(__name__)
@@ -187,15 +188,14 @@ class Cache:
     # --- namespaces -----------------------------------------------------------------------------
 
     def namespace(self, fingerprint: bytes) -> Namespace:
-        """Return the open namespace. Raises UnknownNamespace."""
+        """Return the open namespace. Raises KvoffdError (UNKNOWN_NAMESPACE)."""
         if (found := self.namespaces.get(fingerprint)) is None:
-            raise UnknownNamespace(
-                f"No namespace with the fingerprint {fingerprint.hex()} is open; send OpenNamespace first."
-            )
+            why = f"No namespace with the fingerprint {fingerprint.hex()} is open; send OpenNamespace first."
+            raise KvoffdError(why, ErrorCode.UNKNOWN_NAMESPACE)
         return found
 
     def open_namespace(self, namespace: Namespace) -> tuple[Namespace, bool]:
-        """Open or join a namespace; return also whether it is new. Raises NamespaceMismatch on another geometry."""
+        """Open or join a namespace; return also whether it is new. Raises KvoffdError on another geometry."""
         if (known := self.namespaces.get(namespace.fingerprint)) is not None:
             known.check_same(namespace.world_size, namespace.key_bytes, namespace.groups)
             return known, False
@@ -221,7 +221,7 @@ class Cache:
             group.set_sizes(lengths, [self.slots.slot_size(length) for length in lengths])
 
     def _fix_shard_bytes(self, namespace: Namespace, rank: int, shard_bytes: Sequence[int]) -> bool:
-        """Set the namespace's shard bytes. Raises BadGeometry, ShardTooLarge."""
+        """Set the namespace's shard bytes. Raises BadGeometry."""
         for nbytes in shard_bytes:
             self.slots.slot_size(nbytes)  # which raises
         return namespace.fix_shard_bytes(rank, shard_bytes)
@@ -235,8 +235,7 @@ class Cache:
     ) -> None:
         """Set the rank's NUMA node and, at its first registration, its shard sizes, by group.
 
-        Raises BadGeometry if the bytes differ from earlier ones or do not fit the namespace,
-        and ShardTooLarge if no slot can hold a shard.
+        Raises BadGeometry if the bytes differ from earlier ones, do not fit the namespace, or no slot can hold a shard.
         """
         new = self._fix_shard_bytes(namespace, rank, shard_bytes)
         namespace.nodes[rank] = node
@@ -326,7 +325,7 @@ class Cache:
         """Open a namespace with the number that an earlier daemon saved, before anything else. Returns its groups;
         pass their blocks to ``enter_recovered``.
 
-        Raises BadGeometry, ShardTooLarge, and changes nothing, if this pool cannot hold its shards.
+        Raises BadGeometry, and changes nothing, if this pool cannot hold its shards.
         """
         geometry = record.world_size, record.key_bytes, record.groups, record.description
         namespace = Namespace(record.fingerprint, record.label, *geometry)
@@ -1295,7 +1294,6 @@ class Cache:
 
     @property
     def usage(self) -> PoolUsage:
-        """Bytes of the pool by state."""
         writing, ready, dropped = (self._bytes_in[state] for state in (WRITING, READY, DROPPED))
         pinned = self.blocks.pinned_bytes, self.blocks.pinned_blocks
         return PoolUsage(self.slots.free_bytes, writing, ready, dropped, self.quarantined_bytes, *pinned)
@@ -1316,7 +1314,6 @@ def _snapshot(next_number: int, namespaces: Sequence[Namespace], left_out: int, 
 
 
 def _ready_of(found: Sequence[Found]) -> BlockIds:
-    """Return the READY blocks of all groups."""
     return found[0].ready if len(found) == 1 else np.concatenate([_NOTHING, *[one.ready for one in found]])
 
 

@@ -104,7 +104,6 @@ class GroupPart:
     """First key of each store; None for loads."""
 
     def tokens(self) -> Mapping[bytes, BlockTokens]:
-        """Return parent and token ids by key."""
         size, each = len(self.parents) // len(self.split), len(self.token_ids) // len(self.split)
         return {
             key: BlockTokens(self.parents[at * size : (at + 1) * size], self.token_ids[at * each : (at + 1) * each])
@@ -157,20 +156,9 @@ def checked_parts(registration: Registration, batch: Stores | Loads, *, storing:
         if part.tokens and len(part.tokens) != len(keys) * tokens * TOKEN_ID_BYTES:
             sent = f"{len(part.tokens)} bytes of token ids for {len(keys)} keys of {tokens} tokens"
             raise BadKeys(f"{sent}; send all or none.")
-        parts.append(
-            GroupPart(
-                group,
-                layout,
-                part.keys,
-                keys,
-                block_ids,
-                spans,
-                part.parents,
-                part.tokens,
-                first_blocks={span.key: span.first_block for span in spans if span.first_block},
-                starts=[span.key for span in spans] if storing else None,
-            )
-        )
+        columns = part.keys, keys, block_ids, spans, part.parents, part.tokens
+        firsts = {span.key: span.first_block for span in spans if span.first_block}
+        parts.append(GroupPart(group, layout, *columns, firsts, [span.key for span in spans] if storing else None))
     if len(named) < jobs:
         raise BadBlockIds("A job has neither keys nor block ids; leave it out.")
     return parts

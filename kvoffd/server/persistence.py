@@ -219,10 +219,6 @@ PARTS: dict[bytes, type[msgspec.Struct]] = {b"resets": Resets, b"quotas": Quotas
 """Parts of ``kvoffd.state`` by name. Each is a line: the CRC-32 of the rest, the name, and the content as JSON."""
 
 
-class StateUnreadable(KvoffdError):
-    """The file exists but cannot be read. The message says what to do."""
-
-
 class State:
     """Persistent state of namespaces, saved at each change. For the daemon's thread, except ``generation``.
 
@@ -242,7 +238,7 @@ class State:
         """Read the file. Damage to a part loses only that part.
 
         If the resets are lost, all existing blocks become void, and namespaces are not shared until they are reset on
-        all nodes. Raises StateUnreadable.
+        all nodes. Raises KvoffdError if the file exists but cannot be read.
         """
         try:
             content, why = self.file.read(), "it is damaged"
@@ -252,7 +248,7 @@ class State:
             content, why = b"", str(error)
         except OSError as error:
             reason = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
-            raise StateUnreadable(
+            raise KvoffdError(
                 f"{self.file.path}, the record of clears and resets, cannot be read ({reason}); fix that. "
                 "Without it cleared blocks may come back from disks and shared stores."
             ) from error

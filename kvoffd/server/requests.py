@@ -118,7 +118,6 @@ def unregister(service: Service, session: Session, message: m.Unregister) -> Pen
 
 
 def _check_registration(service: Service, session: Session, message: m.Register, namespace: Namespace) -> None:
-    """Raise KvoffdError for an invalid registration."""
     if message.registration_id in session.registrations or message.registration_id in session.registering:
         raise BadGeometry("A registration with this id exists; use a new id.")
     held = len(session.registrations) + len(session.registering)
@@ -212,7 +211,6 @@ def lookup(service: Service, session: Session, message: m.Lookup) -> m.LookupRep
 
 
 def _check_count(groups: list[tuple[int, bytes]], namespace: Namespace, most: int) -> None:
-    """Raise KvoffdError for more keys than a request may have."""
     if (keys := sum([len(one) for _, one in groups]) // namespace.key_bytes) > most:
         raise KvoffdError(f"{keys} keys in one request; the limit is {most}. Send several.", ErrorCode.TOO_MANY)
 

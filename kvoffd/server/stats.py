@@ -130,7 +130,6 @@ def _namespace_rows(
 
 
 def _engines(service: Service) -> defaultdict[bytes, list[str]]:
-    """Return the engines by the namespaces that they have open."""
     found = defaultdict[bytes, list[str]](list)
     for session in service.sessions:
         if session.role is Role.SCHEDULER:

@@ -243,7 +243,6 @@ class Helper:
                 self._busy_until = now + BUSY_AFTER_S
 
     def _forget(self, now: float) -> None:
-        """Forget what is overdue."""
         for table in (self._lent, self._in_flight):
             while table and next(iter(table.values())) <= now:
                 del table[next(iter(table))]

@@ -76,7 +76,6 @@ class SlotChecksums:
         return parts
 
     def read(self, part: Sequence[int]) -> None:
-        """Compute the checksums of these slots."""
         found = self.digests([self.slots[number] for number in part])
         for number, checksum in zip(part, found, strict=True):
             self.sums[number] = checksum
@@ -351,7 +350,6 @@ class CopyQueue:
 
 
 def _failed(transfer: Transfer) -> None:
-    """Fail a transfer whose copy raised."""
     _log.exception("A %s failed; its job fails, the thread continues.", transfer.direction.value)
     transfer.must_end(Outcome.FAILED)
 
@@ -384,7 +382,6 @@ class CopyEngine:
         return max(queue.hangs_s() for queue in self.queues.values())
 
     def stats(self, direction: Direction) -> CopyStats:
-        """Return the counters of one direction."""
         return self.queues[direction].stats()
 
     def close(self, timeout_s: float) -> bool:
