@@ -67,7 +67,6 @@ from kvoffd.cache.tickets import (
     SessionLeases,
     Stored,
     StorePart,
-    StoreTicket,
 )
 from kvoffd.cache.victims import Victims
 from kvoffd.errors import BadGeometry, KvoffdError, NotReady, UnknownLease
@@ -719,13 +718,13 @@ class Cache:
 
     # --- stores ---------------------------------------------------------------------------------
 
-    def begin_store(self, namespace: Namespace, rank: int, parts: Sequence[StorePart]) -> StoreTicket:
-        """Allocate slots for the missing blocks, evicting if needed.
+    def begin_store(self, namespace: Namespace, rank: int, parts: Sequence[StorePart]) -> list[Stored]:
+        """Allocate slots for the missing blocks, evicting if needed. Returns what to copy, by part.
 
         Existing blocks that begin later than the offered ones, and are not in use, are dropped first. The other
         existing blocks of these keys are not evicted. Each group occurs once; groups, keys and rank must be valid.
         """
-        groups, size, ticket = self._current[namespace], namespace.key_bytes, StoreTicket(rank, [])
+        groups, size, begun = self._current[namespace], namespace.key_bytes, list[Stored]()
         offers: list[tuple[Stored, StorePart, Sequence[int]]] = []
         pinned: list[BlockIds] = []
         try:
@@ -751,15 +750,15 @@ class Cache:
                 pinned.append(blocks[blocks != NO_BLOCK])
                 self.blocks.pin(pinned[-1])
             for stored, part, new in offers:
-                ticket.parts.append(stored)
+                begun.append(stored)
                 self._admit(rank, stored, part, new)
         except BaseException:
-            self.abort_store(ticket)
+            self.abort_store(begun)
             raise
         finally:
             for there in pinned:
                 self.unpin(there)
-        return ticket
+        return begun
 
     def _admit(self, rank: int, stored: Stored, part: StorePart, absent: Sequence[int]) -> None:
         """Make blocks for the absent keys that the policy admits, and fill in what to copy."""
@@ -825,7 +824,7 @@ class Cache:
 
     def commit_store(
         self,
-        ticket: StoreTicket,
+        parts: Sequence[Stored],
         checksums: Sequence[Iterable[int]],
         tokens: Mapping[bytes, BlockTokens] = NO_TOKENS,
     ) -> int:
@@ -834,7 +833,7 @@ class Cache:
         ``checksums``: by part, of each copied key; 0 if it is still to be computed.
         """
         became_ready = 0
-        for part, given in zip(ticket.parts, checksums, strict=True):
+        for part, given in zip(parts, checksums, strict=True):
             group, blocks, slots, firsts = part.group, part.blocks, part.slots, part.first_blocks
             if group.dead or not blocks.size:
                 self._end_writes(group, blocks, slots)
@@ -859,15 +858,14 @@ class Cache:
                     self.tiers.stored(ready[::-1])
         return became_ready
 
-    def abort_store(self, ticket: StoreTicket) -> None:
+    def abort_store(self, parts: Sequence[Stored]) -> None:
         """End a store that did not copy everything: its shards are discarded, those of other ranks stay and wait."""
-        for part in ticket.parts:
+        for part in parts:
             self._end_writes(part.group, part.blocks, part.slots)
 
-    def drop_unfinished(self, ticket: StoreTicket | FillTicket, reason: MissReason = MissReason.PARTIAL) -> None:
-        """Drop a ticket's blocks that lack a shard, so that their keys can be stored again. The ticket must
-        still be ended. Copies in a tier stay."""
-        parts = ticket.parts if isinstance(ticket, StoreTicket) else [ticket]
+    def drop_unfinished(self, parts: Sequence[Stored | FillTicket], reason: MissReason = MissReason.PARTIAL) -> None:
+        """Drop the blocks that lack a shard, so that their keys can be stored again. The store or fill must still be
+        ended. Copies in a tier stay."""
         for part in parts:
             if not part.group.dead:
                 self.drop(part.blocks[self.blocks.state[part.blocks] == WRITING], reason)
@@ -915,7 +913,7 @@ class Cache:
             self._end_writes(group, slots[:1], slots)
             return False
         part = Stored(group, np.repeat(slots[:1], len(slots)), slots, first_blocks=first_blocks)
-        return bool(self.commit_store(StoreTicket(0, [part]), [checksums]))
+        return bool(self.commit_store([part], [checksums]))
 
     # --- loads ----------------------------------------------------------------------------------
 
@@ -1322,12 +1320,10 @@ def _limit_ready(found: Found, leased: BlockIds, part: float) -> Found:
     states, ready = np.frombuffer(found.states, np.uint8).copy(), np.isin(found.ready, leased)
     fresh = np.flatnonzero(~ready)
     ready[fresh[: int(fresh.size * part)]] = True
-    states[np.flatnonzero(states == READY)[~ready]] = ABSENT
-    reasons = bytearray(found.reasons)
-    for at in np.flatnonzero(np.frombuffer(found.states, np.uint8) != states).tolist():
-        reasons[at] = MissReason.LEASE_LIMIT
+    reasons, beyond = np.frombuffer(found.reasons, np.uint8).copy(), np.flatnonzero(states == READY)[~ready]
+    states[beyond], reasons[beyond] = ABSENT, MissReason.LEASE_LIMIT
     run = min(found.run, int(np.append(ready, False).argmin()))
-    return found._replace(states=states.tobytes(), ready=found.ready[ready], run=run, reasons=bytes(reasons))
+    return found._replace(states=states.tobytes(), ready=found.ready[ready], run=run, reasons=reasons.tobytes())
 
 
 def _with_pending(found: Found, states: bytes) -> Found:

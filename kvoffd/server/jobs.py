@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.hooks import BlockTokens
-from kvoffd.cache.tickets import Check, LoadTicket, StorePart, StoreTicket
+from kvoffd.cache.tickets import Check, LoadTicket, Stored, StorePart
 from kvoffd.config import Config
 from kvoffd.errors import BadBlockIds, BadKeys, KvoffdError, NotReady, UnknownLease
 from kvoffd.observe.logging import RareWarnings
@@ -211,7 +211,7 @@ class StoreBatch(Job):
 
     direction = Direction.STORE
     parts: Sequence[GroupPart]
-    ticket: StoreTicket | None = field(default=None, init=False)
+    stored: Sequence[Stored] = field(default=(), init=False)
     copied_bytes: list[int] = field(default_factory=list, init=False)
     """Bytes to copy for each store."""
 
@@ -221,8 +221,8 @@ class StoreBatch(Job):
         self.copied_bytes = [0] * len(self.ids)
         places: list[tuple[int, int]] = []
         parts = [StorePart(one.group, one.keys, one.first_blocks, one.starts) for one in self.parts]
-        self.ticket = cache.begin_store(registration.namespace, registration.rank, parts)
-        for part, stored in zip(self.parts, self.ticket.parts, strict=True):
+        self.stored = cache.begin_store(registration.namespace, registration.rank, parts)
+        for part, stored in zip(self.parts, self.stored, strict=True):
             if not stored.copy:
                 continue
             layout, length = part.layout, stored.group.lengths[registration.rank]
@@ -247,23 +247,22 @@ class StoreBatch(Job):
 
         ``hangs``: the copy may still write. Its keys may be stored in other slots, and ``abort`` must follow.
         """
-        assert self.ticket is not None
         if hangs:
-            cache.drop_unfinished(self.ticket)
+            cache.drop_unfinished(self.stored)
         elif error is not None:
             self.abort(cache)
         else:
             found = iter(self.checksums.sums if self.checksums is not None else ())
-            checksums = [list(islice(found, len(stored.copy))) for stored in self.ticket.parts]
+            checksums = [list(islice(found, len(stored.copy))) for stored in self.stored]
             tokens: dict[bytes, BlockTokens] = {}
             for part in self.parts:
                 if part.parents and part.token_ids:
                     tokens.update(part.tokens())
-            cache.commit_store(self.ticket, checksums, tokens)
+            cache.commit_store(self.stored, checksums, tokens)
             self.registration.namespace.counters.stored_bytes += self.nbytes
         failed: defaultdict[int, list[GroupKeys]] = defaultdict(list)
         rejected: defaultdict[int, list[GroupKeys]] = defaultdict(list)
-        for part, stored in zip(self.parts, self.ticket.parts, strict=True):
+        for part, stored in zip(self.parts, self.stored, strict=True):
             lost, refused = stored.no_space, stored.rejected
             if stored.duplicates:  # a repeated key has the same result every time
                 lost, refused = (_with_repeats(part.split, one, stored.duplicates) for one in (lost, refused))
@@ -283,8 +282,7 @@ class StoreBatch(Job):
 
     def abort(self, cache: Cache) -> None:
         """Free the slots; their content is not used."""
-        if self.ticket is not None:
-            cache.abort_store(self.ticket)
+        cache.abort_store(self.stored)
 
 
 def _with_repeats(keys: Sequence[bytes], numbers: Sequence[int], repeats: Sequence[int]) -> list[int]:

@@ -16,8 +16,8 @@ from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.errors import BadGeometry, BadKeys, KvoffdError
 from kvoffd.observe.logging import RareWarnings
 from kvoffd.server.handlers import Pending, answers, filled
-from kvoffd.server.memory import EngineMemory
 from kvoffd.server.sessions import Registration, Session
+from kvoffd.transfer.engine import EngineMemory
 from kvoffd.transfer.plan import build_layouts
 from kvoffd_proto import messages as m
 from kvoffd_proto.admin import LoggedPrompt

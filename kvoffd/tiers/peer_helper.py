@@ -97,6 +97,8 @@ class Transfer:
 
 
 class Helper:
+    """Passes requests and answers between the daemon and peers, and has NIXL read their memory. In one thread."""
+
     def __init__(self, channel: socket.socket, settings: HelperSettings) -> None:
         self._channel, self._settings = channel, settings
         self._zmq = zmq.Context(io_threads=1)

@@ -21,11 +21,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from operator import add
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import xxhash
 
+from kvoffd.errors import KvoffdError
 from kvoffd.system.native import COUNT, NUMBER, VOID_P, Native, NotCompiled, declare, native
 from kvoffd.system.threads import DaemonThreads
 from kvoffd.transfer.plan import Direction, Outcome, Plan
@@ -394,6 +395,23 @@ class CopyEngine:
         for queue in self.queues.values():
             queue.stop()
         return all(queue.join(deadline) for queue in self.queues.values())
+
+
+@dataclass(frozen=True, eq=False)
+class EngineMemory:
+    """Mapped segments of one registration, and the copy engine for them."""
+
+    engine: CopyEngine
+    spans: list[tuple[int, int]]
+    """(address, size in bytes) of each segment, in the order of the handles."""
+    node: int | None
+    """Preferred NUMA node of its slots; None if any, or unknown."""
+    close: Callable[[Callable[[], None]], None]
+    """Unmaps it, then calls its argument, perhaps in another thread. Call it once, while no copy uses the memory."""
+    on_gpu: bool = False
+
+
+OnMapped: TypeAlias = Callable[[EngineMemory | KvoffdError], None]
 
 
 # --- host memory ----------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from kvoffd.cache.lru import Lru
 from kvoffd.cache.namespace import Group, Namespace
 from kvoffd.cache.policy import make_policy
 from kvoffd.cache.recovery import RecoveredBlocks, recover
-from kvoffd.cache.tickets import SessionLeases, StorePart, StoreTicket
+from kvoffd.cache.tickets import SessionLeases, Stored, StorePart
 from kvoffd.pool.allocator import SlotAllocator
 from kvoffd.pool.slot_table import BAD_RECORD, READY_RECORD, SlotTable, TableGeometry
 from kvoffd.system.numa import Locality
@@ -140,11 +140,11 @@ class CacheRig:
         keys: bytes,
         first_blocks: Mapping[int, int] | None = None,
         starts: Sequence[int] | None = (0,),
-    ) -> StoreTicket:
+    ) -> list[Stored]:
         return self.cache.begin_store(namespace, rank, [StorePart(group, keys, first_blocks or {}, starts)])
 
-    def commit(self, ticket: StoreTicket, checksum: int = 7) -> int:
-        return self.cache.commit_store(ticket, [[checksum] * len(part.copy) for part in ticket.parts])
+    def commit(self, stored: list[Stored], checksum: int = 7) -> int:
+        return self.cache.commit_store(stored, [[checksum] * len(part.copy) for part in stored])
 
     def store(self, namespace: Namespace, keys: bytes, group: int = 0) -> int:
         """Store all ranks of keys. Returns how many became ready."""
