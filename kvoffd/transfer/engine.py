@@ -446,7 +446,7 @@ def try_out(library: Native) -> None:
     cuts = np.array([0, 1, 65, 1089, 3000, 4096], dtype=np.uint64)
     to, of = (cuts[:-1] + np.uint64(address) for address in (pool.ctypes.data + begin, source.ctypes.data))
     found = SlotChecksums(lambda _: [], [(begin, 4096)], [0], pool_address=pool.ctypes.data)
-    plan = Plan(to, of, np.diff(cuts), 4096)
+    plan = Plan(to, of, np.diff(cuts))
     host_copy(Transfer(Direction.STORE, lambda: plan, 0.0, lambda *_: None, None, found), library)
     if not np.array_equal(pool[begin : begin + 4096], source) or found.sums != [xxhash.xxh3_64_intdigest(source.data)]:
         raise NotCompiled("The daemon's copy loop was miscompiled; install kvoffd again with another C compiler.")

@@ -53,7 +53,6 @@ class Plan:
     destination: UInt64Array
     source: UInt64Array
     size: UInt64Array
-    nbytes: int
     allocations: UInt64Array = field(default_factory=lambda: np.empty(0, np.uint64))
 
 
@@ -204,7 +203,7 @@ def plan_blocks(direction: Direction, copies: Sequence[BlockCopy]) -> Plan:
     most = sum([copy.block_ids.size * len(copy.layout.layers) for copy in copies])
     columns = np.empty((3, most), np.uint64)
     begin = columns.ctypes.data
-    planned = array("Q", [0, 0, begin, begin + 8 * most, begin + 16 * most])  # struct planned
+    planned = array("Q", [0, begin, begin + 8 * most, begin + 16 * most])  # struct planned
     for layout, block_ids, slots, first_blocks in copies:
         firsts = array("H", bytes(2 * slots.size if first_blocks else 0))
         for key, first in first_blocks.items():
@@ -215,7 +214,6 @@ def plan_blocks(direction: Direction, copies: Sequence[BlockCopy]) -> Plan:
             *(block_ids.tobytes(), block_ids.size, slots.tobytes(), slots.size),
             *(firsts.tobytes() if first_blocks else None, planned.buffer_info()[0]),
         )
-    pieces, nbytes = planned[:2]
-    engine, pool, size = columns[:, :pieces]
+    engine, pool, size = columns[:, : planned[0]]
     to, source = (engine, pool) if direction is Direction.LOAD else (pool, engine)
-    return Plan(to, source, size, nbytes, *(copy.layout.allocations for copy in copies[:1]))
+    return Plan(to, source, size, *(copy.layout.allocations for copy in copies[:1]))

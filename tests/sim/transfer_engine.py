@@ -98,8 +98,8 @@ class SimQueue(CopyQueue):
             if mapping.segment is None or not mapping.segment.registered[offset : offset + size].all():
                 raise Broken("a plan's engine side lies outside the registered tensors")
             mappings[self._space.number(engine_side)] = None
-        if sum(size for _, _, size in pieces) != plan.nbytes:
-            raise Broken("a plan's pieces are not as long as it says")
+        if sum(size for _, _, size in pieces) != transfer.plan.__self__.nbytes:  # type: ignore[attr-defined]
+            raise Broken("a plan's pieces are not as long as its job")
         for slot in slots.values():
             if storing and slot.transfers:
                 raise Broken("two transfers use one slot that is being written")

@@ -96,7 +96,7 @@ def store(memory: EngineMemory, engines: Engines, deadline: float = float("inf")
     memory.engine.queues[Direction.STORE].submit(
         Transfer(
             Direction.STORE,
-            lambda: Plan(*columns, 4096),
+            lambda: Plan(*columns),
             deadline,
             lambda _, outcome: outcomes.append(outcome),
             lambda _: overdue.append(1),
