@@ -154,8 +154,9 @@ class Cache:
         """Bytes of all blocks by state, including those of forgotten namespaces."""
         self._next_number = 1
         self._warned_of_no_space = False
-        self._saves_late = self._save_due = False
-        """Whether ``saving_once`` puts saves off, and whether it put one off."""
+        self._saves_late = self._save_due = self._saves_short = False
+        """Whether ``saving_once`` puts saves off; whether it put one off; whether the last save had to leave details out:
+        trying with them each time takes three times as long."""
         self._unverified_at = 0
         """Slot at which ``next_unverified`` continues."""
         self._groups: dict[int, Group] = {}
@@ -251,12 +252,14 @@ class Cache:
         self._save_due = self._saves_late
         if self._saves_late:
             return
-        kept, short = [one for one in self.namespaces.values() if any(one.shard_bytes)], False
+        kept = [one for one in self.namespaces.values() if any(one.shard_bytes)]
         count = len(kept)
-        while not self.table.save_namespaces(_snapshot(self._next_number, kept, count - len(kept), short=short)):
-            if short:
+        while not self.table.save_namespaces(
+            _snapshot(self._next_number, kept, count - len(kept), short=self._saves_short)
+        ):
+            if self._saves_short:
                 kept = sorted(kept, key=lambda one: one.ready_blocks, reverse=True)[: len(kept) // 2]
-            short = True
+            self._saves_short = True
         if len(kept) < count and not self._warned_of_no_space:
             self._warned_of_no_space = True
             logger.warning("Too many namespaces (%d) to persist: %d are lost at a restart.", count, count - len(kept))
@@ -318,6 +321,7 @@ class Cache:
             self._retire(group)
         del self.namespaces[namespace.fingerprint]
         self._requested = deque(request for request in self._requested if request[0] is not namespace)
+        self._saves_short = False
         self._save()
 
     def restore_namespace(self, record: NamespaceRecord) -> list[Group]:
