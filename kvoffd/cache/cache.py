@@ -155,8 +155,8 @@ class Cache:
         self._next_number = 1
         self._warned_of_no_space = False
         self._saves_late = self._save_due = self._saves_short = False
-        """Whether ``saving_once`` puts saves off; whether it put one off; whether the last save had to leave details out:
-        trying with them each time takes three times as long."""
+        """Whether ``saving_once`` puts saves off; whether it put one off; whether the last had to leave details
+        out, with which each further attempt would take three times as long."""
         self._unverified_at = 0
         """Slot at which ``next_unverified`` continues."""
         self._groups: dict[int, Group] = {}
