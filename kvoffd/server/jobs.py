@@ -465,19 +465,7 @@ class Jobs:
             logger.exception("Ending a copy failed inside the daemon; its jobs fail.")
             results = [JobResult(job_id, False, 0, seconds, ErrorCode.INTERNAL) for job_id in job.ids]
         if not job.answered:
-            job.answered = True
-            nbytes, counters = sum([result.bytes for result in results]), self.counters[job.direction]
-            counters.jobs += len(results)
-            counters.failed_jobs += len(results) - sum([result.ok for result in results])
-            counters.bytes += nbytes
-            if isinstance(job, StoreBatch):
-                session.stored_bytes += nbytes
-            else:
-                session.loaded_bytes += nbytes
-            for job_id in job.ids:
-                del session.jobs[job_id]
-            session.completions.pending += results
-            self.with_results[session.id] = session
+            self._answer(job, results)
         if hangs:
             return
         del self.running[job]
@@ -490,6 +478,22 @@ class Jobs:
             job.registration.close_if_idle()
         if session.ended:
             session.release_if_idle()
+
+    def _answer(self, job: StoreBatch | LoadJob, results: list[JobResult]) -> None:
+        """Count the results, and have them published."""
+        session, counters, nbytes = job.session, self.counters[job.direction], sum([result.bytes for result in results])
+        job.answered = True
+        counters.jobs += len(results)
+        counters.failed_jobs += len(results) - sum([result.ok for result in results])
+        counters.bytes += nbytes
+        if isinstance(job, StoreBatch):
+            session.stored_bytes += nbytes
+        else:
+            session.loaded_bytes += nbytes
+        for job_id in job.ids:
+            del session.jobs[job_id]
+        session.completions.pending += results
+        self.with_results[session.id] = session
 
     def abandon(self, jobs: Iterable[Job]) -> None:
         """Stop jobs in the given order. Queued ones end now, running ones at their next step."""
