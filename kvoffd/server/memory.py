@@ -122,7 +122,6 @@ def open_gpus(config: Config, pool: Pool) -> Gpus:
         pool.mapping.address,
         pool.pool_bytes,
         library=config.cuda_library,
-        batches=config.limits.cuda_batches,
         pin_linger_s=config.limits.pin_linger_s,
     )
     if gpus.available:

@@ -194,7 +194,7 @@ class Gpus:
     """All GPUs of the machine. Calls CUDA only in its own threads, after ``pin_pool`` or ``map``.
 
     The pool must be touched. It stays pinned for ``pin_linger_s`` after its last use. ``clock`` is for deadlines;
-    ``library`` and ``batches`` are those of Cuda.
+    ``library`` is that of Cuda.
     """
 
     def __init__(
@@ -204,7 +204,6 @@ class Gpus:
         clock: Callable[[], float] = time.monotonic,
         library: str = "",
         *,
-        batches: bool = True,
         pin_linger_s: float = 0.0,
     ) -> None:
         self._clock = clock
@@ -216,7 +215,7 @@ class Gpus:
         self._refusal = ""
         self._pool: PinnedPool | None = None
         try:
-            driver = Cuda(library, batches=batches)
+            driver = Cuda(library)
         except CudaError as error:
             self._missing = error.message
         else:
