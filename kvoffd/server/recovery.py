@@ -79,7 +79,7 @@ def open_pool(
 
     Raises:
         PoolTooLarge: there is not enough memory.
-        PoolFileError: ``pool_file`` is unusable.
+        KvoffdError: ``pool_file`` is unusable.
     """
     if config.pool_file:
         pool = _open_pool_file(config, notifier, stored, progress)
