@@ -216,7 +216,8 @@ class Counted(msgspec.Struct):
 
 
 PARTS: dict[bytes, type[msgspec.Struct]] = {b"resets": Resets, b"quotas": Quotas, b"counted": Counted}
-"""Parts of ``kvoffd.state`` by name. Each is a line: the CRC-32 of the rest, the name, and the content as JSON."""
+"""Parts of ``kvoffd.state`` by name. Each is a line: the CRC-32 of the rest, the name, and the content as JSON. Empty
+lines are between them, so that a damaged line end costs nothing."""
 
 
 class StateUnreadable(KvoffdError):
@@ -384,15 +385,14 @@ class State:
         for name, part in zip(PARTS, (self.resets, self.quotas, self.counted), strict=True):
             if name in changed or not self._lines[name]:
                 body = name + b" " + msgspec.json.encode(part)
-                self._lines[name] = b"%08x %s\n" % (zlib.crc32(body), body)
+                self._lines[name] = b"%08x %s\n\n" % (zlib.crc32(body), body)
         return b"".join([*self._lines.values(), self._lines[b"resets"]])
 
 
 def _parts_of(content: bytes) -> dict[bytes, msgspec.Struct]:
     """Return the undamaged parts of a state file."""
     lines = content.split(b"\n")
-    if len(lines[0]) == 8:  # the format of 0.2
-        lines = [b"%s %s %s" % (lines[0], name, b"".join(lines[1:])) for name in PARTS]
+    lines += [b"%s %s %s" % (lines[0], name, b"".join(lines[1:])) for name in PARTS]  # the format of 0.2
     found: dict[bytes, msgspec.Struct] = {}
     for line in lines:
         checksum, _, body = line.partition(b" ")
