@@ -27,15 +27,9 @@ CLEARED_NOT_SAVED = "After a kill or a reboot cleared blocks may come back from 
 @answers(a.Clear)
 def clear(service: Service, session: Session, message: a.Clear) -> Pending:
     """Drop the blocks of one namespace, or of all, and forget empty namespaces that no session has open."""
-    cache, count = service.cache, 0
     if message.namespace is not None:
-        count = service.reset(cache.namespace(message.namespace))
-    else:
-        service.state.raise_all()
-        count = service.tiering.remove_all(None) if service.tiering is not None else 0
-        with cache.saving_once():
-            for namespace in cache.namespaces.values():
-                count += cache.reset(namespace, generation=service.state.generation(namespace.fingerprint))
+        service.cache.namespace(message.namespace)  # raises if there is none
+    count = service.reset(message.namespace)
     forget_idle(service)
     logger.info("Session %d (%s) cleared %d blocks.", session.id, session.peer, count)
     return service.reply_once_saved(m.Done(message.request_id, count), CLEARED_NOT_SAVED)

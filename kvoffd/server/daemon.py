@@ -136,6 +136,7 @@ class Daemon:
             self._start_http()
             self._state = State(open_state_file(self._config, STATE_FILE, MAX_STATE_BYTES))
             try:
+                self._state.file.claim()
                 self._state.restore()
                 self._pool = await asyncio.to_thread(
                     open_pool,
