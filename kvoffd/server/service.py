@@ -33,7 +33,7 @@ from kvoffd.server.namespaces import FORGET_AFTER_S, forget_idle
 from kvoffd.server.persistence import State
 from kvoffd.server.scrubber import Scrubber
 from kvoffd.server.sessions import Session, Sessions
-from kvoffd.server.tiers import TierSupervisor, make_tiering
+from kvoffd.server.tier_supervisor import TierSupervisor, make_tiering
 from kvoffd.server.trace import Tracer
 from kvoffd.server.traffic import TrafficCounts
 from kvoffd.tiering.tiering import Tiering
