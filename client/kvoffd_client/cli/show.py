@@ -187,7 +187,7 @@ def _show_sessions(found: Sequence[SessionInfo]) -> None:
                 str(one.session_id),
                 one.role or "new",
                 " ".join(map(printable, filter(None, (one.name, one.software)))) or "-",
-                _ids(one.namespaces),
+                ", ".join(map(namespace_id, one.namespaces)) or "-",
                 str(one.pid or "-"),
                 format_duration(one.idle_seconds),
                 format_size(one.pinned_bytes),
@@ -196,10 +196,6 @@ def _show_sessions(found: Sequence[SessionInfo]) -> None:
             for one in found
         ],
     )
-
-
-def _ids(namespaces: Sequence[bytes]) -> str:
-    return ", ".join(map(namespace_id, namespaces)) or "-"
 
 
 # --- requests --------------------------------------------------------------------------------------

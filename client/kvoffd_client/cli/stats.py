@@ -99,7 +99,8 @@ def stats(
     elif section is Section.NAMESPACES:
         _namespaces(now, len(now.namespaces))
         _namespaces_worth(now)
-        say("", *engine_lines(now))
+        if opened := [*engine_lines(now)]:
+            say("", *opened)
     elif section is Section.TIERS:
         say(*tier_details(now))
     elif section is Section.POLICY:
@@ -126,7 +127,6 @@ def _reasons(windows: Iterable[s.Window]) -> list[str]:
 
 
 def print_stats(now: s.DaemonStats) -> None:
-    """Print the page of all statistics."""
     say(*_head(now), "")
     _traffic(now)
     say("")
@@ -336,7 +336,6 @@ def _errors(now: s.DaemonStats) -> Iterator[tuple[str, str]]:
 
 
 def tier_details(now: s.DaemonStats) -> Iterator[Line]:
-    """Yield lines with details of disks and stores."""
     if not now.disks and not now.shared and now.lent is None:
         yield "There is no disk and no shared store; see --disk and --shared of `kvoffd serve`."
     for disk in now.disks:
@@ -465,7 +464,6 @@ def _failed(counts: Mapping[str, int]) -> str:
 
 
 def policy_lines(now: s.DaemonStats) -> Iterator[Line]:
-    """Yield lines with what the policy has learned."""
     found = now.learned
     yield (
         f"Policy {printable(now.policy)}: {format_count(found.known_keys)} keys known, "
@@ -476,7 +474,8 @@ def policy_lines(now: s.DaemonStats) -> Iterator[Line]:
         return
     total, requests = now.since_start, found.requests
     block_bytes = total.stored_bytes / max(1, total.stored_blocks)
-    lifetimes = requests * total.asked_keys / max(1, total.lookups) * block_bytes / max(1, now.pool.size_bytes)
+    asked_bytes = requests * total.asked_keys / max(1, total.lookups) * block_bytes
+    lifetimes = asked_bytes / max(1, now.pool.size_bytes)
     prompts = f"{format_count(requests)} prompt{plural(requests)}"
     yield f"It has seen {prompts}, which asked for about {_of_pool(lifetimes)}."
     if requests < FEW_REQUESTS or lifetimes < FEW_LIFETIMES:

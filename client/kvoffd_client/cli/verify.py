@@ -142,7 +142,6 @@ class Difference(NamedTuple):
 
 
 def difference(wanted: Answer, given: Answer) -> Difference:
-    """Compare two answers to one prompt."""
     farthest, length = 0.0, min(len(wanted.tokens), len(given.tokens))
     for at in range(length):
         if wanted.tokens[at] != given.tokens[at]:
@@ -201,7 +200,6 @@ class Run:
         self.reports: dict[str, LoggedPrompt] = {}
 
     def play(self, bodies: Sequence[Body], push_out: bool) -> None:
-        """Ask everything."""
         try:
             self.daemon = self.admin.stats().version
         except KvoffdClientError as error:
@@ -396,7 +394,6 @@ class Run:
 
 
 def show(page: dict[str, Any]) -> None:
-    """Print the page."""
     for name, text in page.items():
         if name == "prompts":
             break
