@@ -107,6 +107,7 @@ class Job:
 def _slice(one: GroupTransfer, begin: int, end: int, key_bytes: int, blocks_per_key: int) -> GroupTransfer:
     """Return keys ``begin`` to ``end`` of a transfer with their blocks; the last key gets all remaining blocks."""
     count = len(one.keys) // key_bytes
+    # Key 0 lacks its first ``first_block`` blocks.
     start, stop = (max(0, key * blocks_per_key - one.first_block) * m.BLOCK_ID_BYTES for key in (begin, end))
     keys, tokens = slice(begin * key_bytes, end * key_bytes), len(one.tokens) // count
     return GroupTransfer(

@@ -74,8 +74,8 @@ HELP = (
     "missed      not found or not loaded; `kvoffd-cli stats --misses` has the reasons",
     "tokens/s    tokens loaded",
     "now         the last 3 seconds",
-    "Found       share of the tokens that engines lacked which the pool had, up to the",
-    "            first it lacked too; for lru and other sizes an estimate",
+    "Found       of the tokens that engines lacked, those in the pool before the",
+    "            first gap, without disks and stores; lru: estimates",
     "pinned      under a lease or a copy: it cannot be evicted",
     "retained    evicted after others, as clients' hints ask",
 )

@@ -340,8 +340,9 @@ class Run:
             name = namespace_name(own.label if own else "", logged.namespace)
             if verdict == "NOT JUDGED":
                 sentence += f" The last request: {request_sentence(logged.report)}"
-                for one in {one.namespace for one in self.reports.values()} & infos.keys() - {logged.namespace}:
-                    differ = how_they_differ(own.description if own else "", infos[one].description)
+                others = {one.namespace for one in self.reports.values()} - {logged.namespace}
+                for other in others & infos.keys():
+                    differ = how_they_differ(own.description if own else "", infos[other].description)
                     sentence += f" {self.cold.url if self.cold else 'It'} has another namespace: {differ}."
         by = "engine's reports" if logged else f"engine's usage ({self.problem.rstrip('.')})"
         try:
