@@ -159,13 +159,7 @@ class Session(Closing):
     Public methods are thread-safe, and block only if their names or docstrings say wait; ``close()`` waits for the
     thread. ``on_`` and ``_`` methods and ``tick`` need the lock.
 
-    Args:
-        directory: where the daemon's sockets are.
-        role: session's role.
-        namespace: opened or joined at every connection.
-        name: shown to operators.
-        software: client and engine versions, shown to operators.
-        options: timeouts.
+    Args, besides those of SchedulerClient:
         transport: real sockets by default.
         rng: for lease ids and pauses.
 

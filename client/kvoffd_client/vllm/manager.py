@@ -452,19 +452,8 @@ class KvoffdManager(OffloadingManager):
             if state.answer is not None and state.pending.asks_tails_beyond(state.answer):
                 tokens = min(tokens, self.groups[0].tokens_per_chunk)
             self._wait_for_answer(state, state.pending, self._computed_s(request, tokens))
-        answered = state.pending
-        if answered is not None and answered.future.done:
-            state.pending = None
-            now = self.clock()
-            if answered.future.failed or (answered.future.pinned and now >= answered.future.stale_at):
-                self._release(answered)
-                state.failed_at = now
-            else:
-                self._read(answered)
-                # The new lease pins the same blocks, so nothing is unpinned in between.
-                self._release(state.answer)
-                state.answer = answered
-                state.from_tiers.update(answered.coming)
+        if state.pending is not None and state.pending.future.done:
+            self._take_answer(state, state.pending)
         if state.answer is not None:
             state.found = state.answer.found
             state.waits_for_tier = bool(state.answer.coming) and self._waits_for_tier(state, state.answer)
@@ -475,6 +464,20 @@ class KvoffdManager(OffloadingManager):
                 state.default_result = LookupResult.RETRY
         may_ask = (pending is None or not pending.given_up) and self.clock() - state.failed_at >= REFRESH_S
         state.asks_tails = has_tail and may_ask and state.default_result is _MISS
+
+    def _take_answer(self, state: RequestState, answered: KeyedLookup) -> None:
+        """Replace a request's answer by the one that has come, unless that failed or is too old."""
+        state.pending = None
+        now = self.clock()
+        if answered.future.failed or (answered.future.pinned and now >= answered.future.stale_at):
+            self._release(answered)
+            state.failed_at = now
+            return
+        self._read(answered)
+        # The new lease pins the same blocks, so nothing is unpinned in between.
+        self._release(state.answer)
+        state.answer = answered
+        state.from_tiers.update(answered.coming)
 
     def _awaits_reports(self, state: RequestState) -> bool:
         """Return whether a request waits a moment for the workers to report their memory or registration.
