@@ -177,7 +177,6 @@ class Facts:
 
     @property
     def engine_count(self) -> int | None:
-        """Number of connected engines; None if unknown."""
         return None if self.sessions is None else len(engines_of(self.sessions))
 
     @property
@@ -592,6 +591,5 @@ CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
 
 
 def find(facts: Facts) -> list[Finding]:
-    """Return all findings, most important first."""
     found = [one for check in CHECKS for one in check(facts)]
     return sorted(found, key=lambda one: (LEVELS.index(one.level), -one.weight))

@@ -125,7 +125,6 @@ def clients(
 
 
 def labels_of(admin: AdminClient) -> dict[bytes, str]:
-    """Return the labels of the open namespaces by fingerprint."""
     return {one.namespace: one.label for one in admin.namespaces().namespaces}
 
 

@@ -119,7 +119,6 @@ def _windows(now: s.DaemonStats) -> dict[str, s.Window]:
 
 
 def _reasons(windows: Iterable[s.Window]) -> list[str]:
-    """Return the reasons of misses, most frequent first."""
     return [reason for reason, _ in sum((Counter(one.misses) for one in windows), Counter[str]()).most_common()]
 
 
@@ -196,14 +195,12 @@ def token_count(count: int, keys: int) -> str:
 
 
 def saved_time(one: s.Traffic) -> str:
-    """Return the prefill time saved, if known."""
     if one.loaded_keys and not one.loaded_tokens:
         return "-"
     return "unknown" if is_untimed(one) else format_duration(one.saved_seconds)
 
 
 def size_of(one: s.NamespaceStats) -> str:
-    """Return a namespace's bytes in the pool, and its quota if it has one."""
     return format_size(one.ready_bytes) + (f" of {format_size(one.quota_bytes)}" if one.quota_bytes is not None else "")
 
 
@@ -439,7 +436,6 @@ def _shared(one: s.SharedStats) -> Iterator[Line]:
 
 
 def answer_time(one: s.SharedStats) -> str:
-    """Return a store's time for an answer; a dash if it has given none."""
     return format_duration(one.ask_seconds) if one.ask_seconds else "-"
 
 

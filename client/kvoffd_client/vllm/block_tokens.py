@@ -207,7 +207,6 @@ class HostBlockEvents:
             last = key
 
     def _remove(self, medium: str, index: int, keys: Iterable[bytes]) -> None:
-        """Publish the removal of a group's published keys."""
         published = self._published[medium]
         self._publish_removed(medium, index, {key: published.pop(key) for key in keys if key in published})
 

@@ -468,7 +468,6 @@ class KvoffdConnector(OffloadingConnector):
         return replace(output, **changes) if changes else output
 
     def _most_stored(self, request_id: str) -> float:
-        """Return the tokens of a request that may be stored."""
         status = self.connector_scheduler._req_status.get(request_id)
         most = status.max_offload_tokens if status is not None else None
         return inf if most is None else most

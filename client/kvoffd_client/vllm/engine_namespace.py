@@ -179,7 +179,6 @@ class EngineNamespace:
         self.on_leave()
 
     def report(self, reports: Mapping[int, MemoryReport]) -> None:
-        """Handle the workers' reports, by rank."""
         for rank, report in reports.items():
             if report.generation != self.generation:
                 continue

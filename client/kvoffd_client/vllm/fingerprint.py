@@ -203,7 +203,6 @@ def label_of(vllm_config: VllmConfig) -> str:
 
 
 def _hash_factors(vllm_config: VllmConfig) -> dict[str, str]:
-    """Return the factors of the engine's block hashes."""
     algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
     function = get_hash_fn_by_name(algorithm)
     # vLLM draws a new seed at each call if each process has a random one.
@@ -288,7 +287,6 @@ def _multimodal(model: ModelConfig) -> str:
 
 
 def _versions(*packages: str) -> dict[str, str]:
-    """Return the versions of the installed packages among these."""
     found = {}
     for name in packages:
         with suppress(importlib.metadata.PackageNotFoundError):

@@ -125,7 +125,6 @@ class KeyedLookup:
 
     @property
     def asked(self) -> int:
-        """Number of chunks looked up."""
         return sum(map(len, self.chunks.values()))
 
     @property
@@ -972,7 +971,6 @@ class KvoffdManager(OffloadingManager):
         state.answer = state.pending = None
 
     def _send_report(self, state: RequestState) -> None:
-        """Send the report of a request, if it has an unsent one."""
         if state.report is not None:
             self.namespace.client.report_prompt(state.report)
             state.report = None
