@@ -39,7 +39,7 @@ def clear(service: Service, session: Session, message: a.Clear) -> Pending:
 def reset_fleet(service: Service, session: Session, message: a.ResetFleet) -> Pending:
     """Invalidate a namespace's blocks on all nodes; the reply's count is the number of shared stores and peers."""
     if not service.tier_supervisor.shares:
-        why = "No tier is shared with other nodes; start the daemon with --shared URL, or with peers."
+        why = "This daemon has no shared store and no peers, so no other nodes to clear; leave out --all-nodes."
         raise KvoffdError(why, ErrorCode.NOT_READY)
     tiers = list(service.tier_supervisor.shared)
     networks = service.tier_supervisor.networks
