@@ -353,6 +353,13 @@ def test_block_ids_must_fit_the_keys_and_the_shortest_tensor() -> None:
             checks(3, [0, 4, 1], 0, 1, storing=storing)
 
 
+def test_each_job_of_a_message_has_its_own_keys_and_blocks() -> None:
+    columns = [struct.pack("<3I", *column) for column in ((2, 0, 1), (4, 0, 1), (0, 0, 1))]
+    group = m.GroupBlocks(0, *columns, KEY * 3, bytes(4 * 5))
+    spans = group.spans(3, len(KEY), 2, store=True)
+    assert spans == [m.JobSpan(0, 0, 2, 0, 4, 0), m.JobSpan(2, 2, 3, 4, 5, 1)]
+
+
 # --- credit, and who may connect -------------------------------------------------------------------
 
 
