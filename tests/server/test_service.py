@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
+from math import inf
 from types import SimpleNamespace
 from typing import Any
 from weakref import ref
@@ -21,7 +22,7 @@ import pytest
 from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config
 from kvoffd.errors import BadBlockIds, KvoffdError
-from kvoffd.server.jobs import checked_parts
+from kvoffd.server.jobs import QUIET_S, checked_parts
 from kvoffd.server.lifeline import Connection
 from kvoffd.server.memory import EngineMemory, OnMapped
 from kvoffd.server.persistence import State
@@ -179,14 +180,16 @@ def test_a_reset_of_a_bench_is_not_in_the_state_file(bench: Bench, label: str, k
 
 
 def test_job_that_ended_is_freed_without_the_collector(bench: Bench) -> None:
-    """A plan may have 100,000 pieces; the garbage collector looks for it late."""
-    worker = bench.session()
+    """A plan may have 100,000 pieces; the garbage collector looks for it late. Engines are idle soon after the last."""
+    worker, jobs = bench.session(), bench.service.jobs
     gc.disable()
     try:
         bench.copy(worker)
-        job = ref(next(iter(bench.service.jobs.running)))
+        job = ref(next(iter(jobs.running)))
+        assert jobs.quiet_at == inf
         bench.end_copy()
         assert job() is None
+        assert jobs.quiet_at == pytest.approx(100.0 + QUIET_S)
     finally:
         gc.enable()
 
