@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import msgspec
@@ -54,7 +55,6 @@ SIZE, BLOCKS = 64 * 4700, 24
 KILLS, SEED = 10 * TIMES, int(os.environ.get("TESTS_SEED", "1"))
 SECRET = b"a secret of tests"
 PATIENCE_S = 20.0
-POPEN = subprocess.Popen
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 
 
@@ -87,13 +87,13 @@ def nixl(monkeypatch: pytest.MonkeyPatch) -> None:
     require("nixl", importlib.util.find_spec("nixl_cu12"), "NIXL is not installed")
     monkeypatch.setenv("UCX_TLS", "tcp")
     importlib.import_module("nixl_cu12")
-    monkeypatch.setattr(subprocess, "Popen", Forked)
+    monkeypatch.setattr(peers, "subprocess", SimpleNamespace(Popen=Forked, DEVNULL=subprocess.DEVNULL))
 
 
 @pytest.fixture
 def cold(nixl: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Helpers start as a daemon's do."""
-    monkeypatch.setattr(subprocess, "Popen", POPEN)
+    monkeypatch.setattr(peers, "subprocess", subprocess)
 
 
 class Lender:
