@@ -91,8 +91,8 @@ class SocketTransport:
         self._waiting: list[int] = []
         """Eventfds, one for each waiting thread."""
         self._reading: int | None = None
-        """Eventfd of the thread that holds the lock and reads the sockets, -1 if it has none; None if no thread does.
-        It need not be woken."""
+        """Thread that holds the lock and reads the sockets, and so need not be woken: the eventfd of one that waits, -1
+        for another; None if no thread does."""
         self._busy_wait_from = 0.0
         self._closed = False
         self._last_error = ""
@@ -117,15 +117,8 @@ class SocketTransport:
 
     def wait(self, ready: Callable[[], bool], timeout_s: float) -> bool:
         wake_fd, deadline = -1, time.monotonic() + timeout_s
-        while not self._threaded:
-            with self.lock:
-                if self._closed:
-                    return ready()
-                poller, pause_s = self._work([])
-                now = time.monotonic()
-                if (done := ready()) or now >= deadline:
-                    return done
-            self._sleep(poller, min(pause_s, deadline - now))
+        if not self._threaded:
+            return self._work_until(ready, deadline)
         try:
             while True:
                 with self.lock:
@@ -162,6 +155,18 @@ class SocketTransport:
                         self._idle_wakers.append((wake_fd, poller))
                         if not self._waiting:
                             self._wakes_thread.modify(self._messages.fileno(), select.EPOLLIN)
+
+    def _work_until(self, ready: Callable[[], bool], deadline: float) -> bool:
+        """As ``wait``, in the only thread: it does the work of the transport's thread, too."""
+        while True:
+            with self.lock:
+                if self._closed:
+                    return ready()
+                poller, pause_s = self._work([])
+                now = time.monotonic()
+                if (done := ready()) or now >= deadline:
+                    return done
+            self._sleep(poller, min(pause_s, deadline - now))
 
     def _poll(self, poller: select.poll, deadline: float) -> list[tuple[int, int]]:
         """Wait for a descriptor; spin for a moment first unless other threads need the CPU."""
