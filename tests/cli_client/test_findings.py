@@ -27,6 +27,7 @@ from kvoffd_proto.stats import (
     TieringStats,
     Window,
 )
+from kvoffd_proto.verdict import doubt_points
 
 GIB = 2**30
 SIZES = ("0.1", "0.2", "0.5", "1", "2", "5", "10")
@@ -316,6 +317,8 @@ def test_a_full_pool_that_evicts_is_judged_by_few_lookups_with_how_sure_that_is(
     assert little.findings == [], "less than the doubt is no advice to buy memory"
     half_empty = facts(stats | {"pool": PoolStats(size_bytes=20 * GIB, bytes={"ready": 8 * GIB})})
     assert report_of(half_empty).paying_off is None
+    half = Window(**traffic(**few | {"loaded_keys": 90}))
+    assert round(doubt_points(half)) == 20, "of the keys that the engines lack a half is loaded"
 
 
 def test_what_was_saved_in_money() -> None:

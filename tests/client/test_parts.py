@@ -10,6 +10,7 @@ import mmap
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -59,6 +60,9 @@ def test_memory_is_closed_once_whoever_holds_arrays_on_it_or_forgets_it() -> Non
         os.fstat(fd)
     part[0] = 1
     assert np.sum(part) == 1
+    unused = SharedMemory(4096, "unused")
+    unused.close()
+    assert "memfd:unused" not in Path("/proc/self/maps").read_text()
     fd = SharedMemory(4096).fd
     gc.collect()
     with pytest.raises(OSError, match="Bad file descriptor"):

@@ -123,6 +123,8 @@ def test_config_refusals_name_setting_value_and_source(file: Path) -> None:
         assert repr(value)[:20] in sentence
         assert f"--{name.replace('_', '-')}" in sentence
     assert len(refused("config", "--log-level", "x" * 50_000)) < 400, "a long value is cut"
+    for option, twice in (("--disk", "/mnt/a=1GiB,/mnt/a=2GiB"), ("--peers", "a:1,a:1")):
+        assert "is given twice" in refused("config", option, twice)
     for option, rest in (("--directory", ""), ("--pool-file", ""), ("--disk", "=1GiB")):
         assert "UTF-8" in refused("serve", option, os.fsdecode(b"/tmp/\xff") + rest)
     sentence = refused("serve", KVOFFD_POOL_SIZE="0")

@@ -195,3 +195,5 @@ def test_events_are_published_as_they_happen(shared_daemon: DaemonProcess) -> No
             return subscriber.hears(1.0)
 
         assert any(hears(number) for number in range(12)), "nothing was published"
+    with AdminClient(shared_daemon.directory) as admin:
+        assert admin.stats().kv_events > 0

@@ -38,26 +38,47 @@ NAMED = 8
 """Peers of networks that are connected at once."""
 
 
-@pytest.fixture(autouse=True)
-def nixl(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def nixl() -> Iterator[None]:
     require("nixl", importlib.util.find_spec("nixl_cu12"), "NIXL is not installed")
-    monkeypatch.setenv("UCX_TLS", "tcp")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("UCX_TLS", "tcp")
+        yield
 
 
-@pytest.fixture
-def secret(tmp_path: Path) -> Path:
-    path = tmp_path / "secret"
+@pytest.fixture(scope="module")
+def secret(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("peers") / "secret"
     path.write_text("a secret for tests\n")
     return path
 
 
-@pytest.fixture
-def nodes(secret: Path) -> Iterator[tuple[Node, Node]]:
+@pytest.fixture(scope="module")
+def module_nodes(secret: Path) -> Iterator[tuple[Node, Node]]:
     one, other = (f"127.0.0.1:{port}" for port in free_ports(2))
     with Node(secret, one, other) as left, Node(secret, other, one) as right:
-        for node in (left, right):
-            node.wait_up()
         yield left, right
+
+
+@pytest.fixture
+def nodes(module_nodes: tuple[Node, Node]) -> tuple[Node, Node]:
+    """The module's nodes, each of which has the other, without blocks."""
+    for node in module_nodes:
+        node.wait_up()
+    clear_once_reached(module_nodes[0])
+    return module_nodes
+
+
+def clear_once_reached(node: Node) -> None:
+    """Clear all nodes. One that is not back yet, or takes long, follows later, and drops what was stored until then."""
+
+    def cleared() -> bool:
+        with suppress(RequestRefused):
+            node.clear_all_nodes()
+            return True
+        return False
+
+    wait_until(cleared, DEADLINE_S)
 
 
 @pytest.mark.parametrize("page_bytes", [4096, 1 << 20])
@@ -228,32 +249,32 @@ def test_a_peer_that_a_clear_of_all_nodes_reached_is_cleared_whatever_comes(secr
         assert right.engine.lookup(keys(*range(BLOCKS))) == 0
 
 
-@pytest.mark.parametrize("restarts", [False, True])
 def test_a_peer_that_was_away_during_a_clear_of_all_nodes_lends_nothing_of_before(
-    secret: Path, pool_file: Path, restarts: bool
+    secret: Path, pool_file: Path
 ) -> None:
-    """It comes back with its pool. What the other knows of the clear is in its kvoffd.state."""
+    """It comes back with its pool. What the other knows of the clear is in its kvoffd.state, if that restarts too."""
     one, other = (f"127.0.0.1:{port}" for port in free_ports(2))
     with Node(secret, one, other) as left, Node(secret, other, one, pool_file=str(pool_file)) as right:
-        for node in (left, right):
-            node.wait_up()
-        stored = left.store(0, 1)
-        assert right.load(0) == stored
-        right.store(50, 2)
-        right.daemon.kill()
-        with pytest.raises(RequestRefused, match="did not reach every shared store and peer"):
-            left.clear_all_nodes()
-        left.clear()
-        if restarts:
-            left.restart()
-        right.daemon.start()
-        assert right.engine.wait_ready(DEADLINE_S)
-        assert left.most_found(50, 1.0) == 0
-        left.wait_up()
-        assert left.most_found(50, 2.0) == left.most_found(0, 1.0) == 0
-        wait_until(lambda: right.engine.lookup(keys(*range(BLOCKS))) == 0, DEADLINE_S)
-        anew = right.store(0, 3)
-        assert left.load(0) == anew
+        for first, left_restarts in ((0, False), (200, True)):
+            for node in (left, right):
+                node.wait_up()
+            stored = left.store(first, 1)
+            assert right.load(first) == stored
+            right.store(first + 50, 2)
+            right.daemon.kill()
+            with pytest.raises(RequestRefused, match="did not reach every shared store and peer"):
+                left.clear_all_nodes()
+            left.clear()
+            if left_restarts:
+                left.restart()
+            right.daemon.start()
+            assert right.engine.wait_ready(DEADLINE_S)
+            assert left.most_found(first + 50, 1.0) == 0
+            left.wait_up()
+            assert left.most_found(first + 50, 2.0) == left.most_found(first, 1.0) == 0
+            wait_until(lambda: right.engine.lookup(keys(*range(first, first + BLOCKS))) == 0, DEADLINE_S)  # noqa: B023
+            anew = right.store(first, 3)
+            assert left.load(first) == anew
 
 
 def test_a_node_that_follows_through_its_store_takes_nothing_from_a_peer_that_has_not(secret: Path) -> None:
@@ -475,14 +496,7 @@ def slow_link(fleet: Fleet, rng: random.Random, writer: int, reader: int) -> Non
 
 def reset_while_it_is_read(fleet: Fleet, rng: random.Random, writer: int, reader: int) -> None:
     assert fleet.nodes[writer].engine.scheduler.reset()
-
-    def cleared() -> bool:
-        with suppress(RequestRefused):  # a peer that takes long follows later, and drops what was stored until then
-            fleet.nodes[writer].clear_all_nodes()
-            return True
-        return False
-
-    wait_until(cleared, DEADLINE_S)
+    clear_once_reached(fleet.nodes[writer])
 
 
 EVENTS: dict[str, Callable[[Fleet, random.Random, int, int], object]] = {

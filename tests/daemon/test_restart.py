@@ -20,8 +20,8 @@ import pytest
 from kvoffd_client import AdminClient
 from kvoffd_client.testing import FakeEngine
 from tests.kit.checked import STEP, CheckedEngine, Truth, overwrite
-from tests.kit.command import command, refusal_to_serve
-from tests.kit.daemon import DaemonProcess
+from tests.kit.command import command
+from tests.kit.daemon import DaemonProcess, refusal_to_serve
 from tests.kit.service_manager import ServiceManager
 from tests.kit.waiting import wait_until
 from tests.kit.wire import NamespaceStats, books, keys

@@ -20,9 +20,9 @@ import pytest
 
 from kvoffd_client import AdminClient, SharedMemory
 from tests.daemon.refused_calls import refusing
-from tests.kit.command import refusal_to_serve as refused
 from tests.kit.command import run_cli
 from tests.kit.daemon import START_DEADLINE_S, STOP_DEADLINE_S, DaemonProcess
+from tests.kit.daemon import refusal_to_serve as refused
 from tests.kit.interrupt import interrupted_import
 from tests.kit.service_manager import ServiceManager
 from tests.kit.waiting import wait_until

@@ -58,16 +58,6 @@ def run_cli(*arguments: str, **changes: str) -> subprocess.CompletedProcess[str]
     )
 
 
-def refusal_to_serve(*arguments: str, before: Sequence[str] = ()) -> str:
-    """The one sentence with which ``kvoffd serve`` ends. It has no HTTP port, since another daemon may have it."""
-    command = [*before, sys.executable, "-m", "kvoffd", "serve", "--http-address", "", *arguments]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
-    assert ended.returncode == 2, ended.stderr
-    assert ended.stderr.startswith("kvoffd: ")
-    assert ended.stderr.count("\n") == 1, ended.stderr
-    return ended.stderr
-
-
 def run_daemon_here(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """``kvoffd`` in this process, a hundred times as fast: for commands that start no daemon."""
     return _run_here(kvoffd.cli.main, arguments, variables)

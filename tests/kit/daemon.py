@@ -203,6 +203,23 @@ class DaemonProcess(Starting):
         super().__exit__(kind, error, trace)
 
 
+def refusal_to_serve(*arguments: str, before: Sequence[str] = ()) -> str:
+    """The one sentence with which ``kvoffd serve`` ends. It has no HTTP port, since another daemon may have it."""
+    command = ["serve", "--http-address", "", *arguments]
+    if before:
+        program = [*before, sys.executable, "-m", "kvoffd", *command]
+        done = subprocess.run(program, capture_output=True, text=True, timeout=START_DEADLINE_S, check=False)
+        status, sentence = done.returncode, done.stderr
+    else:
+        with tempfile.NamedTemporaryFile("r") as said:
+            status = Forked(_SERVER, run_forked, command, {}, dict(os.environ), said.name).wait(START_DEADLINE_S)
+            sentence = said.read()
+    assert status == 2, sentence
+    assert sentence.startswith("kvoffd: ")
+    assert sentence.count("\n") == 1, sentence
+    return sentence
+
+
 def _answers(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 import typing
 from enum import Enum
@@ -49,5 +50,6 @@ def values(hint: object, metas: list[Meta]) -> st.SearchStrategy[object]:
     return st.binary(min_size=low, max_size=high)
 
 
+@functools.cache
 def instances(struct: type[Struct]) -> st.SearchStrategy[Struct]:
     return st.builds(struct, *(values(hint, []) for _, hint, _ in fields_of(struct)))

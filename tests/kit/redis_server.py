@@ -18,7 +18,7 @@ PROGRAM = shutil.which("redis-server") or shutil.which("valkey-server")
 MISSING = "there is no redis-server; Debian's package has it"
 START_S = 10.0
 MAX_STARTS = 5
-NEW_KEY = ("-newkey", "rsa:2048", "-nodes")
+NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
 
 
 class Certificate(NamedTuple):

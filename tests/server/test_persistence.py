@@ -225,7 +225,8 @@ def test_a_read_that_fails_is_not_the_same_as_no_file(
 def test_a_file_is_on_the_device_before_it_has_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, open_file: Open
 ) -> None:
-    """A power cut leaves the old one or the new one."""
+    """A power cut leaves the old one or the new one, and what a kill left of a new one is in nobody's way."""
+    (tmp_path / "file.new").write_bytes(b"a part")
     calls: list[str] = []
     real_sync, real_replace = os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda fd: calls.append(os.readlink(f"/proc/self/fd/{fd}")) or real_sync(fd))

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
+from math import inf
 from types import SimpleNamespace
 from typing import Any
 from weakref import ref
@@ -21,7 +22,7 @@ import pytest
 from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config
 from kvoffd.errors import BadBlockIds, KvoffdError
-from kvoffd.server.jobs import checked_parts
+from kvoffd.server.jobs import QUIET_S, checked_parts
 from kvoffd.server.lifeline import Connection
 from kvoffd.server.persistence import State
 from kvoffd.server.scrubber import Scrubber
@@ -178,14 +179,16 @@ def test_a_reset_of_a_bench_is_not_in_the_state_file(bench: Bench, label: str, k
 
 
 def test_job_that_ended_is_freed_without_the_collector(bench: Bench) -> None:
-    """A plan may have 100,000 pieces; the garbage collector looks for it late."""
-    worker = bench.session()
+    """A plan may have 100,000 pieces; the garbage collector looks for it late. Engines are idle soon after the last."""
+    worker, jobs = bench.session(), bench.service.jobs
     gc.disable()
     try:
         bench.copy(worker)
-        job = ref(next(iter(bench.service.jobs.running)))
+        job = ref(next(iter(jobs.running)))
+        assert jobs.quiet_at == inf
         bench.end_copy()
         assert job() is None
+        assert jobs.quiet_at == pytest.approx(100.0 + QUIET_S)
     finally:
         gc.enable()
 
@@ -350,6 +353,13 @@ def test_block_ids_must_fit_the_keys_and_the_shortest_tensor() -> None:
         checks(3, [0, 3, 1], 0, 1, storing=storing)
         with pytest.raises(BadBlockIds, match=r"Block id 4 .* to 3"):
             checks(3, [0, 4, 1], 0, 1, storing=storing)
+
+
+def test_each_job_of_a_message_has_its_own_keys_and_blocks() -> None:
+    columns = [struct.pack("<3I", *column) for column in ((2, 0, 1), (4, 0, 1), (0, 0, 1))]
+    group = m.GroupBlocks(0, *columns, KEY * 3, bytes(4 * 5))
+    spans = group.spans(3, len(KEY), 2, store=True)
+    assert spans == [m.JobSpan(0, 0, 2, 0, 4, 0), m.JobSpan(2, 2, 3, 4, 5, 1)]
 
 
 # --- credit, and who may connect -------------------------------------------------------------------

@@ -205,7 +205,9 @@ def test_a_namespace_without_workers_gets_nothing_from_a_tier(rig: TieringHarnes
     assert successor.states(again, keys_of(1)) == [ABSENT]
     successor.cache.register_rank(again, 1, [UNIT], None)
     assert successor.states(again, keys_of(1)) == [PENDING]
-    successor.finish_promotions()
+    successor.bring_up()
+    assert successor.cache.blocks.pinned_blocks == 1, "it is held for who waits, not each of its ranks"
+    successor.stop_waiting()
     assert successor.states(again, keys_of(1)) == [READY]
     successor.check()
 

@@ -34,7 +34,7 @@ from tests.kit.redis_server import RedisServer
 from tests.kit.slow_link import SlowLink
 from tests.kit.wire import books
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.paced, pytest.mark.timeout(600)]
 
 LIGHT, DEMO = "light", "demo"
 KINDS = [LIGHT, pytest.param(DEMO, marks=pytest.mark.nightly)]

@@ -83,36 +83,3 @@ def test_files_become_packages_once_and_only_what_the_machine_lacks(carried: Pat
     (place / "mark").touch()
     assert carry.unpacked("vllm", carry.files_of_vllm()) == place
     assert (place / "mark").exists()
-
-
-def test_what_is_missing_is_said(carried: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def problem() -> str:
-        with pytest.raises(SystemExit) as raised:
-            carry.files_of_vllm()
-        return str(raised.value)
-
-    for wheel in carried.rglob("kvoffd_Absent*"):
-        wheel.unlink()
-    assert "lacks kvoffd-absent-one==1.0: bring them into" in problem()
-    archive = carried / f"vllm-{carry.HERE}.tar.xz"
-    archive.rename(carried / "vllm-3.99.tar.xz")
-    assert f"has vllm-3.99.tar.xz, and this is Python {carry.HERE}" in problem()
-    (carried / "vllm-3.99.tar.xz").unlink()
-    assert f"lacks {archive.name}, kvoffd-absent-one==1.0" in problem()
-    monkeypatch.setattr(carry, "installed", lambda name: {"torch": "2.9.1"}.get(name))
-    assert problem() == "vLLM needs torch 2.11 for CUDA or newer; this Python has 2.9.1."
-
-
-def test_a_wheel_is_unpacked_as_pip_does(tmp_path: Path) -> None:
-    files = {"one.py": "1", "one-1.0.data/purelib/two.py": "2", "left/out.so": "3"}
-    carry.unpack(make_wheel(tmp_path, "one", files), tmp_path / "site", ["left/*"])
-    there = sorted(
-        str(path.relative_to(tmp_path / "site")) for path in (tmp_path / "site").rglob("*") if path.is_file()
-    )
-    assert there == ["one-1.0.dist-info/METADATA", "one.py", "two.py"]
-
-
-def test_every_need_is_pinned_and_named_once() -> None:
-    needs = [*carry.NEEDS["packed"], *carry.NEEDS["beside"], carry.NEEDS["pegaflow"]]
-    assert all(one.count("==") == 1 for one in needs)
-    assert len({carry.normal(one).partition("==")[0] for one in needs}) == len(needs)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.bench.gpu import vllm_parts
 from tests.bench.gpu.setup import Setup
 from tests.bench.gpu.vllm_engine import Answer, gaps_by_state
 from tests.bench.gpu.vllm_parts import Bench, difference, is_unequal, is_wrong
@@ -69,21 +66,3 @@ def test_a_step_that_fails_loses_nothing() -> None:
     assert [list(one) for one in kept] == [["good"], ["good", "bad"], ["good", "bad", "after"]]
     assert kept[-1]["good"]["figure"] == 1
     assert (kept[-1]["bad"]["before"], kept[-1]["bad"]["failed"]) == (2, "AssertionError: the engine ended")
-
-
-def test_the_first_runner_that_starts_serves_all_parts(tmp_path: Path) -> None:
-    setup = Setup("", False, directory=tmp_path)
-    first, second, *_ = vllm_parts.RUNNERS.values()
-    assert Bench(setup).runner == first
-    Bench(setup).choose("V2, eager")
-    assert Bench(setup).runner == second
-
-
-def test_facts_are_kept_as_far_as_they_came(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_parts, "FACTS_S", 1.5)
-    program = 'import time; print(\'{"packages": 1}\\n{"imp\', end="", flush=True); time.sleep(30)'
-    run = vllm_parts.subprocess.run
-    monkeypatch.setattr(
-        vllm_parts.subprocess, "run", lambda command, **how: run([sys.executable, "-c", program], **how)
-    )
-    assert list(vllm_parts._facts()) == [{"packages": 1}, {"failed": "not done within 1.5 s"}]
