@@ -36,6 +36,9 @@ log = logging.getLogger("kvoffd_client")
 
 FENCE_PATIENCE_S = 0.05
 """Time that a fence waits for jobs to end before it cancels those that have not started."""
+FENCE_SILENCE_S = 0.5
+"""Time after which a fence no longer waits for stores if the daemon does not even answer. It answers in milliseconds; a
+busy host may keep it from a CPU for 0.3 s."""
 BUSY_CHECK_S = 0.005
 """Interval at which a fence calls ``busy``."""
 LOAD_WAIT_S = 10.0
@@ -304,10 +307,11 @@ class WorkerClient(Session):
     def fence(self, job_ids: Iterable[int], timeout_s: float, busy: Callable[[], bool] = lambda: False) -> None:
         """Wait until the daemon no longer accesses the blocks of these jobs. Then each of them has a result.
 
-        Jobs that have not started after FENCE_PATIENCE_S are cancelled. Stores without a result ``timeout_s`` later are
-        abandoned: the client closes the lifeline, so that the daemon does not commit them, then fails them and
-        reconnects. Loads are waited for without limit, because their copies may still write: a completion or the
-        daemon's death ends them. Unknown ids are ignored. Results stay for take_results().
+        Jobs that have not started after FENCE_PATIENCE_S are cancelled. Stores without a result ``timeout_s`` later, or
+        FENCE_SILENCE_S if the daemon gives no sign of life, are abandoned: the client closes the lifeline, so that the
+        daemon does not commit them, then fails them and reconnects. Loads are waited for without limit, because their
+        copies may still write: a completion or the daemon's death ends them. Unknown ids are ignored. Results stay for
+        take_results().
 
         ``busy`` returns whether the caller must wait for something else too. Nothing is cancelled during that, which
         must be a finite time.
@@ -319,8 +323,14 @@ class WorkerClient(Session):
             if self._transport.wait(lambda: not self._has_any(wanted), BUSY_CHECK_S):
                 return
         with self._transport.lock:
+            asked_at = self._transport.now()
             self._cancel(wanted)
-        if self._transport.wait(lambda: not self._has_any(wanted), timeout_s):
+            self._ask_for_results(asked_at)
+        silence_s = min(FENCE_SILENCE_S, timeout_s)
+        if self._transport.wait(lambda: not self._has_any(wanted), silence_s):
+            return
+        answers = self._owed_since > asked_at
+        if answers and self._transport.wait(lambda: not self._has_any(wanted), timeout_s - silence_s):
             return
         with self._transport.lock:
             self._abandon_stores(wanted, self._transport.now())

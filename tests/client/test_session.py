@@ -239,6 +239,19 @@ def test_pauses_grow_with_failed_connections_and_refusals(new_scheduler: Schedul
     assert len(set(pauses)) == len(pauses), "no two clients are in step"
 
 
+def test_a_daemon_that_fails_is_unreachable_until_it_answers(new_scheduler: SchedulerClient, link: PaperLink) -> None:
+    assert not new_scheduler.unreachable, "it was not tried yet"
+    link.refuse_to_open = True
+    new_scheduler.tick(0.0)
+    assert new_scheduler.unreachable
+    link.refuse_to_open = False
+    connect(new_scheduler, link, 1.0)
+    assert not new_scheduler.unreachable
+    look_up(new_scheduler, link, 2.0)
+    new_scheduler.tick(2.0 + OPTIONS.unresponsive_after_s)
+    assert new_scheduler.unreachable
+
+
 def test_a_forgotten_token_makes_the_client_connect_again(scheduler: SchedulerClient, link: PaperLink) -> None:
     look_up(scheduler, link, 0.0)
     scheduler.on_reply(m.Error(link.last(m.Lookup).request_id, ErrorCode.BAD_TOKEN, "Unknown."), 0.1)
@@ -484,21 +497,30 @@ def test_unregister_waits_for_abandoned_stores(worker: WorkerClient, link: Paper
     assert outcome == [False, True]
 
 
+@pytest.mark.parametrize("answers", [True, False])
 def test_a_fence_waits_cancels_drops_the_session_waits_for_loads(
-    worker: WorkerClient, link: PaperLink, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    worker: WorkerClient,
+    link: PaperLink,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    answers: bool,
 ) -> None:
+    """It waits less for stores if the daemon does not answer at all."""
     submit(worker, link, 0.0, Job(1, TRANSFER), Job(2, TRANSFER, 2**32), Job(3, TRANSFER))
     waits: list[tuple[float, int, bool]] = []
 
     def wait(ready: Callable[[], bool], timeout_s: float) -> bool:
         waits.append((timeout_s, link.count(m.Cancel), link.is_open))
-        if len(waits) == 5:
+        if answers and len(waits) == 2:
+            worker.on_reply(m.ResultsReply(link.last(m.Results).request_id, [], [1, 2, 3]), 0.1)
+        if waits[-3:] == [(10.0, 1, False)] * 3:
             worker.on_released(30.0)
         return ready()
 
     monkeypatch.setattr(link, "wait", wait)
     worker.fence([1, 2], 2.0)
-    assert waits == [(0.05, 0, True), (2.0, 1, True), *[(10.0, 1, False)] * 3]
+    of_stores = [(0.05, 0, True), (0.5, 1, True), *[(1.5, 1, True)] * answers]
+    assert waits == [*of_stores, *[(10.0, 1, False)] * 3]
     assert link.last(m.Cancel).job_ids == [1, 2]
     assert [result.job_id for result in worker._results] == [1, 3, 2], "stores at once, the load with its memory"
     assert sum("Still waiting for loads" in line for line in caplog.messages) == 2
@@ -521,7 +543,7 @@ def test_a_fence_cancels_nothing_while_its_caller_is_busy(
     assert waits == [(0.05, 0), (0.005, 0), (0.005, 0)], "it ends with the store"
     busy = iter([True, False])
     worker.fence([2], 2.0, lambda: next(busy))
-    assert waits[3:] == [(0.05, 0), (0.005, 0), (2.0, 1)]
+    assert waits[3:] == [(0.05, 0), (0.005, 0), (0.5, 1)]
 
 
 def test_garbage_on_the_events_socket_is_asked_for_again(worker: WorkerClient, link: PaperLink) -> None:
