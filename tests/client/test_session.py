@@ -27,7 +27,7 @@ from kvoffd_client.session import (
     Phase,
     Session,
 )
-from kvoffd_client.worker_client import JOB_PATIENCE_S, GroupTransfer, Job, submit_of
+from kvoffd_client.worker_client import DARK_PATIENCE_S, JOB_PATIENCE_S, GroupTransfer, Job, submit_of
 from kvoffd_proto import codec, lifeline
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
@@ -465,6 +465,23 @@ def test_old_jobs_are_asked_after_until_the_question_goes_out(worker: WorkerClie
     assert link.count(m.Results) == 1
 
 
+def test_results_that_come_only_when_asked_for_are_asked_for_soon(worker: WorkerClient, link: PaperLink) -> None:
+    """Until one is published again."""
+
+    def asked_at(job_id: int, sent_at: float) -> float:
+        """When the job's result is asked for; it comes then."""
+        submit(worker, link, sent_at, Job(job_id, TRANSFER))
+        now = worker.wake_at()
+        worker.tick(now)
+        worker.on_reply(m.ResultsReply(link.last(m.Results).request_id, [completions(job_id, job_id)], []), now)
+        return round(now - sent_at, 3)
+
+    assert [asked_at(1, 0.0), asked_at(2, 5.0), asked_at(3, 6.0)] == [JOB_PATIENCE_S, DARK_PATIENCE_S, DARK_PATIENCE_S]
+    submit(worker, link, 7.0, Job(4, TRANSFER))
+    publish(worker, completions(4, 4), 7.01)
+    assert asked_at(5, 8.0) == JOB_PATIENCE_S
+
+
 def test_a_job_that_the_daemon_does_not_know_fails(worker: WorkerClient, link: PaperLink) -> None:
     submit(worker, link, 0.0, Job(1, TRANSFER))
     worker.tick(JOB_PATIENCE_S)
@@ -495,6 +512,24 @@ def test_unregister_waits_for_abandoned_stores(worker: WorkerClient, link: Paper
     worker.on_released(0.3)
     worker._unregister(outcome, 0.4, 1.0)
     assert outcome == [False, True]
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_daemon_that_gives_no_sign_of_life_is_not_asked_for_its_memory_for_long(
+    worker: WorkerClient, link: PaperLink, monkeypatch: pytest.MonkeyPatch, answers: bool
+) -> None:
+    waits = list[float]()
+
+    def wait(ready: Callable[[], bool], timeout_s: float) -> bool:
+        waits.append(timeout_s)
+        if answers and len(waits) == 1:
+            worker.on_reply(m.ResultsReply(link.last(m.Results).request_id, [], []), 0.1)
+        return ready()
+
+    monkeypatch.setattr(link, "wait", wait)
+    assert not worker.unregister(10.0)
+    assert waits == [0.5, *[9.5] * answers]
+    assert not link.is_open
 
 
 @pytest.mark.parametrize("answers", [True, False])
