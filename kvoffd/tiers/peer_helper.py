@@ -18,8 +18,8 @@ import struct
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, cast
@@ -83,6 +83,8 @@ PR_SET_PDEATHSIG = 1
 RECONNECT_MS, MAX_RECONNECT_MS = 100, 1000
 SIOCGIFFLAGS, SIOCGIFADDR, UP_AND_RUNNING = 0x8913, 0x8915, 0x41
 """See netdevice(7)."""
+RTM_NEWLINK, RTM_DELLINK, RTM_DELADDR, RTMGRP_LINK_AND_IPV4 = 16, 17, 21, 0x11
+"""See rtnetlink(7)."""
 INFINIBAND, ACTIVE = Path("/sys/class/infiniband"), "4:"
 """See the kernel's Documentation/ABI/stable/sysfs-class-infiniband."""
 
@@ -134,9 +136,9 @@ class Helper:
                 break
         if nixl is None:
             raise RuntimeError("NIXL is not installed.")
-        self._links = links()  # before: what comes up during the start may be missed by UCX
-        config = nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
-        self._nixl = nixl.nixl_agent(f"kvoffd-{os.urandom(8).hex()}", config)
+        with unbroken_links() as self._links:
+            config = nixl.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+            self._nixl = nixl.nixl_agent(f"kvoffd-{os.urandom(8).hex()}", config)
         self._pool_at = self._landing_at = 0
         (pool, offset, pool_bytes), (landing, landing_bytes) = self._settings.pool, self._settings.landing
         regions = []
@@ -216,7 +218,7 @@ class Helper:
             if now >= self._beat_at:
                 self._beat_at = now + BEAT_S
                 self._to_daemon(BEAT, 0, 0)
-                if new := links() - self._links:
+                if new := links().keys() - self._links:
                     print(f"The helper process for peers starts again, to use {', '.join(new)}.", file=sys.stderr)
                     return
             busy = bool(self._transfers or self._lent) or now < self._busy_until
@@ -420,25 +422,46 @@ class Helper:
             self._free[one.peer].append(one.part)
 
 
-def links() -> set[str]:
-    """Return the IPv4 addresses of interfaces that are up, and the RDMA ports that are active.
+def links() -> dict[str, int]:
+    """Return the IPv4 addresses of interfaces that are up, with the interface's index, and the RDMA ports that are
+    active, with 0.
 
     An agent of NIXL has those that UCX finds at its start: what came up later is never used, and a node that started
     before its network could never be reached.
     """
-    found = set[str]()
+    found = dict[str, int]()
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         for state in INFINIBAND.glob("*/ports/*/state"):
             if state.read_text().startswith(ACTIVE):
-                found.add(state.parts[-4])
-        for _, name in socket.if_nameindex():
+                found[state.parts[-4]] = 0
+        for index, name in socket.if_nameindex():
             request = struct.pack("40s", name.encode())
             with suppress(OSError):  # it has no address, or is gone
                 address = socket.inet_ntoa(fcntl.ioctl(asked, SIOCGIFADDR, request)[20:24])
                 (flags,) = struct.unpack_from("H", fcntl.ioctl(asked, SIOCGIFFLAGS, request), 16)
                 if flags & UP_AND_RUNNING == UP_AND_RUNNING:
-                    found.add(address)
+                    found[address] = index
     return found
+
+
+@contextmanager
+def unbroken_links() -> Iterator[set[str]]:
+    """Yield a set that gets, at the end, the links that were up all the time: UCX may have missed all others."""
+    found = set[str]()
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_NONBLOCK, socket.NETLINK_ROUTE) as changes:
+        changes.bind((0, RTMGRP_LINK_AND_IPV4))
+        before = links()
+        yield found
+        broken = set[int]()
+        with suppress(BlockingIOError):
+            while data := changes.recv(1 << 16):
+                while data:
+                    nbytes, kind, index, flags = struct.unpack_from("IH14xiI", data)
+                    is_up = flags & UP_AND_RUNNING == UP_AND_RUNNING
+                    if kind in (RTM_DELLINK, RTM_DELADDR) or (kind == RTM_NEWLINK and not is_up):
+                        broken.add(index)
+                    data = data[-(-nbytes // 4) * 4 :]
+        found |= {one for one, index in before.items() if index not in broken} & links().keys()
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ At night also in network namespaces, with cut and slow links: no wrong byte, no 
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import platform
@@ -458,8 +459,11 @@ def cut_link(fleet: Fleet, rng: random.Random, writer: int, reader: int) -> None
     fleet.network.cut = False
 
 
-def take_link_down(fleet: Fleet, rng: random.Random, writer: int, reader: int) -> None:
+def take_link_down(fleet: Fleet, rng: random.Random, writer: int, reader: int, *, starting: bool = False) -> None:
     number = rng.choice([writer, reader])
+    if starting:
+        fleet.nodes[number].kill_helper()
+        time.sleep(rng.uniform(0.0, 1.5))
     fleet.network.set_link(number, "down")
     time.sleep(rng.uniform(0.2, 2.0))
     fleet.network.set_link(number, "up")
@@ -490,6 +494,7 @@ EVENTS: dict[str, Callable[[Fleet, random.Random, int, int], object]] = {
     "stop the helper that lends": stop_helper_that_lends,
     "cut the link": cut_link,
     "take the link down": take_link_down,
+    "take the link down while a helper starts": functools.partial(take_link_down, starting=True),
     "slow the link": slow_link,
     "reset while it is read": reset_while_it_is_read,
 }

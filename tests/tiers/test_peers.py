@@ -45,6 +45,7 @@ from kvoffd.tiers.peers import (
 )
 from kvoffd.tiers.store import GetRequest, Received, StoreError, object_key
 from tests.kit.amount import TIMES
+from tests.kit.network import Network
 from tests.kit.ports import free_port
 from tests.kit.require import require
 from tests.kit.waiting import wait_until
@@ -435,7 +436,22 @@ def test_addresses_and_rdma_ports_that_are_up_are_known(tmp_path: Path, monkeypa
     for device, state in (("mlx5_0", "4: ACTIVE\n"), ("mlx5_1", "1: DOWN\n")):
         (tmp_path / device / "ports/1").mkdir(parents=True)
         (tmp_path / device / "ports/1/state").write_text(state)
-    assert peer_helper.links() == addresses | {"mlx5_0"}
+    assert peer_helper.links() == addresses | {"mlx5_0": 0}
+
+
+def test_a_link_that_was_down_for_a_moment_is_not_known() -> None:
+    """While NIXL started, UCX may not have seen it."""
+    with Network(1) as network:
+        code = (
+            "import subprocess; from kvoffd.tiers.peer_helper import unbroken_links as unbroken\n"
+            "with unbroken() as known: pass\n"
+            "with unbroken() as after: [subprocess.run(['ip', 'link', 'set', 'tun0', to]) for to in ('down', 'up')]\n"
+            "with unbroken() as again: subprocess.run(['ip', 'address', 'add', '10.78.0.1/24', 'dev', 'tun0'])\n"
+            "print(sorted(known), sorted(after), sorted(again))"
+        )
+        command = [*network.inside(0), sys.executable, "-c", code]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert said.strip() == f"{['10.77.0.1', '127.0.0.1']} {['127.0.0.1']} {['10.77.0.1', '127.0.0.1']}"
 
 
 def test_a_peer_with_two_names_has_one_agent() -> None:
