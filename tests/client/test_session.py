@@ -470,6 +470,7 @@ def test_results_that_come_only_when_asked_for_are_asked_for_soon(worker: Worker
 
     def asked_at(job_id: int, sent_at: float) -> float:
         """When the job's result is asked for; it comes then."""
+        worker.tick(sent_at)
         submit(worker, link, sent_at, Job(job_id, TRANSFER))
         now = worker.wake_at()
         worker.tick(now)
