@@ -46,8 +46,10 @@ ReplyT = TypeVar("ReplyT", bound=m.AnyReply)
 
 def find_namespace_info(namespaces: Iterable[a.NamespaceInfo], name: str) -> a.NamespaceInfo:
     """Return the one whose label is ``name`` or whose fingerprint begins with it. Raises KvoffdClientError."""
-    digits = name.lower() if len(name) >= MIN_PREFIX_DIGITS else "no digits"
-    found = [one for one in namespaces if one.label == name or one.namespace.hex().startswith(digits)]
+    is_prefix = len(name) >= MIN_PREFIX_DIGITS
+    found = [
+        one for one in namespaces if one.label == name or (is_prefix and one.namespace.hex().startswith(name.lower()))
+    ]
     if len(found) == 1:
         return found[0]
     shown = printable(name)
@@ -101,7 +103,7 @@ def error_in(body: bytes) -> str:
     text = body.decode(errors="replace")
     with suppress(ValueError, TypeError, KeyError):
         text = json.loads(body)["error"]
-        text = text["message"]
+        text = text["message"]  # unless the error is a text itself
     return printable(str(text)[:400].strip()).rstrip(".") or "nothing more"
 
 

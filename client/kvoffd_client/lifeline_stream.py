@@ -106,8 +106,10 @@ class LifelineStream:
 
     def released(self, now: float) -> bool:
         """Return whether the daemon no longer accesses the client's memory: it said so, or its process is gone."""
-        if not self.ended or isinstance(self._last, lifeline.MemoryReleased):
-            return self.ended
+        if not self.ended:
+            return False
+        if isinstance(self._last, lifeline.MemoryReleased):
+            return True
         return bool(poller_of(self._pidfd).poll(0)) if self._pidfd >= 0 else now >= self.wake_at()
 
     def wake_at(self) -> float:

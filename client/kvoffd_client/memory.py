@@ -130,5 +130,4 @@ class Registration:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether the memory is on a GPU."""
         return any(isinstance(memory, GpuSegment) for memory in self.memories)

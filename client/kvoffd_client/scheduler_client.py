@@ -54,8 +54,8 @@ class LookupFuture(Struct, eq=False):
     answered_at: float = 0.0
     stale_at: float = 0.0
     transport: Transport | None = None
+    # Whether it was released before its answer; its requests without an answer, and the states in the other answers.
     unwanted: bool = False
-    # Number of its requests without an answer, and the states in the others' answers.
     missing: int = 1
     partial: list[bytes] = []
 

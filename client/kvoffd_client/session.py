@@ -159,13 +159,7 @@ class Session(Closing):
     Public methods are thread-safe, and block only if their names or docstrings say wait; ``close()`` waits for the
     thread. ``on_`` and ``_`` methods and ``tick`` need the lock.
 
-    Args:
-        directory: where the daemon's sockets are.
-        role: session's role.
-        namespace: opened or joined at every connection.
-        name: shown to operators.
-        software: client and engine versions, shown to operators.
-        options: timeouts.
+    Args, besides those of SchedulerClient:
         transport: real sockets by default.
         rng: for lease ids and pauses.
 
@@ -366,6 +360,7 @@ class Session(Closing):
         self._transport.notify()
 
     def _expire(self, now: float) -> None:
+        """Fail late requests. Then, or if those were the last of which no reply came, ask for a sign of life."""
         late = [request_id for request_id, (deadline, _) in self._pending.items() if deadline <= now]
         for request_id in late:
             entry = self._pending.pop(request_id, None)
@@ -374,7 +369,7 @@ class Session(Closing):
                 self._transport.notify()
         self._next_expiry = min((deadline for deadline, _ in self._pending.values()), default=NEVER)
         owed = self._owed_since < NEVER and not self._pending
-        if (late or owed) and self._phase is Phase.READY:  # find out whether the daemon answers at all
+        if (late or owed) and self._phase is Phase.READY:
             self._send(self._hello(), now, lambda *_: None)
             if not self._pending:  # the socket's queue is full: try again later
                 self._next_expiry = now + self._options.request_timeout_s
@@ -481,17 +476,17 @@ class Session(Closing):
         """End the connection and schedule the next attempt. ``released``: the daemon no longer accesses the memory."""
         if self._phase in (Phase.CLOSED, Phase.DRAINING):
             return
-        if self._phase is Phase.READY and now - self._ready_at > self._options.backoff_max_s:
-            self._pause_s = BACKOFF_MIN_S
-        pause_s, longest_s = self._pause_s, self._options.backoff_max_s
-        if self._phase is Phase.IDLE:  # nobody listens
-            pause_s, self._absent_pause_s = self._absent_pause_s, min(2 * self._absent_pause_s, BACKOFF_ABSENT_S)
-            self._refused_pause_s = self._options.backoff_max_s  # the next daemon may accept this client
-        else:
-            self._pause_s = min(2 * self._pause_s, longest_s)
+        longest_s = self._options.backoff_max_s
         if refusal is not None:
             pause_s, longest_s = self._refused_pause_s, max(longest_s, BACKOFF_REFUSED_S)
             self._refused_pause_s = min(2 * pause_s, longest_s)
+        elif self._phase is Phase.IDLE:  # nobody listens; the next daemon may accept this client
+            pause_s, self._refused_pause_s = self._absent_pause_s, longest_s
+            self._absent_pause_s = min(2 * pause_s, BACKOFF_ABSENT_S)
+        else:
+            was_stable = self._phase is Phase.READY and now - self._ready_at > longest_s
+            pause_s = BACKOFF_MIN_S if was_stable else self._pause_s
+            self._pause_s = min(2 * pause_s, longest_s)
         self._retry_at = now + min(pause_s, longest_s) * self._rng.uniform(0.5, 1.0)
         self.refusal = refusal
         self._warn(sentence)
@@ -556,13 +551,13 @@ def split_keys(counts: Sequence[int], most: int) -> list[list[tuple[int, int, in
     parts: list[list[tuple[int, int, int]]] = [[]]
     left = most
     for index, count in enumerate(counts):
-        begin = 0
-        while begin < count or not begin:
+        end = -1
+        while end < count:
             if not left:
                 parts.append([])
                 left = most
+            begin = max(end, 0)
             end = min(count, begin + left)
             parts[-1].append((index, begin, end))
             left -= end - begin
-            begin = max(end, 1)
     return parts

@@ -92,8 +92,8 @@ class SocketTransport:
         self._waiting: list[int] = []
         """Eventfds, one for each waiting thread."""
         self._reading: int | None = None
-        """Eventfd of the thread that holds the lock and reads the sockets, -1 if it has none; None if no thread does.
-        It need not be woken."""
+        """Thread that holds the lock and reads the sockets, and so need not be woken: the eventfd of one that waits, -1
+        for another; None if no thread does."""
         self._busy_wait_from = 0.0
         self._closed = False
         self._last_error = ""
@@ -118,15 +118,8 @@ class SocketTransport:
 
     def wait(self, ready: Callable[[], bool], timeout_s: float) -> bool:
         wake_fd, deadline = -1, time.monotonic() + timeout_s
-        while not self._threaded:
-            with self.lock:
-                if self._closed:
-                    return ready()
-                poller, pause_s = self._work([])
-                now = time.monotonic()
-                if (done := ready()) or now >= deadline:
-                    return done
-            self._sleep(poller, min(pause_s, deadline - now))
+        if not self._threaded:
+            return self._work_until(ready, deadline)
         try:
             while True:
                 with self.lock:
@@ -166,6 +159,18 @@ class SocketTransport:
     def _new_waker(self) -> tuple[int, select.poll]:
         wake_fd = os.eventfd(0, os.EFD_CLOEXEC)
         return wake_fd, poller_of(wake_fd, self._messages.fileno())
+
+    def _work_until(self, ready: Callable[[], bool], deadline: float) -> bool:
+        """As ``wait``, in the only thread: it does the work of the transport's thread, too."""
+        while True:
+            with self.lock:
+                if self._closed:
+                    return ready()
+                poller, pause_s = self._work([])
+                now = time.monotonic()
+                if (done := ready()) or now >= deadline:
+                    return done
+            self._sleep(poller, min(pause_s, deadline - now))
 
     def _poll(self, poller: select.poll, deadline: float) -> list[tuple[int, int]]:
         """Wait for a descriptor; spin for a moment first unless other threads need the CPU."""

@@ -94,14 +94,15 @@ class Job:
         return keys, nbytes
 
     def parts(self, size: Size, key_bytes: int, blocks_per_key: int, most: Size, first_id: int) -> list[Job]:
-        """Split the job into jobs of at most ``most`` keys and bytes, at least one key each, with consecutive ids.
+        """Split a job of this size into jobs of at most ``most`` keys and bytes, or of one key, with consecutive ids.
 
         Only the last one ends the lease: the daemon has accepted the others by then, and they pin their blocks.
         """
-        keys = min(most[0], max(1, size[0] * most[1] // max(size[1], most[1])))
+        keys, nbytes = size
+        in_frame = keys * most[1] // nbytes if nbytes > most[1] else keys
         parts = [
             [_slice(self.groups[place], begin, end, key_bytes, blocks_per_key) for place, begin, end in part if end]
-            for part in split_keys([len(one.keys) // key_bytes for one in self.groups], keys)
+            for part in split_keys([len(one.keys) // key_bytes for one in self.groups], min(most[0], max(1, in_frame)))
         ]
         return [
             Job(first_id + number, part, self.lease_id, self.keep_lease or part is not parts[-1])
@@ -112,6 +113,7 @@ class Job:
 def _slice(one: GroupTransfer, begin: int, end: int, key_bytes: int, blocks_per_key: int) -> GroupTransfer:
     """Return keys ``begin`` to ``end`` of a transfer with their blocks; the last key gets all remaining blocks."""
     count = len(one.keys) // key_bytes
+    # Key 0 lacks its first ``first_block`` blocks.
     start, stop = (max(0, key * blocks_per_key - one.first_block) * m.BLOCK_ID_BYTES for key in (begin, end))
     keys, tokens = slice(begin * key_bytes, end * key_bytes), len(one.tokens) // count
     return GroupTransfer(
@@ -122,6 +124,27 @@ def _slice(one: GroupTransfer, begin: int, end: int, key_bytes: int, blocks_per_
         one.parents[keys],
         one.tokens[begin * tokens : end * tokens],
     )
+
+
+def batches_of(jobs: Iterable[tuple[Job, Size]], limits: m.Limits) -> list[list[Job]]:
+    """Return jobs, given with their sizes, in batches that fit a message each. In it all stores of a group have parents
+    and tokens, or none has."""
+    batches: list[list[Job]] = []
+    keys = nbytes = 0
+    has_tokens: dict[int, tuple[bool, bool]] = {}
+    """Whether the stores of each group in the last batch have parents, and tokens."""
+    for job, size in jobs:
+        keys, nbytes = keys + size[0], nbytes + size[1]
+        stored = job.groups if job.lease_id is None else ()
+        kinds = {one.group: (bool(one.parents), bool(one.tokens)) for one in stored}
+        full = keys > limits.max_keys_per_submit or nbytes > limits.max_frame_bytes
+        full = full or any(has_tokens.get(group, kind) != kind for group, kind in kinds.items())
+        if not batches or full or len(batches[-1]) == limits.max_jobs_per_message:
+            batches.append([])
+            (keys, nbytes), has_tokens = size, {}
+        has_tokens |= kinds
+        batches[-1].append(job)
+    return batches
 
 
 def submit_of(
@@ -260,34 +283,24 @@ class WorkerClient(Session):
             if len(jobs) > accepted:
                 self._refuse(jobs[accepted:], ErrorCode.TOO_MANY)
             self._role_due = min(self._role_due, now + self._patience_s)
-            most_keys, most_bytes = most = limits.max_keys_per_submit, limits.max_frame_bytes // 2
-            messages: list[tuple[int, list[Job]]] = []
-            """Jobs and parts of jobs of each message, with its request id."""
-            keys = nbytes = 0
-            has_tokens: dict[int, tuple[bool, bool]] = {}
-            """Whether the stores of each group in the last message have parents, and tokens: all have, or none."""
+            most = limits.max_keys_per_submit, limits.max_frame_bytes // 2
+            sized: list[tuple[Job, Size]] = []
+            """Jobs, and parts of those that are too large for a message."""
+            of_job: dict[int, int] = {}
+            """Job by the id of its parts, which is its own if it is not split."""
             for job, size in zip(jobs[:accepted], sizes, strict=False):
                 parts = [(job, size)]
-                if size[0] > most_keys or size[1] > most_bytes:
+                if size[0] > most[0] or size[1] > most[1]:
                     per_key = self._registration.blocks_per_key
                     cut = job.parts(size, namespace.key_bytes, per_key, most, self._next_part_id)
                     self._next_part_id += len(cut)
                     parts = [(part, part.checked_size(*shape)) for part in cut]
                 self._jobs[job.job_id] = Unfinished(job, now, len(parts))
-                for part, (of_keys, in_frame) in parts:
-                    keys, nbytes = keys + of_keys, nbytes + in_frame
-                    stored = part.groups if part.lease_id is None else ()
-                    kinds = {one.group: (bool(one.parents), bool(one.tokens)) for one in stored}
-                    full = keys > most_keys or nbytes > limits.max_frame_bytes
-                    full = full or any(has_tokens.get(group, kind) != kind for group, kind in kinds.items())
-                    if not messages or full or len(messages[-1][1]) == limits.max_jobs_per_message:
-                        messages.append((self._next_request_id(), []))
-                        keys, nbytes, has_tokens = of_keys, in_frame, {}
-                    has_tokens |= kinds
-                    request_id, batch = messages[-1]
-                    batch.append(part)
-                    self._sent[part.job_id] = Sent(part, job.job_id, request_id)
-            for request_id, batch in messages:
+                of_job.update(dict.fromkeys([part.job_id for part, _ in parts], job.job_id))
+                sized += parts
+            for batch in batches_of(sized, limits):
+                request_id = self._next_request_id()
+                self._sent.update({part.job_id: Sent(part, of_job[part.job_id], request_id) for part in batch})
                 message = submit_of(request_id, self._registration_id, namespace.key_bytes, batch, self._sequence)
                 if (refused := self._send(message)) is not None:
                     code = refused.code if isinstance(refused, RequestRefused) else ErrorCode.TOO_MANY
@@ -384,9 +397,8 @@ class WorkerClient(Session):
             return
         unfinished = self._jobs[sent.of_job]
         unfinished.parts -= 1
-        known = unfinished.outcome
-        if known is not None or sent.of_job != result.job_id:
-            known = known or m.JobResult(sent.of_job, True, 0, 0.0)
+        if sent.of_job != result.job_id:  # a part: add it to the others
+            known = unfinished.outcome or m.JobResult(sent.of_job, True, 0, 0.0)
             result = m.JobResult(
                 sent.of_job,
                 known.ok and result.ok,

@@ -274,16 +274,15 @@ class Cache:
         namespace.check(group)
         return self._current[namespace][group]
 
-    def reset(self, namespace: Namespace, *, keep_tiers: bool = False, generation: int | None = None) -> int:
-        """Forget all blocks, also on disks unless ``keep_tiers``, as when the weights changed. Returns their number.
+    def reset(self, namespace: Namespace, generation: int | None = None) -> int:
+        """Forget all blocks in the pool, and what comes up to it. Returns their number.
 
         The namespace gets a new number, so that no daemon finds them; ``background`` frees the slots. All leases end.
-        Shared stores keep their objects, whose generation is their own. ``generation``: that of later blocks.
+        ``generation``: that of later blocks, if it is another one; tiers have no others.
         """
         dropped = namespace.blocks_in[READY] + namespace.blocks_in[WRITING]
         namespace.counters.invalidated_blocks += dropped
         dead = self._current[namespace]
-        tiers = None if keep_tiers else self.tiers
         self._give_number(namespace, self._next_number)
         if generation is not None:
             namespace.generation = generation
@@ -296,8 +295,8 @@ class Cache:
         else:
             self._end(list(leases))
         self._save()
-        if tiers is not None:
-            dropped += tiers.reset(namespace)
+        if self.tiers is not None:
+            self.tiers.cancel_promotions(namespace)
         self._events.cleared(namespace)
         return dropped
 

@@ -87,5 +87,5 @@ class TierHooks(Protocol):
     def remove(self, namespace: Namespace, group: int, keys: bytes, why: MissReason) -> None:
         """Stop promoting keys, and remove them: see ``Tier.remove``."""
 
-    def reset(self, namespace: Namespace) -> int:
-        """Remove the namespace from the disks permanently; stores keep its blocks. Returns how many the disks had."""
+    def cancel_promotions(self, namespace: Namespace) -> None:
+        """The namespace was reset: nothing comes up that was requested for it so far."""

@@ -27,15 +27,9 @@ CLEARED_NOT_SAVED = "After a kill or a reboot cleared blocks may come back from 
 @answers(a.Clear)
 def clear(service: Service, session: Session, message: a.Clear) -> Pending:
     """Drop the blocks of one namespace, or of all, and forget empty namespaces that no session has open."""
-    cache, count = service.cache, 0
     if message.namespace is not None:
-        count = service.reset(cache.namespace(message.namespace))
-    else:
-        service.state.raise_all()
-        count = service.tiering.remove_all(None) if service.tiering is not None else 0
-        with cache.saving_once():
-            for namespace in cache.namespaces.values():
-                count += cache.reset(namespace, generation=service.state.generation(namespace.fingerprint))
+        service.cache.namespace(message.namespace)  # raises if there is none
+    count = service.reset(message.namespace)
     forget_idle(service)
     logger.info("Session %d (%s) cleared %d blocks.", session.id, session.peer, count)
     return service.reply_once_saved(m.Done(message.request_id, count), CLEARED_NOT_SAVED)
@@ -45,7 +39,7 @@ def clear(service: Service, session: Session, message: a.Clear) -> Pending:
 def reset_fleet(service: Service, session: Session, message: a.ResetFleet) -> Pending:
     """Invalidate a namespace's blocks on all nodes; the reply's count is the number of shared stores and peers."""
     if not service.tier_supervisor.shares:
-        why = "No tier is shared with other nodes; start the daemon with --shared URL, or with peers."
+        why = "This daemon has no shared store and no peers, so no other nodes to clear; leave out --all-nodes."
         raise KvoffdError(why, ErrorCode.NOT_READY)
     tiers = list(service.tier_supervisor.shared)
     networks = service.tier_supervisor.networks

@@ -30,7 +30,7 @@ from kvoffd.server.recovery import StartProgress, open_pool, restore
 from kvoffd.server.service import Service
 from kvoffd.server.sockets import Sockets
 from kvoffd.server.stats import daemon_stats
-from kvoffd.server.tiers import OpenStores, shared_stores
+from kvoffd.server.tier_supervisor import OpenStores, shared_stores
 from kvoffd.system.directory import DaemonDirectory
 from kvoffd.system.limits import check_loop_calls, raise_descriptor_limit
 from kvoffd.system.mappings import PageFaulter
@@ -136,6 +136,7 @@ class Daemon:
             self._start_http()
             self._state = State(open_state_file(self._config, STATE_FILE, MAX_STATE_BYTES))
             try:
+                self._state.file.claim()
                 self._state.restore()
                 self._pool = await asyncio.to_thread(
                     open_pool,

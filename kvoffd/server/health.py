@@ -76,14 +76,14 @@ def _problems(service: Service, recent: Window) -> Iterator[tuple[str, str]]:
             whose, advice = _full_quota(service), "`kvoffd-cli namespaces quota` raises it."
         yield (
             "stores_without_space",
-            f"In the last {over} there was no space for {format_count(dropped)} block{plural(dropped)} that engines "
+            f"In the last {over}, there was no space for {format_count(dropped)} block{plural(dropped)} that engines "
             f"offered: {NO_SPACE_CAUSES[cause]}{whose}. {advice}",
         )
     late, lookups = recent.late_lookups, max(recent.lookups, recent.late_lookups)
     if late >= MIN_LATE and late > LATE_SHARE * lookups:
         yield (
             "lookups_late",
-            f"In the last {over} {format_count(late)} of {format_count(lookups)} lookups took longer than computing "
+            f"In the last {over}, {format_count(late)} of {format_count(lookups)} lookups took longer than computing "
             "the prompts, so engines computed them. The daemon or the engines get too little CPU: give the daemon a "
             "core of its own (CPUAffinity= in its systemd unit), or run less on this machine.",
         )

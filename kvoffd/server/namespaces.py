@@ -59,7 +59,7 @@ def forget_idle(service: Service, after_s: float = 0.0) -> None:
     with service.cache.saving_once():
         for namespace in list(service.cache.namespaces.values()):
             if namespace.of_bench and namespace.ready_blocks and namespace.fingerprint not in opened:
-                dropped = service.reset(namespace)
+                dropped = service.cache.reset(namespace)
                 logger.info("Dropped the %d blocks of %r, which has ended.", dropped, namespace.label)
             if not _idle(namespace, opened):
                 namespace.idle_since = None
@@ -83,7 +83,7 @@ def _evict_unused(service: Service) -> None:
     # Even one with blocks: else a block in each would block new namespaces forever.
     least = min(unused, key=lambda one: one.ready_bytes)
     logger.info("Evicted the unused namespace %r to make room for a new one.", least.label)
-    cache.reset(least, keep_tiers=True)
+    cache.reset(least)
     _forget(service, least)
 
 

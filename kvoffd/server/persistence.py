@@ -3,7 +3,7 @@
 A namespace's **generation** is raised by each reset and clear, which make its blocks stale. Pools and disks record the
 generation in which a block was stored. A block of a lower generation is void wherever it is found: on a disk that was
 detached or read-only, in an older copy of a file, in another pool. This is the only protection against cleared blocks,
-so a reset is answered only when ``kvoffd.state`` is on its device.
+so a reset (``Service.reset``) is answered only when ``kvoffd.state`` is on its device.
 
 A generation is a time, in microseconds since 1970, above all generations seen in the state file, pools and disks. So
 one that is raised after the state file was lost is above all earlier ones. A higher one that is found in a pool or on a
@@ -30,7 +30,7 @@ from kvoffd.cache import POLICY_NAMES
 from kvoffd.cache.policy import Policy
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
-from kvoffd.system.files import open_directory
+from kvoffd.system.files import open_directory, try_lock
 from kvoffd.system.mappings import filesystem_magic
 from kvoffd.system.newest import put_newest
 from kvoffd.system.threads import start
@@ -73,11 +73,27 @@ class StateFile:
         self._content = b""
         """Content of the latest ``save``."""
         self._ends = False
+        self._directory_fd = -1
+        """The locked directory."""
         self.requested = self.tried = self.written = 0
         """Numbers of the latest save that was requested, of the latest that was tried, and of the one on the device."""
         self._problem = ""
         """Error of the latest write; empty if it succeeded."""
         start(threading.Thread(target=self._run, name=f"kvoffd-{path.rpartition('.')[2]}"[:15], daemon=True))
+
+    def claim(self) -> None:
+        """Lock the directory until ``close``: another daemon's writes would undo this one's. Raises StateUnusable."""
+        directory = Path(self.path).parent
+        try:
+            self._directory_fd = open_directory(directory)
+            if try_lock(self._directory_fd):
+                return
+        except OSError:
+            return  # nothing can be written there, which `problem` reports, or the file system has no locks
+        raise StateUnusable(
+            f"Another kvoffd keeps its clears and resets in {directory}; stop it, or give each daemon a directory of "
+            "its own (StateDirectory= of its systemd unit, or the variable STATE_DIRECTORY)."
+        )
 
     def read(self) -> bytes:
         """Return the content. Raises OSError; ValueError with a clause that begins with ``it`` if it is unusable."""
@@ -135,6 +151,8 @@ class StateFile:
         with self._changed:
             self._ends = True
             self._changed.notify_all()
+        if self._directory_fd >= 0:
+            os.close(self._directory_fd)
 
     def _run(self) -> None:
         while True:
@@ -191,8 +209,6 @@ def _open_own(path: str, flags: int) -> int:
 class Resets(msgspec.Struct):
     """Protection against cleared blocks. Keys are fingerprints of namespaces."""
 
-    last: Count = 0
-    """Highest generation that was ever raised or found."""
     floor: Count = 0
     """Generation of all namespaces without their own, from the last time that all were cleared."""
     generations: dict[bytes, Count] = {}
@@ -216,11 +232,12 @@ class Counted(msgspec.Struct):
 
 
 PARTS: dict[bytes, type[msgspec.Struct]] = {b"resets": Resets, b"quotas": Quotas, b"counted": Counted}
-"""Parts of ``kvoffd.state`` by name. Each is a line: the CRC-32 of the rest, the name, and the content as JSON."""
+"""Parts of ``kvoffd.state`` by name. Each is a line: the CRC-32 of the rest, the name, and the content as JSON. Empty
+lines are between them, so that a damaged line end costs nothing."""
 
 
-class StateUnreadable(KvoffdError):
-    """The file exists but cannot be read. The message says what to do."""
+class StateUnusable(KvoffdError):
+    """The file cannot be read, or another daemon uses it. The message says what to do."""
 
 
 class State:
@@ -242,7 +259,7 @@ class State:
         """Read the file. Damage to a part loses only that part.
 
         If the resets are lost, all existing blocks become void, and namespaces are not shared until they are reset on
-        all nodes. Raises StateUnreadable.
+        all nodes. Raises StateUnusable.
         """
         try:
             content, why = self.file.read(), "it is damaged"
@@ -252,7 +269,7 @@ class State:
             content, why = b"", str(error)
         except OSError as error:
             reason = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
-            raise StateUnreadable(
+            raise StateUnusable(
                 f"{self.file.path}, the record of clears and resets, cannot be read ({reason}); fix that. "
                 "Without it cleared blocks may come back from disks and shared stores."
             ) from error
@@ -283,7 +300,7 @@ class State:
 
     def raise_all(self) -> None:
         """Make all existing blocks of all namespaces void."""
-        self.resets.last = self.resets.floor = self._next()
+        self.resets.floor = self._next()
         self.resets.generations.clear()
         self._save(b"resets")
 
@@ -298,21 +315,20 @@ class State:
             self._set_generation(fingerprint, generation)
         else:
             logger.warning("The clock was set back: a namespace's reset is in the future. All its blocks are void.")
-            self.resets.last = max(self.resets.last, generation)
-            self.raise_generation(fingerprint)
+            self._set_generation(fingerprint, self._next(generation))
         return is_sound
 
     def _now(self) -> int:
         return int(1e6 * self._wall_clock())
 
-    def _next(self) -> int:
-        """Return a generation above all known ones."""
-        if (now := self._now()) <= self.resets.last:
+    def _next(self, found: int = 0) -> int:
+        """Return a generation above all known ones, and ``found``."""
+        last = max(found, self.resets.floor, *self.resets.generations.values())
+        if (now := self._now()) <= last:
             logger.info("The clock is behind the last reset; generations continue from that.")
-        return max(now, self.resets.last + 1)
+        return max(now, last + 1)
 
     def _set_generation(self, fingerprint: bytes, generation: int) -> None:
-        self.resets.last = max(self.resets.last, generation)
         gone = put_newest(self.resets.generations, fingerprint, generation, MAX_NAMES, self.is_there)
         self.resets.floor = max(self.resets.floor, gone or 0)
         self._save(b"resets")
@@ -384,15 +400,14 @@ class State:
         for name, part in zip(PARTS, (self.resets, self.quotas, self.counted), strict=True):
             if name in changed or not self._lines[name]:
                 body = name + b" " + msgspec.json.encode(part)
-                self._lines[name] = b"%08x %s\n" % (zlib.crc32(body), body)
+                self._lines[name] = b"%08x %s\n\n" % (zlib.crc32(body), body)
         return b"".join([*self._lines.values(), self._lines[b"resets"]])
 
 
 def _parts_of(content: bytes) -> dict[bytes, msgspec.Struct]:
     """Return the undamaged parts of a state file."""
     lines = content.split(b"\n")
-    if len(lines[0]) == 8:  # the format of 0.2
-        lines = [b"%s %s %s" % (lines[0], name, b"".join(lines[1:])) for name in PARTS]
+    lines += [b"%s %s %s" % (lines[0], name, b"".join(lines[1:])) for name in PARTS]  # the format of 0.2
     found: dict[bytes, msgspec.Struct] = {}
     for line in lines:
         checksum, _, body = line.partition(b" ")

@@ -280,7 +280,7 @@ def report_prompts(service: Service, session: Session, message: m.ReportPrompts)
 def reset(service: Service, session: Session, message: m.Reset) -> m.Done | Pending:
     """Drop all blocks of a namespace that the session has open, and stop sharing it."""
     namespace = session.namespaces[message.namespace]
-    count = service.reset(namespace)
+    count = service.reset(namespace.fingerprint)
     if namespace.of_bench:
         return m.Done(message.request_id, count)
     service.tier_supervisor.namespace_reset(message.namespace)

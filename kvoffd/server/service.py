@@ -33,7 +33,7 @@ from kvoffd.server.namespaces import FORGET_AFTER_S, forget_idle
 from kvoffd.server.persistence import State
 from kvoffd.server.scrubber import Scrubber
 from kvoffd.server.sessions import Session, Sessions
-from kvoffd.server.tiers import TierSupervisor, make_tiering
+from kvoffd.server.tier_supervisor import TierSupervisor, make_tiering
 from kvoffd.server.trace import Tracer
 from kvoffd.server.traffic import TrafficCounts
 from kvoffd.tiering.tiering import Tiering
@@ -265,14 +265,23 @@ class Service:
 
     # --- for handlers ------------------------------------------------------------------------------
 
-    def reset(self, namespace: Namespace) -> int:
-        """Forget a namespace's blocks in the pool and on disks, for later daemons too; return their number. Stores keep
-        their objects: see ``Cache.reset``. Of a bench nothing is in the state file: no tier gets its blocks, and each
-        run has a namespace of its own."""
-        if namespace.of_bench:
-            return self.cache.reset(namespace)
-        self.state.raise_generation(namespace.fingerprint)
-        return self.cache.reset(namespace, generation=self.state.generation(namespace.fingerprint))
+    def reset(self, fingerprint: bytes | None) -> int:
+        """Void all blocks of a namespace, open or not, or of all, in the pool and on disks; return how many there were.
+
+        That holds for later daemons once the state file is saved: see ``reply_once_saved``. Shared stores keep their
+        objects, whose generation is their own. Of a bench nothing is in the state file: no tier gets its blocks, and
+        each run has a namespace of its own.
+        """
+        chosen = [one for one in self.cache.namespaces.values() if fingerprint in (None, one.fingerprint)]
+        if fingerprint is None:
+            self.state.raise_all()
+        elif not any(one.of_bench for one in chosen):
+            self.state.raise_generation(fingerprint)
+        count = self.tiering.remove_all(fingerprint) if self.tiering is not None else 0
+        with self.cache.saving_once():
+            for namespace in chosen:
+                count += self.cache.reset(namespace, self.state.generation(namespace.fingerprint))
+        return count
 
     def reply_once_saved(self, reply: m.Done, otherwise: str) -> Pending:
         """Return ``reply``, to be sent once all changes so far are in ``kvoffd.state`` on its device.
@@ -294,18 +303,10 @@ class Service:
     def follow_fleet(self) -> None:
         """Forget the blocks of namespaces that were reset for all nodes."""
         for fingerprint in self.tier_supervisor.take_voided():
-            self._void(fingerprint)
+            self.reset(fingerprint)
+            self.tier_supervisor.namespace_reset(fingerprint, everywhere=True)
 
     # --- internal ----------------------------------------------------------------------------------
-
-    def _void(self, fingerprint: bytes) -> None:
-        if (namespace := self.cache.namespaces.get(fingerprint)) is not None:
-            self.reset(namespace)
-        else:
-            self.state.raise_generation(fingerprint)
-            if self.tiering is not None:
-                self.tiering.remove_all(fingerprint)
-        self.tier_supervisor.namespace_reset(fingerprint, everywhere=True)
 
     def _warn_of_partial(self) -> None:
         """Warn once for each namespace whose blocks lack shards: no engine can read them."""

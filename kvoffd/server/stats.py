@@ -18,7 +18,7 @@ from kvoffd.observe.meters import HOUR_S, MINUTE_S
 from kvoffd.server.handlers import answers, filled
 from kvoffd.server.health import health_of, health_reply
 from kvoffd.server.sessions import Session
-from kvoffd.server.tiers import Disk
+from kvoffd.server.tier_supervisor import Disk
 from kvoffd.tiers.shared import SharedTier
 from kvoffd.tiers.tier import TierStats
 from kvoffd.transfer.plan import Direction

@@ -1,6 +1,6 @@
 """Movement of blocks between the pool and the tiers below it: what is written when, what is promoted, and how much.
 
-The settings are here; ``tiering`` has lookups and promotions, ``writer`` the writes.
+The settings are here. ``writer`` writes blocks down, ``promotions`` brings them up, ``tiering`` answers lookups.
 """
 
 from __future__ import annotations

@@ -379,16 +379,21 @@ class Tiering:
             for tier in source.tiers if not source.shared or why is not MissReason.CORRUPT else ():
                 tier.remove(block_group, single_keys, why.name.lower())
 
-    def reset(self, namespace: Namespace) -> int:
-        # The cache's event for a cleared namespace covers the disks' blocks too.
-        self._forget_fills(namespace)
-        return self.remove_all(namespace.fingerprint)
-
-    def remove_all(self, fingerprint: bytes | None) -> int:
-        """Remove all blocks of a namespace, open or not, or of all, from the disks; return how many."""
-        return sum(tier.remove_all(fingerprint) for tier in self.disks.tiers)
+    def cancel_promotions(self, namespace: Namespace) -> None:
+        for keys in list(self._coming.values()):
+            for fill in list(keys.values()):
+                if fill.wanted.namespace is not namespace:
+                    break  # all keys of a tag belong to one namespace
+                fill.wanted.source.forget(fill, MissReason.INVALIDATED)
 
     # --- what the daemon calls -------------------------------------------------------------------
+
+    def remove_all(self, fingerprint: bytes | None) -> int:
+        """Remove all blocks of a namespace, open or not, or of all, from the disks; return how many.
+
+        The cache's event for a cleared namespace covers them.
+        """
+        return sum(tier.remove_all(fingerprint) for tier in self.disks.tiers)
 
     def pump(self) -> None:
         """Begin requested promotions, and continue writing. Call it after the replies are sent."""
@@ -424,8 +429,8 @@ class Tiering:
             writer.tick()
 
     def namespace_forgotten(self, namespace: Namespace) -> None:
-        """Cancel the promotions of a namespace that was forgotten or reset. Its blocks on disks and in stores stay."""
-        self._forget_fills(namespace)
+        """Cancel the promotions of a namespace that was forgotten. Its blocks on disks and in stores stay."""
+        self.cancel_promotions(namespace)
         self._uncounted.pop(namespace, None)
 
     # --- what the tiers call: see TierListener ----------------------------------------------------
@@ -473,13 +478,6 @@ class Tiering:
         for at, reason in zip(missed, reasons, strict=True):
             for asked, position in askers[at]:
                 asked.missed(position, bytes([reason]))
-
-    def _forget_fills(self, namespace: Namespace) -> None:
-        for keys in list(self._coming.values()):
-            for fill in list(keys.values()):
-                if fill.wanted.namespace is not namespace:
-                    break  # all keys of a tag belong to one namespace
-                fill.wanted.source.forget(fill, MissReason.INVALIDATED)
 
 
 def run_end(states: bytes | bytearray) -> int:

@@ -32,11 +32,6 @@ class HealthReply(m.Reply, frozen=True):
     causes: Annotated[list[HealthProblem], m.doc("Why the level is not ``ok``, worst first.")]
 
     @property
-    def healthy(self) -> bool:
-        """Whether there is no problem for an operator to solve."""
-        return self.level is HealthLevel.OK
-
-    @property
     def ready(self) -> bool:
         """Whether the daemon accepts sessions and jobs."""
         return self.level is not HealthLevel.DOWN

@@ -184,8 +184,9 @@ POINTER_ATTRIBUTES: dict[int, str] = {
     POINTER_ATTRIBUTE_RANGE_SIZE: "size_t",
     POINTER_ATTRIBUTE_MEMPOOL_HANDLE: "CUmemoryPool",
 }
-"""C type that each attribute writes to the ``void *`` of ``cuPointerGetAttribute``; below, that of each handle type."""
+"""C type that each attribute writes to the ``void *`` of ``cuPointerGetAttribute``."""
 EXPORTED_HANDLES: dict[int, str] = {MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR: "int"}
+"""C type that each handle type writes to the ``void *`` of ``cuMemExportToShareableHandle``."""
 
 PROTOTYPES: dict[str, tuple[str, ...]] = {
     "cuInit": ("unsigned int",),

@@ -82,7 +82,7 @@ class KeyState(IntEnum):
     PENDING = 3
     """It is on a disk and being promoted: ask again."""
     SHARED = 4
-    """A store that nodes share is being asked for it, or has it and it is being promoted: ask again."""
+    """It is promoted from a store that nodes share, or that store has not said yet whether it has it: ask again."""
 
 
 ABSENT, WRITING, READY, PENDING, SHARED = KeyState
@@ -588,7 +588,7 @@ class JobSpan(NamedTuple):
 def blocks_fit(keys: int, blocks: int, first_block: int, blocks_per_key: int, *, store: bool) -> bool:
     """Return whether these numbers of keys and engine blocks fit each other, as ``GroupBlocks`` requires."""
     end, most = first_block + blocks, keys * blocks_per_key
-    least = most if store else most - blocks_per_key + 1
+    least = most if store else most - blocks_per_key + 1  # a load has one block of its last key at least
     return keys > 0 and blocks > 0 and first_block < blocks_per_key and least <= end <= most
 
 

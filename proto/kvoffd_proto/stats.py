@@ -246,7 +246,6 @@ class PoolStats(Part, frozen=True):
     numa_remote_slots: Annotated[Count, doc("Slots used so far on another NUMA node than their GPU.")] = 0
 
     def of(self, state: str) -> int:
-        """Return the bytes in a state."""
         return self.bytes.get(state, 0)
 
 
@@ -281,7 +280,6 @@ class Histogram(Part, frozen=True):
 
     @property
     def count(self) -> int:
-        """Number of durations."""
         return self.buckets.get("+Inf", 0)
 
     def quantile(self, share: float) -> float:

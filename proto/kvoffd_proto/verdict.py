@@ -28,7 +28,6 @@ class Verdict(NamedTuple):
 
 
 def judge(stats: DaemonStats) -> Verdict:
-    """Judge the traffic since the daemon's start."""
     traffic = stats.since_start
     if not enough_lookups(stats):
         lookups = f"{format_count(traffic.lookups)} lookup{plural(traffic.lookups)}" if traffic.lookups else "no lookup"

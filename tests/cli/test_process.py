@@ -155,9 +155,12 @@ def test_events_say_when_the_daemon_goes_and_is_back(daemon: DaemonProcess) -> N
             if state != "is back;":
                 daemon.start()
         with FakeEngine(daemon.directory, "tiny") as engine:
-            assert "tiny" in store_until_heard(engine, process)
+            line = store_until_heard(engine, process)
         process.send_signal(signal.SIGINT)
         assert process.wait(DEADLINE_S) == 130
+        number = line.split()[1]
+        lost = f"{number} event message{'s' * (number != '1')} before number {number} did not arrive."
+        assert process.stderr.read() == ("" if number == "0" else f"kvoffd-cli: {lost}\n")
 
 
 # --- what asks -------------------------------------------------------------------------------------

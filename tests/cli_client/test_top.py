@@ -12,7 +12,7 @@ from rich.console import Console
 
 from kvoffd_client.cli import PLAIN
 from kvoffd_client.cli.show import Engine
-from kvoffd_client.cli.top import SORTS, VIEWS, History, Reading, Screen
+from kvoffd_client.cli.top import HELP, SORTS, VIEWS, History, Reading, Screen
 from kvoffd_proto.admin import HealthLevel
 from kvoffd_proto.stats import (
     CopyStats,
@@ -109,6 +109,7 @@ def test_the_screen(screen: Screen) -> None:
     whole = next(line for line in lines if line.startswith("since start"))
     assert whole.split()[2:4] == ["218", "27"], "in 110 seconds"
     assert "Missed  evicted 30.0 %  never stored 10.0 % in the last hour" in lines
+    assert max(map(len, HELP)) <= 80
     assert "Found   60.0 % of tokens; lru with 0.5x 50 %, 1x 60 %, 2x 70 %, 10x 100 %" in lines
     assert "Lookups 30/s  queued copies 0  since start: p50 500 µs  p99 990 µs" in lines
     assert "peak 2,400 tokens/s" in text

@@ -46,6 +46,13 @@ def test_start_is_refused_beside_another_daemon(shared_daemon: DaemonProcess) ->
     assert books(shared_daemon.directory).health == "ok", "the first is unharmed"
 
 
+def test_start_is_refused_beside_a_daemon_with_the_same_state_directory(tmp_path: Path) -> None:
+    """Each would undo the other's clears when it writes its quotas or totals."""
+    with DaemonProcess("1MiB", environ={"STATE_DIRECTORY": str(tmp_path)}):
+        other, same = ("--directory", f"{tmp_path}/other", "--pool-size", "1MiB"), f"STATE_DIRECTORY={tmp_path}"
+        assert "StateDirectory=" in refused(*other, before=["env", same])
+
+
 def test_start_with_more_memory_than_there_is_says_both(tmp_path: Path) -> None:
     sentence = refused("--directory", f"{tmp_path}/made/here", "--pool-size", "500TiB")
     assert not list(tmp_path.iterdir()), "it leaves nothing behind"
@@ -218,7 +225,7 @@ def test_sighup_ends_the_daemon_unless_nohup_started_it(ignored: bool) -> None:
         daemon.process.send_signal(signal.SIGHUP)
         if ignored:
             with AdminClient(daemon.directory) as admin:
-                assert admin.health().healthy
+                assert admin.health().level == "ok"
             assert daemon.stop() == 0
         else:
             assert daemon.process.wait(60) == 0

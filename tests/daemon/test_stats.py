@@ -128,7 +128,7 @@ def test_what_a_quota_takes_is_a_miss_by_the_quota_and_not_for_want_of_space() -
         assert engine.lookup(keys(*range(6))) == 2, "the chain's tail, 2 and 3, made space for 4 and 5"
         with AdminClient(daemon.directory) as admin:
             assert admin.stats().since_start.misses == {"quota": 2}
-            assert admin.health().healthy
+            assert admin.health().level == "ok"
             lost = engine.store(keys(6, 7, 8), range(3))
             assert (lost.error, len(lost.failed_keys)) == (ErrorCode.NO_SPACE, 3), "all that it has is leased"
             (cause,) = admin.health().causes

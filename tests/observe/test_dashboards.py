@@ -18,7 +18,7 @@ import pytest
 
 from kvoffd.observe.metrics import all_metrics
 from kvoffd.server import health
-from kvoffd.server.tiers import HARMLESS_ERRORS
+from kvoffd.server.tier_supervisor import HARMLESS_ERRORS
 from kvoffd_client import NamespaceSpec
 from kvoffd_client.cli import findings as f
 from kvoffd_client.testing import FakeEngine

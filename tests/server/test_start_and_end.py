@@ -29,7 +29,7 @@ from kvoffd.server.http import HttpServer
 from kvoffd.server.lifeline import LifelineServer
 from kvoffd.server.persistence import PolicyFile, State, StateFile
 from kvoffd.server.sockets import Sockets
-from kvoffd.server.tiers import TierSupervisor
+from kvoffd.server.tier_supervisor import TierSupervisor
 from kvoffd.system.directory import DaemonDirectory, DirectoryError
 from kvoffd.system.systemd import Notifier
 from kvoffd.transfer.cuda.gpus import Gpus

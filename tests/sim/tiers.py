@@ -10,7 +10,7 @@ from kvoffd.config import Config, DiskSize
 from kvoffd.observe.meters import CounterWindows
 from kvoffd.server.memory import Post
 from kvoffd.server.service import Service
-from kvoffd.server.tiers import Disk, TierSupervisor, make_tiering
+from kvoffd.server.tier_supervisor import Disk, TierSupervisor, make_tiering
 from kvoffd.tiering import WriteMode
 from kvoffd.tiering.read_speed import ReadSpeed
 from kvoffd.tiers.shared import SharedTier

@@ -130,25 +130,31 @@ def events(directory: Directory = None, json: Json = False) -> int:
     per line. Lost messages, and the end and return of the daemon, are reported on stderr.
     """
     labels: dict[bytes, str] = {}
-    last: dict[bytes, int] = {}
+    expected: dict[bytes, int] = {}
+    """Number of the next message by topic."""
+    first: int | None = None
+    """Number of a topic's first message, if all of the daemon's messages should have arrived."""
     wide = make_console().width >= WIDE_CELLS
     with open_admin(directory, subscribe_events=True) as admin:
         admin.health()  # a missing daemon is an error
+        epoch = admin.epoch
         if sys.stderr.isatty():
             print("Waiting for events; Ctrl-C ends.", file=sys.stderr)
         for found in admin.events():
             if found is None:
-                state = "is back; events since then were lost." if admin.ready else "has ended the connection."
+                state = "is back; events in between were lost." if admin.ready else "has ended the connection."
                 print(f"kvoffd-cli: The kvoffd daemon in {admin.directory} {state}", file=sys.stderr, flush=True)
+                if admin.epoch != epoch:  # another daemon, which numbers its messages from 0
+                    epoch, expected, first = admin.epoch, {}, 0
                 continue
             topic, sequence, batch = found
-            missing = sequence - last.get(topic, sequence - 1) - 1
+            missing = sequence - expected.get(topic, sequence if first is None else first)
             if missing:
                 gap = f"{missing} event message{plural(missing)} before number {sequence} did not arrive."
                 if missing < 0:
-                    gap = "The daemon was restarted, or the namespace opened again: its events are numbered from 1."
+                    gap = "The namespace was forgotten and opened again: its events are numbered from 0."
                 print(f"kvoffd-cli: {gap}", file=sys.stderr, flush=True)
-            last[topic] = sequence
+            expected[topic] = sequence + 1
             fingerprint = bytes.fromhex(topic.removeprefix(KV_TOPIC_PREFIX).decode())
             if fingerprint not in labels:
                 labels |= labels_of(admin)
@@ -177,7 +183,6 @@ def _event_text(event: KvEvent, *, span: bool) -> str:
 
 
 def _event_object(event: KvEvent) -> dict[str, object]:
-    """Return an event for --json."""
     if isinstance(event, AllBlocksCleared):
         return {"type": "cleared"}
     kind: dict[str, object] = {"type": "removed"}

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable
 from importlib import import_module
 from itertools import takewhile
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -109,16 +109,21 @@ def run(given: list[str]) -> int:
         return _refuse(f"{f'{where}: ' if where else ''}{error.strerror or error}.")
     except Exception as error:
         # Not isinstance: depending on its release, typer has its own copy of click or uses the installed one.
-        if (words := getattr(error, "format_message", None)) is None:
+        if not hasattr(error, "format_message"):
             raise
-        option = getattr(error, "option_name", None)
-        name = next((word for word in given if word in COMMANDS), None)
-        if option in given and name is not None and given.index(option) < given.index(name):
-            behind = " ".join(takewhile(lambda word: not word.startswith("-"), given[given.index(name) :]))
-            return _refuse(f"{option} is not a global option; write it after a command: kvoffd-cli {behind} {option}.")
-        said = str(words()).replace("Value error, ", "").rstrip(".")
-        said = re.sub(r"\.? \(?(Did you mean|Possible options:) ([^?)]+)[?)]", r"; did you mean \2?", said)
-        return _refuse(said if said.endswith("?") else f"{said}; see --help.")
+        return _refuse(_usage_sentence(error, given))
+
+
+def _usage_sentence(error: Any, given: list[str]) -> str:
+    """Return the sentence for click's UsageError about these arguments."""
+    option = getattr(error, "option_name", None)
+    name = next((word for word in given if word in COMMANDS), None)
+    if option in given and name is not None and given.index(option) < given.index(name):
+        behind = " ".join(takewhile(lambda word: not word.startswith("-"), given[given.index(name) :]))
+        return f"{option} is not a global option; write it after a command: kvoffd-cli {behind} {option}."
+    said = str(error.format_message()).replace("Value error, ", "").rstrip(".")
+    said = re.sub(r"\.? \(?(Did you mean|Possible options:) ([^?)]+)[?)]", r"; did you mean \2?", said)
+    return said if said.endswith("?") else f"{said}; see --help."
 
 
 def _output_that_fails() -> str:

@@ -148,6 +148,7 @@ def _lookups(directory: Path, evict: bool) -> Iterator[Result]:
                 print_status(f"measuring: {format_count(count)} keys, all {what}")
                 joined = b"".join(keys)
                 look_up = partial(_look_up, engine, joined, count * (what == "found"))
+                # Lookup and LookupReply have about 130 and 60 bytes besides the keys and their states.
                 echoed = partial(echo, 130 + len(joined), 60 + count)
                 measured, floors = _in_turns(look_up, echoed, SAMPLES)
                 for name, part in (("p50", 49), ("p99", 98)):

@@ -80,7 +80,7 @@ def doctor(
     ] = False,
     evict: Evict = False,
     gpu_hour: Annotated[
-        float, typer.Option("--gpu-hour", metavar="PRICE", show_default=False, help="Price of a GPU hour.")
+        float, typer.Option("--gpu-hour", metavar="PRICE", show_default=False, help="Say what it saved, at this price.")
     ] = 0.0,
     every: Annotated[bool, typer.Option("--all", help=f"Show all findings, not only {MAX_SHOWN}.")] = False,
     directory: Directory = None,

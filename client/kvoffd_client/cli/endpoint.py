@@ -129,7 +129,6 @@ class Endpoint:
         )
 
     def read(self, path: str, body: bytes | None = None) -> Any:
-        """Return the JSON at ``path``."""
         with self._open(path, QUICK_S, body) as answer:
             return json.loads(answer.read())
 

@@ -177,7 +177,6 @@ class Facts:
 
     @property
     def engine_count(self) -> int | None:
-        """Number of connected engines; None if unknown."""
         return None if self.sessions is None else len(engines_of(self.sessions))
 
     @property
@@ -200,9 +199,9 @@ def _whole_mib(nbytes: float) -> str:
 
 
 def _of_all_ranks(facts: Facts, name: str) -> float:
-    """Return a count since the start times the ranks; 1 for namespaces without a row of their own."""
-    more = sum(getattr(one, name) * (one.world_size - 1) for one in facts.counted)
-    return float(getattr(facts.stats.since_start, name) + more)
+    """Return a count since the start, of each namespace times its ranks; namespaces without a row count once."""
+    of_further_ranks = sum(getattr(one, name) * (one.world_size - 1) for one in facts.counted)
+    return float(getattr(facts.stats.since_start, name) + of_further_ranks)
 
 
 # --- the daemon as it is now ------------------------------------------------------------------------
@@ -264,10 +263,12 @@ def connected_clients(facts: Facts) -> Iterator[Finding]:
             yield finding("engine_refused", f"{printable(one.name)} is not registered: {printable(one.problem)}", 1.0)
     for info in facts.known:
         own = [one for one in engines if info.namespace in one.namespaces]
-        rows, every = engines_of(own), sum(one.role == Role.WORKER for one in own)
+        all_workers = sum(one.role == Role.WORKER for one in own)
+        if any(one.problem for one in own) or len(own) == all_workers:
+            continue  # it is refused, or has no scheduler
         # Only a scheduler and workers of one name are known to be one engine.
-        workers = min((row.workers for row in rows if row.schedulers and row.workers), default=every)
-        if any(one.problem for one in own) or len(own) == every or workers >= info.world_size:
+        of_engines = (row.workers for row in engines_of(own) if row.schedulers and row.workers)
+        if (workers := min(of_engines, default=all_workers)) >= info.world_size:
             continue
         if min(one.age_seconds for one in own) > CONNECTING_S:
             name = namespace_name(info.label, info.namespace)
@@ -447,35 +448,15 @@ def pool_size(facts: Facts) -> Iterator[Finding]:
         return  # no size would help, as the verdict says
     if stats.pool.of("ready") < verdict.FULL_POOL * pool_bytes and any(map(at_quota, facts.counted)):
         return  # a quota is the limit: see ``starving``
-    found, lru = 100 * curve.found_tokens / curve.asked_tokens, 100 * curve.lru_hit_ratio.get("1", 0.0)
+    evicted = _share(stats.last_hour.misses.get("evicted", 0), stats.last_hour.asked_keys)
+    gone = f"{percent(evicted, 1)} of the keys asked for in the last hour had been evicted"
     # The smallest larger pool that finds nearly as much as the largest.
     larger = {float(size): 100 * ratio for size, ratio in curve.lru_hit_ratio.items() if float(size) > 1}
     size = min((size for size, ratio in larger.items() if max(larger.values()) - ratio < verdict.POINTS), default=1.0)
-    best = larger.get(size, 0.0)
-    gain = best - max(found, lru)
-    evicted = _share(stats.last_hour.misses.get("evicted", 0), stats.last_hour.asked_keys)
-    gone = f"{percent(evicted, 1)} of the keys asked for in the last hour had been evicted"
+    gain = larger.get(size, 0.0) - max(_found_percent(curve), _lru_percent(curve))
     if stats.curve_seen_bytes >= pool_bytes and gain >= verdict.POINTS:
-        if gain < verdict.doubt_points(stats.since_start):
-            return  # too early to advise
-        more = _whole_mib((size - 1) * pool_bytes)
-        here, there = (format_size(nbytes) for nbytes in (pool_bytes, size * pool_bytes))
-        same = f" ({lru:.1f} % with lru)" if lru > found else ""
-        evidence = (
-            f"A pool of {here} finds {found:.1f} % of the tokens that engines lack{same}; {there} would find "
-            f"{best:.1f} % with lru (estimated, without quotas)."
-        )
-        total = stats.since_start
-        below = sum(keys for source, keys in total.found_keys.items() if source != "pool")
-        evidence += " Blocks are evicted as with lru for now." * stats.learned.as_lru
-        evidence += f" {gone}." * (evicted >= verdict.POINTS / 100)
-        evidence += verdict.doubt(stats)
-        if stats.disks or stats.shared:
-            evidence += f" Tiers had {percent(below, total.asked_keys)} of the keys asked for."
-        fix = f'pool_size = "{exact_size(round(size * pool_bytes))}"'
-        fix += "" if stats.disks else f', or disk = ["/mnt/nvme={more}"]'
-        gain -= 100 * _share(below, total.asked_keys)
-        yield finding("pool_too_small", evidence, gain / 100, fix, "warning" if gain >= MANY_POINTS else "info")
+        if gain >= verdict.doubt_points(stats.since_start):  # else it is too early to advise
+            yield _too_small(stats, curve, size, gain, f" {gone}." * (evicted >= verdict.POINTS / 100))
     elif evicted >= THRASH_SHARE:
         fix = 'eviction_policy = "learned"' + _RESTART
         if stats.policy == "learned":
@@ -487,6 +468,36 @@ def pool_size(facts: Facts) -> Iterator[Finding]:
         yield finding("pool_too_large", evidence)
 
 
+def _too_small(stats: s.DaemonStats, curve: s.HitCurve, size: float, gain: float, gone: str) -> Finding:
+    """Return the finding that a pool of ``size`` times the bytes would gain these percentage points."""
+    found, lru, pool_bytes = _found_percent(curve), _lru_percent(curve), stats.pool.size_bytes
+    same = f" ({lru:.1f} % with lru)" if lru > found else ""
+    evidence = (
+        f"A pool of {format_size(pool_bytes)} finds {found:.1f} % of the tokens that engines lack{same}; "
+        f"{format_size(size * pool_bytes)} would find {max(found, lru) + gain:.1f} % with lru (estimated, without "
+        "quotas)."
+    )
+    evidence += " Blocks are evicted as with lru for now." * stats.learned.as_lru
+    evidence += gone + verdict.doubt(stats)
+    total = stats.since_start
+    below = sum(keys for source, keys in total.found_keys.items() if source != "pool")
+    if stats.disks or stats.shared:
+        evidence += f" Tiers had {percent(below, total.asked_keys)} of the keys asked for."
+    fix = f'pool_size = "{exact_size(round(size * pool_bytes))}"'
+    fix += "" if stats.disks else f', or disk = ["/mnt/nvme={_whole_mib((size - 1) * pool_bytes)}"]'
+    gain -= 100 * _share(below, total.asked_keys)
+    return finding("pool_too_small", evidence, gain / 100, fix, "warning" if gain >= MANY_POINTS else "info")
+
+
+def _found_percent(curve: s.HitCurve) -> float:
+    return 100 * curve.found_tokens / curve.asked_tokens
+
+
+def _lru_percent(curve: s.HitCurve) -> float:
+    """Return the hit ratio that lru would have with this pool."""
+    return 100 * curve.lru_hit_ratio.get("1", 0.0)
+
+
 def lru_is_better(facts: Facts) -> Iterator[Finding]:
     """Find whether lru would hit more with this pool, because of the policy, after an hour or more."""
     stats, curve, hour = facts.stats, facts.stats.curve, facts.stats.last_hour
@@ -495,7 +506,7 @@ def lru_is_better(facts: Facts) -> Iterator[Finding]:
         return
     if stats.uptime_seconds < LONG_ENOUGH_S or stats.since_start.lookups < verdict.MIN_LOOKUPS:
         return
-    found, lru = 100 * curve.found_tokens / curve.asked_tokens, 100 * curve.lru_hit_ratio.get("1", 0.0)
+    found, lru = _found_percent(curve), _lru_percent(curve)
     # Count only misses caused by the policy: the estimate for lru has no other misses.
     by_policy = sum(hour.misses.get(reason, 0) for reason in ("evicted", "rejected"))
     lost = min(lru - found, 100 * _share(by_policy, hour.asked_keys))
@@ -519,7 +530,7 @@ def starving(facts: Facts) -> Iterator[Finding]:
             continue
         if facts.stats.pool.of("ready") < verdict.FULL_POOL * facts.stats.pool.size_bytes and not at_quota(one):
             continue  # it has what space it wants
-        own, could = 100 * curve.found_tokens / curve.asked_tokens, verdict.most_of(curve)
+        own, could = _found_percent(curve), verdict.most_of(curve)
         asks, has = _share(curve.asked_tokens, every.asked_tokens), _share(one.ready_bytes, ready_bytes)
         if could - own < MANY_POINTS or (has >= asks / 2 and not at_quota(one)):
             continue
@@ -527,10 +538,10 @@ def starving(facts: Facts) -> Iterator[Finding]:
             f"{namespace_name(one.model, one.id)} looks up {percent(asks, 1)} of all tokens but has {percent(has, 1)} "
             f"of the blocks. It finds {own:.1f} % and could find {could:.1f} %."
         )
-        limited, most_bytes = one, 2 * (one.quota_bytes or 0)
-        if at_quota(one):
+        if at_quota(one):  # raise it
             evidence += f" Its quota of {format_size(one.quota_bytes or 0)} is used."
-        else:
+            limited, most_bytes = one, 2 * (one.quota_bytes or 0)
+        else:  # limit the largest of the others
             limited = max((each for each in facts.counted if each is not one), key=lambda each: each.ready_bytes)
             most_bytes = limited.ready_bytes // 2
         yield finding("starving", evidence, asks * (could - own) / 100, f"{limited.id} --max {_whole_mib(most_bytes)}")
@@ -580,6 +591,5 @@ CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
 
 
 def find(facts: Facts) -> list[Finding]:
-    """Return all findings, most important first."""
     found = [one for check in CHECKS for one in check(facts)]
     return sorted(found, key=lambda one: (LEVELS.index(one.level), -one.weight))

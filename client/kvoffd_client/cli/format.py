@@ -130,5 +130,4 @@ def reason_name(reason: str) -> str:
 
 
 def count_blocks(count: int) -> str:
-    """Return such as ``1 block`` or ``1,234 blocks``."""
     return f"{format_count(count)} block{plural(count)}"

@@ -125,7 +125,6 @@ def clients(
 
 
 def labels_of(admin: AdminClient) -> dict[bytes, str]:
-    """Return the labels of the open namespaces by fingerprint."""
     return {one.namespace: one.label for one in admin.namespaces().namespaces}
 
 
@@ -187,7 +186,7 @@ def _show_sessions(found: Sequence[SessionInfo]) -> None:
                 str(one.session_id),
                 one.role or "new",
                 " ".join(map(printable, filter(None, (one.name, one.software)))) or "-",
-                _ids(one.namespaces),
+                ", ".join(map(namespace_id, one.namespaces)) or "-",
                 str(one.pid or "-"),
                 format_duration(one.idle_seconds),
                 format_size(one.pinned_bytes),
@@ -196,10 +195,6 @@ def _show_sessions(found: Sequence[SessionInfo]) -> None:
             for one in found
         ],
     )
-
-
-def _ids(namespaces: Sequence[bytes]) -> str:
-    return ", ".join(map(namespace_id, namespaces)) or "-"
 
 
 # --- requests --------------------------------------------------------------------------------------

@@ -99,7 +99,8 @@ def stats(
     elif section is Section.NAMESPACES:
         _namespaces(now, len(now.namespaces))
         _namespaces_worth(now)
-        say("", *engine_lines(now))
+        if opened := [*engine_lines(now)]:
+            say("", *opened)
     elif section is Section.TIERS:
         say(*tier_details(now))
     elif section is Section.POLICY:
@@ -118,7 +119,6 @@ def _windows(now: s.DaemonStats) -> dict[str, s.Window]:
 
 
 def _reasons(windows: Iterable[s.Window]) -> list[str]:
-    """Return the reasons of misses, most frequent first."""
     return [reason for reason, _ in sum((Counter(one.misses) for one in windows), Counter[str]()).most_common()]
 
 
@@ -126,7 +126,6 @@ def _reasons(windows: Iterable[s.Window]) -> list[str]:
 
 
 def print_stats(now: s.DaemonStats) -> None:
-    """Print the page of all statistics."""
     say(*_head(now), "")
     _traffic(now)
     say("")
@@ -196,14 +195,12 @@ def token_count(count: int, keys: int) -> str:
 
 
 def saved_time(one: s.Traffic) -> str:
-    """Return the prefill time saved, if known."""
     if one.loaded_keys and not one.loaded_tokens:
         return "-"
     return "unknown" if is_untimed(one) else format_duration(one.saved_seconds)
 
 
 def size_of(one: s.NamespaceStats) -> str:
-    """Return a namespace's bytes in the pool, and its quota if it has one."""
     return format_size(one.ready_bytes) + (f" of {format_size(one.quota_bytes)}" if one.quota_bytes is not None else "")
 
 
@@ -301,6 +298,7 @@ def _namespaces(now: s.DaemonStats, most: int) -> None:
                 for one in found[:most]
             ],
         )
+    # The row of all others has no fingerprint.
     others = sum(bool(one.fingerprint) for one in found[most:]) + now.other_namespaces
     if others:
         where = "; `kvoffd-cli stats namespaces` has the 100 largest" if most < len(found) else ""
@@ -336,7 +334,6 @@ def _errors(now: s.DaemonStats) -> Iterator[tuple[str, str]]:
 
 
 def tier_details(now: s.DaemonStats) -> Iterator[Line]:
-    """Yield lines with details of disks and stores."""
     if not now.disks and not now.shared and now.lent is None:
         yield "There is no disk and no shared store; see --disk and --shared of `kvoffd serve`."
     for disk in now.disks:
@@ -439,7 +436,6 @@ def _shared(one: s.SharedStats) -> Iterator[Line]:
 
 
 def answer_time(one: s.SharedStats) -> str:
-    """Return a store's time for an answer; a dash if it has given none."""
     return format_duration(one.ask_seconds) if one.ask_seconds else "-"
 
 
@@ -465,7 +461,6 @@ def _failed(counts: Mapping[str, int]) -> str:
 
 
 def policy_lines(now: s.DaemonStats) -> Iterator[Line]:
-    """Yield lines with what the policy has learned."""
     found = now.learned
     yield (
         f"Policy {printable(now.policy)}: {format_count(found.known_keys)} keys known, "
@@ -476,7 +471,8 @@ def policy_lines(now: s.DaemonStats) -> Iterator[Line]:
         return
     total, requests = now.since_start, found.requests
     block_bytes = total.stored_bytes / max(1, total.stored_blocks)
-    lifetimes = requests * total.asked_keys / max(1, total.lookups) * block_bytes / max(1, now.pool.size_bytes)
+    asked_bytes = requests * total.asked_keys / max(1, total.lookups) * block_bytes
+    lifetimes = asked_bytes / max(1, now.pool.size_bytes)
     prompts = f"{format_count(requests)} prompt{plural(requests)}"
     yield f"It has seen {prompts}, which asked for about {_of_pool(lifetimes)}."
     if requests < FEW_REQUESTS or lifetimes < FEW_LIFETIMES:

@@ -74,8 +74,8 @@ HELP = (
     "missed      not found or not loaded; `kvoffd-cli stats --misses` has the reasons",
     "tokens/s    tokens loaded",
     "now         the last 3 seconds",
-    "Found       of the tokens that engines lacked, those before the first that the pool",
-    "            lacked too, without disks and stores; of other sizes estimated",
+    "Found       of the tokens that engines lacked, those in the pool before the",
+    "            first gap, without disks and stores; lru: estimates",
     "pinned      under a lease or a copy: it cannot be evicted",
     "retained    evicted after others, as clients' hints ask",
 )
@@ -108,7 +108,7 @@ class History:
 
     def __init__(self) -> None:
         self._latest: deque[DaemonStats] = deque()
-        """Samples; the first is the latest at least ``NOW_S`` old, if any."""
+        """Samples of the last ``NOW_S``, after the latest one before."""
         self.rates: deque[tuple[float, float]] = deque(maxlen=MAX_SAMPLES)
         """Tokens loaded and bytes stored per second, between consecutive samples."""
 
@@ -130,7 +130,6 @@ class History:
         self._before = {one.id: one for one in self._latest[0].namespaces}
 
     def now(self) -> Window:
-        """Return the traffic of the last seconds."""
         return self._gained(self._latest[-1].since_start, self._latest[0].since_start)
 
     def now_of(self, namespace: NamespaceStats) -> Window:
@@ -146,7 +145,7 @@ class History:
             counts[name] = (
                 {key: n - before.get(key, 0) for key, n in now.items()} if isinstance(now, dict) else now - before
             )
-        # Negative if loads of earlier lookups came: a lookup is counted before its load.
+        # A lookup is counted before its load, so this is negative if loads of earlier lookups ended.
         counts["not_needed_keys"] = max(0, counts["not_needed_keys"])
         counts["asked_keys"] = counts["loaded_keys"] + counts["not_needed_keys"] + sum(counts["misses"].values())
         return Window(seconds=self._latest[-1].uptime_seconds - self._latest[0].uptime_seconds, **counts)
@@ -215,14 +214,11 @@ class Screen:
 
     def _all(self, stats: DaemonStats, width: int) -> list[RenderableType]:
         now = self.history.now()
+        tells_verdict = bool(stats.verdict) and not stats.paying_off
         return [
             *pool_bar(stats.pool, width),
             _saved(stats),
-            *(
-                []
-                if stats.paying_off or not stats.verdict
-                else _lines([(stats.verdict, PAYS[stats.paying_off][1])], width)[1:]
-            ),
+            *(_lines([(stats.verdict, PAYS[stats.paying_off][1])], width)[1:] if tells_verdict else ()),
             *(line(f"! {one.reason}: {one.sentence}", "yellow") for one in stats.health_problems[:3]),
             _rates(stats, now),
             _misses(stats),
@@ -307,7 +303,6 @@ def _saved(stats: DaemonStats) -> Text:
 
 
 def _rates(stats: DaemonStats, now: Window) -> Table:
-    """Return a table of rates and hit ratios by period."""
     windows = {"now": now, "1 min": stats.last_minute, "1 hour": stats.last_hour, "since start": stats.since_start}
     titles = "<", ">tokens/s", "> keys/s", "> loaded", ">not needed", "> missed", ">  loaded/s", ">  stored/s"
     rows = [
@@ -448,7 +443,7 @@ def run(read: Read, interval_s: float, console: Console, host: str) -> int:
     """Draw until ``q``. Raises KvoffdClientError if the daemon does not answer the first time."""
     screen = Screen(interval_s, host=host)
     _refresh(screen, read, ANSWER_S)
-    next_at = time.monotonic() + min(interval_s, 0.5)  # rates need two samples
+    next_at, silent_since = time.monotonic() + min(interval_s, 0.5), ""  # rates need two samples
     with Live(console=console, screen=True, auto_refresh=False) as live, keyboard(live) as pressed:
         while True:
             live.update(screen.page(console), refresh=True)
@@ -463,10 +458,11 @@ def run(read: Read, interval_s: float, console: Console, host: str) -> int:
             if not screen.paused and (wants_engines or next_at <= time.monotonic()):
                 next_at = time.monotonic() + interval_s
                 try:
-                    _refresh(screen, read, LATER_ANSWER_S if screen.no_answer else ANSWER_S)
+                    _refresh(screen, read, LATER_ANSWER_S if silent_since else ANSWER_S)
+                    silent_since = ""
                 except KvoffdClientError as error:
-                    since = screen.no_answer.split(": ")[0] or f"No answer since {time.strftime('%H:%M:%S')}"
-                    screen.no_answer = f"{since}: {error}"
+                    silent_since = silent_since or time.strftime("%H:%M:%S")
+                    screen.no_answer = f"No answer since {silent_since}: {error}"
 
 
 def _refresh(screen: Screen, read: Read, timeout_s: float) -> None:

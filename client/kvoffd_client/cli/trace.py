@@ -100,9 +100,9 @@ def _removed(file: Path) -> str:
 def _write(admin: AdminClient, writer: TraceWriter, seconds: float, most_bytes: int) -> tuple[float, str]:
     """Return the duration and the reason of the end: duration, size, interrupt, or daemon (it ended)."""
     began, session = time.monotonic(), admin.session_id
-    until, ended, more = began + seconds, "", False
+    until, ended, is_behind = began + seconds, "", False
     with _ended_by_signal() as signalled:
-        while more or not ended:
+        while is_behind or not ended:
             if signalled.is_set():
                 ended = "interrupt"
             elif time.monotonic() >= until:
@@ -121,8 +121,8 @@ def _write(admin: AdminClient, writer: TraceWriter, seconds: float, most_bytes: 
                 break
             passed = format_duration(time.monotonic() - began)
             print_status(f"{passed}: {format_count(writer.chains)} lookups; Ctrl-C ends the trace.")
-            more = sum(len(chain.keys) for chain in fetched.chains) >= MUCH_BYTES
-            if not more and not ended:
+            is_behind = sum(len(chain.keys) for chain in fetched.chains) >= MUCH_BYTES
+            if not is_behind and not ended:
                 signalled.wait(max(0.0, min(FETCH_S, until - time.monotonic())))
         print_status()
     return time.monotonic() - began, ended

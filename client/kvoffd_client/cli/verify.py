@@ -142,7 +142,6 @@ class Difference(NamedTuple):
 
 
 def difference(wanted: Answer, given: Answer) -> Difference:
-    """Compare two answers to one prompt."""
     farthest, length = 0.0, min(len(wanted.tokens), len(given.tokens))
     for at in range(length):
         if wanted.tokens[at] != given.tokens[at]:
@@ -201,7 +200,6 @@ class Run:
         self.reports: dict[str, LoggedPrompt] = {}
 
     def play(self, bodies: Sequence[Body], push_out: bool) -> None:
-        """Ask everything."""
         try:
             self.daemon = self.admin.stats().version
         except KvoffdClientError as error:
@@ -342,8 +340,9 @@ class Run:
             name = namespace_name(own.label if own else "", logged.namespace)
             if verdict == "NOT JUDGED":
                 sentence += f" The last request: {request_sentence(logged.report)}"
-                for one in {one.namespace for one in self.reports.values()} & infos.keys() - {logged.namespace}:
-                    differ = how_they_differ(own.description if own else "", infos[one].description)
+                others = {one.namespace for one in self.reports.values()} - {logged.namespace}
+                for other in others & infos.keys():
+                    differ = how_they_differ(own.description if own else "", infos[other].description)
                     sentence += f" {self.cold.url if self.cold else 'It'} has another namespace: {differ}."
         by = "engine's reports" if logged else f"engine's usage ({self.problem.rstrip('.')})"
         try:
@@ -396,7 +395,6 @@ class Run:
 
 
 def show(page: dict[str, Any]) -> None:
-    """Print the page."""
     for name, text in page.items():
         if name == "prompts":
             break

@@ -113,7 +113,7 @@ class LiveAdapters:
         return {*self._manager.list_adapters(), *self._ahead}
 
     def _loaded(self) -> dict[int, tuple[str, bytes]]:
-        """Return path and digest of these, where known."""
+        """Return path and digest of the adapters that vLLM has in memory or will get, where known."""
         return {each: self._contents[each] for each in self._loaded_numbers() if each in self._contents}
 
     def _record(self, request: LoRARequest, adapter: Any) -> None:

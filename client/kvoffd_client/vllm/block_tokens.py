@@ -89,7 +89,7 @@ class HostBlockEvents:
         self._made: list[KVCacheEvent] = []
         self._cleared: KVCacheEvent | None = None
         self._withdrawn: dict[str, dict[bytes, tuple[int, list[bytes]]]] = {MEDIUM_CPU: {}, MEDIUM_STORAGE: {}}
-        """Cleared keys by medium whose removal is unpublished, with group and hashes as _published."""
+        """Keys of cleared blocks by medium, whose removal is unpublished, with group and hashes as in _published."""
 
     def take(self, namespace: EngineNamespace) -> list[KVCacheEvent]:
         """Return the events since the last call, at most about MAX_BLOCKS_PER_STEP blocks."""
@@ -190,7 +190,7 @@ class HostBlockEvents:
                 continue
             if not known.is_first and not any(known.parent in one for one in self._published.values()):
                 continue
-            if (withdrawn := self._withdrawn[medium].pop(key, None)) is not None:  # stored again before its removal
+            if (withdrawn := self._withdrawn[medium].pop(key, None)) is not None:  # to readers it was never removed
                 published[key], event = withdrawn[1], None
                 continue
             if (inner := self._inner_hashes(group, key, known)) is None:
@@ -207,7 +207,6 @@ class HostBlockEvents:
             last = key
 
     def _remove(self, medium: str, index: int, keys: Iterable[bytes]) -> None:
-        """Publish the removal of a group's published keys."""
         published = self._published[medium]
         self._publish_removed(medium, index, {key: published.pop(key) for key in keys if key in published})
 

@@ -150,7 +150,7 @@ class KvoffdConnector(OffloadingConnector):
             if isinstance(spec, AttentionSpec)
         ]
         self._new_blocks, self._begun_blocks = set[int](), set[int]()
-        """Ids of blocks in this step: newly allocated ones; all attention blocks of requests that leave the queue."""
+        """Ids of this step's newly allocated blocks, and of all attention blocks of requests that leave the queue."""
         self._reset_since_step = False
         self._has_unsent_stores = False
 
@@ -283,10 +283,10 @@ class KvoffdConnector(OffloadingConnector):
         self._manager.requests[request.request_id].prefilled_elsewhere |= elsewhere
         tokens, loads = None, False
         if not self._manager.awaits_adapter(request):
-            most = (request.num_tokens - 1) // self._block_tokens * self._block_tokens
+            usable = (request.num_tokens - 1) // self._block_tokens * self._block_tokens
             if num_computed_tokens:
-                most -= self._dropped_tokens
-            self._manager.prepare_scan(request, num_computed_tokens, engine_has_all=num_computed_tokens >= most)
+                usable -= self._dropped_tokens
+            self._manager.prepare_scan(request, num_computed_tokens, engine_has_all=num_computed_tokens >= usable)
             tokens, loads = self._find_load(request, num_computed_tokens)
         # Do not defer: MultiConnector would also defer the load of another connector, which has the whole prompt.
         return (0, False) if tokens is None and elsewhere else (tokens, loads)
@@ -310,9 +310,12 @@ class KvoffdConnector(OffloadingConnector):
         if tokens and self._manager.skips_load(name, tokens):
             tokens, loads = 0, False
         admitted = admission.admits(request, num_computed_tokens + tokens, loads=loads)
-        if admitted is False:
+        if admitted is None:
+            return None, False
+        if not admitted:
             self._manager.refuse_load(name)
-        return (tokens, loads) if admitted else (None if admitted is None else 0, False)
+            return 0, False
+        return tokens, loads
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """As vLLM's; also releases the pinned blocks of a request that is scheduled without a load."""
@@ -465,7 +468,6 @@ class KvoffdConnector(OffloadingConnector):
         return replace(output, **changes) if changes else output
 
     def _most_stored(self, request_id: str) -> float:
-        """Return the tokens of a request that may be stored."""
         status = self.connector_scheduler._req_status.get(request_id)
         most = status.max_offload_tokens if status is not None else None
         return inf if most is None else most

@@ -31,10 +31,8 @@ MIN_SLOW_LOADS, SLOW_LOADS_S = 2, 10.0
 """This many loads suffice if together they took this long: five of half a minute each never fit into SAMPLE_AGE_S."""
 SAMPLE_AGE_S = 120.0
 """Age after which measurements are ignored, and skipped loads are tried again."""
-MARGIN = 2.0
-"""A skipped load takes over this many times as long as computing,"""
-MIN_LOSS_S = 0.02
-"""and loses more than this."""
+MARGIN, MIN_LOSS_S = 2.0, 0.02
+"""Loads are skipped if they take more than MARGIN times as long as computing, and more than MIN_LOSS_S longer."""
 WINDOW_S = 30.0
 MIN_WAITS = 5
 MIN_WAITED_S = 0.05
@@ -134,8 +132,10 @@ class DoNoHarm:
         return self.prefill.tokens_per_second, 1 / max(median(recent), 1e-9) if recent else 0.0
 
     def load_s(self, tokens: int) -> float:
-        """Return how many seconds a load takes, by recent ones of its power of two, the next lower or a higher one; 0
-        if too few: short slow loads say little about long ones."""
+        """Return how many seconds a load of these tokens takes; 0 if unknown.
+
+        By recent loads from about half as long: shorter ones say little about it.
+        """
         return self._median_s(tokens, self._recent(tokens.bit_length() - 1))
 
     def _recent(self, shortest: int = 0, longest: float = inf) -> list[float]:

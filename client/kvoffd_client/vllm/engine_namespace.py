@@ -20,7 +20,7 @@ from kvoffd_proto.messages import GroupKeys, PromptReport
 PATIENCE_S = 10.0
 """Time limit for the workers' reports. Registration has ``deadline_s``."""
 WANTED, FAILED = inf, -inf
-"""Values of ``_waiting_since``: WANTED: ask in the next step; FAILED: not again before ``leave()``."""
+"""Values of ``_waiting_since``, with which pending() is true, or false: ask in the next step; not before leave()."""
 
 
 @dataclass(frozen=True)
@@ -130,11 +130,13 @@ class EngineNamespace:
 
         None if they have not reported it for this path yet; empty if they cannot determine it.
         """
-        reports = [self._reports[rank].adapters for rank in sorted(self._reports)] if self.current is not None else []
-        known = [each.get(number, ("", None)) if each is not None else ("", b"") for each in reports]
-        if any(content == b"" for _, content in known):
+        if self.current is None:
+            return None
+        reports = [self._reports[rank].adapters for rank in sorted(self._reports)]
+        known = [("", b"") if adapters is None else adapters.get(number) for adapters in reports]
+        if any(one is not None and one[1] == b"" for one in known):
             return b""
-        digests = [content for of, content in known if content is not None and of == path]
+        digests = [one[1] for one in known if one is not None and one[0] == path]
         return hashlib.sha256(b"".join(digests)).digest() if digests and len(digests) == len(known) else None
 
     def pending(self, patience_s: float = PATIENCE_S) -> bool:
@@ -177,7 +179,6 @@ class EngineNamespace:
         self.on_leave()
 
     def report(self, reports: Mapping[int, MemoryReport]) -> None:
-        """Handle the workers' reports, by rank."""
         for rank, report in reports.items():
             if report.generation != self.generation:
                 continue

@@ -49,19 +49,9 @@ PROCESSOR_FILES = "*processor_config.json"
 
 # Packages that decode media; vLLM may hash only the encoded bytes.
 MEDIA_PACKAGES = (
-    "av",
-    "librosa",
-    "mistral_common",
-    "opencv-python-headless",
-    "pillow",
-    "PyNvVideoCodec",
-    "scipy",
-    "soundfile",
-    "soxr",
-    "torchcodec",
-    "torchvision",
-    "transformers",
-)
+    "av", "librosa", "mistral_common", "opencv-python-headless", "pillow", "PyNvVideoCodec", "scipy", "soundfile",
+    "soxr", "torchcodec", "torchvision", "transformers",
+)  # fmt: skip
 
 # Functions of torch.cpu.
 CPU_INSTRUCTIONS = ("_is_avx512_supported", "_is_avx512_bf16_supported", "_is_amx_tile_supported")
@@ -81,7 +71,8 @@ JUDGED_FIELDS = Path(__file__).with_name("judged_fields.txt")
 def judged_fields(*verdicts: str) -> dict[str, dict[str, str]]:
     """Return the fields of each class in ``JUDGED_FIELDS`` that have one of these verdicts, or any if none is given.
 
-    Each with the only release that has it, or ``""``.
+    Each with the only release that has it, or ``""``. The file's lines are ``Class``, ``  verdict: reason`` and
+    ``    field field@release ...``.
     """
     judged: dict[str, dict[str, str]] = {}
     fields, is_wanted = dict[str, str](), False
@@ -212,7 +203,6 @@ def label_of(vllm_config: VllmConfig) -> str:
 
 
 def _hash_factors(vllm_config: VllmConfig) -> dict[str, str]:
-    """Return the factors of the engine's block hashes."""
     algorithm = str(vllm_config.cache_config.prefix_caching_hash_algo)
     function = get_hash_fn_by_name(algorithm)
     # vLLM draws a new seed at each call if each process has a random one.
@@ -297,7 +287,6 @@ def _multimodal(model: ModelConfig) -> str:
 
 
 def _versions(*packages: str) -> dict[str, str]:
-    """Return the versions of the installed packages among these."""
     found = {}
     for name in packages:
         with suppress(importlib.metadata.PackageNotFoundError):

@@ -32,18 +32,9 @@ PIECES = 16
 place."""
 
 CHANGING_METHODS = (
-    "apply_model",
-    "checkpoint_restore",
-    "finish_weight_update",
-    "load_model",
-    "load_weights",
-    "reload_weights",
-    "reset_weights",
-    "start_draft_weight_update",
-    "start_weight_update",
-    "update_weights",
-    "wake_up",
-)
+    "apply_model", "checkpoint_restore", "finish_weight_update", "load_model", "load_weights", "reload_weights",
+    "reset_weights", "start_draft_weight_update", "start_weight_update", "update_weights", "wake_up",
+)  # fmt: skip
 """Methods of vLLM's workers, model runners and models (0.32, 0.33) that may change the weights."""
 
 CHECKPOINT_FORMATS = frozenset(

@@ -95,9 +95,9 @@ class LoadAdmission:
             self._loaded[request] = Loaded()
 
     def admits(self, request: Request, computed: int, *, loads: bool) -> bool | None:
-        """Return whether a request may be loaded now, or computed without a load.
+        """Return whether a request may be scheduled now, to be loaded or, without ``loads``, to compute.
 
-        ``computed`` of its tokens will then be in the cache. False: it must be computed. None: not in this step.
+        ``computed`` of its tokens will then be in the cache. False: only without a load. None: not in this step.
         """
         if loads and self.has_deferred:
             return None
@@ -134,6 +134,7 @@ class LoadAdmission:
         blocks = self._blocks_of(request.num_tokens + self._drafts, computed)
         if not others:
             return max(blocks, self._blocks_of(computed, computed) + self._kept_free) <= self._blocks
+        # vLLM keeps blocks free for requests whose load failed.
         failed = sum(load.blocks for other, load in others.items() if not other.num_computed_tokens)
         free = self.pool.get_num_free_blocks() if self.pool is not None else inf
         if failed and blocks + failed + self._kept_free > free:

@@ -67,10 +67,9 @@ LONG_AGO = float("-inf")
 REFRESH_S = 1.0
 """An answer with misses is refreshed at this age, a complete one this long before ``stale_at``. After a failed lookup
 none is sent for this long."""
-MIN_RETRY_PAUSE_S, MAX_RETRY_PAUSE_S = 0.002, 0.05
-"""Least and longest pause between lookups of blocks being promoted."""
-RETRY_SHARE = 0.02
-"""The longest is this share of the time waited, if more: reading 8,192 states takes the scheduler milliseconds."""
+MIN_RETRY_PAUSE_S, MAX_RETRY_PAUSE_S, RETRY_SHARE = 0.002, 0.05, 0.02
+"""Shortest and longest pause between lookups of blocks being promoted. A request that has waited for long pauses for up
+to RETRY_SHARE of that time: reading 8,192 states takes the scheduler milliseconds."""
 LOOKUP_WAIT_S = 0.001
 """Time that the scheduler waits for answers in one step, for all its new requests together."""
 IDLE_WAIT_S = 0.005
@@ -84,18 +83,19 @@ MIN_COMPUTED_S = 0.02
 LATE_REPLIES = 3
 """Consecutive answers that took longer than a prompt may wait, after which the next prompts do not wait."""
 ANSWER_SHARE = 0.1
-"""Share of a prompt's compute time that it waits for an answer, late on a busy machine, if above the deadline. A
-daemon that hangs costs this a few times, see LATE_REPLIES."""
+"""A prompt waits for an answer for this share of its compute time, if that is more than the deadline: on a busy machine
+answers are late. A daemon that hangs costs this a few times, see LATE_REPLIES."""
 DOUBT_SHARE = 0.03
-"""Share of the longest wait for a tier to spend although it seems not worth it: early speeds may be far off."""
+"""A request waits for a tier for this share of its longest wait although that seems not worth it: the first estimates
+of a tier's speed may be far off."""
 ASK_SHARE, MAX_ASK_S = 0.1, 0.25
-"""Such a share, and most seconds, to wait for a shared store's answer."""
+"""The same for a shared store that has not said what it has: the share, and the most seconds."""
 WAIT_PAUSE_S = 0.1
-"""Pause of waiting after an answer that did not come in time. A daemon that hangs costs 1 % of an engine's time, 5 % of
-an idle one's, until it counts as not connected."""
+"""Time without waits after one that got no answer. So a daemon that hangs costs 1 % of an engine's time, 5 % of an idle
+one's, until it counts as not connected."""
 STANDSTILL_S, MAX_STOOD_STILL_S = 0.05, 5.0
-"""Time between two calls of _note_time() in an idle engine above which neither it nor the daemon probably had a CPU.
-The excess does not count as waited, up to MAX_STOOD_STILL_S per request."""
+"""Longest normal time between two calls of _note_time() in an idle engine. If it is longer, probably neither engine nor
+daemon had a CPU; the excess does not count as waited, up to MAX_STOOD_STILL_S per request."""
 REPORT_EVERY_S = 10.0
 
 
@@ -104,8 +104,8 @@ class KeyedLookup:
     """A lookup of one request.
 
     Attributes:
-        chunks: hashes of the complete chunks of each group that was asked for, by index on the wire.
-        tails: hashes of tails looked up with them, by the same index, see ``RequestState``.
+        chunks: hashes of the complete chunks looked up, by group on the wire.
+        tails: hashes of the tails looked up with them, by group on the wire; see ``RequestState``.
         given_up: the request no longer waits for the answer, but uses it if it comes before the request runs.
         read: whether the answer was read.
         found: results by vLLM's keys: ready and coming ones, and all tails.
@@ -125,7 +125,6 @@ class KeyedLookup:
 
     @property
     def asked(self) -> int:
-        """Number of chunks looked up."""
         return sum(map(len, self.chunks.values()))
 
     @property
@@ -164,7 +163,7 @@ class RequestState:
         pending: a lookup without an answer yet. The current answer stays until it is replaced.
         last: the lookup sent last, even if its lease was released; it shows which blocks need not be stored.
         to_count: the lookup whose keys the daemon counts when the outcome is reported; None once it is.
-        counted_by: the connection on which it was sent, and the session there: another one does not know it.
+        counted_by: client and session that sent it: only that session's daemon counts it.
         own_tokens: leading tokens in vLLM's own cache, at the last scan.
         engine_has_all: those are all that vLLM can use.
         prefilled_elsewhere: another connector loads the prompt, which a prefill instance computed.
@@ -185,11 +184,11 @@ class RequestState:
         from_tiers: keys that were, or were to be, promoted for this request, with their last state.
         tier_wait_began: time when the request began to wait for a promotion; None before.
         tier_wait_until: latest end of that wait; LONG_AGO once it has ended.
-        doubted_since: time since which waiting is not known to be worth it; inf while it is.
+        doubted_since: time since which the wait for a tier seems not worth it; inf while it seems worth it.
         waits_for_tier: the request waits for promotions in its answer.
         stood_still_s: time in which the machine stood still while it waited.
-        scan: what the last scan saw (answer, computed tokens, waits_for_tier), its result, and the number of ended
-            loads then.
+        scan: the last scan: what it depended on (answer, computed tokens, waits_for_tier), its tokens or None, and
+            the number of loads that had ended.
         skip_counted: it was counted as a load skipped for being slow.
         refused: its blocks were not loaded because the KV cache had no space.
         logged: its outcome was reported.
@@ -349,7 +348,7 @@ class KvoffdManager(OffloadingManager):
             asked = {index: [*hashes, *tails.get(index, ())] for index, hashes in chunks.items()}
             message = [_group_keys(index, hashes, state.adapter) for index, hashes in asked.items()]
             asked_by = namespace.client, namespace.client.session_id
-            # Tails are not counted: there are many, and one is a hit at most.
+            # A daemon counts a prompt once, and no tails: there are many, of which one is a hit at most.
             again = bool(tails) or (state.to_count is not None and state.counted_by == asked_by)
             future = namespace.client.lookup(message, again, reported=True, peer=state.peer)
             if not again and future.lease_id:
@@ -452,19 +451,8 @@ class KvoffdManager(OffloadingManager):
             if state.answer is not None and state.pending.asks_tails_beyond(state.answer):
                 tokens = min(tokens, self.groups[0].tokens_per_chunk)
             self._wait_for_answer(state, state.pending, self._computed_s(request, tokens))
-        answered = state.pending
-        if answered is not None and answered.future.done:
-            state.pending = None
-            now = self.clock()
-            if answered.future.failed or (answered.future.pinned and now >= answered.future.stale_at):
-                self._release(answered)
-                state.failed_at = now
-            else:
-                self._read(answered)
-                # The new lease pins the same blocks, so nothing is unpinned in between.
-                self._release(state.answer)
-                state.answer = answered
-                state.from_tiers.update(answered.coming)
+        if state.pending is not None and state.pending.future.done:
+            self._take_answer(state, state.pending)
         if state.answer is not None:
             state.found = state.answer.found
             state.waits_for_tier = bool(state.answer.coming) and self._waits_for_tier(state, state.answer)
@@ -475,6 +463,20 @@ class KvoffdManager(OffloadingManager):
                 state.default_result = LookupResult.RETRY
         may_ask = (pending is None or not pending.given_up) and self.clock() - state.failed_at >= REFRESH_S
         state.asks_tails = has_tail and may_ask and state.default_result is _MISS
+
+    def _take_answer(self, state: RequestState, answered: KeyedLookup) -> None:
+        """Replace a request's answer by the one that has come, unless that failed or is too old."""
+        state.pending = None
+        now = self.clock()
+        if answered.future.failed or (answered.future.pinned and now >= answered.future.stale_at):
+            self._release(answered)
+            state.failed_at = now
+            return
+        self._read(answered)
+        # The new lease pins the same blocks, so nothing is unpinned in between.
+        self._release(state.answer)
+        state.answer = answered
+        state.from_tiers.update(answered.coming)
 
     def _awaits_reports(self, state: RequestState) -> bool:
         """Return whether a request waits a moment for the workers to report their memory or registration.
@@ -504,7 +506,7 @@ class KvoffdManager(OffloadingManager):
             return True
         hashes = len(state.request.block_hashes)
         if sum(hashes // group.hashes_per_chunk for group in self.groups) > answer.asked:
-            return True
+            return True  # it has generated further chunks
         if answer.all_ready and answer.future.leased:
             return now > answer.future.stale_at - REFRESH_S
         if not state.waits_for_tier or state.tier_wait_began is None:
@@ -572,7 +574,7 @@ class KvoffdManager(OffloadingManager):
         return rate or self.namespace.client.reported_prefill_rate or self._assumed_rate
 
     def _computed_s(self, request: Request, tokens: int) -> float:
-        """Return the seconds until ``tokens`` of a request would be computed, after the earlier prompts."""
+        """Return the seconds until ``tokens`` of a request would be computed, after those of earlier requests."""
         before = self._tokens_before_each().get(request.request_id, 0)
         return max(MIN_COMPUTED_S, (before + tokens) / self._expected_rate)
 
@@ -599,7 +601,7 @@ class KvoffdManager(OffloadingManager):
             tails = lookup.tails.get(index, ())
             lookup.found.update(dict.fromkeys([one + suffix for one in tails], _MISS))
             if not states[leading:].strip(_NOT_THERE):
-                continue  # the rest is absent or being written: chunks without an entry are misses
+                continue  # keys without an entry in ``found`` are misses
             before = len(lookup.coming)
             for one, state in zip([*chunks[leading:], *tails], states[leading:], strict=True):
                 if state == READY:
@@ -608,7 +610,7 @@ class KvoffdManager(OffloadingManager):
                     # Not RETRY, after which vLLM would look for an earlier window.
                     lookup.found[one + suffix], lookup.coming[one + suffix] = _PENDING, state
             coming_tails = sum(state in COMING for state in states[len(chunks) :])
-            count = len(lookup.coming) - before - max(0, coming_tails - 1)  # one of them is loaded at most
+            count = len(lookup.coming) - before - max(0, coming_tails - 1)  # of the tails one is loaded at most
             tokens = count * self.groups[index].tokens_per_chunk
             lookup.coming_tokens = max(lookup.coming_tokens, tokens)
 
@@ -647,7 +649,7 @@ class KvoffdManager(OffloadingManager):
         return state.tier_wait_until != LONG_AGO
 
     def _tokens_before_each(self) -> dict[str, int]:
-        """Return for each request the tokens of earlier prompts that are neither computed nor being loaded."""
+        """Return for each request the tokens of earlier requests that are neither computed nor being loaded."""
         if self._tokens_before is None:
             self._tokens_before, before = {}, 0
             for request_id, state in self.requests.items():
@@ -676,7 +678,7 @@ class KvoffdManager(OffloadingManager):
                 self._reported_problem = problem
 
     def take_events(self) -> Sequence[KVCacheEvent]:
-        """Record a step's end as its output has come; return events of the daemon's blocks for the stream."""
+        """Record that a step has ended; return events of the daemon's blocks for the engine's stream."""
         self.harm.prefill.step_ended()
         return self.events.take(self.namespace) if self.events is not None else ()
 
@@ -709,10 +711,13 @@ class KvoffdManager(OffloadingManager):
             state.scan = (state.answer, computed_tokens, state.waits_for_tier), tokens, self._ended_loads
 
     def scanned(self, request: Request, computed_tokens: int) -> int | None:
-        """Return the tokens found by the last scan of a request; None: it is deferred; 0: scan again."""
+        """Return the result of a request's last scan if another would give the same: its tokens, or None for deferred.
+
+        0: scan again.
+        """
         state = self.requests[request.request_id]
-        of, tokens, ended_loads = state.scan
-        is_same = state.answer is not None and of == (state.answer, computed_tokens, state.waits_for_tier)
+        seen, tokens, ended_loads = state.scan
+        is_same = state.answer is not None and seen == (state.answer, computed_tokens, state.waits_for_tier)
         return tokens if is_same and (tokens is not None or ended_loads == self._ended_loads) else 0
 
     def refuse_load(self, request_id: str) -> None:
@@ -968,7 +973,6 @@ class KvoffdManager(OffloadingManager):
         state.answer = state.pending = None
 
     def _send_report(self, state: RequestState) -> None:
-        """Send the report of a request, if it has an unsent one."""
         if state.report is not None:
             self.namespace.client.report_prompt(state.report)
             state.report = None
@@ -996,10 +1000,11 @@ def _report_of(
 ) -> PromptReport:
     """Return the report of a request that is scheduled with ``loaded_tokens`` or, if ``dropped``, ended before that."""
     request, last, tails = state.request, state.last, state.tail_keys
-    below = {key: tier for key, tier in state.from_tiers.items() if key not in tails}
+    from_tiers = {key: tier for key, tier in state.from_tiers.items() if key not in tails}
+    from_store = list(from_tiers.values()).count(SHARED)
     states = b"".join(last.states) if last is not None else b""
-    from_store = list(below.values()).count(SHARED)
-    risen = sum(last.found.get(key) is _HIT for key in below) if last is not None else 0
+    promoted = sum(last.found.get(key) is _HIT for key in from_tiers) if last is not None else 0
+    # Leading keys by group: of the whole prompt, in the engine's own cache, and those that need not be computed.
     whole = [request.num_tokens // one.tokens_per_chunk for one in groups]
     own = covered = [state.own_tokens // one.tokens_per_chunk for one in groups]
     if loaded_tokens:  # the last chunk may be loaded in part
@@ -1025,7 +1030,7 @@ def _report_of(
         outcome = Outcome.TOO_SHORT
     elif state.disabled or last is None or last.future.failed:
         outcome = Outcome.UNUSED
-    elif covered is whole:
+    elif state.prefilled_elsewhere or state.engine_has_all:
         outcome = Outcome.NOT_NEEDED
     elif last.given_up or not last.future.done:
         outcome = Outcome.LATE
@@ -1036,30 +1041,30 @@ def _report_of(
     else:
         outcome = Outcome.MISSED
     return PromptReport(
-        request.request_id[:128],
-        time.time(),
-        request.num_prompt_tokens,
-        len(states),
-        states.count(READY) - risen,
-        len(below) - from_store,
-        from_store,
-        outcome,
-        loaded_tokens,
-        group,
-        missing,
-        reason,
-        number,
-        state.own_tokens,
-        state.to_count.lease_id if state.to_count is not None else 0,
-        own,
-        covered,
-        after_gap,
+        request=request.request_id[:128],
+        decided_at=time.time(),
+        tokens=request.num_prompt_tokens,
+        keys=len(states),
+        found_pool=states.count(READY) - promoted,
+        found_disk=len(from_tiers) - from_store,
+        found_shared=from_store,
+        outcome=outcome,
+        loaded_tokens=loaded_tokens,
+        missing_group=group,
+        missing_key=missing,
+        reason=reason,
+        missing_number=number,
+        own_tokens=state.own_tokens,
+        lease_id=state.to_count.lease_id if state.to_count is not None else 0,
+        own_keys=own,
+        covered_keys=covered,
+        after_gap=after_gap,
     )
 
 
 def _first_missing(state: RequestState, covered: Sequence[int]) -> tuple[int, bytes, int, str]:
-    """Return the first key that was neither ``covered`` nor ready: group, key, position among those looked up, from 1,
-    and the reason if it is known here."""
+    """Return the first key that was neither covered nor ready: group, key, its position among all keys looked up, from
+    1, and the reason if it is known here."""
     last, before = state.last, 0
     for (index, chunks), states in zip(last.chunks.items(), last.states, strict=False) if last is not None else ():
         for at in range(covered[index], len(states)):

@@ -215,7 +215,10 @@ class KvoffdWorker(OffloadingWorker):
         self._report.waited_s += now - min(now, max(began, kernels_done_at()))
 
     def _mark_kernels(self) -> Callable[[], float]:
-        """Return a function that gives when the launched kernels, or KERNELS_TIMEOUT_S, ended; infinity before."""
+        """Return a function that gives the time when the launched kernels ended; infinity before.
+
+        After KERNELS_TIMEOUT_S they count as ended then.
+        """
         if self._sender is None:
             return lambda: -math.inf
         try:

@@ -416,11 +416,11 @@ class TierSupervisor:
             if not self._state.accept(fingerprint, generation):
                 tier.remove_all(fingerprint)
             if self._state.generation(fingerprint) > known:
-                self._drop_older(fingerprint, tiering)
+                self._drop_older(fingerprint)
         tiering.disk_writer.budget.first_filling_bytes += max(0, disk.size.size_bytes - tier.lifetime_written_bytes)
         tiering.disks.tiers.append(tier)
 
-    def _drop_older(self, fingerprint: bytes, tiering: Tiering) -> None:
+    def _drop_older(self, fingerprint: bytes) -> None:
         """Drop a namespace's blocks of lower generations from the pool and other disks, after a disk revealed a reset
         that the state file had lost."""
         generation = self._state.generation(fingerprint)
@@ -428,8 +428,7 @@ class TierSupervisor:
             if disk.tier is not None and disk.tier.found_generations.get(fingerprint, generation) < generation:
                 disk.tier.remove_all(fingerprint)
         if (namespace := self._cache.namespaces.get(fingerprint)) is not None:
-            tiering.namespace_forgotten(namespace)  # its promotions are of the lower generation
-            self._cache.reset(namespace, keep_tiers=True, generation=generation)
+            self._cache.reset(namespace, generation)
 
 
 def shared_stores(config: Config) -> OpenStores:

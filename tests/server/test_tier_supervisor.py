@@ -14,7 +14,7 @@ import pytest
 from kvoffd.config import Config, DiskSize
 from kvoffd.pool.pool import Pool
 from kvoffd.server.persistence import State, StateFile
-from kvoffd.server.tiers import TierSupervisor, make_tiering
+from kvoffd.server.tier_supervisor import TierSupervisor, make_tiering
 from kvoffd.tiers.disk import DiskTier
 from kvoffd.tiers.header import make_block_group
 from kvoffd.tiers.tier import TierListener
