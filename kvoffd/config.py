@@ -307,8 +307,6 @@ class Limits:
     """Time for which the pool stays pinned after the last engine on a GPU has left."""
     touch_threads: int = 0
     """Threads that touch the pool at the start; 0 derives their number from the cores."""
-    cuda_batches: bool = True
-    """Whether small pieces are copied in batches if the CUDA driver supports it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,10 +40,6 @@ class BadGeometry(KvoffdError):
     code = ErrorCode.BAD_GEOMETRY
 
 
-class ShardTooLarge(BadGeometry):
-    """A shard is too large for any slot of the pool."""
-
-
 class OutOfBounds(KvoffdError):
     """A tensor exceeds its segment."""
 
@@ -72,18 +68,6 @@ class PoolTooLarge(KvoffdError):
     """The pool does not fit the machine or its cgroup."""
 
     code = ErrorCode.NO_SPACE
-
-
-class UnknownNamespace(KvoffdError):
-    """No namespace with this fingerprint is open."""
-
-    code = ErrorCode.UNKNOWN_NAMESPACE
-
-
-class NamespaceMismatch(KvoffdError):
-    """The namespace is open with another geometry."""
-
-    code = ErrorCode.NAMESPACE_MISMATCH
 
 
 class UnknownLease(KvoffdError):

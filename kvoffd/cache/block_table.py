@@ -217,8 +217,7 @@ class BlockTable(Structure):
         if first_blocks:
             firsts = array("H", bytes(2 * count))
             for number, first in first_blocks.items():
-                if number < count:
-                    firsts[number] = first
+                firsts[number] = first
             offered = firsts.tobytes()
         if not self._native.blocks_plan(self.address, group.number, keys, count, group.key_bytes, rank, offered):
             raise MemoryError
@@ -312,9 +311,9 @@ class BlockTable(Structure):
         """Return up to ``count`` of the blocks that were first added to the group. ``unpinned``: only READY ones
         without pins among the first ``MAX_SEEN``, the others of which become the newest."""
         self._reserve(count)
-        return self._numbers[
-            : self._native.blocks_oldest(self.address, group.packed, count, MAX_SEEN if unpinned else count, unpinned)
-        ].copy()
+        seen = MAX_SEEN if unpinned else count
+        found = self._native.blocks_oldest(self.address, group.packed, count, seen, unpinned)
+        return self._numbers[:found].copy()
 
     def choose_victims(
         self, slots: SlotAllocator, group: Group, count: int, order: BlockIds, *, last: bool

@@ -9,7 +9,7 @@
 #include <stdatomic.h>
 
 /* Version of everything that C and Python share: system/native.py has the same, and refuses another one. */
-const uint32_t kvoffd_version = 16;
+const uint32_t kvoffd_version = 17;
 
 #define WRITE(record, type, field, given) ({ type value_ = (given); memcpy((record) + (field), &value_, sizeof value_); })
 
@@ -462,7 +462,7 @@ struct choice {
         int64_t lacking; /* slots */
     } size[MAX_RANKS];
     uint32_t *passed; /* by region, slots of blocks that were skipped */
-    uint32_t *regions; /* regions with any, in the order in which they were met */
+    uint32_t *regions, *is_met; /* regions that had any, in the order in which they were met; by region, whether it is one */
 };
 
 static int64_t *lacking_of(struct choice *c, uint32_t slot)
@@ -503,6 +503,40 @@ static void choose(struct choice *c, uint32_t block)
     }
     x->missing[block] = CHOSEN;
     x->numbers[c->found++] = block;
+}
+
+/* Chooses a block if a slot of it has a size that is still lacking; returns whether it did. */
+static int choose_useful(struct choice *c, uint32_t block)
+{
+    int64_t *lacking;
+    uint32_t at = block;
+    int useful = 0;
+
+    do
+        useful |= (lacking = lacking_of(c, at)) && *lacking > 0;
+    while ((at = c->x->next[at]) != block);
+    if (!useful)
+        return 0;
+    do
+        if ((lacking = lacking_of(c, at)))
+            --*lacking;
+    while ((at = c->x->next[at]) != block);
+    choose(c, block);
+    return 1;
+}
+
+static void skip(struct choice *c, uint32_t block)
+{
+    uint32_t at = block;
+
+    c->x->missing[block] = PASSED;
+    c->passed_pages += c->x->pages[block];
+    do {
+        uint64_t region = at / c->slots->slots_per_region;
+        c->passed[region]++;
+        if (!c->is_met[region]++)
+            c->regions[c->met++] = region;
+    } while ((at = c->x->next[at]) != block);
 }
 
 /* Returns the block that a slot belongs to; the slot itself if it has none. */
@@ -567,7 +601,7 @@ uint64_t kvoffd_blocks_choose_victims(struct blocks *x, const struct slots *slot
     if (!c.passed)
         return NONE;
     c.regions = c.passed + slots->regions;
-    uint32_t *met = c.regions + slots->regions;
+    c.is_met = c.regions + slots->regions;
     for (uint64_t rank = 0, i; rank < g->ranks; rank++) {
         for (i = 0; i < c.sizes && c.size[i].bytes != g->rank[rank].slot_bytes; i++)
             ;
@@ -576,31 +610,10 @@ uint64_t kvoffd_blocks_choose_victims(struct blocks *x, const struct slots *slot
         c.size[i].lacking += count;
     }
     for (; seen < blocks && lacks(&c) && c.found < most_found; seen++) {
-        uint32_t block = order[seen], at = block;
-        int64_t *lacking;
-        int useful = 0;
-        if (x->missing[block])
+        if (x->missing[order[seen]] || choose_useful(&c, order[seen]))
             continue;
-        do
-            useful |= (lacking = lacking_of(&c, at)) && *lacking > 0;
-        while ((at = x->next[at]) != block);
-        if (useful) {
-            do
-                if ((lacking = lacking_of(&c, at)))
-                    --*lacking;
-            while ((at = x->next[at]) != block);
-            choose(&c, block);
-            continue;
-        }
-        x->missing[block] = PASSED;
-        c.passed_pages += x->pages[block];
-        do {
-            uint64_t region = at / slots->slots_per_region;
-            c.passed[region]++;
-            if (!met[region]++)
-                c.regions[c.met++] = region;
-        } while ((at = x->next[at]) != block);
-        if (!patience)
+        skip(&c, order[seen]);
+        if (!patience) /* until as much was skipped as the first region holds */
             patience = used_in(slots, c.regions[0]) * slots->slot_bytes[c.regions[0]] / PAGE;
         if (c.passed_pages >= patience && !choose_region(&c))
             patience = 2 * c.passed_pages;

@@ -22,10 +22,8 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain as chained
-from itertools import compress, groupby, islice, takewhile
+from itertools import compress, islice, takewhile
 from math import inf
-from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -69,12 +67,12 @@ from kvoffd.cache.tickets import (
     SessionLeases,
     Stored,
     StorePart,
-    StoreTicket,
 )
 from kvoffd.cache.victims import Victims
-from kvoffd.errors import BadGeometry, NotReady, UnknownLease, UnknownNamespace
+from kvoffd.errors import BadGeometry, KvoffdError, NotReady, UnknownLease
 from kvoffd.pool.allocator import PAGE_BYTES, SlotAllocator, SlotIds
 from kvoffd.pool.slot_table import Deflated, SlotTable
+from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import ABSENT, PENDING, SHARED, HintAction
 
 logger = logging.getLogger(__name__)
@@ -100,7 +98,6 @@ RECOVERED_AT_ONCE = 4096
 """Recovered blocks entered together, by group. Small, so that the order of use stays about right."""
 _NOTHING: BlockIds = np.empty(0, np.uint32)
 _NO_SLOTS: npt.NDArray[np.uint32] = np.empty((0, 1), np.uint32)
-_namespace_of = attrgetter("namespace")
 _ABSENT = bytes([Verdict.ABSENT])
 
 
@@ -138,7 +135,7 @@ class Cache:
         self.quotas: dict[bytes, int] = {}
         """Limits of pool bytes, set by an operator, by fingerprint; the namespace need not be open."""
         self.leases: dict[int, Lease] = {}
-        """Leases by id, in the order of their deadlines: active ones, and those of ``_abandoned``."""
+        """Leases by id, in the order of their deadlines: active ones, and those of ``_ended``."""
         self.checked_slots = self.checked_bytes = self.mismatches = 0
         """Slots compared with their checksums, their bytes, and the slots whose checksum was wrong."""
         self.quarantined_slots = self.quarantined_bytes = 0
@@ -158,6 +155,8 @@ class Cache:
         self._next_number = 1
         self._warned_of_no_space = False
         self._saves_late = self._save_due = self._saves_short = False
+        """Whether ``saving_once`` puts saves off; whether it put one off; whether the last had to leave details
+        out, with which each further attempt would take three times as long."""
         self._unverified_at = 0
         """Slot at which ``next_unverified`` continues."""
         self._groups: dict[int, Group] = {}
@@ -180,8 +179,6 @@ class Cache:
         """Groups that were reset and whose blocks are still to be freed, by number."""
         self._ended: deque[Lease] = deque()
         """Leases that have ended and whose blocks are still to be unpinned."""
-        self._abandoned: deque[dict[Lease, None]] = deque()
-        """Many leases of a namespace that was reset, or of a session that has ended, which ``background`` ends."""
         self._prefetches: dict[Lease, Sequence[tuple[int, bytes]]] = {}
         """Leases of prefetches, which pin nothing, and their keys."""
         self.unannounced = np.zeros(len(self.blocks.state), np.bool_)
@@ -191,15 +188,14 @@ class Cache:
     # --- namespaces -----------------------------------------------------------------------------
 
     def namespace(self, fingerprint: bytes) -> Namespace:
-        """Return the open namespace. Raises UnknownNamespace."""
+        """Return the open namespace. Raises KvoffdError (UNKNOWN_NAMESPACE)."""
         if (found := self.namespaces.get(fingerprint)) is None:
-            raise UnknownNamespace(
-                f"No namespace with the fingerprint {fingerprint.hex()} is open; send OpenNamespace first."
-            )
+            why = f"No namespace with the fingerprint {fingerprint.hex()} is open; send OpenNamespace first."
+            raise KvoffdError(why, ErrorCode.UNKNOWN_NAMESPACE)
         return found
 
     def open_namespace(self, namespace: Namespace) -> tuple[Namespace, bool]:
-        """Open or join a namespace; return also whether it is new. Raises NamespaceMismatch on another geometry."""
+        """Open or join a namespace; return also whether it is new. Raises KvoffdError on another geometry."""
         if (known := self.namespaces.get(namespace.fingerprint)) is not None:
             known.check_same(namespace.world_size, namespace.key_bytes, namespace.groups)
             return known, False
@@ -225,7 +221,7 @@ class Cache:
             group.set_sizes(lengths, [self.slots.slot_size(length) for length in lengths])
 
     def _fix_shard_bytes(self, namespace: Namespace, rank: int, shard_bytes: Sequence[int]) -> bool:
-        """Set the namespace's shard bytes. Raises BadGeometry, ShardTooLarge."""
+        """Set the namespace's shard bytes. Raises BadGeometry."""
         for nbytes in shard_bytes:
             self.slots.slot_size(nbytes)  # which raises
         return namespace.fix_shard_bytes(rank, shard_bytes)
@@ -239,8 +235,7 @@ class Cache:
     ) -> None:
         """Set the rank's NUMA node and, at its first registration, its shard sizes, by group.
 
-        Raises BadGeometry if the bytes differ from earlier ones or do not fit the namespace,
-        and ShardTooLarge if no slot can hold a shard.
+        Raises BadGeometry if the bytes differ from earlier ones, do not fit the namespace, or no slot can hold a shard.
         """
         new = self._fix_shard_bytes(namespace, rank, shard_bytes)
         namespace.nodes[rank] = node
@@ -290,10 +285,7 @@ class Cache:
             self._retire(group)
             now.unswept = [number for number in (*group.unswept, group.number) if number in self._dead]
         leases, namespace.leases = namespace.leases, {}
-        if len(leases) > self.ended_at_once:
-            self._abandoned.append(leases)
-        else:
-            self._end(list(leases))
+        self._unpin_leases(leases)
         self._save()
         if self.tiers is not None:
             self.tiers.cancel_promotions(namespace)
@@ -335,7 +327,7 @@ class Cache:
         """Open a namespace with the number that an earlier daemon saved, before anything else. Returns its groups;
         pass their blocks to ``enter_recovered``.
 
-        Raises BadGeometry, ShardTooLarge, and changes nothing, if this pool cannot hold its shards.
+        Raises BadGeometry, and changes nothing, if this pool cannot hold its shards.
         """
         geometry = record.world_size, record.key_bytes, record.groups, record.description
         namespace = Namespace(record.fingerprint, record.label, *geometry)
@@ -403,7 +395,7 @@ class Cache:
             UnknownLease: the lease belongs to another session or namespace.
         """
         lease = self.leases.get(lease_id)
-        if lease is not None and not lease.active:  # its namespace was reset
+        if lease is not None and not lease.active:
             del self.leases[lease_id]
             lease = None
         if lease is not None and (lease.session != session or lease.namespace is not namespace):
@@ -415,7 +407,8 @@ class Cache:
         if lease is None:
             lease = Lease(lease_id, session, namespace, self._clock() + self._lease_ttl_s, _NOTHING)
             lease.counts = not (again or reported)
-        lease.coming, lease.asking, lease.peer = lease.coming - lease.asking, 0, peer
+        lease.coming -= lease.asking  # stores are asked again
+        lease.asking, lease.peer = 0, peer
         for index, keys in groups if self._dead else ():
             self._record_reset(current[index], keys)
         found = [self.blocks.lookup(current[index], keys, pin=is_new) for index, keys in groups]
@@ -601,31 +594,28 @@ class Cache:
     def end_session(self, session: int) -> int:
         """End all leases of a closed session. Returns how many."""
         self._uncounted.session_ended(session)
-        leases = {lease: None for lease in self.leases_of(session).leases if lease in lease.namespace.leases}
-        if len(leases) <= self.ended_at_once:
-            return self._end(list(leases))
-        for lease in leases:
-            del lease.namespace.leases[lease]
-        self._abandoned.append(leases)
-        return len(leases)
+        return self._end([lease for lease in self.leases_of(session).leases if lease.active])
 
     def _end(self, leases: Sequence[Lease]) -> int:
-        """End leases. If there are many, ``background`` unpins their blocks."""
+        """End active leases. Returns how many."""
         for lease in leases:
-            if self.leases.get(lease.lease_id) is lease:
-                del self.leases[lease.lease_id]
-            lease.namespace.leases.pop(lease, None)
-        for namespace, some in groupby(leases, _namespace_of):
-            if covered := sum([len(lease.blocks) for lease in some if lease.counts]):
-                namespace.counters.covered_keys += covered
-        self._ended.extend(leases)
-        if len(self._ended) <= self.ended_at_once:
-            self._unpin_ended()
+            del lease.namespace.leases[lease]
+        self._unpin_leases(leases)
         return len(leases)
 
-    def _unpin_ended(self) -> None:
+    def _unpin_leases(self, ended: Iterable[Lease]) -> None:
+        """Unpin the blocks of leases that are not active any more. If there are many, ``background`` does it."""
+        self._ended.extend(ended)
+        if len(self._ended) <= self.ended_at_once:
+            self._unpin_some()
+
+    def _unpin_some(self) -> None:
         ended = [self._ended.popleft() for _ in range(min(self.ended_at_once, len(self._ended)))]
         for lease in ended:
+            if self.leases.get(lease.lease_id) is lease:
+                del self.leases[lease.lease_id]
+            if lease.counts and lease.blocks.size:
+                lease.namespace.counters.covered_keys += len(lease.blocks)
             leased = self.session_leases[lease.session]
             del leased.leases[lease]
             leased.keys -= len(lease.blocks)
@@ -701,10 +691,10 @@ class Cache:
 
     def _ask_tiers(self, tiers: TierHooks, lease: Lease, states: list[bytes]) -> None:
         """Request what the pool lacks of a prefetch's keys, or end it if nothing more comes."""
-        namespace, before = lease.namespace, lease.coming - lease.asking
-        lease.coming, lease.asking = before, 0
+        lease.coming -= lease.asking
+        lease.asking, before = 0, lease.coming
         tiers.find(lease, self._prefetches[lease], states, None)
-        namespace.counters.prefetched_keys += max(0, lease.coming - lease.asking - before)
+        lease.namespace.counters.prefetched_keys += max(0, lease.coming - lease.asking - before)
         if not lease.coming:
             self._end_prefetch(lease)
 
@@ -731,13 +721,13 @@ class Cache:
 
     # --- stores ---------------------------------------------------------------------------------
 
-    def begin_store(self, namespace: Namespace, rank: int, parts: Sequence[StorePart]) -> StoreTicket:
-        """Allocate slots for the missing blocks, evicting if needed.
+    def begin_store(self, namespace: Namespace, rank: int, parts: Sequence[StorePart]) -> list[Stored]:
+        """Allocate slots for the missing blocks, evicting if needed. Returns what to copy, by part.
 
         Existing blocks that begin later than the offered ones, and are not in use, are dropped first. The other
         existing blocks of these keys are not evicted. Each group occurs once; groups, keys and rank must be valid.
         """
-        groups, size, ticket = self._current[namespace], namespace.key_bytes, StoreTicket(rank, [])
+        groups, size, begun = self._current[namespace], namespace.key_bytes, list[Stored]()
         offers: list[tuple[Stored, StorePart, Sequence[int]]] = []
         pinned: list[BlockIds] = []
         try:
@@ -763,26 +753,24 @@ class Cache:
                 pinned.append(blocks[blocks != NO_BLOCK])
                 self.blocks.pin(pinned[-1])
             for stored, part, new in offers:
-                ticket.parts.append(stored)
+                begun.append(stored)
                 self._admit(rank, stored, part, new)
         except BaseException:
-            self.abort_store(ticket)
+            self.abort_store(begun)
             raise
         finally:
             for there in pinned:
                 self.unpin(there)
-        return ticket
+        return begun
 
     def _admit(self, rank: int, stored: Stored, part: StorePart, absent: Sequence[int]) -> None:
         """Make blocks for the absent keys that the policy admits, and fill in what to copy."""
-        made: list[tuple[Sequence[int], BlockIds]] = [(stored.copy, stored.blocks)]
+        joins = bool(stored.copy)
         try:
-            self._take_admitted(stored, part, absent, made)
+            self._take_admitted(stored, part, absent)
             self._record_lost(stored, part)
         finally:  # allocated slots belong to the store even if this fails
-            had_blocks, stored.copy = bool(stored.copy), list(chained.from_iterable(keys for keys, _ in made))
-            stored.blocks = np.concatenate([blocks for _, blocks in made])
-            if had_blocks:
+            if joins:  # the keys of its blocks lie between those of new ones
                 order = np.argsort(stored.copy)
                 stored.copy, stored.blocks = np.array(stored.copy)[order].tolist(), stored.blocks[order]
             stored.slots, stored.offsets = self.blocks.begin_writes(self.slots, stored.blocks, rank)
@@ -791,11 +779,9 @@ class Cache:
             for block in stored.blocks.tolist() if self._partial else ():
                 self._partial.pop(block, None)
 
-    def _take_admitted(
-        self, stored: Stored, part: StorePart, absent: Sequence[int], made: list[tuple[Sequence[int], BlockIds]]
-    ) -> None:
-        """Make blocks for the absent keys as far as policy and space allow. Adds numbers of keys and their blocks to
-        ``made``, and the other numbers to ``stored.rejected`` and ``stored.no_space``."""
+    def _take_admitted(self, stored: Stored, part: StorePart, absent: Sequence[int]) -> None:
+        """Make blocks for the absent keys as far as policy and space allow. Each key's number goes into
+        ``stored.copy``, ``rejected`` or ``no_space``."""
         group, size, begin, packed_keys = stored.group, stored.group.key_bytes, 0, part.keys
         if len(absent) * size < len(packed_keys):
             packed_keys = _select_keys(packed_keys, absent, size)
@@ -815,7 +801,8 @@ class Cache:
             if score != REJECTED and limit > refused_score:
                 slots = self._take(group, packed_keys[begin * size : end * size], limit)
                 if taken := len(slots):
-                    made.append((absent[begin : begin + taken], slots[:, 0]))
+                    stored.copy += absent[begin : begin + taken]
+                    stored.blocks = np.concatenate([stored.blocks, slots[:, 0]])
                 if taken < count:
                     refused_score = limit
             if taken < count:
@@ -840,7 +827,7 @@ class Cache:
 
     def commit_store(
         self,
-        ticket: StoreTicket,
+        parts: Sequence[Stored],
         checksums: Sequence[Iterable[int]],
         tokens: Mapping[bytes, BlockTokens] = NO_TOKENS,
     ) -> int:
@@ -849,7 +836,7 @@ class Cache:
         ``checksums``: by part, of each copied key; 0 if it is still to be computed.
         """
         became_ready = 0
-        for part, given in zip(ticket.parts, checksums, strict=True):
+        for part, given in zip(parts, checksums, strict=True):
             group, blocks, slots, firsts = part.group, part.blocks, part.slots, part.first_blocks
             if group.dead or not blocks.size:
                 self._end_writes(group, blocks, slots)
@@ -874,15 +861,14 @@ class Cache:
                     self.tiers.stored(ready[::-1])
         return became_ready
 
-    def abort_store(self, ticket: StoreTicket) -> None:
+    def abort_store(self, parts: Sequence[Stored]) -> None:
         """End a store that did not copy everything: its shards are discarded, those of other ranks stay and wait."""
-        for part in ticket.parts:
+        for part in parts:
             self._end_writes(part.group, part.blocks, part.slots)
 
-    def drop_unfinished(self, ticket: StoreTicket | FillTicket, reason: MissReason = MissReason.PARTIAL) -> None:
-        """Drop a ticket's blocks that lack a shard, so that their keys can be stored again. The ticket must
-        still be ended. Copies in a tier stay."""
-        parts = ticket.parts if isinstance(ticket, StoreTicket) else [ticket]
+    def drop_unfinished(self, parts: Sequence[Stored | FillTicket], reason: MissReason = MissReason.PARTIAL) -> None:
+        """Drop the blocks that lack a shard, so that their keys can be stored again. The store or fill must still be
+        ended. Copies in a tier stay."""
         for part in parts:
             if not part.group.dead:
                 self.drop(part.blocks[self.blocks.state[part.blocks] == WRITING], reason)
@@ -912,13 +898,15 @@ class Cache:
         if not group.sizes:
             raise BadGeometry("Not all ranks of the namespace have registered; register them first.")
         states, _ = self.blocks.find(group, b"".join(keys))
-        first = {key: number for number, key in reversed(list(enumerate(keys)))}
-        numbers = [number for number, state in enumerate(states) if state == FREE and first[keys[number]] == number]
-        slots = self._take(group, b"".join([keys[number] for number in numbers]), inf)
+        first: dict[bytes, int] = {}
+        for number, (key, state) in enumerate(zip(keys, states, strict=True)):
+            if state == FREE:
+                first.setdefault(key, number)
+        slots = self._take(group, b"".join(first), inf)
         self.blocks.shard[slots] = WRITING_SHARD
         each = zip(slots, self.slots.offsets(slots).tolist(), strict=True)
         tickets = (FillTicket(group, its, offsets) for its, offsets in each)
-        return {number: next(tickets, None) for number in numbers}
+        return {number: next(tickets, None) for number in first.values()}
 
     def end_fill(self, ticket: FillTicket, first_blocks: Sequence[int], checksums: Sequence[int]) -> bool:
         """End a fill. Both arguments are by rank, and empty if the block was not read completely. Returns whether it
@@ -928,7 +916,7 @@ class Cache:
             self._end_writes(group, slots[:1], slots)
             return False
         part = Stored(group, np.repeat(slots[:1], len(slots)), slots, first_blocks=first_blocks)
-        return bool(self.commit_store(StoreTicket(0, [part]), [checksums]))
+        return bool(self.commit_store([part], [checksums]))
 
     # --- loads ----------------------------------------------------------------------------------
 
@@ -959,25 +947,24 @@ class Cache:
             self.tiers.loaded(tickets)
         for ticket in tickets:
             self.unpin(ticket.blocks)
-            lease, group, part = ticket.lease, ticket.group.index, (ticket.group.index, ticket.first_key)
             if counts and ticket.blocks.size:
-                ranks = lease.loaded.setdefault(part, set())
-                if ticket.rank in ranks:
-                    continue
-                ranks.add(ticket.rank)
-                if len(ranks) < lease.namespace.world_size:
-                    continue
-                before = max(lease.loaded_tokens.values(), default=0)
-                lease.loaded_tokens[group] = lease.loaded_tokens.get(group, 0) + ticket.tokens
-                lease.namespace.counters.loaded_keys += len(ticket.blocks)
-                lease.namespace.counters.loaded(max(0, lease.loaded_tokens[group] - before))
-        if not tickets or not ends_lease:
-            return
-        lease = tickets[0].lease
-        if lease.active:
+                self._count_load(ticket)
+        if tickets and ends_lease and (lease := tickets[0].lease).active:
             lease.loaded_ranks.add(tickets[0].rank)
             if len(lease.loaded_ranks) == lease.namespace.world_size:
                 self._end([lease])
+
+    def _count_load(self, ticket: LoadTicket) -> None:
+        lease, group = ticket.lease, ticket.group.index
+        ranks = lease.loaded.setdefault((group, ticket.first_key), set())
+        if ticket.rank in ranks:  # loaded again
+            return
+        ranks.add(ticket.rank)
+        if len(ranks) == lease.namespace.world_size:
+            before = max(lease.loaded_tokens.values(), default=0)
+            lease.loaded_tokens[group] = lease.loaded_tokens.get(group, 0) + ticket.tokens
+            lease.namespace.counters.loaded_keys += len(ticket.blocks)
+            lease.namespace.counters.loaded(max(0, lease.loaded_tokens[group] - before))
 
     # --- space ----------------------------------------------------------------------------------
 
@@ -1020,15 +1007,14 @@ class Cache:
         """Return how many of ``count`` blocks the quota allows, after evicting blocks of the namespace if needed."""
         namespace, each = group.namespace, group.block_bytes
         quota = self.quotas[namespace.fingerprint]
-        most = count + MAX_OVER_QUOTA
-        if (excess := namespace.held_bytes + count * each - quota) > 0 and self._dead:
+        most, excess = count + MAX_OVER_QUOTA, namespace.held_bytes + count * each - quota
+        if excess > 0 and self._dead:
             dead = [one for one in self._dead.values() if one.namespace is namespace]
-            excess -= each * (taken := self._sweep(dead, min(most, -(-excess // each))))
-            most -= taken
+            swept = self._sweep(dead, min(most, -(-excess // each)))
+            most, excess = most - swept, excess - swept * each
         if excess > 0:
-            self._evict(
-                self._victims.of_namespace(self._current[namespace], excess, most, below), reason=MissReason.QUOTA
-            )
+            victims = self._victims.of_namespace(self._current[namespace], excess, most, below)
+            self._evict(victims, reason=MissReason.QUOTA)
         return max(0, min(count, (quota - namespace.held_bytes) // each))
 
     def no_space_cause(self, group: Group) -> str:
@@ -1175,23 +1161,18 @@ class Cache:
         self.blocks.group[slots] = 0
 
     def background(self) -> bool:
-        """Do one step of freeing reset blocks, of ending leases on them, of unpinning blocks of ended leases, or of
-        counting prompts of closed sessions, and one of setting retained blocks aside. Returns whether more remain."""
+        """Set some retained blocks aside, and do one step of what is left: unpin blocks of ended leases, else count
+        prompts of closed sessions, else free reset blocks. Returns whether more remains."""
         more = self.order.set_aside_some()
         if self._ended:
-            self._unpin_ended()
-        elif self._abandoned:
-            leases = self._abandoned[0]
-            self._end([leases.popitem()[0] for _ in range(min(self.ended_at_once, len(leases)))])
-            if not leases:
-                self._abandoned.popleft()
+            self._unpin_some()
         elif self._uncounted.has_ended:
             for prompt in self._uncounted.take_some():
                 self._count_prompt(prompt, None)
         elif self._dead:
             group = next(iter(self._dead.values()))
             self._sweep([group], max(1, self.swept_at_once // len(group.sizes)))
-        return bool(more or self._ended or self._abandoned or self._dead or self._uncounted.has_ended)
+        return bool(more or self._ended or self._dead or self._uncounted.has_ended)
 
     def _sweep(self, groups: Sequence[Group], count: int) -> int:
         """Free up to ``count`` blocks of groups that were reset. Returns how many."""
@@ -1314,7 +1295,6 @@ class Cache:
 
     @property
     def usage(self) -> PoolUsage:
-        """Bytes of the pool by state."""
         writing, ready, dropped = (self._bytes_in[state] for state in (WRITING, READY, DROPPED))
         pinned = self.blocks.pinned_bytes, self.blocks.pinned_blocks
         return PoolUsage(self.slots.free_bytes, writing, ready, dropped, self.quarantined_bytes, *pinned)
@@ -1328,14 +1308,13 @@ def _select_keys(keys: bytes, numbers: Sequence[int] | npt.NDArray[np.intp], siz
 
 
 def _snapshot(next_number: int, namespaces: Sequence[Namespace], left_out: int, *, short: bool) -> list[Deflated]:
-    """Encode a ``NamespaceSnapshot`` as msgpack."""
+    """Encode a ``NamespaceSnapshot`` as msgpack: an array of 3, the second of which is an array of records."""
     head = b"\x93" + msgpack.encode(next_number) + b"\xdc" + len(namespaces).to_bytes(2, "big")
     records = [one.record(short=short) for one in namespaces]
     return [Deflated.of(head), *records, Deflated.of(msgpack.encode(left_out))]
 
 
 def _ready_of(found: Sequence[Found]) -> BlockIds:
-    """Return the READY blocks of all groups."""
     return found[0].ready if len(found) == 1 else np.concatenate([_NOTHING, *[one.ready for one in found]])
 
 
@@ -1344,12 +1323,10 @@ def _limit_ready(found: Found, leased: BlockIds, part: float) -> Found:
     states, ready = np.frombuffer(found.states, np.uint8).copy(), np.isin(found.ready, leased)
     fresh = np.flatnonzero(~ready)
     ready[fresh[: int(fresh.size * part)]] = True
-    states[np.flatnonzero(states == READY)[~ready]] = ABSENT
-    reasons = bytearray(found.reasons)
-    for at in np.flatnonzero(np.frombuffer(found.states, np.uint8) != states).tolist():
-        reasons[at] = MissReason.LEASE_LIMIT
+    reasons, beyond = np.frombuffer(found.reasons, np.uint8).copy(), np.flatnonzero(states == READY)[~ready]
+    states[beyond], reasons[beyond] = ABSENT, MissReason.LEASE_LIMIT
     run = min(found.run, int(np.append(ready, False).argmin()))
-    return found._replace(states=states.tobytes(), ready=found.ready[ready], run=run, reasons=bytes(reasons))
+    return found._replace(states=states.tobytes(), ready=found.ready[ready], run=run, reasons=reasons.tobytes())
 
 
 def _with_pending(found: Found, states: bytes) -> Found:

@@ -245,6 +245,26 @@ static void use(struct curve *c, const struct use *used, uint64_t bytes)
         c->oldest[0] = at;
 }
 
+/* Makes `uses` and `seen` hold this many pieces; returns whether there was enough memory. */
+static int reserve(struct curve *c, uint64_t pieces)
+{
+    uint64_t room = 64, each = sizeof *c->uses + 2 * sizeof *c->seen;
+
+    if (pieces <= c->room)
+        return 1;
+    while (room < pieces)
+        room *= 2;
+    void *made = malloc(room * each);
+    if (!made)
+        return 0;
+    free(c->uses);
+    c->uses = made;
+    c->seen = (uint64_t *)(c->uses + room);
+    c->nbytes += (room - c->room) * each;
+    c->room = room;
+    return 1;
+}
+
 /* Counts one chain of a request: `count` keys of `key_bytes`, whose blocks have `bytes` and `tokens`. The request found
  * the first `run` of them. The engine had the first `own` of them itself: these are used, but not counted. */
 void kvoffd_curve_asked(struct curve *c, struct counts *counts, uint64_t group, const uint8_t *keys, uint64_t count,
@@ -253,24 +273,11 @@ void kvoffd_curve_asked(struct curve *c, struct counts *counts, uint64_t group, 
     uint64_t per = tokens > 1 && tokens < PIECE_TOKENS ? PIECE_TOKENS / tokens : 1; /* most keys of a piece */
     uint64_t used = 0, n = 1, pieces = MAX_SMALL + 2 * count / per, mask;
 
-    if (!count) /* `seen` may not be allocated yet */
-        return;
     counts->found += (run > own ? run - own : 0) * tokens;
     if (pieces > count)
         pieces = count;
-    if (pieces > c->room) {
-        uint64_t room = 64;
-        while (room < pieces)
-            room *= 2;
-        void *made = malloc(room * (sizeof *c->uses + 2 * sizeof *c->seen));
-        if (!made)
-            return;
-        free(c->uses);
-        c->uses = made;
-        c->seen = (uint64_t *)(c->uses + room);
-        c->nbytes += (room - c->room) * (sizeof *c->uses + 2 * sizeof *c->seen);
-        c->room = room;
-    }
+    if (!count || !reserve(c, pieces))
+        return;
     for (mask = 63; mask + 1 < 2 * pieces; mask = 2 * mask + 1)
         ;
     memset(c->seen, 0, (mask + 1) * sizeof *c->seen);

@@ -265,7 +265,7 @@ class HintedOrder:
         hints = list(zip(blocks.tolist(), self._live_of(blocks), strict=True))
         others = [block for block, hint in hints if hint is None]
         retained = [block for block, hint in hints if hint is not None and block not in hint.aside]
-        for order, numbers in ((self, others), (self._policy, retained)):
+        for order, numbers in ((self, others), (self._policy, retained)):  # ``self.remove`` would end a hint
             for group, members in self._blocks.by_group(np.array(numbers, np.uint32), self._groups):
                 keys = self._blocks.keys(members, group.key_bytes)
                 order.remove(group, members, keys)

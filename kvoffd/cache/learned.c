@@ -903,7 +903,8 @@ static uint32_t forget_tail(struct learned *l, uint32_t number, uint64_t most)
     return keys;
 }
 
-/* Corrects `top` after keys of a span got or lost blocks, or were taken; then shrinks the span. */
+/* Corrects `top` after a span's keys lost blocks or were taken. An expired span forgets the keys from there on. Frees
+ * unused memory, and the span if no key is left. */
 static void settle_span(struct learned *l, uint32_t number)
 {
     struct span *s = &l->spans[number];
@@ -962,14 +963,14 @@ static void take_keys(struct learned *l, uint32_t number, uint32_t count, uint32
     settle_span(l, number);
 }
 
-/* `added`: keys that were added, or lost their blocks. */
+/* Forgets keys without blocks beyond the limits. `added`: keys that were added, or lost their blocks. */
 static void forget_oldest(struct learned *l, uint64_t added)
 {
     uint64_t pools = REMEMBERED_POOLS * l->known.lifetime, most = FORGOTTEN_AT_ONCE + 2 * added;
     uint64_t most_bytes = l->known.lifetime + (pools > l->known.below ? pools : l->known.below);
 
     for (uint64_t done = 0; done < most; done++) {
-        uint64_t ghosts = l->known.known_keys - l->known.blocks;
+        uint64_t ghosts = l->known.known_keys - l->known.blocks; /* each with hash and handle, and about two places */
         uint64_t nbytes = ghosts * (2 * sizeof(struct place) + 12) + l->known.spans * (sizeof(struct span) + keys_bytes(0));
         uint32_t number = l->oldest.first;
         if (!number || (l->known.known_bytes <= most_bytes && nbytes <= l->known.lifetime / GHOST_DIVISOR))
@@ -1082,25 +1083,24 @@ static void add_spans(struct learned *l, struct request *r, uint64_t block_bytes
 static void record_part(struct learned *l, uint64_t group, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
                         uint64_t block_bytes, uint64_t tokens)
 {
-    uint64_t table = 2; /* size of the table of drop_repeats */
+    uint64_t seen_size = 4; /* a power of two above twice the keys */
 
     if (count > l->known.lifetime / block_bytes)
         count = l->known.lifetime / block_bytes;
-    while (table <= count)
-        table *= 2;
-    table *= 2;
+    if (!count)
+        return;
+    while (seen_size <= 2 * count)
+        seen_size *= 2;
     uint64_t each = sizeof(uint64_t) + sizeof(struct segment) + sizeof(uint32_t);
-    uint8_t *memory = scratch(l, (count + 2) * each + table * sizeof(uint32_t));
+    uint8_t *memory = scratch(l, (count + 2) * each + seen_size * sizeof(uint32_t));
     struct request r = { .hashes = (uint64_t *)memory, .tokens = tokens };
     r.segments = (struct segment *)(r.hashes + count);
     r.handles = (uint32_t *)(r.segments + count + 2);
-    if (!count)
-        return;
     hash_keys(l, group, keys, count, key_bytes, 1, r.hashes);
     r.count = count;
     match(l, &r);
     if (r.matched < r.count) /* matched keys are all different */
-        r.count = drop_repeats(r.hashes, count, r.handles + count, table);
+        r.count = drop_repeats(r.hashes, count, r.handles + count, seen_size);
     memset(r.handles, 0, r.count * sizeof *r.handles);
     compute_features(l, &r);
     return_matched(l, &r);
@@ -1346,7 +1346,5 @@ void kvoffd_learned_resume(struct learned *l)
     l->epoch = l->decayed_at = l->known.now / epoch_bytes(l);
     l->decayed_at_request = l->known.requests;
     l->weight[l->epoch % EPOCHS_KEPT] = 1;
-    compute_scores(l);
-    order_cells(l);
-    plan_learning(l);
+    learn(l);
 }

@@ -205,7 +205,7 @@ class Learned(InOrder):
         accessed, edges = np.array(self._counts.accessed), np.array(self._counts.edges)
         alive = np.cumprod(1 - np.array(self._counts.hazard)[:, : BINS - 1], axis=1)
         chances = 1 - alive[:, -1]
-        median = np.argmax(1 - alive >= chances[:, None] / 2, axis=1)
+        median = np.argmax(1 - alive >= chances[:, None] / 2, axis=1)  # bin by whose end half of the returns have come
         ages = np.where(chances > 0, edges[median + 1] / lifetime, 0.0)
         scores = np.maximum(0, np.array(self._counts.score).max(axis=1)) * lifetime
         kept = np.array(self._counts.cell_bytes).sum(axis=1)

@@ -14,10 +14,11 @@ import numpy as np
 from msgspec import Meta, Struct, msgpack
 
 from kvoffd.cache.block_table import NO_BLOCK, READY, WITH_SLOTS, WRITING
-from kvoffd.errors import BadGeometry, BadKeys, NamespaceMismatch
+from kvoffd.errors import BadGeometry, BadKeys, KvoffdError
 from kvoffd.pool.allocator import NO_NODE, PAGE_BYTES
 from kvoffd.pool.slot_table import Deflated
 from kvoffd_proto import messages
+from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import kv_topic
 from kvoffd_proto.messages import GroupSpec
 
@@ -205,13 +206,14 @@ class Namespace:
         return (world_size, key_bytes, tuple(groups)) == (self.world_size, self.key_bytes, self.groups)
 
     def check_same(self, world_size: int, key_bytes: int, groups: Sequence[GroupSpec]) -> None:
-        """Raise NamespaceMismatch if the geometry differs."""
+        """Raise KvoffdError (NAMESPACE_MISMATCH) if the geometry differs."""
         if not self.is_same(world_size, key_bytes, groups):
-            raise NamespaceMismatch(
+            raise KvoffdError(
                 f"The namespace {self.label!r} is open with world size {self.world_size}, {self.key_bytes}-byte keys "
                 f"and {len(self.groups)} groups, but was asked for with world size {world_size}, {key_bytes}-byte keys "
                 f"and {len(groups)} groups, or groups of another kind; give different engines different fingerprints, "
-                "or clear it with kvoffd-cli clear while nobody has it open."
+                "or clear it with kvoffd-cli clear while nobody has it open.",
+                ErrorCode.NAMESPACE_MISMATCH,
             )
 
     def check(self, group: int, keys: bytes = b"") -> None:

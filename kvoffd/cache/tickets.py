@@ -70,7 +70,7 @@ class StorePart(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Stored:
-    """Result of a store for one part. Numbers index the given keys; keys in no list are present."""
+    """One part of a rank's store, until its end. Numbers index the given keys; keys in no list are present."""
 
     group: Group
     blocks: BlockIds
@@ -87,14 +87,6 @@ class Stored:
     """Numbers of keys that repeat an earlier one, which is copied or in one of the next lists."""
     no_space: list[int] = field(default_factory=list)
     rejected: list[int] = field(default_factory=list)
-
-
-@dataclass(slots=True, eq=False)
-class StoreTicket:
-    """A running store of one rank."""
-
-    rank: int
-    parts: list[Stored]
 
 
 @dataclass(slots=True, eq=False)

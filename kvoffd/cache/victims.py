@@ -54,7 +54,7 @@ class Victims:
         first = self._order.first(count, below)
         if (waiting := self._waiting(first)) is not None and waiting.any():
             ahead, most = count, max(WRITTEN_AHEAD * count, MIN_AHEAD)
-            while True:
+            while True:  # looks further until enough of them do not wait
                 ahead = min(most, 4 * ahead)
                 batch = self._order.first(ahead, below)
                 unpinned = batch[self._blocks.pins[batch] == 0]

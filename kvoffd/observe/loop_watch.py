@@ -108,7 +108,7 @@ class LoopWatch:
             due_at, what, absent_s = self._seen
             if due_at != self._due_at:
                 what = ""
-            if not what or max(absent_s, now - self._wake_at) > late_s / 2:
+            if not what or max(absent_s, now - self._wake_at) > late_s / 2:  # the other thread did not run either
                 idle = time.process_time() - self._process_s <= late_s / 2
                 what = STOP if idle else what or "unknown code"
             self._warnings.warn("The loop was blocked for %.0f ms by %s.", late_s * 1000, what)

@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvoffd.errors import BadGeometry, ShardTooLarge
+from kvoffd.errors import BadGeometry
 from kvoffd.system.native import COUNT, INT, ITEMS, NUMBER, VOID_P, Structure, declare, native
 from kvoffd.system.numa import Locality
 from kvoffd_proto.units import exact_size, format_size
@@ -148,14 +148,13 @@ class SlotAllocator(Structure):
     def slot_size(self, nbytes: int) -> int:
         """Return the size of the slot that holds ``nbytes``: whole pages, at least ``MIN_SLOT_BYTES``.
 
-        Raises:
-            ShardTooLarge: no region can hold it.
+        Raises BadGeometry if no region can hold it.
         """
         size = max(MIN_SLOT_BYTES, page_up(nbytes))
         if size > self.region_bytes:
             larger = f"set pool_size to {exact_size(pool_bytes_for(size))} or more, or "
             shard, region = format_size(nbytes), format_size(self.region_bytes)
-            raise ShardTooLarge(
+            raise BadGeometry(
                 f"A shard of {shard} is larger than the pool's regions, {region}: "
                 f"{larger if size <= _MAX_REGION_BYTES else ''}make blocks smaller."
             )

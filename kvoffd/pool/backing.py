@@ -85,10 +85,6 @@ class MemfdBacking:
         self._stored = None
 
 
-class PoolFileError(KvoffdError):
-    """The pool file cannot be used. The message says why and what to do."""
-
-
 class FileBacking:
     """One file at ``path``: the slot table, then the pool. It is locked while the daemon lives.
 
@@ -99,19 +95,19 @@ class FileBacking:
         on_progress: called with the bytes allocated so far.
 
     Raises:
-        PoolFileError: not on tmpfs or hugetlbfs, not a pool file, owned by another user, or in use by another daemon.
+        KvoffdError: not on tmpfs or hugetlbfs, not a pool file, owned by another user, or in use by another daemon.
     """
 
     def __init__(self, path: Path, on_progress: Callable[[int], None] = lambda _: None) -> None:
         self._on_progress = on_progress
         if path.is_dir():
-            raise PoolFileError(f"The pool file {path} is a directory; name a file in it, such as {path}/kvoffd.pool.")
+            raise KvoffdError(f"The pool file {path} is a directory; name a file in it, such as {path}/kvoffd.pool.")
         self._path = path
         self._calls = FileCalls()
         try:
             self._directory_fd = open_directory(path.parent)
         except OSError as error:
-            raise PoolFileError(
+            raise KvoffdError(
                 f"The directory {path.parent} of the pool file cannot be opened ({error.strerror}); "
                 "mount a tmpfs there or name another file."
             ) from error
@@ -119,7 +115,7 @@ class FileBacking:
         with OnError(self.close):
             magic = filesystem_magic(self._directory_fd)
             if magic not in (TMPFS_MAGIC, HUGETLBFS_MAGIC):
-                raise PoolFileError(
+                raise KvoffdError(
                     f"The pool file {path} would lie on a disk: its file system is neither tmpfs nor hugetlbfs. "
                     "Name a file on one of these, such as /dev/shm/kvoffd.pool."
                 )
@@ -161,7 +157,7 @@ class FileBacking:
             os.fchmod(self._fd, 0o600)
             os.ftruncate(self._fd, size)
         except OSError as error:
-            raise PoolFileError(
+            raise KvoffdError(
                 f"The pool file {self._path} cannot be made ({error.strerror}); make {self._path.parent} writable for "
                 "the daemon's user, or name another file."
             ) from error
@@ -178,7 +174,7 @@ class FileBacking:
             # Python passes AT_SYMLINK_FOLLOW, which is needed here, only if a directory descriptor is given.
             os.link(f"/proc/self/fd/{self._fd}", self._path.name, src_dir_fd=self._fd, dst_dir_fd=self._directory_fd)
         except OSError as error:
-            raise PoolFileError(
+            raise KvoffdError(
                 f"The pool file {self._path} cannot be linked ({error.strerror}); if another daemon just created it, "
                 "give each daemon its own pool file."
             ) from error
@@ -196,21 +192,21 @@ class FileBacking:
         except FileNotFoundError:
             return -1
         except OSError as error:
-            raise PoolFileError(
+            raise KvoffdError(
                 f"The pool file {self._path} cannot be opened ({error.strerror}); remove it or name another."
             ) from error
         except FileInUse as error:
-            raise PoolFileError(
+            raise KvoffdError(
                 f"Another kvoffd is using the pool file {self._path}; stop it first or name another file."
             ) from error
 
     def _check_ours(self, fd: int, status: os.stat_result) -> None:
         if not is_regular(status) or (status.st_size and not is_table(fd)):
-            raise PoolFileError(
+            raise KvoffdError(
                 f"{self._path} is not a pool file of kvoffd and is left unchanged; name another file, or remove it."
             )
         if fault := foreign_owner(status, "a pool"):
-            raise PoolFileError(f"The pool file {self._path} {fault}. Remove it or name another.")
+            raise KvoffdError(f"The pool file {self._path} {fault}. Remove it or name another.")
 
     def _parts(self, geometry: TableGeometry) -> tuple[int, int]:
         """Bytes of the table and of the pool, rounded up to whole pages of the file system (huge pages map whole)."""

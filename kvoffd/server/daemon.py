@@ -62,10 +62,6 @@ EXIT_GPU_LOST = 75  # EX_TEMPFAIL: only a new process can use CUDA again
 SWITCH_INTERVAL_S = 0.0001
 
 
-class StartError(KvoffdError):
-    """The daemon cannot start. The message is a sentence for the operator."""
-
-
 def run(config: Config) -> int:
     """Serve until SIGTERM, SIGINT or SIGHUP, then return 0. Raises KvoffdError if it cannot start."""
     log_what_python_prints()
@@ -78,7 +74,7 @@ def run(config: Config) -> int:
         if daemon is not None and daemon.served:
             raise
         logger.debug("The daemon cannot start.", exc_info=True)
-        raise StartError(
+        raise KvoffdError(
             f"The daemon cannot start: a system call failed ({str(error) or 'out of memory'}); see the limits (ulimit "
             "-a) and the container's seccomp filter."
         ) from error
@@ -236,13 +232,13 @@ class Daemon:
         self._lifelines = LifelineServer(self._service, self._directory, self._sockets, self._page_faulter)
 
     async def _startup(self) -> None:
-        """Open the sockets, report that the daemon serves, and start slow work. Raises StartError."""
+        """Open the sockets, report that the daemon serves, and start slow work. Raises KvoffdError."""
         config = self._config
         try:
             self._sockets.open(self._service)
             self._lifelines.open()
         except OSError as error:
-            raise StartError(f"The sockets in {config.directory} cannot be opened: {error}.") from error
+            raise KvoffdError(f"The sockets in {config.directory} cannot be opened: {error}.") from error
         self.served = self._serving = True
         self._directory.started()
         self._notifier.ready(f"Serving {config.directory} with a pool of {format_size(config.pool_bytes)}.")

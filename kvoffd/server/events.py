@@ -59,7 +59,6 @@ class CompletionLog:
             self.nbytes -= self._unacknowledged.popleft()[1]
 
     def replay(self) -> list[Completions]:
-        """Return all unacknowledged batches, oldest first."""
         return [batch for batch, _ in self._unacknowledged]
 
 

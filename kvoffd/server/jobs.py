@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.hooks import BlockTokens
-from kvoffd.cache.tickets import Check, LoadTicket, StorePart, StoreTicket
+from kvoffd.cache.tickets import Check, LoadTicket, Stored, StorePart
 from kvoffd.config import Config
 from kvoffd.errors import BadBlockIds, BadKeys, KvoffdError, NotReady, UnknownLease
 from kvoffd.observe.logging import RareWarnings
@@ -40,7 +40,7 @@ from kvoffd_proto.messages import (
     TOKEN_ID_BYTES,
     BadColumns,
     Cancel,
-    CancelReply,
+    Done,
     GroupKeys,
     JobResult,
     JobSpan,
@@ -104,7 +104,6 @@ class GroupPart:
     """First key of each store; None for loads."""
 
     def tokens(self) -> Mapping[bytes, BlockTokens]:
-        """Return parent and token ids by key."""
         size, each = len(self.parents) // len(self.split), len(self.token_ids) // len(self.split)
         return {
             key: BlockTokens(self.parents[at * size : (at + 1) * size], self.token_ids[at * each : (at + 1) * each])
@@ -145,11 +144,11 @@ def checked_parts(registration: Registration, batch: Stores | Loads, *, storing:
             raise BadBlockIds(
                 f"Block id {wrong} is outside the registered tensors; use ids from 0 to {layout.block_limit - 1}."
             )
-        if len(set(keys)) < len(keys) and any(len(set(keys[at:end])) < end - at for _, at, end, *_ in spans):
+        if _repeats(keys) and any(map(_repeats, (keys[one.key : one.keys_end] for one in spans))):
             raise BadKeys(f"A key of group {group} occurs twice in one job; send each key once.")
         if not storing:
             ids = block_ids.tolist()
-            if len(set(ids)) < len(ids) and any(len(set(ids[at:end])) < end - at for _, _, _, at, end, _ in spans):
+            if _repeats(ids) and any(map(_repeats, (ids[one.block : one.blocks_end] for one in spans))):
                 raise BadBlockIds(f"Group {group} loads into an engine block twice; name each block once.")
         if part.parents and len(part.parents) != len(part.keys):
             raise BadKeys(f"{len(part.parents)} bytes of parents for {len(part.keys)} bytes of keys; send all or none.")
@@ -157,23 +156,16 @@ def checked_parts(registration: Registration, batch: Stores | Loads, *, storing:
         if part.tokens and len(part.tokens) != len(keys) * tokens * TOKEN_ID_BYTES:
             sent = f"{len(part.tokens)} bytes of token ids for {len(keys)} keys of {tokens} tokens"
             raise BadKeys(f"{sent}; send all or none.")
-        parts.append(
-            GroupPart(
-                group,
-                layout,
-                part.keys,
-                keys,
-                block_ids,
-                spans,
-                part.parents,
-                part.tokens,
-                first_blocks={span.key: span.first_block for span in spans if span.first_block},
-                starts=[span.key for span in spans] if storing else None,
-            )
-        )
+        columns = part.keys, keys, block_ids, spans, part.parents, part.tokens
+        firsts = {span.key: span.first_block for span in spans if span.first_block}
+        parts.append(GroupPart(group, layout, *columns, firsts, [span.key for span in spans] if storing else None))
     if len(named) < jobs:
         raise BadBlockIds("A job has neither keys nor block ids; leave it out.")
     return parts
+
+
+def _repeats(items: Sequence[object]) -> bool:
+    return len(set(items)) < len(items)
 
 
 # --- jobs -----------------------------------------------------------------------------------------
@@ -219,7 +211,7 @@ class StoreBatch(Job):
 
     direction = Direction.STORE
     parts: Sequence[GroupPart]
-    ticket: StoreTicket | None = field(default=None, init=False)
+    stored: Sequence[Stored] = field(default=(), init=False)
     copied_bytes: list[int] = field(default_factory=list, init=False)
     """Bytes to copy for each store."""
 
@@ -229,15 +221,15 @@ class StoreBatch(Job):
         self.copied_bytes = [0] * len(self.ids)
         places: list[tuple[int, int]] = []
         parts = [StorePart(one.group, one.keys, one.first_blocks, one.starts) for one in self.parts]
-        self.ticket = cache.begin_store(registration.namespace, registration.rank, parts)
-        for part, stored in zip(self.parts, self.ticket.parts, strict=True):
+        self.stored = cache.begin_store(registration.namespace, registration.rank, parts)
+        for part, stored in zip(self.parts, self.stored, strict=True):
             if not stored.copy:
                 continue
             layout, length = part.layout, stored.group.lengths[registration.rank]
             places += zip(stored.offsets.tolist(), repeat(length))
-            slots = stored.offsets + np.uint64(pool.mapping.address)
+            slots = of_copied = stored.offsets + np.uint64(pool.mapping.address)
             if len(stored.copy) < len(part.split):
-                of_copied, slots = slots, np.zeros(len(part.split), np.uint64)
+                slots = np.zeros(len(part.split), np.uint64)
                 slots[stored.copy] = of_copied
             self.copies.append(BlockCopy(layout, part.block_ids, slots, part.first_blocks))
             for span in part.spans:
@@ -255,23 +247,22 @@ class StoreBatch(Job):
 
         ``hangs``: the copy may still write. Its keys may be stored in other slots, and ``abort`` must follow.
         """
-        assert self.ticket is not None
         if hangs:
-            cache.drop_unfinished(self.ticket)
+            cache.drop_unfinished(self.stored)
         elif error is not None:
             self.abort(cache)
         else:
             found = iter(self.checksums.sums if self.checksums is not None else ())
-            checksums = [list(islice(found, len(stored.copy))) for stored in self.ticket.parts]
+            checksums = [list(islice(found, len(stored.copy))) for stored in self.stored]
             tokens: dict[bytes, BlockTokens] = {}
             for part in self.parts:
                 if part.parents and part.token_ids:
                     tokens.update(part.tokens())
-            cache.commit_store(self.ticket, checksums, tokens)
+            cache.commit_store(self.stored, checksums, tokens)
             self.registration.namespace.counters.stored_bytes += self.nbytes
         failed: defaultdict[int, list[GroupKeys]] = defaultdict(list)
         rejected: defaultdict[int, list[GroupKeys]] = defaultdict(list)
-        for part, stored in zip(self.parts, self.ticket.parts, strict=True):
+        for part, stored in zip(self.parts, self.stored, strict=True):
             lost, refused = stored.no_space, stored.rejected
             if stored.duplicates:  # a repeated key has the same result every time
                 lost, refused = (_with_repeats(part.split, one, stored.duplicates) for one in (lost, refused))
@@ -291,8 +282,7 @@ class StoreBatch(Job):
 
     def abort(self, cache: Cache) -> None:
         """Free the slots; their content is not used."""
-        if self.ticket is not None:
-            cache.abort_store(self.ticket)
+        cache.abort_store(self.stored)
 
 
 def _with_repeats(keys: Sequence[bytes], numbers: Sequence[int], repeats: Sequence[int]) -> list[int]:
@@ -475,19 +465,7 @@ class Jobs:
             logger.exception("Ending a copy failed inside the daemon; its jobs fail.")
             results = [JobResult(job_id, False, 0, seconds, ErrorCode.INTERNAL) for job_id in job.ids]
         if not job.answered:
-            job.answered = True
-            nbytes, counters = sum([result.bytes for result in results]), self.counters[job.direction]
-            counters.jobs += len(results)
-            counters.failed_jobs += len(results) - sum([result.ok for result in results])
-            counters.bytes += nbytes
-            if isinstance(job, StoreBatch):
-                session.stored_bytes += nbytes
-            else:
-                session.loaded_bytes += nbytes
-            for job_id in job.ids:
-                del session.jobs[job_id]
-            session.completions.pending += results
-            self.with_results[session.id] = session
+            self._answer(job, results)
         if hangs:
             return
         del self.running[job]
@@ -500,6 +478,22 @@ class Jobs:
             job.registration.close_if_idle()
         if session.ended:
             session.release_if_idle()
+
+    def _answer(self, job: StoreBatch | LoadJob, results: list[JobResult]) -> None:
+        """Count the results, and have them published."""
+        session, counters, nbytes = job.session, self.counters[job.direction], sum([result.bytes for result in results])
+        job.answered = True
+        counters.jobs += len(results)
+        counters.failed_jobs += len(results) - sum([result.ok for result in results])
+        counters.bytes += nbytes
+        if isinstance(job, StoreBatch):
+            session.stored_bytes += nbytes
+        else:
+            session.loaded_bytes += nbytes
+        for job_id in job.ids:
+            del session.jobs[job_id]
+        session.completions.pending += results
+        self.with_results[session.id] = session
 
     def abandon(self, jobs: Iterable[Job]) -> None:
         """Stop jobs in the given order. Queued ones end now, running ones at their next step."""
@@ -569,23 +563,13 @@ def submit(service: Service, session: Session, message: Submit) -> None:
 
 
 @answers(Cancel)
-def cancel(service: Service, session: Session, message: Cancel) -> CancelReply:
-    """Fail jobs whose copy has not begun. Returns their ids, and the requested ids of the other unfinished jobs.
-
-    The stores of one message are cancelled together. Unknown ids have ended and are in neither list.
-    """
+def cancel(service: Service, session: Session, message: Cancel) -> Done:
+    """Fail jobs whose copy has not begun; the stores of one message together. Unknown ids have ended."""
     session.completions.acknowledge(message.acknowledged)
-    cancelled: list[int] = []
-    running: list[int] = []
-    wanted: dict[Job, list[int]] = {}
-    for job_id in dict.fromkeys(message.job_ids):
-        if job_id in session.jobs:
-            wanted.setdefault(session.jobs[job_id], []).append(job_id)
-    for job, ids in wanted.items():
+    count = 0
+    for job in dict.fromkeys(session.jobs[job_id] for job_id in message.job_ids if job_id in session.jobs):
         if job.withdraw():
-            cancelled.extend(job.ids)
+            count += len(job.ids)
             if isinstance(job, StoreBatch):
                 service.jobs.cancelled_stores += len(job.ids)
-        else:
-            running.extend(ids)
-    return CancelReply(message.request_id, cancelled, running)
+    return Done(message.request_id, count)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Protocol, TypeAlias
 
 from kvoffd.config import Config
@@ -12,9 +12,9 @@ from kvoffd.errors import KvoffdError
 from kvoffd.pool.pool import Pool
 from kvoffd.system.files import OnError
 from kvoffd.system.mappings import MappedSegment
-from kvoffd.transfer.cuda.gpus import GpuMemory, Gpus
+from kvoffd.transfer.cuda.gpus import Gpus
 from kvoffd.transfer.cuda.mappings import IpcExport, VmmExport
-from kvoffd.transfer.engine import CopyEngine, CopyStats
+from kvoffd.transfer.engine import CopyEngine, CopyStats, EngineMemory, OnMapped
 from kvoffd.transfer.plan import Direction
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import CudaIpcHandle, Handle, MemfdHandle
@@ -46,25 +46,11 @@ class Host(Protocol):
         """Return cryptographically random bytes."""
 
 
-@dataclass(frozen=True)
-class EngineMemory:
-    """Mapped segments of one registration, and the copy engine for them."""
-
-    engine: CopyEngine
-    spans: list[tuple[int, int]]
-    """(address, size in bytes) of each segment, in the order of the handles."""
-    node: int | None
-    """Preferred NUMA node of its slots; None if any, or unknown."""
-    close: Callable[[Callable[[], None]], None]
-    """Unmaps it, then calls its argument in the service's thread. Call it once, while no copy uses the memory."""
-    on_gpu: bool = False
-
-
-OnMapped: TypeAlias = Callable[[EngineMemory | KvoffdError], None]
-
-
 class MemoryMapper:
-    """Maps the memory that clients register, and chooses the copy engine for it."""
+    """Maps the memory that clients register, and chooses the copy engine for it.
+
+    What ``EngineMemory.close`` calls, it calls in the service's thread.
+    """
 
     def __init__(self, engine: CopyEngine, host: Host, gpus: Gpus) -> None:
         self._engine = engine
@@ -123,15 +109,11 @@ class MemoryMapper:
         spans = [(segment.address, segment.size_bytes) for segment in mapped]
         return EngineMemory(self._engine, spans, None, close)
 
-    def _on_gpu(self, memory: GpuMemory | KvoffdError) -> EngineMemory | KvoffdError:
-        """Return a GPU's memory, which that GPU's thread unmaps, or the error."""
+    def _on_gpu(self, memory: EngineMemory | KvoffdError) -> EngineMemory | KvoffdError:
         if isinstance(memory, KvoffdError):
             return memory
-        spans = [(segment.address, segment.size_bytes) for segment in memory.segments]
-        post = self._host.post
-        return EngineMemory(
-            memory.engine, spans, memory.node, lambda closed: memory.close(lambda: post(closed)), on_gpu=True
-        )
+        close, post = memory.close, self._host.post
+        return replace(memory, close=lambda closed: close(lambda: post(closed)))
 
 
 def open_gpus(config: Config, pool: Pool) -> Gpus:
@@ -140,7 +122,6 @@ def open_gpus(config: Config, pool: Pool) -> Gpus:
         pool.mapping.address,
         pool.pool_bytes,
         library=config.cuda_library,
-        batches=config.limits.cuda_batches,
         pin_linger_s=config.limits.pin_linger_s,
     )
     if gpus.available:

@@ -124,7 +124,7 @@ class PeerServer:
         group = self._group(wanted)
         generation = self._fleet.of(wanted.fingerprint).to_bytes(GENERATION_BYTES, "little")
         if not count and (wanted.fingerprint in self._fleet.voided or not self._is_saved()):
-            return bytes(GENERATION_BYTES)  # not followed yet: a kill would bring the blocks back
+            return bytes(GENERATION_BYTES)  # its generation is not followed yet: a kill would bring the blocks back
         if group is None or not count:
             return generation + bytes(count)
         if self._spent_s > LOOP_SHARE * WINDOW_S:

@@ -82,7 +82,7 @@ class StateFile:
         start(threading.Thread(target=self._run, name=f"kvoffd-{path.rpartition('.')[2]}"[:15], daemon=True))
 
     def claim(self) -> None:
-        """Lock the directory until ``close``: another daemon's writes would undo this one's. Raises StateUnusable."""
+        """Lock the directory until ``close``: another daemon's writes would undo this one's. Raises KvoffdError."""
         directory = Path(self.path).parent
         try:
             self._directory_fd = open_directory(directory)
@@ -90,7 +90,7 @@ class StateFile:
                 return
         except OSError:
             return  # nothing can be written there, which `problem` reports, or the file system has no locks
-        raise StateUnusable(
+        raise KvoffdError(
             f"Another kvoffd keeps its clears and resets in {directory}; stop it, or give each daemon a directory of "
             "its own (StateDirectory= of its systemd unit, or the variable STATE_DIRECTORY)."
         )
@@ -137,8 +137,8 @@ class StateFile:
     def flush(self, timeout_s: float) -> bool:
         """Wait until the latest content is written or has failed again; return False after ``timeout_s``."""
         with self._changed:
-            if self._problem:
-                self.tried = min(self.tried, self.requested - 1)
+            if self._problem and self.is_tried:
+                self.tried -= 1  # has the thread try again now
             self._changed.notify_all()
             return self._changed.wait_for(lambda: self.is_tried, timeout_s)
 
@@ -215,8 +215,8 @@ class Resets(msgspec.Struct):
     fleet: dict[str, dict[bytes, Count]] = {}
     """Fleet generations that were applied here, under an empty name; of release 0.2 by URL of the shared store."""
     unshared: dict[bytes, Count | bool] = {}
-    """An engine has reset these namespaces: shared stores and peers are not used for one until it is reset on all
-    nodes, to a fleet generation above this number. 0.2 wrote True. 0: that was since ``unshared_floor``."""
+    """Namespaces that an engine has reset here: shared stores and peers are not used for one until its fleet generation
+    is above this number. 0: they are, although ``unshared_floor`` is not 0. 0.2 wrote True."""
     unshared_floor: Count = 0
     """This number for namespaces that are not in ``unshared``: 0 unless the resets or an entry were lost."""
 
@@ -234,10 +234,6 @@ class Counted(msgspec.Struct):
 PARTS: dict[bytes, type[msgspec.Struct]] = {b"resets": Resets, b"quotas": Quotas, b"counted": Counted}
 """Parts of ``kvoffd.state`` by name. Each is a line: the CRC-32 of the rest, the name, and the content as JSON. Empty
 lines are between them, so that a damaged line end costs nothing."""
-
-
-class StateUnusable(KvoffdError):
-    """The file cannot be read, or another daemon uses it. The message says what to do."""
 
 
 class State:
@@ -259,7 +255,7 @@ class State:
         """Read the file. Damage to a part loses only that part.
 
         If the resets are lost, all existing blocks become void, and namespaces are not shared until they are reset on
-        all nodes. Raises StateUnusable.
+        all nodes. Raises KvoffdError if the file exists but cannot be read.
         """
         try:
             content, why = self.file.read(), "it is damaged"
@@ -269,7 +265,7 @@ class State:
             content, why = b"", str(error)
         except OSError as error:
             reason = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
-            raise StateUnusable(
+            raise KvoffdError(
                 f"{self.file.path}, the record of clears and resets, cannot be read ({reason}); fix that. "
                 "Without it cleared blocks may come back from disks and shared stores."
             ) from error

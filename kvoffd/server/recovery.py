@@ -13,7 +13,7 @@ from pathlib import Path
 from kvoffd import __version__
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Group, NamespaceSnapshot
-from kvoffd.cache.recovery import recover
+from kvoffd.cache.recovery import RecoveredBlocks, recover
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.memory_estimate import memory_shortage, memory_summary
@@ -79,7 +79,7 @@ def open_pool(
 
     Raises:
         PoolTooLarge: there is not enough memory.
-        PoolFileError: ``pool_file`` is unusable.
+        KvoffdError: ``pool_file`` is unusable.
     """
     if config.pool_file:
         pool = _open_pool_file(config, notifier, stored, progress)
@@ -137,17 +137,22 @@ def restore(cache: Cache, pool: Pool, policy: PolicyFile, state: State) -> None:
         plural(len(cache.namespaces)),
         time.monotonic() - started,
     )
+    _log_losses(found, snapshot.left_out)
+
+
+def _log_losses(found: RecoveredBlocks, left_out: int) -> None:
+    """Log the slots that were not recovered. ``left_out``: namespaces for which the slot table had no space."""
     if not len(found.blocks):
         lost = found.unwritten + found.damaged + found.incomplete
         level = logging.WARNING if lost else logging.INFO
         logger.log(level, "The pool starts empty. The earlier daemon's has no complete block.")
     too_many = "were too many for a pool of this size to be recorded"
-    reset = f"their namespaces {too_many}, or were reset" if snapshot.left_out else "their namespaces were reset"
+    reset = f"their namespaces {too_many}, or were reset" if left_out else "their namespaces were reset"
     for count, why, level in (
         (found.unwritten, f"their namespaces {too_many}", logging.WARNING),
         (found.damaged, "damaged, or without a checksum", logging.WARNING),
         (found.incomplete, "their blocks lack shards of other ranks", logging.WARNING),
-        (found.reset, reset, logging.WARNING if snapshot.left_out else logging.INFO),
+        (found.reset, reset, logging.WARNING if left_out else logging.INFO),
     ):
         if count:
             logger.log(level, "Dropped %d pool slot%s at recovery: %s.", count, plural(count), why)

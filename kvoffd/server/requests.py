@@ -16,8 +16,8 @@ from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.errors import BadGeometry, BadKeys, KvoffdError
 from kvoffd.observe.logging import RareWarnings
 from kvoffd.server.handlers import Pending, answers, filled
-from kvoffd.server.memory import EngineMemory
 from kvoffd.server.sessions import Registration, Session
+from kvoffd.transfer.engine import EngineMemory
 from kvoffd.transfer.plan import build_layouts
 from kvoffd_proto import messages as m
 from kvoffd_proto.admin import LoggedPrompt
@@ -118,7 +118,6 @@ def unregister(service: Service, session: Session, message: m.Unregister) -> Pen
 
 
 def _check_registration(service: Service, session: Session, message: m.Register, namespace: Namespace) -> None:
-    """Raise KvoffdError for an invalid registration."""
     if message.registration_id in session.registrations or message.registration_id in session.registering:
         raise BadGeometry("A registration with this id exists; use a new id.")
     held = len(session.registrations) + len(session.registering)
@@ -202,7 +201,7 @@ def lookup(service: Service, session: Session, message: m.Lookup) -> m.LookupRep
         namespace, session.id, message.lease_id, groups, again=message.again, reported=message.reported, peer=peer
     )
     ttl_ms = wait_ms = asking = 0
-    if (lease := service.cache.leases.get(message.lease_id)) is not None:
+    if (lease := service.cache.leases.get(message.lease_id)) is not None and lease.active:
         ttl_ms = max(1, round(1000 * (lease.deadline - started)))
         if lease.coming:
             wait_ms, asking = math.ceil(1000 * lease.wait_s), lease.asking
@@ -212,7 +211,6 @@ def lookup(service: Service, session: Session, message: m.Lookup) -> m.LookupRep
 
 
 def _check_count(groups: list[tuple[int, bytes]], namespace: Namespace, most: int) -> None:
-    """Raise KvoffdError for more keys than a request may have."""
     if (keys := sum([len(one) for _, one in groups]) // namespace.key_bytes) > most:
         raise KvoffdError(f"{keys} keys in one request; the limit is {most}. Send several.", ErrorCode.TOO_MANY)
 

@@ -15,7 +15,8 @@ from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.server.events import CompletionLog
-from kvoffd.server.memory import EngineMemory, Host
+from kvoffd.server.memory import Host
+from kvoffd.transfer.engine import EngineMemory
 from kvoffd.transfer.plan import GroupLayout
 from kvoffd_proto.admin import LoggedPrompt
 from kvoffd_proto.errors import ErrorCode

@@ -19,6 +19,7 @@ from kvoffd.server.handlers import answers, filled
 from kvoffd.server.health import health_of, health_reply
 from kvoffd.server.sessions import Session
 from kvoffd.server.tier_supervisor import Disk
+from kvoffd.server.traffic import counts_of, figures
 from kvoffd.tiers.shared import SharedTier
 from kvoffd.tiers.tier import TierStats
 from kvoffd.transfer.plan import Direction
@@ -106,31 +107,29 @@ def daemon_stats(service: Service) -> s.DaemonStats:
 def _namespace_rows(
     service: Service, on_disk: Counter[bytes], namespaces: Sequence[Namespace]
 ) -> list[s.NamespaceStats]:
-    """The row of each namespace: the one of the last time if nothing in it has changed."""
+    """Return the row of each namespace: the one of the last time if nothing in it has changed."""
     kept, quotas, engines = service.traffic.kept_rows, service.cache.quotas, _engines(service)
     changed = []
     for one in namespaces:
-        rest = {
+        state = {
             "ready_blocks": one.ready_blocks,
             "ready_bytes": one.ready_bytes,
             "disk_bytes": on_disk[one.fingerprint],
             "quota_bytes": quotas.get(one.fingerprint),
             "engines": engines[one.fingerprint],
         }
-        figures, depends = service.traffic.figures_of(one), (rest, service.curve.halved_at)
-        # The figures are another object once the namespace has counted anything, be it in them or not.
-        if one not in kept or kept[one][0] is not figures or kept[one][1] != depends:
-            changed.append((one, figures, depends))
-    curves = service.curve.of_namespaces([one for one, *_ in changed])
-    for (one, figures, depends), curve in zip(changed, curves, strict=True):
+        depends = state, service.curve.halved_at
+        if one not in kept or kept[one][0] != depends:
+            changed.append((one, depends))
+    curves = service.curve.of_namespaces([one for one, _ in changed])
+    for (one, depends), curve in zip(changed, curves, strict=True):
         names = {"id": s.namespace_id(one.fingerprint), "model": one.label, "fingerprint": one.fingerprint.hex()}
-        row = filled(s.NamespaceStats, one.totals, one, **names, curve=curve, **figures, **depends[0])
-        kept[one] = figures, depends, row
-    return [kept[one][2] for one in namespaces]
+        counted = figures(counts_of(one))
+        kept[one] = depends, filled(s.NamespaceStats, one.totals, one, **names, curve=curve, **counted, **depends[0])
+    return [kept[one][1] for one in namespaces]
 
 
 def _engines(service: Service) -> defaultdict[bytes, list[str]]:
-    """Return the engines by the namespaces that they have open."""
     found = defaultdict[bytes, list[str]](list)
     for session in service.sessions:
         if session.role is Role.SCHEDULER:
@@ -304,7 +303,6 @@ def _lent_stats(service: Service) -> s.LentStats | None:
         s.LentStats,
         server,
         up=helper.up,
-        helper_starts=helper.starts,
         blocks=server.lent_blocks,
         bytes=server.served_bytes,
         refused_requests=server.refused,

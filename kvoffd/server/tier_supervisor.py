@@ -146,7 +146,9 @@ class TierSupervisor:
             self.shared.append(tier := self._shared_tier(url, open_one, tiering))
             tiering.add_store(tier, self._settings(WriteMode(self._config.shared_write)))
         for number, peer in enumerate(peer_places(self._config.peers)):
-            tier = self._peer_tier(number, peer and f"{PEER}{peer}", tiering)
+            assert self.peer_helper is not None
+            open_one = partial(PeerStore, self.peer_helper, number)
+            tier = self._shared_tier(peer and f"{PEER}{peer}", open_one, tiering)
             source = tiering.add_store(tier, self._settings(WriteMode.NEVER))
             if peer:
                 self.shared.append(tier)
@@ -213,10 +215,6 @@ class TierSupervisor:
 
     def _settings(self, mode: WriteMode) -> TieringSettings:
         return TieringSettings(mode, deadline_s=self._config.shared_deadline_s, trickle_bytes=_trickle_bytes())
-
-    def _peer_tier(self, number: int, name: str, tiering: Tiering) -> SharedTier:
-        assert self.peer_helper is not None
-        return self._shared_tier(name, partial(PeerStore, self.peer_helper, number), tiering)
 
     def _shared_tier(self, name: str, open_one: Callable[[], Store], tiering: Tiering) -> SharedTier:
         return SharedTier(

@@ -42,17 +42,12 @@ class TrafficCounts:
         """Total of the namespaces without a row, including forgotten ones, so that it never falls."""
         self._counted: dict[Namespace, Mapping[str, float]] = {}
         """Each namespace's part of the totals."""
-        self._figures: dict[Namespace, dict[str, Any]] = {}
-        """Cached figures of namespaces whose counters have not changed."""
         self.gone_namespaces = 0
         """Number of forgotten namespaces that had counted something."""
         self._has_row: dict[Namespace, bool] = {}
         """Whether a namespace has a row, which never changes."""
-        self._largest: list[Namespace] = []
-        self._rest: list[Namespace] = []
-        """Namespaces with a row, and those without that are no benches."""
-        self.kept_rows: dict[Namespace, tuple[dict[str, Any], object, NamespaceStats]] = {}
-        """Rows of the last statistics: the namespace's figures, what else they depend on, and the row."""
+        self.kept_rows: dict[Namespace, tuple[object, NamespaceStats]] = {}
+        """Rows of the last statistics of namespaces that counted nothing since, each after what else it depends on."""
 
     def tick(self) -> None:
         now = self._clock()
@@ -63,10 +58,6 @@ class TrafficCounts:
     def namespace_forgotten(self, namespace: Namespace) -> None:
         """Keep a namespace's counts in the totals after it was forgotten."""
         self._add(namespace)
-        self.kept_rows.pop(namespace, None)
-        self._largest, self._rest = (
-            [one for one in some if one is not namespace] for some in (self._largest, self._rest)
-        )
         counts, has_row = self._counted.pop(namespace, {}), self._has_row.pop(namespace, True)
         self.gone_namespaces += bool(counts)
         if has_row:
@@ -82,7 +73,7 @@ class TrafficCounts:
     def _add(self, namespace: Namespace) -> None:
         """Add a namespace's counts since the last call to the totals: most of up to a thousand namespaces are idle."""
         namespace.has_counted = False
-        self._figures.pop(namespace, None)
+        self.kept_rows.pop(namespace, None)
         if namespace.of_bench:
             return
         counts, before = counts_of(namespace), self._counted.get(namespace, {})
@@ -93,33 +84,24 @@ class TrafficCounts:
         if counts:
             self._counted[namespace] = counts
 
-    def figures_of(self, namespace: Namespace) -> dict[str, Any]:
-        """Return the fields of the namespace's Traffic."""
-        if namespace.has_counted:
-            self._add(namespace)
-        if (found := self._figures.get(namespace)) is None:
-            found = self._figures[namespace] = figures(counts_of(namespace))
-        return found
-
     def choose_rows(self) -> tuple[list[Namespace], list[NamespaceStats]]:
         """Return the namespaces with a row of their own, largest first, and a row for all others, if there are any.
 
         Whether a namespace has a row never changes, so that no counter falls. The others include forgotten ones.
         """
-        known, has_row, largest, rest = self._cache.namespaces.values(), self._has_row, self._largest, self._rest
+        known, has_row = self._cache.namespaces.values(), self._has_row
         if len(has_row) < len(known):
-            ids = {namespace_id(one.fingerprint) for one in largest}
+            ids = {namespace_id(one.fingerprint) for one, has in has_row.items() if has}
             new = [one for one in known if one not in has_row]
             for one in sorted(new, key=_ready_bytes, reverse=True):
                 name = namespace_id(one.fingerprint)  # the name of a row and of its series must be unique
                 has_row[one] = len(ids) < MAX_NAMESPACE_ROWS and name not in ids
                 if has_row[one]:
                     ids.add(name)
-                    largest.append(one)
-                elif not one.of_bench:
-                    self._others.update(self._counted.get(one, {}))
-                    rest.append(one)
-        largest = sorted(largest, key=_ready_bytes, reverse=True)
+                else:
+                    self._others.update(self._counted.get(one, {}))  # a bench's counts are not kept
+        largest = sorted((one for one, has in has_row.items() if has), key=_ready_bytes, reverse=True)
+        rest = [one for one, has in has_row.items() if not (has or one.of_bench)]
         if not rest:
             return largest, []
         self.total()

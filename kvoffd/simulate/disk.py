@@ -132,7 +132,6 @@ class SimulatedDisk:
 
     @property
     def promoted(self) -> int:
-        """Number of promoted blocks."""
         return self._tiering.disks.promoted_blocks
 
     @property

@@ -142,8 +142,8 @@ def request(
         if not states.startswith(bytes([READY]) * ready):
             lacking = np.frombuffer(keys, np.uint64)[np.frombuffer(states, np.uint8) != READY].tobytes()
         for begin in range(0, len(lacking), step_blocks * KEY_BYTES):
-            ticket = cache.begin_store(namespace, 0, [StorePart(0, lacking[begin : begin + step_blocks * KEY_BYTES])])
-            cache.commit_store(ticket, [[1] * len(part.copy) for part in ticket.parts])
+            stored = cache.begin_store(namespace, 0, [StorePart(0, lacking[begin : begin + step_blocks * KEY_BYTES])])
+            cache.commit_store(stored, [[1] * len(part.copy) for part in stored])
             if disk is not None:
                 disk.tick()
     cache.release(SESSION, [LEASE])

@@ -102,6 +102,29 @@ class Trace(NamedTuple):
         return sum(map(len, self.requests)) // KEY_BYTES
 
 
+class _Lengths:
+    """Ranges of the tokens that a block may have, by the lengths of all requests."""
+
+    def __init__(self) -> None:
+        self._padded = range(1, 1 << 31)
+        """If a request's last block need not be full."""
+        self._whole = self._padded
+        """If requests have only whole blocks, and a rest that is in none."""
+
+    def add(self, count: int, length: int) -> None:
+        """Narrow the ranges by a request of ``length`` tokens in ``count`` blocks, at least two."""
+        padded, whole = self._padded, self._whole
+        self._padded = range(max(padded.start, -(-length // count)), min(padded.stop, (length - 1) // (count - 1) + 1))
+        self._whole = range(max(whole.start, length // (count + 1) + 1), min(whole.stop, length // count + 1))
+
+    @property
+    def block_tokens(self) -> int:
+        """The usual number that fits; ``MOONCAKE_TOKENS`` if none does."""
+        usual = (MOONCAKE_TOKENS, *POWERS)
+        fitting = [tokens for allowed in (self._padded, self._whole) for tokens in usual if tokens in allowed]
+        return fitting[0] if fitting else MOONCAKE_TOKENS
+
+
 def read_trace(path: Path) -> Trace:
     """Read a trace of requests or sessions: one JSON object a line, or a list of them, or one session.
 
@@ -120,10 +143,7 @@ def read_trace(path: Path) -> Trace:
     hints: list[TracedHint] = []
     missing = accesses = own_keys = 0
     has_sessions = False
-    least, most = 1, 1 << 31
-    """Possible tokens of a block by the lengths of all requests, whose last blocks need not be full."""
-    least_whole, most_whole = 1, 1 << 31
-    """The same if requests have only whole blocks, and a rest that is in none."""
+    lengths = _Lengths()
     cut_off = False
     try:
         for line in _read(_lines(path), path):
@@ -145,9 +165,7 @@ def read_trace(path: Path) -> Trace:
                     tokens = MOONCAKE_TOKENS if one.block_tokens is None else one.block_tokens
                     kinds[tokens, one.block_bytes] += count
                 if count > 1 and type(length) is int:
-                    least, most = max(least, -(-length // count)), min(most, (length - 1) // (count - 1))
-                    least_whole = max(least_whole, length // (count + 1) + 1)
-                    most_whole = min(most_whole, length // count)
+                    lengths.add(count, length)
                 keys = b"".join([(block & MAX_KEY).to_bytes(KEY_BYTES, "big") for block in ids])
                 if line.hint is not None:
                     at = line.timestamp / 1000 if isinstance(line.timestamp, (int, float)) else 0.0
@@ -162,10 +180,7 @@ def read_trace(path: Path) -> Trace:
             own_keys += len(own)
     except EOFError:
         cut_off = True
-    usual = (MOONCAKE_TOKENS, *POWERS)
-    fitting = [tokens for tokens in usual if least <= tokens <= most]
-    fitting += [tokens for tokens in usual if least_whole <= tokens <= most_whole]
-    tokens, _ = max(kinds, key=kinds.__getitem__, default=((fitting or [MOONCAKE_TOKENS])[0], 0))
+    tokens, _ = max(kinds, key=kinds.__getitem__, default=(lengths.block_tokens, 0))
     sized = {kind: count for kind, count in kinds.items() if kind[1]}
     every = sum(sized.values())
     block_bytes = sum(nbytes * count for (_, nbytes), count in sized.items()) // max(1, every)

@@ -22,15 +22,11 @@ STARTING_BYTES = 100
 """Longer than any text, so that a shorter one replaces all of it."""
 
 
-class DirectoryError(KvoffdError):
-    """The directory is unusable. The message says why and what to do."""
-
-
 def _check_owner(directory: Path) -> None:
-    """Refuse a directory whose owner could put other sockets into it. Raises OSError, DirectoryError."""
+    """Refuse a directory whose owner could put other sockets into it. Raises OSError, KvoffdError."""
     found = directory.stat()
     if found.st_uid not in (0, os.geteuid()):
-        raise DirectoryError(
+        raise KvoffdError(
             f"The directory {directory} belongs to uid {found.st_uid}, who could impersonate this daemon (uid "
             f"{os.geteuid()}) there; give it to the daemon's user (chown) or choose another with --directory."
         )
@@ -55,11 +51,11 @@ class DaemonDirectory:
         """Create and lock the directory, and remove stale sockets. An error leaves everything as it was.
 
         Raises:
-            DirectoryError: it cannot be created or written, its path is too long, or another daemon uses it.
+            KvoffdError: it cannot be created or written, its path is too long, or another daemon uses it.
         """
         directory = self.sockets.directory
         if problem := self.sockets.problem():
-            raise DirectoryError(problem)
+            raise KvoffdError(problem)
         self._made = [one for one in (directory, *directory.parents) if not one.exists()]
         with OnError(partial(self.release, served=False)):
             try:
@@ -83,7 +79,7 @@ class DaemonDirectory:
                         "memory is being freed, or a call to a disk or a GPU does not return. Try again in seconds; "
                         "then see dmesg, or choose another --directory."
                     )
-                raise DirectoryError(what) from error
+                raise KvoffdError(what) from error
             except OSError as error:
                 raise _unusable(directory, error) from error
             finally:
@@ -100,7 +96,7 @@ class DaemonDirectory:
     def _check_lock(self, fd: int, found: os.stat_result) -> None:
         """Refuse a lock file that another user may have linked to a file, which would be truncated."""
         if not is_regular(found) or found.st_uid not in (0, os.geteuid()):
-            raise DirectoryError(
+            raise KvoffdError(
                 f"{self.sockets.directory}/{LOCK_FILE} is not the daemon's own: it is not a regular file, has several "
                 f"hard links, or belongs to uid {found.st_uid}. Another user created it; remove it."
             )
@@ -160,21 +156,21 @@ class DaemonDirectory:
                 self._lock_fd = -1
 
 
-def _unusable(directory: Path, error: OSError) -> DirectoryError:
-    return DirectoryError(
+def _unusable(directory: Path, error: OSError) -> KvoffdError:
+    return KvoffdError(
         f"The directory {directory} cannot be used or locked against a second daemon ({error.strerror}); make it "
         "writable for this user, or choose another with --directory."
     )
 
 
 def _unlink(path: Path) -> bool:
-    """Remove a socket; return False if there is none. Raises DirectoryError."""
+    """Remove a socket; return False if there is none. Raises KvoffdError."""
     try:
         path.unlink()
     except FileNotFoundError:
         return False
     except OSError as error:
-        raise DirectoryError(f"{path} cannot be removed ({error.strerror}); remove it by hand.") from error
+        raise KvoffdError(f"{path} cannot be removed ({error.strerror}); remove it by hand.") from error
     return True
 
 

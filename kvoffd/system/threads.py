@@ -179,12 +179,10 @@ class Workers(Generic[T, R]):
 
     @property
     def waiting(self) -> int:
-        """Number of queued tasks."""
         return len(self._waiting)
 
     @property
     def running(self) -> int:
-        """Number of running tasks."""
         with self._changed:
             return sum(len(tasks) for _, tasks in self._running.values())
 

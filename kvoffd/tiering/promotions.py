@@ -358,7 +358,7 @@ class Promotions:
             self.given_up[fill] = None
             self._given_up_bytes += fill.wanted.block_bytes
             self._failed(fill, OVERDUE)
-            self._cache.drop_unfinished(fill.ticket, MissReason.TIER_LATE)
+            self._cache.drop_unfinished([fill.ticket], MissReason.TIER_LATE)
         self._turn_at = now
 
     def _next_batch(self, most: int) -> list[Fill]:

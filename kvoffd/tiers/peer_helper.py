@@ -99,6 +99,8 @@ class Transfer:
 
 
 class Helper:
+    """Passes requests and answers between the daemon and peers, and has NIXL read their memory. In one thread."""
+
     def __init__(self, channel: socket.socket, settings: HelperSettings) -> None:
         self._channel, self._settings = channel, settings
         self._zmq = zmq.Context(io_threads=1)
@@ -245,7 +247,6 @@ class Helper:
                 self._busy_until = now + BUSY_AFTER_S
 
     def _forget(self, now: float) -> None:
-        """Forget what is overdue."""
         for table in (self._lent, self._in_flight):
             while table and next(iter(table.values())) <= now:
                 del table[next(iter(table))]

@@ -205,7 +205,9 @@ class PeerHelper:
         self._channel: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._closed, self._decided, self._cannot_work = threading.Event(), threading.Event(), False
-        self.life, self.starts, self.up, self.problem = 0, 0, False, ""
+        """Whether the daemon stops; whether no helper is starting; whether the last one said that it cannot work."""
+        self.life, self.up, self.problem = 0, False, ""
+        """Number of helpers that have ended; whether one works, and if not, a sentence why."""
         self._thread = DaemonThreads([("kvoffd-peers", self._run)], self._closed.set)
 
     @property
@@ -338,28 +340,31 @@ class PeerHelper:
             logger.warning("%s It is started again in %.1f s.", self.problem, pause_s)
             self._closed.wait(pause_s)
 
+    def _start(self, channel: int) -> tuple[subprocess.Popen[bytes], HelperSettings]:
+        """Start the process, which inherits its end of the channel. Returns it, and the settings to send."""
+        settings, inherited, served = self._settings, [channel], -1
+        if settings.listen:
+            fd, offset, nbytes = self._pool
+            served = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+            settings = msgspec.structs.replace(settings, pool=(served, offset, nbytes))
+            inherited.append(served)
+        if self._landing is not None:
+            landing = self._landing.fd, self._landing.size_bytes
+            settings = msgspec.structs.replace(settings, landing=landing)
+            inherited.append(self._landing.fd)
+        command = [sys.executable, "-m", "kvoffd.tiers.peer_helper", str(channel)]
+        try:
+            return subprocess.Popen(command, pass_fds=inherited, stdin=subprocess.DEVNULL), settings
+        finally:
+            if served >= 0:
+                os.close(served)
+
     def _live(self) -> None:
         """Start a helper, and handle its messages until it is gone."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        fds: list[int] = []
         with ours:
             with theirs:
-                settings = self._settings
-                if settings.listen:
-                    fd, offset, nbytes = self._pool
-                    fds.append(os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC))
-                    settings = msgspec.structs.replace(settings, pool=(fds[0], offset, nbytes))
-                if self._landing is not None:
-                    landing = self._landing.fd, self._landing.size_bytes
-                    settings = msgspec.structs.replace(settings, landing=landing)
-                inherited = [theirs.fileno(), *fds, *([self._landing.fd] if self._landing is not None else [])]
-                command = [sys.executable, "-m", "kvoffd.tiers.peer_helper", str(theirs.fileno())]
-                try:
-                    self._process = subprocess.Popen(command, pass_fds=inherited, stdin=subprocess.DEVNULL)
-                finally:
-                    for fd in fds:
-                        os.close(fd)
-            self.starts += 1
+                self._process, settings = self._start(theirs.fileno())
             self._decided.clear()
             if self._closed.is_set():
                 self._decided.set()

@@ -21,11 +21,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from operator import add
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import xxhash
 
+from kvoffd.errors import KvoffdError
 from kvoffd.system.native import COUNT, NUMBER, VOID_P, Native, NotCompiled, declare, native
 from kvoffd.system.threads import DaemonThreads
 from kvoffd.transfer.plan import Direction, Outcome, Plan
@@ -62,6 +63,23 @@ class SlotChecksums:
     sums: list[int]
     expected: Sequence[int] | None = None
     pool_address: int = 0
+
+    def unread_parts(self) -> deque[list[int]]:
+        """Return the numbers of the slots without checksums, in parts of about READ_BYTES."""
+        parts, nbytes = deque[list[int]](), READ_BYTES
+        for number, found in enumerate(self.sums):
+            if not found:
+                if nbytes >= READ_BYTES:
+                    parts.append([])
+                    nbytes = 0
+                parts[-1].append(number)
+                nbytes += self.slots[number][1]
+        return parts
+
+    def read(self, part: Sequence[int]) -> None:
+        found = self.digests([self.slots[number] for number in part])
+        for number, checksum in zip(part, found, strict=True):
+            self.sums[number] = checksum
 
 
 @dataclass(slots=True, eq=False)
@@ -102,35 +120,12 @@ class Transfer:
         self.ending = self.ending or outcome
         self.stop.value = 1
 
-    def unread_parts(self) -> deque[list[int]]:
-        """Return the numbers of the slots without checksums, in parts of about READ_BYTES."""
-        parts: deque[list[int]] = deque()
-        nbytes = READ_BYTES
-        if (checksums := self.checksums) is not None:
-            for number, found in enumerate(checksums.sums):
-                if not found:
-                    if nbytes >= READ_BYTES:
-                        parts.append([])
-                        nbytes = 0
-                    parts[-1].append(number)
-                    nbytes += checksums.slots[number][1]
-        return parts
-
-    def read_part(self, part: Sequence[int]) -> None:
-        """Compute the checksums of these slots, unless the transfer must end."""
-        if (checksums := self.checksums) is not None and not self.stop.value:
-            for number, found in zip(
-                part, checksums.digests([checksums.slots[number] for number in part]), strict=True
-            ):
-                checksums.sums[number] = found
-
-    def read_slots(self) -> None:
-        """Compute all missing checksums. A load with a mismatch ends as CORRUPT."""
-        for part in self.unread_parts():
-            self.read_part(part)
-        if (checksums := self.checksums) is None or checksums.expected is None or self.stop.value:
-            return
-        if checksums.sums != list(checksums.expected):
+    def read_slots(self, checksums: SlotChecksums) -> None:
+        """Compute all missing checksums, unless the transfer must end. A load with a mismatch ends as CORRUPT."""
+        for part in checksums.unread_parts():
+            if not self.stop.value:
+                checksums.read(part)
+        if not self.stop.value and checksums.expected is not None and checksums.sums != list(checksums.expected):
             self.must_end(Outcome.CORRUPT)
 
 
@@ -139,6 +134,7 @@ class _Reading:
     """One store whose checksums several threads compute: parts not begun, and number of unfinished parts."""
 
     transfer: Transfer
+    checksums: SlotChecksums
     parts: deque[list[int]]
     open: int
 
@@ -283,24 +279,25 @@ class CopyQueue:
             checksums = transfer.checksums
             try:
                 if not storing and checksums is not None:
-                    self._read(transfer.read_slots)
+                    self._read(partial(transfer.read_slots, checksums))
                 if transfer.ending is None:
                     copy(transfer)
             except Exception:
                 _failed(transfer)
             with self._wake:
                 self._busy_seconds += time.perf_counter() - started
-                # False after ``stop``, when there are no readers.
-                unread = storing and transfer.ending is None and checksums is not None and 0 in checksums.sums
-                if unread and len(self._unread) < self._max_unread:
+                # After ``stop``, when there are no readers, it must end.
+                if transfer.ending is not None or not storing or checksums is None or 0 not in checksums.sums:
+                    checksums = None
+                elif len(self._unread) < self._max_unread:
                     self._running[transfer].clear()
-                    parts = transfer.unread_parts()
-                    self._unread.append(_Reading(transfer, parts, len(parts)))
+                    parts = checksums.unread_parts()
+                    self._unread.append(_Reading(transfer, checksums, parts, len(parts)))
                     self._to_read.notify(len(parts))
                     continue
-            if unread:
+            if checksums is not None:
                 try:
-                    self._read(transfer.read_slots)
+                    self._read(partial(transfer.read_slots, checksums))
                 except Exception:
                     _failed(transfer)
             self._came_back(transfer)
@@ -319,7 +316,8 @@ class CopyQueue:
                     self._unread.popleft()
                 self._running[transfer].add(thread_id)
             try:
-                self._read(partial(transfer.read_part, part))
+                if not transfer.stop.value:
+                    self._read(partial(reading.checksums.read, part))
             except Exception:
                 _failed(transfer)
             with self._wake:
@@ -353,7 +351,6 @@ class CopyQueue:
 
 
 def _failed(transfer: Transfer) -> None:
-    """Fail a transfer whose copy raised."""
     _log.exception("A %s failed; its job fails, the thread continues.", transfer.direction.value)
     transfer.must_end(Outcome.FAILED)
 
@@ -386,7 +383,6 @@ class CopyEngine:
         return max(queue.hangs_s() for queue in self.queues.values())
 
     def stats(self, direction: Direction) -> CopyStats:
-        """Return the counters of one direction."""
         return self.queues[direction].stats()
 
     def close(self, timeout_s: float) -> bool:
@@ -399,6 +395,23 @@ class CopyEngine:
         for queue in self.queues.values():
             queue.stop()
         return all(queue.join(deadline) for queue in self.queues.values())
+
+
+@dataclass(frozen=True, eq=False)
+class EngineMemory:
+    """Mapped segments of one registration, and the copy engine for them."""
+
+    engine: CopyEngine
+    spans: list[tuple[int, int]]
+    """(address, size in bytes) of each segment, in the order of the handles."""
+    node: int | None
+    """Preferred NUMA node of its slots; None if any, or unknown."""
+    close: Callable[[Callable[[], None]], None]
+    """Unmaps it, then calls its argument, perhaps in another thread. Call it once, while no copy uses the memory."""
+    on_gpu: bool = False
+
+
+OnMapped: TypeAlias = Callable[[EngineMemory | KvoffdError], None]
 
 
 # --- host memory ----------------------------------------------------------------------------------
@@ -433,7 +446,7 @@ def try_out(library: Native) -> None:
     cuts = np.array([0, 1, 65, 1089, 3000, 4096], dtype=np.uint64)
     to, of = (cuts[:-1] + np.uint64(address) for address in (pool.ctypes.data + begin, source.ctypes.data))
     found = SlotChecksums(lambda _: [], [(begin, 4096)], [0], pool_address=pool.ctypes.data)
-    plan = Plan(to, of, np.diff(cuts), 4096)
+    plan = Plan(to, of, np.diff(cuts))
     host_copy(Transfer(Direction.STORE, lambda: plan, 0.0, lambda *_: None, None, found), library)
     if not np.array_equal(pool[begin : begin + 4096], source) or found.sums != [xxhash.xxh3_64_intdigest(source.data)]:
         raise NotCompiled("The daemon's copy loop was miscompiled; install kvoffd again with another C compiler.")

@@ -6,9 +6,9 @@ struct layer {
     uint64_t address, stride, page_bytes, slot_offset;
 };
 
-/* A plan: number of pieces, their bytes, and arrays of their addresses in the engine and the pool and their sizes. */
+/* A plan: number of pieces, and arrays of their addresses in the engine and the pool and their sizes. */
 struct planned {
-    uint64_t pieces, nbytes, *engine, *pool, *size;
+    uint64_t pieces, *engine, *pool, *size;
 };
 
 /* Adds the pieces for engine blocks of a group: at most one for each block and layer. A key has `per_key` blocks less
@@ -34,7 +34,6 @@ void kvoffd_plan_blocks(const struct layer *layers, uint64_t count, uint64_t by_
             for (uint64_t i = 0; i < stored; i++) {
                 uint64_t from = layer.address + (uint64_t)ids[at + i] * layer.stride;
                 uint64_t to = slots[key] + layer.slot_offset + (first + i) * layer.page_bytes, last = pieces - 1;
-                planned->nbytes += layer.page_bytes;
                 if (pieces > planned->pieces && engine[last] + size[last] == from && pool[last] + size[last] == to) {
                     size[last] += layer.page_bytes;
                     continue;

@@ -53,7 +53,6 @@ class Plan:
     destination: UInt64Array
     source: UInt64Array
     size: UInt64Array
-    nbytes: int
     allocations: UInt64Array = field(default_factory=lambda: np.empty(0, np.uint64))
 
 
@@ -128,11 +127,9 @@ def _build_layout(
     shard_bytes = blocks_per_key * block_bytes
     if shard_bytes > _MAX_SHARD_BYTES:
         raise BadGeometry(f"A shard of group {group} would have {shard_bytes} bytes; register fewer blocks per key.")
-    ends = accumulate(blocks_per_key * page_bytes for *_, page_bytes in runs)
+    offsets = accumulate((blocks_per_key * page_bytes for *_, page_bytes in runs), initial=0)
     return GroupLayout(
-        layers=np.array(
-            [(*run, end - blocks_per_key * run[2]) for run, end in zip(runs, ends, strict=True)], np.uint64
-        ),
+        layers=np.array([(*run, offset) for run, offset in zip(runs, offsets, strict=False)], np.uint64),
         blocks_per_key=blocks_per_key,
         block_limit=min(tensors[page.tensor].num_blocks for page in pages),
         block_bytes=block_bytes,
@@ -153,9 +150,9 @@ def _runs(
     for page in pages:
         tensor = tensors[page.tensor]
         address, stride = segments[tensor.segment][0] + tensor.offset_bytes, tensor.stride_bytes
-        before = runs[-1] if merge and runs else (0, 0, 0)
-        if (before[0] + before[2], before[1]) == (address, stride):
-            runs[-1] = (before[0], stride, before[2] + page.page_bytes)
+        begin, last_stride, nbytes = runs[-1] if merge and runs else (0, 0, 0)
+        if (begin + nbytes, last_stride) == (address, stride):
+            runs[-1] = (begin, stride, nbytes + page.page_bytes)
         else:
             runs.append((address, stride, page.page_bytes))
     return runs
@@ -204,8 +201,9 @@ def plan_blocks(direction: Direction, copies: Sequence[BlockCopy]) -> Plan:
     except with ``GroupLayout.allocations``. Pieces that are adjacent on both sides are merged.
     """
     most = sum([copy.block_ids.size * len(copy.layout.layers) for copy in copies])
-    columns = np.empty(3 * most, np.uint64)
-    planned = array("Q", [0, 0, *range(begin := columns.ctypes.data, begin + 24 * most, 8 * most or 1)])
+    columns = np.empty((3, most), np.uint64)
+    begin = columns.ctypes.data
+    planned = array("Q", [0, begin, begin + 8 * most, begin + 16 * most])  # struct planned
     for layout, block_ids, slots, first_blocks in copies:
         firsts = array("H", bytes(2 * slots.size if first_blocks else 0))
         for key, first in first_blocks.items():
@@ -216,7 +214,6 @@ def plan_blocks(direction: Direction, copies: Sequence[BlockCopy]) -> Plan:
             *(block_ids.tobytes(), block_ids.size, slots.tobytes(), slots.size),
             *(firsts.tobytes() if first_blocks else None, planned.buffer_info()[0]),
         )
-    pieces, nbytes = planned[:2]
-    engine, pool, size = (columns[at : at + pieces] for at in (0, most, 2 * most))
+    engine, pool, size = columns[:, : planned[0]]
     to, source = (engine, pool) if direction is Direction.LOAD else (pool, engine)
-    return Plan(to, source, size, nbytes, *(copy.layout.allocations for copy in copies[:1]))
+    return Plan(to, source, size, *(copy.layout.allocations for copy in copies[:1]))

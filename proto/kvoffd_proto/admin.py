@@ -113,7 +113,6 @@ class NamespaceInfo(m.Wire, frozen=True):
     shard_bytes: Annotated[list[list[m.ByteCount]], m.doc("Bytes of a shard by group and rank; 0 if unknown.")]
     ready_blocks: Annotated[m.Count, m.doc("Blocks that can be read.")]
     ready_bytes: Annotated[m.ByteCount, m.doc("Pool bytes of the blocks that can be read.")]
-    writing_blocks: Annotated[m.Count, m.doc("Blocks that lack a shard.")]
     sessions: Annotated[m.Count, m.doc("Sessions that opened the namespace.")]
     description: Annotated[str, m.doc("Input of the fingerprint as JSON; empty beyond 1 MiB in all.")]
     quota_bytes: Annotated[m.ByteCount | None, m.doc("Pool bytes that it may use at most; nil for no limit.")] = None

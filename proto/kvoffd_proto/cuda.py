@@ -304,14 +304,11 @@ class Cuda:
     devices and contexts need ``init``; calls on memory, streams and events need a current context in the calling
     thread. All raise CudaError; the constructor does if the driver is missing or too old.
 
-    Args:
-        batches: whether copies may be made in batches and in rows.
-
     Attributes:
         lost: the first error after which this process must end; None if there was none. See ``RELAUNCH_ERRORS``.
     """
 
-    def __init__(self, library: str = "", *, batches: bool = True) -> None:
+    def __init__(self, library: str = "") -> None:
         path = library or os.environ.get(LIBRARY_VARIABLE) or DEFAULT_LIBRARY
         try:
             self._library = ctypes.CDLL(path)
@@ -321,7 +318,6 @@ class Cuda:
                 f"The CUDA driver {path} cannot be used ({error}); install a driver of CUDA 12 or newer, or name its "
                 f"library in {LIBRARY_VARIABLE}."
             ) from error
-        self._batches = batches
         self.lost: CudaError | None = None
 
     def _call(self, name: str, *arguments: object) -> None:
@@ -520,13 +516,13 @@ class Cuda:
     def copy_calls(self) -> dict[str, int]:
         """Return the addresses of the functions that the copy loop in C calls, by its names.
 
-        ``rows`` and ``batch`` are missing if the setting disables them, or if the GPU maps registered host memory at
-        other addresses than this process (WSL, some virtual GPUs): only single copies translate those, and a batch
-        would lose the context (sgl-project/sglang#40232). Drivers before CUDA 12.8 have no batches.
+        ``rows`` and ``batch`` are missing if the GPU maps registered host memory at other addresses than this process
+        (WSL, some virtual GPUs): only single copies translate those, and a batch would lose the context
+        (sgl-project/sglang#40232). Drivers before CUDA 12.8 have no batches.
         """
         calls = {field: self._address_of(getattr(self._library, name)) for field, name in _COPY_CALLS.items()}
         version, attribute = self.version(), DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
-        if not self._batches or not self._number("cuDeviceGetAttribute", attribute, self._number("cuCtxGetDevice")):
+        if not self._number("cuDeviceGetAttribute", attribute, self._number("cuCtxGetDevice")):
             return calls
         calls["rows"] = self._address_of(self._library.cuMemcpy2DAsync_v2)
         if version < min(BATCH_FORMS):

@@ -16,7 +16,7 @@ from msgspec import Meta, Struct, structs
 
 from kvoffd_proto.errors import ErrorCode
 
-PROTOCOL_VERSION = 20
+PROTOCOL_VERSION = 21
 """Version that both ends must have. Raise it when a message, a field or its meaning changes."""
 
 FINGERPRINT_BYTES = 32
@@ -697,14 +697,9 @@ class Submit(Request[Completions], frozen=True):
     acknowledged: Acknowledged = 0
 
 
-class CancelReply(Reply, frozen=True):
-    cancelled: Annotated[list[JobId], doc("Jobs that will not run, including other stores of the same message.")]
-    running: Annotated[list[JobId], doc("Jobs whose copy has begun; wait for their completions.")]
-
-
 @exchange(WORKER)
-class Cancel(Request[CancelReply], frozen=True):
-    """Fails stores and loads that have not started; they get completions like all jobs."""
+class Cancel(Request[Done], frozen=True):
+    """Fails stores and loads that have not started; they get completions like all jobs. Done counts them."""
 
     job_ids: Annotated[list[JobId], doc("Jobs of this session.", max_length=65536)]
     acknowledged: Acknowledged = 0

@@ -455,7 +455,6 @@ class LentStats(Part, frozen=True):
     """Blocks that this node lends to its peers."""
 
     up: Annotated[bool, doc("Whether the helper process serves peers.")] = False
-    helper_starts: Annotated[Count, doc("Starts of the helper process.")] = 0
     asked_keys: Annotated[Count, doc("Keys that peers looked up here.")] = 0
     found_keys: Annotated[Count, doc("Keys that peers found here.")] = 0
     blocks: Annotated[Count, doc("Blocks lent to peers.")] = 0

@@ -132,7 +132,7 @@ class Books:
         keys = keys_of(first, count)
         for rank in range(self.shards):
             ticket = self.cache.begin_store(self.namespace, rank, [StorePart(0, keys)])
-            sums = [checksum or self._random.getrandbits(64) | 1 for _ in ticket.parts[0].copy]
+            sums = [checksum or self._random.getrandbits(64) | 1 for _ in ticket[0].copy]
             self.cache.commit_store(ticket, [sums])
 
     def fill(self, keys: int) -> None:

@@ -12,7 +12,7 @@ from kvoffd.cache.block_table import DROPPED, FREE, READY
 from kvoffd.cache.cache import MAX_UNREPORTED_REQUESTS
 from kvoffd.cache.namespace import MissReason, Namespace, NamespaceSnapshot
 from kvoffd.cache.tickets import StorePart
-from kvoffd.errors import BadGeometry, ShardTooLarge, UnknownLease
+from kvoffd.errors import BadGeometry, UnknownLease
 from kvoffd.pool.slot_table import Deflated
 from kvoffd_proto.messages import GroupSpec
 from tests.kit.slot_cache import UNIT, CacheRig, check_invariants, keys_of
@@ -103,7 +103,7 @@ def test_the_first_registration_fixes_a_ranks_shards() -> None:
     rig.cache.register_rank(namespace, 0, [100, 0], None)
     with pytest.raises(BadGeometry):
         rig.cache.register_rank(namespace, 0, [100, 1], None)
-    with pytest.raises(ShardTooLarge, match="pool_size"):
+    with pytest.raises(BadGeometry, match="pool_size"):
         rig.open("b", sizes=(5 * UNIT,))
     assert rig.cache.open_namespace(Namespace(namespace.fingerprint, "b", 1, 8, namespace.groups, "{}"))[0] is namespace
 

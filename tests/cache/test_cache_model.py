@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvoffd.cache.asked_keys import PromptOutcome
 from kvoffd.cache.block_table import CORRUPT, FREE, READY, SHARD_STATE, WRITING, WRITTEN, BlockIds
 from kvoffd.cache.namespace import MissReason, Namespace, NamespaceSnapshot
-from kvoffd.cache.tickets import FillTicket, LoadTicket, StoreTicket
+from kvoffd.cache.tickets import FillTicket, LoadTicket, Stored
 from kvoffd.errors import BadKeys, NotReady, UnknownLease
 from tests.kit.amount import TIMES
 from tests.kit.slot_cache import UNIT, CacheRig, check_invariants, keys_of
@@ -78,7 +78,7 @@ class CacheMachine(RuleBasedStateMachine):
         ]
         self.index: dict[Name, Model] = {}
         self.leases: dict[int, ModelLease] = {}
-        self.stores: list[tuple[StoreTicket, list[tuple[Model, int]]]] = []
+        self.stores: list[tuple[list[Stored], int, list[tuple[Model, int]]]] = []
         self.fills: list[tuple[FillTicket, Model]] = []
         self.loads: list[tuple[LoadTicket, list[Model], list[bytes], ModelLease]] = []
         self.writes: list[tuple[BlockIds, list[Model], list[bytes]]] = []
@@ -155,7 +155,7 @@ class CacheMachine(RuleBasedStateMachine):
                     del self.index[name]
         present = set(names) - seen
         ticket = self.rig.begin(namespace, rank, group, keys_of(*chain), firsts)
-        (part,) = ticket.parts
+        (part,) = ticket
         went = self.notice_what_went(set(names))
         assert all(self.peek(name) == self.state(name) for name in present), "a store evicted its own keys"
         assert sorted(part.copy + part.no_space + part.rejected) == expected
@@ -175,7 +175,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert self.peek(names[number]) == FREE
         quota = self.cache.quotas.get(namespace.fingerprint)
         assert quota is None or namespace.held_bytes <= quota or not fresh, "blocks were taken beyond the quota"
-        self.stores.append((ticket, taken))
+        self.stores.append((ticket, rank, taken))
 
     def assert_there_was_no_space(self, taker: Namespace, group: int, job: set[Name], room: int) -> None:
         """``room``: bytes of the taker's own blocks that went for this: its quota was reckoned before."""
@@ -205,11 +205,11 @@ class CacheMachine(RuleBasedStateMachine):
         self.commit(data.draw(st.integers(0, len(self.stores) - 1)), checksum)
 
     def commit(self, number: int, checksum: int = 7) -> None:
-        ticket, taken = self.stores.pop(number)
+        ticket, rank, taken = self.stores.pop(number)
         ready = 0
         for model, first_block in taken:
-            model.writing.remove(ticket.rank)
-            model.first_block[ticket.rank] = first_block
+            model.writing.remove(rank)
+            model.first_block[rank] = first_block
             model.idle_since = self.rig.clock.now
             ready += model.ready and self.index.get(model.name) is model
         assert self.rig.commit(ticket, checksum) == ready
@@ -217,10 +217,10 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.stores)
     @rule(data=st.data())
     def abort_store(self, data: st.DataObject) -> None:
-        ticket, taken = self.stores.pop(data.draw(st.integers(0, len(self.stores) - 1)))
+        ticket, rank, taken = self.stores.pop(data.draw(st.integers(0, len(self.stores) - 1)))
         self.cache.abort_store(ticket)
         for model, _ in taken:
-            model.writing.remove(ticket.rank)
+            model.writing.remove(rank)
             model.idle_since = self.rig.clock.now
             if not model.writing and not model.first_block and self.index.get(model.name) is model:
                 del self.index[model.name]
@@ -228,7 +228,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.stores)
     @rule(data=st.data())
     def store_is_overdue(self, data: st.DataObject) -> None:
-        ticket, taken = data.draw(st.sampled_from(self.stores))
+        ticket, _, taken = data.draw(st.sampled_from(self.stores))
         self.cache.drop_unfinished(ticket)
         for model, _ in taken:
             if not model.ready and self.index.get(model.name) is model:
@@ -619,8 +619,8 @@ class CacheMachine(RuleBasedStateMachine):
     def what_was_asked_for_was_found_or_counted_as_missed(self) -> None:
         for namespace in self.spaces:
             counters = namespace.counters
-            reset = [lease for leases in self.cache._abandoned for lease in leases if lease.namespace is namespace]
-            ending = sum(len(lease.blocks) for lease in reset if lease.counts)
+            ended = [lease for lease in self.cache._ended if lease.namespace is namespace]
+            ending = sum(len(lease.blocks) for lease in ended if lease.counts)
             assert (counters.covered_keys + ending, counters.misses.total()) == (
                 self.covered[namespace],
                 self.missed[namespace],
@@ -654,7 +654,7 @@ class CacheMachine(RuleBasedStateMachine):
                 assert not self.rig.table.records["checksum"][slots].all(), "a whole block is lost"
 
     def teardown(self) -> None:
-        for ticket, _ in self.stores:
+        for ticket, *_ in self.stores:
             self.cache.abort_store(ticket)
         for fill, _ in self.fills:
             self.cache.end_fill(fill, [], [])

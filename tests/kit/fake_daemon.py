@@ -273,8 +273,6 @@ class FakeDaemon(Starting):
                     if not self.hold_jobs:
                         self._finish(peer, job.job_id)
                 return None
-            case m.Cancel():
-                return m.CancelReply(*head, [], [job for job in request.job_ids if job in peer.jobs])
             case a.Health():
                 return a.HealthReply(*head, a.HealthLevel.OK, [])
             case _:

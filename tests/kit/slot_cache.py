@@ -31,7 +31,7 @@ from kvoffd.cache.lru import Lru
 from kvoffd.cache.namespace import Group, Namespace
 from kvoffd.cache.policy import make_policy
 from kvoffd.cache.recovery import RecoveredBlocks, recover
-from kvoffd.cache.tickets import SessionLeases, StorePart, StoreTicket
+from kvoffd.cache.tickets import SessionLeases, Stored, StorePart
 from kvoffd.pool.allocator import SlotAllocator
 from kvoffd.pool.slot_table import BAD_RECORD, READY_RECORD, SlotTable, TableGeometry
 from kvoffd.system.numa import Locality
@@ -140,11 +140,11 @@ class CacheRig:
         keys: bytes,
         first_blocks: Mapping[int, int] | None = None,
         starts: Sequence[int] | None = (0,),
-    ) -> StoreTicket:
+    ) -> list[Stored]:
         return self.cache.begin_store(namespace, rank, [StorePart(group, keys, first_blocks or {}, starts)])
 
-    def commit(self, ticket: StoreTicket, checksum: int = 7) -> int:
-        return self.cache.commit_store(ticket, [[checksum] * len(part.copy) for part in ticket.parts])
+    def commit(self, stored: list[Stored], checksum: int = 7) -> int:
+        return self.cache.commit_store(stored, [[checksum] * len(part.copy) for part in stored])
 
     def store(self, namespace: Namespace, keys: bytes, group: int = 0) -> int:
         """Store all ranks of keys. Returns how many became ready."""
@@ -266,8 +266,7 @@ def check_invariants(cache: Cache) -> None:
     assert usage.free + usage.writing + usage.ready + usage.dropped + usage.quarantined == slots.pool_bytes
     pins: Counter[int] = Counter()
     held: dict[int, SessionLeases] = {}
-    reset = {lease for leases in cache._abandoned for lease in leases}
-    for lease in {*cache.leases.values(), *cache._ended, *reset}:
+    for lease in {*cache.leases.values(), *cache._ended}:
         pins.update(lease.blocks.tolist())
         one = held.setdefault(lease.session, SessionLeases())
         one.leases[lease] = None
@@ -276,7 +275,7 @@ def check_invariants(cache: Cache) -> None:
     assert {session: (one.leases, one.keys, one.nbytes) for session, one in held.items()} == {
         session: (one.leases, one.keys, one.nbytes) for session, one in cache.session_leases.items()
     }
-    alive = {*cache.leases.values()} - reset
+    alive = {*cache.leases.values()} - {*cache._ended}
     for namespace in cache.namespaces.values():
         assert namespace.leases.keys() == {lease for lease in alive if lease.namespace is namespace}
     assert all(blocks.pins[block] >= count for block, count in pins.items())

@@ -8,7 +8,7 @@ import numpy as np
 
 from kvoffd.cache.block_table import READY, SHARD_STATE, WRITING, WRITTEN
 from kvoffd.cache.namespace import Namespace
-from kvoffd.cache.tickets import StoreTicket
+from kvoffd.cache.tickets import Stored
 from kvoffd.tiering import TieringSettings
 from kvoffd.tiering.tiering import Tiering
 from kvoffd.tiering.writer import Writer, block_group_of, writes_of
@@ -122,15 +122,16 @@ class TieringHarness(CacheRig):
         assert sizes is not None
         return (namespace.fingerprint + bytes([group, rank]) + key).ljust(sizes[group], b".")[: sizes[group]]
 
-    def fill(self, ticket: StoreTicket) -> list[list[int]]:
+    def fill(self, stored: list[Stored]) -> list[list[int]]:
         """Write the bytes of a store; returns their checksums, by part."""
         sums: list[list[int]] = []
-        for part in ticket.parts:
+        for part in stored:
             namespace, group = part.group.namespace, part.group.index
             keys = namespace.split(group, self.cache.blocks.keys(part.blocks, namespace.key_bytes))
             sums.append([])
-            for key, offset in zip(keys, self.slots.offsets(part.slots).tolist(), strict=True):
-                data = self.content(namespace, group, key, ticket.rank)
+            ranks = self.table.records["rank"][part.slots].tolist()
+            for key, rank, offset in zip(keys, ranks, self.slots.offsets(part.slots).tolist(), strict=True):
+                data = self.content(namespace, group, key, rank)
                 self.memory.poke(offset, data)
                 sums[-1].append(self.memory.sum_of(offset, len(data)))
         return sums

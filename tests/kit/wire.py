@@ -522,10 +522,9 @@ class WireClient(_Sockets):
         assert len(found) == len(results), "a job ended twice"
         return found
 
-    def cancel(self, *jobs: int) -> tuple[list[int], list[int]]:
-        """Cancel jobs; those that will not run, and those that run already."""
-        answer = self.ask(m.Cancel, list(jobs))
-        return answer.cancelled, answer.running
+    def cancel(self, *jobs: int) -> int:
+        """Cancel jobs; how many will not run."""
+        return self.ask(m.Cancel, list(jobs)).count
 
     # --- results ---------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvoffd.errors import BadGeometry, ShardTooLarge
+from kvoffd.errors import BadGeometry
 from kvoffd.pool.allocator import SlotAllocator
 from kvoffd.system.numa import Locality
 from kvoffd_proto.units import parse_size
@@ -41,7 +41,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     @rule(nbytes=st.integers(1, 40 * 4096), count=st.integers(0, 40), node=st.sampled_from([None, 0, 1, 2]))
     def take(self, nbytes: int, count: int, node: int | None) -> None:
         if nbytes > self.region_bytes:
-            with pytest.raises(ShardTooLarge):
+            with pytest.raises(BadGeometry):
                 self.slots.slot_size(nbytes)
             return
         size = self.slots.slot_size(nbytes)
@@ -145,7 +145,7 @@ def test_pools_and_regions_that_fit_nothing_are_refused() -> None:
     for pool_bytes, region_bytes in ((4096, None), (MIB, 4097), (MIB, 4096), (MIB, 2 * MIB)):
         with pytest.raises(BadGeometry):
             SlotAllocator(pool_bytes, region_bytes)
-    with pytest.raises(ShardTooLarge, match="set pool_size to 12MiB or more"):
+    with pytest.raises(BadGeometry, match="set pool_size to 12MiB or more"):
         SlotAllocator(4 * MIB).slot_size(MIB)
 
 
@@ -172,7 +172,7 @@ def test_hardly_anything_is_free_at_the_first_eviction(pool_mib: int, shares: li
 
 @pytest.mark.parametrize("slot_bytes", [8192, 12288, MIB, MIB + 4096, 4 * MIB, 4 * MIB + 4096, 256 * MIB])
 def test_a_shard_too_large_says_how_large_a_pool_it_needs(slot_bytes: int) -> None:
-    with pytest.raises(ShardTooLarge) as refused:
+    with pytest.raises(BadGeometry) as refused:
         SlotAllocator(8192).slot_size(max(slot_bytes, 12288))
     enough = re.search(r"pool_size to (\w+) or more", str(refused.value))[1]  # type: ignore[index]
     assert SlotAllocator(parse_size(enough)).slot_size(slot_bytes) == slot_bytes

@@ -15,8 +15,9 @@ import pytest
 
 from kvoffd.cache.lru import Lru
 from kvoffd.config import Config
+from kvoffd.errors import KvoffdError
 from kvoffd.server import persistence
-from kvoffd.server.persistence import STATE_FILE, PolicyFile, State, StateFile, StateUnusable
+from kvoffd.server.persistence import STATE_FILE, PolicyFile, State, StateFile
 from kvoffd_proto.stats import Lifetime
 from tests.kit.clock import Clock
 from tests.kit.waiting import wait_until
@@ -213,7 +214,7 @@ def test_a_read_that_fails_is_not_the_same_as_no_file(
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(StateFile, "read", fails)
-    with pytest.raises(StateUnusable, match="cannot be read"):
+    with pytest.raises(KvoffdError, match="cannot be read"):
         next_state()
     assert (tmp_path / STATE_FILE).read_bytes() == content
 

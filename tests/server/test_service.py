@@ -23,13 +23,12 @@ from kvoffd.config import Config
 from kvoffd.errors import BadBlockIds, KvoffdError
 from kvoffd.server.jobs import checked_parts
 from kvoffd.server.lifeline import Connection
-from kvoffd.server.memory import EngineMemory, OnMapped
 from kvoffd.server.persistence import State
 from kvoffd.server.scrubber import Scrubber
 from kvoffd.server.sessions import Peer, Session, credit_bytes, may_connect
 from kvoffd.server.stats import daemon_stats
 from kvoffd.system.mappings import MappedSegment
-from kvoffd.transfer.engine import CopyEngine, CopyStats, Transfer
+from kvoffd.transfer.engine import CopyEngine, CopyStats, EngineMemory, OnMapped, Transfer
 from kvoffd.transfer.plan import Direction, Outcome, build_layouts
 from kvoffd_client.worker_client import GroupTransfer, Job, submit_of
 from kvoffd_proto import codec
@@ -250,7 +249,7 @@ def test_checksums_that_stores_left_out_are_taken_when_there_is_time() -> None:
     rig = CacheRig(units=64, region_units=8)
     space = rig.open("one")
     ticket = rig.begin(space, 0, 0, keys_of(1, 2, 3))
-    slots = ticket.parts[0].slots.tolist()
+    slots = ticket[0].slots.tolist()
     rig.commit(ticket, checksum=0)
     scrubber = Scrubber(rig.cache, lambda: 0.0)
     assert scrubber.has_work

@@ -30,7 +30,7 @@ from kvoffd.server.lifeline import LifelineServer
 from kvoffd.server.persistence import PolicyFile, State, StateFile
 from kvoffd.server.sockets import Sockets
 from kvoffd.server.tier_supervisor import TierSupervisor
-from kvoffd.system.directory import DaemonDirectory, DirectoryError
+from kvoffd.system.directory import DaemonDirectory
 from kvoffd.system.systemd import Notifier
 from kvoffd.transfer.cuda.gpus import Gpus
 from kvoffd.transfer.engine import HostEngine
@@ -187,7 +187,7 @@ def test_what_hangs_keeps_the_pool_and_the_lock(directory: Path, monkeypatch: py
     assert daemon.copy_stuck
     assert "unmap the pool" not in done
     assert not list(directory.glob("*.sock"))
-    with pytest.raises(DirectoryError, match="Another kvoffd"):
+    with pytest.raises(KvoffdError, match="Another kvoffd"):
         DaemonDirectory(directory).acquire()
     daemon._directory.release()
     daemon._pool.close()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvoffd.transfer.engine import CopyEngine, CopyQueue, Transfer
+from kvoffd.transfer.engine import CopyEngine, CopyQueue, SlotChecksums, Transfer
 from kvoffd.transfer.plan import Direction, Outcome
 from tests.sim.clock import Broken, Injected
 from tests.sim.pool import Slot
@@ -98,8 +98,8 @@ class SimQueue(CopyQueue):
             if mapping.segment is None or not mapping.segment.registered[offset : offset + size].all():
                 raise Broken("a plan's engine side lies outside the registered tensors")
             mappings[self._space.number(engine_side)] = None
-        if sum(size for _, _, size in pieces) != plan.nbytes:
-            raise Broken("a plan's pieces are not as long as it says")
+        if sum(size for _, _, size in pieces) != transfer.plan.__self__.nbytes:  # type: ignore[attr-defined]
+            raise Broken("a plan's pieces are not as long as its job")
         for slot in slots.values():
             if storing and slot.transfers:
                 raise Broken("two transfers use one slot that is being written")
@@ -153,7 +153,7 @@ class SimQueue(CopyQueue):
         if transfer.ending is not None and not transfer.stop.value:  # C looks at the flag, and at nothing else
             raise Broken("a copy goes on although its transfer must end")
         if transfer.ending is None and copy.step == 0 and not storing and checksums is not None:
-            transfer.read_slots()
+            transfer.read_slots(checksums)
         if transfer.ending is None:
             copy.step += 1
             until = copy.nbytes * copy.step // copy.steps
@@ -173,15 +173,15 @@ class SimQueue(CopyQueue):
         if transfer.ending is not None or not storing or checksums is None:
             self._came_back(transfer)
         elif self._rng.random() < 0.5:
-            self._finish_sums(transfer)
+            self._finish_sums(transfer, checksums)
         else:
             self._running[transfer].clear()
-            self._process.after(self._rng.choice((0.0001, 0.001, 0.01)), lambda: self._finish_sums(transfer))
+            self._process.after(self._rng.choice((0.0001, 0.001, 0.01)), lambda: self._finish_sums(transfer, checksums))
         if self._waiting:
             self._process.after(self._rng.uniform(0, 0.0005), self._start)
 
-    def _finish_sums(self, transfer: Transfer) -> None:
-        transfer.read_slots()
+    def _finish_sums(self, transfer: Transfer, checksums: SlotChecksums) -> None:
+        transfer.read_slots(checksums)
         self._came_back(transfer)
 
     def _move(self, copy: _Copy, until: int) -> None:

@@ -12,13 +12,14 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from kvoffd.system.directory import DaemonDirectory, DirectoryError
+from kvoffd.errors import KvoffdError
+from kvoffd.system.directory import DaemonDirectory
 from tests.kit.waiting import wait_until
 
 
 def test_a_file_system_without_locks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", MagicMock(side_effect=OSError(errno.ENOLCK, "No locks available")))
-    with pytest.raises(DirectoryError, match="locked against a second daemon"):
+    with pytest.raises(KvoffdError, match="locked against a second daemon"):
         DaemonDirectory(tmp_path).acquire()
 
 
@@ -44,7 +45,7 @@ def test_a_daemon_that_was_killed_in_a_call_that_does_not_return_is_named_so(tmp
         status = Path(f"/proc/{process.pid}/stat")
         wait_until(lambda: ") Z " in status.read_text())
         with pytest.raises(
-            DirectoryError, match=f"pid {process.pid}.* was killed.*memory is being freed.*Try again.*dmesg"
+            KvoffdError, match=f"pid {process.pid}.* was killed.*memory is being freed.*Try again.*dmesg"
         ):
             DaemonDirectory(tmp_path).acquire()
     finally:
@@ -59,7 +60,7 @@ def test_a_lock_that_somebody_else_put_there_is_not_touched(tmp_path: Path) -> N
     lock = directory / "kvoffd.lock"
     for put in (lambda: lock.symlink_to(victim), lambda: lock.hardlink_to(victim), lambda: os.mkfifo(lock)):
         put()
-        with pytest.raises(DirectoryError):
+        with pytest.raises(KvoffdError):
             DaemonDirectory(directory).acquire()
         lock.unlink()
     assert victim.read_text() == "precious"
@@ -70,12 +71,12 @@ def test_what_belongs_to_another_user_is_refused(tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     os.chown(other, 12345, 12345)
-    with pytest.raises(DirectoryError, match="belongs to uid 12345"):
+    with pytest.raises(KvoffdError, match="belongs to uid 12345"):
         DaemonDirectory(other).acquire()
     assert not list(other.iterdir())
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "kvoffd.lock").touch()
     os.chown(mine / "kvoffd.lock", 12345, 12345)
-    with pytest.raises(DirectoryError, match="belongs to uid 12345"):
+    with pytest.raises(KvoffdError, match="belongs to uid 12345"):
         DaemonDirectory(mine).acquire()

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvoffd.cache.block_table import READY, WRITING
 from kvoffd.cache.namespace import Namespace
-from kvoffd.cache.tickets import StoreTicket
+from kvoffd.cache.tickets import Stored
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.promotions import Fill
 from kvoffd.tiers.tier import Result
@@ -43,7 +43,7 @@ class TieringMachine(RuleBasedStateMachine):
         self.tiers += self.stores_of_nodes
         self.generation = 0
         self.spaces = [self.rig.open("a"), self.rig.open("b", world_size=2)]
-        self.stores: list[StoreTicket] = []
+        self.stores: list[list[Stored]] = []
         self.stored: set[tuple[bytes, bytes]] = set()
         """What was stored since it was dropped last: only that may be ready, or in a tier."""
         self.leases = 0
@@ -65,7 +65,7 @@ class TieringMachine(RuleBasedStateMachine):
         if not ok:
             self.rig.cache.abort_store(ticket)
             return
-        (part,), table = ticket.parts, self.rig.cache.blocks
+        (part,), table = ticket, self.rig.cache.blocks
         sums = self.rig.fill(ticket)
         if not part.group.dead:
             written = part.blocks[table.state[part.blocks] == WRITING]

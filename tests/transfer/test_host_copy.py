@@ -40,8 +40,7 @@ class Buffers:
     def plan(self, pieces: list[tuple[int, int, int]]) -> Plan:
         """Of pieces given by offset in the pool, offset in the source, and size."""
         to, source, size = (np.array(column, dtype=np.uint64) for column in zip(*pieces, strict=True))
-        nbytes = int(size.sum())
-        return Plan(to + np.uint64(self.to_address), source + np.uint64(self.from_address), size, nbytes)
+        return Plan(to + np.uint64(self.to_address), source + np.uint64(self.from_address), size)
 
     def slots(self, *slots: tuple[int, int]) -> list[tuple[int, int]]:
         return [(self.to_address + offset, length) for offset, length in slots]

@@ -134,8 +134,7 @@ def test_a_plan_copies_what_the_reference_does(job: Job, direction: Direction) -
             ids = np.array(job.block_ids, dtype=np.int32)
             chosen = None if job.chosen is None else np.array(job.chosen)
             plan = plan_copy(layout, direction, ids, job.first_block, np.array(slots, dtype=np.uint64), chosen)
-            nbytes = plan.nbytes
-            assert int(plan.size.sum()) == nbytes
+            nbytes = int(plan.size.sum())
             if how == "pieces":
                 execute(plan)
             else:

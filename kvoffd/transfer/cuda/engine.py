@@ -127,7 +127,7 @@ class GpuCopier:
             )
             self._undo = undo.pop_all()
         if not self._copying.batch:
-            _log.info("%s: batched copies are off (disabled, driver older than CUDA 12.8, or no GPU support).", name)
+            _log.info("%s: batched copies are off (driver older than CUDA 12.8, or no GPU support).", name)
 
     def copy(self, transfer: Transfer) -> None:
         """Copy. Raises CudaError; if the wait for submitted steps failed too, the context is lost."""

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import reduce
 from typing import NamedTuple, TypeVar
 from uuid import UUID
@@ -21,7 +20,7 @@ from kvoffd.system.threads import TaskThread
 from kvoffd.transfer.cuda.engine import GpuEngine
 from kvoffd.transfer.cuda.mappings import HandleCache, IpcExport, MappedSegment, VmmExport
 from kvoffd.transfer.cuda.pinning import PinnedPool, PinProgress
-from kvoffd.transfer.engine import CopyEngine, CopyStats
+from kvoffd.transfer.engine import CopyStats, EngineMemory, OnMapped
 from kvoffd.transfer.plan import Direction
 from kvoffd_proto.cuda import Cuda, CudaError
 from kvoffd_proto.errors import ErrorCode
@@ -83,22 +82,6 @@ def find_device(devices: list[Device], uuid: bytes) -> Device:
     )
 
 
-@dataclass(frozen=True, eq=False)
-class GpuMemory:
-    """A registration's memory on one GPU. For any thread."""
-
-    segments: list[MappedSegment]
-    """Mapped segments, in the order of the handles."""
-    engine: CopyEngine
-    node: int | None
-    """NUMA node of the GPU; None if the machine has only one, or if it is unknown."""
-    close: Callable[[Callable[[], None]], None]
-    """Unmaps the memory, then calls its argument in another thread. Does not block. No copy of it may be running."""
-
-
-OnMapped = Callable[[GpuMemory | KvoffdError], None]
-
-
 def _outcome(work: Callable[[], Found]) -> Found | KvoffdError:
     """Return the result of ``work``, or its error, so that a waiting caller always gets an answer."""
     try:
@@ -150,7 +133,7 @@ class Gpu:
 
     # --- in the control thread --------------------------------------------------------------------
 
-    def _map(self, exports: Sequence[IpcExport | VmmExport]) -> GpuMemory:
+    def _map(self, exports: Sequence[IpcExport | VmmExport]) -> EngineMemory:
         if not self._registrations:
             self._open_engine()
         try:
@@ -166,7 +149,8 @@ class Gpu:
             # No limit: each closes a mapping, and their number is limited.
             self._control.put(lambda: self._unmap(segments, closed))
 
-        return GpuMemory(segments, self.engine, self.locality.node, close)
+        spans = [(segment.address, segment.size_bytes) for segment in segments]
+        return EngineMemory(self.engine, spans, self.locality.node, close, on_gpu=True)
 
     def _unmap(self, segments: list[MappedSegment], on_unmapped: Callable[[], None]) -> None:
         for segment in segments:
@@ -210,7 +194,7 @@ class Gpus:
     """All GPUs of the machine. Calls CUDA only in its own threads, after ``pin_pool`` or ``map``.
 
     The pool must be touched. It stays pinned for ``pin_linger_s`` after its last use. ``clock`` is for deadlines;
-    ``library`` and ``batches`` are those of Cuda.
+    ``library`` is that of Cuda.
     """
 
     def __init__(
@@ -220,7 +204,6 @@ class Gpus:
         clock: Callable[[], float] = time.monotonic,
         library: str = "",
         *,
-        batches: bool = True,
         pin_linger_s: float = 0.0,
     ) -> None:
         self._clock = clock
@@ -232,7 +215,7 @@ class Gpus:
         self._refusal = ""
         self._pool: PinnedPool | None = None
         try:
-            driver = Cuda(library, batches=batches)
+            driver = Cuda(library)
         except CudaError as error:
             self._missing = error.message
         else:

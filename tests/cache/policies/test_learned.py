@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import random
+import re
 import struct
 import subprocess
 import tempfile
@@ -69,6 +70,13 @@ def check_learned(rig: CacheRig) -> None:
 
 def learned_rig(units: int, region_units: int, unit: int = UNIT) -> CacheRig:
     return CacheRig(units, region_units, "learned", unit, leased_share=1.0)
+
+
+def test_the_page_has_the_names_of_the_code() -> None:
+    folder = Path(learned.__file__).parent
+    code = (folder / "learned.c").read_text() + (folder / "learned.py").read_text()
+    named = re.findall(r"`([A-Z][A-Z_]+)`", (folder / "LEARNED.md").read_text())
+    assert [name for name in named if not re.search(rf"\b{name}\b", code)] == []
 
 
 def bytes_of(policy: Learned) -> int:
@@ -304,7 +312,7 @@ def test_ranks_groups_and_repeated_lookups_count_a_request_once() -> None:
     for rank in range(2):
         for group in range(2):
             ticket = rig.begin(namespace, rank, group, keys_of(1, 2, 3, 4))  # 4 is what the engine wrote
-            assert ticket.parts[0].copy == [0, 1, 2, 3]
+            assert ticket[0].copy == [0, 1, 2, 3]
             rig.commit(ticket)
     known = policy_of(rig).known
     assert (known.requests, known.now) == (1, 6 * 2 * UNIT)
@@ -320,10 +328,10 @@ def test_what_one_rank_was_rejected_the_others_are_too() -> None:
         for chain in ([1, 2], [3, 4]):
             ask(rig, namespace, chain)
     look(rig, namespace, [50, 51])
-    assert rig.begin(namespace, 0, 0, keys_of(50, 51)).parts[0].rejected == [0, 1]
+    assert rig.begin(namespace, 0, 0, keys_of(50, 51))[0].rejected == [0, 1]
     assert rig.cache.reasons_of(namespace, 0, keys_of(50)) == bytes([MissReason.REJECTED])
     rig.cache.invalidate(namespace, [(0, keys_of(1, 2, 3, 4))])  # there is room now
-    assert rig.begin(namespace, 1, 0, keys_of(50, 51)).parts[0].rejected == [0, 1]
+    assert rig.begin(namespace, 1, 0, keys_of(50, 51))[0].rejected == [0, 1]
     assert namespace.counters.rejected_keys >= 4
 
 

@@ -40,12 +40,6 @@ def test_a_batch_is_called_in_the_form_the_driver_knows(stub: StubCuda) -> None:
             assert [line for line in stub.log() if line.startswith("batch form")][-1] == f"batch form {form}"
 
 
-def test_an_operator_may_switch_batches_off(stub: StubCuda) -> None:
-    stub.start()
-    assert Cuda(stub.path, batches=False).copy_calls().keys().isdisjoint(["batch"])
-    assert Cuda(stub.path, batches=True).copy_calls()["batch"]
-
-
 def test_loads_have_the_most_urgent_stream_and_stores_the_least(stub: StubCuda) -> None:
     stub.start()
     driver = stub.driver()

@@ -95,7 +95,7 @@ class Job:
         if direction is Direction.LOAD:
             offsets, views, bases = offsets[::-1], views[::-1], bases[::-1]
         columns = [offset + np.uint64(base) for offset, base in zip(offsets, bases, strict=True)]
-        self.plan = Plan(columns[0], columns[1], np.array(sizes, dtype=np.uint64), sum(sizes))
+        self.plan = Plan(columns[0], columns[1], np.array(sizes, dtype=np.uint64))
         self.expected_to = np.zeros(POOL, dtype=np.uint8)
         self.source = source()
         for to, begin, size in zip(offsets[0].tolist(), offsets[1].tolist(), sizes, strict=True):

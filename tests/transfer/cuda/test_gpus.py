@@ -11,9 +11,9 @@ import pytest
 
 from kvoffd.errors import KvoffdError
 from kvoffd.pool.memory import PoolMemory
-from kvoffd.transfer.cuda.gpus import HANGING_S, MAX_WAITING_TASKS, GpuMemory, Gpus, NoSuchGpu
+from kvoffd.transfer.cuda.gpus import HANGING_S, MAX_WAITING_TASKS, Gpus, NoSuchGpu
 from kvoffd.transfer.cuda.mappings import IpcExport, UnmappableHandle
-from kvoffd.transfer.engine import CopyStats, Transfer
+from kvoffd.transfer.engine import CopyStats, EngineMemory, Transfer
 from kvoffd.transfer.plan import Direction, Outcome, Plan
 from kvoffd_proto.errors import ErrorCode
 from tests.kit.stub_cuda import Ranges, fresh_stub
@@ -52,10 +52,10 @@ class Answer:
 
     def __init__(self) -> None:
         self._came = threading.Event()
-        self._what: GpuMemory | KvoffdError | None = None
+        self._what: EngineMemory | KvoffdError | None = None
         self.calls = 0
 
-    def __call__(self, what: GpuMemory | KvoffdError) -> None:
+    def __call__(self, what: EngineMemory | KvoffdError) -> None:
         self._what = what
         self.calls += 1
         self._came.set()
@@ -64,7 +64,7 @@ class Answer:
     def came(self) -> bool:
         return self._came.is_set()
 
-    def memory(self) -> GpuMemory:
+    def memory(self) -> EngineMemory:
         assert self._came.wait(10)
         if isinstance(self._what, KvoffdError):
             raise self._what
@@ -82,23 +82,21 @@ def engines() -> Iterator[Engines]:
     engines.pool.close()
 
 
-def unmap(memory: GpuMemory) -> None:
+def unmap(memory: EngineMemory) -> None:
     closed = threading.Event()
     memory.close(closed.set)
     assert closed.wait(10)
 
 
-def store(memory: GpuMemory, engines: Engines, deadline: float = float("inf")) -> tuple[list[Outcome], list[int]]:
+def store(memory: EngineMemory, engines: Engines, deadline: float = float("inf")) -> tuple[list[Outcome], list[int]]:
     """Copies the first page of the memory to the pool; the outcomes, and how often it was overdue."""
     outcomes: list[Outcome] = []
     overdue: list[int] = []
-    columns = [
-        np.array([value], dtype=np.uint64) for value in (engines.pool.segment.address, memory.segments[0].address, 4096)
-    ]
+    columns = [np.array([value], dtype=np.uint64) for value in (engines.pool.segment.address, memory.spans[0][0], 4096)]
     memory.engine.queues[Direction.STORE].submit(
         Transfer(
             Direction.STORE,
-            lambda: Plan(*columns, 4096),
+            lambda: Plan(*columns),
             deadline,
             lambda _, outcome: outcomes.append(outcome),
             lambda _: overdue.append(1),
@@ -175,7 +173,7 @@ def test_a_registration_is_always_answered(engines: Engines, call: str, monkeypa
 
 
 def test_a_bug_behind_an_answer_leaves_the_gpu_to_others(engines: Engines) -> None:
-    kept: list[GpuMemory] = []
+    kept: list[EngineMemory] = []
 
     def breaks(memory: Any) -> None:
         kept.append(memory)
