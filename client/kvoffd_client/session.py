@@ -240,6 +240,11 @@ class Session(Closing):
         return None if self.ready else self._problem
 
     @property
+    def unreachable(self) -> bool:
+        """Whether the last attempt to connect failed, the connection ended, or the daemon does not answer."""
+        return bool(self._last_warning)
+
+    @property
     def credit_bytes(self) -> int:
         """Bytes of stores that may be outstanding, including running ones; 0 when not ready."""
         return self._credit_bytes if self.ready else 0

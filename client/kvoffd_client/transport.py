@@ -86,8 +86,9 @@ class SocketTransport:
         self._wakes_thread.register(self._messages.fileno(), select.EPOLLIN)
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._sleeping_until = 0.0
-        self._idle_wakers: list[tuple[int, select.poll]] = []
-        """Eventfds of threads that have finished waiting, for reuse, with the poll over each and the sockets."""
+        self._idle_wakers = [self._new_waker()]
+        """Eventfds of threads that have finished waiting, for reuse, with the poll over each and the sockets. The first
+        exists from the start: an engine that runs out of descriptors must not fail when it waits."""
         self._waiting: list[int] = []
         """Eventfds, one for each waiting thread."""
         self._reading: int | None = None
@@ -138,8 +139,7 @@ class SocketTransport:
                         if self._idle_wakers:
                             wake_fd, poller = self._idle_wakers.pop()
                         else:
-                            wake_fd = os.eventfd(0, os.EFD_CLOEXEC)
-                            poller = poller_of(wake_fd, self._messages.fileno())
+                            wake_fd, poller = self._new_waker()
                         self._waiting.append(wake_fd)
                         self._wakes_thread.modify(self._messages.fileno(), 0)  # this thread reads messages
                 woken = poller.poll(0) if unread else self._poll(poller, deadline)
@@ -155,6 +155,10 @@ class SocketTransport:
                         self._idle_wakers.append((wake_fd, poller))
                         if not self._waiting:
                             self._wakes_thread.modify(self._messages.fileno(), select.EPOLLIN)
+
+    def _new_waker(self) -> tuple[int, select.poll]:
+        wake_fd = os.eventfd(0, os.EFD_CLOEXEC)
+        return wake_fd, poller_of(wake_fd, self._messages.fileno())
 
     def _work_until(self, ready: Callable[[], bool], deadline: float) -> bool:
         """As ``wait``, in the only thread: it does the work of the transport's thread, too."""

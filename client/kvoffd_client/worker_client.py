@@ -36,12 +36,18 @@ log = logging.getLogger("kvoffd_client")
 
 FENCE_PATIENCE_S = 0.05
 """Time that a fence waits for jobs to end before it cancels those that have not started."""
+SILENCE_S = 0.5
+"""Time after which fence() and unregister() no longer wait, but for loads, if the daemon gives no sign of life. It
+answers in milliseconds; a busy host may keep it from a CPU for 0.3 s."""
+UNRELEASED = "The daemon did not confirm that it released the worker's memory."
 BUSY_CHECK_S = 0.005
 """Interval at which a fence calls ``busy``."""
 LOAD_WAIT_S = 10.0
 """Interval at which a fence logs that it still waits for loads."""
 JOB_PATIENCE_S = 1.0
 """Age of a job after which the client asks for its result, and the interval of further requests."""
+DARK_PATIENCE_S = 0.02
+"""The same while results come only when asked for: without the events socket every load would take JOB_PATIENCE_S."""
 FIRST_PART_ID = 2**62
 """First id of parts of large jobs; other jobs have ids below."""
 
@@ -228,6 +234,7 @@ class WorkerClient(Session):
         self._ahead: set[int] = set()
         """Later numbers that have arrived."""
         self._asking = False
+        self._patience_s = JOB_PATIENCE_S
         self._transport.start(self)
 
     # --- for any thread --------------------------------------------------------------------------
@@ -275,7 +282,7 @@ class WorkerClient(Session):
             accepted = max(0, limits.max_jobs_in_flight - len(self._sent))
             if len(jobs) > accepted:
                 self._refuse(jobs[accepted:], ErrorCode.TOO_MANY)
-            self._role_due = min(self._role_due, now + JOB_PATIENCE_S)
+            self._role_due = min(self._role_due, now + self._patience_s)
             most = limits.max_keys_per_submit, limits.max_frame_bytes // 2
             sized: list[tuple[Job, Size]] = []
             """Jobs, and parts of those that are too large for a message."""
@@ -317,10 +324,11 @@ class WorkerClient(Session):
     def fence(self, job_ids: Iterable[int], timeout_s: float, busy: Callable[[], bool] = lambda: False) -> None:
         """Wait until the daemon no longer accesses the blocks of these jobs. Then each of them has a result.
 
-        Jobs that have not started after FENCE_PATIENCE_S are cancelled. Stores without a result ``timeout_s`` later are
-        abandoned: the client closes the lifeline, so that the daemon does not commit them, then fails them and
-        reconnects. Loads are waited for without limit, because their copies may still write: a completion or the
-        daemon's death ends them. Unknown ids are ignored. Results stay for take_results().
+        Jobs that have not started after FENCE_PATIENCE_S are cancelled. Stores without a result ``timeout_s`` later, or
+        SILENCE_S if the daemon gives no sign of life, are abandoned: the client closes the lifeline, so that the
+        daemon does not commit them, then fails them and reconnects. Loads are waited for without limit, because their
+        copies may still write: a completion or the daemon's death ends them. Unknown ids are ignored. Results stay for
+        take_results().
 
         ``busy`` returns whether the caller must wait for something else too. Nothing is cancelled during that, which
         must be a finite time.
@@ -332,8 +340,10 @@ class WorkerClient(Session):
             if self._transport.wait(lambda: not self._has_any(wanted), BUSY_CHECK_S):
                 return
         with self._transport.lock:
+            asked_at = self._transport.now()
             self._cancel(wanted)
-        if self._transport.wait(lambda: not self._has_any(wanted), timeout_s):
+            self._ask_for_results(asked_at)
+        if self._wait_unless_silent(lambda: not self._has_any(wanted), timeout_s, asked_at):
             return
         with self._transport.lock:
             self._abandon_stores(wanted, self._transport.now())
@@ -343,14 +353,26 @@ class WorkerClient(Session):
     def unregister(self, timeout_s: float) -> bool:
         """End the registration for good and wait until the daemon no longer accesses the memory.
 
-        False if the daemon did not confirm that in time. Then the session ends, and the memory is released by the
-        daemon's clean-up or death. The client accepts no jobs afterwards.
+        False if the daemon did not confirm that in time, or gives no sign of life. Then the session ends, and the
+        memory is released by the daemon's clean-up or death. The client accepts no jobs afterwards.
         """
         outcome: list[bool] = []
         with self._transport.lock:
-            self._unregister(outcome, self._transport.now(), timeout_s)
-        self._transport.wait(lambda: bool(outcome), timeout_s)
+            asked_at = self._transport.now()
+            self._unregister(outcome, asked_at, timeout_s)
+            self._ask_for_results(asked_at)
+        if not self._wait_unless_silent(lambda: bool(outcome), timeout_s, asked_at):
+            with self._transport.lock:
+                if not outcome:
+                    self.disconnect(UNRELEASED, self._transport.now())
         return outcome == [True]
+
+    def _wait_unless_silent(self, ready: Callable[[], bool], timeout_s: float, asked_at: float) -> bool:
+        """Wait until ``ready()``; False after ``timeout_s``, or SILENCE_S if no reply has come since ``asked_at``."""
+        silence_s = min(SILENCE_S, timeout_s)
+        if self._transport.wait(ready, silence_s):
+            return True
+        return self._owed_since > asked_at and self._transport.wait(ready, timeout_s - silence_s)
 
     def close(self) -> None:
         """End the session and the thread, in less than a second. Unfinished jobs fail. Repeatable."""
@@ -420,7 +442,7 @@ class WorkerClient(Session):
         def on_reply(reply: ReplyOrError, reply_now: float) -> None:
             outcome.append(isinstance(reply, m.Done))
             if not isinstance(reply, m.Done):
-                self.disconnect("The daemon did not confirm that it released the worker's memory.", reply_now)
+                self.disconnect(UNRELEASED, reply_now)
 
         message = m.Unregister(self._next_request_id(), self._registration_id)
         self._send(message, now, on_reply, timeout_s)
@@ -474,6 +496,7 @@ class WorkerClient(Session):
             return
         try:
             self._complete(decode_completions(payload))
+            self._patience_s = JOB_PATIENCE_S
         except CODEC_ERRORS:
             self._ask_for_results(now)
         if self._ahead:
@@ -503,6 +526,8 @@ class WorkerClient(Session):
     def _on_results(self, asked: int, reply: ReplyOrError, now: float) -> None:
         self._asking = False
         if isinstance(reply, m.ResultsReply):
+            if any(batch.sequence > self._sequence for batch in reply.batches):
+                self._patience_s = DARK_PATIENCE_S
             for batch in reply.batches:
                 self._complete(batch)
             # The daemon has handled all earlier messages: jobs that its reply does not name are lost.
@@ -542,7 +567,7 @@ class WorkerClient(Session):
             self._abandon_stores(self._jobs, now)  # an engine that pauses waits until no store runs
         if now >= self._role_due:
             oldest = next(iter(self._jobs.values()), None)
-            self._role_due = NEVER if oldest is None else oldest.sent_at + JOB_PATIENCE_S
+            self._role_due = NEVER if oldest is None else oldest.sent_at + self._patience_s
             if now >= self._role_due:
-                self._role_due = now + JOB_PATIENCE_S
+                self._role_due = now + self._patience_s
                 self._ask_for_results(now)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import logging
 import multiprocessing
@@ -10,6 +11,7 @@ import socket
 import threading
 import time
 import warnings
+from unittest.mock import Mock
 
 import pytest
 import zmq
@@ -181,6 +183,14 @@ def test_close_is_quick_repeatable_and_leaks_nothing(fake: FakeDaemon, registrat
         gc.collect()
     assert threading.active_count() <= threads
     wait_until(lambda: open_descriptors() <= fds)
+
+
+def test_waiting_needs_no_further_descriptor(fake: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that has none left must not fail in its scheduler when it waits for the first time."""
+    with SchedulerClient(fake.directory, SPEC, options=QUICK) as scheduler:
+        wait_until(lambda: scheduler.ready)
+        monkeypatch.setattr(os, "eventfd", Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
+        assert scheduler.lookup(KEYS).wait(5)
 
 
 def test_descriptors_that_nobody_asked_for_are_closed(fake: FakeDaemon, worker: WorkerClient) -> None:

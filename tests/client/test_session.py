@@ -27,7 +27,7 @@ from kvoffd_client.session import (
     Phase,
     Session,
 )
-from kvoffd_client.worker_client import JOB_PATIENCE_S, GroupTransfer, Job, submit_of
+from kvoffd_client.worker_client import DARK_PATIENCE_S, JOB_PATIENCE_S, GroupTransfer, Job, submit_of
 from kvoffd_proto import codec, lifeline
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
@@ -237,6 +237,19 @@ def test_pauses_grow_with_failed_connections_and_refusals(new_scheduler: Schedul
         new_scheduler.on_lifeline_message(lifeline.Refused(ErrorCode.TOO_MANY, "Full."), now)
         pause(BACKOFF_REFUSED_S, step, OPTIONS.backoff_max_s)
     assert len(set(pauses)) == len(pauses), "no two clients are in step"
+
+
+def test_a_daemon_that_fails_is_unreachable_until_it_answers(new_scheduler: SchedulerClient, link: PaperLink) -> None:
+    assert not new_scheduler.unreachable, "it was not tried yet"
+    link.refuse_to_open = True
+    new_scheduler.tick(0.0)
+    assert new_scheduler.unreachable
+    link.refuse_to_open = False
+    connect(new_scheduler, link, 1.0)
+    assert not new_scheduler.unreachable
+    look_up(new_scheduler, link, 2.0)
+    new_scheduler.tick(2.0 + OPTIONS.unresponsive_after_s)
+    assert new_scheduler.unreachable
 
 
 def test_a_forgotten_token_makes_the_client_connect_again(scheduler: SchedulerClient, link: PaperLink) -> None:
@@ -452,6 +465,24 @@ def test_old_jobs_are_asked_after_until_the_question_goes_out(worker: WorkerClie
     assert link.count(m.Results) == 1
 
 
+def test_results_that_come_only_when_asked_for_are_asked_for_soon(worker: WorkerClient, link: PaperLink) -> None:
+    """Until one is published again."""
+
+    def asked_at(job_id: int, sent_at: float) -> float:
+        """When the job's result is asked for; it comes then."""
+        worker.tick(sent_at)
+        submit(worker, link, sent_at, Job(job_id, TRANSFER))
+        now = worker.wake_at()
+        worker.tick(now)
+        worker.on_reply(m.ResultsReply(link.last(m.Results).request_id, [completions(job_id, job_id)], []), now)
+        return round(now - sent_at, 3)
+
+    assert [asked_at(1, 0.0), asked_at(2, 5.0), asked_at(3, 6.0)] == [JOB_PATIENCE_S, DARK_PATIENCE_S, DARK_PATIENCE_S]
+    submit(worker, link, 7.0, Job(4, TRANSFER))
+    publish(worker, completions(4, 4), 7.01)
+    assert asked_at(5, 8.0) == JOB_PATIENCE_S
+
+
 def test_a_job_that_the_daemon_does_not_know_fails(worker: WorkerClient, link: PaperLink) -> None:
     submit(worker, link, 0.0, Job(1, TRANSFER))
     worker.tick(JOB_PATIENCE_S)
@@ -484,21 +515,48 @@ def test_unregister_waits_for_abandoned_stores(worker: WorkerClient, link: Paper
     assert outcome == [False, True]
 
 
-def test_a_fence_waits_cancels_drops_the_session_waits_for_loads(
-    worker: WorkerClient, link: PaperLink, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_daemon_that_gives_no_sign_of_life_is_not_asked_for_its_memory_for_long(
+    worker: WorkerClient, link: PaperLink, monkeypatch: pytest.MonkeyPatch, answers: bool
 ) -> None:
+    waits = list[float]()
+
+    def wait(ready: Callable[[], bool], timeout_s: float) -> bool:
+        waits.append(timeout_s)
+        if answers and len(waits) == 1:
+            worker.on_reply(m.ResultsReply(link.last(m.Results).request_id, [], []), 0.1)
+        return ready()
+
+    monkeypatch.setattr(link, "wait", wait)
+    assert not worker.unregister(10.0)
+    assert waits == [0.5, *[9.5] * answers]
+    assert not link.is_open
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_fence_waits_cancels_drops_the_session_waits_for_loads(
+    worker: WorkerClient,
+    link: PaperLink,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    answers: bool,
+) -> None:
+    """It waits less for stores if the daemon does not answer at all."""
     submit(worker, link, 0.0, Job(1, TRANSFER), Job(2, TRANSFER, 2**32), Job(3, TRANSFER))
     waits: list[tuple[float, int, bool]] = []
 
     def wait(ready: Callable[[], bool], timeout_s: float) -> bool:
         waits.append((timeout_s, link.count(m.Cancel), link.is_open))
-        if len(waits) == 5:
+        if answers and len(waits) == 2:
+            worker.on_reply(m.ResultsReply(link.last(m.Results).request_id, [], [1, 2, 3]), 0.1)
+        if waits[-3:] == [(10.0, 1, False)] * 3:
             worker.on_released(30.0)
         return ready()
 
     monkeypatch.setattr(link, "wait", wait)
     worker.fence([1, 2], 2.0)
-    assert waits == [(0.05, 0, True), (2.0, 1, True), *[(10.0, 1, False)] * 3]
+    of_stores = [(0.05, 0, True), (0.5, 1, True), *[(1.5, 1, True)] * answers]
+    assert waits == [*of_stores, *[(10.0, 1, False)] * 3]
     assert link.last(m.Cancel).job_ids == [1, 2]
     assert [result.job_id for result in worker._results] == [1, 3, 2], "stores at once, the load with its memory"
     assert sum("Still waiting for loads" in line for line in caplog.messages) == 2
@@ -521,7 +579,7 @@ def test_a_fence_cancels_nothing_while_its_caller_is_busy(
     assert waits == [(0.05, 0), (0.005, 0), (0.005, 0)], "it ends with the store"
     busy = iter([True, False])
     worker.fence([2], 2.0, lambda: next(busy))
-    assert waits[3:] == [(0.05, 0), (0.005, 0), (2.0, 1)]
+    assert waits[3:] == [(0.05, 0), (0.005, 0), (0.5, 1)]
 
 
 def test_garbage_on_the_events_socket_is_asked_for_again(worker: WorkerClient, link: PaperLink) -> None:

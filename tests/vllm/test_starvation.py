@@ -234,12 +234,27 @@ def test_an_idle_engine_hears_that_its_workers_are_registered_again(make: Make) 
     assert engine.loaded == ["r"]
 
 
-def test_an_idle_engine_does_not_wait_for_a_daemon_that_is_gone(make: Make) -> None:
+def test_an_idle_engine_does_not_wait_for_a_daemon_that_has_not_answered_yet(make: Make) -> None:
     engine = make()
     engine.register(registered=False)
     engine.client.ready = False
     engine.clock.now += 1.0
     engine.step()
+    engine.add("r", prompt(1, 5))
+    assert engine.step().num_scheduled_tokens
+
+
+@pytest.mark.parametrize("found", [False, True])
+def test_after_a_reset_a_prompt_does_not_wait_for_a_daemon_that_is_gone(make: Make, found: bool) -> None:
+    """Neither until the namespace is known, nor once it was found."""
+    engine = make()
+    namespace, before = engine.manager.namespace, engine.manager.namespace.current
+    engine.client.ready, engine.client.unreachable = False, True
+    engine.step()
+    engine.connector.reset_cache()
+    if found:
+        namespace.current, namespace._waiting_since = before, engine.clock()
+        engine.register(registered=False)
     engine.add("r", prompt(1, 5))
     assert engine.step().num_scheduled_tokens
 

@@ -20,6 +20,7 @@ class FakeSchedulerClient:
 
     clock: Clock
     ready: bool = True
+    unreachable: bool = False
     session_id: int = 1
     reported_prefill_rate: float = 0.0
     asked: list[tuple[LookupFuture, list[GroupKeys]]] = field(default_factory=list)

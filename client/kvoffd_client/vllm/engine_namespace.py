@@ -54,7 +54,7 @@ class MemoryReport:
 class Unconnected:
     """Stand-in for a SchedulerClient while the namespace is unknown."""
 
-    ready = False
+    ready = unreachable = False
     reported_prefill_rate = 0.0
 
     def release(self, lease_id: int) -> None: ...

@@ -484,12 +484,14 @@ class KvoffdManager(OffloadingManager):
         An engine that computes gets the reports in its steps anyway; an idle one may have an old report. Without a
         daemon none would help.
         """
-        namespace = self.namespace
+        namespace, client = self.namespace, self.namespace.client
+        if client.unreachable:
+            return False
         if namespace.current is None:
             return namespace.pending()
         if namespace.pending(self._deadline_s):
             return True
-        if not namespace.client.ready:
+        if not client.ready:
             return False
         if state.waits_for_report_since is None:
             state.waits_for_report_since = self.clock()

@@ -260,9 +260,8 @@ class KvoffdWorker(OffloadingWorker):
         released = client.unregister(UNREGISTER_TIMEOUT_S)
         if not released:
             logger.warning(
-                "kvoffd: the daemon did not confirm within %.0f s that it released the KV cache; the memory may stay "
-                "allocated until it does.",
-                UNREGISTER_TIMEOUT_S,
+                "kvoffd: the daemon did not confirm that it released the KV cache; the memory may stay allocated until "
+                "it does."
             )
         if released or not client.unfinished:
             client.close()
