@@ -36,9 +36,9 @@ log = logging.getLogger("kvoffd_client")
 
 FENCE_PATIENCE_S = 0.05
 """Time that a fence waits for jobs to end before it cancels those that have not started."""
-SILENCE_S = 0.5
+FENCE_SILENCE_S, RELEASE_SILENCE_S = 0.5, 2.0
 """Time after which fence() and unregister() no longer wait, but for loads, if the daemon gives no sign of life. It
-answers in milliseconds; a busy host may keep it from a CPU for 0.3 s."""
+answers in milliseconds; a busy host may keep it from a CPU for 0.3 s. While an engine sleeps others need its memory."""
 UNRELEASED = "The daemon did not confirm that it released the worker's memory."
 BUSY_CHECK_S = 0.005
 """Interval at which a fence calls ``busy``."""
@@ -325,7 +325,7 @@ class WorkerClient(Session):
         """Wait until the daemon no longer accesses the blocks of these jobs. Then each of them has a result.
 
         Jobs that have not started after FENCE_PATIENCE_S are cancelled. Stores without a result ``timeout_s`` later, or
-        SILENCE_S if the daemon gives no sign of life, are abandoned: the client closes the lifeline, so that the
+        FENCE_SILENCE_S if the daemon gives no sign of life, are abandoned: the client closes the lifeline, so that the
         daemon does not commit them, then fails them and reconnects. Loads are waited for without limit, because their
         copies may still write: a completion or the daemon's death ends them. Unknown ids are ignored. Results stay for
         take_results().
@@ -343,7 +343,7 @@ class WorkerClient(Session):
             asked_at = self._transport.now()
             self._cancel(wanted)
             self._ask_for_results(asked_at)
-        if self._wait_unless_silent(lambda: not self._has_any(wanted), timeout_s, asked_at):
+        if self._wait_unless_silent(lambda: not self._has_any(wanted), asked_at, FENCE_SILENCE_S, timeout_s):
             return
         with self._transport.lock:
             self._abandon_stores(wanted, self._transport.now())
@@ -361,15 +361,17 @@ class WorkerClient(Session):
             asked_at = self._transport.now()
             self._unregister(outcome, asked_at, timeout_s)
             self._ask_for_results(asked_at)
-        if not self._wait_unless_silent(lambda: bool(outcome), timeout_s, asked_at):
+        if not self._wait_unless_silent(lambda: bool(outcome), asked_at, RELEASE_SILENCE_S, timeout_s):
             with self._transport.lock:
                 if not outcome:
                     self.disconnect(UNRELEASED, self._transport.now())
         return outcome == [True]
 
-    def _wait_unless_silent(self, ready: Callable[[], bool], timeout_s: float, asked_at: float) -> bool:
-        """Wait until ``ready()``; False after ``timeout_s``, or SILENCE_S if no reply has come since ``asked_at``."""
-        silence_s = min(SILENCE_S, timeout_s)
+    def _wait_unless_silent(
+        self, ready: Callable[[], bool], asked_at: float, silence_s: float, timeout_s: float
+    ) -> bool:
+        """Wait until ``ready()``; False after ``timeout_s``, or ``silence_s`` if no reply came since ``asked_at``."""
+        silence_s = min(silence_s, timeout_s)
         if self._transport.wait(ready, silence_s):
             return True
         return self._owed_since > asked_at and self._transport.wait(ready, timeout_s - silence_s)

@@ -529,7 +529,7 @@ def test_a_daemon_that_gives_no_sign_of_life_is_not_asked_for_its_memory_for_lon
 
     monkeypatch.setattr(link, "wait", wait)
     assert not worker.unregister(10.0)
-    assert waits == [0.5, *[9.5] * answers]
+    assert waits == [2.0, *[8.0] * answers]
     assert not link.is_open
 
 
