@@ -36,9 +36,11 @@ log = logging.getLogger("kvoffd_client")
 
 FENCE_PATIENCE_S = 0.05
 """Time that a fence waits for jobs to end before it cancels those that have not started."""
-FENCE_SILENCE_S, RELEASE_SILENCE_S = 0.5, 2.0
-"""Time after which fence() and unregister() no longer wait, but for loads, if the daemon gives no sign of life. It
-answers in milliseconds; a busy host may keep it from a CPU for 0.3 s. While an engine sleeps others need its memory."""
+FENCE_SILENCE_S = 0.5
+"""Time after which fence() no longer waits, but for loads, if the daemon gives no sign of life. It answers in
+milliseconds; a busy host may keep it from a CPU for 0.3 s."""
+RELEASE_SILENCE_S = 2.0
+"""The same for unregister(): while an engine sleeps others need its memory."""
 UNRELEASED = "The daemon did not confirm that it released the worker's memory."
 BUSY_CHECK_S = 0.005
 """Interval at which a fence calls ``busy``."""

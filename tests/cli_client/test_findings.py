@@ -62,7 +62,7 @@ def info(
     label = label or NAMES[number - 1]
     described = json.dumps({"model": label, "tokens_per_hash": 16, **fields})
     groups, shards = [GroupSpec("full", 16)], [[shard_bytes]]
-    return NamespaceInfo(bytes([number]) * 32, label, 1, 32, groups, shards, 8000, 16 * GIB, 0, sessions, described)
+    return NamespaceInfo(bytes([number]) * 32, label, 1, 32, groups, shards, 8000, 16 * GIB, sessions, described)
 
 
 def session(number: int, role: Role, age_s: float = 3600.0, name: str = "m") -> SessionInfo:

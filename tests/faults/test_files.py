@@ -62,9 +62,9 @@ def test_a_disk_without_its_file_serves_right_bytes(tmp_path: Path) -> None:
 # --- sockets ---------------------------------------------------------------------------------------
 
 
-def test_a_stopping_daemon_leaves_its_successors_sockets() -> None:
+def test_a_stopping_daemon_leaves_its_successors_sockets(tmp_path: Path) -> None:
     """Its lock file and sockets were cleaned away, so that a second daemon could start there."""
-    with DaemonProcess("16MiB") as first:
+    with DaemonProcess("16MiB", environ={"STATE_DIRECTORY": str(tmp_path)}) as first:
         for name in (*SOCKETS, "kvoffd.lock"):
             (first.directory / name).unlink()
         with DaemonProcess("16MiB", first.directory) as second:
