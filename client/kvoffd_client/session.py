@@ -490,7 +490,7 @@ class Session(Closing):
         self._retry_at = now + min(pause_s, longest_s) * self._rng.uniform(0.5, 1.0)
         self.refusal = refusal
         self._warn(sentence)
-        drain = not released and self._must_drain()
+        drain = not released and self._phase in CONNECTED and self._must_drain()
         self._end(Phase.DRAINING if drain else Phase.IDLE, sentence, now)
 
     def on_close(self, now: float) -> None:

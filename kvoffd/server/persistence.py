@@ -30,7 +30,7 @@ from kvoffd.cache import POLICY_NAMES
 from kvoffd.cache.policy import Policy
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
-from kvoffd.system.files import open_directory, try_lock
+from kvoffd.system.files import FileCalls, FileInUse, claim_file, foreign_owner, is_regular, open_directory
 from kvoffd.system.mappings import filesystem_magic
 from kvoffd.system.newest import put_newest
 from kvoffd.system.threads import start
@@ -73,8 +73,7 @@ class StateFile:
         self._content = b""
         """Content of the latest ``save``."""
         self._ends = False
-        self._directory_fd = -1
-        """The locked directory."""
+        self._lock_path, self._lock_fd = f"{path}.lock", -1
         self.requested = self.tried = self.written = 0
         """Numbers of the latest save that was requested, of the latest that was tried, and of the one on the device."""
         self._problem = ""
@@ -82,18 +81,22 @@ class StateFile:
         start(threading.Thread(target=self._run, name=f"kvoffd-{path.rpartition('.')[2]}"[:15], daemon=True))
 
     def claim(self) -> None:
-        """Lock the directory until ``close``: another daemon's writes would undo this one's. Raises KvoffdError."""
-        directory = Path(self.path).parent
-        try:
-            self._directory_fd = open_directory(directory)
-            if try_lock(self._directory_fd):
-                return
-        except OSError:
-            return  # nothing can be written there, which `problem` reports, or the file system has no locks
-        raise KvoffdError(
-            f"Another kvoffd keeps its clears and resets in {directory}; stop it, or give each daemon a directory of "
-            "its own (StateDirectory= of its systemd unit, or the variable STATE_DIRECTORY)."
-        )
+        """Lock the file, by another one, until ``close``: another daemon's writes would undo this one's.
+
+        Raises KvoffdError.
+        """
+        directory, name = os.path.split(self._lock_path)
+        with suppress(OSError):  # nothing can be written there, which `problem` reports, or it has no locks
+            directory_fd = open_directory(Path(directory))
+            try:
+                self._lock_fd = claim_file(FileCalls(), name, directory_fd, create=True, check=_check_own)
+            except FileInUse as error:
+                raise KvoffdError(
+                    f"Another kvoffd keeps its clears and resets in {directory}; stop it, or give each daemon a "
+                    "directory of its own (StateDirectory= of its systemd unit, or the variable STATE_DIRECTORY)."
+                ) from error
+            finally:
+                os.close(directory_fd)
 
     def read(self) -> bytes:
         """Return the content. Raises OSError; ValueError with a clause that begins with ``it`` if it is unusable."""
@@ -151,8 +154,10 @@ class StateFile:
         with self._changed:
             self._ends = True
             self._changed.notify_all()
-        if self._directory_fd >= 0:
-            os.close(self._directory_fd)
+        if self._lock_fd >= 0:
+            with suppress(OSError):
+                os.unlink(self._lock_path)
+            os.close(self._lock_fd)
 
     def _run(self) -> None:
         while True:
@@ -199,6 +204,12 @@ class StateFile:
             os.fsync(directory)
         finally:
             os.close(directory)
+
+
+def _check_own(_: int, found: os.stat_result) -> None:
+    """Raise OSError for a lock file that other users can open, and lock."""
+    if not is_regular(found) or foreign_owner(found, ""):
+        raise PermissionError(errno.EPERM, "not the daemon's own")
 
 
 def _open_own(path: str, flags: int) -> int:

@@ -454,7 +454,7 @@ def unbroken_links() -> Iterator[set[str]]:
         before = links()
         yield found
         broken = set[int]()
-        with suppress(BlockingIOError):
+        with suppress(OSError):  # no more, or more than the kernel keeps
             while data := changes.recv(1 << 16):
                 while data:
                     nbytes, kind, index, flags = struct.unpack_from("IH14xiI", data)

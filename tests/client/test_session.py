@@ -515,6 +515,17 @@ def test_unregister_waits_for_abandoned_stores(worker: WorkerClient, link: Paper
     assert outcome == [False, True]
 
 
+def test_loads_end_with_a_daemon_that_dies_while_it_is_asked_for_the_memory(
+    worker: WorkerClient, link: PaperLink
+) -> None:
+    submit(worker, link, 0.0, Job(1, TRANSFER, 1 << 32))
+    outcome = list[bool]()
+    worker._unregister(outcome, 0.1, 1.0)
+    worker.on_lifeline_end(0.2)
+    assert outcome == [False]
+    assert [one.error for one in worker.take_results()] == [ErrorCode.SESSION_ENDED]
+
+
 @pytest.mark.parametrize("answers", [True, False])
 def test_a_daemon_that_gives_no_sign_of_life_is_not_asked_for_its_memory_for_long(
     worker: WorkerClient, link: PaperLink, monkeypatch: pytest.MonkeyPatch, answers: bool

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import resource
@@ -51,6 +52,17 @@ def test_start_is_refused_beside_a_daemon_with_the_same_state_directory(tmp_path
     with DaemonProcess("1MiB", environ={"STATE_DIRECTORY": str(tmp_path)}):
         other, same = ("--directory", f"{tmp_path}/other", "--pool-size", "1MiB"), f"STATE_DIRECTORY={tmp_path}"
         assert "StateDirectory=" in refused(*other, before=["env", same])
+
+
+def test_a_lock_on_the_directory_that_others_hold_is_in_nobodys_way(tmp_path: Path) -> None:
+    """Engines can open the daemon's directory, and cron jobs lock directories."""
+    fd = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_SH)
+    with DaemonProcess("1MiB", environ={"STATE_DIRECTORY": str(tmp_path)}) as daemon:
+        assert (tmp_path / "kvoffd.state.lock").exists()
+        assert daemon.stop() == 0
+    assert not (tmp_path / "kvoffd.state.lock").exists()
+    os.close(fd)
 
 
 def test_start_with_more_memory_than_there_is_says_both(tmp_path: Path) -> None:
