@@ -18,6 +18,7 @@ import tomllib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -164,15 +165,20 @@ def _absolute(name: str, value: object) -> Path:
         raise ValueError(f"{quoted(value)} cannot be used; {error}") from error
 
 
-def listed(metavar: str, what: str, read: Callable[[str], Any], most: int = 0) -> Kind:
-    """Return the kind of a list, or of a text with commas; ``read`` checks a part and returns it. None comes twice."""
+def listed(
+    metavar: str, what: str, read: Callable[[str], Any], most: int = 0, name_of: Callable[[Any], str] = str
+) -> Kind:
+    """Return the kind of a list, or of a text with commas; ``read`` checks a part and returns it.
+
+    No two have the same name.
+    """
 
     def parse(value: object) -> tuple[Any, ...]:
         parts = [value] if isinstance(value, str) else value
         if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
             raise ValueError(f"it is not a list of {what}")
         found = tuple(read(one.strip()) for part in parts for one in part.split(",") if one.strip())
-        names = [one.directory if isinstance(one, DiskSize) else one for one in found]
+        names = [name_of(one) for one in found]
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"{quoted(name)} is given twice; give each once")
@@ -338,7 +344,10 @@ class Config:
         "policies on a recording of your own traffic with `kvoffd-cli trace replay`.",
     )
     disk: tuple[DiskSize, ...] = listed(
-        "DIRECTORY=SIZE", "directories and sizes, such as /mnt/nvme0/kvoffd=500GiB", _disk
+        "DIRECTORY=SIZE",
+        "directories and sizes, such as /mnt/nvme0/kvoffd=500GiB",
+        _disk,
+        name_of=attrgetter("directory"),
     ).setting(
         (),
         "Directory of a local SSD for blocks that leave the pool, and the bytes to allocate there. Repeat it for each "

@@ -291,7 +291,7 @@ def _shared_stats(service: Service) -> list[s.SharedStats]:
         for source, writer in zip(tiering.sources, tiering.writers, strict=True)
         for tier in source.tiers
         # A peer that only requests name is shown while it answers: they may name what is gone.
-        if isinstance(tier, SharedTier) and (tier.available() or not source.only_named)
+        if isinstance(tier, SharedTier) and (tier.available() or not tier.only_named)
     ]
 
 

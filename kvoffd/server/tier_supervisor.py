@@ -153,7 +153,7 @@ class TierSupervisor:
             if peer:
                 self.shared.append(tier)
             else:
-                source.only_named = tier.only_named = True
+                tier.only_named = True
                 self._named.append(NamedPeer(number, tier, source))
 
     def _start_peers(self) -> None:

@@ -102,9 +102,6 @@ class Promotions:
         coming: the fills that lookups may wait for, shared by all sources.
         promoted: called with each promoted block.
         shared: whether other nodes use the source too.
-
-    Attributes:
-        only_named: whether it is asked only for requests that name it.
     """
 
     def __init__(
@@ -118,7 +115,7 @@ class Promotions:
         *,
         shared: bool,
     ) -> None:
-        self.tiers, self.shared, self.only_named = tiers, shared, False
+        self.tiers, self.shared = tiers, shared
         self._cache, self._clock, self._patience_s, self._coming = cache, clock, settings.deadline_s, coming
         self._most_bytes = min(cache.slots.pool_bytes // 8, MAX_FILLING_BYTES)
         """Pool bytes that fills may use at once. A larger block is read alone. Fills that were given up and have not
@@ -154,6 +151,10 @@ class Promotions:
     def name(self) -> str:
         """Name of a store; empty for disks."""
         return self.tiers[0].name if self.shared else ""
+
+    @property
+    def only_named(self) -> bool:
+        return self.shared and self.tiers[0].only_named
 
     @property
     def available(self) -> bool:

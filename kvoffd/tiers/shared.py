@@ -323,13 +323,7 @@ class SharedTier(Tier):
         ask_deadline_s: time in which the store must answer an ask.
         fleet: generations of namespaces, as far as this node has followed them.
         make_workers: replaced in tests, which have no threads.
-
-    Attributes:
-        only_named: whether it is asked only for requests that name it, as a peer of a network. ``renew`` gives it a
-            name. That such a peer is away is no error.
     """
-
-    only_named = False
 
     def __init__(
         self,

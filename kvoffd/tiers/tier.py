@@ -87,7 +87,13 @@ class Tier(ABC):
     """A store of whole blocks. The caller keeps a read's or write's pool memory unchanged until it ends.
 
     A failure is a miss, and is reported to the listener. Device errors are never raised here.
+
+    Attributes:
+        only_named: whether it is asked only for requests that name it, as a peer of a network. That such a peer is away
+            is no error.
     """
+
+    only_named = False
 
     def __init__(self, name: str, listener: TierListener) -> None:
         self.name, self._listener, self.counters = name, listener, TierStats()

@@ -24,10 +24,16 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 # vLLM's own keys for its offloading connector (0.32 and 0.33), which pass through.
-VLLM_KEYS = frozenset({
-    "block_size", "blocks_per_chunk", "offload_prompt_only", "self_describing_kv_events", "spec_module_path",
-    "spec_name",
-})  # fmt: skip
+VLLM_KEYS = frozenset(
+    {
+        "block_size",
+        "blocks_per_chunk",
+        "offload_prompt_only",
+        "self_describing_kv_events",
+        "spec_module_path",
+        "spec_name",
+    }
+)
 
 # Unsupported options of vLLM's offloading, with the reason.
 REFUSED = {

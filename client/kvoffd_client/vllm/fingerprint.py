@@ -49,9 +49,19 @@ PROCESSOR_FILES = "*processor_config.json"
 
 # Packages that decode media; vLLM may hash only the encoded bytes.
 MEDIA_PACKAGES = (
-    "av", "librosa", "mistral_common", "opencv-python-headless", "pillow", "PyNvVideoCodec", "scipy", "soundfile",
-    "soxr", "torchcodec", "torchvision", "transformers",
-)  # fmt: skip
+    "av",
+    "librosa",
+    "mistral_common",
+    "opencv-python-headless",
+    "pillow",
+    "PyNvVideoCodec",
+    "scipy",
+    "soundfile",
+    "soxr",
+    "torchcodec",
+    "torchvision",
+    "transformers",
+)
 
 # Functions of torch.cpu.
 CPU_INSTRUCTIONS = ("_is_avx512_supported", "_is_avx512_bf16_supported", "_is_amx_tile_supported")

@@ -32,9 +32,18 @@ PIECES = 16
 place."""
 
 CHANGING_METHODS = (
-    "apply_model", "checkpoint_restore", "finish_weight_update", "load_model", "load_weights", "reload_weights",
-    "reset_weights", "start_draft_weight_update", "start_weight_update", "update_weights", "wake_up",
-)  # fmt: skip
+    "apply_model",
+    "checkpoint_restore",
+    "finish_weight_update",
+    "load_model",
+    "load_weights",
+    "reload_weights",
+    "reset_weights",
+    "start_draft_weight_update",
+    "start_weight_update",
+    "update_weights",
+    "wake_up",
+)
 """Methods of vLLM's workers, model runners and models (0.32, 0.33) that may change the weights."""
 
 CHECKPOINT_FORMATS = frozenset(

@@ -11,9 +11,23 @@ differs from that of equal engines, so it would rightly get a namespace of its o
 from __future__ import annotations
 
 FUNCTIONS = (
-    "acos", "asin", "atan", "cos", "erf", "erfc", "erfinv", "exp", "log", "log10", "log2", "sin", "sqrt", "tan",
-    "tanh", "trunc",
-)  # fmt: skip
+    "acos",
+    "asin",
+    "atan",
+    "cos",
+    "erf",
+    "erfc",
+    "erfinv",
+    "exp",
+    "log",
+    "log10",
+    "log2",
+    "sin",
+    "sqrt",
+    "tan",
+    "tanh",
+    "trunc",
+)
 """Functions that PyTorch computes by MKL (aten/src/ATen/cpu/vml.h, IMPLEMENT_VML_MKL)."""
 
 
