@@ -36,6 +36,8 @@ class SchedulerHarness:
         loaded: requests whose load ended well.
         stored: groups and keys that the workers were given to store.
         ran: requests that computed, step after step.
+        keeps_stored: whether the daemon has what was stored from the next step on.
+        cached: by request, tokens that it did not compute.
     """
 
     def __init__(self, config: Any, blocks: int, *groups: Any, hash_tokens: int = 32) -> None:
@@ -58,7 +60,8 @@ class SchedulerHarness:
         self.stored: list[tuple[int, bytes]] = []
         self.ran: list[str] = []
         self.loaded: list[str] = []
-        self._answered = 0
+        self.keeps_stored = False
+        self.cached: dict[str, int] = {}
         self._ended: dict[int, int] = {}
 
     def close(self) -> None:
@@ -80,12 +83,24 @@ class SchedulerHarness:
         fingerprint = namespace.current.fingerprint if registered else None
         namespace.report({0: MemoryReport(namespace.current, "weights", namespace.generation, registered=fingerprint)})
 
+    @property
+    def unanswered(self) -> list[int]:
+        """Indices of the lookups that wait."""
+        return [index for index, (future, _) in enumerate(self.client.asked) if not future.done]
+
     def answer(self) -> None:
         """Answer the lookups that wait."""
-        for index in range(self._answered, len(self.client.asked)):
-            if not self.client.asked[index][0].done:
-                self.client.answer(self.there, index)
-        self._answered = len(self.client.asked)
+        for index in self.unanswered:
+            self.client.answer(self.there, index)
+
+    def answer_coming(self, wait_s: float) -> None:
+        """Answer the lookups that wait: all comes up from a disk in this time."""
+        for index in self.unanswered:
+            coming = [one for group in self.client.asked[index][1] for one in split(group.keys)]
+            self.client.answer(set(), index, coming=coming, wait_s=wait_s)
+
+    def abort(self, request: Any) -> None:
+        self.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
 
     def step(self) -> Any:
         """Make one step; returns what the scheduler chose."""
@@ -97,6 +112,8 @@ class SchedulerHarness:
         (meta,) = [one for one in children if isinstance(one, OffloadingConnectorMetadata)]
         for job in meta.store_jobs.values():
             self.stored += [(group.group, key) for group in job.dst_spec.keys for key in split(group.keys)]
+        if self.keeps_stored:
+            self.there |= {key for _, key in self.stored}
         self.loading |= {job.req_id: job_id for job_id, job in meta.load_jobs.items()}
         self._ended |= dict.fromkeys(self.work(output, meta), 1)
         ended = {name: job for name, job in self.loading.items() if name not in self.held}
@@ -115,7 +132,10 @@ class SchedulerHarness:
         sampled = [[TOKEN] if requests[each].num_computed_tokens >= requests[each].num_tokens else [] for each in names]
         result = ModelRunnerOutput(names, {name: at for at, name in enumerate(names)}, sampled)
         result.kv_connector_output = transfers
-        self.scheduler.update_from_output(output, result)
+        for outputs in self.scheduler.update_from_output(output, result).values():
+            for one in outputs.outputs:
+                if one.prefill_stats is not None:
+                    self.cached[one.request_id] = one.prefill_stats.num_cached_tokens
         self.clock.now += 0.01
         return output
 

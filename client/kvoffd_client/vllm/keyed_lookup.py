@@ -51,6 +51,8 @@ class KeyedLookup:
         is_needed: the request waits for the answer, because it has none that may be the best.
         given_up: the request no longer waits for the answer, but uses it if it comes before the request runs.
         is_read: whether the answer was read.
+        is_coming: some key is being promoted, or a shared store is asked for it.
+        all_ready: all chunks are ready, and no tail is being promoted.
     """
 
     future: LookupFuture
@@ -65,6 +67,8 @@ class KeyedLookup:
     is_needed: bool
     given_up: bool
     is_read: bool = False
+    is_coming: bool = False
+    all_ready: bool = False
     is_old: bool = field(default=False, init=False)
     """Whether something that the answer lacks was stored since, as far as ``grows_old`` has found."""
     _searched: int = field(default=-1, init=False)
@@ -85,15 +89,11 @@ class KeyedLookup:
         """Whether the answer is still valid: its lease lives, or nothing was pinned."""
         return self.future.alive or self.future.pinned == 0
 
-    @property
-    def all_ready(self) -> bool:
-        """Whether all chunks are ready, and no tail is being promoted."""
-        return not self.is_coming and all(states.count(READY) == len(states) for states in self.states)
-
-    @property
-    def is_coming(self) -> bool:
-        """Whether some key is being promoted, or a shared store is asked for it."""
-        return any(states.strip(NOT_COMING) for states in self.future.states)
+    def read(self) -> None:
+        """Read the answer once it has come."""
+        self.is_read = True
+        self.is_coming = any(states.strip(NOT_COMING) for states in self.future.states)
+        self.all_ready = not self.is_coming and all(states.count(READY) == len(states) for states in self.states)
 
     def has(self, state: int) -> bool:
         """Return whether some key has this state."""

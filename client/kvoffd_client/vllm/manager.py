@@ -208,7 +208,7 @@ class KvoffdManager(OffloadingManager):
         self._is_new_step, self._has_rested = True, False
         """Whether no prompt was asked for in this step yet, and whether an idle engine has paused in it."""
         self._tokens_before: dict[str, int] = {}
-        """Uncomputed tokens of earlier prompts, by request, as far as needed in this step; and the rest to be added."""
+        """Uncomputed tokens of earlier prompts by request, as far as they were needed in this step."""
         self._uncounted: Iterator[RequestState] | None = None
         self._tokens_counted = 0
 
@@ -383,8 +383,9 @@ class KvoffdManager(OffloadingManager):
             self._begin_scans()
         if not self._queue.is_parked(request_id, computed_tokens):
             return False
-        if self._engine_clock.is_idle and not self._has_rested:
-            self._rest()
+        if not self._engine_clock.is_idle or self._has_rested:
+            return True
+        self._rest()
         return self._queue.is_parked(request_id, computed_tokens)
 
     def _begin_scans(self) -> None:
@@ -502,9 +503,9 @@ class KvoffdManager(OffloadingManager):
         state.tier_wait.answered(now - age_s, now, answered.future.wait_s)
 
     def _read(self, lookup: KeyedLookup) -> None:
-        """Record how long an answer took, once it has come."""
+        """Read an answer once it has come, and record how long it took."""
         if lookup.future.done and not (lookup.is_read or lookup.future.failed):
-            lookup.is_read = True
+            lookup.read()
             self._answer_wait.record_reply(lookup.future.answered_at - lookup.sent_at)
 
     def _awaits_reports(self, state: RequestState) -> bool:
@@ -580,15 +581,15 @@ class KvoffdManager(OffloadingManager):
 
     def _computed_s(self, request: Request, tokens: int) -> float:
         """Return the seconds until ``tokens`` of a request would be computed, after those of earlier requests."""
+        name = request.request_id
         if self._uncounted is None:
             self._uncounted = iter([*self.requests.values()])
-        while (before := self._tokens_before.get(request.request_id)) is None:
+        while (before := self._tokens_before.get(name)) is None:
             if (state := next(self._uncounted, None)) is None:
                 before = 0
                 break
-            name = state.request.request_id
-            self._tokens_before[name] = self._tokens_counted
-            if name not in self._loading:
+            self._tokens_before[state.request.request_id] = self._tokens_counted
+            if state.request.request_id not in self._loading:
                 self._tokens_counted += max(0, state.request.num_prompt_tokens - state.request.num_computed_tokens)
         return max(MIN_COMPUTED_S, (before + tokens) / self._expected_rate)
 
@@ -642,6 +643,7 @@ class KvoffdManager(OffloadingManager):
         self._engine_clock.is_idle = not request_tokens
         self._answer_wait.begin_step(is_idle=not request_tokens)
         self._is_new_step, self._has_rested = True, False
+        self._queue.begin_step()
         self._tokens_before, self._tokens_counted, self._uncounted = {}, 0, None
         self.harm.prefill.step_begins(request_tokens)
         self._look_up_ahead()

@@ -20,7 +20,7 @@ AHEAD_STEPS = 4
 """Steps whose prompts are looked up ahead."""
 MIN_AHEAD, MAX_AHEAD = 2, 256
 """Fewest and most prompts that are looked up ahead."""
-JUDGED_AT_ONCE = 8
+JUDGED_AT_ONCE = 4
 """Prompts waiting for a tier that one step looks at again: each takes 50 to 100 µs. The others follow in turns."""
 MAX_STALE = 1024
 """Entries of a heap, over two for each parked prompt, before it is rebuilt without those that were woken."""
@@ -80,6 +80,8 @@ class PromptQueue:
         """Places of the prompts that ask what a shared store has."""
         self._round: list[str] = []
         """Those of ``_asking`` that are still to be woken in this round, the last one first."""
+        self._left = JUDGED_AT_ONCE
+        """Prompts in turns that may still be woken in this step."""
 
     # --- the window ------------------------------------------------------------------------------
 
@@ -164,31 +166,31 @@ class PromptQueue:
         """The answer that the first of the parked prompts waits for."""
         return next((one.future for one in self._awaiting.values()), None)
 
+    def begin_step(self) -> None:
+        """Let JUDGED_AT_ONCE prompts in turns be woken again."""
+        self._left = JUDGED_AT_ONCE
+
     def wake(self, now: float) -> None:
-        """Wake the prompts whose time or answer has come; of those in turns JUDGED_AT_ONCE at most."""
-        left = JUDGED_AT_ONCE
+        """Wake the prompts whose time or answer has come; of those in turns JUDGED_AT_ONCE in a step at most."""
         for name in [name for name, one in self._awaiting.items() if one.future is not None and one.future.done]:
-            if self._parked[name].in_turns:
-                if not left:
-                    continue
-                left -= 1
-            self._unpark(name)
+            if not self._parked[name].in_turns:
+                self._unpark(name)
+            elif self._left:
+                self._left -= self._unpark(name)
         while self._by_time and self._by_time[0][0] <= now:
             self._wake_entry(heappop(self._by_time))
-        left = self._wake_asking(now, left)
-        while left and self._turns and self._turns[0][0] <= now:
-            left -= self._wake_entry(heappop(self._turns))
+        self._wake_asking(now)
+        while self._left and self._turns and self._turns[0][0] <= now:
+            self._left -= self._wake_entry(heappop(self._turns))
 
-    def _wake_asking(self, now: float, left: int) -> int:
-        """Wake the next of a round over all prompts that ask a store, which begins when the first one is due. Returns
-        how many more may be woken."""
+    def _wake_asking(self, now: float) -> None:
+        """Wake the next of a round over all prompts that ask a store, which begins when the first one is due."""
         if not self._round and self._asking:
             first = self._parked.get(min(self._asking, key=self._asking.__getitem__))
             if first is not None and first.future is None and first.ask_at <= now:
                 self._round = sorted(self._asking, key=self._asking.__getitem__, reverse=True)
-        while self._round and left:
-            left -= self._unpark(self._round.pop())
-        return left
+        while self._round and self._left:
+            self._left -= self._unpark(self._round.pop())
 
     def _wake_entry(self, entry: tuple[float, int, str, Parked]) -> bool:
         """Wake a prompt, unless it was woken since. Returns whether it was parked."""

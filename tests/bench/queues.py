@@ -1,0 +1,170 @@
+"""What prompts that wait cost vLLM's scheduler: 20,000 that queue, 1,000 that wait for a disk, a long one without space.
+
+vLLM's own scheduler with the connector's half in it; a model and workers that do nothing. The long queue has a real
+daemon, the others one that answers as they need it. "Ours" is the time in the connector's calls, vLLM's search for hits
+included, whole is that of the scheduler's call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from kvoffd_client import AdminClient, NamespaceSpec
+from kvoffd_client.testing import running_daemon
+from kvoffd_client.vllm.engine_namespace import MemoryReport
+from tests.kit.models import make_tiny_llama
+from tests.kit.waiting import wait_until
+from tests.vllm.scheduler_harness import SchedulerHarness
+from tests.vllm.vllm_config import make_config, make_scheduler
+
+BLOCK_TOKENS = 32
+OURS = ("on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta")
+
+
+class Stopwatch:
+    """Adds up the time in the connector's calls."""
+
+    def __init__(self, connector: Any) -> None:
+        self.seconds = 0.0
+        for name in OURS:
+            setattr(connector, name, self._timed(getattr(connector, name)))
+
+    def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(call)
+        def timed(*arguments: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return call(*arguments)
+            finally:
+                self.seconds += time.perf_counter() - began
+
+        return timed
+
+    def take_ms(self) -> float:
+        seconds, self.seconds = self.seconds, 0.0
+        return 1000 * seconds
+
+
+def row(what: str, times_ms: list[float]) -> str:
+    return f"| {what} | {statistics.median(times_ms):.3f} | {max(times_ms):.3f} |"
+
+
+def tokens_of(seed: int, count: int) -> list[int]:
+    return Random(seed).choices(range(1000), k=count)
+
+
+def long_queue(model: Path, prompts: int) -> list[str]:
+    """Prompts of 640 tokens, one of which runs at a time."""
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.request import Request
+
+    rows = []
+    with running_daemon("256MiB") as directory, AdminClient(directory) as admin:
+        config = make_config(model, {"directory": str(directory)}, max_model_len=1024, max_num_seqs=1)
+        scheduler, hasher = make_scheduler(config, 60)
+        manager = scheduler.connector._manager
+        namespace = manager.namespace
+        namespace.join(NamespaceSpec.named("queue"))
+        wait_until(lambda: namespace.client.ready)
+        fingerprint = namespace.current.fingerprint
+        namespace.report({0: MemoryReport(namespace.current, "weights", namespace.generation, registered=fingerprint)})
+        watch, arrivals = Stopwatch(scheduler.connector), []
+        sampling = SamplingParams(max_tokens=1)
+        for number in range(prompts):
+            request = Request(f"r{number}", tokens_of(number % 20, 641), sampling, None, block_hasher=hasher)
+            scheduler.add_request(request)
+            arrivals.append(watch.take_ms())
+        rows.append(row(f"{prompts:,} prompts that arrive, each, ours", arrivals))
+        steps = []
+        for _ in range(200):
+            scheduler.schedule()
+            steps.append(watch.take_ms())
+        rows.append(row("a step while one of them runs, ours", steps))
+        (session,) = [one for one in admin.sessions().sessions if one.role == "scheduler"]
+        rows.append(f"\nLookups sent: {manager._counters['vllm:kvoffd_lookups']}; leases held: {session.leases}.")
+        scheduler.shutdown()
+    return rows
+
+
+def disk_waiters(model: Path, prompts: int) -> list[str]:
+    """Prompts whose blocks come up from a disk for a minute, beside one that runs. What vLLM does for each of them
+    before it asks the connector is measured with a connector that answers at once, and subtracted."""
+    with tempfile.TemporaryDirectory() as directory:
+        options = {"directory": directory, "do_no_harm": False}
+        config = make_config(model, options, max_model_len=4096, max_num_seqs=256)
+        engine = SchedulerHarness(config, 200)
+        engine.add("running", tokens_of(prompts, 100), max_tokens=4000)
+        engine.step()
+        engine.answers = False
+        for number in range(prompts):
+            engine.add(f"r{number}", tokens_of(number, 641))
+        for _ in range(prompts // 2):
+            engine.answer_coming(60.0)
+            engine.step()
+        times: dict[bool, list[float]] = {False: [], True: []}
+        ours = engine.connector.get_num_new_matched_tokens
+        for at in range(400):
+            engine.answer_coming(60.0)
+            is_ours = at % 2 == 0
+            engine.connector.get_num_new_matched_tokens = ours if is_ours else lambda *_: (None, False)
+            began = time.perf_counter()
+            engine.scheduler.schedule()
+            times[is_ours].append(1000 * (time.perf_counter() - began))
+            engine.clock.now += 0.01
+        engine.close()
+    without = statistics.median(times[False])
+    what = f"a step with {prompts:,} prompts that wait for a disk"
+    return [row(f"{what}, ours", [one - without for one in times[True]]), row(f"{what}, vLLM's", times[False])]
+
+
+def without_space(model: Path, tokens: int) -> list[str]:
+    """One prompt, all of which the daemon has, and that waits for KV blocks."""
+    with tempfile.TemporaryDirectory() as directory:
+        arguments = {"max_model_len": tokens + 1024, "max_num_batched_tokens": 8192, "max_num_seqs": 8}
+        config = make_config(model, {"directory": directory, "do_no_harm": False}, **arguments)
+        blocks = tokens // BLOCK_TOKENS
+        engine = SchedulerHarness(config, blocks + 10)
+        running = engine.add("running", tokens_of(1, 1000), max_tokens=500)
+        engine.step()
+        request = engine.add("long", tokens_of(2, tokens))
+        engine.there |= {bytes(one) for one in request.block_hashes}
+        engine.answer()
+        watch, steps, whole = Stopwatch(engine.connector), [], []
+        for _ in range(200):
+            watch.take_ms()
+            began = time.perf_counter()
+            engine.step()
+            whole.append(1000 * (time.perf_counter() - began))
+            steps.append(watch.take_ms())
+        assert not engine.loaded and not running.is_finished()
+        engine.close()
+    first = f"| its first, ours | {steps[0]:.3f} | |"
+    return [row(f"a step with a prompt of {tokens:,} tokens that has no space, ours", steps[1:]), first]
+
+
+def main() -> None:
+    os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--prompts", type=int, default=20_000, help="length of the queue")
+    parser.add_argument("--waiting", type=int, default=1000, help="prompts that wait for a disk")
+    parser.add_argument("--tokens", type=int, default=524_288, help="tokens of the long prompt")
+    chosen = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        model = make_tiny_llama(Path(directory, "model"))
+        rows = long_queue(model, chosen.prompts) + disk_waiters(model, chosen.waiting)
+        rows += without_space(model, chosen.tokens)
+    print("\n| | median ms | longest ms |\n|---|---|---|")
+    print("\n".join(sorted(rows, key=lambda one: not one.startswith("|"))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""What vLLM's own scheduler finds in the daemon where prompts queue: all that is there when a prompt is scheduled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec, SlidingWindowSpec
+
+from kvoffd_client.vllm.prompt_queue import JUDGED_AT_ONCE, MAX_AHEAD
+from kvoffd_client.vllm.waits import MAX_RETRY_PAUSE_S
+from kvoffd_proto.messages import Outcome
+from tests.kit.amount import TIMES
+from tests.vllm.scheduler_harness import SchedulerHarness
+from tests.vllm.vllm_config import HEADS, full_attention, make_config
+
+BLOCK_TOKENS = 32
+DOCUMENT_BLOCKS = 20
+FULL = KVCacheGroupSpec(["full"], full_attention())
+WINDOW = KVCacheGroupSpec(["window"], SlidingWindowSpec(block_size=BLOCK_TOKENS, sliding_window=64, **HEADS))
+
+Make = Callable[..., SchedulerHarness]
+
+
+@pytest.fixture
+def make(model: Path, tmp_path: Path) -> Iterator[Make]:
+    """Makes vLLM's scheduler with a KV cache of 2.5 documents, for these groups, with arguments of the engine, and
+    options of the connector."""
+    made: list[SchedulerHarness] = []
+
+    def build(*groups: KVCacheGroupSpec, blocks: int = DOCUMENT_BLOCKS * 5 // 2, **arguments: Any) -> SchedulerHarness:
+        options = {"directory": str(tmp_path), **arguments.pop("options", {})}
+        config = make_config(model, options, **{"max_model_len": 1024, **arguments})
+        made.append(SchedulerHarness(config, blocks, *(groups or (FULL,))))
+        made[-1].keeps_stored = True
+        return made[-1]
+
+    yield build
+    for one in made:
+        one.close()
+
+
+def document(seed: int, blocks: int = DOCUMENT_BLOCKS) -> list[int]:
+    return Random(seed).choices(range(1000), k=blocks * BLOCK_TOKENS + 1)
+
+
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW)], ids=["full", "window"])
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_a_prompt_finds_what_was_stored_while_it_queued(make: Make, groups: Any, policy: str) -> None:
+    engine = make(*groups, max_num_seqs=1, scheduling_policy=policy)
+    requests = [engine.add(f"{turn}-{seed}", document(seed)) for turn in "ab" for seed in range(8)]
+    engine.end(requests, 200)
+    assert [engine.cached[f"b-{seed}"] for seed in range(8)] == [DOCUMENT_BLOCKS * BLOCK_TOKENS] * 8
+    assert len(engine.loaded) >= 6, "vLLM's own cache has two"
+
+
+def test_a_prompt_finds_what_another_engine_stored_while_it_queued(make: Make) -> None:
+    engine = make(max_num_seqs=1)
+    first, second = (engine.add(name, document(seed), max_tokens=5) for seed, name in enumerate(("first", "second")))
+    engine.step()
+    engine.there |= {bytes(one) for one in second.block_hashes}
+    engine.client.stored.add(list(second.block_hashes))  # as the daemon's events say
+    engine.end([first, second], 30)
+    assert engine.loaded == ["second"]
+
+
+def test_a_prompt_whose_lookup_failed_when_it_came_is_looked_up_again(make: Make) -> None:
+    engine = make(max_num_seqs=1)
+    engine.answers = False
+    first = engine.add("first", document(1), max_tokens=200)
+    engine.step()
+    engine.answers = True
+    engine.answer()
+    engine.step()
+    engine.answers = False
+    second = engine.add("second", document(2))
+    engine.there |= {bytes(one) for one in second.block_hashes}
+    engine.client.fail()
+    engine.answers = True
+    engine.end([first, second], 220)
+    assert engine.loaded == ["second"]
+    assert engine.client.reported[-1].outcome is Outcome.LOADED
+
+
+def test_a_prompt_that_queued_longer_than_its_lease_lives_is_looked_up_again(make: Make) -> None:
+    engine = make(max_num_seqs=1)
+    first = engine.add("first", document(1), max_tokens=5)
+    engine.step()
+    second = engine.add("second", document(2))
+    engine.there |= {bytes(one) for one in second.block_hashes}
+    engine.answer()
+    for future, _ in engine.client.asked:
+        future.stale_at = min(future.stale_at, engine.clock.now + 300)
+    engine.clock.now += 400
+    engine.end([first, second], 30)
+    assert engine.loaded == ["second"]
+
+
+@pytest.mark.parametrize("order", ["sorted", "random"])
+@pytest.mark.parametrize("most_running", [1, 4, 256])
+def test_a_batch_loads_all_that_no_earlier_prompt_left_in_the_cache(make: Make, order: str, most_running: int) -> None:
+    """Each document but its first prompt is a hit, of vLLM's own cache or of the daemon."""
+    engine = make(max_num_seqs=most_running, blocks=DOCUMENT_BLOCKS * 5, max_num_batched_tokens=2048)
+    documents = [seed for seed in range(20) for _ in range(5)]
+    if order == "random":
+        Random(1).shuffle(documents)
+    shared = DOCUMENT_BLOCKS * BLOCK_TOKENS
+    requests = [
+        engine.add(f"{at}", document(seed)[:shared] + document(1000 + at, 1)) for at, seed in enumerate(documents)
+    ]
+    engine.end(requests, 2000)
+    hits = sum(cached >= shared for cached in engine.cached.values())
+    # Prompts of one document that begin in the same step, before its blocks are anywhere, compute it each.
+    together = 20 * min(3, most_running - 1)
+    assert hits >= len(requests) - 20 - together
+
+
+def test_a_long_queue_holds_few_leases(make: Make) -> None:
+    engine = make(max_num_seqs=1, max_num_batched_tokens=1024)
+    requests = [engine.add(f"{at}", document(at % 7, 3)) for at in range(2000)]
+    assert len(engine.client.asked) <= MAX_AHEAD
+    for request in requests[:7]:
+        engine.there |= {bytes(one) for one in request.block_hashes}
+    for _ in range(50):
+        engine.step()
+        leases = {future.lease_id for future, _ in engine.client.asked if future.leased} - {*engine.client.released}
+        assert len(leases) <= MAX_AHEAD
+    assert len(engine.client.asked) <= MAX_AHEAD + 2 * len(engine.ran)
+
+
+def test_of_many_prompts_that_wait_for_a_disk_few_are_looked_at_in_a_step(make: Make) -> None:
+    engine = make(max_num_seqs=256, options={"do_no_harm": False})
+    engine.answers = False
+    waiting = [engine.add(f"{at}", document(at, 2)) for at in range(300)]
+    for _ in range(300):
+        engine.answer_coming(wait_s=60.0)
+        engine.step()
+    assert not engine.ran
+    asked = len(engine.client.asked)
+    assert asked > len(waiting), "all were asked for"
+    for _ in range(20):
+        engine.clock.now += MAX_RETRY_PAUSE_S
+        engine.step()
+        assert len(engine.client.asked) - asked <= JUDGED_AT_ONCE
+        asked = len(engine.client.asked)
+        engine.answer_coming(wait_s=60.0)
+    engine.answers = True
+    engine.there = {bytes(one) for request in waiting for one in request.block_hashes}
+    engine.end(waiting, 3000)
+    assert len(engine.loaded) == len(waiting)
+
+
+def test_a_prompt_that_waits_for_space_is_scanned_once(make: Make) -> None:
+    engine = make(max_num_seqs=8, max_model_len=4096, blocks=101)
+    first = engine.add("first", document(1, 60), max_tokens=50)
+    engine.step()
+    long = engine.add("long", document(2, 90))
+    engine.there |= {bytes(one) for one in long.block_hashes}
+    scanned: list[str] = []
+    scheduler = engine.connector.connector_scheduler
+    scan = scheduler._lookup
+    scheduler._lookup = lambda status, *rest: scanned.append(status.req.request_id) or scan(status, *rest)
+    for _ in range(40):
+        engine.step()
+    assert scanned == ["long"]
+    assert len(engine.client.asked) == 2, "all of it is there, and nothing else can be"
+    engine.end([first, long], 60)
+    assert engine.loaded == ["long"]
+
+
+@pytest.mark.parametrize("seed", range(3 * TIMES))
+def test_random_queues_come_to_their_end_and_find_what_is_there(make: Make, seed: int) -> None:
+    """With aborts, failing loads, lookups that fail or come late, other engines' stores and resets."""
+    rng = Random(seed)
+    engine = make(*rng.choice([(FULL,), (FULL, WINDOW)]), max_num_seqs=rng.choice((1, 2, 8)), blocks=90)
+    requests: list[Any] = []
+    for step in range(400):
+        if rng.random() < 0.3 and len(requests) < 80:
+            tokens = document(rng.randrange(6), rng.randrange(1, 20))
+            requests.append(engine.add(f"{len(requests)}", tokens, max_tokens=rng.randrange(1, 8)))
+        if requests and rng.random() < 0.05:
+            engine.abort(rng.choice(requests))
+        if requests and rng.random() < 0.05:
+            engine.failing.add(rng.choice(requests).request_id)
+        if requests and rng.random() < 0.1:
+            hashes = [bytes(one) for one in rng.choice(requests).block_hashes]
+            engine.there |= {*hashes}
+            engine.client.stored.add(hashes)
+        if rng.random() < 0.05 and engine.unanswered:
+            engine.client.fail(engine.unanswered[0])
+        engine.answers = rng.random() < 0.8
+        engine.clock.now += rng.choice((0.0, 0.0, 0.02, 0.5))
+        engine.step()
+        if step == 200:
+            engine.client.stored.forget()
+    engine.answers = True
+    engine.end(requests, 3000)
+    assert not engine.manager.requests
+    assert not engine.manager._queue.has_waiting
