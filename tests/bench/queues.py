@@ -1,4 +1,4 @@
-"""What prompts that wait cost vLLM's scheduler: 20,000 that queue, 1,000 that wait for a disk, a long one without space.
+"""What prompts that wait cost vLLM's scheduler: many that queue, many that wait for a disk, a long one without space.
 
 vLLM's own scheduler with the connector's half in it; a model and workers that do nothing. The long queue has a real
 daemon, the others one that answers as they need it. "Ours" is the time in the connector's calls, vLLM's search for hits
@@ -145,7 +145,8 @@ def without_space(model: Path, tokens: int) -> list[str]:
             engine.step()
             whole.append(1000 * (time.perf_counter() - began))
             steps.append(watch.take_ms())
-        assert not engine.loaded and not running.is_finished()
+        assert not engine.loaded
+        assert not running.is_finished()
         engine.close()
     first = f"| its first, ours | {steps[0]:.3f} | |"
     return [row(f"a step with a prompt of {tokens:,} tokens that has no space, ours", steps[1:]), first]

@@ -394,6 +394,7 @@ class KvoffdManager(OffloadingManager):
             return
         if self.namespace.serves and self.namespace.registered:
             self.namespace.client.poll()
+            self._queue.begin_step()
             self._queue.wake(self._engine_clock.read())
         else:
             self._queue.wake_all()
@@ -643,7 +644,6 @@ class KvoffdManager(OffloadingManager):
         self._engine_clock.is_idle = not request_tokens
         self._answer_wait.begin_step(is_idle=not request_tokens)
         self._is_new_step, self._has_rested = True, False
-        self._queue.begin_step()
         self._tokens_before, self._tokens_counted, self._uncounted = {}, 0, None
         self.harm.prefill.step_begins(request_tokens)
         self._look_up_ahead()

@@ -37,7 +37,7 @@ class Parked:
         for_load: the end of a load wakes it.
         in_turns: only JUDGED_AT_ONCE of these are woken in a step, also by answers.
         place: for one that asks what a shared store has, its place among all of these. They ask again one after the
-            other when the time ``ask_at`` of the first has come: blocks of a store are promoted in the order of lookups.
+            other when the time ``ask_at`` of the first has come: a store's blocks are promoted in that order.
         for_load: the end of a load wakes it.
     """
 
