@@ -182,7 +182,7 @@ def test_engines(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
             engine.serve(chain(number % 4, 8))
         url = f"http://127.0.0.1:{server.port}"
         monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # an engine is asked without it
-        hits = engine.loaded * TOKENS
+        hits, nbytes = engine.loaded * TOKENS, engine.loaded * BLOCK_BYTES
 
         def checks(text: str) -> set[str]:
             monkeypatch.setattr(Metrics, "text", {"/metrics": text})
@@ -190,15 +190,16 @@ def test_engines(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
 
         assert checks("") == {"engine_without"}
         assert checks(metrics(kvoffd_connected=0, prompt_tokens_total=9)) == {"engine_away"}
-        counted = {"kvoffd_connected": 2, "external_prefix_cache_queries_total": 2 * hits, "kvoffd_lookups_total": 300}
-        assert checks(metrics(**counted, external_prefix_cache_hits_total=hits)) == set()
-        assert checks(metrics(**counted, external_prefix_cache_hits_total=0)) == {"hits_disagree"}
-        more = metrics(**counted, external_prefix_cache_hits_total=2 * hits)
+        counted = {"kvoffd_connected": 2, "external_prefix_cache_queries_total": 9 * hits, "kvoffd_lookups_total": 300}
+        counted["external_prefix_cache_hits_total"] = 9 * hits  # below a MultiConnector: NIXL's too
+        assert checks(metrics(**counted, kv_offload_load_bytes_total=nbytes)) == set()
+        assert checks(metrics(**counted, kv_offload_load_bytes_total=0)) == {"hits_disagree"}
+        more = metrics(**counted, kv_offload_load_bytes_total=2 * nbytes)
         assert checks(more) == {"hits_disagree"}
         began = "# TYPE process_start_time_seconds gauge\nprocess_start_time_seconds "
         assert checks(f"{more}{began}{time.time()}\n") == {"hits_disagree"}
         assert checks(f"{more}{began}{time.time() - 3600}\n") == set(), "it may have counted them with another daemon"
-        late = metrics(**counted, external_prefix_cache_hits_total=hits, kvoffd_late_lookups_total=30)
+        late = metrics(**counted, kv_offload_load_bytes_total=nbytes, kvoffd_late_lookups_total=30)
         assert checks(late) == {"engine_late"}
         assert checks("this is {no metric") == {"engine_unreachable"}
         monkeypatch.setattr(Metrics, "text", {})

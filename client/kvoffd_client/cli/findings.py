@@ -571,16 +571,19 @@ def _engine_counts(facts: Facts, at: str, engine: EngineMetrics) -> Iterator[Fin
     if late >= s.MIN_LATE and late > s.LATE_SHARE * lookups:
         evidence = f"{at} did not wait for {format_count(round(late))} of {format_count(round(lookups))} lookups."
         yield finding("engine_late", evidence, _share(late, lookups))
-    # vLLM's external hits, and tokens that the daemon loaded for all engines. An engine that is older than the daemon
-    # may have counted hits of the previous daemon.
-    hits, asked = (engine.of(f"external_prefix_cache_{name}_total") for name in ("hits", "queries"))
-    loaded = facts.stats.since_start.loaded_tokens
-    alone = facts.engine_count == 1
-    is_older = engine.age_seconds is not None and engine.age_seconds > facts.stats.uptime_seconds
-    more_there = not is_older and hits > AGREE * max(loaded, facts.stats.lifetime.loaded_tokens)
-    none_there = alone and loaded >= verdict.MIN_LOOKUPS and asked and not hits
+    # Bytes of the connector, and those that the daemon loaded for all engines. Not vLLM's external hits: below its
+    # MultiConnector they include other connectors'. An engine that is older than the daemon may have counted loads of
+    # the previous daemon.
+    nbytes, traffic = engine.of("kv_offload_load_bytes_total"), facts.stats.since_start
+    loaded, alone = traffic.loaded_bytes, facts.engine_count == 1
+    if engine.age_seconds is None:
+        is_older = facts.stats.lifetime.loaded_tokens > traffic.loaded_tokens
+    else:
+        is_older = engine.age_seconds > facts.stats.uptime_seconds
+    more_there = not is_older and nbytes > AGREE * loaded
+    none_there = alone and traffic.loaded_tokens >= verdict.MIN_LOOKUPS and lookups and not nbytes
     if more_there or none_there:
-        evidence = f"{at} counts {format_count(round(hits))} loaded tokens, this daemon {format_count(loaded)}."
+        evidence = f"{at} counts {format_size(round(nbytes))} of loads, this daemon {format_size(loaded)}."
         yield finding("hits_disagree", evidence, 0.3)
 
 
