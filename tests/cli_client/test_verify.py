@@ -296,7 +296,10 @@ LISTS = {"tokens": ["a"], "token_logprobs": [-0.5], "top_logprobs": [{"a": -0.5}
     [
         (streams([1]), "does not answer as it should: Expected `object`, got `array`."),
         (streams("hi"), "does not answer as it should: Expecting value: line 1 column 2 (char 1)."),
-        (streams("[" * 100_000), "does not answer as it should: maximum recursion depth exceeded while decoding a JSON"),
+        (
+            streams("[" * 100_000),
+            "does not answer as it should: maximum recursion depth exceeded while decoding a",
+        ),
         (streams({"choices": [7]}), "Expected `object`, got `int` - at `$.choices[0]`."),
         (streams(choice(**LISTS | {"tokens": [7]})), "Expected `str`, got `int` - at `$.choices[0].logprobs.tokens"),
         (streams(choice(**LISTS | {"token_logprobs": ["x"]})), "Expected `float | null`, got `str` - at"),
@@ -362,7 +365,7 @@ def test_log_probabilities_that_are_no_numbers_never_pass(
     engine.breaks = always
     done = run()
     assert done.status == 3
-    assert "NOT JUDGED: The engine computed 3 of 3 prompts with log probabilities that are not numbers" in flat(done.out)
+    assert "NOT JUDGED: The engine computed 3 of 3 prompts with log probabilities that are not" in flat(done.out)
     engine.breaks = loaded
     done = run()
     assert done.status == 1
@@ -382,7 +385,7 @@ def test_loads_of_another_connector_are_not_judged(engine: type[Vllm], run: Call
 
 
 def test_the_kv_cache_of_all_ranks_is_pushed_out(engine: type[Vllm], run: Callable[..., Done]) -> None:
-    engine.metrics = CONNECTED + CONFIGURED + CONFIGURED.replace("engine=\"0\"", "engine=\"1\"")
+    engine.metrics = CONNECTED + CONFIGURED + CONFIGURED.replace('engine="0"', 'engine="1"')
     assert "after 320 tokens of other prompts" in flat(run("--push-out").out)
     engine.metrics = CONNECTED + CONFIGURED.replace('blocks="10"', 'blocks="0"')
     assert "does not say how large the KV cache is" in run("--push-out").sentence

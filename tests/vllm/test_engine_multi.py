@@ -156,7 +156,9 @@ def test_multi_loads_and_recomputes_a_load_that_fails(prefill: Pair) -> None:
     warm = engine.generate(PROMPTS)
     assert (cached(cold), cached(warm)) == ([0, 0, 0], FULL)
     assert tokens(warm) == tokens(cold)
-    assert engine.metrics()["vllm:kv_offload_load_bytes"] == prefill.until_stored().load.bytes, "as doctor compares them"
+    assert engine.metrics()["vllm:kv_offload_load_bytes"] == prefill.until_stored().load.bytes, (
+        "as doctor compares them"
+    )
     engine.forget()
     with daemon.fault("load slow 30"):
         engine.begin("generate", prompts=PROMPTS, max_tokens=8)

@@ -32,6 +32,7 @@ from kvoffd_client.cli.target import (
     CliError,
     Directory,
     Json,
+    PlainJson,
     Url,
     check_one_daemon,
     open_admin,
@@ -49,7 +50,7 @@ def health(
     ready: Annotated[bool, typer.Option("--ready", help="Exit status 0 if it accepts sessions and jobs.")] = False,
     directory: Directory = None,
     url: Url = "",
-    json: Json = False,
+    json: PlainJson = False,
 ) -> int:
     """Show the daemon's health: ok, degraded or down, and why.
 
@@ -355,7 +356,7 @@ def diff(
     one: Annotated[str, typer.Argument(metavar="A", help=f"{NAMESPACE_HELP} Or an engine's name or pid.")],
     other: Annotated[str, typer.Argument(metavar="B", help="The same for the other namespace.")],
     directory: Directory = None,
-    json: Json = False,
+    json: PlainJson = False,
 ) -> int:
     """Show why two namespaces, or two engines, do not share blocks.
 
