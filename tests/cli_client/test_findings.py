@@ -142,6 +142,7 @@ CASES: dict[str, Facts] = {
     "no_engine": facts(sessions=[], namespaces=[], engines={}),
     "partial_blocks": space(partial_blocks=4000),
     "engine_refused": facts(sessions=[structs.replace(session(1, Role.SCHEDULER), problem="worker 0: No CUDA here.")]),
+    "halves_apart": facts(sessions=[session(1, Role.SCHEDULER, name="vllm:12345678 llama scheduler")]),
     "workers_missing": facts(sessions=[session(1, Role.SCHEDULER)]),
     "lookups_late": space(late_lookups=200),
     "swapped": facts(swapped_bytes=GIB),
@@ -246,6 +247,26 @@ def test_workers_are_counted_by_engine() -> None:
     whole = three[:3]
     for others in ([session(9, Role.SCHEDULER, name="tool")], [session(9, Role.WORKER, name="worker")]):
         assert find(facts(namespaces=[two], sessions=[*whole, *others])) == []
+
+
+def test_an_engine_whose_halves_reach_two_daemons_is_found_at_both() -> None:
+    """Also where other engines of the namespace are whole."""
+
+    def halves(name: str, *roles: Role, age_s: float = 3600.0, first: int = 10) -> list[SessionInfo]:
+        names = {Role.SCHEDULER: f"vllm:{name} llama scheduler", Role.WORKER: f"vllm:{name} llama worker 0"}
+        return [session(number, role, age_s, names[role]) for number, role in enumerate(roles, first)]
+
+    whole = halves("whole", Role.SCHEDULER, Role.WORKER)
+    for role, half in ((Role.SCHEDULER, "its scheduler is"), (Role.WORKER, "workers are")):
+        for others in ([], whole, ENGINES):
+            (found,) = find(facts(sessions=[*others, *halves("1234", role, first=20)]))
+            assert found.evidence == f"Of the engine vllm:1234 llama only {half} connected."
+    assert find(facts(sessions=[*whole, *halves("1234", Role.SCHEDULER, age_s=30.0, first=20)])) == []
+    (scheduler,) = halves("1234", Role.SCHEDULER, first=20)
+    refused = structs.replace(scheduler, problem="The scheduler is connected to the daemon in /run/kvoffd, but.")
+    assert [one.check for one in find(facts(sessions=[*whole, refused]))] == ["engine_refused"]
+    moved = structs.replace(whole[1], namespaces=[bytes([2]) * 32])
+    assert [one.check for one in find(facts(sessions=[*ENGINES, whole[0], moved]))] == []
 
 
 def test_slots_on_other_nodes_are_compared_with_the_slots_of_all_ranks() -> None:

@@ -223,6 +223,20 @@ def test_an_engine_that_the_daemon_refuses_says_why_until_it_is_served(doctor: D
         wait_until(lambda: "engine_refused" not in doctor(daemon))
 
 
+def test_a_scheduler_whose_workers_are_elsewhere_is_found(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    namespace, name = NamespaceSpec.named("llama"), "vllm:01234567 llama"
+    with (
+        DaemonProcess(POOL) as daemon,
+        SchedulerClient(daemon.directory, namespace, name=f"{name} scheduler") as engine,
+    ):
+        assert engine.wait_ready(30.0)
+        assert doctor(daemon) == {}, "it may be starting"
+        monkeypatch.setattr("kvoffd_client.cli.findings.CONNECTING_S", 0.0)
+        assert doctor(daemon) == {"halves_apart": f"Of the engine {name} only its scheduler is connected."}
+        with FakeEngine(daemon.directory, namespace, name=name):
+            assert doctor(daemon) == {}
+
+
 def test_what_is_swapped_is_looked_at_where_anything_is(tmp_path: Path) -> None:
     """The kernel walks all of a pool to count what of it is swapped."""
     (tmp_path / "7").mkdir()

@@ -119,7 +119,10 @@ def clients(
     elif rows:
         print_page(engine_table(rows, make_console().width))
         if without := sum(not row.workers for row in rows):
-            say(f"{format_count(without)} without workers: the engine is starting, or its workers cannot connect.")
+            say(
+                f"{format_count(without)} without workers: the engine starts or sleeps, or its workers cannot connect "
+                "here; their log says why."
+            )
     else:
         say("No engine is connected.")
     return 0
