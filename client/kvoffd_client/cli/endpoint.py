@@ -107,7 +107,7 @@ class Usage(Struct):
 
 
 class Chunk(Struct):
-    """What is read of a part of an answer."""
+    """A part of an answer: the fields that are read."""
 
     choices: list[Choice] | None = None
     usage: Usage | None = None
@@ -166,7 +166,8 @@ class Endpoint:
             for chunk in self._chunks(response, begin + ANSWER_S):
                 if (usage := chunk.usage) is not None:
                     answer.prompt_tokens = usage.prompt_tokens
-                    answer.cached = usage.prompt_tokens_details and usage.prompt_tokens_details.cached_tokens
+                    details = usage.prompt_tokens_details
+                    answer.cached = None if details is None else details.cached_tokens
                 for choice in chunk.choices or ():
                     if choice.logprobs is not None:
                         _add_tokens(answer, choice.logprobs)
@@ -177,7 +178,7 @@ class Endpoint:
         return answer
 
     def _chunks(self, response: HTTPResponse, deadline: float) -> Iterator[Chunk]:
-        """Yield the parts of a streamed answer. Raises ValueError, for ``open_url``, for what is none."""
+        """Yield the parts of a streamed answer. Raises errors that ``open_url`` turns into HttpError."""
         streams = False
         while line := response.readline(MAX_BYTES + 1):
             if time.monotonic() > deadline:

@@ -341,8 +341,8 @@ class Run:
 
     def page(self) -> dict[str, Any]:
         """Return what is printed, the lines above the table first."""
-        differ = [difference(one.computed, one.own).farthest for one in self.cases]
-        noise = max(filter(isfinite, differ), default=0.0)
+        distances = [difference(one.computed, one.own).farthest for one in self.cases]
+        noise = max(filter(isfinite, distances), default=0.0)
         nats = max(TIE_NATS, 2 * min(noise, MAX_NOISE_NATS))
         judged = [case.judge(nats) for case in self.cases]
         loads = [request for case in self.cases for request in case.loads]

@@ -120,7 +120,7 @@ class EngineNamespace:
 
     @property
     def problem(self) -> str:
-        """Why nothing can be stored although the scheduler is connected; empty if it can, or may still be.
+        """Reason why nothing can be stored although the scheduler is connected; empty if there is none.
 
         A worker's memory cannot be registered, or has not been for ``APART_S``.
         """
