@@ -69,10 +69,10 @@ def test_bad_arguments_are_one_sentence(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_help_says_bytes_and_seconds_where_there_are_some(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in (("clear",), ("events",), ("health",), ("namespaces", "diff")):
+    for command in (("clear",), ("events",), ("health",), ("namespaces", "diff"), ("trace", "replay")):
         assert main([*command, "--help"]) == 0
         assert "in bytes and seconds" not in capsys.readouterr().out, command
-    for command in (("stats",), ("clients",), ("scrub",)):
+    for command in (("stats",), ("clients",), ("scrub",), ("trace", "record"), ("verify",)):
         assert main([*command, "--help"]) == 0
         assert "in bytes and seconds" in capsys.readouterr().out, command
 

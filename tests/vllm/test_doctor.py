@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from http.server import BaseHTTPRequestHandler
+from math import inf, nan
 from pathlib import Path
 
 import pytest
@@ -172,7 +173,10 @@ def metrics(**values: float) -> str:
     lines = []
     for name, value in values.items():
         lines += [f"# TYPE vllm:{name} {'counter' if name.endswith('_total') else 'gauge'}"]
-        lines += [f'vllm:{name}{{model_name="llama",engine="{rank}"}} {value / 2}' for rank in (0, 1)]
+        lines += [
+            f'vllm:{name}{{model_name="llama",engine="{rank}"}} {str(value / 2).replace("inf", "+Inf").replace("nan", "NaN")}'
+            for rank in (0, 1)
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -201,6 +205,8 @@ def test_engines(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
         assert checks(f"{more}{began}{time.time() - 3600}\n") == set(), "it may have counted them with another daemon"
         late = metrics(**counted, kv_offload_load_bytes_total=nbytes, kvoffd_late_lookups_total=30)
         assert checks(late) == {"engine_late"}
+        numbers = {**counted, "kvoffd_late_lookups_total": inf, "kv_offload_load_bytes_total": nan}
+        assert checks(metrics(**numbers)) == {"hits_disagree"}, "what is no number does not count"
         assert checks("this is {no metric") == {"engine_unreachable"}
         monkeypatch.setattr(Metrics, "text", {})
         assert "answers 404" in doctor(daemon, "--engine", f"{url}/metrics")["engine_unreachable"]

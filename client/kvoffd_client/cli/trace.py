@@ -25,7 +25,15 @@ import typer
 
 from kvoffd_client.admin_client import AdminClient
 from kvoffd_client.cli.format import count_blocks, print_json, print_status, say
-from kvoffd_client.cli.target import OPERATOR_WAIT_S, CliError, Directory, Json, local_directory, parse_option
+from kvoffd_client.cli.target import (
+    OPERATOR_WAIT_S,
+    CliError,
+    Directory,
+    Json,
+    PlainJson,
+    local_directory,
+    parse_option,
+)
 from kvoffd_client.errors import DaemonUnavailable, KvoffdClientError
 from kvoffd_proto.admin import Trace, TraceChain
 from kvoffd_proto.units import format_count, format_duration, format_size, parse_duration, parse_size, plural
@@ -216,7 +224,7 @@ def replay(
         str, typer.Option(metavar="SIZE", help="0: no limit. auto: the disk's size, with --disk-write auto.")
     ] = "auto",
     directory: Directory = None,
-    json: Json = False,
+    json: PlainJson = False,
 ) -> int:
     """Replay a trace with several policies, and sizes of pool and disk.
 
