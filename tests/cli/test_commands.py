@@ -69,7 +69,14 @@ def test_bad_arguments_are_one_sentence(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_help_says_bytes_and_seconds_where_there_are_some(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in (("clear",), ("events",), ("health",), ("namespaces", "diff"), ("trace", "replay")):
+    for command in (
+        ("clear",),
+        ("events",),
+        ("health",),
+        ("namespaces", "diff"),
+        ("trace", "replay"),
+        ("bench", "copy"),
+    ):
         assert main([*command, "--help"]) == 0
         assert "in bytes and seconds" not in capsys.readouterr().out, command
     for command in (("stats",), ("clients",), ("scrub",), ("trace", "record"), ("verify",)):
