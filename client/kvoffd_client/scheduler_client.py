@@ -7,7 +7,7 @@ import os
 import random
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
 
@@ -17,11 +17,13 @@ from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_client.session import DEFAULT_OPTIONS, ClientOptions, ReplyOrError, Session, Transport, split_keys
 from kvoffd_proto import messages as m
 from kvoffd_proto.codec import CODEC_ERRORS
-from kvoffd_proto.events import SEQUENCE_BYTES, AllBlocksCleared, KvEvent, decode_event_batch, kv_topic
+from kvoffd_proto.events import SEQUENCE_BYTES, AllBlocksCleared, BlockStored, KvEvent, decode_event_batch, kv_topic
 
 _READY_BYTE = bytes([m.READY])
 MAX_BUFFERED_EVENTS = 100_000
 """Most KV events kept for take_events(). Beyond that all are dropped and counted."""
+MAX_STORED_KEYS = 65_536
+"""Most keys that ``StoredKeys`` remembers, about 10 MiB."""
 REPORT_PAUSE_S = 1.0
 """Time for which reports of prompts are collected before they are sent together."""
 
@@ -39,7 +41,7 @@ class LookupFuture(Struct, eq=False):
         asking: number of pending keys for which a shared store has not answered yet.
         pinned: blocks pinned under the lease at the time of the answer. Pending blocks are pinned once promoted.
         ttl_ms: lifetime of the lease; 0: there is no lease.
-        answered_at: time.monotonic() of the answer, 0.0 before.
+        answered_at: time.monotonic() of the answer, or of the failure; 0.0 before.
         stale_at: time after which to look up again: half of the lease's life; 0.0 once it is released or lost.
     """
 
@@ -87,6 +89,41 @@ class LookupFuture(Struct, eq=False):
         return self.done or (self.transport is not None and self.transport.wait(lambda: self.done, timeout_s))
 
 
+class StoredKeys:
+    """The keys that were stored most recently, by any engine: which answers to lookups may be outdated.
+
+    Attributes:
+        count: number of all keys so far.
+        forgotten: number of those that are not known any more; an answer from before ``count`` reached it may be
+            outdated in any case.
+    """
+
+    def __init__(self) -> None:
+        self.count = self.forgotten = 0
+        self._numbers: dict[bytes, int] = {}
+        """Number of each key when it was stored last, oldest first."""
+
+    def add(self, keys: Iterable[bytes]) -> None:
+        """Record that keys were stored."""
+        for key in keys:
+            self.count += 1
+            self._numbers.pop(key, None)
+            self._numbers[key] = self.count
+        while len(self._numbers) > MAX_STORED_KEYS:
+            oldest = next(iter(self._numbers))
+            self.forgotten = self._numbers.pop(oldest)
+
+    def forget(self) -> None:
+        """Forget all keys, because some may have been missed."""
+        self._numbers.clear()
+        self.count += 1
+        self.forgotten = self.count
+
+    def was_stored(self, key: bytes, since: int) -> bool:
+        """Return whether a key was stored after ``count`` was ``since``, as far as is remembered."""
+        return self._numbers.get(key, 0) > since
+
+
 class SchedulerClient(Session):
     """Asks one daemon which blocks of one namespace are ready. While it is not connected every lookup is a miss.
 
@@ -98,10 +135,12 @@ class SchedulerClient(Session):
         name: shown to operators.
         software: client and engine versions, shown to operators.
         subscribe_events: collect the namespace's KV events for take_events().
+        record_stored: keep ``stored`` up to date.
         options: timeouts.
 
     Attributes:
         events_lost: KV event messages that did not arrive, and events dropped because take_events() was not called.
+        stored: keys of the namespace that any engine stored, if ``record_stored``.
     """
 
     def __init__(
@@ -112,6 +151,7 @@ class SchedulerClient(Session):
         name: str = "scheduler",
         software: str = "",
         subscribe_events: bool = False,
+        record_stored: bool = False,
         options: ClientOptions = DEFAULT_OPTIONS,
         transport: Transport | None = None,
         rng: random.Random | None = None,
@@ -119,7 +159,9 @@ class SchedulerClient(Session):
         super().__init__(directory, m.Role.SCHEDULER, namespace, name, software, options, transport, rng)
         self._namespace = namespace
         self._fingerprint = namespace.fingerprint
-        self._events_topic = kv_topic(self._fingerprint) if subscribe_events else None
+        self._events_topic = kv_topic(self._fingerprint) if subscribe_events or record_stored else None
+        self._collects_events, self._records_stored = subscribe_events, record_stored
+        self.stored = StoredKeys()
         self._events: deque[KvEvent] = deque([AllBlocksCleared()])
         self._next_events_sequence: int | None = None
         self._leases: dict[int, LookupFuture] = {}
@@ -153,7 +195,7 @@ class SchedulerClient(Session):
         with self._transport.lock:
             now = self._transport.now()
             if not self.ready or self._limits is None:
-                return LookupFuture(0, done=True, failed=True)
+                return LookupFuture(0, done=True, failed=True, answered_at=now)
             fits = nbytes <= self._limits.max_keys_per_request * size
             parts = [(range(len(groups)), groups)] if fits else self._split(groups)
             lease_id = self._rng.getrandbits(63) | 2**32  # random: any worker that knows it may load
@@ -178,6 +220,11 @@ class SchedulerClient(Session):
             if self.ready and self._limits is not None:
                 for _, keys in self._split(groups):
                     self._send(m.Invalidate(m.NO_REPLY, self._fingerprint, list(keys)))
+
+    def add_stored(self, keys: Iterable[bytes]) -> None:
+        """Add keys to ``stored`` whose store is known to have ended before the daemon's event of it has come."""
+        with self._transport.lock:
+            self.stored.add(keys)
 
     def hint(self, action: m.HintAction, groups: Sequence[m.GroupKeys], priority: int = 0, ttl_s: float = 0.0) -> None:
         """Pass on a hint about blocks; see ``HintAction``. Does nothing while not connected."""
@@ -232,7 +279,7 @@ class SchedulerClient(Session):
         ``AllBlocksCleared`` comes first, and again after a lost connection or lost events: the daemon's blocks are then
         unknown.
         """
-        if self._events_topic is None:
+        if not self._collects_events:
             return []
         with self._transport.lock:
             taken = list(self._events)
@@ -290,7 +337,7 @@ class SchedulerClient(Session):
     def _on_failed(self, found: LookupFuture, reply: ReplyOrError, now: float) -> None:
         must_release = found.leased or found.unwanted
         del self._unanswered[found.lease_id]
-        found.pinned, found.ttl_ms, found.failed = 0, 0, True
+        found.pinned, found.ttl_ms, found.failed, found.answered_at = 0, 0, True, now
         found.done = True
         if not isinstance(reply, KvoffdClientError):
             self.disconnect(f"The daemon answered Lookup with a {type(reply).__name__} that does not fit it.", now)
@@ -350,13 +397,21 @@ class SchedulerClient(Session):
         if expected is not None and number != expected:
             self._lose_events(max(1, number - expected))
         try:
-            self._events += decode_event_batch(payload).events
+            events = decode_event_batch(payload).events
         except CODEC_ERRORS:
             self._lose_events(1)
+            return
+        if self._records_stored:
+            for event in events:
+                if isinstance(event, BlockStored):
+                    self.stored.add(event.block_hashes)
+        if self._collects_events:
+            self._events += events
         if len(self._events) > MAX_BUFFERED_EVENTS:
             self._lose_events(len(self._events))
 
     def _lose_events(self, count: int) -> None:
         """Count lost events, after which the daemon's blocks are unknown."""
         self.events_lost += count
+        self.stored.forget()
         self._events = deque([AllBlocksCleared()])

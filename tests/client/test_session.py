@@ -369,7 +369,7 @@ def test_a_lookup_is_done_after_all_that_is_read_of_it(
     look_up(scheduler, link, 0.0)
     answer_lookup(scheduler, link, 0.1, [], 0)
     ready = [b"\2\2"]
-    assert seen == [(ready, 2, False, True, 0.1), (ready, 0, False, False, 0.1), ([], 0, True, False, 0.0)]
+    assert seen == [(ready, 2, False, True, 0.1), (ready, 0, False, False, 0.1), ([], 0, True, False, 0.1)]
 
 
 @pytest.mark.parametrize("states", [[], [b"\2"], [b"\2\2", b"\2"], [b"\2\2\2"]])

@@ -11,6 +11,7 @@ from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
 from kvoffd_client import NamespaceSpec, SchedulerClient
 from kvoffd_client.vllm.connector_metadata import ChunkGroup
 from kvoffd_client.vllm.engine_namespace import EngineNamespace, MemoryReport
+from kvoffd_client.vllm.keyed_lookup import result_of
 from kvoffd_client.vllm.manager import KvoffdManager
 from tests.kit.clock import Clock
 from tests.vllm.vllm_fakes import FakeSchedulerClient, block_hash, key
@@ -21,6 +22,7 @@ SHARD_BYTES = 1000
 
 
 CHUNK_TOKENS = 1000
+PENDING = LookupResult.HIT_PENDING
 
 
 class ManagerHarness:
@@ -39,6 +41,9 @@ class ManagerHarness:
         self.clock = Clock()
         self.client = FakeSchedulerClient(self.clock)
         self.requests: dict[str, Any] = {}
+        self.contexts: dict[str, ReqContext] = {}
+        self.waits: dict[str, bool] = {}
+        """By request, whether vLLM must not scan it now."""
         self.manager = KvoffdManager(
             EngineNamespace(1, lambda _: cast(SchedulerClient, self.client), self.clock),
             groups,
@@ -76,6 +81,7 @@ class ManagerHarness:
 
     def begin(self, context: ReqContext, hashes: int = len(KEYS)) -> None:
         """Make a request, and have vLLM tell of its keys' places."""
+        self.contexts[context.req_id] = context
         self.requests[context.req_id] = SimpleNamespace(
             request_id=context.req_id,
             block_hashes=[block_hash(number + 1) for number in range(hashes)],
@@ -101,13 +107,31 @@ class ManagerHarness:
         return context
 
     def scan(self, name: str = "r", computed: int = 0) -> bool:
-        """vLLM is about to ask for a request's keys; whether that has sent a lookup."""
-        before = len(self.client.asked)
-        self.manager.prepare_scan(self.requests[name], computed, engine_has_all=False)
+        """vLLM asks for a request in its next step, and scans its keys unless it waits; whether a lookup was sent."""
+        before, request, context = len(self.client.asked), self.requests[name], self.contexts[name]
+        self.manager._is_new_step = True
+        if not self.manager.is_waiting(name, computed):
+            self.waits[name] = not self.manager.prepare_scan(request, computed, engine_has_all=False)
+            keys = [key(number + 1) for number in range(len(request.block_hashes))]
+            if not self.waits[name] and PENDING in [self.manager.lookup(one, context) for one in keys]:
+                self.manager.record_scan(request, computed, None)
         return len(self.client.asked) > before
 
     def results(self, context: ReqContext, keys: list[OffloadKey] = KEYS) -> list[LookupResult]:
-        return [self.manager.lookup(item, context) for item in keys]
+        """What vLLM's scan finds of these keys. RETRY for all while it must not scan for want of an answer; while
+        blocks come up, what the last answer said."""
+        state = self.manager.requests[context.req_id]
+        if not self.waits.get(context.req_id):
+            return [self.manager.lookup(item, context) for item in keys]
+        if state.answer is None or not state.awaits_tier:
+            return [LookupResult.RETRY] * len(keys)
+        found: dict[bytes, LookupResult] = {}
+        for index, chunks in state.answer.chunks.items():
+            suffix = self.manager.groups[index].suffix
+            states = state.answer.chunk_states(index)
+            found |= {one + suffix: result_of(code, state.tiers) for one, code in zip(chunks, states, strict=True)}
+        found |= {tail: result_of(code, state.tiers) for tail, code in state.answer.tail_states().items()}
+        return [found.get(item, LookupResult.MISS) for item in keys]
 
     def offer(self, context: ReqContext, keys: list[OffloadKey] = KEYS) -> list[OffloadKey] | None:
         """vLLM offers keys for a store; those that are to be stored, None where it is to offer them again."""

@@ -49,11 +49,12 @@ def have(engine: SchedulerHarness, *requests: Any) -> None:
     engine.there |= {bytes(one) for request in requests for one in request.block_hashes}
 
 
-def scans_of(engine: SchedulerHarness) -> list[bytes]:
-    """The keys that vLLM asks for from now on."""
-    scanned: list[bytes] = []
-    lookup = engine.manager.lookup
-    engine.manager.lookup = lambda key, context: scanned.append(key) or lookup(key, context)  # type: ignore[func-returns-value, method-assign]
+def scans_of(engine: SchedulerHarness) -> list[str]:
+    """The requests that vLLM scans from now on."""
+    scanned: list[str] = []
+    scheduler = engine.connector.connector_scheduler
+    scan = scheduler._lookup
+    scheduler._lookup = lambda status, *rest: scanned.append(status.req.request_id) or scan(status, *rest)
     return scanned
 
 

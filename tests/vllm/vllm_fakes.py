@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvoffd_client import LookupFuture
+from kvoffd_client.scheduler_client import StoredKeys
 from kvoffd_client.worker_client import GroupTransfer, Job
 from kvoffd_proto.events import KvEvent
 from kvoffd_proto.messages import PENDING, READY, SHARED, GroupKeys, HintAction, JobResult, PromptReport
@@ -36,11 +37,15 @@ class FakeSchedulerClient:
     hints: list[tuple[HintAction, Sequence[GroupKeys], int, float]] = field(default_factory=list)
     peers: list[str] = field(default_factory=list)
     """Peers that lookups named."""
+    stored: StoredKeys = field(default_factory=StoredKeys)
     closed: bool = False
 
     def now(self) -> float:
         """A lookup's time, as of its transport."""
         return self.clock()
+
+    def add_stored(self, keys: Iterable[bytes]) -> None:
+        self.stored.add(keys)
 
     def report_prompt(self, report: PromptReport) -> None:
         self.reported.append(report)
@@ -57,7 +62,7 @@ class FakeSchedulerClient:
         future = LookupFuture((1 << 32) + len(self.asked) + 1 if self.ready else 0)
         self.asked.append((future, list(groups)))
         if not self.ready:
-            future.failed = future.done = True
+            self.fail()
         return future
 
     def answer(
@@ -90,6 +95,7 @@ class FakeSchedulerClient:
     def fail(self, index: int = -1) -> None:
         """Let a lookup fail."""
         future = self.asked[index][0]
+        future.answered_at = self.clock()
         future.failed = future.done = True
 
     def poll(self) -> None: ...

@@ -49,7 +49,8 @@ USED = {
         enable_eplb nnodes_within_dp pipeline_parallel_size prefill_context_parallel_size tensor_parallel_size
         world_size""",
     "vllm.config:PrefetchOffloadConfig": "offload_group_size",
-    "vllm.config:SchedulerConfig": "long_prefill_token_threshold max_num_batched_tokens max_num_scheduled_tokens",
+    "vllm.config:SchedulerConfig": """
+        long_prefill_token_threshold max_num_batched_tokens max_num_scheduled_tokens policy""",
     "vllm.config:SpeculativeConfig": """
         draft_tensor_parallel_size method num_speculative_tokens parallel_drafting use_eagle_block_drop""",
     "vllm.config:VllmConfig": """
@@ -65,7 +66,8 @@ USED = {
     f"{V1}.offloading.common:OffloadingWorkerMetadata": "aggregate completed_jobs transfer_stats",
     f"{V1}.offloading.common:TransferJob": "dst_spec req_id src_spec",
     f"{V1}.offloading.scheduler:OffloadingConnectorScheduler": """
-        _current_batch_allocated_block_ids _update_req_states config manager""",
+        _current_batch_allocated_block_ids _maximal_prefix_lookup _sliding_window_lookup _update_req_states config
+        manager""",
     f"{V1}.offloading.scheduler:RequestOffloadState": "max_offload_tokens",
     f"{V1}.offloading.scheduler:SchedulerOffloadConfig": "supports_partial_tail",
     f"{V1}.offloading.worker:OffloadingConnectorWorker": "prepare_store_kv spec start_kv_transfers worker",
@@ -90,7 +92,7 @@ USED = {
     "vllm.v1.kv_offload.base:CanonicalKVCacheTensor": "tensor",
     "vllm.v1.kv_offload.base:CanonicalKVCaches": "group_data_refs tensors",
     "vllm.v1.kv_offload.base:GPULoadStoreSpec": "block_ids block_indices group_sizes",
-    "vllm.v1.kv_offload.base:Locality": "LOCAL",
+    "vllm.v1.kv_offload.base:Locality": "LOCAL REMOTE",
     "vllm.v1.kv_offload.base:LookupResult": "HIT HIT_PENDING MISS RETRY",
     "vllm.v1.kv_offload.base:Medium": "STORAGE",
     "vllm.v1.kv_offload.base:OffloadPolicy": "REQUEST_LEVEL",
@@ -110,12 +112,16 @@ USED = {
     "vllm.v1.outputs:KVConnectorOutput": "kv_connector_worker_meta",
     "vllm.v1.request:Request": """
         all_token_ids block_hashes cache_salt is_finished kv_transfer_params lora_request mm_features
-        num_computed_tokens num_preemptions num_prompt_tokens num_tokens pooling_params prompt_embeds request_id
-        shared_prefix_boundary skip_reading_prefix_cache""",
+        num_computed_tokens num_preemptions num_prompt_tokens num_tokens pooling_params priority prompt_embeds
+        request_id shared_prefix_boundary skip_reading_prefix_cache""",
 }
 """Attributes that the connector reads, by class of vLLM. A test finds missing ones."""
 
 SIGNATURES = {
+    f"{V1}.offloading.scheduler:OffloadingConnectorScheduler._maximal_prefix_lookup": """
+        keys req_context req group_config start_chunk_idx""",
+    f"{V1}.offloading.scheduler:OffloadingConnectorScheduler._sliding_window_lookup": """
+        keys sliding_window_size req_context initial_window_size""",
     f"{V1}.offloading.scheduler:OffloadingConnectorScheduler._update_req_states": "scheduler_output",
     f"{V1}.offloading.worker:OffloadingConnectorWorker.prepare_store_kv": "metadata",
     f"{V1}.offloading.worker:OffloadingConnectorWorker.start_kv_transfers": "metadata",

@@ -47,13 +47,14 @@ from kvoffd_client.vllm.adapters import LiveAdapters
 from kvoffd_client.vllm.block_tokens import HostBlockEvents
 from kvoffd_client.vllm.config import check_engine, check_groups, machine_id, parse_options
 from kvoffd_client.vllm.connector_metadata import ConnectorMetadata, WorkerReport
-from kvoffd_client.vllm.do_no_harm import largest_chunk_of
+from kvoffd_client.vllm.do_no_harm import largest_chunk_of, step_tokens_of
 from kvoffd_client.vllm.engine_namespace import MemoryReport
 from kvoffd_client.vllm.fingerprint import collect_factors, label_of, namespace_of
 from kvoffd_client.vllm.live_weights import LiveWeights, has_experts_elsewhere
 from kvoffd_client.vllm.load_admission import LoadAdmission
 from kvoffd_client.vllm.log import is_no_refusal, logger
 from kvoffd_client.vllm.manager import ASSUMED_CPU_RATE, ASSUMED_RATE, KvoffdManager
+from kvoffd_client.vllm.scans import scan_bytes
 from kvoffd_client.vllm.spec import KvoffdSpec, name_spec
 from kvoffd_client.vllm.worker import KvoffdWorker
 
@@ -111,6 +112,7 @@ class KvoffdConnector(OffloadingConnector):
             logger.warning("kvoffd: %s", sentence)
         logging.getLogger(STORE_LOGGER).addFilter(is_no_refusal)
         self._manager: KvoffdManager = self.connector_scheduler.manager
+        scan_bytes(self.connector_scheduler, self._manager.results_of)
         self._admission = LoadAdmission(
             vllm_config, kv_cache_config, clock=self._manager.clock, is_loading=self._manager.is_loading
         )
@@ -127,9 +129,12 @@ class KvoffdConnector(OffloadingConnector):
             shard_bytes=[page * offloading.cache.blocks_per_chunk for page in pages],
             most_running=vllm_config.max_concurrent_batches,
             largest_chunk=largest_chunk_of(vllm_config.scheduler_config),
+            step_tokens=step_tokens_of(vllm_config.scheduler_config),
+            by_priority=vllm_config.scheduler_config.policy == "priority",
             state_groups=[
                 index for index, spec in enumerate(specs) if getattr(spec, "mamba_cache_mode", "") == "align"
             ],
+            only_prefixes=len(self._full_attention_groups) == len(groups),
             tail_tokens=offloading.cache.tokens_per_hash * self.connector_scheduler.config.supports_partial_tail,
             assumed_rate=ASSUMED_CPU_RATE if current_platform.is_cpu() else ASSUMED_RATE,
         )
@@ -270,9 +275,9 @@ class KvoffdConnector(OffloadingConnector):
         super().bind_gpu_block_pool(gpu_block_pool)
 
     def on_new_request(self, request: Request) -> None:
-        """As vLLM's; also looks up all keys of the request, to have the answer when it is scheduled."""
+        """As vLLM's; also looks up all keys of the request if few others are before it."""
         super().on_new_request(request)
-        self._manager.look_up(request)
+        self._manager.arrived(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """As vLLM's, whose scan sees one answer, read or renewed here.
@@ -281,45 +286,53 @@ class KvoffdConnector(OffloadingConnector):
         anyway, and the load of one more block would delay it. Of a prompt of which it has nothing, all is loaded that
         vLLM's own offloading loads: with EAGLE that includes the block that vLLM's cache drops for the draft.
         """
-        self._manager.namespace.ask()
+        manager = self._manager
+        if manager.is_waiting(request.request_id, num_computed_tokens):
+            return None, False
+        if self._admission.has_deferred and manager.scanned(request, num_computed_tokens):
+            return None, False  # it waits for space behind another load
+        manager.namespace.ask()
         # A prefill instance computed the prompt, and its connector (NIXL, Mooncake) loads it and deletes the mark.
         elsewhere = bool((request.kv_transfer_params or {}).get("do_remote_prefill"))
-        self._manager.requests[request.request_id].prefilled_elsewhere |= elsewhere
         tokens, loads = None, False
-        if not self._manager.awaits_adapter(request):
+        if not manager.awaits_adapter(request):
             usable = (request.num_tokens - 1) // self._block_tokens * self._block_tokens
             if num_computed_tokens:
                 usable -= self._dropped_tokens
-            self._manager.prepare_scan(request, num_computed_tokens, engine_has_all=num_computed_tokens >= usable)
-            tokens, loads = self._find_load(request, num_computed_tokens)
+            if manager.prepare_scan(request, num_computed_tokens, engine_has_all=num_computed_tokens >= usable):
+                tokens, loads = self._find_load(request, num_computed_tokens)
         # Do not defer: MultiConnector would also defer the load of another connector, which has the whole prompt.
         return (0, False) if tokens is None and elsewhere else (tokens, loads)
 
     def _find_load(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return the result of get_num_new_matched_tokens() from the prepared scan."""
-        admission, name = self._admission, request.request_id
-        known = self._manager.scanned(request, num_computed_tokens)
-        if known is None or (known and admission.admits(request, num_computed_tokens + known, loads=True) is None):
-            return None, False  # as in the previous step, without scanning all keys
-        tokens, loads = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        if self._manager.look_up_tails(request, num_computed_tokens):
-            tokens, loads = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        if self._manager.requests[name].awaits_tail:  # vLLM defers a request for one only without other hits
-            tokens = None
-        self._manager.record_scan(request, num_computed_tokens, tokens)
-        if tokens is None:
-            return None, False
+        manager, name = self._manager, request.request_id
+        if (tokens := manager.scanned(request, num_computed_tokens)) is None:
+            tokens = self._scan(request, num_computed_tokens)
+            manager.record_scan(request, num_computed_tokens, tokens)
+            if tokens is None:
+                return None, False
         if self._full_attention_groups and self._has_windows_or_states:
             self._mark_shared_prefix(request, num_computed_tokens + tokens)
-        if tokens and self._manager.skips_load(name, tokens):
-            tokens, loads = 0, False
-        admitted = admission.admits(request, num_computed_tokens + tokens, loads=loads)
+        if tokens and manager.skips_load(name, tokens):
+            tokens = 0
+        admitted = self._admission.admits(request, num_computed_tokens + tokens, loads=tokens > 0)
         if admitted is None:
             return None, False
         if not admitted:
-            self._manager.refuse_load(name)
+            manager.refuse_load(name)
             return 0, False
-        return tokens, loads
+        return tokens, tokens > 0
+
+    def _scan(self, request: Request, num_computed_tokens: int) -> int | None:
+        """Return the tokens that can be loaded by vLLM's scan of the answer; None if the request must wait."""
+        tokens, _ = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        if (may_scan := self._manager.look_up_tails(request, num_computed_tokens)) is not None:
+            if not may_scan:
+                return None
+            tokens, _ = super().get_num_new_matched_tokens(request, num_computed_tokens)
+        # vLLM defers a request for a tail only without other hits.
+        return None if self._manager.requests[request.request_id].awaits_tail else tokens
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """As vLLM's; also releases the pinned blocks of a request that is scheduled without a load."""

@@ -93,9 +93,14 @@ class PrefillRate:
         self._is_warm, self._tokens, self._seconds = True, 0, 0.0
 
 
+def step_tokens_of(config: SchedulerConfig) -> int:
+    """Return the most tokens that an engine computes in a step."""
+    return int(config.max_num_scheduled_tokens or config.max_num_batched_tokens)
+
+
 def largest_chunk_of(config: SchedulerConfig) -> int:
     """Return the most tokens of a prompt that an engine computes in a step."""
-    tokens = int(config.max_num_scheduled_tokens or config.max_num_batched_tokens)
+    tokens = step_tokens_of(config)
     return min(tokens, config.long_prefill_token_threshold or tokens)
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import os
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import cast
 
 from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_client.namespace_differences import differences
-from kvoffd_client.scheduler_client import SchedulerClient
+from kvoffd_client.scheduler_client import SchedulerClient, StoredKeys
 from kvoffd_client.vllm.fingerprint import with_live_weights
 from kvoffd_client.vllm.log import logger
 from kvoffd_proto.events import KvEvent
@@ -63,6 +63,9 @@ class Unconnected:
     epoch = 0
     ready = unreachable = False
     reported_prefill_rate = 0.0
+    stored = StoredKeys()
+
+    def add_stored(self, keys: Iterable[bytes]) -> None: ...
 
     def release(self, lease_id: int) -> None: ...
 

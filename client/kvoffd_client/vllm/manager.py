@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from math import inf
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from msgspec import structs
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -24,7 +25,6 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvoffd_client.scheduler_client import LookupFuture, SchedulerClient
 from kvoffd_client.vllm import metrics
 from kvoffd_client.vllm.adapters import ANSWER_PATIENCE_S, AdapterContents
 from kvoffd_client.vllm.block_tokens import HostBlockEvents
@@ -39,21 +39,13 @@ from kvoffd_client.vllm.connector_metadata import (
 from kvoffd_client.vllm.do_no_harm import DoNoHarm, PrefillRate
 from kvoffd_client.vllm.engine_namespace import EngineNamespace
 from kvoffd_client.vllm.hints import RequestHint, read_hints
+from kvoffd_client.vllm.keyed_lookup import NOTHING_AWAITED, RESULTS, KeyedLookup, result_of
 from kvoffd_client.vllm.log import logger
+from kvoffd_client.vllm.prompt_queue import MAX_AHEAD, Parked, PromptQueue
+from kvoffd_client.vllm.prompt_report import PromptRecord, failed
+from kvoffd_client.vllm.waits import MIN_COMPUTED_S, MIN_RETRY_PAUSE_S, AnswerWait, EngineClock, TierWait
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import (
-    ABSENT,
-    COMING,
-    MAX_REPORTED,
-    PENDING,
-    READY,
-    SHARED,
-    WRITING,
-    GroupKeys,
-    HintAction,
-    Outcome,
-    PromptReport,
-)
+from kvoffd_proto.messages import MAX_REPORTED, PENDING, SHARED, GroupKeys, HintAction
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
@@ -61,96 +53,31 @@ if TYPE_CHECKING:
 
 # Errors after which the blocks are unusable. After other errors they are still valid.
 BLOCKS_UNUSABLE = frozenset({ErrorCode.NOT_READY, ErrorCode.COPY_FAILED, ErrorCode.CHECKSUM})
-_HIT, _PENDING, _MISS = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.MISS
-_NOT_THERE = bytes([ABSENT, WRITING])
 LONG_AGO = float("-inf")
-REFRESH_S = 1.0
-"""An answer with misses is refreshed at this age, a complete one this long before ``stale_at``. After a failed lookup
-none is sent for this long."""
-MIN_RETRY_PAUSE_S, MAX_RETRY_PAUSE_S, RETRY_SHARE = 0.002, 0.05, 0.02
-"""Shortest and longest pause between lookups of blocks being promoted. A request that has waited for long pauses for up
-to RETRY_SHARE of that time: reading 8,192 states takes the scheduler milliseconds."""
-LOOKUP_WAIT_S = 0.001
-"""Time that the scheduler waits for answers in one step, for all its new requests together."""
-IDLE_WAIT_S = 0.005
-"""The same if no request ran in the previous step: without an answer an idle engine would run an empty step, after
-which vLLM sleeps for a millisecond."""
+REFRESH_S, REFRESH_KEYS = 1.0, 1000
+"""An answer with misses is refreshed at this age, for each REFRESH_KEYS keys; a complete one this long before
+``stale_at``. After a failed lookup none is sent for this long."""
+CHECKED_AHEAD = 16
+"""Prompts at the head of the queue whose answers are checked, and renewed if they are old, at the end of a step."""
+LOAD_PAUSE_S = 0.05
+"""Longest time for which a request that waits for another one's load is not scanned."""
 ASSUMED_RATE, ASSUMED_CPU_RATE = 10_000.0, 500.0
 """Assumed prefill rates in tokens per second, on a GPU and on a CPU, while the rate is unknown. Estimates for a large
 GPU and for few cores."""
-MIN_COMPUTED_S = 0.02
-"""Least time assumed for computing a prompt."""
-LATE_REPLIES = 3
-"""Consecutive answers that took longer than a prompt may wait, after which the next prompts do not wait."""
-ANSWER_SHARE = 0.1
-"""A prompt waits for an answer for this share of its compute time, if that is more than the deadline: on a busy machine
-answers are late. A daemon that hangs costs this a few times, see LATE_REPLIES."""
-DOUBT_SHARE = 0.03
-"""A request waits for a tier for this share of its longest wait although that seems not worth it: the first estimates
-of a tier's speed may be far off."""
-ASK_SHARE, MAX_ASK_S = 0.1, 0.25
-"""The same for a shared store that has not said what it has: the share, and the most seconds."""
-WAIT_PAUSE_S = 0.1
-"""Time without waits after one that got no answer. So a daemon that hangs costs 1 % of an engine's time, 5 % of an idle
-one's, until it counts as not connected."""
-STANDSTILL_S, MAX_STOOD_STILL_S = 0.05, 5.0
-"""Longest normal time between two calls of _note_time() in an idle engine. If it is longer, probably neither engine nor
-daemon had a CPU; the excess does not count as waited, up to MAX_STOOD_STILL_S per request."""
 REPORT_EVERY_S = 10.0
 
 
-@dataclass(slots=True, eq=False)
-class KeyedLookup:
-    """A lookup of one request.
+class Scan(NamedTuple):
+    """What the result of vLLM's scan of a request depends on.
 
     Attributes:
-        chunks: hashes of the complete chunks looked up, by group on the wire.
-        tails: hashes of the tails looked up with them, by group on the wire; see ``RequestState``.
-        given_up: the request no longer waits for the answer, but uses it if it comes before the request runs.
-        read: whether the answer was read.
-        found: results by vLLM's keys: ready and coming ones, and all tails.
-        coming: states of the keys that are being promoted.
-        coming_tokens: number of their tokens, in the group with the most.
+        loads_begun: number of all loads so far: vLLM scans again where another request loads the same blocks.
     """
 
-    future: LookupFuture
-    chunks: dict[int, Sequence[bytes]]
-    tails: Mapping[int, Sequence[bytes]]
-    sent_at: float
-    given_up: bool = False
-    read: bool = False
-    found: dict[OffloadKey, LookupResult] = field(default_factory=dict)
-    coming: dict[OffloadKey, int] = field(default_factory=dict)
-    coming_tokens: int = 0
-
-    @property
-    def asked(self) -> int:
-        return sum(map(len, self.chunks.values()))
-
-    @property
-    def all_ready(self) -> bool:
-        """Whether all chunks are ready, and no tail is being promoted."""
-        return not self.coming and all(states.count(READY) == len(states) for states in self.states)
-
-    @property
-    def states(self) -> list[bytes]:
-        """States of the chunks of each group; empty without an answer."""
-        counts = map(len, self.chunks.values())
-        return [states[:count] for states, count in zip(self.future.states, counts, strict=False)]
-
-    def leading_ready(self, index: int) -> int:
-        """Return the number of a group's chunks that are ready, before the first one that is not."""
-        chunks = self.chunks.get(index, ())
-        return min(self.future.leading_ready(list(self.chunks).index(index)), len(chunks)) if chunks else 0
-
-    def asks_tails_beyond(self, answer: KeyedLookup | None) -> bool:
-        """Return whether it asks for tails that ``answer`` lacks."""
-        return bool(self.tails) and (answer is None or self.tails is not answer.tails)
-
-    @property
-    def usable(self) -> bool:
-        """Whether the answer is still valid: its lease lives, or nothing was pinned."""
-        return self.future.alive or self.future.pinned == 0
+    answer: KeyedLookup | None
+    computed_tokens: int
+    awaits_tier: bool
+    loads_begun: int
 
 
 @dataclass(slots=True, eq=False)
@@ -158,21 +85,19 @@ class RequestState:
     """State of one request.
 
     Attributes:
-        request: vLLM's request, from ``look_up`` on; its block hashes grow.
+        number: number of requests before it.
+        request: vLLM's request, from ``arrived`` on; its block hashes grow.
+        record: what is reported of the prompt.
         answer: the current answer, whose lease pins the blocks that it reports as ready.
         pending: a lookup without an answer yet. The current answer stays until it is replaced.
         last: the lookup sent last, even if its lease was released; it shows which blocks need not be stored.
-        to_count: the lookup whose keys the daemon counts when the outcome is reported; None once it is.
-        counted_by: client and session that sent it: only that session's daemon counts it.
-        own_tokens: leading tokens in vLLM's own cache, at the last scan.
-        engine_has_all: those are all that vLLM can use.
-        prefilled_elsewhere: another connector loads the prompt, which a prefill instance computed.
-        report: the report of a prompt that is being loaded; sent when the load ends.
-        found: the answer's results, during vLLM's scan.
-        default_result: result for all other keys.
-        tails: hashes of the tails to look up with the chunks, by group on the wire. A tail is the beginning of a chunk,
-            which vLLM stores where a prompt of a model with recurrent layers ends.
-        tail_keys: vLLM's keys of all tails looked up.
+        awaits_tier: the request waits for promotions in its answer.
+        tier_wait: that wait.
+        tiers: states of blocks that it may wait for: PENDING for those on disks, SHARED for those of shared stores.
+        waits_since: time of its first scan without an answer, by the engine's clock.
+        tails: hashes of the tails to look up with the chunks, by group on the wire; see ``KeyedLookup``.
+        results: during vLLM's scan, what it finds of each group's chunks, a byte each, see ``keyed_lookup``.
+        tail_results: the same of the tails looked up, by vLLM's keys.
         wanted_tails: keys of tails for which vLLM asked in this scan, and that were not looked up.
         asks_tails: lookup() adds to these.
         awaits_tail: it waits for an answer about tails, or for a tail that is being promoted.
@@ -181,38 +106,28 @@ class RequestState:
         adapter_asked_at: time when the workers were first asked for it.
         disabled: the request must not be looked up or stored.
         load_failed: a load failed; the request is recomputed and not looked up again.
-        from_tiers: keys that were, or were to be, promoted for this request, with their last state.
-        tier_wait_began: time when the request began to wait for a promotion; None before.
-        tier_wait_until: latest end of that wait; LONG_AGO once it has ended.
-        doubted_since: time since which the wait for a tier seems not worth it; inf while it seems worth it.
-        waits_for_tier: the request waits for promotions in its answer.
-        stood_still_s: time in which the machine stood still while it waited.
-        scan: the last scan: what it depended on (answer, computed tokens, waits_for_tier), its tokens or None, and
-            the number of loads that had ended.
-        skip_counted: it was counted as a load skipped for being slow.
-        refused: its blocks were not loaded because the KV cache had no space.
-        logged: its outcome was reported.
+        scan: the last scan that found something or nothing; None before.
+        found_tokens: the tokens that it found.
         failed_at: time of its last failed lookup; for a while none is sent, so that the request is not deferred for
             ever.
         waits_for_report_since: time of its first scan while the workers were not registered.
-        hints: the client's hints.
+        hints: the client's hints; those for its start are sent once, ``hints_sent``.
         peer: host of the peer that has its blocks, as a hint says; empty for none.
     """
 
+    number: int
     request: Request = cast(Any, None)  # noqa: RUF009
+    record: PromptRecord = field(default_factory=PromptRecord)
     answer: KeyedLookup | None = None
     pending: KeyedLookup | None = None
     last: KeyedLookup | None = None
-    to_count: LookupFuture | None = None
-    counted_by: tuple[SchedulerClient, int] | None = None
-    own_tokens: int = 0
-    engine_has_all: bool = False
-    prefilled_elsewhere: bool = False
-    report: PromptReport | None = None
-    found: Mapping[OffloadKey, LookupResult] = field(default_factory=dict)
-    default_result: LookupResult = _MISS
+    awaits_tier: bool = False
+    tier_wait: TierWait = field(default_factory=TierWait)
+    tiers: frozenset[int] = frozenset((PENDING, SHARED))
+    waits_since: float | None = None
     tails: Mapping[int, Sequence[bytes]] = field(default_factory=dict)
-    tail_keys: set[OffloadKey] = field(default_factory=set)
+    results: Mapping[int, bytes] = field(default_factory=dict)
+    tail_results: Mapping[OffloadKey, LookupResult] = field(default_factory=dict)
     wanted_tails: list[OffloadKey] = field(default_factory=list)
     asks_tails: bool = False
     awaits_tail: bool = False
@@ -221,24 +136,24 @@ class RequestState:
     adapter_asked_at: float | None = None
     disabled: bool = False
     load_failed: bool = False
-    from_tiers: dict[OffloadKey, int] = field(default_factory=dict)
-    tier_wait_began: float | None = None
-    tier_wait_until: float = inf
-    doubted_since: float = inf
-    waits_for_tier: bool = False
-    stood_still_s: float = 0.0
-    scan: tuple[tuple[KeyedLookup | None, int, bool], int | None, int] = ((None, 0, False), 0, 0)
-    skip_counted: bool = False
-    refused: bool = False
-    logged: bool = False
+    scan: Scan | None = None
+    found_tokens: int = 0
     failed_at: float = LONG_AGO
     waits_for_report_since: float | None = None
     hints: Sequence[RequestHint] = ()
+    hints_sent: bool = False
     peer: str = ""
 
 
 class KvoffdManager(OffloadingManager):
     """vLLM's OffloadingManager over the daemon. If the daemon is absent or slow, every answer is a miss.
+
+    A prompt waits here in one of four ways, until ``scheduled``:
+
+    * behind: it is not looked up, because many others will run before it;
+    * ahead: it is looked up, and vLLM has not come to it, or there was no space for it;
+    * parked: vLLM came to it, and it waits for an answer, a tier or another prompt's load;
+    * none of these: vLLM came to it, and may schedule it in each step.
 
     Attributes:
         namespace: the engine's namespace and connection. The connector calls leave() before reset_cache().
@@ -274,8 +189,11 @@ class KvoffdManager(OffloadingManager):
         self._outstanding_bytes = 0
         self.events: HostBlockEvents | None = None
         self.requests: dict[str, RequestState] = {}
+        self._numbers = count()
         self._loading: dict[str, KeyedLookup] = {}
-        self._ended_loads = 0
+        self._loads_begun = 0
+        self._scheduled: list[tuple[RequestState, int]] = []
+        """Requests that this step schedules, with the tokens that they load."""
         self._counters = metrics.Counters()
         self._report_at = clock() + REPORT_EVERY_S
         self._reported = Counter[str]()
@@ -283,20 +201,16 @@ class KvoffdManager(OffloadingManager):
         self._reported_problem = ""
         self.namespace = namespace
         self.adapters = AdapterContents(namespace)
-        namespace.on_leave = self._disable_adapters
+        namespace.on_leave = self._on_leave
         self.loads = self.stores = True
-        self._replies_s: deque[float] = deque(maxlen=LATE_REPLIES)
-        """Durations of the last answers, or of the wait for those given up."""
-        self._wait_left_s = IDLE_WAIT_S
-        self._tokens_before: dict[str, int] | None = None
-        """Uncomputed tokens of earlier prompts, by request; None until needed in this step."""
-        self._no_wait_before = LONG_AGO
-        self._is_idle = True
-        """Whether no request ran in the previous step."""
-        self._looked_at = LONG_AGO
-        self._asks_again: bool | None = None
-        """Whether requests that wait for a store's answer are looked up again in this step. The first of them decides
-        for all, so that its blocks are promoted first. None before that."""
+        self._engine_clock = EngineClock(lambda: self.clock())
+        self._answer_wait = AnswerWait(deadline_s, do_no_harm=do_no_harm)
+        self._is_new_step, self._has_rested = True, False
+        """Whether no prompt was asked for in this step yet, and whether an idle engine has paused in it."""
+        self._tokens_before: dict[str, int] = {}
+        """Uncomputed tokens of earlier prompts, by request, as far as needed in this step; and the rest to be added."""
+        self._uncounted: Iterator[RequestState] | None = None
+        self._tokens_counted = 0
 
     # --- for the connector, beyond vLLM's interface ---
 
@@ -306,26 +220,32 @@ class KvoffdManager(OffloadingManager):
         shard_bytes: Sequence[int],
         most_running: int,
         largest_chunk: int,
+        step_tokens: int = 8192,
+        by_priority: bool = False,
         state_groups: Collection[int] = (),
+        only_prefixes: bool = True,
         tail_tokens: int = 0,
         assumed_rate: float = ASSUMED_RATE,
     ) -> None:
         """Set properties of the engine's configuration, before the first request.
 
         ``shard_bytes``: bytes of one worker's shard of a block, by group on the wire. ``state_groups``: groups of
-        recurrent layers, whose states vLLM offers separately. ``tail_tokens``: tokens per hash if tails are stored,
-        else 0. For the others see ``PrefillRate``.
+        recurrent layers, whose states vLLM offers separately. ``only_prefixes``: all groups are of full attention.
+        ``tail_tokens``: tokens per hash if tails are stored, else 0. For the others see ``PrefillRate`` and
+        ``PromptQueue``.
         """
         self._tail_tokens = tail_tokens
+        self._only_prefixes = only_prefixes
         self._shard_bytes = dict(zip(self._positions, shard_bytes, strict=True))
         self._state_suffixes = {self.groups[index].suffix for index in state_groups}
         self._assumed_rate = assumed_rate
         prefill = PrefillRate(self.clock, most_running, largest_chunk)
         self.harm = DoNoHarm(self.clock, prefill, active=self._do_no_harm)
+        self._queue = PromptQueue(step_tokens, by_priority=by_priority)
 
-    def look_up(self, request: Request) -> None:
-        """Look up all complete chunks of a request that vLLM has announced, and its tails, if lookups are possible."""
-        state, namespace = self.requests[request.request_id], self.namespace
+    def arrived(self, request: Request) -> None:
+        """Handle a request that vLLM has announced: look it up if few others are before it."""
+        state = self.requests[request.request_id]
         state.request = request
         if request.skip_reading_prefix_cache and request.pooling_params is not None:
             logger.info_once(  # type: ignore[attr-defined]
@@ -334,47 +254,83 @@ class KvoffdManager(OffloadingManager):
                 request.pooling_params.task,
             )
             state.disabled = True
+        if not state.disabled:
+            self._send_first_hints(state)
+        self._queue.add(request.request_id, request.num_prompt_tokens, request.priority)
+        self._look_up_ahead()
+
+    def _look_up_ahead(self) -> None:
+        """Look up the first prompts of the queue that are not, as long as there is space in the window."""
+        for _ in range(MAX_AHEAD) if self.namespace.serves else ():
+            if not self._queue.has_space or (name := self._queue.take_next()) is None:
+                break
+            self.look_up(self.requests[name].request)
+
+    def _renew_ahead(self) -> None:
+        """Look up again the first prompts of the queue whose answers are old, so that the next step need not wait."""
+        for name in self._queue.first_ahead(CHECKED_AHEAD) if self.namespace.serves else ():
+            state = self.requests[name]
+            self._take_answer(state)
+            comes = state.answer is not None and state.answer.is_coming  # a scan asks for these again
+            if state.pending is None and not comes and self._is_outdated(state):
+                self.look_up(state.request)
+
+    def look_up(self, request: Request) -> None:
+        """Look up all complete chunks of a request, and its tails, if lookups are possible."""
+        state, namespace = self.requests[request.request_id], self.namespace
         if not self._knows_adapter(state) or not namespace.serves:
             return
-        if state.last is None:
-            self._send_hints(state, has_ended=False)
+        self._send_first_hints(state)
         if not self._may_load(state):
             return
         chunks, tails = dict[int, Sequence[bytes]](), state.tails
         for index, group in enumerate(self.groups):
             if (found := group.hashes(request.block_hashes)) or index in tails:
                 chunks[index] = found
-        if chunks:
-            asked = {index: [*hashes, *tails.get(index, ())] for index, hashes in chunks.items()}
-            message = [_group_keys(index, hashes, state.adapter) for index, hashes in asked.items()]
-            asked_by = namespace.client, namespace.client.session_id
-            # A daemon counts a prompt once, and no tails: there are many, of which one is a hit at most.
-            again = bool(tails) or (state.to_count is not None and state.counted_by == asked_by)
-            future = namespace.client.lookup(message, again, reported=True, peer=state.peer)
-            if not again and future.lease_id:
-                state.to_count, state.counted_by = future, asked_by
-            state.pending = state.last = KeyedLookup(future, chunks, tails, self._note_time())
-            self._counters[metrics.LOOKUPS] += 1
+        if not chunks:
+            return
+        asked = {index: [*hashes, *tails.get(index, ())] for index, hashes in chunks.items()}
+        message = [_group_keys(index, hashes, state.adapter) for index, hashes in asked.items()]
+        client, record, stored_before = namespace.client, state.record, namespace.client.stored.count
+        asked_by = client, client.session_id
+        # A daemon counts a prompt once, and no tails: there are many, of which one is a hit at most.
+        again = bool(tails) or (record.counted is not None and record.counted_by == asked_by)
+        future = client.lookup(message, again, reported=True, peer=state.peer)
+        if not again and future.lease_id:
+            record.counted, record.counted_by = future, asked_by
+        is_needed = state.answer is None or self._lacks_stored(state.answer)
+        state.pending = state.last = KeyedLookup(
+            *(future, self.groups, state.adapter, chunks, tails, self.clock(), self._engine_clock.read()),
+            *(client.stored, stored_before, is_needed, record.is_late),
+        )
+        self._counters[metrics.LOOKUPS] += 1
+        self._queue.enter_window(request.request_id, request.num_prompt_tokens, future)
 
-    def look_up_tails(self, request: Request, computed_tokens: int) -> bool:
-        """Look up the tails for which vLLM asked in its scan; return whether there are any, so that it scans again.
+    def look_up_tails(self, request: Request, computed_tokens: int) -> bool | None:
+        """Look up the tails for which vLLM asked in its scan, and prepare another; None if it asked for none.
 
-        vLLM asks for each position inside the chunk after the last one that is a hit, in all groups.
+        Returns as ``prepare_scan``. vLLM asks for each position inside the chunk after the last one that is a hit, in
+        all groups.
         """
         state = self.requests[request.request_id]
         if not (wanted := state.wanted_tails):
-            return False
+            return None
         tails: dict[int, list[bytes]] = {}
         for key in reversed(wanted):  # vLLM begins with the longest
             tails.setdefault(self._positions[key[-GROUP_ID_BYTES:]], []).append(key[:-GROUP_ID_BYTES])
-        state.tails = tails
-        state.tail_keys.update(wanted)
+        state.tails, state.record.asks_tails = tails, True
         self._release(state.pending)
         state.pending = None
         self.look_up(request)
-        self.prepare_scan(request, computed_tokens, engine_has_all=state.engine_has_all)
+        may_scan = self.prepare_scan(request, computed_tokens, engine_has_all=state.record.engine_has_all)
         state.asks_tails = False  # the second scan takes what is known
-        return True
+        return may_scan
+
+    def _send_first_hints(self, state: RequestState) -> None:
+        """Send a request's hints for its start, once the daemon can be reached and the adapter is known."""
+        if not state.hints_sent and self._knows_adapter(state) and self.namespace.serves:
+            state.hints_sent = True
+            self._send_hints(state, has_ended=False)
 
     def _send_hints(self, state: RequestState, *, has_ended: bool) -> None:
         """Pass on a request's hints: ``kv.release`` at its end, ``kv.prefetch`` at its start, ``kv.retain`` at both, to
@@ -418,65 +374,138 @@ class KvoffdManager(OffloadingManager):
         barred = state.disabled or state.load_failed or state.request.skip_reading_prefix_cache
         return self.loads and not barred
 
-    def prepare_scan(self, request: Request, computed_tokens: int, *, engine_has_all: bool) -> None:
+    # --- a request's turn --------------------------------------------------------------------------
+
+    def is_waiting(self, request_id: str, computed_tokens: int) -> bool:
+        """Return whether a request has nothing to look at in this step: vLLM asks for each one that waits."""
+        if self._is_new_step:
+            self._is_new_step = False
+            self._begin_scans()
+        if not self._queue.is_parked(request_id, computed_tokens):
+            return False
+        if self._engine_clock.is_idle and not self._has_rested:
+            self._rest()
+        return self._queue.is_parked(request_id, computed_tokens)
+
+    def _begin_scans(self) -> None:
+        """Wake the parked requests whose time or answer has come."""
+        if not self._queue.has_parked:
+            return
+        if self.namespace.serves and self.namespace.registered:
+            self.namespace.client.poll()
+            self._queue.wake(self._engine_clock.read())
+        else:
+            self._queue.wake_all()
+
+    def _rest(self) -> None:
+        """Pause an idle engine until an answer comes, or for a moment: it runs empty steps while all prompts wait."""
+        self._has_rested, began, wait = True, self._engine_clock.read(), self._answer_wait
+        if (future := self._queue.first_awaited) is None:
+            self._sleep(max(0.0, min(wait.left_s, MIN_RETRY_PAUSE_S)))
+            wait.left_s -= MIN_RETRY_PAUSE_S
+        elif wait.may_wait(began):
+            answered = future.wait(wait.left_s)
+            wait.record_wait(began, self._engine_clock.read(), answered=answered)
+        self._queue.wake(self._engine_clock.read())
+
+    def prepare_scan(self, request: Request, computed_tokens: int, *, engine_has_all: bool) -> bool:
         """Prepare the results of ``lookup`` for a request before vLLM's scan, which must see a single answer.
 
-        Read an answer that has come, or wait a moment for it; look up again if it is missing or outdated.
+        Take an answer that has come, ask again if it may not be the best one any more, and wait a moment for the next.
         ``computed_tokens`` are in vLLM's own cache, in whole blocks; ``engine_has_all``: as many as it can use, so
-        nothing is loaded but a tail.
+        nothing is loaded but a tail. False: the request waits, and vLLM must not scan now.
         """
         state, namespace = self.requests[request.request_id], self.namespace
-        state.found, state.default_result = {}, _MISS
-        state.own_tokens, state.engine_has_all = computed_tokens, engine_has_all
-        state.wanted_tails, state.asks_tails, state.awaits_tail = [], False, False
+        record = state.record
+        record.own_tokens, record.engine_has_all, record.may_load = (
+            computed_tokens,
+            engine_has_all,
+            self._may_load(state),
+        )
+        state.results, state.tail_results, state.wanted_tails = {}, {}, []
+        state.asks_tails = state.awaits_tail = False
         has_tail = bool(self._tail_tokens) and computed_tokens + self._tail_tokens < request.num_prompt_tokens
-        if (engine_has_all and not has_tail) or not self._may_load(state) or namespace.problem:
-            return
+        if (engine_has_all and not has_tail) or not record.may_load or namespace.problem:
+            return True
         if not (namespace.registered and namespace.client.ready):
-            if self._awaits_reports(state):
-                state.default_result = LookupResult.RETRY
-            return
-        if state.answer is not None and not state.answer.usable:
-            state.answer = None
-        if state.pending is None:
-            is_outdated = self._is_outdated(state)
-            if state.waits_for_tier and state.answer is not None and state.answer.future.asking:
-                self._asks_again = is_outdated
-            if is_outdated:
-                self.look_up(request)
-        if state.pending is None and state.waits_for_tier:
-            self._rest()
-        if state.pending is not None and not state.pending.future.done:
-            tokens = request.num_tokens - computed_tokens
-            if state.answer is not None and state.pending.asks_tails_beyond(state.answer):
-                tokens = min(tokens, self.groups[0].tokens_per_chunk)
-            self._wait_for_answer(state, state.pending, self._computed_s(request, tokens))
-        if state.pending is not None and state.pending.future.done:
-            self._take_answer(state, state.pending)
-        if state.answer is not None:
-            state.found = state.answer.found
-            state.waits_for_tier = bool(state.answer.coming) and self._waits_for_tier(state, state.answer)
-        pending = state.pending
+            return not self._awaits_reports(state)
+        self._take_answer(state)
+        if state.pending is None and self._is_outdated(state):
+            if self._queue.is_behind(request.request_id) and not self._queue.has_space:
+                return self._await_turn(state, computed_tokens)
+            self.look_up(request)
+        late_at = 0.0
+        if (pending := state.pending) is not None and not pending.future.done:
+            late_at = self._wait_for_answer(state, pending, computed_tokens)
+        self._take_answer(state)
+        answer, pending = state.answer, state.pending
+        state.awaits_tier = answer is not None and self._waits_for_tier(state, answer)
         if pending is not None and not pending.given_up:
-            state.awaits_tail = pending.asks_tails_beyond(state.answer)
-            if state.answer is None or state.waits_for_tier or state.awaits_tail:
-                state.default_result = LookupResult.RETRY
-        may_ask = (pending is None or not pending.given_up) and self.clock() - state.failed_at >= REFRESH_S
-        state.asks_tails = has_tail and may_ask and state.default_result is _MISS
+            state.awaits_tail = pending.asks_tails_beyond(answer)
+            if pending.is_needed or state.awaits_tier or state.awaits_tail:
+                self._park(state, computed_tokens, late_at)
+                return False
+        if answer is not None:
+            awaited = state.tiers if state.awaits_tier else NOTHING_AWAITED
+            state.results = {index: answer.results(index, awaited) for index in answer.chunks}
+            state.tail_results = {key: result_of(one, awaited) for key, one in answer.tail_states().items()}
+        may_ask = pending is None and self.clock() - state.failed_at >= REFRESH_S
+        state.asks_tails = has_tail and may_ask
+        return True
 
-    def _take_answer(self, state: RequestState, answered: KeyedLookup) -> None:
-        """Replace a request's answer by the one that has come, unless that failed or is too old."""
+    def _park(self, state: RequestState, computed_tokens: int, until: float) -> None:
+        """Pass over a request until its pending answer comes, or this time."""
+        future = state.pending.future if state.pending is not None else None
+        name, place = state.request.request_id, None
+        if state.awaits_tier:
+            self._queue.leave_window(name)
+            if state.answer is not None and state.answer.future.asking:
+                place, until = state.number, max(until, state.tier_wait.judge_at)
+        parked = Parked(computed_tokens, until, future, state.awaits_tier, place, state.tier_wait.ask_at)
+        self._queue.park(name, parked)
+
+    def _await_turn(self, state: RequestState, computed_tokens: int) -> bool:
+        """Park a request that is not looked up, because many before it are; return True once that takes too long."""
+        now = self._engine_clock.read()
+        if state.waits_since is None:
+            state.waits_since = now
+        until = state.waits_since + self._answer_wait.allowed_s(
+            self._computed_s(state.request, state.request.num_tokens)
+        )
+        if now < until:
+            self._park(state, computed_tokens, until)
+            return False
+        self._counters[metrics.LATE_LOOKUPS] += not state.record.is_late
+        state.record.is_late = True
+        return True
+
+    def _take_answer(self, state: RequestState) -> None:
+        """Replace a request's answer by the one that has come, unless that failed, or a lease is about to end."""
+        if (answer := state.answer) is not None and not answer.usable:
+            state.answer = None
+        if (answered := state.pending) is None or not answered.future.done:
+            return
         state.pending = None
-        now = self.clock()
-        if answered.future.failed or (answered.future.pinned and now >= answered.future.stale_at):
+        if answered.future.failed:
             self._release(answered)
-            state.failed_at = now
+            state.failed_at = answered.future.answered_at
+            return
+        if answered.future.pinned and self.clock() >= answered.future.stale_at:
+            self._release(answered)  # it came long ago, so it is asked again
             return
         self._read(answered)
         # The new lease pins the same blocks, so nothing is unpinned in between.
         self._release(state.answer)
         state.answer = answered
-        state.from_tiers.update(answered.coming)
+        state.record.came_from_tiers(answered)
+        now, age_s = self._engine_clock.read(), self.clock() - answered.future.answered_at
+        state.tier_wait.answered(now - age_s, now, answered.future.wait_s)
+
+    def _read(self, lookup: KeyedLookup) -> None:
+        """Record how long an answer took, once it has come."""
+        if lookup.future.done and not (lookup.is_read or lookup.future.failed):
+            lookup.is_read = True
+            self._answer_wait.record_reply(lookup.future.answered_at - lookup.sent_at)
 
     def _awaits_reports(self, state: RequestState) -> bool:
         """Return whether a request waits a moment for the workers to report their memory or registration.
@@ -495,76 +524,52 @@ class KvoffdManager(OffloadingManager):
             return False
         if state.waits_for_report_since is None:
             state.waits_for_report_since = self.clock()
-        return self._is_idle and self.clock() - state.waits_for_report_since < MIN_COMPUTED_S
+        return self._engine_clock.is_idle and self.clock() - state.waits_for_report_since < MIN_COMPUTED_S
 
     def _is_outdated(self, state: RequestState) -> bool:
-        """Return whether a request without a pending lookup needs another."""
+        """Return whether a request without a pending lookup needs another: it has no answer that may be the best."""
         answer, now = state.answer, self.clock()
         if now - state.failed_at < REFRESH_S:
             return False
-        if answer is None:
+        if answer is None or self._lacks_stored(answer):
             return True
-        hashes = len(state.request.block_hashes)
+        hashes, future = len(state.request.block_hashes), answer.future
         if sum(hashes // group.hashes_per_chunk for group in self.groups) > answer.asked:
             return True  # it has generated further chunks
-        if answer.all_ready and answer.future.leased:
-            return now > answer.future.stale_at - REFRESH_S
-        if not state.waits_for_tier or state.tier_wait_began is None:
-            return now - answer.future.answered_at > REFRESH_S
-        if answer.future.asking and self._asks_again is not None:
-            return self._asks_again
-        # Half of the expected time; without an estimate, a quarter of the time waited so far.
-        waited_s = now - state.tier_wait_began
-        most_s = max(MAX_RETRY_PAUSE_S, RETRY_SHARE * waited_s)
-        expected_s = answer.future.wait_s or waited_s / 2
-        return now - answer.future.answered_at > min(most_s, max(MIN_RETRY_PAUSE_S, expected_s / 2))
+        if answer.all_ready and future.leased:
+            return now > future.stale_at - REFRESH_S
+        if answer.is_coming and not state.tier_wait.has_ended:
+            return self._engine_clock.read() >= state.tier_wait.ask_at
+        return now - future.answered_at > REFRESH_S * max(1.0, answer.asked / REFRESH_KEYS)
 
-    def _note_time(self) -> float:
-        """Return the time; do not count as waited what an idle engine stood still since the last call."""
-        before, self._looked_at = self._looked_at, self.clock()
-        stood_still_s = self._looked_at - before - STANDSTILL_S
-        for state in self.requests.values() if self._is_idle and stood_still_s > 0 else ():
-            still_s = min(stood_still_s, MAX_STOOD_STILL_S - state.stood_still_s)
-            state.stood_still_s += still_s
-            state.tier_wait_until += still_s
-            state.doubted_since += still_s
-            if state.pending is not None:
-                state.pending.sent_at += still_s
-        return self._looked_at
+    def _lacks_stored(self, answer: KeyedLookup) -> bool:
+        """Return whether something that an answer lacks was stored since."""
+        return answer.grows_old(self.namespace.client.stored, only_prefixes=self._only_prefixes)
 
-    def _rest(self) -> None:
-        """Pause an idle engine for a moment: it runs empty steps while a request waits for blocks."""
-        if self._is_idle and self._wait_left_s > 0:
-            self._sleep(min(self._wait_left_s, MIN_RETRY_PAUSE_S))
-            self._wait_left_s -= MIN_RETRY_PAUSE_S
-
-    def _wait_for_answer(self, state: RequestState, pending: KeyedLookup, computed_s: float) -> None:
-        """Wait for the answer to a request's lookup, or give it up if it is late.
-
-        ``computed_s``: time after which the request would be computed without a load.
-        """
-        future, now = pending.future, self._note_time()
-        is_needed = state.answer is None or pending.asks_tails_beyond(state.answer)
-        is_first = is_needed and not pending.given_up and now >= self._no_wait_before
-        if self._wait_left_s > 0 and (is_first or (state.waits_for_tier and self._is_idle)):
-            self._counters[metrics.LOOKUP_WAITS] += is_first
-            answered = future.wait(self._wait_left_s)
-            began, now = now, self._note_time()
-            self._wait_left_s -= now - began
-            if is_first and not answered:
-                self._counters[metrics.LOOKUP_WAITS_TIMED_OUT] += 1
-                self._no_wait_before = now + WAIT_PAUSE_S
+    def _wait_for_answer(self, state: RequestState, pending: KeyedLookup, computed_tokens: int) -> float:
+        """Wait for the answer to a request's lookup, or give it up if it is late. Return the time when it is late."""
+        future, wait, now = pending.future, self._answer_wait, self._engine_clock.read()
+        of_tails = pending.asks_tails_beyond(state.answer)
+        is_needed = (pending.is_needed or of_tails) and not pending.given_up
+        if (is_needed and wait.may_wait(now)) or (state.awaits_tier and self._engine_clock.is_idle and wait.left_s > 0):
+            self._counters[metrics.LOOKUP_WAITS] += is_needed
+            answered = future.wait(wait.left_s) or not is_needed
+            began, now = now, self._engine_clock.read()
+            self._counters[metrics.LOOKUP_WAITS_TIMED_OUT] += wait.record_wait(began, now, answered=answered)
         else:
             self.namespace.client.poll()
-        if not future.done and not pending.given_up:
-            until = pending.sent_at + self._allowed_s(computed_s)
-            if state.waits_for_tier:  # promoted blocks may still come
-                until = max(until, state.tier_wait_until)
-            if now >= until:
-                pending.given_up, state.tier_wait_until = True, LONG_AGO
-                if until > pending.sent_at:
-                    self._replies_s.append(now - pending.sent_at)
-                self._counters[metrics.LATE_LOOKUPS] += 1
+        tokens = state.request.num_tokens - computed_tokens
+        if of_tails and state.answer is not None:
+            tokens = min(tokens, self.groups[0].tokens_per_chunk)
+        late_at = pending.waits_since + wait.allowed_s(self._computed_s(state.request, tokens))
+        if state.awaits_tier:  # promoted blocks may still come
+            late_at = max(late_at, state.tier_wait.until)
+        if now >= late_at and not future.done and not pending.given_up:
+            pending.given_up = state.tier_wait.has_ended = True
+            if late_at > pending.waits_since:
+                wait.record_reply(now - pending.waits_since)
+            self._counters[metrics.LATE_LOOKUPS] += 1
+        return late_at
 
     @property
     def _expected_rate(self) -> float:
@@ -575,98 +580,74 @@ class KvoffdManager(OffloadingManager):
 
     def _computed_s(self, request: Request, tokens: int) -> float:
         """Return the seconds until ``tokens`` of a request would be computed, after those of earlier requests."""
-        before = self._tokens_before_each().get(request.request_id, 0)
+        if self._uncounted is None:
+            self._uncounted = iter([*self.requests.values()])
+        while (before := self._tokens_before.get(request.request_id)) is None:
+            if (state := next(self._uncounted, None)) is None:
+                before = 0
+                break
+            name = state.request.request_id
+            self._tokens_before[name] = self._tokens_counted
+            if name not in self._loading:
+                self._tokens_counted += max(0, state.request.num_prompt_tokens - state.request.num_computed_tokens)
         return max(MIN_COMPUTED_S, (before + tokens) / self._expected_rate)
-
-    def _allowed_s(self, computed_s: float) -> float:
-        """Return the longest wait for an answer, from the sending of its lookup: the deadline, or ANSWER_SHARE of
-        computing a long prompt, but no longer than computing takes; 0 if all of the daemon's last answers took longer.
-        """
-        if not self._do_no_harm:
-            return self._deadline_s
-        allowed_s = min(max(self._deadline_s, ANSWER_SHARE * computed_s), computed_s)
-        late = len(self._replies_s) == LATE_REPLIES and min(self._replies_s) > allowed_s
-        return 0.0 if late else allowed_s
-
-    def _read(self, lookup: KeyedLookup) -> None:
-        """Read an answer once it has come: its duration and its states."""
-        future = lookup.future
-        if lookup.read or not future.done or future.failed:
-            return
-        lookup.read = True
-        self._replies_s.append(future.answered_at - lookup.sent_at)
-        for (index, chunks), states in zip(lookup.chunks.items(), future.states, strict=False):
-            suffix, leading = self.groups[index].suffix, lookup.leading_ready(index)
-            lookup.found.update(dict.fromkeys([one + suffix for one in chunks[:leading]], _HIT))
-            tails = lookup.tails.get(index, ())
-            lookup.found.update(dict.fromkeys([one + suffix for one in tails], _MISS))
-            if not states[leading:].strip(_NOT_THERE):
-                continue  # keys without an entry in ``found`` are misses
-            before = len(lookup.coming)
-            for one, state in zip([*chunks[leading:], *tails], states[leading:], strict=True):
-                if state == READY:
-                    lookup.found[one + suffix] = _HIT
-                elif state in COMING:
-                    # Not RETRY, after which vLLM would look for an earlier window.
-                    lookup.found[one + suffix], lookup.coming[one + suffix] = _PENDING, state
-            coming_tails = sum(state in COMING for state in states[len(chunks) :])
-            count = len(lookup.coming) - before - max(0, coming_tails - 1)  # of the tails one is loaded at most
-            tokens = count * self.groups[index].tokens_per_chunk
-            lookup.coming_tokens = max(lookup.coming_tokens, tokens)
 
     def _waits_for_tier(self, state: RequestState, answer: KeyedLookup) -> bool:
         """Return whether a request waits for promotions: while promoting and loading are expected to be faster than
-        computing it after the earlier prompts.
-
-        It continues to wait for DOUBT_SHARE of its longest wait after this was first not expected, or after the start
-        if it never was, but never longer than computing takes. Then it loads the blocks that are ready.
+        computing it after the earlier prompts. Else it loads the blocks that are ready.
         """
-        now = self._note_time()
-        if now - state.failed_at < REFRESH_S or not self.namespace.client.ready:
+        wait, now, future = state.tier_wait, self._engine_clock.read(), answer.future
+        if wait.has_ended or not any(map(answer.has, state.tiers)):
+            return False
+        if self.clock() - state.failed_at < REFRESH_S or not self.namespace.client.ready:
             return False  # the daemon does not report promotions
-        computed_s, loaded_s = inf, 0.0
+        computed_s, loaded_s, tokens = inf, 0.0, answer.coming_tokens
         if self._do_no_harm:
-            computed_s = self._computed_s(state.request, answer.coming_tokens)
-            loaded_s = self.harm.load_s(answer.coming_tokens)
-        if state.tier_wait_began is None:
-            state.tier_wait_began = state.doubted_since = now
-            state.tier_wait_until = min(state.tier_wait_until, now + min(self._disk_wait_s, computed_s))
-        expected_s = max(0.0, answer.future.answered_at + answer.future.wait_s - now)
-        most_s = state.tier_wait_until - state.tier_wait_began
-        doubt_s = max(MIN_COMPUTED_S, DOUBT_SHARE * most_s)
-        if answer.future.asking and PENDING not in answer.coming.values():
+            computed_s, loaded_s = self._computed_s(state.request, tokens), self.harm.load_s(tokens)
+        wait.begin(now, min(self._disk_wait_s, computed_s))
+        expected_s = max(0.0, future.answered_at + future.wait_s - self.clock())
+        if asks_store := bool(future.asking) and not answer.has(PENDING):
             expected_s = inf  # a store mostly has no blocks of a new prompt
-            doubt_s = max(doubt_s, min(MAX_ASK_S, ASK_SHARE * most_s))
         is_worth_it = expected_s + loaded_s <= computed_s
-        if not is_worth_it:
-            state.doubted_since = min(state.doubted_since, now)
-        elif answer.future.wait_s:
-            state.doubted_since = inf
-        if state.waits_for_tier and state.pending is not None and not state.pending.given_up:
+        wait.doubt(now, is_worth_it=is_worth_it, is_estimated=bool(future.wait_s))
+        if state.awaits_tier and state.pending is not None and not state.pending.given_up:
             return True  # the next answer shows what was promoted during a step
-        if now >= state.tier_wait_until or (not is_worth_it and now - state.doubted_since >= doubt_s):
-            state.tier_wait_until = LONG_AGO
-        return state.tier_wait_until != LONG_AGO
+        wait.judge(now, is_worth_it=is_worth_it, asks_store=asks_store)
+        return not wait.has_ended
 
-    def _tokens_before_each(self) -> dict[str, int]:
-        """Return for each request the tokens of earlier requests that are neither computed nor being loaded."""
-        if self._tokens_before is None:
-            self._tokens_before, before = {}, 0
-            for request_id, state in self.requests.items():
-                self._tokens_before[request_id] = before
-                if request_id not in self._loading:
-                    before += max(0, state.request.num_prompt_tokens - state.request.num_computed_tokens)
-        return self._tokens_before
+    def scanned(self, request: Request, computed_tokens: int) -> int | None:
+        """Return the tokens that the last scan of a request found, if another one would find the same; else None."""
+        state = self.requests[request.request_id]
+        known = Scan(state.answer, computed_tokens, state.awaits_tier, self._loads_begun)
+        return state.found_tokens if state.answer is not None and state.scan == known else None
+
+    def record_scan(self, request: Request, computed_tokens: int, tokens: int | None) -> None:
+        """Record the result of a scan: ``tokens`` that can be loaded; None if the request waits for promotions, or for
+        another request's load of the same blocks. Then it is not scanned again before that ends."""
+        state = self.requests[request.request_id]
+        if tokens is not None:
+            state.scan = Scan(state.answer, computed_tokens, state.awaits_tier, self._loads_begun)
+            state.found_tokens = tokens
+        elif state.awaits_tier and state.answer is not None:
+            self._park(state, computed_tokens, min(state.tier_wait.ask_at, state.tier_wait.judge_at))
+        elif not request.num_preemptions:  # else its own stores may not have ended
+            until = self._engine_clock.read() + LOAD_PAUSE_S
+            self._queue.park(request.request_id, Parked(computed_tokens, until, for_load=True))
 
     def step_begins(self, request_tokens: Collection[int]) -> None:
-        """Record the start of a step with these numbers of tokens per request; regularly report to the daemon."""
-        now, self._is_idle = self._note_time(), not request_tokens
-        self._wait_left_s = IDLE_WAIT_S if self._is_idle else LOOKUP_WAIT_S
-        self._tokens_before = None
-        self._asks_again = None
+        """Record the start of a step with these numbers of tokens per request, look up the next prompts of the queue;
+        regularly report to the daemon."""
+        self._decide_outcomes()
+        self._engine_clock.read()
+        self._engine_clock.is_idle = not request_tokens
+        self._answer_wait.begin_step(is_idle=not request_tokens)
+        self._is_new_step, self._has_rested = True, False
+        self._tokens_before, self._tokens_counted, self._uncounted = {}, 0, None
         self.harm.prefill.step_begins(request_tokens)
+        self._look_up_ahead()
+        self._renew_ahead()
         # Counts are kept until the daemon answers: lookups are late when it does not.
-        if now >= self._report_at and self.namespace.client.ready:
+        if (now := self.clock()) >= self._report_at and self.namespace.client.ready:
             self._report_at = now + REPORT_EVERY_S
             news = self._counters - self._reported
             self._reported = Counter(self._counters)
@@ -695,34 +676,14 @@ class KvoffdManager(OffloadingManager):
         """Return whether a request computes tokens instead of loading them, which is slower. Counted once."""
         if self.clock() >= self.harm.loads_paused_until.get(tokens.bit_length(), LONG_AGO):
             return False
-        state = self.requests[request_id]
-        self._counters[metrics.SLOW_LOADS] += not state.skip_counted
-        state.skip_counted = True
+        record = self.requests[request_id].record
+        self._counters[metrics.SLOW_LOADS] += not record.skipped
+        record.skipped = True
         return True
 
-    def record_scan(self, request: Request, computed_tokens: int, tokens: int | None) -> None:
-        """Record the result of a scan of a request with ``computed_tokens`` in vLLM's own cache.
-
-        ``tokens`` is None if it is deferred. If it waits for promotions, or only for other requests' loads, it is not
-        scanned again before its answer changes, or a load ends: a scan of 8,192 keys takes ten milliseconds.
-        """
-        state = self.requests[request.request_id]
-        if tokens is not None or not (state.default_result is LookupResult.RETRY or request.num_preemptions):
-            state.scan = (state.answer, computed_tokens, state.waits_for_tier), tokens, self._ended_loads
-
-    def scanned(self, request: Request, computed_tokens: int) -> int | None:
-        """Return the result of a request's last scan if another would give the same: its tokens, or None for deferred.
-
-        0: scan again.
-        """
-        state = self.requests[request.request_id]
-        seen, tokens, ended_loads = state.scan
-        is_same = state.answer is not None and seen == (state.answer, computed_tokens, state.waits_for_tier)
-        return tokens if is_same and (tokens is not None or ended_loads == self._ended_loads) else 0
-
     def refuse_load(self, request_id: str) -> None:
-        """Record that a request is computed although it could be loaded, because the KV cache has no space."""
-        self.requests[request_id].refused = True
+        """Record that a request is computed although it could be loaded, because the KV cache had no space."""
+        self.requests[request_id].record.refused = True
         logger.warning_once(  # type: ignore[attr-defined]
             "kvoffd: a prompt is computed although its blocks were found, because the KV cache has no space for them "
             "besides other loads and draft blocks. 'kvoffd-cli clients --requests' shows such prompts as no_space. "
@@ -734,8 +695,10 @@ class KvoffdManager(OffloadingManager):
         answer = self.requests[request.request_id].answer
         return answer.leading_ready(index) * self.groups[index].tokens_per_chunk if answer is not None else 0
 
-    def _disable_adapters(self) -> None:
-        """Disable requests with adapters: these may have been replaced in place, and vLLM continues the requests."""
+    def _on_leave(self) -> None:
+        """Have all requests look at the namespace again, and disable those with adapters: these may have been replaced
+        in place, and vLLM continues the requests."""
+        self._queue.wake_all()
         for state in self.requests.values():
             if state.adapter:
                 self._end_leases(state)
@@ -747,37 +710,53 @@ class KvoffdManager(OffloadingManager):
         Publish the blocks that its answer reports as ready, which another engine may have stored.
         """
         state = self.requests[request.request_id]
-        state.loaded_tokens = loaded_tokens
+        state.loaded_tokens, state.scan = loaded_tokens, None
+        self._queue.remove(request.request_id)
         if self.events is not None and (answer := state.answer) is not None and answer.usable:
             for index in self.events.groups:
                 keys = self.groups[index].keys(request.block_hashes)
                 self.events.found(request, index, keys, answer.leading_ready(index))
-        if state.to_count is not None or not state.logged:
-            state.report = _report_of(state, self.groups, loaded_tokens)
-            state.logged, state.to_count = True, None
-            if not loaded_tokens:
-                self._send_report(state)
+        self._scheduled.append((state, loaded_tokens))
         if not loaded_tokens:
             self._end_leases(state)
 
-    def _job_failed(self, failed: FailedJob) -> None:
+    def _decide_outcomes(self) -> None:
+        """Decide the outcomes of the requests that this step schedules. vLLM knows now whether another connector loads
+        one: more of it counts as computed than its own cache had, and the daemon."""
+        scheduled, self._scheduled = self._scheduled, []
+        for state, loaded_tokens in scheduled:
+            record, request = state.record, state.request
+            if record.is_decided and record.counted is None:
+                continue
+            elsewhere = request.num_computed_tokens - record.own_tokens - loaded_tokens
+            record.of_load = record.decide(
+                request,
+                self.groups,
+                state.last,
+                state.adapter,
+                loaded_tokens=loaded_tokens,
+                elsewhere=elsewhere >= min(group.tokens_per_chunk for group in self.groups),
+            )
+            if request.request_id not in self._loading:
+                self._send_report(record)
+
+    def _job_failed(self, job: FailedJob) -> None:
         """Handle a store with missing blocks, or a failed load, whose request is recomputed."""
-        reason = failed.error.sentence if failed.error is not None else "The daemon gave no reason."
-        if failed.request_id is None:  # a store, whose blocks are not remembered here
+        reason = job.error.sentence if job.error is not None else "The daemon gave no reason."
+        if job.request_id is None:  # a store, whose blocks are not remembered here
             self._counters[metrics.FAILED_STORES] += 1
             logger.debug("kvoffd: a store failed. %s", reason)
             return
         self._counters[metrics.FAILED_LOADS] += 1
-        if state := self.requests.get(failed.request_id):
+        if state := self.requests.get(job.request_id):
             self._end_leases(state)
             state.load_failed = True
-            if (report := state.report) is not None:
-                own = report.own_keys
-                state.report = structs.replace(report, outcome=Outcome.FAILED, loaded_tokens=0, covered_keys=own)
+            if (report := state.record.of_load) is not None:
+                state.record.of_load = failed(report)
             state.last = None
-        if failed.error in BLOCKS_UNUSABLE:
-            self.namespace.client.invalidate(failed.keys)
-        logger.warning("kvoffd: a load failed; request %s is recomputed. %s", failed.request_id, reason)
+        if job.error in BLOCKS_UNUSABLE:
+            self.namespace.client.invalidate(job.keys)
+        logger.warning("kvoffd: a load failed; request %s is recomputed. %s", job.request_id, reason)
 
     def workers_report(self, report: WorkerReport) -> None:
         """Handle the workers' report, before vLLM handles the ended jobs."""
@@ -787,8 +766,8 @@ class KvoffdManager(OffloadingManager):
             self._credit_bytes = report.credit_bytes
         for tokens, seconds in report.load_times.values():
             self.harm.record_load(tokens, seconds)
-        for failed in report.failed_jobs.values():
-            self._job_failed(failed)
+        for job in report.failed_jobs.values():
+            self._job_failed(job)
         if report.memory:
             generation = self.namespace.generation
             current = {rank: one for rank, one in report.memory.items() if one.generation == generation}
@@ -800,11 +779,14 @@ class KvoffdManager(OffloadingManager):
     # --- vLLM's interface ---
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        self._note_time()  # the time until now is not the new request's
-        state = RequestState()
+        self._engine_clock.read()  # the time until now is not the new request's
+        if not self._queue.has_waiting:
+            self._engine_clock.begin_waits()
+        state = RequestState(next(self._numbers))
         # kv_load_tiers of the request: the pool is vLLM's primary tier, which requests cannot exclude.
-        if not req_context.load_tier_filter.allows(Medium.STORAGE, Locality.LOCAL):
-            state.tier_wait_until = LONG_AGO
+        allows = req_context.load_tier_filter.allows
+        places = {PENDING: Locality.LOCAL, SHARED: Locality.REMOTE}
+        state.tiers = frozenset(one for one, place in places.items() if allows(Medium.STORAGE, place))
         state.hints, unknown, state.peer = read_hints(req_context)
         self._counters[metrics.UNKNOWN_HINTS] += unknown
         self.requests[req_context.req_id] = state
@@ -812,31 +794,33 @@ class KvoffdManager(OffloadingManager):
         return RequestOffloadingContext(policy=OffloadPolicy.REQUEST_LEVEL)
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        state = self.requests[req_context.req_id]
-        result = state.found.get(key)
+        state, index = self.requests[req_context.req_id], self._positions[key[-GROUP_ID_BYTES:]]
+        place, rest = divmod(req_context.get_offload_key_position(key) or 0, self.groups[index].tokens_per_chunk)
+        if not rest:
+            results = state.results.get(index, b"")
+            return RESULTS[results[place - 1]] if 0 < place <= len(results) else LookupResult.MISS
+        result = state.tail_results.get(key)
         if result is None:
-            if not (state.asks_tails and self._is_tail(key, req_context)):
-                return state.default_result
+            if not state.asks_tails:
+                return LookupResult.MISS
             state.wanted_tails.append(key)
             return LookupResult.RETRY  # so that vLLM asks for the others too
-        if result is not _PENDING:
-            return result
-        if not state.waits_for_tier:
-            return _MISS
-        state.awaits_tail |= key in state.tail_keys
-        return _PENDING
+        state.awaits_tail |= result is LookupResult.HIT_PENDING
+        return result
 
-    def _is_tail(self, key: OffloadKey, req_context: ReqContext) -> bool:
-        """Return whether a key is of a position inside a chunk."""
-        end = req_context.get_offload_key_position(key) or 0
-        return end % self.groups[self._positions[key[-GROUP_ID_BYTES:]]].tokens_per_chunk != 0
+    def results_of(self, request_id: str, group_id: int) -> tuple[bytes, int]:
+        """Return what a scan finds of a request's chunks in one of vLLM's groups, a byte each, and a chunk's tokens."""
+        index = self._positions[group_id.to_bytes(GROUP_ID_BYTES, "big")]
+        return self.requests[request_id].results.get(index, b""), self.groups[index].tokens_per_chunk
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
-        state = self.requests.get(req_context.req_id)
-        tier = state.from_tiers.get(key) if state is not None else None
+        state, index = self.requests.get(req_context.req_id), self._positions[key[-GROUP_ID_BYTES:]]
+        end, tier = req_context.get_offload_key_position(key) or 0, 0
+        if state is not None and not (tier := state.record.tails_from_tiers.get(key, 0)):
+            tier = state.record.tier_of(index, end // self.groups[index].tokens_per_chunk - 1)
         if tier == SHARED:
             return CacheHitSource.EXTERNAL_UNSPECIFIED  # vLLM's name of a remote store
-        return CacheHitSource.HOST if tier is None else CacheHitSource.DISK
+        return CacheHitSource.DISK if tier else CacheHitSource.HOST
 
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> KeyedSpec:
         state = self.requests.get(req_context.req_id)
@@ -845,13 +829,14 @@ class KvoffdManager(OffloadingManager):
         if state is not None and (answer := state.answer) is not None:
             if state.adapter:
                 self.adapters.will_load(state.request.lora_request)
-            if tails := [key for key in keys if key in state.tail_keys]:
+            if tails := [key for key in keys if key in state.tail_results]:
                 # They were found by a repeat, which the policy does not see: show it what is used.
                 client = self.namespace.client
                 client.release(client.lookup(self._spec_of(tails, state.adapter).keys, reported=True).lease_id)
             state.answer = None  # the load takes its lease
             self._end_leases(state)
             self._loading[req_context.req_id] = answer
+            self._loads_begun += 1
             spec.lease_id = answer.future.lease_id
             spec.load_tokens = state.loaded_tokens
         return spec
@@ -866,10 +851,10 @@ class KvoffdManager(OffloadingManager):
         return KeyedSpec(tuple(map(b"".join, groups)))
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        self._ended_loads += 1
+        self._queue.load_ended()
         self._release(self._loading.pop(req_context.req_id, None))
         if state := self.requests.get(req_context.req_id):
-            self._send_report(state)
+            self._send_report(state.record)
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         """As vLLM's. None if it is too early, after which vLLM offers the keys of a request that runs again.
@@ -902,16 +887,18 @@ class KvoffdManager(OffloadingManager):
             and not has_ended
         ):
             return None  # blocks that the daemon has need not be stored
-        if last and not last.read:
-            self._read(last)  # it came after the request was scheduled
-        found, computed = last.found if last else {}, request.num_computed_tokens if has_ended else inf
+        if last:
+            self._read(last)  # it may have come after the request was scheduled
+        computed = request.num_computed_tokens if has_ended else inf
         ends: dict[OffloadKey, int] = {}
         for key in keys:
             end = req_context.get_offload_key_position(key) or 0
-            if end <= computed and key not in self._storing and found.get(key) is not _HIT:
+            if end > computed or key in self._storing:
+                continue
+            index = self._positions[key[-GROUP_ID_BYTES:]]
+            if last is None or not last.is_ready(index, key[:-GROUP_ID_BYTES], end):
                 ends[key] = end
         if not ends:
-            _forget_offered(last, keys)
             return nothing
         if self.clock() < self.harm.stores_paused_until:
             self._counters[metrics.PAUSED_STORES] += 1
@@ -921,23 +908,31 @@ class KvoffdManager(OffloadingManager):
         if may_wait and self._outstanding_bytes and self._outstanding_bytes >= most_bytes:
             self._counters[metrics.FAILED_STORES if has_ended else metrics.DEFERRED_STORES] += 1
             return None
-        _forget_offered(last, keys)
         sizes = {key: self._shard_bytes[key[-GROUP_ID_BYTES:]] for key in ends}
         self._storing |= sizes
         self._outstanding_bytes += sum(sizes.values())
         spec = self._spec_of(ends, state.adapter)
-        if self.events is not None and not any(self._is_tail(key, req_context) for key in ends):
+        has_tail = any(
+            end % self.groups[self._positions[key[-GROUP_ID_BYTES:]]].tokens_per_chunk for key, end in ends.items()
+        )
+        if self.events is not None and not has_tail:  # routers get no events of tails
             spec.origins = self.events.origins_of(request, ends)
         return PrepareStoreOutput(keys_to_store=list(ends), store_spec=spec, evicted_keys=[])
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         self._outstanding_bytes -= sum([self._storing.pop(key, 0) for key in keys])
+        # The daemon's event may come later. With an adapter its keys are others, and only the event counts.
+        self.namespace.client.add_stored([key[:-GROUP_ID_BYTES] for key in keys])
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         if state := self.requests.pop(req_context.req_id, None):
-            if state.to_count is not None:
-                state.report = _report_of(state, self.groups, 0, dropped=True)
-            self._send_report(state)
+            self._queue.remove(req_context.req_id)
+            record, is_loading = state.record, req_context.req_id in self._loading
+            if record.counted is not None or is_loading:
+                lease_id = record.of_load.lease_id if record.of_load is not None else 0
+                report = record.decide(state.request, self.groups, state.last, state.adapter, dropped=True)
+                record.of_load = structs.replace(report, lease_id=report.lease_id or lease_id)
+            self._send_report(record)
             if state.hints and state.request is not None and self._knows_adapter(state) and self.namespace.serves:
                 self._send_hints(state, has_ended=True)
             self._end_leases(state)
@@ -956,7 +951,7 @@ class KvoffdManager(OffloadingManager):
         for lookup in self._loading.values():
             self._release(lookup)
         self._loading.clear()
-        self._ended_loads += 1
+        self._queue.wake_all()
         self._storing.clear()  # vLLM does not report their end
         self._outstanding_bytes = 0
 
@@ -972,10 +967,10 @@ class KvoffdManager(OffloadingManager):
         self._release(state.pending)
         state.answer = state.pending = None
 
-    def _send_report(self, state: RequestState) -> None:
-        if state.report is not None:
-            self.namespace.client.report_prompt(state.report)
-            state.report = None
+    def _send_report(self, record: PromptRecord) -> None:
+        if record.of_load is not None:
+            self.namespace.client.report_prompt(record.of_load)
+            record.of_load = None
 
     def _release(self, lookup: KeyedLookup | None) -> None:
         """End a lookup's lease, if it has one or may have one."""
@@ -983,94 +978,6 @@ class KvoffdManager(OffloadingManager):
             self.namespace.client.release(lookup.future.lease_id)
 
 
-def _forget_offered(lookup: KeyedLookup | None, keys: Collection[OffloadKey]) -> None:
-    """Drop results for blocks that vLLM has offered: it offers each only once, and they use much memory."""
-    if lookup is not None and any(key in lookup.found for key in keys):
-        offered = set(keys)
-        lookup.found = {key: state for key, state in lookup.found.items() if key not in offered}
-
-
 def _group_keys(index: int, hashes: Sequence[bytes], adapter: bytes) -> GroupKeys:
     """Return a group's keys for these hashes of a request with this adapter, if any."""
     return GroupKeys(index, b"".join(of_adapter(hashes, adapter) if adapter else hashes))
-
-
-def _report_of(
-    state: RequestState, groups: Sequence[ChunkGroup], loaded_tokens: int, *, dropped: bool = False
-) -> PromptReport:
-    """Return the report of a request that is scheduled with ``loaded_tokens`` or, if ``dropped``, ended before that."""
-    request, last, tails = state.request, state.last, state.tail_keys
-    from_tiers = {key: tier for key, tier in state.from_tiers.items() if key not in tails}
-    from_store = list(from_tiers.values()).count(SHARED)
-    states = b"".join(last.states) if last is not None else b""
-    promoted = sum(last.found.get(key) is _HIT for key in from_tiers) if last is not None else 0
-    # Leading keys by group: of the whole prompt, in the engine's own cache, and those that need not be computed.
-    whole = [request.num_tokens // one.tokens_per_chunk for one in groups]
-    own = covered = [state.own_tokens // one.tokens_per_chunk for one in groups]
-    if loaded_tokens:  # the last chunk may be loaded in part
-        end = state.own_tokens + loaded_tokens
-        if tails and not state.engine_has_all and end < request.num_tokens - 1:  # it ends with a tail, or with a chunk
-            end -= end % groups[0].tokens_per_chunk
-        covered = [min(count, -(-end // one.tokens_per_chunk)) for count, one in zip(whole, groups, strict=True)]
-    elif dropped or state.prefilled_elsewhere:
-        own = covered = whole
-    elif state.engine_has_all:  # vLLM computes the last token in any case, and with it the block that ends there
-        covered = whole
-    group, missing, number, reason = _first_missing(state, covered)
-    after_gap = 0
-    if missing and last is not None:
-        after_gap = sum(
-            found.count(READY, covered[index]) for index, found in zip(last.chunks, last.states, strict=False)
-        )
-    if loaded_tokens:
-        outcome = Outcome.LOADED
-    elif dropped:
-        outcome = Outcome.DROPPED
-    elif not any(whole):
-        outcome = Outcome.TOO_SHORT
-    elif state.disabled or last is None or last.future.failed:
-        outcome = Outcome.UNUSED
-    elif state.prefilled_elsewhere or state.engine_has_all:
-        outcome = Outcome.NOT_NEEDED
-    elif last.given_up or not last.future.done:
-        outcome = Outcome.LATE
-    elif state.skip_counted:
-        outcome = Outcome.SKIPPED
-    elif state.refused:
-        outcome = Outcome.NO_SPACE
-    else:
-        outcome = Outcome.MISSED
-    return PromptReport(
-        request=request.request_id[:128],
-        decided_at=time.time(),
-        tokens=request.num_prompt_tokens,
-        keys=len(states),
-        found_pool=states.count(READY) - promoted,
-        found_disk=len(from_tiers) - from_store,
-        found_shared=from_store,
-        outcome=outcome,
-        loaded_tokens=loaded_tokens,
-        missing_group=group,
-        missing_key=missing,
-        reason=reason,
-        missing_number=number,
-        own_tokens=state.own_tokens,
-        lease_id=state.to_count.lease_id if state.to_count is not None else 0,
-        own_keys=own,
-        covered_keys=covered,
-        after_gap=after_gap,
-    )
-
-
-def _first_missing(state: RequestState, covered: Sequence[int]) -> tuple[int, bytes, int, str]:
-    """Return the first key that was neither covered nor ready: group, key, its position among all keys looked up, from
-    1, and the reason if it is known here."""
-    last, before = state.last, 0
-    for (index, chunks), states in zip(last.chunks.items(), last.states, strict=False) if last is not None else ():
-        for at in range(covered[index], len(states)):
-            if states[at] != READY:
-                key = of_adapter([chunks[at]], state.adapter)[0] if state.adapter else chunks[at]
-                reason = "" if states[at] == ABSENT else "partial" if states[at] == WRITING else "tier_late"
-                return index, key, before + at + 1, reason
-        before += len(states)
-    return 0, b"", 0, ""

@@ -85,6 +85,7 @@ class KvoffdSpec(OffloadingSpec):
                     name=self._name(namespace, "scheduler"),
                     software=SOFTWARE,
                     subscribe_events=config.enable_kv_cache_events,
+                    record_stored=True,
                     options=options.client_options,
                 )
             except NO_RESOURCES as error:

@@ -1,0 +1,180 @@
+"""One lookup of a request: the keys that it asked for, and what the answer says of each."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from vllm.v1.kv_offload.base import LookupResult, OffloadKey
+
+from kvoffd_client.scheduler_client import LookupFuture, StoredKeys
+from kvoffd_client.vllm.connector_metadata import ChunkGroup, of_adapter
+from kvoffd_proto.messages import ABSENT, COMING, READY, WRITING
+
+HIT, COMES, MISS = b"h", b"c", b"m"
+"""What a scan makes of a chunk, one byte each: it is ready; it is being promoted, and waited for; neither."""
+RESULTS = {HIT[0]: LookupResult.HIT, COMES[0]: LookupResult.HIT_PENDING, MISS[0]: LookupResult.MISS}
+NOT_COMING = bytes([ABSENT, WRITING, READY])
+NOTHING_AWAITED: frozenset[int] = frozenset()
+
+
+def result_of(state: int, awaited: frozenset[int]) -> LookupResult:
+    """Return vLLM's result for a key's state, of which a request waits for the ``awaited`` ones."""
+    if state == READY:
+        return LookupResult.HIT
+    # Not RETRY, after which vLLM would look for an earlier window.
+    return LookupResult.HIT_PENDING if state in awaited else LookupResult.MISS
+
+
+@functools.cache
+def _results_table(awaited: frozenset[int]) -> bytes:
+    """Return the table that makes results of states."""
+    made = {READY: HIT} | dict.fromkeys(awaited, COMES)
+    return b"".join([made.get(state, MISS) for state in range(256)])
+
+
+@dataclass(slots=True, eq=False)
+class KeyedLookup:
+    """A lookup of one request.
+
+    Attributes:
+        groups: the offloaded groups, by index on the wire.
+        adapter: content of the request's LoRA adapter, which the keys on the wire contain; empty if it has none.
+        chunks: hashes of the complete chunks looked up, by group on the wire.
+        tails: hashes of the tails looked up with them, by group on the wire. A tail is the beginning of a chunk, which
+            vLLM stores where a prompt of a model with recurrent layers ends.
+        sent_at: time when it was sent, by time.monotonic().
+        waits_since: the same by the engine's clock (``EngineClock``).
+        stored: keys that were stored recently, as the client knows them.
+        stored_before: ``stored.count`` when it was sent.
+        is_needed: the request waits for the answer, because it has none that may be the best.
+        given_up: the request no longer waits for the answer, but uses it if it comes before the request runs.
+        is_read: whether the answer was read.
+    """
+
+    future: LookupFuture
+    groups: Sequence[ChunkGroup]
+    adapter: bytes
+    chunks: dict[int, Sequence[bytes]]
+    tails: Mapping[int, Sequence[bytes]]
+    sent_at: float
+    waits_since: float
+    stored: StoredKeys
+    stored_before: int
+    is_needed: bool
+    given_up: bool
+    is_read: bool = False
+    is_old: bool = field(default=False, init=False)
+    """Whether something that the answer lacks was stored since, as far as ``grows_old`` has found."""
+    _searched: int = field(default=-1, init=False)
+    """``stored.count`` at the last search for that."""
+
+    @property
+    def asked(self) -> int:
+        return sum(map(len, self.chunks.values()))
+
+    @property
+    def states(self) -> list[bytes]:
+        """States of the chunks of each group; empty without an answer."""
+        counts = map(len, self.chunks.values())
+        return [states[:count] for states, count in zip(self.future.states, counts, strict=False)]
+
+    @property
+    def usable(self) -> bool:
+        """Whether the answer is still valid: its lease lives, or nothing was pinned."""
+        return self.future.alive or self.future.pinned == 0
+
+    @property
+    def all_ready(self) -> bool:
+        """Whether all chunks are ready, and no tail is being promoted."""
+        return not self.is_coming and all(states.count(READY) == len(states) for states in self.states)
+
+    @property
+    def is_coming(self) -> bool:
+        """Whether some key is being promoted, or a shared store is asked for it."""
+        return any(states.strip(NOT_COMING) for states in self.future.states)
+
+    def has(self, state: int) -> bool:
+        """Return whether some key has this state."""
+        return any(state in states for states in self.future.states)
+
+    @property
+    def coming_tokens(self) -> int:
+        """Tokens of the keys that are being promoted, in the group with the most. Of the tails one is loaded."""
+        return max(map(self._coming_tokens, self.chunks), default=0)
+
+    def _coming_tokens(self, index: int) -> int:
+        states, chunks = self._all_states(index), len(self.chunks[index])
+        count = sum(states.count(state, 0, chunks) for state in COMING)
+        tails = any(states.count(state, chunks) for state in COMING)
+        return (count + tails) * self.groups[index].tokens_per_chunk
+
+    def _all_states(self, index: int) -> bytes:
+        """Return the states of a group's chunks, then of its tails; empty without an answer, or if it was not asked."""
+        for at, states in zip(self.chunks, self.future.states, strict=False):
+            if at == index:
+                return states
+        return b""
+
+    def chunk_states(self, index: int) -> bytes:
+        """Return the states of a group's chunks, root first; empty without an answer, or if it was not asked."""
+        return self._all_states(index)[: len(self.chunks.get(index, ()))]
+
+    def results(self, index: int, awaited: frozenset[int]) -> bytes:
+        """Return a byte for each chunk of a group: HIT, COMES where its state is ``awaited``, or MISS."""
+        return self.chunk_states(index).translate(_results_table(awaited))
+
+    def tail_states(self) -> dict[OffloadKey, int]:
+        """Return the states of the tails by vLLM's keys."""
+        found: dict[OffloadKey, int] = {}
+        for index, tails in self.tails.items():
+            states, suffix = self._all_states(index)[len(self.chunks[index]) :], self.groups[index].suffix
+            found |= {OffloadKey(one + suffix): state for one, state in zip(tails, states, strict=False)}
+        return found
+
+    def is_ready(self, index: int, block_hash: bytes, end: int) -> bool:
+        """Return whether a block of a group that ends at a number of tokens is ready."""
+        place, rest = divmod(end, self.groups[index].tokens_per_chunk)
+        if rest:
+            place = len(self.chunks.get(index, ())) + 1
+            tails = self.tails.get(index, ())
+            place += tails.index(block_hash) if block_hash in tails else len(tails)
+        states = self._all_states(index)
+        return 0 < place <= len(states) and states[place - 1] == READY
+
+    def leading_ready(self, index: int) -> int:
+        """Return the number of a group's chunks that are ready, before the first one that is not."""
+        states = self.chunk_states(index)
+        return len(states) - len(states.lstrip(bytes([READY])))
+
+    def asks_tails_beyond(self, answer: KeyedLookup | None) -> bool:
+        """Return whether it asks for tails that ``answer`` lacks."""
+        return bool(self.tails) and (answer is None or self.tails is not answer.tails)
+
+    def grows_old(self, stored: StoredKeys, *, only_prefixes: bool) -> bool:
+        """Return whether something that the answer lacks was stored after this was sent.
+
+        ``stored``: what the client knows now; that of another client says nothing of this answer. ``only_prefixes``:
+        of each group only what is behind its ready chunks without a gap can be used.
+        """
+        if not self.is_old and stored.count != self._searched:
+            self._searched = stored.count
+            forgotten = stored is not self.stored or stored.forgotten > self.stored_before
+            self.is_old = forgotten or any(
+                stored.was_stored(one, self.stored_before)
+                for index in self.chunks
+                for one in self._lacking(index, only_prefixes=only_prefixes)
+            )
+        return self.is_old
+
+    def _lacking(self, index: int, *, only_prefixes: bool) -> Sequence[bytes]:
+        """Return the keys of a group that the answer lacks, as they are on the wire."""
+        chunks = self.chunks[index]
+        if only_prefixes:
+            first = self.leading_ready(index)
+            lacking = chunks[first : first + 1]
+        else:
+            states = self.chunk_states(index)
+            lacking = [one for one, state in zip(chunks, states, strict=False) if state in (ABSENT, WRITING)]
+        return of_adapter(lacking, self.adapter) if self.adapter else lacking

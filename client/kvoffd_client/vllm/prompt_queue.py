@@ -1,0 +1,214 @@
+"""The prompts that vLLM has not scheduled yet: which of them are looked up ahead, and which a step can pass over.
+
+A prompt far back in the queue is not looked up: an answer would pin its blocks for as long as it waits, and would be
+old by the time it runs. The next ones are, as many as a few steps compute (the window), so that a step need not wait.
+
+vLLM asks for each prompt that waits again in each step. A prompt that has nothing to look at is parked here until an
+answer comes, a load ends, its time comes, or vLLM's own cache has another part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import count, islice
+
+from kvoffd_client.scheduler_client import LookupFuture
+
+AHEAD_STEPS = 4
+"""Steps whose prompts are looked up ahead."""
+MIN_AHEAD, MAX_AHEAD = 2, 256
+"""Fewest and most prompts that are looked up ahead."""
+JUDGED_AT_ONCE = 8
+"""Prompts waiting for a tier that one step looks at again: each takes 50 to 100 µs. The others follow in turns."""
+MAX_STALE = 1024
+"""Entries of a heap, over two for each parked prompt, before it is rebuilt without those that were woken."""
+
+
+@dataclass(slots=True, eq=False)
+class Parked:
+    """A prompt that a step passes over.
+
+    Attributes:
+        computed: tokens that vLLM's own cache had when it was parked.
+        until: time, by the engine's clock, at which it is looked at again.
+        future: an answer that wakes it; None for none.
+        for_load: the end of a load wakes it.
+        in_turns: only JUDGED_AT_ONCE of these are woken in a step, also by answers.
+        place: for one that asks what a shared store has, its place among all of these. They ask again one after the
+            other when the time ``ask_at`` of the first has come: blocks of a store are promoted in the order of lookups.
+        for_load: the end of a load wakes it.
+    """
+
+    computed: int
+    until: float
+    future: LookupFuture | None = None
+    in_turns: bool = False
+    place: int | None = None
+    ask_at: float = 0.0
+    for_load: bool = False
+
+
+class PromptQueue:
+    """Prompts that are not scheduled, by the id of their request.
+
+    Args:
+        step_tokens: most tokens that a step computes.
+        by_priority: whether vLLM schedules by priority, the lowest number first, and not in the order of arrival.
+    """
+
+    def __init__(self, step_tokens: int, *, by_priority: bool) -> None:
+        self._ahead_tokens_most, self._by_priority = AHEAD_STEPS * step_tokens, by_priority
+        self._arrivals = count()
+        self._behind: dict[str, int] = {}
+        """Prompts that are not looked up yet, with their tokens."""
+        self._order: list[tuple[int, int, str]] = []
+        """Heap of these, and of some that have left it, by priority and arrival."""
+        self.ahead: dict[str, int] = {}
+        """Prompts that were looked up and wait for no tier, with their tokens, in the order of lookups."""
+        self._ahead_tokens = 0
+        self._parked: dict[str, Parked] = {}
+        self._by_time: list[tuple[float, int, str, Parked]] = []
+        """Heap of the parked, and of some that were woken, by ``until``; ``_turns`` of those in turns."""
+        self._turns: list[tuple[float, int, str, Parked]] = []
+        self._awaiting: dict[str, Parked] = {}
+        """Parked prompts that an answer wakes."""
+        self._for_loads: dict[str, None] = {}
+        """Parked prompts that the end of a load wakes."""
+        self._asking: dict[str, int] = {}
+        """Places of the prompts that ask what a shared store has."""
+        self._round: list[str] = []
+        """Those of ``_asking`` that are still to be woken in this round, the last one first."""
+
+    # --- the window ------------------------------------------------------------------------------
+
+    def add(self, name: str, tokens: int, priority: int) -> None:
+        """Add a prompt that has arrived."""
+        self._behind[name] = tokens
+        heappush(self._order, (priority if self._by_priority else 0, next(self._arrivals), name))
+
+    @property
+    def has_space(self) -> bool:
+        """Whether one more prompt may be looked up ahead."""
+        few = len(self.ahead) < MIN_AHEAD
+        return few or (len(self.ahead) < MAX_AHEAD and self._ahead_tokens < self._ahead_tokens_most)
+
+    def is_behind(self, name: str) -> bool:
+        """Return whether a prompt's turn to be looked up has not come."""
+        return name in self._behind
+
+    def take_next(self) -> str | None:
+        """Take the first prompt that is not looked up; None if there is none."""
+        while self._order:
+            name = heappop(self._order)[2]
+            if self._behind.pop(name, None) is not None:
+                return name
+        return None
+
+    def enter_window(self, name: str, tokens: int, future: LookupFuture) -> None:
+        """Record that a prompt was looked up. If it is parked, this answer wakes it."""
+        self._behind.pop(name, None)
+        self._ahead_tokens += tokens - self.ahead.get(name, 0)
+        self.ahead[name] = tokens
+        if (parked := self._parked.get(name)) is not None:
+            parked.future = future
+            self._awaiting[name] = parked
+
+    def leave_window(self, name: str) -> None:
+        """Record that a prompt waits for a tier, or for nothing any more."""
+        self._ahead_tokens -= self.ahead.pop(name, 0)
+
+    def remove(self, name: str) -> None:
+        """Remove a prompt that is scheduled, or has ended."""
+        self._behind.pop(name, None)
+        self.leave_window(name)
+        self._asking.pop(name, None)
+        self._unpark(name)
+
+    # --- parked prompts --------------------------------------------------------------------------
+
+    def park(self, name: str, parked: Parked) -> None:
+        """Pass over a prompt from now on."""
+        self._unpark(name)
+        self._parked[name] = parked
+        if parked.place is None:
+            self._asking.pop(name, None)
+        else:
+            self._asking[name] = parked.place
+        if parked.future is not None:
+            self._awaiting[name] = parked
+        if parked.for_load:
+            self._for_loads[name] = None
+        heap = self._turns if parked.in_turns else self._by_time
+        heappush(heap, (parked.until, next(self._arrivals), name, parked))
+        if len(heap) > 2 * len(self._parked) + MAX_STALE:
+            heap[:] = sorted([entry for entry in heap if self._parked.get(entry[2]) is entry[3]])
+
+    def is_parked(self, name: str, computed: int) -> bool:
+        """Return whether a prompt is passed over, of which vLLM's own cache has ``computed`` tokens."""
+        parked = self._parked.get(name)
+        return parked is not None and parked.computed == computed
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether some prompt is not scheduled."""
+        return bool(self._behind or self.ahead or self._parked)
+
+    @property
+    def has_parked(self) -> bool:
+        return bool(self._parked)
+
+    @property
+    def first_awaited(self) -> LookupFuture | None:
+        """The answer that the first of the parked prompts waits for."""
+        return next((one.future for one in self._awaiting.values()), None)
+
+    def wake(self, now: float) -> None:
+        """Wake the prompts whose time or answer has come; of those in turns JUDGED_AT_ONCE at most."""
+        left = JUDGED_AT_ONCE
+        for name in [name for name, one in self._awaiting.items() if one.future is not None and one.future.done]:
+            if self._parked[name].in_turns:
+                if not left:
+                    continue
+                left -= 1
+            self._unpark(name)
+        while self._by_time and self._by_time[0][0] <= now:
+            self._wake_entry(heappop(self._by_time))
+        left = self._wake_asking(now, left)
+        while left and self._turns and self._turns[0][0] <= now:
+            left -= self._wake_entry(heappop(self._turns))
+
+    def _wake_asking(self, now: float, left: int) -> int:
+        """Wake the next of a round over all prompts that ask a store, which begins when the first one is due. Returns
+        how many more may be woken."""
+        if not self._round and self._asking:
+            first = self._parked.get(min(self._asking, key=self._asking.__getitem__))
+            if first is not None and first.future is None and first.ask_at <= now:
+                self._round = sorted(self._asking, key=self._asking.__getitem__, reverse=True)
+        while self._round and left:
+            left -= self._unpark(self._round.pop())
+        return left
+
+    def _wake_entry(self, entry: tuple[float, int, str, Parked]) -> bool:
+        """Wake a prompt, unless it was woken since. Returns whether it was parked."""
+        return self._parked.get(entry[2]) is entry[3] and self._unpark(entry[2])
+
+    def wake_all(self) -> None:
+        for name in [*self._parked]:
+            self._unpark(name)
+
+    def load_ended(self) -> None:
+        """Wake the prompts that wait for the end of a load."""
+        for name in [*self._for_loads]:
+            self._unpark(name)
+
+    def _unpark(self, name: str) -> bool:
+        """Return whether it was parked."""
+        self._awaiting.pop(name, None)
+        self._for_loads.pop(name, None)
+        return self._parked.pop(name, None) is not None
+
+    def first_ahead(self, most: int) -> Iterator[str]:
+        """Yield the first prompts of the window that are not parked."""
+        return (name for name in [*islice(self.ahead, most)] if name not in self._parked)

@@ -1,0 +1,170 @@
+"""How long a prompt waits: for the answer to its lookup, and for blocks that are being promoted. Arithmetic only."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+
+MIN_RETRY_PAUSE_S, MAX_RETRY_PAUSE_S, RETRY_SHARE = 0.002, 0.05, 0.02
+"""Shortest and longest pause between lookups of blocks being promoted. A request that has waited for long pauses for up
+to RETRY_SHARE of that time: reading 8,192 states takes the scheduler milliseconds."""
+LOOKUP_WAIT_S = 0.001
+"""Time that the scheduler waits for answers in one step, for all its new requests together."""
+IDLE_WAIT_S = 0.005
+"""The same if no request ran in the previous step: without an answer an idle engine would run an empty step, after
+which vLLM sleeps for a millisecond."""
+MIN_COMPUTED_S = 0.02
+"""Least time assumed for computing a prompt."""
+LATE_REPLIES = 3
+"""Consecutive answers that took longer than a prompt may wait, after which the next prompts do not wait."""
+ANSWER_SHARE = 0.1
+"""A prompt waits for an answer for this share of its compute time, if that is more than the deadline: on a busy machine
+answers are late. A daemon that hangs costs this a few times, see LATE_REPLIES."""
+DOUBT_SHARE = 0.03
+"""A request waits for a tier for this share of its longest wait although that seems not worth it: the first estimates
+of a tier's speed may be far off."""
+ASK_SHARE, MAX_ASK_S = 0.1, 0.25
+"""The same for a shared store that has not said what it has: the share, and the most seconds."""
+WAIT_PAUSE_S = 0.1
+"""Time without waits after a step's whole wait got no answer. So a daemon that hangs costs 1 % of an engine's time, 5 %
+of an idle one's, until it counts as not connected."""
+STANDSTILL_S, MAX_STOOD_STILL_S = 0.05, 5.0
+"""Longest normal time between two readings of an idle engine's clock. If it is longer, probably neither engine nor
+daemon had a CPU; the excess does not count as waited, up to MAX_STOOD_STILL_S until nobody waits any more."""
+LONG_AGO = -inf
+
+
+class EngineClock:
+    """Time by which an engine's prompts wait. It stops while an idle engine stands still.
+
+    Args:
+        clock: clock such as time.monotonic().
+
+    Attributes:
+        is_idle: whether no request ran in the previous step.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._read_at = LONG_AGO
+        self._behind_s, self._left_s = 0.0, MAX_STOOD_STILL_S
+        self.is_idle = True
+
+    def read(self) -> float:
+        """Return the time, and leave out what the engine stood still since the last reading."""
+        before, self._read_at = self._read_at, self._clock()
+        still_s = min(self._read_at - before - STANDSTILL_S, self._left_s)
+        if self.is_idle and still_s > 0:
+            self._left_s -= still_s
+            self._behind_s += still_s
+        return self._read_at - self._behind_s
+
+    def begin_waits(self) -> None:
+        """Have the waits that begin now leave out up to MAX_STOOD_STILL_S again."""
+        self._left_s = MAX_STOOD_STILL_S
+
+
+class AnswerWait:
+    """How long prompts wait for answers, over all of an engine's prompts.
+
+    Args:
+        deadline_s: a lookup without an answer by then is a miss.
+        do_no_harm: a prompt waits no longer than computing takes, and not if the last answers were late.
+
+    Attributes:
+        left_s: time that the scheduler may still wait in this step.
+    """
+
+    def __init__(self, deadline_s: float, *, do_no_harm: bool) -> None:
+        self._deadline_s, self._do_no_harm = deadline_s, do_no_harm
+        self._replies_s: deque[float] = deque(maxlen=LATE_REPLIES)
+        """Durations of the last answers, or of the wait for those given up."""
+        self._suspended_until = LONG_AGO
+        self.left_s = IDLE_WAIT_S
+
+    def begin_step(self, *, is_idle: bool) -> None:
+        self.left_s = IDLE_WAIT_S if is_idle else LOOKUP_WAIT_S
+
+    def may_wait(self, now: float) -> bool:
+        """Return whether the scheduler may wait for an answer now."""
+        return self.left_s > 0 and now >= self._suspended_until
+
+    def record_wait(self, began: float, now: float, *, answered: bool) -> bool:
+        """Record that the scheduler waited. Return whether it waited in vain, as long as a busy engine's step permits:
+        then it does not wait for WAIT_PAUSE_S. A shorter wait, of what others left, says nothing of the daemon."""
+        timed_out = not answered and self.left_s >= LOOKUP_WAIT_S
+        self.left_s -= now - began
+        if timed_out:
+            self._suspended_until = now + WAIT_PAUSE_S
+        return timed_out
+
+    def record_reply(self, seconds: float) -> None:
+        self._replies_s.append(seconds)
+
+    def allowed_s(self, computed_s: float) -> float:
+        """Return the longest wait for an answer, from the sending of its lookup: the deadline, or ANSWER_SHARE of
+        computing a long prompt, but no longer than computing takes; 0 if all of the daemon's last answers took longer.
+        """
+        if not self._do_no_harm:
+            return self._deadline_s
+        allowed_s = min(max(self._deadline_s, ANSWER_SHARE * computed_s), computed_s)
+        late = len(self._replies_s) == LATE_REPLIES and min(self._replies_s) > allowed_s
+        return 0.0 if late else allowed_s
+
+
+@dataclass(slots=True, eq=False)
+class TierWait:
+    """One request's wait for blocks that are being promoted.
+
+    Attributes:
+        began: time when it began; None before.
+        until: its latest end.
+        doubted_since: time since which it seems not worth it; None while it seems worth it.
+        has_ended: the request waits no more.
+        ask_at: time of the next lookup.
+        judge_at: time when the wait ends if nothing changes.
+    """
+
+    began: float | None = None
+    until: float = inf
+    doubted_since: float | None = None
+    has_ended: bool = False
+    ask_at: float = LONG_AGO
+    judge_at: float = inf
+
+    def begin(self, now: float, longest_s: float) -> None:
+        """Begin to wait, unless that was done before."""
+        if self.began is None:
+            self.began = self.doubted_since = now
+            self.until = now + longest_s
+
+    def doubt(self, now: float, *, is_worth_it: bool, is_estimated: bool) -> None:
+        """Record whether the wait seems worth it now; only an estimate of the daemon ends a doubt."""
+        if not is_worth_it:
+            self.doubted_since = now if self.doubted_since is None else self.doubted_since
+        elif is_estimated:
+            self.doubted_since = None
+
+    def judge(self, now: float, *, is_worth_it: bool, asks_store: bool) -> None:
+        """End the wait once its time is over, or it was not worth it for DOUBT_SHARE of the longest wait.
+
+        ``asks_store``: all that comes depends on what a shared store will say.
+        """
+        assert self.began is not None
+        longest_s = self.until - self.began
+        doubt_s = max(MIN_COMPUTED_S, DOUBT_SHARE * longest_s)
+        if asks_store:
+            doubt_s = max(doubt_s, min(MAX_ASK_S, ASK_SHARE * longest_s))
+        self.judge_at = self.until
+        if not is_worth_it and self.doubted_since is not None:
+            self.judge_at = min(self.until, self.doubted_since + doubt_s)
+        self.has_ended = now >= self.judge_at
+
+    def answered(self, at: float, now: float, expected_s: float) -> None:
+        """Set the time of the next lookup: half of the time later that the answer, of time ``at``, expects; without an
+        estimate (0), a quarter of the time waited so far."""
+        waited_s = now - self.began if self.began is not None else 0.0
+        longest_s = max(MAX_RETRY_PAUSE_S, RETRY_SHARE * waited_s)
+        self.ask_at = at + min(longest_s, max(MIN_RETRY_PAUSE_S, (expected_s or waited_s / 2) / 2))
