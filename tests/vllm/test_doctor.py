@@ -173,10 +173,8 @@ def metrics(**values: float) -> str:
     lines = []
     for name, value in values.items():
         lines += [f"# TYPE vllm:{name} {'counter' if name.endswith('_total') else 'gauge'}"]
-        lines += [
-            f'vllm:{name}{{model_name="llama",engine="{rank}"}} {str(value / 2).replace("inf", "+Inf").replace("nan", "NaN")}'
-            for rank in (0, 1)
-        ]
+        number = {"inf": "+Inf", "nan": "NaN"}.get(str(value), value / 2)
+        lines += [f'vllm:{name}{{model_name="llama",engine="{rank}"}} {number}' for rank in (0, 1)]
     return "\n".join(lines) + "\n"
 
 
