@@ -94,14 +94,14 @@ def open_url(
             raise HttpError(f"does not answer within {timeout_s:g} s; check whether its process runs") from None
         why = printable(str(getattr(reason, "strerror", None) or reason or type(reason).__name__)).rstrip(".")
         raise HttpError(f"does not answer: {why}") from None
-    except (ValueError, msgspec.MsgspecError) as error:
+    except (ValueError, msgspec.MsgspecError, RecursionError) as error:  # RecursionError: JSON that is too deep
         raise HttpError(f"does not answer as it should: {printable(str(error)).rstrip('.')}") from None
 
 
 def error_in(body: bytes) -> str:
     """Return the message of an error's JSON, or the beginning of what came instead."""
     text = body.decode(errors="replace")
-    with suppress(ValueError, TypeError, KeyError):
+    with suppress(ValueError, TypeError, KeyError, RecursionError):
         text = json.loads(body)["error"]
         text = text["message"]  # unless the error is a text itself
     return printable(str(text)[:400].strip()).rstrip(".") or "nothing more"

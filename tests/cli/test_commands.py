@@ -68,6 +68,22 @@ def test_bad_arguments_are_one_sentence(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().err.endswith("kvoffd-cli namespaces diff --directory.\n")
 
 
+def test_help_says_bytes_and_seconds_where_there_are_some(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (
+        ("clear",),
+        ("events",),
+        ("health",),
+        ("namespaces", "diff"),
+        ("trace", "replay"),
+        ("bench", "copy"),
+    ):
+        assert main([*command, "--help"]) == 0
+        assert "in bytes and seconds" not in capsys.readouterr().out, command
+    for command in (("stats",), ("clients",), ("scrub",), ("trace", "record"), ("verify",)):
+        assert main([*command, "--help"]) == 0
+        assert "in bytes and seconds" in capsys.readouterr().out, command
+
+
 # --- what is shown ---------------------------------------------------------------------------------
 
 

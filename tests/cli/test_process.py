@@ -199,7 +199,13 @@ def test_clear_says_that_it_drops_what_is_on_disks(tmp_path: Path) -> None:
         assert space.disk_bytes == space.ready_bytes == admin.stats().disks[0].used_bytes
         tiers = run_cli_here("stats", "tiers", "--directory", str(daemon.directory))
         assert (tiers.returncode, f"on disk: tiny ({space.id}) 64.0 KiB" in tiers.stdout) == (0, True)
-        with Terminal("clear", "tiny", "--directory", str(daemon.directory)) as terminal:
+        where = ("--directory", str(daemon.directory))
+        with FakeEngine(daemon.directory, "other"), Terminal("clear", "other", *where) as terminal:
+            terminal.read_until(lambda seen: "[y/N]" in seen)
+            assert "Drop 0 blocks (0 B) from namespace other" in terminal.seen
+            terminal.write("n\n")
+            assert terminal.end() == 1
+        with Terminal("clear", "tiny", *where) as terminal:
             terminal.read_until(lambda seen: "[y/N]" in seen)
             assert "Drop 1 block (64.0 KiB), and those on disks, from namespace tiny" in terminal.seen
             terminal.write("y\n")

@@ -71,8 +71,9 @@ def session(number: int, role: Role, age_s: float = 3600.0, name: str = "m") -> 
 
 DECLINED = Window(seconds=3600.0, **traffic(misses={"rejected": 900, "evicted": 100, "unknown": 3000}))
 ENGINE = EngineMetrics({
-    "vllm:kvoffd_connected": 1, "vllm:kvoffd_lookups_total": 1000, "vllm:external_prefix_cache_hits_total": 80_000,
-    "vllm:external_prefix_cache_queries_total": 160_000, "vllm:prompt_tokens_total": 160_000,
+    "vllm:kvoffd_connected": 1, "vllm:kvoffd_lookups_total": 1000, "vllm:kv_offload_load_bytes_total": 10 * GIB,
+    "vllm:external_prefix_cache_hits_total": 80_000, "vllm:external_prefix_cache_queries_total": 160_000,
+    "vllm:prompt_tokens_total": 160_000,
 })  # fmt: skip
 SETTINGS = {"pool_file": "", "pool_size": "20GiB", "disk": "", "disk_deadline": "5s"}
 STATS = DaemonStats(
@@ -141,6 +142,7 @@ CASES: dict[str, Facts] = {
     "no_engine": facts(sessions=[], namespaces=[], engines={}),
     "partial_blocks": space(partial_blocks=4000),
     "engine_refused": facts(sessions=[structs.replace(session(1, Role.SCHEDULER), problem="worker 0: No CUDA here.")]),
+    "halves_apart": facts(sessions=[session(1, Role.SCHEDULER, name="vllm:12345678 llama scheduler")]),
     "workers_missing": facts(sessions=[session(1, Role.SCHEDULER)]),
     "lookups_late": space(late_lookups=200),
     "swapped": facts(swapped_bytes=GIB),
@@ -170,7 +172,7 @@ CASES: dict[str, Facts] = {
     "engine_without": facts(engines={"http://engine:8000": EngineMetrics({"vllm:num_requests_running": 1.0})}),
     "engine_away": engine(kvoffd_connected=0),
     "engine_late": engine(kvoffd_late_lookups_total=120),
-    "hits_disagree": engine(external_prefix_cache_hits_total=0),
+    "hits_disagree": engine(kv_offload_load_bytes_total=0),
 }  # fmt: skip
 
 
@@ -247,6 +249,26 @@ def test_workers_are_counted_by_engine() -> None:
         assert find(facts(namespaces=[two], sessions=[*whole, *others])) == []
 
 
+def test_an_engine_whose_halves_reach_two_daemons_is_found_at_both() -> None:
+    """Also where other engines of the namespace are whole."""
+
+    def halves(name: str, *roles: Role, age_s: float = 3600.0, first: int = 10) -> list[SessionInfo]:
+        names = {Role.SCHEDULER: f"vllm:{name} llama scheduler", Role.WORKER: f"vllm:{name} llama worker 0"}
+        return [session(number, role, age_s, names[role]) for number, role in enumerate(roles, first)]
+
+    whole = halves("whole", Role.SCHEDULER, Role.WORKER)
+    for role, half in ((Role.SCHEDULER, "its scheduler is"), (Role.WORKER, "workers are")):
+        for others in ([], whole, ENGINES):
+            (found,) = find(facts(sessions=[*others, *halves("1234", role, first=20)]))
+            assert found.evidence == f"Of the engine vllm:1234 llama only {half} connected."
+    assert find(facts(sessions=[*whole, *halves("1234", Role.SCHEDULER, age_s=30.0, first=20)])) == []
+    (scheduler,) = halves("1234", Role.SCHEDULER, first=20)
+    refused = structs.replace(scheduler, problem="The scheduler is connected to the daemon in /run/kvoffd, but.")
+    assert [one.check for one in find(facts(sessions=[*whole, refused]))] == ["engine_refused"]
+    moved = structs.replace(whole[1], namespaces=[bytes([2]) * 32])
+    assert [one.check for one in find(facts(sessions=[*ENGINES, whole[0], moved]))] == []
+
+
 def test_slots_on_other_nodes_are_compared_with_the_slots_of_all_ranks() -> None:
     pool = structs.replace(STATS.pool, numa_remote_slots=4000)
     (found,) = find(CASES["numa"])
@@ -268,6 +290,24 @@ def test_an_engine_without_a_prompt_is_not_away() -> None:
     assert find(facts(engines={"http://engine:8000": fresh})) == []
     found = find(facts(engines={"http://engine:8000": fresh}, sessions=[]))
     assert [one.check for one in found] == ["engine_away"]
+
+
+def test_hits_of_another_connector_are_not_missed_here() -> None:
+    """Below vLLM's MultiConnector, where a decode engine takes most prompts over NIXL."""
+    assert find(engine(external_prefix_cache_hits_total=900_000)) == []
+    unused = {"external_prefix_cache_hits_total": 900_000, "kv_offload_load_bytes_total": 0}
+    two = [*ENGINES, session(3, Role.SCHEDULER, name="n"), session(4, Role.WORKER, name="n")]
+    assert find(facts(engines=engine(**unused).engines, sessions=two)) == []
+
+
+def test_loads_of_an_earlier_daemon_are_not_missed_here() -> None:
+    def checks(lifetime_tokens: int, age_seconds: float | None) -> list[str]:
+        more = EngineMetrics({**ENGINE.metrics, "vllm:kv_offload_load_bytes_total": 20 * GIB}, "", age_seconds)
+        life = Lifetime(1.0, lifetime_tokens)
+        return [one.check for one in find(facts({"lifetime": life}, engines={"http://engine:8000": more}))]
+
+    assert checks(80_000, 60.0) == checks(900_000, 60.0) == checks(80_000, None) == ["hits_disagree"]
+    assert checks(80_000, 9000.0) == checks(900_000, None) == []
 
 
 def test_the_verdict_on_what_it_brought() -> None:

@@ -84,7 +84,7 @@ def test_what_was_asked_for_is_recorded_and_replayed(tmp_path: Path, capfd: pyte
         assert [one["policy"] for one in results[:2]] == ["lru", "lru+hints"]
         sizes = [one["size"] for one in results]
         assert sizes[-1] == "32.0 MiB (now)", "the daemon's own pool is among the sizes"
-    assert (done["chains"], done["keys"], done["dropped"], done["ended"]) == (3, 14, 0, "interrupt")
+    assert (done["chains"], done["keys"], done["hints"], done["dropped"], done["ended"]) == (3, 14, 1, 0, "interrupt")
     assert done["bytes"] == file.stat().st_size
     lines = [json.loads(line) for line in gzip.decompress(file.read_bytes()).splitlines()]
     hinted, first, second, third = (line["hash_ids"] for line in lines)
@@ -140,6 +140,23 @@ def test_a_record_of_nothing_leaves_no_file(tmp_path: Path) -> None:
         assert (process.returncode, out) == (2, "")
         assert f"Nothing was recorded, and {file} was removed." in err
         assert not file.exists()
+
+
+def test_a_record_of_hints_alone_is_kept(tmp_path: Path) -> None:
+    file = tmp_path / "trace"
+    with (
+        DaemonProcess("16MiB") as daemon,
+        FakeEngine(daemon.directory, "tiny") as engine,
+        start_cli("trace", "record", str(file), "--directory", str(daemon.directory)) as process,
+    ):
+        wait_until(file.exists)
+        engine.scheduler.hint(HintAction.RETAIN, [GroupKeys(0, KEYS[0])], 80, 60.0)
+        wait_until(lambda: zlib.decompressobj(31).decompress(file.read_bytes()))
+        daemon.kill()
+        out, _ = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 1
+    assert out.startswith("0 lookups for 0 blocks and 1 hint in ")
+    assert len(gzip.decompress(file.read_bytes()).splitlines()) == 1
 
 
 def test_what_nobody_fetches_is_bounded_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:

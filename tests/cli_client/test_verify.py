@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler
-from math import inf
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +52,26 @@ def test_what_differs_and_by_how_much() -> None:
         ("fault", answer("a", "b", other=-0.51), answer("a", "b"), answer("a", "x", first=-0.53)),
         ("tie", answer("a", "b"), answer("a", "x"), answer("a", "x")),
         ("unclear", answer("a", "b"), answer("a", "c"), answer("a", "x")),
+        ("unclear", answer("a", first=nan), answer("a", first=nan), answer("a", first=nan)),
+        ("unclear", answer("a", other=nan), answer("a"), answer("a")),
+        ("unclear", answer("a"), answer("a", first=nan), answer("a", first=nan)),
+        ("fault", answer("a"), answer("a"), answer("a", first=nan)),
+        ("fault", answer("a"), answer("a"), answer("a", first=-inf)),
+        ("same", answer("a"), answer("a", first=nan), answer("a", other=-inf)),
     ],
 )
 def test_a_tie_is_told_from_a_fault(verdict: str, computed: Answer, own: Answer, loaded: Answer) -> None:
     assert case(computed, own, loaded).judge(0.02)[0] == verdict
+
+
+def test_a_fault_says_what_differs() -> None:
+    def words(loaded: Answer) -> str:
+        return case(answer("a", "b"), answer("a", "b"), loaded).judge(0.02)[1]
+
+    assert words(answer("a")) == "FAULT: 1 tokens, not 2"
+    assert words(answer("a", "unlikely")) == "FAULT: token 1 is another, and not among the 5 likeliest"
+    assert words(answer("a", "x")) == "FAULT: another token 1, 8.500 nats less likely"
+    assert words(answer("a", "b", first=-0.75)) == "FAULT: 0.250 nats apart"
 
 
 def test_a_prompt_of_which_nothing_was_loaded_is_not_judged() -> None:
@@ -108,10 +124,12 @@ class Vllm(BaseHTTPRequestHandler):
             self.stored.add(key)
         self.answer(cached, "chat" in self.path, "b")
 
-    def answer(self, cached: int, chat: bool, second: str) -> None:
+    def answer(self, cached: int, chat: bool, second: str, logprob: float | None = -0.5) -> None:
         tokens = ["a", second]
-        every = [{"token": one, "logprob": -0.5, "top_logprobs": [{"token": one, "logprob": -0.5}]} for one in tokens]
-        lists = {"tokens": tokens, "token_logprobs": [-0.5, -0.5], "top_logprobs": [{one: -0.5} for one in tokens]}
+        likely = [{"token": one, "logprob": logprob} for one in tokens]
+        every = [{**one, "top_logprobs": [one]} for one in likely]
+        top = [{one: logprob} for one in tokens]
+        lists = {"tokens": tokens, "token_logprobs": [logprob] * 2, "top_logprobs": top}
         usage = {"prompt_tokens": 100, **({"prompt_tokens_details": {"cached_tokens": cached}} if self.usage else {})}
         chunks = [{"choices": [{"logprobs": {"content": every} if chat else lists}]}, {"choices": [], "usage": usage}]
         self.send(200, "".join(f"data: {json.dumps(one)}\n\n" for one in chunks) + "data: [DONE]\n\n")
@@ -247,9 +265,130 @@ def error_inside(server: Vllm, _: dict[str, Any]) -> bool:
     return True
 
 
+def no_stream(server: Vllm, _: dict[str, Any]) -> bool:
+    server.send(200, '{"choices": [{"text": "hi"}]}')
+    return True
+
+
 def without_salts(server: Vllm, _: dict[str, Any]) -> bool:
     server.answer(64, False, "b")
     return True
+
+
+def streams(*chunks: object) -> Callable[[Vllm, dict[str, Any]], bool]:
+    def stream(server: Vllm, _: dict[str, Any]) -> bool:
+        lines = [one if isinstance(one, str) else json.dumps(one) for one in chunks]
+        server.send(200, "".join(f"data: {line}\n\n" for line in [*lines, "[DONE]"]))
+        return True
+
+    return stream
+
+
+def choice(**logprobs: object) -> dict[str, Any]:
+    return {"choices": [{"logprobs": logprobs}]}
+
+
+LISTS = {"tokens": ["a"], "token_logprobs": [-0.5], "top_logprobs": [{"a": -0.5}]}
+
+
+@pytest.mark.parametrize(
+    ("breaks", "sentence"),
+    [
+        (streams([1]), "does not answer as it should: Expected `object`, got `array`."),
+        (streams("hi"), "does not answer as it should: Expecting value: line 1 column 2 (char 1)."),
+        (
+            streams("[" * 100_000),
+            "does not answer as it should: maximum recursion depth exceeded while decoding a",
+        ),
+        (streams({"choices": [7]}), "Expected `object`, got `int` - at `$.choices[0]`."),
+        (streams(choice(**LISTS | {"tokens": [7]})), "Expected `str`, got `int` - at `$.choices[0].logprobs.tokens"),
+        (streams(choice(**LISTS | {"token_logprobs": ["x"]})), "Expected `float | null`, got `str` - at"),
+        (streams(choice(**LISTS | {"token_logprobs": []})), "it has 1 tokens with 0 log probabilities and 1 lists"),
+        (streams(choice(**LISTS | {"top_logprobs": [None]})), "Expected `object`, got `null` - at"),
+        (streams(choice(**LISTS | {"top_logprobs": None})), "with 1 log probabilities and 0 lists of others."),
+        (streams(choice(content=[{"token": "a"}])), "Object missing required field `logprob`"),
+        (streams(choice(content=[{"token": "a", "logprob": -0.5}])), "missing required field `top_logprobs`"),
+        (streams(choice(**LISTS), {"usage": {"prompt_tokens": "9"}}), "Expected `int`, got `str` - at `$.usage"),
+        (streams(choice(**LISTS), {"usage": {}}), "Object missing required field `prompt_tokens`"),
+        (streams("x" * (endpoint.MAX_BYTES + 1)), "a line has more than 16777216 bytes."),
+    ],
+)
+def test_an_answer_of_another_form_is_one_sentence(
+    breaks: Callable[[Vllm, dict[str, Any]], bool], sentence: str, engine: type[Vllm], run: Callable[..., Done]
+) -> None:
+    engine.breaks = breaks
+    assert sentence in run().sentence
+
+
+@pytest.mark.parametrize("page", ["/v1/models", "/version", "/reset_prefix_cache"])
+@pytest.mark.parametrize("text", ["", "null", "[]", '"hi"', "7", "<html>", '{"data": [[]]}'])
+def test_a_page_of_another_form_is_one_sentence(
+    page: str, text: str, engine: type[Vllm], run: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if page == "/reset_prefix_cache":
+        monkeypatch.setattr(endpoint, "RESET_S", 0.0)
+
+        def reset(server: Vllm, body: dict[str, Any]) -> bool:
+            if body:
+                return False
+            server.send(200, text)
+            return True
+
+        engine.breaks = reset
+    else:
+        answer_pages = engine.do_GET
+
+        def get(server: Vllm) -> None:
+            server.send(200, text) if server.path == page else answer_pages(server)
+
+        engine.do_GET = get  # type: ignore[method-assign]
+    done = run()
+    if page == "/version":
+        assert done.status == 0
+        assert "vLLM unknown, " in done.out
+    else:
+        assert done.sentence.startswith("kvoffd-cli: ")
+
+
+@pytest.mark.parametrize("number", [nan, None, inf])
+def test_log_probabilities_that_are_no_numbers_never_pass(
+    number: float | None, engine: type[Vllm], run: Callable[..., Done]
+) -> None:
+    def always(server: Vllm, body: dict[str, Any]) -> bool:
+        if body:
+            server.answer(64 * ("cache_salt" not in body), False, "b", number)
+        return bool(body)
+
+    def loaded(server: Vllm, body: dict[str, Any]) -> bool:
+        return "cache_salt" not in body and always(server, body)
+
+    engine.breaks = always
+    done = run()
+    assert done.status == 3
+    assert "NOT JUDGED: The engine computed 3 of 3 prompts with log probabilities that are not" in flat(done.out)
+    engine.breaks = loaded
+    done = run()
+    assert done.status == 1
+    assert "FAULT: log probabilities that are not numbers" in done.out
+    assert json.loads(run("--json").out)["verdict"] == "FAIL"
+
+
+def test_loads_of_another_connector_are_not_judged(engine: type[Vllm], run: Callable[..., Done]) -> None:
+    engine.metrics = "vllm:num_requests_running 0\n"
+    done = run()
+    assert done.status == 3
+    assert "runs without kvoffd; start it with --kv-transfer-config." in flat(done.out)
+    engine.metrics = 'vllm:kvoffd_connected{engine="0"} 0.0\n'
+    done = run()
+    assert done.status == 3
+    assert "is not connected to a kvoffd daemon; its log says why." in flat(done.out)
+
+
+def test_the_kv_cache_of_all_ranks_is_pushed_out(engine: type[Vllm], run: Callable[..., Done]) -> None:
+    engine.metrics = CONNECTED + CONFIGURED + CONFIGURED.replace('engine="0"', 'engine="1"')
+    assert "after 320 tokens of other prompts" in flat(run("--push-out").out)
+    engine.metrics = CONNECTED + CONFIGURED.replace('blocks="10"', 'blocks="0"')
+    assert "does not say how large the KV cache is" in run("--push-out").sentence
 
 
 @pytest.mark.parametrize(
@@ -266,6 +405,7 @@ def without_salts(server: Vllm, _: dict[str, Any]) -> bool:
         (fails(400, {"message": "no logprobs\n"}), "answers 400 Bad Request: no logprobs."),
         (broken_off, "broke off an answer: the connection was closed; see whether the engine runs, and its log."),
         (error_inside, "ended an answer with an error: EngineCore died."),
+        (no_stream, "did not stream an answer; is it vLLM?"),
         (not_vllm, "answered without log probabilities of its tokens; is it vLLM?"),
         (without_salts, "so something before vLLM removes the salt; give the engine's own address."),
     ],
@@ -316,6 +456,7 @@ def test_the_key_is_sent(engine: type[Vllm], run: Callable[..., Done], monkeypat
         ('hi\n{"prompt": ', "line 2: "),
         ('{"input": "hi"}', "line 1: it has neither messages nor a prompt"),
         ('{"body": []}', "line 1: it has neither messages nor a prompt"),
+        ('{"a":' * 100_000, "line 1: maximum recursion depth exceeded"),
         ("\udcff", "is not UTF-8 text"),
     ],
 )

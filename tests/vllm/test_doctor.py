@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from http.server import BaseHTTPRequestHandler
+from math import inf, nan
 from pathlib import Path
 
 import pytest
@@ -172,7 +173,8 @@ def metrics(**values: float) -> str:
     lines = []
     for name, value in values.items():
         lines += [f"# TYPE vllm:{name} {'counter' if name.endswith('_total') else 'gauge'}"]
-        lines += [f'vllm:{name}{{model_name="llama",engine="{rank}"}} {value / 2}' for rank in (0, 1)]
+        number = {"inf": "+Inf", "nan": "NaN"}.get(str(value), value / 2)
+        lines += [f'vllm:{name}{{model_name="llama",engine="{rank}"}} {number}' for rank in (0, 1)]
     return "\n".join(lines) + "\n"
 
 
@@ -182,7 +184,7 @@ def test_engines(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
             engine.serve(chain(number % 4, 8))
         url = f"http://127.0.0.1:{server.port}"
         monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # an engine is asked without it
-        hits = engine.loaded * TOKENS
+        hits, nbytes = engine.loaded * TOKENS, engine.loaded * BLOCK_BYTES
 
         def checks(text: str) -> set[str]:
             monkeypatch.setattr(Metrics, "text", {"/metrics": text})
@@ -190,16 +192,19 @@ def test_engines(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
 
         assert checks("") == {"engine_without"}
         assert checks(metrics(kvoffd_connected=0, prompt_tokens_total=9)) == {"engine_away"}
-        counted = {"kvoffd_connected": 2, "external_prefix_cache_queries_total": 2 * hits, "kvoffd_lookups_total": 300}
-        assert checks(metrics(**counted, external_prefix_cache_hits_total=hits)) == set()
-        assert checks(metrics(**counted, external_prefix_cache_hits_total=0)) == {"hits_disagree"}
-        more = metrics(**counted, external_prefix_cache_hits_total=2 * hits)
+        counted = {"kvoffd_connected": 2, "external_prefix_cache_queries_total": 9 * hits, "kvoffd_lookups_total": 300}
+        counted["external_prefix_cache_hits_total"] = 9 * hits  # below a MultiConnector: NIXL's too
+        assert checks(metrics(**counted, kv_offload_load_bytes_total=nbytes)) == set()
+        assert checks(metrics(**counted, kv_offload_load_bytes_total=0)) == {"hits_disagree"}
+        more = metrics(**counted, kv_offload_load_bytes_total=2 * nbytes)
         assert checks(more) == {"hits_disagree"}
         began = "# TYPE process_start_time_seconds gauge\nprocess_start_time_seconds "
         assert checks(f"{more}{began}{time.time()}\n") == {"hits_disagree"}
         assert checks(f"{more}{began}{time.time() - 3600}\n") == set(), "it may have counted them with another daemon"
-        late = metrics(**counted, external_prefix_cache_hits_total=hits, kvoffd_late_lookups_total=30)
+        late = metrics(**counted, kv_offload_load_bytes_total=nbytes, kvoffd_late_lookups_total=30)
         assert checks(late) == {"engine_late"}
+        numbers = {**counted, "kvoffd_late_lookups_total": inf, "kv_offload_load_bytes_total": nan}
+        assert checks(metrics(**numbers)) == {"hits_disagree"}, "what is no number does not count"
         assert checks("this is {no metric") == {"engine_unreachable"}
         monkeypatch.setattr(Metrics, "text", {})
         assert "answers 404" in doctor(daemon, "--engine", f"{url}/metrics")["engine_unreachable"]
@@ -220,6 +225,20 @@ def test_an_engine_that_the_daemon_refuses_says_why_until_it_is_served(doctor: D
         assert doctor.status == 2
         engine.report(1000.0, 0, 0)
         wait_until(lambda: "engine_refused" not in doctor(daemon))
+
+
+def test_a_scheduler_whose_workers_are_elsewhere_is_found(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    namespace, name = NamespaceSpec.named("llama"), "vllm:01234567 llama"
+    with (
+        DaemonProcess(POOL) as daemon,
+        SchedulerClient(daemon.directory, namespace, name=f"{name} scheduler") as engine,
+    ):
+        assert engine.wait_ready(30.0)
+        assert doctor(daemon) == {}, "it may be starting"
+        monkeypatch.setattr("kvoffd_client.cli.findings.CONNECTING_S", 0.0)
+        assert doctor(daemon) == {"halves_apart": f"Of the engine {name} only its scheduler is connected."}
+        with FakeEngine(daemon.directory, namespace, name=name):
+            assert doctor(daemon) == {}
 
 
 def test_what_is_swapped_is_looked_at_where_anything_is(tmp_path: Path) -> None:

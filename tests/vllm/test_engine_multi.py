@@ -156,6 +156,9 @@ def test_multi_loads_and_recomputes_a_load_that_fails(prefill: Pair) -> None:
     warm = engine.generate(PROMPTS)
     assert (cached(cold), cached(warm)) == ([0, 0, 0], FULL)
     assert tokens(warm) == tokens(cold)
+    assert engine.metrics()["vllm:kv_offload_load_bytes"] == prefill.until_stored().load.bytes, (
+        "as doctor compares them"
+    )
     engine.forget()
     with daemon.fault("load slow 30"):
         engine.begin("generate", prompts=PROMPTS, max_tokens=8)
@@ -200,3 +203,6 @@ def test_multi_decode_takes_the_prompt_over_nixl_then_from_kvoffd(pair: Pair, ex
     assert tokens(again) == expected
     assert cached(again) == FULL
     assert pair.until_stored().load.bytes > loaded
+    # What doctor compares. vLLM's external hits are of NIXL too.
+    counted = [engine.metrics() for engine in (pair.prefill, pair.decode)]
+    assert sum(one.get("vllm:kv_offload_load_bytes", 0) for one in counted) == pair.until_stored().load.bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import cast
 
 from kvoffd_client import NamespaceSpec, SchedulerClient
-from kvoffd_client.vllm.engine_namespace import PATIENCE_S, EngineNamespace, MemoryReport, Unconnected
+from kvoffd_client.vllm.engine_namespace import APART_S, PATIENCE_S, EngineNamespace, MemoryReport, Unconnected
 from tests.kit.clock import Clock
 from tests.vllm.vllm_fakes import FakeSchedulerClient
 
@@ -83,3 +83,59 @@ def test_weights_that_nobody_can_read_are_shared_with_nobody(said: list[str]) ->
         found.append(namespace.current.fingerprint)
     assert found[0] != found[1]
     assert any("cannot be used by other engines" in line for line in said)
+
+
+DAEMON = FakeSchedulerClient.epoch
+
+
+def test_workers_that_do_not_meet_the_scheduler_are_said_once(said: list[str]) -> None:
+    """They run where the scheduler's directory is not, or is another daemon's."""
+    clock = Clock()
+    namespace = made(clock)
+
+    def report(*registered_with: int | None) -> None:
+        own = namespace.current.fingerprint if namespace.current else None
+        memory = [MemoryReport(ONE, "a", 0, registered=own if one else None, daemon=one) for one in registered_with]
+        namespace.report(dict(enumerate(memory)))
+
+    def after(seconds: float) -> tuple[str, int | None, int]:
+        clock.now += seconds
+        namespace.step_ended()
+        return namespace.problem, namespace.take_daemon(), len([line for line in said if "stores and loads" in line])
+
+    report(None, None)
+    for others in ((DAEMON, None), (DAEMON, DAEMON + 1)):
+        said.clear()
+        report(DAEMON, DAEMON)
+        assert after(0.0) == ("", None, 0)
+        report(*others)
+        assert after(APART_S) == ("", None, 0), "the engine was idle"
+        problem, daemon, lines = after(APART_S)
+        assert problem.startswith("The scheduler is connected to the daemon in /run/kvoffd, but these workers have not")
+        assert " for 60 s: 1. " in problem
+        assert (daemon, lines, namespace.serves) == (DAEMON, 1, False)
+        assert after(APART_S) == (problem, None, 1)
+        report(DAEMON, DAEMON)
+        assert namespace.serves, "before the next step"
+        assert after(0.0) == ("", None, 1)
+    said.clear()
+    report(None, DAEMON)
+    for ready in (True, False, True):
+        cast(FakeSchedulerClient, namespace.client).ready = ready
+        assert after(APART_S / 2) == ("", None, 0), "without a daemon all wait for one"
+    report(None, DAEMON)
+    namespace.leave(engine_cache_kept=False)
+    assert after(APART_S) == ("", None, 0)
+
+
+def test_a_worker_that_cannot_share_its_memory_says_why_itself(said: list[str]) -> None:
+    clock = Clock()
+    namespace = made(clock)
+    namespace.report({rank: MemoryReport(ONE, "a", 0, problem="No CUDA here." * rank) for rank in range(2)})
+    own = namespace.current.fingerprint if namespace.current else None
+    namespace.report({0: MemoryReport(ONE, "a", 0, registered=own, daemon=DAEMON)})
+    for _ in range(3):
+        namespace.step_ended()
+        clock.now += APART_S
+    assert (namespace.problem, namespace.take_daemon()) == ("worker 1: No CUDA here.", None)
+    assert not any("stores and loads" in line for line in said)

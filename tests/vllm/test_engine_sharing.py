@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from kvoffd_client import AdminClient
 from tests.kit.daemon import DaemonProcess
 from tests.kit.engine import (
     BLOCK_TOKENS,
+    PATIENCE,
     EngineProcess,
     cached,
     full_blocks,
@@ -55,6 +57,29 @@ def test_server_loads_what_another_engine_stored(home: EngineHome, server: Engin
     assert len(after.namespaces) == 1
     assert after.load.bytes == after.store.bytes == before.store.bytes, "nothing was stored anew"
     assert (after.store.failed_jobs, after.load.failed_jobs, after.leases, after.pinned_blocks) == (0, 0, 0, 0)
+
+
+def test_workers_that_ray_started_reach_the_schedulers_daemon(model: Path) -> None:
+    """vLLM's executor copies only some variables to them, and Ray has another working directory."""
+    with (
+        DaemonProcess("64MiB") as daemon,
+        EngineProcess(
+            model,
+            daemon.directory,
+            tensor_parallel=2,
+            transfer={"kv_connector_extra_config": dict(PATIENCE)},
+            environ={"KVOFFD_DIRECTORY": str(daemon.directory)},
+            worker_cls="tests.vllm.ray_worker.RayWorker",
+        ) as engine,
+    ):
+        engine.generate([prompt(50, 100)])
+        wait_connected(daemon.directory, 2)
+        cold = engine.generate(PROMPTS)
+        wait_books(daemon.directory, lambda found: found.ready_blocks >= FULL_BLOCKS)
+        engine.forget()
+        loaded = engine.generate(PROMPTS)
+    assert (cached(cold), cached(loaded)) == ([0, 0, 0], FULL)
+    assert tokens(loaded) == tokens(cold)
 
 
 # --- sliding windows -------------------------------------------------------------------------------

@@ -7,9 +7,11 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, chdir, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Self
+from unittest.mock import patch
 
 import pytest
 from vllm.distributed.kv_transfer import kv_transfer_state
@@ -22,12 +24,13 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvoffd_client import AdminClient, NamespaceSpec
+from kvoffd_client.vllm import engine_namespace
 from kvoffd_client.vllm.connector import KvoffdConnector
 from kvoffd_client.vllm.kv_memory import NotShareable
 from kvoffd_client.vllm.spec import KvoffdSpec
 from tests.kit.command import run_cli
 from tests.kit.daemon import DaemonProcess
-from tests.kit.engine import BLOCK_TOKENS, full_blocks, prompt
+from tests.kit.engine import BLOCK_TOKENS, full_blocks, prompt, wait_books
 from tests.kit.filled_tiers import fill_tiers
 from tests.kit.model_worker import ModelRunner
 from tests.kit.redis_server import RedisServer
@@ -46,13 +49,13 @@ class EngineOfParts:
 
     Args:
         model: a model's directory, of which only the configuration is read.
-        directory: the daemon's.
+        directory: the daemon's; None to have the environment name it.
         blocks: of its KV cache.
         rate: tokens that it computes in a second.
     """
 
-    def __init__(self, model: Path, directory: Path, blocks: int, rate: float, **options: object) -> None:
-        config = make_config(model, {"directory": str(directory), **options})
+    def __init__(self, model: Path, directory: Path | None, blocks: int, rate: float, **options: object) -> None:
+        config = make_config(model, {**({"directory": str(directory)} if directory else {}), **options})
         config.cache_config.num_gpu_blocks_override = config.cache_config.num_gpu_blocks = blocks
         specs = {f"layer.{number}": full_attention() for number in range(LAYERS)}
         (cache,) = get_kv_cache_configs(config, [specs], [1 << 40])
@@ -64,6 +67,8 @@ class EngineOfParts:
         self._runner = ModelRunner(config, rate)
         self._runner.initialize_kv_cache(cache)
         self._scheduler = Scheduler(config, cache, StructuredOutputManager(config), BLOCK_TOKENS, BLOCK_TOKENS)
+        self.in_workers: Callable[[], AbstractContextManager[object]] = nullcontext
+        """What the worker's half finds in its surroundings."""
         self._number = 0
         self._cached: dict[str, int] = {}
         """By request, how many of its tokens were not computed."""
@@ -101,7 +106,8 @@ class EngineOfParts:
     def step(self) -> None:
         """Make one step, as vLLM's engine core does."""
         output = self._scheduler.schedule()
-        result: Any = self._runner.execute_model(output) or self._runner.sample_tokens()
+        with self.in_workers():
+            result: Any = self._runner.execute_model(output) or self._runner.sample_tokens()
         for outputs in self._scheduler.update_from_output(output, result).values():
             for one in outputs.outputs:
                 if one.prefill_stats is not None:
@@ -180,6 +186,67 @@ def test_doctor_says_why_and_prompts_are_computed(model: Path, monkeypatch: pyte
 
         (evidence,) = wait_until(said, interval_s=0.2)
     assert evidence.endswith(f"is not registered: worker 0: {WHY}")
+
+
+def without_directory() -> AbstractContextManager[object]:
+    """The environment of a worker that Ray started, which copies only some variables."""
+    here = {name: value for name, value in os.environ.items() if not name.startswith("KVOFFD_")}
+    return patch.dict(os.environ, here, clear=True)
+
+
+@pytest.mark.parametrize("relative", [False, True])
+def test_workers_find_the_daemon_of_the_scheduler(
+    relative: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their own environment and working directory do not matter."""
+
+    @contextmanager
+    def in_workers() -> Iterator[None]:
+        with without_directory(), chdir(tmp_path):
+            yield
+
+    with DaemonProcess("64MiB") as daemon:
+        monkeypatch.chdir(daemon.directory.parent)
+        monkeypatch.setenv("KVOFFD_DIRECTORY", daemon.directory.name if relative else str(daemon.directory))
+        with EngineOfParts(model, None, BLOCKS, 1e9) as engine:
+            engine.in_workers = in_workers
+            engine.generate([PROMPTS[0]])
+            engine.wait_connected(daemon.directory)
+            engine.generate([PROMPTS[0]])
+            engine.generate([PROMPTS[1]])
+            wait_books(daemon.directory, lambda found: found.ready_blocks > 0)
+            engine.forget()
+            assert engine.generate([PROMPTS[1]]) == [FULL[1]]
+
+
+def test_halves_that_reach_different_daemons_are_said(
+    model: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    """As where containers of workers have another one mounted at the same place."""
+    monkeypatch.setattr(engine_namespace, "APART_S", 0.2)
+    monkeypatch.setattr("kvoffd_client.vllm.manager.REPORT_EVERY_S", 0.0)
+    with DaemonProcess("64MiB") as daemon, DaemonProcess("64MiB") as other:
+        with EngineOfParts(model, daemon.directory, BLOCKS, 1e9) as engine:
+            connect = KvoffdSpec._connect_worker
+
+            def elsewhere(spec: KvoffdSpec, *arguments: Any) -> Any:
+                assert spec.directory == str(daemon.directory)
+                spec.directory = str(other.directory)
+                return connect(spec, *arguments)
+
+            monkeypatch.setattr(KvoffdSpec, "_connect_worker", elsewhere)
+
+            def refused() -> list[str]:
+                engine.generate([PROMPTS[0]])
+                report = json.loads(run_cli("doctor", "--json", "--directory", str(daemon.directory)).stdout)
+                return [one["evidence"] for one in report["findings"] if one["check"] == "engine_refused"]
+
+            (evidence,) = wait_until(refused, interval_s=0.2)
+    why = f"The scheduler is connected to the daemon in {daemon.directory}, but these workers have not registered"
+    assert why in evidence
+    lines = [line for line in said if "stores and loads nothing" in line]
+    assert [line.count(why) for line in lines] == [1, 0]
+    assert lines[1].endswith(f"another daemon than the scheduler, which it finds in {other.directory}.")
 
 
 DEADLINE_S = 15.0

@@ -98,6 +98,7 @@ def spec_of(rank: int, *, replicated: bool = False) -> Any:
     """As much of a KvoffdSpec as makes a worker."""
     spec: Any = SimpleNamespace(
         namespace=ONE,
+        directory="",
         options=ConnectorOptions(),
         memory=SharedKvMemory(),
         config=SimpleNamespace(parallel=SimpleNamespace(rank=rank)),
@@ -145,6 +146,21 @@ def test_ranks_that_load_one_shard_leave_the_lease_to_the_scheduler(replicated: 
     with patch.object(spec_module, "registration_of") as registered:
         KvoffdSpec._registration(spec, caches)
     assert registered.call_args.args[2] == (0 if replicated else 1), "whose shard it is"
+
+
+def test_a_worker_says_why_it_is_not_at_the_schedulers_daemon(said: list[str]) -> None:
+    client = FakeWorkerClient()
+    worker = make_worker(lambda _: client)
+    worker.compare_daemon(client.epoch)
+    worker.join(ONE)
+    worker.compare_daemon(client.epoch)
+    assert said == []
+    worker.compare_daemon(client.epoch + 1)
+    client.ready, client.problem = False, "No daemon listens in /run/kvoffd."
+    worker.compare_daemon(client.epoch)
+    nothing = "kvoffd: this worker stores and loads nothing."
+    other = "It is registered with another daemon than the scheduler, which it finds in /run/kvoffd."
+    assert said == [f"{nothing} {other}", f"{nothing} {client.problem}"]
 
 
 def test_a_replicas_sessions_have_its_index_in_their_names() -> None:

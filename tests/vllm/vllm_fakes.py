@@ -20,6 +20,8 @@ class FakeSchedulerClient:
     """Holds lookups until the test answers them."""
 
     clock: Clock
+    directory: str = "/run/kvoffd"
+    epoch: int = 7
     ready: bool = True
     unreachable: bool = False
     session_id: int = 1
@@ -120,6 +122,9 @@ class FakeSchedulerClient:
 class FakeWorkerClient:
     """Collects jobs; the test sets their results."""
 
+    directory: str = "/run/kvoffd"
+    epoch: int = 7
+    problem: str | None = None
     ready: bool = True
     refusal: None = None
     credit_bytes: int = 1 << 20

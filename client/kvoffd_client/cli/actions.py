@@ -19,10 +19,11 @@ from kvoffd_client.cli.format import (
     say,
 )
 from kvoffd_client.cli.show import labels_of
-from kvoffd_client.cli.target import NAMESPACE_HELP, CliError, Directory, Json, open_admin
+from kvoffd_client.cli.target import NAMESPACE_HELP, CliError, Directory, Json, PlainJson, open_admin
 from kvoffd_client.errors import RequestRefused
+from kvoffd_proto.admin import NamespaceInfo
 from kvoffd_proto.events import KV_TOPIC_PREFIX, MEDIUM_STORAGE, AllBlocksCleared, BlockStored, KvEvent
-from kvoffd_proto.stats import namespace_id
+from kvoffd_proto.stats import DaemonStats, namespace_id
 from kvoffd_proto.units import format_count, format_duration, format_rate, format_size, percent, plural, printable
 
 FIRST_SCRUB_PAUSE_S, SCRUB_PAUSE_S = 0.02, 0.5
@@ -38,7 +39,7 @@ def clear(
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
     directory: Directory = None,
-    json: Json = False,
+    json: PlainJson = False,
 ) -> int:
     """Drop the blocks of one namespace or of all, also on disks.
 
@@ -57,7 +58,7 @@ def clear(
             known = "one" if len(chosen) == 1 else format_count(len(chosen))
             where += " on all nodes" if one else f", and the {known} that this daemon has from all nodes"
         blocks, nbytes = sum(each.ready_blocks for each in chosen), sum(each.ready_bytes for each in chosen)
-        below = ", and those on disks," if any(one.blocks for one in admin.stats().disks) else ""
+        below = ", and those on disks," if _has_on_disks(admin.stats(), one) else ""
         if not yes:
             if not sys.stdin.isatty():
                 raise CliError("Nothing was cleared: there is no terminal to confirm it on; add --yes.")
@@ -82,6 +83,14 @@ def clear(
     else:
         say(f"Dropped {count_blocks(dropped)} from {where}.")
     return 0
+
+
+def _has_on_disks(stats: DaemonStats, one: NamespaceInfo | None) -> bool:
+    """Return whether a namespace, or any one if it is None, has blocks on disks."""
+    if one is None or not any(disk.blocks for disk in stats.disks):
+        return any(disk.blocks for disk in stats.disks)
+    rows = {row.fingerprint: row.disk_bytes for row in stats.namespaces}
+    return rows.get(one.namespace.hex()) != 0  # if there are too many it may have no row
 
 
 def scrub(directory: Directory = None, json: Json = False) -> int:
@@ -123,7 +132,7 @@ def scrub(directory: Directory = None, json: Json = False) -> int:
 # --- KV events -------------------------------------------------------------------------------------
 
 
-def events(directory: Directory = None, json: Json = False) -> int:
+def events(directory: Directory = None, json: PlainJson = False) -> int:
     """Print KV cache events as they happen, until Ctrl-C.
 
     Blocks are stored in the pool and removed from it, written to a disk and dropped from it. With --json, one object

@@ -26,7 +26,7 @@ from kvoffd_client.cli.target import (
     CliError,
     Directory,
     Evict,
-    Json,
+    PlainJson,
     announce,
     bench_engine,
     local_directory,
@@ -92,7 +92,7 @@ class Result:
 
 
 @bench_app.command()
-def lookup(evict: Evict = False, directory: Directory = None, json: Json = False) -> None:
+def lookup(evict: Evict = False, directory: Directory = None, json: PlainJson = False) -> None:
     """Measure lookups.
 
     They have 64, 1,000 and 8,000 keys, all found or all missing. The floor is a ZeroMQ echo.
@@ -105,7 +105,7 @@ def lookup(evict: Evict = False, directory: Directory = None, json: Json = False
 
 
 @bench_app.command()
-def copy(evict: Evict = False, directory: Directory = None, json: Json = False) -> None:
+def copy(evict: Evict = False, directory: Directory = None, json: PlainJson = False) -> None:
     """Measure stores and loads.
 
     They copy pieces of 16 KiB to 1 MiB; a piece is one layer's part of a block. The floor is memcpy.

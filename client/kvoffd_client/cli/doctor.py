@@ -8,7 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from math import inf
+from math import inf, isfinite
 from pathlib import Path
 from typing import Annotated
 
@@ -171,6 +171,8 @@ def read_engine(where: str) -> EngineMetrics:
         with open_url(where, ENGINE_TIMEOUT_S) as answer:
             for family in text_string_to_metric_families(answer.read(MAX_METRICS_BYTES).decode(errors="replace")):
                 for sample in family.samples:
+                    if not isfinite(sample.value):
+                        continue
                     if sample.name == "process_start_time_seconds":
                         age_seconds = time.time() - sample.value
                     if sample.name.startswith("vllm:") and not sample.name.endswith(("_bucket", "_created")):

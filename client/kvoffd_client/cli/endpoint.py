@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from math import isfinite, isnan, nan
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
 
 from kvoffd_client.admin_client import base_url, error_in, open_url
 from kvoffd_client.cli.target import CliError
@@ -24,6 +28,8 @@ ANSWER_S = 300.0
 """Longest time for one answer, its prefill included."""
 QUICK_S = 10.0
 RESET_S = 60.0
+MAX_BYTES = 16 << 20
+"""Most bytes of a page, or of a line of an answer."""
 OF_PROMPTS = (
     "model", "prompt", "messages", "tools", "tool_choice", "documents", "chat_template", "chat_template_kwargs",
     "add_generation_prompt", "continue_final_message", "add_special_tokens", "reasoning_effort", "mm_processor_kwargs",
@@ -42,7 +48,11 @@ LIKELIEST = 5
 
 @dataclass
 class Answer:
-    """One answer. ``likeliest``: the likeliest tokens at each place. ``cached``: None if the server does not say."""
+    """One answer. Its lists are of one length.
+
+    ``logprobs``: NaN where the server gives no number. ``likeliest``: the likeliest tokens at each place. ``cached``:
+    None if the server does not say.
+    """
 
     tokens: list[str] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -50,6 +60,58 @@ class Answer:
     prompt_tokens: int = 0
     cached: int | None = None
     ttft_s: float = 0.0
+
+    @property
+    def has_numbers(self) -> bool:
+        """Whether its log probabilities can be compared: a model whose output is NaN has none."""
+        others = (value for place in self.likeliest for value in place.values())
+        return all(map(isfinite, self.logprobs)) and not any(map(isnan, others))
+
+
+Tokens = Annotated[int, Meta(ge=0)]
+LogProb = float | None
+"""JSON has no NaN: vLLM writes null."""
+
+
+class LikelyToken(Struct):
+    token: str
+    logprob: LogProb
+
+
+class ChatToken(Struct):
+    token: str
+    logprob: LogProb
+    top_logprobs: list[LikelyToken]
+
+
+class LogProbs(Struct):
+    """Lists of a completion, or ``content`` of a chat."""
+
+    tokens: list[str] | None = None
+    token_logprobs: list[LogProb] | None = None
+    top_logprobs: list[dict[str, LogProb]] | None = None
+    content: list[ChatToken] | None = None
+
+
+class Choice(Struct):
+    logprobs: LogProbs | None = None
+
+
+class UsageDetails(Struct):
+    cached_tokens: Tokens | None = None
+
+
+class Usage(Struct):
+    prompt_tokens: Tokens
+    prompt_tokens_details: UsageDetails | None = None
+
+
+class Chunk(Struct):
+    """A part of an answer: the fields that are read."""
+
+    choices: list[Choice] | None = None
+    usage: Usage | None = None
+    error: object = None
 
 
 class Endpoint:
@@ -70,7 +132,7 @@ class Endpoint:
         """Return /metrics; empty if there are none."""
         try:
             with self._open("/metrics", QUICK_S) as answer:
-                return answer.read().decode(errors="replace")
+                return answer.read(MAX_BYTES).decode(errors="replace")
         except HttpError:
             return ""
 
@@ -102,35 +164,47 @@ class Endpoint:
         path = "/v1/chat/completions" if chat else "/v1/completions"
         with self._open(path, ANSWER_S, json.dumps(asked).encode(), {"X-Request-Id": request}) as response:
             for chunk in self._chunks(response, begin + ANSWER_S):
-                if usage := chunk.get("usage"):
-                    answer.prompt_tokens = usage["prompt_tokens"]
-                    answer.cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
-                for choice in chunk.get("choices", ()):
-                    _add_tokens(answer, choice.get("logprobs") or {})
+                if (usage := chunk.usage) is not None:
+                    answer.prompt_tokens = usage.prompt_tokens
+                    details = usage.prompt_tokens_details
+                    answer.cached = None if details is None else details.cached_tokens
+                for choice in chunk.choices or ():
+                    if choice.logprobs is not None:
+                        _add_tokens(answer, choice.logprobs)
                     if answer.tokens and not answer.ttft_s:
                         answer.ttft_s = time.monotonic() - begin
-        if not answer.tokens or len(answer.likeliest) != len(answer.tokens):
+        if not answer.tokens:
             raise CliError(f"{self.url} answered without log probabilities of its tokens; is it vLLM?")
         return answer
 
-    def _chunks(self, lines: Iterable[bytes], deadline: float) -> Iterator[dict[str, Any]]:
-        for line in lines:
+    def _chunks(self, response: HTTPResponse, deadline: float) -> Iterator[Chunk]:
+        """Yield the parts of a streamed answer. Raises errors that ``open_url`` turns into HttpError."""
+        streams = False
+        while line := response.readline(MAX_BYTES + 1):
             if time.monotonic() > deadline:
                 raise TimeoutError
+            if len(line) > MAX_BYTES:
+                raise ValueError(f"a line has more than {MAX_BYTES} bytes")
             if line.strip() == b"data: [DONE]":
                 return
             if line.startswith(b"data:"):
-                chunk = json.loads(line[5:])
-                if "error" in chunk:
+                chunk, streams = msgspec.convert(json.loads(line[5:]), Chunk), True
+                if chunk.error is not None:
                     raise CliError(f"{self.url} ended an answer with an error: {error_in(line[5:])}.")
                 yield chunk
+        if not streams:
+            raise CliError(f"{self.url} did not stream an answer; is it vLLM?")
         raise CliError(
             f"{self.url} broke off an answer: the connection was closed; see whether the engine runs, and its log."
         )
 
-    def read(self, path: str, body: bytes | None = None) -> Any:
+    def read(self, path: str, body: bytes | None = None) -> dict[str, Any]:
+        """Return the object that a path answers with."""
         with self._open(path, QUICK_S, body) as answer:
-            return json.loads(answer.read())
+            found = json.loads(answer.read(MAX_BYTES))
+            if not isinstance(found, dict):
+                raise ValueError("it is no JSON object")
+            return found
 
     @contextmanager
     def _open(
@@ -146,12 +220,21 @@ class Endpoint:
             raise HttpError(f"{self.url}{path} {error}{hint}.", error.status) from None
 
 
-def _add_tokens(answer: Answer, found: Mapping[str, Any]) -> None:
-    """Add the tokens of a chunk's ``logprobs``: lists of a completion, or ``content`` of a chat."""
-    answer.tokens += found.get("tokens") or ()
-    answer.logprobs += found.get("token_logprobs") or ()
-    answer.likeliest += found.get("top_logprobs") or ()
-    for one in found.get("content") or ():
-        answer.tokens.append(one["token"])
-        answer.logprobs.append(one["logprob"])
-        answer.likeliest.append({each["token"]: each["logprob"] for each in one["top_logprobs"]})
+def _add_tokens(answer: Answer, found: LogProbs) -> None:
+    """Add the tokens of a chunk. Raises ValueError if its lists do not fit."""
+    tokens, logprobs, likeliest = found.tokens or [], found.token_logprobs or [], found.top_logprobs or []
+    for one in found.content or ():
+        tokens.append(one.token)
+        logprobs.append(one.logprob)
+        likeliest.append({each.token: each.logprob for each in one.top_logprobs})
+    if not len(tokens) == len(logprobs) == len(likeliest):
+        raise ValueError(
+            f"it has {len(tokens)} tokens with {len(logprobs)} log probabilities and {len(likeliest)} lists of others"
+        )
+    answer.tokens += tokens
+    answer.logprobs += map(_number, logprobs)
+    answer.likeliest += [{token: _number(logprob) for token, logprob in place.items()} for place in likeliest]
+
+
+def _number(logprob: LogProb) -> float:
+    return nan if logprob is None else logprob

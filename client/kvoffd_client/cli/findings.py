@@ -5,6 +5,7 @@ KINDS has the meaning and the fix of each finding; a check adds the evidence.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -21,6 +22,7 @@ from kvoffd_proto import stats as s
 from kvoffd_proto import verdict
 from kvoffd_proto.admin import NamespaceInfo, SessionInfo
 from kvoffd_proto.messages import BENCH_LABEL, Role
+from kvoffd_proto.stats import engine_name
 from kvoffd_proto.units import exact_size, format_count, format_duration, format_size, percent, printable
 
 MIN_ERRORS = 20
@@ -46,6 +48,8 @@ LONG_ENOUGH_S, OVERSIZED = 3600.0, 2.0
 DAY_S = 86_400.0
 CONNECTING_S = 60.0
 """Largest normal delay between an engine's scheduler and its workers."""
+ENGINE_PREFIX = "vllm:"
+"""Beginning of the names of vLLM's engines."""
 HUGE_PAGES_FROM_BYTES = 8 << 30
 REMOTE_SHARE = 0.1
 AGREE = 1.1
@@ -77,6 +81,11 @@ KINDS = {
     "lookups_late": Kind("warning", "Engines computed instead: they or the daemon have too little CPU.", _CPU),
     "no_engine": Kind("info", "The cache is not in use.", _CONNECTOR),
     "engine_refused": Kind("error", "This engine computes all prompts.", "do as the problem says"),
+    "halves_apart": Kind(
+        "warning",
+        "Unless it sleeps, the others look for a daemon elsewhere, and it stores and loads nothing. Its log says more.",
+        "mount this daemon's directory for all processes of the engine",
+    ),
     "workers_missing": Kind("warning", "Blocks become ready only with all ranks.", "kvoffd-cli clients --all"),
     "partial_blocks": Kind("warning", "A worker does not store, or workers are on several machines.", _LOG),
     # The machine.
@@ -261,8 +270,9 @@ def connected_clients(facts: Facts) -> Iterator[Finding]:
     for one in engines:
         if one.problem:
             yield finding("engine_refused", f"{printable(one.name)} is not registered: {printable(one.problem)}", 1.0)
+    apart = {number for numbers in _apart_engines(engines).values() for number in numbers}
     for info in facts.known:
-        own = [one for one in engines if info.namespace in one.namespaces]
+        own = [one for one in engines if info.namespace in one.namespaces and one.session_id not in apart]
         all_workers = sum(one.role == Role.WORKER for one in own)
         if any(one.problem for one in own) or len(own) == all_workers:
             continue  # it is refused, or has no scheduler
@@ -274,6 +284,31 @@ def connected_clients(facts: Facts) -> Iterator[Finding]:
             name = namespace_name(info.label, info.namespace)
             evidence = f"{name}: {workers} of {info.world_size} workers of an engine are connected."
             yield finding("workers_missing", evidence, 1.0)
+
+
+def _apart_engines(sessions: Sequence[SessionInfo]) -> dict[str, list[int]]:
+    """Return vLLM's engines of which only the scheduler, or only workers, are connected, with their sessions' ids.
+
+    Only of vLLM's is it known that both have one name.
+    """
+    found = defaultdict[str, list[SessionInfo]](list)
+    for one in sessions:
+        if one.name.startswith(ENGINE_PREFIX):
+            found[engine_name(one.name, one.role)].append(one)
+    return {
+        name: [one.session_id for one in own]
+        for name, own in found.items()
+        if len({one.role for one in own}) == 1
+        and min(one.age_seconds for one in own) > CONNECTING_S
+        and not any(one.problem for one in own)
+    }
+
+
+def halves_apart(facts: Facts) -> Iterator[Finding]:
+    engines = {one.session_id: one for one in facts.sessions or () if one.role in (Role.SCHEDULER, Role.WORKER)}
+    for name, own in _apart_engines([*engines.values()]).items():
+        half = "its scheduler is" if engines[own[0]].role == Role.SCHEDULER else "workers are"
+        yield finding("halves_apart", f"Of the engine {printable(name)} only {half} connected.", 1.0)
 
 
 def partial_blocks(facts: Facts) -> Iterator[Finding]:
@@ -571,21 +606,25 @@ def _engine_counts(facts: Facts, at: str, engine: EngineMetrics) -> Iterator[Fin
     if late >= s.MIN_LATE and late > s.LATE_SHARE * lookups:
         evidence = f"{at} did not wait for {format_count(round(late))} of {format_count(round(lookups))} lookups."
         yield finding("engine_late", evidence, _share(late, lookups))
-    # vLLM's external hits, and tokens that the daemon loaded for all engines. An engine that is older than the daemon
-    # may have counted hits of the previous daemon.
-    hits, asked = (engine.of(f"external_prefix_cache_{name}_total") for name in ("hits", "queries"))
-    loaded = facts.stats.since_start.loaded_tokens
-    alone = facts.engine_count == 1
-    is_older = engine.age_seconds is not None and engine.age_seconds > facts.stats.uptime_seconds
-    more_there = not is_older and hits > AGREE * max(loaded, facts.stats.lifetime.loaded_tokens)
-    none_there = alone and loaded >= verdict.MIN_LOOKUPS and asked and not hits
+    # Bytes of the connector, and those that the daemon loaded for all engines. Not vLLM's external hits: below its
+    # MultiConnector they include other connectors'. An engine that is older than the daemon may have counted loads of
+    # the previous daemon.
+    nbytes, traffic = engine.of("kv_offload_load_bytes_total"), facts.stats.since_start
+    loaded, alone = traffic.loaded_bytes, facts.engine_count == 1
+    if engine.age_seconds is None:
+        is_older = facts.stats.lifetime.loaded_tokens > traffic.loaded_tokens
+    else:
+        is_older = engine.age_seconds > facts.stats.uptime_seconds
+    more_there = not is_older and nbytes > AGREE * loaded
+    none_there = alone and traffic.loaded_tokens >= verdict.MIN_LOOKUPS and lookups and not nbytes
     if more_there or none_there:
-        evidence = f"{at} counts {format_count(round(hits))} loaded tokens, this daemon {format_count(loaded)}."
+        evidence = f"{at} counts {format_size(round(nbytes))} of loads, this daemon {format_size(loaded)}."
         yield finding("hits_disagree", evidence, 0.3)
 
 
 CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
-    daemon_health, late_lookups, failures, blocked_loop, connected_clients, partial_blocks, memory,
+    daemon_health, late_lookups, failures, blocked_loop, connected_clients, halves_apart, partial_blocks,
+    memory,
     disks, late_tiers, disk_writes, namespaces_apart, pool_size, lru_is_better, starving, engines,
 )  # fmt: skip
 

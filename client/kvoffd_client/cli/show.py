@@ -32,6 +32,7 @@ from kvoffd_client.cli.target import (
     CliError,
     Directory,
     Json,
+    PlainJson,
     Url,
     check_one_daemon,
     open_admin,
@@ -49,7 +50,7 @@ def health(
     ready: Annotated[bool, typer.Option("--ready", help="Exit status 0 if it accepts sessions and jobs.")] = False,
     directory: Directory = None,
     url: Url = "",
-    json: Json = False,
+    json: PlainJson = False,
 ) -> int:
     """Show the daemon's health: ok, degraded or down, and why.
 
@@ -118,7 +119,10 @@ def clients(
     elif rows:
         print_page(engine_table(rows, make_console().width))
         if without := sum(not row.workers for row in rows):
-            say(f"{format_count(without)} without workers: the engine is starting, or its workers cannot connect.")
+            say(
+                f"{format_count(without)} without workers: the engine starts or sleeps, or its workers cannot connect "
+                "here; their log says why."
+            )
     else:
         say("No engine is connected.")
     return 0
@@ -355,7 +359,7 @@ def diff(
     one: Annotated[str, typer.Argument(metavar="A", help=f"{NAMESPACE_HELP} Or an engine's name or pid.")],
     other: Annotated[str, typer.Argument(metavar="B", help="The same for the other namespace.")],
     directory: Directory = None,
-    json: Json = False,
+    json: PlainJson = False,
 ) -> int:
     """Show why two namespaces, or two engines, do not share blocks.
 

@@ -34,6 +34,8 @@ Directory = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")]
+PlainJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+"""The same where it has neither sizes nor durations."""
 Url = Annotated[str, typer.Option("--url", metavar="URL", help="Ask http://NODE:9464, not this node's daemon.")]
 Evict = Annotated[bool, typer.Option("--evict", help="Evict blocks of engines if the pool is full.")]
 NAMESPACE_HELP = f"A label, or the first digits ({MIN_PREFIX_DIGITS} or more) of a fingerprint."

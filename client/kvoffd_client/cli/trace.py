@@ -25,7 +25,15 @@ import typer
 
 from kvoffd_client.admin_client import AdminClient
 from kvoffd_client.cli.format import count_blocks, print_json, print_status, say
-from kvoffd_client.cli.target import OPERATOR_WAIT_S, CliError, Directory, Json, local_directory, parse_option
+from kvoffd_client.cli.target import (
+    OPERATOR_WAIT_S,
+    CliError,
+    Directory,
+    Json,
+    PlainJson,
+    local_directory,
+    parse_option,
+)
 from kvoffd_client.errors import DaemonUnavailable, KvoffdClientError
 from kvoffd_proto.admin import Trace, TraceChain
 from kvoffd_proto.units import format_count, format_duration, format_size, parse_duration, parse_size, plural
@@ -77,16 +85,17 @@ def record(
             recorded = file.exists() and file.stat().st_size
             left = "Its contents can be replayed." if recorded else _removed(file)
             raise CliError(f"{file} cannot be written: {error.strerror}. {left}") from error
-    if ended == "daemon" and not writer.chains:
+    if ended == "daemon" and not writer.chains and not writer.hints:
         raise CliError(_removed(file))
     if json:
-        counts = {name: getattr(writer, name) for name in ("chains", "keys", "dropped")}
+        counts = {name: getattr(writer, name) for name in ("chains", "keys", "hints", "dropped")}
         print_json({"file": str(file), "seconds": took_s, **counts, "bytes": nbytes, "ended": ended})
     else:
         lost = f" {format_count(writer.dropped)} more came too fast and were lost." if writer.dropped else ""
         full = f" It ended because {file} reached --max-size." if ended == "size" else ""
+        hints = f" and {format_count(writer.hints)} hint{plural(writer.hints)}" if writer.hints else ""
         say(
-            f"{format_count(writer.chains)} lookup{plural(writer.chains)} for {count_blocks(writer.keys)} in "
+            f"{format_count(writer.chains)} lookup{plural(writer.chains)} for {count_blocks(writer.keys)}{hints} in "
             f"{format_duration(took_s)}; {file} has {format_size(nbytes)}.{lost}{full}"
         )
     return int(ended == "daemon")
@@ -145,7 +154,7 @@ class TraceWriter:
 
     def __init__(self, file: BinaryIO) -> None:
         self.file = file
-        self.chains = self.keys = self.dropped = 0
+        self.chains = self.keys = self.hints = self.dropped = 0
         self._packed = gzip.GzipFile("", "wb", fileobj=file, mtime=0)
         self._salt = secrets.token_bytes(32)
         self._namespaces: dict[bytes, int] = {}
@@ -157,6 +166,8 @@ class TraceWriter:
             if chain.hint is None:
                 self.chains += 1
                 self.keys += len(chain.keys) // chain.key_bytes
+            else:
+                self.hints += 1
         self.dropped += dropped
         self._packed.flush()  # nothing is lost if this process is killed
         self.file.flush()
@@ -213,7 +224,7 @@ def replay(
         str, typer.Option(metavar="SIZE", help="0: no limit. auto: the disk's size, with --disk-write auto.")
     ] = "auto",
     directory: Directory = None,
-    json: Json = False,
+    json: PlainJson = False,
 ) -> int:
     """Replay a trace with several policies, and sizes of pool and disk.
 

@@ -13,23 +13,24 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
-from math import inf
+from math import inf, isfinite
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
 
 from kvoffd_client.admin_client import AdminClient
-from kvoffd_client.cli.endpoint import Answer, Body, Endpoint
+from kvoffd_client.cli.endpoint import LIKELIEST, Answer, Body, Endpoint
 from kvoffd_client.cli.format import namespace_name, print_json, print_status, print_table, say
 from kvoffd_client.cli.show import request_sentence
 from kvoffd_client.cli.target import CliError, Directory, Json, open_admin
 from kvoffd_client.errors import HttpError, KvoffdClientError
 from kvoffd_client.namespace_differences import how_they_differ
-from kvoffd_proto.admin import ListPrompts, LoggedPrompt
+from kvoffd_proto.admin import ListPrompts, LoggedPrompt, NamespaceInfo
 from kvoffd_proto.units import format_count, format_duration, printable
 
 TIE_NATS = 0.02
@@ -98,7 +99,7 @@ def read_prompts(path: Path) -> list[Body]:
     for number, line in enumerate(lines, 1):
         try:
             found += [body_of(line)] if line.strip() else []
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CliError(f"{path}, line {number}: {error}.") from None
     if not 0 < len(found) <= MAX_PROMPTS:
         raise CliError(f"{path} has {format_count(len(found))} prompts; give 1 to {MAX_PROMPTS}.")
@@ -129,7 +130,8 @@ class Difference(NamedTuple):
     """Difference of two answers, in nats.
 
     ``at``: the first place with another token, None if there is none. ``gap``: how much less likely the other token was
-    there. ``farthest``: largest difference of a log probability before that.
+    there. ``farthest``: largest difference of a log probability before that. Both are infinite where the log
+    probabilities of an answer are no numbers.
     """
 
     at: int | None
@@ -142,6 +144,8 @@ class Difference(NamedTuple):
 
 
 def difference(wanted: Answer, given: Answer) -> Difference:
+    if not (wanted.has_numbers and given.has_numbers):
+        return Difference(0, inf, inf)
     farthest, length = 0.0, min(len(wanted.tokens), len(given.tokens))
     for at in range(length):
         if wanted.tokens[at] != given.tokens[at]:
@@ -166,6 +170,8 @@ class Case:
     def judge(self, nats: float) -> tuple[str, str]:
         """Return ``same``, ``tie``, ``fault`` or ``unclear``, and how the answers compare."""
         verdict, words = ("same", "") if self.loaded else ("unclear", "nothing was loaded")
+        if not self.computed.has_numbers:
+            return "unclear", "the computed answer has log probabilities that are not numbers"
         for request in self.loaded:
             found = difference(self.computed, answer := self.loads[request])
             if found.within(nats) and found.at is None:
@@ -176,8 +182,14 @@ class Case:
                 verdict, words = "tie", "as from vLLM's own cache, which differs from computing"
             elif not difference(self.computed, self.own).within(nats):
                 return "unclear", "vLLM's own cache differs from computing, too"
+            elif not answer.has_numbers:
+                return "fault", "FAULT: log probabilities that are not numbers"
             elif found.at is None or found.farthest > nats:
                 return "fault", f"FAULT: {found.farthest:.3f} nats apart"
+            elif found.at == min(map(len, (answer.tokens, self.computed.tokens))):
+                return "fault", f"FAULT: {len(answer.tokens)} tokens, not {len(self.computed.tokens)}"
+            elif found.gap == inf:
+                return "fault", f"FAULT: token {found.at} is another, and not among the {LIKELIEST} likeliest"
             else:
                 return "fault", f"FAULT: another token {found.at}, {found.gap:.3f} nats less likely"
         return verdict, words
@@ -305,11 +317,13 @@ class Run:
 
     def _cache_tokens(self) -> int:
         """Return how many tokens the KV cache holds. Raises CliError."""
-        found = re.search(r"^vllm:cache_config_info\{(.*)\}", self.engine.metrics(), re.MULTILINE)
-        sizes = dict(re.findall(r'(\w+)="(\d+)"', found[1] if found else ""))
-        if not {"block_size", "num_gpu_blocks"} <= sizes.keys():
+        tokens = 0
+        for of_rank in re.findall(r"^vllm:cache_config_info\{(.*)\}", self.engine.metrics(), re.MULTILINE):
+            sizes = dict(re.findall(r'(\w+)="(\d+)"', of_rank))
+            tokens += int(sizes.get("block_size", 0)) * int(sizes.get("num_gpu_blocks", 0))
+        if not tokens:
             raise CliError(f"{self.engine.url}/metrics does not say how large the KV cache is; give --cold.")
-        return int(sizes["block_size"]) * int(sizes["num_gpu_blocks"])
+        return tokens
 
     def _push_out(self) -> None:
         """Have other prompts take all of vLLM's KV cache."""
@@ -327,7 +341,8 @@ class Run:
 
     def page(self) -> dict[str, Any]:
         """Return what is printed, the lines above the table first."""
-        noise = max(difference(one.computed, one.own).farthest for one in self.cases)
+        distances = [difference(one.computed, one.own).farthest for one in self.cases]
+        noise = max(filter(isfinite, distances), default=0.0)
         nats = max(TIE_NATS, 2 * min(noise, MAX_NOISE_NATS))
         judged = [case.judge(nats) for case in self.cases]
         loads = [request for case in self.cases for request in case.loads]
@@ -335,7 +350,9 @@ class Run:
         verdict, sentence = self._verdict([word for word, _ in judged], counted=logged is not None)
         name = "unknown"
         if logged:
-            infos = {one.namespace: one for one in self.admin.namespaces().namespaces}
+            infos: dict[bytes, NamespaceInfo] = {}
+            with suppress(KvoffdClientError):  # the daemon has ended since: the verdict stands
+                infos = {one.namespace: one for one in self.admin.namespaces().namespaces}
             own = infos.get(logged.namespace)
             name = namespace_name(own.label if own else "", logged.namespace)
             if verdict == "NOT JUDGED":
@@ -347,7 +364,7 @@ class Run:
         by = "engine's reports" if logged else f"engine's usage ({self.problem.rstrip('.')})"
         try:
             release = str(self.engine.read("/version")["version"])
-        except (HttpError, TypeError, KeyError):
+        except (HttpError, KeyError):
             release = "unknown"
         return {
             "engine": f"{self.engine.url} at {self.began:%Y-%m-%d %H:%M:%S} UTC",
@@ -374,10 +391,20 @@ class Run:
 
     def _verdict(self, words: Sequence[str], *, counted: bool) -> tuple[str, str]:
         count, faults, unclear = len(words), words.count("fault"), words.count("unclear")
+        metrics = "" if counted else self.engine.metrics()
+        if metrics and "vllm:kvoffd_connected" not in metrics:  # what was loaded, another connector has loaded
+            return "NOT JUDGED", f"{self.engine.url} runs without kvoffd; start it with --kv-transfer-config."
+        if metrics and not re.search(r"^vllm:kvoffd_connected(\{.*\})? [1-9]", metrics, re.MULTILINE):
+            return "NOT JUDGED", f"{self.engine.url} is not connected to a kvoffd daemon; its log says why."
         if faults:
             return "FAIL", (
                 f"{faults} of {count} prompts got another answer when loaded than when computed. `kvoffd-cli clear` "
                 "drops the blocks; please report this page."
+            )
+        if without := sum(not case.computed.has_numbers for case in self.cases):
+            return "NOT JUDGED", (
+                f"The engine computed {without} of {count} prompts with log probabilities that are not numbers (NaN): "
+                "kvoffd had no part in that."
             )
         if unclear < count:
             rest = f" {unclear} could not be judged." if unclear else ""
@@ -386,12 +413,10 @@ class Run:
             return "NOT JUDGED", "The engine's answers differ from each other without kvoffd as well."
         if counted:
             return "NOT JUDGED", "Nothing was loaded."
-        if not (metrics := self.engine.metrics()) or "vllm:kvoffd_connected" in metrics:
-            return "NOT JUDGED", (
-                "Nothing was loaded, or the engine does not say so without --enable-prompt-tokens-details. To see why, "
-                "run this on its node with the daemon's --directory."
-            )
-        return "NOT JUDGED", f"{self.engine.url} runs without kvoffd; start it with --kv-transfer-config."
+        return "NOT JUDGED", (
+            "Nothing was loaded, or the engine does not say so without --enable-prompt-tokens-details. To see why, "
+            "run this on its node with the daemon's --directory."
+        )
 
 
 def show(page: dict[str, Any]) -> None:

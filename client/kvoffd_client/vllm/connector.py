@@ -204,7 +204,10 @@ class KvoffdConnector(OffloadingConnector):
             self._adapters.forget_absent()
         namespace = kv_connector_metadata.namespace
         if namespace is not None and generation == self._generation and not weights.changed:
+            self.connector_worker.spec.directory = kv_connector_metadata.directory
             worker.join(namespace)
+        if kv_connector_metadata.daemon is not None:
+            worker.compare_daemon(kv_connector_metadata.daemon)
         super().handle_preemptions(kv_connector_metadata)
         self.connector_worker.start_kv_transfers(kv_connector_metadata)
         worker.flush()
@@ -247,6 +250,7 @@ class KvoffdConnector(OffloadingConnector):
             worker.registered,
             worker.problem,
             self._adapters.contents(),
+            worker.daemon,
         )
         if memory != self._last_memory:
             report.memory[spec.config.parallel.rank] = self._last_memory = memory
@@ -365,6 +369,8 @@ class KvoffdConnector(OffloadingConnector):
             namespace=joined,
             adapters=self._manager.adapters.take_wanted(),
             starts_stores=starts_stores,
+            directory=namespace.directory if joined is not None else "",
+            daemon=namespace.take_daemon(),
         )
 
     def has_pending_push_work(self) -> bool:
@@ -391,6 +397,7 @@ class KvoffdConnector(OffloadingConnector):
 
         vLLM calls this once for each step with output, in order.
         """
+        self._manager.namespace.step_ended()
         return self._manager.take_events()
 
     def reset_cache(self) -> bool | None:

@@ -100,7 +100,7 @@ class FailedJob:
 
 @dataclass
 class ConnectorMetadata(OffloadingConnectorMetadata):
-    """Scheduler to workers. ``generation``, ``namespace`` and ``adapters`` are set only when they change.
+    """Scheduler to workers. ``generation``, ``namespace``, ``adapters`` and ``daemon`` are set only when they change.
 
     vLLM's handshake is no alternative: MultiConnector gives the first child's handshake to all children, but each child
     its own metadata.
@@ -111,12 +111,17 @@ class ConnectorMetadata(OffloadingConnectorMetadata):
         namespace: where workers of this generation must register their memory.
         adapters: adapters that the workers must have read before the loads of this step.
         starts_stores: the step computes nothing, so its stores start in it, not in the next one.
+        directory: where the scheduler half looks for the daemon, with ``namespace``. Workers may have another
+            environment: Ray copies only some variables.
+        daemon: run of the scheduler's daemon, if workers are not registered with it.
     """
 
     generation: int | None = None
     namespace: NamespaceSpec | None = None
     adapters: Sequence[LoRARequest] = ()
     starts_stores: bool = False
+    directory: str = ""
+    daemon: int | None = None
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from kvoffd_proto.messages import GroupKeys, PromptReport
 
 PATIENCE_S = 10.0
 """Time limit for the workers' reports. Registration has ``deadline_s``."""
+APART_S = 60.0
+"""Time after which workers should be registered with the scheduler's daemon; ``doctor`` waits as long."""
 WANTED, FAILED = inf, -inf
 """Values of ``_waiting_since``, with which pending() is true, or false: ask in the next step; not before leave()."""
 
@@ -39,6 +42,7 @@ class MemoryReport:
         registered: fingerprint of the namespace in which its memory is registered; None if it is not.
         problem: why its memory cannot be registered; empty if it is, or may still be.
         adapters: path and digest of its LoRA adapters by vLLM's number; None if unknown.
+        daemon: random number of the run of the daemon with which its memory is registered; None if it is not.
     """
 
     namespace: NamespaceSpec
@@ -49,11 +53,14 @@ class MemoryReport:
     registered: bytes | None = None
     problem: str = ""
     adapters: Mapping[int, tuple[str, bytes]] | None = None
+    daemon: int | None = None
 
 
 class Unconnected:
     """Stand-in for a SchedulerClient while the namespace is unknown."""
 
+    directory = ""
+    epoch = 0
     ready = unreachable = False
     reported_prefill_rate = 0.0
     stored = StoredKeys()
@@ -110,12 +117,23 @@ class EngineNamespace:
         """Time when the workers were asked, or the namespace was found; None while it is not needed; FAILED; WANTED."""
         self._to_tell = False
         self._engine_cache_kept = False
+        self._apart_since: float | None = None
+        """Time since when workers are not registered with the scheduler's daemon; None if all are."""
+        self._apart, self._to_tell_daemon = "", False
 
     @property
     def problem(self) -> str:
-        """Reported reason why a worker's memory cannot be registered; else empty."""
+        """Reason why nothing can be stored although the scheduler is connected; empty if there is none.
+
+        A worker's memory cannot be registered, or has not been for ``APART_S``.
+        """
         problems = (f"worker {rank}: {one.problem}" for rank, one in sorted(self._reports.items()) if one.problem)
-        return next(problems, "")
+        return next(problems, self._apart)
+
+    @property
+    def directory(self) -> str:
+        """Directory of the scheduler's daemon, for workers that run elsewhere in the file system; empty if unknown."""
+        return os.path.abspath(self.client.directory) if self.client.directory else ""
 
     @property
     def registered(self) -> bool:
@@ -171,12 +189,45 @@ class EngineNamespace:
             return None, None
         return self.generation, None
 
+    def step_ended(self) -> None:
+        """Notice workers that do not meet the scheduler at its daemon. What changed in them has been reported."""
+        absent = self._absent()
+        if not absent:
+            self._apart_since, self._apart = None, ""
+        elif self._apart_since is None:
+            self._apart_since = self._clock()
+        elif not self._apart and self._clock() - self._apart_since >= APART_S:
+            ranks = ", ".join(map(str, absent))
+            self._apart = (
+                f"The scheduler is connected to the daemon in {self.directory}, but these workers have not registered "
+                f"with it for {APART_S:.0f} s: {ranks}. Give all processes of the engine this directory of this daemon."
+            )
+            self._to_tell_daemon = True
+            logger.warning("kvoffd: this engine stores and loads nothing. %s", self._apart)
+
+    def _absent(self) -> list[int]:
+        """Return the workers that may register, but are not registered with the scheduler's daemon."""
+        if self.current is None or not self.client.ready:
+            return []
+        wanted = self.current.fingerprint, self.client.epoch
+        return [
+            rank
+            for rank, one in sorted(self._reports.items())
+            if not one.problem and (one.registered, one.daemon or wanted[1]) != wanted
+        ]
+
+    def take_daemon(self) -> int | None:
+        """Return the scheduler's daemon if the workers must compare it with theirs, once."""
+        wanted, self._to_tell_daemon = self._to_tell_daemon, False
+        return self.client.epoch if wanted else None
+
     def leave(self, engine_cache_kept: bool) -> None:
         """Handle a possible change of the weights. ``engine_cache_kept``: vLLM's own cache still has old blocks."""
         self.generation += 1
         self._reports.clear()
         self.current = self._waiting_since = None
         self._to_tell = False
+        self._apart_since, self._apart = None, ""
         self._engine_cache_kept = engine_cache_kept
         self.engine_cache_stale = self.engine_cache_stale and engine_cache_kept
         self.on_leave()
@@ -190,6 +241,8 @@ class EngineNamespace:
                 self.leave(engine_cache_kept=True)
                 return
             self._reports[rank] = report
+        if self._apart and not self._absent():
+            self._apart_since, self._apart = None, ""
         if self.current is None and len(self._reports) == self._world_size:
             self._decide([self._reports[rank] for rank in sorted(self._reports)])
 

@@ -47,8 +47,9 @@ ENGINE_ID_SHOWN = 8
 class KvoffdSpec(OffloadingSpec):
     """vLLM's OffloadingSpec for the daemon.
 
-    Attributes, of which KvoffdConnector sets namespace in workers:
+    Attributes, of which KvoffdConnector sets namespace and directory in workers:
         namespace: derived from the worker's configuration.
+        directory: where the scheduler half looks for the daemon; empty before it says so.
         memory: memory of its KV cache on CPU.
     """
 
@@ -64,6 +65,7 @@ class KvoffdSpec(OffloadingSpec):
         # If all ranks have the same bytes, only rank 0 stores, and all ranks load its shard.
         self.replicated_layout = config.replicated_layout
         self.namespace: NamespaceSpec | None = None
+        self.directory = ""
         self.memory = SharedKvMemory()
 
     def get_manager(self) -> OffloadingManager:
@@ -122,8 +124,9 @@ class KvoffdSpec(OffloadingSpec):
         """Return a client that registers the memory. Raises NotShareable, also for NO_RESOURCES."""
         name = self._name(namespace, f"worker {self.config.parallel.rank}")
         registration = self._registration(kv_caches)
+        directory = self.directory or self.options.socket_directory
         try:
-            return WorkerClient(self.options.socket_directory, namespace, registration, name=name, software=SOFTWARE)
+            return WorkerClient(directory, namespace, registration, name=name, software=SOFTWARE)
         except NO_RESOURCES as error:
             raise NotShareable(_without_resources(error)) from error
 

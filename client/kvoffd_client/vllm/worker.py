@@ -88,6 +88,24 @@ class KvoffdWorker(OffloadingWorker):
         return self._namespace.fingerprint if self._namespace and self._client and self._client.ready else None
 
     @property
+    def daemon(self) -> int | None:
+        """Random number of the run of the daemon with which the memory is registered; None if it is not."""
+        return self._client.epoch if self._client is not None and self._client.ready else None
+
+    def compare_daemon(self, daemon: int) -> None:
+        """Log why the memory is not registered with this daemon, the scheduler's, unless it is or was said before."""
+        if self._client is None or self.problem:
+            return
+        why = self._client.problem
+        if why is None:
+            if self._client.epoch == daemon:
+                return
+            why = (
+                f"It is registered with another daemon than the scheduler, which it finds in {self._client.directory}."
+            )
+        logger.warning("kvoffd: this worker stores and loads nothing. %s", why)
+
+    @property
     def credit_bytes(self) -> int | None:
         """Bytes of stores that may be outstanding; None while unknown."""
         return self._client.credit_bytes if self._client is not None and self._client.ready else None
