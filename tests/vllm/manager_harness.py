@@ -100,7 +100,7 @@ class ManagerHarness:
     def request(self, name: str = "r", ready: set[bytes] | None = None) -> ReqContext:
         """A new request that is looked up, its lookup answered when ``ready`` is given."""
         context = self.new(name)
-        self.manager.look_up(self.requests[name])
+        self.manager.lookups.look_up(self.requests[name])
         if ready is not None:
             self.client.answer(ready)
             self.scan(name)
@@ -109,12 +109,12 @@ class ManagerHarness:
     def scan(self, name: str = "r", computed: int = 0) -> bool:
         """vLLM asks for a request in its next step, and scans its keys unless it waits; whether a lookup was sent."""
         before, request, context = len(self.client.asked), self.requests[name], self.contexts[name]
-        self.manager._is_new_step = True
-        if not self.manager.is_waiting(name, computed):
-            self.waits[name] = not self.manager.prepare_scan(request, computed, engine_has_all=False)
+        self.manager.lookups._is_new_step = True
+        if not self.manager.lookups.is_waiting(name, computed):
+            self.waits[name] = not self.manager.lookups.prepare_scan(request, computed, engine_has_all=False)
             keys = [key(number + 1) for number in range(len(request.block_hashes))]
             if not self.waits[name] and PENDING in [self.manager.lookup(one, context) for one in keys]:
-                self.manager.record_scan(request, computed, None)
+                self.manager.lookups.record_scan(request, computed, None)
         return len(self.client.asked) > before
 
     def results(self, context: ReqContext, keys: list[OffloadKey] = KEYS) -> list[LookupResult]:

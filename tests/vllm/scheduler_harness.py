@@ -14,7 +14,8 @@ from kvoffd_client import NamespaceSpec
 from kvoffd_client.vllm.connector import KvoffdConnector
 from kvoffd_client.vllm.connector_metadata import FailedJob, WorkerReport
 from kvoffd_client.vllm.engine_namespace import MemoryReport
-from kvoffd_client.vllm.manager import LONG_AGO, KvoffdManager
+from kvoffd_client.vllm.manager import KvoffdManager
+from kvoffd_client.vllm.waits import LONG_AGO
 from kvoffd_proto.errors import ErrorCode
 from tests.kit.clock import Clock
 from tests.vllm.vllm_config import make_scheduler

@@ -406,7 +406,7 @@ def hinted(harness: ManagerHarness, hints: object, *, of_engine: bool = False) -
     context = ReqContext("r", *given)
     harness.manager.on_new_request(context)
     harness.begin(context)
-    harness.manager.look_up(harness.requests["r"])
+    harness.manager.lookups.look_up(harness.requests["r"])
     harness.requests["r"].block_hashes.append(block_hash(4))
     harness.manager.on_request_finished(context)
     return harness.manager._counters["vllm:kvoffd_unknown_hints"] - before
@@ -508,7 +508,7 @@ def test_a_lookup_names_the_peer_that_a_request_names(
     context = ReqContext("r", cast(Any, params))
     harness.manager.on_new_request(context)
     harness.begin(context)
-    harness.manager.look_up(harness.requests["r"])
+    harness.manager.lookups.look_up(harness.requests["r"])
     assert set(harness.client.peers) == {peer}
     assert harness.manager._counters["vllm:kvoffd_unknown_hints"] == unknown
 
@@ -624,13 +624,13 @@ UNIT = CHUNK_TOKENS // 4
 
 def tails_of(harness: ManagerHarness, chunks: set[bytes]) -> ReqContext:
     """A request whose first two chunks are looked up; its third chunk may have tails."""
-    harness.manager._tail_tokens = UNIT
+    harness.manager.lookups._tail_tokens = UNIT
     context = harness.new(hashes=2)
     request = harness.requests["r"]
     request.num_tokens = request.num_prompt_tokens = 3 * CHUNK_TOKENS
     for place, tail in enumerate(TAILS):
         context.set_offload_key_position(tail, 3 * CHUNK_TOKENS - (place + 1) * UNIT)
-    harness.manager.look_up(request)
+    harness.manager.lookups.look_up(request)
     harness.client.answer(chunks)
     harness.scan()
     return context
@@ -638,9 +638,9 @@ def tails_of(harness: ManagerHarness, chunks: set[bytes]) -> ReqContext:
 
 def test_tails_are_looked_up_with_the_chunks_once_vllm_asks_for_them(harness: ManagerHarness) -> None:
     context, (request, manager) = tails_of(harness, {*HASHES}), (harness.requests["r"], harness.manager)
-    assert manager.look_up_tails(request, 0) is None, "it has asked for none"
+    assert manager.lookups.look_up_tails(request, 0) is None, "it has asked for none"
     assert harness.results(context, [*KEYS[:2], *TAILS]) == [HIT, HIT, RETRY, RETRY, RETRY]
-    assert manager.look_up_tails(request, 0) is False, "it waits"
+    assert manager.lookups.look_up_tails(request, 0) is False, "it waits"
     (group,) = harness.client.asked[1][1]
     assert group.keys == b"".join(map(block_hash, (1, 2, 11, 12, 13)))
     assert (harness.client.again, manager.requests["r"].awaits_tail) == ([False, True], True)
@@ -648,7 +648,7 @@ def test_tails_are_looked_up_with_the_chunks_once_vllm_asks_for_them(harness: Ma
     harness.scan()
     assert not manager.requests["r"].awaits_tail
     assert harness.results(context, [*KEYS[:2], *TAILS]) == [HIT, HIT, MISS, HIT, MISS]
-    assert manager.look_up_tails(request, 0) is None, "it knows them"
+    assert manager.lookups.look_up_tails(request, 0) is None, "it knows them"
     assert harness.client.released == [harness.client.asked[0][0].lease_id]
     manager.scheduled(request, 2 * CHUNK_TOKENS + 2 * UNIT)
     spec = manager.prepare_load([*KEYS[:2], TAILS[1]], context)
@@ -664,7 +664,7 @@ def test_tails_are_looked_up_with_the_chunks_once_vllm_asks_for_them(harness: Ma
 def test_a_tail_on_a_disk_is_waited_for_like_a_chunk(harness: ManagerHarness) -> None:
     context, (request, manager) = tails_of(harness, {*HASHES}), (harness.requests["r"], harness.manager)
     harness.results(context, TAILS)
-    manager.look_up_tails(request, 0)
+    manager.lookups.look_up_tails(request, 0)
     harness.client.answer({*HASHES}, coming=[block_hash(13)], wait_s=0.01)
     harness.scan()
     assert (harness.results(context, TAILS), manager.requests["r"].awaits_tail) == ([PENDING, MISS, MISS], True)
@@ -682,14 +682,14 @@ def test_a_tail_on_a_disk_is_waited_for_like_a_chunk(harness: ManagerHarness) ->
 def test_a_prompt_computes_its_tail_if_the_answer_is_late_or_fails(harness: ManagerHarness) -> None:
     context, (request, manager) = tails_of(harness, {*HASHES}), (harness.requests["r"], harness.manager)
     harness.results(context, TAILS)
-    manager.look_up_tails(request, 0)
+    manager.lookups.look_up_tails(request, 0)
     harness.clock.now += 1
     harness.scan()
     assert (manager.requests["r"].awaits_tail, harness.results(context, TAILS)) == (False, [MISS] * 3)
     harness.client.fail()
     harness.scan()
     assert harness.results(context, [*KEYS[:2], *TAILS]) == [HIT, HIT, MISS, MISS, MISS]
-    assert manager.look_up_tails(request, 0) is None
+    assert manager.lookups.look_up_tails(request, 0) is None
 
 
 # --- when nothing is looked up, or stored ----------------------------------------------------------
@@ -716,7 +716,7 @@ def test_why_a_worker_is_refused_is_told_until_it_is_not(harness: ManagerHarness
 
 def test_a_producer_only_stores_and_a_consumer_only_loads() -> None:
     producer, consumer = ManagerHarness(), ManagerHarness()
-    producer.manager.loads = consumer.manager.stores = False
+    producer.manager.lookups.enabled = consumer.manager.stores = False
     context = producer.request()
     assert producer.client.asked == []
     assert producer.results(context) == [MISS] * 3
@@ -736,16 +736,16 @@ def test_requests_of_an_unknown_adapter_use_nothing(harness: ManagerHarness) -> 
         harness.report("weights", adapters=contents)
         context = harness.new(name)
         harness.requests[name].lora_request = lora_request(1, name)
-        assert harness.manager.awaits_adapter(harness.requests[name]) == (name == "silent")
+        assert harness.manager.lookups.awaits_adapter(harness.requests[name]) == (name == "silent")
         harness.clock.now += ANSWER_PATIENCE_S
-        assert not harness.manager.awaits_adapter(harness.requests[name])
+        assert not harness.manager.lookups.awaits_adapter(harness.requests[name])
         assert not harness.scan(name)
         assert harness.offer(context) == []
     # vLLM's own cache has blocks of who knows what under that name.
     harness.report("weights", adapters={1: ("path", b"one")})
     context = harness.new("later")
     harness.requests["later"].lora_request = lora_request(1, "silent")
-    assert not harness.manager.awaits_adapter(harness.requests["later"])
+    assert not harness.manager.lookups.awaits_adapter(harness.requests["later"])
     assert harness.offer(context) == []
 
 
@@ -764,7 +764,7 @@ def test_what_runs_while_its_adapter_is_another_one_spoils_vllms_own_cache(harne
     def stored(name: str) -> list[bytes] | None:
         context = harness.new(name)
         harness.requests[name].lora_request = lora_request(1)
-        harness.manager.look_up(harness.requests[name])
+        harness.manager.lookups.look_up(harness.requests[name])
         harness.client.answer(set())
         harness.requests[name].num_computed_tokens = 96
         taken = harness.offer(context)
@@ -785,10 +785,10 @@ def test_what_waits_while_its_adapter_is_loaded_in_place_of_another_is_not_spoil
     report_adapter(harness, "path", b"one")
     context = harness.new("waits")
     harness.requests["waits"].lora_request = lora_request(1, path="moved")
-    assert harness.manager.awaits_adapter(harness.requests["waits"])
+    assert harness.manager.lookups.awaits_adapter(harness.requests["waits"])
     report_adapter(harness, "moved", b"other")
-    assert not harness.manager.awaits_adapter(harness.requests["waits"])
-    harness.manager.look_up(harness.requests["waits"])
+    assert not harness.manager.lookups.awaits_adapter(harness.requests["waits"])
+    harness.manager.lookups.look_up(harness.requests["waits"])
     harness.client.answer(set())
     assert harness.offer(context) == KEYS
 
@@ -797,11 +797,11 @@ def test_requests_of_an_adapter_of_old_weights_use_nothing(harness: ManagerHarne
     harness.report("weights", adapters={1: ("path", b"one")})
     before, plain, after = (harness.new(name) for name in ("before", "plain", "after"))
     harness.requests["before"].lora_request = lora_request(1)
-    harness.manager.look_up(harness.requests["before"])
+    harness.manager.lookups.look_up(harness.requests["before"])
     harness.manager.namespace.leave(engine_cache_kept=True)
     harness.report("weights", adapters={1: ("path", b"one")})
     harness.requests["after"].lora_request = lora_request(1)
-    harness.manager.look_up(harness.requests["after"])
+    harness.manager.lookups.look_up(harness.requests["after"])
     harness.client.answer(set())
     for context, stored in ((before, []), (plain, KEYS), (after, KEYS)):
         assert harness.offer(context) == stored
@@ -871,7 +871,7 @@ def test_outcomes_and_what_was_found_are_reported() -> None:
     assert (*found(report), report.tokens) == (Outcome.TOO_SHORT, 0, 0, 0, 0, 1)
 
     harness.request("held")
-    harness.manager.prepare_scan(harness.requests["held"], 3 * CHUNK_TOKENS, engine_has_all=True)
+    harness.manager.lookups.prepare_scan(harness.requests["held"], 3 * CHUNK_TOKENS, engine_has_all=True)
     assert found(report_of(harness, name="held"))[:2] == (Outcome.NOT_NEEDED, 0), (
         "nobody waits for its answer: it is not late"
     )
@@ -946,7 +946,7 @@ def test_what_vllms_own_cache_has_is_reported_as_not_needed(harness: ManagerHarn
     assert counted(report) == (Outcome.LOADED, CHUNK_TOKENS, [1], [2], block_hash(3))
 
     harness.request("c", set())
-    harness.manager.prepare_scan(harness.requests["c"], 2 * CHUNK_TOKENS, engine_has_all=True)
+    harness.manager.lookups.prepare_scan(harness.requests["c"], 2 * CHUNK_TOKENS, engine_has_all=True)
     report = report_of(harness, name="c")
     assert counted(report) == (Outcome.NOT_NEEDED, 2 * CHUNK_TOKENS, [2], [3], b""), "the last token is computed anyway"
 

@@ -199,4 +199,4 @@ def test_random_queues_come_to_their_end_and_find_what_is_there(make: Make, seed
     engine.answers = True
     engine.end(requests, 3000)
     assert not engine.manager.requests
-    assert not engine.manager._queue.has_waiting
+    assert not engine.manager.lookups.queue.has_waiting

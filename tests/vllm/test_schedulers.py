@@ -45,7 +45,7 @@ def connector(model: Path, tmp_path: Path, client: Any) -> Iterator[KvoffdConnec
     """A scheduler's connector that stores whatever is offered and looks nothing up."""
     config = make_config(model, {"directory": str(tmp_path)})
     built = KvoffdConnector(config, KVConnectorRole.SCHEDULER, cache_config())
-    built._manager.loads = False
+    built._manager.lookups.enabled = False
     namespace = built._manager.namespace
     namespace.client, namespace.current = client, NamespaceSpec.named("model")
     yield built
@@ -106,7 +106,7 @@ def test_a_store_ends_before_another_connector_loads_into_its_blocks(connector: 
 
 
 def test_an_engine_that_has_all_of_a_prompt_loads_no_last_block(connector: KvoffdConnector, client: Any) -> None:
-    connector._manager.loads = True
+    connector._manager.lookups.enabled = True
     request = new_request(connector, [])
     request._all_token_ids = request._all_token_ids[:96]
     assert connector.get_num_new_matched_tokens(request, 64) == (0, False), "it waits for no answer"
@@ -140,7 +140,7 @@ def test_an_engine_with_eagle_that_has_all_it_uses_loads_no_block_that_it_droppe
 
 
 def test_a_request_preempted_by_a_reset_may_be_loaded_next(connector: KvoffdConnector, client: Any) -> None:
-    connector._manager.loads = True
+    connector._manager.lookups.enabled = True
     request = new_request(connector, [])
     client.answer(set(request.block_hashes))
     assert connector.get_num_new_matched_tokens(request, 0) == (96, True)

@@ -48,13 +48,12 @@ class StateHarness(SchedulerHarness):
         """Stores that have not read their blocks."""
 
     def answer(self) -> None:
-        for future, groups in self.client.asked[self._answered :]:
-            if not future.done:
-                for group in groups:
-                    keys = split(group.keys)
-                    future.states.append(bytes(READY * ((group.group, key) in self.kept) for key in keys))
-                self.client.end(future)
-        self._answered = len(self.client.asked)
+        for index in self.unanswered:
+            future, groups = self.client.asked[index]
+            for group in groups:
+                keys = split(group.keys)
+                future.states.append(bytes(READY * ((group.group, key) in self.kept) for key in keys))
+            self.client.end(future)
 
     def work(self, output: Any, meta: Any) -> set[int]:
         ended = {job for job in self._due if job in meta.jobs_to_flush or self._random.random() < 0.5}
@@ -148,7 +147,7 @@ def run(engine: StateHarness, name: str, tokens: list[int], **arguments: Any) ->
 @pytest.mark.parametrize("tokens", [UNIT + 1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + UNIT, 3 * BLOCK + 2 * UNIT + 3])
 def test_a_prompt_comes_back_to_the_last_token_that_vllm_s_own_cache_gives(make: Make, tokens: int) -> None:
     own, engine = make(), make()
-    own.manager.loads = False
+    own.manager.lookups.enabled = False
     asked = prompt(1, tokens)
     of = {"first": asked, "again": asked, "longer": asked + prompt(2, 50), "other": [7, *asked[1:]]}
     for name, each in of.items():

@@ -53,7 +53,8 @@ from kvoffd_client.vllm.fingerprint import collect_factors, label_of, namespace_
 from kvoffd_client.vllm.live_weights import LiveWeights, has_experts_elsewhere
 from kvoffd_client.vllm.load_admission import LoadAdmission
 from kvoffd_client.vllm.log import is_no_refusal, logger
-from kvoffd_client.vllm.manager import ASSUMED_CPU_RATE, ASSUMED_RATE, KvoffdManager
+from kvoffd_client.vllm.manager import KvoffdManager
+from kvoffd_client.vllm.request_lookups import ASSUMED_CPU_RATE, ASSUMED_RATE
 from kvoffd_client.vllm.scans import scan_bytes
 from kvoffd_client.vllm.spec import KvoffdSpec, name_spec
 from kvoffd_client.vllm.worker import KvoffdWorker
@@ -112,6 +113,7 @@ class KvoffdConnector(OffloadingConnector):
             logger.warning("kvoffd: %s", sentence)
         logging.getLogger(STORE_LOGGER).addFilter(is_no_refusal)
         self._manager: KvoffdManager = self.connector_scheduler.manager
+        self._lookups = self._manager.lookups
         scan_bytes(self.connector_scheduler, self._manager.results_of)
         self._admission = LoadAdmission(
             vllm_config, kv_cache_config, clock=self._manager.clock, is_loading=self._manager.is_loading
@@ -124,7 +126,7 @@ class KvoffdConnector(OffloadingConnector):
         specs = [next(iter(iter_layer_specs(one.kv_cache_spec))) for one in groups]
         self._full_attention_groups = [index for index, spec in enumerate(specs) if isinstance(spec, FullAttentionSpec)]
         pages = [spec.page_size_bytes * len(one.layer_names) for spec, one in zip(specs, groups, strict=True)]
-        self._manager.loads, self._manager.stores = transfer_config.is_kv_consumer, transfer_config.is_kv_producer
+        self._lookups.enabled, self._manager.stores = transfer_config.is_kv_consumer, transfer_config.is_kv_producer
         self._manager.begin_engine(
             shard_bytes=[page * offloading.cache.blocks_per_chunk for page in pages],
             most_running=vllm_config.max_concurrent_batches,
@@ -277,7 +279,7 @@ class KvoffdConnector(OffloadingConnector):
     def on_new_request(self, request: Request) -> None:
         """As vLLM's; also looks up all keys of the request if few others are before it."""
         super().on_new_request(request)
-        self._manager.arrived(request)
+        self._lookups.arrived(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """As vLLM's, whose scan sees one answer, read or renewed here.
@@ -286,20 +288,20 @@ class KvoffdConnector(OffloadingConnector):
         anyway, and the load of one more block would delay it. Of a prompt of which it has nothing, all is loaded that
         vLLM's own offloading loads: with EAGLE that includes the block that vLLM's cache drops for the draft.
         """
-        manager = self._manager
-        if manager.is_waiting(request.request_id, num_computed_tokens):
+        lookups = self._lookups
+        if lookups.is_waiting(request.request_id, num_computed_tokens):
             return None, False
-        if self._admission.has_deferred and manager.scanned(request, num_computed_tokens):
+        if self._admission.has_deferred and lookups.scanned(request, num_computed_tokens):
             return None, False  # it waits for space behind another load
-        manager.namespace.ask()
+        self._manager.namespace.ask()
         # A prefill instance computed the prompt, and its connector (NIXL, Mooncake) loads it and deletes the mark.
         elsewhere = bool((request.kv_transfer_params or {}).get("do_remote_prefill"))
         tokens, loads = None, False
-        if not manager.awaits_adapter(request):
+        if not lookups.awaits_adapter(request):
             usable = (request.num_tokens - 1) // self._block_tokens * self._block_tokens
             if num_computed_tokens:
                 usable -= self._dropped_tokens
-            if manager.prepare_scan(request, num_computed_tokens, engine_has_all=num_computed_tokens >= usable):
+            if lookups.prepare_scan(request, num_computed_tokens, engine_has_all=num_computed_tokens >= usable):
                 tokens, loads = self._find_load(request, num_computed_tokens)
         # Do not defer: MultiConnector would also defer the load of another connector, which has the whole prompt.
         return (0, False) if tokens is None and elsewhere else (tokens, loads)
@@ -307,9 +309,9 @@ class KvoffdConnector(OffloadingConnector):
     def _find_load(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return the result of get_num_new_matched_tokens() from the prepared scan."""
         manager, name = self._manager, request.request_id
-        if (tokens := manager.scanned(request, num_computed_tokens)) is None:
+        if (tokens := self._lookups.scanned(request, num_computed_tokens)) is None:
             tokens = self._scan(request, num_computed_tokens)
-            manager.record_scan(request, num_computed_tokens, tokens)
+            self._lookups.record_scan(request, num_computed_tokens, tokens)
             if tokens is None:
                 return None, False
         if self._full_attention_groups and self._has_windows_or_states:
@@ -327,12 +329,12 @@ class KvoffdConnector(OffloadingConnector):
     def _scan(self, request: Request, num_computed_tokens: int) -> int | None:
         """Return the tokens that can be loaded by vLLM's scan of the answer; None if the request must wait."""
         tokens, _ = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        if (may_scan := self._manager.look_up_tails(request, num_computed_tokens)) is not None:
+        if (may_scan := self._lookups.look_up_tails(request, num_computed_tokens)) is not None:
             if not may_scan:
                 return None
             tokens, _ = super().get_num_new_matched_tokens(request, num_computed_tokens)
         # vLLM defers a request for a tail only without other hits.
-        return None if self._manager.requests[request.request_id].awaits_tail else tokens
+        return None if self._lookups.requests[request.request_id].awaits_tail else tokens
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """As vLLM's; also releases the pinned blocks of a request that is scheduled without a load."""
@@ -458,7 +460,7 @@ class KvoffdConnector(OffloadingConnector):
         prefix of prompts that never meet there would get no window or state, and never be a hit.
         ``found`` tokens are loaded or in vLLM's own cache.
         """
-        tokens = min(self._manager.ready_tokens(request, index) for index in self._full_attention_groups)
+        tokens = min(self._lookups.ready_tokens(request, index) for index in self._full_attention_groups)
         if found < tokens < request.num_prompt_tokens:
             request.shared_prefix_boundary = max(request.shared_prefix_boundary, tokens)
 

@@ -13,7 +13,7 @@ from kvoffd_client.vllm.connector_metadata import ChunkGroup, of_adapter
 from kvoffd_proto.messages import ABSENT, COMING, READY, WRITING
 
 HIT, COMES, MISS = b"h", b"c", b"m"
-"""What a scan makes of a chunk, one byte each: it is ready; it is being promoted, and waited for; neither."""
+"""Results of a scan, one byte for each chunk: it is ready; it is being promoted, and waited for; neither."""
 RESULTS = {HIT[0]: LookupResult.HIT, COMES[0]: LookupResult.HIT_PENDING, MISS[0]: LookupResult.MISS}
 NOT_COMING = bytes([ABSENT, WRITING, READY])
 NOTHING_AWAITED: frozenset[int] = frozenset()

@@ -1,4 +1,4 @@
-"""Why a prompt hit or missed: the report for operators, by which the daemon also counts the prompt's keys."""
+"""Reports of why a prompt hit or missed: for operators, and for the daemon, which counts the keys by them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_REQUEST_ID = 128
 
 @dataclass(slots=True, eq=False)
 class PromptRecord:
-    """What happened to a prompt until it is scheduled.
+    """Facts about a prompt until it is scheduled.
 
     Attributes:
         counted: the lookup whose keys the daemon counts when the outcome is reported; None once it is.

@@ -1,4 +1,4 @@
-"""How long a prompt waits: for the answer to its lookup, and for blocks that are being promoted. Arithmetic only."""
+"""Waits of prompts, for answers to their lookups and for blocks that are being promoted: arithmetic, no waiting."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class EngineClock:
 
 
 class AnswerWait:
-    """How long prompts wait for answers, over all of an engine's prompts.
+    """Waits for answers, over all of an engine's prompts.
 
     Args:
         deadline_s: a lookup without an answer by then is a miss.
@@ -92,8 +92,10 @@ class AnswerWait:
         return self.left_s > 0 and now >= self._suspended_until
 
     def record_wait(self, began: float, now: float, *, answered: bool) -> bool:
-        """Record that the scheduler waited. Return whether it waited in vain, as long as a busy engine's step permits:
-        then it does not wait for WAIT_PAUSE_S. A shorter wait, of what others left, says nothing of the daemon."""
+        """Record that the scheduler waited. Return whether that timed out; then it does not wait for WAIT_PAUSE_S.
+
+        A wait that is shorter than LOOKUP_WAIT_S, because others took the step's time, says nothing of the daemon.
+        """
         timed_out = not answered and self.left_s >= LOOKUP_WAIT_S
         self.left_s -= now - began
         if timed_out:
