@@ -281,25 +281,30 @@ class WorkerClient(Session):
             if not self.ready or limits is None:
                 self._refuse(jobs, ErrorCode.SESSION_ENDED)
                 return
-            accepted = max(0, limits.max_jobs_in_flight - len(self._sent))
-            if len(jobs) > accepted:
-                self._refuse(jobs[accepted:], ErrorCode.TOO_MANY)
             self._role_due = min(self._role_due, now + self._patience_s)
             most = limits.max_keys_per_submit, limits.max_frame_bytes // 2
-            sized: list[tuple[Job, Size]] = []
-            """Jobs, and parts of those that are too large for a message."""
-            of_job: dict[int, int] = {}
-            """Job by the id of its parts, which is its own if it is not split."""
-            for job, size in zip(jobs[:accepted], sizes, strict=False):
+            left, refused_jobs = limits.max_jobs_in_flight - len(self._sent), list[Job]()
+            parts_of: dict[int, list[tuple[Job, Size]]] = {}
+            """Each accepted job, or its parts if it is too large for a message."""
+            # Loads first: a prompt whose load is refused is computed, a store comes again with the next such prompt.
+            for job, size in sorted(zip(jobs, sizes, strict=True), key=lambda one: one[0].lease_id is None):
                 parts = [(job, size)]
                 if size[0] > most[0] or size[1] > most[1]:
                     per_key = self._registration.blocks_per_key
                     cut = job.parts(size, namespace.key_bytes, per_key, most, self._next_part_id)
                     self._next_part_id += len(cut)
                     parts = [(part, part.checked_size(*shape)) for part in cut]
+                if len(parts) > left:
+                    refused_jobs.append(job)
+                    continue
+                left -= len(parts)
+                parts_of[job.job_id] = parts
                 self._jobs[job.job_id] = Unfinished(job, now, len(parts))
-                of_job.update(dict.fromkeys([part.job_id for part, _ in parts], job.job_id))
-                sized += parts
+            if refused_jobs:
+                self._refuse(refused_jobs, ErrorCode.TOO_MANY)
+            sized = [part for job in jobs for part in parts_of.get(job.job_id, ())]
+            of_job = {part.job_id: job_id for job_id, parts in parts_of.items() for part, _ in parts}
+            """Job by the id of its parts, which is its own if it is not split."""
             for batch in batches_of(sized, limits):
                 request_id = self._next_request_id()
                 self._sent.update({part.job_id: Sent(part, of_job[part.job_id], request_id) for part in batch})

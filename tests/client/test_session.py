@@ -498,6 +498,16 @@ def test_jobs_in_flight_are_bounded_by_the_daemons_limit(worker: WorkerClient, l
     assert [result.error for result in worker._results] == [ErrorCode.TOO_MANY]
 
 
+def test_at_the_limit_stores_are_refused_before_loads(worker: WorkerClient, link: PaperLink) -> None:
+    """A prompt whose load is refused is computed."""
+    for job_id in range(LIMITS.max_jobs_in_flight - 1):
+        submit(worker, link, 0.0, Job(job_id, TRANSFER))
+    store, load = Job(1000, TRANSFER), Job(1001, TRANSFER, lease_id=2**32)
+    submit(worker, link, 0.0, store, load)
+    assert [(result.job_id, result.error) for result in worker._results] == [(1000, ErrorCode.TOO_MANY)]
+    assert load.job_id in worker._jobs
+
+
 def test_jobs_that_do_not_go_out_fail_at_once(worker: WorkerClient, link: PaperLink) -> None:
     link.full = True
     submit(worker, link, 0.0, Job(1, TRANSFER))
