@@ -157,6 +157,14 @@ def test_a_prompt_comes_back_to_the_last_token_that_vllm_s_own_cache_gives(make:
         assert (expected >= (tokens - 1) // UNIT * UNIT) == (name in ("again", "longer"))
 
 
+def test_a_prompt_whose_tail_vllm_s_own_cache_has_is_looked_up_once(make: Make) -> None:
+    engine, asked = make(), prompt(1, 3 * BLOCK + 2 * UNIT + 3)
+    run(engine, "first", asked)
+    before = len(engine.client.asked)
+    assert run(engine, "again", asked) == (3 * BLOCK + 2 * UNIT, 0)
+    assert len(engine.client.asked) - before == 1
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_random_prompts_that_share_prefixes_read_what_is_their_own(make: Make, seed: int) -> None:
     play(make(seed, 40), seed)

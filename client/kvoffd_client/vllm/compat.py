@@ -77,7 +77,7 @@ USED = {
         on_new_request register_kv_caches requires_piecewise_for_cudagraph reset_cache update_connector_output
         update_state_after_alloc""",
     "vllm.lora.request:LoRARequest": "load_inplace lora_int_id lora_name lora_path",
-    "vllm.v1.core.block_pool:BlockPool": "get_new_blocks get_usage kv_event_queue",
+    "vllm.v1.core.block_pool:BlockPool": "get_cached_block get_new_blocks get_usage kv_event_queue",
     "vllm.v1.core.kv_cache_manager:KVCacheBlocks": "blocks",
     "vllm.v1.core.kv_cache_utils:KVCacheBlock": "block_id is_null",
     "vllm.v1.core.sched.output:KVConnectorBlockState": "boundary_state_offloads",
@@ -126,6 +126,7 @@ SIGNATURES = {
     f"{V1}.offloading.worker:OffloadingConnectorWorker.prepare_store_kv": "metadata",
     f"{V1}.offloading.worker:OffloadingConnectorWorker.start_kv_transfers": "metadata",
     f"{V1}.offloading_connector:OffloadingConnector.__init__": "vllm_config role kv_cache_config",
+    "vllm.v1.core.block_pool:BlockPool.get_cached_block": "block_hash kv_cache_group_ids",
     "vllm.v1.core.block_pool:BlockPool.get_new_blocks": "num_blocks",
     "vllm.v1.kv_offload.base:OffloadingSpec.__init__": "config",
     "vllm.v1.kv_offload.base:make_offload_key": "block_hash group_idx",

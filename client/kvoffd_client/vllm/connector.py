@@ -127,6 +127,8 @@ class KvoffdConnector(OffloadingConnector):
         self._full_attention_groups = [index for index, spec in enumerate(specs) if isinstance(spec, FullAttentionSpec)]
         pages = [spec.page_size_bytes * len(one.layer_names) for spec, one in zip(specs, groups, strict=True)]
         self._lookups.enabled, self._manager.stores = transfer_config.is_kv_consumer, transfer_config.is_kv_producer
+        self._tail_tokens = offloading.cache.tokens_per_hash * self.connector_scheduler.config.supports_partial_tail
+        self._group_ids = [group.group_id for group in offloading.groups]
         self._manager.begin_engine(
             shard_bytes=[page * offloading.cache.blocks_per_chunk for page in pages],
             most_running=vllm_config.max_concurrent_batches,
@@ -137,7 +139,7 @@ class KvoffdConnector(OffloadingConnector):
                 index for index, spec in enumerate(specs) if getattr(spec, "mamba_cache_mode", "") == "align"
             ],
             only_prefixes=len(self._full_attention_groups) == len(groups),
-            tail_tokens=offloading.cache.tokens_per_hash * self.connector_scheduler.config.supports_partial_tail,
+            tail_tokens=self._tail_tokens,
             assumed_rate=ASSUMED_CPU_RATE if current_platform.is_cpu() else ASSUMED_RATE,
         )
         if offloading.enable_kv_cache_events:
@@ -301,10 +303,18 @@ class KvoffdConnector(OffloadingConnector):
             usable = (request.num_tokens - 1) // self._block_tokens * self._block_tokens
             if num_computed_tokens:
                 usable -= self._dropped_tokens
-            if lookups.prepare_scan(request, num_computed_tokens, engine_has_all=num_computed_tokens >= usable):
+            has_all, has_tail = num_computed_tokens >= usable, self._has_tail(request, num_computed_tokens)
+            if lookups.prepare_scan(request, num_computed_tokens, engine_has_all=has_all, engine_has_tail=has_tail):
                 tokens, loads = self._find_load(request, num_computed_tokens)
         # Do not defer: MultiConnector would also defer the load of another connector, which has the whole prompt.
         return (0, False) if tokens is None and elsewhere else (tokens, loads)
+
+    def _has_tail(self, request: Request, num_computed_tokens: int) -> bool:
+        """Return whether vLLM's own cache has the longest tail of a prompt too; it tells connectors of whole blocks."""
+        last = (request.num_prompt_tokens - 1) // self._tail_tokens if self._tail_tokens else 0
+        if not self._pool or last * self._tail_tokens <= num_computed_tokens or last > len(request.block_hashes):
+            return False
+        return bool(self._pool.get_cached_block(request.block_hashes[last - 1], self._group_ids))
 
     def _find_load(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return the result of get_num_new_matched_tokens() from the prepared scan."""

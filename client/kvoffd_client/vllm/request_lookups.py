@@ -280,12 +280,14 @@ class RequestLookups:
             wait.record_wait(began, self.engine_clock.read(), answered=answered)
         self.queue.wake(self.engine_clock.read())
 
-    def prepare_scan(self, request: Request, computed_tokens: int, *, engine_has_all: bool) -> bool:
+    def prepare_scan(
+        self, request: Request, computed_tokens: int, *, engine_has_all: bool, engine_has_tail: bool = False
+    ) -> bool:
         """Prepare the results of ``lookup`` for a request before vLLM's scan, which must see a single answer.
 
         Take an answer that has come, ask again if it may not be the best one any more, and wait a moment for the next.
         ``computed_tokens`` are in vLLM's own cache, in whole blocks; ``engine_has_all``: as many as it can use, so
-        nothing is loaded but a tail. False: the request waits, and vLLM must not scan now.
+        nothing is loaded but a tail, unless ``engine_has_tail``. False: the request waits, and vLLM must not scan now.
         """
         state, namespace = self.requests[request.request_id], self.namespace
         record = state.record
@@ -296,7 +298,8 @@ class RequestLookups:
         )
         state.results, state.tail_results, state.wanted_tails = {}, {}, []
         state.asks_tails = state.awaits_tail = False
-        has_tail = bool(self._tail_tokens) and computed_tokens + self._tail_tokens < request.num_prompt_tokens
+        may_have_tail = bool(self._tail_tokens) and not engine_has_tail
+        has_tail = may_have_tail and computed_tokens + self._tail_tokens < request.num_prompt_tokens
         if (engine_has_all and not has_tail) or not record.may_load or namespace.problem:
             return True
         if not (namespace.registered and namespace.client.ready):
