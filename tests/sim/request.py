@@ -82,7 +82,7 @@ class Request:
         return self._use_answer()
 
     def _waits_for_tier(self, answer: LookupFuture) -> bool:
-        """Whether to wait for what is on its way: the rule of the connector's ``KvoffdManager._waits_for_tier``."""
+        """Whether to wait for what is on its way: the rule of the connector's ``RequestLookups._waits_for_tier``."""
         now = self._engine.clock.now
         missing = max(sum(map(states.count, m.COMING)) for states in answer.states)
         computed_s = max(MIN_COMPUTED_S, missing * self._engine.key_s)

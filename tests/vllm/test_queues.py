@@ -118,6 +118,16 @@ def test_a_batch_loads_all_that_no_earlier_prompt_left_in_the_cache(make: Make, 
     assert hits >= len(requests) - 20 - together
 
 
+def test_prompts_are_counted_though_vllm_s_own_cache_had_them_before_their_turn(make: Make) -> None:
+    engine = make(max_num_seqs=1, max_num_batched_tokens=1024, blocks=200)
+    requests = [engine.add(f"{at}", document(1)) for at in range(30)]
+    assert len(engine.client.asked) < len(requests)
+    engine.end(requests, 100)
+    assert engine.client.again.count(False) == len(requests)
+    counted = [one.lease_id for one in engine.client.reported]
+    assert len({*counted}) == len(requests)
+
+
 def test_a_long_queue_holds_few_leases(make: Make) -> None:
     engine = make(max_num_seqs=1, max_num_batched_tokens=1024)
     requests = [engine.add(f"{at}", document(at % 7, 3)) for at in range(2000)]

@@ -53,7 +53,7 @@ class ConnectorOptions(Struct, frozen=True):
         salt: part of the namespace's fingerprint; engines with different salts share nothing.
         lookup_deadline_ms: a lookup without an answer by then is a miss. With ``do_no_harm`` it is a miss earlier if
             computing the prompt is faster, or after late answers; and later for a very long prompt, see
-            ``KvoffdManager``.
+            ``AnswerWait``.
         disk_wait_ms: longest wait of a request for blocks from disk or a shared store; 0: use only ready blocks. With
             ``do_no_harm`` it waits only while loading is expected to be faster than computing.
         store_fence_timeout_s: longest wait of vLLM for a running store before its blocks are reused; then the store is

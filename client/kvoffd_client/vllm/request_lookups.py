@@ -301,6 +301,8 @@ class RequestLookups:
         may_have_tail = bool(self._tail_tokens) and not engine_has_tail
         has_tail = may_have_tail and computed_tokens + self._tail_tokens < request.num_prompt_tokens
         if (engine_has_all and not has_tail) or not record.may_load or namespace.problem:
+            if state.last is None and record.may_load:
+                self.look_up(request)  # the daemon counts its keys, and the policy learns that they are in use
             return True
         if not (namespace.registered and namespace.client.ready):
             return not self._awaits_reports(state)
