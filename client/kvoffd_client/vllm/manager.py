@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from msgspec import structs
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
-    Locality,
     LookupResult,
-    Medium,
     OffloadingManager,
     OffloadKey,
     OffloadPolicy,
@@ -38,7 +36,7 @@ from kvoffd_client.vllm.connector_metadata import (
 )
 from kvoffd_client.vllm.do_no_harm import DoNoHarm, PrefillRate
 from kvoffd_client.vllm.engine_namespace import EngineNamespace
-from kvoffd_client.vllm.hints import RequestHint, read_hints
+from kvoffd_client.vllm.hints import HintsOption, RequestHint, allows_storage, hinted_hashes, read_hints
 from kvoffd_client.vllm.log import logger
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import (
@@ -197,6 +195,7 @@ class RequestState:
         waits_for_report_since: time of its first scan while the workers were not registered.
         hints: the client's hints.
         peer: host of the peer that has its blocks, as a hint says; empty for none.
+        giver: number of the hints' owner, or of the request alone.
     """
 
     request: Request = cast(Any, None)  # noqa: RUF009
@@ -235,6 +234,7 @@ class RequestState:
     waits_for_report_since: float | None = None
     hints: Sequence[RequestHint] = ()
     peer: str = ""
+    giver: int = 0
 
 
 class KvoffdManager(OffloadingManager):
@@ -257,8 +257,10 @@ class KvoffdManager(OffloadingManager):
         deadline_s: float,
         disk_wait_s: float = 120.0,
         do_no_harm: bool = True,
+        hints: HintsOption = "no_release",
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
+        self._hints = hints
         self.groups = tuple(groups)
         self.clock, self._sleep = clock, sleep
         self._do_no_harm = do_no_harm
@@ -350,7 +352,7 @@ class KvoffdManager(OffloadingManager):
             asked_by = namespace.client, namespace.client.session_id
             # A daemon counts a prompt once, and no tails: there are many, of which one is a hit at most.
             again = bool(tails) or (state.to_count is not None and state.counted_by == asked_by)
-            future = namespace.client.lookup(message, again, reported=True, peer=state.peer)
+            future = namespace.client.lookup(message, again, reported=True, peer=state.peer, giver=state.giver)
             if not again and future.lease_id:
                 state.to_count, state.counted_by = future, asked_by
             state.pending = state.last = KeyedLookup(future, chunks, tails, self._note_time())
@@ -379,15 +381,18 @@ class KvoffdManager(OffloadingManager):
     def _send_hints(self, state: RequestState, *, has_ended: bool) -> None:
         """Pass on a request's hints: ``kv.release`` at its end, ``kv.prefetch`` at its start, ``kv.retain`` at both, to
         include what was generated and to have its time begin at the end."""
+        last, named, tails = state.last, dict[int, list[GroupKeys]](), dict[int, list[bytes]]()
+        if last is not None:
+            for index, hashes in last.tails.items():
+                suffix = self.groups[index].suffix
+                tails[index] = [one for one in hashes if last.found.get(one + suffix) is _HIT]
         for hint in () if state.disabled else state.hints:
             if hint.action is not (HintAction.PREFETCH if has_ended else HintAction.RELEASE):
-                groups = [
-                    _group_keys(index, hashes, state.adapter)
-                    for index, group in enumerate(self.groups)
-                    if (hashes := group.hashes(state.request.block_hashes)[-(-hint.start // group.tokens_per_chunk) :])
-                ]
-                if groups:
-                    self.namespace.client.hint(hint.action, groups, hint.priority, hint.ttl_s)
+                if (start := hint.start) not in named:
+                    found = hinted_hashes(self.groups, state.request, start, self._tail_tokens, tails)
+                    named[start] = [_group_keys(index, hashes, state.adapter) for index, hashes in found.items()]
+                if groups := named[start]:
+                    self.namespace.client.hint(hint.action, groups, hint.priority, hint.ttl_s, giver=state.giver)
 
     def _knows_adapter(self, state: RequestState) -> bool:
         """Return whether nothing about a request's adapter is pending; disable the request if it is unreadable."""
@@ -803,9 +808,9 @@ class KvoffdManager(OffloadingManager):
         self._note_time()  # the time until now is not the new request's
         state = RequestState()
         # kv_load_tiers of the request: the pool is vLLM's primary tier, which requests cannot exclude.
-        if not req_context.load_tier_filter.allows(Medium.STORAGE, Locality.LOCAL):
+        if not allows_storage(req_context):
             state.tier_wait_until = LONG_AGO
-        state.hints, unknown, state.peer = read_hints(req_context)
+        state.hints, unknown, state.peer, state.giver = read_hints(req_context, self._hints)
         self._counters[metrics.UNKNOWN_HINTS] += unknown
         self.requests[req_context.req_id] = state
         # Loaded blocks are offered for stores too: they are stored if the load failed, otherwise skipped.
