@@ -30,7 +30,7 @@ MAX_LOOKUPS = 64
 """Lookups that an engine repeats for pending blocks before it computes them."""
 SESSION = LEASE = 1
 GIVER = 1
-"""A trace does not say whose its prompts are: they count as one owner's, who may release what they share."""
+"""The owner of all hints: a trace does not say whose its prompts are."""
 WITH_HINTS = "+hints"
 """Suffix of a policy's name in results with the trace's hints."""
 

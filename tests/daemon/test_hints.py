@@ -78,10 +78,13 @@ def test_retained_blocks_go_last_and_released_ones_first(hinted: Hinted) -> None
 def test_a_release_of_another_giver_takes_nothing_of_a_shared_prompt(hinted: Hinted) -> None:
     hinted.prompt(1, *range(8))
     hinted.scheduler.hint("retain", keys(*range(8)), priority=100, ttl_s=3600)
-    hinted.prompt(2, *range(8), *range(20, 24))
-    hinted.scheduler.hint("release", keys(*range(8), *range(20, 24)), giver=2)
+    hinted.prompt(1, *range(10, 18))
+    hinted.prompt(2, *range(8), *range(10, 18), *range(20, 24))
+    hinted.scheduler.hint("release", keys(*range(8), *range(10, 18), *range(20, 24)), giver=2)
     assert hinted.counts.released_blocks == 4
-    hinted.store(*range(100, 180))
+    hinted.store(*range(100, 140))
+    assert (hinted.there(*range(8)), hinted.there(*range(10, 18))) == (8, 8)
+    hinted.store(*range(200, 280))
     assert hinted.there(*range(8)) == 8
 
 
