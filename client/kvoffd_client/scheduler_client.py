@@ -172,7 +172,13 @@ class SchedulerClient(Session):
         self._transport.start(self)
 
     def lookup(
-        self, groups: Sequence[m.GroupKeys], again: bool = False, *, reported: bool = False, peer: str = ""
+        self,
+        groups: Sequence[m.GroupKeys],
+        again: bool = False,
+        *,
+        reported: bool = False,
+        peer: str = "",
+        giver: int = 0,
     ) -> LookupFuture:
         """Ask which keys are ready and pin those under a new lease. While not connected, return a failed lookup.
 
@@ -183,6 +189,7 @@ class SchedulerClient(Session):
             again: do not count the keys, or show them to the policy, as for a repeated lookup.
             reported: report_prompt() follows for this lease, and the daemon counts the keys then.
             peer: host of the only peer of the daemon that is asked for what it lacks, if it has that peer.
+            giver: number of the owner of this prompt's hints, as in hint(); 0 if it gives none.
 
         Raises:
             ValueError: the keys of a group are not a whole number of the namespace's key_bytes.
@@ -203,7 +210,7 @@ class SchedulerClient(Session):
             self._unanswered[lease_id] = found
             for places, asked in parts:
                 which = self._next_request_id(), self._fingerprint, lease_id
-                message = m.Lookup(*which, list(asked), again, reported, peer)
+                message = m.Lookup(*which, list(asked), again, reported, peer, giver)
                 self._send(message, now, functools.partial(self._on_answer, found, places, asked, now))
                 if found.done:  # it could not be sent
                     break
@@ -226,12 +233,20 @@ class SchedulerClient(Session):
         with self._transport.lock:
             self.stored.add(keys)
 
-    def hint(self, action: m.HintAction, groups: Sequence[m.GroupKeys], priority: int = 0, ttl_s: float = 0.0) -> None:
-        """Pass on a hint about blocks; see ``HintAction``. Does nothing while not connected."""
+    def hint(
+        self,
+        action: m.HintAction,
+        groups: Sequence[m.GroupKeys],
+        priority: int = 0,
+        ttl_s: float = 0.0,
+        *,
+        giver: int = 0,
+    ) -> None:
+        """Pass on a hint about blocks; see ``HintAction`` and ``Hint``. Does nothing while not connected."""
         with self._transport.lock:
             if self.ready and self._limits is not None:
                 for _, keys in self._split(groups, m.MAX_HINT_KEYS):
-                    self._send(m.Hint(m.NO_REPLY, self._fingerprint, action, list(keys), priority, ttl_s))
+                    self._send(m.Hint(m.NO_REPLY, self._fingerprint, action, list(keys), priority, ttl_s, giver))
 
     def report(
         self,

@@ -349,6 +349,7 @@ class Cache:
                 self._count(group, FREE, READY, len(members))
                 self.blocks.append(group, members)
                 self.order.insert(group, members, self.blocks.keys(members, group.key_bytes))
+                self.order.share(members)
         self._to_announce = blocks
         self.unannounced[blocks] = True
         self._quarantine(quarantined)
@@ -379,6 +380,7 @@ class Cache:
         again: bool = False,
         reported: bool = False,
         peer: str = "",
+        giver: int = 0,
     ) -> tuple[list[bytes], int]:
         """Return the state of each key, and how many blocks the lease has. READY blocks are pinned under it.
 
@@ -389,6 +391,7 @@ class Cache:
             again: the request was counted before.
             reported: its keys are counted by ``count_prompt``.
             peer: see ``Lease``.
+            giver: number of the owner of the prompt's hints; 0 if unknown.
 
         Raises:
             BadGeometry, BadKeys
@@ -412,6 +415,8 @@ class Cache:
         for index, keys in groups if self._dead else ():
             self._record_reset(current[index], keys)
         found = [self.blocks.lookup(current[index], keys, pin=is_new) for index, keys in groups]
+        for (index, keys), one in zip(groups, found, strict=True):
+            self.order.asked(current[index], keys, one.states, one.ready, giver)
         asked = None if again else [AskedKeys(namespace, reported=reported) for _ in groups]
         if self.tiers is not None:
             found = self._find_below(self.tiers, lease, groups, found, asked, is_new=is_new)
@@ -656,8 +661,13 @@ class Cache:
         groups: Sequence[tuple[int, bytes]],
         priority: int = 0,
         ttl_s: float = 0.0,
+        *,
+        session: int = NO_SESSION,
+        giver: int = 0,
     ) -> int:
         """Retain, release or prefetch blocks of these keys, root first; see ``HintAction``. Returns how many are READY.
+
+        ``giver``: number of the hint's owner; 0 for one of its own, whose hints no release ends.
 
         Raises BadGeometry, BadKeys.
         """
@@ -665,15 +675,18 @@ class Cache:
             namespace.check(index, keys)
         if action is HintAction.PREFETCH:
             return self._prefetch(namespace, groups)
-        hint = self.order.retain(namespace, priority, ttl_s) if action is HintAction.RETAIN else None
-        count = 0
+        wish, count = self.order.wish(namespace, session, giver, priority, ttl_s), 0
         for index, keys in groups:
             group, split = self._current[namespace][index], list(dict.fromkeys(namespace.split(index, keys)))
             states, blocks = self.blocks.find(group, b"".join(split))
             is_ready = np.frombuffer(states, np.uint8) == READY
-            absent = list(compress(split, (~is_ready).tolist()))
-            self.order.apply(hint, group, blocks[is_ready], absent)
-            count += int(is_ready.sum())
+            ready = blocks[is_ready]
+            count += len(ready)
+            if action is HintAction.RELEASE:
+                self.order.release(giver, group, ready)
+            else:
+                self.order.asked(group, b"".join(split), states, ready, giver)
+                self.order.retain(wish, group, ready, list(compress(split, (~is_ready).tolist())))
         return count
 
     def _prefetch(self, namespace: Namespace, groups: Sequence[tuple[int, bytes]]) -> int:
@@ -916,7 +929,10 @@ class Cache:
             self._end_writes(group, slots[:1], slots)
             return False
         part = Stored(group, np.repeat(slots[:1], len(slots)), slots, first_blocks=first_blocks)
-        return bool(self.commit_store([part], [checksums]))
+        is_ready = bool(self.commit_store([part], [checksums]))
+        if is_ready:
+            self.order.share(slots[:1])  # it may be anybody's
+        return is_ready
 
     # --- loads ----------------------------------------------------------------------------------
 

@@ -3,11 +3,15 @@
 The policy orders all other blocks, and most retained ones too: a retained block leaves its order only when it would be
 evicted. Then it is set aside until the hint lapses or a request finds it. So a hint costs nothing until the pool needs
 space, no block is pinned, and no scan is needed when a hint lapses. A restart forgets all hints.
+
+A hint harms only its giver: it ends no retention of another giver, releases no block for which another giver's prompt
+has asked, and takes nothing of what a higher priority, or another session within its share, retains.
 """
 
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain as chained
@@ -18,6 +22,8 @@ from sys import float_info
 import numpy as np
 import numpy.typing as npt
 
+from kvoffd.cache.askers import Askers
+from kvoffd.cache.awaited_keys import AwaitedKeys
 from kvoffd.cache.block_table import BlockIds, BlockTable
 from kvoffd.cache.namespace import Group, Namespace
 from kvoffd.cache.policy import BATCH, Chain, Policy
@@ -25,30 +31,61 @@ from kvoffd.cache.policy import BATCH, Chain, Policy
 RETAINED_SHARE = 0.25
 """Part of the pool, and of a namespace's quota, that hints may retain."""
 AWAITED_S = 60.0
-"""Time for which a hint also applies to blocks that are still to be stored: engines store the last ones after it."""
-MAX_AWAITED = 1 << 16
-"""Limit of such blocks; the oldest are forgotten first."""
+"""Time for which a hint also retains blocks that are still to be stored: engines store the last ones after it."""
+PART, PARTS = 256, 64
+"""Most blocks of one hint that lose their retention together, and least parts of all that hints may retain."""
 SET_ASIDE_AT_ONCE, SOON = 2048, 64
 """Next blocks to be evicted that one step examines, at most 1/SOON of the pool's slot numbers; and blocks that
 evictions may set aside between two steps."""
 ENDED_AT_ONCE = 1024
-"""Lapsed hints that one step ends, or awaited keys it forgets."""
+"""Lapsed retentions that one step ends, and others that one hint displaces."""
 MAX_ENDED = 1024
-"""Extra entries of ``_deadlines``, over two per live hint, before it is rebuilt."""
+"""Extra entries of ``_deadlines``, over two per live retention, before it is rebuilt."""
 RELEASED = 1
-"""Number of the hint of all released blocks."""
+"""Number of all released blocks, instead of a retention's."""
+ANY = 0
+"""Giver of a wish that several have: no release ends it."""
+
+
+@dataclass(slots=True, eq=False)
+class Wish:
+    """A hint's priority and time for blocks that it retains.
+
+    Attributes:
+        session: session whose share its blocks count for.
+        giver: who may release them; ANY for nobody.
+        payer: giver of the hint that came first.
+        filling: the retention that takes the next blocks.
+    """
+
+    namespace: Namespace
+    session: int
+    giver: int
+    payer: int
+    priority: int
+    deadline: float
+    filling: Retention | None = None
+
+    def joined(self, other: Wish) -> Wish:
+        """Return the wish to do both, which is one of the two where it includes the other."""
+        priority, deadline = max(self.priority, other.priority), max(self.deadline, other.deadline)
+        giver = self.giver if self.giver == other.giver else ANY
+        for one in (self, other) if other.payer == self.payer and other.session == self.session else (self,):
+            if (giver, priority, deadline) == (one.giver, one.priority, one.deadline):
+                return one
+        return Wish(self.namespace, self.session, giver, self.payer, priority, deadline)
 
 
 @dataclass(slots=True, eq=False)
 class Retention:
-    """Blocks that one hint retains in one namespace."""
+    """Some blocks that are retained for the same wish."""
 
-    namespace: Namespace
-    priority: int
-    deadline: float
-    number: int = 0
+    wish: Wish
+    number: int
+    left: int
+    """Blocks that it may still take."""
     nbytes: int = 0
-    """Pool bytes of its blocks; 0 once it has lapsed."""
+    """Pool bytes of its blocks; 0 once it has ended."""
     aside: dict[int, None] = field(default_factory=dict)
     """Its blocks that the policy would have evicted, in the policy's order."""
 
@@ -76,96 +113,173 @@ class HintedOrder:
         self._policy, self._blocks, self._groups, self._quotas = policy, blocks, groups, quotas
         self._clock, self._most_bytes = clock, int(RETAINED_SHARE * pool_bytes)
         self._hint_of = np.zeros(len(blocks.state), np.uint32)
-        """[slots] number of the block's hint; 0, or the number of a hint that has ended, if it has none."""
+        """[slots] number of the block's retention, or RELEASED; 0, or the number of one that was ended, for none."""
         self._retentions: dict[int, Retention] = {}
-        """Hints by number that have blocks and have not lapsed."""
+        """Retentions by number that have blocks and have not ended."""
+        self._ranked: dict[tuple[int, int], dict[int, Retention]] = {}
+        """The same by priority and session, oldest first."""
         self._lapsed: dict[int, Retention] = {}
-        """Hints that have lapsed and have blocks aside."""
+        """Retentions that have ended and have blocks aside."""
         self._deadlines: list[tuple[float, int]] = []
         self._numbers = count(RELEASED + 1)
         self._released: dict[int, None] = {}
         """Released blocks, which have left the policy, in the order in which they are evicted."""
-        self._awaited: dict[tuple[int, bytes], tuple[float, Retention | None]] = {}
-        """Hints of blocks that are still to be stored, by group and key, after the time until which they apply. None
-        for a release."""
+        self._awaited = AwaitedKeys()
+        self._askers = Askers(len(blocks.state))
         self.retained_bytes = 0
+        self._bytes_of = Counter[int]()
+        """The same by session."""
         self._may_set_aside, self._has_moved = SET_ASIDE_AT_ONCE, False
         """Blocks that evictions may set aside before the next step, and whether retained ones may be next to go."""
 
     # --- hints -----------------------------------------------------------------------------------
 
-    def retain(self, namespace: Namespace, priority: int, ttl_s: float) -> Retention:
-        """Return a hint for ``apply``."""
-        return Retention(namespace, priority, self._clock() + ttl_s, next(self._numbers))
+    def asked(self, group: Group, keys: bytes, states: bytes, ready: BlockIds, giver: int) -> None:
+        """Record that a prompt asked for keys with these states, and for the READY ones' blocks; see ``Askers``. What
+        another giver released is in the policy's order again."""
+        others = self._askers.asked(group, keys, states, ready, giver)
+        if self._released and (released := others[self._hint_of[others] == RELEASED]).size:
+            self._insert(group, released[self._unmark(group, released)][::-1])
 
-    def apply(self, hint: Retention | None, group: Group, ready: BlockIds, absent: Sequence[bytes]) -> None:
-        """Retain READY blocks, root first, or release them if ``hint`` is None. ``absent``: keys whose blocks may still
-        be stored."""
-        until = self._clock() + AWAITED_S
-        for key in absent:
-            self._awaited.pop((group.number, key), None)
-            self._awaited[group.number, key] = until, hint
-        for oldest in list(islice(self._awaited, max(0, len(self._awaited) - MAX_AWAITED))):
-            del self._awaited[oldest]
-        self._apply(hint, group, ready)
+    def share(self, blocks: BlockIds) -> None:
+        """Record that others than one giver's prompts use READY blocks. What was released is in the policy's order
+        again."""
+        self._askers.share(blocks)
+        for group, members in self._blocks.by_group(blocks[self._hint_of[blocks] == RELEASED], self._groups):
+            self._insert(group, members[self._unmark(group, members)])
 
-    def _apply(self, hint: Retention | None, group: Group, blocks: BlockIds) -> None:
-        """Retain or release READY blocks, root first."""
-        if hint is not None:
-            self._retain(hint, group, blocks)
-            return
-        group.namespace.counters.released_blocks += len(blocks)
+    def wish(self, namespace: Namespace, session: int, giver: int, priority: int, ttl_s: float) -> Wish:
+        """Return what ``retain`` needs for a hint."""
+        return Wish(namespace, session, giver, giver, priority, self._clock() + ttl_s)
+
+    def retain(self, wish: Wish, group: Group, ready: BlockIds, absent: Sequence[bytes]) -> None:
+        """Retain READY blocks, root first, and those of other keys if they are stored within AWAITED_S."""
+        joined: dict[int, Wish] = {}
+
+        def join(old: Wish, new: Wish) -> Wish:
+            if (found := joined.get(id(old))) is None:
+                joined[id(old)] = found = old.joined(new)
+            return found
+
+        names = [(group.number, key) for key in absent]
+        most = self._most_bytes // max(1, group.block_bytes)
+        over = self._awaited.add(names, wish, self._clock() + AWAITED_S, most, join)
+        group.namespace.counters.unretained_blocks += over
+        self._retain(wish, group, ready)
+
+    def release(self, giver: int, group: Group, blocks: BlockIds) -> None:
+        """End what this giver retained of READY blocks, root first. Release those for which no other has asked."""
         blocks = blocks[::-1]
-        if (inner := blocks[~self._unmark(group, blocks)]).size:
+        own = np.array([one is None or one.wish.giver == giver != ANY for one in self._live_of(blocks)], np.bool_)
+        alone = self._askers.are_alone(blocks, giver)
+        released, others = blocks[own & alone], blocks[own & ~alone]
+        ended = others[self._are_retained(others)]
+        self._insert(group, ended[self._unmark(group, ended)])
+        if (inner := released[~self._unmark(group, released)]).size:
             self._policy.remove(group, inner, self._blocks.keys(inner, group.key_bytes))
-        self._hint_of[blocks] = RELEASED
-        self._released.update(dict.fromkeys(blocks.tolist()))
+        self._hint_of[released] = RELEASED
+        self._released.update(dict.fromkeys(released.tolist()))
+        group.namespace.counters.released_blocks += len(released)
 
-    def _retain(self, hint: Retention, group: Group, blocks: BlockIds) -> None:
+    def _retain(self, wish: Wish, group: Group, blocks: BlockIds) -> None:
         self.end_lapsed()
-        if hint.deadline <= self._clock():
+        if wish.deadline <= self._clock():
             return
-        namespace, each, limit = hint.namespace, group.block_bytes, self._most_bytes - self.retained_bytes
-        if (quota := self._quotas.get(namespace.fingerprint)) is not None:
-            limit = min(limit, int(RETAINED_SHARE * quota) - namespace.retained_bytes)
-        held = np.array([one is not None and one.deadline >= hint.deadline for one in self._live_of(blocks)], np.bool_)
-        blocks = blocks[~held]  # of several hints, the one that lasts longest counts
-        has_other = self._are_retained(blocks)
-        fits = has_other | (np.cumsum(~has_other) * each <= limit)
-        namespace.counters.unretained_blocks += len(blocks) - int(fits.sum())
-        namespace.counters.retained_blocks += int((fits & ~has_other).sum())
-        blocks = blocks[fits][::-1]
-        self._insert(group, blocks[self._unmark(group, blocks)])
-        if blocks.size and hint.number not in self._retentions:
-            self._retentions[hint.number] = hint
-            heapq.heappush(self._deadlines, (hint.deadline, hint.number))
-            if len(self._deadlines) > 2 * len(self._retentions) + MAX_ENDED:
-                self._deadlines = sorted((one.deadline, number) for number, one in self._retentions.items())
-        self._hint_of[blocks] = hint.number
-        self._count(hint, len(blocks) * each)
-        self._has_moved = True
+        are_retained, counters = self._are_retained(blocks), group.namespace.counters
+        retained, wanted = blocks[are_retained], blocks[~are_retained]
+        wishes: dict[int, Wish] = {}
+        for number, at in _by_number(self._hint_of[retained]):
+            old, members = self._retentions[number].wish, retained[at]
+            if (both := wishes.setdefault(id(old), old.joined(wish))) is not old:
+                self._insert(group, members[self._unmark(group, members)][::-1])
+                self._put(both, group, members)
+        each = group.block_bytes
+        if (quota := self._quotas.get(wish.namespace.fingerprint)) is not None:
+            wanted = self._fitting(wish, wanted, each, int(RETAINED_SHARE * quota), wish.namespace)
+        wanted = self._fitting(wish, wanted, each, self._most_bytes, None)
+        counters.unretained_blocks += int((~are_retained).sum()) - len(wanted)
+        counters.retained_blocks += len(wanted)
+        self._insert(group, wanted[self._unmark(group, wanted)][::-1])
+        self._put(wish, group, wanted)
+
+    def _put(self, wish: Wish, group: Group, blocks: BlockIds) -> None:
+        """Retain blocks that are in the policy's order and have no other hint."""
+        part = max(1, min(PART, self._most_bytes // (PARTS * max(1, group.block_bytes))))
+        while blocks.size:
+            one = wish.filling
+            if one is None or not one.left or one.number not in self._retentions:
+                one = wish.filling = Retention(wish, next(self._numbers), part)
+                self._retentions[one.number] = one
+                self._ranked.setdefault((wish.priority, wish.session), {})[one.number] = one
+                heapq.heappush(self._deadlines, (wish.deadline, one.number))
+            some, blocks = blocks[: one.left], blocks[one.left :]
+            one.left -= len(some)
+            self._hint_of[some] = one.number
+            self._count(one, len(some) * group.block_bytes)
+            self._has_moved = True
+        if len(self._deadlines) > 2 * len(self._retentions) + MAX_ENDED:
+            self._deadlines = sorted((one.wish.deadline, number) for number, one in self._retentions.items())
+
+    def _fitting(
+        self, wish: Wish, blocks: BlockIds, each: int, most_bytes: int, namespace: Namespace | None
+    ) -> BlockIds:
+        """Return the first blocks that may be retained, in a namespace or in all, after others were displaced."""
+        target = most_bytes - len(blocks) * each
+        if (self.retained_bytes if namespace is None else namespace.retained_bytes) > target:
+            self._displace(wish, max(0, target), namespace)
+        now = self.retained_bytes if namespace is None else namespace.retained_bytes
+        return blocks[: max(0, most_bytes - now) // max(1, each)]
+
+    def _displace(self, wish: Wish, target: int, namespace: Namespace | None) -> None:
+        """End retentions for a wish, until those of a namespace, or all, have ``target`` bytes.
+
+        They are of lower priority, and of its session or of one that has more than its share. For the wish's own share
+        they may be of any priority.
+        """
+        share = self._most_bytes // len({*self._bytes_of, wish.session})
+        left, may_take = ENDED_AT_ONCE, share - self._bytes_of.get(wish.session, 0)
+        for priority, session in sorted(self._ranked):
+            own, lower = session == wish.session, priority < wish.priority
+            if own and not lower:
+                continue
+            for one in list(islice(reversed(self._ranked[priority, session].values()), left)):
+                if (self.retained_bytes if namespace is None else namespace.retained_bytes) <= target:
+                    return
+                if not own and (self._bytes_of[session] <= share or not (lower or one.nbytes <= may_take)):
+                    break
+                left -= 1
+                if namespace in (None, one.wish.namespace):
+                    may_take -= one.nbytes
+                    self._end(one)
+
+    def _end(self, one: Retention) -> None:
+        """End a retention. Of its blocks, those that stayed for it alone go first from now on."""
+        self._forget(one)
+        self._count(one, -one.nbytes)
+        if one.aside:
+            self._lapsed[one.number] = one
+
+    def _forget(self, one: Retention) -> None:
+        del self._retentions[one.number]
+        rank = one.wish.priority, one.wish.session
+        del self._ranked[rank][one.number]
+        if not self._ranked[rank]:
+            del self._ranked[rank]
 
     def end_lapsed(self) -> None:
-        """End hints whose time is over."""
+        """End retentions whose time is over."""
         now = self._clock()
         for _ in range(ENDED_AT_ONCE):
             if not self._deadlines or self._deadlines[0][0] > now:
                 return
             _, number = heapq.heappop(self._deadlines)
-            if (hint := self._retentions.pop(number, None)) is None:
-                continue
-            self._count(hint, -hint.nbytes)
-            if hint.aside:
-                self._lapsed[number] = hint
+            if (one := self._retentions.get(number)) is not None:
+                self._end(one)
 
     def tick(self) -> None:
-        """End hints whose time is over, and forget keys whose blocks did not come."""
+        """End retentions whose time is over, and forget keys whose blocks did not come."""
         self.end_lapsed()
-        now = self._clock()
-        for oldest, (until, _) in list(islice(self._awaited.items(), ENDED_AT_ONCE)):
-            if until > now:
-                break
-            del self._awaited[oldest]
+        self._awaited.expire(self._clock())
 
     def set_aside_some(self) -> bool:
         """Set aside some of what is evicted soon, so that no eviction has to set aside much. Returns whether more may
@@ -179,13 +293,17 @@ class HintedOrder:
         self._has_moved = bool(retained.any())
         return self._has_moved
 
-    def _count(self, hint: Retention, nbytes: int) -> None:
-        hint.nbytes += nbytes
-        hint.namespace.retained_bytes += nbytes
+    def _count(self, one: Retention, nbytes: int) -> None:
+        wish = one.wish
+        one.nbytes += nbytes
+        wish.namespace.retained_bytes += nbytes
         self.retained_bytes += nbytes
+        self._bytes_of[wish.session] += nbytes
+        if not self._bytes_of[wish.session]:
+            del self._bytes_of[wish.session]
 
     def _live_of(self, blocks: BlockIds) -> list[Retention | None]:
-        """Return each block's hint that has not lapsed."""
+        """Return each block's retention, if it has one that has not ended."""
         return [self._retentions.get(number) for number in self._hint_of[blocks].tolist()]
 
     def _are_retained(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
@@ -198,19 +316,23 @@ class HintedOrder:
         """Remove the hints of blocks. Returns which of the blocks are not in the policy: they were set aside or
         released."""
         outside, numbers = np.zeros(len(blocks), np.bool_), self._hint_of[blocks]
-        for at in np.flatnonzero(numbers).tolist():
-            block, number = int(blocks[at]), int(numbers[at])
-            if number == RELEASED:
-                outside[at] = self._released.pop(block, 0) is None  # a lookup may name a key twice
+        hinted = np.flatnonzero(numbers)
+        for number, at in _by_number(numbers[hinted]):
+            at = hinted[at]
+            members = blocks[at].tolist()
+            if number == RELEASED:  # a lookup may name a key twice
+                outside[at] = [self._released.pop(block, 0) is None for block in members]
                 continue
-            of = self._retentions if number in self._retentions else self._lapsed
-            if (hint := of.get(number)) is not None:
-                outside[at] = block in hint.aside
-                hint.aside.pop(block, None)
-                if of is self._retentions:
-                    self._count(hint, -group.block_bytes)
-                if not (hint.nbytes or hint.aside):
-                    del of[number]
+            one = self._retentions.get(number) or self._lapsed.get(number)
+            if one is not None:
+                if one.aside:
+                    outside[at] = [one.aside.pop(block, 0) is None for block in members]
+                if one.nbytes:
+                    self._count(one, -group.block_bytes * len(members))
+                    if not one.nbytes:
+                        self._forget(one)
+                elif not one.aside:
+                    del self._lapsed[number]
         self._hint_of[blocks] = 0
         return outside
 
@@ -233,10 +355,9 @@ class HintedOrder:
         retained = self._are_retained(ready)
         group.namespace.counters.retained_found_keys += int(retained.sum())
         others, back = ready[~retained], []
-        for block, hint in zip(ready[retained].tolist(), self._live_of(ready[retained]), strict=True):
-            if hint is not None and block in hint.aside:
-                del hint.aside[block]
-                back.append(block)
+        for number, at in _by_number(self._hint_of[ready[retained]]):
+            if aside := self._retentions[number].aside:
+                back += [block for block in ready[retained][at].tolist() if aside.pop(block, 0) is None]
         self._insert(group, np.concatenate([np.array(back, np.uint32), others[self._unmark(group, others)]])[::-1])
 
     def _insert(self, group: Group, blocks: BlockIds) -> None:
@@ -245,13 +366,14 @@ class HintedOrder:
 
     def insert(self, group: Group, blocks: BlockIds, keys: bytes) -> None:
         self._policy.insert(group, blocks, keys)
+        self._askers.stored(group, blocks, keys)
         if not self._awaited:
             return
         split = np.frombuffer(keys, group.namespace.key_type).tolist()
-        hints = [self._awaited.pop((group.number, key), None) for key in split]
-        for hint in {one[1] for one in hints if one is not None}:
-            members = np.array([one is not None and one[1] is hint for one in hints], np.bool_)
-            self._apply(hint, group, blocks[members][::-1])
+        wishes = [self._awaited.take((group.number, key)) for key in split]
+        for wish in {id(one): one for one in wishes if one is not None}.values():
+            members = np.array([one is wish for one in wishes], np.bool_)
+            self._retain(wish, group, blocks[members][::-1])
 
     def remove(self, group: Group, blocks: BlockIds, keys: bytes) -> None:
         self._has_moved = True
@@ -278,7 +400,7 @@ class HintedOrder:
             return runs
         scores = [score for length, score in runs for _ in range(length)]
         for at, key in enumerate(np.frombuffer(keys, group.namespace.key_type).tolist()):
-            if self._awaited.get((group.number, key), (0.0, None))[1] is not None:
+            if self._awaited.get((group.number, key)) is not None:
                 scores[at] = inf
         return [(len(list(run)), score) for score, run in groupby(scores)]
 
@@ -317,8 +439,8 @@ class HintedOrder:
             self._may_set_aside -= len(few)
             self._set_aside(few)
         if left and below == inf:
-            live = sorted(self._retentions.values(), key=lambda one: (one.priority, one.deadline))
-            order.append(_first_of(chained(*[one.aside for one in live]), left))
+            ranked = (self._ranked[rank].values() for rank in sorted(self._ranked))
+            order.append(_first_of(chained.from_iterable(one.aside for one in chained.from_iterable(ranked)), left))
         return np.concatenate(order)
 
     def _set_aside(self, blocks: BlockIds) -> None:
@@ -327,6 +449,15 @@ class HintedOrder:
             self._retentions[number].aside[block] = None
         for group, members in self._blocks.by_group(blocks, self._groups):
             self._policy.remove(group, members, self._blocks.keys(members, group.key_bytes))
+
+
+def _by_number(numbers: npt.NDArray[np.uint32]) -> Iterator[tuple[int, npt.NDArray[np.intp]]]:
+    """Yield each number and where it is."""
+    if not numbers.size:
+        return
+    order = np.argsort(numbers, kind="stable")
+    for at in np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1):
+        yield int(numbers[at[0]]), at
 
 
 def _first_of(blocks: Iterable[int], count: int) -> BlockIds:

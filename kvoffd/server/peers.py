@@ -180,6 +180,7 @@ class PeerServer:
 
     def _lend(self, route: bytes, ident: int, blocks: BlockIds, nbytes: int) -> None:
         self._cache.blocks.pin(blocks)
+        self._cache.order.share(blocks)
         self._lent[route, ident] = Lent(blocks, nbytes, self._clock() + LEASE_S)
         self.lent_bytes += nbytes
         self.lent_blocks += len(blocks)

@@ -198,7 +198,14 @@ def lookup(service: Service, session: Session, message: m.Lookup) -> m.LookupRep
         raise KvoffdError(f"The session holds {limits.max_leases} leases, its limit; release some.", ErrorCode.TOO_MANY)
     peer = service.tier_supervisor.peer_at(message.peer) if message.peer else ""
     states, pinned = service.cache.lookup(
-        namespace, session.id, message.lease_id, groups, again=message.again, reported=message.reported, peer=peer
+        namespace,
+        session.id,
+        message.lease_id,
+        groups,
+        again=message.again,
+        reported=message.reported,
+        peer=peer,
+        giver=message.giver,
     )
     ttl_ms = wait_ms = asking = 0
     if (lease := service.cache.leases.get(message.lease_id)) is not None and lease.active:
@@ -224,7 +231,9 @@ def release(service: Service, session: Session, message: m.Release) -> m.Done:
 def hint(service: Service, session: Session, message: m.Hint) -> m.Done:
     namespace, groups = session.namespaces[message.namespace], [(part.group, part.keys) for part in message.groups]
     _check_count(groups, namespace, min(m.MAX_HINT_KEYS, service.config.limits.max_keys_per_request))
-    ready = service.cache.hint(namespace, message.action, groups, message.priority, message.ttl_s)
+    ready = service.cache.hint(
+        *(namespace, message.action, groups, message.priority, message.ttl_s), session=session.id, giver=message.giver
+    )
     service.tracer.record_hint(namespace, message)
     return m.Done(message.request_id, ready)
 

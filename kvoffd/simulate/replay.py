@@ -29,6 +29,8 @@ STEP_TOKENS = 8192
 MAX_LOOKUPS = 64
 """Lookups that an engine repeats for pending blocks before it computes them."""
 SESSION = LEASE = 1
+GIVER = 1
+"""The owner of all hints: a trace does not say whose its prompts are."""
 WITH_HINTS = "+hints"
 """Suffix of a policy's name in results with the trace's hints."""
 
@@ -114,7 +116,7 @@ def replay(trace: Trace, policy: str, blocks: int, disk: DiskPlan | None = None,
         while given and given[0].before <= number:
             one = given.popleft()
             now = max(now, one.seconds) if trace.seconds else 0.0
-            cache.hint(namespace, one.action, [(0, one.keys)], one.priority, one.ttl_s)
+            cache.hint(namespace, one.action, [(0, one.keys)], one.priority, one.ttl_s, giver=GIVER)
         now = max(now, trace.seconds[number]) if trace.seconds else 0.0
         cache.order.tick()
         hits += request(cache, namespace, keys, below, step_blocks)
@@ -130,13 +132,13 @@ def request(
     cache: Cache, namespace: Namespace, keys: bytes, disk: SimulatedDisk | None = None, step_blocks: int = 2**30
 ) -> int:
     """Look up, then store the missing blocks in steps between which a disk works. Returns the length of the hit run."""
-    (states,), _ = cache.lookup(namespace, SESSION, LEASE, [(0, keys)])
+    (states,), _ = cache.lookup(namespace, SESSION, LEASE, [(0, keys)], giver=GIVER)
     cache.report_requests()
     for _ in range(MAX_LOOKUPS):
         if disk is None or PENDING not in states:
             break
         disk.settle()
-        (states,), _ = cache.lookup(namespace, SESSION, LEASE, [(0, keys)], again=True)
+        (states,), _ = cache.lookup(namespace, SESSION, LEASE, [(0, keys)], again=True, giver=GIVER)
     if (ready := states.count(READY)) < len(states):
         lacking = keys[ready * KEY_BYTES :]
         if not states.startswith(bytes([READY]) * ready):

@@ -16,7 +16,7 @@ from msgspec import Meta, Struct, structs
 
 from kvoffd_proto.errors import ErrorCode
 
-PROTOCOL_VERSION = 21
+PROTOCOL_VERSION = 22
 """Version that both ends must have. Raise it when a message, a field or its meaning changes."""
 
 FINGERPRINT_BYTES = 32
@@ -392,6 +392,9 @@ class LookupReply(Reply, frozen=True):
 
 MAX_HOST = 253
 """Characters of a host's name."""
+MAX_GIVER = 2**32 - 2
+"""Largest number of an owner of hints."""
+Giver = Annotated[int, doc("Number of the owner of this prompt's hints; 0 for none.", ge=0, le=MAX_GIVER)]
 
 
 @exchange(SCHEDULER)
@@ -407,6 +410,7 @@ class Lookup(Request[LookupReply], frozen=True):
     again: Annotated[bool, doc("The prompt was looked up before: do not count it again.")] = False
     reported: Annotated[bool, doc("ReportPrompts follows for the prompt: count its keys then, not now.")] = False
     peer: Annotated[str, doc("The only peer to ask for missing keys, by its host, if known.", max_length=MAX_HOST)] = ""
+    giver: Giver = 0
 
 
 @exchange(SCHEDULER)
@@ -420,9 +424,10 @@ class HintAction(StrEnum):
     """A client's wish for blocks. Nothing is promised."""
 
     RETAIN = "retain"
-    """Evict them after others, for a time and within a limit."""
+    """Evict them after others, for a time and within a limit. It also applies to those stored in the next minute."""
     RELEASE = "release"
-    """Evict them before others, unless a lookup finds them before."""
+    """End what the same giver retained. Evict first what prompts of no other giver asked for, unless a lookup finds
+    it before."""
     PREFETCH = "prefetch"
     """Promote them from disks and stores."""
 
@@ -434,7 +439,7 @@ MAX_HINT_KEYS = 1024
 
 @exchange(SCHEDULER)
 class Hint(Request[Done], frozen=True):
-    """Passes on a client's hint about the blocks of a prompt. It also applies to those stored in the next minute.
+    """Passes on a client's hint about the blocks of a prompt, of which ``Lookup`` named the same giver.
 
     It has 1,024 keys at most: split others, the root of the prefix first.
     """
@@ -444,6 +449,7 @@ class Hint(Request[Done], frozen=True):
     groups: Annotated[list[GroupKeys], doc("Keys, root of the prefix first.", max_length=MAX_GROUPS)]
     priority: Annotated[int, doc("Retained blocks of a lower one are evicted first.", ge=0, le=MAX_PRIORITY)] = 0
     ttl_s: Annotated[float, doc("Seconds for which to retain them.", ge=0, le=MAX_TTL_S)] = 0.0
+    giver: Giver = 0
 
 
 @exchange(SCHEDULER)

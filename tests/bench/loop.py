@@ -459,7 +459,7 @@ def opening(pool_bytes: int) -> Result:
 
 
 def _hint(daemon: Daemon, scheduler: Session, action: m.HintAction, keys: bytes) -> None:
-    daemon.ask(scheduler, m.Hint(1, name_of(0), action, [m.GroupKeys(0, keys)], priority=50, ttl_s=600.0))
+    daemon.ask(scheduler, m.Hint(1, name_of(0), action, [m.GroupKeys(0, keys)], 50, 600.0, giver=1))
 
 
 @case
@@ -472,6 +472,7 @@ def hints(pool_bytes: int) -> Result:
     first = daemon.fill(worker)
     count = (daemon._next_key - first) // 4
     daemon.cache.order._hint_of.fill(0)  # whose pages are new otherwise
+    daemon.cache.order._askers._of.fill(1)  # all were asked for by the giver alone
     at_once, background = range(first, first + count, m.MAX_HINT_KEYS), daemon.service.background
 
     def hint() -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import random
+from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
 
+from kvoffd.cache.awaited_keys import MAX_AWAITED
 from kvoffd.cache.cache import ASKED_AT_ONCE
-from kvoffd.cache.hints import AWAITED_S, MAX_AWAITED, RETAINED_SHARE
+from kvoffd.cache.hints import AWAITED_S, RETAINED_SHARE
 from kvoffd.cache.namespace import Namespace
 from kvoffd_proto.messages import HintAction
+from tests.kit.amount import TIMES
 from tests.kit.slot_cache import CacheRig, check_invariants, keys_of
 
 BLOCKS = 64
@@ -26,12 +28,21 @@ class Hinted(CacheRig):
         super().__init__(BLOCKS, BLOCKS, policy)
         self.namespace = self.open()
 
-    def hint(self, action: str, *numbers: int, ttl_s: float = 60.0, priority: int = 50) -> int:
-        return self.cache.hint(self.namespace, HintAction(action), [(0, keys_of(*numbers))], priority, ttl_s)
+    def hint(
+        self, action: str, *numbers: int, ttl_s: float = 60.0, priority: int = 50, giver: int = 1, session: int = 1
+    ) -> int:
+        groups = [(0, keys_of(*numbers))]
+        return self.cache.hint(
+            self.namespace, HintAction(action), groups, priority, ttl_s, session=session, giver=giver
+        )
 
-    def put(self, *numbers: int) -> None:
-        self.ask(self.namespace, keys_of(*numbers))
+    def put(self, *numbers: int, giver: int = 1) -> None:
+        self.ask(self.namespace, keys_of(*numbers), giver=giver)
         check_invariants(self.cache)
+
+    @property
+    def retained(self) -> int:
+        return self.cache.order.retained_bytes // self.unit
 
     @property
     def aside(self) -> int:
@@ -45,7 +56,7 @@ class Hinted(CacheRig):
     def fill(self, start: int, blocks: int = BLOCKS) -> None:
         """So many other blocks, stored one request after the other."""
         for number in range(start, start + blocks, 4):
-            self.put(*range(number, number + 4))
+            self.put(*range(number, number + 4), giver=number + 1000)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -205,9 +216,11 @@ def test_a_key_that_is_retained_is_admitted() -> None:
 
 def test_hints_of_keys_that_never_come_take_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Hinted()
-    monkeypatch.setattr("kvoffd.cache.hints.MAX_AWAITED", 100)
-    for start in range(0, 1000, 50):
-        rig.hint("retain", *range(start, start + 50))
+    monkeypatch.setattr("kvoffd.cache.awaited_keys.MAX_AWAITED", 100)
+    rig.hint("retain", *range(5000, 6000), giver=2)
+    assert len(rig.cache.order._awaited) == MAX_RETAINED, "more could not be retained"
+    for start in range(0, 1000, 10):
+        rig.hint("retain", *range(start, start + 10), giver=start + 3)
     assert len(rig.cache.order._awaited) == 100 < MAX_AWAITED
     rig.clock.now += AWAITED_S + 1
     rig.cache.tick()
@@ -220,7 +233,7 @@ def test_hints_of_keys_that_never_come_take_little_memory(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("seed", range(3))
 def test_all_accounts_agree_whatever_is_done(policy: str, seed: int) -> None:
     """Blocks in three places, with hints that lapse, are found, evicted, invalidated and reset."""
-    rig, chance = Hinted(policy), random.Random(seed)
+    rig, chance = Hinted(policy), Random(seed)
     spaces = [rig.namespace, rig.open("b")]
     rig.cache.quotas[spaces[1].fingerprint] = 24 * rig.unit
 
@@ -234,9 +247,9 @@ def test_all_accounts_agree_whatever_is_done(policy: str, seed: int) -> None:
             some(),
         )
         if what == "ask":
-            rig.ask(space, keys)
+            rig.ask(space, keys, giver=chance.randrange(4))
         elif what == "look":
-            rig.look(space, keys)
+            rig.look(space, keys, giver=chance.randrange(4))
         elif what == "drop":
             rig.cache.invalidate(space, [(0, keys)])
         elif what == "reset":
@@ -244,7 +257,9 @@ def test_all_accounts_agree_whatever_is_done(policy: str, seed: int) -> None:
                 rig.cache.reset(space)
         else:
             rig.cache.hint(
-                space, HintAction(what), [(0, keys + keys[:8])], chance.randrange(101), chance.uniform(1, 60)
+                *(space, HintAction(what), [(0, keys + keys[:8])], chance.randrange(101), chance.uniform(1, 60)),
+                session=chance.randrange(1, 4),
+                giver=chance.randrange(4),
             )
 
     for step in range(400):
@@ -256,6 +271,171 @@ def test_all_accounts_agree_whatever_is_done(policy: str, seed: int) -> None:
         assert rig.cache.order.retained_bytes <= MAX_RETAINED * rig.unit
         first = rig.cache.order.first(8)
         assert np.array_equal(first, rig.cache.order.first(64)[: len(first)])
+
+
+# --- hints of several givers ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_release_does_not_end_what_another_giver_retains(policy: str) -> None:
+    rig = Hinted(policy)
+    rig.put(1, 2, 3, 4)
+    rig.hint("retain", 1, 2, 3, 4, priority=100, ttl_s=3600)
+    rig.put(1, 2, 3, 4, giver=2)
+    for giver in (2, 0):
+        rig.hint("release", 1, 2, 3, 4, giver=giver)
+    rig.fill(100, 2 * BLOCKS)
+    assert rig.there(1, 2, 3, 4) == [1, 2, 3, 4]
+    rig.hint("release", 1, 2, 3, 4)
+    assert rig.retained == 0
+    assert rig.namespace.totals.released_blocks == 0, "another has found them"
+
+
+def test_blocks_that_two_retain_are_ended_by_neither_and_lose_nothing() -> None:
+    for order in ((1, 2), (2, 1)):
+        rig = Hinted()
+        rig.put(1, 2)
+        for giver in order:
+            rig.hint("retain", 1, 2, giver=giver, priority=100 * (giver == 1), ttl_s=10 * giver)
+        for giver in (1, 2):
+            rig.hint("release", 1, 2, giver=giver)
+        rig.hint("retain", *range(10, 40), priority=99, giver=3)
+        rig.fill(10)
+        rig.clock.now += 15
+        rig.cache.tick()
+        assert rig.there(1, 2) == [1, 2]
+        check_invariants(rig.cache)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("first", [1, 2])
+def test_what_another_giver_asked_for_is_not_released(policy: str, first: int) -> None:
+    """One prompt finds what the other has stored, or both compute it at a time."""
+    rig = Hinted(policy)
+    rig.fill(100, BLOCKS - 8)
+    rig.look(rig.namespace, keys_of(1, 2, 3, 4), giver=first)
+    rig.put(1, 2, 3, 4, giver=3 - first)
+    rig.put(5, 6, 7, 8, giver=2)
+    rig.hint("release", *range(1, 9), giver=2)
+    rig.put(*range(200, 208))
+    assert rig.there(*range(1, 9)) == [1, 2, 3, 4]
+
+
+def test_a_released_block_is_found_by_another_prompt_though_it_asks_again() -> None:
+    """A prompt's second lookup does not tell the policy."""
+    rig = Hinted()
+    rig.fill(100, BLOCKS - 4)
+    rig.put(1, 2, 3, 4)
+    rig.hint("release", 1, 2, 3, 4)
+    rig.cache.lookup(rig.namespace, 9, 2**62, [(0, keys_of(1, 2, 3, 4))], again=True, giver=2)
+    rig.cache.release(9, [2**62])
+    rig.put(200, 201, 202, 203)
+    assert rig.there(1, 2, 3, 4) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_is_not_there_is_not_released_ahead(policy: str) -> None:
+    rig = Hinted(policy)
+    rig.fill(100, BLOCKS - 4)
+    rig.hint("release", 1, 2, 3, 4)
+    rig.put(1, 2, 3, 4)
+    rig.put(200, 201, 202, 203)
+    assert rig.there(1, 2, 3, 4) == [1, 2, 3, 4]
+
+
+def test_what_was_recovered_or_came_from_a_tier_is_nobodys_to_release() -> None:
+    rig = Hinted()
+    rig.look(rig.namespace, keys_of(1), giver=1)
+    (ticket,) = rig.cache.begin_fill(rig.namespace, 0, [keys_of(1)]).values()
+    assert ticket is not None
+    assert rig.cache.end_fill(ticket, [0], [1])
+    rig.hint("release", 1)
+    assert rig.namespace.totals.released_blocks == 0
+
+
+@pytest.mark.parametrize("stored_first", [False, True])
+def test_a_higher_priority_displaces_a_lower_one(stored_first: bool) -> None:
+    rig = Hinted()
+    if stored_first:
+        rig.put(*range(100, 132))
+        rig.put(1, 2, 3, 4)
+    rig.hint("retain", *range(100, 132), priority=0, ttl_s=86400, giver=2)
+    rig.hint("retain", 1, 2, 3, 4, priority=100)
+    if not stored_first:
+        rig.put(*range(100, 132))
+        rig.put(1, 2, 3, 4)
+    rig.hint("retain", *range(100, 132), priority=100, ttl_s=86400, giver=2)
+    assert rig.retained == MAX_RETAINED
+    rig.fill(200, 2 * BLOCKS)
+    assert rig.there(1, 2, 3, 4) == [1, 2, 3, 4]
+
+
+def test_each_session_has_its_share_whatever_the_priority() -> None:
+    rig = Hinted()
+    rig.put(*range(100, 116))
+    rig.put(*range(12))
+    rig.hint("retain", *range(100, 116), priority=100, giver=2, session=2)
+    rig.hint("retain", *range(12), priority=0)
+    by_session = rig.cache.order._bytes_of
+    assert by_session[1] == by_session[2] == MAX_RETAINED // 2 * rig.unit
+    rig.hint("retain", *range(100, 116), priority=100, giver=2, session=2)
+    assert by_session[1] == by_session[2]
+    check_invariants(rig.cache)
+    rig.fill(200, 2 * BLOCKS)
+    assert rig.there(*range(12)) == [*range(8)], "the root first"
+
+
+@pytest.mark.parametrize("session", [1, 2])
+def test_awaited_keys_of_one_giver_do_not_push_out_another_s(session: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvoffd.cache.awaited_keys.MAX_AWAITED", 64)
+    rig = Hinted()
+    rig.hint("retain", 1, 2, 3, 4)
+    for giver in range(8):
+        rig.hint("retain", *range(100 * giver + 100, 100 * giver + 132), giver=10 + giver, session=session)
+    assert len(rig.cache.order._awaited) == 64
+    rig.put(1, 2, 3, 4)
+    assert rig.retained == 4
+
+
+@pytest.mark.parametrize("seed", range(12 * TIMES))
+def test_no_block_of_another_prompt_goes_earlier_for_a_release(seed: int) -> None:
+    """The same prompts, of one block each, with and without one giver's releases, some at a time with one of another
+    giver: what others asked for is there as long."""
+    chance, rigs, of_others, harmful = Random(seed), [Hinted(), Hinted()], set[int](), 1
+    for _ in range(800):
+        key, givers = chance.randrange(96), [chance.randrange(4) for _ in range(chance.choice((1, 1, 2)))]
+        released = range(key - key % 8, key + 1) if chance.random() < 0.2 else ()
+        for rig, with_releases in zip(rigs, (False, True), strict=True):
+            for giver in givers:
+                rig.look(rig.namespace, keys_of(key), giver=giver)
+            rig.store(rig.namespace, keys_of(key))
+            if with_releases and released:
+                rig.hint("release", *released, giver=harmful)
+        if {*givers} != {harmful}:
+            of_others.add(key)
+        of_others, there = ({*rig.there(*of_others)} for rig in rigs)
+        assert of_others <= there, f"{givers} {key} {released}"
+    assert rigs[1].namespace.totals.released_blocks
+
+
+@pytest.mark.parametrize("seed", range(12 * TIMES))
+def test_what_is_retained_stays_whatever_hints_of_a_lower_priority_follow(seed: int) -> None:
+    """Two givers behind one engine, and traffic: what one retains at the highest priority, within the quarter."""
+    chance, rig, retained = Random(seed), Hinted(), set[int]()
+    for _ in range(120):
+        first, what = 8 * chance.randrange(12), chance.choice(("own", "retain", "release", "ask", "ask"))
+        numbers = range(first, first + chance.randint(1, 8))
+        if what == "own":
+            if len(retained | {*numbers}) <= MAX_RETAINED:
+                rig.ask(rig.namespace, keys_of(*numbers), giver=1)
+                rig.hint("retain", *numbers, priority=100, ttl_s=3600)
+                retained |= {*numbers}
+        elif what == "ask":
+            rig.ask(rig.namespace, keys_of(*numbers), giver=2)
+        else:
+            rig.hint(what, *numbers, priority=chance.randrange(100), ttl_s=chance.choice((1, 9999)), giver=2)
+        rig.clock.now += 1
+        assert {*rig.there(*retained)} == retained, f"{what} {[*numbers]}"
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -31,8 +31,13 @@ class Hinted:
             some = numbers[first : first + 8]
             self.worker.store(self._registration, keys(*some), list(range(len(some))))
 
-    def there(self, *numbers: int) -> int:
-        found = self.scheduler.lookup(1, keys(*numbers)).states
+    def prompt(self, giver: int, *numbers: int) -> None:
+        """A prompt of this giver that misses some keys and computes them."""
+        self.there(*numbers, giver=giver)
+        self.store(*numbers)
+
+    def there(self, *numbers: int, giver: int = 0) -> int:
+        found = self.scheduler.lookup(1, keys(*numbers), giver=giver).states
         self.scheduler.release(1)
         return found.count("R")
 
@@ -57,10 +62,10 @@ def hinted(request: pytest.FixtureRequest) -> Iterator[Hinted]:
 
 
 def test_retained_blocks_go_last_and_released_ones_first(hinted: Hinted) -> None:
-    hinted.store(*range(8))
+    hinted.prompt(1, *range(8))
     assert hinted.scheduler.hint("retain", keys(*range(8)), priority=50) == 8
     hinted.store(*range(100, 300))
-    assert hinted.there(*range(8)) == 8
+    assert hinted.there(*range(8), giver=1) == 8
     assert hinted.retained_bytes == 8 * PAGE_BYTES
     hinted.scheduler.hint("release", keys(*range(8)))
     hinted.store(*range(300, 308))
@@ -68,6 +73,40 @@ def test_retained_blocks_go_last_and_released_ones_first(hinted: Hinted) -> None
     counts = hinted.counts
     assert (counts.retained_blocks, counts.retained_found_keys, counts.released_blocks) == (8, 8, 8)
     assert hinted.retained_bytes == 0
+
+
+def test_a_release_of_another_giver_takes_nothing_of_a_shared_prompt(hinted: Hinted) -> None:
+    hinted.prompt(1, *range(8))
+    hinted.scheduler.hint("retain", keys(*range(8)), priority=100, ttl_s=3600)
+    hinted.prompt(1, *range(10, 18))
+    hinted.prompt(2, *range(8), *range(10, 18), *range(20, 24))
+    hinted.scheduler.hint("release", keys(*range(8), *range(10, 18), *range(20, 24)), giver=2)
+    assert hinted.counts.released_blocks == 4
+    hinted.store(*range(100, 140))
+    assert (hinted.there(*range(8)), hinted.there(*range(10, 18))) == (8, 8)
+    hinted.store(*range(200, 280))
+    assert hinted.there(*range(8)) == 8
+
+
+def test_a_release_does_not_wait_for_blocks_that_others_will_store(hinted: Hinted) -> None:
+    hinted.scheduler.hint("release", keys(*range(8)), giver=2)
+    hinted.prompt(1, *range(8))
+    hinted.store(*range(100, 140))
+    assert hinted.there(*range(8)) == 8
+
+
+def test_a_higher_priority_and_another_session_get_what_a_lower_one_retains(hinted: Hinted) -> None:
+    hinted.store(*range(100, 116))
+    hinted.store(*range(16))
+    hinted.scheduler.hint("retain", keys(*range(100, 116)), priority=0, ttl_s=86400, giver=2)
+    hinted.scheduler.hint("retain", keys(*range(4)), priority=100)
+    with WireClient(hinted.daemon.directory, "scheduler") as other:
+        other.open_namespace()
+        other.hint("retain", keys(*range(4, 16)), priority=0, giver=3)
+    hinted.store(*range(200, 400))
+    assert hinted.there(*range(4)) == 4
+    assert hinted.there(*range(4, 16)) == 8
+    assert hinted.retained_bytes == MAX_RETAINED * PAGE_BYTES
 
 
 def test_a_retained_block_does_not_outlive_its_time(hinted: Hinted) -> None:

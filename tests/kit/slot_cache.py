@@ -150,16 +150,16 @@ class CacheRig:
         """Store all ranks of keys. Returns how many became ready."""
         return sum(self.commit(self.begin(namespace, rank, group, keys)) for rank in range(namespace.world_size))
 
-    def look(self, namespace: Namespace, keys: bytes, group: int = 0) -> bytes:
+    def look(self, namespace: Namespace, keys: bytes, group: int = 0, giver: int = 0) -> bytes:
         """A request's lookup and all that follows its reply. Returns the states."""
-        (states,), _ = self.cache.lookup(namespace, 9, 2**62, [(group, keys)])
+        (states,), _ = self.cache.lookup(namespace, 9, 2**62, [(group, keys)], giver=giver)
         self.cache.report_requests()
         self.cache.release(9, [2**62])
         return states
 
-    def ask(self, namespace: Namespace, keys: bytes, group: int = 0) -> bytes:
+    def ask(self, namespace: Namespace, keys: bytes, group: int = 0, giver: int = 0) -> bytes:
         """A request: its lookup, and the store of its keys. Returns the states that it found."""
-        states = self.look(namespace, keys, group)
+        states = self.look(namespace, keys, group, giver)
         self.store(namespace, keys, group)
         return states
 
@@ -283,8 +283,19 @@ def check_invariants(cache: Cache) -> None:
     assert sorted(order) == np.flatnonzero(blocks.state == READY).tolist(), "the policy knows other blocks"
     kept = [head for head in order if int(cache.order._hint_of[head]) in cache.order._retentions]
     assert cache.order.retained_bytes == sum(cache._of_block(head).block_bytes for head in kept)
-    hints = [*cache.order._retentions.values(), *cache.order._lapsed.values()]
-    assert cache.order.retained_bytes == sum({hint.namespace: hint.namespace.retained_bytes for hint in hints}.values())
+    retentions = [*cache.order._retentions.values()]
+    of_namespaces, of_sessions = Counter[Namespace](), Counter[int]()
+    for one in retentions:
+        assert one.nbytes == sum(
+            cache._of_block(head).block_bytes for head in kept if cache.order._hint_of[head] == one.number
+        )
+        of_namespaces[one.wish.namespace] += one.nbytes
+        of_sessions[one.wish.session] += one.nbytes
+    assert all(namespace.retained_bytes == of_namespaces[namespace] for namespace in cache.namespaces.values())
+    assert cache.order._bytes_of == of_sessions
+    assert retentions == sorted(
+        [one for rank in cache.order._ranked.values() for one in rank.values()], key=lambda one: one.number
+    )
     assert (blocks.state[~slots.in_use] == FREE).all()
     assert (blocks.shard[~slots.in_use] == RESERVED).all()
     assert NO_BLOCK not in seen

@@ -428,9 +428,12 @@ class WireClient(_Sockets):
         """The id of this session's lease of a small number; an id is one already."""
         return number if number >= 1 << 32 else (self.session << 32) + number
 
-    def lookup(self, lease: int, keys: Sequence[bytes], namespace: bytes = NAMESPACE, *, group: int = 0) -> Found:
+    def lookup(
+        self, lease: int, keys: Sequence[bytes], namespace: bytes = NAMESPACE, *, group: int = 0, giver: int = 0
+    ) -> Found:
         """Look keys up under the lease of this number, or of this id."""
-        answer = self.ask(m.Lookup, namespace, self.lease(lease), [m.GroupKeys(group, b"".join(keys))])
+        groups = [m.GroupKeys(group, b"".join(keys))]
+        answer = self.ask(m.Lookup, namespace, self.lease(lease), groups, giver=giver)
         return Found("".join(STATES[one] for one in b"".join(answer.states)), answer.pinned, answer.ttl_ms / 1000)
 
     def release(self, *leases: int) -> int:
@@ -452,10 +455,11 @@ class WireClient(_Sockets):
         *,
         priority: int = 0,
         ttl_s: float = 60.0,
+        giver: int = 1,
     ) -> int:
         """Retain, release or prefetch blocks; how many of them can be read."""
         groups = [m.GroupKeys(0, b"".join(keys))]
-        return int(self.ask(m.Hint, NAMESPACE, action, groups, priority, ttl_s).count)
+        return int(self.ask(m.Hint, NAMESPACE, action, groups, priority, ttl_s, giver).count)
 
     def reset(self, namespace: bytes = NAMESPACE) -> int:
         """Drop every block of a namespace; how many there were."""

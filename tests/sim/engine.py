@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 MAX_ACTIVE = 3
 
 
+def giver_of(keys: list[bytes]) -> int:
+    """The giver of a prompt's hints: of two, by the prompt's end."""
+    return 1 + keys[-1][-1] % 2
+
+
 class Engine:
     """One life of an engine."""
 
@@ -66,7 +71,7 @@ class Engine:
 
     def lookup(self, keys: list[bytes], again: bool = False) -> LookupFuture:
         groups = [GroupKeys(group, b"".join(keys)) for group in self.content.groups]
-        future = self.scheduler.lookup(groups, again)
+        future = self.scheduler.lookup(groups, again, giver=giver_of(keys))
         self._asked.append((future, self.clock.now))
         return future
 
@@ -74,7 +79,7 @@ class Engine:
         if self._hints is not None:
             action, ttl_s = self._hints.choice(list(HintAction)), self._hints.uniform(0.0, 2.0)
             groups = [GroupKeys(group, b"".join(keys)) for group in self.content.groups]
-            self.scheduler.hint(action, groups, self._hints.randrange(101), ttl_s)
+            self.scheduler.hint(action, groups, self._hints.randrange(101), ttl_s, giver=giver_of(keys))
             self.world.faults.counts[f"hint_{action}"] += 1
 
     def give_back(self, blocks: list[list[int]]) -> None:

@@ -41,7 +41,7 @@ class EngineHome:
         self._engine = EngineProcess(
             self.model,
             self.directory,
-            extra_config=EXTRA,
+            extra_config={**EXTRA, "hints": "all"},
             # What the engine's policy says of failed loads makes no difference.
             transfer={"kv_load_failure_policy": "fail"},
             events={"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": self.events_endpoint},

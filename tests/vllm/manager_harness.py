@@ -11,6 +11,7 @@ from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
 from kvoffd_client import NamespaceSpec, SchedulerClient
 from kvoffd_client.vllm.connector_metadata import ChunkGroup
 from kvoffd_client.vllm.engine_namespace import EngineNamespace, MemoryReport
+from kvoffd_client.vllm.hints import HintsOption
 from kvoffd_client.vllm.keyed_lookup import result_of
 from kvoffd_client.vllm.manager import KvoffdManager
 from tests.kit.clock import Clock
@@ -37,6 +38,7 @@ class ManagerHarness:
         *,
         do_no_harm: bool = True,
         disk_wait_s: float = 120.0,
+        hints: HintsOption = "all",
     ) -> None:
         self.clock = Clock()
         self.client = FakeSchedulerClient(self.clock)
@@ -51,6 +53,7 @@ class ManagerHarness:
             deadline_s=0.1,
             disk_wait_s=disk_wait_s,
             do_no_harm=do_no_harm,
+            hints=hints,
             sleep=self.sleep,
         )
         self.manager.begin_engine(shard_bytes=[SHARD_BYTES] * len(groups), most_running=1, largest_chunk=256)

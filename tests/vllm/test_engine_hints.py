@@ -23,6 +23,7 @@ def test_each_action_reaches_the_daemon(home: EngineHome, tmp_path: Path) -> Non
     """``kv.retain``, ``kv.release``, and ``kv.prefetch`` of what only the disk has, by a request that does not wait."""
 
     def ask(action: str = "", params: dict[str, Any] | None = None, **payload: object) -> Completion:
+        payload["owner"] = "me"
         given = {"action_id": "1", "action_type": action, "action_version": "1.0", "payload": payload}
         hints = {"protocol_version": "0.1", "message_id": "1", "actions": [given]} if action else None
         engine.forget()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from kvoffd_client.vllm.adapters import ANSWER_PATIENCE_S
 from kvoffd_client.vllm.connector_metadata import NO_LEASE, ChunkGroup, FailedJob, WorkerReport
 from kvoffd_client.vllm.do_no_harm import MIN_LOAD_SAMPLES
 from kvoffd_client.vllm.engine_namespace import MemoryReport, Unconnected
+from kvoffd_client.vllm.hints import HintsOption
 from kvoffd_client.vllm.metrics import (
     CONNECTED,
     DEFERRED_STORES,
@@ -35,7 +37,7 @@ from kvoffd_client.vllm.metrics import (
 )
 from kvoffd_client.vllm.waits import MAX_STOOD_STILL_S
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import GroupKeys, Outcome, PromptReport
+from kvoffd_proto.messages import MAX_GIVER, GroupKeys, Outcome, PromptReport
 from tests.vllm.manager_harness import CHUNK_TOKENS, HASHES, KEYS, ManagerHarness
 from tests.vllm.vllm_fakes import block_hash, key
 
@@ -371,18 +373,30 @@ def test_the_option_bounds_the_wait(do_no_harm: bool) -> None:
     assert harness.ask(coming=1) == [HIT, HIT, MISS]
 
 
-@pytest.mark.parametrize(("tiers", "waits"), [(None, True), ([{"medium": "STORAGE"}], True), ([], False)])
-def test_a_request_that_wants_nothing_from_disk_does_not_wait_for_it(
-    harness: ManagerHarness, tiers: object, waits: bool
+DISK, STORE = {"medium": "STORAGE", "locality": "LOCAL"}, {"medium": "STORAGE", "locality": "REMOTE"}
+
+
+@pytest.mark.parametrize(
+    ("tiers", "waits"),
+    [
+        (None, [PENDING, PENDING]),
+        ([{"medium": "STORAGE"}], [PENDING, PENDING]),
+        ([DISK], [PENDING, MISS]),
+        ([STORE], [MISS, PENDING]),
+        ([], [MISS, MISS]),
+    ],
+)
+def test_a_request_waits_for_the_tiers_that_it_names(
+    harness: ManagerHarness, tiers: object, waits: list[LookupResult]
 ) -> None:
     params = {} if tiers is None else {"kv_load_tiers": tiers}
     context = _create_req_context(cast(Any, SimpleNamespace(request_id="r", kv_transfer_params=params, kv_hints=None)))
     harness.manager.on_new_request(context)
     harness.begin(context)
     harness.scan()
-    harness.client.answer({block_hash(1)}, coming=[block_hash(2)])
+    harness.client.answer({block_hash(1)}, coming=[block_hash(2)], shared=[block_hash(3)])
     harness.scan()
-    assert harness.results(context)[:2] == [HIT, PENDING if waits else MISS]
+    assert harness.results(context) == [HIT, *waits]
 
 
 # --- hints -----------------------------------------------------------------------------------------
@@ -396,6 +410,7 @@ def action(kind: object, payload: object, version: object = "1.0") -> dict[str, 
     return {"action_id": "a", "action_type": kind, "action_version": version, "payload": payload}
 
 
+LONG = "1" * (4 << 20)
 RETAIN = action("kv.retain", {"priority": 80, "ttl_s": 30})
 
 
@@ -451,6 +466,11 @@ def test_hints_of_prompts_shorter_than_a_chunk_are_not_sent(harness: ManagerHarn
         envelope(action("kv.retain", {"ttl_s": 5, "priority": 101})),
         envelope(action("kv.release", {"start": -1})),
         envelope("kv.release"),
+        envelope(action("kv.retain", {"ttl_s": 5, "priority": 10**400})),
+        envelope(action("kv.retain", {"ttl_s": 10**400})),
+        envelope(action("kv.release", {"owner": "\ud800"})),
+        envelope(action("kv.release", {"owner": "a" * 129})),
+        envelope(action("kv.release", [])),
     ],
 )
 def test_a_hint_that_cannot_be_read_is_counted_and_fails_nothing(harness: ManagerHarness, hints: object) -> None:
@@ -473,6 +493,93 @@ def test_an_unknown_hint_does_not_hide_others_and_is_said_once(
     for number in range(100):
         hinted(harness, envelope(action(f"kv.{number}", {})))
     assert len(said) == 16
+
+
+@pytest.mark.parametrize(
+    "hints",
+    [
+        envelope(RETAIN, protocol_version=LONG),
+        envelope(action("kv.retain", {"ttl_s": 30}, LONG)),
+        envelope(action(LONG, {})),
+        envelope(action("kv.release", {"start": LONG})),
+        envelope(action("kv.release", {"owner": LONG})),
+        envelope(action("kv.fetch", {"source_control_endpoint": LONG})),
+    ],
+)
+def test_what_is_too_long_is_not_worked_on(hints: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixteen actions with strings of 4 MB each stopped vLLM's scheduler for a second."""
+    said = set[str]()
+    monkeypatch.setattr("kvoffd_client.vllm.hints._said", said)
+    context = ReqContext("r", {"kv_hints": {**hints, "actions": hints["actions"] * 16}})
+    assert hints_module.read_hints(context).unread in (1, 16)
+    tracemalloc.start()
+    hints_module.read_hints(context)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20, "it was copied"
+    tracemalloc.stop()
+    assert max(map(len, said)) <= hints_module.MAX_TEXT
+
+
+def test_only_known_fields_of_a_hint_are_read() -> None:
+    """The others may be of any number and size; also those of vLLM's own envelope."""
+    many = {str(number): LONG for number in range(100_000)}
+    given = {**RETAIN, **many, "payload": {"ttl_s": 30, **many}}
+    for hints in ({**envelope(given), **many}, msgspec.convert(envelope(given), KvHintsEnvelope)):
+        context = ReqContext("r", {"kv_hints": hints, "remote_kv_source": {**many, **SOURCE}})
+        tracemalloc.start()
+        found = hints_module.read_hints(context)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20, "it was copied"
+        tracemalloc.stop()
+        assert ([(one.action, one.ttl_s) for one in found.hints], found.peer) == ([("retain", 30)], "10.0.0.7")
+
+
+def test_of_each_kind_the_last_hint_counts(harness: ManagerHarness) -> None:
+    actions = [action("kv.retain", {"ttl_s": number + 1, "priority": number}) for number in range(8)]
+    assert hinted(harness, envelope(*actions, *[action("kv.release", {})] * 8)) == 0
+    sent = [(kind.value, *rest) for kind, _, *rest in harness.client.hints]
+    assert sent == [("retain", 7, 8.0), ("retain", 7, 8.0), ("release", 0, 0.0)]
+
+
+@pytest.mark.parametrize("start", [0, 100 * CHUNK_TOKENS])
+def test_of_a_long_prompt_as_many_keys_are_named_as_the_daemon_takes_in_a_few_milliseconds(start: int) -> None:
+    harness, hashes = ManagerHarness((ChunkGroup(0, 1, CHUNK_TOKENS), ChunkGroup(1, 3, 3 * CHUNK_TOKENS))), HASHES
+    context = ReqContext("r", {"kv_hints": envelope(action("kv.retain", {"ttl_s": 30, "start": start}))})
+    harness.manager.on_new_request(context)
+    harness.begin(context)
+    hashes = [block_hash(number) for number in range(32768)]
+    harness.requests["r"].block_hashes[:] = hashes
+    harness.manager.lookups.look_up(harness.requests["r"])
+    ((_, (full, thirds), *_),) = harness.client.hints
+    named = [one.keys[at : at + 32] for one in (full, thirds) for at in range(0, len(one.keys), 32)]
+    assert hints_module.MAX_KEYS - 3 < len(named) <= hints_module.MAX_KEYS
+    first = start // CHUNK_TOKENS
+    assert named[: len(full.keys) // 32] == hashes[first : first + len(full.keys) // 32]
+    assert thirds.keys[:32] == hashes[-(-first // 3) * 3 + 2]
+
+
+@pytest.mark.parametrize(("option", "kinds"), [("off", ""), ("no_release", "retain prefetch retain")])
+def test_an_engine_obeys_the_hints_that_its_option_names(option: HintsOption, kinds: str) -> None:
+    harness = ManagerHarness(hints=option)
+    given = envelope(RETAIN, action("kv.release", {}), action("kv.prefetch", {}))
+    assert hinted(harness, given) == (option == "no_release")
+    assert " ".join(kind for kind, *_ in harness.client.hints) == kinds
+
+
+def test_lookups_and_hints_name_the_same_giver_and_one_of_the_owner_if_there_is_one(harness: ManagerHarness) -> None:
+    givers = []
+    for owner in ("", "", "a", "a", "b"):
+        hinted(harness, envelope(action("kv.release", {"owner": owner})))
+        (giver,) = {*harness.client.givers}
+        harness.client.givers.clear()
+        givers.append(giver)
+    assert givers[2] == givers[3]
+    assert len({*givers}) == 4
+    assert 0 < min(givers) < max(givers) <= MAX_GIVER
+
+
+def test_of_a_list_of_tiers_the_first_entries_count(harness: ManagerHarness) -> None:
+    tiers = [{"medium": "CPU", "locality": "LOCAL"}] * 100 + [{"medium": "STORAGE", "locality": "LOCAL"}]
+    request = SimpleNamespace(request_id="r", kv_transfer_params={"kv_load_tiers": tiers}, kv_hints=None)
+    assert not hints_module.allowed_tiers(_create_req_context(cast(Any, request)))
 
 
 SOURCE = {"kv_request_id": "1", "remote_host": "10.0.0.7", "remote_port": 5710}

@@ -33,6 +33,7 @@ class StateHarness(SchedulerHarness):
     Attributes:
         kept: contents of the daemon's blocks, by group and block hash.
         loads: number of tokens of each load.
+        read: keys that were loaded.
         cached: tokens that a request had when it first computed.
     """
 
@@ -40,6 +41,7 @@ class StateHarness(SchedulerHarness):
         super().__init__(config, blocks, *groups, hash_tokens=UNIT)
         self.kept: dict[tuple[int, bytes], dict[int, int]] = {}
         self.loads: list[int] = []
+        self.read: set[tuple[int, bytes]] = set()
         self.cached: dict[str, int] = {}
         self._random = Random(seed)
         self._memory: dict[int, dict[int, int]] = {}
@@ -89,6 +91,7 @@ class StateHarness(SchedulerHarness):
         fails = job.req_id in self.failing
         for block, key in self._transfers(job.dst_spec, job.src_spec):
             self._memory[block] = {} if fails else dict(self.kept[key])
+            self.read.add(key)
 
     def _compute(self, request: Any, count: int) -> None:
         end, size = request.num_computed_tokens, BLOCK
@@ -163,6 +166,26 @@ def test_a_prompt_whose_tail_vllm_s_own_cache_has_is_looked_up_once(make: Make) 
     before = len(engine.client.asked)
     assert run(engine, "again", asked) == (3 * BLOCK + 2 * UNIT, 0)
     assert len(engine.client.asked) - before == 1
+
+
+RETAIN = {"action_id": "1", "action_type": "kv.retain", "action_version": "1.0", "payload": {"ttl_s": 60}}
+
+
+@pytest.mark.parametrize("tokens", [UNIT + 1, 2 * BLOCK + UNIT, 2 * BLOCK + UNIT + 1, 2 * BLOCK])
+def test_a_hint_to_retain_names_the_tails_that_were_stored_and_loaded(make: Make, tokens: int) -> None:
+    engine, asked = make(), prompt(1, tokens)
+    hints = {"protocol_version": "0.1", "message_id": "1", "actions": [RETAIN]}
+    for each in (asked, asked + prompt(2, 2 * UNIT)):
+        before = {*engine.kept}
+        engine.client.hints.clear()
+        engine.read.clear()
+        engine.forget()
+        run(engine, f"{len(engine.loads)} {len(each)}", each, parameters={"kv_hints": hints})
+        hinted = {
+            (one.group, key) for _, groups, *_ in engine.client.hints for one in groups for key in split(one.keys)
+        }
+        assert {*engine.kept} - before | engine.read <= hinted
+    assert engine.read
 
 
 @pytest.mark.parametrize("seed", range(3))

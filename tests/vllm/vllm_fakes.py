@@ -34,6 +34,8 @@ class FakeSchedulerClient:
     problems: list[str] = field(default_factory=list)
     events: list[KvEvent] = field(default_factory=list)
     reported: list[PromptReport] = field(default_factory=list)
+    givers: list[int] = field(default_factory=list)
+    """Givers that lookups and hints named."""
     hints: list[tuple[HintAction, Sequence[GroupKeys], int, float]] = field(default_factory=list)
     peers: list[str] = field(default_factory=list)
     """Peers that lookups named."""
@@ -50,13 +52,15 @@ class FakeSchedulerClient:
     def report_prompt(self, report: PromptReport) -> None:
         self.reported.append(report)
 
-    def hint(self, action: HintAction, groups: Sequence[GroupKeys], priority: int, ttl_s: float) -> None:
+    def hint(self, action: HintAction, groups: Sequence[GroupKeys], priority: int, ttl_s: float, *, giver: int) -> None:
         self.hints.append((action, groups, priority, ttl_s))
+        self.givers.append(giver)
 
     def lookup(
-        self, groups: Sequence[GroupKeys], again: bool = False, *, reported: bool, peer: str = ""
+        self, groups: Sequence[GroupKeys], again: bool = False, *, reported: bool, peer: str = "", giver: int = 0
     ) -> LookupFuture:
         assert reported
+        self.givers.append(giver)
         self.peers.append(peer)
         self.again.append(again)
         future = LookupFuture((1 << 32) + len(self.asked) + 1 if self.ready else 0)

@@ -99,7 +99,7 @@ USED = {
     "vllm.v1.kv_offload.base:OffloadingSpec": "blocks_per_chunk config tokens_per_block tokens_per_hash",
     "vllm.v1.kv_offload.base:ReqContext": """
         get_offload_key_position kv_hints kv_transfer_params load_tier_filter req_id""",
-    "vllm.v1.kv_offload.base:TierFilter": "allows",
+    "vllm.v1.kv_offload.base:TierFilter": "allows matchers",
     "vllm.v1.kv_offload.base:TransferResult": "job_id success transfer_size transfer_time",
     "vllm.v1.kv_offload.config:OffloadingCacheConfig": "blocks_per_chunk tokens_per_hash",
     "vllm.v1.kv_offload.config:OffloadingConfig": """

@@ -17,6 +17,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import iter_layer_specs
 
 from kvoffd_client.session import ClientOptions
+from kvoffd_client.vllm.hints import HintsOption
 from kvoffd_proto.paths import default_directory
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class ConnectorOptions(Struct, frozen=True):
             no longer than computing takes.
         kv_layout: layout of the engine's KV cache: "vllm" as for vLLM's own offloading, or "block_outermost", with all
             layers of a block contiguous and copied as one piece. On a CPU it is always vLLM's.
+        hints: which hints of requests are obeyed: "off" for none, "no_release" for all but ``kv.release``, or "all".
         strict_version: refuse untested vLLM releases; by default they get a warning.
     """
 
@@ -72,6 +74,7 @@ class ConnectorOptions(Struct, frozen=True):
     store_fence_timeout_s: Positive = 2.0
     do_no_harm: bool = True
     kv_layout: Literal["vllm", "block_outermost"] = "vllm"
+    hints: HintsOption = "no_release"
     strict_version: bool = False
 
     @property

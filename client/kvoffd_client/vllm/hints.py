@@ -1,26 +1,45 @@
-"""Hints of clients in requests: vLLM's ``kv_hints``, or the same under ``kv_transfer_params``, which HTTP can carry."""
+"""Hints of clients in requests: vLLM's ``kv_hints``, or the same under ``kv_transfer_params``, which HTTP can carry.
+
+Every HTTP user can send these, of any size: a field is looked at only after its type and length.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, NamedTuple
+import hashlib
+import random
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta, Struct
-from vllm.v1.kv_offload.base import ReqContext
+from vllm.v1.kv_offload.base import Locality, Medium, ReqContext
 
+from kvoffd_client.vllm.connector_metadata import ChunkGroup
 from kvoffd_client.vllm.log import logger
-from kvoffd_proto.messages import MAX_HOST, MAX_PRIORITY, MAX_TTL_S, HintAction
+from kvoffd_proto.messages import MAX_GIVER, MAX_HOST, MAX_PRIORITY, MAX_TTL_S, PENDING, SHARED, HintAction
 
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+HintsOption: TypeAlias = Literal["off", "no_release", "all"]
 FIELD = "kv_hints"
 SOURCE_FIELD = "remote_kv_source"
 """Field of ``kv_transfer_params`` in which llm-d's router names the pod that has a prompt's blocks."""
 FETCH = "kv.fetch"
 MAX_ACTIONS = 16
 """Actions of a request that are read."""
+MAX_KEYS = 4096
+"""Keys of one hint, of all groups together, that are passed on: two milliseconds of the daemon."""
+MAX_TEXT = 128
+"""Characters of an action's type, of a version, and of an owner."""
+MAX_TIERS = 16
+"""Entries of a request's ``kv_load_tiers`` that are read."""
 MAX_SAID = 16
 """Kinds of unknown hints that are logged."""
 ACTIONS = {"kv.retain": HintAction.RETAIN, "kv.release": HintAction.RELEASE, "kv.prefetch": HintAction.PREFETCH}
+
+_ReadT = TypeVar("_ReadT", bound=Struct)
 
 
 class RequestHint(NamedTuple):
@@ -32,22 +51,36 @@ class RequestHint(NamedTuple):
     ttl_s: float = 0.0
 
 
-class _Envelope(Struct):
-    """vLLM's ``KvHintsEnvelope``, whose actions are converted one by one."""
+class RequestHints(NamedTuple):
+    """The hints of a request, as far as they can be read.
 
-    actions: list[Any]
-    protocol_version: str = "1"
+    Attributes:
+        hints: one of each kind at most: the last.
+        unread: number of those that are not known or cannot be read.
+        peer: host of the peer that has the blocks; empty if none is named.
+        giver: number of the hints' owner, or of the request if it names none.
+    """
+
+    hints: Sequence[RequestHint]
+    unread: int
+    peer: str
+    giver: int
+
+
+_Text: TypeAlias = Annotated[str, Meta(max_length=MAX_TEXT)]
 
 
 class _Action(Struct):
-    action_type: str
-    action_version: str
-    payload: dict[str, Any] = {}
+    action_type: _Text
+    action_version: _Text
+    payload: Any = msgspec.field(default_factory=dict)
 
 
 class _Payload(Struct):
     start: Annotated[int, Meta(ge=0)] = 0
     """First token of what the action applies to, as behind a prefix that other prompts share."""
+    owner: _Text = ""
+    """Secret that the prompts of one owner have in common."""
 
 
 class _Retain(_Payload, kw_only=True):
@@ -64,70 +97,150 @@ class _Fetch(Struct):
 
 
 _said: set[str] = set()
+_random = random.Random()
 
 
-def read_hints(context: ReqContext) -> tuple[list[RequestHint], int, str]:
-    """Return a request's hints, the number of those that are not known or cannot be read, and the host of the peer that
-    has its blocks, empty if none is named. What cannot be read is logged once."""
+def read_hints(context: ReqContext, option: HintsOption = "all") -> RequestHints:
+    """Read a request's hints. What cannot be read is logged once."""
     params = context.kv_transfer_params if isinstance(context.kv_transfer_params, dict) else {}
-    given, peer, unread = context.kv_hints or params.get(FIELD), "", 0
+    peer, unread, owner, hints = "", 0, "", dict[HintAction, RequestHint]()
     if (source := params.get(SOURCE_FIELD)) is not None:
         try:
-            peer = _sendable(msgspec.convert(source, _Source).remote_host)
+            peer = _sendable(_convert(source, _Source).remote_host)
         except ValueError as error:
             _say(SOURCE_FIELD, error)
             unread = 1
-    if given is None:
-        return [], unread, peer
-    try:
-        envelope = msgspec.convert(msgspec.to_builtins(given), _Envelope)
-        if not _is_known(envelope.protocol_version):
-            raise ValueError("its protocol_version is not known")
-    except (ValueError, TypeError, RecursionError) as error:
-        _say(FIELD, error)
-        return [], 1 + unread, peer
-    hints, unknown = list[RequestHint](), unread + max(0, len(envelope.actions) - MAX_ACTIONS)
-    for given in envelope.actions[:MAX_ACTIONS]:
-        kind = "an action"
+    envelope = context.kv_hints or params.get(FIELD)
+    if option != "off" and envelope is not None:
         try:
-            action = msgspec.convert(given, _Action)
-            kind = action.action_type
-            if kind == FETCH and _is_known(action.action_version):
-                endpoint = msgspec.convert(action.payload, _Fetch).source_control_endpoint
-                peer = urlsplit(_sendable(endpoint)).hostname or peer
-            else:
-                hints.append(_read(action))
+            actions = _actions_of(envelope)
         except ValueError as error:
-            _say(kind, error)
-            unknown += 1
-    return hints, unknown, peer
+            _say(FIELD, error)
+            actions, unread = [], unread + 1
+        unread += max(0, len(actions) - MAX_ACTIONS)
+        for given in actions[:MAX_ACTIONS]:
+            kind = "an action"
+            try:
+                action = _convert(given, _Action)
+                kind = action.action_type
+                if kind == FETCH and _is_known(action.action_version):
+                    endpoint = _convert(action.payload, _Fetch).source_control_endpoint
+                    peer = urlsplit(_sendable(endpoint)).hostname or peer
+                    continue
+                hint, its_owner = _read(action, option)
+                owner = _sendable(its_owner) or owner
+                hints[hint.action] = hint
+            except ValueError as error:
+                _say(kind, error)
+                unread += 1
+    return RequestHints(list(hints.values()), unread, peer, _giver_of(owner))
 
 
-def _sendable(host: str) -> str:
-    """Return ``host``. Raises ValueError if it cannot be encoded: JSON may have half of a surrogate pair."""
-    host.encode()
-    return host
+def _actions_of(envelope: object) -> list[Any]:
+    """Return the actions of vLLM's ``KvHintsEnvelope``, or of what JSON has in its place. Raises ValueError."""
+    fields = _fields(envelope)
+    version, actions = fields.get("protocol_version", "1"), fields.get("actions")
+    if not isinstance(version, str) or not _is_known(version):
+        raise ValueError("its protocol_version is not known")
+    if not isinstance(actions, list):
+        raise ValueError("its actions are not a list")
+    return actions
 
 
-def _read(action: _Action) -> RequestHint:
-    """Return the hint. Raises ValueError."""
+def _giver_of(owner: str) -> int:
+    if not owner:
+        return _random.randint(1, MAX_GIVER)
+    digest = hashlib.blake2b(owner.encode(), digest_size=8).digest()
+    return 1 + int.from_bytes(digest, "big") % MAX_GIVER
+
+
+def _fields(given: object) -> Mapping[str, Any]:
+    """Return an object's fields, by name. Raises ValueError if it has none."""
+    if isinstance(given, dict):
+        return given
+    if isinstance(given, Struct):
+        return {name: getattr(given, name) for name in given.__struct_fields__}
+    raise ValueError("it is not an object")
+
+
+def _convert(given: object, to: type[_ReadT]) -> _ReadT:
+    """Read the fields of ``to`` alone: there may be any number of others. Raises ValueError."""
+    fields = _fields(given)
+    try:
+        return msgspec.convert({name: fields[name] for name in to.__struct_fields__ if name in fields}, to)
+    except OverflowError as error:
+        raise ValueError("a number is too large") from error
+
+
+def _sendable(text: str) -> str:
+    """Return ``text``. Raises ValueError if it cannot be encoded: JSON may have half of a surrogate pair."""
+    text.encode()
+    return text
+
+
+def _read(action: _Action, option: HintsOption) -> tuple[RequestHint, str]:
+    """Return the hint and its owner. Raises ValueError."""
     if (kind := ACTIONS.get(action.action_type)) is None:
         raise ValueError("kvoffd does not know it")
     if not _is_known(action.action_version):
         raise ValueError("its action_version is not known")
+    if kind is HintAction.RELEASE and option != "all":
+        raise ValueError('only an engine with the option "hints": "all" obeys it')
     if kind is not HintAction.RETAIN:
-        return RequestHint(kind, msgspec.convert(action.payload, _Payload).start)
-    payload = msgspec.convert(action.payload, _Retain)
-    return RequestHint(kind, payload.start, payload.priority, min(payload.ttl_s, MAX_TTL_S))
+        payload = _convert(action.payload, _Payload)
+        return RequestHint(kind, payload.start), payload.owner
+    retain = _convert(action.payload, _Retain)
+    return RequestHint(kind, retain.start, retain.priority, min(retain.ttl_s, MAX_TTL_S)), retain.owner
 
 
 def _is_known(version: str) -> bool:
     """Return whether this is a version of the first protocol, whose drafts have 0."""
-    return version.split(".")[0] in ("0", "1")
+    return len(version) <= MAX_TEXT and version.partition(".")[0] in ("0", "1")
 
 
 def _say(kind: str, error: Exception) -> None:
     """Log the first unknown hint of each kind."""
     if kind not in _said and len(_said) < MAX_SAID:
         _said.add(kind)
-        logger.warning("kvoffd: a request's hint (%r) is ignored: %s. Later ones are only counted.", kind[:64], error)
+        logger.warning("kvoffd: a request's hint (%r) is ignored: %s. Later ones are only counted.", kind, error)
+
+
+def allowed_tiers(context: ReqContext) -> frozenset[int]:
+    """Return the states of the blocks that a request may wait for, by the first MAX_TIERS entries of ``kv_load_tiers``:
+    PENDING for those on disks of this node, SHARED for those of shared stores."""
+    entries = context.load_tier_filter.matchers[:MAX_TIERS]
+    places = {PENDING: Locality.LOCAL, SHARED: Locality.REMOTE}
+    return frozenset(
+        state for state, place in places.items() if any(one.matches(Medium.STORAGE, place) for one in entries)
+    )
+
+
+def hinted_hashes(
+    groups: Sequence[ChunkGroup],
+    request: Request,
+    start: int,
+    tail_tokens: int,
+    loaded_tails: Mapping[int, Sequence[bytes]],
+) -> dict[int, list[bytes]]:
+    """Return what a hint of a request names: by index of the group, the hashes of its complete chunks from the token
+    ``start`` on, root first and MAX_KEYS at most, then those of its tails.
+
+    Args:
+        tail_tokens: tokens per hash if tails are stored, else 0.
+        loaded_tails: hashes of tails that were found for the request, by index of the group.
+    """
+    hashes, found = request.block_hashes, dict[int, list[bytes]]()
+    most = MAX_KEYS / sum(1 / one.tokens_per_chunk for one in groups)  # tokens
+    end = (request.num_prompt_tokens - 1) // tail_tokens if tail_tokens and request.num_prompt_tokens > start else 0
+    for index, group in enumerate(groups):
+        size, tokens = group.hashes_per_chunk, group.tokens_per_chunk
+        first = -(-start // tokens)
+        last = min(first + int(most / tokens), len(hashes) // size)
+        chosen = list(hashes[first * size + size - 1 : last * size : size]) if first < last else []
+        if end and last == len(hashes) // size:
+            chosen += loaded_tails.get(index, ())[:MAX_TIERS]
+            if end % size and end <= len(hashes):
+                chosen.append(hashes[end - 1])
+        if chosen:
+            found[index] = list(dict.fromkeys(chosen))
+    return found

@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
-    Locality,
     LookupResult,
-    Medium,
     OffloadingManager,
     OffloadKey,
     OffloadPolicy,
@@ -37,7 +35,7 @@ from kvoffd_client.vllm.connector_metadata import (
 )
 from kvoffd_client.vllm.do_no_harm import DoNoHarm, PrefillRate
 from kvoffd_client.vllm.engine_namespace import EngineNamespace
-from kvoffd_client.vllm.hints import read_hints
+from kvoffd_client.vllm.hints import HintsOption, allowed_tiers, read_hints
 from kvoffd_client.vllm.keyed_lookup import RESULTS
 from kvoffd_client.vllm.log import logger
 from kvoffd_client.vllm.prompt_report import PromptRecord, failed
@@ -45,7 +43,7 @@ from kvoffd_client.vllm.request_lookups import ASSUMED_RATE, RequestLookups
 from kvoffd_client.vllm.request_state import RequestState
 from kvoffd_client.vllm.waits import LONG_AGO
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import MAX_REPORTED, PENDING, SHARED
+from kvoffd_proto.messages import MAX_REPORTED, SHARED
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
@@ -77,8 +75,10 @@ class KvoffdManager(OffloadingManager):
         deadline_s: float,
         disk_wait_s: float = 120.0,
         do_no_harm: bool = True,
+        hints: HintsOption = "no_release",
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
+        self._hints = hints
         self.groups = tuple(groups)
         self.clock, self._do_no_harm, self._deadline_s = clock, do_no_harm, deadline_s
         self._positions = {group.suffix: index for index, group in enumerate(groups)}
@@ -286,10 +286,8 @@ class KvoffdManager(OffloadingManager):
             self.lookups.engine_clock.begin_waits()
         state = RequestState(next(self._numbers))
         # kv_load_tiers of the request: the pool is vLLM's primary tier, which requests cannot exclude.
-        allows = req_context.load_tier_filter.allows
-        places = {PENDING: Locality.LOCAL, SHARED: Locality.REMOTE}
-        state.tiers = frozenset(one for one, place in places.items() if allows(Medium.STORAGE, place))
-        state.hints, unknown, state.peer = read_hints(req_context)
+        state.tiers = allowed_tiers(req_context)
+        state.hints, unknown, state.peer, state.giver = read_hints(req_context, self._hints)
         self._counters[metrics.UNKNOWN_HINTS] += unknown
         self.requests[req_context.req_id] = state
         # Loaded blocks are offered for stores too: they are stored if the load failed, otherwise skipped.
@@ -334,7 +332,9 @@ class KvoffdManager(OffloadingManager):
             if tails := [key for key in keys if key in state.tail_results]:
                 # They were found by a repeat, which the policy does not see: show it what is used.
                 client = self.namespace.client
-                client.release(client.lookup(self._spec_of(tails, state.adapter).keys, reported=True).lease_id)
+                client.release(
+                    client.lookup(self._spec_of(tails, state.adapter).keys, reported=True, giver=state.giver).lease_id
+                )
             state.answer = None  # the load takes its lease
             self.lookups.end_leases(state)
             self.lookups.loading[req_context.req_id] = answer

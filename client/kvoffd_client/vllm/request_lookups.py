@@ -11,12 +11,13 @@ from kvoffd_client.vllm.adapters import ANSWER_PATIENCE_S, AdapterContents
 from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES, ChunkGroup, of_adapter
 from kvoffd_client.vllm.do_no_harm import DoNoHarm
 from kvoffd_client.vllm.engine_namespace import EngineNamespace
+from kvoffd_client.vllm.hints import hinted_hashes
 from kvoffd_client.vllm.keyed_lookup import NOTHING_AWAITED, KeyedLookup, result_of
 from kvoffd_client.vllm.log import logger
 from kvoffd_client.vllm.prompt_queue import MAX_AHEAD, Parked, PromptQueue
 from kvoffd_client.vllm.request_state import RequestState, Scan
 from kvoffd_client.vllm.waits import MIN_COMPUTED_S, MIN_RETRY_PAUSE_S, AnswerWait, EngineClock
-from kvoffd_proto.messages import PENDING, GroupKeys, HintAction
+from kvoffd_proto.messages import PENDING, READY, GroupKeys, HintAction
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -165,7 +166,7 @@ class RequestLookups:
         asked_by = client, client.session_id
         # A daemon counts a prompt once, and no tails: there are many, of which one is a hit at most.
         again = bool(tails) or (record.counted is not None and record.counted_by == asked_by)
-        future = client.lookup(message, again, reported=True, peer=state.peer)
+        future = client.lookup(message, again, reported=True, peer=state.peer, giver=state.giver)
         if not again and future.lease_id:
             record.counted, record.counted_by = future, asked_by
         is_needed = state.answer is None or self._lacks_stored(state.answer)
@@ -205,15 +206,17 @@ class RequestLookups:
     def send_hints(self, state: RequestState, *, has_ended: bool) -> None:
         """Pass on a request's hints: ``kv.release`` at its end, ``kv.prefetch`` at its start, ``kv.retain`` at both, to
         include what was generated and to have its time begin at the end."""
+        last, named, tails = state.last, dict[int, list[GroupKeys]](), dict[int, list[bytes]]()
+        for key, found in last.tail_states().items() if last is not None else ():
+            if found == READY:
+                tails.setdefault(self._positions[key[-GROUP_ID_BYTES:]], []).append(key[:-GROUP_ID_BYTES])
         for hint in () if state.disabled else state.hints:
             if hint.action is not (HintAction.PREFETCH if has_ended else HintAction.RELEASE):
-                groups = [
-                    _group_keys(index, hashes, state.adapter)
-                    for index, group in enumerate(self.groups)
-                    if (hashes := group.hashes(state.request.block_hashes)[-(-hint.start // group.tokens_per_chunk) :])
-                ]
-                if groups:
-                    self.namespace.client.hint(hint.action, groups, hint.priority, hint.ttl_s)
+                if (start := hint.start) not in named:
+                    hashes = hinted_hashes(self.groups, state.request, start, self._tail_tokens, tails)
+                    named[start] = [_group_keys(index, one, state.adapter) for index, one in hashes.items()]
+                if groups := named[start]:
+                    self.namespace.client.hint(hint.action, groups, hint.priority, hint.ttl_s, giver=state.giver)
 
     def knows_adapter(self, state: RequestState) -> bool:
         """Return whether nothing about a request's adapter is pending; disable the request if it is unreadable."""

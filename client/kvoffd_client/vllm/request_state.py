@@ -64,6 +64,7 @@ class RequestState:
         waits_for_report_since: time of its first scan while the workers were not registered.
         hints: the client's hints; those for its start are sent once, ``hints_sent``.
         peer: host of the peer that has its blocks, as a hint says; empty for none.
+        giver: number of the hints' owner, or of the request alone.
     """
 
     number: int
@@ -94,3 +95,4 @@ class RequestState:
     hints: Sequence[RequestHint] = ()
     hints_sent: bool = False
     peer: str = ""
+    giver: int = 0

@@ -99,6 +99,7 @@ class KvoffdSpec(OffloadingSpec):
             deadline_s=options.lookup_deadline_ms / 1000,
             disk_wait_s=options.disk_wait_ms / 1000,
             do_no_harm=options.do_no_harm,
+            hints=options.hints,
         )
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
