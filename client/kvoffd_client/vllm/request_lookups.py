@@ -294,6 +294,8 @@ class RequestLookups:
         """
         state, namespace = self.requests[request.request_id], self.namespace
         record = state.record
+        if state.first_scan_at is None:
+            state.first_scan_at = self.engine_clock.read()
         record.own_tokens, record.engine_has_all, record.may_load = (
             computed_tokens,
             engine_has_all,
@@ -346,12 +348,9 @@ class RequestLookups:
 
     def _await_turn(self, state: RequestState, computed_tokens: int) -> bool:
         """Park a request that is not looked up, because many before it are; return True once that takes too long."""
-        now = self.engine_clock.read()
-        if state.waits_since is None:
-            state.waits_since = now
-        until = state.waits_since + self._answer_wait.allowed_s(
-            self._computed_s(state.request, state.request.num_tokens)
-        )
+        assert state.first_scan_at is not None
+        now, computed_s = self.engine_clock.read(), self._computed_s(state.request, state.request.num_tokens)
+        until = state.first_scan_at + self._answer_wait.allowed_s(computed_s)
         if now < until:
             self._park(state, computed_tokens, until)
             return False
@@ -402,9 +401,8 @@ class RequestLookups:
             return True
         if not client.ready:
             return False
-        if state.waits_for_report_since is None:
-            state.waits_for_report_since = self.clock()
-        return self.engine_clock.is_idle and self.clock() - state.waits_for_report_since < MIN_COMPUTED_S
+        assert state.first_scan_at is not None
+        return self.engine_clock.is_idle and self.engine_clock.read() - state.first_scan_at < MIN_COMPUTED_S
 
     def _is_outdated(self, state: RequestState) -> bool:
         """Return whether a request without a pending lookup needs another: it has no answer that may be the best."""
@@ -499,15 +497,15 @@ class RequestLookups:
         """Return the tokens that the last scan of a request found, if another one would find the same; else None."""
         state = self.requests[request.request_id]
         known = Scan(state.answer, computed_tokens, state.awaits_tier, self.loads_begun)
-        return state.found_tokens if state.answer is not None and state.scan == known else None
+        is_same = state.answer is not None and state.scan is not None and state.scan[0] == known
+        return state.scan[1] if state.scan is not None and is_same else None
 
     def record_scan(self, request: Request, computed_tokens: int, tokens: int | None) -> None:
         """Record the result of a scan: ``tokens`` that can be loaded; None if the request waits for promotions, or for
         another request's load of the same blocks. Then it is not scanned again before that ends."""
         state = self.requests[request.request_id]
         if tokens is not None:
-            state.scan = Scan(state.answer, computed_tokens, state.awaits_tier, self.loads_begun)
-            state.found_tokens = tokens
+            state.scan = Scan(state.answer, computed_tokens, state.awaits_tier, self.loads_begun), tokens
         elif state.awaits_tier and state.answer is not None:
             self._park(state, computed_tokens, min(state.tier_wait.ask_at, state.tier_wait.judge_at))
         elif not request.num_preemptions:  # else its own stores may not have ended

@@ -45,7 +45,7 @@ class RequestState:
         awaits_tier: the request waits for promotions in its answer.
         tier_wait: that wait.
         tiers: states of blocks that it may wait for: PENDING for those on disks, SHARED for those of shared stores.
-        waits_since: time of its first scan without an answer, by the engine's clock.
+        first_scan_at: time when vLLM first came to it, by the engine's clock.
         tails: hashes of the tails to look up with the chunks, by group on the wire; see ``KeyedLookup``.
         results: during vLLM's scan, what it finds of each group's chunks, a byte each, see ``keyed_lookup``.
         tail_results: the same of the tails looked up, by vLLM's keys.
@@ -57,11 +57,9 @@ class RequestState:
         adapter_asked_at: time when the workers were first asked for it.
         disabled: the request must not be looked up or stored.
         load_failed: a load failed; the request is recomputed and not looked up again.
-        scan: the last scan that found something or nothing; None before.
-        found_tokens: the tokens that it found.
+        scan: what the last scan depended on, and the tokens that it found; None before.
         failed_at: time of its last failed lookup; for a while none is sent, so that the request is not deferred for
             ever.
-        waits_for_report_since: time of its first scan while the workers were not registered.
         hints: the client's hints; those for its start are sent once, ``hints_sent``.
         peer: host of the peer that has its blocks, as a hint says; empty for none.
         giver: number of the hints' owner, or of the request alone.
@@ -76,7 +74,7 @@ class RequestState:
     awaits_tier: bool = False
     tier_wait: TierWait = field(default_factory=TierWait)
     tiers: frozenset[int] = frozenset((PENDING, SHARED))
-    waits_since: float | None = None
+    first_scan_at: float | None = None
     tails: Mapping[int, Sequence[bytes]] = field(default_factory=dict)
     results: Mapping[int, bytes] = field(default_factory=dict)
     tail_results: Mapping[OffloadKey, LookupResult] = field(default_factory=dict)
@@ -88,10 +86,8 @@ class RequestState:
     adapter_asked_at: float | None = None
     disabled: bool = False
     load_failed: bool = False
-    scan: Scan | None = None
-    found_tokens: int = 0
+    scan: tuple[Scan, int] | None = None
     failed_at: float = LONG_AGO
-    waits_for_report_since: float | None = None
     hints: Sequence[RequestHint] = ()
     hints_sent: bool = False
     peer: str = ""
