@@ -8,6 +8,7 @@ import random
 import sys
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from msgspec import Struct
 
@@ -118,6 +119,11 @@ class StoredKeys:
         self._numbers.clear()
         self.count += 1
         self.forgotten = self.count
+
+    def since(self, count: int) -> list[bytes]:
+        """Return the keys that were stored after ``count`` was this, as far as they are remembered, and perhaps others
+        in place of keys that were stored twice; the newest first."""
+        return list(islice(reversed(self._numbers), max(0, self.count - count)))
 
     def was_stored(self, key: bytes, since: int) -> bool:
         """Return whether a key was stored after ``count`` was ``since``, as far as is remembered."""

@@ -67,3 +67,5 @@ def test_few_keys_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (stored.count, stored.forgotten) == (25, 15)
     stored.add([bytes([15])])
     assert stored.was_stored(bytes([15]), 25), "stored again, it is the newest"
+    assert stored.since(24)[:2] == [bytes([15]), bytes([24])], "the newest first"
+    assert stored.since(26) == []

@@ -181,6 +181,64 @@ def test_a_prompt_that_waits_for_space_is_scanned_once(make: Make) -> None:
     assert engine.loaded == ["long"]
 
 
+def test_a_prompt_before_a_full_window_is_looked_up_at_once(make: Make) -> None:
+    """It came last and has the highest priority."""
+    engine = make(max_num_seqs=1, scheduling_policy="priority", max_num_batched_tokens=1024, blocks=200)
+    first, *_ = [engine.add(f"low-{at}", document(at), max_tokens=20, priority=5) for at in range(30)]
+    for _ in range(3):
+        engine.step()
+    assert not engine.manager.lookups.queue.has_space
+    asked = len(engine.client.asked)
+    high = engine.add("high", document(999), priority=0)
+    assert len(engine.client.asked) == asked + 1
+    engine.there |= {bytes(one) for one in high.block_hashes}
+    while not first.is_finished():
+        engine.step()
+    engine.step()
+    assert engine.loaded == ["high"], "its load begins once there is a place for it"
+
+
+def test_prompts_behind_a_window_that_cannot_run_are_looked_up(make: Make) -> None:
+    """Those in the window wait for space in the KV cache, in which others' loads are."""
+    engine = make(FULL, WINDOW, max_num_seqs=64, max_num_batched_tokens=1024, blocks=120)
+    engine.add("first", document(0), max_tokens=300)
+    for _ in range(3):
+        engine.step()
+    long = [engine.add(f"long-{at}", document(1 + at)) for at in range(30)]
+    short = [engine.add(f"short-{at}", document(100 + at, 6)) for at in range(3)]
+    engine.there |= {bytes(one) for request in [*long, *short] for one in request.block_hashes}
+    engine.held = {one.request_id for one in long}
+    for _ in range(100):
+        engine.step()
+    engine.held = set()
+    engine.end([*long, *short], 600)
+    outcomes = {one.request: one.outcome for one in engine.client.reported}
+    assert {outcomes[one.request_id] for one in short} == {Outcome.LOADED}
+
+
+def test_a_request_that_gave_up_its_turn_once_waits_for_its_next_lookup(make: Make) -> None:
+    engine = make(max_num_seqs=4, blocks=200)
+    request = engine.add("r", document(1), max_tokens=200)
+    engine.manager.requests["r"].record.is_late = True
+    for _ in range(100):
+        engine.step()
+    engine.scheduler.running.remove(request)
+    engine.scheduler._preempt_request(request, 0.0)
+    engine.scheduler.kv_cache_manager.block_pool.reset_prefix_cache()
+    engine.there |= {bytes(one) for one in request.block_hashes}
+    for _ in range(5):
+        engine.step()
+    assert engine.loaded == ["r"]
+
+
+def test_without_a_daemon_nothing_of_a_request_stays(make: Make) -> None:
+    engine = make(max_num_seqs=4, blocks=100)
+    engine.client.ready, engine.client.unreachable = False, True
+    for at in range(1200):
+        engine.end([engine.add(f"{at}", document(at % 7, 1))], 20)
+    assert len(engine.manager.lookups.queue._order) < 1100
+
+
 @pytest.mark.parametrize("seed", range(3 * TIMES))
 def test_random_queues_come_to_their_end_and_find_what_is_there(make: Make, seed: int) -> None:
     """With aborts, failing loads, lookups that fail or come late, other engines' stores and resets."""

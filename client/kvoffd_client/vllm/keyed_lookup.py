@@ -73,6 +73,8 @@ class KeyedLookup:
     """Whether something that the answer lacks was stored since, as far as ``grows_old`` has found."""
     _searched: int = field(default=-1, init=False)
     """``stored.count`` at the last search for that."""
+    _lacks: frozenset[bytes] | None = field(default=None, init=False)
+    """All keys that the answer lacks, once they were needed."""
 
     @property
     def asked(self) -> int:
@@ -158,23 +160,27 @@ class KeyedLookup:
         ``stored``: what the client knows now; that of another client says nothing of this answer. ``only_prefixes``:
         of each group only what is behind its ready chunks without a gap can be used.
         """
-        if not self.is_old and stored.count != self._searched:
-            self._searched = stored.count
-            forgotten = stored is not self.stored or stored.forgotten > self.stored_before
-            self.is_old = forgotten or any(
-                stored.was_stored(one, self.stored_before)
-                for index in self.chunks
-                for one in self._lacking(index, only_prefixes=only_prefixes)
-            )
+        if self.is_old or stored.count == self._searched:
+            return self.is_old
+        if stored is not self.stored or stored.forgotten > self.stored_before:
+            self.is_old = True
+        elif only_prefixes:
+            self.is_old = any(stored.was_stored(one, self.stored_before) for one in self._lacking(only_prefixes=True))
+        else:
+            if self._lacks is None:
+                self._lacks = frozenset(self._lacking(only_prefixes=False))
+            self.is_old = not self._lacks.isdisjoint(stored.since(max(self._searched, self.stored_before)))
+        self._searched = stored.count
         return self.is_old
 
-    def _lacking(self, index: int, *, only_prefixes: bool) -> Sequence[bytes]:
-        """Return the keys of a group that the answer lacks, as they are on the wire."""
-        chunks = self.chunks[index]
-        if only_prefixes:
-            first = self.leading_ready(index)
-            lacking = chunks[first : first + 1]
-        else:
-            states = self.chunk_states(index)
-            lacking = [one for one, state in zip(chunks, states, strict=False) if state in (ABSENT, WRITING)]
+    def _lacking(self, *, only_prefixes: bool) -> Sequence[bytes]:
+        """Return the keys that the answer lacks, as they are on the wire."""
+        lacking: list[bytes] = []
+        for index, chunks in self.chunks.items():
+            if only_prefixes:
+                first = self.leading_ready(index)
+                lacking += chunks[first : first + 1]
+            else:
+                states = self.chunk_states(index)
+                lacking += [one for one, state in zip(chunks, states, strict=False) if state in (ABSENT, WRITING)]
         return of_adapter(lacking, self.adapter) if self.adapter else lacking

@@ -228,19 +228,19 @@ class KvoffdManager(OffloadingManager):
         scheduled, self._scheduled = self._scheduled, []
         for state, loaded_tokens in scheduled:
             record, request = state.record, state.request
-            if record.is_decided and record.counted is None:
-                continue
-            elsewhere = request.num_computed_tokens - record.own_tokens - loaded_tokens
-            record.of_load = record.decide(
-                request,
-                self.groups,
-                state.last,
-                state.adapter,
-                loaded_tokens=loaded_tokens,
-                elsewhere=elsewhere >= min(group.tokens_per_chunk for group in self.groups),
-            )
-            if request.request_id not in self.lookups.loading:
-                self._send_report(record)
+            if not record.is_decided or record.counted is not None:
+                elsewhere = request.num_computed_tokens - record.own_tokens - loaded_tokens
+                record.of_load = record.decide(
+                    request,
+                    self.groups,
+                    state.last,
+                    state.adapter,
+                    loaded_tokens=loaded_tokens,
+                    elsewhere=elsewhere >= min(group.tokens_per_chunk for group in self.groups),
+                )
+                if request.request_id not in self.lookups.loading:
+                    self._send_report(record)
+            record.is_late = False  # a later lookup, after a pre-emption, has its own time
 
     def _job_failed(self, job: FailedJob) -> None:
         """Handle a store with missing blocks, or a failed load, whose request is recomputed."""

@@ -20,6 +20,10 @@ AHEAD_STEPS = 4
 """Steps whose prompts are looked up ahead."""
 MIN_AHEAD, MAX_AHEAD = 2, 256
 """Fewest and most prompts that are looked up ahead."""
+MAX_LOOKED_UP = 4096
+"""Most prompts that are looked up, those that wait for a tier included: each may hold a lease, and pin blocks."""
+ASKED_AT_ONCE = 32
+"""Prompts that vLLM came to and that are looked up in one step, in addition to the window."""
 JUDGED_AT_ONCE = 4
 """Prompts waiting for a tier that one step looks at again: each takes 50 to 100 µs. The others follow in turns."""
 MAX_STALE = 1024
@@ -39,6 +43,7 @@ class Parked:
         place: for one that asks what a shared store has, its place among all of these. They ask again one after the
             other when the time ``ask_at`` of the first has come: a store's blocks are promoted in that order.
         for_load: the end of a load wakes it.
+        for_lookup: it waits for its turn to be looked up.
     """
 
     computed: int
@@ -48,6 +53,7 @@ class Parked:
     place: int | None = None
     ask_at: float = 0.0
     for_load: bool = False
+    for_lookup: bool = False
 
 
 class PromptQueue:
@@ -65,9 +71,13 @@ class PromptQueue:
         """Prompts that are not looked up yet, with their tokens."""
         self._order: list[tuple[int, int, str]] = []
         """Heap of these, and of some that have left it, by priority and arrival."""
-        self.ahead: dict[str, int] = {}
-        """Prompts that were looked up and wait for no tier, with their tokens, in the order of lookups."""
+        self.ahead: dict[str, tuple[int, int]] = {}
+        """Tokens and priorities of the prompts that were looked up and wait for no tier, in the order of lookups."""
         self._ahead_tokens = 0
+        self._of_tiers: set[str] = set()
+        """Prompts that were looked up and wait for a tier."""
+        self._for_lookups: dict[str, None] = {}
+        """Parked prompts that wait for their turn to be looked up, the first one first."""
         self._parked: dict[str, Parked] = {}
         self._by_time: list[tuple[float, int, str, Parked]] = []
         """Heap of the parked, and of some that were woken, by ``until``; ``_turns`` of those in turns."""
@@ -80,6 +90,8 @@ class PromptQueue:
         """Places of the prompts that ask what a shared store has."""
         self._round: list[str] = []
         """Those of ``_asking`` that are still to be woken in this round, the last one first."""
+        self._asks_left = ASKED_AT_ONCE
+        """Prompts behind the window that may still be looked up in this step."""
         self._left = JUDGED_AT_ONCE
         """Prompts in turns that may still be woken in this step."""
 
@@ -89,16 +101,33 @@ class PromptQueue:
         """Add a prompt that has arrived."""
         self._behind[name] = tokens
         heappush(self._order, (priority if self._by_priority else 0, next(self._arrivals), name))
+        if len(self._order) > 2 * len(self._behind) + MAX_STALE:
+            self._order = sorted([entry for entry in self._order if entry[2] in self._behind])
 
     @property
     def has_space(self) -> bool:
         """Whether one more prompt may be looked up ahead."""
+        if len(self.ahead) + len(self._of_tiers) >= MAX_LOOKED_UP:
+            return False
         few = len(self.ahead) < MIN_AHEAD
         return few or (len(self.ahead) < MAX_AHEAD and self._ahead_tokens < self._ahead_tokens_most)
 
-    def is_behind(self, name: str) -> bool:
-        """Return whether a prompt's turn to be looked up has not come."""
-        return name in self._behind
+    def take_turn(self, name: str) -> bool:
+        """Return whether a prompt that vLLM came to, or will before others, may be looked up now.
+
+        Those behind may be if few others were in this step: the queue's order may be another one than vLLM's, and what
+        is before them may not run.
+        """
+        if name not in self._behind or self.has_space:
+            return True
+        if not self._asks_left or len(self.ahead) + len(self._of_tiers) >= MAX_LOOKED_UP:
+            return False
+        self._asks_left -= 1
+        return True
+
+    def outranks(self, priority: int) -> bool:
+        """Return whether vLLM schedules a prompt of this priority before one of the window."""
+        return self._by_priority and any(priority < other for _, other in self.ahead.values())
 
     def take_next(self) -> str | None:
         """Take the first prompt that is not looked up; None if there is none."""
@@ -108,23 +137,27 @@ class PromptQueue:
                 return name
         return None
 
-    def enter_window(self, name: str, tokens: int, future: LookupFuture) -> None:
+    def enter_window(self, name: str, tokens: int, priority: int, future: LookupFuture) -> None:
         """Record that a prompt was looked up. If it is parked, this answer wakes it."""
         self._behind.pop(name, None)
-        self._ahead_tokens += tokens - self.ahead.get(name, 0)
-        self.ahead[name] = tokens
+        self._ahead_tokens += tokens - self.ahead.get(name, (0, 0))[0]
+        self.ahead[name] = tokens, priority
+        self._of_tiers.discard(name)
+        self._for_lookups.pop(name, None)
         if (parked := self._parked.get(name)) is not None:
             parked.future = future
             self._awaiting[name] = parked
 
-    def leave_window(self, name: str) -> None:
-        """Record that a prompt waits for a tier, or for nothing any more."""
-        self._ahead_tokens -= self.ahead.pop(name, 0)
+    def wait_for_tier(self, name: str) -> None:
+        """Record that a prompt waits for a tier: it takes no place in the window."""
+        self._ahead_tokens -= self.ahead.pop(name, (0, 0))[0]
+        self._of_tiers.add(name)
 
     def remove(self, name: str) -> None:
         """Remove a prompt that is scheduled, or has ended."""
         self._behind.pop(name, None)
-        self.leave_window(name)
+        self._ahead_tokens -= self.ahead.pop(name, (0, 0))[0]
+        self._of_tiers.discard(name)
         self._asking.pop(name, None)
         self._unpark(name)
 
@@ -142,6 +175,8 @@ class PromptQueue:
             self._awaiting[name] = parked
         if parked.for_load:
             self._for_loads[name] = None
+        if parked.for_lookup:
+            self._for_lookups[name] = None
         heap = self._turns if parked.in_turns else self._by_time
         heappush(heap, (parked.until, next(self._arrivals), name, parked))
         if len(heap) > 2 * len(self._parked) + MAX_STALE:
@@ -167,8 +202,10 @@ class PromptQueue:
         return next((one.future for one in self._awaiting.values()), None)
 
     def begin_step(self) -> None:
-        """Let JUDGED_AT_ONCE prompts in turns be woken again."""
-        self._left = JUDGED_AT_ONCE
+        """Let JUDGED_AT_ONCE prompts in turns be woken, and ASKED_AT_ONCE be looked up."""
+        self._left, self._asks_left = JUDGED_AT_ONCE, ASKED_AT_ONCE
+        for name in [*islice(self._for_lookups, ASKED_AT_ONCE)]:
+            self._unpark(name)
 
     def wake(self, now: float) -> None:
         """Wake the prompts whose time or answer has come; of those in turns JUDGED_AT_ONCE in a step at most."""
@@ -209,6 +246,7 @@ class PromptQueue:
         """Return whether it was parked."""
         self._awaiting.pop(name, None)
         self._for_loads.pop(name, None)
+        self._for_lookups.pop(name, None)
         return self._parked.pop(name, None) is not None
 
     def first_ahead(self, most: int) -> Iterator[str]:

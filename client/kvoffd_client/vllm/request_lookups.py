@@ -101,7 +101,7 @@ class RequestLookups:
     ) -> None:
         """Set properties of the engine; see ``KvoffdManager.begin_engine``."""
         self._harm, self._assumed_rate = harm, assumed_rate
-        self._only_prefixes, self._tail_tokens = only_prefixes, tail_tokens
+        self._only_prefixes, self._tail_tokens, self._by_priority = only_prefixes, tail_tokens, by_priority
         self.queue = PromptQueue(step_tokens, by_priority=by_priority)
 
     def begin_step(self, *, is_idle: bool) -> None:
@@ -128,6 +128,8 @@ class RequestLookups:
         if not state.disabled:
             self._send_first_hints(state)
         self.queue.add(request.request_id, request.num_prompt_tokens, request.priority)
+        if self.queue.outranks(request.priority) and self.queue.take_turn(request.request_id):
+            self.look_up(request)
         self._look_up_ahead()
 
     def _look_up_ahead(self) -> None:
@@ -175,7 +177,7 @@ class RequestLookups:
             *(client.stored, stored_before, is_needed, record.is_late),
         )
         self._counters[metrics.LOOKUPS] += 1
-        self.queue.enter_window(request.request_id, request.num_prompt_tokens, future)
+        self.queue.enter_window(request.request_id, request.num_prompt_tokens, request.priority, future)
 
     def look_up_tails(self, request: Request, computed_tokens: int) -> bool | None:
         """Look up the tails for which vLLM asked in its scan, and prepare another; None if it asked for none.
@@ -263,11 +265,11 @@ class RequestLookups:
 
     def _begin_scans(self) -> None:
         """Wake the parked requests whose time or answer has come."""
+        self.queue.begin_step()
         if not self.queue.has_parked:
             return
         if self.namespace.serves and self.namespace.registered:
             self.namespace.client.poll()
-            self.queue.begin_step()
             self.queue.wake(self.engine_clock.read())
         else:
             self.queue.wake_all()
@@ -313,7 +315,7 @@ class RequestLookups:
             return not self._awaits_reports(state)
         self._take_answer(state)
         if state.pending is None and self._is_outdated(state):
-            if self.queue.is_behind(request.request_id) and not self.queue.has_space:
+            if not self.queue.take_turn(request.request_id):
                 return self._await_turn(state, computed_tokens)
             self.look_up(request)
         late_at = 0.0
@@ -340,7 +342,7 @@ class RequestLookups:
         future = state.pending.future if state.pending is not None else None
         name, place = state.request.request_id, None
         if state.awaits_tier:
-            self.queue.leave_window(name)
+            self.queue.wait_for_tier(name)
             if state.answer is not None and state.answer.future.asking:
                 place, until = state.number, max(until, state.tier_wait.judge_at)
         parked = Parked(computed_tokens, until, future, state.awaits_tier, place, state.tier_wait.ask_at)
@@ -352,7 +354,7 @@ class RequestLookups:
         now, computed_s = self.engine_clock.read(), self._computed_s(state.request, state.request.num_tokens)
         until = state.first_scan_at + self._answer_wait.allowed_s(computed_s)
         if now < until:
-            self._park(state, computed_tokens, until)
+            self.queue.park(state.request.request_id, Parked(computed_tokens, until, for_lookup=True))
             return False
         self._counters[metrics.LATE_LOOKUPS] += not state.record.is_late
         state.record.is_late = True
@@ -460,7 +462,7 @@ class RequestLookups:
         """Return the seconds until ``tokens`` of a request would be computed, after those of earlier requests."""
         name = request.request_id
         if self._uncounted is None:
-            self._uncounted = iter([*self.requests.values()])
+            self._uncounted = self._in_order()
         while (before := self._tokens_before.get(name)) is None:
             if (state := next(self._uncounted, None)) is None:
                 before = 0
@@ -469,6 +471,12 @@ class RequestLookups:
             if state.request.request_id not in self.loading:
                 self._tokens_counted += max(0, state.request.num_prompt_tokens - state.request.num_computed_tokens)
         return max(MIN_COMPUTED_S, (before + tokens) / self._expected_rate)
+
+    def _in_order(self) -> Iterator[RequestState]:
+        """Return the requests in the order in which vLLM schedules them."""
+        if not self._by_priority:
+            return iter([*self.requests.values()])
+        return iter(sorted(self.requests.values(), key=lambda state: (state.request.priority, state.number)))
 
     def _waits_for_tier(self, state: RequestState, answer: KeyedLookup) -> bool:
         """Return whether a request waits for promotions: while promoting and loading are expected to be faster than
