@@ -278,6 +278,21 @@ def test_a_step_that_computes_another_prompt_does_not_end_the_wait() -> None:
     assert harness.results(harness.context) == [HIT] * 3
 
 
+def test_where_every_step_is_long_the_wait_ends_all_the_same() -> None:
+    """As where one prompt runs at a time: at each look an answer has come, and the next lookup is due."""
+    harness = DiskHarness()
+    began, looks = harness.clock.now, 0
+    harness.ask(coming=2, wait_s=9.0)
+    while MISS not in harness.results(harness.context):
+        harness.clock.now += 2.1  # a step
+        looks += 1
+        harness.scan()
+        for index, (future, _) in enumerate(harness.client.asked):
+            if not future.done:
+                harness.client.answer({block_hash(1)}, index, coming=[block_hash(2), block_hash(3)], wait_s=9.0)
+    assert looks <= 3, harness.clock.now - began
+
+
 def test_prompts_that_came_before_would_be_computed_before() -> None:
     """Eight at once wait for a disk that is twice as fast as computing: none of them is computed sooner."""
     harness = DiskHarness()

@@ -313,7 +313,9 @@ class RequestLookups:
             return True
         if not (namespace.registered and namespace.client.ready):
             return not self._awaits_reports(state)
-        self._take_answer(state)
+        if self._take_answer(state) and state.answer is not None:
+            # Before the next lookup: where steps are long, one would be on its way whenever vLLM comes here.
+            state.awaits_tier = self._waits_for_tier(state, state.answer)
         if state.pending is None and self._is_outdated(state):
             if not self.queue.take_turn(request.request_id):
                 return self._await_turn(state, computed_tokens)
@@ -360,20 +362,23 @@ class RequestLookups:
         state.record.is_late = True
         return True
 
-    def _take_answer(self, state: RequestState) -> None:
-        """Replace a request's answer by the one that has come, unless that failed, or a lease is about to end."""
+    def _take_answer(self, state: RequestState) -> bool:
+        """Replace a request's answer by the one that has come, unless that failed, or its lease is about to end.
+
+        Returns whether it was replaced.
+        """
         if (answer := state.answer) is not None and not answer.usable:
             state.answer = None
         if (answered := state.pending) is None or not answered.future.done:
-            return
+            return False
         state.pending = None
         if answered.future.failed:
             self.release(answered)
             state.failed_at = answered.future.answered_at
-            return
+            return False
         if answered.future.pinned and self.clock() >= answered.future.stale_at:
             self.release(answered)  # it came long ago, so it is asked again
-            return
+            return False
         self.read(answered)
         # The new lease pins the same blocks, so nothing is unpinned in between.
         self.release(state.answer)
@@ -381,6 +386,7 @@ class RequestLookups:
         state.record.came_from_tiers(answered)
         now, age_s = self.engine_clock.read(), self.clock() - answered.future.answered_at
         state.tier_wait.answered(now - age_s, now, answered.future.wait_s)
+        return True
 
     def read(self, lookup: KeyedLookup) -> None:
         """Read an answer once it has come, and record how long it took."""
