@@ -93,6 +93,8 @@ class LookupFuture(Struct, eq=False):
 class StoredKeys:
     """The keys that were stored most recently, by any engine: which answers to lookups may be outdated.
 
+    One thread changes it at a time, with the client's lock; others read it without. So ``count`` is raised last.
+
     Attributes:
         count: number of all keys so far.
         forgotten: number of those that are not known any more; an answer from before ``count`` reached it may be
@@ -107,9 +109,9 @@ class StoredKeys:
     def add(self, keys: Iterable[bytes]) -> None:
         """Record that keys were stored."""
         for key in keys:
-            self.count += 1
             self._numbers.pop(key, None)
-            self._numbers[key] = self.count
+            self._numbers[key] = self.count + 1
+            self.count += 1
         while len(self._numbers) > MAX_STORED_KEYS:
             oldest = next(iter(self._numbers))
             self.forgotten = self._numbers.pop(oldest)
@@ -117,12 +119,12 @@ class StoredKeys:
     def forget(self) -> None:
         """Forget all keys, because some may have been missed."""
         self._numbers.clear()
+        self.forgotten = self.count + 1
         self.count += 1
-        self.forgotten = self.count
 
     def since(self, count: int) -> list[bytes]:
-        """Return the keys that were stored after ``count`` was this, as far as they are remembered, and perhaps others
-        in place of keys that were stored twice; the newest first."""
+        """Return at least the remembered keys that were stored after ``count`` was this, the newest first."""
+        # Within one call of C, so that no other thread changes the dict.
         return list(islice(reversed(self._numbers), max(0, self.count - count)))
 
     def was_stored(self, key: bytes, since: int) -> bool:

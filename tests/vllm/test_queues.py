@@ -9,13 +9,17 @@ from typing import Any
 
 import pytest
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
+from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES, FailedJob, WorkerReport
 from kvoffd_client.vllm.prompt_queue import JUDGED_AT_ONCE, MAX_AHEAD
 from kvoffd_client.vllm.waits import MAX_RETRY_PAUSE_S
-from kvoffd_proto.messages import Outcome
+from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.messages import GroupKeys, Outcome
 from tests.kit.amount import TIMES
 from tests.vllm.scheduler_harness import SchedulerHarness
 from tests.vllm.vllm_config import HEADS, full_attention, make_config
+from tests.vllm.vllm_fakes import KEY_BYTES
 
 BLOCK_TOKENS = 32
 DOCUMENT_BLOCKS = 20
@@ -229,6 +233,36 @@ def test_a_request_that_gave_up_its_turn_once_waits_for_its_next_lookup(make: Ma
     for _ in range(5):
         engine.step()
     assert engine.loaded == ["r"]
+
+
+def test_a_prompt_whose_next_block_is_stored_in_every_step_waits_no_longer_than_for_one_answer(make: Make) -> None:
+    """Another engine computes the same prompt, and each answer comes a step late."""
+    engine = make(blocks=200, max_model_len=4096)
+    engine.add("running", document(9, 1), max_tokens=2000)
+    for _ in range(3):
+        engine.step()
+    engine.answers = False
+    engine.manager.harm.prefill.tokens_per_second = 10_000.0
+    request = engine.add("r", document(1, 100))
+    began = engine.clock.now
+    for key in map(bytes, request.block_hashes[:-1]):
+        engine.answer()
+        engine.there.add(key)
+        engine.client.stored.add([key])
+        if "r" in engine.step().num_scheduled_tokens or "r" in engine.loaded:
+            break
+    assert engine.clock.now - began == pytest.approx(0.2, abs=0.03), "lookup_deadline_ms"
+
+
+def test_blocks_that_were_not_stored_outdate_no_answer(make: Make) -> None:
+    engine = make()
+    key, before = b"k" * KEY_BYTES, engine.client.stored.count
+    failed = WorkerReport(failed_jobs={1: FailedJob(ErrorCode.NO_SPACE, [GroupKeys(0, key)])})
+    engine.manager.workers_report(failed)
+    context = ReqContext("r")
+    for count in (0, 1):  # the second time it is stored
+        engine.manager.complete_store([OffloadKey(key + bytes(GROUP_ID_BYTES))], context)
+        assert engine.client.stored.count - before == count
 
 
 def test_without_a_daemon_nothing_of_a_request_stays(make: Make) -> None:

@@ -260,12 +260,13 @@ def test_after_a_reset_a_prompt_does_not_wait_for_a_daemon_that_is_gone(make: Ma
     assert engine.step().num_scheduled_tokens
 
 
+@pytest.mark.parametrize("fits", [True, False])
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("adapter", [None, LoRARequest("name", 1, "/adapter")])
 def test_a_prompt_that_another_connector_loads_does_not_wait_for_the_daemon(
-    adapter: LoRARequest | None, first: bool, model: Path, tmp_path: Path
+    adapter: LoRARequest | None, first: bool, fits: bool, model: Path, tmp_path: Path
 ) -> None:
-    """Nor until the workers have read its adapter."""
+    """Nor until the workers have read its adapter, nor once the KV cache has space for it."""
     children = [
         {"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both"},
         {
@@ -277,9 +278,18 @@ def test_a_prompt_that_another_connector_loads_does_not_wait_for_the_daemon(
     config = make_config(model, {"connectors": children if first else children[::-1]}, max_model_len=4096)
     config.kv_transfer_config.kv_connector = "MultiConnector"
     engine = SchedulerHarness(config, BLOCKS, FULL)
+    if not fits:
+        large = engine.add("large", prompt(2, BLOCKS - 3), max_tokens=60)
+        engine.step()
     engine.answers = False
-    engine.add("r", prompt(1, 5), parameters={"do_remote_prefill": True}, lora_request=adapter)
-    assert engine.step().num_scheduled_tokens
+    request = engine.add("r", prompt(1, 5), parameters={"do_remote_prefill": True}, lora_request=adapter)
+    engine.step()
+    if not fits:
+        assert not request.num_computed_tokens
+        engine.step()
+        engine.abort(large)
+        engine.step()
+    assert request.num_computed_tokens
     engine.close()
 
 

@@ -188,6 +188,23 @@ def test_a_hint_to_retain_names_the_tails_that_were_stored_and_loaded(make: Make
     assert engine.read
 
 
+def test_a_prompt_that_waits_for_the_answer_about_its_tail_is_looked_at_when_it_comes(make: Make) -> None:
+    engine, asked = make(), prompt(1, 3 * BLOCK + 2 * UNIT + 3)
+    run(engine, "first", asked)
+    engine.forget()
+    engine.add("running", prompt(5, 20), 400)
+    for _ in range(3):
+        engine.step()
+    engine.answers = False
+    engine.add("again", asked, 4)
+    engine.answer()
+    engine.step()
+    assert not engine.loads
+    engine.answer()
+    engine.step()
+    assert engine.loads == [3 * BLOCK + 2 * UNIT]
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_random_prompts_that_share_prefixes_read_what_is_their_own(make: Make, seed: int) -> None:
     play(make(seed, 40), seed)

@@ -121,6 +121,7 @@ class KvoffdConnector(OffloadingConnector):
         offloading = build_offloading_config(vllm_config, kv_cache_config)
         self._block_tokens = min(group.tokens_per_block for group in offloading.groups)
         speculation = vllm_config.speculative_config
+        self._drafts = speculation is not None
         drops_block = speculation is not None and speculation.use_eagle_block_drop()
         groups = [kv_cache_config.kv_cache_groups[group.group_id] for group in offloading.groups]
         specs = [next(iter(iter_layer_specs(one.kv_cache_spec))) for one in groups]
@@ -135,6 +136,7 @@ class KvoffdConnector(OffloadingConnector):
             largest_chunk=largest_chunk_of(vllm_config.scheduler_config),
             step_tokens=step_tokens_of(vllm_config.scheduler_config),
             by_priority=vllm_config.scheduler_config.policy == "priority",
+            rests=vllm_config.parallel_config.data_parallel_size == 1,
             state_groups=[
                 index for index, spec in enumerate(specs) if getattr(spec, "mamba_cache_mode", "") == "align"
             ],
@@ -290,51 +292,58 @@ class KvoffdConnector(OffloadingConnector):
         anyway, and the load of one more block would delay it. Of a prompt of which it has nothing, all is loaded that
         vLLM's own offloading loads: with EAGLE that includes the block that vLLM's cache drops for the draft.
         """
+        tokens = self._find(request, num_computed_tokens)
+        # A prefill instance computed the prompt, and its connector (NIXL, Mooncake) loads it and deletes the mark. Do
+        # not defer: MultiConnector would also defer the load of another connector, which has the whole prompt.
+        if tokens is None and (request.kv_transfer_params or {}).get("do_remote_prefill"):
+            return 0, False
+        return tokens, bool(tokens)  # loads never are a part of a step, see REFUSED
+
+    def _find(self, request: Request, num_computed_tokens: int) -> int | None:
+        """Return the tokens to load for a request; None if it waits."""
         lookups = self._lookups
         if lookups.is_waiting(request.request_id, num_computed_tokens):
-            return None, False
+            return None
         if self._admission.has_deferred and lookups.scanned(request, num_computed_tokens):
-            return None, False  # it waits for space behind another load
+            return None  # it waits for space behind another load
         self._manager.namespace.ask()
-        # A prefill instance computed the prompt, and its connector (NIXL, Mooncake) loads it and deletes the mark.
-        elsewhere = bool((request.kv_transfer_params or {}).get("do_remote_prefill"))
-        tokens, loads = None, False
         if not lookups.awaits_adapter(request):
             usable = (request.num_tokens - 1) // self._block_tokens * self._block_tokens
             if num_computed_tokens:
                 usable -= self._dropped_tokens
             has_all, has_tail = num_computed_tokens >= usable, self._has_tail(request, num_computed_tokens)
             if lookups.prepare_scan(request, num_computed_tokens, engine_has_all=has_all, engine_has_tail=has_tail):
-                tokens, loads = self._find_load(request, num_computed_tokens)
-        # Do not defer: MultiConnector would also defer the load of another connector, which has the whole prompt.
-        return (0, False) if tokens is None and elsewhere else (tokens, loads)
+                return self._find_load(request, num_computed_tokens)
+        return None
 
     def _has_tail(self, request: Request, num_computed_tokens: int) -> bool:
-        """Return whether vLLM's own cache has the longest tail of a prompt too; it tells connectors of whole blocks."""
+        """Return whether vLLM's own cache has a prompt's longest tail too: it tells connectors of whole blocks only.
+
+        False with drafts, whose tails have another hash in 0.33.
+        """
         last = (request.num_prompt_tokens - 1) // self._tail_tokens if self._tail_tokens else 0
-        if not self._pool or last * self._tail_tokens <= num_computed_tokens or last > len(request.block_hashes):
+        beyond = last * self._tail_tokens - num_computed_tokens
+        if not self._pool or not 0 < beyond < self._block_tokens or last > len(request.block_hashes) or self._drafts:
             return False
         return bool(self._pool.get_cached_block(request.block_hashes[last - 1], self._group_ids))
 
-    def _find_load(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return the result of get_num_new_matched_tokens() from the prepared scan."""
+    def _find_load(self, request: Request, num_computed_tokens: int) -> int | None:
+        """Return the tokens to load from the prepared scan; None if the request waits."""
         manager, name = self._manager, request.request_id
         if (tokens := self._lookups.scanned(request, num_computed_tokens)) is None:
             tokens = self._scan(request, num_computed_tokens)
             self._lookups.record_scan(request, num_computed_tokens, tokens)
             if tokens is None:
-                return None, False
+                return None
         if self._full_attention_groups and self._has_windows_or_states:
             self._mark_shared_prefix(request, num_computed_tokens + tokens)
         if tokens and manager.skips_load(name, tokens):
             tokens = 0
         admitted = self._admission.admits(request, num_computed_tokens + tokens, loads=tokens > 0)
-        if admitted is None:
-            return None, False
-        if not admitted:
+        if admitted is False:
             manager.refuse_load(name)
-            return 0, False
-        return tokens, tokens > 0
+            return 0
+        return tokens if admitted else None
 
     def _scan(self, request: Request, num_computed_tokens: int) -> int | None:
         """Return the tokens that can be loaded by vLLM's scan of the answer; None if the request must wait."""

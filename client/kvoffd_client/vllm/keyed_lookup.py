@@ -160,7 +160,7 @@ class KeyedLookup:
         ``stored``: what the client knows now; that of another client says nothing of this answer. ``only_prefixes``:
         of each group only what is behind its ready chunks without a gap can be used.
         """
-        if self.is_old or stored.count == self._searched:
+        if self.is_old or (count := stored.count) == self._searched:
             return self.is_old
         if stored is not self.stored or stored.forgotten > self.stored_before:
             self.is_old = True
@@ -170,7 +170,7 @@ class KeyedLookup:
             if self._lacks is None:
                 self._lacks = frozenset(self._lacking(only_prefixes=False))
             self.is_old = not self._lacks.isdisjoint(stored.since(max(self._searched, self.stored_before)))
-        self._searched = stored.count
+        self._searched = count
         return self.is_old
 
     def _lacking(self, *, only_prefixes: bool) -> Sequence[bytes]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import count
 from math import inf
 from typing import TYPE_CHECKING
@@ -43,7 +43,7 @@ from kvoffd_client.vllm.request_lookups import ASSUMED_RATE, RequestLookups
 from kvoffd_client.vllm.request_state import RequestState
 from kvoffd_client.vllm.waits import LONG_AGO
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import MAX_REPORTED, SHARED
+from kvoffd_proto.messages import MAX_REPORTED, SHARED, GroupKeys
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
@@ -90,6 +90,8 @@ class KvoffdManager(OffloadingManager):
         self._storing: dict[OffloadKey, int] = {}
         """Keys of stores that no worker has reported as ended, with their bytes."""
         self._outstanding_bytes = 0
+        self._not_stored: set[bytes] = set()
+        """Hashes of failed stores, until vLLM handles their end."""
         self.events: HostBlockEvents | None = None
         self._numbers = count()
         self._scheduled: list[tuple[RequestState, int]] = []
@@ -122,6 +124,7 @@ class KvoffdManager(OffloadingManager):
         largest_chunk: int,
         step_tokens: int = 8192,
         by_priority: bool = False,
+        rests: bool = True,
         state_groups: Collection[int] = (),
         only_prefixes: bool = True,
         tail_tokens: int = 0,
@@ -131,8 +134,8 @@ class KvoffdManager(OffloadingManager):
 
         ``shard_bytes``: bytes of one worker's shard of a block, by group on the wire. ``state_groups``: groups of
         recurrent layers, whose states vLLM offers separately. ``only_prefixes``: all groups are of full attention.
-        ``tail_tokens``: tokens per hash if tails are stored, else 0. For the others see ``PrefillRate`` and
-        ``PromptQueue``.
+        ``rests``: an idle engine may pause in a step, because no other rank waits for it. ``tail_tokens``: tokens per
+        hash if tails are stored, else 0. For the others see ``PrefillRate`` and ``PromptQueue``.
         """
         self._shard_bytes = dict(zip(self._positions, shard_bytes, strict=True))
         self._state_suffixes = {self.groups[index].suffix for index in state_groups}
@@ -142,6 +145,7 @@ class KvoffdManager(OffloadingManager):
             self.harm,
             step_tokens=step_tokens,
             by_priority=by_priority,
+            rests=rests,
             only_prefixes=only_prefixes,
             tail_tokens=tail_tokens,
             assumed_rate=assumed_rate,
@@ -248,6 +252,8 @@ class KvoffdManager(OffloadingManager):
         if job.request_id is None:  # a store, whose blocks are not remembered here
             self._counters[metrics.FAILED_STORES] += 1
             logger.debug("kvoffd: a store failed. %s", reason)
+            if (namespace := self.namespace.current) is not None:
+                self._not_stored.update(_hashes_of(job.keys, namespace.key_bytes))
             return
         self._counters[metrics.FAILED_LOADS] += 1
         if state := self.requests.get(job.request_id):
@@ -338,7 +344,7 @@ class KvoffdManager(OffloadingManager):
             state.answer = None  # the load takes its lease
             self.lookups.end_leases(state)
             self.lookups.loading[req_context.req_id] = answer
-            self.lookups.loads_begun += 1
+            self.lookups.loads += 1
             spec.lease_id = answer.future.lease_id
             spec.load_tokens = state.loaded_tokens
         return spec
@@ -354,6 +360,7 @@ class KvoffdManager(OffloadingManager):
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self.lookups.queue.load_ended()
+        self.lookups.loads += 1
         self.lookups.release(self.lookups.loading.pop(req_context.req_id, None))
         if state := self.requests.get(req_context.req_id):
             self._send_report(state.record)
@@ -424,7 +431,9 @@ class KvoffdManager(OffloadingManager):
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         self._outstanding_bytes -= sum([self._storing.pop(key, 0) for key in keys])
         # The daemon's event may come later. With an adapter its keys are others, and only the event counts.
-        self.namespace.client.add_stored([key[:-GROUP_ID_BYTES] for key in keys])
+        hashes = {key[:-GROUP_ID_BYTES] for key in keys}
+        self.namespace.client.add_stored(hashes - self._not_stored if success else ())
+        self._not_stored -= hashes
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         if state := self.requests.pop(req_context.req_id, None):
@@ -472,3 +481,9 @@ class KvoffdManager(OffloadingManager):
         if record.of_load is not None:
             self.namespace.client.report_prompt(record.of_load)
             record.of_load = None
+
+
+def _hashes_of(groups: Sequence[GroupKeys], size: int) -> Iterator[bytes]:
+    """Yield the block hashes of keys that are ``size`` bytes long."""
+    for one in groups:
+        yield from (one.keys[at : at + size] for at in range(0, len(one.keys), size))

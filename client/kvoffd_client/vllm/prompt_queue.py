@@ -38,10 +38,10 @@ class Parked:
         computed: tokens that vLLM's own cache had when it was parked.
         until: time, by the engine's clock, at which it is looked at again.
         future: an answer that wakes it; None for none.
-        for_load: the end of a load wakes it.
         in_turns: only JUDGED_AT_ONCE of these are woken in a step, also by answers.
         place: for one that asks what a shared store has, its place among all of these. They ask again one after the
-            other when the time ``ask_at`` of the first has come: a store's blocks are promoted in that order.
+            other, when the first is due: a store's blocks are promoted in that order.
+        ask_at: time at which such a one is due to ask again.
         for_load: the end of a load wakes it.
         for_lookup: it waits for its turn to be looked up.
     """
@@ -87,7 +87,7 @@ class PromptQueue:
         self._for_loads: dict[str, None] = {}
         """Parked prompts that the end of a load wakes."""
         self._asking: dict[str, int] = {}
-        """Places of the prompts that ask what a shared store has."""
+        """Places of the parked prompts that ask what a shared store has."""
         self._round: list[str] = []
         """Those of ``_asking`` that are still to be woken in this round, the last one first."""
         self._asks_left = ASKED_AT_ONCE
@@ -158,7 +158,6 @@ class PromptQueue:
         self._behind.pop(name, None)
         self._ahead_tokens -= self.ahead.pop(name, (0, 0))[0]
         self._of_tiers.discard(name)
-        self._asking.pop(name, None)
         self._unpark(name)
 
     # --- parked prompts --------------------------------------------------------------------------
@@ -167,9 +166,7 @@ class PromptQueue:
         """Pass over a prompt from now on."""
         self._unpark(name)
         self._parked[name] = parked
-        if parked.place is None:
-            self._asking.pop(name, None)
-        else:
+        if parked.place is not None:
             self._asking[name] = parked.place
         if parked.future is not None:
             self._awaiting[name] = parked
@@ -223,8 +220,8 @@ class PromptQueue:
     def _wake_asking(self, now: float) -> None:
         """Wake the next of a round over all prompts that ask a store, which begins when the first one is due."""
         if not self._round and self._asking:
-            first = self._parked.get(min(self._asking, key=self._asking.__getitem__))
-            if first is not None and first.future is None and first.ask_at <= now:
+            first = self._parked[min(self._asking, key=self._asking.__getitem__)]
+            if first.future is None and first.ask_at <= now:
                 self._round = sorted(self._asking, key=self._asking.__getitem__, reverse=True)
         while self._round and self._left:
             self._left -= self._unpark(self._round.pop())
@@ -247,6 +244,7 @@ class PromptQueue:
         self._awaiting.pop(name, None)
         self._for_loads.pop(name, None)
         self._for_lookups.pop(name, None)
+        self._asking.pop(name, None)
         return self._parked.pop(name, None) is not None
 
     def first_ahead(self, most: int) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Which lookup each request has that vLLM has not scheduled, and when vLLM may scan its answer."""
+"""Lookups of the requests that vLLM has not scheduled: when to send, to renew and to use them."""
 
 from __future__ import annotations
 
@@ -37,12 +37,13 @@ GPU and for few cores."""
 class RequestLookups:
     """The lookups of an engine's requests.
 
-    A prompt waits in one of four ways until it is ``scheduled``:
+    A prompt waits in one of three ways until it is ``scheduled``:
 
     * behind: it is not looked up, because many others will run before it;
-    * ahead: it is looked up, and vLLM has not come to it;
-    * parked: vLLM came to it, and it waits for an answer, a tier or another request's load;
-    * none of these: vLLM came to it, and may schedule it in each step.
+    * ahead: it is looked up, and waits for no tier;
+    * for a tier, whose blocks come up.
+
+    Any of them may be parked: vLLM came to it, and passes over it until an answer, its turn, a load or a time comes.
 
     Args:
         clock: clock such as time.monotonic().
@@ -55,7 +56,7 @@ class RequestLookups:
         requests: states of unfinished requests by id.
         queue: the requests that are not scheduled.
         loading: by request, the lookup whose lease its load reads under, until vLLM has handled the load's end.
-        loads_begun: number of loads so far.
+        loads: number of loads that have begun or ended.
         enabled: whether requests may be loaded.
     """
 
@@ -78,7 +79,7 @@ class RequestLookups:
         self._positions = {group.suffix: index for index, group in enumerate(groups)}
         self.requests: dict[str, RequestState] = {}
         self.loading: dict[str, KeyedLookup] = {}
-        self.loads_begun = 0
+        self.loads = 0
         self.enabled = True
         self.engine_clock = EngineClock(lambda: self.clock())
         self._answer_wait = AnswerWait(deadline_s, do_no_harm=do_no_harm)
@@ -95,6 +96,7 @@ class RequestLookups:
         *,
         step_tokens: int,
         by_priority: bool,
+        rests: bool,
         only_prefixes: bool,
         tail_tokens: int,
         assumed_rate: float,
@@ -102,6 +104,7 @@ class RequestLookups:
         """Set properties of the engine; see ``KvoffdManager.begin_engine``."""
         self._harm, self._assumed_rate = harm, assumed_rate
         self._only_prefixes, self._tail_tokens, self._by_priority = only_prefixes, tail_tokens, by_priority
+        self._rests = rests
         self.queue = PromptQueue(step_tokens, by_priority=by_priority)
 
     def begin_step(self, *, is_idle: bool) -> None:
@@ -173,8 +176,17 @@ class RequestLookups:
             record.counted, record.counted_by = future, asked_by
         is_needed = state.answer is None or self._lacks_stored(state.answer)
         state.pending = state.last = KeyedLookup(
-            *(future, self.groups, state.adapter, chunks, tails, self.clock(), self.engine_clock.read()),
-            *(client.stored, stored_before, is_needed, record.is_late),
+            future,
+            self.groups,
+            state.adapter,
+            chunks,
+            tails,
+            sent_at=self.clock(),
+            waits_since=self.engine_clock.read(),
+            stored=client.stored,
+            stored_before=stored_before,
+            is_needed=is_needed,
+            given_up=record.is_late,
         )
         self._counters[metrics.LOOKUPS] += 1
         self.queue.enter_window(request.request_id, request.num_prompt_tokens, request.priority, future)
@@ -252,13 +264,13 @@ class RequestLookups:
     # --- a request's turn --------------------------------------------------------------------------
 
     def is_waiting(self, request_id: str, computed_tokens: int) -> bool:
-        """Return whether a request has nothing to look at in this step: vLLM asks for each one that waits."""
+        """Return whether a request is parked. Once in a step, wake what is due first; an idle engine pauses here."""
         if self._is_new_step:
             self._is_new_step = False
             self._begin_scans()
         if not self.queue.is_parked(request_id, computed_tokens):
             return False
-        if not self.engine_clock.is_idle or self._has_rested:
+        if not self.engine_clock.is_idle or self._has_rested or not self._rests:
             return True
         self._rest()
         return self.queue.is_parked(request_id, computed_tokens)
@@ -282,8 +294,16 @@ class RequestLookups:
             wait.left_s -= MIN_RETRY_PAUSE_S
         elif wait.may_wait(began):
             answered = future.wait(wait.left_s)
-            wait.record_wait(began, self.engine_clock.read(), answered=answered)
+            self._counters[metrics.LOOKUP_WAITS] += 1
+            timed_out = wait.record_wait(began, self.engine_clock.read(), answered=answered)
+            self._counters[metrics.LOOKUP_WAITS_TIMED_OUT] += timed_out
         self.queue.wake(self.engine_clock.read())
+
+    def _waits_since(self, state: RequestState) -> float:
+        """Return the time since which a request waits for an answer, now if it did not."""
+        if state.waits_since is None:
+            state.waits_since = self.engine_clock.read()
+        return state.waits_since
 
     def prepare_scan(
         self, request: Request, computed_tokens: int, *, engine_has_all: bool, engine_has_tail: bool = False
@@ -294,10 +314,16 @@ class RequestLookups:
         ``computed_tokens`` are in vLLM's own cache, in whole blocks; ``engine_has_all``: as many as it can use, so
         nothing is loaded but a tail, unless ``engine_has_tail``. False: the request waits, and vLLM must not scan now.
         """
+        may_scan = self._prepare_scan(request, computed_tokens, engine_has_all, engine_has_tail)
+        if may_scan:
+            self.requests[request.request_id].waits_since = None
+        return may_scan
+
+    def _prepare_scan(
+        self, request: Request, computed_tokens: int, engine_has_all: bool, engine_has_tail: bool
+    ) -> bool:
         state, namespace = self.requests[request.request_id], self.namespace
         record = state.record
-        if state.first_scan_at is None:
-            state.first_scan_at = self.engine_clock.read()
         record.own_tokens, record.engine_has_all, record.may_load = (
             computed_tokens,
             engine_has_all,
@@ -329,6 +355,7 @@ class RequestLookups:
         if pending is not None and not pending.given_up:
             state.awaits_tail = pending.asks_tails_beyond(answer)
             if pending.is_needed or state.awaits_tier or state.awaits_tail:
+                state.waits_since = pending.waits_since if state.waits_since is None else state.waits_since
                 self._park(state, computed_tokens, late_at)
                 return False
         if answer is not None:
@@ -352,13 +379,11 @@ class RequestLookups:
 
     def _await_turn(self, state: RequestState, computed_tokens: int) -> bool:
         """Park a request that is not looked up, because many before it are; return True once that takes too long."""
-        assert state.first_scan_at is not None
-        now, computed_s = self.engine_clock.read(), self._computed_s(state.request, state.request.num_tokens)
-        until = state.first_scan_at + self._answer_wait.allowed_s(computed_s)
+        computed_s = self._computed_s(state.request, state.request.num_tokens)
+        now, until = self.engine_clock.read(), self._waits_since(state) + self._answer_wait.allowed_s(computed_s)
         if now < until:
             self.queue.park(state.request.request_id, Parked(computed_tokens, until, for_lookup=True))
             return False
-        self._counters[metrics.LATE_LOOKUPS] += not state.record.is_late
         state.record.is_late = True
         return True
 
@@ -409,8 +434,8 @@ class RequestLookups:
             return True
         if not client.ready:
             return False
-        assert state.first_scan_at is not None
-        return self.engine_clock.is_idle and self.engine_clock.read() - state.first_scan_at < MIN_COMPUTED_S
+        since = self._waits_since(state)
+        return self.engine_clock.is_idle and self.engine_clock.read() - since < MIN_COMPUTED_S
 
     def _is_outdated(self, state: RequestState) -> bool:
         """Return whether a request without a pending lookup needs another: it has no answer that may be the best."""
@@ -447,12 +472,14 @@ class RequestLookups:
         tokens = state.request.num_tokens - computed_tokens
         if of_tails and state.answer is not None:
             tokens = min(tokens, self.groups[0].tokens_per_chunk)
-        late_at = pending.waits_since + wait.allowed_s(self._computed_s(state.request, tokens))
+        # Lookups that follow one another while the request waits have the deadline of the first.
+        since = pending.waits_since if state.waits_since is None else min(state.waits_since, pending.waits_since)
+        late_at = since + wait.allowed_s(self._computed_s(state.request, tokens))
         if state.awaits_tier:  # promoted blocks may still come
             late_at = max(late_at, state.tier_wait.until)
         if now >= late_at and not future.done and not pending.given_up:
             pending.given_up = state.tier_wait.has_ended = True
-            if late_at > pending.waits_since:
+            if late_at > since:
                 wait.record_reply(now - pending.waits_since)
             self._counters[metrics.LATE_LOOKUPS] += 1
         return late_at
@@ -510,7 +537,7 @@ class RequestLookups:
     def scanned(self, request: Request, computed_tokens: int) -> int | None:
         """Return the tokens that the last scan of a request found, if another one would find the same; else None."""
         state = self.requests[request.request_id]
-        known = Scan(state.answer, computed_tokens, state.awaits_tier, self.loads_begun)
+        known = Scan(state.answer, computed_tokens, state.awaits_tier, self.loads)
         is_same = state.answer is not None and state.scan is not None and state.scan[0] == known
         return state.scan[1] if state.scan is not None and is_same else None
 
@@ -518,8 +545,10 @@ class RequestLookups:
         """Record the result of a scan: ``tokens`` that can be loaded; None if the request waits for promotions, or for
         another request's load of the same blocks. Then it is not scanned again before that ends."""
         state = self.requests[request.request_id]
+        if self.queue.is_parked(request.request_id, computed_tokens):
+            return  # for the answer about its tails
         if tokens is not None:
-            state.scan = Scan(state.answer, computed_tokens, state.awaits_tier, self.loads_begun), tokens
+            state.scan = Scan(state.answer, computed_tokens, state.awaits_tier, self.loads), tokens
         elif state.awaits_tier and state.answer is not None:
             self._park(state, computed_tokens, min(state.tier_wait.ask_at, state.tier_wait.judge_at))
         elif not request.num_preemptions:  # else its own stores may not have ended

@@ -22,13 +22,13 @@ class Scan(NamedTuple):
     """Facts on which the result of vLLM's scan of a request depends.
 
     Attributes:
-        loads_begun: number of all loads so far: vLLM scans again where another request loads the same blocks.
+        loads: number of loads that have begun or ended: while another request loads the same blocks, vLLM waits for it.
     """
 
     answer: KeyedLookup | None
     computed_tokens: int
     awaits_tier: bool
-    loads_begun: int
+    loads: int
 
 
 @dataclass(slots=True, eq=False)
@@ -45,9 +45,10 @@ class RequestState:
         awaits_tier: the request waits for promotions in its answer.
         tier_wait: that wait.
         tiers: states of blocks that it may wait for: PENDING for those on disks, SHARED for those of shared stores.
-        first_scan_at: time when vLLM first came to it, by the engine's clock.
+        waits_since: time since which vLLM could not scan it for want of an answer, by the engine's clock; None while it
+            can. All lookups in this time have one deadline.
         tails: hashes of the tails to look up with the chunks, by group on the wire; see ``KeyedLookup``.
-        results: during vLLM's scan, what it finds of each group's chunks, a byte each, see ``keyed_lookup``.
+        results: what vLLM's next scan finds of each group's chunks, a byte each, see ``keyed_lookup``.
         tail_results: the same of the tails looked up, by vLLM's keys.
         wanted_tails: keys of tails for which vLLM asked in this scan, and that were not looked up.
         asks_tails: lookup() adds to these.
@@ -74,7 +75,7 @@ class RequestState:
     awaits_tier: bool = False
     tier_wait: TierWait = field(default_factory=TierWait)
     tiers: frozenset[int] = frozenset((PENDING, SHARED))
-    first_scan_at: float | None = None
+    waits_since: float | None = None
     tails: Mapping[int, Sequence[bytes]] = field(default_factory=dict)
     results: Mapping[int, bytes] = field(default_factory=dict)
     tail_results: Mapping[OffloadKey, LookupResult] = field(default_factory=dict)
