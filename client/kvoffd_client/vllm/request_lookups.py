@@ -342,7 +342,7 @@ class RequestLookups:
         if self._take_answer(state) and state.answer is not None:
             # Before the next lookup: where steps are long, one would be on its way whenever vLLM comes here.
             state.awaits_tier = self._waits_for_tier(state, state.answer)
-        if state.pending is None and self._is_outdated(state):
+        if state.pending is None and self._is_outdated(state) and self._may_renew(state, computed_tokens):
             if not self.queue.take_turn(request.request_id):
                 return self._await_turn(state, computed_tokens)
             self.look_up(request)
@@ -452,6 +452,14 @@ class RequestLookups:
         if answer.is_coming and not state.tier_wait.has_ended:
             return self.engine_clock.read() >= state.tier_wait.ask_at
         return now - future.answered_at > REFRESH_S * max(1.0, answer.asked / REFRESH_KEYS)
+
+    def _may_renew(self, state: RequestState, computed_tokens: int) -> bool:
+        """Return whether a request may wait for one more answer. While others store what it lacks, each may be outdated
+        when it comes; once the time for one is over, the last one counts."""
+        if state.answer is None or state.waits_since is None:
+            return True
+        computed_s = self._computed_s(state.request, state.request.num_tokens - computed_tokens)
+        return self.engine_clock.read() < state.waits_since + self._answer_wait.allowed_s(computed_s)
 
     def _lacks_stored(self, answer: KeyedLookup) -> bool:
         """Return whether something that an answer lacks was stored since."""
