@@ -107,10 +107,15 @@ class PromptQueue:
     @property
     def has_space(self) -> bool:
         """Whether one more prompt may be looked up ahead."""
-        if len(self.ahead) + len(self._of_tiers) >= MAX_LOOKED_UP:
+        if self.is_full:
             return False
         few = len(self.ahead) < MIN_AHEAD
         return few or (len(self.ahead) < MAX_AHEAD and self._ahead_tokens < self._ahead_tokens_most)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no more prompts may be looked up, whoever waits."""
+        return len(self.ahead) + len(self._of_tiers) >= MAX_LOOKED_UP
 
     def take_turn(self, name: str) -> bool:
         """Return whether a prompt that vLLM came to, or will before others, may be looked up now.
@@ -120,7 +125,7 @@ class PromptQueue:
         """
         if name not in self._behind or self.has_space:
             return True
-        if not self._asks_left or len(self.ahead) + len(self._of_tiers) >= MAX_LOOKED_UP:
+        if not self._asks_left or self.is_full:
             return False
         self._asks_left -= 1
         return True

@@ -343,8 +343,10 @@ class RequestLookups:
             # Before the next lookup: where steps are long, one would be on its way whenever vLLM comes here.
             state.awaits_tier = self._waits_for_tier(state, state.answer)
         if state.pending is None and self._is_outdated(state) and self._may_renew(state, computed_tokens):
-            if not self.queue.take_turn(request.request_id):
-                return self._await_turn(state, computed_tokens)
+            if not self.queue.take_turn(request.request_id) and self._awaits_turn(state, computed_tokens):
+                return False
+            if record.is_late:
+                return True
             self.look_up(request)
         late_at = 0.0
         if (pending := state.pending) is not None and not pending.future.done:
@@ -377,15 +379,16 @@ class RequestLookups:
         parked = Parked(computed_tokens, until, future, state.awaits_tier, place, state.tier_wait.ask_at)
         self.queue.park(name, parked)
 
-    def _await_turn(self, state: RequestState, computed_tokens: int) -> bool:
-        """Park a request that is not looked up, because many before it are; return True once that takes too long."""
+    def _awaits_turn(self, state: RequestState, computed_tokens: int) -> bool:
+        """Park a request that may not be looked up now, because many others were in this step. Once that takes too long
+        return False: it is looked up all the same, or given up if too many are."""
         computed_s = self._computed_s(state.request, state.request.num_tokens)
         now, until = self.engine_clock.read(), self._waits_since(state) + self._answer_wait.allowed_s(computed_s)
         if now < until:
             self.queue.park(state.request.request_id, Parked(computed_tokens, until, for_lookup=True))
-            return False
-        state.record.is_late = True
-        return True
+            return True
+        state.record.is_late = self.queue.is_full
+        return False
 
     def _take_answer(self, state: RequestState) -> bool:
         """Replace a request's answer by the one that has come, unless that failed, or its lease is about to end.
@@ -480,14 +483,16 @@ class RequestLookups:
         tokens = state.request.num_tokens - computed_tokens
         if of_tails and state.answer is not None:
             tokens = min(tokens, self.groups[0].tokens_per_chunk)
-        # Lookups that follow one another while the request waits have the deadline of the first.
+        allowed_s = wait.allowed_s(self._computed_s(state.request, tokens))
+        # Lookups that follow one another while the request waits have the deadline of the first, but each has a moment:
+        # vLLM may not have come here for a while.
         since = pending.waits_since if state.waits_since is None else min(state.waits_since, pending.waits_since)
-        late_at = since + wait.allowed_s(self._computed_s(state.request, tokens))
+        late_at = max(since + allowed_s, pending.waits_since + min(allowed_s, MIN_COMPUTED_S))
         if state.awaits_tier:  # promoted blocks may still come
             late_at = max(late_at, state.tier_wait.until)
         if now >= late_at and not future.done and not pending.given_up:
             pending.given_up = state.tier_wait.has_ended = True
-            if late_at > since:
+            if allowed_s:
                 wait.record_reply(now - pending.waits_since)
             self._counters[metrics.LATE_LOOKUPS] += 1
         return late_at
