@@ -437,9 +437,46 @@ def hinted(harness: ManagerHarness, hints: object, *, of_engine: bool = False) -
     harness.manager.on_new_request(context)
     harness.begin(context)
     harness.manager.lookups.look_up(harness.requests["r"])
+    harness.manager.scheduled(harness.requests["r"], 0)
+    harness.manager.step_begins([1])
     harness.requests["r"].block_hashes.append(block_hash(4))
     harness.manager.on_request_finished(context)
     return harness.manager._counters["vllm:kvoffd_unknown_hints"] - before
+
+
+def test_hints_of_requests_that_never_ran_end_with_them(harness: ManagerHarness) -> None:
+    """A user who cancels many prompts in the queue would stop vLLM's scheduler for a second."""
+    context = ReqContext("r", {"kv_hints": envelope(RETAIN)})
+    harness.manager.on_new_request(context)
+    harness.begin(context)
+    harness.manager.lookups.look_up(harness.requests["r"])
+    assert len(harness.client.hints) == 1
+    harness.manager.on_request_finished(context)
+    assert len(harness.client.hints) == 1
+
+
+def test_hints_beyond_the_budget_are_dropped_and_counted(harness: ManagerHarness) -> None:
+    keys = hints_module.KEYS_AT_ONCE // 4
+    for at in range(6):
+        context = ReqContext(f"r{at}", {"kv_hints": envelope(RETAIN)})
+        harness.manager.on_new_request(context)
+        harness.begin(context, keys)
+        harness.manager.lookups.look_up(harness.requests[f"r{at}"])
+    assert len(harness.client.hints) == 4
+    assert harness.manager._counters["vllm:kvoffd_unknown_hints"] == 2
+    harness.clock.now += keys / hints_module.KEYS_PER_SECOND
+    context = ReqContext("later", {"kv_hints": envelope(RETAIN)})
+    harness.manager.on_new_request(context)
+    harness.begin(context, keys)
+    harness.manager.lookups.look_up(harness.requests["later"])
+    assert len(harness.client.hints) == 5
+
+
+def test_the_host_of_a_peer_is_no_longer_than_the_wire_allows(harness: ManagerHarness) -> None:
+    """A capital I with a dot is two characters once it is small."""
+    fetch = action("kv.fetch", {"source_control_endpoint": "tcp://" + "İ" * 200 + ":1"})
+    assert hinted(harness, envelope(fetch)) == 1
+    assert set(harness.client.peers) == {""}
 
 
 @pytest.mark.parametrize("of_engine", [False, True])

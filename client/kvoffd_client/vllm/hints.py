@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
@@ -31,6 +31,8 @@ MAX_ACTIONS = 16
 """Actions of a request that are read."""
 MAX_KEYS = 4096
 """Keys of one hint, of all groups together, that are passed on: two milliseconds of the daemon."""
+KEYS_PER_SECOND, KEYS_AT_ONCE = 32_768, 16_384
+"""Keys of hints that an engine passes on: a twentieth of the daemon's time, in which others' lookups wait."""
 MAX_TEXT = 128
 """Characters of an action's type, of a version, and of an owner."""
 MAX_TIERS = 16
@@ -125,7 +127,7 @@ def read_hints(context: ReqContext, option: HintsOption = "all") -> RequestHints
                 kind = action.action_type
                 if kind == FETCH and _is_known(action.action_version):
                     endpoint = _convert(action.payload, _Fetch).source_control_endpoint
-                    peer = urlsplit(_sendable(endpoint)).hostname or peer
+                    peer = _host_of(endpoint) or peer
                     continue
                 hint, its_owner = _read(action, option)
                 owner = _sendable(its_owner) or owner
@@ -172,6 +174,14 @@ def _convert(given: object, to: type[_ReadT]) -> _ReadT:
         raise ValueError("a number is too large") from error
 
 
+def _host_of(endpoint: str) -> str:
+    """Return the host of a URL; empty if it has none. Raises ValueError."""
+    host = urlsplit(_sendable(endpoint)).hostname or ""
+    if len(host) > MAX_HOST:  # small letters may be longer
+        raise ValueError("its host is too long")
+    return host
+
+
 def _sendable(text: str) -> str:
     """Return ``text``. Raises ValueError if it cannot be encoded: JSON may have half of a surrogate pair."""
     text.encode()
@@ -203,6 +213,28 @@ def _say(kind: str, error: Exception) -> None:
     if kind not in _said and len(_said) < MAX_SAID:
         _said.add(kind)
         logger.warning("kvoffd: a request's hint (%r) is ignored: %s. Later ones are only counted.", kind, error)
+
+
+class HintBudget:
+    """The keys that an engine's hints may still name: KEYS_AT_ONCE, which come back at KEYS_PER_SECOND.
+
+    Args:
+        clock: clock such as time.monotonic().
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._left, self._at = float(KEYS_AT_ONCE), clock()
+
+    def take(self, keys: int) -> bool:
+        """Return whether a hint of this many keys may be passed on, and take them."""
+        now = self._clock()
+        self._left = min(KEYS_AT_ONCE, self._left + max(0.0, now - self._at) * KEYS_PER_SECOND)
+        self._at = now
+        if keys > self._left:
+            return False
+        self._left -= keys
+        return True
 
 
 def allowed_tiers(context: ReqContext) -> frozenset[int]:

@@ -439,17 +439,14 @@ class KvoffdManager(OffloadingManager):
         if state := self.requests.pop(req_context.req_id, None):
             self.lookups.queue.remove(req_context.req_id)
             record, is_loading = state.record, req_context.req_id in self.lookups.loading
+            was_scheduled = record.is_decided  # else it has stored nothing that its hints could name
             if record.counted is not None or is_loading:
                 lease_id = record.of_load.lease_id if record.of_load is not None else 0
                 report = record.decide(state.request, self.groups, state.last, state.adapter, dropped=True)
                 record.of_load = structs.replace(report, lease_id=report.lease_id or lease_id)
             self._send_report(record)
-            if (
-                state.hints
-                and state.request is not None
-                and self.lookups.knows_adapter(state)
-                and self.namespace.serves
-            ):
+            is_known = state.request is not None and self.lookups.knows_adapter(state)
+            if state.hints and was_scheduled and is_known and self.namespace.serves:
                 self.lookups.send_hints(state, has_ended=True)
             self.lookups.end_leases(state)
             if state.last is not None:

@@ -37,7 +37,7 @@ _COUNTERS = {
     SLOW_LOADS: "Requests whose blocks were found but not loaded because computing was faster.",
     PAUSED_STORES: "Stores skipped while stores paused because vLLM had waited for them too often.",
     DEFERRED_STORES: "Stores deferred because the kvoffd daemon's credit was used up.",
-    UNKNOWN_HINTS: "Hints in requests that were not known or could not be read.",
+    UNKNOWN_HINTS: "Hints in requests that were not known, could not be read, or were too many.",
 }
 DEFINITIONS: dict[str, OffloadingMetricMetadata] = {
     **{name: OffloadingGaugeMetadata(documentation=text) for name, text in _GAUGES.items()},

@@ -11,7 +11,7 @@ from kvoffd_client.vllm.adapters import ANSWER_PATIENCE_S, AdapterContents
 from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES, ChunkGroup, of_adapter
 from kvoffd_client.vllm.do_no_harm import DoNoHarm
 from kvoffd_client.vllm.engine_namespace import EngineNamespace
-from kvoffd_client.vllm.hints import hinted_hashes
+from kvoffd_client.vllm.hints import HintBudget, hinted_hashes
 from kvoffd_client.vllm.keyed_lookup import NOTHING_AWAITED, KeyedLookup, result_of
 from kvoffd_client.vllm.log import logger
 from kvoffd_client.vllm.prompt_queue import MAX_AHEAD, Parked, PromptQueue
@@ -85,6 +85,7 @@ class RequestLookups:
         self._answer_wait = AnswerWait(deadline_s, do_no_harm=do_no_harm)
         self._is_new_step, self._has_rested = True, False
         """Whether no prompt was asked for in this step yet, and whether an idle engine has paused in it."""
+        self._hint_budget = HintBudget(lambda: self.clock())
         self._tokens_before: dict[str, int] = {}
         """Uncomputed tokens of earlier prompts by request, as far as they were needed in this step."""
         self._uncounted: Iterator[RequestState] | None = None
@@ -229,7 +230,13 @@ class RequestLookups:
                 if (start := hint.start) not in named:
                     hashes = hinted_hashes(self.groups, state.request, start, self._tail_tokens, tails)
                     named[start] = [_group_keys(index, one, state.adapter) for index, one in hashes.items()]
-                if groups := named[start]:
+                if not (groups := named[start]):
+                    continue
+                namespace = self.namespace.current
+                assert namespace is not None
+                if not self._hint_budget.take(sum(len(one.keys) for one in groups) // namespace.key_bytes):
+                    self._counters[metrics.UNKNOWN_HINTS] += 1
+                else:
                     self.namespace.client.hint(hint.action, groups, hint.priority, hint.ttl_s, giver=state.giver)
 
     def knows_adapter(self, state: RequestState) -> bool:
