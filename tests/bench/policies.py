@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import version
 from math import isnan, nan
 from pathlib import Path
@@ -73,14 +73,17 @@ class Reference:
         cache, requests = self._cache, [self._request(obj_id=key + 1, obj_size=1) for key in keys]
         present = [cache.find(request, update_cache=False) is not None for request in requests]
         self.hits += present.index(False) if False in present else len(present)
-        for request, is_present in zip(reversed(requests), reversed(present), strict=True):
-            if is_present:
-                assert cache.get(request), "a use evicted something"
+        used = [request for request, is_present in zip(requests, present, strict=True) if is_present]
         absent = [request for request, is_present in zip(requests, present, strict=True) if not is_present]
+        self._get(reversed(used))
         for begin in range(0, len(absent), self._step_blocks):
-            for request in reversed(absent[begin : begin + self._step_blocks]):
-                if not cache.get(request):
-                    self.written += cache.find(request, update_cache=False) is not None
+            self._get(reversed(absent[begin : begin + self._step_blocks]))
+
+    def _get(self, requests: Iterable[Any]) -> None:
+        """Use or store blocks. LIRS may evict at a use, and miss the next block of the same request."""
+        for request in requests:
+            if not self._cache.get(request):
+                self.written += self._cache.find(request, update_cache=False) is not None
 
 
 def replay_reference(trace: Trace, name: str, blocks: int) -> Found:
