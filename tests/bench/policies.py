@@ -1,4 +1,4 @@
-"""``python -m tests.bench.policies TRACE...``: policies of kvoffd beside those of libCacheSim (in PyPI: libcachesim).
+"""``python -m tests.bench.policies TRACE...``: policies of kvoffd next to those of libCacheSim (in PyPI: libcachesim).
 
 kvoffd's are replayed through the daemon's own cache, as by ``kvoffd-cli trace replay``. libCacheSim's get the same
 requests for blocks in the order in which the daemon's policy gets them (``Reference``), and hits are counted alike: a
@@ -158,7 +158,7 @@ def main(arguments: Sequence[str]) -> int:
     if others:
         facts["libcachesim"] = version("libcachesim")
     pages = ["\n".join(tables(cut(read_trace(path), chosen.requests), sizes, own, others)) for path in chosen.traces]
-    print_report("Policies beside those of libCacheSim", facts, "\n".join(pages))
+    print_report("Policies next to those of libCacheSim", facts, "\n".join(pages))
     return 0
 
 
