@@ -59,7 +59,8 @@ class Arc(InOrder):
 
     def insert(self, group: Group, blocks: BlockIds, keys: bytes) -> None:
         given = group.number, keys, len(blocks), group.key_bytes, packed(blocks)
-        assert self._native.arc_insert(self._at, *given) == len(blocks), "inserted twice"
+        inserted = self._native.arc_insert(self._at, *given)
+        assert inserted == len(blocks), "inserted twice"
 
     def remove(self, group: Group, blocks: BlockIds, keys: bytes) -> None:
         self._native.arc_remove(self._at, packed(blocks), len(blocks), not group.namespace.of_bench)
