@@ -340,8 +340,9 @@ class Config:
     )
     eviction_policy: str = choice(*POLICY_NAMES).setting(
         DEFAULT_POLICY,
-        "Which blocks are stored, and which are evicted first when the pool is full. Before you change it, compare "
-        "policies on a recording of your own traffic with `kvoffd-cli trace replay`.",
+        "Which blocks are stored, and which are evicted first when the pool is full: by what was learned of their "
+        "reuse, the least recently used, or in two queues for blocks used once and used again. Before you change it, "
+        "compare policies on a recording of your own traffic with `kvoffd-cli trace replay`.",
     )
     disk: tuple[DiskSize, ...] = listed(
         "DIRECTORY=SIZE",

@@ -417,10 +417,12 @@ class HintedOrder:
     def candidates(self, below: float = inf) -> Iterator[BlockIds]:
         """Yield all of these in batches. Any change of the order ends the iteration."""
         self.end_lapsed()
-        given, most = 0, BATCH
-        while (found := self._first(most, below)).size > given:
-            yield found[given:]
-            given, most = len(found), 4 * most
+        given, most = _first_of((), 0), BATCH
+        while (found := self._first(most, below)).size > given.size:
+            # What was set aside may have moved others in the order of ``arc``.
+            same = np.array_equal(found[: given.size], given)
+            yield found[given.size :] if same else found[~np.isin(found, given)]
+            given, most = found if same else np.union1d(given, found), 4 * most
 
     def _first(self, count: int, below: float) -> BlockIds:
         if not self._has_hints:

@@ -7,6 +7,7 @@ import os
 import numpy as np
 import pytest
 
+from kvoffd.cache import POLICY_NAMES
 from kvoffd.cache.asked_keys import TAKEN_AT_ONCE
 from kvoffd.cache.block_table import DROPPED, FREE, READY
 from kvoffd.cache.cache import MAX_UNREPORTED_REQUESTS
@@ -551,7 +552,7 @@ def test_a_region_too_short_does_not_end_the_search() -> None:
     check_invariants(rig.cache)
 
 
-@pytest.mark.parametrize("policy", ["lru", "learned"])
+@pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_a_busy_namespace_grows_at_the_cost_of_an_idle_one(policy: str) -> None:
     rig = CacheRig(units=64, region_units=8, policy=policy)
     idle, busy = sizes(rig, 2)
@@ -569,7 +570,7 @@ def set_quota(rig: CacheRig, namespace: Namespace, units: int) -> None:
     rig.cache.quotas[namespace.fingerprint] = units * UNIT
 
 
-@pytest.mark.parametrize("policy", ["lru", "learned"])
+@pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_a_namespace_with_its_quota_takes_from_itself(policy: str) -> None:
     rig = CacheRig(units=64, region_units=8, policy=policy)
     polite, flooding = rig.open("polite"), rig.open("flooding")

@@ -134,7 +134,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(space=spaces, rank=ranks, group=groups, chain=chains, first_block=first_blocks)
     def begin_store(self, space: int, rank: int, group: int, chain: list[int], first_block: int) -> None:
         namespace, rank, group = self.geometry(space, rank, group)
-        firsts = {0: first_block} if first_block else {}
+        firsts = {0: first_block} if first_block and chain else {}
         names = self.names(space, group, chain)
         expected, seen = [], set()
         for number, name in enumerate(names):
@@ -679,6 +679,10 @@ class LearnedMachine(CacheMachine):
     policy = "learned"
 
 
+class ArcMachine(CacheMachine):
+    policy = "arc"
+
+
 _SETTINGS = settings(
     max_examples=30 * TIMES,
     derandomize=True,  # a red build is the change's fault
@@ -687,6 +691,6 @@ _SETTINGS = settings(
     phases=[Phase.explicit, Phase.reuse, Phase.generate],  # to shrink what fails takes minutes
     suppress_health_check=[HealthCheck.too_slow],
 )
-TestCache, TestLearned = CacheMachine.TestCase, LearnedMachine.TestCase
+TestCache, TestLearned, TestArc = CacheMachine.TestCase, LearnedMachine.TestCase, ArcMachine.TestCase
 TestCache.settings = _SETTINGS
-TestLearned.settings = settings(_SETTINGS, max_examples=8 * TIMES)
+TestLearned.settings = TestArc.settings = settings(_SETTINGS, max_examples=8 * TIMES)

@@ -18,7 +18,7 @@ from tests.kit.slot_cache import CacheRig, check_invariants, keys_of
 
 BLOCKS = 64
 MAX_RETAINED = int(RETAINED_SHARE * BLOCKS)
-POLICIES = "lru", "learned"
+POLICIES = "lru", "learned", "arc"
 
 
 class Hinted(CacheRig):
@@ -270,7 +270,10 @@ def test_all_accounts_agree_whatever_is_done(policy: str, seed: int) -> None:
             check_invariants(rig.cache)
         assert rig.cache.order.retained_bytes <= MAX_RETAINED * rig.unit
         first = rig.cache.order.first(8)
-        assert np.array_equal(first, rig.cache.order.first(64)[: len(first)])
+        if policy != "arc":  # whose order follows its queues' sizes, which setting blocks aside changes
+            assert np.array_equal(first, rig.cache.order.first(64)[: len(first)])
+        every = [block for batch in rig.cache.order.candidates() for block in batch.tolist()]
+        assert len({*every}) == len(every)
 
 
 # --- hints of several givers ------------------------------------------------------------------------

@@ -50,7 +50,7 @@ class Hinted:
         return books(self.daemon.directory).pool.retained_bytes
 
 
-@pytest.fixture(params=["lru", "learned"])
+@pytest.fixture(params=["lru", "learned", "arc"])
 def hinted(request: pytest.FixtureRequest) -> Iterator[Hinted]:
     with (
         DaemonProcess("1MiB", eviction_policy=request.param) as daemon,

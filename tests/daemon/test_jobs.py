@@ -77,7 +77,7 @@ def engine(daemon: DaemonProcess, namespace: bytes = NAMESPACE) -> Iterator[tupl
 # --- nothing ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["learned", "lru"])
+@pytest.mark.parametrize("policy", ["learned", "lru", "arc"])
 def test_requests_of_no_keys_are_answered_by_a_daemon_that_has_seen_no_others(
     policy: str, pool_file: Path, memory: SharedMemory
 ) -> None:

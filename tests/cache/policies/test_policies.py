@@ -27,11 +27,17 @@ class Order:
     def insert(self, *blocks: int) -> None:
         self.policy.insert(self.group, np.array(blocks, np.uint32), keys_of(*blocks))
 
+    def insert_at(self, block: int, key: int) -> None:
+        self.policy.insert(self.group, np.array([block], np.uint32), keys_of(key))
+
     def remove(self, *blocks: int) -> None:
         self.policy.remove(self.group, np.array(blocks, np.uint32), keys_of(*blocks))
 
     def touch(self, *blocks: int) -> None:
         self.policy.requested([Chain(self.group, keys_of(*blocks), np.array(blocks, np.uint32), len(blocks))])
+
+    def evict_oldest(self) -> None:
+        self.remove(*self.policy.first(1).tolist())
 
     @property
     def candidates(self) -> list[int]:
@@ -63,8 +69,9 @@ def test_touched_blocks_go_later(order: Order, touched: list[int], removed: list
     assert order.candidates == left
 
 
-def test_of_a_chain_that_was_touched_in_part_the_rest_goes_first() -> None:
-    order = Order("lru")
+@pytest.mark.parametrize("name", ["lru", "arc"])
+def test_of_a_chain_that_was_touched_in_part_the_rest_goes_first(name: str) -> None:
+    order = Order(name)
     order.insert(0, 1, 2, 3)
     order.touch(0, 1, 2, 3)
     order.touch(0, 1)
@@ -74,7 +81,7 @@ def test_of_a_chain_that_was_touched_in_part_the_rest_goes_first() -> None:
 def test_a_key_that_went_may_come_again_in_another_slot(order: Order) -> None:
     order.insert(1)
     order.remove(1)
-    order.policy.insert(order.group, np.array([2], np.uint32), keys_of(1))
+    order.insert_at(2, 1)
     assert order.candidates == [2]
 
 
@@ -93,6 +100,62 @@ def test_what_else_is_asked_of_it_has_an_answer(order: Order) -> None:
     assert policy.nbytes > 0
     assert policy.ghosts <= 3
     make_policy(order.group.namespace.label, POOL_BYTES, 1).restore(policy.state())
+
+
+def test_arc_keeps_reused_blocks_through_a_scan() -> None:
+    order = Order("arc")
+    order.insert(*range(5))
+    order.touch(*range(5))
+    order.insert(*range(100, 105))
+    for scanned in range(200, 400):
+        order.evict_oldest()
+        order.insert(scanned)
+    assert set(range(5)) <= set(order.candidates)
+
+
+def test_arc_gives_space_to_the_blocks_whose_ghosts_come_back() -> None:
+    order = Order("arc")
+    order.insert(*range(10))
+    order.touch(*range(5))
+    for key in range(100, 105):  # keys 5 to 9 go
+        order.evict_oldest()
+        order.insert(key)
+    for key in range(5, 8):  # from the ghosts of blocks that were used once
+        order.evict_oldest()
+        order.insert_at(key + 1000, key)
+    assert order.candidates == [4, 3, 103, 104, 2, 1, 0, 1005, 1006, 1007]
+
+
+def test_arc_learns_nothing_from_a_block_that_left_only_the_order() -> None:
+    order = Order("arc")
+    order.insert(0, 1, 2, 3)
+    order.touch(2, 3)
+    order.remove(0, 3)
+    order.insert(0, 3)
+    assert order.candidates == [1, 0, 2, 3]
+
+
+def test_arc_remembers_no_more_than_about_what_the_pool_holds() -> None:
+    order = Order("arc")
+    order.insert(*range(50))
+    for number in range(100, 2100):
+        order.evict_oldest()
+        order.insert(number)
+        if number % 3 == 0:
+            order.touch(number)
+    assert 0 < order.policy.ghosts <= 100
+    assert len(order.candidates) == 50
+
+
+def test_arc_remembers_small_blocks_in_a_fiftieth_of_the_pool() -> None:
+    order = Order("arc")
+    order.insert(*range(1000))
+    without = order.policy.nbytes
+    order.touch(*range(500))
+    for number in range(2000, 2500):
+        order.evict_oldest()
+        order.insert(number)
+    assert 0.9 < (order.policy.nbytes - without) / (POOL_BYTES / 50) <= 1
 
 
 def test_requests_of_benches_teach_nothing_and_leave_nothing() -> None:
