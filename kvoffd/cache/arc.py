@@ -12,16 +12,11 @@ import ctypes
 import os
 import weakref
 from collections.abc import Sequence
-from math import inf
-
-import numpy as np
-import numpy.typing as npt
 
 from kvoffd.cache.block_table import BlockIds, packed
 from kvoffd.cache.namespace import Group
-from kvoffd.cache.policy import GHOST_DIVISOR, Chain, InOrder
+from kvoffd.cache.policy import GHOST_DIVISOR, AdmitsAll, Chain
 from kvoffd.system.native import CHAR_P, COUNT, ITEMS, KEYS, NUMBER, VOID_P, declare, native
-from kvoffd_proto.stats import LearnedStats
 
 declare(
     arc_new=(VOID_P, NUMBER, NUMBER, CHAR_P),
@@ -36,11 +31,8 @@ ENTRY_BYTES = 50
 """Largest memory of a block's entry or a ghost, including its place in the index."""
 
 
-class Arc(InOrder):
-    """Admits everything that a store offers. ``slots``: number of slot numbers."""
-
-    lowest = -inf
-    accessed_bytes = 0
+class Arc(AdmitsAll):
+    """``slots``: number of slot numbers."""
 
     def __init__(self, pool_bytes: int, slots: int) -> None:
         self._native = native()
@@ -72,24 +64,3 @@ class Arc(InOrder):
     @property
     def nbytes(self) -> int:
         return ENTRY_BYTES * sum(self._counts)
-
-    def admit(self, group: Group, keys: bytes, starts: Sequence[int]) -> Sequence[tuple[int, float]]:
-        return [(len(keys) // group.key_bytes, inf)]
-
-    def rejected(self, group: Group, keys: bytes) -> None:
-        raise AssertionError("nothing is rejected")
-
-    def chance(self, group: Group, keys: bytes, within_bytes: int) -> npt.NDArray[np.float64]:
-        return np.ones(len(keys) // group.key_bytes)
-
-    def remember(self, nbytes: int) -> None:
-        """Do nothing: ghosts tell the queues' sizes, not a key's chance."""
-
-    def describe(self) -> LearnedStats:
-        return LearnedStats()
-
-    def state(self) -> bytes:
-        return b""
-
-    def restore(self, state: bytes) -> None:
-        """Do nothing: this policy has no state."""

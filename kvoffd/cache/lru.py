@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf
 
 import numpy as np
-import numpy.typing as npt
 
 from kvoffd.cache.block_table import BlockIds, packed
 from kvoffd.cache.namespace import Group
-from kvoffd.cache.policy import Chain, InOrder
+from kvoffd.cache.policy import AdmitsAll, Chain
 from kvoffd.system.native import COUNT, ITEMS, VOID_P, declare, native
-from kvoffd_proto.stats import LearnedStats
 
 declare(
     lru_insert=(COUNT, VOID_P, *ITEMS),
@@ -24,11 +21,10 @@ declare(
 LINK_BYTES = 8
 
 
-class Lru(InOrder):
-    """Admits everything that a store offers. ``slots``: number of slot numbers."""
+class Lru(AdmitsAll):
+    """``slots``: number of slot numbers."""
 
-    lowest = -inf
-    accessed_bytes = ghosts = 0
+    ghosts = 0
 
     def __init__(self, slots: int) -> None:
         self._native = native()
@@ -54,24 +50,3 @@ class Lru(InOrder):
     @property
     def nbytes(self) -> int:
         return LINK_BYTES * self._blocks
-
-    def admit(self, group: Group, keys: bytes, starts: Sequence[int]) -> Sequence[tuple[int, float]]:
-        return [(len(keys) // group.key_bytes, inf)]
-
-    def rejected(self, group: Group, keys: bytes) -> None:
-        raise AssertionError("nothing is rejected")
-
-    def chance(self, group: Group, keys: bytes, within_bytes: int) -> npt.NDArray[np.float64]:
-        return np.ones(len(keys) // group.key_bytes)
-
-    def remember(self, nbytes: int) -> None:
-        """Do nothing: this policy remembers no keys."""
-
-    def describe(self) -> LearnedStats:
-        return LearnedStats()
-
-    def state(self) -> bytes:
-        return b""
-
-    def restore(self, state: bytes) -> None:
-        """Do nothing: this policy has no state."""

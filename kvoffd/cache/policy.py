@@ -111,6 +111,35 @@ class InOrder:
         return self._buffer[: self._write(below, self._buffer_at, count)].copy()
 
 
+class AdmitsAll(InOrder):
+    """Base of policies that admit everything that a store offers, keep no state over a restart, and cannot tell a key's
+    chance to be used again."""
+
+    lowest = -inf
+    accessed_bytes = 0
+
+    def admit(self, group: Group, keys: bytes, starts: Sequence[int]) -> Sequence[tuple[int, float]]:
+        return [(len(keys) // group.key_bytes, inf)]
+
+    def rejected(self, group: Group, keys: bytes) -> None:
+        raise AssertionError("nothing is rejected")
+
+    def chance(self, group: Group, keys: bytes, within_bytes: int) -> npt.NDArray[np.float64]:
+        return np.ones(len(keys) // group.key_bytes)
+
+    def remember(self, nbytes: int) -> None:
+        """Do nothing: no key's chance is known."""
+
+    def describe(self) -> LearnedStats:
+        return LearnedStats()
+
+    def state(self) -> bytes:
+        return b""
+
+    def restore(self, state: bytes) -> None:
+        """Do nothing: this policy has no state."""
+
+
 def make_policy(name: str, pool_bytes: int, slots: int) -> Policy:
     """Make a policy, one of ``kvoffd.cache.POLICY_NAMES``, for a pool with this many bytes and slot numbers. Raises
     ValueError for an unknown name."""

@@ -114,7 +114,7 @@ class PromptQueue:
 
     @property
     def is_full(self) -> bool:
-        """Whether no more prompts may be looked up, whoever waits."""
+        """Whether no more prompts may be looked up."""
         return len(self.ahead) + len(self._of_tiers) >= MAX_LOOKED_UP
 
     def take_turn(self, name: str) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import inf
 from typing import TYPE_CHECKING
+
+from vllm.v1.kv_offload.base import OffloadKey
 
 from kvoffd_client.vllm import metrics
 from kvoffd_client.vllm.adapters import ANSWER_PATIENCE_S, AdapterContents
@@ -201,16 +203,20 @@ class RequestLookups:
         state = self.requests[request.request_id]
         if not (wanted := state.wanted_tails):
             return None
-        tails: dict[int, list[bytes]] = {}
-        for key in reversed(wanted):  # vLLM begins with the longest
-            tails.setdefault(self._positions[key[-GROUP_ID_BYTES:]], []).append(key[:-GROUP_ID_BYTES])
-        state.tails, state.record.asks_tails = tails, True
+        state.tails, state.record.asks_tails = self._by_group(reversed(wanted)), True  # vLLM begins with the longest
         self.release(state.pending)
         state.pending = None
         self.look_up(request)
         may_scan = self.prepare_scan(request, computed_tokens, engine_has_all=state.record.engine_has_all)
         state.asks_tails = False  # the second scan takes what is known
         return may_scan
+
+    def _by_group(self, keys: Iterable[OffloadKey]) -> dict[int, list[bytes]]:
+        """Return the hashes of vLLM's keys by group on the wire, in their order."""
+        hashes: dict[int, list[bytes]] = {}
+        for key in keys:
+            hashes.setdefault(self._positions[key[-GROUP_ID_BYTES:]], []).append(key[:-GROUP_ID_BYTES])
+        return hashes
 
     def _send_first_hints(self, state: RequestState) -> None:
         """Send a request's hints for its start, once the daemon can be reached and the adapter is known."""
@@ -221,10 +227,8 @@ class RequestLookups:
     def send_hints(self, state: RequestState, *, has_ended: bool) -> None:
         """Pass on a request's hints: ``kv.release`` at its end, ``kv.prefetch`` at its start, ``kv.retain`` at both, to
         include what was generated and to have its time begin at the end."""
-        last, named, tails = state.last, dict[int, list[GroupKeys]](), dict[int, list[bytes]]()
-        for key, found in last.tail_states().items() if last is not None else ():
-            if found == READY:
-                tails.setdefault(self._positions[key[-GROUP_ID_BYTES:]], []).append(key[:-GROUP_ID_BYTES])
+        named, found = dict[int, list[GroupKeys]](), state.last.tail_states() if state.last is not None else {}
+        tails = self._by_group(key for key, one in found.items() if one == READY)
         for hint in () if state.disabled else state.hints:
             if hint.action is not (HintAction.PREFETCH if has_ended else HintAction.RELEASE):
                 if (start := hint.start) not in named:
