@@ -20,6 +20,7 @@ SOURCES = [
     "kvoffd/cache/curve.c",
     "kvoffd/cache/blocks.c",
     "kvoffd/cache/lru.c",
+    "kvoffd/cache/askers.c",
     "kvoffd/cache/arc.c",
     "kvoffd/cache/recover.c",
     "kvoffd/cache/learned.c",

@@ -9,7 +9,7 @@
 #include <stdatomic.h>
 
 /* Version of everything that C and Python share: system/native.py has the same, and refuses another one. */
-const uint32_t kvoffd_version = 18;
+const uint32_t kvoffd_version = 19;
 
 #define WRITE(record, type, field, given) ({ type value_ = (given); memcpy((record) + (field), &value_, sizeof value_); })
 

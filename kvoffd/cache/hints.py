@@ -137,9 +137,11 @@ class HintedOrder:
     def asked(self, group: Group, keys: bytes, states: bytes, ready: BlockIds, giver: int) -> None:
         """Record that a prompt asked for keys with these states, and for the READY ones' blocks; see ``Askers``. What
         another giver released is in the policy's order again."""
-        others = self._askers.asked(group, keys, states, ready, giver)
-        if self._released and (released := others[self._hint_of[others] == RELEASED]).size:
-            self._insert(group, released[self._unmark(group, released)][::-1])
+        if self._released:
+            others = ready[~self._askers.are_alone(ready, giver)]
+            if (released := others[self._hint_of[others] == RELEASED]).size:
+                self._insert(group, released[self._unmark(group, released)][::-1])
+        self._askers.asked(group, keys, states, ready, giver)
 
     def share(self, blocks: BlockIds) -> None:
         """Record that others than one giver's prompts use READY blocks. What was released is in the policy's order

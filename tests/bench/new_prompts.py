@@ -28,7 +28,7 @@ from tests.kit.engine import BLOCK_TOKENS, EngineProcess
 from tests.kit.models import make_tiny_llama
 
 IDLE, KVOFFD = "does nothing", "kvoffd"
-SIZES, CACHED_TOKENS, ROW = (64, 1024), 4096, 3
+SIZES, CACHED_TOKENS, ROW = (64, 256), 4096, 3
 CACHE_BLOCKS = 4 * CACHED_TOKENS // BLOCK_TOKENS
 """Of an engine's cache: few, so that all are in use soon."""
 CONNECTOR = {

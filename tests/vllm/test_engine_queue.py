@@ -6,6 +6,9 @@ its defaults. Computing a document takes the model about a second, loading it so
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,6 +20,7 @@ import pytest
 from tests.kit.daemon import DaemonProcess
 from tests.kit.engine import (
     BLOCK_TOKENS,
+    Completion,
     EngineProcess,
     cached,
     completions,
@@ -39,6 +43,10 @@ DOCUMENT_BLOCKS = LENGTH // BLOCK_TOKENS
 CACHE_BLOCKS = DOCUMENT_BLOCKS * 5 // 2 + 1
 """Two and a half documents, and vLLM's null block."""
 DOCUMENTS = 8
+LONG_ANSWER = 1000 - LENGTH
+"""Tokens of an answer behind which others wait for seconds."""
+LEASE_TTL_S = 4.0
+STOPPED_S = 3.0
 SETTINGS: dict[str, Any] = {"num_blocks": CACHE_BLOCKS, "max_model_len": 1024, "max_num_seqs": 1}
 
 
@@ -48,7 +56,7 @@ class Queue:
 
     model: Path
     v2: bool
-    daemon: DaemonProcess = field(default_factory=lambda: DaemonProcess("1GiB"))
+    daemon: DaemonProcess = field(default_factory=lambda: DaemonProcess("1GiB", limits={"lease_ttl_s": LEASE_TTL_S}))
 
     def __post_init__(self) -> None:
         self.engine = self.new_engine()
@@ -105,6 +113,14 @@ def documents(first_seed: int, count: int = DOCUMENTS) -> list[list[int]]:
     return [prompt(seed, LENGTH) for seed in range(first_seed, first_seed + count)]
 
 
+def _stored(queue: Queue, wanted: list[int], others: list[list[int]]) -> Completion:
+    """Have the daemon store a document, and the engine's own cache forget it. Returns its answer."""
+    (answer,) = queue.engine.generate([wanted])
+    queue.engine.generate(others)
+    wait_stored(queue.daemon.directory)
+    return answer
+
+
 def test_documents_that_come_again_in_one_batch_are_loaded(queue: Queue) -> None:
     """All sixteen arrive before the first is computed."""
     queue.ask_twice(documents(100) * 2)
@@ -115,6 +131,30 @@ def test_tenants_in_one_batch_load_each_its_own_documents(queue: Queue) -> None:
     tenants, asked = ("red", "blue"), documents(200, DOCUMENTS // 2)
     once = [{"prompt_token_ids": one, "cache_salt": tenant} for tenant in tenants for one in asked]
     queue.ask_twice(once * 2)
+
+
+def test_a_document_that_waits_for_longer_than_its_lease_lives_is_loaded(queue: Queue) -> None:
+    """It was found whole, and pinned, when it arrived."""
+    wanted, *others = documents(400, 4)
+    known = _stored(queue, wanted, others)
+    *_, last = queue.engine.generate([*others, wanted], max_tokens=[LONG_ANSWER] * len(others) + [8])
+    assert last.scheduled_at - last.queued_at > LEASE_TTL_S
+    assert (last.cached, last.tokens) == (LOADED, known.tokens)
+
+
+def test_a_document_whose_first_lookup_failed_is_loaded(queue: Queue) -> None:
+    """The daemon stands still when the prompts arrive, for longer than a request waits."""
+    wanted, *others = documents(500, 4)
+    known = _stored(queue, wanted, others)
+    os.kill(queue.daemon.pid, signal.SIGSTOP)
+    try:
+        queue.engine.begin("generate", prompts=[*others, wanted], max_tokens=[LONG_ANSWER] * len(others) + [8])
+        time.sleep(STOPPED_S)
+    finally:
+        os.kill(queue.daemon.pid, signal.SIGCONT)
+    *_, last = completions(queue.engine.finish())
+    assert last.scheduled_at - last.queued_at > STOPPED_S
+    assert (last.cached, last.tokens) == (LOADED, known.tokens)
 
 
 @pytest.mark.parametrize("queue", ["v1"], indirect=True)
