@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # "as" tells type checkers that the name is public here
     from kvoffd_client.admin_client import AdminClient as AdminClient
+    from kvoffd_client.blocks import BlockClient as BlockClient
     from kvoffd_client.errors import DaemonUnavailable as DaemonUnavailable
     from kvoffd_client.errors import ForkedProcess as ForkedProcess
     from kvoffd_client.errors import KvoffdClientError as KvoffdClientError
@@ -40,6 +41,7 @@ if TYPE_CHECKING:  # "as" tells type checkers that the name is public here
 
 _HOMES = {
     "kvoffd_client.admin_client": "AdminClient",
+    "kvoffd_client.blocks": "BlockClient",
     "kvoffd_client.session": "ClientOptions",
     "kvoffd_client.errors": "DaemonUnavailable ForkedProcess KvoffdClientError RequestRefused RequestTimeout",
     "kvoffd_client.namespace": "NamespaceSpec",

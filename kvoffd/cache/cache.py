@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import compress, islice, takewhile
 from math import inf
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -56,6 +57,7 @@ from kvoffd.cache.namespace import (
     MissReason,
     Namespace,
     NamespaceRecord,
+    Shards,
 )
 from kvoffd.cache.policy import REJECTED, Chain, Policy
 from kvoffd.cache.tickets import (
@@ -73,7 +75,7 @@ from kvoffd.errors import BadGeometry, KvoffdError, NotReady, UnknownLease
 from kvoffd.pool.allocator import PAGE_BYTES, SlotAllocator, SlotIds
 from kvoffd.pool.slot_table import Deflated, SlotTable
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import ABSENT, PENDING, SHARED, HintAction
+from kvoffd_proto.messages import ABSENT, PENDING, SHARED, HintAction, KeyState
 
 logger = logging.getLogger(__name__)
 # Do not call np.unique here: its first call imports numpy.ma, which takes 20 ms.
@@ -95,6 +97,8 @@ MAX_PREFETCHES, ASKED_AT_ONCE = 256, 4
 NO_LEASE = NO_SESSION = 0
 """Lease and session of a prefetch: ids that no other has."""
 RECOVERED_AT_ONCE = 4096
+LISTED_SLOTS = 1 << 20
+"""Slots that a page of a listing looks at, which takes about a millisecond."""
 """Recovered blocks entered together, by group. Small, so that the order of use stays about right."""
 _NOTHING: BlockIds = np.empty(0, np.uint32)
 _NO_SLOTS: npt.NDArray[np.uint32] = np.empty((0, 1), np.uint32)
@@ -232,15 +236,16 @@ class Cache:
         rank: int,
         shard_bytes: Sequence[int],
         node: int | None,
+        shards: Shards | None = None,
     ) -> None:
-        """Set the rank's NUMA node and, at its first registration, its shard sizes, by group.
+        """Set the rank's NUMA node and, at its first registration, its shard sizes, by group, and their ``shards``.
 
         Raises BadGeometry if the bytes differ from earlier ones, do not fit the namespace, or no slot can hold a shard.
         """
         new = self._fix_shard_bytes(namespace, rank, shard_bytes)
         namespace.nodes[rank] = node
         self._fix_sizes(namespace)
-        if new:
+        if namespace.describe_shards(rank, shards) or new:
             self._save()
 
     def _save(self) -> None:
@@ -334,6 +339,10 @@ class Cache:
         for rank, shard_bytes in enumerate(record.shard_bytes):
             if shard_bytes is not None:
                 self._fix_shard_bytes(namespace, rank, shard_bytes)
+        for rank, shards in enumerate(record.shards or ()):
+            if shards is not None and rank < record.world_size:
+                sizes = [(count, tuple(page[0] for page in layers if page)) for count, layers in shards]
+                namespace.describe_shards(rank, tuple(cast(Shards, sizes)))
         namespace.generation = record.generation
         self.namespaces[namespace.fingerprint] = namespace
         self._give_number(namespace, record.number)
@@ -1301,13 +1310,34 @@ class Cache:
 
     # --- facts ----------------------------------------------------------------------------------
 
-    def has_block(self, namespace: Namespace, group: int, key: bytes) -> bool:
-        """Return whether the pool has a block of the key; shards may be missing. Nothing is counted.
+    def describe_block(self, namespace: Namespace, group: int, key: bytes) -> tuple[KeyState, int, bytes]:
+        """Return a block's state in the pool and, if it is READY, its first stored engine block and the checksums of
+        its shards, 8 bytes each, big-endian. Nothing is counted.
 
-        A key of another length than the namespace's has none. Raises BadGeometry.
+        A key of another length than the namespace's has no block. Raises BadGeometry.
         """
-        states, _ = self.blocks.find(self.group(namespace, group), key)
-        return len(key) == namespace.key_bytes and states[0] != FREE
+        known = self.group(namespace, group)
+        if len(key) != namespace.key_bytes:
+            return KeyState.ABSENT, 0, b""
+        states, blocks = self.blocks.find(known, key)
+        if states[0] != READY:
+            return KeyState.ABSENT if states[0] == FREE else KeyState.WRITING, 0, b""
+        records = self.table.records[self.blocks.slots(blocks, len(known.sizes))[0]]
+        return KeyState.READY, int(records["first_block"].max()), records["checksum"].astype(">u8").tobytes()
+
+    def list_blocks(self, namespace: Namespace, group: int, position: int, limit: int) -> tuple[bytes, int]:
+        """Return keys of READY blocks of a group, and the next position; 0 at the end.
+
+        Looks at LISTED_SLOTS slots from ``position`` on, which is 0 at first. A block that exists from the first page
+        to the last is on exactly one. Raises BadGeometry.
+        """
+        known, end = self.group(namespace, group), len(self.blocks.state)
+        place, position = slice(position, position + LISTED_SLOTS), position + LISTED_SLOTS
+        ready = (self.blocks.group[place] == known.number) & (self.blocks.state[place] == READY)
+        blocks = (np.flatnonzero(ready) + place.start).astype(np.uint32)
+        if len(blocks) > limit:
+            blocks, position = blocks[:limit], int(blocks[limit])
+        return self.blocks.keys(blocks, namespace.key_bytes), position if position < end else 0
 
     @property
     def usage(self) -> PoolUsage:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from struct import pack
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import numpy as np
 from msgspec import Meta, Struct, msgpack
@@ -56,6 +56,10 @@ class MissReason(IntEnum):
     AFTER_GAP = 17
 
 
+Shards: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]
+"""A rank's shards by group: engine blocks of a key, and the bytes of a page of each layer."""
+
+
 class NamespaceRecord(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A namespace without its blocks, as the slot table keeps it for the next daemon."""
 
@@ -68,8 +72,9 @@ class NamespaceRecord(Struct, frozen=True, array_like=True, forbid_unknown_field
     description: str
     shard_bytes: tuple[tuple[int, ...] | None, ...]
     """Bytes of a shard by rank and group; None for a rank that no worker has registered."""
-    unused: object
-    """None for each rank, which release 0.2 can read: it had descriptions of layers here."""
+    shards: tuple[tuple[tuple[int, tuple[tuple[object, ...], ...]], ...] | None, ...] | None
+    """Engine blocks of a key, and layers, by rank and group; None if unknown. The first element of a layer is the bytes
+    of its page. Release 0.2 reads this too, and had descriptions of the layers behind them."""
     generation: int
     """Number that is raised whenever all blocks of the namespace become stale."""
 
@@ -173,6 +178,8 @@ class Namespace:
         """NUMA node of its slots, by rank."""
         self.shard_bytes: list[tuple[int, ...] | None] = [None] * world_size
         """Bytes of a shard by rank and group; None for a rank that no worker has registered yet."""
+        self.shards: list[Shards | None] = [None] * world_size
+        """Layers of its shards by rank; None for a rank whose worker an earlier daemon did not record."""
         self._records: dict[bool, tuple[int, int, Deflated, Deflated]] = {}
         """Number, generation, the part between them, and the whole record, by ``short``."""
         self.key_type = np.dtype((np.void, key_bytes))
@@ -250,11 +257,23 @@ class Namespace:
         if body is None:
             description = "" if short and len(self.description) > LONG_DESCRIPTION else self.description
             spec = self.fingerprint, self.label, self.world_size, self.key_bytes, self.groups, description
-            body = Deflated.of(msgpack.encode((*spec, self.shard_bytes, [None] * self.world_size))[1:])
+            shards = [
+                None if one is None or short else [(count, [(nbytes,) for nbytes in pages]) for count, pages in one]
+                for one in self.shards
+            ]
+            body = Deflated.of(msgpack.encode((*spec, self.shard_bytes, shards))[1:])
         head, tail = b"\x9a" + msgpack.encode(self.number), msgpack.encode(self.generation)
         whole = Deflated.joined([Deflated.of(head), body, Deflated.of(tail)])
         self._records[short] = self.number, self.generation, body, whole
         return whole
+
+    def describe_shards(self, rank: int, shards: Shards | None) -> bool:
+        """Set the layers of a rank's shards unless they are known. Returns whether it did. No copy depends on them."""
+        if shards is None or self.shards[rank] is not None:
+            return False
+        self.shards[rank] = shards
+        self._records.clear()
+        return True
 
     def fix_shard_bytes(self, rank: int, shard_bytes: Sequence[int]) -> bool:
         """Set the bytes of a rank's shards, by group. Returns False if they were set already.

@@ -1,12 +1,13 @@
-"""Requests of administrators about the cache and its disks."""
+"""Requests of administrators about the cache, its disks, and single blocks."""
 
 from __future__ import annotations
 
 import logging
 from typing import TYPE_CHECKING
 
+from kvoffd.cache.namespace import MissReason
 from kvoffd.errors import KvoffdError
-from kvoffd.server.handlers import Pending, answers
+from kvoffd.server.handlers import Pending, answers, filled
 from kvoffd.server.namespaces import forget_idle
 from kvoffd.server.sessions import Session
 from kvoffd_proto import admin as a
@@ -97,6 +98,31 @@ def scrub(service: Service, session: Session, message: a.Scrub) -> a.ScrubReply:
 
 
 @answers(a.FindBlock)
-def find_block(service: Service, session: Session, message: a.FindBlock) -> m.Done:
+def find_block(service: Service, session: Session, message: a.FindBlock) -> a.BlockFound:
+    cache, group, key = service.cache, message.group, message.key
+    namespace = cache.namespace(message.namespace)
+    state, first_block, checksums = cache.describe_block(namespace, group, key)
+    reason = MissReason.PARTIAL
+    if state is m.KeyState.ABSENT:
+        fits = len(key) == namespace.key_bytes
+        reason = MissReason(cache.reasons_of(namespace, group, key)[0]) if fits else MissReason.UNKNOWN
+    why = "" if state is m.KeyState.READY else reason.name.lower()
+    return a.BlockFound(message.request_id, state, why, first_block, checksums)
+
+
+@answers(a.DescribeNamespace)
+def describe_namespace(service: Service, session: Session, message: a.DescribeNamespace) -> a.NamespaceDescribed:
     namespace = service.cache.namespace(message.namespace)
-    return m.Done(message.request_id, int(service.cache.has_block(namespace, message.group, message.key)))
+    shards = [
+        None if one is None else [a.ShardSpec(count, list(pages)) for count, pages in one] for one in namespace.shards
+    ]
+    return filled(
+        a.NamespaceDescribed, namespace, request_id=message.request_id, groups=list(namespace.groups), shards=shards
+    )
+
+
+@answers(a.ListBlocks)
+def list_blocks(service: Service, session: Session, message: a.ListBlocks) -> a.BlocksListed:
+    namespace = service.cache.namespace(message.namespace)
+    found = service.cache.list_blocks(namespace, message.group, message.position, message.limit)
+    return a.BlocksListed(message.request_id, *found)

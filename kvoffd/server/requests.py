@@ -151,7 +151,8 @@ def _registered(
             *(memory.spans, message.tensors, message.groups, message.blocks_per_key), on_gpu=memory.on_gpu
         )
         shard_bytes = [layout.shard_bytes for layout in layouts]
-        service.cache.register_rank(namespace, message.rank, shard_bytes, memory.node)
+        shards = tuple((message.blocks_per_key, tuple(page.page_bytes for page in pages)) for pages in message.groups)
+        service.cache.register_rank(namespace, message.rank, shard_bytes, memory.node, shards)
     except BaseException:
         memory.close(lambda: None)
         raise

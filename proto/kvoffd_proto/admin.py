@@ -139,13 +139,64 @@ class SetQuota(m.Request[m.Done], frozen=True):
     quota_bytes: Annotated[m.ByteCount | None, m.doc("Pool bytes; nil removes the quota.")]
 
 
+class BlockFound(m.Reply, frozen=True):
+    state: Annotated[m.KeyState, m.doc("State in the pool: 0 absent, 1 while a shard is missing, or 2 ready.")]
+    reason: Annotated[str, m.doc("Why the key was last missing, one of `MISS_REASONS`; empty if it is ready.")]
+    first_block: Annotated[m.Count, m.doc("Engine blocks at the start of each layer that were not stored.")]
+    checksums: Annotated[
+        bytes, m.doc("XXH3 of each rank's shard: 64 bits, big-endian, 0 replaced by 1; empty if it is not ready.")
+    ]
+
+
 @m.exchange(m.ADMIN)
-class FindBlock(m.Request[m.Done], frozen=True):
-    """Asks whether the pool has a block: ``count`` in the answer is 1 if it does. No statistics change."""
+class FindBlock(m.Request[BlockFound], frozen=True):
+    """Asks whether the pool has a block. No statistics change."""
 
     namespace: m.Fingerprint
     group: m.GroupIndex
     key: Annotated[bytes, m.doc("Hash of the block.", max_length=64)]
+
+
+class ShardSpec(m.Wire, frozen=True):
+    """One rank's shard of a group's block: layer after layer, of each ``blocks_per_key`` pages."""
+
+    blocks_per_key: Annotated[m.Count, m.doc("Engine blocks that one key covers.")]
+    page_bytes: Annotated[list[m.ByteCount], m.doc("Bytes of one engine block, by layer.")]
+
+
+class NamespaceDescribed(m.Reply, frozen=True):
+    label: Annotated[str, m.doc("Name of the namespace for operators.")]
+    world_size: Annotated[int, m.doc("Shards that make a block.", ge=1)]
+    key_bytes: Annotated[int, m.doc("Length of a block hash in bytes.", ge=1)]
+    groups: Annotated[list[m.GroupSpec], m.doc("KV cache groups.")]
+    description: Annotated[str, m.doc("Input of the fingerprint as JSON.")]
+    shards: Annotated[list[list[ShardSpec] | None], m.doc("Shards by rank and group; nil if unknown.")]
+
+
+@m.exchange(m.ADMIN)
+class DescribeNamespace(m.Request[NamespaceDescribed], frozen=True):
+    """Asks for the layout of a namespace's blocks, as the first worker of each rank registered it."""
+
+    namespace: m.Fingerprint
+
+
+class BlocksListed(m.Reply, frozen=True):
+    keys: Annotated[bytes, m.doc("Keys of the page's blocks, end to end.")]
+    next_position: Annotated[m.Count, m.doc("Position of the next page; 0 if this is the last.")]
+
+
+@m.exchange(m.ADMIN)
+class ListBlocks(m.Request[BlocksListed], frozen=True):
+    """Lists the blocks of one group in the pool that are ready, a page at a time, in no order.
+
+    A block that stays in the pool while all pages are read is on exactly one of them. A page may be short or empty even
+    if others follow.
+    """
+
+    namespace: m.Fingerprint
+    group: m.GroupIndex
+    position: Annotated[m.Count, m.doc("0 for the first page, else ``next_position`` of the previous page.")] = 0
+    limit: Annotated[int, m.doc("Most blocks on the page.", ge=1, le=4096)] = 1024
 
 
 # --- traces ----------------------------------------------------------------------------------------

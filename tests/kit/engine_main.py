@@ -246,6 +246,30 @@ def flip_weights(llm: Any) -> None:
     llm.collective_rpc(flip)
 
 
+def kv_pages(llm: Any) -> list[list[list[list[bytes]]]]:
+    """Digests of the pages of the KV cache by worker, group, layer and block, from the workers' own memory."""
+
+    def read(worker: Any) -> list[list[list[bytes]]]:
+        from hashlib import sha256
+
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        client = get_kv_transfer_group().connector_worker.worker._client
+        registration, found = client._registration, []
+        for pages in registration.groups:
+            layers = []
+            for page in pages:
+                place = registration.tensors[page.tensor]
+                view = registration.memories[place.segment].view
+                starts = [place.offset_bytes + block * place.stride_bytes for block in range(place.num_blocks)]
+                layers.append([sha256(view[at : at + page.page_bytes]).digest() for at in starts])
+            found.append(layers)
+        return found
+
+    answers: list[list[list[list[bytes]]]] = llm.collective_rpc(read)
+    return answers
+
+
 def reload_weights(llm: Any, path: str) -> None:
     """Load the weights of another checkpoint in place, by vLLM's own method."""
     llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
@@ -274,6 +298,7 @@ COMMANDS = {
     "embed": embed,
     "flip_weights": flip_weights,
     "generate": generate,
+    "kv_pages": kv_pages,
     "load_adapter": load_adapter,
     "metrics": metrics,
     "nap": nap,

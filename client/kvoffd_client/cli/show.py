@@ -263,7 +263,7 @@ def _elsewhere(
         for other in infos.values():
             if other.label != own.label or other is own or not other.ready_blocks or group >= len(other.groups):
                 continue
-            if admin.ask(FindBlock, other.namespace, group, key).count:
+            if admin.ask(FindBlock, other.namespace, group, key).state:
                 differs = how_they_differ(own.description, other.description)
                 sentence = f" Namespace {namespace_id(other.namespace)} has this key, but differs: {differs}."
                 yield (fingerprint, key), sentence

@@ -1,0 +1,349 @@
+"""Reads and writes single blocks for programs that are no engines, with an engine's copies."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvoffd_client.admin_client import AdminClient
+from kvoffd_client.errors import DaemonUnavailable, KvoffdClientError, RequestRefused, RequestTimeout
+from kvoffd_client.memory import Registration, SharedMemory
+from kvoffd_client.namespace import NamespaceSpec
+from kvoffd_client.scheduler_client import LookupFuture, SchedulerClient
+from kvoffd_client.session import ClientOptions, Closing
+from kvoffd_client.worker_client import Job, WorkerClient
+from kvoffd_proto.admin import BlockFound, DescribeNamespace, FindBlock, ListBlocks
+from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.messages import READY, GroupKeys, GroupTransfer, JobResult, PageRef, TensorLayout
+from kvoffd_proto.stats import MISS_REASONS
+
+if TYPE_CHECKING:
+    import torch
+
+Bytes = npt.NDArray[np.uint8]
+TIMEOUT_S = 60.0
+CONNECT_S = 10.0
+PENDING_PAUSE_S = 0.005
+CHECKSUM_BYTES = 8
+NAME = "kvoffd blocks"
+"""Name of the sessions, for operators."""
+
+
+class BlockClient(Closing):
+    """Reads and writes blocks of one namespace as lists of tensors, one for each layer of a rank's shard.
+
+    >>> with BlockClient("/run/kvoffd", "tiny-llama") as blocks:                           # doctest: +SKIP
+    ...     for key in blocks.keys():
+    ...         layers = blocks.get(key)       # each uint8 [engine blocks of a key, bytes of a page]
+    ...         blocks.put(another_key, layers)
+
+    Not for several threads at once. The daemon counts its copies as an engine's.
+
+    Args:
+        directory: where the daemon's sockets are.
+        namespace: an open namespace's label or first hex digits of its fingerprint, or its whole fingerprint as bytes.
+        timeout_s: bounds each call.
+
+    Raises:
+        DaemonUnavailable: no daemon in time.
+        RequestRefused: the daemon refuses this user, or does not know the fingerprint.
+        KvoffdClientError: no namespace of this name, or its layers are unknown.
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str], namespace: str | bytes, *, timeout_s: float = TIMEOUT_S
+    ) -> None:
+        self._closing: list[Closing] = []
+        self._timeout_s = timeout_s
+        self._job_ids = itertools.count(1)
+        try:
+            self._open(directory, namespace)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, directory: str | os.PathLike[str], namespace: str | bytes) -> None:
+        self._admin = AdminClient(directory, self._timeout_s)
+        self._closing.append(self._admin)
+        if isinstance(namespace, str):
+            namespace = self._admin.namespace(namespace).namespace
+        told = self._admin.ask(DescribeNamespace, namespace)
+        shards = [of_rank for of_rank in told.shards if of_rank is not None]
+        if len(shards) < told.world_size:
+            raise KvoffdClientError(
+                f"The daemon does not know the layers of rank {told.shards.index(None)} of the namespace "
+                f"{told.label!r}; start its engine once."
+            )
+        self._shards = shards
+        groups = tuple(told.groups)
+        spec = NamespaceSpec(namespace, told.label, told.world_size, told.key_bytes, groups, told.description)
+        self.namespace = spec
+        options = ClientOptions(request_timeout_s=self._timeout_s)
+        clients: list[SchedulerClient | WorkerClient] = []
+        self._scheduler = SchedulerClient(directory, spec, name=NAME, options=options)
+        clients.append(self._scheduler)
+        self._closing.append(self._scheduler)
+        self._workers: list[WorkerClient] = []
+        self._shard_bytes: list[list[Bytes]] = []
+        """Memory of a shard by rank and group."""
+        for rank in range(told.world_size):
+            worker = WorkerClient(directory, spec, self._registration(rank), name=NAME, options=options)
+            self._workers.append(worker)
+            clients.append(worker)
+            self._closing.append(worker)
+        deadline = time.monotonic() + min(CONNECT_S, self._timeout_s)
+        for client in clients:
+            if not client.wait_settled(max(0.0, deadline - time.monotonic())):
+                why = f"The kvoffd daemon in {os.fspath(directory)} opened no session in time: {client.problem}"
+                raise client.refusal or DaemonUnavailable(why)
+
+    def _registration(self, rank: int) -> Registration:
+        """Allocate memory for one block of each group and lay it out as the daemon's slots are, layer after layer."""
+        shards = self._shards[rank]
+        sizes = [shard.blocks_per_key * sum(shard.page_bytes) for shard in shards]
+        memory = SharedMemory(max(1, sum(sizes)), "kvoffd-blocks")
+        self._closing.append(memory)
+        tensors: list[TensorLayout] = []
+        groups: list[tuple[PageRef, ...]] = []
+        start, parts = 0, list[Bytes]()
+        for shard, size in zip(shards, sizes, strict=True):
+            parts.append(memory.view[start : start + size])
+            groups.append(tuple(PageRef(len(tensors) + at, nbytes) for at, nbytes in enumerate(shard.page_bytes)))
+            for nbytes in shard.page_bytes:
+                tensors.append(TensorLayout(0, start, nbytes, shard.blocks_per_key))
+                start += shard.blocks_per_key * nbytes
+        self._shard_bytes.append(parts)
+        return Registration(rank, shards[0].blocks_per_key, (memory,), tuple(tensors), tuple(groups))
+
+    def get(
+        self,
+        key: bytes,
+        *,
+        group: int = 0,
+        rank: int = 0,
+        dtype: torch.dtype | None = None,
+        shape: Sequence[int] | None = None,
+    ) -> list[torch.Tensor]:
+        """Return copies of the layers of a rank's shard, in the engine's order, after a comparison with its checksum.
+
+        Each is uint8, [engine blocks of a key, bytes of a page], or viewed as ``dtype`` and ``shape``. A block on a
+        disk or in a shared store is brought up first.
+
+        Raises:
+            KeyError: the block is not ready; the sentence has the reason.
+            ValueError: a key, group or rank of another namespace, or a layer is not of this dtype and shape.
+            KvoffdClientError: the bytes do not match their checksum, or the copy failed.
+        """
+        import torch
+
+        self._check(key, group)
+        if not 0 <= rank < self.namespace.world_size:
+            raise ValueError(f"The namespace has ranks 0 to {self.namespace.world_size - 1}, not {rank}.")
+        data = self._read(key, group, rank)
+        return [self._viewed(torch.from_numpy(layer), dtype, shape) for layer in self._layers(data, group, rank)]
+
+    def put(self, key: bytes, kv: Sequence[object], *, group: int = 0) -> bool:
+        """Store a block: a list of its layers, or with several ranks a list of such lists. Layers are tensors or arrays
+        of any type, of as many bytes as ``get`` returns.
+
+        Returns False if the daemon has the block with the same bytes.
+
+        Raises:
+            ValueError: a layer has another size, or there are other numbers of ranks or layers.
+            KvoffdClientError: the daemon has a block of this key with other bytes, or did not store it; then no rank's
+                shard of it is left.
+        """
+        self._check(key, group)
+        for rank, data in enumerate(self._checked(kv, group)):
+            self._shard_bytes[rank][group][:] = data
+        sums = b"".join(
+            (xxhash.xxh3_64_intdigest(parts[group]) or 1).to_bytes(CHECKSUM_BYTES, "big")  # type: ignore[arg-type]
+            for parts in self._shard_bytes
+        )
+        with self._leased([key], group):  # brings it up from a tier, to compare it
+            found = self._find(key, group)
+            if self._is_whole(found):
+                self._check_same(key, found, sums)
+                return False
+        results = self._copy(key, group, range(self.namespace.world_size))
+        found = self._find(key, group)
+        if self._is_whole(found):
+            self._check_same(key, found, sums)
+            return any(result.bytes for result in results)
+        self._scheduler.invalidate([GroupKeys(group, key)])
+        why = next((result.error.sentence for result in results if result.error is not None), "")
+        if not why:
+            rejected = any(result.rejected for result in results)
+            why = f"It is {found.reason}: {MISS_REASONS['rejected' if rejected else found.reason]}."
+        raise KvoffdClientError(f"The block {key.hex()} was not stored. {why}")
+
+    def keys(self, prefix_of: Sequence[bytes] | None = None, *, group: int = 0, limit: int = 1024) -> Iterator[bytes]:
+        """Yield the keys of the blocks that are in the pool, in no order, in pages of ``limit`` keys.
+
+        ``prefix_of``: keys of a prompt, root first. Only the leading ones that can be read are yielded, in their order;
+        those on a disk or in a shared store are brought up.
+
+        Raises ValueError if a key, the group or the limit does not fit.
+        """
+        self._check(b"", group)
+        if not 1 <= limit <= 4096:
+            raise ValueError(f"A page has 1 to 4096 keys, not {limit}.")
+        size = self.namespace.key_bytes
+        if prefix_of is not None:
+            for key in prefix_of:
+                self._check(key, group)
+            for at in range(0, len(prefix_of), limit):
+                page = prefix_of[at : at + limit]
+                with self._leased(page, group) as found:
+                    ready = found.leading_ready()
+                yield from page[:ready]
+                if ready < len(page):
+                    return
+            return
+        position = 0
+        while True:
+            listed = self._admin.ask(ListBlocks, self.namespace.fingerprint, group, position, limit)
+            yield from (listed.keys[at : at + size] for at in range(0, len(listed.keys), size))
+            position = listed.next_position
+            if not position:
+                return
+
+    def close(self) -> None:
+        """End the sessions and free the memory. Repeatable."""
+        while self._closing:
+            self._closing.pop().close()
+
+    def _check(self, key: bytes, group: int) -> None:
+        """Raise ValueError for an unknown group and, unless it is empty, for a key of another length."""
+        if not 0 <= group < len(self.namespace.groups):
+            raise ValueError(f"The namespace has groups 0 to {len(self.namespace.groups) - 1}, not {group}.")
+        if key and len(key) != self.namespace.key_bytes:
+            raise ValueError(f"A key of this namespace has {self.namespace.key_bytes} bytes, not {len(key)}.")
+
+    def _layers(self, data: Bytes, group: int, rank: int) -> list[Bytes]:
+        """Return the layers of a shard, [engine blocks of a key, bytes of a page]."""
+        shard, start, layers = self._shards[rank][group], 0, list[Bytes]()
+        for nbytes in shard.page_bytes:
+            end = start + shard.blocks_per_key * nbytes
+            layers.append(data[start:end].reshape(shard.blocks_per_key, nbytes))
+            start = end
+        return layers
+
+    def _viewed(self, layer: torch.Tensor, dtype: torch.dtype | None, shape: Sequence[int] | None) -> torch.Tensor:
+        try:
+            viewed = layer.flatten().view(dtype).reshape(layer.shape[0], -1) if dtype is not None else layer
+            return viewed if shape is None else viewed.reshape(tuple(shape))
+        except RuntimeError as error:
+            wanted = "the same shape" if shape is None else f"shape {tuple(shape)}"
+            raise ValueError(
+                f"A layer of {layer.numel()} bytes is not of {dtype or layer.dtype} and {wanted}."
+            ) from error
+
+    def _checked(self, kv: Sequence[object], group: int) -> list[Bytes]:
+        """Return the bytes of each rank's shard. Raises ValueError if their sizes differ from the namespace's."""
+        ranks: Sequence[object] = kv
+        if self.namespace.world_size == 1 and not (len(kv) == 1 and isinstance(kv[0], list | tuple)):
+            ranks = [kv]
+        if len(ranks) != self.namespace.world_size:
+            raise ValueError(f"A block of this namespace has {self.namespace.world_size} ranks, not {len(ranks)}.")
+        shards = []
+        for rank, (layers, parts) in enumerate(zip(ranks, self._shards, strict=True)):
+            spec = parts[group]
+            given = [_bytes_of(layer) for layer in layers] if isinstance(layers, list | tuple) else []
+            if len(given) != len(spec.page_bytes):
+                raise ValueError(f"Rank {rank} has {len(spec.page_bytes)} layers in group {group}, not {len(given)}.")
+            for number, (layer, nbytes) in enumerate(zip(given, spec.page_bytes, strict=True)):
+                if layer.size != (fits := spec.blocks_per_key * nbytes):
+                    raise ValueError(f"Layer {number} of rank {rank} has {fits} bytes, not {layer.size}.")
+            shards.append(np.concatenate([np.empty(0, np.uint8), *given]))
+        return shards
+
+    def _find(self, key: bytes, group: int) -> BlockFound:
+        return self._admin.ask(FindBlock, self.namespace.fingerprint, group, key)
+
+    def _is_whole(self, found: BlockFound) -> bool:
+        return found.state == READY and not found.first_block
+
+    def _check_same(self, key: bytes, found: BlockFound, checksums: bytes) -> None:
+        if found.checksums != checksums:
+            raise KvoffdClientError(
+                f"The daemon has a block {key.hex()} with other bytes, which stays; a key stands for the tokens up to "
+                "its block, so one of the two is wrong. Put yours under another key."
+            )
+
+    @contextmanager
+    def _leased(self, keys: Sequence[bytes], group: int) -> Iterator[LookupFuture]:
+        """Pin keys that are in the pool, once those on disks and in stores have come up or the time is over."""
+        deadline, again, before = time.monotonic() + self._timeout_s, [GroupKeys(group, b"".join(keys))], 0
+        while True:
+            found = self._scheduler.lookup(again, again=True)
+            try:
+                if not found.wait(max(0.0, deadline - time.monotonic())) or found.failed:
+                    raise DaemonUnavailable(f"The daemon did not look the block up: {self._scheduler.problem}")
+                if before:
+                    self._scheduler.release(before)
+                if not found.pending or time.monotonic() >= deadline:
+                    yield found
+                    break
+                before = found.lease_id
+            except BaseException:
+                self._scheduler.release(found.lease_id)
+                raise
+            time.sleep(PENDING_PAUSE_S)
+        self._scheduler.release(found.lease_id)
+
+    def _read(self, key: bytes, group: int, rank: int) -> Bytes:
+        for _ in range(3):  # it may be replaced by another block of the key
+            with self._leased([key], group) as leased:
+                found = self._find(key, group)
+                if not leased.leading_ready() or not self._is_whole(found):
+                    reason = "tier_late" if leased.pending else found.reason or "partial"
+                    raise KeyError(f"The block {key.hex()} of group {group} is not ready: {MISS_REASONS[reason]}.")
+                (result,) = self._copy(key, group, [rank], leased.lease_id)
+            if result.error is ErrorCode.NOT_READY:
+                continue
+            if result.error is not None:
+                raise RequestRefused(result.error, "")
+            data = self._shard_bytes[rank][group].copy()
+            digest = (xxhash.xxh3_64_intdigest(data) or 1).to_bytes(CHECKSUM_BYTES, "big")  # type: ignore[arg-type]
+            if found.checksums[rank * CHECKSUM_BYTES :][:CHECKSUM_BYTES] == digest:
+                return data
+        raise RequestRefused(ErrorCode.CHECKSUM, f"The block {key.hex()} does not match its checksum; recompute it.")
+
+    def _copy(self, key: bytes, group: int, ranks: Sequence[int], lease_id: int | None = None) -> list[JobResult]:
+        """Store a block from the memory of these ranks, or load it there; return each rank's result."""
+        job_id, results = next(self._job_ids), list[JobResult]()
+        for rank in ranks:
+            blocks = range(self._shards[rank][group].blocks_per_key)
+            transfer = GroupTransfer.of([key], blocks, group)
+            self._workers[rank].submit([Job(job_id, [transfer], lease_id, keep_lease=lease_id is not None)])
+        deadline = time.monotonic() + self._timeout_s
+        for rank in ranks:
+            found: list[JobResult] = []
+            while not found and time.monotonic() < deadline:
+                left = max(0.0, deadline - time.monotonic())
+                found = [one for one in self._workers[rank].wait_results(left) if one.job_id == job_id]
+            if not found:
+                self._workers[rank].fence([job_id], 0.0)
+                raise RequestTimeout("The daemon did not copy the block in time; try again.")
+            results += found
+        return results
+
+
+def _bytes_of(layer: object) -> Bytes:
+    """Return the bytes of a torch tensor or a numpy array."""
+    if hasattr(layer, "detach"):
+        import torch
+
+        assert isinstance(layer, torch.Tensor)
+        flat: Bytes = layer.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        return flat
+    return np.ascontiguousarray(layer).reshape(-1).view(np.uint8)

@@ -1,0 +1,187 @@
+"""Single blocks: keys, and blocks that are read, put and compared by a program that is no engine."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvoffd_client import BlockClient, GroupKeys, KvoffdClientError
+from kvoffd_client.testing import FakeEngine
+from tests.kit.checked import flip
+from tests.kit.daemon import DaemonProcess
+from tests.kit.waiting import wait_until
+from tests.kit.wire import books, keys
+
+torch = pytest.importorskip("torch")
+PAGE_BYTES = 4096
+LAYERS = 4
+BLOCKS = 8
+LABEL = "tiny"
+KEYS = keys(*range(1, BLOCKS + 1))
+NEW = keys(50)[0]
+
+
+def engine_on(daemon: DaemonProcess, **given: int) -> FakeEngine:
+    return FakeEngine(daemon.directory, LABEL, **{"world_size": 2, "blocks": 256, "page_bytes": PAGE_BYTES, **given})
+
+
+@pytest.fixture(scope="module")
+def module_daemon() -> Iterator[DaemonProcess]:
+    """What ``shared_daemon`` gives."""
+    with DaemonProcess("2MiB", eviction_policy="lru", limits={"leased_share": 1}) as running:
+        yield running
+
+
+@pytest.fixture
+def engine(shared_daemon: DaemonProcess) -> Iterator[FakeEngine]:
+    with engine_on(shared_daemon) as fake:
+        fake.fill(range(BLOCKS), seed=1)
+        assert fake.store(KEYS, range(BLOCKS)).ok
+        yield fake
+
+
+@pytest.fixture
+def blocks(shared_daemon: DaemonProcess, engine: FakeEngine) -> Iterator[BlockClient]:
+    with BlockClient(shared_daemon.directory, LABEL) as client:
+        yield client
+
+
+def both_ranks(blocks: BlockClient, key: bytes) -> list[list[Any]]:
+    return [blocks.get(key, rank=rank) for rank in range(2)]
+
+
+def test_a_block_is_read_as_it_was_stored(blocks: BlockClient, engine: FakeEngine) -> None:
+    for number, key in enumerate(KEYS):
+        for rank in range(2):
+            layers = blocks.get(key, rank=rank)
+            assert [(one.dtype, tuple(one.shape)) for one in layers] == [(torch.uint8, (1, PAGE_BYTES))] * LAYERS
+            for layer, page in zip(layers, engine._pages[rank][:, number], strict=True):
+                assert layer.numpy().tobytes() == page.tobytes()
+    (first, *_) = blocks.get(KEYS[0], dtype=torch.float16, shape=(2, 32, 32))
+    assert first.numpy().tobytes() == engine._pages[0][0, 0].tobytes()
+    assert (first.dtype, tuple(first.shape)) == (torch.float16, (2, 32, 32))
+
+
+def test_a_put_block_is_loaded_once_it_is_whole(blocks: BlockClient, engine: FakeEngine) -> None:
+    mine = both_ranks(blocks, KEYS[0])
+    assert blocks.put(NEW, [[one.view(torch.bfloat16) for one in layers] for layers in mine])
+    assert not blocks.put(NEW, mine), "it is there"
+    assert engine.lookup([NEW]) == 1
+    assert engine.load([NEW], [100]).ok
+    assert engine.checksums([100]) == engine.checksums([0])
+    other = both_ranks(blocks, KEYS[1])
+    with pytest.raises(KvoffdClientError, match="with other bytes, which stays"):
+        blocks.put(NEW, other)
+    assert both_ranks(blocks, NEW)[1][0].equal(mine[1][0])
+
+
+def test_keys_come_in_pages_each_once() -> None:
+    wanted = keys(*range(1500))
+    with (
+        DaemonProcess("16MiB") as daemon,
+        engine_on(daemon, world_size=1, layers=1, blocks=len(wanted), page_bytes=512) as engine,
+    ):
+        assert engine.store(wanted, range(len(wanted))).ok
+        with BlockClient(daemon.directory, engine.namespace.fingerprint) as blocks:
+            found = []
+            for key in blocks.keys(limit=100):
+                if len(found) in (10, 1100):
+                    engine.scheduler.invalidate([GroupKeys(0, b"".join(wanted[:5]))])
+                    assert engine.store(keys(*range(5000 + len(found), 5020 + len(found))), range(20)).ok
+                found.append(key)
+            assert len(found) == len(set(found))
+            assert set(wanted[5:]) <= set(found)
+            prompt = [*wanted[5:1200], *keys(9999), *wanted[1200:]]
+            assert list(blocks.keys(prefix_of=prompt, limit=100)) == wanted[5:1200]
+
+
+WRONG: dict[str, tuple[Callable[[BlockClient, list[list[Any]]], object], type[Exception], str]] = {
+    "key never stored": (
+        lambda blocks, kv: blocks.get(keys(99)[0]), KeyError, "is not ready: never stored in this namespace"
+    ),
+    "short key": (lambda blocks, kv: blocks.get(b"short"), ValueError, "has 32 bytes, not 5"),
+    "unknown rank": (lambda blocks, kv: blocks.get(KEYS[0], rank=2), ValueError, "ranks 0 to 1, not 2"),
+    "unknown group": (lambda blocks, kv: blocks.get(KEYS[0], group=1), ValueError, "groups 0 to 0, not 1"),
+    "shape": (
+        lambda blocks, kv: blocks.get(KEYS[0], dtype=torch.float16, shape=(3, 5)),
+        ValueError,
+        r"4096 bytes is not of torch.float16 and shape \(3, 5\)",
+    ),
+    "one rank": (lambda blocks, kv: blocks.put(NEW, kv[:1]), ValueError, "2 ranks, not 1"),
+    "layers": (lambda blocks, kv: blocks.put(NEW, [kv[0], kv[1][:3]]), ValueError, "4 layers in group 0, not 3"),
+    "size": (
+        lambda blocks, kv: blocks.put(NEW, [kv[0], [*kv[1][:3], kv[1][3][:, :-1]]]),
+        ValueError,
+        "Layer 3 of rank 1 has 4096 bytes, not 4095",
+    ),
+    "page": (lambda blocks, kv: list(blocks.keys(limit=0)), ValueError, "1 to 4096 keys, not 0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_call_is_refused_with_its_sentence(name: str, blocks: BlockClient) -> None:
+    call, error, sentence = WRONG[name]
+    kv = both_ranks(blocks, KEYS[0])
+    with pytest.raises(error, match=sentence):
+        call(blocks, kv)
+
+
+def test_an_unknown_namespace_is_refused(shared_daemon: DaemonProcess) -> None:
+    for name, sentence in ((bytes(32), "No namespace"), ("nobody", "No open namespace has the label 'nobody'")):
+        with pytest.raises(KvoffdClientError, match=sentence):
+            BlockClient(shared_daemon.directory, name)
+
+
+def test_a_block_that_left_says_why(blocks: BlockClient, engine: FakeEngine) -> None:
+    engine.scheduler.invalidate([GroupKeys(0, KEYS[3])])
+    with pytest.raises(KeyError, match="dropped by a reset, a clear or an engine"):
+        wait_until(lambda: blocks.get(KEYS[3]) is None)
+    engine.workers[0].store(7, [engine._transfer([keys(77)[0]], [0])])
+    assert engine.workers[0].wait_results(10)
+    with pytest.raises(KeyError, match="a rank has not stored its part"):
+        blocks.get(keys(77)[0])
+
+
+def test_a_full_pool_takes_no_block(shared_daemon: DaemonProcess, blocks: BlockClient, engine: FakeEngine) -> None:
+    kv = both_ranks(blocks, KEYS[0])
+    for first in range(1000, 1128, 16):
+        assert engine.store(keys(*range(first, first + 16)), range(16)).ok
+    there = list(blocks.keys())
+    wait_until(lambda: not books(shared_daemon.directory).pinned_blocks)
+    assert engine.lookup(there) == len(there), "it leases all of the pool"
+    with pytest.raises(KvoffdClientError, match=r"was not stored\. The pool has no space"):
+        blocks.put(keys(80)[0], kv)
+    engine.release()
+    wait_until(lambda: not books(shared_daemon.directory).pinned_blocks)
+    assert books(shared_daemon.directory).writing_bytes == 0
+    assert books(shared_daemon.directory).balanced
+
+
+def test_changed_bytes_are_not_returned(pool_file: Path) -> None:
+    """Memory that changed under the daemon does not match its checksum."""
+    with DaemonProcess("8MiB", pool_file=str(pool_file), verify_share="0") as daemon, engine_on(daemon) as engine:
+        engine.fill(range(BLOCKS), seed=1)
+        assert engine.store(KEYS, range(BLOCKS)).ok
+        with BlockClient(daemon.directory, LABEL) as blocks:
+            data = np.concatenate([one.numpy().ravel() for one in blocks.get(KEYS[0], rank=1)]).tobytes()
+            flip(pool_file, zlib.crc32(data), len(data))
+            with pytest.raises(KvoffdClientError, match="does not match its checksum"):
+                blocks.get(KEYS[0], rank=1)
+
+
+def test_a_restarted_daemon_knows_the_layers(pool_file: Path) -> None:
+    with DaemonProcess("8MiB", pool_file=str(pool_file)) as daemon:
+        with engine_on(daemon) as engine:
+            engine.fill(range(BLOCKS), seed=1)
+            assert engine.store(KEYS, range(BLOCKS)).ok
+            expected = engine.checksums([0])
+        daemon.stop()
+        daemon.start()
+        with BlockClient(daemon.directory, LABEL) as blocks:
+            pages = [one.numpy().tobytes() for layers in both_ranks(blocks, KEYS[0]) for one in layers]
+            assert [zlib.crc32(b"".join(pages))] == expected
