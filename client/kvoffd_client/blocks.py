@@ -193,7 +193,7 @@ class BlockClient(Closing):
 
         Raises ValueError if a key, the group or the limit does not fit.
         """
-        self._check(b"", group)
+        self._check_group(group)
         if not 1 <= limit <= 4096:
             raise ValueError(f"A page has 1 to 4096 keys, not {limit}.")
         size = self.namespace.key_bytes
@@ -221,11 +221,14 @@ class BlockClient(Closing):
         while self._closing:
             self._closing.pop().close()
 
-    def _check(self, key: bytes, group: int) -> None:
-        """Raise ValueError for an unknown group and, unless it is empty, for a key of another length."""
+    def _check_group(self, group: int) -> None:
         if not 0 <= group < len(self.namespace.groups):
             raise ValueError(f"The namespace has groups 0 to {len(self.namespace.groups) - 1}, not {group}.")
-        if key and len(key) != self.namespace.key_bytes:
+
+    def _check(self, key: bytes, group: int) -> None:
+        """Raise ValueError for an unknown group, or a key of another length."""
+        self._check_group(group)
+        if len(key) != self.namespace.key_bytes:
             raise ValueError(f"A key of this namespace has {self.namespace.key_bytes} bytes, not {len(key)}.")
 
     def _layers(self, data: Bytes, group: int, rank: int) -> list[Bytes]:

@@ -97,9 +97,9 @@ MAX_PREFETCHES, ASKED_AT_ONCE = 256, 4
 NO_LEASE = NO_SESSION = 0
 """Lease and session of a prefetch: ids that no other has."""
 RECOVERED_AT_ONCE = 4096
+"""Recovered blocks entered together, by group. Small, so that the order of use stays about right."""
 LISTED_SLOTS = 1 << 20
 """Slots that a page of a listing looks at, which takes about a millisecond."""
-"""Recovered blocks entered together, by group. Small, so that the order of use stays about right."""
 _NOTHING: BlockIds = np.empty(0, np.uint32)
 _NO_SLOTS: npt.NDArray[np.uint32] = np.empty((0, 1), np.uint32)
 _ABSENT = bytes([Verdict.ABSENT])
