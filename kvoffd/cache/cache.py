@@ -152,6 +152,8 @@ class Cache:
         self._events, self._clock = events, clock
         self._lease_ttl_s, self._partial_timeout_s = lease_ttl_s, partial_timeout_s
         self._max_leased_keys, self.most_leased_bytes = max_leased_keys, int(leased_share * slots.pool_bytes)
+        self.reserved_bytes = 0
+        """Bytes of blocks that will be promoted, and leases will pin; kept by ``tiers``."""
         self.session_leases: dict[int, SessionLeases] = {}
         """Leases of each session that has any."""
         self._bytes_in = dict.fromkeys(WITH_SLOTS, 0)
@@ -526,15 +528,16 @@ class Cache:
         if not lease.active:
             return
         leased, newly_pinned_bytes = self.session_leases[lease.session], self.blocks.pin(blocks)
-        if leased.keys + len(blocks) > self._max_leased_keys or (newly_pinned_bytes and self.leasable_bytes < 0):
+        is_much = newly_pinned_bytes and self.blocks.pinned_bytes > self.most_leased_bytes
+        if is_much or leased.keys + len(blocks) > self._max_leased_keys:
             self.blocks.unpin(blocks)
         else:
             self._add_to_lease(lease, leased, blocks, newly_pinned_bytes)
 
     @property
     def leasable_bytes(self) -> int:
-        """Bytes that leases may still pin."""
-        return self.most_leased_bytes - self.blocks.pinned_bytes
+        """Bytes that leases may still pin, without those that are reserved for promotions."""
+        return self.most_leased_bytes - self.blocks.pinned_bytes - self.reserved_bytes
 
     def _leasable(self, leased: SessionLeases, keys: int, newly_pinned_bytes: int) -> float:
         """Return the part of newly pinned keys that a session may lease in addition to its leases: 1.0 for all.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, takewhile
+from math import inf
 
 from kvoffd.cache.asked_keys import AskedKeys
 from kvoffd.cache.cache import Cache
@@ -30,7 +31,7 @@ MISSES: dict[str, MissReason] = {
 """Miss reasons of failures; any other is a failure of the tier."""
 MAX_QUEUED = 2**16
 """Blocks of one source that may wait to be read. An engine that computes them sooner gives them up."""
-FILL_BYTES = 480
+FILL_BYTES = 560
 """Memory of a waiting block, measured."""
 MAX_FILLING_BYTES = 2**30
 """Limit of the pool bytes used by fills: at most this, and at most an eighth of the pool."""
@@ -44,8 +45,8 @@ MAX_BEGUN, BEGUN_PER_END = 64, 16
 """Limits of the blocks begun by one call of ``pump``, and by the end of a read if at most half of the bytes that may be
 under way are: evicting for a few blocks takes as long as for many. Their slots are allocated together, so that
 neighbours in the queue are neighbours in the pool."""
-NO_SPACE_S = 1.0
-"""Time after the pool had no space for a session's block in which the session's repeated lookups do not wait."""
+MAX_LOOKED_AT = 1024
+"""Requests of which ``pump`` begins some, or finds that they have no space."""
 READ_AGAIN_S = 60.0
 """Interval after which one read is tried even if it seems slower than computing: speeds change."""
 
@@ -60,10 +61,16 @@ class Wanted:
     source: Promotions
     block_bytes: int
     """Pool bytes of a block."""
-    queue: deque[Fill] = field(default_factory=deque)
+    queue: OrderedDict[Fill, None] = field(default_factory=OrderedDict)
     """Fills that have not begun."""
     under_way: int = 0
     """Number of blocks that are being read."""
+    is_reserved: bool = False
+    """Whether leases may pin all of these blocks: no other request gets their space."""
+    waits_since: float | None = None
+    """Time since which it has no space; None if it has some, or its turn has not come."""
+    waits_for: str = ""
+    """Reason for which it fails if that takes too long: NO_SPACE, or OVERDUE where fills that hang have the space."""
 
     @property
     def namespace(self) -> Namespace:
@@ -132,8 +139,6 @@ class Promotions:
         """Time when the first running fill became the first."""
         self._came_at = 0.0
         """Time when a fill last ended."""
-        self._blocked_since: float | None = None
-        """Time since which the pool has no space for the next block."""
         self.queued_blocks = self.under_way_bytes = self._given_up_bytes = 0
         self.promoted_blocks = self.promoted_bytes = 0
         self.unused_blocks = 0
@@ -143,8 +148,6 @@ class Promotions:
         self.speed = ReadSpeed(clock)
         self._promoted = promoted
         self._read_again_at = 0.0
-        self.no_space_until: dict[int, float] = {}
-        """Ends of NO_SPACE_S by session."""
         self._stopped = False
 
     @property
@@ -183,13 +186,15 @@ class Promotions:
             return 0.0
         of = {fill.wanted for fill in awaited if not fill.withdrawn}
         last = max((at for at, wanted in enumerate(self._wanted) if wanted in of), default=-1)
-        ahead = list(islice(self._wanted, last + 1))
+        # Others without space are passed over.
+        ahead = [one for one in islice(self._wanted, last + 1) if one in of or one.waits_since is None]
         nbytes = sum((len(wanted.queue) + wanted.under_way) * wanted.block_bytes for wanted in ahead)
         for wanted in ahead[-1:]:  # fills behind the last awaited one do not count
             behind = takewhile(lambda fill: fill not in awaited, reversed(wanted.queue))
             nbytes -= sum(1 for _ in behind) * wanted.block_bytes
-        # While the pool has no space, expect the wait to last as long again as so far.
-        blocked_s = self._clock() - self._blocked_since if self._blocked_since is not None else 0.0
+        # Who has no space is expected to wait as long again as so far.
+        now = self._clock()
+        blocked_s = max((now - one.waits_since for one in of if one.waits_since is not None), default=0.0)
         return nbytes / speed + blocked_s
 
     def is_slower(self, namespace: Namespace, group: int, count: int) -> bool:
@@ -213,123 +218,119 @@ class Promotions:
             return None
         fill = Fill(wanted, key, tier)
         self._coming.setdefault(wanted.group.tag, {})[key] = fill
-        self._wanted[wanted] = None
-        wanted.queue.append(fill)
-        self._count_queued(wanted, 1)
+        self._wanted[wanted] = wanted.queue[fill] = None
+        self._count(wanted, 1)
         return fill
 
     def forget(self, fill: Fill, why: MissReason) -> None:
         """Withdraw a fill whose key is invalid. A running read ends without effect: the cache dropped its block."""
         self._settle(fill, why)
         self._withdraw(fill)
-        if fill.ticket is None:
-            fill.wanted.queue.remove(fill)
-            self._count_queued(fill.wanted, -1)
-            self._forget_if_done(fill.wanted)
 
     def drop_unawaited(self, wanted: Wanted) -> None:
         """Remove blocks for which nobody waits from the queue, so that they are not read."""
-        self._blocked_since = None
-        every = self._take_queued(wanted)
-        wanted.queue.extend(fill for fill in every if fill.leases)
-        self._count_queued(wanted, len(wanted.queue))
-        for fill in every:
-            if not fill.leases:
-                self._settle(fill)  # a tier has it: the engine reports why it is not loaded
-                self._withdraw(fill)
-        self._forget_if_done(wanted)
-
-    def _take_queued(self, wanted: Wanted) -> list[Fill]:
-        """Take all waiting fills out of the queue."""
-        fills = list(wanted.queue)
-        wanted.queue.clear()
-        self._count_queued(wanted, -len(fills))
-        return fills
+        for fill in [fill for fill in wanted.queue if not fill.leases]:
+            self._settle(fill)  # a tier has it: the engine reports why it is not loaded
+            self._withdraw(fill)
 
     def pump(self, most: int = MAX_BEGUN) -> None:
-        """Begin up to ``most`` fills that may begin now."""
-        while not self._stopped and most > 0 and (batch := self._next_batch(most)):
-            most -= len(batch)
-            try:
-                whole = self._begin_batch(batch)
-            except BaseException:
-                for fill in batch:  # lookups must not wait for fills that are neither running nor queued
-                    if fill.ticket is None and not fill.withdrawn:
-                        self._failed(fill, Result.FAILED)
-                self._forget_if_done(batch[0].wanted)
-                raise
-            if not whole:
-                return
+        """Begin up to ``most`` fills that may begin now. Requests without space are passed over."""
+        without_space = inf
+        """Least bytes of a block for which the pool has no space."""
+        for wanted in list(islice(self._wanted, MAX_LOOKED_AT)):
+            if not self._reserve(wanted):
+                continue
+            if wanted.queue and wanted.block_bytes >= without_space:
+                self._wait(wanted, NO_SPACE)
+                continue
+            while wanted.queue:
+                free = self._free_bytes(wanted.block_bytes)
+                if self._stopped or most <= 0 or (self.under_way and free < wanted.block_bytes):
+                    return
+                if free < wanted.block_bytes and self.given_up:
+                    self._wait(wanted, OVERDUE)
+                    break
+                batch = list(islice(wanted.queue, max(1, min(most, free // max(1, wanted.block_bytes)))))
+                most -= len(batch)
+                if not self._begin_batch(wanted, batch):
+                    return
+                if wanted.waits_since is not None:
+                    without_space = wanted.block_bytes
+                    break
 
-    def _begin_batch(self, batch: Sequence[Fill]) -> bool:
-        """Begin fills of one group; return False if not all could begin: those are queued again, or failed."""
-        wanted = batch[0].wanted
-        tickets = self._cache.begin_fill(wanted.namespace, wanted.group.number, [fill.key for fill in batch])
-        refused: list[Fill] = []
-        no_space: list[Fill] = []
+    def _reserve(self, wanted: Wanted) -> bool:
+        """Reserve pool space for all blocks of a request, unless it has that; return whether it has.
+
+        Two requests with a part each could block one another.
+        """
+        if not wanted.is_reserved:
+            nbytes, leasable = len(wanted.queue) * wanted.block_bytes, self._cache.leasable_bytes
+            if nbytes > leasable < self._cache.most_leased_bytes:  # else there will never be more
+                self._wait(wanted, NO_SPACE)
+                return False
+            wanted.is_reserved, wanted.waits_since = True, None
+            self._cache.reserved_bytes += nbytes
+        return True
+
+    def _wait(self, wanted: Wanted, why: str) -> None:
+        """Record that a request has no space."""
+        wanted.waits_for = why
+        if wanted.waits_since is None:
+            wanted.waits_since = self._clock()
+
+    def _begin_batch(self, wanted: Wanted, batch: Sequence[Fill]) -> bool:
+        """Begin the first fills of a request, as far as there is space; return False if a tier accepts no more now."""
         try:
-            for number, fill in enumerate(batch):
-                if number not in tickets:  # the pool has the block by now
-                    self._settle(fill)
-                    self._withdraw(fill)
-                elif (ticket := tickets[number]) is None:
-                    no_space.append(fill)
-                elif not refused and self._begin(fill, ticket):
-                    del tickets[number]
-                else:
-                    refused.append(fill)
-        finally:
-            for ticket in filter(None, tickets.values()):
-                self._end_fill(ticket, None)
-        self._put_back([*self._still_in_tier(refused), *self._awaiting_space(wanted, no_space)])
-        self._forget_if_done(wanted)
-        return not refused and not no_space
+            tickets = self._cache.begin_fill(wanted.namespace, wanted.group.number, [fill.key for fill in batch])
+            refused, has_space = list[Fill](), True
+            try:
+                for number, fill in enumerate(batch):
+                    if number not in tickets:  # the pool has the block by now
+                        self._settle(fill)
+                        self._withdraw(fill)
+                    elif (ticket := tickets[number]) is None:
+                        has_space = False
+                    elif not refused and self._begin(fill, ticket):
+                        del tickets[number]
+                        wanted.waits_since = None
+                    else:
+                        refused.append(fill)
+            finally:
+                for ticket in filter(None, tickets.values()):
+                    self._end_fill(ticket, None)
+        except BaseException:
+            for fill in batch:  # lookups must not wait for fills that are neither running nor queued
+                if fill.ticket is None and not fill.withdrawn:
+                    self._failed(fill, Result.FAILED)
+            raise
+        if not has_space:
+            self._has_no_space(wanted)
+        return self._are_all_gone(refused)
 
-    def _still_in_tier(self, refused: Sequence[Fill]) -> list[Fill]:
-        """Return the fills refused by the tier whose blocks it may still have; it accepts them later."""
-        kept = []
+    def _are_all_gone(self, refused: Sequence[Fill]) -> bool:
+        """Fail the fills refused by a tier that does not have their blocks; return whether that is all of them. The
+        others it accepts later."""
+        kept = False
         for fill in refused:
             if not fill.tier.available():
                 self._failed(fill, Result.DEADLINE)
             elif fill.tier.find(fill.wanted.group, [fill.key], prefix=False)[0] == ABSENT:
                 self._failed(fill, Result.GONE)
             else:
-                kept.append(fill)
-        return kept
+                kept = True
+        return not kept
 
-    def _awaiting_space(self, wanted: Wanted, fills: Sequence[Fill]) -> Sequence[Fill]:
-        """Return the fills without pool space that should wait for it: pinned blocks become free soon."""
-        if not fills:
-            self._blocked_since = None
-            return fills
+    def _has_no_space(self, wanted: Wanted) -> None:
+        """Have a request wait for blocks that are pinned or being written; fail it if these are not the cause."""
         cause = self._cache.no_space_cause(self._cache.group(wanted.namespace, wanted.group.number))
-        if cause in ("pinned", "writing") and not self._is_blocked_for(self._patience_s):
-            return fills
-        self._fail_for_space(wanted, QUOTA if cause == QUOTA else NO_SPACE, fills)
-        return ()
+        if cause in ("pinned", "writing"):
+            self._wait(wanted, NO_SPACE)
+        else:
+            self._fail_queued(wanted, QUOTA if cause == QUOTA else NO_SPACE)
 
-    def _is_blocked_for(self, seconds: float) -> bool:
-        """Record that there is no space for the next block; return whether that has been so for ``seconds``."""
-        now = self._clock()
-        if self._blocked_since is None or self._came_at > self._blocked_since:
-            self._blocked_since = now
-        return now - self._blocked_since >= seconds
-
-    def _fail_for_space(self, wanted: Wanted, reason: str, fills: Sequence[Fill]) -> None:
-        """Fail fills, and all queued fills of the same request (one group, one source)."""
-        self._blocked_since = None
-        self.no_space_until[wanted.first_lease.session] = self._clock() + NO_SPACE_S
-        for fill in [*fills, *self._take_queued(wanted)]:
+    def _fail_queued(self, wanted: Wanted, reason: str) -> None:
+        for fill in list(wanted.queue):
             self._failed(fill, reason)
-        self._forget_if_done(wanted)
-
-    def _put_back(self, fills: Sequence[Fill]) -> None:
-        """Queue fills of one lookup again, before its others."""
-        if not fills:
-            return
-        wanted = fills[0].wanted
-        wanted.queue.extendleft(reversed(fills))
-        self._count_queued(wanted, len(fills))
 
     def tick(self) -> None:
         """End overdue fills, and begin others."""
@@ -338,9 +339,15 @@ class Promotions:
         if not self.available:  # its measured speed may be low because of that: try the next read at any speed
             self._read_again_at = 0.0
         self._give_up_overdue()
-        now = self._clock()
-        self.no_space_until = {session: until for session, until in self.no_space_until.items() if until > now}
+        self._end_waits()
         self.pump()
+
+    def _end_waits(self) -> None:
+        """Fail the requests that had no space for as long as a block may take to read."""
+        now = self._clock()
+        for wanted in list(self._wanted):
+            if wanted.waits_since is not None and now - wanted.waits_since >= self._patience_s:
+                self._fail_queued(wanted, wanted.waits_for)
 
     def _give_up_overdue(self) -> None:
         """Give up reads that do not end. The turn of a read begins when all earlier ones have ended; then it has the
@@ -354,52 +361,17 @@ class Promotions:
         for fill in stuck:
             assert fill.ticket is not None
             del self.under_way[fill]
-            self._count_under_way(fill.wanted, -1)
-            self._forget_if_done(fill.wanted)
+            self._count(fill.wanted, under_way=-1)
             self.given_up[fill] = None
             self._given_up_bytes += fill.wanted.block_bytes
             self._failed(fill, OVERDUE)
             self._cache.drop_unfinished([fill.ticket], MissReason.TIER_LATE)
         self._turn_at = now
 
-    def _next_batch(self, most: int) -> list[Fill]:
-        """Take the next fills of one lookup's group out of the queue, as many as may begin now."""
-        queued = [wanted for wanted in self._wanted if wanted.queue]
-        if not queued:
-            self._blocked_since = None
-            return []
-        if (wanted := self._first_that_fits(queued)) is None:
-            return []
-        free = self._may_be_under_way(wanted.block_bytes) - self.under_way_bytes
-        free -= max(0, self._given_up_bytes - self._most_bytes)
-        batch: list[Fill] = []
-        while wanted.queue and len(batch) < most:
-            if wanted.block_bytes > free and (batch or self.under_way or self.given_up):
-                if not (batch or self.under_way) and self._is_blocked_for(self._patience_s):
-                    self._fail_for_space(wanted, OVERDUE, ())  # the space is used by hanging fills
-                break
-            batch.append(wanted.queue.popleft())
-            free -= wanted.block_bytes
-        self._count_queued(wanted, -len(batch))
-        return batch
-
-    def _first_that_fits(self, queued: Sequence[Wanted]) -> Wanted | None:
-        """Return the first request whose waiting blocks leases may all pin: two requests with a part each could block
-        one another. If none fits for a while, fail the last one, whose prompt then loads the blocks it has."""
-        leasable = self._cache.leasable_bytes - self.under_way_bytes
-        if not (self.under_way or self._cache.blocks.pinned_bytes):
-            return queued[0]  # there will never be more space for it
-        for wanted in queued if not self._is_passed_over else queued[:1]:
-            if wanted.under_way or len(wanted.queue) * wanted.block_bytes <= leasable:
-                return wanted
-        if self._is_blocked_for(self._patience_s / 2 if len(queued) > 1 else self._patience_s):
-            self._fail_for_space(queued[-1], NO_SPACE, ())
-        return None
-
-    @property
-    def _is_passed_over(self) -> bool:
-        """Whether the first in the queue was passed over for long enough, so that it must be next."""
-        return self._blocked_since is not None and self._clock() - self._blocked_since >= self._patience_s / 4
+    def _free_bytes(self, block_bytes: int) -> int:
+        """Return the pool bytes that further fills may use now."""
+        used = self.under_way_bytes + max(0, self._given_up_bytes - self._most_bytes)
+        return self._may_be_under_way(block_bytes) - used
 
     def _may_be_under_way(self, block_bytes: int) -> int:
         """Return the pool bytes that fills may use now."""
@@ -418,7 +390,8 @@ class Promotions:
         self.speed.begin(block_group.nbytes)
         fill.ticket = ticket
         self.under_way[fill] = None
-        self._count_under_way(fill.wanted, 1)
+        del fill.wanted.queue[fill]
+        self._count(fill.wanted, -1, 1)
         return True
 
     def _on_end(self, fill: Fill, result: Result, block: Block | None) -> None:
@@ -431,8 +404,7 @@ class Promotions:
             if next(iter(self.under_way)) is fill:
                 self._turn_at = self._came_at
             del self.under_way[fill]
-            self._count_under_way(fill.wanted, -1)
-            self._forget_if_done(fill.wanted)
+            self._count(fill.wanted, under_way=-1)
         try:
             if self._end_fill(fill.ticket, block if result is Result.DONE else None):
                 self.promoted_blocks += 1
@@ -477,10 +449,13 @@ class Promotions:
             counters.found_disk += len(askers)
 
     def _withdraw(self, fill: Fill) -> None:
-        """Stop lookups from waiting for a fill."""
+        """Stop lookups from waiting for a fill, and do not begin it."""
         if fill.withdrawn:
             return
         fill.withdrawn = True
+        if fill in fill.wanted.queue:
+            del fill.wanted.queue[fill]
+            self._count(fill.wanted, -1)
         for lease in fill.leases:
             lease.coming -= 1
         keys = self._coming.get(fill.wanted.group.tag, {})
@@ -489,17 +464,15 @@ class Promotions:
             if not keys:
                 del self._coming[fill.wanted.group.tag]
 
-    def _count_queued(self, wanted: Wanted, blocks: int) -> None:
-        """Count blocks that joined the queue, or left it if negative."""
-        self.queued_blocks += blocks
-        self._queued_by[wanted.first_lease.session] += blocks
+    def _count(self, wanted: Wanted, queued: int = 0, under_way: int = 0) -> None:
+        """Count blocks that joined the queue or began, or left and ended if negative."""
+        self.queued_blocks += queued
+        self._queued_by[wanted.first_lease.session] += queued
         if not self._queued_by[wanted.first_lease.session]:
             del self._queued_by[wanted.first_lease.session]
-
-    def _count_under_way(self, wanted: Wanted, blocks: int) -> None:
-        wanted.under_way += blocks
-        self.under_way_bytes += blocks * wanted.block_bytes
-
-    def _forget_if_done(self, wanted: Wanted) -> None:
+        wanted.under_way += under_way
+        self.under_way_bytes += under_way * wanted.block_bytes
+        if wanted.is_reserved:
+            self._cache.reserved_bytes += (queued + under_way) * wanted.block_bytes
         if not (wanted.queue or wanted.under_way):
             self._wanted.pop(wanted, None)

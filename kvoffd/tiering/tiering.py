@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
+from math import inf
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +53,8 @@ class _Lookup:
     """Sources that it can use now, in the order in which they are asked."""
     left_bytes: int
     """Pool bytes that may still be promoted for it: more than leases may pin would evict its own beginning."""
+    free_bytes: float
+    """Pool bytes that it may ask a source for: a repeated lookup does not begin to wait for space."""
 
     @property
     def namespace(self) -> Namespace:
@@ -193,7 +196,8 @@ class Tiering:
         # Earlier lookups under the same lease may have found the beginning of the prompt.
         held_bytes = max(ready_bytes, int(self._cache.blocks.pages[lease.blocks].sum()) * PAGE_BYTES)
         held_bytes += sum(fill.wanted.block_bytes for fill in self._awaits.get(lease, ()) if not fill.withdrawn)
-        lookup = _Lookup(lease, asked, sources, self._cache.most_leased_bytes - held_bytes)
+        free_bytes = inf if asked is not None else self._cache.leasable_bytes
+        lookup = _Lookup(lease, asked, sources, self._cache.most_leased_bytes - held_bytes, free_bytes)
         answer, asking = list(map(bytearray, states)), False
         for number, limit in _whole_prefixes_first(namespace, groups, answer):
             start = run_end(answer[number]) if limit is None else 0
@@ -288,13 +292,13 @@ class Tiering:
             key = part.keys[at]
             if (fill := self._coming.get(part.group.tag, {}).get(key)) is None:
                 source, tier = part.there[at]
-                no_space = source.no_space_until.get(lease.session, 0.0) > self._clock()
-                if source in slower or (lookup.asked is None and no_space):
+                if source in slower or min(lookup.left_bytes, lookup.free_bytes) < block_bytes:
                     return
                 if (wanted := wants.get(source)) is None:
                     wanted = wants[source] = Wanted(lease, part.group, source, block_bytes)
-                if lookup.left_bytes < block_bytes or (fill := source.request(wanted, key, tier)) is None:
+                if (fill := source.request(wanted, key, tier)) is None:
                     return
+                lookup.free_bytes -= block_bytes
             if lease not in fill.leases:
                 lookup.left_bytes -= block_bytes
                 lease.coming += 1

@@ -165,14 +165,12 @@ class Audit:
         cache, tiering = self._service.cache, self._service.tiering
         pins = Counter[int]()
         sessions = {session.id for session in self._service.sessions}
-        for lease in cache.leases.values():
-            assert lease.session in sessions, "a lease of a session that has ended"
+        for lease in {**dict.fromkeys(cache.leases.values()), **dict.fromkeys(cache._ended)}:
+            assert lease.session in sessions or not lease.active, "a lease of a session that has ended"
             assert not lease.active or not any(group.dead for group, _ in cache.by_group(lease.blocks)), (
                 "a lease outlives a reset"
             )
-            pins.update(lease.blocks.tolist())
-        for lease in cache._ended:  # to be unpinned in the background
-            pins.update(lease.blocks.tolist())
+            pins.update(lease.blocks.tolist())  # of one that has ended they are unpinned in the background
         for job in self._service.jobs.running:
             if isinstance(job, LoadJob):
                 for ticket in job.tickets:

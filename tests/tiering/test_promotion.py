@@ -10,7 +10,7 @@ from kvoffd.cache.asked_keys import PromptOutcome
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.cache.tickets import Lease
 from kvoffd.tiering import TieringSettings, WriteMode
-from kvoffd.tiering.promotions import BEGUN_PER_END, MAX_BEGUN, MAX_QUEUED, NO_SPACE_S, Fill, Wanted
+from kvoffd.tiering.promotions import BEGUN_PER_END, MAX_BEGUN, MAX_QUEUED, Fill, Wanted
 from kvoffd.tiers.tier import Result
 from kvoffd_proto.messages import ABSENT, PENDING, READY
 from tests.kit.slot_cache import UNIT, check_invariants, keys_of
@@ -81,12 +81,11 @@ def test_what_comes_up_waits_for_space_and_evicts_nothing_that_is_pinned(rig: Ti
     assert not rig.tier.jobs
     rig.tiering.tick()
     assert rig.tiering.disks.failures["no_space"] == 2, "all that the lookup waits for"
-    assert rig.states(space, keys_of(1), again=True) == [ABSENT], "who asks again computes it"
+    assert rig.states(space, keys_of(1), again=True) == [ABSENT], "a repeated lookup does not begin to wait for space"
     assert rig.states(space, keys_of(1)) == [PENDING], "another request may have more luck"
     rig.cache.unpin(pinned)
     rig.finish_promotions()
     assert rig.states(space, keys_of(1)) == [READY]
-    rig.clock.now += NO_SPACE_S
     assert rig.states(space, keys_of(2), again=True) == [PENDING]
     rig.stop_waiting()
     rig.check()
@@ -420,25 +419,73 @@ def test_prompts_that_have_a_part_each_do_not_keep_each_other_from_the_rest() ->
     rig.check()
 
 
-def test_where_no_prompt_fits_the_last_one_is_not_waited_for_any_more(rig: TieringHarness) -> None:
+def test_a_prompt_that_fits_is_read_while_a_larger_one_waits(rig: TieringHarness) -> None:
+    """Each prompt has its own patience, and only the one that has no space in it fails."""
+    space = rig.open()
+    rig.put_in_tier(space, keys_of(*range(20)))
+    rig.put(space, keys_of(*range(100, 108)))
+    pinned = rig.blocks(space, keys_of(*range(100, 108)))
+    rig.cache.blocks.pin(pinned)
+    large, half = keys_of(*range(8)), 0.5 * QUIET.deadline_s
+    look_up(rig, space, 1, large)
+    for number in range(8, 20):
+        look_up(rig, space, number, keys_of(number))
+        rig.bring_up()
+        assert look_up(rig, space, 100 + number, keys_of(number)) == bytes([READY])
+        rig.cache.release(1, [number, 100 + number])
+    rig.clock.now += half
+    look_up(rig, space, 2, keys_of(*range(10, 17)), session=2)
+    rig.tiering.tick()
+    assert not rig.tiering.disks.failures
+    assert rig.cache.leases[1].coming == 8
+    rig.clock.now += half
+    rig.tiering.tick()
+    assert rig.tiering.disks.failures == {"no_space": 8}
+    rig.cache.unpin(pinned)
+    rig.cache.end_session(2)
+    assert look_up(rig, space, 3, large) == bytes([PENDING] * 8)
+    rig.bring_up()
+    assert look_up(rig, space, 3, large) == bytes([READY] * 8)
+    rig.cache.end_session(1)
+    rig.check()
+
+
+def test_where_no_prompt_fits_each_is_waited_for_as_long(rig: TieringHarness) -> None:
     space = rig.open()
     rig.put_in_tier(space, keys_of(*range(8)))
     rig.put(space, keys_of(*range(100, 114)))
     pinned = rig.blocks(space, keys_of(*range(100, 114)))
     rig.cache.blocks.pin(pinned)
     look_up(rig, space, 1, keys_of(*range(4)))
+    rig.tiering.tick()
+    rig.clock.now += 0.5 * QUIET.deadline_s
     look_up(rig, space, 2, keys_of(*range(4, 8)))
     for _ in range(2):
         rig.tiering.tick()
         waits = rig.cache.leases[1].wait_s
-        rig.clock.now += 0.5 * QUIET.deadline_s
+        rig.clock.now += 0.25 * QUIET.deadline_s
         look_up(rig, space, 1, keys_of(*range(4)))
-    assert rig.cache.leases[1].wait_s >= waits
+        assert rig.cache.leases[1].wait_s >= waits
     rig.tiering.tick()
-    assert rig.tiering.disks.failures == {"no_space": 4}
-    assert rig.cache.leases[1].coming == 4
+    assert (rig.cache.leases[1].coming, rig.cache.leases[2].coming) == (0, 4)
     rig.cache.unpin(pinned)
     rig.bring_up()
-    assert look_up(rig, space, 1, keys_of(*range(4))) == bytes([READY] * 4)
+    assert look_up(rig, space, 2, keys_of(*range(4, 8))) == bytes([READY] * 4)
+    assert rig.tiering.disks.failures == {"no_space": 4}
+    rig.cache.end_session(1)
+    rig.check()
+
+
+def test_invalidated_keys_leave_a_long_queue_at_once(rig: TieringHarness) -> None:
+    """Last first: each is found without a search."""
+    rig = TieringHarness(settings=QUIET, regions=4096)
+    space, count = rig.open(), 8192
+    rig.put_in_tier(space, keys_of(*range(count)))
+    look_up(rig, space, 1, keys_of(*range(count)))
+    queued = next(iter(rig.tiering.disks._wanted)).queue
+    assert len(queued) == count
+    rig.cache.invalidate(space, [(0, keys_of(*reversed(range(count))))])
+    assert not queued
+    assert not rig.cache.reserved_bytes
     rig.cache.end_session(1)
     rig.check()

@@ -263,6 +263,9 @@ class TieringMachine(RuleBasedStateMachine):
             for job in store.jobs:
                 begun = self.unshared.get(job.group.fingerprint)
                 assert begun is None or job.block is None or job in begun, "an engine reset it"
+        reserved = [one for source in self.rig.tiering.sources for one in source._wanted if one.is_reserved]
+        held = sum((len(one.queue) + one.under_way) * one.block_bytes for one in reserved)
+        assert self.rig.cache.reserved_bytes == held
         for source, writer in zip(self.rig.tiering.sources, self.rig.tiering.writers, strict=True):
             budget = writer.budget
             most = max(pool // 8, 2 * UNIT)
