@@ -187,6 +187,12 @@ class Workers(Generic[T, R]):
             return sum(len(tasks) for _, tasks in self._running.values())
 
     @property
+    def unfinished(self) -> int:
+        """Number of tasks whose end was not handled yet."""
+        with self._changed:
+            return len(self._waiting) + sum(len(tasks) for _, tasks in self._running.values()) + len(self._ended)
+
+    @property
     def longest_s(self) -> float:
         """Seconds since the oldest running batch began."""
         with self._changed:

@@ -164,17 +164,26 @@ class Tiering:
         return self._add([tier], settings, shared=True)
 
     def _add(self, tiers: list[Tier], settings: TieringSettings, *, shared: bool) -> Promotions:
-        cache, clock = self._cache, self._clock
-        source = Promotions(tiers, settings, cache, clock, self._coming, self._promoted, shared=shared)
+        at, source = len(self.sources), self._make_source(tiers, settings, shared=shared)
         writer = Writer(
-            *(cache, tiers, clock, settings),
-            idle=lambda: not source.waiting_blocks,
+            *(self._cache, tiers, self._clock, settings),
+            idle=lambda: not self.sources[at].waiting_blocks,
             engines_busy=self._engines_busy,
             leaves_out=self.is_unshared if shared else lambda fingerprint: False,
         )
         self.sources.append(source)
         self.writers.append(writer)
         return source
+
+    def _make_source(self, tiers: list[Tier], settings: TieringSettings, *, shared: bool) -> Promotions:
+        return Promotions(tiers, settings, self._cache, self._clock, self._coming, self._promoted, shared=shared)
+
+    def renew(self, source: Promotions, settings: TieringSettings) -> Promotions:
+        """Replace an idle source whose tier serves another peer from now on, of which nothing is known yet."""
+        at = self.sources.index(source)
+        self._unused[self._unused == 1 + at] = 0
+        self.sources[at] = new = self._make_source(source.tiers, settings, shared=source.shared)
+        return new
 
     # --- what the cache calls: see TierHooks -----------------------------------------------------
 

@@ -342,9 +342,6 @@ class SharedTier(Tier):
         self._store = first = open_store()
         self._stores = [first, *(open_store() for _ in range(READERS + first.writers))]
         self.ask_deadline_s = ask_deadline_s
-        self.problem = ""
-        """Last failure of the whole store, a sentence."""
-        self._refusal = ""
         self.breaker = Breaker(clock)
         self._pool = pool
         self._clock = clock
@@ -353,22 +350,10 @@ class SharedTier(Tier):
         """Each with the time when it was given, or asked for; ABSENT with the time until which it is cached. One that
         is cached for longer than NO_S stands whatever the store answers: the block must not be read."""
         self.fleet = fleet or FleetGenerations()
-        self._polled_at: dict[bytes, float] = {}
-        self._poll_next = False
+        self._poll_next = self._looking = self._probing = self.closed = False
         self._asked_keys = 0
         self._writes: dict[tuple[int, bytes], ObjectWrite] = {}
-        self._write_at = self._steady_at = self._shown_until = 0.0
-        self._usage: StoreUsage | None = None
-        """The store's last answer."""
-        self._look_at, self._full_until = clock(), -inf
-        self._looking = self._evicts = False
-        """``_evicts``: whether the store evicted objects between the last two looks."""
-        self._written_before = 0, 0
-        """Blocks and bytes written up to the last look."""
-        self._own = self._all = 1.0
-        """Recent numbers of blocks that this node wrote, and of blocks evicted for writes of all nodes."""
-        self._heard_at, self._unexpected_at = clock(), -LOGGED_S
-        self._logged_reachable = self._probing = self.closed = False
+        self._begin(name)
         connections = [StoreConnection(self, store, clock) for store in self._stores]
         readers, writers = connections[1 : 1 + READERS], connections[1 + READERS :]
         asks, reads, writes = [connections[0].asks], [one.reads for one in readers], [one.writes for one in writers]
@@ -387,18 +372,35 @@ class SharedTier(Tier):
         if name:
             self._probe()
 
+    def _begin(self, name: str) -> None:
+        """Know nothing yet of the store of this name."""
+        self.name, self.counters = name, TierStats()
+        self.problem = self._refusal = ""
+        """``problem``: last failure of the whole store, a sentence."""
+        self._polled_at: dict[bytes, float] = {}
+        self._write_at = self._steady_at = self._shown_until = 0.0
+        self._usage: StoreUsage | None = None
+        """The store's last answer."""
+        self._look_at = self._heard_at = self._clock()
+        self._full_until, self._unexpected_at = -inf, self._clock() - LOGGED_S
+        self._evicts = self._logged_reachable = False
+        """``_evicts``: whether the store evicted objects between the last two looks."""
+        self._written_before = 0, 0
+        """Blocks and bytes written up to the last look."""
+        self._own = self._all = 1.0
+        """Recent numbers of blocks that this node wrote, and of blocks evicted for writes of all nodes."""
+
     def renew(self, name: str) -> None:
-        """Become the tier of another store, while nothing is asked or read."""
-        self.name, self.problem, self._refusal, self.counters = name, "", "", TierStats()
+        """Become the tier of another store, while idle."""
+        self._begin(name)
         self._answers.clear()
-        self._polled_at.clear()
         self._logged_reachable = True
         self.breaker.reset()  # the first question waits for the connection
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is being asked, read or written."""
-        return not any(one.waiting or one.running for one in (self._asking, self._reading, self._writing))
+        """Whether nothing is being asked, read or written, and all ends were handled."""
+        return not any(one.unfinished for one in (self._asking, self._reading, self._writing))
 
     def _next_question(self, waiting: deque[Question]) -> list[Question]:
         """Take polls and other questions in turn, so that neither delays the other."""

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from ipaddress import ip_network
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import MagicMock
 
 import pytest
 
 from kvoffd.config import Config, DiskSize
 from kvoffd.pool.pool import Pool
 from kvoffd.server.persistence import State, StateFile
-from kvoffd.server.tier_supervisor import TierSupervisor, make_tiering
+from kvoffd.server.tier_supervisor import NamedPeer, TierSupervisor, make_tiering
+from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiers.disk import DiskTier
 from kvoffd.tiers.header import make_block_group
 from kvoffd.tiers.tier import TierListener
@@ -22,6 +25,7 @@ from kvoffd_proto.events import MEDIUM_STORAGE
 from kvoffd_proto.stats import DiskState
 from tests.kit.memory_disk import MemoryDisk, ReadsWithoutThreads, WorkersWithoutThreads, names_of
 from tests.kit.slot_cache import CacheRig, FoldedEvents, keys_of
+from tests.kit.tiering_harness import TieringHarness
 from tests.kit.waiting import wait_until
 from tests.tiers.disk_rig import ONE, OTHER, SIZE_BYTES, DiskRig, block_of
 
@@ -202,3 +206,22 @@ def test_a_peer_is_found_by_its_host_however_it_is_written(host: str, peer: str)
     configured = SimpleNamespace(_peers=[("node-b", "Node-B:7400"), ("fd00::1", "[fd00::1]:7400")], networks={})
     configured.networks, configured._name = {"[fd00::/8]:7400": (ip_network("fd00::/8"), 7400)}, str
     assert TierSupervisor.peer_at(cast(Any, configured), host) == peer
+
+
+def test_a_place_knows_nothing_of_the_peer_that_had_it_before() -> None:
+    """Neither its speed nor what it failed at: the next one is read as if it were the first."""
+    quiet = TieringSettings(mode=WriteMode.NEVER)
+    rig = TieringHarness(settings=quiet)
+    tier = rig.share(quiet, "peer://slow:7400")
+    tier.only_named, tier.idle, tier.renew = True, True, partial(setattr, tier, "name")  # type: ignore[attr-defined]
+    place = NamedPeer(0, cast(Any, tier), rig.tiering.sources[-1])
+    place.source.speed.measured, place.source.failures["overdue"] = 1.0, 3
+    place.source.promoted_blocks, rig.tiering._unused[3] = 7, len(rig.tiering.sources)
+    made = SimpleNamespace(
+        _clock=rig.clock, _named=[place], _tiering=rig.tiering, peer_helper=MagicMock(), _settings=lambda mode: quiet
+    )
+    assert TierSupervisor._name(cast(Any, made), "peer://fast:7400") == "peer://fast:7400"
+    assert rig.tiering.sources[-1] is place.source
+    assert (place.source.name, place.source.speed.measured) == ("peer://fast:7400", 0.0)
+    assert (place.source.failures, place.source.promoted_blocks) == ({}, 0)
+    assert not rig.tiering._unused.any(), "its blocks do not count as unused ones of the new peer"

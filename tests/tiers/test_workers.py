@@ -19,7 +19,7 @@ from kvoffd.errors import NoMoreThreads
 from kvoffd.system.threads import Workers
 from kvoffd.tiers.disk import DiskTier
 from kvoffd.tiers.tier import TierListener
-from tests.kit.waiting import deliver_until
+from tests.kit.waiting import deliver_until, wait_until
 
 DEADLINE_S = 10.0
 
@@ -68,7 +68,10 @@ def test_workers_end_each_task_once_whatever_raises(rig: Rig) -> None:
     names = [*(f"a{number}" for number in range(200)), "bad", "odd", "last"]
     for name in names:
         rig.workers.put(name)
+    wait_until(lambda: rig.workers.running == rig.workers.waiting == 0)
+    assert rig.workers.unfinished == len(names), "their ends are still to be handled"
     rig.until(lambda: len(rig.ended) == len(names))
+    assert not rig.workers.unfinished
     assert sorted(name for name, _ in rig.ended) == sorted(names)
     ends = dict(rig.ended)
     assert ends["a7"] == "A7"
