@@ -189,10 +189,12 @@ class TierSupervisor:
         if (one := next((one for one in self._named if one.tier.name == name), None)) is None:
             assert self.peer_helper is not None
             assert self._tiering is not None
-            free = (one for one in self._named if now >= one.named_at + KEPT_S and one.source.idle and one.tier.idle)
+            helper = self.peer_helper
+            due = (one for one in self._named if now >= one.named_at + KEPT_S)
+            free = (one for one in due if one.source.idle and one.tier.idle and not helper.reads(one.number))
             if (one := min(free, key=lambda one: one.named_at, default=None)) is None:
                 return ""
-            if not self.peer_helper.connect(one.number, name.removeprefix(PEER)):
+            if not helper.connect(one.number, name.removeprefix(PEER)):
                 return ""
             one.tier.renew(name)
             one.source = self._tiering.renew(one.source, self._settings(WriteMode.NEVER))

@@ -65,8 +65,8 @@ alone instead of 0.77. A call that finds nothing takes 2 µs."""
 BUSY_AFTER_S = 0.02
 """Time after the last work for which the pauses stay short."""
 STUCK_S = 10.0
-"""Time after which a read of a peer that hangs counts as lost: its memory is free again only when this process ends. It
-ends once all of a peer's reads are lost; the daemon starts another."""
+"""Time after which a read of a peer counts as stuck: its memory is free again once NIXL says how it ended. Until then a
+peer all of whose reads are stuck is asked nothing."""
 MAX_IN_FLIGHT = 16
 """Requests of all peers that the daemon has not answered."""
 REQUESTS_PER_S, BURST = 2000, 400
@@ -119,6 +119,9 @@ class Helper:
         self._free = [list(range(n * SLICES, (n + 1) * SLICES)) for n in range(len(settings.peers))]
         """Slices that each peer's reads may use now."""
         self._transfers: dict[int, Transfer] = {}
+        self._stuck = set[int]()
+        """Peers that are asked nothing, because all of their reads are stuck."""
+        self._stuck_reads = 0
         self._agents: dict[int, tuple[bytes, str, int]] = {}
         """Metadata of each peer's agent, the agent's name, and where the peer's pool begins."""
         self._busy_until = self._beat_at = 0.0
@@ -223,7 +226,8 @@ class Helper:
                 if new := links().keys() - self._links:
                     print(f"The helper process for peers starts again, to use {', '.join(new)}.", file=sys.stderr)
                     return
-            busy = bool(self._transfers or self._lent) or now < self._busy_until
+            reading = len(self._transfers) > self._stuck_reads
+            busy = reading or bool(self._lent) or now < self._busy_until
             ready = dict(self._poller.poll(0 if busy else IDLE_MS))
             if fd in ready:
                 while select.select([fd], [], [], 0)[0]:
@@ -258,7 +262,13 @@ class Helper:
         self._channel.send(frame(kind, number, ident, payload))
 
     def _from_daemon(self, kind: int, number: int, ident: int, payload: bytes) -> None:
-        if kind in (FIND, PIN, RELEASE):
+        if kind in (FIND, PIN) and number in self._stuck:
+            why = (
+                f"{self._settings.peers[number]} answers, but its blocks do not come; let through the ports that UCX "
+                "uses (UCX_TCP_PORT_RANGE), and look whether it hangs."
+            )
+            self._to_daemon(FAILED, number, ident, why.encode())
+        elif kind in (FIND, PIN, RELEASE):
             try:
                 if (to := self._peers[number]) is None:
                     raise zmq.Again
@@ -388,8 +398,8 @@ class Helper:
         stuck = Counter(
             one.peer for one in self._transfers.values() if one.handle is not None and now - one.began > STUCK_S
         )
-        if SLICES in stuck.values():
-            raise RuntimeError("All reads of a peer hang.")
+        self._stuck = {peer for peer, count in stuck.items() if count == SLICES}
+        self._stuck_reads = stuck.total()
         return ended
 
     def _judge(self, one: Transfer, state_of: Callable[[Any], str]) -> bool:
@@ -403,11 +413,11 @@ class Helper:
         handle, one.handle = one.handle, None
         with suppress(Exception):
             self._nixl.release_xfer_handle(handle)
-        if state == "DONE" and not one.left:
+        if state != "DONE" or one.left:
+            self._free_part(one.ident)
+        if state == "DONE":
             self._to_daemon(DONE, one.peer, one.ident, bytes([one.part]))
-            return True
-        self._free_part(one.ident)
-        if state != "DONE":
+        else:
             if one.peer in self._agents:
                 self._drop(one.peer)
             self._to_daemon(FAILED, one.peer, one.ident, b"The connection to it was lost during a read.")

@@ -60,7 +60,9 @@ GENERATION_BYTES = 8
 MAX_BLOCKS, MAX_SHARDS = 1024, 4096
 """Blocks, and shards of them, that are lent at once."""
 START_S = 10.0
-"""Longest wait for a helper that starts, in a thread that asks."""
+"""Time since a helper's start for which a thread that asks waits for it."""
+STARTS_S, PINNED_PER_S = 60.0, 2**30
+"""Time after which a helper that starts is killed, and bytes of the pool, which RDMA pins, that add a second."""
 SEND_S, SEND_PAUSE_S = 0.5, 0.001
 """Time for the helper to accept a message, after which it counts as hanging, and the pause between attempts."""
 FOLLOWS_S = 0.02
@@ -75,7 +77,10 @@ MODULES = "nixl_cu12", "nixl_cu13"
 _FRAME_BYTES = 10
 """Bytes before a message's payload: kind, peer or length of a route, and id."""
 
-_HANGS = struct.pack("@ll", int(HANGS_S), 0)
+
+def _timeval(seconds: float) -> bytes:
+    return struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
+
 
 # Kinds of frames, to the helper and from it.
 FIND, PIN, RELEASE, READ, FREE, REPLY, CONNECT = range(7)
@@ -201,6 +206,9 @@ class PeerHelper:
         self.landing_address = self._landing.segment.address if self._landing is not None else 0
         self._lock = threading.Lock()
         self._calls: dict[int, _Call] = {}
+        self._reads: dict[int, int] = {}
+        """Peers by the ids of reads whose end the helper has not reported."""
+        self._began = time.monotonic()
         self._ids = count(secrets.randbits(62))
         self._channel: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -217,7 +225,7 @@ class PeerHelper:
     def check(self) -> None:
         """Raise StoreError unless the helper works. Waits for one that starts."""
         if not self.up:
-            self._decided.wait(START_S)
+            self._decided.wait(max(0.0, self._began + START_S - time.monotonic()))
         if not self.up:
             why = self.problem or "The helper process for peers has not started yet."
             raise StoreError("helper", why, final=True)
@@ -241,6 +249,11 @@ class PeerHelper:
                 return False
             time.sleep(SEND_PAUSE_S)
 
+    def reads(self, peer: int) -> bool:
+        """Return whether memory of a peer may still be written: nobody may wait for that any more."""
+        with self._lock:
+            return peer in self._reads.values()
+
     def connect(self, peer: int, address: str) -> bool:
         """Give a peer's number to another one, while nothing is being read of it; False if the helper has no time."""
         with self._lock:
@@ -260,7 +273,10 @@ class PeerHelper:
         with self._lock:
             call = _Call(kind, peer, next(self._ids) % 2**63, self.life)
             self._calls[call.ident] = call
+            if kind == READ:
+                self._reads[call.ident] = peer
         if not self.send(frame(kind, peer, call.ident, payload), SEND_S):
+            self._reads.pop(call.ident, None)
             self.end(call)
             raise StoreError("helper", self.problem or "The helper process for peers hangs.", final=True)
         return call
@@ -352,7 +368,8 @@ class PeerHelper:
             landing = self._landing.fd, self._landing.size_bytes
             settings = msgspec.structs.replace(settings, landing=landing)
             inherited.append(self._landing.fd)
-        command = [sys.executable, "-m", "kvoffd.tiers.peer_helper", str(channel)]
+        # -P: modules of the working directory are not the daemon's.
+        command = [sys.executable, "-P", "-m", "kvoffd.tiers.peer_helper", str(channel)]
         try:
             return subprocess.Popen(command, pass_fds=inherited, stdin=subprocess.DEVNULL), settings
         finally:
@@ -365,6 +382,9 @@ class PeerHelper:
         with ours:
             with theirs:
                 self._process, settings = self._start(theirs.fileno())
+            self._began = time.monotonic()
+            pinned = self._pool[2] if settings.listen else 0
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(STARTS_S + pinned / PINNED_PER_S))
             self._decided.clear()
             if self._closed.is_set():
                 self._decided.set()
@@ -376,10 +396,11 @@ class PeerHelper:
             try:
                 while data := ours.recv(MAX_MESSAGE_BYTES):
                     self._received(data)
-                    if data[0] == STARTED:  # a start may take long: RDMA pins the pool
-                        ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _HANGS)
+                    if data[0] == STARTED:
+                        ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(HANGS_S))
             except BlockingIOError:
-                self.problem = f"The helper process for peers hung for {HANGS_S:.0f} s."
+                while_what = "" if self.up else " while it started"
+                self.problem = f"The helper process for peers hung{while_what}, and was killed."
             finally:
                 self.up = False
                 with self._lock:
@@ -388,6 +409,8 @@ class PeerHelper:
                 self._end()
                 code = self._process.wait()
                 self.life += 1
+                with self._lock:
+                    self._reads.clear()
                 if not self._closed.is_set():
                     self.problem = self.problem or f"The helper process for peers ended ({code}); the log may say why."
                 self.fail_calls("The helper process for peers ended.")
@@ -402,7 +425,11 @@ class PeerHelper:
             self._decided.set()
             if self.up:
                 logger.info("The helper process for peers has started.")
-        elif (call := self._calls.get(ident)) is not None and call.peer == number:
+            return
+        if kind in (DONE, FAILED):
+            with self._lock:
+                self._reads.pop(ident, None)
+        if (call := self._calls.get(ident)) is not None and call.peer == number:
             if kind == FAILED or (kind == DONE) is not (call.kind == READ):
                 call.problem = payload.decode(errors="replace")
             else:

@@ -429,6 +429,23 @@ def test_a_node_that_started_before_its_network_is_used_once_that_is_there(fleet
     assert reader.load(0) == stored
 
 
+def test_a_peer_whose_blocks_cannot_come_does_not_harm_another(fleet_of: Callable[..., Fleet]) -> None:
+    """As where a NetworkPolicy admits ``peer_listen``, and not the ports of UCX. Both have other blocks."""
+    fleet = fleet_of(3)
+    good, dark, reader = fleet.nodes
+    helper, count = reader.wait_helper(), 40
+    stored = [good.store(100 * turn, turn) for turn in range(count)]
+    for turn in range(count):
+        dark.store(10_000 + 100 * turn, turn)
+    fleet.network.only_port[1] = PORT
+    for turn in range(count):
+        reader.engine.lookup(keys(*range(10_000 + 100 * turn, 10_000 + 100 * turn + BLOCKS)))
+        assert reader.load(100 * turn) == stored[turn]
+        time.sleep(0.3)
+    assert reader.helper == helper, "none was started anew"
+    print([one.errors for one in reader.peers], reader.problems)
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(4 * 3600)
 def test_whatever_is_killed_or_cut_costs_misses_only(fleet_of: Callable[..., Fleet]) -> None:

@@ -30,11 +30,14 @@ class Network(Closing):
     Attributes:
         delay_s: time that each packet takes.
         cut: whether packets are lost.
+        only_port: by node, the TCP port of it that others' packets reach, and may come from; all without an entry. As a
+            NetworkPolicy, which drops the others.
     """
 
     def __init__(self, nodes: int) -> None:
         require("root", os.geteuid() == 0 and shutil.which("ip"), "namespaces need root and the command ip")
         self.delay_s, self.cut = 0.0, False
+        self.only_port: dict[int, int] = {}
         self._names = [f"kvoffd-{os.getpid()}-{number}" for number in range(nodes)]
         self._waiting: deque[tuple[float, int, bytes]] = deque()
         self._closed = threading.Event()
@@ -97,7 +100,11 @@ class Network(Closing):
             except OSError:
                 return
             to = packet[19] - 1  # the last byte of an IPv4 destination
-            if packet[0] >> 4 == 4 and not self.cut and 0 <= to < len(self._fds):
+            if packet[0] >> 4 != 4 or self.cut or not 0 <= to < len(self._fds):
+                continue
+            ports = struct.unpack_from("!HH", packet, 4 * (packet[0] & 15))
+            ends = zip((packet[15] - 1, to), ports, strict=True)
+            if all(port == self.only_port.get(node, port) for node, port in ends):
                 self._waiting.append((time.monotonic() + self.delay_s, self._fds[to], packet))
 
     def close(self) -> None:

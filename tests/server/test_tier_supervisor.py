@@ -218,7 +218,11 @@ def test_a_place_knows_nothing_of_the_peer_that_had_it_before() -> None:
     place.source.speed.measured, place.source.failures["overdue"] = 1.0, 3
     place.source.promoted_blocks, rig.tiering._unused[3] = 7, len(rig.tiering.sources)
     made = SimpleNamespace(
-        _clock=rig.clock, _named=[place], _tiering=rig.tiering, peer_helper=MagicMock(), _settings=lambda mode: quiet
+        _clock=rig.clock,
+        _named=[place],
+        _tiering=rig.tiering,
+        peer_helper=MagicMock(reads=lambda number: False),
+        _settings=lambda mode: quiet,
     )
     assert TierSupervisor._name(cast(Any, made), "peer://fast:7400") == "peer://fast:7400"
     assert rig.tiering.sources[-1] is place.source

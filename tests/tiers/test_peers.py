@@ -8,7 +8,6 @@ import os
 import random
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -374,10 +373,75 @@ def test_memory_of_a_read_that_was_given_up_is_not_used_again_while_it_may_be_wr
         other.close()
 
 
+def test_a_peer_whose_blocks_do_not_come_costs_its_own_reads_only(
+    lender: Lender, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked nothing while all its reads are stuck, and the helper goes on with the others'."""
+    monkeypatch.setattr(peer_helper, "STUCK_S", 0.2)
+    other = Lender()
+    both = Reader(lender.port, other.port).reachable()
+    both.right(lender, *range(BLOCKS))
+    both.right(other, *range(BLOCKS), peer=1)
+    os.kill(lender.helper.pid, signal.SIGSTOP)
+    try:
+        where = np.array([[0, SIZE]], np.uint64).tobytes()
+        for _ in range(SLICES):
+            with pytest.raises(StoreError, match="in time"):
+                both.helper.call(READ, 0, where, time.monotonic() + 0.05)
+
+        def is_stuck() -> bool:
+            with pytest.raises(StoreError) as caught:
+                both.stores[0].ping(time.monotonic() + 0.2)
+            return "its blocks do not come" in caught.value.sentence
+
+        wait_until(is_stuck)
+        for _ in range(3):
+            both.right(other, *range(BLOCKS), peer=1)
+        assert both.helper.reads(0)
+        assert not both.helper.reads(1)
+    finally:
+        os.kill(lender.helper.pid, signal.SIGCONT)
+    wait_until(lambda: _works(both, lender), 30.0)
+    wait_until(lambda: not both.helper.reads(0))
+    assert both.helper.life == 0
+    both.close()
+    other.close()
+
+
+def test_a_helper_that_hangs_while_it_starts_is_killed(nixl: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that ask wait for it once, not each time."""
+    monkeypatch.setattr(peers, "STARTS_S", 3.0)
+    monkeypatch.setattr(peers, "START_S", 0.5)
+    reader = Reader(free_port())
+    wait_until(lambda: bool(reader.helper.pid))
+    os.kill(pid := reader.helper.pid, signal.SIGSTOP)
+    with pytest.raises(StoreError, match="has not started yet"):
+        reader.stores[0].connect()
+    wait = Mock(wraps=reader.helper._decided.wait)
+    monkeypatch.setattr(reader.helper._decided, "wait", wait)
+    with pytest.raises(StoreError, match="has not started yet"):
+        reader.stores[0].connect()
+    wait.assert_called_once_with(0.0)
+    wait_until(lambda: reader.helper.up, 30.0)
+    assert not os.path.exists(f"/proc/{pid}")
+    reader.close()
+
+
+def test_modules_of_the_working_directory_are_not_the_helpers(
+    cold: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "zmq.py").write_text("import pathlib; pathlib.Path('ran').touch()")
+    monkeypatch.chdir(tmp_path)
+    reader = Reader(free_port())
+    reader.helper.check()
+    reader.close()
+    assert not (tmp_path / "ran").exists()
+
+
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A helper that is silent for 2 s hangs."""
-    monkeypatch.setattr(peers, "_HANGS", struct.pack("@ll", 2, 0))
+    monkeypatch.setattr(peers, "HANGS_S", 2.0)
 
 
 def test_a_helper_that_hangs_is_started_again(impatient: None, lender: Lender, reader: Reader) -> None:
