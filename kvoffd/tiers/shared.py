@@ -276,7 +276,7 @@ class FleetGenerations:
     """
 
     def __init__(self, known: Mapping[bytes, int] | None = None) -> None:
-        self._known = dict(known or {})
+        self._known = {name: number for name, number in (known or {}).items() if is_sound(number)}
         self.voided: set[bytes] = set()
 
     def of(self, fingerprint: bytes) -> int:
@@ -860,10 +860,9 @@ class StoreConnection:
             prefix = object_prefix(ask.group._replace(generation=generation))
             return [prefix + key.hex().encode() for key in keys]
 
-        generation, found = store.ask(own_key, names(known), deadline, prefix=ask.prefix)
-        _check_generation(own_key, generation)
+        generation, found = self._question(own_key, names(known), deadline, prefix=ask.prefix)
         if generation > known:
-            known, found = store.ask(own_key, names(generation), deadline, prefix=ask.prefix)
+            known, found = self._question(own_key, names(generation), deadline, prefix=ask.prefix)
         elif generation < known:
             # A store that lost the number, but not blocks of an older one, must not return those.
             try:
@@ -872,19 +871,28 @@ class StoreConnection:
                 if error.kind in LOST:
                     raise
                 self._fail(error, "write")  # a node with write permission does it
-        if len(found) != len(keys):
-            raise StoreError("protocol", f"{len(keys)} keys were requested, but {len(found)} answered.")
         return known, found
+
+    def _question(
+        self, own_key: bytes, names: Sequence[bytes], deadline: float, *, prefix: bool
+    ) -> tuple[int, list[bool]]:
+        """Ask the store once, and check its answer. Raises StoreError."""
+        generation, found = self._store.ask(own_key, names, deadline, prefix=prefix)
+        _check_generation(own_key, generation)
+        if len(found) != len(names):
+            raise StoreError("protocol", f"{len(names)} keys were requested, but {len(found)} answered.")
+        return generation, found
 
     def _raise(self, one: Raise) -> int | Exception:
         """Return the raised generation, or the failure."""
         own_key = generation_key(one.fingerprint)
         try:
             self._store.connect()
-            seen, _ = self._store.ask(own_key, [], one.deadline, prefix=True)
-            _check_generation(own_key, seen)
+            seen, _ = self._question(own_key, [], one.deadline, prefix=True)
             least = seen if self._store.follows else seen + 1
-            return self._store.raise_generation(own_key, seen, max(least, one.generation), one.deadline)
+            raised = self._store.raise_generation(own_key, seen, max(least, one.generation), one.deadline)
+            _check_generation(own_key, raised)
+            return raised
         except Exception as error:
             self._fail(error, "write")
             return error
@@ -973,7 +981,8 @@ def _verified(read: ObjectRead, received: Received) -> Block | None:
 
 
 def is_sound(generation: int) -> bool:
-    """Return whether a number is small enough to come from a node: another, if followed, could hardly be raised."""
+    """Return whether a number is small enough to come from a node. Another, if it was followed, could not be raised: it
+    would be refused everywhere, and end the namespace's sharing for good."""
     return 0 <= generation <= time.time() + MAX_AHEAD_S
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from kvoffd.tiers.redis_cluster import slot_of
 from kvoffd.tiers.redis_store import CONNECT_S, NEEDED_COMMANDS, Redis
-from kvoffd.tiers.shared import MAX_REMOVALS, MAX_WRITES
+from kvoffd.tiers.shared import MAX_REMOVALS, MAX_WRITES, FleetGenerations
 from kvoffd.tiers.store import Credentials, StoreError, generation_key, open_store
 from kvoffd.tiers.tier import Result
 from tests.kit.redis_server import Certificate, RedisServer
@@ -377,6 +377,37 @@ def test_a_generation_that_is_no_number_is_of_its_own_namespace_alone(
     store.forced_values.clear()
     rig.until(lambda: rig.ask_anew(block) == [Answer.YES])
     assert rig.load(block) is DONE
+
+
+@pytest.mark.parametrize(("call", "which"), [("ask", 1), ("ask", 2), ("raise_generation", 1)])
+def test_no_number_of_a_store_is_followed_unchecked(
+    store: FaultyStore, rig: SharedRig, monkeypatch: pytest.MonkeyPatch, call: str, which: int
+) -> None:
+    """One that no node can raise would end the namespace's sharing for good, in each store and on each node."""
+    store.values[generation_key(ONE)] = b"7"
+    right, calls = getattr(rig.tier._store, call), count(1)
+
+    def wrong(*arguments: Any, **options: Any) -> Any:
+        found = right(*arguments, **options)
+        if next(calls) != which:
+            return found
+        return (10**18 - 1, found[1]) if call == "ask" else 10**18 - 1
+
+    monkeypatch.setattr(rig.tier._store, call, wrong)
+    if call == "ask":
+        assert rig.ask_anew(rig.block(1)) == [Answer.NO]
+    else:
+        assert rig.raise_generation(ONE).problem
+    assert rig.kinds == {"generation": 1}
+    assert rig.tier.fleet.of(ONE) in (0, 7)
+    assert rig.ask_anew(rig.block(2)) == [Answer.NO]
+    assert rig.tier.fleet.of(ONE) < 10**17
+    assert int(store.values[generation_key(ONE)]) < 10**17
+
+
+def test_a_number_that_no_node_can_raise_is_forgotten_at_the_start() -> None:
+    """An earlier release kept one that a store had shown."""
+    assert dict(FleetGenerations({ONE: 10**18 - 1, OTHER: 7})) == {OTHER: 7}
 
 
 def test_a_thread_that_hangs_opens_the_breaker(
