@@ -34,6 +34,7 @@ from kvoffd.system.files import FileCalls, FileInUse, claim_file, foreign_owner,
 from kvoffd.system.mappings import filesystem_magic
 from kvoffd.system.newest import put_newest
 from kvoffd.system.threads import start
+from kvoffd.tiers.shared import is_sound
 from kvoffd_proto.messages import Count
 from kvoffd_proto.stats import Lifetime
 
@@ -292,6 +293,9 @@ class State:
             )
             self.resets.unshared_floor = int(self._wall_clock())
             self.raise_all()
+        for name, number in self.resets.unshared.items():
+            if not is_sound(int(number)):  # an earlier release followed any number; no clear could exceed this one
+                self.resets.unshared[name] = int(self._wall_clock())
         if content != self._encoded(*PARTS):
             self._save(*PARTS)  # repairs the file
 

@@ -119,6 +119,18 @@ def test_the_oldest_names_are_forgotten_on_the_safe_side(monkeypatch: pytest.Mon
     assert len(again.resets.generations) == len(again.resets.unshared) == 10
 
 
+def test_a_number_that_an_earlier_release_followed_blindly_can_be_raised(next_state: Next) -> None:
+    """A store's false answer made it the mark of a namespace that is not shared."""
+    state = next_state()
+    state.unshare(ONE, 10**18 - 2)
+    state.unshare(OTHER, 6)
+    assert state.file.flush(10.0)
+    again = next_state()
+    assert (again.unshared_at(ONE), again.unshared_at(OTHER)) == (NOW, 6)
+    again.save_fleet_reset(ONE, NOW + 1)
+    assert not again.is_unshared(ONE)
+
+
 def test_a_reset_of_all_nodes_from_before_a_reset_here_shares_nothing(tmp_path: Path, next_state: Next) -> None:
     """Neither after a restart, nor after the resets were lost. A file of an earlier version said True."""
     state = next_state()
