@@ -53,6 +53,10 @@ def reset_fleet(service: Service, session: Session, message: a.ResetFleet) -> Pe
         failed = [(tier.name, one) for tier, one in zip(tiers, raises, strict=True) if one.problem or not one.ended]
         problems = [f"{name}: {one.problem or 'it has not answered yet.'}" for name, one in failed]
         problems += [f"{one}: its nodes hear of it once they exchange blocks; clear there too." for one in networks]
+        if not (tiers or networks):
+            problems.append(
+                "nobody was told: this node names no store and no peer, and only lends; clear on one that does."
+            )
         if problems:
             why = f"The reset did not reach every shared store and peer: {' '.join(problems)}"
             raise KvoffdError(why, ErrorCode.NOT_READY)

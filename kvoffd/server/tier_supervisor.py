@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 CLOSE_STEP_S = 0.02
 """Least time for each shared store to close."""
 STOP_OPENING_S = 1.0
+FOLLOW_S = 5.0
+"""Time after which the disks serve a namespace that was opened although no store or peer has answered about it."""
 KEPT_S = 1.0
 """Time for which a peer that a request named is not replaced by another one."""
 TRICKLE_BYTES = 4 * 2**20
@@ -134,6 +136,11 @@ class TierSupervisor:
         self._peers = [(host.lower(), text) for host, _, text in peers if isinstance(host, str)]
         self.networks = {text: (one, port) for one, port, text in peers if not isinstance(one, str)}
         self._named: list[NamedPeer] = []
+        self._asked_at: dict[bytes, float] = {}
+        """Time of the first lookup of each namespace that is not followed yet: stores were asked then."""
+        self._followed: set[bytes] = set()
+        if tiering is not None:
+            tiering.is_behind = self.is_behind
 
     def start(self, stores: OpenStores) -> None:
         """Start to open the configured tiers; ``stores`` are those of ``shared_stores``. Raises NoMoreThreads."""
@@ -267,12 +274,36 @@ class TierSupervisor:
         for tier in self._every_shared:
             for fingerprint in self._cache.namespaces if tier.available() else ():
                 tier.poll(fingerprint)
+        self._forget_closed()
         tiering.tick()
         for disk in self._disks:
             if disk.tier is not None:
                 disk.errors.sample(disk.tier.stats().errors)
         if (spent := tiering.disk_writer.budget.amount_to_persist()) is not None:
             self._state.save_disk_spent(spent)
+
+    def is_behind(self, fingerprint: bytes) -> bool:
+        """Return whether a namespace may have been cleared on all nodes since it was last open here: nobody has heard
+        of its generation since. A store or a peer is asked."""
+        if not self.shared or fingerprint in self._followed:
+            return fingerprint in self.fleet.voided
+        now = self._clock()
+        if (opened := self._asked_at.get(fingerprint)) is None:
+            opened = self._asked_at[fingerprint] = now
+            for tier in self.shared:
+                tier.poll(fingerprint)
+        heard = any(tier.heard_of(fingerprint) >= opened for tier in self.shared)
+        if not (heard or now >= opened + FOLLOW_S):
+            return True
+        self._followed.add(fingerprint)
+        del self._asked_at[fingerprint]
+        return fingerprint in self.fleet.voided
+
+    def _forget_closed(self) -> None:
+        """Forget what is known of namespaces that the cache does not have any more."""
+        known = self._cache.namespaces
+        self._followed.intersection_update(known)
+        self._asked_at = {one: at for one, at in self._asked_at.items() if one in known}
 
     def take_voided(self) -> set[bytes]:
         """Return the fingerprints of namespaces that were reset for all nodes since the last call.

@@ -118,6 +118,8 @@ class Tiering:
     Attributes:
         is_unshared: whether a namespace, by its fingerprint, became stale here: other nodes' blocks of the same keys
             may be stale too, so stores are neither read nor written for it.
+        is_behind: whether other nodes may have cleared a namespace, by its fingerprint, unheard of here: then disks are
+            not read for it.
     """
 
     def __init__(
@@ -132,6 +134,7 @@ class Tiering:
         self._cache, self._clock = cache, clock
         self._coming: Coming = {}
         self._engines_busy, self.is_unshared = engines_busy, is_unshared
+        self.is_behind: Callable[[bytes], bool] = lambda fingerprint: False
         self.sources: list[Promotions] = []
         """The disks of this node as one source, which may be empty, then shared stores in the order of asking."""
         self.writers: list[Writer] = []
@@ -194,6 +197,8 @@ class Tiering:
         sources = [one for one in self.sources if one.available and not (one.only_named and one.name != lease.peer)]
         if sources and self.is_unshared(namespace.fingerprint):
             sources = [source for source in sources if not source.shared]
+        if sources and not sources[0].shared and self.is_behind(namespace.fingerprint):
+            sources = sources[1:]
         if lease.peer:
             peers = {one: one.name for one in sources if one.name.startswith(PEER)}
             if lease.peer in peers.values():

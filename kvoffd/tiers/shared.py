@@ -378,6 +378,8 @@ class SharedTier(Tier):
         self.problem = self._refusal = ""
         """``problem``: last failure of the whole store, a sentence."""
         self._polled_at: dict[bytes, float] = {}
+        self._heard_of: dict[bytes, float] = {}
+        """Time of the last answer about each namespace, whose generation is followed since."""
         self._write_at = self._steady_at = self._shown_until = 0.0
         self._usage: StoreUsage | None = None
         """The store's last answer."""
@@ -645,6 +647,10 @@ class SharedTier(Tier):
             put_newest(self._polled_at, fingerprint, inf, MAX_NAMESPACES)  # until the answer
             self._asking.put(Ask(BlockGroup(fingerprint, 0, 0, (), 0), (), True, now + RAISE_S))
 
+    def heard_of(self, fingerprint: bytes) -> float:
+        """Return the time of the store's last answer about a namespace; -inf without one."""
+        return self._heard_of.get(fingerprint, -inf)
+
     def _record_generation(self, fingerprint: bytes, generation: int) -> None:
         if self.fleet.raise_to(fingerprint, generation):
             logger.info("The blocks of a namespace in %s are void: its generation is %d now.", self.name, generation)
@@ -680,6 +686,7 @@ class SharedTier(Tier):
             earlier = counters.ask_seconds or answer.seconds
             counters.ask_seconds = OLD_WEIGHT * earlier + (1 - OLD_WEIGHT) * answer.seconds
             self._record_generation(fingerprint, answer.generation)
+            put_newest(self._heard_of, fingerprint, self._clock(), MAX_NAMESPACES)
             if answer.generation == self.fleet.of(fingerprint):  # else the blocks are void by now
                 found = answer.found
                 counters.found_keys += sum(found)

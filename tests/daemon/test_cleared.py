@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from kvoffd.server.tier_supervisor import FOLLOW_S
 from kvoffd_client import AdminClient, GroupKeys, RequestRefused
-from tests.kit.checked import CheckedEngine, over_disk, put_on_disk, wait_disk
+from tests.kit.checked import CheckedEngine, Truth, over_disk, put_on_disk, wait_disk
+from tests.kit.command import command
 from tests.kit.daemon import DaemonProcess
 from tests.kit.linux import tmpfs
 from tests.kit.redis_server import RedisServer
@@ -182,7 +185,7 @@ def test_after_a_damaged_state_nothing_of_before_is_served_or_shared(tmp_path: P
             assert engine.wait_ready(30.0)
             assert wait_found(daemon, engine) == []
             with AdminClient(daemon.directory) as admin:
-                admin.reset_fleet(engine.namespace.fingerprint)
+                admin.reset_fleet(engine.scheduler._fingerprint)
             wait_until(lambda: not books(daemon.directory).shared[0].unshared_namespaces)
             engine.put(SOME)
             wait_until(lambda: books(daemon.directory).shared[0].written_blocks == len(SOME))
@@ -198,3 +201,80 @@ def test_numbers_that_cannot_be_are_refused(daemon: DaemonProcess) -> None:
         for speed in (5e-324, 1e-7, 1e300, float("inf"), float("nan"), -1.0):
             assert refused(engine.report, 1, tokens_per_second=speed) == "malformed", speed
         engine.report(1, tokens_per_second=0.01)
+
+
+# --- cleared on all nodes ------------------------------------------------------------------------------
+
+
+def clear_all_nodes(daemon: DaemonProcess, engine: CheckedEngine) -> None:
+    with AdminClient(daemon.directory) as admin:
+        admin.reset_fleet(engine.scheduler._fingerprint)
+
+
+def test_a_disk_serves_a_namespace_once_a_store_has_said_whether_it_was_cleared(
+    tmp_path: Path, server: RedisServer
+) -> None:
+    """Another node cleared it while nobody had it open here, and only the disk knew it."""
+    (place := tmp_path / "disk").mkdir()
+    truth = Truth()
+    with over_disk(place, shared=server.url) as daemon, over_store(server) as other:
+        for drops in (True, False):
+            with CheckedEngine(daemon, truth) as engine:
+                put_on_disk(daemon, engine, len(SOME))
+            daemon.stop()
+            daemon.start()
+            wait_disk(daemon)
+            wait_until(lambda: books(daemon.directory).shared[0].up)
+            if drops:
+                with CheckedEngine(other, truth) as elsewhere:
+                    wait_until(lambda: books(other.directory).shared[0].up)
+                    clear_all_nodes(other, elsewhere)
+                truth.drop()
+            with CheckedEngine(daemon, truth) as engine:
+                if drops:
+                    for _ in range(100):
+                        assert engine.get(SOME) == []
+                else:
+                    wait_until(lambda: engine.has(SOME))
+
+
+def test_a_disk_serves_a_namespace_whose_store_is_away(tmp_path: Path, server: RedisServer) -> None:
+    (place := tmp_path / "disk").mkdir()
+    truth = Truth()
+    with over_disk(place, shared=server.url) as daemon:
+        with CheckedEngine(daemon, truth) as engine:
+            put_on_disk(daemon, engine, len(SOME))
+        daemon.stop()
+        server.kill()
+        daemon.start()
+        wait_disk(daemon)
+        with CheckedEngine(daemon, truth) as engine:
+            wait_until(lambda: engine.has(SOME), 2 * FOLLOW_S + 5.0)
+
+
+@pytest.mark.parametrize("what", ["demo", "--all"])
+def test_a_clear_of_all_nodes_whose_store_is_away_clears_this_node(
+    tmp_path: Path, server: RedisServer, what: str
+) -> None:
+    """Its disk too, and with ``--all`` namespaces that nobody has opened since the start."""
+    (place := tmp_path / "disk").mkdir()
+    truth = Truth()
+    with over_disk(place, shared=server.url) as daemon:
+        wait_until(lambda: books(daemon.directory).shared[0].up)
+        with CheckedEngine(daemon, truth) as engine:
+            put_on_disk(daemon, engine, len(SOME))
+        server.kill()
+        daemon.stop()
+        daemon.start()
+        wait_disk(daemon)
+        with CheckedEngine(daemon, truth, "demo" if what == "demo" else "another"):
+            status, output = command(daemon, "clear", what, "--all-nodes", "--yes")
+        assert status == 2
+        assert server.name in output
+        assert "On this node" in output
+        truth.drop()
+        with CheckedEngine(daemon, truth) as engine:
+            until = time.monotonic() + FOLLOW_S + 1.0
+            while time.monotonic() < until:
+                assert engine.get(SOME) == []
+                time.sleep(0.05)

@@ -24,7 +24,7 @@ import pytest
 from kvoffd_client import AdminClient, RequestRefused
 from tests.kit import sandbox
 from tests.kit.amount import TIMES
-from tests.kit.command import run_cli_here
+from tests.kit.command import command, run_cli_here
 from tests.kit.network import Network
 from tests.kit.peer_node import BLOCKS, DEADLINE_S, Node
 from tests.kit.ports import free_ports
@@ -308,6 +308,17 @@ def test_a_reset_on_a_node_that_only_lends_must_outlive_a_reboot(secret: Path, p
     with Node(secret, f"127.0.0.1:{port}", directory=pool_file.parent) as node:  # in memory
         assert not node.engine.scheduler.reset()
         wait_until(lambda: "a reboot would undo it" in node.daemon.log, explain=lambda: node.daemon.log)
+
+
+def test_a_node_that_only_lends_says_that_nobody_was_told_of_a_clear(secret: Path) -> None:
+    (port,) = free_ports(1)
+    with Node(secret, f"127.0.0.1:{port}") as node:
+        node.store(0, 1)
+        status, output = command(node.daemon, "clear", "peers", "--all-nodes", "--yes")
+        assert (status, "nobody was told" in output, f"{BLOCKS} blocks were dropped" in output) == (2, True, True), (
+            output
+        )
+        assert node.engine.lookup(keys(0)) == 0
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the filter has numbers of x86-64's calls")

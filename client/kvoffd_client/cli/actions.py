@@ -73,11 +73,11 @@ def clear(
                 stores.append(admin.reset_fleet(each.namespace))
             except RequestRefused as error:  # the others are cleared all the same
                 problem = problem or error
-        if problem is not None:
-            raise problem
         fingerprint = None if one is None else one.namespace
         # The reset of all nodes may have dropped them here by now.
         dropped = max(admin.clear(fingerprint), blocks if all_nodes else 0)
+        if problem is not None:
+            raise CliError(f"{problem} On this node {count_blocks(dropped)} were dropped.") from problem
     if json:
         print_json({"namespace": fingerprint, "cleared_blocks": dropped, "stores": max(stores, default=0)})
     else:
