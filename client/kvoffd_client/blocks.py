@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import secrets
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -154,7 +155,8 @@ class BlockClient(Closing):
         """Store a block: a list of its layers, or with several ranks a list of such lists. Layers are tensors or arrays
         of any type, of as many bytes as ``get`` returns.
 
-        Returns False if the daemon has the block with the same bytes.
+        Returns False if the daemon has the block with the same bytes. A block that an engine or another client is
+        storing is waited for: no block has shards of two.
 
         Raises:
             ValueError: a layer has another size, or there are other numbers of ranks or layers.
@@ -168,17 +170,25 @@ class BlockClient(Closing):
             (xxhash.xxh3_64_intdigest(parts[group]) or 1).to_bytes(CHECKSUM_BYTES, "big")  # type: ignore[arg-type]
             for parts in self._shard_bytes
         )
-        with self._leased([key], group):  # brings it up from a tier, to compare it
-            found = self._find(key, group)
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            with self._leased([key], group):  # brings it up from a tier, to compare it
+                found = self._find(key, group)
+                if self._is_whole(found):
+                    self._check_same(key, found, sums)
+                    return False
+            results = self._copy(key, group, range(self.namespace.world_size))
+            is_mine, found = any(result.bytes for result in results), self._find(key, group)
             if self._is_whole(found):
                 self._check_same(key, found, sums)
-                return False
-        results = self._copy(key, group, range(self.namespace.world_size))
-        found = self._find(key, group)
-        if self._is_whole(found):
-            self._check_same(key, found, sums)
-            return any(result.bytes for result in results)
-        self._scheduler.invalidate([GroupKeys(group, key)])
+                return is_mine
+            if is_mine:
+                self._scheduler.invalidate([GroupKeys(group, key)])
+            if not all(result.ok and not result.rejected for result in results):
+                break
+            if is_mine or time.monotonic() >= deadline:
+                break
+            time.sleep(PENDING_PAUSE_S)  # until another store of the key ends or is dropped
         why = next((result.error.sentence for result in results if result.error is not None), "")
         if not why:
             rejected = any(result.rejected for result in results)
@@ -324,10 +334,11 @@ class BlockClient(Closing):
     def _copy(self, key: bytes, group: int, ranks: Sequence[int], lease_id: int | None = None) -> list[JobResult]:
         """Store a block from the memory of these ranks, or load it there; return each rank's result."""
         job_id, results = next(self._job_ids), list[JobResult]()
+        sole = secrets.randbits(61) + 1
         for rank in ranks:
             blocks = range(self._shards[rank][group].blocks_per_key)
             transfer = GroupTransfer.of([key], blocks, group)
-            self._workers[rank].submit([Job(job_id, [transfer], lease_id, keep_lease=lease_id is not None)])
+            self._workers[rank].submit([Job(job_id, [transfer], lease_id, keep_lease=lease_id is not None)], sole)
         deadline = time.monotonic() + self._timeout_s
         for rank in ranks:
             found: list[JobResult] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from kvoffd_client import BlockClient, GroupKeys, KvoffdClientError
 from kvoffd_client.testing import FakeEngine
+from kvoffd_client.worker_client import GroupTransfer, Job
 from tests.kit.checked import flip
 from tests.kit.daemon import DaemonProcess
 from tests.kit.waiting import wait_until
@@ -145,6 +147,86 @@ def test_a_block_that_left_says_why(blocks: BlockClient, engine: FakeEngine) -> 
     assert engine.workers[0].wait_results(10)
     with pytest.raises(KeyError, match="a rank has not stored its part"):
         blocks.get(keys(77)[0])
+
+
+def test_puts_of_two_clients_never_mix(shared_daemon: DaemonProcess, blocks: BlockClient, engine: FakeEngine) -> None:
+    """Of each key one client's block is there, of which the other hears; no rank has a shard of the other."""
+    kv = [both_ranks(blocks, key) for key in KEYS[:2]]
+    wanted = keys(*range(200, 264))
+
+    def put_all(number: int) -> list[str]:
+        with BlockClient(shared_daemon.directory, LABEL) as client:
+            return [_outcome(client, key, kv[number]) for key in wanted]
+
+    with ThreadPoolExecutor(2) as threads:
+        outcomes = list(zip(*threads.map(put_all, range(2)), strict=True))
+    assert set(map(frozenset, outcomes)) == {frozenset({"stored", "other"})}
+    for key, (first, _) in zip(wanted, outcomes, strict=True):
+        its = kv[0 if first == "stored" else 1]
+        for rank, layers in enumerate(both_ranks(blocks, key)):
+            assert all(layer.equal(one) for layer, one in zip(layers, its[rank], strict=True)), (key.hex(), rank)
+    assert books(shared_daemon.directory).writing_bytes == 0
+
+
+def _outcome(client: BlockClient, key: bytes, kv: list[list[Any]]) -> str:
+    try:
+        return "stored" if client.put(key, kv) else "there"
+    except KvoffdClientError as error:
+        return "other" if "with other bytes" in str(error) else str(error)
+
+
+def test_a_put_adds_nothing_to_a_block_that_an_engine_stores(
+    shared_daemon: DaemonProcess, blocks: BlockClient, engine: FakeEngine
+) -> None:
+    (key,) = keys(300)
+    kv = both_ranks(blocks, KEYS[1])
+    engine.workers[0].store(7, [engine._transfer([key], [0])])
+    assert engine.workers[0].wait_results(10)
+    with BlockClient(shared_daemon.directory, LABEL, timeout_s=1.0) as impatient:
+        with pytest.raises(KvoffdClientError, match="a rank has not stored its part"):
+            impatient.put(key, kv)
+    assert engine.lookup([key]) == 0, "rank 1 is the engine's to store"
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(_outcome, blocks, key, kv)
+        engine.workers[1].store(8, [engine._transfer([key], [0])])
+        assert engine.workers[1].wait_results(10)
+        assert waiting.result(30) == "other"
+    assert engine.lookup([key]) == 1
+    for rank, layers in enumerate(both_ranks(blocks, key)):
+        assert layers[0].numpy().tobytes() == engine._pages[rank][0, 0].tobytes()
+
+
+def test_an_engine_adds_nothing_to_a_block_that_is_put(blocks: BlockClient, engine: FakeEngine) -> None:
+    """Its store is ok, as of a block that is there, and the block becomes ready with the bytes that were put alone."""
+    (key,) = keys(301)
+    kv = both_ranks(blocks, KEYS[1])
+    for rank in range(2):
+        for layer, page in zip(kv[rank], blocks._layers(blocks._shard_bytes[rank][0], 0, rank), strict=True):
+            page[:] = layer.numpy()
+    job = Job(900, [GroupTransfer.of([key], range(1))])
+    blocks._workers[0].submit([job], sole=5)
+    assert blocks._workers[0].wait_results(10)[0].bytes
+    assert engine.store([key], [0]).ok
+    assert engine.lookup([key]) == 0
+    blocks._workers[1].submit([job], sole=5)
+    assert blocks._workers[1].wait_results(10)[0].bytes
+    assert engine.lookup([key]) == 1
+    for found, put in zip(both_ranks(blocks, key), kv, strict=True):
+        assert all(layer.equal(one) for layer, one in zip(found, put, strict=True))
+
+
+def test_a_put_replaces_blocks_that_nobody_uses(
+    shared_daemon: DaemonProcess, blocks: BlockClient, engine: FakeEngine
+) -> None:
+    kv = both_ranks(blocks, KEYS[0])
+    for first in range(2000, 2128, 16):
+        assert engine.store(keys(*range(first, first + 16)), range(16)).ok
+    wait_until(lambda: not books(shared_daemon.directory).pinned_blocks)
+    before = books(shared_daemon.directory).ready_blocks
+    (key,) = keys(2200)
+    assert blocks.put(key, kv)
+    assert books(shared_daemon.directory).ready_blocks == before, "one went for it"
+    assert both_ranks(blocks, key)[1][0].equal(kv[1][0])
 
 
 def test_a_full_pool_takes_no_block(shared_daemon: DaemonProcess, blocks: BlockClient, engine: FakeEngine) -> None:
