@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvoffd_client import BlockClient, GroupKeys, KvoffdClientError
+from kvoffd_client import AdminClient, BlockClient, GroupKeys, KvoffdClientError
+from kvoffd_client.blocks import NAME
 from kvoffd_client.testing import FakeEngine
 from kvoffd_client.worker_client import GroupTransfer, Job
 from tests.kit.checked import flip
 from tests.kit.daemon import DaemonProcess
+from tests.kit.redis_server import RedisServer
+from tests.kit.require import require
 from tests.kit.waiting import wait_until
 from tests.kit.wire import books, keys
 
@@ -267,3 +272,55 @@ def test_a_restarted_daemon_knows_the_layers(pool_file: Path) -> None:
         with BlockClient(daemon.directory, LABEL) as blocks:
             pages = [one.numpy().tobytes() for layers in both_ranks(blocks, KEYS[0]) for one in layers]
             assert [zlib.crc32(b"".join(pages))] == expected
+
+
+@pytest.mark.parametrize("kind", ["disk", "shared store"])
+def test_a_block_below_the_pool_is_brought_up(kind: str, tmp_path: Path) -> None:
+    """It is read, listed by its prompt, and compared with what is put."""
+    with ExitStack() as stack:
+        if kind == "disk":
+            flags = {"disk": f"{tmp_path}=64MiB", "disk_write": "always"}
+        else:
+            flags = {"shared": stack.enter_context(RedisServer()).url, "shared_write": "always"}
+        daemon = stack.enter_context(DaemonProcess("2MiB", eviction_policy="lru", **flags))
+
+        def is_up() -> bool:
+            found = books(daemon.directory)
+            return all(one.up for one in found.said.shared) and all(one.state == "serving" for one in found.disks)
+
+        wait_until(is_up)
+        with engine_on(daemon) as engine:
+            for first in range(0, 10 * BLOCKS, BLOCKS):
+                engine.fill(range(BLOCKS), seed=first)
+                assert engine.store(keys(*range(1 + first, 1 + first + BLOCKS)), range(BLOCKS)).ok
+                wait_until(lambda: not books(daemon.directory).tiers.writes_waiting)
+            engine.fill(range(BLOCKS), seed=0)
+            with BlockClient(daemon.directory, LABEL) as blocks:
+                assert not set(KEYS) & set(blocks.keys()), "they are not in the pool"
+                for number, key in enumerate(KEYS[:4]):
+                    for rank, layers in enumerate(both_ranks(blocks, key)):
+                        assert layers[1].numpy().tobytes() == engine._pages[rank][1, number].tobytes()
+                assert list(blocks.keys(prefix_of=KEYS)) == KEYS
+                kv = both_ranks(blocks, KEYS[5])
+                assert not blocks.put(KEYS[5], kv)
+                with pytest.raises(KvoffdClientError, match="with other bytes"):
+                    blocks.put(KEYS[6], kv)
+
+
+def test_a_user_who_may_not_administer_is_refused() -> None:
+    """Before it opens a session of an engine."""
+    require("root", os.geteuid() == 0, "only root can be somebody else")
+    with DaemonProcess("8MiB", allowed_uids="4242", admin_uids="4343") as daemon, engine_on(daemon):
+        for path in (daemon.directory, *daemon.directory.glob("*.sock")):
+            path.chmod(0o777)
+
+        os.seteuid(4242)
+        try:
+            with pytest.raises(
+                KvoffdClientError, match="User 4242 may not administer this kvoffd; add the uid to admin_"
+            ):
+                BlockClient(daemon.directory, LABEL)
+        finally:
+            os.seteuid(0)
+        with AdminClient(daemon.directory) as admin:
+            assert not [one for one in admin.sessions().sessions if one.name == NAME]
