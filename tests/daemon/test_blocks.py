@@ -119,6 +119,23 @@ WRONG: dict[str, tuple[Callable[[BlockClient, list[list[Any]]], object], type[Ex
         ValueError,
         r"4096 bytes is not of torch.float16 and shape \(3, 5\)",
     ),
+    "text for a key": (lambda blocks, kv: blocks.get("x" * 32), ValueError, "A key is bytes, not str"),  # type: ignore[arg-type]
+    "text for a dtype": (
+        lambda blocks, kv: blocks.get(KEYS[0], dtype="float16"),  # type: ignore[arg-type]
+        ValueError,
+        "4096 bytes is not of float16 and the same shape",
+    ),
+    "tensor of ranks": (
+        lambda blocks, kv: blocks.put(NEW, torch.stack(kv[0])),
+        ValueError,
+        "list of layers, or of lists of layers by rank, not Tensor",
+    ),
+    "tensor of layers": (
+        lambda blocks, kv: blocks.put(NEW, [torch.stack(one) for one in kv]),
+        ValueError,
+        "The layers of rank 0 are a list of tensors, not Tensor",
+    ),
+    "objects": (lambda blocks, kv: blocks.put(NEW, [[object()] * 4] * 2), ValueError, "array of numbers, not object"),
     "one rank": (lambda blocks, kv: blocks.put(NEW, kv[:1]), ValueError, "2 ranks, not 1"),
     "layers": (lambda blocks, kv: blocks.put(NEW, [kv[0], kv[1][:3]]), ValueError, "4 layers in group 0, not 3"),
     "size": (
@@ -139,6 +156,9 @@ def test_a_wrong_call_is_refused_with_its_sentence(name: str, blocks: BlockClien
 
 
 def test_an_unknown_namespace_is_refused(shared_daemon: DaemonProcess) -> None:
+    for namespace, timeout_s, sentence in ((b"abc", 1.0, "A fingerprint has 32 bytes, not 3"), (LABEL, 0.0, "not 0.0")):
+        with pytest.raises(ValueError, match=sentence):
+            BlockClient(shared_daemon.directory, namespace, timeout_s=timeout_s)
     for name, sentence in ((bytes(32), "No namespace"), ("nobody", "No open namespace has the label 'nobody'")):
         with pytest.raises(KvoffdClientError, match=sentence):
             BlockClient(shared_daemon.directory, name)
