@@ -13,10 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffd_client import AdminClient, BlockClient, GroupKeys, KvoffdClientError
-from kvoffd_client.blocks import NAME
+from kvoffd_client import AdminClient, BlockClient, GroupKeys, GroupTransfer, Job, KvoffdClientError
 from kvoffd_client.testing import FakeEngine
-from kvoffd_client.worker_client import GroupTransfer, Job
 from tests.kit.checked import flip
 from tests.kit.daemon import DaemonProcess
 from tests.kit.redis_server import RedisServer
@@ -343,4 +341,4 @@ def test_a_user_who_may_not_administer_is_refused() -> None:
         finally:
             os.seteuid(0)
         with AdminClient(daemon.directory) as admin:
-            assert not [one for one in admin.sessions().sessions if one.name == NAME]
+            assert not [one for one in admin.sessions().sessions if one.name == "kvoffd blocks"]

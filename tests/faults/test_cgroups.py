@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from kvoffd.system.limits import START_BYTES
 from tests.kit.checked import CheckedEngine
 from tests.kit.daemon import DaemonProcess
 from tests.kit.linux import Cgroup, cgroup, run
@@ -45,7 +44,7 @@ def test_a_killed_daemon_starts_again_or_says_what_holds_the_memory(pool_file: P
             engine.put(SOME)
         first.kill()
         wait_until(lambda: pod.used_bytes < 90 * MIB, explain=lambda: pod.used_bytes)
-        pod.limit(pod.used_bytes + START_BYTES + 2 * MIB)
+        pod.limit(pod.used_bytes + 26 * MIB)
         said = said_by(start_in(stack, pod, "64MiB", pool_file))
         assert "The daemon needs 24.0 MiB to start, but only " in said
         assert f"or remove the pool file {pool_file}, which holds 6" in said
