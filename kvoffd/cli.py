@@ -135,7 +135,12 @@ def open_standard_streams() -> None:
 def serve(config: Config) -> int:
     """Run the daemon until it ends; return its exit status."""
     from kvoffd.errors import NoMoreThreads
+    from kvoffd.system.limits import check_start
 
+    try:
+        check_start(config.pool_file)
+    except KvoffdError as error:
+        return _refuse(str(error), config.log_format)
     # Read when NumPy is imported. The kernel takes up to 5 ms for a huge page, and the loop would wait for it.
     os.environ.setdefault("NUMPY_MADVISE_HUGEPAGE", "0")
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import secrets
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from kvoffd_client.session import ClientOptions, Closing
 from kvoffd_client.worker_client import Job, WorkerClient
 from kvoffd_proto.admin import BlockFound, DescribeNamespace, FindBlock, ListBlocks
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import READY, GroupKeys, GroupTransfer, JobResult, PageRef, TensorLayout
+from kvoffd_proto.messages import FINGERPRINT_BYTES, READY, GroupKeys, GroupTransfer, JobResult, PageRef, TensorLayout
 from kvoffd_proto.stats import MISS_REASONS
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class BlockClient(Closing):
         timeout_s: bounds each call.
 
     Raises:
+        ValueError: a fingerprint of another length, or no time.
         DaemonUnavailable: no daemon in time.
         RequestRefused: the daemon refuses this user, or does not know the fingerprint.
         KvoffdClientError: no namespace of this name, or its layers are unknown.
@@ -61,6 +63,10 @@ class BlockClient(Closing):
     def __init__(
         self, directory: str | os.PathLike[str], namespace: str | bytes, *, timeout_s: float = TIMEOUT_S
     ) -> None:
+        if timeout_s <= 0:
+            raise ValueError(f"timeout_s is a time in seconds, not {timeout_s}.")
+        if isinstance(namespace, bytes) and len(namespace) != FINGERPRINT_BYTES:
+            raise ValueError(f"A fingerprint has {FINGERPRINT_BYTES} bytes, not {len(namespace)}.")
         self._closing: list[Closing] = []
         self._timeout_s = timeout_s
         self._job_ids = itertools.count(1)
@@ -154,7 +160,8 @@ class BlockClient(Closing):
         """Store a block: a list of its layers, or with several ranks a list of such lists. Layers are tensors or arrays
         of any type, of as many bytes as ``get`` returns.
 
-        Returns False if the daemon has the block with the same bytes.
+        Returns False if the daemon has the block with the same bytes. A block that an engine or another client is
+        storing is waited for: no block has shards of two.
 
         Raises:
             ValueError: a layer has another size, or there are other numbers of ranks or layers.
@@ -168,17 +175,25 @@ class BlockClient(Closing):
             (xxhash.xxh3_64_intdigest(parts[group]) or 1).to_bytes(CHECKSUM_BYTES, "big")  # type: ignore[arg-type]
             for parts in self._shard_bytes
         )
-        with self._leased([key], group):  # brings it up from a tier, to compare it
-            found = self._find(key, group)
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            with self._leased([key], group):  # brings it up from a tier, to compare it
+                found = self._find(key, group)
+                if self._is_whole(found):
+                    self._check_same(key, found, sums)
+                    return False
+            results = self._copy(key, group, range(self.namespace.world_size))
+            is_mine, found = any(result.bytes for result in results), self._find(key, group)
             if self._is_whole(found):
                 self._check_same(key, found, sums)
-                return False
-        results = self._copy(key, group, range(self.namespace.world_size))
-        found = self._find(key, group)
-        if self._is_whole(found):
-            self._check_same(key, found, sums)
-            return any(result.bytes for result in results)
-        self._scheduler.invalidate([GroupKeys(group, key)])
+                return is_mine
+            if is_mine:
+                self._scheduler.invalidate([GroupKeys(group, key)])
+            if not all(result.ok and not result.rejected for result in results):
+                break
+            if is_mine or time.monotonic() >= deadline:
+                break
+            time.sleep(PENDING_PAUSE_S)  # until another store of the key ends or is dropped
         why = next((result.error.sentence for result in results if result.error is not None), "")
         if not why:
             rejected = any(result.rejected for result in results)
@@ -228,6 +243,8 @@ class BlockClient(Closing):
     def _check(self, key: bytes, group: int) -> None:
         """Raise ValueError for an unknown group, or a key of another length."""
         self._check_group(group)
+        if not isinstance(key, bytes):
+            raise ValueError(f"A key is bytes, not {type(key).__name__}.")
         if len(key) != self.namespace.key_bytes:
             raise ValueError(f"A key of this namespace has {self.namespace.key_bytes} bytes, not {len(key)}.")
 
@@ -244,7 +261,7 @@ class BlockClient(Closing):
         try:
             viewed = layer.flatten().view(dtype).reshape(layer.shape[0], -1) if dtype is not None else layer
             return viewed if shape is None else viewed.reshape(tuple(shape))
-        except RuntimeError as error:
+        except (RuntimeError, TypeError) as error:
             wanted = "the same shape" if shape is None else f"shape {tuple(shape)}"
             raise ValueError(
                 f"A layer of {layer.numel()} bytes is not of {dtype or layer.dtype} and {wanted}."
@@ -253,6 +270,8 @@ class BlockClient(Closing):
     def _checked(self, kv: Sequence[object], group: int) -> list[Bytes]:
         """Return the bytes of each rank's shard. Raises ValueError if their sizes differ from the namespace's."""
         ranks: Sequence[object] = kv
+        if not isinstance(kv, list | tuple):
+            raise ValueError(f"A block is a list of layers, or of lists of layers by rank, not {type(kv).__name__}.")
         if self.namespace.world_size == 1 and not (len(kv) == 1 and isinstance(kv[0], list | tuple)):
             ranks = [kv]
         if len(ranks) != self.namespace.world_size:
@@ -260,7 +279,9 @@ class BlockClient(Closing):
         shards = []
         for rank, (layers, parts) in enumerate(zip(ranks, self._shards, strict=True)):
             spec = parts[group]
-            given = [_bytes_of(layer) for layer in layers] if isinstance(layers, list | tuple) else []
+            if not isinstance(layers, list | tuple):
+                raise ValueError(f"The layers of rank {rank} are a list of tensors, not {type(layers).__name__}.")
+            given = [_bytes_of(layer) for layer in layers]
             if len(given) != len(spec.page_bytes):
                 raise ValueError(f"Rank {rank} has {len(spec.page_bytes)} layers in group {group}, not {len(given)}.")
             for number, (layer, nbytes) in enumerate(zip(given, spec.page_bytes, strict=True)):
@@ -324,10 +345,11 @@ class BlockClient(Closing):
     def _copy(self, key: bytes, group: int, ranks: Sequence[int], lease_id: int | None = None) -> list[JobResult]:
         """Store a block from the memory of these ranks, or load it there; return each rank's result."""
         job_id, results = next(self._job_ids), list[JobResult]()
+        sole = secrets.randbits(61) + 1
         for rank in ranks:
             blocks = range(self._shards[rank][group].blocks_per_key)
             transfer = GroupTransfer.of([key], blocks, group)
-            self._workers[rank].submit([Job(job_id, [transfer], lease_id, keep_lease=lease_id is not None)])
+            self._workers[rank].submit([Job(job_id, [transfer], lease_id, keep_lease=lease_id is not None)], sole)
         deadline = time.monotonic() + self._timeout_s
         for rank in ranks:
             found: list[JobResult] = []
@@ -342,11 +364,13 @@ class BlockClient(Closing):
 
 
 def _bytes_of(layer: object) -> Bytes:
-    """Return the bytes of a torch tensor or a numpy array."""
+    """Return the bytes of a torch tensor or a numpy array. Raises ValueError for anything else."""
     if hasattr(layer, "detach"):
         import torch
 
         assert isinstance(layer, torch.Tensor)
         flat: Bytes = layer.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
         return flat
-    return np.ascontiguousarray(layer).reshape(-1).view(np.uint8)
+    if (array := np.ascontiguousarray(layer)).dtype.hasobject:
+        raise ValueError(f"A layer is a tensor or an array of numbers, not {type(layer).__name__}.")
+    return array.reshape(-1).view(np.uint8)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kvoffd_client.errors import KvoffdClientError
 from kvoffd_proto import cuda
-from kvoffd_proto.cuda import Cuda, CudaError, missing_descriptors
+from kvoffd_proto.cuda import Cuda, CudaError, missing_descriptors, wsl_hint
 
 _NO_HANDLE = (
     "CUDA cannot share memory between processes in some virtual machines and sandboxes, nor between MIG instances of "
@@ -112,7 +112,7 @@ def _explained(sentence: str, advice: str = "") -> Iterator[None]:
     try:
         yield
     except CudaError as error:
-        sentences = (sentence, str(error), advice, missing_descriptors())
+        sentences = (sentence, str(error), advice, wsl_hint(), missing_descriptors())
         raise NotExportable(" ".join(filter(None, sentences))) from error
 
 

@@ -150,7 +150,7 @@ def batches_of(jobs: Iterable[tuple[Job, Size]], limits: m.Limits) -> list[list[
 
 
 def submit_of(
-    request_id: int, registration_id: bytes, key_bytes: int, jobs: Sequence[Job], acknowledged: int = 0
+    request_id: int, registration_id: bytes, key_bytes: int, jobs: Sequence[Job], acknowledged: int = 0, sole: int = 0
 ) -> m.Submit:
     """Return the message with these jobs: for each group the blocks of all stores, and those of all loads.
 
@@ -172,6 +172,7 @@ def submit_of(
         m.Stores([store.job_id for store in stores], of_stores),
         m.Loads([load.job_id for load in loads], leases, keep, of_loads),
         acknowledged,
+        sole,
     )
 
 
@@ -258,10 +259,12 @@ class WorkerClient(Session):
         """
         self.submit([Job(job_id, groups, lease_id, keep_lease)])
 
-    def submit(self, jobs: Sequence[Job]) -> None:
+    def submit(self, jobs: Sequence[Job], sole: int = 0) -> None:
         """Start the stores and loads of one step. While not connected, they fail at once (SESSION_ENDED).
 
         They are sent in one message if they fit. Jobs that are too large for a message are split.
+
+        ``sole``: a number that the stores of all ranks have and no others: a block has shards of these alone, or none.
 
         Raises:
             ValueError: a job of the same id is unfinished, or lengths in ``groups`` do not fit.
@@ -308,7 +311,7 @@ class WorkerClient(Session):
             for batch in batches_of(sized, limits):
                 request_id = self._next_request_id()
                 self._sent.update({part.job_id: Sent(part, of_job[part.job_id], request_id) for part in batch})
-                message = submit_of(request_id, self._registration_id, namespace.key_bytes, batch, self._sequence)
+                message = submit_of(request_id, self._registration_id, namespace.key_bytes, batch, self._sequence, sole)
                 if (refused := self._send(message)) is not None:
                     code = refused.code if isinstance(refused, RequestRefused) else ErrorCode.TOO_MANY
                     self._fail_sent([job.job_id for job in batch], code)

@@ -175,6 +175,8 @@ class Cache:
         self._partial: dict[int, float] = {}
         """Incomplete blocks of which no shard is being written, also of groups that were reset, with the time when that
         began."""
+        self._sole: dict[int, int] = {}
+        """WRITING blocks that only the stores of this number add shards to; all others are added to by any without."""
         self._requested: deque[tuple[Namespace, list[Chain], bool]] = deque()
         """Requests that ``report_requests`` has yet to report, oldest first; whether ``count_prompt`` counts them."""
         self._uncounted = UncountedPrompts()
@@ -746,11 +748,13 @@ class Cache:
 
     # --- stores ---------------------------------------------------------------------------------
 
-    def begin_store(self, namespace: Namespace, rank: int, parts: Sequence[StorePart]) -> list[Stored]:
+    def begin_store(self, namespace: Namespace, rank: int, parts: Sequence[StorePart], sole: int = 0) -> list[Stored]:
         """Allocate slots for the missing blocks, evicting if needed. Returns what to copy, by part.
 
         Existing blocks that begin later than the offered ones, and are not in use, are dropped first. The other
         existing blocks of these keys are not evicted. Each group occurs once; groups, keys and rank must be valid.
+
+        ``sole``: a number of the store of all ranks; a block that was begun under another one gets no shard of it.
         """
         groups, size, begun = self._current[namespace], namespace.key_bytes, list[Stored]()
         offers: list[tuple[Stored, StorePart, Sequence[int]]] = []
@@ -774,12 +778,14 @@ class Cache:
                 absent, joined, duplicates = (
                     np.flatnonzero(of_key == one).tolist() for one in (Verdict.ABSENT, Verdict.JOIN, Verdict.DUPLICATE)
                 )
+                if sole or self._sole:
+                    joined = [key for key in joined if self._sole.get(int(blocks[key]), 0) == sole]
                 offers.append((Stored(group, blocks[joined], _NOTHING, joined, duplicates=duplicates), part, absent))
                 pinned.append(blocks[blocks != NO_BLOCK])
                 self.blocks.pin(pinned[-1])
             for stored, part, new in offers:
                 begun.append(stored)
-                self._admit(rank, stored, part, new)
+                self._admit(rank, stored, part, new, sole)
         except BaseException:
             self.abort_store(begun)
             raise
@@ -788,13 +794,17 @@ class Cache:
                 self.unpin(there)
         return begun
 
-    def _admit(self, rank: int, stored: Stored, part: StorePart, absent: Sequence[int]) -> None:
+    def _admit(self, rank: int, stored: Stored, part: StorePart, absent: Sequence[int], sole: int) -> None:
         """Make blocks for the absent keys that the policy admits, and fill in what to copy."""
-        joins = bool(stored.copy)
+        joins = len(stored.copy)
         try:
             self._take_admitted(stored, part, absent)
             self._record_lost(stored, part)
         finally:  # allocated slots belong to the store even if this fails
+            if sole or self._sole:
+                self._share(stored.blocks[joins:])
+                if sole:
+                    self._sole |= dict.fromkeys(stored.blocks[joins:].tolist(), sole)
             if joins:  # the keys of its blocks lie between those of new ones
                 order = np.argsort(stored.copy)
                 stored.copy, stored.blocks = np.array(stored.copy)[order].tolist(), stored.blocks[order]
@@ -877,6 +887,7 @@ class Cache:
             if len(ready) < len(blocks):
                 self._mark_partial(group, blocks[self.blocks.missing[blocks] != 0])
             if ready.size:
+                self._share(ready)
                 group.namespace.counters.stored_blocks += len(ready)
                 self._count(group, WRITING, READY, len(ready))
                 self.order.insert(group, ready, packed_keys)
@@ -1127,6 +1138,11 @@ class Cache:
             for state in (READY, WRITING):
                 self._remove(group, state, members[self.blocks.state[members] == state], reason)
 
+    def _share(self, blocks: BlockIds) -> None:
+        """Forget that blocks were begun by the store of one number, before it ends or when their slots are reused."""
+        for block in blocks.tolist() if self._sole else ():
+            self._sole.pop(block, None)
+
     def _drop_partial(self, blocks: Sequence[int]) -> None:
         """Drop blocks that lack a shard which was not stored in time."""
         for group, members in self.by_group(np.array(blocks, np.uint32)):
@@ -1148,6 +1164,7 @@ class Cache:
             self._report_removed(group, blocks, packed_keys)
         for block in blocks.tolist() if self._partial else ():
             self._partial.pop(block, None)
+        self._share(blocks)
         in_use = len(blocks) - len(slots) // len(group.sizes)
         if in_use and not group.dead:
             self._count(group, state, DROPPED, in_use)
@@ -1357,10 +1374,13 @@ def _select_keys(keys: bytes, numbers: Sequence[int] | npt.NDArray[np.intp], siz
 
 
 def _snapshot(next_number: int, namespaces: Sequence[Namespace], left_out: int, *, short: bool) -> list[Deflated]:
-    """Encode a ``NamespaceSnapshot`` as msgpack: an array of 3, the second of which is an array of records."""
-    head = b"\x93" + msgpack.encode(next_number) + b"\xdc" + len(namespaces).to_bytes(2, "big")
-    records = [one.record(short=short) for one in namespaces]
-    return [Deflated.of(head), *records, Deflated.of(msgpack.encode(left_out))]
+    """Encode a ``NamespaceSnapshot`` as msgpack: an array, the second element of which is an array of records.
+
+    ``left_out`` is an element only if it is not 0: release 0.2 reads arrays of two.
+    """
+    last = [Deflated.of(msgpack.encode(left_out))] if left_out else []
+    head = bytes([0x92 + len(last)]) + msgpack.encode(next_number) + b"\xdc" + len(namespaces).to_bytes(2, "big")
+    return [Deflated.of(head), *[one.record(short=short) for one in namespaces], *last]
 
 
 def _ready_of(found: Sequence[Found]) -> BlockIds:

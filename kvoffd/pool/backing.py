@@ -20,9 +20,10 @@ from kvoffd.system.files import (
     held_bytes,
     is_regular,
     open_directory,
+    text_of,
     try_lock,
 )
-from kvoffd.system.limits import MemoryLimit, memory_limit
+from kvoffd.system.limits import MemoryLimit, check_fits, memory_limit
 from kvoffd.system.mappings import HUGETLBFS_MAGIC, TMPFS_MAGIC, filesystem_magic
 from kvoffd_proto.units import format_size
 
@@ -71,6 +72,8 @@ class MemfdBacking:
     def make(self, geometry: TableGeometry) -> Memories:
         """Make new memory, all zeros, after freeing an earlier daemon's. Raises PoolTooLarge."""
         if self._stored is not None:
+            held = sum(held_bytes(os.fstat(fd)) for fd in self._stored)
+            check_fits(geometry.pool_bytes + geometry.size_bytes, memory_limit(freed_bytes=held))
             self.close()
             if self._on_discard is not None:
                 self._on_discard()
@@ -150,6 +153,8 @@ class FileBacking:
         size = sum(self._parts(geometry))
         try:
             if self._fd >= 0:
+                if not self._huge:
+                    check_fits(size, memory_limit(freed_bytes=held_bytes(os.fstat(self._fd))))
                 os.unlink(self._path.name, dir_fd=self._directory_fd)
                 os.close(self._fd)
                 self._fd = -1
@@ -218,11 +223,25 @@ class FileBacking:
             for done_bytes in allocate_in_steps(self._calls, self._fd, size_bytes, _ALLOCATE_STEP_BYTES):
                 self._on_progress(done_bytes)
         except OSError as error:
-            what, cure = ("huge pages", "raise vm.nr_hugepages") if self._huge else ("memory", "free some memory")
+            what, cure = "memory", "free some memory"
+            if self._huge:
+                what, cure = "huge pages", self._huge_page_cure(size_bytes)
             raise PoolTooLarge(
                 f"{self._path.parent} lacks the {what} for a pool file of {size_bytes} bytes "
                 f"({format_size(size_bytes)}): {error.strerror}. Choose a smaller pool or {cure}."
             ) from error
+
+    def _huge_page_cure(self, size_bytes: int) -> str:
+        """Return what lets the file have its huge pages: more of them, or a higher limit if the machine has enough."""
+        pages = Path(f"/sys/kernel/mm/hugepages/hugepages-{self._page_bytes >> 10}kB")
+        free, reserved = (int(text_of(pages / name) or 0) for name in ("free_hugepages", "resv_hugepages"))
+        if (free - reserved) * self._page_bytes + held_bytes(os.fstat(self._fd)) < size_bytes:
+            return "raise vm.nr_hugepages"
+        number, unit = (self._page_bytes >> 30, "G") if self._page_bytes >> 30 else (self._page_bytes >> 20, "M")
+        return (
+            f"raise a limit, since the machine has enough: hugetlb.{number}{unit}B.max of the daemon's cgroup (in "
+            f"Kubernetes hugepages-{number}{unit}i), or the option size of the mount"
+        )
 
     def _map(self, geometry: TableGeometry) -> Memories:
         table_bytes, pool_bytes = self._parts(geometry)

@@ -211,6 +211,8 @@ class StoreBatch(Job):
 
     direction = Direction.STORE
     parts: Sequence[GroupPart]
+    sole: int
+    """Number of ``Submit``."""
     stored: Sequence[Stored] = field(default=(), init=False)
     copied_bytes: list[int] = field(default_factory=list, init=False)
     """Bytes to copy for each store."""
@@ -221,7 +223,7 @@ class StoreBatch(Job):
         self.copied_bytes = [0] * len(self.ids)
         places: list[tuple[int, int]] = []
         parts = [StorePart(one.group, one.keys, one.first_blocks, one.starts) for one in self.parts]
-        self.stored = cache.begin_store(registration.namespace, registration.rank, parts)
+        self.stored = cache.begin_store(registration.namespace, registration.rank, parts, self.sole)
         for part, stored in zip(self.parts, self.stored, strict=True):
             if not stored.copy:
                 continue
@@ -551,7 +553,7 @@ def submit(service: Service, session: Session, message: Submit) -> None:
             jobs.verify_due -= verify
             load.begin(cache, pool, verify=verify)
         if stores.job_ids:
-            batch = StoreBatch(stores.job_ids, session, registration, accepted_at, store_parts)
+            batch = StoreBatch(stores.job_ids, session, registration, accepted_at, store_parts, message.sole)
             begun.append(batch)
             batch.begin(cache, pool)
     except BaseException:

@@ -219,6 +219,7 @@ def _pool_stats(service: Service) -> s.PoolStats:
         pinning_gpu_bytes=pinning.gpu_bytes,
         index_bytes=cache.blocks.nbytes,
         numa_remote_slots=pool.slots.slots_on_other_nodes,
+        integrated_gpus=service.memory.gpus.integrated,
     )
 
 

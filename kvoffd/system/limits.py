@@ -7,12 +7,12 @@ import os
 import resource
 import select
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from kvoffd.errors import KvoffdError, PoolTooLarge
-from kvoffd.system.files import text_of
+from kvoffd.system.files import held_bytes, text_of
 from kvoffd_proto.cuda import descriptor_limits
 from kvoffd_proto.units import exact_size, format_size
 
@@ -23,10 +23,12 @@ MIN_DESCRIPTORS = 1024
 MAX_DESCRIPTORS = 65536
 # cgroup v1 writes the largest page count, in bytes, for "no limit".
 _NO_LIMIT = 2**62
-# Files of a cgroup: usage, the field of memory.stat with reclaimable bytes, and limits.
-_VERSION_1 = "memory.usage_in_bytes", "total_inactive_file", "memory.limit_in_bytes"
+# Prefix of a cgroup's fields of memory.stat that include its children, and its files: usage, and limits.
+_VERSION_1 = "total_", "memory.usage_in_bytes", "memory.limit_in_bytes"
 # Above memory.high the kernel throttles a process to a standstill, so it counts as a limit.
-_VERSION_2 = "memory.current", "inactive_file", "memory.max", "memory.high"
+_VERSION_2 = "", "memory.current", "memory.max", "memory.high"
+START_BYTES = 24 << 20
+"""Memory that the daemon takes from the end of its command line until it serves, without a pool (measured: 21 MiB)."""
 
 
 class MemoryLimit(NamedTuple):
@@ -36,19 +38,30 @@ class MemoryLimit(NamedTuple):
     source: str
 
 
-def memory_limit(proc: Path = Path("/proc"), cgroup_root: Path = Path("/sys/fs/cgroup")) -> MemoryLimit:
+def memory_limit(
+    proc: Path = Path("/proc"),
+    cgroup_root: Path = Path("/sys/fs/cgroup"),
+    *,
+    freed_bytes: int = 0,
+    cache_fields: Sequence[str] = ("inactive_file",),
+) -> MemoryLimit:
     """Return the least of MemAvailable and the memory left in each cgroup (v1 or v2) of this process.
 
-    Reclaimable page cache counts as free. Files that are missing or unreadable are no limit.
+    Files that are missing or unreadable are no limit.
+
+    Args:
+        freed_bytes: shared memory that will be freed first. A cgroup gets no more of it back than it is charged for: it
+            may be charged to another one, such as that of a container that was killed.
+        cache_fields: fields of a cgroup's memory.stat with page cache that counts as free.
     """
-    limits = [_machine_limit(proc)]
+    limits, how = [_machine_limit(proc, freed_bytes)], (freed_bytes, cache_fields)
     for controller, path in _cgroups(proc):
         if controller == "memory":
-            limits.extend(_walk(cgroup_root / "memory", path, _VERSION_1))
+            limits.extend(_walk(cgroup_root / "memory", path, _VERSION_1, *how))
         elif controller == "":
             # The hybrid mode of systemd mounts v2 below the v1 controllers.
             for root in (cgroup_root, cgroup_root / "unified"):
-                limits.extend(_walk(root, path, _VERSION_2))
+                limits.extend(_walk(root, path, _VERSION_2, *how))
     return min(limits, key=lambda limit: limit.bytes)
 
 
@@ -63,10 +76,25 @@ def check_fits(wanted_bytes: int, limit: MemoryLimit) -> None:
         )
 
 
-def _machine_limit(proc: Path) -> MemoryLimit:
+def check_start(pool_file: str) -> None:
+    """Raise PoolTooLarge if the daemon would be killed for memory before it serves.
+
+    A pool file of an earlier daemon, which was perhaps killed for memory, still uses memory.
+    """
+    limit = memory_limit(cache_fields=("inactive_file", "active_file"))
+    if limit.bytes < START_BYTES:
+        held = held_bytes(os.stat(pool_file)) if pool_file and os.path.exists(pool_file) else 0
+        cure = f", or remove the pool file {pool_file}, which holds {format_size(held)} of it" if held else ""
+        raise PoolTooLarge(
+            f"The daemon needs {format_size(START_BYTES)} to start, but only {format_size(limit.bytes)} are available "
+            f"({limit.source}). Give it more memory{cure}."
+        )
+
+
+def _machine_limit(proc: Path, freed_bytes: int) -> MemoryLimit:
     for name, value in _pairs(proc / "meminfo"):
         if name == "MemAvailable:":
-            return MemoryLimit(value * 1024, "MemAvailable")
+            return MemoryLimit(value * 1024 + freed_bytes, "MemAvailable")
     return MemoryLimit(2**63 - 1, "the address space; /proc/meminfo has no MemAvailable")
 
 
@@ -79,23 +107,28 @@ def _cgroups(proc: Path) -> Iterator[tuple[str, str]]:
                 yield controller, fields[2]
 
 
-def _walk(root: Path, path: str, names: tuple[str, ...]) -> Iterator[MemoryLimit]:
+def _walk(
+    root: Path, path: str, names: tuple[str, ...], freed_bytes: int, cache_fields: Sequence[str]
+) -> Iterator[MemoryLimit]:
     """Yield the limits of the cgroup and of all its ancestors, all of which apply.
 
     In a container the path may be the host's and not exist below the mount; then the mount is the container's cgroup.
     """
     own = root / path.lstrip("/")
     inside = [one for one in (own, *own.parents) if root in one.parents and ".." not in one.parts]
-    return filter(None, (_cgroup_limit(one, *names) for one in (*inside, root)))
+    return filter(None, (_cgroup_limit(one, freed_bytes, cache_fields, *names) for one in (*inside, root)))
 
 
-def _cgroup_limit(directory: Path, used_name: str, reclaimable_name: str, *limit_names: str) -> MemoryLimit | None:
+def _cgroup_limit(
+    directory: Path, freed_bytes: int, cache_fields: Sequence[str], prefix: str, used_name: str, *limit_names: str
+) -> MemoryLimit | None:
     used, *limits = (_number(directory / name) for name in (used_name, *limit_names))
     limit = min((value for value in limits if value is not None), default=_NO_LIMIT)
     if used is None or limit >= _NO_LIMIT:
         return None
-    reclaimable = dict(_pairs(directory / "memory.stat")).get(reclaimable_name, 0)
-    needed = max(0, used - reclaimable)
+    stat = dict(_pairs(directory / "memory.stat"))
+    freed = min(freed_bytes, stat.get(f"{prefix}shmem", 0))
+    needed = max(0, used - sum(stat.get(prefix + name, 0) for name in cache_fields) - freed)
     total, in_use = format_size(limit), format_size(needed)
     source = f"the memory cgroup {directory} is limited to {total}, of which {in_use} are in use"
     return MemoryLimit(max(0, limit - needed), source)

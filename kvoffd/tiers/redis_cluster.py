@@ -16,7 +16,7 @@ from itertools import count
 from math import ceil, inf
 from urllib.parse import parse_qs, urlsplit
 
-from kvoffd.tiers.redis_store import CONNECT_S, Redis
+from kvoffd.tiers.redis_store import CONNECT_S, Demoted, Redis
 from kvoffd.tiers.store import Credentials, GetRequest, Received, Servers, Store, StoreError, StoreUsage, name_of
 from kvoffd_proto.units import is_host, parse_duration, quoted
 
@@ -357,4 +357,5 @@ def open_redis(url: str, credentials: Credentials) -> Callable[[], Store]:
     if parts.scheme.endswith("+cluster"):
         servers = Servers(name_of((host, port)))
         return lambda: RedisCluster(host, port, credentials, servers, tls=tls, ttl_s=ttl_s)
-    return lambda: Redis(host, port, database, credentials, tls=tls, ttl_s=ttl_s)
+    demoted = Demoted()
+    return lambda: Redis(host, port, database, credentials, tls=tls, ttl_s=ttl_s, demoted=demoted)

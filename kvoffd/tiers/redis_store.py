@@ -17,6 +17,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
 
@@ -70,8 +71,19 @@ WANTS_NO_TLS = " If it has no TLS, name it redis://; a cluster with TLS needs tl
 WANTS_TLS = " If it requires TLS, name it rediss://."
 
 
+@dataclass(slots=True)
+class Demoted:
+    """Address of a server that became a replica and that the store's name has left since, for all connections."""
+
+    address: object = None
+
+
 class Redis(Store):
-    """See ``Store``."""
+    """See ``Store``.
+
+    A server that became a replica still answers questions on kept connections, perhaps without what its successor has:
+    once the name leads elsewhere, all connections go there.
+    """
 
     poll_s = 5.0
     most_window_keys = 8192
@@ -89,6 +101,7 @@ class Redis(Store):
         tls: bool,
         ttl_s: int = 0,
         clustered: bool = False,
+        demoted: Demoted | None = None,
     ) -> None:
         self._address = (host, port)
         self._name = name_of((host, port))
@@ -106,6 +119,10 @@ class Redis(Store):
         self._coming_bytes = 0
         self._answered = False
         """Whether anything was received over this connection."""
+        self._demoted = demoted or Demoted()
+        self._peer: object = None
+        self._refused_by: object = None
+        """Address of the server that refused the last write, as a replica."""
         self._clustered = clustered
         """Whether the server is in a cluster: keys that it does not own now are absent, which is not a failure."""
         self.elsewhere = 0
@@ -118,7 +135,8 @@ class Redis(Store):
     # --- the connection --------------------------------------------------------------------------
 
     def connect(self) -> None:
-        if self._socket is not None and not self._input and self._quiet(self._socket):
+        connected = self._socket is not None and not self._input and self._peer != self._demoted.address
+        if connected and self._socket is not None and self._quiet(self._socket):
             return
         self.close()
         self._answered = False
@@ -131,7 +149,7 @@ class Redis(Store):
                 plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
-                host = self._address[0]
+                host, self._peer = self._address[0], plain.getpeername()
                 self._socket = _tls_context().wrap_socket(plain, server_hostname=host) if self._tls else plain
             except BaseException:
                 plain.close()
@@ -143,6 +161,11 @@ class Redis(Store):
             hint = WANTS_NO_TLS if "handshake" in str(error) or "SSL" in str(error) else ""
             why = f"{self._name} cannot be reached: {getattr(error, 'strerror', None) or error}.{hint}"
             raise StoreError("unreachable", why, final=True) from error
+        if self._refused_by not in (None, self._peer):
+            self._demoted.address = self._refused_by
+        if self._demoted.address == self._peer:  # it was made primary again, or the name has several addresses
+            self._demoted.address = None
+        self._refused_by = None
         user, password = self._credentials
         if password:
             # A password from a variable need not be UTF-8.
@@ -353,7 +376,10 @@ class Redis(Store):
             why = f"{self._name} does not permit this user to do that ({text}); it needs {NEEDED_COMMANDS}."
             raise StoreError("forbidden", why, final=True)
         if code == "READONLY":
-            raise StoreError("refused", f"{self._name} is a read-only replica ({text}): name its primary.")
+            self._refused_by = self._peer
+            why = f"{self._name} is a read-only replica ({text.rstrip('.')})"
+            cure = "The name is resolved again before the next write, as after a failover; else name its primary."
+            raise StoreError("refused", f"{why}. {cure}")
         if code in ("NOAUTH", "WRONGPASS") or "AUTH" in text:
             why = f"{self._name} refuses the login ({text}); see shared_password_file, which is read at the start."
             raise StoreError("credentials", why, final=True)

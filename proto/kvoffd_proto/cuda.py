@@ -39,6 +39,7 @@ ERROR_MPS_SERVER_NOT_READY = 807
 ERROR_MPS_MAX_CLIENTS_REACHED = 808
 ERROR_MPS_MAX_CONNECTIONS_REACHED = 809
 
+DEVICE_ATTRIBUTE_INTEGRATED = 18
 DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM = 91
 
 POINTER_ATTRIBUTE_DEVICE_ORDINAL = 9
@@ -365,6 +366,10 @@ class Cuda:
     def device_name(self, device: int) -> str:
         return self._text("cuDeviceGetName", device)
 
+    def is_integrated(self, device: int) -> bool:
+        """Return whether the GPU has no memory of its own, but takes the host's."""
+        return self._number("cuDeviceGetAttribute", DEVICE_ATTRIBUTE_INTEGRATED, device) != 0
+
     def pci_bus_id(self, device: int) -> str:
         """Return ``domain:bus:device.function``, as in sysfs but in upper case."""
         return self._text("cuDeviceGetPCIBusId", device)
@@ -552,6 +557,13 @@ def descriptor_limits() -> tuple[int, int]:
         return resource.getrlimit(resource.RLIMIT_NOFILE)
     except OSError:
         return _LINUX_LIMITS
+
+
+def wsl_hint() -> str:
+    """Return a sentence if this is WSL 2, whose driver need not share memory between processes; else ``""``."""
+    if "microsoft" not in os.uname().release.lower():
+        return ""
+    return "This is WSL 2: try a newer NVIDIA driver of Windows, or run engine and daemon on Linux itself."
 
 
 def missing_descriptors() -> str:

@@ -16,7 +16,7 @@ from msgspec import Meta, Struct, structs
 
 from kvoffd_proto.errors import ErrorCode
 
-PROTOCOL_VERSION = 23
+PROTOCOL_VERSION = 24
 """Version that both ends must have. Raise it when a message, a field or its meaning changes."""
 
 FINGERPRINT_BYTES = 32
@@ -701,6 +701,10 @@ class Submit(Request[Completions], frozen=True):
     stores: Annotated[Stores, doc("Stores.")]
     loads: Annotated[Loads, doc("Loads.")]
     acknowledged: Acknowledged = 0
+    sole: Annotated[
+        int,
+        doc("If not 0: these stores and no others add shards to the blocks that they begin.", ge=0, lt=2**62),
+    ] = 0
 
 
 @exchange(WORKER)

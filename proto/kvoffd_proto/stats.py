@@ -244,6 +244,7 @@ class PoolStats(Part, frozen=True):
     pinning_gpu_bytes: Annotated[ByteCount, doc("Memory of the first GPU used for page-locking the pool.")] = 0
     index_bytes: Annotated[ByteCount, gauge("Memory of the slot table and index, most of it not resident.")] = 0
     numa_remote_slots: Annotated[Count, doc("Slots used so far on another NUMA node than their GPU.")] = 0
+    integrated_gpus: Annotated[Count, doc("GPUs that take the host's memory, as the pool does.")] = 0
 
     def of(self, state: str) -> int:
         return self.bytes.get(state, 0)

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvoffd.cache.block_table import CORRUPT, READY, UNVERIFIED, WRITTEN, BlockTable
-from kvoffd.cache.namespace import Group, Namespace, NamespaceSnapshot
+from kvoffd.cache.namespace import Group, Namespace, NamespaceSnapshot, Shards
 from kvoffd.cache.recovery import RecoveredBlocks, recover
 from kvoffd.pool.allocator import SlotAllocator, page_up
 from kvoffd.pool.slot_table import (
@@ -37,6 +37,7 @@ from kvoffd.pool.slot_table import (
 )
 from kvoffd.system.native import native
 from kvoffd_proto.messages import GroupSpec
+from tests.kit.slot_cache import CacheRig
 
 MIB = 1 << 20
 PTRACE_TRACEME, PTRACE_SINGLESTEP = 0, 9
@@ -419,3 +420,43 @@ def test_what_0_2_wrote_of_layers_is_passed_over() -> None:
     content = msgspec.msgpack.encode((4, (record,)))
     (found,) = msgspec.msgpack.decode(content, type=NamespaceSnapshot).namespaces
     assert (found.number, found.shard_bytes, found.generation) == (3, ((8192,),), 7)
+
+
+class ShardOf02(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    blocks_per_key: int
+    pages: list[tuple[int]]
+
+
+class RecordOf02(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """What release 0.2 reads of a namespace, and refuses if it has more."""
+
+    number: int
+    fingerprint: bytes
+    label: str
+    world_size: int
+    key_bytes: int
+    groups: tuple[GroupSpec, ...]
+    description: str
+    shard_bytes: tuple[tuple[int, ...] | None, ...]
+    shards: tuple[tuple[ShardOf02, ...] | None, ...]
+    generation: int
+
+
+class SnapshotOf02(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    next_number: int
+    namespaces: tuple[RecordOf02, ...]
+
+
+@pytest.mark.parametrize("shards", [None, ((1, (4096, 4096)),)])
+def test_0_2_reads_what_is_written_of_namespaces(shards: Shards | None) -> None:
+    """An operator who goes back to it keeps the blocks."""
+    rig = CacheRig(64, 8)
+    namespace = Namespace(bytes(32), "label", 2, 8, [GroupSpec("full", 16)], "{}")
+    rig.cache.open_namespace(namespace)
+    for rank in range(2):
+        rig.cache.register_rank(namespace, rank, [8192], None, shards)
+    snapshot = rig.successor()[0].cache.table.load_namespaces(SnapshotOf02)
+    (record,) = snapshot.namespaces
+    assert (snapshot.next_number, record.shard_bytes) == (namespace.number + 1, ((8192,), (8192,)))
+    known = None if shards is None else (ShardOf02(1, [(4096,), (4096,)]),)
+    assert record.shards == (known, known)

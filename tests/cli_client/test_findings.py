@@ -148,6 +148,7 @@ CASES: dict[str, Facts] = {
     "swapped": facts(swapped_bytes=GIB),
     "huge_pages": facts(huge_pages="never"),
     "unpinnable": facts({"pool": structs.replace(STATS.pool, unpinnable_bytes=GIB)}),
+    "integrated_gpu": facts({"pool": structs.replace(STATS.pool, integrated_gpus=1)}),
     "numa": facts({"pool": structs.replace(STATS.pool, numa_remote_slots=4000)}),
     "disk_space": with_disk(300 * GIB),
     "disk_too_small": with_disk(

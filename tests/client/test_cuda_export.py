@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import threading
 
@@ -85,6 +86,16 @@ def test_memory_that_cannot_be_shared_is_told_apart(stub: StubCuda) -> None:
     ordinary = stub.allocate(SIZE)
     stub.fail("cuIpcGetMemHandle", status=801)
     refused(ordinary.address, r"CUDA_ERROR_NOT_SUPPORTED \(801\).*virtual machines and sandboxes")
+
+
+def test_wsl_is_named_where_memory_cannot_be_shared(stub: StubCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    release = os.uname_result(("Linux", "pc", "5.15.153.1-microsoft-standard-WSL2", "#1 SMP", "x86_64"))
+    monkeypatch.setattr(os, "uname", lambda: release)
+    ordinary, chunks = stub.allocate(SIZE), stub.map_chunks([CHUNK])
+    for call, address in (("cuIpcGetMemHandle", ordinary.address), ("cuMemExportToShareableHandle", chunks.address)):
+        stub.fail(call, status=801)
+        with pytest.raises(NotExportable, match=r"NOT_SUPPORTED.* This is WSL 2: .* or run engine and daemon on Linux"):
+            export(stub, (address, 1))
 
 
 @pytest.mark.parametrize("call", ["cuMemExportToShareableHandle", "cuMemRetainAllocationHandle"])

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvoffd_client import BlockClient, GroupKeys, KvoffdClientError
+from kvoffd_client import AdminClient, BlockClient, GroupKeys, GroupTransfer, Job, KvoffdClientError
 from kvoffd_client.testing import FakeEngine
 from tests.kit.checked import flip
 from tests.kit.daemon import DaemonProcess
+from tests.kit.redis_server import RedisServer
+from tests.kit.require import require
 from tests.kit.waiting import wait_until
 from tests.kit.wire import books, keys
 
@@ -112,6 +117,23 @@ WRONG: dict[str, tuple[Callable[[BlockClient, list[list[Any]]], object], type[Ex
         ValueError,
         r"4096 bytes is not of torch.float16 and shape \(3, 5\)",
     ),
+    "text for a key": (lambda blocks, kv: blocks.get("x" * 32), ValueError, "A key is bytes, not str"),  # type: ignore[arg-type]
+    "text for a dtype": (
+        lambda blocks, kv: blocks.get(KEYS[0], dtype="float16"),  # type: ignore[arg-type]
+        ValueError,
+        "4096 bytes is not of float16 and the same shape",
+    ),
+    "tensor of ranks": (
+        lambda blocks, kv: blocks.put(NEW, torch.stack(kv[0])),
+        ValueError,
+        "list of layers, or of lists of layers by rank, not Tensor",
+    ),
+    "tensor of layers": (
+        lambda blocks, kv: blocks.put(NEW, [torch.stack(one) for one in kv]),
+        ValueError,
+        "The layers of rank 0 are a list of tensors, not Tensor",
+    ),
+    "objects": (lambda blocks, kv: blocks.put(NEW, [[object()] * 4] * 2), ValueError, "array of numbers, not object"),
     "one rank": (lambda blocks, kv: blocks.put(NEW, kv[:1]), ValueError, "2 ranks, not 1"),
     "layers": (lambda blocks, kv: blocks.put(NEW, [kv[0], kv[1][:3]]), ValueError, "4 layers in group 0, not 3"),
     "size": (
@@ -132,6 +154,9 @@ def test_a_wrong_call_is_refused_with_its_sentence(name: str, blocks: BlockClien
 
 
 def test_an_unknown_namespace_is_refused(shared_daemon: DaemonProcess) -> None:
+    for namespace, timeout_s, sentence in ((b"abc", 1.0, "A fingerprint has 32 bytes, not 3"), (LABEL, 0.0, "not 0.0")):
+        with pytest.raises(ValueError, match=sentence):
+            BlockClient(shared_daemon.directory, namespace, timeout_s=timeout_s)
     for name, sentence in ((bytes(32), "No namespace"), ("nobody", "No open namespace has the label 'nobody'")):
         with pytest.raises(KvoffdClientError, match=sentence):
             BlockClient(shared_daemon.directory, name)
@@ -145,6 +170,86 @@ def test_a_block_that_left_says_why(blocks: BlockClient, engine: FakeEngine) -> 
     assert engine.workers[0].wait_results(10)
     with pytest.raises(KeyError, match="a rank has not stored its part"):
         blocks.get(keys(77)[0])
+
+
+def test_puts_of_two_clients_never_mix(shared_daemon: DaemonProcess, blocks: BlockClient, engine: FakeEngine) -> None:
+    """Of each key one client's block is there, of which the other hears; no rank has a shard of the other."""
+    kv = [both_ranks(blocks, key) for key in KEYS[:2]]
+    wanted = keys(*range(200, 264))
+
+    def put_all(number: int) -> list[str]:
+        with BlockClient(shared_daemon.directory, LABEL) as client:
+            return [_outcome(client, key, kv[number]) for key in wanted]
+
+    with ThreadPoolExecutor(2) as threads:
+        outcomes = list(zip(*threads.map(put_all, range(2)), strict=True))
+    assert set(map(frozenset, outcomes)) == {frozenset({"stored", "other"})}
+    for key, (first, _) in zip(wanted, outcomes, strict=True):
+        its = kv[0 if first == "stored" else 1]
+        for rank, layers in enumerate(both_ranks(blocks, key)):
+            assert all(layer.equal(one) for layer, one in zip(layers, its[rank], strict=True)), (key.hex(), rank)
+    assert books(shared_daemon.directory).writing_bytes == 0
+
+
+def _outcome(client: BlockClient, key: bytes, kv: list[list[Any]]) -> str:
+    try:
+        return "stored" if client.put(key, kv) else "there"
+    except KvoffdClientError as error:
+        return "other" if "with other bytes" in str(error) else str(error)
+
+
+def test_a_put_adds_nothing_to_a_block_that_an_engine_stores(
+    shared_daemon: DaemonProcess, blocks: BlockClient, engine: FakeEngine
+) -> None:
+    (key,) = keys(300)
+    kv = both_ranks(blocks, KEYS[1])
+    engine.workers[0].store(7, [engine._transfer([key], [0])])
+    assert engine.workers[0].wait_results(10)
+    with BlockClient(shared_daemon.directory, LABEL, timeout_s=1.0) as impatient:
+        with pytest.raises(KvoffdClientError, match="a rank has not stored its part"):
+            impatient.put(key, kv)
+    assert engine.lookup([key]) == 0, "rank 1 is the engine's to store"
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(_outcome, blocks, key, kv)
+        engine.workers[1].store(8, [engine._transfer([key], [0])])
+        assert engine.workers[1].wait_results(10)
+        assert waiting.result(30) == "other"
+    assert engine.lookup([key]) == 1
+    for rank, layers in enumerate(both_ranks(blocks, key)):
+        assert layers[0].numpy().tobytes() == engine._pages[rank][0, 0].tobytes()
+
+
+def test_an_engine_adds_nothing_to_a_block_that_is_put(blocks: BlockClient, engine: FakeEngine) -> None:
+    """Its store is ok, as of a block that is there, and the block becomes ready with the bytes that were put alone."""
+    (key,) = keys(301)
+    kv = both_ranks(blocks, KEYS[1])
+    for rank in range(2):
+        for layer, page in zip(kv[rank], blocks._layers(blocks._shard_bytes[rank][0], 0, rank), strict=True):
+            page[:] = layer.numpy()
+    job = Job(900, [GroupTransfer.of([key], range(1))])
+    blocks._workers[0].submit([job], sole=5)
+    assert blocks._workers[0].wait_results(10)[0].bytes
+    assert engine.store([key], [0]).ok
+    assert engine.lookup([key]) == 0
+    blocks._workers[1].submit([job], sole=5)
+    assert blocks._workers[1].wait_results(10)[0].bytes
+    assert engine.lookup([key]) == 1
+    for found, put in zip(both_ranks(blocks, key), kv, strict=True):
+        assert all(layer.equal(one) for layer, one in zip(found, put, strict=True))
+
+
+def test_a_put_replaces_blocks_that_nobody_uses(
+    shared_daemon: DaemonProcess, blocks: BlockClient, engine: FakeEngine
+) -> None:
+    kv = both_ranks(blocks, KEYS[0])
+    for first in range(2000, 2128, 16):
+        assert engine.store(keys(*range(first, first + 16)), range(16)).ok
+    wait_until(lambda: not books(shared_daemon.directory).pinned_blocks)
+    before = books(shared_daemon.directory).ready_blocks
+    (key,) = keys(2200)
+    assert blocks.put(key, kv)
+    assert books(shared_daemon.directory).ready_blocks == before, "one went for it"
+    assert both_ranks(blocks, key)[1][0].equal(kv[1][0])
 
 
 def test_a_full_pool_takes_no_block(shared_daemon: DaemonProcess, blocks: BlockClient, engine: FakeEngine) -> None:
@@ -185,3 +290,55 @@ def test_a_restarted_daemon_knows_the_layers(pool_file: Path) -> None:
         with BlockClient(daemon.directory, LABEL) as blocks:
             pages = [one.numpy().tobytes() for layers in both_ranks(blocks, KEYS[0]) for one in layers]
             assert [zlib.crc32(b"".join(pages))] == expected
+
+
+@pytest.mark.parametrize("kind", ["disk", "shared store"])
+def test_a_block_below_the_pool_is_brought_up(kind: str, tmp_path: Path) -> None:
+    """It is read, listed by its prompt, and compared with what is put."""
+    with ExitStack() as stack:
+        if kind == "disk":
+            flags = {"disk": f"{tmp_path}=64MiB", "disk_write": "always"}
+        else:
+            flags = {"shared": stack.enter_context(RedisServer()).url, "shared_write": "always"}
+        daemon = stack.enter_context(DaemonProcess("2MiB", eviction_policy="lru", **flags))
+
+        def is_up() -> bool:
+            found = books(daemon.directory)
+            return all(one.up for one in found.said.shared) and all(one.state == "serving" for one in found.disks)
+
+        wait_until(is_up)
+        with engine_on(daemon) as engine:
+            for first in range(0, 10 * BLOCKS, BLOCKS):
+                engine.fill(range(BLOCKS), seed=first)
+                assert engine.store(keys(*range(1 + first, 1 + first + BLOCKS)), range(BLOCKS)).ok
+                wait_until(lambda: not books(daemon.directory).tiers.writes_waiting)
+            engine.fill(range(BLOCKS), seed=0)
+            with BlockClient(daemon.directory, LABEL) as blocks:
+                assert not set(KEYS) & set(blocks.keys()), "they are not in the pool"
+                for number, key in enumerate(KEYS[:4]):
+                    for rank, layers in enumerate(both_ranks(blocks, key)):
+                        assert layers[1].numpy().tobytes() == engine._pages[rank][1, number].tobytes()
+                assert list(blocks.keys(prefix_of=KEYS)) == KEYS
+                kv = both_ranks(blocks, KEYS[5])
+                assert not blocks.put(KEYS[5], kv)
+                with pytest.raises(KvoffdClientError, match="with other bytes"):
+                    blocks.put(KEYS[6], kv)
+
+
+def test_a_user_who_may_not_administer_is_refused() -> None:
+    """Before it opens a session of an engine."""
+    require("root", os.geteuid() == 0, "only root can be somebody else")
+    with DaemonProcess("8MiB", allowed_uids="4242", admin_uids="4343") as daemon, engine_on(daemon):
+        for path in (daemon.directory, *daemon.directory.glob("*.sock")):
+            path.chmod(0o777)
+
+        os.seteuid(4242)
+        try:
+            with pytest.raises(
+                KvoffdClientError, match="User 4242 may not administer this kvoffd; add the uid to admin_"
+            ):
+                BlockClient(daemon.directory, LABEL)
+        finally:
+            os.seteuid(0)
+        with AdminClient(daemon.directory) as admin:
+            assert not [one for one in admin.sessions().sessions if one.name == "kvoffd blocks"]

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import re
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Self
 
+import obstore
 import pytest
+from obstore.store import S3Store
 
 from kvoffd_client import AdminClient, GroupKeys, GroupSpec, HintAction, NamespaceSpec
 from kvoffd_client.testing import FakeEngine
@@ -18,7 +23,7 @@ from tests.kit.daemon import DaemonProcess
 from tests.kit.made_up_loads import chat_among_single_requests
 from tests.kit.peer_node import BLOCKS, DEADLINE_S, Node
 from tests.kit.redis_server import RedisCluster, RedisServer
-from tests.kit.s3_server import S3Server
+from tests.kit.s3_server import BUCKET, S3Server
 from tests.kit.waiting import wait_until
 from tests.kit.wire import NamespaceStats, SharedStats, books, keys
 
@@ -308,3 +313,77 @@ def test_blocks_are_shared_over_s3(monkeypatch: pytest.MonkeyPatch) -> None:
             second.wait_up()
             sums = first.store(seed=6, first=100)
             assert second.load(first=100) == sums
+
+
+def test_objects_that_the_bucket_deleted_are_read_once_and_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a lifecycle rule, under a running daemon. S3 is not asked for each key, and promises one that is between."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "user")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    with S3Server() as server, StoreNode(server.url, shared_ask_deadline="2s") as node:
+        sums = node.store()
+        node.clear()
+        place = S3Store(BUCKET, endpoint=server.endpoint, region="us-east-1", client_options={"allow_http": True})
+        gone = [KEYS[number].hex() for number in (3, 5)]
+        obstore.delete(place, [path for path in paths_in(server) if path.endswith(tuple(gone))])
+        assert server.objects == BLOCKS - 2
+        wait_until(lambda: node.engine.lookup(KEYS) == 3)
+        assert node.shared.found_keys == BLOCKS, "S3 is not asked for each"
+        wait_until(lambda: node.shared.promotions_failed == {"gone": 2}, explain=lambda: node.shared)
+        for _ in range(5):
+            assert node.engine.lookup(KEYS) == 3
+        assert node.shared.found_keys == BLOCKS, "nothing is promised again"
+        assert node.shared.promotions_failed == {"gone": 2}
+        assert node.engine.store(KEYS, range(BLOCKS)).ok
+        wait_until(lambda: server.objects == BLOCKS)
+        node.clear()
+        assert node.load(0) == sums
+
+
+def paths_in(server: S3Server) -> list[str]:
+    return re.findall("<Key>([^<]*)</Key>", server.request("GET", f"/{BUCKET}?list-type=2").decode())
+
+
+@pytest.mark.parametrize("kind", ["disk", "redis", "s3"])
+def test_engines_that_want_one_block_at_once_have_it_read_once(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ranks do whose shards are equal (MLA at tensor parallel 4), which are stored once."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "user")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    with ExitStack() as stack:
+        if kind == "disk":
+            flags = {"disk": f"{tmp_path}=64MiB", "disk_write": "always"}
+        else:
+            server = stack.enter_context(RedisServer() if kind == "redis" else S3Server())
+            flags = {"shared": server.url, "shared_write": "always", "shared_ask_deadline": "2s"}
+        daemon = stack.enter_context(DaemonProcess("16MiB", **flags))
+        ranks = [stack.enter_context(FakeEngine(daemon.directory, "mla", blocks=2 * BLOCKS)) for _ in range(4)]
+        ranks[0].fill(range(BLOCKS), seed=1)
+
+        def counts() -> tuple[int, int, int]:
+            """Blocks written and read, and bytes read without the headers of a disk's blocks."""
+            found = books(daemon.directory)
+            if kind != "disk":
+                (shared,) = found.said.shared
+                return shared.written_blocks, shared.read_blocks, shared.read_bytes
+            promoted = found.tiers.promoted_blocks
+            return found.tiers.written_blocks, promoted, found.disks[0].read_bytes - 4096 * promoted
+
+        def is_up() -> bool:
+            found = books(daemon.directory)
+            return all(one.up for one in found.said.shared) and all(one.state == "serving" for one in found.disks)
+
+        wait_until(is_up)
+        assert ranks[0].store(KEYS, range(BLOCKS)).ok
+        wait_until(lambda: counts()[0] == BLOCKS, explain=counts)
+        for first in range(1000, 1512, BLOCKS):  # pushes them out of the pool
+            ranks[0].fill(range(BLOCKS), seed=first)
+            assert ranks[0].store(keys(*range(first, first + BLOCKS)), range(BLOCKS)).ok
+            wait_until(lambda: not books(daemon.directory).tiers.writes_waiting)
+        _, blocks, nbytes = counts()
+        with ThreadPoolExecutor(len(ranks)) as threads:
+            assert list(threads.map(lambda one: one.lookup(KEYS), ranks)) == [BLOCKS] * 4
+        assert all(one.load(KEYS, range(BLOCKS, 2 * BLOCKS)).ok for one in ranks)
+        assert len({tuple(one.checksums(range(BLOCKS, 2 * BLOCKS))) for one in ranks}) == 1
+        shard_bytes = ranks[0].layers * ranks[0].page_bytes
+        assert counts()[1:] == (blocks + BLOCKS, nbytes + BLOCKS * shard_bytes)

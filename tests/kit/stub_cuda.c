@@ -59,7 +59,7 @@ static stream_t *streams[MANY];
 static event_t *events[MANY];
 static int many_ranges, many_streams, many_events, many_allocations = 1;
 static int contexts[DEVICES], made_contexts, initialised, released, hanging;
-static int version = 12080, devices = 1, first, same_pid_allowed, batch_missing, import_ranges, translated;
+static int version = 12080, devices = 1, first, same_pid_allowed, batch_missing, import_ranges, translated, integrated;
 static CUresult lost;
 static unsigned seed;
 static char *text;
@@ -286,6 +286,7 @@ FOR_TESTS(void, stub_set, const char *what, int value) {
     else if (!strcmp(what, "batch_missing")) batch_missing = value;
     else if (!strcmp(what, "import_ranges")) import_ranges = value;
     else if (!strcmp(what, "translated")) translated = value;
+    else if (!strcmp(what, "integrated")) integrated = value;
     else if (!strcmp(what, "seed")) seed = value;
     else abort();
     leave(0);
@@ -322,8 +323,9 @@ CUresult cuDeviceGetPCIBusId(char *out, int room, CUdevice device) {
     return leave(0);
 }
 CUresult cuDeviceGetAttribute(int *out, CUdevice_attribute attribute, CUdevice device) {
-    ENTER("cuDeviceGetAttribute") NEED_DEVICE(device) NEED(attribute == CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM)
-    *out = !translated;
+    ENTER("cuDeviceGetAttribute") NEED_DEVICE(device)
+    NEED(attribute == CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM || attribute == CU_DEVICE_ATTRIBUTE_INTEGRATED)
+    *out = attribute == CU_DEVICE_ATTRIBUTE_INTEGRATED ? integrated : !translated;
     return leave(0);
 }
 CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int *active) {

@@ -76,7 +76,7 @@ class StubCuda:
 
     def set(self, what: str, value: int) -> None:
         """version, devices, same_pid_allowed, batch_missing, seed; import_ranges: imports have a range;
-        translated: GPUs have a host's memory at other addresses.
+        translated: GPUs have a host's memory at other addresses; integrated: they take the host's memory.
         """
         self._library.stub_set(what.encode(), value)
 

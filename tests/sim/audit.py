@@ -212,7 +212,7 @@ def watch_narrow(cache: Cache) -> None:
     """A store that offers more of a block than there is replaces it, in the tiers too, where nothing holds it."""
     begin = cache.begin_store
 
-    def watched(namespace: Namespace, rank: int, parts: Sequence[StorePart]) -> list[Stored]:
+    def watched(namespace: Namespace, rank: int, parts: Sequence[StorePart], sole: int = 0) -> list[Stored]:
         def narrow(part: StorePart) -> list[bytes]:
             group, keys = cache.group(namespace, part.group), namespace.split(part.group, part.keys)
             states, blocks = cache.blocks.find(group, part.keys)
@@ -222,7 +222,7 @@ def watch_narrow(cache: Cache) -> None:
             return [keys[at] for at, first in firsts if first > part.first_blocks.get(at, 0)]
 
         before = [(part, block_group_of(cache.group(namespace, part.group)), narrow(part)) for part in parts]
-        ticket = begin(namespace, rank, parts)
+        ticket = begin(namespace, rank, parts, sole)
         for part, block_group, keys in before:
             assert not set(keys) & set(narrow(part)), "a block that begins later than what is offered stays"
             for source in cache.tiers.sources if keys and isinstance(cache.tiers, Tiering) else ():

@@ -64,6 +64,20 @@ def test_the_tightest_cgroup_or_the_machine_bounds(tmp_path: Path) -> None:
         assert source in limit.source
 
 
+@pytest.mark.parametrize(("shmem_gib", "left_gib"), [(0, 2), (1, 3), (5, 6)])
+def test_a_cgroup_gets_back_what_it_is_charged_for(tmp_path: Path, shmem_gib: int, left_gib: int) -> None:
+    """A pool of 4 GiB that an earlier container left is charged to its pod, and not to the next container."""
+    proc, root = machine(tmp_path, 64 * 2**20, f"0::/{POD}\n")
+    (root / POD).mkdir(parents=True)
+    (root / POD / V2).write_text(str(8 * GIB))
+    (root / POD / "memory.current").write_text(str(6 * GIB))
+    (root / POD / "memory.stat").write_text(f"shmem {shmem_gib * GIB}\nactive_file {GIB}\n")
+    assert memory_limit(proc, root, freed_bytes=4 * GIB).bytes == left_gib * GIB
+    everything = memory_limit(proc, root, freed_bytes=4 * GIB, cache_fields=("active_file", "inactive_file"))
+    assert everything.bytes == (left_gib + 1) * GIB
+    assert memory_limit(proc, root).bytes == 2 * GIB
+
+
 def test_where_there_is_no_proc_nothing_bounds(tmp_path: Path) -> None:
     """As in a sandbox: the pool is refused by the kernel or not at all."""
     assert memory_limit(tmp_path / "proc", tmp_path / "cgroup").bytes > 2**60

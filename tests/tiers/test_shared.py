@@ -590,3 +590,40 @@ def test_over_tls_the_server_is_verified(certificate: Certificate, monkeypatch: 
             rig.remove(block)
             rig.until(lambda: server.objects == 0)
             rig.forget()
+
+
+def test_all_connections_leave_a_replica_once_its_name_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failover: the old server still answers, and need not have what is written to the new one."""
+    known = socket.getaddrinfo
+    with RedisServer() as old, RedisServer() as new:
+        leads_to = [old.port]
+
+        def look_up(host: str, *rest: Any, **named: Any) -> list[Any]:
+            return known("127.0.0.1", leads_to[0], **named) if "example" in host else known(host, *rest, **named)
+
+        monkeypatch.setattr(socket, "getaddrinfo", look_up)
+        make = open_store("redis://primary.example", Credentials())
+        writer, reader, later = make(), make(), time.monotonic() + 60.0
+        writer.connect()
+        assert writer.put([(b"first", [b"1"])], later) == [True]
+        for connection in (writer, reader):
+            connection.connect()
+            assert connection.touch([b"first"], later) == [True]
+        assert old.command("REPLICAOF", "127.0.0.1", str(new.port)) == b"+OK\r\n"
+        for _ in range(2):  # the name may move later
+            writer.connect()
+            with pytest.raises(StoreError, match=r"is a read-only replica .*resolved again before the next write"):
+                writer.put([(b"second", [b"2"])], later)
+        leads_to[0] = new.port
+        writer.connect()
+        assert writer.put([(b"second", [b"2"])], later) == [True]
+        old.command("REPLICAOF", "NO", "ONE")
+        old.command("FLUSHALL")
+        reader.connect()
+        assert reader.touch([b"second"], later) == [True]
+        assert new.objects == 1
+        place = reader._socket
+        reader.connect()
+        assert reader._socket is place, "it is not opened anew for each exchange"
+        writer.close()
+        reader.close()

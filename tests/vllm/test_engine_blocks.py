@@ -23,6 +23,7 @@ CALLS = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
 SHAPES = {
     "tensor-parallel": Shape(make_tiny_llama, {"tensor_parallel": 2}, workers=2),
     "mla": Shape(make_tiny_deepseek, varies=True),
+    "mla-tensor-parallel": Shape(make_tiny_deepseek, {"tensor_parallel": 2}, workers=2, varies=True),
     "hybrid": Shape(make_tiny_gemma3, {"num_blocks": 1600}),
     "blocks-per-chunk": Shape(extra={"blocks_per_chunk": 4}),
 }

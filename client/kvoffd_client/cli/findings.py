@@ -92,6 +92,11 @@ KINDS = {
     "swapped": Kind("warning", "Loads from swap take longer than computing.", "swapoff -a"),
     "unpinnable": Kind("warning", "GPUs copy these slowly.", "LimitMEMLOCK=infinity or ulimit -l unlimited" + _RESTART),
     "numa": Kind("info", "They are copied more slowly: a node's part of the pool is full.", "numactl --hardware"),
+    "integrated_gpu": Kind(
+        "info",
+        "vLLM does not start if less is free than its part of the memory (0.92 by default).",
+        "a lower --gpu-memory-utilization of vLLM, or a smaller pool_size" + _RESTART,
+    ),
     "huge_pages": Kind(
         "info",
         "The daemon starts more slowly, and page tables are larger.",
@@ -334,6 +339,10 @@ def memory(facts: Facts) -> Iterator[Finding]:
     if pool.unpinnable_bytes:
         evidence = f"CUDA refused to page-lock {format_size(pool.unpinnable_bytes)} of {format_size(pool.size_bytes)}."
         yield finding("unpinnable", evidence, 0.6)
+    if pool.integrated_gpus:
+        yield finding(
+            "integrated_gpu", f"The pool's {format_size(pool.size_bytes)} are taken from the GPU's memory.", 0.5
+        )
     if pool.numa_remote_slots > REMOTE_SHARE * stored > 0:
         count = format_count(pool.numa_remote_slots)
         yield finding("numa", f"{count} slots were taken on another NUMA node than their GPU.", 0.2)

@@ -24,6 +24,7 @@ from kvoffd.transfer.engine import CopyStats, EngineMemory, OnMapped
 from kvoffd.transfer.plan import Direction
 from kvoffd_proto.cuda import Cuda, CudaError
 from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.units import format_size
 
 _log = logging.getLogger(__name__)
 
@@ -210,6 +211,9 @@ class Gpus:
         self._lock = threading.Lock()
         self._gpus: dict[bytes, Gpu] = {}
         self._devices: list[Device] = []
+        self._pool_bytes = pool_bytes
+        self.integrated = 0
+        """Number of GPUs that take the host's memory, once they were looked for."""
         self._finder: TaskThread | None = None
         self._missing = ""
         self._refusal = ""
@@ -333,4 +337,13 @@ class Gpus:
         """Return all devices. Runs in the finder's thread. Raises CudaError, also if there are none."""
         if not self._devices:
             self._devices = list_devices(driver)
+            integrated = [one for one in self._devices if driver.is_integrated(one.ordinal)]
+            self.integrated = len(integrated)
+            for device in integrated:
+                _log.warning(
+                    "%s takes the host's memory, as the pool does; vLLM does not start if too little is free. Lower "
+                    "its --gpu-memory-utilization by the pool's part (%s), or choose a smaller pool_size.",
+                    device,
+                    format_size(self._pool_bytes),
+                )
         return self._devices

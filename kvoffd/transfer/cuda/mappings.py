@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kvoffd.errors import KvoffdError, OutOfBounds
 from kvoffd_proto import cuda
-from kvoffd_proto.cuda import Cuda, CudaError, missing_descriptors
+from kvoffd_proto.cuda import Cuda, CudaError, missing_descriptors, wsl_hint
 from kvoffd_proto.errors import ErrorCode
 
 # GPU addresses have at most 57 bits; a larger size is an attempt to cause an overflow.
@@ -168,5 +168,5 @@ def _unmappable(error: CudaError, uid: int | None = None) -> UnmappableHandle:
             f"The engine runs as user {uid} and the daemon as {os.geteuid()}; the driver may share ordinary memory "
             "only between processes of one user: run both as one user."
         )
-    sentences = ("The engine's GPU memory cannot be mapped.", error.message, users, advice, missing_descriptors())
-    return UnmappableHandle(" ".join(filter(None, sentences)))
+    sentences = "The engine's GPU memory cannot be mapped.", error.message, users, advice
+    return UnmappableHandle(" ".join(filter(None, (*sentences, wsl_hint(), missing_descriptors()))))

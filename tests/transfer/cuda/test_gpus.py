@@ -117,6 +117,20 @@ def test_a_machine_without_a_driver_says_so_and_serves_on() -> None:
     assert gpus.close(0)
 
 
+@pytest.mark.parametrize("integrated", [0, 1])
+def test_a_gpu_without_memory_of_its_own_is_told(
+    engines: Engines, integrated: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As soon as the pool is pinned, before any engine: the pool is what vLLM lacks at its start."""
+    engines.stub.set("integrated", integrated)
+    engines.gpus.pin_pool()
+    wait_until(lambda: engines.gpus.pinning.pinned_bytes == POOL)
+    assert engines.gpus.integrated == 2 * integrated
+    told = [one.getMessage() for one in caplog.records if "host's memory" in one.getMessage()]
+    assert len(told) == 2 * integrated
+    assert all("16.0 MiB" in one and "--gpu-memory-utilization" in one for one in told)
+
+
 def test_a_gpu_is_in_use_from_its_first_registration_to_its_last(engines: Engines) -> None:
     assert engines.gpus.available
     assert (engines.stub.log(), engines.stub.calls("cuInit")) == ([], 0)

@@ -1,0 +1,86 @@
+"""Limits of a container: a pool file that an earlier one left is charged to the pod, and huge pages are limited too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.kit.checked import CheckedEngine
+from tests.kit.daemon import DaemonProcess
+from tests.kit.linux import Cgroup, cgroup, run
+from tests.kit.waiting import wait_until
+
+MIB = 1 << 20
+SOME = range(16)
+HUGE_PAGES = Path("/proc/sys/vm/nr_hugepages")
+
+
+def start_in(
+    stack: ExitStack, pod: Cgroup, pool_size: str, pool_file: Path, limit_bytes: int = 1 << 40
+) -> DaemonProcess:
+    """A daemon, not started, in a container of its own."""
+    container = stack.enter_context(pod.below())
+    container.limit(limit_bytes)
+    daemon = DaemonProcess(pool_size, pool_file=str(pool_file), before=container.enter)
+    stack.callback(daemon.close)
+    return daemon
+
+
+def said_by(daemon: DaemonProcess) -> str:
+    """What a daemon says that is refused."""
+    daemon.start(wait=False)
+    assert daemon.process.wait(60) == 2, daemon.log
+    return daemon.log
+
+
+def test_a_killed_daemon_starts_again_or_says_what_holds_the_memory(pool_file: Path) -> None:
+    """Its pool stays charged to the pod. Without a sentence, the kernel would kill one start after the other."""
+    with cgroup("memory") as pod, ExitStack() as stack:
+        first = start_in(stack, pod, "64MiB", pool_file).start()
+        with CheckedEngine(first) as engine:
+            engine.put(SOME)
+        first.kill()
+        wait_until(lambda: pod.used_bytes < 90 * MIB, explain=lambda: pod.used_bytes)
+        pod.limit(pod.used_bytes + 26 * MIB)
+        said = said_by(start_in(stack, pod, "64MiB", pool_file))
+        assert "The daemon needs 24.0 MiB to start, but only " in said
+        assert f"or remove the pool file {pool_file}, which holds 6" in said
+        pod.limit(160 * MIB)
+        with CheckedEngine(start_in(stack, pod, "64MiB", pool_file).start(), engine.truth) as again:
+            assert again.has(SOME)
+
+
+def test_a_larger_pool_counts_only_what_its_own_container_gets_back(pool_file: Path) -> None:
+    with cgroup("memory") as pod, ExitStack() as stack:
+        start_in(stack, pod, "64MiB", pool_file).start().kill()
+        assert "is limited to 140 MiB" in said_by(start_in(stack, pod, "128MiB", pool_file, 140 * MIB))
+        assert pool_file.stat().st_size < 70 * MIB, "the old one is left as it was"
+
+
+@pytest.fixture
+def huge(tmp_path: Path) -> Iterator[Path]:
+    """A hugetlbfs, and 16 MiB of huge pages that nobody has."""
+    run("mount", "-t", "hugetlbfs", "-o", "pagesize=2M", "none", tmp_path)
+    before = HUGE_PAGES.read_text()
+    try:
+        HUGE_PAGES.write_text(str(int(before) + 8))
+        if int(HUGE_PAGES.read_text()) < int(before) + 8:
+            pytest.skip("the machine has no 8 huge pages left")
+        yield tmp_path
+    finally:
+        run("umount", "-l", tmp_path)
+        HUGE_PAGES.write_text(before)
+
+
+def test_a_limit_of_huge_pages_is_named(huge: Path) -> None:
+    """And not their number, if there are enough."""
+    with cgroup("hugetlb") as pod, ExitStack() as stack:
+        assert "or raise vm.nr_hugepages." in said_by(start_in(stack, pod, "512MiB", huge / "pool"))
+        pod.limit(4 * MIB)
+        said = said_by(start_in(stack, pod, "8MiB", huge / "pool"))
+        assert "raise a limit, since the machine has enough: hugetlb.2MB.max of the daemon's cgroup" in said
+        pod.limit(16 * MIB)
+        start_in(stack, pod, "8MiB", huge / "pool").start()
