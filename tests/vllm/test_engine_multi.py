@@ -34,7 +34,7 @@ from tests.kit.engine import (
     wait_connected,
 )
 from tests.kit.ports import free_port
-from tests.kit.wire import Books
+from tests.kit.wire import Books, books
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
@@ -226,10 +226,12 @@ def test_multi_survives_aborts_while_either_connector_receives_or_sends(pair: Pa
     stored = len(asked) * (ABORTED_LENGTH // BLOCK_TOKENS)
     wait_books(pair.daemon.directory, lambda found: found.ready_blocks == stored)
     wanted = {"do_remote_decode": True, "do_remote_prefill": False}
+    loads, received = books(pair.daemon.directory).load.jobs, pair.decode.call("cached_by_source").get("p2p", 0)
     with pair.daemon.fault("load slow 0.02"):
         for _ in range(0, ABORTS, AT_ONCE):
             pair.forget_engines()
             pair.prefill.call("abort_each", prompts=asked, at_once=AT_ONCE, most_s=0.01, transfer=[wanted] * AT_ONCE)
+        assert books(pair.daemon.directory).load.jobs - loads > ABORTS // 10
         for _ in range(0, ABORTS, AT_ONCE):
             first = pair.prefill.generate(asked, max_tokens=1, transfer=[wanted] * AT_ONCE)
             sent = [answer.transfer for answer in first]
@@ -237,5 +239,6 @@ def test_multi_survives_aborts_while_either_connector_receives_or_sends(pair: Pa
             pair.decode.call("abort_each", prompts=asked, at_once=AT_ONCE, most_s=0.02, transfer=sent)
     pair.decode.forget()  # vLLM refuses while a request has a block
     assert tokens(pair.decode.generate(asked, max_tokens=1)) == tokens(cold)
+    assert pair.decode.call("cached_by_source")["p2p"] > received
     assert tokens(pair.prefill.generate(asked, max_tokens=1)) == tokens(cold)
     wait_books(pair.daemon.directory, lambda found: not found.leases and not found.pinned_blocks)

@@ -29,7 +29,7 @@ LOADED_SHARE = 3 / 4
 STUCK_S = 1.0
 """Time that others wait for a loaded request that vLLM does not schedule. Then they compute."""
 LONGEST_TURN_S = 1.0
-"""Time from the begin of a load for which later long prompts wait for it."""
+"""Longest time from the begin of a load for which later long prompts wait for it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,13 +37,13 @@ class Loaded:
     """A request that was loaded and has not computed since.
 
     Attributes:
-        began_at: time when its load began.
+        turn_until: time until which later long prompts wait for its load.
         blocks: most blocks that it can need; 0 while unknown.
         ended_at: time when the end of its load was noticed; None before.
         passed: whether it was passed over once after its load failed.
     """
 
-    began_at: float
+    turn_until: float
     blocks: float = 0
     ended_at: float | None = None
     passed: bool = False
@@ -58,7 +58,7 @@ class LoadAdmission:
 
     vLLM gives a step's tokens to running requests first. A prompt of several steps that begins while an earlier request
     is loaded would take all of them until it is computed, and the earlier one would come later than without a load. So
-    it begins after the load, or after LONGEST_TURN_S.
+    it begins after the load, or once that could have been computed, or after LONGEST_TURN_S.
 
     For a request whose load failed, vLLM reserves the free blocks that it needs until it is scheduled. A load that does
     not fit in addition would block all requests behind it, including that one.
@@ -99,12 +99,12 @@ class LoadAdmission:
         self.pool: BlockPool | None = None
         self.has_deferred = False
 
-    def record_scheduled(self, request: Request, *, loads: bool) -> None:
-        """Record that a request is scheduled, to be loaded or to compute."""
+    def record_scheduled(self, request: Request, *, computed_s: float) -> None:
+        """Record that a request is scheduled: to be loaded instead of computing for ``computed_s``; to compute if 0."""
         self._loaded = {other: load for other, load in self._loaded.items() if not other.is_finished()}
         self._loaded.pop(request, None)
-        if loads:
-            self._loaded[request] = Loaded(self._clock())
+        if computed_s:
+            self._loaded[request] = Loaded(self._clock() + min(computed_s, LONGEST_TURN_S))
 
     def admits(self, request: Request, computed: int, *, loads: bool) -> bool | None:
         """Return whether a request may be scheduled now, to be loaded or, without ``loads``, to compute.
@@ -136,9 +136,9 @@ class LoadAdmission:
         """Return whether a request would take several steps' tokens from one that came earlier and is being loaded."""
         if request.num_tokens - computed <= self._largest_chunk:
             return False
-        oldest, place = self._clock() - LONGEST_TURN_S, self._place(request)
+        now, place = self._clock(), self._place(request)
         return any(
-            load.began_at > oldest and self._place(other) < place and self._is_loading(other.request_id)
+            load.turn_until > now and self._place(other) < place and self._is_loading(other.request_id)
             for other, load in self._loaded.items()
         )
 
