@@ -450,3 +450,20 @@ def test_a_prompt_as_large_as_the_kv_cache_is_loaded_where_it_can_be_computed(
     refused = pytest.raises(ValueError, match="max seq len") if spare < 0 else nullcontext()
     with refused:
         get_kv_cache_configs(config, [{"layer": full_attention()}], [1 << 40])
+
+
+def test_a_long_prompt_whose_beginning_is_loaded_does_not_pass_an_earlier_hit(make: Make) -> None:
+    engine = make(blocks=1000, max_num_batched_tokens=STEP_TOKENS)
+    engine.held = {"hit"}
+    hit = engine.add("hit", prompt(1, 40))
+    have(engine, hit)
+    engine.step()
+    long = engine.add("long", prompt(2, LONG_BLOCKS))
+    engine.there |= {bytes(one) for one in long.block_hashes[:2]}
+    for _ in range(5):
+        engine.step()
+    engine.held = set()
+    engine.end([hit], 3)
+    assert long.num_computed_tokens <= 2 * BLOCK_TOKENS + STEP_TOKENS
+    engine.end([long], 40)
+    assert engine.loaded == ["hit", "long"]
