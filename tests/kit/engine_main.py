@@ -213,6 +213,33 @@ def abort(llm: Any, prompt: list[int], steps: int) -> None:
     engine.abort_request([internal], internal=True)
 
 
+def abort_each(
+    llm: Any, prompts: list[list[int]], at_once: int, most_s: float, transfer: list[dict[str, Any]] | None = None
+) -> None:
+    """Begin requests, ``at_once`` of them at a time, and abort each after a random time of up to ``most_s``.
+
+    ``transfer`` has the kv_transfer_params of each.
+    """
+    from random import Random
+
+    from vllm import SamplingParams
+
+    engine, rng = llm.llm_engine, Random(len(prompts))
+    params = transfer or [None] * len(prompts)
+    for first in range(0, len(prompts), at_once):
+        begun = []
+        for at in range(first, min(first + at_once, len(prompts))):
+            extra = {"kv_transfer_params": params[at]} if params[at] is not None else None
+            sampling = SamplingParams(
+                max_tokens=200, temperature=0, detokenize=False, ignore_eos=True, extra_args=extra
+            )
+            begun.append(engine.add_request(f"abort-{at}", {"prompt_token_ids": prompts[at]}, sampling))
+        rng.shuffle(begun)
+        for internal in begun:
+            time.sleep(rng.uniform(0, most_s))
+            engine.abort_request([internal], internal=True)
+
+
 def embed(llm: Any, prompts: list[list[int]]) -> list[tuple[list[float], int]]:
     """The embedding of every prompt, by a pooling model, and how many of its tokens were not computed."""
     outputs = llm.embed([{"prompt_token_ids": prompt} for prompt in prompts], use_tqdm=False)
@@ -293,6 +320,7 @@ def cached_by_source(llm: Any) -> dict[str, float]:
 
 COMMANDS = {
     "abort": abort,
+    "abort_each": abort_each,
     "cached_by_source": cached_by_source,
     "control_stream": control_stream,
     "embed": embed,

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from kvoffd_client import AdminClient
+from tests.kit.amount import TIMES
 from tests.kit.daemon import DaemonProcess
 from tests.kit.engine import (
     BLOCK_TOKENS,
@@ -33,7 +34,7 @@ from tests.kit.engine import (
     wait_connected,
 )
 from tests.kit.ports import free_port
-from tests.kit.wire import Books
+from tests.kit.wire import Books, books
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
@@ -206,3 +207,38 @@ def test_multi_decode_takes_the_prompt_over_nixl_then_from_kvoffd(pair: Pair, ex
     # What doctor compares. vLLM's external hits are of NIXL too.
     counted = [engine.metrics() for engine in (pair.prefill, pair.decode)]
     assert sum(one.get("vllm:kv_offload_load_bytes", 0) for one in counted) == pair.until_stored().load.bytes
+
+
+ABORTS = 100 * TIMES
+ABORTED_LENGTH = 100
+AT_ONCE = 10
+
+
+@pytest.mark.nightly
+def test_multi_survives_aborts_while_either_connector_receives_or_sends(pair: Pair) -> None:
+    """vLLM asserts that it knows each request whose transfer has ended (``_update_from_kv_xfer_finished``).
+
+    The prefill engine loads from kvoffd, to send over NIXL. The decode engine receives over NIXL what kvoffd has too.
+    """
+    pair.forget_all()
+    asked = [prompt(1000 + seed, ABORTED_LENGTH) for seed in range(AT_ONCE)]
+    cold = pair.prefill.generate(asked, max_tokens=1)
+    stored = len(asked) * (ABORTED_LENGTH // BLOCK_TOKENS)
+    wait_books(pair.daemon.directory, lambda found: found.ready_blocks == stored)
+    wanted = {"do_remote_decode": True, "do_remote_prefill": False}
+    loads, received = books(pair.daemon.directory).load.jobs, pair.decode.call("cached_by_source").get("p2p", 0)
+    with pair.daemon.fault("load slow 0.02"):
+        for _ in range(0, ABORTS, AT_ONCE):
+            pair.forget_engines()
+            pair.prefill.call("abort_each", prompts=asked, at_once=AT_ONCE, most_s=0.01, transfer=[wanted] * AT_ONCE)
+        assert books(pair.daemon.directory).load.jobs - loads > ABORTS // 10
+        for _ in range(0, ABORTS, AT_ONCE):
+            first = pair.prefill.generate(asked, max_tokens=1, transfer=[wanted] * AT_ONCE)
+            sent = [answer.transfer for answer in first]
+            pair.decode.forget()
+            pair.decode.call("abort_each", prompts=asked, at_once=AT_ONCE, most_s=0.02, transfer=sent)
+    pair.decode.forget()  # vLLM refuses while a request has a block
+    assert tokens(pair.decode.generate(asked, max_tokens=1)) == tokens(cold)
+    assert pair.decode.call("cached_by_source")["p2p"] > received
+    assert tokens(pair.prefill.generate(asked, max_tokens=1)) == tokens(cold)
+    wait_books(pair.daemon.directory, lambda found: not found.leases and not found.pinned_blocks)

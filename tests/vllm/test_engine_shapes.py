@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.kit.daemon import DaemonProcess
-from tests.kit.engine import Completion, EngineProcess, cached, full_blocks, wait_connected, wait_stored
+from tests.kit.engine import Completion, EngineProcess, cached, full_blocks, prompt, tokens, wait_connected, wait_stored
 from tests.kit.models import make_draft, make_tiny_llama
 from tests.kit.shapes import (
     PROMPTS,
@@ -211,3 +211,74 @@ def test_embeddings_of_a_causal_model(tmp_path: Path) -> None:
             assert loaded == pytest.approx(computed, rel=1e-3, abs=1e-5)
         assert cold[0][0] != pytest.approx(cold[1][0], rel=1e-2, abs=1e-3)
         assert books(daemon.directory).load.failed_jobs == 0
+
+
+NATS = 0.002
+"""How far a log probability in float32 may be off; in bfloat16 as far as vLLM's own cache is, and this."""
+EXACT_BLOCKS = [1, 2, 3, 4, 5, 8, 9, 12]
+"""Blocks of prompts that end with a block; of 4, 8 and 12 with a chunk of four."""
+EXACT: dict[str, Shape] = {
+    "full": Shape(),
+    "chunks": Shape(extra={"blocks_per_chunk": 4}),
+    "eagle": Shape(),
+    "eagle-chunks": Shape(extra={"blocks_per_chunk": 4}),
+    "tails": Shape(
+        make_tiny_qwen3_next, {"dtype": "bfloat16", "num_blocks": 800, "prefix_match_unit": 32}, varies=True
+    ),
+}
+
+
+@pytest.mark.shapes
+@pytest.mark.parametrize("name", EXACT)
+def test_prompts_of_whole_blocks_and_chunks_have_the_log_probabilities_of_computed_ones(
+    name: str, tmp_path: Path
+) -> None:
+    """And those on either side. A load that brings other bytes is told from a good one."""
+    shape = EXACT[name]
+    settings: dict[str, Any] = dict(shape.settings)
+    if "eagle" in name:
+        draft = make_draft(tmp_path / "draft", eagle=True)
+        settings["speculative_config"] = {"method": "eagle", "model": str(draft), "num_speculative_tokens": 3}
+    with (
+        DaemonProcess("512MiB", faults=True, limits={"lease_ttl_s": 200, "job_deadline_s": 200}) as daemon,
+        EngineProcess(
+            shape.make(tmp_path / "model"), daemon.directory, patient=True, extra_config=dict(shape.extra), **settings
+        ) as engine,
+    ):
+        wait_connected(daemon.directory)
+        (namespace,) = books(daemon.directory).listed.values()
+        block = json.loads(namespace.description)["groups"][0]["tokens_per_block"]
+        lengths = [blocks * block + more for blocks in EXACT_BLOCKS for more in (-1, 0, 1)]
+        prompts = [prompt(length, length) for length in lengths if length < 4000]
+
+        def ask() -> list[Completion]:
+            return [engine.generate([each], max_tokens=4, sampling={"logprobs": 5})[0] for each in prompts]
+
+        cold, own = ask(), ask()
+        wait_stored(daemon.directory)
+        engine.forget()
+        warm = ask()
+        engine.forget()
+        with daemon.fault("load lies"):
+            wrong = ask()
+        assert books(daemon.directory).load.failed_jobs == 0
+    off = [distance(one, other) for one, other in zip(cold, own, strict=True)]
+    found = [distance(one, other) for one, other in zip(cold, warm, strict=True)]
+    lied = [distance(one, other) for one, other in zip(cold, wrong, strict=True) if other.cached]
+    assert cached(cold) == [0] * len(prompts)
+    for length, answer in zip(lengths, warm, strict=False):
+        whole = 4 * block if shape.extra else block
+        # A prompt of one block, which is to be computed anyway, is not loaded.
+        assert name == "tails" or answer.cached == (length // whole * whole if length > block else 0)
+    assert name != "tails" or cached(warm) == cached(own)
+    assert shape.varies or tokens(warm) == tokens(cold)
+    assert max(found) < NATS + 2 * shape.varies * max(off)
+    assert min(lied) > max(found) + NATS
+
+
+def distance(one: Completion, other: Completion) -> float:
+    """Return how far the first token's log probabilities are apart, in nats."""
+    left, right = one.likeliest[0], other.likeliest[0]
+    if common := left.keys() & right.keys():
+        return max(abs(left[token] - right[token]) for token in common)
+    return float("inf")

@@ -37,7 +37,7 @@ from kvoffd_client.vllm.metrics import (
 )
 from kvoffd_client.vllm.waits import MAX_STOOD_STILL_S
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import MAX_GIVER, GroupKeys, Outcome, PromptReport
+from kvoffd_proto.messages import COMING, MAX_GIVER, GroupKeys, Outcome, PromptReport
 from tests.vllm.manager_harness import CHUNK_TOKENS, HASHES, KEYS, ManagerHarness
 from tests.vllm.vllm_fakes import block_hash, key
 
@@ -818,6 +818,15 @@ def test_tails_are_looked_up_with_the_chunks_once_vllm_asks_for_them(harness: Ma
     manager.complete_load(KEYS, context)
     (report,) = harness.client.reported
     assert (report.keys, report.found_pool, report.covered_keys, report.missing_key) == (2, 2, [2], b"")
+
+
+def test_a_tail_in_the_pool_counts_as_from_there_though_the_chunk_before_it_came_from_a_disk(
+    harness: ManagerHarness,
+) -> None:
+    context, manager = tails_of(harness, {*HASHES}), harness.manager
+    manager.requests["r"].record.from_tiers[0] = bytes([min(COMING)]) * len(KEYS)
+    sources = [manager.get_load_source(key, context) for key in (KEYS[1], *TAILS)]
+    assert sources == [CacheHitSource.DISK, *[CacheHitSource.HOST] * len(TAILS)]
 
 
 def test_a_tail_on_a_disk_is_waited_for_like_a_chunk(harness: ManagerHarness) -> None:

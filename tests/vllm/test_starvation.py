@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 from vllm.lora.request import LoRARequest
+from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheGroupSpec, SlidingWindowSpec
 
+from kvoffd_client.vllm.load_admission import LONGEST_TURN_S
 from kvoffd_client.vllm.log import logger
+from tests.kit.amount import TIMES
 from tests.vllm.scheduler_harness import SchedulerHarness
 from tests.vllm.vllm_config import HEADS, full_attention, make_config, recurrent_state
 
@@ -323,3 +327,143 @@ def test_two_failed_loads_that_cannot_be_computed_at_once_are_computed(make: Mak
     assert set(engine.loading) == {"first", "second"}
     engine.failing, engine.held = {"first", "second"}, set()
     engine.end(requests, 50)
+
+
+STEP_TOKENS = 128
+LONG_BLOCKS = 125
+"""Of a prompt that takes 32 steps."""
+
+
+def steps_of_a_hit(engine: SchedulerHarness, hit: list[int], longs_behind: int) -> int:
+    """Return the steps until a prompt of 40 blocks has its first token, behind one long prompt and before others."""
+    engine.add("running", prompt(50, LONG_BLOCKS))
+    engine.step()
+    request = engine.add("hit", hit)
+    for seed in range(longs_behind):
+        engine.add(f"behind-{seed}", prompt(51 + seed, LONG_BLOCKS))
+    for steps in range(1, 200):
+        engine.step()
+        if request.is_finished():
+            return steps
+    raise AssertionError("it was not served")
+
+
+@pytest.mark.parametrize("longs_behind", [0, 1, 3])
+@pytest.mark.parametrize("threshold", [0, STEP_TOKENS // 2])
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_a_hit_is_not_passed_by_long_prompts_behind_it_while_it_is_loaded(
+    make: Make, policy: str, threshold: int, longs_behind: int
+) -> None:
+    """It comes a step later than a hit of vLLM's own cache, and before it would have been computed."""
+    arguments: dict[str, Any] = {"max_num_batched_tokens": STEP_TOKENS, "long_prefill_token_threshold": threshold}
+    took = {}
+    for way in ("own", "loaded", "computed"):
+        engine = make(blocks=1000, scheduling_policy=policy, **arguments)
+        first = engine.add("first", prompt(1, 40))
+        engine.end([first], 50)
+        if way != "own":
+            assert engine.scheduler.reset_prefix_cache()
+        if way == "loaded":
+            have(engine, first)
+        took[way] = steps_of_a_hit(engine, prompt(1, 40), longs_behind)
+        assert engine.loaded == (["hit"] if way == "loaded" else [])
+    assert took["own"] < took["loaded"] <= took["own"] + 2 < took["computed"], took
+
+
+@pytest.mark.parametrize(("rate", "turn_s"), [(100.0, LONGEST_TURN_S), (40 * BLOCK_TOKENS / 0.3, 0.3)])
+def test_a_long_prompt_waits_for_a_load_no_longer_than_computing_takes(make: Make, rate: float, turn_s: float) -> None:
+    """Here it hangs. Rate: tokens a second."""
+    engine = make(blocks=1000, max_num_batched_tokens=STEP_TOKENS)
+    engine.held = {"hangs"}
+    engine.manager.harm.prefill.tokens_per_second = rate
+    hangs = engine.add("hangs", prompt(1, 40))
+    have(engine, hangs)
+    engine.step()
+    began, long = engine.clock.now, engine.add("long", prompt(2, LONG_BLOCKS))
+    short = engine.add("short", prompt(3, 2))
+    engine.end([short], 3)
+    assert not long.num_computed_tokens
+    for _ in range(200):
+        if long.num_computed_tokens:
+            break
+        engine.step()
+    assert engine.clock.now - began == pytest.approx(turn_s, abs=0.05)
+    engine.held = set()
+    engine.end([hangs, long], 100)
+
+
+@pytest.mark.parametrize("seed", range(20 * TIMES))
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW)], ids=["full", "window"])
+def test_two_requests_of_half_the_kv_cache_each_and_inverted_priorities_end(make: Make, groups: Any, seed: int) -> None:
+    """The less urgent one came first. Either may be loading, hold its blocks, or need more than are free."""
+    rng = Random(seed)
+    blocks = 42 if groups == (FULL,) else 50
+    engine = make(*groups, blocks=blocks, scheduling_policy="priority", max_num_batched_tokens=256)
+    engine.keeps_stored = rng.random() < 0.5
+    first = engine.add("first", prompt(1, rng.randrange(15, 24)), priority=9, max_tokens=rng.randrange(100, 500))
+    if rng.random() < 0.7:
+        have(engine, first)
+    engine.held = {"first", "urgent"}
+    for _ in range(rng.randrange(6)):
+        engine.step()
+    if rng.random() < 0.5:
+        engine.held.discard("first")
+    for _ in range(rng.randrange(30)):
+        engine.step()
+    urgent = engine.add("urgent", prompt(2, rng.randrange(15, 24)), max_tokens=rng.randrange(100, 500))
+    have(engine, urgent)
+    for _ in range(rng.randrange(30)):
+        engine.step()
+    engine.held.discard(rng.choice(["first", "urgent"]))
+    for _ in range(rng.randrange(60)):
+        engine.step()
+    engine.held = set()
+    engine.end([first, urgent], 1500)
+    assert engine.loaded
+
+
+@pytest.mark.parametrize("chunk", [1, 4])
+@pytest.mark.parametrize("spare", [-1, 0, 3])
+def test_a_prompt_as_large_as_the_kv_cache_is_loaded_where_it_can_be_computed(
+    model: Path, tmp_path: Path, spare: int, chunk: int
+) -> None:
+    """One that is larger vLLM never begins, with a daemon or without; and it starts no engine that allows it."""
+    config = make_config(model, {"directory": str(tmp_path), "blocks_per_chunk": chunk}, max_model_len=1280)
+    largest = prompt(1, 40)[:-2]
+    engine = SchedulerHarness(config, 41 + spare, FULL)
+    ended = {}
+    for there in (False, True):
+        request = engine.add(f"there-{there}", largest)
+        if there:
+            have(engine, request)
+        for _ in range(20):
+            if not request.is_finished():
+                engine.step()
+        ended[there] = request.is_finished()
+        engine.abort(request)
+        engine.step()
+        assert engine.scheduler.reset_prefix_cache()
+    engine.close()
+    assert ended == dict.fromkeys([False, True], spare >= 0)
+    assert engine.loaded == ["there-True"] * (spare >= 0)
+    config.cache_config.num_gpu_blocks_override = 41 + spare
+    refused = pytest.raises(ValueError, match="max seq len") if spare < 0 else nullcontext()
+    with refused:
+        get_kv_cache_configs(config, [{"layer": full_attention()}], [1 << 40])
+
+
+def test_a_long_prompt_whose_beginning_is_loaded_does_not_pass_an_earlier_hit(make: Make) -> None:
+    engine = make(blocks=1000, max_num_batched_tokens=STEP_TOKENS)
+    engine.held = {"hit"}
+    hit = engine.add("hit", prompt(1, 40))
+    have(engine, hit)
+    engine.step()
+    long = engine.add("long", prompt(2, LONG_BLOCKS))
+    engine.there |= {bytes(one) for one in long.block_hashes[:2]}
+    for _ in range(5):
+        engine.step()
+    engine.held = set()
+    engine.end([hit], 3)
+    assert long.num_computed_tokens <= 2 * BLOCK_TOKENS + STEP_TOKENS
+    engine.end([long], 40)
+    assert engine.loaded == ["hit", "long"]

@@ -53,5 +53,5 @@ def make_scheduler(config: Any, blocks: int, *groups: KVCacheGroupSpec, hash_tok
     config.cache_config.num_gpu_blocks = blocks
     init_none_hash(sha256)
     cache = replace(cache_config(*groups), num_blocks=blocks)
-    scheduler = Scheduler(config, cache, StructuredOutputManager(config), 32, hash_tokens)
+    scheduler = Scheduler(config, cache, StructuredOutputManager(config), 32, hash_tokens, log_stats=True)
     return scheduler, get_request_block_hasher(hash_tokens, sha256)

@@ -362,7 +362,7 @@ class KvoffdConnector(OffloadingConnector):
             record_scheduled_blocks(self.connector_scheduler, ids)
         for group in self._attention_groups:
             self._begun_blocks.update([block.block_id for block in blocks.blocks[group]])
-        self._admission.record_scheduled(request, loads=num_external_tokens > 0)
+        self._admission.record_scheduled(request, computed_s=num_external_tokens / self._lookups.expected_rate)
         self._manager.scheduled(request, num_external_tokens)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 

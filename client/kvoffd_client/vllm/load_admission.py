@@ -1,4 +1,4 @@
-"""Limits the blocks that loads take, so that some stay free to compute."""
+"""Limits the blocks that loads take, so that some stay free to compute, and keeps long prompts behind earlier loads."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from vllm.v1.kv_cache_interface import (
     iter_layer_specs,
 )
 
+from kvoffd_client.vllm.do_no_harm import largest_chunk_of
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.block_pool import BlockPool
@@ -26,6 +28,8 @@ LOADED_SHARE = 3 / 4
 """Share of the KV cache for loaded requests that have not computed since. One alone may use 100 %."""
 STUCK_S = 1.0
 """Time that others wait for a loaded request that vLLM does not schedule. Then they compute."""
+LONGEST_TURN_S = 1.0
+"""Longest time from the begin of a load for which later long prompts wait for it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -33,11 +37,13 @@ class Loaded:
     """A request that was loaded and has not computed since.
 
     Attributes:
+        turn_until: time until which later long prompts wait for its load.
         blocks: most blocks that it can need; 0 while unknown.
         ended_at: time when the end of its load was noticed; None before.
         passed: whether it was passed over once after its load failed.
     """
 
+    turn_until: float
     blocks: float = 0
     ended_at: float | None = None
     passed: bool = False
@@ -49,6 +55,10 @@ class LoadAdmission:
     vLLM can preempt a loaded request only after it has computed something. With sliding windows vLLM reserves too few
     free blocks: it counts blocks that the window has left as still held. With speculation it also needs free blocks for
     a step's drafts. So a cache full of loads would block for ever, with all requests behind them.
+
+    vLLM gives a step's tokens to running requests first. A prompt of several steps that begins while an earlier request
+    is loaded would take all of them until it is computed, and the earlier one would come later than without a load. So
+    it begins after the load, or once that could have been computed, or after LONGEST_TURN_S.
 
     For a request whose load failed, vLLM reserves the free blocks that it needs until it is scheduled. A load that does
     not fit in addition would block all requests behind it, including that one.
@@ -75,6 +85,8 @@ class LoadAdmission:
         self._most = [_most_blocks(spec, vllm_config) for spec in self._specs]
         self._context_parallel = vllm_config.parallel_config.decode_context_parallel_size
         self._step_tokens = vllm_config.max_in_flight_tokens
+        self._largest_chunk = largest_chunk_of(vllm_config.scheduler_config)
+        self._by_priority = vllm_config.scheduler_config.policy == "priority"
         self._drafts = vllm_config.num_speculative_tokens + vllm_config.num_lookahead_tokens
         speculates = bool(vllm_config.num_speculative_tokens)
         windowed = any(isinstance(spec, MambaSpec) or _window_of(spec) for spec in self._specs)
@@ -87,12 +99,12 @@ class LoadAdmission:
         self.pool: BlockPool | None = None
         self.has_deferred = False
 
-    def record_scheduled(self, request: Request, *, loads: bool) -> None:
-        """Record that a request is scheduled, to be loaded or to compute."""
+    def record_scheduled(self, request: Request, *, computed_s: float) -> None:
+        """Record that a request is scheduled: to be loaded instead of computing for ``computed_s``; to compute if 0."""
         self._loaded = {other: load for other, load in self._loaded.items() if not other.is_finished()}
         self._loaded.pop(request, None)
-        if loads:
-            self._loaded[request] = Loaded()
+        if computed_s:
+            self._loaded[request] = Loaded(self._clock() + min(computed_s, LONGEST_TURN_S))
 
     def admits(self, request: Request, computed: int, *, loads: bool) -> bool | None:
         """Return whether a request may be scheduled now, to be loaded or, without ``loads``, to compute.
@@ -105,8 +117,10 @@ class LoadAdmission:
             # A request whose load failed is in kv_holding_waiting, before all others, until skipped once.
             failed = self._loaded.get(request)
             if failed is None or failed.passed:
-                return True
+                return None if self._waits_its_turn(request, computed) else True
             failed.passed = True
+            return None
+        if self._waits_its_turn(request, computed):
             return None
         others = self._others(request)
         if self._fits(request, computed, others):
@@ -117,6 +131,20 @@ class LoadAdmission:
             return False
         self.has_deferred = True
         return None
+
+    def _waits_its_turn(self, request: Request, computed: int) -> bool:
+        """Return whether a request would take several steps' tokens from one that came earlier and is being loaded."""
+        if request.num_tokens - computed <= self._largest_chunk:
+            return False
+        now, place = self._clock(), self._place(request)
+        return any(
+            load.turn_until > now and self._place(other) < place and self._is_loading(other.request_id)
+            for other, load in self._loaded.items()
+        )
+
+    def _place(self, request: Request) -> tuple[int, float]:
+        """Return what vLLM sorts waiting requests by."""
+        return request.priority if self._by_priority else 0, request.arrival_time
 
     def _others(self, request: Request) -> dict[Request, Loaded]:
         """Return the other loaded requests that have not computed since."""

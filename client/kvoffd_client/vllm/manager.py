@@ -321,9 +321,12 @@ class KvoffdManager(OffloadingManager):
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         state, index = self.requests.get(req_context.req_id), self._positions[key[-GROUP_ID_BYTES:]]
-        end, tier = req_context.get_offload_key_position(key) or 0, 0
-        if state is not None and not (tier := state.record.tails_from_tiers.get(key, 0)):
-            tier = state.record.tier_of(index, end // self.groups[index].tokens_per_chunk - 1)
+        place, rest = divmod(req_context.get_offload_key_position(key) or 0, self.groups[index].tokens_per_chunk)
+        tier = 0
+        if state is not None and rest:  # a tail, which may end in the first chunk
+            tier = state.record.tails_from_tiers.get(key, 0)
+        elif state is not None and place:
+            tier = state.record.tier_of(index, place - 1)
         if tier == SHARED:
             return CacheHitSource.EXTERNAL_UNSPECIFIED  # vLLM's name of a remote store
         return CacheHitSource.DISK if tier else CacheHitSource.HOST

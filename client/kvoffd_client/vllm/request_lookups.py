@@ -509,7 +509,7 @@ class RequestLookups:
         return late_at
 
     @property
-    def _expected_rate(self) -> float:
+    def expected_rate(self) -> float:
         """Expected prefill rate in tokens per second: measured, else last reported by an engine of this namespace, else
         assumed."""
         rate = self._harm.prefill.tokens_per_second
@@ -527,7 +527,7 @@ class RequestLookups:
             self._tokens_before[state.request.request_id] = self._tokens_counted
             if state.request.request_id not in self.loading:
                 self._tokens_counted += max(0, state.request.num_prompt_tokens - state.request.num_computed_tokens)
-        return max(MIN_COMPUTED_S, (before + tokens) / self._expected_rate)
+        return max(MIN_COMPUTED_S, (before + tokens) / self.expected_rate)
 
     def _in_order(self) -> Iterator[RequestState]:
         """Return the requests in the order in which vLLM schedules them."""
