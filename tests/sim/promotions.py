@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from kvoffd.cache.block_table import READY, BlockIds
+from kvoffd.cache.cache import NO_SESSION
 from kvoffd.cache.tickets import Lease
 from kvoffd.server.service import Service
 from kvoffd.tiering.promotions import Fill, Promotions
@@ -85,7 +86,8 @@ class PromotionWatch:
     def watched(self, on_end: ReadEnd) -> ReadEnd:
         """What a tier is to call that is about to read a block."""
         fill = _fill_of(on_end)
-        if (leases := self._awaited.get(fill)) is not None and not self._waiting(leases):
+        is_prefetched = any(lease.session == NO_SESSION for lease in fill.leases)  # for a hint, which has no answer
+        if (leases := self._awaited.get(fill)) is not None and not (is_prefetched or self._waiting(leases)):
             raise Broken("a block is read that nobody waits for any more")
 
         def ended(result: Result, block: Block | None) -> None:
