@@ -104,7 +104,8 @@ class DiskTier(Tier):
         self._writing: dict[tuple[int, bytes], SlotJob] = {}
         self._used_when_full = 0
         self._evicted: dict[int, list[int]] = {}
-        """Evicted slots by slot size; the next writes replace them and their records."""
+        """Evicted slots by slot size; the next writes replace them and their records. Until then a later daemon would
+        find these."""
         self._pause_s = 0.0
         self._write_at = -inf
         self._closed = False
@@ -304,13 +305,21 @@ class DiskTier(Tier):
     # --- removing --------------------------------------------------------------------------------
 
     def remove(self, group: BlockGroup, keys: Sequence[bytes], why: str) -> None:
+        self._clear_evicted()
         slots = self._map.slots_of(group, list(dict.fromkeys(keys)))
         self._clearing.drop(slots)
         for key in keys:
             self._writing.pop((group.tag, key), None)  # the block is dropped at the end of the write
         self._clearing.clear_slots(slots)
 
+    def _clear_evicted(self) -> None:
+        """Clear the records of evicted slots that no write has replaced: some may be of blocks that must stay away."""
+        for slots in self._evicted.values():
+            self._clearing.clear_slots(slots)
+        self._evicted.clear()
+
     def remove_all(self, fingerprint: bytes | None) -> int:
+        self._clear_evicted()
         gone = [known for known in self._map.groups.values() if fingerprint in (None, known.group.fingerprint)]
         tags = {known.group.tag for known in gone}
         for name in [name for name in self._writing if name[0] in tags]:
@@ -385,6 +394,7 @@ class DiskTier(Tier):
             return True
         self._reads.end(Result.CANCELLED)
         self._writes.end(End(Result.CANCELLED))
+        self._clear_evicted()
         if not self._clearing.finish(until):
             return False
         if not all([one.close(until) for one in (self._reads, self._writes, self._clearing.threads)]):  # noqa: C419

@@ -641,3 +641,31 @@ def live(random: Random) -> None:
         assert {group for group, _ in names_of(rig.tier)} <= {*groups}, "what was reset is back"
         rig.work()
         rig.check()
+
+
+@pytest.mark.parametrize("removes", ["keys", "namespace", "nothing"])
+@pytest.mark.parametrize("ends", ["restart", "kill"])
+def test_evicted_blocks_whose_slots_wait_for_a_write_stay_away(removes: str, ends: str) -> None:
+    """Several are evicted at once, and their records lie there until a write replaces them: no index has them."""
+    rig, number = DiskRig(size_bytes=4 << 20, region_bytes=1 << 20), 0
+    while not any(rig.tier._evicted.values()):
+        rig.write(block_of(number))
+        number += 1
+        assert number < 1000
+    evicted = sorted({*range(number)} - {*rig.there(range(number))})
+    assert len(evicted) > 1
+    if removes == "keys":
+        rig.remove(*evicted)
+    elif removes == "namespace":
+        rig.tier.remove_all(GROUP.fingerprint)
+    rig.work()
+    if ends == "restart":
+        rig.restart()
+    elif removes == "nothing":
+        return  # blocks that may be served still
+    else:
+        rig.kill()
+    assert rig.there(evicted) == []
+    if removes != "namespace":
+        rig.write(*map(block_of, evicted))
+        assert rig.there(evicted)[-1:] == evicted[-1:], "their slots are used again"
