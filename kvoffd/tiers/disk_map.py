@@ -38,8 +38,9 @@ CLEARED_AT_ONCE = 256
 thread does other work: one or two milliseconds."""
 EVICTED_AT_ONCE = 16
 """Neighbouring blocks that the clock hand evicts together, so that one call can write their slots."""
-HEADERS_TRIED = 8
-"""Blocks of a group whose headers are read when a disk is opened, to identify the group."""
+SAMPLES, HEADERS_TRIED = 8, 64
+"""Blocks of a group in one region that are remembered when a disk is opened, and those whose headers are read at
+most, to identify the group. They are spread evenly: after a power cut, neighbours may be written over."""
 NEVER = 2**32 - 1
 
 
@@ -159,7 +160,7 @@ class DiskMap:
         samples = self._read_index(should_stop)
         newest: dict[bytes, int] = {}
         for tag, (number, slots) in samples.items():
-            if (group := self._group_of(tag, slots[:HEADERS_TRIED])) is not None:
+            if (group := self._group_of(tag, _spread(slots, HEADERS_TRIED))) is not None:
                 self.groups[tag] = KnownGroup(group, number)
                 newest[group.fingerprint] = max(group.generation, newest.get(group.fingerprint, 0))
         for known in list(self.groups.values()):
@@ -209,7 +210,7 @@ class DiskMap:
             by_tag, end, numbers = (places + first)[np.argsort(of_tag, kind="stable")], 0, list[int]()
             for tag, count in zip(tags.tolist(), counts.tolist(), strict=True):
                 group, found = samples.setdefault(tag, (len(samples) + 1, []))
-                found += by_tag[end : end + min(count, HEADERS_TRIED)].tolist()
+                found += _spread(by_tag[end : end + count].tolist(), SAMPLES)
                 numbers.append(group)
                 end += count
             region.group_numbers[places] = np.array(numbers, np.uint32)[of_tag]
@@ -366,3 +367,9 @@ class DiskMap:
                     yield slots
                     slots = []
             yield slots
+
+
+def _spread(slots: Sequence[int], most: int) -> list[int]:
+    """Return up to ``most`` of the slots, evenly spread, the first one included."""
+    count = min(most, len(slots))
+    return [slots[at * len(slots) // count] for at in range(count)]
