@@ -186,26 +186,32 @@ def test_groups_of_many_shapes_keep_every_byte(shared_daemon: DaemonProcess) -> 
 # --- ranks -----------------------------------------------------------------------------------------
 
 
-def test_a_block_is_ready_when_every_rank_has_stored(shared_daemon: DaemonProcess, scheduler: WireClient) -> None:
-    """And its lease ends by itself when every rank has loaded."""
-    directory, size = shared_daemon.directory, 32 * PAGE_BYTES
-    scheduler.open_namespace(OTHER, world_size=2)
-    with SharedMemory(size, "a") as first, SharedMemory(size, "b") as second:
+@pytest.mark.parametrize("pages", [1, 2])
+def test_a_block_is_ready_when_every_rank_has_stored(
+    pages: int, shared_daemon: DaemonProcess, scheduler: WireClient
+) -> None:
+    """And its lease ends by itself when every rank has loaded. A pipeline stage may have more layers: larger pages."""
+    directory, size, large, namespace = shared_daemon.directory, 32 * PAGE_BYTES, pages * PAGE_BYTES, OTHER
+    if pages == 2:
+        namespace = b"stages".ljust(32)
+    scheduler.open_namespace(namespace, world_size=2)
+    with SharedMemory(size, "a") as first, SharedMemory(pages * size, "b") as second:
         with WireClient(directory) as zero, WireClient(directory) as one:
             for number, (client, memory) in enumerate(((zero, first), (one, second))):
-                client.open_namespace(OTHER, world_size=2)
+                client.open_namespace(namespace, world_size=2)
                 memory.view[:] = number + 1
-            caches = zero.register(first, namespace=OTHER), one.register(second, rank=1, namespace=OTHER)
+            caches = zero.register(first, namespace=namespace), one.register(second, large, rank=1, namespace=namespace)
             assert zero.store(caches[0], keys(9), [4]).ok
-            found = scheduler.lookup(1, keys(9), OTHER)
+            found = scheduler.lookup(1, keys(9), namespace)
             assert (found.states, found.pinned) == ("W", 0)
             assert one.store(caches[1], keys(9), [5]).ok
-            assert scheduler.lookup(2, keys(9), OTHER).states == "R"
+            assert scheduler.lookup(2, keys(9), namespace).states == "R"
             first.view[:] = second.view[:] = 0
             assert zero.load(caches[0], scheduler.lease(2), keys(9), [11]).ok
             assert books(directory).leases == 1, "one rank of two has loaded"
             assert one.load(caches[1], scheduler.lease(2), keys(9), [12]).ok
-            assert (page(first, 11), page(second, 12)) == (b"\1" * PAGE_BYTES, b"\2" * PAGE_BYTES)
+            assert page(first, 11) == b"\1" * PAGE_BYTES
+            assert second.view.tobytes() == bytes(12 * large) + b"\2" * large + bytes(19 * large)
             after = books(directory)
             assert (after.leases, after.pinned_blocks, after.pool.pinned_bytes) == (0, 0, 0)
 

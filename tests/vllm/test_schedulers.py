@@ -282,13 +282,17 @@ def test_each_prompt_that_fits_is_computed_though_drafts_need_blocks_beside_a_lo
     engine.close()
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("blocks_per_chunk", [1, 4])
 def test_a_router_finds_the_daemons_blocks_by_the_engines_hashes(
-    blocks_per_chunk: int, model: Path, tmp_path: Path
+    blocks_per_chunk: int, ranks: int, model: Path, tmp_path: Path
 ) -> None:
+    """With decode context parallelism each rank has its tokens of a block, and the block those of all ranks."""
+    block_tokens = ranks * BLOCK_TOKENS
     config = make_config(model, {"directory": str(tmp_path), "blocks_per_chunk": blocks_per_chunk}, max_model_len=1024)
     config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
-    engine = SchedulerHarness(config, BLOCKS, KVCacheGroupSpec(["layer"], full_attention()))
+    config.parallel_config.decode_context_parallel_size = config.parallel_config.world_size = ranks
+    engine = SchedulerHarness(config, BLOCKS, KVCacheGroupSpec(["layer"], full_attention()), hash_tokens=block_tokens)
     published: list[Any] = []
     engine.scheduler.kv_event_publisher.publish = lambda batch: published.extend(batch.events)
     prompt = Random(1).choices(range(1000), k=8 * BLOCK_TOKENS + 1)
@@ -301,8 +305,8 @@ def test_a_router_finds_the_daemons_blocks_by_the_engines_hashes(
     stored = [event for event in published if isinstance(event, BlockStored)]
     found: dict[str, list[Any]] = {"GPU": [], "CPU": []}
     for event in stored:
-        assert event.block_size == BLOCK_TOKENS
+        assert event.block_size == block_tokens
         found[event.medium] += event.block_hashes
-    assert engine.loaded == ["loaded"]
-    assert found["CPU"] == found["GPU"][:8]
+    assert (engine.loaded, engine.cached) == (["loaded"], {"computed": 0, "loaded": 8 * BLOCK_TOKENS})
+    assert found["CPU"] == found["GPU"][: 8 // ranks]
     engine.close()

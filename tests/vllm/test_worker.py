@@ -6,6 +6,7 @@ import errno
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock, patch
@@ -14,7 +15,11 @@ import numpy as np
 import pytest
 import torch
 import zmq
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from kvoffd_client import ClientOptions, NamespaceSpec, Registration, SharedMemory
 from kvoffd_client.cuda_export import export_segments
@@ -24,6 +29,7 @@ from kvoffd_client.vllm import spec as spec_module
 from kvoffd_client.vllm import worker as worker_module
 from kvoffd_client.vllm.config import ConnectorOptions
 from kvoffd_client.vllm.connector_metadata import FailedJob, KeyedSpec, WorkerReport
+from kvoffd_client.vllm.engine_namespace import EngineNamespace, MemoryReport
 from kvoffd_client.vllm.kv_memory import NotShareable, RecordedEvent, SharedKvMemory, registration_of
 from kvoffd_client.vllm.spec import KvoffdSpec
 from kvoffd_client.vllm.worker import KvoffdWorker
@@ -44,6 +50,7 @@ from kvoffd_proto.messages import (
 from tests.kit.fake_daemon import FakeDaemon
 from tests.kit.stub_cuda import StubCuda, fresh_stub
 from tests.kit.waiting import wait_until
+from tests.vllm.vllm_config import HEADS, full_attention, make_config
 from tests.vllm.vllm_fakes import KEY_BYTES, FakeWorkerClient, block_hash
 
 BLOCKS = GPULoadStoreSpec([4, 5], group_sizes=[2], block_indices=[0])
@@ -51,6 +58,7 @@ KEYED = KeyedSpec((block_hash(1) + block_hash(2),))
 KEYS = [GroupKeys(0, KEYED.groups[0])]
 LEASED = KeyedSpec(KEYED.groups, lease_id=77, request_id="r", load_tokens=64)
 ONE, OTHER = NamespaceSpec.named("one", key_bytes=KEY_BYTES), NamespaceSpec.named("other")
+RECEIVED: dict[str, Any] = {"finished_recving": {"r"}, "failed_recving": {"r"}}
 WAIT_S = 10.0
 
 
@@ -92,6 +100,19 @@ def test_an_engine_on_cpu_whose_memory_cannot_be_shared_is_refused_at_its_start(
     caches = CanonicalKVCaches([CanonicalKVCacheTensor(tensor, 512)], [[CanonicalKVCacheRef(0, 512)]])
     with pytest.raises(ValueError, match=r"kvoffd cannot serve this engine: .*get_mem_pool_context"):
         KvoffdSpec.get_worker(spec_of(rank=0), caches)
+
+
+def test_a_pipeline_stage_without_layers_of_a_group_is_refused_at_its_start(model: Path) -> None:
+    """vLLM makes groups for the layers of all stages: here of the last layers, which only the second stage has."""
+    config = make_config(model, pipeline_parallel_size=2)
+    window = SlidingWindowSpec(block_size=32, sliding_window=64, **HEADS)
+    stages = [{"0": window, "1": window, "2": window}, {"3": window, "4": full_attention(), "5": full_attention()}]
+    for cache, layers in zip(get_kv_cache_configs(config, stages, [1 << 30] * 2), stages, strict=True):
+        tensors = [CanonicalKVCacheTensor(torch.zeros(8, 512, dtype=torch.int8), 512) for _ in layers]
+        places = {name: index for index, name in enumerate(layers)}
+        groups = [[CanonicalKVCacheRef(places[name], 512) for name in one.layer_names] for one in cache.kv_cache_groups]
+        with pytest.raises(ValueError, match=r"kvoffd cannot serve this engine: .*VLLM_PP_LAYER_PARTITION"):
+            KvoffdSpec.get_worker(spec_of(rank=0), CanonicalKVCaches(tensors, groups))
 
 
 def spec_of(rank: int, *, replicated: bool = False) -> Any:
@@ -264,6 +285,41 @@ def test_reports_of_ranks_are_merged() -> None:
     assert merged.credit_bytes == 300
     assert merged.load_times == {1: (64, 0.5), 3: (32, 0.1)}, "the slowest rank's"
     assert merged.waited_s == 0.1
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_reports_of_pipeline_stages_that_sample_nothing_arrive(stages: int) -> None:
+    """Only the last stage samples. The others' outputs are empty but for what the connector has to say, or wholly."""
+
+    def output_of(report: WorkerReport | None, **transfers: Any) -> ModelRunnerOutput:
+        return ModelRunnerOutput.with_kv_conn_output_only(
+            KVConnectorOutput(kv_connector_worker_meta=report, **transfers)
+        )
+
+    def report_of(rank: int) -> WorkerReport:
+        memory = MemoryReport(ONE, f"weights of {rank}", 0, registered=ONE.fingerprint)
+        return WorkerReport(completed_jobs={7: 1}, credit_bytes=100 * (stages - rank), memory={rank: memory})
+
+    aggregator = KVOutputAggregator(stages)
+    last = stages - 1
+    early = [output_of(report_of(rank) if rank != last else None, **RECEIVED) for rank in range(last)]
+    sampled = ModelRunnerOutput(["r"], {"r": 0}, [[1]])
+    first = aggregator.aggregate([*early, sampled], last)
+    assert first is sampled
+    assert first.kv_connector_output is not None
+    assert first.kv_connector_output.finished_recving is None, "the last stage is still loading"
+    ends = [*[output_of(None) for _ in range(last)], output_of(report_of(last), **RECEIVED)]
+    second = aggregator.aggregate(ends, last)
+    assert second is not None
+    assert second.kv_connector_output is not None
+    assert second.kv_connector_output.finished_recving == second.kv_connector_output.failed_recving == {"r"}
+    reports = [cast(WorkerReport, one.kv_connector_output.kv_connector_worker_meta) for one in (first, second)]
+    assert [one.completed_jobs for one in reports] == [{7: last}, {7: 1}]
+    namespace = EngineNamespace(stages, lambda _: None, time.monotonic)
+    namespace.report(reports[0].memory)
+    assert namespace.current is None, "the last stage has reported nothing"
+    namespace.report(reports[1].memory)
+    assert namespace.current is not None
 
 
 # --- jobs ------------------------------------------------------------------------------------------

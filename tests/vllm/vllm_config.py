@@ -53,5 +53,6 @@ def make_scheduler(config: Any, blocks: int, *groups: KVCacheGroupSpec, hash_tok
     config.cache_config.num_gpu_blocks = blocks
     init_none_hash(sha256)
     cache = replace(cache_config(*groups), num_blocks=blocks)
-    scheduler = Scheduler(config, cache, StructuredOutputManager(config), 32, hash_tokens, log_stats=True)
+    block_tokens = 32 * config.parallel_config.decode_context_parallel_size
+    scheduler = Scheduler(config, cache, StructuredOutputManager(config), block_tokens, hash_tokens, log_stats=True)
     return scheduler, get_request_block_hasher(hash_tokens, sha256)

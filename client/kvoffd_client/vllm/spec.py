@@ -106,6 +106,12 @@ class KvoffdSpec(OffloadingSpec):
         """Return this worker's half, which registers in the background once it knows its namespace."""
         if self.namespace is None:
             raise RuntimeError('KvoffdSpec needs its own connector: use "kv_connector": "KvoffdConnector".')
+        if not all(kv_caches.group_data_refs):
+            raise ValueError(
+                "kvoffd cannot serve this engine: this pipeline stage has no layers of one of the KV cache groups, so "
+                "it would have no part of its blocks. Use fewer stages, divide the layers otherwise "
+                "(VLLM_PP_LAYER_PARTITION), or start it without --kv-transfer-config."
+            )
         on_gpu = any(cache.tensor.device.type == "cuda" for cache in kv_caches.tensors)
         if not on_gpu:
             try:
