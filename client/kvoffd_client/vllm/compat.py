@@ -31,7 +31,8 @@ V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
 USED = {
     "vllm.config:AttentionConfig": "backend hisparse_config indexer_kv_dtype use_non_causal",
     "vllm.config:AuxOutputConfig": "enabled",
-    "vllm.config:CacheConfig": "enable_prefix_caching kv_cache_dtype_skip_layers prefix_caching_hash_algo",
+    "vllm.config:CacheConfig": """
+        cache_dtype enable_prefix_caching kv_cache_dtype_skip_layers prefix_caching_hash_algo""",
     "vllm.config:CompilationConfig": "static_forward_context",
     "vllm.config:KVTransferConfig": """
         engine_id is_kv_consumer is_kv_producer kv_connector_extra_config kv_load_failure_policy""",
