@@ -174,6 +174,36 @@ def generate(
     ]
 
 
+def stream(llm: Any, parts: list[list[int]], max_tokens: int) -> list[tuple[list[int], int]]:
+    """Greedy tokens after each part of a prompt that comes in parts (vLLM's streaming input), and its cached tokens."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    engine = llm.llm_engine
+    sampling = SamplingParams(
+        max_tokens=max_tokens, temperature=0, detokenize=False, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+    )
+    tasks, name, found = engine.get_supported_tasks(), "", []
+    for part in parts:
+        inputs = {"prompt_token_ids": part}
+        request = engine.input_processor.process_inputs("stream", inputs, sampling, tasks, resumable=True)
+        if not name:
+            engine.input_processor.assign_request_id(request)
+            name = request.request_id
+        request.request_id, request.external_req_id = name, "stream"
+        engine.output_processor.add_request(request, None, None, 0)
+        engine.engine_core.add_request(request)
+        tokens: list[int] = []
+        cached = 0
+        while len(tokens) < max_tokens:
+            for output in engine.step():
+                tokens += output.outputs[0].token_ids
+                cached = output.num_cached_tokens
+        found.append((tokens, cached))
+    engine.abort_request([name], internal=True)
+    return found
+
+
 def preempting(engine: Any) -> Callable[[], Any]:
     """Return the engine's ``step``, after which all requests are pre-empted once, when each has its first token."""
     left = [True]
@@ -332,6 +362,7 @@ COMMANDS = {
     "nap": nap,
     "reload_weights": reload_weights,
     "reset": reset,
+    "stream": stream,
 }
 
 if __name__ in ("__main__", "__mp_main__"):  # a new process of an engine, as vLLM spawns them for its core and workers

@@ -12,6 +12,7 @@ import pytest
 from vllm.config import AuxOutputConfig, HiSparseConfig, PoolerConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.pooling_params import PoolingParams
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, RSWASpec
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.request import Request
@@ -95,6 +96,10 @@ def test_engines_that_cannot_be_served_are_refused(served: Any, monkeypatch: pyt
     changes: dict[str, Callable[[Any], None]] = {
         "does not notify connectors before it sleeps": set_sleep,
         "without --enable-cumem-allocator": set_cumem,
+        "a KV cache of int8_per_token_head": lambda config: setattr(
+            config.cache_config, "cache_dtype", "int8_per_token_head"
+        ),
+        "a KV cache of bfloat16": lambda config: setattr(config.cache_config, "cache_dtype", "bfloat16"),
         "encoder-decoder": lambda config: config.model_config.__dict__.update(is_encoder_decoder=True),
         "on 2 nodes": lambda config: setattr(config.parallel_config, "nnodes", 2),
         "--distributed-executor-backend mp": set_external_launcher,
@@ -115,6 +120,13 @@ def test_engines_that_cannot_be_served_are_refused(served: Any, monkeypatch: pyt
         changed = copied(served)
         change(changed)
         refused(changed, match)
+
+
+def test_the_cpu_backends_kv_cache_dtypes_are_served(config: Any) -> None:
+    assert set(CPUAttentionBackend.supported_kv_cache_dtypes) == connector_config.CPU_CACHE_DTYPES
+    for name in (*connector_config.CPU_CACHE_DTYPES, "float32"):
+        config.cache_config.cache_dtype = name
+        check_engine(config)
 
 
 def test_engines_that_are_nearly_refused_are_served(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,6 +99,25 @@ def test_request(name: str, answers: Answers) -> None:
     assert [warm.cached, restarted.cached] == [loaded_tokens(name)] * 2
 
 
+def test_a_prompt_that_comes_in_parts(answers: Answers) -> None:
+    """Streaming input: the first part is loaded, and a request of the whole prompt finds the blocks of all parts."""
+    engine, directory = answers.home.engine, answers.home.directory
+    parts = [prompt(80, LENGTH), prompt(81, 150), prompt(82, 90)]
+    engine.forget()
+    cold = engine.call("stream", parts=parts, max_tokens=8)
+    wait_stored(directory)
+    engine.forget()
+    warm = engine.call("stream", parts=parts, max_tokens=8)
+    assert [tokens for tokens, _ in warm] == [tokens for tokens, _ in cold]
+    assert (cold[0][1], warm[0][1]) == (0, full_blocks(LENGTH))
+    wait_stored(directory)
+    # vLLM takes the last token of an answer back when the next part comes.
+    whole = [*parts[0], *cold[0][0][:-1], *parts[1], *cold[1][0][:-1], *parts[2]]
+    engine.forget()
+    (answer,) = engine.generate([whole], max_tokens=8)
+    assert (answer.tokens, answer.cached) == (cold[2][0], full_blocks(len(whole)))
+
+
 def test_what_vllms_own_cache_has_is_no_miss(answers: Answers) -> None:
     """What operators see as missed is what vLLM computed, by its own counters."""
     engine, directory = answers.home.engine, answers.home.directory

@@ -65,6 +65,8 @@ SHAPES = {
         varies=True,
     ),
     "fp8-kv": Shape(settings={"kv_cache_dtype": "fp8"}),
+    "fp8-e5m2-kv": Shape(settings={"kv_cache_dtype": "fp8_e5m2"}),
+    "compiled": Shape(settings={"enforce_eager": False}),
     "small-chunks": Shape(settings={"max_num_batched_tokens": 64, "max_num_seqs": 4}),
     "prefix-caching-off": Shape(
         settings={"enable_prefix_caching": False}, cached=[full_blocks(len(each)) for each in PROMPTS]
@@ -112,7 +114,7 @@ def test_tensor_parallel(tmp_path: Path) -> None:
 @pytest.mark.shapes
 @pytest.mark.parametrize("name", SHAPES)
 def test_shape(name: str, tmp_path: Path) -> None:
-    if name == "fp8-kv" and "avx512f" not in Path("/proc/cpuinfo").read_text():
+    if name.startswith("fp8") and "avx512f" not in Path("/proc/cpuinfo").read_text():
         pytest.skip("vLLM has no FP8 KV cache on a CPU without AVX-512")
     shape = SHAPES[name]
     with patient_daemon() as daemon:

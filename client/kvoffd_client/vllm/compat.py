@@ -31,7 +31,8 @@ V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
 USED = {
     "vllm.config:AttentionConfig": "backend hisparse_config indexer_kv_dtype use_non_causal",
     "vllm.config:AuxOutputConfig": "enabled",
-    "vllm.config:CacheConfig": "enable_prefix_caching kv_cache_dtype_skip_layers prefix_caching_hash_algo",
+    "vllm.config:CacheConfig": """
+        cache_dtype enable_prefix_caching kv_cache_dtype_skip_layers prefix_caching_hash_algo""",
     "vllm.config:CompilationConfig": "static_forward_context",
     "vllm.config:KVTransferConfig": """
         engine_id is_kv_consumer is_kv_producer kv_connector_extra_config kv_load_failure_policy""",
@@ -56,8 +57,8 @@ USED = {
     "vllm.config:VllmConfig": """
         additional_config attention_config aux_output_config cache_config compilation_config diffusion_config
         kernel_config kv_transfer_config load_config lora_config max_concurrent_batches max_in_flight_tokens
-        model_config num_lookahead_tokens num_speculative_tokens offload_config parallel_config scheduler_config
-        speculative_config use_v2_model_runner""",
+        model_config num_lookahead_tokens num_prefill_lookahead_tokens num_speculative_tokens offload_config
+        parallel_config scheduler_config speculative_config use_v2_model_runner""",
     "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory": "register_connector",
     f"{V1}.base:KVConnectorBase_V1": "_get_connector_metadata",
     f"{V1}.base:KVConnectorRole": "WORKER",
@@ -67,7 +68,7 @@ USED = {
     f"{V1}.offloading.common:TransferJob": "dst_spec req_id src_spec",
     f"{V1}.offloading.scheduler:OffloadingConnectorScheduler": """
         _current_batch_allocated_block_ids _maximal_prefix_lookup _sliding_window_lookup _update_req_states config
-        manager""",
+        get_num_new_matched_tokens manager""",
     f"{V1}.offloading.scheduler:RequestOffloadState": "max_offload_tokens",
     f"{V1}.offloading.scheduler:SchedulerOffloadConfig": "supports_partial_tail",
     f"{V1}.offloading.worker:OffloadingConnectorWorker": "prepare_store_kv spec start_kv_transfers worker",
@@ -77,6 +78,8 @@ USED = {
         on_new_request register_kv_caches requires_piecewise_for_cudagraph reset_cache update_connector_output
         update_state_after_alloc""",
     "vllm.lora.request:LoRARequest": "load_inplace lora_int_id lora_name lora_path",
+    "vllm.multimodal.inputs:MultiModalFeatureSpec": "mm_position",
+    "vllm.multimodal.inputs:PlaceholderRange": "length offset",
     "vllm.v1.core.block_pool:BlockPool": "get_cached_block get_new_blocks get_usage kv_event_queue",
     "vllm.v1.core.kv_cache_manager:KVCacheBlocks": "blocks",
     "vllm.v1.core.kv_cache_utils:KVCacheBlock": "block_id is_null",
@@ -111,7 +114,7 @@ USED = {
     "vllm.v1.metrics.cache_hit_source:CacheHitSource": "DISK EXTERNAL_UNSPECIFIED HOST",
     "vllm.v1.outputs:KVConnectorOutput": "kv_connector_worker_meta",
     "vllm.v1.request:Request": """
-        all_token_ids block_hashes cache_salt is_finished kv_transfer_params lora_request mm_features
+        all_token_ids arrival_time block_hashes cache_salt is_finished kv_transfer_params lora_request mm_features
         num_computed_tokens num_preemptions num_prompt_tokens num_tokens pooling_params priority prompt_embeds
         request_id shared_prefix_boundary skip_reading_prefix_cache""",
 }
@@ -123,6 +126,8 @@ SIGNATURES = {
     f"{V1}.offloading.scheduler:OffloadingConnectorScheduler._sliding_window_lookup": """
         keys sliding_window_size req_context initial_window_size""",
     f"{V1}.offloading.scheduler:OffloadingConnectorScheduler._update_req_states": "scheduler_output",
+    f"{V1}.offloading.scheduler:OffloadingConnectorScheduler.get_num_new_matched_tokens": """
+        request num_computed_tokens max_num_new_tokens""",
     f"{V1}.offloading.worker:OffloadingConnectorWorker.prepare_store_kv": "metadata",
     f"{V1}.offloading.worker:OffloadingConnectorWorker.start_kv_transfers": "metadata",
     f"{V1}.offloading_connector:OffloadingConnector.__init__": "vllm_config role kv_cache_config",

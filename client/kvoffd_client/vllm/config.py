@@ -122,6 +122,9 @@ def parse_options(extra_config: Mapping[str, object]) -> tuple[ConnectorOptions,
         raise ValueError(f"kv_connector_extra_config: {error}.") from error
 
 
+CPU_CACHE_DTYPES = {"auto", "fp8", "fp8_e4m3", "fp8_e5m2"}
+"""The KV cache dtypes of vLLM's CPU backend. vLLM 0.32 starts with others too, and ends or gives wrong tokens."""
+
 HAS_SLEEP_HOOKS = hasattr(OffloadingConnector, "restore_kv_caches")
 
 
@@ -167,6 +170,12 @@ def _problem(vllm_config: VllmConfig) -> str:
         return (
             f"vLLM runs on {current_platform.device_name or 'another platform'}, and kvoffd moves KV blocks of NVIDIA "
             "GPUs and of CPUs only. Start it without --kv-transfer-config."
+        )
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    if current_platform.is_cpu() and cache_dtype not in {*CPU_CACHE_DTYPES, str(model.dtype).removeprefix("torch.")}:
+        return (
+            f"vLLM's CPU backend does not support a KV cache of {cache_dtype}: loaded prompts may get other "
+            "answers. Start it without --kv-cache-dtype."
         )
     if model.is_encoder_decoder:
         return (

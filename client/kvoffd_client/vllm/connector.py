@@ -122,6 +122,9 @@ class KvoffdConnector(OffloadingConnector):
         self._block_tokens = min(group.tokens_per_block for group in offloading.groups)
         speculation = vllm_config.speculative_config
         self._drafts = speculation is not None
+        self._read_ahead_tokens = vllm_config.num_prefill_lookahead_tokens
+        largest = max(group.tokens_per_block for group in offloading.groups)
+        self._chunk_tokens = largest * offloading.cache.blocks_per_chunk
         drops_block = speculation is not None and speculation.use_eagle_block_drop()
         groups = [kv_cache_config.kv_cache_groups[group.group_id] for group in offloading.groups]
         specs = [next(iter(iter_layer_specs(one.kv_cache_spec))) for one in groups]
@@ -353,7 +356,22 @@ class KvoffdConnector(OffloadingConnector):
                 return None
             tokens, _ = super().get_num_new_matched_tokens(request, num_computed_tokens)
         # vLLM defers a request for a tail only without other hits.
-        return None if self._lookups.requests[request.request_id].awaits_tail else tokens
+        if self._lookups.requests[request.request_id].awaits_tail:
+            return None
+        while tokens and self._needs_two_images(request, num_computed_tokens + tokens):
+            most = (num_computed_tokens + tokens - 1) // self._chunk_tokens * self._chunk_tokens - num_computed_tokens
+            tokens, _ = self.connector_scheduler.get_num_new_matched_tokens(request, num_computed_tokens, max(most, 0))
+        return tokens
+
+    def _needs_two_images(self, request: Request, end: int) -> bool:
+        """Return whether the token behind a hit is an image's, and those that a draft reads ahead another image's.
+
+        vLLM's scheduler would compute neither image if the encoder takes one in a step: it stops before the second
+        image, less what the draft reads ahead, which is where the hit ends. The request, and all behind it, would wait
+        forever.
+        """
+        places = [feature.mm_position for feature in request.mm_features]
+        return sum(at.offset <= end + self._read_ahead_tokens and at.offset + at.length > end for at in places) > 1
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """As vLLM's; also releases the pinned blocks of a request that is scheduled without a load."""
