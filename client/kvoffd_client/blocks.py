@@ -182,7 +182,11 @@ class BlockClient(Closing):
                 if self._is_whole(found):
                     self._check_same(key, found, sums)
                     return False
-            results = self._copy(key, group, range(self.namespace.world_size))
+            try:
+                results = self._copy(key, group, range(self.namespace.world_size))
+            except KvoffdClientError:  # the shards of some ranks may be there
+                self._scheduler.invalidate([GroupKeys(group, key)])
+                raise
             is_mine, found = any(result.bytes for result in results), self._find(key, group)
             if self._is_whole(found):
                 self._check_same(key, found, sums)

@@ -42,7 +42,7 @@ CLOSE_STEP_S = 0.02
 """Least time for each shared store to close."""
 STOP_OPENING_S = 1.0
 FOLLOW_S = 5.0
-"""Time after which the disks serve a namespace that was opened although no store or peer has answered about it."""
+"""Time after which disks serve a namespace that was opened although some store or peer has not answered about it."""
 KEPT_S = 1.0
 """Time for which a peer that a request named is not replaced by another one."""
 TRICKLE_BYTES = 4 * 2**20
@@ -283,8 +283,8 @@ class TierSupervisor:
             self._state.save_disk_spent(spent)
 
     def is_behind(self, fingerprint: bytes) -> bool:
-        """Return whether a namespace may have been cleared on all nodes since it was last open here: nobody has heard
-        of its generation since. A store or a peer is asked."""
+        """Return whether a namespace may have been cleared on all nodes since it was last open here: not every store
+        and peer has told its generation since. They are asked."""
         if not self.shared or fingerprint in self._followed:
             return fingerprint in self.fleet.voided
         now = self._clock()
@@ -292,7 +292,7 @@ class TierSupervisor:
             opened = self._asked_at[fingerprint] = now
             for tier in self.shared:
                 tier.poll(fingerprint)
-        heard = any(tier.heard_of(fingerprint) >= opened for tier in self.shared)
+        heard = all(tier.heard_of(fingerprint) >= opened for tier in self.shared)  # one of them may know of a clear
         if not (heard or now >= opened + FOLLOW_S):
             return True
         self._followed.add(fingerprint)

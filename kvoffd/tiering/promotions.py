@@ -10,7 +10,7 @@ from itertools import islice, takewhile
 from math import inf
 
 from kvoffd.cache.asked_keys import AskedKeys
-from kvoffd.cache.cache import Cache
+from kvoffd.cache.cache import NO_SESSION, Cache
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.cache.tickets import FillTicket, Lease
 from kvoffd.tiering import TieringSettings
@@ -45,8 +45,11 @@ MAX_BEGUN, BEGUN_PER_END = 64, 16
 """Limits of the blocks begun by one call of ``pump``, and by the end of a read if at most half of the bytes that may be
 under way are: evicting for a few blocks takes as long as for many. Their slots are allocated together, so that
 neighbours in the queue are neighbours in the pool."""
-MAX_LOOKED_AT = 1024
-"""Requests of which ``pump`` begins some, or finds that they have no space."""
+MAX_LOOKED_AT, MAX_WITHOUT_SPACE = 4096, 256
+"""Requests of which ``pump`` begins some, or finds that they have no space; and those that may wait for space: further
+ones are better computed."""
+ENDED_AT_ONCE = 4096
+"""Blocks without space that one tick fails."""
 READ_AGAIN_S = 60.0
 """Interval after which one read is tried even if it seems slower than computing: speeds change."""
 
@@ -65,6 +68,8 @@ class Wanted:
     """Fills that have not begun."""
     under_way: int = 0
     """Number of blocks that are being read."""
+    together: list[Wanted] = field(default_factory=list)
+    """All requests of the lookup: space is reserved for all of them or none."""
     is_reserved: bool = False
     """Whether leases may pin all of these blocks: no other request gets their space."""
     waits_since: float | None = None
@@ -235,10 +240,13 @@ class Promotions:
 
     def pump(self, most: int = MAX_BEGUN) -> None:
         """Begin up to ``most`` fills that may begin now. Requests without space are passed over."""
-        without_space = inf
-        """Least bytes of a block for which the pool has no space."""
+        without_space, count = inf, 0
+        """Least bytes of a block for which the pool has no space; requests without any."""
         for wanted in list(islice(self._wanted, MAX_LOOKED_AT)):
             if not self._reserve(wanted):
+                count += 1
+                if count > MAX_WITHOUT_SPACE:
+                    wanted.waits_since = self._clock() - self._patience_s  # it ends with the next tick
                 continue
             if wanted.queue and wanted.block_bytes >= without_space:
                 self._wait(wanted, NO_SPACE)
@@ -259,17 +267,27 @@ class Promotions:
                     break
 
     def _reserve(self, wanted: Wanted) -> bool:
-        """Reserve pool space for all blocks of a request, unless it has that; return whether it has.
+        """Reserve pool space for all blocks of a lookup, unless it has that; return whether it has.
 
-        Two requests with a part each could block one another.
+        Two lookups with a part each could block one another. Nothing is reserved for a prefetch, whose blocks nobody
+        pins: it may begin while there is space for a block.
         """
-        if not wanted.is_reserved:
-            nbytes, leasable = len(wanted.queue) * wanted.block_bytes, self._cache.leasable_bytes
-            if nbytes > leasable < self._cache.most_leased_bytes:  # else there will never be more
-                self._wait(wanted, NO_SPACE)
-                return False
-            wanted.is_reserved, wanted.waits_since = True, None
-            self._cache.reserved_bytes += nbytes
+        if wanted.is_reserved:
+            return True
+        leasable = self._cache.leasable_bytes
+        if wanted.first_lease.session == NO_SESSION:
+            if wanted.block_bytes <= leasable:
+                return True
+            self._wait(wanted, NO_SPACE)
+            return False
+        every = [one for one in wanted.together or [wanted] if not one.is_reserved]
+        nbytes = sum([len(one.queue) * one.block_bytes for one in every])
+        if nbytes > leasable < self._cache.most_leased_bytes:  # else there will never be more
+            self._wait(wanted, NO_SPACE)
+            return False
+        for one in every:
+            one.is_reserved, one.waits_since = True, None
+        self._cache.reserved_bytes += nbytes
         return True
 
     def _wait(self, wanted: Wanted, why: str) -> None:
@@ -343,11 +361,30 @@ class Promotions:
         self.pump()
 
     def _end_waits(self) -> None:
-        """Fail the requests that had no space for as long as a block may take to read."""
-        now = self._clock()
+        """Fail the requests that had no space for as long as a block may take to read; some of them, if they are many.
+
+        What has space by now waits for its turn only.
+        """
+        now, left = self._clock(), ENDED_AT_ONCE
         for wanted in list(self._wanted):
-            if wanted.waits_since is not None and now - wanted.waits_since >= self._patience_s:
-                self._fail_queued(wanted, wanted.waits_for)
+            lacks_space = wanted.waits_for == NO_SPACE
+            if wanted.waits_since is None or (lacks_space and not wanted.is_reserved and self._has_space(wanted)):
+                continue
+            if now - wanted.waits_since >= self._patience_s and left > 0:
+                if wanted.is_reserved and lacks_space:
+                    self._begin_batch(wanted, list(islice(wanted.queue, 1)))
+                if wanted.waits_since is not None:
+                    failed = list(islice(wanted.queue, left))
+                    left -= len(failed)
+                    for fill in failed:
+                        self._failed(fill, wanted.waits_for)
+
+    def _has_space(self, wanted: Wanted) -> bool:
+        """Reserve space for a request that had none, if there is some now."""
+        if not self._reserve(wanted):
+            return False
+        wanted.waits_since = None
+        return True
 
     def _give_up_overdue(self) -> None:
         """Give up reads that do not end. The turn of a read begins when all earlier ones have ended; then it has the
@@ -476,3 +513,5 @@ class Promotions:
             self._cache.reserved_bytes += (queued + under_way) * wanted.block_bytes
         if not (wanted.queue or wanted.under_way):
             self._wanted.pop(wanted, None)
+            if wanted in wanted.together:
+                wanted.together.remove(wanted)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import compress
 from math import inf
 
@@ -55,6 +55,8 @@ class _Lookup:
     """Pool bytes that may still be promoted for it: more than leases may pin would evict its own beginning."""
     free_bytes: float
     """Pool bytes that it may ask a source for: a repeated lookup does not begin to wait for space."""
+    wanted: list[Wanted] = field(default_factory=list)
+    """What it requested from all sources."""
 
     @property
     def namespace(self) -> Namespace:
@@ -309,9 +311,11 @@ class Tiering:
                 if source in slower or min(lookup.left_bytes, lookup.free_bytes) < block_bytes:
                     return
                 if (wanted := wants.get(source)) is None:
-                    wanted = wants[source] = Wanted(lease, part.group, source, block_bytes)
+                    wanted = wants[source] = Wanted(lease, part.group, source, block_bytes, together=lookup.wanted)
                 if (fill := source.request(wanted, key, tier)) is None:
                     return
+                if len(wanted.queue) == 1:
+                    lookup.wanted.append(wanted)
                 lookup.free_bytes -= block_bytes
             if lease not in fill.leases:
                 lookup.left_bytes -= block_bytes

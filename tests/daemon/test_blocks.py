@@ -252,6 +252,19 @@ def test_a_put_replaces_blocks_that_nobody_uses(
     assert both_ranks(blocks, key)[1][0].equal(kv[1][0])
 
 
+def test_a_put_that_is_late_leaves_no_shard(
+    shared_daemon: DaemonProcess, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else an engine could not store the key for a minute: no block has shards of two."""
+    late = keys(51)[0]
+    with BlockClient(shared_daemon.directory, LABEL, timeout_s=1.0) as blocks:
+        kv = both_ranks(blocks, KEYS[0])
+        monkeypatch.setattr(blocks._workers[1], "submit", lambda *given: None)
+        with pytest.raises(KvoffdClientError, match="in time"):
+            blocks.put(late, kv)
+        wait_until(lambda: engine.store([late], [0]).ok and engine.lookup([late]) == 1)
+
+
 def test_a_full_pool_takes_no_block(shared_daemon: DaemonProcess, blocks: BlockClient, engine: FakeEngine) -> None:
     kv = both_ranks(blocks, KEYS[0])
     for first in range(1000, 1128, 16):

@@ -10,9 +10,9 @@ from kvoffd.cache.asked_keys import PromptOutcome
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.cache.tickets import Lease
 from kvoffd.tiering import TieringSettings, WriteMode
-from kvoffd.tiering.promotions import BEGUN_PER_END, MAX_BEGUN, MAX_QUEUED, Fill, Wanted
-from kvoffd.tiers.tier import Result
-from kvoffd_proto.messages import ABSENT, PENDING, READY
+from kvoffd.tiering.promotions import BEGUN_PER_END, MAX_BEGUN, MAX_QUEUED, MAX_WITHOUT_SPACE, Fill, Wanted
+from kvoffd.tiers.tier import PRESENT, Result
+from kvoffd_proto.messages import ABSENT, PENDING, READY, HintAction
 from tests.kit.slot_cache import UNIT, check_invariants, keys_of
 from tests.kit.tiering_harness import TieringHarness
 
@@ -489,3 +489,55 @@ def test_invalidated_keys_leave_a_long_queue_at_once(rig: TieringHarness) -> Non
     assert not rig.cache.reserved_bytes
     rig.cache.end_session(1)
     rig.check()
+
+
+def test_a_request_that_has_space_again_waits_for_its_turn_only(rig: TieringHarness) -> None:
+    """However long that takes: the one before it is read slowly."""
+    rig = TieringHarness(settings=QUIET, regions=8)
+    space = rig.open()
+    rig.put_in_tier(space, keys_of(*range(24)))
+    rig.put(space, keys_of(*range(100, 128)))
+    pinned = rig.blocks(space, keys_of(*range(100, 128)))
+    rig.cache.blocks.pin(pinned)
+    for lease, first in ((1, 0), (2, 12)):
+        look_up(rig, space, lease, keys_of(*range(first, first + 12)), session=lease)
+    rig.tiering.tick()
+    rig.cache.unpin(pinned)
+    for _ in range(24):
+        rig.tiering.tick()
+        rig.clock.now += 0.5 * QUIET.deadline_s
+        rig.tier.end(next(iter(rig.tier.jobs)))
+    assert not rig.tiering.disks.failures
+    assert look_up(rig, space, 3, keys_of(*range(24))) == bytes([READY] * 24)
+
+
+def test_a_prefetch_of_a_slow_store_keeps_no_space_from_a_prompt() -> None:
+    rig = TieringHarness(settings=QUIET, regions=8)
+    store, space = rig.share(QUIET), rig.open()
+    for number in range(28):
+        store.known[rig.group(space).tag, keys_of(number)] = PRESENT
+    rig.put_in_tier(space, keys_of(*range(100, 110)))
+    rig.cache.hint(space, HintAction.PREFETCH, [(0, keys_of(*range(28)))])
+    rig.tiering.pump()
+    look_up(rig, space, 1, keys_of(*range(100, 110)))
+    rig.bring_up()
+    assert look_up(rig, space, 1, keys_of(*range(100, 110))) == bytes([READY] * 10)
+
+
+def test_many_requests_without_space_keep_none_that_fits_waiting() -> None:
+    """Only so many wait; the others fail at once, some in each tick."""
+    rig = TieringHarness(settings=QUIET, regions=8)
+    space, count = rig.open(), 3 * MAX_WITHOUT_SPACE
+    keys = keys_of(*range(3 * count + 1))
+    rig.put_in_tier(space, keys)
+    rig.put(space, keys_of(*range(10**6, 10**6 + 26)))
+    rig.cache.blocks.pin(rig.blocks(space, keys_of(*range(10**6, 10**6 + 26))))
+    for number in range(count):
+        look_up(rig, space, number + 1, keys_of(*range(3 * number, 3 * number + 3)), session=number + 1)
+    look_up(rig, space, count + 1, keys_of(3 * count), session=count + 1)
+    rig.tiering.tick()
+    rig.tier.end_all()
+    assert look_up(rig, space, count + 2, keys_of(3 * count)) == bytes([READY])
+    rig.tiering.tick()
+    assert rig.tiering.disks.failures == {"no_space": 3 * (count - MAX_WITHOUT_SPACE)}
+    assert rig.tiering.disks.queued_blocks == 3 * MAX_WITHOUT_SPACE

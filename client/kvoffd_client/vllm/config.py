@@ -123,7 +123,8 @@ def parse_options(extra_config: Mapping[str, object]) -> tuple[ConnectorOptions,
 
 
 CPU_CACHE_DTYPES = {"auto", "fp8", "fp8_e4m3", "fp8_e5m2"}
-"""The KV cache dtypes of vLLM's CPU backend. vLLM 0.32 starts with others too, and ends or gives wrong tokens."""
+"""The KV cache dtypes of vLLM's CPU backend. vLLM 0.32 starts with others too: its kernel then writes in the type of the
+model at places computed for the cache's. In a bfloat16 cache of a float32 model, block 1 lies where 2 and 3 are."""
 
 HAS_SLEEP_HOOKS = hasattr(OffloadingConnector, "restore_kv_caches")
 
@@ -174,8 +175,8 @@ def _problem(vllm_config: VllmConfig) -> str:
     cache_dtype = vllm_config.cache_config.cache_dtype
     if current_platform.is_cpu() and cache_dtype not in {*CPU_CACHE_DTYPES, str(model.dtype).removeprefix("torch.")}:
         return (
-            f"vLLM's CPU backend does not support a KV cache of {cache_dtype}: loaded prompts may get other "
-            "answers. Start it without --kv-cache-dtype."
+            f"vLLM's CPU backend does not support a KV cache of {cache_dtype}: it writes beyond the blocks, so "
+            "that loaded prompts would get other answers. Start it without --kv-cache-dtype."
         )
     if model.is_encoder_decoder:
         return (
