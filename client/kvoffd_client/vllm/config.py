@@ -123,8 +123,8 @@ def parse_options(extra_config: Mapping[str, object]) -> tuple[ConnectorOptions,
 
 
 CPU_CACHE_DTYPES = {"auto", "fp8", "fp8_e4m3", "fp8_e5m2"}
-"""The KV cache dtypes of vLLM's CPU backend. vLLM 0.32 starts with others too: its kernel then writes in the type of the
-model at places computed for the cache's. In a bfloat16 cache of a float32 model, block 1 lies where 2 and 3 are."""
+"""The KV cache dtypes of vLLM's CPU backend. vLLM 0.32 starts with others too; its kernel then writes the model's type
+at places computed for the cache's. In a bfloat16 cache of a float32 model, block 1 lies where 2 and 3 are."""
 
 HAS_SLEEP_HOOKS = hasattr(OffloadingConnector, "restore_kv_caches")
 
