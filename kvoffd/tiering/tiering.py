@@ -56,7 +56,7 @@ class _Lookup:
     free_bytes: float
     """Pool bytes that it may ask a source for: a repeated lookup does not begin to wait for space."""
     wanted: list[Wanted] = field(default_factory=list)
-    """What it requested from all sources."""
+    """Its requests to all sources."""
 
     @property
     def namespace(self) -> Namespace:
