@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from kvoffd.server.tier_supervisor import FOLLOW_S
 from kvoffd_client import AdminClient, GroupKeys, RequestRefused
 from tests.kit.checked import CheckedEngine, Truth, over_disk, put_on_disk, wait_disk
 from tests.kit.command import command
@@ -19,6 +18,8 @@ from tests.kit.waiting import wait_until
 from tests.kit.wire import WireClient, books, keys, refused
 
 SOME = range(16)
+FOLLOW_S = 5.0
+"""Time after which a disk serves a namespace although a store has not answered about it."""
 
 
 def reset(daemon: DaemonProcess, engine: CheckedEngine) -> bool:
