@@ -153,7 +153,8 @@ def test_an_engine_that_gets_no_descriptors_or_threads_runs_without_the_daemon(
 @pytest.mark.parametrize("replicated", [False, True])
 def test_ranks_that_load_one_shard_leave_the_lease_to_the_scheduler(replicated: bool) -> None:
     """As under tensor parallelism with latent attention, where rank 0 alone stores."""
-    caches = cast(Any, SimpleNamespace(tensors=[SimpleNamespace(tensor=SimpleNamespace(device=torch.device("cuda")))]))
+    tensor = SimpleNamespace(tensor=SimpleNamespace(device=torch.device("cuda")))
+    caches = cast(Any, SimpleNamespace(tensors=[tensor], group_data_refs=[[tensor]]))
     spec, client = spec_of(rank=1, replicated=replicated), Mock()
     spec._connect_worker = lambda *_: client
     worker = cast(KvoffdWorker, KvoffdSpec.get_worker(spec, caches))
