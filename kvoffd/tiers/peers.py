@@ -420,7 +420,8 @@ class PeerHelper:
         kind, number, ident, payload = parsed(data)
         if kind == REQUEST:
             self._on_request(payload[:number], ident, payload[number], payload[number + 1 :])
-        elif kind == STARTED:
+            return  # its id is the peer's, and answers no call
+        if kind == STARTED:
             self.up, self._cannot_work, self.problem = not payload, bool(payload), payload.decode()
             self._decided.set()
             if self.up:

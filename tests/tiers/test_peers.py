@@ -276,6 +276,18 @@ def test_answers_that_nobody_asked_for_are_dropped(lender: Lender, reader: Reade
     assert reader.helper.life == 0
 
 
+@pytest.mark.parametrize("kind", [FIND, READ])
+def test_a_peers_request_answers_no_call(nixl: None, kind: int) -> None:
+    """It chooses the id of its request, and may have seen those of this node's calls."""
+    reader, route = Reader(free_port()), b"route"
+    call = peers._Call(kind, len(route), 7, 0)
+    reader.helper._calls[7] = call
+    reader.helper._received(frame(peers.REQUEST, len(route), 7, route + bytes([FIND]) + b"chosen"))
+    assert not call.ended.is_set()
+    assert (call.reply, call.problem) == (None, "")
+    reader.close()
+
+
 def test_an_answer_does_not_wait_for_a_thread_that_waits_for_a_helper_that_hangs(lender: Lender) -> None:
     """The daemon's thread answers peers."""
     helper = lender.helper
