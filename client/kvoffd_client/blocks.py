@@ -171,10 +171,7 @@ class BlockClient(Closing):
         self._check(key, group)
         for rank, data in enumerate(self._checked(kv, group)):
             self._shard_bytes[rank][group][:] = data
-        sums = b"".join(
-            (xxhash.xxh3_64_intdigest(parts[group]) or 1).to_bytes(CHECKSUM_BYTES, "big")  # type: ignore[arg-type]
-            for parts in self._shard_bytes
-        )
+        sums = b"".join(_checksum(parts[group]) for parts in self._shard_bytes)
         deadline = time.monotonic() + self._timeout_s
         while True:
             with self._leased([key], group):  # brings it up from a tier, to compare it
@@ -341,8 +338,7 @@ class BlockClient(Closing):
             if result.error is not None:
                 raise RequestRefused(result.error, "")
             data = self._shard_bytes[rank][group].copy()
-            digest = (xxhash.xxh3_64_intdigest(data) or 1).to_bytes(CHECKSUM_BYTES, "big")  # type: ignore[arg-type]
-            if found.checksums[rank * CHECKSUM_BYTES :][:CHECKSUM_BYTES] == digest:
+            if found.checksums[rank * CHECKSUM_BYTES :][:CHECKSUM_BYTES] == _checksum(data):
                 return data
         raise RequestRefused(ErrorCode.CHECKSUM, f"The block {key.hex()} does not match its checksum; recompute it.")
 
@@ -365,6 +361,11 @@ class BlockClient(Closing):
                 raise RequestTimeout("The daemon did not copy the block in time; try again.")
             results += found
         return results
+
+
+def _checksum(data: Bytes) -> bytes:
+    """Return the checksum of a shard as ``BlockFound`` has it."""
+    return (xxhash.xxh3_64_intdigest(data) or 1).to_bytes(CHECKSUM_BYTES, "big")  # type: ignore[arg-type]
 
 
 def _bytes_of(layer: object) -> Bytes:

@@ -802,7 +802,7 @@ class Cache:
             self._record_lost(stored, part)
         finally:  # allocated slots belong to the store even if this fails
             if sole or self._sole:
-                self._share(stored.blocks[joins:])
+                self._forget_sole(stored.blocks[joins:])
                 if sole:
                     self._sole |= dict.fromkeys(stored.blocks[joins:].tolist(), sole)
             if joins:  # the keys of its blocks lie between those of new ones
@@ -887,7 +887,7 @@ class Cache:
             if len(ready) < len(blocks):
                 self._mark_partial(group, blocks[self.blocks.missing[blocks] != 0])
             if ready.size:
-                self._share(ready)
+                self._forget_sole(ready)
                 group.namespace.counters.stored_blocks += len(ready)
                 self._count(group, WRITING, READY, len(ready))
                 self.order.insert(group, ready, packed_keys)
@@ -1138,7 +1138,7 @@ class Cache:
             for state in (READY, WRITING):
                 self._remove(group, state, members[self.blocks.state[members] == state], reason)
 
-    def _share(self, blocks: BlockIds) -> None:
+    def _forget_sole(self, blocks: BlockIds) -> None:
         """Forget that blocks were begun by the store of one number, before it ends or when their slots are reused."""
         for block in blocks.tolist() if self._sole else ():
             self._sole.pop(block, None)
@@ -1164,7 +1164,7 @@ class Cache:
             self._report_removed(group, blocks, packed_keys)
         for block in blocks.tolist() if self._partial else ():
             self._partial.pop(block, None)
-        self._share(blocks)
+        self._forget_sole(blocks)
         in_use = len(blocks) - len(slots) // len(group.sizes)
         if in_use and not group.dead:
             self._count(group, state, DROPPED, in_use)

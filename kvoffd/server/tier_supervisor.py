@@ -137,8 +137,7 @@ class TierSupervisor:
         self.networks = {text: (one, port) for one, port, text in peers if not isinstance(one, str)}
         self._named: list[NamedPeer] = []
         self._asked_at: dict[bytes, float] = {}
-        """Time of the first lookup of each namespace that is not followed yet: stores were asked then."""
-        self._followed: set[bytes] = set()
+        """Time of the first lookup by open namespace, when stores were asked; -inf once it is followed."""
         if tiering is not None:
             tiering.is_behind = self.is_behind
 
@@ -274,7 +273,8 @@ class TierSupervisor:
         for tier in self._every_shared:
             for fingerprint in self._cache.namespaces if tier.available() else ():
                 tier.poll(fingerprint)
-        self._forget_closed()
+        for closed in self._asked_at.keys() - self._cache.namespaces.keys():
+            del self._asked_at[closed]
         tiering.tick()
         for disk in self._disks:
             if disk.tier is not None:
@@ -285,25 +285,18 @@ class TierSupervisor:
     def is_behind(self, fingerprint: bytes) -> bool:
         """Return whether a namespace may have been cleared on all nodes since it was last open here: not every store
         and peer has told its generation since. They are asked."""
-        if not self.shared or fingerprint in self._followed:
-            return fingerprint in self.fleet.voided
-        now = self._clock()
-        if (opened := self._asked_at.get(fingerprint)) is None:
-            opened = self._asked_at[fingerprint] = now
-            for tier in self.shared:
-                tier.poll(fingerprint)
-        heard = all(tier.heard_of(fingerprint) >= opened for tier in self.shared)  # one of them may know of a clear
-        if not (heard or now >= opened + FOLLOW_S):
-            return True
-        self._followed.add(fingerprint)
-        del self._asked_at[fingerprint]
+        if self.shared:
+            now = self._clock()
+            if (asked_at := self._asked_at.get(fingerprint)) is None:
+                asked_at = now
+                for tier in self.shared:
+                    tier.poll(fingerprint)
+            # Each of them may be the only one that knows of a clear.
+            is_late = now < asked_at + FOLLOW_S and any(tier.heard_of(fingerprint) < asked_at for tier in self.shared)
+            self._asked_at[fingerprint] = asked_at if is_late else -inf
+            if is_late:
+                return True
         return fingerprint in self.fleet.voided
-
-    def _forget_closed(self) -> None:
-        """Forget what is known of namespaces that the cache does not have any more."""
-        known = self._cache.namespaces
-        self._followed.intersection_update(known)
-        self._asked_at = {one: at for one, at in self._asked_at.items() if one in known}
 
     def take_voided(self) -> set[bytes]:
         """Return the fingerprints of namespaces that were reset for all nodes since the last call.

@@ -184,13 +184,16 @@ class Workers(Generic[T, R]):
     @property
     def running(self) -> int:
         with self._changed:
-            return sum(len(tasks) for _, tasks in self._running.values())
+            return self._count_running()
 
     @property
     def unfinished(self) -> int:
         """Number of tasks whose end was not handled yet."""
         with self._changed:
-            return len(self._waiting) + sum(len(tasks) for _, tasks in self._running.values()) + len(self._ended)
+            return len(self._waiting) + self._count_running() + len(self._ended)
+
+    def _count_running(self) -> int:
+        return sum(len(tasks) for _, tasks in self._running.values())
 
     @property
     def longest_s(self) -> float:

@@ -367,24 +367,18 @@ class Promotions:
         """
         now, left = self._clock(), ENDED_AT_ONCE
         for wanted in list(self._wanted):
-            lacks_space = wanted.waits_for == NO_SPACE
-            if wanted.waits_since is None or (lacks_space and not wanted.is_reserved and self._has_space(wanted)):
+            if wanted.waits_since is None:
                 continue
-            if now - wanted.waits_since >= self._patience_s and left > 0:
-                if wanted.is_reserved and lacks_space:
-                    self._begin_batch(wanted, list(islice(wanted.queue, 1)))
-                if wanted.waits_since is not None:
-                    failed = list(islice(wanted.queue, left))
-                    left -= len(failed)
-                    for fill in failed:
-                        self._failed(fill, wanted.waits_for)
-
-    def _has_space(self, wanted: Wanted) -> bool:
-        """Reserve space for a request that had none, if there is some now."""
-        if not self._reserve(wanted):
-            return False
-        wanted.waits_since = None
-        return True
+            may_begin = wanted.waits_for == NO_SPACE and self._reserve(wanted)
+            if wanted.waits_since is None or now - wanted.waits_since < self._patience_s or left <= 0:
+                continue
+            if may_begin:
+                self._begin_batch(wanted, list(islice(wanted.queue, 1)))
+            if wanted.waits_since is not None:
+                failed = list(islice(wanted.queue, left))
+                left -= len(failed)
+                for fill in failed:
+                    self._failed(fill, wanted.waits_for)
 
     def _give_up_overdue(self) -> None:
         """Give up reads that do not end. The turn of a read begins when all earlier ones have ended; then it has the

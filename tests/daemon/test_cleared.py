@@ -212,6 +212,15 @@ def clear_all_nodes(daemon: DaemonProcess, engine: CheckedEngine) -> None:
         admin.reset_fleet(engine.scheduler._fingerprint)
 
 
+def put_and_restart(daemon: DaemonProcess, truth: Truth) -> None:
+    """Store some blocks that only the disk has then, of a namespace that nobody has open."""
+    with CheckedEngine(daemon, truth) as engine:
+        put_on_disk(daemon, engine, len(SOME))
+    daemon.stop()
+    daemon.start()
+    wait_disk(daemon)
+
+
 def test_a_disk_serves_a_namespace_once_a_store_has_said_whether_it_was_cleared(
     tmp_path: Path, server: RedisServer
 ) -> None:
@@ -220,11 +229,7 @@ def test_a_disk_serves_a_namespace_once_a_store_has_said_whether_it_was_cleared(
     truth = Truth()
     with over_disk(place, shared=server.url) as daemon, over_store(server) as other:
         for drops in (True, False):
-            with CheckedEngine(daemon, truth) as engine:
-                put_on_disk(daemon, engine, len(SOME))
-            daemon.stop()
-            daemon.start()
-            wait_disk(daemon)
+            put_and_restart(daemon, truth)
             wait_until(lambda: books(daemon.directory).shared[0].up)
             if drops:
                 with CheckedEngine(other, truth) as elsewhere:
@@ -243,12 +248,8 @@ def test_a_disk_serves_a_namespace_whose_store_is_away(tmp_path: Path, server: R
     (place := tmp_path / "disk").mkdir()
     truth = Truth()
     with over_disk(place, shared=server.url) as daemon:
-        with CheckedEngine(daemon, truth) as engine:
-            put_on_disk(daemon, engine, len(SOME))
-        daemon.stop()
         server.kill()
-        daemon.start()
-        wait_disk(daemon)
+        put_and_restart(daemon, truth)
         with CheckedEngine(daemon, truth) as engine:
             wait_until(lambda: engine.has(SOME), 2 * FOLLOW_S + 5.0)
 
@@ -262,12 +263,8 @@ def test_a_clear_of_all_nodes_whose_store_is_away_clears_this_node(
     truth = Truth()
     with over_disk(place, shared=server.url) as daemon:
         wait_until(lambda: books(daemon.directory).shared[0].up)
-        with CheckedEngine(daemon, truth) as engine:
-            put_on_disk(daemon, engine, len(SOME))
         server.kill()
-        daemon.stop()
-        daemon.start()
-        wait_disk(daemon)
+        put_and_restart(daemon, truth)
         with CheckedEngine(daemon, truth, "demo" if what == "demo" else "another"):
             status, output = command(daemon, "clear", what, "--all-nodes", "--yes")
         assert status == 2

@@ -7,6 +7,7 @@ import pytest
 
 from kvoffd.cache import POLICY_NAMES
 from kvoffd.cache.asked_keys import PromptOutcome
+from kvoffd.cache.block_table import BlockIds
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.cache.tickets import Lease
 from kvoffd.tiering import TieringSettings, WriteMode
@@ -22,6 +23,14 @@ QUIET = TieringSettings(mode=WriteMode.NEVER)
 @pytest.fixture
 def rig() -> TieringHarness:
     return TieringHarness(settings=QUIET)
+
+
+def pin_others(rig: TieringHarness, space: Namespace, *numbers: int) -> BlockIds:
+    """Store blocks of these keys, and pin them."""
+    rig.put(space, keys_of(*numbers))
+    pinned = rig.blocks(space, keys_of(*numbers))
+    rig.cache.blocks.pin(pinned)
+    return pinned
 
 
 @pytest.mark.parametrize("fault", [None, Result.FAILED])
@@ -70,9 +79,7 @@ def test_what_fails_is_absent(rig: TieringHarness, fault: Result, miss: MissReas
 def test_what_comes_up_waits_for_space_and_evicts_nothing_that_is_pinned(rig: TieringHarness) -> None:
     space = rig.open(sizes=(4 * UNIT,))
     rig.put_in_tier(space, keys_of(1, 2))
-    rig.put(space, keys_of(11, 12, 13, 14))
-    pinned = rig.blocks(space, keys_of(11, 12, 13, 14))
-    rig.cache.blocks.pin(pinned)
+    pinned = pin_others(rig, space, 11, 12, 13, 14)
     assert rig.states(space, keys_of(1, 2)) == [PENDING] * 2
     for _ in range(2):
         rig.tiering.tick()
@@ -423,9 +430,7 @@ def test_a_prompt_that_fits_is_read_while_a_larger_one_waits(rig: TieringHarness
     """Each prompt has its own patience, and only the one that has no space in it fails."""
     space = rig.open()
     rig.put_in_tier(space, keys_of(*range(20)))
-    rig.put(space, keys_of(*range(100, 108)))
-    pinned = rig.blocks(space, keys_of(*range(100, 108)))
-    rig.cache.blocks.pin(pinned)
+    pinned = pin_others(rig, space, *range(100, 108))
     large, half = keys_of(*range(8)), 0.5 * QUIET.deadline_s
     look_up(rig, space, 1, large)
     for number in range(8, 20):
@@ -453,9 +458,7 @@ def test_a_prompt_that_fits_is_read_while_a_larger_one_waits(rig: TieringHarness
 def test_where_no_prompt_fits_each_is_waited_for_as_long(rig: TieringHarness) -> None:
     space = rig.open()
     rig.put_in_tier(space, keys_of(*range(8)))
-    rig.put(space, keys_of(*range(100, 114)))
-    pinned = rig.blocks(space, keys_of(*range(100, 114)))
-    rig.cache.blocks.pin(pinned)
+    pinned = pin_others(rig, space, *range(100, 114))
     look_up(rig, space, 1, keys_of(*range(4)))
     rig.tiering.tick()
     rig.clock.now += 0.5 * QUIET.deadline_s
@@ -496,9 +499,7 @@ def test_a_request_that_has_space_again_waits_for_its_turn_only(rig: TieringHarn
     rig = TieringHarness(settings=QUIET, regions=8)
     space = rig.open()
     rig.put_in_tier(space, keys_of(*range(24)))
-    rig.put(space, keys_of(*range(100, 128)))
-    pinned = rig.blocks(space, keys_of(*range(100, 128)))
-    rig.cache.blocks.pin(pinned)
+    pinned = pin_others(rig, space, *range(100, 128))
     for lease, first in ((1, 0), (2, 12)):
         look_up(rig, space, lease, keys_of(*range(first, first + 12)), session=lease)
     rig.tiering.tick()
@@ -530,8 +531,7 @@ def test_many_requests_without_space_keep_none_that_fits_waiting() -> None:
     space, count = rig.open(), 3 * MAX_WITHOUT_SPACE
     keys = keys_of(*range(3 * count + 1))
     rig.put_in_tier(space, keys)
-    rig.put(space, keys_of(*range(10**6, 10**6 + 26)))
-    rig.cache.blocks.pin(rig.blocks(space, keys_of(*range(10**6, 10**6 + 26))))
+    pin_others(rig, space, *range(10**6, 10**6 + 26))
     for number in range(count):
         look_up(rig, space, number + 1, keys_of(*range(3 * number, 3 * number + 3)), session=number + 1)
     look_up(rig, space, count + 1, keys_of(3 * count), session=count + 1)
