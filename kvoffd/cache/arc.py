@@ -22,6 +22,7 @@ declare(
     arc_new=(VOID_P, NUMBER, NUMBER, CHAR_P),
     arc_free=(None, VOID_P),
     arc_insert=(COUNT, VOID_P, *KEYS, CHAR_P),
+    arc_offer=(None, VOID_P, *KEYS),
     arc_use=(None, VOID_P, *ITEMS),
     arc_remove=(None, VOID_P, *ITEMS, NUMBER),
     arc_candidates=(COUNT, VOID_P, *ITEMS),
@@ -41,13 +42,17 @@ class Arc(AdmitsAll):
         if not self._at:
             raise MemoryError
         self._close = weakref.finalize(self, self._native.arc_free, self._at)
-        self._counts = (ctypes.c_uint64 * 4).from_address(self._at)
+        self._counts = (ctypes.c_uint64 * 5).from_address(self._at)
         write, at = self._native.arc_candidates, self._at
         super().__init__(lambda below, address, most: write(at, address, most))
 
     def requested(self, chains: Sequence[Chain]) -> None:
         for chain in chains:
             self._native.arc_use(self._at, packed(chain.ready), len(chain.ready))
+
+    def admit(self, group: Group, keys: bytes, starts: Sequence[int]) -> Sequence[tuple[int, float]]:
+        self._native.arc_offer(self._at, group.number, keys, len(keys) // group.key_bytes, group.key_bytes)
+        return super().admit(group, keys, starts)
 
     def insert(self, group: Group, blocks: BlockIds, keys: bytes) -> None:
         given = group.number, keys, len(blocks), group.key_bytes, packed(blocks)
