@@ -7,7 +7,7 @@ import os
 import weakref
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -38,9 +38,10 @@ CLEARED_AT_ONCE = 256
 thread does other work: one or two milliseconds."""
 EVICTED_AT_ONCE = 16
 """Neighbouring blocks that the clock hand evicts together, so that one call can write their slots."""
-SAMPLES, HEADERS_TRIED = 8, 64
-"""Blocks of a group in one region that are remembered when a disk is opened, and those whose headers are read at
-most, to identify the group. They are spread evenly: after a power cut, neighbours may be written over."""
+SAMPLES, HEADERS_TRIED, ALL_HEADERS_TRIED = 128, 1024, 1 << 16
+"""Blocks of a group in one region that are remembered when a disk is opened; those whose headers are read to identify
+the group until one has it; and such reads for all groups, about ten seconds. One is enough unless an index is older
+than the data, after a power cut: then most blocks may be written over, neighbours first. So they are spread evenly."""
 NEVER = 2**32 - 1
 
 
@@ -159,8 +160,14 @@ class DiskMap:
         """Restore the blocks of the index, except those of outdated generations. Returns the newest generations."""
         samples = self._read_index(should_stop)
         newest: dict[bytes, int] = {}
-        for tag, (number, slots) in samples.items():
-            if (group := self._group_of(tag, _spread(slots, HEADERS_TRIED))) is not None:
+        left = ALL_HEADERS_TRIED
+        for tag, (number, parts) in samples.items():
+            if should_stop():
+                raise OpeningStopped(f"{self._file.path} was not opened: that was stopped.")
+            slots = _spread(np.concatenate(parts), max(1, min(HEADERS_TRIED, left)))
+            group, tried = self._group_of(tag, slots)
+            left -= tried
+            if group is not None:
                 self.groups[tag] = KnownGroup(group, number)
                 newest[group.fingerprint] = max(group.generation, newest.get(group.fingerprint, 0))
         for known in list(self.groups.values()):
@@ -184,9 +191,9 @@ class DiskMap:
         self._count_found()
         return newest
 
-    def _read_index(self, should_stop: Callable[[], bool]) -> dict[int, tuple[int, list[int]]]:
+    def _read_index(self, should_stop: Callable[[], bool]) -> dict[int, tuple[int, list[npt.NDArray[np.int64]]]]:
         """Fill the regions with possible blocks. Returns by tag the number of its group, and some of its slots."""
-        file, samples = self._file, dict[int, tuple[int, list[int]]]()
+        file, samples = self._file, dict[int, tuple[int, list[npt.NDArray[np.int64]]]]()
         for number, pages in enumerate(file.read_slot_pages().tolist()):
             if should_stop():
                 raise OpeningStopped(f"{file.path} was not opened: that was stopped.")
@@ -210,23 +217,24 @@ class DiskMap:
             by_tag, end, numbers = (places + first)[np.argsort(of_tag, kind="stable")], 0, list[int]()
             for tag, count in zip(tags.tolist(), counts.tolist(), strict=True):
                 group, found = samples.setdefault(tag, (len(samples) + 1, []))
-                found += _spread(by_tag[end : end + count].tolist(), SAMPLES)
+                found.append(_spread(by_tag[end : end + count], SAMPLES))
                 numbers.append(group)
                 end += count
             region.group_numbers[places] = np.array(numbers, np.uint32)[of_tag]
         return samples
 
-    def _group_of(self, tag: int, slots: Iterable[int]) -> BlockGroup | None:
-        """Return the group of a tag, from the headers of some slots; None if none of them has it."""
-        for slot in slots:
+    def _group_of(self, tag: int, slots: npt.NDArray[np.int64]) -> tuple[BlockGroup | None, int]:
+        """Return the group of a tag from the headers of some slots, None if none of them has it, and how many were
+        read."""
+        for number, slot in enumerate(slots.tolist(), start=1):
             page = aligned_buffer(HEADER_BYTES)
             try:
                 read_all(self._file.calls, self._file.fd, [page], self.offset(slot))
             except OSError:
                 continue
             if (block := decode_header(page)) is not None and block.group.tag == tag:
-                return block.group
-        return None
+                return block.group, number
+        return None, len(slots)
 
     def _count_found(self) -> None:
         """Count the blocks found, and allocate their slots."""
@@ -369,7 +377,7 @@ class DiskMap:
             yield slots
 
 
-def _spread(slots: Sequence[int], most: int) -> list[int]:
+def _spread(slots: npt.NDArray[np.int64], most: int) -> npt.NDArray[np.int64]:
     """Return up to ``most`` of the slots, evenly spread, the first one included."""
     count = min(most, len(slots))
-    return [slots[at * len(slots) // count] for at in range(count)]
+    return slots[np.arange(count) * len(slots) // count]
