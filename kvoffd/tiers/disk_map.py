@@ -380,4 +380,5 @@ class DiskMap:
 def _spread(slots: npt.NDArray[np.int64], most: int) -> npt.NDArray[np.int64]:
     """Return up to ``most`` of the slots, evenly spread, the first one included."""
     count = min(most, len(slots))
-    return slots[np.arange(count) * len(slots) // count]
+    places: npt.NDArray[np.int64] = np.arange(count) * len(slots) // count
+    return slots[places]

@@ -13,7 +13,7 @@ from kvoffd.tiers.tier import Result
 from tests.kit.amount import TIMES
 from tests.kit.cases import case
 from tests.kit.memory_disk import MemoryDisk, names_of
-from tests.tiers.disk_rig import ONE, OTHER, DiskRig, block_of, key_of
+from tests.tiers.disk_rig import ONE, OTHER, DiskRig, block_of
 
 LENGTHS = [12_000]
 STEPS, SEEDS = 40, 12
@@ -54,9 +54,9 @@ class Life(DiskRig):
         assert not {*self.outdated()} & self.names()
 
     def step(self) -> None:
-        kind = self.random.choices(
-            ["write", "read", "invalidate", "reset", "clear", "tick"], [10, 4, 3, 0.7, 0.3, 2]
-        )[0]
+        kind = self.random.choices(["write", "read", "invalidate", "reset", "clear", "tick"], [10, 4, 3, 0.7, 0.3, 2])[
+            0
+        ]
         self.left[kind] += 1
         self.left["evicted"] += any(self.tier._evicted.values())
         if kind in ("reset", "clear", "invalidate") and self.random.random() < 0.5:
