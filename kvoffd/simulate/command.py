@@ -77,6 +77,8 @@ def _replay_file(given: argparse.Namespace) -> None:
         print(f"{given.file} ends in the middle: it is replayed up to there.", file=sys.stderr)
     if trace.missing:
         print(f"{given.file} lacks {trace.missing:,} lines: with them, the hit ratios would differ.", file=sys.stderr)
+    if trace.skipped:
+        print(f"{given.file} has {trace.skipped:,} objects without hash_ids, which are left out.", file=sys.stderr)
     if trace.others:
         print(_unequal(trace), file=sys.stderr)
     block_bytes, uses = _block_bytes(given, trace), uses_of(trace)

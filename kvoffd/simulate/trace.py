@@ -95,6 +95,8 @@ class Trace(NamedTuple):
     """Times of the requests, never decreasing; empty if a line has none."""
     hints: Sequence[TracedHint] = ()
     """Hints in their order."""
+    skipped: int = 0
+    """Number of objects without ``hash_ids``, as of requests that were aborted, or of a summary."""
 
     @property
     def accesses(self) -> int:
@@ -141,7 +143,7 @@ def read_trace(path: Path) -> Trace:
     requests: list[bytes] = []
     seconds: list[float] = []
     hints: list[TracedHint] = []
-    missing = accesses = own_keys = 0
+    missing = accesses = own_keys = skipped = 0
     has_sessions = False
     lengths = _Lengths()
     cut_off = False
@@ -149,6 +151,9 @@ def read_trace(path: Path) -> Trace:
         for line in _read(_lines(path), path):
             missing += line.dropped
             is_session = line.requests is not UNSET
+            if line.hash_ids is UNSET and not is_session:
+                skipped += 1
+                continue
             has_sessions |= is_session
             own: dict[int, int] = {}
             for one in _requests_of(line):
@@ -180,6 +185,8 @@ def read_trace(path: Path) -> Trace:
             own_keys += len(own)
     except EOFError:
         cut_off = True
+    if skipped and not requests and not hints:
+        raise BadTrace(f"{path} is not a trace: none of its objects has hash_ids, or a list of requests.")
     tokens, _ = max(kinds, key=kinds.__getitem__, default=(lengths.block_tokens, 0))
     sized = {kind: count for kind, count in kinds.items() if kind[1]}
     every = sum(sized.values())
@@ -190,7 +197,7 @@ def read_trace(path: Path) -> Trace:
         order = sorted(range(len(timed)), key=timed.__getitem__)
         requests, timed = [requests[at] for at in order], [timed[at] for at in order]
     return Trace(
-        path.stem.removesuffix(".jsonl"), tokens, requests, block_bytes, cut_off, others, missing, timed, hints
+        path.stem.removesuffix(".jsonl"), tokens, requests, block_bytes, cut_off, others, missing, timed, hints, skipped
     )
 
 
@@ -271,14 +278,12 @@ def _joined(begin: bytes, lines: Iterator[bytes], path: Path) -> bytes:
 
 
 def _check(line: _Line) -> None:
-    """Raise ValueError unless the line is a request or a session, whose requests may lack blocks and times."""
+    """Raise ValueError if the line is a request or a session with wrong values. Blocks and times may be missing."""
     is_session = line.requests is not UNSET
     if is_session and line.hash_id_scope not in ("local", "global"):
         raise ValueError
     if is_session and not (line.block_size is None or (type(line.block_size) is int and line.block_size > 0)):
         raise ValueError
     for one in _requests_of(line):
-        if one.hash_ids is UNSET and not is_session:
-            raise ValueError
         if one.hash_ids and not -(1 << 63) <= min(one.hash_ids) <= max(one.hash_ids) <= MAX_KEY:
             raise ValueError

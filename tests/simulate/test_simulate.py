@@ -289,7 +289,7 @@ def test_tokens_of_a_block_are_computed_from_lengths(tmp_path: Path) -> None:
 def test_a_file_that_is_no_trace_is_refused_with_the_line(tmp_path: Path) -> None:
     file = tmp_path / "bad.jsonl"
     for line in (
-        *("nonsense", "5", "[{}]", "{}", '{"hash_ids": "12"}', '{"hash_ids": {}}', '{"hash_ids": [1.5]}'),
+        *("nonsense", "5", "[[]]", '{"hash_ids": "12"}', '{"hash_ids": {}}', '{"hash_ids": [1.5]}'),
         *('{"hash_ids": [true]}', '{"hash_ids": [-9223372036854775809]}', '{"hash_ids": [18446744073709551616]}'),
         *('{"hash_ids": [], "block_bytes": -1}', '{"hash_ids": [1], "block_tokens": 2147483648}'),
         *('{"requests": [{"hash_ids": [0.5]}]}', '{"requests": [], "hash_id_scope": "node"}', '{"requests": {}}'),
@@ -351,10 +351,16 @@ def test_requests_may_be_a_list_and_hashes_signed_or_missing(tmp_path: Path) -> 
     assert (signed[:KEY_BYTES], nothing) == (unsigned, b"")
 
 
-def test_a_whole_last_line_that_is_no_request_is_not_taken_for_a_cut_off_one(tmp_path: Path) -> None:
-    file = tmp_path / "end.jsonl"
-    file.write_text('{"hash_ids": [1]}\n{"summary": 1}')
-    with pytest.raises(BadTrace, match=r"end\.jsonl:2 is neither a request"):
+def test_objects_without_blocks_are_left_out_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "some.jsonl"
+    lines = '{"aborted": true}', '{"hash_ids": [1, 2]}', "[{}, {}]", '{"hash_ids": [1, 2]}', '{"summary": 1}'
+    file.write_text("\n".join(lines))
+    trace = read_trace(file)
+    assert (len(trace.requests), trace.accesses, trace.skipped, trace.cut_off) == (2, 4, 4, False)
+    assert main([str(file), "--policy", "lru", "--blocks", "5"]) == 0
+    assert "some.jsonl has 4 objects without hash_ids, which are left out." in capsys.readouterr().err
+    file.write_text('{"a": 1}\n{"b": 2}\n')
+    with pytest.raises(BadTrace, match=r"some\.jsonl is not a trace: none of its objects has hash_ids"):
         read_trace(file)
 
 
