@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_kv_cache_configs, get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -36,7 +36,7 @@ from tests.kit.model_worker import ModelRunner
 from tests.kit.redis_server import RedisServer
 from tests.kit.slow_link import SlowLink
 from tests.kit.waiting import wait_until
-from tests.vllm.vllm_config import full_attention, make_config, make_scheduler
+from tests.vllm.vllm_config import full_attention, kv_cache_configs, make_config, make_scheduler
 
 LAYERS = 4
 EMPTY_STEP_S = 0.001
@@ -58,7 +58,7 @@ class EngineOfParts:
         config = make_config(model, {**({"directory": str(directory)} if directory else {}), **options})
         config.cache_config.num_gpu_blocks_override = config.cache_config.num_gpu_blocks = blocks
         specs = {f"layer.{number}": full_attention() for number in range(LAYERS)}
-        (cache,) = get_kv_cache_configs(config, [specs], [1 << 40])
+        (cache,) = kv_cache_configs(config, [specs], [1 << 40])
         cache.kv_cache_layout = config.cache_config.kv_cache_layout
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)

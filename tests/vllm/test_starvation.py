@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 from vllm.lora.request import LoRARequest
-from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheGroupSpec, SlidingWindowSpec
 
 from kvoffd_client.vllm.load_admission import LONGEST_TURN_S
 from kvoffd_client.vllm.log import logger
 from tests.kit.amount import TIMES
 from tests.vllm.scheduler_harness import SchedulerHarness
-from tests.vllm.vllm_config import HEADS, full_attention, make_config, recurrent_state
+from tests.vllm.vllm_config import HEADS, full_attention, kv_cache_configs, make_config, recurrent_state
 
 BLOCK_TOKENS = 32
 BLOCKS = 40
@@ -449,7 +448,7 @@ def test_a_prompt_as_large_as_the_kv_cache_is_loaded_where_it_can_be_computed(
     config.cache_config.num_gpu_blocks_override = 41 + spare
     refused = pytest.raises(ValueError, match="max seq len") if spare < 0 else nullcontext()
     with refused:
-        get_kv_cache_configs(config, [{"layer": full_attention()}], [1 << 40])
+        kv_cache_configs(config, [{"layer": full_attention()}], [1 << 40])
 
 
 def test_a_long_prompt_whose_beginning_is_loaded_does_not_pass_an_earlier_hit(make: Make) -> None:

@@ -16,7 +16,6 @@ import pytest
 import torch
 import zmq
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-from vllm.v1.core.kv_cache_utils import get_kv_cache_configs
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor, GPULoadStoreSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -50,7 +49,7 @@ from kvoffd_proto.messages import (
 from tests.kit.fake_daemon import FakeDaemon
 from tests.kit.stub_cuda import StubCuda, fresh_stub
 from tests.kit.waiting import wait_until
-from tests.vllm.vllm_config import HEADS, full_attention, make_config
+from tests.vllm.vllm_config import HEADS, full_attention, kv_cache_configs, make_config
 from tests.vllm.vllm_fakes import KEY_BYTES, FakeWorkerClient, block_hash
 
 BLOCKS = GPULoadStoreSpec([4, 5], group_sizes=[2], block_indices=[0])
@@ -107,7 +106,7 @@ def test_a_pipeline_stage_without_layers_of_a_group_is_refused_at_its_start(mode
     config = make_config(model, pipeline_parallel_size=2)
     window = SlidingWindowSpec(block_size=32, sliding_window=64, **HEADS)
     stages = [{"0": window, "1": window, "2": window}, {"3": window, "4": full_attention(), "5": full_attention()}]
-    for cache, layers in zip(get_kv_cache_configs(config, stages, [1 << 30] * 2), stages, strict=True):
+    for cache, layers in zip(kv_cache_configs(config, stages, [1 << 30] * 2), stages, strict=True):
         tensors = [CanonicalKVCacheTensor(torch.zeros(8, 512, dtype=torch.int8), 512) for _ in layers]
         places = {name: index for index, name in enumerate(layers)}
         groups = [[CanonicalKVCacheRef(places[name], 512) for name in one.layer_names] for one in cache.kv_cache_groups]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,16 @@ def make_config(model: Path, extra_config: dict[str, Any] | None = None, **argum
     if "mamba_cache_mode" in arguments:  # 0.33 takes it back where the model has no states, as the tests' has none
         config.cache_config.mamba_cache_mode = arguments["mamba_cache_mode"]
     return config
+
+
+def kv_cache_configs(config: Any, stages: list[dict[str, Any]], memory: list[int]) -> list[KVCacheConfig]:
+    """The KV caches that an engine plans for its workers' layers."""
+    utils = import_module("vllm.v1.core.kv_cache_utils")
+    if hasattr(utils, "get_kv_cache_configs"):
+        return utils.get_kv_cache_configs(config, stages, memory)
+    planning = import_module("vllm.v1.core.kv_cache_planning")  # of 0.33
+    groups = planning.get_global_kv_cache_groups(config, stages)
+    return planning.get_kv_cache_configs(config, stages, memory, groups)
 
 
 def full_attention(**changes: Any) -> FullAttentionSpec:
