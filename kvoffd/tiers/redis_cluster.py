@@ -223,10 +223,9 @@ class RedisCluster(Store):
     ) -> tuple[int, list[bool]]:
         numbers, found = self._questions(keys, deadline, copies_of(generation_key))
         generation = max(numbers.values())
-        lost = {key: number for key, number in numbers.items() if not number}
         if time.monotonic() >= self._raise_at:
             try:
-                self._raise_copies(lost, generation, deadline)
+                self._raise_copies(numbers, generation, deadline)
             except StoreError as error:
                 if error.kind in LOST:
                     raise

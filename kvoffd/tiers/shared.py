@@ -925,6 +925,10 @@ class StoreConnection:
             self._store.connect()
             objects = self._store.get(requests, patience_s)
             for read, received in zip(reads, objects, strict=True):
+                if isinstance(received, StoreError):
+                    self._fail(received, "read")
+                    yield Result.FAILED, None
+                    continue
                 self._breaker.succeeded("read")
                 came_at = self._clock()
                 if received is None:

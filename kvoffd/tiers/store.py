@@ -214,8 +214,9 @@ class Store(ABC):
         """Return whether each key has an object; those that exist count as used now."""
 
     @abstractmethod
-    def get(self, requests: Sequence[GetRequest], patience_s: float) -> Iterator[Received | None]:
-        """Read objects in this order, and yield each when its views are filled; None if there is none.
+    def get(self, requests: Sequence[GetRequest], patience_s: float) -> Iterator[Received | StoreError | None]:
+        """Read objects in this order, and yield each when its views are filled; None if there is none, and the error of
+        one that alone cannot be read.
 
         An object of another length may be the last one yielded.
         ``patience_s``: time for the next object to come; for concurrent objects, time in which no byte of any comes.
@@ -228,7 +229,7 @@ class Store(ABC):
     ) -> Sequence[bool | None]:
         """Write objects, each whole or not at all, from their parts.
 
-        Returns False if the store has no space, None if the server for the object is unavailable.
+        Returns False if the store has no space, None if the server for the object is unavailable or overloaded.
         """
 
     @abstractmethod

@@ -160,10 +160,10 @@ class SharedRig:
         """Forget all answers."""
         self.tier._answers.clear()
 
-    def ask_anew(self, *blocks: Block) -> list[Answer]:
+    def ask_anew(self, *blocks: Block, prefix: bool = False) -> list[Answer]:
         """Ask, whatever was answered before."""
         self.forget()
-        return self.ask(*blocks)
+        return self.ask(*blocks, prefix=prefix)
 
     def begin_read(self, block: Block, patience_s: float = 5.0, slot: int = 8) -> list[Result] | None:
         """Begin to read into slots from ``slot`` on; the list gets the result."""

@@ -365,6 +365,17 @@ def test_a_slot_that_moves_with_a_generation_in_it_hides_nothing() -> None:
         end_move(cluster, slot_of(first), 1)
 
 
+def test_a_copy_of_a_generation_that_is_behind_is_raised() -> None:
+    """As after a failover to a replica that was behind: it may be the last that is left."""
+    with RedisCluster() as cluster:
+        rig = SharedRig(cluster.url, generations={ONE: 7}).reachable()
+        rig.ask(rig.block(0))  # writes what the cluster forgot
+        copy, *_ = copies_of(generation_key(ONE))
+        name = copy.decode()
+        (owner,) = [server for server in cluster.servers if server.command("SET", name, "5") == b"+OK\r\n"]
+        rig.until(lambda: rig.ask_anew(rig.block(0)) == [Answer.NO] and owner.command("GET", name) == b"$1\r\n7\r\n")
+
+
 @pytest.mark.parametrize("fault", ["killed", "takes turns"])
 def test_a_replica_that_becomes_master_serves_all(fault: str) -> None:
     with RedisCluster() as cluster, RedisServer(*cluster.options) as replica:

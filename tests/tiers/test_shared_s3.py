@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -20,7 +21,7 @@ from tests.kit.s3_server import BUCKET, PLACES, START_S, S3Server
 from tests.kit.waiting import wait_until
 from tests.tiers.faulty_bucket import FaultyBucket
 from tests.tiers.shared_conformance import FaultConformance, SharedConformance
-from tests.tiers.shared_rig import ONE, Answer, SharedRig, key_of, name_of
+from tests.tiers.shared_rig import ONE, SLOTS, Answer, SharedRig, key_of, name_of
 
 pytest.importorskip("obstore")
 from kvoffd.tiers import s3_store as s3
@@ -28,6 +29,8 @@ from kvoffd.tiers.s3_store import NO_KEYS, S3, open_bucket, open_s3
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
 DONE = Result.DONE
+POLLS = 3
+"""Requests for a namespace's generation, or of a probe, that may come between."""
 RCLONE = shutil.which("rclone", path=PLACES)
 
 
@@ -314,3 +317,46 @@ def test_over_tls_the_server_is_verified(certificate: tuple[str, str, str], monk
         monkeypatch.setenv("SSL_CERT_FILE", authority)
         rig = SharedRig(server.url)
         rig.until(lambda: rig.kinds["bucket"] > 0, 10.0)
+
+
+@pytest.mark.parametrize("part", [0.01, 0.03, 0.1])
+def test_a_bucket_that_wants_fewer_requests_is_asked_again_for_what_it_refused_alone(
+    bucket: FaultyBucket, part: float
+) -> None:
+    rig = SharedRig(bucket.url, ask_deadline_s=3.0).reachable()
+    blocks = rig.store_some(60)
+    bucket.delay_s, bucket.refused_part = 0.05, part
+    bucket.requests.clear()
+    found = read = 0
+    for number in range(12):
+        answers = rig.ask_anew(*blocks, prefix=number % 2 == 0)
+        found += answers.count(Answer.YES)
+    rig.ask_anew(*blocks)
+    gets, refused = bucket.requests["GET"], bucket.refused["GET"]
+    for begin in range(0, len(blocks), SLOTS // 2):
+        some = blocks[begin : begin + SLOTS // 2]
+        ends = [rig.begin_read(block, slot=at) for at, block in enumerate(some, SLOTS // 2)]
+        rig.until(partial(all, ends))
+        read += sum(end == [DONE] for end in ends)
+    assert found >= 0.95 * 12 * len(blocks)
+    assert read >= 0.95 * len(blocks)
+    gets, refused = bucket.requests["GET"] - gets, bucket.refused["GET"] - refused
+    assert gets <= len(blocks) + refused + POLLS, "nothing is read twice"
+    assert rig.tier.breaker.opened == 0
+    assert sum(bucket.refused.values()) > 0, "or it proves nothing"
+
+
+def test_what_an_overloaded_bucket_answers_of_a_question_counts(bucket: FaultyBucket, rig: SharedRig) -> None:
+    blocks = rig.store_some(5)
+    paths = {block.key: next(path for path in bucket.values if block.key.hex() in path) for block in blocks}
+    bucket.busy_paths = {paths[blocks[3].key]}
+    assert rig.ask_anew(*blocks) == [Answer.YES, Answer.YES, Answer.YES, Answer.NO, Answer.YES]
+    assert rig.ask_anew(*blocks, prefix=True)[:3] == [Answer.YES] * 3
+    bucket.busy_paths = set()
+    assert rig.ask_anew(*blocks) == [Answer.YES] * 5
+    bucket.busy_paths = {paths[blocks[3].key]}
+    ends = [rig.begin_read(block, slot=8 + at) for at, block in enumerate(blocks)]
+    rig.until(lambda: all(ends))
+    assert ends == [[DONE], [DONE], [DONE], [Result.FAILED], [DONE]]
+    assert rig.tier.available()
+    assert rig.tier.breaker.opened == 0
