@@ -13,6 +13,7 @@ from kvoffd.cache.asked_keys import AskedKeys
 from kvoffd.cache.cache import NO_SESSION, Cache
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.cache.tickets import FillTicket, Lease
+from kvoffd.system.calls import call_each
 from kvoffd.tiering import TieringSettings
 from kvoffd.tiering.read_speed import ReadSpeed
 from kvoffd.tiers.header import Block, BlockGroup
@@ -352,13 +353,9 @@ class Promotions:
 
     def tick(self) -> None:
         """End overdue fills, and begin others."""
-        for tier in self.tiers:
-            tier.tick()
         if not self.available:  # its measured speed may be low because of that: try the next read at any speed
             self._read_again_at = 0.0
-        self._give_up_overdue()
-        self._end_waits()
-        self.pump()
+        call_each((*(tier.tick for tier in self.tiers), self._give_up_overdue, self._end_waits, self.pump))
 
     def _end_waits(self) -> None:
         """Fail the requests that had no space for as long as a block may take to read; some of them, if they are many.

@@ -19,6 +19,7 @@ from kvoffd.cache.hooks import CacheListener
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.cache.tickets import Lease, LoadTicket
 from kvoffd.pool.allocator import PAGE_BYTES
+from kvoffd.system.calls import call_each
 from kvoffd.system.newest import put_newest
 from kvoffd.tiering import TieringSettings
 from kvoffd.tiering.promotions import SLOWER, Asker, Coming, Fill, Promotions, Wanted
@@ -442,13 +443,16 @@ class Tiering:
 
     def tick(self) -> None:
         """Handle deadlines and the cold end of the pool. Called a few times a second."""
+        parts = [self._spare_evicted]
+        for source, writer in zip(self.sources, self.writers, strict=True):
+            parts += [source.tick, writer.tick]
+        call_each(parts)
+
+    def _spare_evicted(self) -> None:
         evicted, self._evicted = self._evicted, []
         for block_group, keys in evicted:
             for tier in self.disks.tiers:
                 tier.spare(block_group, keys)
-        for source, writer in zip(self.sources, self.writers, strict=True):
-            source.tick()
-            writer.tick()
 
     def namespace_forgotten(self, namespace: Namespace) -> None:
         """Cancel the promotions of a namespace that was forgotten. Its blocks on disks and in stores stay."""
