@@ -195,9 +195,11 @@ class Service:
             self.tiering.pump()
 
     def background(self) -> bool:
-        """Do some milliseconds of long work: free blocks that were reset, unpin blocks of ended leases, publish events
-        of recovered ones. Return whether there is more."""
+        """Do some milliseconds of long work: free blocks that were reset, unpin blocks of ended leases, fail overdue
+        promotions, publish events of recovered blocks. Return whether there is more."""
         more = self.cache.announce_recovered()
+        if self.tiering is not None:
+            more = self.tiering.background() or more
         return self.cache.background() or more
 
     def tick(self) -> None:

@@ -454,7 +454,7 @@ class TierSupervisor:
             if self._state.generation(fingerprint) > known:
                 self._drop_older(fingerprint)
         tiering.disk_writer.budget.first_filling_bytes += max(0, disk.size.size_bytes - tier.lifetime_written_bytes)
-        tiering.disks.tiers.append(tier)
+        tiering.add_disk(tier)
 
     def _drop_older(self, fingerprint: bytes) -> None:
         """Drop a namespace's blocks of lower generations from the pool and other disks, after a disk revealed a reset
