@@ -108,6 +108,8 @@ Asker = tuple[AskedKeys, int]
 """Keys of a lookup, and a position among them."""
 Coming = dict[int, dict[bytes, Fill]]
 """Fills that are not withdrawn, from all tiers, by tag of the group and by key."""
+Lender = tuple[int, float]
+"""Pool bytes that another source has reserved, and its bytes per second."""
 
 
 class Promotions:
@@ -245,9 +247,9 @@ class Promotions:
         """Begin up to ``most`` fills that may begin now. Requests without space are passed over."""
         without_space, count = inf, 0
         """Least bytes of a block for which the pool has no space; requests without any."""
-        lent_bytes = self._lent_bytes()
+        lenders = self._lenders()
         for wanted in list(islice(self._wanted, MAX_LOOKED_AT)):
-            if not self._reserve(wanted, lent_bytes):
+            if not self._reserve(wanted, lenders):
                 count += 1
                 if count > MAX_WITHOUT_SPACE:
                     wanted.waits_since = self._clock() - self._patience_s  # it ends with the next tick
@@ -270,12 +272,12 @@ class Promotions:
                     without_space = wanted.block_bytes
                     break
 
-    def _reserve(self, wanted: Wanted, lent_bytes: int) -> bool:
+    def _reserve(self, wanted: Wanted, lenders: Sequence[Lender]) -> bool:
         """Reserve pool space for all blocks of a prompt, unless it has that; return whether it has.
 
         Two prompts with a part each could block one another, so there must be space for what a store is being asked
-        for too. A prompt that is read in time may use ``lent_bytes`` besides. Nothing is reserved for a prefetch, whose
-        blocks nobody pins: it may begin while there is space for a block.
+        for too. A prompt may use what other sources have reserved and cannot fill while it is read. Nothing is reserved
+        for a prefetch, whose blocks nobody pins: it may begin while there is space for a block.
         """
         if wanted.is_reserved:
             return True
@@ -289,8 +291,10 @@ class Promotions:
         asked_bytes = wanted.first_lease.asking_bytes if wanted.first_lease.active else 0
         nbytes = sum([one.queued_bytes for one in every]) + asked_bytes
         if nbytes > leasable < self._cache.most_leased_bytes:  # else there will never be more
-            is_quick = not asked_bytes and all(one.source._is_quick(one.queued_bytes) for one in every)
-            if not is_quick or nbytes > leasable + lent_bytes:
+            if not asked_bytes and lenders:
+                seconds = self._patience_s + max(one.queued_bytes / (one.source.speed.current or inf) for one in every)
+                leasable += sum(max(0, reserved - int(speed * seconds)) for reserved, speed in lenders)
+            if nbytes > leasable:
                 self._wait(wanted, NO_SPACE)
                 return False
         for one in every:
@@ -298,20 +302,11 @@ class Promotions:
             one.source._count_reserved(one.queued_bytes)
         return True
 
-    def _is_quick(self, nbytes: int) -> bool:
-        """Return whether these bytes are read within the time that a block may take, as far as is known."""
-        speed = self.speed.current
-        return not speed or nbytes <= speed * self._patience_s
-
-    def _lent_bytes(self) -> int:
-        """Return the reserved pool bytes that no other source fills within the time that a block may take."""
+    def _lenders(self) -> list[Lender]:
         if self._cache.reserved_bytes == self.reserved_bytes:
-            return 0
-        lent_bytes = 0
-        for one in self._sources:
-            if one is not self and one.reserved_bytes and (speed := one.speed.current):
-                lent_bytes += max(0, one.reserved_bytes - int(speed * one._patience_s))
-        return lent_bytes
+            return []
+        others = [one for one in self._sources if one is not self and one.reserved_bytes]
+        return [(one.reserved_bytes, speed) for one in others if (speed := one.speed.current)]
 
     def _count_reserved(self, nbytes: int) -> None:
         self.reserved_bytes += nbytes
@@ -391,11 +386,11 @@ class Promotions:
     def _end_waits(self, left: int) -> bool:
         """Fail up to ``left`` blocks of requests that had no space for as long as a block may take to read; return
         whether there are more. What has space by now waits for its turn only."""
-        now, lent_bytes = self._clock(), self._lent_bytes()
+        now, lenders = self._clock(), self._lenders()
         for wanted in list(self._wanted):
             if wanted.waits_since is None:
                 continue
-            may_begin = wanted.waits_for == NO_SPACE and self._reserve(wanted, lent_bytes)
+            may_begin = wanted.waits_for == NO_SPACE and self._reserve(wanted, lenders)
             if wanted.waits_since is None or now - wanted.waits_since < self._patience_s:
                 continue
             if left <= 0:
