@@ -422,7 +422,7 @@ class Cache:
         is_new = lease is None
         if lease is None:
             lease = Lease(lease_id, session, namespace, self._clock() + self._lease_ttl_s, _NOTHING)
-            lease.counts, lease.may_wait = not (again or reported), not again
+            lease.counts = not (again or reported)
         lease.coming -= lease.asking  # stores are asked again
         lease.asking, lease.asking_bytes, lease.peer = 0, 0, peer
         for index, keys in groups if self._dead else ():

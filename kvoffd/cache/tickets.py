@@ -36,8 +36,6 @@ class Lease:
     """Keys among these that a store was being asked for at the last lookup."""
     asking_bytes: int = 0
     """Pool bytes that these may take."""
-    may_wait: bool = False
-    """Whether repeated lookups may begin to wait for space: not after it got none in its patience."""
     wait_s: float = 0.0
     """Expected time until they are in the pool, as of the last lookup; 0 if unknown."""
     peer: str = ""

@@ -70,7 +70,9 @@ class Wanted:
     under_way: int = 0
     """Number of blocks that are being read."""
     together: list[Wanted] = field(default_factory=list)
-    """All requests of the first lease, to all sources: space is reserved for all of them or none."""
+    """All requests that the last lease waits for, to all sources: space is reserved for all of them or none."""
+    last_lease: Lease = field(init=False)
+    """Lease of the last lookup that waited for it before it had space."""
     is_reserved: bool = False
     """Whether leases may pin all of these blocks: no other request gets their space."""
     waits_since: float | None = None
@@ -78,9 +80,16 @@ class Wanted:
     waits_for: str = ""
     """Reason for which it fails if that takes too long: NO_SPACE, or OVERDUE where fills that hang have the space."""
 
+    def __post_init__(self) -> None:
+        self.last_lease = self.first_lease
+
     @property
     def namespace(self) -> Namespace:
         return self.first_lease.namespace
+
+    @property
+    def is_prefetch(self) -> bool:
+        return self.first_lease.session == NO_SESSION
 
     @property
     def queued_bytes(self) -> int:
@@ -282,13 +291,13 @@ class Promotions:
         if wanted.is_reserved:
             return True
         leasable = self._cache.leasable_bytes
-        if wanted.first_lease.session == NO_SESSION:
+        if wanted.is_prefetch:
             if wanted.block_bytes <= leasable:
                 return True
             self._wait(wanted, NO_SPACE)
             return False
         every = [one for one in wanted.together or [wanted] if not one.is_reserved]
-        asked_bytes = wanted.first_lease.asking_bytes if wanted.first_lease.active else 0
+        asked_bytes = wanted.last_lease.asking_bytes if wanted.last_lease.active else 0
         nbytes = sum([one.queued_bytes for one in every]) + asked_bytes
         if nbytes > leasable < self._cache.most_leased_bytes:  # else there will never be more
             if not asked_bytes and lenders:
@@ -494,9 +503,6 @@ class Promotions:
         """Withdraw a failed fill, and record the reason for its key."""
         self.failures[str(reason)] += 1
         miss = MISSES.get(reason, MissReason.TIER_FAILED)
-        if reason in (NO_SPACE, QUOTA, OVERDUE):
-            for lease in fill.leases:
-                lease.may_wait = False
         self._settle(fill, miss)
         if not fill.withdrawn:
             self._withdraw(fill)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import compress
 from math import inf
 
@@ -55,9 +55,9 @@ class _Lookup:
     left_bytes: int
     """Pool bytes that may still be promoted for it: more than leases may pin would evict its own beginning."""
     free_bytes: float
-    """Pool bytes that it may ask a source for: who got no space in its patience does not begin to wait again."""
-    wanted: list[Wanted]
-    """Its lease's requests to all sources."""
+    """Pool bytes that it may ask a source for: keys that got no space in their patience do not wait for it again."""
+    wanted: list[Wanted] = field(default_factory=list)
+    """Requests that it waits for and that have no space yet, to all sources."""
 
     @property
     def namespace(self) -> Namespace:
@@ -239,12 +239,9 @@ class Tiering:
         ready_bytes = sum(one.count(READY) * group.block_bytes for one, group in zip(states, every, strict=True))
         # Earlier lookups under the same lease may have found the beginning of the prompt.
         held_bytes = max(ready_bytes, int(self._cache.blocks.pages[lease.blocks].sum()) * PAGE_BYTES)
-        awaited = self._awaits.get(lease, {})
-        held_bytes += sum(fill.wanted.block_bytes for fill in awaited if not fill.withdrawn)
-        free_bytes = inf if lease.may_wait or asked is not None else self._cache.leasable_bytes
-        earlier = (fill.wanted.together for fill in awaited if fill.wanted.first_lease is lease)
-        left_bytes = self._cache.most_leased_bytes - held_bytes
-        lookup = _Lookup(lease, asked, sources, left_bytes, free_bytes, next(earlier, []))
+        held_bytes += sum(fill.wanted.block_bytes for fill in self._awaits.get(lease, ()) if not fill.withdrawn)
+        free_bytes = inf if asked is not None else self._cache.leasable_bytes
+        lookup = _Lookup(lease, asked, sources, self._cache.most_leased_bytes - held_bytes, free_bytes)
         answer, asking = list(map(bytearray, states)), False
         for number, limit in _whole_prefixes_first(namespace, groups, answer):
             start = run_end(answer[number]) if limit is None else 0
@@ -341,7 +338,9 @@ class Tiering:
             key = part.keys[at]
             if (fill := self._coming.get(part.group.tag, {}).get(key)) is None:
                 source = part.there[at]
-                if source in slower or min(lookup.left_bytes, lookup.free_bytes) < block_bytes:
+                if source in slower or lookup.left_bytes < block_bytes:
+                    return
+                if lookup.free_bytes < block_bytes and not self._may_wait(lookup, part, key):
                     return
                 if (wanted := wants.get(source)) is None:
                     wanted = wants[source] = Wanted(lease, part.group, source, block_bytes, together=lookup.wanted)
@@ -350,12 +349,33 @@ class Tiering:
                 if len(wanted.queue) == 1:
                     lookup.wanted.append(wanted)
                 lookup.free_bytes -= block_bytes
+            elif not (fill.wanted.is_reserved or fill.wanted.together is lookup.wanted):
+                self._take_over(lookup, fill.wanted)
             if lease not in fill.leases:
                 lookup.left_bytes -= block_bytes
                 lease.coming += 1
                 self._awaits.setdefault(lease, {})[fill] = fill.leases[lease] = None
             fill.askers += lookup.asker(part, at)
             part.states[at] = SHARED if fill.wanted.source.shared else PENDING
+
+    def _may_wait(self, lookup: _Lookup, part: _Range, key: bytes) -> bool:
+        """Return whether a repeated lookup may begin to wait for space: a store had not answered to the first one, or
+        the key had space then."""
+        reason = self._cache.reasons_of(lookup.namespace, part.group.number, key)[0]
+        if lookup.lease.session == NO_SESSION or reason in (MissReason.NO_SPACE, MissReason.QUOTA):
+            return False
+        lookup.free_bytes = inf
+        return True
+
+    def _take_over(self, lookup: _Lookup, wanted: Wanted) -> None:
+        """Have a request get its space together with the others of the last lookup that waits for it: an engine repeats
+        lookups under new leases."""
+        if lookup.lease.session == NO_SESSION or wanted.is_prefetch:
+            return
+        if wanted in wanted.together:
+            wanted.together.remove(wanted)
+        lookup.wanted.append(wanted)
+        wanted.together, wanted.last_lease = lookup.wanted, lookup.lease
 
     def _slower_sources(self, lookup: _Lookup, part: _Range, places: Sequence[int]) -> set[Promotions]:
         """Return the sources whose keys take longer to read than to compute: these are not read, unless for a hint."""

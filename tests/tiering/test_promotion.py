@@ -443,7 +443,7 @@ def move(rig: TieringHarness, space: Namespace, to: FakeTier, *numbers: int) -> 
 
 
 def test_prompts_with_parts_in_a_disk_and_in_a_store_do_not_wait_for_each_other() -> None:
-    """Each fits the pool alone. A store's part is requested only once it has answered."""
+    """Each fits the pool alone. A store's part is requested by a repeated lookup, under a new lease."""
     rig = TieringHarness(settings=QUIET, regions=4)
     space, store, prompts = rig.open(), rig.share(QUIET), {1: range(14), 2: range(20, 34)}
     rig.put_in_tier(space, keys_of(*prompts[1], *prompts[2]))
@@ -453,12 +453,13 @@ def test_prompts_with_parts_in_a_disk_and_in_a_store_do_not_wait_for_each_other(
     rig.bring_up()
     store.answer()
     for number, prompt in prompts.items():
-        rig.cache.lookup(space, number, number, [(0, keys_of(*prompt))], again=True)
+        rig.cache.lookup(space, number, 10 + number, [(0, keys_of(*prompt))], again=True)
+        rig.cache.release(number, [number])
     for number, prompt in prompts.items():
         rig.tiering.tick()
         rig.bring_up()
         store.end_all()
-        ((states,), _) = rig.cache.lookup(space, number, number, [(0, keys_of(*prompt))], again=True)
+        ((states,), _) = rig.cache.lookup(space, number, 20 + number, [(0, keys_of(*prompt))], again=True)
         assert states == bytes([READY] * 14)
         rig.cache.end_session(number)
     assert not any(source.failures for source in rig.tiering.sources)
