@@ -424,7 +424,7 @@ class Cache:
             lease = Lease(lease_id, session, namespace, self._clock() + self._lease_ttl_s, _NOTHING)
             lease.counts = not (again or reported)
         lease.coming -= lease.asking  # stores are asked again
-        lease.asking, lease.peer = 0, peer
+        lease.asking, lease.asking_bytes, lease.peer = 0, 0, peer
         for index, keys in groups if self._dead else ():
             self._record_reset(current[index], keys)
         found = [self.blocks.lookup(current[index], keys, pin=is_new) for index, keys in groups]
@@ -719,7 +719,7 @@ class Cache:
     def _ask_tiers(self, tiers: TierHooks, lease: Lease, states: list[bytes]) -> None:
         """Request what the pool lacks of a prefetch's keys, or end it if nothing more comes."""
         lease.coming -= lease.asking
-        lease.asking, before = 0, lease.coming
+        lease.asking, lease.asking_bytes, before = 0, 0, lease.coming
         tiers.find(lease, self._prefetches[lease], states, None)
         lease.namespace.counters.prefetched_keys += max(0, lease.coming - lease.asking - before)
         if not lease.coming:

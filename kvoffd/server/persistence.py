@@ -79,6 +79,8 @@ class StateFile:
         """Numbers of the latest save that was requested, of the latest that was tried, and of the one on the device."""
         self._problem = ""
         """Error of the latest write; empty if it succeeded."""
+        self.outlives_reboot = True
+        """Whether the latest content was written to a file system on a device."""
         start(threading.Thread(target=self._run, name=f"kvoffd-{path.rpartition('.')[2]}"[:15], daemon=True))
 
     def claim(self) -> None:
@@ -108,18 +110,6 @@ class StateFile:
             if found.st_size > self._max_bytes:
                 raise ValueError(f"it has {found.st_size} bytes, more than {self._max_bytes}")
             return file.read(self._max_bytes)
-
-    @property
-    def outlives_reboot(self) -> bool:
-        """Whether its file system is on a device."""
-        try:
-            directory = open_directory(Path(self.path).parent)
-        except OSError:
-            return True  # nothing can be written there, which `problem` reports
-        try:
-            return filesystem_magic(directory) not in IN_MEMORY
-        finally:
-            os.close(directory)
 
     def save(self, content: bytes) -> None:
         """Schedule a write, which replaces any pending one."""
@@ -203,6 +193,7 @@ class StateFile:
         directory = open_directory(Path(self.path).parent)
         try:
             os.fsync(directory)
+            self.outlives_reboot = filesystem_magic(directory) not in IN_MEMORY
         finally:
             os.close(directory)
 

@@ -36,6 +36,7 @@ from kvoffd.server.sessions import Session, Sessions
 from kvoffd.server.tier_supervisor import TierSupervisor, make_tiering
 from kvoffd.server.trace import Tracer
 from kvoffd.server.traffic import TrafficCounts
+from kvoffd.system.calls import call_each
 from kvoffd.tiering.tiering import Tiering
 from kvoffd.transfer.cuda.gpus import Gpus
 from kvoffd.transfer.engine import CopyEngine
@@ -194,26 +195,30 @@ class Service:
             self.tiering.pump()
 
     def background(self) -> bool:
-        """Do some milliseconds of long work: free blocks that were reset, unpin blocks of ended leases, publish events
-        of recovered ones. Return whether there is more."""
+        """Do some milliseconds of long work: free blocks that were reset, unpin blocks of ended leases, fail overdue
+        promotions, publish events of recovered blocks. Return whether there is more."""
         more = self.cache.announce_recovered()
+        if self.tiering is not None:
+            more = self.tiering.background() or more
         return self.cache.background() or more
 
     def tick(self) -> None:
-        """Do periodic work, such as ending overdue leases and copies, and dropping partial blocks."""
-        if self.cache.tick():
-            self._warn_of_partial()
-        self.memory.tick()
-        self.traffic.tick()
-        self._gained.sample({_REQUESTS: self.requests, **self.errors})
-        if self.clock() >= self._totals_due:
-            self.save_totals()
-        self.curve.tick()
-        if self._lru_fallback is not None:
-            self._lru_fallback.judge()
-        forget_idle(self, FORGET_AFTER_S)
-        self.tier_supervisor.tick()
-        self.follow_fleet()
+        """Do periodic work, such as ending overdue leases and copies, and dropping partial blocks.
+
+        A part that raises does not keep the others from it.
+        """
+        call_each(
+            (
+                self._end_overdue,
+                self.memory.tick,
+                self._count,
+                self.curve.tick,
+                self._judge_policy,
+                lambda: forget_idle(self, FORGET_AFTER_S),
+                self.tier_supervisor.tick,
+                self.follow_fleet,
+            )
+        )
 
     def in_last_hour(self) -> tuple[int, dict[str, int]]:
         """Return the last hour's requests, and its errors by code."""
@@ -283,16 +288,19 @@ class Service:
                 count += self.cache.reset(namespace, self.state.generation(namespace.fingerprint))
         return count
 
-    def reply_once_saved(self, reply: m.Done, otherwise: str) -> Pending:
+    def reply_once_saved(self, reply: m.Done, otherwise: str, in_memory: str = "") -> Pending:
         """Return ``reply``, to be sent once all changes so far are in ``kvoffd.state`` on its device.
 
-        If the write fails or takes long, the reply is the error NOT_KEPT with the sentence ``otherwise``.
+        If the write fails or takes long, the reply is the error NOT_KEPT with the sentence ``otherwise``; if the file
+        is in memory, with ``in_memory``, unless that is empty.
         """
         file, number = self.state.file, self.state.file.requested
 
         def poll(late: bool) -> m.Done | None:
             tried = file.tried >= number
             if file.written >= number:
+                if in_memory and not file.outlives_reboot:
+                    raise KvoffdError(in_memory, ErrorCode.NOT_KEPT)
                 return reply
             if not tried and not late:
                 return None
@@ -307,6 +315,20 @@ class Service:
             self.tier_supervisor.namespace_reset(fingerprint, everywhere=True)
 
     # --- internal ----------------------------------------------------------------------------------
+
+    def _end_overdue(self) -> None:
+        if self.cache.tick():
+            self._warn_of_partial()
+
+    def _count(self) -> None:
+        self.traffic.tick()
+        self._gained.sample({_REQUESTS: self.requests, **self.errors})
+        if self.clock() >= self._totals_due:
+            self.save_totals()
+
+    def _judge_policy(self) -> None:
+        if self._lru_fallback is not None:
+            self._lru_fallback.judge()
 
     def _warn_of_partial(self) -> None:
         """Warn once for each namespace whose blocks lack shards: no engine can read them."""

@@ -22,6 +22,7 @@ from kvoffd.pool.pool import Pool
 from kvoffd.server.memory import Post
 from kvoffd.server.peers import PeerServer
 from kvoffd.server.persistence import State
+from kvoffd.system.calls import call_each
 from kvoffd.system.numa import usable_cpus
 from kvoffd.system.threads import start
 from kvoffd.tiering import TieringSettings, WriteMode
@@ -31,7 +32,7 @@ from kvoffd.tiers.disk import DiskTier
 from kvoffd.tiers.disk_file import OpeningStopped
 from kvoffd.tiers.peers import HelperSettings, PeerHelper, PeerStore, check_installed, read_secret
 from kvoffd.tiers.shared import FleetGenerations, Raise, SharedTier
-from kvoffd.tiers.store import Credentials, Store, open_store
+from kvoffd.tiers.store import Credentials, Store, open_store, warn_of_readers
 from kvoffd.tiers.tier import PEER, TierListener
 from kvoffd_proto.stats import DiskFault, DiskState
 from kvoffd_proto.units import format_count, format_duration, format_size
@@ -65,6 +66,10 @@ class Disk:
     @property
     def state(self) -> DiskState:
         return DiskState.FAILED if self.problem else DiskState.SERVING if self.tier else DiskState.OPENING
+
+    def sample_errors(self) -> None:
+        if self.tier is not None:
+            self.errors.sample(self.tier.stats().errors)
 
 
 def make_tiering(
@@ -266,20 +271,25 @@ class TierSupervisor:
         return [tier.raise_generation(fingerprint, generation) for tier in self.shared]
 
     def tick(self) -> None:
-        if self.peer_server is not None:
-            self.peer_server.tick()
-        if (tiering := self._tiering) is None:
-            return
-        for tier in self._every_shared:
-            for fingerprint in self._cache.namespaces if tier.available() else ():
-                tier.poll(fingerprint)
+        """Do periodic work. A part that raises does not keep the others from it."""
+        parts: list[Callable[[], object]] = [] if self.peer_server is None else [self.peer_server.tick]
+        if self._tiering is not None:
+            parts += [partial(self._poll, tier) for tier in self._every_shared]
+            parts += [self._forget_closed, self._tiering.tick]
+            parts += [*(disk.sample_errors for disk in self._disks), self._save_spent]
+        call_each(parts)
+
+    def _poll(self, tier: SharedTier) -> None:
+        for fingerprint in self._cache.namespaces if tier.available() else ():
+            tier.poll(fingerprint)
+
+    def _forget_closed(self) -> None:
         for closed in self._asked_at.keys() - self._cache.namespaces.keys():
             del self._asked_at[closed]
-        tiering.tick()
-        for disk in self._disks:
-            if disk.tier is not None:
-                disk.errors.sample(disk.tier.stats().errors)
-        if (spent := tiering.disk_writer.budget.amount_to_persist()) is not None:
+
+    def _save_spent(self) -> None:
+        assert self._tiering is not None
+        if (spent := self._tiering.disk_writer.budget.amount_to_persist()) is not None:
             self._state.save_disk_spent(spent)
 
     def is_behind(self, fingerprint: bytes) -> bool:
@@ -444,7 +454,7 @@ class TierSupervisor:
             if self._state.generation(fingerprint) > known:
                 self._drop_older(fingerprint)
         tiering.disk_writer.budget.first_filling_bytes += max(0, disk.size.size_bytes - tier.lifetime_written_bytes)
-        tiering.disks.tiers.append(tier)
+        tiering.add_disk(tier)
 
     def _drop_older(self, fingerprint: bytes) -> None:
         """Drop a namespace's blocks of lower generations from the pool and other disks, after a disk revealed a reset
@@ -464,5 +474,6 @@ def shared_stores(config: Config) -> OpenStores:
         if not config.peer_secret_file:
             raise KvoffdError("peers and peer_listen need a secret; name its file as peer_secret_file.")
         read_secret(config.peer_secret_file)
+        warn_of_readers(config.peer_secret_file, "the secret of peers")
     credentials = Credentials.read(config.shared_password_file, len(config.shared)) if config.shared else []
     return list(map(open_store, config.shared, credentials))

@@ -22,6 +22,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import accumulate, count, groupby
 from typing import Any
 
@@ -33,7 +34,7 @@ from kvoffd.errors import KvoffdError
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.system.files import address_of
 from kvoffd.system.native import COUNT, NUMBER, VOID_P, declare, native
-from kvoffd.system.threads import DaemonThreads
+from kvoffd.system.threads import DaemonThreads, TaskThread
 from kvoffd.tiers.store import GetRequest, Received, Store, StoreError
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import FINGERPRINT_BYTES
@@ -65,6 +66,8 @@ STARTS_S, PINNED_PER_S = 60.0, 2**30
 """Time after which a helper that starts is killed, and bytes of the pool, which RDMA pins, that add a second."""
 SEND_S, SEND_PAUSE_S = 0.5, 0.001
 """Time for the helper to accept a message, after which it counts as hanging, and the pause between attempts."""
+MAX_REPLIES = 64
+"""Replies that wait for a helper that accepts no message now; further ones are dropped."""
 FOLLOWS_S = 0.02
 """Pause before a peer that has not followed a reset is asked again."""
 BEAT_S, HANGS_S = 1.0, 10.0
@@ -216,6 +219,7 @@ class PeerHelper:
         """Whether the daemon stops; whether no helper is starting; whether the last one said that it cannot work."""
         self.life, self.up, self.problem = 0, False, ""
         """Number of helpers that have ended; whether one works, and if not, a sentence why."""
+        self._replies = TaskThread("kvoffd-replies")
         self._thread = DaemonThreads([("kvoffd-peers", self._run)], self._closed.set)
 
     @property
@@ -265,8 +269,10 @@ class PeerHelper:
         return False
 
     def reply(self, route: bytes, ident: int, payload: bytes) -> None:
-        """Answer a peer's request; drop the answer if the helper does not accept it now."""
-        self.send(frame(REPLY, len(route), ident, route + payload))
+        """Answer a peer's request. Never blocks: a thread sends what the helper does not accept at once."""
+        data = frame(REPLY, len(route), ident, route + payload)
+        if not self.send(data) and self._replies.waiting < MAX_REPLIES:
+            self._replies.put(partial(self.send, data, SEND_S))
 
     def begin(self, kind: int, peer: int, payload: bytes) -> _Call:
         """Send a request, whose answer ``wait`` returns. Raises StoreError."""
@@ -326,7 +332,9 @@ class PeerHelper:
         """End the helper; return False if it does not end in time."""
         self.interrupt()
         self._end()
-        ended = self._thread.join(time.monotonic() + deadline_s)
+        until = time.monotonic() + deadline_s
+        ended = self._thread.join(until)
+        ended = self._replies.close(max(0.0, until - time.monotonic())) and ended
         if ended and self._landing is not None:
             self._landing.close()
             self._landing = None
@@ -631,6 +639,8 @@ class _Part:
     call: _Call
 
     def __init__(self, spans: Sequence[tuple[_Piece, int, int]]) -> None:
+        # Whole pieces come first: ``host_copy`` computes no checksum behind a span of which it gets no slot.
+        spans = sorted(spans, key=lambda span: span[2] < len(span[0].view))
         self.spans, self.lengths = spans, [length for _, _, length in spans]
         self.addresses = [piece.address + begin for piece, begin, _ in spans]
         offsets = [(piece.offset + begin) % 2**64 for piece, begin, _ in spans]

@@ -269,7 +269,7 @@ class Credentials(NamedTuple):
             if path:
                 with open(path, encoding="utf-8-sig") as file:
                     text = file.read(MAX_PASSWORD_CHARACTERS + 1)
-                _warn_of_readers(path)
+                warn_of_readers(path, "the password of the shared store")
         except (OSError, ValueError) as error:
             raise KvoffdError(f"The credentials of the shared tier cannot be read: {error}.") from error
         if path and len(text) > MAX_PASSWORD_CHARACTERS:
@@ -285,15 +285,17 @@ class Credentials(NamedTuple):
         return found
 
 
-def _warn_of_readers(path: str) -> None:
-    """Warn if every user can read a file, unless its mount is read-only, like that of a Kubernetes secret."""
+def warn_of_readers(path: str, what: str) -> None:
+    """Warn if every user can read a file, unless its mount is read-only, like that of a Kubernetes secret.
+
+    Raises OSError.
+    """
     mode = stat.S_IMODE(os.stat(path).st_mode)
     if mode & stat.S_IROTH and not os.statvfs(path).f_flag & os.ST_RDONLY:
         logger.warning(
-            "%s, with the password of the shared store, can be read by every user (its mode is %04o); "
+            "%s, with %s, can be read by every user (its mode is %04o); "
             "`chmod o-rwx` it, and `chown` it to the daemon's user.",
-            path,
-            mode,
+            *(path, what, mode),
         )
 
 

@@ -43,6 +43,24 @@ Next = Callable[[], State]
 NOW = 1_700_000_000
 
 
+def test_its_thread_finds_out_whether_a_file_outlives_a_reboot(
+    open_file: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the daemon's, which a file system that hangs would stop."""
+    asked: list[threading.Thread] = []
+
+    def in_memory(fd: int) -> int:
+        asked.append(threading.current_thread())
+        return persistence.IN_MEMORY[0]
+
+    monkeypatch.setattr(persistence, "filesystem_magic", in_memory)
+    file = open_file(STATE_FILE)
+    file.save(b"content")
+    assert file.flush(10.0)
+    assert not file.outlives_reboot
+    assert threading.main_thread() not in asked
+
+
 @pytest.fixture
 def clock() -> Clock:
     """In seconds since 1970."""

@@ -162,6 +162,22 @@ def test_what_became_of_prompts_is_kept_with_the_reason_of_a_miss(bench: Bench) 
     assert [one.request for one in found()] == [f"{number}-{one}" for number in range(1, 6) for one in range(200)]
 
 
+def test_periodic_work_that_fails_each_time_keeps_no_other_from_being_done(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails() -> None:
+        raise RuntimeError("a bug")
+
+    bench.session()
+    for part in (bench.service.memory, bench.service.traffic, bench.service.tier_supervisor):
+        monkeypatch.setattr(part, "tick", fails)
+    bench.service.tier_supervisor.fleet.raise_to(NAMESPACE, 7)
+    with pytest.raises(ExceptionGroup) as caught:
+        bench.service.tick()
+    assert len(caught.value.exceptions) == 3
+    assert not bench.service.tier_supervisor.fleet.voided
+
+
 # --- jobs ------------------------------------------------------------------------------------------
 
 

@@ -50,9 +50,9 @@ class SimTiers(TierSupervisor):
         service.tiering, service.tier_supervisor = tiering, self
         self.disk = disk
         self.bend = 1.0
-        tiering.disks.speed = BentSpeed(service.clock)
         self._disks.append(entry := Disk(DiskSize("/", 1), CounterWindows(service.clock)))
         self._opened(entry, disk.open(tiering, service), tiering)
+        tiering.disks[0].speed = BentSpeed(service.clock)
         disk.check_dropped(disk.blocks())
 
     def share_one(self, tier: SharedTier) -> None:
