@@ -291,7 +291,9 @@ def reset(service: Service, session: Session, message: m.Reset) -> m.Done | Pend
     count = service.reset(namespace.fingerprint)
     if namespace.of_bench:
         return m.Done(message.request_id, count)
-    service.tier_supervisor.namespace_reset(message.namespace)
+    service.state.generations.stop_sharing(message.namespace)
+    if service.tier_supervisor.shares:
+        logger.info("An engine reset a namespace; its blocks are no longer shared with other nodes.")
     in_memory = ""
     if service.tier_supervisor.shares:
         in_memory = (

@@ -118,7 +118,7 @@ class Service:
         """Reason why engines cannot connect."""
         self._totals_due = self.started_at + config.limits.totals_every_s
         self._partial_warned: WeakSet[Namespace] = WeakSet()
-        state.is_there = lambda fingerprint: fingerprint in cache.namespaces
+        state.generations.is_open = lambda fingerprint: fingerprint in cache.namespaces
         cache.on_counted = self.curve.requested
         self._lru_fallback = LruFallback(self.curve, cache.policy) if isinstance(cache.policy, Learned) else None
 
@@ -278,14 +278,12 @@ class Service:
         each run has a namespace of its own.
         """
         chosen = [one for one in self.cache.namespaces.values() if fingerprint in (None, one.fingerprint)]
-        if fingerprint is None:
-            self.state.raise_all()
-        elif not any(one.of_bench for one in chosen):
-            self.state.raise_generation(fingerprint)
+        if not (fingerprint is not None and any(one.of_bench for one in chosen)):
+            self.state.generations.void_here(fingerprint)
         count = self.tiering.remove_all(fingerprint) if self.tiering is not None else 0
         with self.cache.saving_once():
             for namespace in chosen:
-                count += self.cache.reset(namespace, self.state.generation(namespace.fingerprint))
+                count += self.cache.reset(namespace, self.state.generations.of(namespace.fingerprint))
         return count
 
     def reply_once_saved(self, reply: m.Done, otherwise: str, in_memory: str = "") -> Pending:
@@ -310,9 +308,9 @@ class Service:
 
     def follow_fleet(self) -> None:
         """Forget the blocks of namespaces that were reset for all nodes."""
-        for fingerprint in self.tier_supervisor.take_voided():
+        for fingerprint in list(self.state.generations.voided):
             self.reset(fingerprint)
-            self.tier_supervisor.namespace_reset(fingerprint, everywhere=True)
+            self.state.generations.followed(fingerprint)
 
     # --- internal ----------------------------------------------------------------------------------
 

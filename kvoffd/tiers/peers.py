@@ -108,7 +108,7 @@ class Find(msgspec.Struct, array_like=True, frozen=True):
     each key, 0 or 1.
 
     Attributes:
-        generation: the asker's of the namespace: see ``FleetGenerations``. A peer with another one has nothing.
+        generation: the asker's fleet generation of the namespace. A peer with another one has nothing.
     """
 
     fingerprint: bytes

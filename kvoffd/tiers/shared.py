@@ -8,7 +8,7 @@ import random
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress, repeat
 from math import inf
@@ -22,6 +22,7 @@ from kvoffd.pool.slot_table import MAX_KEY_BYTES
 from kvoffd.system.native import CHAR_P, NUMBER, VOID_P, declare, native
 from kvoffd.system.newest import put_newest
 from kvoffd.system.threads import Workers
+from kvoffd.tiers.generations import Generations, is_sound
 from kvoffd.tiers.header import (
     Block,
     BlockGroup,
@@ -107,8 +108,6 @@ SHOWN_S = 60.0
 STEADY_S = 5.0
 """Log "reachable" only after this long, so that an unstable store does not fill the log."""
 LOGGED_S = 60.0
-MAX_AHEAD_S = 10 * 365 * 86_400
-"""Limit for a generation, which is a time in seconds or slightly more, by a clock that may be wrong."""
 OLD_WEIGHT = 0.9
 """Weight of earlier samples in the mean duration of asks, and in this node's part of the writes."""
 LOST = ("timeout", "disconnected", "unreachable", "tls", "internal")
@@ -264,55 +263,10 @@ class Answers:
             call(*whose, joined, len(keys), size, *(column.ctypes.data for column in columns))
 
 
-class FleetGenerations:
-    """Generations of namespaces that nodes share: the highest that this node raised, or that a store or peer has shown.
-
-    A node has one for all its stores and peers, since a block that one of them voids may have come from another. It
-    takes and gives blocks of this generation only, and has no earlier ones, but for ``voided``. A generation is a time
-    in seconds, or slightly more.
-
-    Attributes:
-        voided: namespaces whose generation was raised, and whose earlier blocks are still in the pool and on disks.
-    """
-
-    def __init__(self, known: Mapping[bytes, int] | None = None) -> None:
-        self._known = {name: number for name, number in (known or {}).items() if is_sound(number)}
-        self.voided: set[bytes] = set()
-
-    def of(self, fingerprint: bytes) -> int:
-        """Return the time when a namespace's blocks were last voided for all nodes; 0 for never. For any thread."""
-        return self._known.get(fingerprint, 0)
-
-    def next(self, fingerprint: bytes) -> int:
-        # The time, because a store that lost the number must not return to one that it had before.
-        return max(self.of(fingerprint) + 1, int(time.time()))
-
-    def is_valid(self, fingerprint: bytes, generation: int) -> bool:
-        """Return whether blocks of this generation may be exchanged now."""
-        return generation == self.of(fingerprint) and fingerprint not in self.voided
-
-    def raise_to(self, fingerprint: bytes, generation: int) -> bool:
-        """Void a namespace's blocks if the generation is above the known one; return whether it is."""
-        if generation <= self.of(fingerprint):
-            return False
-        put_newest(self._known, fingerprint, generation, MAX_NAMESPACES)
-        self.voided.add(fingerprint)
-        return True
-
-    def take_voided(self) -> set[bytes]:
-        """Return ``voided``, for the caller to drop their blocks, and forget them."""
-        found, self.voided = self.voided, set()
-        return found
-
-    def __iter__(self) -> Iterator[tuple[bytes, int]]:
-        return iter(self._known.items())
-
-
 class SharedTier(Tier):
     """See ``Tier``. The store's contents are known only by asking: other nodes write to it too, and it may evict.
 
-    Objects of a namespace have a generation that all nodes share, which differs from that of the block group: see
-    ``FleetGenerations``.
+    Objects of a namespace have its fleet generation, which differs from that of the block group.
 
     Args:
         name: for operators: the URL, without a password.
@@ -321,7 +275,7 @@ class SharedTier(Tier):
         clock: ``time.monotonic``, by which the threads measure deadlines too.
         post: runs a call in the daemon's thread.
         ask_deadline_s: time in which the store must answer an ask.
-        fleet: generations of namespaces, as far as this node has followed them.
+        generations: of namespaces, as far as this node has heard of them.
         make_workers: replaced in tests, which have no threads.
     """
 
@@ -335,7 +289,7 @@ class SharedTier(Tier):
         post: Callable[[Callable[[], None]], None],
         listener: TierListener,
         ask_deadline_s: float,
-        fleet: FleetGenerations | None = None,
+        generations: Generations | None = None,
         make_workers: Callable[..., Workers[Any, Any]] = Workers,
     ) -> None:
         super().__init__(name, listener)
@@ -349,7 +303,7 @@ class SharedTier(Tier):
         self._answers = Answers()
         """Each with the time when it was given, or asked for; ABSENT with the time until which it is cached. One that
         is cached for longer than NO_S stands whatever the store answers: the block must not be read."""
-        self.fleet = fleet or FleetGenerations()
+        self.generations = generations or Generations()
         self._poll_next = self._looking = self._probing = self.closed = False
         self._asked_keys = 0
         self._writes: dict[tuple[int, bytes], ObjectWrite] = {}
@@ -491,7 +445,7 @@ class SharedTier(Tier):
             self.counters.dropped_writes += 1
             return False
         # Blocks of a namespace that was reset on all nodes belong to the earlier generation until they are dropped.
-        if len(self._writes) >= MAX_WRITES or group.fingerprint in self.fleet.voided:
+        if len(self._writes) >= MAX_WRITES or group.fingerprint in self.generations.voided:
             return False
         if not all(self.wants(group, [key])):
             return False
@@ -516,7 +470,7 @@ class SharedTier(Tier):
 
     def _stored(self, group: BlockGroup) -> BlockGroup:
         """Return a group with the generation of objects."""
-        generation = self.fleet.of(group.fingerprint)
+        generation = self.generations.fleet(group.fingerprint)
         return make_block_group(group.fingerprint, generation, group.number, group.lengths)
 
     def _views(self, group: BlockGroup, offsets: Sequence[int]) -> list[memoryview]:
@@ -652,7 +606,7 @@ class SharedTier(Tier):
         return self._heard_of.get(fingerprint, -inf)
 
     def _record_generation(self, fingerprint: bytes, generation: int) -> None:
-        if self.fleet.raise_to(fingerprint, generation):
+        if self.generations.hear(fingerprint, generation):
             logger.info("The blocks of a namespace in %s are void: its generation is %d now.", self.name, generation)
             self._answers.clear()  # of all namespaces: voiding is rare, and answers are short-lived
 
@@ -687,7 +641,7 @@ class SharedTier(Tier):
             counters.ask_seconds = OLD_WEIGHT * earlier + (1 - OLD_WEIGHT) * answer.seconds
             self._record_generation(fingerprint, answer.generation)
             put_newest(self._heard_of, fingerprint, self._clock(), MAX_NAMESPACES)
-            if answer.generation == self.fleet.of(fingerprint):  # else the blocks are void by now
+            if answer.generation == self.generations.fleet(fingerprint):  # else the blocks are void by now
                 found = answer.found
                 counters.found_keys += sum(found)
         if not ask.keys:
@@ -705,7 +659,7 @@ class SharedTier(Tier):
             self._reading.put(read)
             return
         group, key, counters = read.group, read.key, self.counters
-        if result is Result.DONE and read.stored.generation != self.fleet.of(group.fingerprint):
+        if result is Result.DONE and read.stored.generation != self.generations.fleet(group.fingerprint):
             result, block = Result.GONE, None
         if result is Result.DONE:
             counters.read_blocks += 1
@@ -736,7 +690,7 @@ class SharedTier(Tier):
         else:
             counters.dropped_writes += 1
         there = result in (Result.DONE, Result.PRESENT)
-        if there and write.stored.group.generation == self.fleet.of(group.fingerprint):
+        if there and write.stored.group.generation == self.generations.fleet(group.fingerprint):
             self._record_answers(group.tag, [key], [True])
         write.on_end(result)
 
@@ -861,7 +815,7 @@ class StoreConnection:
 
     def _exchange(self, ask: Ask, keys: Sequence[bytes], deadline: float) -> tuple[int, list[bool]]:
         fingerprint, store = ask.group.fingerprint, self._store
-        own_key, known = generation_key(fingerprint), self._tier.fleet.of(fingerprint)
+        own_key, known = generation_key(fingerprint), self._tier.generations.fleet(fingerprint)
 
         def names(generation: int) -> list[bytes]:
             prefix = object_prefix(ask.group._replace(generation=generation))
@@ -989,12 +943,6 @@ def _verified(read: ObjectRead, received: Received) -> Block | None:
     found = zip(read.views, received.checksums or repeat(0, len(read.views)), block.checksums, strict=True)
     right = all((taken or digest(view)) == checksum for view, taken, checksum in found)
     return block if right else None
-
-
-def is_sound(generation: int) -> bool:
-    """Return whether a number is small enough to come from a node. Another, if it was followed, could not be raised: it
-    would be refused everywhere, and end the namespace's sharing for good."""
-    return 0 <= generation <= time.time() + MAX_AHEAD_S
 
 
 def _check_generation(own_key: bytes, generation: int) -> None:

@@ -171,11 +171,11 @@ def test_periodic_work_that_fails_each_time_keeps_no_other_from_being_done(
     bench.session()
     for part in (bench.service.memory, bench.service.traffic, bench.service.tier_supervisor):
         monkeypatch.setattr(part, "tick", fails)
-    bench.service.tier_supervisor.fleet.raise_to(NAMESPACE, 7)
+    bench.service.state.generations.hear(NAMESPACE, 7)
     with pytest.raises(ExceptionGroup) as caught:
         bench.service.tick()
     assert len(caught.value.exceptions) == 3
-    assert not bench.service.tier_supervisor.fleet.voided
+    assert not bench.service.state.generations.voided
 
 
 # --- jobs ------------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ def test_a_reset_of_a_bench_is_not_in_the_state_file(bench: Bench, label: str, k
     bench.ask(scheduler, m.Reset(1, NAMESPACE))
     assert bench.service.cache.namespaces[NAMESPACE].ready_blocks == 0
     bench.ask(bench.session(m.Role.ADMIN), Clear(1, NAMESPACE))
-    resets = bench.service.state.resets
+    resets = bench.service.state.generations.resets
     assert (NAMESPACE in resets.generations, NAMESPACE in resets.unshared) == (kept, kept)
 
 

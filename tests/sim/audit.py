@@ -189,7 +189,9 @@ class Audit:
             check_invariants(self._service.cache)
             self._check_pins()
             for one in self._service.cache.namespaces.values():
-                assert one.generation == self._service.state.generation(one.fingerprint), "another generation is known"
+                assert one.generation == self._service.state.generations.of(one.fingerprint), (
+                    "another generation is known"
+                )
         except (AssertionError, KeyError) as error:
             raise Broken(f"the cache's books: {error}") from error
 

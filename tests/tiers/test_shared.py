@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
+from kvoffd.tiers.generations import Generations, Resets
 from kvoffd.tiers.redis_cluster import slot_of
 from kvoffd.tiers.redis_store import CONNECT_S, NEEDED_COMMANDS, Redis
-from kvoffd.tiers.shared import MAX_REMOVALS, MAX_WRITES, FleetGenerations
+from kvoffd.tiers.shared import MAX_REMOVALS, MAX_WRITES
 from kvoffd.tiers.store import Credentials, StoreError, generation_key, open_store
 from kvoffd.tiers.tier import Result
 from tests.kit.redis_server import Certificate, RedisServer
@@ -276,7 +277,7 @@ def test_memory_of_namespaces_is_bounded(rig: SharedRig, monkeypatch: pytest.Mon
         block = rig.block(1, fingerprint=fingerprint)
         assert rig.ask(block) == [Answer.NO]
     assert list(rig.tier._polled_at) == asked[-10:]
-    assert not list(rig.tier.fleet), "none was raised"
+    assert not list(rig.tier.generations), "none was raised"
 
 
 def test_a_raised_generation_makes_all_void_and_is_not_lowered(store: FaultyStore, rig: SharedRig) -> None:
@@ -287,7 +288,7 @@ def test_a_raised_generation_makes_all_void_and_is_not_lowered(store: FaultyStor
     rig.forget()
     assert rig.ask(block) == [Answer.NO]
     assert rig.write(block) is None, "the pool's blocks are of the generation before until somebody has dropped them"
-    assert rig.tier.fleet.take_voided() == {ONE}
+    assert rig.take_voided() == {ONE}
     rig.store(block)
     assert name_of(block, 7) in store.values
     del store.values[own_key]
@@ -303,20 +304,20 @@ def test_a_peer_that_has_the_raised_number_already_is_not_asked_for_one_more(
     """It would drop what was stored since. In a store the number is another node's, and blocks have its name."""
     monkeypatch.setattr(Redis, "follows", follows)
     rig.store(rig.block(1))
-    raised = rig.tier.fleet.next(ONE)
+    raised = rig.tier.generations.next_of_all(ONE)
     store.values[generation_key(ONE)] = b"%d" % raised
     one = rig.tier.raise_generation(ONE, raised)
     rig.until(lambda: one.ended)
     assert not one.problem
     assert store.values[generation_key(ONE)] == b"%d" % (raised + (not follows))
-    assert rig.tier.fleet.of(ONE) == raised + (not follows)
+    assert rig.tier.generations.fleet(ONE) == raised + (not follows)
 
 
 def test_what_one_store_voids_is_not_read_from_another(store: FaultyStore, rig: SharedRig) -> None:
     """Its blocks may have come from there, and would be written to the first one's new generation."""
     with FaultyStore() as second:
         other = SharedRig(second.url).reachable()
-        other.tier.fleet = rig.tier.fleet
+        other.tier.generations = rig.tier.generations
         other.store(block := rig.block(1))
         store.values[generation_key(ONE)] = b"7"
         rig.ask(rig.block(2))
@@ -352,7 +353,7 @@ def test_a_new_node_follows_the_first_generation_it_sees(store: FaultyStore) -> 
     rig = SharedRig(store.url, generations={OTHER: 7}).reachable()
     rig.ask(rig.block(1))
     rig.ask(rig.block(1, fingerprint=OTHER))
-    assert rig.tier.fleet.take_voided() == {ONE}
+    assert rig.take_voided() == {ONE}
 
 
 BAD_GENERATIONS = [b"x", b"-1", b"9" * 18, b"9" * 19, b"9" * 600]
@@ -399,15 +400,15 @@ def test_no_number_of_a_store_is_followed_unchecked(
     else:
         assert rig.raise_generation(ONE).problem
     assert rig.kinds == {"generation": 1}
-    assert rig.tier.fleet.of(ONE) in (0, 7)
+    assert rig.tier.generations.fleet(ONE) in (0, 7)
     assert rig.ask_anew(rig.block(2)) == [Answer.NO]
-    assert rig.tier.fleet.of(ONE) < 10**17
+    assert rig.tier.generations.fleet(ONE) < 10**17
     assert int(store.values[generation_key(ONE)]) < 10**17
 
 
 def test_a_number_that_no_node_can_raise_is_forgotten_at_the_start() -> None:
     """An earlier release kept one that a store had shown."""
-    assert dict(FleetGenerations({ONE: 10**18 - 1, OTHER: 7})) == {OTHER: 7}
+    assert dict(Generations(Resets(fleet={"": {ONE: 10**18 - 1, OTHER: 7}}))) == {OTHER: 7}
 
 
 def test_a_thread_that_hangs_opens_the_breaker(

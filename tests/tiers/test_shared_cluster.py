@@ -261,7 +261,7 @@ def test_without_one_master_the_others_are_read(masters: RedisCluster, fault: si
     masters.servers[(victim + 1) % 3].signal(signal.SIGSTOP)
     late = SharedRig(masters.url, ask_deadline_s=0.2).reachable()
     found: list[Answer] = []
-    late.until(lambda: found.extend(late.ask_anew(*blocks)) or late.tier.fleet.of(ONE) > 0)  # type: ignore[func-returns-value]
+    late.until(lambda: found.extend(late.ask_anew(*blocks)) or late.tier.generations.fleet(ONE) > 0)  # type: ignore[func-returns-value]
     assert Answer.YES not in found, "a reset that one master has not seen"
     masters.servers[(victim + 1) % 3].signal(signal.SIGCONT)
 
