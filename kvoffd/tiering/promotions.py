@@ -285,8 +285,9 @@ class Promotions:
         """Reserve pool space for all blocks of a prompt, unless it has that; return whether it has.
 
         Two prompts with a part each could block one another, so there must be space for what a store is being asked
-        for too. A prompt may use what other sources have reserved and cannot fill while it is read. Nothing is reserved
-        for a prefetch, whose blocks nobody pins: it may begin while there is space for a block.
+        for too; only within a request's patience, since the engine may never ask for that. A prompt may use what other
+        sources have reserved and cannot fill while it is read. Nothing is reserved for a prefetch, whose blocks nobody
+        pins: it may begin while there is space for a block.
         """
         if wanted.is_reserved:
             return True
@@ -297,7 +298,8 @@ class Promotions:
             self._wait(wanted, NO_SPACE)
             return False
         every = [one for one in wanted.together or [wanted] if not one.is_reserved]
-        asked_bytes = wanted.last_lease.asking_bytes if wanted.last_lease.active else 0
+        waited = wanted.waits_since is not None and self._clock() - wanted.waits_since >= self._patience_s
+        asked_bytes = wanted.last_lease.asking_bytes if wanted.last_lease.active and not waited else 0
         nbytes = sum([one.queued_bytes for one in every]) + asked_bytes
         if nbytes > leasable < self._cache.most_leased_bytes:  # else there will never be more
             if not asked_bytes and lenders:

@@ -469,12 +469,8 @@ class Tiering:
 
     def pump(self) -> None:
         """Begin requested promotions, and continue writing. Call it after the replies are sent."""
-        for source in self.sources:
-            if source.queued_blocks:
-                source.pump()
-        for writer in self.writers:
-            if writer.waiting:
-                writer.pump()
+        call_each([source.pump for source in self.sources if source.queued_blocks])
+        call_each([writer.pump for writer in self.writers if writer.waiting])
 
     @property
     def has_queued_promotions(self) -> bool:

@@ -466,6 +466,24 @@ def test_prompts_with_parts_in_a_disk_and_in_a_store_do_not_wait_for_each_other(
     check_invariants(rig.cache)
 
 
+def test_space_for_what_a_store_is_asked_for_is_waited_for_no_longer_than_the_patience(rig: TieringHarness) -> None:
+    """The engine may never look the prompt up again."""
+    space, store = rig.open(), rig.share(QUIET)
+    rig.put_in_tier(space, keys_of(*range(8)))
+    pinned = pin_others(rig, space, *range(100, 110))
+    look_up(rig, space, 1, keys_of(*range(12)))
+    assert store.questions
+    rig.tiering.tick()
+    assert not rig.tier.jobs, "four blocks have space, and eight may come from the store"
+    rig.cache.unpin(pinned[:4])
+    rig.clock.now += QUIET.deadline_s
+    rig.tiering.tick()
+    rig.bring_up()
+    assert rig.source.promoted_blocks == 8
+    assert not rig.source.failures
+    rig.cache.end_session(1)
+
+
 def test_a_prompt_without_space_does_not_wait_a_second_time(rig: TieringHarness) -> None:
     """A repeated lookup asks for what fits then."""
     space = rig.open()
