@@ -15,6 +15,7 @@ from kvoffd.cache.namespace import Group
 from kvoffd.tiers.peers import (
     BUSY,
     FIND,
+    FOLLOW,
     GENERATION_BYTES,
     LENT,
     MAX_BLOCKS,
@@ -24,6 +25,7 @@ from kvoffd.tiers.peers import (
     PIN,
     RELEASE,
     Find,
+    Follow,
     Pin,
     Pinned,
 )
@@ -93,6 +95,8 @@ class PeerServer:
                 return self._find(msgspec.msgpack.decode(payload, type=Find))
             if kind == PIN:
                 return self._pin(route, ident, msgspec.msgpack.decode(payload, type=Pin))
+            if kind == FOLLOW:
+                return self._follow(msgspec.msgpack.decode(payload, type=Follow))
         except (msgspec.MsgspecError, ValueError):
             self.refused += 1
         finally:
@@ -105,10 +109,7 @@ class PeerServer:
             raise ValueError
         if len(wanted.keys) // wanted.key_bytes > MAX_KEYS:
             raise ValueError
-        if len(wanted.fingerprint) != FINGERPRINT_BYTES:
-            raise ValueError
-        if is_sound(wanted.generation) and len(self._fleet.voided) < MAX_VOIDED:
-            self._fleet.raise_to(wanted.fingerprint, wanted.generation)
+        self._hear(wanted.fingerprint, wanted.generation)
         if not self._fleet.is_valid(wanted.fingerprint, wanted.generation):
             return None
         namespace = self._cache.namespaces.get(wanted.fingerprint)
@@ -119,12 +120,23 @@ class PeerServer:
         group = self._cache.group(namespace, wanted.group)
         return group if group.lengths and not group.dead else None
 
+    def _hear(self, fingerprint: bytes, generation: int) -> None:
+        """Follow a generation that a peer has, if it is higher. Raises ValueError for what is no fingerprint."""
+        if len(fingerprint) != FINGERPRINT_BYTES:
+            raise ValueError
+        if is_sound(generation) and len(self._fleet.voided) < MAX_VOIDED:
+            self._fleet.raise_to(fingerprint, generation)
+
+    def _follow(self, told: Follow) -> bytes:
+        self._hear(told.fingerprint, told.generation)
+        # Until then a kill would bring the blocks back.
+        is_kept = told.fingerprint not in self._fleet.voided and self._is_saved()
+        return self._fleet.of(told.fingerprint).to_bytes(GENERATION_BYTES, "little") + bytes([is_kept])
+
     def _find(self, wanted: Find) -> bytes:
         count = len(wanted.keys) // max(1, wanted.key_bytes)
         group = self._group(wanted)
         generation = self._fleet.of(wanted.fingerprint).to_bytes(GENERATION_BYTES, "little")
-        if not count and (wanted.fingerprint in self._fleet.voided or not self._is_saved()):
-            return bytes(GENERATION_BYTES)  # its generation is not followed yet: a kill would bring the blocks back
         if group is None or not count:
             return generation + bytes(count)
         if self._spent_s > LOOP_SHARE * WINDOW_S:
