@@ -16,6 +16,7 @@ from kvoffd.tiers.generations import Generations
 from kvoffd.tiers.peers import (
     BUSY,
     FIND,
+    FOLLOW,
     GENERATION_BYTES,
     LENT,
     MAX_BLOCKS,
@@ -25,6 +26,7 @@ from kvoffd.tiers.peers import (
     PIN,
     RELEASE,
     Find,
+    Follow,
     Pin,
     Pinned,
 )
@@ -90,6 +92,8 @@ class PeerServer:
                 return self._find(msgspec.msgpack.decode(payload, type=Find))
             if kind == PIN:
                 return self._pin(route, ident, msgspec.msgpack.decode(payload, type=Pin))
+            if kind == FOLLOW:
+                return self._follow(msgspec.msgpack.decode(payload, type=Follow))
         except (msgspec.MsgspecError, ValueError):
             self.refused += 1
         finally:
@@ -102,10 +106,7 @@ class PeerServer:
             raise ValueError
         if len(wanted.keys) // wanted.key_bytes > MAX_KEYS:
             raise ValueError
-        if len(wanted.fingerprint) != FINGERPRINT_BYTES:
-            raise ValueError
-        if len(self._generations.voided) < MAX_VOIDED:
-            self._generations.hear(wanted.fingerprint, wanted.generation)
+        self._hear(wanted.fingerprint, wanted.generation)
         if not self._generations.is_valid(wanted.fingerprint, wanted.generation):
             return None
         namespace = self._cache.namespaces.get(wanted.fingerprint)
@@ -116,12 +117,23 @@ class PeerServer:
         group = self._cache.group(namespace, wanted.group)
         return group if group.lengths and not group.dead else None
 
+    def _hear(self, fingerprint: bytes, generation: int) -> None:
+        """Follow a generation that a peer has, if it is higher. Raises ValueError for what is no fingerprint."""
+        if len(fingerprint) != FINGERPRINT_BYTES:
+            raise ValueError
+        if len(self._generations.voided) < MAX_VOIDED:
+            self._generations.hear(fingerprint, generation)
+
+    def _follow(self, told: Follow) -> bytes:
+        self._hear(told.fingerprint, told.generation)
+        # Until then a kill would bring the blocks back.
+        is_kept = told.fingerprint not in self._generations.voided and self._is_saved()
+        return self._generations.fleet(told.fingerprint).to_bytes(GENERATION_BYTES, "little") + bytes([is_kept])
+
     def _find(self, wanted: Find) -> bytes:
         count = len(wanted.keys) // max(1, wanted.key_bytes)
         group = self._group(wanted)
         generation = self._generations.fleet(wanted.fingerprint).to_bytes(GENERATION_BYTES, "little")
-        if not count and (wanted.fingerprint in self._generations.voided or not self._is_saved()):
-            return bytes(GENERATION_BYTES)  # its generation is not followed yet: a kill would bring the blocks back
         if group is None or not count:
             return generation + bytes(count)
         if self._spent_s > LOOP_SHARE * WINDOW_S:

@@ -40,6 +40,7 @@ from kvoffd.tiers.peers import (
     DONE,
     FAILED,
     FIND,
+    FOLLOW,
     FREE,
     MAX_MESSAGE_BYTES,
     MODULES,
@@ -271,7 +272,7 @@ class Helper:
                 "uses (UCX_TCP_PORT_RANGE), and look whether it hangs."
             )
             self._to_daemon(FAILED, number, ident, why.encode())
-        elif kind in (FIND, PIN, RELEASE):
+        elif kind in (FIND, PIN, RELEASE, FOLLOW):
             try:
                 if (to := self._peers[number]) is None:
                     raise zmq.Again
@@ -302,7 +303,9 @@ class Helper:
             if len(self._in_flight) >= MAX_IN_FLIGHT or not cast(int, router.get(zmq.EVENTS)) & zmq.POLLIN:
                 return
             route, *parts = router.recv_multipart(zmq.NOBLOCK)
-            if len(parts) != 3 or len(parts[0]) != 1 or len(parts[1]) != 8 or parts[0][0] not in (FIND, PIN, RELEASE):
+            if len(parts) != 3 or len(parts[0]) != 1 or len(parts[1]) != 8:
+                continue
+            if parts[0][0] not in (FIND, PIN, RELEASE, FOLLOW):
                 continue
             kind, ident = parts[0], int.from_bytes(parts[1], "little")
             if kind[0] != RELEASE or self._lent.pop((route, ident), None) is None:

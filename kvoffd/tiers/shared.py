@@ -32,6 +32,7 @@ from kvoffd.tiers.header import (
     make_block_group,
 )
 from kvoffd.tiers.store import (
+    UNKEPT,
     GetRequest,
     Received,
     Server,
@@ -305,6 +306,8 @@ class SharedTier(Tier):
         is cached for longer than NO_S stands whatever the store answers: the block must not be read."""
         self.generations = generations or Generations()
         self._poll_next = self._looking = self._probing = self.closed = False
+        self._unfollowed: list[Raise] = []
+        """Raises that a peer has not followed yet: ``tick`` asks again."""
         self._asked_keys = 0
         self._writes: dict[tuple[int, bytes], ObjectWrite] = {}
         self._begin(name)
@@ -533,6 +536,9 @@ class SharedTier(Tier):
         if not self.name:
             return
         now = self._clock()
+        for one in self._unfollowed:
+            self._asking.put(one)
+        self._unfollowed.clear()
         if self.breaker.open:
             self._reading.end((Result.FAILED, None))
             self._logged_reachable, self._steady_at = False, now + (STEADY_S if self.breaker.opened else 0.0)
@@ -624,9 +630,12 @@ class SharedTier(Tier):
             self._asked(question, result if isinstance(result, Answer) else None)
         elif isinstance(result, int):
             self._record_generation(question.fingerprint, result)
-            question.ended = True
+            question.ended, question.problem = True, ""
         else:
-            question.ended, question.problem = True, str(result) or repr(result)
+            question.problem = str(result) or repr(result)
+            question.ended = not isinstance(result, Unfollowed) or self._clock() >= question.deadline
+            if not question.ended:
+                self._unfollowed.append(question)
 
     def _asked(self, ask: Ask, answer: Answer | None) -> None:
         fingerprint, counters = ask.group.fingerprint, self.counters
@@ -713,6 +722,10 @@ class SharedTier(Tier):
 
 def _nbytes(work: BlockWork) -> int:
     return 0 if isinstance(work, Removal) else sum(map(len, work.views))
+
+
+class Unfollowed(Exception):
+    """A peer has not followed a raised generation yet."""
 
 
 @dataclass(slots=True)
@@ -831,7 +844,8 @@ class StoreConnection:
             except StoreError as error:
                 if error.kind in LOST:
                     raise
-                self._fail(error, "write")  # a node with write permission does it
+                if error.kind != UNKEPT:  # else the peer has followed, and lends what is safe
+                    self._fail(error, "" if store.follows else "write")  # a node with write permission does it
         return known, found
 
     def _question(
@@ -846,15 +860,19 @@ class StoreConnection:
 
     def _raise(self, one: Raise) -> int | Exception:
         """Return the raised generation, or the failure."""
-        own_key = generation_key(one.fingerprint)
+        own_key, until = generation_key(one.fingerprint), one.deadline
+        if self._store.follows:  # one that is silent delays the questions of lookups no longer than these do
+            until = self._clock() + self._tier.ask_deadline_s + ASK_PATIENCE_S
         try:
             self._store.connect()
-            seen, _ = self._question(own_key, [], one.deadline, prefix=True)
+            seen, _ = self._question(own_key, [], until, prefix=True)
             least = seen if self._store.follows else seen + 1
-            raised = self._store.raise_generation(own_key, seen, max(least, one.generation), one.deadline)
+            raised = self._store.raise_generation(own_key, seen, max(least, one.generation), until)
             _check_generation(own_key, raised)
             return raised
         except Exception as error:
+            if self._store.follows and isinstance(error, StoreError) and error.kind in ("busy", UNKEPT):
+                return Unfollowed(error.sentence)
             self._fail(error, "write")
             return error
 

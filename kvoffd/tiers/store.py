@@ -30,6 +30,10 @@ _S3_QUERY = {"endpoint": r"https?://[^/?#@\s]+(/[^?#@\s]*)?", "region": r"[\w-]+
 SCHEMES = (*REDIS_SCHEMES, "s3")
 
 
+UNKEPT = "unkept"
+"""Kind of the error for a generation that a peer follows, and would not know of after a kill."""
+
+
 class StoreError(Exception):
     """A store failed to do what was asked. ``kind`` is one word for counting, or two joined by ``_``.
 
@@ -239,7 +243,8 @@ class Store(ABC):
     def raise_generation(self, generation_key: bytes, seen: int, generation: int, deadline: float) -> int:
         """Raise the number under ``generation_key``, which was read as ``seen``, to at least ``generation``; return it.
 
-        Concurrent raises do not undo each other, if the store can guarantee that.
+        Concurrent raises do not undo each other, if the store can guarantee that. A store that ``follows`` is told
+        once, and raises StoreError while it has not followed.
         """
 
     @abstractmethod

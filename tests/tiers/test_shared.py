@@ -18,7 +18,7 @@ from kvoffd.tiers.generations import Generations, Resets
 from kvoffd.tiers.redis_cluster import slot_of
 from kvoffd.tiers.redis_store import CONNECT_S, NEEDED_COMMANDS, Redis
 from kvoffd.tiers.shared import MAX_REMOVALS, MAX_WRITES
-from kvoffd.tiers.store import Credentials, StoreError, generation_key, open_store
+from kvoffd.tiers.store import UNKEPT, Credentials, StoreError, generation_key, open_store
 from kvoffd.tiers.tier import Result
 from tests.kit.redis_server import Certificate, RedisServer
 from tests.tiers.faulty_store import FaultyStore
@@ -311,6 +311,30 @@ def test_a_peer_that_has_the_raised_number_already_is_not_asked_for_one_more(
     assert not one.problem
     assert store.values[generation_key(ONE)] == b"%d" % (raised + (not follows))
     assert rig.tier.generations.fleet(ONE) == raised + (not follows)
+
+
+@pytest.mark.parametrize("follows_after", [3, None])
+def test_a_peer_that_has_not_followed_is_asked_again_and_holds_no_question_up(
+    rig: SharedRig, monkeypatch: pytest.MonkeyPatch, follows_after: int | None
+) -> None:
+    monkeypatch.setattr(Redis, "follows", True)
+    monkeypatch.setattr("kvoffd.tiers.shared.RAISE_S", 2.0)
+    rig.store(block := rig.block(1, fingerprint=OTHER))
+    right, calls = rig.tier._store.raise_generation, count(1)
+
+    def unkept(*arguments: Any) -> int:
+        if (number := next(calls)) == follows_after:
+            return right(*arguments)
+        raise StoreError(UNKEPT, f"It has not, {number} times.")
+
+    monkeypatch.setattr(rig.tier._store, "raise_generation", unkept)
+    one = rig.tier.raise_generation(ONE, rig.tier.generations.next_of_all(ONE))
+    rig.until(lambda: bool(one.problem))
+    assert not one.ended
+    assert rig.ask_anew(block) == [Answer.YES], "while it is asked again"
+    rig.until(lambda: one.ended)
+    assert ("times" in one.problem) is (follows_after is None)
+    assert (rig.tier.refusal, rig.kinds, rig.tier.breaker.opened) == ("", {}, 0), "it refuses nothing"
 
 
 def test_what_one_store_voids_is_not_read_from_another(store: FaultyStore, rig: SharedRig) -> None:
