@@ -537,9 +537,14 @@ class Cache:
             self._add_to_lease(lease, leased, blocks, newly_pinned_bytes)
 
     @property
+    def pinnable_bytes(self) -> int:
+        """Bytes that leases may still pin."""
+        return self.most_leased_bytes - self.blocks.pinned_bytes
+
+    @property
     def leasable_bytes(self) -> int:
         """Bytes that leases may still pin, without those that are reserved for promotions."""
-        return self.most_leased_bytes - self.blocks.pinned_bytes - self.reserved_bytes
+        return self.pinnable_bytes - self.reserved_bytes
 
     def _leasable(self, leased: SessionLeases, keys: int, newly_pinned_bytes: int) -> float:
         """Return the part of newly pinned keys that a session may lease in addition to its leases: 1.0 for all.

@@ -183,7 +183,8 @@ class PeerServer:
         return may and self._spent_s <= LOOP_SHARE * WINDOW_S
 
     def _lendable_blocks(self, block_bytes: int) -> int:
-        left = min(self._most_bytes - self.lent_bytes, self._cache.leasable_bytes)
+        # What is reserved counts as free: a slow source may reserve all, and peers have a part for some seconds.
+        left = min(self._most_bytes - self.lent_bytes, self._cache.pinnable_bytes)
         # One block at a time is lent even if it is larger than the limit: it could never be read otherwise.
         return max(left // max(1, block_bytes), 0 if self._lent else 1)
 

@@ -134,7 +134,7 @@ class Promotions:
         most_bytes: pool bytes that fills may use at once. A larger block is read alone. Fills that were given up and
             have not ended, as on a hanging device, may use as much again, so that others are still read.
         reserved_bytes: pool bytes reserved for its requests.
-        ends_more: whether ``end_waits`` has more to do now.
+        ends_more: whether ``end_overdue`` has more to do now.
     """
 
     def __init__(

@@ -110,6 +110,16 @@ def test_peers_may_pin_an_eighth_of_the_pool() -> None:
     assert rig.server.refused == 2
 
 
+def test_peers_may_pin_what_is_reserved_for_promotions() -> None:
+    """A slow store's prompts may have all of it for long."""
+    rig = Rig()
+    namespace = rig.rig.open()
+    rig.rig.store(namespace, keys_of(1, 2))
+    rig.rig.cache.reserved_bytes = rig.rig.cache.leasable_bytes
+    for ident in range(2):
+        assert list(rig.pin(namespace, 1 + ident, ident=ident).there) == [LENT]
+
+
 def test_one_peer_gets_a_few_leases() -> None:
     rig = Rig(256)
     namespace = rig.rig.open()
