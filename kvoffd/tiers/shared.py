@@ -435,8 +435,8 @@ class SharedTier(Tier):
         states = self._states(group.tag, keys)
         gap = states.find(ABSENT) if prefix else -1
         unknown = list(compress(range(gap if gap >= 0 else len(keys)), states.translate(_IS_UNKNOWN)))
-        if not prefix:
-            unknown = unknown[-self._store.most_window_keys :]
+        if not prefix:  # by position, or each lookup that waits would ask for keys further from the end
+            unknown = [at for at in unknown if at >= len(keys) - self._store.most_window_keys]
         if wanted := unknown[: MAX_ASKED - self._asked_keys]:
             its = slice(wanted[0], wanted[-1] + 1)
             states[its] = states[its].replace(bytes([UNKNOWN]), bytes([ASKED]))
@@ -921,14 +921,17 @@ class StoreConnection:
         """Yield the results of the first reads, up to one that fails."""
         requests = [GetRequest(object_key(read.stored, read.key), read.views) for read in reads]
         patience_s, came_at = min(read.patience_s for read in reads), self._clock()
+        refused = served = 0
         try:
             self._store.connect()
             objects = self._store.get(requests, patience_s)
             for read, received in zip(reads, objects, strict=True):
                 if isinstance(received, StoreError):
-                    self._fail(received, "read")
+                    refused += 1
+                    self._fail(received, "")
                     yield Result.FAILED, None
                     continue
+                served += 1
                 self._breaker.succeeded("read")
                 came_at = self._clock()
                 if received is None:
@@ -941,6 +944,8 @@ class StoreConnection:
                     yield Result.CORRUPT, None
                     return
                 yield Result.DONE, block
+            if refused and not served:
+                self._breaker.failed("read")
         except Exception as error:
             self._fail(error, "read")
             # A connection that stalled for part of the patience is lost; another may serve in time.
