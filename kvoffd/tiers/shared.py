@@ -3,38 +3,30 @@
 from __future__ import annotations
 
 import logging
-import os
-import random
-import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import compress, repeat
+from itertools import compress
 from math import inf
 from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
-from kvoffd.pool.checksums import digest
 from kvoffd.pool.slot_table import MAX_KEY_BYTES
-from kvoffd.system.native import CHAR_P, NUMBER, VOID_P, declare, native
 from kvoffd.system.newest import put_newest
 from kvoffd.system.threads import Workers
+from kvoffd.tiers.answers import UNKNOWN, Answers
+from kvoffd.tiers.breaker import Breaker
 from kvoffd.tiers.generations import Generations, is_sound
 from kvoffd.tiers.header import (
     Block,
     BlockGroup,
-    decode_header,
-    encode_header,
     fits_header,
     make_block_group,
 )
 from kvoffd.tiers.store import (
     UNKEPT,
-    GetRequest,
-    Received,
     Server,
     Store,
     StoreError,
@@ -43,6 +35,15 @@ from kvoffd.tiers.store import (
     generation_key,
     object_key,
     object_prefix,
+)
+from kvoffd.tiers.store_threads import (
+    LOST,
+    BlockThread,
+    ObjectRead,
+    ObjectWrite,
+    Removal,
+    StoreThread,
+    nbytes_of,
 )
 from kvoffd.tiers.tier import (
     ABSENT,
@@ -57,20 +58,11 @@ from kvoffd.tiers.tier import (
     WriteEnd,
 )
 
-_OF_ANSWERS = VOID_P, NUMBER, CHAR_P, NUMBER, CHAR_P, NUMBER, NUMBER, VOID_P, VOID_P
-declare(answers_find=(None, *_OF_ANSWERS), answers_note=(None, *_OF_ANSWERS))
-
 logger = logging.getLogger(__name__)
 
-UNKNOWN = 3
-"""State of a key in addition to those of ``find``: nobody asked for it recently."""
 YES_S, NO_S, REFUSED_S = 2.0, 1.0, 30.0
 """Time for which an answer is cached; the last for a block that could not be read, or must not be."""
 _IS_UNKNOWN = bytes(state == UNKNOWN for state in range(256))
-MAX_ANSWERS = 262_144
-"""Cached answers, of 16 bytes each."""
-WINDOW = 16
-"""See answers.c."""
 MAX_ASKED = 65_536
 """Keys whose answers may be outstanding."""
 MAX_READS, MAX_WRITES = 4096, 64
@@ -84,14 +76,10 @@ READERS = 2
 PARTIAL = "partial"
 """Reason for which blocks are removed for all nodes: this node has more of them. Otherwise only it drops them."""
 
-LATE_SHARE = 0.75
-"""Part of a read's patience after which a failed read is not retried."""
 ASK_PATIENCE_S = 0.08
 """Time beyond an ask's deadline after which its connection is closed; beyond the deadline it counts as a failure."""
 HANGS_S = 0.5
 """Time after its deadline by which an ask must have begun."""
-WRITE_S = 10.0
-"""Limit for writing a few objects, or for removing a thousand."""
 RAISE_S = 5.0
 """Limit for raising a generation, or for checking whether another node did."""
 PROBE_S = 1.0
@@ -111,62 +99,6 @@ STEADY_S = 5.0
 LOGGED_S = 60.0
 OLD_WEIGHT = 0.9
 """Weight of earlier samples in the mean duration of asks, and in this node's part of the writes."""
-LOST = ("timeout", "disconnected", "unreachable", "tls", "internal")
-"""Kinds of write errors that are not answers of the server."""
-
-MAX_FAILURES = 3
-"""Consecutive failures or slow answers of one kind of work that open the breaker."""
-PAUSE_S = 1.5
-"""Mean pause before a probe; it varies by a quarter. A server that returns is used within 5 s, including the probe."""
-
-
-class Breaker:
-    """Circuit breaker for a failing store. While open, it blocks all but a probe every second or two. Thread-safe.
-
-    The kinds of work are asking, reading and writing: a server may do one and fail at another, and still answer probes.
-    So failures are counted by kind, and only a success of that kind resets them: after a probe, one more failure of the
-    kind that opened the breaker opens it again.
-    """
-
-    def __init__(self, clock: Callable[[], float], jitter: Callable[[], float] = random.random) -> None:
-        self._clock = clock
-        self._jitter = jitter
-        self._lock = threading.Lock()
-        self._failures: Counter[str] = Counter()
-        self.probe_at = 0.0
-        self.open = True
-        """Open at the start too: the first probe is due at once."""
-        self.opened = 0
-        """Number of times that it opened since the store was first reached."""
-
-    def succeeded(self, work: str) -> None:
-        with self._lock:
-            self._failures.pop(work, None)
-
-    def failed(self, work: str, *, at_once: bool = False) -> None:
-        """Record a failure; ``at_once`` opens the breaker, as for a refused connection or a wrong password."""
-        with self._lock:
-            self._failures[work] += 1
-            if not self.open and (at_once or self._failures[work] >= MAX_FAILURES):
-                self.open = True
-                self.opened += 1
-                self._pause()
-
-    def reset(self) -> None:
-        """Close it for another store."""
-        with self._lock:
-            self._failures.clear()
-            self.open, self.opened = False, 0
-
-    def probed(self, answers: bool) -> None:
-        """Record the result of a probe while the breaker was open."""
-        with self._lock:
-            self.open = not answers
-            if not answers:
-                self._pause()
-
-    def _pause(self) -> None:
-        self.probe_at = self._clock() + PAUSE_S * (0.75 + 0.5 * self._jitter())
 
 
 class Probe:
@@ -198,70 +130,7 @@ class Ask:
     deadline: float
 
 
-@dataclass(slots=True, eq=False)
-class ObjectRead:
-    """Reads a block into views of the pool, one per shard. ``stored``: the group as in the object. ``retried``: whether
-    this is a retry after a lost connection."""
-
-    group: BlockGroup
-    stored: BlockGroup
-    key: bytes
-    views: Sequence[memoryview]
-    patience_s: float
-    on_end: ReadEnd
-    retried: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class ObjectWrite:
-    """Writes a block from views of the pool, one per shard. ``stored``: the block as in the object."""
-
-    group: BlockGroup
-    stored: Block
-    views: Sequence[memoryview]
-    on_end: WriteEnd
-
-
-@dataclass(slots=True, eq=False)
-class Removal:
-    """Removes objects, as far as possible. One that stays is read like any other: a miss if its bytes are wrong, and a
-    failed load if it holds less than the load needs."""
-
-    names: Sequence[bytes]
-
-
 Question: TypeAlias = Probe | Look | Raise | Ask
-BlockWork: TypeAlias = ObjectRead | ObjectWrite | Removal
-
-
-class Answers:
-    """Answers of a store by tag and key, each with a time. A new one replaces the oldest of ``WINDOW`` neighbours."""
-
-    def __init__(self) -> None:
-        self._native, self._places = native(), MAX_ANSWERS
-        self._table = np.empty((self._places + WINDOW, 2), np.uint64)
-        self._table.fill(0)  # touches the pages now, not in the first lookups
-        self.clear()
-
-    def clear(self) -> None:
-        self._seed = os.urandom(16)  # what was noted is not found any more
-
-    def find(self, tag: int, keys: Sequence[bytes]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float64]]:
-        """Return the state of each key, UNKNOWN if none was noted, and the time noted with it."""
-        states, at = np.full(len(keys), UNKNOWN, np.uint8), np.zeros(len(keys))
-        self._call(self._native.answers_find, tag, keys, states, at)
-        return states, at
-
-    def note(self, tag: int, keys: Sequence[bytes], states: npt.ArrayLike, at: npt.ArrayLike) -> None:
-        each = np.full(len(keys), states, np.uint8), np.full(len(keys), at, np.float64)
-        self._call(self._native.answers_note, tag, keys, *each)
-
-    def _call(self, call: Callable[..., None], tag: int, keys: Sequence[bytes], *columns: npt.NDArray[Any]) -> None:
-        if keys:
-            joined, size = b"".join(keys), len(keys[0])
-            assert len(joined) == len(keys) * size
-            whose = self._table.ctypes.data, self._places, self._seed, tag
-            call(*whose, joined, len(keys), size, *(column.ctypes.data for column in columns))
 
 
 class SharedTier(Tier):
@@ -311,9 +180,9 @@ class SharedTier(Tier):
         self._asked_keys = 0
         self._writes: dict[tuple[int, bytes], ObjectWrite] = {}
         self._begin(name)
-        connections = [StoreConnection(self, store, clock) for store in self._stores]
-        readers, writers = connections[1 : 1 + READERS], connections[1 + READERS :]
-        asks, reads, writes = [connections[0].asks], [one.reads for one in readers], [one.writes for one in writers]
+        threads = [BlockThread(self, store, clock) for store in self._stores[1:]]
+        asks = [AskingThread(self, first, clock).asks]
+        reads, writes = [one.reads for one in threads[:READERS]], [one.writes for one in threads[READERS:]]
         name, ends = "kvoffd-shared", (post, clock)
         self._asking = make_workers(
             f"{name}-ask", asks, lambda error: error, self._question_ended, *ends, self._next_question
@@ -376,9 +245,9 @@ class SharedTier(Tier):
         """Take half of the waiting blocks, if many, limited to what a connection takes at once; or one removal."""
         most = min(self._store.blocks_at_once, max(self._store.blocks_at_once // 4, len(waiting) // 2))
         batch = [waiting.popleft()]
-        left = self._store.bytes_at_once - _nbytes(batch[0])
+        left = self._store.bytes_at_once - nbytes_of(batch[0])
         while waiting and len(batch) < most and not isinstance(batch[0], Removal):
-            left -= _nbytes(waiting[0])
+            left -= nbytes_of(waiting[0])
             if left < 0 or isinstance(waiting[0], Removal):
                 break
             batch.append(waiting.popleft())
@@ -392,8 +261,8 @@ class SharedTier(Tier):
         states = self._states(group.tag, keys)
         gap = states.find(ABSENT) if prefix else -1
         unknown = list(compress(range(gap if gap >= 0 else len(keys)), states.translate(_IS_UNKNOWN)))
-        if not prefix:
-            unknown = unknown[-self._store.most_window_keys :]
+        if not prefix:  # by position, or each lookup that waits would ask for keys further from the end
+            unknown = [at for at in unknown if at >= len(keys) - self._store.most_window_keys]
         if wanted := unknown[: MAX_ASKED - self._asked_keys]:
             its = slice(wanted[0], wanted[-1] + 1)
             states[its] = states[its].replace(bytes([UNKNOWN]), bytes([ASKED]))
@@ -720,10 +589,6 @@ class SharedTier(Tier):
             self._error(error.kind, error.sentence)
 
 
-def _nbytes(work: BlockWork) -> int:
-    return 0 if isinstance(work, Removal) else sum(map(len, work.views))
-
-
 class Unfollowed(Exception):
     """A peer has not followed a raised generation yet."""
 
@@ -737,29 +602,8 @@ class Answer:
     seconds: float
 
 
-class StoreConnection:
-    """Code of a shared tier's thread, with its own connection to the store."""
-
-    def __init__(self, tier: SharedTier, store: Store, clock: Callable[[], float]) -> None:
-        self._tier, self._breaker, self._store, self._clock = tier, tier.breaker, store, clock
-
-    def _fail(self, error: Exception, work: str) -> None:
-        """Report a failure. It counts for the breaker unless the server answered: it refuses writes, or the stored
-        generation is invalid."""
-        if not isinstance(error, StoreError):  # a bug in the store's code
-            self._store.close()
-            why = f"It failed unexpectedly: {error!r}; please report the log's traceback."
-            cause, error = error, StoreError("internal", why)
-            error.__cause__ = cause
-        if self._tier.closed:
-            return
-        refused = work == "write" and error.kind not in LOST
-        if work and not refused and error.kind != "generation":
-            self._breaker.failed(work, at_once=error.final)
-        reported = error
-        self._tier.post(lambda: self._tier.failed(reported, refused=refused))
-
-    # --- asking ----------------------------------------------------------------------------------
+class AskingThread(StoreThread):
+    """Asks the store, and raises generations."""
 
     def asks(self, questions: list[Question]) -> list[object]:
         return list(map(self._answer, questions))
@@ -875,92 +719,6 @@ class StoreConnection:
                 return Unfollowed(error.sentence)
             self._fail(error, "write")
             return error
-
-    # --- reading and writing ---------------------------------------------------------------------
-
-    def reads(self, batch: list[ObjectRead]) -> Iterator[tuple[Result, Block | None]]:
-        left = deque(batch)
-        while left:
-            if self._tier.closed or self._breaker.open:
-                left.popleft()
-                yield Result.CANCELLED if self._tier.closed else Result.FAILED, None
-                continue
-            for end in self._read(list(left)):
-                left.popleft()
-                yield end
-
-    def _read(self, reads: Sequence[ObjectRead]) -> Iterator[tuple[Result, Block | None]]:
-        """Yield the results of the first reads, up to one that fails."""
-        requests = [GetRequest(object_key(read.stored, read.key), read.views) for read in reads]
-        patience_s, came_at = min(read.patience_s for read in reads), self._clock()
-        try:
-            self._store.connect()
-            objects = self._store.get(requests, patience_s)
-            for read, received in zip(reads, objects, strict=True):
-                if isinstance(received, StoreError):
-                    self._fail(received, "read")
-                    yield Result.FAILED, None
-                    continue
-                self._breaker.succeeded("read")
-                came_at = self._clock()
-                if received is None:
-                    yield Result.GONE, None
-                    continue
-                block = _verified(read, received)
-                if block is None:
-                    # It may answer another request, and so may all that follows on the connection.
-                    self._store.close()
-                    yield Result.CORRUPT, None
-                    return
-                yield Result.DONE, block
-        except Exception as error:
-            self._fail(error, "read")
-            # A connection that stalled for part of the patience is lost; another may serve in time.
-            late = isinstance(error, StoreError) and error.kind == "timeout"
-            late = late and self._clock() - came_at >= LATE_SHARE * patience_s
-            yield Result.DEADLINE if late else Result.FAILED, None
-
-    def writes(self, batch: list[ObjectWrite | Removal]) -> list[Result]:
-        try:
-            if not self._breaker.open and not self._tier.closed:
-                self._store.connect()
-                if not isinstance(batch[0], Removal):
-                    return self._write([one for one in batch if isinstance(one, ObjectWrite)])
-                self._store.remove(batch[0].names, self._clock() + WRITE_S)
-                return [Result.DONE]
-        except Exception as error:
-            self._fail(error, "write")
-        return [Result.CANCELLED if self._tier.closed else Result.FAILED] * len(batch)
-
-    def _write(self, writes: Sequence[ObjectWrite]) -> list[Result]:
-        deadline = self._clock() + WRITE_S
-        names = [object_key(write.stored.group, write.stored.key) for write in writes]
-        there = self._store.touch(names, deadline)
-        absent: list[tuple[bytes, list[bytes | memoryview]]] = [
-            (name, [encode_header(write.stored), *write.views])
-            for name, write, known in zip(names, writes, there, strict=True)
-            if not known
-        ]
-        stored = self._store.put(absent, deadline)
-        if False in stored:
-            why = "It accepts no more blocks now; see Redis's maxmemory-policy or the bucket's quota."
-            self._fail(StoreError("full", why), "write")
-        self._breaker.succeeded("write")
-        each = iter(stored)
-        return [Result.PRESENT if known else Result.DONE if next(each) else Result.FAILED for known in there]
-
-
-def _verified(read: ObjectRead, received: Received) -> Block | None:
-    """Return the block of an object; None if header or bytes are not those of a complete object of this block."""
-    if received.shards is not None:
-        block: Block | None = Block(read.stored, read.key, *received.shards)
-    else:
-        block = decode_header(received.header)
-    if block is None or (block.group, block.key) != (read.stored, read.key) or not all(block.checksums):
-        return None
-    found = zip(read.views, received.checksums or repeat(0, len(read.views)), block.checksums, strict=True)
-    right = all((taken or digest(view)) == checksum for view, taken, checksum in found)
-    return block if right else None
 
 
 def _check_generation(own_key: bytes, generation: int) -> None:

@@ -171,7 +171,7 @@ class Store(ABC):
 
     Attributes:
         poll_s: interval at which raised generations are looked for.
-        most_window_keys: keys that ``ask`` manages within its deadline without ``prefix``.
+        most_window_keys: last keys of a question without ``prefix`` that are asked for; the others count as absent.
         keys_at_once: most keys of one ``ask``, after which other clients can have their turn.
         blocks_at_once, bytes_at_once: most objects of one ``get`` or ``put``, and their bytes if there are several.
         failed_s: time for which a block whose read failed counts as absent.

@@ -14,6 +14,11 @@ from random import Random
 from tests.kit.closing import ServerThread
 
 
+class Server(ThreadingHTTPServer):
+    request_queue_size = 128
+    """A store connects 64 times at once; a SYN that finds the queue full is sent again a second later."""
+
+
 class FaultyBucket(ServerThread):
     """Has the objects of one bucket, until a test sets a fault.
 
@@ -29,6 +34,7 @@ class FaultyBucket(ServerThread):
         refused: how many of each method were.
         kept: the code with which each object stays that one request is to remove with others.
         requests: how many of each method it was given.
+        authorization: by which the last was signed.
     """
 
     def __init__(self) -> None:
@@ -44,6 +50,7 @@ class FaultyBucket(ServerThread):
         self.refused: Counter[str] = Counter()
         self.kept = ""
         self.requests: Counter[str] = Counter()
+        self.authorization = ""
         bucket = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -86,6 +93,7 @@ class FaultyBucket(ServerThread):
             def serve(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 bucket.requests[self.command] += 1
+                bucket.authorization = self.headers.get("Authorization", "")
                 time.sleep(bucket.delay_s)
                 path = self.path.partition("?")[0]
                 if path in bucket.busy_paths or bucket._random.random() < bucket.refused_part:
@@ -113,7 +121,7 @@ class FaultyBucket(ServerThread):
 
             do_GET = do_HEAD = do_PUT = do_POST = serve
 
-        super().__init__(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
+        super().__init__(Server(("127.0.0.1", 0), Handler))
 
     def refuse_writes(self, answer: tuple[int, str]) -> None:
         self.errors["PUT"] = answer

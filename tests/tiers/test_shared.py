@@ -238,6 +238,59 @@ def test_errors_are_misses_with_a_sentence(store: FaultyStore, rig: SharedRig, e
     rig.until(lambda: rig.tier.available(), 5.0)
 
 
+BUSY = (
+    b"-BUSY Redis is busy running a script. You can only call SCRIPT KILL or SHUTDOWN NOSAVE.\r\n",
+    b"-LOADING Redis is loading the dataset in memory\r\n",
+)
+
+
+@pytest.mark.parametrize("answer", BUSY, ids=["busy", "loading"])
+def test_what_a_busy_server_answers_counts(store: FaultyStore, rig: SharedRig, answer: bytes) -> None:
+    """As where a script begins in the middle of a batch."""
+    blocks = rig.store_some(5)
+    store.busy = {name_of(blocks[3], 0): answer}
+    for _ in range(3):
+        assert rig.ask_anew(*blocks) == [Answer.YES, Answer.YES, Answer.YES, Answer.NO, Answer.YES]
+    store.busy = {}
+    assert rig.ask_anew(*blocks) == [Answer.YES] * 5
+    store.busy = {name_of(blocks[3], 0): answer}
+    ends = [rig.begin_read(block, slot=8 + at) for at, block in enumerate(blocks)]
+    rig.until(lambda: all(ends))
+    assert ends == [[DONE], [DONE], [DONE], [Result.FAILED], [DONE]]
+    assert set(rig.kinds) == {"busy"}
+    assert rig.tier.breaker.opened == 0
+
+
+LIMIT = b"CONFIG SET maxclients %d\r\n"
+
+
+@pytest.mark.parametrize("fault", ["a script", "maxclients"])
+def test_a_server_that_is_busy_for_a_while_serves_again(fault: str) -> None:
+    with RedisServer() as server:
+        rig = SharedRig(server.url).reachable()
+        rig.store(block := rig.block(1))
+        server.command("CONFIG", "SET", "busy-reply-threshold", "1")
+        with socket.create_connection(("127.0.0.1", server.port)) as other:
+            if fault == "a script":
+                other.sendall(b"EVAL 'while true do end' 0\r\n")
+                rig.until(lambda: server.command("PING").startswith(b"-BUSY"))
+            else:
+                other.sendall(LIMIT % 1)
+                assert other.recv(99) == b"+OK\r\n"
+                for store in rig.tier._stores:
+                    store.interrupt()
+            while rig.tier.available():
+                assert rig.ask_anew(block) == [Answer.NO]
+            assert rig.kinds["busy"] > 0
+            assert set(rig.kinds) <= {"busy", "disconnected"}
+            if fault == "a script":
+                server.command("SCRIPT", "KILL")
+            else:
+                other.sendall(LIMIT % 1000)
+            rig.until(lambda: rig.ask_anew(block) == [Answer.YES])
+            assert rig.load(block) is DONE
+
+
 def test_no_more_is_queued_than_the_bounds_allow(store: FaultyStore, rig: SharedRig) -> None:
     store.answering.clear()
     block = rig.block(1)
