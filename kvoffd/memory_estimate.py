@@ -22,8 +22,8 @@ SHARED_BYTES = 96 << 20
 """Cached answers of a shared store, and its requests and transfers in progress."""
 HELPER_BYTES = 336 << 20
 """The process with NIXL (95 MiB measured at rest), and the memory into which peers' blocks come."""
-QUEUES_BYTES = MAX_QUEUED * FILL_BYTES + MAX_WAITING * WAITING_BYTES
-"""Queued reads and writes of all disks, or of one store."""
+READS_BYTES, WRITES_BYTES = MAX_QUEUED * FILL_BYTES, MAX_WAITING * WAITING_BYTES
+"""Queued reads of a disk or store, and queued writes of all disks, or of one store."""
 IN_USE_AT_START = ("pool", "slot table and page tables", "process and clients")
 """Parts that are allocated once the pool is touched, so the cgroup's free memory does not include them."""
 
@@ -39,7 +39,8 @@ def memory_estimate(config: Config) -> dict[str, int]:
         "indices of disks": sum(index_bytes(one.size_bytes) for one in config.disk),
         "shared stores": SHARED_BYTES * stores,
         "helper process for peers": HELPER_BYTES if config.peers or config.peer_listen else 0,
-        "queues of disks and stores": QUEUES_BYTES * (bool(config.disk) + stores),
+        "queues of disks and stores": READS_BYTES * (len(config.disk) + stores)
+        + WRITES_BYTES * (bool(config.disk) + stores),
         "process and clients": PROCESS_BYTES,
     }
 

@@ -424,7 +424,7 @@ class Cache:
             lease = Lease(lease_id, session, namespace, self._clock() + self._lease_ttl_s, _NOTHING)
             lease.counts = not (again or reported)
         lease.coming -= lease.asking  # stores are asked again
-        lease.asking, lease.peer = 0, peer
+        lease.asking, lease.asking_bytes, lease.peer = 0, 0, peer
         for index, keys in groups if self._dead else ():
             self._record_reset(current[index], keys)
         found = [self.blocks.lookup(current[index], keys, pin=is_new) for index, keys in groups]
@@ -537,9 +537,14 @@ class Cache:
             self._add_to_lease(lease, leased, blocks, newly_pinned_bytes)
 
     @property
+    def pinnable_bytes(self) -> int:
+        """Bytes that leases may still pin."""
+        return self.most_leased_bytes - self.blocks.pinned_bytes
+
+    @property
     def leasable_bytes(self) -> int:
         """Bytes that leases may still pin, without those that are reserved for promotions."""
-        return self.most_leased_bytes - self.blocks.pinned_bytes - self.reserved_bytes
+        return self.pinnable_bytes - self.reserved_bytes
 
     def _leasable(self, leased: SessionLeases, keys: int, newly_pinned_bytes: int) -> float:
         """Return the part of newly pinned keys that a session may lease in addition to its leases: 1.0 for all.
@@ -719,7 +724,7 @@ class Cache:
     def _ask_tiers(self, tiers: TierHooks, lease: Lease, states: list[bytes]) -> None:
         """Request what the pool lacks of a prefetch's keys, or end it if nothing more comes."""
         lease.coming -= lease.asking
-        lease.asking, before = 0, lease.coming
+        lease.asking, lease.asking_bytes, before = 0, 0, lease.coming
         tiers.find(lease, self._prefetches[lease], states, None)
         lease.namespace.counters.prefetched_keys += max(0, lease.coming - lease.asking - before)
         if not lease.coming:

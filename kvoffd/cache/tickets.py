@@ -34,6 +34,8 @@ class Lease:
     """Keys that are, or may be, on their way up from a tier for this lease."""
     asking: int = 0
     """Keys among these that a store was being asked for at the last lookup."""
+    asking_bytes: int = 0
+    """Pool bytes that these may take."""
     wait_s: float = 0.0
     """Expected time until they are in the pool, as of the last lookup; 0 if unknown."""
     peer: str = ""

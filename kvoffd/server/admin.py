@@ -44,7 +44,7 @@ def reset_fleet(service: Service, session: Session, message: a.ResetFleet) -> Pe
         raise KvoffdError(why, ErrorCode.NOT_READY)
     tiers = list(service.tier_supervisor.shared)
     networks = service.tier_supervisor.networks
-    raises = service.tier_supervisor.raise_generation(message.namespace)
+    raises = service.tier_supervisor.void_everywhere(message.namespace)
     service.follow_fleet()
 
     def poll(late: bool) -> m.Done | None:

@@ -43,7 +43,7 @@ def open_namespace(service: Service, session: Session, message: m.OpenNamespace)
     namespace, created = cache.open_namespace(Namespace(fingerprint, label, *geometry, description))
     session.namespaces[fingerprint] = namespace
     if created:
-        namespace.generation = service.state.generation(fingerprint)
+        namespace.generation = service.state.generations.of(fingerprint)
         if namespace.of_bench:
             what = "" if namespace.evicts_others else "; it evicts nothing"
             logger.info("%s opens the namespace %r%s.", printable(session.name), label, what)

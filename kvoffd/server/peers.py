@@ -12,9 +12,11 @@ import numpy as np
 from kvoffd.cache.block_table import CORRUPT, READY, BlockIds
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Group
+from kvoffd.tiers.generations import Generations
 from kvoffd.tiers.peers import (
     BUSY,
     FIND,
+    FOLLOW,
     GENERATION_BYTES,
     LENT,
     MAX_BLOCKS,
@@ -24,10 +26,10 @@ from kvoffd.tiers.peers import (
     PIN,
     RELEASE,
     Find,
+    Follow,
     Pin,
     Pinned,
 )
-from kvoffd.tiers.shared import FleetGenerations, is_sound
 from kvoffd_proto.messages import FINGERPRINT_BYTES
 
 MAX_VOIDED = 64
@@ -53,9 +55,8 @@ class PeerServer:
     """Answers peers' requests, which the helper passes on. Called in the daemon's thread.
 
     Args:
-        is_unshared: see ``Tiering``: of such a namespace nothing is lent.
         is_saved: whether the next daemon would know of all resets.
-        fleet: of a namespace that a peer has with another generation nothing is lent. A higher one is followed.
+        generations: of a namespace that is unshared, or that a peer has with another fleet generation, nothing is lent.
 
     Attributes:
         refused: requests without an answer in full, because of a limit.
@@ -65,12 +66,10 @@ class PeerServer:
         self,
         cache: Cache,
         clock: Callable[[], float],
-        is_unshared: Callable[[bytes], bool],
         is_saved: Callable[[], bool],
-        fleet: FleetGenerations,
+        generations: Generations,
     ) -> None:
-        self._cache, self._clock, self._is_unshared, self._is_saved = cache, clock, is_unshared, is_saved
-        self._fleet = fleet
+        self._cache, self._clock, self._is_saved, self._generations = cache, clock, is_saved, generations
         self._most_bytes = cache.slots.pool_bytes // LENT_SHARE
         self._lent: dict[tuple[bytes, int], Lent] = {}
         self._window_at = self._spent_s = 0.0
@@ -93,6 +92,8 @@ class PeerServer:
                 return self._find(msgspec.msgpack.decode(payload, type=Find))
             if kind == PIN:
                 return self._pin(route, ident, msgspec.msgpack.decode(payload, type=Pin))
+            if kind == FOLLOW:
+                return self._follow(msgspec.msgpack.decode(payload, type=Follow))
         except (msgspec.MsgspecError, ValueError):
             self.refused += 1
         finally:
@@ -105,26 +106,34 @@ class PeerServer:
             raise ValueError
         if len(wanted.keys) // wanted.key_bytes > MAX_KEYS:
             raise ValueError
-        if len(wanted.fingerprint) != FINGERPRINT_BYTES:
-            raise ValueError
-        if is_sound(wanted.generation) and len(self._fleet.voided) < MAX_VOIDED:
-            self._fleet.raise_to(wanted.fingerprint, wanted.generation)
-        if not self._fleet.is_valid(wanted.fingerprint, wanted.generation):
+        self._hear(wanted.fingerprint, wanted.generation)
+        if not self._generations.is_valid(wanted.fingerprint, wanted.generation):
             return None
         namespace = self._cache.namespaces.get(wanted.fingerprint)
         if namespace is None or namespace.key_bytes != wanted.key_bytes or namespace.of_bench:
             return None
-        if not 0 <= wanted.group < len(namespace.groups) or self._is_unshared(wanted.fingerprint):
+        if not 0 <= wanted.group < len(namespace.groups) or self._generations.is_unshared(wanted.fingerprint):
             return None
         group = self._cache.group(namespace, wanted.group)
         return group if group.lengths and not group.dead else None
 
+    def _hear(self, fingerprint: bytes, generation: int) -> None:
+        """Follow a generation that a peer has, if it is higher. Raises ValueError for what is no fingerprint."""
+        if len(fingerprint) != FINGERPRINT_BYTES:
+            raise ValueError
+        if len(self._generations.voided) < MAX_VOIDED:
+            self._generations.hear(fingerprint, generation)
+
+    def _follow(self, told: Follow) -> bytes:
+        self._hear(told.fingerprint, told.generation)
+        # Until then a kill would bring the blocks back.
+        is_kept = told.fingerprint not in self._generations.voided and self._is_saved()
+        return self._generations.fleet(told.fingerprint).to_bytes(GENERATION_BYTES, "little") + bytes([is_kept])
+
     def _find(self, wanted: Find) -> bytes:
         count = len(wanted.keys) // max(1, wanted.key_bytes)
         group = self._group(wanted)
-        generation = self._fleet.of(wanted.fingerprint).to_bytes(GENERATION_BYTES, "little")
-        if not count and (wanted.fingerprint in self._fleet.voided or not self._is_saved()):
-            return bytes(GENERATION_BYTES)  # its generation is not followed yet: a kill would bring the blocks back
+        generation = self._generations.fleet(wanted.fingerprint).to_bytes(GENERATION_BYTES, "little")
         if group is None or not count:
             return generation + bytes(count)
         if self._spent_s > LOOP_SHARE * WINDOW_S:
@@ -174,7 +183,8 @@ class PeerServer:
         return may and self._spent_s <= LOOP_SHARE * WINDOW_S
 
     def _lendable_blocks(self, block_bytes: int) -> int:
-        left = min(self._most_bytes - self.lent_bytes, self._cache.leasable_bytes)
+        # What is reserved counts as free: a slow source may reserve all, and peers have a part for some seconds.
+        left = min(self._most_bytes - self.lent_bytes, self._cache.pinnable_bytes)
         # One block at a time is lent even if it is larger than the limit: it could never be read otherwise.
         return max(left // max(1, block_bytes), 0 if self._lent else 1)
 

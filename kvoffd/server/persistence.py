@@ -1,15 +1,4 @@
-"""Files that outlive the daemon: generations and quotas of namespaces, and the policy's state.
-
-A namespace's **generation** is raised by each reset and clear, which make its blocks stale. Pools and disks record the
-generation in which a block was stored. A block of a lower generation is void wherever it is found: on a disk that was
-detached or read-only, in an older copy of a file, in another pool. This is the only protection against cleared blocks,
-so a reset (``Service.reset``) is answered only when ``kvoffd.state`` is on its device.
-
-A generation is a time, in microseconds since 1970, above all generations seen in the state file, pools and disks. So
-one that is raised after the state file was lost is above all earlier ones. A higher one that is found in a pool or on a
-disk replaces the known one. One in the future was raised before the clock was set back: it may be older or newer than
-the known ones, so all existing blocks of the namespace become void.
-"""
+"""Files that outlive the daemon: generations, quotas and totals, and the policy's state."""
 
 from __future__ import annotations
 
@@ -32,9 +21,8 @@ from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.system.files import FileCalls, FileInUse, claim_file, foreign_owner, is_regular, open_directory
 from kvoffd.system.mappings import filesystem_magic
-from kvoffd.system.newest import put_newest
 from kvoffd.system.threads import start
-from kvoffd.tiers.shared import is_sound
+from kvoffd.tiers.generations import Generations, Resets
 from kvoffd_proto.messages import Count
 from kvoffd_proto.stats import Lifetime
 
@@ -42,12 +30,6 @@ logger = logging.getLogger(__name__)
 
 STATE_FILE, POLICY_FILE = "kvoffd.state", "kvoffd.policy"
 MAX_STATE_BYTES = 16 << 20
-MAX_NAMES = 4096
-"""Limit of the namespaces with an entry in each table of ``Resets``.
-
-Beyond it the oldest entry of a namespace that is not open is removed. Then all namespaces without one have at least its
-generation, or are not shared.
-"""
 RETRY_S = 5.0
 """Time until a failed write is retried: the file system may have been full for a moment."""
 CLOSE_S = 2.0
@@ -79,6 +61,8 @@ class StateFile:
         """Numbers of the latest save that was requested, of the latest that was tried, and of the one on the device."""
         self._problem = ""
         """Error of the latest write; empty if it succeeded."""
+        self.outlives_reboot = True
+        """Whether the latest content was written to a file system on a device."""
         start(threading.Thread(target=self._run, name=f"kvoffd-{path.rpartition('.')[2]}"[:15], daemon=True))
 
     def claim(self) -> None:
@@ -108,18 +92,6 @@ class StateFile:
             if found.st_size > self._max_bytes:
                 raise ValueError(f"it has {found.st_size} bytes, more than {self._max_bytes}")
             return file.read(self._max_bytes)
-
-    @property
-    def outlives_reboot(self) -> bool:
-        """Whether its file system is on a device."""
-        try:
-            directory = open_directory(Path(self.path).parent)
-        except OSError:
-            return True  # nothing can be written there, which `problem` reports
-        try:
-            return filesystem_magic(directory) not in IN_MEMORY
-        finally:
-            os.close(directory)
 
     def save(self, content: bytes) -> None:
         """Schedule a write, which replaces any pending one."""
@@ -203,6 +175,7 @@ class StateFile:
         directory = open_directory(Path(self.path).parent)
         try:
             os.fsync(directory)
+            self.outlives_reboot = filesystem_magic(directory) not in IN_MEMORY
         finally:
             os.close(directory)
 
@@ -216,21 +189,6 @@ def _check_own(_: int, found: os.stat_result) -> None:
 def _open_own(path: str, flags: int) -> int:
     """Open a file without following a link, and without blocking on a FIFO."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
-
-
-class Resets(msgspec.Struct):
-    """Protection against cleared blocks. Keys are fingerprints of namespaces."""
-
-    floor: Count = 0
-    """Generation of all namespaces without their own, from the last time that all were cleared."""
-    generations: dict[bytes, Count] = {}
-    fleet: dict[str, dict[bytes, Count]] = {}
-    """Fleet generations that were applied here, under an empty name; of release 0.2 by URL of the shared store."""
-    unshared: dict[bytes, Count | bool] = {}
-    """Namespaces that an engine has reset here: shared stores and peers are not used for one until its fleet generation
-    is above this number. 0: they are, although ``unshared_floor`` is not 0. 0.2 wrote True."""
-    unshared_floor: Count = 0
-    """This number for namespaces that are not in ``unshared``: 0 unless the resets or an entry were lost."""
 
 
 class Quotas(msgspec.Struct):
@@ -249,18 +207,15 @@ lines are between them, so that a damaged line end costs nothing."""
 
 
 class State:
-    """Persistent state of namespaces, saved at each change. For the daemon's thread, except ``generation``.
+    """Persistent state of namespaces, saved at each change. For the daemon's thread.
 
     It is not stored with the pool: a reset also applies to every later pool.
-
-    Attributes:
-        is_there: returns whether a namespace exists, so that one client's many resets do not displace others'.
     """
 
     def __init__(self, file: StateFile, wall_clock: Callable[[], float] = time.time) -> None:
         self.file, self._wall_clock = file, wall_clock
-        self.is_there: Callable[[bytes], bool] = lambda fingerprint: False
-        self.resets, self.quotas, self.counted = Resets(), Quotas(), Counted()
+        self.generations = Generations(save=lambda: self._save(b"resets"), wall_clock=wall_clock)
+        self.quotas, self.counted = Quotas(), Counted()
         self._lines = dict.fromkeys(PARTS, b"")
 
     def restore(self) -> None:
@@ -282,7 +237,8 @@ class State:
                 "Without it cleared blocks may come back from disks and shared stores."
             ) from error
         found = _parts_of(content)
-        self.resets, self.quotas, self.counted = (found.get(name, kind()) for name, kind in PARTS.items())  # type: ignore[assignment]
+        resets, self.quotas, self.counted = (found.get(name, kind()) for name, kind in PARTS.items())  # type: ignore[assignment]
+        self.generations.restore(resets)  # type: ignore[arg-type]
         lost = ", ".join(name.decode() for name in PARTS if name not in found)
         if lost:
             logger.warning("Cannot use these parts of %s, because %s: %s.", self.file.path, why, lost)
@@ -291,97 +247,9 @@ class State:
                 "Earlier clears and resets are unknown. So all existing blocks are void, and no namespace is shared "
                 "with other nodes until `kvoffd-cli clear --all-nodes`."
             )
-            self.resets.unshared_floor = int(self._wall_clock())
-            self.raise_all()
-        for name, number in self.resets.unshared.items():
-            if not is_sound(int(number)):  # an earlier release followed any number; no clear could exceed this one
-                self.resets.unshared[name] = int(self._wall_clock())
+            self.generations.stop_sharing_all()
         if content != self._encoded(*PARTS):
             self._save(*PARTS)  # repairs the file
-
-    # --- generations -----------------------------------------------------------------------------
-
-    def generation(self, fingerprint: bytes) -> int:
-        """Return the namespace's current generation; blocks of lower ones are void. For any thread."""
-        return self.resets.generations.get(fingerprint, self.resets.floor)
-
-    def raise_generation(self, fingerprint: bytes) -> None:
-        """Make all existing blocks of a namespace void, wherever they are."""
-        self._set_generation(fingerprint, self._next())
-
-    def raise_all(self) -> None:
-        """Make all existing blocks of all namespaces void."""
-        self.resets.floor = self._next()
-        self.resets.generations.clear()
-        self._save(b"resets")
-
-    def accept(self, fingerprint: bytes, generation: int) -> bool:
-        """Return whether blocks of this generation, found in a pool or on a disk, are valid.
-
-        A generation above the known one replaces it: the state file had lost it.
-        """
-        if generation <= (known := self.generation(fingerprint)):
-            return generation == known
-        if is_sound := generation <= self._now():
-            self._set_generation(fingerprint, generation)
-        else:
-            logger.warning("The clock was set back: a namespace's reset is in the future. All its blocks are void.")
-            self._set_generation(fingerprint, self._next(generation))
-        return is_sound
-
-    def _now(self) -> int:
-        return int(1e6 * self._wall_clock())
-
-    def _next(self, found: int = 0) -> int:
-        """Return a generation above all known ones, and ``found``."""
-        last = max(found, self.resets.floor, *self.resets.generations.values())
-        if (now := self._now()) <= last:
-            logger.info("The clock is behind the last reset; generations continue from that.")
-        return max(now, last + 1)
-
-    def _set_generation(self, fingerprint: bytes, generation: int) -> None:
-        gone = put_newest(self.resets.generations, fingerprint, generation, MAX_NAMES, self.is_there)
-        self.resets.floor = max(self.resets.floor, gone or 0)
-        self._save(b"resets")
-
-    # --- sharing ---------------------------------------------------------------------------------
-
-    def is_unshared(self, fingerprint: bytes) -> bool:
-        """Return whether the namespace may neither be read from shared stores nor written to them."""
-        return self.unshared_at(fingerprint) > 0
-
-    def unshared_at(self, fingerprint: bytes) -> int:
-        """Return the number above which a fleet generation shares the namespace again; 0 if it is shared."""
-        return int(self.resets.unshared.get(fingerprint, self.resets.unshared_floor))
-
-    def unshare(self, fingerprint: bytes, generation: int) -> None:
-        """Stop sharing a namespace until its fleet generation is above this one: blocks of other nodes may be stale."""
-        self._set_unshared(fingerprint, max(1, generation, self.unshared_at(fingerprint)))
-
-    @property
-    def fleet(self) -> dict[bytes, int]:
-        """Fleet generations that were applied here."""
-        found: dict[bytes, int] = {}
-        for one in self.resets.fleet.values():
-            found |= {fingerprint: max(number, found.get(fingerprint, 0)) for fingerprint, number in one.items()}
-        return found
-
-    def save_fleet_reset(self, fingerprint: bytes, generation: int) -> None:
-        """Record that a namespace was reset on all nodes, and its fleet generation since.
-
-        That may have been before an engine's reset on this node, which then stands.
-        """
-        if generation > self.unshared_at(fingerprint):
-            self.resets.unshared.pop(fingerprint, None)
-            if self.resets.unshared_floor:
-                self._set_unshared(fingerprint, 0)
-        put_newest(self.resets.fleet.setdefault("", {}), fingerprint, generation, MAX_NAMES, self.is_there)
-        self._save(b"resets")
-
-    def _set_unshared(self, fingerprint: bytes, generation: int) -> None:
-        forgotten = put_newest(self.resets.unshared, fingerprint, generation, MAX_NAMES, self.is_there) or 0
-        self.resets.unshared_floor = max(self.resets.unshared_floor, int(forgotten))
-        self._save(b"resets")
 
     @property
     def is_saved(self) -> bool:
@@ -408,7 +276,7 @@ class State:
 
     def _encoded(self, *changed: bytes) -> bytes:
         """Return the file's content. The resets are in it twice, so that damage to one place loses none."""
-        for name, part in zip(PARTS, (self.resets, self.quotas, self.counted), strict=True):
+        for name, part in zip(PARTS, (self.generations.resets, self.quotas, self.counted), strict=True):
             if name in changed or not self._lines[name]:
                 body = name + b" " + msgspec.json.encode(part)
                 self._lines[name] = b"%08x %s\n\n" % (zlib.crc32(body), body)

@@ -117,7 +117,7 @@ def restore(cache: Cache, pool: Pool, policy: PolicyFile, state: State) -> None:
     snapshot = pool.table.load_namespaces(NamespaceSnapshot) or NamespaceSnapshot(1, ())
     known: list[Group] = []
     for record in snapshot.namespaces:
-        if not state.accept(record.fingerprint, record.generation):
+        if not state.generations.accept(record.fingerprint, record.generation):
             continue
         try:
             groups = cache.restore_namespace(record)

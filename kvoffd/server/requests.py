@@ -291,11 +291,13 @@ def reset(service: Service, session: Session, message: m.Reset) -> m.Done | Pend
     count = service.reset(namespace.fingerprint)
     if namespace.of_bench:
         return m.Done(message.request_id, count)
-    service.tier_supervisor.namespace_reset(message.namespace)
-    if service.tier_supervisor.shares and not service.state.file.outlives_reboot:
-        raise KvoffdError(
+    service.state.generations.stop_sharing(message.namespace)
+    if service.tier_supervisor.shares:
+        logger.info("An engine reset a namespace; its blocks are no longer shared with other nodes.")
+    in_memory = ""
+    if service.tier_supervisor.shares:
+        in_memory = (
             f"It is done, but a reboot would undo it: {service.state.file.path}, the record that the namespace is not "
-            "shared any more, is in memory. Clear it on all nodes, or set STATE_DIRECTORY to a directory on a disk.",
-            ErrorCode.NOT_KEPT,
+            "shared any more, is in memory. Clear it on all nodes, or set STATE_DIRECTORY to a directory on a disk."
         )
-    return service.reply_once_saved(m.Done(message.request_id, count), RESET_NOT_SAVED)
+    return service.reply_once_saved(m.Done(message.request_id, count), RESET_NOT_SAVED, in_memory)

@@ -36,6 +36,7 @@ from kvoffd.server.sessions import Session, Sessions
 from kvoffd.server.tier_supervisor import TierSupervisor, make_tiering
 from kvoffd.server.trace import Tracer
 from kvoffd.server.traffic import TrafficCounts
+from kvoffd.system.calls import call_each
 from kvoffd.tiering.tiering import Tiering
 from kvoffd.transfer.cuda.gpus import Gpus
 from kvoffd.transfer.engine import CopyEngine
@@ -117,7 +118,7 @@ class Service:
         """Reason why engines cannot connect."""
         self._totals_due = self.started_at + config.limits.totals_every_s
         self._partial_warned: WeakSet[Namespace] = WeakSet()
-        state.is_there = lambda fingerprint: fingerprint in cache.namespaces
+        state.generations.is_open = lambda fingerprint: fingerprint in cache.namespaces
         cache.on_counted = self.curve.requested
         self._lru_fallback = LruFallback(self.curve, cache.policy) if isinstance(cache.policy, Learned) else None
 
@@ -194,26 +195,30 @@ class Service:
             self.tiering.pump()
 
     def background(self) -> bool:
-        """Do some milliseconds of long work: free blocks that were reset, unpin blocks of ended leases, publish events
-        of recovered ones. Return whether there is more."""
+        """Do some milliseconds of long work: free blocks that were reset, unpin blocks of ended leases, fail overdue
+        promotions, publish events of recovered blocks. Return whether there is more."""
         more = self.cache.announce_recovered()
+        if self.tiering is not None:
+            more = self.tiering.background() or more
         return self.cache.background() or more
 
     def tick(self) -> None:
-        """Do periodic work, such as ending overdue leases and copies, and dropping partial blocks."""
-        if self.cache.tick():
-            self._warn_of_partial()
-        self.memory.tick()
-        self.traffic.tick()
-        self._gained.sample({_REQUESTS: self.requests, **self.errors})
-        if self.clock() >= self._totals_due:
-            self.save_totals()
-        self.curve.tick()
-        if self._lru_fallback is not None:
-            self._lru_fallback.judge()
-        forget_idle(self, FORGET_AFTER_S)
-        self.tier_supervisor.tick()
-        self.follow_fleet()
+        """Do periodic work, such as ending overdue leases and copies, and dropping partial blocks.
+
+        A part that raises does not keep the others from it.
+        """
+        call_each(
+            (
+                self._end_overdue,
+                self.memory.tick,
+                self._count,
+                self.curve.tick,
+                self._judge_policy,
+                lambda: forget_idle(self, FORGET_AFTER_S),
+                self.tier_supervisor.tick,
+                self.follow_fleet,
+            )
+        )
 
     def in_last_hour(self) -> tuple[int, dict[str, int]]:
         """Return the last hour's requests, and its errors by code."""
@@ -273,26 +278,27 @@ class Service:
         each run has a namespace of its own.
         """
         chosen = [one for one in self.cache.namespaces.values() if fingerprint in (None, one.fingerprint)]
-        if fingerprint is None:
-            self.state.raise_all()
-        elif not any(one.of_bench for one in chosen):
-            self.state.raise_generation(fingerprint)
+        if not (fingerprint is not None and any(one.of_bench for one in chosen)):
+            self.state.generations.void_here(fingerprint)
         count = self.tiering.remove_all(fingerprint) if self.tiering is not None else 0
         with self.cache.saving_once():
             for namespace in chosen:
-                count += self.cache.reset(namespace, self.state.generation(namespace.fingerprint))
+                count += self.cache.reset(namespace, self.state.generations.of(namespace.fingerprint))
         return count
 
-    def reply_once_saved(self, reply: m.Done, otherwise: str) -> Pending:
+    def reply_once_saved(self, reply: m.Done, otherwise: str, in_memory: str = "") -> Pending:
         """Return ``reply``, to be sent once all changes so far are in ``kvoffd.state`` on its device.
 
-        If the write fails or takes long, the reply is the error NOT_KEPT with the sentence ``otherwise``.
+        If the write fails or takes long, the reply is the error NOT_KEPT with the sentence ``otherwise``; if the file
+        is in memory, with ``in_memory``, unless that is empty.
         """
         file, number = self.state.file, self.state.file.requested
 
         def poll(late: bool) -> m.Done | None:
             tried = file.tried >= number
             if file.written >= number:
+                if in_memory and not file.outlives_reboot:
+                    raise KvoffdError(in_memory, ErrorCode.NOT_KEPT)
                 return reply
             if not tried and not late:
                 return None
@@ -302,11 +308,25 @@ class Service:
 
     def follow_fleet(self) -> None:
         """Forget the blocks of namespaces that were reset for all nodes."""
-        for fingerprint in self.tier_supervisor.take_voided():
+        for fingerprint in list(self.state.generations.voided):
             self.reset(fingerprint)
-            self.tier_supervisor.namespace_reset(fingerprint, everywhere=True)
+            self.state.generations.followed(fingerprint)
 
     # --- internal ----------------------------------------------------------------------------------
+
+    def _end_overdue(self) -> None:
+        if self.cache.tick():
+            self._warn_of_partial()
+
+    def _count(self) -> None:
+        self.traffic.tick()
+        self._gained.sample({_REQUESTS: self.requests, **self.errors})
+        if self.clock() >= self._totals_due:
+            self.save_totals()
+
+    def _judge_policy(self) -> None:
+        if self._lru_fallback is not None:
+            self._lru_fallback.judge()
 
     def _warn_of_partial(self) -> None:
         """Warn once for each namespace whose blocks lack shards: no engine can read them."""

@@ -240,16 +240,17 @@ def _tiering_stats(service: Service) -> s.TieringStats | None:
     disks, writer = tiering.disks, tiering.disk_writer
     return filled(
         s.TieringStats,
-        disks,
         writer,
-        promotions_waiting=disks.waiting_blocks,
-        promotions_failed=dict(disks.failures),
-        promotions_unused=disks.unused_blocks,
+        promoted_blocks=sum(one.promoted_blocks for one in disks),
+        promoted_bytes=sum(one.promoted_bytes for one in disks),
+        promotions_waiting=sum(one.waiting_blocks for one in disks),
+        promotions_failed=dict(sum((one.failures for one in disks), Counter[str]())),
+        promotions_unused=sum(one.unused_blocks for one in disks),
         writes_waiting=writer.waiting_blocks,
         not_written=dict(writer.not_written),
         write_budget_left_bytes=writer.budget.left_bytes,
         write_mode=writer.mode.value,
-        promotion_bytes_per_second=disks.speed.measured,
+        promotion_bytes_per_second=sum(one.speed.measured for one in disks),
     )
 
 
@@ -289,10 +290,9 @@ def _shared_stats(service: Service) -> list[s.SharedStats]:
             servers=[s.SharedServer(*server) for server in tier.servers],
             unshared_namespaces=unshared,
         )
-        for source, writer in zip(tiering.sources, tiering.writers, strict=True)
-        for tier in source.tiers
+        for source, writer in tiering.stores
         # A peer that only requests name is shown while it answers: they may name what is gone.
-        if isinstance(tier, SharedTier) and (tier.available() or not tier.only_named)
+        if isinstance(tier := source.tier, SharedTier) and (tier.available() or not tier.only_named)
     ]
 
 

@@ -22,6 +22,7 @@ from kvoffd.pool.pool import Pool
 from kvoffd.server.memory import Post
 from kvoffd.server.peers import PeerServer
 from kvoffd.server.persistence import State
+from kvoffd.system.calls import call_each
 from kvoffd.system.numa import usable_cpus
 from kvoffd.system.threads import start
 from kvoffd.tiering import TieringSettings, WriteMode
@@ -30,8 +31,8 @@ from kvoffd.tiering.tiering import Tiering
 from kvoffd.tiers.disk import DiskTier
 from kvoffd.tiers.disk_file import OpeningStopped
 from kvoffd.tiers.peers import HelperSettings, PeerHelper, PeerStore, check_installed, read_secret
-from kvoffd.tiers.shared import FleetGenerations, Raise, SharedTier
-from kvoffd.tiers.store import Credentials, Store, open_store
+from kvoffd.tiers.shared import Raise, SharedTier
+from kvoffd.tiers.store import Credentials, Store, open_store, warn_of_readers
 from kvoffd.tiers.tier import PEER, TierListener
 from kvoffd_proto.stats import DiskFault, DiskState
 from kvoffd_proto.units import format_count, format_duration, format_size
@@ -66,6 +67,10 @@ class Disk:
     def state(self) -> DiskState:
         return DiskState.FAILED if self.problem else DiskState.SERVING if self.tier else DiskState.OPENING
 
+    def sample_errors(self) -> None:
+        if self.tier is not None:
+            self.errors.sample(self.tier.stats().errors)
+
 
 def make_tiering(
     config: Config,
@@ -80,7 +85,7 @@ def make_tiering(
     if per_day is None:
         per_day = sum(one.size_bytes for one in config.disk) if mode is WriteMode.AUTO else 0
     settings = TieringSettings(mode, per_day, config.disk_deadline_s, _trickle_bytes())
-    cache.tiers = tiering = Tiering(cache, events, clock, settings, engines_busy, state.is_unshared)
+    cache.tiers = tiering = Tiering(cache, events, clock, settings, engines_busy, state.generations.is_unshared)
     spent, at = state.counted.disk_spent
     tiering.disk_writer.budget.restore(spent, time.time() - at)
     return tiering
@@ -108,7 +113,6 @@ class TierSupervisor:
 
     Attributes:
         shared: the configured stores that nodes share, then the peers.
-        fleet: generations that they share.
         networks: peers that are networks, with their ports, as configured.
         peer_server: what is lent to peers; None if nothing is.
         peer_helper: the process that talks to them; None without peers.
@@ -129,7 +133,7 @@ class TierSupervisor:
         self._disks: list[Disk] = []
         self._stopping = False
         self.shared: list[SharedTier] = []
-        self.fleet = FleetGenerations(state.fleet)
+        self._generations = state.generations
         self.peer_helper: PeerHelper | None = None
         self.peer_server: PeerServer | None = None
         peers = [(*parse_peer(one), one) for one in config.peers]
@@ -168,9 +172,7 @@ class TierSupervisor:
         if not (config.peers or config.peer_listen):
             return
         if config.peer_listen:
-            self.peer_server = PeerServer(
-                self._cache, self._clock, self._state.is_unshared, lambda: self._state.is_saved, self.fleet
-            )
+            self.peer_server = PeerServer(self._cache, self._clock, lambda: self._state.is_saved, self._generations)
         settings = HelperSettings(peer_places(config.peers), config.peer_listen, read_secret(config.peer_secret_file))
         self.peer_helper = PeerHelper(settings, self._pool.place, self._peer_asks, self._peers_left)
 
@@ -235,7 +237,7 @@ class TierSupervisor:
             post=self._post,
             listener=tiering,
             ask_deadline_s=self._config.shared_ask_deadline_s,
-            fleet=self.fleet,
+            generations=self._generations,
         )
 
     @property
@@ -243,43 +245,38 @@ class TierSupervisor:
         """The shared stores and peers, with those that requests named."""
         return [*self.shared, *(one.tier for one in self._named)]
 
-    def namespace_reset(self, fingerprint: bytes, *, everywhere: bool = False) -> None:
-        """Record the reset of a namespace, on this node or ``everywhere``."""
-        if everywhere:
-            self._state.save_fleet_reset(fingerprint, self.fleet.of(fingerprint))
-        else:
-            # Not below the clock: a reset of all nodes that is still to be heard of, but was before, shares nothing.
-            self._state.unshare(fingerprint, max(int(time.time()), self.fleet.of(fingerprint)))
-            if self.shares:
-                logger.info("An engine reset a namespace; its blocks are no longer shared with other nodes.")
-
     @property
     def shares(self) -> bool:
         """Whether blocks are exchanged with other nodes."""
         return bool(self.shared) or self.peer_helper is not None
 
-    def raise_generation(self, fingerprint: bytes) -> list[Raise]:
+    def void_everywhere(self, fingerprint: bytes) -> list[Raise]:
         """Begin to void a namespace's blocks for all nodes."""
-        generation = max(self.fleet.next(fingerprint), self._state.unshared_at(fingerprint) + 1)
+        generation = self._generations.next_of_all(fingerprint)
         if self.peer_helper is not None:  # also where peers cannot be reached: those lend nothing until they follow
-            self.fleet.raise_to(fingerprint, generation)
+            self._generations.hear(fingerprint, generation)
         return [tier.raise_generation(fingerprint, generation) for tier in self.shared]
 
     def tick(self) -> None:
-        if self.peer_server is not None:
-            self.peer_server.tick()
-        if (tiering := self._tiering) is None:
-            return
-        for tier in self._every_shared:
-            for fingerprint in self._cache.namespaces if tier.available() else ():
-                tier.poll(fingerprint)
+        """Do periodic work. A part that raises does not keep the others from it."""
+        parts: list[Callable[[], object]] = [] if self.peer_server is None else [self.peer_server.tick]
+        if self._tiering is not None:
+            parts += [partial(self._poll, tier) for tier in self._every_shared]
+            parts += [self._forget_closed, self._tiering.tick]
+            parts += [*(disk.sample_errors for disk in self._disks), self._save_spent]
+        call_each(parts)
+
+    def _poll(self, tier: SharedTier) -> None:
+        for fingerprint in self._cache.namespaces if tier.available() else ():
+            tier.poll(fingerprint)
+
+    def _forget_closed(self) -> None:
         for closed in self._asked_at.keys() - self._cache.namespaces.keys():
             del self._asked_at[closed]
-        tiering.tick()
-        for disk in self._disks:
-            if disk.tier is not None:
-                disk.errors.sample(disk.tier.stats().errors)
-        if (spent := tiering.disk_writer.budget.amount_to_persist()) is not None:
+
+    def _save_spent(self) -> None:
+        assert self._tiering is not None
+        if (spent := self._tiering.disk_writer.budget.amount_to_persist()) is not None:
             self._state.save_disk_spent(spent)
 
     def is_behind(self, fingerprint: bytes) -> bool:
@@ -296,17 +293,7 @@ class TierSupervisor:
             self._asked_at[fingerprint] = asked_at if is_late else -inf
             if is_late:
                 return True
-        return fingerprint in self.fleet.voided
-
-    def take_voided(self) -> set[bytes]:
-        """Return the fingerprints of namespaces that were reset for all nodes since the last call.
-
-        They are not shared until they are reset here: otherwise stale blocks of the pool would be written to stores.
-        """
-        found = self.fleet.take_voided()
-        for fingerprint in found:
-            self._state.unshare(fingerprint, self.fleet.of(fingerprint) - 1)
-        return found
+        return fingerprint in self._generations.voided
 
     @property
     def problems(self) -> Iterator[tuple[str, str]]:
@@ -400,7 +387,7 @@ class TierSupervisor:
             clock=self._clock,
             post=self._post,
             listener=listener,
-            generation=self._state.generation,
+            generation=self._generations.of,
             should_stop=lambda: self._stopping,
         )
 
@@ -438,18 +425,18 @@ class TierSupervisor:
             "" if tier.direct else "; it uses the page cache, because it refuses O_DIRECT",
         )
         for fingerprint, generation in tier.found_generations.items():
-            known = self._state.generation(fingerprint)  # it may have been raised since the file was read
-            if not self._state.accept(fingerprint, generation):
+            known = self._generations.of(fingerprint)  # it may have been raised since the file was read
+            if not self._generations.accept(fingerprint, generation):
                 tier.remove_all(fingerprint)
-            if self._state.generation(fingerprint) > known:
+            if self._generations.of(fingerprint) > known:
                 self._drop_older(fingerprint)
         tiering.disk_writer.budget.first_filling_bytes += max(0, disk.size.size_bytes - tier.lifetime_written_bytes)
-        tiering.disks.tiers.append(tier)
+        tiering.add_disk(tier)
 
     def _drop_older(self, fingerprint: bytes) -> None:
         """Drop a namespace's blocks of lower generations from the pool and other disks, after a disk revealed a reset
         that the state file had lost."""
-        generation = self._state.generation(fingerprint)
+        generation = self._generations.of(fingerprint)
         for disk in self:
             if disk.tier is not None and disk.tier.found_generations.get(fingerprint, generation) < generation:
                 disk.tier.remove_all(fingerprint)
@@ -464,5 +451,6 @@ def shared_stores(config: Config) -> OpenStores:
         if not config.peer_secret_file:
             raise KvoffdError("peers and peer_listen need a secret; name its file as peer_secret_file.")
         read_secret(config.peer_secret_file)
+        warn_of_readers(config.peer_secret_file, "the secret of peers")
     credentials = Credentials.read(config.shared_password_file, len(config.shared)) if config.shared else []
     return list(map(open_store, config.shared, credentials))

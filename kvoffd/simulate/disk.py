@@ -116,7 +116,7 @@ class SimulatedDisk:
             make_workers=_DoneAtOnce,
         )
         self._tiering.disk_writer.budget.first_filling_bytes = blocks * block_bytes
-        self._tiering.disks.tiers.append(self.tier)
+        self._source = self._tiering.add_disk(self.tier)
         cache.tiers = self._tiering
 
     def settle(self) -> None:
@@ -132,7 +132,7 @@ class SimulatedDisk:
 
     @property
     def promoted(self) -> int:
-        return self._tiering.disks.promoted_blocks
+        return self._source.promoted_blocks
 
     @property
     def written(self) -> int:

@@ -1,4 +1,4 @@
-"""Promotions to the pool from one source, the disks of this node or one shared store: which blocks, and how fast."""
+"""Promotions to the pool from one source, a disk of this node or a shared store: which blocks, and how fast."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from kvoffd.cache.asked_keys import AskedKeys
 from kvoffd.cache.cache import NO_SESSION, Cache
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.cache.tickets import FillTicket, Lease
+from kvoffd.system.calls import call_each
 from kvoffd.tiering import TieringSettings
 from kvoffd.tiering.read_speed import ReadSpeed
 from kvoffd.tiers.header import Block, BlockGroup
@@ -34,7 +35,7 @@ MAX_QUEUED = 2**16
 FILL_BYTES = 560
 """Memory of a waiting block, measured."""
 MAX_FILLING_BYTES = 2**30
-"""Limit of the pool bytes used by fills: at most this, and at most an eighth of the pool."""
+"""Limit of the pool bytes used by fills from all disks, or from one store: at most this, and an eighth of the pool."""
 UNMEASURED_BYTES = 64 * 2**20
 """Limit of these bytes while the speed is unknown."""
 AHEAD_S = 0.25
@@ -48,8 +49,8 @@ neighbours in the queue are neighbours in the pool."""
 MAX_LOOKED_AT, MAX_WITHOUT_SPACE = 4096, 256
 """Requests of which ``pump`` begins some, or finds that they have no space; and those that may wait for space: further
 ones are better computed."""
-ENDED_AT_ONCE = 4096
-"""Blocks without space that one tick fails."""
+ENDED_AT_ONCE = 256
+"""Blocks without space, or overdue, that are failed at a time, in a millisecond or two: ``background`` continues."""
 READ_AGAIN_S = 60.0
 """Interval after which one read is tried even if it seems slower than computing: speeds change."""
 
@@ -69,7 +70,9 @@ class Wanted:
     under_way: int = 0
     """Number of blocks that are being read."""
     together: list[Wanted] = field(default_factory=list)
-    """All requests of the lookup: space is reserved for all of them or none."""
+    """All requests that the last lease waits for, to all sources: space is reserved for all of them or none."""
+    last_lease: Lease = field(init=False)
+    """Lease of the last lookup that waited for it before it had space."""
     is_reserved: bool = False
     """Whether leases may pin all of these blocks: no other request gets their space."""
     waits_since: float | None = None
@@ -77,9 +80,20 @@ class Wanted:
     waits_for: str = ""
     """Reason for which it fails if that takes too long: NO_SPACE, or OVERDUE where fills that hang have the space."""
 
+    def __post_init__(self) -> None:
+        self.last_lease = self.first_lease
+
     @property
     def namespace(self) -> Namespace:
         return self.first_lease.namespace
+
+    @property
+    def is_prefetch(self) -> bool:
+        return self.first_lease.session == NO_SESSION
+
+    @property
+    def queued_bytes(self) -> int:
+        return len(self.queue) * self.block_bytes
 
 
 @dataclass(slots=True, eq=False)
@@ -88,7 +102,6 @@ class Fill:
 
     wanted: Wanted
     key: bytes
-    tier: Tier
     ticket: FillTicket | None = None
     """Its block in the pool while the tier reads into it: the slots stay allocated until that has ended."""
     begun_at: float = 0.0
@@ -104,34 +117,41 @@ Asker = tuple[AskedKeys, int]
 """Keys of a lookup, and a position among them."""
 Coming = dict[int, dict[bytes, Fill]]
 """Fills that are not withdrawn, from all tiers, by tag of the group and by key."""
+Lender = tuple[int, float]
+"""Pool bytes that another source has reserved, and its bytes per second."""
 
 
 class Promotions:
-    """Promotions from one source: the disks of this node together, or one store.
+    """Promotions from one source: a disk of this node, or one store.
 
     Args:
-        tiers: disks may be added while the daemon serves.
         coming: the fills that lookups may wait for, shared by all sources.
+        sources: all sources, this one included.
         promoted: called with each promoted block.
         shared: whether other nodes use the source too.
+
+    Attributes:
+        most_bytes: pool bytes that fills may use at once. A larger block is read alone. Fills that were given up and
+            have not ended, as on a hanging device, may use as much again, so that others are still read.
+        reserved_bytes: pool bytes reserved for its requests.
+        ends_more: whether ``end_overdue`` has more to do now.
     """
 
     def __init__(
         self,
-        tiers: list[Tier],
+        tier: Tier,
         settings: TieringSettings,
         cache: Cache,
         clock: Callable[[], float],
         coming: Coming,
+        sources: Sequence[Promotions],
         promoted: Callable[[Promotions, int], None],
         *,
         shared: bool,
     ) -> None:
-        self.tiers, self.shared = tiers, shared
+        self.tier, self.shared, self._sources = tier, shared, sources
         self._cache, self._clock, self._patience_s, self._coming = cache, clock, settings.deadline_s, coming
-        self._most_bytes = min(cache.slots.pool_bytes // 8, MAX_FILLING_BYTES)
-        """Pool bytes that fills may use at once. A larger block is read alone. Fills that were given up and have not
-        ended, as on a hanging device, may use as much again, so that others are still read."""
+        self.most_bytes = min(cache.slots.pool_bytes // 8, MAX_FILLING_BYTES)
         self._wanted: dict[Wanted, None] = {}
         """Requests with waiting or running fills, in the order in which they are promoted."""
         self._queued_by: Counter[int] = Counter()
@@ -144,7 +164,8 @@ class Promotions:
         """Time when the first running fill became the first."""
         self._came_at = 0.0
         """Time when a fill last ended."""
-        self.queued_blocks = self.under_way_bytes = self._given_up_bytes = 0
+        self.queued_blocks = self.under_way_bytes = self._given_up_bytes = self.reserved_bytes = 0
+        self.ends_more = False
         self.promoted_blocks = self.promoted_bytes = 0
         self.unused_blocks = 0
         """Promoted blocks that were evicted before they were loaded."""
@@ -157,19 +178,12 @@ class Promotions:
 
     @property
     def name(self) -> str:
-        """Name of a store; empty for disks."""
-        return self.tiers[0].name if self.shared else ""
-
-    @property
-    def only_named(self) -> bool:
-        return self.shared and self.tiers[0].only_named
+        """Name of a store; empty for a disk."""
+        return self.tier.name if self.shared else ""
 
     @property
     def available(self) -> bool:
-        for tier in self.tiers:  # noqa: SIM110 - each lookup asks, and a generator takes twice as long
-            if tier.available():
-                return True
-        return False
+        return self.tier.available()
 
     def stop(self) -> None:
         """Begin nothing more."""
@@ -217,11 +231,11 @@ class Promotions:
             return False
         return True
 
-    def request(self, wanted: Wanted, key: bytes, tier: Tier) -> Fill | None:
-        """Queue a block that a tier has; None if the queue is full. No session gets over three quarters of it."""
+    def request(self, wanted: Wanted, key: bytes) -> Fill | None:
+        """Queue a block that the tier has; None if the queue is full. No session gets over three quarters of it."""
         if self.queued_blocks + self._queued_by[wanted.first_lease.session] // 3 >= MAX_QUEUED:
             return None
-        fill = Fill(wanted, key, tier)
+        fill = Fill(wanted, key)
         self._coming.setdefault(wanted.group.tag, {})[key] = fill
         self._wanted[wanted] = wanted.queue[fill] = None
         self._count(wanted, 1)
@@ -235,15 +249,16 @@ class Promotions:
     def drop_unawaited(self, wanted: Wanted) -> None:
         """Remove blocks for which nobody waits from the queue, so that they are not read."""
         for fill in [fill for fill in wanted.queue if not fill.leases]:
-            self._settle(fill)  # a tier has it: the engine reports why it is not loaded
+            self._settle(fill)  # the tier has it: the engine reports why it is not loaded
             self._withdraw(fill)
 
     def pump(self, most: int = MAX_BEGUN) -> None:
         """Begin up to ``most`` fills that may begin now. Requests without space are passed over."""
         without_space, count = inf, 0
         """Least bytes of a block for which the pool has no space; requests without any."""
+        lenders = self._lenders()
         for wanted in list(islice(self._wanted, MAX_LOOKED_AT)):
-            if not self._reserve(wanted):
+            if not self._reserve(wanted, lenders):
                 count += 1
                 if count > MAX_WITHOUT_SPACE:
                     wanted.waits_since = self._clock() - self._patience_s  # it ends with the next tick
@@ -266,29 +281,47 @@ class Promotions:
                     without_space = wanted.block_bytes
                     break
 
-    def _reserve(self, wanted: Wanted) -> bool:
-        """Reserve pool space for all blocks of a lookup, unless it has that; return whether it has.
+    def _reserve(self, wanted: Wanted, lenders: Sequence[Lender]) -> bool:
+        """Reserve pool space for all blocks of a prompt, unless it has that; return whether it has.
 
-        Two lookups with a part each could block one another. Nothing is reserved for a prefetch, whose blocks nobody
+        Two prompts with a part each could block one another, so there must be space for what a store is being asked
+        for too; only within a request's patience, since the engine may never ask for that. A prompt may use what other
+        sources have reserved and cannot fill while it is read. Nothing is reserved for a prefetch, whose blocks nobody
         pins: it may begin while there is space for a block.
         """
         if wanted.is_reserved:
             return True
         leasable = self._cache.leasable_bytes
-        if wanted.first_lease.session == NO_SESSION:
+        if wanted.is_prefetch:
             if wanted.block_bytes <= leasable:
                 return True
             self._wait(wanted, NO_SPACE)
             return False
         every = [one for one in wanted.together or [wanted] if not one.is_reserved]
-        nbytes = sum([len(one.queue) * one.block_bytes for one in every])
+        waited = wanted.waits_since is not None and self._clock() - wanted.waits_since >= self._patience_s
+        asked_bytes = wanted.last_lease.asking_bytes if wanted.last_lease.active and not waited else 0
+        nbytes = sum([one.queued_bytes for one in every]) + asked_bytes
         if nbytes > leasable < self._cache.most_leased_bytes:  # else there will never be more
-            self._wait(wanted, NO_SPACE)
-            return False
+            if not asked_bytes and lenders:
+                seconds = self._patience_s + max(one.queued_bytes / (one.source.speed.current or inf) for one in every)
+                leasable += sum(max(0, reserved - int(speed * seconds)) for reserved, speed in lenders)
+            if nbytes > leasable:
+                self._wait(wanted, NO_SPACE)
+                return False
         for one in every:
             one.is_reserved, one.waits_since = True, None
-        self._cache.reserved_bytes += nbytes
+            one.source._count_reserved(one.queued_bytes)
         return True
+
+    def _lenders(self) -> list[Lender]:
+        if self._cache.reserved_bytes == self.reserved_bytes:
+            return []
+        others = [one for one in self._sources if one is not self and one.reserved_bytes]
+        return [(one.reserved_bytes, speed) for one in others if (speed := one.speed.current)]
+
+    def _count_reserved(self, nbytes: int) -> None:
+        self.reserved_bytes += nbytes
+        self._cache.reserved_bytes += nbytes
 
     def _wait(self, wanted: Wanted, why: str) -> None:
         """Record that a request has no space."""
@@ -297,7 +330,7 @@ class Promotions:
             wanted.waits_since = self._clock()
 
     def _begin_batch(self, wanted: Wanted, batch: Sequence[Fill]) -> bool:
-        """Begin the first fills of a request, as far as there is space; return False if a tier accepts no more now."""
+        """Begin the first fills of a request, as far as there is space; return False if the tier accepts no more."""
         try:
             tickets = self._cache.begin_fill(wanted.namespace, wanted.group.number, [fill.key for fill in batch])
             refused, has_space = list[Fill](), True
@@ -326,13 +359,13 @@ class Promotions:
         return self._are_all_gone(refused)
 
     def _are_all_gone(self, refused: Sequence[Fill]) -> bool:
-        """Fail the fills refused by a tier that does not have their blocks; return whether that is all of them. The
-        others it accepts later."""
+        """Fail the refused fills whose blocks the tier does not have; return whether that is all of them. The others
+        it accepts later."""
         kept = False
         for fill in refused:
-            if not fill.tier.available():
+            if not self.available:
                 self._failed(fill, Result.DEADLINE)
-            elif fill.tier.find(fill.wanted.group, [fill.key], prefix=False)[0] == ABSENT:
+            elif self.tier.find(fill.wanted.group, [fill.key], prefix=False)[0] == ABSENT:
                 self._failed(fill, Result.GONE)
             else:
                 kept = True
@@ -352,43 +385,51 @@ class Promotions:
 
     def tick(self) -> None:
         """End overdue fills, and begin others."""
-        for tier in self.tiers:
-            tier.tick()
         if not self.available:  # its measured speed may be low because of that: try the next read at any speed
             self._read_again_at = 0.0
-        self._give_up_overdue()
-        self._end_waits()
-        self.pump()
+        call_each((self.tier.tick, self.end_overdue, self.pump))
 
-    def _end_waits(self) -> None:
-        """Fail the requests that had no space for as long as a block may take to read; some of them, if they are many.
+    def end_overdue(self) -> None:
+        """Fail what is overdue: some of it, and set ``ends_more``, if it is much."""
+        left = ENDED_AT_ONCE - self._give_up_overdue()
+        self.ends_more = left <= 0 or self._end_waits(left)
 
-        What has space by now waits for its turn only.
-        """
-        now, left = self._clock(), ENDED_AT_ONCE
+    def _end_waits(self, left: int) -> bool:
+        """Fail up to ``left`` blocks of requests that had no space for as long as a block may take to read; return
+        whether there are more. What has space by now waits for its turn only."""
+        now, lenders = self._clock(), self._lenders()
         for wanted in list(self._wanted):
             if wanted.waits_since is None:
                 continue
-            may_begin = wanted.waits_for == NO_SPACE and self._reserve(wanted)
-            if wanted.waits_since is None or now - wanted.waits_since < self._patience_s or left <= 0:
+            may_begin = wanted.waits_for == NO_SPACE and self._reserve(wanted, lenders)
+            if wanted.waits_since is None or now - wanted.waits_since < self._patience_s:
                 continue
+            if left <= 0:
+                return True
             if may_begin:
                 self._begin_batch(wanted, list(islice(wanted.queue, 1)))
             if wanted.waits_since is not None:
-                failed = list(islice(wanted.queue, left))
+                failed = list(islice(reversed(wanted.queue), left))  # what is left may still get space, and is a prefix
                 left -= len(failed)
                 for fill in failed:
                     self._failed(fill, wanted.waits_for)
+                if wanted.queue:
+                    return True
+        return False
 
-    def _give_up_overdue(self) -> None:
-        """Give up reads that do not end. The turn of a read begins when all earlier ones have ended; then it has the
-        time that the settings allow. If nothing has ended in that time, all reads that are as old are given up."""
+    def _give_up_overdue(self) -> int:
+        """Give up reads that do not end, up to ``ENDED_AT_ONCE``; return how many.
+
+        The turn of a read begins when all earlier ones have ended; then it has the time that the settings allow. If
+        nothing has ended in that time, all reads that are as old are given up.
+        """
         now = self._clock()
         if not self.under_way or now - self._turn_at < self._patience_s:
-            return
+            return 0
         stuck = list(islice(self.under_way, 1))
         if self._came_at <= self._turn_at:
-            stuck = list(takewhile(lambda fill: now - fill.begun_at >= self._patience_s, self.under_way))
+            old = takewhile(lambda fill: now - fill.begun_at >= self._patience_s, self.under_way)
+            stuck = list(islice(old, ENDED_AT_ONCE))
         for fill in stuck:
             assert fill.ticket is not None
             del self.under_way[fill]
@@ -397,23 +438,25 @@ class Promotions:
             self._given_up_bytes += fill.wanted.block_bytes
             self._failed(fill, OVERDUE)
             self._cache.drop_unfinished([fill.ticket], MissReason.TIER_LATE)
-        self._turn_at = now
+        if len(stuck) < ENDED_AT_ONCE:
+            self._turn_at = now
+        return len(stuck)
 
     def _free_bytes(self, block_bytes: int) -> int:
         """Return the pool bytes that further fills may use now."""
-        used = self.under_way_bytes + max(0, self._given_up_bytes - self._most_bytes)
+        used = self.under_way_bytes + max(0, self._given_up_bytes - self.most_bytes)
         return self._may_be_under_way(block_bytes) - used
 
     def _may_be_under_way(self, block_bytes: int) -> int:
         """Return the pool bytes that fills may use now."""
         if not (speed := self.speed.measured):
-            return min(self._most_bytes, UNMEASURED_BYTES)
-        return min(self._most_bytes, max(int(AHEAD_S * speed), AHEAD_BLOCKS * block_bytes))
+            return min(self.most_bytes, UNMEASURED_BYTES)
+        return min(self.most_bytes, max(int(AHEAD_S * speed), AHEAD_BLOCKS * block_bytes))
 
     def _begin(self, fill: Fill, ticket: FillTicket) -> bool:
         """Begin the tier's read into the slots; return False if the tier does not accept it now."""
         block_group = fill.wanted.group
-        if not fill.tier.read(block_group, fill.key, ticket.offsets, self._patience_s, partial(self._on_end, fill)):
+        if not self.tier.read(block_group, fill.key, ticket.offsets, self._patience_s, partial(self._on_end, fill)):
             return False
         fill.begun_at = self._clock()
         if not self.under_way:
@@ -504,7 +547,7 @@ class Promotions:
         wanted.under_way += under_way
         self.under_way_bytes += under_way * wanted.block_bytes
         if wanted.is_reserved:
-            self._cache.reserved_bytes += (queued + under_way) * wanted.block_bytes
+            self._count_reserved((queued + under_way) * wanted.block_bytes)
         if not (wanted.queue or wanted.under_way):
             self._wanted.pop(wanted, None)
             if wanted in wanted.together:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 from math import inf
@@ -19,6 +19,7 @@ from kvoffd.cache.hooks import CacheListener
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.cache.tickets import Lease, LoadTicket
 from kvoffd.pool.allocator import PAGE_BYTES
+from kvoffd.system.calls import call_each
 from kvoffd.system.newest import put_newest
 from kvoffd.tiering import TieringSettings
 from kvoffd.tiering.promotions import SLOWER, Asker, Coming, Fill, Promotions, Wanted
@@ -54,9 +55,9 @@ class _Lookup:
     left_bytes: int
     """Pool bytes that may still be promoted for it: more than leases may pin would evict its own beginning."""
     free_bytes: float
-    """Pool bytes that it may ask a source for: a repeated lookup does not begin to wait for space."""
+    """Pool bytes that it may ask a source for: keys that got no space in their patience do not wait for it again."""
     wanted: list[Wanted] = field(default_factory=list)
-    """Its requests to all sources."""
+    """Requests that it waits for and that have no space yet, to all sources."""
 
     @property
     def namespace(self) -> Namespace:
@@ -88,28 +89,28 @@ class _Range:
         """Keys that are neither in the pool nor on their way, nor in a tier that was asked."""
         if coming:
             self.left = [at for at in self.left if keys[at] not in coming]
-        self.there: dict[int, tuple[Promotions, Tier]] = {}
+        self.there: dict[int, Promotions] = {}
+        """Sources that have a key."""
         self.asked: list[int] = []
         """Keys that a store is being asked for."""
         self.fresh = False
         """Whether one question of this lookup asked a store for all keys."""
 
     def look(self, sources: Sequence[Promotions], *, prefix: bool) -> None:
-        """Ask each tier of these sources for the keys that no earlier one has."""
+        """Ask each of these sources for the keys that no earlier one has."""
         for source in sources:
-            for tier in source.tiers:
-                if not self.left:
-                    return
-                every = len(self.left) == len(self.keys)
-                keys = self.keys if every else list(map(self.keys.__getitem__, self.left))
-                before = tier.counters.asked_keys
-                found = tier.find(self.group, keys, prefix=prefix)
-                self.fresh = every and tier.counters.asked_keys == before + len(keys)
-                if any(found):
-                    absent, present, asked = (compress(self.left, found.translate(one)) for one in _ANSWER_TABLES)
-                    self.there.update(dict.fromkeys(present, (source, tier)))
-                    self.asked += asked
-                    self.left = list(absent)
+            if not self.left:
+                return
+            every, tier = len(self.left) == len(self.keys), source.tier
+            keys = self.keys if every else list(map(self.keys.__getitem__, self.left))
+            before = tier.counters.asked_keys
+            found = tier.find(self.group, keys, prefix=prefix)
+            self.fresh = every and tier.counters.asked_keys == before + len(keys)
+            if any(found):
+                absent, present, asked = (compress(self.left, found.translate(one)) for one in _ANSWER_TABLES)
+                self.there.update(dict.fromkeys(present, source))
+                self.asked += asked
+                self.left = list(absent)
 
 
 class Tiering:
@@ -138,10 +139,12 @@ class Tiering:
         self._engines_busy, self.is_unshared = engines_busy, is_unshared
         self.is_behind: Callable[[bytes], bool] = lambda fingerprint: False
         self.sources: list[Promotions] = []
-        """The disks of this node as one source, which may be empty, then shared stores in the order of asking."""
-        self.writers: list[Writer] = []
-        """Writers of the sources, in the same order."""
-        self._add([], settings, shared=False)
+        """The disks of this node, then shared stores in the order of asking."""
+        self._disk_settings, self._disk_tiers = settings, list[Tier]()
+        self._numbered: list[Promotions] = []
+        """The sources in the order in which they were added."""
+        self.writers = [self._make_writer(self._disk_tiers, settings, lambda: self.disks, shared=False)]
+        """The writer of the disks, then those of the stores."""
         self._answers_due = 0.0
         self._uncounted: dict[Namespace, dict[int, dict[bytes, tuple[Asker, ...]]]] = {}
         """Lookups by tag and key that a store is being asked for: they count it once the store has answered."""
@@ -150,15 +153,22 @@ class Tiering:
         self._awaits: dict[Lease, dict[Fill, None]] = {}
         """Fills that each lease waits for."""
         self._unused = np.zeros(len(cache.blocks.state), np.uint8)
-        """[blocks] 1 plus the index of the source if the block was promoted and not loaded since; otherwise 0."""
+        """[blocks] 1 plus the index in ``_numbered`` of the source from which the block was promoted, if it was not
+        loaded since; otherwise 0."""
         self._evicted: list[tuple[BlockGroup, list[bytes]]] = []
         self._events = events
         self._logged: dict[tuple[str, str], float] = {}
         """Logged errors by tier and kind, with the time; the tiers count them."""
 
     @property
-    def disks(self) -> Promotions:
-        return self.sources[0]
+    def disks(self) -> list[Promotions]:
+        """The sources that are disks."""
+        return self.sources[: len(self._disk_tiers)]
+
+    @property
+    def stores(self) -> Iterable[tuple[Promotions, Writer]]:
+        """The sources that nodes share, with their writers."""
+        return zip(self.sources[len(self._disk_tiers) :], self.writers[1:], strict=True)
 
     @property
     def disk_writer(self) -> Writer:
@@ -166,28 +176,44 @@ class Tiering:
 
     def add_store(self, tier: Tier, settings: TieringSettings) -> Promotions:
         """Add a store that nodes share, for blocks that neither the pool nor the earlier sources have."""
-        return self._add([tier], settings, shared=True)
+        number, source = len(self._numbered), self._make_source(tier, settings, shared=True)
+        self._numbered.append(source)
+        self.sources.append(source)
+        self.writers.append(
+            self._make_writer([tier], settings, lambda: self._numbered[number : number + 1], shared=True)
+        )
+        return source
 
-    def _add(self, tiers: list[Tier], settings: TieringSettings, *, shared: bool) -> Promotions:
-        at, source = len(self.sources), self._make_source(tiers, settings, shared=shared)
-        writer = Writer(
+    def add_disk(self, tier: Tier) -> Promotions:
+        """Add a disk, before the stores. What fills may use of the pool is divided between all disks."""
+        source = self._make_source(tier, self._disk_settings, shared=False)
+        self._numbered.append(source)
+        self.sources.insert(len(self._disk_tiers), source)
+        self._disk_tiers.append(tier)
+        whole_bytes = source.most_bytes
+        for one in self.disks:
+            one.most_bytes = whole_bytes // len(self._disk_tiers)
+        return source
+
+    def _make_source(self, tier: Tier, settings: TieringSettings, *, shared: bool) -> Promotions:
+        parts = self._cache, self._clock, self._coming, self.sources, self._promoted
+        return Promotions(tier, settings, *parts, shared=shared)
+
+    def _make_writer(
+        self, tiers: list[Tier], settings: TieringSettings, sources: Callable[[], list[Promotions]], *, shared: bool
+    ) -> Writer:
+        return Writer(
             *(self._cache, tiers, self._clock, settings),
-            idle=lambda: not self.sources[at].waiting_blocks,
+            idle=lambda: not any(source.waiting_blocks for source in sources()),
             engines_busy=self._engines_busy,
             leaves_out=self.is_unshared if shared else lambda fingerprint: False,
         )
-        self.sources.append(source)
-        self.writers.append(writer)
-        return source
-
-    def _make_source(self, tiers: list[Tier], settings: TieringSettings, *, shared: bool) -> Promotions:
-        return Promotions(tiers, settings, self._cache, self._clock, self._coming, self._promoted, shared=shared)
 
     def renew(self, source: Promotions, settings: TieringSettings) -> Promotions:
         """Replace an idle source whose tier serves another peer from now on, of which nothing is known yet."""
-        at = self.sources.index(source)
-        self._unused[self._unused == 1 + at] = 0
-        self.sources[at] = new = self._make_source(source.tiers, settings, shared=source.shared)
+        number, new = self._numbered.index(source), self._make_source(source.tier, settings, shared=source.shared)
+        self._unused[self._unused == 1 + number] = 0
+        self.sources[self.sources.index(source)] = self._numbered[number] = new
         return new
 
     # --- what the cache calls: see TierHooks -----------------------------------------------------
@@ -196,11 +222,13 @@ class Tiering:
         self, lease: Lease, groups: Sequence[tuple[int, bytes]], states: list[bytes], asked: Sequence[AskedKeys] | None
     ) -> list[bytes]:
         namespace, lease.wait_s = lease.namespace, 0.0
-        sources = [one for one in self.sources if one.available and not (one.only_named and one.name != lease.peer)]
+        sources = [
+            one for one in self.sources if one.available and not (one.tier.only_named and one.name != lease.peer)
+        ]
         if sources and self.is_unshared(namespace.fingerprint):
             sources = [source for source in sources if not source.shared]
         if sources and not sources[0].shared and self.is_behind(namespace.fingerprint):
-            sources = sources[1:]
+            sources = [source for source in sources if source.shared]
         if lease.peer:
             peers = {one: one.name for one in sources if one.name.startswith(PEER)}
             if lease.peer in peers.values():
@@ -281,6 +309,8 @@ class Tiering:
         if not part.asked:
             return
         lookup.lease.asking += len(part.asked)
+        block_bytes = self._cache.group(lookup.namespace, part.group.number).block_bytes
+        lookup.lease.asking_bytes += min(len(part.asked) * block_bytes, lookup.left_bytes)
         lookup.lease.coming += len(part.asked)
         self._answers_due, keys = self._clock() + ANSWER_S, part.keys
         if len(part.asked) == len(keys):
@@ -307,16 +337,20 @@ class Tiering:
         for at in places:
             key = part.keys[at]
             if (fill := self._coming.get(part.group.tag, {}).get(key)) is None:
-                source, tier = part.there[at]
-                if source in slower or min(lookup.left_bytes, lookup.free_bytes) < block_bytes:
+                source = part.there[at]
+                if source in slower or lookup.left_bytes < block_bytes:
+                    return
+                if lookup.free_bytes < block_bytes and not self._may_wait(lookup, part, key):
                     return
                 if (wanted := wants.get(source)) is None:
                     wanted = wants[source] = Wanted(lease, part.group, source, block_bytes, together=lookup.wanted)
-                if (fill := source.request(wanted, key, tier)) is None:
+                if (fill := source.request(wanted, key)) is None:
                     return
                 if len(wanted.queue) == 1:
                     lookup.wanted.append(wanted)
                 lookup.free_bytes -= block_bytes
+            elif not (fill.wanted.is_reserved or fill.wanted.together is lookup.wanted):
+                self._take_over(lookup, fill.wanted)
             if lease not in fill.leases:
                 lookup.left_bytes -= block_bytes
                 lease.coming += 1
@@ -324,19 +358,35 @@ class Tiering:
             fill.askers += lookup.asker(part, at)
             part.states[at] = SHARED if fill.wanted.source.shared else PENDING
 
+    def _may_wait(self, lookup: _Lookup, part: _Range, key: bytes) -> bool:
+        """Return whether a repeated lookup may begin to wait for space: a store had not answered to the first one, or
+        the key had space then."""
+        reason = self._cache.reasons_of(lookup.namespace, part.group.number, key)[0]
+        if lookup.lease.session == NO_SESSION or reason in (MissReason.NO_SPACE, MissReason.QUOTA):
+            return False
+        lookup.free_bytes = inf
+        return True
+
+    def _take_over(self, lookup: _Lookup, wanted: Wanted) -> None:
+        """Have a request get its space together with the others of the last lookup that waits for it: an engine repeats
+        lookups under new leases."""
+        if lookup.lease.session == NO_SESSION or wanted.is_prefetch:
+            return
+        if wanted in wanted.together:
+            wanted.together.remove(wanted)
+        lookup.wanted.append(wanted)
+        wanted.together, wanted.last_lease = lookup.wanted, lookup.lease
+
     def _slower_sources(self, lookup: _Lookup, part: _Range, places: Sequence[int]) -> set[Promotions]:
         """Return the sources whose keys take longer to read than to compute: these are not read, unless for a hint."""
         if lookup.lease.session == NO_SESSION:
             return set()
-        pairs = [part.there[at] for at in places if at in part.there]
+        counts = Counter(part.there[at] for at in places if at in part.there)
         slower = {
-            source
-            for source, count in Counter(source for source, _ in pairs).items()
-            if source.is_slower(lookup.namespace, part.group.number, count)
+            source for source, count in counts.items() if source.is_slower(lookup.namespace, part.group.number, count)
         }
-        for source, _ in pairs if slower else ():
-            if source in slower:
-                source.failures[SLOWER] += 1
+        for source in slower:
+            source.failures[SLOWER] += counts[source]
         return slower
 
     def lease_ended(self, lease: Lease) -> None:
@@ -353,9 +403,9 @@ class Tiering:
             self._unused[ticket.blocks] = 0
 
     def _promoted(self, source: Promotions, block: int) -> None:
-        at = self.sources.index(source)
-        self.writers[at].was_read(block)
-        self._unused[block] = 1 + at
+        at = 1 + self.sources.index(source) - len(self._disk_tiers)
+        self.writers[max(0, at)].was_read(block)
+        self._unused[block] = 1 + self._numbered.index(source)
 
     def used(self, blocks: BlockIds) -> None:
         if writers := [writer for writer in self.writers if writer.available]:
@@ -371,7 +421,7 @@ class Tiering:
     def evicted(self, blocks: BlockIds) -> None:
         unused, self._unused[blocks] = self._unused[blocks], 0
         for number in unused[unused > 0].tolist():
-            self.sources[number - 1].unused_blocks += 1
+            self._numbered[number - 1].unused_blocks += 1
         # The disks' hands spare evicted blocks, from the next tick on: an engine's store waits for this call.
         for group, members in self._cache.by_group(blocks):
             if group.dead:
@@ -379,7 +429,7 @@ class Tiering:
             keys = self._cache.blocks.split_keys(members, group.key_bytes)
             for writer in self.writers:
                 writer.evicted(group, members, keys)
-            if self.disks.tiers:
+            if self._disk_tiers:
                 self._evicted.append((block_group_of(group), keys))
 
     def waiting(self, blocks: BlockIds) -> npt.NDArray[np.bool_] | None:
@@ -398,8 +448,8 @@ class Tiering:
             fill.wanted.source.forget(fill, why)
         for source in self.sources:
             # Other nodes use a store's blocks; bytes that are wrong here are not wrong there.
-            for tier in source.tiers if not source.shared or why is not MissReason.CORRUPT else ():
-                tier.remove(block_group, single_keys, why.name.lower())
+            if not source.shared or why is not MissReason.CORRUPT:
+                source.tier.remove(block_group, single_keys, why.name.lower())
 
     def cancel_promotions(self, namespace: Namespace) -> None:
         for keys in list(self._coming.values()):
@@ -415,16 +465,12 @@ class Tiering:
 
         The cache's event for a cleared namespace covers them.
         """
-        return sum(tier.remove_all(fingerprint) for tier in self.disks.tiers)
+        return sum(tier.remove_all(fingerprint) for tier in self._disk_tiers)
 
     def pump(self) -> None:
         """Begin requested promotions, and continue writing. Call it after the replies are sent."""
-        for source in self.sources:
-            if source.queued_blocks:
-                source.pump()
-        for writer in self.writers:
-            if writer.waiting:
-                writer.pump()
+        call_each([source.pump for source in self.sources if source.queued_blocks])
+        call_each([writer.pump for writer in self.writers if writer.waiting])
 
     @property
     def has_queued_promotions(self) -> bool:
@@ -436,19 +482,30 @@ class Tiering:
 
     def stop(self) -> None:
         """Begin nothing more."""
-        for source, writer in zip(self.sources, self.writers, strict=True):
+        for source in self.sources:
             source.stop()
+        for writer in self.writers:
             writer.stop()
 
     def tick(self) -> None:
         """Handle deadlines and the cold end of the pool. Called a few times a second."""
+        reads, writes = [source.tick for source in self.sources], [writer.tick for writer in self.writers]
+        call_each((self._spare_evicted, *reads, *writes))
+
+    def background(self) -> bool:
+        """End some more of what is overdue, if a tick left any; return whether there is more."""
+        more = False
+        for source in self.sources:
+            if source.ends_more:
+                source.end_overdue()
+                more |= source.ends_more
+        return more
+
+    def _spare_evicted(self) -> None:
         evicted, self._evicted = self._evicted, []
         for block_group, keys in evicted:
-            for tier in self.disks.tiers:
+            for tier in self._disk_tiers:
                 tier.spare(block_group, keys)
-        for source, writer in zip(self.sources, self.writers, strict=True):
-            source.tick()
-            writer.tick()
 
     def namespace_forgotten(self, namespace: Namespace) -> None:
         """Cancel the promotions of a namespace that was forgotten. Its blocks on disks and in stores stay."""

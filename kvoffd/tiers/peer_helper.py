@@ -31,6 +31,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
 from kvoffd.system.mappings import map_shared
+from kvoffd.system.newest import put_newest
 from kvoffd.tiers.peers import (
     ANSWER,
     BEAT,
@@ -39,6 +40,7 @@ from kvoffd.tiers.peers import (
     DONE,
     FAILED,
     FIND,
+    FOLLOW,
     FREE,
     MAX_MESSAGE_BYTES,
     MODULES,
@@ -69,14 +71,16 @@ STUCK_S = 10.0
 peer all of whose reads are stuck is asked nothing."""
 MAX_IN_FLIGHT = 16
 """Requests of all peers that the daemon has not answered."""
+IN_FLIGHT_S = 1.0
+"""Time after which such a request counts as answered."""
 REQUESTS_PER_S, BURST = 2000, 400
-"""Limit of a peer's requests; those beyond it are dropped."""
+"""Limit of a peer's requests; those beyond it are dropped, except returns of what is lent."""
 MAX_PEERS, MAX_ASKED = 1024, 1024
 """Connections of peers that are answered in one second, and questions whose answers are awaited."""
 AT_ONCE = 64
 """Messages of one socket that are read before the others have their turn."""
-LEASE_S = 10.0
-"""Time for which what was lent keeps the pauses short, unless it is returned."""
+LEASE_S, MAX_LENT = 10.0, 65_536
+"""Time for which what was lent keeps the pauses short, unless it is returned, and limit of such requests."""
 HEARTBEAT_MS, LOST_MS = 1000, 4000
 DOMAIN = "kvoffd"
 PR_SET_PDEATHSIG = 1
@@ -268,7 +272,7 @@ class Helper:
                 "uses (UCX_TCP_PORT_RANGE), and look whether it hangs."
             )
             self._to_daemon(FAILED, number, ident, why.encode())
-        elif kind in (FIND, PIN, RELEASE):
+        elif kind in (FIND, PIN, RELEASE, FOLLOW):
             try:
                 if (to := self._peers[number]) is None:
                     raise zmq.Again
@@ -299,20 +303,21 @@ class Helper:
             if len(self._in_flight) >= MAX_IN_FLIGHT or not cast(int, router.get(zmq.EVENTS)) & zmq.POLLIN:
                 return
             route, *parts = router.recv_multipart(zmq.NOBLOCK)
-            if len(parts) != 3 or len(parts[0]) != 1 or len(parts[1]) != 8 or parts[0][0] not in (FIND, PIN, RELEASE):
+            if len(parts) != 3 or len(parts[0]) != 1 or len(parts[1]) != 8:
                 continue
-            if len(self._spent) >= MAX_PEERS and route not in self._spent:
+            if parts[0][0] not in (FIND, PIN, RELEASE, FOLLOW):
                 continue
-            if self._spent[route] >= REQUESTS_PER_S + BURST:
-                continue
-            self._spent[route] += 1
             kind, ident = parts[0], int.from_bytes(parts[1], "little")
-            if kind[0] == RELEASE:
-                self._lent.pop((route, ident), None)
-            else:
-                self._in_flight[route, ident] = time.monotonic() + 1.0
+            if kind[0] != RELEASE or self._lent.pop((route, ident), None) is None:
+                if len(self._spent) >= MAX_PEERS and route not in self._spent:
+                    continue
+                if self._spent[route] >= REQUESTS_PER_S + BURST or (route, ident) in self._in_flight:
+                    continue
+                self._spent[route] += 1
+            if kind[0] != RELEASE:
+                self._in_flight[route, ident] = time.monotonic() + IN_FLIGHT_S
             if kind[0] == PIN:
-                self._lent[route, ident] = time.monotonic() + LEASE_S
+                put_newest(self._lent, (route, ident), time.monotonic() + LEASE_S, MAX_LENT)
             self._to_daemon(REQUEST, len(route), ident, route + kind + parts[2])
 
     def _reply(self, route: bytes, ident: int, payload: bytes) -> None:

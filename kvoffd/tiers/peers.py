@@ -22,6 +22,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import accumulate, count, groupby
 from typing import Any
 
@@ -33,8 +34,8 @@ from kvoffd.errors import KvoffdError
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.system.files import address_of
 from kvoffd.system.native import COUNT, NUMBER, VOID_P, declare, native
-from kvoffd.system.threads import DaemonThreads
-from kvoffd.tiers.store import GetRequest, Received, Store, StoreError
+from kvoffd.system.threads import DaemonThreads, TaskThread
+from kvoffd.tiers.store import UNKEPT, GetRequest, Received, Store, StoreError
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import FINGERPRINT_BYTES
 
@@ -65,8 +66,8 @@ STARTS_S, PINNED_PER_S = 60.0, 2**30
 """Time after which a helper that starts is killed, and bytes of the pool, which RDMA pins, that add a second."""
 SEND_S, SEND_PAUSE_S = 0.5, 0.001
 """Time for the helper to accept a message, after which it counts as hanging, and the pause between attempts."""
-FOLLOWS_S = 0.02
-"""Pause before a peer that has not followed a reset is asked again."""
+MAX_REPLIES = 64
+"""Replies that wait for a helper that accepts no message now; further ones are dropped."""
 BEAT_S, HANGS_S = 1.0, 10.0
 """Interval of the helper's signs of life, and time without one after which it is killed."""
 FIRST_PAUSE_S, MAX_PAUSE_S, STEADY_S = 0.25, 1.0, 10.0
@@ -83,7 +84,7 @@ def _timeval(seconds: float) -> bytes:
 
 
 # Kinds of frames, to the helper and from it.
-FIND, PIN, RELEASE, READ, FREE, REPLY, CONNECT = range(7)
+FIND, PIN, RELEASE, READ, FREE, REPLY, CONNECT, FOLLOW = range(8)
 ANSWER, DONE, FAILED, REQUEST, STARTED, BEAT = range(16, 22)
 
 
@@ -100,12 +101,21 @@ class HelperSettings(msgspec.Struct, array_like=True, frozen=True):
     """Descriptor and size of the memory for what is read."""
 
 
+class Follow(msgspec.Struct, array_like=True, frozen=True):
+    """Tells a namespace's generation, which the peer follows if it is higher, or 0. The reply is the peer's, of
+    ``GENERATION_BYTES``, little-endian, and a byte: 1 if the peer has dropped all earlier blocks, and its next daemon
+    would know that, else 0."""
+
+    fingerprint: bytes
+    generation: int
+
+
 class Find(msgspec.Struct, array_like=True, frozen=True):
     """Asks which blocks a peer has. The reply is its generation, of ``GENERATION_BYTES``, little-endian, and a byte for
     each key, 0 or 1.
 
     Attributes:
-        generation: the asker's of the namespace: see ``FleetGenerations``. A peer with another one has nothing.
+        generation: the asker's fleet generation of the namespace. A peer with another one has nothing.
     """
 
     fingerprint: bytes
@@ -216,6 +226,7 @@ class PeerHelper:
         """Whether the daemon stops; whether no helper is starting; whether the last one said that it cannot work."""
         self.life, self.up, self.problem = 0, False, ""
         """Number of helpers that have ended; whether one works, and if not, a sentence why."""
+        self._replies = TaskThread("kvoffd-replies")
         self._thread = DaemonThreads([("kvoffd-peers", self._run)], self._closed.set)
 
     @property
@@ -265,8 +276,10 @@ class PeerHelper:
         return False
 
     def reply(self, route: bytes, ident: int, payload: bytes) -> None:
-        """Answer a peer's request; drop the answer if the helper does not accept it now."""
-        self.send(frame(REPLY, len(route), ident, route + payload))
+        """Answer a peer's request. Never blocks: a thread sends what the helper does not accept at once."""
+        data = frame(REPLY, len(route), ident, route + payload)
+        if not self.send(data) and self._replies.waiting < MAX_REPLIES:
+            self._replies.put(partial(self.send, data, SEND_S))
 
     def begin(self, kind: int, peer: int, payload: bytes) -> _Call:
         """Send a request, whose answer ``wait`` returns. Raises StoreError."""
@@ -286,7 +299,7 @@ class PeerHelper:
         if not call.ended.wait(max(0.0, deadline - time.monotonic())):
             raise StoreError("timeout", "The peer did not answer in time.")
         if call.reply is None:
-            raise StoreError("unreachable" if call.kind == FIND else "disconnected", call.problem)
+            raise StoreError("unreachable" if call.kind in (FIND, FOLLOW) else "disconnected", call.problem)
         return call.reply
 
     def end(self, call: _Call) -> None:
@@ -326,7 +339,9 @@ class PeerHelper:
         """End the helper; return False if it does not end in time."""
         self.interrupt()
         self._end()
-        ended = self._thread.join(time.monotonic() + deadline_s)
+        until = time.monotonic() + deadline_s
+        ended = self._thread.join(until)
+        ended = self._replies.close(max(0.0, until - time.monotonic())) and ended
         if ended and self._landing is not None:
             self._landing.close()
             self._landing = None
@@ -472,7 +487,9 @@ class PeerStore(Store):
     def ask(
         self, generation_key: bytes, keys: Sequence[bytes], deadline: float, *, prefix: bool
     ) -> tuple[int, list[bool]]:
-        _, reply = self._call(FIND, _find_of(keys) if keys else _raise_of(generation_key, 0), deadline)
+        if not keys:
+            return self._follow(generation_key, 0, deadline)[0], []
+        _, reply = self._call(FIND, _find_of(keys), deadline)
         if len(reply) != GENERATION_BYTES + len(keys):
             raise StoreError("protocol", f"The answer about {len(keys)} keys has {len(reply)} bytes.")
         return int.from_bytes(reply[:GENERATION_BYTES], "little"), [one == 1 for one in reply[GENERATION_BYTES:]]
@@ -576,13 +593,21 @@ class PeerStore(Store):
         """A peer's blocks are its own."""
 
     def raise_generation(self, generation_key: bytes, seen: int, generation: int, deadline: float) -> int:
-        while True:
-            _, reply = self._call(FIND, _raise_of(generation_key, generation), deadline)
-            if (raised := int.from_bytes(reply, "little")) >= generation:
-                return raised
-            if self._closed or time.monotonic() + FOLLOWS_S > deadline:
-                raise StoreError("busy", "The peer has not followed the reset; it lends nothing of the namespace.")
-            time.sleep(FOLLOWS_S)
+        raised, is_kept = self._follow(generation_key, generation, deadline)
+        if raised < generation:
+            raise StoreError("busy", "The peer has too many resets to follow; it lends nothing of this namespace yet.")
+        if not is_kept:
+            why = "The peer has not written the reset to its kvoffd.state yet: a kill there may bring blocks back."
+            raise StoreError(UNKEPT, why)
+        return raised
+
+    def _follow(self, generation_key: bytes, generation: int, deadline: float) -> tuple[int, bool]:
+        """Tell the peer a generation. Return the peer's, and whether it is kept: see ``Follow``."""
+        fingerprint = bytes.fromhex(generation_key.split(b"/")[2].decode())
+        _, reply = self._call(FOLLOW, Follow(fingerprint, generation), deadline)
+        if len(reply) != GENERATION_BYTES + 1:
+            raise StoreError("protocol", f"The answer about a generation has {len(reply)} bytes.")
+        return int.from_bytes(reply[:GENERATION_BYTES], "little"), reply[GENERATION_BYTES] == 1
 
     def close(self) -> None: ...
 
@@ -631,6 +656,8 @@ class _Part:
     call: _Call
 
     def __init__(self, spans: Sequence[tuple[_Piece, int, int]]) -> None:
+        # Whole pieces come first: ``host_copy`` computes no checksum behind a span of which it gets no slot.
+        spans = sorted(spans, key=lambda span: span[2] < len(span[0].view))
         self.spans, self.lengths = spans, [length for _, _, length in spans]
         self.addresses = [piece.address + begin for piece, begin, _ in spans]
         offsets = [(piece.offset + begin) % 2**64 for piece, begin, _ in spans]
@@ -662,8 +689,3 @@ def _find_of(names: Sequence[bytes]) -> Find:
     _, _, fingerprint, generation, group, key = names[0].split(b"/")
     keys = bytes.fromhex(b"".join([name[-len(key) :] for name in names]).decode())
     return Find(bytes.fromhex(fingerprint.decode()), int(generation), int(group), len(key) // 2, keys)
-
-
-def _raise_of(own_key: bytes, generation: int) -> Find:
-    """Return the message about no blocks, by which a peer follows a higher generation: see ``generation_key``."""
-    return Find(bytes.fromhex(own_key.split(b"/")[2].decode()), generation, 0, 1, b"")

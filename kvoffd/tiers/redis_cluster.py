@@ -36,7 +36,7 @@ REMEMBERED_NAMES = 1024
 
 NO_SLOTS = "make a cluster of the servers (redis-cli --cluster create), or name one that is in it."
 
-LOST = ("timeout", "disconnected", "unreachable", "credentials")
+LOST = ("timeout", "disconnected", "unreachable", "credentials", "busy")
 """Kinds of errors after which a master is skipped for a while."""
 
 Address = tuple[str, int]
@@ -223,10 +223,9 @@ class RedisCluster(Store):
     ) -> tuple[int, list[bool]]:
         numbers, found = self._questions(keys, deadline, copies_of(generation_key))
         generation = max(numbers.values())
-        lost = {key: number for key, number in numbers.items() if not number}
         if time.monotonic() >= self._raise_at:
             try:
-                self._raise_copies(lost, generation, deadline)
+                self._raise_copies(numbers, generation, deadline)
             except StoreError as error:
                 if error.kind in LOST:
                     raise
@@ -255,7 +254,7 @@ class RedisCluster(Store):
                     node.send_touches(asked, deadline)
         for address in addresses:
             places = parts.get(address, [])
-            with self._exchange(address) as node:
+            with self._exchange(address, skips_busy=True) as node:
                 for at in copies_at.get(address, ()):
                     elsewhere, number = node.elsewhere, node.generation(copies[at], deadline)
                     if node.elsewhere == elsewhere:
@@ -266,7 +265,7 @@ class RedisCluster(Store):
             raise self._too_few()
         return numbers, found
 
-    def get(self, requests: Sequence[GetRequest], patience_s: float) -> Iterator[Received | None]:
+    def get(self, requests: Sequence[GetRequest], patience_s: float) -> Iterator[Received | StoreError | None]:
         parts = self._by_owner([request.key for request in requests])
         owner = {at: address for address, places in parts.items() for at in places}
         for address, places in parts.items():
@@ -278,7 +277,9 @@ class RedisCluster(Store):
                 continue
             with self._exchange(owner[at]) as node:
                 received = node.value(request, time.monotonic() + patience_s)
-            if received is not None and not received.header:
+            if isinstance(received, StoreError):
+                self._down(owner[at], received, raised=True)
+            elif received is not None and not received.header:
                 self.close()  # values of other masters are still coming
                 yield received
                 return
@@ -291,7 +292,7 @@ class RedisCluster(Store):
             with self._exchange(address) as node:
                 node.send_puts([objects[at] for at in places], deadline)
         for address, places in parts.items():
-            with self._exchange(address) as node:
+            with self._exchange(address, skips_busy=True) as node:
                 for at, done in zip(places, node.put_results(len(places), deadline), strict=True):
                     stored[at] = done
         return stored
@@ -306,8 +307,11 @@ class RedisCluster(Store):
         return max(self._raise_copies(numbers, generation, deadline))
 
     @contextmanager
-    def _exchange(self, address: Address) -> Iterator[Redis]:
-        """Run a part of an exchange with a master. If it fails, close all: other masters' answers may be coming."""
+    def _exchange(self, address: Address, *, skips_busy: bool = False) -> Iterator[Redis]:
+        """Run a part of an exchange with a master. If it fails, close all: other masters' answers may be coming.
+
+        ``skips_busy``: end the part without an error if the master is busy; others are served as before.
+        """
         node = self._nodes[address]
         try:
             yield node
@@ -317,10 +321,12 @@ class RedisCluster(Store):
                 self._down(address, node.down, raised=False)
                 self._stale_at, node.down = 0.0, None  # it may have lost its slots while cut off from the others
         except StoreError as error:
+            skipped = skips_busy and error.kind == "busy"
             if error.kind in LOST:
-                self._down(address, error, raised=True)
-            self.close()
-            raise
+                self._down(address, error, raised=not skipped)
+            if not skipped:
+                self.close()
+                raise
 
     def _too_few(self) -> StoreError:
         why = next((f" {server.problem}" for server in self.servers if not server.answers), "")

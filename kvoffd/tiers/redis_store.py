@@ -66,6 +66,9 @@ NEEDED_COMMANDS = (
 _FIGURE = re.compile(r"^(maxmemory|used_memory|evicted_keys):([0-9]{1,18})\r?$", re.MULTILINE)
 ELSEWHERE = (b"-MOVED ", b"-ASK ", b"-CLUSTERDOWN ")
 """Error replies of a cluster's server for a key whose slot it does not own, or not serve."""
+BUSY = (b"-BUSY ", b"-LOADING ", b"-ERR max number of clients ")
+"""Error replies of a server that serves again later: while a script runs, while it loads its data, and to a connection
+beyond its ``maxclients``, which it closes."""
 KEEPALIVE_S = 60  # firewalls and NAT forget a connection that is idle for some minutes
 WANTS_NO_TLS = " If it has no TLS, name it redis://; a cluster with TLS needs tls-cluster yes."
 WANTS_TLS = " If it requires TLS, name it rediss://."
@@ -229,6 +232,9 @@ class Redis(Store):
 
     def generation(self, generation_key: bytes, deadline: float) -> int:
         length, text = self._value_length(deadline), b""
+        if isinstance(length, StoreError):
+            self.close()
+            raise length
         if length is not None:
             text = self._take(length + 2, deadline)[:-2] if 0 <= length <= LINE_BYTES else b"of another type, or long"
         return self._number(generation_key, text)
@@ -239,12 +245,12 @@ class Redis(Store):
             raise bad_generation(f"The value of {generation_key.decode()} at {self._name}")
         return number
 
-    def get(self, requests: Sequence[GetRequest], patience_s: float) -> Iterator[Received | None]:
+    def get(self, requests: Sequence[GetRequest], patience_s: float) -> Iterator[Received | StoreError | None]:
         self.send_gets(requests, time.monotonic() + patience_s)
         for request in requests:
             received = self.value(request, time.monotonic() + patience_s)
             yield received
-            if received is not None and not received.header:
+            if isinstance(received, Received) and not received.header:
                 return
 
     def send_gets(self, requests: Sequence[GetRequest], deadline: float) -> None:
@@ -262,10 +268,12 @@ class Redis(Store):
             keys.append(request.key)
         return [_repeated(b"GET", keys)]
 
-    def value(self, request: GetRequest, deadline: float) -> Received | None:
+    def value(self, request: GetRequest, deadline: float) -> Received | StoreError | None:
         """Receive one object, as ``get`` yields it; if its header is empty, the connection is closed."""
-        received = None
-        if (length := self._value_length(deadline)) is not None:
+        received: Received | StoreError | None = None
+        if isinstance(length := self._value_length(deadline), StoreError):
+            received = length
+        elif length is not None:
             if length != HEADER_BYTES + request.nbytes:
                 self.close()
                 return Received(b"")
@@ -292,13 +300,20 @@ class Redis(Store):
         self._send(parts, deadline)
 
     def put_results(self, count: int, deadline: float) -> list[bool | None]:
-        """Receive ``count`` answers, as ``put`` returns them."""
-        return [self._stored(deadline) for _ in range(count)]
+        """Receive ``count`` answers, as ``put`` returns them. Raises StoreError if a busy server refused all."""
+        ended = [self._stored(deadline) for _ in range(count)]
+        refused = [one for one in ended if isinstance(one, StoreError)]
+        if refused and len(refused) == count:
+            self.close()
+            raise refused[0]
+        return [None if isinstance(one, StoreError) else one for one in ended]
 
-    def _stored(self, deadline: float) -> bool | None:
+    def _stored(self, deadline: float) -> bool | StoreError | None:
         line = self._line(deadline)
         if self._is_elsewhere(line):
             return None
+        if line.startswith(BUSY):
+            return self._busy(line)
         if line.startswith(b"-OOM"):
             return False
         self._check(line, b"+")
@@ -363,6 +378,9 @@ class Redis(Store):
         why = "some slots have no master; repair it, or set cluster-require-full-coverage no."
         return StoreError("cluster", f"The cluster of {self._name} is down ({text}): {why}")
 
+    def _busy(self, line: bytes) -> StoreError:
+        return StoreError("busy", f"{self._name} is busy and answers: {self._quoted(line[1:]).rstrip('.')}.")
+
     def _check(self, line: bytes, kind: bytes) -> bytes:
         """Return the rest of a reply's line of this kind. Raises StoreError for any other kind."""
         if line[:1] == kind:
@@ -372,6 +390,8 @@ class Redis(Store):
         self.close()
         text = self._quoted(line[1:])
         code = text.partition(" ")[0]
+        if line.startswith(BUSY):
+            raise self._busy(line)
         if code == "NOPERM":
             why = f"{self._name} does not permit this user to do that ({text}); it needs {NEEDED_COMMANDS}."
             raise StoreError("forbidden", why, final=True)
@@ -399,7 +419,8 @@ class Redis(Store):
         return printable(text[:MAX_QUOTED_CHARACTERS])
 
     def answers(self, count: int, deadline: float) -> list[bool]:
-        """Receive ``count`` numbers; return whether each is not 0."""
+        """Receive ``count`` numbers; return whether each is not 0. What a busy server refused counts as 0, unless that
+        is all."""
         data, lines = self._input, self._input.count(b"\n")
         while lines < count:
             if len(data) > REPLIES_BYTES + count * LINE_BYTES:
@@ -412,17 +433,21 @@ class Redis(Store):
             raise self._broken("malformed line ending")
         self._input = replies[count]
         answers = list(map(bytes, replies[:count]))
-        absent = {b":0"}
-        for line in set(answers) - {b":0", b":1"}:
-            if self._is_elsewhere(line):
+        absent, kinds = {b":0"}, set(answers)
+        some = any(line.startswith(b":") for line in kinds)
+        for line in kinds - {b":0", b":1"}:
+            if self._is_elsewhere(line) or (some and line.startswith(BUSY)):
                 absent.add(line)
             else:
                 self._check(line, b":")
         return [line not in absent for line in answers]
 
-    def _value_length(self, deadline: float) -> int | None:
-        """Return the length of the next value; None for no value, -1 for one of another type, which is not sent."""
+    def _value_length(self, deadline: float) -> int | StoreError | None:
+        """Return the length of the next value; None for no value, -1 for one of another type, which is not sent; the
+        error if a busy server refuses it."""
         line = self._line(deadline, HEAD_BYTES)
+        if line.startswith(BUSY):
+            return self._busy(line)
         if line.startswith(b"-WRONGTYPE"):
             return -1
         if self._is_elsewhere(line):

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import re
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from itertools import count
 from math import inf
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import parse_qs, urlsplit
@@ -51,6 +53,10 @@ PROBES = 12
 """Concurrent HEADs that search for a prefix's end."""
 REQUESTS_AT_ONCE = 64
 """Concurrent HEADs and DELETEs otherwise."""
+RETRIES, RETRY_S, RETRIED_SHARE = 4, 0.05, 0.75
+"""Retries of a request that an overloaded bucket refuses, the mean pause before the first, which doubles each time, and
+the part of a call's time in which they begin: the rest is for the answer."""
+BUSY = "busy"
 ERRORS = (
     ("full", "507|Quota|StorageFull|InsufficientStorage|InsufficientCapacity|EntityTooLarge", "it accepts no more"),
     ("clock", "RequestTimeTooSkewed|RequestExpired", "set this machine's clock"),
@@ -66,7 +72,7 @@ ERRORS = (
         "check the credentials, which are read at the start; they need s3:GetObject, s3:PutObject, s3:DeleteObject and "
         "s3:ListBucket",
     ),
-    ("busy", "429|503|SlowDown", "it is overloaded"),
+    (BUSY, "429|503|SlowDown", "it is overloaded"),
 )
 """Kinds of errors, a pattern of an answer's status and code, and the hint; the first match counts."""
 KEY_VARIABLES = {"AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE"}
@@ -77,6 +83,7 @@ _CAUSE = re.compile(r'(?:message|error): "([^"]{1,200})"')
 NO_KEYS = " The role of the container or machine is used: no keys are in shared_password_file or AWS's variables."
 
 T = TypeVar("T")
+F = TypeVar("F")
 
 
 class Bucket(NamedTuple):
@@ -139,6 +146,7 @@ class S3(Store):
         self._generations: dict[bytes, tuple[int, float]] = {}
         self._came_at = 0.0
         """Time when a part of an object last came, or the wait began."""
+        self._retry_until = 0.0
 
     def connect(self) -> None:
         if self._loop is None:
@@ -192,20 +200,31 @@ class S3(Store):
         ends = await self._heads([*keys[:1], *keys[1:][-1:]])
         return [ends[0], *await self._heads(keys[1:-1]), *ends[1:]] if any(ends) else [False] * len(keys)
 
-    def get(self, requests: Sequence[GetRequest], patience_s: float) -> Iterator[Received | None]:
+    def get(self, requests: Sequence[GetRequest], patience_s: float) -> Iterator[Received | StoreError | None]:
         assert self._loop is not None
+        self._retry_until = time.monotonic() + RETRIED_SHARE * patience_s
         running = [self._loop.create_task(self._get(request)) for request in requests]
         try:
             for task in running:
-                there = task.done() and not task.exception()
-                yield task.result() if there else self._run(self._patiently(task, patience_s), inf)
+                yield self._received(task, patience_s)
         finally:
             for task in running:
                 task.cancel()
 
+    def _received(self, task: asyncio.Task[Received | None], patience_s: float) -> Received | StoreError | None:
+        """Return what a task received, or the error if the bucket refused this request. Raises StoreError."""
+        try:
+            there = task.done() and not task.exception()
+            return task.result() if there else self._run(self._patiently(task, patience_s), inf)
+        except StoreError as error:
+            if error.kind != BUSY:
+                raise
+            return error
+
     async def _patiently(self, task: asyncio.Task[T], patience_s: float) -> T:
         """Wait for a task as long as parts of it or of others keep coming."""
         self._came_at = time.monotonic()
+        self._retry_until = self._came_at + RETRIED_SHARE * patience_s
         while not task.done() and (left := self._came_at + patience_s - time.monotonic()) > 0:
             await asyncio.wait([task], timeout=left)
         if not task.done():
@@ -216,19 +235,20 @@ class S3(Store):
         """Fill the views; return None if the object does not exist."""
         header = bytearray(HEADER_BYTES)
         try:
-            answer = await obstore.get_async(self._bucket.client, self._path(request.key))
+            answer = await self._request(lambda: obstore.get_async(self._bucket.client, self._path(request.key)))
             whole = await self._receive(answer, [header, *request.views])
             return Received(bytes(header) if whole else b"")
         except FileNotFoundError:
             return None
 
-    def put(self, objects: Sequence[tuple[bytes, Sequence[bytes | memoryview]]], deadline: float) -> list[bool]:
-        return self._run(_all([self._put(key, parts) for key, parts in objects]), deadline)
+    def put(self, objects: Sequence[tuple[bytes, Sequence[bytes | memoryview]]], deadline: float) -> list[bool | None]:
+        return self._run(self._all([self._put(key, parts) for key, parts in objects], refused=None), deadline)
 
     async def _put(self, key: bytes, parts: Sequence[bytes | memoryview]) -> bool:
         try:
             whole = [part for part in parts if len(part)]
-            await obstore.put_async(self._bucket.client, self._path(key), whole, use_multipart=False)
+            path = self._path(key)
+            await self._request(lambda: obstore.put_async(self._bucket.client, path, whole, use_multipart=False))
         except Exception as error:
             if self._error(error).kind == "full":
                 return False
@@ -239,7 +259,8 @@ class S3(Store):
         self._run(self._remove(keys), deadline)
 
     async def _remove(self, keys: Sequence[bytes]) -> None:
-        await obstore.delete_async(self._bucket.client, [self._path(key) for key in keys])
+        paths = [self._path(key) for key in keys]
+        await self._request(lambda: obstore.delete_async(self._bucket.client, paths))
 
     def raise_generation(self, generation_key: bytes, seen: int, generation: int, deadline: float) -> int:
         self._generations.pop(generation_key, None)
@@ -270,7 +291,7 @@ class S3(Store):
     async def _value(self, key: bytes) -> bytes:
         """Return the first bytes of a small object; empty if there is none."""
         try:
-            answer = await obstore.get_async(self._bucket.client, self._path(key))
+            answer = await self._request(lambda: obstore.get_async(self._bucket.client, self._path(key)))
             value = bytearray(min(answer.meta["size"], MAX_VALUE_BYTES))
             return bytes(value) if await self._receive(answer, [value]) else b"?"
         except FileNotFoundError as error:
@@ -306,7 +327,7 @@ class S3(Store):
 
     async def _head(self, key: bytes) -> bool:
         try:
-            await obstore.head_async(self._bucket.client, self._path(key))
+            await self._request(lambda: obstore.head_async(self._bucket.client, self._path(key)))
         except FileNotFoundError:
             return False
         return True
@@ -314,7 +335,7 @@ class S3(Store):
     async def _heads(self, keys: Sequence[bytes]) -> list[bool]:
         found: list[bool] = []
         for at in range(0, len(keys), REQUESTS_AT_ONCE):
-            found += await _all([self._head(key) for key in keys[at : at + REQUESTS_AT_ONCE]])
+            found += await self._all([self._head(key) for key in keys[at : at + REQUESTS_AT_ONCE]], refused=False)
         return found
 
     async def _prefix(self, keys: Sequence[bytes]) -> list[bool]:
@@ -325,7 +346,7 @@ class S3(Store):
         there, absent = 0, len(keys)  # the first `there` keys exist; those from `absent` on do not
         places = sorted({0, absent - 1}) if keys else []
         while there < absent:
-            answers = await _all([self._head(keys[place]) for place in places])
+            answers = await self._all([self._head(keys[place]) for place in places], refused=False)
             gap = answers.index(False) if False in answers else len(answers)
             if gap:
                 there = places[gap - 1] + 1
@@ -335,9 +356,38 @@ class S3(Store):
             places = sorted({there + left * part // (PROBES + 1) for part in range(1, PROBES + 1)}) if left else []
         return [True] * there + [False] * (len(keys) - there)
 
+    async def _request(self, send: Callable[[], Awaitable[T]]) -> T:
+        """Send a request. While the bucket answers that it is overloaded, send it again, less and less often."""
+        pause_s = RETRY_S
+        for number in count():
+            try:
+                return await send()
+            except FileNotFoundError:
+                raise
+            except Exception as error:
+                jittered_s = pause_s * random.uniform(0.5, 1.5)
+                late = time.monotonic() + jittered_s > self._retry_until
+                if number == RETRIES or late or self._error(error).kind != BUSY:
+                    raise
+            await asyncio.sleep(jittered_s)
+            pause_s *= 2
+        raise AssertionError("unreachable")
+
+    async def _all(self, works: Sequence[Coroutine[Any, Any, T]], *, refused: F) -> list[T | F]:
+        """Run all concurrently. ``refused`` is the result of those that an overloaded bucket refused; if it refused
+        all, and of any other failure, raise the exception."""
+        ended = await asyncio.gather(*works, return_exceptions=True)
+        errors = [one for one in ended if isinstance(one, BaseException)]
+        is_busy = [self._error(error).kind == BUSY for error in errors]
+        if errors and (len(errors) == len(ended) or not all(is_busy)):
+            raise errors[is_busy.index(False) if False in is_busy else 0]
+        return [refused if isinstance(one, BaseException) else one for one in ended]
+
     def _run(self, work: Awaitable[T], deadline: float) -> T:
         assert self._loop is not None
         left = deadline - time.monotonic()
+        if left < inf:
+            self._retry_until = time.monotonic() + RETRIED_SHARE * left
 
         async def bounded() -> T:
             async with asyncio.timeout(left if left < inf else None):
@@ -372,7 +422,7 @@ class S3(Store):
         if answer := " ".join(filter(None, (status, code))):
             for kind, pattern, hint in ERRORS:
                 if re.search(pattern, answer):
-                    return StoreError(kind, f"{name} answers {answer}: {hint}.", final=kind not in ("full", "busy"))
+                    return StoreError(kind, f"{name} answers {answer}: {hint}.", final=kind not in ("full", BUSY))
             return StoreError("protocol", f"{name} answers {answer}.")
         if "certificate" in text.lower():
             why = f"The certificate of {name} is not accepted: {_first_line(error)}. Name its CA in SSL_CERT_FILE."
@@ -381,13 +431,6 @@ class S3(Store):
         hint = " If it has no TLS, name its endpoint http://." if "InvalidContentType" in text else ""
         why = f"{name} cannot be reached: {_first_line(error)}{cause}.{hint}"
         return StoreError("unreachable", why, final="Connect" in text)
-
-
-async def _all(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run all concurrently; the first failure cancels the others."""
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(work) for work in works]
-    return [task.result() for task in tasks]
 
 
 def _first_line(error: BaseException) -> str:

@@ -3,36 +3,30 @@
 from __future__ import annotations
 
 import logging
-import os
-import random
-import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import compress, repeat
+from itertools import compress
 from math import inf
 from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
-from kvoffd.pool.checksums import digest
 from kvoffd.pool.slot_table import MAX_KEY_BYTES
-from kvoffd.system.native import CHAR_P, NUMBER, VOID_P, declare, native
 from kvoffd.system.newest import put_newest
 from kvoffd.system.threads import Workers
+from kvoffd.tiers.answers import UNKNOWN, Answers
+from kvoffd.tiers.breaker import Breaker
+from kvoffd.tiers.generations import Generations, is_sound
 from kvoffd.tiers.header import (
     Block,
     BlockGroup,
-    decode_header,
-    encode_header,
     fits_header,
     make_block_group,
 )
 from kvoffd.tiers.store import (
-    GetRequest,
-    Received,
+    UNKEPT,
     Server,
     Store,
     StoreError,
@@ -41,6 +35,15 @@ from kvoffd.tiers.store import (
     generation_key,
     object_key,
     object_prefix,
+)
+from kvoffd.tiers.store_threads import (
+    LOST,
+    BlockThread,
+    ObjectRead,
+    ObjectWrite,
+    Removal,
+    StoreThread,
+    nbytes_of,
 )
 from kvoffd.tiers.tier import (
     ABSENT,
@@ -55,20 +58,11 @@ from kvoffd.tiers.tier import (
     WriteEnd,
 )
 
-_OF_ANSWERS = VOID_P, NUMBER, CHAR_P, NUMBER, CHAR_P, NUMBER, NUMBER, VOID_P, VOID_P
-declare(answers_find=(None, *_OF_ANSWERS), answers_note=(None, *_OF_ANSWERS))
-
 logger = logging.getLogger(__name__)
 
-UNKNOWN = 3
-"""State of a key in addition to those of ``find``: nobody asked for it recently."""
 YES_S, NO_S, REFUSED_S = 2.0, 1.0, 30.0
 """Time for which an answer is cached; the last for a block that could not be read, or must not be."""
 _IS_UNKNOWN = bytes(state == UNKNOWN for state in range(256))
-MAX_ANSWERS = 262_144
-"""Cached answers, of 16 bytes each."""
-WINDOW = 16
-"""See answers.c."""
 MAX_ASKED = 65_536
 """Keys whose answers may be outstanding."""
 MAX_READS, MAX_WRITES = 4096, 64
@@ -82,14 +76,10 @@ READERS = 2
 PARTIAL = "partial"
 """Reason for which blocks are removed for all nodes: this node has more of them. Otherwise only it drops them."""
 
-LATE_SHARE = 0.75
-"""Part of a read's patience after which a failed read is not retried."""
 ASK_PATIENCE_S = 0.08
 """Time beyond an ask's deadline after which its connection is closed; beyond the deadline it counts as a failure."""
 HANGS_S = 0.5
 """Time after its deadline by which an ask must have begun."""
-WRITE_S = 10.0
-"""Limit for writing a few objects, or for removing a thousand."""
 RAISE_S = 5.0
 """Limit for raising a generation, or for checking whether another node did."""
 PROBE_S = 1.0
@@ -107,66 +97,8 @@ SHOWN_S = 60.0
 STEADY_S = 5.0
 """Log "reachable" only after this long, so that an unstable store does not fill the log."""
 LOGGED_S = 60.0
-MAX_AHEAD_S = 10 * 365 * 86_400
-"""Limit for a generation, which is a time in seconds or slightly more, by a clock that may be wrong."""
 OLD_WEIGHT = 0.9
 """Weight of earlier samples in the mean duration of asks, and in this node's part of the writes."""
-LOST = ("timeout", "disconnected", "unreachable", "tls", "internal")
-"""Kinds of write errors that are not answers of the server."""
-
-MAX_FAILURES = 3
-"""Consecutive failures or slow answers of one kind of work that open the breaker."""
-PAUSE_S = 1.5
-"""Mean pause before a probe; it varies by a quarter. A server that returns is used within 5 s, including the probe."""
-
-
-class Breaker:
-    """Circuit breaker for a failing store. While open, it blocks all but a probe every second or two. Thread-safe.
-
-    The kinds of work are asking, reading and writing: a server may do one and fail at another, and still answer probes.
-    So failures are counted by kind, and only a success of that kind resets them: after a probe, one more failure of the
-    kind that opened the breaker opens it again.
-    """
-
-    def __init__(self, clock: Callable[[], float], jitter: Callable[[], float] = random.random) -> None:
-        self._clock = clock
-        self._jitter = jitter
-        self._lock = threading.Lock()
-        self._failures: Counter[str] = Counter()
-        self.probe_at = 0.0
-        self.open = True
-        """Open at the start too: the first probe is due at once."""
-        self.opened = 0
-        """Number of times that it opened since the store was first reached."""
-
-    def succeeded(self, work: str) -> None:
-        with self._lock:
-            self._failures.pop(work, None)
-
-    def failed(self, work: str, *, at_once: bool = False) -> None:
-        """Record a failure; ``at_once`` opens the breaker, as for a refused connection or a wrong password."""
-        with self._lock:
-            self._failures[work] += 1
-            if not self.open and (at_once or self._failures[work] >= MAX_FAILURES):
-                self.open = True
-                self.opened += 1
-                self._pause()
-
-    def reset(self) -> None:
-        """Close it for another store."""
-        with self._lock:
-            self._failures.clear()
-            self.open, self.opened = False, 0
-
-    def probed(self, answers: bool) -> None:
-        """Record the result of a probe while the breaker was open."""
-        with self._lock:
-            self.open = not answers
-            if not answers:
-                self._pause()
-
-    def _pause(self) -> None:
-        self.probe_at = self._clock() + PAUSE_S * (0.75 + 0.5 * self._jitter())
 
 
 class Probe:
@@ -198,121 +130,13 @@ class Ask:
     deadline: float
 
 
-@dataclass(slots=True, eq=False)
-class ObjectRead:
-    """Reads a block into views of the pool, one per shard. ``stored``: the group as in the object. ``retried``: whether
-    this is a retry after a lost connection."""
-
-    group: BlockGroup
-    stored: BlockGroup
-    key: bytes
-    views: Sequence[memoryview]
-    patience_s: float
-    on_end: ReadEnd
-    retried: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class ObjectWrite:
-    """Writes a block from views of the pool, one per shard. ``stored``: the block as in the object."""
-
-    group: BlockGroup
-    stored: Block
-    views: Sequence[memoryview]
-    on_end: WriteEnd
-
-
-@dataclass(slots=True, eq=False)
-class Removal:
-    """Removes objects, as far as possible. One that stays is read like any other: a miss if its bytes are wrong, and a
-    failed load if it holds less than the load needs."""
-
-    names: Sequence[bytes]
-
-
 Question: TypeAlias = Probe | Look | Raise | Ask
-BlockWork: TypeAlias = ObjectRead | ObjectWrite | Removal
-
-
-class Answers:
-    """Answers of a store by tag and key, each with a time. A new one replaces the oldest of ``WINDOW`` neighbours."""
-
-    def __init__(self) -> None:
-        self._native, self._places = native(), MAX_ANSWERS
-        self._table = np.empty((self._places + WINDOW, 2), np.uint64)
-        self._table.fill(0)  # touches the pages now, not in the first lookups
-        self.clear()
-
-    def clear(self) -> None:
-        self._seed = os.urandom(16)  # what was noted is not found any more
-
-    def find(self, tag: int, keys: Sequence[bytes]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float64]]:
-        """Return the state of each key, UNKNOWN if none was noted, and the time noted with it."""
-        states, at = np.full(len(keys), UNKNOWN, np.uint8), np.zeros(len(keys))
-        self._call(self._native.answers_find, tag, keys, states, at)
-        return states, at
-
-    def note(self, tag: int, keys: Sequence[bytes], states: npt.ArrayLike, at: npt.ArrayLike) -> None:
-        each = np.full(len(keys), states, np.uint8), np.full(len(keys), at, np.float64)
-        self._call(self._native.answers_note, tag, keys, *each)
-
-    def _call(self, call: Callable[..., None], tag: int, keys: Sequence[bytes], *columns: npt.NDArray[Any]) -> None:
-        if keys:
-            joined, size = b"".join(keys), len(keys[0])
-            assert len(joined) == len(keys) * size
-            whose = self._table.ctypes.data, self._places, self._seed, tag
-            call(*whose, joined, len(keys), size, *(column.ctypes.data for column in columns))
-
-
-class FleetGenerations:
-    """Generations of namespaces that nodes share: the highest that this node raised, or that a store or peer has shown.
-
-    A node has one for all its stores and peers, since a block that one of them voids may have come from another. It
-    takes and gives blocks of this generation only, and has no earlier ones, but for ``voided``. A generation is a time
-    in seconds, or slightly more.
-
-    Attributes:
-        voided: namespaces whose generation was raised, and whose earlier blocks are still in the pool and on disks.
-    """
-
-    def __init__(self, known: Mapping[bytes, int] | None = None) -> None:
-        self._known = {name: number for name, number in (known or {}).items() if is_sound(number)}
-        self.voided: set[bytes] = set()
-
-    def of(self, fingerprint: bytes) -> int:
-        """Return the time when a namespace's blocks were last voided for all nodes; 0 for never. For any thread."""
-        return self._known.get(fingerprint, 0)
-
-    def next(self, fingerprint: bytes) -> int:
-        # The time, because a store that lost the number must not return to one that it had before.
-        return max(self.of(fingerprint) + 1, int(time.time()))
-
-    def is_valid(self, fingerprint: bytes, generation: int) -> bool:
-        """Return whether blocks of this generation may be exchanged now."""
-        return generation == self.of(fingerprint) and fingerprint not in self.voided
-
-    def raise_to(self, fingerprint: bytes, generation: int) -> bool:
-        """Void a namespace's blocks if the generation is above the known one; return whether it is."""
-        if generation <= self.of(fingerprint):
-            return False
-        put_newest(self._known, fingerprint, generation, MAX_NAMESPACES)
-        self.voided.add(fingerprint)
-        return True
-
-    def take_voided(self) -> set[bytes]:
-        """Return ``voided``, for the caller to drop their blocks, and forget them."""
-        found, self.voided = self.voided, set()
-        return found
-
-    def __iter__(self) -> Iterator[tuple[bytes, int]]:
-        return iter(self._known.items())
 
 
 class SharedTier(Tier):
     """See ``Tier``. The store's contents are known only by asking: other nodes write to it too, and it may evict.
 
-    Objects of a namespace have a generation that all nodes share, which differs from that of the block group: see
-    ``FleetGenerations``.
+    Objects of a namespace have its fleet generation, which differs from that of the block group.
 
     Args:
         name: for operators: the URL, without a password.
@@ -321,7 +145,7 @@ class SharedTier(Tier):
         clock: ``time.monotonic``, by which the threads measure deadlines too.
         post: runs a call in the daemon's thread.
         ask_deadline_s: time in which the store must answer an ask.
-        fleet: generations of namespaces, as far as this node has followed them.
+        generations: of namespaces, as far as this node has heard of them.
         make_workers: replaced in tests, which have no threads.
     """
 
@@ -335,7 +159,7 @@ class SharedTier(Tier):
         post: Callable[[Callable[[], None]], None],
         listener: TierListener,
         ask_deadline_s: float,
-        fleet: FleetGenerations | None = None,
+        generations: Generations | None = None,
         make_workers: Callable[..., Workers[Any, Any]] = Workers,
     ) -> None:
         super().__init__(name, listener)
@@ -349,14 +173,16 @@ class SharedTier(Tier):
         self._answers = Answers()
         """Each with the time when it was given, or asked for; ABSENT with the time until which it is cached. One that
         is cached for longer than NO_S stands whatever the store answers: the block must not be read."""
-        self.fleet = fleet or FleetGenerations()
+        self.generations = generations or Generations()
         self._poll_next = self._looking = self._probing = self.closed = False
+        self._unfollowed: list[Raise] = []
+        """Raises that a peer has not followed yet: ``tick`` asks again."""
         self._asked_keys = 0
         self._writes: dict[tuple[int, bytes], ObjectWrite] = {}
         self._begin(name)
-        connections = [StoreConnection(self, store, clock) for store in self._stores]
-        readers, writers = connections[1 : 1 + READERS], connections[1 + READERS :]
-        asks, reads, writes = [connections[0].asks], [one.reads for one in readers], [one.writes for one in writers]
+        threads = [BlockThread(self, store, clock) for store in self._stores[1:]]
+        asks = [AskingThread(self, first, clock).asks]
+        reads, writes = [one.reads for one in threads[:READERS]], [one.writes for one in threads[READERS:]]
         name, ends = "kvoffd-shared", (post, clock)
         self._asking = make_workers(
             f"{name}-ask", asks, lambda error: error, self._question_ended, *ends, self._next_question
@@ -419,9 +245,9 @@ class SharedTier(Tier):
         """Take half of the waiting blocks, if many, limited to what a connection takes at once; or one removal."""
         most = min(self._store.blocks_at_once, max(self._store.blocks_at_once // 4, len(waiting) // 2))
         batch = [waiting.popleft()]
-        left = self._store.bytes_at_once - _nbytes(batch[0])
+        left = self._store.bytes_at_once - nbytes_of(batch[0])
         while waiting and len(batch) < most and not isinstance(batch[0], Removal):
-            left -= _nbytes(waiting[0])
+            left -= nbytes_of(waiting[0])
             if left < 0 or isinstance(waiting[0], Removal):
                 break
             batch.append(waiting.popleft())
@@ -435,8 +261,8 @@ class SharedTier(Tier):
         states = self._states(group.tag, keys)
         gap = states.find(ABSENT) if prefix else -1
         unknown = list(compress(range(gap if gap >= 0 else len(keys)), states.translate(_IS_UNKNOWN)))
-        if not prefix:
-            unknown = unknown[-self._store.most_window_keys :]
+        if not prefix:  # by position, or each lookup that waits would ask for keys further from the end
+            unknown = [at for at in unknown if at >= len(keys) - self._store.most_window_keys]
         if wanted := unknown[: MAX_ASKED - self._asked_keys]:
             its = slice(wanted[0], wanted[-1] + 1)
             states[its] = states[its].replace(bytes([UNKNOWN]), bytes([ASKED]))
@@ -491,7 +317,7 @@ class SharedTier(Tier):
             self.counters.dropped_writes += 1
             return False
         # Blocks of a namespace that was reset on all nodes belong to the earlier generation until they are dropped.
-        if len(self._writes) >= MAX_WRITES or group.fingerprint in self.fleet.voided:
+        if len(self._writes) >= MAX_WRITES or group.fingerprint in self.generations.voided:
             return False
         if not all(self.wants(group, [key])):
             return False
@@ -516,7 +342,7 @@ class SharedTier(Tier):
 
     def _stored(self, group: BlockGroup) -> BlockGroup:
         """Return a group with the generation of objects."""
-        generation = self.fleet.of(group.fingerprint)
+        generation = self.generations.fleet(group.fingerprint)
         return make_block_group(group.fingerprint, generation, group.number, group.lengths)
 
     def _views(self, group: BlockGroup, offsets: Sequence[int]) -> list[memoryview]:
@@ -579,6 +405,9 @@ class SharedTier(Tier):
         if not self.name:
             return
         now = self._clock()
+        for one in self._unfollowed:
+            self._asking.put(one)
+        self._unfollowed.clear()
         if self.breaker.open:
             self._reading.end((Result.FAILED, None))
             self._logged_reachable, self._steady_at = False, now + (STEADY_S if self.breaker.opened else 0.0)
@@ -652,7 +481,7 @@ class SharedTier(Tier):
         return self._heard_of.get(fingerprint, -inf)
 
     def _record_generation(self, fingerprint: bytes, generation: int) -> None:
-        if self.fleet.raise_to(fingerprint, generation):
+        if self.generations.hear(fingerprint, generation):
             logger.info("The blocks of a namespace in %s are void: its generation is %d now.", self.name, generation)
             self._answers.clear()  # of all namespaces: voiding is rare, and answers are short-lived
 
@@ -670,9 +499,12 @@ class SharedTier(Tier):
             self._asked(question, result if isinstance(result, Answer) else None)
         elif isinstance(result, int):
             self._record_generation(question.fingerprint, result)
-            question.ended = True
+            question.ended, question.problem = True, ""
         else:
-            question.ended, question.problem = True, str(result) or repr(result)
+            question.problem = str(result) or repr(result)
+            question.ended = not isinstance(result, Unfollowed) or self._clock() >= question.deadline
+            if not question.ended:
+                self._unfollowed.append(question)
 
     def _asked(self, ask: Ask, answer: Answer | None) -> None:
         fingerprint, counters = ask.group.fingerprint, self.counters
@@ -687,7 +519,7 @@ class SharedTier(Tier):
             counters.ask_seconds = OLD_WEIGHT * earlier + (1 - OLD_WEIGHT) * answer.seconds
             self._record_generation(fingerprint, answer.generation)
             put_newest(self._heard_of, fingerprint, self._clock(), MAX_NAMESPACES)
-            if answer.generation == self.fleet.of(fingerprint):  # else the blocks are void by now
+            if answer.generation == self.generations.fleet(fingerprint):  # else the blocks are void by now
                 found = answer.found
                 counters.found_keys += sum(found)
         if not ask.keys:
@@ -705,7 +537,7 @@ class SharedTier(Tier):
             self._reading.put(read)
             return
         group, key, counters = read.group, read.key, self.counters
-        if result is Result.DONE and read.stored.generation != self.fleet.of(group.fingerprint):
+        if result is Result.DONE and read.stored.generation != self.generations.fleet(group.fingerprint):
             result, block = Result.GONE, None
         if result is Result.DONE:
             counters.read_blocks += 1
@@ -736,7 +568,7 @@ class SharedTier(Tier):
         else:
             counters.dropped_writes += 1
         there = result in (Result.DONE, Result.PRESENT)
-        if there and write.stored.group.generation == self.fleet.of(group.fingerprint):
+        if there and write.stored.group.generation == self.generations.fleet(group.fingerprint):
             self._record_answers(group.tag, [key], [True])
         write.on_end(result)
 
@@ -757,8 +589,8 @@ class SharedTier(Tier):
             self._error(error.kind, error.sentence)
 
 
-def _nbytes(work: BlockWork) -> int:
-    return 0 if isinstance(work, Removal) else sum(map(len, work.views))
+class Unfollowed(Exception):
+    """A peer has not followed a raised generation yet."""
 
 
 @dataclass(slots=True)
@@ -770,29 +602,8 @@ class Answer:
     seconds: float
 
 
-class StoreConnection:
-    """Code of a shared tier's thread, with its own connection to the store."""
-
-    def __init__(self, tier: SharedTier, store: Store, clock: Callable[[], float]) -> None:
-        self._tier, self._breaker, self._store, self._clock = tier, tier.breaker, store, clock
-
-    def _fail(self, error: Exception, work: str) -> None:
-        """Report a failure. It counts for the breaker unless the server answered: it refuses writes, or the stored
-        generation is invalid."""
-        if not isinstance(error, StoreError):  # a bug in the store's code
-            self._store.close()
-            why = f"It failed unexpectedly: {error!r}; please report the log's traceback."
-            cause, error = error, StoreError("internal", why)
-            error.__cause__ = cause
-        if self._tier.closed:
-            return
-        refused = work == "write" and error.kind not in LOST
-        if work and not refused and error.kind != "generation":
-            self._breaker.failed(work, at_once=error.final)
-        reported = error
-        self._tier.post(lambda: self._tier.failed(reported, refused=refused))
-
-    # --- asking ----------------------------------------------------------------------------------
+class AskingThread(StoreThread):
+    """Asks the store, and raises generations."""
 
     def asks(self, questions: list[Question]) -> list[object]:
         return list(map(self._answer, questions))
@@ -861,7 +672,7 @@ class StoreConnection:
 
     def _exchange(self, ask: Ask, keys: Sequence[bytes], deadline: float) -> tuple[int, list[bool]]:
         fingerprint, store = ask.group.fingerprint, self._store
-        own_key, known = generation_key(fingerprint), self._tier.fleet.of(fingerprint)
+        own_key, known = generation_key(fingerprint), self._tier.generations.fleet(fingerprint)
 
         def names(generation: int) -> list[bytes]:
             prefix = object_prefix(ask.group._replace(generation=generation))
@@ -877,7 +688,8 @@ class StoreConnection:
             except StoreError as error:
                 if error.kind in LOST:
                     raise
-                self._fail(error, "write")  # a node with write permission does it
+                if error.kind != UNKEPT:  # else the peer has followed, and lends what is safe
+                    self._fail(error, "" if store.follows else "write")  # a node with write permission does it
         return known, found
 
     def _question(
@@ -892,105 +704,21 @@ class StoreConnection:
 
     def _raise(self, one: Raise) -> int | Exception:
         """Return the raised generation, or the failure."""
-        own_key = generation_key(one.fingerprint)
+        own_key, until = generation_key(one.fingerprint), one.deadline
+        if self._store.follows:  # one that is silent delays the questions of lookups no longer than these do
+            until = self._clock() + self._tier.ask_deadline_s + ASK_PATIENCE_S
         try:
             self._store.connect()
-            seen, _ = self._question(own_key, [], one.deadline, prefix=True)
+            seen, _ = self._question(own_key, [], until, prefix=True)
             least = seen if self._store.follows else seen + 1
-            raised = self._store.raise_generation(own_key, seen, max(least, one.generation), one.deadline)
+            raised = self._store.raise_generation(own_key, seen, max(least, one.generation), until)
             _check_generation(own_key, raised)
             return raised
         except Exception as error:
+            if self._store.follows and isinstance(error, StoreError) and error.kind in ("busy", UNKEPT):
+                return Unfollowed(error.sentence)
             self._fail(error, "write")
             return error
-
-    # --- reading and writing ---------------------------------------------------------------------
-
-    def reads(self, batch: list[ObjectRead]) -> Iterator[tuple[Result, Block | None]]:
-        left = deque(batch)
-        while left:
-            if self._tier.closed or self._breaker.open:
-                left.popleft()
-                yield Result.CANCELLED if self._tier.closed else Result.FAILED, None
-                continue
-            for end in self._read(list(left)):
-                left.popleft()
-                yield end
-
-    def _read(self, reads: Sequence[ObjectRead]) -> Iterator[tuple[Result, Block | None]]:
-        """Yield the results of the first reads, up to one that fails."""
-        requests = [GetRequest(object_key(read.stored, read.key), read.views) for read in reads]
-        patience_s, came_at = min(read.patience_s for read in reads), self._clock()
-        try:
-            self._store.connect()
-            objects = self._store.get(requests, patience_s)
-            for read, received in zip(reads, objects, strict=True):
-                self._breaker.succeeded("read")
-                came_at = self._clock()
-                if received is None:
-                    yield Result.GONE, None
-                    continue
-                block = _verified(read, received)
-                if block is None:
-                    # It may answer another request, and so may all that follows on the connection.
-                    self._store.close()
-                    yield Result.CORRUPT, None
-                    return
-                yield Result.DONE, block
-        except Exception as error:
-            self._fail(error, "read")
-            # A connection that stalled for part of the patience is lost; another may serve in time.
-            late = isinstance(error, StoreError) and error.kind == "timeout"
-            late = late and self._clock() - came_at >= LATE_SHARE * patience_s
-            yield Result.DEADLINE if late else Result.FAILED, None
-
-    def writes(self, batch: list[ObjectWrite | Removal]) -> list[Result]:
-        try:
-            if not self._breaker.open and not self._tier.closed:
-                self._store.connect()
-                if not isinstance(batch[0], Removal):
-                    return self._write([one for one in batch if isinstance(one, ObjectWrite)])
-                self._store.remove(batch[0].names, self._clock() + WRITE_S)
-                return [Result.DONE]
-        except Exception as error:
-            self._fail(error, "write")
-        return [Result.CANCELLED if self._tier.closed else Result.FAILED] * len(batch)
-
-    def _write(self, writes: Sequence[ObjectWrite]) -> list[Result]:
-        deadline = self._clock() + WRITE_S
-        names = [object_key(write.stored.group, write.stored.key) for write in writes]
-        there = self._store.touch(names, deadline)
-        absent: list[tuple[bytes, list[bytes | memoryview]]] = [
-            (name, [encode_header(write.stored), *write.views])
-            for name, write, known in zip(names, writes, there, strict=True)
-            if not known
-        ]
-        stored = self._store.put(absent, deadline)
-        if False in stored:
-            why = "It accepts no more blocks now; see Redis's maxmemory-policy or the bucket's quota."
-            self._fail(StoreError("full", why), "write")
-        self._breaker.succeeded("write")
-        each = iter(stored)
-        return [Result.PRESENT if known else Result.DONE if next(each) else Result.FAILED for known in there]
-
-
-def _verified(read: ObjectRead, received: Received) -> Block | None:
-    """Return the block of an object; None if header or bytes are not those of a complete object of this block."""
-    if received.shards is not None:
-        block: Block | None = Block(read.stored, read.key, *received.shards)
-    else:
-        block = decode_header(received.header)
-    if block is None or (block.group, block.key) != (read.stored, read.key) or not all(block.checksums):
-        return None
-    found = zip(read.views, received.checksums or repeat(0, len(read.views)), block.checksums, strict=True)
-    right = all((taken or digest(view)) == checksum for view, taken, checksum in found)
-    return block if right else None
-
-
-def is_sound(generation: int) -> bool:
-    """Return whether a number is small enough to come from a node. Another, if it was followed, could not be raised: it
-    would be refused everywhere, and end the namespace's sharing for good."""
-    return 0 <= generation <= time.time() + MAX_AHEAD_S
 
 
 def _check_generation(own_key: bytes, generation: int) -> None:

@@ -30,6 +30,10 @@ _S3_QUERY = {"endpoint": r"https?://[^/?#@\s]+(/[^?#@\s]*)?", "region": r"[\w-]+
 SCHEMES = (*REDIS_SCHEMES, "s3")
 
 
+UNKEPT = "unkept"
+"""Kind of the error for a generation that a peer follows, and would not know of after a kill."""
+
+
 class StoreError(Exception):
     """A store failed to do what was asked. ``kind`` is one word for counting, or two joined by ``_``.
 
@@ -167,7 +171,7 @@ class Store(ABC):
 
     Attributes:
         poll_s: interval at which raised generations are looked for.
-        most_window_keys: keys that ``ask`` manages within its deadline without ``prefix``.
+        most_window_keys: last keys of a question without ``prefix`` that are asked for; the others count as absent.
         keys_at_once: most keys of one ``ask``, after which other clients can have their turn.
         blocks_at_once, bytes_at_once: most objects of one ``get`` or ``put``, and their bytes if there are several.
         failed_s: time for which a block whose read failed counts as absent.
@@ -214,8 +218,9 @@ class Store(ABC):
         """Return whether each key has an object; those that exist count as used now."""
 
     @abstractmethod
-    def get(self, requests: Sequence[GetRequest], patience_s: float) -> Iterator[Received | None]:
-        """Read objects in this order, and yield each when its views are filled; None if there is none.
+    def get(self, requests: Sequence[GetRequest], patience_s: float) -> Iterator[Received | StoreError | None]:
+        """Read objects in this order, and yield each when its views are filled; None if there is none, and the error of
+        one that alone cannot be read.
 
         An object of another length may be the last one yielded.
         ``patience_s``: time for the next object to come; for concurrent objects, time in which no byte of any comes.
@@ -228,7 +233,7 @@ class Store(ABC):
     ) -> Sequence[bool | None]:
         """Write objects, each whole or not at all, from their parts.
 
-        Returns False if the store has no space, None if the server for the object is unavailable.
+        Returns False if the store has no space, None if the server for the object is unavailable or overloaded.
         """
 
     @abstractmethod
@@ -238,7 +243,8 @@ class Store(ABC):
     def raise_generation(self, generation_key: bytes, seen: int, generation: int, deadline: float) -> int:
         """Raise the number under ``generation_key``, which was read as ``seen``, to at least ``generation``; return it.
 
-        Concurrent raises do not undo each other, if the store can guarantee that.
+        Concurrent raises do not undo each other, if the store can guarantee that. A store that ``follows`` is told
+        once, and raises StoreError while it has not followed.
         """
 
     @abstractmethod
@@ -268,7 +274,7 @@ class Credentials(NamedTuple):
             if path:
                 with open(path, encoding="utf-8-sig") as file:
                     text = file.read(MAX_PASSWORD_CHARACTERS + 1)
-                _warn_of_readers(path)
+                warn_of_readers(path, "the password of the shared store")
         except (OSError, ValueError) as error:
             raise KvoffdError(f"The credentials of the shared tier cannot be read: {error}.") from error
         if path and len(text) > MAX_PASSWORD_CHARACTERS:
@@ -284,15 +290,17 @@ class Credentials(NamedTuple):
         return found
 
 
-def _warn_of_readers(path: str) -> None:
-    """Warn if every user can read a file, unless its mount is read-only, like that of a Kubernetes secret."""
+def warn_of_readers(path: str, what: str) -> None:
+    """Warn if every user can read a file, unless its mount is read-only, like that of a Kubernetes secret.
+
+    Raises OSError.
+    """
     mode = stat.S_IMODE(os.stat(path).st_mode)
     if mode & stat.S_IROTH and not os.statvfs(path).f_flag & os.ST_RDONLY:
         logger.warning(
-            "%s, with the password of the shared store, can be read by every user (its mode is %04o); "
+            "%s, with %s, can be read by every user (its mode is %04o); "
             "`chmod o-rwx` it, and `chown` it to the daemon's user.",
-            path,
-            mode,
+            *(path, what, mode),
         )
 
 

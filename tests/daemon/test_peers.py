@@ -278,6 +278,34 @@ def test_a_peer_that_was_away_during_a_clear_of_all_nodes_lends_nothing_of_befor
             assert left.load(first) == anew
 
 
+def test_a_peer_that_cannot_write_its_state_is_read_as_any_other(secret: Path, pool_file: Path) -> None:
+    """Who clears all nodes is told that a kill there would undo it. After one, it lends nothing of before."""
+    one, other = (f"127.0.0.1:{port}" for port in free_ports(2))
+    with (
+        Node(secret, one, pool_file=str(pool_file)) as left,
+        Node(secret, other) as good,
+        Node(secret, "", one, other) as right,
+    ):
+        right.wait_up()
+        left.store(300, 1)
+        (in_the_way := left.daemon.directory / "kvoffd.state.new").mkdir()
+        with pytest.raises(RequestRefused, match=r"peer://\S+: The peer has not written the reset to its kvoffd.state"):
+            right.clear_all_nodes()
+        until, turn = time.monotonic() + 6.0, 0  # in which it is polled
+        while time.monotonic() < until:
+            turn += 1
+            for node, first in ((left, 1000 * turn), (good, 1000 * turn + 500)):
+                stored = node.store(first, turn)
+                assert right.load(first) == stored
+        assert (right.problems, [one.errors.get("busy") for one in right.peers]) == ([], [None, None])
+        left.daemon.kill()
+        in_the_way.rmdir()
+        left.daemon.start()
+        assert left.engine.wait_ready(DEADLINE_S)
+        right.wait_up()
+        assert right.most_found(300, 2.0) == 0
+
+
 def test_a_node_that_follows_through_its_store_takes_nothing_from_a_peer_that_has_not(secret: Path) -> None:
     """It would write what is void into the store's new generation, from which all nodes read."""
     one, other, third = (f"127.0.0.1:{port}" for port in free_ports(3))

@@ -10,6 +10,7 @@ from kvoffd.cache.block_table import READY, SHARD_STATE, WRITING, WRITTEN
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.tickets import Stored
 from kvoffd.tiering import TieringSettings
+from kvoffd.tiering.promotions import Promotions
 from kvoffd.tiering.tiering import Tiering
 from kvoffd.tiering.writer import Writer, block_group_of, writes_of
 from kvoffd.tiers.header import BlockGroup
@@ -55,14 +56,19 @@ class TieringHarness(CacheRig):
         self.tier = self.add_disk(tier_blocks, most_jobs)
 
     @property
+    def source(self) -> Promotions:
+        """Of the first disk."""
+        return self.tiering.disks[0]
+
+    @property
     def writer(self) -> Writer:
         """Of the disks."""
         return self.tiering.disk_writer
 
     def add_disk(self, most_blocks: int = 0, most_jobs: int = 2**30) -> FakeTier:
-        name = f"disk:/fake/{len(self.tiering.disks.tiers)}"
+        name = f"disk:/fake/{len(self.tiering.disks)}"
         tier = FakeTier(self.memory, self.tiering, name=name, most_blocks=most_blocks, most_jobs=most_jobs)
-        self.tiering.disks.tiers.append(tier)
+        self.tiering.add_disk(tier)
         return tier
 
     def share(self, settings: TieringSettings, name: str = "redis://fake") -> FakeTier:
@@ -157,7 +163,7 @@ class TieringHarness(CacheRig):
             assert self.in_tier(namespace, key) == 1
 
     def in_tier(self, namespace: Namespace, keys: bytes) -> int:
-        tag, tiers = self.group(namespace).tag, self.tiering.disks.tiers
+        tag, tiers = self.group(namespace).tag, [source.tier for source in self.tiering.disks]
         names = {name for tier in tiers if isinstance(tier, FakeTier) for name in tier.blocks}
         return sum((tag, key) in names for key in namespace.split(0, keys))
 
@@ -198,7 +204,8 @@ class TieringHarness(CacheRig):
                             offset = int(self.slots.offsets(slots[rank : rank + 1])[0])
                             assert self.memory.peek(offset, len(expected)) == expected
         there: set[tuple[bytes, int, bytes]] = set()
-        for tier in self.tiering.disks.tiers:
+        for source in self.tiering.disks:
+            tier = source.tier
             assert isinstance(tier, FakeTier)
             tier.settle()
             there |= {(block.group.fingerprint, block.group.number, block.key) for block, _ in tier.blocks.values()}

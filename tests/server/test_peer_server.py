@@ -8,8 +8,21 @@ import pytest
 
 from kvoffd.cache.namespace import Namespace
 from kvoffd.server.peers import LEASE_S, MAX_LEASES_EACH, MAX_VOIDED, PeerServer
-from kvoffd.tiers.peers import BUSY, FIND, GENERATION_BYTES, LENT, MAX_BLOCKS, PIN, RELEASE, Find, Pin, Pinned
-from kvoffd.tiers.shared import FleetGenerations
+from kvoffd.tiers.generations import Generations
+from kvoffd.tiers.peers import (
+    BUSY,
+    FIND,
+    FOLLOW,
+    GENERATION_BYTES,
+    LENT,
+    MAX_BLOCKS,
+    PIN,
+    RELEASE,
+    Find,
+    Follow,
+    Pin,
+    Pinned,
+)
 from tests.kit.slot_cache import UNIT, CacheRig, keys_of
 
 ROUTE, ONE = b"\0peer", bytes(32)
@@ -18,12 +31,9 @@ ROUTE, ONE = b"\0peer", bytes(32)
 class Rig:
     def __init__(self, units: int = 64) -> None:
         self.rig = CacheRig(units, units)
-        self.unshared: set[bytes] = set()
-        self.fleet = FleetGenerations()
+        self.generations = Generations()
         self.saved = True
-        self.server = PeerServer(
-            self.rig.cache, self.rig.clock, self.unshared.__contains__, lambda: self.saved, self.fleet
-        )
+        self.server = PeerServer(self.rig.cache, self.rig.clock, lambda: self.saved, self.generations)
         self.asker_has = 0
         """Generation of namespaces that the peer knows."""
 
@@ -36,6 +46,13 @@ class Rig:
         answer = self.server.answer(ROUTE, 1, FIND, msgspec.msgpack.encode(find))
         assert answer is not None
         return int.from_bytes(answer[:GENERATION_BYTES], "little"), list(answer[GENERATION_BYTES:])
+
+    def follow(self, namespace: Namespace, generation: int) -> tuple[int, bool]:
+        """Tell it a generation; return its own, and whether it says that it is kept."""
+        told = msgspec.msgpack.encode(Follow(namespace.fingerprint, generation))
+        answer = self.server.answer(ROUTE, 1, FOLLOW, told)
+        assert answer is not None
+        return int.from_bytes(answer[:GENERATION_BYTES], "little"), answer[GENERATION_BYTES:] == b"\1"
 
     def pin(self, namespace: Namespace, *numbers: int, ident: int = 7, lengths: tuple[int, ...] = (UNIT,)) -> Pinned:
         wanted = Pin(Find(namespace.fingerprint, self.asker_has, 0, 8, keys_of(*numbers)), list(lengths))
@@ -93,6 +110,16 @@ def test_peers_may_pin_an_eighth_of_the_pool() -> None:
     assert rig.server.refused == 2
 
 
+def test_peers_may_pin_what_is_reserved_for_promotions() -> None:
+    """A slow store's prompts may have all of it for long."""
+    rig = Rig()
+    namespace = rig.rig.open()
+    rig.rig.store(namespace, keys_of(1, 2))
+    rig.rig.cache.reserved_bytes = rig.rig.cache.leasable_bytes
+    for ident in range(2):
+        assert list(rig.pin(namespace, 1 + ident, ident=ident).there) == [LENT]
+
+
 def test_one_peer_gets_a_few_leases() -> None:
     rig = Rig(256)
     namespace = rig.rig.open()
@@ -120,7 +147,7 @@ def test_nothing_is_lent_of_another_namespace_other_lengths_or_one_that_an_engin
     rig.rig.store(namespace, keys_of(1))
     assert rig.find(other, 1) == [0]
     assert sum(rig.pin(namespace, 1, lengths=(UNIT - 1,)).there) == 0
-    rig.unshared.add(namespace.fingerprint)
+    rig.generations.stop_sharing(namespace.fingerprint)
     assert rig.find(namespace, 1) == [0]
     assert sum(rig.pin(namespace, 1).there) == 0
     assert rig.pinned == 0
@@ -133,38 +160,53 @@ def test_to_a_peer_with_another_generation_nothing_is_lent() -> None:
     rig.rig.store(namespace, keys_of(1))
     rig.asker_has = 7
     assert rig.ask(namespace, 1) == (7, [0]), "it follows"
-    assert rig.fleet.voided == {namespace.fingerprint}
+    assert rig.generations.voided == {namespace.fingerprint}
     assert rig.ask(namespace, 1) == (7, [0]), "what it has is of before until somebody has dropped it"
     assert sum(rig.pin(namespace, 1).there) == 0
-    assert rig.fleet.take_voided() == {namespace.fingerprint}
+    rig.generations.followed(namespace.fingerprint)
     assert rig.ask(namespace, 1) == (7, [1]), "it was dropped, and computed again"
     for rig.asker_has in (0, 6):
         assert rig.ask(namespace, 1) == (7, [0]), "the peer does not take what it will have to void"
         assert sum(rig.pin(namespace, 1).there) == 0
-    assert not rig.fleet.voided
+    assert not rig.generations.voided
 
 
 def test_it_says_that_it_follows_a_reset_of_all_nodes_once_the_next_daemon_would_know_of_it() -> None:
     rig = Rig()
     namespace = rig.rig.open()
     rig.rig.store(namespace, keys_of(1))
-    rig.asker_has, rig.saved = 5, False
-    assert rig.ask(namespace) == (0, [])
-    assert rig.fleet.take_voided() == {namespace.fingerprint}
-    assert rig.ask(namespace) == (0, [])
+    rig.saved = False
+    assert rig.follow(namespace, 5) == (5, False)
+    rig.generations.followed(namespace.fingerprint)
+    assert rig.follow(namespace, 5) == rig.follow(namespace, 0) == (5, False)
     rig.saved = True
-    assert rig.ask(namespace) == (5, [])
+    assert rig.follow(namespace, 5) == rig.follow(namespace, 0) == (5, True)
+
+
+def test_what_is_of_a_generation_that_cannot_be_written_down_is_lent() -> None:
+    """A next daemon that does not know of it is told by who asks, before it lends."""
+    rig = Rig()
+    namespace = rig.rig.open()
+    rig.saved, rig.asker_has = False, 5
+    rig.follow(namespace, 5)
+    rig.generations.followed(namespace.fingerprint)
+    rig.rig.store(namespace, keys_of(1))
+    assert rig.ask(namespace, 1) == (5, [1])
+    assert rig.ask(namespace) == (5, []), "nobody has to ask again"
+    assert sum(rig.pin(namespace, 1).there) == 1
 
 
 def test_a_peer_cannot_have_it_follow_everything() -> None:
     rig = Rig()
     namespace = rig.rig.open()
     for rig.asker_has in (-1, 2**40, 2**63):
+        assert rig.follow(namespace, rig.asker_has) == (0, True)
         assert rig.ask(namespace, 1) == (0, [0]), "such a number could hardly be raised again"
-    rig.fleet.voided |= {number.to_bytes(32, "big") for number in range(MAX_VOIDED)}
+    rig.generations.voided |= {number.to_bytes(32, "big") for number in range(MAX_VOIDED)}
     rig.asker_has = 7
     assert rig.ask(namespace, 1) == (0, [0]), "later, and lends nothing until then"
-    rig.fleet.take_voided()
+    for fingerprint in list(rig.generations.voided):
+        rig.generations.followed(fingerprint)
     assert rig.ask(namespace, 1) == (7, [0])
 
 
@@ -194,7 +236,14 @@ def test_what_is_no_request_has_an_answer_without_anything(payload: bytes, kind:
     rig = Rig()
     rig.rig.open()
     assert rig.server.answer(ROUTE, 1, kind, payload) == b""
-    assert (rig.server.leases, rig.server.refused, rig.fleet.voided) == (0, 1, set())
+    assert (rig.server.leases, rig.server.refused, rig.generations.voided) == (0, 1, set())
+
+
+@pytest.mark.parametrize("payload", [b"", b"\xff" * 50, msgspec.msgpack.encode(Follow(b"a" * 9999, 7))])
+def test_what_tells_no_generation_is_not_followed(payload: bytes) -> None:
+    rig = Rig()
+    assert rig.server.answer(ROUTE, 1, FOLLOW, payload) == b""
+    assert (rig.server.refused, rig.generations.voided) == (1, set())
 
 
 def test_a_flood_gets_a_part_of_the_loops_time() -> None:

@@ -18,6 +18,7 @@ from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.server import persistence
 from kvoffd.server.persistence import STATE_FILE, PolicyFile, State, StateFile
+from kvoffd.tiers import generations
 from kvoffd_proto.stats import Lifetime
 from tests.kit.clock import Clock
 from tests.kit.waiting import wait_until
@@ -41,6 +42,38 @@ def open_file(tmp_path: Path) -> Iterator[Open]:
 
 Next = Callable[[], State]
 NOW = 1_700_000_000
+
+
+def unshare(state: State, fingerprint: bytes, until: int) -> None:
+    """An engine resets a namespace at this time."""
+    clock = state.generations._wall_clock
+    state.generations._wall_clock = lambda: until
+    state.generations.stop_sharing(fingerprint)
+    state.generations._wall_clock = clock
+
+
+def follow(state: State, fingerprint: bytes, generation: int) -> None:
+    """A namespace was voided on all nodes."""
+    state.generations.hear(fingerprint, generation)
+    state.generations.followed(fingerprint)
+
+
+def test_its_thread_finds_out_whether_a_file_outlives_a_reboot(
+    open_file: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the daemon's, which a file system that hangs would stop."""
+    asked: list[threading.Thread] = []
+
+    def in_memory(fd: int) -> int:
+        asked.append(threading.current_thread())
+        return persistence.IN_MEMORY[0]
+
+    monkeypatch.setattr(persistence, "filesystem_magic", in_memory)
+    file = open_file(STATE_FILE)
+    file.save(b"content")
+    assert file.flush(10.0)
+    assert not file.outlives_reboot
+    assert threading.main_thread() not in asked
 
 
 @pytest.fixture
@@ -68,92 +101,92 @@ def next_state(open_file: Open, clock: Clock) -> Next:
 
 def test_a_generation_is_a_time_and_above_all_that_were_seen(next_state: Next, clock: Clock) -> None:
     state = next_state()
-    numbers, us = [state.generation(ONE)], 1_000_000 * NOW
+    numbers, us = [state.generations.of(ONE)], 1_000_000 * NOW
     for change in (
-        lambda: state.raise_generation(ONE),
-        lambda: state.accept(ONE, us - 5),
-        lambda: state.raise_generation(ONE),
+        lambda: state.generations.void_here(ONE),
+        lambda: state.generations.accept(ONE, us - 5),
+        lambda: state.generations.void_here(ONE),
         lambda: setattr(clock, "now", NOW + 2),
-        lambda: state.accept(ONE, us + 7),
+        lambda: state.generations.accept(ONE, us + 7),
         lambda: setattr(clock, "now", NOW - 100),  # it is set back
-        state.raise_all,
-        lambda: state.raise_generation(ONE),
+        lambda: state.generations.void_here(None),
+        lambda: state.generations.void_here(ONE),
     ):
         change()
-        numbers.append(state.generation(ONE))
+        numbers.append(state.generations.of(ONE))
     assert numbers == [0, us, us, us + 1, us + 1, us + 7, us + 7, us + 8, us + 9]
-    assert state.generation(OTHER) == us + 8, "all: also those that nobody has heard of yet"
+    assert state.generations.of(OTHER) == us + 8, "all: also those that nobody has heard of yet"
 
 
 def test_of_what_a_pool_or_disk_shows_the_highest_generation_counts(next_state: Next, clock: Clock) -> None:
     """But for one in the future: it was raised before the clock was set back, or after."""
     state, us = next_state(), 1_000_000 * NOW
-    assert [state.accept(ONE, one) for one in (0, 17, 17, 5)] == [True, True, True, False]
-    assert not state.accept(ONE, us + 1)
-    assert state.generation(ONE) > us + 1
+    assert [state.generations.accept(ONE, one) for one in (0, 17, 17, 5)] == [True, True, True, False]
+    assert not state.generations.accept(ONE, us + 1)
+    assert state.generations.of(ONE) > us + 1
 
 
 def test_the_oldest_names_are_forgotten_on_the_safe_side(monkeypatch: pytest.MonkeyPatch, next_state: Next) -> None:
     """Those of namespaces that there are stay."""
-    monkeypatch.setattr(persistence, "MAX_NAMES", 10)
+    monkeypatch.setattr(generations, "MAX_NAMES", 10)
     state = next_state()
-    state.is_there = {ONE}.__contains__
+    state.generations.is_open = {ONE}.__contains__
     for name in (OTHER, ONE, *(bytes([number]) for number in range(9))):
-        state.raise_generation(name)
-        state.unshare(name, 6)
-    was = [state.generation(name) for name in (ONE, OTHER)]
+        state.generations.void_here(name)
+        unshare(state, name, 6)
+    was = [state.generations.of(name) for name in (ONE, OTHER)]
     for number in range(9, 20):
-        state.raise_generation(bytes([number]))
-        state.unshare(bytes([number]), 6)
+        state.generations.void_here(bytes([number]))
+        unshare(state, bytes([number]), 6)
     assert state.file.flush(10.0)
     again = next_state()
-    assert again.generation(ONE) == was[0]
-    assert again.generation(OTHER) >= was[1]
-    assert again.is_unshared(ONE)
-    assert again.is_unshared(OTHER)
-    again.save_fleet_reset(OTHER, 6)
-    assert again.is_unshared(OTHER)
-    again.save_fleet_reset(OTHER, 7)
-    assert again.fleet == {OTHER: 7}
-    assert not again.is_unshared(OTHER)
-    assert len(again.resets.generations) == len(again.resets.unshared) == 10
+    assert again.generations.of(ONE) == was[0]
+    assert again.generations.of(OTHER) >= was[1]
+    assert again.generations.is_unshared(ONE)
+    assert again.generations.is_unshared(OTHER)
+    follow(again, OTHER, 6)
+    assert again.generations.is_unshared(OTHER)
+    follow(again, OTHER, 7)
+    assert dict(again.generations) == {OTHER: 7}
+    assert not again.generations.is_unshared(OTHER)
+    assert len(again.generations.resets.generations) == len(again.generations.resets.unshared) == 10
 
 
 def test_a_number_that_an_earlier_release_followed_blindly_can_be_raised(next_state: Next) -> None:
     """A store's false answer made it the mark of a namespace that is not shared."""
     state = next_state()
-    state.unshare(ONE, 10**18 - 2)
-    state.unshare(OTHER, 6)
+    unshare(state, ONE, 10**18 - 2)
+    unshare(state, OTHER, 6)
     assert state.file.flush(10.0)
     again = next_state()
-    assert (again.unshared_at(ONE), again.unshared_at(OTHER)) == (NOW, 6)
-    again.save_fleet_reset(ONE, NOW + 1)
-    assert not again.is_unshared(ONE)
+    assert (again.generations.unshared_at(ONE), again.generations.unshared_at(OTHER)) == (NOW, 6)
+    follow(again, ONE, NOW + 1)
+    assert not again.generations.is_unshared(ONE)
 
 
 def test_a_reset_of_all_nodes_from_before_a_reset_here_shares_nothing(tmp_path: Path, next_state: Next) -> None:
     """Neither after a restart, nor after the resets were lost. A file of an earlier version said True."""
     state = next_state()
-    state.unshare(ONE, 100)
-    state.unshare(ONE, 50)
-    state.save_fleet_reset(ONE, 100)
+    unshare(state, ONE, 100)
+    unshare(state, ONE, 50)
+    follow(state, ONE, 100)
     assert state.file.flush(10.0)
     state = next_state()
-    assert state.is_unshared(ONE)
-    state.save_fleet_reset(ONE, 101)
-    assert not state.is_unshared(ONE)
-    state.resets.unshared[OTHER] = True
-    assert state.is_unshared(OTHER)
-    state.save_fleet_reset(OTHER, 101)
-    assert not state.is_unshared(OTHER)
+    assert state.generations.is_unshared(ONE)
+    follow(state, ONE, 101)
+    assert not state.generations.is_unshared(ONE)
+    state.generations.resets.unshared[OTHER] = True
+    assert state.generations.is_unshared(OTHER)
+    follow(state, OTHER, 101)
+    assert not state.generations.is_unshared(OTHER)
     assert state.file.flush(10.0)
     (tmp_path / STATE_FILE).write_bytes(b"damaged")
     state = next_state()
-    state.save_fleet_reset(ONE, 101)
-    assert state.is_unshared(ONE)
-    state.save_fleet_reset(ONE, NOW + 1000)
-    assert not state.is_unshared(ONE)
-    assert state.is_unshared(OTHER)
+    follow(state, ONE, 101)
+    assert state.generations.is_unshared(ONE)
+    follow(state, ONE, NOW + 1000)
+    assert not state.generations.is_unshared(ONE)
+    assert state.generations.is_unshared(OTHER)
 
 
 def test_damage_of_any_byte_costs_its_part_alone(
@@ -161,13 +194,13 @@ def test_damage_of_any_byte_costs_its_part_alone(
 ) -> None:
     """What protects is there twice. Where both are lost, all that there was is void, and nothing is shared."""
     state, path = next_state(), tmp_path / STATE_FILE
-    state.raise_generation(ONE)
-    state.unshare(OTHER, 1)
+    state.generations.void_here(ONE)
+    unshare(state, OTHER, 1)
     state.save_quotas({ONE: 5})
     state.save_lifetime(Lifetime(1.0, 2, 3.0))
     assert state.file.flush(10.0)
     monkeypatch.setattr(os, "fsync", lambda fd: None)
-    whole, known = path.read_bytes(), state.generation(ONE)
+    whole, known = path.read_bytes(), state.generations.of(ONE)
     file = StateFile(str(path), 100_000)
     clock.now += 1
     for at in range(len(whole)):
@@ -177,10 +210,10 @@ def test_damage_of_any_byte_costs_its_part_alone(
             path.write_bytes(damaged)
             found = State(file, clock)
             found.restore()
-            void = found.generation(ONE) > known
-            assert found.generation(ONE) >= known
-            assert found.is_unshared(OTHER)
-            assert found.is_unshared(ONE) == void
+            void = found.generations.of(ONE) > known
+            assert found.generations.of(ONE) >= known
+            assert found.generations.is_unshared(OTHER)
+            assert found.generations.is_unshared(ONE) == void
             lost = [found.quotas.quotas != {ONE: 5}, found.counted.lifetime != Lifetime(1.0, 2, 3.0), void]
             assert sum(lost) <= 1 or len(damaged) < len(whole)
             assert not void or len(damaged) < whole.index(b"\n")
@@ -189,11 +222,11 @@ def test_damage_of_any_byte_costs_its_part_alone(
 
 def test_a_total_that_cannot_be_costs_itself_alone(next_state: Next) -> None:
     state = next_state()
-    state.raise_generation(ONE)
+    state.generations.void_here(ONE)
     state.save_lifetime(Lifetime(1.0, 2, inf))
     assert state.file.flush(10.0)
     again = next_state()
-    assert (again.generation(ONE), again.counted.lifetime) == (state.generation(ONE), Lifetime())
+    assert (again.generations.of(ONE), again.counted.lifetime) == (state.generations.of(ONE), Lifetime())
 
 
 def test_a_file_of_deeply_nested_brackets_is_of_no_use(
@@ -201,7 +234,7 @@ def test_a_file_of_deeply_nested_brackets_is_of_no_use(
 ) -> None:
     body = b'resets {"last":' + b"[" * 50_000
     (tmp_path / STATE_FILE).write_bytes(b"%08x %s" % (zlib.crc32(body), body))
-    assert next_state().generation(ONE) == 1_000_000 * NOW
+    assert next_state().generations.of(ONE) == 1_000_000 * NOW
     assert "Cannot use these parts" in caplog.text
 
 
@@ -211,14 +244,14 @@ def test_what_0_2_wrote_is_read(tmp_path: Path, next_state: Next) -> None:
     body = json.dumps(known).encode()
     (tmp_path / STATE_FILE).write_bytes(b"%08x\n%s" % (zlib.crc32(body), body))
     state = next_state()
-    assert (state.generation(ONE), state.generation(OTHER), state.quotas.quotas) == (7, 2, {ONE: 7})
+    assert (state.generations.of(ONE), state.generations.of(OTHER), state.quotas.quotas) == (7, 2, {ONE: 7})
 
 
 def test_a_read_that_fails_is_not_the_same_as_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, next_state: Next
 ) -> None:
     state = next_state()
-    state.raise_generation(ONE)
+    state.generations.void_here(ONE)
     assert state.file.flush(10.0)
     content = (tmp_path / STATE_FILE).read_bytes()
 

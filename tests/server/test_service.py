@@ -162,6 +162,22 @@ def test_what_became_of_prompts_is_kept_with_the_reason_of_a_miss(bench: Bench) 
     assert [one.request for one in found()] == [f"{number}-{one}" for number in range(1, 6) for one in range(200)]
 
 
+def test_periodic_work_that_fails_each_time_keeps_no_other_from_being_done(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails() -> None:
+        raise RuntimeError("a bug")
+
+    bench.session()
+    for part in (bench.service.memory, bench.service.traffic, bench.service.tier_supervisor):
+        monkeypatch.setattr(part, "tick", fails)
+    bench.service.state.generations.hear(NAMESPACE, 7)
+    with pytest.raises(ExceptionGroup) as caught:
+        bench.service.tick()
+    assert len(caught.value.exceptions) == 3
+    assert not bench.service.state.generations.voided
+
+
 # --- jobs ------------------------------------------------------------------------------------------
 
 
@@ -174,7 +190,7 @@ def test_a_reset_of_a_bench_is_not_in_the_state_file(bench: Bench, label: str, k
     bench.ask(scheduler, m.Reset(1, NAMESPACE))
     assert bench.service.cache.namespaces[NAMESPACE].ready_blocks == 0
     bench.ask(bench.session(m.Role.ADMIN), Clear(1, NAMESPACE))
-    resets = bench.service.state.resets
+    resets = bench.service.state.generations.resets
     assert (NAMESPACE in resets.generations, NAMESPACE in resets.unshared) == (kept, kept)
 
 

@@ -69,7 +69,7 @@ class TiersRig:
             clock=self.rig.clock,
             post=deque[object]().append,
             listener=listener,
-            generation=self.saved.generation,
+            generation=self.saved.generations.of,
             calls=self._result,
             make_reads=ReadsWithoutThreads,
             make_workers=WorkersWithoutThreads,
@@ -114,11 +114,11 @@ def test_a_disk_that_hangs_does_not_delay_the_daemons_end(rig: TiersRig, monkeyp
 def test_what_is_cleared_does_not_come_with_a_directory_that_is_being_opened(rig: TiersRig) -> None:
     """A clear raises the generation of one namespace, or of all."""
     clears: tuple[tuple[Callable[[], object], set[bytes]], ...] = (
-        (lambda: rig.saved.raise_generation(ONE), {OTHER}),
-        (rig.saved.raise_all, set()),
+        (lambda: rig.saved.generations.void_here(ONE), {OTHER}),
+        (lambda: rig.saved.generations.void_here(None), set()),
     )
     for clear, left in clears:
-        rig.attach(disk_of(ONE, OTHER, generation=rig.saved.generation(ONE)))
+        rig.attach(disk_of(ONE, OTHER, generation=rig.saved.generations.of(ONE)))
         clear()
         assert namespaces_on(rig.opened()) == left
 
@@ -132,9 +132,9 @@ def test_a_generation_that_was_forgotten_is_known_by_a_disk_and_all_else_is_olde
         rig.attach(disk_of(space.fingerprint, generation=generation), f"/mnt/{generation}")
         disks.append(rig.opened())
     assert list(map(namespaces_on, disks)) == [set(), {space.fingerprint}]
-    assert (rig.saved.generation(space.fingerprint), space.generation, space.ready_blocks) == (5, 5, 0)
+    assert (rig.saved.generations.of(space.fingerprint), space.generation, space.ready_blocks) == (5, 5, 0)
     rig.attach(disk_of(space.fingerprint, generation=5), "/mnt/late")
-    rig.saved.raise_generation(space.fingerprint)
+    rig.saved.generations.void_here(space.fingerprint)
     assert namespaces_on(rig.opened()) == set(), "what is raised after the loss is above all from before"
 
 
@@ -144,7 +144,7 @@ def test_a_disk_with_a_generation_of_the_future_is_void_with_all_else(rig: Tiers
     rig.attach(disk_of(space.fingerprint, generation=2**61))
     assert namespaces_on(rig.opened()) == set()
     assert space.ready_blocks == 0
-    assert space.generation == rig.saved.generation(space.fingerprint) > 2**61
+    assert space.generation == rig.saved.generations.of(space.fingerprint) > 2**61
 
 
 def test_what_was_spent_of_the_days_writes_is_known_to_the_next_daemon(tmp_path: Path) -> None:

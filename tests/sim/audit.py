@@ -189,7 +189,9 @@ class Audit:
             check_invariants(self._service.cache)
             self._check_pins()
             for one in self._service.cache.namespaces.values():
-                assert one.generation == self._service.state.generation(one.fingerprint), "another generation is known"
+                assert one.generation == self._service.state.generations.of(one.fingerprint), (
+                    "another generation is known"
+                )
         except (AssertionError, KeyError) as error:
             raise Broken(f"the cache's books: {error}") from error
 
@@ -226,8 +228,8 @@ def watch_narrow(cache: Cache) -> None:
         for part, block_group, keys in before:
             assert not set(keys) & set(narrow(part)), "a block that begins later than what is offered stays"
             for source in cache.tiers.sources if keys and isinstance(cache.tiers, Tiering) else ():
-                there = [tier.find(block_group, keys, prefix=False) for tier in source.tiers]
-                assert not any(map(any, there)), "a tier has a block that begins later than what is offered"
+                there = source.tier.find(block_group, keys, prefix=False)
+                assert not any(there), "a tier has a block that begins later than what is offered"
         return ticket
 
     cache.begin_store = watched  # type: ignore[method-assign]

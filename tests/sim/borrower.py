@@ -16,6 +16,7 @@ from kvoffd.tiers.peers import LENT, PIN, RELEASE, Find, Pin, Pinned
 from kvoffd.tiers.store import generation_key
 from tests.sim.clock import Broken
 from tests.sim.pool import Slot
+from tests.sim.tiers import followed_of
 
 if TYPE_CHECKING:
     from tests.sim.daemon import SimDaemon
@@ -31,10 +32,8 @@ class SimBorrower:
     def __init__(self, daemon: SimDaemon, rng: random.Random) -> None:
         self._daemon, self._rng = daemon, rng
         service = daemon.service
-        fleet = service.tier_supervisor.fleet
-        self._server = PeerServer(
-            service.cache, daemon.clock, service.state.is_unshared, lambda: service.state.is_saved, fleet
-        )
+        state = service.state
+        self._server = PeerServer(service.cache, daemon.clock, lambda: state.is_saved, state.generations)
         self._knows: Counter[bytes] = Counter()
         """Generations of namespaces that it has raised, as another node's administrator does."""
         service.tier_supervisor.peer_server = self._server
@@ -57,7 +56,8 @@ class SimBorrower:
 
     def _generation_of(self, fingerprint: bytes) -> int:
         """Return what it knows of a namespace, which may have been raised elsewhere, or not be the latest."""
-        self._knows[fingerprint] = max(self._knows[fingerprint], self._daemon.service.state.fleet.get(fingerprint, 0))
+        followed = followed_of(self._daemon.service.state)
+        self._knows[fingerprint] = max(self._knows[fingerprint], followed.get(fingerprint, 0))
         if self._rng.random() < RAISED_PART:
             self._knows[fingerprint] += 1
             self._daemon.world.faults.counts["raised_by_peer"] += 1
@@ -89,9 +89,9 @@ class SimBorrower:
         answer = self._server.answer(b"peer", ident, PIN, msgspec.msgpack.encode(Pin(wanted, list(group.lengths))))
         assert answer is not None
         lent = msgspec.msgpack.decode(answer, type=Pinned)
-        if lent.there.count(LENT) and state.is_unshared(fingerprint):
+        if lent.there.count(LENT) and state.generations.is_unshared(fingerprint):
             raise Broken("a block is lent of a namespace that an engine reset")
-        if lent.there.count(LENT) and generation != state.fleet.get(fingerprint, 0):
+        if lent.there.count(LENT) and generation != followed_of(state).get(fingerprint, 0):
             raise Broken("a block is lent to a peer that has another generation")
         ranks = len(group.lengths)
         offsets = np.frombuffer(lent.offsets, "<u8").reshape(-1, ranks).tolist()

@@ -152,7 +152,7 @@ class SimDisk:
             clock=self._clock,
             post=post,
             listener=listener,
-            generation=(state or self._service.state).generation,
+            generation=(state or self._service.state).generations.of,
             options=options,
             calls=file,
             wall_clock=self._clock,

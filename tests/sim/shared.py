@@ -171,7 +171,7 @@ class SimShared(SharedTier):
             post=daemon.post_of_tier,
             listener=tiers.tiering,
             ask_deadline_s=0.02,
-            fleet=tiers.fleet,
+            generations=daemon.service.state.generations,
             make_workers=partial(_Workers, self),
         )
         self.breaker._jitter = rng.random

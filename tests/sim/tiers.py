@@ -9,6 +9,7 @@ from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config, DiskSize
 from kvoffd.observe.meters import CounterWindows
 from kvoffd.server.memory import Post
+from kvoffd.server.persistence import State
 from kvoffd.server.service import Service
 from kvoffd.server.tier_supervisor import Disk, TierSupervisor, make_tiering
 from kvoffd.tiering import WriteMode
@@ -42,17 +43,25 @@ class BentSpeed(ReadSpeed):
         return super().current if self._measured else self.bend * super().current
 
 
+def followed_of(state: State) -> dict[bytes, int]:
+    """The fleet generations that a daemon has followed, and the next one knows."""
+    return state.generations.resets.fleet.get("", {})
+
+
 class SimTiers(TierSupervisor):
     def __init__(self, config: Config, service: Service, disk: SimDisk, post: Post) -> None:
         cache, clock, state = service.cache, service.clock, service.state
         self.tiering = tiering = make_tiering(config, cache, service.events, clock, lambda: False, state)
         super().__init__(config, tiering, cache, service.pool, clock, post, state)
         service.tiering, service.tier_supervisor = tiering, self
+        generations = state.generations
+        self._stop_sharing, generations.stop_sharing = generations.stop_sharing, self.stop_sharing  # type: ignore[method-assign]
+        self._followed, generations.followed = generations.followed, self.followed  # type: ignore[method-assign]
         self.disk = disk
         self.bend = 1.0
-        tiering.disks.speed = BentSpeed(service.clock)
         self._disks.append(entry := Disk(DiskSize("/", 1), CounterWindows(service.clock)))
         self._opened(entry, disk.open(tiering, service), tiering)
+        tiering.disks[0].speed = BentSpeed(service.clock)
         disk.check_dropped(disk.blocks())
 
     def share_one(self, tier: SharedTier) -> None:
@@ -67,12 +76,20 @@ class SimTiers(TierSupervisor):
             assert isinstance(source.speed, BentSpeed)
             source.speed.bend = factor
 
-    def namespace_reset(self, fingerprint: bytes, *, everywhere: bool = False) -> None:
-        super().namespace_reset(fingerprint, everywhere=everywhere)
+    def stop_sharing(self, fingerprint: bytes) -> None:
+        self._stop_sharing(fingerprint)
         for tier in self.shared:
-            (tier.left.discard if everywhere else tier.left.add)(fingerprint)
-            if everywhere:
-                tier.objects.left.discard(fingerprint)
+            tier.left.add(fingerprint)
+        self._check_gone(fingerprint)
+
+    def followed(self, fingerprint: bytes) -> None:
+        self._followed(fingerprint)
+        for tier in self.shared:
+            tier.left.discard(fingerprint)
+            tier.objects.left.discard(fingerprint)
+        self._check_gone(fingerprint)
+
+    def _check_gone(self, fingerprint: bytes) -> None:
         namespace = self._cache.namespaces.get(fingerprint)
         on_disk = {name.fingerprint for name in self.disk.blocks()}
         if fingerprint in on_disk or (namespace is not None and namespace.ready_blocks):
@@ -80,8 +97,8 @@ class SimTiers(TierSupervisor):
 
     def check_followed(self) -> None:
         """After a tick: what other nodes reset is reset here."""
-        followed = self._state.fleet
-        if any(followed.get(fingerprint, 0) < number for fingerprint, number in self.fleet):
+        followed = followed_of(self._state)
+        if any(followed.get(fingerprint, 0) < number for fingerprint, number in self._state.generations):
             raise Broken("other nodes have reset a namespace, and this one has not")
 
     @property

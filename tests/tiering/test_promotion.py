@@ -10,10 +10,19 @@ from kvoffd.cache.asked_keys import PromptOutcome
 from kvoffd.cache.block_table import BlockIds
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.cache.tickets import Lease
-from kvoffd.tiering import TieringSettings, WriteMode
-from kvoffd.tiering.promotions import BEGUN_PER_END, MAX_BEGUN, MAX_QUEUED, MAX_WITHOUT_SPACE, Fill, Wanted
+from kvoffd.tiering import TieringSettings, WriteMode, promotions
+from kvoffd.tiering.promotions import (
+    BEGUN_PER_END,
+    ENDED_AT_ONCE,
+    MAX_BEGUN,
+    MAX_QUEUED,
+    MAX_WITHOUT_SPACE,
+    Fill,
+    Wanted,
+)
 from kvoffd.tiers.tier import PRESENT, Result
 from kvoffd_proto.messages import ABSENT, PENDING, READY, HintAction
+from tests.kit.fake_tier import FakeTier
 from tests.kit.slot_cache import UNIT, check_invariants, keys_of
 from tests.kit.tiering_harness import TieringHarness
 
@@ -41,7 +50,7 @@ def test_what_is_not_read_in_time_is_absent_and_its_key_is_free(rig: TieringHarn
     rig.tiering.pump()
     rig.clock.now += 6.0
     rig.tiering.tick()
-    assert rig.tiering.disks.failures["overdue"] == 1
+    assert rig.source.failures["overdue"] == 1
     assert +space.counters.misses == {MissReason.TIER_LATE: 1}
     assert rig.index(space) == {}
     check_invariants(rig.cache)
@@ -49,7 +58,7 @@ def test_what_is_not_read_in_time_is_absent_and_its_key_is_free(rig: TieringHarn
     assert rig.states(space, keys_of(1)) == [READY]
     rig.tier.end_all(fault=fault)  # the tier was slow, and writes into its own slots only
     assert rig.cache.usage.writing == 0
-    assert rig.tiering.disks.failures == {"overdue": 1}
+    assert rig.source.failures == {"overdue": 1}
     rig.check()
 
 
@@ -69,7 +78,7 @@ def test_what_fails_is_absent(rig: TieringHarness, fault: Result, miss: MissReas
     rig.states(space, keys_of(1))
     rig.tiering.pump()
     rig.tier.end_all(fault=fault)
-    assert rig.tiering.disks.failures == {fault.value: 1}
+    assert rig.source.failures == {fault.value: 1}
     assert +space.counters.misses == {miss: 1}
     assert rig.index(space) == {}
     assert rig.slots.free_bytes == free
@@ -87,7 +96,7 @@ def test_what_comes_up_waits_for_space_and_evicts_nothing_that_is_pinned(rig: Ti
         rig.clock.now += 0.9 * QUIET.deadline_s
     assert not rig.tier.jobs
     rig.tiering.tick()
-    assert rig.tiering.disks.failures["no_space"] == 2, "all that the lookup waits for"
+    assert rig.source.failures["no_space"] == 2, "all that the lookup waits for"
     assert rig.states(space, keys_of(1), again=True) == [ABSENT], "a repeated lookup does not begin to wait for space"
     assert rig.states(space, keys_of(1)) == [PENDING], "another request may have more luck"
     rig.cache.unpin(pinned)
@@ -99,11 +108,11 @@ def test_what_comes_up_waits_for_space_and_evicts_nothing_that_is_pinned(rig: Ti
 
 
 def test_a_session_that_wants_very_much_leaves_a_part_of_the_queue_to_others(rig: TieringHarness) -> None:
-    namespace, source, queued = rig.open(), rig.tiering.disks, list[Fill | None]()
+    namespace, source, queued = rig.open(), rig.source, list[Fill | None]()
     lease, other = (Lease(number, number, namespace, 1000.0, np.empty(0, np.uint32)) for number in (1, 2))
     for one, count in ((lease, MAX_QUEUED), (other, MAX_QUEUED // 8)):
         wanted = Wanted(one, rig.group(namespace), source, UNIT)
-        queued += [source.request(wanted, number.to_bytes(8, "big"), rig.tier) for number in range(count)]
+        queued += [source.request(wanted, number.to_bytes(8, "big")) for number in range(count)]
     assert queued[:MAX_QUEUED].count(None) == pytest.approx(MAX_QUEUED / 4, abs=2)
     assert None not in queued[MAX_QUEUED:]
 
@@ -126,10 +135,10 @@ def test_what_comes_up_is_held_for_those_that_wait_until_they_look_again(policy:
     rig.put(space, keys_of(*range(100, 116)))
     for lease, prompt in enumerate(prompts):
         assert look_up(rig, space, lease, keys_of(*prompt)) == bytes([PENDING] * 4)
-    while rig.tiering.disks.waiting_blocks:
+    while rig.source.waiting_blocks:
         rig.tiering.pump()
         rig.tier.end(next(iter(rig.tier.jobs)))
-    assert rig.tiering.disks.promoted_blocks == 12
+    assert rig.source.promoted_blocks == 12
     for key in range(200, 216):  # more than the pool holds, in the place of what is not held
         rig.put(space, keys_of(key))
     for lease, prompt in enumerate(prompts):
@@ -151,7 +160,7 @@ def test_prompts_that_do_not_fit_the_pool_together_come_up_one_after_another() -
         rig.bring_up()
         assert look_up(rig, space, lease, keys_of(*prompt)) == bytes([READY] * 8)
         rig.cache.release(1, [lease])
-    assert rig.tiering.disks.promoted_blocks == 24
+    assert rig.source.promoted_blocks == 24
     rig.check()
 
 
@@ -163,12 +172,12 @@ def test_what_nobody_waits_for_any_more_is_not_read(rig: TieringHarness) -> None
     rig.tiering.pump()
     assert len(rig.tier.jobs) == 2, "an eighth of the pool"
     rig.cache.release(1, [1])
-    assert rig.tiering.disks.queued_blocks == 1, "of what this one asked for another lookup wants the first three"
+    assert rig.source.queued_blocks == 1, "of what this one asked for another lookup wants the first three"
     rig.cache.release(1, [2])
-    assert rig.tiering.disks.waiting_blocks == 2, "what was begun ends by itself"
+    assert rig.source.waiting_blocks == 2, "what was begun ends by itself"
     assert rig.states(space, keys_of(7)) == [PENDING]
     rig.finish_promotions()
-    assert rig.tiering.disks.promoted_blocks == 3
+    assert rig.source.promoted_blocks == 3
     assert not rig.cache.usage.pinned
     rig.check()
 
@@ -183,7 +192,7 @@ def test_what_was_promoted_for_nothing_is_counted(rig: TieringHarness) -> None:
     rig.cache.end_load([ticket], counts=True)
     rig.cache.end_session(1)
     rig.evict(space, keys_of(1, 2))
-    assert rig.tiering.disks.unused_blocks == 1
+    assert rig.source.unused_blocks == 1
     rig.check()
 
 
@@ -248,7 +257,7 @@ def test_a_reads_time_runs_from_its_turn(rig: TieringHarness) -> None:
         rig.tiering.tick()
         rig.tier.end(next(iter(rig.tier.jobs)))
     assert look_up(rig, space, 1, keys_of(*range(8))) == bytes([READY] * 8)
-    assert not rig.tiering.disks.failures
+    assert not rig.source.failures
 
 
 def test_one_read_that_hangs_is_given_up_alone_if_others_end(rig: TieringHarness) -> None:
@@ -261,7 +270,7 @@ def test_one_read_that_hangs_is_given_up_alone_if_others_end(rig: TieringHarness
         rig.clock.now += 0.4 * QUIET.deadline_s
         rig.tiering.tick()
         rig.tier.end(list(rig.tier.jobs)[-1])
-    assert rig.tiering.disks.failures == {"overdue": 1}
+    assert rig.source.failures == {"overdue": 1}
     assert look_up(rig, space, 1, keys_of(*range(4))) == bytes([PENDING] + [READY] * 3), "it is tried again"
     rig.tier.end(stuck)
     rig.bring_up()
@@ -272,7 +281,7 @@ def test_one_read_that_hangs_is_given_up_alone_if_others_end(rig: TieringHarness
 
 def test_reads_that_hang_do_not_keep_others_from_coming_up() -> None:
     rig = TieringHarness(settings=QUIET, regions=8)
-    space, source = rig.open(), rig.tiering.disks
+    space, source = rig.open(), rig.source
     rig.put_in_tier(space, keys_of(*range(16)))
     rig.states(space, keys_of(*range(4)))
     rig.tiering.pump()
@@ -310,7 +319,7 @@ def test_reads_that_hang_do_not_keep_others_from_coming_up() -> None:
 def test_a_lookup_is_told_how_long_what_it_waits_for_takes() -> None:
     """By the measured speed, for what comes before it and its own; what comes behind is no matter."""
     rig = TieringHarness(settings=QUIET, regions=100)
-    space, source = rig.open(), rig.tiering.disks
+    space, source = rig.open(), rig.source
     rig.put_in_tier(space, keys_of(*range(200)))
     look_up(rig, space, 1, keys_of(*range(100)))
     assert rig.cache.leases[1].wait_s == 0.0, "nothing was read yet"
@@ -331,14 +340,14 @@ def test_a_lookup_is_told_how_long_what_it_waits_for_takes() -> None:
         rig.tiering.pump()
         rig.tier.end(next(iter(rig.tier.jobs)))
     look_up(rig, space, 1, keys_of(*range(100)))
-    assert 0 < 2 * rig.cache.leases[1].wait_s < rig.tiering.disks.under_way_bytes / source.speed.current
+    assert 0 < 2 * rig.cache.leases[1].wait_s < rig.source.under_way_bytes / source.speed.current
 
 
 def test_a_lookup_for_which_nothing_comes_up_leaves_nothing_behind(rig: TieringHarness) -> None:
     space = rig.open()
     rig.put_in_tier(space, keys_of(1))
     space.counters.prefill_tokens_per_second = 1e9
-    rig.tiering.disks.speed.measured = 1.0
+    rig.source.speed.measured = 1.0
     rig.states(space, keys_of(1))  # one is tried
     rig.stop_waiting()
     assert look_up(rig, space, 1, keys_of(1)) == bytes([ABSENT])
@@ -348,7 +357,7 @@ def test_a_lookup_for_which_nothing_comes_up_leaves_nothing_behind(rig: TieringH
 
 def test_who_shares_the_beginning_of_a_prompt_waits_for_its_own_blocks_only() -> None:
     rig = TieringHarness(settings=QUIET, regions=100)
-    space, source = rig.open(), rig.tiering.disks
+    space, source = rig.open(), rig.source
     rig.put_in_tier(space, keys_of(*range(200)))
     source.speed.measured = 10.0 * UNIT
     look_up(rig, space, 1, keys_of(*range(200)))
@@ -372,8 +381,8 @@ def test_several_requests_of_one_lookup_ask_for_no_more_than_leases_may_pin() ->
     leasable = rig.cache.most_leased_bytes // UNIT
     for part in (range(20), range(20, 60)):
         look_up(rig, space, 1, keys_of(*part))
-    assert rig.cache.leases[1].coming == leasable == rig.tiering.disks.queued_blocks
-    while rig.tiering.disks.waiting_blocks:
+    assert rig.cache.leases[1].coming == leasable == rig.source.queued_blocks
+    while rig.source.waiting_blocks:
         rig.bring_up()
     assert len(rig.cache.leases[1].blocks) == leasable
     rig.cache.end_session(1)
@@ -397,11 +406,11 @@ def test_a_tier_that_raises_leaves_no_lease_behind(rig: TieringHarness, monkeypa
     def breaks(awaited: object) -> float:
         raise RuntimeError
 
-    monkeypatch.setattr(rig.tiering.disks, "wait_s", breaks)
+    monkeypatch.setattr(rig.source, "wait_s", breaks)
     with pytest.raises(RuntimeError):
         look_up(rig, space, 1, keys_of(1))
     assert not rig.cache.leases
-    assert not rig.tiering.disks.waiting_blocks
+    assert not rig.source.waiting_blocks
     rig.check()
 
 
@@ -421,7 +430,142 @@ def test_prompts_that_have_a_part_each_do_not_keep_each_other_from_the_rest() ->
     rig.cache.release(1, [3, 4])
     rig.bring_up()
     assert look_up(rig, space, 5, second) == bytes([READY] * 12)
-    assert not rig.tiering.disks.failures
+    assert not rig.source.failures
+    rig.cache.end_session(1)
+    rig.check()
+
+
+def move(rig: TieringHarness, space: Namespace, to: FakeTier, *numbers: int) -> None:
+    """Have another tier hold blocks of the first disk."""
+    for number in numbers:
+        name = rig.group(space).tag, keys_of(number)
+        to.blocks[name] = rig.tier.blocks.pop(name)
+
+
+def test_prompts_with_parts_in_a_disk_and_in_a_store_do_not_wait_for_each_other() -> None:
+    """Each fits the pool alone. A store's part is requested by a repeated lookup, under a new lease."""
+    rig = TieringHarness(settings=QUIET, regions=4)
+    space, store, prompts = rig.open(), rig.share(QUIET), {1: range(14), 2: range(20, 34)}
+    rig.put_in_tier(space, keys_of(*prompts[1], *prompts[2]))
+    move(rig, space, store, *prompts[1][2:], *prompts[2][2:])
+    for number, prompt in prompts.items():
+        look_up(rig, space, number, keys_of(*prompt), session=number)
+    rig.bring_up()
+    store.answer()
+    for number, prompt in prompts.items():
+        rig.cache.lookup(space, number, 10 + number, [(0, keys_of(*prompt))], again=True)
+        rig.cache.release(number, [number])
+    for number, prompt in prompts.items():
+        rig.tiering.tick()
+        rig.bring_up()
+        store.end_all()
+        ((states,), _) = rig.cache.lookup(space, number, 20 + number, [(0, keys_of(*prompt))], again=True)
+        assert states == bytes([READY] * 14)
+        rig.cache.end_session(number)
+    assert not any(source.failures for source in rig.tiering.sources)
+    check_invariants(rig.cache)
+
+
+def test_space_for_what_a_store_is_asked_for_is_waited_for_no_longer_than_the_patience(rig: TieringHarness) -> None:
+    """The engine may never look the prompt up again."""
+    space, store = rig.open(), rig.share(QUIET)
+    rig.put_in_tier(space, keys_of(*range(8)))
+    pinned = pin_others(rig, space, *range(100, 110))
+    look_up(rig, space, 1, keys_of(*range(12)))
+    assert store.questions
+    rig.tiering.tick()
+    assert not rig.tier.jobs, "four blocks have space, and eight may come from the store"
+    rig.cache.unpin(pinned[:4])
+    rig.clock.now += QUIET.deadline_s
+    rig.tiering.tick()
+    rig.bring_up()
+    assert rig.source.promoted_blocks == 8
+    assert not rig.source.failures
+    rig.cache.end_session(1)
+
+
+def test_a_prompt_without_space_does_not_wait_a_second_time(rig: TieringHarness) -> None:
+    """A repeated lookup asks for what fits then."""
+    space = rig.open()
+    rig.put_in_tier(space, keys_of(*range(8)))
+    pinned = pin_others(rig, space, *range(100, 108))
+    look_up(rig, space, 1, keys_of(*range(8)))
+    for _ in range(2):
+        rig.tiering.tick()
+        rig.clock.now += QUIET.deadline_s
+    rig.tiering.tick()
+    ((states,), _) = rig.cache.lookup(space, 1, 1, [(0, keys_of(*range(8)))], again=True)
+    assert states == bytes([PENDING] * 6 + [ABSENT] * 2)
+    rig.cache.unpin(pinned)
+    rig.cache.end_session(1)
+
+
+def test_a_slow_store_lends_the_space_that_it_does_not_fill_in_time() -> None:
+    """A large prompt of it has most of the pool reserved for longer than a disk's prompt waits."""
+    rig = TieringHarness(settings=QUIET, regions=8)
+    store, space, step = rig.share(QUIET), rig.open(), 0.125 * QUIET.deadline_s
+    rig.put_in_tier(space, keys_of(*range(40)))
+    move(rig, space, store, *range(20))
+    for _ in range(2):
+        look_up(rig, space, 1, keys_of(*range(20)), session=1)
+        store.answer()
+    rig.tiering.pump()
+    look_up(rig, space, 2, keys_of(*range(30, 40)), session=2)
+    began = rig.clock.now
+    while len(rig.cache.leases[2].blocks) < 10:
+        assert rig.clock.now < began + QUIET.deadline_s
+        store.end(next(iter(store.jobs)))
+        rig.bring_up()
+        rig.tiering.tick()
+        rig.clock.now += step
+    rig.cache.end_session(2)
+    while store.jobs:
+        store.end(next(iter(store.jobs)))
+        rig.clock.now += step
+        rig.tiering.tick()
+    assert len(rig.cache.leases[1].blocks) == 20, "it gets back what it lent"
+    assert not any(source.failures for source in rig.tiering.sources)
+    rig.cache.end_session(1)
+    check_invariants(rig.cache)
+
+
+def test_a_disk_that_hangs_costs_its_own_blocks_only() -> None:
+    rig = TieringHarness(settings=QUIET, regions=16)
+    space, good = rig.open(), rig.add_disk()
+    rig.put_in_tier(space, keys_of(*range(60)))
+    move(rig, space, good, *range(30, 60))
+    for lease in range(6):
+        look_up(rig, space, 100 + lease, keys_of(*range(5 * lease, 5 * lease + 5)), session=2)
+    for lease in range(3):
+        keys = keys_of(*range(30 + 10 * lease, 40 + 10 * lease))
+        look_up(rig, space, lease, keys)
+        rig.tiering.tick()
+        good.end_all()
+        assert look_up(rig, space, lease, keys) == bytes([READY] * 10)
+        rig.cache.release(1, [lease])
+        rig.clock.now += QUIET.deadline_s
+        rig.tiering.tick()
+    hanging, other = rig.tiering.disks
+    assert hanging.failures["overdue"]
+    assert not other.failures
+    assert hanging.most_bytes + other.most_bytes == rig.slots.pool_bytes // 8, "as much as one would have"
+    rig.cache.end_session(2)
+    rig.check()
+
+
+def test_reads_that_hang_are_given_up_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(promotions, "ENDED_AT_ONCE", 3)
+    rig = TieringHarness(settings=QUIET, regions=16)
+    space = rig.open()
+    rig.put_in_tier(space, keys_of(*range(8)))
+    look_up(rig, space, 1, keys_of(*range(8)))
+    rig.tiering.pump()
+    rig.clock.now += QUIET.deadline_s
+    rig.tiering.tick()
+    given_up = [len(rig.source.given_up)]
+    while rig.tiering.background():
+        given_up.append(len(rig.source.given_up))
+    assert [*given_up, len(rig.source.given_up)] == [3, 6, 8]
     rig.cache.end_session(1)
     rig.check()
 
@@ -441,11 +585,11 @@ def test_a_prompt_that_fits_is_read_while_a_larger_one_waits(rig: TieringHarness
     rig.clock.now += half
     look_up(rig, space, 2, keys_of(*range(10, 17)), session=2)
     rig.tiering.tick()
-    assert not rig.tiering.disks.failures
+    assert not rig.source.failures
     assert rig.cache.leases[1].coming == 8
     rig.clock.now += half
     rig.tiering.tick()
-    assert rig.tiering.disks.failures == {"no_space": 8}
+    assert rig.source.failures == {"no_space": 8}
     rig.cache.unpin(pinned)
     rig.cache.end_session(2)
     assert look_up(rig, space, 3, large) == bytes([PENDING] * 8)
@@ -474,7 +618,7 @@ def test_where_no_prompt_fits_each_is_waited_for_as_long(rig: TieringHarness) ->
     rig.cache.unpin(pinned)
     rig.bring_up()
     assert look_up(rig, space, 2, keys_of(*range(4, 8))) == bytes([READY] * 4)
-    assert rig.tiering.disks.failures == {"no_space": 4}
+    assert rig.source.failures == {"no_space": 4}
     rig.cache.end_session(1)
     rig.check()
 
@@ -485,7 +629,7 @@ def test_invalidated_keys_leave_a_long_queue_at_once(rig: TieringHarness) -> Non
     space, count = rig.open(), 8192
     rig.put_in_tier(space, keys_of(*range(count)))
     look_up(rig, space, 1, keys_of(*range(count)))
-    queued = next(iter(rig.tiering.disks._wanted)).queue
+    queued = next(iter(rig.source._wanted)).queue
     assert len(queued) == count
     rig.cache.invalidate(space, [(0, keys_of(*reversed(range(count))))])
     assert not queued
@@ -508,7 +652,7 @@ def test_a_request_that_has_space_again_waits_for_its_turn_only(rig: TieringHarn
         rig.tiering.tick()
         rig.clock.now += 0.5 * QUIET.deadline_s
         rig.tier.end(next(iter(rig.tier.jobs)))
-    assert not rig.tiering.disks.failures
+    assert not rig.source.failures
     assert look_up(rig, space, 3, keys_of(*range(24))) == bytes([READY] * 24)
 
 
@@ -529,15 +673,19 @@ def test_many_requests_without_space_keep_none_that_fits_waiting() -> None:
     """Only so many wait; the others fail at once, some in each tick."""
     rig = TieringHarness(settings=QUIET, regions=8)
     space, count = rig.open(), 3 * MAX_WITHOUT_SPACE
-    keys = keys_of(*range(3 * count + 1))
+    keys = keys_of(*range(4 * count + 1))
     rig.put_in_tier(space, keys)
     pin_others(rig, space, *range(10**6, 10**6 + 26))
     for number in range(count):
-        look_up(rig, space, number + 1, keys_of(*range(3 * number, 3 * number + 3)), session=number + 1)
-    look_up(rig, space, count + 1, keys_of(3 * count), session=count + 1)
+        look_up(rig, space, number + 1, keys_of(*range(4 * number, 4 * number + 4)), session=number + 1)
+    look_up(rig, space, count + 1, keys_of(4 * count), session=count + 1)
     rig.tiering.tick()
     rig.tier.end_all()
-    assert look_up(rig, space, count + 2, keys_of(3 * count)) == bytes([READY])
+    assert look_up(rig, space, count + 2, keys_of(4 * count)) == bytes([READY])
     rig.tiering.tick()
-    assert rig.tiering.disks.failures == {"no_space": 3 * (count - MAX_WITHOUT_SPACE)}
-    assert rig.tiering.disks.queued_blocks == 3 * MAX_WITHOUT_SPACE
+    failed = rig.source.failures
+    assert failed == {"no_space": ENDED_AT_ONCE}, "what one tick does is bounded"
+    while rig.tiering.background():
+        assert failed["no_space"] % ENDED_AT_ONCE == 0
+    assert failed == {"no_space": 4 * (count - MAX_WITHOUT_SPACE)}
+    assert rig.source.queued_blocks == 4 * MAX_WITHOUT_SPACE

@@ -47,8 +47,8 @@ class TieringMachine(RuleBasedStateMachine):
         self.stored: set[tuple[bytes, bytes]] = set()
         """What was stored since it was dropped last: only that may be ready, or in a tier."""
         self.leases = 0
-        self.spent = dict.fromkeys(map(id, self.rig.tiering.sources), 0)
-        """By source, bytes of writes that ended otherwise than with PRESENT."""
+        self.spent = dict.fromkeys(map(id, self.rig.tiering.writers), 0)
+        """By writer, bytes of writes that ended otherwise than with PRESENT."""
         self.unshared: dict[bytes, set[Job]] = {}
         """By fingerprint, the writes to stores that had begun by then."""
 
@@ -196,8 +196,8 @@ class TieringMachine(RuleBasedStateMachine):
 
     def end(self, tier: FakeTier, job: Job, fault: Result | None) -> None:
         if job.block is not None and fault is not Result.PRESENT:
-            (source,) = [source for source in self.rig.tiering.sources if tier in source.tiers]
-            self.spent[id(source)] += job.group.nbytes
+            (writer,) = [writer for writer in self.rig.tiering.writers if tier in writer._tiers]
+            self.spent[id(writer)] += job.group.nbytes
         tier.end(job, fault=None if fault is Result.DONE else fault)
 
     @precondition(lambda self: self.rig.tier.blocks)
@@ -265,9 +265,8 @@ class TieringMachine(RuleBasedStateMachine):
                 assert begun is None or job.block is None or job in begun, "an engine reset it"
         reserved = [one for source in self.rig.tiering.sources for one in source._wanted if one.is_reserved]
         held = sum((len(one.queue) + one.under_way) * one.block_bytes for one in reserved)
-        assert self.rig.cache.reserved_bytes == held
-        for source, writer in zip(self.rig.tiering.sources, self.rig.tiering.writers, strict=True):
-            budget = writer.budget
+        assert self.rig.cache.reserved_bytes == held == sum(one.reserved_bytes for one in self.rig.tiering.sources)
+        for source in self.rig.tiering.sources:
             most = max(pool // 8, 2 * UNIT)
             assert source.under_way_bytes <= most
             held = source.under_way_bytes + source._given_up_bytes
@@ -279,8 +278,10 @@ class TieringMachine(RuleBasedStateMachine):
             assert len(names) == len(set(names)), "two fills of one key"
             assert source.queued_blocks == len(queued) == source._queued_by.total()
             assert all(fill.leases for fill in queued), "nobody waits for it"
+        for writer in self.rig.tiering.writers:
+            budget = writer.budget
             assert writer.under_way_bytes <= pool // 16 + 2 * UNIT
-            spent = self.spent[id(source)] + writer.under_way_bytes
+            spent = self.spent[id(writer)] + writer.under_way_bytes
             assert budget.spent_bytes <= spent, "what was not written is given back"
             assert not budget._bound or spent <= budget._bound + budget._rate * (self.rig.clock() - 1000.0) + 2 * UNIT
 

@@ -400,7 +400,8 @@ def test_the_rest_of_the_first_filling_is_no_budget() -> None:
 
 def test_without_disks_nothing_waits_for_them() -> None:
     rig = TieringHarness(settings=TieringSettings(), regions=8)
-    rig.tiering.disks.tiers.clear()
+    rig.tiering.sources.clear()
+    rig.tiering._disk_tiers.clear()
     space = rig.open()
     rig.put(space, keys_of(1, 2))
     assert not rig.tiering.disk_writer.waiting

@@ -35,7 +35,7 @@ def every_node_closes() -> Iterator[None]:
 @pytest.fixture
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """A shared store that failed is probed soon again."""
-    monkeypatch.setattr("kvoffd.tiers.shared.PAUSE_S", 0.15)
+    monkeypatch.setattr("kvoffd.tiers.breaker.PAUSE_S", 0.15)
 
 
 @pytest.fixture

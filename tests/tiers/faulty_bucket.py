@@ -9,8 +9,14 @@ from collections.abc import Callable, Iterable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import chain
 from math import inf
+from random import Random
 
 from tests.kit.closing import ServerThread
+
+
+class Server(ThreadingHTTPServer):
+    request_queue_size = 128
+    """A store connects 64 times at once; a SYN that finds the queue full is sent again a second later."""
 
 
 class FaultyBucket(ServerThread):
@@ -23,8 +29,12 @@ class FaultyBucket(ServerThread):
         cut_after: bytes of an object after which it closes the connection; ``cuts`` times.
         chunks: what is sent of an object, in chunks; its length is sent beside, as no server should.
         errors: status and code that requests of a method get.
+        refused_part: part of the requests that are told to come more slowly, in an order that is always the same.
+        busy_paths: objects of which all requests are.
+        refused: how many of each method were.
         kept: the code with which each object stays that one request is to remove with others.
         requests: how many of each method it was given.
+        authorization: by which the last was signed.
     """
 
     def __init__(self) -> None:
@@ -35,8 +45,12 @@ class FaultyBucket(ServerThread):
         self.cuts = inf
         self.chunks: Callable[[bytes], Iterable[bytes]] | None = None
         self.errors: dict[str, tuple[int, str]] = {}
+        self.refused_part, self._random = 0.0, Random(0)
+        self.busy_paths: set[str] = set()
+        self.refused: Counter[str] = Counter()
         self.kept = ""
         self.requests: Counter[str] = Counter()
+        self.authorization = ""
         bucket = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -79,9 +93,13 @@ class FaultyBucket(ServerThread):
             def serve(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
                 bucket.requests[self.command] += 1
+                bucket.authorization = self.headers.get("Authorization", "")
                 time.sleep(bucket.delay_s)
                 path = self.path.partition("?")[0]
-                if self.command in bucket.errors:
+                if path in bucket.busy_paths or bucket._random.random() < bucket.refused_part:
+                    bucket.refused[self.command] += 1
+                    self.refuse(503, "SlowDown")
+                elif self.command in bucket.errors:
                     self.refuse(*bucket.errors[self.command])
                 elif self.command == "PUT":
                     bucket.values[path] = body
@@ -103,7 +121,7 @@ class FaultyBucket(ServerThread):
 
             do_GET = do_HEAD = do_PUT = do_POST = serve
 
-        super().__init__(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
+        super().__init__(Server(("127.0.0.1", 0), Handler))
 
     def refuse_writes(self, answer: tuple[int, str]) -> None:
         self.errors["PUT"] = answer

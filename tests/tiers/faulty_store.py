@@ -24,6 +24,7 @@ class FaultyStore(ServerThread):
         answering: while it is cleared, no answer is sent.
         spoil: changes a value on its way to a client.
         cut_after: bytes of a value after which it closes the connection; ``cuts`` times.
+        busy: what commands get that read or write these keys, which the server is too busy for.
         error: what every command gets, such as ``LOADING ...``.
         forced: what commands get, byte for byte, whatever they ask for.
         forced_values: what is got of values that are asked for, byte for byte.
@@ -40,6 +41,7 @@ class FaultyStore(ServerThread):
         self.cut_after: int | None = None
         self.cuts = inf
         self.error = ""
+        self.busy: Values = {}
         self.forced: Values = {}
         self.forced_values: Values = {}
         self.surplus = b""
@@ -80,6 +82,8 @@ class FaultyStore(ServerThread):
         name, arguments = words[0], words[1:]
         if self.error:
             connection.sendall(f"-{self.error}\r\n".encode(errors="surrogateescape"))
+        elif arguments and arguments[0] in self.busy:
+            connection.sendall(self.busy[arguments[0]])
         elif name in self.forced:
             connection.sendall(self.forced[name])
         elif name == b"GET":

@@ -100,9 +100,9 @@ class SharedConformance:
             monkeypatch.setattr(time, "time", lambda off=off: now() + off)
             raised = rig.raise_generation(ONE)
             assert not raised.problem
-            rig.tier.fleet.take_voided()
+            rig.take_voided()
             other.until(lambda other=other: other.ask_anew(block) == [Answer.NO])
-            assert other.tier.fleet.take_voided() == {ONE}
+            assert other.take_voided() == {ONE}
 
     def test_nothing_is_written_twice(self, node: Nodes) -> None:
         ours, theirs = node(), node()

@@ -12,8 +12,9 @@ from random import Random
 from typing import ClassVar
 
 from kvoffd.pool.checksums import digest
+from kvoffd.tiers.generations import Generations, Resets
 from kvoffd.tiers.header import Block, BlockGroup, make_block_group
-from kvoffd.tiers.shared import FleetGenerations, Raise, SharedTier
+from kvoffd.tiers.shared import Raise, SharedTier
 from kvoffd.tiers.store import Credentials, object_key, open_store
 from kvoffd.tiers.tier import Result, Tier
 from tests.kit.waiting import wait_until
@@ -71,7 +72,7 @@ class SharedRig:
             post=self._posted.put,
             listener=self,
             ask_deadline_s=ask_deadline_s,
-            fleet=FleetGenerations(generations),
+            generations=Generations(Resets(fleet={"": dict(generations or {})})),
         )
 
     def blocks_stored(self, tier: Tier, group: BlockGroup, keys: Sequence[bytes]) -> None:
@@ -133,9 +134,16 @@ class SharedRig:
 
     def raise_generation(self, fingerprint: bytes) -> Raise:
         """Make all of a namespace void for all nodes; ended, with what went wrong."""
-        one = self.tier.raise_generation(fingerprint, self.tier.fleet.next(fingerprint))
+        one = self.tier.raise_generation(fingerprint, self.tier.generations.next_of_all(fingerprint))
         self.until(lambda: one.ended)
         return one
+
+    def take_voided(self) -> set[bytes]:
+        """Follow what was voided for all nodes; return the namespaces."""
+        found = {*self.tier.generations.voided}
+        for fingerprint in found:
+            self.tier.generations.followed(fingerprint)
+        return found
 
     def question(
         self, keys: Sequence[bytes], *, prefix: bool, fingerprint: bytes = ONE, length: int = 5000
@@ -160,10 +168,10 @@ class SharedRig:
         """Forget all answers."""
         self.tier._answers.clear()
 
-    def ask_anew(self, *blocks: Block) -> list[Answer]:
+    def ask_anew(self, *blocks: Block, prefix: bool = False) -> list[Answer]:
         """Ask, whatever was answered before."""
         self.forget()
-        return self.ask(*blocks)
+        return self.ask(*blocks, prefix=prefix)
 
     def begin_read(self, block: Block, patience_s: float = 5.0, slot: int = 8) -> list[Result] | None:
         """Begin to read into slots from ``slot`` on; the list gets the result."""

@@ -59,7 +59,7 @@ class FileOfDevice(StateFile):
 
 class Generations(dict[bytes, int]):
     def __init__(self, state: State) -> None:
-        self.get = lambda fingerprint, _: state.generation(fingerprint)  # type: ignore[method-assign,assignment]
+        self.get = lambda fingerprint, _: state.generations.of(fingerprint)  # type: ignore[method-assign,assignment]
 
 
 class ClearedRig(DiskRig):
@@ -73,14 +73,14 @@ class ClearedRig(DiskRig):
         self.generations = Generations(self.state)
         super().open()
         for fingerprint, generation in self.tier.found_generations.items():
-            if not self.state.accept(fingerprint, generation):
+            if not self.state.generations.accept(fingerprint, generation):
                 self.tier.remove_all(fingerprint)
         self.work()
 
     def live(self, answered: dict[bytes, int], versions: dict[tuple[bytes, int], int]) -> None:
         """Store, invalidate and clear, until that ends or the daemon does."""
         for version in range(CLEARS):
-            groups = [make_block_group(name, self.state.generation(name), 0, [12_000]) for name in (ONE, OTHER)]
+            groups = [make_block_group(name, self.state.generations.of(name), 0, [12_000]) for name in (ONE, OTHER)]
             for group in groups:
                 versions[group.fingerprint, group.generation] = version
                 self.write(*(block_of(number, group, version=version) for number in range(BLOCKS)), version=version)
@@ -88,12 +88,12 @@ class ClearedRig(DiskRig):
             writing = block_of(1, groups[0], version=version)
             self.begin_write(writing, version)
             if version % 2:
-                self.state.raise_all()
+                self.state.generations.void_here(None)
                 self.tier.remove_all(None)
             else:
-                self.state.raise_generation(ONE)
+                self.state.generations.void_here(ONE)
                 self.tier.remove_all(ONE)
-            answered.update({name: self.state.generation(name) for name in (ONE, OTHER)})
+            answered.update({name: self.state.generations.of(name) for name in (ONE, OTHER)})
             self.listener.blocks = {(group.tag, key) for group, key in names_of(self.tier)}
             self.work()
 
@@ -127,7 +127,7 @@ def test_nothing_that_was_cleared_is_there_for_the_next_daemon() -> None:
                 there = list(names_of(rig.tier))
                 came_back += len(there)
                 for group in {group for group, _ in there}:
-                    assert group.generation == rig.state.generation(group.fingerprint)
+                    assert group.generation == rig.state.generations.of(group.fingerprint)
                     assert group.generation >= answered.get(group.fingerprint, 0), "it was cleared"
                     version = versions[group.fingerprint, group.generation]
                     for number in range(BLOCKS):

@@ -14,7 +14,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
+from hashlib import blake2b
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -22,6 +23,8 @@ from unittest.mock import Mock
 import msgspec
 import numpy as np
 import pytest
+import zmq
+from zmq.utils import z85
 
 from kvoffd.pool.checksums import digest
 from kvoffd.pool.memory import PoolMemory
@@ -32,8 +35,10 @@ from kvoffd.tiers.peers import (
     FREE,
     GENERATION_BYTES,
     MAX_MESSAGE_BYTES,
+    PIN,
     READ,
     RELEASE,
+    SLICE_BYTES,
     SLICES,
     START_S,
     HelperSettings,
@@ -305,6 +310,116 @@ def test_an_answer_does_not_wait_for_a_thread_that_waits_for_a_helper_that_hangs
     finally:
         os.kill(helper.pid, signal.SIGKILL)
         thread.join()
+
+
+def test_an_answer_that_a_busy_helper_does_not_accept_at_once_is_sent_later(lender: Lender, reader: Reader) -> None:
+    """Else the asker would wait for its whole patience."""
+    answer, late = lender.answer, threading.Event()
+
+    def busy(route: bytes, ident: int, kind: int, payload: bytes) -> None:
+        os.kill(lender.helper.pid, signal.SIGSTOP)
+        while lender.helper.send(frame(FREE, 0, 0, bytes(MAX_MESSAGE_BYTES // 2))):
+            pass
+        answer(route, ident, kind, payload)
+        late.set()
+        os.kill(lender.helper.pid, signal.SIGCONT)
+
+    lender.helper._on_request = busy
+    reader.stores[0].ping(time.monotonic() + PATIENCE_S)
+    assert late.is_set()
+
+
+class RawPeer:
+    """A peer that says what a test wants."""
+
+    def __init__(self, port: int) -> None:
+        secret = z85.encode(blake2b(SECRET, digest_size=32, person=b"kvoffd peers").digest())
+        self._context = zmq.Context()
+        self.socket = self._context.socket(zmq.DEALER)
+        self.socket.linger = 0
+        self.socket.curve_secretkey = secret
+        self.socket.curve_publickey = self.socket.curve_serverkey = zmq.curve_public(secret)
+        self.socket.connect(f"tcp://127.0.0.1:{port}")
+
+    def say(self, kind: int, ident: int, payload: bytes = b"") -> None:
+        self.socket.send_multipart([bytes([kind]), ident.to_bytes(8, "little"), payload])
+
+    def close(self) -> None:
+        self._context.destroy(0)
+
+
+@pytest.fixture
+def raw_peer(lender: Lender) -> Iterator[RawPeer]:
+    with closing(RawPeer(lender.port)) as peer:
+        yield peer
+
+
+def pin_of(number: int) -> bytes:
+    return msgspec.msgpack.encode(Pin(peers.Find(b"f" * 32, 0, 0, 8, number.to_bytes(8, "big")), [SIZE]))
+
+
+def test_what_was_lent_is_returned_by_a_peer_that_has_asked_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its blocks would stay pinned until the lease's deadline."""
+    monkeypatch.setattr(peer_helper, "REQUESTS_PER_S", 0)
+    monkeypatch.setattr(peer_helper, "BURST", 3)
+    with closing(Lender()) as lender, closing(RawPeer(lender.port)) as peer:
+        for ident in (1, 2, 3, 4):
+            peer.say(PIN, ident, pin_of(ident))
+        wait_until(lambda: len(lender.lent) == 3)
+        for ident in (3, 2, 1):
+            peer.say(RELEASE, ident)
+        wait_until(lambda: not lender.lent)
+
+
+def test_an_id_that_a_peer_repeats_is_one_request(lender: Lender, raw_peer: RawPeer) -> None:
+    """Else as many would be in progress as it likes, however few all peers may have."""
+    asked: list[int] = []
+    lender.helper._on_request = lambda route, ident, kind, payload: asked.append(ident)
+    for _ in range(10):
+        raw_peer.say(FIND, 1)
+    raw_peer.say(FIND, 2)
+    wait_until(lambda: 2 in asked)
+    assert asked == [1, 2]
+
+
+def test_an_id_that_a_peer_repeats_keeps_no_later_one_from_being_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    helper, clock = object.__new__(peer_helper.Helper), Mock(return_value=0.0)
+    monkeypatch.setattr(peer_helper, "time", SimpleNamespace(monotonic=clock))
+    helper._lent, helper._in_flight, helper._spent, helper._spent_since = {}, {}, Counter(), 0.0
+    helper._to_daemon = Mock()  # type: ignore[method-assign]
+    router = Mock(get=Mock(side_effect=lambda _: zmq.POLLIN if messages else 0))
+    router.recv_multipart = lambda _: messages.pop(0)
+    for now, idents in ((0.0, (1, 2)), (0.9 * peer_helper.LEASE_S, (1,)), (1.1 * peer_helper.LEASE_S, ())):
+        clock.return_value = now
+        messages = [[b"route", bytes([PIN]), ident.to_bytes(8, "little"), b""] for ident in idents]
+        helper._forget(now)
+        helper._requests(router)
+    assert list(helper._lent) == [(b"route", 1)]
+
+
+def test_whole_shards_have_their_checksums_though_a_part_of_another_comes_before_them() -> None:
+    """It is the rest of one that one read cannot bring."""
+    sizes = SLICE_BYTES + 4096, 8192, 300, 65_536
+    memory = PoolMemory.create(sum(-(-size // 64) * 64 for size in sizes), "pool")
+    data, views, at = np.random.default_rng(1), [], 0
+    for size in sizes:
+        views.append(memory.buffer[at : at + size])
+        at += -(-size // 64) * 64
+    source = data.integers(0, 256, sum(sizes), np.uint8).tobytes()
+    landing = PoolMemory.create(SLICE_BYTES, "landing")
+    pieces = [peers._Piece(sum(sizes[:n]), view) for n, view in enumerate(views)]
+    helper = Mock(landing_address=landing.segment.address, life=0)
+    helper.wait.return_value = b"\0"
+    store = PeerStore(helper, 0)
+    for part in peers._parts(pieces):
+        part.call = Mock(life=0)
+        where = np.frombuffer(part.where, np.uint64).reshape(-1, 2).tolist()
+        read = b"".join(source[offset : offset + length] for offset, length in where)
+        landing.buffer[: len(read)] = read
+        store._land(part, 0.0)
+    assert memory.buffer[: sizes[0]] == source[: sizes[0]]
+    assert [piece.checksum for piece in pieces] == [0, *(digest(view) for view in views[1:])]
+    assert [piece.left for piece in pieces] == [0] * 4
 
 
 def test_a_lease_that_is_too_short_gives_nothing(lender: Lender, reader: Reader) -> None:

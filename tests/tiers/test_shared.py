@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
+from kvoffd.tiers.generations import Generations, Resets
 from kvoffd.tiers.redis_cluster import slot_of
 from kvoffd.tiers.redis_store import CONNECT_S, NEEDED_COMMANDS, Redis
-from kvoffd.tiers.shared import MAX_REMOVALS, MAX_WRITES, FleetGenerations
-from kvoffd.tiers.store import Credentials, StoreError, generation_key, open_store
+from kvoffd.tiers.shared import MAX_REMOVALS, MAX_WRITES
+from kvoffd.tiers.store import UNKEPT, Credentials, StoreError, generation_key, open_store
 from kvoffd.tiers.tier import Result
 from tests.kit.redis_server import Certificate, RedisServer
 from tests.tiers.faulty_store import FaultyStore
@@ -237,6 +238,59 @@ def test_errors_are_misses_with_a_sentence(store: FaultyStore, rig: SharedRig, e
     rig.until(lambda: rig.tier.available(), 5.0)
 
 
+BUSY = (
+    b"-BUSY Redis is busy running a script. You can only call SCRIPT KILL or SHUTDOWN NOSAVE.\r\n",
+    b"-LOADING Redis is loading the dataset in memory\r\n",
+)
+
+
+@pytest.mark.parametrize("answer", BUSY, ids=["busy", "loading"])
+def test_what_a_busy_server_answers_counts(store: FaultyStore, rig: SharedRig, answer: bytes) -> None:
+    """As where a script begins in the middle of a batch."""
+    blocks = rig.store_some(5)
+    store.busy = {name_of(blocks[3], 0): answer}
+    for _ in range(3):
+        assert rig.ask_anew(*blocks) == [Answer.YES, Answer.YES, Answer.YES, Answer.NO, Answer.YES]
+    store.busy = {}
+    assert rig.ask_anew(*blocks) == [Answer.YES] * 5
+    store.busy = {name_of(blocks[3], 0): answer}
+    ends = [rig.begin_read(block, slot=8 + at) for at, block in enumerate(blocks)]
+    rig.until(lambda: all(ends))
+    assert ends == [[DONE], [DONE], [DONE], [Result.FAILED], [DONE]]
+    assert set(rig.kinds) == {"busy"}
+    assert rig.tier.breaker.opened == 0
+
+
+LIMIT = b"CONFIG SET maxclients %d\r\n"
+
+
+@pytest.mark.parametrize("fault", ["a script", "maxclients"])
+def test_a_server_that_is_busy_for_a_while_serves_again(fault: str) -> None:
+    with RedisServer() as server:
+        rig = SharedRig(server.url).reachable()
+        rig.store(block := rig.block(1))
+        server.command("CONFIG", "SET", "busy-reply-threshold", "1")
+        with socket.create_connection(("127.0.0.1", server.port)) as other:
+            if fault == "a script":
+                other.sendall(b"EVAL 'while true do end' 0\r\n")
+                rig.until(lambda: server.command("PING").startswith(b"-BUSY"))
+            else:
+                other.sendall(LIMIT % 1)
+                assert other.recv(99) == b"+OK\r\n"
+                for store in rig.tier._stores:
+                    store.interrupt()
+            while rig.tier.available():
+                assert rig.ask_anew(block) == [Answer.NO]
+            assert rig.kinds["busy"] > 0
+            assert set(rig.kinds) <= {"busy", "disconnected"}
+            if fault == "a script":
+                server.command("SCRIPT", "KILL")
+            else:
+                other.sendall(LIMIT % 1000)
+            rig.until(lambda: rig.ask_anew(block) == [Answer.YES])
+            assert rig.load(block) is DONE
+
+
 def test_no_more_is_queued_than_the_bounds_allow(store: FaultyStore, rig: SharedRig) -> None:
     store.answering.clear()
     block = rig.block(1)
@@ -276,7 +330,7 @@ def test_memory_of_namespaces_is_bounded(rig: SharedRig, monkeypatch: pytest.Mon
         block = rig.block(1, fingerprint=fingerprint)
         assert rig.ask(block) == [Answer.NO]
     assert list(rig.tier._polled_at) == asked[-10:]
-    assert not list(rig.tier.fleet), "none was raised"
+    assert not list(rig.tier.generations), "none was raised"
 
 
 def test_a_raised_generation_makes_all_void_and_is_not_lowered(store: FaultyStore, rig: SharedRig) -> None:
@@ -287,7 +341,7 @@ def test_a_raised_generation_makes_all_void_and_is_not_lowered(store: FaultyStor
     rig.forget()
     assert rig.ask(block) == [Answer.NO]
     assert rig.write(block) is None, "the pool's blocks are of the generation before until somebody has dropped them"
-    assert rig.tier.fleet.take_voided() == {ONE}
+    assert rig.take_voided() == {ONE}
     rig.store(block)
     assert name_of(block, 7) in store.values
     del store.values[own_key]
@@ -303,20 +357,44 @@ def test_a_peer_that_has_the_raised_number_already_is_not_asked_for_one_more(
     """It would drop what was stored since. In a store the number is another node's, and blocks have its name."""
     monkeypatch.setattr(Redis, "follows", follows)
     rig.store(rig.block(1))
-    raised = rig.tier.fleet.next(ONE)
+    raised = rig.tier.generations.next_of_all(ONE)
     store.values[generation_key(ONE)] = b"%d" % raised
     one = rig.tier.raise_generation(ONE, raised)
     rig.until(lambda: one.ended)
     assert not one.problem
     assert store.values[generation_key(ONE)] == b"%d" % (raised + (not follows))
-    assert rig.tier.fleet.of(ONE) == raised + (not follows)
+    assert rig.tier.generations.fleet(ONE) == raised + (not follows)
+
+
+@pytest.mark.parametrize("follows_after", [3, None])
+def test_a_peer_that_has_not_followed_is_asked_again_and_holds_no_question_up(
+    rig: SharedRig, monkeypatch: pytest.MonkeyPatch, follows_after: int | None
+) -> None:
+    monkeypatch.setattr(Redis, "follows", True)
+    monkeypatch.setattr("kvoffd.tiers.shared.RAISE_S", 2.0)
+    rig.store(block := rig.block(1, fingerprint=OTHER))
+    right, calls = rig.tier._store.raise_generation, count(1)
+
+    def unkept(*arguments: Any) -> int:
+        if (number := next(calls)) == follows_after:
+            return right(*arguments)
+        raise StoreError(UNKEPT, f"It has not, {number} times.")
+
+    monkeypatch.setattr(rig.tier._store, "raise_generation", unkept)
+    one = rig.tier.raise_generation(ONE, rig.tier.generations.next_of_all(ONE))
+    rig.until(lambda: bool(one.problem))
+    assert not one.ended
+    assert rig.ask_anew(block) == [Answer.YES], "while it is asked again"
+    rig.until(lambda: one.ended)
+    assert ("times" in one.problem) is (follows_after is None)
+    assert (rig.tier.refusal, rig.kinds, rig.tier.breaker.opened) == ("", {}, 0), "it refuses nothing"
 
 
 def test_what_one_store_voids_is_not_read_from_another(store: FaultyStore, rig: SharedRig) -> None:
     """Its blocks may have come from there, and would be written to the first one's new generation."""
     with FaultyStore() as second:
         other = SharedRig(second.url).reachable()
-        other.tier.fleet = rig.tier.fleet
+        other.tier.generations = rig.tier.generations
         other.store(block := rig.block(1))
         store.values[generation_key(ONE)] = b"7"
         rig.ask(rig.block(2))
@@ -352,7 +430,7 @@ def test_a_new_node_follows_the_first_generation_it_sees(store: FaultyStore) -> 
     rig = SharedRig(store.url, generations={OTHER: 7}).reachable()
     rig.ask(rig.block(1))
     rig.ask(rig.block(1, fingerprint=OTHER))
-    assert rig.tier.fleet.take_voided() == {ONE}
+    assert rig.take_voided() == {ONE}
 
 
 BAD_GENERATIONS = [b"x", b"-1", b"9" * 18, b"9" * 19, b"9" * 600]
@@ -399,15 +477,15 @@ def test_no_number_of_a_store_is_followed_unchecked(
     else:
         assert rig.raise_generation(ONE).problem
     assert rig.kinds == {"generation": 1}
-    assert rig.tier.fleet.of(ONE) in (0, 7)
+    assert rig.tier.generations.fleet(ONE) in (0, 7)
     assert rig.ask_anew(rig.block(2)) == [Answer.NO]
-    assert rig.tier.fleet.of(ONE) < 10**17
+    assert rig.tier.generations.fleet(ONE) < 10**17
     assert int(store.values[generation_key(ONE)]) < 10**17
 
 
 def test_a_number_that_no_node_can_raise_is_forgotten_at_the_start() -> None:
     """An earlier release kept one that a store had shown."""
-    assert dict(FleetGenerations({ONE: 10**18 - 1, OTHER: 7})) == {OTHER: 7}
+    assert dict(Generations(Resets(fleet={"": {ONE: 10**18 - 1, OTHER: 7}}))) == {OTHER: 7}
 
 
 def test_a_thread_that_hangs_opens_the_breaker(

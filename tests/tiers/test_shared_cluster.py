@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import socket
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -261,7 +262,7 @@ def test_without_one_master_the_others_are_read(masters: RedisCluster, fault: si
     masters.servers[(victim + 1) % 3].signal(signal.SIGSTOP)
     late = SharedRig(masters.url, ask_deadline_s=0.2).reachable()
     found: list[Answer] = []
-    late.until(lambda: found.extend(late.ask_anew(*blocks)) or late.tier.fleet.of(ONE) > 0)  # type: ignore[func-returns-value]
+    late.until(lambda: found.extend(late.ask_anew(*blocks)) or late.tier.generations.fleet(ONE) > 0)  # type: ignore[func-returns-value]
     assert Answer.YES not in found, "a reset that one master has not seen"
     masters.servers[(victim + 1) % 3].signal(signal.SIGCONT)
 
@@ -363,6 +364,36 @@ def test_a_slot_that_moves_with_a_generation_in_it_hides_nothing() -> None:
         copies = [server.command("KEYS", "*/generation/*")[:2] for server in cluster.servers]
         assert copies == [b"*0", b"*1", b"*2"], "nobody has written one anew"
         end_move(cluster, slot_of(first), 1)
+
+
+def test_a_copy_of_a_generation_that_is_behind_is_raised() -> None:
+    """As after a failover to a replica that was behind: it may be the last that is left."""
+    with RedisCluster() as cluster:
+        rig = SharedRig(cluster.url, generations={ONE: 7}).reachable()
+        rig.ask(rig.block(0))  # writes what the cluster forgot
+        copy, *_ = copies_of(generation_key(ONE))
+        name = copy.decode()
+        (owner,) = [server for server in cluster.servers if server.command("SET", name, "5") == b"+OK\r\n"]
+        rig.until(lambda: rig.ask_anew(rig.block(0)) == [Answer.NO] and owner.command("GET", name) == b"$1\r\n7\r\n")
+
+
+def test_a_master_that_is_busy_costs_its_own_keys() -> None:
+    with RedisCluster() as cluster:
+        rig = SharedRig(cluster.url).reachable()
+        blocks = rig.store_some(12)
+        busy = cluster.servers[1]  # the URL names the first
+        busy.command("CONFIG", "SET", "busy-reply-threshold", "1")
+        with socket.create_connection(("127.0.0.1", busy.port)) as script:
+            script.sendall(b"EVAL 'while true do end' 0\r\n")
+            rig.until(lambda: busy.command("PING").startswith(b"-BUSY"))
+        ends = [rig.begin_read(block, slot=8 + at) for at, block in enumerate(blocks)]
+        rig.until(lambda: all(ends))
+        assert [end == [DONE] for end in ends] == [home_of(block) != 1 for block in blocks]
+        rig.tier._store._down_until.clear()  # as if this connection had not met it yet
+        assert [one is Answer.YES for one in rig.ask_anew(*blocks)] == [home_of(block) != 1 for block in blocks]
+        assert rig.tier.breaker.opened == 0
+        busy.command("SCRIPT", "KILL")
+        rig.until(lambda: rig.ask_anew(*blocks) == [Answer.YES] * 12)
 
 
 @pytest.mark.parametrize("fault", ["killed", "takes turns"])

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import itertools
 import shutil
+import ssl
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Self
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
 from kvoffd.tiers.store import Credentials, generation_key
 from kvoffd.tiers.tier import Result
 from tests.kit.cases import case
+from tests.kit.closing import ServerThread
 from tests.kit.require import require
 from tests.kit.s3_server import BUCKET, PLACES, START_S, S3Server
 from tests.kit.waiting import wait_until
 from tests.tiers.faulty_bucket import FaultyBucket
 from tests.tiers.shared_conformance import FaultConformance, SharedConformance
-from tests.tiers.shared_rig import ONE, Answer, SharedRig, key_of, name_of
+from tests.tiers.shared_rig import ONE, SLOTS, Answer, SharedRig, key_of, name_of
 
 pytest.importorskip("obstore")
 from kvoffd.tiers import s3_store as s3
@@ -28,6 +34,8 @@ from kvoffd.tiers.s3_store import NO_KEYS, S3, open_bucket, open_s3
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
 DONE = Result.DONE
+POLLS = 3
+"""Requests for a namespace's generation, or of a probe, that may come between."""
 RCLONE = shutil.which("rclone", path=PLACES)
 
 
@@ -305,6 +313,70 @@ def test_why_a_bucket_cannot_be_reached_is_reported(
 # --- a real server ----------------------------------------------------------------------------------
 
 
+class TokenService(ServerThread):
+    """Exchanges web identities for keys that end before obstore believes in them for long.
+
+    Attributes:
+        tokens: the web identities that it was shown.
+    """
+
+    def __init__(self, cert: str, key: str) -> None:
+        self.tokens: list[str] = []
+        service = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *_: object) -> None: ...
+
+            def do_POST(self) -> None:
+                asked = parse_qs(self.rfile.read(int(self.headers.get("Content-Length", 0))).decode())
+                asked |= parse_qs(urlsplit(self.path).query)
+                service.tokens += asked["WebIdentityToken"]
+                until = datetime.now(UTC) + timedelta(seconds=60)
+                fields = {
+                    "AccessKeyId": f"key{len(service.tokens)}",
+                    "SecretAccessKey": "secret",
+                    "SessionToken": "session",
+                    "Expiration": f"{until:%Y-%m-%dT%H:%M:%SZ}",
+                }
+                text = "".join(f"<{name}>{value}</{name}>" for name, value in fields.items())
+                for name in ("Credentials", "AssumeRoleWithWebIdentityResult", "AssumeRoleWithWebIdentityResponse"):
+                    text = f"<{name}>{text}</{name}>"
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(cert, key)
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        super().__init__(server)
+
+
+def test_keys_of_a_web_identity_are_renewed(
+    certificate: tuple[str, str, str], bucket: FaultyBucket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As of a role of a Kubernetes service account, whose keys end after an hour and whose token is replaced too."""
+    authority, cert, key = certificate
+    (token := tmp_path / "token").write_text("first")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    with TokenService(cert, key) as service:
+        monkeypatch.setenv("SSL_CERT_FILE", authority)
+        monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(token))
+        monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::1:role/role")
+        monkeypatch.setenv("AWS_ENDPOINT_URL_STS", f"https://localhost:{service.port}")
+        rig = SharedRig(bucket.url, ask_deadline_s=3.0).reachable()
+        rig.store(block := rig.block(1))
+        before = len(service.tokens)
+        token.write_text("second")
+        rig.until(lambda: rig.ask_anew(block) == [Answer.YES] and "second" in service.tokens)
+        assert set(service.tokens[:before]) == {"first"}
+        rig.until(lambda: rig.ask_anew(block) == [Answer.YES] and f"key{len(service.tokens)}" in bucket.authorization)
+        assert rig.load(block) is DONE
+        assert not rig.kinds
+
+
 def test_over_tls_the_server_is_verified(certificate: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     authority, cert, key = certificate
     with S3Server(("-c", cert, "-k", key), "https") as server:
@@ -314,3 +386,56 @@ def test_over_tls_the_server_is_verified(certificate: tuple[str, str, str], monk
         monkeypatch.setenv("SSL_CERT_FILE", authority)
         rig = SharedRig(server.url)
         rig.until(lambda: rig.kinds["bucket"] > 0, 10.0)
+
+
+@pytest.mark.parametrize("part", [0.01, 0.03, 0.1])
+def test_a_bucket_that_wants_fewer_requests_is_asked_again_for_what_it_refused_alone(
+    bucket: FaultyBucket, part: float
+) -> None:
+    rig = SharedRig(bucket.url, ask_deadline_s=3.0).reachable()
+    blocks = rig.store_some(60)
+    bucket.delay_s, bucket.refused_part = 0.05, part
+    bucket.requests.clear()
+    found = read = 0
+    for number in range(12):
+        answers = rig.ask_anew(*blocks, prefix=number % 2 == 0)
+        found += answers.count(Answer.YES)
+    rig.ask_anew(*blocks)
+    gets, refused = bucket.requests["GET"], bucket.refused["GET"]
+    for begin in range(0, len(blocks), SLOTS // 2):
+        some = blocks[begin : begin + SLOTS // 2]
+        ends = [rig.begin_read(block, slot=at) for at, block in enumerate(some, SLOTS // 2)]
+        rig.until(partial(all, ends))
+        read += sum(end == [DONE] for end in ends)
+    assert found >= 0.95 * 12 * len(blocks)
+    assert read >= 0.95 * len(blocks)
+    gets, refused = bucket.requests["GET"] - gets, bucket.refused["GET"] - refused
+    assert gets <= len(blocks) + refused + POLLS, "nothing is read twice"
+    assert rig.tier.breaker.opened == 0
+    assert sum(bucket.refused.values()) > 0, "or it proves nothing"
+
+
+def test_a_window_costs_few_requests_however_often_it_is_looked_up(bucket: FaultyBucket) -> None:
+    rig = SharedRig(bucket.url, ask_deadline_s=3.0).reachable()
+    keys = [key_of(number) for number in range(3 * S3.most_window_keys)]
+    bucket.requests.clear()
+    for _ in range(3):
+        rig.question(keys, prefix=False)
+        rig.until(lambda: not rig.tier._asked_keys)
+    assert bucket.requests["HEAD"] == S3.most_window_keys
+
+
+def test_what_an_overloaded_bucket_answers_of_a_question_counts(bucket: FaultyBucket, rig: SharedRig) -> None:
+    blocks = rig.store_some(5)
+    paths = {block.key: next(path for path in bucket.values if block.key.hex() in path) for block in blocks}
+    bucket.busy_paths = {paths[blocks[3].key]}
+    assert rig.ask_anew(*blocks) == [Answer.YES, Answer.YES, Answer.YES, Answer.NO, Answer.YES]
+    assert rig.ask_anew(*blocks, prefix=True)[:3] == [Answer.YES] * 3
+    bucket.busy_paths = set()
+    assert rig.ask_anew(*blocks) == [Answer.YES] * 5
+    bucket.busy_paths = {paths[blocks[3].key]}
+    ends = [rig.begin_read(block, slot=8 + at) for at, block in enumerate(blocks)]
+    rig.until(lambda: all(ends))
+    assert ends == [[DONE], [DONE], [DONE], [Result.FAILED], [DONE]]
+    assert rig.tier.available()
+    assert rig.tier.breaker.opened == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 from pathlib import Path
@@ -9,10 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvoffd.config import ConfigError, load_config
+from kvoffd.config import Config, ConfigError, load_config
 from kvoffd.errors import KvoffdError
+from kvoffd.server.tier_supervisor import shared_stores
 from kvoffd.tiers.store import Credentials, check_url
 from tests.kit.cases import case
+from tests.kit.require import require
 
 SECRET = "hunter2"
 
@@ -102,6 +105,19 @@ def test_a_file_that_all_can_read_is_reported(
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY))
     Credentials.read(str(file), 1)
     assert not caplog.text, "a secret of Kubernetes"
+
+
+@pytest.mark.parametrize(("mode", "warned"), [(0o600, False), (0o640, False), (0o644, True)])
+def test_a_secret_of_peers_that_all_can_read_is_reported(
+    tmp_path: Path, mode: int, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    require("nixl", importlib.util.find_spec("nixl_cu12"), "NIXL is not installed")
+    file = tmp_path / "secret"
+    file.write_text(SECRET.ljust(16, "."))
+    file.chmod(mode)
+    shared_stores(Config(peers=["127.0.0.1:1"], peer_secret_file=str(file)))
+    assert (f"{file}, with the secret" in caplog.text, "0644" in caplog.text) == (warned, warned)
+    assert SECRET not in caplog.text
 
 
 def test_a_file_without_a_password_is_refused(tmp_path: Path) -> None:

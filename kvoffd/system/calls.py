@@ -1,0 +1,19 @@
+"""Calls of which one that raises does not keep the others from being made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+
+def call_each(calls: Iterable[Callable[[], object]]) -> None:
+    """Make all calls, then raise the exception that one of them raised, or an ExceptionGroup of several."""
+    errors: list[Exception] = []
+    for call in calls:
+        try:
+            call()
+        except Exception as error:
+            errors.append(error)
+    if len(errors) > 1:
+        raise ExceptionGroup("several calls failed", errors)
+    if errors:
+        raise errors[0]

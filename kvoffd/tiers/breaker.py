@@ -1,0 +1,62 @@
+"""The circuit breaker of a store."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable
+
+MAX_FAILURES = 3
+"""Consecutive failures or slow answers of one kind of work that open the breaker."""
+PAUSE_S = 1.5
+"""Mean pause before a probe; it varies by a quarter. A server that returns is used within 5 s, including the probe."""
+
+
+class Breaker:
+    """Circuit breaker for a failing store. While open, it blocks all but a probe every second or two. Thread-safe.
+
+    The kinds of work are asking, reading and writing: a server may do one and fail at another, and still answer probes.
+    So failures are counted by kind, and only a success of that kind resets them: after a probe, one more failure of the
+    kind that opened the breaker opens it again.
+    """
+
+    def __init__(self, clock: Callable[[], float], jitter: Callable[[], float] = random.random) -> None:
+        self._clock = clock
+        self._jitter = jitter
+        self._lock = threading.Lock()
+        self._failures: Counter[str] = Counter()
+        self.probe_at = 0.0
+        self.open = True
+        """Open at the start too: the first probe is due at once."""
+        self.opened = 0
+        """Number of times that it opened since the store was first reached."""
+
+    def succeeded(self, work: str) -> None:
+        with self._lock:
+            self._failures.pop(work, None)
+
+    def failed(self, work: str, *, at_once: bool = False) -> None:
+        """Record a failure; ``at_once`` opens the breaker, as for a refused connection or a wrong password."""
+        with self._lock:
+            self._failures[work] += 1
+            if not self.open and (at_once or self._failures[work] >= MAX_FAILURES):
+                self.open = True
+                self.opened += 1
+                self._pause()
+
+    def reset(self) -> None:
+        """Close it for another store."""
+        with self._lock:
+            self._failures.clear()
+            self.open, self.opened = False, 0
+
+    def probed(self, answers: bool) -> None:
+        """Record the result of a probe while the breaker was open."""
+        with self._lock:
+            self.open = not answers
+            if not answers:
+                self._pause()
+
+    def _pause(self) -> None:
+        self.probe_at = self._clock() + PAUSE_S * (0.75 + 0.5 * self._jitter())

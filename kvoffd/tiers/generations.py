@@ -1,0 +1,213 @@
+"""Which blocks of a namespace are void, on this node and on all, and from where on it is shared.
+
+A namespace's **generation** is raised by each reset and clear, which make its blocks stale. Pools and disks record the
+generation in which a block was stored. A block of a lower generation is void wherever it is found: on a disk that was
+detached or read-only, in an older copy of a file, in another pool. This is the only protection against cleared blocks,
+so a reset (``Service.reset``) is answered only when ``kvoffd.state`` is on its device.
+
+A generation is a time, in microseconds since 1970, above all generations seen in the state file, pools and disks. So
+one that is raised after the state file was lost is above all earlier ones. A higher one that is found in a pool or on a
+disk replaces the known one. One in the future was raised before the clock was set back: it may be older or newer than
+the known ones, so all existing blocks of the namespace become void.
+
+Its **fleet generation** is the one that nodes share: the highest that this node raised, or that a store or peer has
+shown. It is a time in seconds, or slightly more. A node has one for all its stores and peers, since a block that one of
+them voids may have come from another. It takes and gives blocks of this fleet generation only.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from kvoffd.system.newest import put_newest
+from kvoffd_proto.messages import Count
+
+logger = logging.getLogger(__name__)
+
+MAX_NAMES = 4096
+"""Limit of the namespaces with an entry in each table of ``Resets``.
+
+Beyond it the oldest entry of a namespace that is not open is removed. Then all namespaces without one have at least its
+generation, or are not shared.
+"""
+MAX_HEARD = 65_536
+"""Limit of the namespaces whose fleet generation is known."""
+MAX_AHEAD_S = 10 * 365 * 86_400
+"""Limit for a fleet generation, which is a time in seconds or slightly more, by a clock that may be wrong."""
+
+
+class Resets(msgspec.Struct):
+    """Protection against cleared blocks, as ``kvoffd.state`` has it. Keys are fingerprints of namespaces."""
+
+    floor: Count = 0
+    """Generation of all namespaces without their own, from the last time that all were cleared."""
+    generations: dict[bytes, Count] = {}
+    fleet: dict[str, dict[bytes, Count]] = {}
+    """Fleet generations that were followed here, under an empty name; of release 0.2 by URL of the shared store."""
+    unshared: dict[bytes, Count | bool] = {}
+    """Namespaces that an engine has reset here: shared stores and peers are not used for one until its fleet generation
+    is above this number. 0: they are, although ``unshared_floor`` is not 0. 0.2 wrote True."""
+    unshared_floor: Count = 0
+    """This number for namespaces that are not in ``unshared``: 0 unless the resets or an entry were lost."""
+
+
+class Generations:
+    """The table of all namespaces. For the daemon's thread, except ``of``, ``fleet`` and ``is_valid``.
+
+    Args:
+        save: called after each change of ``resets``.
+
+    Attributes:
+        resets: what outlives the daemon.
+        voided: namespaces whose fleet generation was raised, and whose earlier blocks are still in the pool and on
+            disks: see ``followed``.
+        is_open: returns whether a namespace is open, so that one client's many resets do not displace others'.
+    """
+
+    def __init__(
+        self,
+        resets: Resets | None = None,
+        save: Callable[[], None] = lambda: None,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._save, self._wall_clock = save, wall_clock
+        self.is_open: Callable[[bytes], bool] = lambda fingerprint: False
+        self.voided: set[bytes] = set()
+        self.restore(resets or Resets())
+
+    def restore(self, resets: Resets) -> None:
+        """Continue with what an earlier daemon has left. Fleet generations that no node can have written are dropped,
+        and numbers that no clear could exceed become the time now: an earlier release followed any number."""
+        self.resets, self._fleet = resets, dict[bytes, int]()
+        for numbers in resets.fleet.values():
+            for fingerprint, number in numbers.items():
+                if is_sound(number):
+                    self._fleet[fingerprint] = max(number, self.fleet(fingerprint))
+        for fingerprint, number in resets.unshared.items():
+            if not is_sound(int(number)):
+                resets.unshared[fingerprint] = int(self._wall_clock())
+
+    # --- this node -------------------------------------------------------------------------------
+
+    def of(self, fingerprint: bytes) -> int:
+        """Return the namespace's generation on this node; blocks of lower ones are void."""
+        return self.resets.generations.get(fingerprint, self.resets.floor)
+
+    def void_here(self, fingerprint: bytes | None) -> None:
+        """Make all existing blocks of a namespace void on this node, or those of all namespaces."""
+        if fingerprint is not None:
+            self._set(fingerprint, self._next())
+            return
+        self.resets.floor = self._next()
+        self.resets.generations.clear()
+        self._save()
+
+    def accept(self, fingerprint: bytes, generation: int) -> bool:
+        """Return whether blocks of this generation, found in a pool or on a disk, are valid.
+
+        A generation above the known one replaces it: the state file had lost it.
+        """
+        if generation <= (known := self.of(fingerprint)):
+            return generation == known
+        if is_past := generation <= self._now():
+            self._set(fingerprint, generation)
+        else:
+            logger.warning("The clock was set back: a namespace's reset is in the future. All its blocks are void.")
+            self._set(fingerprint, self._next(generation))
+        return is_past
+
+    def _now(self) -> int:
+        return int(1e6 * self._wall_clock())
+
+    def _next(self, found: int = 0) -> int:
+        """Return a generation above all known ones, and ``found``."""
+        last = max(found, self.resets.floor, *self.resets.generations.values())
+        if (now := self._now()) <= last:
+            logger.info("The clock is behind the last reset; generations continue from that.")
+        return max(now, last + 1)
+
+    def _set(self, fingerprint: bytes, generation: int) -> None:
+        gone = put_newest(self.resets.generations, fingerprint, generation, MAX_NAMES, self.is_open)
+        self.resets.floor = max(self.resets.floor, gone or 0)
+        self._save()
+
+    # --- all nodes -------------------------------------------------------------------------------
+
+    def fleet(self, fingerprint: bytes) -> int:
+        """Return the time when a namespace's blocks were last voided for all nodes; 0 for never."""
+        return self._fleet.get(fingerprint, 0)
+
+    def is_valid(self, fingerprint: bytes, generation: int) -> bool:
+        """Return whether blocks of this fleet generation may be exchanged now."""
+        return generation == self.fleet(fingerprint) and fingerprint not in self.voided
+
+    def next_of_all(self, fingerprint: bytes) -> int:
+        """Return a fleet generation that voids a namespace's blocks on all nodes, and shares it again."""
+        # The time, because a store that lost the number must not return to one that it had before.
+        above = max(self.fleet(fingerprint), self.unshared_at(fingerprint))
+        return max(above + 1, int(self._wall_clock()))
+
+    def hear(self, fingerprint: bytes, generation: int) -> bool:
+        """Void a namespace's blocks if this fleet generation is above the known one; return whether it is.
+
+        A number that no node can have written is ignored: followed, it could not be raised.
+        """
+        if generation <= self.fleet(fingerprint) or not is_sound(generation):
+            return False
+        put_newest(self._fleet, fingerprint, generation, MAX_HEARD)
+        self.voided.add(fingerprint)
+        return True
+
+    def followed(self, fingerprint: bytes) -> None:
+        """Note that the blocks of a namespace that was voided on all nodes are gone here, and share it again.
+
+        It may have been voided before an engine's reset on this node, which then stands.
+        """
+        generation = self.fleet(fingerprint)
+        if generation > self.unshared_at(fingerprint):
+            self.resets.unshared.pop(fingerprint, None)
+            if self.resets.unshared_floor:
+                self._set_unshared(fingerprint, 0)
+        put_newest(self.resets.fleet.setdefault("", {}), fingerprint, generation, MAX_NAMES, self.is_open)
+        self.voided.discard(fingerprint)
+        self._save()
+
+    def __iter__(self) -> Iterator[tuple[bytes, int]]:
+        """Iterate over namespaces and their fleet generations."""
+        return iter(self._fleet.items())
+
+    # --- sharing ---------------------------------------------------------------------------------
+
+    def is_unshared(self, fingerprint: bytes) -> bool:
+        """Return whether the namespace may neither be read from shared stores nor written to them."""
+        return self.unshared_at(fingerprint) > 0
+
+    def unshared_at(self, fingerprint: bytes) -> int:
+        """Return the number above which a fleet generation shares the namespace again; 0 if it is shared."""
+        return int(self.resets.unshared.get(fingerprint, self.resets.unshared_floor))
+
+    def stop_sharing(self, fingerprint: bytes) -> None:
+        """Stop sharing a namespace until it is voided on all nodes after now: blocks of other nodes may be stale."""
+        # Not below the clock: a void of all nodes that is still to be heard of, but was before, shares nothing.
+        until = max(1, int(self._wall_clock()), self.fleet(fingerprint), self.unshared_at(fingerprint))
+        self._set_unshared(fingerprint, until)
+
+    def stop_sharing_all(self) -> None:
+        """Void all namespaces here, and stop sharing them: earlier voids are unknown."""
+        self.resets.unshared_floor = int(self._wall_clock())
+        self.void_here(None)
+
+    def _set_unshared(self, fingerprint: bytes, generation: int) -> None:
+        forgotten = put_newest(self.resets.unshared, fingerprint, generation, MAX_NAMES, self.is_open) or 0
+        self.resets.unshared_floor = max(self.resets.unshared_floor, int(forgotten))
+        self._save()
+
+
+def is_sound(generation: int) -> bool:
+    """Return whether a fleet generation is small enough to come from a node. Another, if it was followed, could not be
+    raised: it would be refused everywhere, and end the namespace's sharing for good."""
+    return 0 <= generation <= time.time() + MAX_AHEAD_S

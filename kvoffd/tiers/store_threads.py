@@ -1,0 +1,179 @@
+"""The threads of a shared tier that read and write blocks."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from typing import TYPE_CHECKING, TypeAlias
+
+from kvoffd.pool.checksums import digest
+from kvoffd.tiers.header import Block, BlockGroup, decode_header, encode_header
+from kvoffd.tiers.store import GetRequest, Received, Store, StoreError, object_key
+from kvoffd.tiers.tier import ReadEnd, Result, WriteEnd
+
+if TYPE_CHECKING:
+    from kvoffd.tiers.shared import SharedTier
+
+LATE_SHARE = 0.75
+"""Part of a read's patience after which a failed read is not retried."""
+WRITE_S = 10.0
+"""Limit for writing a few objects, or for removing a thousand."""
+LOST = ("timeout", "disconnected", "unreachable", "tls", "internal")
+"""Kinds of write errors that are not answers of the server."""
+
+
+@dataclass(slots=True, eq=False)
+class ObjectRead:
+    """Reads a block into views of the pool, one per shard. ``stored``: the group as in the object. ``retried``: whether
+    this is a retry after a lost connection."""
+
+    group: BlockGroup
+    stored: BlockGroup
+    key: bytes
+    views: Sequence[memoryview]
+    patience_s: float
+    on_end: ReadEnd
+    retried: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class ObjectWrite:
+    """Writes a block from views of the pool, one per shard. ``stored``: the block as in the object."""
+
+    group: BlockGroup
+    stored: Block
+    views: Sequence[memoryview]
+    on_end: WriteEnd
+
+
+@dataclass(slots=True, eq=False)
+class Removal:
+    """Removes objects, as far as possible. One that stays is read like any other: a miss if its bytes are wrong, and a
+    failed load if it holds less than the load needs."""
+
+    names: Sequence[bytes]
+
+
+BlockWork: TypeAlias = ObjectRead | ObjectWrite | Removal
+
+
+def nbytes_of(work: BlockWork) -> int:
+    return 0 if isinstance(work, Removal) else sum(map(len, work.views))
+
+
+class StoreThread:
+    """Code of a shared tier's thread, with its own connection to the store."""
+
+    def __init__(self, tier: SharedTier, store: Store, clock: Callable[[], float]) -> None:
+        self._tier, self._breaker, self._store, self._clock = tier, tier.breaker, store, clock
+
+    def _fail(self, error: Exception, work: str) -> None:
+        """Report a failure. It counts for the breaker unless the server answered: it refuses writes, or the stored
+        generation is invalid."""
+        if not isinstance(error, StoreError):  # a bug in the store's code
+            self._store.close()
+            why = f"It failed unexpectedly: {error!r}; please report the log's traceback."
+            cause, error = error, StoreError("internal", why)
+            error.__cause__ = cause
+        if self._tier.closed:
+            return
+        refused = work == "write" and error.kind not in LOST
+        if work and not refused and error.kind != "generation":
+            self._breaker.failed(work, at_once=error.final)
+        reported = error
+        self._tier.post(lambda: self._tier.failed(reported, refused=refused))
+
+
+class BlockThread(StoreThread):
+    """Reads, writes and removes objects."""
+
+    def reads(self, batch: list[ObjectRead]) -> Iterator[tuple[Result, Block | None]]:
+        left = deque(batch)
+        while left:
+            if self._tier.closed or self._breaker.open:
+                left.popleft()
+                yield Result.CANCELLED if self._tier.closed else Result.FAILED, None
+                continue
+            for end in self._read(list(left)):
+                left.popleft()
+                yield end
+
+    def _read(self, reads: Sequence[ObjectRead]) -> Iterator[tuple[Result, Block | None]]:
+        """Yield the results of the first reads, up to one that fails."""
+        requests = [GetRequest(object_key(read.stored, read.key), read.views) for read in reads]
+        patience_s, came_at = min(read.patience_s for read in reads), self._clock()
+        refused = served = 0
+        try:
+            self._store.connect()
+            objects = self._store.get(requests, patience_s)
+            for read, received in zip(reads, objects, strict=True):
+                if isinstance(received, StoreError):
+                    refused += 1
+                    self._fail(received, "")
+                    yield Result.FAILED, None
+                    continue
+                served += 1
+                self._breaker.succeeded("read")
+                came_at = self._clock()
+                if received is None:
+                    yield Result.GONE, None
+                    continue
+                block = _verified(read, received)
+                if block is None:
+                    # It may answer another request, and so may all that follows on the connection.
+                    self._store.close()
+                    yield Result.CORRUPT, None
+                    return
+                yield Result.DONE, block
+            if refused and not served:
+                self._breaker.failed("read")
+        except Exception as error:
+            self._fail(error, "read")
+            # A connection that stalled for part of the patience is lost; another may serve in time.
+            late = isinstance(error, StoreError) and error.kind == "timeout"
+            late = late and self._clock() - came_at >= LATE_SHARE * patience_s
+            yield Result.DEADLINE if late else Result.FAILED, None
+
+    def writes(self, batch: list[ObjectWrite | Removal]) -> list[Result]:
+        try:
+            if not self._breaker.open and not self._tier.closed:
+                self._store.connect()
+                if not isinstance(batch[0], Removal):
+                    return self._write([one for one in batch if isinstance(one, ObjectWrite)])
+                self._store.remove(batch[0].names, self._clock() + WRITE_S)
+                return [Result.DONE]
+        except Exception as error:
+            self._fail(error, "write")
+        return [Result.CANCELLED if self._tier.closed else Result.FAILED] * len(batch)
+
+    def _write(self, writes: Sequence[ObjectWrite]) -> list[Result]:
+        deadline = self._clock() + WRITE_S
+        names = [object_key(write.stored.group, write.stored.key) for write in writes]
+        there = self._store.touch(names, deadline)
+        absent: list[tuple[bytes, list[bytes | memoryview]]] = [
+            (name, [encode_header(write.stored), *write.views])
+            for name, write, known in zip(names, writes, there, strict=True)
+            if not known
+        ]
+        stored = self._store.put(absent, deadline)
+        if False in stored:
+            why = "It accepts no more blocks now; see Redis's maxmemory-policy or the bucket's quota."
+            self._fail(StoreError("full", why), "write")
+        self._breaker.succeeded("write")
+        each = iter(stored)
+        return [Result.PRESENT if known else Result.DONE if next(each) else Result.FAILED for known in there]
+
+
+def _verified(read: ObjectRead, received: Received) -> Block | None:
+    """Return the block of an object; None if header or bytes are not those of a complete object of this block."""
+    if received.shards is not None:
+        block: Block | None = Block(read.stored, read.key, *received.shards)
+    else:
+        block = decode_header(received.header)
+    if block is None or (block.group, block.key) != (read.stored, read.key) or not all(block.checksums):
+        return None
+    found = zip(read.views, received.checksums or repeat(0, len(read.views)), block.checksums, strict=True)
+    right = all((taken or digest(view)) == checksum for view, taken, checksum in found)
+    return block if right else None
