@@ -339,6 +339,7 @@ class PeerHelper:
         """End the helper; return False if it does not end in time."""
         self.interrupt()
         self._end()
+        self._replies.stop()
         until = time.monotonic() + deadline_s
         ended = self._thread.join(until)
         ended = self._replies.close(max(0.0, until - time.monotonic())) and ended

@@ -87,7 +87,10 @@ class PromotionWatch:
         """What a tier is to call that is about to read a block."""
         fill = _fill_of(on_end)
         is_prefetched = any(lease.session == NO_SESSION for lease in fill.leases)  # for a hint, which has no answer
-        if (leases := self._awaited.get(fill)) is not None and not (is_prefetched or self._waiting(leases)):
+        leases = self._awaited.get(fill)
+        # Of many leases that end at once, some are taken away in the background.
+        is_ending = any(lease in self._cache._ended for lease in leases or ())
+        if leases is not None and not (is_prefetched or is_ending or self._waiting(leases)):
             raise Broken("a block is read that nobody waits for any more")
 
         def ended(result: Result, block: Block | None) -> None:
