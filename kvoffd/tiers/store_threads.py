@@ -59,8 +59,21 @@ class Removal:
 BlockWork: TypeAlias = ObjectRead | ObjectWrite | Removal
 
 
-def nbytes_of(work: BlockWork) -> int:
+def _nbytes(work: BlockWork) -> int:
     return 0 if isinstance(work, Removal) else sum(map(len, work.views))
+
+
+def take_batch(store: Store, waiting: deque[BlockWork]) -> list[BlockWork]:
+    """Take half of the waiting blocks, if many, limited to what a connection takes at once; or one removal."""
+    most = min(store.blocks_at_once, max(store.blocks_at_once // 4, len(waiting) // 2))
+    batch = [waiting.popleft()]
+    left = store.bytes_at_once - _nbytes(batch[0])
+    while waiting and len(batch) < most and not isinstance(batch[0], Removal):
+        left -= _nbytes(waiting[0])
+        if left < 0 or isinstance(waiting[0], Removal):
+            break
+        batch.append(waiting.popleft())
+    return batch
 
 
 class StoreThread:

@@ -569,7 +569,7 @@ def test_a_real_server_says_that_it_is_full(policy: str) -> None:
         assert rig.tier.breaker.opened == 0
         assert "full" in rig.kinds if policy == "noeviction" else not rig.kinds
         server.command("FLUSHALL")
-        rig.tier._full_until = 0.0  # a minute after the refusal
+        rig.tier._fullness._full_until = 0.0  # a minute after the refusal
         look(rig)
         assert rig.tier.lifetime_bytes == 0
 
