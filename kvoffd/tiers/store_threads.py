@@ -27,7 +27,7 @@ LOST = ("timeout", "disconnected", "unreachable", "tls", "internal")
 @dataclass(slots=True, eq=False)
 class ObjectRead:
     """Reads a block into views of the pool, one per shard. ``stored``: the group as in the object. ``retried``: whether
-    this is a retry after a lost connection."""
+    it is not retried any more: it was after a lost connection, or the store refused it."""
 
     group: BlockGroup
     stored: BlockGroup
@@ -124,6 +124,7 @@ class BlockThread(StoreThread):
             for read, received in zip(reads, objects, strict=True):
                 if isinstance(received, StoreError):
                     refused += 1
+                    read.retried = True  # the server answers, and wants fewer requests
                     self._fail(received, "")
                     yield Result.FAILED, None
                     continue

@@ -13,7 +13,6 @@ from random import Random
 
 from tests.kit.closing import ServerThread
 
-
 MAX_LATE_S = 10.0
 
 
