@@ -10,10 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffd.system.native import CHAR_P, NUMBER, VOID_P, declare, native
+from kvoffd.tiers.tier import ABSENT, ASKED, PRESENT
 
 _OF_ANSWERS = VOID_P, NUMBER, CHAR_P, NUMBER, CHAR_P, NUMBER, NUMBER, VOID_P, VOID_P
 declare(answers_find=(None, *_OF_ANSWERS), answers_note=(None, *_OF_ANSWERS))
 
+YES_S, NO_S, REFUSED_S = 2.0, 1.0, 30.0
+"""Time for which an answer is cached; the last for a block that could not be read, or must not be."""
 UNKNOWN = 3
 """State of a key in addition to those of ``find``: nobody asked for it recently."""
 MAX_ANSWERS = 262_144
@@ -23,9 +26,18 @@ WINDOW = 16
 
 
 class Answers:
-    """Answers of a store by tag and key, each with a time. A new one replaces the oldest of ``WINDOW`` neighbours."""
+    """Answers of a store by tag and key, each with a time. A new one replaces the oldest of ``WINDOW`` neighbours.
 
-    def __init__(self) -> None:
+    The time is the one when it was given, or asked for; that of ABSENT is the one until which it is cached. One that is
+    cached for longer than NO_S stands whatever the store answers: the block must not be read.
+
+    Args:
+        ask_deadline_s: time in which the store must answer.
+        believed_s: see ``Store``.
+    """
+
+    def __init__(self, clock: Callable[[], float], ask_deadline_s: float, believed_s: float) -> None:
+        self._clock, self._ask_deadline_s, self._believed_s = clock, ask_deadline_s, believed_s
         self._native, self._places = native(), MAX_ANSWERS
         self._table = np.empty((self._places + WINDOW, 2), np.uint64)
         self._table.fill(0)  # touches the pages now, not in the first lookups
@@ -34,13 +46,43 @@ class Answers:
     def clear(self) -> None:
         self._seed = os.urandom(16)  # what was noted is not found any more
 
-    def find(self, tag: int, keys: Sequence[bytes]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float64]]:
+    def states(self, tag: int, keys: Sequence[bytes]) -> bytearray:
+        (states, at), now = self._find(tag, keys), self._clock()
+        is_asked, ended = states == ASKED, at + self._ask_deadline_s
+        over = np.where(is_asked, ended + NO_S, at + YES_S * (states == PRESENT))
+        # An ask without an answer in time was a miss; the next lookup may ask again a little later.
+        states[is_asked & (ended <= now)] = ABSENT
+        states[over <= now] = UNKNOWN
+        return bytearray(states)
+
+    def are_believed(self, tag: int, keys: Sequence[bytes]) -> list[bool]:
+        """Return whether each block existed so recently that it is not offered again, and that a read is tried."""
+        states, at = self._find(tag, keys)
+        believed: list[bool] = ((states == PRESENT) & (self._clock() < at + self._believed_s)).tolist()
+        return believed
+
+    def record(self, tag: int, keys: Sequence[bytes], found: Sequence[bool]) -> None:
+        now, there = self._clock(), np.frombuffer(bytes(found), np.bool_)
+        before, until = self._find(tag, keys)
+        refused = (before == ABSENT) & (until > now + NO_S)
+        states, at = np.where(there & ~refused, PRESENT, ABSENT), np.where(refused, until, now + NO_S * ~there)
+        self._note(tag, keys, states, at)
+
+    def asked(self, tag: int, keys: Sequence[bytes]) -> None:
+        """Record that the store is being asked for keys."""
+        self._note(tag, keys, ASKED, self._clock())
+
+    def refuse(self, tag: int, keys: Sequence[bytes], seconds: float) -> None:
+        """Record that blocks are not to be read for this time."""
+        self._note(tag, keys, ABSENT, self._clock() + seconds)
+
+    def _find(self, tag: int, keys: Sequence[bytes]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float64]]:
         """Return the state of each key, UNKNOWN if none was noted, and the time noted with it."""
         states, at = np.full(len(keys), UNKNOWN, np.uint8), np.zeros(len(keys))
         self._call(self._native.answers_find, tag, keys, states, at)
         return states, at
 
-    def note(self, tag: int, keys: Sequence[bytes], states: npt.ArrayLike, at: npt.ArrayLike) -> None:
+    def _note(self, tag: int, keys: Sequence[bytes], states: npt.ArrayLike, at: npt.ArrayLike) -> None:
         each = np.full(len(keys), states, np.uint8), np.full(len(keys), at, np.float64)
         self._call(self._native.answers_note, tag, keys, *each)
 

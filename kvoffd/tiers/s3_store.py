@@ -53,10 +53,15 @@ PROBES = 12
 """Concurrent HEADs that search for a prefix's end."""
 REQUESTS_AT_ONCE = 64
 """Concurrent HEADs and DELETEs otherwise."""
-RETRIES, RETRY_S, RETRIED_SHARE = 4, 0.05, 0.75
+RETRIES, RETRY_S, RETRIED_SHARE = 4, 0.05, 0.6
 """Retries of a request that an overloaded bucket refuses, the mean pause before the first, which doubles each time, and
 the part of a call's time in which they begin: the rest is for the answer."""
+LATE_S, LATE_SHARE = 0.1, 0.2
+"""Time before a call's deadline from when on it does not wait for single requests that have not been answered, so that
+the other answers come in time; at most this part of the call's time."""
 BUSY = "busy"
+UNANSWERED = BUSY, "timeout"
+"""Kinds of errors that concern one request alone if others were answered."""
 ERRORS = (
     ("full", "507|Quota|StorageFull|InsufficientStorage|InsufficientCapacity|EntityTooLarge", "it accepts no more"),
     ("clock", "RequestTimeTooSkewed|RequestExpired", "set this machine's clock"),
@@ -146,7 +151,7 @@ class S3(Store):
         self._generations: dict[bytes, tuple[int, float]] = {}
         self._came_at = 0.0
         """Time when a part of an object last came, or the wait began."""
-        self._retry_until = 0.0
+        self._retry_until = self._answer_until = 0.0
 
     def connect(self) -> None:
         if self._loop is None:
@@ -346,7 +351,12 @@ class S3(Store):
         there, absent = 0, len(keys)  # the first `there` keys exist; those from `absent` on do not
         places = sorted({0, absent - 1}) if keys else []
         while there < absent:
-            answers = await self._all([self._head(keys[place]) for place in places], refused=False)
+            try:
+                answers = await self._all([self._head(keys[place]) for place in places], refused=False)
+            except Exception as error:
+                if not there or self._error(error).kind not in UNANSWERED:
+                    raise
+                break  # what was found counts
             gap = answers.index(False) if False in answers else len(answers)
             if gap:
                 there = places[gap - 1] + 1
@@ -374,13 +384,20 @@ class S3(Store):
         raise AssertionError("unreachable")
 
     async def _all(self, works: Sequence[Coroutine[Any, Any, T]], *, refused: F) -> list[T | F]:
-        """Run all concurrently. ``refused`` is the result of those that an overloaded bucket refused; if it refused
-        all, and of any other failure, raise the exception."""
-        ended = await asyncio.gather(*works, return_exceptions=True)
+        """Run all concurrently. ``refused`` is the result of those that an overloaded bucket refused, or did not answer
+        in time; if that is all, and of any other failure, raise the exception."""
+        tasks = [asyncio.ensure_future(work) for work in works]
+        try:
+            if tasks:
+                await asyncio.wait(tasks, timeout=max(0.0, self._answer_until - time.monotonic()))
+            ended = [task.exception() or task.result() if task.done() else TimeoutError() for task in tasks]
+        finally:
+            for task in tasks:
+                task.cancel()
         errors = [one for one in ended if isinstance(one, BaseException)]
-        is_busy = [self._error(error).kind == BUSY for error in errors]
-        if errors and (len(errors) == len(ended) or not all(is_busy)):
-            raise errors[is_busy.index(False) if False in is_busy else 0]
+        is_alone = [self._error(error).kind in UNANSWERED for error in errors]
+        if errors and (len(errors) == len(ended) or not all(is_alone)):
+            raise errors[is_alone.index(False) if False in is_alone else 0]
         return [refused if isinstance(one, BaseException) else one for one in ended]
 
     def _run(self, work: Awaitable[T], deadline: float) -> T:
@@ -388,6 +405,7 @@ class S3(Store):
         left = deadline - time.monotonic()
         if left < inf:
             self._retry_until = time.monotonic() + RETRIED_SHARE * left
+            self._answer_until = deadline - min(LATE_S, LATE_SHARE * left)
 
         async def bounded() -> T:
             async with asyncio.timeout(left if left < inf else None):

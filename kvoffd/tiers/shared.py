@@ -7,17 +7,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import compress
 from math import inf
 from typing import Any, TypeAlias
 
-import numpy as np
-
 from kvoffd.pool.slot_table import MAX_KEY_BYTES
 from kvoffd.system.newest import put_newest
 from kvoffd.system.threads import Workers
-from kvoffd.tiers.answers import UNKNOWN, Answers
+from kvoffd.tiers.answers import REFUSED_S, UNKNOWN, Answers
 from kvoffd.tiers.breaker import Breaker
+from kvoffd.tiers.fullness import Fullness
 from kvoffd.tiers.generations import Generations, is_sound
 from kvoffd.tiers.header import (
     Block,
@@ -43,12 +43,11 @@ from kvoffd.tiers.store_threads import (
     ObjectWrite,
     Removal,
     StoreThread,
-    nbytes_of,
+    take_batch,
 )
 from kvoffd.tiers.tier import (
     ABSENT,
     ASKED,
-    PRESENT,
     READERS_NICE,
     ReadEnd,
     Result,
@@ -60,8 +59,6 @@ from kvoffd.tiers.tier import (
 
 logger = logging.getLogger(__name__)
 
-YES_S, NO_S, REFUSED_S = 2.0, 1.0, 30.0
-"""Time for which an answer is cached; the last for a block that could not be read, or must not be."""
 _IS_UNKNOWN = bytes(state == UNKNOWN for state in range(256))
 MAX_ASKED = 65_536
 """Keys whose answers may be outstanding."""
@@ -88,8 +85,6 @@ QUIET_S = 10.0
 LOOK_S, SILENT_LOOK_S = 10.0, 600.0
 """Intervals at which the store is asked how full it is; the latter if it does not report that."""
 LOOK_DEADLINE_S = 0.5
-FULL_PART = 15 / 16
-"""Part of its limit from which on a store counts as full."""
 FULL_PAUSE_S = 5.0
 """Pause of writes after the store refused one: it is full, a replica, or does not permit it."""
 SHOWN_S = 60.0
@@ -98,7 +93,7 @@ STEADY_S = 5.0
 """Log "reachable" only after this long, so that an unstable store does not fill the log."""
 LOGGED_S = 60.0
 OLD_WEIGHT = 0.9
-"""Weight of earlier samples in the mean duration of asks, and in this node's part of the writes."""
+"""Weight of earlier samples in the mean duration of asks."""
 
 
 class Probe:
@@ -170,9 +165,7 @@ class SharedTier(Tier):
         self._pool = pool
         self._clock = clock
         self.post = post
-        self._answers = Answers()
-        """Each with the time when it was given, or asked for; ABSENT with the time until which it is cached. One that
-        is cached for longer than NO_S stands whatever the store answers: the block must not be read."""
+        self._answers = Answers(clock, ask_deadline_s, first.believed_s)
         self.generations = generations or Generations()
         self._poll_next = self._looking = self._probing = self.closed = False
         self._unfollowed: list[Raise] = []
@@ -187,13 +180,13 @@ class SharedTier(Tier):
         self._asking = make_workers(
             f"{name}-ask", asks, lambda error: error, self._question_ended, *ends, self._next_question
         )
-        failed = Result.FAILED, None
+        failed, take = (Result.FAILED, None), partial(take_batch, first)
         self._reading = make_workers(
-            *(f"{name}-read", reads, lambda error: failed, self._read_ended, *ends, self._next_blocks),
+            *(f"{name}-read", reads, lambda error: failed, self._read_ended, *ends, take),
             nice=READERS_NICE,
         )
         self._writing = make_workers(
-            f"{name}-write", writes, lambda error: Result.FAILED, self._write_ended, *ends, self._next_blocks
+            f"{name}-write", writes, lambda error: Result.FAILED, self._write_ended, *ends, take
         )
         if name:
             self._probe()
@@ -207,16 +200,10 @@ class SharedTier(Tier):
         self._heard_of: dict[bytes, float] = {}
         """Time of the last answer about each namespace, whose generation is followed since."""
         self._write_at = self._steady_at = self._shown_until = 0.0
-        self._usage: StoreUsage | None = None
-        """The store's last answer."""
         self._look_at = self._heard_at = self._clock()
-        self._full_until, self._unexpected_at = -inf, self._clock() - LOGGED_S
-        self._evicts = self._logged_reachable = False
-        """``_evicts``: whether the store evicted objects between the last two looks."""
-        self._written_before = 0, 0
-        """Blocks and bytes written up to the last look."""
-        self._own = self._all = 1.0
-        """Recent numbers of blocks that this node wrote, and of blocks evicted for writes of all nodes."""
+        self._unexpected_at = self._clock() - LOGGED_S
+        self._logged_reachable = False
+        self._fullness = Fullness(self.counters, len(self._pool), self._clock)
 
     def renew(self, name: str) -> None:
         """Become the tier of another store, while idle."""
@@ -239,26 +226,12 @@ class SharedTier(Tier):
         del waiting[at]
         return [question]
 
-    def _next_blocks(
-        self, waiting: deque[ObjectRead | ObjectWrite | Removal]
-    ) -> list[ObjectRead | ObjectWrite | Removal]:
-        """Take half of the waiting blocks, if many, limited to what a connection takes at once; or one removal."""
-        most = min(self._store.blocks_at_once, max(self._store.blocks_at_once // 4, len(waiting) // 2))
-        batch = [waiting.popleft()]
-        left = self._store.bytes_at_once - nbytes_of(batch[0])
-        while waiting and len(batch) < most and not isinstance(batch[0], Removal):
-            left -= nbytes_of(waiting[0])
-            if left < 0 or isinstance(waiting[0], Removal):
-                break
-            batch.append(waiting.popleft())
-        return batch
-
     # --- answers of the store --------------------------------------------------------------------
 
     def find(self, group: BlockGroup, keys: Sequence[bytes], *, prefix: bool) -> bytes:
         if self.breaker.open or self.closed:
             return bytes(len(keys))
-        states = self._states(group.tag, keys)
+        states = self._answers.states(group.tag, keys)
         gap = states.find(ABSENT) if prefix else -1
         unknown = list(compress(range(gap if gap >= 0 else len(keys)), states.translate(_IS_UNKNOWN)))
         if not prefix:  # by position, or each lookup that waits would ask for keys further from the end
@@ -271,42 +244,24 @@ class SharedTier(Tier):
 
     def _ask(self, group: BlockGroup, keys: Sequence[bytes], prefix: bool) -> None:
         now = self._clock()
-        self._answers.note(group.tag, keys, ASKED, now)
+        self._answers.asked(group.tag, keys)
         self._asked_keys += len(keys)
         self.counters.asked_keys += len(keys)
         self._asking.put(Ask(group, keys, prefix, now + self.ask_deadline_s))
-
-    def _states(self, tag: int, keys: Sequence[bytes]) -> bytearray:
-        (states, at), now = self._answers.find(tag, keys), self._clock()
-        is_asked, ended = states == ASKED, at + self.ask_deadline_s
-        over = np.where(is_asked, ended + NO_S, at + YES_S * (states == PRESENT))
-        # An ask without an answer in time was a miss; the next lookup may ask again a little later.
-        states[is_asked & (ended <= now)] = ABSENT
-        states[over <= now] = UNKNOWN
-        return bytearray(states)
-
-    def _are_believed(self, tag: int, keys: Sequence[bytes]) -> list[bool]:
-        """Return whether each block existed so recently that it is not offered again, and that a read is tried."""
-        states, at = self._answers.find(tag, keys)
-        believed: list[bool] = ((states == PRESENT) & (self._clock() < at + self._store.believed_s)).tolist()
-        return believed
-
-    def _record_answers(self, tag: int, keys: Sequence[bytes], found: Sequence[bool]) -> None:
-        now, there = self._clock(), np.frombuffer(bytes(found), np.bool_)
-        before, until = self._answers.find(tag, keys)
-        refused = (before == ABSENT) & (until > now + NO_S)
-        states, at = np.where(there & ~refused, PRESENT, ABSENT), np.where(refused, until, now + NO_S * ~there)
-        self._answers.note(tag, keys, states, at)
 
     # --- reading, writing, removing --------------------------------------------------------------
 
     def wants(self, group: BlockGroup, keys: Sequence[bytes]) -> list[bool]:
         tag, fits = group.tag, group.nbytes <= MAX_OBJECT_BYTES and fits_header(group, MAX_KEY_BYTES)
-        believed = self._are_believed(tag, keys)
+        believed = self._answers.are_believed(tag, keys)
         return [fits and (tag, key) not in self._writes and not its for key, its in zip(keys, believed, strict=True)]
 
     def read(self, group: BlockGroup, key: bytes, offsets: Sequence[int], patience_s: float, on_end: ReadEnd) -> bool:
-        if not self.available() or not all(self._are_believed(group.tag, [key])) or self._reading.waiting >= MAX_READS:
+        if (
+            not self.available()
+            or not all(self._answers.are_believed(group.tag, [key]))
+            or self._reading.waiting >= MAX_READS
+        ):
             return False
         self._reading.put(ObjectRead(group, self._stored(group), key, self._views(group, offsets), patience_s, on_end))
         return True
@@ -327,7 +282,7 @@ class SharedTier(Tier):
         return True
 
     def remove(self, group: BlockGroup, keys: Sequence[bytes], why: str) -> None:
-        self._answers.note(group.tag, keys, ABSENT, self._clock() + REFUSED_S)
+        self._answers.refuse(group.tag, keys, REFUSED_S)
         if why == PARTIAL:
             self._remove_objects(group, keys)
 
@@ -355,37 +310,7 @@ class SharedTier(Tier):
 
     @property
     def lifetime_bytes(self) -> int:
-        """Bytes of this node's writes that a block survives; 0 while there is free space, as far as the store reports.
-
-        Other nodes write too: this node causes only a part of the evictions.
-        """
-        size, used, _ = self._last_usage
-        if not (used >= FULL_PART * size > 0 or self._evicts or self._clock() < self._full_until):
-            return 0
-        size = size or max(len(self._pool), self.counters.written_bytes)
-        return max(1, int(size * min(1.0, self._own / self._all)))
-
-    @property
-    def _last_usage(self) -> StoreUsage:
-        """Answer of the last look; zeros without one."""
-        return self._usage or StoreUsage(0, 0, 0)
-
-    def _wrote_much(self) -> bool:
-        """Return whether the writes since the last look may have filled the store."""
-        size = self._last_usage.size_bytes
-        return 0 < (1 - FULL_PART) * size <= self.counters.written_bytes - self._written_before[1]
-
-    def _looked(self, found: StoreUsage | None) -> None:
-        before, self._usage = self._usage, found
-        if found is None:
-            return
-        written = self.counters.written_blocks - self._written_before[0]
-        self._written_before = self.counters.written_blocks, self.counters.written_bytes
-        evicted = max(0, found.evicted - before.evicted) if before is not None else 0
-        self._evicts = evicted > 0
-        if evicted:
-            self._own = OLD_WEIGHT * self._own + written
-            self._all = OLD_WEIGHT * self._all + max(evicted, written)
+        return self._fullness.lifetime_bytes
 
     @property
     def refusal(self) -> str:
@@ -416,7 +341,7 @@ class SharedTier(Tier):
             self._logged_reachable = True
             if not self.only_named:
                 logger.info("%s is reachable.", self.name)
-        if not (self._looking or self.breaker.open) and (now >= self._look_at or self._wrote_much()):
+        if not (self._looking or self.breaker.open) and (now >= self._look_at or self._fullness.wrote_much()):
             self._looking = True
             self._asking.put(Look())
         if not self._probing and now >= (self.breaker.probe_at if self.breaker.open else self._heard_at + QUIET_S):
@@ -438,8 +363,8 @@ class SharedTier(Tier):
         reads = self._reading.waiting + self._reading.running
         return replace(
             self.counters,
-            size_bytes=self._last_usage.size_bytes,
-            used_bytes=self._last_usage.used_bytes,
+            size_bytes=self._fullness.usage.size_bytes,
+            used_bytes=self._fullness.usage.used_bytes,
             queued_reads=reads,
             queued_writes=len(self._writes),
             errors=self.counters.errors.copy(),
@@ -494,7 +419,7 @@ class SharedTier(Tier):
         elif isinstance(question, Look):
             self._looking, self._look_at = False, self._clock() + (SILENT_LOOK_S if result is None else LOOK_S)
             if not isinstance(result, Exception):
-                self._looked(result)
+                self._fullness.looked(result)
         elif isinstance(question, Ask):
             self._asked(question, result if isinstance(result, Answer) else None)
         elif isinstance(result, int):
@@ -524,7 +449,7 @@ class SharedTier(Tier):
                 counters.found_keys += sum(found)
         if not ask.keys:
             return
-        self._record_answers(ask.group.tag, ask.keys, found)
+        self._answers.record(ask.group.tag, ask.keys, found)
         if ask.prefix and False in found:
             gap = found.index(False)
             found = [True] * gap + [False] * (len(found) - gap)
@@ -544,7 +469,7 @@ class SharedTier(Tier):
             counters.read_bytes += group.nbytes
         else:
             seconds = REFUSED_S if result is Result.CORRUPT else self._store.failed_s
-            self._answers.note(group.tag, [key], ABSENT, self._clock() + seconds)
+            self._answers.refuse(group.tag, [key], seconds)
         if result is Result.CORRUPT:
             counters.mismatches += 1
             self._remove_objects(group, [key])
@@ -569,7 +494,7 @@ class SharedTier(Tier):
             counters.dropped_writes += 1
         there = result in (Result.DONE, Result.PRESENT)
         if there and write.stored.group.generation == self.generations.fleet(group.fingerprint):
-            self._record_answers(group.tag, [key], [True])
+            self._answers.record(group.tag, [key], [True])
         write.on_end(result)
 
     def failed(self, error: StoreError, *, refused: bool) -> None:
@@ -579,7 +504,7 @@ class SharedTier(Tier):
             self._write_at, self._shown_until = self._clock() + FULL_PAUSE_S, self._clock() + SHOWN_S
             self._refusal = error.sentence
         if error.kind == "full":
-            self._full_until = self._clock() + SHOWN_S
+            self._fullness.refused(SHOWN_S)
         if self._clock() >= self._unexpected_at + LOGGED_S and error.kind == "internal":
             self._unexpected_at = self._clock()
             logger.error("A shared store failed unexpectedly.", exc_info=error.__cause__)

@@ -27,7 +27,7 @@ LOST = ("timeout", "disconnected", "unreachable", "tls", "internal")
 @dataclass(slots=True, eq=False)
 class ObjectRead:
     """Reads a block into views of the pool, one per shard. ``stored``: the group as in the object. ``retried``: whether
-    this is a retry after a lost connection."""
+    it is not retried any more: it was after a lost connection, or the store refused it."""
 
     group: BlockGroup
     stored: BlockGroup
@@ -59,8 +59,21 @@ class Removal:
 BlockWork: TypeAlias = ObjectRead | ObjectWrite | Removal
 
 
-def nbytes_of(work: BlockWork) -> int:
+def _nbytes(work: BlockWork) -> int:
     return 0 if isinstance(work, Removal) else sum(map(len, work.views))
+
+
+def take_batch(store: Store, waiting: deque[BlockWork]) -> list[BlockWork]:
+    """Take half of the waiting blocks, if many, limited to what a connection takes at once; or one removal."""
+    most = min(store.blocks_at_once, max(store.blocks_at_once // 4, len(waiting) // 2))
+    batch = [waiting.popleft()]
+    left = store.bytes_at_once - _nbytes(batch[0])
+    while waiting and len(batch) < most and not isinstance(batch[0], Removal):
+        left -= _nbytes(waiting[0])
+        if left < 0 or isinstance(waiting[0], Removal):
+            break
+        batch.append(waiting.popleft())
+    return batch
 
 
 class StoreThread:
@@ -111,6 +124,7 @@ class BlockThread(StoreThread):
             for read, received in zip(reads, objects, strict=True):
                 if isinstance(received, StoreError):
                     refused += 1
+                    read.retried = True  # the server answers, and wants fewer requests
                     self._fail(received, "")
                     yield Result.FAILED, None
                     continue

@@ -13,6 +13,8 @@ from random import Random
 
 from tests.kit.closing import ServerThread
 
+MAX_LATE_S = 10.0
+
 
 class Server(ThreadingHTTPServer):
     request_queue_size = 128
@@ -31,7 +33,8 @@ class FaultyBucket(ServerThread):
         errors: status and code that requests of a method get.
         refused_part: part of the requests that are told to come more slowly, in an order that is always the same.
         busy_paths: objects of which all requests are.
-        refused: how many of each method were.
+        late_paths: objects of which all requests wait until it is empty.
+        refused: how many of each method were told to come more slowly.
         kept: the code with which each object stays that one request is to remove with others.
         requests: how many of each method it was given.
         authorization: by which the last was signed.
@@ -47,6 +50,7 @@ class FaultyBucket(ServerThread):
         self.errors: dict[str, tuple[int, str]] = {}
         self.refused_part, self._random = 0.0, Random(0)
         self.busy_paths: set[str] = set()
+        self.late_paths: set[str] = set()
         self.refused: Counter[str] = Counter()
         self.kept = ""
         self.requests: Counter[str] = Counter()
@@ -96,6 +100,9 @@ class FaultyBucket(ServerThread):
                 bucket.authorization = self.headers.get("Authorization", "")
                 time.sleep(bucket.delay_s)
                 path = self.path.partition("?")[0]
+                until = time.monotonic() + MAX_LATE_S
+                while path in bucket.late_paths and time.monotonic() < until:
+                    time.sleep(0.01)
                 if path in bucket.busy_paths or bucket._random.random() < bucket.refused_part:
                     bucket.refused[self.command] += 1
                     self.refuse(503, "SlowDown")

@@ -154,7 +154,7 @@ class SharedRig:
         ]
 
     def answers(self, fingerprint: bytes, keys: Sequence[bytes], group: int = 0) -> list[Answer]:
-        return [Answer(one) for one in self.tier._states(make_block_group(fingerprint, 0, group, ()).tag, keys)]
+        return [Answer(one) for one in self.tier._answers.states(make_block_group(fingerprint, 0, group, ()).tag, keys)]
 
     def ask(self, *blocks: Block, prefix: bool = False) -> list[Answer]:
         """Ask and wait for the answers."""

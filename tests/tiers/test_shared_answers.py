@@ -11,10 +11,9 @@ import pytest
 
 from kvoffd.system.threads import Workers
 from kvoffd.tiers import answers as module
-from kvoffd.tiers.breaker import PAUSE_S, Breaker
+from kvoffd.tiers.answers import NO_S, REFUSED_S, YES_S
 from kvoffd.tiers.header import HEADER_BYTES, Block, encode_header, make_block_group
-from kvoffd.tiers.redis_store import CONNECT_S
-from kvoffd.tiers.shared import NO_S, PROBE_S, REFUSED_S, YES_S, Answer, Ask
+from kvoffd.tiers.shared import Answer, Ask
 from kvoffd.tiers.shared import SharedTier as Tier
 from kvoffd.tiers.store import Credentials, open_store
 from kvoffd.tiers.tier import ABSENT, ASKED, PRESENT, Result
@@ -22,7 +21,7 @@ from tests.kit.clock import Clock
 
 GROUP = make_block_group(b"1" * 32, 0, 0, [5000])
 KEY = b"k" * 32
-ASK_S, TICK_S = 0.02, 0.25
+ASK_S = 0.02
 
 
 class Waiting(Workers[Any, Any]):
@@ -189,39 +188,3 @@ def test_no_more_is_kept_than_the_bounds_and_the_newest_stay(monkeypatch: pytest
         rig.clock.now += 0.001
     assert list(rig.tier.find(group, keys[4950:], prefix=True)) == [PRESENT] * 50
     assert rig.tier._answers._table.nbytes <= 16 * 1100
-
-
-def test_the_breaker_opens_after_three_failures_and_probes() -> None:
-    clock = Clock()
-    breaker = Breaker(clock, jitter=lambda: 0.5)
-    assert breaker.open
-    assert breaker.probe_at <= clock.now
-    breaker.probed(True)
-    for _ in range(2):
-        breaker.failed("read")
-    breaker.succeeded("read")
-    for _ in range(2):
-        breaker.failed("read")
-        breaker.failed("ask")
-        breaker.succeeded("ask")
-        assert not breaker.open
-    breaker.failed("read")
-    assert breaker.open
-    assert breaker.opened == 1
-    for _ in range(4):
-        assert breaker.probe_at - clock.now == pytest.approx(PAUSE_S)
-        clock.now = breaker.probe_at
-        breaker.failed("read")
-        assert breaker.probe_at == clock.now, "only a probe's failure puts the next one off"
-        breaker.probed(False)
-    assert 1.25 * PAUSE_S + max(CONNECT_S, PROBE_S) + TICK_S < 5.0, "a server that is back is used within 5 s"
-    breaker.probed(True)
-    breaker.succeeded("ask")
-    breaker.failed("read")
-    assert breaker.open, "one more of what opened it"
-    breaker.probed(True)
-    breaker.succeeded("read")
-    breaker.failed("read")
-    assert not breaker.open
-    breaker.failed("ask", at_once=True)
-    assert breaker.open
