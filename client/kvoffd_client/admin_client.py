@@ -44,12 +44,17 @@ Fields = ParamSpec("Fields")
 ReplyT = TypeVar("ReplyT", bound=m.AnyReply)
 
 
-def find_namespace_info(namespaces: Iterable[a.NamespaceInfo], name: str) -> a.NamespaceInfo:
-    """Return the one whose label is ``name`` or whose fingerprint begins with it. Raises KvoffdClientError."""
+def matching_namespaces(namespaces: Iterable[a.NamespaceInfo], name: str) -> list[a.NamespaceInfo]:
+    """Return those whose label is ``name`` or whose fingerprint begins with it."""
     is_prefix = len(name) >= MIN_PREFIX_DIGITS
-    found = [
+    return [
         one for one in namespaces if one.label == name or (is_prefix and one.namespace.hex().startswith(name.lower()))
     ]
+
+
+def find_namespace_info(namespaces: Iterable[a.NamespaceInfo], name: str) -> a.NamespaceInfo:
+    """Return the one whose label is ``name`` or whose fingerprint begins with it. Raises KvoffdClientError."""
+    found = matching_namespaces(namespaces, name)
     if len(found) == 1:
         return found[0]
     shown = printable(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import secrets
 import time
@@ -14,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvoffd_client.admin_client import AdminClient
+from kvoffd_client.admin_client import MIN_PREFIX_DIGITS, AdminClient, find_namespace_info, matching_namespaces
 from kvoffd_client.errors import DaemonUnavailable, KvoffdClientError, RequestRefused, RequestTimeout
 from kvoffd_client.memory import Registration, SharedMemory
 from kvoffd_client.namespace import NamespaceSpec
@@ -25,6 +26,7 @@ from kvoffd_proto.admin import BlockFound, DescribeNamespace, FindBlock, ListBlo
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import FINGERPRINT_BYTES, READY, GroupKeys, GroupTransfer, JobResult, PageRef, TensorLayout
 from kvoffd_proto.stats import MISS_REASONS
+from kvoffd_proto.units import printable
 
 if TYPE_CHECKING:
     import torch
@@ -34,8 +36,18 @@ TIMEOUT_S = 60.0
 CONNECT_S = 10.0
 PENDING_PAUSE_S = 0.005
 CHECKSUM_BYTES = 8
+NEVER_STORED = ("unknown", "forgotten")
+"""Reasons of a miss whose key may have been computed with other settings than the engine's."""
 NAME = "kvoffd blocks"
 """Name of the sessions, for operators."""
+KEY_HINTS: dict[type, str] = {
+    int: (
+        ". vLLM's KV events have the last 8 bytes of a hash as a number: look among keys() for the one whose last 8 "
+        "bytes are it, or start the engine with VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0."
+    ),
+    str: "; if these are its hex digits, give bytes.fromhex(key).",
+}
+"""Ends of the sentence that refuses a key, by the key's type."""
 
 
 class BlockClient(Closing):
@@ -56,8 +68,8 @@ class BlockClient(Closing):
     Raises:
         ValueError: a fingerprint of another length, or no time.
         DaemonUnavailable: no daemon in time.
-        RequestRefused: the daemon refuses this user, or does not know the fingerprint.
-        KvoffdClientError: no namespace of this name, or its layers are unknown.
+        RequestRefused: the daemon refuses this user.
+        KvoffdClientError: no namespace of this name or fingerprint, or its layers are unknown.
     """
 
     def __init__(
@@ -66,7 +78,9 @@ class BlockClient(Closing):
         if timeout_s <= 0:
             raise ValueError(f"timeout_s is a time in seconds, not {timeout_s}.")
         if isinstance(namespace, bytes) and len(namespace) != FINGERPRINT_BYTES:
-            raise ValueError(f"A fingerprint has {FINGERPRINT_BYTES} bytes, not {len(namespace)}.")
+            raise ValueError(
+                f"A fingerprint has {FINGERPRINT_BYTES} bytes, not {len(namespace)}; give its first digits as text."
+            )
         self._closing: list[Closing] = []
         self._timeout_s = timeout_s
         self._job_ids = itertools.count(1)
@@ -78,9 +92,9 @@ class BlockClient(Closing):
 
     def _open(self, directory: str | os.PathLike[str], namespace: str | bytes) -> None:
         self._admin = AdminClient(directory, self._timeout_s)
+        self._admin.directory_hint = "give BlockClient its directory"
         self._closing.append(self._admin)
-        if isinstance(namespace, str):
-            namespace = self._admin.namespace(namespace).namespace
+        namespace = self._fingerprint_of(namespace)
         told = self._admin.ask(DescribeNamespace, namespace)
         shards = [of_rank for of_rank in told.shards if of_rank is not None]
         if len(shards) < told.world_size:
@@ -110,6 +124,22 @@ class BlockClient(Closing):
             if not client.wait_settled(max(0.0, deadline - time.monotonic())):
                 why = f"The kvoffd daemon in {os.fspath(directory)} opened no session in time: {client.problem}"
                 raise client.refusal or DaemonUnavailable(why)
+
+    def _fingerprint_of(self, namespace: str | bytes) -> bytes:
+        """Return the fingerprint of an open namespace. Raises KvoffdClientError if there is none, or several."""
+        there = self._admin.namespaces().namespaces
+        if isinstance(namespace, bytes):
+            named, found = f"fingerprint {namespace.hex()}", [one for one in there if one.namespace == namespace]
+        else:
+            named = f"label {printable(namespace)!r} or a fingerprint that begins with it ({MIN_PREFIX_DIGITS} digits)"
+            found = matching_namespaces(there, namespace)
+        if not found:
+            open_ones = ", ".join(f"{printable(one.label)} ({one.namespace.hex()[:12]})" for one in there) or "none"
+            raise KvoffdClientError(
+                f"The kvoffd daemon in {self._admin.directory} has no namespace with the {named}. It has: {open_ones}. "
+                "An engine must have opened the namespace since the daemon's start."
+            )
+        return namespace if isinstance(namespace, bytes) else find_namespace_info(found, namespace).namespace
 
     def _registration(self, rank: int) -> Registration:
         """Allocate memory for one block of each group and lay it out as the daemon's slots are, layer after layer."""
@@ -145,14 +175,19 @@ class BlockClient(Closing):
 
         Raises:
             KeyError: the block is not ready; the sentence has the reason.
-            ValueError: a key, group or rank of another namespace, or a layer is not of this dtype and shape.
+            ValueError: a key, group or rank of another namespace or of a wrong type, or a layer is not of this dtype
+                and shape.
             KvoffdClientError: the bytes do not match their checksum, or the copy failed.
         """
         import torch
 
         self._check(key, group)
+        if not isinstance(rank, int):
+            raise ValueError(f"rank is an int, not {type(rank).__name__}.")
         if not 0 <= rank < self.namespace.world_size:
             raise ValueError(f"The namespace has ranks 0 to {self.namespace.world_size - 1}, not {rank}.")
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise ValueError(f"dtype is a torch.dtype such as torch.bfloat16, not {type(dtype).__name__}.")
         data = self._read(key, group, rank)
         return [self._viewed(torch.from_numpy(layer), dtype, shape) for layer in self._layers(data, group, rank)]
 
@@ -238,6 +273,8 @@ class BlockClient(Closing):
             self._closing.pop().close()
 
     def _check_group(self, group: int) -> None:
+        if not isinstance(group, int):
+            raise ValueError(f"group is an int, not {type(group).__name__}.")
         if not 0 <= group < len(self.namespace.groups):
             raise ValueError(f"The namespace has groups 0 to {len(self.namespace.groups) - 1}, not {group}.")
 
@@ -245,7 +282,8 @@ class BlockClient(Closing):
         """Raise ValueError for an unknown group, or a key of another length."""
         self._check_group(group)
         if not isinstance(key, bytes):
-            raise ValueError(f"A key is bytes, not {type(key).__name__}.")
+            what_to_do = KEY_HINTS.get(type(key), ".")
+            raise ValueError(f"A key is bytes, not {type(key).__name__}{what_to_do}")
         if len(key) != self.namespace.key_bytes:
             raise ValueError(f"A key of this namespace has {self.namespace.key_bytes} bytes, not {len(key)}.")
 
@@ -264,24 +302,37 @@ class BlockClient(Closing):
             return viewed if shape is None else viewed.reshape(tuple(shape))
         except (RuntimeError, TypeError) as error:
             wanted = "the same shape" if shape is None else f"shape {tuple(shape)}"
+            hint = "; give its dtype too" if dtype is None else ""
             raise ValueError(
-                f"A layer of {layer.numel()} bytes is not of {dtype or layer.dtype} and {wanted}."
+                f"A layer of {layer.numel()} bytes is not of {dtype or layer.dtype} and {wanted}{hint}."
             ) from error
 
     def _checked(self, kv: Sequence[object], group: int) -> list[Bytes]:
         """Return the bytes of each rank's shard. Raises ValueError if their sizes differ from the namespace's."""
-        ranks: Sequence[object] = kv
+        count, ranks = self.namespace.world_size, kv
         if not isinstance(kv, list | tuple):
-            raise ValueError(f"A block is a list of layers, or of lists of layers by rank, not {type(kv).__name__}.")
-        if self.namespace.world_size == 1 and not (len(kv) == 1 and isinstance(kv[0], list | tuple)):
+            raise ValueError(
+                f"A block is a list of layers, or of lists of layers by rank, not {type(kv).__name__}; "
+                "give list(tensor) if its first dimension is the layers."
+            )
+        are_lists = [isinstance(one, list | tuple) for one in kv]
+        if count == 1 and not any(are_lists):
             ranks = [kv]
-        if len(ranks) != self.namespace.world_size:
-            raise ValueError(f"A block of this namespace has {self.namespace.world_size} ranks, not {len(ranks)}.")
+        elif count > 1 and not any(are_lists):
+            shown = f"[layers of rank 0, layers of rank 1{', ...' if count > 2 else ''}]"
+            raise ValueError(
+                f"A block of this namespace has {count} ranks; give {shown}, not a list of {len(kv)} layers."
+            )
+        if len(ranks) != count:
+            shown = "1 rank" if count == 1 else f"{count} ranks"
+            hint = "; give its list of layers alone" if count == 1 else ""
+            raise ValueError(f"A block of this namespace has {shown}, not {len(ranks)}{hint}.")
         shards = []
         for rank, (layers, parts) in enumerate(zip(ranks, self._shards, strict=True)):
             spec = parts[group]
             if not isinstance(layers, list | tuple):
-                raise ValueError(f"The layers of rank {rank} are a list of tensors, not {type(layers).__name__}.")
+                kind = type(layers).__name__
+                raise ValueError(f"The layers of rank {rank} are a list of tensors, not {kind}; give list(tensor).")
             given = [_bytes_of(layer) for layer in layers]
             if len(given) != len(spec.page_bytes):
                 raise ValueError(f"Rank {rank} has {len(spec.page_bytes)} layers in group {group}, not {len(given)}.")
@@ -331,7 +382,8 @@ class BlockClient(Closing):
                 found = self._find(key, group)
                 if not leased.leading_ready() or not self._is_whole(found):
                     reason = "tier_late" if leased.pending else found.reason or "partial"
-                    raise KeyError(f"The block {key.hex()} of group {group} is not ready: {MISS_REASONS[reason]}.")
+                    why = f"{MISS_REASONS[reason]}.{self._hash_hint(group) if reason in NEVER_STORED else ''}"
+                    raise KeyError(f"The block {key.hex()} of group {group} is not ready: {why}")
                 (result,) = self._copy(key, group, [rank], leased.lease_id)
             if result.error is ErrorCode.NOT_READY:
                 continue
@@ -341,6 +393,17 @@ class BlockClient(Closing):
             if found.checksums[rank * CHECKSUM_BYTES :][:CHECKSUM_BYTES] == _checksum(data):
                 return data
         raise RequestRefused(ErrorCode.CHECKSUM, f"The block {key.hex()} does not match its checksum; recompute it.")
+
+    def _hash_hint(self, group: int) -> str:
+        """Return what to compare if a key was computed otherwise than the engine's."""
+        factors, tokens = json.loads(self.namespace.description), self.namespace.groups[group].tokens_per_block
+        shown = f"tokens per block ({tokens} here)" if tokens else "tokens per block"
+        if (hashed := factors.get("tokens_per_hash", tokens)) != tokens:
+            shown += f", tokens per hash ({hashed} here)"
+        algorithm = f" ({factors['hash_algorithm']} here)" if "hash_algorithm" in factors else ""
+        return (
+            f" If you computed the key, compare with the engine's: {shown}, hash algorithm{algorithm}, PYTHONHASHSEED."
+        )
 
     def _copy(self, key: bytes, group: int, ranks: Sequence[int], lease_id: int | None = None) -> list[JobResult]:
         """Store a block from the memory of these ranks, or load it there; return each rank's result."""

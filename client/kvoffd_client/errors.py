@@ -73,14 +73,19 @@ def is_starting(directory: Path) -> bool:
     return _lock_holder(str(directory)) is not None and SocketPaths(directory).starting.exists()
 
 
-def why_unreachable(error: OSError, directory: str) -> str:
+SET_DIRECTORY = "set KVOFFD_DIRECTORY to its directory"
+"""End of the sentence about a directory without a daemon; clients that do not read the variable have another end."""
+
+
+def why_unreachable(error: OSError, directory: str, hint: str = SET_DIRECTORY) -> str:
+    directory, given = directory or "''", directory
     if isinstance(error, FileNotFoundError):
-        if pid := _lock_holder(directory):
+        if pid := _lock_holder(given):
             which = f"The kvoffd daemon (pid {pid}) in {directory}"
-            if text := _starting(directory):
+            if text := _starting(given):
                 return f"{which} is {text}."
             return f"{which} has no sockets there: they were removed, or it is stopping. If it is not, restart it."
-        return f"There is no kvoffd daemon in {directory}; start one, or set KVOFFD_DIRECTORY to its directory."
+        return f"There is no kvoffd daemon in {directory}; start one, or {hint}."
     if isinstance(error, ConnectionRefusedError):
         return f"The kvoffd daemon in {directory} has ended; start it again."
     if isinstance(error, PermissionError):

@@ -17,7 +17,14 @@ from dataclasses import dataclass, fields
 from enum import Enum, auto
 from typing import Protocol, Self, TypeVar
 
-from kvoffd_client.errors import DaemonUnavailable, KvoffdClientError, RequestRefused, RequestTimeout, why_unreachable
+from kvoffd_client.errors import (
+    SET_DIRECTORY,
+    DaemonUnavailable,
+    KvoffdClientError,
+    RequestRefused,
+    RequestTimeout,
+    why_unreachable,
+)
 from kvoffd_client.lifeline_stream import NEVER
 from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_proto import lifeline
@@ -186,6 +193,7 @@ class Session(Closing):
         rng: random.Random | None,
     ) -> None:
         self.directory = os.fspath(directory)
+        self.directory_hint = SET_DIRECTORY
         self.role = role
         self.name = name[:128]
         self._software = software[:128]
@@ -380,7 +388,7 @@ class Session(Closing):
         try:
             self._transport.open()
         except OSError as error:
-            self.disconnect(why_unreachable(error, self.directory), now)
+            self.disconnect(why_unreachable(error, self.directory, self.directory_hint), now)
             return
         self._problem = (
             f"The server in {self.directory} accepts connections but does not answer; if it is kvoffd, check "

@@ -13,7 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvoffd_client import AdminClient, BlockClient, GroupKeys, GroupTransfer, Job, KvoffdClientError
+from kvoffd_client import (
+    AdminClient,
+    BlockClient,
+    DaemonUnavailable,
+    GroupKeys,
+    GroupTransfer,
+    Job,
+    KvoffdClientError,
+)
 from kvoffd_client.testing import FakeEngine
 from tests.kit.checked import flip
 from tests.kit.daemon import DaemonProcess
@@ -107,7 +115,10 @@ def test_keys_come_in_pages_each_once() -> None:
 
 WRONG: dict[str, tuple[Callable[[BlockClient, list[list[Any]]], object], type[Exception], str]] = {
     "key never stored": (
-        lambda blocks, kv: blocks.get(keys(99)[0]), KeyError, "is not ready: never stored in this namespace"
+        lambda blocks, kv: blocks.get(keys(99)[0]), KeyError, (
+            "is not ready: never stored in this namespace.*If you computed the key, compare with the engine's: "
+            "tokens per block, hash algorithm, PYTHONHASHSEED"
+        )
     ),
     "short key": (lambda blocks, kv: blocks.get(b"short"), ValueError, "has 32 bytes, not 5"),
     "unknown rank": (lambda blocks, kv: blocks.get(KEYS[0], rank=2), ValueError, "ranks 0 to 1, not 2"),
@@ -117,23 +128,44 @@ WRONG: dict[str, tuple[Callable[[BlockClient, list[list[Any]]], object], type[Ex
         ValueError,
         r"4096 bytes is not of torch.float16 and shape \(3, 5\)",
     ),
-    "text for a key": (lambda blocks, kv: blocks.get("x" * 32), ValueError, "A key is bytes, not str"),  # type: ignore[arg-type]
+    "rank as text": (lambda blocks, kv: blocks.get(KEYS[0], rank="1"), ValueError, "rank is an int, not str"),  # type: ignore[arg-type]
+    "group as text": (lambda blocks, kv: blocks.get(KEYS[0], group="0"), ValueError, "group is an int, not str"),  # type: ignore[arg-type]
+    "text for a key": (
+        lambda blocks, kv: blocks.get("x" * 32),  # type: ignore[arg-type]
+        ValueError,
+        r"A key is bytes, not str; if these are its hex digits, give bytes.fromhex\(key\)",
+    ),
+    "number of an event for a key": (
+        lambda blocks, kv: blocks.get(1 << 60),  # type: ignore[arg-type]
+        ValueError,
+        "not int. vLLM's KV events have the last 8 bytes of a hash .*VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0",
+    ),
     "text for a dtype": (
         lambda blocks, kv: blocks.get(KEYS[0], dtype="float16"),  # type: ignore[arg-type]
         ValueError,
-        "4096 bytes is not of float16 and the same shape",
+        "dtype is a torch.dtype such as torch.bfloat16, not str",
+    ),
+    "shape without dtype": (
+        lambda blocks, kv: blocks.get(KEYS[0], shape=(2, 32, 32)),
+        ValueError,
+        r"is not of torch.uint8 and shape \(2, 32, 32\); give its dtype too",
     ),
     "tensor of ranks": (
         lambda blocks, kv: blocks.put(NEW, torch.stack(kv[0])),
         ValueError,
-        "list of layers, or of lists of layers by rank, not Tensor",
+        r"list of layers, or of lists of layers by rank, not Tensor; give list\(tensor\)",
     ),
     "tensor of layers": (
-        lambda blocks, kv: blocks.put(NEW, [torch.stack(one) for one in kv]),
+        lambda blocks, kv: blocks.put(NEW, [torch.stack(kv[0]), kv[1]]),
         ValueError,
-        "The layers of rank 0 are a list of tensors, not Tensor",
+        r"The layers of rank 0 are a list of tensors, not Tensor; give list\(tensor\)",
     ),
     "objects": (lambda blocks, kv: blocks.put(NEW, [[object()] * 4] * 2), ValueError, "array of numbers, not object"),
+    "layers of one rank": (
+        lambda blocks, kv: blocks.put(NEW, kv[0]),
+        ValueError,
+        r"2 ranks; give \[layers of rank 0, layers of rank 1\], not a list of 4 layers",
+    ),
     "one rank": (lambda blocks, kv: blocks.put(NEW, kv[:1]), ValueError, "2 ranks, not 1"),
     "layers": (lambda blocks, kv: blocks.put(NEW, [kv[0], kv[1][:3]]), ValueError, "4 layers in group 0, not 3"),
     "size": (
@@ -154,12 +186,38 @@ def test_a_wrong_call_is_refused_with_its_sentence(name: str, blocks: BlockClien
 
 
 def test_an_unknown_namespace_is_refused(shared_daemon: DaemonProcess) -> None:
-    for namespace, timeout_s, sentence in ((b"abc", 1.0, "A fingerprint has 32 bytes, not 3"), (LABEL, 0.0, "not 0.0")):
+    short = "A fingerprint has 32 bytes, not 3; give its first digits as text"
+    for namespace, timeout_s, sentence in ((b"abc", 1.0, short), (LABEL, 0.0, "not 0.0")):
         with pytest.raises(ValueError, match=sentence):
             BlockClient(shared_daemon.directory, namespace, timeout_s=timeout_s)
-    for name, sentence in ((bytes(32), "No namespace"), ("nobody", "No open namespace has the label 'nobody'")):
-        with pytest.raises(KvoffdClientError, match=sentence):
+    there = f"The kvoffd daemon in {shared_daemon.directory} has no namespace with the "
+    for name, named in ((bytes(32), f"fingerprint {'00' * 32}. "), ("nobody", "label 'nobody' or a fingerprint that ")):
+        with engine_on(shared_daemon) as engine, pytest.raises(KvoffdClientError) as refused:
             BlockClient(shared_daemon.directory, name)
+        assert str(refused.value).startswith(there + named)
+        assert f"{LABEL} ({engine.namespace.fingerprint.hex()[:12]})" in str(refused.value)
+        assert str(refused.value).endswith("An engine must have opened the namespace since the daemon's start.")
+
+
+def test_without_a_daemon_the_argument_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for directory, shown in ((tmp_path, tmp_path), ("", "''")):
+        with pytest.raises(DaemonUnavailable) as refused:
+            BlockClient(directory, LABEL, timeout_s=5.0)
+        assert (
+            str(refused.value) == f"There is no kvoffd daemon in {shown}; start one, or give BlockClient its directory."
+        )
+
+
+def test_one_rank_is_given_no_list_of_ranks() -> None:
+    with DaemonProcess("8MiB") as daemon, engine_on(daemon, world_size=1) as engine:
+        assert engine.store(KEYS, range(BLOCKS)).ok
+        with BlockClient(daemon.directory, LABEL) as blocks:
+            kv = blocks.get(KEYS[0])
+            with pytest.raises(ValueError, match="has 1 rank, not 2; give its list of layers alone"):
+                blocks.put(NEW, [kv, kv])
+            assert blocks.put(NEW, [kv])
+            assert not blocks.put(NEW, kv)
 
 
 def test_a_block_that_left_says_why(blocks: BlockClient, engine: FakeEngine) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvoffd_client import AdminClient, BlockClient, KvoffdClientError
 from tests.kit.daemon import DaemonProcess
 from tests.kit.engine import EngineProcess, cached, prompt, tokens, wait_connected, wait_stored
-from tests.kit.models import make_tiny_llama
+from tests.kit.models import TINY_LLAMA, make_tiny_llama
 from tests.kit.shapes import PATIENCE_S, Shape, make_tiny_deepseek, make_tiny_gemma3
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -80,6 +82,46 @@ def move(here: BlockClient, there: BlockClient, group: int, pages: list[list[lis
 
 def test_blocks_are_the_kv_cache(model: Path) -> None:
     check_blocks(Shape(), model)
+
+
+def examples() -> dict[str, Any]:
+    """Functions of the examples in client/README.md."""
+    page = (Path(__file__).parents[2] / "client" / "README.md").read_text()
+    section = page.partition("## Single blocks as tensors")[2].partition("\n## ")[0]
+    code = "\n".join(re.findall(r"```python\n(.*?)```", section, re.DOTALL))
+    names: dict[str, Any] = {}
+    exec(re.sub(r"^# Llama.*\n^key_norms.*$", "", code, flags=re.MULTILINE), names)  # noqa: S102 - the page is ours
+    return names
+
+
+def test_the_page_s_examples_read_keys_and_values(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the first layer equal tokens have equal values, and keys of equal length that RoPE has turned."""
+    import torch
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    page, shape, period = examples(), TINY_LLAMA, 7
+    tokens_of_prompt = [100 + at % period for at in range(300)]
+    with DaemonProcess("256MiB") as daemon, EngineProcess(model, daemon.directory, patient=True) as engine:
+        wait_connected(daemon.directory, 1)
+        engine.generate([tokens_of_prompt])
+        wait_stored(daemon.directory)
+        with open_blocks(daemon) as blocks:
+            block_tokens, label = blocks.namespace.groups[0].tokens_per_block, blocks.namespace.label
+            keys = page["keys_of"](tokens_of_prompt, block_tokens)
+            assert set(keys) == set(blocks.keys())
+            view = {"dtype": torch.float32, "shape": (shape.kv_heads, 2 * block_tokens, shape.head_dim)}
+            read = [kv[0][0] for _, kv in page["leading_blocks"](blocks, [*keys, bytes(32)], **view)]
+            assert "never stored in this namespace" in capsys.readouterr().out
+            pairs = [page["keys_and_values"](one) for one in read]
+            of_keys, of_values = (torch.cat(parts, dim=1) for parts in zip(*pairs, strict=True))
+            assert of_keys.shape == of_values.shape == (shape.kv_heads, len(keys) * block_tokens, shape.head_dim)
+            assert of_values[:, period:].allclose(of_values[:, :-period], atol=1e-5)
+            assert _get_attn_isa(torch.float32, block_tokens, shape.head_dim) in ("vec", "vec16", "neon")
+            assert of_keys[:, period:].norm(dim=-1).allclose(of_keys[:, :-period].norm(dim=-1), rtol=1e-4)
+            assert not of_keys[:, period:].allclose(of_keys[:, :-period], rtol=1e-2), "RoPE"
+        page["key_norms"](daemon.directory, label, keys, **view)
+        assert len(re.findall(rf"layer \d: [\d.]+ over {len(keys)} pages", capsys.readouterr().out)) == shape.layers
+        assert page["move_prefix"](daemon.directory, daemon.directory, label, keys) == 0, "all are there"
 
 
 @pytest.mark.shapes
