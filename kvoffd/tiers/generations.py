@@ -37,7 +37,7 @@ generation, or are not shared.
 MAX_HEARD = 65_536
 """Limit of the namespaces whose fleet generation is known."""
 MAX_AHEAD_S = 10 * 365 * 86_400
-"""Limit for a fleet generation, which is a time in seconds or slightly more, by a clock that may be wrong."""
+"""Limit of what a clock that may be wrong is ahead of this node's, for generations from elsewhere."""
 
 
 class Resets(msgspec.Struct):
@@ -113,6 +113,9 @@ class Generations:
         """
         if generation <= (known := self.of(fingerprint)):
             return generation == known
+        if generation > self._now() + 1_000_000 * MAX_AHEAD_S:  # no clock showed it, and none above it could be kept
+            logger.warning("A namespace's generation in a pool or on a disk is no time; its blocks there are void.")
+            return False
         if is_past := generation <= self._now():
             self._set(fingerprint, generation)
         else:

@@ -640,10 +640,10 @@ class AskingThread(StoreThread):
             _check_generation(own_key, raised)
             return raised
         except Exception as error:
-            if self._store.follows and isinstance(error, StoreError) and error.kind in ("busy", UNKEPT):
-                return Unfollowed(error.sentence)
-            self._fail(error, "write")
-            return error
+            kind = error.kind if self._store.follows and isinstance(error, StoreError) else ""
+            if kind not in ("busy", UNKEPT):
+                self._fail(error, "write")
+            return Unfollowed(str(error)) if kind in ("busy", UNKEPT, "timeout") else error
 
 
 def _check_generation(own_key: bytes, generation: int) -> None:
