@@ -28,10 +28,11 @@ from kvoffd.system.threads import start
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.promotions import Promotions
 from kvoffd.tiering.tiering import Tiering
+from kvoffd.tiers.asking_thread import Raise
 from kvoffd.tiers.disk import DiskTier
 from kvoffd.tiers.disk_file import OpeningStopped
 from kvoffd.tiers.peers import HelperSettings, PeerHelper, PeerStore, check_installed, read_secret
-from kvoffd.tiers.shared import Raise, SharedTier
+from kvoffd.tiers.shared import SharedTier
 from kvoffd.tiers.store import Credentials, Store, open_store, warn_of_readers
 from kvoffd.tiers.tier import PEER, TierListener
 from kvoffd_proto.stats import DiskFault, DiskState

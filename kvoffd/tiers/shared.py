@@ -6,19 +6,27 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import compress
 from math import inf
-from typing import Any, TypeAlias
+from typing import Any
 
 from kvoffd.pool.slot_table import MAX_KEY_BYTES
 from kvoffd.system.newest import put_newest
 from kvoffd.system.threads import Workers
 from kvoffd.tiers.answers import REFUSED_S, UNKNOWN, Answers
+from kvoffd.tiers.asking_thread import Answer, Ask, AskingThread, Look, Probe, Question, Raise, Unfollowed
+from kvoffd.tiers.block_threads import (
+    BlockThread,
+    ObjectRead,
+    ObjectWrite,
+    Removal,
+    take_batch,
+)
 from kvoffd.tiers.breaker import Breaker
 from kvoffd.tiers.fullness import Fullness
-from kvoffd.tiers.generations import Generations, is_sound
+from kvoffd.tiers.generations import Generations
 from kvoffd.tiers.header import (
     Block,
     BlockGroup,
@@ -26,24 +34,10 @@ from kvoffd.tiers.header import (
     make_block_group,
 )
 from kvoffd.tiers.store import (
-    UNKEPT,
     Server,
     Store,
     StoreError,
-    StoreUsage,
-    bad_generation,
-    generation_key,
     object_key,
-    object_prefix,
-)
-from kvoffd.tiers.store_threads import (
-    LOST,
-    BlockThread,
-    ObjectRead,
-    ObjectWrite,
-    Removal,
-    StoreThread,
-    take_batch,
 )
 from kvoffd.tiers.tier import (
     ABSENT,
@@ -73,18 +67,14 @@ READERS = 2
 PARTIAL = "partial"
 """Reason for which blocks are removed for all nodes: this node has more of them. Otherwise only it drops them."""
 
-ASK_PATIENCE_S = 0.08
-"""Time beyond an ask's deadline after which its connection is closed; beyond the deadline it counts as a failure."""
 HANGS_S = 0.5
 """Time after its deadline by which an ask must have begun."""
 RAISE_S = 5.0
 """Limit for raising a generation, or for checking whether another node did."""
-PROBE_S = 1.0
 QUIET_S = 10.0
 """Time without answers after which the store is probed, so that operators learn if it is gone."""
 LOOK_S, SILENT_LOOK_S = 10.0, 600.0
 """Intervals at which the store is asked how full it is; the latter if it does not report that."""
-LOOK_DEADLINE_S = 0.5
 FULL_PAUSE_S = 5.0
 """Pause of writes after the store refused one: it is full, a replica, or does not permit it."""
 SHOWN_S = 60.0
@@ -94,38 +84,6 @@ STEADY_S = 5.0
 LOGGED_S = 60.0
 OLD_WEIGHT = 0.9
 """Weight of earlier samples in the mean duration of asks."""
-
-
-class Probe:
-    """Checks whether the store serves at all."""
-
-
-class Look:
-    """Asks how full the store is."""
-
-
-@dataclass(slots=True, eq=False)
-class Raise:
-    """Raises a generation, at least to this one, which voids the blocks of a namespace for all nodes."""
-
-    fingerprint: bytes
-    generation: int
-    deadline: float
-    ended: bool = False
-    problem: str = ""
-
-
-@dataclass(slots=True, eq=False)
-class Ask:
-    """Asks for keys, if it begins by the deadline; without keys, for the generation only."""
-
-    group: BlockGroup
-    keys: Sequence[bytes]
-    prefix: bool
-    deadline: float
-
-
-Question: TypeAlias = Probe | Look | Raise | Ask
 
 
 class SharedTier(Tier):
@@ -512,141 +470,3 @@ class SharedTier(Tier):
             self.counters.errors[error.kind] += 1
         else:
             self._error(error.kind, error.sentence)
-
-
-class Unfollowed(Exception):
-    """A peer has not followed a raised generation yet."""
-
-
-@dataclass(slots=True)
-class Answer:
-    """A namespace's generation, whether each requested key exists, and how long the answer took."""
-
-    generation: int
-    found: list[bool]
-    seconds: float
-
-
-class AskingThread(StoreThread):
-    """Asks the store, and raises generations."""
-
-    def asks(self, questions: list[Question]) -> list[object]:
-        return list(map(self._answer, questions))
-
-    def _answer(self, question: Question) -> object:
-        if isinstance(question, Look):
-            return self._look()
-        if isinstance(question, Ask):
-            return self._ask(question)
-        if isinstance(question, Raise):
-            return self._raise(question)
-        self._probe()
-        return None
-
-    def _probe(self) -> None:
-        answers = False
-        try:
-            self._store.connect()
-            self._store.ping(self._clock() + PROBE_S)
-            answers = True
-        except Exception as error:
-            self._fail(error, "")
-        if self._breaker.open:
-            self._breaker.probed(answers)
-        elif not answers:
-            self._breaker.failed("ask", at_once=True)
-
-    def _look(self) -> StoreUsage | Exception | None:
-        """Return the store's answer; None if it gives none, as to a user without permission; or the failure."""
-        try:
-            self._store.connect()
-            return self._store.usage(self._clock() + LOOK_DEADLINE_S)
-        except StoreError as error:
-            if error.kind not in LOST:
-                return None
-            self._fail(error, "")
-            return error
-
-    def _ask(self, ask: Ask) -> Answer | None:
-        """Return the answer; None if there is none."""
-        started = self._clock()
-        if self._breaker.open or (started >= ask.deadline and ask.keys) or self._tier.closed:
-            return None
-        found: list[bool] = []
-        try:
-            self._store.connect()
-            most, slow = self._store.keys_at_once, False
-            for at in range(0, len(ask.keys) or 1, most):
-                began = self._clock()
-                if found and (began >= ask.deadline or (ask.prefix and False in found)):
-                    break
-                until = began + self._tier.ask_deadline_s + ASK_PATIENCE_S
-                generation, there = self._exchange(ask, ask.keys[at : at + most], until)
-                found += there
-                slow |= self._clock() - began > self._tier.ask_deadline_s
-        except Exception as error:
-            self._fail(error, "ask")
-            return None
-        # Detecting that one of several servers is down takes time, but does not slow the others.
-        if slow:
-            self._breaker.failed("ask")
-        else:
-            self._breaker.succeeded("ask")
-        found += [False] * (len(ask.keys) - len(found))
-        return Answer(generation, found, self._clock() - started)
-
-    def _exchange(self, ask: Ask, keys: Sequence[bytes], deadline: float) -> tuple[int, list[bool]]:
-        fingerprint, store = ask.group.fingerprint, self._store
-        own_key, known = generation_key(fingerprint), self._tier.generations.fleet(fingerprint)
-
-        def names(generation: int) -> list[bytes]:
-            prefix = object_prefix(ask.group._replace(generation=generation))
-            return [prefix + key.hex().encode() for key in keys]
-
-        generation, found = self._question(own_key, names(known), deadline, prefix=ask.prefix)
-        if generation > known:
-            known, found = self._question(own_key, names(generation), deadline, prefix=ask.prefix)
-        elif generation < known:
-            # A store that lost the number, but not blocks of an older one, must not return those.
-            try:
-                store.raise_generation(own_key, generation, known, deadline)
-            except StoreError as error:
-                if error.kind in LOST:
-                    raise
-                if error.kind != UNKEPT:  # else the peer has followed, and lends what is safe
-                    self._fail(error, "" if store.follows else "write")  # a node with write permission does it
-        return known, found
-
-    def _question(
-        self, own_key: bytes, names: Sequence[bytes], deadline: float, *, prefix: bool
-    ) -> tuple[int, list[bool]]:
-        """Ask the store once, and check its answer. Raises StoreError."""
-        generation, found = self._store.ask(own_key, names, deadline, prefix=prefix)
-        _check_generation(own_key, generation)
-        if len(found) != len(names):
-            raise StoreError("protocol", f"{len(names)} keys were requested, but {len(found)} answered.")
-        return generation, found
-
-    def _raise(self, one: Raise) -> int | Exception:
-        """Return the raised generation, or the failure."""
-        own_key, until = generation_key(one.fingerprint), one.deadline
-        if self._store.follows:  # one that is silent delays the questions of lookups no longer than these do
-            until = self._clock() + self._tier.ask_deadline_s + ASK_PATIENCE_S
-        try:
-            self._store.connect()
-            seen, _ = self._question(own_key, [], until, prefix=True)
-            least = seen if self._store.follows else seen + 1
-            raised = self._store.raise_generation(own_key, seen, max(least, one.generation), until)
-            _check_generation(own_key, raised)
-            return raised
-        except Exception as error:
-            kind = error.kind if self._store.follows and isinstance(error, StoreError) else ""
-            if kind not in ("busy", UNKEPT):
-                self._fail(error, "write")
-            return Unfollowed(str(error)) if kind in ("busy", UNKEPT, "timeout") else error
-
-
-def _check_generation(own_key: bytes, generation: int) -> None:
-    """Raise StoreError for a generation that is not sound."""
-    if not is_sound(generation):
-        raise bad_generation(f"{own_key.decode()}, {generation},")

@@ -36,7 +36,8 @@ from kvoffd.system.mappings import MappedSegment
 from kvoffd.system.threads import Workers
 from kvoffd.tiering import TieringSettings
 from kvoffd.tiering.tiering import Tiering
-from kvoffd.tiers.shared import Answer, Ask, SharedTier
+from kvoffd.tiers.asking_thread import Answer, Ask
+from kvoffd.tiers.shared import SharedTier
 from kvoffd.tiers.store import Credentials, open_store
 from kvoffd.transfer.engine import CopyEngine, CopyStats, Transfer
 from kvoffd.transfer.plan import Direction, Outcome

@@ -12,8 +12,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvoffd.pool.checksums import digest
+from kvoffd.tiers.asking_thread import Ask, Look
 from kvoffd.tiers.header import HEADER_BYTES, Block, BlockGroup, encode_header, make_block_group
-from kvoffd.tiers.shared import Ask, Look, SharedTier
+from kvoffd.tiers.shared import SharedTier
 from kvoffd.tiers.store import GetRequest, Received, Store, StoreError, generation_key, object_key
 from kvoffd.tiers.tier import ReadEnd, Result
 from tests.sim.clock import Broken, Clock, Stops

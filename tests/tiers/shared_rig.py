@@ -12,9 +12,10 @@ from random import Random
 from typing import ClassVar
 
 from kvoffd.pool.checksums import digest
+from kvoffd.tiers.asking_thread import Raise
 from kvoffd.tiers.generations import Generations, Resets
 from kvoffd.tiers.header import Block, BlockGroup, make_block_group
-from kvoffd.tiers.shared import Raise, SharedTier
+from kvoffd.tiers.shared import SharedTier
 from kvoffd.tiers.store import Credentials, object_key, open_store
 from kvoffd.tiers.tier import Result, Tier
 from tests.kit.waiting import wait_until

@@ -12,8 +12,8 @@ import pytest
 from kvoffd.system.threads import Workers
 from kvoffd.tiers import answers as module
 from kvoffd.tiers.answers import NO_S, REFUSED_S, YES_S
+from kvoffd.tiers.asking_thread import Answer, Ask
 from kvoffd.tiers.header import HEADER_BYTES, Block, encode_header, make_block_group
-from kvoffd.tiers.shared import Answer, Ask
 from kvoffd.tiers.shared import SharedTier as Tier
 from kvoffd.tiers.store import Credentials, open_store
 from kvoffd.tiers.tier import ABSENT, ASKED, PRESENT, Result
