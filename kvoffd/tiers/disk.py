@@ -306,7 +306,9 @@ class DiskTier(Tier):
 
     def remove(self, group: BlockGroup, keys: Sequence[bytes], why: str) -> None:
         self._clear_evicted()
-        slots = self._map.slots_of(group, list(dict.fromkeys(keys)))
+        # Of whatever geometry: after a restart no rank may have registered yet.
+        known = self._map.groups.get(group.tag)
+        slots = [] if known is None else self._map.slots_of(known.group, list(dict.fromkeys(keys)))
         self._clearing.drop(slots)
         for key in keys:
             self._writing.pop((group.tag, key), None)  # the block is dropped at the end of the write

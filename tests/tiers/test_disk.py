@@ -204,6 +204,17 @@ def test_what_is_removed_is_gone_and_not_there_after_a_restart(rig: DiskRig) -> 
     rig.check()
 
 
+def test_what_is_removed_before_its_geometry_is_known_is_gone(rig: DiskRig) -> None:
+    """As after a restart, by an engine whose workers have not registered yet."""
+    rig.write(block_of(1), block_of(2))
+    rig.restart()
+    rig.remove(1, group=make_block_group(GROUP.fingerprint, GROUP.generation, GROUP.number, ()))
+    assert rig.there([1, 2]) == [2]
+    rig.work()
+    rig.kill()
+    assert rig.there([1, 2]) == [2]
+
+
 def test_keys_of_several_lengths_are_found_and_removed() -> None:
     rig, keys = DiskRig(), [bytes([number] * number) for number in (1, 16, 32, 64)]
     blocks = [block_of(number)._replace(key=key) for number, key in enumerate(keys)]
