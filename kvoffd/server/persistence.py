@@ -19,7 +19,7 @@ from kvoffd.cache import POLICY_NAMES
 from kvoffd.cache.policy import Policy
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
-from kvoffd.system.files import FileCalls, FileInUse, claim_file, foreign_owner, is_regular, open_directory
+from kvoffd.system.files import FileCalls, FileInUse, claim_file, is_regular, open_directory
 from kvoffd.system.mappings import filesystem_magic
 from kvoffd.system.threads import start
 from kvoffd.tiers.generations import Generations, Resets
@@ -74,7 +74,7 @@ class StateFile:
         with suppress(OSError):  # nothing can be written there, which `problem` reports, or it has no locks
             directory_fd = open_directory(Path(directory))
             try:
-                self._lock_fd = claim_file(FileCalls(), name, directory_fd, create=True, check=_check_own)
+                self._lock_fd = claim_file(FileCalls(), name, directory_fd, create=True, check=_take_over)
             except FileInUse as error:
                 raise KvoffdError(
                     f"Another kvoffd keeps its clears and resets in {directory}; stop it, or give each daemon a "
@@ -180,10 +180,17 @@ class StateFile:
             os.close(directory)
 
 
-def _check_own(_: int, found: os.stat_result) -> None:
-    """Raise OSError for a lock file that other users can open, and lock."""
-    if not is_regular(found) or foreign_owner(found, ""):
-        raise PermissionError(errno.EPERM, "not the daemon's own")
+def _take_over(fd: int, found: os.stat_result) -> None:
+    """Keep others from locking a lock file of this user's: a kubelet may have widened its mode. Raises KvoffdError for
+    another user's, or what is no file.
+    """
+    if not is_regular(found) or found.st_uid != os.geteuid():
+        raise KvoffdError(
+            f"{STATE_FILE}.lock is not a file of this user's (it belongs to user {found.st_uid}): another daemon may keep "
+            "its clears and resets in this directory. Remove it if none does."
+        )
+    if found.st_mode & 0o077:
+        os.fchmod(fd, 0o600)
 
 
 def _open_own(path: str, flags: int) -> int:

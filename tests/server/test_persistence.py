@@ -96,6 +96,28 @@ def next_state(open_file: Open, clock: Clock) -> Next:
     return restored
 
 
+@pytest.mark.parametrize("mode", [0o600, 0o644, 0o660])
+def test_two_daemons_do_not_keep_their_resets_in_one_file(open_file: Open, tmp_path: Path, mode: int) -> None:
+    """A kubelet widens the mode of a volume's files for fsGroup: the lock was skipped without a word."""
+    lock = tmp_path / f"{STATE_FILE}.lock"
+    lock.touch(mode)
+    lock.chmod(mode)
+    open_file(STATE_FILE).claim()
+    with pytest.raises(KvoffdError, match="Another kvoffd keeps its clears and resets in"):
+        open_file(STATE_FILE).claim()
+    assert lock.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_lock_that_is_not_this_users_is_said(
+    open_file: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / f"{STATE_FILE}.lock").touch(0o666)
+    uid = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
+    with pytest.raises(KvoffdError, match=rf"{STATE_FILE}\.lock is not a file of this user's"):
+        open_file(STATE_FILE).claim()
+
+
 # --- generations and quotas ------------------------------------------------------------------------
 
 
