@@ -114,7 +114,7 @@ def test_a_lock_that_is_not_this_users_is_said(
     (tmp_path / f"{STATE_FILE}.lock").touch(0o666)
     uid = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
-    with pytest.raises(KvoffdError, match=rf"{STATE_FILE}\.lock is not a file of this user's"):
+    with pytest.raises(KvoffdError, match=rf"{STATE_FILE}\.lock belongs to user"):
         open_file(STATE_FILE).claim()
 
 
