@@ -186,8 +186,8 @@ def _take_over(fd: int, found: os.stat_result) -> None:
     """
     if not is_regular(found) or found.st_uid != os.geteuid():
         raise KvoffdError(
-            f"{STATE_FILE}.lock belongs to user {found.st_uid} or is no file: another daemon may keep its clears and resets "
-            "in this directory. Remove it if none does."
+            f"{STATE_FILE}.lock belongs to user {found.st_uid}, or is no file: another daemon may keep its clears and "
+            "resets in this directory. Remove it if none does."
         )
     if found.st_mode & 0o077:
         os.fchmod(fd, 0o600)
