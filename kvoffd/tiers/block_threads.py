@@ -27,7 +27,7 @@ LOST = ("timeout", "disconnected", "unreachable", "tls", "internal")
 @dataclass(slots=True, eq=False)
 class ObjectRead:
     """Reads a block into views of the pool, one per shard. ``stored``: the group as in the object. ``retried``: whether
-    it is not retried any more: it was after a lost connection, or the store refused it."""
+    this is a retry after a lost connection. ``refused``: whether the store answered that it is overloaded."""
 
     group: BlockGroup
     stored: BlockGroup
@@ -36,6 +36,7 @@ class ObjectRead:
     patience_s: float
     on_end: ReadEnd
     retried: bool = False
+    refused: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -124,7 +125,7 @@ class BlockThread(StoreThread):
             for read, received in zip(reads, objects, strict=True):
                 if isinstance(received, StoreError):
                     refused += 1
-                    read.retried = True  # the server answers, and wants fewer requests
+                    read.refused = True
                     self._fail(received, "")
                     yield Result.FAILED, None
                     continue

@@ -34,10 +34,13 @@ MAX_NAMES = 4096
 Beyond it the oldest entry of a namespace that is not open is removed. Then all namespaces without one have at least its
 generation, or are not shared.
 """
+AHEAD_S = 1
+"""Seconds by which a fleet generation may be ahead of the clock: the second one within a second has the next number."""
 MAX_HEARD = 65_536
 """Limit of the namespaces whose fleet generation is known."""
 MAX_AHEAD_S = 10 * 365 * 86_400
-"""Limit of what a clock that may be wrong is ahead of this node's, for generations from elsewhere."""
+"""Limit of what a clock that may be wrong is ahead of this node's, for fleet generations from elsewhere."""
+MAX_GENERATION = 1 << 62
 
 
 class Resets(msgspec.Struct):
@@ -113,7 +116,7 @@ class Generations:
         """
         if generation <= (known := self.of(fingerprint)):
             return generation == known
-        if generation > self._now() + 1_000_000 * MAX_AHEAD_S:  # no clock showed it, and none above it could be kept
+        if generation >= MAX_GENERATION:  # one above it could not be kept
             logger.warning("A namespace's generation in a pool or on a disk is no time; its blocks there are void.")
             return False
         if is_past := generation <= self._now():
@@ -196,7 +199,8 @@ class Generations:
     def stop_sharing(self, fingerprint: bytes) -> None:
         """Stop sharing a namespace until it is voided on all nodes after now: blocks of other nodes may be stale."""
         # Not below the clock: a void of all nodes that is still to be heard of, but was before, shares nothing.
-        until = max(1, int(self._wall_clock()), self.fleet(fingerprint), self.unshared_at(fingerprint))
+        now = int(self._wall_clock()) + AHEAD_S
+        until = max(now, self.fleet(fingerprint), self.unshared_at(fingerprint))
         self._set_unshared(fingerprint, until)
 
     def stop_sharing_all(self) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from kvoffd.pool.slot_table import MAX_KEY_BYTES
 from kvoffd.system.newest import put_newest
 from kvoffd.system.threads import Workers
-from kvoffd.tiers.answers import REFUSED_S, UNKNOWN, Answers
+from kvoffd.tiers.answers import NO_S, REFUSED_S, UNKNOWN, Answers
 from kvoffd.tiers.asking_thread import Answer, Ask, AskingThread, Look, Probe, Question, Raise, Unfollowed
 from kvoffd.tiers.block_threads import (
     BlockThread,
@@ -415,7 +415,7 @@ class SharedTier(Tier):
 
     def _read_ended(self, read: ObjectRead, ended: tuple[Result, Block | None]) -> None:
         result, block = ended
-        if result is Result.FAILED and not read.retried and self.available():
+        if result is Result.FAILED and not (read.retried or read.refused) and self.available():
             read.retried = True  # one lost or stalled connection should not cost the blocks of a prompt
             self._reading.put(read)
             return
@@ -427,6 +427,8 @@ class SharedTier(Tier):
             counters.read_bytes += group.nbytes
         else:
             seconds = REFUSED_S if result is Result.CORRUPT else self._store.failed_s
+            if read.refused or not self.available():  # nothing is wrong with this block
+                seconds = NO_S
             self._answers.refuse(group.tag, [key], seconds)
         if result is Result.CORRUPT:
             counters.mismatches += 1

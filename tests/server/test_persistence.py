@@ -45,9 +45,9 @@ NOW = 1_700_000_000
 
 
 def unshare(state: State, fingerprint: bytes, until: int) -> None:
-    """An engine resets a namespace at this time."""
+    """An engine resets a namespace: it is not shared until a higher fleet generation."""
     clock = state.generations._wall_clock
-    state.generations._wall_clock = lambda: until
+    state.generations._wall_clock = lambda: until - generations.AHEAD_S
     state.generations.stop_sharing(fingerprint)
     state.generations._wall_clock = clock
 

@@ -7,7 +7,7 @@ import random
 import pytest
 from msgspec import json
 
-from kvoffd.tiers.generations import MAX_AHEAD_S, Generations, Resets
+from kvoffd.tiers.generations import AHEAD_S, MAX_GENERATION, Generations, Resets
 from tests.kit.amount import TIMES
 
 NAMES = [bytes([number]) * 32 for number in range(3)]
@@ -62,7 +62,7 @@ def test_each_verb_keeps_its_promise_and_restarts_lose_nothing_that_was_saved(se
                 model.stopped[one] = 0
         elif verb == "stop_sharing":
             table.stop_sharing(one)
-            model.stopped[one] = max(now[0], model.fleet[one], model.stopped[one])
+            model.stopped[one] = max(now[0] + AHEAD_S, model.fleet[one], model.stopped[one])
         elif verb == "restart":
             table = start()
             for name in model.unfollowed:
@@ -83,8 +83,19 @@ def test_each_verb_keeps_its_promise_and_restarts_lose_nothing_that_was_saved(se
 def test_a_generation_that_no_clock_has_shown_is_not_followed() -> None:
     """As in a damaged header: one above it could not be kept in ``kvoffd.state``."""
     table = Generations(Resets(generations={NAMES[0]: 7}), wall_clock=lambda: NOW)
-    for number in (2**63 - 1, 2**64 - 1, 10**6 * (NOW + MAX_AHEAD_S) + 1):
+    for number in (MAX_GENERATION, 2**63 - 1, 2**64 - 1):
         assert not table.accept(NAMES[0], number)
     assert table.of(NAMES[0]) == 7
     assert not table.accept(NAMES[0], 10**6 * (NOW + 1)), "the clock was set back"
     assert table.of(NAMES[0]) == 10**6 * (NOW + 1) + 1
+
+
+def test_the_second_void_of_a_second_is_no_later_than_a_reset_in_it() -> None:
+    """Its number is ahead of the clock. A node that hears of it only after its engine's reset stays unshared."""
+    other, own = Generations(wall_clock=lambda: NOW), Generations(wall_clock=lambda: NOW)
+    for _ in range(2):
+        other.hear(NAMES[0], other.next_of_all(NAMES[0]))
+    own.stop_sharing(NAMES[0])
+    assert own.hear(NAMES[0], other.fleet(NAMES[0]))
+    own.followed(NAMES[0])
+    assert own.is_unshared(NAMES[0])

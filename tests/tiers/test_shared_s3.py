@@ -17,6 +17,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
+from kvoffd.tiers.answers import NO_S
 from kvoffd.tiers.store import Credentials, generation_key
 from kvoffd.tiers.tier import Result
 from tests.kit.cases import case
@@ -451,5 +452,7 @@ def test_what_an_overloaded_bucket_answers_of_a_question_counts(bucket: FaultyBu
     ends = [rig.begin_read(block, slot=8 + at) for at, block in enumerate(blocks)]
     rig.until(lambda: all(ends))
     assert ends == [[DONE], [DONE], [DONE], [Result.FAILED], [DONE]]
+    bucket.busy_paths = set()
+    rig.until(lambda: rig.ask(blocks[3]) == [Answer.YES], 5 * NO_S)
     assert rig.tier.available()
     assert rig.tier.breaker.opened == 0
