@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,9 @@ def examples() -> dict[str, Any]:
 def test_the_page_s_examples_read_keys_and_values(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In the first layer equal tokens have equal values, and keys of equal length that RoPE has turned."""
     import torch
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    with warnings.catch_warnings(action="ignore"):  # torch's, of a function that vLLM uses
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     page, shape, period = examples(), TINY_LLAMA, 7
     tokens_of_prompt = [100 + at % period for at in range(300)]
