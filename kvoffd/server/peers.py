@@ -124,11 +124,11 @@ class PeerServer:
         if len(self._generations.voided) < MAX_VOIDED:
             self._generations.hear(fingerprint, generation)
 
-    def _follow(self, told: Follow) -> bytes:
-        self._hear(told.fingerprint, told.generation)
+    def _follow(self, wanted: Follow) -> bytes:
+        self._hear(wanted.fingerprint, wanted.generation)
         # Until then a kill would bring the blocks back.
-        is_kept = told.fingerprint not in self._generations.voided and self._is_saved()
-        return self._generations.fleet(told.fingerprint).to_bytes(GENERATION_BYTES, "little") + bytes([is_kept])
+        is_kept = wanted.fingerprint not in self._generations.voided and self._is_saved()
+        return self._generations.fleet(wanted.fingerprint).to_bytes(GENERATION_BYTES, "little") + bytes([is_kept])
 
     def _find(self, wanted: Find) -> bytes:
         count = len(wanted.keys) // max(1, wanted.key_bytes)

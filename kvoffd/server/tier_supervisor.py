@@ -282,7 +282,7 @@ class TierSupervisor:
 
     def is_behind(self, fingerprint: bytes) -> bool:
         """Return whether a namespace may have been cleared on all nodes since it was last open here: not every store
-        and peer has told its generation since. They are asked."""
+        and peer has answered about it since. They are asked."""
         if self.shared:
             now = self._clock()
             if (asked_at := self._asked_at.get(fingerprint)) is None:

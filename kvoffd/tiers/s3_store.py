@@ -11,7 +11,6 @@ import random
 import re
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from itertools import count
 from math import inf
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import parse_qs, urlsplit
@@ -207,7 +206,6 @@ class S3(Store):
 
     def get(self, requests: Sequence[GetRequest], patience_s: float) -> Iterator[Received | StoreError | None]:
         assert self._loop is not None
-        self._retry_until = time.monotonic() + RETRIED_SHARE * patience_s
         running = [self._loop.create_task(self._get(request)) for request in requests]
         try:
             for task in running:
@@ -368,20 +366,18 @@ class S3(Store):
 
     async def _request(self, send: Callable[[], Awaitable[T]]) -> T:
         """Send a request. While the bucket answers that it is overloaded, send it again, less and less often."""
-        pause_s = RETRY_S
-        for number in count():
+        for number in range(RETRIES):
+            pause_s = RETRY_S * 2**number * random.uniform(0.5, 1.5)
             try:
                 return await send()
             except FileNotFoundError:
                 raise
             except Exception as error:
-                jittered_s = pause_s * random.uniform(0.5, 1.5)
-                late = time.monotonic() + jittered_s > self._retry_until
-                if number == RETRIES or late or self._error(error).kind != BUSY:
+                late = time.monotonic() + pause_s > self._retry_until
+                if late or self._error(error).kind != BUSY:
                     raise
-            await asyncio.sleep(jittered_s)
-            pause_s *= 2
-        raise AssertionError("unreachable")
+            await asyncio.sleep(pause_s)
+        return await send()
 
     async def _all(self, works: Sequence[Coroutine[Any, Any, T]], *, refused: F) -> list[T | F]:
         """Run all concurrently. ``refused`` is the result of those that an overloaded bucket refused, or did not answer

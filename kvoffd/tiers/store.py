@@ -243,7 +243,7 @@ class Store(ABC):
     def raise_generation(self, generation_key: bytes, seen: int, generation: int, deadline: float) -> int:
         """Raise the number under ``generation_key``, which was read as ``seen``, to at least ``generation``; return it.
 
-        Concurrent raises do not undo each other, if the store can guarantee that. A store that ``follows`` is told
+        Concurrent raises do not undo each other, if the store can guarantee that. A store that ``follows`` is asked
         once, and raises StoreError while it has not followed.
         """
 

@@ -9,9 +9,19 @@ import pytest
 
 from kvoffd_client import SharedMemory
 from tests.kit.daemon import DaemonProcess
+from tests.kit.require import require_nixl
 from tests.kit.wire import PAGE_BYTES, WireClient
 
 BLOCKS = 32
+
+
+@pytest.fixture(scope="module")
+def nixl() -> Iterator[None]:
+    """Peers of this machine, without the devices that UCX looks for."""
+    require_nixl()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("UCX_TLS", "tcp")
+        yield
 
 
 @pytest.fixture

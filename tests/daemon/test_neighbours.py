@@ -5,7 +5,6 @@ Clients that misbehave beside a good one are in ``test_misbehaving_clients``.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import signal
@@ -22,10 +21,11 @@ from tests.kit.checked import CheckedEngine, Truth, put_on_disk, wait_disk
 from tests.kit.daemon import DaemonProcess
 from tests.kit.ports import free_ports
 from tests.kit.redis_server import RedisServer
-from tests.kit.require import require
 from tests.kit.slow_link import SlowLink
 from tests.kit.waiting import wait_until
 from tests.kit.wire import books, keys
+
+pytestmark = pytest.mark.usefixtures("nixl")
 
 PAGE_BYTES, PROMPT, PROMPTS = 65536, 8, 10
 """Blocks of a prompt, and prompts of each tier: half of them are the control."""
@@ -42,14 +42,6 @@ SLOW = 400_000
 """Bytes per second."""
 POOL, DEADLINE = "16MiB", "1s"
 SPEC = NamespaceSpec.named("neighbours", groups=[GroupSpec("full_attention", 16)], page_bytes=PAGE_BYTES)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def nixl() -> Iterator[None]:
-    require("nixl", importlib.util.find_spec("nixl_cu12"), "NIXL is not installed")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("UCX_TLS", "tcp")
-        yield
 
 
 @pytest.fixture(scope="module")

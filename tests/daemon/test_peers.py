@@ -6,7 +6,6 @@ At night also in network namespaces, with cut and slow links: no wrong byte, no 
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 import platform
 import random
@@ -29,21 +28,14 @@ from tests.kit.network import Network
 from tests.kit.peer_node import BLOCKS, DEADLINE_S, Node
 from tests.kit.ports import free_ports
 from tests.kit.redis_server import RedisServer
-from tests.kit.require import require
 from tests.kit.waiting import wait_until
 from tests.kit.wire import books, keys
+
+pytestmark = pytest.mark.usefixtures("nixl")
 
 KILLS = 6 * TIMES
 NAMED = 8
 """Peers of networks that are connected at once."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def nixl() -> Iterator[None]:
-    require("nixl", importlib.util.find_spec("nixl_cu12"), "NIXL is not installed")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("UCX_TLS", "tcp")
-        yield
 
 
 @pytest.fixture(scope="module")

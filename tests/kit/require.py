@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from typing import NoReturn
 
 import pytest
@@ -50,3 +51,8 @@ def require(need: str, there: object, reason: str) -> None:
     """Go on only where ``there`` is true, such as ``require("redis", shutil.which("redis-server"), "...")``."""
     if not there:
         missing(need, reason)
+
+
+def require_nixl() -> None:
+    """Go on only where the library of peers is."""
+    require("nixl", find_spec("nixl_cu12"), "NIXL is not installed")

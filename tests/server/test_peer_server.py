@@ -49,8 +49,8 @@ class Rig:
 
     def follow(self, namespace: Namespace, generation: int) -> tuple[int, bool]:
         """Tell it a generation; return its own, and whether it says that it is kept."""
-        told = msgspec.msgpack.encode(Follow(namespace.fingerprint, generation))
-        answer = self.server.answer(ROUTE, 1, FOLLOW, told)
+        wanted = msgspec.msgpack.encode(Follow(namespace.fingerprint, generation))
+        answer = self.server.answer(ROUTE, 1, FOLLOW, wanted)
         assert answer is not None
         return int.from_bytes(answer[:GENERATION_BYTES], "little"), answer[GENERATION_BYTES:] == b"\1"
 

@@ -52,7 +52,7 @@ from kvoffd.tiers.store import GetRequest, Received, StoreError, object_key
 from tests.kit.amount import TIMES
 from tests.kit.network import Network
 from tests.kit.ports import free_port
-from tests.kit.require import require
+from tests.kit.require import require_nixl
 from tests.kit.waiting import wait_until
 
 SIZE, BLOCKS = 64 * 4700, 24
@@ -88,7 +88,7 @@ class Forked:
 
 @pytest.fixture(autouse=True)
 def nixl(monkeypatch: pytest.MonkeyPatch) -> None:
-    require("nixl", importlib.util.find_spec("nixl_cu12"), "NIXL is not installed")
+    require_nixl()
     monkeypatch.setenv("UCX_TLS", "tcp")
     importlib.import_module("nixl_cu12")
     monkeypatch.setattr(peers, "subprocess", SimpleNamespace(Popen=Forked, DEVNULL=subprocess.DEVNULL))

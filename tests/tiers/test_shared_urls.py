@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 from pathlib import Path
@@ -15,7 +14,7 @@ from kvoffd.errors import KvoffdError
 from kvoffd.server.tier_supervisor import shared_stores
 from kvoffd.tiers.store import Credentials, check_url
 from tests.kit.cases import case
-from tests.kit.require import require
+from tests.kit.require import require_nixl
 
 SECRET = "hunter2"
 
@@ -111,7 +110,7 @@ def test_a_file_that_all_can_read_is_reported(
 def test_a_secret_of_peers_that_all_can_read_is_reported(
     tmp_path: Path, mode: int, warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    require("nixl", importlib.util.find_spec("nixl_cu12"), "NIXL is not installed")
+    require_nixl()
     file = tmp_path / "secret"
     file.write_text(SECRET.ljust(16, "."))
     file.chmod(mode)

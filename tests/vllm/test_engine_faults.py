@@ -10,7 +10,6 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -40,7 +39,7 @@ from tests.kit.engine import (
 from tests.kit.ports import free_port
 from tests.kit.redis_server import PROGRAM as REDIS
 from tests.kit.redis_server import RedisServer
-from tests.kit.require import require
+from tests.kit.require import require, require_nixl
 from tests.kit.waiting import wait_until
 from tests.kit.wire import Books, KvSubscriber, books
 from tests.vllm.engine_home import EngineHome
@@ -453,7 +452,7 @@ def test_blocks_come_from_another_nodes_store(harness: Harness) -> None:
 
 def test_blocks_come_from_another_nodes_pool(harness: Harness, pool_file: Path, tmp_path: Path) -> None:
     """What one node's pool has the engine of another, whose own is empty, loads from there."""
-    require("nixl", find_spec("nixl_cu12"), "NIXL is not installed")
+    require_nixl()
     home, engine, prompts = harness.home, harness.engine, LONG_PROMPTS[:2]
     home.ensure_no_daemon()
     engine.forget()
