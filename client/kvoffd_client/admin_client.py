@@ -230,7 +230,7 @@ class AdminClient(Session):
         return self.ask(a.Clear, fingerprint).count
 
     def reset_fleet(self, fingerprint: bytes) -> int:
-        """Invalidate a namespace on all nodes that share a store or are peers; return their number."""
+        """Drop a namespace's blocks on all nodes that share a store or are peers; return the number of this one's."""
         return self.ask(a.ResetFleet, fingerprint).count
 
     def scrub(self, start: bool = True) -> a.ScrubReply:

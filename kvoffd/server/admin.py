@@ -38,16 +38,17 @@ def clear(service: Service, session: Session, message: a.Clear) -> Pending:
 
 @answers(a.ResetFleet)
 def reset_fleet(service: Service, session: Session, message: a.ResetFleet) -> Pending:
-    """Invalidate a namespace's blocks on all nodes; the reply's count is the number of shared stores and peers."""
+    """Void a namespace's blocks on all nodes; the reply's count is the number of blocks of this one."""
     if not service.tier_supervisor.shares:
         why = "This daemon has no shared store and no peers, so no other nodes to clear; leave out --all-nodes."
-        raise KvoffdError(why, ErrorCode.NOT_READY)
+        raise KvoffdError(why, ErrorCode.BAD_ARGUMENT)
     tiers = list(service.tier_supervisor.shared)
     networks = service.tier_supervisor.networks
     raises = service.tier_supervisor.void_everywhere(message.namespace)
-    service.follow_fleet()
+    count = service.follow_fleet()
+    saved = service.reply_once_saved(m.Done(message.request_id, count), CLEARED_NOT_SAVED)
 
-    def poll(late: bool) -> m.Done | None:
+    def poll(late: bool) -> m.AnyReply | None:
         if not late and not all(one.ended for one in raises):
             return None
         failed = [(tier.name, one) for tier, one in zip(tiers, raises, strict=True) if one.problem or not one.ended]
@@ -60,9 +61,9 @@ def reset_fleet(service: Service, session: Session, message: a.ResetFleet) -> Pe
         if problems:
             why = f"The reset did not reach every shared store and peer: {' '.join(problems)}"
             raise KvoffdError(why, ErrorCode.NOT_READY)
-        logger.info("Session %d (%s) reset a namespace for all nodes.", session.id, session.peer)
-        return m.Done(message.request_id, len(raises))
+        return saved.poll(late)
 
+    logger.info("Session %d (%s) cleared %d blocks, and all nodes.", session.id, session.peer, count)
     return Pending(poll, service.clock() + FLEET_WAIT_S)
 
 

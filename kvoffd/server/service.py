@@ -306,11 +306,13 @@ class Service:
 
         return Pending(poll, self.clock() + STATE_WAIT_S)
 
-    def follow_fleet(self) -> None:
-        """Forget the blocks of namespaces that were reset for all nodes."""
+    def follow_fleet(self) -> int:
+        """Drop the blocks of namespaces that were voided for all nodes; return how many there were."""
+        count = 0
         for fingerprint in list(self.state.generations.voided):
-            self.reset(fingerprint)
+            count += self.reset(fingerprint)
             self.state.generations.followed(fingerprint)
+        return count
 
     # --- internal ----------------------------------------------------------------------------------
 

@@ -252,10 +252,10 @@ class TierSupervisor:
         return bool(self.shared) or self.peer_helper is not None
 
     def void_everywhere(self, fingerprint: bytes) -> list[Raise]:
-        """Begin to void a namespace's blocks for all nodes."""
+        """Begin to void a namespace's blocks for all nodes. Here they are void at once: from a store or peer that
+        cannot be reached nothing is taken until it has followed."""
         generation = self._generations.next_of_all(fingerprint)
-        if self.peer_helper is not None:  # also where peers cannot be reached: those lend nothing until they follow
-            self._generations.hear(fingerprint, generation)
+        self._generations.hear(fingerprint, generation)
         return [tier.raise_generation(fingerprint, generation) for tier in self.shared]
 
     def tick(self) -> None:
@@ -268,7 +268,7 @@ class TierSupervisor:
         call_each(parts)
 
     def _poll(self, tier: SharedTier) -> None:
-        for fingerprint in self._cache.namespaces if tier.available() else ():
+        for fingerprint in self._cache.namespaces:
             tier.poll(fingerprint)
 
     def _forget_closed(self) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from kvoffd.tiers.block_threads import LOST, StoreThread
 from kvoffd.tiers.generations import is_sound
-from kvoffd.tiers.header import BlockGroup
-from kvoffd.tiers.store import UNKEPT, StoreError, StoreUsage, bad_generation, generation_key, object_prefix
+from kvoffd.tiers.header import BlockGroup, stored_group
+from kvoffd.tiers.store import UNKEPT, StoreError, StoreUsage
 
 PROBE_S = 1.0
 LOOK_DEADLINE_S = 0.5
@@ -105,7 +106,8 @@ class AskingThread(StoreThread):
     def _ask(self, ask: Ask) -> Answer | None:
         """Return the answer; None if there is none."""
         started = self._clock()
-        if self._breaker.open or (started >= ask.deadline and ask.keys) or self._tier.closed:
+        is_late = started >= ask.deadline and ask.keys
+        if self._breaker.silent or (self._breaker.open and ask.keys) or is_late or self._tier.closed:
             return None
         found: list[bool] = []
         try:
@@ -131,20 +133,25 @@ class AskingThread(StoreThread):
         return Answer(generation, found, self._clock() - started)
 
     def _exchange(self, ask: Ask, keys: Sequence[bytes], deadline: float) -> tuple[int, list[bool]]:
+        """Ask for some keys, and again if the namespace's generation is another than the known one."""
         fingerprint, store = ask.group.fingerprint, self._store
-        own_key, known = generation_key(fingerprint), self._tier.generations.fleet(fingerprint)
+        known = self._tier.generations.fleet(fingerprint)
 
-        def names(generation: int) -> list[bytes]:
-            prefix = object_prefix(ask.group._replace(generation=generation))
-            return [prefix + key.hex().encode() for key in keys]
+        def asked(of_generation: int) -> tuple[int, list[bool]]:
+            if not keys:
+                return checked(store.generation(fingerprint, deadline), fingerprint), []
+            generation, found = store.ask(stored_group(ask.group, of_generation), keys, deadline, prefix=ask.prefix)
+            if len(found) != len(keys):
+                raise StoreError("protocol", f"{len(keys)} keys were requested, but {len(found)} answered.")
+            return checked(generation, fingerprint), found
 
-        generation, found = self._question(own_key, names(known), deadline, prefix=ask.prefix)
+        generation, found = asked(known)
         if generation > known:
-            known, found = self._question(own_key, names(generation), deadline, prefix=ask.prefix)
+            known, found = asked(generation)
         elif generation < known:
             # A store that lost the number, but not blocks of an older one, must not return those.
             try:
-                store.raise_generation(own_key, generation, known, deadline)
+                store.raise_generation(fingerprint, generation, known, deadline)
             except StoreError as error:
                 if error.kind in LOST:
                     raise
@@ -152,28 +159,17 @@ class AskingThread(StoreThread):
                     self._fail(error, "" if store.follows else "write")  # a node with write permission does it
         return known, found
 
-    def _question(
-        self, own_key: bytes, names: Sequence[bytes], deadline: float, *, prefix: bool
-    ) -> tuple[int, list[bool]]:
-        """Ask the store once, and check its answer. Raises StoreError."""
-        generation, found = self._store.ask(own_key, names, deadline, prefix=prefix)
-        _check_generation(own_key, generation)
-        if len(found) != len(names):
-            raise StoreError("protocol", f"{len(names)} keys were requested, but {len(found)} answered.")
-        return generation, found
-
     def _raise(self, one: Raise) -> int | Exception:
         """Return the raised generation, or the failure."""
-        own_key, until = generation_key(one.fingerprint), one.deadline
+        until = one.deadline
         if self._store.follows:  # one that is silent delays the questions of lookups no longer than these do
             until = self._clock() + self._tier.ask_deadline_s + ASK_PATIENCE_S
         try:
             self._store.connect()
-            seen, _ = self._question(own_key, [], until, prefix=True)
+            seen = checked(self._store.generation(one.fingerprint, until), one.fingerprint)
             least = seen if self._store.follows else seen + 1
-            raised = self._store.raise_generation(own_key, seen, max(least, one.generation), until)
-            _check_generation(own_key, raised)
-            return raised
+            raised = self._store.raise_generation(one.fingerprint, seen, max(least, one.generation), until)
+            return checked(raised, one.fingerprint)
         except Exception as error:
             kind = error.kind if self._store.follows and isinstance(error, StoreError) else ""
             if kind not in ("busy", UNKEPT):
@@ -181,7 +177,9 @@ class AskingThread(StoreThread):
             return Unfollowed(str(error)) if kind in ("busy", UNKEPT, "timeout") else error
 
 
-def _check_generation(own_key: bytes, generation: int) -> None:
-    """Raise StoreError for a generation that is not sound."""
-    if not is_sound(generation):
-        raise bad_generation(f"{own_key.decode()}, {generation},")
+def checked(generation: int, fingerprint: bytes) -> int:
+    """Return a generation from a store or peer. Raises StoreError for one that no node can have written."""
+    if not is_sound(generation, time.time()):
+        why = f"The generation {generation} of the namespace {fingerprint.hex()} was not written by a node"
+        raise StoreError("generation", f"{why}; remove it there.")
+    return generation

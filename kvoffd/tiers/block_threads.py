@@ -9,8 +9,8 @@ from itertools import repeat
 from typing import TYPE_CHECKING, TypeAlias
 
 from kvoffd.pool.checksums import digest
-from kvoffd.tiers.header import Block, BlockGroup, decode_header, encode_header
-from kvoffd.tiers.store import GetRequest, Received, Store, StoreError, object_key
+from kvoffd.tiers.header import Block, BlockGroup
+from kvoffd.tiers.store import GetRequest, PutRequest, Received, Store, StoreError
 from kvoffd.tiers.tier import ReadEnd, Result, WriteEnd
 
 if TYPE_CHECKING:
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 LATE_SHARE = 0.75
 """Part of a read's patience after which a failed read is not retried."""
 WRITE_S = 10.0
-"""Limit for writing a few objects, or for removing a thousand."""
+"""Limit for writing a few blocks, or for removing a thousand."""
 LOST = ("timeout", "disconnected", "unreachable", "tls", "internal")
 """Kinds of write errors that are not answers of the server."""
 
 
 @dataclass(slots=True, eq=False)
 class ObjectRead:
-    """Reads a block into views of the pool, one per shard. ``stored``: the group as in the object. ``retried``: whether
+    """Reads a block into views of the pool, one per shard. ``stored``: the group as in the store. ``retried``: whether
     this is a retry after a lost connection. ``refused``: whether the store answered that it is overloaded."""
 
     group: BlockGroup
@@ -41,7 +41,7 @@ class ObjectRead:
 
 @dataclass(slots=True, eq=False)
 class ObjectWrite:
-    """Writes a block from views of the pool, one per shard. ``stored``: the block as in the object."""
+    """Writes a block from views of the pool, one per shard. ``stored``: the block as in the store."""
 
     group: BlockGroup
     stored: Block
@@ -51,10 +51,11 @@ class ObjectWrite:
 
 @dataclass(slots=True, eq=False)
 class Removal:
-    """Removes objects, as far as possible. One that stays is read like any other: a miss if its bytes are wrong, and a
-    failed load if it holds less than the load needs."""
+    """Removes blocks, as far as possible. One that stays is read like any other: a miss if its bytes are wrong, and a
+    failed load if it holds less than the load needs. ``stored``: the group as in the store."""
 
-    names: Sequence[bytes]
+    stored: BlockGroup
+    keys: Sequence[bytes]
 
 
 BlockWork: TypeAlias = ObjectRead | ObjectWrite | Removal
@@ -101,7 +102,7 @@ class StoreThread:
 
 
 class BlockThread(StoreThread):
-    """Reads, writes and removes objects."""
+    """Reads, writes and removes blocks."""
 
     def reads(self, batch: list[ObjectRead]) -> Iterator[tuple[Result, Block | None]]:
         left = deque(batch)
@@ -116,13 +117,13 @@ class BlockThread(StoreThread):
 
     def _read(self, reads: Sequence[ObjectRead]) -> Iterator[tuple[Result, Block | None]]:
         """Yield the results of the first reads, up to one that fails."""
-        requests = [GetRequest(object_key(read.stored, read.key), read.views) for read in reads]
+        requests = [GetRequest(read.stored, read.key, read.views) for read in reads]
         patience_s, came_at = min(read.patience_s for read in reads), self._clock()
         refused = served = 0
         try:
             self._store.connect()
-            objects = self._store.get(requests, patience_s)
-            for read, received in zip(reads, objects, strict=True):
+            found = self._store.get(requests, patience_s)
+            for read, received in zip(reads, found, strict=True):
                 if isinstance(received, StoreError):
                     refused += 1
                     read.refused = True
@@ -157,7 +158,7 @@ class BlockThread(StoreThread):
                 self._store.connect()
                 if not isinstance(batch[0], Removal):
                     return self._write([one for one in batch if isinstance(one, ObjectWrite)])
-                self._store.remove(batch[0].names, self._clock() + WRITE_S)
+                self._store.remove(batch[0].stored, batch[0].keys, self._clock() + WRITE_S)
                 return [Result.DONE]
         except Exception as error:
             self._fail(error, "write")
@@ -165,12 +166,9 @@ class BlockThread(StoreThread):
 
     def _write(self, writes: Sequence[ObjectWrite]) -> list[Result]:
         deadline = self._clock() + WRITE_S
-        names = [object_key(write.stored.group, write.stored.key) for write in writes]
-        there = self._store.touch(names, deadline)
-        absent: list[tuple[bytes, list[bytes | memoryview]]] = [
-            (name, [encode_header(write.stored), *write.views])
-            for name, write, known in zip(names, writes, there, strict=True)
-            if not known
+        there = self._store.touch([write.stored for write in writes], deadline)
+        absent = [
+            PutRequest(write.stored, write.views) for write, known in zip(writes, there, strict=True) if not known
         ]
         stored = self._store.put(absent, deadline)
         if False in stored:
@@ -182,11 +180,8 @@ class BlockThread(StoreThread):
 
 
 def _verified(read: ObjectRead, received: Received) -> Block | None:
-    """Return the block of an object; None if header or bytes are not those of a complete object of this block."""
-    if received.shards is not None:
-        block: Block | None = Block(read.stored, read.key, *received.shards)
-    else:
-        block = decode_header(received.header)
+    """Return the block that was read; None if it is another one, or header or bytes are damaged."""
+    block = received.block
     if block is None or (block.group, block.key) != (read.stored, read.key) or not all(block.checksums):
         return None
     found = zip(read.views, received.checksums or repeat(0, len(read.views)), block.checksums, strict=True)

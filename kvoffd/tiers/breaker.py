@@ -18,7 +18,8 @@ class Breaker:
 
     The kinds of work are asking, reading and writing: a server may do one and fail at another, and still answer probes.
     So failures are counted by kind, and only a success of that kind resets them: after a probe, one more failure of the
-    kind that opened the breaker opens it again.
+    kind that opened the breaker opens it again. A server that only fails to read or write is not ``silent``: it must
+    still hear of a clear of all nodes.
     """
 
     def __init__(self, clock: Callable[[], float], jitter: Callable[[], float] = random.random) -> None:
@@ -29,6 +30,8 @@ class Breaker:
         self.probe_at = 0.0
         self.open = True
         """Open at the start too: the first probe is due at once."""
+        self.silent = True
+        """Open because questions were not answered: none is asked."""
         self.opened = 0
         """Number of times that it opened since the store was first reached."""
 
@@ -40,21 +43,23 @@ class Breaker:
         """Record a failure; ``at_once`` opens the breaker, as for a refused connection or a wrong password."""
         with self._lock:
             self._failures[work] += 1
-            if not self.open and (at_once or self._failures[work] >= MAX_FAILURES):
-                self.open = True
-                self.opened += 1
-                self._pause()
+            if at_once or self._failures[work] >= MAX_FAILURES:
+                self.silent = self.silent or work == "ask"
+                if not self.open:
+                    self.open = True
+                    self.opened += 1
+                    self._pause()
 
     def reset(self) -> None:
         """Close it for another store."""
         with self._lock:
             self._failures.clear()
-            self.open, self.opened = False, 0
+            self.open, self.silent, self.opened = False, False, 0
 
     def probed(self, answers: bool) -> None:
         """Record the result of a probe while the breaker was open."""
         with self._lock:
-            self.open = not answers
+            self.open = self.silent = not answers
             if not answers:
                 self._pause()
 

@@ -88,10 +88,10 @@ class Generations:
         self.resets, self._fleet = resets, dict[bytes, int]()
         for numbers in resets.fleet.values():
             for fingerprint, number in numbers.items():
-                if is_sound(number):
+                if is_sound(number, self._wall_clock()):
                     self._fleet[fingerprint] = max(number, self.fleet(fingerprint))
         for fingerprint, number in resets.unshared.items():
-            if not is_sound(int(number)):
+            if not is_sound(int(number), self._wall_clock()):
                 resets.unshared[fingerprint] = int(self._wall_clock())
 
     # --- this node -------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ class Generations:
 
         A number that no node can have written is ignored: followed, it could not be raised.
         """
-        if generation <= self.fleet(fingerprint) or not is_sound(generation):
+        if generation <= self.fleet(fingerprint) or not is_sound(generation, self._wall_clock()):
             return False
         put_newest(self._fleet, fingerprint, generation, MAX_HEARD)
         self.voided.add(fingerprint)
@@ -214,7 +214,9 @@ class Generations:
         self._save()
 
 
-def is_sound(generation: int) -> bool:
-    """Return whether a fleet generation is small enough to come from a node. Another, if it was followed, could not be
-    raised: it would be refused everywhere, and end the namespace's sharing for good."""
-    return 0 <= generation <= time.time() + MAX_AHEAD_S
+def is_sound(generation: int, now: float) -> bool:
+    """Return whether a fleet generation is small enough to come from a node. ``now``: seconds since 1970.
+
+    A larger one that was followed could not be raised: it would be refused everywhere, and end the namespace's sharing.
+    """
+    return 0 <= generation <= now + MAX_AHEAD_S

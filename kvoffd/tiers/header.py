@@ -34,7 +34,7 @@ class BlockGroup(NamedTuple):
     Attributes:
         fingerprint: of the namespace, 32 bytes.
         generation: time of the namespace's last reset, in microseconds since 1970, or slightly more; 0 for never. In
-            objects of a store: of its last reset on all nodes, in seconds.
+            shared stores: of its last reset on all nodes, in seconds.
         number: the group's number in the namespace.
         lengths: bytes of a block's shard, by rank.
         tag: 64 bits of a hash of the first three.
@@ -54,6 +54,11 @@ class BlockGroup(NamedTuple):
 
 def make_block_group(fingerprint: bytes, generation: int, number: int, lengths: Sequence[int]) -> BlockGroup:
     return _made(fingerprint, generation, number, tuple(lengths))
+
+
+def stored_group(group: BlockGroup, generation: int) -> BlockGroup:
+    """Return a group as it is in shared stores, in this fleet generation of its namespace."""
+    return make_block_group(group.fingerprint, generation, group.number, group.lengths)
 
 
 @lru_cache(REMEMBERED_GROUPS)

@@ -35,7 +35,8 @@ from kvoffd.pool.memory import PoolMemory
 from kvoffd.system.files import address_of
 from kvoffd.system.native import COUNT, NUMBER, VOID_P, declare, native
 from kvoffd.system.threads import DaemonThreads, TaskThread
-from kvoffd.tiers.store import UNKEPT, GetRequest, Received, Store, StoreError
+from kvoffd.tiers.header import Block, BlockGroup
+from kvoffd.tiers.store import UNKEPT, GetRequest, PutRequest, Received, Store, StoreError
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import FINGERPRINT_BYTES
 
@@ -485,22 +486,21 @@ class PeerStore(Store):
     def _call(self, kind: int, message: msgspec.Struct, deadline: float) -> tuple[int, bytes]:
         return self._helper.call(kind, self._number, msgspec.msgpack.encode(message), deadline)
 
-    def ask(
-        self, generation_key: bytes, keys: Sequence[bytes], deadline: float, *, prefix: bool
-    ) -> tuple[int, list[bool]]:
-        if not keys:
-            return self._follow(generation_key, 0, deadline)[0], []
-        _, reply = self._call(FIND, _find_of(keys), deadline)
+    def generation(self, fingerprint: bytes, deadline: float) -> int:
+        return self._follow(fingerprint, 0, deadline)[0]
+
+    def ask(self, group: BlockGroup, keys: Sequence[bytes], deadline: float, *, prefix: bool) -> tuple[int, list[bool]]:
+        _, reply = self._call(FIND, _find_of(group, keys), deadline)
         if len(reply) != GENERATION_BYTES + len(keys):
             raise StoreError("protocol", f"The answer about {len(keys)} keys has {len(reply)} bytes.")
         return int.from_bytes(reply[:GENERATION_BYTES], "little"), [one == 1 for one in reply[GENERATION_BYTES:]]
 
-    def touch(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
-        return [False] * len(keys)
+    def touch(self, blocks: Sequence[Block], deadline: float) -> list[bool]:
+        return [False] * len(blocks)
 
     def get(self, requests: Sequence[GetRequest], patience_s: float) -> Iterator[Received | None]:
-        def same(request: GetRequest) -> tuple[bytes, list[int]]:
-            return request.key.rpartition(b"/")[0], list(map(len, request.views))
+        def same(request: GetRequest) -> tuple[BlockGroup, list[int]]:
+            return request.group, list(map(len, request.views))
 
         for (_, lengths), members in groupby(requests, same):
             every, most = list(members), max(1, min(MAX_BLOCKS, MAX_SHARDS // max(1, len(lengths))))
@@ -522,7 +522,8 @@ class PeerStore(Store):
     ) -> Iterator[Received | None]:
         """Yield the blocks, which are of one group, up to the first that the peer does not lend now."""
         began = time.monotonic()
-        ident, reply = self._call(PIN, Pin(_find_of([one.key for one in requests]), lengths), began + patience_s)
+        wanted = Pin(_find_of(requests[0].group, [one.key for one in requests]), lengths)
+        ident, reply = self._call(PIN, wanted, began + patience_s)
         reading: deque[_Part] = deque()
         try:
             lent = _Lent(reply, len(requests), len(lengths))
@@ -562,8 +563,8 @@ class PeerStore(Store):
                 reading.popleft()
                 if time.monotonic() >= until:
                     raise StoreError("timeout", "The peer's blocks came too late: they may have been overwritten.")
-            sums = [piece.checksum for piece in its]
-            yield Received(b"", sums, (tuple(lent.firsts[row]), tuple(lent.checksums[row])))
+            block = Block(request.group, request.key, tuple(lent.firsts[row]), tuple(lent.checksums[row]))
+            yield Received(block, [piece.checksum for piece in its])
 
     def _land(self, part: _Part, deadline: float) -> None:
         """Wait for a part, and copy it into the pool. Raises StoreError."""
@@ -585,16 +586,14 @@ class PeerStore(Store):
         for one, _, length in part.spans:
             one.left -= length
 
-    def put(
-        self, objects: Sequence[tuple[bytes, Sequence[bytes | memoryview]]], deadline: float
-    ) -> Sequence[bool | None]:
-        return [None] * len(objects)
+    def put(self, requests: Sequence[PutRequest], deadline: float) -> Sequence[bool | None]:
+        return [None] * len(requests)
 
-    def remove(self, keys: Sequence[bytes], deadline: float) -> None:
+    def remove(self, group: BlockGroup, keys: Sequence[bytes], deadline: float) -> None:
         """A peer's blocks are its own."""
 
-    def raise_generation(self, generation_key: bytes, seen: int, generation: int, deadline: float) -> int:
-        raised, is_kept = self._follow(generation_key, generation, deadline)
+    def raise_generation(self, fingerprint: bytes, seen: int, generation: int, deadline: float) -> int:
+        raised, is_kept = self._follow(fingerprint, generation, deadline)
         if raised < generation:
             raise StoreError("busy", "The peer has too many resets to follow; it lends nothing of this namespace yet.")
         if not is_kept:
@@ -602,9 +601,8 @@ class PeerStore(Store):
             raise StoreError(UNKEPT, why)
         return raised
 
-    def _follow(self, generation_key: bytes, generation: int, deadline: float) -> tuple[int, bool]:
+    def _follow(self, fingerprint: bytes, generation: int, deadline: float) -> tuple[int, bool]:
         """Tell the peer a generation. Return the peer's, and whether it is kept: see ``Follow``."""
-        fingerprint = bytes.fromhex(generation_key.split(b"/")[2].decode())
         _, reply = self._call(FOLLOW, Follow(fingerprint, generation), deadline)
         if len(reply) != GENERATION_BYTES + 1:
             raise StoreError("protocol", f"The answer about a generation has {len(reply)} bytes.")
@@ -685,8 +683,5 @@ def _parts(pieces: Sequence[_Piece]) -> Iterator[_Part]:
         yield _Part(spans)
 
 
-def _find_of(names: Sequence[bytes]) -> Find:
-    """Return the message for objects' names, which are of one group: see ``object_prefix``."""
-    _, _, fingerprint, generation, group, key = names[0].split(b"/")
-    keys = bytes.fromhex(b"".join([name[-len(key) :] for name in names]).decode())
-    return Find(bytes.fromhex(fingerprint.decode()), int(generation), int(group), len(key) // 2, keys)
+def _find_of(group: BlockGroup, keys: Sequence[bytes]) -> Find:
+    return Find(group.fingerprint, group.generation, group.number, len(keys[0]), b"".join(keys))

@@ -1,6 +1,6 @@
-"""A Redis or Valkey cluster as a store: each key is at the master that owns its slot.
+"""A Redis or Valkey cluster as a store: each name is at the master that owns its slot.
 
-A generation is stored under three keys, one in each third of the slots, so that it survives the loss of one of three
+A generation is stored under three names, one in each third of the slots, so that it survives the loss of one of three
 masters: it is the highest of the copies that are reachable. Lookups and raises need two of them, so that a node sees at
 least one copy that the last fleet-wide reset raised. A copy that a master lost is written again.
 """
@@ -16,8 +16,20 @@ from itertools import count
 from math import ceil, inf
 from urllib.parse import parse_qs, urlsplit
 
+from kvoffd.tiers.header import Block, BlockGroup
+from kvoffd.tiers.names import block_name, block_names, generation_name
 from kvoffd.tiers.redis_store import CONNECT_S, Demoted, Redis
-from kvoffd.tiers.store import Credentials, GetRequest, Received, Servers, Store, StoreError, StoreUsage, name_of
+from kvoffd.tiers.store import (
+    Credentials,
+    GetRequest,
+    PutRequest,
+    Received,
+    Servers,
+    Store,
+    StoreError,
+    StoreUsage,
+    name_of,
+)
 from kvoffd_proto.units import is_host, parse_duration, quoted
 
 SLOTS = 16_384
@@ -42,22 +54,23 @@ LOST = ("timeout", "disconnected", "unreachable", "credentials", "busy")
 Address = tuple[str, int]
 
 
-def slot_of(key: bytes) -> int:
-    """Hash a key without braces by CRC-16/XMODEM (https://redis.io/docs/latest/operate/oss_and_stack/reference/cluster-spec/)."""
-    return crc_hqx(key, 0) % SLOTS
+def slot_of(name: bytes) -> int:
+    """Hash a name without braces by CRC-16/XMODEM (https://redis.io/docs/latest/operate/oss_and_stack/reference/cluster-spec/)."""
+    return crc_hqx(name, 0) % SLOTS
 
 
 @lru_cache(REMEMBERED_NAMES)
-def copies_of(generation_key: bytes) -> list[bytes]:
-    """Return the keys of a generation's copies: the first names in the first, second and last third of the slots."""
+def copies_of(fingerprint: bytes) -> list[bytes]:
+    """Return the names of a generation's copies: the first ones in the first, second and last third of the slots."""
+    own = generation_name(fingerprint)
     return [
-        next(name for name in (b"%s/%d" % (generation_key, number) for number in count()) if _part_of(name) == part)
+        next(name for name in (b"%s/%d" % (own, number) for number in count()) if _part_of(name) == part)
         for part in range(COPIES)
     ]
 
 
-def _part_of(key: bytes) -> int:
-    return slot_of(key) * COPIES // SLOTS
+def _part_of(name: bytes) -> int:
+    return slot_of(name) * COPIES // SLOTS
 
 
 def masters_of(reply: Sequence[object], asked: Address) -> dict[Address, list[range]]:
@@ -89,7 +102,7 @@ def masters_of(reply: Sequence[object], asked: Address) -> dict[Address, list[ra
 class RedisCluster(Store):
     """Connections to all masters, for one thread. The slot map is requested again after every failure.
 
-    Keys of an unreachable master are absent; without two copies of its generation, nothing of a namespace is known.
+    Blocks of an unreachable master are absent; without two copies of its generation, nothing of a namespace is known.
     """
 
     poll_s, most_window_keys = Redis.poll_s, Redis.most_window_keys
@@ -218,10 +231,14 @@ class RedisCluster(Store):
             found = [one._replace(size_bytes=0) for one in found]
         return StoreUsage(*map(sum, zip(*found, strict=True))) if found else None
 
-    def ask(
-        self, generation_key: bytes, keys: Sequence[bytes], deadline: float, *, prefix: bool
-    ) -> tuple[int, list[bool]]:
-        numbers, found = self._questions(keys, deadline, copies_of(generation_key))
+    def generation(self, fingerprint: bytes, deadline: float) -> int:
+        return self._ask(fingerprint, [], deadline)[0]
+
+    def ask(self, group: BlockGroup, keys: Sequence[bytes], deadline: float, *, prefix: bool) -> tuple[int, list[bool]]:
+        return self._ask(group.fingerprint, block_names(group, keys), deadline)
+
+    def _ask(self, fingerprint: bytes, names: Sequence[bytes], deadline: float) -> tuple[int, list[bool]]:
+        numbers, found = self._questions(names, deadline, copies_of(fingerprint))
         generation = max(numbers.values())
         if time.monotonic() >= self._raise_at:
             try:
@@ -232,21 +249,21 @@ class RedisCluster(Store):
                 self._raise_at = time.monotonic() + RAISE_PAUSE_S  # a node with write permission does it
         return generation, found
 
-    def touch(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
-        return self._questions(keys, deadline)[1]
+    def touch(self, blocks: Sequence[Block], deadline: float) -> list[bool]:
+        return self._questions([block_name(block.group, block.key) for block in blocks], deadline)[1]
 
     def _questions(
-        self, keys: Sequence[bytes], deadline: float, copies: Sequence[bytes] = ()
+        self, names: Sequence[bytes], deadline: float, copies: Sequence[bytes] = ()
     ) -> tuple[dict[bytes, int], list[bool]]:
         """Ask all masters at once, then receive from one after the other: the reachable copies of a generation, and
-        which keys exist. Without copies, the keys are touched."""
-        parts, copies_at = self._by_owner(keys), self._by_owner(copies)
+        which names exist. Without copies, the names are touched."""
+        parts, copies_at = self._by_owner(names), self._by_owner(copies)
         if copies and sum(map(len, copies_at.values())) < NEEDED_COPIES:
             raise self._too_few()
-        found, numbers = [False] * len(keys), {}
+        found, numbers = [False] * len(names), {}
         addresses = list(dict.fromkeys([*parts, *copies_at]))
         for address in addresses:
-            asked = [keys[at] for at in parts.get(address, ())]
+            asked = [names[at] for at in parts.get(address, ())]
             with self._exchange(address) as node:
                 if copies:
                     node.send_questions(asked, deadline, [copies[at] for at in copies_at.get(address, ())])
@@ -256,7 +273,7 @@ class RedisCluster(Store):
             places = parts.get(address, [])
             with self._exchange(address, skips_busy=True) as node:
                 for at in copies_at.get(address, ()):
-                    elsewhere, number = node.elsewhere, node.generation(copies[at], deadline)
+                    elsewhere, number = node.elsewhere, node.generation_answer(copies[at], deadline)
                     if node.elsewhere == elsewhere:
                         numbers[copies[at]] = number
                 for at, there in zip(places, node.answers(len(places), deadline), strict=True):
@@ -266,7 +283,7 @@ class RedisCluster(Store):
         return numbers, found
 
     def get(self, requests: Sequence[GetRequest], patience_s: float) -> Iterator[Received | StoreError | None]:
-        parts = self._by_owner([request.key for request in requests])
+        parts = self._by_owner([block_name(request.group, request.key) for request in requests])
         owner = {at: address for address, places in parts.items() for at in places}
         for address, places in parts.items():
             with self._exchange(address) as node:
@@ -279,31 +296,32 @@ class RedisCluster(Store):
                 received = node.value(request, time.monotonic() + patience_s)
             if isinstance(received, StoreError):
                 self._down(owner[at], received, raised=True)
-            elif received is not None and not received.header:
+            elif received is not None and received.block is None:
                 self.close()  # values of other masters are still coming
                 yield received
                 return
             yield received
 
-    def put(self, objects: Sequence[tuple[bytes, Sequence[bytes | memoryview]]], deadline: float) -> list[bool | None]:
-        parts = self._by_owner([key for key, _ in objects])
-        stored: list[bool | None] = [None] * len(objects)
+    def put(self, requests: Sequence[PutRequest], deadline: float) -> list[bool | None]:
+        parts = self._by_owner([block_name(block.group, block.key) for block, _ in requests])
+        stored: list[bool | None] = [None] * len(requests)
         for address, places in parts.items():
             with self._exchange(address) as node:
-                node.send_puts([objects[at] for at in places], deadline)
+                node.send_puts([requests[at] for at in places], deadline)
         for address, places in parts.items():
             with self._exchange(address, skips_busy=True) as node:
                 for at, done in zip(places, node.put_results(len(places), deadline), strict=True):
                     stored[at] = done
         return stored
 
-    def remove(self, keys: Sequence[bytes], deadline: float) -> None:
-        for address, places in self._by_owner(keys).items():
+    def remove(self, group: BlockGroup, keys: Sequence[bytes], deadline: float) -> None:
+        names = block_names(group, keys)
+        for address, places in self._by_owner(names).items():
             with self._exchange(address) as node:
-                node.remove([keys[at] for at in places], deadline)
+                node.remove_names([names[at] for at in places], deadline)
 
-    def raise_generation(self, generation_key: bytes, seen: int, generation: int, deadline: float) -> int:
-        numbers, _ = self._questions([], deadline, copies_of(generation_key))
+    def raise_generation(self, fingerprint: bytes, seen: int, generation: int, deadline: float) -> int:
+        numbers, _ = self._questions([], deadline, copies_of(fingerprint))
         return max(self._raise_copies(numbers, generation, deadline))
 
     @contextmanager
@@ -335,20 +353,20 @@ class RedisCluster(Store):
     def _raise_copies(self, numbers: Mapping[bytes, int], generation: int, deadline: float) -> list[int]:
         """Raise copies of a generation from these numbers to at least ``generation``; return their numbers then."""
         found = []
-        for key, number in numbers.items():
-            address = self._owners[slot_of(key)]
+        for name, number in numbers.items():
+            address = self._owners[slot_of(name)]
             if number < generation and address is not None:
                 with self._exchange(address) as node:
-                    number = node.raise_generation(key, number, generation, deadline)
+                    number = node.raise_stored(name, number, generation, deadline)
             found.append(number)
         return found
 
-    def _by_owner(self, keys: Sequence[bytes]) -> dict[Address, list[int]]:
-        """Return the indices of the keys of each reachable master."""
+    def _by_owner(self, names: Sequence[bytes]) -> dict[Address, list[int]]:
+        """Return the indices of the names of each reachable master."""
         up = {address for address in self._nodes if self._up(address)}
         parts: dict[Address, list[int]] = {}
-        for at, key in enumerate(keys):
-            address = self._owners[slot_of(key)]
+        for at, name in enumerate(names):
+            address = self._owners[slot_of(name)]
             if address is not None and address in up:
                 parts.setdefault(address, []).append(at)
         return parts

@@ -23,17 +23,17 @@ from typing import Any, cast
 
 from kvoffd.system.files import address_of, drop_bytes
 from kvoffd.system.native import NUMBER, VOID_P, declare, native
-from kvoffd.tiers.header import HEADER_BYTES
+from kvoffd.tiers.header import HEADER_BYTES, Block, BlockGroup, decode_header, encode_header
+from kvoffd.tiers.names import block_name, block_names, decode_generation, generation_name
 from kvoffd.tiers.store import (
     Credentials,
     GetRequest,
+    PutRequest,
     Received,
     Servers,
     Store,
     StoreError,
     StoreUsage,
-    bad_generation,
-    decode_generation,
     name_of,
 )
 from kvoffd_proto.units import printable
@@ -211,92 +211,101 @@ class Redis(Store):
             return None
         return StoreUsage(*(int(found[name]) for name in ("maxmemory", "used_memory", "evicted_keys")))
 
-    def ask(
-        self, generation_key: bytes, keys: Sequence[bytes], deadline: float, *, prefix: bool
-    ) -> tuple[int, list[bool]]:
-        self.send_questions(keys, deadline, [generation_key])
-        return self.generation(generation_key, deadline), self.answers(len(keys), deadline)
+    def generation(self, fingerprint: bytes, deadline: float) -> int:
+        return self.stored_generation(generation_name(fingerprint), deadline)
 
-    def touch(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
-        self.send_touches(keys, deadline)
-        return self.answers(len(keys), deadline)
+    def stored_generation(self, name: bytes, deadline: float) -> int:
+        """Return the generation of this name."""
+        self.send_questions([], deadline, [name])
+        return self.generation_answer(name, deadline)
 
-    def send_touches(self, keys: Sequence[bytes], deadline: float) -> None:
+    def ask(self, group: BlockGroup, keys: Sequence[bytes], deadline: float, *, prefix: bool) -> tuple[int, list[bool]]:
+        own_name = generation_name(group.fingerprint)
+        self.send_questions(block_names(group, keys), deadline, [own_name])
+        return self.generation_answer(own_name, deadline), self.answers(len(keys), deadline)
+
+    def touch(self, blocks: Sequence[Block], deadline: float) -> list[bool]:
+        self.send_touches([block_name(block.group, block.key) for block in blocks], deadline)
+        return self.answers(len(blocks), deadline)
+
+    def send_touches(self, names: Sequence[bytes], deadline: float) -> None:
         """Send touches, whose results ``answers`` receives. This restarts the time to live, and counts as a use."""
         command, *last = (b"EXPIRE", self._ttl) if self._ttl else (b"TOUCH",)
-        self._send([_repeated(command, keys, *last)], deadline)
+        self._send([_repeated(command, names, *last)], deadline)
 
-    def send_questions(self, keys: Sequence[bytes], deadline: float, generation_keys: Sequence[bytes] = ()) -> None:
-        """Send questions; receive them by ``generation`` for each of its keys, and then ``answers``."""
-        self._send([_repeated(b"GET", generation_keys) + _repeated(b"EXISTS", keys)], deadline)
+    def send_questions(self, names: Sequence[bytes], deadline: float, generations: Sequence[bytes] = ()) -> None:
+        """Send questions about names of generations, each received by ``generation_answer``, and then about names of
+        blocks, received by ``answers``."""
+        self._send([_repeated(b"GET", generations) + _repeated(b"EXISTS", names)], deadline)
 
-    def generation(self, generation_key: bytes, deadline: float) -> int:
+    def generation_answer(self, name: bytes, deadline: float) -> int:
         length, text = self._value_length(deadline), b""
         if isinstance(length, StoreError):
             self.close()
             raise length
         if length is not None:
             text = self._take(length + 2, deadline)[:-2] if 0 <= length <= LINE_BYTES else b"of another type, or long"
-        return self._number(generation_key, text)
+        return self._number(name, text)
 
-    def _number(self, generation_key: bytes, text: bytes) -> int:
-        if (number := decode_generation(text)) is None:
+    def _number(self, name: bytes, text: bytes) -> int:
+        try:
+            return decode_generation(text, f"The value of {name.decode()} at {self._name}")
+        except StoreError:
             self.close()
-            raise bad_generation(f"The value of {generation_key.decode()} at {self._name}")
-        return number
+            raise
 
     def get(self, requests: Sequence[GetRequest], patience_s: float) -> Iterator[Received | StoreError | None]:
         self.send_gets(requests, time.monotonic() + patience_s)
         for request in requests:
             received = self.value(request, time.monotonic() + patience_s)
             yield received
-            if isinstance(received, Received) and not received.header:
+            if isinstance(received, Received) and received.block is None:
                 return
 
     def send_gets(self, requests: Sequence[GetRequest], deadline: float) -> None:
-        """Request objects, each of which one call of ``value`` receives."""
+        """Request blocks, each of which one call of ``value`` receives."""
         self._unasked, self._coming_bytes = deque(requests), 0
         self._send(self._questions(), deadline)
 
     def _questions(self) -> list[bytes]:
-        """Request further objects if at most half of MAX_COMING_BYTES is still coming."""
-        keys: list[bytes] = []
+        """Request further blocks if at most half of MAX_COMING_BYTES is still coming."""
+        names: list[bytes] = []
         most = MAX_COMING_BYTES if self._coming_bytes <= MAX_COMING_BYTES // 2 else 0
         while self._unasked and (self._coming_bytes + self._unasked[0].nbytes <= most or not self._coming_bytes):
             request = self._unasked.popleft()
             self._coming_bytes += request.nbytes
-            keys.append(request.key)
-        return [_repeated(b"GET", keys)]
+            names.append(block_name(request.group, request.key))
+        return [_repeated(b"GET", names)]
 
     def value(self, request: GetRequest, deadline: float) -> Received | StoreError | None:
-        """Receive one object, as ``get`` yields it; if its header is empty, the connection is closed."""
+        """Receive one block, as ``get`` yields it; if it is no block, the connection is closed."""
         received: Received | StoreError | None = None
         if isinstance(length := self._value_length(deadline), StoreError):
             received = length
         elif length is not None:
-            if length != HEADER_BYTES + request.nbytes:
+            fits = length == HEADER_BYTES + request.nbytes
+            if not fits or (block := decode_header(self._take(HEADER_BYTES, deadline))) is None:
                 self.close()
-                return Received(b"")
-            header = self._take(HEADER_BYTES, deadline)
-            received = Received(header, self._fill(request.views, deadline))
+                return Received(None)
+            received = Received(block, self._fill(request.views, deadline))
             if self._take(2, deadline) != b"\r\n":
                 raise self._broken("a value does not end where it should")
         self._coming_bytes -= request.nbytes
         self._send_on(self._questions(), deadline)
         return received
 
-    def put(self, objects: Sequence[tuple[bytes, Sequence[bytes | memoryview]]], deadline: float) -> list[bool | None]:
-        self.send_puts(objects, deadline)
-        return self.put_results(len(objects), deadline)
+    def put(self, requests: Sequence[PutRequest], deadline: float) -> list[bool | None]:
+        self.send_puts(requests, deadline)
+        return self.put_results(len(requests), deadline)
 
-    def send_puts(self, objects: Sequence[tuple[bytes, Sequence[bytes | memoryview]]], deadline: float) -> None:
-        """Send objects; ``put_results`` receives the answers."""
+    def send_puts(self, requests: Sequence[PutRequest], deadline: float) -> None:
+        """Send blocks; ``put_results`` receives the answers."""
         parts: list[bytes | memoryview] = []
         head, end = (b"*5", b"\r\n$2\r\nEX\r\n" + _bulk(self._ttl)) if self._ttl else (b"*3", b"\r\n")
-        for key, values in objects:
-            nbytes = sum(map(len, values))
-            parts.append(b"%s\r\n$3\r\nSET\r\n%s$%d\r\n" % (head, _bulk(key), nbytes))
-            parts += [*values, end]
+        for block, views in requests:
+            name, nbytes = block_name(block.group, block.key), HEADER_BYTES + sum(map(len, views))
+            parts.append(b"%s\r\n$3\r\nSET\r\n%s$%d\r\n" % (head, _bulk(name), nbytes))
+            parts += [encode_header(block), *views, end]
         self._send(parts, deadline)
 
     def put_results(self, count: int, deadline: float) -> list[bool | None]:
@@ -319,9 +328,12 @@ class Redis(Store):
         self._check(line, b"+")
         return True
 
-    def remove(self, keys: Sequence[bytes], deadline: float) -> None:
-        self._send([_repeated(b"UNLINK", keys)], deadline)
-        self.answers(len(keys), deadline)
+    def remove(self, group: BlockGroup, keys: Sequence[bytes], deadline: float) -> None:
+        self.remove_names(block_names(group, keys), deadline)
+
+    def remove_names(self, names: Sequence[bytes], deadline: float) -> None:
+        self._send([_repeated(b"UNLINK", names)], deadline)
+        self.answers(len(names), deadline)
 
     def cluster_slots(self, deadline: float) -> list[Any]:
         """Return the reply to CLUSTER SLOTS, of numbers, texts and lists of them."""
@@ -345,17 +357,21 @@ class Redis(Store):
             return self._take(int(text) + 2, deadline)[:-2].decode(errors="replace")
         return [self._reply(deadline, depth=depth + 1) for _ in range(int(text))]
 
-    def raise_generation(self, generation_key: bytes, seen: int, generation: int, deadline: float) -> int:
+    def raise_generation(self, fingerprint: bytes, seen: int, generation: int, deadline: float) -> int:
+        return self.raise_stored(generation_name(fingerprint), seen, generation, deadline)
+
+    def raise_stored(self, name: bytes, seen: int, generation: int, deadline: float) -> int:
+        """Raise the generation of this name, as ``raise_generation`` does."""
         if not seen:  # if several nodes find it missing, after a server lost it, only one may write it
-            self._send_words([b"SET", generation_key, b"%d" % generation, b"NX"], deadline)
+            self._send_words([b"SET", name, b"%d" % generation, b"NX"], deadline)
             if (line := self._line(deadline)) != b"$-1":
                 self._check(line, b"+")
                 return generation
-            seen, _ = self.ask(generation_key, [], deadline, prefix=True)
+            seen = self.stored_generation(name, deadline)
             if seen >= generation:
                 return seen
-        self._send_words([b"INCRBY", generation_key, b"%d" % (generation - seen)], deadline)
-        return self._number(generation_key, self._check(self._line(deadline), b":"))
+        self._send_words([b"INCRBY", name, b"%d" % (generation - seen)], deadline)
+        return self._number(name, self._check(self._line(deadline), b":"))
 
     # --- RESP ------------------------------------------------------------------------------------
 
@@ -590,7 +606,7 @@ def _bulk(data: bytes) -> bytes:
     return b"$%d\r\n%s\r\n" % (len(data), data)
 
 
-def _repeated(command: bytes, keys: Sequence[bytes], *last: bytes) -> bytes:
-    """Encode a command for each key, with the arguments ``last``."""
+def _repeated(command: bytes, names: Sequence[bytes], *last: bytes) -> bytes:
+    """Encode a command for each name, with the arguments ``last``."""
     head, end = b"*%d\r\n%s" % (2 + len(last), _bulk(command)), b"".join(map(_bulk, last))
-    return b"".join([b"%s$%d\r\n%s\r\n%s" % (head, len(key), key, end) for key in keys])
+    return b"".join([b"%s$%d\r\n%s\r\n%s" % (head, len(name), name, end) for name in names])

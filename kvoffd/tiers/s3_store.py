@@ -21,15 +21,15 @@ import uvloop
 from obstore.store import S3Store
 
 from kvoffd.errors import KvoffdError
-from kvoffd.tiers.header import HEADER_BYTES
+from kvoffd.tiers.header import HEADER_BYTES, Block, BlockGroup, decode_header, encode_header
+from kvoffd.tiers.names import block_name, block_names, decode_generation, generation_name
 from kvoffd.tiers.store import (
     Credentials,
     GetRequest,
+    PutRequest,
     Received,
     Store,
     StoreError,
-    bad_generation,
-    decode_generation,
 )
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.units import printable
@@ -179,30 +179,31 @@ class S3(Store):
         # An answer to GET has a body that names the problem; HEAD's has none.
         self._run(self._value(b"kvoffd/2/probe"), deadline)
 
-    def ask(
-        self, generation_key: bytes, keys: Sequence[bytes], deadline: float, *, prefix: bool
-    ) -> tuple[int, list[bool]]:
-        return self._run(self._ask(generation_key, keys, prefix), deadline)
+    def generation(self, fingerprint: bytes, deadline: float) -> int:
+        return self._run(self._generation(generation_name(fingerprint)), deadline)
 
-    async def _ask(self, generation_key: bytes, keys: Sequence[bytes], prefix: bool) -> tuple[int, list[bool]]:
-        generation = asyncio.ensure_future(self._generation(generation_key))
+    def ask(self, group: BlockGroup, keys: Sequence[bytes], deadline: float, *, prefix: bool) -> tuple[int, list[bool]]:
+        return self._run(self._ask(generation_name(group.fingerprint), block_names(group, keys), prefix), deadline)
+
+    async def _ask(self, own_name: bytes, names: Sequence[bytes], prefix: bool) -> tuple[int, list[bool]]:
+        generation = asyncio.ensure_future(self._generation(own_name))
         try:
-            found = await (self._prefix(keys) if prefix else self._heads(keys))
+            found = await (self._prefix(names) if prefix else self._heads(names))
             return await generation, found
         finally:
             generation.cancel()
 
-    def touch(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
+    def touch(self, blocks: Sequence[Block], deadline: float) -> list[bool]:
         """See ``Store``; a bucket's lifecycle rules depend on age only, so nothing counts as used.
 
-        Keys are mostly of one chain. If both ends are absent, the others count as absent: writing a block again that
+        Blocks are mostly of one chain. If both ends are absent, the others count as absent: writing a block again that
         another node wrote is harmless, and a HEAD takes half the time of writing 1 MiB.
         """
-        return self._run(self._there(keys), deadline)
+        return self._run(self._there([block_name(block.group, block.key) for block in blocks]), deadline)
 
-    async def _there(self, keys: Sequence[bytes]) -> list[bool]:
-        ends = await self._heads([*keys[:1], *keys[1:][-1:]])
-        return [ends[0], *await self._heads(keys[1:-1]), *ends[1:]] if any(ends) else [False] * len(keys)
+    async def _there(self, names: Sequence[bytes]) -> list[bool]:
+        ends = await self._heads([*names[:1], *names[1:][-1:]])
+        return [ends[0], *await self._heads(names[1:-1]), *ends[1:]] if any(ends) else [False] * len(names)
 
     def get(self, requests: Sequence[GetRequest], patience_s: float) -> Iterator[Received | StoreError | None]:
         assert self._loop is not None
@@ -236,21 +237,24 @@ class S3(Store):
 
     async def _get(self, request: GetRequest) -> Received | None:
         """Fill the views; return None if the object does not exist."""
-        header = bytearray(HEADER_BYTES)
+        header, path = bytearray(HEADER_BYTES), self._path(block_name(request.group, request.key))
         try:
-            answer = await self._request(lambda: obstore.get_async(self._bucket.client, self._path(request.key)))
+            answer = await self._request(lambda: obstore.get_async(self._bucket.client, path))
             whole = await self._receive(answer, [header, *request.views])
-            return Received(bytes(header) if whole else b"")
+            return Received(decode_header(bytes(header)) if whole else None)
         except FileNotFoundError:
             return None
 
-    def put(self, objects: Sequence[tuple[bytes, Sequence[bytes | memoryview]]], deadline: float) -> list[bool | None]:
-        return self._run(self._all([self._put(key, parts) for key, parts in objects], refused=None), deadline)
+    def put(self, requests: Sequence[PutRequest], deadline: float) -> list[bool | None]:
+        puts = [
+            self._put(block_name(block.group, block.key), [encode_header(block), *views]) for block, views in requests
+        ]
+        return self._run(self._all(puts, refused=None), deadline)
 
-    async def _put(self, key: bytes, parts: Sequence[bytes | memoryview]) -> bool:
+    async def _put(self, name: bytes, parts: Sequence[bytes | memoryview]) -> bool:
         try:
             whole = [part for part in parts if len(part)]
-            path = self._path(key)
+            path = self._path(name)
             await self._request(lambda: obstore.put_async(self._bucket.client, path, whole, use_multipart=False))
         except Exception as error:
             if self._error(error).kind == "full":
@@ -258,43 +262,42 @@ class S3(Store):
             raise
         return True
 
-    def remove(self, keys: Sequence[bytes], deadline: float) -> None:
-        self._run(self._remove(keys), deadline)
+    def remove(self, group: BlockGroup, keys: Sequence[bytes], deadline: float) -> None:
+        self._run(self._remove(block_names(group, keys)), deadline)
 
-    async def _remove(self, keys: Sequence[bytes]) -> None:
-        paths = [self._path(key) for key in keys]
+    async def _remove(self, names: Sequence[bytes]) -> None:
+        paths = list(map(self._path, names))
         await self._request(lambda: obstore.delete_async(self._bucket.client, paths))
 
-    def raise_generation(self, generation_key: bytes, seen: int, generation: int, deadline: float) -> int:
-        self._generations.pop(generation_key, None)
-        if (found := self._run(self._generation(generation_key), deadline)) >= generation:
+    def raise_generation(self, fingerprint: bytes, seen: int, generation: int, deadline: float) -> int:
+        name = generation_name(fingerprint)
+        self._generations.pop(name, None)
+        if (found := self._run(self._generation(name), deadline)) >= generation:
             return found  # the number that was seen may be some seconds old
-        self._generations.pop(generation_key, None)
-        if not self._run(self._put(generation_key, [b"%d" % generation]), deadline):
+        self._generations.pop(name, None)
+        if not self._run(self._put(name, [b"%d" % generation]), deadline):
             raise StoreError("full", f"{self._bucket.name} accepts no more.")
         return generation
 
-    def _path(self, key: bytes) -> str:
-        text = key.decode()
+    def _path(self, name: bytes) -> str:
+        text = name.decode()
         start = text.rpartition("/")[2][:2]
         return f"{self._bucket.prefix}{start}/{text}"
 
-    async def _generation(self, generation_key: bytes) -> int:
-        known, at = self._generations.get(generation_key, (0, 0.0))
+    async def _generation(self, name: bytes) -> int:
+        known, at = self._generations.get(name, (0, 0.0))
         if at and time.monotonic() - at < GENERATION_S:
             return known
-        number = decode_generation(await self._value(generation_key))
-        if number is None:
-            raise bad_generation(f"The object {self._path(generation_key)}")
+        number = decode_generation(await self._value(name), f"The object {self._path(name)}")
         if len(self._generations) >= MAX_GENERATIONS:
             self._generations.clear()
-        self._generations[generation_key] = number, time.monotonic()
+        self._generations[name] = number, time.monotonic()
         return number
 
-    async def _value(self, key: bytes) -> bytes:
+    async def _value(self, name: bytes) -> bytes:
         """Return the first bytes of a small object; empty if there is none."""
         try:
-            answer = await self._request(lambda: obstore.get_async(self._bucket.client, self._path(key)))
+            answer = await self._request(lambda: obstore.get_async(self._bucket.client, self._path(name)))
             value = bytearray(min(answer.meta["size"], MAX_VALUE_BYTES))
             return bytes(value) if await self._receive(answer, [value]) else b"?"
         except FileNotFoundError as error:
@@ -328,29 +331,29 @@ class S3(Store):
                 break
         return not rests
 
-    async def _head(self, key: bytes) -> bool:
+    async def _head(self, name: bytes) -> bool:
         try:
-            await self._request(lambda: obstore.head_async(self._bucket.client, self._path(key)))
+            await self._request(lambda: obstore.head_async(self._bucket.client, self._path(name)))
         except FileNotFoundError:
             return False
         return True
 
-    async def _heads(self, keys: Sequence[bytes]) -> list[bool]:
+    async def _heads(self, names: Sequence[bytes]) -> list[bool]:
         found: list[bool] = []
-        for at in range(0, len(keys), REQUESTS_AT_ONCE):
-            found += await self._all([self._head(key) for key in keys[at : at + REQUESTS_AT_ONCE]], refused=False)
+        for at in range(0, len(names), REQUESTS_AT_ONCE):
+            found += await self._all([self._head(name) for name in names[at : at + REQUESTS_AT_ONCE]], refused=False)
         return found
 
-    async def _prefix(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return which keys exist, assuming that those are the first ones: a search with ``PROBES`` concurrent HEADs.
+    async def _prefix(self, names: Sequence[bytes]) -> list[bool]:
+        """Return which names exist, assuming that those are the first ones: a search with ``PROBES`` concurrent HEADs.
 
         The first step has two, since most prefixes do not exist at all.
         """
-        there, absent = 0, len(keys)  # the first `there` keys exist; those from `absent` on do not
-        places = sorted({0, absent - 1}) if keys else []
+        there, absent = 0, len(names)  # the first `there` names exist; those from `absent` on do not
+        places = sorted({0, absent - 1}) if names else []
         while there < absent:
             try:
-                answers = await self._all([self._head(keys[place]) for place in places], refused=False)
+                answers = await self._all([self._head(names[place]) for place in places], refused=False)
             except Exception as error:
                 if not there or self._error(error).kind not in UNANSWERED:
                     raise
@@ -362,7 +365,7 @@ class S3(Store):
                 absent = places[gap]
             left = absent - there
             places = sorted({there + left * part // (PROBES + 1) for part in range(1, PROBES + 1)}) if left else []
-        return [True] * there + [False] * (len(keys) - there)
+        return [True] * there + [False] * (len(names) - there)
 
     async def _request(self, send: Callable[[], Awaitable[T]]) -> T:
         """Send a request. While the bucket answers that it is overloaded, send it again, less and less often."""

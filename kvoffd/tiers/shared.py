@@ -31,13 +31,12 @@ from kvoffd.tiers.header import (
     Block,
     BlockGroup,
     fits_header,
-    make_block_group,
+    stored_group,
 )
 from kvoffd.tiers.store import (
     Server,
     Store,
     StoreError,
-    object_key,
 )
 from kvoffd.tiers.tier import (
     ABSENT,
@@ -247,16 +246,14 @@ class SharedTier(Tier):
     def _remove_objects(self, group: BlockGroup, keys: Sequence[bytes]) -> None:
         stored = self._stored(group)
         for at in range(0, len(keys), REMOVED_AT_ONCE):
-            removal = Removal([object_key(stored, key) for key in keys[at : at + REMOVED_AT_ONCE]])
+            removal = Removal(stored, keys[at : at + REMOVED_AT_ONCE])
             if self._writing.waiting < MAX_WRITES + MAX_REMOVALS:
                 self._writing.put(removal)
             else:
                 self._write_ended(removal, Result.FAILED)
 
     def _stored(self, group: BlockGroup) -> BlockGroup:
-        """Return a group with the generation of objects."""
-        generation = self.generations.fleet(group.fingerprint)
-        return make_block_group(group.fingerprint, generation, group.number, group.lengths)
+        return stored_group(group, self.generations.fleet(group.fingerprint))
 
     def _views(self, group: BlockGroup, offsets: Sequence[int]) -> list[memoryview]:
         return [self._pool[at : at + length] for at, length in zip(offsets, group.lengths, strict=True)]
@@ -346,7 +343,7 @@ class SharedTier(Tier):
     def raise_generation(self, fingerprint: bytes, generation: int) -> Raise:
         """Begin to void a namespace's blocks for all nodes; the result shows when that has ended, and how."""
         one = Raise(fingerprint, generation, self._clock() + RAISE_S)
-        if self.available():
+        if not (self.breaker.silent or self.closed):
             self._asking.put(one)
         else:
             one.ended, one.problem = True, self.problem or f"{self.name} has not been reached yet."
@@ -355,7 +352,8 @@ class SharedTier(Tier):
     def poll(self, fingerprint: bytes) -> None:
         """Check whether a namespace's blocks were voided for all nodes, unless that was done recently."""
         now = self._clock()
-        if not self.breaker.open and now >= self._polled_at.get(fingerprint, -inf) + self._store.poll_s:
+        is_due = now >= self._polled_at.get(fingerprint, -inf) + self._store.poll_s
+        if is_due and not (self.breaker.silent or self.closed):
             put_newest(self._polled_at, fingerprint, inf, MAX_NAMESPACES)  # until the answer
             self._asking.put(Ask(BlockGroup(fingerprint, 0, 0, (), 0), (), True, now + RAISE_S))
 
@@ -433,14 +431,15 @@ class SharedTier(Tier):
         if result is Result.CORRUPT:
             counters.mismatches += 1
             self._remove_objects(group, [key])
-            name = object_key(read.stored, key).decode()
-            self._error("mismatch", f"The object {name} does not hold the block that it should; it is removed.")
+            stored = read.stored
+            which = f"{key.hex()} of {stored.fingerprint.hex()}/{stored.generation}/{stored.number}"
+            self._error("mismatch", f"The block {which} has other bytes than were written; it is removed.")
         read.on_end(result, block._replace(group=group) if block is not None else None)
 
     def _write_ended(self, write: ObjectWrite | Removal, result: Result) -> None:
         if isinstance(write, Removal):
             if result is not Result.DONE:
-                self.counters.dropped_removals += len(write.names)
+                self.counters.dropped_removals += len(write.keys)
             return
         group, key, counters = write.group, write.stored.key, self.counters
         del self._writes[group.tag, key]

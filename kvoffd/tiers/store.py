@@ -18,7 +18,7 @@ from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.units import UnitError, is_host, parse_duration, quoted
 
 if TYPE_CHECKING:  # `kvoffd config` imports nothing heavy
-    from kvoffd.tiers.header import BlockGroup
+    from kvoffd.tiers.header import Block, BlockGroup
 
 logger = logging.getLogger(__name__)
 
@@ -45,31 +45,6 @@ class StoreError(Exception):
         self.kind = kind
         self.sentence = sentence
         self.final = final
-
-
-def bad_generation(what: str) -> StoreError:
-    """Make the error for a stored generation that is not a number: it affects one namespace, others are served."""
-    return StoreError("generation", f"{what} is not a number of up to 18 digits that a node wrote; remove it there.")
-
-
-def generation_key(fingerprint: bytes) -> bytes:
-    """Return the key of a namespace's generation, a decimal number; if it is missing, the generation is 0."""
-    return b"kvoffd/2/%s/generation" % fingerprint.hex().encode()
-
-
-def decode_generation(value: bytes) -> int | None:
-    """Decode a generation, 0 for an empty value; None if it is not a number of up to 18 digits."""
-    return int(value or 0) if re.fullmatch(rb"[0-9]{0,18}", value) else None
-
-
-def object_prefix(group: BlockGroup) -> bytes:
-    """Return the prefix of the names of a group's objects; a block's key follows, in hexadecimal. A raised generation
-    voids all blocks of a namespace."""
-    return b"kvoffd/2/%s/%d/%d/" % (group.fingerprint.hex().encode(), group.generation, group.number)
-
-
-def object_key(group: BlockGroup, key: bytes) -> bytes:
-    return object_prefix(group) + key.hex().encode()
 
 
 def name_of(address: tuple[str, int]) -> str:
@@ -125,8 +100,9 @@ class Servers:
 
 
 class GetRequest(NamedTuple):
-    """An object to read: a header of ``HEADER_BYTES``, followed by exactly the bytes of the views."""
+    """A block to read. The views have exactly its shards' lengths."""
 
+    group: BlockGroup
     key: bytes
     views: Sequence[memoryview]
 
@@ -136,18 +112,24 @@ class GetRequest(NamedTuple):
         return sum(map(len, self.views))
 
 
+class PutRequest(NamedTuple):
+    """A block to write, from views of its shards."""
+
+    block: Block
+    views: Sequence[memoryview]
+
+
 class Received(NamedTuple):
-    """An object that was read.
+    """Result of a ``GetRequest``.
 
     Attributes:
-        header: empty if the object has another length: then nothing was read.
+        block: as it was written, perhaps another than the requested one; None if what is stored is no block with shards
+            of these lengths: then the views' bytes mean nothing.
         checksums: of the views, as by ``digest``; empty, or 0, if the store did not compute them.
-        shards: first blocks and checksums of the shards as they were written, from a store without headers.
     """
 
-    header: bytes
+    block: Block | None
     checksums: Sequence[int] = ()
-    shards: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
 
 class StoreUsage(NamedTuple):
@@ -167,17 +149,17 @@ class Store(ABC):
     """One blocking connection to a store, for one thread. A method that fails raises StoreError and closes it.
 
     Deadlines are of ``time.monotonic``. Once a method has ended, in any way, nothing more is written into views; the
-    same is true of an object's views once ``get`` has yielded it.
+    same is true of a block's views once ``get`` has yielded it.
 
     Attributes:
         poll_s: interval at which raised generations are looked for.
         most_window_keys: last keys of a question without ``prefix`` that are asked for; the others count as absent.
         keys_at_once: most keys of one ``ask``, after which other clients can have their turn.
-        blocks_at_once, bytes_at_once: most objects of one ``get`` or ``put``, and their bytes if there are several.
+        blocks_at_once, bytes_at_once: most blocks of one ``get`` or ``put``, and their bytes if there are several.
         failed_s: time for which a block whose read failed counts as absent.
         follows: whether it may have a raised generation from elsewhere before it is asked to follow, as a peer may.
         believed_s: time for which an existing block is not offered again. The store may lose it; an offer is a use.
-        writers: threads that write. With several, one looks for existing objects while another one's are being sent.
+        writers: threads that write. With several, one looks for existing blocks while another one's are being sent.
         servers: those of the store, the same object for all connections; None if they are unknown.
     """
 
@@ -205,43 +187,43 @@ class Store(ABC):
         return None
 
     @abstractmethod
-    def ask(
-        self, generation_key: bytes, keys: Sequence[bytes], deadline: float, *, prefix: bool
-    ) -> tuple[int, list[bool]]:
-        """Return the number under ``generation_key``, 0 for none, and whether each key has an object.
+    def generation(self, fingerprint: bytes, deadline: float) -> int:
+        """Return the generation of a namespace; 0 for none."""
+
+    @abstractmethod
+    def ask(self, group: BlockGroup, keys: Sequence[bytes], deadline: float, *, prefix: bool) -> tuple[int, list[bool]]:
+        """Return the generation of the group's namespace, and whether each key has a block of the group's generation.
 
         ``prefix``: only the number of keys before the first gap matters, if answers are expensive.
         """
 
     @abstractmethod
-    def touch(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
-        """Return whether each key has an object; those that exist count as used now."""
+    def touch(self, blocks: Sequence[Block], deadline: float) -> list[bool]:
+        """Return whether each block exists; those that do count as used now."""
 
     @abstractmethod
     def get(self, requests: Sequence[GetRequest], patience_s: float) -> Iterator[Received | StoreError | None]:
-        """Read objects in this order, and yield each when its views are filled; None if there is none, and the error of
+        """Read blocks in this order, and yield each when its views are filled; None if there is none, and the error of
         one that alone cannot be read.
 
-        An object of another length may be the last one yielded.
-        ``patience_s``: time for the next object to come; for concurrent objects, time in which no byte of any comes.
+        A result without a block may be the last one yielded.
+        ``patience_s``: time for the next block to come; for concurrent ones, time in which no byte of any comes.
         After that it raises a StoreError of the kind ``timeout``.
         """
 
     @abstractmethod
-    def put(
-        self, objects: Sequence[tuple[bytes, Sequence[bytes | memoryview]]], deadline: float
-    ) -> Sequence[bool | None]:
-        """Write objects, each whole or not at all, from their parts.
+    def put(self, requests: Sequence[PutRequest], deadline: float) -> Sequence[bool | None]:
+        """Write blocks, each whole or not at all.
 
-        Returns False if the store has no space, None if the server for the object is unavailable or overloaded.
+        Returns False if the store has no space, None if the server for the block is unavailable or overloaded.
         """
 
     @abstractmethod
-    def remove(self, keys: Sequence[bytes], deadline: float) -> None: ...
+    def remove(self, group: BlockGroup, keys: Sequence[bytes], deadline: float) -> None: ...
 
     @abstractmethod
-    def raise_generation(self, generation_key: bytes, seen: int, generation: int, deadline: float) -> int:
-        """Raise the number under ``generation_key``, which was read as ``seen``, to at least ``generation``; return it.
+    def raise_generation(self, fingerprint: bytes, seen: int, generation: int, deadline: float) -> int:
+        """Raise a namespace's generation, which was read as ``seen``, to at least ``generation``; return it.
 
         Concurrent raises do not undo each other, if the store can guarantee that. A store that ``follows`` is asked
         once, and raises StoreError while it has not followed.

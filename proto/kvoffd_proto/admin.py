@@ -248,7 +248,9 @@ class Clear(m.Request[m.Done], frozen=True):
 class ResetFleet(m.Request[m.Done], frozen=True):
     """Invalidates a namespace on all nodes that share a store with this one or are peers, as after a change of weights.
 
-    Each node drops its blocks within seconds. ``count`` in the answer is the number of stores and peers. Admin only.
+    Other nodes drop its blocks within seconds, this one before the answer, as with Clear; ``count`` in the answer is
+    their number. If a store or peer was not reached the answer is an Error, and this node's are dropped all the same.
+    Admin only.
     """
 
     namespace: m.Fingerprint

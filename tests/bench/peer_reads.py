@@ -21,7 +21,7 @@ from kvoffd.pool.checksums import digest
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.tiers.header import BlockGroup, make_block_group
 from kvoffd.tiers.peers import PIN, HelperSettings, PeerHelper, PeerStore, Pin, Pinned
-from kvoffd.tiers.store import GetRequest, object_key
+from kvoffd.tiers.store import GetRequest
 from tests.kit.ports import free_port
 
 POOL_BYTES, MOVED_BYTES, TURNS = 256 << 20, 256 << 20, 5
@@ -59,9 +59,9 @@ def lend(port: int, size: int, ready: Connection) -> None:
 
 def by_kvoffd(helper: PeerHelper, pool: memoryview, group: BlockGroup, size: int) -> float:
     """Read all blocks with two threads, as a shared tier does; return bytes per second."""
-    names = [object_key(group, n.to_bytes(8, "big")) for n in range(POOL_BYTES // size)]
+    blocks = POOL_BYTES // size
     at_once = max(1, min(PeerStore.blocks_at_once, PeerStore.bytes_at_once // size))
-    batches, lock = iter(range(0, len(names), at_once)), threading.Lock()
+    batches, lock = iter(range(0, blocks, at_once)), threading.Lock()
     wrong: list[object] = []
 
     def work() -> None:
@@ -71,10 +71,12 @@ def by_kvoffd(helper: PeerHelper, pool: memoryview, group: BlockGroup, size: int
                 at = next(batches, None)
             if at is None:
                 return
-            some = range(at, min(at + at_once, len(names)))
-            requests = [GetRequest(names[n], [pool[n * size : (n + 1) * size]]) for n in some]
+            some = range(at, min(at + at_once, blocks))
+            requests = [GetRequest(group, n.to_bytes(8, "big"), [pool[n * size : (n + 1) * size]]) for n in some]
             found = store.get(requests, 10.0)
-            wrong.extend(one for one in found if one is None or ((0,), tuple(one.checksums)) != one.shards)
+            wrong.extend(
+                one for one in found if not (one and one.block and tuple(one.checksums) == one.block.checksums)
+            )
 
     began, threads = time.perf_counter(), [threading.Thread(target=work) for _ in range(2)]
     for thread in threads:

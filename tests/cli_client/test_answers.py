@@ -36,8 +36,7 @@ def test_clear_on_all_nodes_counts_what_the_reset_of_all_has_dropped(
     admin = SimpleNamespace(
         namespace=lambda name: one,
         stats=DaemonStats,
-        reset_fleet=lambda fingerprint: 1,
-        clear=lambda fingerprint: 0,
+        reset_fleet=lambda fingerprint: 8,
     )
     monkeypatch.setattr(actions, "open_admin", lambda directory: nullcontext(admin))
     assert main(["clear", "tiny", "--all-nodes", "--yes"]) == 0

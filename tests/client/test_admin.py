@@ -117,7 +117,7 @@ def test_typos_of_operators_and_short_sessions_are_no_errors_of_the_daemon(daemo
             (a.Clear, (bytes(32),), ErrorCode.UNKNOWN_NAMESPACE),
             (a.FindBlock, (bytes(32), 0, bytes(32)), ErrorCode.UNKNOWN_NAMESPACE),
             (a.FindBlock, (space, 7, bytes(32)), ErrorCode.BAD_GEOMETRY),
-            (a.ResetFleet, (space,), ErrorCode.NOT_READY),
+            (a.ResetFleet, (space,), ErrorCode.BAD_ARGUMENT),
         ):
             with pytest.raises(RequestRefused) as refused:
                 admin.ask(kind, *fields)  # type: ignore[arg-type]

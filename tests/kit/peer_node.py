@@ -109,11 +109,9 @@ class Node:
             admin.clear(self.spec.fingerprint)
 
     def clear_all_nodes(self) -> int:
-        """As ``kvoffd-cli clear NAME --all-nodes``; return the number of stores and peers that it reached."""
+        """As ``kvoffd-cli clear NAME --all-nodes``; return the number of blocks that this node has dropped."""
         with AdminClient(self.daemon.directory) as admin:
-            reached = admin.reset_fleet(self.spec.fingerprint)
-            admin.clear(self.spec.fingerprint)
-        return reached
+            return admin.reset_fleet(self.spec.fingerprint)
 
     def most_found(self, first: int, seconds: float) -> int:
         """Return how many blocks lookups find at most in this time."""

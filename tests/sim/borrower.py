@@ -13,7 +13,6 @@ from kvoffd.cache.block_table import READY
 from kvoffd.pool.checksums import digest
 from kvoffd.server.peers import PeerServer
 from kvoffd.tiers.peers import LENT, PIN, RELEASE, Find, Pin, Pinned
-from kvoffd.tiers.store import generation_key
 from tests.sim.clock import Broken
 from tests.sim.pool import Slot
 from tests.sim.tiers import followed_of
@@ -62,8 +61,7 @@ class SimBorrower:
             self._knows[fingerprint] += 1
             self._daemon.world.faults.counts["raised_by_peer"] += 1
             if (objects := self._daemon.world.shared) is not None:
-                own_key = generation_key(fingerprint)
-                objects.raised[own_key] = max(objects.raised[own_key], self._knows[fingerprint])
+                objects.raised[fingerprint] = max(objects.raised[fingerprint], self._knows[fingerprint])
         return max(0, self._knows[fingerprint] - (self._rng.random() < LATE_PART))
 
     def _borrow(self) -> None:

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvoffd.pool.checksums import digest
 from kvoffd.tiers.asking_thread import Ask, Look
-from kvoffd.tiers.header import HEADER_BYTES, Block, BlockGroup, encode_header, make_block_group
+from kvoffd.tiers.header import HEADER_BYTES, Block, BlockGroup, decode_header, encode_header, make_block_group
+from kvoffd.tiers.names import block_name, block_names
 from kvoffd.tiers.shared import SharedTier
-from kvoffd.tiers.store import GetRequest, Received, Store, StoreError, generation_key, object_key
+from kvoffd.tiers.store import GetRequest, PutRequest, Received, Store, StoreError
 from kvoffd.tiers.tier import ReadEnd, Result
 from tests.sim.clock import Broken, Clock, Stops
 from tests.sim.content import Content
@@ -40,7 +41,7 @@ CHANCES = {
 
 
 class SharedObjects:
-    """Objects by name, as they would lie in Redis, and the generations of namespaces by theirs."""
+    """Objects by name, as they would lie in Redis, and the generations of namespaces by fingerprint."""
 
     def __init__(
         self, contents: Mapping[bytes, Content], rng: random.Random, counts: Counter[str], clock: Clock
@@ -70,10 +71,10 @@ class SharedObjects:
         if content is None:  # a hostile client's own
             return
         shards = [content.shard(rank, group, key).tobytes() for rank in range(content.world_size)]
-        generation = self.generations[generation_key(fingerprint)]
+        generation = self.generations[fingerprint]
         block_group = make_block_group(fingerprint, generation, group, list(map(len, shards)))
         block = Block(block_group, key, (0,) * len(shards), tuple(digest(memoryview(data)) for data in shards))
-        self.put(object_key(block_group, key), encode_header(block) + b"".join(shards))
+        self.put(block_name(block_group, key), encode_header(block) + b"".join(shards))
 
 
 class SimStore(Store):
@@ -97,19 +98,24 @@ class SimStore(Store):
     def ping(self, deadline: float) -> None:
         """Connected, it serves."""
 
-    def ask(self, own_key: bytes, keys: Sequence[bytes], deadline: float, *, prefix: bool) -> tuple[int, list[bool]]:
-        return self._generations[own_key], [key in self._there or self._tier.hit("lie") for key in keys]
+    def generation(self, fingerprint: bytes, deadline: float) -> int:
+        return self._generations[fingerprint]
 
-    def touch(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
-        return [key in self._there for key in keys]
+    def ask(self, group: BlockGroup, keys: Sequence[bytes], deadline: float, *, prefix: bool) -> tuple[int, list[bool]]:
+        names = block_names(group, keys)
+        return self._generations[group.fingerprint], [name in self._there or self._tier.hit("lie") for name in names]
+
+    def touch(self, blocks: Sequence[Block], deadline: float) -> list[bool]:
+        return [block_name(block.group, block.key) in self._there for block in blocks]
 
     def get(self, requests: Sequence[GetRequest], patience_s: float) -> Iterator[Received | None]:
-        for key, views in requests:
+        for group, key, views in requests:
+            name = block_name(group, key)
             if self._tier.hit("fail"):
                 raise StoreError("disconnected", "It failed.")
             if self._tier.hit("forget"):
-                self._there.pop(key, None)
-            if (data := self._there.get(key)) is None:
+                self._there.pop(name, None)
+            if (data := self._there.get(name)) is None:
                 yield None
                 continue
             if self._tier.hit("lie"):
@@ -118,29 +124,29 @@ class SimStore(Store):
                 data = self._tier.rng.choice([wrong, data[:-1], *self._there.values()])
             at = HEADER_BYTES
             if len(data) != at + sum(map(len, views)):
-                yield Received(b"")
+                yield Received(None)
                 return
             for view in views:
                 view[:] = data[at : at + len(view)]
                 at += len(view)
-            yield Received(data[:HEADER_BYTES])
+            yield Received(decode_header(data[:HEADER_BYTES]))
 
-    def put(self, objects: Sequence[tuple[bytes, Sequence[bytes | memoryview]]], deadline: float) -> Sequence[bool]:
+    def put(self, requests: Sequence[PutRequest], deadline: float) -> Sequence[bool]:
         if self._tier.hit("fail"):
             raise StoreError("timeout", "It failed.")
-        for key, parts in objects:
-            self._tier.objects.put(key, b"".join(parts))
-        return [True] * len(objects)
+        for block, views in requests:
+            self._tier.objects.put(block_name(block.group, block.key), b"".join([encode_header(block), *views]))
+        return [True] * len(requests)
 
-    def remove(self, keys: Sequence[bytes], deadline: float) -> None:
-        for key in keys:
-            self._there.pop(key, None)
+    def remove(self, group: BlockGroup, keys: Sequence[bytes], deadline: float) -> None:
+        for name in block_names(group, keys):
+            self._there.pop(name, None)
 
-    def raise_generation(self, own_key: bytes, seen: int, generation: int, deadline: float) -> int:
-        if generation > self._tier.objects.raised[own_key]:
+    def raise_generation(self, fingerprint: bytes, seen: int, generation: int, deadline: float) -> int:
+        if generation > self._tier.objects.raised[fingerprint]:
             raise Broken("the daemon raises a generation that no administrator raised")
-        self._generations[own_key] = max(generation, self._generations[own_key])
-        return self._generations[own_key]
+        self._generations[fingerprint] = max(generation, self._generations[fingerprint])
+        return self._generations[fingerprint]
 
     def close(self) -> None: ...
 
@@ -188,7 +194,7 @@ class SimShared(SharedTier):
         if self.hit("dark"):
             objects.dark_until = self.clock() + self.rng.uniform(0.05, 1.5)
         if self.hit("reset"):
-            objects.generations[generation_key(block_group.fingerprint)] += 1
+            objects.generations[block_group.fingerprint] += 1
         for key in task.keys:
             if self.hit("elsewhere"):
                 objects.put_by_another_node(block_group.fingerprint, block_group.number, key)

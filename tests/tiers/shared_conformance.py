@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvoffd.tiers.store import Credentials, generation_key, open_store
+from kvoffd.tiers.store import Credentials, open_store
 from kvoffd.tiers.tier import Result
 from tests.tiers.faulty_bucket import FaultyBucket
 from tests.tiers.faulty_store import FaultyStore
@@ -139,12 +139,12 @@ class SharedConformance:
 
     def test_nodes_that_all_find_a_number_forgotten_write_one(self, url: str) -> None:
         stores = [open_store(url, Credentials())() for _ in range(3)]
-        until, own_key = time.monotonic() + 30.0, generation_key(ONE)
+        until = time.monotonic() + 30.0
         for one in stores:
             one.connect()
-            assert one.ask(own_key, [], until, prefix=True) == (0, [])
-        assert [one.raise_generation(own_key, 0, 7, until) for one in stores] == [7, 7, 7]
-        assert stores[0].ask(own_key, [], until, prefix=True) == (7, [])
+            assert one.generation(ONE, until) == 0
+        assert [one.raise_generation(ONE, 0, 7, until) for one in stores] == [7, 7, 7]
+        assert stores[0].generation(ONE, until) == 7
         for one in stores:
             one.close()
 

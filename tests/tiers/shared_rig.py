@@ -14,9 +14,10 @@ from typing import ClassVar
 from kvoffd.pool.checksums import digest
 from kvoffd.tiers.asking_thread import Raise
 from kvoffd.tiers.generations import Generations, Resets
-from kvoffd.tiers.header import Block, BlockGroup, make_block_group
+from kvoffd.tiers.header import Block, BlockGroup, make_block_group, stored_group
+from kvoffd.tiers.names import block_name
 from kvoffd.tiers.shared import SharedTier
-from kvoffd.tiers.store import Credentials, object_key, open_store
+from kvoffd.tiers.store import Credentials, open_store
 from kvoffd.tiers.tier import Result, Tier
 from tests.kit.waiting import wait_until
 
@@ -39,8 +40,7 @@ class Answer(IntEnum):
 
 def name_of(block: Block, generation: int) -> bytes:
     """Of its object."""
-    group = block.group
-    return object_key(make_block_group(group.fingerprint, generation, group.number, group.lengths), block.key)
+    return block_name(stored_group(block.group, generation), block.key)
 
 
 class SharedRig:

@@ -48,7 +48,7 @@ from kvoffd.tiers.peers import (
     Pinned,
     frame,
 )
-from kvoffd.tiers.store import GetRequest, Received, StoreError, object_key
+from kvoffd.tiers.store import GetRequest, Received, StoreError
 from tests.kit.amount import TIMES
 from tests.kit.network import Network
 from tests.kit.ports import free_port
@@ -163,9 +163,7 @@ class Reader:
 
     def get(self, *numbers: int, size: int = SIZE, peer: int = 0, patience_s: float = PATIENCE_S) -> list[Received]:
         group = make_block_group(b"f" * 32, 0, 0, (size,))
-        requests = [
-            GetRequest(object_key(group, n.to_bytes(8, "big")), [self.pool[n * size : (n + 1) * size]]) for n in numbers
-        ]
+        requests = [GetRequest(group, n.to_bytes(8, "big"), [self.pool[n * size : (n + 1) * size]]) for n in numbers]
         found = list(self.stores[peer].get(requests, patience_s))
         assert all(found)
         return [one for one in found if one is not None]
@@ -175,8 +173,8 @@ class Reader:
             self.pool[number * SIZE : (number + 1) * SIZE] = bytes(SIZE)
         for number, one in zip(numbers, self.get(*numbers, peer=peer, patience_s=patience_s), strict=True):
             assert self.pool[number * SIZE : (number + 1) * SIZE] == lender.block(number)
-            assert one.shards is not None
-            assert tuple(one.checksums) == one.shards[1] == (lender.sums[number],)
+            assert one.block is not None
+            assert tuple(one.checksums) == one.block.checksums == (lender.sums[number],)
 
     def close(self) -> None:
         assert self.helper.close(10.0)
@@ -218,7 +216,11 @@ def test_blocks_of_every_size(nixl: None, size: int) -> None:
 def test_wrong_descriptors_and_checksums_show_as_such(lender: Lender, reader: Reader) -> None:
     lender.offsets[1], lender.sums[2] = lender.offsets[5], lender.sums[3]
     found = reader.get(1, 2, 3)
-    assert [((0,), tuple(one.checksums)) == one.shards for one in found] == [False, False, True]
+    assert [one.block is not None and tuple(one.checksums) == one.block.checksums for one in found] == [
+        False,
+        False,
+        True,
+    ]
 
 
 @pytest.mark.parametrize("offset", [BLOCKS * SIZE, 2**40, 2**63, 2**64 - 8])

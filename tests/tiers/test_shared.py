@@ -15,15 +15,17 @@ from typing import Any
 import pytest
 
 from kvoffd.tiers.generations import Generations, Resets
+from kvoffd.tiers.header import Block, make_block_group
+from kvoffd.tiers.names import generation_name
 from kvoffd.tiers.redis_cluster import slot_of
 from kvoffd.tiers.redis_store import CONNECT_S, NEEDED_COMMANDS, Redis
 from kvoffd.tiers.shared import MAX_REMOVALS, MAX_WRITES
-from kvoffd.tiers.store import UNKEPT, Credentials, StoreError, generation_key, open_store
+from kvoffd.tiers.store import UNKEPT, Credentials, PutRequest, StoreError, open_store
 from kvoffd.tiers.tier import Result
 from tests.kit.redis_server import Certificate, RedisServer
 from tests.tiers.faulty_store import FaultyStore
 from tests.tiers.shared_conformance import FaultConformance, SharedConformance
-from tests.tiers.shared_rig import ONE, OTHER, SLOT_BYTES, SLOTS, Answer, SharedRig, name_of
+from tests.tiers.shared_rig import ONE, OTHER, SLOT_BYTES, SLOTS, Answer, SharedRig, key_of, name_of
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
 DONE = Result.DONE
@@ -336,17 +338,17 @@ def test_memory_of_namespaces_is_bounded(rig: SharedRig, monkeypatch: pytest.Mon
 def test_a_raised_generation_makes_all_void_and_is_not_lowered(store: FaultyStore, rig: SharedRig) -> None:
     block = rig.block(1)
     rig.store(block)
-    own_key = generation_key(ONE)
-    store.values[own_key] = b"7"
+    own_name = generation_name(ONE)
+    store.values[own_name] = b"7"
     rig.forget()
     assert rig.ask(block) == [Answer.NO]
     assert rig.write(block) is None, "the pool's blocks are of the generation before until somebody has dropped them"
     assert rig.take_voided() == {ONE}
     rig.store(block)
     assert name_of(block, 7) in store.values
-    del store.values[own_key]
+    del store.values[own_name]
     rig.ask(rig.block(2))
-    assert store.values[own_key] == b"7"
+    assert store.values[own_name] == b"7"
     assert rig.load(block) is DONE
 
 
@@ -358,11 +360,11 @@ def test_a_peer_that_has_the_raised_number_already_is_not_asked_for_one_more(
     monkeypatch.setattr(Redis, "follows", follows)
     rig.store(rig.block(1))
     raised = rig.tier.generations.next_of_all(ONE)
-    store.values[generation_key(ONE)] = b"%d" % raised
+    store.values[generation_name(ONE)] = b"%d" % raised
     one = rig.tier.raise_generation(ONE, raised)
     rig.until(lambda: one.ended)
     assert not one.problem
-    assert store.values[generation_key(ONE)] == b"%d" % (raised + (not follows))
+    assert store.values[generation_name(ONE)] == b"%d" % (raised + (not follows))
     assert rig.tier.generations.fleet(ONE) == raised + (not follows)
 
 
@@ -390,23 +392,48 @@ def test_a_peer_that_has_not_followed_is_asked_again_and_holds_no_question_up(
     assert (rig.tier.refusal, rig.kinds, rig.tier.breaker.opened) == ("", {}, 0), "it refuses nothing"
 
 
+def test_a_store_that_only_fails_to_read_hears_of_a_clear_and_tells_of_one(
+    store: FaultyStore, rig: SharedRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer whose blocks do not come still has them, and would lend them to others."""
+    monkeypatch.setattr("kvoffd.tiers.breaker.PAUSE_S", 600.0)
+    monkeypatch.setattr(Redis, "poll_s", 0.0)
+    blocks = rig.store_some(2)
+    store.cut_after, store.cuts = 40, 100
+    assert [rig.load(block) for block in blocks] == [Result.FAILED] * 2, "each is read twice"
+    assert not rig.tier.available()
+    one = rig.raise_generation(ONE)
+    assert not one.problem
+    raised = int(store.values[generation_name(ONE)])
+    assert raised == rig.tier.generations.fleet(ONE) > 0
+    store.values[generation_name(ONE)] = b"%d" % (raised + 1)
+    rig.tier.poll(ONE)
+    rig.until(lambda: rig.tier.generations.fleet(ONE) == raised + 1)
+    assert not rig.tier.available(), "nothing is read yet"
+    store.delay_s = 600.0
+    while not rig.tier.breaker.silent:
+        rig.tier.poll(ONE)
+        rig.until(lambda: rig.tier._asking.unfinished == 0)
+    assert rig.raise_generation(ONE).problem, "one that answers nothing is not waited for"
+
+
 def test_what_one_store_voids_is_not_read_from_another(store: FaultyStore, rig: SharedRig) -> None:
     """Its blocks may have come from there, and would be written to the first one's new generation."""
     with FaultyStore() as second:
         other = SharedRig(second.url).reachable()
         other.tier.generations = rig.tier.generations
         other.store(block := rig.block(1))
-        store.values[generation_key(ONE)] = b"7"
+        store.values[generation_name(ONE)] = b"7"
         rig.ask(rig.block(2))
         assert other.ask_anew(block) == [Answer.NO]
-        assert second.values[generation_key(ONE)] == b"7", "for nodes that have this store alone"
+        assert second.values[generation_name(ONE)] == b"7", "for nodes that have this store alone"
 
 
 def test_a_reader_reads_where_the_generation_is_forgotten(store: FaultyStore) -> None:
     writer, reader = (SharedRig(store.url, generations={ONE: 7}).reachable() for _ in range(2))
     writer.store(block := writer.block(1))
     store.forced = {b"SET": b"-NOPERM User reader has no permissions to run the 'set' command\r\n"}
-    store.values.pop(generation_key(ONE), None)
+    store.values.pop(generation_name(ONE), None)
     assert reader.ask(block) == [Answer.YES]
     assert reader.load(block) is DONE
     assert reader.tier.breaker.opened == 0
@@ -415,18 +442,18 @@ def test_a_reader_reads_where_the_generation_is_forgotten(store: FaultyStore) ->
 
 def test_two_nodes_raise_a_generation_at_a_time(store: FaultyStore) -> None:
     stores = [open_store(store.url, Credentials())() for _ in range(2)]
-    until, own_key = time.monotonic() + 10.0, generation_key(ONE)
-    store.values[own_key] = b"5"
+    until = time.monotonic() + 10.0
+    store.values[generation_name(ONE)] = b"5"
     for one in stores:
         one.connect()
-        assert one.ask(own_key, [], until, prefix=True) == (5, [])
-    assert [one.raise_generation(own_key, 5, 6, until) for one in stores] == [6, 7]
+        assert one.generation(ONE, until) == 5
+    assert [one.raise_generation(ONE, 5, 6, until) for one in stores] == [6, 7]
     for one in stores:
         one.close()
 
 
 def test_a_new_node_follows_the_first_generation_it_sees(store: FaultyStore) -> None:
-    store.values[generation_key(ONE)] = store.values[generation_key(OTHER)] = b"7"
+    store.values[generation_name(ONE)] = store.values[generation_name(OTHER)] = b"7"
     rig = SharedRig(store.url, generations={OTHER: 7}).reachable()
     rig.ask(rig.block(1))
     rig.ask(rig.block(1, fingerprint=OTHER))
@@ -443,7 +470,7 @@ def test_a_generation_that_is_no_number_is_of_its_own_namespace_alone(
     store: FaultyStore, rig: SharedRig, reply: bytes
 ) -> None:
     rig.store(block := rig.block(1), other := rig.block(1, fingerprint=OTHER))
-    store.forced_values[generation_key(ONE)] = reply
+    store.forced_values[generation_name(ONE)] = reply
     for number in range(1, 6):
         assert rig.ask_anew(rig.block(number)) == [Answer.NO]
         assert rig.tier.available()
@@ -451,7 +478,7 @@ def test_a_generation_that_is_no_number_is_of_its_own_namespace_alone(
     assert rig.kinds == {"generation": 5}
     one = rig.raise_generation(ONE)
     assert one.problem
-    assert generation_key(ONE) not in store.values, "a number of 19 digits would be read by nobody"
+    assert generation_name(ONE) not in store.values, "a number of 19 digits would be read by nobody"
     store.forced_values.clear()
     rig.until(lambda: rig.ask_anew(block) == [Answer.YES])
     assert rig.load(block) is DONE
@@ -462,7 +489,7 @@ def test_no_number_of_a_store_is_followed_unchecked(
     store: FaultyStore, rig: SharedRig, monkeypatch: pytest.MonkeyPatch, call: str, which: int
 ) -> None:
     """One that no node can raise would end the namespace's sharing for good, in each store and on each node."""
-    store.values[generation_key(ONE)] = b"7"
+    store.values[generation_name(ONE)] = b"7"
     right, calls = getattr(rig.tier._store, call), count(1)
 
     def wrong(*arguments: Any, **options: Any) -> Any:
@@ -480,7 +507,7 @@ def test_no_number_of_a_store_is_followed_unchecked(
     assert rig.tier.generations.fleet(ONE) in (0, 7)
     assert rig.ask_anew(rig.block(2)) == [Answer.NO]
     assert rig.tier.generations.fleet(ONE) < 10**17
-    assert int(store.values[generation_key(ONE)]) < 10**17
+    assert int(store.values[generation_name(ONE)]) < 10**17
 
 
 def test_a_number_that_no_node_can_raise_is_forgotten_at_the_start() -> None:
@@ -683,22 +710,25 @@ def test_all_connections_leave_a_replica_once_its_name_does(monkeypatch: pytest.
         make = open_store("redis://primary.example", Credentials())
         writer, reader, later = make(), make(), time.monotonic() + 60.0
         writer.connect()
-        assert writer.put([(b"first", [b"1"])], later) == [True]
+        group = make_block_group(ONE, 0, 0, [1])
+        first, second = (Block(group, key_of(number), (0,), (1,)) for number in (1, 2))
+        its = [PutRequest(second, [memoryview(b"2")])]
+        assert writer.put([PutRequest(first, [memoryview(b"1")])], later) == [True]
         for connection in (writer, reader):
             connection.connect()
-            assert connection.touch([b"first"], later) == [True]
+            assert connection.touch([first], later) == [True]
         assert old.command("REPLICAOF", "127.0.0.1", str(new.port)) == b"+OK\r\n"
         for _ in range(2):  # the name may move later
             writer.connect()
             with pytest.raises(StoreError, match=r"is a read-only replica .*resolved again before the next write"):
-                writer.put([(b"second", [b"2"])], later)
+                writer.put(its, later)
         leads_to[0] = new.port
         writer.connect()
-        assert writer.put([(b"second", [b"2"])], later) == [True]
+        assert writer.put(its, later) == [True]
         old.command("REPLICAOF", "NO", "ONE")
         old.command("FLUSHALL")
         reader.connect()
-        assert reader.touch([b"second"], later) == [True]
+        assert reader.touch([second], later) == [True]
         assert new.objects == 1
         place = reader._socket
         reader.connect()

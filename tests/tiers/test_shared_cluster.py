@@ -14,7 +14,6 @@ import pytest
 from kvoffd.tiers.header import Block
 from kvoffd.tiers.redis_cluster import copies_of, masters_of, slot_of
 from kvoffd.tiers.redis_store import NEEDED_COMMANDS
-from kvoffd.tiers.store import generation_key
 from kvoffd.tiers.tier import Result
 from tests.kit.redis_server import Certificate, RedisCluster, RedisServer
 from tests.kit.waiting import wait_until
@@ -354,7 +353,7 @@ def test_a_slot_that_moves_with_a_generation_in_it_hides_nothing() -> None:
         rig, other = (SharedRig(cluster.url, generations={ONE: 7}).reachable() for _ in range(2))
         rig.ask(rig.block(0))  # writes what the cluster forgot
         rig.store(block := a_block_of(rig, 0))
-        first, second, _ = copies_of(generation_key(ONE))
+        first, second, _ = copies_of(ONE)
         move(cluster, slot_of(first), 0, 1, first)
         other.until(lambda: other.ask_anew(block) == [Answer.YES])
         move(cluster, slot_of(second), 1, 2, second)
@@ -371,7 +370,7 @@ def test_a_copy_of_a_generation_that_is_behind_is_raised() -> None:
     with RedisCluster() as cluster:
         rig = SharedRig(cluster.url, generations={ONE: 7}).reachable()
         rig.ask(rig.block(0))  # writes what the cluster forgot
-        copy, *_ = copies_of(generation_key(ONE))
+        copy, *_ = copies_of(ONE)
         name = copy.decode()
         (owner,) = [server for server in cluster.servers if server.command("SET", name, "5") == b"+OK\r\n"]
         rig.until(lambda: rig.ask_anew(rig.block(0)) == [Answer.NO] and owner.command("GET", name) == b"$1\r\n7\r\n")

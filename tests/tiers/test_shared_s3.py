@@ -18,7 +18,9 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from kvoffd.tiers.answers import NO_S
-from kvoffd.tiers.store import Credentials, generation_key
+from kvoffd.tiers.header import Block, make_block_group
+from kvoffd.tiers.names import generation_name
+from kvoffd.tiers.store import Credentials, PutRequest
 from kvoffd.tiers.tier import Result
 from tests.kit.cases import case
 from tests.kit.closing import ServerThread
@@ -147,11 +149,14 @@ def test_the_ends_of_a_chain_are_asked_for_first(bucket: FaultyBucket, there: st
     store = open_s3(bucket.url, Credentials("", ""))()
     store.connect()
     deadline = time.monotonic() + 10
-    assert all(store.put([(key.encode(), [b"object"]) for key in there], deadline)) or not there
-    found = store.touch([key.encode() for key in "abcde"], deadline)
+    group = make_block_group(ONE, 0, 0, [6])
+    chain = {key: Block(group, key.encode(), (0,), (1,)) for key in "abcde"}
+    view = memoryview(b"object")
+    assert all(store.put([PutRequest(chain[key], [view]) for key in there], deadline)) or not there
+    found = store.touch(list(chain.values()), deadline)
     assert found == [key in there and there != "c" for key in "abcde"]
     assert bucket.requests["HEAD"] == heads
-    assert store.touch([b"a"], deadline) == ["a" in there]
+    assert store.touch([chain["a"]], deadline) == ["a" in there]
     assert store.touch([], deadline) == []
     store.close()
 
@@ -190,13 +195,13 @@ def test_an_object_of_a_wrong_length_is_not_received_whole(bucket: FaultyBucket,
 
 def test_a_generation_that_another_node_raised_is_not_lowered(bucket: FaultyBucket) -> None:
     one, other = (open_s3(bucket.url, Credentials("", ""))() for _ in range(2))
-    until, own_key = time.monotonic() + 10.0, generation_key(ONE)
+    until = time.monotonic() + 10.0
     for store, generation in ((one, 5), (other, 12)):
         store.connect()
-        assert store.raise_generation(own_key, 0, generation, until) == generation
-        assert one.ask(own_key, [], until, prefix=True) == (5, []), "it is looked at every 5 s"
-    assert one.raise_generation(own_key, 5, 10, until) == 12
-    assert bucket.values[f"/bucket/ge/{own_key.decode()}"] == b"12"
+        assert store.raise_generation(ONE, 0, generation, until) == generation
+        assert one.generation(ONE, until) == 5, "it is looked at every 5 s"
+    assert one.raise_generation(ONE, 5, 10, until) == 12
+    assert bucket.values[f"/bucket/ge/{generation_name(ONE).decode()}"] == b"12"
     for store in (one, other):
         store.close()
 

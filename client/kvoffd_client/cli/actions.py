@@ -22,6 +22,7 @@ from kvoffd_client.cli.show import labels_of
 from kvoffd_client.cli.target import NAMESPACE_HELP, CliError, Directory, Json, PlainJson, open_admin
 from kvoffd_client.errors import RequestRefused
 from kvoffd_proto.admin import NamespaceInfo
+from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import KV_TOPIC_PREFIX, MEDIUM_STORAGE, AllBlocksCleared, BlockStored, KvEvent
 from kvoffd_proto.stats import DaemonStats, namespace_id
 from kvoffd_proto.units import format_count, format_duration, format_rate, format_size, percent, plural, printable
@@ -67,19 +68,22 @@ def clear(
             if sys.stdin.readline().strip().lower() not in ("y", "yes"):
                 say("Nothing was cleared.")
                 return 1
-        stores, problem = [], None
+        dropped, problem, stores = 0, None, len(admin.stats().shared) if all_nodes else 0
         for each in chosen if all_nodes else ():
             try:
-                stores.append(admin.reset_fleet(each.namespace))
-            except RequestRefused as error:  # the others are cleared all the same
-                problem = problem or error
+                dropped += admin.reset_fleet(each.namespace)
+            except RequestRefused as error:
+                if error.code is ErrorCode.BAD_ARGUMENT:
+                    raise
+                # The others are cleared all the same, and this one on this node.
+                problem, dropped = problem or error, dropped + each.ready_blocks
         fingerprint = None if one is None else one.namespace
-        # The reset of all nodes may have dropped them here by now.
-        dropped = max(admin.clear(fingerprint), blocks if all_nodes else 0)
+        if one is None or not all_nodes:  # all include those that nobody has opened since the start
+            dropped += admin.clear(fingerprint)
         if problem is not None:
             raise CliError(f"{problem} On this node {count_blocks(dropped)} were dropped.") from problem
     if json:
-        print_json({"namespace": fingerprint, "cleared_blocks": dropped, "stores": max(stores, default=0)})
+        print_json({"namespace": fingerprint, "cleared_blocks": dropped, "stores": stores})
     else:
         say(f"Dropped {count_blocks(dropped)} from {where}.")
     return 0
