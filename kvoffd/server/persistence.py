@@ -190,7 +190,8 @@ def _take_over(fd: int, found: os.stat_result) -> None:
             "resets in this directory. Remove it if none does."
         )
     if found.st_mode & 0o077:
-        os.fchmod(fd, 0o600)
+        with suppress(OSError):  # a file system without modes: the lock is worth having all the same
+            os.fchmod(fd, 0o600)
 
 
 def _open_own(path: str, flags: int) -> int:

@@ -11,6 +11,7 @@ import time
 from binascii import crc_hqx
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import count
 from math import ceil, inf
@@ -99,6 +100,13 @@ def masters_of(reply: Sequence[object], asked: Address) -> dict[Address, list[ra
     return found
 
 
+@dataclass(slots=True)
+class Masters:
+    """The masters, as any thread's connections last found them: each can be asked when the URL's server cannot."""
+
+    addresses: tuple[Address, ...] = ()
+
+
 class RedisCluster(Store):
     """Connections to all masters, for one thread. The slot map is requested again after every failure.
 
@@ -110,9 +118,17 @@ class RedisCluster(Store):
     blocks_at_once, bytes_at_once = COPIES * Redis.blocks_at_once, COPIES * Redis.bytes_at_once
 
     def __init__(
-        self, host: str, port: int, credentials: Credentials, servers: Servers, *, tls: bool, ttl_s: int = 0
+        self,
+        host: str,
+        port: int,
+        credentials: Credentials,
+        servers: Servers,
+        masters: Masters,
+        *,
+        tls: bool,
+        ttl_s: int = 0,
     ) -> None:
-        self._seed = (host, port)
+        self._seed, self._masters = (host, port), masters
         self._tls = tls
         self.servers: Servers = servers
         self._open = partial(Redis, database=0, credentials=credentials, tls=tls, ttl_s=ttl_s, clustered=True)
@@ -164,7 +180,7 @@ class RedisCluster(Store):
 
     def _find_owners(self) -> None:
         failure: StoreError | None = None
-        known = dict.fromkeys([*self._nodes, self._seed])
+        known = dict.fromkeys([*self._nodes, self._seed, *self._masters.addresses])
         for address in sorted(known, key=lambda one: self._down_until.get(one, 0.0)):
             node = self._nodes.get(address) or self._open(*address)
             try:
@@ -190,7 +206,7 @@ class RedisCluster(Store):
             }
             for gone in set(self._nodes) - set(kept):
                 self._nodes[gone].close()
-            self._nodes, self._owners = kept, owners
+            self._nodes, self._owners, self._masters.addresses = kept, owners, tuple(kept)
             self._stale_at = time.monotonic() + DOWN_PAUSE_S if None in owners else inf
             self._down_until = {master: at for master, at in self._down_until.items() if master in kept}
             self.servers.update(map(name_of, kept))
@@ -379,7 +395,7 @@ def open_redis(url: str, credentials: Credentials) -> Callable[[], Store]:
     tls = parts.scheme.startswith("rediss")
     ttl_s = ceil(sum(map(parse_duration, parse_qs(parts.query).get("ttl", ())[-1:])))
     if parts.scheme.endswith("+cluster"):
-        servers = Servers(name_of((host, port)))
-        return lambda: RedisCluster(host, port, credentials, servers, tls=tls, ttl_s=ttl_s)
+        servers, masters = Servers(name_of((host, port))), Masters()
+        return lambda: RedisCluster(host, port, credentials, servers, masters, tls=tls, ttl_s=ttl_s)
     demoted = Demoted()
     return lambda: Redis(host, port, database, credentials, tls=tls, ttl_s=ttl_s, demoted=demoted)

@@ -35,6 +35,11 @@ def clear(daemon: DaemonProcess, engine: CheckedEngine) -> bool:
     return True
 
 
+def invalidate(daemon: DaemonProcess, engine: CheckedEngine) -> bool:
+    engine.scheduler.invalidate([GroupKeys(0, b"".join(keys(*SOME)))])
+    return True
+
+
 Drop = Callable[[DaemonProcess, CheckedEngine], bool]
 both = pytest.mark.parametrize("drop", [reset, clear])
 
@@ -131,6 +136,49 @@ def test_an_invalidation_waits_for_nothing(tmp_path: Path) -> None:
                 engine.scheduler.invalidate([GroupKeys(0, keys(number)[0])])
         assert engine.get(SOME) == []
         assert books(daemon.directory).errors == {}
+
+
+@pytest.mark.parametrize(
+    ("drop", "end"),
+    [  # invalidated blocks may come back after a kill: see RELIABILITY.md
+        (reset, DaemonProcess.stop),
+        (reset, DaemonProcess.kill),
+        (clear, DaemonProcess.stop),
+        (clear, DaemonProcess.kill),
+        (invalidate, DaemonProcess.stop),
+    ],
+)
+def test_what_is_dropped_stays_away_from_each_of_two_disks(
+    tmp_path: Path, drop: Drop, end: Callable[[DaemonProcess], object]
+) -> None:
+    """And the rest is found, on both."""
+    every, other = range(64), "other"
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    disks = ",".join(f"{tmp_path / name}=16MiB" for name in "ab")
+    with DaemonProcess("2MiB", disk=disks, disk_write="always") as daemon:
+        wait_disk(daemon)
+        with CheckedEngine(daemon) as engine, CheckedEngine(daemon, None, other) as neighbour:
+            put_on_disk(daemon, engine, len(every))
+            put_on_disk(daemon, neighbour, len(every))
+            assert all(disk.blocks for disk in books(daemon.directory).disks)
+            if end is DaemonProcess.kill:  # what the last seconds brought would be known to no index
+                daemon.stop()
+                daemon.start()
+                wait_disk(daemon)
+                assert engine.wait_ready(30.0)
+                assert neighbour.wait_ready(30.0)
+                assert engine.lookup(keys(*SOME)) == len(SOME)
+            assert drop(daemon, engine)
+            left = every[len(SOME) :] if drop is invalidate else range(0)
+            end(daemon)
+            daemon.start()
+            wait_disk(daemon)
+            assert engine.wait_ready(30.0)
+            assert neighbour.wait_ready(30.0)
+            assert engine.get(SOME) == []
+            assert engine.get(every) == list(left)
+            assert neighbour.has(every if drop is not clear else range(0))
 
 
 # --- kvoffd.state is lost --------------------------------------------------------------------------

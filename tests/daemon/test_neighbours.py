@@ -11,6 +11,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
@@ -34,7 +35,7 @@ LARGE = 220
 """Blocks of a prompt of the bad store: nearly all of the 224 that leases may pin."""
 HELD = 128
 """Blocks that a session keeps leased."""
-DISK, STORE, PEER, BAD_STORE, BAD_PEER, BAD_SESSION = (number * 10_000 for number in range(6))
+DISK, STORE, PEER, BAD_STORE, BAD_PEER, BAD_SESSION, BAD_DISK = (number * 10_000 for number in range(7))
 """First keys of what each neighbour has."""
 GOOD = {"disk": DISK, "store": STORE, "peer": PEER}
 LEAST = 0.95
@@ -50,14 +51,16 @@ def truth() -> Truth:
 
 
 @pytest.fixture(scope="module")
-def filled_disk(truth: Truth, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the disk's blocks."""
-    place = tmp_path_factory.mktemp("disk")
-    with DaemonProcess("8MiB", disk=f"{place}=64MiB", disk_write="always") as daemon:
-        wait_disk(daemon)
-        with engine_of(daemon, truth) as engine:
-            put_on_disk(daemon, engine, EVERY)
-        daemon.stop()
+def filled_disks(truth: Truth, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the directories of a good disk and of one that may hang."""
+    place = tmp_path_factory.mktemp("disks")
+    for name, first in (("good", DISK), ("bad", BAD_DISK)):
+        (place / name).mkdir()
+        with DaemonProcess("8MiB", disk=f"{place / name}=64MiB", disk_write="always") as daemon:
+            wait_disk(daemon)
+            with engine_of(daemon, truth) as engine:
+                put_on_disk(daemon, engine, EVERY, first)
+            daemon.stop()
     return place
 
 
@@ -116,7 +119,7 @@ def engine_of(daemon: DaemonProcess, truth: Truth) -> CheckedEngine:
 
 
 class World:
-    """A daemon over a disk, two stores and two peers, of which one each is bad, with an engine for each."""
+    """A daemon over two disks, two stores and two peers, of which one each is bad, with an engine for each."""
 
     def __init__(
         self,
@@ -125,16 +128,18 @@ class World:
         good_peer: Lender,
         secret: Path,
         truth: Truth,
+        shared_write: str,
     ) -> None:
         self.place, self.truth = place, truth
         self.bad_store, good_store = stores
         self._parts, self._stopping = ExitStack(), threading.Event()
         self.link = self._parts.enter_context(SlowLink(self.bad_store.port))
         self.bad_peer = Lender(secret, free_ports(1)[0], truth, BAD_PEER)
-        flags: dict[str, Any] = {"disk_write": "never", "shared_write": "never"}
+        flags: dict[str, Any] = {"disk_write": "never", "shared_write": shared_write}
         self.daemon = DaemonProcess(
             POOL,
-            disk=f"{place}=64MiB",
+            faults=True,
+            disk=f"{place}/good=64MiB,{place}/bad=64MiB",
             shared=f"{self.link.url},{good_store.url}",
             peers=f"{self.bad_peer.address},{good_peer.address}",
             peer_secret_file=str(secret),
@@ -178,7 +183,10 @@ class World:
                     engine.lookup(wanted, 1.0)
                     engine.release()
 
-        thread = threading.Thread(target=look)
+        self._run(look)
+
+    def _run(self, work: Callable[[], None]) -> None:
+        thread = threading.Thread(target=work)
         thread.start()
         self._parts.callback(thread.join)
 
@@ -199,14 +207,30 @@ class World:
             self._parts.callback(self.bad_store.command, "SETRANGE", name, "5000", right)
             self.bad_store.command("SETRANGE", name, "5000", "wrong")
 
+    def store_is_full(self) -> None:
+        """While a session stores new blocks, again and again."""
+        self.bad_store.command("CONFIG", "SET", "maxmemory", "1mb")
+        self._parts.callback(self.bad_store.command, "CONFIG", "SET", "maxmemory", "0")
+        engine, numbers = self._parts.enter_context(engine_of(self.daemon, self.truth)), count(BAD_SESSION, PROMPT)
+
+        def put() -> None:
+            while not self._stopping.is_set():
+                first = next(numbers)
+                engine.put(range(first, first + PROMPT))
+
+        self._run(put)
+
     def peer_is_silent(self) -> None:
         self.bad_peer.signal_all(signal.SIGSTOP)
 
     def peer_is_gone(self) -> None:
         self.bad_peer.kill()
 
+    def disk_hangs(self) -> None:
+        self._parts.enter_context(self.daemon.fault(f"disk hangs {self.place}/bad"))
+
     def disk_is_wrong(self) -> None:
-        for file in self.place.rglob("*"):
+        for file in (self.place / "bad").rglob("*"):
             if file.is_file():
                 with file.open("r+b") as opened:
                     for at in range(0, file.stat().st_size, 4096):
@@ -227,9 +251,11 @@ class World:
         (World.store_is_silent, (BAD_STORE, LARGE)),
         (World.store_is_gone, (BAD_STORE, LARGE)),
         (World.store_is_wrong, (BAD_STORE, LARGE)),
+        (World.store_is_full, (BAD_STORE, LARGE)),
         (World.peer_is_silent, (BAD_PEER, EVERY)),
         (World.peer_is_gone, (BAD_PEER, EVERY)),
-        (World.disk_is_wrong, (DISK, EVERY)),
+        (World.disk_is_wrong, (BAD_DISK, EVERY)),
+        (World.disk_hangs, (BAD_DISK, EVERY)),
         (World.session_keeps_what_it_finds, (BAD_SESSION, HELD)),
     ],
     ids=lambda one: one.__name__ if callable(one) else str(one[1]),
@@ -237,20 +263,20 @@ class World:
 def test_good_neighbours_are_served_as_if_alone(
     goes_wrong: Callable[[World], None],
     wanted: tuple[int, int],
-    filled_disk: Path,
+    filled_disks: Path,
     stores: tuple[RedisServer, RedisServer],
     good_peer: Lender,
     secret: Path,
     truth: Truth,
     tmp_path: Path,
 ) -> None:
-    place = tmp_path / "disk"
-    shutil.copytree(filled_disk, place)
-    with World(place, stores, good_peer, secret, truth) as world:
-        tiers = [tier for tier in GOOD if (goes_wrong, tier) != (World.disk_is_wrong, "disk")]
-        control = {tier: world.hits(tier, range(PROMPTS // 2)) for tier in tiers}
-        assert control == dict.fromkeys(tiers, EVERY // 2)
+    place = tmp_path / "disks"
+    shutil.copytree(filled_disks, place)
+    shared_write = "always" if goes_wrong is World.store_is_full else "never"
+    with World(place, stores, good_peer, secret, truth, shared_write) as world:
+        control = {tier: world.hits(tier, range(PROMPTS // 2)) for tier in GOOD}
+        assert control == dict.fromkeys(GOOD, EVERY // 2)
         goes_wrong(world)
         world.want(*wanted)
-        found = {tier: world.hits(tier, range(PROMPTS // 2, PROMPTS)) for tier in tiers}
-        assert all(found[tier] >= LEAST * control[tier] for tier in tiers), (found, control)
+        found = {tier: world.hits(tier, range(PROMPTS // 2, PROMPTS)) for tier in GOOD}
+        assert all(found[tier] >= LEAST * control[tier] for tier in GOOD), (found, control)

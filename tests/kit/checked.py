@@ -120,9 +120,9 @@ def disk_of(daemon: DaemonProcess) -> DiskStats:
 
 
 def wait_disk(daemon: DaemonProcess, state: str = "serving") -> DiskStats:
-    """Until the disk serves, or is in another state."""
-    wait_until(lambda: disk_of(daemon).state == state, explain=lambda: daemon.log)
-    return disk_of(daemon)
+    """Until each disk serves, or is in another state; return the first."""
+    wait_until(lambda: {one.state for one in books(daemon.directory).disks} == {state}, explain=lambda: daemon.log)
+    return books(daemon.directory).disks[0]
 
 
 def wait_written(daemon: DaemonProcess, blocks: int) -> None:
@@ -130,12 +130,12 @@ def wait_written(daemon: DaemonProcess, blocks: int) -> None:
     wait_until(lambda: books(daemon.directory).tiers.written_blocks >= blocks, explain=lambda: daemon.log)
 
 
-def put_on_disk(daemon: DaemonProcess, engine: CheckedEngine, count: int) -> None:
-    """Store so many keys, from the first on, as fast as the disk takes them."""
+def put_on_disk(daemon: DaemonProcess, engine: CheckedEngine, count: int, first: int = 0) -> None:
+    """Store this many keys, from ``first`` on, as fast as the disk takes them."""
     before = books(daemon.directory).tiers.written_blocks
-    for first in range(0, count, 8):
-        engine.put(range(first, first + 8))
-        wait_written(daemon, before + first + 8)
+    for done in range(0, count, 8):
+        engine.put(range(first + done, first + done + 8))
+        wait_written(daemon, before + done + 8)
 
 
 # --- files of pools and disks ----------------------------------------------------------------------

@@ -41,7 +41,7 @@ class DaemonProcess(Starting):
         directory: of its sockets and its log; None for one of its own, which is removed at the end.
         manager: the service manager that keeps its descriptors.
         watchdog_s: how long it may be silent to ``manager``; 0 for any time.
-        faults: its copies obey ``fault``.
+        faults: its copies and disks obey ``fault``.
         dies_slowly: the CUDA library over which its death takes most of a second: its lifelines first, its GPU's copies
             last. ``kill`` then returns when the process is gone.
         releases_slowly_s: how long the kernel takes to close or unmap an engine's memory.
@@ -172,8 +172,9 @@ class DaemonProcess(Starting):
 
         ``store waits``: it begins when this ends, if it was not stopped before.
         ``commit fails``: a store that has copied everything meets a bug of the daemon.
+        ``disk hangs DIRECTORY``: no read of this disk ends.
         """
-        assert self._fault_file is not None, "a daemon whose copies obey is made with faults=True"
+        assert self._fault_file is not None, "a daemon that obeys is made with faults=True"
         self._fault_file.write_text(words)
         try:
             yield

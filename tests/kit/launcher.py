@@ -14,6 +14,7 @@ import stat
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,20 @@ def commits_with_faults(file: Path) -> None:
     Cache.commit_store = commit_store  # type: ignore[method-assign]
 
 
+def disks_with_faults(file: Path) -> None:
+    """Have the reads of a disk not end while ``file`` says ``disk hangs DIRECTORY``."""
+    from kvoffd.tiers.disk_io import Reads
+
+    take_ended = Reads._take_ended
+
+    def ended(reads: Reads) -> Sequence[int]:
+        words = file.read_text().split(maxsplit=2) if file.exists() else []
+        hangs = words[:2] == ["disk", "hangs"] and str(reads._file.path).startswith(words[2])
+        return () if hangs else take_ended(reads)
+
+    Reads._take_ended = ended  # type: ignore[method-assign]
+
+
 def die_slowly(library: str) -> None:
     """At SIGUSR1 do what the kernel does with a killed process, and take time between the steps.
 
@@ -122,6 +137,7 @@ def main(options: dict[str, Any]) -> None:
     if file := options.get("faults"):
         copies_with_faults(Path(file))
         commits_with_faults(Path(file))
+        disks_with_faults(Path(file))
     if library := options.get("dies_slowly"):
         die_slowly(library)
     if seconds := options.get("releases_slowly"):
