@@ -1063,6 +1063,8 @@ class Cache:
 
     def no_space_cause(self, group: Group) -> str:
         """Return why a block of a group gets no space now, one of NO_SPACE_CAUSES."""
+        if not group.sizes:
+            return "unregistered"
         usage, quota = self.usage, self.quotas.get(group.namespace.fingerprint)
         if quota is not None and group.namespace.held_bytes + group.block_bytes > quota:
             return "quota"

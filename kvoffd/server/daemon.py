@@ -104,6 +104,8 @@ class Daemon:
         self._directory = DaemonDirectory(config.directory)
         self._progress = StartProgress(config.pool_bytes, self._notifier, self._directory.tell_starting)
         self._stop = asyncio.Event()
+        self._signals = [signal.SIGTERM, signal.SIGINT]
+        self._signalled = False
         self.copy_stuck = False
         """Whether a thread hangs that may still use the pool or an engine's memory."""
         self.gpu_lost = False
@@ -122,9 +124,10 @@ class Daemon:
         loop = asyncio.get_running_loop()
         # Without a number of threads asyncio asks for the process's CPUs, which a seccomp filter may refuse.
         loop.set_default_executor(ThreadPoolExecutor(SLOW_CALLS, "kvoffd-slow"))
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup(1)
-                loop.add_signal_handler(number, self._stop.set)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored under nohup(1)
+            self._signals.append(signal.SIGHUP)
+        for number in self._signals:
+            loop.add_signal_handler(number, self._on_signal, number)
         # Read before the pool is touched, which may take minutes.
         self._shared_stores = shared_stores(self._config)
         self._directory.acquire()
@@ -157,6 +160,17 @@ class Daemon:
             self._notifier.close()
             self._directory.release(served=self.served, keep_lock=self.copy_stuck)
         logger.info("Stopped.")
+
+    def _on_signal(self, number: int) -> None:
+        """Begin to stop; at the second signal, exit at once: running jobs fail, and the pool is as after a kill."""
+        if not self._signalled:
+            self._signalled = True
+            self._stop.set()
+            return
+        logger.warning("A second signal came: the daemon exits at once, and running jobs fail.")
+        self._directory.release(served=self.served, keep_lock=True)
+        logging.shutdown()
+        os._exit(128 + number)
 
     def _start_http(self) -> None:
         """Start HTTP before the pool is touched, which may take minutes: for probes, and to fail early."""
@@ -334,6 +348,10 @@ class Daemon:
     async def _shutdown(self) -> None:
         """Close the tiers, end all threads that do not hang, send remaining messages and close the sockets."""
         self._serving = False
+        loop = asyncio.get_running_loop()
+        for number in self._signals:  # the loop, which does not run while something closes, would not see them
+            loop.remove_signal_handler(number)
+            signal.signal(number, lambda which, frame: self._on_signal(which))
         if not self._service.tier_supervisor.close(DISKS_CLOSE_S):
             self.copy_stuck = True
         self._policy_file.close()

@@ -74,10 +74,13 @@ def _problems(service: Service, recent: Window) -> Iterator[tuple[str, str]]:
             whose, advice = _most_pinned(service), "`kvoffd-cli clients` shows what each session pins."
         elif cause == "quota":
             whose, advice = _full_quota(service), "`kvoffd-cli namespaces quota` raises it."
+        elif cause == "unregistered":
+            whose = _missing_ranks(service)
+            advice = "Nothing is stored without them: the logs of the daemon and of the engine's workers say why."
         yield (
             "stores_without_space",
-            f"In the last {over}, there was no space for {format_count(dropped)} block{plural(dropped)} that engines "
-            f"offered: {NO_SPACE_CAUSES[cause]}{whose}. {advice}",
+            f"In the last {over}, {format_count(dropped)} block{plural(dropped)} that engines offered were not stored: "
+            f"{NO_SPACE_CAUSES[cause]}{whose}. {advice}",
         )
     late, lookups = recent.late_lookups, max(recent.lookups, recent.late_lookups)
     if late >= MIN_LATE and late > LATE_SHARE * lookups:
@@ -117,6 +120,16 @@ def _full_quota(service: Service) -> str:
     if one is None or quota_bytes is None:  # it was forgotten, or its quota was removed
         return ""
     return f" ({one.label} {namespace_id(one.fingerprint)}, at most {format_size(quota_bytes)})"
+
+
+def _missing_ranks(service: Service) -> str:
+    """Return the ranks of a namespace that have not registered, as a part of a sentence."""
+    for one in service.cache.namespaces.values():
+        missing = [rank for rank, sizes in enumerate(one.shard_bytes) if sizes is None]
+        if 0 < len(missing) < one.world_size:
+            ranks = ", ".join(map(str, missing))
+            return f" ({one.label} {namespace_id(one.fingerprint)} lacks rank{plural(len(missing))} {ranks})"
+    return ""
 
 
 def _most_pinned(service: Service) -> str:

@@ -134,6 +134,7 @@ NO_SPACE_CAUSES = {
     "writing": "the pool was full of blocks being written",
     "sizes": "the free space lay between pinned blocks of another size",
     "too_large": "a block is larger than the pool",
+    "unregistered": "not all ranks of an engine have registered their memory",
 }
 """Causes for which keys were not stored for lack of space, with their meanings."""
 

@@ -15,7 +15,7 @@ from tests.kit.checked import CheckedEngine
 from tests.kit.daemon import DaemonProcess
 from tests.kit.ports import free_port, http_get
 from tests.kit.waiting import wait_until
-from tests.kit.wire import books, keys, request_streams
+from tests.kit.wire import SharedMemory, WireClient, books, keys, request_streams
 
 BLOCKS = 192
 """Of 64 KiB: as many as a pool of 12 MiB holds."""
@@ -45,12 +45,29 @@ def test_health_a_pool_that_one_lease_pins_is_degraded() -> None:
         assert engine.store(keys(1000), [0]).error is ErrorCode.NO_SPACE
         assert reasons() == ["pool_pinned", "stores_without_space"]
         assert (
-            "no space for 1 block that engines offered: leases and copies pinned the pool, "
+            "1 block that engines offered were not stored: leases and copies pinned the pool, "
             in (admin.health().problems[1])
         )
         assert books(daemon.directory).problems == {"pool_pinned": 1, "stores_without_space": 1}
         engine.release()
         wait_until(lambda: reasons() == ["stores_without_space"])
+
+
+def test_ranks_that_are_not_registered_are_why_nothing_is_stored(memory: SharedMemory) -> None:
+    """As where the daemon cannot use the GPU of one of two workers."""
+    with (
+        DaemonProcess("8MiB") as daemon,
+        WireClient(daemon.directory, "worker") as worker,
+        AdminClient(daemon.directory) as admin,
+    ):
+        worker.open_namespace(world_size=2)
+        cache = worker.register(memory, rank=0)
+        assert worker.store(cache, keys(1), [1]).error == "no_space"
+        (cause,) = admin.health().causes
+        assert cause.reason == "stores_without_space"
+        assert "not all ranks of an engine have registered" in cause.sentence
+        assert "lacks rank 1)" in cause.sentence
+        assert "Enlarge" not in cause.sentence
 
 
 def test_health_without_its_sockets_is_down_wherever_it_is_asked(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import signal
 import stat
 import subprocess
 import threading
@@ -455,3 +456,26 @@ def test_restart_after_kills_under_load_loses_no_ready_block(pool_file: Path) ->
     print(f"{KILLS} kills: {back} of {ready_before} ready blocks were back, {loads} loads of {STEP} under load")
     assert ready_before > 100 * KILLS
     assert back >= 0.999 * ready_before
+
+
+def test_a_second_signal_ends_the_daemon_at_once(pool_file: Path) -> None:
+    """Though a job could take a minute more. Others see an orderly end, and the pool is kept."""
+    with (
+        DaemonProcess("16MiB", faults=True, pool_file=str(pool_file), shutdown_deadline="60s") as daemon,
+        CheckedEngine(daemon) as engine,
+        ThreadPoolExecutor(1) as others,
+    ):
+        engine.put(range(8))
+        with daemon.fault("store waits"):
+            running = others.submit(engine.store, keys(100), [0], 60.0)
+            wait_until(lambda: books(daemon.directory).store.running_jobs == 1)
+            daemon.process.send_signal(signal.SIGTERM)
+            daemon.wait_log("1 jobs may finish")
+            daemon.process.send_signal(signal.SIGINT)
+            assert daemon.process.wait(30.0) == 128 + signal.SIGINT
+            assert not running.result(30.0).ok
+        assert "A second signal came" in daemon.log
+        assert not list(daemon.directory.glob("*.sock"))
+        daemon.start()
+        assert engine.wait_ready(30.0)
+        assert engine.has(range(8))

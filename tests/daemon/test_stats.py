@@ -134,7 +134,7 @@ def test_what_a_quota_takes_is_a_miss_by_the_quota_and_not_for_want_of_space() -
             (cause,) = admin.health().causes
             assert cause.reason == "stores_without_space"
             ends = "a namespace was at its quota, all of it pinned or being written (tiny "
-            assert f"no space for 3 blocks that engines offered: {ends}" in cause.sentence
+            assert f"3 blocks that engines offered were not stored: {ends}" in cause.sentence
             assert cause.sentence.endswith("`kvoffd-cli namespaces quota` raises it.")
             assert admin.stats().since_start.no_space_causes == {"quota": 3}
             assert engine.lookup(keys(6)) == 0
