@@ -55,13 +55,13 @@ def test_the_demo_shows_what_it_promises(tmp_path: Path) -> None:
     assert demo.returncode == 0, output
     result = json.loads((tmp_path / ".demo" / "result.json").read_text())
     assert result["tokens_equal"] is True
-    # All but the tails of three prompts.
-    assert result["prompt_tokens"] - 3 * 32 < result["loaded_tokens"] < result["prompt_tokens"]
-    cold = result["ttft_ms"].pop("cold")
-    assert len(result["ttft_ms"]) == 3 + (PROGRAM is not None)
-    assert min(result["ttft_ms"].values()) > 0
-    assert max(ttft_ms for name, ttft_ms in result["ttft_ms"].items() if name != "another node") < cold / 2
-    assert result["ttft_ms"].get("another node", 0) < cold
+    ways = 1 + (PROGRAM is not None)
+    assert list(result["ttft_ms"])[1:] == list(result["loaded_tokens"])
+    assert len(result["loaded_tokens"]) == 3 + ways
+    assert sum(name.startswith("another node") for name in result["loaded_tokens"]) == ways
+    # Engines that were slower to load than to compute may have loaded less: the demo says so.
+    for name, loaded in result["loaded_tokens"].items():
+        assert loaded == result["loadable_tokens"] or f"{name}: {loaded:,} of" in output
     assert "kvoffd-cli stats" in output
     assert not list(tmp_path.glob("kvoffd-demo-*"))
     assert processes_of(tmp_path) == []
