@@ -89,6 +89,19 @@ def set_quota(service: Service, session: Session, message: a.SetQuota) -> Pendin
     return service.reply_once_saved(m.Done(message.request_id, 1), otherwise)
 
 
+@answers(a.SetLogLevel)
+def set_log_level(service: Service, session: Session, message: a.SetLogLevel) -> m.Done:
+    """Log records of this level and above, of all loggers."""
+    said = "Session %d (%s) set the log level: %s.", session.id, session.peer, message.level
+    if message.level is a.LogLevel.DEBUG:
+        logging.getLogger().setLevel(logging.DEBUG)
+        logger.info(*said)
+    else:
+        logger.info(*said)  # an operator who reads the log sees why it has less from now on
+        logging.getLogger().setLevel(message.level.upper())
+    return m.Done(message.request_id, 0)
+
+
 @answers(a.Trace)
 def trace(service: Service, session: Session, message: a.Trace) -> a.TraceReply:
     return a.TraceReply(message.request_id, *service.tracer.fetch(session))

@@ -256,6 +256,22 @@ class ResetFleet(m.Request[m.Done], frozen=True):
     namespace: m.Fingerprint
 
 
+class LogLevel(StrEnum):
+    """Least severe records that the daemon logs."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+@m.exchange(m.ADMIN)
+class SetLogLevel(m.Request[m.Done], frozen=True):
+    """Sets what the daemon logs until it ends; the next one has its setting ``log_level``. Admin only."""
+
+    level: Annotated[LogLevel, m.doc("``debug``, ``info``, ``warning`` or ``error``.")]
+
+
 class ScrubReply(m.Reply, frozen=True):
     """Answer to Scrub: the running scrub, or else the last one. All counts are 0 if there was none."""
 

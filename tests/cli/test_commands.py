@@ -197,6 +197,21 @@ def test_clear_drops_what_is_named(engine: FakeEngine, cli: Cli, shared_daemon: 
     assert books(shared_daemon.directory).ready_blocks == 8
 
 
+def test_the_log_level_changes_without_a_restart(cli: Cli) -> None:
+    with DaemonProcess("8MiB") as daemon:
+        assert cli("log-level", "error", on=daemon).out == "The daemon logs error and above.\n"
+        assert "set the log level: error." in daemon.log
+        with FakeEngine(daemon.directory, "unheard"):
+            pass
+        assert cli("log-level", "debug", on=daemon).status == 0
+        with FakeEngine(daemon.directory, "heard"):
+            pass
+        assert cli("log-level", "loud", on=daemon).status == 2
+        levels = [line.split()[1] for line in daemon.log.partition("set the log level: error")[2].splitlines()[1:]]
+        assert levels[0] == "INFO", "nothing was logged until somebody changed it"
+        assert daemon.log.count("set the log level") == 2
+
+
 def test_clear_of_all_on_all_nodes_names_what_other_nodes_drop(cli: Cli) -> None:
     with RedisServer() as server, DaemonProcess("8MiB", shared=server.url) as daemon:
         wait_until(lambda: books(daemon.directory).shared[0].up)

@@ -74,7 +74,7 @@ def test_a_quota_that_limits_nothing_says_so_and_one_below_a_block_is_refused(en
     assert cli("namespaces", "quota", "tiny", "--max", "none").out.endswith(": no quota.\n")
 
 
-COMMANDS = ("", "top", "stats", "health", "doctor", "verify", "clients", "clear", "scrub", "events")
+COMMANDS = ("", "top", "stats", "health", "doctor", "verify", "clients", "clear", "scrub", "log-level", "events")
 GROUPS = {"namespaces": ("diff", "quota"), "trace": ("record", "replay"), "bench": ("lookup", "copy")}
 
 

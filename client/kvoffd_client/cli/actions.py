@@ -21,7 +21,7 @@ from kvoffd_client.cli.format import (
 from kvoffd_client.cli.show import labels_of
 from kvoffd_client.cli.target import NAMESPACE_HELP, CliError, Directory, Json, PlainJson, open_admin
 from kvoffd_client.errors import RequestRefused
-from kvoffd_proto.admin import NamespaceInfo
+from kvoffd_proto.admin import LogLevel, NamespaceInfo, SetLogLevel
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import KV_TOPIC_PREFIX, MEDIUM_STORAGE, AllBlocksCleared, BlockStored, KvEvent
 from kvoffd_proto.stats import DaemonStats, namespace_id
@@ -131,6 +131,21 @@ def scrub(directory: Directory = None, json: Json = False) -> int:
             f"checksums in {format_duration(reply.seconds)}{speed}; {result}"
         )
     return int(reply.mismatches > 0)
+
+
+def log_level(
+    level: Annotated[LogLevel, typer.Argument(metavar="LEVEL", help="debug, info, warning or error.")],
+    directory: Directory = None,
+) -> int:
+    """Set what the daemon logs, until it ends.
+
+    The next daemon has its setting log_level again. Level debug also has warnings that are otherwise logged once a
+    minute.
+    """
+    with open_admin(directory) as admin:
+        admin.ask(SetLogLevel, level)
+    say(f"The daemon logs {level} and above.")
+    return 0
 
 
 # --- KV events -------------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ COMMANDS = {
     ),
     "clear": ("actions", "clear", "clear llama-70b", "clear --all --yes", "clear 106ed1a3 --all-nodes"),
     "scrub": ("actions", "scrub", "scrub", "scrub --json"),
+    "log-level": ("actions", "log_level", "log-level debug", "log-level info"),
     "events": ("actions", "events", "events", "events --json"),
     "trace": (
         "trace", "trace_app",
