@@ -30,7 +30,6 @@ from kvoffd.pool.slot_table import (
     RECORD,
     RECORD_BYTES,
     BadTable,
-    Deflated,
     SlotTable,
     TableGeometry,
     check_table,
@@ -394,23 +393,20 @@ def test_namespaces_are_kept_whole_wherever_the_writer_is_killed() -> None:
     def one(number: int) -> Snapshot:
         return Snapshot("x" * number)
 
-    def parts(number: int) -> list[Deflated]:
-        return list(map(Deflated.of, (b"\x81\xa5label", msgspec.msgpack.encode("x" * number))))
-
     line, killed = 0, True
     while killed:
         pool = Pool()
         assert pool.table.load_namespaces(Snapshot) is None
-        assert pool.table.save_namespaces(parts(1))
-        killed = killed_at(line, lambda pool=pool: pool.table.save_namespaces(parts(200)), ("pool/slot_table.py",))
+        assert pool.table.save_namespaces(one(1))
+        killed = killed_at(line, lambda pool=pool: pool.table.save_namespaces(one(200)), ("pool/slot_table.py",))
         found = pool.successor()[0].table.load_namespaces(Snapshot)
         assert found in (one(1), one(200))
         assert killed or found == one(200)
         line += 1
     successor = pool.successor()[0].table
     successor.load_namespaces(Snapshot)
-    assert successor.save_namespaces(parts(3))
-    assert not successor.save_namespaces([Deflated.of(os.urandom(100_000))])
+    assert successor.save_namespaces(one(3))
+    assert not successor.save_namespaces(Snapshot(os.urandom(100_000).hex()))
     assert pool.table.load_namespaces(Snapshot) is None, "nothing is newer than what was read"
 
 
@@ -420,6 +416,13 @@ def test_what_0_2_wrote_of_layers_is_passed_over() -> None:
     content = msgspec.msgpack.encode((4, (record,)))
     (found,) = msgspec.msgpack.decode(content, type=NamespaceSnapshot).namespaces
     assert (found.number, found.shard_bytes, found.generation) == (3, ((8192,),), 7)
+
+
+def test_what_a_later_release_may_add_of_namespaces_is_passed_over() -> None:
+    """Whoever goes back to this one keeps the blocks."""
+    record = 3, b"n" * 32, "label", 1, 32, (GroupSpec("full", 16),), "{}", ((8192,),), (None,), 7, "of the record"
+    found = msgspec.msgpack.decode(msgspec.msgpack.encode((4, (record,), "of all")), type=NamespaceSnapshot)
+    assert (found.next_number, [one.number for one in found.namespaces]) == (4, [3])
 
 
 class ShardOf02(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
