@@ -463,3 +463,14 @@ def test_0_2_reads_what_is_written_of_namespaces(shards: Shards | None) -> None:
     assert (snapshot.next_number, record.shard_bytes) == (namespace.number + 1, ((8192,), (8192,)))
     known = None if shards is None else (ShardOf02(1, [(4096,), (4096,)]),)
     assert record.shards == (known, known)
+
+
+def test_0_2_reads_also_what_a_very_small_pool_has_no_space_for() -> None:
+    """A third element, the number of namespaces left out, had it start with an empty pool."""
+    rig = CacheRig(64, 8)
+    for number in range(64):
+        name, description = os.urandom(32), os.urandom(100).hex()
+        rig.cache.open_namespace(namespace := Namespace(name, str(number), 1, 8, [GroupSpec("full", 16)], description))
+        rig.cache.register_rank(namespace, 0, [8192], None)
+    snapshot = rig.successor()[0].cache.table.load_namespaces(SnapshotOf02)
+    assert 10 < len(snapshot.namespaces) < 64
