@@ -297,7 +297,11 @@ class Limits:
     """Limit per session, as those of jobs, registrations and leases."""
     max_segments: int = 16_384
     """Limit per session; a GPU's KV cache may consist of thousands of chunks."""
-    max_namespaces: int = 1024
+    max_namespaces: int = 64
+    """Limit of namespaces that are open or have blocks. A node serves one to ten models; each change of their weights
+    makes another namespace."""
+    max_quotas: int = 1024
+    """Limit of namespaces with a quota, open or not."""
     credit_bytes: int = 0
     """Bytes of stores that all clients together are asked to have outstanding at most; 0 is an eighth of the pool, at
     most 1 GiB."""

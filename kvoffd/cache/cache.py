@@ -21,14 +21,12 @@ import logging
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import compress, islice, takewhile
 from math import inf
 from typing import cast
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import msgpack
 
 from kvoffd.cache.asked_keys import AskedKeys, PromptOutcome, UncountedPrompts, count_prompt
 from kvoffd.cache.block_table import (
@@ -57,6 +55,7 @@ from kvoffd.cache.namespace import (
     MissReason,
     Namespace,
     NamespaceRecord,
+    NamespaceSnapshot,
     Shards,
 )
 from kvoffd.cache.policy import REJECTED, Chain, Policy
@@ -73,7 +72,7 @@ from kvoffd.cache.tickets import (
 from kvoffd.cache.victims import Victims
 from kvoffd.errors import BadGeometry, KvoffdError, NotReady, UnknownLease
 from kvoffd.pool.allocator import PAGE_BYTES, SlotAllocator, SlotIds
-from kvoffd.pool.slot_table import Deflated, SlotTable
+from kvoffd.pool.slot_table import SlotTable
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import ABSENT, PENDING, SHARED, HintAction, KeyState
 
@@ -160,9 +159,6 @@ class Cache:
         """Bytes of all blocks by state, including those of forgotten namespaces."""
         self._next_number = 1
         self._warned_of_no_space = False
-        self._saves_late = self._save_due = self._saves_short = False
-        """Whether ``saving_once`` puts saves off; whether it put one off; whether the last had to leave details
-        out, with which each further attempt would take three times as long."""
         self._unverified_at = 0
         """Slot at which ``next_unverified`` continues."""
         self._groups: dict[int, Group] = {}
@@ -253,22 +249,14 @@ class Cache:
             self._save()
 
     def _save(self) -> None:
-        """Save what the next daemon must know of the namespaces. It loses the blocks of those that are left out.
+        """Save what the next daemon must know of the namespaces.
 
-        If the slot table has too little space, leave out first what is not needed to read the blocks, then the
-        namespaces with the fewest blocks.
+        In the table of a very small pool some may have no space: those with the fewest blocks, which it loses.
         """
-        self._save_due = self._saves_late
-        if self._saves_late:
-            return
         kept = [one for one in self.namespaces.values() if any(one.shard_bytes)]
         count = len(kept)
-        while not self.table.save_namespaces(
-            _snapshot(self._next_number, kept, count - len(kept), short=self._saves_short)
-        ):
-            if self._saves_short:
-                kept = sorted(kept, key=lambda one: one.ready_blocks, reverse=True)[: len(kept) // 2]
-            self._saves_short = True
+        while not self.table.save_namespaces(NamespaceSnapshot(self._next_number, tuple(one.record() for one in kept))):
+            kept.remove(min(kept, key=lambda one: one.ready_blocks))
         if len(kept) < count and not self._warned_of_no_space:
             self._warned_of_no_space = True
             logger.warning("Too many namespaces (%d) to persist: %d are lost at a restart.", count, count - len(kept))
@@ -278,12 +266,22 @@ class Cache:
         namespace.check(group)
         return self._current[namespace][group]
 
-    def reset(self, namespace: Namespace, generation: int | None = None) -> int:
-        """Forget all blocks in the pool, and what comes up to it. Returns their number.
+    def reset(self, *namespaces: Namespace, generation: int | None = None) -> int:
+        """Forget all blocks of namespaces in the pool, and what comes up to it. Returns their number.
 
-        The namespace gets a new number, so that no daemon finds them; ``background`` frees the slots. All leases end.
+        Each namespace gets a new number, so that no daemon finds them; ``background`` frees the slots. All leases end.
         ``generation``: that of later blocks, if it is another one; tiers have no others.
         """
+        dropped = sum(self._reset(one, generation) for one in namespaces)
+        self._save()
+        for namespace in namespaces:
+            if self.tiers is not None:
+                self.tiers.cancel_promotions(namespace)
+            self._events.cleared(namespace)
+        return dropped
+
+    def _reset(self, namespace: Namespace, generation: int | None) -> int:
+        """Reset a namespace without saving that."""
         dropped = namespace.blocks_in[READY] + namespace.blocks_in[WRITING]
         namespace.counters.invalidated_blocks += dropped
         dead = self._current[namespace]
@@ -295,22 +293,7 @@ class Cache:
             now.unswept = [number for number in (*group.unswept, group.number) if number in self._dead]
         leases, namespace.leases = namespace.leases, {}
         self._unpin_leases(leases)
-        self._save()
-        if self.tiers is not None:
-            self.tiers.cancel_promotions(namespace)
-        self._events.cleared(namespace)
         return dropped
-
-    @contextmanager
-    def saving_once(self) -> Iterator[None]:
-        """Save the namespaces only once, at the end of the context. A process killed before saves no change."""
-        self._saves_late = True
-        try:
-            yield
-        finally:
-            self._saves_late = False
-            if self._save_due:
-                self._save()
 
     def _retire(self, group: Group) -> None:
         """Stop using a group for lookups."""
@@ -323,14 +306,15 @@ class Cache:
             del self._groups[group.number]
 
     def forget_namespace(self, namespace: Namespace) -> None:
-        """Forget a namespace that has no blocks in the index and that no session has open."""
+        """Forget a namespace that has no blocks in the index and that no session has open.
+
+        It stays in the slot table until the next save, as one without blocks.
+        """
         assert not namespace.blocks_in[READY] + namespace.blocks_in[WRITING]
         for group in self._current.pop(namespace):
             self._retire(group)
         del self.namespaces[namespace.fingerprint]
         self._requested = deque(request for request in self._requested if request[0] is not namespace)
-        self._saves_short = False
-        self._save()
 
     def restore_namespace(self, record: NamespaceRecord) -> list[Group]:
         """Open a namespace with the number that an earlier daemon saved, before anything else. Returns its groups;
@@ -1378,16 +1362,6 @@ def _select_keys(keys: bytes, numbers: Sequence[int] | npt.NDArray[np.intp], siz
     if len(numbers) and numbers[-1] - numbers[0] == len(numbers) - 1:
         return keys[numbers[0] * size : (numbers[-1] + 1) * size]
     return np.frombuffer(keys, np.dtype((np.void, size)))[numbers].tobytes()
-
-
-def _snapshot(next_number: int, namespaces: Sequence[Namespace], left_out: int, *, short: bool) -> list[Deflated]:
-    """Encode a ``NamespaceSnapshot`` as msgpack: an array, the second element of which is an array of records.
-
-    ``left_out`` is an element only if it is not 0: release 0.2 reads arrays of two.
-    """
-    last = [Deflated.of(msgpack.encode(left_out))] if left_out else []
-    head = bytes([0x92 + len(last)]) + msgpack.encode(next_number) + b"\xdc" + len(namespaces).to_bytes(2, "big")
-    return [Deflated.of(head), *[one.record(short=short) for one in namespaces], *last]
 
 
 def _ready_of(found: Sequence[Found]) -> BlockIds:

@@ -50,7 +50,7 @@ class HitRatioCurve:
             raise MemoryError
         self._free = weakref.finalize(self, self._native.curve_free, self._at)
         self._clock = clock
-        self.halved_at = clock()
+        self._halved_at = clock()
         self._forgotten = np.zeros(_ROW)
         """Counts of forgotten namespaces together."""
         self._rows: dict[Namespace, tuple[_Row, int]] = {}
@@ -71,7 +71,6 @@ class HitRatioCurve:
         if (row := self._rows.get(group.namespace)) is None:
             counts = np.zeros(_ROW)
             row = self._rows[group.namespace] = counts, counts.ctypes.data
-        group.namespace.has_counted = True  # statistics show its curve
         tokens = group.tokens or UNKNOWN_TOKENS
         self._native.curve_asked(
             self._at, row[1], group.number, keys, len(keys) // size, size, group.block_bytes, tokens, chain.run, own
@@ -79,8 +78,8 @@ class HitRatioCurve:
 
     def tick(self) -> None:
         """Halve old counts when it is time."""
-        if self._clock() - self.halved_at >= HALVED_EVERY_S:
-            self.halved_at = self._clock()
+        if self._clock() - self._halved_at >= HALVED_EVERY_S:
+            self._halved_at = self._clock()
             for counts in (self._forgotten, *(counts for counts, _ in self._rows.values())):
                 counts *= 0.5
 

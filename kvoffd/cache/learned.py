@@ -151,7 +151,7 @@ class Learned(InOrder):
 
     def _applies_to(self, group: Group) -> bool:
         """Return whether the namespace's requested keys, at this size, fill the pool."""
-        return group.namespace.totals.keys_asked * group.block_bytes >= self._pool_bytes
+        return group.namespace.counters.keys_asked * group.block_bytes >= self._pool_bytes
 
     def rejected(self, group: Group, keys: bytes) -> None:
         self._native.learned_rejected(self._at, group.number, keys, len(keys) // group.key_bytes, group.key_bytes)

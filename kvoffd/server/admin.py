@@ -74,7 +74,7 @@ def set_quota(service: Service, session: Session, message: a.SetQuota) -> Pendin
     if message.quota_bytes is None:
         quotas.pop(message.namespace, None)
     else:
-        if message.namespace not in quotas and len(quotas) >= (most := service.config.limits.max_namespaces):
+        if message.namespace not in quotas and len(quotas) >= (most := service.config.limits.max_quotas):
             why = f"{most} namespaces, open or not, have a quota, which is the limit; remove some."
             raise KvoffdError(why, ErrorCode.BAD_ARGUMENT)
         quotas[message.namespace] = message.quota_bytes

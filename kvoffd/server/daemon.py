@@ -226,7 +226,7 @@ class Daemon:
             max_leased_keys=config.limits.max_leased_keys,
         )
         self._policy_file = PolicyFile(cache.policy, config)
-        restore(cache, pool, self._policy_file, self._state)
+        restore(cache, pool, self._policy_file, self._state, config.limits.max_namespaces)
         self._sockets = Sockets(config, self._directory)
         self._state.file.on_saved = lambda: self._sockets.post(lambda: None)  # replies may wait for it
         self._host_engine = HostEngine(threads_per_direction=config.copy_threads)

@@ -278,13 +278,11 @@ class Service:
         each run has a namespace of its own.
         """
         chosen = [one for one in self.cache.namespaces.values() if fingerprint in (None, one.fingerprint)]
+        generation = None
         if not (fingerprint is not None and any(one.of_bench for one in chosen)):
-            self.state.generations.void_here(fingerprint)
+            generation = self.state.generations.void_here(fingerprint)
         count = self.tiering.remove_all(fingerprint) if self.tiering is not None else 0
-        with self.cache.saving_once():
-            for namespace in chosen:
-                count += self.cache.reset(namespace, self.state.generations.of(namespace.fingerprint))
-        return count
+        return count + self.cache.reset(*chosen, generation=generation)
 
     def reply_once_saved(self, reply: m.Done, otherwise: str, in_memory: str = "") -> Pending:
         """Return ``reply``, to be sent once all changes so far are in ``kvoffd.state`` on its device.
@@ -333,7 +331,7 @@ class Service:
     def _warn_of_partial(self) -> None:
         """Warn once for each namespace whose blocks lack shards: no engine can read them."""
         for namespace in self.cache.namespaces.values():
-            if namespace.totals.partial_blocks and namespace not in self._partial_warned:
+            if namespace.counters.partial_blocks and namespace not in self._partial_warned:
                 self._partial_warned.add(namespace)
                 logger.warning(
                     "Blocks of the namespace %s were dropped, because not all of its %d ranks stored their shards in "

@@ -120,7 +120,7 @@ def replay(trace: Trace, policy: str, blocks: int, disk: DiskPlan | None = None,
         now = max(now, trace.seconds[number]) if trace.seconds else 0.0
         cache.order.tick()
         hits += request(cache, namespace, keys, below, step_blocks)
-    in_pool, written = namespace.totals.prefix_keys_ready, namespace.totals.stored_blocks
+    in_pool, written = namespace.counters.prefix_keys_ready, namespace.counters.stored_blocks
     if below is None:
         return Replayed(name, blocks, trace.accesses, hits, written)
     below.close()

@@ -114,7 +114,7 @@ class NamespaceInfo(m.Wire, frozen=True):
     ready_blocks: Annotated[m.Count, m.doc("Blocks that can be read.")]
     ready_bytes: Annotated[m.ByteCount, m.doc("Pool bytes of the blocks that can be read.")]
     sessions: Annotated[m.Count, m.doc("Sessions that opened the namespace.")]
-    description: Annotated[str, m.doc("Input of the fingerprint as JSON; empty beyond 1 MiB in all.")]
+    description: Annotated[str, m.doc("Input of the fingerprint as JSON.")]
     quota_bytes: Annotated[m.ByteCount | None, m.doc("Pool bytes that it may use at most; nil for no limit.")] = None
 
 

@@ -190,18 +190,12 @@ class HitCurve(Part, frozen=True):
     lru_hit_ratio: Annotated[dict[str, Ratio], gauge("Estimated hit ratio of lru, by times the size.", "times")] = {}
 
 
-MAX_NAMESPACE_ROWS = 100
-"""Most namespaces with a row of their own: each adds some twenty series to /metrics."""
-OTHERS = "other"
-"""``id`` of the row that sums the other namespaces."""
-
-
 class NamespaceStats(Traffic, frozen=True):
     """One namespace, since the daemon's start."""
 
-    id: Annotated[str, label("First 12 digits of the fingerprint, or ``other``.", "kv_namespace")] = ""
+    id: Annotated[str, label("First 12 digits of the fingerprint.", "kv_namespace")] = ""
     model: Annotated[str, label("Label of the namespace: the engine's name of its model.", "model")] = ""
-    fingerprint: Annotated[str, doc("The namespace's fingerprint, 64 hex digits; empty for ``other``.")] = ""
+    fingerprint: Annotated[str, doc("The namespace's fingerprint, 64 hex digits.")] = ""
     of_bench: Annotated[bool, doc("Whether it belongs to a bench; then no sum includes it.")] = False
     ready_blocks: Annotated[Count, doc("Blocks of the namespace that can be read.")] = 0
     ready_bytes: Annotated[ByteCount, gauge("Pool bytes of the namespace's readable blocks.")] = 0
@@ -547,8 +541,7 @@ class DaemonStats(Part, frozen=True):
     last_hour: Annotated[Window, doc("Traffic of the last hour.")] = Window()
     last_minute: Annotated[Window, doc("Traffic of the last minute.")] = Window()
     lifetime: Annotated[Lifetime, part("Totals that survive restarts.", "lifetime_")] = Lifetime()
-    namespaces: Annotated[list[NamespaceStats], part("The 100 largest, and a row for all others.", "namespace_")] = []
-    other_namespaces: Annotated[Count, doc("Number of namespaces in the row ``other``.")] = 0
+    namespaces: Annotated[list[NamespaceStats], part("Namespaces, the largest first.", "namespace_")] = []
     gone_namespaces: Annotated[Count, doc("Removed namespaces that are included in ``since_start``.")] = 0
     integrity: Annotated[IntegrityStats, part("Comparisons with checksums.", "integrity_")] = IntegrityStats()
     tiers: Annotated[TieringStats | None, part("Traffic with the disks; null without a tier.", "tiers_")] = None

@@ -14,7 +14,6 @@ from kvoffd.cache.cache import MAX_UNREPORTED_REQUESTS
 from kvoffd.cache.namespace import MissReason, Namespace, NamespaceSnapshot
 from kvoffd.cache.tickets import StorePart
 from kvoffd.errors import BadGeometry, UnknownLease
-from kvoffd.pool.slot_table import Deflated
 from kvoffd_proto.messages import GroupSpec
 from tests.kit.slot_cache import UNIT, CacheRig, check_invariants, keys_of
 
@@ -91,7 +90,7 @@ def test_partial_blocks_of_a_reset_are_freed_by_parts_or_when_space_is_needed(ne
     check_invariants(rig.cache)
     while rig.cache.background():
         check_invariants(rig.cache)
-    assert (namespace.totals.partial_blocks, namespace.totals.invalidated_blocks) == (0, 32)
+    assert (namespace.counters.partial_blocks, namespace.counters.invalidated_blocks) == (0, 32)
     assert (len(rig.cache._partial), namespace.held_bytes) == (0, 0)
 
 
@@ -191,18 +190,10 @@ def test_many_resets_are_written_down_once_and_all_of_them(monkeypatch: pytest.M
     spaces, saves = [rig.open(str(number)) for number in range(5)], list[object]()
     save = rig.table.save_namespaces
     monkeypatch.setattr(rig.table, "save_namespaces", lambda snapshot: saves.append(snapshot) or save(snapshot))
-    with rig.cache.saving_once():
-        for space in spaces:
-            rig.cache.reset(space, generation=3)
-        assert not saves
+    rig.cache.reset(*spaces, generation=3)
     assert len(saves) == 1
     snapshot = rig.successor()[0].cache.table.load_namespaces(NamespaceSnapshot)
     assert [(one.number, one.generation) for one in snapshot.namespaces] == [(space.number, 3) for space in spaces]
-    with rig.cache.saving_once():
-        pass
-    assert len(saves) == 1, "nothing has changed"
-    rig.cache.reset(spaces[0])
-    assert len(saves) == 2
 
 
 # --- why keys are not there ---------------------------------------------------------------------
@@ -460,20 +451,6 @@ def test_many_leases_on_what_was_reset_are_void_at_once_and_end_by_parts() -> No
     assert list(rig.cache.leases) == [4]
     assert rig.cache.leases_of(SESSION).keys == 1
     check_invariants(rig.cache)
-
-
-def test_a_namespace_is_packed_once_whatever_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    packed: list[int] = []
-    of = Deflated.of
-    monkeypatch.setattr(Deflated, "of", lambda content: packed.append(len(content)) or of(content))
-    rig = CacheRig(64, 8)
-    for number in range(20):
-        packed.clear()
-        rig.cache.open_namespace(Namespace(bytes([number]) * 32, "a" * 300, 1, 8, [GroupSpec("full", 16)], "{}"))
-        rig.cache.register_rank(rig.cache.namespaces[bytes([number]) * 32], 0, [UNIT], None)
-    assert sum(size > 300 for size in packed) == 1
-    snapshot = rig.successor()[0].cache.table.load_namespaces(NamespaceSnapshot)
-    assert [one.fingerprint[0] for one in snapshot.namespaces] == [*range(20)]
 
 
 def test_namespaces_that_do_not_fit_are_those_with_the_fewest_blocks(caplog: pytest.LogCaptureFixture) -> None:

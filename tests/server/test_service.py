@@ -27,7 +27,6 @@ from kvoffd.server.lifeline import Connection
 from kvoffd.server.persistence import State
 from kvoffd.server.scrubber import Scrubber
 from kvoffd.server.sessions import Peer, Session, credit_bytes, may_connect
-from kvoffd.server.stats import daemon_stats
 from kvoffd.system.mappings import MappedSegment
 from kvoffd.transfer.engine import CopyEngine, CopyStats, EngineMemory, OnMapped, Transfer
 from kvoffd.transfer.plan import Direction, Outcome, build_layouts
@@ -36,7 +35,6 @@ from kvoffd_proto import codec
 from kvoffd_proto import messages as m
 from kvoffd_proto.admin import Clear, ListPrompts, PromptsListed
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.stats import NamespaceStats
 from tests.kit.cases import case
 from tests.kit.slot_cache import CacheRig, keys_of
 from tests.sim.parts import NoStateFile, make_pool, make_service
@@ -102,26 +100,6 @@ def bench() -> Iterator[Bench]:
     made = Bench()
     yield made
     made.pool.close()
-
-
-def test_a_namespace_s_row_in_statistics_is_made_again_only_when_something_has_changed(bench: Bench) -> None:
-    def row() -> NamespaceStats:
-        (found,) = daemon_stats(bench.service).namespaces
-        return found
-
-    worker, scheduler = bench.session(), bench.session(m.Role.SCHEDULER)
-    before = row()
-    assert row() is before
-    bench.ask(scheduler, m.Lookup(1, NAMESPACE, 1 << 32, [m.GroupKeys(0, KEY)]))
-    assert row().lookups == 1
-    bench.copy(worker)
-    bench.end_copy()
-    assert (row().ready_blocks, row().stored_blocks) == (1, 1)
-    bench.service.cache.quotas[NAMESPACE] = 4096
-    assert row().quota_bytes == 4096
-    bench.service.cache.namespaces[NAMESPACE].counters.partial_blocks += 1
-    assert row().partial_blocks == 1
-    assert row() is row()
 
 
 def test_what_became_of_prompts_is_kept_with_the_reason_of_a_miss(bench: Bench) -> None:

@@ -196,7 +196,7 @@ class Facts:
     @property
     def counted(self) -> list[s.NamespaceStats]:
         """Namespaces of engines, without benches and the row of all others."""
-        return [one for one in self.stats.namespaces if not one.of_bench and one.fingerprint]
+        return [one for one in self.stats.namespaces if not one.of_bench]
 
     @property
     def known(self) -> list[NamespaceInfo]:
