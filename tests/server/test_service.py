@@ -22,6 +22,7 @@ import pytest
 from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config
 from kvoffd.errors import BadBlockIds, KvoffdError
+from kvoffd.server.handlers import HANDLERS, Pending
 from kvoffd.server.jobs import QUIET_S, checked_parts
 from kvoffd.server.lifeline import Connection
 from kvoffd.server.persistence import State
@@ -160,6 +161,24 @@ def test_what_became_of_prompts_is_kept_with_the_reason_of_a_miss(bench: Bench) 
     for number in range(6):
         send([report(f"{number}-{one}") for one in range(200)])
     assert [one.request for one in found()] == [f"{number}-{one}" for number in range(1, 6) for one in range(200)]
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_reply_that_cannot_be_encoded_is_an_error_for_its_client_alone(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, waits: bool
+) -> None:
+    reply = m.Done(5, 2**70)
+    exchange, _ = HANDLERS[Clear]
+    answer = Pending(lambda late: reply) if waits else reply
+    monkeypatch.setitem(HANDLERS, Clear, (exchange, lambda *_: answer))
+    admin = bench.session(m.Role.ADMIN)
+    (refused,) = bench.ask(admin, Clear(5))
+    assert isinstance(refused, m.Error)
+    assert (refused.request_id, refused.code) == (5, ErrorCode.INTERNAL)
+    assert [record.levelname for record in caplog.records if record.exc_info] == ["ERROR"]
+    assert bench.service.errors == {"internal": 1}
+    assert not bench.service.pending
+    assert isinstance(bench.ask(admin, ListPrompts(6))[0], PromptsListed)
 
 
 def test_periodic_work_that_fails_each_time_keeps_no_other_from_being_done(
