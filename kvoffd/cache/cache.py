@@ -969,6 +969,7 @@ class Cache:
     ) -> LoadTicket:
         """Pin READY blocks and return a rank's slots of them. The first key is read from ``first_block`` on.
 
+        The load counts for the lease. Its blocks need not be the lease's: a key may have been stored again since.
         Rank, group and keys must be valid. Raises UnknownLease, and NotReady with the numbers of keys that are not
         READY, are corrupt, or whose written range begins later.
         """
@@ -1139,7 +1140,8 @@ class Cache:
     def drop(self, blocks: BlockIds | Sequence[int], reason: MissReason) -> None:
         """Take WRITING and READY blocks out of the index. Their slots are freed once nothing uses them."""
         for group, members in self.by_group(np.asarray(blocks, np.uint32)):
-            group.namespace.counters.invalidated_blocks += len(members)
+            if not group.dead:  # otherwise counted when it was reset
+                group.namespace.counters.invalidated_blocks += len(members)
             for state in (READY, WRITING):
                 self._remove(group, state, members[self.blocks.state[members] == state], reason)
 
@@ -1151,10 +1153,8 @@ class Cache:
     def _drop_partial(self, blocks: Sequence[int]) -> None:
         """Drop blocks that lack a shard which was not stored in time."""
         for group, members in self.by_group(np.array(blocks, np.uint32)):
-            if group.dead:  # counted when it was reset
-                self._remove(group, WRITING, members)
-                continue
-            group.namespace.counters.partial_blocks += len(members)
+            if not group.dead:
+                group.namespace.counters.partial_blocks += len(members)
             self.drop(members, MissReason.PARTIAL)
 
     def _remove(self, group: Group, state: int, blocks: BlockIds, reason: MissReason | None = None) -> None:

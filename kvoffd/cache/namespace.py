@@ -29,6 +29,10 @@ LONG_DESCRIPTION = 256
 """Longer descriptions are not kept for the next daemon if the slot table has too little space."""
 
 
+UNKNOWN_TOKENS = 512
+"""Tokens for which a block counts if its group does not give them."""
+
+
 class MissReason(IntEnum):
     """Reason that a requested key was not found: ``MISS_REASONS`` of the statistics explains each.
 
@@ -311,6 +315,8 @@ class Group:
         self.number, self.namespace, self.index, self.key_bytes = number, namespace, index, namespace.key_bytes
         self.tokens = namespace.groups[index].tokens_per_block
         """Tokens of a block; 0 if its group does not give them."""
+        self.weight = self.tokens or UNKNOWN_TOKENS
+        """Tokens for which a block counts in the policy, and in the curve that judges it."""
         self.dead = False
         """Whether the namespace was reset, so that the group's blocks are being freed."""
         self.unswept: list[int] = []

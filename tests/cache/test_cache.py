@@ -13,7 +13,7 @@ from kvoffd.cache.block_table import DROPPED, FREE, READY
 from kvoffd.cache.cache import MAX_UNREPORTED_REQUESTS
 from kvoffd.cache.namespace import MissReason, Namespace, NamespaceSnapshot
 from kvoffd.cache.tickets import StorePart
-from kvoffd.errors import BadGeometry, UnknownLease
+from kvoffd.errors import BadGeometry, NotReady, UnknownLease
 from kvoffd.pool.slot_table import Deflated
 from kvoffd_proto.messages import GroupSpec
 from tests.kit.slot_cache import UNIT, CacheRig, check_invariants, keys_of
@@ -123,6 +123,18 @@ def test_a_lease_that_may_not_grow_keeps_what_it_has() -> None:
 # --- loads and space -----------------------------------------------------------------------------
 
 
+def test_a_load_needs_an_active_lease_and_blocks_that_are_ready() -> None:
+    """Whether the lease has them does not matter, as the refusal says."""
+    rig = full_rig()
+    namespace = rig.open("a")
+    rig.store(namespace, keys_of(1, 2))
+    hold(rig, namespace, keys_of(1))
+    rig.cache.end_load([rig.cache.begin_load(namespace, 0, LEASE, 0, keys_of(1, 2))])
+    with pytest.raises(NotReady, match="1 keys of group 0 are not in the pool") as refused:
+        rig.cache.begin_load(namespace, 0, LEASE, 0, keys_of(1, 3, 2))
+    assert refused.value.missing == [1]
+
+
 def test_as_many_blocks_go_as_are_needed_a_tail_first() -> None:
     rig = full_rig()
     namespace = rig.open("a")
@@ -174,6 +186,21 @@ def test_one_old_block_does_not_cost_a_region_in_use() -> None:
 
 
 # --- what is dropped ----------------------------------------------------------------------------
+
+
+def test_a_block_that_was_reset_and_is_found_corrupt_is_counted_once() -> None:
+    rig = full_rig()
+    namespace = rig.open("a")
+    rig.store(namespace, keys_of(1, 2, 3))
+    (check, _, _) = rig.cache.checks(rig.blocks(namespace, keys_of(1, 2, 3)))
+    assert rig.cache.reset(namespace) == 3
+    assert not rig.cache.check(check.slot, check.generation, 1)
+    assert namespace.counters.invalidated_blocks == 3
+    check_invariants(rig.cache)
+    while rig.cache.background():
+        pass
+    assert (namespace.counters.invalidated_blocks, rig.cache.quarantined_slots) == (3, 1)
+    assert rig.cache.reasons_of(namespace, 0, keys_of(1, 2)) == bytes([MissReason.INVALIDATED] * 2)
 
 
 def test_a_successor_does_not_find_what_was_reset_and_not_freed_yet() -> None:
