@@ -37,10 +37,10 @@ struct block_group {
 /* BlockTable of block_table.py has the same fields. */
 struct blocks {
     uint64_t generation; /* highest generation of any record */
-    uint64_t pinned_blocks, pinned_bytes;
+    uint64_t pinned_blocks, pinned_bytes, leased_bytes;
     uint8_t *records; /* the slot table's */
     uint8_t *state, *shard;
-    uint32_t *pins;
+    uint32_t *pins, *leases;
     uint8_t *missing;
     uint32_t *group, *next, *pages, *older, *newer; /* the last two: neighbours in the list of the block's group */
     uint64_t *misses; /* reasons why keys left: see blocks.c */

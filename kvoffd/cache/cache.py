@@ -84,6 +84,8 @@ LOOKED_AT_ONCE = 4096
 """Slots that one step of ``next_unverified`` scans."""
 SWEPT_AT_ONCE, ENDED_AT_ONCE = 1024, 1024
 """Slots of reset namespaces that one step frees, and ended leases that one step unpins."""
+CLAIM_S = 10.0
+"""Time for which a session whose lookup was cut by the limit of leases counts as one that has some."""
 MAX_OVER_QUOTA = 1024
 """Extra evictions per store while a namespace is over quota."""
 PARTIAL_GRACE_S = 2.0
@@ -113,8 +115,10 @@ class Cache:
 
     Args:
         partial_timeout_s: age at which partial blocks are dropped.
-        leased_share: part of the pool that leases may pin. Any session may use the first half of it; beyond that, the
-            sessions that have leases get equal parts. Promoted blocks (``hold``) are not subject to the equal parts.
+        leased_share: the most of the pool that all leases together may pin, promoted blocks included: while half of it
+            or more is pinned, lookups of a session lease no more than its equal part among the sessions that have
+            leases or were refused some in the last CLAIM_S, and never more than what is left. Promoted blocks
+            (``hold``) are not subject to the equal parts. What is leased stays so until the lease ends.
         max_leased_keys: limit for one session.
     """
 
@@ -139,7 +143,7 @@ class Cache:
         self.quotas: dict[bytes, int] = {}
         """Limits of pool bytes, set by an operator, by fingerprint; the namespace need not be open."""
         self.leases: dict[int, Lease] = {}
-        """Leases by id, in the order of their deadlines: active ones, and those of ``_ended``."""
+        """Active leases by id, in the order of their deadlines."""
         self.checked_slots = self.checked_bytes = self.mismatches = 0
         """Slots compared with their checksums, their bytes, and the slots whose checksum was wrong."""
         self.quarantined_slots = self.quarantined_bytes = 0
@@ -155,7 +159,10 @@ class Cache:
         self.reserved_bytes = 0
         """Bytes of blocks that will be promoted, and leases will pin; kept by ``tiers``."""
         self.session_leases: dict[int, SessionLeases] = {}
-        """Leases of each session that has any."""
+        """Active leases of each session that has any."""
+        self._claims: dict[int, float] = {}
+        """Sessions whose last lookup was cut by the limit of leases, with the time until which they count as sessions
+        with leases."""
         self._bytes_in = dict.fromkeys(WITH_SLOTS, 0)
         """Bytes of all blocks by state, including those of forgotten namespaces."""
         self._next_number = 1
@@ -293,8 +300,7 @@ class Cache:
         for group, now in zip(dead, self._current[namespace], strict=True):
             self._retire(group)
             now.unswept = [number for number in (*group.unswept, group.number) if number in self._dead]
-        leases, namespace.leases = namespace.leases, {}
-        self._unpin_leases(leases)
+        self._end(list(namespace.leases))
         self._save()
         if self.tiers is not None:
             self.tiers.cancel_promotions(namespace)
@@ -411,9 +417,6 @@ class Cache:
             UnknownLease: the lease belongs to another session or namespace.
         """
         lease = self.leases.get(lease_id)
-        if lease is not None and not lease.active:
-            del self.leases[lease_id]
-            lease = None
         if lease is not None and (lease.session != session or lease.namespace is not namespace):
             raise UnknownLease(f"The lease {lease_id} belongs to another session or namespace; choose a new lease id.")
         current = self._current[namespace]
@@ -427,13 +430,14 @@ class Cache:
         lease.asking, lease.asking_bytes, lease.peer = 0, 0, peer
         for index, keys in groups if self._dead else ():
             self._record_reset(current[index], keys)
-        found = [self.blocks.lookup(current[index], keys, pin=is_new) for index, keys in groups]
+        pinned_before = self.blocks.pinned_bytes
+        found = [self.blocks.lookup(current[index], keys, lease=is_new) for index, keys in groups]
         for (index, keys), one in zip(groups, found, strict=True):
             self.order.asked(current[index], keys, one.states, one.ready, giver)
         asked = None if again else [AskedKeys(namespace, reported=reported) for _ in groups]
         if self.tiers is not None:
             found = self._find_below(self.tiers, lease, groups, found, asked, is_new=is_new)
-        found = self._lease_ready(lease, found, is_new=is_new)
+        found = self._lease_ready(lease, found, pinned_before, is_new=is_new)
         if asked is not None:
             self._count_lookup(lease, groups, found, asked, reported=reported)
         return [one.states for one in found], len(lease.blocks)
@@ -456,16 +460,19 @@ class Cache:
             tier_states = tiers.find(lease, groups, states, asked)
         except BaseException:
             if is_new:
-                self.unpin(_ready_of(found))
+                self._free_unpinned(self.blocks.end_lease(_ready_of(found)))
                 tiers.lease_ended(lease)
             raise
         if tier_states is states:
             return found
         return [_with_pending(one, new) for one, new in zip(found, tier_states, strict=True)]
 
-    def _lease_ready(self, lease: Lease, found: list[Found], *, is_new: bool) -> list[Found]:
-        """Give a lease the READY blocks, which are pinned already if it ``is_new``. Returns what was found, without
-        the blocks that it may not pin."""
+    def _lease_ready(self, lease: Lease, found: list[Found], pinned_before: int, *, is_new: bool) -> list[Found]:
+        """Give a lease the READY blocks, which it has pinned already if it ``is_new``. Returns what was found, without
+        the blocks that it may not pin.
+
+        ``pinned_before``: pinned bytes before the lookup.
+        """
         ready, leased = _ready_of(found), self.leases_of(lease.session)
         if is_new and (ready.size or lease.coming):
             self.leases[lease.lease_id], self.session_leases[lease.session] = lease, leased
@@ -473,20 +480,64 @@ class Cache:
         if not ready.size:
             return found
         if is_new:
-            fresh, newly_pinned_bytes = ready, sum([one.newly_pinned_bytes for one in found])
+            fresh, newly_leased_bytes = ready, sum([one.newly_leased_bytes for one in found])
         else:
             fresh = ready[~np.isin(ready, lease.blocks)]
-            newly_pinned_bytes = self.blocks.pin(fresh)
-        if (part := self._leasable(leased, len(fresh), newly_pinned_bytes)) < 1.0:
-            self.blocks.unpin(fresh)
-            found = [_limit_ready(one, lease.blocks, part) for one in found]
+            newly_leased_bytes = self.blocks.lease(fresh)
+        if self._is_within_limit(lease.session, len(fresh), newly_leased_bytes, pinned_before):
+            self._claims.pop(lease.session, None)
+        else:
+            self._free_unpinned(self.blocks.end_lease(fresh))
+            if self._ended:
+                self._unpin_some()
+            found = self._cut(lease, leased, found)
             ready = _ready_of(found)
             fresh = ready[~np.isin(ready, lease.blocks)]
-            newly_pinned_bytes = self.blocks.pin(fresh)
-        self._add_to_lease(lease, leased, fresh, newly_pinned_bytes)
+            newly_leased_bytes = self.blocks.lease(fresh)
+        self._add_to_lease(lease, leased, fresh, newly_leased_bytes)
         if not lease.blocks.size and not lease.coming:  # the limit allowed no pin
             self._end([lease])
         return found
+
+    def _is_within_limit(self, session: int, keys: int, newly_leased_bytes: int, pinned_before: int) -> bool:
+        """Return whether a session may keep this many keys that a lookup has just leased."""
+        leased = self.leases_of(session)
+        if leased.keys + keys > self._max_leased_keys:
+            return False
+        if not newly_leased_bytes:
+            return True
+        most, pinned_bytes = self.most_leased_bytes, self.blocks.pinned_bytes
+        if self.blocks.leased_bytes > most or pinned_bytes > max(most, pinned_before):
+            return False
+        return pinned_bytes <= most // 2 or leased.nbytes + newly_leased_bytes <= self._share_bytes(session)
+
+    def _share_bytes(self, session: int) -> int:
+        """Return the equal part of a session among those that have pinned something, or claim it, and itself."""
+        now = self._clock()
+        # Sessions that only wait for a tier, and have nothing pinned yet, do not count.
+        sharers = {session, *(one for one, leased in self.session_leases.items() if leased.nbytes)}
+        return self.most_leased_bytes // len(sharers.union(one for one, until in self._claims.items() if until > now))
+
+    def _cut(self, lease: Lease, leased: SessionLeases, found: list[Found]) -> list[Found]:
+        """Return what was found with as many READY keys as the session may lease besides what the lease has: the first
+        of each group, about the same part of each."""
+        fresh = [~np.isin(one.ready, lease.blocks) for one in found]
+        counts = [int(which.sum()) for which in fresh]
+        groups = np.repeat(np.arange(len(found)), counts)
+        order = np.argsort(np.concatenate([np.arange(count) / max(1, count) for count in counts]), kind="stable")
+        blocks = np.concatenate([one.ready[which] for one, which in zip(found, fresh, strict=True)])[order]
+        nbytes = self.blocks.pages[blocks].astype(np.int64) * PAGE_BYTES
+        to_pin = np.cumsum(nbytes * (self.blocks.pins[blocks] == 0))
+        to_lease = np.cumsum(nbytes * (self.blocks.leases[blocks] == 0))
+        most, pinned_bytes = self.most_leased_bytes, self.blocks.pinned_bytes
+        share = max(0, self._share_bytes(lease.session) - leased.nbytes)
+        fits = (to_lease <= most - self.blocks.leased_bytes) & (to_pin <= max(0, most - pinned_bytes))
+        fits &= (to_lease <= share) | (pinned_bytes + to_pin <= most // 2)
+        count = min(int(np.append(fits, False).argmin()), max(0, self._max_leased_keys - leased.keys))
+        if count < len(blocks):
+            self._claims[lease.session] = self._clock() + CLAIM_S
+        leasable = np.bincount(groups[order[:count]], minlength=len(found)).tolist()
+        return [_limit_ready(one, which, most) for one, which, most in zip(found, fresh, leasable, strict=True)]
 
     def _count_lookup(
         self,
@@ -519,22 +570,24 @@ class Cache:
             if len(self._requested) > MAX_UNREPORTED_REQUESTS:
                 self._report_request()
 
-    def _add_to_lease(self, lease: Lease, leased: SessionLeases, fresh: BlockIds, newly_pinned_bytes: int) -> None:
+    def _add_to_lease(self, lease: Lease, leased: SessionLeases, fresh: BlockIds, newly_leased_bytes: int) -> None:
         lease.blocks = np.concatenate([lease.blocks, fresh]) if lease.blocks.size else fresh
-        lease.nbytes += newly_pinned_bytes
-        leased.nbytes += newly_pinned_bytes
+        lease.nbytes += newly_leased_bytes
+        leased.nbytes += newly_leased_bytes
         leased.keys += len(fresh)
 
     def hold(self, lease: Lease, blocks: BlockIds) -> None:
         """Pin READY blocks that were promoted for a lease, unless it has ended or leases may not pin more."""
         if not lease.active:
             return
-        leased, newly_pinned_bytes = self.session_leases[lease.session], self.blocks.pin(blocks)
-        is_much = newly_pinned_bytes and self.blocks.pinned_bytes > self.most_leased_bytes
-        if is_much or leased.keys + len(blocks) > self._max_leased_keys:
-            self.blocks.unpin(blocks)
+        leased, pinned_before = self.session_leases[lease.session], self.blocks.pinned_bytes
+        newly_leased_bytes = self.blocks.lease(blocks)
+        exceeds = self.blocks.leased_bytes > self.most_leased_bytes and newly_leased_bytes > 0
+        exceeds |= self.blocks.pinned_bytes > max(self.most_leased_bytes, pinned_before)
+        if exceeds or leased.keys + len(blocks) > self._max_leased_keys:
+            self._free_unpinned(self.blocks.end_lease(blocks))
         else:
-            self._add_to_lease(lease, leased, blocks, newly_pinned_bytes)
+            self._add_to_lease(lease, leased, blocks, newly_leased_bytes)
 
     @property
     def pinnable_bytes(self) -> int:
@@ -545,18 +598,6 @@ class Cache:
     def leasable_bytes(self) -> int:
         """Bytes that leases may still pin, without those that are reserved for promotions."""
         return self.pinnable_bytes - self.reserved_bytes
-
-    def _leasable(self, leased: SessionLeases, keys: int, newly_pinned_bytes: int) -> float:
-        """Return the part of newly pinned keys that a session may lease in addition to its leases: 1.0 for all.
-
-        ``newly_pinned_bytes``: their bytes that nothing else pins. Only these take space from other sessions.
-        """
-        part, most = (self._max_leased_keys - leased.keys) / max(1, keys), self.most_leased_bytes
-        if newly_pinned_bytes and self.blocks.pinned_bytes > most // 2:
-            # Sessions that only wait for a tier, and have nothing pinned yet, do not count.
-            sharers = sum(one.nbytes > 0 for one in self.session_leases.values()) + (not leased.nbytes)
-            part = min(part, (most // sharers - leased.nbytes) / newly_pinned_bytes)
-        return max(0.0, min(1.0, part))
 
     def leases_of(self, session: int) -> SessionLeases:
         return self.session_leases.get(session) or SessionLeases()
@@ -612,44 +653,40 @@ class Cache:
     def release(self, session: int, lease_ids: Iterable[int]) -> int:
         """End leases of a session; unknown ids are ignored. Returns how many ended."""
         found = [self.leases.get(lease_id) for lease_id in dict.fromkeys(lease_ids)]
-        leases = [lease for lease in found if lease is not None and lease.session == session and lease.active]
-        return self._end(leases)
+        return self._end([lease for lease in found if lease is not None and lease.session == session])
 
     def end_session(self, session: int) -> int:
         """End all leases of a closed session. Returns how many."""
         self._uncounted.session_ended(session)
-        return self._end([lease for lease in self.leases_of(session).leases if lease.active])
+        self._claims.pop(session, None)
+        return self._end(list(self.leases_of(session).leases))
 
     def _end(self, leases: Sequence[Lease]) -> int:
-        """End active leases. Returns how many."""
+        """End active leases. Returns how many. If there are many, ``background`` unpins their blocks."""
         for lease in leases:
-            del lease.namespace.leases[lease]
-        self._unpin_leases(leases)
-        return len(leases)
-
-    def _unpin_leases(self, ended: Iterable[Lease]) -> None:
-        """Unpin the blocks of leases that are not active any more. If there are many, ``background`` does it."""
-        self._ended.extend(ended)
-        if len(self._ended) <= self.ended_at_once:
-            self._unpin_some()
-
-    def _unpin_some(self) -> None:
-        ended = [self._ended.popleft() for _ in range(min(self.ended_at_once, len(self._ended)))]
-        for lease in ended:
-            if self.leases.get(lease.lease_id) is lease:
-                del self.leases[lease.lease_id]
-            if lease.counts and lease.blocks.size:
-                lease.namespace.counters.covered_keys += len(lease.blocks)
+            del lease.namespace.leases[lease], self.leases[lease.lease_id]
             leased = self.session_leases[lease.session]
             del leased.leases[lease]
             leased.keys -= len(lease.blocks)
             leased.nbytes -= lease.nbytes
             if not leased.leases:
                 del self.session_leases[lease.session]
+        self._ended.extend(leases)
+        if len(self._ended) <= self.ended_at_once:
+            self._unpin_some()
+        return len(leases)
+
+    def _unpin_some(self) -> None:
+        """Unpin blocks of some leases that have ended."""
+        ended = [self._ended.popleft() for _ in range(min(self.ended_at_once, len(self._ended)))]
+        for lease in ended:
+            if lease.counts and lease.blocks.size:
+                lease.namespace.counters.covered_keys += len(lease.blocks)
             if self.tiers is not None:
                 self.tiers.lease_ended(lease)
         if ended:
-            self.unpin(ended[0].blocks if len(ended) == 1 else np.concatenate([lease.blocks for lease in ended]))
+            blocks = ended[0].blocks if len(ended) == 1 else np.concatenate([lease.blocks for lease in ended])
+            self._free_unpinned(self.blocks.end_lease(blocks))
 
     def tick(self) -> int:
         """End overdue leases, and drop blocks that were partial for too long. Returns the number of both.
@@ -657,8 +694,7 @@ class Cache:
         At most ``ended_at_once`` of each; the others wait for the next call.
         """
         now = self._clock()
-        late = takewhile(lambda lease: lease.deadline <= now, self.leases.values())
-        overdue = list(islice((lease for lease in late if lease.active), self.ended_at_once))
+        overdue = list(islice(takewhile(lambda lease: lease.deadline <= now, self.leases.values()), self.ended_at_once))
         partial = list(islice(self._partial_since(now - self._partial_timeout_s), self.ended_at_once))
         self._drop_partial(partial)
         self.order.tick()
@@ -667,7 +703,10 @@ class Cache:
 
     def unpin(self, blocks: BlockIds) -> None:
         """Undo ``BlockTable.pin``."""
-        unpinned = self.blocks.unpin(blocks)
+        self._free_unpinned(self.blocks.unpin(blocks))
+
+    def _free_unpinned(self, unpinned: BlockIds) -> None:
+        """Free the DROPPED ones of blocks that are not pinned any more."""
         if self._bytes_in[DROPPED]:
             self._free_dropped(unpinned[self.blocks.state[unpinned] == DROPPED])
 
@@ -974,7 +1013,7 @@ class Cache:
         READY, are corrupt, or whose written range begins later.
         """
         lease = self.leases.get(lease_id)
-        if lease is None or lease.namespace is not namespace or not lease.active:
+        if lease is None or lease.namespace is not namespace:
             raise UnknownLease(f"The lease {lease_id} is unknown, ended or of another namespace; look up again.")
         group, size = self._current[namespace][group_index], namespace.key_bytes
         found = self.blocks.begin_load(self.slots, group, keys, rank, first_block)
@@ -1392,11 +1431,10 @@ def _ready_of(found: Sequence[Found]) -> BlockIds:
     return found[0].ready if len(found) == 1 else np.concatenate([_NOTHING, *[one.ready for one in found]])
 
 
-def _limit_ready(found: Found, leased: BlockIds, part: float) -> Found:
-    """Keep READY the keys that the lease has, and the first ``part`` of the others."""
-    states, ready = np.frombuffer(found.states, np.uint8).copy(), np.isin(found.ready, leased)
-    fresh = np.flatnonzero(~ready)
-    ready[fresh[: int(fresh.size * part)]] = True
+def _limit_ready(found: Found, fresh: npt.NDArray[np.bool_], most: int) -> Found:
+    """Keep READY the keys that the lease has, and the first ``most`` of the ``fresh`` ones."""
+    states, ready = np.frombuffer(found.states, np.uint8).copy(), ~fresh
+    ready[np.flatnonzero(fresh)[:most]] = True
     reasons, beyond = np.frombuffer(found.reasons, np.uint8).copy(), np.flatnonzero(states == READY)[~ready]
     states[beyond], reasons[beyond] = ABSENT, MissReason.LEASE_LIMIT
     run = min(found.run, int(np.append(ready, False).argmin()))

@@ -315,8 +315,6 @@ class Group:
         self.number, self.namespace, self.index, self.key_bytes = number, namespace, index, namespace.key_bytes
         self.tokens = namespace.groups[index].tokens_per_block
         """Tokens of a block; 0 if its group does not give them."""
-        self.weight = self.tokens or UNKNOWN_TOKENS
-        """Tokens for which a block counts in the policy, and in the curve that judges it."""
         self.dead = False
         """Whether the namespace was reset, so that the group's blocks are being freed."""
         self.unswept: list[int] = []
@@ -326,6 +324,11 @@ class Group:
         self._list = array("I", [NO_BLOCK, NO_BLOCK])
         """``struct block_list`` of blocks.h."""
         self.set_sizes([], [])
+
+    @property
+    def weight(self) -> int:
+        """Tokens for which a block counts in the policy, and in the curve that judges it."""
+        return self.tokens or UNKNOWN_TOKENS
 
     def set_sizes(self, lengths: Sequence[int], sizes: Sequence[int]) -> None:
         """Set the bytes of a block's shards and of their slots, by rank; empty until all ranks have registered."""

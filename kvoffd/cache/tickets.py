@@ -24,7 +24,7 @@ class Lease:
     deadline: float
     blocks: BlockIds
     nbytes: int = 0
-    """Bytes of the blocks that were not pinned before."""
+    """Bytes of the blocks that no lease pinned before."""
     loaded_ranks: set[int] = field(default_factory=set)
     loaded: dict[tuple[int, bytes], set[int]] = field(default_factory=dict)
     """Ranks that loaded a part, by its group and first key: it is counted once all have."""
@@ -51,7 +51,7 @@ class Lease:
 
 @dataclass(slots=True, eq=False)
 class SessionLeases:
-    """Leases of one session. A block counts once for each lease."""
+    """Active leases of one session. A block counts once for each lease."""
 
     leases: dict[Lease, None] = field(default_factory=dict)
     keys: int = 0

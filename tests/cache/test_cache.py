@@ -10,7 +10,7 @@ import pytest
 from kvoffd.cache import POLICY_NAMES
 from kvoffd.cache.asked_keys import TAKEN_AT_ONCE
 from kvoffd.cache.block_table import DROPPED, FREE, READY
-from kvoffd.cache.cache import MAX_UNREPORTED_REQUESTS
+from kvoffd.cache.cache import CLAIM_S, MAX_UNREPORTED_REQUESTS
 from kvoffd.cache.namespace import MissReason, Namespace, NamespaceSnapshot
 from kvoffd.cache.tickets import StorePart
 from kvoffd.errors import BadGeometry, NotReady, UnknownLease
@@ -314,15 +314,74 @@ def test_beyond_the_first_half_each_session_leases_an_equal_part() -> None:
         return rig.cache.lookup(namespace, session, 100 * session + numbers[0], [(0, keys_of(*numbers))])[1]
 
     assert leased(1, *range(35)) == 35, "alone it may have all that leases may"
-    assert leased(2, *range(40, 60)) == 20, "an equal part"
+    assert leased(2, *range(40, 60)) == 5, "what is left of 40"
+    assert namespace.counters.misses[MissReason.LEASE_LIMIT] == 15
     assert leased(2, *range(35)) == 35, "what others hold takes nothing from anybody"
-    assert leased(3, *range(60, 80)) == 13
-    assert namespace.counters.misses[MissReason.LEASE_LIMIT] == 7
-    rig.cache.end_session(2)
+    assert leased(3, *range(60, 80)) == 0
+    check_invariants(rig.cache)
     rig.cache.release(1, [100])
-    assert leased(1, *range(20)) == 20
-    assert leased(2, *range(40, 80)) == 19, "of 27 that nothing pins 13, and of the others as many"
-    assert leased(1, *range(20, 40)) == 0, "it has its part"
+    rig.cache.end_session(2)
+    assert leased(1, *range(30)) == 20, "half of it anybody may have; the third was refused and has a claim"
+    assert leased(3, *range(60, 80)) == 20, "an equal part"
+    check_invariants(rig.cache)
+    assert leased(2, *range(40, 60)) == 0
+    rig.cache.release(1, [100])
+    assert leased(3, *range(50, 60)) == 0, "it has more than a third"
+    assert leased(2, *range(40, 60)) == 13
+    assert leased(1, *range(20)) == 7, "what is left"
+    check_invariants(rig.cache)
+
+
+def test_a_session_that_was_refused_gets_what_others_give_back() -> None:
+    """However fast they would take it again: until it has its part, or has not asked for a while."""
+    rig = CacheRig(units=80, region_units=8, leased_share=0.5)
+    namespace = rig.open("a")
+    rig.store(namespace, keys_of(*range(80)))
+
+    def leased(session: int, lease_id: int, *numbers: int) -> int:
+        return rig.cache.lookup(namespace, session, lease_id, [(0, keys_of(*numbers))])[1]
+
+    assert [leased(1, 1 + number, *range(8 * number, 8 * number + 8)) for number in range(5)] == [8] * 5
+    assert leased(2, 10, *range(40, 60)) == 0
+    for number in range(3):
+        rig.cache.release(1, [1 + number])
+        assert leased(1, 1 + number, *range(60, 68)) == (0, 0, 4)[number]
+    assert leased(2, 10, *range(40, 60)) == 20
+    assert rig.cache.blocks.leased_bytes == 40 * UNIT
+    rig.cache.end_session(2)
+    assert leased(1, 20, *range(40, 60)) == 20, "nobody else is there"
+    assert leased(3, 30, *range(70, 80)) == 0
+    rig.cache.release(1, [20])
+    assert leased(1, 20, *range(40, 60)) == 0
+    rig.clock.now += CLAIM_S
+    assert leased(1, 20, *range(40, 60)) == 20
+    check_invariants(rig.cache)
+
+
+def test_blocks_that_a_copy_alone_pins_take_space_from_leases() -> None:
+    """Else leases and copies together would pin the whole pool, or leases more than they may."""
+    rig = CacheRig(units=16, region_units=8, leased_share=0.5)
+    namespace = rig.open("a")
+    rig.store(namespace, keys_of(*range(16)))
+    copied = rig.blocks(namespace, keys_of(*range(6)))
+    rig.cache.blocks.pin(copied)
+    assert rig.cache.lookup(namespace, 1, 1, [(0, keys_of(8, 9, 10))])[1] == 2
+    assert rig.cache.lookup(namespace, 1, 2, [(0, keys_of(0, 1, 2))])[1] == 3, "it is pinned anyway"
+    rig.cache.blocks.pin(rig.blocks(namespace, keys_of(12, 13, 14, 15)))
+    assert rig.cache.lookup(namespace, 1, 3, [(0, keys_of(3, 4, 5, 12, 13))])[1] == 3, "leases pin no more than eight"
+    check_invariants(rig.cache)
+
+
+def test_a_lookup_of_several_groups_is_cut_to_the_same_part_of_each() -> None:
+    """By bytes that it pins anew, wherever among its keys they are."""
+    rig = CacheRig(units=64, region_units=8, leased_share=0.25)
+    namespace = rig.open("a", sizes=(UNIT, 2 * UNIT))
+    rig.store(namespace, keys_of(*range(16)))
+    rig.store(namespace, keys_of(*range(8)), group=1)
+    rig.cache.lookup(namespace, 1, 1, [(0, keys_of(*range(8, 12)))])
+    (first, second), pinned = rig.cache.lookup(namespace, 2, 2, [(0, keys_of(*range(16))), (1, keys_of(*range(8)))])
+    assert pinned == first.count(R) + second.count(R)
+    assert (first.rstrip(bytes([A])), second.rstrip(bytes([A]))) == (bytes([R] * 4), bytes([R] * 2))
     check_invariants(rig.cache)
 
 
@@ -456,7 +515,8 @@ def with_five_leases() -> tuple[CacheRig, Namespace]:
 def test_the_leases_of_a_session_end_at_once_and_their_pins_by_parts() -> None:
     rig, namespace = with_five_leases()
     assert rig.cache.end_session(SESSION) == 5
-    assert not any(lease.active for lease in rig.cache.leases.values())
+    assert not rig.cache.leases
+    assert not rig.cache.session_leases, "they do not count in the session's limits any more"
     assert rig.cache.blocks.pinned_blocks == 5
     with pytest.raises(UnknownLease):
         rig.cache.begin_load(namespace, 0, 4, 0, keys_of(4))
