@@ -53,7 +53,7 @@ declare(
     blocks_set_checksum=(None, VOID_P, NUMBER, NUMBER),
     blocks_append=(None, VOID_P, CHAR_P, *ITEMS),
     blocks_oldest=(COUNT, VOID_P, CHAR_P, NUMBER, NUMBER, NUMBER),
-    blocks_choose_victims=(COUNT, VOID_P, VOID_P, CHAR_P, NUMBER, *ITEMS, NUMBER, NUMBER),
+    blocks_choose_victims=(COUNT, VOID_P, VOID_P, CHAR_P, NUMBER, *ITEMS, NUMBER, NUMBER, NUMBER),
     blocks_drop=(COUNT, VOID_P, CHAR_P, *ITEMS, NUMBER),
     blocks_release=(None, VOID_P, *ITEMS),
     blocks_common_group=(UINT32, VOID_P, *ITEMS, NUMBER),
@@ -88,7 +88,7 @@ FOUND = 255
 """Value instead of a ``MissReason`` for a key that was found."""
 KNOWN_MISSES = 2**19
 """Keys whose reason for leaving is remembered, 8 bytes each. A new key replaces one at random."""
-_ARRAYS = "state", "shard", "pins", "leases", "missing", "group", "next", "pages", "older", "newer", "misses"
+_ARRAYS = "state", "shard", "pins", "leases", "missing", "group", "next", "pages", "older", "newer", "misses", "prompt"
 """Arrays of ``BlockTable`` that C reads and writes, in the order of blocks.h."""
 
 
@@ -165,6 +165,8 @@ class BlockTable(Structure):
         """[blocks] pages of the block's slots."""
         self.older, self.newer = np.zeros(slots, np.uint32), np.zeros(slots, np.uint32)
         self.misses = np.zeros(KNOWN_MISSES, np.uint64)
+        self.prompt = np.zeros(slots, np.uint64)
+        """[blocks] number of the prompt that last looked the block up, or of the one whose store made it."""
         self._native = native()
         self._counts = array("Q", bytes(8 * 3))
         """The largest result that C writes there: ``struct released`` of blocks.c."""
@@ -322,7 +324,7 @@ class BlockTable(Structure):
         return self._numbers[:found].copy()
 
     def choose_victims(
-        self, slots: SlotAllocator, group: Group, count: int, order: BlockIds, *, last: bool
+        self, slots: SlotAllocator, group: Group, count: int, order: BlockIds, older_than: int, *, last: bool
     ) -> tuple[BlockIds, bool]:
         """Choose blocks to evict so that slots for ``count`` blocks of a group become free; also returns whether they
         are enough: see ``Victims.for_space``.
@@ -331,8 +333,8 @@ class BlockTable(Structure):
         """
         most = len(order) + 2 * slots.slots_per_region
         self._reserve(most)
-        wanted = slots.address, group.packed, count
-        found = self._native.blocks_choose_victims(self.address, *wanted, packed(order), len(order), most, last)
+        wanted = slots.address, group.packed, count, packed(order), len(order)
+        found = self._native.blocks_choose_victims(self.address, *wanted, most, last, older_than)
         if found == NO_BLOCK:
             raise MemoryError
         return self._numbers[:found].copy(), bool(self._counts[0])

@@ -479,6 +479,7 @@ enum { CHOSEN = 1, PASSED, REGIONS_COMPARED = 16 };
 struct choice {
     struct blocks *x;
     const struct slots *slots;
+    uint64_t older_than; /* only blocks of older prompts go with a region */
     uint64_t sizes, found, most_found, passed_pages, met;
     struct {
         uint64_t bytes;
@@ -578,7 +579,8 @@ static int can_go(const struct choice *c, uint64_t region)
 
     for (uint64_t slot = first; slot < first + count; slot++) {
         uint32_t block = block_of(c->x, slot);
-        if (slots->in_use[slot] && (c->x->state[block] != READY || c->x->pins[block]))
+        if (slots->in_use[slot] &&
+            (c->x->state[block] != READY || c->x->pins[block] || c->x->prompt[block] >= c->older_than))
             return 0;
     }
     return c->found + count <= c->most_found;
@@ -615,9 +617,10 @@ static int choose_region(struct choice *c)
  * unpinned blocks; `last`: there are no others. Returns how many, and sets counts[0] to whether they are enough; NONE
  * if memory is short. */
 uint64_t kvoffd_blocks_choose_victims(struct blocks *x, const struct slots *slots, const struct block_group *g, uint64_t count,
-                                  const uint32_t *order, uint64_t blocks, uint64_t most_found, uint32_t last)
+                                  const uint32_t *order, uint64_t blocks, uint64_t most_found, uint32_t last,
+                                  uint64_t older_than)
 {
-    struct choice c = { .x = x, .slots = slots, .most_found = most_found };
+    struct choice c = { .x = x, .slots = slots, .most_found = most_found, .older_than = older_than };
     uint64_t patience = 0, seen = 0;
 
     c.passed = calloc(3 * slots->regions, sizeof *c.passed);

@@ -44,6 +44,7 @@ struct blocks {
     uint8_t *missing;
     uint32_t *group, *next, *pages, *older, *newer; /* the last two: neighbours in the list of the block's group */
     uint64_t *misses; /* reasons why keys left: see blocks.c */
+    uint64_t *prompt; /* number of the prompt that looked the block up last, or whose store made it */
     /* Results of the last call: bytes or keys, numbers of blocks or slots, pool offsets, and counts. */
     uint8_t *bytes;
     uint32_t *numbers;

@@ -22,7 +22,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import compress, islice, takewhile
+from itertools import compress, islice, pairwise, takewhile
 from math import inf
 from typing import cast
 
@@ -70,7 +70,7 @@ from kvoffd.cache.tickets import (
     Stored,
     StorePart,
 )
-from kvoffd.cache.victims import Victims
+from kvoffd.cache.victims import ANY_PROMPT, Victims
 from kvoffd.errors import BadGeometry, KvoffdError, NotReady, UnknownLease
 from kvoffd.pool.allocator import PAGE_BYTES, SlotAllocator, SlotIds
 from kvoffd.pool.slot_table import Deflated, SlotTable
@@ -96,6 +96,8 @@ MAX_UNREPORTED_REQUESTS = 8
 """Requests that may wait for ``report_requests``; one more reports the oldest."""
 MAX_PREFETCHES, ASKED_AT_ONCE = 256, 4
 """Prefetches of hints that may wait for tiers, further ones do nothing; and those that a tick asks for again."""
+REFUSED = MissReason.NO_SPACE, MissReason.QUOTA
+"""Reasons why a store's keys got no blocks."""
 NO_LEASE = NO_SESSION = 0
 """Lease and session of a prefetch: ids that no other has."""
 RECOVERED_AT_ONCE = 4096
@@ -178,7 +180,9 @@ class Cache:
         self._current: dict[Namespace, list[Group]] = {}
         """Groups of each namespace, by index."""
         self.order = HintedOrder(policy, self.blocks, self._groups, self.quotas, clock, slots.pool_bytes)
-        self._victims = Victims(slots, self.blocks, self.order, self._waiting)
+        self._victims = Victims(slots, self.blocks, self.order, self._waiting, self._settled)
+        self._prompts = 0
+        """Number of the last prompt that was looked up, or whose store began."""
         self._partial: dict[int, float] = {}
         """Incomplete blocks of which no shard is being written, also of groups that were reset, with the time when that
         began."""
@@ -432,7 +436,9 @@ class Cache:
             self._record_reset(current[index], keys)
         pinned_before = self.blocks.pinned_bytes
         found = [self.blocks.lookup(current[index], keys, lease=is_new) for index, keys in groups]
+        self._prompts += 1
         for (index, keys), one in zip(groups, found, strict=True):
+            self.blocks.prompt[one.ready] = self._prompts
             self.order.asked(current[index], keys, one.states, one.ready, giver)
         asked = None if again else [AskedKeys(namespace, reported=reported) for _ in groups]
         if self.tiers is not None:
@@ -796,20 +802,21 @@ class Cache:
         """Allocate slots for the missing blocks, evicting if needed. Returns what to copy, by part.
 
         Existing blocks that begin later than the offered ones, and are not in use, are dropped first. The other
-        existing blocks of these keys are not evicted. Each group occurs once; groups, keys and rank must be valid.
+        existing blocks of these keys are not evicted, nor are those of the same prompts or of newer ones that no tier
+        has. Each group occurs once; groups, keys and rank must be valid.
 
         ``sole``: a number of the store of all ranks; a block that was begun under another one gets no shard of it.
         """
         groups, size, begun = self._current[namespace], namespace.key_bytes, list[Stored]()
-        offers: list[tuple[Stored, StorePart, Sequence[int]]] = []
+        offers: list[tuple[Stored, StorePart, Sequence[int], npt.NDArray[np.uint64]]] = []
         pinned: list[BlockIds] = []
         try:
-            for part in parts:
+            for part, prompts in zip(parts, self._prompts_of(namespace, parts), strict=True):
                 group = groups[part.group]
                 offered = group, part.keys, rank, part.first_blocks
                 verdicts, blocks = self.blocks.plan(*offered)
                 if verdicts == _ABSENT * len(verdicts):
-                    offers.append((Stored(group, _NOTHING, _NOTHING), part, range(len(verdicts))))
+                    offers.append((Stored(group, _NOTHING, _NOTHING), part, range(len(verdicts)), prompts))
                     continue
                 if Verdict.NARROW in verdicts:
                     gone = blocks[np.frombuffer(verdicts, np.uint8) == Verdict.NARROW]
@@ -824,12 +831,15 @@ class Cache:
                 )
                 if sole or self._sole:
                     joined = [key for key in joined if self._sole.get(int(blocks[key]), 0) == sole]
-                offers.append((Stored(group, blocks[joined], _NOTHING, joined, duplicates=duplicates), part, absent))
-                pinned.append(blocks[blocks != NO_BLOCK])
-                self.blocks.pin(pinned[-1])
-            for stored, part, new in offers:
+                stored = Stored(group, blocks[joined], _NOTHING, joined, duplicates=duplicates)
+                offers.append((stored, part, absent, prompts[absent]))
+                there = blocks[present := blocks != NO_BLOCK]
+                self.blocks.prompt[there] = np.maximum(self.blocks.prompt[there], prompts[present])
+                pinned.append(there)
+                self.blocks.pin(there)
+            for stored, part, new, prompts in offers:
                 begun.append(stored)
-                self._admit(rank, stored, part, new, sole)
+                self._admit(rank, stored, part, new, prompts, sole)
         except BaseException:
             self.abort_store(begun)
             raise
@@ -838,12 +848,51 @@ class Cache:
                 self.unpin(there)
         return begun
 
-    def _admit(self, rank: int, stored: Stored, part: StorePart, absent: Sequence[int], sole: int) -> None:
-        """Make blocks for the absent keys that the policy admits, and fill in what to copy."""
+    def _prompts_of(self, namespace: Namespace, parts: Sequence[StorePart]) -> list[npt.NDArray[np.uint64]]:
+        """Return the number of each key's prompt, by part.
+
+        A prompt continues with the number of the block before a chain, of any group. It gets a new one if there is no
+        such block, and 0, so that nothing is evicted for it, if that block was refused.
+        """
+        size, jobs, known = namespace.key_bytes, list[list[int]](), dict[int, int]()
+        for part in parts:
+            group, starts = self._current[namespace][part.group], part.starts or (0,)
+            jobs.append(list(part.jobs or range(len(starts))))
+            for at, start in enumerate(starts):
+                before, job = part.before.get(start), jobs[-1][at]
+                if at and before == part.keys[(start - 1) * size : start * size]:  # a job of which each part is a store
+                    job = jobs[-1][at] = jobs[-1][at - 1]
+                elif before is not None and (number := self._prompt_of(group, before)) is not None:
+                    known[job] = min(number, known.get(job, number))
+        self._prompts += 1
+        found = []
+        for part, its in zip(parts, jobs, strict=True):
+            numbers = np.array([known.get(job, self._prompts) for job in its], np.uint64)
+            found.append(np.repeat(numbers, np.diff([*(part.starts or (0,)), len(part.keys) // size])))
+        return found
+
+    def _prompt_of(self, group: Group, key: bytes) -> int | None:
+        """Return the number of the prompt that a key's block belongs to: 0 if it was refused, None if it is unknown."""
+        states, blocks = self.blocks.find(group, key)
+        if states[0] != FREE:
+            return int(self.blocks.prompt[blocks[0]])
+        return 0 if self.blocks.miss_reasons(group, key)[0] in REFUSED else None
+
+    def _admit(
+        self,
+        rank: int,
+        stored: Stored,
+        part: StorePart,
+        absent: Sequence[int],
+        prompts: npt.NDArray[np.uint64],
+        sole: int,
+    ) -> None:
+        """Make blocks for the absent keys that the policy admits, and fill in what to copy. ``prompts``: the number of
+        each one's prompt."""
         joins = len(stored.copy)
         try:
-            self._take_admitted(stored, part, absent)
-            self._record_lost(stored, part)
+            self._take_admitted(stored, part, absent, prompts)
+            self._record_lost(stored, part, prompts)
         finally:  # allocated slots belong to the store even if this fails
             if sole or self._sole:
                 self._forget_sole(stored.blocks[joins:])
@@ -858,15 +907,19 @@ class Cache:
             for block in stored.blocks.tolist() if self._partial else ():
                 self._partial.pop(block, None)
 
-    def _take_admitted(self, stored: Stored, part: StorePart, absent: Sequence[int]) -> None:
+    def _take_admitted(
+        self, stored: Stored, part: StorePart, absent: Sequence[int], prompts: npt.NDArray[np.uint64]
+    ) -> None:
         """Make blocks for the absent keys as far as policy and space allow. Each key's number goes into
         ``stored.copy``, ``rejected`` or ``no_space``."""
+        if not absent:
+            return
         group, size, begin, packed_keys = stored.group, stored.group.key_bytes, 0, part.keys
         if len(absent) * size < len(packed_keys):
             packed_keys = _select_keys(packed_keys, absent, size)
         runs: Sequence[tuple[int, float]] = [(len(absent), inf)]
         refused_score = -inf  # keys with a score up to this get no space
-        if part.starts is not None and absent and group.sizes and not group.namespace.of_bench:
+        if part.starts is not None and group.sizes and not group.namespace.of_bench:
             starts = list(part.starts)
             if len(starts) > 1:
                 starts = sorted({*np.searchsorted(absent, starts).tolist()})
@@ -874,27 +927,52 @@ class Cache:
             if self.slots.free_bytes < group.block_bytes and not self._dead and not self._partial:
                 refused_score = self.order.lowest
         for count, score in runs:
-            end, taken = begin + count, 0
+            end, left = begin + count, list(absent[begin : begin + count])
             # With tiers, every admitted block gets space, because only blocks in the pool are written to tiers.
             limit = inf if self.tiers is not None else score
             if score != REJECTED and limit > refused_score:
-                slots = self._take(group, packed_keys[begin * size : end * size], limit)
-                if taken := len(slots):
-                    stored.copy += absent[begin : begin + taken]
-                    stored.blocks = np.concatenate([stored.blocks, slots[:, 0]])
-                if taken < count:
+                left = self._take_run(stored, packed_keys[begin * size : end * size], left, prompts[begin:end], limit)
+                if left and (prompts == prompts[0]).all():  # otherwise other prompts may still get some
                     refused_score = limit
-            if taken < count:
-                evictable_left = refused_score < inf and self._victims.are_left(self._bytes_in[READY])
-                lost = stored.rejected if score == REJECTED or evictable_left else stored.no_space
-                lost += absent[begin + taken : end]
+            if left:
+                is_outranked = max(limit, refused_score) < inf and self._victims.are_left(int(prompts.max()))
+                lost = stored.rejected if score == REJECTED or is_outranked else stored.no_space
+                lost += left
             begin = end
 
-    def _record_lost(self, stored: Stored, part: StorePart) -> None:
+    def _take_run(
+        self, stored: Stored, keys: bytes, numbers: list[int], prompts: npt.NDArray[np.uint64], below: float
+    ) -> list[int]:
+        """Make blocks for absent keys as far as there is space. Returns the numbers of those that got none.
+
+        They may evict what the oldest of their prompts may. What gets no space then tries again with its own prompt.
+        """
+        taken, left = self._take_part(stored, keys, numbers, prompts, below), list[int]()
+        begins = [taken, *(taken + 1 + np.flatnonzero(np.diff(prompts[taken:]))).tolist(), len(numbers)]
+        if taken == len(numbers) or (len(begins) == 2 and prompts[taken] == prompts.min()):
+            return numbers[taken:]
+        size = stored.group.key_bytes
+        for begin, end in pairwise(begins):
+            one = slice(begin, end)
+            taken = self._take_part(stored, keys[begin * size : end * size], numbers[one], prompts[one], below)
+            left += numbers[begin + taken : end]
+        return left
+
+    def _take_part(
+        self, stored: Stored, keys: bytes, numbers: Sequence[int], prompts: npt.NDArray[np.uint64], below: float
+    ) -> int:
+        """Make blocks for the first absent keys. Returns how many got one."""
+        blocks = self._take(stored.group, keys, below, int(prompts.min()))[:, 0]
+        self.blocks.prompt[blocks] = prompts[: len(blocks)]
+        stored.blocks = np.concatenate([stored.blocks, blocks])
+        stored.copy += numbers[: len(blocks)]
+        return len(blocks)
+
+    def _record_lost(self, stored: Stored, part: StorePart, prompts: npt.NDArray[np.uint64]) -> None:
         """Count the keys that got no space or were rejected, and remember why they have no block."""
         group, size = stored.group, stored.group.key_bytes
         if stored.no_space:
-            cause = self.no_space_cause(group)
+            cause = self.no_space_cause(group, int(prompts.max()))
             reason = MissReason.QUOTA if cause == "quota" else MissReason.NO_SPACE
             self.blocks.record_misses(group, _select_keys(part.keys, stored.no_space, size), reason)
             group.namespace.counters.no_space[cause] += len(stored.no_space)
@@ -982,7 +1060,8 @@ class Cache:
         for number, (key, state) in enumerate(zip(keys, states, strict=True)):
             if state == FREE:
                 first.setdefault(key, number)
-        slots = self._take(group, b"".join(first), inf)
+        slots = self._take(group, b"".join(first), inf, ANY_PROMPT)
+        self.blocks.prompt[slots[:, 0]] = self._prompts
         self.blocks.shard[slots] = WRITING_SHARD
         each = zip(slots, self.slots.offsets(slots).tolist(), strict=True)
         tickets = (FillTicket(group, its, offsets) for its, offsets in each)
@@ -1052,13 +1131,13 @@ class Cache:
 
     # --- space ----------------------------------------------------------------------------------
 
-    def _take(self, group: Group, keys: bytes, below: float) -> npt.NDArray[np.uint32]:
-        """Make WRITING blocks for keys without one, as far as there is space, evicting blocks with a score below
-        ``below``. Returns their slots, [blocks, ranks]."""
+    def _take(self, group: Group, keys: bytes, below: float, older_than: int) -> npt.NDArray[np.uint32]:
+        """Make WRITING blocks for keys without one, as far as there is space, evicting blocks of prompts ``older_than``
+        this one with a score below ``below``. Returns their slots, [blocks, ranks]."""
         size, ranks = group.key_bytes, len(group.sizes)
         count, entered = len(keys) // size if ranks else 0, 0
         if self.quotas and count and group.namespace.fingerprint in self.quotas:
-            count = self._within_quota(group, count, below)
+            count = self._within_quota(group, count, below, older_than)
         found: list[npt.NDArray[np.uint32]] = []
         swept = not self._dead
         try:
@@ -1072,7 +1151,7 @@ class Cache:
                     swept = True
                     self._sweep(sorted(self._dead.values(), key=lambda one: group.sizes != one.sizes), count - entered)
                     continue
-                elif (victims := self._evict_for(group, count - entered, below)) is None:
+                elif (victims := self._evict_for(group, count - entered, below, older_than)) is None:
                     break
                 elif not victims.size:
                     continue
@@ -1087,7 +1166,7 @@ class Cache:
             raise
         return found[0] if len(found) == 1 else np.concatenate([np.empty((0, max(1, ranks)), np.uint32), *found])
 
-    def _within_quota(self, group: Group, count: int, below: float) -> int:
+    def _within_quota(self, group: Group, count: int, below: float, older_than: int) -> int:
         """Return how many of ``count`` blocks the quota allows, after evicting blocks of the namespace if needed."""
         namespace, each = group.namespace, group.block_bytes
         quota = self.quotas[namespace.fingerprint]
@@ -1097,22 +1176,22 @@ class Cache:
             swept = self._sweep(dead, min(most, -(-excess // each)))
             most, excess = most - swept, excess - swept * each
         if excess > 0:
-            victims = self._victims.of_namespace(self._current[namespace], excess, most, below)
+            victims = self._victims.of_namespace(self._current[namespace], excess, most, below, older_than)
             self._evict(victims, reason=MissReason.QUOTA)
         return max(0, min(count, (quota - namespace.held_bytes) // each))
 
-    def no_space_cause(self, group: Group) -> str:
-        """Return why a block of a group gets no space now, one of NO_SPACE_CAUSES."""
+    def no_space_cause(self, group: Group, prompt: int = ANY_PROMPT) -> str:
+        """Return why a block of a group, for the prompt of this number, gets no space now, one of NO_SPACE_CAUSES."""
         usage, quota = self.usage, self.quotas.get(group.namespace.fingerprint)
         if quota is not None and group.namespace.held_bytes + group.block_bytes > quota:
             return "quota"
         if group.block_bytes > self.slots.pool_bytes:
             return "too_large"
         if usage.free + usage.ready - usage.pinned >= group.block_bytes:
-            return "sizes"
+            return "prompt" if prompt < ANY_PROMPT and self._victims.spares(prompt) else "sizes"
         return "pinned" if usage.pinned >= usage.writing else "writing"
 
-    def _evict_for(self, group: Group, count: int, below: float) -> BlockIds | None:
+    def _evict_for(self, group: Group, count: int, below: float, older_than: int) -> BlockIds | None:
         """Return up to ``count`` blocks to replace; empty if space was made otherwise; None if none can be evicted."""
         if not group.namespace.evicts_others:
             return None
@@ -1123,9 +1202,9 @@ class Cache:
             if unpinned := list(islice((block for block in partial if not self.blocks.pins[block]), count)):
                 self._drop_partial(unpinned)
                 return _NOTHING
-        if (own := self._victims.own(group, count, below)) is not None:
+        if (own := self._victims.own(group, count, below, older_than)) is not None:
             return own if own.size else None
-        if not (victims := self._victims.for_space(group, count, below)).size:
+        if not (victims := self._victims.for_space(group, count, below, older_than)).size:
             return None
         self._evict(victims)
         return _NOTHING
@@ -1133,6 +1212,10 @@ class Cache:
     def _waiting(self, blocks: BlockIds) -> npt.NDArray[np.bool_] | None:
         """Return which of the blocks wait to be written to a tier; None if none does."""
         return None if self.tiers is None else self.tiers.waiting(blocks)
+
+    def _settled(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
+        """Return which of the READY blocks tiers have, or do not want."""
+        return np.zeros(len(blocks), np.bool_) if self.tiers is None else self.tiers.settled(blocks)
 
     def _replace(self, group: Group, victims: BlockIds, keys: bytes) -> npt.NDArray[np.uint32]:
         """Evict READY blocks of a group, and make WRITING ones for the keys in their slots. Returns these slots."""

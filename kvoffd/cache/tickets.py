@@ -68,6 +68,11 @@ class StorePart(NamedTuple):
     """First engine block that is written, by key number, if it is not the key's first."""
     starts: Sequence[int] | None = (0,)
     """Numbers of the keys at which chains begin, the first at 0; None to bypass the policy."""
+    before: Mapping[int, bytes] = MappingProxyType({})
+    """Key before a chain's first in its prompt, by the first one's number; none if it begins the prompt, or if that is
+    unknown."""
+    jobs: Sequence[int] = ()
+    """Number of each chain's prompt within the store, the same in all groups; by default those from 0 on."""
 
 
 @dataclass(slots=True, eq=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from kvoffd.cache.asked_keys import TAKEN_AT_ONCE
 from kvoffd.cache.block_table import DROPPED, FREE, READY
 from kvoffd.cache.cache import CLAIM_S, MAX_UNREPORTED_REQUESTS
 from kvoffd.cache.namespace import MissReason, Namespace, NamespaceSnapshot
-from kvoffd.cache.tickets import StorePart
+from kvoffd.cache.tickets import Stored, StorePart
 from kvoffd.errors import BadGeometry, NotReady, UnknownLease
 from kvoffd.pool.slot_table import Deflated
 from kvoffd_proto.messages import GroupSpec
@@ -121,6 +122,88 @@ def test_a_lease_that_may_not_grow_keeps_what_it_has() -> None:
 
 
 # --- loads and space -----------------------------------------------------------------------------
+
+
+def extend(
+    rig: CacheRig, namespace: Namespace, numbers: range, begin: int, ranks: Sequence[int] = (0,)
+) -> list[Stored]:
+    """Store a part of a prompt, whose first number is ``begin``, in its first group."""
+    before = {0: keys_of(numbers[0] - 1)} if numbers[0] > begin else {}
+    stored = []
+    for rank in ranks:
+        part = StorePart(0, keys_of(*numbers), before=before)
+        stored += rig.cache.begin_store(namespace, rank, [part])
+        rig.commit(stored[-1:])
+    return stored
+
+
+@pytest.mark.parametrize("looked_up", [False, True])
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_a_prompt_larger_than_the_pool_keeps_its_beginning(policy: str, looked_up: bool) -> None:
+    """However it is cut into stores, of several ranks. What is older goes first."""
+    rig = CacheRig(64, 8, policy, leased_share=1.0)
+    namespace = rig.open("a", world_size=2)
+    for begin in range(1000, 1400, 20):  # so that the policy has learned something
+        rig.ask(namespace, keys_of(*range(begin, begin + 20)))
+    if looked_up:
+        rig.look(namespace, keys_of(*range(100)))
+    for begin in range(0, 90, 9):
+        extend(rig, namespace, range(begin, begin + 9), 0, (begin // 9 % 2, 1 - begin // 9 % 2))
+        check_invariants(rig.cache)
+    found = rig.states(namespace, keys_of(*range(90)))
+    assert (found, sum(namespace.counters.no_space.values())) == ([R] * 32 + [A] * 58, 2 * 58)
+    assert namespace.counters.no_space == {"prompt": 2 * 58}
+    assert rig.cache.lookup(namespace, 1, 1, [(0, keys_of(*range(90)))])[1] == 32
+    rig.cache.release(1, [1])
+    assert rig.begin(namespace, 0, 0, keys_of(500), starts=None)[0].copy == [0], "a newer prompt's"
+
+
+def test_prompts_grow_at_the_cost_of_older_ones_alone() -> None:
+    """Also those that are in one message."""
+    rig = full_rig(32, 8)
+    namespace = rig.open("a")
+    for begin in (100, 200):
+        extend(rig, namespace, range(begin, begin + 16), begin)
+    assert extend(rig, namespace, range(116, 124), 100)[0].no_space == [*range(8)], "its own beginning is the oldest"
+    assert extend(rig, namespace, range(216, 224), 200)[0].copy == [*range(8)]
+    assert rig.states(namespace, keys_of(*range(100, 116))) == [R] * 8 + [A] * 8
+    both = StorePart(0, keys_of(124, 125, 224, 225), {}, (0, 2), {0: keys_of(107), 2: keys_of(223)})
+    (stored,) = rig.cache.begin_store(namespace, 0, [both])
+    assert (stored.copy, stored.no_space) == ([2, 3], [0, 1])
+    rig.commit([stored])
+    check_invariants(rig.cache)
+    rig.look(namespace, keys_of(*range(100, 106)))
+    assert extend(rig, namespace, range(106, 116), 100)[0].copy == [*range(10)], "it was asked for again"
+    assert rig.states(namespace, keys_of(*range(100, 116))) == [R] * 16
+
+
+def test_a_prompt_goes_on_in_all_groups_and_behind_refused_keys_takes_nothing() -> None:
+    rig = full_rig(16, 8)
+    namespace = rig.open("a", sizes=(UNIT, UNIT))
+    extend(rig, namespace, range(16), 0)
+    window = StorePart(1, keys_of(17), before={0: keys_of(16)})
+    full = StorePart(0, keys_of(16, 17), before={0: keys_of(15)})
+    one, other = rig.cache.begin_store(namespace, 0, [window, full])
+    assert (one.no_space, other.no_space) == ([0], [0, 1]), "the group that has no block of it evicts none either"
+    assert extend(rig, namespace, range(18, 20), 0)[0].no_space == [0, 1]
+    assert rig.states(namespace, keys_of(*range(16))) == [R] * 16
+    assert extend(rig, namespace, range(50, 52), 0)[0].copy == [0, 1], "what is before it is not known"
+    (stored,) = rig.cache.begin_store(namespace, 0, [StorePart(0, keys_of(60, 61), {}, (0, 1), {1: keys_of(60)})])
+    assert stored.copy == [0, 1]
+
+
+def test_blocks_of_another_size_do_not_take_a_region_from_their_own_prompt() -> None:
+    rig = full_rig(8, 4)
+    namespace = rig.open("a", sizes=(UNIT, 2 * UNIT))
+    rig.store(namespace, keys_of(100, 101))
+    extend(rig, namespace, range(6), 0)
+    full, large = (StorePart(group, keys_of(6), before={0: keys_of(5)}) for group in (0, 1))
+    stores = rig.cache.begin_store(namespace, 0, [large, full])
+    assert [one.no_space for one in stores] == [[0], []]
+    assert rig.states(namespace, keys_of(*range(6))) == [R] * 6
+    rig.commit(stores)
+    check_invariants(rig.cache)
+    assert rig.store(namespace, keys_of(50), group=1) == 1, "a newer prompt's"
 
 
 def test_a_load_needs_an_active_lease_and_blocks_that_are_ready() -> None:
