@@ -306,7 +306,8 @@ class Limits:
     """Bytes of stores that all clients together are asked to have outstanding at most; 0 is an eighth of the pool, at
     most 1 GiB."""
     leased_share: float = 0.875
-    """Share of the pool that leases may hold."""
+    """Share of the pool that all leases together may pin, promoted blocks included; beyond half of it a session gets at
+    most an equal part, and never more than what is left."""
     lease_ttl_s: float = 600.0
     partial_timeout_s: float = 60.0
     """Time after which a block that lacks a rank's shard is dropped."""

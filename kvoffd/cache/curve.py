@@ -29,8 +29,6 @@ SIZES = (0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 7.0, 10.0)
 """Estimated pool sizes, as multiples of the pool's size."""
 HALVED_EVERY_S = 86400.0
 """Interval after which older counts are halved."""
-UNKNOWN_TOKENS = 1
-"""Tokens of a block whose group does not give them."""
 _KINDS = 3
 _ROW = 2 * _KINDS + _KINDS * len(SIZES) + 1
 """Length of ``struct counts`` of curve.c."""
@@ -71,10 +69,8 @@ class HitRatioCurve:
         if (row := self._rows.get(group.namespace)) is None:
             counts = np.zeros(_ROW)
             row = self._rows[group.namespace] = counts, counts.ctypes.data
-        tokens = group.tokens or UNKNOWN_TOKENS
-        self._native.curve_asked(
-            self._at, row[1], group.number, keys, len(keys) // size, size, group.block_bytes, tokens, chain.run, own
-        )
+        which = group.number, keys, len(keys) // size, size
+        self._native.curve_asked(self._at, row[1], *which, group.block_bytes, group.weight, chain.run, own)
 
     def tick(self) -> None:
         """Halve old counts when it is time."""

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from kvoffd.cache.tickets import Lease
 
 
+UNKNOWN_TOKENS = 512
+"""Tokens for which a block counts if its group does not give them."""
+
+
 class MissReason(IntEnum):
     """Reason that a requested key was not found: ``MISS_REASONS`` of the statistics explains each.
 
@@ -299,6 +303,11 @@ class Group:
         self._list = array("I", [NO_BLOCK, NO_BLOCK])
         """``struct block_list`` of blocks.h."""
         self.set_sizes([], [])
+
+    @property
+    def weight(self) -> int:
+        """Tokens for which a block counts in the policy, and in the curve that judges it."""
+        return self.tokens or UNKNOWN_TOKENS
 
     def set_sizes(self, lengths: Sequence[int], sizes: Sequence[int]) -> None:
         """Set the bytes of a block's shards and of their slots, by rank; empty until all ranks have registered."""

@@ -209,7 +209,7 @@ def lookup(service: Service, session: Session, message: m.Lookup) -> m.LookupRep
         giver=message.giver,
     )
     ttl_ms = wait_ms = asking = 0
-    if (lease := service.cache.leases.get(message.lease_id)) is not None and lease.active:
+    if (lease := service.cache.leases.get(message.lease_id)) is not None:
         ttl_ms = max(1, round(1000 * (lease.deadline - started)))
         if lease.coming:
             wait_ms, asking = math.ceil(1000 * lease.wait_s), lease.asking

@@ -165,8 +165,8 @@ class Service:
             answer.request_id, answer.session = request_id, session
             if not self._poll(answer):
                 self.pending.append(answer)
-        elif answer is not None and (request_id or isinstance(answer, m.Error)):  # 0: no reply is wanted
-            self.replies.append((route, codec.encode(answer)))
+        elif answer is not None:
+            self._reply(route, request_id, answer, session)
 
     def outgoing(self) -> tuple[list[Frames], list[tuple[bytes, bytes]]]:
         """Return publications, and replies by route. Send publications first: a reply may refer to a completion."""
@@ -249,9 +249,19 @@ class Service:
             reply = pending.poll(self.clock() >= pending.until)
         except Exception as error:
             reply = self.refusal(pending.request_id, error, pending.session)
-        if reply is not None and (pending.request_id or isinstance(reply, m.Error)):
-            self.replies.append((pending.session.route, codec.encode(reply)))
+        if reply is not None:
+            self._reply(pending.session.route, pending.request_id, reply, pending.session)
         return reply is not None
+
+    def _reply(self, route: bytes, request_id: int, reply: m.AnyReply, session: Session | None) -> None:
+        """Add a reply to ``replies``, or the error INTERNAL if it cannot be encoded. Request 0 gets none but errors."""
+        if not (request_id or isinstance(reply, m.Error)):
+            return
+        try:
+            frame = codec.encode(reply)
+        except Exception as error:
+            frame = codec.encode(self.refusal(request_id, error, session))
+        self.replies.append((route, frame))
 
     def refusal(self, request_id: int, error: Exception, session: Session | None = None) -> m.Error:
         """Return the reply to a request that raised ``error``, and count and log it.

@@ -140,11 +140,13 @@ def request(
         disk.settle()
         (states,), _ = cache.lookup(namespace, SESSION, LEASE, [(0, keys)], again=True, giver=GIVER)
     if (ready := states.count(READY)) < len(states):
-        lacking = keys[ready * KEY_BYTES :]
+        lacking, before = keys[ready * KEY_BYTES :], keys[: ready * KEY_BYTES][-KEY_BYTES:]
         if not states.startswith(bytes([READY]) * ready):
             lacking = np.frombuffer(keys, np.uint64)[np.frombuffer(states, np.uint8) != READY].tobytes()
         for begin in range(0, len(lacking), step_blocks * KEY_BYTES):
-            stored = cache.begin_store(namespace, 0, [StorePart(0, lacking[begin : begin + step_blocks * KEY_BYTES])])
+            offered = lacking[begin : begin + step_blocks * KEY_BYTES]
+            part = StorePart(0, offered, before={0: before} if before else {})
+            stored, before = cache.begin_store(namespace, 0, [part]), offered[-KEY_BYTES:]
             cache.commit_store(stored, [[1] * len(part.copy) for part in stored])
             if disk is not None:
                 disk.tick()

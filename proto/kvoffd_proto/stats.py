@@ -133,6 +133,7 @@ NO_SPACE_CAUSES = {
     "pinned": "leases and copies pinned the pool",
     "writing": "the pool was full of blocks being written",
     "sizes": "the free space lay between pinned blocks of another size",
+    "prompt": "only blocks of the same prompt, or of newer ones, could have gone",
     "too_large": "a block is larger than the pool",
     "unregistered": "not all ranks of an engine have registered their memory",
 }

@@ -11,11 +11,13 @@ import pytest
 from kvoffd.cache import curve
 from kvoffd.cache.block_table import BlockIds
 from kvoffd.cache.curve import SIZES, HitRatioCurve
+from kvoffd.cache.learned import Learned
 from kvoffd.cache.namespace import Group, Namespace
 from kvoffd.cache.policy import Chain
 from kvoffd.simulate.replay import open_cache, open_namespace, replay, request
 from kvoffd.simulate.trace import KEY_BYTES, Trace
 from kvoffd_proto.messages import GroupSpec
+from kvoffd_proto.stats import PolicyClass
 
 MIB = 1 << 20
 NOTHING: BlockIds = np.empty(0, np.uint32)
@@ -68,6 +70,19 @@ def test_what_an_engine_had_itself_is_used_but_not_counted(tokens: int) -> None:
     found = watched.in_all()
     assert (found.asked_tokens, found.found_tokens) == (3 * 2048 + 4096, 4096)
     assert found.lru_hit_ratio["1"] == pytest.approx(8 / 10, abs=0.1)
+
+
+def test_blocks_without_tokens_weigh_the_same_in_the_curve_and_in_the_policy() -> None:
+    """The curve judges the policy: what is the last part of a prompt to one is not nothing to the other."""
+    described: list[list[PolicyClass]] = []
+    for tokens in (0, 512):
+        watched, group, policy = HitRatioCurve(64 * MIB, lambda: 0.0), group_of(tokens=tokens), Learned(64 * MIB)
+        chain = Chain(group, chain_of(*range(8)), NOTHING)
+        watched.requested(chain)
+        policy.requested([chain])
+        assert watched.in_all().asked_tokens == 8 * 512
+        described.append(policy.describe().classes)
+    assert described[0] == described[1]
 
 
 def ratios_of(trace: Trace, pool: int) -> dict[str, float]:

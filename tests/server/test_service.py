@@ -10,6 +10,7 @@ import struct
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from math import inf
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ import pytest
 from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config
 from kvoffd.errors import BadBlockIds, KvoffdError
+from kvoffd.server.handlers import HANDLERS, Pending
 from kvoffd.server.jobs import QUIET_S, checked_parts
 from kvoffd.server.lifeline import Connection
 from kvoffd.server.persistence import State
@@ -138,6 +140,45 @@ def test_what_became_of_prompts_is_kept_with_the_reason_of_a_miss(bench: Bench) 
     for number in range(6):
         send([report(f"{number}-{one}") for one in range(200)])
     assert [one.request for one in found()] == [f"{number}-{one}" for number in range(1, 6) for one in range(200)]
+
+
+def test_leases_that_ended_count_no_more_and_their_ids_are_as_good_as_new_ones(bench: Bench) -> None:
+    """Also while their blocks are still to be unpinned."""
+    worker, scheduler = bench.session(), bench.session(m.Role.SCHEDULER)
+    bench.copy(worker)
+    bench.end_copy()
+    service, first = bench.service, 1 << 32
+    service.config = replace(service.config, limits=replace(service.config.limits, max_leases=2))
+    service.cache.ended_at_once = 0
+
+    def look_up(lease: int) -> ErrorCode | int:
+        (reply,) = bench.ask(scheduler, m.Lookup(1, NAMESPACE, first + lease, [m.GroupKeys(0, KEY)]))
+        assert isinstance(reply, m.LookupReply | m.Error)
+        return reply.code if isinstance(reply, m.Error) else reply.pinned
+
+    assert [look_up(1), look_up(2), look_up(1), look_up(3)] == [1, 1, 1, ErrorCode.TOO_MANY]
+    bench.ask(scheduler, m.Release(1, [first + 1, first + 2]))
+    assert service.cache.blocks.pinned_blocks == 1
+    assert [look_up(3), look_up(2), look_up(1)] == [1, 1, ErrorCode.TOO_MANY]
+    assert len(service.cache.leases_of(scheduler.id).leases) == 2
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_reply_that_cannot_be_encoded_is_an_error_for_its_client_alone(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, waits: bool
+) -> None:
+    reply = m.Done(5, 2**70)
+    exchange, _ = HANDLERS[Clear]
+    answer = Pending(lambda late: reply) if waits else reply
+    monkeypatch.setitem(HANDLERS, Clear, (exchange, lambda *_: answer))
+    admin = bench.session(m.Role.ADMIN)
+    (refused,) = bench.ask(admin, Clear(5))
+    assert isinstance(refused, m.Error)
+    assert (refused.request_id, refused.code) == (5, ErrorCode.INTERNAL)
+    assert [record.levelname for record in caplog.records if record.exc_info] == ["ERROR"]
+    assert bench.service.errors == {"internal": 1}
+    assert not bench.service.pending
+    assert isinstance(bench.ask(admin, ListPrompts(6))[0], PromptsListed)
 
 
 def test_periodic_work_that_fails_each_time_keeps_no_other_from_being_done(

@@ -200,8 +200,8 @@ def watch_quotas(cache: Cache) -> None:
     """Hold every change against what quotas promise: new blocks never take a namespace beyond its own."""
     take = cache._take
 
-    def watched(group: Group, keys: bytes, below: float) -> SlotIds:
-        slots = take(group, keys, below)
+    def watched(group: Group, keys: bytes, below: float, older_than: int) -> SlotIds:
+        slots = take(group, keys, below, older_than)
         quota_bytes = cache.quotas.get(group.namespace.fingerprint)
         if quota_bytes is not None and len(slots):
             assert group.namespace.held_bytes <= quota_bytes, "a namespace has more than its quota"
@@ -210,8 +210,9 @@ def watch_quotas(cache: Cache) -> None:
     cache._take = watched  # type: ignore[method-assign]
 
 
-def watch_narrow(cache: Cache) -> None:
-    """A store that offers more of a block than there is replaces it, in the tiers too, where nothing holds it."""
+def watch_stores(cache: Cache) -> None:
+    """A store that offers more of a block than there is replaces it, in the tiers too, where nothing holds it. Without
+    tiers no store evicts the block before its own."""
     begin = cache.begin_store
 
     def watched(namespace: Namespace, rank: int, parts: Sequence[StorePart], sole: int = 0) -> list[Stored]:
@@ -223,9 +224,17 @@ def watch_narrow(cache: Cache) -> None:
             firsts = zip(loose, cache.table.records["first_block"][slots].tolist(), strict=True)
             return [keys[at] for at, first in firsts if first > part.first_blocks.get(at, 0)]
 
-        before = [(part, block_group_of(cache.group(namespace, part.group)), narrow(part)) for part in parts]
+        def ready_before() -> set[tuple[int, bytes]]:
+            names = [(part.group, key) for part in parts for key in part.before.values()]
+            return {
+                name for name in names if cache.blocks.find(cache.group(namespace, name[0]), name[1])[0][0] == READY
+            }
+
+        offered = [(part, block_group_of(cache.group(namespace, part.group)), narrow(part)) for part in parts]
+        before = ready_before() if cache.tiers is None else set()
         ticket = begin(namespace, rank, parts, sole)
-        for part, block_group, keys in before:
+        assert before <= ready_before(), "a store evicts the block before its own"
+        for part, block_group, keys in offered:
             assert not set(keys) & set(narrow(part)), "a block that begins later than what is offered stays"
             for source in cache.tiers.sources if keys and isinstance(cache.tiers, Tiering) else ():
                 there = source.tier.find(block_group, keys, prefix=False)
