@@ -284,7 +284,8 @@ class Cache:
         ``generation``: that of later blocks, if it is another one; tiers have no others.
         """
         dropped = sum(self._reset(one, generation) for one in namespaces)
-        self._save()
+        if namespaces:
+            self._save()
         for namespace in namespaces:
             if self.tiers is not None:
                 self.tiers.cancel_promotions(namespace)

@@ -300,6 +300,8 @@ def test_many_resets_are_written_down_once_and_all_of_them(monkeypatch: pytest.M
     spaces, saves = [rig.open(str(number)) for number in range(5)], list[object]()
     save = rig.table.save_namespaces
     monkeypatch.setattr(rig.table, "save_namespaces", lambda snapshot: saves.append(snapshot) or save(snapshot))
+    rig.cache.reset()
+    assert not saves, "nothing has changed"
     rig.cache.reset(*spaces, generation=3)
     assert len(saves) == 1
     snapshot = rig.successor()[0].cache.table.load_namespaces(NamespaceSnapshot)
