@@ -154,6 +154,8 @@ class Cache:
         """Called by ``report_requests`` with each request, after the policy."""
         self.on_counted: Callable[[Chain, int], None] = lambda chain, own: None
         """Called for each chain when it is counted, with the number of leading keys that the engine had itself."""
+        self.on_offered: Callable[[Group, bytes], None] = lambda group, keys: None
+        """Called with the keys that the first rank offers for storing."""
         self._events, self._clock = events, clock
         self._lease_ttl_s, self._partial_timeout_s = lease_ttl_s, partial_timeout_s
         self._max_leased_keys, self.most_leased_bytes = max_leased_keys, int(leased_share * slots.pool_bytes)
@@ -798,6 +800,8 @@ class Cache:
         try:
             for part, prompts in zip(parts, self._prompts_of(namespace, parts), strict=True):
                 group = groups[part.group]
+                if rank == 0 and not namespace.of_bench:
+                    self.on_offered(group, part.keys)
                 offered = group, part.keys, rank, part.first_blocks
                 verdicts, blocks = self.blocks.plan(*offered)
                 if verdicts == _ABSENT * len(verdicts):

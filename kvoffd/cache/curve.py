@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvoffd.cache.namespace import Namespace
+from kvoffd.cache.namespace import Group, Namespace
 from kvoffd.cache.policy import Chain
 from kvoffd.system.native import CHAR_P, KEYS, NUMBER, VOID_P, declare, native
 from kvoffd_proto.stats import HitCurve
@@ -23,6 +23,7 @@ declare(
     curve_new=(VOID_P, VOID_P, CHAR_P),
     curve_free=(None, VOID_P),
     curve_asked=(None, VOID_P, VOID_P, *KEYS, NUMBER, NUMBER, NUMBER, NUMBER),
+    curve_stored=(None, VOID_P, *KEYS),
 )
 
 SIZES = (0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 7.0, 10.0)
@@ -71,6 +72,10 @@ class HitRatioCurve:
             row = self._rows[group.namespace] = counts, counts.ctypes.data
         which = group.number, keys, len(keys) // size, size
         self._native.curve_asked(self._at, row[1], *which, group.block_bytes, group.weight, chain.run, own)
+
+    def stored(self, group: Group, keys: bytes) -> None:
+        """Record keys that an engine offers for storing: from now on a request can find them."""
+        self._native.curve_stored(self._at, group.number, keys, len(keys) // group.key_bytes, group.key_bytes)
 
     def tick(self) -> None:
         """Halve old counts when it is time."""

@@ -119,7 +119,7 @@ class Service:
         self._totals_due = self.started_at + config.limits.totals_every_s
         self._partial_warned: WeakSet[Namespace] = WeakSet()
         state.generations.is_open = lambda fingerprint: fingerprint in cache.namespaces
-        cache.on_counted = self.curve.requested
+        cache.on_counted, cache.on_offered = self.curve.requested, self.curve.stored
         self._lru_fallback = LruFallback(self.curve, cache.policy) if isinstance(cache.policy, Learned) else None
 
     # --- called by the sockets ---------------------------------------------------------------------

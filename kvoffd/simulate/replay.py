@@ -90,7 +90,7 @@ def open_cache(policy: str, blocks: int, clock: Callable[[], float] = lambda: 0.
     if isinstance(made, Learned):
         curve = HitRatioCurve(slots.pool_bytes, clock)
         fallback = LruFallback(curve, made)
-        cache.on_counted = curve.requested
+        cache.on_counted, cache.on_offered = curve.requested, curve.stored
         cache.watchers.append(lambda _: fallback.judge())
     return cache
 
