@@ -212,6 +212,9 @@ class Waits:
     def waiting(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
         return self._waiting[np.minimum(blocks, len(self._waiting) - 1)] & (blocks < len(self._waiting))
 
+    def settled(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
+        return ~self.waiting(blocks)
+
     def find(self, lease: Any, groups: Any, states: list[bytes], again: bool) -> list[bytes]:
         return states
 

@@ -210,9 +210,8 @@ def watch_quotas(cache: Cache) -> None:
     cache._take = watched  # type: ignore[method-assign]
 
 
-def watch_stores(cache: Cache) -> None:
-    """A store that offers more of a block than there is replaces it, in the tiers too, where nothing holds it. Without
-    tiers no store evicts the block before its own."""
+def watch_narrow(cache: Cache) -> None:
+    """A store that offers more of a block than there is replaces it, in the tiers too, where nothing holds it."""
     begin = cache.begin_store
 
     def watched(namespace: Namespace, rank: int, parts: Sequence[StorePart], sole: int = 0) -> list[Stored]:
@@ -224,17 +223,9 @@ def watch_stores(cache: Cache) -> None:
             firsts = zip(loose, cache.table.records["first_block"][slots].tolist(), strict=True)
             return [keys[at] for at, first in firsts if first > part.first_blocks.get(at, 0)]
 
-        def ready_before() -> set[tuple[int, bytes]]:
-            names = [(part.group, key) for part in parts for key in part.before.values()]
-            return {
-                name for name in names if cache.blocks.find(cache.group(namespace, name[0]), name[1])[0][0] == READY
-            }
-
-        offered = [(part, block_group_of(cache.group(namespace, part.group)), narrow(part)) for part in parts]
-        before = ready_before() if cache.tiers is None else set()
+        before = [(part, block_group_of(cache.group(namespace, part.group)), narrow(part)) for part in parts]
         ticket = begin(namespace, rank, parts, sole)
-        assert before <= ready_before(), "a store evicts the block before its own"
-        for part, block_group, keys in offered:
+        for part, block_group, keys in before:
             assert not set(keys) & set(narrow(part)), "a block that begins later than what is offered stays"
             for source in cache.tiers.sources if keys and isinstance(cache.tiers, Tiering) else ():
                 there = source.tier.find(block_group, keys, prefix=False)

@@ -30,7 +30,7 @@ from kvoffd_proto import messages as m
 from kvoffd_proto import stats as s
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import PROTOCOL_VERSION
-from tests.sim.audit import Audit, Readable, blocks_of, watch_quotas, watch_stores
+from tests.sim.audit import Audit, Readable, blocks_of, watch_narrow, watch_quotas
 from tests.sim.borrower import SimBorrower
 from tests.sim.clock import Broken, Injected, Process
 from tests.sim.disk import SimDisk
@@ -120,7 +120,7 @@ class SimDaemon:
         self.pool.before_drop = self.promotions.dropped
         self.tiers = self._make_tiers(life)
         watch_quotas(self.service.cache)
-        watch_stores(self.service.cache)
+        watch_narrow(self.service.cache)
         self.audit = Audit(self.service)
         self.lifelines: list[Lifeline] = []
         self._streams: list[Lifeline] = []
