@@ -48,6 +48,7 @@ from kvoffd.cache.block_table import (
     Found,
     Verdict,
 )
+from kvoffd.cache.computing import Computing
 from kvoffd.cache.hints import HintedOrder
 from kvoffd.cache.hooks import NO_TOKENS, BlockTokens, CacheListener, TierHooks
 from kvoffd.cache.namespace import (
@@ -186,9 +187,10 @@ class Cache:
         began."""
         self._sole: dict[int, int] = {}
         """WRITING blocks that only the stores of this number add shards to; all others are added to by any without."""
-        self._requested: deque[tuple[Namespace, list[Chain], bool]] = deque()
+        self._requested: deque[tuple[Namespace, list[Chain], Sequence[AskedKeys], int, bool]] = deque()
         """Requests that ``report_requests`` has yet to report, oldest first; whether ``count_prompt`` counts them."""
         self._uncounted = UncountedPrompts()
+        self._computing = Computing(clock)
         self._ready_removed = False
         """Whether READY blocks left the index since the last ``report_requests``."""
         self.swept_at_once, self.ended_at_once = SWEPT_AT_ONCE, ENDED_AT_ONCE
@@ -559,7 +561,8 @@ class Cache:
             for prompt in self._uncounted.add(lease.session, lease.lease_id, asked):
                 self._count_prompt(prompt, None)
         if chains:
-            self._requested.append((namespace, chains, reported))
+            number = hash((lease.session, lease.lease_id)) & 0xFFFFFFFF
+            self._requested.append((namespace, chains, asked, number, reported))
             if len(self._requested) > MAX_UNREPORTED_REQUESTS:
                 self._report_request()
 
@@ -595,9 +598,14 @@ class Cache:
     def leases_of(self, session: int) -> SessionLeases:
         return self.session_leases.get(session) or SessionLeases()
 
-    def count_prompt(self, session: int, lease_id: int, outcome: PromptOutcome) -> None:
-        """Count the keys of a prompt whose engine reports what it did with it. Counted ones are not counted again."""
-        self._count_prompt(self._uncounted.take(session, lease_id), outcome)
+    def count_prompt(self, session: int, lease_id: int, outcome: PromptOutcome) -> Sequence[AskedKeys]:
+        """Count the keys of a prompt whose engine reports what it did with it. Counted ones are not counted again.
+
+        Returns the keys that were counted.
+        """
+        parts = self._uncounted.take(session, lease_id)
+        self._count_prompt(parts, outcome)
+        return parts
 
     def _count_prompt(self, parts: Sequence[AskedKeys], outcome: PromptOutcome | None) -> None:
         for chain, own in count_prompt(parts, outcome):
@@ -630,7 +638,7 @@ class Cache:
         self._ready_removed = False
 
     def _report_request(self) -> None:
-        namespace, found, reported = self._requested.popleft()
+        namespace, found, asked, prompt, reported = self._requested.popleft()
         chains = [chain for chain in found if not chain.group.dead]
         if self._ready_removed:
             chains = [one._replace(ready=one.ready[self.blocks.state[one.ready] == READY]) for one in chains]
@@ -640,6 +648,9 @@ class Cache:
             self.order.requested(chains)
             for chain in () if reported else chains:
                 self.on_counted(chain, 0)
+            for one in asked:
+                if one.chain is not None and one.chain.run < len(one.reasons) and not one.chain.group.dead:
+                    self._computing.asked(one.chain.group, one.chain.keys, one.reasons, prompt)
             for tell in self.watchers:
                 tell(chains)
 
@@ -802,6 +813,7 @@ class Cache:
                 group = groups[part.group]
                 if rank == 0 and not namespace.of_bench:
                     self.on_offered(group, part.keys)
+                    self._computing.offered(group, part.keys)
                 offered = group, part.keys, rank, part.first_blocks
                 verdicts, blocks = self.blocks.plan(*offered)
                 if verdicts == _ABSENT * len(verdicts):

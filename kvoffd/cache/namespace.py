@@ -33,8 +33,8 @@ UNKNOWN_TOKENS = 512
 class MissReason(IntEnum):
     """Reason that a requested key was not found: ``MISS_REASONS`` of the statistics explains each.
 
-    LEASE_LIMIT, LATE, SKIPPED, ENGINE_FULL, NOT_LOADED, LOAD_FAILED and AFTER_GAP belong to one request; the others are
-    remembered when a key leaves or fails to come.
+    LEASE_LIMIT, LATE, SKIPPED, ENGINE_FULL, NOT_LOADED, LOAD_FAILED, AFTER_GAP and COMPUTING belong to one request; the
+    others are remembered when a key leaves or fails to come.
     """
 
     UNKNOWN = 0
@@ -55,6 +55,7 @@ class MissReason(IntEnum):
     LOAD_FAILED = 15
     FORGOTTEN = 16
     AFTER_GAP = 17
+    COMPUTING = 18
 
 
 Shards: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]

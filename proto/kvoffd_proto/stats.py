@@ -110,6 +110,7 @@ SOURCES = "pool", "disk", "shared"
 MISS_REASONS = {
     "unknown": "never stored in this namespace since the daemon's start",
     "forgotten": "never stored, or evicted so long ago that it is not remembered",
+    "computing": "not stored yet: another prompt that came first was computing it",
     "evicted": "evicted to make space for other blocks",
     "rejected": "not stored: the eviction policy expected no reuse",
     "no_space": "not stored or not promoted: the pool had no space",

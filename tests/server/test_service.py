@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from math import inf
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +38,7 @@ from kvoffd_proto import codec
 from kvoffd_proto import messages as m
 from kvoffd_proto.admin import Clear, ListPrompts, PromptsListed
 from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.stats import Stats, StatsReply
 from tests.kit.cases import case
 from tests.kit.slot_cache import CacheRig, keys_of
 from tests.sim.parts import NoStateFile, make_pool, make_service
@@ -51,11 +53,12 @@ class Bench(CopyEngine):
 
     def __init__(self) -> None:
         self.copies: list[Transfer] = []
+        self.now = 100.0
         queue: Any = SimpleNamespace(submit=self.copies.append, stats=lambda: CopyStats())
         super().__init__(dict.fromkeys(Direction, queue))
         self.posted = deque[Callable[[], None]]()
         host: Any = SimpleNamespace(
-            now=lambda: 100.0,
+            now=lambda: self.now,
             post=self.posted.append,
             random=random.Random(1).randbytes,
             map_memfd=lambda fd, size: MappedSegment(ADDRESS, size),
@@ -140,6 +143,36 @@ def test_what_became_of_prompts_is_kept_with_the_reason_of_a_miss(bench: Bench) 
     for number in range(6):
         send([report(f"{number}-{one}") for one in range(200)])
     assert [one.request for one in found()] == [f"{number}-{one}" for number in range(1, 6) for one in range(200)]
+
+
+def test_a_key_that_another_prompt_computes_is_missed_for_that(bench: Bench) -> None:
+    """Until it is offered for storing, or a minute has passed without that. The prompt that came first lacks it."""
+    first, second, admin = (bench.session(role) for role in (m.Role.SCHEDULER, m.Role.SCHEDULER, m.Role.ADMIN))
+    worker, leases = bench.session(), count(1 << 32)
+
+    def missed(session: Session, *, twice: bool = False) -> str:
+        lease = next(leases)
+        for _ in range(1 + twice):
+            bench.ask(session, m.Lookup(1, NAMESPACE, lease, [m.GroupKeys(0, KEY)], reported=True))
+        outcome = 1.0, 512, 1, 0, 0, 0, "missed", 0, 0, KEY, "", 1
+        report = m.PromptReport(f"prompt {lease}", *outcome, lease_id=lease)
+        bench.ask(session, m.ReportPrompts(1, NAMESPACE, [report]))
+        (listed,) = bench.ask(admin, ListPrompts(1, f"prompt {lease}"))
+        assert isinstance(listed, PromptsListed)
+        return listed.prompts[0].report.reason
+
+    assert missed(first, twice=True) == "unknown", "nobody else computes it"
+    assert missed(second) == missed(first) == "computing"
+    bench.now += 60
+    assert missed(second) == "unknown"
+    assert missed(first) == "computing"
+    bench.copy(worker)
+    bench.end_copy()
+    bench.ask(first, m.Invalidate(1, NAMESPACE, [m.GroupKeys(0, KEY)]))
+    assert missed(first) == "invalidated", "it was stored since"
+    (stats,) = bench.ask(admin, Stats(1))
+    assert isinstance(stats, StatsReply)
+    assert stats.stats.since_start.misses == {"unknown": 3, "computing": 3, "invalidated": 1}
 
 
 def test_leases_that_ended_count_no_more_and_their_ids_are_as_good_as_new_ones(bench: Bench) -> None:
@@ -366,7 +399,7 @@ def checks(keys: int, block_ids: Sequence[int], first_block: int, blocks_per_key
 
 
 def test_block_ids_must_fit_the_keys_and_the_shortest_tensor() -> None:
-    for count, keys, first_block, store, load in (
+    for number, keys, first_block, store, load in (
         (8, 2, 0, True, True),
         (7, 2, 0, False, True),
         (7, 2, 1, True, True),
@@ -382,8 +415,8 @@ def test_block_ids_must_fit_the_keys_and_the_shortest_tensor() -> None:
         (0, 0, 0, False, False),
     ):
         for storing, good in ((True, store), (False, load)):
-            with case(count, keys, first_block, storing), nullcontext() if good else pytest.raises(BadBlockIds):
-                checks(keys, range(count), first_block, 4, storing=storing)
+            with case(number, keys, first_block, storing), nullcontext() if good else pytest.raises(BadBlockIds):
+                checks(keys, range(number), first_block, 4, storing=storing)
     for storing in (False, True):
         checks(3, [0, 3, 1], 0, 1, storing=storing)
         with pytest.raises(BadBlockIds, match=r"Block id 4 .* to 3"):

@@ -352,8 +352,10 @@ def memory(facts: Facts) -> Iterator[Finding]:
 
 
 def _disk_life_s(facts: Facts, disk: s.DiskStats) -> float:
-    """Return the seconds in which writes replace a full disk's contents; infinity if it evicts nothing."""
-    return facts.stats.uptime_seconds * _share(disk.used_bytes, disk.written_bytes) if disk.evicted_blocks else inf
+    """Return the seconds in which a full disk's contents are replaced; infinity until that has happened once."""
+    if disk.evicted_blocks < max(1, disk.blocks):
+        return inf
+    return facts.stats.uptime_seconds * _share(disk.blocks, disk.evicted_blocks)
 
 
 def disks(facts: Facts) -> Iterator[Finding]:
@@ -492,12 +494,13 @@ def pool_size(facts: Facts) -> Iterator[Finding]:
         return  # no size would help, as the verdict says
     if stats.pool.of("ready") < verdict.FULL_POOL * pool_bytes and any(map(at_quota, facts.counted)):
         return  # a quota is the limit: see ``starving``
-    evicted = _share(stats.last_hour.misses.get("evicted", 0), stats.last_hour.asked_keys)
-    gone = f"{percent(evicted, 1)} of the keys asked for in the last hour had been evicted"
+    evicted = verdict.missed_for_space(stats.last_hour)
+    gone = f"{percent(evicted, 1)} of the keys asked for in the last hour had been evicted, or had not got space"
     # The smallest larger pool that finds nearly as much as the largest.
     larger = {float(size): 100 * ratio for size, ratio in curve.lru_hit_ratio.items() if float(size) > 1}
     size = min((size for size, ratio in larger.items() if max(larger.values()) - ratio < verdict.POINTS), default=1.0)
     gain = larger.get(size, 0.0) - max(_found_percent(curve), _lru_percent(curve))
+    gain = min(gain, verdict.most_gain(stats.since_start))
     if stats.curve_seen_bytes >= pool_bytes and gain >= verdict.POINTS:
         if gain >= verdict.doubt_points(stats.since_start):  # else it is too early to advise
             yield _too_small(stats, curve, size, gain, f" {gone}." * (evicted >= verdict.POINTS / 100))
