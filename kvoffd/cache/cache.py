@@ -117,10 +117,11 @@ class Cache:
 
     Args:
         partial_timeout_s: age at which partial blocks are dropped.
-        leased_share: the most of the pool that all leases together may pin, promoted blocks included: while half of it
-            or more is pinned, lookups of a session lease no more than its equal part among the sessions that have
-            leases or were refused some in the last CLAIM_S, and never more than what is left. Promoted blocks
-            (``hold``) are not subject to the equal parts. What is leased stays so until the lease ends.
+        leased_share: the most of the pool that all leases together may pin, promoted blocks included. Half of it any
+            session may lease; beyond that a session leases no more than its equal part among the sessions that have
+            leases, or were refused some in the last CLAIM_S, and never more than what is left. What a lease has it
+            keeps until its end. Blocks that others lease already count for these, and promoted ones (``hold``) are
+            not subject to the equal parts.
         max_leased_keys: limit for one session.
     """
 
