@@ -158,6 +158,19 @@ def test_a_prompt_larger_than_the_pool_keeps_its_beginning(policy: str, looked_u
     assert rig.begin(namespace, 0, 0, keys_of(500), starts=None)[0].copy == [0], "a newer prompt's"
 
 
+def test_a_prompt_larger_than_its_quota_keeps_its_beginning() -> None:
+    rig = full_rig(64, 8)
+    namespace, other = rig.open("a"), rig.open("b")
+    rig.cache.quotas[namespace.fingerprint] = 16 * UNIT
+    rig.store(other, keys_of(*range(48)))
+    rig.store(namespace, keys_of(*range(100, 116)))
+    for begin in range(0, 32, 8):
+        extend(rig, namespace, range(begin, begin + 8), 0)
+    assert rig.states(namespace, keys_of(*range(32))) == [R] * 16 + [A] * 16
+    assert (namespace.counters.no_space, other.ready_blocks) == ({"quota": 16}, 48)
+    check_invariants(rig.cache)
+
+
 def test_prompts_grow_at_the_cost_of_older_ones_alone() -> None:
     """Also those that are in one message."""
     rig = full_rig(32, 8)
