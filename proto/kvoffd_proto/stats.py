@@ -129,7 +129,7 @@ MISS_REASONS = {
 }
 """Reasons why a key was not loaded, with their meanings."""
 NO_SPACE_CAUSES = {
-    "quota": "a namespace was at its quota, all of it pinned or being written",
+    "quota": "a namespace was at its quota, all of it pinned, being written, or of the same prompt",
     "pinned": "leases and copies pinned the pool",
     "writing": "the pool was full of blocks being written",
     "sizes": "the free space lay between pinned blocks of another size",
