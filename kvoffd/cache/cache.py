@@ -117,10 +117,11 @@ class Cache:
 
     Args:
         partial_timeout_s: age at which partial blocks are dropped.
-        leased_share: the most of the pool that all leases together may pin, promoted blocks included: while half of it
-            or more is pinned, lookups of a session lease no more than its equal part among the sessions that have
-            leases or were refused some in the last CLAIM_S, and never more than what is left. Promoted blocks
-            (``hold``) are not subject to the equal parts. What is leased stays so until the lease ends.
+        leased_share: the most of the pool that all leases together may pin, promoted blocks included. Half of it any
+            session may lease; beyond that a session leases no more than its equal part among the sessions that have
+            leases, or were refused some in the last CLAIM_S, and never more than what is left. What a lease has it
+            keeps until its end. Blocks that others lease already count for these, and promoted ones (``hold``) are
+            not subject to the equal parts.
         max_leased_keys: limit for one session.
     """
 
@@ -853,31 +854,37 @@ class Cache:
         """Return the number of each key's prompt, by part.
 
         A prompt continues with the number of the block before a chain, of any group. It gets a new one if there is no
-        such block, and 0, so that nothing is evicted for it, if that block was refused.
+        such block, and 0, so that nothing of it is stored, if that block was refused.
         """
         size, jobs, known = namespace.key_bytes, list[list[int]](), dict[int, int]()
         for part in parts:
-            group, starts = self._current[namespace][part.group], part.starts or (0,)
-            jobs.append(list(part.jobs or range(len(starts))))
+            starts = part.starts or (0,)
+            jobs.append(its := list(part.jobs or range(len(starts))))
+            numbers = self._prompts_before(self._current[namespace][part.group], part.before) if part.before else {}
             for at, start in enumerate(starts):
-                before, job = part.before.get(start), jobs[-1][at]
-                if at and before == part.keys[(start - 1) * size : start * size]:  # a job of which each part is a store
-                    job = jobs[-1][at] = jobs[-1][at - 1]
-                elif before is not None and (number := self._prompt_of(group, before)) is not None:
-                    known[job] = min(number, known.get(job, number))
+                if at and part.before.get(start) == part.keys[(start - 1) * size : start * size]:
+                    its[at] = its[at - 1]  # it continues the chain before it
+                elif start in numbers:
+                    known[its[at]] = min(numbers[start], known.get(its[at], ANY_PROMPT))
         self._prompts += 1
         found = []
         for part, its in zip(parts, jobs, strict=True):
-            numbers = np.array([known.get(job, self._prompts) for job in its], np.uint64)
-            found.append(np.repeat(numbers, np.diff([*(part.starts or (0,)), len(part.keys) // size])))
+            each = np.array([known.get(job, self._prompts) for job in its], np.uint64)
+            found.append(np.repeat(each, np.diff([*(part.starts or (0,)), len(part.keys) // size])))
         return found
 
-    def _prompt_of(self, group: Group, key: bytes) -> int | None:
-        """Return the number of the prompt that a key's block belongs to: 0 if it was refused, None if it is unknown."""
-        states, blocks = self.blocks.find(group, key)
-        if states[0] != FREE:
-            return int(self.blocks.prompt[blocks[0]])
-        return 0 if self.blocks.miss_reasons(group, key)[0] in REFUSED else None
+    def _prompts_before(self, group: Group, before: Mapping[int, bytes]) -> dict[int, int]:
+        """Return the number of each key's prompt, as far as it is known; 0 if the key was refused."""
+        keys = b"".join(before.values())
+        states, blocks = self.blocks.find(group, keys)
+        reasons = self.blocks.miss_reasons(group, keys) if FREE in states else bytes(len(states))
+        numbers: dict[int, int] = {}
+        for start, state, block, reason in zip(before, states, blocks.tolist(), reasons, strict=True):
+            if state == FREE and reason in REFUSED:
+                numbers[start] = 0
+            elif state != FREE and (number := int(self.blocks.prompt[block])):  # a recovered one has none
+                numbers[start] = number
+        return numbers
 
     def _admit(
         self,
@@ -913,6 +920,9 @@ class Cache:
     ) -> None:
         """Make blocks for the absent keys as far as policy and space allow. Each key's number goes into
         ``stored.copy``, ``rejected`` or ``no_space``."""
+        if not prompts.all():  # keys behind a refused one would never be found
+            stored.no_space += [number for number, prompt in zip(absent, prompts.tolist(), strict=True) if not prompt]
+            absent, prompts = np.array(absent)[prompts != 0].tolist(), prompts[prompts != 0]
         if not absent:
             return
         group, size, begin, packed_keys = stored.group, stored.group.key_bytes, 0, part.keys
@@ -972,6 +982,7 @@ class Cache:
     def _record_lost(self, stored: Stored, part: StorePart, prompts: npt.NDArray[np.uint64]) -> None:
         """Count the keys that got no space or were rejected, and remember why they have no block."""
         group, size = stored.group, stored.group.key_bytes
+        stored.no_space.sort()
         if stored.no_space:
             cause = self.no_space_cause(group, int(prompts.max()))
             reason = MissReason.QUOTA if cause == "quota" else MissReason.NO_SPACE

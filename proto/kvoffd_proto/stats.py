@@ -119,7 +119,7 @@ MISS_REASONS = {
     "corrupt": "did not match its checksum",
     "tier_late": "on a disk or in a shared store, and not read in time",
     "tier_failed": "on a disk or in a shared store that failed",
-    "lease_limit": "in the pool, but the session is at its limit of leases",
+    "lease_limit": "in the pool, but leases may pin no more",
     "late": "found, but the engine did not wait for it",
     "skipped": "found, but computing was faster than loading",
     "quota": "evicted or not stored: its namespace was at its quota",
@@ -130,7 +130,7 @@ MISS_REASONS = {
 }
 """Reasons why a key was not loaded, with their meanings."""
 NO_SPACE_CAUSES = {
-    "quota": "a namespace was at its quota, all of it pinned or being written",
+    "quota": "a namespace was at its quota, all of it pinned, being written, or of the same prompt",
     "pinned": "leases and copies pinned the pool",
     "writing": "the pool was full of blocks being written",
     "sizes": "the free space lay between pinned blocks of another size",

@@ -157,6 +157,19 @@ def test_a_prompt_larger_than_the_pool_keeps_its_beginning(policy: str, looked_u
     assert rig.begin(namespace, 0, 0, keys_of(500), starts=None)[0].copy == [0], "a newer prompt's"
 
 
+def test_a_prompt_larger_than_its_quota_keeps_its_beginning() -> None:
+    rig = full_rig(64, 8)
+    namespace, other = rig.open("a"), rig.open("b")
+    rig.cache.quotas[namespace.fingerprint] = 16 * UNIT
+    rig.store(other, keys_of(*range(48)))
+    rig.store(namespace, keys_of(*range(100, 116)))
+    for begin in range(0, 32, 8):
+        extend(rig, namespace, range(begin, begin + 8), 0)
+    assert rig.states(namespace, keys_of(*range(32))) == [R] * 16 + [A] * 16
+    assert (namespace.counters.no_space, other.ready_blocks) == ({"quota": 16}, 48)
+    check_invariants(rig.cache)
+
+
 def test_prompts_grow_at_the_cost_of_older_ones_alone() -> None:
     """Also those that are in one message."""
     rig = full_rig(32, 8)
@@ -186,6 +199,11 @@ def test_a_prompt_goes_on_in_all_groups_and_behind_refused_keys_takes_nothing() 
     assert (one.no_space, other.no_space) == ([0], [0, 1]), "the group that has no block of it evicts none either"
     assert extend(rig, namespace, range(18, 20), 0)[0].no_space == [0, 1]
     assert rig.states(namespace, keys_of(*range(16))) == [R] * 16
+    rig.cache.invalidate(namespace, [(0, keys_of(14, 15))])
+    two = StorePart(0, keys_of(70, 20, 21, 71), {}, (0, 1, 3), {1: keys_of(19)})
+    (stored,) = rig.cache.begin_store(namespace, 0, [two])
+    assert (stored.copy, stored.no_space) == ([0, 3], [1, 2]), "free space is for what can be found"
+    rig.commit([stored])
     assert extend(rig, namespace, range(50, 52), 0)[0].copy == [0, 1], "what is before it is not known"
     (stored,) = rig.cache.begin_store(namespace, 0, [StorePart(0, keys_of(60, 61), {}, (0, 1), {1: keys_of(60)})])
     assert stored.copy == [0, 1]
