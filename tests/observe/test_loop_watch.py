@@ -15,6 +15,7 @@ import pytest
 import uvloop
 
 from kvoffd.observe.loop_watch import LoopWatch
+from tests.kit.waiting import DEADLINE_S
 
 
 def over(watch: LoopWatch, bound: str) -> int:
@@ -122,19 +123,15 @@ def test_a_stopped_process_is_reported_as_such(state: str, stops: int) -> None:
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as stopped:
         assert stopped.stdout.readline() == "ready\n"
-        log = ""
-        for number in range(stops):
+        for _ in range(stops):
             stopped.send_signal(signal.SIGSTOP)
             os.waitid(os.P_PID, stopped.pid, os.WSTOPPED)
             time.sleep(1.5)
             stopped.send_signal(signal.SIGCONT)
-            while number + 1 < stops and "SIGSTOP" not in log:  # on a busy machine both would be one stop
-                log += stopped.stderr.readline()
-            time.sleep(0.3)
-        log += stopped.communicate(timeout=30)[1]
-    lines = [line for line in log.splitlines() if int(line.split()[5]) > 1000]
-    assert len(lines) == stops, log
-    assert all("by a stop of the whole process (SIGSTOP" in line for line in lines), log
+            # On a machine whose cores stand still there are other stops, which are shorter.
+            line = next(line for line in stopped.stderr if int(line.split()[5]) > 1000)
+            assert "by a stop of the whole process (SIGSTOP" in line
+        stopped.communicate(timeout=DEADLINE_S)
 
 
 def hold_the_interpreter() -> None:

@@ -40,7 +40,6 @@ from kvoffd.tiers.peers import (
     RELEASE,
     SLICE_BYTES,
     SLICES,
-    START_S,
     HelperSettings,
     PeerHelper,
     PeerStore,
@@ -53,7 +52,7 @@ from tests.kit.amount import TIMES
 from tests.kit.network import Network
 from tests.kit.ports import free_port
 from tests.kit.require import require_nixl
-from tests.kit.waiting import wait_until
+from tests.kit.waiting import LONGER_THAN_A_TEST_S, wait_until
 
 SIZE, BLOCKS = 64 * 4700, 24
 KILLS, SEED = 10 * TIMES, int(os.environ.get("TESTS_SEED", "1"))
@@ -301,12 +300,10 @@ def test_an_answer_does_not_wait_for_a_thread_that_waits_for_a_helper_that_hangs
     try:
         while helper.send(bytes(MAX_MESSAGE_BYTES // 2)):
             pass
-        thread = threading.Thread(target=helper.send, args=(bytes(10), 10.0))
+        thread = threading.Thread(target=helper.send, args=(bytes(10), LONGER_THAN_A_TEST_S))
         thread.start()
         wait_until(lambda: thread.is_alive(), 5.0)
-        began = time.monotonic()
         helper.reply(b"route", 1, b"")
-        assert time.monotonic() - began < 5.0
     finally:
         os.kill(helper.pid, signal.SIGKILL)
         thread.join()
@@ -580,7 +577,8 @@ def test_a_helper_that_hangs_is_started_again(impatient: None, lender: Lender, r
     wait_until(lambda: _works(reader, lender), 30.0)
 
 
-def test_a_stop_does_not_wait_for_a_helper_that_starts(nixl: None) -> None:
+def test_a_stop_does_not_wait_for_a_helper_that_starts(nixl: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "START_S", LONGER_THAN_A_TEST_S)
     reader = Reader(free_port())
     wait_until(lambda: bool(reader.helper.pid))
     os.kill(reader.helper.pid, signal.SIGSTOP)
@@ -593,11 +591,9 @@ def test_a_stop_does_not_wait_for_a_helper_that_starts(nixl: None) -> None:
 
     thread = threading.Thread(target=connect)
     thread.start()
-    began = time.monotonic()
     reader.helper.interrupt()
     thread.join()
     reader.close()
-    assert time.monotonic() - began < START_S / 2
 
 
 def test_a_helper_that_cannot_work_is_started_less_and_less_often(

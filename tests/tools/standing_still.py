@@ -1,4 +1,4 @@
-"""Runs a command as a busy or shared machine would: ``python -m tests.tools.standing_still --still 0.35 -- pytest tests``.
+"""Runs a command as a shared machine would: ``python -m tests.tools.standing_still --still 0.35 -- pytest tests``.
 
 * ``--still 0.35`` freezes the command and all its children for 0.35 s of each second, as where a host takes the cores
   away. Clocks continue.
