@@ -15,6 +15,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from kvoffd.tiers.fullness import Fullness
 from kvoffd.tiers.generations import Generations, Resets
 from kvoffd.tiers.redis_cluster import slot_of
 from kvoffd.tiers.redis_store import CONNECT_S, NEEDED_COMMANDS, Redis
@@ -22,6 +23,7 @@ from kvoffd.tiers.shared import MAX_REMOVALS, MAX_WRITES
 from kvoffd.tiers.store import UNKEPT, Credentials, StoreError, generation_key, open_store
 from kvoffd.tiers.tier import Result
 from tests.kit.redis_server import Certificate, RedisServer
+from tests.kit.waiting import LONGER_THAN_A_TEST_S
 from tests.tiers.faulty_store import FaultyStore
 from tests.tiers.shared_conformance import FaultConformance, SharedConformance
 from tests.tiers.shared_rig import ONE, OTHER, SLOT_BYTES, SLOTS, Answer, SharedRig, name_of
@@ -572,22 +574,24 @@ def test_the_rights_that_are_named_suffice() -> None:
 
 
 @pytest.fixture
-def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvoffd.tiers.shared.LOOK_S", 0.02)
+def looks_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store is asked how full it is by ``look`` alone: between two writes, so that what it evicted is all known."""
+    monkeypatch.setattr("kvoffd.tiers.shared.LOOK_S", LONGER_THAN_A_TEST_S)
+    monkeypatch.setattr(Fullness, "wrote_much", lambda _: False)
 
 
 def look(rig: SharedRig) -> None:
-    """Wait until the store has been asked how full it is, twice: one question may be on its way."""
-    for _ in range(2):
-        before = rig.tier._look_at
-        rig.until(lambda before=before: rig.tier._look_at > before)
+    """Have the store asked how full it is."""
+    rig.until(lambda: not rig.tier._looking)
+    rig.tier._look_at = 0.0
+    rig.until(lambda: rig.tier._look_at > 0.0)
 
 
 MIB = 1 << 20
 BIG = (200_000,)
 
 
-@pytest.mark.usefixtures("looks_often")
+@pytest.mark.usefixtures("looks_when_asked")
 @pytest.mark.parametrize("policy", ["allkeys-lru", "noeviction"])
 def test_a_real_server_says_that_it_is_full(policy: str) -> None:
     with RedisServer("--maxmemory", "12mb", "--maxmemory-policy", policy) as server:
@@ -609,7 +613,16 @@ def test_a_real_server_says_that_it_is_full(policy: str) -> None:
         assert rig.tier.lifetime_bytes == 0
 
 
-@pytest.mark.usefixtures("looks_often")
+def test_a_store_is_asked_how_full_it_is_when_much_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvoffd.tiers.shared.LOOK_S", LONGER_THAN_A_TEST_S)
+    with RedisServer("--maxmemory", "12mb") as server:
+        rig = SharedRig(server.url).reachable()
+        look(rig)
+        rig.store(*(rig.block(number, BIG) for number in range(20)))
+        rig.until(lambda: rig.tier.stats().used_bytes > 20 * BIG[0])
+
+
+@pytest.mark.usefixtures("looks_when_asked")
 def test_what_other_nodes_write_shortens_the_lives_of_blocks() -> None:
     with RedisServer("--maxmemory", "12mb", "--maxmemory-policy", "allkeys-lru") as server:
         rig, other = SharedRig(server.url).reachable(), SharedRig(server.url).reachable()
