@@ -537,7 +537,7 @@ def test_a_helper_that_hangs_while_it_starts_is_killed(nixl: None, monkeypatch: 
     monkeypatch.setattr(peers, "STARTS_S", 3.0)
     monkeypatch.setattr(peers, "START_S", 0.5)
     reader = Reader(free_port())
-    wait_until(lambda: bool(reader.helper.pid))
+    wait_until(lambda: reader.helper._channel is not None, interval_s=0.001)
     os.kill(pid := reader.helper.pid, signal.SIGSTOP)
     with pytest.raises(StoreError, match="has not started yet"):
         reader.stores[0].connect()
@@ -546,6 +546,8 @@ def test_a_helper_that_hangs_while_it_starts_is_killed(nixl: None, monkeypatch: 
     with pytest.raises(StoreError, match="has not started yet"):
         reader.stores[0].connect()
     wait.assert_called_once_with(0.0)
+    wait_until(lambda: reader.helper.life > 0)
+    monkeypatch.setattr(peers, "STARTS_S", 60.0)  # the next one may take its time
     wait_until(lambda: reader.helper.up, 30.0)
     assert not os.path.exists(f"/proc/{pid}")
     reader.close()
@@ -575,6 +577,30 @@ def test_a_helper_that_hangs_is_started_again(impatient: None, lender: Lender, r
     wait_until(lambda: lender.helper.pid != pid and lender.helper.up, 60.0)
     assert not os.path.exists(f"/proc/{pid}")
     wait_until(lambda: _works(reader, lender), 30.0)
+
+
+def test_a_helper_that_hangs_is_noticed_however_often_the_wait_is_interrupted(
+    lender: Lender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the container is frozen and thawed again and again."""
+    monkeypatch.setattr(peers, "HANGS_S", 1.0)
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    (thread,) = lender.helper._thread._threads
+    assert thread.ident is not None
+    ident = thread.ident
+    try:
+        lender.helper.check()
+        os.kill(pid := lender.helper.pid, signal.SIGSTOP)
+
+        def is_noticed() -> bool:
+            signal.pthread_kill(ident, signal.SIGUSR1)
+            return lender.helper.life > 0
+
+        wait_until(is_noticed, interval_s=0.1)
+        assert not os.path.exists(f"/proc/{pid}")
+    finally:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # what is still on its way
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_a_stop_does_not_wait_for_a_helper_that_starts(nixl: None, monkeypatch: pytest.MonkeyPatch) -> None:

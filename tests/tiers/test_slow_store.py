@@ -65,13 +65,13 @@ def line(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         yield node
 
 
-@pytest.mark.parametrize(("length", "bytes_per_second"), [(1 << 19, 25e6), (1 << 17, 1e6)])
+@pytest.mark.parametrize(("length", "bytes_per_second"), [(1 << 19, 4e6), (1 << 17, 1e6)])
 def test_blocks_come_one_by_one_however_slowly(
     line: Callable[[int, float], Node], length: int, bytes_per_second: float
 ) -> None:
+    """They all take 2.1 s, and nothing came for 1.5 s where a read is given up."""
     node = line(length, bytes_per_second)
-    seconds = BLOCKS * length / bytes_per_second
-    node.begin(length, patience_s=0.7 * seconds)
+    node.begin(length, patience_s=1.5)
     node.until(lambda: len(node.results) == BLOCKS)
     assert node.results == [DONE] * BLOCKS
     assert (node.tier.breaker.opened, node.kinds) == (0, {})
@@ -81,7 +81,7 @@ def test_a_line_that_hangs_half_way_ends_all_in_time_and_serves_again(line: Call
     length = 1 << 18
     node = line(length, 50e6)
     node.link.hang_after(BLOCKS * length // 2)
-    began, patience_s = time.monotonic(), 0.3
+    began, patience_s = time.monotonic(), 1.0
     node.begin(length, patience_s)
     node.until(lambda: len(node.results) == BLOCKS)
     assert time.monotonic() - began < 5 * (patience_s + STALL_S)
