@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from kvoffd_client.vllm.waits import ANSWER_SHARE
 from tests.kit.daemon import DaemonProcess
 from tests.kit.engine import (
     BLOCK_TOKENS,
@@ -46,8 +47,6 @@ PROMPTS = [prompt(seed, length) for seed, length in enumerate(LENGTHS, 1)]
 WARM_UP = [520, 520]
 """Prompts that an engine computes first; the connector knows after two of them how fast it is."""
 CONNECT_S = 60.0
-ASKED_SHARE = 0.1
-"""Of the time that computing takes: for that long a very long prompt waits for its lookup (RELIABILITY.md)."""
 SHARED_DEADLINE_S = 2.0
 """Of the setting `shared_deadline`."""
 MAX_TOKENS = 8192
@@ -161,7 +160,7 @@ def test_a_store_that_is_slower_than_computing_delays_nothing(filled: Filled) ->
         (answer,) = engine.generate([wanted])
     assert answer.tokens == filled.cold[1].tokens
     assert answer.cached < full_blocks(len(wanted)) / 20
-    assert answer.scheduled_at - answer.queued_at < 5 * ASKED_SHARE * len(wanted) / rate
+    assert answer.scheduled_at - answer.queued_at < 5 * ANSWER_SHARE * len(wanted) / rate
 
 
 def test_a_store_that_hangs_is_not_waited_for(filled: Filled) -> None:
