@@ -825,7 +825,7 @@ BOOKS = "books"
 
 
 def books(directory: Path) -> Books:
-    """What the daemon says of itself now. Sessions of this function count nowhere: that of an earlier call may end late."""
+    """What the daemon says of itself now, without the sessions of this function: an earlier call's may end late."""
     with WireClient(directory, "admin", name=BOOKS) as admin:
         said = admin.ask(s.Stats).stats
         process = Path("/proc", str(said.pid))
