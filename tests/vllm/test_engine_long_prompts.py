@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from kvoffd_client.vllm.waits import ANSWER_SHARE
 from tests.kit.daemon import DaemonProcess
 from tests.kit.engine import (
     BLOCK_TOKENS,
@@ -47,6 +46,8 @@ PROMPTS = [prompt(seed, length) for seed, length in enumerate(LENGTHS, 1)]
 WARM_UP = [520, 520]
 """Prompts that an engine computes first; the connector knows after two of them how fast it is."""
 CONNECT_S = 60.0
+ANSWER_SHARE = 0.1
+"""Of the time that computing takes: for that long a very long prompt waits for its lookup (RELIABILITY.md)."""
 SHARED_DEADLINE_S = 2.0
 """Of the setting `shared_deadline`."""
 MAX_TOKENS = 8192
