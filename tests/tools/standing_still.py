@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -67,7 +67,8 @@ def entered(control: Control) -> Iterator[Control]:
             control.write(control.off)
         if control.group.is_dir():  # in v2 one group does both
             for pid in (control.group / "cgroup.procs").read_text().split():
-                (control.group.parent / "cgroup.procs").write_text(pid)
+                with suppress(ProcessLookupError):  # it has just ended
+                    (control.group.parent / "cgroup.procs").write_text(pid)
             control.group.rmdir()
 
 
