@@ -4,6 +4,7 @@
 #include <stdint.h>
 
 enum { FOUND = 255 }; /* of block_table.py */
+enum { NEAR = 8 };    /* places in which a key may be; computing.py has the same */
 
 struct lacked {
     uint64_t hash; /* 0 if the place is free */
@@ -13,15 +14,25 @@ struct lacked {
 
 /* Fields as in `_Fields` of computing.py. */
 struct computing {
-    struct lacked *lacked; /* [2^bits] by the hash's low bits; a key replaces another one */
+    struct lacked *lacked; /* [2^bits + NEAR - 1] by the hash's high bits; a key replaces the oldest one near */
     uint64_t bits, seed[2];
 };
 
+/* Returns the place of a key, or the free or oldest one that it would get. */
 static struct lacked *place_of(const struct computing *x, uint64_t group, const uint8_t *key, uint64_t key_bytes,
                                uint64_t *hash)
 {
+    struct lacked *first, *oldest;
+
     *hash = key_hash(x->seed[0] ^ group, x->seed[1], key, key_bytes) | 1;
-    return &x->lacked[*hash >> (64 - x->bits)];
+    first = oldest = &x->lacked[*hash >> (64 - x->bits)];
+    for (struct lacked *one = first; one < first + NEAR; one++) {
+        if (one->hash == *hash)
+            return one;
+        if (oldest->hash && (!one->hash || one->at_s < oldest->at_s))
+            oldest = one;
+    }
+    return oldest;
 }
 
 /* Records keys that a prompt asks for at `now_s` and, by their `reasons`, lacks. Those that another prompt has lacked for

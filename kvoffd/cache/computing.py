@@ -22,8 +22,8 @@ declare(
 
 MOST_S = 60
 """Time after which a key that a prompt lacked, and no engine has offered since, is not being computed any more."""
-BITS = 16
-"""2^BITS keys of 16 bytes are remembered; each replaces an older one at random."""
+BITS, NEAR = 16, 8
+"""2^BITS keys of 16 bytes are remembered; a new one replaces the oldest of NEAR neighbours."""
 _REPLACED = sum(
     1 << reason
     for reason in (
@@ -50,7 +50,8 @@ class Computing:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._native, self._clock = native(), clock
-        self._lacked = np.zeros((1 << BITS, 2), np.uint64)
+        self._lacked = np.empty(((1 << BITS) + NEAR - 1, 2), np.uint64)
+        self._lacked.fill(0)  # touches the pages now, not in the first lookups
         self._fields = _Fields(self._lacked.ctypes.data, BITS, (ctypes.c_uint8 * 16)(*os.urandom(16)))
         self._at = ctypes.addressof(self._fields)
 
