@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 FLEET_WAIT_S = 1.5
 """Time for a reset to reach all shared stores and peers; the client waits for 2 s."""
+LISTED_POINTS = 8
 CLEARED_NOT_SAVED = "After a kill or a reboot cleared blocks may come back from disks."
 
 
@@ -113,6 +114,25 @@ def scrub(service: Service, session: Session, message: a.Scrub) -> a.ScrubReply:
     if message.start:
         service.scrubber.start()
     return service.scrubber.report(message.request_id)
+
+
+@answers(a.ListBranchPoints)
+def list_branch_points(service: Service, session: Session, message: a.ListBranchPoints) -> a.BranchPointsListed:
+    found = []
+    for namespace in service.cache.namespaces.values():
+        seen_tokens, points = service.branch_points.of(namespace)
+        found += [
+            a.BranchPoint(
+                namespace.fingerprint,
+                point.at_tokens,
+                round(point.prompts),
+                round(point.repeated_tokens),
+                seen_tokens,
+                list(point.examples),
+            )
+            for point in points[:LISTED_POINTS]
+        ]
+    return a.BranchPointsListed(message.request_id, found)
 
 
 @answers(a.FindBlock)

@@ -561,6 +561,9 @@ def submit(service: Service, session: Session, message: Submit) -> None:
             load.begin(cache, pool, verify=verify)
         if stores.job_ids:
             batch = StoreBatch(stores.job_ids, session, registration, accepted_at, store_parts, message.sole)
+            first = store_parts[0]  # one group: others have the same tokens
+            if registration.rank == 0 and not registration.namespace.of_bench:
+                service.branch_points.offered(registration.namespace, first.split, first.parents, first.token_ids)
             begun.append(batch)
             batch.begin(cache, pool)
     except BaseException:

@@ -103,5 +103,6 @@ def _forget(service: Service, namespace: Namespace) -> None:
     service.cache.forget_namespace(namespace)
     service.traffic.namespace_forgotten(namespace)
     service.curve.namespace_forgotten(namespace)
+    service.branch_points.namespace_forgotten(namespace)
     if service.tiering is not None:
         service.tiering.namespace_forgotten(namespace)

@@ -20,6 +20,7 @@ from kvoffd.cache.learned import Learned, LruFallback
 from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError, refusal_of
+from kvoffd.observe.branch_points import BranchPoints
 from kvoffd.observe.logging import RareWarnings
 from kvoffd.observe.loop_watch import LoopWatch
 from kvoffd.observe.meters import HOUR_S, LOOKUP_BOUNDS_S, CounterWindows, DurationHistogram
@@ -112,6 +113,7 @@ class Service:
         """Increases of requests, and of errors by code."""
         self.replies_dropped: Counter[str] = Counter()
         """Counts by reason, ``gone`` or ``unread``."""
+        self.branch_points = BranchPoints(clock)
         self.lookup_times = DurationHistogram(LOOKUP_BOUNDS_S)
         self.loop_watch = LoopWatch()
         self.sockets_problem = ""
@@ -213,6 +215,7 @@ class Service:
                 self.memory.tick,
                 self._count,
                 self.curve.tick,
+                self.branch_points.tick,
                 self._judge_policy,
                 lambda: forget_idle(self, FORGET_AFTER_S),
                 self.tier_supervisor.tick,

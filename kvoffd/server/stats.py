@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 
 from kvoffd import __version__
+from kvoffd.cache.namespace import Namespace
 from kvoffd.config import settings_in_force
 from kvoffd.observe.meters import HOUR_S, MINUTE_S
 from kvoffd.server.handlers import answers, filled
@@ -116,10 +117,18 @@ def _namespace_rows(service: Service, on_disk: Counter[bytes]) -> list[s.Namespa
             quota_bytes=quotas.get(one.fingerprint),
             engines=engines[one.fingerprint],
             curve=curve,
+            branching=_branching(service, one),
             **figures(counts_of(one)),
         )
         for one, curve in zip(shown, service.curve.of_namespaces(shown), strict=True)
     ]
+
+
+def _branching(service: Service, namespace: Namespace) -> s.Branching | None:
+    seen_tokens, points = service.branch_points.of(namespace)
+    for point in points[:1]:
+        return s.Branching(point.at_tokens, round(point.prompts), round(point.repeated_tokens), seen_tokens)
+    return None
 
 
 def _engines(service: Service) -> defaultdict[bytes, list[str]]:

@@ -192,6 +192,18 @@ class HitCurve(Part, frozen=True):
     lru_hit_ratio: Annotated[dict[str, Ratio], gauge("Estimated hit ratio of lru, by times the size.", "times")] = {}
 
 
+class Branching(Part, frozen=True):
+    """The place at which prompts of a namespace differ, and which costs the most tokens that follow it.
+
+    Known only if engines send the tokens of blocks: with KV cache events.
+    """
+
+    at_tokens: Annotated[Count, doc("Tokens of the common beginning.")] = 0
+    prompts: Annotated[Count, doc("Prompts that differ there. The weight of old ones halves every day, as below.")] = 0
+    repeated_tokens: Annotated[Count, doc("Tokens behind that were computed although the same block was stored.")] = 0
+    seen_tokens: Annotated[Count, doc("Tokens of all blocks that were stored for the first time.")] = 0
+
+
 class NamespaceStats(Traffic, frozen=True):
     """One namespace, since the daemon's start."""
 
@@ -208,6 +220,7 @@ class NamespaceStats(Traffic, frozen=True):
     world_size: Annotated[Count, doc("Ranks of an engine: shards that make a block.")] = 1
     prefill_tokens_per_second: Annotated[PerSecond, doc("Prefill rate an engine reported last; 0 if unknown.")] = 0.0
     curve: Annotated[HitCurve | None, doc("Hit ratios of pools of other sizes.")] = None
+    branching: Annotated[Branching | None, doc("Where prompts differ that could share more.")] = None
     engines: Annotated[list[str], doc("Names of the engines that have it open, each with its pid if known.")] = []
 
 

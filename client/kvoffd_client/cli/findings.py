@@ -28,6 +28,8 @@ from kvoffd_proto.units import exact_size, format_count, format_duration, format
 MIN_ERRORS = 20
 MANY_POINTS = 10.0
 """Percentage points of the hit ratio that justify a warning."""
+MIN_BRANCHES = 20
+"""Least number of prompts that differ in one place for a finding."""
 LRU_POINTS = 2.0
 """Points by which lru must win: more than its estimate errs."""
 MAX_WRITTEN_PER_READ = 10.0
@@ -121,6 +123,7 @@ KINDS = {
     "thrash": Kind("warning", "Blocks are evicted before they are reused.", "{}"),
     "pool_too_large": Kind("info", "The rest of the memory has no benefit now.", "a smaller pool_size" + _RESTART),
     "starving": Kind("warning", "Others use the space, or its quota is too low.", "kvoffd-cli namespaces quota {}"),
+    "prompts_differ": Kind("info", "What follows is computed again and again.", "kvoffd-cli namespaces reuse"),
     # Engines.
     "engine_unreachable": Kind("warning", "Its counters cannot be compared.", "curl {}"),
     "engine_without": Kind(
@@ -545,6 +548,21 @@ def _lru_percent(curve: s.HitCurve) -> float:
     return 100 * curve.lru_hit_ratio.get("1", 0.0)
 
 
+def prompts_differ(facts: Facts) -> Iterator[Finding]:
+    """Find the namespace in which a difference near the beginning of prompts costs the most."""
+    points = [(one.branching, one) for one in facts.counted if one.branching is not None]
+    for point, namespace in sorted(points, key=lambda item: -item[0].repeated_tokens)[:1]:
+        share = _share(point.repeated_tokens, point.seen_tokens)
+        if point.prompts < MIN_BRANCHES or 100 * share < MANY_POINTS:
+            return
+        evidence = (
+            f"{format_count(point.prompts)} prompts of {printable(namespace.model)} differ after "
+            f"{format_count(point.at_tokens)} tokens and continue with the same {format_count(point.repeated_tokens)} "
+            f"tokens. What differs, if it came last, would save {percent(share, 1)} of what is computed."
+        )
+        yield finding("prompts_differ", evidence, share)
+
+
 def lru_is_better(facts: Facts) -> Iterator[Finding]:
     """Find whether lru would hit more with this pool, because of the policy, after an hour or more."""
     stats, curve, hour = facts.stats, facts.stats.curve, facts.stats.last_hour
@@ -637,7 +655,7 @@ def _engine_counts(facts: Facts, at: str, engine: EngineMetrics) -> Iterator[Fin
 CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     daemon_health, late_lookups, failures, blocked_loop, connected_clients, halves_apart, partial_blocks,
     memory,
-    disks, late_tiers, disk_writes, namespaces_apart, pool_size, lru_is_better, starving, engines,
+    disks, late_tiers, disk_writes, namespaces_apart, pool_size, lru_is_better, prompts_differ, starving, engines,
 )  # fmt: skip
 
 
