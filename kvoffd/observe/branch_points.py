@@ -113,11 +113,10 @@ def _add(prompts: _Prompts, key: bytes, parent: bytes, tokens: bytes) -> None:
     if own in places:  # it was stored before
         places.move_to_end(own)
         return
-    before: _Place | None = prompts.root
-    if any(parent):
-        before = places.get(hash(parent))
-        if before is None:
-            return  # what comes before it is not remembered
+    before = places.get(hash(parent)) if any(parent) else prompts.root
+    if before is None:
+        return  # what comes before it is not remembered
+    if before is not prompts.root:
         places.move_to_end(hash(parent))
     count = len(tokens) // TOKEN_ID_BYTES
     prompts.seen_tokens += count
