@@ -21,6 +21,7 @@ SOURCES = [
     "kvoffd/cache/blocks.c",
     "kvoffd/cache/lru.c",
     "kvoffd/cache/askers.c",
+    "kvoffd/cache/computing.c",
     "kvoffd/cache/arc.c",
     "kvoffd/cache/recover.c",
     "kvoffd/cache/learned.c",

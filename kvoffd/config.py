@@ -305,12 +305,17 @@ class Limits:
     """Limit per session, as those of jobs, registrations and leases."""
     max_segments: int = 16_384
     """Limit per session; a GPU's KV cache may consist of thousands of chunks."""
-    max_namespaces: int = 1024
+    max_namespaces: int = 64
+    """Limit of namespaces that are open or have blocks. A node serves one to ten models; each change of their weights
+    makes another namespace."""
+    max_quotas: int = 1024
+    """Limit of namespaces with a quota, open or not."""
     credit_bytes: int = 0
     """Bytes of stores that all clients together are asked to have outstanding at most; 0 is an eighth of the pool, at
     most 1 GiB."""
     leased_share: float = 0.875
-    """Share of the pool that leases may hold."""
+    """Share of the pool that all leases together may pin, promoted blocks included; beyond half of it a session gets at
+    most an equal part, and never more than what is left."""
     lease_ttl_s: float = 600.0
     partial_timeout_s: float = 60.0
     """Time after which a block that lacks a rank's shard is dropped."""

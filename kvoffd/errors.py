@@ -77,14 +77,14 @@ class UnknownLease(KvoffdError):
 
 
 class NotReady(KvoffdError):
-    """Keys of a load are not under its lease, or were stored without the engine blocks it begins with."""
+    """Keys of a load are not READY, or were stored without the engine blocks it begins with."""
 
     code = ErrorCode.NOT_READY
 
     def __init__(self, group: int, missing: list[int]) -> None:
         super().__init__(
-            f"{len(missing)} keys of group {group} cannot be loaded under this lease, or not from their first engine "
-            "block; recompute them."
+            f"{len(missing)} keys of group {group} are not in the pool, or not from the engine block with which the "
+            "load begins; recompute them."
         )
         self.group = group
         self.missing = missing

@@ -92,7 +92,7 @@ class Job:
                     f"keys of {key_bytes} bytes and of int32 numbers."
                 )
             keys += len(one.keys) // key_bytes
-            nbytes += len(one.keys) + len(one.block_ids) + len(one.parents) + len(one.tokens) + 32
+            nbytes += len(one.keys) + len(one.block_ids) + len(one.parents) + len(one.tokens) + key_bytes + 32
         return keys, nbytes
 
     def parts(self, size: Size, key_bytes: int, blocks_per_key: int, most: Size, first_id: int) -> list[Job]:
@@ -103,7 +103,11 @@ class Job:
         keys, nbytes = size
         in_frame = keys * most[1] // nbytes if nbytes > most[1] else keys
         parts = [
-            [_slice(self.groups[place], begin, end, key_bytes, blocks_per_key) for place, begin, end in part if end]
+            [
+                _slice(self.groups[place], begin, end, key_bytes, blocks_per_key, is_store=self.lease_id is None)
+                for place, begin, end in part
+                if end
+            ]
             for part in split_keys([len(one.keys) // key_bytes for one in self.groups], min(most[0], max(1, in_frame)))
         ]
         return [
@@ -112,7 +116,9 @@ class Job:
         ]
 
 
-def _slice(one: GroupTransfer, begin: int, end: int, key_bytes: int, blocks_per_key: int) -> GroupTransfer:
+def _slice(
+    one: GroupTransfer, begin: int, end: int, key_bytes: int, blocks_per_key: int, *, is_store: bool
+) -> GroupTransfer:
     """Return keys ``begin`` to ``end`` of a transfer with their blocks; the last key gets all remaining blocks."""
     count = len(one.keys) // key_bytes
     # Key 0 lacks its first ``first_block`` blocks.
@@ -125,6 +131,7 @@ def _slice(one: GroupTransfer, begin: int, end: int, key_bytes: int, blocks_per_
         0 if begin else one.first_block,
         one.parents[keys],
         one.tokens[begin * tokens : end * tokens],
+        one.keys[(begin - 1) * key_bytes : begin * key_bytes] if begin and is_store else one.before,
     )
 
 

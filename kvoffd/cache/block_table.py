@@ -53,11 +53,13 @@ declare(
     blocks_set_checksum=(None, VOID_P, NUMBER, NUMBER),
     blocks_append=(None, VOID_P, CHAR_P, *ITEMS),
     blocks_oldest=(COUNT, VOID_P, CHAR_P, NUMBER, NUMBER, NUMBER),
-    blocks_choose_victims=(COUNT, VOID_P, VOID_P, CHAR_P, NUMBER, *ITEMS, NUMBER, NUMBER),
+    blocks_choose_victims=(COUNT, VOID_P, VOID_P, CHAR_P, NUMBER, *ITEMS, NUMBER, NUMBER, NUMBER),
     blocks_drop=(COUNT, VOID_P, CHAR_P, *ITEMS, NUMBER),
     blocks_release=(None, VOID_P, *ITEMS),
     blocks_common_group=(UINT32, VOID_P, *ITEMS, NUMBER),
     blocks_pin=(None, VOID_P, *ITEMS),
+    blocks_lease=(None, VOID_P, *ITEMS),
+    blocks_end_lease=(COUNT, VOID_P, *ITEMS),
     blocks_unpin=(COUNT, VOID_P, *ITEMS),
     blocks_keys=(None, VOID_P, *ITEMS, NUMBER),
     blocks_record_misses=(None, VOID_P, *KEYS, NUMBER),
@@ -86,7 +88,7 @@ FOUND = 255
 """Value instead of a ``MissReason`` for a key that was found."""
 KNOWN_MISSES = 2**19
 """Keys whose reason for leaving is remembered, 8 bytes each. A new key replaces one at random."""
-_ARRAYS = "state", "shard", "pins", "missing", "group", "next", "pages", "older", "newer", "misses"
+_ARRAYS = "state", "shard", "pins", "leases", "missing", "group", "next", "pages", "older", "newer", "misses", "prompt"
 """Arrays of ``BlockTable`` that C reads and writes, in the order of blocks.h."""
 
 
@@ -112,8 +114,8 @@ class Found(NamedTuple):
     """[keys] state of each."""
     ready: BlockIds
     """Blocks of the READY keys."""
-    newly_pinned_bytes: int
-    """Bytes of the READY blocks that only this lookup pins; 0 if it pins none."""
+    newly_leased_bytes: int
+    """Bytes of the READY blocks that only this lookup leases; 0 if it leases none."""
     run: int
     """Keys before the first that is not READY."""
     reasons: bytes
@@ -131,7 +133,7 @@ class BlockTable(Structure):
     """
 
     _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("generation", "pinned_blocks", "pinned_bytes")),
+        *((name, ctypes.c_uint64) for name in ("generation", "pinned_blocks", "pinned_bytes", "leased_bytes")),
         *((f"at_{name}", ctypes.c_void_p) for name in ("records", *_ARRAYS, "bytes", "numbers", "offsets", "counts")),
         ("index", SlotIndex),
         ("crc", ctypes.c_uint32 * 256 * 8),
@@ -140,6 +142,8 @@ class BlockTable(Structure):
     """Highest generation of any record."""
     pinned_blocks: int
     pinned_bytes: int
+    leased_bytes: int
+    """Bytes of the blocks that leases pin."""
     index: SlotIndex
 
     def __init__(self, records: npt.NDArray[np.void]) -> None:
@@ -149,6 +153,8 @@ class BlockTable(Structure):
         self.shard = np.zeros(slots, np.uint8)
         self.pins = np.zeros(slots, np.uint32)
         """[blocks] leases, running loads and writes to a tier that need the block's bytes."""
+        self.leases = np.zeros(slots, np.uint32)
+        """[blocks] leases among these."""
         self.missing = np.zeros(slots, np.uint8)
         """[blocks] shards that are not written."""
         self.group = np.zeros(slots, np.uint32)
@@ -159,6 +165,8 @@ class BlockTable(Structure):
         """[blocks] pages of the block's slots."""
         self.older, self.newer = np.zeros(slots, np.uint32), np.zeros(slots, np.uint32)
         self.misses = np.zeros(KNOWN_MISSES, np.uint64)
+        self.prompt = np.zeros(slots, np.uint64)
+        """[blocks] number of the prompt that last looked the block up, or of the one whose store made it."""
         self._native = native()
         self._counts = array("Q", bytes(8 * 3))
         """The largest result that C writes there: ``struct released`` of blocks.c."""
@@ -200,13 +208,13 @@ class BlockTable(Structure):
         self._native.blocks_find(self.address, group.number, keys, count, group.key_bytes)
         return self._bytes[:count].tobytes(), self._numbers[:count].copy()
 
-    def lookup(self, group: Group, keys: bytes, *, pin: bool) -> Found:
-        """Find keys, and pin the blocks of the READY ones if ``pin``."""
-        count, pinned_bytes = self._reserve_for(group, keys), self.pinned_bytes
-        self._native.blocks_lookup(self.address, group.number, keys, count, group.key_bytes, pin)
+    def lookup(self, group: Group, keys: bytes, *, lease: bool) -> Found:
+        """Find keys, and ``lease`` the blocks of the READY ones if so told."""
+        count, leased_bytes = self._reserve_for(group, keys), self.leased_bytes
+        self._native.blocks_lookup(self.address, group.number, keys, count, group.key_bytes, lease)
         ready, run = self._counts[:2]
         states, reasons = self._bytes[:count].tobytes(), self._bytes[count : 2 * count].tobytes()
-        return Found(states, self._numbers[:ready].copy(), self.pinned_bytes - pinned_bytes, run, reasons)
+        return Found(states, self._numbers[:ready].copy(), self.leased_bytes - leased_bytes, run, reasons)
 
     def plan(self, group: Group, keys: bytes, rank: int, first_blocks: Mapping[int, int]) -> tuple[bytes, BlockIds]:
         """Return a ``Verdict`` for each key that a rank stores, and the key's block, NO_BLOCK if it has none.
@@ -316,7 +324,7 @@ class BlockTable(Structure):
         return self._numbers[:found].copy()
 
     def choose_victims(
-        self, slots: SlotAllocator, group: Group, count: int, order: BlockIds, *, last: bool
+        self, slots: SlotAllocator, group: Group, count: int, order: BlockIds, older_than: int, *, last: bool
     ) -> tuple[BlockIds, bool]:
         """Choose blocks to evict so that slots for ``count`` blocks of a group become free; also returns whether they
         are enough: see ``Victims.for_space``.
@@ -325,8 +333,8 @@ class BlockTable(Structure):
         """
         most = len(order) + 2 * slots.slots_per_region
         self._reserve(most)
-        wanted = slots.address, group.packed, count
-        found = self._native.blocks_choose_victims(self.address, *wanted, packed(order), len(order), most, last)
+        wanted = slots.address, group.packed, count, packed(order), len(order)
+        found = self._native.blocks_choose_victims(self.address, *wanted, most, last, older_than)
         if found == NO_BLOCK:
             raise MemoryError
         return self._numbers[:found].copy(), bool(self._counts[0])
@@ -368,19 +376,25 @@ class BlockTable(Structure):
         numbers = self.group[blocks]
         return [(groups[number], blocks[numbers == number]) for number in sorted(set(numbers.tolist()))]
 
-    def pin(self, blocks: BlockIds) -> int:
-        """Keep the bytes of blocks until ``Cache.unpin``; a block that occurs several times is pinned as many times.
-
-        Returns the bytes of blocks that were not pinned before.
-        """
-        pinned_bytes = self.pinned_bytes
+    def pin(self, blocks: BlockIds) -> None:
+        """Keep the bytes of blocks until ``unpin``; a block that occurs several times is pinned as many times."""
         self._native.blocks_pin(self.address, packed(blocks), len(blocks))
-        return self.pinned_bytes - pinned_bytes
 
     def unpin(self, blocks: BlockIds) -> BlockIds:
         """Remove one pin for each occurrence of a block. Returns the blocks that are not pinned any more."""
         self._reserve(len(blocks))
         return self._numbers[: self._native.blocks_unpin(self.address, packed(blocks), len(blocks))].copy()
+
+    def lease(self, blocks: BlockIds) -> int:
+        """Pin blocks for a lease, until ``end_lease``. Returns the bytes of those that no lease pinned before."""
+        leased_bytes = self.leased_bytes
+        self._native.blocks_lease(self.address, packed(blocks), len(blocks))
+        return self.leased_bytes - leased_bytes
+
+    def end_lease(self, blocks: BlockIds) -> BlockIds:
+        """Undo ``lease``. Returns the blocks that are not pinned any more."""
+        self._reserve(len(blocks))
+        return self._numbers[: self._native.blocks_end_lease(self.address, packed(blocks), len(blocks))].copy()
 
     def slots(self, blocks: BlockIds, ranks: int) -> npt.NDArray[np.uint32]:
         """Return the slots of blocks that have at least ``ranks`` of them, [blocks, ranks]."""

@@ -9,7 +9,7 @@
 #include <stdatomic.h>
 
 /* Version of everything that C and Python share: system/native.py has the same, and refuses another one. */
-const uint32_t kvoffd_version = 19;
+const uint32_t kvoffd_version = 20;
 
 #define WRITE(record, type, field, given) ({ type value_ = (given); memcpy((record) + (field), &value_, sizeof value_); })
 
@@ -98,6 +98,20 @@ void kvoffd_blocks_pin(struct blocks *x, const uint32_t *blocks, uint64_t count)
         pin(x, blocks[i]);
 }
 
+static void lease(struct blocks *x, uint32_t block)
+{
+    if (!x->leases[block]++)
+        x->leased_bytes += (uint64_t)x->pages[block] * PAGE;
+    pin(x, block);
+}
+
+/* Pins blocks for a lease, as kvoffd_blocks_pin does. */
+void kvoffd_blocks_lease(struct blocks *x, const uint32_t *blocks, uint64_t count)
+{
+    for (uint64_t i = 0; i < count; i++)
+        lease(x, blocks[i]);
+}
+
 /* Removes one pin for each occurrence; finds the blocks that are not pinned any more, and returns how many. */
 uint64_t kvoffd_blocks_unpin(struct blocks *x, const uint32_t *blocks, uint64_t count)
 {
@@ -110,6 +124,15 @@ uint64_t kvoffd_blocks_unpin(struct blocks *x, const uint32_t *blocks, uint64_t 
             x->numbers[found++] = blocks[i];
         }
     return found;
+}
+
+/* Undoes kvoffd_blocks_lease, as kvoffd_blocks_unpin does. */
+uint64_t kvoffd_blocks_end_lease(struct blocks *x, const uint32_t *blocks, uint64_t count)
+{
+    for (uint64_t i = 0; i < count; i++)
+        if (!--x->leases[blocks[i]])
+            x->leased_bytes -= (uint64_t)x->pages[blocks[i]] * PAGE;
+    return kvoffd_blocks_unpin(x, blocks, count);
 }
 
 /* Returns the reason why an absent key left; 0 if it never did, nor another of this place. */
@@ -127,10 +150,10 @@ struct found {
     uint64_t ready, run;
 };
 
-/* Looks up keys: finds their states, behind these the reasons of misses, and the blocks of READY keys, which are pinned if
- * `pins`. */
+/* Looks up keys: finds their states, behind these the reasons of misses, and the blocks of READY keys, which are leased if
+ * `leases`. */
 void kvoffd_blocks_lookup(struct blocks *x, uint32_t group, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
-                          uint32_t pins)
+                          uint32_t leases)
 {
     struct found *found = (struct found *)x->counts;
     uint8_t *reasons = x->bytes + count;
@@ -148,8 +171,8 @@ void kvoffd_blocks_lookup(struct blocks *x, uint32_t group, const uint8_t *keys,
                 reasons[begin + i] = FOUND;
                 found->run += found->ready == begin + i;
                 x->numbers[found->ready++] = blocks[i];
-                if (pins)
-                    pin(x, blocks[i]);
+                if (leases)
+                    lease(x, blocks[i]);
             } else
                 reasons[begin + i] = blocks[i] == NONE ? reason_of(x, hashed[i]) : PARTIAL;
         }
@@ -456,6 +479,7 @@ enum { CHOSEN = 1, PASSED, REGIONS_COMPARED = 16 };
 struct choice {
     struct blocks *x;
     const struct slots *slots;
+    uint64_t older_than; /* only blocks of older prompts go with a region */
     uint64_t sizes, found, most_found, passed_pages, met;
     struct {
         uint64_t bytes;
@@ -555,7 +579,8 @@ static int can_go(const struct choice *c, uint64_t region)
 
     for (uint64_t slot = first; slot < first + count; slot++) {
         uint32_t block = block_of(c->x, slot);
-        if (slots->in_use[slot] && (c->x->state[block] != READY || c->x->pins[block]))
+        if (slots->in_use[slot] &&
+            (c->x->state[block] != READY || c->x->pins[block] || c->x->prompt[block] >= c->older_than))
             return 0;
     }
     return c->found + count <= c->most_found;
@@ -592,9 +617,10 @@ static int choose_region(struct choice *c)
  * unpinned blocks; `last`: there are no others. Returns how many, and sets counts[0] to whether they are enough; NONE
  * if memory is short. */
 uint64_t kvoffd_blocks_choose_victims(struct blocks *x, const struct slots *slots, const struct block_group *g, uint64_t count,
-                                  const uint32_t *order, uint64_t blocks, uint64_t most_found, uint32_t last)
+                                  const uint32_t *order, uint64_t blocks, uint64_t most_found, uint32_t last,
+                                  uint64_t older_than)
 {
-    struct choice c = { .x = x, .slots = slots, .most_found = most_found };
+    struct choice c = { .x = x, .slots = slots, .most_found = most_found, .older_than = older_than };
     uint64_t patience = 0, seen = 0;
 
     c.passed = calloc(3 * slots->regions, sizeof *c.passed);

@@ -37,13 +37,14 @@ struct block_group {
 /* BlockTable of block_table.py has the same fields. */
 struct blocks {
     uint64_t generation; /* highest generation of any record */
-    uint64_t pinned_blocks, pinned_bytes;
+    uint64_t pinned_blocks, pinned_bytes, leased_bytes;
     uint8_t *records; /* the slot table's */
     uint8_t *state, *shard;
-    uint32_t *pins;
+    uint32_t *pins, *leases;
     uint8_t *missing;
     uint32_t *group, *next, *pages, *older, *newer; /* the last two: neighbours in the list of the block's group */
     uint64_t *misses; /* reasons why keys left: see blocks.c */
+    uint64_t *prompt; /* number of the prompt that looked the block up last, or whose store made it */
     /* Results of the last call: bytes or keys, numbers of blocks or slots, pool offsets, and counts. */
     uint8_t *bytes;
     uint32_t *numbers;

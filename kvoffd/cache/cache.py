@@ -21,14 +21,12 @@ import logging
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from itertools import compress, islice, takewhile
+from itertools import compress, islice, pairwise, takewhile
 from math import inf
 from typing import cast
 
 import numpy as np
 import numpy.typing as npt
-from msgspec import msgpack
 
 from kvoffd.cache.asked_keys import AskedKeys, PromptOutcome, UncountedPrompts, count_prompt
 from kvoffd.cache.block_table import (
@@ -50,6 +48,7 @@ from kvoffd.cache.block_table import (
     Found,
     Verdict,
 )
+from kvoffd.cache.computing import Computing
 from kvoffd.cache.hints import HintedOrder
 from kvoffd.cache.hooks import NO_TOKENS, BlockTokens, CacheListener, TierHooks
 from kvoffd.cache.namespace import (
@@ -57,6 +56,7 @@ from kvoffd.cache.namespace import (
     MissReason,
     Namespace,
     NamespaceRecord,
+    NamespaceSnapshot,
     Shards,
 )
 from kvoffd.cache.policy import REJECTED, Chain, Policy
@@ -70,10 +70,10 @@ from kvoffd.cache.tickets import (
     Stored,
     StorePart,
 )
-from kvoffd.cache.victims import Victims
+from kvoffd.cache.victims import ANY_PROMPT, Victims
 from kvoffd.errors import BadGeometry, KvoffdError, NotReady, UnknownLease
 from kvoffd.pool.allocator import PAGE_BYTES, SlotAllocator, SlotIds
-from kvoffd.pool.slot_table import Deflated, SlotTable
+from kvoffd.pool.slot_table import SlotTable
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import ABSENT, PENDING, SHARED, HintAction, KeyState
 
@@ -84,6 +84,8 @@ LOOKED_AT_ONCE = 4096
 """Slots that one step of ``next_unverified`` scans."""
 SWEPT_AT_ONCE, ENDED_AT_ONCE = 1024, 1024
 """Slots of reset namespaces that one step frees, and ended leases that one step unpins."""
+CLAIM_S = 10.0
+"""Time for which a session whose lookup was cut by the limit of leases counts as one that has some."""
 MAX_OVER_QUOTA = 1024
 """Extra evictions per store while a namespace is over quota."""
 PARTIAL_GRACE_S = 2.0
@@ -94,6 +96,8 @@ MAX_UNREPORTED_REQUESTS = 8
 """Requests that may wait for ``report_requests``; one more reports the oldest."""
 MAX_PREFETCHES, ASKED_AT_ONCE = 256, 4
 """Prefetches of hints that may wait for tiers, further ones do nothing; and those that a tick asks for again."""
+REFUSED = MissReason.NO_SPACE, MissReason.QUOTA
+"""Reasons why a store's keys got no blocks."""
 NO_LEASE = NO_SESSION = 0
 """Lease and session of a prefetch: ids that no other has."""
 RECOVERED_AT_ONCE = 4096
@@ -113,8 +117,11 @@ class Cache:
 
     Args:
         partial_timeout_s: age at which partial blocks are dropped.
-        leased_share: part of the pool that leases may pin. Any session may use the first half of it; beyond that, the
-            sessions that have leases get equal parts. Promoted blocks (``hold``) are not subject to the equal parts.
+        leased_share: the most of the pool that all leases together may pin, promoted blocks included. Half of it any
+            session may lease; beyond that a session leases no more than its equal part among the sessions that have
+            leases, or were refused some in the last CLAIM_S, and never more than what is left. What a lease has it
+            keeps until its end. Blocks that others lease already count for these, and promoted ones (``hold``) are
+            not subject to the equal parts.
         max_leased_keys: limit for one session.
     """
 
@@ -139,7 +146,7 @@ class Cache:
         self.quotas: dict[bytes, int] = {}
         """Limits of pool bytes, set by an operator, by fingerprint; the namespace need not be open."""
         self.leases: dict[int, Lease] = {}
-        """Leases by id, in the order of their deadlines: active ones, and those of ``_ended``."""
+        """Active leases by id, in the order of their deadlines."""
         self.checked_slots = self.checked_bytes = self.mismatches = 0
         """Slots compared with their checksums, their bytes, and the slots whose checksum was wrong."""
         self.quarantined_slots = self.quarantined_bytes = 0
@@ -149,20 +156,22 @@ class Cache:
         """Called by ``report_requests`` with each request, after the policy."""
         self.on_counted: Callable[[Chain, int], None] = lambda chain, own: None
         """Called for each chain when it is counted, with the number of leading keys that the engine had itself."""
+        self.on_offered: Callable[[Group, bytes], None] = lambda group, keys: None
+        """Called with the keys that the first rank offers for storing."""
         self._events, self._clock = events, clock
         self._lease_ttl_s, self._partial_timeout_s = lease_ttl_s, partial_timeout_s
         self._max_leased_keys, self.most_leased_bytes = max_leased_keys, int(leased_share * slots.pool_bytes)
         self.reserved_bytes = 0
         """Bytes of blocks that will be promoted, and leases will pin; kept by ``tiers``."""
         self.session_leases: dict[int, SessionLeases] = {}
-        """Leases of each session that has any."""
+        """Active leases of each session that has any."""
+        self._claims: dict[int, float] = {}
+        """Sessions whose last lookup was cut by the limit of leases, with the time until which they count as sessions
+        with leases."""
         self._bytes_in = dict.fromkeys(WITH_SLOTS, 0)
         """Bytes of all blocks by state, including those of forgotten namespaces."""
         self._next_number = 1
         self._warned_of_no_space = False
-        self._saves_late = self._save_due = self._saves_short = False
-        """Whether ``saving_once`` puts saves off; whether it put one off; whether the last had to leave details
-        out, with which each further attempt would take three times as long."""
         self._unverified_at = 0
         """Slot at which ``next_unverified`` continues."""
         self._groups: dict[int, Group] = {}
@@ -171,15 +180,18 @@ class Cache:
         self._current: dict[Namespace, list[Group]] = {}
         """Groups of each namespace, by index."""
         self.order = HintedOrder(policy, self.blocks, self._groups, self.quotas, clock, slots.pool_bytes)
-        self._victims = Victims(slots, self.blocks, self.order, self._waiting)
+        self._victims = Victims(slots, self.blocks, self.order, self._waiting, self._settled)
+        self._prompts = 0
+        """Number of the last prompt that was looked up, or whose store began."""
         self._partial: dict[int, float] = {}
         """Incomplete blocks of which no shard is being written, also of groups that were reset, with the time when that
         began."""
         self._sole: dict[int, int] = {}
         """WRITING blocks that only the stores of this number add shards to; all others are added to by any without."""
-        self._requested: deque[tuple[Namespace, list[Chain], bool]] = deque()
+        self._requested: deque[tuple[Namespace, list[Chain], Sequence[AskedKeys], int, bool]] = deque()
         """Requests that ``report_requests`` has yet to report, oldest first; whether ``count_prompt`` counts them."""
         self._uncounted = UncountedPrompts()
+        self._computing = Computing(clock)
         self._ready_removed = False
         """Whether READY blocks left the index since the last ``report_requests``."""
         self.swept_at_once, self.ended_at_once = SWEPT_AT_ONCE, ENDED_AT_ONCE
@@ -253,22 +265,14 @@ class Cache:
             self._save()
 
     def _save(self) -> None:
-        """Save what the next daemon must know of the namespaces. It loses the blocks of those that are left out.
+        """Save what the next daemon must know of the namespaces.
 
-        If the slot table has too little space, leave out first what is not needed to read the blocks, then the
-        namespaces with the fewest blocks.
+        In the table of a very small pool some may have no space: those with the fewest blocks, which it loses.
         """
-        self._save_due = self._saves_late
-        if self._saves_late:
-            return
         kept = [one for one in self.namespaces.values() if any(one.shard_bytes)]
         count = len(kept)
-        while not self.table.save_namespaces(
-            _snapshot(self._next_number, kept, count - len(kept), short=self._saves_short)
-        ):
-            if self._saves_short:
-                kept = sorted(kept, key=lambda one: one.ready_blocks, reverse=True)[: len(kept) // 2]
-            self._saves_short = True
+        while not self.table.save_namespaces(NamespaceSnapshot(self._next_number, tuple(one.record() for one in kept))):
+            kept.remove(min(kept, key=lambda one: one.ready_blocks))
         if len(kept) < count and not self._warned_of_no_space:
             self._warned_of_no_space = True
             logger.warning("Too many namespaces (%d) to persist: %d are lost at a restart.", count, count - len(kept))
@@ -278,12 +282,23 @@ class Cache:
         namespace.check(group)
         return self._current[namespace][group]
 
-    def reset(self, namespace: Namespace, generation: int | None = None) -> int:
-        """Forget all blocks in the pool, and what comes up to it. Returns their number.
+    def reset(self, *namespaces: Namespace, generation: int | None = None) -> int:
+        """Forget all blocks of namespaces in the pool, and what comes up to it. Returns their number.
 
-        The namespace gets a new number, so that no daemon finds them; ``background`` frees the slots. All leases end.
+        Each namespace gets a new number, so that no daemon finds them; ``background`` frees the slots. All leases end.
         ``generation``: that of later blocks, if it is another one; tiers have no others.
         """
+        dropped = sum(self._reset(one, generation) for one in namespaces)
+        if namespaces:
+            self._save()
+        for namespace in namespaces:
+            if self.tiers is not None:
+                self.tiers.cancel_promotions(namespace)
+            self._events.cleared(namespace)
+        return dropped
+
+    def _reset(self, namespace: Namespace, generation: int | None) -> int:
+        """Reset a namespace without saving that."""
         dropped = namespace.blocks_in[READY] + namespace.blocks_in[WRITING]
         namespace.counters.invalidated_blocks += dropped
         dead = self._current[namespace]
@@ -293,24 +308,8 @@ class Cache:
         for group, now in zip(dead, self._current[namespace], strict=True):
             self._retire(group)
             now.unswept = [number for number in (*group.unswept, group.number) if number in self._dead]
-        leases, namespace.leases = namespace.leases, {}
-        self._unpin_leases(leases)
-        self._save()
-        if self.tiers is not None:
-            self.tiers.cancel_promotions(namespace)
-        self._events.cleared(namespace)
+        self._end(list(namespace.leases))
         return dropped
-
-    @contextmanager
-    def saving_once(self) -> Iterator[None]:
-        """Save the namespaces only once, at the end of the context. A process killed before saves no change."""
-        self._saves_late = True
-        try:
-            yield
-        finally:
-            self._saves_late = False
-            if self._save_due:
-                self._save()
 
     def _retire(self, group: Group) -> None:
         """Stop using a group for lookups."""
@@ -323,14 +322,15 @@ class Cache:
             del self._groups[group.number]
 
     def forget_namespace(self, namespace: Namespace) -> None:
-        """Forget a namespace that has no blocks in the index and that no session has open."""
+        """Forget a namespace that has no blocks in the index and that no session has open.
+
+        It stays in the slot table until the next save, as one without blocks.
+        """
         assert not namespace.blocks_in[READY] + namespace.blocks_in[WRITING]
         for group in self._current.pop(namespace):
             self._retire(group)
         del self.namespaces[namespace.fingerprint]
         self._requested = deque(request for request in self._requested if request[0] is not namespace)
-        self._saves_short = False
-        self._save()
 
     def restore_namespace(self, record: NamespaceRecord) -> list[Group]:
         """Open a namespace with the number that an earlier daemon saved, before anything else. Returns its groups;
@@ -411,9 +411,6 @@ class Cache:
             UnknownLease: the lease belongs to another session or namespace.
         """
         lease = self.leases.get(lease_id)
-        if lease is not None and not lease.active:
-            del self.leases[lease_id]
-            lease = None
         if lease is not None and (lease.session != session or lease.namespace is not namespace):
             raise UnknownLease(f"The lease {lease_id} belongs to another session or namespace; choose a new lease id.")
         current = self._current[namespace]
@@ -427,13 +424,16 @@ class Cache:
         lease.asking, lease.asking_bytes, lease.peer = 0, 0, peer
         for index, keys in groups if self._dead else ():
             self._record_reset(current[index], keys)
-        found = [self.blocks.lookup(current[index], keys, pin=is_new) for index, keys in groups]
+        pinned_before = self.blocks.pinned_bytes
+        found = [self.blocks.lookup(current[index], keys, lease=is_new) for index, keys in groups]
+        self._prompts += 1
         for (index, keys), one in zip(groups, found, strict=True):
+            self.blocks.prompt[one.ready] = self._prompts
             self.order.asked(current[index], keys, one.states, one.ready, giver)
         asked = None if again else [AskedKeys(namespace, reported=reported) for _ in groups]
         if self.tiers is not None:
             found = self._find_below(self.tiers, lease, groups, found, asked, is_new=is_new)
-        found = self._lease_ready(lease, found, is_new=is_new)
+        found = self._lease_ready(lease, found, pinned_before, is_new=is_new)
         if asked is not None:
             self._count_lookup(lease, groups, found, asked, reported=reported)
         return [one.states for one in found], len(lease.blocks)
@@ -456,16 +456,19 @@ class Cache:
             tier_states = tiers.find(lease, groups, states, asked)
         except BaseException:
             if is_new:
-                self.unpin(_ready_of(found))
+                self._free_unpinned(self.blocks.end_lease(_ready_of(found)))
                 tiers.lease_ended(lease)
             raise
         if tier_states is states:
             return found
         return [_with_pending(one, new) for one, new in zip(found, tier_states, strict=True)]
 
-    def _lease_ready(self, lease: Lease, found: list[Found], *, is_new: bool) -> list[Found]:
-        """Give a lease the READY blocks, which are pinned already if it ``is_new``. Returns what was found, without
-        the blocks that it may not pin."""
+    def _lease_ready(self, lease: Lease, found: list[Found], pinned_before: int, *, is_new: bool) -> list[Found]:
+        """Give a lease the READY blocks, which it has pinned already if it ``is_new``. Returns what was found, without
+        the blocks that it may not pin.
+
+        ``pinned_before``: pinned bytes before the lookup.
+        """
         ready, leased = _ready_of(found), self.leases_of(lease.session)
         if is_new and (ready.size or lease.coming):
             self.leases[lease.lease_id], self.session_leases[lease.session] = lease, leased
@@ -473,20 +476,64 @@ class Cache:
         if not ready.size:
             return found
         if is_new:
-            fresh, newly_pinned_bytes = ready, sum([one.newly_pinned_bytes for one in found])
+            fresh, newly_leased_bytes = ready, sum([one.newly_leased_bytes for one in found])
         else:
             fresh = ready[~np.isin(ready, lease.blocks)]
-            newly_pinned_bytes = self.blocks.pin(fresh)
-        if (part := self._leasable(leased, len(fresh), newly_pinned_bytes)) < 1.0:
-            self.blocks.unpin(fresh)
-            found = [_limit_ready(one, lease.blocks, part) for one in found]
+            newly_leased_bytes = self.blocks.lease(fresh)
+        if self._is_within_limit(lease.session, len(fresh), newly_leased_bytes, pinned_before):
+            self._claims.pop(lease.session, None)
+        else:
+            self._free_unpinned(self.blocks.end_lease(fresh))
+            if self._ended:
+                self._unpin_some()
+            found = self._cut(lease, leased, found)
             ready = _ready_of(found)
             fresh = ready[~np.isin(ready, lease.blocks)]
-            newly_pinned_bytes = self.blocks.pin(fresh)
-        self._add_to_lease(lease, leased, fresh, newly_pinned_bytes)
+            newly_leased_bytes = self.blocks.lease(fresh)
+        self._add_to_lease(lease, leased, fresh, newly_leased_bytes)
         if not lease.blocks.size and not lease.coming:  # the limit allowed no pin
             self._end([lease])
         return found
+
+    def _is_within_limit(self, session: int, keys: int, newly_leased_bytes: int, pinned_before: int) -> bool:
+        """Return whether a session may keep this many keys that a lookup has just leased."""
+        leased = self.leases_of(session)
+        if leased.keys + keys > self._max_leased_keys:
+            return False
+        if not newly_leased_bytes:
+            return True
+        most, pinned_bytes = self.most_leased_bytes, self.blocks.pinned_bytes
+        if self.blocks.leased_bytes > most or pinned_bytes > max(most, pinned_before):
+            return False
+        return pinned_bytes <= most // 2 or leased.nbytes + newly_leased_bytes <= self._share_bytes(session)
+
+    def _share_bytes(self, session: int) -> int:
+        """Return the equal part of a session among those that have pinned something, or claim it, and itself."""
+        now = self._clock()
+        # Sessions that only wait for a tier, and have nothing pinned yet, do not count.
+        sharers = {session, *(one for one, leased in self.session_leases.items() if leased.nbytes)}
+        return self.most_leased_bytes // len(sharers.union(one for one, until in self._claims.items() if until > now))
+
+    def _cut(self, lease: Lease, leased: SessionLeases, found: list[Found]) -> list[Found]:
+        """Return what was found with as many READY keys as the session may lease besides what the lease has: the first
+        of each group, about the same part of each."""
+        fresh = [~np.isin(one.ready, lease.blocks) for one in found]
+        counts = [int(which.sum()) for which in fresh]
+        groups = np.repeat(np.arange(len(found)), counts)
+        order = np.argsort(np.concatenate([np.arange(count) / max(1, count) for count in counts]), kind="stable")
+        blocks = np.concatenate([one.ready[which] for one, which in zip(found, fresh, strict=True)])[order]
+        nbytes = self.blocks.pages[blocks].astype(np.int64) * PAGE_BYTES
+        to_pin = np.cumsum(nbytes * (self.blocks.pins[blocks] == 0))
+        to_lease = np.cumsum(nbytes * (self.blocks.leases[blocks] == 0))
+        most, pinned_bytes = self.most_leased_bytes, self.blocks.pinned_bytes
+        share = max(0, self._share_bytes(lease.session) - leased.nbytes)
+        fits = (to_lease <= most - self.blocks.leased_bytes) & (to_pin <= max(0, most - pinned_bytes))
+        fits &= (to_lease <= share) | (pinned_bytes + to_pin <= most // 2)
+        count = min(int(np.append(fits, False).argmin()), max(0, self._max_leased_keys - leased.keys))
+        if count < len(blocks):
+            self._claims[lease.session] = self._clock() + CLAIM_S
+        leasable = np.bincount(groups[order[:count]], minlength=len(found)).tolist()
+        return [_limit_ready(one, which, most) for one, which, most in zip(found, fresh, leasable, strict=True)]
 
     def _count_lookup(
         self,
@@ -515,26 +562,29 @@ class Cache:
             for prompt in self._uncounted.add(lease.session, lease.lease_id, asked):
                 self._count_prompt(prompt, None)
         if chains:
-            self._requested.append((namespace, chains, reported))
+            number = hash((lease.session, lease.lease_id)) & 0xFFFFFFFF
+            self._requested.append((namespace, chains, asked, number, reported))
             if len(self._requested) > MAX_UNREPORTED_REQUESTS:
                 self._report_request()
 
-    def _add_to_lease(self, lease: Lease, leased: SessionLeases, fresh: BlockIds, newly_pinned_bytes: int) -> None:
+    def _add_to_lease(self, lease: Lease, leased: SessionLeases, fresh: BlockIds, newly_leased_bytes: int) -> None:
         lease.blocks = np.concatenate([lease.blocks, fresh]) if lease.blocks.size else fresh
-        lease.nbytes += newly_pinned_bytes
-        leased.nbytes += newly_pinned_bytes
+        lease.nbytes += newly_leased_bytes
+        leased.nbytes += newly_leased_bytes
         leased.keys += len(fresh)
 
     def hold(self, lease: Lease, blocks: BlockIds) -> None:
         """Pin READY blocks that were promoted for a lease, unless it has ended or leases may not pin more."""
         if not lease.active:
             return
-        leased, newly_pinned_bytes = self.session_leases[lease.session], self.blocks.pin(blocks)
-        is_much = newly_pinned_bytes and self.blocks.pinned_bytes > self.most_leased_bytes
-        if is_much or leased.keys + len(blocks) > self._max_leased_keys:
-            self.blocks.unpin(blocks)
+        leased, pinned_before = self.session_leases[lease.session], self.blocks.pinned_bytes
+        newly_leased_bytes = self.blocks.lease(blocks)
+        exceeds = self.blocks.leased_bytes > self.most_leased_bytes and newly_leased_bytes > 0
+        exceeds |= self.blocks.pinned_bytes > max(self.most_leased_bytes, pinned_before)
+        if exceeds or leased.keys + len(blocks) > self._max_leased_keys:
+            self._free_unpinned(self.blocks.end_lease(blocks))
         else:
-            self._add_to_lease(lease, leased, blocks, newly_pinned_bytes)
+            self._add_to_lease(lease, leased, blocks, newly_leased_bytes)
 
     @property
     def pinnable_bytes(self) -> int:
@@ -546,24 +596,17 @@ class Cache:
         """Bytes that leases may still pin, without those that are reserved for promotions."""
         return self.pinnable_bytes - self.reserved_bytes
 
-    def _leasable(self, leased: SessionLeases, keys: int, newly_pinned_bytes: int) -> float:
-        """Return the part of newly pinned keys that a session may lease in addition to its leases: 1.0 for all.
-
-        ``newly_pinned_bytes``: their bytes that nothing else pins. Only these take space from other sessions.
-        """
-        part, most = (self._max_leased_keys - leased.keys) / max(1, keys), self.most_leased_bytes
-        if newly_pinned_bytes and self.blocks.pinned_bytes > most // 2:
-            # Sessions that only wait for a tier, and have nothing pinned yet, do not count.
-            sharers = sum(one.nbytes > 0 for one in self.session_leases.values()) + (not leased.nbytes)
-            part = min(part, (most // sharers - leased.nbytes) / newly_pinned_bytes)
-        return max(0.0, min(1.0, part))
-
     def leases_of(self, session: int) -> SessionLeases:
         return self.session_leases.get(session) or SessionLeases()
 
-    def count_prompt(self, session: int, lease_id: int, outcome: PromptOutcome) -> None:
-        """Count the keys of a prompt whose engine reports what it did with it. Counted ones are not counted again."""
-        self._count_prompt(self._uncounted.take(session, lease_id), outcome)
+    def count_prompt(self, session: int, lease_id: int, outcome: PromptOutcome) -> Sequence[AskedKeys]:
+        """Count the keys of a prompt whose engine reports what it did with it. Counted ones are not counted again.
+
+        Returns the keys that were counted.
+        """
+        parts = self._uncounted.take(session, lease_id)
+        self._count_prompt(parts, outcome)
+        return parts
 
     def _count_prompt(self, parts: Sequence[AskedKeys], outcome: PromptOutcome | None) -> None:
         for chain, own in count_prompt(parts, outcome):
@@ -596,7 +639,7 @@ class Cache:
         self._ready_removed = False
 
     def _report_request(self) -> None:
-        namespace, found, reported = self._requested.popleft()
+        namespace, found, asked, prompt, reported = self._requested.popleft()
         chains = [chain for chain in found if not chain.group.dead]
         if self._ready_removed:
             chains = [one._replace(ready=one.ready[self.blocks.state[one.ready] == READY]) for one in chains]
@@ -606,50 +649,49 @@ class Cache:
             self.order.requested(chains)
             for chain in () if reported else chains:
                 self.on_counted(chain, 0)
+            for one in asked:
+                if one.chain is not None and one.chain.run < len(one.reasons) and not one.chain.group.dead:
+                    self._computing.asked(one.chain.group, one.chain.keys, one.reasons, prompt)
             for tell in self.watchers:
                 tell(chains)
 
     def release(self, session: int, lease_ids: Iterable[int]) -> int:
         """End leases of a session; unknown ids are ignored. Returns how many ended."""
         found = [self.leases.get(lease_id) for lease_id in dict.fromkeys(lease_ids)]
-        leases = [lease for lease in found if lease is not None and lease.session == session and lease.active]
-        return self._end(leases)
+        return self._end([lease for lease in found if lease is not None and lease.session == session])
 
     def end_session(self, session: int) -> int:
         """End all leases of a closed session. Returns how many."""
         self._uncounted.session_ended(session)
-        return self._end([lease for lease in self.leases_of(session).leases if lease.active])
+        self._claims.pop(session, None)
+        return self._end(list(self.leases_of(session).leases))
 
     def _end(self, leases: Sequence[Lease]) -> int:
-        """End active leases. Returns how many."""
+        """End active leases. Returns how many. If there are many, ``background`` unpins their blocks."""
         for lease in leases:
-            del lease.namespace.leases[lease]
-        self._unpin_leases(leases)
-        return len(leases)
-
-    def _unpin_leases(self, ended: Iterable[Lease]) -> None:
-        """Unpin the blocks of leases that are not active any more. If there are many, ``background`` does it."""
-        self._ended.extend(ended)
-        if len(self._ended) <= self.ended_at_once:
-            self._unpin_some()
-
-    def _unpin_some(self) -> None:
-        ended = [self._ended.popleft() for _ in range(min(self.ended_at_once, len(self._ended)))]
-        for lease in ended:
-            if self.leases.get(lease.lease_id) is lease:
-                del self.leases[lease.lease_id]
-            if lease.counts and lease.blocks.size:
-                lease.namespace.counters.covered_keys += len(lease.blocks)
+            del lease.namespace.leases[lease], self.leases[lease.lease_id]
             leased = self.session_leases[lease.session]
             del leased.leases[lease]
             leased.keys -= len(lease.blocks)
             leased.nbytes -= lease.nbytes
             if not leased.leases:
                 del self.session_leases[lease.session]
+        self._ended.extend(leases)
+        if len(self._ended) <= self.ended_at_once:
+            self._unpin_some()
+        return len(leases)
+
+    def _unpin_some(self) -> None:
+        """Unpin blocks of some leases that have ended."""
+        ended = [self._ended.popleft() for _ in range(min(self.ended_at_once, len(self._ended)))]
+        for lease in ended:
+            if lease.counts and lease.blocks.size:
+                lease.namespace.counters.covered_keys += len(lease.blocks)
             if self.tiers is not None:
                 self.tiers.lease_ended(lease)
         if ended:
-            self.unpin(ended[0].blocks if len(ended) == 1 else np.concatenate([lease.blocks for lease in ended]))
+            blocks = ended[0].blocks if len(ended) == 1 else np.concatenate([lease.blocks for lease in ended])
+            self._free_unpinned(self.blocks.end_lease(blocks))
 
     def tick(self) -> int:
         """End overdue leases, and drop blocks that were partial for too long. Returns the number of both.
@@ -657,8 +699,7 @@ class Cache:
         At most ``ended_at_once`` of each; the others wait for the next call.
         """
         now = self._clock()
-        late = takewhile(lambda lease: lease.deadline <= now, self.leases.values())
-        overdue = list(islice((lease for lease in late if lease.active), self.ended_at_once))
+        overdue = list(islice(takewhile(lambda lease: lease.deadline <= now, self.leases.values()), self.ended_at_once))
         partial = list(islice(self._partial_since(now - self._partial_timeout_s), self.ended_at_once))
         self._drop_partial(partial)
         self.order.tick()
@@ -667,7 +708,10 @@ class Cache:
 
     def unpin(self, blocks: BlockIds) -> None:
         """Undo ``BlockTable.pin``."""
-        unpinned = self.blocks.unpin(blocks)
+        self._free_unpinned(self.blocks.unpin(blocks))
+
+    def _free_unpinned(self, unpinned: BlockIds) -> None:
+        """Free the DROPPED ones of blocks that are not pinned any more."""
         if self._bytes_in[DROPPED]:
             self._free_dropped(unpinned[self.blocks.state[unpinned] == DROPPED])
 
@@ -757,20 +801,24 @@ class Cache:
         """Allocate slots for the missing blocks, evicting if needed. Returns what to copy, by part.
 
         Existing blocks that begin later than the offered ones, and are not in use, are dropped first. The other
-        existing blocks of these keys are not evicted. Each group occurs once; groups, keys and rank must be valid.
+        existing blocks of these keys are not evicted, nor are those of the same prompts or of newer ones that no tier
+        has. Each group occurs once; groups, keys and rank must be valid.
 
         ``sole``: a number of the store of all ranks; a block that was begun under another one gets no shard of it.
         """
         groups, size, begun = self._current[namespace], namespace.key_bytes, list[Stored]()
-        offers: list[tuple[Stored, StorePart, Sequence[int]]] = []
+        offers: list[tuple[Stored, StorePart, Sequence[int], npt.NDArray[np.uint64]]] = []
         pinned: list[BlockIds] = []
         try:
-            for part in parts:
+            for part, prompts in zip(parts, self._prompts_of(namespace, parts), strict=True):
                 group = groups[part.group]
+                if rank == 0 and not namespace.of_bench:
+                    self.on_offered(group, part.keys)
+                    self._computing.offered(group, part.keys)
                 offered = group, part.keys, rank, part.first_blocks
                 verdicts, blocks = self.blocks.plan(*offered)
                 if verdicts == _ABSENT * len(verdicts):
-                    offers.append((Stored(group, _NOTHING, _NOTHING), part, range(len(verdicts))))
+                    offers.append((Stored(group, _NOTHING, _NOTHING), part, range(len(verdicts)), prompts))
                     continue
                 if Verdict.NARROW in verdicts:
                     gone = blocks[np.frombuffer(verdicts, np.uint8) == Verdict.NARROW]
@@ -785,12 +833,15 @@ class Cache:
                 )
                 if sole or self._sole:
                     joined = [key for key in joined if self._sole.get(int(blocks[key]), 0) == sole]
-                offers.append((Stored(group, blocks[joined], _NOTHING, joined, duplicates=duplicates), part, absent))
-                pinned.append(blocks[blocks != NO_BLOCK])
-                self.blocks.pin(pinned[-1])
-            for stored, part, new in offers:
+                stored = Stored(group, blocks[joined], _NOTHING, joined, duplicates=duplicates)
+                offers.append((stored, part, absent, prompts[absent]))
+                there = blocks[present := blocks != NO_BLOCK]
+                self.blocks.prompt[there] = np.maximum(self.blocks.prompt[there], prompts[present])
+                pinned.append(there)
+                self.blocks.pin(there)
+            for stored, part, new, prompts in offers:
                 begun.append(stored)
-                self._admit(rank, stored, part, new, sole)
+                self._admit(rank, stored, part, new, prompts, sole)
         except BaseException:
             self.abort_store(begun)
             raise
@@ -799,12 +850,57 @@ class Cache:
                 self.unpin(there)
         return begun
 
-    def _admit(self, rank: int, stored: Stored, part: StorePart, absent: Sequence[int], sole: int) -> None:
-        """Make blocks for the absent keys that the policy admits, and fill in what to copy."""
+    def _prompts_of(self, namespace: Namespace, parts: Sequence[StorePart]) -> list[npt.NDArray[np.uint64]]:
+        """Return the number of each key's prompt, by part.
+
+        A prompt continues with the number of the block before a chain, of any group. It gets a new one if there is no
+        such block, and 0, so that nothing of it is stored, if that block was refused.
+        """
+        size, jobs, known = namespace.key_bytes, list[list[int]](), dict[int, int]()
+        for part in parts:
+            starts = part.starts or (0,)
+            jobs.append(its := list(part.jobs or range(len(starts))))
+            numbers = self._prompts_before(self._current[namespace][part.group], part.before) if part.before else {}
+            for at, start in enumerate(starts):
+                if at and part.before.get(start) == part.keys[(start - 1) * size : start * size]:
+                    its[at] = its[at - 1]  # it continues the chain before it
+                elif start in numbers:
+                    known[its[at]] = min(numbers[start], known.get(its[at], ANY_PROMPT))
+        self._prompts += 1
+        found = []
+        for part, its in zip(parts, jobs, strict=True):
+            each = np.array([known.get(job, self._prompts) for job in its], np.uint64)
+            found.append(np.repeat(each, np.diff([*(part.starts or (0,)), len(part.keys) // size])))
+        return found
+
+    def _prompts_before(self, group: Group, before: Mapping[int, bytes]) -> dict[int, int]:
+        """Return the number of each key's prompt, as far as it is known; 0 if the key was refused."""
+        keys = b"".join(before.values())
+        states, blocks = self.blocks.find(group, keys)
+        reasons = self.blocks.miss_reasons(group, keys) if FREE in states else bytes(len(states))
+        numbers: dict[int, int] = {}
+        for start, state, block, reason in zip(before, states, blocks.tolist(), reasons, strict=True):
+            if state == FREE and reason in REFUSED:
+                numbers[start] = 0
+            elif state != FREE and (number := int(self.blocks.prompt[block])):  # a recovered one has none
+                numbers[start] = number
+        return numbers
+
+    def _admit(
+        self,
+        rank: int,
+        stored: Stored,
+        part: StorePart,
+        absent: Sequence[int],
+        prompts: npt.NDArray[np.uint64],
+        sole: int,
+    ) -> None:
+        """Make blocks for the absent keys that the policy admits, and fill in what to copy. ``prompts``: the number of
+        each one's prompt."""
         joins = len(stored.copy)
         try:
-            self._take_admitted(stored, part, absent)
-            self._record_lost(stored, part)
+            self._take_admitted(stored, part, absent, prompts)
+            self._record_lost(stored, part, prompts)
         finally:  # allocated slots belong to the store even if this fails
             if sole or self._sole:
                 self._forget_sole(stored.blocks[joins:])
@@ -819,15 +915,22 @@ class Cache:
             for block in stored.blocks.tolist() if self._partial else ():
                 self._partial.pop(block, None)
 
-    def _take_admitted(self, stored: Stored, part: StorePart, absent: Sequence[int]) -> None:
+    def _take_admitted(
+        self, stored: Stored, part: StorePart, absent: Sequence[int], prompts: npt.NDArray[np.uint64]
+    ) -> None:
         """Make blocks for the absent keys as far as policy and space allow. Each key's number goes into
         ``stored.copy``, ``rejected`` or ``no_space``."""
+        if not prompts.all():  # keys behind a refused one would never be found
+            stored.no_space += [number for number, prompt in zip(absent, prompts.tolist(), strict=True) if not prompt]
+            absent, prompts = np.array(absent)[prompts != 0].tolist(), prompts[prompts != 0]
+        if not absent:
+            return
         group, size, begin, packed_keys = stored.group, stored.group.key_bytes, 0, part.keys
         if len(absent) * size < len(packed_keys):
             packed_keys = _select_keys(packed_keys, absent, size)
         runs: Sequence[tuple[int, float]] = [(len(absent), inf)]
         refused_score = -inf  # keys with a score up to this get no space
-        if part.starts is not None and absent and group.sizes and not group.namespace.of_bench:
+        if part.starts is not None and group.sizes and not group.namespace.of_bench:
             starts = list(part.starts)
             if len(starts) > 1:
                 starts = sorted({*np.searchsorted(absent, starts).tolist()})
@@ -835,27 +938,53 @@ class Cache:
             if self.slots.free_bytes < group.block_bytes and not self._dead and not self._partial:
                 refused_score = self.order.lowest
         for count, score in runs:
-            end, taken = begin + count, 0
+            end, left = begin + count, list(absent[begin : begin + count])
             # With tiers, every admitted block gets space, because only blocks in the pool are written to tiers.
             limit = inf if self.tiers is not None else score
             if score != REJECTED and limit > refused_score:
-                slots = self._take(group, packed_keys[begin * size : end * size], limit)
-                if taken := len(slots):
-                    stored.copy += absent[begin : begin + taken]
-                    stored.blocks = np.concatenate([stored.blocks, slots[:, 0]])
-                if taken < count:
+                left = self._take_run(stored, packed_keys[begin * size : end * size], left, prompts[begin:end], limit)
+                if left and (prompts == prompts[0]).all():  # otherwise other prompts may still get some
                     refused_score = limit
-            if taken < count:
-                evictable_left = refused_score < inf and self._victims.are_left(self._bytes_in[READY])
-                lost = stored.rejected if score == REJECTED or evictable_left else stored.no_space
-                lost += absent[begin + taken : end]
+            if left:
+                is_outranked = max(limit, refused_score) < inf and self._victims.are_left(int(prompts.max()))
+                lost = stored.rejected if score == REJECTED or is_outranked else stored.no_space
+                lost += left
             begin = end
 
-    def _record_lost(self, stored: Stored, part: StorePart) -> None:
+    def _take_run(
+        self, stored: Stored, keys: bytes, numbers: list[int], prompts: npt.NDArray[np.uint64], below: float
+    ) -> list[int]:
+        """Make blocks for absent keys as far as there is space. Returns the numbers of those that got none.
+
+        They may evict what the oldest of their prompts may. What gets no space then tries again with its own prompt.
+        """
+        taken, left = self._take_part(stored, keys, numbers, prompts, below), list[int]()
+        begins = [taken, *(taken + 1 + np.flatnonzero(np.diff(prompts[taken:]))).tolist(), len(numbers)]
+        if taken == len(numbers) or (len(begins) == 2 and prompts[taken] == prompts.min()):
+            return numbers[taken:]
+        size = stored.group.key_bytes
+        for begin, end in pairwise(begins):
+            one = slice(begin, end)
+            taken = self._take_part(stored, keys[begin * size : end * size], numbers[one], prompts[one], below)
+            left += numbers[begin + taken : end]
+        return left
+
+    def _take_part(
+        self, stored: Stored, keys: bytes, numbers: Sequence[int], prompts: npt.NDArray[np.uint64], below: float
+    ) -> int:
+        """Make blocks for the first absent keys. Returns how many got one."""
+        blocks = self._take(stored.group, keys, below, int(prompts.min()))[:, 0]
+        self.blocks.prompt[blocks] = prompts[: len(blocks)]
+        stored.blocks = np.concatenate([stored.blocks, blocks])
+        stored.copy += numbers[: len(blocks)]
+        return len(blocks)
+
+    def _record_lost(self, stored: Stored, part: StorePart, prompts: npt.NDArray[np.uint64]) -> None:
         """Count the keys that got no space or were rejected, and remember why they have no block."""
         group, size = stored.group, stored.group.key_bytes
+        stored.no_space.sort()
         if stored.no_space:
-            cause = self.no_space_cause(group)
+            cause = self.no_space_cause(group, int(prompts.max()))
             reason = MissReason.QUOTA if cause == "quota" else MissReason.NO_SPACE
             self.blocks.record_misses(group, _select_keys(part.keys, stored.no_space, size), reason)
             group.namespace.counters.no_space[cause] += len(stored.no_space)
@@ -943,7 +1072,8 @@ class Cache:
         for number, (key, state) in enumerate(zip(keys, states, strict=True)):
             if state == FREE:
                 first.setdefault(key, number)
-        slots = self._take(group, b"".join(first), inf)
+        slots = self._take(group, b"".join(first), inf, ANY_PROMPT)
+        self.blocks.prompt[slots[:, 0]] = self._prompts
         self.blocks.shard[slots] = WRITING_SHARD
         each = zip(slots, self.slots.offsets(slots).tolist(), strict=True)
         tickets = (FillTicket(group, its, offsets) for its, offsets in each)
@@ -969,11 +1099,12 @@ class Cache:
     ) -> LoadTicket:
         """Pin READY blocks and return a rank's slots of them. The first key is read from ``first_block`` on.
 
+        The load counts for the lease. Its blocks need not be the lease's: a key may have been stored again since.
         Rank, group and keys must be valid. Raises UnknownLease, and NotReady with the numbers of keys that are not
         READY, are corrupt, or whose written range begins later.
         """
         lease = self.leases.get(lease_id)
-        if lease is None or lease.namespace is not namespace or not lease.active:
+        if lease is None or lease.namespace is not namespace:
             raise UnknownLease(f"The lease {lease_id} is unknown, ended or of another namespace; look up again.")
         group, size = self._current[namespace][group_index], namespace.key_bytes
         found = self.blocks.begin_load(self.slots, group, keys, rank, first_block)
@@ -1012,13 +1143,13 @@ class Cache:
 
     # --- space ----------------------------------------------------------------------------------
 
-    def _take(self, group: Group, keys: bytes, below: float) -> npt.NDArray[np.uint32]:
-        """Make WRITING blocks for keys without one, as far as there is space, evicting blocks with a score below
-        ``below``. Returns their slots, [blocks, ranks]."""
+    def _take(self, group: Group, keys: bytes, below: float, older_than: int) -> npt.NDArray[np.uint32]:
+        """Make WRITING blocks for keys without one, as far as there is space, evicting blocks of prompts ``older_than``
+        this one with a score below ``below``. Returns their slots, [blocks, ranks]."""
         size, ranks = group.key_bytes, len(group.sizes)
         count, entered = len(keys) // size if ranks else 0, 0
         if self.quotas and count and group.namespace.fingerprint in self.quotas:
-            count = self._within_quota(group, count, below)
+            count = self._within_quota(group, count, below, older_than)
         found: list[npt.NDArray[np.uint32]] = []
         swept = not self._dead
         try:
@@ -1032,7 +1163,7 @@ class Cache:
                     swept = True
                     self._sweep(sorted(self._dead.values(), key=lambda one: group.sizes != one.sizes), count - entered)
                     continue
-                elif (victims := self._evict_for(group, count - entered, below)) is None:
+                elif (victims := self._evict_for(group, count - entered, below, older_than)) is None:
                     break
                 elif not victims.size:
                     continue
@@ -1047,7 +1178,7 @@ class Cache:
             raise
         return found[0] if len(found) == 1 else np.concatenate([np.empty((0, max(1, ranks)), np.uint32), *found])
 
-    def _within_quota(self, group: Group, count: int, below: float) -> int:
+    def _within_quota(self, group: Group, count: int, below: float, older_than: int) -> int:
         """Return how many of ``count`` blocks the quota allows, after evicting blocks of the namespace if needed."""
         namespace, each = group.namespace, group.block_bytes
         quota = self.quotas[namespace.fingerprint]
@@ -1057,12 +1188,12 @@ class Cache:
             swept = self._sweep(dead, min(most, -(-excess // each)))
             most, excess = most - swept, excess - swept * each
         if excess > 0:
-            victims = self._victims.of_namespace(self._current[namespace], excess, most, below)
+            victims = self._victims.of_namespace(self._current[namespace], excess, most, below, older_than)
             self._evict(victims, reason=MissReason.QUOTA)
         return max(0, min(count, (quota - namespace.held_bytes) // each))
 
-    def no_space_cause(self, group: Group) -> str:
-        """Return why a block of a group gets no space now, one of NO_SPACE_CAUSES."""
+    def no_space_cause(self, group: Group, prompt: int = ANY_PROMPT) -> str:
+        """Return why a block of a group, for the prompt of this number, gets no space now, one of NO_SPACE_CAUSES."""
         if not group.sizes:
             return "unregistered"
         usage, quota = self.usage, self.quotas.get(group.namespace.fingerprint)
@@ -1071,10 +1202,10 @@ class Cache:
         if group.block_bytes > self.slots.pool_bytes:
             return "too_large"
         if usage.free + usage.ready - usage.pinned >= group.block_bytes:
-            return "sizes"
+            return "prompt" if prompt < ANY_PROMPT and self._victims.spares(prompt) else "sizes"
         return "pinned" if usage.pinned >= usage.writing else "writing"
 
-    def _evict_for(self, group: Group, count: int, below: float) -> BlockIds | None:
+    def _evict_for(self, group: Group, count: int, below: float, older_than: int) -> BlockIds | None:
         """Return up to ``count`` blocks to replace; empty if space was made otherwise; None if none can be evicted."""
         if not group.namespace.evicts_others:
             return None
@@ -1085,9 +1216,9 @@ class Cache:
             if unpinned := list(islice((block for block in partial if not self.blocks.pins[block]), count)):
                 self._drop_partial(unpinned)
                 return _NOTHING
-        if (own := self._victims.own(group, count, below)) is not None:
+        if (own := self._victims.own(group, count, below, older_than)) is not None:
             return own if own.size else None
-        if not (victims := self._victims.for_space(group, count, below)).size:
+        if not (victims := self._victims.for_space(group, count, below, older_than)).size:
             return None
         self._evict(victims)
         return _NOTHING
@@ -1095,6 +1226,10 @@ class Cache:
     def _waiting(self, blocks: BlockIds) -> npt.NDArray[np.bool_] | None:
         """Return which of the blocks wait to be written to a tier; None if none does."""
         return None if self.tiers is None else self.tiers.waiting(blocks)
+
+    def _settled(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
+        """Return which of the READY blocks tiers have, or do not want."""
+        return np.zeros(len(blocks), np.bool_) if self.tiers is None else self.tiers.settled(blocks)
 
     def _replace(self, group: Group, victims: BlockIds, keys: bytes) -> npt.NDArray[np.uint32]:
         """Evict READY blocks of a group, and make WRITING ones for the keys in their slots. Returns these slots."""
@@ -1141,7 +1276,8 @@ class Cache:
     def drop(self, blocks: BlockIds | Sequence[int], reason: MissReason) -> None:
         """Take WRITING and READY blocks out of the index. Their slots are freed once nothing uses them."""
         for group, members in self.by_group(np.asarray(blocks, np.uint32)):
-            group.namespace.counters.invalidated_blocks += len(members)
+            if not group.dead:  # otherwise counted when it was reset
+                group.namespace.counters.invalidated_blocks += len(members)
             for state in (READY, WRITING):
                 self._remove(group, state, members[self.blocks.state[members] == state], reason)
 
@@ -1153,10 +1289,8 @@ class Cache:
     def _drop_partial(self, blocks: Sequence[int]) -> None:
         """Drop blocks that lack a shard which was not stored in time."""
         for group, members in self.by_group(np.array(blocks, np.uint32)):
-            if group.dead:  # counted when it was reset
-                self._remove(group, WRITING, members)
-                continue
-            group.namespace.counters.partial_blocks += len(members)
+            if not group.dead:
+                group.namespace.counters.partial_blocks += len(members)
             self.drop(members, MissReason.PARTIAL)
 
     def _remove(self, group: Group, state: int, blocks: BlockIds, reason: MissReason | None = None) -> None:
@@ -1380,25 +1514,14 @@ def _select_keys(keys: bytes, numbers: Sequence[int] | npt.NDArray[np.intp], siz
     return np.frombuffer(keys, np.dtype((np.void, size)))[numbers].tobytes()
 
 
-def _snapshot(next_number: int, namespaces: Sequence[Namespace], left_out: int, *, short: bool) -> list[Deflated]:
-    """Encode a ``NamespaceSnapshot`` as msgpack: an array, the second element of which is an array of records.
-
-    ``left_out`` is an element only if it is not 0: release 0.2 reads arrays of two.
-    """
-    last = [Deflated.of(msgpack.encode(left_out))] if left_out else []
-    head = bytes([0x92 + len(last)]) + msgpack.encode(next_number) + b"\xdc" + len(namespaces).to_bytes(2, "big")
-    return [Deflated.of(head), *[one.record(short=short) for one in namespaces], *last]
-
-
 def _ready_of(found: Sequence[Found]) -> BlockIds:
     return found[0].ready if len(found) == 1 else np.concatenate([_NOTHING, *[one.ready for one in found]])
 
 
-def _limit_ready(found: Found, leased: BlockIds, part: float) -> Found:
-    """Keep READY the keys that the lease has, and the first ``part`` of the others."""
-    states, ready = np.frombuffer(found.states, np.uint8).copy(), np.isin(found.ready, leased)
-    fresh = np.flatnonzero(~ready)
-    ready[fresh[: int(fresh.size * part)]] = True
+def _limit_ready(found: Found, fresh: npt.NDArray[np.bool_], most: int) -> Found:
+    """Keep READY the keys that the lease has, and the first ``most`` of the ``fresh`` ones."""
+    states, ready = np.frombuffer(found.states, np.uint8).copy(), ~fresh
+    ready[np.flatnonzero(fresh)[:most]] = True
     reasons, beyond = np.frombuffer(found.reasons, np.uint8).copy(), np.flatnonzero(states == READY)[~ready]
     states[beyond], reasons[beyond] = ABSENT, MissReason.LEASE_LIMIT
     run = min(found.run, int(np.append(ready, False).argmin()))

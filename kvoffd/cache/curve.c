@@ -4,8 +4,9 @@
  * Called by curve.py. Chains are divided into pieces of up to 512 tokens: one key if blocks are large. If they are
  * small, the first pieces have one key, and later ones at most a part of the keys before them: prompts end and diverge
  * within pieces, which may hide only a small part of a prompt. A piece is identified by its first key, and has the keys
- * of its last use. The key's hash decides whether the piece is sampled, always or never; each sampled piece represents
- * `scale` pieces. The first pieces of chains have a sample of their own with a higher rate, because one with which all
+ * of its last use. It is a hit once an engine has offered its last key for storing: what others compute at the same time
+ * is not found at any size. The key's hash decides whether the piece is sampled, always or never; each sampled piece
+ * represents `scale` pieces. The first pieces of chains have a sample of their own with a higher rate, because one with which all
  * prompts begin may be a large part of all uses. The list is divided into segments, one between each two sizes, so that
  * a use costs one step per segment and no search.
  *
@@ -29,13 +30,17 @@ static const uint32_t begin[KINDS + 1] = {1, PIECES / 4, PIECES / 2, PIECES};
 /* Limits for one request: pieces of each kind that a sweep examines, and moves to the next segment in addition to those
  * that its own pieces cause. */
 enum { SWEPT = 256, MOVED = 4096 };
+/* Last stored keys that are remembered, as reports of prompts may come after their stores; and pieces whose last key was
+ * not stored yet. One that gets the place of another counts as stored. */
+enum { STORED = 32768, WAITING = 4096 };
 
 struct piece {
     uint64_t hash; /* hash of its first key */
     uint64_t last; /* hash of its last key */
     uint32_t newer, older; /* neighbours in the list; `older` of a free place is the next free one */
     uint32_t next; /* next piece in its bucket */
-    uint32_t bytes, keys; /* `keys` is 0 if the place is free */
+    uint32_t bytes;
+    uint16_t keys, readable; /* `keys` is 0 if the place is free; the first `readable` were stored */
     uint8_t kind, segment;
     uint8_t halvings; /* halvings of its kind's sample when its weight was last set */
 };
@@ -43,8 +48,14 @@ struct piece {
 /* A sampled piece of the request. */
 struct use {
     uint64_t hash, last;
-    uint32_t keys;
+    uint16_t keys, readable; /* the engine had, or found, the first `readable` */
     uint8_t kind;
+};
+
+/* A piece whose last key has this hash, and was not stored yet; `at` is NONE if the place is free. */
+struct waiting {
+    uint64_t last;
+    uint32_t at;
 };
 
 /* Requested tokens of a namespace; curve.py has the same. */
@@ -70,6 +81,8 @@ struct curve {
     struct use *uses;
     uint64_t *seen; /* hash table of the request's pieces; 0 if empty */
     uint64_t room; /* number of `uses`, a power of two; `seen` has twice as many */
+    uint64_t stored[STORED]; /* hashes of keys that were stored recently, by their low bits */
+    struct waiting waiting[WAITING]; /* by the low bits of `last` */
     uint32_t buckets[BUCKETS];
     struct piece pieces[PIECES]; /* the first one is unused */
 };
@@ -211,6 +224,31 @@ static uint32_t new_place(struct curve *c, int kind, uint64_t hash)
     return at;
 }
 
+/* Makes a waiting piece readable, unless its place was given to another one or its last key has changed. */
+static void end_wait(struct curve *c, struct waiting *wait)
+{
+    struct piece *piece = &c->pieces[wait->at];
+
+    if (wait->at != NONE && piece->keys && piece->last == wait->last)
+        piece->readable = piece->keys;
+    wait->at = NONE;
+}
+
+/* Counts a piece's last key as stored once it is. */
+static void await_store(struct curve *c, uint32_t at)
+{
+    struct piece *piece = &c->pieces[at];
+    struct waiting *wait = &c->waiting[piece->last % WAITING];
+
+    if (c->stored[piece->last % STORED] == piece->last) {
+        piece->readable = piece->keys;
+        return;
+    }
+    if (wait->last != piece->last || wait->at != at)
+        end_wait(c, wait);
+    *wait = (struct waiting){.last = piece->last, .at = at};
+}
+
 static void use(struct curve *c, const struct use *used, uint64_t bytes)
 {
     uint32_t at = find(c, used->hash);
@@ -222,6 +260,7 @@ static void use(struct curve *c, const struct use *used, uint64_t bytes)
         piece = &c->pieces[at];
         piece->hash = used->hash;
         piece->kind = used->kind;
+        piece->readable = 0;
         piece->next = *bucket(c, used->hash);
         *bucket(c, used->hash) = at;
     } else {
@@ -229,9 +268,15 @@ static void use(struct curve *c, const struct use *used, uint64_t bytes)
         piece = &c->pieces[at];
     }
     if (used->keys >= piece->keys) { /* otherwise only its beginning was used */
+        if (used->keys == piece->keys && used->last != piece->last)
+            piece->readable /= 2; /* another piece that shares its beginning */
         piece->keys = used->keys;
         piece->last = used->last;
     }
+    if (piece->readable < used->readable)
+        piece->readable = used->readable;
+    if (piece->readable < piece->keys)
+        await_store(c, at);
     piece->bytes = bytes * piece->keys < UINT32_MAX ? bytes * piece->keys : UINT32_MAX;
     piece->halvings = c->halvings[piece->kind];
     piece->segment = 0;
@@ -289,7 +334,10 @@ void kvoffd_curve_asked(struct curve *c, struct counts *counts, uint64_t group, 
 
         while (2 * longest <= per && PARTS * longest <= first)
             longest *= 2;
+        uint64_t found = run > own ? run : own;
+
         one.keys = n = longest < count - first ? longest : count - first;
+        one.readable = found <= first ? 0 : found - first < n ? found - first : n;
         one.kind = first < per ? FIRST : first < NEXT_PIECES * per ? NEXT : REST;
         uint64_t place = one.hash & mask;
         while (c->seen[place] && c->seen[place] != one.hash)
@@ -311,6 +359,8 @@ void kvoffd_curve_asked(struct curve *c, struct counts *counts, uint64_t group, 
                             : known->keys / 2.0;
             else
                 there = known->keys == n && known->last != one.last ? n / 2.0 : n;
+            if (there > known->readable)
+                there = known->readable;
             there -= n - not_own;
             counts->hits[one.kind][known->segment] += tokens * (there > 0 ? there : 0) * scale(c->halvings[one.kind]);
         }
@@ -325,6 +375,19 @@ void kvoffd_curve_asked(struct curve *c, struct counts *counts, uint64_t group, 
     c->seen_bytes = 0;
     for (int segment = 0; segment < SIZES; segment++)
         c->seen_bytes += c->held[segment];
+}
+
+/* Counts keys as stored from now on: `count` keys of `key_bytes` that an engine offers. */
+void kvoffd_curve_stored(struct curve *c, uint64_t group, const uint8_t *keys, uint64_t count, uint64_t key_bytes)
+{
+    for (uint64_t n = 0; n < count; n++) {
+        uint64_t hash = hash_of(c, group, keys + n * key_bytes, key_bytes);
+        struct waiting *wait = &c->waiting[hash % WAITING];
+
+        c->stored[hash % STORED] = hash;
+        if (wait->last == hash)
+            end_wait(c, wait);
+    }
 }
 
 /* Makes a curve for these sizes in bytes, ascending; NULL if memory is short. */

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvoffd.cache.namespace import Namespace
+from kvoffd.cache.namespace import Group, Namespace
 from kvoffd.cache.policy import Chain
 from kvoffd.system.native import CHAR_P, KEYS, NUMBER, VOID_P, declare, native
 from kvoffd_proto.stats import HitCurve
@@ -23,14 +23,13 @@ declare(
     curve_new=(VOID_P, VOID_P, CHAR_P),
     curve_free=(None, VOID_P),
     curve_asked=(None, VOID_P, VOID_P, *KEYS, NUMBER, NUMBER, NUMBER, NUMBER),
+    curve_stored=(None, VOID_P, *KEYS),
 )
 
 SIZES = (0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 7.0, 10.0)
 """Estimated pool sizes, as multiples of the pool's size."""
 HALVED_EVERY_S = 86400.0
 """Interval after which older counts are halved."""
-UNKNOWN_TOKENS = 1
-"""Tokens of a block whose group does not give them."""
 _KINDS = 3
 _ROW = 2 * _KINDS + _KINDS * len(SIZES) + 1
 """Length of ``struct counts`` of curve.c."""
@@ -50,7 +49,7 @@ class HitRatioCurve:
             raise MemoryError
         self._free = weakref.finalize(self, self._native.curve_free, self._at)
         self._clock = clock
-        self.halved_at = clock()
+        self._halved_at = clock()
         self._forgotten = np.zeros(_ROW)
         """Counts of forgotten namespaces together."""
         self._rows: dict[Namespace, tuple[_Row, int]] = {}
@@ -71,16 +70,17 @@ class HitRatioCurve:
         if (row := self._rows.get(group.namespace)) is None:
             counts = np.zeros(_ROW)
             row = self._rows[group.namespace] = counts, counts.ctypes.data
-        group.namespace.has_counted = True  # statistics show its curve
-        tokens = group.tokens or UNKNOWN_TOKENS
-        self._native.curve_asked(
-            self._at, row[1], group.number, keys, len(keys) // size, size, group.block_bytes, tokens, chain.run, own
-        )
+        which = group.number, keys, len(keys) // size, size
+        self._native.curve_asked(self._at, row[1], *which, group.block_bytes, group.weight, chain.run, own)
+
+    def stored(self, group: Group, keys: bytes) -> None:
+        """Record keys that an engine offers for storing: from now on a request can find them."""
+        self._native.curve_stored(self._at, group.number, keys, len(keys) // group.key_bytes, group.key_bytes)
 
     def tick(self) -> None:
         """Halve old counts when it is time."""
-        if self._clock() - self.halved_at >= HALVED_EVERY_S:
-            self.halved_at = self._clock()
+        if self._clock() - self._halved_at >= HALVED_EVERY_S:
+            self._halved_at = self._clock()
             for counts in (self._forgotten, *(counts for counts, _ in self._rows.values())):
                 counts *= 0.5
 

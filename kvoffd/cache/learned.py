@@ -39,8 +39,6 @@ declare(
     learned_resume=(None, VOID_P),
 )
 
-UNIT_TOKENS = 512
-"""Tokens of a block whose group does not give them."""
 MIN_LEAD = 0.02
 """Least lead of an LRU, as a part of requested tokens: the curve is an estimate, and a switch costs hits."""
 JUDGED_AFTER = 8
@@ -131,10 +129,8 @@ class Learned(InOrder):
     def requested(self, chains: Sequence[Chain]) -> None:
         for chain in chains:
             group, keys, size = chain.group, chain.keys, chain.group.key_bytes
-            tokens, is_last = group.tokens or UNIT_TOKENS, chain is chains[-1]
-            self._native.learned_record(
-                self._at, group.number, keys, len(keys) // size, size, group.block_bytes, tokens, is_last
-            )
+            which = group.number, keys, len(keys) // size, size
+            self._native.learned_record(self._at, *which, group.block_bytes, group.weight, chain is chains[-1])
 
     def admit(self, group: Group, keys: bytes, starts: Sequence[int]) -> Sequence[tuple[int, float]]:
         size = group.key_bytes
@@ -151,7 +147,7 @@ class Learned(InOrder):
 
     def _applies_to(self, group: Group) -> bool:
         """Return whether the namespace's requested keys, at this size, fill the pool."""
-        return group.namespace.totals.keys_asked * group.block_bytes >= self._pool_bytes
+        return group.namespace.counters.keys_asked * group.block_bytes >= self._pool_bytes
 
     def rejected(self, group: Group, keys: bytes) -> None:
         self._native.learned_rejected(self._at, group.number, keys, len(keys) // group.key_bytes, group.key_bytes)

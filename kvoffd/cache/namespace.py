@@ -7,16 +7,16 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from math import inf
 from struct import pack
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import numpy as np
-from msgspec import Meta, Struct, msgpack
+from msgspec import Meta, Struct
 
 from kvoffd.cache.block_table import NO_BLOCK, READY, WITH_SLOTS, WRITING
 from kvoffd.errors import BadGeometry, BadKeys, KvoffdError
 from kvoffd.pool.allocator import NO_NODE, PAGE_BYTES
-from kvoffd.pool.slot_table import Deflated
 from kvoffd_proto import messages
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import kv_topic
@@ -25,15 +25,16 @@ from kvoffd_proto.messages import GroupSpec
 if TYPE_CHECKING:
     from kvoffd.cache.tickets import Lease
 
-LONG_DESCRIPTION = 256
-"""Longer descriptions are not kept for the next daemon if the slot table has too little space."""
+
+UNKNOWN_TOKENS = 512
+"""Tokens for which a block counts if its group does not give them."""
 
 
 class MissReason(IntEnum):
     """Reason that a requested key was not found: ``MISS_REASONS`` of the statistics explains each.
 
-    LEASE_LIMIT, LATE, SKIPPED, ENGINE_FULL, NOT_LOADED, LOAD_FAILED and AFTER_GAP belong to one request; the others are
-    remembered when a key leaves or fails to come.
+    LEASE_LIMIT, LATE, SKIPPED, ENGINE_FULL, NOT_LOADED, LOAD_FAILED, AFTER_GAP and COMPUTING belong to one request; the
+    others are remembered when a key leaves or fails to come.
     """
 
     UNKNOWN = 0
@@ -54,14 +55,16 @@ class MissReason(IntEnum):
     LOAD_FAILED = 15
     FORGOTTEN = 16
     AFTER_GAP = 17
+    COMPUTING = 18
 
 
 Shards: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]
 """A rank's shards by group: engine blocks of a key, and the bytes of a page of each layer."""
 
 
-class NamespaceRecord(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A namespace without its blocks, as the slot table keeps it for the next daemon."""
+class NamespaceRecord(Struct, frozen=True, array_like=True):
+    """A namespace without its blocks, as the slot table keeps it for the next daemon. Release 0.2 refuses one with more
+    fields; later releases ignore them."""
 
     number: int
     fingerprint: bytes
@@ -79,13 +82,11 @@ class NamespaceRecord(Struct, frozen=True, array_like=True, forbid_unknown_field
     """Number that is raised whenever all blocks of the namespace become stale."""
 
 
-class NamespaceSnapshot(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """All namespaces, as the slot table keeps them."""
+class NamespaceSnapshot(Struct, frozen=True, array_like=True):
+    """All namespaces, as the slot table keeps them. For further fields the same holds."""
 
     next_number: int
     namespaces: tuple[NamespaceRecord, ...]
-    left_out: int = 0
-    """Number of other namespaces, for which there was no space."""
 
 
 @dataclass(slots=True)
@@ -160,12 +161,13 @@ class Namespace:
         self.evicts_others = not self.of_bench or label.startswith(messages.EVICTING_LABEL)
         self.idle_since: float | None = None
         """Time since which it is known to be empty and not open."""
+        self.last_open_at = -inf
+        """Time when a session was last seen to have it open; of an earlier daemon's it is unknown."""
         self.generation = 0
         """Number that is raised whenever all blocks of the namespace become stale."""
         self.number = 0
         """Number that identifies it in the slot table's records; each reset changes it."""
-        self.totals, self.has_counted = Counters(), False
-        """Counters, and whether they changed since ``has_counted`` was set to False."""
+        self.counters = Counters()
         self.blocks_in = dict.fromkeys(WITH_SLOTS, 0)
         """Number of blocks by state: WRITING, READY, and DROPPED ones still in use."""
         self.bytes_in = dict.fromkeys(WITH_SLOTS, 0)
@@ -180,16 +182,8 @@ class Namespace:
         """Bytes of a shard by rank and group; None for a rank that no worker has registered yet."""
         self.shards: list[Shards | None] = [None] * world_size
         """Layers of its shards by rank; None for a rank whose worker an earlier daemon did not record."""
-        self._records: dict[bool, tuple[int, int, Deflated, Deflated]] = {}
-        """Number, generation, the part between them, and the whole record, by ``short``."""
         self.key_type = np.dtype((np.void, key_bytes))
         """Data type of arrays of keys."""
-
-    @property
-    def counters(self) -> Counters:
-        """The counters, to be changed."""
-        self.has_counted = True
-        return self.totals
 
     @property
     def ready_blocks(self) -> int:
@@ -249,30 +243,22 @@ class Namespace:
         lengths = [sizes[group] for sizes in self.shard_bytes if sizes is not None]
         return lengths if len(lengths) == self.world_size else []
 
-    def record(self, *, short: bool) -> Deflated:
-        """Return the ``NamespaceRecord`` for the next daemon as msgpack. ``short``: only what reading blocks needs."""
-        number, generation, body, whole = self._records.get(short, (0, 0, None, None))
-        if whole is not None and number == self.number and generation == self.generation:
-            return whole
-        if body is None:
-            description = "" if short and len(self.description) > LONG_DESCRIPTION else self.description
-            spec = self.fingerprint, self.label, self.world_size, self.key_bytes, self.groups, description
-            shards = [
-                None if one is None or short else [(count, [(nbytes,) for nbytes in pages]) for count, pages in one]
-                for one in self.shards
-            ]
-            body = Deflated.of(msgpack.encode((*spec, self.shard_bytes, shards))[1:])
-        head, tail = b"\x9a" + msgpack.encode(self.number), msgpack.encode(self.generation)
-        whole = Deflated.joined([Deflated.of(head), body, Deflated.of(tail)])
-        self._records[short] = self.number, self.generation, body, whole
-        return whole
+    def record(self) -> NamespaceRecord:
+        """Return what the next daemon must know of it."""
+        shards = [
+            None if one is None else tuple((count, tuple((nbytes,) for nbytes in pages)) for count, pages in one)
+            for one in self.shards
+        ]
+        return NamespaceRecord(
+            *(self.number, self.fingerprint, self.label, self.world_size, self.key_bytes, self.groups),
+            *(self.description, tuple(self.shard_bytes), tuple(shards), self.generation),
+        )
 
     def describe_shards(self, rank: int, shards: Shards | None) -> bool:
         """Set the layers of a rank's shards unless they are known. Returns whether it did. No copy depends on them."""
         if shards is None or self.shards[rank] is not None:
             return False
         self.shards[rank] = shards
-        self._records.clear()
         return True
 
     def fix_shard_bytes(self, rank: int, shard_bytes: Sequence[int]) -> bool:
@@ -294,8 +280,6 @@ class Namespace:
                 f"group, not {list(shard_bytes)}; engines whose shards differ need different fingerprints."
             )
         self.shard_bytes[rank] = tuple(shard_bytes)
-        if known is None:
-            self._records.clear()
         return known is None
 
 
@@ -320,6 +304,11 @@ class Group:
         self._list = array("I", [NO_BLOCK, NO_BLOCK])
         """``struct block_list`` of blocks.h."""
         self.set_sizes([], [])
+
+    @property
+    def weight(self) -> int:
+        """Tokens for which a block counts in the policy, and in the curve that judges it."""
+        return self.tokens or UNKNOWN_TOKENS
 
     def set_sizes(self, lengths: Sequence[int], sizes: Sequence[int]) -> None:
         """Set the bytes of a block's shards and of their slots, by rank; empty until all ranks have registered."""

@@ -24,7 +24,7 @@ class Lease:
     deadline: float
     blocks: BlockIds
     nbytes: int = 0
-    """Bytes of the blocks that were not pinned before."""
+    """Bytes of the blocks that no lease pinned before."""
     loaded_ranks: set[int] = field(default_factory=set)
     loaded: dict[tuple[int, bytes], set[int]] = field(default_factory=dict)
     """Ranks that loaded a part, by its group and first key: it is counted once all have."""
@@ -51,7 +51,7 @@ class Lease:
 
 @dataclass(slots=True, eq=False)
 class SessionLeases:
-    """Leases of one session. A block counts once for each lease."""
+    """Active leases of one session. A block counts once for each lease."""
 
     leases: dict[Lease, None] = field(default_factory=dict)
     keys: int = 0
@@ -68,6 +68,11 @@ class StorePart(NamedTuple):
     """First engine block that is written, by key number, if it is not the key's first."""
     starts: Sequence[int] | None = (0,)
     """Numbers of the keys at which chains begin, the first at 0; None to bypass the policy."""
+    before: Mapping[int, bytes] = MappingProxyType({})
+    """Key before a chain's first in its prompt, by the first one's number; none if it begins the prompt, or if that is
+    unknown."""
+    jobs: Sequence[int] = ()
+    """Number of each chain's prompt within the store, the same in all groups; by default those from 0 on."""
 
 
 @dataclass(slots=True, eq=False)

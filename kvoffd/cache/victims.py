@@ -25,12 +25,20 @@ block that was just read from a disk goes before one that no disk has."""
 _NOTHING: BlockIds = np.empty(0, np.uint32)
 
 
+ANY_PROMPT = 2**64 - 1
+"""Number above those of all prompts."""
+
+
 class Victims:
     """Chooses READY, unpinned blocks. It may move pinned blocks to the end of the policy's order.
+
+    ``older_than``: number of the prompt for which others are to go. Blocks of older prompts go, and of others those
+    that are ``settled``. So a prompt larger than the pool keeps its beginning, without which the rest is useless.
 
     Args:
         waiting: returns which blocks wait to be written to a tier, None if none does. Of the next few blocks, those are
             evicted last.
+        settled: returns which blocks a tier has or does not want.
     """
 
     def __init__(
@@ -38,26 +46,41 @@ class Victims:
         slots: SlotAllocator,
         blocks: BlockTable,
         order: HintedOrder,
-        waiting: Callable[[BlockIds], npt.NDArray[np.bool_] | None] = lambda _: None,
+        waiting: Callable[[BlockIds], npt.NDArray[np.bool_] | None],
+        settled: Callable[[BlockIds], npt.NDArray[np.bool_]],
     ) -> None:
-        self._slots, self._blocks, self._order, self._waiting = slots, blocks, order, waiting
+        self._slots, self._blocks, self._order = slots, blocks, order
+        self._waiting, self._settled = waiting, settled
 
-    def are_left(self, ready_bytes: int) -> bool:
-        """Return whether any of the READY blocks, which have this many bytes, can be evicted."""
-        return ready_bytes > self._blocks.pinned_bytes or any(
-            (self._blocks.pins[batch] == 0).any() for batch in self._order.candidates()
-        )
+    def are_left(self, older_than: int) -> bool:
+        """Return whether any READY blocks can be evicted, whatever their scores."""
+        return any(self._may_go(batch, older_than).any() for batch in self._order.candidates())
 
-    def own(self, group: Group, count: int, below: float) -> BlockIds | None:
+    def spares(self, older_than: int) -> bool:
+        """Return whether blocks could be evicted for a prompt that is newer than ``older_than``."""
+        spared = (self._may_go(one, ANY_PROMPT) & ~self._may_go(one, older_than) for one in self._order.candidates())
+        return any(which.any() for which in spared)
+
+    def _may_go(self, blocks: BlockIds, older_than: int) -> npt.NDArray[np.bool_]:
+        """Return which READY blocks are not pinned, and are not spared."""
+        unpinned: npt.NDArray[np.bool_] = self._blocks.pins[blocks] == 0
+        spared = self._blocks.prompt[blocks] >= older_than
+        if (doubtful := unpinned & spared).any():
+            spared[doubtful] = ~self._settled(blocks[doubtful])
+        return unpinned & ~spared
+
+    def own(self, group: Group, count: int, below: float, older_than: int) -> BlockIds | None:
         """Return the next ``count`` blocks with a score below ``below``, or as many as there are, if all belong to the
         group and can be evicted; None if not."""
         first = self._order.first(count, below)
+        if (spared := self._blocks.prompt[first] >= older_than).any() and not self._settled(first[spared]).all():
+            return None
         if (waiting := self._waiting(first)) is not None and waiting.any():
             ahead, most = count, max(WRITTEN_AHEAD * count, MIN_AHEAD)
             while True:  # looks further until enough of them do not wait
                 ahead = min(most, 4 * ahead)
                 batch = self._order.first(ahead, below)
-                unpinned = batch[self._blocks.pins[batch] == 0]
+                unpinned = batch[self._may_go(batch, older_than)]
                 waiting = self._waiting(unpinned)
                 if waiting is None or len(unpinned) - waiting.sum() >= count or len(batch) < ahead or ahead == most:
                     break
@@ -66,7 +89,7 @@ class Victims:
                 return None
         return first if not first.size or self._blocks.group_of(first, unpinned=True) == group.number else None
 
-    def for_space(self, group: Group, count: int, below: float) -> BlockIds:
+    def for_space(self, group: Group, count: int, below: float, older_than: int) -> BlockIds:
         """Choose blocks with a score below ``below`` to evict so that slots for ``count`` blocks of a group become
         free; the result may be too few or empty.
 
@@ -79,8 +102,8 @@ class Victims:
         while True:
             order = self._order.first(most, below)
             pinned, last = self._blocks.pins[order] != 0, len(order) < most or most >= MAX_CONSIDERED
-            unpinned = self._written_first(order[~pinned])
-            chosen, enough = self._blocks.choose_victims(self._slots, group, count, unpinned, last=last)
+            may_go = self._written_first(order[self._may_go(order, older_than)])
+            chosen, enough = self._blocks.choose_victims(self._slots, group, count, may_go, older_than, last=last)
             if enough or last:
                 if chosen.size and pinned.sum() > MAX_SKIPPED_PINNED:  # skipping them each time takes long
                     self._order.make_newest(order[pinned])
@@ -93,20 +116,22 @@ class Victims:
             return blocks
         return np.concatenate([blocks[~waiting], blocks[waiting]])
 
-    def of_namespace(self, groups: Sequence[Group], nbytes: int, most: int, below: float) -> BlockIds:
+    def of_namespace(self, groups: Sequence[Group], nbytes: int, most: int, below: float, older_than: int) -> BlockIds:
         """Choose about ``nbytes`` bytes, and at most ``most`` blocks, of a namespace's groups: the next in the
         policy's order with a score below ``below`` or, if too many others come before them, the ones that were stored
         first, whatever their score."""
         blocks, numbers = self._blocks, [group.number for group in groups]
         victims, passed = _NOTHING, 0
         for batch in self._order.candidates(below):
-            own = batch[np.isin(blocks.group[batch], numbers) & (blocks.pins[batch] == 0)]
+            own = batch[np.isin(blocks.group[batch], numbers)]
+            own = own[self._may_go(own, older_than)]
             victims, passed = np.concatenate([victims, own]), passed + len(batch) - len(own)
             if passed >= MAX_PASSED or len(victims) >= most or self._bytes_of(victims) >= nbytes:
                 break
         if passed >= MAX_PASSED and self._bytes_of(victims) < nbytes:
             each = [blocks.oldest(one, min(most, -(-nbytes // one.block_bytes)), unpinned=True) for one in groups]
             stored = np.concatenate(each)
+            stored = stored[self._may_go(stored, older_than)]
             stored = stored[np.argsort(blocks.records["generation"][stored])]
             victims = np.concatenate([victims, stored[~np.isin(stored, victims)]])
         enough = np.searchsorted(np.cumsum(blocks.pages[victims]) * PAGE_BYTES, nbytes)

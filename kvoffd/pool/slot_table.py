@@ -27,10 +27,9 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from struct import Struct
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -71,38 +70,6 @@ shard. ``checksum``: their ``checksums.digest``, 0 if none was computed. ``crc``
 _MAX_NAMESPACE_BYTES = 4 << 20
 _SNAPSHOT = Struct("=QII")  # number of the snapshot; length and CRC-32 of its content
 _MAX_UNPACKED_BYTES = 64 << 20
-_SHORT = 64
-_ADLER = 65521
-"""The modulus of Adler-32."""
-
-
-class Deflated(NamedTuple):
-    """A compressed part of a zlib stream (RFC 1950), which is compressed once for many streams."""
-
-    packed: bytes
-    nbytes: int
-    """Bytes before compression."""
-    checksum: int
-    """Adler-32 of the uncompressed bytes."""
-
-    @classmethod
-    def of(cls, content: bytes) -> Deflated:
-        nbytes = len(content)
-        if nbytes <= _SHORT:
-            packed = Struct("<BHH").pack(0, nbytes, nbytes ^ 0xFFFF) + content  # stored, not compressed
-        else:
-            packer = zlib.compressobj(1, wbits=-zlib.MAX_WBITS)
-            packed = packer.compress(content) + packer.flush(zlib.Z_FULL_FLUSH)
-        return cls(packed, nbytes, zlib.adler32(content))
-
-    @classmethod
-    def joined(cls, parts: Sequence[Deflated]) -> Deflated:
-        low, high, total = 1, 0, 0
-        for _, nbytes, checksum in parts:
-            total += nbytes
-            high += (checksum >> 16) + nbytes * (low - 1)
-            low = (low + (checksum & 0xFFFF) - 1) % _ADLER
-        return cls(b"".join([part.packed for part in parts]), total, high % _ADLER << 16 | low)
 
 
 class BadTable(KvoffdError):
@@ -207,16 +174,16 @@ class SlotTable:
             header = geometry.header(read_boot_id())
             self._bytes[: len(header)] = header
 
-    def save_namespaces(self, snapshot: Sequence[Deflated]) -> bool:
-        """Write what the next daemon must know of the namespaces, as msgpack, into the half that is not current.
+    def save_namespaces(self, snapshot: msgspec.Struct) -> bool:
+        """Write what the next daemon must know of the namespaces into the half that is not current.
 
         The half's number is written last, so a process killed before leaves the other half valid. Returns False, and
         changes nothing, if the snapshot does not fit.
         """
         half_bytes = self.geometry.namespace_bytes // 2
-        packed, nbytes, checksum = Deflated.joined(snapshot)
-        content = b"".join([b"\x78\x01", packed, b"\x03\x00", checksum.to_bytes(4, "big")])
-        if nbytes > _MAX_UNPACKED_BYTES or _SNAPSHOT.size + len(content) > half_bytes:
+        encoded = msgspec.msgpack.encode(snapshot)
+        content = zlib.compress(encoded, 1)
+        if len(encoded) > _MAX_UNPACKED_BYTES or _SNAPSHOT.size + len(content) > half_bytes:
             return False
         number = self._snapshot + 1
         begin = self.geometry.namespaces_at + number % 2 * half_bytes

@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 FLEET_WAIT_S = 1.5
 """Time for a reset to reach all shared stores and peers; the client waits for 2 s."""
+LISTED_POINTS = 8
 CLEARED_NOT_SAVED = "After a kill or a reboot cleared blocks may come back from disks."
 
 
@@ -74,7 +75,7 @@ def set_quota(service: Service, session: Session, message: a.SetQuota) -> Pendin
     if message.quota_bytes is None:
         quotas.pop(message.namespace, None)
     else:
-        if message.namespace not in quotas and len(quotas) >= (most := service.config.limits.max_namespaces):
+        if message.namespace not in quotas and len(quotas) >= (most := service.config.limits.max_quotas):
             why = f"{most} namespaces, open or not, have a quota, which is the limit; remove some."
             raise KvoffdError(why, ErrorCode.BAD_ARGUMENT)
         quotas[message.namespace] = message.quota_bytes
@@ -113,6 +114,25 @@ def scrub(service: Service, session: Session, message: a.Scrub) -> a.ScrubReply:
     if message.start:
         service.scrubber.start()
     return service.scrubber.report(message.request_id)
+
+
+@answers(a.ListBranchPoints)
+def list_branch_points(service: Service, session: Session, message: a.ListBranchPoints) -> a.BranchPointsListed:
+    found = []
+    for namespace in service.cache.namespaces.values():
+        seen_tokens, points = service.branch_points.of(namespace)
+        found += [
+            a.BranchPoint(
+                namespace.fingerprint,
+                point.at_tokens,
+                round(point.prompts),
+                round(point.repeated_tokens),
+                seen_tokens,
+                list(point.examples),
+            )
+            for point in points[:LISTED_POINTS]
+        ]
+    return a.BranchPointsListed(message.request_id, found)
 
 
 @answers(a.FindBlock)

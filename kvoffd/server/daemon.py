@@ -31,6 +31,7 @@ from kvoffd.server.service import Service
 from kvoffd.server.sockets import Sockets
 from kvoffd.server.stats import daemon_stats
 from kvoffd.server.tier_supervisor import OpenStores, shared_stores
+from kvoffd.system.calls import call_each
 from kvoffd.system.directory import DaemonDirectory
 from kvoffd.system.limits import check_loop_calls, raise_descriptor_limit
 from kvoffd.system.mappings import PageFaulter
@@ -112,7 +113,7 @@ class Daemon:
         self.served = False
         """Whether the sockets were opened."""
         self._lost_sockets = RareWarnings(logger)
-        self._tick_failures = RareWarnings(logger, logging.ERROR)
+        self._tick_failures, self._scrub_failures = (RareWarnings(logger, logging.ERROR) for _ in range(2))
         self._page_mapper: asyncio.Future[None] | None = None
         self._scrubbing: asyncio.Task[None] | None = None
         self._serving = False
@@ -205,8 +206,10 @@ class Daemon:
         gc.freeze()
         try:
             await self._startup()
-            await self._main_loop()
-            await self._finish_jobs()
+            try:
+                await self._main_loop()
+            finally:
+                await self._finish_jobs()
         finally:
             await self._shutdown()
 
@@ -226,7 +229,7 @@ class Daemon:
             max_leased_keys=config.limits.max_leased_keys,
         )
         self._policy_file = PolicyFile(cache.policy, config)
-        restore(cache, pool, self._policy_file, self._state)
+        restore(cache, pool, self._policy_file, self._state, config.limits.max_namespaces)
         self._sockets = Sockets(config, self._directory)
         self._state.file.on_saved = lambda: self._sockets.post(lambda: None)  # replies may wait for it
         self._host_engine = HostEngine(threads_per_direction=config.copy_threads)
@@ -316,19 +319,27 @@ class Daemon:
         self._stop.set()
 
     async def _scrub(self) -> None:
-        """Run the scrubber's steps in a thread, with pauses, until it has no work."""
+        """Run the scrubber's steps, with pauses, until it has no work. After a failure a tick tries again."""
+        try:
+            while not self._stop.is_set() and self._service.scrubber.has_work:
+                started = time.monotonic()
+                await self._scrub_step()
+                await asyncio.sleep((time.monotonic() - started) * SCRUB_REST)
+        except Exception:
+            text = "Comparing checksums failed inside the daemon; it is retried. This is logged once a minute."
+            self._scrub_failures.warn(text, exc_info=True)
+
+    async def _scrub_step(self) -> None:
+        """Read some slots in a thread, and act on their checksums."""
         scrubber = self._service.scrubber
-        while not self._stop.is_set() and scrubber.has_work:
-            started = time.monotonic()
-            if checks := scrubber.next_step():
-                slots = [(check.offset, check.length) for check in checks]
-                try:
-                    checksums = await asyncio.to_thread(self._pool.digests, slots)
-                except RuntimeError:  # no thread can be started; a step is short enough for this one
-                    checksums = self._pool.digests(slots)
-                scrubber.finish_step(checks, checksums)
-                self._sockets.wake()
-            await asyncio.sleep((time.monotonic() - started) * SCRUB_REST)
+        if checks := scrubber.next_step():
+            slots = [(check.offset, check.length) for check in checks]
+            try:
+                checksums = await asyncio.to_thread(self._pool.digests, slots)
+            except RuntimeError:  # no thread can be started; a step is short enough for this one
+                checksums = self._pool.digests(slots)
+            scrubber.finish_step(checks, checksums)
+            self._sockets.wake()
 
     async def _finish_jobs(self) -> None:
         """Refuse new work, let running jobs finish within the deadline, fail the others, publish all results."""
@@ -346,27 +357,43 @@ class Daemon:
         self._sockets.flush()
 
     async def _shutdown(self) -> None:
-        """Close the tiers, end all threads that do not hang, send remaining messages and close the sockets."""
+        """Close the tiers, end all threads that do not hang, send remaining messages and close the sockets.
+
+        A part that raises does not keep the others from being closed.
+        """
         self._serving = False
         loop = asyncio.get_running_loop()
         for number in self._signals:  # the loop, which does not run while something closes, would not see them
             loop.remove_signal_handler(number)
             signal.signal(number, lambda which, frame: self._on_signal(which))
+        call_each(
+            (
+                self._close_tiers,
+                self._policy_file.close,
+                self._service.save_totals,
+                self._state.file.close,
+                self._end_copies,
+                self._sockets.finish_posted,
+                self._lifelines.close,
+                self._page_faulter.close,
+                self._close_gpus,
+                lambda: self._sockets.close(LINGER_MS),
+            )
+        )
+
+    def _close_tiers(self) -> None:
         if not self._service.tier_supervisor.close(DISKS_CLOSE_S):
             self.copy_stuck = True
-        self._policy_file.close()
-        self._service.save_totals()
-        self._state.file.close()
+
+    def _end_copies(self) -> None:
         if not self._host_engine.close(ENGINE_CLOSE_S) or not self._gpus.stop(ENGINE_CLOSE_S):
             self.copy_stuck = True
             logger.warning("A copy does not end; its memory stays mapped until the process exits.")
-        self._sockets.finish_posted()
-        self._lifelines.close()
-        self._page_faulter.close()
+
+    def _close_gpus(self) -> None:
         if not self._gpus.close(GPUS_CLOSE_S):
             # The driver unpins the pool when the process exits.
             self.copy_stuck = True
-        self._sockets.close(LINGER_MS)
 
     async def _close_pool(self) -> None:
         """Unmap the pool, unless a copy that hangs still uses it."""

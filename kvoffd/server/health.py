@@ -115,7 +115,7 @@ def _problems(service: Service, recent: Window) -> Iterator[tuple[str, str]]:
 
 def _full_quota(service: Service) -> str:
     """Return the namespace whose quota refused the most blocks, as a part of a sentence."""
-    one = max(service.cache.namespaces.values(), key=lambda one: one.totals.no_space["quota"], default=None)
+    one = max(service.cache.namespaces.values(), key=lambda one: one.counters.no_space["quota"], default=None)
     quota_bytes = None if one is None else service.cache.quotas.get(one.fingerprint)
     if one is None or quota_bytes is None:  # it was forgotten, or its quota was removed
         return ""

@@ -102,6 +102,8 @@ class GroupPart:
     """First stored engine block by number of the key, if it is not 0."""
     starts: Sequence[int] | None
     """First key of each store; None for loads."""
+    before: Mapping[int, bytes]
+    """Key before the first of a store in its prompt, by the first one's number; none if unknown."""
 
     def tokens(self) -> Mapping[bytes, BlockTokens]:
         size, each = len(self.parents) // len(self.split), len(self.token_ids) // len(self.split)
@@ -158,7 +160,9 @@ def checked_parts(registration: Registration, batch: Stores | Loads, *, storing:
             raise BadKeys(f"{sent}; send all or none.")
         columns = part.keys, keys, block_ids, spans, part.parents, part.tokens
         firsts = {span.key: span.first_block for span in spans if span.first_block}
-        parts.append(GroupPart(group, layout, *columns, firsts, [span.key for span in spans] if storing else None))
+        starts = [span.key for span in spans] if storing else None
+        before = {span.key: span.before for span in spans if span.before and storing}
+        parts.append(GroupPart(group, layout, *columns, firsts, starts, before))
     if len(named) < jobs:
         raise BadBlockIds("A job has neither keys nor block ids; leave it out.")
     return parts
@@ -222,7 +226,10 @@ class StoreBatch(Job):
         registration = self.registration
         self.copied_bytes = [0] * len(self.ids)
         places: list[tuple[int, int]] = []
-        parts = [StorePart(one.group, one.keys, one.first_blocks, one.starts) for one in self.parts]
+        parts = [
+            StorePart(one.group, one.keys, one.first_blocks, one.starts, one.before, [span.job for span in one.spans])
+            for one in self.parts
+        ]
         self.stored = cache.begin_store(registration.namespace, registration.rank, parts, self.sole)
         for part, stored in zip(self.parts, self.stored, strict=True):
             if not stored.copy:
@@ -554,6 +561,9 @@ def submit(service: Service, session: Session, message: Submit) -> None:
             load.begin(cache, pool, verify=verify)
         if stores.job_ids:
             batch = StoreBatch(stores.job_ids, session, registration, accepted_at, store_parts, message.sole)
+            first = store_parts[0]  # one group: others have the same tokens
+            if registration.rank == 0 and not registration.namespace.of_bench:
+                service.branch_points.offered(registration.namespace, first.split, first.parents, first.token_ids)
             begun.append(batch)
             batch.begin(cache, pool)
     except BaseException:

@@ -42,12 +42,13 @@ def open_namespace(service: Service, session: Session, message: m.OpenNamespace)
     label, description = printable(message.label), printable(message.description)
     namespace, created = cache.open_namespace(Namespace(fingerprint, label, *geometry, description))
     session.namespaces[fingerprint] = namespace
+    namespace.last_open_at = service.clock()
     if created:
         namespace.generation = service.state.generations.of(fingerprint)
         if namespace.of_bench:
             what = "" if namespace.evicts_others else "; it evicts nothing"
             logger.info("%s opens the namespace %r%s.", printable(session.name), label, what)
-    return m.NamespaceOpened(message.request_id, created, namespace.totals.prefill_tokens_per_second)
+    return m.NamespaceOpened(message.request_id, created, namespace.counters.prefill_tokens_per_second)
 
 
 def forget_idle(service: Service, after_s: float = 0.0) -> None:
@@ -56,22 +57,23 @@ def forget_idle(service: Service, after_s: float = 0.0) -> None:
     Those of benches are forgotten with all their blocks once no session has them open.
     """
     opened, now = opened_namespaces(service), service.clock()
-    with service.cache.saving_once():
-        for namespace in list(service.cache.namespaces.values()):
-            if namespace.of_bench and namespace.ready_blocks and namespace.fingerprint not in opened:
-                dropped = service.cache.reset(namespace)
-                logger.info("Dropped the %d blocks of %r, which has ended.", dropped, namespace.label)
-            if not _idle(namespace, opened):
-                namespace.idle_since = None
-                continue
-            if namespace.idle_since is None:
-                namespace.idle_since = now
-            if namespace.of_bench or now - namespace.idle_since >= after_s:
-                _forget(service, namespace)
+    for namespace in list(service.cache.namespaces.values()):
+        if namespace.fingerprint in opened:
+            namespace.last_open_at = now
+        if namespace.of_bench and namespace.ready_blocks and namespace.fingerprint not in opened:
+            dropped = service.cache.reset(namespace)
+            logger.info("Dropped the %d blocks of %r, which has ended.", dropped, namespace.label)
+        if not _idle(namespace, opened):
+            namespace.idle_since = None
+            continue
+        if namespace.idle_since is None:
+            namespace.idle_since = now
+        if namespace.of_bench or now - namespace.idle_since >= after_s:
+            _forget(service, namespace)
 
 
 def _evict_unused(service: Service) -> None:
-    """Evict a namespace that no session has open if the limit is reached. Raises KvoffdError if all are open."""
+    """Evict what nobody has had open for longest if the limit is reached. Raises KvoffdError if all are open."""
     cache, most = service.cache, service.config.limits.max_namespaces
     if len(cache.namespaces) < most:
         return
@@ -81,10 +83,10 @@ def _evict_unused(service: Service) -> None:
         why = f"All {most} namespaces are in use, the limit. End engines that are not needed."
         raise KvoffdError(why, ErrorCode.TOO_MANY)
     # Even one with blocks: else a block in each would block new namespaces forever.
-    least = min(unused, key=lambda one: one.ready_bytes)
-    logger.info("Evicted the unused namespace %r to make room for a new one.", least.label)
-    cache.reset(least)
-    _forget(service, least)
+    oldest = min(unused, key=lambda one: one.last_open_at)
+    logger.info("Evicted the unused namespace %r to make room for a new one.", oldest.label)
+    cache.reset(oldest)
+    _forget(service, oldest)
 
 
 def opened_namespaces(service: Service) -> set[bytes]:
@@ -101,5 +103,6 @@ def _forget(service: Service, namespace: Namespace) -> None:
     service.cache.forget_namespace(namespace)
     service.traffic.namespace_forgotten(namespace)
     service.curve.namespace_forgotten(namespace)
+    service.branch_points.namespace_forgotten(namespace)
     if service.tiering is not None:
         service.tiering.namespace_forgotten(namespace)

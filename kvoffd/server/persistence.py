@@ -1,4 +1,13 @@
-"""Files that outlive the daemon: generations, quotas and totals, and the policy's state."""
+"""Files that outlive the daemon: generations, quotas and totals, and the policy's state.
+
+``kvoffd.state`` consists of parts. Each is a line: the CRC-32 of the rest, the part's name, and its content, a JSON
+object. Empty lines are between them, so that a damaged line end costs nothing.
+
+A release must leave whole what later ones wrote, for whoever goes back to it and then forward again. So it keeps parts
+and fields of parts that it does not know (not fields of fields), and writes them again as they were. A release that
+needs more, as when a known field means something else, writes the part ``format`` with a number above FORMAT: earlier
+ones then refuse to start. Release 0.2 had one JSON object after a line with its CRC-32, and writes other files over.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +20,11 @@ import time
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import asdict
 
 from kvoffd.cache import POLICY_NAMES
 from kvoffd.cache.policy import Policy
@@ -209,9 +220,25 @@ class Counted(msgspec.Struct):
     """Bytes spent of the disks' daily write budget, and when, in seconds since 1970."""
 
 
+class Format(msgspec.Struct):
+    number: Count = 0
+
+
 PARTS: dict[bytes, type[msgspec.Struct]] = {b"resets": Resets, b"quotas": Quotas, b"counted": Counted}
-"""Parts of ``kvoffd.state`` by name. Each is a line: the CRC-32 of the rest, the name, and the content as JSON. Empty
-lines are between them, so that a damaged line end costs nothing."""
+"""Parts of ``kvoffd.state`` by name."""
+FORMAT = 1
+"""Highest number of the part ``format`` that this release can keep. It writes no such part itself."""
+
+
+@dataclass
+class Later:
+    """Content of ``kvoffd.state`` that this release does not know."""
+
+    format: int = 0
+    fields: dict[bytes, dict[str, msgspec.Raw]] = field(default_factory=dict)
+    """Encoded fields by name, of each part."""
+    lines: list[bytes] = field(default_factory=list)
+    """Whole parts."""
 
 
 class State:
@@ -224,13 +251,15 @@ class State:
         self.file, self._wall_clock = file, wall_clock
         self.generations = Generations(save=lambda: self._save(b"resets"), wall_clock=wall_clock)
         self.quotas, self.counted = Quotas(), Counted()
+        self._later = Later()
         self._lines = dict.fromkeys(PARTS, b"")
 
     def restore(self) -> None:
         """Read the file. Damage to a part loses only that part.
 
         If the resets are lost, all existing blocks become void, and namespaces are not shared until they are reset on
-        all nodes. Raises KvoffdError if the file exists but cannot be read.
+        all nodes. Raises KvoffdError if the file exists but cannot be read, or is a later release's that this one
+        cannot keep.
         """
         try:
             content, why = self.file.read(), "it is damaged"
@@ -244,7 +273,12 @@ class State:
                 f"{self.file.path}, the record of clears and resets, cannot be read ({reason}); fix that. "
                 "Without it cleared blocks may come back from disks and shared stores."
             ) from error
-        found = _parts_of(content)
+        found, self._later = _parts_of(content)
+        if self._later.format > FORMAT:
+            raise KvoffdError(
+                f"{self.file.path}, the record of clears and resets, is in format {self._later.format} of a later "
+                "release of kvoffd; this one would destroy it. Start the later release again."
+            )
         resets, self.quotas, self.counted = (found.get(name, kind()) for name, kind in PARTS.items())  # type: ignore[assignment]
         self.generations.restore(resets)  # type: ignore[arg-type]
         lost = ", ".join(name.decode() for name in PARTS if name not in found)
@@ -286,23 +320,37 @@ class State:
         """Return the file's content. The resets are in it twice, so that damage to one place loses none."""
         for name, part in zip(PARTS, (self.generations.resets, self.quotas, self.counted), strict=True):
             if name in changed or not self._lines[name]:
-                body = name + b" " + msgspec.json.encode(part)
+                body = name + b" " + msgspec.json.encode({**asdict(part), **self._later.fields.get(name, {})})
                 self._lines[name] = b"%08x %s\n\n" % (zlib.crc32(body), body)
-        return b"".join([*self._lines.values(), self._lines[b"resets"]])
+        later = [line + b"\n\n" for line in self._later.lines]
+        return b"".join([*self._lines.values(), *later, self._lines[b"resets"]])
 
 
-def _parts_of(content: bytes) -> dict[bytes, msgspec.Struct]:
-    """Return the undamaged parts of a state file."""
-    lines = content.split(b"\n")
-    lines += [b"%s %s %s" % (lines[0], name, b"".join(lines[1:])) for name in PARTS]  # the format of 0.2
-    found: dict[bytes, msgspec.Struct] = {}
-    for line in lines:
+def _parts_of(content: bytes) -> tuple[dict[bytes, msgspec.Struct], Later]:
+    """Return the undamaged parts of a state file, and what a later release has added."""
+    found, later = dict[bytes, msgspec.Struct](), Later()
+    checksum, _, whole = content.partition(b"\n")
+    if checksum == b"%08x" % zlib.crc32(whole):  # the file of 0.2
+        for name, kind in PARTS.items():
+            with suppress(ValueError, RecursionError):
+                found[name] = msgspec.json.decode(whole, type=kind)
+        return found, later
+    for line in content.split(b"\n"):
         checksum, _, body = line.partition(b" ")
         name, _, encoded = body.partition(b" ")
-        if name in PARTS and checksum in (b"%08x" % zlib.crc32(body), b"%08x" % zlib.crc32(encoded)):
-            with suppress(ValueError, RecursionError):
+        if checksum != b"%08x" % zlib.crc32(body):
+            continue
+        if name not in PARTS:
+            later.lines.append(line)
+        with suppress(ValueError, RecursionError):
+            if name == b"format":
+                later.format = max(later.format, msgspec.json.decode(encoded, type=Format).number)
+            elif name in PARTS:
                 found[name] = msgspec.json.decode(encoded, type=PARTS[name])
-    return found
+                fields = msgspec.json.decode(encoded, type=dict[str, msgspec.Raw])
+                known = PARTS[name].__struct_fields__
+                later.fields[name] = {key: raw for key, raw in fields.items() if key not in known}
+    return found, later
 
 
 def open_state_file(config: Config, name: str, max_bytes: int) -> StateFile:

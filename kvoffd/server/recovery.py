@@ -104,10 +104,11 @@ def open_pool(
     return pool
 
 
-def restore(cache: Cache, pool: Pool, policy: PolicyFile, state: State) -> None:
+def restore(cache: Cache, pool: Pool, policy: PolicyFile, state: State, max_namespaces: int) -> None:
     """Restore an earlier daemon's quotas, policy state and blocks, which are ready then.
 
-    Blocks of namespaces that were reset or cleared while another pool was in use are left out.
+    Blocks of namespaces that were reset or cleared while another pool was in use are left out. So are those of the
+    oldest ones beyond ``max_namespaces``: earlier releases had up to 1,024.
     """
     started = time.monotonic()
     cache.quotas.update(state.quotas.quotas)
@@ -116,9 +117,17 @@ def restore(cache: Cache, pool: Pool, policy: PolicyFile, state: State) -> None:
         return
     snapshot = pool.table.load_namespaces(NamespaceSnapshot) or NamespaceSnapshot(1, ())
     known: list[Group] = []
-    for record in snapshot.namespaces:
-        if not state.generations.accept(record.fingerprint, record.generation):
-            continue
+    records = [one for one in snapshot.namespaces if state.generations.accept(one.fingerprint, one.generation)]
+    records.sort(key=lambda one: one.number)  # in the order in which they were opened or last reset
+    beyond = len(records[:-max_namespaces])
+    if beyond:
+        logger.warning(
+            "The oldest %d of the pool's %d namespaces are left out: the limit is %d.",
+            beyond,
+            len(records),
+            max_namespaces,
+        )
+    for record in records[beyond:]:
         try:
             groups = cache.restore_namespace(record)
         except KvoffdError as error:
@@ -137,22 +146,20 @@ def restore(cache: Cache, pool: Pool, policy: PolicyFile, state: State) -> None:
         plural(len(cache.namespaces)),
         time.monotonic() - started,
     )
-    _log_losses(found, snapshot.left_out)
+    _log_losses(found)
 
 
-def _log_losses(found: RecoveredBlocks, left_out: int) -> None:
-    """Log the slots that were not recovered. ``left_out``: namespaces for which the slot table had no space."""
+def _log_losses(found: RecoveredBlocks) -> None:
+    """Log the slots that were not recovered."""
     if not len(found.blocks):
         lost = found.unwritten + found.damaged + found.incomplete
         level = logging.WARNING if lost else logging.INFO
         logger.log(level, "The pool starts empty. The earlier daemon's has no complete block.")
-    too_many = "were too many for a pool of this size to be recorded"
-    reset = f"their namespaces {too_many}, or were reset" if left_out else "their namespaces were reset"
     for count, why, level in (
-        (found.unwritten, f"their namespaces {too_many}", logging.WARNING),
+        (found.unwritten, "their namespaces were too many for a pool of this size to be recorded", logging.WARNING),
         (found.damaged, "damaged, or without a checksum", logging.WARNING),
         (found.incomplete, "their blocks lack shards of other ranks", logging.WARNING),
-        (found.reset, reset, logging.WARNING if left_out else logging.INFO),
+        (found.reset, "their namespaces were reset, or left out", logging.INFO),
     ):
         if count:
             logger.log(level, "Dropped %d pool slot%s at recovery: %s.", count, plural(count), why)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from msgspec import structs
 
 from kvoffd import __version__
-from kvoffd.cache.asked_keys import PromptOutcome
+from kvoffd.cache.asked_keys import AskedKeys, PromptOutcome
+from kvoffd.cache.block_table import FOUND
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.errors import BadGeometry, BadKeys, KvoffdError
 from kvoffd.observe.logging import RareWarnings
@@ -209,7 +210,7 @@ def lookup(service: Service, session: Session, message: m.Lookup) -> m.LookupRep
         giver=message.giver,
     )
     ttl_ms = wait_ms = asking = 0
-    if (lease := service.cache.leases.get(message.lease_id)) is not None and lease.active:
+    if (lease := service.cache.leases.get(message.lease_id)) is not None:
         ttl_ms = max(1, round(1000 * (lease.deadline - started)))
         if lease.coming:
             wait_ms, asking = math.ceil(1000 * lease.wait_s), lease.asking
@@ -274,14 +275,28 @@ def report_prompts(service: Service, session: Session, message: m.ReportPrompts)
             raise BadKeys("A report has one first missing key at most; leave the others out.")
     for one in message.prompts:
         reason = unloaded = UNLOADED.get(one.outcome) or UNLOADED.get(one.reason)
+        outcome = PromptOutcome(one.own_keys, one.covered_keys, unloaded)
+        counted = service.cache.count_prompt(session.id, one.lease_id, outcome)
         if one.missing_key and not one.reason:
-            (reason,) = map(MissReason, service.cache.reasons_of(namespace, one.missing_group, one.missing_key))
+            reason = _reason_when_asked(counted, one)
+            if reason is not MissReason.COMPUTING:  # the others may have become known since
+                (reason,) = map(MissReason, service.cache.reasons_of(namespace, one.missing_group, one.missing_key))
         if reason is not None and not one.reason:
             one = structs.replace(one, reason=reason.name.lower())
-        outcome = PromptOutcome(one.own_keys, one.covered_keys, unloaded)
-        service.cache.count_prompt(session.id, one.lease_id, outcome)
         session.prompts.append(LoggedPrompt(session.id, message.namespace, one))
     return m.Done(message.request_id, len(message.prompts))
+
+
+def _reason_when_asked(counted: Sequence[AskedKeys], report: m.PromptReport) -> MissReason | None:
+    """Return why the first missing key of a prompt was missing when it was asked for; None if that is not known."""
+    at = report.missing_number - 1
+    for part in counted:
+        if part.chain is None or part.chain.group.index != report.missing_group or at < 0:
+            continue
+        if at < len(part.reasons):
+            return MissReason(part.reasons[at]) if part.reasons[at] != FOUND else None
+        at -= len(part.reasons)
+    return None
 
 
 @answers(m.Reset)

@@ -20,6 +20,7 @@ from kvoffd.cache.learned import Learned, LruFallback
 from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError, refusal_of
+from kvoffd.observe.branch_points import BranchPoints
 from kvoffd.observe.logging import RareWarnings
 from kvoffd.observe.loop_watch import LoopWatch
 from kvoffd.observe.meters import HOUR_S, LOOKUP_BOUNDS_S, CounterWindows, DurationHistogram
@@ -112,6 +113,7 @@ class Service:
         """Increases of requests, and of errors by code."""
         self.replies_dropped: Counter[str] = Counter()
         """Counts by reason, ``gone`` or ``unread``."""
+        self.branch_points = BranchPoints(clock)
         self.lookup_times = DurationHistogram(LOOKUP_BOUNDS_S)
         self.loop_watch = LoopWatch()
         self.sockets_problem = ""
@@ -119,7 +121,7 @@ class Service:
         self._totals_due = self.started_at + config.limits.totals_every_s
         self._partial_warned: WeakSet[Namespace] = WeakSet()
         state.generations.is_open = lambda fingerprint: fingerprint in cache.namespaces
-        cache.on_counted = self.curve.requested
+        cache.on_counted, cache.on_offered = self.curve.requested, self.curve.stored
         self._lru_fallback = LruFallback(self.curve, cache.policy) if isinstance(cache.policy, Learned) else None
 
     # --- called by the sockets ---------------------------------------------------------------------
@@ -165,8 +167,8 @@ class Service:
             answer.request_id, answer.session = request_id, session
             if not self._poll(answer):
                 self.pending.append(answer)
-        elif answer is not None and (request_id or isinstance(answer, m.Error)):  # 0: no reply is wanted
-            self.replies.append((route, codec.encode(answer)))
+        elif answer is not None:
+            self._reply(route, request_id, answer, session)
 
     def outgoing(self) -> tuple[list[Frames], list[tuple[bytes, bytes]]]:
         """Return publications, and replies by route. Send publications first: a reply may refer to a completion."""
@@ -213,6 +215,7 @@ class Service:
                 self.memory.tick,
                 self._count,
                 self.curve.tick,
+                self.branch_points.tick,
                 self._judge_policy,
                 lambda: forget_idle(self, FORGET_AFTER_S),
                 self.tier_supervisor.tick,
@@ -249,9 +252,19 @@ class Service:
             reply = pending.poll(self.clock() >= pending.until)
         except Exception as error:
             reply = self.refusal(pending.request_id, error, pending.session)
-        if reply is not None and (pending.request_id or isinstance(reply, m.Error)):
-            self.replies.append((pending.session.route, codec.encode(reply)))
+        if reply is not None:
+            self._reply(pending.session.route, pending.request_id, reply, pending.session)
         return reply is not None
+
+    def _reply(self, route: bytes, request_id: int, reply: m.AnyReply, session: Session | None) -> None:
+        """Add a reply to ``replies``, or the error INTERNAL if it cannot be encoded. Request 0 gets none but errors."""
+        if not (request_id or isinstance(reply, m.Error)):
+            return
+        try:
+            frame = codec.encode(reply)
+        except Exception as error:
+            frame = codec.encode(self.refusal(request_id, error, session))
+        self.replies.append((route, frame))
 
     def refusal(self, request_id: int, error: Exception, session: Session | None = None) -> m.Error:
         """Return the reply to a request that raised ``error``, and count and log it.
@@ -278,13 +291,11 @@ class Service:
         each run has a namespace of its own.
         """
         chosen = [one for one in self.cache.namespaces.values() if fingerprint in (None, one.fingerprint)]
+        generation = None
         if not (fingerprint is not None and any(one.of_bench for one in chosen)):
-            self.state.generations.void_here(fingerprint)
+            generation = self.state.generations.void_here(fingerprint)
         count = self.tiering.remove_all(fingerprint) if self.tiering is not None else 0
-        with self.cache.saving_once():
-            for namespace in chosen:
-                count += self.cache.reset(namespace, self.state.generations.of(namespace.fingerprint))
-        return count
+        return count + self.cache.reset(*chosen, generation=generation)
 
     def reply_once_saved(self, reply: m.Done, otherwise: str, in_memory: str = "") -> Pending:
         """Return ``reply``, to be sent once all changes so far are in ``kvoffd.state`` on its device.
@@ -333,7 +344,7 @@ class Service:
     def _warn_of_partial(self) -> None:
         """Warn once for each namespace whose blocks lack shards: no engine can read them."""
         for namespace in self.cache.namespaces.values():
-            if namespace.totals.partial_blocks and namespace not in self._partial_warned:
+            if namespace.counters.partial_blocks and namespace not in self._partial_warned:
                 self._partial_warned.add(namespace)
                 logger.warning(
                     "Blocks of the namespace %s were dropped, because not all of its %d ranks stored their shards in "

@@ -6,7 +6,7 @@ import os
 import resource
 import socket
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from msgspec import structs
@@ -31,9 +31,6 @@ from kvoffd_proto.verdict import judge
 if TYPE_CHECKING:
     from kvoffd.server.service import Service
 
-DESCRIPTIONS_BYTES = 1 << 20
-"""Limit of all descriptions in one listing of namespaces: each may have 64 KiB, and all tens of MiB."""
-
 
 @answers(s.Stats)
 def stats(service: Service, session: Session, message: s.Stats) -> s.StatsReply:
@@ -47,7 +44,6 @@ def daemon_stats(service: Service) -> s.DaemonStats:
     recent = traffic.in_last(MINUTE_S, total)
     hour_requests, hour_errors = service.in_last_hour()
     level, causes = health_of(service, recent)
-    largest, others = traffic.choose_rows()
     on_disk = sum(
         (disk.tier.bytes_by_namespace() for disk in service.tier_supervisor if disk.tier is not None), Counter[bytes]()
     )
@@ -84,8 +80,7 @@ def daemon_stats(service: Service) -> s.DaemonStats:
         last_hour=traffic.in_last(HOUR_S, total),
         last_minute=recent,
         lifetime=traffic.lifetime(total),
-        namespaces=[*_namespace_rows(service, on_disk, largest), *others],
-        other_namespaces=len(cache.namespaces) - len(largest),
+        namespaces=_namespace_rows(service, on_disk),
         integrity=filled(s.IntegrityStats, cache),
         tiers=_tiering_stats(service),
         disks=list(map(_disk_stats, service.tier_supervisor)),
@@ -104,29 +99,36 @@ def daemon_stats(service: Service) -> s.DaemonStats:
     return structs.replace(found, paying_off=paying_off, verdict=verdict)
 
 
-def _namespace_rows(
-    service: Service, on_disk: Counter[bytes], namespaces: Sequence[Namespace]
-) -> list[s.NamespaceStats]:
-    """Return the row of each namespace: the one of the last time if nothing in it has changed."""
-    kept, quotas, engines = service.traffic.kept_rows, service.cache.quotas, _engines(service)
-    changed = []
-    for one in namespaces:
-        state = {
-            "ready_blocks": one.ready_blocks,
-            "ready_bytes": one.ready_bytes,
-            "disk_bytes": on_disk[one.fingerprint],
-            "quota_bytes": quotas.get(one.fingerprint),
-            "engines": engines[one.fingerprint],
-        }
-        depends = state, service.curve.halved_at
-        if one not in kept or kept[one][0] != depends:
-            changed.append((one, depends))
-    curves = service.curve.of_namespaces([one for one, _ in changed])
-    for (one, depends), curve in zip(changed, curves, strict=True):
-        names = {"id": s.namespace_id(one.fingerprint), "model": one.label, "fingerprint": one.fingerprint.hex()}
-        counted = figures(counts_of(one))
-        kept[one] = depends, filled(s.NamespaceStats, one.totals, one, **names, curve=curve, **counted, **depends[0])
-    return [kept[one][1] for one in namespaces]
+def _namespace_rows(service: Service, on_disk: Counter[bytes]) -> list[s.NamespaceStats]:
+    """Return a row for each namespace, the largest first. Of two whose ids are the same, one has a row: a name of a
+    series must be unique."""
+    quotas, engines = service.cache.quotas, _engines(service)
+    by_id = {s.namespace_id(one.fingerprint): one for one in service.cache.namespaces.values()}
+    shown = sorted(by_id.values(), key=attrgetter("ready_bytes"), reverse=True)
+    return [
+        filled(
+            s.NamespaceStats,
+            one.counters,
+            one,
+            id=s.namespace_id(one.fingerprint),
+            model=one.label,
+            fingerprint=one.fingerprint.hex(),
+            disk_bytes=on_disk[one.fingerprint],
+            quota_bytes=quotas.get(one.fingerprint),
+            engines=engines[one.fingerprint],
+            curve=curve,
+            branching=_branching(service, one),
+            **figures(counts_of(one)),
+        )
+        for one, curve in zip(shown, service.curve.of_namespaces(shown), strict=True)
+    ]
+
+
+def _branching(service: Service, namespace: Namespace) -> s.Branching | None:
+    seen_tokens, points = service.branch_points.of(namespace)
+    for point in points[:1]:
+        return s.Branching(point.at_tokens, round(point.prompts), round(point.repeated_tokens), seen_tokens)
+    return None
 
 
 def _engines(service: Service) -> defaultdict[bytes, list[str]]:
@@ -196,11 +198,6 @@ def namespaces(service: Service, session: Session, message: a.Namespaces) -> a.N
         )
         for namespace in cache.namespaces.values()
     ]
-    left_bytes = DESCRIPTIONS_BYTES
-    for number, info in enumerate(infos):
-        left_bytes -= len(info.description)
-        if left_bytes < 0:
-            infos[number] = structs.replace(info, description="")
     return a.NamespacesReply(message.request_id, infos)
 
 

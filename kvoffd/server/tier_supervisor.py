@@ -442,7 +442,7 @@ class TierSupervisor:
             if disk.tier is not None and disk.tier.found_generations.get(fingerprint, generation) < generation:
                 disk.tier.remove_all(fingerprint)
         if (namespace := self._cache.namespaces.get(fingerprint)) is not None:
-            self._cache.reset(namespace, generation)
+            self._cache.reset(namespace, generation=generation)
 
 
 def shared_stores(config: Config) -> OpenStores:

@@ -8,17 +8,16 @@ from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any
 
-from kvoffd.cache.block_table import READY
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Counters, MissReason, Namespace
 from kvoffd.observe.meters import CounterWindows
-from kvoffd_proto.stats import MAX_NAMESPACE_ROWS, OTHERS, Lifetime, NamespaceStats, Window, namespace_id
+from kvoffd_proto.stats import Lifetime, Window
 
 SAMPLE_EVERY_S = 1.0
 COUNTED = tuple(
     name for name in Counters.__slots__ if name not in ("misses", "no_space") and not name.endswith("per_second")
 )
-_counted, _ready_bytes = attrgetter(*COUNTED), attrgetter("ready_bytes")
+_counted = attrgetter(*COUNTED)
 _MISSES, _NO_SPACE = "misses", "no_space"
 _MISSES_OF = {reason: f"{_MISSES} {reason.name.lower()}" for reason in MissReason}
 _COPIED = tuple(sorted({*Window.__struct_fields__} & {*COUNTED}))
@@ -38,16 +37,10 @@ class TrafficCounts:
         self._windows = CounterWindows(clock)
         self._sampled_at = float("-inf")
         self._total: Counter[str] = Counter()
-        self._others: Counter[str] = Counter()
-        """Total of the namespaces without a row, including forgotten ones, so that it never falls."""
         self._counted: dict[Namespace, Mapping[str, float]] = {}
         """Each namespace's part of the totals."""
         self.gone_namespaces = 0
         """Number of forgotten namespaces that had counted something."""
-        self._has_row: dict[Namespace, bool] = {}
-        """Whether a namespace has a row, which never changes."""
-        self.kept_rows: dict[Namespace, tuple[object, NamespaceStats]] = {}
-        """Rows of the last statistics of namespaces that counted nothing since, each after what else it depends on."""
 
     def tick(self) -> None:
         now = self._clock()
@@ -58,60 +51,21 @@ class TrafficCounts:
     def namespace_forgotten(self, namespace: Namespace) -> None:
         """Keep a namespace's counts in the totals after it was forgotten."""
         self._add(namespace)
-        counts, has_row = self._counted.pop(namespace, {}), self._has_row.pop(namespace, True)
-        self.gone_namespaces += bool(counts)
-        if has_row:
-            self._others.update(counts)
+        self.gone_namespaces += bool(self._counted.pop(namespace, {}))
 
     def total(self) -> Mapping[str, float]:
         """Return the counts of all namespaces since the start."""
         for namespace in self._cache.namespaces.values():
-            if namespace.has_counted:
-                self._add(namespace)
+            self._add(namespace)
         return self._total.copy()
 
     def _add(self, namespace: Namespace) -> None:
-        """Add a namespace's counts since the last call to the totals: most of up to a thousand namespaces are idle."""
-        namespace.has_counted = False
-        self.kept_rows.pop(namespace, None)
+        """Add a namespace's counts since the last call to the totals, which never fall."""
         if namespace.of_bench:
             return
         counts, before = counts_of(namespace), self._counted.get(namespace, {})
-        gained = {name: count - before.get(name, 0) for name, count in counts.items()}
-        self._total.update(gained)
-        if not self._has_row.get(namespace, True):
-            self._others.update(gained)
-        if counts:
-            self._counted[namespace] = counts
-
-    def choose_rows(self) -> tuple[list[Namespace], list[NamespaceStats]]:
-        """Return the namespaces with a row of their own, largest first, and a row for all others, if there are any.
-
-        Whether a namespace has a row never changes, so that no counter falls. The others include forgotten ones.
-        """
-        known, has_row = self._cache.namespaces.values(), self._has_row
-        if len(has_row) < len(known):
-            ids = {namespace_id(one.fingerprint) for one, has in has_row.items() if has}
-            new = [one for one in known if one not in has_row]
-            for one in sorted(new, key=_ready_bytes, reverse=True):
-                name = namespace_id(one.fingerprint)  # the name of a row and of its series must be unique
-                has_row[one] = len(ids) < MAX_NAMESPACE_ROWS and name not in ids
-                if has_row[one]:
-                    ids.add(name)
-                else:
-                    self._others.update(self._counted.get(one, {}))  # a bench's counts are not kept
-        largest = sorted((one for one, has in has_row.items() if has), key=_ready_bytes, reverse=True)
-        rest = [one for one, has in has_row.items() if not (has or one.of_bench)]
-        if not rest:
-            return largest, []
-        self.total()
-        row = NamespaceStats(
-            id=OTHERS,
-            ready_blocks=sum([one.blocks_in[READY] for one in rest]),
-            ready_bytes=sum([one.bytes_in[READY] for one in rest]),
-            **figures(self._others),
-        )
-        return largest, [row]
+        self._total.update({name: count - before.get(name, 0) for name, count in counts.items()})
+        self._counted[namespace] = counts
 
     def since_start(self, total: Mapping[str, float]) -> Window:
         """Return the traffic since the start; ``total`` is the result of ``total()``, here and below."""
@@ -134,7 +88,7 @@ class TrafficCounts:
 
 def counts_of(namespace: Namespace) -> dict[str, float]:
     """Return a namespace's counts that are not 0."""
-    counters = namespace.totals
+    counters = namespace.counters
     counts = {name: count for name, count in zip(COUNTED, _counted(counters), strict=True) if count}
     for reason, count in counters.misses.items():
         counts[_MISSES_OF[reason]] = count

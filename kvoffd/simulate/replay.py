@@ -90,7 +90,7 @@ def open_cache(policy: str, blocks: int, clock: Callable[[], float] = lambda: 0.
     if isinstance(made, Learned):
         curve = HitRatioCurve(slots.pool_bytes, clock)
         fallback = LruFallback(curve, made)
-        cache.on_counted = curve.requested
+        cache.on_counted, cache.on_offered = curve.requested, curve.stored
         cache.watchers.append(lambda _: fallback.judge())
     return cache
 
@@ -120,7 +120,7 @@ def replay(trace: Trace, policy: str, blocks: int, disk: DiskPlan | None = None,
         now = max(now, trace.seconds[number]) if trace.seconds else 0.0
         cache.order.tick()
         hits += request(cache, namespace, keys, below, step_blocks)
-    in_pool, written = namespace.totals.prefix_keys_ready, namespace.totals.stored_blocks
+    in_pool, written = namespace.counters.prefix_keys_ready, namespace.counters.stored_blocks
     if below is None:
         return Replayed(name, blocks, trace.accesses, hits, written)
     below.close()
@@ -140,11 +140,13 @@ def request(
         disk.settle()
         (states,), _ = cache.lookup(namespace, SESSION, LEASE, [(0, keys)], again=True, giver=GIVER)
     if (ready := states.count(READY)) < len(states):
-        lacking = keys[ready * KEY_BYTES :]
+        lacking, before = keys[ready * KEY_BYTES :], keys[: ready * KEY_BYTES][-KEY_BYTES:]
         if not states.startswith(bytes([READY]) * ready):
             lacking = np.frombuffer(keys, np.uint64)[np.frombuffer(states, np.uint8) != READY].tobytes()
         for begin in range(0, len(lacking), step_blocks * KEY_BYTES):
-            stored = cache.begin_store(namespace, 0, [StorePart(0, lacking[begin : begin + step_blocks * KEY_BYTES])])
+            offered = lacking[begin : begin + step_blocks * KEY_BYTES]
+            part = StorePart(0, offered, before={0: before} if before else {})
+            stored, before = cache.begin_store(namespace, 0, [part]), offered[-KEY_BYTES:]
             cache.commit_store(stored, [[1] * len(part.copy) for part in stored])
             if disk is not None:
                 disk.tick()

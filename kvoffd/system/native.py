@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from kvoffd.errors import KvoffdError
 
 LIBRARY = Path(__file__).parents[1] / "libkvoffd.so"
-VERSION = 19
+VERSION = 20
 """Version of the functions and structures that C and Python share. Raise it with ``kvoffd_version`` (cache/blocks.c)
 when one changes: an old library would read wrong memory."""
 

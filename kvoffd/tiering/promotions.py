@@ -219,7 +219,7 @@ class Promotions:
     def is_slower(self, namespace: Namespace, group: int, count: int) -> bool:
         """Return whether ``count`` blocks take longer to read than to compute, by the measured speeds and without a
         queue; at intervals, return False. Only the engine, which has a queue too, can weigh the queues."""
-        prefill, speed = namespace.totals.prefill_tokens_per_second, self.speed.measured
+        prefill, speed = namespace.counters.prefill_tokens_per_second, self.speed.measured
         tokens = count * namespace.groups[group].tokens_per_block
         if not (tokens and prefill and speed):
             return False

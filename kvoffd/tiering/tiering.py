@@ -21,7 +21,7 @@ from kvoffd.cache.tickets import Lease, LoadTicket
 from kvoffd.pool.allocator import PAGE_BYTES
 from kvoffd.system.calls import call_each
 from kvoffd.system.newest import put_newest
-from kvoffd.tiering import TieringSettings
+from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.promotions import SLOWER, Asker, Coming, Fill, Promotions, Wanted
 from kvoffd.tiering.writer import Writer, block_group_of
 from kvoffd.tiers.header import BlockGroup
@@ -440,6 +440,12 @@ class Tiering:
         for writer in writers:
             found |= np.fromiter(map(writer.waiting.__contains__, numbers), np.bool_, len(numbers))
         return found
+
+    def settled(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
+        if not any(writer.mode is not WriteMode.NEVER and writer.available for writer in self.writers):
+            return np.zeros(len(blocks), np.bool_)
+        waiting = self.waiting(blocks)
+        return np.ones(len(blocks), np.bool_) if waiting is None else ~waiting
 
     def remove(self, namespace: Namespace, group: int, keys: bytes, why: MissReason) -> None:
         single_keys, block_group = namespace.split(group, keys), block_group_of(self._cache.group(namespace, group))

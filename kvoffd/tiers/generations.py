@@ -100,14 +100,17 @@ class Generations:
         """Return the namespace's generation on this node; blocks of lower ones are void."""
         return self.resets.generations.get(fingerprint, self.resets.floor)
 
-    def void_here(self, fingerprint: bytes | None) -> None:
-        """Make all existing blocks of a namespace void on this node, or those of all namespaces."""
+    def void_here(self, fingerprint: bytes | None) -> int:
+        """Make all existing blocks of a namespace void on this node, or those of all namespaces. Returns the generation
+        of later ones."""
+        generation = self._next()
         if fingerprint is not None:
-            self._set(fingerprint, self._next())
-            return
-        self.resets.floor = self._next()
-        self.resets.generations.clear()
-        self._save()
+            self._set(fingerprint, generation)
+        else:
+            self.resets.floor = generation
+            self.resets.generations.clear()
+            self._save()
+        return generation
 
     def accept(self, fingerprint: bytes, generation: int) -> bool:
         """Return whether blocks of this generation, found in a pool or on a disk, are valid.

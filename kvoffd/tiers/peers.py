@@ -12,8 +12,8 @@ import importlib.util
 import logging
 import os
 import secrets
+import select
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -83,10 +83,6 @@ DEBIAN_LIBRARY = "/usr/lib/kvoffd"
 """Directory of kvoffd, and of what it needs, in the Debian package."""
 _FRAME_BYTES = 10
 """Bytes before a message's payload: kind, peer or length of a route, and id."""
-
-
-def _timeval(seconds: float) -> bytes:
-    return struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
 
 
 # Kinds of frames, to the helper and from it.
@@ -418,7 +414,8 @@ class PeerHelper:
                 self._process, settings = self._start(theirs.fileno())
             self._began = time.monotonic()
             pinned = self._pool[2] if settings.listen else 0
-            ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(STARTS_S + pinned / PINNED_PER_S))
+            patience_s, frames = STARTS_S + pinned / PINNED_PER_S, select.poll()
+            frames.register(ours, select.POLLIN)
             self._decided.clear()
             if self._closed.is_set():
                 self._decided.set()
@@ -428,13 +425,14 @@ class PeerHelper:
             if self._closed.is_set():
                 self._end()
             try:
-                while data := ours.recv(MAX_MESSAGE_BYTES):
+                # SO_RCVTIMEO would begin again whenever a signal, or a container that is frozen, interrupts the call.
+                while (comes := frames.poll(1000 * patience_s)) and (data := ours.recv(MAX_MESSAGE_BYTES)):
                     self._received(data)
                     if data[0] == STARTED:
-                        ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(HANGS_S))
-            except BlockingIOError:
-                while_what = "" if self.up else " while it started"
-                self.problem = f"The helper process for peers hung{while_what}, and was killed."
+                        patience_s = HANGS_S
+                if not comes:
+                    while_what = "" if self.up else " while it started"
+                    self.problem = f"The helper process for peers hung{while_what}, and was killed."
             finally:
                 self.up = False
                 with self._lock:

@@ -558,7 +558,8 @@ class BadColumns(ValueError):
 class GroupTransfer(NamedTuple):
     """One group's part of a job. Its fields are those of ``GroupBlocks`` for one job.
 
-    ``block_ids`` begin ``first_block`` engine blocks into key 0.
+    ``block_ids`` begin ``first_block`` engine blocks into key 0. ``before`` is the key before key 0 of a store in its
+    prompt; empty if there is none, or if it is unknown.
     """
 
     group: int
@@ -567,6 +568,7 @@ class GroupTransfer(NamedTuple):
     first_block: int = 0
     parents: bytes = b""
     tokens: bytes = b""
+    before: bytes = b""
 
     @classmethod
     def of(cls, keys: Sequence[bytes], block_ids: Sequence[int], group: int = 0, first_block: int = 0) -> GroupTransfer:
@@ -589,6 +591,8 @@ class JobSpan(NamedTuple):
     blocks_end: int
     first_block: int
     """Engine blocks skipped at the start of its first key."""
+    before: bytes = b""
+    """Key before its first in the prompt; empty if there is none, or if it is unknown."""
 
 
 def blocks_fit(keys: int, blocks: int, first_block: int, blocks_per_key: int, *, store: bool) -> bool:
@@ -615,21 +619,30 @@ class GroupBlocks(Wire, frozen=True):
     block_ids: Annotated[bytes, doc("Engine block ids, little-endian int32, end to end.")]
     parents: Annotated[bytes, doc("For KV events: the hash before each key in its prompt, or zeros; or empty.")] = b""
     tokens: Annotated[bytes, doc("With ``parents``: token ids, little-endian uint32; empty if keys hash more.")] = b""
+    before: Annotated[
+        bytes, doc("Of stores: the key before key 0 of each job in its prompt, or zeros if it is the first; or empty.")
+    ] = b""
 
     @classmethod
     def of(cls, group: int, jobs: int, key_bytes: int, parts: Iterable[tuple[int, GroupTransfer]]) -> GroupBlocks:
         """Return the blocks of ``parts``, (number of the job, its transfer), in the order of the ``jobs`` jobs."""
         counts = [0] * jobs, [0] * jobs, [0] * jobs
         transfers = []
+        parts = list(parts)
         for number, one in parts:
             sizes = len(one.keys) // key_bytes, len(one.block_ids) // BLOCK_ID_BYTES, one.first_block
             for column, size in zip(counts, sizes, strict=True):
                 column[number] = size
             transfers.append(one)
-        keys, blocks, firsts = (struct.pack(f"<{jobs}I", *column) for column in counts)
+        key_counts, block_counts, firsts = (struct.pack(f"<{jobs}I", *column) for column in counts)
         names = "keys", "block_ids", "parents", "tokens"
-        joined = [b"".join([getattr(one, name) for one in transfers]) for name in names]
-        return cls(group, keys, blocks, firsts if any(counts[2]) else b"", *joined)
+        keys, ids, parents, tokens = (b"".join([getattr(one, name) for one in transfers]) for name in names)
+        before = b""
+        if any(one.before for one in transfers):
+            before_of = {number: one.before for number, one in parts}
+            before = b"".join([before_of.get(number) or bytes(key_bytes) for number in range(jobs)])
+        firsts = firsts if any(counts[2]) else b""
+        return cls(group, key_counts, block_counts, firsts, keys, ids, parents, tokens, before)
 
     def spans(self, jobs: int, key_bytes: int, blocks_per_key: int, *, store: bool) -> list[JobSpan]:
         """Return the positions of the jobs that have keys or blocks in the group.
@@ -655,7 +668,10 @@ class GroupBlocks(Wire, frozen=True):
                 f"and {sent[1]} block ids were sent."
             )
             raise BadColumns(ErrorCode.BAD_KEYS, why)
-        spans, key, block = list[JobSpan](), 0, 0
+        if self.before and len(self.before) != jobs * key_bytes:
+            why = f"{len(self.before)} bytes are not the keys before those of {jobs} jobs; send one for each, or none."
+            raise BadColumns(ErrorCode.BAD_KEYS, why)
+        spans, key, block, none = list[JobSpan](), 0, 0, bytes(key_bytes)
         for job, (keys, blocks, first) in enumerate(zip(*columns, strict=True)):
             if not keys and not blocks:
                 continue
@@ -665,7 +681,9 @@ class GroupBlocks(Wire, frozen=True):
                     f"{'a store' if store else 'a load, except for its last key,'} has all blocks of each key."
                 )
                 raise BadColumns(ErrorCode.BAD_BLOCK_IDS, why)
-            spans.append(JobSpan(job, key, key + keys, block, block + blocks, first))
+            before = self.before[job * key_bytes : (job + 1) * key_bytes]
+            before = b"" if before == none else before
+            spans.append(JobSpan(job, key, key + keys, block, block + blocks, first, before))
             key, block = key + keys, block + blocks
         return spans
 

@@ -110,6 +110,7 @@ SOURCES = "pool", "disk", "shared"
 MISS_REASONS = {
     "unknown": "never stored in this namespace since the daemon's start",
     "forgotten": "never stored, or evicted so long ago that it is not remembered",
+    "computing": "not stored yet: another prompt that came first was computing it",
     "evicted": "evicted to make space for other blocks",
     "rejected": "not stored: the eviction policy expected no reuse",
     "no_space": "not stored or not promoted: the pool had no space",
@@ -118,7 +119,7 @@ MISS_REASONS = {
     "corrupt": "did not match its checksum",
     "tier_late": "on a disk or in a shared store, and not read in time",
     "tier_failed": "on a disk or in a shared store that failed",
-    "lease_limit": "in the pool, but the session is at its limit of leases",
+    "lease_limit": "in the pool, but leases may pin no more",
     "late": "found, but the engine did not wait for it",
     "skipped": "found, but computing was faster than loading",
     "quota": "evicted or not stored: its namespace was at its quota",
@@ -129,10 +130,11 @@ MISS_REASONS = {
 }
 """Reasons why a key was not loaded, with their meanings."""
 NO_SPACE_CAUSES = {
-    "quota": "a namespace was at its quota, all of it pinned or being written",
+    "quota": "a namespace was at its quota, all of it pinned, being written, or of the same prompt",
     "pinned": "leases and copies pinned the pool",
     "writing": "the pool was full of blocks being written",
     "sizes": "the free space lay between pinned blocks of another size",
+    "prompt": "only blocks of the same prompt, or of newer ones, could have gone",
     "too_large": "a block is larger than the pool",
     "unregistered": "not all ranks of an engine have registered their memory",
 }
@@ -190,18 +192,24 @@ class HitCurve(Part, frozen=True):
     lru_hit_ratio: Annotated[dict[str, Ratio], gauge("Estimated hit ratio of lru, by times the size.", "times")] = {}
 
 
-MAX_NAMESPACE_ROWS = 100
-"""Most namespaces with a row of their own: each adds some twenty series to /metrics."""
-OTHERS = "other"
-"""``id`` of the row that sums the other namespaces."""
+class Branching(Part, frozen=True):
+    """The place at which prompts of a namespace differ, and which costs the most tokens that follow it.
+
+    Known only if engines send the tokens of blocks: with KV cache events.
+    """
+
+    at_tokens: Annotated[Count, doc("Tokens of the common beginning.")] = 0
+    prompts: Annotated[Count, doc("Prompts that differ there. The weight of old ones halves every day, as below.")] = 0
+    repeated_tokens: Annotated[Count, doc("Tokens behind that were computed although the same block was stored.")] = 0
+    seen_tokens: Annotated[Count, doc("Tokens of all blocks that were stored for the first time.")] = 0
 
 
 class NamespaceStats(Traffic, frozen=True):
     """One namespace, since the daemon's start."""
 
-    id: Annotated[str, label("First 12 digits of the fingerprint, or ``other``.", "kv_namespace")] = ""
+    id: Annotated[str, label("First 12 digits of the fingerprint.", "kv_namespace")] = ""
     model: Annotated[str, label("Label of the namespace: the engine's name of its model.", "model")] = ""
-    fingerprint: Annotated[str, doc("The namespace's fingerprint, 64 hex digits; empty for ``other``.")] = ""
+    fingerprint: Annotated[str, doc("The namespace's fingerprint, 64 hex digits.")] = ""
     of_bench: Annotated[bool, doc("Whether it belongs to a bench; then no sum includes it.")] = False
     ready_blocks: Annotated[Count, doc("Blocks of the namespace that can be read.")] = 0
     ready_bytes: Annotated[ByteCount, gauge("Pool bytes of the namespace's readable blocks.")] = 0
@@ -212,6 +220,7 @@ class NamespaceStats(Traffic, frozen=True):
     world_size: Annotated[Count, doc("Ranks of an engine: shards that make a block.")] = 1
     prefill_tokens_per_second: Annotated[PerSecond, doc("Prefill rate an engine reported last; 0 if unknown.")] = 0.0
     curve: Annotated[HitCurve | None, doc("Hit ratios of pools of other sizes.")] = None
+    branching: Annotated[Branching | None, doc("Where prompts differ that could share more.")] = None
     engines: Annotated[list[str], doc("Names of the engines that have it open, each with its pid if known.")] = []
 
 
@@ -550,8 +559,7 @@ class DaemonStats(Part, frozen=True):
     last_hour: Annotated[Window, doc("Traffic of the last hour.")] = Window()
     last_minute: Annotated[Window, doc("Traffic of the last minute.")] = Window()
     lifetime: Annotated[Lifetime, part("Totals that survive restarts.", "lifetime_")] = Lifetime()
-    namespaces: Annotated[list[NamespaceStats], part("The 100 largest, and a row for all others.", "namespace_")] = []
-    other_namespaces: Annotated[Count, doc("Number of namespaces in the row ``other``.")] = 0
+    namespaces: Annotated[list[NamespaceStats], part("Namespaces, the largest first.", "namespace_")] = []
     gone_namespaces: Annotated[Count, doc("Removed namespaces that are included in ``since_start``.")] = 0
     integrity: Annotated[IntegrityStats, part("Comparisons with checksums.", "integrity_")] = IntegrityStats()
     tiers: Annotated[TieringStats | None, part("Traffic with the disks; null without a tier.", "tiers_")] = None

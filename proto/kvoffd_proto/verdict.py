@@ -20,6 +20,12 @@ OWN_SHARE = 0.9
 """Share of looked up keys in engines' own caches from which those caches suffice."""
 
 
+FOR_SPACE = ("evicted", "rejected", "no_space")
+"""Reasons of misses that more memory would end."""
+BEHIND = ("after_gap", "forgotten")
+"""Reasons that may stand for those: found after a missing block, or evicted too long ago to be remembered."""
+
+
 class Verdict(NamedTuple):
     """``paying_off`` is None if there were too few lookups."""
 
@@ -67,6 +73,17 @@ def doubt_points(traffic: Window) -> float:
     count = traffic.lookups + 4
     share = (_loaded_share(traffic) * traffic.lookups + 2) / count
     return float(200 * (share * (1 - share) / count) ** 0.5)
+
+
+def missed_for_space(traffic: Window) -> float:
+    """Return the share of the keys asked for that were missed for want of space."""
+    return sum(traffic.misses.get(reason, 0) for reason in FOR_SPACE) / max(1, traffic.asked_keys)
+
+
+def most_gain(traffic: Window) -> float:
+    """Return the most percentage points of needed keys that more memory could bring, by why they were missed."""
+    missed = sum(traffic.misses.get(reason, 0) for reason in FOR_SPACE + BEHIND)
+    return 100 * missed / max(1, traffic.asked_keys - traffic.not_needed_keys)
 
 
 def own_suffices(traffic: Window) -> bool:

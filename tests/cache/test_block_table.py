@@ -71,12 +71,13 @@ def test_the_index_finds_what_a_dict_does() -> None:
         assert states == bytes([READY if name in there else FREE for name in asked])
         found = [name for name in asked if name in there]
         heads = blocks[blocks != NO_BLOCK]
-        looked_up = table.lookup(groups[group], b"".join(asked), pin=True)
+        looked_up = table.lookup(groups[group], b"".join(asked), lease=True)
         assert (looked_up.states, looked_up.ready.tolist()) == (states, heads.tolist())
-        assert looked_up.newly_pinned_bytes == table.pinned_bytes == 8192 * ranks * len(heads)
+        assert looked_up.newly_leased_bytes == table.leased_bytes == table.pinned_bytes == 8192 * ranks * len(heads)
         assert looked_up.run == [name in there for name in [*asked, b""]].index(False)
         assert [reason == FOUND for reason in looked_up.reasons] == [name in there for name in asked]
-        assert table.unpin(heads).tolist() == heads.tolist()
+        assert table.end_lease(heads).tolist() == heads.tolist()
+        assert table.leased_bytes == table.pinned_bytes == 0
         assert table.keys(heads, key_bytes) == b"".join(found)
         assert table.slots(heads, ranks).tolist() == [there[name] for name in found]
 
@@ -89,7 +90,7 @@ def test_a_miss_is_reported_with_the_reason_that_was_noted_last() -> None:
     assert table.miss_reasons(group, b"".join(keys[:50])) == bytes([5] * 30 + [15] * 20)
     never, forgotten = MissReason.UNKNOWN, MissReason.FORGOTTEN
     assert table.miss_reasons(group, b"".join(keys[50:])).count(never) >= 48, "a place may be another key's"
-    assert table.lookup(group, b"".join(keys), pin=False).reasons == table.miss_reasons(group, b"".join(keys))
+    assert table.lookup(group, b"".join(keys), lease=False).reasons == table.miss_reasons(group, b"".join(keys))
     assert table.miss_reasons(Group(4, group.namespace, 0), b"".join(keys)).count(never) >= 98, "another group's keys"
     table.record_misses(group, os.urandom(32 * 4 * KNOWN_MISSES), 5)
     assert table.miss_reasons(group, b"".join(keys[50:])).count(forgotten) >= 40, "nobody knows if they were stored"

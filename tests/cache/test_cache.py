@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -10,11 +11,10 @@ import pytest
 from kvoffd.cache import POLICY_NAMES
 from kvoffd.cache.asked_keys import TAKEN_AT_ONCE
 from kvoffd.cache.block_table import DROPPED, FREE, READY
-from kvoffd.cache.cache import MAX_UNREPORTED_REQUESTS
+from kvoffd.cache.cache import CLAIM_S, MAX_UNREPORTED_REQUESTS
 from kvoffd.cache.namespace import MissReason, Namespace, NamespaceSnapshot
-from kvoffd.cache.tickets import StorePart
-from kvoffd.errors import BadGeometry, UnknownLease
-from kvoffd.pool.slot_table import Deflated
+from kvoffd.cache.tickets import Stored, StorePart
+from kvoffd.errors import BadGeometry, NotReady, UnknownLease
 from kvoffd_proto.messages import GroupSpec
 from tests.kit.slot_cache import UNIT, CacheRig, check_invariants, keys_of
 
@@ -91,7 +91,7 @@ def test_partial_blocks_of_a_reset_are_freed_by_parts_or_when_space_is_needed(ne
     check_invariants(rig.cache)
     while rig.cache.background():
         check_invariants(rig.cache)
-    assert (namespace.totals.partial_blocks, namespace.totals.invalidated_blocks) == (0, 32)
+    assert (namespace.counters.partial_blocks, namespace.counters.invalidated_blocks) == (0, 32)
     assert (len(rig.cache._partial), namespace.held_bytes) == (0, 0)
 
 
@@ -121,6 +121,118 @@ def test_a_lease_that_may_not_grow_keeps_what_it_has() -> None:
 
 
 # --- loads and space -----------------------------------------------------------------------------
+
+
+def extend(
+    rig: CacheRig, namespace: Namespace, numbers: range, begin: int, ranks: Sequence[int] = (0,)
+) -> list[Stored]:
+    """Store a part of a prompt, whose first number is ``begin``, in its first group."""
+    before = {0: keys_of(numbers[0] - 1)} if numbers[0] > begin else {}
+    stored = []
+    for rank in ranks:
+        part = StorePart(0, keys_of(*numbers), before=before)
+        stored += rig.cache.begin_store(namespace, rank, [part])
+        rig.commit(stored[-1:])
+    return stored
+
+
+@pytest.mark.parametrize("looked_up", [False, True])
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_a_prompt_larger_than_the_pool_keeps_its_beginning(policy: str, looked_up: bool) -> None:
+    """However it is cut into stores, of several ranks. What is older goes first."""
+    rig = CacheRig(64, 8, policy, leased_share=1.0)
+    namespace = rig.open("a", world_size=2)
+    for begin in range(1000, 1400, 20):  # so that the policy has learned something
+        rig.ask(namespace, keys_of(*range(begin, begin + 20)))
+    if looked_up:
+        rig.look(namespace, keys_of(*range(100)))
+    for begin in range(0, 90, 9):
+        extend(rig, namespace, range(begin, begin + 9), 0, (begin // 9 % 2, 1 - begin // 9 % 2))
+        check_invariants(rig.cache)
+    found = rig.states(namespace, keys_of(*range(90)))
+    assert (found, sum(namespace.counters.no_space.values())) == ([R] * 32 + [A] * 58, 2 * 58)
+    assert namespace.counters.no_space == {"prompt": 2 * 58}
+    assert rig.cache.lookup(namespace, 1, 1, [(0, keys_of(*range(90)))])[1] == 32
+    rig.cache.release(1, [1])
+    assert rig.begin(namespace, 0, 0, keys_of(500), starts=None)[0].copy == [0], "a newer prompt's"
+
+
+def test_a_prompt_larger_than_its_quota_keeps_its_beginning() -> None:
+    rig = full_rig(64, 8)
+    namespace, other = rig.open("a"), rig.open("b")
+    rig.cache.quotas[namespace.fingerprint] = 16 * UNIT
+    rig.store(other, keys_of(*range(48)))
+    rig.store(namespace, keys_of(*range(100, 116)))
+    for begin in range(0, 32, 8):
+        extend(rig, namespace, range(begin, begin + 8), 0)
+    assert rig.states(namespace, keys_of(*range(32))) == [R] * 16 + [A] * 16
+    assert (namespace.counters.no_space, other.ready_blocks) == ({"quota": 16}, 48)
+    check_invariants(rig.cache)
+
+
+def test_prompts_grow_at_the_cost_of_older_ones_alone() -> None:
+    """Also those that are in one message."""
+    rig = full_rig(32, 8)
+    namespace = rig.open("a")
+    for begin in (100, 200):
+        extend(rig, namespace, range(begin, begin + 16), begin)
+    assert extend(rig, namespace, range(116, 124), 100)[0].no_space == [*range(8)], "its own beginning is the oldest"
+    assert extend(rig, namespace, range(216, 224), 200)[0].copy == [*range(8)]
+    assert rig.states(namespace, keys_of(*range(100, 116))) == [R] * 8 + [A] * 8
+    both = StorePart(0, keys_of(124, 125, 224, 225), {}, (0, 2), {0: keys_of(107), 2: keys_of(223)})
+    (stored,) = rig.cache.begin_store(namespace, 0, [both])
+    assert (stored.copy, stored.no_space) == ([2, 3], [0, 1])
+    rig.commit([stored])
+    check_invariants(rig.cache)
+    rig.look(namespace, keys_of(*range(100, 106)))
+    assert extend(rig, namespace, range(106, 116), 100)[0].copy == [*range(10)], "it was asked for again"
+    assert rig.states(namespace, keys_of(*range(100, 116))) == [R] * 16
+
+
+def test_a_prompt_goes_on_in_all_groups_and_behind_refused_keys_takes_nothing() -> None:
+    rig = full_rig(16, 8)
+    namespace = rig.open("a", sizes=(UNIT, UNIT))
+    extend(rig, namespace, range(16), 0)
+    window = StorePart(1, keys_of(17), before={0: keys_of(16)})
+    full = StorePart(0, keys_of(16, 17), before={0: keys_of(15)})
+    one, other = rig.cache.begin_store(namespace, 0, [window, full])
+    assert (one.no_space, other.no_space) == ([0], [0, 1]), "the group that has no block of it evicts none either"
+    assert extend(rig, namespace, range(18, 20), 0)[0].no_space == [0, 1]
+    assert rig.states(namespace, keys_of(*range(16))) == [R] * 16
+    rig.cache.invalidate(namespace, [(0, keys_of(14, 15))])
+    two = StorePart(0, keys_of(70, 20, 21, 71), {}, (0, 1, 3), {1: keys_of(19)})
+    (stored,) = rig.cache.begin_store(namespace, 0, [two])
+    assert (stored.copy, stored.no_space) == ([0, 3], [1, 2]), "free space is for what can be found"
+    rig.commit([stored])
+    assert extend(rig, namespace, range(50, 52), 0)[0].copy == [0, 1], "what is before it is not known"
+    (stored,) = rig.cache.begin_store(namespace, 0, [StorePart(0, keys_of(60, 61), {}, (0, 1), {1: keys_of(60)})])
+    assert stored.copy == [0, 1]
+
+
+def test_blocks_of_another_size_do_not_take_a_region_from_their_own_prompt() -> None:
+    rig = full_rig(8, 4)
+    namespace = rig.open("a", sizes=(UNIT, 2 * UNIT))
+    rig.store(namespace, keys_of(100, 101))
+    extend(rig, namespace, range(6), 0)
+    full, large = (StorePart(group, keys_of(6), before={0: keys_of(5)}) for group in (0, 1))
+    stores = rig.cache.begin_store(namespace, 0, [large, full])
+    assert [one.no_space for one in stores] == [[0], []]
+    assert rig.states(namespace, keys_of(*range(6))) == [R] * 6
+    rig.commit(stores)
+    check_invariants(rig.cache)
+    assert rig.store(namespace, keys_of(50), group=1) == 1, "a newer prompt's"
+
+
+def test_a_load_needs_an_active_lease_and_blocks_that_are_ready() -> None:
+    """Whether the lease has them does not matter, as the refusal says."""
+    rig = full_rig()
+    namespace = rig.open("a")
+    rig.store(namespace, keys_of(1, 2))
+    hold(rig, namespace, keys_of(1))
+    rig.cache.end_load([rig.cache.begin_load(namespace, 0, LEASE, 0, keys_of(1, 2))])
+    with pytest.raises(NotReady, match="1 keys of group 0 are not in the pool") as refused:
+        rig.cache.begin_load(namespace, 0, LEASE, 0, keys_of(1, 3, 2))
+    assert refused.value.missing == [1]
 
 
 def test_as_many_blocks_go_as_are_needed_a_tail_first() -> None:
@@ -176,6 +288,21 @@ def test_one_old_block_does_not_cost_a_region_in_use() -> None:
 # --- what is dropped ----------------------------------------------------------------------------
 
 
+def test_a_block_that_was_reset_and_is_found_corrupt_is_counted_once() -> None:
+    rig = full_rig()
+    namespace = rig.open("a")
+    rig.store(namespace, keys_of(1, 2, 3))
+    (check, _, _) = rig.cache.checks(rig.blocks(namespace, keys_of(1, 2, 3)))
+    assert rig.cache.reset(namespace) == 3
+    assert not rig.cache.check(check.slot, check.generation, 1)
+    assert namespace.counters.invalidated_blocks == 3
+    check_invariants(rig.cache)
+    while rig.cache.background():
+        pass
+    assert (namespace.counters.invalidated_blocks, rig.cache.quarantined_slots) == (3, 1)
+    assert rig.cache.reasons_of(namespace, 0, keys_of(1, 2)) == bytes([MissReason.INVALIDATED] * 2)
+
+
 def test_a_successor_does_not_find_what_was_reset_and_not_freed_yet() -> None:
     """After a kill directly behind the reset's answer."""
     rig = CacheRig(8, 4)
@@ -191,18 +318,12 @@ def test_many_resets_are_written_down_once_and_all_of_them(monkeypatch: pytest.M
     spaces, saves = [rig.open(str(number)) for number in range(5)], list[object]()
     save = rig.table.save_namespaces
     monkeypatch.setattr(rig.table, "save_namespaces", lambda snapshot: saves.append(snapshot) or save(snapshot))
-    with rig.cache.saving_once():
-        for space in spaces:
-            rig.cache.reset(space, generation=3)
-        assert not saves
+    rig.cache.reset()
+    assert not saves, "nothing has changed"
+    rig.cache.reset(*spaces, generation=3)
     assert len(saves) == 1
     snapshot = rig.successor()[0].cache.table.load_namespaces(NamespaceSnapshot)
     assert [(one.number, one.generation) for one in snapshot.namespaces] == [(space.number, 3) for space in spaces]
-    with rig.cache.saving_once():
-        pass
-    assert len(saves) == 1, "nothing has changed"
-    rig.cache.reset(spaces[0])
-    assert len(saves) == 2
 
 
 # --- why keys are not there ---------------------------------------------------------------------
@@ -287,15 +408,74 @@ def test_beyond_the_first_half_each_session_leases_an_equal_part() -> None:
         return rig.cache.lookup(namespace, session, 100 * session + numbers[0], [(0, keys_of(*numbers))])[1]
 
     assert leased(1, *range(35)) == 35, "alone it may have all that leases may"
-    assert leased(2, *range(40, 60)) == 20, "an equal part"
+    assert leased(2, *range(40, 60)) == 5, "what is left of 40"
+    assert namespace.counters.misses[MissReason.LEASE_LIMIT] == 15
     assert leased(2, *range(35)) == 35, "what others hold takes nothing from anybody"
-    assert leased(3, *range(60, 80)) == 13
-    assert namespace.counters.misses[MissReason.LEASE_LIMIT] == 7
-    rig.cache.end_session(2)
+    assert leased(3, *range(60, 80)) == 0
+    check_invariants(rig.cache)
     rig.cache.release(1, [100])
-    assert leased(1, *range(20)) == 20
-    assert leased(2, *range(40, 80)) == 19, "of 27 that nothing pins 13, and of the others as many"
-    assert leased(1, *range(20, 40)) == 0, "it has its part"
+    rig.cache.end_session(2)
+    assert leased(1, *range(30)) == 20, "half of it anybody may have; the third was refused and has a claim"
+    assert leased(3, *range(60, 80)) == 20, "an equal part"
+    check_invariants(rig.cache)
+    assert leased(2, *range(40, 60)) == 0
+    rig.cache.release(1, [100])
+    assert leased(3, *range(50, 60)) == 0, "it has more than a third"
+    assert leased(2, *range(40, 60)) == 13
+    assert leased(1, *range(20)) == 7, "what is left"
+    check_invariants(rig.cache)
+
+
+def test_a_session_that_was_refused_gets_what_others_give_back() -> None:
+    """However fast they would take it again: until it has its part, or has not asked for a while."""
+    rig = CacheRig(units=80, region_units=8, leased_share=0.5)
+    namespace = rig.open("a")
+    rig.store(namespace, keys_of(*range(80)))
+
+    def leased(session: int, lease_id: int, *numbers: int) -> int:
+        return rig.cache.lookup(namespace, session, lease_id, [(0, keys_of(*numbers))])[1]
+
+    assert [leased(1, 1 + number, *range(8 * number, 8 * number + 8)) for number in range(5)] == [8] * 5
+    assert leased(2, 10, *range(40, 60)) == 0
+    for number in range(3):
+        rig.cache.release(1, [1 + number])
+        assert leased(1, 1 + number, *range(60, 68)) == (0, 0, 4)[number]
+    assert leased(2, 10, *range(40, 60)) == 20
+    assert rig.cache.blocks.leased_bytes == 40 * UNIT
+    rig.cache.end_session(2)
+    assert leased(1, 20, *range(40, 60)) == 20, "nobody else is there"
+    assert leased(3, 30, *range(70, 80)) == 0
+    rig.cache.release(1, [20])
+    assert leased(1, 20, *range(40, 60)) == 0
+    rig.clock.now += CLAIM_S
+    assert leased(1, 20, *range(40, 60)) == 20
+    check_invariants(rig.cache)
+
+
+def test_blocks_that_a_copy_alone_pins_take_space_from_leases() -> None:
+    """Else leases and copies together would pin the whole pool, or leases more than they may."""
+    rig = CacheRig(units=16, region_units=8, leased_share=0.5)
+    namespace = rig.open("a")
+    rig.store(namespace, keys_of(*range(16)))
+    copied = rig.blocks(namespace, keys_of(*range(6)))
+    rig.cache.blocks.pin(copied)
+    assert rig.cache.lookup(namespace, 1, 1, [(0, keys_of(8, 9, 10))])[1] == 2
+    assert rig.cache.lookup(namespace, 1, 2, [(0, keys_of(0, 1, 2))])[1] == 3, "it is pinned anyway"
+    rig.cache.blocks.pin(rig.blocks(namespace, keys_of(12, 13, 14, 15)))
+    assert rig.cache.lookup(namespace, 1, 3, [(0, keys_of(3, 4, 5, 12, 13))])[1] == 3, "leases pin no more than eight"
+    check_invariants(rig.cache)
+
+
+def test_a_lookup_of_several_groups_is_cut_to_the_same_part_of_each() -> None:
+    """By bytes that it pins anew, wherever among its keys they are."""
+    rig = CacheRig(units=64, region_units=8, leased_share=0.25)
+    namespace = rig.open("a", sizes=(UNIT, 2 * UNIT))
+    rig.store(namespace, keys_of(*range(16)))
+    rig.store(namespace, keys_of(*range(8)), group=1)
+    rig.cache.lookup(namespace, 1, 1, [(0, keys_of(*range(8, 12)))])
+    (first, second), pinned = rig.cache.lookup(namespace, 2, 2, [(0, keys_of(*range(16))), (1, keys_of(*range(8)))])
+    assert pinned == first.count(R) + second.count(R)
+    assert (first.rstrip(bytes([A])), second.rstrip(bytes([A]))) == (bytes([R] * 4), bytes([R] * 2))
     check_invariants(rig.cache)
 
 
@@ -429,7 +609,8 @@ def with_five_leases() -> tuple[CacheRig, Namespace]:
 def test_the_leases_of_a_session_end_at_once_and_their_pins_by_parts() -> None:
     rig, namespace = with_five_leases()
     assert rig.cache.end_session(SESSION) == 5
-    assert not any(lease.active for lease in rig.cache.leases.values())
+    assert not rig.cache.leases
+    assert not rig.cache.session_leases, "they do not count in the session's limits any more"
     assert rig.cache.blocks.pinned_blocks == 5
     with pytest.raises(UnknownLease):
         rig.cache.begin_load(namespace, 0, 4, 0, keys_of(4))
@@ -460,20 +641,6 @@ def test_many_leases_on_what_was_reset_are_void_at_once_and_end_by_parts() -> No
     assert list(rig.cache.leases) == [4]
     assert rig.cache.leases_of(SESSION).keys == 1
     check_invariants(rig.cache)
-
-
-def test_a_namespace_is_packed_once_whatever_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    packed: list[int] = []
-    of = Deflated.of
-    monkeypatch.setattr(Deflated, "of", lambda content: packed.append(len(content)) or of(content))
-    rig = CacheRig(64, 8)
-    for number in range(20):
-        packed.clear()
-        rig.cache.open_namespace(Namespace(bytes([number]) * 32, "a" * 300, 1, 8, [GroupSpec("full", 16)], "{}"))
-        rig.cache.register_rank(rig.cache.namespaces[bytes([number]) * 32], 0, [UNIT], None)
-    assert sum(size > 300 for size in packed) == 1
-    snapshot = rig.successor()[0].cache.table.load_namespaces(NamespaceSnapshot)
-    assert [one.fingerprint[0] for one in snapshot.namespaces] == [*range(20)]
 
 
 def test_namespaces_that_do_not_fit_are_those_with_the_fewest_blocks(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,11 +11,13 @@ import pytest
 from kvoffd.cache import curve
 from kvoffd.cache.block_table import BlockIds
 from kvoffd.cache.curve import SIZES, HitRatioCurve
+from kvoffd.cache.learned import Learned
 from kvoffd.cache.namespace import Group, Namespace
 from kvoffd.cache.policy import Chain
 from kvoffd.simulate.replay import open_cache, open_namespace, replay, request
 from kvoffd.simulate.trace import KEY_BYTES, Trace
 from kvoffd_proto.messages import GroupSpec
+from kvoffd_proto.stats import PolicyClass
 
 MIB = 1 << 20
 NOTHING: BlockIds = np.empty(0, np.uint32)
@@ -26,8 +28,10 @@ def chain_of(*keys: int) -> bytes:
 
 
 def ask(watched: HitRatioCurve, group: Group, requests: Iterable[bytes]) -> None:
+    """Ask for prompts, each of which is stored before the next."""
     for keys in requests:
         watched.requested(Chain(group, keys, NOTHING))
+        watched.stored(group, keys)
 
 
 def group_of(block_bytes: int = MIB, label: str = "tiny", name: int = 0, tokens: int = 512) -> Group:
@@ -55,12 +59,46 @@ def conversations(requests: int, seed: int, spread: int) -> Trace:
 
 
 @pytest.mark.parametrize("tokens", [512, 16])
+@pytest.mark.parametrize("reported_late", [False, True])
+def test_what_another_engine_computes_at_the_same_time_is_found_at_no_size(tokens: int, reported_late: bool) -> None:
+    """Two engines get the same new prompts at once, twice. The second time the first's blocks are there."""
+    watched, group = HitRatioCurve(64 * MIB, lambda: 0.0), group_of(MIB * tokens // 512, tokens=tokens)
+    count = 2048 // tokens
+    prompts = [chain_of(*range(first, first + count)) for first in range(0, 8 * count, count)]
+    for keys in prompts:
+        if reported_late:  # its outcome comes after its store
+            watched.requested(Chain(group, keys, NOTHING))
+            watched.stored(group, keys)
+            watched.requested(Chain(group, keys, NOTHING, run=count))
+        else:
+            for _ in range(2):
+                watched.requested(Chain(group, keys, NOTHING))
+            watched.stored(group, keys)
+    expected = 0.5 if reported_late else 0.0
+    assert watched.in_all().lru_hit_ratio["10"] == pytest.approx(expected, abs=0.01)
+    for keys in prompts:
+        watched.requested(Chain(group, keys, NOTHING, run=count))
+    assert watched.in_all().lru_hit_ratio["10"] == pytest.approx((2 * expected + 1) / 3, abs=0.01)
+
+
+@pytest.mark.parametrize("tokens", [512, 16])
+def test_a_store_that_is_known_before_its_prompt_is_counted_is_a_store(tokens: int) -> None:
+    watched, group = HitRatioCurve(64 * MIB, lambda: 0.0), group_of(MIB * tokens // 512, tokens=tokens)
+    keys = chain_of(*range(2048 // tokens))
+    watched.stored(group, keys)
+    for _ in range(2):
+        watched.requested(Chain(group, keys, NOTHING))
+    assert watched.in_all().lru_hit_ratio["1"] == pytest.approx(0.5, abs=0.01)
+
+
+@pytest.mark.parametrize("tokens", [512, 16])
 def test_what_an_engine_had_itself_is_used_but_not_counted(tokens: int) -> None:
     """No pool of any size would have brought it. It is as recent as all that was asked for."""
     watched, group = HitRatioCurve(64 * MIB, lambda: 0.0), group_of(MIB * tokens // 512, tokens=tokens)
     count = 4096 // tokens
     for _ in range(3):
         watched.requested(Chain(group, chain_of(*range(count)), NOTHING, run=count // 4), own=count // 2)
+        watched.stored(group, chain_of(*range(count)))
     found = watched.in_all()
     assert (found.asked_tokens, found.found_tokens) == (3 * 2048, 0)
     assert found.lru_hit_ratio["1"] == pytest.approx(2 / 3, abs=0.1)
@@ -68,6 +106,19 @@ def test_what_an_engine_had_itself_is_used_but_not_counted(tokens: int) -> None:
     found = watched.in_all()
     assert (found.asked_tokens, found.found_tokens) == (3 * 2048 + 4096, 4096)
     assert found.lru_hit_ratio["1"] == pytest.approx(8 / 10, abs=0.1)
+
+
+def test_blocks_without_tokens_weigh_the_same_in_the_curve_and_in_the_policy() -> None:
+    """The curve judges the policy: what is the last part of a prompt to one is not nothing to the other."""
+    described: list[list[PolicyClass]] = []
+    for tokens in (0, 512):
+        watched, group, policy = HitRatioCurve(64 * MIB, lambda: 0.0), group_of(tokens=tokens), Learned(64 * MIB)
+        chain = Chain(group, chain_of(*range(8)), NOTHING)
+        watched.requested(chain)
+        policy.requested([chain])
+        assert watched.in_all().asked_tokens == 8 * 512
+        described.append(policy.describe().classes)
+    assert described[0] == described[1]
 
 
 def ratios_of(trace: Trace, pool: int) -> dict[str, float]:
@@ -95,8 +146,7 @@ def test_what_is_forgotten_stays_a_part_of_all() -> None:
     now = [0.0]
     watched, kept, gone = HitRatioCurve(100 * MIB, lambda: now[0]), group_of(), group_of(name=1)
     for group, times in ((kept, 1), (gone, 4)):
-        for _ in range(times):
-            watched.requested(Chain(group, chain_of(1, 2), NOTHING))
+        ask(watched, group, [chain_of(1, 2)] * times)
     before = watched.in_all()
     watched.namespace_forgotten(gone.namespace)
     watched.namespace_forgotten(group_of(name=2).namespace)
@@ -120,8 +170,7 @@ def test_a_sample_tells_nearly_the_same() -> None:
 def test_memory_is_bounded_and_what_is_seen_ends_at_ten_pools() -> None:
     watched, group = HitRatioCurve(1000 * MIB, lambda: 0.0), group_of()
     before = watched.nbytes
-    for first in range(0, 3000 * 64, 64):
-        watched.requested(Chain(group, chain_of(*range(first, first + 64)), NOTHING))
+    ask(watched, group, (chain_of(*range(first, first + 64)) for first in range(0, 3000 * 64, 64)))
     assert watched.nbytes <= before + 64 * 48 < 8 * MIB
     assert 0.95 * 10_000 * MIB < watched.seen_bytes <= 10_000 * MIB
     assert watched.in_all().lru_hit_ratio["10"] == 0
@@ -132,7 +181,7 @@ def test_each_namespace_has_its_own_curve_in_a_pool_of_all() -> None:
     watched, groups = HitRatioCurve(200 * MIB, lambda: 0.0), [group_of(name=1), group_of(name=2)]
     for requests in zip(*(trace.requests for trace in traces), strict=True):
         for group, keys in zip(groups, requests, strict=True):
-            watched.requested(Chain(group, keys, NOTHING))
+            ask(watched, group, [keys])
     for size in ("0.2", "0.5", "1", "2"):
         blocks = int(200 * float(size))
         cache = open_cache("lru", blocks)

@@ -67,7 +67,7 @@ def test_what_is_retained_outlives_what_was_used_later(policy: str) -> None:
     rig.fill(100, 2 * BLOCKS)
     assert rig.there(1, 2, 3, 4) == [1, 2, 3, 4]
     assert rig.look(rig.namespace, keys_of(1, 2, 3, 4)) == b"\2" * 4
-    counters = rig.namespace.totals
+    counters = rig.namespace.counters
     assert (counters.retained_blocks, counters.retained_found_keys, counters.unretained_blocks) == (4, 4, 0)
     assert rig.cache.order.retained_bytes == 4 * rig.unit
 
@@ -141,7 +141,7 @@ def test_blocks_that_are_stored_after_the_hint_are_retained_too() -> None:
     rig.clock.now += AWAITED_S + 1
     rig.cache.tick()
     rig.put(5)
-    assert rig.namespace.totals.retained_blocks == 4, "the engine stores soon or never"
+    assert rig.namespace.counters.retained_blocks == 4, "the engine stores soon or never"
 
 
 def test_only_a_part_of_the_pool_and_of_a_quota_is_retained_and_the_root_first() -> None:
@@ -149,7 +149,7 @@ def test_only_a_part_of_the_pool_and_of_a_quota_is_retained_and_the_root_first()
     rig.fill(0)
     rig.hint("retain", *range(BLOCKS))
     assert rig.cache.order.retained_bytes == MAX_RETAINED * rig.unit
-    assert rig.namespace.totals.unretained_blocks == BLOCKS - MAX_RETAINED
+    assert rig.namespace.counters.unretained_blocks == BLOCKS - MAX_RETAINED
     rig.fill(100)
     assert rig.there(*range(BLOCKS)) == list(range(MAX_RETAINED))
     other = Hinted()
@@ -184,7 +184,7 @@ def test_what_is_released_goes_first_unless_it_is_found_before(policy: str) -> N
     check_invariants(rig.cache)
     rig.put(200, 201)
     assert rig.there(100, 101, 102, 103) == [100, 101]
-    assert rig.namespace.totals.released_blocks == 4
+    assert rig.namespace.counters.released_blocks == 4
 
 
 def test_of_several_hints_the_one_that_lasts_longest_counts() -> None:
@@ -193,7 +193,7 @@ def test_of_several_hints_the_one_that_lasts_longest_counts() -> None:
     rig.hint("retain", 1, 2, ttl_s=100)
     rig.hint("retain", 1, ttl_s=10)
     rig.hint("retain", 2, ttl_s=1000)
-    assert rig.namespace.totals.retained_blocks == 2
+    assert rig.namespace.counters.retained_blocks == 2
     for seconds, retained in ((50, 2), (100, 1), (1000, 0)):
         rig.clock.now += seconds
         rig.cache.tick()
@@ -291,7 +291,7 @@ def test_a_release_does_not_end_what_another_giver_retains(policy: str) -> None:
     assert rig.there(1, 2, 3, 4) == [1, 2, 3, 4]
     rig.hint("release", 1, 2, 3, 4)
     assert rig.retained == 0
-    assert rig.namespace.totals.released_blocks == 0, "another has found them"
+    assert rig.namespace.counters.released_blocks == 0, "another has found them"
 
 
 def test_blocks_that_two_retain_are_ended_by_neither_and_lose_nothing() -> None:
@@ -353,7 +353,7 @@ def test_what_was_recovered_or_came_from_a_tier_is_nobodys_to_release() -> None:
     assert ticket is not None
     assert rig.cache.end_fill(ticket, [0], [1])
     rig.hint("release", 1)
-    assert rig.namespace.totals.released_blocks == 0
+    assert rig.namespace.counters.released_blocks == 0
 
 
 @pytest.mark.parametrize("stored_first", [False, True])
@@ -418,7 +418,7 @@ def test_no_block_of_another_prompt_goes_earlier_for_a_release(seed: int) -> Non
             of_others.add(key)
         of_others, there = ({*rig.there(*of_others)} for rig in rigs)
         assert of_others <= there, f"{givers} {key} {released}"
-    assert rigs[1].namespace.totals.released_blocks
+    assert rigs[1].namespace.counters.released_blocks
 
 
 @pytest.mark.parametrize("seed", range(12 * TIMES))

@@ -30,7 +30,6 @@ from kvoffd.pool.slot_table import (
     RECORD,
     RECORD_BYTES,
     BadTable,
-    Deflated,
     SlotTable,
     TableGeometry,
     check_table,
@@ -394,23 +393,20 @@ def test_namespaces_are_kept_whole_wherever_the_writer_is_killed() -> None:
     def one(number: int) -> Snapshot:
         return Snapshot("x" * number)
 
-    def parts(number: int) -> list[Deflated]:
-        return list(map(Deflated.of, (b"\x81\xa5label", msgspec.msgpack.encode("x" * number))))
-
     line, killed = 0, True
     while killed:
         pool = Pool()
         assert pool.table.load_namespaces(Snapshot) is None
-        assert pool.table.save_namespaces(parts(1))
-        killed = killed_at(line, lambda pool=pool: pool.table.save_namespaces(parts(200)), ("pool/slot_table.py",))
+        assert pool.table.save_namespaces(one(1))
+        killed = killed_at(line, lambda pool=pool: pool.table.save_namespaces(one(200)), ("pool/slot_table.py",))
         found = pool.successor()[0].table.load_namespaces(Snapshot)
         assert found in (one(1), one(200))
         assert killed or found == one(200)
         line += 1
     successor = pool.successor()[0].table
     successor.load_namespaces(Snapshot)
-    assert successor.save_namespaces(parts(3))
-    assert not successor.save_namespaces([Deflated.of(os.urandom(100_000))])
+    assert successor.save_namespaces(one(3))
+    assert not successor.save_namespaces(Snapshot(os.urandom(100_000).hex()))
     assert pool.table.load_namespaces(Snapshot) is None, "nothing is newer than what was read"
 
 
@@ -420,6 +416,13 @@ def test_what_0_2_wrote_of_layers_is_passed_over() -> None:
     content = msgspec.msgpack.encode((4, (record,)))
     (found,) = msgspec.msgpack.decode(content, type=NamespaceSnapshot).namespaces
     assert (found.number, found.shard_bytes, found.generation) == (3, ((8192,),), 7)
+
+
+def test_what_a_later_release_may_add_of_namespaces_is_passed_over() -> None:
+    """Whoever goes back to this one keeps the blocks."""
+    record = 3, b"n" * 32, "label", 1, 32, (GroupSpec("full", 16),), "{}", ((8192,),), (None,), 7, "of the record"
+    found = msgspec.msgpack.decode(msgspec.msgpack.encode((4, (record,), "of all")), type=NamespaceSnapshot)
+    assert (found.next_number, [one.number for one in found.namespaces]) == (4, [3])
 
 
 class ShardOf02(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -460,3 +463,14 @@ def test_0_2_reads_what_is_written_of_namespaces(shards: Shards | None) -> None:
     assert (snapshot.next_number, record.shard_bytes) == (namespace.number + 1, ((8192,), (8192,)))
     known = None if shards is None else (ShardOf02(1, [(4096,), (4096,)]),)
     assert record.shards == (known, known)
+
+
+def test_0_2_reads_also_what_a_very_small_pool_has_no_space_for() -> None:
+    """A third element, the number of namespaces left out, had it start with an empty pool."""
+    rig = CacheRig(64, 8)
+    for number in range(64):
+        name, description = os.urandom(32), os.urandom(100).hex()
+        rig.cache.open_namespace(namespace := Namespace(name, str(number), 1, 8, [GroupSpec("full", 16)], description))
+        rig.cache.register_rank(namespace, 0, [8192], None)
+    snapshot = rig.successor()[0].cache.table.load_namespaces(SnapshotOf02)
+    assert 10 < len(snapshot.namespaces) < 64

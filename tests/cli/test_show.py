@@ -75,7 +75,7 @@ def test_a_quota_that_limits_nothing_says_so_and_one_below_a_block_is_refused(en
 
 
 COMMANDS = ("", "top", "stats", "health", "doctor", "verify", "clients", "clear", "scrub", "log-level", "events")
-GROUPS = {"namespaces": ("diff", "quota"), "trace": ("record", "replay"), "bench": ("lookup", "copy")}
+GROUPS = {"namespaces": ("diff", "quota", "reuse"), "trace": ("record", "replay"), "bench": ("lookup", "copy")}
 
 
 def test_help_names_every_command_and_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 from msgspec import structs
 
 from kvoffd_client.cli.doctor import report_of
@@ -14,6 +15,7 @@ from kvoffd_proto.admin import NamespaceInfo, SessionInfo
 from kvoffd_proto.messages import GroupSpec, Role
 from kvoffd_proto.stats import (
     MISS_REASONS,
+    Branching,
     CopyStats,
     DaemonStats,
     DiskStats,
@@ -134,6 +136,11 @@ def with_disk(free_bytes: int | None = None, skipped: int = 0, **changes: Any) -
 
 HALF = structs.replace(info(2, "llama"), sessions=0)
 EVICTED = {"misses": {"evicted": 3000, "unknown": 1000}}
+LACKING = Window(seconds=7200.0, **traffic(**EVICTED))
+FOR_SPACE = {"misses": {"evicted": 300, "rejected": 2000, "no_space": 700, "unknown": 1000}}
+SMALL_DISK = {
+    "used_bytes": 450 * GIB, "physical_bytes": 500 * GIB, "evicted_blocks": 110_000, "written_bytes": 1000 * GIB
+}  # fmt: skip
 CASES: dict[str, Facts] = {
     "errors": facts({"last_hour_errors": {"not_ready": 1001}}),
     "failed_stores": facts({"store": CopyStats(jobs=1000, failed_jobs=50)}),
@@ -151,15 +158,19 @@ CASES: dict[str, Facts] = {
     "integrated_gpu": facts({"pool": structs.replace(STATS.pool, integrated_gpus=1)}),
     "numa": facts({"pool": structs.replace(STATS.pool, numa_remote_slots=4000)}),
     "disk_space": with_disk(300 * GIB),
-    "disk_too_small": with_disk(
-        used_bytes=450 * GIB, physical_bytes=500 * GIB, evicted_blocks=9, written_bytes=1000 * GIB, read_bytes=200 * GIB
-    ),
+    "disk_too_small": with_disk(**SMALL_DISK, read_bytes=200 * GIB),
     "tier_late": space(misses={"tier_late": 500, "unknown": 3500}, found_keys={"pool": 4000, "disk": 2000}),
     "disk_writes": with_disk(written_bytes=600 * GIB),
     "disk_write_limit": with_disk(skipped=500, written_bytes=600 * GIB, read_bytes=200 * GIB),
     "not_shared": facts(namespaces=[info(1), info(2, "llama", tokens_per_hash=64)]),
     "left_behind": facts(namespaces=[HALF, info(1, tokens_per_hash=64)]),
-    "pool_too_small": facts({"curve": curve(RISING, 26), "curve_seen_bytes": 200 * GIB}),
+    "pool_too_small": facts(
+        {
+            "curve": curve(RISING, 26),
+            "curve_seen_bytes": 200 * GIB,
+            "since_start": LACKING,
+        }
+    ),
     "lru_is_better": facts({"curve": curve(FLAT, 55), "last_hour": DECLINED}),
     "thrash": space(**EVICTED),
     "pool_too_large": facts({"curve_seen_bytes": GIB}),
@@ -169,6 +180,7 @@ CASES: dict[str, Facts] = {
             "curve": curve(asked=2_000_000),
         }
     ),
+    "prompts_differ": facts({"namespaces": [counted(branching=Branching(1024, 1240, 410_000, 1_000_000))]}),
     "engine_unreachable": facts(engines={"http://engine:8000": EngineMetrics(problem="It does not answer.")}),
     "engine_without": facts(engines={"http://engine:8000": EngineMetrics({"vllm:num_requests_running": 1.0})}),
     "engine_away": engine(kvoffd_connected=0),
@@ -192,10 +204,45 @@ def test_each_finding_is_brought_about_and_alone() -> None:
 
 
 def test_of_two_findings_about_one_disk_it_is_said_which_comes_first() -> None:
-    small = with_disk(used_bytes=450 * GIB, physical_bytes=500 * GIB, evicted_blocks=9, written_bytes=1000 * GIB)
+    small = with_disk(**SMALL_DISK)
     writes, space = find(small)
     assert (writes.check, space.check) == ("disk_writes", "disk_too_small")
     assert "First give it more space (see disk_too_small)" in writes.evidence
+
+
+def test_a_disk_that_was_filled_once_is_not_too_small() -> None:
+    """It evicts for blocks of another size, and its contents were not replaced even once."""
+    assert find(with_disk(**{**SMALL_DISK, "evicted_blocks": 49_999}, read_bytes=200 * GIB)) == []
+
+
+@pytest.mark.parametrize(
+    ("misses", "points"),
+    [
+        ({"unknown": 4000}, 0.0),
+        ({"unknown": 2000, "computing": 2000}, 0.0),
+        ({"unknown": 3970, "evicted": 30}, 0.0),
+        ({"unknown": 3700, "evicted": 100, "rejected": 100, "after_gap": 100}, 300 / 90),
+        ({"evicted": 2000, "rejected": 2000}, 36 - 26),
+    ],
+)
+def test_more_memory_promises_no_more_than_what_was_missed_for_want_of_it(
+    misses: dict[str, int], points: float
+) -> None:
+    found = find(facts({
+        "curve": curve(RISING, 26),
+        "curve_seen_bytes": 200 * GIB,
+        "since_start": Window(seconds=7200.0, **traffic(misses=misses)),
+    }))  # fmt: skip
+    assert [one.check for one in found] == ["pool_too_small"] * bool(points)
+    for one in found:
+        assert 100 * one.weight <= points
+
+
+def test_the_three_ways_to_lack_space_count_together() -> None:
+    """Under `learned` a pool that is too small shows in what is rejected."""
+    (found,) = find(space(**FOR_SPACE))
+    assert found.check == "thrash"
+    assert "30.0 % of the keys asked for in the last hour" in found.evidence
 
 
 def test_the_write_limit_is_raised_by_what_was_skipped_where_the_disks_are_read() -> None:
@@ -396,14 +443,18 @@ def test_sizes() -> None:
     )
     assert found.fix.startswith('pool_size = "100GiB", or disk = ["/mnt/nvme=80GiB"]; then restart the daemon')
     assert found.level == "warning"
-    with_tier = {"disks": [DISK], "since_start": Window(**traffic(found_keys={"pool": 5000, "disk": 1000}))}
+    with_tier = {"disks": [DISK], "since_start": Window(**traffic(found_keys={"pool": 5000, "disk": 1000}, **EVICTED))}
     (found,) = find(facts({"curve": curve(RISING, 26), "curve_seen_bytes": 200 * GIB, **with_tier}))
     assert found.evidence.endswith(" Tiers had 10.0 % of the keys asked for.")
     assert found.fix == 'pool_size = "100GiB"; then restart the daemon'
     assert found.level == "info", "a disk has the rest"
-    little = facts({"curve": curve(RISING, 34), "curve_seen_bytes": 200 * GIB})
+    little = facts({"curve": curve(RISING, 34), "curve_seen_bytes": 200 * GIB, "since_start": LACKING})
     assert find(little)[0].level == "info", "two points are a sentence"
-    worse = find(facts({"curve": curve(RISING, 19), "curve_seen_bytes": 200 * GIB, "last_hour": DECLINED}))
+    worse = find(
+        facts(
+            {"curve": curve(RISING, 19), "curve_seen_bytes": 200 * GIB, "since_start": LACKING, "last_hour": DECLINED}
+        )
+    )
     assert [(one.check, one.weight) for one in worse] == [("pool_too_small", 0.1), ("lru_is_better", 0.07)]
     assert worse[0].evidence.startswith(
         "A pool of 20.0 GiB finds 19.0 % of the tokens that engines lack (26.0 % with lru); 100 GiB would find 36.0 %"
@@ -412,7 +463,7 @@ def test_sizes() -> None:
         "The pool found 19.0 % of the tokens that engines lacked with the policy learned. With lru it would have been "
         "26.0 % (estimated)."
     )
-    learned_is_better = facts({"curve": curve(RISING, 40), "curve_seen_bytes": 200 * GIB})
+    learned_is_better = facts({"curve": curve(RISING, 40), "curve_seen_bytes": 200 * GIB, "since_start": LACKING})
     assert find(learned_is_better) == []
 
 

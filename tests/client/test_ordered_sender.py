@@ -12,7 +12,7 @@ import pytest
 from kvoffd_client.ordered_sender import OrderedSender
 from kvoffd_client.worker_client import Job
 from kvoffd_proto.errors import ErrorCode
-from tests.kit.waiting import wait_until
+from tests.kit.waiting import LONGER_THAN_A_TEST_S, wait_until
 
 WAIT_S = 10.0
 
@@ -27,7 +27,7 @@ class FakeEvent:
 
     def synchronize(self) -> None:
         self.waited_for.set()
-        assert self.happened.wait(WAIT_S)
+        assert self.happened.wait(LONGER_THAN_A_TEST_S)
         if self.error is not None:
             raise self.error
 
@@ -93,9 +93,7 @@ def test_the_others_of_a_step_are_sent_when_some_are_taken_back(gpu: Gpu) -> Non
 def test_a_caller_that_takes_jobs_back_may_give_them_time(gpu: Gpu) -> None:
     gpu.submit(1).happened.set()
     event = gpu.submit(2)
-    started = time.monotonic()
-    assert gpu.sender.withdraw([1], WAIT_S) == []
-    assert time.monotonic() - started < WAIT_S / 2
+    assert gpu.sender.withdraw([1], LONGER_THAN_A_TEST_S) == []
     threading.Timer(0.05, event.happened.set).start()
     assert gpu.sender.withdraw([2], WAIT_S) == []
     assert gpu.sent == [1, 2]
@@ -174,9 +172,7 @@ def test_a_failed_gpu_or_message_fails_jobs_and_not_the_thread(gpu: Gpu) -> None
 def test_closing_does_not_wait_for_a_gpu_that_hangs(gpu: Gpu) -> None:
     event = gpu.submit(1)
     assert event.waited_for.wait(WAIT_S)
-    started = time.monotonic()
     gpu.sender.close()
-    assert time.monotonic() - started < WAIT_S / 2
     event.happened.set()
     gpu.sender._thread.join(WAIT_S)
     assert gpu.sent == []

@@ -673,7 +673,8 @@ def check_parts(rng: random.Random) -> None:
             links = (rng.randbytes(32 * count), rng.randbytes(64 * count)) if rng.random() < 0.7 else ()
             keys, ids = rng.randbytes(32 * count), rng.randbytes(4 * (end - first))
             groups.append(GroupTransfer(group, keys, ids, first, *links))
-    job = Job(1, groups, 2**32)
+    lease, prompt = rng.choice((None, 2**32)), rng.randbytes(32)
+    job = Job(1, [one._replace(before=b"" if lease else prompt) for one in groups], lease)
     most = 10, rng.choice((500, 50_000))
     parts = job.parts(job.checked_size(64, 32), 32, 4, most, 100)
     assert [part.job_id for part in parts] == list(range(100, 100 + len(parts)))
@@ -682,9 +683,14 @@ def check_parts(rng: random.Random) -> None:
         assert [block for some in cut for block in covered(some)] == covered(one)
         for field in ("keys", "parents", "tokens"):
             assert b"".join(getattr(some, field) for some in cut) == getattr(one, field)
+        befores = [prompt, *(some.keys[-32:] for some in cut)][: len(cut)]
+        assert [some.before for some in cut] == ([b""] * len(cut) if lease else befores)
     for part in parts:
         assert part.checked_size(64, 32)[0] <= 10
-        assert len(codec.encode(submit_of(1, b"r" * 16, 32, [part]))) <= max(2 * most[1], 32 * 8)
+        message = submit_of(1, b"r" * 16, 32, [part])
+        assert len(codec.encode(message)) <= max(2 * most[1], 32 * 8)
+        (sent,) = jobs_in(message)
+        assert sent.groups == part.groups
 
 
 def covered(part: GroupTransfer) -> list[tuple[bytes, int, bytes]]:

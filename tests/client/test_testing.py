@@ -16,6 +16,7 @@ from kvoffd_client.testing import FakeEngine, running_daemon
 from kvoffd_proto import messages as m
 from tests.kit.daemon import DaemonProcess
 from tests.kit.fake_daemon import FakeDaemon
+from tests.kit.waiting import LONGER_THAN_A_TEST_S
 from tests.kit.wire import keys
 
 PAGE = Path(kvoffd_client.__file__).parents[1] / "ENGINE.md"
@@ -53,18 +54,16 @@ def test_nonsense_is_an_error_of_the_caller(shared_daemon: DaemonProcess) -> Non
 
 
 def test_without_a_daemon_the_constructor_says_where_it_looked(tmp_path: Path) -> None:
-    began = time.monotonic()
+    began, timeout_s = time.monotonic(), 1.0
     with pytest.raises(DaemonUnavailable, match=str(tmp_path)):
-        FakeEngine(tmp_path, connect_timeout_s=0.2)
-    assert 0.2 <= time.monotonic() - began < 10
+        FakeEngine(tmp_path, connect_timeout_s=timeout_s)
+    assert timeout_s <= time.monotonic() - began < 5 * timeout_s
 
 
 def test_a_refusal_is_raised_without_waiting(fake: FakeDaemon) -> None:
     fake.answers[m.Register] = lambda request, _: m.Error(request.request_id, ErrorCode.BAD_GEOMETRY, "Does not fit.")
-    began = time.monotonic()
     with pytest.raises(RequestRefused, match="Does not fit"):
-        FakeEngine(fake.directory)
-    assert time.monotonic() - began < 5
+        FakeEngine(fake.directory, connect_timeout_s=LONGER_THAN_A_TEST_S)
 
 
 def test_a_store_that_takes_too_long_is_given_up(fake: FakeDaemon) -> None:

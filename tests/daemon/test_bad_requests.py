@@ -312,7 +312,10 @@ def test_what_a_session_may_have_is_bounded(memory: SharedMemory) -> None:
         "max_segments": 3,
         "max_keys_per_submit": 4,
     }
-    with DaemonProcess(limits={**limits, "max_namespaces": 8}) as daemon, WireClient(daemon.directory) as worker:
+    with (
+        DaemonProcess(limits={**limits, "max_namespaces": 8, "max_quotas": 8}) as daemon,
+        WireClient(daemon.directory) as worker,
+    ):
         assert worker.limits == limits
         with WireClient(daemon.directory, "scheduler") as scheduler:
             for client in (worker, scheduler):

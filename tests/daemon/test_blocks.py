@@ -93,6 +93,22 @@ def test_a_put_block_is_loaded_once_it_is_whole(blocks: BlockClient, engine: Fak
     assert both_ranks(blocks, NEW)[1][0].equal(mine[1][0])
 
 
+@pytest.mark.parametrize("policy", ["learned", "lru", "arc"])
+def test_what_is_larger_than_the_pool_keeps_its_beginning(policy: str) -> None:
+    """A store of several messages, without a lookup, is told what finds no space. Older blocks go first."""
+    wanted, there = keys(*range(5000, 8000)), 2048
+    with (
+        DaemonProcess("16MiB", eviction_policy=policy) as daemon,
+        engine_on(daemon, world_size=1, layers=1, blocks=len(wanted), page_bytes=(16 << 20) // there) as engine,
+    ):
+        assert engine.store(keys(*range(1000)), range(1000)).ok
+        assert engine.store(wanted, range(len(wanted))).failed_keys == wanted[there:]
+        assert engine.lookup(wanted) == there * 7 // 8, "as much of it as leases may pin"
+        counted = books(daemon.directory).namespaces[engine.namespace.fingerprint]
+        assert (counted.evicted_blocks, counted.no_space_keys) == (1000, len(wanted) - there)
+        assert engine.store(keys(9000), [0]).ok, "a newer prompt has space"
+
+
 def test_keys_come_in_pages_each_once() -> None:
     wanted = keys(*range(1500))
     with (

@@ -342,11 +342,14 @@ def test_nobody_can_lease_the_whole_pool() -> None:
             for begin in range(0, 256, 32):
                 assert worker.store(cache, keys(*range(begin, begin + 32)), range(32)).ok
             found = scheduler.lookup(1, keys(*range(256)))
-            assert 128 <= found.pinned < 256
-            assert found.states == "R" * found.pinned + "-" * (256 - found.pinned)
+            assert (found.pinned, found.states) == (224, "R" * 224 + "-" * 32)
             assert scheduler.lookup(2, keys(*range(20))).pinned == 20, "they are pinned already"
-            assert other.lookup(1, keys(*range(236, 256))).pinned == 20
+            assert other.lookup(1, keys(*range(236, 256))).pinned == 0
+            assert books(daemon.directory).pinned_blocks == 224, "together too"
             assert worker.store(cache, keys(1000), [0]).ok
+            scheduler.release(1, 2)
+            assert scheduler.lookup(3, keys(*range(256))).pinned == 112, "half of it, as another was refused some"
+            assert other.lookup(2, keys(*range(130, 230))).pinned == 100
 
 
 # --- results ---------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from statistics import median
 from typing import Self
 
 import obstore
@@ -28,6 +27,8 @@ from tests.kit.waiting import wait_until
 from tests.kit.wire import NamespaceStats, SharedStats, books, keys
 
 KEYS = keys(*range(BLOCKS))
+ASK_DEADLINE_S = 0.5
+"""Of the setting `shared_ask_deadline`."""
 
 
 class StoreNode(Node):
@@ -195,13 +196,11 @@ def test_a_reset_of_the_fleet_reaches_every_node(server: RedisServer, pool_file:
 
 
 def assert_misses_in_time(node: StoreNode) -> None:
-    """A store has 20 ms to answer. None of the blocks comes from it."""
-    times = []
+    """No lookup waits longer for a store than promised. None of the blocks comes from it."""
     for _ in range(20):
         started = time.monotonic()
         assert node.engine.lookup(KEYS) == 0
-        times.append(time.monotonic() - started)
-    assert median(times) < 0.5
+        assert time.monotonic() - started < 5 * ASK_DEADLINE_S
     assert node.shared.read_blocks == 0
 
 

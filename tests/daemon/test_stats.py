@@ -133,7 +133,7 @@ def test_what_a_quota_takes_is_a_miss_by_the_quota_and_not_for_want_of_space() -
             assert (lost.error, len(lost.failed_keys)) == (ErrorCode.NO_SPACE, 3), "all that it has is leased"
             (cause,) = admin.health().causes
             assert cause.reason == "stores_without_space"
-            ends = "a namespace was at its quota, all of it pinned or being written (tiny "
+            ends = "a namespace was at its quota, all of it pinned, being written, or of the same prompt (tiny "
             assert f"3 blocks that engines offered were not stored: {ends}" in cause.sentence
             assert cause.sentence.endswith("`kvoffd-cli namespaces quota` raises it.")
             assert admin.stats().since_start.no_space_causes == {"quota": 3}

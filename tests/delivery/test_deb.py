@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -68,9 +67,7 @@ def test_the_package_is_installed_used_and_purged(chroot: Path) -> None:
                 environ = {"PYTHONPATH": "/usr/lib/kvoffd", "PYTHONDONTWRITEBYTECODE": "1"}
                 traffic = ["chroot", chroot, "/usr/bin/python3", "/traffic.py"]
                 assert run(*traffic, "store", "/run/kvoffd", environ=environ) == "16\n"
-                started = time.monotonic()
                 assert "ok" in run("chroot", chroot, "kvoffd-cli", "health")
-                assert time.monotonic() - started < 5
                 # An upgrade while it runs changes nothing under it.
                 run("chroot", chroot, "dpkg", "--install", f"/{package.name}")
                 assert run(*traffic, "find", "/run/kvoffd", environ=environ) == "16\n"

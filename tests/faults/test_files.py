@@ -12,8 +12,8 @@ from tests.kit.wire import books
 BLOCKS = 64
 ALL = range(BLOCKS)
 SOCKETS = ("jobs.sock", "events.sock", "lifeline.sock")
-NOTICED_S = 4.0
-"""A daemon that looks at its files looks more often than that."""
+NOTICED_S = 5 * 1.0
+"""A daemon that looks at its files does so once a second."""
 
 
 # --- files that are removed ------------------------------------------------------------------------

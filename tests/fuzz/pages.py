@@ -12,7 +12,7 @@ import msgspec
 from kvoffd.cache.namespace import NamespaceRecord, NamespaceSnapshot
 from kvoffd.pool.allocator import MIN_SLOT_BYTES, PAGE_BYTES
 from kvoffd.pool.checksums import digest
-from kvoffd.pool.slot_table import Deflated, SlotTable, TableGeometry
+from kvoffd.pool.slot_table import SlotTable, TableGeometry
 from kvoffd.tiers.disk_file import _HEAD, Head
 from kvoffd.tiers.header import MAX_FIRST_BLOCK, Block, decode_header, encode_header, make_block_group
 from kvoffd_proto.messages import GroupSpec
@@ -62,7 +62,7 @@ def namespaces(data: bytes) -> None:
     table = SlotTable(memoryview(memory), GEOMETRY, new=False)
     found = table.load_namespaces(NamespaceSnapshot)
     assert found is None or isinstance(found, NamespaceSnapshot)
-    assert table.save_namespaces([Deflated.of(msgspec.msgpack.encode(SNAPSHOT))])
+    assert table.save_namespaces(SNAPSHOT)
     assert SlotTable(memoryview(memory), GEOMETRY, new=False).load_namespaces(NamespaceSnapshot) == SNAPSHOT
 
 
@@ -78,6 +78,6 @@ def snapshot() -> bytes:
     """The namespaces' part as it is written."""
     memory = bytearray(GEOMETRY.size_bytes)
     table = SlotTable(memoryview(memory), GEOMETRY, new=True)
-    assert table.save_namespaces([Deflated.of(msgspec.msgpack.encode(SNAPSHOT))])
-    assert table.save_namespaces([Deflated.of(msgspec.msgpack.encode(SNAPSHOT))])
+    assert table.save_namespaces(SNAPSHOT)
+    assert table.save_namespaces(SNAPSHOT)
     return bytes(memory[GEOMETRY.namespaces_at : GEOMETRY.namespaces_at + 4096])

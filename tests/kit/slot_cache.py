@@ -266,7 +266,10 @@ def check_invariants(cache: Cache) -> None:
     assert usage.free + usage.writing + usage.ready + usage.dropped + usage.quarantined == slots.pool_bytes
     pins: Counter[int] = Counter()
     held: dict[int, SessionLeases] = {}
-    for lease in {*cache.leases.values(), *cache._ended}:
+    assert not {*cache.leases.values()} & {*cache._ended}
+    for lease in cache._ended:
+        pins.update(lease.blocks.tolist())
+    for lease in cache.leases.values():
         pins.update(lease.blocks.tolist())
         one = held.setdefault(lease.session, SessionLeases())
         one.leases[lease] = None
@@ -275,10 +278,12 @@ def check_invariants(cache: Cache) -> None:
     assert {session: (one.leases, one.keys, one.nbytes) for session, one in held.items()} == {
         session: (one.leases, one.keys, one.nbytes) for session, one in cache.session_leases.items()
     }
-    alive = {*cache.leases.values()} - {*cache._ended}
     for namespace in cache.namespaces.values():
-        assert namespace.leases.keys() == {lease for lease in alive if lease.namespace is namespace}
+        assert namespace.leases.keys() == {lease for lease in cache.leases.values() if lease.namespace is namespace}
     assert all(blocks.pins[block] >= count for block, count in pins.items())
+    assert {int(block): int(blocks.leases[block]) for block in np.flatnonzero(blocks.leases)} == pins
+    assert blocks.leased_bytes == sum(cache._of_block(block).block_bytes for block in pins)
+    assert blocks.leased_bytes <= cache.most_leased_bytes, "leases pin more than they may"
     order = [int(block) for batch in cache.order.candidates() for block in batch]
     assert sorted(order) == np.flatnonzero(blocks.state == READY).tolist(), "the policy knows other blocks"
     kept = [head for head in order if int(cache.order._hint_of[head]) in cache.order._retentions]

@@ -34,6 +34,7 @@ def _parts_of(groups: Sequence[m.GroupBlocks], jobs: int) -> list[list[GroupTran
                 chosen = slice(key * KEY_BYTES, (key + keys[job]) * KEY_BYTES)
                 ids = group.block_ids[block * 4 : (block + blocks[job]) * 4]
                 origins = group.parents[chosen], group.tokens[key * tokens : (key + keys[job]) * tokens]
-                parts[job].append(GroupTransfer(group.group, group.keys[chosen], ids, firsts[job], *origins))
+                before = group.before[job * KEY_BYTES : (job + 1) * KEY_BYTES].removeprefix(bytes(KEY_BYTES))
+                parts[job].append(GroupTransfer(group.group, group.keys[chosen], ids, firsts[job], *origins, before))
             key, block = key + keys[job], block + blocks[job]
     return parts

@@ -12,6 +12,8 @@ T = TypeVar("T")
 
 DEADLINE_S = 30.0
 INTERVAL_S = 0.005
+LONGER_THAN_A_TEST_S = 3600.0
+"""A deadline for calls that must return before it: one that waits for it ends by the time limit of its test."""
 
 
 def wait_until(

@@ -821,15 +821,18 @@ class Books:
         return {name: count for name, count in found.items() if count}
 
 
+BOOKS = "books"
+
+
 def books(directory: Path) -> Books:
-    """What the daemon says of itself now."""
-    with WireClient(directory, "admin", name="books") as admin:
+    """What the daemon says of itself now, without the sessions of this function: an earlier call's may end late."""
+    with WireClient(directory, "admin", name=BOOKS) as admin:
         said = admin.ask(s.Stats).stats
         process = Path("/proc", str(said.pid))
         status = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
         return Books(
             said,
-            clients=[one for one in admin.ask(a.Sessions).sessions if one.session_id != admin.session],
+            clients=[one for one in admin.ask(a.Sessions).sessions if one.name != BOOKS],
             listed={one.namespace: one for one in admin.ask(a.Namespaces).namespaces},
             descriptors=len(os.listdir(process / "fd")),
             own_bytes=int(status["RssAnon"].split()[0]) * 1024,

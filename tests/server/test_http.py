@@ -56,7 +56,7 @@ def test_a_loop_that_hangs_is_503_for_all_who_ask_at_once() -> None:
         began = time.monotonic()
         answers = set(askers.map(lambda _: http_get(port, "/healthz"), range(20)))
         assert answers == {(503, "The loop does not answer.\n")}
-        assert LOOP_S <= time.monotonic() - began < 3 * LOOP_S
+        assert LOOP_S <= time.monotonic() - began < 5 * LOOP_S
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/stats.json", "/healthz", "/readyz"])

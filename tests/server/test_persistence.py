@@ -10,6 +10,7 @@ from base64 import b64encode
 from collections.abc import Callable, Iterator
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -267,6 +268,60 @@ def test_what_0_2_wrote_is_read(tmp_path: Path, next_state: Next) -> None:
     (tmp_path / STATE_FILE).write_bytes(b"%08x\n%s" % (zlib.crc32(body), body))
     state = next_state()
     assert (state.generations.of(ONE), state.generations.of(OTHER), state.quotas.quotas) == (7, 2, {ONE: 7})
+
+
+def line_of(name: str, content: object) -> bytes:
+    """A part of the file."""
+    body = f"{name} {json.dumps(content, separators=(',', ':'))}".encode()
+    return b"%08x %s\n\n" % (zlib.crc32(body), body)
+
+
+def parts_of(path: Path) -> dict[str, Any]:
+    """The file's parts, whatever they are, as any release reads them."""
+    parts = dict[str, Any]()
+    for line in filter(None, path.read_bytes().split(b"\n")):
+        checksum, _, body = line.partition(b" ")
+        assert checksum == b"%08x" % zlib.crc32(body)
+        name, _, encoded = body.decode().partition(" ")
+        parts[name] = json.loads(encoded)
+    return parts
+
+
+def test_what_a_later_release_has_added_stays_when_one_goes_back(tmp_path: Path, next_state: Next) -> None:
+    path, names = tmp_path / STATE_FILE, {b64encode(ONE).decode(): 7}
+    added = {"since": "later", "deep": {"whom": [1, {"two": None}]}}
+    path.write_bytes(
+        line_of("resets", {"floor": 2, "generations": names, "added": added})
+        + line_of("leases", {"of": added})
+        + line_of("quotas", {"quotas": names})
+        + line_of("counted", {"added": 0.1})
+        + line_of("format", {"number": persistence.FORMAT})
+    )
+    state = next_state()
+    for change in (
+        lambda: None,
+        lambda: state.save_quotas({OTHER: 5}),
+        lambda: state.save_lifetime(Lifetime(1.0, 2, 3.0)),
+        lambda: state.generations.void_here(OTHER),
+    ):
+        change()
+        assert state.file.flush(10.0)
+        found = parts_of(path)
+        assert (found["resets"]["added"], found["leases"], found["counted"]["added"]) == (added, {"of": added}, 0.1)
+        assert found["format"] == {"number": persistence.FORMAT}
+    known = state.generations
+    state = next_state()
+    assert (state.generations.of(ONE), state.generations.of(OTHER)) == (7, known.of(OTHER))
+    assert (state.quotas.quotas, state.counted.lifetime) == ({OTHER: 5}, Lifetime(1.0, 2, 3.0))
+    assert state.file.requested == 0, "it was as this release writes it"
+
+
+def test_a_file_that_this_release_would_destroy_is_refused(tmp_path: Path, next_state: Next) -> None:
+    content = line_of("resets", {"generations": "in another form"}) + line_of("format", {"number": 2, "why": "new"})
+    (tmp_path / STATE_FILE).write_bytes(content)
+    with pytest.raises(KvoffdError, match="is in format 2 of a later release of kvoffd"):
+        next_state()
+    assert (tmp_path / STATE_FILE).read_bytes() == content
 
 
 def test_a_read_that_fails_is_not_the_same_as_no_file(

@@ -10,7 +10,9 @@ import struct
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
+from itertools import count
 from math import inf
 from types import SimpleNamespace
 from typing import Any
@@ -22,12 +24,12 @@ import pytest
 from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config
 from kvoffd.errors import BadBlockIds, KvoffdError
+from kvoffd.server.handlers import HANDLERS, Pending
 from kvoffd.server.jobs import QUIET_S, checked_parts
 from kvoffd.server.lifeline import Connection
 from kvoffd.server.persistence import State
 from kvoffd.server.scrubber import Scrubber
 from kvoffd.server.sessions import Peer, Session, credit_bytes, may_connect
-from kvoffd.server.stats import daemon_stats
 from kvoffd.system.mappings import MappedSegment
 from kvoffd.transfer.engine import CopyEngine, CopyStats, EngineMemory, OnMapped, Transfer
 from kvoffd.transfer.plan import Direction, Outcome, build_layouts
@@ -36,7 +38,7 @@ from kvoffd_proto import codec
 from kvoffd_proto import messages as m
 from kvoffd_proto.admin import Clear, ListPrompts, PromptsListed
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.stats import NamespaceStats
+from kvoffd_proto.stats import Stats, StatsReply
 from tests.kit.cases import case
 from tests.kit.slot_cache import CacheRig, keys_of
 from tests.sim.parts import NoStateFile, make_pool, make_service
@@ -51,11 +53,12 @@ class Bench(CopyEngine):
 
     def __init__(self) -> None:
         self.copies: list[Transfer] = []
+        self.now = 100.0
         queue: Any = SimpleNamespace(submit=self.copies.append, stats=lambda: CopyStats())
         super().__init__(dict.fromkeys(Direction, queue))
         self.posted = deque[Callable[[], None]]()
         host: Any = SimpleNamespace(
-            now=lambda: 100.0,
+            now=lambda: self.now,
             post=self.posted.append,
             random=random.Random(1).randbytes,
             map_memfd=lambda fd, size: MappedSegment(ADDRESS, size),
@@ -104,26 +107,6 @@ def bench() -> Iterator[Bench]:
     made.pool.close()
 
 
-def test_a_namespace_s_row_in_statistics_is_made_again_only_when_something_has_changed(bench: Bench) -> None:
-    def row() -> NamespaceStats:
-        (found,) = daemon_stats(bench.service).namespaces
-        return found
-
-    worker, scheduler = bench.session(), bench.session(m.Role.SCHEDULER)
-    before = row()
-    assert row() is before
-    bench.ask(scheduler, m.Lookup(1, NAMESPACE, 1 << 32, [m.GroupKeys(0, KEY)]))
-    assert row().lookups == 1
-    bench.copy(worker)
-    bench.end_copy()
-    assert (row().ready_blocks, row().stored_blocks) == (1, 1)
-    bench.service.cache.quotas[NAMESPACE] = 4096
-    assert row().quota_bytes == 4096
-    bench.service.cache.namespaces[NAMESPACE].counters.partial_blocks += 1
-    assert row().partial_blocks == 1
-    assert row() is row()
-
-
 def test_what_became_of_prompts_is_kept_with_the_reason_of_a_miss(bench: Bench) -> None:
     scheduler, admin = bench.session(m.Role.SCHEDULER), bench.session(m.Role.ADMIN)
 
@@ -160,6 +143,75 @@ def test_what_became_of_prompts_is_kept_with_the_reason_of_a_miss(bench: Bench) 
     for number in range(6):
         send([report(f"{number}-{one}") for one in range(200)])
     assert [one.request for one in found()] == [f"{number}-{one}" for number in range(1, 6) for one in range(200)]
+
+
+def test_a_key_that_another_prompt_computes_is_missed_for_that(bench: Bench) -> None:
+    """Until it is offered for storing, or a minute has passed without that. The prompt that came first lacks it."""
+    first, second, admin = (bench.session(role) for role in (m.Role.SCHEDULER, m.Role.SCHEDULER, m.Role.ADMIN))
+    worker, leases = bench.session(), count(1 << 32)
+
+    def missed(session: Session, *, twice: bool = False) -> str:
+        lease = next(leases)
+        for _ in range(1 + twice):
+            bench.ask(session, m.Lookup(1, NAMESPACE, lease, [m.GroupKeys(0, KEY)], reported=True))
+        outcome = 1.0, 512, 1, 0, 0, 0, "missed", 0, 0, KEY, "", 1
+        report = m.PromptReport(f"prompt {lease}", *outcome, lease_id=lease)
+        bench.ask(session, m.ReportPrompts(1, NAMESPACE, [report]))
+        (listed,) = bench.ask(admin, ListPrompts(1, f"prompt {lease}"))
+        assert isinstance(listed, PromptsListed)
+        return listed.prompts[0].report.reason
+
+    assert missed(first, twice=True) == "unknown", "nobody else computes it"
+    assert missed(second) == missed(first) == "computing"
+    bench.now += 60
+    assert missed(second) == "unknown"
+    assert missed(first) == "computing"
+    bench.copy(worker)
+    bench.end_copy()
+    bench.ask(first, m.Invalidate(1, NAMESPACE, [m.GroupKeys(0, KEY)]))
+    assert missed(first) == "invalidated", "it was stored since"
+    (stats,) = bench.ask(admin, Stats(1))
+    assert isinstance(stats, StatsReply)
+    assert stats.stats.since_start.misses == {"unknown": 3, "computing": 3, "invalidated": 1}
+
+
+def test_leases_that_ended_count_no_more_and_their_ids_are_as_good_as_new_ones(bench: Bench) -> None:
+    """Also while their blocks are still to be unpinned."""
+    worker, scheduler = bench.session(), bench.session(m.Role.SCHEDULER)
+    bench.copy(worker)
+    bench.end_copy()
+    service, first = bench.service, 1 << 32
+    service.config = replace(service.config, limits=replace(service.config.limits, max_leases=2))
+    service.cache.ended_at_once = 0
+
+    def look_up(lease: int) -> ErrorCode | int:
+        (reply,) = bench.ask(scheduler, m.Lookup(1, NAMESPACE, first + lease, [m.GroupKeys(0, KEY)]))
+        assert isinstance(reply, m.LookupReply | m.Error)
+        return reply.code if isinstance(reply, m.Error) else reply.pinned
+
+    assert [look_up(1), look_up(2), look_up(1), look_up(3)] == [1, 1, 1, ErrorCode.TOO_MANY]
+    bench.ask(scheduler, m.Release(1, [first + 1, first + 2]))
+    assert service.cache.blocks.pinned_blocks == 1
+    assert [look_up(3), look_up(2), look_up(1)] == [1, 1, ErrorCode.TOO_MANY]
+    assert len(service.cache.leases_of(scheduler.id).leases) == 2
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_reply_that_cannot_be_encoded_is_an_error_for_its_client_alone(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, waits: bool
+) -> None:
+    reply = m.Done(5, 2**70)
+    exchange, _ = HANDLERS[Clear]
+    answer = Pending(lambda late: reply) if waits else reply
+    monkeypatch.setitem(HANDLERS, Clear, (exchange, lambda *_: answer))
+    admin = bench.session(m.Role.ADMIN)
+    (refused,) = bench.ask(admin, Clear(5))
+    assert isinstance(refused, m.Error)
+    assert (refused.request_id, refused.code) == (5, ErrorCode.INTERNAL)
+    assert [record.levelname for record in caplog.records if record.exc_info] == ["ERROR"]
+    assert bench.service.errors == {"internal": 1}
+    assert not bench.service.pending
+    assert isinstance(bench.ask(admin, ListPrompts(6))[0], PromptsListed)
 
 
 def test_periodic_work_that_fails_each_time_keeps_no_other_from_being_done(
@@ -347,7 +399,7 @@ def checks(keys: int, block_ids: Sequence[int], first_block: int, blocks_per_key
 
 
 def test_block_ids_must_fit_the_keys_and_the_shortest_tensor() -> None:
-    for count, keys, first_block, store, load in (
+    for number, keys, first_block, store, load in (
         (8, 2, 0, True, True),
         (7, 2, 0, False, True),
         (7, 2, 1, True, True),
@@ -363,8 +415,8 @@ def test_block_ids_must_fit_the_keys_and_the_shortest_tensor() -> None:
         (0, 0, 0, False, False),
     ):
         for storing, good in ((True, store), (False, load)):
-            with case(count, keys, first_block, storing), nullcontext() if good else pytest.raises(BadBlockIds):
-                checks(keys, range(count), first_block, 4, storing=storing)
+            with case(number, keys, first_block, storing), nullcontext() if good else pytest.raises(BadBlockIds):
+                checks(keys, range(number), first_block, 4, storing=storing)
     for storing in (False, True):
         checks(3, [0, 3, 1], 0, 1, storing=storing)
         with pytest.raises(BadBlockIds, match=r"Block id 4 .* to 3"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -28,6 +29,7 @@ from kvoffd.server.daemon import Daemon
 from kvoffd.server.http import HttpServer
 from kvoffd.server.lifeline import LifelineServer
 from kvoffd.server.persistence import PolicyFile, State, StateFile
+from kvoffd.server.scrubber import Scrubber
 from kvoffd.server.sockets import Sockets
 from kvoffd.server.tier_supervisor import TierSupervisor
 from kvoffd.system.directory import DaemonDirectory
@@ -178,6 +180,48 @@ def test_start_and_end_have_their_order(directory: Path, monkeypatch: pytest.Mon
     _, done = life(directory, monkeypatch)
     again = "publish the last results"  # once more when the last copies have ended
     assert [what for what in done if what != again] == [what for *_, what in [*START, *END] if what != again]
+
+
+@pytest.mark.parametrize("what", ["write what the policy knows", "end sessions"])
+def test_an_end_that_fails_keeps_no_other_from_its_end(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    done: list[str] = []
+
+    def fail(*_: object) -> None:
+        raise LookupError("a bug")
+
+    for owner, name in ((StateFile, "write the state"), (Sockets, "close sockets")):
+        close: Callable[..., None] = owner.close
+        monkeypatch.setattr(owner, "close", lambda *one, close=close, name=name: done.append(name) or close(*one))
+    with pytest.raises(LookupError, match="a bug"):
+        life(directory, monkeypatch, **{what.replace(" ", "_"): fail})
+    assert done[-1] == "close sockets"
+    assert "write the state" in done
+
+
+def test_scrubbing_that_failed_does_not_keep_jobs_from_their_end(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is tried again, and logged once a minute."""
+    tries = 0
+
+    def fail(scrubber: Scrubber) -> None:
+        nonlocal tries
+        tries += 1
+        if tries == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        raise LookupError("a bug")
+
+    monkeypatch.setattr(Scrubber, "has_work", True)
+    monkeypatch.setattr(Scrubber, "next_step", fail)
+    monkeypatch.setattr(module, "TICK_S", 0.01)
+    stopping: list[str] = []
+    monkeypatch.setattr(Notifier, "stopping", lambda notifier, text: stopping.append(text))
+    uvloop.run(Daemon(Config(directory=directory, pool_bytes=1 << 20, http_address="")).serve())
+    assert (tries, stopping) == (3, ["Stopping: running jobs may finish."])
+    failures = [one.levelname for one in caplog.records if one.exc_info and one.levelno > logging.DEBUG]
+    assert failures == ["ERROR"]
 
 
 @pytest.mark.parametrize("hangs", ["close disks", "end copies", "end copies of GPUs", "release GPUs"])

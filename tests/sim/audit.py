@@ -200,8 +200,8 @@ def watch_quotas(cache: Cache) -> None:
     """Hold every change against what quotas promise: new blocks never take a namespace beyond its own."""
     take = cache._take
 
-    def watched(group: Group, keys: bytes, below: float) -> SlotIds:
-        slots = take(group, keys, below)
+    def watched(group: Group, keys: bytes, below: float, older_than: int) -> SlotIds:
+        slots = take(group, keys, below, older_than)
         quota_bytes = cache.quotas.get(group.namespace.fingerprint)
         if quota_bytes is not None and len(slots):
             assert group.namespace.held_bytes <= quota_bytes, "a namespace has more than its quota"

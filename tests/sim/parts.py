@@ -116,8 +116,9 @@ def ready_records(pool: Pool) -> list[tuple[int, SlotOwner, int, int]]:
     saved = save_copy(pool)
     found = make_pool(pool.pool_bytes, saved)
     try:
-        cache = make_cache(make_config(random.Random(0)), found, EventLog(lambda: 0.0), lambda: 0.0)
-        restore(cache, found, NoPolicyFile(), State(NoStateFile()))
+        config = make_config(random.Random(0))
+        cache = make_cache(config, found, EventLog(lambda: 0.0), lambda: 0.0)
+        restore(cache, found, NoPolicyFile(), State(NoStateFile()), config.limits.max_namespaces)
         return records_of(cache)
     finally:
         found.close()
@@ -141,7 +142,7 @@ def make_service(
     """The daemon's core as ``Daemon`` puts it together, over the pool or what stands before it."""
     events = EventLog(host.now)
     cache = make_cache(config, pool, events, host.now)
-    restore(cache, pool, NoPolicyFile(), state)
+    restore(cache, pool, NoPolicyFile(), state, config.limits.max_namespaces)
     if watched is not None:
         watched.watch(cache)
     seen = pool if watched is None else cast(Pool, watched)

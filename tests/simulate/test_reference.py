@@ -2,7 +2,7 @@
 
 The numbers are hits that libCacheSim 0.3.5 (PyPI) had, by ``tests.bench.policies``; where it is installed, it is asked
 again. Its ARC is the paper's to the hit. kvoffd's differs a little: it makes space for all blocks of a store at once,
-and learns from their ghosts afterwards.
+and learns from their ghosts afterwards; and no block of a prompt goes for its later ones.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def compare(trace: Trace, blocks: int, lru_hits: int, arc_hits: int, arc_points:
 
 @pytest.mark.parametrize(("load", "blocks", "lru_hits", "arc_hits"), MADE)
 def test_made_up_traffic(load: str, blocks: int, lru_hits: int, arc_hits: int) -> None:
-    compare(made(load), blocks, lru_hits, arc_hits, 0.4)
+    compare(made(load), blocks, lru_hits, arc_hits, 0.5)
 
 
 @pytest.mark.skipif(not TRACES, reason="TESTS_TRACES names no folder")

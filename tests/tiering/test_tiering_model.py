@@ -225,7 +225,7 @@ class TieringMachine(RuleBasedStateMachine):
             self.put_down(space, [0, 1], None, "ask")
         self.generation += 1
         self.rig.tiering.remove_all(namespace.fingerprint)
-        self.rig.cache.reset(namespace, self.generation)
+        self.rig.cache.reset(namespace, generation=self.generation)
         assert all(fill.wanted.namespace is not namespace for fill in self.coming)
         self.stored = {name for name in self.stored if name[0] != namespace.fingerprint}
         self.rig.tier_events.index = {name for name in self.rig.tier_events.index if name[0] != namespace.fingerprint}

@@ -44,7 +44,6 @@ from kvoffd.tiers.peers import (
     RELEASE,
     SLICE_BYTES,
     SLICES,
-    START_S,
     HelperSettings,
     PeerHelper,
     PeerStore,
@@ -57,7 +56,7 @@ from tests.kit.amount import TIMES
 from tests.kit.network import Network
 from tests.kit.ports import free_port
 from tests.kit.require import require_nixl
-from tests.kit.waiting import wait_until
+from tests.kit.waiting import LONGER_THAN_A_TEST_S, wait_until
 
 SIZE, BLOCKS = 64 * 4700, 24
 KILLS, SEED = 10 * TIMES, int(os.environ.get("TESTS_SEED", "1"))
@@ -393,12 +392,10 @@ def test_an_answer_does_not_wait_for_a_thread_that_waits_for_a_helper_that_hangs
     try:
         while helper.send(bytes(MAX_MESSAGE_BYTES // 2)):
             pass
-        thread = threading.Thread(target=helper.send, args=(bytes(10), 10.0))
+        thread = threading.Thread(target=helper.send, args=(bytes(10), LONGER_THAN_A_TEST_S))
         thread.start()
         wait_until(lambda: thread.is_alive(), 5.0)
-        began = time.monotonic()
         helper.reply(b"route", 1, b"")
-        assert time.monotonic() - began < 5.0
     finally:
         os.kill(helper.pid, signal.SIGKILL)
         thread.join()
@@ -632,7 +629,7 @@ def test_a_helper_that_hangs_while_it_starts_is_killed(nixl: None, monkeypatch: 
     monkeypatch.setattr(peers, "STARTS_S", 3.0)
     monkeypatch.setattr(peers, "START_S", 0.5)
     reader = Reader(free_port())
-    wait_until(lambda: bool(reader.helper.pid))
+    wait_until(lambda: reader.helper._channel is not None, interval_s=0.001)
     os.kill(pid := reader.helper.pid, signal.SIGSTOP)
     with pytest.raises(StoreError, match="has not started yet"):
         reader.stores[0].connect()
@@ -641,6 +638,8 @@ def test_a_helper_that_hangs_while_it_starts_is_killed(nixl: None, monkeypatch: 
     with pytest.raises(StoreError, match="has not started yet"):
         reader.stores[0].connect()
     wait.assert_called_once_with(0.0)
+    wait_until(lambda: reader.helper.life > 0)
+    monkeypatch.setattr(peers, "STARTS_S", 60.0)  # the next one may take its time
     wait_until(lambda: reader.helper.up, 30.0)
     assert not os.path.exists(f"/proc/{pid}")
     reader.close()
@@ -672,7 +671,32 @@ def test_a_helper_that_hangs_is_started_again(impatient: None, lender: Lender, r
     wait_until(lambda: _works(reader, lender), 30.0)
 
 
-def test_a_stop_does_not_wait_for_a_helper_that_starts(nixl: None) -> None:
+def test_a_helper_that_hangs_is_noticed_however_often_the_wait_is_interrupted(
+    lender: Lender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the container is frozen and thawed again and again."""
+    monkeypatch.setattr(peers, "HANGS_S", 1.0)
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    (thread,) = lender.helper._thread._threads
+    assert thread.ident is not None
+    ident = thread.ident
+    try:
+        lender.helper.check()
+        os.kill(pid := lender.helper.pid, signal.SIGSTOP)
+
+        def is_noticed() -> bool:
+            signal.pthread_kill(ident, signal.SIGUSR1)
+            return lender.helper.life > 0
+
+        wait_until(is_noticed, interval_s=0.1)
+        assert not os.path.exists(f"/proc/{pid}")
+    finally:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # what is still on its way
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_stop_does_not_wait_for_a_helper_that_starts(nixl: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "START_S", LONGER_THAN_A_TEST_S)
     reader = Reader(free_port())
     wait_until(lambda: bool(reader.helper.pid))
     os.kill(reader.helper.pid, signal.SIGSTOP)
@@ -685,11 +709,9 @@ def test_a_stop_does_not_wait_for_a_helper_that_starts(nixl: None) -> None:
 
     thread = threading.Thread(target=connect)
     thread.start()
-    began = time.monotonic()
     reader.helper.interrupt()
     thread.join()
     reader.close()
-    assert time.monotonic() - began < START_S / 2
 
 
 def test_a_helper_that_cannot_work_is_started_less_and_less_often(

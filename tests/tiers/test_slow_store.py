@@ -8,6 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 
+from kvoffd.tiers.redis_store import STALL_S
 from kvoffd.tiers.tier import Result
 from tests.kit.redis_server import RedisServer
 from tests.kit.slow_link import SlowLink
@@ -26,23 +27,17 @@ class Node(SharedRig):
         super().__init__(url)
         self.link = link
         self.reachable()
-        self.ends: list[tuple[float, Result]] = []
+        self.results: list[Result] = []
 
     def begin(self, length: int, patience_s: float) -> None:
         """Begin to read what ``fill`` wrote."""
         blocks = [self.block(number, (length,)) for number in range(BLOCKS)]
         self.until(lambda: self.ask_anew(*blocks) == [Answer.YES] * BLOCKS)  # an answer that is late is none
-        self.began = time.monotonic()
         for number, block in enumerate(blocks):
             offsets = [(FIRST + number) * SLOT_BYTES]
-            assert self.tier.read(block.group, block.key, offsets, patience_s, lambda result, _: self._note(result))
-
-    def _note(self, result: Result) -> None:
-        self.ends.append((time.monotonic() - self.began, result))
-
-    @property
-    def results(self) -> list[Result]:
-        return [result for _, result in self.ends]
+            assert self.tier.read(
+                block.group, block.key, offsets, patience_s, lambda result, _: self.results.append(result)
+            )
 
 
 def fill(url: str, length: int) -> None:
@@ -70,18 +65,15 @@ def line(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         yield node
 
 
-@pytest.mark.parametrize(("length", "bytes_per_second"), [(1 << 19, 25e6), (1 << 17, 1e6)])
+@pytest.mark.parametrize(("length", "bytes_per_second"), [(1 << 19, 4e6), (1 << 17, 1e6)])
 def test_blocks_come_one_by_one_however_slowly(
     line: Callable[[int, float], Node], length: int, bytes_per_second: float
 ) -> None:
+    """They all take 2.1 s, and nothing came for 1.5 s where a read is given up."""
     node = line(length, bytes_per_second)
-    seconds = BLOCKS * length / bytes_per_second
-    node.begin(length, patience_s=0.7 * seconds)
-    node.until(lambda: len(node.ends) == BLOCKS)
+    node.begin(length, patience_s=1.5)
+    node.until(lambda: len(node.results) == BLOCKS)
     assert node.results == [DONE] * BLOCKS
-    if node.tier.name.startswith("redis"):  # from a bucket all these come at the same time
-        assert node.ends[0][0] < 0.5 * node.ends[-1][0], "the first is served long before the last"
-    assert node.ends[-1][0] < 1.5 * seconds + 2.0
     assert (node.tier.breaker.opened, node.kinds) == (0, {})
 
 
@@ -89,19 +81,22 @@ def test_a_line_that_hangs_half_way_ends_all_in_time_and_serves_again(line: Call
     length = 1 << 18
     node = line(length, 50e6)
     node.link.hang_after(BLOCKS * length // 2)
-    node.begin(length, patience_s=0.3)
-    node.until(lambda: len(node.ends) == BLOCKS)
+    began, patience_s = time.monotonic(), 1.0
+    node.begin(length, patience_s)
+    node.until(lambda: len(node.results) == BLOCKS)
+    assert time.monotonic() - began < 5 * (patience_s + STALL_S)
     assert Result.DEADLINE in node.results
     assert set(node.results) <= {DONE, Result.DEADLINE, Result.FAILED}
-    assert node.ends[-1][0] < 2.5
+    if node.tier.name.startswith("redis"):  # from a bucket all these come at the same time
+        assert DONE in node.results, "the first were served before the others came"
     before = bytes(node.pool)
     node.link.resume()
     node.until(node.tier.available, 10.0)
-    node.ends = []
+    node.results = []
     node.forget()
     node.until(lambda: node.ask_anew(node.block(0, (length,))) == [Answer.YES])
     assert bytes(node.pool) == before, "nothing is written into slots of what has ended"
     node.begin(length, patience_s=5.0)
-    node.until(lambda: len(node.ends) == BLOCKS)
+    node.until(lambda: len(node.results) == BLOCKS)
     assert node.results == [DONE] * BLOCKS
     assert FIRST + BLOCKS <= SLOTS

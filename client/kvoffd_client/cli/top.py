@@ -39,7 +39,7 @@ from kvoffd_client.cli.stats import (
 from kvoffd_client.cli.target import CliError, Directory, Url, check_one_daemon, open_admin, parse_option
 from kvoffd_client.errors import KvoffdClientError
 from kvoffd_proto.admin import HealthLevel
-from kvoffd_proto.stats import MAX_NAMESPACE_ROWS, DaemonStats, NamespaceStats, Traffic, Window
+from kvoffd_proto.stats import DaemonStats, NamespaceStats, Traffic, Window
 from kvoffd_proto.units import (
     exact_duration,
     format_count,
@@ -133,9 +133,7 @@ class History:
         return self._gained(self._latest[-1].since_start, self._latest[0].since_start)
 
     def now_of(self, namespace: NamespaceStats) -> Window:
-        # A namespace missing from the first sample had no traffic, unless the list was full.
-        absent = NamespaceStats() if len(self._before) < MAX_NAMESPACE_ROWS else namespace
-        return self._gained(namespace, self._before.get(namespace.id, absent))
+        return self._gained(namespace, self._before.get(namespace.id, NamespaceStats()))
 
     def _gained(self, later: Traffic, earlier: Traffic) -> Window:
         """Return the traffic between two samples."""

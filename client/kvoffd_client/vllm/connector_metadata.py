@@ -62,6 +62,7 @@ class KeyedSpec(LoadStoreSpec):
         request_id: the request of a load; None for stores.
         load_tokens: tokens of a load.
         origins: ``GroupBlocks.parents`` and ``tokens`` of a store, by group on the wire.
+        before: key before the first of a store in its prompt, by group on the wire, if there is one.
     """
 
     groups: tuple[bytes, ...] = field(repr=False)
@@ -69,6 +70,7 @@ class KeyedSpec(LoadStoreSpec):
     request_id: str | None = None
     load_tokens: int = 0
     origins: Mapping[int, tuple[bytes, bytes]] = field(default_factory=dict, repr=False)
+    before: Mapping[int, bytes] = field(default_factory=dict, repr=False)
 
     @property
     def keys(self) -> list[GroupKeys]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from math import inf
 from typing import TYPE_CHECKING
@@ -361,6 +361,20 @@ class KvoffdManager(OffloadingManager):
             groups = [of_adapter(group, adapter) for group in groups]
         return KeyedSpec(tuple(map(b"".join, groups)))
 
+    def _before(self, request: Request, ends: Mapping[OffloadKey, int], adapter: bytes) -> dict[int, bytes]:
+        """Return the key before a request's first one, by group, if there is one. ``ends``: last token of each key."""
+        before: dict[int, bytes] = {}
+        for key, end in ends.items():
+            index = self._positions[key[-GROUP_ID_BYTES:]]
+            if index in before:
+                continue
+            group = self.groups[index]
+            hashes = max(0, end - 1) // group.tokens_per_chunk * group.hashes_per_chunk
+            before[index] = bytes(request.block_hashes[hashes - 1]) if hashes else b""
+            if hashes and adapter:
+                (before[index],) = of_adapter([before[index]], adapter)
+        return {index: key for index, key in before.items() if key}
+
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self.lookups.queue.load_ended()
         self.lookups.loads += 1
@@ -424,6 +438,7 @@ class KvoffdManager(OffloadingManager):
         self._storing |= sizes
         self._outstanding_bytes += sum(sizes.values())
         spec = self._spec_of(ends, state.adapter)
+        spec.before = self._before(request, ends, state.adapter)
         has_tail = any(
             end % self.groups[self._positions[key[-GROUP_ID_BYTES:]]].tokens_per_chunk for key, end in ends.items()
         )

@@ -166,8 +166,8 @@ class KvoffdWorker(OffloadingWorker):
                 continue
             first_block = first_index % per_key
             fits &= blocks_fit(count, size, first_block, per_key, store=is_store)
-            origins = keyed.origins.get(index, (b"", b""))
-            groups.append(GroupTransfer(index, keys, ids.astype("<i4").tobytes(), first_block, *origins))
+            origins, before = keyed.origins.get(index, (b"", b"")), keyed.before.get(index, b"")
+            groups.append(GroupTransfer(index, keys, ids.astype("<i4").tobytes(), first_block, *origins, before))
         if not fits:
             logger.warning_once(  # type: ignore[attr-defined]
                 "kvoffd: a job was not sent because its blocks do not fit its keys: by group %s blocks, from index %s, "

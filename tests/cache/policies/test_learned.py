@@ -250,7 +250,7 @@ def test_the_chance_is_right_however_many_requests_a_lifetime_has(requests: int)
     """Prompts of three blocks, of which half return, and of six, of which a tenth does: once, after a lifetime."""
     rig, rng, due, first = learned_rig(5 * requests, requests // 10, MIB), random.Random(1), deque[Chain](), 0
     policy, namespace = policy_of(rig), rig.open("a")
-    group, namespace.totals.keys_asked = rig.cache.group(namespace, 0), 5 * requests
+    group, namespace.counters.keys_asked = rig.cache.group(namespace, 0), 5 * requests
     group.tokens = 512
     for number in range(24 * requests):
         blocks, part = (3, 0.5) if number % 2 else (6, 0.1)

@@ -1,0 +1,141 @@
+"""Finds where prompts differ although what follows is the same: a date or an id there keeps the rest from being shared.
+
+A block is found again only if all tokens before it are equal. Stores send the tokens of each block, so the daemon sees
+blocks of equal tokens that were stored under different keys: their prompts branched before them. Such tokens would have
+been shared, had what differs come after them. Only prompts whose difference takes as many tokens are seen, since blocks
+must have the same borders.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from kvoffd.cache.namespace import Namespace
+
+MAX_KNOWN = 32_768
+"""Blocks whose place and tokens are remembered, about 200 bytes each."""
+MAX_QUEUED, BLOCKS_PER_TICK = 4096, 512
+"""Most blocks that wait for ``tick``, beyond which further ones are left out; and blocks of one call: about 2 ms."""
+MAX_POINTS = 64
+"""Branch points of a namespace; the one that costs least goes."""
+HALVED_EVERY_S = 86_400.0
+"""Interval after which older counts are halved."""
+EXAMPLES = 2
+TOKEN_ID_BYTES = 4
+
+
+@dataclass(slots=True, eq=False)
+class BranchPoint:
+    """A place at which prompts with one beginning differ.
+
+    Attributes:
+        at_tokens: tokens of the common beginning.
+        prompts: prompts that continued differently there, weighted by age, as are all counts.
+        repeated_tokens: tokens behind that were computed although an equal block had been stored.
+        examples: token ids of the first different block of the last two such prompts, uint32.
+    """
+
+    at_tokens: int
+    prompts: float = 0.0
+    repeated_tokens: float = 0.0
+    examples: deque[bytes] = field(default_factory=lambda: deque(maxlen=EXAMPLES))
+
+
+@dataclass(slots=True, eq=False)
+class _Place:
+    """A known block. ``point``: the branch point before it, if there is one."""
+
+    end_tokens: int
+    point: BranchPoint | None
+    has_child: bool = False
+
+
+class _Prompts:
+    """Known blocks of a namespace's prompts."""
+
+    def __init__(self) -> None:
+        self.root = _Place(0, None)
+        self.places: OrderedDict[int, _Place] = OrderedDict()
+        self.contents: OrderedDict[int, None] = OrderedDict()
+        """Hashes of blocks' tokens."""
+        self.points: dict[_Place, BranchPoint] = {}
+        self.seen_tokens = 0.0
+
+
+class BranchPoints:
+    """Branch points of all namespaces. For the daemon's thread."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock, self._halved_at = clock, clock()
+        self._queue: deque[tuple[Namespace, bytes, bytes, bytes]] = deque()
+        self._of: dict[Namespace, _Prompts] = {}
+
+    def offered(self, namespace: Namespace, keys: Sequence[bytes], parents: bytes, token_ids: bytes) -> None:
+        """Record blocks that an engine stores: their keys, and parents and token ids of all, end to end."""
+        if not (keys and parents and token_ids) or len(self._queue) + len(keys) > MAX_QUEUED:
+            return
+        size, each = len(parents) // len(keys), len(token_ids) // len(keys)
+        for at, key in enumerate(keys):
+            parent, tokens = parents[at * size : (at + 1) * size], token_ids[at * each : (at + 1) * each]
+            self._queue.append((namespace, key, parent, tokens))
+
+    def tick(self) -> None:
+        for _ in range(min(len(self._queue), BLOCKS_PER_TICK)):
+            namespace, key, parent, tokens = self._queue.popleft()
+            prompts = self._of.get(namespace)
+            if prompts is None:
+                prompts = self._of[namespace] = _Prompts()
+            _add(prompts, key, parent, tokens)
+        if self._clock() - self._halved_at >= HALVED_EVERY_S:
+            self._halved_at = self._clock()
+            for prompts in self._of.values():
+                prompts.seen_tokens /= 2
+                for point in prompts.points.values():
+                    point.prompts /= 2
+                    point.repeated_tokens /= 2
+
+    def namespace_forgotten(self, namespace: Namespace) -> None:
+        self._of.pop(namespace, None)
+
+    def of(self, namespace: Namespace) -> tuple[int, list[BranchPoint]]:
+        """Return the tokens of the blocks that were seen, and the branch points, the one that costs most first."""
+        if (prompts := self._of.get(namespace)) is None:
+            return 0, []
+        points = sorted(prompts.points.values(), key=lambda point: -point.repeated_tokens)
+        return round(prompts.seen_tokens), [point for point in points if point.repeated_tokens]
+
+
+def _add(prompts: _Prompts, key: bytes, parent: bytes, tokens: bytes) -> None:
+    places, own, content = prompts.places, hash(key), hash(tokens)
+    if own in places:  # it was stored before
+        places.move_to_end(own)
+        return
+    before = places.get(hash(parent)) if any(parent) else prompts.root
+    if before is None:
+        return  # what comes before it is not remembered
+    if before is not prompts.root:
+        places.move_to_end(hash(parent))
+    count = len(tokens) // TOKEN_ID_BYTES
+    prompts.seen_tokens += count
+    is_known, point = content in prompts.contents, before.point
+    if is_known and point is not None:
+        point.repeated_tokens += count
+    elif not is_known and point is None and before.has_child:
+        point = prompts.points.get(before)
+        if point is None:
+            point = prompts.points[before] = BranchPoint(before.end_tokens)
+            if len(prompts.points) > MAX_POINTS:
+                least = min(islice(prompts.points.items(), MAX_POINTS), key=lambda item: item[1].repeated_tokens)
+                del prompts.points[least[0]]
+        point.prompts += 1
+        point.examples.append(tokens)
+    before.has_child = True
+    places[own] = _Place(before.end_tokens + count, point)
+    prompts.contents[content] = None
+    prompts.contents.move_to_end(content)
+    for known in (places, prompts.contents):
+        if len(known) > MAX_KNOWN:
+            known.popitem(last=False)
