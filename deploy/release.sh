@@ -11,10 +11,10 @@ fi
 for tool in podman buildah docker; do
     command -v "$tool" >/dev/null && break
 done
-image=$REGISTRY/kvoffd:$version
 
 make dist
 make deb image
+make image PEERS=yes
 # A chart is its directory, with the manifest that it reads in place of the link.
 tar --create --gzip --dereference --sort=name --owner=0 --group=0 --numeric-owner \
     --mtime="@$(git log -1 --format=%ct)" --directory deploy/helm --file "dist/kvoffd-chart-$version.tgz" kvoffd
@@ -26,9 +26,12 @@ publish() {
     echo "+ $*"
     [ "${PUBLISH:-}" != yes ] || "$@"
 }
-publish "$tool" tag "kvoffd:$version" "$image"
-publish "$tool" push "$image"
-publish cosign sign --yes "$image"
+# The chart takes the second where there are peers.
+for tag in "$version" "$version-peers"; do
+    publish "$tool" tag "kvoffd:$tag" "$REGISTRY/kvoffd:$tag"
+    publish "$tool" push "$REGISTRY/kvoffd:$tag"
+    publish cosign sign --yes "$REGISTRY/kvoffd:$tag"
+done
 publish helm push "dist/kvoffd-chart-$version.tgz" "oci://$REGISTRY/charts"
 publish twine upload "dist/kvoffd-$version.tar.gz" dist/*.whl
 publish git push origin "v$version"

@@ -48,7 +48,7 @@ def test_it_builds_and_signs_all_and_publishes_nothing_unasked(tree: Path) -> No
     ended = release(tree)
     assert ended.returncode == 0, ended.stderr
     ran = [line for line in ended.stdout.splitlines() if line.startswith("RAN")]
-    assert [line.split()[1] for line in ran] == ["make", "make", "gpg"]
+    assert [line.split()[1] for line in ran] == ["make", "make", "make", "gpg"]
     sums = (tree / "dist" / "SHA256SUMS").read_text()
     chart = f"kvoffd-chart-{__version__}.tgz"
     assert all(name in sums for name in (".whl", ".tar.gz", ".deb", chart))
@@ -57,7 +57,9 @@ def test_it_builds_and_signs_all_and_publishes_nothing_unasked(tree: Path) -> No
         assert manifest.isreg(), "not the link"
     would = [line for line in ended.stdout.splitlines() if line.startswith("+ ")]
     assert f"+ helm push dist/{chart} oci://r.example/kvoffd/charts" in would
-    assert len(would) == 7
+    for tag in (__version__, f"{__version__}-peers"):
+        assert f"+ podman push r.example/kvoffd/kvoffd:{tag}" in would
+    assert len(would) == 10
 
 
 def test_what_is_no_tag_and_what_has_no_key_is_refused(tree: Path) -> None:
