@@ -89,17 +89,19 @@ dist: $(VENV)/.dist ## build the sdist and a wheel for all Pythons of x86_64 and
 	@rm -rf dist
 	@$(BIN)/python deploy/build_dist.py dist
 
-deb: $(VENV)/.tools ## build a Debian package with all that kvoffd needs, for this release of Debian or Ubuntu
+deb: $(VENV)/.tools ## build a Debian package with all that kvoffd needs, for this release of Debian or Ubuntu; PEERS=yes adds NIXL
 	@rm -rf .delivery/deb
 	@$(BIN)/python -m hatchling build --target wheel --directory .delivery/deb
 	@$(BIN)/python -m pip download --quiet --only-binary=:all: --find-links .delivery/deb --dest .delivery/deb \
 		--python-version $$(/usr/bin/python3 -c 'import platform; print(platform.python_version())') \
 		"$$(echo .delivery/deb/kvoffd-*.whl)[s3]"
+	@test -z "$(PEERS)" || $(BIN)/python -m pip download --quiet --no-deps --only-binary=:all: --dest .delivery/deb \
+		--python-version $$(/usr/bin/python3 -c 'import platform; print(platform.python_version())') 'nixl-cu12>=1.5'
 	@mkdir -p dist
 	@deploy/debian/build_deb.sh .delivery/deb dist
 
-image: ## build the container image with podman, buildah or docker; ARGS="--build-arg BASE=ubuntu:24.04"
-	@deploy/docker/build_image.sh $(ARGS)
+image: ## build the container image with podman, buildah or docker; PEERS=yes adds NIXL; ARGS="--build-arg BASE=ubuntu:24.04"
+	@PEERS=$(PEERS) deploy/docker/build_image.sh $(ARGS)
 
 release: $(VENV)/.dist ## build and sign all of the above and the Helm chart; KEY=..., REGISTRY=..., PUBLISH=yes (deploy/RELEASE.md)
 	@deploy/release.sh

@@ -263,6 +263,14 @@ def _checked(check: Callable[[str], object], text: str) -> str:
     return text
 
 
+def _host_name(text: str) -> str:
+    if text != "*" and not (is_host(text) and ":" not in text and "/" not in text):
+        raise ValueError(
+            f"{quoted(text)} is not a name; write it as in kvoffd.example.com, without a port, or * for all"
+        )
+    return text.lower().rstrip(".")
+
+
 DIRECTORY = Kind(_directory, "PATH")
 UIDS, GIDS = (
     Kind(partial(_ids, id_of), "IDS", lambda ids: ",".join(map(str, ids)))
@@ -459,6 +467,11 @@ class Config:
         "127.0.0.1:9464",
         "Address of /metrics, /healthz, /readyz, /stats.json and the page; an empty one disables HTTP. Change it so "
         "that your monitoring reaches it; there is no password.",
+    )
+    http_hosts: tuple[str, ...] = listed("NAME", "names, such as kvoffd.example.com", _host_name).setting(
+        (),
+        "Name by which HTTP may be asked, besides addresses, names without a dot or in .svc, .local and .internal, and "
+        "this machine's; * is any. Set it for a proxy or a name of your own; it keeps pages of other sites out.",
     )
     log_level: str = choice("debug", "info", "warning", "error").setting(
         "info",

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Builds kvoffd_VERSION_ARCHITECTURE.deb for this release of Debian or Ubuntu: `build_deb.sh WHEELS DIRECTORY`.
 # WHEELS has the wheels of kvoffd and of all that it needs, for this release's Python (`pip download`, or `pip wheel`);
-# the package brings them along, below /usr/lib/kvoffd. Needs dpkg-deb and python3 with pip (python3-venv).
+# the package brings them along, below /usr/lib/kvoffd; NIXL's, for peers, only if its wheel is there too. Needs dpkg-deb and python3 with pip (python3-venv).
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 deploy=$(dirname "$here")
@@ -15,6 +15,10 @@ umask 022
 
 /usr/bin/python3 -m venv "$work/pip"
 "$work/pip/bin/pip" install --quiet --no-index --find-links "$wheels" --no-compile --target "$root$library" 'kvoffd[s3]'
+for nixl in "$wheels"/nixl_cu12-*.whl; do
+    [ ! -e "$nixl" ] ||
+        "$work/pip/bin/pip" install --quiet --no-index --no-deps --no-compile --target "$root$library" "$nixl"
+done
 rm -r "$root$library/bin"
 version=$(PYTHONPATH=$root$library /usr/bin/python3 -B -c 'import kvoffd; print(kvoffd.__version__)')
 python=$(/usr/bin/python3 -c 'import sys; print("%d.%d" % sys.version_info[:2])')

@@ -1,5 +1,6 @@
 #!/bin/sh
 # Builds the image kvoffd:VERSION with the first of podman, buildah and docker that is there; arguments are those of `build`.
+# With the variable PEERS=yes it has NIXL, and is kvoffd:VERSION-peers.
 set -eu
 cd "$(dirname "$0")/../.."
 version=$(sed -n 's/^__version__ = "\(.*\)"/\1/p' kvoffd/__init__.py)
@@ -14,7 +15,8 @@ if [ "$tool" != docker ]; then
     set -- --format docker --ignorefile deploy/docker/Dockerfile.dockerignore "$@"
 fi
 if ! "$tool" build --file deploy/docker/Dockerfile \
-    --build-arg "VERSION=$version" --build-arg "REVISION=$revision" --build-arg "CREATED=$created" --tag "kvoffd:$version" "$@" .; then
+    --build-arg "VERSION=$version" --build-arg "REVISION=$revision" --build-arg "CREATED=$created" \
+    --build-arg "PEERS=${PEERS:-}" --tag "kvoffd:$version${PEERS:+-peers}" "$@" .; then
     echo "The image was not built. Where no registry is in reach, name a base that is here:" \
         "make image ARGS='--build-arg BASE=NAME'; \`make delivery\` makes one with mmdebstrap." >&2
     exit 1

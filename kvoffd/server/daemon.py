@@ -177,7 +177,7 @@ class Daemon:
         """Start HTTP before the pool is touched, which may take minutes: for probes, and to fail early."""
         if not self._config.http_address:
             return
-        self._http = HttpServer(self._config.http_address, self, asyncio.get_running_loop())
+        self._http = HttpServer(self._config.http_address, self._config.http_hosts, self, asyncio.get_running_loop())
         self._http.start()
 
     def health(self) -> HealthReply:

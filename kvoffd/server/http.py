@@ -15,8 +15,9 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from http import HTTPStatus
 from ipaddress import ip_address
 from pathlib import Path
@@ -40,7 +41,8 @@ MAX_CONNECTIONS = 32
 MAX_REQUEST_BYTES = 8192
 MAX_DISCARDED_BYTES = 1 << 20
 PATHS = ("/metrics", "/healthz", "/readyz", "/stats.json")
-FOR_BROWSERS = ("/", "/stats.json")
+PRIVATE = (".svc", ".local", ".internal", ".localhost")
+"""Ends of names that the public DNS does not have: Services of Kubernetes, and networks of their own."""
 POLICY = (
     "default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -72,8 +74,9 @@ def _sentence(status: HTTPStatus, text: str) -> _Answer:
 class HttpServer:
     """Listens when constructed, answers after ``start``. Raises KvoffdError if the address is unusable."""
 
-    def __init__(self, address: str, daemon: Daemon, loop: asyncio.AbstractEventLoop) -> None:
-        self._daemon, self._loop = daemon, loop
+    def __init__(self, address: str, hosts: Collection[str], daemon: Daemon, loop: asyncio.AbstractEventLoop) -> None:
+        self._hosts, self._daemon, self._loop = hosts, daemon, loop
+        self._own_names = set[str]()
         self._dashboard = Path(__file__).with_name("dashboard.html").read_bytes()
         self._locks = {path: asyncio.Lock() for path in PATHS}
         self._fresh: dict[str, tuple[float, _Answer]] = {}
@@ -138,9 +141,27 @@ class HttpServer:
         if words[0] != b"GET":
             return _sentence(HTTPStatus.METHOD_NOT_ALLOWED, "Only GET is served.")
         path = words[1].split(b"?", 1)[0].decode(errors="replace")
-        if path in FOR_BROWSERS and not await asyncio.to_thread(_is_here, head):
-            return _sentence(HTTPStatus.FORBIDDEN, "Use an IP address, localhost or this machine's name as the host.")
+        for host in _hosts_of(head):
+            if not (self._is_served(host) or host in await asyncio.to_thread(self._find_own_names)):
+                text = "Use an IP address, localhost or this machine's name as the host, or add this one to http_hosts."
+                return _sentence(HTTPStatus.FORBIDDEN, text)
         return await self._answer(path)
+
+    def _is_served(self, host: str) -> bool:
+        """Return whether a host is served by any daemon, by this one's setting, or is known to be this machine's name.
+
+        Others are refused against DNS rebinding: a name of the public DNS may be a foreign page's, and resolve to here.
+        """
+        if "." not in host or host.endswith(PRIVATE) or host in self._own_names:
+            return True
+        with suppress(ValueError):
+            return bool(ip_address(host))
+        return host in self._hosts or "*" in self._hosts
+
+    def _find_own_names(self) -> set[str]:
+        """Return this machine's names now. That may ask a server, and take seconds."""
+        self._own_names = {socket.gethostname().lower(), socket.getfqdn().lower()}
+        return self._own_names
 
     async def _answer(self, path: str) -> _Answer:
         if path == "/":
@@ -205,19 +226,10 @@ async def _send(answer: _Answer, reader: asyncio.StreamReader, writer: asyncio.S
             break
 
 
-def _is_here(head: bytes) -> bool:
-    """Return whether the Host header is an address, a name without a dot, or this machine's name.
-
-    That protects against DNS rebinding: a foreign page whose name resolves to this machine reads nothing.
-    """
+def _hosts_of(head: bytes) -> list[str]:
+    """Return the hosts that a request names, without ports."""
     found = [
         line[5:].strip().decode(errors="replace") for line in head.split(b"\r\n")[1:] if line[:5].lower() == b"host:"
     ]
-    for name in found:
-        host = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
-        try:
-            ip_address(host)
-        except ValueError:
-            if "." in host.rstrip(".") and host.lower() not in (socket.gethostname().lower(), socket.getfqdn().lower()):
-                return False
-    return True
+    hosts = [name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0] for name in found]
+    return [host.lower().rstrip(".") for host in hosts]

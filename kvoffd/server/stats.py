@@ -304,6 +304,7 @@ def _lent_stats(service: Service) -> s.LentStats | None:
         blocks=server.lent_blocks,
         bytes=server.served_bytes,
         refused_requests=server.refused,
+        refused_handshakes=helper.refused_handshakes,
         pinned_bytes=server.lent_bytes,
     )
 

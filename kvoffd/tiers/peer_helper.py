@@ -29,6 +29,7 @@ import numpy as np
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
+from zmq.utils.monitor import parse_monitor_message
 
 from kvoffd.system.mappings import map_shared
 from kvoffd.system.newest import put_newest
@@ -82,6 +83,17 @@ AT_ONCE = 64
 LEASE_S, MAX_LENT = 10.0, 65_536
 """Time for which what was lent keeps the pauses short, unless it is returned, and limit of such requests."""
 HEARTBEAT_MS, LOST_MS = 1000, 4000
+HANDSHAKE_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+)
+LINK_EVENTS = (
+    zmq.EVENT_CONNECT_DELAYED
+    | zmq.EVENT_CONNECT_RETRIED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | HANDSHAKE_FAILED
+)
+"""Events of a connection to a peer that ``Link`` needs."""
 DOMAIN = "kvoffd"
 PR_SET_PDEATHSIG = 1
 RECONNECT_MS, MAX_RECONNECT_MS = 100, 1000
@@ -102,6 +114,41 @@ class Transfer:
         """Whether nobody waits for it any more."""
 
 
+class Link:
+    """Reason why a peer is not connected, by the events of its socket."""
+
+    SILENT = "{} cannot be reached: its host does not answer; check its address, and firewalls on the way."
+    CLOSED = "{} cannot be reached: nothing listens there; check whether its daemon runs, and its peer_listen."
+    UNKNOWN = "{} cannot be reached: its name is not known here; check how it is written in peers."
+    REFUSED = "{} refuses this node: it has another secret, or is no kvoffd; give all nodes the same peer_secret_file."
+
+    def __init__(self, one: zmq.Socket[bytes]) -> None:
+        self.events: zmq.Socket[bytes] = one.get_monitor_socket(LINK_EVENTS)
+        self.problem = ""
+        """A sentence with a place for the peer's address, once an attempt has failed and none has succeeded since."""
+        self._tried_at: float | None = None
+
+    def take(self) -> None:
+        """Read the events that are there."""
+        for _ in range(AT_ONCE):
+            if not cast(int, self.events.get(zmq.EVENTS)) & zmq.POLLIN:
+                return
+            event = parse_monitor_message(self.events.recv_multipart(zmq.NOBLOCK))["event"]
+            if event == zmq.EVENT_CONNECT_DELAYED:
+                self._tried_at = time.monotonic()
+            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.problem = ""
+            elif event & HANDSHAKE_FAILED:
+                self.problem = self.REFUSED
+            elif event == zmq.EVENT_CLOSED and self._tried_at is not None:
+                waited_ms = 1000 * (time.monotonic() - self._tried_at)
+                self.problem = self.SILENT if waited_ms >= LOST_MS / 2 else self.CLOSED
+            elif event == zmq.EVENT_CONNECT_RETRIED:
+                if self._tried_at is None:  # there was no address to connect to
+                    self.problem = self.UNKNOWN
+                self._tried_at = None
+
+
 class Helper:
     """Passes requests and answers between the daemon and peers, and has NIXL read their memory. In one thread."""
 
@@ -114,6 +161,10 @@ class Helper:
         secret_key = z85.encode(blake2b(settings.secret, digest_size=32, person=b"kvoffd peers").digest())
         self._keys = zmq.curve_public(secret_key), secret_key
         self._router: zmq.Socket[bytes] | None = None
+        self._router_events: zmq.Socket[bytes] | None = None
+        self._refused = 0
+        """Connections of peers whose handshake failed."""
+        self._links_to: dict[int, Link] = {}
         self._lent: dict[tuple[bytes, int], float] = {}
         self._in_flight: dict[tuple[bytes, int], float] = {}
         self._spent: Counter[bytes] = Counter()
@@ -130,7 +181,7 @@ class Helper:
         """Metadata of each peer's agent, the agent's name, and where the peer's pool begins."""
         self._busy_until = self._beat_at = 0.0
         self._start_nixl()
-        self._peers = [self._connect(peer) if peer else None for peer in settings.peers]
+        self._peers = [self._connect(n, peer) if peer else None for n, peer in enumerate(settings.peers)]
         if settings.listen:
             self._listen()
 
@@ -174,14 +225,18 @@ class Helper:
         one.curve_publickey, one.curve_secretkey = self._keys
         return one
 
-    def _connect(self, peer: str, *, waits: bool = False) -> zmq.Socket[bytes]:
+    def _connect(self, number: int, peer: str, *, waits: bool = False) -> zmq.Socket[bytes]:
         """Begin to connect. Until that is done requests fail at once, or wait."""
         one = self._socket(zmq.DEALER)
         one.curve_serverkey = self._keys[0]
         one.setsockopt(zmq.IMMEDIATE, not waits)
         one.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         one.setsockopt(zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MS)
+        one.setsockopt(zmq.CONNECT_TIMEOUT, LOST_MS)
+        link = Link(one)
         one.connect(f"tcp://{peer}")
+        self._links_to[number] = link
+        self._poller.register(link.events, zmq.POLLIN)
         self._poller.register(one, zmq.POLLIN)
         return one
 
@@ -189,6 +244,8 @@ class Helper:
         """Give a peer's number to another one."""
         if (before := self._peers[number]) is not None:
             self._poller.unregister(before)
+            self._poller.unregister(self._links_to.pop(number).events)
+            before.disable_monitor()
             before.close()
         self._asked = {ident: of for ident, of in self._asked.items() if of != number}
         agent = self._agents.pop(number, None)
@@ -197,7 +254,7 @@ class Helper:
         self._settings.peers[number] = address
         self._peers[number] = None
         with suppress(zmq.ZMQError):
-            self._peers[number] = self._connect(address, waits=True)
+            self._peers[number] = self._connect(number, address, waits=True)
 
     def _listen(self) -> None:
         public = z85.decode(self._keys[0])
@@ -212,6 +269,8 @@ class Helper:
         self._router = one = self._socket(zmq.ROUTER)
         one.setsockopt(zmq.ZAP_DOMAIN, DOMAIN.encode())
         one.curve_server = True
+        self._router_events = one.get_monitor_socket(HANDSHAKE_FAILED)
+        self._poller.register(self._router_events, zmq.POLLIN)
         host, _, port = self._settings.listen.rpartition(":")
         one.bind(f"tcp://{host or '*'}:{port}")
         self._poller.register(one, zmq.POLLIN)
@@ -226,7 +285,7 @@ class Helper:
             self._forget(now)
             if now >= self._beat_at:
                 self._beat_at = now + BEAT_S
-                self._to_daemon(BEAT, 0, 0)
+                self._to_daemon(BEAT, 0, self._refused)
                 if new := links().keys() - self._links:
                     print(f"The helper process for peers starts again, to use {', '.join(new)}.", file=sys.stderr)
                     return
@@ -238,6 +297,11 @@ class Helper:
                     if not (data := self._channel.recv(MAX_MESSAGE_BYTES)):
                         return  # the daemon is gone
                     self._from_daemon(*parsed(data))
+            for link in self._links_to.values():
+                if ready.pop(link.events, 0):
+                    link.take()
+            if self._router_events is not None and ready.pop(self._router_events, 0):
+                self._count_refused(self._router_events)
             for number, peer in enumerate(self._peers):
                 if peer is not None and peer in ready:
                     self._answers(number, peer)
@@ -253,6 +317,13 @@ class Helper:
                     time.sleep(BUSY_S)
             if ready:
                 self._busy_until = now + BUSY_AFTER_S
+
+    def _count_refused(self, events: zmq.Socket[bytes]) -> None:
+        for _ in range(AT_ONCE):
+            if not cast(int, events.get(zmq.EVENTS)) & zmq.POLLIN:
+                return
+            events.recv_multipart(zmq.NOBLOCK)
+            self._refused += 1
 
     def _forget(self, now: float) -> None:
         for table in (self._lent, self._in_flight):
@@ -274,7 +345,7 @@ class Helper:
             self._to_daemon(FAILED, number, ident, why.encode())
         elif kind in (FIND, PIN, RELEASE, FOLLOW):
             try:
-                if (to := self._peers[number]) is None:
+                if (to := self._peers[number]) is None or (kind != RELEASE and self._links_to[number].problem):
                     raise zmq.Again
                 to.send_multipart([bytes([kind]), ident.to_bytes(8, "little"), payload], zmq.NOBLOCK)
                 if kind != RELEASE:
@@ -283,8 +354,8 @@ class Helper:
                         del self._asked[next(iter(self._asked))]
             except zmq.Again:
                 if kind != RELEASE:
-                    peer = self._settings.peers[number]
-                    why = f"{peer} cannot be reached; check its address, peer_listen and the secret there."
+                    problem = self._links_to[number].problem if number in self._links_to else ""
+                    why = (problem or Link.SILENT).format(self._settings.peers[number])
                     self._to_daemon(FAILED, number, ident, why.encode())
         elif kind == READ:
             self._begin(number, ident, np.frombuffer(payload, np.uint64).reshape(-1, 2))

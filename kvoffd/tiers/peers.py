@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import accumulate, count, groupby
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -73,9 +74,13 @@ BEAT_S, HANGS_S = 1.0, 10.0
 """Interval of the helper's signs of life, and time without one after which it is killed."""
 FIRST_PAUSE_S, MAX_PAUSE_S, STEADY_S = 0.25, 1.0, 10.0
 """Pauses before the helper is started again, longer each time that it ended within the last."""
+WARN_S = 60.0
+"""Interval of warnings about refused connections."""
 CANNOT_WORK_PAUSE_S = 30.0
 """Longest pause if it said that it cannot work."""
 MODULES = "nixl_cu12", "nixl_cu13"
+DEBIAN_LIBRARY = "/usr/lib/kvoffd"
+"""Directory of kvoffd, and of what it needs, in the Debian package."""
 _FRAME_BYTES = 10
 """Bytes before a message's payload: kind, peer or length of a route, and id."""
 
@@ -170,11 +175,23 @@ def read_secret(path: str) -> bytes:
 def check_installed() -> None:
     """Raise KvoffdError if NIXL is not installed. It is not imported: that is for the helper."""
     if not any(importlib.util.find_spec(name) for name in MODULES):
-        raise KvoffdError(
-            f"Peers need NIXL, which is not installed; install it with: {sys.executable} -m pip install --no-deps "
-            "nixl-cu12 (without --no-deps it brings torch for CUDA).",
-            ErrorCode.BAD_ARGUMENT,
-        )
+        # --no-deps: else it brings torch for CUDA. The Debian package has a directory of its own.
+        where = f"--target {DEBIAN_LIBRARY} " if __file__.startswith(f"{DEBIAN_LIBRARY}/") else ""
+        how = f"install it with: {sys.executable} -m pip install --no-deps {where}nixl-cu12."
+        if importlib.util.find_spec("pip") is None:
+            how = f"take the image with it (make image PEERS=yes), or get pip (apt install python3-pip), then {how}"
+        raise KvoffdError(f"Peers need NIXL, which is not installed; {how}", ErrorCode.BAD_ARGUMENT)
+
+
+def helper_command(channel: int) -> list[str]:
+    """Return the helper's command line. It finds kvoffd where this process did: the Debian package has it elsewhere."""
+    library = str(Path(__file__).parents[2])
+    code = (
+        f"import sys; {library!r} in sys.path or sys.path.insert(0, {library!r}); "
+        "from kvoffd.tiers.peer_helper import main; main()"
+    )
+    # -P: modules of the working directory are not the daemon's.
+    return [sys.executable, "-P", "-c", code, str(channel)]
 
 
 class _Call:
@@ -223,6 +240,8 @@ class PeerHelper:
         """Whether the daemon stops; whether no helper is starting; whether the last one said that it cannot work."""
         self.life, self.up, self.problem = 0, False, ""
         """Number of helpers that have ended; whether one works, and if not, a sentence why."""
+        self.refused_handshakes, self._refused_before, self._warn_at = 0, 0, 0.0
+        """Connections to ``listen`` that were refused; those of earlier helpers; when the next may be logged."""
         self._replies = TaskThread("kvoffd-replies")
         self._thread = DaemonThreads([("kvoffd-peers", self._run)], self._closed.set)
 
@@ -381,10 +400,8 @@ class PeerHelper:
             landing = self._landing.fd, self._landing.size_bytes
             settings = msgspec.structs.replace(settings, landing=landing)
             inherited.append(self._landing.fd)
-        # -P: modules of the working directory are not the daemon's.
-        command = [sys.executable, "-P", "-m", "kvoffd.tiers.peer_helper", str(channel)]
         try:
-            return subprocess.Popen(command, pass_fds=inherited, stdin=subprocess.DEVNULL), settings
+            return subprocess.Popen(helper_command(channel), pass_fds=inherited, stdin=subprocess.DEVNULL), settings
         finally:
             if served >= 0:
                 os.close(served)
@@ -424,6 +441,7 @@ class PeerHelper:
                 self._end()
                 code = self._process.wait()
                 self.life += 1
+                self._refused_before = self.refused_handshakes
                 with self._lock:
                     self._reads.clear()
                 if not self._closed.is_set():
@@ -442,6 +460,9 @@ class PeerHelper:
             if self.up:
                 logger.info("The helper process for peers has started.")
             return
+        if kind == BEAT:
+            self._refused(ident)
+            return
         if kind in (DONE, FAILED):
             with self._lock:
                 self._reads.pop(ident, None)
@@ -451,6 +472,18 @@ class PeerHelper:
             else:
                 call.reply = payload
             call.ended.set()
+
+    def _refused(self, count: int) -> None:
+        """Note how many connections this helper has refused."""
+        new = self._refused_before + count - self.refused_handshakes
+        self.refused_handshakes += new
+        if new and time.monotonic() >= self._warn_at:
+            self._warn_at = time.monotonic() + WARN_S
+            logger.warning(
+                "%d connections to peer_listen were refused so far: who connects has another secret, or is no kvoffd. "
+                "Give all nodes the same peer_secret_file.",
+                self.refused_handshakes,
+            )
 
 
 class PeerStore(Store):

@@ -273,16 +273,18 @@ class Credentials(NamedTuple):
 
 
 def warn_of_readers(path: str, what: str) -> None:
-    """Warn if every user can read a file, unless its mount is read-only, like that of a Kubernetes secret.
+    """Warn if a file with a secret is open to others than the daemon.
 
-    Raises OSError.
+    It may have 0600 if it is the daemon's own. If it is another user's, as in a Secret of Kubernetes, the daemon reads
+    it by its group, and it may have 0640. Raises OSError.
     """
-    mode = stat.S_IMODE(os.stat(path).st_mode)
-    if mode & stat.S_IROTH and not os.statvfs(path).f_flag & os.ST_RDONLY:
+    found = os.stat(path)
+    is_own = found.st_uid == os.geteuid()
+    if found.st_mode & (0o077 if is_own else 0o037):
         logger.warning(
-            "%s, with %s, can be read by every user (its mode is %04o); "
-            "`chmod o-rwx` it, and `chown` it to the daemon's user.",
-            *(path, what, mode),
+            "%s, with %s, is open to other users (its mode is %04o): %s.",
+            *(path, what, stat.S_IMODE(found.st_mode)),
+            "chmod 0400 it" if is_own else "chmod 0440 it (defaultMode of a Secret), or chown it to the daemon's user",
         )
 
 

@@ -471,6 +471,9 @@ class LentStats(Part, frozen=True):
     blocks: Annotated[Count, doc("Blocks lent to peers.")] = 0
     bytes: Annotated[ByteCount, counter("Bytes lent to peers.")] = 0
     refused_requests: Annotated[Count, counter("Requests of peers that a limit cut short, or that were invalid.")] = 0
+    refused_handshakes: Annotated[
+        Count, counter("Connections to peer_listen that were refused: of another secret, or of no kvoffd.")
+    ] = 0
     leases: Annotated[Count, doc("Requests of peers whose blocks are lent now.")] = 0
     pinned_bytes: Annotated[ByteCount, doc("Pool bytes that are lent now.")] = 0
 

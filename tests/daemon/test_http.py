@@ -26,7 +26,11 @@ def port() -> Iterator[int]:
     """That of a daemon that serves, with a disk that cannot be opened."""
     found = free_port()
     with DaemonProcess(
-        "1MiB", http_address=f"127.0.0.1:{found}", disk="/nowhere/missing=64MiB", disk_start="optional"
+        "1MiB",
+        http_address=f"127.0.0.1:{found}",
+        http_hosts="kvoffd.example.com",
+        disk="/nowhere/missing=64MiB",
+        disk_start="optional",
     ) as daemon:
         daemon.wait_log("Serving ")  # HTTP opens after the sockets
         wait_until(lambda: b"missing" in get(found, "/healthz"))
@@ -89,8 +93,20 @@ def test_http_a_page_for_people(port: int) -> None:
     assert b'fetch("stats.json"' in body
     assert b"//" not in body.replace(b"</", b"")
     assert b"content-type: application/json" in get(port, "/stats.json").lower()
-    for path in ("/", "/stats.json"):
-        assert get(port, path, "evil.example.com").startswith(b"HTTP/1.1 403 ")
+
+
+def test_http_has_one_rule_for_hosts(port: int) -> None:
+    """Addresses, what the public DNS lacks, this machine's names and those of the setting, whatever is asked for."""
+    for path in ("/", "/stats.json", "/metrics", "/healthz", "/readyz"):
+        for host in (
+            *("localhost:1", "[::1]:1", "10.1.2.3", "node-7", "kvoffd.monitoring.svc", "a.b.svc.cluster.local:9464"),
+            *("ip-10-0-0-1.ec2.internal.", socket.gethostname(), socket.getfqdn(), "KVOFFD.example.com:443"),
+        ):
+            assert get(port, path, host).startswith(b"HTTP/1.1 200 "), (path, host)
+        for host in ("evil.example.com", "evil.example.com.", "local.example.com", "127.0.0.1.example.com:9464"):
+            status, _, body = get(port, path, host).partition(b"\r\n\r\n")
+            assert status.startswith(b"HTTP/1.1 403 "), (path, host)
+            assert b"http_hosts" in body
 
 
 def test_http_a_broken_disk_ends_neither_life_nor_service(port: int) -> None:

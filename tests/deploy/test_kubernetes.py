@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import pytest
 import yaml
 
 from kvoffd.config import load_config
-from kvoffd.memory_estimate import memory_estimate
+from kvoffd.memory_estimate import memory_estimate, memory_summary
 from kvoffd_proto.units import parse_size
 
 KUBERNETES = Path(__file__).parents[2] / "deploy" / "kubernetes"
@@ -84,7 +85,7 @@ def daemons() -> list[tuple[Manifest, Manifest]]:
 
 
 def environment(container: Manifest) -> dict[str, str]:
-    return {variable["name"]: variable.get("value", "10.0.0.1") for variable in container.get("env", [])}
+    return {variable["name"]: variable["value"] for variable in container.get("env", [])}
 
 
 def quantity(text: str) -> int:
@@ -104,7 +105,6 @@ def test_every_manifest_is_valid(way: str) -> None:
 def test_the_daemons_configuration_is_accepted_and_its_pool_fits_the_container() -> None:
     for _, container in daemons():
         variables = {name: text for name, text in environment(container).items() if name.startswith("KVOFFD_")}
-        variables["KVOFFD_HTTP_ADDRESS"] = variables["KVOFFD_HTTP_ADDRESS"].replace("$(POD_IP)", "10.0.0.1")
         config = load_config({}, variables)
         memory = container["resources"]["limits"]["memory"]
         assert container["resources"]["requests"]["memory"] == memory
@@ -114,13 +114,32 @@ def test_the_daemons_configuration_is_accepted_and_its_pool_fits_the_container()
 
 
 def test_the_memory_formula_of_the_readme() -> None:
-    """Operators set limits by it."""
+    """Operators set limits by it, and the Helm chart does."""
+    page = (KUBERNETES.parent / "README.md").read_text()
+    (formula,) = re.findall(r"^    memory = (.+?)\n\n", page, re.MULTILINE | re.DOTALL)
+    share, process, of_disk, least, reads, writes, store, helper = map(float, re.findall(r"[\d.]+", formula))
     for pool_mib, said in ((256, "526 MiB for a pool of 256 MiB"), (4096, "4.47 GiB for 4 GiB"), (65536, "67.7 GiB")):
         needed_mib = sum(memory_estimate(load_config({"pool_size": f"{pool_mib}MiB"}, {})).values()) / MIB
-        assert pool_mib * 1.055 + 256 == pytest.approx(needed_mib, rel=0.001)
-        assert said in (KUBERNETES.parent / "README.md").read_text()
+        assert pool_mib * share + process == pytest.approx(needed_mib, rel=0.001)
+        assert said in page
         number, unit = said.split()[:2]
         assert float(number) == pytest.approx(needed_mib / {"MiB": 1, "GiB": 1024}[unit], rel=0.001)
+    plain = sum(memory_estimate(load_config({}, {})).values())
+    secret = {"peer_secret_file": "/secret"}
+    for settings, more_mib in (
+        ({"disk": ["/a=1GiB"]}, least + reads + writes),
+        ({"disk": ["/a=500GiB", "/b=1TiB"]}, 1524 * 1024 * of_disk / 100 + 2 * reads + writes),
+        ({"shared": ["redis://a", "s3://b"]}, 2 * store),
+        ({"peers": ["a:1", "b:1"], **secret}, 2 * store + helper),
+        ({"peers": ["a:1", "10.0.0.0/16:1"], **secret}, 9 * store + helper),
+        ({"peer_listen": "*:1", **secret}, helper),
+    ):
+        needed_mib = (sum(memory_estimate(load_config(settings, {})).values()) - plain) / MIB
+        assert more_mib == pytest.approx(needed_mib, rel=0.03), settings
+        assert more_mib >= needed_mib
+    assert f"helper process for peers {helper:.0f} MiB" in memory_summary(
+        load_config({"peer_listen": "*:1", **secret}, {})
+    )
 
 
 def test_the_pool_is_in_memory_that_outlives_the_daemon() -> None:
@@ -201,8 +220,6 @@ def test_on_gpu_nodes_the_daemon_sees_all_gpus_and_takes_none(way: str) -> None:
     added = {"NVIDIA_VISIBLE_DEVICES": "all", "NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}
     assert environment(daemon) == {**environment(without), **added}
     assert daemon["resources"] == without["resources"]
-    names = [variable["name"] for variable in daemon["env"]]
-    assert names.index("POD_IP") < names.index("KVOFFD_HTTP_ADDRESS")  # which refers to it
 
 
 def forbidden(of_pod: Manifest, container: Manifest) -> set[str]:

@@ -37,9 +37,11 @@ RULES = DEPLOY / "prometheus" / "alerts.yml"
 DASHBOARD = json.loads((DEPLOY / "grafana" / "kvoffd.json").read_text())
 PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 QUERIES = [(panel["title"], target["expr"]) for panel in PANELS for target in panel["targets"]]
+CONNECTED = "vllm:kvoffd_connected"
+"""An engine's own: `kvoffd_client.vllm.metrics`, which imports vLLM."""
 NAMES = {spec.name for spec in all_metrics(None)}
 NAMES |= {f"{name}_{part}" for name in NAMES if name.endswith("_seconds") for part in ("bucket", "count", "sum")}
-OTHERS = {"process_cpu_seconds_total", "process_start_time_seconds", "up"}
+OTHERS = {"process_cpu_seconds_total", "process_start_time_seconds", "up", CONNECTED}
 
 AT, MODEL = 'instance="n:9464", job="kvoffd"', 'kv_namespace="ab", model="m"'
 FIRES: dict[str, dict[str, str]] = {
@@ -68,7 +70,8 @@ FIRES: dict[str, dict[str, str]] = {
         f'kvoffd_copy_failed_jobs_total{{{AT}, direction="load"}}': "0+2x120",
         f'kvoffd_copy_jobs_total{{{AT}, direction="load"}}': "0+100x120",
     },
-    "KvoffdRestarts": {f"process_start_time_seconds{{{AT}}}": "0+60x120"},
+    "KvoffdEngineNotConnected": {f'{CONNECTED}{{{AT}, model_name="m"}}': "0x120"},
+    "KvoffdRestarts": {f"process_start_time_seconds{{{AT}}}": "0+60x120", f"kvoffd_ready{{{AT}}}": "1x120"},
     "KvoffdDiskDown": {f'kvoffd_disk_up{{{AT}, disk="/d"}}': "0x120"},
     "KvoffdDiskErrors": {f'kvoffd_disk_errors_total{{{AT}, disk="/d", kind="no_space"}}': "0x110 1x10"},
     "KvoffdDiskSlow": {  # all of it is late
@@ -89,6 +92,9 @@ LATEST = {"KvoffdNeverPaysOff": "8h", "KvoffdCorruption": "80m"}
 QUIET = {
     f"up{{{AT}}}": "1x720",
     f"kvoffd_ready{{{AT}}}": "1x720",
+    'up{instance="o:80", job="another"}': "0x720",
+    'process_start_time_seconds{instance="o:80", job="another"}': "0+60x720",
+    f'{CONNECTED}{{{AT}, model_name="m"}}': "1x720",
     f"kvoffd_namespace_late_lookups_total{{{AT}, {MODEL}}}": "0+1x720",
     f"kvoffd_namespace_lookups_total{{{AT}, {MODEL}}}": "0+100x720",
     f"kvoffd_namespace_loaded_keys_total{{{AT}, {MODEL}}}": "0+1x720",
@@ -117,7 +123,7 @@ QUIET = {
 
 
 def metric_names(expression: str) -> set[str]:
-    return set(re.findall(r"\b(?:kvoffd|process)_[a-z_]+|\bup\b", re.sub(r'"[^"]*"', "", expression)))
+    return set(re.findall(r"\b(?:(?:vllm:)?kvoffd|process)_[a-z_]+|\bup\b", re.sub(r'"[^"]*"', "", expression)))
 
 
 def rule_names() -> list[str]:
@@ -157,6 +163,7 @@ def test_each_alert_fires_when_it_should_and_is_silent_else(tmp_path: Path) -> N
 
 def test_dashboard_and_alerts_name_metrics_that_there_are() -> None:
     assert set(FIRES) == set(rule_names())
+    assert f'"{CONNECTED}"' in (DEPLOY.parent / "client/kvoffd_client/vllm/metrics.py").read_text()
     used = metric_names(RULES.read_text().partition("groups:")[2].replace("kvoffd_cli", ""))
     for _, query in QUERIES:
         used |= metric_names(query)

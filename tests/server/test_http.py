@@ -39,7 +39,7 @@ def serving(daemon: FailingDaemon, *, hangs: bool) -> Iterator[int]:
     """The port of a server whose loop turns, or does not."""
     loop, port = asyncio.new_event_loop(), free_port()
     thread = threading.Thread(target=(lambda: None) if hangs else loop.run_forever)
-    server = HttpServer(f"127.0.0.1:{port}", daemon, loop)
+    server = HttpServer(f"127.0.0.1:{port}", (), daemon, loop)
     server.start()
     thread.start()
     try:

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -14,7 +15,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from hashlib import blake2b
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,8 +27,11 @@ import pytest
 import zmq
 from zmq.utils import z85
 
+from kvoffd.config import load_config
+from kvoffd.errors import KvoffdError
 from kvoffd.pool.checksums import digest
 from kvoffd.pool.memory import PoolMemory
+from kvoffd.server.tier_supervisor import shared_stores
 from kvoffd.tiers import peer_helper, peers
 from kvoffd.tiers.header import make_block_group
 from kvoffd.tiers.peers import (
@@ -191,6 +195,92 @@ def reader(lender: Lender) -> Iterator[Reader]:
     one = Reader(lender.port).reachable()
     yield one
     one.close()
+
+
+@pytest.fixture
+def full() -> Iterator[int]:
+    """A port whose queue of connections is full: nothing answers there, as from a host that is gone."""
+    with ExitStack() as stack:
+        one = stack.enter_context(socket.socket())
+        one.bind(("127.0.0.1", 0))
+        one.listen(0)
+        for _ in range(4):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(one.getsockname())
+        yield one.getsockname()[1]
+
+
+def test_the_helper_finds_kvoffd_where_the_daemon_did() -> None:
+    """The Debian package has it in a directory of its own, which only the daemon's script names."""
+    _, *rest = peers.helper_command(0)
+    ended = subprocess.run([sys.executable, "-I", "-S", *rest], capture_output=True, text=True, timeout=60, check=False)
+    assert "No module named" in ended.stderr, "-S leaves out numpy"
+    assert "No module named 'kvoffd'" not in ended.stderr
+
+
+def test_without_nixl_it_does_not_start_and_says_what_to_type(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("x" * 32)
+    config = load_config({"peer_listen": "*:7400", "peer_secret_file": str(tmp_path / "secret")}, {})
+    found, gone = importlib.util.find_spec, {"nixl_cu12", "nixl_cu13"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in gone else found(name))
+    with pytest.raises(KvoffdError, match=rf"{re.escape(sys.executable)} -m pip install --no-deps nixl-cu12\.$"):
+        shared_stores(config)
+    monkeypatch.setattr(peers, "__file__", "/usr/lib/kvoffd/kvoffd/tiers/peers.py")
+    with pytest.raises(KvoffdError, match="install --no-deps --target /usr/lib/kvoffd nixl-cu12"):
+        shared_stores(config)
+    gone.add("pip")
+    with pytest.raises(KvoffdError, match=r"make image PEERS=yes.*apt install python3-pip"):
+        shared_stores(config)
+
+
+def test_what_is_wrong_with_a_peer_is_said_of_each(lender: Lender, full: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Another secret, an unknown name, a port without a daemon and a host that is gone have a sentence each."""
+    closed = f"127.0.0.1:{free_port()}"
+    secret, name, silent = f"127.0.0.1:{lender.port}", "no-such-host.invalid:7400", f"127.0.0.1:{full}"
+    expected = {
+        secret: f"{secret} refuses this node: it has another secret",
+        name: f"{name} cannot be reached: its name is not known here",
+        closed: f"{closed} cannot be reached: nothing listens there",
+        silent: f"{silent} cannot be reached: its host does not answer",
+    }
+    helper = PeerHelper(HelperSettings(list(expected), "", SECRET + b"!"), (-1, 0, 0), lambda *_: None, lambda: None)
+    stores = [PeerStore(helper, number) for number in range(len(expected))]
+
+    def problems() -> dict[str, str]:
+        found = {}
+        for at, store in zip(expected, stores, strict=True):
+            store.connect()
+            with pytest.raises(StoreError) as raised:
+                store.ping(time.monotonic() + 2.0)
+            found[at] = str(raised.value)
+        return found
+
+    def are_right() -> bool:
+        return all(found.startswith(expected[at]) for at, found in problems().items())
+
+    wait_until(are_right, 30.0, explain=problems)
+    wait_until(lambda: lender.helper.refused_handshakes >= 2, 30.0)
+    (said,) = [one.getMessage() for one in caplog.records if "were refused" in one.getMessage()]
+    assert "has another secret" in said
+    assert helper.close(10.0)
+    lender.helper._end()  # the next helper begins at 0, and the count goes on
+    before = lender.helper.refused_handshakes
+    other = Reader(lender.port, secret=SECRET + b"?")
+    wait_until(lambda: lender.helper.refused_handshakes > before, 30.0)
+    other.close()
+
+
+def test_a_peer_that_comes_up_is_used_whatever_was_said_of_it(nixl: None) -> None:
+    port = free_port()
+    reader = Reader(port)
+    reader.stores[0].connect()
+    with pytest.raises(StoreError, match=r"nothing listens there|does not answer"):
+        reader.stores[0].ping(time.monotonic() + 2.0)
+    lender = Lender(port)
+    reader.reachable().right(lender, 1)
+    reader.close()
+    lender.close()
 
 
 def test_blocks_come_byte_for_byte_with_their_checksums(cold: None, lender: Lender, reader: Reader) -> None:

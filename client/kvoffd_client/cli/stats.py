@@ -347,7 +347,8 @@ def tier_details(now: s.DaemonStats) -> Iterator[Line]:
         yield f"lent to peers: {count_blocks(lent.blocks)} ({format_size(lent.bytes)})", "" if lent.up else "yellow"
         yield (
             f"  they looked up {format_count(lent.asked_keys)} keys, found {format_count(lent.found_keys)}; "
-            f"{format_size(lent.pinned_bytes)} lent now, {format_count(lent.refused_requests)} requests refused"
+            f"{format_size(lent.pinned_bytes)} lent now, {format_count(lent.refused_requests)} requests and "
+            f"{format_count(lent.refused_handshakes)} connections refused"
         )
 
 
