@@ -13,6 +13,7 @@ from msgspec import structs
 from kvoffd import __version__
 from kvoffd.cache.asked_keys import PromptOutcome
 from kvoffd.cache.namespace import MissReason, Namespace
+from kvoffd.cache.prompt_tokens import PromptTokens
 from kvoffd.errors import BadGeometry, BadKeys, KvoffdError
 from kvoffd.observe.logging import RareWarnings
 from kvoffd.server.handlers import Pending, answers, filled
@@ -272,6 +273,9 @@ def report_prompts(service: Service, session: Session, message: m.ReportPrompts)
         namespace.check(one.missing_group, one.missing_key)
         if len(one.missing_key) > namespace.key_bytes:
             raise BadKeys("A report has one first missing key at most; leave the others out.")
+        if not one.again and (had := one.own_tokens + one.loaded_tokens + one.other_tokens) > one.tokens:
+            why = f"A prompt of {one.tokens} tokens did not have {had}; report those of the prompt only."
+            raise KvoffdError(why, ErrorCode.MALFORMED)
     for one in message.prompts:
         reason = unloaded = UNLOADED.get(one.outcome) or UNLOADED.get(one.reason)
         if one.missing_key and not one.reason:
@@ -280,7 +284,11 @@ def report_prompts(service: Service, session: Session, message: m.ReportPrompts)
             one = structs.replace(one, reason=reason.name.lower())
         outcome = PromptOutcome(one.own_keys, one.covered_keys, unloaded)
         service.cache.count_prompt(session.id, one.lease_id, outcome)
-        session.prompts.append(LoggedPrompt(session.id, message.namespace, one))
+        tokens: dict[str, int] = {}
+        if not (one.again or one.outcome == m.Outcome.DROPPED):
+            counted = PromptTokens(one.tokens, one.own_tokens, one.loaded_tokens, one.other_tokens)
+            tokens = service.cache.count_tokens(namespace, session.id, one.load_lease_id, counted)
+        session.prompts.append(LoggedPrompt(session.id, message.namespace, one, tokens))
     return m.Done(message.request_id, len(message.prompts))
 
 

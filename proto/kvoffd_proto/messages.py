@@ -514,6 +514,9 @@ class PromptReport(Wire, frozen=True):
     own_keys: Annotated[list[Count], doc("By group, leading keys in the engine's cache.", max_length=MAX_GROUPS)] = []
     covered_keys: Annotated[list[Count], doc("By group, leading keys not computed.", max_length=MAX_GROUPS)] = []
     after_gap: Annotated[Count, doc("Keys found, but not loaded because an earlier block was missing.")] = 0
+    load_lease_id: Annotated[int, doc("Lease under which it was loaded; 0 for none.", ge=0, le=2**63 - 1)] = 0
+    other_tokens: Annotated[Count, doc("Tokens that another connector of the engine loaded.")] = 0
+    again: Annotated[bool, doc("It was reported before: its tokens are not counted again.")] = False
 
 
 class Outcome(StrEnum):

@@ -107,6 +107,16 @@ Labelled: TypeAlias = dict[str, Count]
 # --- traffic ---------------------------------------------------------------------------------------
 
 SOURCES = "pool", "disk", "shared"
+PROMPT_SOURCES = {
+    "computed": "computed by the engine",
+    "engine": "in the engine's own prefix cache",
+    "pool": "loaded from the pool",
+    "disk": "loaded after they came up from a disk",
+    "store": "loaded after they came from a shared store",
+    "peer": "loaded after they came from another node's pool",
+    "other": "loaded by another KV connector of the engine",
+}
+"""Sources of the tokens of prompts, with their meanings. They add up to all tokens of the prompts."""
 MISS_REASONS = {
     "unknown": "never stored in this namespace since the daemon's start",
     "forgotten": "never stored, or evicted so long ago that it is not remembered",
@@ -151,6 +161,7 @@ class Traffic(Part, frozen=True):
     asked_keys: Annotated[Count, counter("Keys (block hashes) looked up whose outcome is known.")] = 0
     loaded_keys: Annotated[Count, counter("Keys looked up and loaded by engines.")] = 0
     not_needed_keys: Annotated[Count, doc("Keys not needed: the engine had their blocks, or dropped the request.")] = 0
+    prompt_tokens: Annotated[Labelled, counter("Tokens of prompts by source.", "source", PROMPT_SOURCES)] = {}
     misses: Annotated[Labelled, counter("Keys looked up and not loaded although needed, by reason.", "reason")] = {}
     found_keys: Annotated[Labelled, counter("Keys found, needed or not, by source.", "source", SOURCES)] = {}
     asked_tokens: Annotated[Count, counter("Tokens of the prompts looked up, in whole blocks.")] = 0

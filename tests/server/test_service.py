@@ -37,6 +37,7 @@ from kvoffd_proto import codec
 from kvoffd_proto import messages as m
 from kvoffd_proto.admin import Clear, ListPrompts, PromptsListed
 from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.stats import Stats, StatsReply
 from tests.kit.cases import case
 from tests.kit.slot_cache import CacheRig, keys_of
 from tests.sim.parts import NoStateFile, make_pool, make_service
@@ -140,6 +141,35 @@ def test_what_became_of_prompts_is_kept_with_the_reason_of_a_miss(bench: Bench) 
     for number in range(6):
         send([report(f"{number}-{one}") for one in range(200)])
     assert [one.request for one in found()] == [f"{number}-{one}" for number in range(1, 6) for one in range(200)]
+
+
+def test_each_prompts_tokens_are_counted_once(bench: Bench) -> None:
+    scheduler, admin = bench.session(m.Role.SCHEDULER), bench.session(m.Role.ADMIN)
+
+    def send(outcome: m.Outcome, *tokens: int, again: bool = False) -> m.AnyReply:
+        total, own, loaded, other = tokens
+        given = {"own_tokens": own, "loaded_tokens": loaded, "other_tokens": other, "again": again}
+        report = m.PromptReport("r", 1.0, total, 0, 0, 0, 0, outcome, **given)
+        (reply,) = bench.ask(scheduler, m.ReportPrompts(1, NAMESPACE, [report]))
+        return reply
+
+    for outcome in m.Outcome:  # also of prompts that looked nothing up
+        assert isinstance(send(outcome, 100, 10, 20, 30), m.Done)
+    assert isinstance(send(m.Outcome.LOADED, 100, 110, 20, 0, again=True), m.Done), "its own tokens too"
+    refused = send(m.Outcome.LOADED, 100, 60, 41, 0)
+    assert isinstance(refused, m.Error)
+    assert refused.code is ErrorCode.MALFORMED
+    assert "prompt of 100 tokens did not have 101" in refused.message
+    (listed,) = bench.ask(admin, ListPrompts(1))
+    assert isinstance(listed, PromptsListed)
+    each, count = {"computed": 40, "engine": 10, "pool": 20, "other": 30}, len(m.Outcome) - 1
+    shown = {one.report.outcome: one.tokens for one in listed.prompts if not one.report.again}
+    assert shown == {outcome: {} if outcome is m.Outcome.DROPPED else each for outcome in m.Outcome}
+    assert listed.prompts[-1].tokens == {}
+    (counted,) = bench.ask(admin, Stats(1))
+    assert isinstance(counted, StatsReply)
+    expected = {source: count * tokens for source, tokens in each.items()}
+    assert counted.stats.since_start.prompt_tokens == counted.stats.namespaces[0].prompt_tokens == expected
 
 
 def test_leases_that_ended_count_no_more_and_their_ids_are_as_good_as_new_ones(bench: Bench) -> None:

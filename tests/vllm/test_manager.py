@@ -1005,6 +1005,9 @@ def test_requests_end_where_the_engine_has_lost_its_client(harness: ManagerHarne
 
 def schedule(harness: ManagerHarness, tokens: int = 0, name: str = "r") -> None:
     """vLLM's step schedules a request, to load so many tokens."""
+    request = harness.requests[name]
+    if not request.num_computed_tokens:
+        request.num_computed_tokens = harness.manager.requests[name].record.own_tokens + tokens
     harness.manager.scheduled(harness.requests[name], tokens)
     if tokens:
         harness.manager.prepare_load(KEYS, ReqContext(name))
@@ -1080,6 +1083,8 @@ def test_what_a_preempted_request_looks_up_again_is_counted_again(harness: Manag
     harness.scan()
     report = report_of(harness, 3 * CHUNK_TOKENS)
     assert (report.outcome, report.lease_id) == (Outcome.LOADED, harness.client.asked[1][0].lease_id)
+    assert [one.again for one in harness.client.reported] == [False, True], "its tokens are counted once"
+    assert report.load_lease_id == harness.client.asked[1][0].lease_id
 
 
 def test_a_lookup_is_counted_once_in_each_session(harness: ManagerHarness) -> None:
@@ -1102,6 +1107,16 @@ def test_what_another_connector_loads_is_not_needed(harness: ManagerHarness) -> 
     harness.requests["r"].num_computed_tokens = 3 * CHUNK_TOKENS  # what vLLM counts as computed when it schedules it
     report = report_of(harness)
     assert (report.outcome, report.own_keys, report.covered_keys) == (Outcome.NOT_NEEDED, [3], [3])
+    assert (report.own_tokens, report.other_tokens) == (0, 3 * CHUNK_TOKENS)
+
+
+def test_the_end_of_a_prompt_in_vllms_own_cache_is_its_own(harness: ManagerHarness) -> None:
+    """It tells connectors of whole blocks only."""
+    harness.request("r", ready=set())
+    harness.scan("r", computed=CHUNK_TOKENS)
+    harness.requests["r"].num_computed_tokens = CHUNK_TOKENS + 7
+    report = report_of(harness)
+    assert (report.own_tokens, report.other_tokens, report.own_keys) == (CHUNK_TOKENS + 7, 0, [1])
 
 
 def test_what_vllms_own_cache_has_is_reported_as_not_needed(harness: ManagerHarness) -> None:

@@ -227,22 +227,21 @@ class KvoffdManager(OffloadingManager):
             self.lookups.end_leases(state)
 
     def _decide_outcomes(self) -> None:
-        """Decide the outcomes of the requests that this step schedules. vLLM knows now whether another connector loads
-        one: more of it counts as computed than its own cache had, and the daemon."""
+        """Decide the outcomes of the requests that this step schedules."""
         scheduled, self._scheduled = self._scheduled, []
         for state, loaded_tokens in scheduled:
             record, request = state.record, state.request
             if not record.is_decided or record.counted is not None:
-                elsewhere = request.num_computed_tokens - record.own_tokens - loaded_tokens
+                loading = self.lookups.loading.get(request.request_id)
                 record.of_load = record.decide(
                     request,
                     self.groups,
                     state.last,
                     state.adapter,
                     loaded_tokens=loaded_tokens,
-                    elsewhere=elsewhere >= min(group.tokens_per_chunk for group in self.groups),
+                    load_lease_id=loading.future.lease_id if loading is not None else 0,
                 )
-                if request.request_id not in self.lookups.loading:
+                if loading is None:
                     self._send_report(record)
             record.is_late = False  # a later lookup, after a pre-emption, has its own time
 

@@ -82,14 +82,21 @@ class PromptRecord:
         adapter: bytes,
         *,
         loaded_tokens: int = 0,
-        elsewhere: bool = False,
+        load_lease_id: int = 0,
         dropped: bool = False,
     ) -> PromptReport:
         """Return the report of a request that is scheduled with ``loaded_tokens`` or, if ``dropped``, ended before.
 
-        ``last``: its last lookup. ``elsewhere``: another connector loads it.
+        ``last``: its last lookup. ``load_lease_id``: lease under which it loads.
         """
-        self.is_decided = True
+        again, self.is_decided = self.is_decided, True
+        own_tokens, other_tokens = self.own_tokens, 0
+        if not dropped:
+            # vLLM knows now what it computes: not the end of a prompt in its cache, which is less than a block, and
+            # not what another connector loads, which is more.
+            own_tokens = request.num_computed_tokens - loaded_tokens
+            if (more := own_tokens - self.own_tokens) >= min(one.tokens_per_chunk for one in groups):
+                own_tokens, other_tokens = self.own_tokens, more
         counted, self.counted = self.counted, None
         # Leading keys by group: of the whole prompt, in the engine's own cache, and those that need not be computed.
         whole = [request.num_tokens // one.tokens_per_chunk for one in groups]
@@ -99,7 +106,7 @@ class PromptRecord:
             if self.asks_tails and not self.engine_has_all and end < request.num_tokens - 1:
                 end -= end % groups[0].tokens_per_chunk  # it ends with a tail, or with a chunk
             covered = [min(count, -(-end // one.tokens_per_chunk)) for count, one in zip(whole, groups, strict=True)]
-        elif dropped or elsewhere:
+        elif dropped or other_tokens:
             own = covered = whole
         elif self.engine_has_all:  # vLLM computes the last token in any case, and with it the block that ends there
             covered = whole
@@ -109,7 +116,7 @@ class PromptRecord:
             outcome = Outcome.DROPPED
         elif not any(whole):
             outcome = Outcome.TOO_SHORT
-        elif elsewhere or (self.engine_has_all and self.may_load and not (last is None or last.future.failed)):
+        elif other_tokens or (self.engine_has_all and self.may_load and not (last is None or last.future.failed)):
             outcome = Outcome.NOT_NEEDED
         elif self.is_late:
             outcome = Outcome.LATE
@@ -150,11 +157,14 @@ class PromptRecord:
             missing_key=missing,
             reason=reason,
             missing_number=number,
-            own_tokens=self.own_tokens,
+            own_tokens=own_tokens,
             lease_id=counted.lease_id if counted is not None else 0,
             own_keys=own,
             covered_keys=covered,
             after_gap=after_gap,
+            load_lease_id=load_lease_id,
+            other_tokens=other_tokens,
+            again=again,
         )
 
 
