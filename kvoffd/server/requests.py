@@ -37,6 +37,7 @@ UNLOADED: Mapping[str, MissReason] = {
     m.Outcome.NO_SPACE: MissReason.ENGINE_FULL,
     m.Outcome.FAILED: MissReason.LOAD_FAILED,
     "tier_late": MissReason.TIER_LATE,
+    "not_loaded": MissReason.NOT_LOADED,
 }
 """Miss reasons of keys that were found and not loaded, by the prompt's outcome or the reason of its first missing key.
 """

@@ -135,7 +135,7 @@ MISS_REASONS = {
     "engine_full": "found, but the engine's KV cache had no space to load it",
     "load_failed": "found, but the load failed, see the engine's log",
     "after_gap": "found, but an earlier block of the prompt was missing",
-    "not_loaded": "found, but the engine could not load it, or did not wait until the store had answered",
+    "not_loaded": "found, but the engine could not load it, or did not wait for the store's answer, or may not use it",
 }
 """Reasons why a key was not loaded, with their meanings."""
 NO_SPACE_CAUSES = {

@@ -17,6 +17,7 @@ import pytest
 from kvoffd_client import AdminClient
 from kvoffd_proto.admin import ListPrompts
 from tests.kit.amount import TIMES
+from tests.kit.command import run_cli
 from tests.kit.daemon import DaemonProcess
 from tests.kit.engine import BLOCK_TOKENS, EngineProcess, cached, full_blocks, prompt, wait_books, wait_connected
 from tests.kit.ports import free_port
@@ -188,3 +189,31 @@ def test_the_sums_are_those_of_vllm(node: Node) -> None:
     assert ours == by_vllm, found
     assert min(ours.values()) > 0
     assert all(found[source] > 0 for source in ("pool", "disk", "store", "peer")), found
+
+
+def test_an_operator_sees_what_stores_said_and_what_the_request_limits(node: Node) -> None:
+    engine = node.engines[0]
+
+    def line(tokens: list[int], **arguments: Any) -> str:
+        """The line of a prompt that is new to the pool."""
+        node.forget()
+        with AdminClient(node.directory) as admin:
+            before = admin.ask(ListPrompts, "").prompts[-1].report.request
+            engine.generate([tokens], max_tokens=1, **arguments)
+            name = wait_until(
+                lambda: (last := admin.ask(ListPrompts, "").prompts[-1].report.request) != before and last
+            )
+        (_, found) = run_cli("clients", "--requests", name, "--directory", str(node.directory)).stdout.splitlines()
+        return found
+
+    new = line(prompt(90_001, LENGTH))
+    assert f" kvoffd had none. A store was asked for {BLOCKS} and " in new, "neither has it"
+    assert "first key missing, number 1" in new
+    assert ": never stored in this namespace since the daemon's start." in new
+    salted = line(prompt(90_002, LENGTH), salt="tenant")
+    assert salted.endswith(" Its keys contain its cache_salt: only prompts with the same share them.")
+    with AdminClient(node.directory) as admin:
+        admin.clear()
+    barred = line(ON_DISK[0], transfer=[{"kv_load_tiers": []}])
+    assert "its kv_load_tiers exclude the tier" in barred
+    assert "not read in time" not in barred

@@ -1060,6 +1060,51 @@ def test_outcomes_and_what_was_found_are_reported() -> None:
     assert report_of(harness, name="away").outcome is Outcome.UNUSED
 
 
+def test_what_a_store_is_asked_for_is_found_once_it_says_so() -> None:
+    def found(report: PromptReport) -> tuple[int, ...]:
+        return report.found_pool, report.found_disk, report.found_shared, report.asked_shared, report.unanswered
+
+    harness = ManagerHarness(disk_wait_s=0.0)
+
+    def missed(name: str, first: dict[str, Any], *then: dict[str, Any]) -> PromptReport:
+        harness.request(name)
+        for number, answer in enumerate((first, *then)):
+            if number:
+                harness.clock.now += 1.1
+                assert harness.scan(name)
+            harness.client.answer(**{"ready": set(), **answer})
+            harness.scan(name)
+        return report_of(harness, name=name)
+
+    asking: dict[str, Any] = {"shared": HASHES, "asking": 3}
+    report = missed("none", asking, {})
+    assert (*found(report), report.reason) == (0, 0, 0, 3, 0, ""), "the daemon says why the first one is missing"
+    report = missed("silent", asking)
+    assert (*found(report), report.reason) == (0, 0, 0, 3, 3, "")
+    report = missed("some", asking, {"shared": {block_hash(1)}})
+    assert (*found(report), report.reason) == (0, 0, 1, 3, 0, "tier_late")
+    report = missed("came", asking, {"ready": {block_hash(1)}})
+    assert (*found(report), report.missing_key) == (0, 0, 1, 3, 0, block_hash(2))
+    report = missed("disk", {"coming": {block_hash(1)}, "shared": {block_hash(2), block_hash(3)}, "asking": 2})
+    assert (*found(report), report.reason) == (0, 1, 0, 2, 2, "tier_late")
+
+
+def test_what_limits_the_sharing_of_a_request_is_reported(harness: ManagerHarness) -> None:
+    harness.request("plain", set())
+    assert report_of(harness, name="plain").marks == []
+    context = harness.request("salt", set())
+    request = harness.requests[context.req_id]
+    request.cache_salt, request.mm_features, request.prompt_embeds = "tenant", [object()], object()
+    assert report_of(harness, name="salt").marks == ["cache_salt", "multimodal", "embeddings"]
+    for name, barred in (("disk", {"coming": HASHES}), ("store", {"shared": HASHES}), ("asked", {"shared": HASHES})):
+        harness.request(name)
+        harness.manager.requests[name].tiers = frozenset()
+        harness.client.answer(set(), asking=3 * (name == "asked"), **barred)
+        harness.scan(name)
+        report = report_of(harness, name=name)
+        assert (report.reason, report.marks) == ("not_loaded", ["kv_load_tiers"])
+
+
 def test_a_load_that_fails_is_no_load(harness: ManagerHarness) -> None:
     context = harness.request(ready=HASHES)
     schedule(harness, 3000)

@@ -238,6 +238,7 @@ class KvoffdManager(OffloadingManager):
                     self.groups,
                     state.last,
                     state.adapter,
+                    state.tiers,
                     loaded_tokens=loaded_tokens,
                     load_lease_id=loading.future.lease_id if loading is not None else 0,
                 )
@@ -459,7 +460,7 @@ class KvoffdManager(OffloadingManager):
             was_scheduled = record.is_decided  # else it has stored nothing that its hints could name
             if record.counted is not None or is_loading:
                 lease_id = record.of_load.lease_id if record.of_load is not None else 0
-                report = record.decide(state.request, self.groups, state.last, state.adapter, dropped=True)
+                report = record.decide(state.request, self.groups, state.last, state.adapter, state.tiers, dropped=True)
                 record.of_load = structs.replace(report, lease_id=report.lease_id or lease_id)
             self._send_report(record)
             is_known = state.request is not None and self.lookups.knows_adapter(state)
