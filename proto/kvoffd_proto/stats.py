@@ -8,6 +8,7 @@ the default of missing ones, so that a command and a daemon of different release
 ``Traffic`` is counted per namespace and summed over the last minute, the last hour and since the start
 (``last_minute``, ``last_hour``, ``since_start``):
 
+    prompt_tokens{source}                        all tokens of prompts that engines reported; see PROMPT_SOURCES
     asked_keys = loaded_keys + not_needed_keys + sum(misses.values()), always
     loaded_keys, loaded_tokens, saved_seconds    loaded by engines, and the seconds of prefill that this saved
     not_needed_keys                              the engine had them itself, or dropped the request
@@ -117,6 +118,8 @@ PROMPT_SOURCES = {
     "other": "loaded by another KV connector of the engine",
 }
 """Sources of the tokens of prompts, with their meanings. They add up to all tokens of the prompts."""
+LOADED_SOURCES = "pool", "disk", "store", "peer"
+"""Those from which engines loaded through the pool."""
 MISS_REASONS = {
     "unknown": "never stored in this namespace since the daemon's start",
     "forgotten": "never stored, or evicted so long ago that it is not remembered",
@@ -183,6 +186,16 @@ class Traffic(Part, frozen=True):
     released_blocks: Annotated[Count, doc("Blocks that hints released.")] = 0
     prefetched_keys: Annotated[Count, doc("Keys that hints had promoted from disks and stores.")] = 0
     unknown_hints: Annotated[Count, counter("Hints that engines did not know or could not read.")] = 0
+
+    @property
+    def all_prompt_tokens(self) -> int:
+        """All tokens of the prompts that engines reported."""
+        return sum(self.prompt_tokens.values())
+
+    @property
+    def loaded_prompt_tokens(self) -> int:
+        """Tokens of these prompts that engines loaded."""
+        return sum(self.prompt_tokens.get(source, 0) for source in LOADED_SOURCES)
 
 
 class Window(Traffic, frozen=True):
