@@ -14,6 +14,7 @@ from kvoffd import __version__
 from kvoffd.cache.asked_keys import AskedKeys, PromptOutcome
 from kvoffd.cache.block_table import FOUND
 from kvoffd.cache.namespace import MissReason, Namespace
+from kvoffd.cache.prompt_tokens import PromptTokens
 from kvoffd.errors import BadGeometry, BadKeys, KvoffdError
 from kvoffd.observe.logging import RareWarnings
 from kvoffd.server.handlers import Pending, answers, filled
@@ -37,6 +38,7 @@ UNLOADED: Mapping[str, MissReason] = {
     m.Outcome.NO_SPACE: MissReason.ENGINE_FULL,
     m.Outcome.FAILED: MissReason.LOAD_FAILED,
     "tier_late": MissReason.TIER_LATE,
+    "not_loaded": MissReason.NOT_LOADED,
 }
 """Miss reasons of keys that were found and not loaded, by the prompt's outcome or the reason of its first missing key.
 """
@@ -273,6 +275,9 @@ def report_prompts(service: Service, session: Session, message: m.ReportPrompts)
         namespace.check(one.missing_group, one.missing_key)
         if len(one.missing_key) > namespace.key_bytes:
             raise BadKeys("A report has one first missing key at most; leave the others out.")
+        if not one.again and (had := one.own_tokens + one.loaded_tokens + one.other_tokens) > one.tokens:
+            why = f"A prompt of {one.tokens} tokens did not have {had}; report those of the prompt only."
+            raise KvoffdError(why, ErrorCode.MALFORMED)
     for one in message.prompts:
         reason = unloaded = UNLOADED.get(one.outcome) or UNLOADED.get(one.reason)
         outcome = PromptOutcome(one.own_keys, one.covered_keys, unloaded)
@@ -283,7 +288,11 @@ def report_prompts(service: Service, session: Session, message: m.ReportPrompts)
                 (reason,) = map(MissReason, service.cache.reasons_of(namespace, one.missing_group, one.missing_key))
         if reason is not None and not one.reason:
             one = structs.replace(one, reason=reason.name.lower())
-        session.prompts.append(LoggedPrompt(session.id, message.namespace, one))
+        tokens: dict[str, int] = {}
+        if not (one.again or one.outcome == m.Outcome.DROPPED):
+            its = PromptTokens(one.tokens, one.own_tokens, one.loaded_tokens, one.other_tokens)
+            tokens = service.cache.count_tokens(namespace, session.id, one.load_lease_id, its)
+        session.prompts.append(LoggedPrompt(session.id, message.namespace, one, tokens))
     return m.Done(message.request_id, len(message.prompts))
 
 

@@ -88,6 +88,10 @@ class LoggedPrompt(m.Wire, frozen=True):
     session_id: m.SessionId
     namespace: m.Fingerprint
     report: Annotated[m.PromptReport, m.doc("Outcome of the prompt.")]
+    tokens: Annotated[
+        dict[str, m.Count],
+        m.doc("Tokens by source: ``PROMPT_SOURCES``, or the name of a store or a peer. Empty if they do not count."),
+    ] = field(default_factory=dict)
 
 
 class PromptsListed(m.Reply, frozen=True):

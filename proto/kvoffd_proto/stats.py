@@ -8,6 +8,7 @@ the default of missing ones, so that a command and a daemon of different release
 ``Traffic`` is counted per namespace and summed over the last minute, the last hour and since the start
 (``last_minute``, ``last_hour``, ``since_start``):
 
+    prompt_tokens{source}                        all tokens of prompts that engines reported; see PROMPT_SOURCES
     asked_keys = loaded_keys + not_needed_keys + sum(misses.values()), always
     loaded_keys, loaded_tokens, saved_seconds    loaded by engines, and the seconds of prefill that this saved
     not_needed_keys                              the engine had them itself, or dropped the request
@@ -107,6 +108,18 @@ Labelled: TypeAlias = dict[str, Count]
 # --- traffic ---------------------------------------------------------------------------------------
 
 SOURCES = "pool", "disk", "shared"
+PROMPT_SOURCES = {
+    "computed": "computed by the engine",
+    "engine": "in the engine's own prefix cache",
+    "pool": "loaded from the pool",
+    "disk": "loaded after they came up from a disk",
+    "store": "loaded after they came from a shared store",
+    "peer": "loaded after they came from another node's pool",
+    "other": "loaded by another KV connector of the engine",
+}
+"""Sources of the tokens of prompts, with their meanings. They add up to all tokens of the prompts."""
+LOADED_SOURCES = "pool", "disk", "store", "peer"
+"""Those from which engines loaded through the pool."""
 MISS_REASONS = {
     "unknown": "never stored in this namespace since the daemon's start",
     "forgotten": "never stored, or evicted so long ago that it is not remembered",
@@ -126,7 +139,7 @@ MISS_REASONS = {
     "engine_full": "found, but the engine's KV cache had no space to load it",
     "load_failed": "found, but the load failed, see the engine's log",
     "after_gap": "found, but an earlier block of the prompt was missing",
-    "not_loaded": "found, but the engine could not load it, or did not wait until the store had answered",
+    "not_loaded": "found, but the engine could not load it, or did not wait for the store's answer, or may not use it",
 }
 """Reasons why a key was not loaded, with their meanings."""
 NO_SPACE_CAUSES = {
@@ -152,6 +165,7 @@ class Traffic(Part, frozen=True):
     asked_keys: Annotated[Count, counter("Keys (block hashes) looked up whose outcome is known.")] = 0
     loaded_keys: Annotated[Count, counter("Keys looked up and loaded by engines.")] = 0
     not_needed_keys: Annotated[Count, doc("Keys not needed: the engine had their blocks, or dropped the request.")] = 0
+    prompt_tokens: Annotated[Labelled, counter("Tokens of prompts by source.", "source", PROMPT_SOURCES)] = {}
     misses: Annotated[Labelled, counter("Keys looked up and not loaded although needed, by reason.", "reason")] = {}
     found_keys: Annotated[Labelled, counter("Keys found, needed or not, by source.", "source", SOURCES)] = {}
     asked_tokens: Annotated[Count, counter("Tokens of the prompts looked up, in whole blocks.")] = 0
@@ -173,6 +187,16 @@ class Traffic(Part, frozen=True):
     released_blocks: Annotated[Count, doc("Blocks that hints released.")] = 0
     prefetched_keys: Annotated[Count, doc("Keys that hints had promoted from disks and stores.")] = 0
     unknown_hints: Annotated[Count, counter("Hints that engines did not know or could not read.")] = 0
+
+    @property
+    def all_prompt_tokens(self) -> int:
+        """All tokens of the prompts that engines reported."""
+        return sum(self.prompt_tokens.values())
+
+    @property
+    def loaded_prompt_tokens(self) -> int:
+        """Tokens of these prompts that engines loaded."""
+        return sum(self.prompt_tokens.get(source, 0) for source in LOADED_SOURCES)
 
 
 class Window(Traffic, frozen=True):

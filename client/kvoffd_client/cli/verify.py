@@ -356,7 +356,7 @@ class Run:
             own = infos.get(logged.namespace)
             name = namespace_name(own.label if own else "", logged.namespace)
             if verdict == "NOT JUDGED":
-                sentence += f" The last request: {request_sentence(logged.report)}"
+                sentence += f" The last request: {request_sentence(logged)}"
                 others = {one.namespace for one in self.reports.values()} - {logged.namespace}
                 for other in others & infos.keys():
                     differ = how_they_differ(own.description if own else "", infos[other].description)
