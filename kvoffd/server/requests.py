@@ -293,11 +293,16 @@ def reset(service: Service, session: Session, message: m.Reset) -> m.Done | Pend
         return m.Done(message.request_id, count)
     service.state.generations.stop_sharing(message.namespace)
     if service.tier_supervisor.shares:
-        logger.info("An engine reset a namespace; its blocks are no longer shared with other nodes.")
+        logger.info(
+            "An engine reset the namespace %r; its blocks are no longer shared with other nodes. `kvoffd-cli clear %s "
+            "--all-nodes` shares it again.",
+            *(namespace.label, namespace.fingerprint.hex()),
+        )
     in_memory = ""
     if service.tier_supervisor.shares:
         in_memory = (
             f"It is done, but a reboot would undo it: {service.state.file.path}, the record that the namespace is not "
-            "shared any more, is in memory. Clear it on all nodes, or set STATE_DIRECTORY to a directory on a disk."
+            f"shared any more, is in memory. Run `kvoffd-cli clear {namespace.fingerprint.hex()} --all-nodes`, or set "
+            "STATE_DIRECTORY to a directory on a disk."
         )
     return service.reply_once_saved(m.Done(message.request_id, count), RESET_NOT_SAVED, in_memory)

@@ -189,7 +189,7 @@ def namespaces(service: Service, session: Session, message: a.Namespaces) -> a.N
         )
         for namespace in cache.namespaces.values()
     ]
-    return a.NamespacesReply(message.request_id, infos)
+    return a.NamespacesReply(message.request_id, infos, service.state.generations.unshared_of(cache.namespaces))
 
 
 def _pool_stats(service: Service) -> s.PoolStats:
@@ -262,7 +262,7 @@ def _disk_stats(disk: Disk) -> s.DiskStats:
 def _shared_stats(service: Service) -> list[s.SharedStats]:
     if (tiering := service.tiering) is None:
         return []
-    unshared = sum(tiering.is_unshared(one.fingerprint) for one in service.cache.namespaces.values())
+    unshared = len(service.state.generations.unshared_of(service.cache.namespaces))
     return [
         filled(
             s.SharedStats,

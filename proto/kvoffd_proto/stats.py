@@ -445,7 +445,7 @@ class SharedStats(Part, frozen=True):
     promotions_unused: Annotated[Count, counter("Blocks read from the store and evicted before they were loaded.")] = 0
     errors: Annotated[Labelled, counter("Errors of the shared store by kind; the log has the sentences.", "kind")] = {}
     servers: Annotated[list[SharedServer], part("Servers of the store; empty if unknown.", "server_")] = []
-    unshared_namespaces: Annotated[Count, doc("Namespaces not shared: reset here, or the state was damaged.")] = 0
+    unshared_namespaces: Annotated[Count, doc("Namespaces not shared, open or not: reset here, or damaged state.")] = 0
 
 
 class LentStats(Part, frozen=True):

@@ -56,6 +56,14 @@ def test_every_command_exists_with_its_options(page: str) -> None:
         assert set(re.findall(r"(?<!\S)(--[a-z-]+)", rest)) <= options | {"--help"}, f"kvoffd-cli{words}{rest}"
 
 
+def test_a_clear_names_what_it_clears() -> None:
+    """``clear --all-nodes`` alone, on a page or in a message, is no command that works."""
+    wrong = re.compile(r"clear[\s\"]+--all-nodes")
+    places = (*ROOT.glob("*.md"), *(ROOT / "deploy").rglob("*.md"), *(ROOT / "kvoffd").rglob("*.py"))
+    found = [place.name for place in places if place.name != "CHANGELOG.md" and wrong.search(place.read_text())]
+    assert found == []
+
+
 def test_the_sizes_of_models_are_computed_from_their_configurations() -> None:
     rows = re.findall(
         r"^\| (.+?) \| ([\d x()+]+) \| ([\d.]+) \| ([\d,]+) \|$", text_of("deploy/README.md"), re.MULTILINE

@@ -426,7 +426,7 @@ def _shared(one: s.SharedStats) -> Iterator[Line]:
     if one.unshared_namespaces:
         yield (
             f"  {format_count(one.unshared_namespaces)} namespaces are not shared, after a reset or a damaged state: "
-            "`kvoffd-cli clear NAME --all-nodes` shares one again",
+            "`kvoffd-cli clear NAME --all-nodes` shares one again, `kvoffd-cli clear --all --all-nodes` all of them",
             "yellow",
         )
     yield from _faults(one.errors, s.SHARED_ERRORS)
