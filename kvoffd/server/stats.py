@@ -208,6 +208,7 @@ def _pool_stats(service: Service) -> s.PoolStats:
         index_bytes=cache.blocks.nbytes,
         numa_remote_slots=pool.slots.slots_on_other_nodes,
         integrated_gpus=service.memory.gpus.integrated,
+        at_the_end=pool.at_the_end,
     )
 
 

@@ -241,6 +241,9 @@ class PoolStats(Part, frozen=True):
     index_bytes: Annotated[ByteCount, gauge("Memory of the slot table and index, most of it not resident.")] = 0
     numa_remote_slots: Annotated[Count, doc("Slots used so far on another NUMA node than their GPU.")] = 0
     integrated_gpus: Annotated[Count, doc("GPUs that take the host's memory, as the pool does.")] = 0
+    at_the_end: Annotated[
+        str, doc("What becomes of the memory: `ends with this process`, `is kept by systemd`, or `is kept in` a file.")
+    ] = ""
 
     def of(self, state: str) -> int:
         return self.bytes.get(state, 0)

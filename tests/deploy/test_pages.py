@@ -27,7 +27,7 @@ PAGES = (
 CONNECTOR = "".join(path.read_text() for path in (ROOT / "client" / "kvoffd_client" / "vllm").glob("*.py"))
 METRICS = {spec.name for spec in all_metrics(None)}
 OTHERS = {"kvoffd_client"}
-COMMAND = re.compile(r"kvoffd-cli((?: [a-z]+)*)((?: [^`\n#]*)?)")
+COMMAND = re.compile(r"kvoffd-cli((?: [a-z][a-z-]*)*)((?: [^`\n#]*)?)")
 
 
 def text_of(page: str) -> str:

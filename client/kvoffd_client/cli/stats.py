@@ -256,6 +256,8 @@ def pool_bar(pool: s.PoolStats, width: int) -> list[Text]:
 
 
 def _pool_notes(pool: s.PoolStats) -> Iterator[tuple[str, str]]:
+    if pool.at_the_end:
+        yield f"its memory {printable(pool.at_the_end)}", "dim"
     if pool.retained_bytes:
         yield f"{format_size(pool.retained_bytes)} are retained by hints: they are evicted last", "dim"
     if pool.numa_remote_slots:
