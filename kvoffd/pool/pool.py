@@ -62,7 +62,7 @@ class Pool:
         self.mapping = self._memory.segment
         """All bytes of the pool, mapped until ``close``."""
         self.keeper = ""
-        """What keeps the memory when this process ends, such as ``by systemd``; empty for nothing."""
+        """Keeper of the memory when this process ends, such as ``by systemd``; empty for none."""
         self._bytes = self._memory.buffer
         with OnError(self.close):
             self.table = SlotTable(self._table_memory.buffer, geometry, new=not self.recovered)
@@ -70,7 +70,7 @@ class Pool:
 
     @property
     def at_the_end(self) -> str:
-        """What becomes of the memory when this process ends, as the end of a sentence."""
+        """Fate of the memory when this process ends, as the end of a sentence."""
         return f"is kept {self.keeper}" if self.keeper and not self.removed else "ends with this process"
 
     @property

@@ -24,7 +24,7 @@ from kvoffd.tiers.tier import TierStats
 from kvoffd.transfer.plan import Direction
 from kvoffd_proto import admin as a
 from kvoffd_proto import stats as s
-from kvoffd_proto.messages import Role
+from kvoffd_proto.messages import PROTOCOL_VERSION, Role
 from kvoffd_proto.verdict import judge
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ def daemon_stats(service: Service) -> s.DaemonStats:
         service.loop_watch,
         traffic,
         version=__version__,
+        protocol=PROTOCOL_VERSION,
         node=socket.gethostname(),
         policy=service.config.eviction_policy,
         pid=os.getpid(),

@@ -560,6 +560,7 @@ class DaemonStats(Part, frozen=True):
     settings: Annotated[list[SettingInfo], doc("The settings that the daemon runs with.")] = []
     paying_off: Annotated[bool | None, doc("Whether the cache pays off; null if it is too early to say.")] = None
     verdict: Annotated[str, doc("Sentence on whether the cache pays off, and why not.")] = ""
+    protocol: Annotated[Count, doc("Version of the protocol that the daemon speaks.")] = 0
 
 
 class StatsReply(Reply, frozen=True):

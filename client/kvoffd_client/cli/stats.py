@@ -144,10 +144,11 @@ def print_stats(now: s.DaemonStats) -> None:
 
 
 def _head(now: s.DaemonStats) -> Iterator[Line]:
+    protocol = f" (protocol {now.protocol})" if now.protocol else ""
     yield (
-        f"kvoffd {printable(now.version)}, up {format_duration(now.uptime_seconds)}, policy {printable(now.policy)}, "
-        f"{format_count(now.sessions)} session{plural(now.sessions)}, {format_size(now.resident_bytes)} of memory "
-        "besides the pool"
+        f"kvoffd {printable(now.version)}{protocol}, up {format_duration(now.uptime_seconds)}, policy "
+        f"{printable(now.policy)}, {format_count(now.sessions)} session{plural(now.sessions)}, "
+        f"{format_size(now.resident_bytes)} of memory besides the pool"
     )
     if now.health_problems:
         reasons = ", ".join(printable(one.reason) for one in now.health_problems)
