@@ -493,6 +493,10 @@ class ReportEngine(Request[Done], frozen=True):
 MAX_PROMPT_REPORTS = 256
 
 
+MAX_HINTS = 256
+"""Characters of what a report says about hints."""
+
+
 class PromptReport(Wire, frozen=True):
     """Outcome of one prompt: why it hit or missed."""
 
@@ -514,6 +518,7 @@ class PromptReport(Wire, frozen=True):
     own_keys: Annotated[list[Count], doc("By group, leading keys in the engine's cache.", max_length=MAX_GROUPS)] = []
     covered_keys: Annotated[list[Count], doc("By group, leading keys not computed.", max_length=MAX_GROUPS)] = []
     after_gap: Annotated[Count, doc("Keys found, but not loaded because an earlier block was missing.")] = 0
+    hints: Annotated[str, doc("Hints that it carried, and what became of them.", max_length=MAX_HINTS)] = ""
 
 
 class Outcome(StrEnum):

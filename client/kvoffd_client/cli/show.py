@@ -282,6 +282,8 @@ def request_sentence(report: PromptReport) -> str:
         computed = max(0, report.tokens - report.own_tokens - report.loaded_tokens)
         ran = report.outcome in (Outcome.LOADED, Outcome.MISSED, Outcome.NOT_NEEDED)
         sentence += f"; {format_count(computed)} were computed." if ran else "."
+    if report.hints:
+        sentence += f" Hints: {printable(report.hints)}."
     if not report.keys:
         return sentence
     places = {"in the pool": report.found_pool, "on a disk": report.found_disk, "in a store": report.found_shared}
