@@ -211,9 +211,10 @@ class _PrintVersion(argparse.Action):
     """Prints the release, and the protocol, whose module is slow to import."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        from kvoffd_proto.build import with_commit
         from kvoffd_proto.messages import PROTOCOL_VERSION
 
-        print(f"kvoffd {__version__} (protocol {PROTOCOL_VERSION})")
+        print(f"kvoffd {with_commit(__version__)} (protocol {PROTOCOL_VERSION})")
         parser.exit()
 
 

@@ -24,6 +24,7 @@ from kvoffd.system.files import OnError
 from kvoffd.system.limits import memory_limit
 from kvoffd.system.numa import nodes_with_gpus
 from kvoffd.system.systemd import Notifier
+from kvoffd_proto.build import with_commit
 from kvoffd_proto.units import format_duration, format_size, plural
 
 logger = logging.getLogger(__name__)
@@ -89,7 +90,8 @@ def open_pool(
             logger.warning("The pool starts empty. The earlier daemon was killed, and its memory ended with it.")
     if pool.cold_reason:
         logger.warning("The pool starts empty. %s", pool.cold_reason)
-    logger.info("kvoffd %s opens a pool of %s. %s", __version__, format_size(config.pool_bytes), memory_summary(config))
+    version, size = with_commit(__version__), format_size(config.pool_bytes)
+    logger.info("kvoffd %s opens a pool of %s. %s", version, size, memory_summary(config))
     keep = "" if pool.keeper else " To keep it, set pool_file to a file in /dev/shm, or run kvoffd as a systemd unit."
     logger.info("The pool's memory %s.%s", pool.at_the_end, keep)
     if not pool.resident:

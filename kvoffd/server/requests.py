@@ -21,6 +21,7 @@ from kvoffd.transfer.engine import EngineMemory
 from kvoffd.transfer.plan import build_layouts
 from kvoffd_proto import messages as m
 from kvoffd_proto.admin import LoggedPrompt
+from kvoffd_proto.build import with_commit
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import MAX_PAGES, Handle
 from kvoffd_proto.units import printable
@@ -53,9 +54,10 @@ def hello(service: Service, session: Session, message: m.Hello) -> m.Welcome:
             message.protocol_version,
             m.PROTOCOL_VERSION,
         )
+        ours = with_commit(__version__)
         raise KvoffdError(
-            f"The client speaks protocol {message.protocol_version}, but this daemon (kvoffd {__version__}) speaks "
-            f"{m.PROTOCOL_VERSION}; install the same kvoffd release on both ends.",
+            f"The client speaks protocol {message.protocol_version}, but this daemon (kvoffd {ours}) "
+            f"speaks {m.PROTOCOL_VERSION}; install the same kvoffd release on both ends.",
             ErrorCode.BAD_VERSION,
         )
     service.sessions.set_role(session, message.role, printable(message.name), printable(message.software))

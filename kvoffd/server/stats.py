@@ -24,6 +24,7 @@ from kvoffd.tiers.tier import TierStats
 from kvoffd.transfer.plan import Direction
 from kvoffd_proto import admin as a
 from kvoffd_proto import stats as s
+from kvoffd_proto.build import with_commit
 from kvoffd_proto.messages import PROTOCOL_VERSION, Role
 from kvoffd_proto.verdict import judge
 
@@ -50,7 +51,7 @@ def daemon_stats(service: Service) -> s.DaemonStats:
         s.DaemonStats,
         service.loop_watch,
         traffic,
-        version=__version__,
+        version=with_commit(__version__),
         protocol=PROTOCOL_VERSION,
         node=socket.gethostname(),
         policy=service.config.eviction_policy,

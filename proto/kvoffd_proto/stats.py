@@ -514,7 +514,7 @@ ERROR_NAMES = [code.name.lower() for code in ErrorCode]
 class DaemonStats(Part, frozen=True):
     """All statistics of a daemon, since its start unless noted otherwise."""
 
-    version: Annotated[str, doc("Release of the daemon.")] = ""
+    version: Annotated[str, doc("Release of the daemon, and the commit of a build after it.")] = ""
     node: Annotated[str, doc("Host name of the daemon's machine or container.")] = ""
     policy: Annotated[str, doc("Eviction policy.")] = ""
     pid: Annotated[int, doc("Process id, in the daemon's own pid namespace.", ge=0)] = 0

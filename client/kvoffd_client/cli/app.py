@@ -146,9 +146,10 @@ def _print_version(wanted: bool) -> None:
     if wanted:
         from importlib.metadata import version
 
+        from kvoffd_proto.build import with_commit
         from kvoffd_proto.messages import PROTOCOL_VERSION
 
-        print(f"kvoffd-cli {version('kvoffd')} (protocol {PROTOCOL_VERSION})")
+        print(f"kvoffd-cli {with_commit(version('kvoffd'))} (protocol {PROTOCOL_VERSION})")
         raise typer.Exit
 
 

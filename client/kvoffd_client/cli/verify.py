@@ -33,6 +33,7 @@ from kvoffd_client.cli.target import CliError, Directory, Json, open_admin
 from kvoffd_client.errors import HttpError, KvoffdClientError
 from kvoffd_client.namespace_differences import how_they_differ
 from kvoffd_proto.admin import ListPrompts, LoggedPrompt, NamespaceInfo
+from kvoffd_proto.build import with_commit
 from kvoffd_proto.units import format_count, format_duration, printable
 
 TIE_NATS = 0.02
@@ -412,7 +413,8 @@ class Run:
         return {
             "engine": f"{self.engine.url} at {self.began:%Y-%m-%d %H:%M:%S} UTC",
             "model": printable(self.model if self.root in ("", self.model) else f"{self.model} ({self.root})"),
-            "versions": f"vLLM {printable(self.release)}, kvoffd-cli {version('kvoffd')}, daemon {self.daemon}",
+            "versions": f"vLLM {printable(self.release)}, kvoffd-cli {with_commit(version('kvoffd'))}, "
+            f"daemon {self.daemon}",
             "namespace": name,
             "computed": "under a new cache_salt, so no cache has it",
             "loaded": f"{self.how}; counted by the {by}",
