@@ -23,6 +23,7 @@ from kvoffd.transfer.engine import EngineMemory
 from kvoffd.transfer.plan import build_layouts
 from kvoffd_proto import messages as m
 from kvoffd_proto.admin import LoggedPrompt
+from kvoffd_proto.build import with_commit
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import MAX_PAGES, Handle
 from kvoffd_proto.units import printable
@@ -56,9 +57,10 @@ def hello(service: Service, session: Session, message: m.Hello) -> m.Welcome:
             message.protocol_version,
             m.PROTOCOL_VERSION,
         )
+        ours = with_commit(__version__)
         raise KvoffdError(
-            f"The client speaks protocol {message.protocol_version}, but this daemon (kvoffd {__version__}) speaks "
-            f"{m.PROTOCOL_VERSION}; install the same kvoffd release on both ends.",
+            f"The client speaks protocol {message.protocol_version}, but this daemon (kvoffd {ours}) "
+            f"speaks {m.PROTOCOL_VERSION}; install the same kvoffd release on both ends.",
             ErrorCode.BAD_VERSION,
         )
     service.sessions.set_role(session, message.role, printable(message.name), printable(message.software))
@@ -317,11 +319,16 @@ def reset(service: Service, session: Session, message: m.Reset) -> m.Done | Pend
         return m.Done(message.request_id, count)
     service.state.generations.stop_sharing(message.namespace)
     if service.tier_supervisor.shares:
-        logger.info("An engine reset a namespace; its blocks are no longer shared with other nodes.")
+        logger.info(
+            "An engine reset the namespace %r; its blocks are no longer shared with other nodes. `kvoffd-cli clear %s "
+            "--all-nodes` shares it again.",
+            *(namespace.label, namespace.fingerprint.hex()),
+        )
     in_memory = ""
     if service.tier_supervisor.shares:
         in_memory = (
             f"It is done, but a reboot would undo it: {service.state.file.path}, the record that the namespace is not "
-            "shared any more, is in memory. Clear it on all nodes, or set STATE_DIRECTORY to a directory on a disk."
+            f"shared any more, is in memory. Run `kvoffd-cli clear {namespace.fingerprint.hex()} --all-nodes`, or set "
+            "STATE_DIRECTORY to a directory on a disk."
         )
     return service.reply_once_saved(m.Done(message.request_id, count), RESET_NOT_SAVED, in_memory)

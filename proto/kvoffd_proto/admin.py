@@ -124,6 +124,10 @@ class NamespaceInfo(m.Wire, frozen=True):
 
 class NamespacesReply(m.Reply, frozen=True):
     namespaces: Annotated[list[NamespaceInfo], m.doc("Open namespaces, in the order in which they were opened.")]
+    unshared: Annotated[
+        list[m.Fingerprint],
+        m.doc("Namespaces, open or not, of which nothing is shared with other nodes until a ResetFleet."),
+    ] = field(default_factory=list)
 
 
 @m.exchange(m.ADMIN)

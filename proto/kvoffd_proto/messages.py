@@ -494,6 +494,10 @@ MAX_PROMPT_REPORTS = 256
 MAX_MARKS = 8
 
 
+MAX_HINTS = 256
+"""Characters of what a report says about hints."""
+
+
 class PromptReport(Wire, frozen=True):
     """Outcome of one prompt: why it hit or missed."""
 
@@ -523,6 +527,7 @@ class PromptReport(Wire, frozen=True):
     marks: Annotated[
         list[str], doc("Properties of the request that limit sharing: ``Mark``.", max_length=MAX_MARKS)
     ] = []
+    hints: Annotated[str, doc("Hints that it carried, and what became of them.", max_length=MAX_HINTS)] = ""
 
 
 class Outcome(StrEnum):

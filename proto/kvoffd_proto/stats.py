@@ -279,6 +279,9 @@ class PoolStats(Part, frozen=True):
     index_bytes: Annotated[ByteCount, gauge("Memory of the slot table and index, most of it not resident.")] = 0
     numa_remote_slots: Annotated[Count, doc("Slots used so far on another NUMA node than their GPU.")] = 0
     integrated_gpus: Annotated[Count, doc("GPUs that take the host's memory, as the pool does.")] = 0
+    at_the_end: Annotated[
+        str, doc("What becomes of the memory: `ends with this process`, `is kept by systemd`, or `is kept in` a file.")
+    ] = ""
 
     def of(self, state: str) -> int:
         return self.bytes.get(state, 0)
@@ -483,7 +486,7 @@ class SharedStats(Part, frozen=True):
     promotions_unused: Annotated[Count, counter("Blocks read from the store and evicted before they were loaded.")] = 0
     errors: Annotated[Labelled, counter("Errors of the shared store by kind; the log has the sentences.", "kind")] = {}
     servers: Annotated[list[SharedServer], part("Servers of the store; empty if unknown.", "server_")] = []
-    unshared_namespaces: Annotated[Count, doc("Namespaces not shared: reset here, or the state was damaged.")] = 0
+    unshared_namespaces: Annotated[Count, doc("Namespaces not shared, open or not: reset here, or damaged state.")] = 0
 
 
 class LentStats(Part, frozen=True):
@@ -552,7 +555,7 @@ ERROR_NAMES = [code.name.lower() for code in ErrorCode]
 class DaemonStats(Part, frozen=True):
     """All statistics of a daemon, since its start unless noted otherwise."""
 
-    version: Annotated[str, doc("Release of the daemon.")] = ""
+    version: Annotated[str, doc("Release of the daemon, and the commit of a build after it.")] = ""
     node: Annotated[str, doc("Host name of the daemon's machine or container.")] = ""
     policy: Annotated[str, doc("Eviction policy.")] = ""
     pid: Annotated[int, doc("Process id, in the daemon's own pid namespace.", ge=0)] = 0
@@ -598,6 +601,7 @@ class DaemonStats(Part, frozen=True):
     settings: Annotated[list[SettingInfo], doc("The settings that the daemon runs with.")] = []
     paying_off: Annotated[bool | None, doc("Whether the cache pays off; null if it is too early to say.")] = None
     verdict: Annotated[str, doc("Sentence on whether the cache pays off, and why not.")] = ""
+    protocol: Annotated[Count, doc("Version of the protocol that the daemon speaks.")] = 0
 
 
 class StatsReply(Reply, frozen=True):

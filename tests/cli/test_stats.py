@@ -112,7 +112,7 @@ def test_http_says_the_same_as_the_socket(cli: Cli, port: int, monkeypatch: pyte
         assert (done.returncode, bool(done.stdout)) == (0, True), words
     doctor = run_cli_here("doctor", "--json", "--url", f"http://127.0.0.1:{port}")
     report = json.loads(doctor.stdout)
-    assert (report["value"]["loaded_tokens"], len(report["verdict"])) == (64, 3)
+    assert (report["value"]["loaded_tokens"], len(report["verdict"])) == (64, 4)
     assert not {one["check"] for one in report["findings"]} & {"no_engine", "broken_check"}
     assert run_cli_here("doctor", "--self-test", "--url", f"http://127.0.0.1:{port}").returncode == 2
     done = run_cli_here("health", "--url", f"http://127.0.0.1:{port}")

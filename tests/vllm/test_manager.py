@@ -489,6 +489,30 @@ def test_hints_are_passed_on_with_what_was_generated(harness: ManagerHarness, of
     assert sent == [("retain", 3, 80, 30.0), ("prefetch", 3, 0, 0.0), ("retain", 4, 80, 30.0), ("release", 2, 0, 0.0)]
 
 
+@pytest.mark.parametrize(
+    ("option", "actions", "said"),
+    [
+        ("all", [RETAIN, action("kv.release", {})], "kv.retain of 3 keys; kv.release at its end"),
+        ("all", [action("kv.retain", {"ttl_s": "5"})], "ignored: 'kv.retain': its ttl_s: expected `float`, got `str`"),
+        ("all", [action("kv.pin", {}), RETAIN], "kv.retain of 3 keys; ignored: 'kv.pin': kvoffd does not know it"),
+        ("all", [action("\ud800" * 64, {})] * 2, "ignored: 2, the first of them '\\ud800\\ud800"),
+        ("all", [action("kv.retain", {"ttl_s": 5, "start": 10**6})], "kv.retain of no whole block"),
+        ("all", [action("kv.fetch", {"source_control_endpoint": "tcp://node-b:1"})], "kv.fetch from node-b"),
+        ("off", [RETAIN], 'ignored: the engine has the option "hints": "off"'),
+        ("all", [], ""),
+    ],
+)
+def test_a_request_s_report_says_what_became_of_its_hints(
+    option: HintsOption, actions: list[object], said: str
+) -> None:
+    harness = ManagerHarness(hints=option)
+    hinted(harness, envelope(*actions))
+    (report,) = harness.client.reported
+    assert (report.hints == said) if "the first of them" not in said else report.hints.startswith(said)
+    msgspec.json.encode(report.hints)
+    assert len(report.hints) <= 256
+
+
 def test_hints_of_prompts_shorter_than_a_chunk_are_not_sent(harness: ManagerHarness) -> None:
     context = ReqContext("r", {"kv_hints": envelope(RETAIN, action("kv.prefetch", {}))})
     harness.manager.on_new_request(context)

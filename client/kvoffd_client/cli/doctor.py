@@ -224,6 +224,8 @@ def _verdict(
     state += "".join(f", {count} {noun}{plural(count)}" for noun, count in counts.items() if count)
     first = f"{state}. kvoffd {printable(facts.stats.version)}, up for {up}{engines}."
     lines = [first, _payoff(facts.stats, value, gpu_hour)]
+    if end := facts.stats.pool.at_the_end:
+        lines.append(f"The pool's memory {printable(end)}.")
     if count is None:
         lines.append("Its clients and machine were not checked; run doctor there without --url for that.")
     if test is not None:

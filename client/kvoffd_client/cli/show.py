@@ -290,6 +290,8 @@ def request_sentence(logged: LoggedPrompt) -> str:
     sentence = f"{clock} {printable(report.request)} {what.format(**counts)}."
     if set(logged.tokens) - {"computed"}:
         sentence += f" {', '.join(_tokens_by_source(logged.tokens))}."
+    if report.hints:
+        sentence += f" Hints: {printable(report.hints)}."
     if not report.keys:
         return sentence
     places = {"in the pool": report.found_pool, "on a disk": report.found_disk, "in a store": report.found_shared}

@@ -145,10 +145,11 @@ def print_stats(now: s.DaemonStats) -> None:
 
 
 def _head(now: s.DaemonStats) -> Iterator[Line]:
+    protocol = f" (protocol {now.protocol})" if now.protocol else ""
     yield (
-        f"kvoffd {printable(now.version)}, up {format_duration(now.uptime_seconds)}, policy {printable(now.policy)}, "
-        f"{format_count(now.sessions)} session{plural(now.sessions)}, {format_size(now.resident_bytes)} of memory "
-        "besides the pool"
+        f"kvoffd {printable(now.version)}{protocol}, up {format_duration(now.uptime_seconds)}, policy "
+        f"{printable(now.policy)}, {format_count(now.sessions)} session{plural(now.sessions)}, "
+        f"{format_size(now.resident_bytes)} of memory besides the pool"
     )
     if now.health_problems:
         reasons = ", ".join(printable(one.reason) for one in now.health_problems)
@@ -263,6 +264,8 @@ def pool_bar(pool: s.PoolStats, width: int) -> list[Text]:
 
 
 def _pool_notes(pool: s.PoolStats) -> Iterator[tuple[str, str]]:
+    if pool.at_the_end:
+        yield f"its memory {printable(pool.at_the_end)}", "dim"
     if pool.retained_bytes:
         yield f"{format_size(pool.retained_bytes)} are retained by hints: they are evicted last", "dim"
     if pool.numa_remote_slots:
@@ -434,7 +437,7 @@ def _shared(one: s.SharedStats) -> Iterator[Line]:
     if one.unshared_namespaces:
         yield (
             f"  {format_count(one.unshared_namespaces)} namespaces are not shared, after a reset or a damaged state: "
-            "`kvoffd-cli clear NAME --all-nodes` shares one again",
+            "`kvoffd-cli clear NAME --all-nodes` shares one again, `kvoffd-cli clear --all --all-nodes` all of them",
             "yellow",
         )
     yield from _faults(one.errors, s.SHARED_ERRORS)

@@ -35,7 +35,7 @@ from kvoffd_client.vllm.connector_metadata import (
 )
 from kvoffd_client.vllm.do_no_harm import DoNoHarm, PrefillRate
 from kvoffd_client.vllm.engine_namespace import EngineNamespace
-from kvoffd_client.vllm.hints import HintsOption, allowed_tiers, read_hints
+from kvoffd_client.vllm.hints import HintsOption, allowed_tiers, notes_of, read_hints
 from kvoffd_client.vllm.keyed_lookup import RESULTS
 from kvoffd_client.vllm.log import logger
 from kvoffd_client.vllm.prompt_report import PromptRecord, failed
@@ -293,8 +293,10 @@ class KvoffdManager(OffloadingManager):
         state = RequestState(next(self._numbers))
         # kv_load_tiers of the request: the pool is vLLM's primary tier, which requests cannot exclude.
         state.tiers = allowed_tiers(req_context)
-        state.hints, unknown, state.peer, state.giver = read_hints(req_context, self._hints)
-        self._counters[metrics.UNKNOWN_HINTS] += unknown
+        found = read_hints(req_context, self._hints)
+        state.hints, state.peer, state.giver = found.hints, found.peer, found.giver
+        state.record.hints = notes_of(found)
+        self._counters[metrics.UNKNOWN_HINTS] += found.unread
         self.requests[req_context.req_id] = state
         # Loaded blocks are offered for stores too: they are stored if the load failed, otherwise skipped.
         return RequestOffloadingContext(policy=OffloadPolicy.REQUEST_LEVEL)

@@ -13,7 +13,17 @@ from vllm.v1.kv_offload.base import OffloadKey
 from kvoffd_client.scheduler_client import LookupFuture, SchedulerClient
 from kvoffd_client.vllm.connector_metadata import ChunkGroup, of_adapter
 from kvoffd_client.vllm.keyed_lookup import NOT_COMING, KeyedLookup
-from kvoffd_proto.messages import COMING, PENDING, READY, SHARED, WRITING, Mark, Outcome, PromptReport
+from kvoffd_proto.messages import (
+    COMING,
+    MAX_HINTS,
+    PENDING,
+    READY,
+    SHARED,
+    WRITING,
+    Mark,
+    Outcome,
+    PromptReport,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -47,6 +57,7 @@ class PromptRecord:
         tails_from_tiers: the same of tails, by vLLM's keys.
         is_decided: its outcome was reported.
         of_load: the report of a prompt that is being loaded; sent when the load ends.
+        hints: what became of its hints, by what they are called.
     """
 
     counted: LookupFuture | None = None
@@ -62,6 +73,7 @@ class PromptRecord:
     tails_from_tiers: dict[OffloadKey, int] = field(default_factory=dict)
     is_decided: bool = False
     of_load: PromptReport | None = None
+    hints: dict[str, str] = field(default_factory=dict)
 
     def came_from_tiers(self, answer: KeyedLookup) -> None:
         """Record which chunks an answer reports as being promoted."""
@@ -180,6 +192,7 @@ class PromptRecord:
             asked_shared=asked,
             unanswered=min(asked, unanswered),
             marks=_marks_of(request) + [Mark.KV_LOAD_TIERS.value] * (reason == NOT_LOADED),
+            hints="; ".join(f"{name} {what}" for name, what in self.hints.items())[:MAX_HINTS],
         )
 
 
