@@ -501,7 +501,8 @@ def test_a_signal_ends_it_with_what_was_found(
     before = signal.getsignal(signal.SIGTERM)
     done = run()
     assert signal.getsignal(signal.SIGTERM) is before
-    assert (done.status, done.err) == (128 + number, "")
+    assert done.status == 128 + number
+    assert "kvoffd-cli: " not in done.err, "the server may say there that its client went away"
     if loads:
         assert "NOT JUDGED: Interrupted; 3 of 3 prompts were computed. " in flat(done.out)
         assert "2 of 3 prompts got the same answer loaded as computed. 1 could not be judged." in flat(done.out)
