@@ -10,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ SOURCES = [
     "kvoffd/transfer/cuda/gpu_copy.c",
 ]
 LIBRARY = "kvoffd/libkvoffd.so"
+COMMIT_FILE = {"wheel": "kvoffd_proto/commit.txt", "sdist": "proto/kvoffd_proto/commit.txt"}
+"""Where a build that is no release has its commit. A wheel built from a sdist has the sdist's."""
 FLAGS = ["-O3", "-std=gnu11", "-Wall", "-Wextra", "-Wno-psabi", "-fPIC", "-shared"]
 
 
@@ -46,10 +49,15 @@ class CompiledLoops(BuildHookInterface):  # type: ignore[type-arg]
     """
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        root = Path(self.root)
+        self._made = tempfile.TemporaryDirectory(prefix="kvoffd-build-")  # goes with this object if all fails
+        if version != "editable" and (commit := _commit(root, self.metadata.version)):
+            written = Path(self._made.name, "commit.txt")
+            written.write_text(f"{commit}\n")
+            build_data["force_include"][str(written)] = COMMIT_FILE[self.target_name]
         if self.target_name != "wheel":
             return
-        root, compiler = Path(self.root), _compiler()
-        self._made = tempfile.TemporaryDirectory(prefix="kvoffd-build-")  # goes with this object if all fails
+        compiler = _compiler()
         made = Path(self._made.name, "libkvoffd.so")
         sources = [str(root / source) for source in SOURCES]
         if subprocess.run([*compiler, *FLAGS, "-o", str(made), *sources], check=False).returncode:
@@ -64,8 +72,7 @@ class CompiledLoops(BuildHookInterface):  # type: ignore[type-arg]
         build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
-        if self.target_name == "wheel":
-            self._made.cleanup()
+        self._made.cleanup()
 
 
 class LongDescription(MetadataHookInterface):
@@ -75,6 +82,23 @@ class LongDescription(MetadataHookInterface):
         text = Path(self.root, "README.md").read_text(encoding="utf-8")
         text = re.sub(r"\[([^\]]+)\]\((?!https?://|#)[^)]+\)", r"\1", text)
         metadata["readme"] = {"content-type": "text/markdown", "text": text}
+
+
+def _commit(root: Path, release: str) -> str:
+    """Return the tree's commit as ``g0123456789ab``, with ``.dirty`` if files were changed; empty for a release, and if
+    unknown.
+
+    KVOFFD_COMMIT names it where git does not know, as in an image: a commit or what ``git describe --dirty`` says.
+    """
+    said = os.environ.get("KVOFFD_COMMIT", "")
+    if not said and (root / ".git").exists():
+        command = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
+        with suppress(OSError):
+            said = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False).stdout.strip()
+    found = re.search(r"([0-9a-f]{12})[0-9a-f]{28}(-dirty)?$", said)
+    if found is None:
+        return "dirty" if said == f"v{release}-dirty" else ""
+    return f"g{found[1]}{'.dirty' if found[2] else ''}"
 
 
 def _compiler() -> list[str]:

@@ -207,6 +207,17 @@ def config_as_json(config: Config) -> str:
     return json.dumps(shown, indent=2) + "\n"
 
 
+class _PrintVersion(argparse.Action):
+    """Prints the release, and the protocol, whose module is slow to import."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        from kvoffd_proto.build import with_commit
+        from kvoffd_proto.messages import PROTOCOL_VERSION
+
+        print(f"kvoffd {with_commit(__version__)} (protocol {PROTOCOL_VERSION})")
+        parser.exit()
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of ``kvoffd``. It leaves values as text: ``load_config`` checks those of all sources."""
     parser = _Parser(
@@ -215,7 +226,7 @@ def make_parser() -> argparse.ArgumentParser:
         "stores that nodes share.",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"kvoffd {__version__}")
+    parser.add_argument("--version", action=_PrintVersion, nargs=0, help="print release and protocol, and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     serving = commands.add_parser(
         "serve",

@@ -26,6 +26,9 @@ MAX_BUFFERED_EVENTS = 100_000
 MAX_STORED_KEYS = 65_536
 """Most keys that ``StoredKeys`` remembers, about 10 MiB."""
 REPORT_PAUSE_S = 1.0
+MAX_WAITING_REPORTS = 4096
+"""Reports of prompts kept while they cannot be sent, such as during a restart of the daemon, which counts all prompts.
+"""
 """Time for which reports of prompts are collected before they are sent together."""
 
 
@@ -176,7 +179,7 @@ class SchedulerClient(Session):
         """Lookups with pinned blocks by lease id, oldest first."""
         self._unanswered: dict[int, LookupFuture] = {}
         self.events_lost = 0
-        self._reports: deque[m.PromptReport] = deque(maxlen=m.MAX_PROMPT_REPORTS)
+        self._reports: deque[m.PromptReport] = deque(maxlen=MAX_WAITING_REPORTS)
         self._transport.start(self)
 
     def lookup(
@@ -280,7 +283,7 @@ class SchedulerClient(Session):
         """Report the outcome of a prompt within about a second. While not connected, only the last ones are kept."""
         with self._transport.lock:
             self._reports.append(report)
-            if len(self._reports) == m.MAX_PROMPT_REPORTS:
+            if len(self._reports) % m.MAX_PROMPT_REPORTS == 0:
                 self._send_reports()
             self._role_due = min(self._role_due, self._transport.now() + REPORT_PAUSE_S)
             self._transport.notify()
@@ -405,10 +408,13 @@ class SchedulerClient(Session):
             self._role_due = now + REPORT_PAUSE_S if self._reports else NEVER
 
     def _send_reports(self) -> None:
-        """Send the reports of prompts that wait; keep them if they cannot be sent now."""
-        message = m.ReportPrompts(m.NO_REPLY, self._fingerprint, list(self._reports))
-        if self._reports and self.ready and self._send(message) is None:
-            self._reports.clear()
+        """Send the reports of prompts that wait; keep those that cannot be sent now."""
+        while self._reports and self.ready:
+            some = list(islice(self._reports, m.MAX_PROMPT_REPORTS))
+            if self._send(m.ReportPrompts(m.NO_REPLY, self._fingerprint, some)) is not None:
+                break
+            for _ in some:
+                self._reports.popleft()
 
     # --- KV events -------------------------------------------------------------------------------
 

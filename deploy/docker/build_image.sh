@@ -7,6 +7,9 @@ version=$(sed -n 's/^__version__ = "\(.*\)"/\1/p' kvoffd/__init__.py)
 revision=$(git describe --always --dirty --abbrev=40 2>/dev/null || echo unknown)
 # The commit's time, where there is one, so that the same commit gives the same labels.
 created=$(date --utc --date="@${SOURCE_DATE_EPOCH:-$(git log -1 --format=%ct 2>/dev/null || date +%s)}" +%Y-%m-%dT%H:%M:%SZ)
+# A build that is no release has a tag of its own too.
+commit=$(printf %s "$revision" | sed -n 's/.*\([0-9a-f]\{12\}\)[0-9a-f]\{28\}\(-dirty\)\{0,1\}$/-g\1\2/p')
+[ -z "$commit" ] || set -- --tag "kvoffd:$version$commit" "$@"
 for tool in podman buildah docker; do
     command -v "$tool" >/dev/null && break
 done

@@ -60,6 +60,7 @@ from kvoffd.cache.namespace import (
     Shards,
 )
 from kvoffd.cache.policy import REJECTED, Chain, Policy
+from kvoffd.cache.prompt_tokens import PromptTokens, UncountedLoads
 from kvoffd.cache.tickets import (
     Check,
     FillTicket,
@@ -192,6 +193,7 @@ class Cache:
         """Requests that ``report_requests`` has yet to report, oldest first; whether ``count_prompt`` counts them."""
         self._uncounted = UncountedPrompts()
         self._computing = Computing(clock)
+        self._uncounted_loads = UncountedLoads()
         self._ready_removed = False
         """Whether READY blocks left the index since the last ``report_requests``."""
         self.swept_at_once, self.ended_at_once = SWEPT_AT_ONCE, ENDED_AT_ONCE
@@ -607,6 +609,14 @@ class Cache:
         parts = self._uncounted.take(session, lease_id)
         self._count_prompt(parts, outcome)
         return parts
+
+    def count_tokens(self, namespace: Namespace, session: int, lease_id: int, tokens: PromptTokens) -> dict[str, int]:
+        """Count a prompt's tokens by source, of which its engine loaded some under this lease. Return them by the
+        sources' names."""
+        found = tokens.by_source(self._uncounted_loads.take(session, lease_id))
+        for source, count in found.items():
+            namespace.counters.prompt_tokens[source.kind] += count
+        return {source.name: count for source, count in found.items()}
 
     def _count_prompt(self, parts: Sequence[AskedKeys], outcome: PromptOutcome | None) -> None:
         for chain, own in count_prompt(parts, outcome):
@@ -1118,8 +1128,8 @@ class Cache:
         ``counts``: count the loaded keys and tokens, once all ranks have loaded them. A lease's tokens are those of its
         largest group: with a sliding window, fewer blocks stand for as many tokens.
         """
-        if self.tiers is not None:
-            self.tiers.loaded(tickets)
+        if self.tiers is not None and (keys := self.tiers.loaded(tickets)) is not None and counts:
+            self._uncounted_loads.add(tickets[0].lease.session, tickets[0].lease.lease_id, keys)
         for ticket in tickets:
             self.unpin(ticket.blocks)
             if counts and ticket.blocks.size:

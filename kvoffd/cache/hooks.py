@@ -12,6 +12,7 @@ import numpy.typing as npt
 from kvoffd.cache.asked_keys import AskedKeys
 from kvoffd.cache.block_table import BlockIds
 from kvoffd.cache.namespace import MissReason, Namespace
+from kvoffd.cache.prompt_tokens import LoadedKeys
 from kvoffd.cache.tickets import Lease, LoadTicket
 from kvoffd_proto.events import MEDIUM_CPU
 
@@ -69,8 +70,9 @@ class TierHooks(Protocol):
     def lease_ended(self, lease: Lease) -> None:
         """The lease ended: promotions for it alone can stop."""
 
-    def loaded(self, tickets: Sequence[LoadTicket]) -> None:
-        """These loads ended."""
+    def loaded(self, tickets: Sequence[LoadTicket]) -> LoadedKeys | None:
+        """The loads of one job ended. Return the sources of its keys, of the group with the most tokens; None if all
+        were in the pool."""
 
     def used(self, blocks: BlockIds) -> None:
         """A lookup found these blocks READY."""

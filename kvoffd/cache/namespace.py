@@ -126,6 +126,8 @@ class Counters:
     prefill_tokens_per_second: float = 0.0
     """Speed of the engine that reported last."""
     misses: Counter[MissReason] = field(default_factory=Counter)
+    prompt_tokens: Counter[str] = field(default_factory=Counter)
+    """Tokens of prompts by source: PROMPT_SOURCES."""
     no_space: Counter[str] = field(default_factory=Counter)
     """Keys that were not stored, by the cause of the missing space: NO_SPACE_CAUSES."""
 

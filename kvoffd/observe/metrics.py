@@ -81,10 +81,13 @@ def all_metrics(stats: DaemonStats | None) -> list[MetricSpec]:
     if stats is not None:
         stats = replace(stats, namespaces=[one for one in stats.namespaces if not one.of_bench])
     build = MetricSpec(
-        "kvoffd_build_info", "gauge", "Release and eviction policy of the daemon; always 1.", ("version", "policy")
+        "kvoffd_build_info",
+        "gauge",
+        "Release, protocol and eviction policy of the daemon; always 1.",
+        ("version", "protocol", "policy"),
     )
     if stats is not None:
-        build.samples.append(((stats.version, stats.policy), 1))
+        build.samples.append(((stats.version, str(stats.protocol), stats.policy), 1))
     found = {build.name: build}
     for spec in _metrics(DaemonStats, [] if stats is None else [((), stats)], "kvoffd_", ()):
         if found.setdefault(spec.name, spec) is not spec:

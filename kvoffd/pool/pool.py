@@ -61,10 +61,17 @@ class Pool:
         self._memory, self._table_memory = found or backing.make(geometry)
         self.mapping = self._memory.segment
         """All bytes of the pool, mapped until ``close``."""
+        self.keeper = ""
+        """Keeper of the memory when this process ends, such as ``by systemd``; empty for none."""
         self._bytes = self._memory.buffer
         with OnError(self.close):
             self.table = SlotTable(self._table_memory.buffer, geometry, new=not self.recovered)
         self._is_file = isinstance(backing, FileBacking)
+
+    @property
+    def at_the_end(self) -> str:
+        """Fate of the memory when this process ends, as the end of a sentence."""
+        return f"is kept {self.keeper}" if self.keeper and not self.removed else "ends with this process"
 
     @property
     def buffer(self) -> memoryview:

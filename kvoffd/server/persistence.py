@@ -287,7 +287,8 @@ class State:
         if b"resets" not in found:
             logger.warning(
                 "Earlier clears and resets are unknown. So all existing blocks are void, and no namespace is shared "
-                "with other nodes until `kvoffd-cli clear --all-nodes`."
+                "with other nodes until you clear it on all nodes: once engines have opened theirs, run `kvoffd-cli "
+                "clear --all --all-nodes`."
             )
             self.generations.stop_sharing_all()
         if content != self._encoded(*PARTS):

@@ -24,6 +24,7 @@ from kvoffd.system.files import OnError
 from kvoffd.system.limits import memory_limit
 from kvoffd.system.numa import nodes_with_gpus
 from kvoffd.system.systemd import Notifier
+from kvoffd_proto.build import with_commit
 from kvoffd_proto.units import format_duration, format_size, plural
 
 logger = logging.getLogger(__name__)
@@ -86,13 +87,13 @@ def open_pool(
     else:
         pool = _open_memfds(config, notifier, stored)
         if was_killed and not stored:
-            logger.warning(
-                "The pool starts empty. The earlier daemon was killed, and its memory ended with it. To keep it, set "
-                "pool_file to a file in /dev/shm, or run kvoffd as a systemd unit."
-            )
+            logger.warning("The pool starts empty. The earlier daemon was killed, and its memory ended with it.")
     if pool.cold_reason:
         logger.warning("The pool starts empty. %s", pool.cold_reason)
-    logger.info("kvoffd %s opens a pool of %s. %s", __version__, format_size(config.pool_bytes), memory_summary(config))
+    version, size = with_commit(__version__), format_size(config.pool_bytes)
+    logger.info("kvoffd %s opens a pool of %s. %s", version, size, memory_summary(config))
+    keep = "" if pool.keeper else " To keep it, set pool_file to a file in /dev/shm, or run kvoffd as a systemd unit."
+    logger.info("The pool's memory %s.%s", pool.at_the_end, keep)
     if not pool.resident:
         with OnError(pool.close):
             started = time.monotonic()
@@ -177,6 +178,7 @@ def _open_pool_file(
         pool = _make_pool(config, backing)
         with OnError(pool.close):
             backing.publish()
+    pool.keeper = f"in {config.pool_file}"
     return pool
 
 
@@ -192,6 +194,10 @@ def _open_memfds(config: Config, notifier: Notifier, stored: Mapping[str, list[i
     if not pool.recovered:
         for name, fd in zip((POOL_NAME, TABLE_NAME), pool.memory_fds, strict=True):
             notifier.store_fd(name, fd)
+    if pool.recovered or notifier.keeps_fds:
+        pool.keeper = "by systemd over restarts"
+    elif notifier.keeps_fds is None:
+        pool.keeper = "by systemd over restarts, if the unit has FileDescriptorStoreMax="
     return pool
 
 

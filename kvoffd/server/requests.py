@@ -14,6 +14,7 @@ from kvoffd import __version__
 from kvoffd.cache.asked_keys import AskedKeys, PromptOutcome
 from kvoffd.cache.block_table import FOUND
 from kvoffd.cache.namespace import MissReason, Namespace
+from kvoffd.cache.prompt_tokens import PromptTokens
 from kvoffd.errors import BadGeometry, BadKeys, KvoffdError
 from kvoffd.observe.logging import RareWarnings
 from kvoffd.server.handlers import Pending, answers, filled
@@ -22,6 +23,7 @@ from kvoffd.transfer.engine import EngineMemory
 from kvoffd.transfer.plan import build_layouts
 from kvoffd_proto import messages as m
 from kvoffd_proto.admin import LoggedPrompt
+from kvoffd_proto.build import with_commit
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import MAX_PAGES, Handle
 from kvoffd_proto.units import printable
@@ -37,6 +39,7 @@ UNLOADED: Mapping[str, MissReason] = {
     m.Outcome.NO_SPACE: MissReason.ENGINE_FULL,
     m.Outcome.FAILED: MissReason.LOAD_FAILED,
     "tier_late": MissReason.TIER_LATE,
+    "not_loaded": MissReason.NOT_LOADED,
 }
 """Miss reasons of keys that were found and not loaded, by the prompt's outcome or the reason of its first missing key.
 """
@@ -54,9 +57,10 @@ def hello(service: Service, session: Session, message: m.Hello) -> m.Welcome:
             message.protocol_version,
             m.PROTOCOL_VERSION,
         )
+        ours = with_commit(__version__)
         raise KvoffdError(
-            f"The client speaks protocol {message.protocol_version}, but this daemon (kvoffd {__version__}) speaks "
-            f"{m.PROTOCOL_VERSION}; install the same kvoffd release on both ends.",
+            f"The client speaks protocol {message.protocol_version}, but this daemon (kvoffd {ours}) "
+            f"speaks {m.PROTOCOL_VERSION}; install the same kvoffd release on both ends.",
             ErrorCode.BAD_VERSION,
         )
     service.sessions.set_role(session, message.role, printable(message.name), printable(message.software))
@@ -273,6 +277,9 @@ def report_prompts(service: Service, session: Session, message: m.ReportPrompts)
         namespace.check(one.missing_group, one.missing_key)
         if len(one.missing_key) > namespace.key_bytes:
             raise BadKeys("A report has one first missing key at most; leave the others out.")
+        if not one.again and (had := one.own_tokens + one.loaded_tokens + one.other_tokens) > one.tokens:
+            why = f"A prompt of {one.tokens} tokens did not have {had}; report those of the prompt only."
+            raise KvoffdError(why, ErrorCode.MALFORMED)
     for one in message.prompts:
         reason = unloaded = UNLOADED.get(one.outcome) or UNLOADED.get(one.reason)
         outcome = PromptOutcome(one.own_keys, one.covered_keys, unloaded)
@@ -283,7 +290,11 @@ def report_prompts(service: Service, session: Session, message: m.ReportPrompts)
                 (reason,) = map(MissReason, service.cache.reasons_of(namespace, one.missing_group, one.missing_key))
         if reason is not None and not one.reason:
             one = structs.replace(one, reason=reason.name.lower())
-        session.prompts.append(LoggedPrompt(session.id, message.namespace, one))
+        tokens: dict[str, int] = {}
+        if not (one.again or one.outcome == m.Outcome.DROPPED):
+            its = PromptTokens(one.tokens, one.own_tokens, one.loaded_tokens, one.other_tokens)
+            tokens = service.cache.count_tokens(namespace, session.id, one.load_lease_id, its)
+        session.prompts.append(LoggedPrompt(session.id, message.namespace, one, tokens))
     return m.Done(message.request_id, len(message.prompts))
 
 
@@ -308,11 +319,16 @@ def reset(service: Service, session: Session, message: m.Reset) -> m.Done | Pend
         return m.Done(message.request_id, count)
     service.state.generations.stop_sharing(message.namespace)
     if service.tier_supervisor.shares:
-        logger.info("An engine reset a namespace; its blocks are no longer shared with other nodes.")
+        logger.info(
+            "An engine reset the namespace %r; its blocks are no longer shared with other nodes. `kvoffd-cli clear %s "
+            "--all-nodes` shares it again.",
+            *(namespace.label, namespace.fingerprint.hex()),
+        )
     in_memory = ""
     if service.tier_supervisor.shares:
         in_memory = (
             f"It is done, but a reboot would undo it: {service.state.file.path}, the record that the namespace is not "
-            "shared any more, is in memory. Clear it on all nodes, or set STATE_DIRECTORY to a directory on a disk."
+            f"shared any more, is in memory. Run `kvoffd-cli clear {namespace.fingerprint.hex()} --all-nodes`, or set "
+            "STATE_DIRECTORY to a directory on a disk."
         )
     return service.reply_once_saved(m.Done(message.request_id, count), RESET_NOT_SAVED, in_memory)

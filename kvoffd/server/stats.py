@@ -25,7 +25,8 @@ from kvoffd.tiers.tier import TierStats
 from kvoffd.transfer.plan import Direction
 from kvoffd_proto import admin as a
 from kvoffd_proto import stats as s
-from kvoffd_proto.messages import Role
+from kvoffd_proto.build import with_commit
+from kvoffd_proto.messages import PROTOCOL_VERSION, Role
 from kvoffd_proto.verdict import judge
 
 if TYPE_CHECKING:
@@ -51,7 +52,8 @@ def daemon_stats(service: Service) -> s.DaemonStats:
         s.DaemonStats,
         service.loop_watch,
         traffic,
-        version=__version__,
+        version=with_commit(__version__),
+        protocol=PROTOCOL_VERSION,
         node=socket.gethostname(),
         policy=service.config.eviction_policy,
         pid=os.getpid(),
@@ -198,7 +200,7 @@ def namespaces(service: Service, session: Session, message: a.Namespaces) -> a.N
         )
         for namespace in cache.namespaces.values()
     ]
-    return a.NamespacesReply(message.request_id, infos)
+    return a.NamespacesReply(message.request_id, infos, service.state.generations.unshared_of(cache.namespaces))
 
 
 def _pool_stats(service: Service) -> s.PoolStats:
@@ -217,6 +219,7 @@ def _pool_stats(service: Service) -> s.PoolStats:
         index_bytes=cache.blocks.nbytes,
         numa_remote_slots=pool.slots.slots_on_other_nodes,
         integrated_gpus=service.memory.gpus.integrated,
+        at_the_end=pool.at_the_end,
     )
 
 
@@ -271,7 +274,7 @@ def _disk_stats(disk: Disk) -> s.DiskStats:
 def _shared_stats(service: Service) -> list[s.SharedStats]:
     if (tiering := service.tiering) is None:
         return []
-    unshared = sum(tiering.is_unshared(one.fingerprint) for one in service.cache.namespaces.values())
+    unshared = len(service.state.generations.unshared_of(service.cache.namespaces))
     return [
         filled(
             s.SharedStats,

@@ -14,11 +14,9 @@ from kvoffd.observe.meters import CounterWindows
 from kvoffd_proto.stats import Lifetime, Window
 
 SAMPLE_EVERY_S = 1.0
-COUNTED = tuple(
-    name for name in Counters.__slots__ if name not in ("misses", "no_space") and not name.endswith("per_second")
-)
+_MISSES, _NO_SPACE, _TOKENS = _BY_NAME = "misses", "no_space", "prompt_tokens"
+COUNTED = tuple(name for name in Counters.__slots__ if name not in _BY_NAME and not name.endswith("per_second"))
 _counted = attrgetter(*COUNTED)
-_MISSES, _NO_SPACE = "misses", "no_space"
 _MISSES_OF = {reason: f"{_MISSES} {reason.name.lower()}" for reason in MissReason}
 _COPIED = tuple(sorted({*Window.__struct_fields__} & {*COUNTED}))
 """Counters that statistics have under the same name."""
@@ -94,22 +92,26 @@ def counts_of(namespace: Namespace) -> dict[str, float]:
         counts[_MISSES_OF[reason]] = count
     for cause, count in counters.no_space.items():
         counts[f"{_NO_SPACE} {cause}"] = count
+    for source, count in counters.prompt_tokens.items():
+        counts[f"{_TOKENS} {source}"] = count
     return counts
 
 
 def figures(counts: Mapping[str, float]) -> dict[str, Any]:
     """Return the fields of a Traffic: every requested key was loaded, not needed, or a miss."""
-    misses, causes = dict[str, int](), dict[str, int]()
+    by_name: dict[str, dict[str, int]] = {kind: {} for kind in _BY_NAME}
     for name, count in counts.items():
         if " " in name and count:
             kind, what = name.split(" ")
-            (misses if kind == _MISSES else causes)[what] = int(count)
+            by_name[kind][what] = int(count)
+    misses, causes = by_name[_MISSES], by_name[_NO_SPACE]
     sources = {"pool": "keys_ready", "disk": "found_disk", "shared": "found_shared"}
     found = {source: int(count) for source, name in sources.items() if (count := counts.get(name, 0))}
     loaded = int(counts.get("loaded_keys", 0))
     not_needed = max(0, int(counts.get("covered_keys", 0)) - loaded)
     return {name: counts.get(name, 0) for name in _COPIED} | {
         "misses": misses,
+        "prompt_tokens": by_name[_TOKENS],
         "found_keys": found,
         "not_needed_keys": not_needed,
         "asked_keys": loaded + not_needed + sum(misses.values()),

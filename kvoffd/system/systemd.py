@@ -15,6 +15,8 @@ logger = logging.getLogger(__name__)
 
 MAX_STATUS_CHARACTERS = 1024
 START_EXTENSION_S = 30
+MANAGER_SOCKET = "/run/systemd/notify"
+"""The system manager's NOTIFY_SOCKET; a container engine's has another path, and keeps nothing."""
 FIRST_STORED_FD = 3
 """SD_LISTEN_FDS_START (sd_listen_fds(3))."""
 
@@ -29,6 +31,8 @@ class Notifier:
         self._watchdog_at, self._watchdog_timeout_s = 0.0, _watchdog_timeout_s(environ)
         self._socket: socket.socket | None = None
         self._failed = False
+        self.keeps_fds: bool | None = False
+        """Whether descriptors are kept for the next daemon; None if unknown: systemd says so since release 254."""
         address = environ.get("NOTIFY_SOCKET", "")
         if not address:
             return
@@ -37,6 +41,10 @@ class Notifier:
                 "NOTIFY_SOCKET is %r, neither a path nor an abstract socket; systemd is not notified.", address
             )
             return
+        if "FDSTORE" in environ:
+            self.keeps_fds = environ["FDSTORE"] != "0"
+        elif address == MANAGER_SOCKET:
+            self.keeps_fds = None
         self._address = f"\0{address[1:]}" if address[0] == "@" else address
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
 

@@ -17,6 +17,7 @@ from kvoffd.cache.block_table import FREE, READY, WRITING, BlockIds
 from kvoffd.cache.cache import NO_SESSION, Cache
 from kvoffd.cache.hooks import CacheListener
 from kvoffd.cache.namespace import MissReason, Namespace
+from kvoffd.cache.prompt_tokens import LoadedKeys, Source
 from kvoffd.cache.tickets import Lease, LoadTicket
 from kvoffd.pool.allocator import PAGE_BYTES
 from kvoffd.system.calls import call_each
@@ -398,9 +399,18 @@ class Tiering:
         for wanted in left:
             wanted.source.drop_unawaited(wanted)
 
-    def loaded(self, tickets: Sequence[LoadTicket]) -> None:
+    def loaded(self, tickets: Sequence[LoadTicket]) -> LoadedKeys | None:
+        if not (self._numbered and tickets):
+            return None
+        largest = max(tickets, key=lambda ticket: len(ticket.blocks) * ticket.group.weight)
+        numbers = self._unused[largest.blocks]
         for ticket in tickets:
             self._unused[ticket.blocks] = 0
+        if not numbers.any():
+            return None
+        found = np.unique(numbers[numbers > 0]).tolist()
+        sources = {number: _source_of(self._numbered[number - 1]) for number in found}
+        return LoadedKeys(largest.group.tokens, numbers.tobytes(), sources)
 
     def _promoted(self, source: Promotions, block: int) -> None:
         at = 1 + self.sources.index(source) - len(self._disk_tiers)
@@ -568,6 +578,12 @@ class Tiering:
 def run_end(states: bytes | bytearray) -> int:
     """Return the length of the unbroken run from the start that is ready, or will be."""
     return len(states) - len(states.lstrip(SETTLED))
+
+
+def _source_of(source: Promotions) -> Source:
+    if not source.shared:
+        return Source("disk", "disk")
+    return Source("peer" if source.name.startswith(PEER) else "store", source.name)
 
 
 def last_window(there: Sequence[bool], spec: GroupSpec) -> range:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
@@ -194,6 +194,11 @@ class Generations:
     def is_unshared(self, fingerprint: bytes) -> bool:
         """Return whether the namespace may neither be read from shared stores nor written to them."""
         return self.unshared_at(fingerprint) > 0
+
+    def unshared_of(self, fingerprints: Iterable[bytes]) -> list[bytes]:
+        """Return those of ``fingerprints`` that are not shared, then all others that are known not to be."""
+        candidates = dict.fromkeys((*fingerprints, *self.resets.unshared))
+        return [one for one in candidates if self.is_unshared(one)]
 
     def unshared_at(self, fingerprint: bytes) -> int:
         """Return the number above which a fleet generation shares the namespace again; 0 if it is shared."""

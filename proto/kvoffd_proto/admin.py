@@ -88,6 +88,10 @@ class LoggedPrompt(m.Wire, frozen=True):
     session_id: m.SessionId
     namespace: m.Fingerprint
     report: Annotated[m.PromptReport, m.doc("Outcome of the prompt.")]
+    tokens: Annotated[
+        dict[str, m.Count],
+        m.doc("Tokens by source: ``PROMPT_SOURCES``, or the name of a store or a peer. Empty if they do not count."),
+    ] = field(default_factory=dict)
 
 
 class PromptsListed(m.Reply, frozen=True):
@@ -120,6 +124,10 @@ class NamespaceInfo(m.Wire, frozen=True):
 
 class NamespacesReply(m.Reply, frozen=True):
     namespaces: Annotated[list[NamespaceInfo], m.doc("Open namespaces, in the order in which they were opened.")]
+    unshared: Annotated[
+        list[m.Fingerprint],
+        m.doc("Namespaces, open or not, of which nothing is shared with other nodes until a ResetFleet."),
+    ] = field(default_factory=list)
 
 
 @m.exchange(m.ADMIN)

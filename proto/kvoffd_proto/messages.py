@@ -491,6 +491,11 @@ class ReportEngine(Request[Done], frozen=True):
 
 
 MAX_PROMPT_REPORTS = 256
+MAX_MARKS = 8
+
+
+MAX_HINTS = 256
+"""Characters of what a report says about hints."""
 
 
 class PromptReport(Wire, frozen=True):
@@ -502,7 +507,7 @@ class PromptReport(Wire, frozen=True):
     keys: Annotated[Count, doc("Keys looked up; 0 without an answer, and for a prompt shorter than a block.")]
     found_pool: Annotated[Count, doc("Keys found in the pool.")]
     found_disk: Annotated[Count, doc("Keys found on a disk.")]
-    found_shared: Annotated[Count, doc("Keys found in a store that nodes share.")]
+    found_shared: Annotated[Count, doc("Keys that a store that nodes share, or a peer, answered that it has.")]
     outcome: Annotated[str, doc("What the engine did, one word: ``Outcome``.", max_length=32)]
     loaded_tokens: Annotated[Count, doc("Tokens loaded.")] = 0
     missing_group: GroupIndex = 0
@@ -514,6 +519,15 @@ class PromptReport(Wire, frozen=True):
     own_keys: Annotated[list[Count], doc("By group, leading keys in the engine's cache.", max_length=MAX_GROUPS)] = []
     covered_keys: Annotated[list[Count], doc("By group, leading keys not computed.", max_length=MAX_GROUPS)] = []
     after_gap: Annotated[Count, doc("Keys found, but not loaded because an earlier block was missing.")] = 0
+    load_lease_id: Annotated[int, doc("Lease under which it was loaded; 0 for none.", ge=0, le=2**63 - 1)] = 0
+    other_tokens: Annotated[Count, doc("Tokens that another connector of the engine loaded.")] = 0
+    again: Annotated[bool, doc("It was reported before: its tokens are not counted again.")] = False
+    asked_shared: Annotated[Count, doc("Keys that stores were asked for.")] = 0
+    unanswered: Annotated[Count, doc("Keys of these for which no store had answered.")] = 0
+    marks: Annotated[
+        list[str], doc("Properties of the request that limit sharing: ``Mark``.", max_length=MAX_MARKS)
+    ] = []
+    hints: Annotated[str, doc("Hints that it carried, and what became of them.", max_length=MAX_HINTS)] = ""
 
 
 class Outcome(StrEnum):
@@ -537,6 +551,21 @@ class Outcome(StrEnum):
     """A load failed, and it recomputed."""
     UNUSED = "unused"
     """The prompt may not use the cache, or the daemon was unavailable."""
+
+
+class Mark(StrEnum):
+    """Property of a request that limits which blocks it shares, or uses."""
+
+    CACHE_SALT = "cache_salt"
+    """Its keys contain a salt."""
+    LORA = "lora"
+    """Its keys contain a LoRA adapter."""
+    MULTIMODAL = "multimodal"
+    """Its keys contain images, audio or video."""
+    EMBEDDINGS = "embeddings"
+    """Its prompt is embeddings, which its keys contain."""
+    KV_LOAD_TIERS = "kv_load_tiers"
+    """It excludes disks or stores, where keys of it were."""
 
 
 @exchange(SCHEDULER)

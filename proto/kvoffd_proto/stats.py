@@ -8,6 +8,7 @@ the default of missing ones, so that a command and a daemon of different release
 ``Traffic`` is counted per namespace and summed over the last minute, the last hour and since the start
 (``last_minute``, ``last_hour``, ``since_start``):
 
+    prompt_tokens{source}                        all tokens of prompts that engines reported; see PROMPT_SOURCES
     asked_keys = loaded_keys + not_needed_keys + sum(misses.values()), always
     loaded_keys, loaded_tokens, saved_seconds    loaded by engines, and the seconds of prefill that this saved
     not_needed_keys                              the engine had them itself, or dropped the request
@@ -107,6 +108,18 @@ Labelled: TypeAlias = dict[str, Count]
 # --- traffic ---------------------------------------------------------------------------------------
 
 SOURCES = "pool", "disk", "shared"
+PROMPT_SOURCES = {
+    "computed": "computed by the engine",
+    "engine": "in the engine's own prefix cache",
+    "pool": "loaded from the pool",
+    "disk": "loaded after they came up from a disk",
+    "store": "loaded after they came from a shared store",
+    "peer": "loaded after they came from another node's pool",
+    "other": "loaded by another KV connector of the engine",
+}
+"""Sources of the tokens of prompts, with their meanings. They add up to all tokens of the prompts."""
+LOADED_SOURCES = "pool", "disk", "store", "peer"
+"""Those from which engines loaded through the pool."""
 MISS_REASONS = {
     "unknown": "never stored in this namespace since the daemon's start",
     "forgotten": "never stored, or evicted so long ago that it is not remembered",
@@ -126,7 +139,7 @@ MISS_REASONS = {
     "engine_full": "found, but the engine's KV cache had no space to load it",
     "load_failed": "found, but the load failed, see the engine's log",
     "after_gap": "found, but an earlier block of the prompt was missing",
-    "not_loaded": "found, but the engine could not load it, or did not wait until the store had answered",
+    "not_loaded": "found, but the engine could not load it, or did not wait for the store's answer, or may not use it",
 }
 """Reasons why a key was not loaded, with their meanings."""
 NO_SPACE_CAUSES = {
@@ -152,6 +165,7 @@ class Traffic(Part, frozen=True):
     asked_keys: Annotated[Count, counter("Keys (block hashes) looked up whose outcome is known.")] = 0
     loaded_keys: Annotated[Count, counter("Keys looked up and loaded by engines.")] = 0
     not_needed_keys: Annotated[Count, doc("Keys not needed: the engine had their blocks, or dropped the request.")] = 0
+    prompt_tokens: Annotated[Labelled, counter("Tokens of prompts by source.", "source", PROMPT_SOURCES)] = {}
     misses: Annotated[Labelled, counter("Keys looked up and not loaded although needed, by reason.", "reason")] = {}
     found_keys: Annotated[Labelled, counter("Keys found, needed or not, by source.", "source", SOURCES)] = {}
     asked_tokens: Annotated[Count, counter("Tokens of the prompts looked up, in whole blocks.")] = 0
@@ -173,6 +187,16 @@ class Traffic(Part, frozen=True):
     released_blocks: Annotated[Count, doc("Blocks that hints released.")] = 0
     prefetched_keys: Annotated[Count, doc("Keys that hints had promoted from disks and stores.")] = 0
     unknown_hints: Annotated[Count, counter("Hints that engines did not know or could not read.")] = 0
+
+    @property
+    def all_prompt_tokens(self) -> int:
+        """All tokens of the prompts that engines reported."""
+        return sum(self.prompt_tokens.values())
+
+    @property
+    def loaded_prompt_tokens(self) -> int:
+        """Tokens of these prompts that engines loaded."""
+        return sum(self.prompt_tokens.get(source, 0) for source in LOADED_SOURCES)
 
 
 class Window(Traffic, frozen=True):
@@ -255,6 +279,9 @@ class PoolStats(Part, frozen=True):
     index_bytes: Annotated[ByteCount, gauge("Memory of the slot table and index, most of it not resident.")] = 0
     numa_remote_slots: Annotated[Count, doc("Slots used so far on another NUMA node than their GPU.")] = 0
     integrated_gpus: Annotated[Count, doc("GPUs that take the host's memory, as the pool does.")] = 0
+    at_the_end: Annotated[
+        str, doc("What becomes of the memory: `ends with this process`, `is kept by systemd`, or `is kept in` a file.")
+    ] = ""
 
     def of(self, state: str) -> int:
         return self.bytes.get(state, 0)
@@ -459,7 +486,7 @@ class SharedStats(Part, frozen=True):
     promotions_unused: Annotated[Count, counter("Blocks read from the store and evicted before they were loaded.")] = 0
     errors: Annotated[Labelled, counter("Errors of the shared store by kind; the log has the sentences.", "kind")] = {}
     servers: Annotated[list[SharedServer], part("Servers of the store; empty if unknown.", "server_")] = []
-    unshared_namespaces: Annotated[Count, doc("Namespaces not shared: reset here, or the state was damaged.")] = 0
+    unshared_namespaces: Annotated[Count, doc("Namespaces not shared, open or not: reset here, or damaged state.")] = 0
 
 
 class LentStats(Part, frozen=True):
@@ -528,7 +555,7 @@ ERROR_NAMES = [code.name.lower() for code in ErrorCode]
 class DaemonStats(Part, frozen=True):
     """All statistics of a daemon, since its start unless noted otherwise."""
 
-    version: Annotated[str, doc("Release of the daemon.")] = ""
+    version: Annotated[str, doc("Release of the daemon, and the commit of a build after it.")] = ""
     node: Annotated[str, doc("Host name of the daemon's machine or container.")] = ""
     policy: Annotated[str, doc("Eviction policy.")] = ""
     pid: Annotated[int, doc("Process id, in the daemon's own pid namespace.", ge=0)] = 0
@@ -574,6 +601,7 @@ class DaemonStats(Part, frozen=True):
     settings: Annotated[list[SettingInfo], doc("The settings that the daemon runs with.")] = []
     paying_off: Annotated[bool | None, doc("Whether the cache pays off; null if it is too early to say.")] = None
     verdict: Annotated[str, doc("Sentence on whether the cache pays off, and why not.")] = ""
+    protocol: Annotated[Count, doc("Version of the protocol that the daemon speaks.")] = 0
 
 
 class StatsReply(Reply, frozen=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -210,6 +211,13 @@ def test_the_log_level_changes_without_a_restart(cli: Cli) -> None:
         levels = [line.split()[1] for line in daemon.log.partition("set the log level: error")[2].splitlines()[1:]]
         assert levels[0] == "INFO", "nothing was logged until somebody changed it"
         assert daemon.log.count("set the log level") == 2
+
+
+def test_the_protocol_is_printed_with_the_release(cli: Cli, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    spoken = re.findall(r"^kvoffd-cli \S+ \(protocol (\d+)\)$", capsys.readouterr().out)
+    daemon = re.findall(r"^kvoffd \S+ \(protocol (\d+)\), up", cli("stats").out)
+    assert spoken == daemon == [str(json.loads(cli("stats", "--json").out)["protocol"])]
 
 
 def test_clear_of_all_on_all_nodes_names_what_other_nodes_drop(cli: Cli) -> None:

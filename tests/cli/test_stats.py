@@ -15,6 +15,7 @@ import pytest
 
 from kvoffd_client import AdminClient, GroupSpec, NamespaceSpec
 from kvoffd_client.testing import FakeEngine
+from kvoffd_proto.messages import Outcome, PromptReport
 from tests.kit.command import Cli, Terminal, run_cli_here
 from tests.kit.daemon import DaemonProcess
 from tests.kit.waiting import wait_until
@@ -45,6 +46,8 @@ def module_daemon(port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             assert engine.lookup([*keys(*range(1, 7)), *keys(100, 101, 102)]) == 6
             assert engine.load(keys(*range(1, 5)), range(8, 12)).ok
             engine.release()
+            given = {"loaded_tokens": 180, "own_tokens": 84}
+            engine.scheduler.report_prompt(PromptReport("r", 1.0, 300, 0, 0, 0, 0, Outcome.LOADED, **given))
             time.sleep(0.1)
             yield daemon
 
@@ -57,13 +60,23 @@ def stats(cli: Cli, *words: str) -> Any:
 
 def test_hits_misses_and_loads_are_those_that_there_were(cli: Cli) -> None:
     wait_until(lambda: stats(cli)["since_start"]["asked_keys"] == 9)
+    wait_until(lambda: stats(cli)["since_start"]["prompt_tokens"])
     assert stats(cli, "--misses")["since_start"] == {"unknown": 3}
     page = cli("stats").out
     rows = {line[:21].strip(): line.split()[-2:] for line in page.splitlines()}
-    assert list(rows).index("tokens loaded") < list(rows).index("not needed") < list(rows).index("missed")
-    assert rows["tokens loaded"][-1] == "64"
-    assert [rows[name] for name in ("loaded", "not needed", "missed")][1:] == [["22.2", "%"], ["33.3", "%"]]
-    assert "44.4 %" in page
+    shares = {
+        name: rows[name] for name in ("computed", "engines' own cache", "pool", "store", "missed") if name in rows
+    }
+    assert list(rows).index("tokens of prompts") < list(rows).index("computed") < list(rows).index("missed")
+    assert (rows["tokens of prompts"][-1], rows["tokens loaded"][-1]) == ("300", "64")
+    assert shares == {
+        "computed": ["12.0", "%"],
+        "engines' own cache": ["28.0", "%"],
+        "pool": ["60.0", "%"],
+        "missed": ["33.3", "%"],
+    }, "no store had any"
+    (space,) = (line for line in page.splitlines() if line.startswith(LABEL[:10]))
+    assert space.split()[-6:] == ["12.0", "%", "28.0", "%", "60.0", "%"]
     assert "never stored" in cli("stats", "--misses").out
 
 
@@ -99,7 +112,7 @@ def test_http_says_the_same_as_the_socket(cli: Cli, port: int, monkeypatch: pyte
         assert (done.returncode, bool(done.stdout)) == (0, True), words
     doctor = run_cli_here("doctor", "--json", "--url", f"http://127.0.0.1:{port}")
     report = json.loads(doctor.stdout)
-    assert (report["value"]["loaded_tokens"], len(report["verdict"])) == (64, 3)
+    assert (report["value"]["loaded_tokens"], len(report["verdict"])) == (64, 4)
     assert not {one["check"] for one in report["findings"]} & {"no_engine", "broken_check"}
     assert run_cli_here("doctor", "--self-test", "--url", f"http://127.0.0.1:{port}").returncode == 2
     done = run_cli_here("health", "--url", f"http://127.0.0.1:{port}")
@@ -162,4 +175,4 @@ def test_nothing_is_cut_on_80_columns(module_daemon: DaemonProcess) -> None:
         assert max(map(len, seen.splitlines())) <= 80
         assert "…" not in seen
         if words in ((), ("namespaces",)):
-            assert all(part in seen for part in (LABEL[:10], LABEL[-8:])), "a name goes on in a second line"
+            assert all(part in seen for part in (LABEL[:10], LABEL[-4:])), "a name goes on in a second line"

@@ -10,6 +10,7 @@ import pytest
 
 from kvoffd_client.cli import actions, main
 from kvoffd_client.cli.stats import print_stats, tier_details
+from kvoffd_proto.admin import NamespacesReply
 from kvoffd_proto.stats import DaemonStats, NamespaceStats, SharedStats
 
 
@@ -34,7 +35,7 @@ def test_clear_on_all_nodes_counts_what_the_reset_of_all_has_dropped(
 ) -> None:
     one: Any = SimpleNamespace(namespace=bytes(32), label="tiny", ready_blocks=8, ready_bytes=4096)
     admin = SimpleNamespace(
-        namespace=lambda name: one,
+        namespaces=lambda: NamespacesReply(1, [one]),
         stats=DaemonStats,
         reset_fleet=lambda fingerprint: 8,
     )

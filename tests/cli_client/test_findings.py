@@ -49,6 +49,7 @@ def traffic(**changes: Any) -> dict[str, Any]:
         "lookups": 1000, "asked_keys": 10_000, "loaded_keys": 5000, "not_needed_keys": 1000,
         "misses": {"unknown": 4000}, "found_keys": {"pool": 6000}, "asked_tokens": 160_000, "loaded_tokens": 80_000,
         "saved_seconds": 20.0, "loaded_bytes": 10 * GIB, "stored_bytes": 20 * GIB, "stored_blocks": 8000,
+        "prompt_tokens": {"computed": 64_000, "engine": 16_000, "pool": 70_000, "store": 10_000},
     } | changes  # fmt: skip
 
 
@@ -364,8 +365,11 @@ def test_the_verdict_on_what_it_brought() -> None:
     assert "Too early to say whether it pays off: 99 lookups so far, 100 are needed." in report_of(early).verdict
     assert "no lookup so far" in report_of(Facts(DaemonStats())).verdict[1]
     untold = report_of(space(asked_tokens=0, loaded_tokens=0, saved_seconds=0.0))
-    assert untold.verdict[1].startswith("Paying off: engines loaded 10.0 GiB instead of computing them. Of the keys ")
-    nothing = {"loaded_keys": 0, "loaded_tokens": 0, "saved_seconds": 0.0, "loaded_bytes": 0}
+    expected = (
+        "Of the prompts' tokens 50.0 % were loaded, the engines' own caches had 10.0 %, and 40.0 % were computed."
+    )
+    assert untold.verdict[1].startswith(f"Paying off: engines loaded 10.0 GiB instead of computing them. {expected}")
+    nothing = {"loaded_keys": 0, "loaded_tokens": 0, "saved_seconds": 0.0, "loaded_bytes": 0, "prompt_tokens": {}}
     minute = facts({"last_minute": Window(lookups=3, asked_keys=9)})
     assert " Nothing of the last minute's 3 lookups. " in report_of(minute).verdict[1]
 
@@ -391,7 +395,7 @@ def test_the_verdict_on_what_it_brought() -> None:
 
 def test_a_full_pool_that_evicts_is_judged_by_few_lookups_with_how_sure_that_is() -> None:
     few = {"lookups": 22, "asked_keys": 352, "loaded_keys": 0, "not_needed_keys": 172, "misses": {"evicted": 180}}
-    few |= {"loaded_tokens": 0, "saved_seconds": 0.0, "evicted_blocks": 40}
+    few |= {"loaded_tokens": 0, "saved_seconds": 0.0, "evicted_blocks": 40, "prompt_tokens": {}}
     window, rises = Window(**traffic(**few)), curve((4, 6, 10, 16, 33, 60, 60), 0)
     stats = {"since_start": window, "last_hour": window, "curve": rises, "curve_seen_bytes": 200 * GIB}
     report = report_of(facts(stats, engines={}))

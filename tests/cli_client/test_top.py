@@ -36,12 +36,13 @@ GIB = 2**30
 
 
 def counts(at: int, times: int = 1) -> dict[str, object]:
-    """After ``at`` seconds with 100 keys a second: a half loaded, a tenth not needed."""
+    """After ``at`` seconds with 100 keys of 16 tokens a second: a half loaded, an eighth in the engines' caches."""
     keys = 100 * times * at
     misses = {"evicted": keys * 3 // 10, "unknown": keys // 10}
     return {
         "lookups": keys // 10, "asked_keys": keys, "loaded_keys": keys // 2, "not_needed_keys": keys // 10,
         "misses": misses, "loaded_tokens": 8 * keys, "saved_seconds": keys / 100, "loaded_bytes": keys << 20,
+        "prompt_tokens": {"computed": 6 * keys, "engine": 2 * keys, "pool": 5 * keys, "store": 3 * keys},
         "stored_bytes": keys << 19, "stored_blocks": keys, "evicted_blocks": keys // 5,
     }  # fmt: skip
 
@@ -105,9 +106,12 @@ def test_the_screen(screen: Screen) -> None:
     assert lines[3] == "Saved   prefill 30.0 s, 24,000 tokens loaded"
     now = next(line for line in lines if line.startswith("now"))
     # 300 keys a second of which 8 tokens each were loaded; of 1 MiB each key.
-    assert now.split() == ["now", "2,400", "300", "50.0", "%", "10.0", "%", "40.0", "%", "315", "MB", "157", "MB"]
+    shares = ["37.5", "%", "12.5", "%", "31.2", "%", "18.8", "%"]
+    assert now.split() == ["now", "4,800", *shares, "315", "MB", "157", "MB"]
+    titles = lines[lines.index(now) - 1].split()
+    assert titles == ["tokens/s", "computed", "own", "pool", "store", "loaded/s", "stored/s"], "those that there were"
     whole = next(line for line in lines if line.startswith("since start"))
-    assert whole.split()[2:4] == ["218", "27"], "in 110 seconds"
+    assert whole.split()[2:4] == ["436", "37.5"], "in 110 seconds"
     assert "Missed  evicted 30.0 %  never stored 10.0 % in the last hour" in lines
     assert max(map(len, HELP)) <= 80
     assert "Found   60.0 % of tokens; lru with 0.5x 50 %, 1x 60 %, 2x 70 %, 10x 100 %" in lines
@@ -116,7 +120,7 @@ def test_the_screen(screen: Screen) -> None:
     assert not [line for line in lines if "copy jobs failed" in line]
     names = [line for line in lines if "0000000000" in line]
     assert [line.split()[0] for line in names] == ["qwen", "llama"], "by tokens, the most first"
-    assert names[0].split()[4:] == ["1,600", "200", "50.0", "%", "40.0", "%", "evicted"]
+    assert names[0].split()[4:] == ["3,200", "37.5", "%", "12.5", "%", "50.0", "%", "evicted"]
     assert any(line.startswith("! disk_hangs: A call") for line in lines)
     assert lines[-1].startswith("1 all  2 clients  3 tiers  4 policy")
 
@@ -150,16 +154,16 @@ def test_quotas_leave_room_for_names_and_blocks_may_have_no_count_of_tokens(scre
     few = CopyStats(jobs=100, failed_jobs=19)
     for at in range(2):
         shown = stats(at)
-        untold = {"quota_bytes": 4 * GIB, "loaded_tokens": 0, "saved_seconds": 0.0}
+        untold = {"quota_bytes": 4 * GIB, "loaded_tokens": 0, "saved_seconds": 0.0, "prompt_tokens": {}}
         limited = [structs.replace(one, model=f"org/{one.model}-instruct", **untold) for one in shown.namespaces]
-        total = structs.replace(shown.since_start, loaded_tokens=0, saved_seconds=0.0)
+        total = structs.replace(shown.since_start, loaded_tokens=0, saved_seconds=0.0, prompt_tokens={})
         screen.reading = Reading(structs.replace(shown, namespaces=limited, since_start=total, store=few))
         screen.history.add(screen.reading.stats)
     lines = drawn(screen, height=40)
     rows = [line.split() for line in lines if "00000000000" in line]
     assert sorted(row[:5] for row in rows) == [
-        ["llama-inst…", "000000000001", "1.00G/4.00G", "-", "100"],
-        ["qwen-instr…", "000000000002", "2.00G/4.00G", "-", "200"],
+        ["llama-ins…", "000000000001", "1.00G/4.00G", "-", "-"],
+        ["qwen-inst…", "000000000002", "2.00G/4.00G", "-", "-"],
     ]
     assert "Saved   prefill -, - tokens loaded" in lines
     assert next(line for line in lines if line.startswith("now")).split()[1] == "-"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler
 from math import inf, nan
@@ -19,6 +21,7 @@ from tests.kit.closing import ServerThread, ThreadsServer
 from tests.kit.command import Done, run_cli_here
 
 CONNECTED = "vllm:kvoffd_connected 1.0\n"
+PROGRESS = re.compile("(computing|loading) prompt|emptying|waiting until|pushing out")
 CONFIGURED = 'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="10"} 1.0\n'
 
 
@@ -161,7 +164,8 @@ def run(engine: type[Vllm], tmp_path: Path) -> Iterator[Callable[..., Done]]:
             url = f"http://127.0.0.1:{server.port}"
             options = tuple(url if one == "URL" else one for one in options)
             done = run_cli_here("verify", url, "--directory", str(tmp_path), *options)
-            return Done(done.returncode, done.stdout, done.stderr)
+            told = [line for line in done.stderr.splitlines(keepends=True) if not PROGRESS.match(line)]
+            return Done(done.returncode, done.stdout, "".join(told))
 
         yield run
 
@@ -468,3 +472,56 @@ def test_a_file_that_has_no_prompts(text: str, sentence: str, run: Callable[...,
 def test_options_that_exclude_each_other() -> None:
     done = run_cli_here("verify", "host", "--cold", "other", "--push-out")
     assert re.search("--cold and --push-out exclude each other", done.stderr)
+
+
+def test_progress_is_a_line_for_each_prompt(engine: type[Vllm], tmp_path: Path) -> None:
+    with ServerThread(ThreadsServer(engine)) as server:
+        done = run_cli_here("verify", f"http://127.0.0.1:{server.port}", "--directory", str(tmp_path))
+    told = [line.strip() for line in done.stderr.splitlines()]
+    assert told[:4] == [*(f"computing prompt {at} of 3" for at in (1, 2, 3)), "emptying vLLM's own prefix cache"]
+    assert "loading prompt 3 of 3" in told
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("loads", [0, 5])
+def test_a_signal_ends_it_with_what_was_found(
+    engine: type[Vllm], run: Callable[..., Done], number: int, loads: int
+) -> None:
+    """While the second prompt is computed, or after two of three were loaded in the second round."""
+    asked = [0]
+
+    def interrupt(server: Vllm, body: dict[str, Any]) -> bool:
+        asked[0] += server.path.startswith("/v1/")
+        if asked[0] != (6 + loads if loads else 3) + 1:
+            return False
+        os.kill(os.getpid(), number)
+        return True
+
+    engine.breaks = staticmethod(interrupt)
+    before = signal.getsignal(signal.SIGTERM)
+    done = run()
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert done.status == 128 + number
+    assert "kvoffd-cli: " not in done.err, "the server may say there that its client went away"
+    if loads:
+        assert "NOT JUDGED: Interrupted; 3 of 3 prompts were computed. " in flat(done.out)
+        assert "2 of 3 prompts got the same answer loaded as computed. 1 could not be judged." in flat(done.out)
+    else:
+        assert "NOT JUDGED: Interrupted; 1 of 3 prompts were computed." in flat(done.out)
+
+
+def test_a_fault_that_was_found_before_a_signal_fails(engine: type[Vllm], run: Callable[..., Done]) -> None:
+    asked = [0]
+
+    def interrupt(server: Vllm, body: dict[str, Any]) -> bool:
+        loads = server.path.startswith("/v1/") and asked[0] >= 6
+        asked[0] += server.path.startswith("/v1/")
+        if asked[0] == 12:
+            os.kill(os.getpid(), signal.SIGINT)
+        elif loads:
+            server.answer(64, False, "c")
+        return loads
+
+    engine.breaks = staticmethod(interrupt)
+    done = run()
+    assert (done.status, "FAIL: Interrupted; 3 of 3" in done.out) == (1, True)

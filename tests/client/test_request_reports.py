@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import time
+from typing import Any
 
 import pytest
+from msgspec import structs
 
 from kvoffd_client.cli import main
+from kvoffd_client.cli.show import request_sentence
 from kvoffd_client.testing import FakeEngine
+from kvoffd_proto.admin import LoggedPrompt
 from kvoffd_proto.messages import Outcome, PromptReport
 from tests.kit.daemon import DaemonProcess
 from tests.kit.waiting import wait_until
@@ -17,6 +21,47 @@ from tests.kit.waiting import wait_until
 def report(name: str, outcome: str, missing: bytes = b"", reason: str = "") -> PromptReport:
     counts = {"after_gap": 3 if outcome == Outcome.MISSED else 0}
     return PromptReport(name, time.time(), 128, 8, 2, 1, 0, outcome, 48, 0, missing, reason, 4, **counts)
+
+
+def test_a_line_has_the_tokens_by_source_and_what_a_store_said() -> None:
+    def line(**changes: Any) -> str:
+        made = structs.replace(report("r", Outcome.MISSED, b"\xab" * 32, "unknown"), after_gap=0, **changes)
+        return request_sentence(LoggedPrompt(1, bytes(32), made, tokens))
+
+    tokens = {"computed": 1000, "engine": 20, "pool": 30, "disk": 4, "redis://cache": 5, "peer://node:1": 6}
+    expected = (
+        "1,000 computed, 20 from its own cache, 30 from the pool, 4 from a disk, 5 from redis://cache, 6 from peer:"
+    )
+    assert f" loaded nothing of 128 tokens. {expected}" in line()
+    tokens = {"computed": 128}
+    assert "computed" not in line(), "that is all of them"
+    assert "A store" not in line()
+    asked = {"found_pool": 0, "found_disk": 0, "asked_shared": 8}
+    assert "Of 8 keys kvoffd had none. A store was asked for 8 and has none. The first key missing" in line(**asked)
+    assert "A store was asked for 8 and had not answered." in line(**asked, unanswered=8)
+    assert "had 3 in a store. A store was asked for 8 and has 3." in line(**asked, found_shared=3)
+    assert "A store was asked" not in line(**asked, found_shared=8)
+
+
+@pytest.mark.parametrize(
+    ("reason", "marks", "expected"),
+    [
+        ("unknown", ["cache_salt"], "Its keys contain its cache_salt: only prompts with the same share them."),
+        ("forgotten", ["lora", "multimodal"], "its LoRA adapter and images, audio or video: only prompts with the"),
+        ("evicted", ["cache_salt"], "abababababab: evicted to make space for other blocks."),
+        (
+            "not_loaded",
+            ["kv_load_tiers"],
+            "its kv_load_tiers exclude the tier that has it, or that would be asked for it.",
+        ),
+        ("unknown", ["of the future"], "never stored in this namespace since the daemon's start."),
+    ],
+)
+def test_a_line_says_what_limits_the_sharing_of_its_request(reason: str, marks: list[str], expected: str) -> None:
+    made = structs.replace(report("r", Outcome.LOADED, b"\xab" * 32, reason), marks=marks)
+    sentence = request_sentence(LoggedPrompt(1, bytes(32), made))
+    assert expected in sentence
+    assert ("Its keys contain" in sentence) is ("contain" in expected or "LoRA" in expected)
 
 
 def test_an_operator_sees_why_a_request_missed(daemon: DaemonProcess, capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,7 +78,10 @@ def test_an_operator_sees_why_a_request_missed(daemon: DaemonProcess, capsys: py
         head, first, second, third, _ = cli().splitlines()
         fingerprint = engine.namespace.fingerprint.hex()
         assert head == f"Engine fake engine, namespace tiny ({fingerprint[:12]}):"
-        assert "cmpl-1 loaded 48 of 128 tokens. Of 8 keys kvoffd had 2 in the pool, 1 on a disk." in first
+        assert (
+            "cmpl-1 loaded 48 of 128 tokens. 80 computed, 48 from the pool. Of 8 keys kvoffd had 2 in the pool, 1 on a"
+            in first
+        )
         assert "The first key missing, number 4, abababababab: never stored in this namespace" in first
         assert "cmpl-2 loaded nothing of 128 tokens." in second
         assert second.endswith(" Without it 3 keys found after it cannot be loaded.")

@@ -324,3 +324,64 @@ def test_a_clear_of_all_nodes_whose_store_is_away_clears_this_node(
             while time.monotonic() < until:
                 assert engine.get(SOME) == []
                 time.sleep(0.05)
+
+
+def command_in(output: str) -> list[str]:
+    """Return the words of the last command that an output says to run."""
+    return output.strip().splitlines()[-1].split()[1:]
+
+
+@pytest.mark.parametrize("what", ["demo", "--all"])
+@pytest.mark.parametrize("stays", [True, False])
+def test_clear_names_the_store_that_keeps_copies_and_a_command_that_voids_them(
+    server: RedisServer, what: str, stays: bool
+) -> None:
+    truth = Truth()
+    with over_store(server) as daemon:
+        engine = CheckedEngine(daemon, truth)
+        share(daemon, engine)
+        if not stays:
+            engine.close()
+        status, output = command(daemon, "clear", what, "--yes")
+        assert status == 0
+        assert f"{server.name} keeps its copies" in output
+        if not stays:
+            engine = CheckedEngine(daemon, truth)
+        assert engine.has(SOME), "that is so"
+        if not stays:
+            engine.close()
+            with AdminClient(daemon.directory) as admin:
+                admin.clear()  # it forgets the namespace
+        status, said = command(daemon, *command_in(output), "--yes")
+        assert (status, "keeps its copies" in said) == (0, False), said
+        truth.drop()
+        if not stays:
+            engine = CheckedEngine(daemon, truth)
+        with engine:
+            assert engine.get(SOME) == []
+
+
+def test_clear_names_no_store_where_there_is_none(daemon: DaemonProcess) -> None:
+    with CheckedEngine(daemon):
+        status, output = command(daemon, "clear", "demo", "--yes")
+        assert (status, output.count("\n")) == (0, 1), output
+
+
+def test_a_namespace_that_is_not_shared_and_forgotten_is_shared_again(server: RedisServer) -> None:
+    truth = Truth()
+    with over_store(server) as daemon:
+        with CheckedEngine(daemon, truth) as engine:
+            share(daemon, engine)
+            assert engine.scheduler.reset()
+            truth.drop()
+        with AdminClient(daemon.directory) as admin:
+            admin.clear()  # it forgets the namespace
+        assert books(daemon.directory).shared[0].unshared_namespaces == 1
+        status, output = command(daemon, "clear", "--all", "--all-nodes", "--yes")
+        assert status == 0
+        assert "1 more that was not shared" in output
+        assert books(daemon.directory).shared[0].unshared_namespaces == 0
+        with CheckedEngine(daemon, truth) as engine:
+            assert engine.get(SOME) == []
+            engine.put(SOME)
+            wait_until(lambda: books(daemon.directory).shared[0].written_blocks == 2 * len(SOME))

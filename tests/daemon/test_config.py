@@ -193,7 +193,7 @@ def test_help_shows_every_setting_and_stands_a_percent_sign() -> None:
     assert "default nothing" not in text
     without = kvoffd()
     assert (without.returncode, "serve" in without.stdout) == (0, True)
-    assert re.fullmatch(r"kvoffd \d\S+\n", kvoffd("--version").stdout)
+    assert re.fullmatch(r"kvoffd \d\S+ \(protocol \d+\)\n", kvoffd("--version").stdout)
 
 
 def test_config_imports_nothing_heavy() -> None:

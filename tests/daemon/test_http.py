@@ -192,4 +192,4 @@ def test_http_not_ready_while_the_daemon_stops() -> None:
             with WireClient(daemon.directory, None) as newcomer:
                 assert newcomer.rejected
                 assert newcomer.rejected.code == "shutting_down"
-            assert daemon.stop() == 0
+            assert daemon.process.wait(30.0) == 0

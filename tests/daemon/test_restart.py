@@ -77,6 +77,27 @@ def load(daemon: DaemonProcess, truth: Truth, world_size: int = 2) -> list[int]:
         return engine.get(SOME)
 
 
+def test_what_becomes_of_the_pool_is_said(pool_file: Path, manager: ServiceManager) -> None:
+    """In the log of the start, by stats and doctor; and once its file is gone."""
+
+    def said(daemon: DaemonProcess, words: str) -> None:
+        assert f"The pool's memory {words}." in daemon.log
+        assert f"its memory {words}\n" in command(daemon, "stats", "pool")[1]
+        assert f"The pool's memory {words}.\n" in command(daemon, "doctor")[1]
+
+    with DaemonProcess("8MiB") as daemon:
+        said(daemon, "ends with this process")
+    with DaemonProcess("8MiB", pool_file=str(pool_file)) as daemon:
+        said(daemon, f"is kept in {pool_file}")
+        pool_file.unlink()
+        assert "its memory ends with this process\n" in command(daemon, "stats")[1]
+    with DaemonProcess("8MiB", manager=manager) as daemon:
+        manager.wait_stored_fds(2)
+        daemon.stop()
+        daemon.start()
+        said(daemon, "is kept by systemd over restarts")
+
+
 def starts_empty(daemon: DaemonProcess) -> str:
     """Start it, with a pool that is empty and works; why it is, in the daemon's words."""
     said = len(daemon.log)

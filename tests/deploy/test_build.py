@@ -7,9 +7,12 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -58,6 +61,57 @@ def test_a_wheel_has_the_library_and_the_tree_is_left_alone(tree: Path) -> None:
         "kvoffd_proto",
     }
     assert (tree / LIBRARY).read_bytes() == b"another's"
+
+
+@pytest.fixture
+def hook(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT))
+    return import_module("hatch_build")
+
+
+def test_a_build_that_is_no_release_has_its_commit(
+    hook: ModuleType, tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def git(*words: str) -> None:
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", *who, *words], cwd=tree, check=True, capture_output=True)
+
+    monkeypatch.delenv("KVOFFD_COMMIT", raising=False)
+    assert hook._commit(tree, "0.2.0") == "", "no checkout"
+    git("init", "-q")
+    git("add", "-A")
+    git("commit", "-qm", "a")
+    assert re.fullmatch("g[0-9a-f]{12}", hook._commit(tree, "0.2.0"))
+    git("tag", "-am", "a", "v0.2.0")
+    assert hook._commit(tree, "0.2.0") == "", "a release"
+    (tree / "README.md").write_text("changed")
+    assert hook._commit(tree, "0.2.0") == "dirty"
+    git("commit", "-qam", "b")
+    commit = hook._commit(tree, "0.2.0")
+    assert re.fullmatch("g[0-9a-f]{12}", commit)
+    for said, found in ((f"v0.2.0-3-{commit}{'0' * 28}-dirty", f"{commit}.dirty"), ("unknown", ""), ("v0.2.0", "")):
+        monkeypatch.setenv("KVOFFD_COMMIT", said)
+        assert hook._commit(tree, "0.2.0") == found
+
+
+def test_a_built_copy_prints_its_commit(tree: Path) -> None:
+    """A wheel of a sdist has that of the sdist."""
+    command = [sys.executable, "-m", "hatchling", "build", "--target"]
+    commit = "0123456789ab"
+    environ = {**os.environ, "KVOFFD_COMMIT": commit + "0" * 28}
+    subprocess.run([*command, "sdist"], cwd=tree, env=environ, check=True, capture_output=True)
+    (sdist,) = (tree / "dist").iterdir()
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tree / "from", filter="data")
+    (source,) = (tree / "from").iterdir()
+    subprocess.run([*command, "wheel"], cwd=source, check=True, capture_output=True)
+    (wheel,) = (source / "dist").iterdir()
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tree / "site")
+    code = "from kvoffd.__main__ import main; main()"
+    environ = {**os.environ, "PYTHONPATH": str(tree / "site")}
+    said = subprocess.run([sys.executable, "-c", code, "--version"], env=environ, capture_output=True, text=True)
+    assert f"+g{commit} (protocol" in said.stdout, said
 
 
 def test_without_a_compiler_there_is_no_wheel(tree: Path) -> None:

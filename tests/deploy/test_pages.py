@@ -27,7 +27,7 @@ PAGES = (
 CONNECTOR = "".join(path.read_text() for path in (ROOT / "client" / "kvoffd_client" / "vllm").glob("*.py"))
 METRICS = {spec.name for spec in all_metrics(None)}
 OTHERS = {"kvoffd_client"}
-COMMAND = re.compile(r"kvoffd-cli((?: [a-z]+(?:-[a-z]+)*)*)((?: [^`\n#]*)?)")
+COMMAND = re.compile(r"kvoffd-cli((?: [a-z][a-z-]*)*)((?: [^`\n#]*)?)")
 
 
 def text_of(page: str) -> str:
@@ -54,6 +54,14 @@ def test_every_command_exists_with_its_options(page: str) -> None:
             command = command.commands[word]
         options = {option for parameter in command.params for option in parameter.opts}
         assert set(re.findall(r"(?<!\S)(--[a-z-]+)", rest)) <= options | {"--help"}, f"kvoffd-cli{words}{rest}"
+
+
+def test_a_clear_names_what_it_clears() -> None:
+    """``clear --all-nodes`` alone, on a page or in a message, is no command that works."""
+    wrong = re.compile(r"clear[\s\"]+--all-nodes")
+    places = (*ROOT.glob("*.md"), *(ROOT / "deploy").rglob("*.md"), *(ROOT / "kvoffd").rglob("*.py"))
+    found = [place.name for place in places if place.name != "CHANGELOG.md" and wrong.search(place.read_text())]
+    assert found == []
 
 
 def test_the_sizes_of_models_are_computed_from_their_configurations() -> None:

@@ -342,16 +342,15 @@ def control_stream(llm: Any, **settings: Any) -> dict[str, Any]:
     return answers[0]
 
 
-def cached_by_source(llm: Any) -> dict[str, float]:
-    """Prompt tokens that were not computed, by where they came from."""
-    name = "vllm:prompt_tokens_cached_by_source"
+def tokens_by_source(llm: Any, *, cached: bool) -> dict[str, float]:
+    """Prompt tokens by where they came from: all by vLLM's coarse sources, or the cached ones by finer ones."""
+    name = f"vllm:prompt_tokens_{'cached_' * cached}by_source"
     return {metric.labels["source"]: metric.value for metric in llm.get_metrics() if metric.name == name}
 
 
 COMMANDS = {
     "abort": abort,
     "abort_each": abort_each,
-    "cached_by_source": cached_by_source,
     "control_stream": control_stream,
     "embed": embed,
     "flip_weights": flip_weights,
@@ -363,6 +362,7 @@ COMMANDS = {
     "reload_weights": reload_weights,
     "reset": reset,
     "stream": stream,
+    "tokens_by_source": tokens_by_source,
 }
 
 if __name__ in ("__main__", "__mp_main__"):  # a new process of an engine, as vLLM spawns them for its core and workers

@@ -76,7 +76,7 @@ def test_a_callback_that_blocks_is_measured_and_named(
         assert line.startswith("The loop was blocked for")
         return blocker.__name__ in line and f"in <lambda> ({os.path.basename(__file__)}" in line
 
-    wait_until(named)  # where all threads stood still at first, it shows what ran then
+    wait_until(named, 90.0)  # where all threads stood still at first, it shows what ran then
 
 
 def test_turns_after_the_watch_has_stopped_disturb_nobody() -> None:

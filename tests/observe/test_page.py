@@ -10,7 +10,7 @@ import pytest
 from kvoffd_client import AdminClient, NamespaceSpec
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto.admin import SetQuota
-from kvoffd_proto.messages import GroupSpec
+from kvoffd_proto.messages import GroupSpec, Outcome, PromptReport
 from tests.kit.daemon import DaemonProcess
 from tests.kit.ports import free_port
 from tests.kit.require import require
@@ -50,14 +50,20 @@ def test_the_page_shows_what_was_done_and_is_honest_when_the_daemon_is_away(brow
         assert engine.store(block_keys[:4], range(4)).ok
         assert engine.lookup(block_keys) == 4
         assert engine.load(block_keys[:3], range(3)).ok
+        given = {"loaded_tokens": 48, "own_tokens": 20}
+        engine.scheduler.report_prompt(PromptReport("r", 1.0, 128, 0, 0, 0, 0, Outcome.LOADED, **given))
+        wait_until(lambda: admin.stats().since_start.prompt_tokens)
         browser.open(url)
         wait_until(lambda: browser.text("level") == "ok")
         assert browser.text("node") == socket.gethostname()
         assert browser.text("verdict") == "Too early to say whether it pays off: 1 lookup so far, 100 are needed."
         outcomes = {name: whole.split() for name, _, _, whole in rows(browser, "outcomes")}
         assert outcomes["keys asked for"] == ["8"]
-        assert outcomes["loaded"] == ["3", "(37.5", "%)"]
-        assert outcomes["not needed by the engine"] == ["1", "(12.5", "%)"]
+        assert outcomes["tokens of prompts"] == ["128"]
+        assert outcomes["computed"] == ["60", "(46.9", "%)"]
+        assert outcomes["engines' own cache"] == ["20", "(15.6", "%)"]
+        assert outcomes["pool"] == ["48", "(37.5", "%)"]
+        assert not {"disk", "store", "peer", "other connectors"} & set(outcomes)
         assert outcomes["missed: never stored"] == ["4", "(50.0", "%)"]
         assert browser.text("totals").startswith("48 tokens loaded since the start, 480.0 ms of prefill saved; 37.5 %")
         assert browser.value("uncounted({loaded_keys: 5, loaded_tokens: 0})")
@@ -86,7 +92,7 @@ def test_the_page_shows_what_was_done_and_is_honest_when_the_daemon_is_away(brow
         assert colours[1] != colours[2]
         # Rates are of the last two samples; where nothing happens, of the last minute.
         wait_until(lambda: "last minute" in browser.text("cards"))
-        assert "37.5 %" in browser.text("cards").split("Keys loaded, of those asked for")[1].split("Copied")[0]
+        assert "37.5 %" in browser.text("cards").split("Loaded, of the tokens of prompts")[1].split("Copied")[0]
         for _ in range(5):
             engine.lookup(block_keys)
         wait_until(

@@ -254,6 +254,7 @@ def test_memory_that_systemd_kept_is_free_before_new_is_made(monkeypatch: pytest
     make = PoolMemory.create
     monkeypatch.setattr(PoolMemory, "create", lambda *one: done.append("make") or make(*one))
     notifier: Any = SimpleNamespace(
+        keeps_fds=True,
         remove_fds=lambda name: done.append(f"remove {name}"),
         wait_until_handled=lambda timeout_s: done.append("wait") or timeout_s > 0,
         store_fd=lambda name, _: done.append(f"store {name}"),

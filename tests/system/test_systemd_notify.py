@@ -147,3 +147,20 @@ def test_abstract_sockets_are_reached() -> None:
         notifier.ready("serving")
         assert heard(listening)["READY"] == "1"
         notifier.close()
+
+
+@pytest.mark.parametrize(
+    ("environ", "keeps"),
+    [
+        ({}, False),
+        ({"FDSTORE": "8"}, False),
+        ({"NOTIFY_SOCKET": "/run/systemd/notify"}, None),
+        ({"NOTIFY_SOCKET": "/run/systemd/notify", "FDSTORE": "8"}, True),
+        ({"NOTIFY_SOCKET": "/run/systemd/notify", "FDSTORE": "0"}, False),
+        ({"NOTIFY_SOCKET": "/run/crun/notify"}, False),
+    ],
+)
+def test_whether_descriptors_are_kept(environ: dict[str, str], keeps: bool | None) -> None:
+    notifier = Notifier(environ)
+    assert notifier.keeps_fds is keeps
+    notifier.close()

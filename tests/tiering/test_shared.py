@@ -43,11 +43,11 @@ def pending_keys(namespace: Namespace) -> int:
     return counters.keys_asked - known
 
 
-def give(rig: TieringHarness, tier: FakeTier, space: Namespace, *numbers: int, group: int = 0) -> None:
-    """Another node has stored these."""
+def give(rig: TieringHarness, tier: FakeTier, space: Namespace, *numbers: int, group: int = 0, first: int = 2) -> None:
+    """Another node has stored these, from their engine block ``first`` on."""
     for key in split(keys_of(*numbers)):
         data = [rig.content(space, group, key, rank) for rank in range(space.world_size)]
-        firsts, sums = (2,) * space.world_size, tuple(map(checksum, data))
+        firsts, sums = (first,) * space.world_size, tuple(map(checksum, data))
         name = rig.group(space, group)
         tier.blocks[name.tag, key] = Block(name, key, firsts, sums), data
         tier.known.pop((name.tag, key), None)

@@ -387,7 +387,7 @@ def test_a_peers_request_answers_no_call(nixl: None, kind: int) -> None:
 def test_an_answer_does_not_wait_for_a_thread_that_waits_for_a_helper_that_hangs(lender: Lender) -> None:
     """The daemon's thread answers peers."""
     helper = lender.helper
-    helper.check()
+    wait_until(lambda: helper.up, 60.0)
     os.kill(helper.pid, signal.SIGSTOP)
     try:
         while helper.send(bytes(MAX_MESSAGE_BYTES // 2)):
@@ -651,7 +651,7 @@ def test_modules_of_the_working_directory_are_not_the_helpers(
     (tmp_path / "zmq.py").write_text("import pathlib; pathlib.Path('ran').touch()")
     monkeypatch.chdir(tmp_path)
     reader = Reader(free_port())
-    reader.helper.check()
+    wait_until(lambda: reader.helper.up, 60.0)
     reader.close()
     assert not (tmp_path / "ran").exists()
 
@@ -663,7 +663,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_helper_that_hangs_is_started_again(impatient: None, lender: Lender, reader: Reader) -> None:
-    lender.helper.check()
+    wait_until(lambda: lender.helper.up, 60.0)
     pid = lender.helper.pid
     os.kill(pid, signal.SIGSTOP)
     wait_until(lambda: lender.helper.pid != pid and lender.helper.up, 60.0)
@@ -681,7 +681,7 @@ def test_a_helper_that_hangs_is_noticed_however_often_the_wait_is_interrupted(
     assert thread.ident is not None
     ident = thread.ident
     try:
-        lender.helper.check()
+        wait_until(lambda: lender.helper.up, 60.0)
         os.kill(pid := lender.helper.pid, signal.SIGSTOP)
 
         def is_noticed() -> bool:
@@ -744,7 +744,7 @@ def test_reads_that_nobody_waits_for_leave_no_memory_taken(lender: Lender, reade
     for number in range(3 * SLICES):
         reader.helper.send(frame(READ, 0, 2**62 + number, where), 1.0)
         reader.helper.send(frame(FREE, 0, 2**62 + number), 1.0)
-    wait_until(lambda: _works(reader, lender), 10.0)
+    wait_until(lambda: _works(reader, lender), 30.0)
 
 
 def test_addresses_and_rdma_ports_that_are_up_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

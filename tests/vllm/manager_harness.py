@@ -95,6 +95,9 @@ class ManagerHarness:
             skip_reading_prefix_cache=False,
             pooling_params=None,
             lora_request=None,
+            cache_salt=None,
+            mm_features=[],
+            prompt_embeds=None,
             is_finished=lambda: False,
         )
         self.manager.requests[context.req_id].request = self.requests[context.req_id]

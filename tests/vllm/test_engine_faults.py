@@ -383,10 +383,10 @@ def test_blocks_come_back_from_disk(harness: Harness, tmp_path: Path) -> None:
         assert on_disk(found)
         assert found.ready_blocks < every, "the pool should be too small"
         engine.forget()
-        read = engine.call("cached_by_source").get("disk", 0)
+        read = engine.call("tokens_by_source", cached=True).get("disk", 0)
         assert one_by_one(engine, LONG_PROMPTS[:1]) == (computed[:1], [full_blocks(LONG)])
         assert promoted() > 0
-        assert engine.call("cached_by_source")["disk"] > read
+        assert engine.call("tokens_by_source", cached=True)["disk"] > read
 
         daemon.stop()
         daemon.start()

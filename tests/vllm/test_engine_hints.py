@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.kit.checked import over_disk, wait_disk, wait_written
+from tests.kit.command import command
+from tests.kit.daemon import DaemonProcess
 from tests.kit.engine import BLOCK_TOKENS, Completion, prompt, wait_connected, wait_stored
 from tests.kit.waiting import wait_until
 from tests.kit.wire import NamespaceStats, books
@@ -58,3 +61,21 @@ def test_each_action_reaches_the_daemon(home: EngineHome, tmp_path: Path) -> Non
         wait_until(lambda: space().prefetched_keys == BLOCKS, explain=space)
         loaded = ask()
         assert (loaded.cached, loaded.tokens) == (BLOCKS * BLOCK_TOKENS, computed.tokens)
+
+
+def test_the_page_s_example_retains(home: EngineHome) -> None:
+    """And the request's line says so."""
+    page = (Path(__file__).parents[2] / "client" / "README.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page.partition("\n## Hints")[2].partition("\n## ")[0], re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code, names)  # noqa: S102 - the page is ours
+    params = names["retaining"](600, max_tokens=1).extra_args["kv_transfer_params"]
+    home.ensure_no_daemon()
+    with DaemonProcess("64MiB", home.directory) as daemon:
+        wait_connected(home.directory, pids=lambda: home.engine.pids)
+        home.engine.forget()
+        home.engine.generate([PROMPT], transfer=[params])
+        wait_stored(home.directory)
+        wait_until(lambda: books(home.directory).pool.retained_bytes > 0)
+        line = f"Hints: kv.retain of {BLOCKS} keys."
+        wait_until(lambda: line in " ".join(command(daemon, "clients", "--requests")[1].split()))

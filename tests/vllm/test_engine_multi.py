@@ -198,7 +198,7 @@ def test_multi_decode_takes_the_prompt_over_nixl_then_from_kvoffd(pair: Pair, ex
     assert tokens(answers) == expected
     loaded = pair.until_stored().load.bytes
     # A transfer over NIXL may fail on a busy machine; its request is recomputed.
-    assert pair.decode.call("cached_by_source")["p2p"] > 0
+    assert pair.decode.call("tokens_by_source", cached=True)["p2p"] > 0
     pair.forget_engines()
     again = pair.decode.generate(PROMPTS)
     assert tokens(again) == expected
@@ -226,7 +226,10 @@ def test_multi_survives_aborts_while_either_connector_receives_or_sends(pair: Pa
     stored = len(asked) * (ABORTED_LENGTH // BLOCK_TOKENS)
     wait_books(pair.daemon.directory, lambda found: found.ready_blocks == stored)
     wanted = {"do_remote_decode": True, "do_remote_prefill": False}
-    loads, received = books(pair.daemon.directory).load.jobs, pair.decode.call("cached_by_source").get("p2p", 0)
+    loads, received = (
+        books(pair.daemon.directory).load.jobs,
+        pair.decode.call("tokens_by_source", cached=True).get("p2p", 0),
+    )
     with pair.daemon.fault("load slow 0.02"):
         for _ in range(0, ABORTS, AT_ONCE):
             pair.forget_engines()
@@ -239,6 +242,6 @@ def test_multi_survives_aborts_while_either_connector_receives_or_sends(pair: Pa
             pair.decode.call("abort_each", prompts=asked, at_once=AT_ONCE, most_s=0.02, transfer=sent)
     pair.decode.forget()  # vLLM refuses while a request has a block
     assert tokens(pair.decode.generate(asked, max_tokens=1)) == tokens(cold)
-    assert pair.decode.call("cached_by_source")["p2p"] > received
+    assert pair.decode.call("tokens_by_source", cached=True)["p2p"] > received
     assert tokens(pair.prefill.generate(asked, max_tokens=1)) == tokens(cold)
     wait_books(pair.daemon.directory, lambda found: not found.leases and not found.pinned_blocks)

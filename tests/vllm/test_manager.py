@@ -489,6 +489,30 @@ def test_hints_are_passed_on_with_what_was_generated(harness: ManagerHarness, of
     assert sent == [("retain", 3, 80, 30.0), ("prefetch", 3, 0, 0.0), ("retain", 4, 80, 30.0), ("release", 2, 0, 0.0)]
 
 
+@pytest.mark.parametrize(
+    ("option", "actions", "said"),
+    [
+        ("all", [RETAIN, action("kv.release", {})], "kv.retain of 3 keys; kv.release at its end"),
+        ("all", [action("kv.retain", {"ttl_s": "5"})], "ignored: 'kv.retain': its ttl_s: expected `float`, got `str`"),
+        ("all", [action("kv.pin", {}), RETAIN], "kv.retain of 3 keys; ignored: 'kv.pin': kvoffd does not know it"),
+        ("all", [action("\ud800" * 64, {})] * 2, "ignored: 2, the first of them '\\ud800\\ud800"),
+        ("all", [action("kv.retain", {"ttl_s": 5, "start": 10**6})], "kv.retain of no whole block"),
+        ("all", [action("kv.fetch", {"source_control_endpoint": "tcp://node-b:1"})], "kv.fetch from node-b"),
+        ("off", [RETAIN], 'ignored: the engine has the option "hints": "off"'),
+        ("all", [], ""),
+    ],
+)
+def test_a_request_s_report_says_what_became_of_its_hints(
+    option: HintsOption, actions: list[object], said: str
+) -> None:
+    harness = ManagerHarness(hints=option)
+    hinted(harness, envelope(*actions))
+    (report,) = harness.client.reported
+    assert (report.hints == said) if "the first of them" not in said else report.hints.startswith(said)
+    msgspec.json.encode(report.hints)
+    assert len(report.hints) <= 256
+
+
 def test_hints_of_prompts_shorter_than_a_chunk_are_not_sent(harness: ManagerHarness) -> None:
     context = ReqContext("r", {"kv_hints": envelope(RETAIN, action("kv.prefetch", {}))})
     harness.manager.on_new_request(context)
@@ -1005,6 +1029,9 @@ def test_requests_end_where_the_engine_has_lost_its_client(harness: ManagerHarne
 
 def schedule(harness: ManagerHarness, tokens: int = 0, name: str = "r") -> None:
     """vLLM's step schedules a request, to load so many tokens."""
+    request = harness.requests[name]
+    if not request.num_computed_tokens:
+        request.num_computed_tokens = harness.manager.requests[name].record.own_tokens + tokens
     harness.manager.scheduled(harness.requests[name], tokens)
     if tokens:
         harness.manager.prepare_load(KEYS, ReqContext(name))
@@ -1057,6 +1084,51 @@ def test_outcomes_and_what_was_found_are_reported() -> None:
     assert report_of(harness, name="away").outcome is Outcome.UNUSED
 
 
+def test_what_a_store_is_asked_for_is_found_once_it_says_so() -> None:
+    def found(report: PromptReport) -> tuple[int, ...]:
+        return report.found_pool, report.found_disk, report.found_shared, report.asked_shared, report.unanswered
+
+    harness = ManagerHarness(disk_wait_s=0.0)
+
+    def missed(name: str, first: dict[str, Any], *then: dict[str, Any]) -> PromptReport:
+        harness.request(name)
+        for number, answer in enumerate((first, *then)):
+            if number:
+                harness.clock.now += 1.1
+                assert harness.scan(name)
+            harness.client.answer(**{"ready": set(), **answer})
+            harness.scan(name)
+        return report_of(harness, name=name)
+
+    asking: dict[str, Any] = {"shared": HASHES, "asking": 3}
+    report = missed("none", asking, {})
+    assert (*found(report), report.reason) == (0, 0, 0, 3, 0, ""), "the daemon says why the first one is missing"
+    report = missed("silent", asking)
+    assert (*found(report), report.reason) == (0, 0, 0, 3, 3, "")
+    report = missed("some", asking, {"shared": {block_hash(1)}})
+    assert (*found(report), report.reason) == (0, 0, 1, 3, 0, "tier_late")
+    report = missed("came", asking, {"ready": {block_hash(1)}})
+    assert (*found(report), report.missing_key) == (0, 0, 1, 3, 0, block_hash(2))
+    report = missed("disk", {"coming": {block_hash(1)}, "shared": {block_hash(2), block_hash(3)}, "asking": 2})
+    assert (*found(report), report.reason) == (0, 1, 0, 2, 2, "tier_late")
+
+
+def test_what_limits_the_sharing_of_a_request_is_reported(harness: ManagerHarness) -> None:
+    harness.request("plain", set())
+    assert report_of(harness, name="plain").marks == []
+    context = harness.request("salt", set())
+    request = harness.requests[context.req_id]
+    request.cache_salt, request.mm_features, request.prompt_embeds = "tenant", [object()], object()
+    assert report_of(harness, name="salt").marks == ["cache_salt", "multimodal", "embeddings"]
+    for name, barred in (("disk", {"coming": HASHES}), ("store", {"shared": HASHES}), ("asked", {"shared": HASHES})):
+        harness.request(name)
+        harness.manager.requests[name].tiers = frozenset()
+        harness.client.answer(set(), asking=3 * (name == "asked"), **barred)
+        harness.scan(name)
+        report = report_of(harness, name=name)
+        assert (report.reason, report.marks) == ("not_loaded", ["kv_load_tiers"])
+
+
 def test_a_load_that_fails_is_no_load(harness: ManagerHarness) -> None:
     context = harness.request(ready=HASHES)
     schedule(harness, 3000)
@@ -1080,6 +1152,8 @@ def test_what_a_preempted_request_looks_up_again_is_counted_again(harness: Manag
     harness.scan()
     report = report_of(harness, 3 * CHUNK_TOKENS)
     assert (report.outcome, report.lease_id) == (Outcome.LOADED, harness.client.asked[1][0].lease_id)
+    assert [one.again for one in harness.client.reported] == [False, True], "its tokens are counted once"
+    assert report.load_lease_id == harness.client.asked[1][0].lease_id
 
 
 def test_a_lookup_is_counted_once_in_each_session(harness: ManagerHarness) -> None:
@@ -1102,6 +1176,16 @@ def test_what_another_connector_loads_is_not_needed(harness: ManagerHarness) -> 
     harness.requests["r"].num_computed_tokens = 3 * CHUNK_TOKENS  # what vLLM counts as computed when it schedules it
     report = report_of(harness)
     assert (report.outcome, report.own_keys, report.covered_keys) == (Outcome.NOT_NEEDED, [3], [3])
+    assert (report.own_tokens, report.other_tokens) == (0, 3 * CHUNK_TOKENS)
+
+
+def test_the_end_of_a_prompt_in_vllms_own_cache_is_its_own(harness: ManagerHarness) -> None:
+    """It tells connectors of whole blocks only."""
+    harness.request("r", ready=set())
+    harness.scan("r", computed=CHUNK_TOKENS)
+    harness.requests["r"].num_computed_tokens = CHUNK_TOKENS + 7
+    report = report_of(harness)
+    assert (report.own_tokens, report.other_tokens, report.own_keys) == (CHUNK_TOKENS + 7, 0, [1])
 
 
 def test_what_vllms_own_cache_has_is_reported_as_not_needed(harness: ManagerHarness) -> None:

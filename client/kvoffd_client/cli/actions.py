@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from typing import Annotated
 
 import typer
 
+from kvoffd_client.admin_client import find_namespace_info
 from kvoffd_client.cli.format import (
     WIDE_CELLS,
     count_blocks,
@@ -21,7 +23,7 @@ from kvoffd_client.cli.format import (
 from kvoffd_client.cli.show import labels_of
 from kvoffd_client.cli.target import NAMESPACE_HELP, CliError, Directory, Json, PlainJson, open_admin
 from kvoffd_client.errors import RequestRefused
-from kvoffd_proto.admin import LogLevel, NamespaceInfo, SetLogLevel
+from kvoffd_proto.admin import LogLevel, NamespacesReply, SetLogLevel
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import KV_TOPIC_PREFIX, MEDIUM_STORAGE, AllBlocksCleared, BlockStored, KvEvent
 from kvoffd_proto.stats import DaemonStats, namespace_id
@@ -52,14 +54,19 @@ def clear(
     if (name is None) is not everything:
         raise CliError("Name one namespace or --all, not both; `kvoffd-cli namespaces` lists them.")
     with open_admin(directory) as admin:
-        one = None if everything else admin.namespace(name or "")
-        chosen = admin.namespaces().namespaces if one is None else [one]
-        where = "all namespaces" if one is None else f"namespace {namespace_name(one.label, one.namespace)}"
+        listed, now = admin.namespaces(), admin.stats()
+        fingerprint = None if everything else _fingerprint(listed, name or "", all_nodes)
+        chosen = {each.namespace: each for each in listed.namespaces if fingerprint in (None, each.namespace)}
+        where, forgotten = "all namespaces", list[bytes]()
+        if fingerprint is None:
+            forgotten = [each for each in listed.unshared if each not in chosen] if all_nodes else []
+        else:
+            forgotten = [] if fingerprint in chosen else [fingerprint]
+            where = f"namespace {namespace_name(chosen[fingerprint].label if chosen else '', fingerprint)}"
         if all_nodes:
-            known = "one" if len(chosen) == 1 else format_count(len(chosen))
-            where += " on all nodes" if one else f", and the {known} that this daemon has from all nodes"
-        blocks, nbytes = sum(each.ready_blocks for each in chosen), sum(each.ready_bytes for each in chosen)
-        below = ", and those on disks," if _has_on_disks(admin.stats(), one) else ""
+            where += " on all nodes" if fingerprint else _all_that_are_known(len(chosen), len(forgotten))
+        blocks, nbytes = (sum(getattr(each, of) for each in chosen.values()) for of in ("ready_blocks", "ready_bytes"))
+        below = ", and those on disks," if _has_on_disks(now, fingerprint) else ""
         if not yes:
             if not sys.stdin.isatty():
                 raise CliError("Nothing was cleared: there is no terminal to confirm it on; add --yes.")
@@ -68,33 +75,67 @@ def clear(
             if sys.stdin.readline().strip().lower() not in ("y", "yes"):
                 say("Nothing was cleared.")
                 return 1
-        dropped, problem, stores = 0, None, len(admin.stats().shared) if all_nodes else 0
-        for each in chosen if all_nodes else ():
+        dropped, problem, stores = 0, None, len(now.shared) if all_nodes else 0
+        for each in (*chosen, *forgotten) if all_nodes else ():
             try:
-                dropped += admin.reset_fleet(each.namespace)
+                dropped += admin.reset_fleet(each)
             except RequestRefused as error:
                 if error.code is ErrorCode.BAD_ARGUMENT:
                     raise
                 # The others are cleared all the same, and this one on this node.
-                problem, dropped = problem or error, dropped + each.ready_blocks
-        fingerprint = None if one is None else one.namespace
-        if one is None or not all_nodes:  # all include those that nobody has opened since the start
+                problem, dropped = problem or error, dropped + (chosen[each].ready_blocks if each in chosen else 0)
+        if fingerprint is None or not all_nodes:  # all include those that nobody has opened since the start
             dropped += admin.clear(fingerprint)
         if problem is not None:
             raise CliError(f"{problem} On this node {count_blocks(dropped)} were dropped.") from problem
+    keepers = [] if all_nodes or fingerprint in listed.unshared else _keepers(now)
     if json:
-        print_json({"namespace": fingerprint, "cleared_blocks": dropped, "stores": stores})
-    else:
-        say(f"Dropped {count_blocks(dropped)} from {where}.")
+        print_json({"namespace": fingerprint, "cleared_blocks": dropped, "stores": stores, "kept_by": keepers})
+        return 0
+    say(f"Dropped {count_blocks(dropped)} from {where}.")
+    if keepers:
+        keep = "keeps its copies" if len(keepers) == 1 else "keep their copies"
+        say(f"{printable(', '.join(keepers))} {keep}, and prompts load them again. To void them on all nodes:")
+        # The daemon has forgotten those that no engine has open.
+        closed = [each.namespace for each in chosen.values() if not each.sessions]
+        if fingerprint is None and (len(closed) < len(chosen) or not closed):
+            print_line("  kvoffd-cli clear --all --all-nodes")
+        elif not closed:
+            print_line(f"  kvoffd-cli clear {namespace_id(fingerprint or b'')} --all-nodes")
+        for each in closed:
+            print_line(f"  kvoffd-cli clear {each.hex()} --all-nodes")
     return 0
 
 
-def _has_on_disks(stats: DaemonStats, one: NamespaceInfo | None) -> bool:
+def _fingerprint(listed: NamespacesReply, name: str, all_nodes: bool) -> bytes:
+    """Return the fingerprint of an open namespace. On all nodes one that is not open may be voided too, by the whole
+    fingerprint. Raises KvoffdClientError."""
+    if all_nodes and re.fullmatch(r"[0-9a-fA-F]{64}", name):
+        return bytes.fromhex(name)
+    return find_namespace_info(listed.namespaces, name).namespace
+
+
+def _all_that_are_known(opened: int, forgotten: int) -> str:
+    where = f", and the {'one' if opened == 1 else format_count(opened)} that this daemon has from all nodes"
+    if forgotten:
+        again = f"{format_count(forgotten)} more that {'was' if forgotten == 1 else 'were'} not shared"
+        where += f", with {again} any longer"
+    return where
+
+
+def _keepers(now: DaemonStats) -> list[str]:
+    """Return the URLs of the stores and peers that may have copies of this node's blocks."""
+    peers = next((one.value for one in now.settings if one.name == "peers"), "")
+    networks = [f"peer://{one.strip()}" for one in peers.split(",") if "/" in one]
+    return [*(one.url for one in now.shared), *networks]
+
+
+def _has_on_disks(stats: DaemonStats, fingerprint: bytes | None) -> bool:
     """Return whether a namespace, or any one if it is None, has blocks on disks."""
-    if one is None or not any(disk.blocks for disk in stats.disks):
+    if fingerprint is None or not any(disk.blocks for disk in stats.disks):
         return any(disk.blocks for disk in stats.disks)
     rows = {row.fingerprint: row.disk_bytes for row in stats.namespaces}
-    return rows.get(one.namespace.hex()) != 0  # it may have been opened since
+    return rows.get(fingerprint.hex()) != 0  # it may have been opened since
 
 
 def scrub(directory: Directory = None, json: Json = False) -> int:

@@ -147,14 +147,18 @@ def _print_version(wanted: bool) -> None:
     if wanted:
         from importlib.metadata import version
 
-        print(f"kvoffd-cli {version('kvoffd')}")
+        from kvoffd_proto.build import with_commit
+        from kvoffd_proto.messages import PROTOCOL_VERSION
+
+        print(f"kvoffd-cli {with_commit(version('kvoffd'))} (protocol {PROTOCOL_VERSION})")
         raise typer.Exit
 
 
 def read_root_options(
     context: typer.Context,
     _version: Annotated[
-        bool, typer.Option("--version", help="Print the release.", callback=_print_version, is_eager=True)
+        bool,
+        typer.Option("--version", help="Print release and protocol.", callback=_print_version, is_eager=True),
     ] = False,
 ) -> None:
     """Show and administer the kvoffd daemon of this node."""

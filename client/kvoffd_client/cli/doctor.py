@@ -224,6 +224,8 @@ def _verdict(
     state += "".join(f", {count} {noun}{plural(count)}" for noun, count in counts.items() if count)
     first = f"{state}. kvoffd {printable(facts.stats.version)}, up for {up}{engines}."
     lines = [first, _payoff(facts.stats, value, gpu_hour)]
+    if end := facts.stats.pool.at_the_end:
+        lines.append(f"The pool's memory {printable(end)}.")
     if count is None:
         lines.append("Its clients and machine were not checked; run doctor there without --url for that.")
     if test is not None:
@@ -240,10 +242,17 @@ def _payoff(stats: DaemonStats, value: Value, gpu_hour: float) -> str:
     total, text = stats.since_start, value.sentence
     if value.paying_off is None:
         return text
-    if total.loaded_keys:
-        loaded, own = (percent(keys, total.asked_keys) for keys in (total.loaded_keys, total.not_needed_keys))
-        text += f" Of the keys asked for {loaded} were loaded"
-        text += f", and {own} not needed." if total.not_needed_keys else "."
+    if total.loaded_prompt_tokens:
+        loaded, own, computed = (
+            percent(count, total.all_prompt_tokens)
+            for count in (
+                total.loaded_prompt_tokens,
+                total.prompt_tokens.get("engine", 0),
+                total.prompt_tokens.get("computed", 0),
+            )
+        )
+        text += f" Of the prompts' tokens {loaded} were loaded, the engines' own caches had {own}, and {computed} were "
+        text += "computed."
     if value.saved_seconds:
         text += f" That saved {format_duration(value.saved_seconds)} of prefill"
         text += f", worth {_price(value.gpu_seconds / 3600 * gpu_hour)} so far." if gpu_hour else "."

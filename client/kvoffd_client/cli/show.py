@@ -41,7 +41,7 @@ from kvoffd_client.cli.target import (
 )
 from kvoffd_client.namespace_differences import differences, explain, how_they_differ
 from kvoffd_proto.admin import FindBlock, ListPrompts, LoggedPrompt, NamespaceInfo, SessionInfo, SetQuota
-from kvoffd_proto.messages import Outcome, PromptReport, Role
+from kvoffd_proto.messages import Mark, Outcome, PromptReport, Role
 from kvoffd_proto.stats import MISS_REASONS, engine_name, namespace_id
 from kvoffd_proto.units import exact_size, format_count, format_duration, format_size, parse_size, plural, printable
 
@@ -243,7 +243,7 @@ def _show_requests(directory: Path | None, name: str, *, every: bool, as_json: b
         namespace = namespace_name(labels.get(fingerprint, ""), fingerprint)
         say(f"Engine {printable(names.get(session_id, '')) or 'without a name'}, namespace {namespace}:")
         for one in prompts:
-            say(request_sentence(one.report) + elsewhere.get((fingerprint, one.report.missing_key), ""))
+            say(request_sentence(one) + elsewhere.get((fingerprint, one.report.missing_key), ""))
     if earlier := len(found) - len(shown):
         say((f"and {format_count(earlier)} earlier: kvoffd-cli clients --requests --all", "dim"))
     return int(bool(name) and not found)
@@ -271,31 +271,63 @@ def _elsewhere(
                 break
 
 
-def request_sentence(report: PromptReport) -> str:
-    """Return the outcome of a request and why: ``14:05:22 cmpl-7 loaded 64 of 128 tokens. Of 8 keys ...``."""
+MARKS = {
+    Mark.CACHE_SALT: "cache_salt",
+    Mark.LORA: "LoRA adapter",
+    Mark.MULTIMODAL: "images, audio or video",
+    Mark.EMBEDDINGS: "embeddings",
+}
+"""Parts of a request that its keys contain, in words."""
+
+
+def request_sentence(logged: LoggedPrompt) -> str:
+    """Return the outcome of a request and why: ``14:05:22 cmpl-7 loaded 64 of 128 tokens: 64 from the pool, ...``."""
+    report = logged.report
     known = report.outcome in set(Outcome)
     what = OUTCOMES[Outcome(report.outcome)] if known else f"{printable(report.outcome)}: {{tokens}} tokens"
     clock = time.strftime("%H:%M:%S", time.localtime(report.decided_at))
     counts = {"loaded": format_count(report.loaded_tokens), "tokens": format_count(report.tokens)}
     sentence = f"{clock} {printable(report.request)} {what.format(**counts)}."
-    if report.own_tokens:
-        sentence += f" The engine's own cache had {format_count(report.own_tokens)}"
-        computed = max(0, report.tokens - report.own_tokens - report.loaded_tokens)
-        ran = report.outcome in (Outcome.LOADED, Outcome.MISSED, Outcome.NOT_NEEDED)
-        sentence += f"; {format_count(computed)} were computed." if ran else "."
+    if set(logged.tokens) - {"computed"}:
+        sentence += f" {', '.join(_tokens_by_source(logged.tokens))}."
+    if report.hints:
+        sentence += f" Hints: {printable(report.hints)}."
     if not report.keys:
         return sentence
     places = {"in the pool": report.found_pool, "on a disk": report.found_disk, "in a store": report.found_shared}
     there = ", ".join(f"{format_count(count)} {place}" for place, count in places.items() if count)
     sentence += f" Of {format_count(report.keys)} keys kvoffd had {there or 'none'}."
+    if report.asked_shared > report.found_shared:
+        said = "has none" if not report.found_shared else f"has {format_count(report.found_shared)}"
+        said = "had not answered" if report.unanswered else said
+        sentence += f" A store was asked for {format_count(report.asked_shared)} and {said}."
     if report.missing_key:
-        meaning = MISS_REASONS.get(report.reason, printable(report.reason))
-        number = f" number {format_count(report.missing_number)}," * bool(report.missing_number)
-        which = "that neither had" if report.own_tokens else "missing"
-        sentence += f" The first key {which},{number} {report.missing_key.hex()[:12]}: {meaning}."
+        sentence += _first_missing(report)
         if report.after_gap and report.outcome in (Outcome.LOADED, Outcome.MISSED):
             count = f"{format_count(report.after_gap)} key{plural(report.after_gap)}"
             sentence += f" Without it {count} found after it cannot be loaded."
+    return sentence
+
+
+def _tokens_by_source(tokens: Mapping[str, int]) -> Iterator[str]:
+    """Yield phrases such as ``64 tokens from redis://cache:6379``."""
+    for source, count in tokens.items():
+        where = {"engine": "its own cache", "other": "another connector", "pool": "the pool", "disk": "a disk"}
+        place = "computed" if source == "computed" else f"from {where.get(source, printable(source))}"
+        yield f"{format_count(count)} {place}"
+
+
+def _first_missing(report: PromptReport) -> str:
+    """Return a sentence or two on why a request's first missing key was missing."""
+    meaning = MISS_REASONS.get(report.reason, printable(report.reason))
+    if Mark.KV_LOAD_TIERS in report.marks:
+        meaning = "its kv_load_tiers exclude the tier that has it, or that would be asked for it"
+    number = f" number {format_count(report.missing_number)}," * bool(report.missing_number)
+    which = "that neither had" if report.own_tokens else "missing"
+    sentence = f" The first key {which},{number} {report.missing_key.hex()[:12]}: {meaning}."
+    marks = [words for mark, words in MARKS.items() if mark in report.marks]
+    if marks and report.reason in ("unknown", "forgotten"):
+        sentence += f" Its keys contain its {' and '.join(marks)}: only prompts with the same share them."
     return sentence
 
 

@@ -1,4 +1,4 @@
-"""``kvoffd-cli stats``: keys loaded, not needed and missed, and why; then the pool, namespaces and tiers."""
+"""``kvoffd-cli stats``: sources of prompts' tokens, and why keys were missed; then the pool, namespaces and tiers."""
 
 from __future__ import annotations
 
@@ -41,6 +41,8 @@ FEW_REQUESTS, FEW_LIFETIMES = 1000, 10.0
 UNTIMED = "an engine knows its prefill rate after two runs of 512 prompt tokens"
 """Reason of an unknown time saved; see MIN_TOKENS in ``vllm/do_no_harm.py``."""
 
+SOURCE_NAMES = {"engine": "engines' own cache", "other": "other connectors"}
+"""Names of sources of tokens for people, where they are not clear."""
 RARE = {
     "blocks evicted": "evicted_blocks",
     "keys without space": "no_space_keys",
@@ -77,8 +79,7 @@ def stats(
 ) -> int:
     """Show what the daemon saved, and what it does.
 
-    A key is the hash of one block. Percentages are of the keys that engines asked for, including those that they have
-    themselves, which are not needed.
+    Percentages are of all tokens of prompts, by source, and of the keys asked for, by miss. A key is a block's hash.
 
     Exit status: 0; 1 if `stats tiers` shows a failure; 2 an error.
     """
@@ -144,10 +145,11 @@ def print_stats(now: s.DaemonStats) -> None:
 
 
 def _head(now: s.DaemonStats) -> Iterator[Line]:
+    protocol = f" (protocol {now.protocol})" if now.protocol else ""
     yield (
-        f"kvoffd {printable(now.version)}, up {format_duration(now.uptime_seconds)}, policy {printable(now.policy)}, "
-        f"{format_count(now.sessions)} session{plural(now.sessions)}, {format_size(now.resident_bytes)} of memory "
-        "besides the pool"
+        f"kvoffd {printable(now.version)}{protocol}, up {format_duration(now.uptime_seconds)}, policy "
+        f"{printable(now.policy)}, {format_count(now.sessions)} session{plural(now.sessions)}, "
+        f"{format_size(now.resident_bytes)} of memory besides the pool"
     )
     if now.health_problems:
         reasons = ", ".join(printable(one.reason) for one in now.health_problems)
@@ -164,29 +166,35 @@ def _traffic(now: s.DaemonStats) -> None:
     def row(title: str, cell: Callable[[s.Window], str]) -> tuple[str, ...]:
         return (title, *map(cell, windows))
 
-    def share(title: str, part: Callable[[s.Window], int]) -> tuple[str, ...]:
-        return row(title, lambda one: percent(part(one), one.asked_keys))
+    def source(name: str) -> tuple[str, ...]:
+        title = f"  {SOURCE_NAMES.get(name, printable(name))}"
+        return row(title, lambda one: percent(one.prompt_tokens.get(name, 0), one.all_prompt_tokens))
 
     def missed(reason: str) -> tuple[str, ...]:
-        return share(f"    {reason_name(reason)}", lambda one: one.misses.get(reason, 0))
+        return row(f"    {reason_name(reason)}", lambda one: percent(one.misses.get(reason, 0), one.asked_keys))
 
     rare = {title: [format_count(getattr(one, name)) for one in windows] for title, name in RARE.items()}
     print_table(
         ("", ">last minute", ">last hour", ">since start"),
         [
+            row("tokens of prompts", lambda one: token_count(one.all_prompt_tokens, one.asked_keys)),
+            *map(source, sources_of(now.since_start)),
             row("tokens loaded", lambda one: token_count(one.loaded_tokens, one.loaded_keys)),
             row("prefill saved", saved_time),
-            row("tokens asked for", lambda one: token_count(one.asked_tokens, one.asked_keys)),
             row("keys asked for", lambda one: format_count(one.asked_keys)),
-            share("  loaded", lambda one: one.loaded_keys),
-            share("  not needed", lambda one: one.not_needed_keys),
-            share("  missed", lambda one: sum(one.misses.values())),
+            row("  missed", lambda one: percent(sum(one.misses.values()), one.asked_keys)),
             *map(missed, _reasons(windows)),
             row("stored", lambda one: format_size(one.stored_bytes)),
             row("loaded", lambda one: format_size(one.loaded_bytes)),
             *((title, *cells) for title, cells in rare.items() if set(cells) != {"0"}),
         ],
     )
+
+
+def sources_of(one: s.Traffic) -> list[str]:
+    """Return the sources to show: those of every daemon, and others that had tokens."""
+    known = [*s.PROMPT_SOURCES, *(name for name in one.prompt_tokens if name not in s.PROMPT_SOURCES)]
+    return [name for name in known if name in ("computed", "engine", "pool") or one.prompt_tokens.get(name)]
 
 
 def token_count(count: int, keys: int) -> str:
@@ -256,6 +264,8 @@ def pool_bar(pool: s.PoolStats, width: int) -> list[Text]:
 
 
 def _pool_notes(pool: s.PoolStats) -> Iterator[tuple[str, str]]:
+    if pool.at_the_end:
+        yield f"its memory {printable(pool.at_the_end)}", "dim"
     if pool.retained_bytes:
         yield f"{format_size(pool.retained_bytes)} are retained by hints: they are evicted last", "dim"
     if pool.numa_remote_slots:
@@ -283,17 +293,17 @@ def _namespaces(now: s.DaemonStats, most: int) -> None:
         say(NO_NAMESPACE)
     else:
         print_table(
-            ("namespace", "<id", ">size", ">tokens", ">saved", ">loaded", ">not needed", ">missed"),
+            ("namespace", "<id", ">size", ">tokens", ">saved", ">computed", ">own", ">loaded"),
             [
                 (
                     printable(one.model) or "(no label)",
                     one.id,
                     size_of(one),
-                    token_count(one.loaded_tokens, one.loaded_keys),
+                    token_count(one.all_prompt_tokens, one.asked_keys),
                     saved_time(one),
-                    percent(one.loaded_keys, one.asked_keys),
-                    percent(one.not_needed_keys, one.asked_keys),
-                    percent(sum(one.misses.values()), one.asked_keys),
+                    percent(one.prompt_tokens.get("computed", 0), one.all_prompt_tokens),
+                    percent(one.prompt_tokens.get("engine", 0), one.all_prompt_tokens),
+                    percent(one.loaded_prompt_tokens, one.all_prompt_tokens),
                 )
                 for one in found[:most]
             ],
@@ -427,7 +437,7 @@ def _shared(one: s.SharedStats) -> Iterator[Line]:
     if one.unshared_namespaces:
         yield (
             f"  {format_count(one.unshared_namespaces)} namespaces are not shared, after a reset or a damaged state: "
-            "`kvoffd-cli clear NAME --all-nodes` shares one again",
+            "`kvoffd-cli clear NAME --all-nodes` shares one again, `kvoffd-cli clear --all --all-nodes` all of them",
             "yellow",
         )
     yield from _faults(one.errors, s.SHARED_ERRORS)

@@ -33,6 +33,7 @@ from kvoffd_client.cli.stats import (
     policy_lines,
     pool_bar,
     saved_time,
+    sources_of,
     tier_details,
     token_count,
 )
@@ -68,24 +69,28 @@ HELP = (
     "1 all, 2 clients, 3 tiers, 4 policy, h or ? this page",
     "s  sort the namespaces by another column; p  pause; q  quit",
     "",
-    "key         the hash of one block; percentages are of the keys asked for",
-    "loaded      loaded by an engine instead of computed",
-    "not needed  the engine had it already, found here or not",
-    "missed      not found or not loaded; `kvoffd-cli stats --misses` has the reasons",
-    "tokens/s    tokens loaded",
-    "now         the last 3 seconds",
-    "Found       of the tokens that engines lacked, those in the pool before the",
-    "            first gap, without disks and stores; lru: estimates",
-    "pinned      under a lease or a copy: it cannot be evicted",
-    "retained    evicted after others, as clients' hints ask",
+    "tokens/s   tokens of prompts that engines reported; percentages are of these",
+    "computed   computed by the engine",
+    "own        in the engine's own prefix cache",
+    "pool ...   loaded, by the place from which they came; LOADED: all of these",
+    "key        the hash of one block",
+    "Missed     keys not found or not loaded, of those asked for;",
+    "           `kvoffd-cli stats --misses` has the reasons",
+    "now        the last 3 seconds",
+    "Found      of the tokens that engines lacked, those in the pool before the",
+    "           first gap, without disks and stores; lru: estimates",
+    "pinned     under a lease or a copy: it cannot be evicted",
+    "retained   evicted after others, as clients' hints ask",
 )
 SORTS: dict[str, Callable[[Window], float]] = {
-    "TOK/S": lambda now: now.loaded_tokens,
+    "TOK/S": lambda now: now.all_prompt_tokens,
     "SIZE": lambda now: 0,
-    "MISSED": lambda now: sum(now.misses.values()),
+    "COMPUTED": lambda now: now.prompt_tokens.get("computed", 0),
 }
 """Sort keys of the namespaces, before their size."""
 PAYS = {True: ("OK, paying off", "bold green"), False: ("OK, not paying off", "bold yellow"), None: ("OK", "bold")}
+SHORT_SOURCES = {"engine": "own"}
+"""Titles of sources of tokens, where they are long: the engines' own caches."""
 SPARKS = " ▁▂▃▄▅▆▇█"
 
 
@@ -254,7 +259,7 @@ class Screen:
         return [Text(), table]
 
 
-COLUMNS = "NAMESPACE", "<ID          ", ">     SIZE", ">   TOK/S", "> KEYS/S", ">LOADED", ">MISSED", "<MOST MISSED "
+COLUMNS = "NAMESPACE", "<ID          ", ">     SIZE", ">   TOK/S", ">COMPUTED", ">   OWN", ">LOADED", "<MOST MISSED "
 """Columns at least as wide as their titles. The name gets the remaining width; its id is never cut."""
 
 
@@ -264,10 +269,8 @@ def _namespace_row(one: NamespaceStats, now: Window) -> tuple[str, ...]:
         printable(one.model).rpartition("/")[2],
         one.id,
         _size(one),
-        _token_rate(now),
-        _rate(now.asked_keys, now),
-        percent(now.loaded_keys, now.asked_keys),
-        percent(missed, now.asked_keys),
+        *_token_shares(now, ("computed", "engine")),
+        percent(now.loaded_prompt_tokens, now.all_prompt_tokens),
         reason_name(max(now.misses, key=now.misses.__getitem__)) if missed else "-",
     )
 
@@ -302,15 +305,13 @@ def _saved(stats: DaemonStats) -> Text:
 
 def _rates(stats: DaemonStats, now: Window) -> Table:
     windows = {"now": now, "1 min": stats.last_minute, "1 hour": stats.last_hour, "since start": stats.since_start}
-    titles = "<", ">tokens/s", "> keys/s", "> loaded", ">not needed", "> missed", ">  loaded/s", ">  stored/s"
+    sources = sources_of(stats.since_start)
+    names = [f">{SHORT_SOURCES.get(name, name):>6}" for name in sources]
+    titles = "<", ">tokens/s", *names, ">loaded/s", ">stored/s"
     rows = [
         (
             name,
-            _token_rate(one),
-            _rate(one.asked_keys, one),
-            percent(one.loaded_keys, one.asked_keys),
-            percent(one.not_needed_keys, one.asked_keys),
-            percent(sum(one.misses.values()), one.asked_keys),
+            *_token_shares(one, sources),
             _bytes(one.loaded_bytes, one),
             _bytes(one.stored_bytes, one),
         )
@@ -325,8 +326,12 @@ def _rate(count: float, window: Window) -> str:
     return format_count(round(count / window.seconds)) if window.seconds else "-"
 
 
-def _token_rate(one: Window) -> str:
-    return "-" if one.loaded_keys and not one.loaded_tokens else _rate(one.loaded_tokens, one)
+def _token_shares(one: Window, sources: Iterable[str]) -> Iterator[str]:
+    """Yield the rate of prompts' tokens, and the share of each source."""
+    total = one.all_prompt_tokens
+    yield "-" if one.asked_keys and not total else _rate(total, one)
+    for source in sources:
+        yield percent(one.prompt_tokens.get(source, 0), total)
 
 
 def _bytes(count: float, window: Window) -> str:

@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 import random
 import re
+import signal
+import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -31,6 +33,7 @@ from kvoffd_client.cli.target import CliError, Directory, Json, open_admin
 from kvoffd_client.errors import HttpError, KvoffdClientError
 from kvoffd_client.namespace_differences import how_they_differ
 from kvoffd_proto.admin import ListPrompts, LoggedPrompt, NamespaceInfo
+from kvoffd_proto.build import with_commit
 from kvoffd_proto.units import format_count, format_duration, printable
 
 TIE_NATS = 0.02
@@ -44,6 +47,8 @@ REPORTS_S = 5.0
 STORED_S = (1.0, 10.0)
 """Seconds that the second engine has to store, by attempt."""
 PUSH_S = 600.0
+TELL_S = 2.0
+"""Time between lines of progress while many short requests run."""
 MAX_PROMPTS = 200
 """The daemon keeps an engine's last 1,000 reports."""
 OWN_LINES = (400, 150, 45)
@@ -76,17 +81,37 @@ def verify(
         raise CliError("--cold and --push-out exclude each other; give one of them.")
     bodies = read_prompts(prompts) if prompts else []
     with open_admin(directory) as admin:
-        run = Run(Endpoint(url), Endpoint(cold) if cold else None, admin)
+        run, ended_by = Run(Endpoint(url), Endpoint(cold) if cold else None, admin), 0
         try:
-            run.play(bodies, push_out)
-            page = run.page()
+            with _term_interrupts() as signals:
+                run.play(bodies, push_out)
+                page = run.page()
+        except KeyboardInterrupt:  # a second one ends it without the page
+            ended_by = signals[0] if signals else signal.SIGINT
+            page = run.page(interrupted=True)
         finally:
             print_status()
     if json:
         print_json(page)
     else:
         show(page)
-    return STATUS[page["verdict"]]
+    return STATUS[page["verdict"]] if not ended_by or page["verdict"] == "FAIL" else 128 + ended_by
+
+
+@contextmanager
+def _term_interrupts() -> Iterator[list[int]]:
+    """Have SIGTERM raise KeyboardInterrupt, as Ctrl-C does, and yield a list that it is in then."""
+    came = list[int]()
+
+    def interrupt(number: int, frame: object) -> None:
+        came.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield came
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def read_prompts(path: Path) -> list[Body]:
@@ -207,7 +232,9 @@ class Run:
         self.model, self.root = engine.model()
         self.id = f"kvoffd-verify-{uuid.uuid4().hex[:8]}"
         self.asked = 0
-        self.how = self.daemon = self.problem = ""
+        self.how = self.problem = ""
+        self.daemon = self.release = "unknown"
+        self.prompts = 0
         self.cases: list[Case] = []
         self.reports: dict[str, LoggedPrompt] = {}
 
@@ -216,6 +243,9 @@ class Run:
             self.daemon = self.admin.stats().version
         except KvoffdClientError as error:
             self.problem = str(error)
+        with suppress(HttpError, KeyError):
+            self.release = str(self.engine.read("/version")["version"])
+        self.prompts = len(bodies) or len(OWN_LINES)
         empty: Callable[[], None] | None = None
         if self.cold:
             self.how = f"by this engine; computed by {self.cold.url}"
@@ -237,7 +267,7 @@ class Run:
             self._load_elsewhere()
             return
         for number in range(ROUNDS):
-            print_status("emptying vLLM's own prefix cache")
+            self._tell("emptying vLLM's own prefix cache")
             empty()
             self._load()
             if number:
@@ -250,7 +280,8 @@ class Run:
         engine, salt = self.cold or self.engine, {"cache_salt": uuid.uuid4().hex}
         # With one engine nobody asks for these blocks again.
         more = {} if self.cold else {"kv_transfer_params": {"max_offload_tokens": 0}}
-        computed, own = (self._ask(engine, {**body, **salt}, "computing", **more)[1] for _ in range(2))
+        self._tell(f"computing prompt {len(self.cases) + 1} of {self.prompts}")
+        computed, own = (self._ask(engine, {**body, **salt}, **more)[1] for _ in range(2))
         if computed.cached:
             raise CliError(
                 f"{engine.url} did not compute all of a prompt with a new cache_salt, so something before vLLM removes "
@@ -270,12 +301,13 @@ class Run:
         return self._compute_own(lines // 2)
 
     def _load(self) -> None:
-        for case in self.cases:
-            request, answer = self._ask(self.engine, case.body, "loading")
+        for number, case in enumerate(self.cases, 1):
+            self._tell(f"loading prompt {number} of {len(self.cases)}")
+            request, answer = self._ask(self.engine, case.body)
             case.loads[request] = answer
 
-    def _count_loaded(self) -> None:
-        self._read_reports([request for case in self.cases for request in case.loads])
+    def _count_loaded(self, wait_s: float = REPORTS_S) -> None:
+        self._read_reports([request for case in self.cases for request in case.loads], wait_s)
         for case in self.cases:
             for request, answer in case.loads.items():
                 logged = self.reports.get(request)
@@ -286,24 +318,32 @@ class Run:
         """Have the engine load what the second one computed."""
         for wait_s in STORED_S:
             if self.cases[0].loads:
-                self.cases = [self._compute(case.body) for case in self.cases]
-            print_status("waiting until the blocks are stored")
+                bodies, self.cases = [case.body for case in self.cases], []
+                for body in bodies:
+                    self.cases.append(self._compute(body))
+            self._tell("waiting until the blocks are stored")
             time.sleep(wait_s)
             self._load()
             self._count_loaded()
             if any(case.loaded for case in self.cases):
                 return
 
-    def _ask(self, engine: Endpoint, body: Body, what: str, **fields: object) -> tuple[str, Answer]:
+    def _tell(self, text: str) -> None:
+        """Show progress: as a status on a terminal, else as a line on stderr."""
+        if sys.stderr.isatty():
+            print_status(text)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def _ask(self, engine: Endpoint, body: Body, **fields: object) -> tuple[str, Answer]:
         """Return the request's id and its answer."""
         self.asked += 1
-        print_status(f"{what} (request {self.asked})")
         request = f"{self.id}-{self.asked}"
         return request, engine.ask({"model": self.model, **body}, request, **fields)
 
-    def _read_reports(self, requests: Sequence[str]) -> None:
+    def _read_reports(self, requests: Sequence[str], wait_s: float) -> None:
         """Wait for the engine's reports to the daemon of this node, if it sends them there."""
-        deadline = time.monotonic() + REPORTS_S
+        deadline = time.monotonic() + wait_s
         while not self.problem and not all(request in self.reports for request in requests):
             if time.monotonic() > deadline:
                 self.problem = "The daemon of this node has no reports of it"
@@ -327,27 +367,35 @@ class Run:
 
     def _push_out(self) -> None:
         """Have other prompts take all of vLLM's KV cache."""
-        tokens, done, deadline = self._cache_tokens(), 0, time.monotonic() + PUSH_S
+        tokens, done, deadline, told = self._cache_tokens(), 0, time.monotonic() + PUSH_S, -inf
         longest = max(self.cases, key=lambda one: one.computed.prompt_tokens)
         while done < tokens:
             if time.monotonic() > deadline:
                 raise CliError(f"Computing the {tokens:,} tokens of vLLM's KV cache takes more than {PUSH_S:.0f} s.")
             fields = {"max_tokens": 1, "kv_transfer_params": {"max_offload_tokens": 0}}
-            what = f"pushing out: {done:,} of {tokens:,} tokens"
+            if time.monotonic() >= told + TELL_S:
+                told = time.monotonic()
+                self._tell(f"pushing out: {done:,} of {tokens:,} tokens")
             body = {**longest.body, "cache_salt": uuid.uuid4().hex}
-            done += max(1, self._ask(self.engine, body, what, **fields)[1].prompt_tokens)
+            done += max(1, self._ask(self.engine, body, **fields)[1].prompt_tokens)
 
     # --- the page ---------------------------------------------------------------------------------
 
-    def page(self) -> dict[str, Any]:
-        """Return what is printed, the lines above the table first."""
+    def page(self, interrupted: bool = False) -> dict[str, Any]:
+        """Return what is printed, the lines above the table first. The engine is not asked again if interrupted."""
+        if interrupted:
+            self._count_loaded(0.0)
         distances = [difference(one.computed, one.own).farthest for one in self.cases]
         noise = max(filter(isfinite, distances), default=0.0)
         nats = max(TIE_NATS, 2 * min(noise, MAX_NOISE_NATS))
         judged = [case.judge(nats) for case in self.cases]
         loads = [request for case in self.cases for request in case.loads]
         logged = next((self.reports[request] for request in reversed(loads) if request in self.reports), None)
-        verdict, sentence = self._verdict([word for word, _ in judged], counted=logged is not None)
+        verdict, sentence = self._verdict([word for word, _ in judged], counted=interrupted or logged is not None)
+        if interrupted:
+            rest = "" if verdict == "NOT JUDGED" else f" {sentence}"
+            sentence = f"Interrupted; {len(self.cases)} of {self.prompts} prompts were computed.{rest}"
+            verdict = verdict if verdict == "FAIL" else "NOT JUDGED"
         name = "unknown"
         if logged:
             infos: dict[bytes, NamespaceInfo] = {}
@@ -356,20 +404,17 @@ class Run:
             own = infos.get(logged.namespace)
             name = namespace_name(own.label if own else "", logged.namespace)
             if verdict == "NOT JUDGED":
-                sentence += f" The last request: {request_sentence(logged.report)}"
+                sentence += f" The last request: {request_sentence(logged)}"
                 others = {one.namespace for one in self.reports.values()} - {logged.namespace}
                 for other in others & infos.keys():
                     differ = how_they_differ(own.description if own else "", infos[other].description)
                     sentence += f" {self.cold.url if self.cold else 'It'} has another namespace: {differ}."
         by = "engine's reports" if logged else f"engine's usage ({self.problem.rstrip('.')})"
-        try:
-            release = str(self.engine.read("/version")["version"])
-        except (HttpError, KeyError):
-            release = "unknown"
         return {
             "engine": f"{self.engine.url} at {self.began:%Y-%m-%d %H:%M:%S} UTC",
             "model": printable(self.model if self.root in ("", self.model) else f"{self.model} ({self.root})"),
-            "versions": f"vLLM {printable(release)}, kvoffd-cli {version('kvoffd')}, daemon {self.daemon or 'unknown'}",
+            "versions": f"vLLM {printable(self.release)}, kvoffd-cli {with_commit(version('kvoffd'))}, "
+            f"daemon {self.daemon}",
             "namespace": name,
             "computed": "under a new cache_salt, so no cache has it",
             "loaded": f"{self.how}; counted by the {by}",
@@ -379,7 +424,7 @@ class Run:
                     "tokens": case.computed.prompt_tokens,
                     "loaded_tokens": max(case.loaded.values(), default=0),
                     "computed_ttft_seconds": case.computed.ttft_s,
-                    "loaded_ttft_seconds": [*case.loads.values()][-1].ttft_s,
+                    "loaded_ttft_seconds": [*case.loads.values()][-1].ttft_s if case.loads else None,
                     "verdict": word,
                     "answers": words,
                 }
@@ -430,7 +475,7 @@ def show(page: dict[str, Any]) -> None:
             format_count(one["tokens"]),
             format_count(one["loaded_tokens"]),
             format_duration(one["computed_ttft_seconds"]),
-            format_duration(one["loaded_ttft_seconds"]),
+            "-" if one["loaded_ttft_seconds"] is None else format_duration(one["loaded_ttft_seconds"]),
             one["answers"],
         )
         for number, one in enumerate(page["prompts"], 1)

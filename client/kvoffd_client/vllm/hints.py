@@ -61,12 +61,14 @@ class RequestHints(NamedTuple):
         unread: number of those that are not known or cannot be read.
         peer: host of the peer that has the blocks; empty if none is named.
         giver: number of the hints' owner, or of the request if it names none.
+        problem: why the first ignored one was ignored; empty if none was.
     """
 
     hints: Sequence[RequestHint]
     unread: int
     peer: str
     giver: int
+    problem: str = ""
 
 
 _Text: TypeAlias = Annotated[str, Meta(max_length=MAX_TEXT)]
@@ -105,21 +107,25 @@ _random = random.Random()
 def read_hints(context: ReqContext, option: HintsOption = "all") -> RequestHints:
     """Read a request's hints. What cannot be read is logged once."""
     params = context.kv_transfer_params if isinstance(context.kv_transfer_params, dict) else {}
-    peer, unread, owner, hints = "", 0, "", dict[HintAction, RequestHint]()
+    peer, unread, owner, hints, problems = "", 0, "", dict[HintAction, RequestHint](), list[str]()
     if (source := params.get(SOURCE_FIELD)) is not None:
         try:
             peer = _sendable(_convert(source, _Source).remote_host)
         except ValueError as error:
-            _say(SOURCE_FIELD, error)
+            problems.append(_say(SOURCE_FIELD, error))
             unread = 1
     envelope = context.kv_hints or params.get(FIELD)
+    if option == "off" and envelope is not None:
+        problems.append('the engine has the option "hints": "off"')
     if option != "off" and envelope is not None:
         try:
             actions = _actions_of(envelope)
         except ValueError as error:
-            _say(FIELD, error)
+            problems.append(_say(FIELD, error))
             actions, unread = [], unread + 1
-        unread += max(0, len(actions) - MAX_ACTIONS)
+        if (more := len(actions) - MAX_ACTIONS) > 0:
+            problems.append(f"those after the first {MAX_ACTIONS}")
+            unread += more
         for given in actions[:MAX_ACTIONS]:
             kind = "an action"
             try:
@@ -133,9 +139,23 @@ def read_hints(context: ReqContext, option: HintsOption = "all") -> RequestHints
                 owner = _sendable(its_owner) or owner
                 hints[hint.action] = hint
             except ValueError as error:
-                _say(kind, error)
+                problems.append(_say(kind, error))
                 unread += 1
-    return RequestHints(list(hints.values()), unread, peer, _giver_of(owner))
+    return RequestHints(list(hints.values()), unread, peer, _giver_of(owner), problems[0] if problems else "")
+
+
+def notes_of(found: RequestHints) -> dict[str, str]:
+    """Return what became of a request's hints so far, by what they are called."""
+    notes = {name_of(one): "at its end" if one.action is HintAction.RELEASE else "not passed on" for one in found.hints}
+    if found.peer:
+        notes[FETCH] = f"from {found.peer}"
+    if found.problem:
+        notes["ignored:"] = f"{found.unread}, the first of them {found.problem}" if found.unread > 1 else found.problem
+    return notes
+
+
+def name_of(hint: RequestHint) -> str:
+    return f"kv.{hint.action.value}"
 
 
 def _actions_of(envelope: object) -> list[Any]:
@@ -172,6 +192,9 @@ def _convert(given: object, to: type[_ReadT]) -> _ReadT:
         return msgspec.convert({name: fields[name] for name in to.__struct_fields__ if name in fields}, to)
     except OverflowError as error:
         raise ValueError("a number is too large") from error
+    except msgspec.ValidationError as error:
+        why, _, name = str(error).partition(" - at `$.")
+        raise ValueError(f"its {name.rstrip('`')}: {why[0].lower()}{why[1:]}" if name else why) from None
 
 
 def _host_of(endpoint: str) -> str:
@@ -208,11 +231,12 @@ def _is_known(version: str) -> bool:
     return len(version) <= MAX_TEXT and version.partition(".")[0] in ("0", "1")
 
 
-def _say(kind: str, error: Exception) -> None:
-    """Log the first unknown hint of each kind."""
+def _say(kind: str, error: Exception) -> str:
+    """Log the first unknown hint of each kind; return what is wrong with it."""
     if kind not in _said and len(_said) < MAX_SAID:
         _said.add(kind)
         logger.warning("kvoffd: a request's hint (%r) is ignored: %s. Later ones are only counted.", kind, error)
+    return f"{kind!r}: {error}"
 
 
 class HintBudget:

@@ -35,7 +35,7 @@ from kvoffd_client.vllm.connector_metadata import (
 )
 from kvoffd_client.vllm.do_no_harm import DoNoHarm, PrefillRate
 from kvoffd_client.vllm.engine_namespace import EngineNamespace
-from kvoffd_client.vllm.hints import HintsOption, allowed_tiers, read_hints
+from kvoffd_client.vllm.hints import HintsOption, allowed_tiers, notes_of, read_hints
 from kvoffd_client.vllm.keyed_lookup import RESULTS
 from kvoffd_client.vllm.log import logger
 from kvoffd_client.vllm.prompt_report import PromptRecord, failed
@@ -227,22 +227,22 @@ class KvoffdManager(OffloadingManager):
             self.lookups.end_leases(state)
 
     def _decide_outcomes(self) -> None:
-        """Decide the outcomes of the requests that this step schedules. vLLM knows now whether another connector loads
-        one: more of it counts as computed than its own cache had, and the daemon."""
+        """Decide the outcomes of the requests that this step schedules."""
         scheduled, self._scheduled = self._scheduled, []
         for state, loaded_tokens in scheduled:
             record, request = state.record, state.request
             if not record.is_decided or record.counted is not None:
-                elsewhere = request.num_computed_tokens - record.own_tokens - loaded_tokens
+                loading = self.lookups.loading.get(request.request_id)
                 record.of_load = record.decide(
                     request,
                     self.groups,
                     state.last,
                     state.adapter,
+                    state.tiers,
                     loaded_tokens=loaded_tokens,
-                    elsewhere=elsewhere >= min(group.tokens_per_chunk for group in self.groups),
+                    load_lease_id=loading.future.lease_id if loading is not None else 0,
                 )
-                if request.request_id not in self.lookups.loading:
+                if loading is None:
                     self._send_report(record)
             record.is_late = False  # a later lookup, after a pre-emption, has its own time
 
@@ -293,8 +293,10 @@ class KvoffdManager(OffloadingManager):
         state = RequestState(next(self._numbers))
         # kv_load_tiers of the request: the pool is vLLM's primary tier, which requests cannot exclude.
         state.tiers = allowed_tiers(req_context)
-        state.hints, unknown, state.peer, state.giver = read_hints(req_context, self._hints)
-        self._counters[metrics.UNKNOWN_HINTS] += unknown
+        found = read_hints(req_context, self._hints)
+        state.hints, state.peer, state.giver = found.hints, found.peer, found.giver
+        state.record.hints = notes_of(found)
+        self._counters[metrics.UNKNOWN_HINTS] += found.unread
         self.requests[req_context.req_id] = state
         # Loaded blocks are offered for stores too: they are stored if the load failed, otherwise skipped.
         return RequestOffloadingContext(policy=OffloadPolicy.REQUEST_LEVEL)
@@ -460,7 +462,7 @@ class KvoffdManager(OffloadingManager):
             was_scheduled = record.is_decided  # else it has stored nothing that its hints could name
             if record.counted is not None or is_loading:
                 lease_id = record.of_load.lease_id if record.of_load is not None else 0
-                report = record.decide(state.request, self.groups, state.last, state.adapter, dropped=True)
+                report = record.decide(state.request, self.groups, state.last, state.adapter, state.tiers, dropped=True)
                 record.of_load = structs.replace(report, lease_id=report.lease_id or lease_id)
             self._send_report(record)
             is_known = state.request is not None and self.lookups.knows_adapter(state)

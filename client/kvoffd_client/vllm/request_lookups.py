@@ -13,13 +13,14 @@ from kvoffd_client.vllm.adapters import ANSWER_PATIENCE_S, AdapterContents
 from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES, ChunkGroup, of_adapter
 from kvoffd_client.vllm.do_no_harm import DoNoHarm
 from kvoffd_client.vllm.engine_namespace import EngineNamespace
-from kvoffd_client.vllm.hints import HintBudget, hinted_hashes
+from kvoffd_client.vllm.hints import HintBudget, hinted_hashes, name_of
 from kvoffd_client.vllm.keyed_lookup import NOTHING_AWAITED, KeyedLookup, result_of
 from kvoffd_client.vllm.log import logger
 from kvoffd_client.vllm.prompt_queue import MAX_AHEAD, Parked, PromptQueue
 from kvoffd_client.vllm.request_state import RequestState, Scan
 from kvoffd_client.vllm.waits import MIN_COMPUTED_S, MIN_RETRY_PAUSE_S, AnswerWait, EngineClock
 from kvoffd_proto.messages import PENDING, READY, GroupKeys, HintAction
+from kvoffd_proto.units import plural
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -234,13 +235,18 @@ class RequestLookups:
                 if (start := hint.start) not in named:
                     hashes = hinted_hashes(self.groups, state.request, start, self._tail_tokens, tails)
                     named[start] = [_group_keys(index, one, state.adapter) for index, one in hashes.items()]
+                notes = state.record.hints
                 if not (groups := named[start]):
+                    notes[name_of(hint)] = "of no whole block"
                     continue
                 namespace = self.namespace.current
                 assert namespace is not None
-                if not self._hint_budget.take(sum(len(one.keys) for one in groups) // namespace.key_bytes):
+                keys = sum(len(one.keys) for one in groups) // namespace.key_bytes
+                if not self._hint_budget.take(keys):
                     self._counters[metrics.UNKNOWN_HINTS] += 1
+                    notes[name_of(hint)] = "dropped, as the engine had passed on too many"
                 else:
+                    notes[name_of(hint)] = f"of {keys} key{plural(keys)}"
                     self.namespace.client.hint(hint.action, groups, hint.priority, hint.ttl_s, giver=state.giver)
 
     def knows_adapter(self, state: RequestState) -> bool:

@@ -33,11 +33,12 @@ from kvoffd_client.vllm.manager import KvoffdManager
 from kvoffd_client.vllm.metrics import DEFINITIONS
 from kvoffd_client.vllm.worker import KvoffdWorker
 from kvoffd_client.worker_client import WorkerClient
+from kvoffd_proto.build import with_commit
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig
 
-SOFTWARE = f"kvoffd {version('kvoffd')}, vllm {vllm.__version__}, on {gethostname()}"[:128]
+SOFTWARE = f"kvoffd {with_commit(version('kvoffd'))}, vllm {vllm.__version__}, on {gethostname()}"[:128]
 NO_RESOURCES = (OSError, RuntimeError, zmq.ZMQError)
 """Errors of a client that gets no descriptor or thread."""
 ENGINE_ID_SHOWN = 8

@@ -1,0 +1,100 @@
+"""Tokens of prompts by source: computed, in the engine's own cache, or loaded, from the pool or from below it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+MAX_UNCOUNTED_BYTES, LOAD_BYTES = 4 << 20, 512
+"""Limit of the memory of loads that wait for their prompt's report, and what each takes besides a byte for each key,
+about. Beyond the limit the oldest is forgotten: its tokens count as the pool's."""
+
+
+class Source(NamedTuple):
+    """A place where loaded keys were before.
+
+    Attributes:
+        kind: one of PROMPT_SOURCES of the statistics.
+        name: name for operators: that of the store or the peer, else the kind.
+    """
+
+    kind: str
+    name: str
+
+
+POOL = Source("pool", "pool")
+
+
+class LoadedKeys(NamedTuple):
+    """Keys of one group that a load read, some of which came up from a tier and were not loaded before.
+
+    Attributes:
+        tokens_per_key: 0 if unknown.
+        numbers: [keys] the source of each, in the order of the prompt.
+        sources: the sources by these numbers; the pool's is 0.
+    """
+
+    tokens_per_key: int
+    numbers: bytes
+    sources: Mapping[int, Source]
+
+
+class PromptTokens(NamedTuple):
+    """An engine's report of a prompt's tokens: ``total`` of the prompt, leading ones in its ``own`` cache, those
+    ``loaded`` after these, and those that another connector loaded. It computed the rest."""
+
+    total: int
+    own: int
+    loaded: int
+    other: int
+
+    def by_source(self, keys: LoadedKeys | None) -> dict[Source, int]:
+        """Return the tokens by source, without zeros; ``keys``: those loaded, None if the pool had all."""
+        found = {Source("engine", "engine"): self.own, Source("other", "other"): self.other}
+        found |= {POOL: self.loaded} if keys is None else self._split(keys)
+        computed = {Source("computed", "computed"): self.total - sum(found.values())}
+        return {source: tokens for source, tokens in (computed | found).items() if tokens}
+
+    def _split(self, keys: LoadedKeys) -> dict[Source, int]:
+        """Divide the loaded tokens among the sources of their keys, of which the last one has the last token.
+
+        This is exact if there is a key for each token. Of a sliding window the keys at the end stand for all tokens.
+        """
+        numbers, each = np.frombuffer(keys.numbers, np.uint8), keys.tokens_per_key
+        weights = np.ones(len(numbers), np.int64)
+        if each and self.loaded:
+            end = self.own + self.loaded
+            starts = ((end - 1) // each - np.arange(len(numbers))[::-1]) * each
+            weights = np.maximum(0, np.minimum(starts + each, end) - np.maximum(starts, self.own))
+        found, before, total = dict[Source, int](), 0, int(weights.sum())
+        for number in np.unique(numbers).tolist():
+            before += int(weights[numbers == number].sum())
+            source = keys.sources.get(number, POOL)
+            tokens = self.loaded * before // total - sum(found.values())
+            found[source] = found.get(source, 0) + tokens
+        return found
+
+
+class UncountedLoads:
+    """Sources of loads whose prompts were not reported yet, the oldest first."""
+
+    def __init__(self) -> None:
+        self._by_lease: dict[tuple[int, int], LoadedKeys] = {}
+        self._nbytes = 0
+
+    def add(self, session: int, lease_id: int, keys: LoadedKeys) -> None:
+        """Add a load under a lease, unless one was added: all ranks load the same keys."""
+        if (session, lease_id) in self._by_lease:
+            return
+        self._by_lease[session, lease_id] = keys
+        self._nbytes += LOAD_BYTES + len(keys.numbers)
+        while self._nbytes > MAX_UNCOUNTED_BYTES:
+            self.take(*next(iter(self._by_lease)))
+
+    def take(self, session: int, lease_id: int) -> LoadedKeys | None:
+        """Remove a load; None if the pool had all its keys, or if it is unknown."""
+        if (keys := self._by_lease.pop((session, lease_id), None)) is not None:
+            self._nbytes -= LOAD_BYTES + len(keys.numbers)
+        return keys
