@@ -15,11 +15,10 @@ import pytest
 
 from kvoffd_client import AdminClient, GroupSpec, NamespaceSpec
 from kvoffd_client.testing import FakeEngine
-from kvoffd_proto.messages import Outcome, PromptReport
 from tests.kit.command import Cli, Terminal, run_cli_here
 from tests.kit.daemon import DaemonProcess
 from tests.kit.waiting import wait_until
-from tests.kit.wire import keys
+from tests.kit.wire import keys, prompt_of
 
 LABEL = "meta-llama/Llama-3.1-405B-Instruct"
 TOKENS = 16
@@ -46,8 +45,7 @@ def module_daemon(port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             assert engine.lookup([*keys(*range(1, 7)), *keys(100, 101, 102)]) == 6
             assert engine.load(keys(*range(1, 5)), range(8, 12)).ok
             engine.release()
-            given = {"loaded_tokens": 180, "own_tokens": 84}
-            engine.scheduler.report_prompt(PromptReport("r", 1.0, 300, 0, 0, 0, 0, Outcome.LOADED, **given))
+            engine.scheduler.report_prompt(prompt_of(300, own=84, loaded=180))
             time.sleep(0.1)
             yield daemon
 

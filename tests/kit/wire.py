@@ -30,7 +30,7 @@ import msgspec
 import zmq
 from msgspec import structs
 
-from kvoffd_client import SharedMemory
+from kvoffd_client import AdminClient, SharedMemory
 from kvoffd_client.session import Closing
 from kvoffd_client.worker_client import GroupTransfer, Job, submit_of
 from kvoffd_proto import admin as a
@@ -819,6 +819,16 @@ class Books:
             "jobs": sum(client.jobs for client in self.clients) + self.store.running_jobs + self.load.running_jobs,
         }
         return {name: count for name, count in found.items() if count}
+
+
+def prompt_of(tokens: int, *, own: int = 0, loaded: int = 0) -> m.PromptReport:
+    """An engine's report of a prompt, of whose tokens its own cache had some, and others were loaded."""
+    return m.PromptReport("r", 1.0, tokens, 0, 0, 0, 0, m.Outcome.LOADED, loaded, own_tokens=own)
+
+
+def reported(admin: AdminClient) -> list[tuple[str, dict[str, int]]]:
+    """The latest prompts that engines reported: names of requests, with their tokens by source."""
+    return [(one.report.request, one.tokens) for one in admin.ask(a.ListPrompts, "").prompts]
 
 
 BOOKS = "books"

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from kvoffd_client import AdminClient
-from kvoffd_proto.admin import ListPrompts
 from tests.kit.amount import TIMES
 from tests.kit.command import run_cli
 from tests.kit.daemon import DaemonProcess
@@ -25,6 +24,7 @@ from tests.kit.redis_server import PROGRAM as REDIS
 from tests.kit.redis_server import RedisServer
 from tests.kit.require import require, require_nixl
 from tests.kit.waiting import wait_until
+from tests.kit.wire import reported
 from tests.vllm.test_engine_faults import TCP
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -134,9 +134,9 @@ def test_each_source_has_its_tokens(node: Node) -> None:
         before += Counter(expected)
         assert node.await_sum(before.total()) == before
         with AdminClient(node.directory) as admin:
-            latest = admin.ask(ListPrompts, "").prompts[-3:]
+            latest = [tokens for _, tokens in reported(admin)[-3:]]
         rest = {"computed": LENGTH - TOKENS}
-        assert [one.tokens for one in latest] == [rest | {each: TOKENS} for each in (name, "pool", "engine")]
+        assert latest == [rest | {each: TOKENS} for each in (name, "pool", "engine")]
 
 
 def test_the_sums_are_those_of_vllm(node: Node) -> None:
@@ -198,11 +198,9 @@ def test_an_operator_sees_what_stores_said_and_what_the_request_limits(node: Nod
         """The line of a prompt that is new to the pool."""
         node.forget()
         with AdminClient(node.directory) as admin:
-            before = admin.ask(ListPrompts, "").prompts[-1].report.request
+            before, _ = reported(admin)[-1]
             engine.generate([tokens], max_tokens=1, **arguments)
-            name = wait_until(
-                lambda: (last := admin.ask(ListPrompts, "").prompts[-1].report.request) != before and last
-            )
+            name = wait_until(lambda: (last := reported(admin)[-1][0]) != before and last)
         (_, found) = run_cli("clients", "--requests", name, "--directory", str(node.directory)).stdout.splitlines()
         return found
 
