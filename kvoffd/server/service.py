@@ -14,13 +14,13 @@ from weakref import WeakSet
 import kvoffd.server.admin
 import kvoffd.server.requests
 import kvoffd.server.stats  # noqa: F401
+from kvoffd.cache.branch_points import BranchPoints
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.curve import HitRatioCurve
 from kvoffd.cache.learned import Learned, LruFallback
 from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError, refusal_of
-from kvoffd.observe.branch_points import BranchPoints
 from kvoffd.observe.logging import RareWarnings
 from kvoffd.observe.loop_watch import LoopWatch
 from kvoffd.observe.meters import HOUR_S, LOOKUP_BOUNDS_S, CounterWindows, DurationHistogram

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvoffd.observe import branch_points
-from kvoffd.observe.branch_points import HALVED_EVERY_S, BranchPoints
+from kvoffd.cache import branch_points
+from kvoffd.cache.branch_points import HALVED_EVERY_S, BranchPoints
 from kvoffd_client.cli import main
 from tests.kit.daemon import DaemonProcess
 from tests.kit.wire import PAGE_BYTES, SharedMemory, WireClient
