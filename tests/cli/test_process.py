@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from kvoffd_client import AdminClient
 from kvoffd_client.testing import FakeEngine
@@ -18,7 +19,7 @@ from tests.kit.command import CLI, CLIENTS, DAEMON, DEADLINE_S, Terminal, run_cl
 from tests.kit.daemon import DaemonProcess
 from tests.kit.interrupt import interrupted_import
 from tests.kit.waiting import wait_until
-from tests.kit.wire import keys
+from tests.kit.wire import keys, prompt_of, reported
 
 
 def assert_one_sentence(done: subprocess.CompletedProcess[str], program: str = "kvoffd-cli") -> None:
@@ -126,6 +127,37 @@ def test_events_are_printed_as_they_happen(shared_daemon: DaemonProcess) -> None
     assert event["type"] == "stored"
     first, second = (int(key, 16) for key in event["block_hashes"])
     assert second == first + 1
+
+
+def test_requests_are_printed_as_they_come(shared_daemon: DaemonProcess) -> None:
+    """Those of before are not; each is printed once."""
+    where = ("clients", "--requests", "--follow", "--directory", str(shared_daemon.directory))
+    with FakeEngine(shared_daemon.directory, "tiny") as engine, AdminClient(shared_daemon.directory) as admin:
+
+        def report(name: str) -> None:
+            engine.scheduler.report_prompt(replace(prompt_of(300, own=84, loaded=180), request=name))
+            wait_until(lambda: name in dict(reported(admin)))
+
+        report("earlier")
+        with start_cli(*where) as human, start_cli(*where, "--json") as machine:
+            assert human.stdout is not None
+            assert machine.stdout is not None
+            lines, number = list[str](), 0
+            while not select.select([human.stdout], [], [], 0.1)[0]:  # it takes a while to start
+                number += 1
+                report(f"request {number}")
+            lines.append(human.stdout.readline())
+            report("last")
+            while "last" not in lines[-1]:
+                lines.append(human.stdout.readline())
+            found = json.loads(machine.stdout.readline())
+            for process in (human, machine):
+                process.send_signal(signal.SIGINT)
+                assert process.wait(DEADLINE_S) == 130
+    assert not any("earlier" in line for line in lines)
+    assert len(set(lines)) == len(lines)
+    assert "36 computed" in lines[-1]
+    assert found["report"]["tokens"] == 300
 
 
 def test_a_reader_that_goes_is_no_error(shared_daemon: DaemonProcess) -> None:

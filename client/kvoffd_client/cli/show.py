@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import chain, groupby, repeat
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated
@@ -97,17 +98,21 @@ def clients(
     requests: Annotated[
         bool, typer.Option("--requests", help="Show last requests, and why each hit or missed.")
     ] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="With --requests: each as it comes.")] = False,
     directory: Directory = None,
     json: Json = False,
 ) -> int:
-    """List the connected engines, oldest first. Engines with the same namespace share blocks.
+    """List the connected engines, oldest first.
 
     stored, loaded: bytes since it connected. pinned: pool memory under its leases.
 
     Exit status: 0; 1 if no request's id has ID; 2 an error.
     """
-    if request and not requests:
-        raise CliError(f"{request!r} looks like a request's id; add --requests.")
+    if (request or follow) and not requests:
+        what = "--follow prints requests" if follow else f"{request!r} looks like a request's id"
+        raise CliError(f"{what}; add --requests.")
+    if follow:
+        return _follow_requests(directory, request, as_json=json)
     if requests:
         return _show_requests(directory, request, every=every, as_json=json)
     with open_admin(directory) as admin:
@@ -206,6 +211,8 @@ def _show_sessions(found: Sequence[SessionInfo]) -> None:
 
 MAX_SHOWN = 20
 """Latest prompts that are shown if neither a request nor all are asked for."""
+FOLLOW_S = 1.0
+"""Interval at which new requests are asked for; engines report once a second."""
 MAX_SOUGHT = 50
 """Latest prompts whose missing keys are sought in other namespaces."""
 OUTCOMES = {
@@ -247,6 +254,31 @@ def _show_requests(directory: Path | None, name: str, *, every: bool, as_json: b
     if earlier := len(found) - len(shown):
         say((f"and {format_count(earlier)} earlier: kvoffd-cli clients --requests --all", "dim"))
     return int(bool(name) and not found)
+
+
+def _follow_requests(directory: Path | None, name: str, *, as_json: bool) -> int:
+    """Print each request whose id has ``name`` from now on, a line each."""
+    known: dict[tuple[int, str, float], None] = {}
+    names: dict[int, str] = {}
+    with open_admin(directory) as admin:
+        for is_first in chain([True], repeat(False)):
+            prompts = sorted(admin.ask(ListPrompts, name).prompts, key=lambda one: one.report.decided_at)
+            listed = {(one.session_id, one.report.request, one.report.decided_at): one for one in prompts}
+            if is_first and sys.stderr.isatty():
+                print("Waiting for requests; Ctrl-C ends.", file=sys.stderr)
+            for identity, one in listed.items():
+                if is_first or identity in known:
+                    continue
+                if as_json:
+                    print_json(one)
+                    continue
+                if one.session_id not in names:
+                    names |= {each.session_id: engine_name(each.name, each.role) for each in admin.sessions().sessions}
+                say(f"{request_sentence(one)} ({printable(names.get(one.session_id, '')) or 'an engine that left'})")
+            sys.stdout.flush()
+            known = dict.fromkeys(listed)
+            time.sleep(FOLLOW_S)
+    return 0
 
 
 def _elsewhere(
