@@ -17,8 +17,8 @@ from kvoffd.cache.namespace import Namespace
 
 MAX_KNOWN = 32_768
 """Blocks whose place and tokens are remembered, about 200 bytes each."""
-MAX_QUEUED, BLOCKS_PER_TICK = 4096, 512
-"""Most blocks that wait for ``tick``, beyond which further ones are left out; and blocks of one call: about 2 ms."""
+MAX_QUEUED, BLOCKS_PER_TICK = 4096, 256
+"""Most blocks that wait for ``tick``, beyond which further ones are left out; and blocks of one call: 1 to 3 ms."""
 MAX_POINTS = 64
 """Branch points of a namespace; the one that costs least goes."""
 HALVED_EVERY_S = 86_400.0

@@ -111,7 +111,7 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     namespace: Any = prompts.namespace
     keys, parents, tokens = blocks_of(prompts.text(branch_points.MAX_QUEUED + 1))
     prompts.points.offered(namespace, keys, parents, tokens)
-    assert not prompts.points._queue, "more than is read in two seconds is left out"
+    assert not prompts.points._queue, "more than is read in four seconds is left out"
 
 
 def test_old_prompts_weigh_less_and_forgotten_namespaces_nothing() -> None:
