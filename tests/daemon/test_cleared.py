@@ -36,8 +36,8 @@ def clear(daemon: DaemonProcess, engine: CheckedEngine) -> bool:
 
 
 def invalidate(daemon: DaemonProcess, engine: CheckedEngine) -> bool:
-    engine.scheduler.invalidate([GroupKeys(0, b"".join(keys(*SOME)))])
-    return True
+    engine.scheduler.invalidate([GroupKeys(0, b"".join(keys(*SOME)))])  # which waits for no answer
+    return engine.lookup(keys(*SOME)) == 0
 
 
 Drop = Callable[[DaemonProcess, CheckedEngine], bool]
