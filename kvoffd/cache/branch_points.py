@@ -16,14 +16,16 @@ from itertools import islice
 from kvoffd.cache.namespace import Namespace
 
 MAX_KNOWN = 32_768
-"""Blocks whose place and tokens are remembered, about 200 bytes each."""
+"""Blocks of all namespaces that are remembered, about 250 bytes each. A namespace that comes gets its part of them."""
+FORGOTTEN_AT_ONCE = 4
+MAX_QUEUED_BYTES = 16 << 20
 MAX_QUEUED, BLOCKS_PER_TICK = 4096, 256
 """Most blocks that wait for ``tick``, beyond which further ones are left out; and blocks of one call: 1 to 3 ms."""
 MAX_POINTS = 64
 """Branch points of a namespace; the one that costs least goes."""
 HALVED_EVERY_S = 86_400.0
 """Interval after which older counts are halved."""
-EXAMPLES = 2
+EXAMPLES, MAX_EXAMPLE_BYTES = 2, 2048
 TOKEN_ID_BYTES = 4
 
 
@@ -35,7 +37,7 @@ class BranchPoint:
         at_tokens: tokens of the common beginning.
         prompts: prompts that continued differently there, weighted by age, as are all counts.
         repeated_tokens: tokens behind that were computed although an equal block had been stored.
-        examples: token ids of the first different block of the last two such prompts, uint32.
+        examples: token ids of the first different block of the last two such prompts, uint32, or its beginning.
     """
 
     at_tokens: int
@@ -71,12 +73,16 @@ class BranchPoints:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock, self._halved_at = clock, clock()
         self._queue: deque[tuple[Namespace, bytes, bytes, bytes]] = deque()
+        self._queued_bytes = 0
         self._of: dict[Namespace, _Prompts] = {}
 
     def offered(self, namespace: Namespace, keys: Sequence[bytes], parents: bytes, token_ids: bytes) -> None:
         """Record blocks that an engine stores: their keys, and parents and token ids of all, end to end."""
         if not (keys and parents and token_ids) or len(self._queue) + len(keys) > MAX_QUEUED:
             return
+        if self._queued_bytes + len(token_ids) > MAX_QUEUED_BYTES:
+            return
+        self._queued_bytes += len(token_ids)
         size, each = len(parents) // len(keys), len(token_ids) // len(keys)
         for at, key in enumerate(keys):
             parent, tokens = parents[at * size : (at + 1) * size], token_ids[at * each : (at + 1) * each]
@@ -85,10 +91,12 @@ class BranchPoints:
     def tick(self) -> None:
         for _ in range(min(len(self._queue), BLOCKS_PER_TICK)):
             namespace, key, parent, tokens = self._queue.popleft()
+            self._queued_bytes -= len(tokens)
             prompts = self._of.get(namespace)
             if prompts is None:
                 prompts = self._of[namespace] = _Prompts()
             _add(prompts, key, parent, tokens)
+            _forget_oldest(prompts, MAX_KNOWN // len(self._of))
         if self._clock() - self._halved_at >= HALVED_EVERY_S:
             self._halved_at = self._clock()
             for prompts in self._of.values():
@@ -99,6 +107,8 @@ class BranchPoints:
 
     def namespace_forgotten(self, namespace: Namespace) -> None:
         self._of.pop(namespace, None)
+        self._queue = deque(one for one in self._queue if one[0] is not namespace)
+        self._queued_bytes = sum(len(tokens) for *_, tokens in self._queue)
 
     def of(self, namespace: Namespace) -> tuple[int, list[BranchPoint]]:
         """Return the tokens of the blocks that were seen, and the branch points, the one that costs most first."""
@@ -128,14 +138,20 @@ def _add(prompts: _Prompts, key: bytes, parent: bytes, tokens: bytes) -> None:
         if point is None:
             point = prompts.points[before] = BranchPoint(before.end_tokens)
             if len(prompts.points) > MAX_POINTS:
-                least = min(islice(prompts.points.items(), MAX_POINTS), key=lambda item: item[1].repeated_tokens)
-                del prompts.points[least[0]]
+                least, gone = min(islice(prompts.points.items(), MAX_POINTS), key=lambda item: item[1].repeated_tokens)
+                del prompts.points[least]
+                gone.examples.clear()  # blocks behind it still refer to it
         point.prompts += 1
-        point.examples.append(tokens)
+        point.examples.append(tokens[:MAX_EXAMPLE_BYTES])
     before.has_child = True
     places[own] = _Place(before.end_tokens + count, point)
     prompts.contents[content] = None
     prompts.contents.move_to_end(content)
-    for known in (places, prompts.contents):
-        if len(known) > MAX_KNOWN:
-            known.popitem(last=False)
+
+
+def _forget_oldest(prompts: _Prompts, most: int) -> None:
+    for _ in range(FORGOTTEN_AT_ONCE):
+        if len(prompts.places) > most:
+            prompts.places.popitem(last=False)
+        if len(prompts.contents) > most:
+            prompts.contents.popitem(last=False)

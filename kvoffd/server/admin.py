@@ -33,7 +33,8 @@ def clear(service: Service, session: Session, message: a.Clear) -> Pending:
         service.cache.namespace(message.namespace)  # raises if there is none
     count = service.reset(message.namespace)
     forget_idle(service)
-    logger.info("Session %d (%s) cleared %d blocks.", session.id, session.peer, count)
+    whose = "all namespaces" if message.namespace is None else f"namespace {message.namespace.hex()[:12]}"
+    logger.info("Session %d (%s) cleared %s: %d blocks.", session.id, session.peer, whose, count)
     return service.reply_once_saved(m.Done(message.request_id, count), CLEARED_NOT_SAVED)
 
 
@@ -64,7 +65,8 @@ def reset_fleet(service: Service, session: Session, message: a.ResetFleet) -> Pe
             raise KvoffdError(why, ErrorCode.NOT_READY)
         return saved.poll(late)
 
-    logger.info("Session %d (%s) cleared %d blocks, and all nodes.", session.id, session.peer, count)
+    what = f"namespace {message.namespace.hex()[:12]}"
+    logger.info("Session %d (%s) cleared %s on all nodes: %d blocks here.", session.id, session.peer, what, count)
     return Pending(poll, service.clock() + FLEET_WAIT_S)
 
 
@@ -93,13 +95,10 @@ def set_quota(service: Service, session: Session, message: a.SetQuota) -> Pendin
 @answers(a.SetLogLevel)
 def set_log_level(service: Service, session: Session, message: a.SetLogLevel) -> m.Done:
     """Log records of this level and above, of all loggers."""
-    said = "Session %d (%s) set the log level: %s.", session.id, session.peer, message.level
-    if message.level is a.LogLevel.DEBUG:
-        logging.getLogger().setLevel(logging.DEBUG)
-        logger.info(*said)
-    else:
-        logger.info(*said)  # an operator who reads the log sees why it has less from now on
-        logging.getLogger().setLevel(message.level.upper())
+    root, level = logging.getLogger(), logging.getLevelNamesMapping()[message.level.upper()]
+    root.setLevel(min(root.level, level, logging.INFO))  # an operator who reads the log sees the change, either way
+    logger.info("Session %d (%s) set the log level: %s.", session.id, session.peer, message.level)
+    root.setLevel(level)
     return m.Done(message.request_id, 0)
 
 

@@ -363,9 +363,11 @@ class Daemon:
         """
         self._serving = False
         loop = asyncio.get_running_loop()
+        signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)  # one that comes in between must not end the process
         for number in self._signals:  # the loop, which does not run while something closes, would not see them
             loop.remove_signal_handler(number)
             signal.signal(number, lambda which, frame: self._on_signal(which))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._signals)
         call_each(
             (
                 self._close_tiers,

@@ -343,15 +343,23 @@ def _parts_of(content: bytes) -> tuple[dict[bytes, msgspec.Struct], Later]:
             continue
         if name not in PARTS:
             later.lines.append(line)
+        if name == b"format":
+            later.format = max(later.format, _format_of(encoded))
         with suppress(ValueError, RecursionError):
-            if name == b"format":
-                later.format = max(later.format, msgspec.json.decode(encoded, type=Format).number)
-            elif name in PARTS:
+            if name in PARTS:
                 found[name] = msgspec.json.decode(encoded, type=PARTS[name])
                 fields = msgspec.json.decode(encoded, type=dict[str, msgspec.Raw])
                 known = PARTS[name].__struct_fields__
                 later.fields[name] = {key: raw for key, raw in fields.items() if key not in known}
     return found, later
+
+
+def _format_of(encoded: bytes) -> int:
+    """Return the number of a file's format; one above this release's if it cannot be read."""
+    try:
+        return msgspec.json.decode(encoded, type=Format).number
+    except (ValueError, RecursionError):
+        return FORMAT + 1
 
 
 def open_state_file(config: Config, name: str, max_bytes: int) -> StateFile:

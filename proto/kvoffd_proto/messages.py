@@ -494,6 +494,9 @@ MAX_PROMPT_REPORTS = 256
 MAX_MARKS = 8
 
 
+MAX_PROMPT = 2**32
+"""Limit of a prompt's tokens, keys and the like in a report: sums of these must stay numbers of 64 bits."""
+PromptCount: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_PROMPT)]
 MAX_HINTS = 256
 """Characters of what a report says about hints."""
 
@@ -503,27 +506,27 @@ class PromptReport(Wire, frozen=True):
 
     request: Annotated[str, doc("The engine's id of the request.", max_length=128)]
     decided_at: Annotated[float, doc("Time of the decision, in seconds since 1970.", ge=0, le=MAX_TIME_S)]
-    tokens: Annotated[Count, doc("Tokens of its prompt.")]
-    keys: Annotated[Count, doc("Keys looked up; 0 without an answer, and for a prompt shorter than a block.")]
-    found_pool: Annotated[Count, doc("Keys found in the pool.")]
-    found_disk: Annotated[Count, doc("Keys found on a disk.")]
-    found_shared: Annotated[Count, doc("Keys that a store that nodes share, or a peer, answered that it has.")]
+    tokens: Annotated[PromptCount, doc("Tokens of its prompt.")]
+    keys: Annotated[PromptCount, doc("Keys looked up; 0 without an answer, and for a prompt shorter than a block.")]
+    found_pool: Annotated[PromptCount, doc("Keys found in the pool.")]
+    found_disk: Annotated[PromptCount, doc("Keys found on a disk.")]
+    found_shared: Annotated[PromptCount, doc("Keys that a store that nodes share, or a peer, answered that it has.")]
     outcome: Annotated[str, doc("What the engine did, one word: ``Outcome``.", max_length=32)]
-    loaded_tokens: Annotated[Count, doc("Tokens loaded.")] = 0
+    loaded_tokens: Annotated[PromptCount, doc("Tokens loaded.")] = 0
     missing_group: GroupIndex = 0
     missing_key: Annotated[bytes, doc("The first key that was missing; empty for none.", max_length=64)] = b""
     reason: Annotated[str, doc("Why it was missing, or nothing loaded; empty: the daemon says.", max_length=32)] = ""
-    missing_number: Annotated[Count, doc("Position of that key among those looked up, from 1; 0 for none.")] = 0
-    own_tokens: Annotated[Count, doc("Leading tokens that the engine had in its own prefix cache.")] = 0
+    missing_number: Annotated[PromptCount, doc("Position of that key among those looked up, from 1; 0 for none.")] = 0
+    own_tokens: Annotated[PromptCount, doc("Leading tokens that the engine had in its own prefix cache.")] = 0
     lease_id: Annotated[int, doc("Lease of its counted lookup; 0 to count none.", ge=0, le=2**63 - 1)] = 0
     own_keys: Annotated[list[Count], doc("By group, leading keys in the engine's cache.", max_length=MAX_GROUPS)] = []
     covered_keys: Annotated[list[Count], doc("By group, leading keys not computed.", max_length=MAX_GROUPS)] = []
-    after_gap: Annotated[Count, doc("Keys found, but not loaded because an earlier block was missing.")] = 0
+    after_gap: Annotated[PromptCount, doc("Keys found, but not loaded because an earlier block was missing.")] = 0
     load_lease_id: Annotated[int, doc("Lease under which it was loaded; 0 for none.", ge=0, le=2**63 - 1)] = 0
-    other_tokens: Annotated[Count, doc("Tokens that another connector of the engine loaded.")] = 0
+    other_tokens: Annotated[PromptCount, doc("Tokens that another connector of the engine loaded.")] = 0
     again: Annotated[bool, doc("It was reported before: its tokens are not counted again.")] = False
-    asked_shared: Annotated[Count, doc("Keys that stores were asked for.")] = 0
-    unanswered: Annotated[Count, doc("Keys of these for which no store had answered.")] = 0
+    asked_shared: Annotated[PromptCount, doc("Keys that stores were asked for.")] = 0
+    unanswered: Annotated[PromptCount, doc("Keys of these for which no store had answered.")] = 0
     marks: Annotated[
         list[str], doc("Properties of the request that limit sharing: ``Mark``.", max_length=MAX_MARKS)
     ] = []

@@ -121,7 +121,7 @@ PROMPT_SOURCES = {
 LOADED_SOURCES = "pool", "disk", "store", "peer"
 """Those from which engines loaded through the pool."""
 MISS_REASONS = {
-    "unknown": "never stored in this namespace since the daemon's start",
+    "unknown": "never stored in this namespace since the daemon's start or its last clear",
     "forgotten": "never stored, or evicted so long ago that it is not remembered",
     "computing": "not stored yet: another prompt that came first was computing it",
     "evicted": "evicted to make space for other blocks",

@@ -10,7 +10,7 @@ from kvoffd_proto.units import format_count, format_size, percent, plural, print
 MIN_LOOKUPS = 100
 """Least number of lookups for statistics to be meaningful."""
 MIN_WHEN_FULL = 10
-"""The same for a full pool that evicts."""
+"""The same for a pool that has evicted."""
 FULL_POOL = 0.8
 POINTS = 1.0
 """Percentage points of the hit ratio that justify a finding."""
@@ -53,10 +53,10 @@ def judge(stats: DaemonStats) -> Verdict:
 
 
 def enough_lookups(stats: DaemonStats) -> bool:
-    """Return whether there were enough lookups to judge. A full pool that evicts, or rejects, is judged early."""
-    traffic, is_full = stats.since_start, stats.pool.of("ready") >= FULL_POOL * stats.pool.size_bytes
-    lacks_space = is_full and (traffic.evicted_blocks or traffic.rejected_keys)
-    return traffic.lookups >= (MIN_WHEN_FULL if lacks_space else MIN_LOOKUPS)
+    """Return whether there were enough lookups to judge. A pool that has evicted, or rejected, is judged early."""
+    traffic = stats.since_start  # a judgement must not be taken back once the pool is cleared
+    lacked_space = traffic.evicted_blocks or traffic.rejected_keys
+    return traffic.lookups >= (MIN_WHEN_FULL if lacked_space else MIN_LOOKUPS)
 
 
 def doubt(stats: DaemonStats) -> str:

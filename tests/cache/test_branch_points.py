@@ -124,8 +124,30 @@ def test_old_prompts_weigh_less_and_forgotten_namespaces_nothing() -> None:
     prompts.points.tick()
     assert prompts.found[1] == [(before[0], before[1] // 2, before[2] // 2)]
     namespace: Any = prompts.namespace
+    prompts.points.offered(namespace, *blocks_of(system))
     prompts.points.namespace_forgotten(namespace)
-    assert prompts.found == (0, [])
+    prompts.points.tick()
+    assert prompts.found == (0, []), "what waited is forgotten too"
+
+
+def test_examples_are_short_and_those_of_points_that_are_forgotten_go() -> None:
+    """However large a block is."""
+    prompts = Prompts()
+    namespace: Any = prompts.namespace
+    parent, first, made = bytes(32), b"", dict[int, branch_points.BranchPoint]()
+    for number in range(4 * branch_points.MAX_POINTS):
+        for other in range(3):  # each block of a chain has two that differ
+            key = sha256(b"%d %d" % (number, other)).digest()
+            tokens = array("I", [number, other, *range(10_000)]).tobytes()
+            prompts.points.offered(namespace, [key], parent, tokens)
+            prompts.points.tick()
+            first = first if other else key
+        made |= {id(one): one for one in prompts.points._of[namespace].points.values()}
+        parent = first
+    assert len(made) > 2 * branch_points.MAX_POINTS
+    examples = [example for point in made.values() for example in point.examples]
+    assert 0 < len(examples) <= 2 * branch_points.MAX_POINTS
+    assert max(map(len, examples)) <= branch_points.MAX_EXAMPLE_BYTES
 
 
 def test_the_command_names_the_place(capsys: pytest.CaptureFixture[str]) -> None:

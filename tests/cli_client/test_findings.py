@@ -408,7 +408,7 @@ def test_a_full_pool_that_evicts_is_judged_by_few_lookups_with_how_sure_that_is(
     little = report_of(facts(stats | {"curve": curve(RISING, 0)}, engines={}))
     assert little.findings == [], "less than the doubt is no advice to buy memory"
     half_empty = facts(stats | {"pool": PoolStats(size_bytes=20 * GIB, bytes={"ready": 8 * GIB})})
-    assert report_of(half_empty).paying_off is None
+    assert report_of(half_empty).paying_off is False, "a judgement is not taken back after a clear"
     half = Window(**traffic(**few | {"loaded_keys": 90}))
     assert round(doubt_points(half)) == 20, "of the keys that the engines lack a half is loaded"
 

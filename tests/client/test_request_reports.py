@@ -37,7 +37,8 @@ def test_a_line_has_the_tokens_by_source_and_what_a_store_said() -> None:
     assert "computed" not in line(), "that is all of them"
     assert "A store" not in line()
     asked = {"found_pool": 0, "found_disk": 0, "asked_shared": 8}
-    assert "Of 8 keys kvoffd had none. A store was asked for 8 and has none. The first key missing" in line(**asked)
+    none = "A store was asked for 8 and has none, or failed."
+    assert f"Of 8 keys kvoffd had none. {none} The first key missing" in line(**asked)
     assert "A store was asked for 8 and had not answered." in line(**asked, unanswered=8)
     assert "had 3 in a store. A store was asked for 8 and has 3." in line(**asked, found_shared=3)
     assert "A store was asked" not in line(**asked, found_shared=8)
@@ -54,7 +55,7 @@ def test_a_line_has_the_tokens_by_source_and_what_a_store_said() -> None:
             ["kv_load_tiers"],
             "its kv_load_tiers exclude the tier that has it, or that would be asked for it.",
         ),
-        ("unknown", ["of the future"], "never stored in this namespace since the daemon's start."),
+        ("unknown", ["of the future"], "never stored in this namespace since the daemon's start or its last clear."),
     ],
 )
 def test_a_line_says_what_limits_the_sharing_of_its_request(reason: str, marks: list[str], expected: str) -> None:

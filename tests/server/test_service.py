@@ -192,6 +192,8 @@ def test_each_prompts_tokens_are_counted_once(bench: Bench) -> None:
     assert isinstance(refused, m.Error)
     assert refused.code is ErrorCode.MALFORMED
     assert "prompt of 100 tokens did not have 101" in refused.message
+    refused = send(m.Outcome.LOADED, m.MAX_PROMPT + 1, 0, 0, 0)
+    assert isinstance(refused, m.Error), "a few of them would not fit any answer"
     (listed,) = bench.ask(admin, ListPrompts(1))
     assert isinstance(listed, PromptsListed)
     each, times = {"computed": 40, "engine": 10, "pool": 20, "other": 30}, len(m.Outcome) - 1

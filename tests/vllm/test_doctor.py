@@ -100,7 +100,6 @@ def test_a_healthy_busy_daemon_pays_off_and_has_no_findings(doctor: Doctor) -> N
         text = doctor.said(daemon)
         assert text.startswith("Healthy. kvoffd ")
         assert f"Paying off: engines loaded {engine.loaded * TOKENS:,} tokens" in text
-        assert f"Of the keys asked for {100 * engine.loaded / engine.asked:.1f} % were loaded" in " ".join(text.split())
         assert text.endswith("No findings.\n")
 
 
@@ -132,7 +131,8 @@ def test_the_self_test_compares_bytes_and_leaves_nothing(doctor: Doctor, monkeyp
         assert doctor(daemon, "--self-test") == {}
         test = doctor.report["self_test"]
         assert (test["problem"], test["bytes"], doctor.status) == ("", 8 << 20, 0)
-        assert "Self-test: 8.00 MiB were stored and loaded correctly" in doctor.report["verdict"][2]
+        said = " ".join(doctor.report["verdict"])
+        assert "Self-test: 8.00 MiB were stored and loaded correctly" in said
         assert admin.stats().since_start.lookups == 0, "it is in no sum"
         wait_until(lambda: admin.stats().pool.of("free") == admin.stats().pool.size_bytes)
         assert re.search("kvoffd-cli doctor --self-test .* opens the namespace 'bench self-test'", daemon.log)

@@ -207,7 +207,7 @@ def test_an_operator_sees_what_stores_said_and_what_the_request_limits(node: Nod
     new = line(prompt(90_001, LENGTH))
     assert f" kvoffd had none. A store was asked for {BLOCKS} and " in new, "neither has it"
     assert "first key missing, number 1" in new
-    assert ": never stored in this namespace since the daemon's start." in new
+    assert ": never stored in this namespace since the daemon's start or its last clear." in new
     salted = line(prompt(90_002, LENGTH), salt="tenant")
     assert salted.endswith(" Its keys contain its cache_salt: only prompts with the same share them.")
     with AdminClient(node.directory) as admin:

@@ -93,6 +93,8 @@ def clear(
         print_json({"namespace": fingerprint, "cleared_blocks": dropped, "stores": stores, "kept_by": keepers})
         return 0
     say(f"Dropped {count_blocks(dropped)} from {where}.")
+    if all_nodes and stores:
+        say("Shared stores keep the bytes, which nobody reads, until they expire or are evicted there.")
     if keepers:
         keep = "keeps its copies" if len(keepers) == 1 else "keep their copies"
         say(f"{printable(', '.join(keepers))} {keep}, and prompts load them again. To void them on all nodes:")

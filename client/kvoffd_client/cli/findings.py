@@ -123,7 +123,7 @@ KINDS = {
     "thrash": Kind("warning", "Blocks are evicted before they are reused.", "{}"),
     "pool_too_large": Kind("info", "The rest of the memory has no benefit now.", "a smaller pool_size" + _RESTART),
     "starving": Kind("warning", "Others use the space, or its quota is too low.", "kvoffd-cli namespaces quota {}"),
-    "prompts_differ": Kind("info", "What follows is computed again and again.", "kvoffd-cli namespaces reuse"),
+    "prompts_differ": Kind("info", "The same tokens are computed again and again.", "kvoffd-cli namespaces reuse"),
     # Engines.
     "engine_unreachable": Kind("warning", "Its counters cannot be compared.", "curl {}"),
     "engine_without": Kind(
@@ -555,10 +555,11 @@ def prompts_differ(facts: Facts) -> Iterator[Finding]:
         share = _share(point.repeated_tokens, point.seen_tokens)
         if point.prompts < MIN_BRANCHES or 100 * share < MANY_POINTS:
             return
+        each = format_count(point.repeated_tokens // point.prompts)
         evidence = (
             f"{format_count(point.prompts)} prompts of {printable(namespace.model)} differ after "
-            f"{format_count(point.at_tokens)} tokens and continue with the same {format_count(point.repeated_tokens)} "
-            f"tokens. What differs, if it came last, would save {percent(share, 1)} of what is computed."
+            f"{format_count(point.at_tokens)} tokens and continue with the same {each} tokens. If what differs there "
+            f"came last, they would share {percent(share, 1)} of what is computed."
         )
         yield finding("prompts_differ", evidence, share)
 

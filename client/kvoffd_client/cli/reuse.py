@@ -65,8 +65,8 @@ def sentence_of(point: BranchPoint) -> str:
     each = point.repeated_tokens // max(1, point.prompts)
     return (
         f"{format_count(point.prompts)} prompt{plural(point.prompts)} differ after {format_count(point.at_tokens)} "
-        f"tokens and continue with {format_count(each)} tokens each that were stored before. What differs there, if it "
-        f"came last, would let them share {percent(point.repeated_tokens, point.seen_tokens)} of what is computed."
+        f"tokens and continue with {format_count(each)} tokens each that were stored before. If what differs there "
+        f"came last, they would share {percent(point.repeated_tokens, point.seen_tokens)} of what is computed."
     )
 
 

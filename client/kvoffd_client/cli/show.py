@@ -330,7 +330,8 @@ def request_sentence(logged: LoggedPrompt) -> str:
     there = ", ".join(f"{format_count(count)} {place}" for place, count in places.items() if count)
     sentence += f" Of {format_count(report.keys)} keys kvoffd had {there or 'none'}."
     if report.asked_shared > report.found_shared:
-        said = "has none" if not report.found_shared else f"has {format_count(report.found_shared)}"
+        # A store that could not be reached is not told from one that lacks the block.
+        said = "has none, or failed" if not report.found_shared else f"has {format_count(report.found_shared)}"
         said = "had not answered" if report.unanswered else said
         sentence += f" A store was asked for {format_count(report.asked_shared)} and {said}."
     if report.missing_key:
