@@ -13,6 +13,7 @@ from kvoffd.server.sessions import Session
 from kvoffd_proto import admin as a
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.stats import namespace_id
 from kvoffd_proto.units import format_size
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def clear(service: Service, session: Session, message: a.Clear) -> Pending:
         service.cache.namespace(message.namespace)  # raises if there is none
     count = service.reset(message.namespace)
     forget_idle(service)
-    whose = "all namespaces" if message.namespace is None else f"namespace {message.namespace.hex()[:12]}"
+    whose = "all namespaces" if message.namespace is None else f"namespace {namespace_id(message.namespace)}"
     logger.info("Session %d (%s) cleared %s: %d blocks.", session.id, session.peer, whose, count)
     return service.reply_once_saved(m.Done(message.request_id, count), CLEARED_NOT_SAVED)
 
@@ -65,7 +66,7 @@ def reset_fleet(service: Service, session: Session, message: a.ResetFleet) -> Pe
             raise KvoffdError(why, ErrorCode.NOT_READY)
         return saved.poll(late)
 
-    what = f"namespace {message.namespace.hex()[:12]}"
+    what = f"namespace {namespace_id(message.namespace)}"
     logger.info("Session %d (%s) cleared %s on all nodes: %d blocks here.", session.id, session.peer, what, count)
     return Pending(poll, service.clock() + FLEET_WAIT_S)
 
@@ -84,7 +85,7 @@ def set_quota(service: Service, session: Session, message: a.SetQuota) -> Pendin
     service.state.save_quotas(quotas)
     logger.info(
         "Session %d (%s) set the quota of the namespace %s: %s.",
-        *(session.id, session.peer, message.namespace.hex()[:12]),
+        *(session.id, session.peer, namespace_id(message.namespace)),
         "none" if message.quota_bytes is None else format_size(message.quota_bytes),
     )
 

@@ -341,16 +341,16 @@ def _parts_of(content: bytes) -> tuple[dict[bytes, msgspec.Struct], Later]:
         name, _, encoded = body.partition(b" ")
         if checksum != b"%08x" % zlib.crc32(body):
             continue
-        if name not in PARTS:
-            later.lines.append(line)
         if name == b"format":
             later.format = max(later.format, _format_of(encoded))
+        if name not in PARTS:
+            later.lines.append(line)
+            continue
         with suppress(ValueError, RecursionError):
-            if name in PARTS:
-                found[name] = msgspec.json.decode(encoded, type=PARTS[name])
-                fields = msgspec.json.decode(encoded, type=dict[str, msgspec.Raw])
-                known = PARTS[name].__struct_fields__
-                later.fields[name] = {key: raw for key, raw in fields.items() if key not in known}
+            found[name] = msgspec.json.decode(encoded, type=PARTS[name])
+            fields = msgspec.json.decode(encoded, type=dict[str, msgspec.Raw])
+            known = PARTS[name].__struct_fields__
+            later.fields[name] = {key: raw for key, raw in fields.items() if key not in known}
     return found, later
 
 

@@ -114,6 +114,14 @@ class Transfer:
         """Whether nobody waits for it any more."""
 
 
+def events_of(monitor: zmq.Socket[bytes]) -> Iterator[int]:
+    """Yield the events that a monitor socket has now, up to ``AT_ONCE``."""
+    for _ in range(AT_ONCE):
+        if not cast(int, monitor.get(zmq.EVENTS)) & zmq.POLLIN:
+            return
+        yield parse_monitor_message(monitor.recv_multipart(zmq.NOBLOCK))["event"]
+
+
 class Link:
     """Reason why a peer is not connected, by the events of its socket."""
 
@@ -130,10 +138,7 @@ class Link:
 
     def take(self) -> None:
         """Read the events that are there."""
-        for _ in range(AT_ONCE):
-            if not cast(int, self.events.get(zmq.EVENTS)) & zmq.POLLIN:
-                return
-            event = parse_monitor_message(self.events.recv_multipart(zmq.NOBLOCK))["event"]
+        for event in events_of(self.events):
             if event == zmq.EVENT_CONNECT_DELAYED:
                 self._tried_at = time.monotonic()
             elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -301,7 +306,7 @@ class Helper:
                 if ready.pop(link.events, 0):
                     link.take()
             if self._router_events is not None and ready.pop(self._router_events, 0):
-                self._count_refused(self._router_events)
+                self._refused += sum(1 for _ in events_of(self._router_events))
             for number, peer in enumerate(self._peers):
                 if peer is not None and peer in ready:
                     self._answers(number, peer)
@@ -317,13 +322,6 @@ class Helper:
                     time.sleep(BUSY_S)
             if ready:
                 self._busy_until = now + BUSY_AFTER_S
-
-    def _count_refused(self, events: zmq.Socket[bytes]) -> None:
-        for _ in range(AT_ONCE):
-            if not cast(int, events.get(zmq.EVENTS)) & zmq.POLLIN:
-                return
-            events.recv_multipart(zmq.NOBLOCK)
-            self._refused += 1
 
     def _forget(self, now: float) -> None:
         for table in (self._lent, self._in_flight):

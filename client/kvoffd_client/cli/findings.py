@@ -16,6 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvoffd_client.cli.format import count_blocks, namespace_name
+from kvoffd_client.cli.reuse import sentence_of
 from kvoffd_client.cli.show import engines_of
 from kvoffd_client.namespace_differences import explain, fields_of_description
 from kvoffd_proto import stats as s
@@ -555,12 +556,7 @@ def prompts_differ(facts: Facts) -> Iterator[Finding]:
         share = _share(point.repeated_tokens, point.seen_tokens)
         if point.prompts < MIN_BRANCHES or 100 * share < MANY_POINTS:
             return
-        each = format_count(point.repeated_tokens // point.prompts)
-        evidence = (
-            f"{format_count(point.prompts)} prompts of {printable(namespace.model)} differ after "
-            f"{format_count(point.at_tokens)} tokens and continue with the same {each} tokens. If what differs there "
-            f"came last, they would share {percent(share, 1)} of what is computed."
-        )
+        evidence = sentence_of(point, f" of {printable(namespace.model)}")
         yield finding("prompts_differ", evidence, share)
 
 
