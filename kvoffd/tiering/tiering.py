@@ -14,9 +14,10 @@ import numpy.typing as npt
 
 from kvoffd.cache.asked_keys import AskedKeys
 from kvoffd.cache.block_table import FREE, READY, WRITING, BlockIds
-from kvoffd.cache.cache import NO_SESSION, Cache
+from kvoffd.cache.cache import Cache
 from kvoffd.cache.hooks import CacheListener
 from kvoffd.cache.namespace import MissReason, Namespace
+from kvoffd.cache.prefetches import NO_SESSION
 from kvoffd.cache.prompt_tokens import LoadedKeys, Source
 from kvoffd.cache.tickets import Lease, LoadTicket
 from kvoffd.pool.allocator import PAGE_BYTES
@@ -234,15 +235,15 @@ class Tiering:
             peers = {one: one.name for one in sources if one.name.startswith(PEER)}
             if lease.peer in peers.values():
                 sources = [one for one in sources if peers.get(one, lease.peer) == lease.peer]
-        every = [self._cache.group(namespace, group) for group, _ in groups]
+        every = [namespace.group(group) for group, _ in groups]
         if not sources or not groups or not every[0].lengths:
             return states
         ready_bytes = sum(one.count(READY) * group.block_bytes for one, group in zip(states, every, strict=True))
         # Earlier lookups under the same lease may have found the beginning of the prompt.
         held_bytes = max(ready_bytes, int(self._cache.blocks.pages[lease.blocks].sum()) * PAGE_BYTES)
         held_bytes += sum(fill.wanted.block_bytes for fill in self._awaits.get(lease, ()) if not fill.withdrawn)
-        free_bytes = inf if asked is not None else self._cache.leasable_bytes
-        lookup = _Lookup(lease, asked, sources, self._cache.most_leased_bytes - held_bytes, free_bytes)
+        free_bytes = inf if asked is not None else self._cache.leases.leasable_bytes
+        lookup = _Lookup(lease, asked, sources, self._cache.leases.most_bytes - held_bytes, free_bytes)
         answer, asking = list(map(bytearray, states)), False
         for number, limit in _whole_prefixes_first(namespace, groups, answer):
             start = run_end(answer[number]) if limit is None else 0
@@ -310,7 +311,7 @@ class Tiering:
         if not part.asked:
             return
         lookup.lease.asking += len(part.asked)
-        block_bytes = self._cache.group(lookup.namespace, part.group.number).block_bytes
+        block_bytes = lookup.namespace.group(part.group.number).block_bytes
         lookup.lease.asking_bytes += min(len(part.asked) * block_bytes, lookup.left_bytes)
         lookup.lease.coming += len(part.asked)
         self._answers_due, keys = self._clock() + ANSWER_S, part.keys
@@ -334,7 +335,7 @@ class Tiering:
         if not places:
             return
         slower, lease, wants = self._slower_sources(lookup, part, places), lookup.lease, dict[Promotions, Wanted]()
-        block_bytes = self._cache.group(lease.namespace, part.group.number).block_bytes
+        block_bytes = lease.namespace.group(part.group.number).block_bytes
         for at in places:
             key = part.keys[at]
             if (fill := self._coming.get(part.group.tag, {}).get(key)) is None:
@@ -419,7 +420,7 @@ class Tiering:
 
     def used(self, blocks: BlockIds) -> None:
         if writers := [writer for writer in self.writers if writer.available]:
-            for group, members in self._cache.by_group(blocks):
+            for group, members in self._cache.life.by_group(blocks):
                 for writer in writers:
                     writer.used(group, members)
 
@@ -433,7 +434,7 @@ class Tiering:
         for number in unused[unused > 0].tolist():
             self._numbered[number - 1].unused_blocks += 1
         # The disks' hands spare evicted blocks, from the next tick on: an engine's store waits for this call.
-        for group, members in self._cache.by_group(blocks):
+        for group, members in self._cache.life.by_group(blocks):
             if group.dead:
                 continue
             keys = self._cache.blocks.split_keys(members, group.key_bytes)
@@ -458,7 +459,7 @@ class Tiering:
         return np.ones(len(blocks), np.bool_) if waiting is None else ~waiting
 
     def remove(self, namespace: Namespace, group: int, keys: bytes, why: MissReason) -> None:
-        single_keys, block_group = namespace.split(group, keys), block_group_of(self._cache.group(namespace, group))
+        single_keys, block_group = namespace.split(group, keys), block_group_of(namespace.group(group))
         coming = self._coming.get(block_group.tag, {})
         for fill in [coming[key] for key in single_keys if key in coming]:
             fill.wanted.source.forget(fill, why)
