@@ -240,9 +240,10 @@ class Tiering:
         ready_bytes = sum(one.count(READY) * group.block_bytes for one, group in zip(states, every, strict=True))
         # Earlier lookups under the same lease may have found the beginning of the prompt.
         held_bytes = max(ready_bytes, int(self._cache.blocks.pages[lease.blocks].sum()) * PAGE_BYTES)
-        held_bytes += sum(fill.wanted.block_bytes for fill in self._awaits.get(lease, ()) if not fill.withdrawn)
+        held_bytes += sum(fill.wanted.block_bytes for fill in self._awaits.get(lease, ()) if not fill.is_settled)
         free_bytes = inf if asked is not None else self._cache.leasable_bytes
-        lookup = _Lookup(lease, asked, sources, self._cache.most_leased_bytes - held_bytes, free_bytes)
+        left_bytes = self._cache.most_leased_bytes - sum(source.given_up_bytes for source in self.sources) - held_bytes
+        lookup = _Lookup(lease, asked, sources, left_bytes, free_bytes)
         answer, asking = list(map(bytearray, states)), False
         for number, limit in _whole_prefixes_first(namespace, groups, answer):
             start = run_end(answer[number]) if limit is None else 0
@@ -394,7 +395,7 @@ class Tiering:
         left: dict[Wanted, None] = {}
         for fill in self._awaits.pop(lease, ()):
             del fill.leases[lease]
-            if not (fill.leases or fill.withdrawn or fill.ticket):
+            if not (fill.leases or fill.is_settled or fill.ticket):
                 left[fill.wanted] = None
         for wanted in left:
             wanted.source.drop_unawaited(wanted)
@@ -461,7 +462,7 @@ class Tiering:
         single_keys, block_group = namespace.split(group, keys), block_group_of(self._cache.group(namespace, group))
         coming = self._coming.get(block_group.tag, {})
         for fill in [coming[key] for key in single_keys if key in coming]:
-            fill.wanted.source.forget(fill, why)
+            fill.wanted.source.invalidate(fill, why)
         for source in self.sources:
             # Other nodes use a store's blocks; bytes that are wrong here are not wrong there.
             if not source.shared or why is not MissReason.CORRUPT:
@@ -472,7 +473,7 @@ class Tiering:
             for fill in list(keys.values()):
                 if fill.wanted.namespace is not namespace:
                     break  # all keys of a tag belong to one namespace
-                fill.wanted.source.forget(fill, MissReason.INVALIDATED)
+                fill.wanted.source.invalidate(fill, MissReason.INVALIDATED)
 
     # --- what the daemon calls -------------------------------------------------------------------
 

@@ -154,12 +154,22 @@ class DiskTier(Tier):
 
     # --- reading ---------------------------------------------------------------------------------
 
-    def read(self, group: BlockGroup, key: bytes, offsets: Sequence[int], patience_s: float, on_end: ReadEnd) -> bool:
+    def read(
+        self,
+        group: BlockGroup,
+        key: bytes,
+        offsets: Sequence[int],
+        patience_s: float,
+        on_end: ReadEnd,
+        is_awaited: Callable[[], bool] = lambda: True,
+    ) -> bool:
         """See Tier. Begun reads cannot be cancelled: waiting ones end when none has ended for their patience."""
         (slot,) = self._map.find(group, [key]).tolist()
         if slot == NO_SLOT or not self.available():
             return False
-        self._reads.put(self._job(self._map.groups[group.tag], key, slot, offsets, on_end, patience_s))
+        job = self._job(self._map.groups[group.tag], key, slot, offsets, on_end)
+        job.patience_s, job.is_awaited = patience_s, is_awaited
+        self._reads.put(job)
         return True
 
     def _job(
@@ -169,14 +179,12 @@ class DiskTier(Tier):
         slot: int,
         offsets: Sequence[int],
         on_end: Callable[..., None],
-        patience_s: float = inf,
-        block: Block | None = None,
     ) -> SlotJob:
         """Make a read or write of a slot, and pin the slot until that has ended."""
         region, place = self._map.at(slot)
         region.pins[place] += 1
         at = slot, region, place, self._map.offset(slot), known.slot_bytes
-        return SlotJob(known.group, key, *at, offsets, on_end, patience_s, block)
+        return SlotJob(known.group, key, *at, offsets, on_end)
 
     def _read_ended(self, job: SlotJob, end: End) -> None:
         region, place = job.region, job.place
@@ -189,7 +197,7 @@ class DiskTier(Tier):
             end = end._replace(fault=DiskFault.TORN)
         if end.fault is not None:
             self._error(end.fault, end.sentence)
-        if is_current and end.result not in (Result.DONE, Result.DEADLINE, Result.CANCELLED):
+        if is_current and end.result not in (Result.DONE, Result.DEADLINE, Result.CANCELLED, Result.UNWANTED):
             self._clearing.drop([job.slot])
             self._clearing.clear_slots([job.slot])
         if end.result is Result.DONE:
@@ -218,7 +226,8 @@ class DiskTier(Tier):
                 del self._map.numbered[before.number]
             self._map.last_number = known.number
             self._map.groups[group.tag] = self._map.numbered[known.number] = known
-        self._writing[group.tag, key] = job = self._job(known, key, slot, offsets, on_end, block=block)
+        self._writing[group.tag, key] = job = self._job(known, key, slot, offsets, on_end)
+        job.block = block
         self._writes.put(job)
         return True
 

@@ -71,6 +71,8 @@ class SlotJob:
     on_end: Callable[..., None]
     patience_s: float = inf
     """Patience of a read."""
+    is_awaited: Callable[[], bool] = lambda: True
+    """Whether somebody waits for a read: see ``Tier.read``."""
     block: Block | None = None
     """Block to write."""
 
@@ -194,6 +196,8 @@ class Reads:
             end = self._compared(job, self._headers[number * HEADER_BYTES : (number + 1) * HEADER_BYTES], read)
             self._free.append(number)
             self._finish(job, end)
+        while self._waiting and not self._waiting[0].is_awaited():
+            self._finish(self._waiting.popleft(), End(Result.UNWANTED))
         self._begin()
 
     def _compared(self, job: SlotJob, header: memoryview, read: array[int]) -> End:

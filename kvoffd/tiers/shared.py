@@ -213,14 +213,23 @@ class SharedTier(Tier):
         believed = self._answers.are_believed(tag, keys)
         return [fits and (tag, key) not in self._writes and not its for key, its in zip(keys, believed, strict=True)]
 
-    def read(self, group: BlockGroup, key: bytes, offsets: Sequence[int], patience_s: float, on_end: ReadEnd) -> bool:
+    def read(
+        self,
+        group: BlockGroup,
+        key: bytes,
+        offsets: Sequence[int],
+        patience_s: float,
+        on_end: ReadEnd,
+        is_awaited: Callable[[], bool] = lambda: True,
+    ) -> bool:
         if (
             not self.available()
             or not all(self._answers.are_believed(group.tag, [key]))
             or self._reading.waiting >= MAX_READS
         ):
             return False
-        self._reading.put(ObjectRead(group, self._stored(group), key, self._views(group, offsets), patience_s, on_end))
+        stored, views = self._stored(group), self._views(group, offsets)
+        self._reading.put(ObjectRead(group, stored, key, views, patience_s, on_end, is_awaited))
         return True
 
     def write(self, block: Block, offsets: Sequence[int], on_end: WriteEnd) -> bool:
@@ -423,7 +432,7 @@ class SharedTier(Tier):
         if result is Result.DONE:
             counters.read_blocks += 1
             counters.read_bytes += group.nbytes
-        else:
+        elif result is not Result.UNWANTED:
             seconds = REFUSED_S if result is Result.CORRUPT else self._store.failed_s
             if read.refused or not self.available():  # nothing is wrong with this block
                 seconds = NO_S

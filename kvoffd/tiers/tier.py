@@ -37,6 +37,7 @@ class Result(StrEnum):
     FAILED = "failed"  # the device, server or file system failed
     DEADLINE = "deadline"  # nothing came within the block's patience, or the device or server hung before its turn
     CANCELLED = "cancelled"  # the tier was closed first
+    UNWANTED = "unwanted"  # only of a read: nobody waited for the block when its turn came
 
 
 class TierListener(Protocol):
@@ -117,12 +118,22 @@ class Tier(ABC):
         """Return for each key whether a write would be useful: it is absent, or due to be refreshed."""
 
     @abstractmethod
-    def read(self, group: BlockGroup, key: bytes, offsets: Sequence[int], patience_s: float, on_end: ReadEnd) -> bool:
+    def read(
+        self,
+        group: BlockGroup,
+        key: bytes,
+        offsets: Sequence[int],
+        patience_s: float,
+        on_end: ReadEnd,
+        is_awaited: Callable[[], bool] = lambda: True,
+    ) -> bool:
         """Begin to read into these pool offsets, by rank. Returns False if the block is absent or not accepted now.
 
         Args:
             patience_s: time that the block may take from the beginning of its turn. Before that it waits as long as
                 earlier blocks come; if the device or server hangs, or is given up, it ends too.
+            is_awaited: asked when the block's turn comes, in any thread. If False, the read ends as UNWANTED, and the
+                device or server is not asked for the block.
         """
 
     @abstractmethod

@@ -41,6 +41,8 @@ class Job:
     block: Block | None = None
     removed: bool = False
     """The block was removed since it began."""
+    is_awaited: Callable[[], bool] = lambda: True
+    """Of a read."""
 
 
 class FakeTier(Tier):
@@ -110,10 +112,18 @@ class FakeTier(Tier):
         writing = {(job.group.tag, job.key) for job in self.jobs if job.block is not None and not job.removed}
         return [(group.tag, key) not in self.blocks and (group.tag, key) not in writing for key in keys]
 
-    def read(self, group: BlockGroup, key: bytes, offsets: Sequence[int], patience_s: float, on_end: ReadEnd) -> bool:
+    def read(
+        self,
+        group: BlockGroup,
+        key: bytes,
+        offsets: Sequence[int],
+        patience_s: float,
+        on_end: ReadEnd,
+        is_awaited: Callable[[], bool] = lambda: True,
+    ) -> bool:
         if self._find(group, key) != PRESENT or sum(job.block is None for job in self.jobs) >= self._most_jobs:
             return False
-        self.jobs[Job(group, key, offsets, on_end)] = None
+        self.jobs[Job(group, key, offsets, on_end, is_awaited=is_awaited)] = None
         return True
 
     def write(self, block: Block, offsets: Sequence[int], on_end: Callable[[Result], None]) -> bool:
@@ -178,9 +188,9 @@ class FakeTier(Tier):
             self._news.popleft()()
 
     def end(self, job: Job, *, fault: Result | None = None) -> None:
-        """Do a job or let it fail, and call its ``on_end``."""
+        """Do a job or let it fail, and call its ``on_end``. A read that is awaited is done where it were UNWANTED."""
         del self.jobs[job]
-        result = fault or Result.DONE
+        result = fault if fault and not (fault is Result.UNWANTED and job.is_awaited()) else Result.DONE
         if job.block is not None:
             self._end_write(job, job.block, result)
         else:

@@ -176,7 +176,13 @@ class SimDisk:
         return True
 
     def read(
-        self, block_group: BlockGroup, key: bytes, offsets: Sequence[int], patience_s: float, on_end: ReadEnd
+        self,
+        block_group: BlockGroup,
+        key: bytes,
+        offsets: Sequence[int],
+        patience_s: float,
+        on_end: ReadEnd,
+        is_awaited: Callable[[], bool],
     ) -> bool:
         name = BlockName(block_group.fingerprint, block_group.number, key)
 
@@ -187,7 +193,7 @@ class SimDisk:
             self._check_stale(ended, name, offsets[0])
 
         end = self._daemon.promotions.watched(on_end)
-        begin = partial(self._read, block_group, key, offsets, patience_s)
+        begin = partial(self._read, block_group, key, offsets, patience_s, is_awaited=is_awaited)
         if not self._pool.lend(offsets, "writing", "the disk reads", begin, ended):
             return False
         self._daemon.promotions.begun(on_end)

@@ -207,7 +207,13 @@ class SimShared(SharedTier):
         return seconds
 
     def read(
-        self, block_group: BlockGroup, key: bytes, offsets: Sequence[int], patience_s: float, on_end: ReadEnd
+        self,
+        group: BlockGroup,
+        key: bytes,
+        offsets: Sequence[int],
+        patience_s: float,
+        on_end: ReadEnd,
+        is_awaited: Callable[[], bool] = lambda: True,
     ) -> bool:
         end = self._daemon.promotions.watched(on_end)
 
@@ -215,12 +221,12 @@ class SimShared(SharedTier):
             self.objects.counts["shared_read"] += result is Result.DONE
             end(result, block)
 
-        begin = partial(super().read, block_group, key, offsets, patience_s)
+        begin = partial(super().read, group, key, offsets, patience_s, is_awaited=is_awaited)
         if not self._watched.lend(offsets, "writing", "the shared tier reads", begin, ended):
             return False
         self.stops.read_begins()
         self._daemon.promotions.begun(on_end)
-        return self._watch(block_group, key, "reads")
+        return self._watch(group, key, "reads")
 
     def write(self, block: Block, offsets: Sequence[int], on_end: Callable[[Result], None]) -> bool:
         begin = partial(super().write, block, offsets)

@@ -21,7 +21,7 @@ from kvoffd.tiers.header import Block, make_block_group
 from kvoffd.tiers.names import generation_name
 from kvoffd.tiers.redis_cluster import slot_of
 from kvoffd.tiers.redis_store import CONNECT_S, NEEDED_COMMANDS, Redis
-from kvoffd.tiers.shared import MAX_REMOVALS, MAX_WRITES
+from kvoffd.tiers.shared import MAX_REMOVALS, MAX_WRITES, READERS
 from kvoffd.tiers.store import UNKEPT, Credentials, PutRequest, StoreError, open_store
 from kvoffd.tiers.tier import Result
 from tests.kit.redis_server import Certificate, RedisServer
@@ -427,6 +427,28 @@ def test_a_store_that_only_fails_to_read_hears_of_a_clear_and_tells_of_one(
         rig.tier.poll(ONE)
         rig.until(lambda: rig.tier._asking.unfinished == 0)
     assert rig.raise_generation(ONE).problem, "one that answers nothing is not waited for"
+
+
+def test_of_a_prompt_that_was_given_up_the_store_is_asked_for_nothing_more(store: FaultyStore, rig: SharedRig) -> None:
+    """Only what the threads had taken by then is read."""
+    most, results, awaited = READERS * Redis.blocks_at_once, list[Result](), True
+    blocks = rig.store_some(count := most + 40)
+    assert rig.ask_anew(*blocks) == [Answer.YES] * count
+    asked_before = store.commands.get(b"GET", 0)
+    store.answering.clear()
+    for number, block in enumerate(blocks):
+        end, at = lambda result, _: results.append(result), [8192 * number]
+        assert rig.tier.read(block.group, block.key, at, 5.0, end, lambda: awaited)
+    rig.until(lambda: store.commands.get(b"GET", 0) > asked_before)
+    awaited = False
+    store.answering.set()
+    rig.until(lambda: len(results) == count)
+    asked = store.commands[b"GET"] - asked_before
+    assert 0 < asked <= most
+    assert (results.count(DONE), results.count(Result.UNWANTED)) == (asked, count - asked)
+    assert (rig.tier.breaker.opened, rig.kinds) == (0, {})
+    awaited = True
+    assert rig.load(blocks[-1]) is DONE, "nothing is wrong with it"
 
 
 def test_what_one_store_voids_is_not_read_from_another(store: FaultyStore, rig: SharedRig) -> None:
