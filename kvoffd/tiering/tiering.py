@@ -242,7 +242,7 @@ class Tiering:
         held_bytes = max(ready_bytes, int(self._cache.blocks.pages[lease.blocks].sum()) * PAGE_BYTES)
         held_bytes += sum(fill.wanted.block_bytes for fill in self._awaits.get(lease, ()) if not fill.is_settled)
         free_bytes = inf if asked is not None else self._cache.leasable_bytes
-        left_bytes = self._cache.most_leased_bytes - sum(source.given_up_bytes for source in self.sources) - held_bytes
+        left_bytes = self._cache.most_leased_bytes - sum(one.given_up_bytes for one in self.sources) - held_bytes
         lookup = _Lookup(lease, asked, sources, left_bytes, free_bytes)
         answer, asking = list(map(bytearray, states)), False
         for number, limit in _whole_prefixes_first(namespace, groups, answer):

@@ -110,7 +110,7 @@ class Transfer:
 
     def __init__(self, peer: int, ident: int, part: int, handle: Any, began: float) -> None:
         self.peer, self.ident, self.part, self.handle, self.began = peer, ident, part, handle, began
-        self.left = False
+        self.abandoned = False
         """Whether nobody waits for it any more."""
 
 
@@ -170,8 +170,10 @@ class Helper:
         self._refused = 0
         """Connections of peers whose handshake failed."""
         self._links_to: dict[int, Link] = {}
-        self._lent: dict[tuple[bytes, int], float] = {}
+        self._lent_until: dict[tuple[bytes, int], float] = {}
+        """Time until which what a request has borrowed, by its route and id, keeps the pauses short."""
         self._in_flight: dict[tuple[bytes, int], float] = {}
+        """Time at which a request, by its route and id, counts as answered."""
         self._spent: Counter[bytes] = Counter()
         self._spent_since = time.monotonic()
         self._asked: dict[int, int] = {}
@@ -295,7 +297,7 @@ class Helper:
                     print(f"The helper process for peers starts again, to use {', '.join(new)}.", file=sys.stderr)
                     return
             reading = len(self._transfers) > self._stuck_reads
-            busy = reading or bool(self._lent) or now < self._busy_until
+            busy = reading or bool(self._lent_until) or now < self._busy_until
             ready = dict(self._poller.poll(0 if busy else IDLE_MS))
             if fd in ready:
                 while select.select([fd], [], [], 0)[0]:
@@ -324,7 +326,7 @@ class Helper:
                 self._busy_until = now + BUSY_AFTER_S
 
     def _forget(self, now: float) -> None:
-        for table in (self._lent, self._in_flight):
+        for table in (self._lent_until, self._in_flight):
             while table and next(iter(table.values())) <= now:
                 del table[next(iter(table))]
         if now >= self._spent_since + 1.0:
@@ -377,7 +379,7 @@ class Helper:
             if parts[0][0] not in (FIND, PIN, RELEASE, FOLLOW):
                 continue
             kind, ident = parts[0], int.from_bytes(parts[1], "little")
-            if kind[0] != RELEASE or self._lent.pop((route, ident), None) is None:
+            if kind[0] != RELEASE or self._lent_until.pop((route, ident), None) is None:
                 if len(self._spent) >= MAX_PEERS and route not in self._spent:
                     continue
                 if self._spent[route] >= REQUESTS_PER_S + BURST or (route, ident) in self._in_flight:
@@ -386,7 +388,7 @@ class Helper:
             if kind[0] != RELEASE:
                 self._in_flight[route, ident] = time.monotonic() + IN_FLIGHT_S
             if kind[0] == PIN:
-                put_newest(self._lent, (route, ident), time.monotonic() + LEASE_S, MAX_LENT)
+                put_newest(self._lent_until, (route, ident), time.monotonic() + LEASE_S, MAX_LENT)
             self._to_daemon(REQUEST, len(route), ident, route + kind + parts[2])
 
     def _reply(self, route: bytes, ident: int, payload: bytes) -> None:
@@ -461,14 +463,14 @@ class Helper:
             self._to_daemon(FAILED, number, ident, f"NIXL refuses to read from it: {error}.".encode())
             return
         self._transfers[ident] = one = Transfer(number, ident, part, handle, time.monotonic())
-        self._judge(one, self._nixl.transfer)
+        self._report_if_ended(one, self._nixl.transfer)
 
     def _end_transfers(self, now: float) -> bool:
         """End what has ended; return whether anything has."""
         ended = False
         for one in list(self._transfers.values()):
             if one.handle is not None:
-                ended |= self._judge(one, self._nixl.check_xfer_state)
+                ended |= self._report_if_ended(one, self._nixl.check_xfer_state)
         stuck = Counter(
             one.peer for one in self._transfers.values() if one.handle is not None and now - one.began > STUCK_S
         )
@@ -476,7 +478,7 @@ class Helper:
         self._stuck_reads = stuck.total()
         return ended
 
-    def _judge(self, one: Transfer, state_of: Callable[[Any], str]) -> bool:
+    def _report_if_ended(self, one: Transfer, state_of: Callable[[Any], str]) -> bool:
         """Report a read if it has ended by its state; return whether it has."""
         try:
             state = state_of(one.handle)
@@ -487,7 +489,7 @@ class Helper:
         handle, one.handle = one.handle, None
         with suppress(Exception):
             self._nixl.release_xfer_handle(handle)
-        if state != "DONE" or one.left:
+        if state != "DONE" or one.abandoned:
             self._free_part(one.ident)
         if state == "DONE":
             self._to_daemon(DONE, one.peer, one.ident, bytes([one.part]))
@@ -501,7 +503,7 @@ class Helper:
         """Have a read's memory used again: now, or once nothing can be written there any more."""
         if (one := self._transfers.get(ident)) is None:
             return
-        one.left = True
+        one.abandoned = True
         if one.handle is None:
             del self._transfers[ident]
             self._free[one.peer].append(one.part)

@@ -16,7 +16,7 @@ from kvoffd.pool.slot_table import MAX_KEY_BYTES
 from kvoffd.system.newest import put_newest
 from kvoffd.system.threads import Workers
 from kvoffd.tiers.answers import NO_S, REFUSED_S, UNKNOWN, Answers
-from kvoffd.tiers.asking_thread import Answer, Ask, AskingThread, Look, Probe, Question, Raise, Unfollowed
+from kvoffd.tiers.asking_thread import Answer, Ask, AskingThread, Look, Poll, Probe, Question, Raise, Unfollowed
 from kvoffd.tiers.block_threads import (
     BlockThread,
     ObjectRead,
@@ -91,7 +91,7 @@ class SharedTier(Tier):
     Objects of a namespace have its fleet generation, which differs from that of the block group.
 
     Args:
-        name: for operators: the URL, without a password.
+        name: the URL, without a password, for operators; empty for a place of a network that no peer has yet.
         open_store: makes a connection, for one thread.
         pool: the pool's memory.
         clock: ``time.monotonic``, by which the threads measure deadlines too.
@@ -176,7 +176,7 @@ class SharedTier(Tier):
 
     def _next_question(self, waiting: deque[Question]) -> list[Question]:
         """Take polls and other questions in turn, so that neither delays the other."""
-        polls = (isinstance(one, Ask) and not one.keys for one in waiting)
+        polls = (isinstance(question, Poll) for question in waiting)
         at = next((at for at, is_poll in enumerate(polls) if is_poll is self._poll_next), 0)
         self._poll_next = not self._poll_next
         question = waiting[at]
@@ -291,7 +291,7 @@ class SharedTier(Tier):
         """End waiting reads while the breaker is open. Probe when it is due, and open the breaker while the asking
         thread hangs, as in name resolution. Report unreachable servers, and when the store is reachable.
         """
-        if not self.name:
+        if not self.name:  # no peer has this place yet
             return
         now = self._clock()
         for one in self._unfollowed:
@@ -313,7 +313,7 @@ class SharedTier(Tier):
         for name, error in self._store.servers.take_unraised().items() if self._store.servers is not None else ():
             self._error(f"{error.kind} {name}", error.sentence)
         if self._asking.longest_s > HANGS_S:
-            overdue = self._asking.end(None, lambda one: isinstance(one, Ask) and one.deadline < now - HANGS_S)
+            overdue = self._asking.end(None, lambda one: isinstance(one, Ask | Poll) and one.deadline < now - HANGS_S)
             if overdue and not self.breaker.open:
                 self.breaker.failed("ask", at_once=True)
                 why = f"Connecting to {self.name} takes too long; check its name and the network."
@@ -364,7 +364,7 @@ class SharedTier(Tier):
         is_due = now >= self._polled_at.get(fingerprint, -inf) + self._store.poll_s
         if is_due and not (self.breaker.silent or self.closed):
             put_newest(self._polled_at, fingerprint, inf, MAX_NAMESPACES)  # until the answer
-            self._asking.put(Ask(BlockGroup(fingerprint, 0, 0, (), 0), (), True, now + RAISE_S))
+            self._asking.put(Poll(fingerprint, now + RAISE_S))
 
     def heard_of(self, fingerprint: bytes) -> float:
         """Return the time of the store's last answer about a namespace; -inf without one."""
@@ -387,6 +387,11 @@ class SharedTier(Tier):
                 self._fullness.looked(result)
         elif isinstance(question, Ask):
             self._asked(question, result if isinstance(result, Answer) else None)
+        elif isinstance(question, Poll):
+            if question.fingerprint in self._polled_at:
+                self._polled_at[question.fingerprint] = self._clock()
+            if isinstance(result, Answer):
+                self._hear(question.fingerprint, result)
         elif isinstance(result, int):
             self._record_generation(question.fingerprint, result)
             question.ended, question.problem = True, ""
@@ -396,24 +401,23 @@ class SharedTier(Tier):
             if not question.ended:
                 self._unfollowed.append(question)
 
+    def _hear(self, fingerprint: bytes, answer: Answer) -> None:
+        """Record an answer's generation and duration."""
+        earlier = self.counters.ask_seconds or answer.seconds
+        self.counters.ask_seconds = OLD_WEIGHT * earlier + (1 - OLD_WEIGHT) * answer.seconds
+        self._record_generation(fingerprint, answer.generation)
+        put_newest(self._heard_of, fingerprint, self._clock(), MAX_NAMESPACES)
+
     def _asked(self, ask: Ask, answer: Answer | None) -> None:
-        fingerprint, counters = ask.group.fingerprint, self.counters
+        fingerprint, found = ask.group.fingerprint, [False] * len(ask.keys)
         self._asked_keys -= len(ask.keys)
-        if not ask.keys and fingerprint in self._polled_at:
-            self._polled_at[fingerprint] = self._clock()
-        found = [False] * len(ask.keys)
         if answer is None:
-            counters.unanswered_keys += len(ask.keys)
+            self.counters.unanswered_keys += len(ask.keys)
         else:
-            earlier = counters.ask_seconds or answer.seconds
-            counters.ask_seconds = OLD_WEIGHT * earlier + (1 - OLD_WEIGHT) * answer.seconds
-            self._record_generation(fingerprint, answer.generation)
-            put_newest(self._heard_of, fingerprint, self._clock(), MAX_NAMESPACES)
+            self._hear(fingerprint, answer)
             if answer.generation == self.generations.fleet(fingerprint):  # else the blocks are void by now
                 found = answer.found
-                counters.found_keys += sum(found)
-        if not ask.keys:
-            return
+                self.counters.found_keys += sum(found)
         self._answers.record(ask.group.tag, ask.keys, found)
         if ask.prefix and False in found:
             gap = found.index(False)
