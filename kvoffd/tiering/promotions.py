@@ -388,7 +388,7 @@ class Promotions:
         for fill in refused:
             if not self.available:
                 self._fail(fill, Result.DEADLINE)
-            elif self.tier.find(fill.wanted.group, [fill.key], prefix=False)[0] == ABSENT:
+            elif self.tier.find(fill.wanted.group, [fill.key], prefix=False).states[0] == ABSENT:
                 self._fail(fill, Result.GONE)
             else:
                 kept = True

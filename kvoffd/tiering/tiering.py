@@ -94,8 +94,8 @@ class _Range:
         """Sources that have a key."""
         self.asked: list[int] = []
         """Keys that a store is being asked for."""
-        self.fresh = False
-        """Whether one question of this lookup asked a store for all keys."""
+        self.question: object = None
+        """The question to a store, if this lookup asked it for all keys in one."""
 
     def look(self, sources: Sequence[Promotions], *, prefix: bool) -> None:
         """Ask each of these sources for the keys that no earlier one has."""
@@ -104,9 +104,8 @@ class _Range:
                 return
             every, tier = len(self.left) == len(self.keys), source.tier
             keys = self.keys if every else list(map(self.keys.__getitem__, self.left))
-            before = tier.counters.asked_keys
-            found = tier.find(self.group, keys, prefix=prefix)
-            self.fresh = every and tier.counters.asked_keys == before + len(keys)
+            found, question = tier.find(self.group, keys, prefix=prefix)
+            self.question = question if every else None
             if any(found):
                 absent, present, asked = (compress(self.left, found.translate(one)) for one in _ANSWER_TABLES)
                 self.there.update(dict.fromkeys(present, source))
@@ -149,8 +148,8 @@ class Tiering:
         self._answers_due = 0.0
         self._uncounted: dict[Namespace, dict[int, dict[bytes, tuple[Asker, ...]]]] = {}
         """Lookups by tag and key that a store is being asked for: they count it once the store has answered."""
-        self._uncounted_runs: dict[int, tuple[Sequence[bytes], Asker]] = {}
-        """Lookups all of whose keys are in one ask, by ``id`` of the key list: the list, and the first key's asker."""
+        self._uncounted_runs: dict[object, Asker] = {}
+        """Lookups all of whose keys are in one question to a store, by the question: the first key's asker."""
         self._awaits: dict[Lease, dict[Fill, None]] = {}
         """Fills that each lease waits for."""
         self._unused = np.zeros(len(cache.blocks.state), np.uint8)
@@ -223,17 +222,7 @@ class Tiering:
         self, lease: Lease, groups: Sequence[tuple[int, bytes]], states: list[bytes], asked: Sequence[AskedKeys] | None
     ) -> list[bytes]:
         namespace, lease.wait_s = lease.namespace, 0.0
-        sources = [
-            one for one in self.sources if one.available and not (one.tier.only_named and one.name != lease.peer)
-        ]
-        if sources and self.is_unshared(namespace.fingerprint):
-            sources = [source for source in sources if not source.shared]
-        if sources and not sources[0].shared and self.is_behind(namespace.fingerprint):
-            sources = [source for source in sources if source.shared]
-        if lease.peer:
-            peers = {one: one.name for one in sources if one.name.startswith(PEER)}
-            if lease.peer in peers.values():
-                sources = [one for one in sources if peers.get(one, lease.peer) == lease.peer]
+        sources = self._sources_for(lease)
         every = [self._cache.group(namespace, group) for group, _ in groups]
         if not sources or not groups or not every[0].lengths:
             return states
@@ -260,6 +249,21 @@ class Tiering:
             answers_s = max(0.0, self._answers_due - self._clock()) if lease.asking else 0.0
             lease.wait_s = max(answers_s, *(source.wait_s(awaits) for source in self.sources))
         return list(map(bytes, answer))
+
+    def _sources_for(self, lease: Lease) -> list[Promotions]:
+        """Return the available sources that a lookup under a lease may use, in the order in which they are asked.
+
+        If it names a peer that is available: that peer, disks and stores. Else all but the peers of networks.
+        """
+        fingerprint, named = lease.namespace.fingerprint, lease.peer
+        sources = [one for one in self.sources if one.available and not (one.tier.only_named and one.name != named)]
+        if sources and self.is_unshared(fingerprint):
+            sources = [one for one in sources if not one.shared]
+        if sources and not sources[0].shared and self.is_behind(fingerprint):
+            sources = [one for one in sources if one.shared]
+        if named and any(one.name == named for one in sources):
+            sources = [one for one in sources if one.name == named or not one.name.startswith(PEER)]
+        return sources
 
     def _find_run(self, lookup: _Lookup, part: _Range) -> bool:
         """Extend the run from the first of these keys; return whether any of it is being asked for."""
@@ -323,8 +327,8 @@ class Tiering:
                 part.states[at] = SHARED
         if lookup.asked is None:
             return
-        if prefix and part.fresh:
-            self._uncounted_runs[id(keys)] = keys, (lookup.asked[part.number], part.start)
+        if prefix and part.question is not None:
+            self._uncounted_runs[part.question] = lookup.asked[part.number], part.start
         else:
             uncounted = self._uncounted.setdefault(lookup.namespace, {}).setdefault(part.group.tag, {})
             for key, at in zip(keys, part.asked, strict=True):
@@ -392,12 +396,12 @@ class Tiering:
         return slower
 
     def lease_ended(self, lease: Lease) -> None:
-        left: dict[Wanted, None] = {}
+        unawaited: dict[Wanted, None] = {}
         for fill in self._awaits.pop(lease, ()):
             del fill.leases[lease]
             if not (fill.leases or fill.is_settled or fill.ticket):
-                left[fill.wanted] = None
-        for wanted in left:
+                unawaited[fill.wanted] = None
+        for wanted in unawaited:
             wanted.source.drop_unawaited(wanted)
 
     def loaded(self, tickets: Sequence[LoadTicket]) -> LoadedKeys | None:
@@ -550,15 +554,17 @@ class Tiering:
             logger.warning("%s: %s", tier.name, sentence)
             put_newest(self._logged, (tier.name, kind), now, MAX_LOGGED)
 
-    def answered(self, tier: Tier, block_group: BlockGroup, keys: Sequence[bytes], found: Sequence[bool]) -> None:
+    def answered(
+        self, tier: Tier, block_group: BlockGroup, keys: Sequence[bytes], found: Sequence[bool], question: object
+    ) -> None:
         """Count the keys that lookups reported as being asked for."""
-        run = self._uncounted_runs.pop(id(keys), None)
+        run = self._uncounted_runs.pop(question, None)
         if (namespace := self._cache.namespaces.get(block_group.fingerprint)) is None:
             return
         if namespace.generation != block_group.generation:
             found = [False] * len(keys)
-        if run is not None and run[1][0].namespace is namespace:  # else another one has its fingerprint now
-            (asked, first), gap = run[1], sum(found)
+        if run is not None and run[0].namespace is namespace:  # else another one has its fingerprint now
+            (asked, first), gap = run, sum(found)
             namespace.counters.found_shared += gap
             reasons = self._cache.reasons_of(namespace, block_group.number, b"".join(keys[gap:]))
             asked.missed(first + gap, reasons)

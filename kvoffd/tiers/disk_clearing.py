@@ -1,4 +1,9 @@
-"""Removal of blocks from a disk: lookups stop finding them, a thread clears their records, then their slots are free.
+"""Removal of blocks from a disk, one by one or as a whole.
+
+    drop                   clear_slots                      unpin, at the write's end
+    lookups find it ---->  lookups do not; its slot is ---->  its record is cleared: the slot ----> free
+    no more                pinned while a thread clears     is free unless a read or write
+                           its record                       has pinned it too
 
 A clear, a reset, or a region that changes its slot size is processed in steps of ``CLEARED_AT_ONCE`` blocks. The thread
 also writes the rest of the index: its head, and the slot sizes of regions.
@@ -106,6 +111,7 @@ class Clearing:
         return write
 
     def unpin(self, slots: Sequence[int]) -> None:
+        """End a read, a write or the clearing of slots, and free those of no block that nothing else has pinned."""
         free: list[int] = []
         for slot in slots:
             region, place = self._map.at(slot)
@@ -120,6 +126,7 @@ class Clearing:
                 del self._map.regions[number]
 
     def free_in_steps(self, slots: Iterator[list[int]]) -> None:
+        """Drop and clear batches of slots, each once the previous one is free."""
         self._freeing.append(slots)
         if len(self._freeing) == 1:
             self._post(self._free_batch)

@@ -42,6 +42,7 @@ from kvoffd.tiers.tier import (
     ABSENT,
     ASKED,
     READERS_NICE,
+    Found,
     ReadEnd,
     Result,
     Tier,
@@ -185,9 +186,10 @@ class SharedTier(Tier):
 
     # --- answers of the store --------------------------------------------------------------------
 
-    def find(self, group: BlockGroup, keys: Sequence[bytes], *, prefix: bool) -> bytes:
+    def find(self, group: BlockGroup, keys: Sequence[bytes], *, prefix: bool) -> Found:
         if self.breaker.open or self.closed:
-            return bytes(len(keys))
+            return Found(bytes(len(keys)))
+        question: Ask | None = None
         states = self._answers.states(group.tag, keys)
         gap = states.find(ABSENT) if prefix else -1
         unknown = list(compress(range(gap if gap >= 0 else len(keys)), states.translate(_IS_UNKNOWN)))
@@ -196,15 +198,15 @@ class SharedTier(Tier):
         if wanted := unknown[: MAX_ASKED - self._asked_keys]:
             its = slice(wanted[0], wanted[-1] + 1)
             states[its] = states[its].replace(bytes([UNKNOWN]), bytes([ASKED]))
-            self._ask(group, keys if len(wanted) == len(keys) else list(map(keys.__getitem__, wanted)), prefix)
-        return bytes(states).replace(bytes([UNKNOWN]), bytes([ABSENT]))
-
-    def _ask(self, group: BlockGroup, keys: Sequence[bytes], prefix: bool) -> None:
-        now = self._clock()
-        self._answers.asked(group.tag, keys)
-        self._asked_keys += len(keys)
-        self.counters.asked_keys += len(keys)
-        self._asking.put(Ask(group, keys, prefix, now + self.ask_deadline_s))
+            every = len(wanted) == len(keys)
+            asked = keys if every else list(map(keys.__getitem__, wanted))
+            self._answers.asked(group.tag, asked)
+            self._asked_keys += len(asked)
+            self.counters.asked_keys += len(asked)
+            ask = Ask(group, asked, prefix, self._clock() + self.ask_deadline_s)
+            self._asking.put(ask)
+            question = ask if every else None
+        return Found(bytes(states).replace(bytes([UNKNOWN]), bytes([ABSENT])), question)
 
     # --- reading, writing, removing --------------------------------------------------------------
 
@@ -422,7 +424,7 @@ class SharedTier(Tier):
         if ask.prefix and False in found:
             gap = found.index(False)
             found = [True] * gap + [False] * (len(found) - gap)
-        self._listener.answered(self, ask.group, ask.keys, found)
+        self._listener.answered(self, ask.group, ask.keys, found, ask)
 
     def _read_ended(self, read: ObjectRead, ended: tuple[Result, Block | None]) -> None:
         result, block = ended

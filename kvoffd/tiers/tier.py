@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from kvoffd.tiers.header import Block, BlockGroup
 
@@ -47,11 +47,26 @@ class TierListener(Protocol):
     def blocks_removed(self, tier: Tier, group: BlockGroup, keys: Sequence[bytes]) -> None:
         """A disk does not have these blocks any more. Shared tiers do not call this."""
 
-    def answered(self, tier: Tier, group: BlockGroup, keys: Sequence[bytes], found: Sequence[bool]) -> None:
-        """The answers for keys that ``find`` called ASKED."""
+    def answered(
+        self, tier: Tier, group: BlockGroup, keys: Sequence[bytes], found: Sequence[bool], question: object
+    ) -> None:
+        """The answers for keys that ``find`` called ASKED. ``question``: see ``Found``."""
 
     def error(self, tier: Tier, kind: str, sentence: str) -> None:
         """An error occurred. ``kind`` is a word or two joined by ``_``; errors are counted by kind."""
+
+
+class Found(NamedTuple):
+    """The answer of ``Tier.find``.
+
+    Attributes:
+        states: ABSENT, PRESENT or ASKED for each key.
+        question: identifies the question to a store, if this call asked for all of its keys in one: ``answered`` gets
+            the same object. Else None.
+    """
+
+    states: bytes
+    question: object = None
 
 
 ReadEnd: TypeAlias = Callable[[Result, Block | None], None]
@@ -106,8 +121,8 @@ class Tier(ABC):
         self._listener.error(self, kind, sentence)
 
     @abstractmethod
-    def find(self, group: BlockGroup, keys: Sequence[bytes], *, prefix: bool) -> bytes:
-        """Return ABSENT, PRESENT or ASKED for each key. ``prefix``: keys behind a gap are useless.
+    def find(self, group: BlockGroup, keys: Sequence[bytes], *, prefix: bool) -> Found:
+        """Look for keys. ``prefix``: keys behind a gap are useless.
 
         A device that hangs has no keys. A shared tier asks for keys that it does not know, up to a limit; the others
         are ABSENT.

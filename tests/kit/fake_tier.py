@@ -9,7 +9,7 @@ from mmap import mmap
 from zlib import crc32
 
 from kvoffd.tiers.header import Block, BlockGroup
-from kvoffd.tiers.tier import ABSENT, ASKED, PRESENT, ReadEnd, Result, Tier, TierListener, TierStats
+from kvoffd.tiers.tier import ABSENT, ASKED, PRESENT, Found, ReadEnd, Result, Tier, TierListener, TierStats
 
 
 def checksum(data: memoryview | bytes) -> int:
@@ -83,8 +83,8 @@ class FakeTier(Tier):
     def available(self) -> bool:
         return not self.hangs
 
-    def find(self, group: BlockGroup, keys: Sequence[bytes], *, prefix: bool) -> bytes:
-        return bytes(self._find(group, key) for key in keys)
+    def find(self, group: BlockGroup, keys: Sequence[bytes], *, prefix: bool) -> Found:
+        return Found(bytes(self._find(group, key) for key in keys))
 
     def _find(self, group: BlockGroup, key: bytes) -> int:
         name = group.tag, key
@@ -106,7 +106,7 @@ class FakeTier(Tier):
             keys = [key for one, key in questions if one == group]
             found = [(group.tag, key) in self.blocks for key in keys]
             self.known.update(((group.tag, key), there) for key, there in zip(keys, found, strict=True))
-            self.listener.answered(self, group, keys, found)
+            self.listener.answered(self, group, keys, found, None)
 
     def wants(self, group: BlockGroup, keys: Sequence[bytes]) -> list[bool]:
         writing = {(job.group.tag, job.key) for job in self.jobs if job.block is not None and not job.removed}

@@ -240,9 +240,9 @@ def test_keys_of_several_lengths_are_found_and_removed() -> None:
         assert ends == [Result.DONE]
     rig.restart()
     asked = [*keys, bytes(32)]
-    assert list(rig.tier.find(GROUP, asked, prefix=False)) == [1, 1, 1, 1, 0]
+    assert list(rig.tier.find(GROUP, asked, prefix=False).states) == [1, 1, 1, 1, 0]
     rig.tier.remove(GROUP, keys[1:], "invalidated")
-    assert list(rig.tier.find(GROUP, asked, prefix=False)) == [1, 0, 0, 0, 0]
+    assert list(rig.tier.find(GROUP, asked, prefix=False).states) == [1, 0, 0, 0, 0]
     rig.work()
     rig.check()
 
@@ -675,7 +675,7 @@ def live(random: Random) -> None:
 def test_evicted_blocks_whose_slots_wait_for_a_write_stay_away(removes: str, ends: str) -> None:
     """Several are evicted at once, and their records lie there until a write replaces them: no index has them."""
     rig, number = DiskRig(size_bytes=4 << 20, region_bytes=1 << 20), 0
-    while not any(rig.tier._evicted.values()):
+    while not any(rig.tier._to_overwrite.values()):
         rig.write(block_of(number))
         number += 1
         assert number < 1000
