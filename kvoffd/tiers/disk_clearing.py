@@ -1,9 +1,8 @@
-"""Removal of blocks from a disk, one by one or as a whole.
+"""Removal of blocks from a disk.
 
-    drop                   clear_slots                      unpin, at the write's end
-    lookups find it ---->  lookups do not; its slot is ---->  its record is cleared: the slot ----> free
-    no more                pinned while a thread clears     is free unless a read or write
-                           its record                       has pinned it too
+1. ``drop``: lookups do not find the block any more. Its slot stays allocated.
+2. ``clear_slots``: the slot is pinned while a thread clears its record.
+3. ``unpin``: the slot is free, unless a read or write has pinned it too, or a write to it has failed.
 
 A clear, a reset, or a region that changes its slot size is processed in steps of ``CLEARED_AT_ONCE`` blocks. The thread
 also writes the rest of the index: its head, and the slot sizes of regions.

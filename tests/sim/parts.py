@@ -154,7 +154,7 @@ class NoStateFile(StateFile):
     """Nothing outlived the daemon, and nothing will, which is all the same."""
 
     outlives_reboot = True
-    requested, tried, written, _problem = 0, 0, 0, ""
+    requested, tried, written, _problem, _is_due_again = 0, 0, 0, "", False
 
     def __init__(self) -> None:
         pass

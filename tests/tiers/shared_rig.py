@@ -73,7 +73,7 @@ class SharedRig:
             post=self._posted.put,
             listener=self,
             ask_deadline_s=ask_deadline_s,
-            generations=Generations(Resets(fleet={"": dict(generations or {})})),
+            generations=Generations(Resets(followed=dict(generations or {}))),
         )
 
     def blocks_stored(self, tier: Tier, group: BlockGroup, keys: Sequence[bytes]) -> None:

@@ -546,7 +546,7 @@ def test_no_number_of_a_store_is_followed_unchecked(
 
 def test_a_number_that_no_node_can_raise_is_forgotten_at_the_start() -> None:
     """An earlier release kept one that a store had shown."""
-    assert dict(Generations(Resets(fleet={"": {ONE: 10**18 - 1, OTHER: 7}}))) == {OTHER: 7}
+    assert dict(Generations(Resets(followed={ONE: 10**18 - 1, OTHER: 7}))) == {OTHER: 7}
 
 
 def test_a_thread_that_hangs_opens_the_breaker(
