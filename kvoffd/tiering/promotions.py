@@ -61,6 +61,8 @@ class Wanted:
 
     first_lease: Lease
     """Lease of the lookup that asked first; it may have ended."""
+    last_lease: Lease
+    """Lease of the last lookup that waited for it before it had space."""
     group: BlockGroup
     source: Promotions
     block_bytes: int
@@ -71,17 +73,12 @@ class Wanted:
     """Number of blocks that are being read."""
     together: list[Wanted] = field(default_factory=list)
     """All requests that the last lease waits for, to all sources: space is reserved for all of them or none."""
-    last_lease: Lease = field(init=False)
-    """Lease of the last lookup that waited for it before it had space."""
     is_reserved: bool = False
     """Whether leases may pin all of these blocks: no other request gets their space."""
     waits_since: float | None = None
     """Time since which it has no space; None if it has some, or its turn has not come."""
     waits_for: str = ""
     """Reason for which it fails if that takes too long: NO_SPACE, or OVERDUE where fills that hang have the space."""
-
-    def __post_init__(self) -> None:
-        self.last_lease = self.first_lease
 
     @property
     def namespace(self) -> Namespace:
@@ -371,7 +368,7 @@ class Promotions:
                         refused.append(fill)
             finally:
                 for ticket in filter(None, tickets.values()):
-                    self._end_fill(ticket, None)
+                    self._cache.end_fill(ticket, (), ())
         except BaseException:
             for fill in batch:  # lookups must not wait for fills that are neither running nor queued
                 if fill.ticket is None and not fill.is_settled:
@@ -379,20 +376,20 @@ class Promotions:
             raise
         if not has_space:
             self._has_no_space(wanted)
-        return self._are_all_gone(refused)
+        return not (refused and self._fail_refused(refused))
 
-    def _are_all_gone(self, refused: Sequence[Fill]) -> bool:
-        """Fail the refused fills whose blocks the tier does not have; return whether that is all of them. The others
-        it accepts later."""
-        kept = False
+    def _fail_refused(self, refused: Sequence[Fill]) -> bool:
+        """Fail the refused fills whose blocks the tier does not have; return whether it has others, and accepts these
+        later."""
+        accepts_more = False
         for fill in refused:
             if not self.available:
                 self._fail(fill, Result.DEADLINE)
             elif self.tier.find(fill.wanted.group, [fill.key], prefix=False).states[0] == ABSENT:
                 self._fail(fill, Result.GONE)
             else:
-                kept = True
-        return not kept
+                accepts_more = True
+        return accepts_more
 
     def _has_no_space(self, wanted: Wanted) -> None:
         """Have a request wait for blocks that are pinned or being written; fail it if these are not the cause."""
@@ -503,8 +500,11 @@ class Promotions:
                 fill.wanted.queue[fill] = None
                 fill.wanted.queue.move_to_end(fill, last=False)
             self._count(fill.wanted, queued=is_queued_again, under_way=-1)
+        # Without its checksums a damaged block could not be detected later.
+        is_whole = result is Result.DONE and block is not None and all(block.checksums)
+        first_blocks, checksums = (block.first_blocks, block.checksums) if block is not None and is_whole else ((), ())
         try:
-            if self._end_fill(fill.ticket, block if result is Result.DONE else None):
+            if self._cache.end_fill(fill.ticket, first_blocks, checksums):
                 self.promoted_blocks += 1
                 self.promoted_bytes += fill.wanted.group.nbytes
                 for lease in fill.leases:
@@ -522,11 +522,6 @@ class Promotions:
         self.speed.end(fill.wanted.group.nbytes if result is Result.DONE else 0, len(self.under_way))
         if 2 * self.under_way_bytes <= self._may_be_under_way(fill.wanted.block_bytes):
             self.pump(BEGUN_PER_END)
-
-    def _end_fill(self, ticket: FillTicket, block: Block | None) -> bool:
-        """End a fill with the block that was read, None if incomplete. Returns whether the pool's block is READY."""
-        whole = block is not None and all(block.checksums)
-        return self._cache.end_fill(ticket, *((block.first_blocks, block.checksums) if block and whole else ((), ())))
 
     def _fail(self, fill: Fill, reason: str) -> None:
         """Settle a fill that failed, and record the reason for its key. One that was settled is only counted."""

@@ -283,7 +283,8 @@ class Tiering:
         end = min([end, *part.left[:1]])
         if end < len(part.keys):
             part.asked = [at for at in part.asked if at < end]
-        self._mark_asked(lookup, part, prefix=True)
+        if part.asked:
+            self._mark_asked(lookup, part, prefix=True)
         places = set(part.there)
         if part.coming:
             coming = (at for at in range(end) if part.keys[at] in part.coming)
@@ -307,13 +308,13 @@ class Tiering:
             window = last_window(there, spec)
             if not wait and window.stop == len(part.keys):
                 break
-        self._mark_asked(lookup, part, prefix=False)
+        if part.asked:
+            self._mark_asked(lookup, part, prefix=False)
         if not (wait or part.asked):
             self._request(lookup, part, [at for at in window if part.states[at] not in SETTLED])
 
     def _mark_asked(self, lookup: _Lookup, part: _Range, *, prefix: bool) -> None:
-        if not part.asked:
-            return
+        """Have the lookup wait for the answers about keys that a store is being asked for."""
         lookup.lease.asking += len(part.asked)
         block_bytes = self._cache.group(lookup.namespace, part.group.number).block_bytes
         lookup.lease.asking_bytes += min(len(part.asked) * block_bytes, lookup.left_bytes)
@@ -339,6 +340,7 @@ class Tiering:
         if not places:
             return
         slower, lease, wants = self._slower_sources(lookup, part, places), lookup.lease, dict[Promotions, Wanted]()
+        group, together = part.group, lookup.wanted
         block_bytes = self._cache.group(lease.namespace, part.group.number).block_bytes
         for at in places:
             key = part.keys[at]
@@ -349,7 +351,7 @@ class Tiering:
                 if lookup.free_bytes < block_bytes and not self._may_wait(lookup, part, key):
                     return
                 if (wanted := wants.get(source)) is None:
-                    wanted = wants[source] = Wanted(lease, part.group, source, block_bytes, together=lookup.wanted)
+                    wanted = wants[source] = Wanted(lease, lease, group, source, block_bytes, together=together)
                 if (fill := source.request(wanted, key)) is None:
                     return
                 if len(wanted.queue) == 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
@@ -75,22 +75,23 @@ class Answer:
 class AskingThread(StoreThread):
     """Asks the store, and raises generations."""
 
-    def asks(self, questions: list[Question]) -> list[object]:
-        return list(map(self._answer, questions))
-
-    def _answer(self, question: Question) -> object:
-        if isinstance(question, Look):
-            return self._look()
-        if isinstance(question, Ask):
-            return self._ask(question)
-        if isinstance(question, Poll):
-            return self._poll(question)
-        if isinstance(question, Raise):
-            return self._raise(question)
-        self._probe()
-        return None
+    def asks(self, questions: list[Question]) -> Iterator[object]:
+        """Answer questions, each as the method for its kind says."""
+        for question in questions:
+            if isinstance(question, Ask):
+                yield self._ask(question)
+            elif isinstance(question, Poll):
+                yield self._poll(question)
+            elif isinstance(question, Look):
+                yield self._look()
+            elif isinstance(question, Raise):
+                yield self._raise(question)
+            else:
+                self._probe()
+                yield None
 
     def _probe(self) -> None:
+        """Check whether the store serves, and have the breaker know."""
         answers = False
         try:
             self._store.connect()

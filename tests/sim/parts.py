@@ -184,7 +184,7 @@ class SimStateFile(StateFile):
         """What outlives daemons, last."""
         self._process = process
         self._rng = rng
-        self._content, self._problem = b"", ""
+        self._content, self._problem, self._is_due_again = b"", "", False
         self.requested = self.tried = self.written = 0
         self._longest_s = rng.choice((0.0, 0.01, 0.6))
         self._fails = rng.choice((0.0, 0.0, 0.0, 0.5))
