@@ -222,17 +222,21 @@ class Promotions:
         """Return the expected time until the awaited fills of this source end, at the current speed; 0 if unknown."""
         if not (speed := self.speed.current):
             return 0.0
-        of = {fill.wanted for fill in awaited if not fill.is_settled}
-        last = max((at for at, wanted in enumerate(self._wanted) if wanted in of), default=-1)
+        awaited_by = {fill.wanted for fill in awaited if not fill.is_settled}
+        last = max((at for at, wanted in enumerate(self._wanted) if wanted in awaited_by), default=-1)
         # Others without space are passed over.
-        ahead = [one for one in islice(self._wanted, last + 1) if one in of or one.waits_since is None]
+        ahead = [
+            wanted for wanted in islice(self._wanted, last + 1) if wanted in awaited_by or wanted.waits_since is None
+        ]
         nbytes = sum((len(wanted.queue) + wanted.under_way) * wanted.block_bytes for wanted in ahead)
         for wanted in ahead[-1:]:  # fills behind the last awaited one do not count
             behind = takewhile(lambda fill: fill not in awaited, reversed(wanted.queue))
             nbytes -= sum(1 for _ in behind) * wanted.block_bytes
         # Who has no space is expected to wait as long again as so far.
         now = self._clock()
-        blocked_s = max((now - one.waits_since for one in of if one.waits_since is not None), default=0.0)
+        blocked_s = max(
+            (now - wanted.waits_since for wanted in awaited_by if wanted.waits_since is not None), default=0.0
+        )
         return nbytes / speed + blocked_s
 
     def is_slower(self, namespace: Namespace, group: int, count: int) -> bool:
@@ -333,8 +337,8 @@ class Promotions:
     def _lenders(self) -> list[Lender]:
         if self._cache.reserved_bytes == self.reserved_bytes:
             return []
-        others = [one for one in self._sources if one is not self and one.reserved_bytes]
-        return [(one.reserved_bytes, speed) for one in others if (speed := one.speed.current)]
+        others = [source for source in self._sources if source is not self and source.reserved_bytes]
+        return [(source.reserved_bytes, speed) for source in others if (speed := source.speed.current)]
 
     def _count_reserved(self, nbytes: int) -> None:
         self.reserved_bytes += nbytes
@@ -413,7 +417,7 @@ class Promotions:
 
     def _end_waits(self, left: int) -> bool:
         """Fail up to ``left`` blocks of requests that had no space for as long as a block may take to read; return
-        whether there are more. What has space by now waits for its turn only."""
+        whether there are more. A request that gets space now has its turn instead: it waits for that only."""
         now, lenders = self._clock(), self._lenders()
         for wanted in list(self._wanted):
             if wanted.waits_since is None:
@@ -423,12 +427,12 @@ class Promotions:
                 continue
             if left <= 0:
                 return True
-            if may_begin:
+            if may_begin:  # leases may pin it, and the first block shows whether there are slots for it
                 self._begin_batch(wanted, list(islice(wanted.queue, 1)))
             if wanted.waits_since is not None:
-                failed = list(islice(reversed(wanted.queue), left))  # what is left may still get space, and is a prefix
-                left -= len(failed)
-                for fill in failed:
+                last = list(islice(reversed(wanted.queue), left))  # the others are a prefix, and may still get space
+                left -= len(last)
+                for fill in last:
                     self._fail(fill, wanted.waits_for)
                 if wanted.queue:
                     return True

@@ -25,7 +25,6 @@ from kvoffd.tiers.block_threads import (
     take_batch,
 )
 from kvoffd.tiers.breaker import Breaker
-from kvoffd.tiers.fullness import Fullness
 from kvoffd.tiers.generations import Generations
 from kvoffd.tiers.header import (
     Block,
@@ -38,6 +37,7 @@ from kvoffd.tiers.store import (
     Store,
     StoreError,
 )
+from kvoffd.tiers.store_health import StoreHealth
 from kvoffd.tiers.tier import (
     ABSENT,
     ASKED,
@@ -71,17 +71,6 @@ HANGS_S = 0.5
 """Time after its deadline by which an ask must have begun."""
 RAISE_S = 5.0
 """Limit for raising a generation, or for checking whether another node did."""
-QUIET_S = 10.0
-"""Time without answers after which the store is probed, so that operators learn if it is gone."""
-LOOK_S, SILENT_LOOK_S = 10.0, 600.0
-"""Intervals at which the store is asked how full it is; the latter if it does not report that."""
-FULL_PAUSE_S = 5.0
-"""Pause of writes after the store refused one: it is full, a replica, or does not permit it."""
-SHOWN_S = 60.0
-"""Time for which a refused write is in health, unless one succeeds, and a full store counts as full."""
-STEADY_S = 5.0
-"""Log "reachable" only after this long, so that an unstable store does not fill the log."""
-LOGGED_S = 60.0
 OLD_WEIGHT = 0.9
 """Weight of earlier samples in the mean duration of asks."""
 
@@ -125,7 +114,7 @@ class SharedTier(Tier):
         self.post = post
         self._answers = Answers(clock, ask_deadline_s, first.believed_s)
         self.generations = generations or Generations()
-        self._poll_next = self._looking = self._probing = self.closed = False
+        self._poll_next = self.closed = False
         self._unfollowed: list[Raise] = []
         """Raises that a peer has not followed yet: ``tick`` asks again."""
         self._asked_keys = 0
@@ -147,27 +136,21 @@ class SharedTier(Tier):
             f"{name}-write", writes, lambda error: Result.FAILED, self._write_ended, *ends, take
         )
         if name:
-            self._probe()
+            self._put_due_questions()
 
     def _begin(self, name: str) -> None:
         """Know nothing yet of the store of this name."""
         self.name, self.counters = name, TierStats()
-        self.problem = self._refusal = ""
-        """``problem``: last failure of the whole store, a sentence."""
+        self.health = StoreHealth(self.breaker, self.counters, len(self._pool), self._clock)
         self._polled_at: dict[bytes, float] = {}
         self._heard_of: dict[bytes, float] = {}
         """Time of the last answer about each namespace, whose generation is followed since."""
-        self._write_at = self._steady_at = self._shown_until = 0.0
-        self._look_at = self._heard_at = self._clock()
-        self._unexpected_at = self._clock() - LOGGED_S
-        self._logged_reachable = False
-        self._fullness = Fullness(self.counters, len(self._pool), self._clock)
 
     def renew(self, name: str) -> None:
         """Become the tier of another store, while idle."""
         self._begin(name)
         self._answers.clear()
-        self._logged_reachable = True
+        self.health.assume_steady()
         self.breaker.reset()  # the first question waits for the connection
 
     @property
@@ -236,7 +219,7 @@ class SharedTier(Tier):
 
     def write(self, block: Block, offsets: Sequence[int], on_end: WriteEnd) -> bool:
         group, key = block.group, block.key
-        if not self.available() or self._clock() < self._write_at or group.nbytes > MAX_OBJECT_BYTES:
+        if not self.available() or not self.health.accepts_writes or group.nbytes > MAX_OBJECT_BYTES:
             self.counters.dropped_writes += 1
             return False
         # Blocks of a namespace that was reset on all nodes belong to the earlier generation until they are dropped.
@@ -276,18 +259,13 @@ class SharedTier(Tier):
 
     @property
     def lifetime_bytes(self) -> int:
-        return self._fullness.lifetime_bytes
-
-    @property
-    def refusal(self) -> str:
-        """Reason why the store refuses writes, a sentence; empty if it accepts them."""
-        return self._refusal if self._clock() < self._shown_until else ""
+        return self.health.fullness.lifetime_bytes
 
     @property
     def servers(self) -> list[Server]:
         """The servers of the store, as far as they are known."""
         found = list(self._store.servers or ())
-        return found if len(found) != 1 else [Server(found[0].name, self.available(), self.problem)]
+        return found if len(found) != 1 else [Server(found[0].name, self.available(), self.health.problem)]
 
     def tick(self) -> None:
         """End waiting reads while the breaker is open. Probe when it is due, and open the breaker while the asking
@@ -296,24 +274,17 @@ class SharedTier(Tier):
         if not self.name:  # no peer has this place yet
             return
         now = self._clock()
-        for one in self._unfollowed:
-            self._asking.put(one)
+        for request in self._unfollowed:
+            self._asking.put(request)
         self._unfollowed.clear()
         if self.breaker.open:
             self._reading.end((Result.FAILED, None))
-            self._logged_reachable, self._steady_at = False, now + (STEADY_S if self.breaker.opened else 0.0)
-            self._look_at = now
-        elif not self._logged_reachable and now >= self._steady_at:
-            self._logged_reachable = True
-            if not self.only_named:
-                logger.info("%s is reachable.", self.name)
-        if not (self._looking or self.breaker.open) and (now >= self._look_at or self._fullness.wrote_much()):
-            self._looking = True
-            self._asking.put(Look())
-        if not self._probing and now >= (self.breaker.probe_at if self.breaker.open else self._heard_at + QUIET_S):
-            self._probe()
-        for name, error in self._store.servers.take_unraised().items() if self._store.servers is not None else ():
-            self._error(f"{error.kind} {name}", error.sentence)
+        if self.health.becomes_steady() and not self.only_named:
+            logger.info("%s is reachable.", self.name)
+        self._put_due_questions()
+        if self._store.servers is not None:
+            for name, error in self._store.servers.take_unraised().items():
+                self._error(f"{error.kind} {name}", error.sentence)
         if self._asking.longest_s > HANGS_S:
             overdue = self._asking.end(None, lambda one: isinstance(one, Ask | Poll) and one.deadline < now - HANGS_S)
             if overdue and not self.breaker.open:
@@ -321,16 +292,16 @@ class SharedTier(Tier):
                 why = f"Connecting to {self.name} takes too long; check its name and the network."
                 self.failed(StoreError("timeout", why), refused=False)
 
-    def _probe(self) -> None:
-        self._probing = True
-        self._asking.put(Probe())
+    def _put_due_questions(self) -> None:
+        for question in self.health.questions():
+            self._asking.put(question)
 
     def stats(self) -> TierStats:
         reads = self._reading.waiting + self._reading.running
         return replace(
             self.counters,
-            size_bytes=self._fullness.usage.size_bytes,
-            used_bytes=self._fullness.usage.used_bytes,
+            size_bytes=self.health.fullness.usage.size_bytes,
+            used_bytes=self.health.fullness.usage.used_bytes,
             queued_reads=reads,
             queued_writes=len(self._writes),
             errors=self.counters.errors.copy(),
@@ -345,20 +316,21 @@ class SharedTier(Tier):
         self._reading.end((Result.CANCELLED, None))
         self._writing.end(Result.CANCELLED)
         ended = all([one.close(until) for one in (self._asking, self._reading, self._writing)])  # noqa: C419
-        for store in self._stores if ended else ():
-            store.close()
+        if ended:
+            for store in self._stores:
+                store.close()
         return ended
 
     # --- generations of namespaces ---------------------------------------------------------------
 
     def raise_generation(self, fingerprint: bytes, generation: int) -> Raise:
         """Begin to void a namespace's blocks for all nodes; the result shows when that has ended, and how."""
-        one = Raise(fingerprint, generation, self._clock() + RAISE_S)
+        request = Raise(fingerprint, generation, self._clock() + RAISE_S)
         if not (self.breaker.silent or self.closed):
-            self._asking.put(one)
+            self._asking.put(request)
         else:
-            one.ended, one.problem = True, self.problem or f"{self.name} has not been reached yet."
-        return one
+            request.ended, request.problem = True, self.health.problem or f"{self.name} has not been reached yet."
+        return request
 
     def poll(self, fingerprint: bytes) -> None:
         """Check whether a namespace's blocks were voided for all nodes, unless that was done recently."""
@@ -380,13 +352,11 @@ class SharedTier(Tier):
     # --- what has ended, in the daemon's thread --------------------------------------------------
 
     def _question_ended(self, question: Question, result: Any) -> None:
-        self._heard_at = self._clock()
+        self.health.answered()
         if isinstance(question, Probe):
-            self._probing = False
+            self.health.probed()
         elif isinstance(question, Look):
-            self._looking, self._look_at = False, self._clock() + (SILENT_LOOK_S if result is None else LOOK_S)
-            if not isinstance(result, Exception):
-                self._fullness.looked(result)
+            self.health.looked(result)
         elif isinstance(question, Ask):
             self._asked(question, result if isinstance(result, Answer) else None)
         elif isinstance(question, Poll):
@@ -459,7 +429,7 @@ class SharedTier(Tier):
         group, key, counters = write.group, write.stored.key, self.counters
         del self._writes[group.tag, key]
         if result is Result.DONE:
-            self._shown_until = 0.0
+            self.health.wrote()
             counters.written_blocks += 1
             counters.written_bytes += group.nbytes
         elif result is Result.PRESENT:
@@ -472,16 +442,8 @@ class SharedTier(Tier):
         write.on_end(result)
 
     def failed(self, error: StoreError, *, refused: bool) -> None:
-        """Record a failure. ``refused``: the server answers, but refuses writes."""
-        self.problem = error.sentence
-        if refused:
-            self._write_at, self._shown_until = self._clock() + FULL_PAUSE_S, self._clock() + SHOWN_S
-            self._refusal = error.sentence
-        if error.kind == "full":
-            self._fullness.refused(SHOWN_S)
-        if self._clock() >= self._unexpected_at + LOGGED_S and error.kind == "internal":
-            self._unexpected_at = self._clock()
-            logger.error("A shared store failed unexpectedly.", exc_info=error.__cause__)
+        """Record a failure, and report it. ``refused``: the server answers, but refuses writes."""
+        self.health.failed(error, refused=refused)
         if self.only_named:
             self.counters.errors[error.kind] += 1
         else:
