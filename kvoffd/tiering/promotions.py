@@ -200,10 +200,6 @@ class Promotions:
         """Name of a store; empty for a disk."""
         return self.tier.name if self.shared else ""
 
-    @property
-    def available(self) -> bool:
-        return self.tier.available()
-
     def stop(self) -> None:
         """Begin nothing more."""
         self._stopped = True
@@ -222,21 +218,18 @@ class Promotions:
         """Return the expected time until the awaited fills of this source end, at the current speed; 0 if unknown."""
         if not (speed := self.speed.current):
             return 0.0
-        awaited_by = {fill.wanted for fill in awaited if not fill.is_settled}
-        last = max((at for at, wanted in enumerate(self._wanted) if wanted in awaited_by), default=-1)
+        requests = {fill.wanted for fill in awaited if not fill.is_settled}
+        last = max((at for at, wanted in enumerate(self._wanted) if wanted in requests), default=-1)
         # Others without space are passed over.
-        ahead = [
-            wanted for wanted in islice(self._wanted, last + 1) if wanted in awaited_by or wanted.waits_since is None
-        ]
+        before = islice(self._wanted, last + 1)
+        ahead = [wanted for wanted in before if wanted in requests or wanted.waits_since is None]
         nbytes = sum((len(wanted.queue) + wanted.under_way) * wanted.block_bytes for wanted in ahead)
-        for wanted in ahead[-1:]:  # fills behind the last awaited one do not count
-            behind = takewhile(lambda fill: fill not in awaited, reversed(wanted.queue))
-            nbytes -= sum(1 for _ in behind) * wanted.block_bytes
+        if ahead:  # fills behind the last awaited one do not count
+            behind = takewhile(lambda fill: fill not in awaited, reversed(ahead[-1].queue))
+            nbytes -= sum(1 for _ in behind) * ahead[-1].block_bytes
         # Who has no space is expected to wait as long again as so far.
         now = self._clock()
-        blocked_s = max(
-            (now - wanted.waits_since for wanted in awaited_by if wanted.waits_since is not None), default=0.0
-        )
+        blocked_s = max((now - at for at in (wanted.waits_since for wanted in requests) if at is not None), default=0.0)
         return nbytes / speed + blocked_s
 
     def is_slower(self, namespace: Namespace, group: int, count: int) -> bool:
@@ -387,7 +380,7 @@ class Promotions:
         later."""
         accepts_more = False
         for fill in refused:
-            if not self.available:
+            if not self.tier.available():
                 self._fail(fill, Result.DEADLINE)
             elif self.tier.find(fill.wanted.group, [fill.key], prefix=False).states[0] == ABSENT:
                 self._fail(fill, Result.GONE)
@@ -406,7 +399,7 @@ class Promotions:
 
     def tick(self) -> None:
         """End overdue fills, and begin others."""
-        if not self.available:  # its measured speed may be low because of that: try the next read at any speed
+        if not self.tier.available():  # its measured speed may be low because of that: try the next read at any speed
             self._read_again_at = 0.0
         call_each((self.tier.tick, self.end_overdue, self.pump))
 

@@ -256,7 +256,8 @@ class Tiering:
         If it names a peer that is available: that peer, disks and stores. Else all but the peers of networks.
         """
         fingerprint, named = lease.namespace.fingerprint, lease.peer
-        sources = [one for one in self.sources if one.available and not (one.tier.only_named and one.name != named)]
+        sources = [one for one in self.sources if not one.tier.only_named or one.name == named]
+        sources = [one for one in sources if one.tier.available()]
         if sources and self.is_unshared(fingerprint):
             sources = [one for one in sources if not one.shared]
         if sources and not sources[0].shared and self.is_behind(fingerprint):

@@ -204,17 +204,17 @@ class AskingThread(StoreThread):
             if error.kind != UNKEPT:  # else the peer has followed, and lends what is safe
                 self._fail(error, "" if self._store.follows else "write")  # a node with write permission does it
 
-    def _raise(self, one: Raise) -> int | Exception:
+    def _raise(self, request: Raise) -> int | Exception:
         """Return the raised generation, or the failure."""
-        until = one.deadline
+        until = request.deadline
         if self._store.follows:  # one that is silent delays the questions of lookups no longer than these do
             until = self._clock() + self._tier.ask_deadline_s + ASK_PATIENCE_S
         try:
             self._store.connect()
-            seen = checked(self._store.generation(one.fingerprint, until), one.fingerprint)
+            seen = checked(self._store.generation(request.fingerprint, until), request.fingerprint)
             least = seen if self._store.follows else seen + 1
-            raised = self._store.raise_generation(one.fingerprint, seen, max(least, one.generation), until)
-            return checked(raised, one.fingerprint)
+            raised = self._store.raise_generation(request.fingerprint, seen, max(least, request.generation), until)
+            return checked(raised, request.fingerprint)
         except Exception as error:
             kind = error.kind if self._store.follows and isinstance(error, StoreError) else ""
             if kind not in ("busy", UNKEPT):

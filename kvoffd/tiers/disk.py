@@ -216,23 +216,28 @@ class DiskTier(Tier):
             return False
         known = self._map.known(group) or KnownGroup(group, self._map.last_number + 1)
         takes = self.available() and len(self._writing) < self._options.most_writes and now >= self._write_at
-        if not takes or not self._fits(known, key) or (taken := self._take(known.slot_bytes)) is None:
+        if not takes or not self._fits(known, key) or (slot := self._take(known.slot_bytes)) is None:
             return False
         assert all(block.checksums), "without checksums, a damaged block could not be detected"
-        slot = taken
         if known.number > self._map.last_number:
-            if (before := self._map.readable_by_tag.get(group.tag)) is not None:  # the namespace has a new geometry
-                written = [name for tag, name in self._writing if tag == group.tag]
-                self.remove(before.group, [*self._map.keys_of(before), *written], "")
-                del self._map.by_number[before.number]
-            self._map.last_number = known.number
-            self._map.readable_by_tag[group.tag] = self._map.by_number[known.number] = known
+            self._add_group(known)
         self._writing[group.tag, key] = job = self._job(known, key, slot, offsets, on_end)
         job.block = block
         self._writes.put(job)
         return True
 
+    def _add_group(self, known: KnownGroup) -> None:
+        """Add a group that has no block yet. It replaces one of another geometry, whose blocks are removed."""
+        tag = known.group.tag
+        if (before := self._map.readable_by_tag.get(tag)) is not None:
+            written = [key for other, key in self._writing if other == tag]
+            self.remove(before.group, [*self._map.keys_of(before), *written], "")
+            del self._map.by_number[before.number]
+        self._map.last_number = known.number
+        self._map.readable_by_tag[tag] = self._map.by_number[known.number] = known
+
     def _fits(self, known: KnownGroup, key: bytes) -> bool:
+        """Return whether the tier can have blocks of this size; report once that it cannot."""
         group = known.group
         fits = MIN_SLOT_BYTES <= known.slot_bytes <= self._map.slots.region_bytes and group.nbytes < 1 << 32
         fits = fits and 0 < len(key) <= MAX_KEY_BYTES and fits_header(group, len(key))

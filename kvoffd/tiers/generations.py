@@ -93,9 +93,9 @@ class Generations:
                 if is_sound(number, now):
                     resets.followed[fingerprint] = max(number, resets.followed.get(fingerprint, 0))
         resets.fleet = {}
-        resets.unshared = {one: int(at if is_sound(at, now) else now) for one, at in resets.unshared.items()}
+        resets.unshared = {of: int(at if is_sound(at, now) else now) for of, at in resets.unshared.items()}
         self.resets = resets
-        self._fleet = {one: number for one, number in resets.followed.items() if is_sound(number, now)}
+        self._fleet = {of: number for of, number in resets.followed.items() if is_sound(number, now)}
 
     # --- this node -------------------------------------------------------------------------------
 
@@ -201,7 +201,7 @@ class Generations:
     def unshared_of(self, fingerprints: Iterable[bytes]) -> list[bytes]:
         """Return those of ``fingerprints`` that are not shared, then all others that are known not to be."""
         candidates = dict.fromkeys((*fingerprints, *self.resets.unshared))
-        return [one for one in candidates if self.is_unshared(one)]
+        return [fingerprint for fingerprint in candidates if self.is_unshared(fingerprint)]
 
     def unshared_at(self, fingerprint: bytes) -> int:
         """Return the number above which a fleet generation shares the namespace again; 0 if it is shared."""

@@ -347,7 +347,7 @@ class PeerHelper:
     def fail_calls(self, why: str, peer: int | None = None) -> None:
         """Have all that wait for an answer, or for one peer's, raise StoreError."""
         with self._lock:
-            calls = [one for one in self._calls.values() if peer in (None, one.peer)]
+            calls = [call for call in self._calls.values() if peer in (None, call.peer)]
         for call in calls:
             call.problem = why
             call.ended.set()
@@ -530,7 +530,7 @@ class PeerStore(Store):
         _, reply = self._call(FIND, _find_of(group, keys), deadline)
         if len(reply) != GENERATION_BYTES + len(keys):
             raise StoreError("protocol", f"The answer about {len(keys)} keys has {len(reply)} bytes.")
-        return int.from_bytes(reply[:GENERATION_BYTES], "little"), [one == 1 for one in reply[GENERATION_BYTES:]]
+        return int.from_bytes(reply[:GENERATION_BYTES], "little"), [there == 1 for there in reply[GENERATION_BYTES:]]
 
     def touch(self, blocks: Sequence[Block], deadline: float) -> list[bool]:
         return [False] * len(blocks)
@@ -544,9 +544,9 @@ class PeerStore(Store):
             at, busy_until = 0, time.monotonic() + patience_s
             while at < len(every):
                 before = at
-                for one in self._borrow(every[at : at + most], lengths, patience_s):
+                for received in self._borrow(every[at : at + most], lengths, patience_s):
                     at += 1
-                    yield one
+                    yield received
                 if at > before:
                     busy_until = time.monotonic() + patience_s
                 elif time.monotonic() >= busy_until:
@@ -559,7 +559,7 @@ class PeerStore(Store):
     ) -> Iterator[Received | None]:
         """Yield the blocks, which are of one group, up to the first that the peer does not lend now."""
         began = time.monotonic()
-        wanted = Pin(_find_of(requests[0].group, [one.key for one in requests]), lengths)
+        wanted = Pin(_find_of(requests[0].group, [request.key for request in requests]), lengths)
         ident, reply = self._call(PIN, wanted, began + patience_s)
         reading: _Reading | None = None
         try:
