@@ -72,8 +72,6 @@ class StateFile:
         """Numbers of the latest save that was requested, of the latest that was tried, and of the one on the device."""
         self._problem = ""
         """Error of the latest write; empty if it succeeded."""
-        self._is_due_again = False
-        """Whether the latest write, which failed, is to be tried again now."""
         self.outlives_reboot = True
         """Whether the latest content was written to a file system on a device."""
         start(threading.Thread(target=self._run, name=f"kvoffd-{path.rpartition('.')[2]}"[:15], daemon=True))
@@ -116,7 +114,7 @@ class StateFile:
     @property
     def is_tried(self) -> bool:
         """Whether writing the latest content succeeded or failed."""
-        return self.tried == self.requested and not self._is_due_again
+        return self.tried == self.requested
 
     @property
     def problem(self) -> str:
@@ -127,7 +125,7 @@ class StateFile:
         """Wait until the latest content is written or has failed again; return False after ``timeout_s``."""
         with self._changed:
             if self._problem and self.is_tried:
-                self._is_due_again = True
+                self.tried -= 1  # has the thread try again now
             self._changed.notify_all()
             return self._changed.wait_for(lambda: self.is_tried, timeout_s)
 
@@ -163,7 +161,7 @@ class StateFile:
                 if problem and not self._problem:
                     logger.warning("%s.", problem)
                 self.written = self.written if problem else number
-                self._problem, self.tried, self._is_due_again = problem, number, False
+                self._problem, self.tried = problem, number
                 self._changed.notify_all()
             try:
                 self.on_saved()

@@ -154,7 +154,7 @@ class NoStateFile(StateFile):
     """Nothing outlived the daemon, and nothing will, which is all the same."""
 
     outlives_reboot = True
-    requested, tried, written, _problem, _is_due_again = 0, 0, 0, "", False
+    requested, tried, written, _problem = 0, 0, 0, ""
 
     def __init__(self) -> None:
         pass
@@ -184,7 +184,7 @@ class SimStateFile(StateFile):
         """What outlives daemons, last."""
         self._process = process
         self._rng = rng
-        self._content, self._problem, self._is_due_again = b"", "", False
+        self._content, self._problem = b"", ""
         self.requested = self.tried = self.written = 0
         self._longest_s = rng.choice((0.0, 0.01, 0.6))
         self._fails = rng.choice((0.0, 0.0, 0.0, 0.5))
