@@ -84,7 +84,7 @@ def make_tiering(
     """Create the tiering between the pool and the tiers, which are added later, and connect it to the cache."""
     mode, per_day = WriteMode(config.disk_write), config.disk_write_bytes_per_day
     if per_day is None:
-        per_day = sum(one.size_bytes for one in config.disk) if mode is WriteMode.AUTO else 0
+        per_day = sum(disk.size_bytes for disk in config.disk) if mode is WriteMode.AUTO else 0
     settings = TieringSettings(mode, per_day, config.disk_deadline_s, _trickle_bytes())
     cache.life.tiers = tiering = Tiering(cache, events, clock, settings, engines_busy, state.generations.is_unshared)
     spent, at = state.counted.disk_spent
@@ -137,9 +137,9 @@ class TierSupervisor:
         self._generations = state.generations
         self.peer_helper: PeerHelper | None = None
         self.peer_server: PeerServer | None = None
-        peers = [(*parse_peer(one), one) for one in config.peers]
+        peers = [(*parse_peer(text), text) for text in config.peers]
         self._peers = [(host.lower(), text) for host, _, text in peers if isinstance(host, str)]
-        self.networks = {text: (one, port) for one, port, text in peers if not isinstance(one, str)}
+        self.networks = {text: (network, port) for network, port, text in peers if not isinstance(network, str)}
         self._named: list[NamedPeer] = []
         self._asked_at: dict[bytes, float] = {}
         """Time of the first lookup by open namespace, when stores were asked; -inf once it is followed."""
@@ -180,34 +180,34 @@ class TierSupervisor:
     def peer_at(self, host: str) -> str:
         """Return the name of a peer's tier; empty if it is neither configured nor in a network that is."""
         host = host.strip("[]").lower()
-        if (peer := next((peer for one, peer in self._peers if one == host), None)) is not None:
+        if (peer := next((peer for name, peer in self._peers if name == host), None)) is not None:
             return f"{PEER}{peer}"
         with suppress(ValueError):
             address = ip_address("" if "%" in host else host)  # a zone is one of another machine
             for network, port in self.networks.values():
                 if address in network:
-                    return self._name(f"{PEER}{address if address.version == 4 else f'[{address}]'}:{port}")
+                    return self._give_place(f"{PEER}{address if address.version == 4 else f'[{address}]'}:{port}")
         return ""
 
-    def _name(self, name: str) -> str:
+    def _give_place(self, name: str) -> str:
         """Have a peer of a network be asked. It may replace one that was not named recently and is not being used.
 
         Return its name; empty if all places are taken.
         """
         now = self._clock()
-        if (one := next((one for one in self._named if one.tier.name == name), None)) is None:
+        if (place := next((place for place in self._named if place.tier.name == name), None)) is None:
             assert self.peer_helper is not None
             assert self._tiering is not None
             helper = self.peer_helper
-            due = (one for one in self._named if now >= one.named_at + KEPT_S)
-            free = (one for one in due if one.source.idle and one.tier.idle and not helper.reads(one.number))
-            if (one := min(free, key=lambda one: one.named_at, default=None)) is None:
+            due = (place for place in self._named if now >= place.named_at + KEPT_S)
+            free = (place for place in due if place.source.idle and place.tier.idle and not helper.reads(place.number))
+            if (place := min(free, key=lambda place: place.named_at, default=None)) is None:
                 return ""
-            if not helper.connect(one.number, name.removeprefix(PEER)):
+            if not helper.connect(place.number, name.removeprefix(PEER)):
                 return ""
-            one.tier.renew(name)
-            one.source = self._tiering.renew(one.source, self._settings(WriteMode.NEVER))
-        one.named_at = now
+            place.tier.renew(name)
+            place.source = self._tiering.renew(place.source, self._settings(WriteMode.NEVER))
+        place.named_at = now
         return name
 
     def _peer_asks(self, route: bytes, ident: int, kind: int, payload: bytes) -> None:
@@ -244,7 +244,7 @@ class TierSupervisor:
     @property
     def _every_shared(self) -> list[SharedTier]:
         """The shared stores and peers, with those that requests named."""
-        return [*self.shared, *(one.tier for one in self._named)]
+        return [*self.shared, *(place.tier for place in self._named)]
 
     @property
     def shares(self) -> bool:
@@ -325,18 +325,19 @@ class TierSupervisor:
         if (helper := self.peer_helper) is not None and helper.problem:
             yield "peer_helper", f"{helper.problem} No blocks are read from peers or lent to them."
         for tier in self.shared:
-            if not tier.available() and tier.problem:
+            if not tier.available() and tier.health.problem:
                 yield (
                     "shared_unreachable",
-                    f"No blocks are shared over {tier.name}: {tier.problem} `kvoffd-cli stats tiers` shows what "
+                    f"No blocks are shared over {tier.name}: {tier.health.problem} `kvoffd-cli stats tiers` shows what "
                     "failed, and what to check.",
                 )
-            if tier.available() and tier.refusal:
-                yield "shared_refuses", f"Blocks are read from {tier.name}, but not written: {tier.refusal}"
-            for server in tier.servers if len(tier.servers) > 1 else ():
-                if not server.answers:
-                    what = f"{server.name}, a server of {tier.name}, cannot be used: {server.problem}"
-                    yield "shared_server", what
+            if tier.available() and tier.health.refusal:
+                yield "shared_refuses", f"Blocks are read from {tier.name}, but not written: {tier.health.refusal}"
+            if len(servers := tier.servers) > 1:
+                for server in servers:
+                    if not server.answers:
+                        what = f"{server.name}, a server of {tier.name}, cannot be used: {server.problem}"
+                        yield "shared_server", what
 
     def __iter__(self) -> Iterator[Disk]:
         return iter(self._disks)

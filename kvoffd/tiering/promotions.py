@@ -62,6 +62,8 @@ class Wanted:
 
     first_lease: Lease
     """Lease of the lookup that asked first; it may have ended."""
+    last_lease: Lease
+    """Lease of the last lookup that waited for it before it had space."""
     group: BlockGroup
     source: Promotions
     block_bytes: int
@@ -72,17 +74,12 @@ class Wanted:
     """Number of blocks that are being read."""
     together: list[Wanted] = field(default_factory=list)
     """All requests that the last lease waits for, to all sources: space is reserved for all of them or none."""
-    last_lease: Lease = field(init=False)
-    """Lease of the last lookup that waited for it before it had space."""
     is_reserved: bool = False
     """Whether leases may pin all of these blocks: no other request gets their space."""
     waits_since: float | None = None
     """Time since which it has no space; None if it has some, or its turn has not come."""
     waits_for: str = ""
     """Reason for which it fails if that takes too long: NO_SPACE, or OVERDUE where fills that hang have the space."""
-
-    def __post_init__(self) -> None:
-        self.last_lease = self.first_lease
 
     @property
     def namespace(self) -> Namespace:
@@ -99,25 +96,45 @@ class Wanted:
 
 @dataclass(slots=True, eq=False)
 class Fill:
-    """A block that a lookup requested and a tier has."""
+    """A block that a lookup requested and a tier has. It is settled once: ``Promotions._settle`` counts its key for all
+    lookups that asked for it, and none waits for it any more.
+
+    | event                           | method              | counted as        | its slots             |
+    |---------------------------------|---------------------|-------------------|-----------------------|
+    | it was read                     | _on_end             | found             | READY, leases pin it  |
+    | nobody waits for it             | drop_unawaited      | found, see below  | none, it was queued   |
+    | the same at its turn (UNWANTED) | _on_end             | found, see below  | freed                 |
+    | the pool has it by now          | _begin_batch        | found             | none                  |
+    | no space; the tier refuses it   | _fail               | miss, by reason   | none                  |
+    | the read fails                  | _on_end, _fail      | miss, by Result   | freed                 |
+    | the read is overdue             | _give_up_overdue    | miss, TIER_LATE   | freed when it ends    |
+    | its key was removed             | invalidate          | miss, by reason   | freed when it ends    |
+
+    What nobody waits for counts as found because the tier has it: the engine reports why it did not load it.
+    A read that ends after its fill was settled changes nothing but its slots. One that ends as UNWANTED although a
+    lookup has joined it since is queued again.
+    """
 
     wanted: Wanted
     key: bytes
     ticket: FillTicket | None = None
     """Its block in the pool while the tier reads into it: the slots stay allocated until that has ended."""
     begun_at: float = 0.0
-    withdrawn: bool = False
-    """Whether it has ended, is overdue, or was invalidated: no lookup waits for it any more."""
+    is_settled: bool = False
     leases: dict[Lease, None] = field(default_factory=dict)
     """Leases of lookups that wait for it: they pin it once it is READY."""
     askers: list[Asker] = field(default_factory=list)
     """Positions in lookups at which it is counted as found, or as a miss, once the result is known."""
 
+    def is_awaited(self) -> bool:
+        """Return whether a lookup waits for it. For any thread."""
+        return not self.is_settled and bool(self.leases)
+
 
 Asker = tuple[AskedKeys, int]
 """Keys of a lookup, and a position among them."""
 Coming = dict[int, dict[bytes, Fill]]
-"""Fills that are not withdrawn, from all tiers, by tag of the group and by key."""
+"""Fills that are not settled, from all tiers, by tag of the group and by key."""
 Lender = tuple[int, float]
 """Pool bytes that another source has reserved, and its bytes per second."""
 
@@ -134,6 +151,8 @@ class Promotions:
     Attributes:
         most_bytes: pool bytes that fills may use at once. A larger block is read alone. Fills that were given up and
             have not ended, as on a hanging device, may use as much again, so that others are still read.
+        given_up_bytes: pool bytes of these: allocated, although no lookup waits for them. ``Cache.reserved_bytes``
+            includes them.
         reserved_bytes: pool bytes reserved for its requests.
         ends_more: whether ``end_overdue`` has more to do now.
     """
@@ -165,7 +184,7 @@ class Promotions:
         """Time when the first running fill became the first."""
         self._came_at = 0.0
         """Time when a fill last ended."""
-        self.queued_blocks = self.under_way_bytes = self._given_up_bytes = self.reserved_bytes = 0
+        self.queued_blocks = self.under_way_bytes = self.given_up_bytes = self.reserved_bytes = 0
         self.ends_more = False
         self.promoted_blocks = self.promoted_bytes = 0
         self.unused_blocks = 0
@@ -181,10 +200,6 @@ class Promotions:
     def name(self) -> str:
         """Name of a store; empty for a disk."""
         return self.tier.name if self.shared else ""
-
-    @property
-    def available(self) -> bool:
-        return self.tier.available()
 
     def stop(self) -> None:
         """Begin nothing more."""
@@ -204,17 +219,18 @@ class Promotions:
         """Return the expected time until the awaited fills of this source end, at the current speed; 0 if unknown."""
         if not (speed := self.speed.current):
             return 0.0
-        of = {fill.wanted for fill in awaited if not fill.withdrawn}
-        last = max((at for at, wanted in enumerate(self._wanted) if wanted in of), default=-1)
+        requests = {fill.wanted for fill in awaited if not fill.is_settled}
+        last = max((at for at, wanted in enumerate(self._wanted) if wanted in requests), default=-1)
         # Others without space are passed over.
-        ahead = [one for one in islice(self._wanted, last + 1) if one in of or one.waits_since is None]
+        before = islice(self._wanted, last + 1)
+        ahead = [wanted for wanted in before if wanted in requests or wanted.waits_since is None]
         nbytes = sum((len(wanted.queue) + wanted.under_way) * wanted.block_bytes for wanted in ahead)
-        for wanted in ahead[-1:]:  # fills behind the last awaited one do not count
-            behind = takewhile(lambda fill: fill not in awaited, reversed(wanted.queue))
-            nbytes -= sum(1 for _ in behind) * wanted.block_bytes
+        if ahead:  # fills behind the last awaited one do not count
+            behind = takewhile(lambda fill: fill not in awaited, reversed(ahead[-1].queue))
+            nbytes -= sum(1 for _ in behind) * ahead[-1].block_bytes
         # Who has no space is expected to wait as long again as so far.
         now = self._clock()
-        blocked_s = max((now - one.waits_since for one in of if one.waits_since is not None), default=0.0)
+        blocked_s = max((now - at for at in (wanted.waits_since for wanted in requests) if at is not None), default=0.0)
         return nbytes / speed + blocked_s
 
     def is_slower(self, namespace: Namespace, group: int, count: int) -> bool:
@@ -242,16 +258,14 @@ class Promotions:
         self._count(wanted, 1)
         return fill
 
-    def forget(self, fill: Fill, why: MissReason) -> None:
-        """Withdraw a fill whose key is invalid. A running read ends without effect: the cache dropped its block."""
+    def invalidate(self, fill: Fill, why: MissReason) -> None:
+        """Settle a fill whose key was removed. A running read ends without effect: the cache dropped its block."""
         self._settle(fill, why)
-        self._withdraw(fill)
 
     def drop_unawaited(self, wanted: Wanted) -> None:
         """Remove blocks for which nobody waits from the queue, so that they are not read."""
         for fill in [fill for fill in wanted.queue if not fill.leases]:
-            self._settle(fill)  # the tier has it: the engine reports why it is not loaded
-            self._withdraw(fill)
+            self._settle(fill)
 
     def pump(self, most: int = MAX_BEGUN) -> None:
         """Begin up to ``most`` fills that may begin now. Requests without space are passed over."""
@@ -317,11 +331,15 @@ class Promotions:
     def _lenders(self) -> list[Lender]:
         if self._cache.leases.reserved_bytes == self.reserved_bytes:
             return []
-        others = [one for one in self._sources if one is not self and one.reserved_bytes]
-        return [(one.reserved_bytes, speed) for one in others if (speed := one.speed.current)]
+        others = [source for source in self._sources if source is not self and source.reserved_bytes]
+        return [(source.reserved_bytes, speed) for source in others if (speed := source.speed.current)]
 
     def _count_reserved(self, nbytes: int) -> None:
         self.reserved_bytes += nbytes
+        self._cache.leases.reserved_bytes += nbytes
+
+    def _count_given_up(self, nbytes: int) -> None:
+        self.given_up_bytes += nbytes
         self._cache.leases.reserved_bytes += nbytes
 
     def _wait(self, wanted: Wanted, why: str) -> None:
@@ -339,7 +357,6 @@ class Promotions:
                 for number, fill in enumerate(batch):
                     if number not in tickets:  # the pool has the block by now
                         self._settle(fill)
-                        self._withdraw(fill)
                     elif (ticket := tickets[number]) is None:
                         has_space = False
                     elif not refused and self._begin(fill, ticket):
@@ -349,28 +366,28 @@ class Promotions:
                         refused.append(fill)
             finally:
                 for ticket in filter(None, tickets.values()):
-                    self._end_fill(ticket, None)
+                    self._cache.stores.end_fill(ticket, (), ())
         except BaseException:
             for fill in batch:  # lookups must not wait for fills that are neither running nor queued
-                if fill.ticket is None and not fill.withdrawn:
-                    self._failed(fill, Result.FAILED)
+                if fill.ticket is None and not fill.is_settled:
+                    self._fail(fill, Result.FAILED)
             raise
         if not has_space:
             self._has_no_space(wanted)
-        return self._are_all_gone(refused)
+        return not (refused and self._fail_refused(refused))
 
-    def _are_all_gone(self, refused: Sequence[Fill]) -> bool:
-        """Fail the refused fills whose blocks the tier does not have; return whether that is all of them. The others
-        it accepts later."""
-        kept = False
+    def _fail_refused(self, refused: Sequence[Fill]) -> bool:
+        """Fail the refused fills whose blocks the tier does not have; return whether it has others, and accepts these
+        later."""
+        accepts_more = False
         for fill in refused:
-            if not self.available:
-                self._failed(fill, Result.DEADLINE)
-            elif self.tier.find(fill.wanted.group, [fill.key], prefix=False)[0] == ABSENT:
-                self._failed(fill, Result.GONE)
+            if not self.tier.available():
+                self._fail(fill, Result.DEADLINE)
+            elif self.tier.find(fill.wanted.group, [fill.key], prefix=False).states[0] == ABSENT:
+                self._fail(fill, Result.GONE)
             else:
-                kept = True
-        return not kept
+                accepts_more = True
+        return accepts_more
 
     def _has_no_space(self, wanted: Wanted) -> None:
         """Have a request wait for blocks that are pinned or being written; fail it if these are not the cause."""
@@ -378,15 +395,12 @@ class Promotions:
         if cause in ("pinned", "writing"):
             self._wait(wanted, NO_SPACE)
         else:
-            self._fail_queued(wanted, QUOTA if cause == QUOTA else NO_SPACE)
-
-    def _fail_queued(self, wanted: Wanted, reason: str) -> None:
-        for fill in list(wanted.queue):
-            self._failed(fill, reason)
+            for fill in list(wanted.queue):
+                self._fail(fill, QUOTA if cause == QUOTA else NO_SPACE)
 
     def tick(self) -> None:
         """End overdue fills, and begin others."""
-        if not self.available:  # its measured speed may be low because of that: try the next read at any speed
+        if not self.tier.available():  # its measured speed may be low because of that: try the next read at any speed
             self._read_again_at = 0.0
         call_each((self.tier.tick, self.end_overdue, self.pump))
 
@@ -397,7 +411,7 @@ class Promotions:
 
     def _end_waits(self, left: int) -> bool:
         """Fail up to ``left`` blocks of requests that had no space for as long as a block may take to read; return
-        whether there are more. What has space by now waits for its turn only."""
+        whether there are more. A request that gets space now has its turn instead: it waits for that only."""
         now, lenders = self._clock(), self._lenders()
         for wanted in list(self._wanted):
             if wanted.waits_since is None:
@@ -407,13 +421,13 @@ class Promotions:
                 continue
             if left <= 0:
                 return True
-            if may_begin:
+            if may_begin:  # leases may pin it, and the first block shows whether there are slots for it
                 self._begin_batch(wanted, list(islice(wanted.queue, 1)))
             if wanted.waits_since is not None:
-                failed = list(islice(reversed(wanted.queue), left))  # what is left may still get space, and is a prefix
-                left -= len(failed)
-                for fill in failed:
-                    self._failed(fill, wanted.waits_for)
+                last = list(islice(reversed(wanted.queue), left))  # the others are a prefix, and may still get space
+                left -= len(last)
+                for fill in last:
+                    self._fail(fill, wanted.waits_for)
                 if wanted.queue:
                     return True
         return False
@@ -436,8 +450,8 @@ class Promotions:
             del self.under_way[fill]
             self._count(fill.wanted, under_way=-1)
             self.given_up[fill] = None
-            self._given_up_bytes += fill.wanted.block_bytes
-            self._failed(fill, OVERDUE)
+            self._count_given_up(fill.wanted.block_bytes)
+            self._fail(fill, OVERDUE)
             self._cache.stores.drop_unfinished([fill.ticket], MissReason.TIER_LATE)
         if len(stuck) < ENDED_AT_ONCE:
             self._turn_at = now
@@ -445,8 +459,8 @@ class Promotions:
 
     def _free_bytes(self, block_bytes: int) -> int:
         """Return the pool bytes that further fills may use now."""
-        used = self.under_way_bytes + max(0, self._given_up_bytes - self.most_bytes)
-        return self._may_be_under_way(block_bytes) - used
+        beyond_their_own = max(0, self.given_up_bytes - self.most_bytes)
+        return self._may_be_under_way(block_bytes) - self.under_way_bytes - beyond_their_own
 
     def _may_be_under_way(self, block_bytes: int) -> int:
         """Return the pool bytes that fills may use now."""
@@ -456,8 +470,8 @@ class Promotions:
 
     def _begin(self, fill: Fill, ticket: FillTicket) -> bool:
         """Begin the tier's read into the slots; return False if the tier does not accept it now."""
-        block_group = fill.wanted.group
-        if not self.tier.read(block_group, fill.key, ticket.offsets, self._patience_s, partial(self._on_end, fill)):
+        block_group, on_end = fill.wanted.group, partial(self._on_end, fill)
+        if not self.tier.read(block_group, fill.key, ticket.offsets, self._patience_s, on_end, fill.is_awaited):
             return False
         fill.begun_at = self._clock()
         if not self.under_way:
@@ -472,64 +486,63 @@ class Promotions:
     def _on_end(self, fill: Fill, result: Result, block: Block | None) -> None:
         assert fill.ticket is not None
         self._came_at = self._clock()
+        is_queued_again = result is Result.UNWANTED and fill.is_awaited()
         if fill in self.given_up:
             del self.given_up[fill]
-            self._given_up_bytes -= fill.wanted.block_bytes
+            self._count_given_up(-fill.wanted.block_bytes)
         else:
             if next(iter(self.under_way)) is fill:
                 self._turn_at = self._came_at
             del self.under_way[fill]
-            self._count(fill.wanted, under_way=-1)
+            if is_queued_again:
+                fill.wanted.queue[fill] = None
+                fill.wanted.queue.move_to_end(fill, last=False)
+            self._count(fill.wanted, queued=is_queued_again, under_way=-1)
+        # Without its checksums a damaged block could not be detected later.
+        is_whole = result is Result.DONE and block is not None and all(block.checksums)
+        first_blocks, checksums = (block.first_blocks, block.checksums) if block is not None and is_whole else ((), ())
         try:
-            if self._end_fill(fill.ticket, block if result is Result.DONE else None):
+            if self._cache.stores.end_fill(fill.ticket, first_blocks, checksums):
                 self.promoted_blocks += 1
                 self.promoted_bytes += fill.wanted.group.nbytes
                 for lease in fill.leases:
                     self._cache.leases.hold(lease, fill.ticket.blocks)
                 self._promoted(self, int(fill.ticket.blocks[0]))
                 self._settle(fill)
-            elif not fill.withdrawn:
-                self._failed(fill, Result.CORRUPT if result is Result.DONE else result)
+            elif result is Result.UNWANTED and not is_queued_again:
+                self._settle(fill)
+            elif not (is_queued_again or fill.is_settled):
+                self._fail(fill, Result.CORRUPT if result is Result.DONE else result)
         finally:
-            self._withdraw(fill)  # lookups must not wait for it, even after an error
+            if not is_queued_again:  # lookups must not wait for it, even after an error
+                self._settle(fill, MissReason.TIER_FAILED)
             fill.ticket = None  # a lookup may refer to the fill for some seconds more
         self.speed.end(fill.wanted.group.nbytes if result is Result.DONE else 0, len(self.under_way))
         if 2 * self.under_way_bytes <= self._may_be_under_way(fill.wanted.block_bytes):
             self.pump(BEGUN_PER_END)
 
-    def _end_fill(self, ticket: FillTicket, block: Block | None) -> bool:
-        """End a fill with the block that was read, None if incomplete. Returns whether the pool's block is READY."""
-        whole = block is not None and all(block.checksums)
-        return self._cache.stores.end_fill(
-            ticket, *((block.first_blocks, block.checksums) if block and whole else ((), ()))
-        )
-
-    def _failed(self, fill: Fill, reason: str) -> None:
-        """Withdraw a failed fill, and record the reason for its key."""
+    def _fail(self, fill: Fill, reason: str) -> None:
+        """Settle a fill that failed, and record the reason for its key. One that was settled is only counted."""
         self.failures[str(reason)] += 1
-        miss = MISSES.get(reason, MissReason.TIER_FAILED)
-        self._settle(fill, miss)
-        if not fill.withdrawn:
-            self._withdraw(fill)
+        if not fill.is_settled:
+            miss = MISSES.get(reason, MissReason.TIER_FAILED)
+            self._settle(fill, miss)
             self._cache.blocks.record_misses(fill.wanted.namespace.group(fill.wanted.group.number), fill.key, miss)
 
     def _settle(self, fill: Fill, miss: MissReason | None = None) -> None:
-        """Count the key once for all lookups that asked for it: as found, or as a miss."""
+        """Count the key once for all lookups that asked for it, as found or as a miss, and have none wait for it any
+        more. It is not begun. A fill that was settled before stays as it is."""
+        if fill.is_settled:
+            return
+        fill.is_settled = True
         askers, fill.askers = fill.askers, []
-        counters = fill.wanted.namespace.counters
         if miss is not None:
             for asked, position in askers:
                 asked.missed(position, bytes([miss]))
         elif self.shared:
-            counters.found_shared += len(askers)
+            fill.wanted.namespace.counters.found_shared += len(askers)
         else:
-            counters.found_disk += len(askers)
-
-    def _withdraw(self, fill: Fill) -> None:
-        """Stop lookups from waiting for a fill, and do not begin it."""
-        if fill.withdrawn:
-            return
-        fill.withdrawn = True
+            fill.wanted.namespace.counters.found_disk += len(askers)
         if fill in fill.wanted.queue:
             del fill.wanted.queue[fill]
             self._count(fill.wanted, -1)

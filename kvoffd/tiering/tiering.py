@@ -95,8 +95,8 @@ class _Range:
         """Sources that have a key."""
         self.asked: list[int] = []
         """Keys that a store is being asked for."""
-        self.fresh = False
-        """Whether one question of this lookup asked a store for all keys."""
+        self.question: object = None
+        """The question to a store, if this lookup asked it for all keys in one."""
 
     def look(self, sources: Sequence[Promotions], *, prefix: bool) -> None:
         """Ask each of these sources for the keys that no earlier one has."""
@@ -105,9 +105,8 @@ class _Range:
                 return
             every, tier = len(self.left) == len(self.keys), source.tier
             keys = self.keys if every else list(map(self.keys.__getitem__, self.left))
-            before = tier.counters.asked_keys
-            found = tier.find(self.group, keys, prefix=prefix)
-            self.fresh = every and tier.counters.asked_keys == before + len(keys)
+            found, question = tier.find(self.group, keys, prefix=prefix)
+            self.question = question if every else None
             if any(found):
                 absent, present, asked = (compress(self.left, found.translate(one)) for one in _ANSWER_TABLES)
                 self.there.update(dict.fromkeys(present, source))
@@ -150,8 +149,8 @@ class Tiering:
         self._answers_due = 0.0
         self._uncounted: dict[Namespace, dict[int, dict[bytes, tuple[Asker, ...]]]] = {}
         """Lookups by tag and key that a store is being asked for: they count it once the store has answered."""
-        self._uncounted_runs: dict[int, tuple[Sequence[bytes], Asker]] = {}
-        """Lookups all of whose keys are in one ask, by ``id`` of the key list: the list, and the first key's asker."""
+        self._uncounted_runs: dict[object, Asker] = {}
+        """Lookups all of whose keys are in one question to a store, by the question: the first key's asker."""
         self._awaits: dict[Lease, dict[Fill, None]] = {}
         """Fills that each lease waits for."""
         self._unused = np.zeros(len(cache.blocks.state), np.uint8)
@@ -224,26 +223,17 @@ class Tiering:
         self, lease: Lease, groups: Sequence[tuple[int, bytes]], states: list[bytes], asked: Sequence[AskedKeys] | None
     ) -> list[bytes]:
         namespace, lease.wait_s = lease.namespace, 0.0
-        sources = [
-            one for one in self.sources if one.available and not (one.tier.only_named and one.name != lease.peer)
-        ]
-        if sources and self.is_unshared(namespace.fingerprint):
-            sources = [source for source in sources if not source.shared]
-        if sources and not sources[0].shared and self.is_behind(namespace.fingerprint):
-            sources = [source for source in sources if source.shared]
-        if lease.peer:
-            peers = {one: one.name for one in sources if one.name.startswith(PEER)}
-            if lease.peer in peers.values():
-                sources = [one for one in sources if peers.get(one, lease.peer) == lease.peer]
+        sources = self._sources_for(lease)
         every = [namespace.group(group) for group, _ in groups]
         if not sources or not groups or not every[0].lengths:
             return states
         ready_bytes = sum(one.count(READY) * group.block_bytes for one, group in zip(states, every, strict=True))
         # Earlier lookups under the same lease may have found the beginning of the prompt.
         held_bytes = max(ready_bytes, int(self._cache.blocks.pages[lease.blocks].sum()) * PAGE_BYTES)
-        held_bytes += sum(fill.wanted.block_bytes for fill in self._awaits.get(lease, ()) if not fill.withdrawn)
+        held_bytes += sum(fill.wanted.block_bytes for fill in self._awaits.get(lease, ()) if not fill.is_settled)
         free_bytes = inf if asked is not None else self._cache.leases.leasable_bytes
-        lookup = _Lookup(lease, asked, sources, self._cache.leases.most_bytes - held_bytes, free_bytes)
+        left_bytes = self._cache.leases.most_bytes - sum(one.given_up_bytes for one in self.sources) - held_bytes
+        lookup = _Lookup(lease, asked, sources, left_bytes, free_bytes)
         answer, asking = list(map(bytearray, states)), False
         for number, limit in _whole_prefixes_first(namespace, groups, answer):
             start = run_end(answer[number]) if limit is None else 0
@@ -260,6 +250,22 @@ class Tiering:
             answers_s = max(0.0, self._answers_due - self._clock()) if lease.asking else 0.0
             lease.wait_s = max(answers_s, *(source.wait_s(awaits) for source in self.sources))
         return list(map(bytes, answer))
+
+    def _sources_for(self, lease: Lease) -> list[Promotions]:
+        """Return the available sources that a lookup under a lease may use, in the order in which they are asked.
+
+        If it names a peer that is available: that peer, disks and stores. Else all but the peers of networks.
+        """
+        fingerprint, named = lease.namespace.fingerprint, lease.peer
+        sources = [one for one in self.sources if not one.tier.only_named or one.name == named]
+        sources = [one for one in sources if one.tier.available()]
+        if sources and self.is_unshared(fingerprint):
+            sources = [one for one in sources if not one.shared]
+        if sources and not sources[0].shared and self.is_behind(fingerprint):
+            sources = [one for one in sources if one.shared]
+        if named and any(one.name == named for one in sources):
+            sources = [one for one in sources if one.name == named or not one.name.startswith(PEER)]
+        return sources
 
     def _find_run(self, lookup: _Lookup, part: _Range) -> bool:
         """Extend the run from the first of these keys; return whether any of it is being asked for."""
@@ -279,7 +285,8 @@ class Tiering:
         end = min([end, *part.left[:1]])
         if end < len(part.keys):
             part.asked = [at for at in part.asked if at < end]
-        self._mark_asked(lookup, part, prefix=True)
+        if part.asked:
+            self._mark_asked(lookup, part, prefix=True)
         places = set(part.there)
         if part.coming:
             coming = (at for at in range(end) if part.keys[at] in part.coming)
@@ -303,13 +310,13 @@ class Tiering:
             window = last_window(there, spec)
             if not wait and window.stop == len(part.keys):
                 break
-        self._mark_asked(lookup, part, prefix=False)
+        if part.asked:
+            self._mark_asked(lookup, part, prefix=False)
         if not (wait or part.asked):
             self._request(lookup, part, [at for at in window if part.states[at] not in SETTLED])
 
     def _mark_asked(self, lookup: _Lookup, part: _Range, *, prefix: bool) -> None:
-        if not part.asked:
-            return
+        """Have the lookup wait for the answers about keys that a store is being asked for."""
         lookup.lease.asking += len(part.asked)
         block_bytes = lookup.namespace.group(part.group.number).block_bytes
         lookup.lease.asking_bytes += min(len(part.asked) * block_bytes, lookup.left_bytes)
@@ -323,8 +330,8 @@ class Tiering:
                 part.states[at] = SHARED
         if lookup.asked is None:
             return
-        if prefix and part.fresh:
-            self._uncounted_runs[id(keys)] = keys, (lookup.asked[part.number], part.start)
+        if prefix and part.question is not None:
+            self._uncounted_runs[part.question] = lookup.asked[part.number], part.start
         else:
             uncounted = self._uncounted.setdefault(lookup.namespace, {}).setdefault(part.group.tag, {})
             for key, at in zip(keys, part.asked, strict=True):
@@ -335,6 +342,7 @@ class Tiering:
         if not places:
             return
         slower, lease, wants = self._slower_sources(lookup, part, places), lookup.lease, dict[Promotions, Wanted]()
+        group, together = part.group, lookup.wanted
         block_bytes = lease.namespace.group(part.group.number).block_bytes
         for at in places:
             key = part.keys[at]
@@ -345,7 +353,7 @@ class Tiering:
                 if lookup.free_bytes < block_bytes and not self._may_wait(lookup, part, key):
                     return
                 if (wanted := wants.get(source)) is None:
-                    wanted = wants[source] = Wanted(lease, part.group, source, block_bytes, together=lookup.wanted)
+                    wanted = wants[source] = Wanted(lease, lease, group, source, block_bytes, together=together)
                 if (fill := source.request(wanted, key)) is None:
                     return
                 if len(wanted.queue) == 1:
@@ -392,12 +400,12 @@ class Tiering:
         return slower
 
     def lease_ended(self, lease: Lease) -> None:
-        left: dict[Wanted, None] = {}
+        unawaited: dict[Wanted, None] = {}
         for fill in self._awaits.pop(lease, ()):
             del fill.leases[lease]
-            if not (fill.leases or fill.withdrawn or fill.ticket):
-                left[fill.wanted] = None
-        for wanted in left:
+            if not (fill.leases or fill.is_settled or fill.ticket):
+                unawaited[fill.wanted] = None
+        for wanted in unawaited:
             wanted.source.drop_unawaited(wanted)
 
     def loaded(self, tickets: Sequence[LoadTicket]) -> LoadedKeys | None:
@@ -462,7 +470,7 @@ class Tiering:
         single_keys, block_group = namespace.split(group, keys), block_group_of(namespace.group(group))
         coming = self._coming.get(block_group.tag, {})
         for fill in [coming[key] for key in single_keys if key in coming]:
-            fill.wanted.source.forget(fill, why)
+            fill.wanted.source.invalidate(fill, why)
         for source in self.sources:
             # Other nodes use a store's blocks; bytes that are wrong here are not wrong there.
             if not source.shared or why is not MissReason.CORRUPT:
@@ -473,7 +481,7 @@ class Tiering:
             for fill in list(keys.values()):
                 if fill.wanted.namespace is not namespace:
                     break  # all keys of a tag belong to one namespace
-                fill.wanted.source.forget(fill, MissReason.INVALIDATED)
+                fill.wanted.source.invalidate(fill, MissReason.INVALIDATED)
 
     # --- what the daemon calls -------------------------------------------------------------------
 
@@ -550,15 +558,17 @@ class Tiering:
             logger.warning("%s: %s", tier.name, sentence)
             put_newest(self._logged, (tier.name, kind), now, MAX_LOGGED)
 
-    def answered(self, tier: Tier, block_group: BlockGroup, keys: Sequence[bytes], found: Sequence[bool]) -> None:
+    def answered(
+        self, tier: Tier, block_group: BlockGroup, keys: Sequence[bytes], found: Sequence[bool], question: object
+    ) -> None:
         """Count the keys that lookups reported as being asked for."""
-        run = self._uncounted_runs.pop(id(keys), None)
+        run = self._uncounted_runs.pop(question, None)
         if (namespace := self._cache.namespaces.get(block_group.fingerprint)) is None:
             return
         if namespace.generation != block_group.generation:
             found = [False] * len(keys)
-        if run is not None and run[1][0].namespace is namespace:  # else another one has its fingerprint now
-            (asked, first), gap = run[1], sum(found)
+        if run is not None and run[0].namespace is namespace:  # else another one has its fingerprint now
+            (asked, first), gap = run, sum(found)
             namespace.counters.found_shared += gap
             reasons = self._cache.reasons_of(namespace, block_group.number, b"".join(keys[gap:]))
             asked.missed(first + gap, reasons)

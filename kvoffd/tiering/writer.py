@@ -319,8 +319,9 @@ class Writer:
     def evicted(self, group: Group, blocks: BlockIds, keys: Sequence[bytes]) -> None:
         """Record blocks about to leave the pool. An engine's store waits for it."""
         if self.mode is WriteMode.NEVER or not self._takes(group):
-            for block in blocks.tolist() if self.waiting else ():
-                self.waiting.pop(block, None)
+            if self.waiting:
+                for block in blocks.tolist():
+                    self.waiting.pop(block, None)
             return
         reasons, otherwise = [], LATE if self.budget.allows(sum(group.lengths)) else BUDGET
         for block, generation in zip(blocks.tolist(), self._generations[blocks].tolist(), strict=True):
@@ -478,8 +479,9 @@ class Writer:
     def _is_wanted(self, group: Group, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
         """Return which keys are in no tier, are not being written to one, and should be."""
         wanted = np.full(len(keys), self._takes(group))
-        for tier in self._tiers if keys else ():
-            wanted &= tier.wants(block_group_of(group), keys)
+        if keys:
+            for tier in self._tiers:
+                wanted &= tier.wants(block_group_of(group), keys)
         return wanted
 
     def _unwritten(self, group: Group, blocks: BlockIds) -> tuple[BlockIds, list[bytes]]:

@@ -28,8 +28,13 @@ WINDOW = 16
 class Answers:
     """Answers of a store by tag and key, each with a time. A new one replaces the oldest of ``WINDOW`` neighbours.
 
-    The time is the one when it was given, or asked for; that of ABSENT is the one until which it is cached. One that is
-    cached for longer than NO_S stands whatever the store answers: the block must not be read.
+    | state   | its time        | it is UNKNOWN again                             |
+    |---------|-----------------|-------------------------------------------------|
+    | PRESENT | when answered   | YES_S later; believed, and read, ``believed_s`` |
+    | ASKED   | when asked      | ``ask_deadline_s`` and NO_S later; between these two it is ABSENT |
+    | ABSENT  | until when      | at that time                                    |
+
+    An ABSENT for longer than NO_S stands whatever the store answers: the block must not be read.
 
     Args:
         ask_deadline_s: time in which the store must answer.
@@ -48,11 +53,11 @@ class Answers:
 
     def states(self, tag: int, keys: Sequence[bytes]) -> bytearray:
         (states, at), now = self._find(tag, keys), self._clock()
-        is_asked, ended = states == ASKED, at + self._ask_deadline_s
-        over = np.where(is_asked, ended + NO_S, at + YES_S * (states == PRESENT))
+        is_asked, ask_ends = states == ASKED, at + self._ask_deadline_s
+        until = np.where(is_asked, ask_ends + NO_S, np.where(states == PRESENT, at + YES_S, at))
         # An ask without an answer in time was a miss; the next lookup may ask again a little later.
-        states[is_asked & (ended <= now)] = ABSENT
-        states[over <= now] = UNKNOWN
+        states[is_asked & (ask_ends <= now)] = ABSENT
+        states[until <= now] = UNKNOWN
         return bytearray(states)
 
     def are_believed(self, tag: int, keys: Sequence[bytes]) -> list[bool]:
@@ -62,11 +67,12 @@ class Answers:
         return believed
 
     def record(self, tag: int, keys: Sequence[bytes], found: Sequence[bool]) -> None:
+        """Record a store's answers, but for blocks that must not be read."""
         now, there = self._clock(), np.frombuffer(bytes(found), np.bool_)
         before, until = self._find(tag, keys)
-        refused = (before == ABSENT) & (until > now + NO_S)
-        states, at = np.where(there & ~refused, PRESENT, ABSENT), np.where(refused, until, now + NO_S * ~there)
-        self._note(tag, keys, states, at)
+        is_refused = (before == ABSENT) & (until > now + NO_S)
+        states = np.where(there & ~is_refused, PRESENT, ABSENT)
+        self._note(tag, keys, states, np.where(is_refused, until, np.where(there, now, now + NO_S)))
 
     def asked(self, tag: int, keys: Sequence[bytes]) -> None:
         """Record that the store is being asked for keys."""

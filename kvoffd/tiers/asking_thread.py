@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 from kvoffd.tiers.block_threads import LOST, StoreThread
@@ -39,7 +40,7 @@ class Raise:
 
 @dataclass(slots=True, eq=False)
 class Ask:
-    """Asks for keys, if it begins by the deadline; without keys, for the generation only."""
+    """Asks which keys have a block, if it begins by the deadline."""
 
     group: BlockGroup
     keys: Sequence[bytes]
@@ -47,7 +48,15 @@ class Ask:
     deadline: float
 
 
-Question: TypeAlias = Probe | Look | Raise | Ask
+@dataclass(slots=True, eq=False)
+class Poll:
+    """Asks for a namespace's generation. Also asked while the store fails to read or write."""
+
+    fingerprint: bytes
+    deadline: float
+
+
+Question: TypeAlias = Probe | Look | Raise | Ask | Poll
 
 
 class Unfollowed(Exception):
@@ -66,20 +75,23 @@ class Answer:
 class AskingThread(StoreThread):
     """Asks the store, and raises generations."""
 
-    def asks(self, questions: list[Question]) -> list[object]:
-        return list(map(self._answer, questions))
-
-    def _answer(self, question: Question) -> object:
-        if isinstance(question, Look):
-            return self._look()
-        if isinstance(question, Ask):
-            return self._ask(question)
-        if isinstance(question, Raise):
-            return self._raise(question)
-        self._probe()
-        return None
+    def asks(self, questions: list[Question]) -> Iterator[object]:
+        """Answer questions, each as the method for its kind says."""
+        for question in questions:
+            if isinstance(question, Ask):
+                yield self._ask(question)
+            elif isinstance(question, Poll):
+                yield self._poll(question)
+            elif isinstance(question, Look):
+                yield self._look()
+            elif isinstance(question, Raise):
+                yield self._raise(question)
+            else:
+                self._probe()
+                yield None
 
     def _probe(self) -> None:
+        """Check whether the store serves, and have the breaker know."""
         answers = False
         try:
             self._store.connect()
@@ -106,70 +118,103 @@ class AskingThread(StoreThread):
     def _ask(self, ask: Ask) -> Answer | None:
         """Return the answer; None if there is none."""
         started = self._clock()
-        is_late = started >= ask.deadline and ask.keys
-        if self._breaker.silent or (self._breaker.open and ask.keys) or is_late or self._tier.closed:
+        if self._breaker.open or self._tier.closed or started >= ask.deadline:
             return None
-        found: list[bool] = []
+        found, is_slow = list[bool](), False
         try:
             self._store.connect()
-            most, slow = self._store.keys_at_once, False
-            for at in range(0, len(ask.keys) or 1, most):
+            most = self._store.keys_at_once
+            for at in range(0, len(ask.keys), most):
                 began = self._clock()
                 if found and (began >= ask.deadline or (ask.prefix and False in found)):
                     break
                 until = began + self._tier.ask_deadline_s + ASK_PATIENCE_S
-                generation, there = self._exchange(ask, ask.keys[at : at + most], until)
+                find = partial(self._find, ask, ask.keys[at : at + most], until)
+                generation, there = self._exchange(ask.group.fingerprint, find, until)
                 found += there
-                slow |= self._clock() - began > self._tier.ask_deadline_s
+                is_slow |= self._clock() - began > self._tier.ask_deadline_s
         except Exception as error:
             self._fail(error, "ask")
             return None
-        # Detecting that one of several servers is down takes time, but does not slow the others.
-        if slow:
-            self._breaker.failed("ask")
-        else:
-            self._breaker.succeeded("ask")
+        self._record_success(is_slow)
         found += [False] * (len(ask.keys) - len(found))
         return Answer(generation, found, self._clock() - started)
 
-    def _exchange(self, ask: Ask, keys: Sequence[bytes], deadline: float) -> tuple[int, list[bool]]:
-        """Ask for some keys, and again if the namespace's generation is another than the known one."""
-        fingerprint, store = ask.group.fingerprint, self._store
-        known = self._tier.generations.fleet(fingerprint)
+    def _poll(self, poll: Poll) -> Answer | None:
+        """Return the answer; None if there is none."""
+        started = self._clock()
+        if self._breaker.silent or self._tier.closed:
+            return None
+        try:
+            self._store.connect()
+            began = self._clock()
+            until = began + self._tier.ask_deadline_s + ASK_PATIENCE_S
 
-        def asked(of_generation: int) -> tuple[int, list[bool]]:
-            if not keys:
-                return checked(store.generation(fingerprint, deadline), fingerprint), []
-            generation, found = store.ask(stored_group(ask.group, of_generation), keys, deadline, prefix=ask.prefix)
-            if len(found) != len(keys):
-                raise StoreError("protocol", f"{len(keys)} keys were requested, but {len(found)} answered.")
-            return checked(generation, fingerprint), found
+            def generation(ours: int) -> tuple[int, list[bool]]:
+                return self._store.generation(poll.fingerprint, until), []
 
-        generation, found = asked(known)
-        if generation > known:
-            known, found = asked(generation)
-        elif generation < known:
-            # A store that lost the number, but not blocks of an older one, must not return those.
-            try:
-                store.raise_generation(fingerprint, generation, known, deadline)
-            except StoreError as error:
-                if error.kind in LOST:
-                    raise
-                if error.kind != UNKEPT:  # else the peer has followed, and lends what is safe
-                    self._fail(error, "" if store.follows else "write")  # a node with write permission does it
-        return known, found
+            answer = Answer(*self._exchange(poll.fingerprint, generation, until), self._clock() - started)
+        except Exception as error:
+            self._fail(error, "ask")
+            return None
+        self._record_success(self._clock() - began > self._tier.ask_deadline_s)
+        return answer
 
-    def _raise(self, one: Raise) -> int | Exception:
+    def _record_success(self, is_slow: bool) -> None:
+        """Record an answer. Detecting that one of several servers is down takes time, but does not slow the others."""
+        if is_slow:
+            self._breaker.failed("ask")
+        else:
+            self._breaker.succeeded("ask")
+
+    def _find(self, ask: Ask, keys: Sequence[bytes], deadline: float, ours: int) -> tuple[int, list[bool]]:
+        """Return the namespace's generation in the store, and whether each key has a block of our generation."""
+        group = stored_group(ask.group, ours)
+        theirs, found = self._store.ask(group, keys, deadline, prefix=ask.prefix)
+        if len(found) != len(keys):
+            raise StoreError("protocol", f"{len(keys)} keys were requested, but {len(found)} answered.")
+        return theirs, found
+
+    def _exchange(
+        self, fingerprint: bytes, ask: Callable[[int], tuple[int, list[bool]]], deadline: float
+    ) -> tuple[int, list[bool]]:
+        """Ask by this node's generation of a namespace, and again if the store's is higher. Returns the generation that
+        the answer is of, and the answer.
+
+        Args:
+            ask: asks by our generation; returns the store's, and the answer.
+        """
+        ours = self._tier.generations.fleet(fingerprint)
+        theirs, found = ask(ours)
+        if checked(theirs, fingerprint) == ours:
+            return ours, found
+        if theirs > ours:
+            newer, found = ask(theirs)
+            return checked(newer, fingerprint), found
+        self._give_back(fingerprint, theirs, ours, deadline)
+        return ours, found
+
+    def _give_back(self, fingerprint: bytes, theirs: int, ours: int, deadline: float) -> None:
+        """Raise the generation of a store that lost it, but not blocks of an older one: it must not return those."""
+        try:
+            self._store.raise_generation(fingerprint, theirs, ours, deadline)
+        except StoreError as error:
+            if error.kind in LOST:
+                raise
+            if error.kind != UNKEPT:  # else the peer has followed, and lends what is safe
+                self._fail(error, "" if self._store.follows else "write")  # a node with write permission does it
+
+    def _raise(self, request: Raise) -> int | Exception:
         """Return the raised generation, or the failure."""
-        until = one.deadline
+        until = request.deadline
         if self._store.follows:  # one that is silent delays the questions of lookups no longer than these do
             until = self._clock() + self._tier.ask_deadline_s + ASK_PATIENCE_S
         try:
             self._store.connect()
-            seen = checked(self._store.generation(one.fingerprint, until), one.fingerprint)
+            seen = checked(self._store.generation(request.fingerprint, until), request.fingerprint)
             least = seen if self._store.follows else seen + 1
-            raised = self._store.raise_generation(one.fingerprint, seen, max(least, one.generation), until)
-            return checked(raised, one.fingerprint)
+            raised = self._store.raise_generation(request.fingerprint, seen, max(least, request.generation), until)
+            return checked(raised, request.fingerprint)
         except Exception as error:
             kind = error.kind if self._store.follows and isinstance(error, StoreError) else ""
             if kind not in ("busy", UNKEPT):

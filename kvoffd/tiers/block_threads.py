@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import repeat, takewhile
 from typing import TYPE_CHECKING, TypeAlias
 
 from kvoffd.pool.checksums import digest
@@ -27,7 +27,8 @@ LOST = ("timeout", "disconnected", "unreachable", "tls", "internal")
 @dataclass(slots=True, eq=False)
 class ObjectRead:
     """Reads a block into views of the pool, one per shard. ``stored``: the group as in the store. ``retried``: whether
-    this is a retry after a lost connection. ``refused``: whether the store answered that it is overloaded."""
+    this is a retry after a lost connection. ``refused``: whether the store answered that it is overloaded.
+    ``is_awaited``: see ``Tier.read``."""
 
     group: BlockGroup
     stored: BlockGroup
@@ -35,6 +36,7 @@ class ObjectRead:
     views: Sequence[memoryview]
     patience_s: float
     on_end: ReadEnd
+    is_awaited: Callable[[], bool]
     retried: bool = False
     refused: bool = False
 
@@ -111,7 +113,12 @@ class BlockThread(StoreThread):
                 left.popleft()
                 yield Result.CANCELLED if self._tier.closed else Result.FAILED, None
                 continue
-            for end in self._read(list(left)):
+            awaited = list(takewhile(lambda read: read.is_awaited(), left))
+            if not awaited:
+                left.popleft()
+                yield Result.UNWANTED, None
+                continue
+            for end in self._read(awaited):
                 left.popleft()
                 yield end
 

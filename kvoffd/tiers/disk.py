@@ -23,7 +23,7 @@ from kvoffd.tiers.disk_file import DiskFile
 from kvoffd.tiers.disk_io import HOUR_S, BlockWriter, End, Reads, SlotJob
 from kvoffd.tiers.disk_map import LOOKED_AT_ONCE, NO_SLOT, REGIONS_AT_ONCE, DiskMap, KnownGroup
 from kvoffd.tiers.header import Block, BlockGroup, fits_header
-from kvoffd.tiers.tier import ABSENT, PRESENT, ReadEnd, Result, Tier, TierListener, TierStats, WriteEnd
+from kvoffd.tiers.tier import ABSENT, PRESENT, Found, ReadEnd, Result, Tier, TierListener, TierStats, WriteEnd
 from kvoffd_proto.stats import DiskFault
 from kvoffd_proto.units import format_size
 
@@ -103,9 +103,9 @@ class DiskTier(Tier):
         self._most_blocks = most_blocks(file.size_bytes)
         self._writing: dict[tuple[int, bytes], SlotJob] = {}
         self._used_when_full = 0
-        self._evicted: dict[int, list[int]] = {}
-        """Evicted slots by slot size; the next writes replace them and their records. Until then a later daemon would
-        find these."""
+        self._to_overwrite: dict[int, list[int]] = {}
+        """Slots of evicted blocks by slot size. The next writes overwrite these and their records; until then a later
+        daemon would find the blocks."""
         self._pause_s = 0.0
         self._write_at = -inf
         self._closed = False
@@ -138,10 +138,11 @@ class DiskTier(Tier):
     def available(self) -> bool:
         return not (self.hangs or self._closed)
 
-    def find(self, group: BlockGroup, keys: Sequence[bytes], *, prefix: bool) -> bytes:
+    def find(self, group: BlockGroup, keys: Sequence[bytes], *, prefix: bool) -> Found:
         if self.hangs:
-            return bytes(len(keys))
-        return np.where(self._map.find(group, keys) == NO_SLOT, np.uint8(ABSENT), np.uint8(PRESENT)).tobytes()
+            return Found(bytes(len(keys)))
+        slots = self._map.find(group, keys)
+        return Found(np.where(slots == NO_SLOT, np.uint8(ABSENT), np.uint8(PRESENT)).tobytes())
 
     def wants(self, group: BlockGroup, keys: Sequence[bytes]) -> list[bool]:
         pairs = zip(keys, self._map.find(group, keys).tolist(), strict=True)
@@ -154,12 +155,22 @@ class DiskTier(Tier):
 
     # --- reading ---------------------------------------------------------------------------------
 
-    def read(self, group: BlockGroup, key: bytes, offsets: Sequence[int], patience_s: float, on_end: ReadEnd) -> bool:
+    def read(
+        self,
+        group: BlockGroup,
+        key: bytes,
+        offsets: Sequence[int],
+        patience_s: float,
+        on_end: ReadEnd,
+        is_awaited: Callable[[], bool] = lambda: True,
+    ) -> bool:
         """See Tier. Begun reads cannot be cancelled: waiting ones end when none has ended for their patience."""
         (slot,) = self._map.find(group, [key]).tolist()
         if slot == NO_SLOT or not self.available():
             return False
-        self._reads.put(self._job(self._map.groups[group.tag], key, slot, offsets, on_end, patience_s))
+        job = self._job(self._map.readable_by_tag[group.tag], key, slot, offsets, on_end)
+        job.patience_s, job.is_awaited = patience_s, is_awaited
+        self._reads.put(job)
         return True
 
     def _job(
@@ -169,27 +180,25 @@ class DiskTier(Tier):
         slot: int,
         offsets: Sequence[int],
         on_end: Callable[..., None],
-        patience_s: float = inf,
-        block: Block | None = None,
     ) -> SlotJob:
         """Make a read or write of a slot, and pin the slot until that has ended."""
         region, place = self._map.at(slot)
         region.pins[place] += 1
         at = slot, region, place, self._map.offset(slot), known.slot_bytes
-        return SlotJob(known.group, key, *at, offsets, on_end, patience_s, block)
+        return SlotJob(known.group, key, *at, offsets, on_end)
 
     def _read_ended(self, job: SlotJob, end: End) -> None:
         region, place = job.region, job.place
         # A pinned slot gets no other block: one that it has is the one that was read.
-        known = self._map.numbered.get(region.groups[place])
-        is_current = known is not None and self._map.is_current(known)
+        known = self._map.by_number.get(region.groups[place])
+        is_current = known is not None and self._map.is_readable(known)
         if not is_current and end.result in (Result.DONE, Result.CORRUPT):
             end = End(Result.GONE)  # removed during the read, which may have found its header cleared
         if end.fault is DiskFault.CORRUPT and self._file.may_be_torn and region.found[place]:
             end = end._replace(fault=DiskFault.TORN)
         if end.fault is not None:
             self._error(end.fault, end.sentence)
-        if is_current and end.result not in (Result.DONE, Result.DEADLINE, Result.CANCELLED):
+        if is_current and end.result not in (Result.DONE, Result.DEADLINE, Result.CANCELLED, Result.UNWANTED):
             self._clearing.drop([job.slot])
             self._clearing.clear_slots([job.slot])
         if end.result is Result.DONE:
@@ -207,22 +216,28 @@ class DiskTier(Tier):
             return False
         known = self._map.known(group) or KnownGroup(group, self._map.last_number + 1)
         takes = self.available() and len(self._writing) < self._options.most_writes and now >= self._write_at
-        if not takes or not self._fits(known, key) or (taken := self._take(known.slot_bytes)) is None:
+        if not takes or not self._fits(known, key) or (slot := self._take(known.slot_bytes)) is None:
             return False
         assert all(block.checksums), "without checksums, a damaged block could not be detected"
-        slot = taken
         if known.number > self._map.last_number:
-            if (before := self._map.groups.get(group.tag)) is not None:  # the namespace has a new geometry
-                written = [name for tag, name in self._writing if tag == group.tag]
-                self.remove(before.group, [*self._map.keys_of(before), *written], "")
-                del self._map.numbered[before.number]
-            self._map.last_number = known.number
-            self._map.groups[group.tag] = self._map.numbered[known.number] = known
-        self._writing[group.tag, key] = job = self._job(known, key, slot, offsets, on_end, block=block)
+            self._add_group(known)
+        self._writing[group.tag, key] = job = self._job(known, key, slot, offsets, on_end)
+        job.block = block
         self._writes.put(job)
         return True
 
+    def _add_group(self, known: KnownGroup) -> None:
+        """Add a group that has no block yet. It replaces one of another geometry, whose blocks are removed."""
+        tag = known.group.tag
+        if (before := self._map.readable_by_tag.get(tag)) is not None:
+            written = [key for other, key in self._writing if other == tag]
+            self.remove(before.group, [*self._map.keys_of(before), *written], "")
+            del self._map.by_number[before.number]
+        self._map.last_number = known.number
+        self._map.readable_by_tag[tag] = self._map.by_number[known.number] = known
+
     def _fits(self, known: KnownGroup, key: bytes) -> bool:
+        """Return whether the tier can have blocks of this size; report once that it cannot."""
         group = known.group
         fits = MIN_SLOT_BYTES <= known.slot_bytes <= self._map.slots.region_bytes and group.nbytes < 1 << 32
         fits = fits and 0 < len(key) <= MAX_KEY_BYTES and fits_header(group, len(key))
@@ -242,9 +257,9 @@ class DiskTier(Tier):
                 self._map.open_region(number, size)
                 self._clearing.region_opened(number, size)
             return slot
-        if not self._evicted.get(size) and not self._evict_next(size):
+        if not self._to_overwrite.get(size) and not self._evict_next(size):
             return None
-        return self._evicted[size].pop(0)
+        return self._to_overwrite[size].pop(0)
 
     def _evict_next(self, size: int) -> bool:
         """Advance the clock hand until it has freed slots of this size; recently used blocks get a second chance.
@@ -270,12 +285,12 @@ class DiskTier(Tier):
             if victims:
                 self._used_when_full = self._map.slots.used_bytes
                 self._clearing.drop(slots := [first + place for place in victims])
-                self._evicted.setdefault(size, []).extend(slots)
+                self._to_overwrite.setdefault(size, []).extend(slots)
                 return True
             if left <= 0:  # the next write continues from here
                 return False
-        for unused in [one for one in self._evicted if one != size]:  # else their regions keep their size
-            self._clearing.clear_slots(self._evicted.pop(unused))
+        for unused in [one for one in self._to_overwrite if one != size]:  # else their regions keep their size
+            self._clearing.clear_slots(self._to_overwrite.pop(unused))
         return False
 
     def _write_ended(self, job: SlotJob, end: End) -> None:
@@ -295,7 +310,9 @@ class DiskTier(Tier):
             if (len(self._clearing.put_aside) + 1) * _PUT_ASIDE_DIVISOR <= self._map.blocks:
                 self._clearing.put_aside.add(job.slot)
         if kept and result is Result.DONE:
-            self._map.add(self._map.groups[job.group.tag], job.key, job.slot, int(self._wall_clock()) // HOUR_S)
+            self._map.add(
+                self._map.readable_by_tag[job.group.tag], job.key, job.slot, int(self._wall_clock()) // HOUR_S
+            )
             self._listener.blocks_stored(self, job.group, [job.key])
         else:
             self._clearing.clear_slots([job.slot])
@@ -305,24 +322,24 @@ class DiskTier(Tier):
     # --- removing --------------------------------------------------------------------------------
 
     def remove(self, group: BlockGroup, keys: Sequence[bytes], why: str) -> None:
-        self._clear_evicted()
+        self._clear_to_overwrite()
         # Of whatever geometry: after a restart no rank may have registered yet.
-        known = self._map.groups.get(group.tag)
+        known = self._map.readable_by_tag.get(group.tag)
         slots = [] if known is None else self._map.slots_of(known.group, list(dict.fromkeys(keys)))
         self._clearing.drop(slots)
         for key in keys:
             self._writing.pop((group.tag, key), None)  # the block is dropped at the end of the write
         self._clearing.clear_slots(slots)
 
-    def _clear_evicted(self) -> None:
+    def _clear_to_overwrite(self) -> None:
         """Clear the records of evicted slots that no write has replaced: some may be of blocks that must stay away."""
-        for slots in self._evicted.values():
+        for slots in self._to_overwrite.values():
             self._clearing.clear_slots(slots)
-        self._evicted.clear()
+        self._to_overwrite.clear()
 
     def remove_all(self, fingerprint: bytes | None) -> int:
-        self._clear_evicted()
-        gone = [known for known in self._map.groups.values() if fingerprint in (None, known.group.fingerprint)]
+        self._clear_to_overwrite()
+        gone = [known for known in self._map.readable_by_tag.values() if fingerprint in (None, known.group.fingerprint)]
         tags = {known.group.tag for known in gone}
         for name in [name for name in self._writing if name[0] in tags]:
             del self._writing[name]
@@ -356,7 +373,7 @@ class DiskTier(Tier):
     def bytes_by_namespace(self) -> Counter[bytes]:
         """Bytes of readable blocks by fingerprint."""
         found = Counter[bytes]()
-        for known in self._map.groups.values():
+        for known in self._map.readable_by_tag.values():
             found[known.group.fingerprint] += known.blocks * known.group.nbytes
         return found
 
@@ -396,7 +413,7 @@ class DiskTier(Tier):
             return True
         self._reads.end(Result.CANCELLED)
         self._writes.end(End(Result.CANCELLED))
-        self._clear_evicted()
+        self._clear_to_overwrite()
         if not self._clearing.finish(until):
             return False
         if not all([one.close(until) for one in (self._reads, self._writes, self._clearing.threads)]):  # noqa: C419

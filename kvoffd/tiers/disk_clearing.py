@@ -1,4 +1,8 @@
-"""Removal of blocks from a disk: lookups stop finding them, a thread clears their records, then their slots are free.
+"""Removal of blocks from a disk.
+
+1. ``drop``: lookups do not find the block any more. Its slot stays allocated.
+2. ``clear_slots``: the slot is pinned while a thread clears its record.
+3. ``unpin``: the slot is free, unless a read or write has pinned it too, or a write to it has failed.
 
 A clear, a reset, or a region that changes its slot size is processed in steps of ``CLEARED_AT_ONCE`` blocks. The thread
 also writes the rest of the index: its head, and the slot sizes of regions.
@@ -106,6 +110,7 @@ class Clearing:
         return write
 
     def unpin(self, slots: Sequence[int]) -> None:
+        """End a read, a write or the clearing of slots, and free those of no block that nothing else has pinned."""
         free: list[int] = []
         for slot in slots:
             region, place = self._map.at(slot)
@@ -120,6 +125,7 @@ class Clearing:
                 del self._map.regions[number]
 
     def free_in_steps(self, slots: Iterator[list[int]]) -> None:
+        """Drop and clear batches of slots, each once the previous one is free."""
         self._freeing.append(slots)
         if len(self._freeing) == 1:
             self._post(self._free_batch)

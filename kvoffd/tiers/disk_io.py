@@ -71,6 +71,8 @@ class SlotJob:
     on_end: Callable[..., None]
     patience_s: float = inf
     """Patience of a read."""
+    is_awaited: Callable[[], bool] = lambda: True
+    """Whether somebody waits for a read: see ``Tier.read``."""
     block: Block | None = None
     """Block to write."""
 
@@ -94,6 +96,58 @@ def failed_end(file: DiskFile, job: SlotJob, verb: str, error: OSError) -> End:
     what = f"{job.nbytes} bytes at offset {job.offset}"
     why = error.strerror or str(error)
     return End(Result.FAILED, None, kind, f"The disk tier could not {verb} {what} of {file.path}: {why}.")
+
+
+class BlockRead:
+    """``struct block_read`` of disk_reads.c. A part is the header, or a shard with its padding.
+
+    Attributes:
+        number: identifies it among the running reads.
+        offset: in the file.
+        words: the struct, of 64-bit words: ``_HEAD`` of them; then for each part its address and bytes; for each part
+            the bytes to checksum; for each part the checksum.
+    """
+
+    __slots__ = ("_parts", "number", "offset", "words")
+    _FOUND, _HEAD = 2, 4
+    """Index of the result, behind number and offset, and behind it the number of parts."""
+
+    def __init__(self, number: int, offset: int, parts: Sequence[int], summed: Sequence[int]) -> None:
+        self.number, self.offset, self._parts = number, offset, len(summed)
+        self.words = array("Q", [number, offset, 0, len(summed), *parts, *summed, *[0] * len(summed)])
+
+    @property
+    def address(self) -> int:
+        return self.words.buffer_info()[0]
+
+    @property
+    def found(self) -> int:
+        """Bytes read, or the negative errno."""
+        return ctypes.c_int64(self.words[self._FOUND]).value
+
+    @found.setter
+    def found(self, nbytes: int) -> None:
+        self.words[self._FOUND] = nbytes % 2**64
+
+    @property
+    def parts(self) -> list[tuple[int, int]]:
+        """Address and bytes of each part."""
+        words = self.words[self._HEAD : self._HEAD + 2 * self._parts].tolist()
+        return list(zip(words[::2], words[1::2], strict=True))
+
+    @property
+    def summed(self) -> Sequence[int]:
+        """Bytes of each part to checksum."""
+        return self.words[self._HEAD + 2 * self._parts :][: self._parts]
+
+    @property
+    def checksums(self) -> Sequence[int]:
+        """Checksum of each part."""
+        return self.words[self._HEAD + 3 * self._parts :]
+
+    @checksums.setter
+    def checksums(self, sums: Sequence[int]) -> None:
+        self.words[self._HEAD + 3 * self._parts :] = array("Q", sums)
 
 
 class Reads:
@@ -124,8 +178,8 @@ class Reads:
         self._name, self._file, self._pool = name, file, pool
         self._on_end, self._post, self._clock = on_end, post, clock
         self._waiting: deque[SlotJob] = deque()
-        self._reading: dict[int, tuple[SlotJob, array[int]]] = {}
-        """Running reads by number, with their ``struct block_read``."""
+        self._reading: dict[int, tuple[SlotJob, BlockRead]] = {}
+        """Running reads by number."""
         self._nbytes = 0
         """Bytes of the running reads."""
         self._free = list(range(most))
@@ -166,17 +220,18 @@ class Reads:
             lengths = job.group.lengths
             for at, length in zip(job.shards, lengths, strict=True):
                 parts += self._pool_at + at, page_up(length)
-            header, count = (self._headers_at + number * HEADER_BYTES, HEADER_BYTES), 1 + len(lengths)
-            # The parts are the header, whose checksum is not needed, and the shards.
-            read = array("Q", [number, job.offset, 0, count, *header, *parts, 0, *lengths, *[0] * count])
+            header = self._headers_at + number * HEADER_BYTES, HEADER_BYTES
+            read = BlockRead(
+                number, job.offset, (*header, *parts), (0, *lengths)
+            )  # the header's checksum is not needed
             if not self._reading:
                 self._progress_at = self._clock()
             self._reading[number] = job, read
             self._nbytes += job.nbytes
             self._add(read)
 
-    def _add(self, read: array[int]) -> None:
-        self._native.reader_add(self._reader, read.buffer_info()[0])
+    def _add(self, read: BlockRead) -> None:
+        self._native.reader_add(self._reader, read.address)
 
     def _take_ended(self) -> Sequence[int]:
         numbers = array("Q", bytes(8 * ENDED_AT_ONCE))
@@ -194,11 +249,13 @@ class Reads:
             end = self._compared(job, self._headers[number * HEADER_BYTES : (number + 1) * HEADER_BYTES], read)
             self._free.append(number)
             self._finish(job, end)
+        while self._waiting and not self._waiting[0].is_awaited():
+            self._finish(self._waiting.popleft(), End(Result.UNWANTED))
         self._begin()
 
-    def _compared(self, job: SlotJob, header: memoryview, read: array[int]) -> End:
+    def _compared(self, job: SlotJob, header: memoryview, read: BlockRead) -> End:
         """Return whether the read bytes are the requested block, as it was written."""
-        found = ctypes.c_int64(read[2]).value
+        found = read.found
         if found < 0:
             return failed_end(self._file, job, "read", OSError(-found, os.strerror(-found)))
         if found < job.nbytes:
@@ -208,7 +265,7 @@ class Reads:
         if block is not None and (block.group, block.key) != (job.group, job.key):
             return End(Result.GONE)  # the index belongs to another copy of the file, or is older than a power cut
         if block is not None:
-            shards = zip(block.checksums, read[-len(job.shards) :], job.shards, job.group.lengths, strict=True)
+            shards = zip(block.checksums, read.checksums[1:], job.shards, job.group.lengths, strict=True)
             if all(right == (found or digest(self._pool[at : at + length])) for right, found, at, length in shards):
                 return End(Result.DONE, block)
         sentence = (

@@ -137,10 +137,10 @@ class DiskMap:
         self.slots = SlotAllocator(head.regions * head.region_bytes, head.region_bytes)
         self.regions: OrderedDict[int, Region] = OrderedDict()
         """Regions by number, in the order in which the hand comes to them. (Removals at the start slow a dict.)"""
-        self.groups: dict[int, KnownGroup] = {}
-        """Groups with readable blocks, by tag."""
-        self.numbered: dict[int, KnownGroup] = {}
-        """These and groups that are being removed, by number."""
+        self.readable_by_tag: dict[int, KnownGroup] = {}
+        """Groups with readable blocks."""
+        self.by_number: dict[int, KnownGroup] = {}
+        """These, and groups that are being removed as a whole: their slots are not free yet."""
         self.last_number = 0
         self._addresses = (_RegionAddresses * head.regions)()
         """Addresses of the regions' arrays, by number."""
@@ -168,16 +168,16 @@ class DiskMap:
             group, tried = self._group_of(tag, slots)
             left -= tried
             if group is not None:
-                self.groups[tag] = KnownGroup(group, number)
+                self.readable_by_tag[tag] = KnownGroup(group, number)
                 newest[group.fingerprint] = max(group.generation, newest.get(group.fingerprint, 0))
-        for known in list(self.groups.values()):
+        for known in list(self.readable_by_tag.values()):
             group = known.group
             if group.generation < max(generation(group.fingerprint), newest[group.fingerprint]):
-                del self.groups[group.tag]
+                del self.readable_by_tag[group.tag]
         self.last_number = len(samples)
-        self.numbered = {known.number: known for known in self.groups.values()}
+        self.by_number = {known.number: known for known in self.readable_by_tag.values()}
         is_known = np.zeros(self.last_number + 1, np.bool_)
-        is_known[list(self.numbered)] = True
+        is_known[list(self.by_number)] = True
         gone: list[int] = []
         for number, region in self.regions.items():
             first, numbers = number * self.slots.slots_per_region, region.group_numbers
@@ -251,13 +251,14 @@ class DiskMap:
             hours, of_hour = np.unique(np.frombuffer(region.hours, np.uint32)[there], return_counts=True)
             self._hours.update(dict(zip(hours.tolist(), of_hour.tolist(), strict=True)))
         self.slots.restore(np.concatenate(slots), sizes)
-        for known in self.numbered.values():
+        for known in self.by_number.values():
             known.blocks = int(counts[known.number])
             self.blocks += known.blocks
             self.nbytes += known.blocks * known.group.nbytes
 
     def known(self, group: BlockGroup) -> KnownGroup | None:
-        known = self.groups.get(group.tag)
+        """Return what is known of a group with readable blocks; None if they have another geometry."""
+        known = self.readable_by_tag.get(group.tag)
         return known if known is not None and known.group == group else None
 
     def find(self, group: BlockGroup, keys: Sequence[bytes]) -> npt.NDArray[np.uint32]:
@@ -330,21 +331,23 @@ class DiskMap:
             if not self._hours[hour]:
                 del self._hours[hour]
             region.groups[place], region.hours[place] = 0, NEVER
-        gone = [(known, keys[known.number]) for known in map(self.numbered.__getitem__, keys) if self.is_current(known)]
+        gone = [
+            (known, keys[known.number]) for known in map(self.by_number.__getitem__, keys) if self.is_readable(known)
+        ]
         for known, its in gone:
             known.blocks -= len(its)
             self.blocks -= len(its)
             self.nbytes -= len(its) * known.group.nbytes
         return gone
 
-    def is_current(self, known: KnownGroup) -> bool:
+    def is_readable(self, known: KnownGroup) -> bool:
         """Return whether the group was not removed as a whole."""
-        return self.groups.get(known.group.tag) is known
+        return self.readable_by_tag.get(known.group.tag) is known
 
     def remove_whole(self, gone: Sequence[KnownGroup]) -> Iterator[list[int]]:
         """Stop finding blocks of these groups. Yields their slots in batches; clear each before the next."""
         for known in gone:
-            del self.groups[known.group.tag]
+            del self.readable_by_tag[known.group.tag]
             self.blocks -= known.blocks
             self.nbytes -= known.blocks * known.group.nbytes
         return self._slots_of_whole([known.number for known in gone], list(self.regions))
@@ -352,7 +355,7 @@ class DiskMap:
     def _slots_of_whole(self, gone: Sequence[int], regions: Sequence[int]) -> Iterator[list[int]]:
         yield from self._slots_in_batches(regions, lambda region: np.isin(region.group_numbers, gone))
         for number in gone:
-            del self.numbered[number]
+            del self.by_number[number]
 
     def slots_of_region(self, number: int) -> Iterator[list[int]]:
         """Yield the slots of a region's blocks in batches, except those that are being read."""

@@ -49,11 +49,13 @@ class Resets(msgspec.Struct):
     floor: Count = 0
     """Generation of all namespaces without their own, from the last time that all were cleared."""
     generations: dict[bytes, Count] = {}
+    followed: dict[bytes, Count] = {}
+    """Fleet generations that were followed here."""
     fleet: dict[str, dict[bytes, Count]] = {}
-    """Fleet generations that were followed here, under an empty name; of release 0.2 by URL of the shared store."""
+    """The same as release 0.2 wrote them, by URL of the shared store. ``Generations.restore`` empties it."""
     unshared: dict[bytes, Count | bool] = {}
     """Namespaces that an engine has reset here: shared stores and peers are not used for one until its fleet generation
-    is above this number. 0: they are, although ``unshared_floor`` is not 0. 0.2 wrote True."""
+    is above this number. 0: they are, although ``unshared_floor`` is not 0. True, which 0.2 wrote, becomes 1."""
     unshared_floor: Count = 0
     """This number for namespaces that are not in ``unshared``: 0 unless the resets or an entry were lost."""
 
@@ -85,14 +87,15 @@ class Generations:
     def restore(self, resets: Resets) -> None:
         """Continue with what an earlier daemon has left. Fleet generations that no node can have written are dropped,
         and numbers that no clear could exceed become the time now: an earlier release followed any number."""
-        self.resets, self._fleet = resets, dict[bytes, int]()
+        now = self._wall_clock()
         for numbers in resets.fleet.values():
             for fingerprint, number in numbers.items():
-                if is_sound(number, self._wall_clock()):
-                    self._fleet[fingerprint] = max(number, self.fleet(fingerprint))
-        for fingerprint, number in resets.unshared.items():
-            if not is_sound(int(number), self._wall_clock()):
-                resets.unshared[fingerprint] = int(self._wall_clock())
+                if is_sound(number, now):
+                    resets.followed[fingerprint] = max(number, resets.followed.get(fingerprint, 0))
+        resets.fleet = {}
+        resets.unshared = {of: int(at if is_sound(at, now) else now) for of, at in resets.unshared.items()}
+        self.resets = resets
+        self._fleet = {of: number for of, number in resets.followed.items() if is_sound(number, now)}
 
     # --- this node -------------------------------------------------------------------------------
 
@@ -181,7 +184,7 @@ class Generations:
             self.resets.unshared.pop(fingerprint, None)
             if self.resets.unshared_floor:
                 self._set_unshared(fingerprint, 0)
-        put_newest(self.resets.fleet.setdefault("", {}), fingerprint, generation, MAX_NAMES, self.is_open)
+        put_newest(self.resets.followed, fingerprint, generation, MAX_NAMES, self.is_open)
         self.voided.discard(fingerprint)
         self._save()
 
@@ -198,7 +201,7 @@ class Generations:
     def unshared_of(self, fingerprints: Iterable[bytes]) -> list[bytes]:
         """Return those of ``fingerprints`` that are not shared, then all others that are known not to be."""
         candidates = dict.fromkeys((*fingerprints, *self.resets.unshared))
-        return [one for one in candidates if self.is_unshared(one)]
+        return [fingerprint for fingerprint in candidates if self.is_unshared(fingerprint)]
 
     def unshared_at(self, fingerprint: bytes) -> int:
         """Return the number above which a fleet generation shares the namespace again; 0 if it is shared."""

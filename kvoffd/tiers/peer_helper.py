@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import numpy as np
@@ -105,12 +105,20 @@ INFINIBAND, ACTIVE = Path("/sys/class/infiniband"), "4:"
 """See the kernel's Documentation/ABI/stable/sysfs-class-infiniband."""
 
 
+class Agent(NamedTuple):
+    """Agent of NIXL in a peer. ``pool_at``: address of the peer's pool there."""
+
+    metadata: bytes
+    name: str
+    pool_at: int
+
+
 class Transfer:
     """A read of a peer's memory. ``handle`` is None once it has ended."""
 
     def __init__(self, peer: int, ident: int, part: int, handle: Any, began: float) -> None:
         self.peer, self.ident, self.part, self.handle, self.began = peer, ident, part, handle, began
-        self.left = False
+        self.abandoned = False
         """Whether nobody waits for it any more."""
 
 
@@ -130,8 +138,8 @@ class Link:
     UNKNOWN = "{} cannot be reached: its name is not known here; check how it is written in peers."
     REFUSED = "{} refuses this node: it has another secret, or is no kvoffd; give all nodes the same peer_secret_file."
 
-    def __init__(self, one: zmq.Socket[bytes]) -> None:
-        self.events: zmq.Socket[bytes] = one.get_monitor_socket(LINK_EVENTS)
+    def __init__(self, peer: zmq.Socket[bytes]) -> None:
+        self.events: zmq.Socket[bytes] = peer.get_monitor_socket(LINK_EVENTS)
         self.problem = ""
         """A sentence with a place for the peer's address, once an attempt has failed and none has succeeded since."""
         self._tried_at: float | None = None
@@ -170,8 +178,10 @@ class Helper:
         self._refused = 0
         """Connections of peers whose handshake failed."""
         self._links_to: dict[int, Link] = {}
-        self._lent: dict[tuple[bytes, int], float] = {}
+        self._lent_until: dict[tuple[bytes, int], float] = {}
+        """Time until which what a request has borrowed, by its route and id, keeps the pauses short."""
         self._in_flight: dict[tuple[bytes, int], float] = {}
+        """Time at which a request, by its route and id, counts as answered."""
         self._spent: Counter[bytes] = Counter()
         self._spent_since = time.monotonic()
         self._asked: dict[int, int] = {}
@@ -182,8 +192,8 @@ class Helper:
         self._stuck = set[int]()
         """Peers that are asked nothing, because all of their reads are stuck."""
         self._stuck_reads = 0
-        self._agents: dict[int, tuple[bytes, str, int]] = {}
-        """Metadata of each peer's agent, the agent's name, and where the peer's pool begins."""
+        self._agents: dict[int, Agent] = {}
+        """Agents by the peer's number. A peer may have two: by its name in the settings, and by a request's address."""
         self._busy_until = self._beat_at = 0.0
         self._start_nixl()
         self._peers = [self._connect(n, peer) if peer else None for n, peer in enumerate(settings.peers)]
@@ -219,31 +229,31 @@ class Helper:
     # --- connections ------------------------------------------------------------------------------
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
-        one: zmq.Socket[bytes] = self._zmq.socket(kind)
-        one.setsockopt(zmq.LINGER, 0)
-        one.setsockopt(zmq.SNDHWM, AT_ONCE)
-        one.setsockopt(zmq.RCVHWM, AT_ONCE)
-        one.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        one.setsockopt(zmq.IPV6, 1)
-        one.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-        one.setsockopt(zmq.HEARTBEAT_TIMEOUT, LOST_MS)
-        one.curve_publickey, one.curve_secretkey = self._keys
-        return one
+        made: zmq.Socket[bytes] = self._zmq.socket(kind)
+        made.setsockopt(zmq.LINGER, 0)
+        made.setsockopt(zmq.SNDHWM, AT_ONCE)
+        made.setsockopt(zmq.RCVHWM, AT_ONCE)
+        made.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        made.setsockopt(zmq.IPV6, 1)
+        made.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        made.setsockopt(zmq.HEARTBEAT_TIMEOUT, LOST_MS)
+        made.curve_publickey, made.curve_secretkey = self._keys
+        return made
 
     def _connect(self, number: int, peer: str, *, waits: bool = False) -> zmq.Socket[bytes]:
         """Begin to connect. Until that is done requests fail at once, or wait."""
-        one = self._socket(zmq.DEALER)
-        one.curve_serverkey = self._keys[0]
-        one.setsockopt(zmq.IMMEDIATE, not waits)
-        one.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
-        one.setsockopt(zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MS)
-        one.setsockopt(zmq.CONNECT_TIMEOUT, LOST_MS)
-        link = Link(one)
-        one.connect(f"tcp://{peer}")
+        dealer = self._socket(zmq.DEALER)
+        dealer.curve_serverkey = self._keys[0]
+        dealer.setsockopt(zmq.IMMEDIATE, not waits)
+        dealer.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+        dealer.setsockopt(zmq.RECONNECT_IVL_MAX, MAX_RECONNECT_MS)
+        dealer.setsockopt(zmq.CONNECT_TIMEOUT, LOST_MS)
+        link = Link(dealer)
+        dealer.connect(f"tcp://{peer}")
         self._links_to[number] = link
         self._poller.register(link.events, zmq.POLLIN)
-        self._poller.register(one, zmq.POLLIN)
-        return one
+        self._poller.register(dealer, zmq.POLLIN)
+        return dealer
 
     def _replace(self, number: int, address: str) -> None:
         """Give a peer's number to another one."""
@@ -255,7 +265,7 @@ class Helper:
         self._asked = {ident: of for ident, of in self._asked.items() if of != number}
         agent = self._agents.pop(number, None)
         if agent is not None and agent not in self._agents.values():
-            self._nixl.remove_remote_agent(agent[1])
+            self._nixl.remove_remote_agent(agent.name)
         self._settings.peers[number] = address
         self._peers[number] = None
         with suppress(zmq.ZMQError):
@@ -271,14 +281,14 @@ class Helper:
         self._guard = ThreadAuthenticator(self._zmq)
         self._guard.start()
         self._guard.configure_curve_callback(DOMAIN, Provider())
-        self._router = one = self._socket(zmq.ROUTER)
-        one.setsockopt(zmq.ZAP_DOMAIN, DOMAIN.encode())
-        one.curve_server = True
-        self._router_events = one.get_monitor_socket(HANDSHAKE_FAILED)
+        self._router = router = self._socket(zmq.ROUTER)
+        router.setsockopt(zmq.ZAP_DOMAIN, DOMAIN.encode())
+        router.curve_server = True
+        self._router_events = router.get_monitor_socket(HANDSHAKE_FAILED)
         self._poller.register(self._router_events, zmq.POLLIN)
         host, _, port = self._settings.listen.rpartition(":")
-        one.bind(f"tcp://{host or '*'}:{port}")
-        self._poller.register(one, zmq.POLLIN)
+        router.bind(f"tcp://{host or '*'}:{port}")
+        self._poller.register(router, zmq.POLLIN)
 
     # --- the loop ---------------------------------------------------------------------------------
 
@@ -295,7 +305,7 @@ class Helper:
                     print(f"The helper process for peers starts again, to use {', '.join(new)}.", file=sys.stderr)
                     return
             reading = len(self._transfers) > self._stuck_reads
-            busy = reading or bool(self._lent) or now < self._busy_until
+            busy = reading or bool(self._lent_until) or now < self._busy_until
             ready = dict(self._poller.poll(0 if busy else IDLE_MS))
             if fd in ready:
                 while select.select([fd], [], [], 0)[0]:
@@ -324,7 +334,7 @@ class Helper:
                 self._busy_until = now + BUSY_AFTER_S
 
     def _forget(self, now: float) -> None:
-        for table in (self._lent, self._in_flight):
+        for table in (self._lent_until, self._in_flight):
             while table and next(iter(table.values())) <= now:
                 del table[next(iter(table))]
         if now >= self._spent_since + 1.0:
@@ -377,7 +387,7 @@ class Helper:
             if parts[0][0] not in (FIND, PIN, RELEASE, FOLLOW):
                 continue
             kind, ident = parts[0], int.from_bytes(parts[1], "little")
-            if kind[0] != RELEASE or self._lent.pop((route, ident), None) is None:
+            if kind[0] != RELEASE or self._lent_until.pop((route, ident), None) is None:
                 if len(self._spent) >= MAX_PEERS and route not in self._spent:
                     continue
                 if self._spent[route] >= REQUESTS_PER_S + BURST or (route, ident) in self._in_flight:
@@ -386,7 +396,7 @@ class Helper:
             if kind[0] != RELEASE:
                 self._in_flight[route, ident] = time.monotonic() + IN_FLIGHT_S
             if kind[0] == PIN:
-                put_newest(self._lent, (route, ident), time.monotonic() + LEASE_S, MAX_LENT)
+                put_newest(self._lent_until, (route, ident), time.monotonic() + LEASE_S, MAX_LENT)
             self._to_daemon(REQUEST, len(route), ident, route + kind + parts[2])
 
     def _reply(self, route: bytes, ident: int, payload: bytes) -> None:
@@ -408,34 +418,34 @@ class Helper:
                 continue  # nobody asked it
             del self._asked[ident]
             try:
-                metadata, begin = msgspec.msgpack.decode(parts[2], type=tuple[bytes, int])
-                self._know(number, metadata, begin)
+                metadata, pool_at = msgspec.msgpack.decode(parts[2], type=tuple[bytes, int])
+                self._know(number, metadata, pool_at)
             except Exception as error:  # a peer that lies
                 self._to_daemon(FAILED, number, ident, f"Its answer is not valid: {error}.".encode())
                 continue
             self._to_daemon(ANSWER, number, ident, parts[1])
 
-    def _know(self, number: int, metadata: bytes, begin: int) -> None:
+    def _know(self, number: int, metadata: bytes, pool_at: int) -> None:
         """Note how NIXL reaches a peer, which has a new agent after a restart."""
         known = self._agents.get(number)
-        if known is not None and known[0] == metadata and known[2] == begin:
+        if known is not None and (known.metadata, known.pool_at) == (metadata, pool_at):
             return
         if known is not None:
             self._drop(number)
-        # A peer may have two numbers: one by the name in the settings, and one by the address in a request.
-        same = next((one for one in self._agents.values() if one[0] == metadata and one[2] == begin), None)
-        if same is None:
-            name = self._nixl.add_remote_agent(metadata)
-            name = name.decode() if isinstance(name, bytes) else name
-            if any(one[1] == name for one in self._agents.values()):
-                raise ValueError("another peer has the same agent")
-            same = metadata, name, begin
-        self._agents[number] = same
+        for agent in self._agents.values():
+            if (agent.metadata, agent.pool_at) == (metadata, pool_at):
+                self._agents[number] = agent
+                return
+        name = self._nixl.add_remote_agent(metadata)
+        name = name.decode() if isinstance(name, bytes) else name
+        if any(agent.name == name for agent in self._agents.values()):
+            raise ValueError("another peer has the same agent")
+        self._agents[number] = Agent(metadata, name, pool_at)
 
     def _drop(self, number: int) -> None:
         """Forget a peer's agent, under all its numbers."""
-        _, name, _ = self._agents[number]
-        self._agents = {at: one for at, one in self._agents.items() if one[1] != name}
+        name = self._agents[number].name
+        self._agents = {at: agent for at, agent in self._agents.items() if agent.name != name}
         with suppress(Exception):
             self._nixl.remove_remote_agent(name)
 
@@ -446,65 +456,67 @@ class Helper:
             self._to_daemon(FAILED, number, ident, why)
             return
         part = self._free[number].pop()
-        _, name, begin = self._agents[number]
+        agent = self._agents[number]
         ends = np.cumsum(pieces[:, 1], dtype=np.uint64)
         at = self._landing_at + part * SLICE_BYTES
         none = np.zeros(len(pieces), np.uint64)
         try:
             here = np.stack([ends - pieces[:, 1] + np.uint64(at), pieces[:, 1], none], axis=1)
-            there = np.stack([pieces[:, 0] + np.uint64(begin), pieces[:, 1], none], axis=1)
+            there = np.stack([pieces[:, 0] + np.uint64(agent.pool_at), pieces[:, 1], none], axis=1)
             lists = self._nixl.get_xfer_descs(here, "DRAM"), self._nixl.get_xfer_descs(there, "DRAM")
-            handle = self._nixl.initialize_xfer("READ", *lists, name)
+            handle = self._nixl.initialize_xfer("READ", *lists, agent.name)
         except Exception as error:  # as for a descriptor that is not in the peer's memory
             self._free[number].append(part)
             self._drop(number)
             self._to_daemon(FAILED, number, ident, f"NIXL refuses to read from it: {error}.".encode())
             return
-        self._transfers[ident] = one = Transfer(number, ident, part, handle, time.monotonic())
-        self._judge(one, self._nixl.transfer)
+        self._transfers[ident] = transfer = Transfer(number, ident, part, handle, time.monotonic())
+        self._report_if_ended(transfer, self._nixl.transfer)
 
     def _end_transfers(self, now: float) -> bool:
         """End what has ended; return whether anything has."""
         ended = False
-        for one in list(self._transfers.values()):
-            if one.handle is not None:
-                ended |= self._judge(one, self._nixl.check_xfer_state)
+        for transfer in list(self._transfers.values()):
+            if transfer.handle is not None:
+                ended |= self._report_if_ended(transfer, self._nixl.check_xfer_state)
         stuck = Counter(
-            one.peer for one in self._transfers.values() if one.handle is not None and now - one.began > STUCK_S
+            transfer.peer
+            for transfer in self._transfers.values()
+            if transfer.handle is not None and now - transfer.began > STUCK_S
         )
         self._stuck = {peer for peer, count in stuck.items() if count == SLICES}
         self._stuck_reads = stuck.total()
         return ended
 
-    def _judge(self, one: Transfer, state_of: Callable[[Any], str]) -> bool:
+    def _report_if_ended(self, transfer: Transfer, state_of: Callable[[Any], str]) -> bool:
         """Report a read if it has ended by its state; return whether it has."""
         try:
-            state = state_of(one.handle)
+            state = state_of(transfer.handle)
         except Exception:
             state = "ERR"
         if state == "PROC":
             return False
-        handle, one.handle = one.handle, None
+        handle, transfer.handle = transfer.handle, None
         with suppress(Exception):
             self._nixl.release_xfer_handle(handle)
-        if state != "DONE" or one.left:
-            self._free_part(one.ident)
+        if state != "DONE" or transfer.abandoned:
+            self._free_part(transfer.ident)
         if state == "DONE":
-            self._to_daemon(DONE, one.peer, one.ident, bytes([one.part]))
+            self._to_daemon(DONE, transfer.peer, transfer.ident, bytes([transfer.part]))
         else:
-            if one.peer in self._agents:
-                self._drop(one.peer)
-            self._to_daemon(FAILED, one.peer, one.ident, b"The connection to it was lost during a read.")
+            if transfer.peer in self._agents:
+                self._drop(transfer.peer)
+            self._to_daemon(FAILED, transfer.peer, transfer.ident, b"The connection to it was lost during a read.")
         return True
 
     def _free_part(self, ident: int) -> None:
         """Have a read's memory used again: now, or once nothing can be written there any more."""
-        if (one := self._transfers.get(ident)) is None:
+        if (transfer := self._transfers.get(ident)) is None:
             return
-        one.left = True
-        if one.handle is None:
+        transfer.abandoned = True
+        if transfer.handle is None:
             del self._transfers[ident]
-            self._free[one.peer].append(one.part)
+            self._free[transfer.peer].append(transfer.part)
 
 
 def links() -> dict[str, int]:

@@ -25,11 +25,10 @@ from contextlib import suppress
 from functools import partial
 from itertools import accumulate, count, groupby
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from kvoffd.errors import KvoffdError
 from kvoffd.pool.memory import PoolMemory
@@ -236,12 +235,20 @@ class PeerHelper:
         self._ids = count(secrets.randbits(62))
         self._channel: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._closed, self._decided, self._cannot_work = threading.Event(), threading.Event(), False
-        """Whether the daemon stops; whether no helper is starting; whether the last one said that it cannot work."""
-        self.life, self.up, self.problem = 0, False, ""
-        """Number of helpers that have ended; whether one works, and if not, a sentence why."""
-        self.refused_handshakes, self._refused_before, self._warn_at = 0, 0, 0.0
-        """Connections to ``listen`` that were refused; those of earlier helpers; when the next may be logged."""
+        self._closed = threading.Event()
+        """Set when the daemon stops."""
+        self._start_ended = threading.Event()
+        """Set unless a helper is starting: it works, or has failed."""
+        self._cannot_work = False
+        """Whether the last helper said so, as without NIXL."""
+        self.life = 0
+        """Number of helpers that have ended."""
+        self.up, self.problem = False, ""
+        """Whether a helper works, and if not, a sentence why."""
+        self.refused_handshakes = self._refused_before = 0
+        """Connections to ``listen`` that were refused; those of earlier helpers."""
+        self._warn_at = 0.0
+        """Time from which on the next of them is logged."""
         self._replies = TaskThread("kvoffd-replies")
         self._thread = DaemonThreads([("kvoffd-peers", self._run)], self._closed.set)
 
@@ -252,7 +259,7 @@ class PeerHelper:
     def check(self) -> None:
         """Raise StoreError unless the helper works. Waits for one that starts."""
         if not self.up:
-            self._decided.wait(max(0.0, self._began + START_S - time.monotonic()))
+            self._start_ended.wait(max(0.0, self._began + START_S - time.monotonic()))
         if not self.up:
             why = self.problem or "The helper process for peers has not started yet."
             raise StoreError("helper", why, final=True)
@@ -340,7 +347,7 @@ class PeerHelper:
     def fail_calls(self, why: str, peer: int | None = None) -> None:
         """Have all that wait for an answer, or for one peer's, raise StoreError."""
         with self._lock:
-            calls = [one for one in self._calls.values() if peer in (None, one.peer)]
+            calls = [call for call in self._calls.values() if peer in (None, call.peer)]
         for call in calls:
             call.problem = why
             call.ended.set()
@@ -348,7 +355,7 @@ class PeerHelper:
     def interrupt(self) -> None:
         """Have all calls, and those that wait for a helper that starts, raise StoreError: the daemon stops."""
         self._closed.set()
-        self._decided.set()
+        self._start_ended.set()
         self.fail_calls("The daemon stops.")
 
     def close(self, deadline_s: float) -> bool:
@@ -416,9 +423,9 @@ class PeerHelper:
             pinned = self._pool[2] if settings.listen else 0
             patience_s, frames = STARTS_S + pinned / PINNED_PER_S, select.poll()
             frames.register(ours, select.POLLIN)
-            self._decided.clear()
+            self._start_ended.clear()
             if self._closed.is_set():
-                self._decided.set()
+                self._start_ended.set()
             with self._lock:  # so that no address is lost that is set now
                 ours.send(msgspec.msgpack.encode(settings))
                 self._channel = ours
@@ -437,7 +444,7 @@ class PeerHelper:
                 self.up = False
                 with self._lock:
                     self._channel = None
-                self._decided.set()  # this one has failed
+                self._start_ended.set()  # this one has failed
                 self._end()
                 code = self._process.wait()
                 self.life += 1
@@ -456,7 +463,7 @@ class PeerHelper:
             return  # its id is the peer's, and answers no call
         if kind == STARTED:
             self.up, self._cannot_work, self.problem = not payload, bool(payload), payload.decode()
-            self._decided.set()
+            self._start_ended.set()
             if self.up:
                 logger.info("The helper process for peers has started.")
             return
@@ -503,7 +510,6 @@ class PeerStore(Store):
 
     def __init__(self, helper: PeerHelper, number: int) -> None:
         self._helper, self._number = helper, number
-        self._no_stop = ctypes.c_uint32(0)
         self._closed = False
 
     def connect(self) -> None:
@@ -524,7 +530,7 @@ class PeerStore(Store):
         _, reply = self._call(FIND, _find_of(group, keys), deadline)
         if len(reply) != GENERATION_BYTES + len(keys):
             raise StoreError("protocol", f"The answer about {len(keys)} keys has {len(reply)} bytes.")
-        return int.from_bytes(reply[:GENERATION_BYTES], "little"), [one == 1 for one in reply[GENERATION_BYTES:]]
+        return int.from_bytes(reply[:GENERATION_BYTES], "little"), [there == 1 for there in reply[GENERATION_BYTES:]]
 
     def touch(self, blocks: Sequence[Block], deadline: float) -> list[bool]:
         return [False] * len(blocks)
@@ -538,9 +544,9 @@ class PeerStore(Store):
             at, busy_until = 0, time.monotonic() + patience_s
             while at < len(every):
                 before = at
-                for one in self._borrow(every[at : at + most], lengths, patience_s):
+                for received in self._borrow(every[at : at + most], lengths, patience_s):
                     at += 1
-                    yield one
+                    yield received
                 if at > before:
                     busy_until = time.monotonic() + patience_s
                 elif time.monotonic() >= busy_until:
@@ -553,69 +559,29 @@ class PeerStore(Store):
     ) -> Iterator[Received | None]:
         """Yield the blocks, which are of one group, up to the first that the peer does not lend now."""
         began = time.monotonic()
-        wanted = Pin(_find_of(requests[0].group, [one.key for one in requests]), lengths)
+        wanted = Pin(_find_of(requests[0].group, [request.key for request in requests]), lengths)
         ident, reply = self._call(PIN, wanted, began + patience_s)
-        reading: deque[_Part] = deque()
+        reading: _Reading | None = None
         try:
-            lent = _Lent(reply, len(requests), len(lengths))
-            yield from self._read(requests, lent, reading, patience_s, began + lent.seconds)
+            pinned = _CheckedPinned(reply, len(requests), len(lengths))
+            until = began + pinned.seconds
+            requests = requests[: len(pinned.places)]
+            pieces_of = [_pieces(request, place) for request, place in zip(requests, pinned.places, strict=True)]
+            reading = _Reading(self._helper, self._number, [piece for pieces in pieces_of for piece in pieces])
+            for request, place, pieces in zip(requests, pinned.places, pieces_of, strict=True):
+                if place is None:
+                    yield None
+                    continue
+                while any(piece.missing_bytes for piece in pieces):
+                    reading.land_next(min(until, time.monotonic() + patience_s))
+                    if time.monotonic() >= until:
+                        raise StoreError("timeout", "The peer's blocks came too late: they may have been overwritten.")
+                block = Block(request.group, request.key, tuple(place.first_blocks), tuple(place.checksums))
+                yield Received(block, [piece.checksum for piece in pieces])
         finally:
-            for part in reading:
-                self._helper.end(part.call)
+            if reading is not None:
+                reading.end()
             self._helper.send(frame(RELEASE, self._number, ident), SEND_S)
-
-    def _read(
-        self, requests: Sequence[GetRequest], lent: _Lent, reading: deque[_Part], patience_s: float, until: float
-    ) -> Iterator[Received | None]:
-        """Read what is lent, and yield each block once its shards are in the pool."""
-        rows = iter(range(lent.blocks))
-        where = [next(rows) if there == LENT else None for there in lent.there]
-        if BUSY in lent.there:
-            requests = requests[: lent.there.index(BUSY)]
-            where = where[: len(requests)]
-        pieces = [
-            _Piece(offset, view)
-            for request, row in zip(requests, where, strict=True)
-            if row is not None
-            for offset, view in zip(lent.offsets[row], request.views, strict=True)
-        ]
-        coming, at = iter(_parts(pieces)), 0
-        for request, row in zip(requests, where, strict=True):
-            if row is None:
-                yield None
-                continue
-            its = pieces[at : at + len(request.views)]
-            at += len(its)
-            while its and not all(piece.left == 0 for piece in its):
-                while len(reading) < AHEAD and (part := next(coming, None)) is not None:
-                    part.call = self._helper.begin(READ, self._number, part.where)
-                    reading.append(part)
-                self._land(reading[0], min(until, time.monotonic() + patience_s))
-                reading.popleft()
-                if time.monotonic() >= until:
-                    raise StoreError("timeout", "The peer's blocks came too late: they may have been overwritten.")
-            block = Block(request.group, request.key, tuple(lent.firsts[row]), tuple(lent.checksums[row]))
-            yield Received(block, [piece.checksum for piece in its])
-
-    def _land(self, part: _Part, deadline: float) -> None:
-        """Wait for a part, and copy it into the pool. Raises StoreError."""
-        helper = self._helper
-        which = self._number * SLICES + helper.wait(part.call, deadline)[0] % SLICES  # its own, whatever was answered
-        landed = helper.landing_address + which * SLICE_BYTES
-        whole = [one for one, _, length in part.spans if length == len(one.view)]
-        slots = array("Q", [one.address for one in whole])
-        slot_bytes, sums = array("Q", [len(one.view) for one in whole]), array("Q", bytes(8 * len(whole)))
-        sources = array("Q", [landed + start for start in accumulate((0, *part.lengths[:-1]))])
-        columns = array("Q", part.addresses), sources, array("Q", part.lengths), slots, slot_bytes, sums
-        to, of, sizes, *checked = (column.buffer_info()[0] for column in columns)
-        native().host_copy(to, of, sizes, len(part.spans), *checked, len(whole), ctypes.byref(self._no_stop))
-        helper.end(part.call)
-        if helper.life != part.call.life:  # another one may have written there
-            raise StoreError("disconnected", "The helper process for peers ended during a read.")
-        for one, found in zip(whole, sums, strict=True):
-            one.checksum = found
-        for one, _, length in part.spans:
-            one.left -= length
 
     def put(self, requests: Sequence[PutRequest], deadline: float) -> Sequence[bool | None]:
         return [None] * len(requests)
@@ -646,38 +612,54 @@ class PeerStore(Store):
         self._helper.fail_calls("The peer is not used any more.", self._number)
 
 
-class _Lent:
-    """A checked ``Pinned``. Raises StoreError."""
+class _Place(NamedTuple):
+    """A block that a peer lends: by rank, the offset in the peer's pool, the first engine block and the checksum."""
+
+    offsets: list[int]
+    first_blocks: list[int]
+    checksums: list[int]
+
+
+class _CheckedPinned:
+    """A ``Pinned`` that was checked. Raises StoreError.
+
+    Attributes:
+        seconds: time until the peer may overwrite the blocks.
+        places: of the requested blocks up to the first that is BUSY; None for one that the peer does not have.
+    """
 
     def __init__(self, reply: bytes, keys: int, ranks: int) -> None:
         try:
             pinned = msgspec.msgpack.decode(reply, type=Pinned)
-            self.seconds = pinned.seconds
-            self.there = list(pinned.there)
-            self.blocks = self.there.count(LENT)
-            if len(self.there) != keys or not set(self.there) <= {ABSENT, LENT, BUSY}:
+            there, self.seconds = pinned.there, pinned.seconds
+            if len(there) != keys or not set(there) <= {ABSENT, LENT, BUSY}:
                 raise ValueError("its length is wrong")
-            self.offsets = _column(pinned.offsets, "<u8", self.blocks, ranks).tolist()
-            self.checksums = _column(pinned.checksums, "<u8", self.blocks, ranks).tolist()
-            self.firsts = _column(pinned.first_blocks, "<u2", self.blocks, ranks).tolist()
+            columns = (pinned.offsets, "<u8"), (pinned.first_blocks, "<u2"), (pinned.checksums, "<u8")
+            shape = there.count(LENT), ranks
+            rows = zip(*(np.frombuffer(data, kind).reshape(shape).tolist() for data, kind in columns), strict=True)
+            lent = map(_Place._make, rows)
+            self.places = [next(lent) if state == LENT else None for state in there]
+            if BUSY in there:
+                del self.places[there.index(BUSY) :]
         except (msgspec.MsgspecError, ValueError) as error:
             raise StoreError("protocol", f"The peer's answer is not valid: {error}.") from error
-
-
-def _column(data: bytes, kind: str, rows: int, columns: int) -> npt.NDArray[Any]:
-    return np.frombuffer(data, kind).reshape(rows, columns)
 
 
 class _Piece:
     """A shard to read: where it is in the peer's pool, and where it shall be."""
 
-    __slots__ = ("address", "checksum", "left", "offset", "view")
+    __slots__ = ("address", "checksum", "missing_bytes", "offset", "view")
 
     def __init__(self, offset: int, view: memoryview) -> None:
-        self.offset, self.view, self.left = offset, view, len(view)
+        self.offset, self.view, self.missing_bytes = offset, view, len(view)
         self.address = address_of(view) if len(view) else 0
         self.checksum = 0
         """Checksum of its bytes; 0 if it came in several parts, or is short."""
+
+
+def _pieces(request: GetRequest, place: _Place | None) -> list[_Piece]:
+    """Return the pieces of a block, by rank; none if it is not lent."""
+    return [] if place is None else list(map(_Piece, place.offsets, request.views))
 
 
 class _Part:
@@ -692,6 +674,52 @@ class _Part:
         self.addresses = [piece.address + begin for piece, begin, _ in spans]
         offsets = [(piece.offset + begin) % 2**64 for piece, begin, _ in spans]
         self.where = np.array([offsets, self.lengths], np.uint64).T.tobytes()
+
+
+class _Reading:
+    """Reads pieces from a peer, in parts, of which up to ``AHEAD`` are under way. For one thread.
+
+    Args:
+        peer: the peer's number.
+        pieces: in the order in which they are read.
+    """
+
+    def __init__(self, helper: PeerHelper, peer: int, pieces: Sequence[_Piece]) -> None:
+        self._helper, self._peer = helper, peer
+        self._to_begin = _parts(pieces)
+        self._under_way: deque[_Part] = deque()
+
+    def land_next(self, deadline: float) -> None:
+        """Wait for the next part, and copy it into the pool; begin to read others. Raises StoreError."""
+        while len(self._under_way) < AHEAD and (part := next(self._to_begin, None)) is not None:
+            part.call = self._helper.begin(READ, self._peer, part.where)
+            self._under_way.append(part)
+        self._land(self._under_way[0], deadline)
+        self._under_way.popleft()
+
+    def _land(self, part: _Part, deadline: float) -> None:
+        helper = self._helper
+        which = self._peer * SLICES + helper.wait(part.call, deadline)[0] % SLICES  # its own, whatever was answered
+        landed = helper.landing_address + which * SLICE_BYTES
+        whole = [piece for piece, _, length in part.spans if length == len(piece.view)]
+        slots = array("Q", [piece.address for piece in whole])
+        slot_bytes, sums = array("Q", [len(piece.view) for piece in whole]), array("Q", bytes(8 * len(whole)))
+        sources = array("Q", [landed + start for start in accumulate((0, *part.lengths[:-1]))])
+        columns = array("Q", part.addresses), sources, array("Q", part.lengths), slots, slot_bytes, sums
+        to, of, sizes, *checked = (column.buffer_info()[0] for column in columns)
+        native().host_copy(to, of, sizes, len(part.spans), *checked, len(whole), ctypes.byref(ctypes.c_uint32(0)))
+        helper.end(part.call)
+        if helper.life != part.call.life:  # another one may have written there
+            raise StoreError("disconnected", "The helper process for peers ended during a read.")
+        for piece, found in zip(whole, sums, strict=True):
+            piece.checksum = found
+        for piece, _, length in part.spans:
+            piece.missing_bytes -= length
+
+    def end(self) -> None:
+        """End what is under way; its memory is used again once nothing can be written there any more."""
+        for part in self._under_way:
+            self._helper.end(part.call)
 
 
 def _parts(pieces: Sequence[_Piece]) -> Iterator[_Part]:

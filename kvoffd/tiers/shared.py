@@ -16,7 +16,7 @@ from kvoffd.pool.slot_table import MAX_KEY_BYTES
 from kvoffd.system.newest import put_newest
 from kvoffd.system.threads import Workers
 from kvoffd.tiers.answers import NO_S, REFUSED_S, UNKNOWN, Answers
-from kvoffd.tiers.asking_thread import Answer, Ask, AskingThread, Look, Probe, Question, Raise, Unfollowed
+from kvoffd.tiers.asking_thread import Answer, Ask, AskingThread, Look, Poll, Probe, Question, Raise, Unfollowed
 from kvoffd.tiers.block_threads import (
     BlockThread,
     ObjectRead,
@@ -25,7 +25,6 @@ from kvoffd.tiers.block_threads import (
     take_batch,
 )
 from kvoffd.tiers.breaker import Breaker
-from kvoffd.tiers.fullness import Fullness
 from kvoffd.tiers.generations import Generations
 from kvoffd.tiers.header import (
     Block,
@@ -38,10 +37,12 @@ from kvoffd.tiers.store import (
     Store,
     StoreError,
 )
+from kvoffd.tiers.store_health import StoreHealth
 from kvoffd.tiers.tier import (
     ABSENT,
     ASKED,
     READERS_NICE,
+    Found,
     ReadEnd,
     Result,
     Tier,
@@ -70,17 +71,6 @@ HANGS_S = 0.5
 """Time after its deadline by which an ask must have begun."""
 RAISE_S = 5.0
 """Limit for raising a generation, or for checking whether another node did."""
-QUIET_S = 10.0
-"""Time without answers after which the store is probed, so that operators learn if it is gone."""
-LOOK_S, SILENT_LOOK_S = 10.0, 600.0
-"""Intervals at which the store is asked how full it is; the latter if it does not report that."""
-FULL_PAUSE_S = 5.0
-"""Pause of writes after the store refused one: it is full, a replica, or does not permit it."""
-SHOWN_S = 60.0
-"""Time for which a refused write is in health, unless one succeeds, and a full store counts as full."""
-STEADY_S = 5.0
-"""Log "reachable" only after this long, so that an unstable store does not fill the log."""
-LOGGED_S = 60.0
 OLD_WEIGHT = 0.9
 """Weight of earlier samples in the mean duration of asks."""
 
@@ -91,7 +81,7 @@ class SharedTier(Tier):
     Objects of a namespace have its fleet generation, which differs from that of the block group.
 
     Args:
-        name: for operators: the URL, without a password.
+        name: the URL, without a password, for operators; empty for a place of a network that no peer has yet.
         open_store: makes a connection, for one thread.
         pool: the pool's memory.
         clock: ``time.monotonic``, by which the threads measure deadlines too.
@@ -124,7 +114,7 @@ class SharedTier(Tier):
         self.post = post
         self._answers = Answers(clock, ask_deadline_s, first.believed_s)
         self.generations = generations or Generations()
-        self._poll_next = self._looking = self._probing = self.closed = False
+        self._poll_next = self.closed = False
         self._unfollowed: list[Raise] = []
         """Raises that a peer has not followed yet: ``tick`` asks again."""
         self._asked_keys = 0
@@ -146,27 +136,21 @@ class SharedTier(Tier):
             f"{name}-write", writes, lambda error: Result.FAILED, self._write_ended, *ends, take
         )
         if name:
-            self._probe()
+            self._put_due_questions()
 
     def _begin(self, name: str) -> None:
         """Know nothing yet of the store of this name."""
         self.name, self.counters = name, TierStats()
-        self.problem = self._refusal = ""
-        """``problem``: last failure of the whole store, a sentence."""
+        self.health = StoreHealth(self.breaker, self.counters, len(self._pool), self._clock)
         self._polled_at: dict[bytes, float] = {}
         self._heard_of: dict[bytes, float] = {}
         """Time of the last answer about each namespace, whose generation is followed since."""
-        self._write_at = self._steady_at = self._shown_until = 0.0
-        self._look_at = self._heard_at = self._clock()
-        self._unexpected_at = self._clock() - LOGGED_S
-        self._logged_reachable = False
-        self._fullness = Fullness(self.counters, len(self._pool), self._clock)
 
     def renew(self, name: str) -> None:
         """Become the tier of another store, while idle."""
         self._begin(name)
         self._answers.clear()
-        self._logged_reachable = True
+        self.health.assume_steady()
         self.breaker.reset()  # the first question waits for the connection
 
     @property
@@ -176,7 +160,7 @@ class SharedTier(Tier):
 
     def _next_question(self, waiting: deque[Question]) -> list[Question]:
         """Take polls and other questions in turn, so that neither delays the other."""
-        polls = (isinstance(one, Ask) and not one.keys for one in waiting)
+        polls = (isinstance(question, Poll) for question in waiting)
         at = next((at for at, is_poll in enumerate(polls) if is_poll is self._poll_next), 0)
         self._poll_next = not self._poll_next
         question = waiting[at]
@@ -185,9 +169,10 @@ class SharedTier(Tier):
 
     # --- answers of the store --------------------------------------------------------------------
 
-    def find(self, group: BlockGroup, keys: Sequence[bytes], *, prefix: bool) -> bytes:
+    def find(self, group: BlockGroup, keys: Sequence[bytes], *, prefix: bool) -> Found:
         if self.breaker.open or self.closed:
-            return bytes(len(keys))
+            return Found(bytes(len(keys)))
+        question: Ask | None = None
         states = self._answers.states(group.tag, keys)
         gap = states.find(ABSENT) if prefix else -1
         unknown = list(compress(range(gap if gap >= 0 else len(keys)), states.translate(_IS_UNKNOWN)))
@@ -196,15 +181,15 @@ class SharedTier(Tier):
         if wanted := unknown[: MAX_ASKED - self._asked_keys]:
             its = slice(wanted[0], wanted[-1] + 1)
             states[its] = states[its].replace(bytes([UNKNOWN]), bytes([ASKED]))
-            self._ask(group, keys if len(wanted) == len(keys) else list(map(keys.__getitem__, wanted)), prefix)
-        return bytes(states).replace(bytes([UNKNOWN]), bytes([ABSENT]))
-
-    def _ask(self, group: BlockGroup, keys: Sequence[bytes], prefix: bool) -> None:
-        now = self._clock()
-        self._answers.asked(group.tag, keys)
-        self._asked_keys += len(keys)
-        self.counters.asked_keys += len(keys)
-        self._asking.put(Ask(group, keys, prefix, now + self.ask_deadline_s))
+            every = len(wanted) == len(keys)
+            asked = keys if every else list(map(keys.__getitem__, wanted))
+            self._answers.asked(group.tag, asked)
+            self._asked_keys += len(asked)
+            self.counters.asked_keys += len(asked)
+            ask = Ask(group, asked, prefix, self._clock() + self.ask_deadline_s)
+            self._asking.put(ask)
+            question = ask if every else None
+        return Found(bytes(states).replace(bytes([UNKNOWN]), bytes([ABSENT])), question)
 
     # --- reading, writing, removing --------------------------------------------------------------
 
@@ -213,19 +198,28 @@ class SharedTier(Tier):
         believed = self._answers.are_believed(tag, keys)
         return [fits and (tag, key) not in self._writes and not its for key, its in zip(keys, believed, strict=True)]
 
-    def read(self, group: BlockGroup, key: bytes, offsets: Sequence[int], patience_s: float, on_end: ReadEnd) -> bool:
+    def read(
+        self,
+        group: BlockGroup,
+        key: bytes,
+        offsets: Sequence[int],
+        patience_s: float,
+        on_end: ReadEnd,
+        is_awaited: Callable[[], bool] = lambda: True,
+    ) -> bool:
         if (
             not self.available()
             or not all(self._answers.are_believed(group.tag, [key]))
             or self._reading.waiting >= MAX_READS
         ):
             return False
-        self._reading.put(ObjectRead(group, self._stored(group), key, self._views(group, offsets), patience_s, on_end))
+        stored, views = self._stored(group), self._views(group, offsets)
+        self._reading.put(ObjectRead(group, stored, key, views, patience_s, on_end, is_awaited))
         return True
 
     def write(self, block: Block, offsets: Sequence[int], on_end: WriteEnd) -> bool:
         group, key = block.group, block.key
-        if not self.available() or self._clock() < self._write_at or group.nbytes > MAX_OBJECT_BYTES:
+        if not self.available() or not self.health.accepts_writes or group.nbytes > MAX_OBJECT_BYTES:
             self.counters.dropped_writes += 1
             return False
         # Blocks of a namespace that was reset on all nodes belong to the earlier generation until they are dropped.
@@ -265,61 +259,49 @@ class SharedTier(Tier):
 
     @property
     def lifetime_bytes(self) -> int:
-        return self._fullness.lifetime_bytes
-
-    @property
-    def refusal(self) -> str:
-        """Reason why the store refuses writes, a sentence; empty if it accepts them."""
-        return self._refusal if self._clock() < self._shown_until else ""
+        return self.health.fullness.lifetime_bytes
 
     @property
     def servers(self) -> list[Server]:
         """The servers of the store, as far as they are known."""
         found = list(self._store.servers or ())
-        return found if len(found) != 1 else [Server(found[0].name, self.available(), self.problem)]
+        return found if len(found) != 1 else [Server(found[0].name, self.available(), self.health.problem)]
 
     def tick(self) -> None:
         """End waiting reads while the breaker is open. Probe when it is due, and open the breaker while the asking
         thread hangs, as in name resolution. Report unreachable servers, and when the store is reachable.
         """
-        if not self.name:
+        if not self.name:  # no peer has this place yet
             return
         now = self._clock()
-        for one in self._unfollowed:
-            self._asking.put(one)
+        for request in self._unfollowed:
+            self._asking.put(request)
         self._unfollowed.clear()
         if self.breaker.open:
             self._reading.end((Result.FAILED, None))
-            self._logged_reachable, self._steady_at = False, now + (STEADY_S if self.breaker.opened else 0.0)
-            self._look_at = now
-        elif not self._logged_reachable and now >= self._steady_at:
-            self._logged_reachable = True
-            if not self.only_named:
-                logger.info("%s is reachable.", self.name)
-        if not (self._looking or self.breaker.open) and (now >= self._look_at or self._fullness.wrote_much()):
-            self._looking = True
-            self._asking.put(Look())
-        if not self._probing and now >= (self.breaker.probe_at if self.breaker.open else self._heard_at + QUIET_S):
-            self._probe()
-        for name, error in self._store.servers.take_unraised().items() if self._store.servers is not None else ():
-            self._error(f"{error.kind} {name}", error.sentence)
+        if self.health.becomes_steady() and not self.only_named:
+            logger.info("%s is reachable.", self.name)
+        self._put_due_questions()
+        if self._store.servers is not None:
+            for name, error in self._store.servers.take_unraised().items():
+                self._error(f"{error.kind} {name}", error.sentence)
         if self._asking.longest_s > HANGS_S:
-            overdue = self._asking.end(None, lambda one: isinstance(one, Ask) and one.deadline < now - HANGS_S)
+            overdue = self._asking.end(None, lambda one: isinstance(one, Ask | Poll) and one.deadline < now - HANGS_S)
             if overdue and not self.breaker.open:
                 self.breaker.failed("ask", at_once=True)
                 why = f"Connecting to {self.name} takes too long; check its name and the network."
                 self.failed(StoreError("timeout", why), refused=False)
 
-    def _probe(self) -> None:
-        self._probing = True
-        self._asking.put(Probe())
+    def _put_due_questions(self) -> None:
+        for question in self.health.questions():
+            self._asking.put(question)
 
     def stats(self) -> TierStats:
         reads = self._reading.waiting + self._reading.running
         return replace(
             self.counters,
-            size_bytes=self._fullness.usage.size_bytes,
-            used_bytes=self._fullness.usage.used_bytes,
+            size_bytes=self.health.fullness.usage.size_bytes,
+            used_bytes=self.health.fullness.usage.used_bytes,
             queued_reads=reads,
             queued_writes=len(self._writes),
             errors=self.counters.errors.copy(),
@@ -334,20 +316,21 @@ class SharedTier(Tier):
         self._reading.end((Result.CANCELLED, None))
         self._writing.end(Result.CANCELLED)
         ended = all([one.close(until) for one in (self._asking, self._reading, self._writing)])  # noqa: C419
-        for store in self._stores if ended else ():
-            store.close()
+        if ended:
+            for store in self._stores:
+                store.close()
         return ended
 
     # --- generations of namespaces ---------------------------------------------------------------
 
     def raise_generation(self, fingerprint: bytes, generation: int) -> Raise:
         """Begin to void a namespace's blocks for all nodes; the result shows when that has ended, and how."""
-        one = Raise(fingerprint, generation, self._clock() + RAISE_S)
+        request = Raise(fingerprint, generation, self._clock() + RAISE_S)
         if not (self.breaker.silent or self.closed):
-            self._asking.put(one)
+            self._asking.put(request)
         else:
-            one.ended, one.problem = True, self.problem or f"{self.name} has not been reached yet."
-        return one
+            request.ended, request.problem = True, self.health.problem or f"{self.name} has not been reached yet."
+        return request
 
     def poll(self, fingerprint: bytes) -> None:
         """Check whether a namespace's blocks were voided for all nodes, unless that was done recently."""
@@ -355,7 +338,7 @@ class SharedTier(Tier):
         is_due = now >= self._polled_at.get(fingerprint, -inf) + self._store.poll_s
         if is_due and not (self.breaker.silent or self.closed):
             put_newest(self._polled_at, fingerprint, inf, MAX_NAMESPACES)  # until the answer
-            self._asking.put(Ask(BlockGroup(fingerprint, 0, 0, (), 0), (), True, now + RAISE_S))
+            self._asking.put(Poll(fingerprint, now + RAISE_S))
 
     def heard_of(self, fingerprint: bytes) -> float:
         """Return the time of the store's last answer about a namespace; -inf without one."""
@@ -369,15 +352,18 @@ class SharedTier(Tier):
     # --- what has ended, in the daemon's thread --------------------------------------------------
 
     def _question_ended(self, question: Question, result: Any) -> None:
-        self._heard_at = self._clock()
+        self.health.answered()
         if isinstance(question, Probe):
-            self._probing = False
+            self.health.probed()
         elif isinstance(question, Look):
-            self._looking, self._look_at = False, self._clock() + (SILENT_LOOK_S if result is None else LOOK_S)
-            if not isinstance(result, Exception):
-                self._fullness.looked(result)
+            self.health.looked(result)
         elif isinstance(question, Ask):
             self._asked(question, result if isinstance(result, Answer) else None)
+        elif isinstance(question, Poll):
+            if question.fingerprint in self._polled_at:
+                self._polled_at[question.fingerprint] = self._clock()
+            if isinstance(result, Answer):
+                self._hear(question.fingerprint, result)
         elif isinstance(result, int):
             self._record_generation(question.fingerprint, result)
             question.ended, question.problem = True, ""
@@ -387,29 +373,28 @@ class SharedTier(Tier):
             if not question.ended:
                 self._unfollowed.append(question)
 
+    def _hear(self, fingerprint: bytes, answer: Answer) -> None:
+        """Record an answer's generation and duration."""
+        earlier = self.counters.ask_seconds or answer.seconds
+        self.counters.ask_seconds = OLD_WEIGHT * earlier + (1 - OLD_WEIGHT) * answer.seconds
+        self._record_generation(fingerprint, answer.generation)
+        put_newest(self._heard_of, fingerprint, self._clock(), MAX_NAMESPACES)
+
     def _asked(self, ask: Ask, answer: Answer | None) -> None:
-        fingerprint, counters = ask.group.fingerprint, self.counters
+        fingerprint, found = ask.group.fingerprint, [False] * len(ask.keys)
         self._asked_keys -= len(ask.keys)
-        if not ask.keys and fingerprint in self._polled_at:
-            self._polled_at[fingerprint] = self._clock()
-        found = [False] * len(ask.keys)
         if answer is None:
-            counters.unanswered_keys += len(ask.keys)
+            self.counters.unanswered_keys += len(ask.keys)
         else:
-            earlier = counters.ask_seconds or answer.seconds
-            counters.ask_seconds = OLD_WEIGHT * earlier + (1 - OLD_WEIGHT) * answer.seconds
-            self._record_generation(fingerprint, answer.generation)
-            put_newest(self._heard_of, fingerprint, self._clock(), MAX_NAMESPACES)
+            self._hear(fingerprint, answer)
             if answer.generation == self.generations.fleet(fingerprint):  # else the blocks are void by now
                 found = answer.found
-                counters.found_keys += sum(found)
-        if not ask.keys:
-            return
+                self.counters.found_keys += sum(found)
         self._answers.record(ask.group.tag, ask.keys, found)
         if ask.prefix and False in found:
             gap = found.index(False)
             found = [True] * gap + [False] * (len(found) - gap)
-        self._listener.answered(self, ask.group, ask.keys, found)
+        self._listener.answered(self, ask.group, ask.keys, found, ask)
 
     def _read_ended(self, read: ObjectRead, ended: tuple[Result, Block | None]) -> None:
         result, block = ended
@@ -423,7 +408,7 @@ class SharedTier(Tier):
         if result is Result.DONE:
             counters.read_blocks += 1
             counters.read_bytes += group.nbytes
-        else:
+        elif result is not Result.UNWANTED:
             seconds = REFUSED_S if result is Result.CORRUPT else self._store.failed_s
             if read.refused or not self.available():  # nothing is wrong with this block
                 seconds = NO_S
@@ -444,7 +429,7 @@ class SharedTier(Tier):
         group, key, counters = write.group, write.stored.key, self.counters
         del self._writes[group.tag, key]
         if result is Result.DONE:
-            self._shown_until = 0.0
+            self.health.wrote()
             counters.written_blocks += 1
             counters.written_bytes += group.nbytes
         elif result is Result.PRESENT:
@@ -457,16 +442,8 @@ class SharedTier(Tier):
         write.on_end(result)
 
     def failed(self, error: StoreError, *, refused: bool) -> None:
-        """Record a failure. ``refused``: the server answers, but refuses writes."""
-        self.problem = error.sentence
-        if refused:
-            self._write_at, self._shown_until = self._clock() + FULL_PAUSE_S, self._clock() + SHOWN_S
-            self._refusal = error.sentence
-        if error.kind == "full":
-            self._fullness.refused(SHOWN_S)
-        if self._clock() >= self._unexpected_at + LOGGED_S and error.kind == "internal":
-            self._unexpected_at = self._clock()
-            logger.error("A shared store failed unexpectedly.", exc_info=error.__cause__)
+        """Record a failure, and report it. ``refused``: the server answers, but refuses writes."""
+        self.health.failed(error, refused=refused)
         if self.only_named:
             self.counters.errors[error.kind] += 1
         else:

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from kvoffd.tiers.header import Block, BlockGroup
 
@@ -37,6 +37,7 @@ class Result(StrEnum):
     FAILED = "failed"  # the device, server or file system failed
     DEADLINE = "deadline"  # nothing came within the block's patience, or the device or server hung before its turn
     CANCELLED = "cancelled"  # the tier was closed first
+    UNWANTED = "unwanted"  # only of a read: nobody waited for the block when its turn came
 
 
 class TierListener(Protocol):
@@ -46,11 +47,26 @@ class TierListener(Protocol):
     def blocks_removed(self, tier: Tier, group: BlockGroup, keys: Sequence[bytes]) -> None:
         """A disk does not have these blocks any more. Shared tiers do not call this."""
 
-    def answered(self, tier: Tier, group: BlockGroup, keys: Sequence[bytes], found: Sequence[bool]) -> None:
-        """The answers for keys that ``find`` called ASKED."""
+    def answered(
+        self, tier: Tier, group: BlockGroup, keys: Sequence[bytes], found: Sequence[bool], question: object
+    ) -> None:
+        """The answers for keys that ``find`` called ASKED. ``question``: see ``Found``."""
 
     def error(self, tier: Tier, kind: str, sentence: str) -> None:
         """An error occurred. ``kind`` is a word or two joined by ``_``; errors are counted by kind."""
+
+
+class Found(NamedTuple):
+    """The answer of ``Tier.find``.
+
+    Attributes:
+        states: ABSENT, PRESENT or ASKED for each key.
+        question: identifies the question to a store, if this call asked for all of its keys in one: ``answered`` gets
+            the same object. Else None.
+    """
+
+    states: bytes
+    question: object = None
 
 
 ReadEnd: TypeAlias = Callable[[Result, Block | None], None]
@@ -105,8 +121,8 @@ class Tier(ABC):
         self._listener.error(self, kind, sentence)
 
     @abstractmethod
-    def find(self, group: BlockGroup, keys: Sequence[bytes], *, prefix: bool) -> bytes:
-        """Return ABSENT, PRESENT or ASKED for each key. ``prefix``: keys behind a gap are useless.
+    def find(self, group: BlockGroup, keys: Sequence[bytes], *, prefix: bool) -> Found:
+        """Look for keys. ``prefix``: keys behind a gap are useless.
 
         A device that hangs has no keys. A shared tier asks for keys that it does not know, up to a limit; the others
         are ABSENT.
@@ -117,12 +133,22 @@ class Tier(ABC):
         """Return for each key whether a write would be useful: it is absent, or due to be refreshed."""
 
     @abstractmethod
-    def read(self, group: BlockGroup, key: bytes, offsets: Sequence[int], patience_s: float, on_end: ReadEnd) -> bool:
+    def read(
+        self,
+        group: BlockGroup,
+        key: bytes,
+        offsets: Sequence[int],
+        patience_s: float,
+        on_end: ReadEnd,
+        is_awaited: Callable[[], bool] = lambda: True,
+    ) -> bool:
         """Begin to read into these pool offsets, by rank. Returns False if the block is absent or not accepted now.
 
         Args:
             patience_s: time that the block may take from the beginning of its turn. Before that it waits as long as
                 earlier blocks come; if the device or server hangs, or is given up, it ends too.
+            is_awaited: asked when the block's turn comes, in any thread. If False, the read ends as UNWANTED, and the
+                device or server is not asked for the block.
         """
 
     @abstractmethod

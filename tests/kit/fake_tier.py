@@ -9,7 +9,7 @@ from mmap import mmap
 from zlib import crc32
 
 from kvoffd.tiers.header import Block, BlockGroup
-from kvoffd.tiers.tier import ABSENT, ASKED, PRESENT, ReadEnd, Result, Tier, TierListener, TierStats
+from kvoffd.tiers.tier import ABSENT, ASKED, PRESENT, Found, ReadEnd, Result, Tier, TierListener, TierStats
 
 
 def checksum(data: memoryview | bytes) -> int:
@@ -41,6 +41,8 @@ class Job:
     block: Block | None = None
     removed: bool = False
     """The block was removed since it began."""
+    is_awaited: Callable[[], bool] = lambda: True
+    """Of a read."""
 
 
 class FakeTier(Tier):
@@ -81,8 +83,8 @@ class FakeTier(Tier):
     def available(self) -> bool:
         return not self.hangs
 
-    def find(self, group: BlockGroup, keys: Sequence[bytes], *, prefix: bool) -> bytes:
-        return bytes(self._find(group, key) for key in keys)
+    def find(self, group: BlockGroup, keys: Sequence[bytes], *, prefix: bool) -> Found:
+        return Found(bytes(self._find(group, key) for key in keys))
 
     def _find(self, group: BlockGroup, key: bytes) -> int:
         name = group.tag, key
@@ -104,16 +106,24 @@ class FakeTier(Tier):
             keys = [key for one, key in questions if one == group]
             found = [(group.tag, key) in self.blocks for key in keys]
             self.known.update(((group.tag, key), there) for key, there in zip(keys, found, strict=True))
-            self.listener.answered(self, group, keys, found)
+            self.listener.answered(self, group, keys, found, None)
 
     def wants(self, group: BlockGroup, keys: Sequence[bytes]) -> list[bool]:
         writing = {(job.group.tag, job.key) for job in self.jobs if job.block is not None and not job.removed}
         return [(group.tag, key) not in self.blocks and (group.tag, key) not in writing for key in keys]
 
-    def read(self, group: BlockGroup, key: bytes, offsets: Sequence[int], patience_s: float, on_end: ReadEnd) -> bool:
+    def read(
+        self,
+        group: BlockGroup,
+        key: bytes,
+        offsets: Sequence[int],
+        patience_s: float,
+        on_end: ReadEnd,
+        is_awaited: Callable[[], bool] = lambda: True,
+    ) -> bool:
         if self._find(group, key) != PRESENT or sum(job.block is None for job in self.jobs) >= self._most_jobs:
             return False
-        self.jobs[Job(group, key, offsets, on_end)] = None
+        self.jobs[Job(group, key, offsets, on_end, is_awaited=is_awaited)] = None
         return True
 
     def write(self, block: Block, offsets: Sequence[int], on_end: Callable[[Result], None]) -> bool:
@@ -178,9 +188,9 @@ class FakeTier(Tier):
             self._news.popleft()()
 
     def end(self, job: Job, *, fault: Result | None = None) -> None:
-        """Do a job or let it fail, and call its ``on_end``."""
+        """Do a job or let it fail, and call its ``on_end``. A read that is awaited is done where it were UNWANTED."""
         del self.jobs[job]
-        result = fault or Result.DONE
+        result = fault if fault and not (fault is Result.UNWANTED and job.is_awaited()) else Result.DONE
         if job.block is not None:
             self._end_write(job, job.block, result)
         else:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import c_ubyte
@@ -17,7 +16,7 @@ from kvoffd.system.files import FileCalls, read_all
 from kvoffd.system.threads import ENDED_AT_ONCE, DaemonThreads, Workers
 from kvoffd.tiers import DISK_NAME
 from kvoffd.tiers.disk import DiskTier
-from kvoffd.tiers.disk_io import Reads
+from kvoffd.tiers.disk_io import BlockRead, Reads
 from kvoffd.tiers.header import BlockGroup
 
 PAGE = 4096
@@ -54,27 +53,25 @@ class ReadsWithoutThreads(Reads):
     """What the kernel and a thread would do, tests do."""
 
     def _open(self) -> None:
-        self.added, self._ended = deque[Any](), list[int]()
+        self.added, self._ended = deque[BlockRead](), list[int]()
 
-    def _add(self, read: array[int]) -> None:
+    def _add(self, read: BlockRead) -> None:
         self.added.append(read)
 
     def _take_ended(self) -> list[int]:
         taken, self._ended = self._ended[:ENDED_AT_ONCE], self._ended[ENDED_AT_ONCE:]
         return taken
 
-    def do(self, read: array[int]) -> None:
-        number, offset, _, count, *rest = read
-        views = [memoryview((c_ubyte * size).from_address(at)).cast("B") for at, size in batched(rest[: 2 * count])]
+    def do(self, read: BlockRead) -> None:
+        views = [memoryview((c_ubyte * size).from_address(at)).cast("B") for at, size in read.parts]
         try:
-            read_all(self._file.calls, self._file.fd, views, offset)
+            read_all(self._file.calls, self._file.fd, views, read.offset)
         except OSError as error:
-            read[2] = -(error.errno or 0) % 2**64
+            read.found = -(error.errno or 0)
         else:
-            read[2] = sum(map(len, views))
-            sums = [digest(view[:wanted]) for view, wanted in zip(views, rest[2 * count :][:count], strict=True)]
-            read[4 + 3 * count :] = array("Q", sums)
-        self._ended.append(number)
+            read.found = sum(map(len, views))
+            read.checksums = [digest(view[:wanted]) for view, wanted in zip(views, read.summed, strict=True)]
+        self._ended.append(read.number)
         self._post(self._deliver)
 
     def work(self) -> None:
@@ -90,14 +87,9 @@ class ReadsWithoutThreads(Reads):
         return super().close(until)
 
 
-def batched(values: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Two by two."""
-    return zip(values[::2], values[1::2], strict=True)
-
-
 def names_of(tier: DiskTier) -> Iterator[tuple[BlockGroup, bytes]]:
     """All blocks of a disk tier that can be read."""
-    for known in tier._map.groups.values():
+    for known in tier._map.readable_by_tag.values():
         yield from ((known.group, key) for key in tier._map.keys_of(known))
 
 

@@ -264,10 +264,18 @@ def test_a_file_of_deeply_nested_brackets_is_of_no_use(
 def test_what_0_2_wrote_is_read(tmp_path: Path, next_state: Next) -> None:
     names = {b64encode(ONE).decode(): 7}
     known = {"last": 9, "floor": 2, "generations": names, "missed": {"/mnt": {}}, "quotas": names}
+    by_url = {"redis://a": 7, "redis://b": 5, "s3://c": 10**18}
+    known["fleet"] = {url: dict.fromkeys(names, number) for url, number in by_url.items()}
+    known["unshared"] = {b64encode(OTHER).decode(): True}
     body = json.dumps(known).encode()
     (tmp_path / STATE_FILE).write_bytes(b"%08x\n%s" % (zlib.crc32(body), body))
     state = next_state()
-    assert (state.generations.of(ONE), state.generations.of(OTHER), state.quotas.quotas) == (7, 2, {ONE: 7})
+    for _ in range(2):
+        table = state.generations
+        assert (table.of(ONE), table.of(OTHER), state.quotas.quotas) == (7, 2, {ONE: 7})
+        assert (table.fleet(ONE), table.unshared_at(OTHER)) == (7, 1), "the highest that a node can have written"
+        assert state.file.flush(10.0)
+        state = next_state()  # which reads what this release wrote
 
 
 def line_of(name: str, content: object) -> bytes:

@@ -224,7 +224,7 @@ def test_a_place_knows_nothing_of_the_peer_that_had_it_before() -> None:
         peer_helper=MagicMock(reads=lambda number: False),
         _settings=lambda mode: quiet,
     )
-    assert TierSupervisor._name(cast(Any, made), "peer://fast:7400") == "peer://fast:7400"
+    assert TierSupervisor._give_place(cast(Any, made), "peer://fast:7400") == "peer://fast:7400"
     assert rig.tiering.sources[-1] is place.source
     assert (place.source.name, place.source.speed.measured) == ("peer://fast:7400", 0.0)
     assert (place.source.failures, place.source.promoted_blocks) == ({}, 0)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import random
-from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -22,6 +21,7 @@ from kvoffd.pool.checksums import digest
 from kvoffd.server.persistence import State
 from kvoffd.server.service import Service
 from kvoffd.tiers.disk import DiskOptions, DiskTier
+from kvoffd.tiers.disk_io import BlockRead
 from kvoffd.tiers.header import Block, BlockGroup, decode_header
 from kvoffd.tiers.tier import ReadEnd, Result, TierListener
 from tests.kit.memory_disk import MemoryDisk, ReadsWithoutThreads, WorkersWithoutThreads, names_of
@@ -80,12 +80,12 @@ class SimReads(ReadsWithoutThreads):
         self._tier = tier
         super().__init__(*given)
 
-    def _add(self, read: array[int]) -> None:
+    def _add(self, read: BlockRead) -> None:
         super()._add(read)
         self._tier.stops.read_begins()
         self._tier.process.after(self._tier.seconds_of(self), partial(self._end, read))
 
-    def _end(self, read: array[int]) -> None:
+    def _end(self, read: BlockRead) -> None:
         if left_s := self._tier.stops.left_s:
             self._tier.process.after(left_s, partial(self._end, read))
         elif read in self.added:
@@ -176,7 +176,13 @@ class SimDisk:
         return True
 
     def read(
-        self, block_group: BlockGroup, key: bytes, offsets: Sequence[int], patience_s: float, on_end: ReadEnd
+        self,
+        block_group: BlockGroup,
+        key: bytes,
+        offsets: Sequence[int],
+        patience_s: float,
+        on_end: ReadEnd,
+        is_awaited: Callable[[], bool],
     ) -> bool:
         name = BlockName(block_group.fingerprint, block_group.number, key)
 
@@ -187,7 +193,7 @@ class SimDisk:
             self._check_stale(ended, name, offsets[0])
 
         end = self._daemon.promotions.watched(on_end)
-        begin = partial(self._read, block_group, key, offsets, patience_s)
+        begin = partial(self._read, block_group, key, offsets, patience_s, is_awaited=is_awaited)
         if not self._pool.lend(offsets, "writing", "the disk reads", begin, ended):
             return False
         self._daemon.promotions.begun(on_end)
@@ -205,14 +211,13 @@ class SimDisk:
             seconds = self._rng.uniform(1.0, 4.0)
         return seconds
 
-    def before_read(self, read: array[int]) -> None:
+    def before_read(self, read: BlockRead) -> None:
         """Flip a bit of what is about to be read."""
-        _, offset, _, count, *rest = read
         if self._faults.hit("disk_corrupt"):
-            lengths = [PAGE, *rest[2 * count + 1 : 3 * count]]
-            places = [0, *accumulate(map(page_up, lengths))][:count]
+            lengths = [PAGE, *read.summed[1:]]
+            places = [0, *accumulate(map(page_up, lengths))][: len(lengths)]
             at, length = self._rng.choice([one for one in zip(places, lengths, strict=True) if one[1]])
-            self.file.flip(offset + at + self._rng.randrange(length), self._rng.randrange(8))
+            self.file.flip(read.offset + at + self._rng.randrange(length), self._rng.randrange(8))
 
     def _fault(self, name: str, number: int) -> int | None:
         if self._fails_next:

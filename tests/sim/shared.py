@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvoffd.pool.checksums import digest
-from kvoffd.tiers.asking_thread import Ask, Look
+from kvoffd.tiers.asking_thread import Ask, Look, Poll
 from kvoffd.tiers.header import HEADER_BYTES, Block, BlockGroup, decode_header, encode_header, make_block_group
 from kvoffd.tiers.names import block_name, block_names
 from kvoffd.tiers.shared import SharedTier
@@ -157,8 +157,10 @@ class _Workers(SimWorkers):
     def put(self, task: Any) -> None:
         if isinstance(task, Look):  # this store has no bound, and would say nothing: recorded seeds stay as they are
             return
+        if isinstance(task, Poll):
+            self._tier.before_ask(task.fingerprint, 0, ())  # type: ignore[union-attr]
         if isinstance(task, Ask):
-            self._tier.before_ask(task)  # type: ignore[union-attr]
+            self._tier.before_ask(task.group.fingerprint, task.group.number, task.keys)  # type: ignore[union-attr]
         super().put(task)
 
 
@@ -188,16 +190,16 @@ class SimShared(SharedTier):
         self.objects.counts[f"shared_{fault}"] += happens
         return happens
 
-    def before_ask(self, task: Ask) -> None:
+    def before_ask(self, fingerprint: bytes, group: int, keys: Sequence[bytes]) -> None:
         """What other nodes and the network do until then."""
-        objects, block_group = self.objects, task.group
+        objects = self.objects
         if self.hit("dark"):
             objects.dark_until = self.clock() + self.rng.uniform(0.05, 1.5)
         if self.hit("reset"):
-            objects.generations[block_group.fingerprint] += 1
-        for key in task.keys:
+            objects.generations[fingerprint] += 1
+        for key in keys:
             if self.hit("elsewhere"):
-                objects.put_by_another_node(block_group.fingerprint, block_group.number, key)
+                objects.put_by_another_node(fingerprint, group, key)
 
     def seconds_of(self, workers: object) -> float:
         asks = workers is self._asking
@@ -207,7 +209,13 @@ class SimShared(SharedTier):
         return seconds
 
     def read(
-        self, block_group: BlockGroup, key: bytes, offsets: Sequence[int], patience_s: float, on_end: ReadEnd
+        self,
+        group: BlockGroup,
+        key: bytes,
+        offsets: Sequence[int],
+        patience_s: float,
+        on_end: ReadEnd,
+        is_awaited: Callable[[], bool] = lambda: True,
     ) -> bool:
         end = self._daemon.promotions.watched(on_end)
 
@@ -215,12 +223,12 @@ class SimShared(SharedTier):
             self.objects.counts["shared_read"] += result is Result.DONE
             end(result, block)
 
-        begin = partial(super().read, block_group, key, offsets, patience_s)
+        begin = partial(super().read, group, key, offsets, patience_s, is_awaited=is_awaited)
         if not self._watched.lend(offsets, "writing", "the shared tier reads", begin, ended):
             return False
         self.stops.read_begins()
         self._daemon.promotions.begun(on_end)
-        return self._watch(block_group, key, "reads")
+        return self._watch(group, key, "reads")
 
     def write(self, block: Block, offsets: Sequence[int], on_end: Callable[[Result], None]) -> bool:
         begin = partial(super().write, block, offsets)

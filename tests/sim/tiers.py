@@ -45,7 +45,7 @@ class BentSpeed(ReadSpeed):
 
 def followed_of(state: State) -> dict[bytes, int]:
     """The fleet generations that a daemon has followed, and the next one knows."""
-    return state.generations.resets.fleet.get("", {})
+    return state.generations.resets.followed
 
 
 class SimTiers(TierSupervisor):

@@ -21,7 +21,7 @@ from kvoffd.tiering.promotions import (
     Wanted,
 )
 from kvoffd.tiers.tier import PRESENT, Result
-from kvoffd_proto.messages import ABSENT, PENDING, READY, HintAction
+from kvoffd_proto.messages import ABSENT, PENDING, READY, SHARED, HintAction
 from tests.kit.fake_tier import FakeTier
 from tests.kit.slot_cache import UNIT, check_invariants, keys_of
 from tests.kit.tiering_harness import TieringHarness
@@ -111,7 +111,7 @@ def test_a_session_that_wants_very_much_leaves_a_part_of_the_queue_to_others(rig
     namespace, source, queued = rig.open(), rig.source, list[Fill | None]()
     lease, other = (Lease(number, number, namespace, 1000.0, np.empty(0, np.uint32)) for number in (1, 2))
     for one, count in ((lease, MAX_QUEUED), (other, MAX_QUEUED // 8)):
-        wanted = Wanted(one, rig.group(namespace), source, UNIT)
+        wanted = Wanted(one, one, rig.group(namespace), source, UNIT)
         queued += [source.request(wanted, number.to_bytes(8, "big")) for number in range(count)]
     assert queued[:MAX_QUEUED].count(None) == pytest.approx(MAX_QUEUED / 4, abs=2)
     assert None not in queued[MAX_QUEUED:]
@@ -180,6 +180,79 @@ def test_what_nobody_waits_for_any_more_is_not_read(rig: TieringHarness) -> None
     assert rig.source.promoted_blocks == 3
     assert not rig.cache.life.usage.pinned
     rig.check()
+
+
+def test_a_read_whose_turn_comes_after_its_prompt_was_given_up_is_none(rig: TieringHarness) -> None:
+    space, keys = rig.open(), keys_of(1, 2)
+    rig.put_in_tier(space, keys)
+    look_up(rig, space, 1, keys)
+    rig.tiering.pump()
+    assert len(rig.tier.jobs) == 2
+    assert all(job.is_awaited() for job in rig.tier.jobs)
+    rig.cache.leases.end(1, [1])
+    assert not any(job.is_awaited() for job in rig.tier.jobs)
+    rig.tier.end_all(fault=Result.UNWANTED)
+    assert (rig.source.promoted_blocks, rig.source.failures, +space.counters.misses) == (0, {}, {})
+    assert rig.source.idle
+    rig.check()
+    look_up(rig, space, 2, keys)
+    rig.bring_up()
+    assert look_up(rig, space, 2, keys) == bytes([READY] * 2), "nothing is wrong with them"
+    rig.cache.end_session(1)
+    rig.check()
+
+
+def test_who_joins_a_read_that_ends_as_unwanted_gets_the_block_all_the_same(rig: TieringHarness) -> None:
+    space, keys = rig.open(), keys_of(1, 2, 3)
+    rig.put_in_tier(space, keys)
+    look_up(rig, space, 1, keys)
+    rig.tiering.pump()
+    rig.cache.leases.end(1, [1])
+    jobs = list(rig.tier.jobs)
+    for job in jobs:  # the tier asked before the next lookup, and its answer comes behind that
+        job.is_awaited = lambda: False
+    assert look_up(rig, space, 2, keys) == bytes([PENDING] * 3)
+    for job in jobs:
+        rig.tier.end(job, fault=Result.UNWANTED)
+    rig.check()
+    assert rig.cache.leases.by_id[2].coming == 3
+    rig.bring_up()
+    assert look_up(rig, space, 2, keys) == bytes([READY] * 3)
+    assert rig.source.promoted_blocks == 3
+    rig.cache.end_session(1)
+    rig.check()
+
+
+def test_slots_of_reads_that_were_given_up_are_promised_to_nobody() -> None:
+    """A disk hangs with a quarter of the pool. A prompt is told only of blocks for which there is space besides."""
+    rig = TieringHarness(settings=QUIET, regions=8)
+    space, store = rig.open(), rig.share(QUIET)
+    rig.put_in_tier(space, keys_of(*range(60)))
+    move(rig, space, store, *range(20, 60))
+    for number in range(2):
+        look_up(rig, space, 1 + number, keys_of(*range(4 * number, 4 * number + 4)), session=2)
+        rig.tiering.pump()
+        rig.clock.now += QUIET.deadline_s
+        rig.tiering.tick()
+    rig.cache.end_session(2)
+    assert len(rig.source.given_up) == 8
+    fits = rig.cache.leases.most_bytes // UNIT - 8
+    assert rig.cache.leases.leasable_bytes == fits * UNIT
+    for _ in range(2):
+        states = look_up(rig, space, 3, keys_of(*range(20, 60)))
+        store.answer()
+    assert states == bytes([SHARED] * fits + [ABSENT] * (40 - fits))
+    for _ in range(8):
+        rig.tiering.pump()
+        store.end_all()
+    rig.clock.now += QUIET.deadline_s
+    rig.tiering.tick()
+    assert look_up(rig, space, 3, keys_of(*range(20, 60)))[:fits] == bytes([READY] * fits)
+    assert not rig.tiering.sources[1].failures, "all that were promised have come"
+    rig.tier.end_all()
+    rig.cache.end_session(1)
+    assert rig.cache.leases.leasable_bytes == rig.cache.leases.most_bytes
+    check_invariants(rig.cache)
 
 
 def test_what_was_promoted_for_nothing_is_counted(rig: TieringHarness) -> None:

@@ -267,18 +267,19 @@ class TieringMachine(RuleBasedStateMachine):
                 assert begun is None or job.block is None or job in begun, "an engine reset it"
         reserved = [one for source in self.rig.tiering.sources for one in source._wanted if one.is_reserved]
         held = sum((len(one.queue) + one.under_way) * one.block_bytes for one in reserved)
-        assert (
-            self.rig.cache.leases.reserved_bytes == held == sum(one.reserved_bytes for one in self.rig.tiering.sources)
-        )
+        assert held == sum(one.reserved_bytes for one in self.rig.tiering.sources)
+        given_up = [fill for source in self.rig.tiering.sources for fill in source.given_up]
+        held += sum(fill.wanted.block_bytes for fill in given_up)
+        assert self.rig.cache.leases.reserved_bytes == held
         for source in self.rig.tiering.sources:
             most = max(pool // 8, 2 * UNIT)
             assert source.under_way_bytes <= most
-            held = source.under_way_bytes + source._given_up_bytes
+            held = source.under_way_bytes + source.given_up_bytes
             assert held <= 2 * most, "what was given up and hangs may hold as much again"
             queued = [fill for wanted in source._wanted for fill in wanted.queue]
             assert sum(wanted.under_way for wanted in source._wanted) == len(source.under_way)
             assert all(wanted.queue or wanted.under_way for wanted in source._wanted)
-            names = [(fill.wanted.group.tag, fill.key) for fill in [*source.under_way, *queued] if not fill.withdrawn]
+            names = [(fill.wanted.group.tag, fill.key) for fill in [*source.under_way, *queued] if not fill.is_settled]
             assert len(names) == len(set(names)), "two fills of one key"
             assert source.queued_blocks == len(queued) == source._queued_by.total()
             assert all(fill.leases for fill in queued), "nobody waits for it"
@@ -311,7 +312,7 @@ class TieringMachine(RuleBasedStateMachine):
             rig.tiering.tick()
         assert not rig.tiering._coming
         assert all(source.waiting_blocks == source.under_way_bytes == 0 for source in rig.tiering.sources)
-        assert not any(source._queued_by or source.given_up or source._given_up_bytes for source in rig.tiering.sources)
+        assert not any(source._queued_by or source.given_up or source.given_up_bytes for source in rig.tiering.sources)
         rig.clock.now += 1000.0
         rig.cache.tick()
         rig.tiering.tick()

@@ -192,7 +192,7 @@ class DiskRig:
 
     def there(self, numbers: Sequence[int], group: BlockGroup = GROUP) -> list[int]:
         """Those of the numbers whose blocks are there."""
-        found = self.tier.find(group, [key_of(number) for number in numbers], prefix=False)
+        found = self.tier.find(group, [key_of(number) for number in numbers], prefix=False).states
         return [number for number, state in zip(numbers, found, strict=True) if state]
 
     def remove(self, *numbers: int, group: BlockGroup = GROUP) -> None:
@@ -216,7 +216,7 @@ class DiskRig:
             == sum(int(np.count_nonzero(region.group_numbers)) for region in tier._map.regions.values())
         )
         assert tier.stats().used_bytes == sum(group.nbytes for group, _ in names_of(tier))
-        held = sum(map(len, tier._evicted.values())) + len(names) + len(tier._clearing.put_aside)
+        held = sum(map(len, tier._to_overwrite.values())) + len(names) + len(tier._clearing.put_aside)
         pinned = {
             (number, place)
             for number, region in tier._map.regions.items()

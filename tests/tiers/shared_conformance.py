@@ -220,7 +220,7 @@ class FaultConformance:
     def test_a_server_that_refuses_writes_is_read(
         self, double: Double, rig: SharedRig, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("kvoffd.tiers.shared.FULL_PAUSE_S", 0.0)
+        monkeypatch.setattr("kvoffd.tiers.store_health.FULL_PAUSE_S", 0.0)
         rig.store(block := rig.block(1))
         for at, (answer, kind, because) in enumerate(self.refusals):
             rig.kinds.clear()
@@ -229,7 +229,7 @@ class FaultConformance:
                 assert rig.write(rig.block(10 * at + number + 2)) is Result.FAILED
                 assert rig.tier.available()
             assert rig.kinds == {kind: 4}
-            assert because in rig.tier.refusal
+            assert because in rig.tier.health.refusal
         assert rig.tier.breaker.opened == 0
         assert rig.load(block) is DONE
 

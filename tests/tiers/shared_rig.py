@@ -73,7 +73,7 @@ class SharedRig:
             post=self._posted.put,
             listener=self,
             ask_deadline_s=ask_deadline_s,
-            generations=Generations(Resets(fleet={"": dict(generations or {})})),
+            generations=Generations(Resets(followed=dict(generations or {}))),
         )
 
     def blocks_stored(self, tier: Tier, group: BlockGroup, keys: Sequence[bytes]) -> None:
@@ -82,7 +82,9 @@ class SharedRig:
     def blocks_removed(self, tier: Tier, group: BlockGroup, keys: Sequence[bytes]) -> None:
         raise AssertionError("nothing is reported of what a shared tier has")
 
-    def answered(self, tier: Tier, group: BlockGroup, keys: Sequence[bytes], found: Sequence[bool]) -> None:
+    def answered(
+        self, tier: Tier, group: BlockGroup, keys: Sequence[bytes], found: Sequence[bool], question: object
+    ) -> None:
         assert len(keys) == len(found) > 0
 
     def error(self, tier: Tier, kind: str, sentence: str) -> None:
@@ -150,9 +152,8 @@ class SharedRig:
         self, keys: Sequence[bytes], *, prefix: bool, fingerprint: bytes = ONE, length: int = 5000
     ) -> list[Answer]:
         """Ask for keys, without waiting."""
-        return [
-            Answer(one) for one in self.tier.find(make_block_group(fingerprint, 0, 0, [length]), keys, prefix=prefix)
-        ]
+        found = self.tier.find(make_block_group(fingerprint, 0, 0, [length]), keys, prefix=prefix)
+        return list(map(Answer, found.states))
 
     def answers(self, fingerprint: bytes, keys: Sequence[bytes], group: int = 0) -> list[Answer]:
         return [Answer(one) for one in self.tier._answers.states(make_block_group(fingerprint, 0, group, ()).tag, keys)]

@@ -53,6 +53,22 @@ def test_a_block_is_read_as_it_was_written(rig: DiskRig, lengths: tuple[int, ...
     rig.check()
 
 
+def test_what_nobody_waits_for_when_its_turn_comes_is_not_read() -> None:
+    rig, ends, awaited = DiskRig(most_reads=2), list[Result](), True
+    blocks = [block_of(number) for number in range(6)]
+    assert rig.write(*blocks) == [DONE] * 6
+    for number, block in enumerate(blocks):
+        offsets = [(16 + number) * SLOT_BYTES]
+        assert rig.tier.read(block.group, block.key, offsets, 5.0, lambda end, _: ends.append(end), lambda: awaited)
+    awaited = False
+    assert len(rig.reads.added) == 2
+    rig.work()
+    assert ends == [DONE] * 2 + [Result.UNWANTED] * 4
+    assert rig.tier.counters.read_blocks == 2
+    assert [rig.read(block) for block in blocks] == [DONE] * 6, "nothing is wrong with them"
+    rig.check()
+
+
 def test_spaces_are_kept_apart(rig: DiskRig) -> None:
     names = [(name, generation, group) for name in (ONE, OTHER) for generation in (0, 1) for group in (0, 1)]
     groups = [make_block_group(*one, [5000]) for one in names]
@@ -224,9 +240,9 @@ def test_keys_of_several_lengths_are_found_and_removed() -> None:
         assert ends == [Result.DONE]
     rig.restart()
     asked = [*keys, bytes(32)]
-    assert list(rig.tier.find(GROUP, asked, prefix=False)) == [1, 1, 1, 1, 0]
+    assert list(rig.tier.find(GROUP, asked, prefix=False).states) == [1, 1, 1, 1, 0]
     rig.tier.remove(GROUP, keys[1:], "invalidated")
-    assert list(rig.tier.find(GROUP, asked, prefix=False)) == [1, 0, 0, 0, 0]
+    assert list(rig.tier.find(GROUP, asked, prefix=False).states) == [1, 0, 0, 0, 0]
     rig.work()
     rig.check()
 
@@ -659,7 +675,7 @@ def live(random: Random) -> None:
 def test_evicted_blocks_whose_slots_wait_for_a_write_stay_away(removes: str, ends: str) -> None:
     """Several are evicted at once, and their records lie there until a write replaces them: no index has them."""
     rig, number = DiskRig(size_bytes=4 << 20, region_bytes=1 << 20), 0
-    while not any(rig.tier._evicted.values()):
+    while not any(rig.tier._to_overwrite.values()):
         rig.write(block_of(number))
         number += 1
         assert number < 1000

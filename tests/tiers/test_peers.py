@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, suppress
 from hashlib import blake2b
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -474,7 +475,7 @@ def test_an_id_that_a_peer_repeats_is_one_request(lender: Lender, raw_peer: RawP
 def test_an_id_that_a_peer_repeats_keeps_no_later_one_from_being_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     helper, clock = object.__new__(peer_helper.Helper), Mock(return_value=0.0)
     monkeypatch.setattr(peer_helper, "time", SimpleNamespace(monotonic=clock))
-    helper._lent, helper._in_flight, helper._spent, helper._spent_since = {}, {}, Counter(), 0.0
+    helper._lent_until, helper._in_flight, helper._spent, helper._spent_since = {}, {}, Counter(), 0.0
     helper._to_daemon = Mock()  # type: ignore[method-assign]
     router = Mock(get=Mock(side_effect=lambda _: zmq.POLLIN if messages else 0))
     router.recv_multipart = lambda _: messages.pop(0)
@@ -483,7 +484,7 @@ def test_an_id_that_a_peer_repeats_keeps_no_later_one_from_being_forgotten(monke
         messages = [[b"route", bytes([PIN]), ident.to_bytes(8, "little"), b""] for ident in idents]
         helper._forget(now)
         helper._requests(router)
-    assert list(helper._lent) == [(b"route", 1)]
+    assert list(helper._lent_until) == [(b"route", 1)]
 
 
 def test_whole_shards_have_their_checksums_though_a_part_of_another_comes_before_them() -> None:
@@ -495,20 +496,25 @@ def test_whole_shards_have_their_checksums_though_a_part_of_another_comes_before
         views.append(memory.buffer[at : at + size])
         at += -(-size // 64) * 64
     source = data.integers(0, 256, sum(sizes), np.uint8).tobytes()
-    landing = PoolMemory.create(SLICE_BYTES, "landing")
+    landing = PoolMemory.create(SLICES * SLICE_BYTES, "landing")
     pieces = [peers._Piece(sum(sizes[:n]), view) for n, view in enumerate(views)]
-    helper = Mock(landing_address=landing.segment.address, life=0)
-    helper.wait.return_value = b"\0"
-    store = PeerStore(helper, 0)
-    for part in peers._parts(pieces):
-        part.call = Mock(life=0)
-        where = np.frombuffer(part.where, np.uint64).reshape(-1, 2).tolist()
+    helper, begun = Mock(landing_address=landing.segment.address, life=0), count()
+
+    def begin(kind: int, peer: int, places: bytes) -> Mock:
+        number = next(begun)
+        where = np.frombuffer(places, np.uint64).reshape(-1, 2).tolist()
         read = b"".join(source[offset : offset + length] for offset, length in where)
-        landing.buffer[: len(read)] = read
-        store._land(part, 0.0)
+        at = number % SLICES * SLICE_BYTES
+        landing.buffer[at : at + len(read)] = read
+        return Mock(life=0, number=number)
+
+    helper.begin, helper.wait = begin, lambda call, deadline: bytes([call.number % SLICES])
+    reading = peers._Reading(helper, 0, pieces)
+    while any(piece.missing_bytes for piece in pieces):
+        reading.land_next(0.0)
+    assert helper.end.call_count == next(begun) == 2
     assert memory.buffer[: sizes[0]] == source[: sizes[0]]
     assert [piece.checksum for piece in pieces] == [0, *(digest(view) for view in views[1:])]
-    assert [piece.left for piece in pieces] == [0] * 4
 
 
 def test_a_lease_that_is_too_short_gives_nothing(lender: Lender, reader: Reader) -> None:
@@ -633,8 +639,8 @@ def test_a_helper_that_hangs_while_it_starts_is_killed(nixl: None, monkeypatch: 
     os.kill(pid := reader.helper.pid, signal.SIGSTOP)
     with pytest.raises(StoreError, match="has not started yet"):
         reader.stores[0].connect()
-    wait = Mock(wraps=reader.helper._decided.wait)
-    monkeypatch.setattr(reader.helper._decided, "wait", wait)
+    wait = Mock(wraps=reader.helper._start_ended.wait)
+    monkeypatch.setattr(reader.helper._start_ended, "wait", wait)
     with pytest.raises(StoreError, match="has not started yet"):
         reader.stores[0].connect()
     wait.assert_called_once_with(0.0)

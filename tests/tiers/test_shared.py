@@ -21,7 +21,7 @@ from kvoffd.tiers.header import Block, make_block_group
 from kvoffd.tiers.names import generation_name
 from kvoffd.tiers.redis_cluster import slot_of
 from kvoffd.tiers.redis_store import CONNECT_S, NEEDED_COMMANDS, Redis
-from kvoffd.tiers.shared import MAX_REMOVALS, MAX_WRITES
+from kvoffd.tiers.shared import MAX_REMOVALS, MAX_WRITES, READERS
 from kvoffd.tiers.store import UNKEPT, Credentials, PutRequest, StoreError, open_store
 from kvoffd.tiers.tier import Result
 from tests.kit.redis_server import Certificate, RedisServer
@@ -187,15 +187,15 @@ def test_replies_that_are_none_are_misses_and_not_bugs_of_ours(store: FaultyStor
 def test_a_servers_errors_show_no_password(store: FaultyStore, password: str, error: str) -> None:
     store.error = error % password + "\x1b[31m\n" + "A" * 1000
     rig = SharedRig(store.url, password)
-    rig.until(lambda: bool(rig.tier.problem))
-    assert ("ERR what is '***'" if "what" in error else "ERR unknown command 'AUTH'") in rig.tier.problem
-    assert "s3cret" not in rig.tier.problem
-    assert rig.tier.problem.isprintable()
-    assert len(rig.tier.problem) < 400
+    rig.until(lambda: bool(rig.tier.health.problem))
+    assert ("ERR what is '***'" if "what" in error else "ERR unknown command 'AUTH'") in rig.tier.health.problem
+    assert "s3cret" not in rig.tier.health.problem
+    assert rig.tier.health.problem.isprintable()
+    assert len(rig.tier.health.problem) < 400
 
 
 def test_a_store_that_nobody_asks_is_watched(store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvoffd.tiers.shared.QUIET_S", 0.02)
+    monkeypatch.setattr("kvoffd.tiers.store_health.QUIET_S", 0.02)
     rig = SharedRig(store.url).reachable()
     rig.until(lambda: store.commands[b"PING"] >= 4)
     assert rig.tier.available()
@@ -217,11 +217,11 @@ def test_a_store_that_is_full_is_left_alone_for_a_while(store: FaultyStore, rig:
     assert rig.tier.counters.dropped_writes == 2
     assert rig.kinds == {"full": 1}
     assert rig.load(block) is DONE, "reading goes on"
-    assert "maxmemory" in rig.tier.refusal
+    assert "maxmemory" in rig.tier.health.refusal
     store.forced.clear()
-    rig.tier._write_at = 0.0
+    rig.tier.health._accepts_at = 0.0
     assert rig.write(rig.block(4)) is DONE
-    assert not rig.tier.refusal
+    assert not rig.tier.health.refusal
 
 
 @pytest.mark.parametrize(
@@ -246,8 +246,8 @@ def test_errors_are_misses_with_a_sentence(store: FaultyStore, rig: SharedRig, e
     assert rig.ask(block) == [Answer.NO]
     assert rig.write(rig.block(2)) in (None, Result.FAILED)
     assert sum(rig.kinds.values()) >= 1
-    assert advice in rig.tier.problem
-    assert ("name it redis+cluster://" in rig.tier.problem) == error.startswith("MOVED")
+    assert advice in rig.tier.health.problem
+    assert ("name it redis+cluster://" in rig.tier.health.problem) == error.startswith("MOVED")
     store.error = ""
     rig.until(lambda: rig.tier.available(), 5.0)
 
@@ -401,7 +401,7 @@ def test_a_peer_that_has_not_followed_is_asked_again_and_holds_no_question_up(
     assert rig.ask_anew(block) == [Answer.YES], "while it is asked again"
     rig.until(lambda: one.ended)
     assert ("times" in one.problem) is (follows_after is None)
-    assert (rig.tier.refusal, rig.kinds, rig.tier.breaker.opened) == ("", {}, 0), "it refuses nothing"
+    assert (rig.tier.health.refusal, rig.kinds, rig.tier.breaker.opened) == ("", {}, 0), "it refuses nothing"
 
 
 def test_a_store_that_only_fails_to_read_hears_of_a_clear_and_tells_of_one(
@@ -429,6 +429,28 @@ def test_a_store_that_only_fails_to_read_hears_of_a_clear_and_tells_of_one(
     assert rig.raise_generation(ONE).problem, "one that answers nothing is not waited for"
 
 
+def test_of_a_prompt_that_was_given_up_the_store_is_asked_for_nothing_more(store: FaultyStore, rig: SharedRig) -> None:
+    """Only what the threads had taken by then is read."""
+    most, results, awaited = READERS * Redis.blocks_at_once, list[Result](), True
+    blocks = rig.store_some(count := most + 40)
+    assert rig.ask_anew(*blocks) == [Answer.YES] * count
+    asked_before = store.commands.get(b"GET", 0)
+    store.answering.clear()
+    for number, block in enumerate(blocks):
+        end, at = lambda result, _: results.append(result), [8192 * number]
+        assert rig.tier.read(block.group, block.key, at, 5.0, end, lambda: awaited)
+    rig.until(lambda: store.commands.get(b"GET", 0) > asked_before)
+    awaited = False
+    store.answering.set()
+    rig.until(lambda: len(results) == count)
+    asked = store.commands[b"GET"] - asked_before
+    assert 0 < asked <= most
+    assert (results.count(DONE), results.count(Result.UNWANTED)) == (asked, count - asked)
+    assert (rig.tier.breaker.opened, rig.kinds) == (0, {})
+    awaited = True
+    assert rig.load(blocks[-1]) is DONE, "nothing is wrong with it"
+
+
 def test_what_one_store_voids_is_not_read_from_another(store: FaultyStore, rig: SharedRig) -> None:
     """Its blocks may have come from there, and would be written to the first one's new generation."""
     with FaultyStore() as second:
@@ -449,7 +471,7 @@ def test_a_reader_reads_where_the_generation_is_forgotten(store: FaultyStore) ->
     assert reader.ask(block) == [Answer.YES]
     assert reader.load(block) is DONE
     assert reader.tier.breaker.opened == 0
-    assert "+set" in reader.tier.refusal
+    assert "+set" in reader.tier.health.refusal
 
 
 def test_two_nodes_raise_a_generation_at_a_time(store: FaultyStore) -> None:
@@ -524,7 +546,7 @@ def test_no_number_of_a_store_is_followed_unchecked(
 
 def test_a_number_that_no_node_can_raise_is_forgotten_at_the_start() -> None:
     """An earlier release kept one that a store had shown."""
-    assert dict(Generations(Resets(fleet={"": {ONE: 10**18 - 1, OTHER: 7}}))) == {OTHER: 7}
+    assert dict(Generations(Resets(followed={ONE: 10**18 - 1, OTHER: 7}))) == {OTHER: 7}
 
 
 def test_a_thread_that_hangs_opens_the_breaker(
@@ -593,8 +615,8 @@ def test_the_rights_that_are_named_suffice() -> None:
             assert not rig.kinds
         server.command("ACL", "SETUSER", "node", "-get")
         rig.until(lambda: rig.ask_anew(block) and rig.kinds["forbidden"] > 0)
-        assert "'get' command" in rig.tier.problem
-        assert "+get" in rig.tier.problem
+        assert "'get' command" in rig.tier.health.problem
+        assert "+get" in rig.tier.health.problem
 
 
 # --- a real server that is full --------------------------------------------------------------------
@@ -603,15 +625,15 @@ def test_the_rights_that_are_named_suffice() -> None:
 @pytest.fixture
 def looks_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """A store is asked how full it is by ``look`` alone: between two writes, so that what it evicted is all known."""
-    monkeypatch.setattr("kvoffd.tiers.shared.LOOK_S", LONGER_THAN_A_TEST_S)
+    monkeypatch.setattr("kvoffd.tiers.store_health.LOOK_S", LONGER_THAN_A_TEST_S)
     monkeypatch.setattr(Fullness, "wrote_much", lambda _: False)
 
 
 def look(rig: SharedRig) -> None:
     """Have the store asked how full it is."""
-    rig.until(lambda: not rig.tier._looking)
-    rig.tier._look_at = 0.0
-    rig.until(lambda: rig.tier._look_at > 0.0)
+    rig.until(lambda: not rig.tier.health._looking)
+    rig.tier.health._look_at = 0.0
+    rig.until(lambda: rig.tier.health._look_at > 0.0)
 
 
 MIB = 1 << 20
@@ -635,13 +657,13 @@ def test_a_real_server_says_that_it_is_full(policy: str) -> None:
         assert rig.tier.breaker.opened == 0
         assert "full" in rig.kinds if policy == "noeviction" else not rig.kinds
         server.command("FLUSHALL")
-        rig.tier._fullness._full_until = 0.0  # a minute after the refusal
+        rig.tier.health.fullness._full_until = 0.0  # a minute after the refusal
         look(rig)
         assert rig.tier.lifetime_bytes == 0
 
 
 def test_a_store_is_asked_how_full_it_is_when_much_was_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvoffd.tiers.shared.LOOK_S", LONGER_THAN_A_TEST_S)
+    monkeypatch.setattr("kvoffd.tiers.store_health.LOOK_S", LONGER_THAN_A_TEST_S)
     with RedisServer("--maxmemory", "12mb") as server:
         rig = SharedRig(server.url).reachable()
         look(rig)
@@ -668,7 +690,7 @@ def test_a_server_that_refuses_is_full_although_it_may_not_say_so() -> None:
         rights = [f"+{right}" for right in RIGHTS if right != "cluster|nodes"]
         assert server.command("ACL", "SETUSER", "node", "on", ">s3cret", "~kvoffd/*", *rights) == b"+OK\r\n"
         rig = SharedRig(server.url, "s3cret", user="node").reachable()
-        rig.until(lambda: not rig.tier._looking)
+        rig.until(lambda: not rig.tier.health._looking)
         numbers = count()
         rig.until(lambda: rig.write(rig.block(next(numbers), BIG)) is None)
         assert rig.tier.stats().size_bytes == 0
@@ -698,14 +720,14 @@ def test_over_tls_the_server_is_verified(certificate: Certificate, monkeypatch: 
         assert not rig.tier.available()
         for mistaken in (f"redis://localhost:{server.tls_port}", f"rediss://localhost:{server.port}"):
             rig = SharedRig(mistaken)
-            rig.until(lambda rig=rig: bool(rig.tier.problem))
-            assert "name it redis" in rig.tier.problem
+            rig.until(lambda rig=rig: bool(rig.tier.health.problem))
+            assert "name it redis" in rig.tier.health.problem
         monkeypatch.setenv("SSL_CERT_FILE", certificate.authority)
         server.command("CONFIG", "SET", "tls-auth-clients", "yes")
         rig = SharedRig(url)
-        rig.until(lambda: bool(rig.tier.problem))
-        assert "set tls-auth-clients no" in rig.tier.problem
-        assert "rediss://" not in rig.tier.problem
+        rig.until(lambda: bool(rig.tier.health.problem))
+        assert "set tls-auth-clients no" in rig.tier.health.problem
+        assert "rediss://" not in rig.tier.health.problem
         server.command("CONFIG", "SET", "tls-auth-clients", "no")
         rig = SharedRig(f"rediss://127.0.0.1:{server.tls_port}")
         rig.until(lambda: rig.kinds["tls"] > 0)

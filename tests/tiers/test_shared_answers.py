@@ -48,7 +48,7 @@ class Rig:
         )
         self.tier.breaker.probed(True)
 
-    def answered(self, tier: object, group: object, keys: Sequence[bytes], found: Sequence[bool]) -> None:
+    def answered(self, tier: object, group: object, keys: Sequence[bytes], found: Sequence[bool], _: object) -> None:
         self.heard += zip(keys, found, strict=True)
 
     def blocks_stored(self, *_: object) -> None: ...
@@ -63,7 +63,7 @@ class Rig:
             self.tier._asking.end(Answer(generation, [found] * len(ask.keys), 0.001), partial(is_, ask))
 
     def find(self, keys: Sequence[bytes] = (KEY,), *, prefix: bool = True) -> list[int]:
-        return list(self.tier.find(GROUP, keys, prefix=prefix))
+        return list(self.tier.find(GROUP, keys, prefix=prefix).states)
 
 
 @pytest.fixture
@@ -186,5 +186,5 @@ def test_no_more_is_kept_than_the_bounds_and_the_newest_stay(monkeypatch: pytest
         rig.tier.find(group, keys[at : at + 50], prefix=True)
         rig.answer(True)
         rig.clock.now += 0.001
-    assert list(rig.tier.find(group, keys[4950:], prefix=True)) == [PRESENT] * 50
+    assert list(rig.tier.find(group, keys[4950:], prefix=True).states) == [PRESENT] * 50
     assert rig.tier._answers._table.nbytes <= 16 * 1100

@@ -194,7 +194,7 @@ def node_of_cluster(store: FaultyStore) -> SharedRig:
 def test_a_server_that_is_in_no_cluster_yet_is_reported(store: FaultyStore) -> None:
     show_nodes([store], (store, ""))
     rig = node_of_cluster(store)
-    rig.until(lambda: "redis-cli --cluster create" in rig.tier.problem)
+    rig.until(lambda: "redis-cli --cluster create" in rig.tier.health.problem)
 
 
 def test_slots_of_a_master_that_is_cut_off_are_asked_elsewhere(store: FaultyStore) -> None:
@@ -435,7 +435,7 @@ def test_a_replica_that_becomes_master_serves_all(fault: str) -> None:
 
 
 def test_a_cluster_is_as_large_as_its_masters(cluster: RedisCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvoffd.tiers.shared.LOOK_S", 0.02)
+    monkeypatch.setattr("kvoffd.tiers.store_health.LOOK_S", 0.02)
     rig = SharedRig(cluster.url).reachable()
     rig.until(lambda: rig.tier.stats().used_bytes > 0)
     assert rig.tier.stats().size_bytes == 0, "without a bound"
@@ -461,7 +461,7 @@ def test_the_rights_that_are_named_suffice(cluster: RedisCluster, lacking: str) 
     rig = SharedRig(cluster.url, "s3cret", user="node")
     if lacking:
         rig.until(lambda: rig.kinds["forbidden"] > 0)
-        assert "'cluster|slots' command" in rig.tier.problem
+        assert "'cluster|slots' command" in rig.tier.health.problem
         assert not rig.tier.available()
     else:
         rig.reachable()

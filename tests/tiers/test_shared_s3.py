@@ -227,7 +227,7 @@ def test_errors_are_misses_with_a_reason(
     while rig.tier.available():
         rig.ask_anew(block)
         rig.write(rig.block(2))
-    rig.until(lambda: rig.kinds[kind] > 0 and error[1] in rig.tier.problem, 5.0)
+    rig.until(lambda: rig.kinds[kind] > 0 and error[1] in rig.tier.health.problem, 5.0)
     bucket.errors.clear()
     rig.until(lambda: rig.tier.available(), 6.0)
     rig.until(lambda: rig.ask_anew(block) == [Answer.YES])
@@ -265,8 +265,8 @@ def test_a_bucket_that_refuses_removals_is_read(
         assert rig.tier.available()
     assert rig.kinds == {"mismatch": 4, "credentials": 4}
     assert rig.tier.breaker.opened == 0
-    assert "AccessDenied: check the credentials, which are read at the start" in rig.tier.refusal
-    assert "s3:DeleteObject" in rig.tier.refusal
+    assert "AccessDenied: check the credentials, which are read at the start" in rig.tier.health.refusal
+    assert "s3:DeleteObject" in rig.tier.health.refusal
     bucket.spoil = bytes
     assert rig.load(blocks[4]) is DONE
     assert len(bucket.values) == 5
@@ -280,7 +280,7 @@ def test_a_bucket_that_may_not_be_asked_names_the_rights(bucket: FaultyBucket, r
         assert rig.ask_anew(block) == [Answer.NO]
         assert not rig.tier.available(), "at once: it will be so the next time"
     assert set(rig.kinds) == {"credentials"}
-    assert "s3:ListBucket" in rig.tier.problem
+    assert "s3:ListBucket" in rig.tier.health.problem
     bucket.errors.clear()
     rig.until(lambda: rig.tier.available())
     assert rig.ask_anew(block) == [Answer.YES]
@@ -313,7 +313,7 @@ def test_why_a_bucket_cannot_be_reached_is_reported(
 ) -> None:
     rig = SharedRig(bucket.url.replace(*change))
     rig.until(lambda: rig.kinds["unreachable"] > 0)
-    assert because in rig.tier.problem
+    assert because in rig.tier.health.problem
 
 
 # --- a real server ----------------------------------------------------------------------------------

@@ -1,0 +1,120 @@
+"""Whether a store answers, accepts writes and has space, as the tier over it knows, and when to ask for that."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+
+from kvoffd.tiers.asking_thread import Look, Probe
+from kvoffd.tiers.breaker import Breaker
+from kvoffd.tiers.fullness import Fullness
+from kvoffd.tiers.store import StoreError, StoreUsage
+from kvoffd.tiers.tier import TierStats
+
+logger = logging.getLogger(__name__)
+
+QUIET_S = 10.0
+"""Time without answers after which the store is probed, so that operators learn if it is gone."""
+LOOK_S, SILENT_LOOK_S = 10.0, 600.0
+"""Intervals at which the store is asked how full it is; the latter if it does not report that."""
+FULL_PAUSE_S = 5.0
+"""Pause of writes after the store refused one: it is full, a replica, or does not permit it."""
+SHOWN_S = 60.0
+"""Time for which a refused write is in health, unless one succeeds, and a full store counts as full."""
+STEADY_S = 5.0
+"""Time for which a store that was unreachable must be reachable until it counts as that again, for the log."""
+LOGGED_S = 60.0
+"""Interval after which an unexpected failure is logged with its traceback again."""
+
+
+class StoreHealth:
+    """State of a store as a whole. For the daemon's thread.
+
+    Args:
+        counters: this node's writes.
+        pool_bytes: see ``Fullness``.
+
+    Attributes:
+        problem: last failure of the whole store, a sentence.
+        fullness: how full it is.
+    """
+
+    def __init__(self, breaker: Breaker, counters: TierStats, pool_bytes: int, clock: Callable[[], float]) -> None:
+        self._breaker, self._clock = breaker, clock
+        self.problem = self._refusal = ""
+        self.fullness = Fullness(counters, pool_bytes, clock)
+        self._accepts_at = 0.0
+        """Time from which on writes are tried."""
+        self._shown_until = 0.0
+        """Time until which the last refusal of a write is reported."""
+        self._looking = self._probing = False
+        """Whether a ``Look`` and a ``Probe`` are under way."""
+        self._look_at = self._heard_at = clock()
+        """Time of the next ``Look``, and of the last answer to any question."""
+        self._steady_at = 0.0
+        """Time from which on a reachable store counts as that."""
+        self._is_steady = False
+        self._logged_at = clock() - LOGGED_S
+
+    @property
+    def accepts_writes(self) -> bool:
+        return self._clock() >= self._accepts_at
+
+    @property
+    def refusal(self) -> str:
+        """Reason why the store refuses writes, a sentence; empty if it accepts them."""
+        return self._refusal if self._clock() < self._shown_until else ""
+
+    def assume_steady(self) -> None:
+        """Take the store for reachable, and do not report that."""
+        self._is_steady = True
+
+    def becomes_steady(self) -> bool:
+        """Return whether the store counts as reachable from now on, and did not. Called at each tick."""
+        now = self._clock()
+        if self._breaker.open:
+            self._is_steady, self._steady_at = False, now + (STEADY_S if self._breaker.opened else 0.0)
+            self._look_at = now
+        elif not self._is_steady and now >= self._steady_at:
+            self._is_steady = True
+            return True
+        return False
+
+    def questions(self) -> Iterator[Look | Probe]:
+        """Yield the questions that are due; they count as under way."""
+        now = self._clock()
+        if not (self._looking or self._breaker.open) and (now >= self._look_at or self.fullness.wrote_much()):
+            self._looking = True
+            yield Look()
+        if not self._probing and now >= (self._breaker.probe_at if self._breaker.open else self._heard_at + QUIET_S):
+            self._probing = True
+            yield Probe()
+
+    def answered(self) -> None:
+        """Record that a question has ended."""
+        self._heard_at = self._clock()
+
+    def probed(self) -> None:
+        self._probing = False
+
+    def looked(self, found: StoreUsage | Exception | None) -> None:
+        """Record the end of a ``Look``: see ``AskingThread``."""
+        self._looking, self._look_at = False, self._clock() + (SILENT_LOOK_S if found is None else LOOK_S)
+        if not isinstance(found, Exception):
+            self.fullness.looked(found)
+
+    def wrote(self) -> None:
+        """Record that the store accepted a write."""
+        self._shown_until = 0.0
+
+    def failed(self, error: StoreError, *, refused: bool) -> None:
+        """Record a failure. ``refused``: the server answers, but refuses writes."""
+        now, self.problem = self._clock(), error.sentence
+        if refused:
+            self._accepts_at, self._shown_until = now + FULL_PAUSE_S, now + SHOWN_S
+            self._refusal = error.sentence
+        if error.kind == "full":
+            self.fullness.refused(SHOWN_S)
+        if now >= self._logged_at + LOGGED_S and error.kind == "internal":
+            self._logged_at = now
+            logger.error("A shared store failed unexpectedly.", exc_info=error.__cause__)
