@@ -24,8 +24,8 @@ DISTRIBUTION = {
 
 PACKAGES = {
     "errors": "",
-    "observe": "",
     "system": "errors",
+    "observe": "system errors",
     "pool": "system errors",
     "cache": "pool system errors",
     "tiers": "pool system errors",

@@ -9,7 +9,7 @@ from kvoffd.cache.namespace import MissReason
 from kvoffd.errors import KvoffdError
 from kvoffd.server.handlers import Pending, answers, filled
 from kvoffd.server.namespaces import forget_idle
-from kvoffd.server.sessions import Session
+from kvoffd.server.session import Session
 from kvoffd_proto import admin as a
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
@@ -35,7 +35,7 @@ def clear(service: Service, session: Session, message: a.Clear) -> Pending:
     count = service.reset(message.namespace)
     forget_idle(service)
     whose = "all namespaces" if message.namespace is None else f"namespace {namespace_id(message.namespace)}"
-    logger.info("Session %d (%s) cleared %s: %d blocks.", session.id, session.peer, whose, count)
+    logger.info("Session %d (%s) cleared %s: %d blocks.", session.id, session.process, whose, count)
     return service.reply_once_saved(m.Done(message.request_id, count), CLEARED_NOT_SAVED)
 
 
@@ -67,7 +67,7 @@ def reset_fleet(service: Service, session: Session, message: a.ResetFleet) -> Pe
         return saved.poll(late)
 
     what = f"namespace {namespace_id(message.namespace)}"
-    logger.info("Session %d (%s) cleared %s on all nodes: %d blocks here.", session.id, session.peer, what, count)
+    logger.info("Session %d (%s) cleared %s on all nodes: %d blocks here.", session.id, session.process, what, count)
     return Pending(poll, service.clock() + FLEET_WAIT_S)
 
 
@@ -85,7 +85,7 @@ def set_quota(service: Service, session: Session, message: a.SetQuota) -> Pendin
     service.state.save_quotas(quotas)
     logger.info(
         "Session %d (%s) set the quota of the namespace %s: %s.",
-        *(session.id, session.peer, namespace_id(message.namespace)),
+        *(session.id, session.process, namespace_id(message.namespace)),
         "none" if message.quota_bytes is None else format_size(message.quota_bytes),
     )
 
@@ -98,7 +98,7 @@ def set_log_level(service: Service, session: Session, message: a.SetLogLevel) ->
     """Log records of this level and above, of all loggers."""
     root, level = logging.getLogger(), logging.getLevelNamesMapping()[message.level.upper()]
     root.setLevel(min(root.level, level, logging.INFO))  # an operator who reads the log sees the change, either way
-    logger.info("Session %d (%s) set the log level: %s.", session.id, session.peer, message.level)
+    logger.info("Session %d (%s) set the log level: %s.", session.id, session.process, message.level)
     root.setLevel(level)
     return m.Done(message.request_id, 0)
 

@@ -19,14 +19,14 @@ from kvoffd.cache.cache import Cache
 from kvoffd.cache.policy import make_policy
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
-from kvoffd.observe.logging import RareWarnings, log_what_python_prints
+from kvoffd.observe.logging import log_what_python_prints
+from kvoffd.server.engine_memory import open_gpus
 from kvoffd.server.events import EventLog
 from kvoffd.server.health import health_reply
 from kvoffd.server.http import HttpServer
 from kvoffd.server.lifeline import LifelineServer
-from kvoffd.server.memory import open_gpus
 from kvoffd.server.persistence import MAX_STATE_BYTES, STATE_FILE, PolicyFile, State, open_state_file
-from kvoffd.server.recovery import StartProgress, open_pool, restore
+from kvoffd.server.pool_opening import StartProgress, open_pool, restore
 from kvoffd.server.service import Service
 from kvoffd.server.sockets import Sockets
 from kvoffd.server.stats import daemon_stats
@@ -36,6 +36,7 @@ from kvoffd.system.directory import DaemonDirectory
 from kvoffd.system.limits import check_loop_calls, raise_descriptor_limit
 from kvoffd.system.mappings import PageFaulter
 from kvoffd.system.native import native
+from kvoffd.system.rare_warnings import RareWarnings
 from kvoffd.system.systemd import Notifier, take_stored_fds
 from kvoffd.transfer.engine import HostEngine
 from kvoffd_proto.admin import Health, HealthLevel, HealthProblem, HealthReply

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar, cast
 
 from msgspec import Struct
 
-from kvoffd.server.sessions import Session
+from kvoffd.server.session import Session
 from kvoffd_proto import messages as m
 
 if TYPE_CHECKING:

@@ -28,13 +28,13 @@ from kvoffd.cache.hooks import BlockTokens
 from kvoffd.cache.tickets import Check, LoadTicket, Stored, StorePart
 from kvoffd.config import Config
 from kvoffd.errors import BadBlockIds, BadKeys, KvoffdError, NotReady, UnknownLease
-from kvoffd.observe.logging import RareWarnings
 from kvoffd.pool.pool import Pool
+from kvoffd.server.engine_memory import Host
 from kvoffd.server.handlers import answers
-from kvoffd.server.memory import Host
-from kvoffd.server.sessions import Registration, Session
+from kvoffd.server.session import Registration, Session
+from kvoffd.system.rare_warnings import RareWarnings
 from kvoffd.transfer.engine import SlotChecksums, Transfer
-from kvoffd.transfer.plan import BlockCopy, Direction, GroupLayout, Outcome, Plan, plan_blocks
+from kvoffd.transfer.plan import BlockCopy, CopyEnd, Direction, GroupLayout, Plan, plan_blocks
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import (
     TOKEN_ID_BYTES,
@@ -60,11 +60,11 @@ QUIET_S = 0.05
 MAX_UNACKNOWLEDGED_BYTES = 2 << 20
 """Limit of a session's unacknowledged results, all of which fit a ResultsReply. One may name thousands of keys."""
 
-ERROR_OF_OUTCOME = {
-    Outcome.CANCELLED: ErrorCode.CANCELLED,
-    Outcome.DEADLINE: ErrorCode.DEADLINE,
-    Outcome.FAILED: ErrorCode.COPY_FAILED,
-    Outcome.CORRUPT: ErrorCode.CHECKSUM,
+ERROR_OF_END = {
+    CopyEnd.CANCELLED: ErrorCode.CANCELLED,
+    CopyEnd.DEADLINE: ErrorCode.DEADLINE,
+    CopyEnd.FAILED: ErrorCode.COPY_FAILED,
+    CopyEnd.CORRUPT: ErrorCode.CHECKSUM,
 }
 
 
@@ -409,6 +409,8 @@ class Jobs:
         self._host = host
         self.running: dict[Job, None] = {}
         """Jobs whose copies may still touch memory, oldest first."""
+        self._unanswered: dict[Session, dict[int, StoreBatch | LoadJob]] = {}
+        """Jobs without a result by id, of the sessions that have any; several ids may share a copy."""
         self.quiet_at = -inf
         """Time at which engines will have been idle for ``QUIET_S``; ``inf`` while they copy."""
         self.verify_due = 0.0
@@ -423,25 +425,29 @@ class Jobs:
     def unfinished(self) -> int:
         return sum(len(job.ids) for job in self.running)
 
+    def of(self, session: Session) -> Mapping[int, StoreBatch | LoadJob]:
+        """Return a session's jobs without a result, by id."""
+        return self._unanswered.get(session, {})
+
     def start(self, job: StoreBatch | LoadJob) -> None:
         """Run a job. It ends in any case, perhaps before this returns."""
         session = job.session
-        session.jobs.update(dict.fromkeys(job.ids, job))
+        self._unanswered.setdefault(session, {}).update(dict.fromkeys(job.ids, job))
         session.in_flight += len(job.ids)
         session.pieces += job.pieces
-        assert job.registration.on_closed is None, "a registration that is being closed accepts no jobs"
+        assert not job.registration.closing, "a registration that is being closed accepts no jobs"
         job.registration.jobs += 1
         self.running[job] = None
         self.quiet_at = inf
         if not job.copies:
-            self.finished(job, Outcome.DONE)
+            self.finished(job, CopyEnd.DONE)
             return
         job.transfer = Transfer(
             job.direction,
             job.plan,
             job.accepted_at + self._config.limits.job_deadline_s,
             lambda _, outcome: self._host.post(lambda: self.finished(job, outcome)),
-            lambda _: self.finished(job, Outcome.DEADLINE, hangs=True),
+            lambda _: self.finished(job, CopyEnd.DEADLINE, hangs=True),
             job.checksums,
         )
         try:
@@ -449,16 +455,16 @@ class Jobs:
         except Exception:
             # The job is accepted and has slots, so it must end.
             logger.exception("The copy engine did not accept a transfer; its job fails.")
-            self.finished(job, Outcome.FAILED)
+            self.finished(job, CopyEnd.FAILED)
 
-    def finished(self, job: StoreBatch | LoadJob, outcome: Outcome, *, hangs: bool = False) -> None:
+    def finished(self, job: StoreBatch | LoadJob, outcome: CopyEnd, *, hangs: bool = False) -> None:
         """End a job whose copy does not touch slots or the client's memory any more.
 
         ``hangs``: the copy has not ended long after its deadline. A store gets its results all the same, see above.
         """
         if hangs and isinstance(job, LoadJob):
             return
-        session, now, error = job.session, self._host.now(), ERROR_OF_OUTCOME.get(outcome)
+        session, now, error = job.session, self._host.now(), ERROR_OF_END.get(outcome)
         seconds = job.transfer.copy_s if job.transfer is not None else 0.0
         # A client may reuse its blocks as soon as it has closed its lifeline, so the copied bytes count only if the
         # lifeline is still open after the copy.
@@ -483,7 +489,7 @@ class Jobs:
         session.pieces -= job.pieces
         job.transfer = None  # breaks a reference cycle
         job.registration.jobs -= 1
-        if job.registration.on_closed is not None:
+        if job.registration.closing:
             job.registration.close_if_idle()
         if session.ended:
             session.release_if_idle()
@@ -499,8 +505,11 @@ class Jobs:
             session.stored_bytes += nbytes
         else:
             session.loaded_bytes += nbytes
+        unanswered = self._unanswered[session]
         for job_id in job.ids:
-            del session.jobs[job_id]
+            del unanswered[job_id]
+        if not unanswered:
+            del self._unanswered[session]
         session.completions.pending += results
         self.with_results[session.id] = session
 
@@ -508,7 +517,7 @@ class Jobs:
         """Stop jobs in the given order. Queued ones end now, running ones at their next step."""
         for job in dict.fromkeys(jobs):
             if job.transfer is not None and not job.withdraw():
-                job.transfer.must_end(Outcome.FAILED)
+                job.transfer.must_end(CopyEnd.FAILED)
 
 
 # --- requests -------------------------------------------------------------------------------------
@@ -524,7 +533,7 @@ def submit(service: Service, session: Session, message: Submit) -> None:
     load_parts = checked_parts(registration, loads, storing=False)
     store_parts = checked_parts(registration, stores, storing=True)
     ids = [*stores.job_ids, *loads.job_ids]
-    if len(set(ids)) < len(ids) or not session.jobs.keys().isdisjoint(ids):
+    if len(set(ids)) < len(ids) or not jobs.of(session).keys().isdisjoint(ids):
         raise KvoffdError.of(ErrorCode.DUPLICATE_JOB)
     if not len(loads.job_ids) == len(loads.lease_ids) == len(loads.keep_lease):
         raise BadKeys(
@@ -579,7 +588,8 @@ def cancel(service: Service, session: Session, message: Cancel) -> Done:
     """Fail jobs whose copy has not begun; the stores of one message together. Unknown ids have ended."""
     session.completions.acknowledge(message.acknowledged)
     count = 0
-    for job in dict.fromkeys(session.jobs[job_id] for job_id in message.job_ids if job_id in session.jobs):
+    jobs = service.jobs.of(session)
+    for job in dict.fromkeys(jobs[job_id] for job_id in message.job_ids if job_id in jobs):
         if job.withdraw():
             count += len(job.ids)
             if isinstance(job, StoreBatch):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvoffd.cache.namespace import Namespace
 from kvoffd.errors import KvoffdError
 from kvoffd.server.handlers import answers
-from kvoffd.server.sessions import Session
+from kvoffd.server.session import Session
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.units import printable

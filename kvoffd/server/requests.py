@@ -16,9 +16,9 @@ from kvoffd.cache.block_table import FOUND
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.cache.prompt_tokens import PromptTokens
 from kvoffd.errors import BadGeometry, BadKeys, KvoffdError
-from kvoffd.observe.logging import RareWarnings
 from kvoffd.server.handlers import Pending, answers, filled
-from kvoffd.server.sessions import Registration, Session
+from kvoffd.server.session import Registration, Session
+from kvoffd.system.rare_warnings import RareWarnings
 from kvoffd.transfer.engine import EngineMemory
 from kvoffd.transfer.plan import build_layouts
 from kvoffd_proto import messages as m
@@ -79,7 +79,7 @@ def results(service: Service, session: Session, message: m.Results) -> m.Results
     # Without the flush a job whose result is in the open batch would be in neither list.
     if frames := session.completions.flush(service.sessions.credit_bytes):
         service.publications.append(frames)
-    return m.ResultsReply(message.request_id, session.completions.replay(), list(session.jobs))
+    return m.ResultsReply(message.request_id, session.completions.replay(), list(service.jobs.of(session)))
 
 
 @answers(m.Register)
@@ -104,7 +104,7 @@ def register(service: Service, session: Session, message: m.Register) -> Pending
         answer.resolve(reply)
 
     try:
-        service.memory.map(session.peer.uid, message.segments, descriptors, mapped)
+        service.memory.map(session.process.uid, message.segments, descriptors, mapped)
     except Exception as error:
         mapped(error)
     return answer
@@ -117,7 +117,7 @@ def unregister(service: Service, session: Session, message: m.Unregister) -> Pen
     del session.registrations[message.registration_id]
     service.sessions.share_credit()
     answer = Pending()
-    service.jobs.abandon([job for job in session.jobs.values() if job.registration is registration])
+    service.jobs.abandon([job for job in service.jobs.of(session).values() if job.registration is registration])
     registration.close_when_idle(lambda: answer.resolve(m.Done(message.request_id, 1)))
     return answer
 

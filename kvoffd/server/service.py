@@ -21,23 +21,24 @@ from kvoffd.cache.learned import Learned, LruFallback
 from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError, refusal_of
-from kvoffd.observe.logging import RareWarnings
 from kvoffd.observe.loop_watch import LoopWatch
 from kvoffd.observe.meters import HOUR_S, LOOKUP_BOUNDS_S, CounterWindows, DurationHistogram
 from kvoffd.pool.pool import Pool
+from kvoffd.server.engine_memory import Host, MemoryMapper
 from kvoffd.server.events import EventLog, Frames
 from kvoffd.server.handlers import HANDLERS, Answer, Pending
 from kvoffd.server.health import health_reply
 from kvoffd.server.jobs import Jobs
-from kvoffd.server.memory import Host, MemoryMapper
 from kvoffd.server.namespaces import FORGET_AFTER_S, forget_idle
 from kvoffd.server.persistence import State
 from kvoffd.server.scrubber import Scrubber
-from kvoffd.server.sessions import Session, Sessions
+from kvoffd.server.session import Session
+from kvoffd.server.sessions import Sessions
 from kvoffd.server.tier_supervisor import TierSupervisor, make_tiering
-from kvoffd.server.trace import Tracer
+from kvoffd.server.tracer import Tracer
 from kvoffd.server.traffic import TrafficCounts
 from kvoffd.system.calls import call_each
+from kvoffd.system.rare_warnings import RareWarnings
 from kvoffd.tiering.tiering import Tiering
 from kvoffd.transfer.cuda.gpus import Gpus
 from kvoffd.transfer.engine import CopyEngine

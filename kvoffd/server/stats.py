@@ -17,7 +17,7 @@ from kvoffd.config import settings_in_force
 from kvoffd.observe.meters import HOUR_S, MINUTE_S
 from kvoffd.server.handlers import answers, filled
 from kvoffd.server.health import health_of, health_reply
-from kvoffd.server.sessions import Session
+from kvoffd.server.session import Session
 from kvoffd.server.tier_supervisor import Disk
 from kvoffd.server.traffic import counts_of, figures
 from kvoffd.tiers.shared import SharedTier
@@ -137,7 +137,7 @@ def _engines(service: Service) -> defaultdict[bytes, list[str]]:
     found = defaultdict[bytes, list[str]](list)
     for session in service.sessions:
         if session.role is Role.SCHEDULER:
-            pid = f", pid {session.peer.pid}" if session.peer.pid else ""
+            pid = f", pid {session.process.pid}" if session.process.pid else ""
             for fingerprint in session.namespaces:
                 found[fingerprint].append(s.engine_name(session.name, session.role) + pid)
     return found
@@ -155,13 +155,13 @@ def sessions(service: Service, session: Session, message: a.Sessions) -> a.Sessi
         filled(
             a.SessionInfo,
             one,
-            one.peer,
+            one.process,
             session_id=one.id,
             role=one.role,
             age_seconds=now - one.opened_at,
             idle_seconds=now - one.last_request_at,
             leases=len(cache.leases_of(one.id).leases),
-            jobs=len(one.jobs),
+            jobs=len(service.jobs.of(one)),
             registrations=len(one.registrations),
             registered_bytes=sum(size for each in one.registrations.values() for _, size in each.memory.spans),
             unacknowledged=sum(len(batch.results) for batch in one.completions.replay()),

@@ -19,8 +19,8 @@ from kvoffd.config import Config, DiskSize, parse_peer, peer_places
 from kvoffd.errors import KvoffdError
 from kvoffd.observe.meters import HOUR_S, CounterWindows
 from kvoffd.pool.pool import Pool
-from kvoffd.server.memory import Post
-from kvoffd.server.peers import PeerServer
+from kvoffd.server.engine_memory import Post
+from kvoffd.server.lender import PeerServer
 from kvoffd.server.persistence import State
 from kvoffd.system.calls import call_each
 from kvoffd.system.numa import usable_cpus

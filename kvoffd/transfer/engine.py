@@ -28,8 +28,8 @@ import xxhash
 
 from kvoffd.errors import KvoffdError
 from kvoffd.system.native import COUNT, NUMBER, VOID_P, Native, NotCompiled, declare, native
-from kvoffd.system.threads import DaemonThreads
-from kvoffd.transfer.plan import Direction, Outcome, Plan
+from kvoffd.system.threads import AbandonableThreads
+from kvoffd.transfer.plan import CopyEnd, Direction, Plan
 
 declare(keep_gil=False, host_copy=(COUNT, *(VOID_P, VOID_P, VOID_P, NUMBER) * 2, VOID_P))
 
@@ -102,10 +102,10 @@ class Transfer:
     direction: Direction
     plan: Callable[[], Plan]
     deadline: float
-    on_done: Callable[[Transfer, Outcome], None]
+    on_done: Callable[[Transfer, CopyEnd], None]
     on_overdue: Callable[[Transfer], None] | None = None
     checksums: SlotChecksums | None = None
-    ending: Outcome | None = None
+    ending: CopyEnd | None = None
     stop: ctypes.c_uint32 = field(default_factory=ctypes.c_uint32)
     began_at: float = 0.0
     ended_at: float = 0.0
@@ -115,7 +115,7 @@ class Transfer:
         """Duration of the copy in seconds; 0.0 until it has ended."""
         return self.ended_at - self.began_at if self.began_at and self.ended_at else 0.0
 
-    def must_end(self, outcome: Outcome) -> None:
+    def must_end(self, outcome: CopyEnd) -> None:
         """Make the copy return soon with this outcome, or an earlier call's. For any thread."""
         self.ending = self.ending or outcome
         self.stop.value = 1
@@ -126,7 +126,7 @@ class Transfer:
             if not self.stop.value:
                 checksums.read(part)
         if not self.stop.value and checksums.expected is not None and checksums.sums != list(checksums.expected):
-            self.must_end(Outcome.CORRUPT)
+            self.must_end(CopyEnd.CORRUPT)
 
 
 @dataclass(slots=True, eq=False)
@@ -190,7 +190,7 @@ class CopyQueue:
         works: list[tuple[str, Callable[[], None]]]
         works = [(f"{name}-{number}", partial(self._copy_all, copy)) for number, copy in enumerate(copies)]
         works += [(f"{name}-sums-{number}", self._read_all) for number in range(readers)]
-        self._threads = DaemonThreads(works, self.stop)
+        self._threads = AbandonableThreads(works, self.stop)
 
     def hangs_s(self) -> float:
         """See ``CopyEngine``. A thread that waits for a CPU does not hang: waits of tens of seconds were seen."""
@@ -204,7 +204,7 @@ class CopyQueue:
                 self._waiting[transfer] = None
                 self._wake.notify_all()
                 return
-        self._end(transfer, Outcome.CANCELLED)
+        self._end(transfer, CopyEnd.CANCELLED)
 
     def cancel(self, transfer: Transfer) -> bool:
         """End a queued transfer as CANCELLED; return False if it runs or has ended."""
@@ -212,7 +212,7 @@ class CopyQueue:
             if transfer not in self._waiting:
                 return False
             del self._waiting[transfer]
-        self._end(transfer, Outcome.CANCELLED)
+        self._end(transfer, CopyEnd.CANCELLED)
         return True
 
     def tick(self) -> None:
@@ -224,7 +224,7 @@ class CopyQueue:
             late: list[Transfer] = []
             for transfer, threads in self._running.items():
                 if now >= transfer.deadline:
-                    transfer.must_end(Outcome.DEADLINE)
+                    transfer.must_end(CopyEnd.DEADLINE)
                 if now >= transfer.deadline + OVERDUE_GRACE_S:
                     if transfer not in self._overdue:
                         late.append(transfer)
@@ -232,7 +232,7 @@ class CopyQueue:
                         continue
                     self._overdue[transfer] = now
         for transfer in waiting:
-            self._end(transfer, Outcome.DEADLINE)
+            self._end(transfer, CopyEnd.DEADLINE)
         for transfer in late:
             if transfer.on_overdue is not None:
                 try:
@@ -250,11 +250,11 @@ class CopyQueue:
             self._stopped = True
             waiting, self._waiting = self._waiting, {}
             for transfer in self._running:
-                transfer.must_end(Outcome.FAILED)
+                transfer.must_end(CopyEnd.FAILED)
             self._wake.notify_all()
             self._to_read.notify_all()
         for transfer in waiting:
-            self._end(transfer, Outcome.CANCELLED)
+            self._end(transfer, CopyEnd.CANCELLED)
 
     def join(self, deadline: float) -> bool:
         """Wait for the threads until ``deadline`` (``time.monotonic``); return False if one still runs."""
@@ -275,7 +275,7 @@ class CopyQueue:
             started, storing = time.perf_counter(), transfer.direction is Direction.STORE
             transfer.began_at = self._clock()
             if transfer.began_at >= transfer.deadline:
-                transfer.must_end(Outcome.DEADLINE)
+                transfer.must_end(CopyEnd.DEADLINE)
             checksums = transfer.checksums
             try:
                 if not storing and checksums is not None:
@@ -340,10 +340,10 @@ class CopyQueue:
             del self._running[transfer]
             self._overdue.pop(transfer, None)
         transfer.ended_at = self._clock()
-        self._end(transfer, transfer.ending or Outcome.DONE)
+        self._end(transfer, transfer.ending or CopyEnd.DONE)
 
     @staticmethod
-    def _end(transfer: Transfer, outcome: Outcome) -> None:
+    def _end(transfer: Transfer, outcome: CopyEnd) -> None:
         try:
             transfer.on_done(transfer, outcome)
         except Exception:
@@ -352,7 +352,7 @@ class CopyQueue:
 
 def _failed(transfer: Transfer) -> None:
     _log.exception("A %s failed; its job fails, the thread continues.", transfer.direction.value)
-    transfer.must_end(Outcome.FAILED)
+    transfer.must_end(CopyEnd.FAILED)
 
 
 def _wants_cpu(thread_id: int) -> bool:

@@ -29,10 +29,11 @@ from kvoffd.server.jobs import QUIET_S, checked_parts
 from kvoffd.server.lifeline import Connection
 from kvoffd.server.persistence import State
 from kvoffd.server.scrubber import Scrubber
-from kvoffd.server.sessions import Peer, Session, credit_bytes, may_connect
-from kvoffd.system.mappings import MappedSegment
+from kvoffd.server.session import ClientProcess, Session
+from kvoffd.server.sessions import credit_bytes, may_connect
+from kvoffd.system.mappings import HostMapping
 from kvoffd.transfer.engine import CopyEngine, CopyStats, EngineMemory, OnMapped, Transfer
-from kvoffd.transfer.plan import Direction, Outcome, build_layouts
+from kvoffd.transfer.plan import CopyEnd, Direction, build_layouts
 from kvoffd_client.worker_client import GroupTransfer, Job, submit_of
 from kvoffd_proto import codec
 from kvoffd_proto import messages as m
@@ -61,14 +62,14 @@ class Bench(CopyEngine):
             now=lambda: self.now,
             post=self.posted.append,
             random=random.Random(1).randbytes,
-            map_memfd=lambda fd, size: MappedSegment(ADDRESS, size),
+            map_memfd=lambda fd, size: HostMapping(ADDRESS, size),
             unmap=lambda segments, then: then(),
         )
         self.pool = make_pool(POOL_BYTES, None)
         self.service = make_service(Config(pool_bytes=POOL_BYTES), self.pool, None, self, host, State(NoStateFile()))
 
     def end_copy(self) -> None:
-        self.copies[0].on_done(self.copies.pop(0), Outcome.DONE)
+        self.copies[0].on_done(self.copies.pop(0), CopyEnd.DONE)
         while self.posted:
             self.posted.popleft()()
 
@@ -80,7 +81,7 @@ class Bench(CopyEngine):
     def session(self, role: m.Role = m.Role.WORKER, *, registers: bool = True, label: str = "test") -> Session:
         """In the namespace; a worker has its memory registered."""
         lifeline: Any = SimpleNamespace(alive=lambda: True, close_descriptor=os.close)
-        session = self.service.sessions.open(lifeline, Peer(0, 1, 1))
+        session = self.service.sessions.open(lifeline, ClientProcess(0, 1, 1))
         self.ask(session, m.Hello(1, m.PROTOCOL_VERSION, role, "test", "test"))
         groups = [m.GroupSpec("full", 16)]
         self.ask(session, m.OpenNamespace(1, NAMESPACE, label, 1, len(KEY), groups, "{}"))
@@ -496,12 +497,12 @@ def test_descriptors_of_all_sessions_are_bounded(bench: Bench, monkeypatch: pyte
 def test_peers_of_the_group_or_of_those_named_may_connect() -> None:
     group, uid = os.getegid(), os.geteuid()
     for peer, config, allowed in (
-        (Peer(1, 4242, group), Config(), True),
-        (Peer(1, 4242, group + 1), Config(), False),
-        (Peer(1, 4242, group), Config(allowed_gids=(group + 1,)), False),
-        (Peer(1, 4242, group + 1), Config(allowed_gids=(group + 1,)), True),
-        (Peer(1, 4242, group + 1), Config(allowed_uids=(4242,)), True),
-        (Peer(1, uid, group + 1), Config(allowed_gids=(group + 2,)), True),
-        (Peer(1, 0, group + 1), Config(allowed_gids=(group + 2,)), True),
+        (ClientProcess(1, 4242, group), Config(), True),
+        (ClientProcess(1, 4242, group + 1), Config(), False),
+        (ClientProcess(1, 4242, group), Config(allowed_gids=(group + 1,)), False),
+        (ClientProcess(1, 4242, group + 1), Config(allowed_gids=(group + 1,)), True),
+        (ClientProcess(1, 4242, group + 1), Config(allowed_uids=(4242,)), True),
+        (ClientProcess(1, uid, group + 1), Config(allowed_gids=(group + 2,)), True),
+        (ClientProcess(1, 0, group + 1), Config(allowed_gids=(group + 2,)), True),
     ):
         assert may_connect(peer, config) is allowed, (peer, config.allowed_uids, config.allowed_gids)

@@ -16,14 +16,14 @@ from kvoffd.cache.tickets import StorePart
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.pool.pool import Pool
+from kvoffd.server.engine_memory import STUCK_AFTER_S
 from kvoffd.server.jobs import LoadJob, StoreBatch
-from kvoffd.server.memory import STUCK_AFTER_S
-from kvoffd.server.sessions import Peer
+from kvoffd.server.session import ClientProcess
 from kvoffd.server.sockets import REST_S
-from kvoffd.system.mappings import MappedSegment, close_segments
+from kvoffd.system.mappings import HostMapping, close_segments
 from kvoffd.tiering import WriteMode
 from kvoffd.transfer.engine import OVERDUE_GRACE_S
-from kvoffd.transfer.plan import Direction, Outcome
+from kvoffd.transfer.plan import CopyEnd, Direction
 from kvoffd_proto import admin as a
 from kvoffd_proto import codec, lifeline
 from kvoffd_proto import messages as m
@@ -174,7 +174,7 @@ class SimDaemon:
 
     def accept(self, stream: Lifeline) -> None:
         try:
-            session = self.service.sessions.open(stream, Peer(1, 1, 1))
+            session = self.service.sessions.open(stream, ClientProcess(1, 1, 1))
         except KvoffdError as refusal:
             stream.to_client.send(lifeline.Refused(refusal.code, refusal.message))
             stream.close()
@@ -211,7 +211,7 @@ class SimDaemon:
         self.lifelines.remove(stream)
 
         def drained() -> None:
-            if any(number == session.id for number, _ in self.audit.unfinished) and session.jobs:
+            if any(number == session.id for number, _ in self.audit.unfinished) and self.service.jobs.of(session):
                 raise Broken("a session ended while it had jobs")
             stream.close()
 
@@ -343,7 +343,7 @@ class SimDaemon:
     def random(self, count: int) -> bytes:
         return self._rng.randbytes(count)
 
-    def unmap(self, segments: Sequence[MappedSegment], then: Callable[[], None]) -> None:
+    def unmap(self, segments: Sequence[HostMapping], then: Callable[[], None]) -> None:
         close_segments(segments, then)
 
     def post_of_tier(self, call: Callable[[], None]) -> None:
@@ -368,7 +368,7 @@ class SimDaemon:
         finally:
             self._in_queue = False
 
-    def _finished(self, job: StoreBatch | LoadJob, outcome: Outcome, *, hangs: bool = False) -> None:
+    def _finished(self, job: StoreBatch | LoadJob, outcome: CopyEnd, *, hangs: bool = False) -> None:
         if hangs or not self._in_queue:  # or it had nothing to copy and ends while it is accepted
             self._job_finished(job, outcome, hangs=hangs)
             return
@@ -380,15 +380,15 @@ class SimDaemon:
         if job.direction is Direction.STORE and self.pool.commits > commits:
             if not held:
                 raise Broken("a store was committed although its client had closed the lifeline")
-            if outcome is not Outcome.DONE:
+            if outcome is not CopyEnd.DONE:
                 raise Broken("a store was committed that did not copy everything")
         self.schedule_flush()
 
-    def map_memfd(self, fd: int, size: int) -> MappedSegment:
+    def map_memfd(self, fd: int, size: int) -> HostMapping:
         segment = self._segments[fd]
         if size != segment.data.size:
             raise KvoffdError("The segment has another size.", ErrorCode.UNSAFE_SEGMENT)
-        return cast(MappedSegment, self.space.map(segment.data, segment))
+        return cast(HostMapping, self.space.map(segment.data, segment))
 
     def _tick(self) -> None:
         self.service.tick()

@@ -13,14 +13,14 @@ from typing import cast
 from kvoffd.cache import POLICY_NAMES
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.policy import make_policy
-from kvoffd.config import Config, Limits
+from kvoffd.config import Config, ServerLimits
 from kvoffd.pool.backing import MemfdBacking
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.pool.pool import Pool
+from kvoffd.server.engine_memory import Host
 from kvoffd.server.events import EventLog
-from kvoffd.server.memory import Host
 from kvoffd.server.persistence import RETRY_S, PolicyFile, State, StateFile
-from kvoffd.server.recovery import restore
+from kvoffd.server.pool_opening import restore
 from kvoffd.server.service import Service
 from kvoffd.system.limits import MemoryLimit
 from kvoffd.tiering import WriteMode
@@ -52,7 +52,7 @@ def make_config(rng: random.Random) -> Config:
         shutdown_deadline_s=rng.choice((0.0, 0.2)),
         max_sessions=rng.choice((16, 64, 64)),
         verify_share=rng.choice((0.0, 1 / 64, 1.0)),
-        limits=Limits(
+        limits=ServerLimits(
             credit_bytes=rng.choice((0, 0, 40_000)),
             lease_ttl_s=rng.choice((0.8, 2.0, 5.0)),
             partial_timeout_s=rng.choice((0.5, 2.0)),

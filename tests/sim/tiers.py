@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config, DiskSize
 from kvoffd.observe.meters import CounterWindows
-from kvoffd.server.memory import Post
+from kvoffd.server.engine_memory import Post
 from kvoffd.server.persistence import State
 from kvoffd.server.service import Service
 from kvoffd.server.tier_supervisor import Disk, TierSupervisor, make_tiering

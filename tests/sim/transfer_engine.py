@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvoffd.transfer.engine import CopyEngine, CopyQueue, SlotChecksums, Transfer
-from kvoffd.transfer.plan import Direction, Outcome
+from kvoffd.transfer.plan import CopyEnd, Direction
 from tests.sim.clock import Broken, Injected
 from tests.sim.pool import Slot
 
@@ -109,7 +109,7 @@ class SimQueue(CopyQueue):
         return _Copy(transfer, list(slots.values()), list(mappings), pieces)
 
     def _ended(
-        self, copy: _Copy, on_done: Callable[[Transfer, Outcome], None], transfer: Transfer, outcome: Outcome
+        self, copy: _Copy, on_done: Callable[[Transfer, CopyEnd], None], transfer: Transfer, outcome: CopyEnd
     ) -> None:
         del self.copies[transfer]
         for slot in copy.slots:
@@ -149,7 +149,7 @@ class SimQueue(CopyQueue):
             return  # its thread never comes back
         checksums, storing = transfer.checksums, transfer.direction is Direction.STORE
         if copy.step == 0 and self._clock() >= transfer.deadline:
-            transfer.must_end(Outcome.DEADLINE)
+            transfer.must_end(CopyEnd.DEADLINE)
         if transfer.ending is not None and not transfer.stop.value:  # C looks at the flag, and at nothing else
             raise Broken("a copy goes on although its transfer must end")
         if transfer.ending is None and copy.step == 0 and not storing and checksums is not None:
@@ -165,7 +165,7 @@ class SimQueue(CopyQueue):
             except Injected:  # as CopyQueue takes an exception of its copy function
                 fails = True
             if fails:
-                transfer.must_end(Outcome.FAILED)
+                transfer.must_end(CopyEnd.FAILED)
             elif copy.step < copy.steps:
                 self._process.after(copy.pause_s, lambda: self._step(copy))
                 return

@@ -18,7 +18,7 @@ from kvoffd.errors import KvoffdError, refusal_of
 from kvoffd.system.numa import locality_of
 from kvoffd.system.threads import TaskThread
 from kvoffd.transfer.cuda.engine import GpuEngine
-from kvoffd.transfer.cuda.mappings import HandleCache, IpcExport, MappedSegment, VmmExport
+from kvoffd.transfer.cuda.mappings import GpuMapping, HandleCache, IpcExport, VmmExport
 from kvoffd.transfer.cuda.pinning import PinnedPool, PinProgress
 from kvoffd.transfer.engine import CopyStats, EngineMemory, OnMapped
 from kvoffd.transfer.plan import Direction
@@ -153,7 +153,7 @@ class Gpu:
         spans = [(segment.address, segment.size_bytes) for segment in segments]
         return EngineMemory(self.engine, spans, self.locality.node, close, on_gpu=True)
 
-    def _unmap(self, segments: list[MappedSegment], on_unmapped: Callable[[], None]) -> None:
+    def _unmap(self, segments: list[GpuMapping], on_unmapped: Callable[[], None]) -> None:
         for segment in segments:
             try:
                 segment.close()

@@ -16,7 +16,7 @@ from kvoffd.pool.memory import PoolMemory
 from kvoffd.transfer.cuda.engine import STEP_BYTES, STEP_PIECES, STEPS_IN_FLIGHT, GpuEngine
 from kvoffd.transfer.cuda.pinning import PinnedPool
 from kvoffd.transfer.engine import Transfer
-from kvoffd.transfer.plan import Direction, Outcome, Plan
+from kvoffd.transfer.plan import CopyEnd, Direction, Plan
 from kvoffd_proto.cuda import CudaError
 from tests.kit.amount import TIMES
 from tests.kit.copy_buffers import Bytes, random_bytes
@@ -85,7 +85,7 @@ class Job:
     def __init__(
         self, machine: Machine, sizes: list[int], direction: Direction = Direction.STORE, gap: int | list[int] = 8
     ) -> None:
-        self.outcome: Outcome | None = None
+        self.outcome: CopyEnd | None = None
         self.done = threading.Event()
         ends = [np.cumsum(np.array(sizes) + one) for one in (8, gap)]
         begin = machine.first_chunk + 24
@@ -106,11 +106,11 @@ class Job:
         self.transfer = Transfer(direction, lambda: self.plan, float("inf"), self._on_done)
         machine.engine.queues[self.transfer.direction].submit(self.transfer)
 
-    def _on_done(self, transfer: Transfer, outcome: Outcome) -> None:
+    def _on_done(self, transfer: Transfer, outcome: CopyEnd) -> None:
         self.outcome = outcome
         self.done.set()
 
-    def wait(self) -> Outcome | None:
+    def wait(self) -> CopyEnd | None:
         assert self.done.wait(10), "the transfer did not end"
         return self.outcome
 
@@ -119,7 +119,7 @@ class Job:
         return bool(np.array_equal(self._to, self.expected_to))
 
     def is_done(self) -> bool:
-        return self.wait() is Outcome.DONE and self.is_copied()
+        return self.wait() is CopyEnd.DONE and self.is_copied()
 
 
 @pytest.mark.parametrize("pinned", [True, False])
@@ -155,7 +155,7 @@ def test_a_wait_that_is_missing_shows_in_the_bytes(machine: Machine, direction: 
     machine.pin()
     machine.stub.ignore(missing)
     job = Job(machine, SIZES, direction)
-    assert job.wait() is Outcome.DONE
+    assert job.wait() is CopyEnd.DONE
     assert not job.is_copied()
 
 
@@ -172,10 +172,10 @@ def test_batches_and_steps_with_the_gpu_are_bounded(machine: Machine) -> None:
 
     assert len(batches()) == STEPS_IN_FLIGHT
     load = Job(machine, [64 * KIB], Direction.LOAD)
-    assert load.wait() is Outcome.DONE
+    assert load.wait() is CopyEnd.DONE
     assert not job.done.is_set()
     machine.stub.release()
-    assert job.wait() is Outcome.DONE
+    assert job.wait() is CopyEnd.DONE
     assert max(count for count, _ in batches()) == STEP_PIECES
     assert max(nbytes for _, nbytes in batches()) <= STEP_BYTES
     assert machine.stub.calls("cuMemcpyAsync") == 0
@@ -262,7 +262,7 @@ def test_where_single_copies_fail_too_the_batch_is_not_blamed(machine: Machine) 
     machine.pin()
     machine.stub.fail("cuMemcpyBatchAsync", 1, UNKNOWN)
     machine.stub.fail("cuMemcpyAsync", 1, UNKNOWN)
-    assert Job(machine, [4 * KIB] * 10).wait() is Outcome.FAILED
+    assert Job(machine, [4 * KIB] * 10).wait() is CopyEnd.FAILED
     assert Job(machine, [4 * KIB] * 10).is_done()
     assert machine.stub.calls("cuMemcpyBatchAsync") == 2
 
@@ -272,7 +272,7 @@ def test_where_single_copies_fail_too_the_batch_is_not_blamed(machine: Machine) 
 def test_an_error_fails_the_transfer_after_its_copies_have_ended(machine: Machine, call: str, nth: int) -> None:
     machine.stub.fail(call, nth, UNKNOWN)
     bad = Job(machine, [2 << 20] * 12)
-    assert bad.wait() is Outcome.FAILED
+    assert bad.wait() is CopyEnd.FAILED
     launched = sum(int(line.split()[1]) for line in machine.stub.log() if line.startswith("copy "))
     assert (launched > 0) == ((call, nth) != ("cuMemcpyAsync", 1))
     first = slice(machine.first_chunk + 24, machine.first_chunk + 24 + min(launched, 2 << 20))
@@ -283,10 +283,10 @@ def test_an_error_fails_the_transfer_after_its_copies_have_ended(machine: Machin
 
 def test_a_lost_context_is_told_from_a_copy_that_failed(machine: Machine) -> None:
     machine.stub.fail("cuMemcpyAsync", 1, 1)
-    assert Job(machine, [KIB]).wait() is Outcome.FAILED
+    assert Job(machine, [KIB]).wait() is CopyEnd.FAILED
     assert machine.driver.lost is None
     machine.stub.fail("cuMemcpyAsync", 1, 700)
-    assert Job(machine, [KIB]).wait() is Outcome.FAILED
+    assert Job(machine, [KIB]).wait() is CopyEnd.FAILED
     assert machine.driver.lost is not None
 
 
@@ -294,7 +294,7 @@ def test_a_stream_that_cannot_be_waited_for_loses_the_context(machine: Machine) 
     machine.pin()
     machine.stub.fail("cuEventRecord", 1, UNKNOWN)
     machine.stub.fail("cuStreamSynchronize", 1, UNKNOWN)
-    assert Job(machine, [4 * KIB] * 8).wait() is Outcome.FAILED
+    assert Job(machine, [4 * KIB] * 8).wait() is CopyEnd.FAILED
     assert machine.driver.lost is not None
     assert machine.driver.lost.call == "cuStreamSynchronize"
 
@@ -305,9 +305,9 @@ def test_a_copy_that_is_stopped_waits_for_its_steps_in_flight(machine: Machine, 
     machine.stub.hang("cuEventSynchronize")
     job = Job(machine, [64 * KIB] * 480, direction)
     machine.stub.wait_hanging()
-    job.transfer.must_end(Outcome.FAILED)
+    job.transfer.must_end(CopyEnd.FAILED)
     machine.stub.release()
-    assert job.wait() is Outcome.FAILED
+    assert job.wait() is CopyEnd.FAILED
     records = machine.stub.calls("cuEventRecord")
     assert (records, machine.stub.calls("cuEventSynchronize")) == (STEPS_IN_FLIGHT, STEPS_IN_FLIGHT)
     assert not job.is_copied()

@@ -14,7 +14,7 @@ from kvoffd.pool.memory import PoolMemory
 from kvoffd.transfer.cuda.gpus import HANGING_S, MAX_WAITING_TASKS, Gpus, NoSuchGpu
 from kvoffd.transfer.cuda.mappings import IpcExport, UnmappableHandle
 from kvoffd.transfer.engine import CopyStats, EngineMemory, Transfer
-from kvoffd.transfer.plan import Direction, Outcome, Plan
+from kvoffd.transfer.plan import CopyEnd, Direction, Plan
 from kvoffd_proto.errors import ErrorCode
 from tests.kit.stub_cuda import Ranges, fresh_stub
 from tests.kit.waiting import wait_until
@@ -88,9 +88,9 @@ def unmap(memory: EngineMemory) -> None:
     assert closed.wait(10)
 
 
-def store(memory: EngineMemory, engines: Engines, deadline: float = float("inf")) -> tuple[list[Outcome], list[int]]:
+def store(memory: EngineMemory, engines: Engines, deadline: float = float("inf")) -> tuple[list[CopyEnd], list[int]]:
     """Copies the first page of the memory to the pool; the outcomes, and how often it was overdue."""
-    outcomes: list[Outcome] = []
+    outcomes: list[CopyEnd] = []
     overdue: list[int] = []
     columns = [np.array([value], dtype=np.uint64) for value in (engines.pool.segment.address, memory.spans[0][0], 4096)]
     memory.engine.queues[Direction.STORE].submit(
@@ -139,7 +139,7 @@ def test_a_gpu_is_in_use_from_its_first_registration_to_its_last(engines: Engine
         first, second = engines.map().memory(), engines.map().memory()
         assert first.engine is second.engine
         outcomes, _ = store(first, engines)
-        wait_until(lambda: outcomes == [Outcome.DONE])  # noqa: B023
+        wait_until(lambda: outcomes == [CopyEnd.DONE])  # noqa: B023
         unmap(first)
         assert engines.stub.contexts(0) >= 1
         assert engines.stub.ranges(Ranges.IPC) == 1
@@ -228,7 +228,7 @@ def test_a_gpu_that_hangs_hurts_no_other(engines: Engines) -> None:
     assert "Stub 0 1010" in problem
     assert "does not answer" in problem
     good, _ = store(well, engines)
-    wait_until(lambda: good == [Outcome.DONE])
+    wait_until(lambda: good == [CopyEnd.DONE])
     third = engines.map(SECOND).memory()
     unmap(third)
     unmap(well)
@@ -250,7 +250,7 @@ def test_a_registration_that_hangs_hurts_no_other_gpu(engines: Engines) -> None:
     engines.now = 60
     assert [problem for problem in engines.gpus.problems if "Stub 0" in problem]
     good, _ = store(well, engines)
-    wait_until(lambda: good == [Outcome.DONE])
+    wait_until(lambda: good == [CopyEnd.DONE])
     unmap(well)
     assert not sick.came
     engines.stub.release()
@@ -273,7 +273,7 @@ def test_stopping_ends_copies_and_closing_unpins_the_pool(engines: Engines) -> N
     assert engines.gpus.stop(10)
     assert len(outcomes) == 1
     late, _ = store(memory, engines)
-    assert late == [Outcome.CANCELLED]
+    assert late == [CopyEnd.CANCELLED]
     unmap(memory)
     assert engines.gpus.close(10)
     assert engines.stub.ranges(Ranges.HOST) == 0

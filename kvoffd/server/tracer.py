@@ -9,7 +9,7 @@ from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Group, Namespace
 from kvoffd.cache.policy import Chain
 from kvoffd.errors import KvoffdError
-from kvoffd.server.sessions import Session
+from kvoffd.server.session import Session
 from kvoffd_proto import admin as a
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import Hint, HintAction
@@ -39,7 +39,7 @@ class Tracer:
         """
         if session is not self._session:
             if self._session is not None and not self._session.ended:
-                why = f"Session {self._session.id} ({self._session.peer}) records a trace; wait until it has ended."
+                why = f"Session {self._session.id} ({self._session.process}) records a trace; wait until it has ended."
                 raise KvoffdError(why, ErrorCode.BAD_ARGUMENT)
             self._end()
             self._session, self._began_at = session, self._clock()

@@ -11,7 +11,7 @@ from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.pool.pool import Pool
 from kvoffd.system.files import OnError
-from kvoffd.system.mappings import MappedSegment
+from kvoffd.system.mappings import HostMapping
 from kvoffd.transfer.cuda.gpus import Gpus
 from kvoffd.transfer.cuda.mappings import IpcExport, VmmExport
 from kvoffd.transfer.engine import CopyEngine, CopyStats, EngineMemory, OnMapped
@@ -36,10 +36,10 @@ class Host(Protocol):
     def post(self, call: Callable[[], None]) -> None:
         """Schedule a call in the service's thread. For any thread."""
 
-    def map_memfd(self, fd: int, size_bytes: int) -> MappedSegment:
+    def map_memfd(self, fd: int, size_bytes: int) -> HostMapping:
         """Map a client's memfd. Raises KvoffdError if it is not safe to use."""
 
-    def unmap(self, segments: Sequence[MappedSegment], then: Callable[[], None]) -> None:
+    def unmap(self, segments: Sequence[HostMapping], then: Callable[[], None]) -> None:
         """Unmap segments, which is slow, then call ``then``, both in any thread."""
 
     def random(self, count: int) -> bytes:
@@ -98,7 +98,7 @@ class MemoryMapper:
         return self._engine.stats(direction).plus(self.gpus.stats(direction))
 
     def _map_host(self, handles: Sequence[MemfdHandle], fds: Mapping[int, int]) -> EngineMemory:
-        mapped: list[MappedSegment] = []
+        mapped: list[HostMapping] = []
 
         def close(on_closed: Callable[[], None]) -> None:
             self._host.unmap(mapped, lambda: self._host.post(on_closed))
