@@ -38,7 +38,7 @@ from kvoffd.system.mappings import PageFaulter
 from kvoffd.system.native import native
 from kvoffd.system.rare_warnings import RareWarnings
 from kvoffd.system.systemd import Notifier, take_stored_fds
-from kvoffd.transfer.engine import HostEngine
+from kvoffd.transfer.engine import HostEngine, new_work
 from kvoffd_proto.admin import Health, HealthLevel, HealthProblem, HealthReply
 from kvoffd_proto.cuda import descriptor_limits
 from kvoffd_proto.stats import DaemonStats
@@ -233,8 +233,9 @@ class Daemon:
         restore(cache, pool, self._policy_file, self._state, config.limits.max_namespaces)
         self._sockets = Sockets(config, self._directory)
         self._state.file.on_saved = lambda: self._sockets.post(lambda: None)  # replies may wait for it
-        self._host_engine = HostEngine(threads_per_direction=config.copy_threads)
-        self._gpus = open_gpus(config, pool)
+        work = new_work()
+        self._host_engine = HostEngine(work, threads_per_direction=config.copy_threads)
+        self._gpus = open_gpus(config, pool, work)
         self._page_faulter = PageFaulter()
         self._service = Service(
             config,
@@ -242,6 +243,7 @@ class Daemon:
             events,
             self._host_engine,
             self._gpus,
+            work,
             pool,
             _ProcessHost(self._sockets, self._page_faulter),
             self._state,

@@ -14,8 +14,7 @@ from kvoffd.system.files import OnError
 from kvoffd.system.mappings import HostMapping
 from kvoffd.transfer.cuda.gpus import Gpus
 from kvoffd.transfer.cuda.mappings import IpcExport, VmmExport
-from kvoffd.transfer.engine import CopyEngine, CopyStats, EngineMemory, OnMapped
-from kvoffd.transfer.plan import Direction
+from kvoffd.transfer.engine import CopyEngine, EngineMemory, OnMapped, WorkOfBoth
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import CudaIpcHandle, Handle, MemfdHandle
 
@@ -94,9 +93,6 @@ class MemoryMapper:
         self._engine.tick()
         self.gpus.tick()
 
-    def stats(self, direction: Direction) -> CopyStats:
-        return self._engine.stats(direction).plus(self.gpus.stats(direction))
-
     def _map_host(self, handles: Sequence[MemfdHandle], fds: Mapping[int, int]) -> EngineMemory:
         mapped: list[HostMapping] = []
 
@@ -116,11 +112,12 @@ class MemoryMapper:
         return replace(memory, close=lambda closed: close(lambda: post(closed)))
 
 
-def open_gpus(config: Config, pool: Pool) -> Gpus:
+def open_gpus(config: Config, pool: Pool, work: WorkOfBoth) -> Gpus:
     """Return the GPUs, by the settings. The pool must be touched."""
     gpus = Gpus(
         pool.mapping.address,
         pool.pool_bytes,
+        work,
         library=config.cuda_library,
         pin_linger_s=config.limits.pin_linger_s,
     )

@@ -41,7 +41,7 @@ from kvoffd.system.calls import call_each
 from kvoffd.system.rare_warnings import RareWarnings
 from kvoffd.tiering.tiering import Tiering
 from kvoffd.transfer.cuda.gpus import Gpus
-from kvoffd.transfer.engine import CopyEngine
+from kvoffd.transfer.engine import CopyEngine, WorkOfBoth
 from kvoffd_proto import admin as a
 from kvoffd_proto import codec
 from kvoffd_proto import messages as m
@@ -78,6 +78,7 @@ class Service:
         events: EventLog,
         engine: CopyEngine,
         gpus: Gpus,
+        work: WorkOfBoth,
         pool: Pool,
         host: Host,
         state: State,
@@ -91,6 +92,8 @@ class Service:
         self.events = events
         self.state = state
         self.memory = MemoryMapper(engine, host, gpus)
+        self.work = work
+        """Work of all copy engines, by direction."""
         self.jobs = Jobs(config, cache, pool, host)
         self.sessions = Sessions(config, cache, self.jobs, host, max_attached)
         self.tiering: Tiering | None = None

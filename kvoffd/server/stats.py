@@ -224,14 +224,7 @@ def _pool_stats(service: Service) -> s.PoolStats:
 
 
 def _copy_stats(service: Service, direction: Direction) -> s.CopyStats:
-    copies, counters = service.memory.stats(direction), service.jobs.counters[direction]
-    return filled(
-        s.CopyStats,
-        copies,
-        counters,
-        queued_jobs=copies.queued,
-        running_jobs=copies.running,
-    )
+    return filled(s.CopyStats, service.work[direction], service.jobs.counters[direction])
 
 
 def _tiering_stats(service: Service) -> s.TieringStats | None:

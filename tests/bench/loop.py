@@ -39,7 +39,7 @@ from kvoffd.tiering.tiering import Tiering
 from kvoffd.tiers.asking_thread import Answer, Ask
 from kvoffd.tiers.shared import SharedTier
 from kvoffd.tiers.store import Credentials, open_store
-from kvoffd.transfer.engine import CopyEngine, CopyStats, Transfer
+from kvoffd.transfer.engine import CopyEngine, Transfer
 from kvoffd.transfer.plan import CopyEnd, Direction
 from kvoffd_client.worker_client import GroupTransfer, Job, submit_of
 from kvoffd_proto import admin as a
@@ -81,7 +81,7 @@ class Daemon:
 
     def __init__(self, pool_bytes: int, policy: str = "learned") -> None:
         self.posted = deque[Callable[[], None]]()
-        queue: Any = SimpleNamespace(submit=self._copy, stats=lambda: CopyStats(), hangs_s=lambda: 0.0)
+        queue: Any = SimpleNamespace(submit=self._copy, hangs_s=lambda: 0.0)
         engine = CopyEngine(dict.fromkeys(Direction, queue))
         engine.tick = engine.hangs_s = lambda: 0.0  # type: ignore[method-assign]
         host: Any = SimpleNamespace(

@@ -32,7 +32,7 @@ from kvoffd.server.scrubber import Scrubber
 from kvoffd.server.session import ClientProcess, Session
 from kvoffd.server.sessions import credit_bytes, may_connect
 from kvoffd.system.mappings import HostMapping
-from kvoffd.transfer.engine import CopyEngine, CopyStats, EngineMemory, OnMapped, Transfer
+from kvoffd.transfer.engine import CopyEngine, EngineMemory, OnMapped, Transfer
 from kvoffd.transfer.plan import CopyEnd, Direction, build_layouts
 from kvoffd_client.worker_client import GroupTransfer, Job, submit_of
 from kvoffd_proto import codec
@@ -55,7 +55,7 @@ class Bench(CopyEngine):
     def __init__(self) -> None:
         self.copies: list[Transfer] = []
         self.now = 100.0
-        queue: Any = SimpleNamespace(submit=self.copies.append, stats=lambda: CopyStats())
+        queue: Any = SimpleNamespace(submit=self.copies.append)
         super().__init__(dict.fromkeys(Direction, queue))
         self.posted = deque[Callable[[], None]]()
         host: Any = SimpleNamespace(

@@ -25,7 +25,7 @@ from kvoffd.server.service import Service
 from kvoffd.system.limits import MemoryLimit
 from kvoffd.tiering import WriteMode
 from kvoffd.transfer.cuda.gpus import Gpus
-from kvoffd.transfer.engine import CopyEngine
+from kvoffd.transfer.engine import CopyEngine, new_work
 from kvoffd_client import Registration, SchedulerClient, WorkerClient
 from kvoffd_client.session import Session
 from kvoffd_proto.messages import AnyRequest, Role
@@ -146,8 +146,9 @@ def make_service(
     if watched is not None:
         watched.watch(cache)
     seen = pool if watched is None else cast(Pool, watched)
-    gpus = Gpus(seen.mapping.address, pool.pool_bytes, library="/no/driver")
-    return Service(config, cache, events, engine, gpus, seen, host, state)
+    work = new_work()
+    gpus = Gpus(seen.mapping.address, pool.pool_bytes, work, library="/no/driver")
+    return Service(config, cache, events, engine, gpus, work, seen, host, state)
 
 
 class NoStateFile(StateFile):

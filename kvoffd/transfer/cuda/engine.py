@@ -12,13 +12,14 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from kvoffd.system.native import VOID_P, declare, native
 from kvoffd.system.numa import NOWHERE, Locality, run_near, usable_cpus
-from kvoffd.transfer.engine import CopyEngine, CopyQueue, CopyStats, Transfer
+from kvoffd.transfer.engine import CopyEngine, CopyQueue, CopyWork, Transfer, WorkOfBoth
 from kvoffd.transfer.plan import Direction
 from kvoffd_proto.cuda import Cuda, CudaError
 
@@ -92,14 +93,13 @@ def checksum_threads() -> int:
 class GpuCopier:
     """One direction's stream. Created and closed in a thread with the GPU's context.
 
-    Attributes:
-        refused_batches: batches and rows that the driver refused; after a refusal the kind is not used again.
+    After the driver has refused a batch or a row, that kind of copy is not used again.
     """
 
-    def __init__(self, driver: Cuda, direction: Direction, pinned: PinnedChunks, name: str) -> None:
+    def __init__(self, driver: Cuda, direction: Direction, pinned: PinnedChunks, name: str, work: CopyWork) -> None:
         self._driver, self._pinned, self._name = driver, pinned, name  # C reads the pinned chunks' flags
+        self._work = work
         self._context = driver.current_context()
-        self.refused_batches = 0
         self._batch = np.empty((3, STEP_PIECES), dtype=np.uint64)
         to, of, sizes = (column.ctypes.data for column in self._batch)
         with ExitStack() as undo:
@@ -142,7 +142,7 @@ class GpuCopier:
         if copying.lost:
             driver.lose(driver.error(_CALLS[-1], copying.lost))
         for at in range(copying.refusals):
-            self.refused_batches += 1
+            self._work.add(refused=1)
             error = driver.error(_CALLS[copying.refused[at]], copying.refused_status[at])
             _log.warning("%s: such combined copies are not used from now on: %s", self._name, error.message)
         if copying.failed:
@@ -162,6 +162,7 @@ class GpuEngine(CopyEngine):
     Created and destroyed in the GPU's control thread, with the GPU's context. Raises CudaError.
 
     Args:
+        work: of each direction, to which it adds its own.
         name: of the GPU, for logs.
         locality: preferred CPUs of its threads.
         clock: for deadlines, in seconds.
@@ -171,27 +172,26 @@ class GpuEngine(CopyEngine):
         self,
         driver: Cuda,
         pinned: PinnedChunks,
+        work: WorkOfBoth,
         *,
         name: str = "GPU",
         locality: Locality = NOWHERE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._copiers: dict[Direction, GpuCopier] = {}
+        copiers: dict[Direction, GpuCopier] = {}
         queues: dict[Direction, CopyQueue] = {}
         with ExitStack() as undo:
             for one in Direction:
-                copier = self._copiers[one] = GpuCopier(driver, one, pinned, name)
+                copier = copiers[one] = GpuCopier(driver, one, pinned, name, work[one])
                 undo.callback(copier.close)
-            for one, copier in self._copiers.items():
+            for one, copier in copiers.items():
                 readers = checksum_threads() if one is Direction.STORE else 0
                 threads = f"kvoffd-gpu-{one.value}"
-                queues[one] = CopyQueue(threads, clock, [copier.copy], readers, lambda: run_near(locality))
+                near = partial(run_near, locality)
+                queues[one] = CopyQueue(threads, clock, work[one], [copier.copy], readers, near)
                 undo.callback(queues[one].stop)
             self._undo = undo.pop_all()
         super().__init__(queues)
-
-    def stats(self, direction: Direction) -> CopyStats:
-        return super().stats(direction)._replace(refused_batches=self._copiers[direction].refused_batches)
 
     def destroy(self) -> None:
         """Close the engine, waiting for its copies without a limit, and destroy its streams."""

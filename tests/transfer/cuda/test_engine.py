@@ -15,7 +15,7 @@ import pytest
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.transfer.cuda.engine import STEP_BYTES, STEP_PIECES, STEPS_IN_FLIGHT, GpuEngine
 from kvoffd.transfer.cuda.pinning import PinnedPool
-from kvoffd.transfer.engine import Transfer
+from kvoffd.transfer.engine import Transfer, new_work
 from kvoffd.transfer.plan import CopyEnd, Direction, Plan
 from kvoffd_proto.cuda import CudaError
 from tests.kit.amount import TIMES
@@ -50,6 +50,7 @@ class Machine:
         self.first_chunk = -self.memory.segment.address % STEP_BYTES
         """Where the pool's first whole chunk begins."""
         self.gpu = stub.allocate(POOL)
+        self.work = new_work()
         self._engine: GpuEngine | None = None
 
     def pin(self) -> None:
@@ -59,7 +60,7 @@ class Machine:
     @property
     def engine(self) -> GpuEngine:
         if self._engine is None:
-            self._engine = GpuEngine(self.driver, self.pins.chunks)
+            self._engine = GpuEngine(self.driver, self.pins.chunks, self.work)
         return self._engine
 
     def close(self) -> None:
@@ -146,7 +147,7 @@ def test_what_the_driver_would_not_pin_is_in_no_batch(machine: Machine) -> None:
         before = machine.stub.calls("cuMemcpyAsync")
         assert Job(machine, [4 * KIB] * 8000, direction).is_done()
         assert 1500 < machine.stub.calls("cuMemcpyAsync") - before <= STEP_BYTES // (4 * KIB) + 2
-        assert machine.engine.stats(direction).refused_batches == 0
+        assert machine.work[direction].refused_batches == 0
 
 
 @pytest.mark.parametrize("missing", ["cuEventSynchronize", "cuEventRecord"])
@@ -194,7 +195,7 @@ def test_refused_pieces_are_copied_one_by_one(
             assert machine.stub.calls(call) == calls
     (record,) = caplog.records
     assert f"{call} failed: CUDA_ERROR_INVALID_VALUE (1)" in record.message
-    refused = [machine.engine.stats(direction).refused_batches for direction in (Direction.STORE, Direction.LOAD)]
+    refused = [machine.work[direction].refused_batches for direction in (Direction.STORE, Direction.LOAD)]
     assert refused == [1, 0]
 
 
@@ -214,7 +215,7 @@ def test_where_rows_are_refused_each_piece_is_two_rows(machine: Machine) -> None
     for _ in range(2):
         assert Job(machine, [4 * KIB] * 3, Direction.LOAD).is_done()
     assert len(rows(machine)) == 3
-    assert machine.engine.stats(Direction.LOAD).refused_batches == 2
+    assert machine.work[Direction.LOAD].refused_batches == 2
 
 
 @pytest.mark.parametrize("gap", [8, 1000, 64 * KIB])
@@ -255,7 +256,7 @@ def test_rows_end_where_distances_or_chunks_do(machine: Machine) -> None:
     assert Job(machine, [16 * KIB] * 1000 + [4 * KIB] * 1000, Direction.LOAD).is_done()
     assert all(int(one.split()[0]) <= STEP_PIECES for one in rows(machine))
     assert (machine.stub.calls("cuMemcpyAsync"), machine.stub.calls("cuMemcpyBatchAsync")) == (0, 0)
-    assert machine.engine.stats(Direction.LOAD).refused_batches == 0, "the double refuses rows in two registrations"
+    assert machine.work[Direction.LOAD].refused_batches == 0, "the double refuses rows in two registrations"
 
 
 def test_where_single_copies_fail_too_the_batch_is_not_blamed(machine: Machine) -> None:
@@ -317,10 +318,10 @@ def test_streams_and_events_are_destroyed(machine: Machine) -> None:
     calls = machine.stub.calls
     machine.stub.fail("cuStreamCreateWithPriority", 2, 2)
     with pytest.raises(CudaError, match="cuStreamCreateWithPriority failed: CUDA_ERROR_OUT_OF_MEMORY"):
-        GpuEngine(machine.driver, machine.pins.chunks)
+        GpuEngine(machine.driver, machine.pins.chunks, machine.work)
     assert calls("cuStreamDestroy_v2") == calls("cuStreamCreateWithPriority") - 1 == 1
     assert calls("cuEventDestroy_v2") == calls("cuEventCreate")
-    GpuEngine(machine.driver, machine.pins.chunks).destroy()
+    GpuEngine(machine.driver, machine.pins.chunks, machine.work).destroy()
     assert calls("cuStreamDestroy_v2") == calls("cuStreamCreateWithPriority") - 1 == 3
     assert calls("cuEventDestroy_v2") == calls("cuEventCreate") == 3 * STEPS_IN_FLIGHT
 

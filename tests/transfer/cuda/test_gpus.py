@@ -13,7 +13,7 @@ from kvoffd.errors import KvoffdError
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.transfer.cuda.gpus import HANGING_S, MAX_WAITING_TASKS, Gpus, NoSuchGpu
 from kvoffd.transfer.cuda.mappings import IpcExport, UnmappableHandle
-from kvoffd.transfer.engine import CopyStats, EngineMemory, Transfer
+from kvoffd.transfer.engine import EngineMemory, Transfer, new_work
 from kvoffd.transfer.plan import CopyEnd, Direction, Plan
 from kvoffd_proto.errors import ErrorCode
 from tests.kit.stub_cuda import Ranges, fresh_stub
@@ -22,7 +22,6 @@ from tests.kit.waiting import wait_until
 POOL = 16 << 20
 SIZE = 1 << 20
 FIRST, SECOND = bytes([0x10] * 16), bytes([0x11] * 16)
-NOTHING = CopyStats()
 
 
 class Engines:
@@ -36,7 +35,8 @@ class Engines:
         self.exporter.start()
         self.now = 0.0
         self.pool = PoolMemory.create(POOL, "test")
-        self.gpus = Gpus(self.pool.segment.address, POOL, lambda: self.now, self.stub.path)
+        self.work = new_work()
+        self.gpus = Gpus(self.pool.segment.address, POOL, self.work, lambda: self.now, self.stub.path)
 
     def export(self) -> IpcExport:
         return IpcExport(self.exporter.allocate(SIZE).handle, SIZE)
@@ -106,11 +106,10 @@ def store(memory: EngineMemory, engines: Engines, deadline: float = float("inf")
 
 
 def test_a_machine_without_a_driver_says_so_and_serves_on() -> None:
-    gpus = Gpus(0, POOL, library="/nowhere/libcuda.so")
+    gpus = Gpus(0, POOL, new_work(), library="/nowhere/libcuda.so")
     assert not gpus.available
     with pytest.raises(KvoffdError, match="cannot be used"):
         gpus.map(FIRST, [], Answer())
-    assert gpus.stats(Direction.LOAD) == NOTHING
     assert gpus.problems == []
     gpus.tick()
     assert gpus.stop(0)
@@ -146,7 +145,7 @@ def test_a_gpu_is_in_use_from_its_first_registration_to_its_last(engines: Engine
         unmap(second)
         wait_until(lambda: engines.stub.contexts(0) == 0)
         assert engines.stub.ranges(Ranges.IPC) + engines.stub.ranges(Ranges.HOST) == 0
-        busy = engines.gpus.stats(Direction.STORE).busy_seconds
+        busy = engines.work[Direction.STORE].busy_seconds
         assert busy > before
         before = busy
 
