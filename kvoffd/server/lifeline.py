@@ -13,9 +13,9 @@ import select
 import socket
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from kvoffd.errors import KvoffdError
+from kvoffd.server.service import Service
 from kvoffd.server.session import ClientProcess, Session
 from kvoffd.server.sessions import Ending, may_connect
 from kvoffd.server.sockets import BACKLOG, RETRY_S, Sockets
@@ -26,9 +26,6 @@ from kvoffd_proto import lifeline
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import PROTOCOL_VERSION
 from kvoffd_proto.paths import peer_credentials
-
-if TYPE_CHECKING:
-    from kvoffd.server.service import Service
 
 logger = logging.getLogger(__name__)
 
@@ -215,7 +212,7 @@ class LifelineServer:
                 )
             session = connection.session = service.sessions.open(connection, process)
         except KvoffdError as error:
-            service.count_error(error.code)
+            service.counts.count_error(error.code)
             self._refused.warn("A connection was refused: %s", error.message)
             connection.close_with(lifeline.Refused(error.code, error.message))
             return
@@ -238,7 +235,7 @@ class LifelineServer:
                 else:
                     self._attach(connection, frame.segment_id)
         except lifeline.LifelineError as error:
-            self._service.count_error(ErrorCode.MALFORMED)
+            self._service.counts.count_error(ErrorCode.MALFORMED)
             self._ended.warn("A lifeline was closed: %s", error)
             self._end(connection, Ending.MALFORMED)
         except (EOFError, ConnectionError):
@@ -259,7 +256,7 @@ class LifelineServer:
         except KvoffdError as error:
             if fd >= 0:
                 connection.close_descriptor(fd)
-            self._service.count_error(error.code)
+            self._service.counts.count_error(error.code)
             answer = lifeline.AttachRefused(segment_id, error.code, error.message)
         connection.send(answer)
 

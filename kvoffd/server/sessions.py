@@ -8,17 +8,33 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from enum import StrEnum
 
+from kvoffd import __version__
 from kvoffd.cache.cache import Cache
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.server.engine_memory import Host
-from kvoffd.server.events import CompletionLog
+from kvoffd.server.events import CompletionLog, Frames
+from kvoffd.server.handlers import answers, filled
 from kvoffd.server.jobs import Jobs
 from kvoffd.server.session import ClientProcess, Lifeline, Session
+from kvoffd.system.rare_warnings import RareWarnings
+from kvoffd_proto import admin as a
+from kvoffd_proto.build import with_commit
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import TOKEN_BYTES, Role
+from kvoffd_proto.messages import (
+    PROTOCOL_VERSION,
+    TOKEN_BYTES,
+    Hello,
+    Limits,
+    Results,
+    ResultsReply,
+    Role,
+    Welcome,
+)
+from kvoffd_proto.units import printable
 
 logger = logging.getLogger(__name__)
+_other_versions = RareWarnings(logger)
 
 MAX_DEFAULT_CREDIT_BYTES = 2**30
 OPERATORS_SESSIONS = 8
@@ -80,6 +96,8 @@ class Sessions:
         self.ended: Counter[str] = Counter()
         """Ended sessions by ``Ending``: engines', and those that the daemon ended before their Hello."""
         self.stopping = False
+        self.publications: list[Frames] = []
+        """Batches of results that ``take_publications`` returns next."""
 
     def __iter__(self) -> Iterator[Session]:
         """Iterate over the open sessions, oldest first."""
@@ -106,7 +124,79 @@ class Sessions:
         """Number of sessions of schedulers and workers."""
         return sum(session.role in (Role.SCHEDULER, Role.WORKER) for session in self)
 
-    def set_role(self, session: Session, role: Role, name: str, software: str) -> None:
+    @answers(Hello)
+    def hello(self, session: Session, message: Hello) -> Welcome:
+        """Set the session's role and name. Idempotent for the same role."""
+        if message.protocol_version != PROTOCOL_VERSION:
+            _other_versions.warn(
+                "A client (%s) was refused: it speaks protocol %d, this daemon speaks %d. Install the same kvoffd "
+                "release on both ends.",
+                printable(message.name),
+                message.protocol_version,
+                PROTOCOL_VERSION,
+            )
+            ours = with_commit(__version__)
+            raise KvoffdError(
+                f"The client speaks protocol {message.protocol_version}, but this daemon (kvoffd {ours}) "
+                f"speaks {PROTOCOL_VERSION}; install the same kvoffd release on both ends.",
+                ErrorCode.BAD_VERSION,
+            )
+        self._set_role(session, message.role, printable(message.name), printable(message.software))
+        limits = filled(Limits, self._config.limits)  # all fields: ServerLimits
+        credit = 0 if message.role is Role.ADMIN else self.credit_bytes
+        return Welcome(message.request_id, session.id, limits, credit)
+
+    @answers(Results)
+    def results(self, session: Session, message: Results) -> ResultsReply:
+        """Return the unacknowledged results, and the ids of unfinished jobs."""
+        session.completions.acknowledge(message.acknowledged)
+        # Without this a job whose result is in the open batch would be in neither list.
+        self._close_batch(session)
+        return ResultsReply(message.request_id, session.completions.replay(), list(self._jobs.of(session)))
+
+    def take_publications(self) -> list[Frames]:
+        """Return the batches of results that are to be published."""
+        if self._jobs.with_results:
+            for session in self._jobs.with_results.values():
+                self._close_batch(session)
+            self._jobs.with_results.clear()
+        publications, self.publications = self.publications, []
+        return publications
+
+    def _close_batch(self, session: Session) -> None:
+        """Have the session's new results published."""
+        if frames := session.completions.flush(self.credit_bytes):
+            self.publications.append(frames)
+
+    @answers(a.Sessions)
+    def list_sessions(self, session: Session, message: a.Sessions) -> a.SessionsReply:
+        now = self._host.now()
+        infos = [
+            a.SessionInfo(
+                session_id=one.id,
+                role=one.role,
+                name=one.name,
+                software=one.software,
+                pid=one.process.pid,
+                uid=one.process.uid,
+                age_seconds=now - one.opened_at,
+                idle_seconds=now - one.last_request_at,
+                leases=len(self._cache.leases_of(one.id).leases),
+                jobs=len(self._jobs.of(one)),
+                registrations=len(one.registrations),
+                registered_bytes=sum(size for each in one.registrations.values() for _, size in each.memory.spans),
+                unacknowledged=sum(len(batch.results) for batch in one.completions.replay()),
+                namespaces=sorted(one.namespaces),
+                pinned_bytes=self._cache.leases_of(one.id).nbytes,
+                stored_bytes=one.stored_bytes,
+                loaded_bytes=one.loaded_bytes,
+                problem=one.problem,
+            )
+            for one in self
+        ]
+        return a.SessionsReply(message.request_id, infos)
+
+    def _set_role(self, session: Session, role: Role, name: str, software: str) -> None:
         """Set a session's role and names. Raises KvoffdError if the client may not have the role."""
         if session.role is not None and session.role != role:
             raise KvoffdError(

@@ -17,19 +17,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import zmq
 
 from kvoffd.config import Config
+from kvoffd.server.service import Service
 from kvoffd.server.session import ClientProcess
 from kvoffd.server.sessions import may_connect
 from kvoffd.system.directory import DaemonDirectory
 from kvoffd.system.rare_warnings import RareWarnings
 from kvoffd_proto.errors import ErrorCode
-
-if TYPE_CHECKING:
-    from kvoffd.server.service import Service
 
 logger = logging.getLogger(__name__)
 
@@ -210,7 +208,7 @@ class Sockets:
                 self._jobs.send(route, _NOBLOCK | _SNDMORE)
                 self._jobs.send(frame, _NOBLOCK)
             except zmq.ZMQError as error:
-                service.replies_dropped["unread" if isinstance(error, zmq.Again) else "gone"] += 1
+                service.counts.replies_dropped["unread" if isinstance(error, zmq.Again) else "gone"] += 1
         if service.urgent or not replies:
             service.after_send()
         elif not self._rest_due:  # later: on few cores it would delay libzmq's thread, which sends
@@ -227,7 +225,7 @@ class Sockets:
             process = _process_at(address)
             allowed = process.pid == os.getpid() or may_connect(process, self._config)
             if not allowed:
-                self._service.count_error(ErrorCode.FORBIDDEN)
+                self._service.counts.count_error(ErrorCode.FORBIDDEN)
                 self._warnings.warn(
                     "A connection was refused: user %d (group %d) may not use this kvoffd.", process.uid, process.gid
                 )

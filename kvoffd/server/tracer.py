@@ -9,6 +9,7 @@ from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Group, Namespace
 from kvoffd.cache.policy import Chain
 from kvoffd.errors import KvoffdError
+from kvoffd.server.handlers import answers
 from kvoffd.server.session import Session
 from kvoffd_proto import admin as a
 from kvoffd_proto.errors import ErrorCode
@@ -31,6 +32,10 @@ class Tracer:
         self._began_at = 0.0
         self._kept: deque[a.TraceChain] = deque()
         self._kept_bytes = self._dropped = 0
+
+    @answers(a.Trace)
+    def trace(self, session: Session, message: a.Trace) -> a.TraceReply:
+        return a.TraceReply(message.request_id, *self.fetch(session))
 
     def fetch(self, session: Session) -> tuple[list[a.TraceChain], int]:
         """Return the chains since the last call, and the number of those dropped after them.

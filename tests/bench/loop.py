@@ -402,7 +402,7 @@ def _with_store(daemon: Daemon) -> SharedTier:
     """A shared store whose threads do nothing."""
     service = daemon.service
     tiering = Tiering(service.cache, service.events, time.monotonic, TieringSettings())
-    service.tiering = service.cache.tiers = tiering
+    service.tier_supervisor.tiering = service.cache.tiers = tiering
     tier = SharedTier(
         "redis://nowhere",
         open_store("redis://nowhere", Credentials()),

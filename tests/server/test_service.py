@@ -10,7 +10,6 @@ import struct
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from itertools import count
 from math import inf
@@ -22,9 +21,9 @@ import numpy as np
 import pytest
 
 from kvoffd.cache.namespace import Namespace
-from kvoffd.config import Config
+from kvoffd.config import Config, ServerLimits
 from kvoffd.errors import BadBlockIds, KvoffdError
-from kvoffd.server.handlers import HANDLERS, Pending
+from kvoffd.server.handlers import Pending
 from kvoffd.server.jobs import QUIET_S, checked_parts
 from kvoffd.server.lifeline import Connection
 from kvoffd.server.persistence import State
@@ -52,7 +51,7 @@ ADDRESS = 1 << 40
 class Bench(CopyEngine):
     """A service, its host, and its engine, which copies nothing: the oldest copy ends when a test says so."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: ServerLimits | None = None) -> None:
         self.copies: list[Transfer] = []
         self.now = 100.0
         queue: Any = SimpleNamespace(submit=self.copies.append)
@@ -66,7 +65,8 @@ class Bench(CopyEngine):
             unmap=lambda segments, then: then(),
         )
         self.pool = make_pool(POOL_BYTES, None)
-        self.service = make_service(Config(pool_bytes=POOL_BYTES), self.pool, None, self, host, State(NoStateFile()))
+        config = Config(pool_bytes=POOL_BYTES, limits=limits or ServerLimits())
+        self.service = make_service(config, self.pool, None, self, host, State(NoStateFile()))
 
     def end_copy(self) -> None:
         self.copies[0].on_done(self.copies.pop(0), CopyEnd.DONE)
@@ -207,13 +207,13 @@ def test_each_prompts_tokens_are_counted_once(bench: Bench) -> None:
     assert counted.stats.since_start.prompt_tokens == counted.stats.namespaces[0].prompt_tokens == expected
 
 
-def test_leases_that_ended_count_no_more_and_their_ids_are_as_good_as_new_ones(bench: Bench) -> None:
+def test_leases_that_ended_count_no_more_and_their_ids_are_as_good_as_new_ones() -> None:
     """Also while their blocks are still to be unpinned."""
+    bench = Bench(ServerLimits(max_leases=2))
     worker, scheduler = bench.session(), bench.session(m.Role.SCHEDULER)
     bench.copy(worker)
     bench.end_copy()
     service, first = bench.service, 1 << 32
-    service.config = replace(service.config, limits=replace(service.config.limits, max_leases=2))
     service.cache.ended_at_once = 0
 
     def look_up(lease: int) -> ErrorCode | int:
@@ -226,6 +226,7 @@ def test_leases_that_ended_count_no_more_and_their_ids_are_as_good_as_new_ones(b
     assert service.cache.blocks.pinned_blocks == 1
     assert [look_up(3), look_up(2), look_up(1)] == [1, 1, ErrorCode.TOO_MANY]
     assert len(service.cache.leases_of(scheduler.id).leases) == 2
+    bench.pool.close()
 
 
 @pytest.mark.parametrize("waits", [False, True])
@@ -233,15 +234,15 @@ def test_a_reply_that_cannot_be_encoded_is_an_error_for_its_client_alone(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, waits: bool
 ) -> None:
     reply = m.Done(5, 2**70)
-    exchange, _ = HANDLERS[Clear]
+    exchange, _ = bench.service.handlers[Clear]
     answer = Pending(lambda late: reply) if waits else reply
-    monkeypatch.setitem(HANDLERS, Clear, (exchange, lambda *_: answer))
+    monkeypatch.setitem(bench.service.handlers, Clear, (exchange, lambda *_: answer))
     admin = bench.session(m.Role.ADMIN)
     (refused,) = bench.ask(admin, Clear(5))
     assert isinstance(refused, m.Error)
     assert (refused.request_id, refused.code) == (5, ErrorCode.INTERNAL)
     assert [record.levelname for record in caplog.records if record.exc_info] == ["ERROR"]
-    assert bench.service.errors == {"internal": 1}
+    assert bench.service.counts.errors == {"internal": 1}
     assert not bench.service.pending
     assert isinstance(bench.ask(admin, ListPrompts(6))[0], PromptsListed)
 

@@ -6,18 +6,22 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, cast
 from zlib import crc32
 
 import numpy as np
 
 from kvoffd.cache.block_table import READY
+from kvoffd.cache.cache import Cache
 from kvoffd.cache.tickets import StorePart
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.pool.pool import Pool
 from kvoffd.server.engine_memory import STUCK_AFTER_S
+from kvoffd.server.events import EventLog
 from kvoffd.server.jobs import LoadJob, StoreBatch
+from kvoffd.server.persistence import State
 from kvoffd.server.session import ClientProcess
 from kvoffd.server.sockets import REST_S
 from kvoffd.system.mappings import HostMapping, close_segments
@@ -33,7 +37,7 @@ from kvoffd_proto.messages import PROTOCOL_VERSION
 from tests.sim.audit import Audit, Readable, blocks_of, watch_narrow, watch_quotas
 from tests.sim.borrower import SimBorrower
 from tests.sim.clock import Broken, Injected, Process
-from tests.sim.disk import SimDisk
+from tests.sim.disk import Device, SimDisk
 from tests.sim.memory import AddressSpace, Segment
 from tests.sim.network import Dealer, Lifeline
 from tests.sim.parts import (
@@ -107,7 +111,9 @@ class SimDaemon:
         self.torn: SavedPool | None = None
         """The pool as it was when the process was killed in the middle of something."""
         state = make_state(world.written_state, self.process, world.scenario.rng(f"state {life}"))
-        self.service = make_service(self.config, self._pool, self.pool, self.engine, self, state)
+        self.tiers: SimTiers | None = None
+        make_tiers = None if world.device is None else partial(self._make_tiers, life, world.device, state)
+        self.service = make_service(self.config, self._pool, self.pool, self.engine, self, state, make_tiers)
         cache, steps = self.service.cache, world.scenario.rng(f"steps {life}")
         cache.swept_at_once, cache.ended_at_once = steps.choice((1, 3, 1024)), steps.choice((1, 3, 1024))
         self._more_at_once = self._rng.choice((0.0, 0.01, 0.2))
@@ -118,7 +124,7 @@ class SimDaemon:
         jobs.finished = self._finished  # type: ignore[method-assign]
         self.promotions = PromotionWatch(self.service, self.world.faults.counts)
         self.pool.before_drop = self.promotions.dropped
-        self.tiers = self._make_tiers(life)
+        self._open_tiers(life)
         watch_quotas(self.service.cache)
         watch_narrow(self.service.cache)
         self.audit = Audit(self.service)
@@ -150,16 +156,22 @@ class SimDaemon:
         if self.service.pending or self.service.events.pending:
             self.schedule_flush()
 
-    def _make_tiers(self, life: int) -> SimTiers | None:
-        device, objects = self.world.device, self.world.shared
-        if device is None:
-            return None
+    def _make_tiers(
+        self, life: int, device: Device, state: State, cache: Cache, events: EventLog, pool: Pool
+    ) -> SimTiers:
         rng = self.world.scenario.rng(f"disk {life}")
         disk = SimDisk(device, self, rng)
         config = with_tiers(self.config, rng)
         if self.world.promotes:
             config = replace(config, disk_write=WriteMode.ALWAYS.value)
-        tiers = SimTiers(config, self.service, disk, self.post)
+        self.tiers = SimTiers(config, disk, self.now, self.post, state, cache, events, pool)
+        return self.tiers
+
+    def _open_tiers(self, life: int) -> None:
+        if (tiers := self.tiers) is None:
+            return
+        tiers.open(self.service)
+        disk, objects = tiers.disk, self.world.shared
         drained = self.world.faults.calm
         promotes = self.world.promotes
         if objects is not None:
@@ -168,7 +180,6 @@ class SimDaemon:
             tiers.share_one(SimShared(objects, self, rng, tiers))
         if drained:
             disk.takes_writes = False
-        return tiers
 
     # --- lifelines, as LifelineServer does it ------------------------------------------------------
 

@@ -22,6 +22,7 @@ from kvoffd.server.events import EventLog
 from kvoffd.server.persistence import RETRY_S, PolicyFile, State, StateFile
 from kvoffd.server.pool_opening import restore
 from kvoffd.server.service import Service
+from kvoffd.server.tier_supervisor import TierSupervisor
 from kvoffd.system.limits import MemoryLimit
 from kvoffd.tiering import WriteMode
 from kvoffd.transfer.cuda.gpus import Gpus
@@ -137,9 +138,16 @@ def make_cache(config: Config, pool: Pool, events: EventLog, clock: Callable[[],
 
 
 def make_service(
-    config: Config, pool: Pool, watched: WatchedPool | None, engine: CopyEngine, host: Host, state: State
+    config: Config,
+    pool: Pool,
+    watched: WatchedPool | None,
+    engine: CopyEngine,
+    host: Host,
+    state: State,
+    make_tiers: Callable[[Cache, EventLog, Pool], TierSupervisor] | None = None,
 ) -> Service:
-    """The daemon's core as ``Daemon`` puts it together, over the pool or what stands before it."""
+    """The daemon's core as ``Daemon`` puts it together, over the pool or what stands before it. Without ``make_tiers``
+    there is no tier."""
     events = EventLog(host.now)
     cache = make_cache(config, pool, events, host.now)
     restore(cache, pool, NoPolicyFile(), state, config.limits.max_namespaces)
@@ -148,7 +156,11 @@ def make_service(
     seen = pool if watched is None else cast(Pool, watched)
     work = new_work()
     gpus = Gpus(seen.mapping.address, pool.pool_bytes, work, library="/no/driver")
-    return Service(config, cache, events, engine, gpus, work, seen, host, state)
+    if make_tiers is not None:
+        tiers = make_tiers(cache, events, seen)
+    else:
+        tiers = TierSupervisor(config, None, cache, seen, host.now, host.post, state)
+    return Service(config, cache, events, engine, gpus, work, seen, host, state, tiers)
 
 
 class NoStateFile(StateFile):
