@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from kvoffd.system.native import VOID_P, declare, native
 from kvoffd.system.numa import NOWHERE, Locality, run_near, usable_cpus
+from kvoffd.system.structures import GPU_COPYING
 from kvoffd.transfer.engine import CopyEngine, CopyQueue, CopyWork, Transfer, WorkOfBoth
 from kvoffd.transfer.plan import Direction
 from kvoffd_proto.cuda import Cuda, CudaError
@@ -66,20 +67,8 @@ class PinnedChunks:
 class _GpuCopying(ctypes.Structure):
     """``struct gpu_copying`` of gpu_copy.c."""
 
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("copy", "rows", "batch", "record", "wait", "sync", "attributes")),
-        ("has_fail_index", ctypes.c_uint64),
-        *((name, ctypes.c_void_p) for name in ("stream", "event")),
-        ("in_flight", ctypes.c_uint64),
-        ("pinned", ctypes.c_void_p),
-        *((name, ctypes.c_uint64) for name in ("chunk_bytes", "first_chunk", "from_pool")),
-        *((name, ctypes.c_uint64) for name in ("step_bytes", "step_pieces", "rows_bytes", "fewest_rows", "most_rows")),
-        *((name, ctypes.c_void_p) for name in ("to", "from", "sizes", "destination", "source", "size", "allocation")),
-        *((name, ctypes.c_uint64) for name in ("pieces", "allocations", "piece", "piece_done", "next_event", "steps")),
-        ("refusals", ctypes.c_uint64),
-        *((name, ctypes.c_uint64 * 3) for name in ("refused", "refused_status")),
-        *((name, ctypes.c_uint64) for name in ("failed", "status", "lost")),
-    )
+    __slots__ = ()
+    _fields_ = GPU_COPYING
 
 
 def checksum_threads() -> int:
@@ -109,12 +98,14 @@ class GpuCopier:
             for index in range(STEPS_IN_FLIGHT):
                 self._events[index] = event = driver.create_event()
                 undo.callback(driver.destroy_event, event)
+            calls = driver.copy_calls()
             self._copying = _GpuCopying(
-                **driver.copy_calls(),
+                **{f"at_{name}": address for name, address in calls.items() if name != "has_fail_index"},
+                has_fail_index=calls.get("has_fail_index", 0),
                 stream=stream,
-                event=ctypes.addressof(self._events),
+                at_event=ctypes.addressof(self._events),
                 in_flight=STEPS_IN_FLIGHT,
-                pinned=pinned.flags.ctypes.data,
+                at_pinned=pinned.flags.ctypes.data,
                 chunk_bytes=pinned.chunk_bytes,
                 first_chunk=pinned.first,
                 from_pool=direction is Direction.LOAD,
@@ -123,20 +114,22 @@ class GpuCopier:
                 rows_bytes=ROWS_BYTES[direction],
                 fewest_rows=MIN_ROWS[direction],
                 most_rows=STEP_PIECES,
-                **{"to": to, "from": of, "sizes": sizes},
+                at_to=to,
+                at_from=of,
+                at_sizes=sizes,
             )
             self._undo = undo.pop_all()
-        if not self._copying.batch:
+        if not self._copying.at_batch:
             _log.info("%s: batched copies are off (driver older than CUDA 12.8, or no GPU support).", name)
 
     def copy(self, transfer: Transfer) -> None:
         """Copy. Raises CudaError; if the wait for submitted steps failed too, the context is lost."""
         copying, plan, driver = self._copying, transfer.plan(), self._driver
         driver.set_context(self._context)  # the current context is per thread
-        copying.destination, copying.source, copying.size = (
+        copying.at_destination, copying.at_source, copying.at_size = (
             column.ctypes.data for column in (plan.destination, plan.source, plan.size)
         )
-        copying.allocation, copying.allocations = plan.allocations.ctypes.data, len(plan.allocations)
+        copying.at_allocation, copying.allocations = plan.allocations.ctypes.data, len(plan.allocations)
         copying.pieces = len(plan.size)
         native().gpu_copy(ctypes.byref(copying), ctypes.byref(transfer.stop))
         if copying.lost:
