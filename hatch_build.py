@@ -27,6 +27,7 @@ SOURCES = [
     "kvoffd/cache/recover.c",
     "kvoffd/cache/learned.c",
     "kvoffd/pool/slots.c",
+    "kvoffd/system/version.c",
     "kvoffd/tiers/answers.c",
     "kvoffd/tiers/disk_index.c",
     "kvoffd/tiers/disk_reads.c",

@@ -22,7 +22,7 @@ from kvoffd.config import (
     VARIABLE_PREFIX,
     Config,
     ConfigError,
-    Limits,
+    ServerLimits,
     check_disks,
     did_you_mean,
     load_config,
@@ -67,7 +67,7 @@ class _Parser(argparse.ArgumentParser):
         self.exit(EXIT_REFUSED)
 
 
-def main(arguments: Sequence[str] | None = None, limits: Limits | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, limits: ServerLimits | None = None) -> int:
     """Run ``kvoffd`` with ``arguments`` (default: the process's); return the exit status. ``limits`` is for tests.
 
     0 is success, 2 an error with one sentence on stderr; ``serve`` returns the daemon's status.

@@ -2,8 +2,8 @@
 
 The fields of ``Config`` are the only list of settings: flags, variables, TOML keys, help and ``kvoffd config`` are made
 from it. A value carries its unit, so a setting's name has none: ``pool_bytes`` is ``pool_size`` in the file,
-``--pool-size`` on the command line and ``KVOFFD_POOL_SIZE`` in the environment. ``Limits`` are constants, which only
-tests change.
+``--pool-size`` on the command line and ``KVOFFD_POOL_SIZE`` in the environment. ``ServerLimits`` are constants, which
+only tests change.
 """
 
 from __future__ import annotations
@@ -284,7 +284,7 @@ PER_DAY = Kind(_per_day, f"SIZE|{AUTO}", lambda nbytes: AUTO if nbytes is None e
 
 
 @dataclass(frozen=True)
-class Limits:
+class ServerLimits:
     """Limits and deadlines that no user needs to change. Units end the names.
 
     They let one request block the loop for at most 5 ms (``make bench ARGS=loop``). Clients get theirs in Welcome
@@ -490,7 +490,7 @@ class Config:
         "When the pool is pinned for GPUs: at the start if a GPU is visible, or with the first engine on one. Choose "
         "use if the daemon must not take memory of an idle GPU.",
     )
-    limits: Limits = field(default_factory=Limits)
+    limits: ServerLimits = field(default_factory=ServerLimits)
     """Constants that tests replace; not a setting."""
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
     """Sources of the settings, such as ``flag --pool-size``; defaults are left out."""
@@ -530,7 +530,7 @@ def load_config(
     flags: Mapping[str, str | list[str] | None],
     environ: Mapping[str, str],
     config_path: str | Path | None = None,
-    limits: Limits | None = None,
+    limits: ServerLimits | None = None,
 ) -> Config:
     """Merge the configuration from its sources.
 
@@ -560,7 +560,7 @@ def load_config(
                 except ValueError as error:
                     raise ConfigError(f"{one.name} ({source}): {error}.") from error
                 sources[one.name] = source
-    return Config(**values, limits=limits or Limits(), sources=sources)
+    return Config(**values, limits=limits or ServerLimits(), sources=sources)
 
 
 _Layer: TypeAlias = dict[str, tuple[Any, str]]

@@ -6,6 +6,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import kvoffd_client
 
 ROOT = Path(__file__).parents[1]
@@ -24,8 +26,8 @@ DISTRIBUTION = {
 
 PACKAGES = {
     "errors": "",
-    "observe": "",
     "system": "errors",
+    "observe": "system errors",
     "pool": "system errors",
     "cache": "pool system errors",
     "tiers": "pool system errors",
@@ -78,6 +80,16 @@ def tops(names: set[str]) -> set[str]:
 def package_of(module: str) -> str:
     """In ``kvoffd``."""
     return module.partition(".")[2].partition(".")[0]
+
+
+@pytest.mark.parametrize("package", ["server", "transfer", "pool", "system", "observe"])
+def test_files_of_a_package_import_each_other_in_no_circle(package: str) -> None:
+    """Else none of a circle's files can be read before the others."""
+    inner = {one for one in IMPORTED if one.startswith(f"kvoffd.{package}.")}
+    left = {one: IMPORTED[one] & inner - {one} for one in inner}
+    while free := [one for one, names in left.items() if not names]:
+        left = {one: names - {*free} for one, names in left.items() if names}
+    assert not left
 
 
 def test_packages_are_listed_from_the_lowest_up() -> None:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from kvoffd.cache.block_table import BlockIds, packed
 from kvoffd.cache.namespace import Group
 from kvoffd.system.native import CHAR_P, KEYS, NUMBER, VOID_P, declare, native
+from kvoffd.system.structures import ASKERS
 
 declare(
     askers_asked=(None, VOID_P, *KEYS, CHAR_P, CHAR_P, NUMBER, NUMBER),
@@ -30,10 +31,8 @@ FULL_DIVISOR = 8
 class _Askers(ctypes.Structure):
     """``struct askers`` of askers.c."""
 
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("of", "recent", "before")),
-        *((name, ctypes.c_uint64) for name in ("bits", "used", "most")),
-    )
+    __slots__ = ()
+    _fields_ = ASKERS
 
 
 class Askers:

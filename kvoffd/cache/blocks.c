@@ -11,9 +11,6 @@
 
 #include <stdatomic.h>
 
-/* Version of everything that C and Python share: system/native.py has the same, and refuses another one. */
-const uint32_t kvoffd_version = 20;
-
 #define WRITE(record, type, field, given) ({ type value_ = (given); memcpy((record) + (field), &value_, sizeof value_); })
 
 /* A word of `misses` holds all but the last four bits of a key's hash, and the reason why the key left. A new word

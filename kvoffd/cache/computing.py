@@ -14,6 +14,7 @@ import numpy as np
 
 from kvoffd.cache.namespace import Group, MissReason
 from kvoffd.system.native import KEYS, NUMBER, VOID_P, declare, native
+from kvoffd.system.structures import COMPUTING
 
 declare(
     computing_asked=(None, VOID_P, *KEYS, VOID_P, *(NUMBER,) * 5),
@@ -42,7 +43,8 @@ _REPLACED = sum(
 class _Fields(ctypes.Structure):
     """``struct computing`` of computing.c."""
 
-    _fields_ = (("lacked", ctypes.c_void_p), ("bits", ctypes.c_uint64), ("seed", ctypes.c_uint8 * 16))
+    __slots__ = ()
+    _fields_ = COMPUTING
 
 
 class Computing:
@@ -52,7 +54,7 @@ class Computing:
         self._native, self._clock = native(), clock
         self._lacked = np.empty(((1 << BITS) + NEAR - 1, 2), np.uint64)
         self._lacked.fill(0)  # touches the pages now, not in the first lookups
-        self._fields = _Fields(self._lacked.ctypes.data, BITS, (ctypes.c_uint8 * 16)(*os.urandom(16)))
+        self._fields = _Fields(self._lacked.ctypes.data, BITS, (ctypes.c_uint64 * 2).from_buffer_copy(os.urandom(16)))
         self._at = ctypes.addressof(self._fields)
 
     def asked(self, group: Group, keys: bytes, reasons: bytearray, prompt: int) -> None:

@@ -23,6 +23,7 @@ from kvoffd.cache.curve import HitRatioCurve
 from kvoffd.cache.namespace import Group
 from kvoffd.cache.policy import REJECTED, Chain, InOrder
 from kvoffd.system.native import CHAR_P, COUNT, DOUBLE, ITEMS, KEYS, NUMBER, VOID_P, declare, native
+from kvoffd.system.structures import COUNTS, KNOWN
 from kvoffd_proto.stats import LearnedStats, PolicyClass
 
 declare(
@@ -85,25 +86,15 @@ BINS = 17
 class Known(ctypes.Structure):
     """``struct known`` of learned.c."""
 
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("lifetime", "now", "requests", "known_keys", "blocks", "spans")),
-        *((name, ctypes.c_uint64) for name in ("known_bytes", "nbytes", "as_lru", "below")),
-        ("lowest", ctypes.c_double),
-    )
+    __slots__ = ()
+    _fields_ = KNOWN
 
 
 class Counts(ctypes.Structure):
-    """Arrays that follow ``struct known`` in learned.c: [class][age bin]."""
+    """``struct counts`` of learned.c, which follows ``struct known``: arrays [class][age bin]."""
 
-    _fields_ = (
-        ("returned", ctypes.c_double * BINS * len(CLASSES)),
-        ("forgotten", ctypes.c_double * BINS * len(CLASSES)),
-        ("accessed", ctypes.c_double * len(CLASSES)),
-        ("hazard", ctypes.c_double * BINS * len(CLASSES)),
-        ("score", ctypes.c_double * BINS * len(CLASSES)),
-        ("edges", ctypes.c_double * BINS),
-        ("cell_bytes", ctypes.c_uint64 * BINS * len(CLASSES)),
-    )
+    __slots__ = ()
+    _fields_ = COUNTS
 
 
 _KEPT_BYTES = Counts.hazard.offset
@@ -204,7 +195,7 @@ class Learned(InOrder):
         median = np.argmax(1 - alive >= chances[:, None] / 2, axis=1)  # bin by whose end half of the returns have come
         ages = np.where(chances > 0, edges[median + 1] / lifetime, 0.0)
         scores = np.maximum(0, np.array(self._counts.score).max(axis=1)) * lifetime
-        kept = np.array(self._counts.cell_bytes).sum(axis=1)
+        kept = np.array(self._counts.cell_bytes).reshape(len(CLASSES), BINS).sum(axis=1)
         shares = accessed / max(1.0, accessed.sum())
         columns = (one.tolist() for one in (shares, chances, ages, kept, scores))
         classes = [

@@ -19,6 +19,7 @@ from kvoffd.cache.namespace import Group
 from kvoffd.pool.allocator import SlotAllocator, SlotIds
 from kvoffd.pool.slot_table import FREE_RECORD, RECORD_BYTES, SlotTable
 from kvoffd.system.native import NUMBER, VOID_P, declare, native
+from kvoffd.system.structures import RECOVERY
 
 declare(
     keep_gil=False,
@@ -47,14 +48,8 @@ class RecoveredBlocks(NamedTuple):
 class _Recovery(ctypes.Structure):
     """``struct recovery`` of recover.c."""
 
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("pool_bytes", "region_bytes", "slots_per_region", "regions")),
-        ("group_count", ctypes.c_uint64),
-        *((name, ctypes.c_void_p) for name in ("slot_bytes", "groups", "blocks")),
-        *((name, ctypes.c_void_p) for name in ("heads", "generations", "discarded", "bad", "used")),
-        *((name, ctypes.c_uint64) for name in ("heads_found", "discarded_found", "bad_found", "used_found")),
-        *((name, ctypes.c_uint64) for name in ("next_number", "reset_found", "unwritten_found", "incomplete_found")),
-    )
+    __slots__ = ()
+    _fields_ = RECOVERY
 
 
 def recover(

@@ -11,7 +11,6 @@ import os
 import queue
 import sys
 import threading
-import time
 from datetime import UTC, datetime
 from typing import Any
 
@@ -25,8 +24,6 @@ MAX_LINES = 4096
 """Lines that may wait to be written; more are dropped and counted."""
 FLUSH_S = 5.0
 """Most time for which an exit waits for the last lines, which say why: a busy disk takes seconds."""
-RARE_S = 60.0
-"""Time between two warnings of one kind."""
 
 
 class LineFormatter(logging.Formatter):
@@ -105,21 +102,6 @@ class QueuedLines(logging.Handler):
         except OSError:  # no reader, or the disk is full
             return False
         return True
-
-
-class RareWarnings:
-    """Logs at most one warning a minute, so that no client can fill a disk, and the others at level debug."""
-
-    def __init__(self, logger: logging.Logger, level: int = logging.WARNING) -> None:
-        self._logger, self._level = logger, level
-        self._next_at = 0.0
-
-    def warn(self, text: str, *values: object, exc_info: bool = False) -> None:
-        now = time.monotonic()
-        due = now >= self._next_at
-        if due:
-            self._next_at = now + RARE_S
-        self._logger.log(self._level if due else logging.DEBUG, text, *values, exc_info=exc_info)
 
 
 def configure_logging(level: str, log_format: str, fd: int = STDERR) -> None:

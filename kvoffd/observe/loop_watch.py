@@ -10,8 +10,8 @@ import threading
 import time
 from types import FrameType
 
-from kvoffd.observe.logging import RareWarnings
 from kvoffd.observe.meters import DurationHistogram
+from kvoffd.system.rare_warnings import RareWarnings
 from kvoffd_proto.stats import Histogram
 
 logger = logging.getLogger(__name__)

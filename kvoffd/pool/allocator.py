@@ -19,6 +19,7 @@ import numpy.typing as npt
 from kvoffd.errors import BadGeometry
 from kvoffd.system.native import COUNT, INT, ITEMS, NUMBER, VOID_P, Structure, declare, native
 from kvoffd.system.numa import Locality
+from kvoffd.system.structures import SLOTS
 from kvoffd_proto.units import exact_size, format_size
 
 declare(
@@ -93,11 +94,7 @@ class SlotAllocator(Structure):
         BadGeometry: the pool holds no slot, or is smaller than a region.
     """
 
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("pool_bytes", "region_bytes", "slots_per_region", "regions")),
-        *((name, ctypes.c_uint64) for name in ("free_bytes", "slots_on_other_nodes")),
-        *((f"at_{name}", ctypes.c_void_p) for name in ("slot_bytes", "in_use", "stack", "free", "node", "saved")),
-    )
+    _fields_ = SLOTS
     pool_bytes: int
     region_bytes: int
     slots_per_region: int

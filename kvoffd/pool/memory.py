@@ -20,7 +20,7 @@ from kvoffd.system.files import OnError
 from kvoffd.system.mappings import (
     MADV_POPULATE_WRITE,
     STEP_BYTES,
-    MappedSegment,
+    HostMapping,
     madvise,
     map_memfd,
     map_pages,
@@ -37,7 +37,7 @@ PAUSE_S = 0.01
 class PoolMemory:
     """``size_bytes`` of shared memory, mapped as ``segment``; made by a class method. Owns ``fd``."""
 
-    def __init__(self, fd: int, segment: MappedSegment) -> None:
+    def __init__(self, fd: int, segment: HostMapping) -> None:
         self.fd = fd
         self.size_bytes = segment.size_bytes
         self.segment = segment

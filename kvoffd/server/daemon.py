@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 
 import uvloop
 
@@ -19,26 +20,25 @@ from kvoffd.cache.cache import Cache
 from kvoffd.cache.policy import make_policy
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
-from kvoffd.observe.logging import RareWarnings, log_what_python_prints
+from kvoffd.observe.logging import log_what_python_prints
+from kvoffd.server.engine_memory import open_gpus
 from kvoffd.server.events import EventLog
-from kvoffd.server.health import health_reply
 from kvoffd.server.http import HttpServer
 from kvoffd.server.lifeline import LifelineServer
-from kvoffd.server.memory import open_gpus
 from kvoffd.server.persistence import MAX_STATE_BYTES, STATE_FILE, PolicyFile, State, open_state_file
-from kvoffd.server.recovery import StartProgress, open_pool, restore
+from kvoffd.server.pool_opening import StartProgress, open_pool, restore
 from kvoffd.server.service import Service
 from kvoffd.server.sockets import Sockets
-from kvoffd.server.stats import daemon_stats
-from kvoffd.server.tier_supervisor import OpenStores, shared_stores
+from kvoffd.server.tier_supervisor import OpenStores, TierSupervisor, make_tiering, shared_stores
 from kvoffd.system.calls import call_each
 from kvoffd.system.directory import DaemonDirectory
 from kvoffd.system.limits import check_loop_calls, raise_descriptor_limit
 from kvoffd.system.mappings import PageFaulter
 from kvoffd.system.native import native
+from kvoffd.system.rare_warnings import RareWarnings
 from kvoffd.system.systemd import Notifier, take_stored_fds
-from kvoffd.transfer.engine import HostEngine
-from kvoffd_proto.admin import Health, HealthLevel, HealthProblem, HealthReply
+from kvoffd.transfer.engine import HostEngine, new_work
+from kvoffd_proto.admin import HealthLevel, HealthProblem, HealthReply
 from kvoffd_proto.cuda import descriptor_limits
 from kvoffd_proto.stats import DaemonStats
 from kvoffd_proto.units import format_size
@@ -118,7 +118,6 @@ class Daemon:
         self._scrubbing: asyncio.Task[None] | None = None
         self._serving = False
         self._shared_stores: OpenStores = ()
-        self._http: HttpServer | None = None
 
     async def serve(self) -> None:
         """Start, serve until a signal, stop. Raises KvoffdError if it cannot start."""
@@ -132,35 +131,36 @@ class Daemon:
         # Read before the pool is touched, which may take minutes.
         self._shared_stores = shared_stores(self._config)
         self._directory.acquire()
-        try:
-            self._start_http()
+        async with AsyncExitStack() as ends:  # the last is called first
+            ends.callback(self._release_directory)
+            ends.callback(self._notifier.close)
+            if (http := self._start_http()) is not None:
+                ends.callback(http.close)
             self._state = State(open_state_file(self._config, STATE_FILE, MAX_STATE_BYTES))
-            try:
-                self._state.file.claim()
-                self._state.restore()
-                self._pool = await asyncio.to_thread(
-                    open_pool,
-                    self._config,
-                    self._notifier,
-                    self._stored_fds,
-                    self._stop.is_set,
-                    self._progress,
-                    was_killed=self._directory.was_killed,
-                )
-                try:
-                    if not self._stop.is_set():
-                        await self._serve_pool()
-                finally:
-                    await self._close_pool()
-            finally:
-                if not self.served:  # otherwise _shutdown has closed it
-                    self._state.file.close()
-        finally:
-            if self._http is not None:
-                self._http.close()
-            self._notifier.close()
-            self._directory.release(served=self.served, keep_lock=self.copy_stuck)
+            ends.callback(self._close_state)
+            self._state.file.claim()
+            self._state.restore()
+            self._pool = await asyncio.to_thread(
+                open_pool,
+                self._config,
+                self._notifier,
+                self._stored_fds,
+                self._stop.is_set,
+                self._progress,
+                was_killed=self._directory.was_killed,
+            )
+            ends.push_async_callback(self._close_pool)
+            if not self._stop.is_set():
+                await self._serve_pool()
         logger.info("Stopped.")
+
+    def _release_directory(self) -> None:
+        self._directory.release(served=self.served, keep_lock=self.copy_stuck)
+
+    def _close_state(self) -> None:
+        """Close the state file of a daemon that never served; otherwise ``_shutdown`` has."""
+        if not self.served:
+            self._state.file.close()
 
     def _on_signal(self, number: int) -> None:
         """Begin to stop; at the second signal, exit at once: running jobs fail, and the pool is as after a kill."""
@@ -173,17 +173,18 @@ class Daemon:
         logging.shutdown()
         os._exit(128 + number)
 
-    def _start_http(self) -> None:
+    def _start_http(self) -> HttpServer | None:
         """Start HTTP before the pool is touched, which may take minutes: for probes, and to fail early."""
         if not self._config.http_address:
-            return
-        self._http = HttpServer(self._config.http_address, self._config.http_hosts, self, asyncio.get_running_loop())
-        self._http.start()
+            return None
+        http = HttpServer(self._config.http_address, self._config.http_hosts, self, asyncio.get_running_loop())
+        http.start()
+        return http
 
     def health(self) -> HealthReply:
         """Return the health for HTTP. Called in the loop's thread."""
         if self._serving:
-            return health_reply(self._service, Health(0))
+            return self._service.health.reply()
         stopping = self._stop.is_set()
         sentence = f"The daemon is {'stopping' if stopping else self._progress.text}."
         return HealthReply(0, HealthLevel.DOWN, [HealthProblem("stopping" if stopping else "starting", sentence)])
@@ -193,7 +194,7 @@ class Daemon:
         if not self._serving:
             return None
         with self._service.loop_watch:
-            return daemon_stats(self._service)
+            return self._service.statistics.read()
 
     def unreachable(self) -> str:
         """Return a sentence why no engine can connect; empty if they can. For HTTP, in any thread."""
@@ -204,14 +205,11 @@ class Daemon:
         # Modules and parts live as long as the daemon. Without this a full collection, one per few thousand promotions,
         # would block the loop for 40 ms.
         gc.freeze()
-        try:
+        async with AsyncExitStack() as ends:
+            ends.push_async_callback(self._shutdown)
             await self._startup()
-            try:
-                await self._main_loop()
-            finally:
-                await self._finish_jobs()
-        finally:
-            await self._shutdown()
+            ends.push_async_callback(self._finish_jobs)
+            await self._main_loop()
 
     def _build_service(self) -> None:
         """Create the parts without sockets, over the pool."""
@@ -232,21 +230,32 @@ class Daemon:
         restore(cache, pool, self._policy_file, self._state, config.limits.max_namespaces)
         self._sockets = Sockets(config, self._directory)
         self._state.file.on_saved = lambda: self._sockets.post(lambda: None)  # replies may wait for it
-        self._host_engine = HostEngine(threads_per_direction=config.copy_threads)
-        self._gpus = open_gpus(config, pool)
+        work = new_work()
+        self._host_engine = HostEngine(work, threads_per_direction=config.copy_threads)
+        self._gpus = open_gpus(config, pool, work)
         self._page_faulter = PageFaulter()
+        tiering = None
+        if config.disk or config.shared or config.peers:
+            tiering = make_tiering(config, cache, events, time.monotonic, self._engines_busy, self._state)
+        post = self._sockets.post
+        tier_supervisor = TierSupervisor(config, tiering, cache, pool, time.monotonic, post, self._state)
         self._service = Service(
             config,
             cache,
             events,
             self._host_engine,
             self._gpus,
+            work,
             pool,
             _ProcessHost(self._sockets, self._page_faulter),
             self._state,
+            tier_supervisor,
             max_attached=descriptor_limits()[0] // 2,  # the rest is for connections
         )
         self._lifelines = LifelineServer(self._service, self._directory, self._sockets, self._page_faulter)
+
+    def _engines_busy(self) -> bool:
+        return self._service.jobs.engines_busy
 
     async def _startup(self) -> None:
         """Open the sockets, report that the daemon serves, and start slow work. Raises KvoffdError."""
@@ -277,9 +286,9 @@ class Daemon:
                 self._tick()
                 if service.memory.stuck:
                     _exit_stuck()
-                service.sockets_problem = self._directory.lost_sockets()
-                if service.sockets_problem:
-                    self._lost_sockets.warn("%s", service.sockets_problem)
+                problem = service.health.sockets_problem = self._directory.lost_sockets()
+                if problem:
+                    self._lost_sockets.warn("%s", problem)
                 if (lost := service.memory.gpus.lost) is not None:
                     self._lose_gpu(lost)
                 if service.scrubber.has_work and (self._scrubbing is None or self._scrubbing.done()):

@@ -1,19 +1,16 @@
-"""The table of request handlers, and their return types."""
+"""Handlers of requests: methods of the part of the daemon that they serve, marked with the kind of request."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import inf
-from typing import TYPE_CHECKING, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar
 
 from msgspec import Struct
 
-from kvoffd.server.sessions import Session
+from kvoffd.server.session import Session
 from kvoffd_proto import messages as m
-
-if TYPE_CHECKING:
-    from kvoffd.server.service import Service
 
 StructT = TypeVar("StructT", bound=Struct)
 
@@ -45,6 +42,8 @@ class Pending:
 def filled(kind: type[StructT], *sources: object, **given: object) -> StructT:
     """Return a struct whose fields are ``given``, or else attributes of that name of the first source that has one.
 
+    Callers name in a comment the fields that sources give.
+
     Raises:
         AttributeError: a field is missing.
     """
@@ -59,21 +58,36 @@ def filled(kind: type[StructT], *sources: object, **given: object) -> StructT:
     return kind(**given)
 
 
+PartT = TypeVar("PartT")
 RequestT = TypeVar("RequestT", bound=m.AnyRequest)
+AnswerT = TypeVar("AnswerT", bound="Answer")
 Answer: TypeAlias = m.AnyReply | Pending | None
 """Return value of a handler; None if there is no reply, as for jobs, whose results are published."""
-Handler: TypeAlias = Callable[["Service", Session, RequestT], Answer]
+Handler: TypeAlias = Callable[[Session, Any], Answer]
+"""A bound method. It gets only requests of its own kind."""
+Method: TypeAlias = Callable[[PartT, Session, RequestT], AnswerT]
 
-HANDLERS: dict[type[m.AnyRequest], tuple[m.Exchange, Handler[m.AnyRequest]]] = {}
+_kinds: dict[Callable[..., Answer], type[m.AnyRequest]] = {}
+"""Kind of request by marked method."""
 
 
-def answers(kind: type[RequestT]) -> Callable[[Handler[RequestT]], Handler[RequestT]]:
-    """Make the decorated function the handler of requests of this kind."""
+def answers(kind: type[RequestT]) -> Callable[[Method[PartT, RequestT, AnswerT]], Method[PartT, RequestT, AnswerT]]:
+    """Mark the decorated method as the handler of requests of this kind."""
 
-    def register(handler: Handler[RequestT]) -> Handler[RequestT]:
-        assert kind not in HANDLERS, kind
-        # The table's type cannot express that a handler gets requests of its own kind only.
-        HANDLERS[kind] = m.EXCHANGES[kind], cast("Handler[m.AnyRequest]", handler)
-        return handler
+    def mark(method: Method[PartT, RequestT, AnswerT]) -> Method[PartT, RequestT, AnswerT]:
+        _kinds[method] = kind
+        return method
 
-    return register
+    return mark
+
+
+def handlers_of(parts: Iterable[object]) -> dict[type[m.AnyRequest], tuple[m.Exchange, Handler]]:
+    """Return the marked methods of ``parts`` by kind of request. Each kind must have exactly one."""
+    found: dict[type[m.AnyRequest], tuple[m.Exchange, Handler]] = {}
+    for part in parts:
+        for name, method in vars(type(part)).items():
+            if (kind := _kinds.get(method) if callable(method) else None) is not None:
+                assert kind not in found, f"two handlers of {kind.__name__}"
+                found[kind] = m.EXCHANGES[kind], getattr(part, name)
+    assert found.keys() == m.EXCHANGES.keys(), f"requests without a handler: {m.EXCHANGES.keys() - found.keys()}"
+    return found

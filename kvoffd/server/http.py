@@ -21,15 +21,14 @@ from contextlib import suppress
 from http import HTTPStatus
 from ipaddress import ip_address
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 from kvoffd.config import parse_address
 from kvoffd.system.listening import listen
-
-if TYPE_CHECKING:
-    from kvoffd.server.daemon import Daemon
+from kvoffd_proto.admin import HealthReply
+from kvoffd_proto.stats import DaemonStats
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +49,19 @@ POLICY = (
 """Content-Security-Policy: the page uses no other source than this daemon."""
 
 ReplyT = TypeVar("ReplyT")
+
+
+class Asked(Protocol):
+    """The daemon, as HTTP asks it."""
+
+    def health(self) -> HealthReply:
+        """Called in the daemon's loop."""
+
+    def stats(self) -> DaemonStats | None:
+        """Return None while the daemon starts or stops. Called in the daemon's loop."""
+
+    def unreachable(self) -> str:
+        """Return a sentence why no engine can connect; empty if they can. Called in any thread."""
 
 
 class _Answer(NamedTuple):
@@ -74,7 +86,7 @@ def _sentence(status: HTTPStatus, text: str) -> _Answer:
 class HttpServer:
     """Listens when constructed, answers after ``start``. Raises KvoffdError if the address is unusable."""
 
-    def __init__(self, address: str, hosts: Collection[str], daemon: Daemon, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, address: str, hosts: Collection[str], daemon: Asked, loop: asyncio.AbstractEventLoop) -> None:
         self._hosts, self._daemon, self._loop = hosts, daemon, loop
         self._own_names = set[str]()
         self._dashboard = Path(__file__).with_name("dashboard.html").read_bytes()

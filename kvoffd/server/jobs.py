@@ -18,23 +18,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, repeat
 from math import inf
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
+from kvoffd.cache.branch_points import BranchPoints
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.hooks import BlockTokens
 from kvoffd.cache.tickets import Check, LoadTicket, Stored, StorePart
 from kvoffd.config import Config
 from kvoffd.errors import BadBlockIds, BadKeys, KvoffdError, NotReady, UnknownLease
-from kvoffd.observe.logging import RareWarnings
 from kvoffd.pool.pool import Pool
+from kvoffd.server.engine_memory import Host
 from kvoffd.server.handlers import answers
-from kvoffd.server.memory import Host
-from kvoffd.server.sessions import Registration, Session
+from kvoffd.server.session import Registration, Session
+from kvoffd.system.rare_warnings import RareWarnings
 from kvoffd.transfer.engine import SlotChecksums, Transfer
-from kvoffd.transfer.plan import BlockCopy, Direction, GroupLayout, Outcome, Plan, plan_blocks
+from kvoffd.transfer.plan import BlockCopy, CopyEnd, Direction, GroupLayout, Plan, plan_blocks
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import (
     TOKEN_ID_BYTES,
@@ -49,9 +50,6 @@ from kvoffd_proto.messages import (
     Submit,
 )
 
-if TYPE_CHECKING:
-    from kvoffd.server.service import Service
-
 logger = logging.getLogger(__name__)
 
 ID_LIMIT = 2**31
@@ -60,11 +58,11 @@ QUIET_S = 0.05
 MAX_UNACKNOWLEDGED_BYTES = 2 << 20
 """Limit of a session's unacknowledged results, all of which fit a ResultsReply. One may name thousands of keys."""
 
-ERROR_OF_OUTCOME = {
-    Outcome.CANCELLED: ErrorCode.CANCELLED,
-    Outcome.DEADLINE: ErrorCode.DEADLINE,
-    Outcome.FAILED: ErrorCode.COPY_FAILED,
-    Outcome.CORRUPT: ErrorCode.CHECKSUM,
+ERROR_OF_END = {
+    CopyEnd.CANCELLED: ErrorCode.CANCELLED,
+    CopyEnd.DEADLINE: ErrorCode.DEADLINE,
+    CopyEnd.FAILED: ErrorCode.COPY_FAILED,
+    CopyEnd.CORRUPT: ErrorCode.CHECKSUM,
 }
 
 
@@ -269,11 +267,12 @@ class StoreBatch(Job):
                     tokens.update(part.tokens())
             cache.stores.commit(self.stored, checksums, tokens)
             self.registration.namespace.counters.stored_bytes += self.nbytes
+        # A key is lost, refused or stored. One that a message repeats has the result of its first occurrence.
         failed: defaultdict[int, list[GroupKeys]] = defaultdict(list)
         rejected: defaultdict[int, list[GroupKeys]] = defaultdict(list)
         for part, stored in zip(self.parts, self.stored, strict=True):
             lost, refused = stored.no_space, stored.rejected
-            if stored.duplicates:  # a repeated key has the same result every time
+            if stored.duplicates:
                 lost, refused = (_with_repeats(part.split, one, stored.duplicates) for one in (lost, refused))
             if error is not None:  # a store without keys to copy lost nothing
                 lost = sorted({*lost, *stored.copy, *stored.duplicates}.difference(refused))
@@ -404,13 +403,16 @@ def apply_check(cache: Cache, check: Check, checksum: int) -> bool:
 class Jobs:
     """The jobs of all sessions, from acceptance until their copies have ended."""
 
-    def __init__(self, config: Config, cache: Cache, pool: Pool, host: Host) -> None:
+    def __init__(self, config: Config, cache: Cache, pool: Pool, host: Host, branch_points: BranchPoints) -> None:
         self._config = config
         self._cache = cache
         self._pool = pool
         self._host = host
+        self._branch_points = branch_points
         self.running: dict[Job, None] = {}
         """Jobs whose copies may still touch memory, oldest first."""
+        self._unanswered: dict[Session, dict[int, StoreBatch | LoadJob]] = {}
+        """Jobs without a result by id, of the sessions that have any; several ids may share a copy."""
         self.quiet_at = -inf
         """Time at which engines will have been idle for ``QUIET_S``; ``inf`` while they copy."""
         self.verify_due = 0.0
@@ -422,28 +424,115 @@ class Jobs:
         """Number of stores that were cancelled before their copy began."""
 
     @property
+    def engines_busy(self) -> bool:
+        """Whether engines copy, or did in the last ``QUIET_S``."""
+        return self._host.now() < self.quiet_at
+
+    @property
     def unfinished(self) -> int:
         return sum(len(job.ids) for job in self.running)
+
+    def of(self, session: Session) -> Mapping[int, StoreBatch | LoadJob]:
+        """Return a session's jobs without a result, by id."""
+        return self._unanswered.get(session, {})
+
+    @answers(Submit)
+    def submit(self, session: Session, message: Submit) -> None:
+        """Accept stores and loads, all or none. Their results are published instead of a reply."""
+        cache, pool, limits, accepted_at = self._cache, self._pool, self._config.limits, self._host.now()
+        stores, loads, log = message.stores, message.loads, session.completions
+        log.acknowledge(message.acknowledged)
+        registration = session.registrations[message.registration_id]
+        load_parts = checked_parts(registration, loads, storing=False)
+        store_parts = checked_parts(registration, stores, storing=True)
+        ids = [*stores.job_ids, *loads.job_ids]
+        if len(set(ids)) < len(ids) or not self.of(session).keys().isdisjoint(ids):
+            raise KvoffdError.of(ErrorCode.DUPLICATE_JOB)
+        if not len(loads.job_ids) == len(loads.lease_ids) == len(loads.keep_lease):
+            raise BadKeys(
+                f"The message has {len(loads.job_ids)} loads, {len(loads.lease_ids)} lease_ids and "
+                f"{len(loads.keep_lease)} values of keep_lease; send one of each for each load."
+            )
+        parts = (*load_parts, *store_parts)
+        keys = sum([len(part.split) for part in parts])
+        pieces = sum([part.block_ids.size * len(part.layout.layers) for part in parts])
+        memory_pieces = sum([layout.block_limit * len(layout.layers) for layout in registration.layouts])
+        for count, most, what in (
+            (len(ids), limits.max_jobs_per_message, "jobs in one message"),
+            (keys, limits.max_keys_per_submit, "keys in one message"),
+            (session.in_flight + len(ids), limits.max_jobs_in_flight, "jobs in flight with these"),
+            (
+                session.pieces + pieces,
+                max(limits.max_pieces_in_flight, 2 * memory_pieces),
+                "pieces in flight with these",
+            ),
+        ):
+            if count > most:
+                why = f"{count} {what}; the limit is {most}. Send several messages, or wait for results."
+                raise KvoffdError(why, ErrorCode.TOO_MANY)
+        if log.nbytes >= MAX_UNACKNOWLEDGED_BYTES:
+            raise KvoffdError("The session does not acknowledge its results; do so in each Submit.", ErrorCode.TOO_MANY)
+        wanted: list[list[tuple[GroupPart, JobSpan]]] = [[] for _ in loads.job_ids]
+        for part in load_parts:
+            for span in part.spans:
+                wanted[span.job].append((part, span))
+        begun: list[StoreBatch | LoadJob] = []
+        try:
+            for job_id, lease_id, keep, spans in zip(
+                loads.job_ids, loads.lease_ids, loads.keep_lease, wanted, strict=True
+            ):
+                load = LoadJob((job_id,), session, registration, accepted_at, spans, lease_id, keep)
+                begun.append(load)
+                self.verify_due += self._config.verify_share
+                verify = self.verify_due >= 1.0
+                self.verify_due -= verify
+                load.begin(cache, pool, verify=verify)
+            if stores.job_ids:
+                batch = StoreBatch(stores.job_ids, session, registration, accepted_at, store_parts, message.sole)
+                first = store_parts[0]  # one group: others have the same tokens
+                if registration.rank == 0 and not registration.namespace.of_bench:
+                    self._branch_points.offered(registration.namespace, first.split, first.parents, first.token_ids)
+                begun.append(batch)
+                batch.begin(cache, pool)
+        except BaseException:
+            for job in begun:
+                job.abort(cache)
+            raise
+        for job in begun:
+            self.start(job)
+
+    @answers(Cancel)
+    def cancel(self, session: Session, message: Cancel) -> Done:
+        """Fail jobs whose copy has not begun; the stores of one message together. Unknown ids have ended."""
+        session.completions.acknowledge(message.acknowledged)
+        count = 0
+        jobs = self.of(session)
+        for job in dict.fromkeys(jobs[job_id] for job_id in message.job_ids if job_id in jobs):
+            if job.withdraw():
+                count += len(job.ids)
+                if isinstance(job, StoreBatch):
+                    self.cancelled_stores += len(job.ids)
+        return Done(message.request_id, count)
 
     def start(self, job: StoreBatch | LoadJob) -> None:
         """Run a job. It ends in any case, perhaps before this returns."""
         session = job.session
-        session.jobs.update(dict.fromkeys(job.ids, job))
+        self._unanswered.setdefault(session, {}).update(dict.fromkeys(job.ids, job))
         session.in_flight += len(job.ids)
         session.pieces += job.pieces
-        assert job.registration.on_closed is None, "a registration that is being closed accepts no jobs"
+        assert not job.registration.closing, "a registration that is being closed accepts no jobs"
         job.registration.jobs += 1
         self.running[job] = None
         self.quiet_at = inf
         if not job.copies:
-            self.finished(job, Outcome.DONE)
+            self.finished(job, CopyEnd.DONE)
             return
         job.transfer = Transfer(
             job.direction,
             job.plan,
             job.accepted_at + self._config.limits.job_deadline_s,
             lambda _, outcome: self._host.post(lambda: self.finished(job, outcome)),
-            lambda _: self.finished(job, Outcome.DEADLINE, hangs=True),
+            lambda _: self.finished(job, CopyEnd.DEADLINE, hangs=True),
             job.checksums,
         )
         try:
@@ -451,16 +540,16 @@ class Jobs:
         except Exception:
             # The job is accepted and has slots, so it must end.
             logger.exception("The copy engine did not accept a transfer; its job fails.")
-            self.finished(job, Outcome.FAILED)
+            self.finished(job, CopyEnd.FAILED)
 
-    def finished(self, job: StoreBatch | LoadJob, outcome: Outcome, *, hangs: bool = False) -> None:
+    def finished(self, job: StoreBatch | LoadJob, outcome: CopyEnd, *, hangs: bool = False) -> None:
         """End a job whose copy does not touch slots or the client's memory any more.
 
         ``hangs``: the copy has not ended long after its deadline. A store gets its results all the same, see above.
         """
         if hangs and isinstance(job, LoadJob):
             return
-        session, now, error = job.session, self._host.now(), ERROR_OF_OUTCOME.get(outcome)
+        session, now, error = job.session, self._host.now(), ERROR_OF_END.get(outcome)
         seconds = job.transfer.copy_s if job.transfer is not None else 0.0
         # A client may reuse its blocks as soon as it has closed its lifeline, so the copied bytes count only if the
         # lifeline is still open after the copy.
@@ -485,7 +574,7 @@ class Jobs:
         session.pieces -= job.pieces
         job.transfer = None  # breaks a reference cycle
         job.registration.jobs -= 1
-        if job.registration.on_closed is not None:
+        if job.registration.closing:
             job.registration.close_if_idle()
         if session.ended:
             session.release_if_idle()
@@ -501,8 +590,11 @@ class Jobs:
             session.stored_bytes += nbytes
         else:
             session.loaded_bytes += nbytes
+        unanswered = self._unanswered[session]
         for job_id in job.ids:
-            del session.jobs[job_id]
+            del unanswered[job_id]
+        if not unanswered:
+            del self._unanswered[session]
         session.completions.pending += results
         self.with_results[session.id] = session
 
@@ -510,80 +602,4 @@ class Jobs:
         """Stop jobs in the given order. Queued ones end now, running ones at their next step."""
         for job in dict.fromkeys(jobs):
             if job.transfer is not None and not job.withdraw():
-                job.transfer.must_end(Outcome.FAILED)
-
-
-# --- requests -------------------------------------------------------------------------------------
-
-
-@answers(Submit)
-def submit(service: Service, session: Session, message: Submit) -> None:
-    """Accept stores and loads, all or none. Their results are published instead of a reply."""
-    cache, pool, jobs, limits = service.cache, service.pool, service.jobs, service.config.limits
-    stores, loads, log, accepted_at = message.stores, message.loads, session.completions, service.clock()
-    log.acknowledge(message.acknowledged)
-    registration = session.registrations[message.registration_id]
-    load_parts = checked_parts(registration, loads, storing=False)
-    store_parts = checked_parts(registration, stores, storing=True)
-    ids = [*stores.job_ids, *loads.job_ids]
-    if len(set(ids)) < len(ids) or not session.jobs.keys().isdisjoint(ids):
-        raise KvoffdError.of(ErrorCode.DUPLICATE_JOB)
-    if not len(loads.job_ids) == len(loads.lease_ids) == len(loads.keep_lease):
-        raise BadKeys(
-            f"The message has {len(loads.job_ids)} loads, {len(loads.lease_ids)} lease_ids and {len(loads.keep_lease)} "
-            "values of keep_lease; send one of each for each load."
-        )
-    parts = (*load_parts, *store_parts)
-    keys = sum([len(part.split) for part in parts])
-    pieces = sum([part.block_ids.size * len(part.layout.layers) for part in parts])
-    memory_pieces = sum([layout.block_limit * len(layout.layers) for layout in registration.layouts])
-    for count, most, what in (
-        (len(ids), limits.max_jobs_per_message, "jobs in one message"),
-        (keys, limits.max_keys_per_submit, "keys in one message"),
-        (session.in_flight + len(ids), limits.max_jobs_in_flight, "jobs in flight with these"),
-        (session.pieces + pieces, max(limits.max_pieces_in_flight, 2 * memory_pieces), "pieces in flight with these"),
-    ):
-        if count > most:
-            why = f"{count} {what}; the limit is {most}. Send several messages, or wait for results."
-            raise KvoffdError(why, ErrorCode.TOO_MANY)
-    if log.nbytes >= MAX_UNACKNOWLEDGED_BYTES:
-        raise KvoffdError("The session does not acknowledge its results; do so in each Submit.", ErrorCode.TOO_MANY)
-    wanted: list[list[tuple[GroupPart, JobSpan]]] = [[] for _ in loads.job_ids]
-    for part in load_parts:
-        for span in part.spans:
-            wanted[span.job].append((part, span))
-    begun: list[StoreBatch | LoadJob] = []
-    try:
-        for job_id, lease_id, keep, spans in zip(loads.job_ids, loads.lease_ids, loads.keep_lease, wanted, strict=True):
-            load = LoadJob((job_id,), session, registration, accepted_at, spans, lease_id, keep)
-            begun.append(load)
-            jobs.verify_due += service.config.verify_share
-            verify = jobs.verify_due >= 1.0
-            jobs.verify_due -= verify
-            load.begin(cache, pool, verify=verify)
-        if stores.job_ids:
-            batch = StoreBatch(stores.job_ids, session, registration, accepted_at, store_parts, message.sole)
-            first = store_parts[0]  # one group: others have the same tokens
-            if registration.rank == 0 and not registration.namespace.of_bench:
-                service.branch_points.offered(registration.namespace, first.split, first.parents, first.token_ids)
-            begun.append(batch)
-            batch.begin(cache, pool)
-    except BaseException:
-        for job in begun:
-            job.abort(cache)
-        raise
-    for job in begun:
-        jobs.start(job)
-
-
-@answers(Cancel)
-def cancel(service: Service, session: Session, message: Cancel) -> Done:
-    """Fail jobs whose copy has not begun; the stores of one message together. Unknown ids have ended."""
-    session.completions.acknowledge(message.acknowledged)
-    count = 0
-    for job in dict.fromkeys(session.jobs[job_id] for job_id in message.job_ids if job_id in session.jobs):
-        if job.withdraw():
-            count += len(job.ids)
-            if isinstance(job, StoreBatch):
-                service.jobs.cancelled_stores += len(job.ids)
-    return Done(message.request_id, count)
+                job.transfer.must_end(CopyEnd.FAILED)

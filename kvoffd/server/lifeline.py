@@ -13,21 +13,19 @@ import select
 import socket
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from kvoffd.errors import KvoffdError
-from kvoffd.observe.logging import RareWarnings
-from kvoffd.server.sessions import Ending, Peer, Session, may_connect
+from kvoffd.server.service import Service
+from kvoffd.server.session import ClientProcess, Session
+from kvoffd.server.sessions import Ending, may_connect
 from kvoffd.server.sockets import BACKLOG, RETRY_S, Sockets
 from kvoffd.system.directory import DaemonDirectory
 from kvoffd.system.mappings import PageFaulter, check_descriptor
+from kvoffd.system.rare_warnings import RareWarnings
 from kvoffd_proto import lifeline
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import PROTOCOL_VERSION
 from kvoffd_proto.paths import peer_credentials
-
-if TYPE_CHECKING:
-    from kvoffd.server.service import Service
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +44,7 @@ class Connection:
 
     Attributes:
         leaving: the client has sent Leaving.
-        session: set when the peer is admitted, before the first read.
+        session: set when the client is admitted, before the first read.
     """
 
     def __init__(self, stream: socket.socket, close_descriptor: Callable[[int], None]) -> None:
@@ -62,14 +60,14 @@ class Connection:
     def alive(self) -> bool:
         if self.stream.fileno() < 0:
             return False
-        # Not by MSG_PEEK: unread bytes would hide that the peer died.
+        # Not by MSG_PEEK: unread bytes would hide that the client died.
         poller = select.poll()
         poller.register(self.stream, select.POLLRDHUP)
         return not poller.poll(0)
 
     def close(self) -> None:
         if self.stream.fileno() >= 0:
-            with suppress(OSError):  # the peer is gone
+            with suppress(OSError):  # the client is gone
                 self.stream.shutdown(socket.SHUT_RDWR)
             self.close_descriptor(self.stream.detach())  # together with unread descriptors
         for fd in self._unnamed:
@@ -84,10 +82,10 @@ class Connection:
         self.close()
 
     def send(self, message: lifeline.FromDaemon) -> None:
-        """Send one small frame. Raises OSError if the peer does not read its lifeline, and so counts as dead."""
+        """Send one small frame. Raises OSError if the client does not read its lifeline, and so counts as dead."""
         frame = lifeline.encode_frame(message)
         if self.stream.send(frame, socket.MSG_NOSIGNAL) != len(frame):
-            raise OSError("the peer does not read its lifeline")
+            raise OSError("the client does not read its lifeline")
 
     def receive(self) -> list[lifeline.FromClient]:
         """Return the frames that have arrived. Raises EOFError, or LifelineError or OSError if the stream must end."""
@@ -205,16 +203,16 @@ class LifelineServer:
         """Open a session, or refuse the connection with an error."""
         service = self._service
         try:
-            peer = Peer(*peer_credentials(connection.stream))
-            if not may_connect(peer, service.config):
+            process = ClientProcess(*peer_credentials(connection.stream))
+            if not may_connect(process, service.config):
                 raise KvoffdError(
-                    f"User {peer.uid} (group {peer.gid}) may not use this kvoffd; add the uid to allowed_uids "
+                    f"User {process.uid} (group {process.gid}) may not use this kvoffd; add the uid to allowed_uids "
                     "or the gid to allowed_gids.",
                     ErrorCode.FORBIDDEN,
                 )
-            session = connection.session = service.sessions.open(connection, peer)
+            session = connection.session = service.sessions.open(connection, process)
         except KvoffdError as error:
-            service.count_error(error.code)
+            service.counts.count_error(error.code)
             self._refused.warn("A connection was refused: %s", error.message)
             connection.close_with(lifeline.Refused(error.code, error.message))
             return
@@ -237,7 +235,7 @@ class LifelineServer:
                 else:
                     self._attach(connection, frame.segment_id)
         except lifeline.LifelineError as error:
-            self._service.count_error(ErrorCode.MALFORMED)
+            self._service.counts.count_error(ErrorCode.MALFORMED)
             self._ended.warn("A lifeline was closed: %s", error)
             self._end(connection, Ending.MALFORMED)
         except (EOFError, ConnectionError):
@@ -258,12 +256,12 @@ class LifelineServer:
         except KvoffdError as error:
             if fd >= 0:
                 connection.close_descriptor(fd)
-            self._service.count_error(error.code)
+            self._service.counts.count_error(error.code)
             answer = lifeline.AttachRefused(segment_id, error.code, error.message)
         connection.send(answer)
 
     def _end(self, connection: Connection, why: Ending) -> None:
-        """End the session. After its last copy, release the peer's memory and close the stream."""
+        """End the session. After its last copy, release the memory and close the stream."""
         fd = connection.stream.fileno()
         if self._connections.pop(fd, None) is not None:
             self._loop.remove_reader(fd)
@@ -272,7 +270,7 @@ class LifelineServer:
             self._ended.warn(
                 "A client (pid %d, %s) disconnected before its first request. If it is of another kvoffd release, "
                 "install the same on both ends: this daemon speaks protocol %d.",
-                *(session.peer.pid, session.peer, PROTOCOL_VERSION),
+                *(session.process.pid, session.process, PROTOCOL_VERSION),
             )
         self._service.sessions.end(session, lambda: connection.close_with(lifeline.MemoryReleased()), why)
         self._sockets.wake()

@@ -30,11 +30,13 @@ from kvoffd.cache import POLICY_NAMES
 from kvoffd.cache.policy import Policy
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
+from kvoffd.server.handlers import Pending
 from kvoffd.system.files import FileCalls, FileInUse, claim_file, is_regular, open_directory
 from kvoffd.system.mappings import filesystem_magic
 from kvoffd.system.threads import start
 from kvoffd.tiers.generations import Generations, Resets
-from kvoffd_proto.messages import Count
+from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.messages import Count, Done
 from kvoffd_proto.stats import Lifetime
 
 logger = logging.getLogger(__name__)
@@ -43,6 +45,8 @@ STATE_FILE, POLICY_FILE = "kvoffd.state", "kvoffd.policy"
 MAX_STATE_BYTES = 16 << 20
 RETRY_S = 5.0
 """Time until a failed write is retried: the file system may have been full for a moment."""
+STATE_WAIT_S = 1.5
+"""Time for ``kvoffd.state`` to be written until a reply that waits for it is an error; the client waits for 2 s."""
 CLOSE_S = 2.0
 """Time for a last write when the daemon ends."""
 POLICY_EVERY_S = 300.0
@@ -66,7 +70,8 @@ class StateFile:
         self._changed = threading.Condition()
         self._content = b""
         """Content of the latest ``save``."""
-        self._ends = False
+        self._retry = self._ends = False
+        """Whether the thread must try again at once what has failed, and whether it must end."""
         self._lock_path, self._lock_fd = f"{path}.lock", -1
         self.requested = self.tried = self.written = 0
         """Numbers of the latest save that was requested, of the latest that was tried, and of the one on the device."""
@@ -124,10 +129,9 @@ class StateFile:
     def flush(self, timeout_s: float) -> bool:
         """Wait until the latest content is written or has failed again; return False after ``timeout_s``."""
         with self._changed:
-            if self._problem and self.is_tried:
-                self.tried -= 1  # has the thread try again now
+            self._retry = bool(self._problem)
             self._changed.notify_all()
-            return self._changed.wait_for(lambda: self.is_tried, timeout_s)
+            return self._changed.wait_for(lambda: self.is_tried and not self._retry, timeout_s)
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """Flush, then end the thread. Idempotent."""
@@ -146,8 +150,8 @@ class StateFile:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: not self.is_tried or self._ends, RETRY_S if self._problem else None)
-                if self._ends and self.is_tried:
+                self._changed.wait_for(self._has_work, RETRY_S if self._problem else None)
+                if self._ends and self.is_tried and not self._retry:
                     return
                 number, content = self.requested, self._content
             problem = ""
@@ -161,12 +165,15 @@ class StateFile:
                 if problem and not self._problem:
                     logger.warning("%s.", problem)
                 self.written = self.written if problem else number
-                self._problem, self.tried = problem, number
+                self._problem, self.tried, self._retry = problem, number, False
                 self._changed.notify_all()
             try:
                 self.on_saved()
             except Exception:
                 logger.exception("The callback after writing %s failed: a bug.", self.path)
+
+    def _has_work(self) -> bool:
+        return self._retry or self._ends or not self.is_tried
 
     def _write(self, content: bytes) -> None:
         """Replace the file. Raises OSError, and then leaves it as it was."""
@@ -298,6 +305,26 @@ class State:
     def is_saved(self) -> bool:
         """Whether the next daemon would find all of it."""
         return self.file.written >= self.file.requested
+
+    def reply_once_saved(self, reply: Done, now: float, otherwise: str, in_memory: str = "") -> Pending:
+        """Return ``reply``, to be sent once all changes so far are in the file on its device.
+
+        If the write fails or takes STATE_WAIT_S from ``now``, the reply is the error NOT_KEPT with the sentence
+        ``otherwise``; if the file is in memory, with ``in_memory``, unless that is empty.
+        """
+        file, number = self.file, self.file.requested
+
+        def poll(late: bool) -> Done | None:
+            tried = file.tried >= number
+            if file.written >= number:
+                if in_memory and not file.outlives_reboot:
+                    raise KvoffdError(in_memory, ErrorCode.NOT_KEPT)
+                return reply
+            if not tried and not late:
+                return None
+            raise KvoffdError(f"It is done, but {file.problem}. {otherwise}", ErrorCode.NOT_KEPT)
+
+        return Pending(poll, now + STATE_WAIT_S)
 
     # --- quotas, totals and the file -------------------------------------------------------------
 

@@ -12,7 +12,9 @@ import numpy as np
 
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.tickets import Check
+from kvoffd.server.handlers import answers
 from kvoffd.server.jobs import apply_check
+from kvoffd.server.session import Session
 from kvoffd_proto import admin as a
 from kvoffd_proto.units import format_duration, format_size
 
@@ -44,6 +46,13 @@ class Scrubber:
     def has_work(self) -> bool:
         """Whether ``next_step`` may have slots to read."""
         return self._cache.life.unverified_slots > 0 or self._done < len(self._slots)
+
+    @answers(a.Scrub)
+    def scrub(self, session: Session, message: a.Scrub) -> a.ScrubReply:
+        """Start a scrub of all ready blocks, or report its progress."""
+        if message.start:
+            self.start()
+        return self.report(message.request_id)
 
     def start(self) -> None:
         """Start a pass over all slots unless one is running."""

@@ -1,19 +1,14 @@
 """The daemon without its sockets: frames in, frames out. Runs in one thread.
 
-Handlers of requests are in ``requests``, ``jobs``, ``admin`` and ``stats``. A ``Host`` provides clock, threads and
-memory.
+A request is handled by a method of the part that it is about, which ``@answers`` marks: ``grep 'answers('`` lists them.
+A ``Host`` provides clock, threads and memory.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from weakref import WeakSet
 
-# These imports fill the table of handlers.
-import kvoffd.server.admin
-import kvoffd.server.requests
-import kvoffd.server.stats  # noqa: F401
 from kvoffd.cache.branch_points import BranchPoints
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.curve import HitRatioCurve
@@ -21,26 +16,32 @@ from kvoffd.cache.learned import Learned, LruFallback
 from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError, refusal_of
-from kvoffd.observe.logging import RareWarnings
 from kvoffd.observe.loop_watch import LoopWatch
-from kvoffd.observe.meters import HOUR_S, LOOKUP_BOUNDS_S, CounterWindows, DurationHistogram
 from kvoffd.pool.pool import Pool
+from kvoffd.server.admin import Administration
+from kvoffd.server.engine_memory import Host, MemoryMapper
 from kvoffd.server.events import EventLog, Frames
-from kvoffd.server.handlers import HANDLERS, Answer, Pending
-from kvoffd.server.health import health_reply
+from kvoffd.server.handlers import Answer, Pending, handlers_of
+from kvoffd.server.health import Health
 from kvoffd.server.jobs import Jobs
-from kvoffd.server.memory import Host, MemoryMapper
-from kvoffd.server.namespaces import FORGET_AFTER_S, forget_idle
+from kvoffd.server.known_namespaces import KnownNamespaces, NamespaceUser
+from kvoffd.server.lookups import Lookups
 from kvoffd.server.persistence import State
+from kvoffd.server.registrations import Registrations
+from kvoffd.server.reports import Reports
+from kvoffd.server.request_counts import RequestCounts
+from kvoffd.server.resets import NamespaceResets
 from kvoffd.server.scrubber import Scrubber
-from kvoffd.server.sessions import Session, Sessions
-from kvoffd.server.tier_supervisor import TierSupervisor, make_tiering
-from kvoffd.server.trace import Tracer
+from kvoffd.server.session import Session
+from kvoffd.server.sessions import Sessions
+from kvoffd.server.stats import Statistics
+from kvoffd.server.tier_supervisor import TierSupervisor
+from kvoffd.server.tracer import Tracer
 from kvoffd.server.traffic import TrafficCounts
 from kvoffd.system.calls import call_each
-from kvoffd.tiering.tiering import Tiering
+from kvoffd.system.rare_warnings import RareWarnings
 from kvoffd.transfer.cuda.gpus import Gpus
-from kvoffd.transfer.engine import CopyEngine
+from kvoffd.transfer.engine import CopyEngine, WorkOfBoth
 from kvoffd_proto import admin as a
 from kvoffd_proto import codec
 from kvoffd_proto import messages as m
@@ -49,18 +50,11 @@ from kvoffd_proto.errors import ErrorCode
 logger = logging.getLogger(__name__)
 _refused = RareWarnings(logger, logging.INFO)
 
-STATE_WAIT_S = 1.5
-"""Time for ``kvoffd.state`` to be written; the client waits for 2 s."""
-_REQUESTS = "requests"
-"""Name of a counter besides the names of error codes."""
 MAX_PENDING = 64
 """Limit of a session's requests with pending replies."""
 
 NEW_WORK = m.OpenNamespace, m.Register, m.Submit
 """Requests that a stopping daemon refuses."""
-
-if HANDLERS.keys() != m.EXCHANGES.keys():
-    raise AssertionError(f"requests without a handler: {m.EXCHANGES.keys() - HANDLERS.keys()}")
 
 
 class Service:
@@ -77,48 +71,75 @@ class Service:
         events: EventLog,
         engine: CopyEngine,
         gpus: Gpus,
+        work: WorkOfBoth,
         pool: Pool,
         host: Host,
         state: State,
+        tier_supervisor: TierSupervisor,
         max_attached: int = 2**16,
     ) -> None:
         clock = host.now
-        self.config = config
-        self.clock = clock
-        self.started_at = clock()
-        self.cache, self.pool = cache, pool
-        self.events = events
-        self.state = state
+        self.config, self.clock = config, clock
+        self.cache, self.pool, self.events, self.state = cache, pool, events, state
+        self.tier_supervisor = tier_supervisor
         self.memory = MemoryMapper(engine, host, gpus)
-        self.jobs = Jobs(config, cache, pool, host)
+        self.branch_points = BranchPoints(clock)
+        self.jobs = Jobs(config, cache, pool, host, self.branch_points)
         self.sessions = Sessions(config, cache, self.jobs, host, max_attached)
-        self.tiering: Tiering | None = None
-        """None if no tier is configured."""
-        if config.disk or config.shared or config.peers:
-            self.tiering = make_tiering(config, cache, events, clock, lambda: clock() < self.jobs.quiet_at, state)
-        self.tier_supervisor = TierSupervisor(config, self.tiering, cache, pool, clock, host.post, state)
         self.scrubber = Scrubber(cache, clock)
         self.traffic = TrafficCounts(cache, clock, state.counted.lifetime)
-        self.tracer = Tracer(cache, clock)
         self.curve = HitRatioCurve(cache.slots.pool_bytes, clock)
+        self.counts = RequestCounts(clock)
+        self.loop_watch = LoopWatch()
+        users: list[NamespaceUser] = [self.traffic, self.curve, self.branch_points]
+        if tier_supervisor.tiering is not None:
+            users.append(tier_supervisor.tiering)
+        self.namespaces = KnownNamespaces(config, cache, self.sessions, state, clock, users)
+        self.resets = NamespaceResets(cache, state, tier_supervisor, self.namespaces, clock)
+        self.health = Health(config, cache, pool, gpus, self.sessions, tier_supervisor, state.file, self.traffic)
+        tracer = Tracer(cache, clock)
+        lookups = Lookups(config, cache, clock, tier_supervisor, tracer)
+        self.statistics = Statistics(
+            config=config,
+            clock=clock,
+            cache=cache,
+            pool=pool,
+            events=events,
+            state=state,
+            gpus=gpus,
+            work=work,
+            jobs=self.jobs,
+            sessions=self.sessions,
+            tier_supervisor=tier_supervisor,
+            traffic=self.traffic,
+            curve=self.curve,
+            branch_points=self.branch_points,
+            counts=self.counts,
+            lookups=lookups,
+            loop_watch=self.loop_watch,
+            health=self.health,
+        )
+        self.handlers = handlers_of(
+            (
+                self.sessions,
+                self.namespaces,
+                Registrations(config, cache, self.memory, self.sessions, self.jobs),
+                lookups,
+                self.jobs,
+                Reports(cache, self.sessions),
+                self.resets,
+                self.statistics,
+                self.health,
+                self.scrubber,
+                tracer,
+                Administration(cache, self.branch_points),
+            )
+        )
         self.pending: list[Pending] = []
         """Replies that are not available yet, oldest first."""
         self.replies: list[tuple[bytes, bytes]] = []
         """Routes and frames to send."""
-        self.publications: list[Frames] = []
-        """Messages to publish."""
-        self.errors: Counter[str] = Counter()
-        self.requests = 0
-        self._gained = CounterWindows(clock)
-        """Increases of requests, and of errors by code."""
-        self.replies_dropped: Counter[str] = Counter()
-        """Counts by reason, ``gone`` or ``unread``."""
-        self.branch_points = BranchPoints(clock)
-        self.lookup_times = DurationHistogram(LOOKUP_BOUNDS_S)
-        self.loop_watch = LoopWatch()
-        self.sockets_problem = ""
-        """Reason why engines cannot connect."""
-        self._totals_due = self.started_at + config.limits.totals_every_s
+        self._totals_due = clock() + config.limits.totals_every_s
         self._partial_warned: WeakSet[Namespace] = WeakSet()
         state.generations.is_open = lambda fingerprint: fingerprint in cache.namespaces
         cache.prompts.on_counted, cache.prompts.on_offered = self.curve.requested, self.curve.stored
@@ -128,7 +149,7 @@ class Service:
 
     def handle(self, route: bytes, frame: bytes) -> None:
         """Handle one request frame. Never raises. Its reply is added to ``replies``, or ``pending`` if it must wait."""
-        self.requests += 1
+        self.counts.requests += 1
         request_id, session = 0, None
         answer: Answer
         try:
@@ -139,7 +160,7 @@ class Service:
             request = codec.decode_request(frame)
             request_id = request.request_id
             session = self.sessions.by_route.get(route)
-            exchange, handler = HANDLERS[type(request)]
+            exchange, handler = self.handlers[type(request)]
             if session is None:
                 answer = self._answer_without_session(route, request)
             else:
@@ -156,7 +177,7 @@ class Service:
                 # A lookup changes no block, so reports can wait until its reply is sent.
                 if not isinstance(request, m.Lookup):
                     self.cache.prompts.report()
-                answer = handler(self, session, request)
+                answer = handler(session, request)
         except codec.CODEC_ERRORS as error:
             why = f"The frame is not a request of protocol {m.PROTOCOL_VERSION}: {error}. Fix the client."
             refusal = KvoffdError(why, ErrorCode.MALFORMED)
@@ -174,34 +195,30 @@ class Service:
         """Return publications, and replies by route. Send publications first: a reply may refer to a completion."""
         if self.pending:
             self.pending = [pending for pending in self.pending if not self._poll(pending)]
-        if self.jobs.with_results:
-            for session in self.jobs.with_results.values():
-                if frames := session.completions.flush(self.sessions.credit_bytes):
-                    self.publications.append(frames)
-            self.jobs.with_results.clear()
+        publications = self.sessions.take_publications()
         if self.events.pending:
-            self.publications += self.events.take()
-        publications, self.publications = self.publications, []
+            publications += self.events.take()
         replies, self.replies = self.replies, []
         return publications, replies
 
     @property
     def urgent(self) -> bool:
         """Whether ``after_send`` may start promotions that lookups wait for."""
-        return self.tiering is not None and self.tiering.has_queued_promotions
+        tiering = self.tier_supervisor.tiering
+        return tiering is not None and tiering.has_queued_promotions
 
     def after_send(self) -> None:
         """Do the work of lookups that may wait until replies are sent."""
         self.cache.prompts.report()
-        if self.tiering is not None:
-            self.tiering.pump()
+        if (tiering := self.tier_supervisor.tiering) is not None:
+            tiering.pump()
 
     def background(self) -> bool:
         """Do some milliseconds of long work: free blocks that were reset, unpin blocks of ended leases, fail overdue
         promotions, publish events of recovered blocks. Return whether there is more."""
         more = self.cache.life.announce_recovered()
-        if self.tiering is not None:
-            more = self.tiering.background() or more
+        if (tiering := self.tier_supervisor.tiering) is not None:
+            more = tiering.background() or more
         return self.cache.background() or more
 
     def tick(self) -> None:
@@ -213,21 +230,17 @@ class Service:
             (
                 self._end_overdue,
                 self.memory.tick,
-                self._count,
+                self.traffic.tick,
+                self.counts.tick,
+                self._save_totals_if_due,
                 self.curve.tick,
                 self.branch_points.tick,
                 self._judge_policy,
-                lambda: forget_idle(self, FORGET_AFTER_S),
+                self.namespaces.tick,
                 self.tier_supervisor.tick,
-                self.follow_fleet,
+                self.resets.follow_fleet,
             )
         )
-
-    def in_last_hour(self) -> tuple[int, dict[str, int]]:
-        """Return the last hour's requests, and its errors by code."""
-        _, gained = self._gained.gained(HOUR_S, {_REQUESTS: self.requests, **self.errors})
-        counts = {name: int(count) for name, count in gained.items() if count}
-        return counts.pop(_REQUESTS, 0), counts
 
     def save_totals(self) -> None:
         self._totals_due = self.clock() + self.config.limits.totals_every_s
@@ -240,7 +253,7 @@ class Service:
         if route in self.sessions.departed:  # sent before the client left, so not counted as an error
             return m.Error(request.request_id, ErrorCode.BAD_TOKEN, ErrorCode.BAD_TOKEN.sentence)
         if isinstance(request, a.Health):
-            return health_reply(self, request)
+            return self.health.reply(request.request_id)
         raise KvoffdError.of(ErrorCode.BAD_TOKEN)
 
     def _poll(self, pending: Pending) -> bool:
@@ -273,57 +286,10 @@ class Service:
         """
         refusal = refusal_of(error)
         if session is None or session.role is not m.Role.ADMIN or refusal.code is ErrorCode.INTERNAL:
-            self.count_error(refusal.code)
+            self.counts.count_error(refusal.code)
             who = "a client without a session" if session is None else f"session {session.id} ({session.name})"
             _refused.warn("A request of %s was refused, %s: %s", who, refusal.code.name.lower(), refusal.message)
         return m.Error(request_id, refusal.code, refusal.message)
-
-    def count_error(self, code: ErrorCode) -> None:
-        self.errors[code.name.lower()] += 1
-
-    # --- for handlers ------------------------------------------------------------------------------
-
-    def reset(self, fingerprint: bytes | None) -> int:
-        """Void all blocks of a namespace, open or not, or of all, in the pool and on disks; return how many there were.
-
-        That holds for later daemons once the state file is saved: see ``reply_once_saved``. Shared stores keep their
-        objects, whose generation is their own. Of a bench nothing is in the state file: no tier gets its blocks, and
-        each run has a namespace of its own.
-        """
-        chosen = [one for one in self.cache.namespaces.values() if fingerprint in (None, one.fingerprint)]
-        generation = None
-        if not (fingerprint is not None and any(one.of_bench for one in chosen)):
-            generation = self.state.generations.void_here(fingerprint)
-        count = self.tiering.remove_all(fingerprint) if self.tiering is not None else 0
-        return count + self.cache.reset(*chosen, generation=generation)
-
-    def reply_once_saved(self, reply: m.Done, otherwise: str, in_memory: str = "") -> Pending:
-        """Return ``reply``, to be sent once all changes so far are in ``kvoffd.state`` on its device.
-
-        If the write fails or takes long, the reply is the error NOT_KEPT with the sentence ``otherwise``; if the file
-        is in memory, with ``in_memory``, unless that is empty.
-        """
-        file, number = self.state.file, self.state.file.requested
-
-        def poll(late: bool) -> m.Done | None:
-            tried = file.tried >= number
-            if file.written >= number:
-                if in_memory and not file.outlives_reboot:
-                    raise KvoffdError(in_memory, ErrorCode.NOT_KEPT)
-                return reply
-            if not tried and not late:
-                return None
-            raise KvoffdError(f"It is done, but {file.problem}. {otherwise}", ErrorCode.NOT_KEPT)
-
-        return Pending(poll, self.clock() + STATE_WAIT_S)
-
-    def follow_fleet(self) -> int:
-        """Drop the blocks of namespaces that were voided for all nodes; return how many there were."""
-        count = 0
-        for fingerprint in list(self.state.generations.voided):
-            count += self.reset(fingerprint)
-            self.state.generations.followed(fingerprint)
-        return count
 
     # --- internal ----------------------------------------------------------------------------------
 
@@ -331,9 +297,7 @@ class Service:
         if self.cache.tick():
             self._warn_of_partial()
 
-    def _count(self) -> None:
-        self.traffic.tick()
-        self._gained.sample({_REQUESTS: self.requests, **self.errors})
+    def _save_totals_if_due(self) -> None:
         if self.clock() >= self._totals_due:
             self.save_totals()
 

@@ -1,53 +1,46 @@
-"""Sessions of clients: access control, and the resources of each."""
+"""The open sessions: access control, and what is freed when a client leaves."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from kvoffd import __version__
 from kvoffd.cache.cache import Cache
-from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
-from kvoffd.server.events import CompletionLog
-from kvoffd.server.memory import Host
-from kvoffd.transfer.engine import EngineMemory
-from kvoffd.transfer.plan import GroupLayout
-from kvoffd_proto.admin import LoggedPrompt
+from kvoffd.server.engine_memory import Host
+from kvoffd.server.events import CompletionLog, Frames
+from kvoffd.server.handlers import answers, filled
+from kvoffd.server.jobs import Jobs
+from kvoffd.server.session import ClientProcess, Lifeline, Session
+from kvoffd.system.rare_warnings import RareWarnings
+from kvoffd_proto import admin as a
+from kvoffd_proto.build import with_commit
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.lifeline import routing_id
-from kvoffd_proto.messages import TOKEN_BYTES, Role
-
-if TYPE_CHECKING:
-    from kvoffd.server.jobs import Job, Jobs
+from kvoffd_proto.messages import (
+    PROTOCOL_VERSION,
+    TOKEN_BYTES,
+    Hello,
+    Limits,
+    Results,
+    ResultsReply,
+    Role,
+    Welcome,
+)
+from kvoffd_proto.units import printable
 
 logger = logging.getLogger(__name__)
-OpenT = TypeVar("OpenT")
+_other_versions = RareWarnings(logger)
 
 MAX_DEFAULT_CREDIT_BYTES = 2**30
 OPERATORS_SESSIONS = 8
 """Sessions beyond max_sessions, for operators when engines use all of those."""
 MAX_DEPARTED = 1024
 """Limit of remembered routes of clients that left: their last messages may arrive after the end of their lifelines."""
-MAX_LOGGED_PROMPTS = 1000
-"""Prompts kept for each session, some 300 KB."""
-
-
-@dataclass(frozen=True)
-class Peer:
-    """Credentials of a connection's peer (SO_PEERCRED). pid is 0 if it is in another pid namespace."""
-
-    pid: int
-    uid: int
-    gid: int
-
-    def __str__(self) -> str:
-        return f"uid {self.uid}"
 
 
 class Ending(StrEnum):
@@ -66,116 +59,11 @@ class Ending(StrEnum):
     """The daemon stopped."""
 
 
-class Lifeline(Protocol):
-    """The part of a session's stream that the service uses."""
-
-    def alive(self) -> bool:
-        """Ask the kernel whether the peer still has its end open, without waiting for an event."""
-
-    def close_descriptor(self, fd: int) -> None:
-        """Close a client's descriptor. If the client is gone, that frees its memory, which is slow."""
-
-
-@dataclass(eq=False)
-class Registration:
-    """KV tensors that a worker has registered: mapped memory, and the layouts over it."""
-
-    memory: EngineMemory
-    namespace: Namespace
-    rank: int
-    layouts: list[GroupLayout]
-    jobs: int = field(default=0, init=False)
-    """Number of jobs that use the memory."""
-    on_closed: Callable[[], None] | None = field(default=None, init=False)
-    """Callback of ``close_when_idle``, once that was called."""
-
-    def close_when_idle(self, on_closed: Callable[[], None]) -> None:
-        """Unmap the memory after the last job, then call ``on_closed``. Call this once."""
-        assert self.on_closed is None, "a registration is closed once"
-        self.on_closed = on_closed
-        self.close_if_idle()
-
-    def close_if_idle(self) -> None:
-        """Unmap the memory if ``close_when_idle`` was called and no job uses it."""
-        if self.on_closed is not None and not self.jobs:
-            self.memory.close(self.on_closed)
-
-
-class Opened(dict[bytes, OpenT]):
-    """Things that a session has opened, by id. Another id raises KvoffdError with ``code``."""
-
-    def __init__(self, code: ErrorCode) -> None:
-        super().__init__()
-        self._code = code
-
-    def __missing__(self, name: bytes) -> OpenT:
-        raise KvoffdError.of(self._code)
-
-
-@dataclass(eq=False)
-class Session:
-    """State of one client. It lives until its last copy has ended; ``ended`` is set when the lifeline ends."""
-
-    id: int
-    token: bytes
-    """Secret of the client, sent over the lifeline."""
-    peer: Peer
-    lifeline: Lifeline
-    opened_at: float
-    completions: CompletionLog
-    role: Role | None = None
-    name: str = ""
-    software: str = ""
-    last_request_at: float = field(init=False)
-    ended: bool = False
-    namespaces: Opened[Namespace] = field(default_factory=lambda: Opened(ErrorCode.UNKNOWN_NAMESPACE))
-    """Open namespaces by fingerprint."""
-    segments: dict[int, int] = field(default_factory=dict)
-    """Attached descriptors without a registration, by segment id."""
-    registrations: Opened[Registration] = field(default_factory=lambda: Opened(ErrorCode.UNKNOWN_REGISTRATION))
-    registering: set[bytes] = field(default_factory=set)
-    """Ids of registrations whose memory is being mapped."""
-    jobs: dict[int, Job] = field(default_factory=dict)
-    """Jobs without a result by id; several ids may share a copy. ``Jobs`` maintains these and the numbers below."""
-    in_flight: int = 0
-    """Number of jobs without a result, or whose copy may still touch the client's memory."""
-    pieces: int = 0
-    """Sum of the pieces of these jobs."""
-    stored_bytes: int = 0
-    loaded_bytes: int = 0
-    prompts: deque[LoggedPrompt] = field(default_factory=lambda: deque(maxlen=MAX_LOGGED_PROMPTS))
-    """Reports of its engine's latest prompts."""
-    problem: str = ""
-    """Reason why its engine stores and loads nothing, as the engine reported it."""
-    on_released: Callable[[], None] | None = None
-    """Callback after its last copy, once it has ended."""
-
-    def __post_init__(self) -> None:
-        self.last_request_at = self.opened_at
-        self.route = routing_id(self.token)
-        """ZeroMQ routing id of the client's requests."""
-
-    def release_if_idle(self) -> None:
-        """Call ``on_released`` if the session and its last copy have ended."""
-        if self.on_released is not None and not self.in_flight:
-            on_released, self.on_released = self.on_released, None
-            on_released()
-
-    def close_memory(self) -> None:
-        """Unmap all memory as soon as no job uses it, and close attached descriptors."""
-        for memory in self.registrations.values():
-            memory.close_when_idle(lambda: None)
-        self.registrations.clear()
-        for fd in self.segments.values():
-            self.lifeline.close_descriptor(fd)
-        self.segments.clear()
-
-
-def may_connect(peer: Peer, config: Config) -> bool:
-    """Return whether the peer may connect: root, the daemon's own user, users in allowed_uids, and processes whose gid
-    is in allowed_gids, by default the daemon's own gid."""
+def may_connect(process: ClientProcess, config: Config) -> bool:
+    """Return whether the process may connect: those of root, of the daemon's own user, of users in allowed_uids, and
+    those whose gid is in allowed_gids, by default the daemon's own gid."""
     uids = 0, os.geteuid(), *config.allowed_uids
-    return peer.uid in uids or peer.gid in (config.allowed_gids or (os.getegid(),))
+    return process.uid in uids or process.gid in (config.allowed_gids or (os.getegid(),))
 
 
 def credit_bytes(config: Config, cache: Cache) -> int:
@@ -208,6 +96,8 @@ class Sessions:
         self.ended: Counter[str] = Counter()
         """Ended sessions by ``Ending``: engines', and those that the daemon ended before their Hello."""
         self.stopping = False
+        self.publications: list[Frames] = []
+        """Batches of results that ``take_publications`` returns next."""
 
     def __iter__(self) -> Iterator[Session]:
         """Iterate over the open sessions, oldest first."""
@@ -216,7 +106,7 @@ class Sessions:
     def __len__(self) -> int:
         return len(self.by_route)
 
-    def open(self, lifeline: Lifeline, peer: Peer) -> Session:
+    def open(self, lifeline: Lifeline, process: ClientProcess) -> Session:
         """Open a session for a client of the lifeline. Raises KvoffdError if the client is not admitted."""
         if self.stopping:
             raise KvoffdError.of(ErrorCode.SHUTTING_DOWN)
@@ -225,7 +115,7 @@ class Sessions:
         self._last_id += 1
         token = self._host.random(TOKEN_BYTES)
         log = CompletionLog(self.epoch, self._last_id)
-        session = Session(self._last_id, token, peer, lifeline, self._host.now(), log)
+        session = Session(self._last_id, token, process, lifeline, self._host.now(), log)
         self.by_route[session.route] = session
         return session
 
@@ -234,7 +124,79 @@ class Sessions:
         """Number of sessions of schedulers and workers."""
         return sum(session.role in (Role.SCHEDULER, Role.WORKER) for session in self)
 
-    def set_role(self, session: Session, role: Role, name: str, software: str) -> None:
+    @answers(Hello)
+    def hello(self, session: Session, message: Hello) -> Welcome:
+        """Set the session's role and name. Idempotent for the same role."""
+        if message.protocol_version != PROTOCOL_VERSION:
+            _other_versions.warn(
+                "A client (%s) was refused: it speaks protocol %d, this daemon speaks %d. Install the same kvoffd "
+                "release on both ends.",
+                printable(message.name),
+                message.protocol_version,
+                PROTOCOL_VERSION,
+            )
+            ours = with_commit(__version__)
+            raise KvoffdError(
+                f"The client speaks protocol {message.protocol_version}, but this daemon (kvoffd {ours}) "
+                f"speaks {PROTOCOL_VERSION}; install the same kvoffd release on both ends.",
+                ErrorCode.BAD_VERSION,
+            )
+        self._set_role(session, message.role, printable(message.name), printable(message.software))
+        limits = filled(Limits, self._config.limits)  # all fields: ServerLimits
+        credit = 0 if message.role is Role.ADMIN else self.credit_bytes
+        return Welcome(message.request_id, session.id, limits, credit)
+
+    @answers(Results)
+    def results(self, session: Session, message: Results) -> ResultsReply:
+        """Return the unacknowledged results, and the ids of unfinished jobs."""
+        session.completions.acknowledge(message.acknowledged)
+        # Without this a job whose result is in the open batch would be in neither list.
+        self._close_batch(session)
+        return ResultsReply(message.request_id, session.completions.replay(), list(self._jobs.of(session)))
+
+    def take_publications(self) -> list[Frames]:
+        """Return the batches of results that are to be published."""
+        if self._jobs.with_results:
+            for session in self._jobs.with_results.values():
+                self._close_batch(session)
+            self._jobs.with_results.clear()
+        publications, self.publications = self.publications, []
+        return publications
+
+    def _close_batch(self, session: Session) -> None:
+        """Have the session's new results published."""
+        if frames := session.completions.flush(self.credit_bytes):
+            self.publications.append(frames)
+
+    @answers(a.Sessions)
+    def list_sessions(self, session: Session, message: a.Sessions) -> a.SessionsReply:
+        now = self._host.now()
+        infos = [
+            a.SessionInfo(
+                session_id=one.id,
+                role=one.role,
+                name=one.name,
+                software=one.software,
+                pid=one.process.pid,
+                uid=one.process.uid,
+                age_seconds=now - one.opened_at,
+                idle_seconds=now - one.last_request_at,
+                leases=len(self._cache.leases.of(one.id).leases),
+                jobs=len(self._jobs.of(one)),
+                registrations=len(one.registrations),
+                registered_bytes=sum(size for each in one.registrations.values() for _, size in each.memory.spans),
+                unacknowledged=sum(len(batch.results) for batch in one.completions.replay()),
+                namespaces=sorted(one.namespaces),
+                pinned_bytes=self._cache.leases.of(one.id).nbytes,
+                stored_bytes=one.stored_bytes,
+                loaded_bytes=one.loaded_bytes,
+                problem=one.problem,
+            )
+            for one in self
+        ]
+        return a.SessionsReply(message.request_id, infos)
+
+    def _set_role(self, session: Session, role: Role, name: str, software: str) -> None:
         """Set a session's role and names. Raises KvoffdError if the client may not have the role."""
         if session.role is not None and session.role != role:
             raise KvoffdError(
@@ -242,18 +204,18 @@ class Sessions:
                 ErrorCode.WRONG_ROLE,
             )
         admins = self._config.admin_uids  # if empty, all users; root and the daemon's own user always may
-        if role is Role.ADMIN and admins and session.peer.uid not in (0, os.geteuid(), *admins):
+        if role is Role.ADMIN and admins and session.process.uid not in (0, os.geteuid(), *admins):
             raise KvoffdError(
-                f"User {session.peer.uid} may not administer this kvoffd; add the uid to admin_uids.",
+                f"User {session.process.uid} may not administer this kvoffd; add the uid to admin_uids.",
                 ErrorCode.FORBIDDEN,
             )
         if role is not Role.ADMIN and session.role is None and self.of_engines >= self._config.max_sessions:
             raise self._full()
         if session.role is None:
-            process = f"pid {session.peer.pid}" if session.peer.pid else "in another pid namespace"
+            where = f"pid {session.process.pid}" if session.process.pid else "in another pid namespace"
             level = logging.DEBUG if role is Role.ADMIN else logging.INFO  # every kvoffd-cli command opens one
             who = f"{name} ({software})" if software else name
-            logger.log(level, "Session %d: %s %s, %s.", session.id, role, who, process)
+            logger.log(level, "Session %d: %s %s, %s.", session.id, role, who, where)
         session.role, session.name, session.software = role, name, software
 
     def _full(self) -> KvoffdError:
@@ -299,7 +261,7 @@ class Sessions:
         self._cache.end_session(session.id)
         session.ended, session.on_released = True, on_released
         session.release_if_idle()
-        self._jobs.abandon(list(session.jobs.values()))
+        self._jobs.abandon(self._jobs.of(session).values())
         session.close_memory()
         self.share_credit()
         if session.role is not None:

@@ -17,18 +17,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import zmq
 
 from kvoffd.config import Config
-from kvoffd.observe.logging import RareWarnings
-from kvoffd.server.sessions import Peer, may_connect
+from kvoffd.server.service import Service
+from kvoffd.server.session import ClientProcess
+from kvoffd.server.sessions import may_connect
 from kvoffd.system.directory import DaemonDirectory
+from kvoffd.system.rare_warnings import RareWarnings
 from kvoffd_proto.errors import ErrorCode
-
-if TYPE_CHECKING:
-    from kvoffd.server.service import Service
 
 logger = logging.getLogger(__name__)
 
@@ -209,7 +208,7 @@ class Sockets:
                 self._jobs.send(route, _NOBLOCK | _SNDMORE)
                 self._jobs.send(frame, _NOBLOCK)
             except zmq.ZMQError as error:
-                service.replies_dropped["unread" if isinstance(error, zmq.Again) else "gone"] += 1
+                service.counts.replies_dropped["unread" if isinstance(error, zmq.Again) else "gone"] += 1
         if service.urgent or not replies:
             service.after_send()
         elif not self._rest_due:  # later: on few cores it would delay libzmq's thread, which sends
@@ -220,27 +219,27 @@ class Sockets:
     # --- access control ---------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Answer libzmq's requests to admit connections (ZeroMQ RFC 27, ZAP), which have the peers' credentials."""
+        """Answer libzmq's requests to admit connections (ZeroMQ RFC 27, ZAP), which have the processes' credentials."""
         while self._service is not None and cast(int, self._admission.get(_EVENTS)) & _POLLIN:
             _, request_id, _, address, *_ = self._admission.recv_multipart(_NOBLOCK)
-            peer = _peer_at(address)
-            allowed = peer.pid == os.getpid() or may_connect(peer, self._config)
+            process = _process_at(address)
+            allowed = process.pid == os.getpid() or may_connect(process, self._config)
             if not allowed:
-                self._service.count_error(ErrorCode.FORBIDDEN)
+                self._service.counts.count_error(ErrorCode.FORBIDDEN)
                 self._warnings.warn(
-                    "A connection was refused: user %d (group %d) may not use this kvoffd.", peer.uid, peer.gid
+                    "A connection was refused: user %d (group %d) may not use this kvoffd.", process.uid, process.gid
                 )
             status = b"200" if allowed else b"400"
             self._admission.send_multipart([b"1.0", request_id, status, b"", b"", b""], _NOBLOCK)
 
 
-def _peer_at(address: bytes) -> Peer:
-    """Return the peer of an address ``localhost:UID:GID:PID``; one of NOBODY for another address."""
+def _process_at(address: bytes) -> ClientProcess:
+    """Return the process at an address ``localhost:UID:GID:PID``; one of NOBODY for another address."""
     try:
         _, uid, gid, pid = address.split(b":")
-        return Peer(int(pid), int(uid), int(gid))
+        return ClientProcess(int(pid), int(uid), int(gid))
     except ValueError:
-        return Peer(0, NOBODY, NOBODY)
+        return ClientProcess(0, NOBODY, NOBODY)
 
 
 def _seed_routing_ids() -> None:

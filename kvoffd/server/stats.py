@@ -1,4 +1,4 @@
-"""Requests for statistics, health, sessions, prompts and namespaces."""
+"""The daemon's statistics: figures of all its parts."""
 
 from __future__ import annotations
 
@@ -6,22 +6,36 @@ import os
 import resource
 import socket
 from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
 from msgspec import structs
 
 from kvoffd import __version__
+from kvoffd.cache.branch_points import BranchPoints
+from kvoffd.cache.cache import Cache
+from kvoffd.cache.curve import HitRatioCurve
 from kvoffd.cache.namespace import Namespace
-from kvoffd.config import settings_in_force
+from kvoffd.config import Config, settings_in_force
+from kvoffd.observe.loop_watch import LoopWatch
 from kvoffd.observe.meters import HOUR_S, MINUTE_S
+from kvoffd.pool.pool import Pool
+from kvoffd.server.events import EventLog
 from kvoffd.server.handlers import answers, filled
-from kvoffd.server.health import health_of, health_reply
-from kvoffd.server.sessions import Session
-from kvoffd.server.tier_supervisor import Disk
-from kvoffd.server.traffic import counts_of, figures
+from kvoffd.server.health import Health
+from kvoffd.server.jobs import Jobs
+from kvoffd.server.lookups import Lookups
+from kvoffd.server.persistence import State
+from kvoffd.server.request_counts import RequestCounts
+from kvoffd.server.session import Session
+from kvoffd.server.sessions import Sessions
+from kvoffd.server.tier_supervisor import Disk, TierSupervisor
+from kvoffd.server.traffic import TrafficCounts, counts_of, figures
 from kvoffd.tiers.shared import SharedTier
 from kvoffd.tiers.tier import TierStats
+from kvoffd.transfer.cuda.gpus import Gpus
+from kvoffd.transfer.engine import WorkOfBoth
 from kvoffd.transfer.plan import Direction
 from kvoffd_proto import admin as a
 from kvoffd_proto import stats as s
@@ -29,229 +43,217 @@ from kvoffd_proto.build import with_commit
 from kvoffd_proto.messages import PROTOCOL_VERSION, Role
 from kvoffd_proto.verdict import judge
 
-if TYPE_CHECKING:
-    from kvoffd.server.service import Service
 
+@dataclass(eq=False)
+class Statistics:
+    """Asks all parts of the daemon for their figures."""
 
-@answers(s.Stats)
-def stats(service: Service, session: Session, message: s.Stats) -> s.StatsReply:
-    return s.StatsReply(message.request_id, daemon_stats(service))
+    config: Config
+    clock: Callable[[], float]
+    cache: Cache
+    pool: Pool
+    events: EventLog
+    state: State
+    gpus: Gpus
+    work: WorkOfBoth
+    jobs: Jobs
+    sessions: Sessions
+    tier_supervisor: TierSupervisor
+    traffic: TrafficCounts
+    curve: HitRatioCurve
+    branch_points: BranchPoints
+    counts: RequestCounts
+    lookups: Lookups
+    loop_watch: LoopWatch
+    health: Health
 
+    def __post_init__(self) -> None:
+        self.started_at = self.clock()
 
-def daemon_stats(service: Service) -> s.DaemonStats:
-    cache, traffic, curve, jobs = service.cache, service.traffic, service.curve, service.jobs
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    total = traffic.total()
-    recent = traffic.in_last(MINUTE_S, total)
-    hour_requests, hour_errors = service.in_last_hour()
-    level, causes = health_of(service, recent)
-    on_disk = sum(
-        (disk.tier.bytes_by_namespace() for disk in service.tier_supervisor if disk.tier is not None), Counter[bytes]()
-    )
-    found = filled(
-        s.DaemonStats,
-        service.loop_watch,
-        traffic,
-        version=with_commit(__version__),
-        protocol=PROTOCOL_VERSION,
-        node=socket.gethostname(),
-        policy=service.config.eviction_policy,
-        pid=os.getpid(),
-        uptime_seconds=service.clock() - service.started_at,
-        ready=level is not a.HealthLevel.DOWN,
-        health=level,
-        health_problems=[s.Problem(cause.reason, cause.sentence) for cause in causes],
-        sessions=service.sessions.of_engines,
-        ended_sessions=dict(service.sessions.ended),
-        leases=len(cache.leases.by_id),
-        pinned_blocks=cache.blocks.pinned_blocks,
-        requests=service.requests,
-        errors=dict(service.errors),
-        last_hour_requests=hour_requests,
-        last_hour_errors=hour_errors,
-        replies_dropped=dict(service.replies_dropped),
-        kv_events=service.events.published,
-        cpu_seconds=usage.ru_utime + usage.ru_stime,
-        resident_bytes=_resident_bytes(),
-        lookup_seconds=service.lookup_times.counted(),
-        cancelled_stores=jobs.cancelled_stores,
-        pool=_pool_stats(service),
-        store=_copy_stats(service, Direction.STORE),
-        load=_copy_stats(service, Direction.LOAD),
-        since_start=traffic.since_start(total),
-        last_hour=traffic.in_last(HOUR_S, total),
-        last_minute=recent,
-        lifetime=traffic.lifetime(total),
-        namespaces=_namespace_rows(service, on_disk),
-        integrity=filled(s.IntegrityStats, cache.integrity, cache.life),
-        tiers=_tiering_stats(service),
-        disks=list(map(_disk_stats, service.tier_supervisor)),
-        shared=_shared_stats(service),
-        lent=_lent_stats(service),
-        curve=curve.in_all(),
-        curve_seen_bytes=curve.seen_bytes,
-        ghost_entries=cache.policy.ghosts,
-        policy_bytes=cache.policy.nbytes,
-        learned=cache.policy.describe(),
-        settings=[s.SettingInfo(*one) for one in settings_in_force(service.config)],
-        paying_off=None,
-        verdict="",
-    )
-    paying_off, verdict = judge(found)
-    return structs.replace(found, paying_off=paying_off, verdict=verdict)
+    @answers(s.Stats)
+    def stats(self, session: Session, message: s.Stats) -> s.StatsReply:
+        return s.StatsReply(message.request_id, self.read())
 
-
-def _namespace_rows(service: Service, on_disk: Counter[bytes]) -> list[s.NamespaceStats]:
-    """Return a row for each namespace, the largest first. Of two whose ids are the same, one has a row: a name of a
-    series must be unique."""
-    quotas, engines = service.cache.quotas, _engines(service)
-    by_id = {s.namespace_id(one.fingerprint): one for one in service.cache.namespaces.values()}
-    shown = sorted(by_id.values(), key=attrgetter("ready_bytes"), reverse=True)
-    return [
-        filled(
-            s.NamespaceStats,
-            one.counters,
-            one,
-            id=s.namespace_id(one.fingerprint),
-            model=one.label,
-            fingerprint=one.fingerprint.hex(),
-            disk_bytes=on_disk[one.fingerprint],
-            quota_bytes=quotas.get(one.fingerprint),
-            engines=engines[one.fingerprint],
-            curve=curve,
-            branching=_branching(service, one),
-            **figures(counts_of(one)),
+    def read(self) -> s.DaemonStats:
+        cache, traffic, curve, jobs = self.cache, self.traffic, self.curve, self.jobs
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        total = traffic.total()
+        recent = traffic.in_last(MINUTE_S, total)
+        hour_requests, hour_errors = self.counts.in_last_hour()
+        level, causes = self.health.judge(recent)
+        on_disk = sum(
+            (disk.tier.bytes_by_namespace() for disk in self.tier_supervisor if disk.tier is not None), Counter[bytes]()
         )
-        for one, curve in zip(shown, service.curve.of_namespaces(shown), strict=True)
-    ]
-
-
-def _branching(service: Service, namespace: Namespace) -> s.Branching | None:
-    seen_tokens, points = service.branch_points.of(namespace)
-    for point in points[:1]:
-        return s.Branching(point.at_tokens, round(point.prompts), round(point.repeated_tokens), seen_tokens)
-    return None
-
-
-def _engines(service: Service) -> defaultdict[bytes, list[str]]:
-    found = defaultdict[bytes, list[str]](list)
-    for session in service.sessions:
-        if session.role is Role.SCHEDULER:
-            pid = f", pid {session.peer.pid}" if session.peer.pid else ""
-            for fingerprint in session.namespaces:
-                found[fingerprint].append(s.engine_name(session.name, session.role) + pid)
-    return found
-
-
-@answers(a.Health)
-def health(service: Service, session: Session, message: a.Health) -> a.HealthReply:
-    return health_reply(service, message)
-
-
-@answers(a.Sessions)
-def sessions(service: Service, session: Session, message: a.Sessions) -> a.SessionsReply:
-    now, cache = service.clock(), service.cache
-    infos = [
-        filled(
-            a.SessionInfo,
-            one,
-            one.peer,
-            session_id=one.id,
-            role=one.role,
-            age_seconds=now - one.opened_at,
-            idle_seconds=now - one.last_request_at,
-            leases=len(cache.leases.of(one.id).leases),
-            jobs=len(one.jobs),
-            registrations=len(one.registrations),
-            registered_bytes=sum(size for each in one.registrations.values() for _, size in each.memory.spans),
-            unacknowledged=sum(len(batch.results) for batch in one.completions.replay()),
-            namespaces=sorted(one.namespaces),
-            pinned_bytes=cache.leases.of(one.id).nbytes,
+        found = s.DaemonStats(
+            version=with_commit(__version__),
+            protocol=PROTOCOL_VERSION,
+            node=socket.gethostname(),
+            policy=self.config.eviction_policy,
+            pid=os.getpid(),
+            uptime_seconds=self.clock() - self.started_at,
+            ready=level is not a.HealthLevel.DOWN,
+            health=level,
+            health_problems=[s.Problem(cause.reason, cause.sentence) for cause in causes],
+            sessions=self.sessions.of_engines,
+            ended_sessions=dict(self.sessions.ended),
+            leases=len(cache.leases.by_id),
+            pinned_blocks=cache.blocks.pinned_blocks,
+            requests=self.counts.requests,
+            errors=dict(self.counts.errors),
+            last_hour_requests=hour_requests,
+            last_hour_errors=hour_errors,
+            replies_dropped=dict(self.counts.replies_dropped),
+            kv_events=self.events.published,
+            cpu_seconds=usage.ru_utime + usage.ru_stime,
+            resident_bytes=_resident_bytes(),
+            lookup_seconds=self.lookups.times.counted(),
+            loop_blocked_seconds=self.loop_watch.loop_blocked_seconds,
+            loop_blocked_max_seconds=self.loop_watch.loop_blocked_max_seconds,
+            cancelled_stores=jobs.cancelled_stores,
+            pool=self._pool_stats(),
+            store=self._copy_stats(Direction.STORE),
+            load=self._copy_stats(Direction.LOAD),
+            since_start=traffic.since_start(total),
+            last_hour=traffic.in_last(HOUR_S, total),
+            last_minute=recent,
+            lifetime=traffic.lifetime(total),
+            gone_namespaces=traffic.gone_namespaces,
+            namespaces=self._namespace_rows(on_disk),
+            integrity=filled(s.IntegrityStats, cache),
+            tiers=self._tiering_stats(),
+            disks=list(map(_disk_stats, self.tier_supervisor)),
+            shared=self._shared_stats(),
+            lent=self._lent_stats(),
+            curve=curve.in_all(),
+            curve_seen_bytes=curve.seen_bytes,
+            ghost_entries=cache.policy.ghosts,
+            policy_bytes=cache.policy.nbytes,
+            learned=cache.policy.describe(),
+            settings=[s.SettingInfo(*one) for one in settings_in_force(self.config)],
+            paying_off=None,
+            verdict="",
         )
-        for one in service.sessions
-    ]
-    return a.SessionsReply(message.request_id, infos)
+        paying_off, verdict = judge(found)
+        return structs.replace(found, paying_off=paying_off, verdict=verdict)
 
+    def _namespace_rows(self, on_disk: Counter[bytes]) -> list[s.NamespaceStats]:
+        """Return a row for each namespace, the largest first. Of two whose ids are the same, one has a row: a name of a
+        series must be unique."""
+        quotas, engines = self.cache.quotas, self._engines()
+        by_id = {s.namespace_id(one.fingerprint): one for one in self.cache.namespaces.values()}
+        shown = sorted(by_id.values(), key=attrgetter("ready_bytes"), reverse=True)
+        return [
+            filled(
+                s.NamespaceStats,
+                one.counters,
+                one,
+                id=s.namespace_id(one.fingerprint),
+                model=one.label,
+                fingerprint=one.fingerprint.hex(),
+                disk_bytes=on_disk[one.fingerprint],
+                quota_bytes=quotas.get(one.fingerprint),
+                engines=engines[one.fingerprint],
+                curve=curve,
+                branching=self._branching(one),
+                **figures(counts_of(one)),
+            )
+            for one, curve in zip(shown, self.curve.of_namespaces(shown), strict=True)
+        ]
 
-@answers(a.ListPrompts)
-def list_prompts(service: Service, session: Session, message: a.ListPrompts) -> a.PromptsListed:
-    """Return the latest prompts of all engines, in the order of their decisions."""
-    found = [one for session in service.sessions for one in session.prompts if message.name in one.report.request]
-    found.sort(key=lambda one: one.report.decided_at)
-    return a.PromptsListed(message.request_id, found[-message.limit :])
-
-
-@answers(a.Namespaces)
-def namespaces(service: Service, session: Session, message: a.Namespaces) -> a.NamespacesReply:
-    cache = service.cache
-    quotas = cache.quotas
-    infos = [
-        filled(
-            a.NamespaceInfo,
-            namespace,
-            namespace=namespace.fingerprint,
-            groups=list(namespace.groups),
-            shard_bytes=[
-                [0 if sizes is None else sizes[group] for sizes in namespace.shard_bytes]
-                for group in range(len(namespace.groups))
-            ],
-            sessions=sum(namespace.fingerprint in session.namespaces for session in service.sessions),
-            quota_bytes=quotas.get(namespace.fingerprint),
-        )
-        for namespace in cache.namespaces.values()
-    ]
-    return a.NamespacesReply(message.request_id, infos, service.state.generations.unshared_of(cache.namespaces))
-
-
-def _pool_stats(service: Service) -> s.PoolStats:
-    cache, pinning = service.cache, service.memory.gpus.pinning
-    usage, pool = cache.life.usage, service.pool
-    return filled(
-        s.PoolStats,
-        size_bytes=pool.pool_bytes,
-        bytes={state: getattr(usage, state) for state in ("free", "writing", "ready", "dropped", "quarantined")},
-        usable_bytes=pool.pool_bytes - usage.quarantined,
-        pinned_bytes=usage.pinned,
-        retained_bytes=cache.order.retained_bytes,
-        pinned_for_gpu_bytes=pinning.pinned_bytes,
-        unpinnable_bytes=pinning.refused_bytes,
-        pinning_gpu_bytes=pinning.gpu_bytes,
-        index_bytes=cache.blocks.nbytes,
-        numa_remote_slots=pool.slots.slots_on_other_nodes,
-        integrated_gpus=service.memory.gpus.integrated,
-        at_the_end=pool.at_the_end,
-    )
-
-
-def _copy_stats(service: Service, direction: Direction) -> s.CopyStats:
-    copies, counters = service.memory.stats(direction), service.jobs.counters[direction]
-    return filled(
-        s.CopyStats,
-        copies,
-        counters,
-        queued_jobs=copies.queued,
-        running_jobs=copies.running,
-    )
-
-
-def _tiering_stats(service: Service) -> s.TieringStats | None:
-    if (tiering := service.tiering) is None:
+    def _branching(self, namespace: Namespace) -> s.Branching | None:
+        seen_tokens, points = self.branch_points.of(namespace)
+        for point in points[:1]:
+            return s.Branching(point.at_tokens, round(point.prompts), round(point.repeated_tokens), seen_tokens)
         return None
-    disks, writer = tiering.disks, tiering.disk_writer
-    return filled(
-        s.TieringStats,
-        writer,
-        promoted_blocks=sum(one.promoted_blocks for one in disks),
-        promoted_bytes=sum(one.promoted_bytes for one in disks),
-        promotions_waiting=sum(one.waiting_blocks for one in disks),
-        promotions_failed=dict(sum((one.failures for one in disks), Counter[str]())),
-        promotions_unused=sum(one.unused_blocks for one in disks),
-        writes_waiting=writer.waiting_blocks,
-        not_written=dict(writer.not_written),
-        write_budget_left_bytes=writer.budget.left_bytes,
-        write_mode=writer.mode.value,
-        promotion_bytes_per_second=sum(one.speed.measured for one in disks),
-    )
+
+    def _engines(self) -> defaultdict[bytes, list[str]]:
+        found = defaultdict[bytes, list[str]](list)
+        for session in self.sessions:
+            if session.role is Role.SCHEDULER:
+                pid = f", pid {session.process.pid}" if session.process.pid else ""
+                for fingerprint in session.namespaces:
+                    found[fingerprint].append(s.engine_name(session.name, session.role) + pid)
+        return found
+
+    def _pool_stats(self) -> s.PoolStats:
+        cache, pinning = self.cache, self.gpus.pinning
+        usage, pool = cache.life.usage, self.pool
+        return filled(
+            s.PoolStats,
+            size_bytes=pool.pool_bytes,
+            bytes={state: getattr(usage, state) for state in ("free", "writing", "ready", "dropped", "quarantined")},
+            usable_bytes=pool.pool_bytes - usage.quarantined,
+            pinned_bytes=usage.pinned,
+            retained_bytes=cache.order.retained_bytes,
+            pinned_for_gpu_bytes=pinning.pinned_bytes,
+            unpinnable_bytes=pinning.refused_bytes,
+            pinning_gpu_bytes=pinning.gpu_bytes,
+            index_bytes=cache.blocks.nbytes,
+            numa_remote_slots=pool.slots.slots_on_other_nodes,
+            integrated_gpus=self.gpus.integrated,
+            at_the_end=pool.at_the_end,
+        )
+
+    def _copy_stats(self, direction: Direction) -> s.CopyStats:
+        return filled(s.CopyStats, self.work[direction], self.jobs.counters[direction])
+
+    def _tiering_stats(self) -> s.TieringStats | None:
+        if (tiering := self.tier_supervisor.tiering) is None:
+            return None
+        disks, writer = tiering.disks, tiering.disk_writer
+        return filled(
+            s.TieringStats,
+            writer,
+            promoted_blocks=sum(one.promoted_blocks for one in disks),
+            promoted_bytes=sum(one.promoted_bytes for one in disks),
+            promotions_waiting=sum(one.waiting_blocks for one in disks),
+            promotions_failed=dict(sum((one.failures for one in disks), Counter[str]())),
+            promotions_unused=sum(one.unused_blocks for one in disks),
+            writes_waiting=writer.waiting_blocks,
+            not_written=dict(writer.not_written),
+            write_budget_left_bytes=writer.budget.left_bytes,
+            write_mode=writer.mode.value,
+            promotion_bytes_per_second=sum(one.speed.measured for one in disks),
+        )
+
+    def _shared_stats(self) -> list[s.SharedStats]:
+        if (tiering := self.tier_supervisor.tiering) is None:
+            return []
+        unshared = len(self.state.generations.unshared_of(self.cache.namespaces))
+        return [
+            filled(
+                s.SharedStats,
+                tier.stats(),
+                url=tier.name,
+                up=tier.available(),
+                breaker_trips=tier.breaker.opened,
+                promotions_failed=dict(source.failures),
+                promotions_unused=source.unused_blocks,
+                not_written=dict(writer.not_written),
+                full=tier.lifetime_bytes > 0,
+                write_mode=writer.mode.value,
+                servers=[s.SharedServer(*server) for server in tier.servers],
+                unshared_namespaces=unshared,
+            )
+            for source, writer in tiering.stores
+            # A peer that only requests name is shown while it answers: they may name what is gone.
+            if isinstance(tier := source.tier, SharedTier) and (tier.available() or not tier.only_named)
+        ]
+
+    def _lent_stats(self) -> s.LentStats | None:
+        supervisor = self.tier_supervisor
+        if (server := supervisor.peer_server) is None or (helper := supervisor.peer_helper) is None:
+            return None
+        return filled(
+            s.LentStats,
+            server,
+            up=helper.up,
+            blocks=server.lent_blocks,
+            bytes=server.served_bytes,
+            refused_requests=server.refused,
+            refused_handshakes=helper.refused_handshakes,
+            pinned_bytes=server.lent_bytes,
+        )
 
 
 def _disk_stats(disk: Disk) -> s.DiskStats:
@@ -268,47 +270,6 @@ def _disk_stats(disk: Disk) -> s.DiskStats:
         direct=tier is not None and tier.direct,
         oldest_seconds=0.0 if tier is None else tier.oldest_seconds,
         lifetime_written_bytes=0 if tier is None else tier.lifetime_written_bytes,
-    )
-
-
-def _shared_stats(service: Service) -> list[s.SharedStats]:
-    if (tiering := service.tiering) is None:
-        return []
-    unshared = len(service.state.generations.unshared_of(service.cache.namespaces))
-    return [
-        filled(
-            s.SharedStats,
-            tier.stats(),
-            url=tier.name,
-            up=tier.available(),
-            breaker_trips=tier.breaker.opened,
-            promotions_failed=dict(source.failures),
-            promotions_unused=source.unused_blocks,
-            not_written=dict(writer.not_written),
-            full=tier.lifetime_bytes > 0,
-            write_mode=writer.mode.value,
-            servers=[s.SharedServer(*server) for server in tier.servers],
-            unshared_namespaces=unshared,
-        )
-        for source, writer in tiering.stores
-        # A peer that only requests name is shown while it answers: they may name what is gone.
-        if isinstance(tier := source.tier, SharedTier) and (tier.available() or not tier.only_named)
-    ]
-
-
-def _lent_stats(service: Service) -> s.LentStats | None:
-    supervisor = service.tier_supervisor
-    if (server := supervisor.peer_server) is None or (helper := supervisor.peer_helper) is None:
-        return None
-    return filled(
-        s.LentStats,
-        server,
-        up=helper.up,
-        blocks=server.lent_blocks,
-        bytes=server.served_bytes,
-        refused_requests=server.refused,
-        refused_handshakes=helper.refused_handshakes,
-        pinned_bytes=server.lent_bytes,
     )
 
 

@@ -19,8 +19,8 @@ from kvoffd.config import Config, DiskSize, parse_peer, peer_places
 from kvoffd.errors import KvoffdError
 from kvoffd.observe.meters import HOUR_S, CounterWindows
 from kvoffd.pool.pool import Pool
-from kvoffd.server.memory import Post
-from kvoffd.server.peers import PeerServer
+from kvoffd.server.engine_memory import Post
+from kvoffd.server.lender import PeerServer
 from kvoffd.server.persistence import State
 from kvoffd.system.calls import call_each
 from kvoffd.system.numa import usable_cpus
@@ -129,7 +129,9 @@ class TierSupervisor:
         post: Post,
         state: State,
     ) -> None:
-        self._config, self._tiering, self._cache, self._pool = config, tiering, cache, pool
+        self._config, self._cache, self._pool = config, cache, pool
+        self.tiering = tiering
+        """None if no tier is configured."""
         self._clock, self._post, self._state = clock, post, state
         self._disks: list[Disk] = []
         self._stopping = False
@@ -149,7 +151,7 @@ class TierSupervisor:
     def start(self, stores: OpenStores) -> None:
         """Start to open the configured tiers; ``stores`` are those of ``shared_stores``. Raises NoMoreThreads."""
         self._start_peers()
-        if (tiering := self._tiering) is None:
+        if (tiering := self.tiering) is None:
             return
         for size in self._config.disk:
             self._begin_to_open(size, tiering)
@@ -197,7 +199,7 @@ class TierSupervisor:
         now = self._clock()
         if (place := next((place for place in self._named if place.tier.name == name), None)) is None:
             assert self.peer_helper is not None
-            assert self._tiering is not None
+            assert self.tiering is not None
             helper = self.peer_helper
             due = (place for place in self._named if now >= place.named_at + KEPT_S)
             free = (place for place in due if place.source.idle and place.tier.idle and not helper.reads(place.number))
@@ -206,7 +208,7 @@ class TierSupervisor:
             if not helper.connect(place.number, name.removeprefix(PEER)):
                 return ""
             place.tier.renew(name)
-            place.source = self._tiering.renew(place.source, self._settings(WriteMode.NEVER))
+            place.source = self.tiering.renew(place.source, self._settings(WriteMode.NEVER))
         place.named_at = now
         return name
 
@@ -261,9 +263,9 @@ class TierSupervisor:
     def tick(self) -> None:
         """Do periodic work. A part that raises does not keep the others from it."""
         parts: list[Callable[[], object]] = [] if self.peer_server is None else [self.peer_server.tick]
-        if self._tiering is not None:
+        if self.tiering is not None:
             parts += [partial(self._poll, tier) for tier in self._every_shared]
-            parts += [self._forget_closed, self._tiering.tick]
+            parts += [self._forget_closed, self.tiering.tick]
             parts += [*(disk.sample_errors for disk in self._disks), self._save_spent]
         call_each(parts)
 
@@ -276,8 +278,8 @@ class TierSupervisor:
             del self._asked_at[closed]
 
     def _save_spent(self) -> None:
-        assert self._tiering is not None
-        if (spent := self._tiering.disk_writer.budget.amount_to_persist()) is not None:
+        assert self.tiering is not None
+        if (spent := self.tiering.disk_writer.budget.amount_to_persist()) is not None:
             self._state.save_disk_spent(spent)
 
     def is_behind(self, fingerprint: bytes) -> bool:
@@ -346,9 +348,9 @@ class TierSupervisor:
         """Close all tiers within the deadline. Returns False if one hangs that may still use the pool."""
         until = time.monotonic() + deadline_s
         self._stopping = True
-        if self._tiering is not None:
-            self._tiering.stop()
-            if (budget := self._tiering.disk_writer.budget).left_bytes is not None:
+        if self.tiering is not None:
+            self.tiering.stop()
+            if (budget := self.tiering.disk_writer.budget).left_bytes is not None:
                 self._state.save_disk_spent(budget.spent_bytes)
         for disk in self._disks:
             if disk.opener is not None:

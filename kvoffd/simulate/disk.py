@@ -15,7 +15,7 @@ from kvoffd.cache.cache import Cache
 from kvoffd.cache.hooks import CacheListener
 from kvoffd.pool.allocator import PAGE_BYTES
 from kvoffd.system.files import FileCalls
-from kvoffd.system.threads import DaemonThreads, Workers
+from kvoffd.system.threads import AbandonableThreads, Workers
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.tiering import Tiering
 from kvoffd.tiers.disk import DiskOptions, DiskTier
@@ -55,7 +55,7 @@ class _DoneAtOnce(Workers[Any, Any]):
     """Workers without threads: a task is done when it is put."""
 
     def _start(self) -> None:
-        self._threads = DaemonThreads((), lambda: None)
+        self._threads = AbandonableThreads((), lambda: None)
         self._works = [lambda tasks: [End(Result.DONE)] * len(tasks)]
 
     def put(self, task: Any) -> None:

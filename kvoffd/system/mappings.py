@@ -44,7 +44,7 @@ _mincore.argtypes = (_pointer, _size, _pointer)
 _fstatfs.argtypes = (_int, _pointer)
 
 
-class MappedSegment:
+class HostMapping:
     """A shared read-write mapping of ``size_bytes`` at ``address``, which outlives its descriptor.
 
     After ``close`` it has no address, so that nothing can use it.
@@ -71,7 +71,7 @@ class MappedSegment:
                 raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def close_segments(segments: Sequence[MappedSegment], on_closed: Callable[[], None]) -> None:
+def close_segments(segments: Sequence[HostMapping], on_closed: Callable[[], None]) -> None:
     """Unmap the segments, then call ``on_closed``."""
     for segment in segments:
         segment.close()
@@ -82,7 +82,7 @@ _NOT_WRITABLE = "send a descriptor opened for reading and writing, without a wri
 _NO_ADDRESSES = "raise the daemon's limits of address space (ulimit -v) and of mappings (vm.max_map_count)."
 
 
-def map_memfd(fd: int, size_bytes: int, *, whole: bool = False) -> MappedSegment:
+def map_memfd(fd: int, size_bytes: int, *, whole: bool = False) -> HostMapping:
     """Map the first ``size_bytes`` of a memfd, shared, for reading and writing. ``fd`` stays the caller's.
 
     ``whole`` requires that every page of the file is allocated: the kernel charges a page to the process that touches
@@ -104,7 +104,7 @@ def map_memfd(fd: int, size_bytes: int, *, whole: bool = False) -> MappedSegment
 
 def map_shared(
     fd: int, size_bytes: int, offset: int = 0, access: int = mmap.PROT_READ | mmap.PROT_WRITE
-) -> MappedSegment:
+) -> HostMapping:
     """Map a part of a file, shared, for reading and writing unless ``access`` says less; ``fd`` stays the caller's.
 
     Raises OSError.
@@ -116,7 +116,7 @@ def map_shared(
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     # A core dump of the pool would take minutes, delay the next daemon, and write prompts to a disk.
     madvise(address, size_bytes, MADV_DONTDUMP)
-    return MappedSegment(address, size_bytes)
+    return HostMapping(address, size_bytes)
 
 
 def check_descriptor(fd: int) -> None:
@@ -196,7 +196,7 @@ class PageFaulter:
         self._thread = TaskThread("kvoffd-fault")
         self._closed = False
 
-    def map_memfd(self, fd: int, size_bytes: int) -> MappedSegment:
+    def map_memfd(self, fd: int, size_bytes: int) -> HostMapping:
         """Map a client's memory as the function ``map_memfd`` does, and have the thread fault it in.
 
         Only ``close_segments`` may close it.
@@ -205,7 +205,7 @@ class PageFaulter:
         self._thread.put(partial(self._fault, segment, 0))
         return segment
 
-    def close_segments(self, segments: Sequence[MappedSegment], on_closed: Callable[[], None]) -> None:
+    def close_segments(self, segments: Sequence[HostMapping], on_closed: Callable[[], None]) -> None:
         """Close segments in the thread: if their client is gone, that frees its memory, at tenths of a second a GiB."""
         self._thread.put(partial(close_segments, segments, on_closed))
 
@@ -218,7 +218,7 @@ class PageFaulter:
         self._closed = True
         self._thread.stop()
 
-    def _fault(self, segment: MappedSegment, done: int) -> None:
+    def _fault(self, segment: HostMapping, done: int) -> None:
         if segment.closed or self._closed:
             return
         length = min(STEP_BYTES, segment.size_bytes - done)

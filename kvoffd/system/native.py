@@ -9,13 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from kvoffd.errors import KvoffdError
+from kvoffd.system.structures import VERSION
+from kvoffd.system.structures import SlotIndex as SlotIndex
 
 LIBRARY = Path(__file__).parents[1] / "libkvoffd.so"
-VERSION = 20
-"""Version of the functions and structures that C and Python share. Raise it with ``kvoffd_version`` (cache/blocks.c)
-when one changes: an old library would read wrong memory."""
-
-
 if TYPE_CHECKING:  # typeshed's ctypes.Structure has every attribute
     Structure = object
 else:
@@ -24,19 +21,6 @@ else:
 
 class NotCompiled(KvoffdError):
     """The library is missing or cannot be loaded. The message says what to do."""
-
-
-class SlotIndex(ctypes.Structure):
-    """``struct slot_index`` of slot_index.h."""
-
-    _fields_ = (
-        ("segments", ctypes.c_void_p),
-        ("bits", ctypes.c_uint64),
-        ("shift", ctypes.c_uint64),
-        ("used", ctypes.c_uint64),
-        ("nbytes", ctypes.c_uint64),
-        ("seed", ctypes.c_uint64 * 2),
-    )
 
 
 VOID_P, CHAR_P, INT, UINT32, DOUBLE = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_double
@@ -69,7 +53,7 @@ class Native:
             self._libraries = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
             found = ctypes.c_uint32.in_dll(self._libraries[0], "kvoffd_version").value
             if found != VERSION:
-                raise OSError(f"it has version {found} instead of {VERSION}")
+                raise OSError(f"it has version {found:08x} instead of {VERSION:08x}")
         except (OSError, ValueError) as error:
             raise NotCompiled(
                 f"The daemon's compiled part cannot be loaded ({error}); install kvoffd again on a machine with a C "

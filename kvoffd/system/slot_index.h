@@ -26,7 +26,7 @@ enum { FARTHEST = 128, SEGMENT_WORDS = (PLACES + FARTHEST) * WORDS, SEGMENT_BYTE
 enum { TOGETHER = 32 /* keys whose memory is prefetched together */ };
 static const uint32_t NONE = UINT32_MAX;
 
-/* SlotIndex of native.py has the same fields. */
+/* SlotIndex of structures.py has the same fields. */
 struct slot_index {
     uint64_t **segments; /* [2^bits] by the upper bits of a hash; neighbours may be the same segment */
     uint64_t bits, shift; /* their sum is 64, the bits of a hash */

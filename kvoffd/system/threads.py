@@ -32,7 +32,7 @@ def start(thread: threading.Thread) -> None:
         raise NoMoreThreads from error
 
 
-class DaemonThreads:
+class AbandonableThreads:
     """One thread for each (name, function). The interpreter would wait for an executor's threads at exit.
 
     Args:
@@ -79,7 +79,7 @@ class TaskThread:
         self._tasks: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         """None ends the thread."""
         self._began: float | None = None
-        self._threads = DaemonThreads([(name, self._run)], self.stop)
+        self._threads = AbandonableThreads([(name, self._run)], self.stop)
 
     @property
     def busy_s(self) -> float:
@@ -157,7 +157,7 @@ class Workers(Generic[T, R]):
 
     def _start(self) -> None:
         works = ((f"{self._name}-{number}", partial(self._run, number)) for number in range(len(self._works)))
-        self._threads = DaemonThreads(works, self._stop, self._nice)
+        self._threads = AbandonableThreads(works, self._stop, self._nice)
 
     def put(self, task: T) -> None:
         with self._changed:

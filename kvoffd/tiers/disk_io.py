@@ -26,7 +26,7 @@ from kvoffd.pool.checksums import digest
 from kvoffd.pool.slot_table import MAX_KEY_BYTES
 from kvoffd.system.files import OnError, ShortRead, address_of, aligned_buffer, write_all
 from kvoffd.system.native import COUNT, INT, ITEMS, NUMBER, VOID_P, declare, native
-from kvoffd.system.threads import ENDED_AT_ONCE, DaemonThreads
+from kvoffd.system.threads import ENDED_AT_ONCE, AbandonableThreads
 from kvoffd.tiers.disk_file import RECORD, DiskFile
 from kvoffd.tiers.header import HEADER_BYTES, Block, BlockGroup, decode_header, encode_header
 from kvoffd.tiers.tier import READERS_NICE, Result
@@ -202,7 +202,7 @@ class Reads:
             raise MemoryError
         works = ((f"{self._name}-{number}", self._work) for number in range(threads))
         with OnError(partial(self._native.reader_close, self._reader)):
-            self._threads = DaemonThreads(works, partial(self._native.reader_stop, self._reader), READERS_NICE)
+            self._threads = AbandonableThreads(works, partial(self._native.reader_stop, self._reader), READERS_NICE)
 
     def _work(self) -> None:
         while self._native.reader_work(self._reader):

@@ -17,7 +17,8 @@ import numpy.typing as npt
 from kvoffd.pool.allocator import PAGE_BYTES, SlotAllocator, page_up
 from kvoffd.pool.slot_table import MAX_KEY_BYTES
 from kvoffd.system.files import aligned_buffer, read_all
-from kvoffd.system.native import CHAR_P, COUNT, INT, ITEMS, KEYS, VOID_P, SlotIndex, declare, native
+from kvoffd.system.native import CHAR_P, COUNT, INT, ITEMS, KEYS, VOID_P, declare, native
+from kvoffd.system.structures import DISK_INDEX, DISK_REGION
 from kvoffd.tiers.disk_file import DiskFile, OpeningStopped
 from kvoffd.tiers.header import HEADER_BYTES, BlockGroup, decode_header
 
@@ -62,13 +63,15 @@ class KnownGroup:
 class _RegionAddresses(ctypes.Structure):
     """``struct disk_region`` of disk_index.c."""
 
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("keys", "key_bytes", "group"))
+    __slots__ = ()
+    _fields_ = DISK_REGION
 
 
 class _Index(ctypes.Structure):
     """``struct disk_index`` of disk_index.c."""
 
-    _fields_ = (("index", SlotIndex), ("regions", ctypes.c_void_p), ("slots_per_region", ctypes.c_uint64))
+    __slots__ = ()
+    _fields_ = DISK_INDEX
 
 
 class Region:
@@ -146,7 +149,7 @@ class DiskMap:
         """Addresses of the regions' arrays, by number."""
         self._native = native()
         regions_at = ctypes.addressof(self._addresses)
-        self._index = _Index(regions=regions_at, slots_per_region=self.slots.slots_per_region)
+        self._index = _Index(at_regions=regions_at, slots_per_region=self.slots.slots_per_region)
         """Finds the slots of blocks by group and key."""
         self._index_at = ctypes.addressof(self._index)
         if not self._native.disk_open(self._index_at, os.urandom(16)):

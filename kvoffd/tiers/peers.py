@@ -34,7 +34,8 @@ from kvoffd.errors import KvoffdError
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.system.files import address_of
 from kvoffd.system.native import COUNT, NUMBER, VOID_P, declare, native
-from kvoffd.system.threads import DaemonThreads, TaskThread
+from kvoffd.system.rare_warnings import RareWarnings
+from kvoffd.system.threads import AbandonableThreads, TaskThread
 from kvoffd.tiers.header import Block, BlockGroup
 from kvoffd.tiers.store import UNKEPT, GetRequest, PutRequest, Received, Store, StoreError
 from kvoffd_proto.errors import ErrorCode
@@ -73,8 +74,6 @@ BEAT_S, HANGS_S = 1.0, 10.0
 """Interval of the helper's signs of life, and time without one after which it is killed."""
 FIRST_PAUSE_S, MAX_PAUSE_S, STEADY_S = 0.25, 1.0, 10.0
 """Pauses before the helper is started again, longer each time that it ended within the last."""
-WARN_S = 60.0
-"""Interval of warnings about refused connections."""
 CANNOT_WORK_PAUSE_S = 30.0
 """Longest pause if it said that it cannot work."""
 MODULES = "nixl_cu12", "nixl_cu13"
@@ -247,10 +246,9 @@ class PeerHelper:
         """Whether a helper works, and if not, a sentence why."""
         self.refused_handshakes = self._refused_before = 0
         """Connections to ``listen`` that were refused; those of earlier helpers."""
-        self._warn_at = 0.0
-        """Time from which on the next of them is logged."""
+        self._refusals = RareWarnings(logger)
         self._replies = TaskThread("kvoffd-replies")
-        self._thread = DaemonThreads([("kvoffd-peers", self._run)], self._closed.set)
+        self._thread = AbandonableThreads([("kvoffd-peers", self._run)], self._closed.set)
 
     @property
     def pid(self) -> int:
@@ -484,9 +482,8 @@ class PeerHelper:
         """Note how many connections this helper has refused."""
         new = self._refused_before + count - self.refused_handshakes
         self.refused_handshakes += new
-        if new and time.monotonic() >= self._warn_at:
-            self._warn_at = time.monotonic() + WARN_S
-            logger.warning(
+        if new:
+            self._refusals.warn(
                 "%d connections to peer_listen were refused so far: who connects has another secret, or is no kvoffd. "
                 "Give all nodes the same peer_secret_file.",
                 self.refused_handshakes,

@@ -16,20 +16,19 @@ import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from operator import add
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import xxhash
 
 from kvoffd.errors import KvoffdError
 from kvoffd.system.native import COUNT, NUMBER, VOID_P, Native, NotCompiled, declare, native
-from kvoffd.system.threads import DaemonThreads
-from kvoffd.transfer.plan import Direction, Outcome, Plan
+from kvoffd.system.threads import AbandonableThreads
+from kvoffd.transfer.plan import CopyEnd, Direction, Plan
 
 declare(keep_gil=False, host_copy=(COUNT, *(VOID_P, VOID_P, VOID_P, NUMBER) * 2, VOID_P))
 
@@ -102,10 +101,10 @@ class Transfer:
     direction: Direction
     plan: Callable[[], Plan]
     deadline: float
-    on_done: Callable[[Transfer, Outcome], None]
+    on_done: Callable[[Transfer, CopyEnd], None]
     on_overdue: Callable[[Transfer], None] | None = None
     checksums: SlotChecksums | None = None
-    ending: Outcome | None = None
+    ending: CopyEnd | None = None
     stop: ctypes.c_uint32 = field(default_factory=ctypes.c_uint32)
     began_at: float = 0.0
     ended_at: float = 0.0
@@ -115,7 +114,7 @@ class Transfer:
         """Duration of the copy in seconds; 0.0 until it has ended."""
         return self.ended_at - self.began_at if self.began_at and self.ended_at else 0.0
 
-    def must_end(self, outcome: Outcome) -> None:
+    def must_end(self, outcome: CopyEnd) -> None:
         """Make the copy return soon with this outcome, or an earlier call's. For any thread."""
         self.ending = self.ending or outcome
         self.stop.value = 1
@@ -126,7 +125,7 @@ class Transfer:
             if not self.stop.value:
                 checksums.read(part)
         if not self.stop.value and checksums.expected is not None and checksums.sums != list(checksums.expected):
-            self.must_end(Outcome.CORRUPT)
+            self.must_end(CopyEnd.CORRUPT)
 
 
 @dataclass(slots=True, eq=False)
@@ -139,21 +138,38 @@ class _Reading:
     open: int
 
 
-class CopyStats(NamedTuple):
-    """Work of one direction of an engine."""
+class CopyWork:
+    """Work of one direction, of all engines that were given it. For any thread. Statistics read it as it is.
 
-    queued: int = 0
-    """Transfers whose copy has not begun."""
-    running: int = 0
-    """Transfers whose copy has begun, including those that wait for checksums."""
-    busy_seconds: float = 0.0
-    checksum_seconds: float = 0.0
-    """CPU seconds of checksums outside the copy loop."""
-    refused_batches: int = 0
-    """Batches and rows of copies that a CUDA driver refused; their pieces were copied one by one."""
+    Attributes:
+        queued_jobs: transfers whose copy has not begun.
+        running_jobs: transfers whose copy has begun, including those that wait for checksums.
+        busy_seconds: of copying threads.
+        checksum_seconds: CPU seconds of checksums outside the copy loop.
+        refused_batches: batches and rows of copies that a CUDA driver refused; their pieces were copied one by one.
+    """
 
-    def plus(self, other: CopyStats) -> CopyStats:
-        return CopyStats(*map(add, self, other))
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.queued_jobs = self.running_jobs = self.refused_batches = 0
+        self.busy_seconds = self.checksum_seconds = 0.0
+
+    def add(
+        self, *, queued: int = 0, running: int = 0, busy_s: float = 0.0, checksum_s: float = 0.0, refused: int = 0
+    ) -> None:
+        with self._lock:
+            self.queued_jobs += queued
+            self.running_jobs += running
+            self.busy_seconds += busy_s
+            self.checksum_seconds += checksum_s
+            self.refused_batches += refused
+
+
+WorkOfBoth: TypeAlias = Mapping[Direction, CopyWork]
+
+
+def new_work() -> WorkOfBoth:
+    return {direction: CopyWork() for direction in Direction}
 
 
 class CopyQueue:
@@ -163,18 +179,20 @@ class CopyQueue:
     raise, which fails the transfer. They may fill in a store's checksums. ``readers`` more threads compute missing
     ones, so that the copying thread continues with the next store.
 
-    The lock of ``_wake`` and ``_to_read`` guards all mutable state. Each thread first calls ``on_start``.
+    The lock of ``_wake`` and ``_to_read`` guards all mutable state but ``work``. Each thread first calls ``on_start``.
     """
 
     def __init__(
         self,
         name: str,
         clock: Callable[[], float],
+        work: CopyWork,
         copies: Sequence[Callable[[Transfer], None]],
         readers: int = 0,
         on_start: Callable[[], None] = lambda: None,
     ) -> None:
         self._clock = clock
+        self._work = work
         self._on_start = on_start
         lock = threading.Lock()
         self._wake, self._to_read = threading.Condition(lock), threading.Condition(lock)
@@ -186,11 +204,10 @@ class CopyQueue:
         self._overdue: dict[Transfer, float] = {}
         self._stopped = False
         self._max_unread = MAX_UNREAD_STORES if readers else 0
-        self._busy_seconds = self._checksum_seconds = 0.0
         works: list[tuple[str, Callable[[], None]]]
         works = [(f"{name}-{number}", partial(self._copy_all, copy)) for number, copy in enumerate(copies)]
         works += [(f"{name}-sums-{number}", self._read_all) for number in range(readers)]
-        self._threads = DaemonThreads(works, self.stop)
+        self._threads = AbandonableThreads(works, self.stop)
 
     def hangs_s(self) -> float:
         """See ``CopyEngine``. A thread that waits for a CPU does not hang: waits of tens of seconds were seen."""
@@ -202,29 +219,28 @@ class CopyQueue:
         with self._wake:
             if not self._stopped:
                 self._waiting[transfer] = None
+                self._work.add(queued=1)
                 self._wake.notify_all()
                 return
-        self._end(transfer, Outcome.CANCELLED)
+        self._end(transfer, CopyEnd.CANCELLED)
 
     def cancel(self, transfer: Transfer) -> bool:
         """End a queued transfer as CANCELLED; return False if it runs or has ended."""
         with self._wake:
             if transfer not in self._waiting:
                 return False
-            del self._waiting[transfer]
-        self._end(transfer, Outcome.CANCELLED)
+            self._withdraw([transfer])
+        self._end(transfer, CopyEnd.CANCELLED)
         return True
 
     def tick(self) -> None:
         now = self._clock()
         with self._wake:
-            waiting = [transfer for transfer in self._waiting if now >= transfer.deadline]
-            for transfer in waiting:
-                del self._waiting[transfer]
+            self._withdraw(waiting := [transfer for transfer in self._waiting if now >= transfer.deadline])
             late: list[Transfer] = []
             for transfer, threads in self._running.items():
                 if now >= transfer.deadline:
-                    transfer.must_end(Outcome.DEADLINE)
+                    transfer.must_end(CopyEnd.DEADLINE)
                 if now >= transfer.deadline + OVERDUE_GRACE_S:
                     if transfer not in self._overdue:
                         late.append(transfer)
@@ -232,7 +248,7 @@ class CopyQueue:
                         continue
                     self._overdue[transfer] = now
         for transfer in waiting:
-            self._end(transfer, Outcome.DEADLINE)
+            self._end(transfer, CopyEnd.DEADLINE)
         for transfer in late:
             if transfer.on_overdue is not None:
                 try:
@@ -240,27 +256,38 @@ class CopyQueue:
                 except Exception:
                     _log.exception(RAISED)
 
-    def stats(self) -> CopyStats:
-        with self._wake:
-            return CopyStats(len(self._waiting), len(self._running), self._busy_seconds, self._checksum_seconds)
-
     def stop(self) -> None:
         """Cancel queued transfers, make running ones end as FAILED, and the threads with them."""
         with self._wake:
             self._stopped = True
-            waiting, self._waiting = self._waiting, {}
+            self._withdraw(waiting := list(self._waiting))
             for transfer in self._running:
-                transfer.must_end(Outcome.FAILED)
+                transfer.must_end(CopyEnd.FAILED)
             self._wake.notify_all()
             self._to_read.notify_all()
         for transfer in waiting:
-            self._end(transfer, Outcome.CANCELLED)
+            self._end(transfer, CopyEnd.CANCELLED)
 
     def join(self, deadline: float) -> bool:
         """Wait for the threads until ``deadline`` (``time.monotonic``); return False if one still runs."""
         return self._threads.join(deadline)
 
+    def _withdraw(self, transfers: Sequence[Transfer]) -> None:
+        """Remove queued transfers from the queue. Called under the lock."""
+        for transfer in transfers:
+            del self._waiting[transfer]
+        self._work.add(queued=-len(transfers))
+
     # --- in its threads ---------------------------------------------------------------------------
+
+    def _take(self, thread_id: int) -> Transfer:
+        """Begin the oldest queued transfer. Called under the lock."""
+        transfer = next(iter(self._waiting))
+        self._withdraw([transfer])
+        self._running[transfer] = {thread_id}
+        self._work.add(running=1)
+        transfer.began_at = self._clock()
+        return transfer
 
     def _copy_all(self, copy: Callable[[Transfer], None]) -> None:
         self._on_start()
@@ -269,13 +296,10 @@ class CopyQueue:
                 self._wake.wait_for(lambda: self._waiting or self._stopped)
                 if not self._waiting:
                     return
-                transfer = next(iter(self._waiting))
-                del self._waiting[transfer]
-                self._running[transfer] = {threading.get_native_id()}
+                transfer = self._take(threading.get_native_id())
             started, storing = time.perf_counter(), transfer.direction is Direction.STORE
-            transfer.began_at = self._clock()
             if transfer.began_at >= transfer.deadline:
-                transfer.must_end(Outcome.DEADLINE)
+                transfer.must_end(CopyEnd.DEADLINE)
             checksums = transfer.checksums
             try:
                 if not storing and checksums is not None:
@@ -284,8 +308,8 @@ class CopyQueue:
                     copy(transfer)
             except Exception:
                 _failed(transfer)
+            self._work.add(busy_s=time.perf_counter() - started)
             with self._wake:
-                self._busy_seconds += time.perf_counter() - started
                 # After ``stop``, when there are no readers, it must end.
                 if transfer.ending is not None or not storing or checksums is None or 0 not in checksums.sums:
                     checksums = None
@@ -332,18 +356,18 @@ class CopyQueue:
         try:
             read()
         finally:
-            with self._wake:
-                self._checksum_seconds += time.thread_time() - began
+            self._work.add(checksum_s=time.thread_time() - began)
 
     def _came_back(self, transfer: Transfer) -> None:
         with self._wake:
             del self._running[transfer]
             self._overdue.pop(transfer, None)
+            self._work.add(running=-1)
         transfer.ended_at = self._clock()
-        self._end(transfer, transfer.ending or Outcome.DONE)
+        self._end(transfer, transfer.ending or CopyEnd.DONE)
 
     @staticmethod
-    def _end(transfer: Transfer, outcome: Outcome) -> None:
+    def _end(transfer: Transfer, outcome: CopyEnd) -> None:
         try:
             transfer.on_done(transfer, outcome)
         except Exception:
@@ -352,7 +376,7 @@ class CopyQueue:
 
 def _failed(transfer: Transfer) -> None:
     _log.exception("A %s failed; its job fails, the thread continues.", transfer.direction.value)
-    transfer.must_end(Outcome.FAILED)
+    transfer.must_end(CopyEnd.FAILED)
 
 
 def _wants_cpu(thread_id: int) -> bool:
@@ -367,7 +391,7 @@ def _wants_cpu(thread_id: int) -> bool:
 class CopyEngine:
     """Executes transfers. Its methods, and those of its queues, are for any thread. Only ``close`` waits for copies."""
 
-    def __init__(self, queues: dict[Direction, CopyQueue]) -> None:
+    def __init__(self, queues: Mapping[Direction, CopyQueue]) -> None:
         self.queues = queues
 
     def tick(self) -> None:
@@ -381,9 +405,6 @@ class CopyEngine:
     def hangs_s(self) -> float:
         """Return the seconds for which an overdue copy's threads have slept; 0 if no copy hangs."""
         return max(queue.hangs_s() for queue in self.queues.values())
-
-    def stats(self, direction: Direction) -> CopyStats:
-        return self.queues[direction].stats()
 
     def close(self, timeout_s: float) -> bool:
         """Cancel queued transfers, stop running ones, end the threads.
@@ -456,17 +477,22 @@ class HostEngine(CopyEngine):
     """Copies with the CPU, with ``threads_per_direction`` threads each for stores and loads.
 
     Args:
+        work: of each direction, to which it adds its own.
         clock: for deadlines, in seconds.
         copy: replaces host_copy in tests.
     """
 
     def __init__(
         self,
+        work: WorkOfBoth,
         clock: Callable[[], float] = time.monotonic,
         threads_per_direction: int = 1,
         copy: Callable[[Transfer], None] = host_copy,
     ) -> None:
         try_out(native())
         super().__init__(
-            {one: CopyQueue(f"kvoffd-{one.value}", clock, [copy] * threads_per_direction) for one in Direction}
+            {
+                one: CopyQueue(f"kvoffd-{one.value}", clock, work[one], [copy] * threads_per_direction)
+                for one in Direction
+            }
         )

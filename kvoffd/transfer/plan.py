@@ -34,7 +34,7 @@ class Direction(Enum):
     LOAD = "load"  # pool to engine
 
 
-class Outcome(Enum):
+class CopyEnd(Enum):
     DONE = "done"  # all bytes were copied
     CANCELLED = "cancelled"  # it did not begin; nothing was written
     DEADLINE = "deadline"  # it was stopped at its deadline; the destination may be partly written

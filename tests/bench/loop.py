@@ -24,23 +24,23 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffd.cache.block_table import BlockIds
+from kvoffd.cache.cache import MAX_PREFETCHES
 from kvoffd.cache.namespace import MissReason
-from kvoffd.cache.prefetches import MAX_PREFETCHES
-from kvoffd.config import Config, Limits
+from kvoffd.config import Config, ServerLimits
 from kvoffd.pool.pool import Pool
 from kvoffd.server.persistence import State
-from kvoffd.server.sessions import Peer, Session
+from kvoffd.server.session import ClientProcess, Session
 from kvoffd.server.traffic import COUNTED
 from kvoffd.system.limits import MemoryLimit
-from kvoffd.system.mappings import MappedSegment
+from kvoffd.system.mappings import HostMapping
 from kvoffd.system.threads import Workers
 from kvoffd.tiering import TieringSettings
 from kvoffd.tiering.tiering import Tiering
 from kvoffd.tiers.asking_thread import Answer, Ask
 from kvoffd.tiers.shared import SharedTier
 from kvoffd.tiers.store import Credentials, open_store
-from kvoffd.transfer.engine import CopyEngine, CopyStats, Transfer
-from kvoffd.transfer.plan import Direction, Outcome
+from kvoffd.transfer.engine import CopyEngine, Transfer
+from kvoffd.transfer.plan import CopyEnd, Direction
 from kvoffd_client.worker_client import GroupTransfer, Job, submit_of
 from kvoffd_proto import admin as a
 from kvoffd_proto import codec
@@ -81,18 +81,18 @@ class Daemon:
 
     def __init__(self, pool_bytes: int, policy: str = "learned") -> None:
         self.posted = deque[Callable[[], None]]()
-        queue: Any = SimpleNamespace(submit=self._copy, stats=lambda: CopyStats(), hangs_s=lambda: 0.0)
+        queue: Any = SimpleNamespace(submit=self._copy, hangs_s=lambda: 0.0)
         engine = CopyEngine(dict.fromkeys(Direction, queue))
         engine.tick = engine.hangs_s = lambda: 0.0  # type: ignore[method-assign]
         host: Any = SimpleNamespace(
             now=time.monotonic,
             post=self.posted.append,
             random=os.urandom,
-            map_memfd=lambda fd, size: MappedSegment(ADDRESS, size),
+            map_memfd=lambda fd, size: HostMapping(ADDRESS, size),
             unmap=lambda segments, then: then(),
         )
         self.pool = Pool(pool_bytes, limit=MemoryLimit(2**62, "nothing: no page is touched"))
-        config = Config(pool_bytes=pool_bytes, eviction_policy=policy, max_sessions=128, limits=Limits())
+        config = Config(pool_bytes=pool_bytes, eviction_policy=policy, max_sessions=128, limits=ServerLimits())
         self.service = make_service(config, self.pool, None, engine, host, State(NoStateFile()))
         self.cache = self.service.cache
         self.cache.blocks.misses.fill(0)  # whose pages are new otherwise
@@ -102,7 +102,7 @@ class Daemon:
     def _copy(self, transfer: Transfer) -> None:
         if transfer.checksums is not None:
             transfer.checksums.sums[:] = [7] * len(transfer.checksums.sums)
-        self.posted.append(lambda: transfer.on_done(transfer, Outcome.DONE))
+        self.posted.append(lambda: transfer.on_done(transfer, CopyEnd.DONE))
 
     # --- turns ------------------------------------------------------------------------------------
 
@@ -146,7 +146,7 @@ class Daemon:
     ) -> Session:
         """In the namespace of this number; a worker with its memory registered."""
         lifeline: Any = SimpleNamespace(alive=lambda: True, close_descriptor=os.close)
-        session = self.service.sessions.open(lifeline, Peer(0, 1, 1))
+        session = self.service.sessions.open(lifeline, ClientProcess(0, 1, 1))
         self.ask(session, m.Hello(1, m.PROTOCOL_VERSION, role, "loop", "loop"))
         if role is m.Role.ADMIN:
             return session
@@ -347,7 +347,7 @@ def overdue(pool_bytes: int) -> Result:
         daemon.lookup(scheduler, lease, keys_of(first + 16 * lease, 16))
 
     def expire() -> None:
-        while daemon.cache.leases.by_id or daemon.cache.life.partial:
+        while daemon.cache.leases or daemon.cache.life.partial:
             daemon.settle()
 
     return daemon.measure(expire)
@@ -402,7 +402,7 @@ def _with_store(daemon: Daemon) -> SharedTier:
     """A shared store whose threads do nothing."""
     service = daemon.service
     tiering = Tiering(service.cache, service.events, time.monotonic, TieringSettings())
-    service.tiering = service.cache.life.tiers = tiering
+    service.tier_supervisor.tiering = service.cache.life.tiers = tiering
     tier = SharedTier(
         "redis://nowhere",
         open_store("redis://nowhere", Credentials()),
@@ -500,7 +500,7 @@ def prefetches(pool_bytes: int) -> Result:
     def wait() -> None:
         for _ in range(MAX_PREFETCHES):
             _hint(daemon, scheduler, m.HintAction.PREFETCH, daemon.keys(m.MAX_HINT_KEYS))
-        daemon.cache._prefetches._clock = lambda: time.monotonic() + 60.0
+        daemon.cache._clock = lambda: time.monotonic() + 60.0
         daemon.settle()
 
     return daemon.measure(wait)

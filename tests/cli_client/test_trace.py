@@ -20,9 +20,9 @@ import pytest
 from kvoffd.cache.namespace import Group, Namespace
 from kvoffd.cache.policy import Chain
 from kvoffd.errors import KvoffdError
-from kvoffd.server import trace as server_trace
-from kvoffd.server.sessions import Session
-from kvoffd.server.trace import CHAIN_BYTES, Tracer
+from kvoffd.server import tracer as tracer_module
+from kvoffd.server.session import Session
+from kvoffd.server.tracer import CHAIN_BYTES, Tracer
 from kvoffd.simulate.replay import replay
 from kvoffd.simulate.trace import read_trace
 from kvoffd_client.cli import main
@@ -161,10 +161,10 @@ def test_a_record_of_hints_alone_is_kept(tmp_path: Path) -> None:
 
 def test_what_nobody_fetches_is_bounded_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tracer without a daemon."""
-    monkeypatch.setattr(server_trace, "MAX_KEPT_BYTES", 3 * (CHAIN_BYTES + 32))
-    monkeypatch.setattr(server_trace, "FETCHED_BYTES", 2 * (CHAIN_BYTES + 32))
+    monkeypatch.setattr(tracer_module, "MAX_KEPT_BYTES", 3 * (CHAIN_BYTES + 32))
+    monkeypatch.setattr(tracer_module, "FETCHED_BYTES", 2 * (CHAIN_BYTES + 32))
     cache: Any = SimpleNamespace(watchers=[])
-    one, other = (cast(Session, SimpleNamespace(id=number, peer="uid 0", ended=False)) for number in (1, 2))
+    one, other = (cast(Session, SimpleNamespace(id=number, process="uid 0", ended=False)) for number in (1, 2))
     tracer = Tracer(cache, lambda: 0.0)
     group = Group(1, Namespace(bytes(32), "tiny", 1, 32, [GroupSpec("full", 16)], "{}"), 0)
     group.set_sizes([4096], [8192])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffd.config import SETTINGS, Config, ConfigError, DiskSize, Limits, load_config, parse_address
+from kvoffd.config import SETTINGS, Config, ConfigError, DiskSize, ServerLimits, load_config, parse_address
 from kvoffd.memory_estimate import memory_estimate, memory_shortage, memory_summary
 from kvoffd.system.limits import MemoryLimit
 from kvoffd.tiering.promotions import FILL_BYTES, MAX_QUEUED
@@ -47,7 +47,7 @@ def test_values_that_each_kind_of_setting_refuses(tmp_path: Path) -> None:
     assert "neither a name that this machine knows" in refusal({"allowed_uids": "root,nobody at all"})
     assert load_config({"allowed_uids": "root,7", "allowed_gids": "root"}, {}).allowed_uids == (0, 7)
     assert "is unknown" in refusal({}, {"KVOFFD_LIMITS": "1"}), "limits are constants that tests may replace"
-    assert load_config({}, {}, limits=Limits(max_leases=7)).limits.max_leases == 7
+    assert load_config({}, {}, limits=ServerLimits(max_leases=7)).limits.max_leases == 7
 
 
 @pytest.mark.parametrize(("given", "nbytes"), [("auto", None), ("0", 0), ("2GiB", 2 << 30)])

@@ -49,7 +49,7 @@ class DaemonProcess(Starting):
         program: its command line up to the subcommand; this Python's ``kvoffd`` where none is given.
         environ: variables of the daemon besides those of this process.
         fork: False for a start as users have it, whatever is asked for.
-        limits: what replaces constants of ``kvoffd.config.Limits``, by name.
+        limits: what replaces constants of ``kvoffd.config.ServerLimits``, by name.
         flags: settings, by name.
     """
 

@@ -143,10 +143,10 @@ def main(options: dict[str, Any]) -> None:
     if seconds := options.get("releases_slowly"):
         release_slowly(float(seconds))
     from kvoffd.cli import main as kvoffd
-    from kvoffd.config import Limits
+    from kvoffd.config import ServerLimits
 
     sys.argv[0] = "kvoffd"
-    sys.exit(kvoffd(limits=Limits(**options.get("limits", {}))))
+    sys.exit(kvoffd(limits=ServerLimits(**options.get("limits", {}))))
 
 
 def run_forked(arguments: list[str], options: dict[str, Any], environ: dict[str, str], log: str) -> int:

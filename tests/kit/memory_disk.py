@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from kvoffd.pool.checksums import digest
 from kvoffd.system.files import FileCalls, read_all
-from kvoffd.system.threads import ENDED_AT_ONCE, DaemonThreads, Workers
+from kvoffd.system.threads import ENDED_AT_ONCE, AbandonableThreads, Workers
 from kvoffd.tiers import DISK_NAME
 from kvoffd.tiers.disk import DiskTier
 from kvoffd.tiers.disk_io import BlockRead, Reads
@@ -30,7 +30,7 @@ class WorkersWithoutThreads(Workers[Any, Any]):
     """What the threads would do, tests do."""
 
     def _start(self) -> None:
-        self._threads = DaemonThreads((), lambda: None)
+        self._threads = AbandonableThreads((), lambda: None)
 
     def begin(self, number: int = 0) -> list[Any]:
         """What a thread that has nothing to do would do now."""

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from kvoffd.observe.logging import MAX_LINES, RareWarnings, configure_logging, print_refusal
+from kvoffd.observe.logging import MAX_LINES, configure_logging, print_refusal
+from kvoffd.system.rare_warnings import RareWarnings
 
 NASTY = "name\nERROR forged\r\x1b[31m\x00\u2028\x9b end"
 
@@ -134,7 +135,7 @@ def test_of_rare_warnings_one_a_minute_goes_out(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     now = [1000.0]
-    monkeypatch.setattr("kvoffd.observe.logging.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("kvoffd.system.rare_warnings.time.monotonic", lambda: now[0])
     warnings = RareWarnings(logging.getLogger("rare"))
     with caplog.at_level(logging.DEBUG):
         for after_s in (0.0, 1.0, 58.0, 1.0):

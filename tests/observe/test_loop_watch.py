@@ -57,7 +57,7 @@ def longest(caplog: pytest.LogCaptureFixture) -> str:
 @pytest.fixture
 def all_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """Each block is logged, not one a minute."""
-    monkeypatch.setattr("kvoffd.observe.logging.RARE_S", 0.0)
+    monkeypatch.setattr("kvoffd.system.rare_warnings.RARE_S", 0.0)
     with caplog.at_level(logging.WARNING):
         yield
 
@@ -136,7 +136,8 @@ def test_a_loop_that_has_no_cpu_is_not_blocked(own_time: OwnTime) -> None:
 
 _WATCHED = """
 import asyncio, logging, sys, threading, time
-from kvoffd.observe import logging as rare, loop_watch
+from kvoffd.observe import loop_watch
+from kvoffd.system import rare_warnings as rare
 rare.RARE_S = 0
 logging.basicConfig(format="%(message)s")
 def spin():

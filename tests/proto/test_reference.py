@@ -9,8 +9,6 @@ from pathlib import Path
 
 from msgspec import Struct
 
-import kvoffd.server.service  # noqa: F401 - it fills the table of handlers
-from kvoffd.server.handlers import HANDLERS
 from kvoffd_proto import codec, events, lifeline
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
@@ -72,10 +70,6 @@ def test_every_error_code_has_a_sentence_of_its_own_on_the_page() -> None:
     assert len(sentences) == len(ErrorCode)
     for code in ErrorCode:
         assert f"| {code.value} | `{code.name}` | {code.sentence} |" in page
-
-
-def test_the_daemon_has_a_handler_for_every_request() -> None:
-    assert HANDLERS.keys() == m.EXCHANGES.keys()
 
 
 def test_links_lead_to_headings() -> None:

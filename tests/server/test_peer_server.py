@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvoffd.cache.namespace import Namespace
-from kvoffd.server.peers import LEASE_S, MAX_LEASES_EACH, MAX_VOIDED, PeerServer
+from kvoffd.server.lender import LEASE_S, MAX_LEASES_EACH, MAX_VOIDED, PeerServer
 from kvoffd.tiers.generations import Generations
 from kvoffd.tiers.peers import (
     BUSY,

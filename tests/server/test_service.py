@@ -10,7 +10,6 @@ import struct
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from itertools import count
 from math import inf
@@ -22,17 +21,18 @@ import numpy as np
 import pytest
 
 from kvoffd.cache.namespace import Namespace
-from kvoffd.config import Config
+from kvoffd.config import Config, ServerLimits
 from kvoffd.errors import BadBlockIds, KvoffdError
-from kvoffd.server.handlers import HANDLERS, Pending
+from kvoffd.server.handlers import Pending
 from kvoffd.server.jobs import QUIET_S, checked_parts
 from kvoffd.server.lifeline import Connection
 from kvoffd.server.persistence import State
 from kvoffd.server.scrubber import Scrubber
-from kvoffd.server.sessions import Peer, Session, credit_bytes, may_connect
-from kvoffd.system.mappings import MappedSegment
-from kvoffd.transfer.engine import CopyEngine, CopyStats, EngineMemory, OnMapped, Transfer
-from kvoffd.transfer.plan import Direction, Outcome, build_layouts
+from kvoffd.server.session import ClientProcess, Session
+from kvoffd.server.sessions import credit_bytes, may_connect
+from kvoffd.system.mappings import HostMapping
+from kvoffd.transfer.engine import CopyEngine, EngineMemory, OnMapped, Transfer
+from kvoffd.transfer.plan import CopyEnd, Direction, build_layouts
 from kvoffd_client.worker_client import GroupTransfer, Job, submit_of
 from kvoffd_proto import codec
 from kvoffd_proto import messages as m
@@ -51,24 +51,25 @@ ADDRESS = 1 << 40
 class Bench(CopyEngine):
     """A service, its host, and its engine, which copies nothing: the oldest copy ends when a test says so."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: ServerLimits | None = None) -> None:
         self.copies: list[Transfer] = []
         self.now = 100.0
-        queue: Any = SimpleNamespace(submit=self.copies.append, stats=lambda: CopyStats())
+        queue: Any = SimpleNamespace(submit=self.copies.append)
         super().__init__(dict.fromkeys(Direction, queue))
         self.posted = deque[Callable[[], None]]()
         host: Any = SimpleNamespace(
             now=lambda: self.now,
             post=self.posted.append,
             random=random.Random(1).randbytes,
-            map_memfd=lambda fd, size: MappedSegment(ADDRESS, size),
+            map_memfd=lambda fd, size: HostMapping(ADDRESS, size),
             unmap=lambda segments, then: then(),
         )
         self.pool = make_pool(POOL_BYTES, None)
-        self.service = make_service(Config(pool_bytes=POOL_BYTES), self.pool, None, self, host, State(NoStateFile()))
+        config = Config(pool_bytes=POOL_BYTES, limits=limits or ServerLimits())
+        self.service = make_service(config, self.pool, None, self, host, State(NoStateFile()))
 
     def end_copy(self) -> None:
-        self.copies[0].on_done(self.copies.pop(0), Outcome.DONE)
+        self.copies[0].on_done(self.copies.pop(0), CopyEnd.DONE)
         while self.posted:
             self.posted.popleft()()
 
@@ -80,7 +81,7 @@ class Bench(CopyEngine):
     def session(self, role: m.Role = m.Role.WORKER, *, registers: bool = True, label: str = "test") -> Session:
         """In the namespace; a worker has its memory registered."""
         lifeline: Any = SimpleNamespace(alive=lambda: True, close_descriptor=os.close)
-        session = self.service.sessions.open(lifeline, Peer(0, 1, 1))
+        session = self.service.sessions.open(lifeline, ClientProcess(0, 1, 1))
         self.ask(session, m.Hello(1, m.PROTOCOL_VERSION, role, "test", "test"))
         groups = [m.GroupSpec("full", 16)]
         self.ask(session, m.OpenNamespace(1, NAMESPACE, label, 1, len(KEY), groups, "{}"))
@@ -206,13 +207,13 @@ def test_each_prompts_tokens_are_counted_once(bench: Bench) -> None:
     assert counted.stats.since_start.prompt_tokens == counted.stats.namespaces[0].prompt_tokens == expected
 
 
-def test_leases_that_ended_count_no_more_and_their_ids_are_as_good_as_new_ones(bench: Bench) -> None:
+def test_leases_that_ended_count_no_more_and_their_ids_are_as_good_as_new_ones() -> None:
     """Also while their blocks are still to be unpinned."""
+    bench = Bench(ServerLimits(max_leases=2))
     worker, scheduler = bench.session(), bench.session(m.Role.SCHEDULER)
     bench.copy(worker)
     bench.end_copy()
     service, first = bench.service, 1 << 32
-    service.config = replace(service.config, limits=replace(service.config.limits, max_leases=2))
     service.cache.leases.ended_at_once = 0
 
     def look_up(lease: int) -> ErrorCode | int:
@@ -225,6 +226,7 @@ def test_leases_that_ended_count_no_more_and_their_ids_are_as_good_as_new_ones(b
     assert service.cache.blocks.pinned_blocks == 1
     assert [look_up(3), look_up(2), look_up(1)] == [1, 1, ErrorCode.TOO_MANY]
     assert len(service.cache.leases.of(scheduler.id).leases) == 2
+    bench.pool.close()
 
 
 @pytest.mark.parametrize("waits", [False, True])
@@ -232,15 +234,15 @@ def test_a_reply_that_cannot_be_encoded_is_an_error_for_its_client_alone(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, waits: bool
 ) -> None:
     reply = m.Done(5, 2**70)
-    exchange, _ = HANDLERS[Clear]
+    exchange, _ = bench.service.handlers[Clear]
     answer = Pending(lambda late: reply) if waits else reply
-    monkeypatch.setitem(HANDLERS, Clear, (exchange, lambda *_: answer))
+    monkeypatch.setitem(bench.service.handlers, Clear, (exchange, lambda *_: answer))
     admin = bench.session(m.Role.ADMIN)
     (refused,) = bench.ask(admin, Clear(5))
     assert isinstance(refused, m.Error)
     assert (refused.request_id, refused.code) == (5, ErrorCode.INTERNAL)
     assert [record.levelname for record in caplog.records if record.exc_info] == ["ERROR"]
-    assert bench.service.errors == {"internal": 1}
+    assert bench.service.counts.errors == {"internal": 1}
     assert not bench.service.pending
     assert isinstance(bench.ask(admin, ListPrompts(6))[0], PromptsListed)
 
@@ -496,12 +498,12 @@ def test_descriptors_of_all_sessions_are_bounded(bench: Bench, monkeypatch: pyte
 def test_peers_of_the_group_or_of_those_named_may_connect() -> None:
     group, uid = os.getegid(), os.geteuid()
     for peer, config, allowed in (
-        (Peer(1, 4242, group), Config(), True),
-        (Peer(1, 4242, group + 1), Config(), False),
-        (Peer(1, 4242, group), Config(allowed_gids=(group + 1,)), False),
-        (Peer(1, 4242, group + 1), Config(allowed_gids=(group + 1,)), True),
-        (Peer(1, 4242, group + 1), Config(allowed_uids=(4242,)), True),
-        (Peer(1, uid, group + 1), Config(allowed_gids=(group + 2,)), True),
-        (Peer(1, 0, group + 1), Config(allowed_gids=(group + 2,)), True),
+        (ClientProcess(1, 4242, group), Config(), True),
+        (ClientProcess(1, 4242, group + 1), Config(), False),
+        (ClientProcess(1, 4242, group), Config(allowed_gids=(group + 1,)), False),
+        (ClientProcess(1, 4242, group + 1), Config(allowed_gids=(group + 1,)), True),
+        (ClientProcess(1, 4242, group + 1), Config(allowed_uids=(4242,)), True),
+        (ClientProcess(1, uid, group + 1), Config(allowed_gids=(group + 2,)), True),
+        (ClientProcess(1, 0, group + 1), Config(allowed_gids=(group + 2,)), True),
     ):
         assert may_connect(peer, config) is allowed, (peer, config.allowed_uids, config.allowed_gids)

@@ -24,7 +24,7 @@ from kvoffd.errors import KvoffdError
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.pool.pool import Pool
 from kvoffd.server import daemon as module
-from kvoffd.server import recovery
+from kvoffd.server import pool_opening
 from kvoffd.server.daemon import Daemon
 from kvoffd.server.http import HttpServer
 from kvoffd.server.lifeline import LifelineServer
@@ -261,8 +261,8 @@ def test_memory_that_systemd_kept_is_free_before_new_is_made(monkeypatch: pytest
         starting=lambda _: None,
     )
     stored = {name: [os.memfd_create(name)] for name in ("kvoffd-pool", "kvoffd-slot-table")}
-    progress = recovery.StartProgress(1 << 20, notifier)
-    recovery.open_pool(Config(pool_bytes=1 << 20), notifier, stored, lambda: False, progress).close()
+    progress = pool_opening.StartProgress(1 << 20, notifier)
+    pool_opening.open_pool(Config(pool_bytes=1 << 20), notifier, stored, lambda: False, progress).close()
     removed = ["remove kvoffd-pool", "remove kvoffd-slot-table", "wait"]
     assert done == [*removed, "make", "make", "store kvoffd-pool", "store kvoffd-slot-table"]
 
@@ -270,16 +270,16 @@ def test_memory_that_systemd_kept_is_free_before_new_is_made(monkeypatch: pytest
 def test_a_daemon_that_is_to_stop_touches_no_more_of_its_pool() -> None:
     """To touch all of a large one takes minutes, after which systemd would kill the daemon."""
     size = 64 << 20
-    progress = recovery.StartProgress(size, Notifier({}))
-    pool = recovery.open_pool(Config(pool_bytes=size), Notifier({}), {}, lambda: True, progress)
+    progress = pool_opening.StartProgress(size, Notifier({}))
+    pool = pool_opening.open_pool(Config(pool_bytes=size), Notifier({}), {}, lambda: True, progress)
     assert os.fstat(pool.memory_fds[0]).st_blocks * 512 < size
     pool.close()
 
 
 def test_how_far_the_start_is(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, told = iter((0.0, 5.0, 45.0, 60.0, 62.0, 64.0)), list[str]()
-    monkeypatch.setattr(recovery.time, "monotonic", lambda: next(clock))
-    progress = recovery.StartProgress(64 << 30, Notifier({}), told.append)
+    monkeypatch.setattr(pool_opening.time, "monotonic", lambda: next(clock))
+    progress = pool_opening.StartProgress(64 << 30, Notifier({}), told.append)
     assert progress.text == "starting"
     for done_gib in (8, 34, 64, 1, 32):
         progress(done_gib << 30)

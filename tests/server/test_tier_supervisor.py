@@ -220,7 +220,7 @@ def test_a_place_knows_nothing_of_the_peer_that_had_it_before() -> None:
     made = SimpleNamespace(
         _clock=rig.clock,
         _named=[place],
-        _tiering=rig.tiering,
+        tiering=rig.tiering,
         peer_helper=MagicMock(reads=lambda number: False),
         _settings=lambda mode: quiet,
     )

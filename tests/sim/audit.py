@@ -94,7 +94,9 @@ class Audit:
         for reply in replies:
             if isinstance(reply, m.ResultsReply):
                 topic = session_topic(self._service.sessions.epoch, session_id)
-                new = [codec.decode_completions(one[2]) for one in self._service.publications if one[0] == topic]
+                new = [
+                    codec.decode_completions(one[2]) for one in self._service.sessions.publications if one[0] == topic
+                ]
                 if reply.batches != self._batches[session_id] + new:
                     raise Broken("a session is given other results than those that it has not acknowledged")
                 ended = {(session_id, result.job_id) for one in new for result in one.results}
@@ -162,7 +164,7 @@ class Audit:
 
     def _check_pins(self) -> None:
         """Each block is pinned by its leases, the loads that read it, the writes to a tier and what peers borrow."""
-        cache, tiering = self._service.cache, self._service.tiering
+        cache, tiering = self._service.cache, self._service.tier_supervisor.tiering
         pins = Counter[int]()
         sessions = {session.id for session in self._service.sessions}
         for lease in {**dict.fromkeys(cache.leases.by_id.values()), **dict.fromkeys(cache.leases._to_unpin)}:

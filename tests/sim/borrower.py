@@ -11,7 +11,7 @@ import numpy as np
 
 from kvoffd.cache.block_table import READY
 from kvoffd.pool.checksums import digest
-from kvoffd.server.peers import PeerServer
+from kvoffd.server.lender import PeerServer
 from kvoffd.tiers.peers import LENT, PIN, RELEASE, Find, Pin, Pinned
 from tests.sim.clock import Broken
 from tests.sim.pool import Slot

@@ -6,24 +6,28 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, cast
 from zlib import crc32
 
 import numpy as np
 
 from kvoffd.cache.block_table import READY
+from kvoffd.cache.cache import Cache
 from kvoffd.cache.tickets import StorePart
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.pool.pool import Pool
+from kvoffd.server.engine_memory import STUCK_AFTER_S
+from kvoffd.server.events import EventLog
 from kvoffd.server.jobs import LoadJob, StoreBatch
-from kvoffd.server.memory import STUCK_AFTER_S
-from kvoffd.server.sessions import Peer
+from kvoffd.server.persistence import State
+from kvoffd.server.session import ClientProcess
 from kvoffd.server.sockets import REST_S
-from kvoffd.system.mappings import MappedSegment, close_segments
+from kvoffd.system.mappings import HostMapping, close_segments
 from kvoffd.tiering import WriteMode
 from kvoffd.transfer.engine import OVERDUE_GRACE_S
-from kvoffd.transfer.plan import Direction, Outcome
+from kvoffd.transfer.plan import CopyEnd, Direction
 from kvoffd_proto import admin as a
 from kvoffd_proto import codec, lifeline
 from kvoffd_proto import messages as m
@@ -33,7 +37,7 @@ from kvoffd_proto.messages import PROTOCOL_VERSION
 from tests.sim.audit import Audit, Readable, blocks_of, watch_narrow, watch_quotas
 from tests.sim.borrower import SimBorrower
 from tests.sim.clock import Broken, Injected, Process
-from tests.sim.disk import SimDisk
+from tests.sim.disk import Device, SimDisk
 from tests.sim.memory import AddressSpace, Segment
 from tests.sim.network import Dealer, Lifeline
 from tests.sim.parts import (
@@ -107,7 +111,9 @@ class SimDaemon:
         self.torn: SavedPool | None = None
         """The pool as it was when the process was killed in the middle of something."""
         state = make_state(world.written_state, self.process, world.scenario.rng(f"state {life}"))
-        self.service = make_service(self.config, self._pool, self.pool, self.engine, self, state)
+        self.tiers: SimTiers | None = None
+        make_tiers = None if world.device is None else partial(self._make_tiers, life, world.device, state)
+        self.service = make_service(self.config, self._pool, self.pool, self.engine, self, state, make_tiers)
         cache, steps = self.service.cache, world.scenario.rng(f"steps {life}")
         cache.swept_at_once, cache.leases.ended_at_once = steps.choice((1, 3, 1024)), steps.choice((1, 3, 1024))
         self._more_at_once = self._rng.choice((0.0, 0.01, 0.2))
@@ -118,7 +124,7 @@ class SimDaemon:
         jobs.finished = self._finished  # type: ignore[method-assign]
         self.promotions = PromotionWatch(self.service, self.world.faults.counts)
         self.pool.before_drop = self.promotions.dropped
-        self.tiers = self._make_tiers(life)
+        self._open_tiers(life)
         watch_quotas(self.service.cache)
         watch_narrow(self.service.cache)
         self.audit = Audit(self.service)
@@ -150,16 +156,22 @@ class SimDaemon:
         if self.service.pending or self.service.events.pending:
             self.schedule_flush()
 
-    def _make_tiers(self, life: int) -> SimTiers | None:
-        device, objects = self.world.device, self.world.shared
-        if device is None:
-            return None
+    def _make_tiers(
+        self, life: int, device: Device, state: State, cache: Cache, events: EventLog, pool: Pool
+    ) -> SimTiers:
         rng = self.world.scenario.rng(f"disk {life}")
         disk = SimDisk(device, self, rng)
         config = with_tiers(self.config, rng)
         if self.world.promotes:
             config = replace(config, disk_write=WriteMode.ALWAYS.value)
-        tiers = SimTiers(config, self.service, disk, self.post)
+        self.tiers = SimTiers(config, disk, self.now, self.post, state, cache, events, pool)
+        return self.tiers
+
+    def _open_tiers(self, life: int) -> None:
+        if (tiers := self.tiers) is None:
+            return
+        tiers.open(self.service)
+        disk, objects = tiers.disk, self.world.shared
         drained = self.world.faults.calm
         promotes = self.world.promotes
         if objects is not None:
@@ -168,13 +180,12 @@ class SimDaemon:
             tiers.share_one(SimShared(objects, self, rng, tiers))
         if drained:
             disk.takes_writes = False
-        return tiers
 
     # --- lifelines, as LifelineServer does it ------------------------------------------------------
 
     def accept(self, stream: Lifeline) -> None:
         try:
-            session = self.service.sessions.open(stream, Peer(1, 1, 1))
+            session = self.service.sessions.open(stream, ClientProcess(1, 1, 1))
         except KvoffdError as refusal:
             stream.to_client.send(lifeline.Refused(refusal.code, refusal.message))
             stream.close()
@@ -211,7 +222,7 @@ class SimDaemon:
         self.lifelines.remove(stream)
 
         def drained() -> None:
-            if any(number == session.id for number, _ in self.audit.unfinished) and session.jobs:
+            if any(number == session.id for number, _ in self.audit.unfinished) and self.service.jobs.of(session):
                 raise Broken("a session ended while it had jobs")
             stream.close()
 
@@ -343,7 +354,7 @@ class SimDaemon:
     def random(self, count: int) -> bytes:
         return self._rng.randbytes(count)
 
-    def unmap(self, segments: Sequence[MappedSegment], then: Callable[[], None]) -> None:
+    def unmap(self, segments: Sequence[HostMapping], then: Callable[[], None]) -> None:
         close_segments(segments, then)
 
     def post_of_tier(self, call: Callable[[], None]) -> None:
@@ -368,7 +379,7 @@ class SimDaemon:
         finally:
             self._in_queue = False
 
-    def _finished(self, job: StoreBatch | LoadJob, outcome: Outcome, *, hangs: bool = False) -> None:
+    def _finished(self, job: StoreBatch | LoadJob, outcome: CopyEnd, *, hangs: bool = False) -> None:
         if hangs or not self._in_queue:  # or it had nothing to copy and ends while it is accepted
             self._job_finished(job, outcome, hangs=hangs)
             return
@@ -380,15 +391,15 @@ class SimDaemon:
         if job.direction is Direction.STORE and self.pool.commits > commits:
             if not held:
                 raise Broken("a store was committed although its client had closed the lifeline")
-            if outcome is not Outcome.DONE:
+            if outcome is not CopyEnd.DONE:
                 raise Broken("a store was committed that did not copy everything")
         self.schedule_flush()
 
-    def map_memfd(self, fd: int, size: int) -> MappedSegment:
+    def map_memfd(self, fd: int, size: int) -> HostMapping:
         segment = self._segments[fd]
         if size != segment.data.size:
             raise KvoffdError("The segment has another size.", ErrorCode.UNSAFE_SEGMENT)
-        return cast(MappedSegment, self.space.map(segment.data, segment))
+        return cast(HostMapping, self.space.map(segment.data, segment))
 
     def _tick(self) -> None:
         self.service.tick()

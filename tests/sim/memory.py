@@ -24,7 +24,7 @@ class Segment:
 
 
 class Mapping:
-    """Bytes at an address, as the daemon sees them. Has what ``MappedSegment`` has."""
+    """Bytes at an address, as the daemon sees them. Has what ``HostMapping`` has."""
 
     def __init__(self, space: AddressSpace, address: int, data: Bytes, segment: Segment | None) -> None:
         self.data = data

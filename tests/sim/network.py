@@ -12,7 +12,7 @@ from tests.sim.clock import Clock, Process
 from tests.sim.scenario import Faults
 
 if TYPE_CHECKING:
-    from kvoffd.server.sessions import Session
+    from kvoffd.server.session import Session
     from tests.sim.daemon import SimDaemon
     from tests.sim.memory import Segment
 
@@ -55,7 +55,7 @@ class Lifeline:
         self.to_client: Line[lifeline.FromDaemon | None] = Line(network, client, on_frame)
         network.clock.after(network.delay(), lambda: self.daemon.process.run(lambda: self.daemon.accept(self)))
 
-    # --- the daemon's end: what ``kvoffd.server.sessions.Lifeline`` asks for -------------------------
+    # --- the daemon's end: what ``kvoffd.server.session.Lifeline`` asks for -------------------------
 
     def alive(self) -> bool:
         """Whether the peer holds its end or has left something to read, as MSG_PEEK tells it."""

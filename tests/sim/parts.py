@@ -13,19 +13,20 @@ from typing import cast
 from kvoffd.cache import POLICY_NAMES
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.policy import make_policy
-from kvoffd.config import Config, Limits
+from kvoffd.config import Config, ServerLimits
 from kvoffd.pool.backing import MemfdBacking
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.pool.pool import Pool
+from kvoffd.server.engine_memory import Host
 from kvoffd.server.events import EventLog
-from kvoffd.server.memory import Host
 from kvoffd.server.persistence import RETRY_S, PolicyFile, State, StateFile
-from kvoffd.server.recovery import restore
+from kvoffd.server.pool_opening import restore
 from kvoffd.server.service import Service
+from kvoffd.server.tier_supervisor import TierSupervisor
 from kvoffd.system.limits import MemoryLimit
 from kvoffd.tiering import WriteMode
 from kvoffd.transfer.cuda.gpus import Gpus
-from kvoffd.transfer.engine import CopyEngine
+from kvoffd.transfer.engine import CopyEngine, new_work
 from kvoffd_client import Registration, SchedulerClient, WorkerClient
 from kvoffd_client.session import Session
 from kvoffd_proto.messages import AnyRequest, Role
@@ -52,7 +53,7 @@ def make_config(rng: random.Random) -> Config:
         shutdown_deadline_s=rng.choice((0.0, 0.2)),
         max_sessions=rng.choice((16, 64, 64)),
         verify_share=rng.choice((0.0, 1 / 64, 1.0)),
-        limits=Limits(
+        limits=ServerLimits(
             credit_bytes=rng.choice((0, 0, 40_000)),
             lease_ttl_s=rng.choice((0.8, 2.0, 5.0)),
             partial_timeout_s=rng.choice((0.5, 2.0)),
@@ -137,17 +138,29 @@ def make_cache(config: Config, pool: Pool, events: EventLog, clock: Callable[[],
 
 
 def make_service(
-    config: Config, pool: Pool, watched: WatchedPool | None, engine: CopyEngine, host: Host, state: State
+    config: Config,
+    pool: Pool,
+    watched: WatchedPool | None,
+    engine: CopyEngine,
+    host: Host,
+    state: State,
+    make_tiers: Callable[[Cache, EventLog, Pool], TierSupervisor] | None = None,
 ) -> Service:
-    """The daemon's core as ``Daemon`` puts it together, over the pool or what stands before it."""
+    """The daemon's core as ``Daemon`` puts it together, over the pool or what stands before it. Without ``make_tiers``
+    there is no tier."""
     events = EventLog(host.now)
     cache = make_cache(config, pool, events, host.now)
     restore(cache, pool, NoPolicyFile(), state, config.limits.max_namespaces)
     if watched is not None:
         watched.watch(cache)
     seen = pool if watched is None else cast(Pool, watched)
-    gpus = Gpus(seen.mapping.address, pool.pool_bytes, library="/no/driver")
-    return Service(config, cache, events, engine, gpus, seen, host, state)
+    work = new_work()
+    gpus = Gpus(seen.mapping.address, pool.pool_bytes, work, library="/no/driver")
+    if make_tiers is not None:
+        tiers = make_tiers(cache, events, seen)
+    else:
+        tiers = TierSupervisor(config, None, cache, seen, host.now, host.post, state)
+    return Service(config, cache, events, engine, gpus, work, seen, host, state, tiers)
 
 
 class NoStateFile(StateFile):

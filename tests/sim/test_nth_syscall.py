@@ -18,7 +18,7 @@ from weakref import WeakSet
 import pytest
 
 import kvoffd.system.mappings
-from kvoffd.config import Config, Limits
+from kvoffd.config import Config, ServerLimits
 from kvoffd.errors import KvoffdError
 from kvoffd.server.daemon import Daemon
 from kvoffd_client import ClientOptions, DaemonUnavailable, ErrorCode, RequestRefused
@@ -68,7 +68,7 @@ def live(directory: Path, pool_file: Path | None) -> str:
         pool_file=str(pool_file) if pool_file else "",
         http_address="",
         shutdown_deadline_s=0.5,
-        limits=Limits(touch_threads=1),
+        limits=ServerLimits(touch_threads=1),
     )
     failures: list[BaseException] = []
 

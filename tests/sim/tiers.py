@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config, DiskSize
 from kvoffd.observe.meters import CounterWindows
-from kvoffd.server.memory import Post
+from kvoffd.pool.pool import Pool
+from kvoffd.server.engine_memory import Post
+from kvoffd.server.events import EventLog
 from kvoffd.server.persistence import State
 from kvoffd.server.service import Service
 from kvoffd.server.tier_supervisor import Disk, TierSupervisor, make_tiering
 from kvoffd.tiering import WriteMode
 from kvoffd.tiering.read_speed import ReadSpeed
+from kvoffd.tiering.tiering import Tiering
 from kvoffd.tiers.shared import SharedTier
 from kvoffd_proto import admin as a
 from kvoffd_proto import messages as m
@@ -49,20 +53,33 @@ def followed_of(state: State) -> dict[bytes, int]:
 
 
 class SimTiers(TierSupervisor):
-    def __init__(self, config: Config, service: Service, disk: SimDisk, post: Post) -> None:
-        cache, clock, state = service.cache, service.clock, service.state
-        self.tiering = tiering = make_tiering(config, cache, service.events, clock, lambda: False, state)
-        super().__init__(config, tiering, cache, service.pool, clock, post, state)
-        service.tiering, service.tier_supervisor = tiering, self
+    tiering: Tiering
+
+    def __init__(
+        self,
+        config: Config,
+        disk: SimDisk,
+        clock: Callable[[], float],
+        post: Post,
+        state: State,
+        cache: Cache,
+        events: EventLog,
+        pool: Pool,
+    ) -> None:
+        tiering = make_tiering(config, cache, events, clock, lambda: False, state)
+        super().__init__(config, tiering, cache, pool, clock, post, state)
         generations = state.generations
         self._stop_sharing, generations.stop_sharing = generations.stop_sharing, self.stop_sharing  # type: ignore[method-assign]
         self._followed, generations.followed = generations.followed, self.followed  # type: ignore[method-assign]
         self.disk = disk
         self.bend = 1.0
-        self._disks.append(entry := Disk(DiskSize("/", 1), CounterWindows(service.clock)))
-        self._opened(entry, disk.open(tiering, service), tiering)
-        tiering.disks[0].speed = BentSpeed(service.clock)
-        disk.check_dropped(disk.blocks())
+
+    def open(self, service: Service) -> None:
+        """Open the disk."""
+        self._disks.append(entry := Disk(DiskSize("/", 1), CounterWindows(self._clock)))
+        self._opened(entry, self.disk.open(self.tiering, service), self.tiering)
+        self.tiering.disks[0].speed = BentSpeed(self._clock)
+        self.disk.check_dropped(self.disk.blocks())
 
     def share_one(self, tier: SharedTier) -> None:
         self.shared.append(tier)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvoffd.transfer.engine import CopyEngine, CopyQueue, SlotChecksums, Transfer
-from kvoffd.transfer.plan import Direction, Outcome
+from kvoffd.transfer.engine import CopyEngine, CopyQueue, CopyWork, SlotChecksums, Transfer
+from kvoffd.transfer.plan import CopyEnd, Direction
 from tests.sim.clock import Broken, Injected
 from tests.sim.pool import Slot
 
@@ -60,7 +60,7 @@ class SimQueue(CopyQueue):
     """The transfers of one direction, copied one after the other. Checksums may be taken later, as of a GPU's."""
 
     def __init__(self, direction: Direction, daemon: SimDaemon, rng: random.Random) -> None:
-        super().__init__(direction.value, daemon.clock, ())
+        super().__init__(direction.value, daemon.clock, CopyWork(), ())
         self._note, self._process, self._faults = daemon.clock.note, daemon.process, daemon.world.faults
         self._space, self._pool, self._rng = daemon.space, daemon.pool, rng
         self._deadline_s = daemon.config.limits.job_deadline_s
@@ -109,7 +109,7 @@ class SimQueue(CopyQueue):
         return _Copy(transfer, list(slots.values()), list(mappings), pieces)
 
     def _ended(
-        self, copy: _Copy, on_done: Callable[[Transfer, Outcome], None], transfer: Transfer, outcome: Outcome
+        self, copy: _Copy, on_done: Callable[[Transfer, CopyEnd], None], transfer: Transfer, outcome: CopyEnd
     ) -> None:
         del self.copies[transfer]
         for slot in copy.slots:
@@ -124,10 +124,7 @@ class SimQueue(CopyQueue):
     def _start(self) -> None:
         if self._copying or not self._waiting:
             return
-        transfer = next(iter(self._waiting))
-        del self._waiting[transfer]
-        self._running[transfer] = {NO_THREAD}
-        transfer.began_at = self._clock()
+        transfer = self._take(NO_THREAD)
         self._copying, copy = True, self.copies[transfer]
         copy.steps = self._rng.choice((1, 1, 2, 3, 5))
         copy.pause_s = self._rng.choice((0.0001, 0.0005, 0.003))
@@ -149,7 +146,7 @@ class SimQueue(CopyQueue):
             return  # its thread never comes back
         checksums, storing = transfer.checksums, transfer.direction is Direction.STORE
         if copy.step == 0 and self._clock() >= transfer.deadline:
-            transfer.must_end(Outcome.DEADLINE)
+            transfer.must_end(CopyEnd.DEADLINE)
         if transfer.ending is not None and not transfer.stop.value:  # C looks at the flag, and at nothing else
             raise Broken("a copy goes on although its transfer must end")
         if transfer.ending is None and copy.step == 0 and not storing and checksums is not None:
@@ -165,7 +162,7 @@ class SimQueue(CopyQueue):
             except Injected:  # as CopyQueue takes an exception of its copy function
                 fails = True
             if fails:
-                transfer.must_end(Outcome.FAILED)
+                transfer.must_end(CopyEnd.FAILED)
             elif copy.step < copy.steps:
                 self._process.after(copy.pause_s, lambda: self._step(copy))
                 return

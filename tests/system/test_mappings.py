@@ -15,7 +15,7 @@ import pytest
 
 from kvoffd.errors import UnsafeSegment
 from kvoffd.system import mappings
-from kvoffd.system.mappings import STEP_BYTES, MappedSegment, PageFaulter, check_descriptor, map_memfd
+from kvoffd.system.mappings import STEP_BYTES, HostMapping, PageFaulter, check_descriptor, map_memfd
 from tests.kit.waiting import wait_until
 
 SIZE = 1 << 20
@@ -47,7 +47,7 @@ def test_memory_is_unmapped_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[int, int]] = []
     monkeypatch.setattr(mappings, "_munmap", lambda *call: calls.append(call) or 0)  # type: ignore[func-returns-value]
     step, begin = 256 << 20, 1 << 40
-    MappedSegment(begin, 2 * step + 4096).close()
+    HostMapping(begin, 2 * step + 4096).close()
     assert calls == [(begin, step), (begin + step, step), (begin + 2 * step, 4096)]
 
 
@@ -100,7 +100,7 @@ def faulter() -> Iterator[PageFaulter]:
     made.close()
 
 
-def mapped_bytes(segment: MappedSegment) -> int:
+def mapped_bytes(segment: HostMapping) -> int:
     """What of the segment is in the page tables of this process."""
     lines = Path("/proc/self/smaps").read_text().splitlines()
     begin = next(n for n, line in enumerate(lines) if line.startswith(f"{segment.address:x}-"))

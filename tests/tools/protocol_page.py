@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Struct
 from msgspec import inspect as of
 
-from kvoffd.config import Limits
+from kvoffd.config import ServerLimits
 from kvoffd_proto import admin, errors, events, lifeline, stats
 from kvoffd_proto import messages as m
 from kvoffd_proto.codec import encode
@@ -57,7 +57,7 @@ def reference() -> str:
         ),
         length_bytes=lifeline.LENGTH_BYTES,
         max_frame_bytes=lifeline.MAX_FRAME_BYTES,
-        job_deadline_s=f"{Limits().job_deadline_s:g}",
+        job_deadline_s=f"{ServerLimits().job_deadline_s:g}",
         exchanges=_exchange_table(),
         examples=_examples(),
     )

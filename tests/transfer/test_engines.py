@@ -22,8 +22,9 @@ from kvoffd.transfer.engine import (
     SlotChecksums,
     Transfer,
     host_copy,
+    new_work,
 )
-from kvoffd.transfer.plan import Direction, Outcome, Plan
+from kvoffd.transfer.plan import CopyEnd, Direction, Plan
 from kvoffd_proto.cuda import BATCH_FORMS, argument_types
 from tests.kit.copy_buffers import address_of, random_bytes
 from tests.kit.stub_cuda import Ranges, fresh_stub
@@ -47,6 +48,7 @@ class Harness:
         self.held = ""
         self.broken = False
         self.steps = 0
+        self.work = new_work()
         self.engine: CopyEngine
 
     def clock(self) -> float:
@@ -70,6 +72,9 @@ class Harness:
     def release(self) -> None:
         self.gate.set()
 
+    def queued_and_running(self, direction: Direction) -> tuple[int, int]:
+        return self.work[direction].queued_jobs, self.work[direction].running_jobs
+
     def submit(self, *jobs: Job) -> None:
         for job in jobs:
             self.register(job.transfer.plan())
@@ -78,7 +83,7 @@ class Harness:
     def register(self, plan: Plan) -> None:
         """Make it memory that the engine copies."""
 
-    def run(self, job: Job) -> Outcome:
+    def run(self, job: Job) -> CopyEnd:
         self.submit(job)
         return job.outcome()
 
@@ -99,7 +104,7 @@ class HostHarness(Harness):
             self.step()
             host_copy(transfer)
 
-        self.engine = HostEngine(clock=self.clock, copy=copy)
+        self.engine = HostEngine(self.work, clock=self.clock, copy=copy)
 
 
 class CudaHarness(Harness):
@@ -140,7 +145,7 @@ class CudaHarness(Harness):
         self.register = register
         chunks = PinnedChunks(np.ones(1, dtype=np.bool_), 2**62, 0)
         with patch("kvoffd.transfer.cuda.engine.STEP_PIECES", 8):
-            self.engine = GpuEngine(driver, chunks, clock=self.clock)
+            self.engine = GpuEngine(driver, chunks, self.work, clock=self.clock)
 
 
 @pytest.fixture(params=[HostHarness, CudaHarness])
@@ -197,19 +202,19 @@ class Job:
             offset + np.uint64(address_of(self.source)),
             size,
         )
-        self.ends: list[Outcome] = []
+        self.ends: list[CopyEnd] = []
         self.on_end: Callable[[Transfer], None] = lambda _: None
         self.done = threading.Event()
         self.checksums = sums.slot_checksums(pieces) if sums else None
         self.transfer = Transfer(direction, lambda: plan, deadline, self._on_done, None, self.checksums)
 
-    def _on_done(self, transfer: Transfer, outcome: Outcome) -> None:
+    def _on_done(self, transfer: Transfer, outcome: CopyEnd) -> None:
         assert transfer is self.transfer
         self.ends.append(outcome)
         self.on_end(transfer)
         self.done.set()
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> CopyEnd:
         assert self.done.wait(WAIT_S), "the transfer did not end"
         return self.ends[0]
 
@@ -228,7 +233,7 @@ def test_transfers_copy_every_byte_in_their_order_and_end_once(harness: Harness)
         for job in jobs:
             job.on_end = ended.append
         harness.submit(*jobs)
-        assert {job.outcome() for job in jobs} == {Outcome.DONE}
+        assert {job.outcome() for job in jobs} == {CopyEnd.DONE}
         assert all(job.is_copied() for job in jobs)
         assert ended == [job.transfer for job in jobs]
     assert harness.engine.close(LONGER_THAN_A_TEST_S), "an idle engine closes at once"
@@ -237,14 +242,13 @@ def test_transfers_copy_every_byte_in_their_order_and_end_once(harness: Harness)
 def test_submitting_never_waits_and_stats_count_what_is_there(harness: Harness) -> None:
     jobs = [Job() for _ in range(5)]
     harness.hold_running(*jobs)
-    stats = harness.engine.stats(Direction.STORE)
-    assert (stats.queued, stats.running, stats.busy_seconds) == (4, 1, 0.0)
-    assert harness.engine.stats(Direction.LOAD)[:2] == (0, 0)
+    assert harness.queued_and_running(Direction.STORE) == (4, 1)
+    assert harness.work[Direction.STORE].busy_seconds == 0.0
+    assert harness.queued_and_running(Direction.LOAD) == (0, 0)
     harness.release()
-    assert {job.outcome() for job in jobs} == {Outcome.DONE}
-    stats = harness.engine.stats(Direction.STORE)
-    assert stats[:2] == (0, 0)
-    assert stats.busy_seconds > 0.0
+    assert {job.outcome() for job in jobs} == {CopyEnd.DONE}
+    assert harness.queued_and_running(Direction.STORE) == (0, 0)
+    assert harness.work[Direction.STORE].busy_seconds > 0.0
 
 
 def test_a_load_does_not_wait_behind_a_store(harness: Harness) -> None:
@@ -252,7 +256,7 @@ def test_a_load_does_not_wait_behind_a_store(harness: Harness) -> None:
     store = Job()
     harness.submit(store)
     assert harness.at_gate.wait(WAIT_S)
-    assert harness.run(Job(direction=Direction.LOAD)) is Outcome.DONE
+    assert harness.run(Job(direction=Direction.LOAD)) is CopyEnd.DONE
     assert not store.ends
 
 
@@ -260,22 +264,22 @@ def test_only_a_waiting_transfer_can_be_cancelled(harness: Harness) -> None:
     first, second, third = Job(), Job(), Job()
     harness.hold_running(first, second, third)
     assert harness.engine.queues[second.transfer.direction].cancel(second.transfer)
-    assert second.ends == [Outcome.CANCELLED]
+    assert second.ends == [CopyEnd.CANCELLED]
     for job in (first, second, Job()):
         assert not harness.engine.queues[job.transfer.direction].cancel(job.transfer)
     harness.release()
-    assert (first.outcome(), third.outcome()) == (Outcome.DONE, Outcome.DONE)
+    assert (first.outcome(), third.outcome()) == (CopyEnd.DONE, CopyEnd.DONE)
     assert not second.destination.any()
-    assert second.ends == [Outcome.CANCELLED]
+    assert second.ends == [CopyEnd.CANCELLED]
     assert not harness.engine.queues[first.transfer.direction].cancel(first.transfer)
 
 
-@pytest.mark.parametrize("how", [Outcome.FAILED, Outcome.DEADLINE], ids=["abandoned", "late"])
-def test_transfer_that_must_end_writes_no_further_step(harness: Harness, how: Outcome) -> None:
-    deadline = FOREVER if how is Outcome.FAILED else harness.now + 5
+@pytest.mark.parametrize("how", [CopyEnd.FAILED, CopyEnd.DEADLINE], ids=["abandoned", "late"])
+def test_transfer_that_must_end_writes_no_further_step(harness: Harness, how: CopyEnd) -> None:
+    deadline = FOREVER if how is CopyEnd.FAILED else harness.now + 5
     running, waiting = (Job(pieces=100, deadline=deadline) for _ in range(2))
     harness.hold_running(running, waiting)
-    if how is Outcome.FAILED:
+    if how is CopyEnd.FAILED:
         running.transfer.must_end(how)
         waiting.transfer.must_end(how)
     else:
@@ -289,14 +293,14 @@ def test_transfer_that_must_end_writes_no_further_step(harness: Harness, how: Ou
     assert not running.is_copied()
     assert not waiting.destination.any()
     late = Job(deadline=harness.now)
-    assert harness.run(late) is Outcome.DEADLINE
+    assert harness.run(late) is CopyEnd.DEADLINE
     assert not late.destination.any()
 
 
 def test_what_raises_does_not_end_the_engine(harness: Harness) -> None:
     bad, raises = Job(), Job()
     harness.broken = True
-    assert harness.run(bad) is Outcome.FAILED
+    assert harness.run(bad) is CopyEnd.FAILED
     harness.broken = False
 
     def raise_it(transfer: Transfer) -> None:
@@ -304,7 +308,7 @@ def test_what_raises_does_not_end_the_engine(harness: Harness) -> None:
 
     raises.on_end = raise_it
     harness.submit(raises)
-    assert harness.run(Job()) is Outcome.DONE
+    assert harness.run(Job()) is CopyEnd.DONE
     assert raises.is_copied()
     assert len(bad.ends) == 1
 
@@ -313,11 +317,11 @@ def test_closing_cancels_what_waits_and_abandons_what_runs(harness: Harness) -> 
     running, waiting, late = Job(pieces=100), Job(), Job()
     harness.hold_running(running, waiting)
     assert not harness.engine.close(0.0), "a thread still copies, so the memory must stay"
-    assert waiting.outcome() is Outcome.CANCELLED
+    assert waiting.outcome() is CopyEnd.CANCELLED
     harness.release()
     assert harness.engine.close(WAIT_S)
-    assert running.outcome() is Outcome.FAILED
-    assert harness.run(late) is Outcome.CANCELLED
+    assert running.outcome() is CopyEnd.FAILED
+    assert harness.run(late) is CopyEnd.CANCELLED
     assert harness.engine.close(WAIT_S)
 
 
@@ -336,7 +340,7 @@ def test_every_transfer_ends_once_whatever_is_done_to_it(harness: Harness) -> No
             if index % 3 == 0:
                 harness.engine.queues[transfer.direction].cancel(transfer)
             if index % 5 == 0:
-                transfer.must_end(Outcome.FAILED)
+                transfer.must_end(CopyEnd.FAILED)
 
     threads = [threading.Thread(target=meddle, args=(remainder,)) for remainder in range(4)]
     for thread in threads:
@@ -346,10 +350,10 @@ def test_every_transfer_ends_once_whatever_is_done_to_it(harness: Harness) -> No
     for index, job in enumerate(jobs):
         outcome = job.outcome()
         if index % 3 and index % 5:
-            assert outcome is Outcome.DONE
-        if outcome is Outcome.DONE:
+            assert outcome is CopyEnd.DONE
+        if outcome is CopyEnd.DONE:
             assert job.is_copied()
-        if outcome is Outcome.CANCELLED:
+        if outcome is CopyEnd.CANCELLED:
             assert not job.destination.any()
     assert harness.engine.close(WAIT_S)
     assert all(len(job.ends) == 1 for job in jobs)
@@ -369,10 +373,10 @@ def test_a_store_has_the_checksums_of_what_was_copied(harness: Harness) -> None:
         job.transfer.checksums = SlotChecksums(
             digests, [(number * slot_bytes, slot_bytes) for number in range(100)], [0] * 100
         )
-        assert harness.run(job) is Outcome.DONE
+        assert harness.run(job) is CopyEnd.DONE
         assert job.transfer.checksums.sums == list(range(1, 101))
         assert copied == {number: PIECE - number % 3 for number in range(100)}
-    assert harness.engine.stats(Direction.STORE).checksum_seconds > 0
+    assert harness.work[Direction.STORE].checksum_seconds > 0
 
 
 def test_a_load_is_compared_before_its_first_byte_moves(harness: Harness) -> None:
@@ -386,11 +390,11 @@ def test_a_load_is_compared_before_its_first_byte_moves(harness: Harness) -> Non
             sums.gate.clear()
             harness.submit(job)
             assert sums.at_gate.wait(WAIT_S)
-            job.transfer.must_end(Outcome.FAILED)
+            job.transfer.must_end(CopyEnd.FAILED)
             sums.gate.set()
-            assert job.outcome() is Outcome.FAILED
+            assert job.outcome() is CopyEnd.FAILED
         else:
-            assert harness.run(job) is (Outcome.DONE if wrong is None else Outcome.CORRUPT)
+            assert harness.run(job) is (CopyEnd.DONE if wrong is None else CopyEnd.CORRUPT)
         assert job.is_copied() == (wrong is None)
         assert wrong is None or not job.destination.any()
 
@@ -402,19 +406,19 @@ def test_copy_threads_read_checksums_where_readers_are_behind(harness: Harness) 
     sums.gate.clear()
     slow, other = Job(20, sums=sums), Job(20)
     harness.submit(slow, other)
-    assert other.outcome() is Outcome.DONE
+    assert other.outcome() is CopyEnd.DONE
     assert sums.at_gate.wait(WAIT_S)
     assert not slow.ends
-    assert harness.engine.stats(Direction.STORE)[:2] == (0, 1)
+    assert harness.queued_and_running(Direction.STORE) == (0, 1)
     jobs = [Job(20, sums=sums) for _ in range(checksum_threads() - 1 + MAX_UNREAD_STORES + 2)]
     harness.submit(*jobs)
     wait_until(lambda: len(sums.threads) == checksum_threads() + 1)
     assert not jobs[-1].is_copied()
-    assert harness.run(Job(direction=Direction.LOAD)) is Outcome.DONE
+    assert harness.run(Job(direction=Direction.LOAD)) is CopyEnd.DONE
     assert not harness.engine.queues[slow.transfer.direction].cancel(slow.transfer)
     sums.gate.set()
     for job in (slow, *jobs):
-        assert job.outcome() is Outcome.DONE
+        assert job.outcome() is CopyEnd.DONE
         assert job.checksums is not None
         assert all(job.checksums.sums)
 
@@ -428,7 +432,7 @@ def test_a_store_whose_checksums_do_not_come_fails_once(harness: Harness, how: s
     assert sums.at_gate.wait(WAIT_S)
     assert job.is_copied()
     if how == "abandoned":
-        job.transfer.must_end(Outcome.FAILED)
+        job.transfer.must_end(CopyEnd.FAILED)
     elif how == "late":
         harness.now += 5
         harness.engine.tick()
@@ -437,9 +441,9 @@ def test_a_store_whose_checksums_do_not_come_fails_once(harness: Harness, how: s
     sums.broken = how == "broken"
     assert not job.ends
     sums.gate.set()
-    assert job.outcome() is (Outcome.DEADLINE if how == "late" else Outcome.FAILED)
+    assert job.outcome() is (CopyEnd.DEADLINE if how == "late" else CopyEnd.FAILED)
     good = Job(sums=Sums(64 * MIB))
-    assert harness.run(good) is (Outcome.CANCELLED if how == "closed" else Outcome.DONE)
+    assert harness.run(good) is (CopyEnd.CANCELLED if how == "closed" else CopyEnd.DONE)
     assert len(job.ends) == 1
 
 
@@ -451,7 +455,7 @@ def test_an_overdue_copy_is_reported_once(harness: Harness, direction: Direction
     harness.hold_running(job, behind)
     harness.now += 5
     harness.engine.tick()
-    assert behind.ends == [Outcome.DEADLINE], "it never started, so nothing of it can land"
+    assert behind.ends == [CopyEnd.DEADLINE], "it never started, so nothing of it can land"
     assert (overdue, job.ends, harness.engine.hangs_s()) == ([], [], 0)
     for _ in range(4):
         harness.now += OVERDUE_GRACE_S
@@ -459,8 +463,8 @@ def test_an_overdue_copy_is_reported_once(harness: Harness, direction: Direction
     assert (overdue, job.ends) == ([job.transfer], [])
     assert job.transfer.copy_s == 0.0, "a store is answered by now, and of its copy's time nothing is known"
     harness.release()
-    assert job.outcome() is Outcome.DEADLINE
-    wait_until(lambda: harness.engine.stats(direction)[:2] == (0, 0))
+    assert job.outcome() is CopyEnd.DEADLINE
+    wait_until(lambda: harness.queued_and_running(direction) == (0, 0))
     assert harness.engine.hangs_s() == 0
 
 
@@ -474,11 +478,11 @@ def test_several_threads_of_a_direction_copy_at_once() -> None:
         both.wait()
         host_copy(transfer)
 
-    engine = HostEngine(threads_per_direction=2, copy=copy)
+    engine = HostEngine(new_work(), threads_per_direction=2, copy=copy)
     jobs = [Job(), Job()]
     for job in jobs:
         engine.queues[job.transfer.direction].submit(job.transfer)
-    assert [job.outcome() for job in jobs] == [Outcome.DONE, Outcome.DONE]
+    assert [job.outcome() for job in jobs] == [CopyEnd.DONE, CopyEnd.DONE]
     assert engine.close(WAIT_S)
 
 
@@ -494,7 +498,7 @@ def test_an_overdue_copy_hangs_only_when_its_thread_waits(hangs: bool) -> None:
             zlib.crc32(much)  # without the GIL, as a copy
         host_copy(transfer)
 
-    engine, job = HostEngine(lambda: now[0], copy=copy), Job(direction=Direction.LOAD, deadline=1.0)
+    engine, job = HostEngine(new_work(), lambda: now[0], copy=copy), Job(direction=Direction.LOAD, deadline=1.0)
     engine.queues[job.transfer.direction].submit(job.transfer)
     assert begun.wait(WAIT_S)
     for now[0] in range(10, 60):
@@ -503,7 +507,7 @@ def test_an_overdue_copy_hangs_only_when_its_thread_waits(hangs: bool) -> None:
     # At some look its thread may be waiting for the GIL, but not at all of them.
     assert (engine.hangs_s() > 45) is hangs
     ended.set()
-    assert job.outcome() is Outcome.DEADLINE
+    assert job.outcome() is CopyEnd.DEADLINE
     assert engine.close(WAIT_S)
     assert engine.hangs_s() == 0
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvoffd.config import SETTINGS, Config, Limits
+from kvoffd.config import SETTINGS, Config, ServerLimits
 from kvoffd_client import ClientOptions
 from kvoffd_client.vllm.config import ConnectorOptions
 from kvoffd_proto.units import parse_duration
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "RELIABILITY.md").read_text()
 UNIT = (ROOT / "deploy" / "systemd" / "kvoffd.service").read_text()
 DOOR = ("daemon", "cli", "faults", "chaos", "vllm")
-OPTIONS = {"ClientOptions": ClientOptions(), "ConnectorOptions": ConnectorOptions(), "Limits": Limits()}
+OPTIONS = {"ClientOptions": ClientOptions(), "ConnectorOptions": ConnectorOptions(), "ServerLimits": ServerLimits()}
 
 
 def constants() -> Iterator[tuple[tuple[str, str], float]]:

@@ -12,13 +12,15 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from kvoffd.system.native import VOID_P, declare, native
 from kvoffd.system.numa import NOWHERE, Locality, run_near, usable_cpus
-from kvoffd.transfer.engine import CopyEngine, CopyQueue, CopyStats, Transfer
+from kvoffd.system.structures import GPU_COPYING
+from kvoffd.transfer.engine import CopyEngine, CopyQueue, CopyWork, Transfer, WorkOfBoth
 from kvoffd.transfer.plan import Direction
 from kvoffd_proto.cuda import Cuda, CudaError
 
@@ -65,20 +67,8 @@ class PinnedChunks:
 class _GpuCopying(ctypes.Structure):
     """``struct gpu_copying`` of gpu_copy.c."""
 
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("copy", "rows", "batch", "record", "wait", "sync", "attributes")),
-        ("has_fail_index", ctypes.c_uint64),
-        *((name, ctypes.c_void_p) for name in ("stream", "event")),
-        ("in_flight", ctypes.c_uint64),
-        ("pinned", ctypes.c_void_p),
-        *((name, ctypes.c_uint64) for name in ("chunk_bytes", "first_chunk", "from_pool")),
-        *((name, ctypes.c_uint64) for name in ("step_bytes", "step_pieces", "rows_bytes", "fewest_rows", "most_rows")),
-        *((name, ctypes.c_void_p) for name in ("to", "from", "sizes", "destination", "source", "size", "allocation")),
-        *((name, ctypes.c_uint64) for name in ("pieces", "allocations", "piece", "piece_done", "next_event", "steps")),
-        ("refusals", ctypes.c_uint64),
-        *((name, ctypes.c_uint64 * 3) for name in ("refused", "refused_status")),
-        *((name, ctypes.c_uint64) for name in ("failed", "status", "lost")),
-    )
+    __slots__ = ()
+    _fields_ = GPU_COPYING
 
 
 def checksum_threads() -> int:
@@ -92,14 +82,13 @@ def checksum_threads() -> int:
 class GpuCopier:
     """One direction's stream. Created and closed in a thread with the GPU's context.
 
-    Attributes:
-        refused_batches: batches and rows that the driver refused; after a refusal the kind is not used again.
+    After the driver has refused a batch or a row, that kind of copy is not used again.
     """
 
-    def __init__(self, driver: Cuda, direction: Direction, pinned: PinnedChunks, name: str) -> None:
+    def __init__(self, driver: Cuda, direction: Direction, pinned: PinnedChunks, name: str, work: CopyWork) -> None:
         self._driver, self._pinned, self._name = driver, pinned, name  # C reads the pinned chunks' flags
+        self._work = work
         self._context = driver.current_context()
-        self.refused_batches = 0
         self._batch = np.empty((3, STEP_PIECES), dtype=np.uint64)
         to, of, sizes = (column.ctypes.data for column in self._batch)
         with ExitStack() as undo:
@@ -109,12 +98,14 @@ class GpuCopier:
             for index in range(STEPS_IN_FLIGHT):
                 self._events[index] = event = driver.create_event()
                 undo.callback(driver.destroy_event, event)
+            calls = driver.copy_calls()
             self._copying = _GpuCopying(
-                **driver.copy_calls(),
+                **{f"at_{name}": address for name, address in calls.items() if name != "has_fail_index"},
+                has_fail_index=calls.get("has_fail_index", 0),
                 stream=stream,
-                event=ctypes.addressof(self._events),
+                at_event=ctypes.addressof(self._events),
                 in_flight=STEPS_IN_FLIGHT,
-                pinned=pinned.flags.ctypes.data,
+                at_pinned=pinned.flags.ctypes.data,
                 chunk_bytes=pinned.chunk_bytes,
                 first_chunk=pinned.first,
                 from_pool=direction is Direction.LOAD,
@@ -123,26 +114,28 @@ class GpuCopier:
                 rows_bytes=ROWS_BYTES[direction],
                 fewest_rows=MIN_ROWS[direction],
                 most_rows=STEP_PIECES,
-                **{"to": to, "from": of, "sizes": sizes},
+                at_to=to,
+                at_from=of,
+                at_sizes=sizes,
             )
             self._undo = undo.pop_all()
-        if not self._copying.batch:
+        if not self._copying.at_batch:
             _log.info("%s: batched copies are off (driver older than CUDA 12.8, or no GPU support).", name)
 
     def copy(self, transfer: Transfer) -> None:
         """Copy. Raises CudaError; if the wait for submitted steps failed too, the context is lost."""
         copying, plan, driver = self._copying, transfer.plan(), self._driver
         driver.set_context(self._context)  # the current context is per thread
-        copying.destination, copying.source, copying.size = (
+        copying.at_destination, copying.at_source, copying.at_size = (
             column.ctypes.data for column in (plan.destination, plan.source, plan.size)
         )
-        copying.allocation, copying.allocations = plan.allocations.ctypes.data, len(plan.allocations)
+        copying.at_allocation, copying.allocations = plan.allocations.ctypes.data, len(plan.allocations)
         copying.pieces = len(plan.size)
         native().gpu_copy(ctypes.byref(copying), ctypes.byref(transfer.stop))
         if copying.lost:
             driver.lose(driver.error(_CALLS[-1], copying.lost))
         for at in range(copying.refusals):
-            self.refused_batches += 1
+            self._work.add(refused=1)
             error = driver.error(_CALLS[copying.refused[at]], copying.refused_status[at])
             _log.warning("%s: such combined copies are not used from now on: %s", self._name, error.message)
         if copying.failed:
@@ -162,6 +155,7 @@ class GpuEngine(CopyEngine):
     Created and destroyed in the GPU's control thread, with the GPU's context. Raises CudaError.
 
     Args:
+        work: of each direction, to which it adds its own.
         name: of the GPU, for logs.
         locality: preferred CPUs of its threads.
         clock: for deadlines, in seconds.
@@ -171,27 +165,26 @@ class GpuEngine(CopyEngine):
         self,
         driver: Cuda,
         pinned: PinnedChunks,
+        work: WorkOfBoth,
         *,
         name: str = "GPU",
         locality: Locality = NOWHERE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._copiers: dict[Direction, GpuCopier] = {}
+        copiers: dict[Direction, GpuCopier] = {}
         queues: dict[Direction, CopyQueue] = {}
         with ExitStack() as undo:
             for one in Direction:
-                copier = self._copiers[one] = GpuCopier(driver, one, pinned, name)
+                copier = copiers[one] = GpuCopier(driver, one, pinned, name, work[one])
                 undo.callback(copier.close)
-            for one, copier in self._copiers.items():
+            for one, copier in copiers.items():
                 readers = checksum_threads() if one is Direction.STORE else 0
                 threads = f"kvoffd-gpu-{one.value}"
-                queues[one] = CopyQueue(threads, clock, [copier.copy], readers, lambda: run_near(locality))
+                near = partial(run_near, locality)
+                queues[one] = CopyQueue(threads, clock, work[one], [copier.copy], readers, near)
                 undo.callback(queues[one].stop)
             self._undo = undo.pop_all()
         super().__init__(queues)
-
-    def stats(self, direction: Direction) -> CopyStats:
-        return super().stats(direction)._replace(refused_batches=self._copiers[direction].refused_batches)
 
     def destroy(self) -> None:
         """Close the engine, waiting for its copies without a limit, and destroy its streams."""

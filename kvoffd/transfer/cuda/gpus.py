@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import reduce
 from typing import NamedTuple, TypeVar
 from uuid import UUID
 
@@ -18,10 +17,9 @@ from kvoffd.errors import KvoffdError, refusal_of
 from kvoffd.system.numa import locality_of
 from kvoffd.system.threads import TaskThread
 from kvoffd.transfer.cuda.engine import GpuEngine
-from kvoffd.transfer.cuda.mappings import HandleCache, IpcExport, MappedSegment, VmmExport
+from kvoffd.transfer.cuda.mappings import GpuMapping, HandleCache, IpcExport, VmmExport
 from kvoffd.transfer.cuda.pinning import PinnedPool, PinProgress
-from kvoffd.transfer.engine import CopyStats, EngineMemory, OnMapped
-from kvoffd.transfer.plan import Direction
+from kvoffd.transfer.engine import EngineMemory, OnMapped, WorkOfBoth
 from kvoffd_proto.cuda import Cuda, CudaError
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.units import format_size
@@ -96,18 +94,17 @@ def _outcome(work: Callable[[], Found]) -> Found | KvoffdError:
 class Gpu:
     """A device's context, engine and mappings, and the control thread that creates and destroys them."""
 
-    def __init__(self, device: Device, pool: PinnedPool, clock: Callable[[], float]) -> None:
+    def __init__(self, device: Device, pool: PinnedPool, work: WorkOfBoth, clock: Callable[[], float]) -> None:
         self.device = device
         self.locality = locality_of(device.pci_bus_id)
         self._driver = pool.driver
-        self._pool = pool
+        self._pool, self._work = pool, work
         self._clock = clock
         self._control = TaskThread(f"kvoffd-gpu-{device.ordinal}", clock)
         self._handles = HandleCache(pool.driver, device.ordinal)
         self._registrations = 0
         # Written by the control thread, read by others.
         self.engine: GpuEngine | None = None
-        self._past = dict.fromkeys(Direction, CopyStats())
         self._context = ExitStack()
 
     @property
@@ -120,11 +117,6 @@ class Gpu:
             f"{self.device} does not answer. Its engines get no blocks, and pending loads wait until the GPU answers "
             "or the daemon is restarted; see the driver's log (dmesg)."
         )
-
-    def stats(self, direction: Direction) -> CopyStats:
-        """Return the sums over the GPU's current and earlier engines."""
-        past, engine = self._past[direction], self.engine
-        return past if engine is None else past.plus(engine.stats(direction))
 
     def map(self, exports: Sequence[IpcExport | VmmExport], on_mapped: OnMapped) -> None:
         _submit(self._control, str(self.device), lambda: on_mapped(_outcome(lambda: self._map(exports))))
@@ -153,7 +145,7 @@ class Gpu:
         spans = [(segment.address, segment.size_bytes) for segment in segments]
         return EngineMemory(self.engine, spans, self.locality.node, close, on_gpu=True)
 
-    def _unmap(self, segments: list[MappedSegment], on_unmapped: Callable[[], None]) -> None:
+    def _unmap(self, segments: list[GpuMapping], on_unmapped: Callable[[], None]) -> None:
         for segment in segments:
             try:
                 segment.close()
@@ -166,10 +158,10 @@ class Gpu:
         on_unmapped()
 
     def _open_engine(self) -> None:
-        chunks, name, clock = self._pool.chunks, str(self.device), self._clock
+        chunks, work, name, clock = self._pool.chunks, self._work, str(self.device), self._clock
         with ExitStack() as undo:
             undo.enter_context(self._driver.context(self.device.ordinal))
-            engine = GpuEngine(self._driver, chunks, name=name, locality=self.locality, clock=clock)
+            engine = GpuEngine(self._driver, chunks, work, name=name, locality=self.locality, clock=clock)
             self._context = undo.pop_all()
         self._pool.acquire(self.device.ordinal)
         self.engine = engine
@@ -179,8 +171,6 @@ class Gpu:
     def _close_engine(self) -> None:
         engine, self.engine = self.engine, None
         assert engine is not None
-        for direction in Direction:
-            self._past[direction] = self._past[direction].plus(engine.stats(direction))
         # No copy is running. If the engine's threads hang in the driver, this thread waits for them.
         engine.destroy()
         self._pool.release()
@@ -194,19 +184,21 @@ class Gpu:
 class Gpus:
     """All GPUs of the machine. Calls CUDA only in its own threads, after ``pin_pool`` or ``map``.
 
-    The pool must be touched. It stays pinned for ``pin_linger_s`` after its last use. ``clock`` is for deadlines;
-    ``library`` is that of Cuda.
+    The pool must be touched. It stays pinned for ``pin_linger_s`` after its last use. ``work``: to
+    which the copies of all are added; ``clock`` is for deadlines; ``library`` is that of Cuda.
     """
 
     def __init__(
         self,
         pool_address: int,
         pool_bytes: int,
+        work: WorkOfBoth,
         clock: Callable[[], float] = time.monotonic,
         library: str = "",
         *,
         pin_linger_s: float = 0.0,
     ) -> None:
+        self._work = work
         self._clock = clock
         self._lock = threading.Lock()
         self._gpus: dict[bytes, Gpu] = {}
@@ -296,10 +288,6 @@ class Gpus:
                 self._finder = TaskThread("kvoffd-gpu-finder", self._clock)
         _submit(self._finder, "The CUDA driver", task)
 
-    def stats(self, direction: Direction) -> CopyStats:
-        loads = (gpu.stats(direction) for gpu in self._all_gpus())
-        return reduce(CopyStats.plus, loads, CopyStats())
-
     def tick(self) -> None:
         for engine in self._engines():
             engine.tick()
@@ -330,7 +318,7 @@ class Gpus:
         device = find_device(self._list_devices(pool.driver), uuid)
         with self._lock:
             if uuid not in self._gpus:
-                self._gpus[uuid] = Gpu(device, pool, self._clock)
+                self._gpus[uuid] = Gpu(device, pool, self._work, self._clock)
             return self._gpus[uuid]
 
     def _list_devices(self, driver: Cuda) -> list[Device]:

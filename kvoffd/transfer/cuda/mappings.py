@@ -56,7 +56,7 @@ class VmmExport:
 
 
 @dataclass(eq=False)
-class MappedSegment:
+class GpuMapping:
     """``size_bytes`` of engine memory, mapped at ``address``."""
 
     address: int
@@ -87,7 +87,7 @@ class HandleCache:
         self._unclosed: set[bytes] = set()
         """Released handles that the driver failed to close."""
 
-    def open(self, exports: Sequence[IpcExport | VmmExport]) -> list[MappedSegment]:
+    def open(self, exports: Sequence[IpcExport | VmmExport]) -> list[GpuMapping]:
         """Map all segments of a registration, or none.
 
         Raises UnmappableHandle; OutOfBounds if an allocation is smaller than declared; KvoffdError if a handle is still
@@ -102,7 +102,7 @@ class HandleCache:
             undo.pop_all()
         return segments
 
-    def _open_ipc(self, export: IpcExport) -> MappedSegment:
+    def _open_ipc(self, export: IpcExport) -> GpuMapping:
         handle = export.handle
         try:
             if handle in self._unclosed:
@@ -122,7 +122,7 @@ class HandleCache:
             if export.size_bytes > size:
                 raise OutOfBounds(f"The allocation has {size} bytes but was declared with {export.size_bytes}.")
             mapped = undo.pop_all()
-        return MappedSegment(address, export.size_bytes, mapped)
+        return GpuMapping(address, export.size_bytes, mapped)
 
     def _close(self, handle: bytes) -> None:
         self._unclosed.add(handle)
@@ -130,7 +130,7 @@ class HandleCache:
         del self._open[handle]
         self._unclosed.remove(handle)
 
-    def _import(self, export: VmmExport) -> MappedSegment:
+    def _import(self, export: VmmExport) -> GpuMapping:
         driver, total = self._driver, sum(export.chunk_bytes)
         if len(export.fds) != len(export.chunk_bytes) or not 0 < total <= _MAX_SEGMENT_BYTES:
             raise UnmappableHandle(
@@ -152,7 +152,7 @@ class HandleCache:
             except CudaError as error:
                 raise _unmappable(error) from error
             mapped = undo.pop_all()
-        return MappedSegment(start, total, mapped)
+        return GpuMapping(start, total, mapped)
 
 
 def _unmappable(error: CudaError, uid: int | None = None) -> UnmappableHandle:

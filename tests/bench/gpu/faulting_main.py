@@ -27,9 +27,9 @@ if __name__ == "__main__":
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     # Not before: threads that these start would take the signal.
     from kvoffd.cli import main
-    from kvoffd.config import Limits
+    from kvoffd.config import ServerLimits
     from kvoffd_proto.cuda import CudaError
     from tests.bench.gpu.driver import BenchDriver
 
     threading.Thread(target=write_nowhere, args=(sys.argv[1],), daemon=True).start()
-    sys.exit(main(sys.argv[2:], Limits(pin_linger_s=0)))
+    sys.exit(main(sys.argv[2:], ServerLimits(pin_linger_s=0)))

@@ -15,8 +15,8 @@ import pytest
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.transfer.cuda.engine import STEP_BYTES, STEP_PIECES, STEPS_IN_FLIGHT, GpuEngine
 from kvoffd.transfer.cuda.pinning import PinnedPool
-from kvoffd.transfer.engine import Transfer
-from kvoffd.transfer.plan import Direction, Outcome, Plan
+from kvoffd.transfer.engine import Transfer, new_work
+from kvoffd.transfer.plan import CopyEnd, Direction, Plan
 from kvoffd_proto.cuda import CudaError
 from tests.kit.amount import TIMES
 from tests.kit.copy_buffers import Bytes, random_bytes
@@ -50,6 +50,7 @@ class Machine:
         self.first_chunk = -self.memory.segment.address % STEP_BYTES
         """Where the pool's first whole chunk begins."""
         self.gpu = stub.allocate(POOL)
+        self.work = new_work()
         self._engine: GpuEngine | None = None
 
     def pin(self) -> None:
@@ -59,7 +60,7 @@ class Machine:
     @property
     def engine(self) -> GpuEngine:
         if self._engine is None:
-            self._engine = GpuEngine(self.driver, self.pins.chunks)
+            self._engine = GpuEngine(self.driver, self.pins.chunks, self.work)
         return self._engine
 
     def close(self) -> None:
@@ -85,7 +86,7 @@ class Job:
     def __init__(
         self, machine: Machine, sizes: list[int], direction: Direction = Direction.STORE, gap: int | list[int] = 8
     ) -> None:
-        self.outcome: Outcome | None = None
+        self.outcome: CopyEnd | None = None
         self.done = threading.Event()
         ends = [np.cumsum(np.array(sizes) + one) for one in (8, gap)]
         begin = machine.first_chunk + 24
@@ -106,11 +107,11 @@ class Job:
         self.transfer = Transfer(direction, lambda: self.plan, float("inf"), self._on_done)
         machine.engine.queues[self.transfer.direction].submit(self.transfer)
 
-    def _on_done(self, transfer: Transfer, outcome: Outcome) -> None:
+    def _on_done(self, transfer: Transfer, outcome: CopyEnd) -> None:
         self.outcome = outcome
         self.done.set()
 
-    def wait(self) -> Outcome | None:
+    def wait(self) -> CopyEnd | None:
         assert self.done.wait(10), "the transfer did not end"
         return self.outcome
 
@@ -119,7 +120,7 @@ class Job:
         return bool(np.array_equal(self._to, self.expected_to))
 
     def is_done(self) -> bool:
-        return self.wait() is Outcome.DONE and self.is_copied()
+        return self.wait() is CopyEnd.DONE and self.is_copied()
 
 
 @pytest.mark.parametrize("pinned", [True, False])
@@ -146,7 +147,7 @@ def test_what_the_driver_would_not_pin_is_in_no_batch(machine: Machine) -> None:
         before = machine.stub.calls("cuMemcpyAsync")
         assert Job(machine, [4 * KIB] * 8000, direction).is_done()
         assert 1500 < machine.stub.calls("cuMemcpyAsync") - before <= STEP_BYTES // (4 * KIB) + 2
-        assert machine.engine.stats(direction).refused_batches == 0
+        assert machine.work[direction].refused_batches == 0
 
 
 @pytest.mark.parametrize("missing", ["cuEventSynchronize", "cuEventRecord"])
@@ -155,7 +156,7 @@ def test_a_wait_that_is_missing_shows_in_the_bytes(machine: Machine, direction: 
     machine.pin()
     machine.stub.ignore(missing)
     job = Job(machine, SIZES, direction)
-    assert job.wait() is Outcome.DONE
+    assert job.wait() is CopyEnd.DONE
     assert not job.is_copied()
 
 
@@ -172,10 +173,10 @@ def test_batches_and_steps_with_the_gpu_are_bounded(machine: Machine) -> None:
 
     assert len(batches()) == STEPS_IN_FLIGHT
     load = Job(machine, [64 * KIB], Direction.LOAD)
-    assert load.wait() is Outcome.DONE
+    assert load.wait() is CopyEnd.DONE
     assert not job.done.is_set()
     machine.stub.release()
-    assert job.wait() is Outcome.DONE
+    assert job.wait() is CopyEnd.DONE
     assert max(count for count, _ in batches()) == STEP_PIECES
     assert max(nbytes for _, nbytes in batches()) <= STEP_BYTES
     assert machine.stub.calls("cuMemcpyAsync") == 0
@@ -194,7 +195,7 @@ def test_refused_pieces_are_copied_one_by_one(
             assert machine.stub.calls(call) == calls
     (record,) = caplog.records
     assert f"{call} failed: CUDA_ERROR_INVALID_VALUE (1)" in record.message
-    refused = [machine.engine.stats(direction).refused_batches for direction in (Direction.STORE, Direction.LOAD)]
+    refused = [machine.work[direction].refused_batches for direction in (Direction.STORE, Direction.LOAD)]
     assert refused == [1, 0]
 
 
@@ -214,7 +215,7 @@ def test_where_rows_are_refused_each_piece_is_two_rows(machine: Machine) -> None
     for _ in range(2):
         assert Job(machine, [4 * KIB] * 3, Direction.LOAD).is_done()
     assert len(rows(machine)) == 3
-    assert machine.engine.stats(Direction.LOAD).refused_batches == 2
+    assert machine.work[Direction.LOAD].refused_batches == 2
 
 
 @pytest.mark.parametrize("gap", [8, 1000, 64 * KIB])
@@ -255,14 +256,14 @@ def test_rows_end_where_distances_or_chunks_do(machine: Machine) -> None:
     assert Job(machine, [16 * KIB] * 1000 + [4 * KIB] * 1000, Direction.LOAD).is_done()
     assert all(int(one.split()[0]) <= STEP_PIECES for one in rows(machine))
     assert (machine.stub.calls("cuMemcpyAsync"), machine.stub.calls("cuMemcpyBatchAsync")) == (0, 0)
-    assert machine.engine.stats(Direction.LOAD).refused_batches == 0, "the double refuses rows in two registrations"
+    assert machine.work[Direction.LOAD].refused_batches == 0, "the double refuses rows in two registrations"
 
 
 def test_where_single_copies_fail_too_the_batch_is_not_blamed(machine: Machine) -> None:
     machine.pin()
     machine.stub.fail("cuMemcpyBatchAsync", 1, UNKNOWN)
     machine.stub.fail("cuMemcpyAsync", 1, UNKNOWN)
-    assert Job(machine, [4 * KIB] * 10).wait() is Outcome.FAILED
+    assert Job(machine, [4 * KIB] * 10).wait() is CopyEnd.FAILED
     assert Job(machine, [4 * KIB] * 10).is_done()
     assert machine.stub.calls("cuMemcpyBatchAsync") == 2
 
@@ -272,7 +273,7 @@ def test_where_single_copies_fail_too_the_batch_is_not_blamed(machine: Machine) 
 def test_an_error_fails_the_transfer_after_its_copies_have_ended(machine: Machine, call: str, nth: int) -> None:
     machine.stub.fail(call, nth, UNKNOWN)
     bad = Job(machine, [2 << 20] * 12)
-    assert bad.wait() is Outcome.FAILED
+    assert bad.wait() is CopyEnd.FAILED
     launched = sum(int(line.split()[1]) for line in machine.stub.log() if line.startswith("copy "))
     assert (launched > 0) == ((call, nth) != ("cuMemcpyAsync", 1))
     first = slice(machine.first_chunk + 24, machine.first_chunk + 24 + min(launched, 2 << 20))
@@ -283,10 +284,10 @@ def test_an_error_fails_the_transfer_after_its_copies_have_ended(machine: Machin
 
 def test_a_lost_context_is_told_from_a_copy_that_failed(machine: Machine) -> None:
     machine.stub.fail("cuMemcpyAsync", 1, 1)
-    assert Job(machine, [KIB]).wait() is Outcome.FAILED
+    assert Job(machine, [KIB]).wait() is CopyEnd.FAILED
     assert machine.driver.lost is None
     machine.stub.fail("cuMemcpyAsync", 1, 700)
-    assert Job(machine, [KIB]).wait() is Outcome.FAILED
+    assert Job(machine, [KIB]).wait() is CopyEnd.FAILED
     assert machine.driver.lost is not None
 
 
@@ -294,7 +295,7 @@ def test_a_stream_that_cannot_be_waited_for_loses_the_context(machine: Machine) 
     machine.pin()
     machine.stub.fail("cuEventRecord", 1, UNKNOWN)
     machine.stub.fail("cuStreamSynchronize", 1, UNKNOWN)
-    assert Job(machine, [4 * KIB] * 8).wait() is Outcome.FAILED
+    assert Job(machine, [4 * KIB] * 8).wait() is CopyEnd.FAILED
     assert machine.driver.lost is not None
     assert machine.driver.lost.call == "cuStreamSynchronize"
 
@@ -305,9 +306,9 @@ def test_a_copy_that_is_stopped_waits_for_its_steps_in_flight(machine: Machine, 
     machine.stub.hang("cuEventSynchronize")
     job = Job(machine, [64 * KIB] * 480, direction)
     machine.stub.wait_hanging()
-    job.transfer.must_end(Outcome.FAILED)
+    job.transfer.must_end(CopyEnd.FAILED)
     machine.stub.release()
-    assert job.wait() is Outcome.FAILED
+    assert job.wait() is CopyEnd.FAILED
     records = machine.stub.calls("cuEventRecord")
     assert (records, machine.stub.calls("cuEventSynchronize")) == (STEPS_IN_FLIGHT, STEPS_IN_FLIGHT)
     assert not job.is_copied()
@@ -317,10 +318,10 @@ def test_streams_and_events_are_destroyed(machine: Machine) -> None:
     calls = machine.stub.calls
     machine.stub.fail("cuStreamCreateWithPriority", 2, 2)
     with pytest.raises(CudaError, match="cuStreamCreateWithPriority failed: CUDA_ERROR_OUT_OF_MEMORY"):
-        GpuEngine(machine.driver, machine.pins.chunks)
+        GpuEngine(machine.driver, machine.pins.chunks, machine.work)
     assert calls("cuStreamDestroy_v2") == calls("cuStreamCreateWithPriority") - 1 == 1
     assert calls("cuEventDestroy_v2") == calls("cuEventCreate")
-    GpuEngine(machine.driver, machine.pins.chunks).destroy()
+    GpuEngine(machine.driver, machine.pins.chunks, machine.work).destroy()
     assert calls("cuStreamDestroy_v2") == calls("cuStreamCreateWithPriority") - 1 == 3
     assert calls("cuEventDestroy_v2") == calls("cuEventCreate") == 3 * STEPS_IN_FLIGHT
 

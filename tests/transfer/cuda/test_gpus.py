@@ -13,8 +13,8 @@ from kvoffd.errors import KvoffdError
 from kvoffd.pool.memory import PoolMemory
 from kvoffd.transfer.cuda.gpus import HANGING_S, MAX_WAITING_TASKS, Gpus, NoSuchGpu
 from kvoffd.transfer.cuda.mappings import IpcExport, UnmappableHandle
-from kvoffd.transfer.engine import CopyStats, EngineMemory, Transfer
-from kvoffd.transfer.plan import Direction, Outcome, Plan
+from kvoffd.transfer.engine import EngineMemory, Transfer, new_work
+from kvoffd.transfer.plan import CopyEnd, Direction, Plan
 from kvoffd_proto.errors import ErrorCode
 from tests.kit.stub_cuda import Ranges, fresh_stub
 from tests.kit.waiting import wait_until
@@ -22,7 +22,6 @@ from tests.kit.waiting import wait_until
 POOL = 16 << 20
 SIZE = 1 << 20
 FIRST, SECOND = bytes([0x10] * 16), bytes([0x11] * 16)
-NOTHING = CopyStats()
 
 
 class Engines:
@@ -36,7 +35,8 @@ class Engines:
         self.exporter.start()
         self.now = 0.0
         self.pool = PoolMemory.create(POOL, "test")
-        self.gpus = Gpus(self.pool.segment.address, POOL, lambda: self.now, self.stub.path)
+        self.work = new_work()
+        self.gpus = Gpus(self.pool.segment.address, POOL, self.work, lambda: self.now, self.stub.path)
 
     def export(self) -> IpcExport:
         return IpcExport(self.exporter.allocate(SIZE).handle, SIZE)
@@ -88,9 +88,9 @@ def unmap(memory: EngineMemory) -> None:
     assert closed.wait(10)
 
 
-def store(memory: EngineMemory, engines: Engines, deadline: float = float("inf")) -> tuple[list[Outcome], list[int]]:
+def store(memory: EngineMemory, engines: Engines, deadline: float = float("inf")) -> tuple[list[CopyEnd], list[int]]:
     """Copies the first page of the memory to the pool; the outcomes, and how often it was overdue."""
-    outcomes: list[Outcome] = []
+    outcomes: list[CopyEnd] = []
     overdue: list[int] = []
     columns = [np.array([value], dtype=np.uint64) for value in (engines.pool.segment.address, memory.spans[0][0], 4096)]
     memory.engine.queues[Direction.STORE].submit(
@@ -106,11 +106,10 @@ def store(memory: EngineMemory, engines: Engines, deadline: float = float("inf")
 
 
 def test_a_machine_without_a_driver_says_so_and_serves_on() -> None:
-    gpus = Gpus(0, POOL, library="/nowhere/libcuda.so")
+    gpus = Gpus(0, POOL, new_work(), library="/nowhere/libcuda.so")
     assert not gpus.available
     with pytest.raises(KvoffdError, match="cannot be used"):
         gpus.map(FIRST, [], Answer())
-    assert gpus.stats(Direction.LOAD) == NOTHING
     assert gpus.problems == []
     gpus.tick()
     assert gpus.stop(0)
@@ -139,14 +138,14 @@ def test_a_gpu_is_in_use_from_its_first_registration_to_its_last(engines: Engine
         first, second = engines.map().memory(), engines.map().memory()
         assert first.engine is second.engine
         outcomes, _ = store(first, engines)
-        wait_until(lambda: outcomes == [Outcome.DONE])  # noqa: B023
+        wait_until(lambda: outcomes == [CopyEnd.DONE])  # noqa: B023
         unmap(first)
         assert engines.stub.contexts(0) >= 1
         assert engines.stub.ranges(Ranges.IPC) == 1
         unmap(second)
         wait_until(lambda: engines.stub.contexts(0) == 0)
         assert engines.stub.ranges(Ranges.IPC) + engines.stub.ranges(Ranges.HOST) == 0
-        busy = engines.gpus.stats(Direction.STORE).busy_seconds
+        busy = engines.work[Direction.STORE].busy_seconds
         assert busy > before
         before = busy
 
@@ -228,7 +227,7 @@ def test_a_gpu_that_hangs_hurts_no_other(engines: Engines) -> None:
     assert "Stub 0 1010" in problem
     assert "does not answer" in problem
     good, _ = store(well, engines)
-    wait_until(lambda: good == [Outcome.DONE])
+    wait_until(lambda: good == [CopyEnd.DONE])
     third = engines.map(SECOND).memory()
     unmap(third)
     unmap(well)
@@ -250,7 +249,7 @@ def test_a_registration_that_hangs_hurts_no_other_gpu(engines: Engines) -> None:
     engines.now = 60
     assert [problem for problem in engines.gpus.problems if "Stub 0" in problem]
     good, _ = store(well, engines)
-    wait_until(lambda: good == [Outcome.DONE])
+    wait_until(lambda: good == [CopyEnd.DONE])
     unmap(well)
     assert not sick.came
     engines.stub.release()
@@ -273,7 +272,7 @@ def test_stopping_ends_copies_and_closing_unpins_the_pool(engines: Engines) -> N
     assert engines.gpus.stop(10)
     assert len(outcomes) == 1
     late, _ = store(memory, engines)
-    assert late == [Outcome.CANCELLED]
+    assert late == [CopyEnd.CANCELLED]
     unmap(memory)
     assert engines.gpus.close(10)
     assert engines.stub.ranges(Ranges.HOST) == 0

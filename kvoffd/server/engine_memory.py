@@ -11,11 +11,10 @@ from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.pool.pool import Pool
 from kvoffd.system.files import OnError
-from kvoffd.system.mappings import MappedSegment
+from kvoffd.system.mappings import HostMapping
 from kvoffd.transfer.cuda.gpus import Gpus
 from kvoffd.transfer.cuda.mappings import IpcExport, VmmExport
-from kvoffd.transfer.engine import CopyEngine, CopyStats, EngineMemory, OnMapped
-from kvoffd.transfer.plan import Direction
+from kvoffd.transfer.engine import CopyEngine, EngineMemory, OnMapped, WorkOfBoth
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import CudaIpcHandle, Handle, MemfdHandle
 
@@ -36,10 +35,10 @@ class Host(Protocol):
     def post(self, call: Callable[[], None]) -> None:
         """Schedule a call in the service's thread. For any thread."""
 
-    def map_memfd(self, fd: int, size_bytes: int) -> MappedSegment:
+    def map_memfd(self, fd: int, size_bytes: int) -> HostMapping:
         """Map a client's memfd. Raises KvoffdError if it is not safe to use."""
 
-    def unmap(self, segments: Sequence[MappedSegment], then: Callable[[], None]) -> None:
+    def unmap(self, segments: Sequence[HostMapping], then: Callable[[], None]) -> None:
         """Unmap segments, which is slow, then call ``then``, both in any thread."""
 
     def random(self, count: int) -> bytes:
@@ -94,11 +93,8 @@ class MemoryMapper:
         self._engine.tick()
         self.gpus.tick()
 
-    def stats(self, direction: Direction) -> CopyStats:
-        return self._engine.stats(direction).plus(self.gpus.stats(direction))
-
     def _map_host(self, handles: Sequence[MemfdHandle], fds: Mapping[int, int]) -> EngineMemory:
-        mapped: list[MappedSegment] = []
+        mapped: list[HostMapping] = []
 
         def close(on_closed: Callable[[], None]) -> None:
             self._host.unmap(mapped, lambda: self._host.post(on_closed))
@@ -116,11 +112,12 @@ class MemoryMapper:
         return replace(memory, close=lambda closed: close(lambda: post(closed)))
 
 
-def open_gpus(config: Config, pool: Pool) -> Gpus:
+def open_gpus(config: Config, pool: Pool, work: WorkOfBoth) -> Gpus:
     """Return the GPUs, by the settings. The pool must be touched."""
     gpus = Gpus(
         pool.mapping.address,
         pool.pool_bytes,
+        work,
         library=config.cuda_library,
         pin_linger_s=config.limits.pin_linger_s,
     )

@@ -9,7 +9,8 @@ from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Group, Namespace
 from kvoffd.cache.policy import Chain
 from kvoffd.errors import KvoffdError
-from kvoffd.server.sessions import Session
+from kvoffd.server.handlers import answers
+from kvoffd.server.session import Session
 from kvoffd_proto import admin as a
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import Hint, HintAction
@@ -32,6 +33,10 @@ class Tracer:
         self._kept: deque[a.TraceChain] = deque()
         self._kept_bytes = self._dropped = 0
 
+    @answers(a.Trace)
+    def trace(self, session: Session, message: a.Trace) -> a.TraceReply:
+        return a.TraceReply(message.request_id, *self.fetch(session))
+
     def fetch(self, session: Session) -> tuple[list[a.TraceChain], int]:
         """Return the chains since the last call, and the number of those dropped after them.
 
@@ -39,7 +44,7 @@ class Tracer:
         """
         if session is not self._session:
             if self._session is not None and not self._session.ended:
-                why = f"Session {self._session.id} ({self._session.peer}) records a trace; wait until it has ended."
+                why = f"Session {self._session.id} ({self._session.process}) records a trace; wait until it has ended."
                 raise KvoffdError(why, ErrorCode.BAD_ARGUMENT)
             self._end()
             self._session, self._began_at = session, self._clock()

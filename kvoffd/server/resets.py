@@ -1,0 +1,133 @@
+"""Drops all blocks of a namespace: at an engine's reset, an operator's clear, or another node's for all nodes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from kvoffd.cache.cache import Cache
+from kvoffd.errors import KvoffdError
+from kvoffd.server.handlers import Pending, answers
+from kvoffd.server.known_namespaces import KnownNamespaces
+from kvoffd.server.persistence import State
+from kvoffd.server.session import Session
+from kvoffd.server.tier_supervisor import TierSupervisor
+from kvoffd_proto import admin as a
+from kvoffd_proto import messages as m
+from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.stats import namespace_id
+
+logger = logging.getLogger(__name__)
+
+FLEET_WAIT_S = 1.5
+"""Time for a reset to reach all shared stores and peers; the client waits for 2 s."""
+RESET_NOT_SAVED = "After a kill or a reboot the namespace's blocks may come back from disks and shared stores."
+CLEARED_NOT_SAVED = "After a kill or a reboot cleared blocks may come back from disks."
+
+
+class NamespaceResets:
+    """The requests that drop a namespace's blocks, and resets of other nodes that this one follows."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        state: State,
+        tier_supervisor: TierSupervisor,
+        namespaces: KnownNamespaces,
+        clock: Callable[[], float],
+    ) -> None:
+        self._cache, self._state, self._tier_supervisor = cache, state, tier_supervisor
+        self._namespaces, self._clock = namespaces, clock
+
+    @answers(m.Reset)
+    def reset(self, session: Session, message: m.Reset) -> m.Done | Pending:
+        """Drop all blocks of a namespace that the session has open, and stop sharing it."""
+        namespace = session.namespaces[message.namespace]
+        reply = m.Done(message.request_id, self.drop(namespace.fingerprint))
+        if namespace.of_bench:
+            return reply
+        self._state.generations.stop_sharing(message.namespace)
+        in_memory = ""
+        if self._tier_supervisor.shares:
+            name = namespace.fingerprint.hex()
+            logger.info(
+                "An engine reset the namespace %r; its blocks are no longer shared with other nodes. `kvoffd-cli clear "
+                "%s --all-nodes` shares it again.",
+                *(namespace.label, name),
+            )
+            in_memory = (
+                f"It is done, but a reboot would undo it: {self._state.file.path}, the record that the namespace is "
+                f"not shared any more, is in memory. Run `kvoffd-cli clear {name} --all-nodes`, or set "
+                "STATE_DIRECTORY to a directory on a disk."
+            )
+        return self._state.reply_once_saved(reply, self._clock(), RESET_NOT_SAVED, in_memory)
+
+    @answers(a.Clear)
+    def clear(self, session: Session, message: a.Clear) -> Pending:
+        """Drop the blocks of one namespace, or of all, and forget empty namespaces that no session has open."""
+        if message.namespace is not None:
+            self._cache.namespaces.required(message.namespace)  # raises if there is none
+        count = self.drop(message.namespace)
+        self._namespaces.forget_idle()
+        whose = "all namespaces" if message.namespace is None else f"namespace {namespace_id(message.namespace)}"
+        logger.info("Session %d (%s) cleared %s: %d blocks.", session.id, session.process, whose, count)
+        return self._state.reply_once_saved(m.Done(message.request_id, count), self._clock(), CLEARED_NOT_SAVED)
+
+    @answers(a.ResetFleet)
+    def reset_fleet(self, session: Session, message: a.ResetFleet) -> Pending:
+        """Void a namespace's blocks on all nodes; the reply's count is the number of blocks of this one."""
+        supervisor = self._tier_supervisor
+        if not supervisor.shares:
+            why = "This daemon has no shared store and no peers, so no other nodes to clear; leave out --all-nodes."
+            raise KvoffdError(why, ErrorCode.BAD_ARGUMENT)
+        tiers = list(supervisor.shared)
+        networks = supervisor.networks
+        pending = supervisor.void_everywhere(message.namespace)
+        count = self.follow_fleet()
+        saved = self._state.reply_once_saved(m.Done(message.request_id, count), self._clock(), CLEARED_NOT_SAVED)
+
+        def poll(late: bool) -> m.AnyReply | None:
+            if not late and not all(one.ended for one in pending):
+                return None
+            failed = [
+                (tier.name, one) for tier, one in zip(tiers, pending, strict=True) if one.problem or not one.ended
+            ]
+            problems = [f"{name}: {one.problem or 'it has not answered yet.'}" for name, one in failed]
+            problems += [f"{one}: its nodes hear of it once they exchange blocks; clear there too." for one in networks]
+            if not (tiers or networks):
+                problems.append(
+                    "nobody was told: this node names no store and no peer, and only lends; clear on one that does."
+                )
+            if problems:
+                why = f"The reset did not reach every shared store and peer: {' '.join(problems)}"
+                raise KvoffdError(why, ErrorCode.NOT_READY)
+            return saved.poll(late)
+
+        what = f"namespace {namespace_id(message.namespace)}"
+        logger.info(
+            "Session %d (%s) cleared %s on all nodes: %d blocks here.", session.id, session.process, what, count
+        )
+        return Pending(poll, self._clock() + FLEET_WAIT_S)
+
+    def follow_fleet(self) -> int:
+        """Drop the blocks of namespaces that were voided for all nodes; return how many there were."""
+        count = 0
+        for fingerprint in list(self._state.generations.voided):
+            count += self.drop(fingerprint)
+            self._state.generations.followed(fingerprint)
+        return count
+
+    def drop(self, fingerprint: bytes | None) -> int:
+        """Void all blocks of a namespace, open or not, or of all, in the pool and on disks; return how many there were.
+
+        That holds for later daemons once the state file is saved: see ``State.reply_once_saved``. Shared stores keep
+        their objects, whose generation is their own. Of a bench nothing is in the state file: no tier gets its blocks,
+        and each run has a namespace of its own.
+        """
+        chosen = [one for one in self._cache.namespaces.values() if fingerprint in (None, one.fingerprint)]
+        generation = None
+        if not (fingerprint is not None and any(one.of_bench for one in chosen)):
+            generation = self._state.generations.void_here(fingerprint)
+        tiering = self._tier_supervisor.tiering
+        count = tiering.remove_all(fingerprint) if tiering is not None else 0
+        return count + self._cache.reset(*chosen, generation=generation)
