@@ -136,6 +136,10 @@ class DoNoHarm:
         recent = self._recent()
         return self.prefill.tokens_per_second, 1 / max(median(recent), 1e-9) if recent else 0.0
 
+    def skips_load(self, tokens: int) -> bool:
+        """Return whether a load of these tokens is to be computed instead, because such loads take longer."""
+        return self._clock() < self.loads_paused_until.get(tokens.bit_length(), -inf)
+
     def load_s(self, tokens: int) -> float:
         """Return how many seconds a load of these tokens takes; 0 if unknown.
 

@@ -15,7 +15,7 @@ from kvoffd_client.vllm.connector_metadata import (
     NO_LEASE,
     FailedJob,
     KeyedSpec,
-    WorkerReport,
+    WorkerNews,
 )
 from kvoffd_client.vllm.kv_memory import NotShareable
 from kvoffd_client.vllm.log import logger
@@ -31,7 +31,7 @@ KERNELS_TIMEOUT_S = 300.0
 class KvoffdWorker(OffloadingWorker):
     """vLLM's OffloadingWorker over the daemon. Jobs may fail, but are never refused.
 
-    vLLM asserts that no job fails, so failed jobs are reported to it as successful; ``take_report`` returns the
+    vLLM asserts that no job fails, so failed jobs are reported to it as successful; ``take_news`` returns the
     failures. Without a namespace (see ``join``) every job fails at once.
 
     Args:
@@ -69,10 +69,10 @@ class KvoffdWorker(OffloadingWorker):
         """Blocks of this step's jobs by id, and whether the job is a store."""
         self._specs: dict[int, KeyedSpec] = {}
         """Specs of unfinished jobs by id."""
-        self._report = WorkerReport()
+        self._news = WorkerNews()
         self.failed_requests: set[str] = set()
         """Requests whose load failed, to be taken by the connector."""
-        self._reported_credit: int | None = None
+        self._last_credit: int | None = None
         # Jobs that were not sent, with the reason. The sender's thread appends to it too.
         self._failed: deque[tuple[int, ErrorCode]] = deque()
 
@@ -194,23 +194,23 @@ class KvoffdWorker(OffloadingWorker):
                 continue
             spec = self._specs.pop(result.job_id, None)
             if spec is not None and spec.load_tokens and result.seconds is not None:
-                self._report.load_times[result.job_id] = spec.load_tokens, result.seconds
+                self._news.load_times[result.job_id] = spec.load_tokens, result.seconds
             finished.append(TransferResult(result.job_id, True, result.bytes, result.seconds))
         return finished
 
-    def take_report(self) -> WorkerReport:
-        """Return the news since the last call, except ended jobs and the memory report."""
+    def take_news(self) -> WorkerNews:
+        """Return the news since the last call, except ended jobs and the memory's state."""
         credit_bytes = self.credit_bytes
-        if credit_bytes != self._reported_credit:
-            self._reported_credit = self._report.credit_bytes = credit_bytes
-        report, self._report = self._report, WorkerReport()
-        return report
+        if credit_bytes != self._last_credit:
+            self._last_credit = self._news.credit_bytes = credit_bytes
+        news, self._news = self._news, WorkerNews()
+        return news
 
     def _ended(self, job_id: int, error: ErrorCode | None, keys: Sequence[GroupKeys] = ()) -> TransferResult:
         """Record why a job failed, and return a success for vLLM."""
         spec = self._specs.pop(job_id, None)
         if spec is not None:
-            self._report.failed_jobs[job_id] = FailedJob(error, keys or spec.keys, spec.request_id)
+            self._news.failed_jobs[job_id] = FailedJob(error, keys or spec.keys, spec.request_id)
             if spec.request_id is not None:
                 self.failed_requests.add(spec.request_id)
         return TransferResult(job_id, True)
@@ -230,7 +230,7 @@ class KvoffdWorker(OffloadingWorker):
         for client in self._clients():
             client.fence(wanted, self._fence_timeout_s, lambda: kernels_done_at() == math.inf)
         now = time.monotonic()
-        self._report.waited_s += now - min(now, max(began, kernels_done_at()))
+        self._news.waited_s += now - min(now, max(began, kernels_done_at()))
 
     def _mark_kernels(self) -> Callable[[], float]:
         """Return a function that gives the time when the launched kernels ended; infinity before.
