@@ -77,7 +77,9 @@ class LiveAdapters:
 
     def read_ahead(self, wanted: Iterable[LoRARequest]) -> None:
         """Read adapters that vLLM has not loaded. When it loads them, it gets these instead of their files."""
-        for lora in wanted if self._read is not None else ():
+        if self._read is None:
+            return
+        for lora in wanted:
             number = lora.lora_int_id
             if number in self._loaded_numbers():
                 if number in self._contents:
@@ -87,7 +89,7 @@ class LiveAdapters:
                     self._mark_unreadable(number)
                 continue
             try:
-                adapter = self._read(lora)  # type: ignore[misc]
+                adapter = self._read(lora)
             except Exception as error:  # of the file system, the checkpoint or vLLM
                 logger.warning("kvoffd: the LoRA adapter %s could not be read: %s", lora.lora_name, error)
                 self._mark_unreadable(number)
