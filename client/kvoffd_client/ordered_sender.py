@@ -7,7 +7,6 @@ shared with another process, and no stream of the engine ever waits for the daem
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections import deque
@@ -37,8 +36,20 @@ class _Step:
     """Jobs that were not withdrawn, by id."""
     send: Callable[[list[Job]], None]
     fail: Callable[[Job, ErrorCode], None]
-    done_at: float = math.inf
-    """Time of the event, or of its failure."""
+    ended_at: float | None = None
+    """Time of the event, or of its failure; None before."""
+
+
+class Mark:
+    """Place in the GPU's order: behind the kernels that were launched before it."""
+
+    def __init__(self, step: _Step) -> None:
+        self._step = step
+
+    @property
+    def ended_at(self) -> float | None:
+        """Time when those kernels had ended, or the GPU failed; None while they run."""
+        return self._step.ended_at
 
 
 class OrderedSender:
@@ -67,14 +78,11 @@ class OrderedSender:
         """
         self._append(_Step(self._record(), {job.job_id: job for job in jobs}, send, fail))
 
-    def mark(self) -> Callable[[], float]:
-        """Return a function that gives the time at which all now on the caller's stream finished; infinity before.
-
-        Raises the errors of ``record``.
-        """
+    def mark(self) -> Mark:
+        """Return a mark behind everything that is now on the caller's stream. Raises the errors of ``record``."""
         step = _Step(self._record(), {}, lambda _: None, lambda *_: None)
         self._append(step)
-        return lambda: step.done_at
+        return Mark(step)
 
     def _append(self, step: _Step) -> None:
         with self._changed:
@@ -123,7 +131,7 @@ class OrderedSender:
                 if self._closed:
                     return
                 self._steps.popleft()
-                step.done_at = time.monotonic()
+                step.ended_at = time.monotonic()
                 self._finish(step, error)
                 for job_id in step.jobs:
                     del self._step_of[job_id]

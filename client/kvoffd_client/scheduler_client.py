@@ -26,10 +26,10 @@ MAX_BUFFERED_EVENTS = 100_000
 MAX_STORED_KEYS = 65_536
 """Most keys that ``StoredKeys`` remembers, about 10 MiB."""
 REPORT_PAUSE_S = 1.0
+"""Time for which reports of prompts are collected before they are sent together."""
 MAX_WAITING_REPORTS = 4096
 """Reports of prompts kept while they cannot be sent, such as during a restart of the daemon, which counts all prompts.
 """
-"""Time for which reports of prompts are collected before they are sent together."""
 
 
 class LookupFuture(Struct, eq=False):
@@ -227,6 +227,11 @@ class SchedulerClient(Session):
                     break
             return found
 
+    def show_used(self, groups: Sequence[m.GroupKeys], *, giver: int = 0) -> None:
+        """Show the daemon's policy keys that are used although no counted lookup named them: count them as looked up,
+        and pin nothing."""
+        self.release(self.lookup(groups, reported=True, giver=giver).lease_id)
+
     def release(self, lease_id: int) -> None:
         """End a lease. Harmless if it has ended, or its lookup is unanswered or was never sent."""
         with self._transport.lock:
@@ -361,13 +366,13 @@ class SchedulerClient(Session):
         found.done = True  # last, because readers do not take the lock
 
     def _on_failed(self, found: LookupFuture, reply: ReplyOrError, now: float) -> None:
-        must_release = found.leased or found.unwanted
+        may_have_lease = found.leased or found.unwanted  # another of its requests was answered, or is not wanted
         del self._unanswered[found.lease_id]
         found.pinned, found.ttl_ms, found.failed, found.answered_at = 0, 0, True, now
         found.done = True
         if not isinstance(reply, KvoffdClientError):
             self.disconnect(f"The daemon answered Lookup with a {type(reply).__name__} that does not fit it.", now)
-        elif must_release or not isinstance(reply, RequestRefused):
+        elif may_have_lease or not isinstance(reply, RequestRefused):
             self._release(found.lease_id)  # a late answer may pin blocks
 
     def _split(

@@ -97,6 +97,27 @@ class ClientOptions:
 DEFAULT_OPTIONS = ClientOptions()
 
 
+class Backoff:
+    """Pause before the next attempt, which doubles with each failure.
+
+    Args:
+        first_s, longest_s: the first pause, and the longest one.
+    """
+
+    def __init__(self, first_s: float, longest_s: float) -> None:
+        self._first_s, self._longest_s = first_s, longest_s
+        self._next_s = first_s
+
+    def take(self) -> float:
+        """Return the pause in seconds, and double the next one."""
+        pause_s, self._next_s = self._next_s, min(2 * self._next_s, self._longest_s)
+        return min(pause_s, self._longest_s)
+
+    def restart(self) -> None:
+        """Begin with the first pause again."""
+        self._next_s = self._first_s
+
+
 class Transport(Protocol):
     """Sends and receives for one session, and has its lock. Only ``wait`` and ``stop`` block."""
 
@@ -224,11 +245,15 @@ class Session(Closing):
         self._handshake_deadline = NEVER
         self._role_due = NEVER
         """Latest time for the next _role_tick."""
-        # Times of the next attempt and of the last success; pauses.
         self._retry_at = self._ready_at = 0.0
-        self._pause_s = self._absent_pause_s = BACKOFF_MIN_S
-        self._refused_pause_s = options.backoff_max_s
-        """Pause after the next refusal."""
+        """Times of the next attempt and of the last success."""
+        longest_s = options.backoff_max_s
+        self._backoff = Backoff(BACKOFF_MIN_S, longest_s)
+        """Pauses after connections that ended or failed in the handshake."""
+        self._absent_backoff = Backoff(BACKOFF_MIN_S, min(BACKOFF_ABSENT_S, longest_s))
+        """Pauses while nobody listens."""
+        self._refused_backoff = Backoff(longest_s, max(BACKOFF_REFUSED_S, longest_s))
+        """Pauses after refusals."""
         if transport is None:
             from kvoffd_client.transport import SocketTransport
 
@@ -394,7 +419,7 @@ class Session(Closing):
             f"The server in {self.directory} accepts connections but does not answer; if it is kvoffd, check "
             "its log, and whether its process is stopped (ps, systemctl status)."
         )
-        self._absent_pause_s = BACKOFF_MIN_S
+        self._absent_backoff.restart()
         self._phase = Phase.GREETING
         self._handshake_deadline = now + self._options.handshake_timeout_s
 
@@ -457,7 +482,7 @@ class Session(Closing):
         self._phase, self._ready_at = Phase.READY, now
         self._handshake_deadline = NEVER
         self.refusal, self._last_warning = None, ""
-        self._refused_pause_s = self._options.backoff_max_s
+        self._refused_backoff.restart()
         log.info("%s is connected to the kvoffd daemon in %s", self.name, self.directory)
         self._transport.notify()
 
@@ -484,18 +509,16 @@ class Session(Closing):
         """End the connection and schedule the next attempt. ``released``: the daemon no longer accesses the memory."""
         if self._phase in (Phase.CLOSED, Phase.DRAINING):
             return
-        longest_s = self._options.backoff_max_s
         if refusal is not None:
-            pause_s, longest_s = self._refused_pause_s, max(longest_s, BACKOFF_REFUSED_S)
-            self._refused_pause_s = min(2 * pause_s, longest_s)
-        elif self._phase is Phase.IDLE:  # nobody listens; the next daemon may accept this client
-            pause_s, self._refused_pause_s = self._absent_pause_s, longest_s
-            self._absent_pause_s = min(2 * pause_s, BACKOFF_ABSENT_S)
+            backoff = self._refused_backoff
+        elif self._phase is Phase.IDLE:
+            backoff = self._absent_backoff
+            self._refused_backoff.restart()  # the next daemon may accept this client
         else:
-            was_stable = self._phase is Phase.READY and now - self._ready_at > longest_s
-            pause_s = BACKOFF_MIN_S if was_stable else self._pause_s
-            self._pause_s = min(2 * pause_s, longest_s)
-        self._retry_at = now + min(pause_s, longest_s) * self._rng.uniform(0.5, 1.0)
+            backoff = self._backoff
+            if self._phase is Phase.READY and now - self._ready_at > self._options.backoff_max_s:
+                backoff.restart()  # it was stable
+        self._retry_at = now + backoff.take() * self._rng.uniform(0.5, 1.0)
         self.refusal = refusal
         self._warn(sentence)
         drain = not released and self._phase in CONNECTED and self._must_drain()

@@ -20,7 +20,7 @@ from typing import Any
 
 from kvoffd_client import AdminClient, NamespaceSpec
 from kvoffd_client.testing import running_daemon
-from kvoffd_client.vllm.engine_namespace import MemoryReport
+from kvoffd_client.vllm.engine_namespace import MemoryState
 from tests.kit.models import make_tiny_llama
 from tests.kit.waiting import wait_until
 from tests.vllm.scheduler_harness import SchedulerHarness
@@ -76,7 +76,7 @@ def long_queue(model: Path, prompts: int) -> list[str]:
         namespace.join(NamespaceSpec.named("queue"))
         wait_until(lambda: namespace.client.ready)
         fingerprint = namespace.current.fingerprint
-        namespace.report({0: MemoryReport(namespace.current, "weights", namespace.generation, registered=fingerprint)})
+        namespace.update({0: MemoryState(namespace.current, "weights", namespace.generation, registered=fingerprint)})
         watch, arrivals = Stopwatch(scheduler.connector), []
         sampling = SamplingParams(max_tokens=1)
         for number in range(prompts):
@@ -110,7 +110,7 @@ def disk_waiters(model: Path, prompts: int) -> list[str]:
         for _ in range(prompts // 2):
             engine.answer_coming(60.0)
             engine.step()
-        engine.manager.lookups._sleep = lambda _: None  # an idle engine pauses; these steps get no output
+        engine.manager.turns._sleep = lambda _: None  # an idle engine pauses; these steps get no output
         times: dict[bool, list[float]] = {False: [], True: []}
         ours = engine.connector.get_num_new_matched_tokens
         for at in range(400):

@@ -10,7 +10,8 @@ from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
 
 from kvoffd_client import NamespaceSpec, SchedulerClient
 from kvoffd_client.vllm.connector_metadata import ChunkGroup
-from kvoffd_client.vllm.engine_namespace import EngineNamespace, MemoryReport
+from kvoffd_client.vllm.engine_facts import EngineFacts
+from kvoffd_client.vllm.engine_namespace import EngineNamespace, MemoryState
 from kvoffd_client.vllm.hints import HintsOption
 from kvoffd_client.vllm.keyed_lookup import result_of
 from kvoffd_client.vllm.manager import KvoffdManager
@@ -56,10 +57,15 @@ class ManagerHarness:
             hints=hints,
             sleep=self.sleep,
         )
-        self.manager.begin_engine(shard_bytes=[SHARD_BYTES] * len(groups), most_running=1, largest_chunk=256)
+        self.begin_engine()
         self.prefill = self.manager.harm.prefill
         self.manager.step_begins([1])
         self.report("weights")
+
+    def begin_engine(self, **facts: Any) -> None:
+        """Have another engine, whose first step begins."""
+        usual = {"shard_bytes": [SHARD_BYTES] * len(self.manager.groups), "most_running": 1, "largest_chunk": 256}
+        self.manager.begin_engine(EngineFacts(**{**usual, **facts}))
 
     def sleep(self, seconds: float) -> None:
         self.clock.now += seconds
@@ -67,13 +73,13 @@ class ManagerHarness:
     def report(self, weights: str, *, problem: str = "", adapters: dict[int, tuple[str, bytes]] | None = None) -> None:
         """The worker reports weights and adapters, and that its memory is registered, unless there is a problem."""
         namespace = self.manager.namespace
-        report = MemoryReport(NamespaceSpec.named("model"), weights, namespace.generation, problem=problem)
+        report = MemoryState(NamespaceSpec.named("model"), weights, namespace.generation, problem=problem)
         report = replace(report, adapters=adapters)
-        namespace.report({0: report})
+        namespace.update({0: report})
         assert namespace.current is not None
         namespace.begin_step()
         if not problem:
-            namespace.report({0: replace(report, registered=namespace.current.fingerprint)})
+            namespace.update({0: replace(report, registered=namespace.current.fingerprint)})
 
     def new(self, name: str = "r", hashes: int = len(KEYS)) -> ReqContext:
         """A new request that vLLM has announced; nothing of it is looked up."""
@@ -107,21 +113,30 @@ class ManagerHarness:
     def request(self, name: str = "r", ready: set[bytes] | None = None) -> ReqContext:
         """A new request that is looked up, its lookup answered when ``ready`` is given."""
         context = self.new(name)
-        self.manager.lookups.look_up(self.requests[name])
+        self.look_up(name)
         if ready is not None:
             self.client.answer(ready)
             self.scan(name)
         return context
 
+    def look_up(self, name: str = "r") -> None:
+        self.manager.lookups.look_up(self.manager.requests[name])
+
+    def prepare(self, name: str, computed: int, **arguments: bool) -> bool:
+        """vLLM comes to a request; whether it may scan it."""
+        return self.manager.turns.prepare_scan(
+            self.manager.requests[name], computed, **{"engine_has_all": False, **arguments}
+        )
+
     def scan(self, name: str = "r", computed: int = 0) -> bool:
         """vLLM asks for a request in its next step, and scans its keys unless it waits; whether a lookup was sent."""
         before, request, context = len(self.client.asked), self.requests[name], self.contexts[name]
-        self.manager.lookups._is_new_step = True
-        if not self.manager.lookups.is_waiting(name, computed):
-            self.waits[name] = not self.manager.lookups.prepare_scan(request, computed, engine_has_all=False)
+        self.manager.turns._is_first = True
+        if not self.manager.turns.is_waiting(name, computed):
+            self.waits[name] = not self.prepare(name, computed)
             keys = [key(number + 1) for number in range(len(request.block_hashes))]
             if not self.waits[name] and PENDING in [self.manager.lookup(one, context) for one in keys]:
-                self.manager.lookups.record_scan(request, computed, None)
+                self.manager.turns.record_scan(self.manager.requests[name], computed, None)
         return len(self.client.asked) > before
 
     def results(self, context: ReqContext, keys: list[OffloadKey] = KEYS) -> list[LookupResult]:
@@ -130,7 +145,7 @@ class ManagerHarness:
         state = self.manager.requests[context.req_id]
         if not self.waits.get(context.req_id):
             return [self.manager.lookup(item, context) for item in keys]
-        if state.answer is None or not state.awaits_tier:
+        if state.answer is None or not state.turn.awaits_tier:
             return [LookupResult.RETRY] * len(keys)
         found: dict[bytes, LookupResult] = {}
         for index, chunks in state.answer.chunks.items():

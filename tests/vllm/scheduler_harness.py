@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from typing import Any
+from unittest.mock import patch
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 from vllm.sampling_params import SamplingParams
@@ -12,8 +13,8 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvoffd_client import NamespaceSpec
 from kvoffd_client.vllm.connector import KvoffdConnector
-from kvoffd_client.vllm.connector_metadata import FailedJob, WorkerReport
-from kvoffd_client.vllm.engine_namespace import MemoryReport
+from kvoffd_client.vllm.connector_metadata import FailedJob, WorkerNews
+from kvoffd_client.vllm.engine_namespace import MemoryState, Search
 from kvoffd_client.vllm.manager import KvoffdManager
 from kvoffd_client.vllm.waits import LONG_AGO
 from kvoffd_proto.errors import ErrorCode
@@ -42,17 +43,17 @@ class SchedulerHarness:
     """
 
     def __init__(self, config: Any, blocks: int, *groups: Any, hash_tokens: int = 32) -> None:
-        self.scheduler, self._hasher = make_scheduler(config, blocks, *groups, hash_tokens=hash_tokens)
+        self.clock = Clock()
+        with patch("kvoffd_client.vllm.spec.monotonic", self.clock):
+            self.scheduler, self._hasher = make_scheduler(config, blocks, *groups, hash_tokens=hash_tokens)
         above = self.scheduler.connector
         self.connector = next(one for one in getattr(above, "_connectors", [above]) if isinstance(one, KvoffdConnector))
         self.manager: KvoffdManager = self.connector._manager
-        self.clock = Clock()
         self.client = FakeSchedulerClient(self.clock)
-        self.manager.clock = self.connector._admission._clock = self.manager.harm._clock = self.clock
         namespace: Any = self.manager.namespace
         namespace.client, namespace.current = self.client, NamespaceSpec.named("model")
-        namespace._clock, namespace._waiting_since = self.clock, LONG_AGO
-        self.manager._credit_bytes = CREDIT_BYTES
+        namespace._search, namespace._search_began = Search.FOUND, LONG_AGO
+        self.manager.stores.credit_bytes = CREDIT_BYTES
         self.there: set[bytes] = set()
         self.answers = True
         self.failing: set[str] = set()
@@ -82,7 +83,7 @@ class SchedulerHarness:
         namespace = self.manager.namespace
         assert namespace.current is not None
         fingerprint = namespace.current.fingerprint if registered else None
-        namespace.report({0: MemoryReport(namespace.current, "weights", namespace.generation, registered=fingerprint)})
+        namespace.update({0: MemoryState(namespace.current, "weights", namespace.generation, registered=fingerprint)})
 
     @property
     def unanswered(self) -> list[int]:
@@ -121,7 +122,7 @@ class SchedulerHarness:
         self.loading = {name: job for name, job in self.loading.items() if name in self.held}
         self.loaded += [name for name in ended if name not in self.failing]
         failed = {ended[name]: FailedJob(ErrorCode.SESSION_ENDED, (), name) for name in self.failing & ended.keys()}
-        report = WorkerReport(completed_jobs=self._ended | dict.fromkeys(ended.values(), 1), failed_jobs=failed)
+        report = WorkerNews(completed_jobs=self._ended | dict.fromkeys(ended.values(), 1), failed_jobs=failed)
         self._ended = {}
         transfers = KVConnectorOutput(finished_recving=set(ended))
         transfers.kv_connector_worker_meta = report if len(children) == 1 else None

@@ -19,7 +19,7 @@ from vllm.lora.worker_manager import WorkerLoRAManager
 from kvoffd_client import NamespaceSpec, SchedulerClient
 from kvoffd_client.vllm import adapters
 from kvoffd_client.vllm.adapters import UNREADABLE, AdapterContents, LiveAdapters
-from kvoffd_client.vllm.engine_namespace import EngineNamespace, MemoryReport
+from kvoffd_client.vllm.engine_namespace import EngineNamespace, MemoryState
 from tests.kit.clock import Clock
 from tests.kit.models import write_lora_adapter
 from tests.vllm.vllm_fakes import FakeSchedulerClient
@@ -241,13 +241,13 @@ class Scheduler:
 
     def __init__(self) -> None:
         self.namespace = EngineNamespace(2, lambda _: cast(SchedulerClient, FakeSchedulerClient(Clock())), Clock())
-        self.adapters = AdapterContents(self.namespace)
+        self.adapters = AdapterContents(self.namespace, Clock())
 
     def report(self, path: Path, *contents: dict[int, bytes] | None) -> None:
-        report = MemoryReport(NamespaceSpec.named("one"), "weights", self.namespace.generation)
+        report = MemoryState(NamespaceSpec.named("one"), "weights", self.namespace.generation)
         for rank, each in enumerate(contents):
             of_path = {number: (str(path), content) for number, content in each.items()} if each is not None else None
-            self.namespace.report({rank: replace(report, adapters=of_path)})
+            self.namespace.update({rank: replace(report, adapters=of_path)})
 
 
 def test_content_is_what_all_workers_say(tmp_path: Path) -> None:

@@ -153,7 +153,6 @@ def test_prompts_that_are_pooled_by_token_are_not_stored(config: Any, task: Any,
     params.verify(config.model_config)
     connector, manager = KvoffdConnector(config, KVConnectorRole.SCHEDULER, cache_config()), ManagerHarness().manager
     connector.connector_scheduler.manager = connector._manager = manager
-    connector._lookups = manager.lookups
     connector.on_new_request(Request("r", [1] * 100, None, params))
     context = ReqContext("r")
     output = manager.prepare_store(KEYS, context)

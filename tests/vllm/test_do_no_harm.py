@@ -8,7 +8,7 @@ import pytest
 from vllm.config import SchedulerConfig
 from vllm.v1.kv_offload.base import ReqContext
 
-from kvoffd_client.vllm.connector_metadata import WorkerReport
+from kvoffd_client.vllm.connector_metadata import WorkerNews
 from kvoffd_client.vllm.do_no_harm import (
     MIN_LOAD_SAMPLES,
     MIN_WAITS,
@@ -37,7 +37,7 @@ def measured(tokens_per_second: float, *loads: tuple[int, float], active: bool =
 
 
 def is_loaded(harm: DoNoHarm, tokens: int = 1000) -> bool:
-    return harm.prefill._clock() >= harm.loads_paused_until.get(tokens.bit_length(), 0.0)
+    return not harm.skips_load(tokens)
 
 
 def test_load_is_skipped_where_enough_loads_of_its_length_were_slower() -> None:
@@ -99,12 +99,12 @@ def test_manager_counts_what_is_left_out_and_tells_the_daemon(said: list[str]) -
     rig.prefill.tokens_per_second = 10_000
     rig.request("r", {key(1)})
     for _ in range(MIN_LOAD_SAMPLES):
-        rig.manager.workers_report(WorkerReport(load_times={1: (1000, 0.5)}))
+        rig.manager.handle_news(WorkerNews(load_times={1: (1000, 0.5)}))
     for _ in range(2):  # vLLM asks until it is scheduled
-        assert rig.manager.skips_load("r", 1000)
+        assert rig.manager.skips_load(rig.manager.requests["r"], 1000)
     assert any("1000 tokens take 0.50 s, computing them 0.10 s" in line for line in said)
     for _ in range(MIN_WAITS):
-        rig.manager.workers_report(WorkerReport(waited_s=2.0))
+        rig.manager.handle_news(WorkerNews(waited_s=2.0))
     output = rig.manager.prepare_store(KEYS, ReqContext("r"))
     assert output is not None
     assert not list(output.keys_to_store)

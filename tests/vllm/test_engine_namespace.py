@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import cast
 
 from kvoffd_client import NamespaceSpec, SchedulerClient
-from kvoffd_client.vllm.engine_namespace import APART_S, PATIENCE_S, EngineNamespace, MemoryReport, Unconnected
+from kvoffd_client.vllm.engine_namespace import APART_S, PATIENCE_S, EngineNamespace, MemoryState, Unconnected
 from tests.kit.clock import Clock
 from tests.vllm.vllm_fakes import FakeSchedulerClient
 
@@ -27,7 +27,7 @@ def test_a_client_is_made_once_for_each_namespace() -> None:
 
     namespace = EngineNamespace(1, connect, Clock())
     for weights in ("a", "a", "b"):
-        namespace.report({0: MemoryReport(ONE, weights, namespace.generation)})
+        namespace.update({0: MemoryState(ONE, weights, namespace.generation)})
         namespace.leave(engine_cache_kept=False)
         namespace.ask()
     assert [client.closed for client in clients] == [True, False]
@@ -38,7 +38,7 @@ def test_where_no_client_could_be_made_it_is_tried_after_the_next_reset() -> Non
     made = [cast(SchedulerClient, Unconnected()), client]
     namespace = EngineNamespace(1, lambda _: made.pop(0), Clock())
     for _ in range(3):
-        namespace.report({0: MemoryReport(ONE, "a", namespace.generation)})
+        namespace.update({0: MemoryState(ONE, "a", namespace.generation)})
         assert not made or not namespace.serves
         assert not namespace.engine_cache_stale, "the weights are the same"
         namespace.leave(engine_cache_kept=True)
@@ -50,7 +50,7 @@ def test_silent_workers_are_asked_again_after_a_reset() -> None:
     clock = Clock()
     namespace = made(clock)
     assert namespace.begin_step() == (0, None)
-    namespace.report({0: MemoryReport(ONE, "weights", 0)})
+    namespace.update({0: MemoryState(ONE, "weights", 0)})
     assert namespace.needs_steps
     clock.now += PATIENCE_S
     assert not namespace.needs_steps
@@ -59,17 +59,17 @@ def test_silent_workers_are_asked_again_after_a_reset() -> None:
     assert namespace.begin_step() == (None, None), "nothing is computed yet"
     namespace.ask()
     assert namespace.begin_step() == (1, None)
-    namespace.report({rank: MemoryReport(ONE, "weights", 1) for rank in range(2)})
+    namespace.update({rank: MemoryState(ONE, "weights", 1) for rank in range(2)})
     assert namespace.current is not None
 
 
 def test_workers_that_do_not_fit_turn_kvoffd_off(said: list[str]) -> None:
     for other, line in (
-        (MemoryReport(OTHER, "weights", 0), "disagree on name"),
-        (MemoryReport(ONE, "weights", 0, machine="other"), "on several machines"),
+        (MemoryState(OTHER, "weights", 0), "disagree on name"),
+        (MemoryState(ONE, "weights", 0, machine="other"), "on several machines"),
     ):
         namespace = made(Clock())
-        namespace.report({0: MemoryReport(ONE, "weights", 0), 1: other})
+        namespace.update({0: MemoryState(ONE, "weights", 0), 1: other})
         assert any(line in one for one in said), line
         assert (namespace.current, namespace.needs_steps) == (None, False)
 
@@ -78,7 +78,7 @@ def test_weights_that_nobody_can_read_are_shared_with_nobody(said: list[str]) ->
     found = []
     for _ in range(2):
         namespace = made(Clock())
-        namespace.report({0: MemoryReport(ONE, "weights", 0), 1: MemoryReport(ONE, None, 0)})
+        namespace.update({0: MemoryState(ONE, "weights", 0), 1: MemoryState(ONE, None, 0)})
         assert namespace.current is not None
         found.append(namespace.current.fingerprint)
     assert found[0] != found[1]
@@ -95,8 +95,8 @@ def test_workers_that_do_not_meet_the_scheduler_are_said_once(said: list[str]) -
 
     def report(*registered_with: int | None) -> None:
         own = namespace.current.fingerprint if namespace.current else None
-        memory = [MemoryReport(ONE, "a", 0, registered=own if one else None, daemon=one) for one in registered_with]
-        namespace.report(dict(enumerate(memory)))
+        memory = [MemoryState(ONE, "a", 0, registered=own if one else None, daemon=one) for one in registered_with]
+        namespace.update(dict(enumerate(memory)))
 
     def after(seconds: float) -> tuple[str, int | None, int]:
         clock.now += seconds
@@ -131,9 +131,9 @@ def test_workers_that_do_not_meet_the_scheduler_are_said_once(said: list[str]) -
 def test_a_worker_that_cannot_share_its_memory_says_why_itself(said: list[str]) -> None:
     clock = Clock()
     namespace = made(clock)
-    namespace.report({rank: MemoryReport(ONE, "a", 0, problem="No CUDA here." * rank) for rank in range(2)})
+    namespace.update({rank: MemoryState(ONE, "a", 0, problem="No CUDA here." * rank) for rank in range(2)})
     own = namespace.current.fingerprint if namespace.current else None
-    namespace.report({0: MemoryReport(ONE, "a", 0, registered=own, daemon=DAEMON)})
+    namespace.update({0: MemoryState(ONE, "a", 0, registered=own, daemon=DAEMON)})
     for _ in range(3):
         namespace.step_ended()
         clock.now += APART_S

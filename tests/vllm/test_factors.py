@@ -415,6 +415,11 @@ def test_fingerprint_judges_every_field() -> None:
             assert fields <= judged, f"judge {fields - judged} of {name} in {JUDGED_FIELDS.name}"
 
 
+def test_every_judged_field_has_a_verdict() -> None:
+    """Also where the reason is long."""
+    assert judged_fields("in", "covered", "out") == judged_fields()
+
+
 def test_fingerprint_judges_every_variable() -> None:
     names = judged_fields()["environment"]
     missing = [each for each in envs.environment_variables if not any(fnmatchcase(each, name) for name in names)]

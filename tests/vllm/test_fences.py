@@ -47,7 +47,7 @@ class Engine(SchedulerHarness):
         config = make_config(model, {"directory": str(directory), "offload_prompt_only": False}, **options)
         hash_tokens = HASH_TOKENS if kind == "state" else BLOCK_TOKENS
         super().__init__(config, BLOCKS[kind] * len(groups), *groups, hash_tokens=hash_tokens)
-        self.manager._credit_bytes = 1 << 40
+        self.manager.stores.credit_bytes = 1 << 40
         self._random = Random(kind)
         self._stores: dict[int, set[int]] = {}
         """The blocks of those that have not ended."""
@@ -158,7 +158,7 @@ IN_VAIN, TO_READ = "waits for a store in vain", "writes blocks that a store has 
 
 def hits_are_fenced(engine: Engine) -> None:
     """As vLLM does."""
-    engine.connector._attention_groups.clear()
+    engine.connector._cache.attention_ids.clear()
 
 
 def new_blocks_are_not_fenced(engine: Engine) -> None:
@@ -166,7 +166,7 @@ def new_blocks_are_not_fenced(engine: Engine) -> None:
 
 
 def states_are_not_fenced(engine: Engine) -> None:
-    engine.connector._attention_groups.append(1)
+    engine.connector._cache.attention_ids.append(1)
 
 
 def copies_are_not_fenced(engine: Engine) -> None:

@@ -18,11 +18,12 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 import kvoffd_client
 from kvoffd_client import NamespaceSpec, SchedulerClient
+from kvoffd_client.vllm import hint_sender
 from kvoffd_client.vllm import hints as hints_module
 from kvoffd_client.vllm.adapters import ANSWER_PATIENCE_S
-from kvoffd_client.vllm.connector_metadata import NO_LEASE, ChunkGroup, FailedJob, WorkerReport
+from kvoffd_client.vllm.connector_metadata import NO_LEASE, ChunkGroup, FailedJob, WorkerNews
 from kvoffd_client.vllm.do_no_harm import MIN_LOAD_SAMPLES
-from kvoffd_client.vllm.engine_namespace import MemoryReport, Unconnected
+from kvoffd_client.vllm.engine_namespace import MemoryState, Unconnected
 from kvoffd_client.vllm.hints import HintsOption
 from kvoffd_client.vllm.metrics import (
     CONNECTED,
@@ -436,7 +437,7 @@ def hinted(harness: ManagerHarness, hints: object, *, of_engine: bool = False) -
     context = ReqContext("r", *given)
     harness.manager.on_new_request(context)
     harness.begin(context)
-    harness.manager.lookups.look_up(harness.requests["r"])
+    harness.look_up()
     harness.manager.scheduled(harness.requests["r"], 0)
     harness.manager.step_begins([1])
     harness.requests["r"].block_hashes.append(block_hash(4))
@@ -449,26 +450,26 @@ def test_hints_of_requests_that_never_ran_end_with_them(harness: ManagerHarness)
     context = ReqContext("r", {"kv_hints": envelope(RETAIN)})
     harness.manager.on_new_request(context)
     harness.begin(context)
-    harness.manager.lookups.look_up(harness.requests["r"])
+    harness.look_up()
     assert len(harness.client.hints) == 1
     harness.manager.on_request_finished(context)
     assert len(harness.client.hints) == 1
 
 
 def test_hints_beyond_the_budget_are_dropped_and_counted(harness: ManagerHarness) -> None:
-    keys = hints_module.KEYS_AT_ONCE // 4
+    keys = hint_sender.KEYS_AT_ONCE // 4
     for at in range(6):
         context = ReqContext(f"r{at}", {"kv_hints": envelope(RETAIN)})
         harness.manager.on_new_request(context)
         harness.begin(context, keys)
-        harness.manager.lookups.look_up(harness.requests[f"r{at}"])
+        harness.look_up(f"r{at}")
     assert len(harness.client.hints) == 4
     assert harness.manager._counters["vllm:kvoffd_unknown_hints"] == 2
-    harness.clock.now += keys / hints_module.KEYS_PER_SECOND
+    harness.clock.now += keys / hint_sender.KEYS_PER_SECOND
     context = ReqContext("later", {"kv_hints": envelope(RETAIN)})
     harness.manager.on_new_request(context)
     harness.begin(context, keys)
-    harness.manager.lookups.look_up(harness.requests["later"])
+    harness.look_up("later")
     assert len(harness.client.hints) == 5
 
 
@@ -623,10 +624,10 @@ def test_of_a_long_prompt_as_many_keys_are_named_as_the_daemon_takes_in_a_few_mi
     harness.begin(context)
     hashes = [block_hash(number) for number in range(32768)]
     harness.requests["r"].block_hashes[:] = hashes
-    harness.manager.lookups.look_up(harness.requests["r"])
+    harness.look_up()
     ((_, (full, thirds), *_),) = harness.client.hints
     named = [one.keys[at : at + 32] for one in (full, thirds) for at in range(0, len(one.keys), 32)]
-    assert hints_module.MAX_KEYS - 3 < len(named) <= hints_module.MAX_KEYS
+    assert hint_sender.MAX_KEYS - 3 < len(named) <= hint_sender.MAX_KEYS
     first = start // CHUNK_TOKENS
     assert named[: len(full.keys) // 32] == hashes[first : first + len(full.keys) // 32]
     assert thirds.keys[:32] == hashes[-(-first // 3) * 3 + 2]
@@ -691,7 +692,7 @@ def test_a_lookup_names_the_peer_that_a_request_names(
     context = ReqContext("r", cast(Any, params))
     harness.manager.on_new_request(context)
     harness.begin(context)
-    harness.manager.lookups.look_up(harness.requests["r"])
+    harness.look_up()
     assert set(harness.client.peers) == {peer}
     assert harness.manager._counters["vllm:kvoffd_unknown_hints"] == unknown
 
@@ -757,7 +758,7 @@ def test_stores_leave_out_what_the_daemon_has_and_what_is_on_its_way(harness: Ma
 
 def test_beyond_the_credit_a_store_is_put_off_and_counted(harness: ManagerHarness) -> None:
     context = harness.request(ready=set())
-    harness.manager.workers_report(WorkerReport(credit_bytes=1500))
+    harness.manager.handle_news(WorkerNews(credit_bytes=1500))
     assert harness.offer(context, KEYS[:2]) == KEYS[:2]
     assert harness.offer(context, KEYS[2:]) is None
     assert harness.counted()[DEFERRED_STORES] == 1
@@ -767,7 +768,7 @@ def test_beyond_the_credit_a_store_is_put_off_and_counted(harness: ManagerHarnes
     for name, credit, stored in (("little", 500, None), ("enough", 1000, KEYS[1:2])):
         harness.manager.complete_store(KEYS, context)
         context = harness.request(name, ready=set())
-        harness.manager.workers_report(WorkerReport(credit_bytes=credit))
+        harness.manager.handle_news(WorkerNews(credit_bytes=credit))
         assert harness.offer(context, KEYS[:1]) == KEYS[:1]
         assert harness.offer(context, KEYS[1:2]) is None
         harness.end(name, 3001)
@@ -779,12 +780,12 @@ def test_beyond_the_credit_a_store_is_put_off_and_counted(harness: ManagerHarnes
 def test_store_credit_counts_what_each_group_has() -> None:
     """A hybrid model's windows are smaller than its full attention."""
     harness = ManagerHarness((ChunkGroup(0, 1, CHUNK_TOKENS), WINDOWS))
-    harness.manager.begin_engine(shard_bytes=[1000, 10], most_running=1, largest_chunk=256)
+    harness.begin_engine(shard_bytes=[1000, 10])
     context = harness.request(ready=set())
     windows = [key(number, group_id=WINDOWS.group_id) for number in (1, 2)]
     for one in windows:
         context.set_offload_key_position(one, CHUNK_TOKENS)
-    harness.manager.workers_report(WorkerReport(credit_bytes=30))
+    harness.manager.handle_news(WorkerNews(credit_bytes=30))
     assert harness.offer(context, windows) == windows
     assert harness.offer(context, KEYS[:1]) == KEYS[:1]
     assert harness.offer(context, KEYS[1:]) is None
@@ -812,13 +813,13 @@ UNIT = CHUNK_TOKENS // 4
 
 def tails_of(harness: ManagerHarness, chunks: set[bytes]) -> ReqContext:
     """A request whose first two chunks are looked up; its third chunk may have tails."""
-    harness.manager.lookups._tail_tokens = UNIT
+    harness.begin_engine(tail_tokens=UNIT)
     context = harness.new(hashes=2)
     request = harness.requests["r"]
     request.num_tokens = request.num_prompt_tokens = 3 * CHUNK_TOKENS
     for place, tail in enumerate(TAILS):
         context.set_offload_key_position(tail, 3 * CHUNK_TOKENS - (place + 1) * UNIT)
-    harness.manager.lookups.look_up(request)
+    harness.look_up()
     harness.client.answer(chunks)
     harness.scan()
     return context
@@ -826,17 +827,17 @@ def tails_of(harness: ManagerHarness, chunks: set[bytes]) -> ReqContext:
 
 def test_tails_are_looked_up_with_the_chunks_once_vllm_asks_for_them(harness: ManagerHarness) -> None:
     context, (request, manager) = tails_of(harness, {*HASHES}), (harness.requests["r"], harness.manager)
-    assert manager.lookups.look_up_tails(request, 0) is None, "it has asked for none"
+    assert not manager.requests["r"].scan.wanted_tails
     assert harness.results(context, [*KEYS[:2], *TAILS]) == [HIT, HIT, RETRY, RETRY, RETRY]
-    assert manager.lookups.look_up_tails(request, 0) is False, "it waits"
+    assert not manager.turns.look_up_tails(manager.requests["r"], 0), "it waits"
     (group,) = harness.client.asked[1][1]
     assert group.keys == b"".join(map(block_hash, (1, 2, 11, 12, 13)))
-    assert (harness.client.again, manager.requests["r"].awaits_tail) == ([False, True], True)
+    assert (harness.client.again, manager.requests["r"].scan.awaits_tail) == ([False, True], True)
     harness.client.answer({*HASHES, block_hash(12)})
     harness.scan()
-    assert not manager.requests["r"].awaits_tail
+    assert not manager.requests["r"].scan.awaits_tail
     assert harness.results(context, [*KEYS[:2], *TAILS]) == [HIT, HIT, MISS, HIT, MISS]
-    assert manager.lookups.look_up_tails(request, 0) is None, "it knows them"
+    assert not manager.requests["r"].scan.wanted_tails, "it knows them"
     assert harness.client.released == [harness.client.asked[0][0].lease_id]
     manager.scheduled(request, 2 * CHUNK_TOKENS + 2 * UNIT)
     spec = manager.prepare_load([*KEYS[:2], TAILS[1]], context)
@@ -859,17 +860,17 @@ def test_a_tail_in_the_pool_counts_as_from_there_though_the_chunk_before_it_came
 
 
 def test_a_tail_on_a_disk_is_waited_for_like_a_chunk(harness: ManagerHarness) -> None:
-    context, (request, manager) = tails_of(harness, {*HASHES}), (harness.requests["r"], harness.manager)
+    context, manager = tails_of(harness, {*HASHES}), harness.manager
     harness.results(context, TAILS)
-    manager.lookups.look_up_tails(request, 0)
+    manager.turns.look_up_tails(manager.requests["r"], 0)
     harness.client.answer({*HASHES}, coming=[block_hash(13)], wait_s=0.01)
     harness.scan()
-    assert (harness.results(context, TAILS), manager.requests["r"].awaits_tail) == ([PENDING, MISS, MISS], True)
+    assert (harness.results(context, TAILS), manager.requests["r"].scan.awaits_tail) == ([PENDING, MISS, MISS], True)
     harness.clock.now += 0.01
     assert harness.scan()
     harness.client.answer({*HASHES, block_hash(13)})
     harness.scan()
-    assert (harness.results(context, TAILS), manager.requests["r"].awaits_tail) == ([HIT, MISS, MISS], False)
+    assert (harness.results(context, TAILS), manager.requests["r"].scan.awaits_tail) == ([HIT, MISS, MISS], False)
     assert manager.get_load_source(TAILS[0], context) is CacheHitSource.DISK
     schedule(harness)
     (report,) = harness.client.reported
@@ -877,16 +878,16 @@ def test_a_tail_on_a_disk_is_waited_for_like_a_chunk(harness: ManagerHarness) ->
 
 
 def test_a_prompt_computes_its_tail_if_the_answer_is_late_or_fails(harness: ManagerHarness) -> None:
-    context, (request, manager) = tails_of(harness, {*HASHES}), (harness.requests["r"], harness.manager)
+    context, manager = tails_of(harness, {*HASHES}), harness.manager
     harness.results(context, TAILS)
-    manager.lookups.look_up_tails(request, 0)
+    manager.turns.look_up_tails(manager.requests["r"], 0)
     harness.clock.now += 1
     harness.scan()
-    assert (manager.requests["r"].awaits_tail, harness.results(context, TAILS)) == (False, [MISS] * 3)
+    assert (manager.requests["r"].scan.awaits_tail, harness.results(context, TAILS)) == (False, [MISS] * 3)
     harness.client.fail()
     harness.scan()
     assert harness.results(context, [*KEYS[:2], *TAILS]) == [HIT, HIT, MISS, MISS, MISS]
-    assert manager.lookups.look_up_tails(request, 0) is None
+    assert not manager.requests["r"].scan.wanted_tails
 
 
 # --- when nothing is looked up, or stored ----------------------------------------------------------
@@ -913,7 +914,7 @@ def test_why_a_worker_is_refused_is_told_until_it_is_not(harness: ManagerHarness
 
 def test_a_producer_only_stores_and_a_consumer_only_loads() -> None:
     producer, consumer = ManagerHarness(), ManagerHarness()
-    producer.manager.lookups.enabled = consumer.manager.stores = False
+    producer.manager.lookups.enabled = consumer.manager.stores.enabled = False
     context = producer.request()
     assert producer.client.asked == []
     assert producer.results(context) == [MISS] * 3
@@ -933,26 +934,26 @@ def test_requests_of_an_unknown_adapter_use_nothing(harness: ManagerHarness) -> 
         harness.report("weights", adapters=contents)
         context = harness.new(name)
         harness.requests[name].lora_request = lora_request(1, name)
-        assert harness.manager.lookups.awaits_adapter(harness.requests[name]) == (name == "silent")
+        assert harness.manager.adapters.awaits(harness.manager.requests[name]) == (name == "silent")
         harness.clock.now += ANSWER_PATIENCE_S
-        assert not harness.manager.lookups.awaits_adapter(harness.requests[name])
+        assert not harness.manager.adapters.awaits(harness.manager.requests[name])
         assert not harness.scan(name)
         assert harness.offer(context) == []
     # vLLM's own cache has blocks of who knows what under that name.
     harness.report("weights", adapters={1: ("path", b"one")})
     context = harness.new("later")
     harness.requests["later"].lora_request = lora_request(1, "silent")
-    assert not harness.manager.lookups.awaits_adapter(harness.requests["later"])
+    assert not harness.manager.adapters.awaits(harness.manager.requests["later"])
     assert harness.offer(context) == []
 
 
 def report_adapter(harness: ManagerHarness, path: str, content: bytes) -> None:
     """The worker has another adapter under number 1, at the next step too."""
     namespace = harness.manager.namespace
-    memory = MemoryReport(NamespaceSpec.named("model"), "weights", namespace.generation)
+    memory = MemoryState(NamespaceSpec.named("model"), "weights", namespace.generation)
     for changed in (True, False):
         one = replace(memory, adapters={1: (path, content)}, changed=changed, generation=namespace.generation)
-        harness.manager.workers_report(WorkerReport(memory={0: one}))
+        harness.manager.handle_news(WorkerNews(memory={0: one}))
 
 
 def test_what_runs_while_its_adapter_is_another_one_spoils_vllms_own_cache(harness: ManagerHarness) -> None:
@@ -961,7 +962,7 @@ def test_what_runs_while_its_adapter_is_another_one_spoils_vllms_own_cache(harne
     def stored(name: str) -> list[bytes] | None:
         context = harness.new(name)
         harness.requests[name].lora_request = lora_request(1)
-        harness.manager.lookups.look_up(harness.requests[name])
+        harness.look_up(name)
         harness.client.answer(set())
         harness.requests[name].num_computed_tokens = 96
         taken = harness.offer(context)
@@ -982,10 +983,10 @@ def test_what_waits_while_its_adapter_is_loaded_in_place_of_another_is_not_spoil
     report_adapter(harness, "path", b"one")
     context = harness.new("waits")
     harness.requests["waits"].lora_request = lora_request(1, path="moved")
-    assert harness.manager.lookups.awaits_adapter(harness.requests["waits"])
+    assert harness.manager.adapters.awaits(harness.manager.requests["waits"])
     report_adapter(harness, "moved", b"other")
-    assert not harness.manager.lookups.awaits_adapter(harness.requests["waits"])
-    harness.manager.lookups.look_up(harness.requests["waits"])
+    assert not harness.manager.adapters.awaits(harness.manager.requests["waits"])
+    harness.look_up("waits")
     harness.client.answer(set())
     assert harness.offer(context) == KEYS
 
@@ -994,11 +995,11 @@ def test_requests_of_an_adapter_of_old_weights_use_nothing(harness: ManagerHarne
     harness.report("weights", adapters={1: ("path", b"one")})
     before, plain, after = (harness.new(name) for name in ("before", "plain", "after"))
     harness.requests["before"].lora_request = lora_request(1)
-    harness.manager.lookups.look_up(harness.requests["before"])
+    harness.look_up("before")
     harness.manager.namespace.leave(engine_cache_kept=True)
     harness.report("weights", adapters={1: ("path", b"one")})
     harness.requests["after"].lora_request = lora_request(1)
-    harness.manager.lookups.look_up(harness.requests["after"])
+    harness.look_up("after")
     harness.client.answer(set())
     for context, stored in ((before, []), (plain, KEYS), (after, KEYS)):
         assert harness.offer(context) == stored
@@ -1012,7 +1013,7 @@ def test_requests_end_where_the_engine_has_lost_its_client(harness: ManagerHarne
     harness.manager.namespace.client = cast(SchedulerClient, Unconnected())
     harness.clock.now += 1.0
     harness.manager.step_begins([1])
-    harness.manager.workers_report(WorkerReport(failed_jobs={1: FailedJob(ErrorCode.CHECKSUM, [], "loads")}))
+    harness.manager.handle_news(WorkerNews(failed_jobs={1: FailedJob(ErrorCode.CHECKSUM, [], "loads")}))
     for context in contexts:
         harness.scan(context.req_id)
         assert harness.results(context) == [MISS] * 3
@@ -1071,7 +1072,7 @@ def test_outcomes_and_what_was_found_are_reported() -> None:
     assert (*found(report), report.tokens) == (Outcome.TOO_SHORT, 0, 0, 0, 0, 1)
 
     harness.request("held")
-    harness.manager.lookups.prepare_scan(harness.requests["held"], 3 * CHUNK_TOKENS, engine_has_all=True)
+    harness.prepare("held", 3 * CHUNK_TOKENS, engine_has_all=True)
     assert found(report_of(harness, name="held"))[:2] == (Outcome.NOT_NEEDED, 0), (
         "nobody waits for its answer: it is not late"
     )
@@ -1203,7 +1204,7 @@ def test_what_vllms_own_cache_has_is_reported_as_not_needed(harness: ManagerHarn
     assert counted(report) == (Outcome.LOADED, CHUNK_TOKENS, [1], [2], block_hash(3))
 
     harness.request("c", set())
-    harness.manager.lookups.prepare_scan(harness.requests["c"], 2 * CHUNK_TOKENS, engine_has_all=True)
+    harness.prepare("c", 2 * CHUNK_TOKENS, engine_has_all=True)
     report = report_of(harness, name="c")
     assert counted(report) == (Outcome.NOT_NEEDED, 2 * CHUNK_TOKENS, [2], [3], b""), "the last token is computed anyway"
 

@@ -11,7 +11,7 @@ import pytest
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
-from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES, FailedJob, WorkerReport
+from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES, FailedJob, WorkerNews
 from kvoffd_client.vllm.prompt_queue import JUDGED_AT_ONCE, MAX_AHEAD
 from kvoffd_client.vllm.waits import MAX_RETRY_PAUSE_S
 from kvoffd_proto.errors import ErrorCode
@@ -257,8 +257,8 @@ def test_a_prompt_whose_next_block_is_stored_in_every_step_waits_no_longer_than_
 def test_blocks_that_were_not_stored_outdate_no_answer(make: Make) -> None:
     engine = make()
     key, before = b"k" * KEY_BYTES, engine.client.stored.count
-    failed = WorkerReport(failed_jobs={1: FailedJob(ErrorCode.NO_SPACE, [GroupKeys(0, key)])})
-    engine.manager.workers_report(failed)
+    failed = WorkerNews(failed_jobs={1: FailedJob(ErrorCode.NO_SPACE, [GroupKeys(0, key)])})
+    engine.manager.handle_news(failed)
     context = ReqContext("r")
     for count in (0, 1):  # the second time it is stored
         engine.manager.complete_store([OffloadKey(key + bytes(GROUP_ID_BYTES))], context)

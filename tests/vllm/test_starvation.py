@@ -12,6 +12,7 @@ import pytest
 from vllm.lora.request import LoRARequest
 from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheGroupSpec, SlidingWindowSpec
 
+from kvoffd_client.vllm.engine_namespace import Search
 from kvoffd_client.vllm.load_admission import LONGEST_TURN_S
 from kvoffd_client.vllm.log import logger
 from tests.kit.amount import TIMES
@@ -203,7 +204,7 @@ def test_states_are_stored_though_it_is_too_early_or_much_is_being_stored(make: 
     engine = make(FULL, STATE, blocks=101, mamba_cache_mode="align", max_num_batched_tokens=128)
     engine.answers = not late
     engine.manager.harm.prefill.tokens_per_second = 1e6  # the answer is not waited for
-    engine.manager._outstanding_bytes = 0 if late else 1 << 40
+    engine.manager.stores.outstanding_bytes = 0 if late else 1 << 40
     request = engine.add("r", prompt(1, 10), max_tokens=8)
     for _ in range(6):
         engine.step()
@@ -257,7 +258,7 @@ def test_after_a_reset_a_prompt_does_not_wait_for_a_daemon_that_is_gone(make: Ma
     engine.step()
     engine.connector.reset_cache()
     if found:
-        namespace.current, namespace._waiting_since = before, engine.clock()
+        namespace.current, namespace._search, namespace._search_began = before, Search.FOUND, engine.clock()
         engine.register(registered=False)
     engine.add("r", prompt(1, 5))
     assert engine.step().num_scheduled_tokens

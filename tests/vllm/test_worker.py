@@ -27,8 +27,8 @@ from kvoffd_client.vllm import kv_memory
 from kvoffd_client.vllm import spec as spec_module
 from kvoffd_client.vllm import worker as worker_module
 from kvoffd_client.vllm.config import ConnectorOptions
-from kvoffd_client.vllm.connector_metadata import FailedJob, KeyedSpec, WorkerReport
-from kvoffd_client.vllm.engine_namespace import EngineNamespace, MemoryReport
+from kvoffd_client.vllm.connector_metadata import FailedJob, KeyedSpec, WorkerNews
+from kvoffd_client.vllm.engine_namespace import EngineNamespace, MemoryState
 from kvoffd_client.vllm.kv_memory import NotShareable, RecordedEvent, SharedKvMemory, registration_of
 from kvoffd_client.vllm.spec import KvoffdSpec
 from kvoffd_client.vllm.worker import KvoffdWorker
@@ -69,7 +69,7 @@ def failures(worker: KvoffdWorker) -> dict[int, FailedJob]:
     """The failures of the jobs that have ended, of which vLLM knows no more than that."""
     ended = worker.get_finished()
     assert all((one.success, one.transfer_size, one.transfer_time) == (True, None, None) for one in ended)
-    failed = worker.take_report().failed_jobs
+    failed = worker.take_news().failed_jobs
     assert sorted(failed) == sorted(one.job_id for one in ended)
     return failed
 
@@ -273,7 +273,7 @@ def test_blocks_go_to_their_groups_and_places_in_keys() -> None:
 
 
 def test_reports_of_ranks_are_merged() -> None:
-    first, second = WorkerReport(credit_bytes=500, waited_s=0.1), WorkerReport(credit_bytes=300)
+    first, second = WorkerNews(credit_bytes=500, waited_s=0.1), WorkerNews(credit_bytes=300)
     for meta in (first, second):
         meta.mark_completed(1)
     second.mark_completed(2)
@@ -291,14 +291,14 @@ def test_reports_of_ranks_are_merged() -> None:
 def test_reports_of_pipeline_stages_that_sample_nothing_arrive(stages: int) -> None:
     """Only the last stage samples. The others' outputs are empty but for what the connector has to say, or wholly."""
 
-    def output_of(report: WorkerReport | None, **transfers: Any) -> ModelRunnerOutput:
+    def output_of(report: WorkerNews | None, **transfers: Any) -> ModelRunnerOutput:
         return ModelRunnerOutput.with_kv_conn_output_only(
             KVConnectorOutput(kv_connector_worker_meta=report, **transfers)
         )
 
-    def report_of(rank: int) -> WorkerReport:
-        memory = MemoryReport(ONE, f"weights of {rank}", 0, registered=ONE.fingerprint)
-        return WorkerReport(completed_jobs={7: 1}, credit_bytes=100 * (stages - rank), memory={rank: memory})
+    def report_of(rank: int) -> WorkerNews:
+        memory = MemoryState(ONE, f"weights of {rank}", 0, registered=ONE.fingerprint)
+        return WorkerNews(completed_jobs={7: 1}, credit_bytes=100 * (stages - rank), memory={rank: memory})
 
     aggregator = KVOutputAggregator(stages)
     last = stages - 1
@@ -313,12 +313,12 @@ def test_reports_of_pipeline_stages_that_sample_nothing_arrive(stages: int) -> N
     assert second is not None
     assert second.kv_connector_output is not None
     assert second.kv_connector_output.finished_recving == second.kv_connector_output.failed_recving == {"r"}
-    reports = [cast(WorkerReport, one.kv_connector_output.kv_connector_worker_meta) for one in (first, second)]
+    reports = [cast(WorkerNews, one.kv_connector_output.kv_connector_worker_meta) for one in (first, second)]
     assert [one.completed_jobs for one in reports] == [{7: last}, {7: 1}]
     namespace = EngineNamespace(stages, lambda _: None, time.monotonic)
-    namespace.report(reports[0].memory)
+    namespace.update(reports[0].memory)
     assert namespace.current is None, "the last stage has reported nothing"
-    namespace.report(reports[1].memory)
+    namespace.update(reports[1].memory)
     assert namespace.current is not None
 
 
@@ -339,7 +339,7 @@ def test_jobs_of_a_step_are_one_message_and_their_results_come_back() -> None:
     client.results = [JobResult(1, True, 1024, 0.5), JobResult(2, True, 2048, 0.25)]
     found = [(one.job_id, one.success, one.transfer_size, one.transfer_time) for one in worker.get_finished()]
     assert found == [(1, True, 1024, 0.5), (2, True, 2048, 0.25)]
-    report = worker.take_report()
+    report = worker.take_news()
     assert (report.failed_jobs, report.load_times) == ({}, {2: (64, 0.25)})
 
 
@@ -492,7 +492,7 @@ def test_a_fence_waits_for_the_kernels_before_it_and_gives_nothing_up(gpu: Gpu) 
     fence.join(WAIT_S)
     [client, _] = gpu.clients
     assert (list(client.stores), list(client.loads), client.fences) == ([1], [2], [([1, 2], 1.5)])
-    report = gpu.worker.take_report()
+    report = gpu.worker.take_news()
     assert not report.failed_jobs
     assert report.waited_s < FENCE_PATIENCE_S, "the kernels' time is none that stores cost"
 

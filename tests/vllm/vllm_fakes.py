@@ -104,6 +104,9 @@ class FakeSchedulerClient:
 
     def poll(self) -> None: ...
 
+    def show_used(self, groups: Sequence[GroupKeys], *, giver: int) -> None:
+        self.release(self.lookup(groups, reported=True, giver=giver).lease_id)
+
     def release(self, lease_id: int) -> None:
         self.released.append(lease_id)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,10 +22,13 @@ if TYPE_CHECKING:
     from vllm.config import LoRAConfig
     from vllm.lora.request import LoRARequest
 
-    from kvoffd_client.vllm.engine_namespace import EngineNamespace, MemoryReport
+    from kvoffd_client.vllm.engine_namespace import EngineNamespace, MemoryState
+    from kvoffd_client.vllm.request_state import RequestState
 
 UNREADABLE = b""
 """Replaces the digest of an adapter that could not be read."""
+SEVERAL = b"several"
+"""Replaces the digest of an adapter of which vLLM's own cache may have blocks of more than one content."""
 MAX_REMEMBERED = 10_000
 """Most adapters whose digests a worker remembers."""
 MAX_CACHED = 100_000
@@ -73,7 +77,9 @@ class LiveAdapters:
 
     def read_ahead(self, wanted: Iterable[LoRARequest]) -> None:
         """Read adapters that vLLM has not loaded. When it loads them, it gets these instead of their files."""
-        for lora in wanted if self._read is not None else ():
+        if self._read is None:
+            return
+        for lora in wanted:
             number = lora.lora_int_id
             if number in self._loaded_numbers():
                 if number in self._contents:
@@ -83,7 +89,7 @@ class LiveAdapters:
                     self._mark_unreadable(number)
                 continue
             try:
-                adapter = self._read(lora)  # type: ignore[misc]
+                adapter = self._read(lora)
             except Exception as error:  # of the file system, the checkpoint or vLLM
                 logger.warning("kvoffd: the LoRA adapter %s could not be read: %s", lora.lora_name, error)
                 self._mark_unreadable(number)
@@ -168,22 +174,65 @@ def _parts(name: str, value: Any) -> Iterator[tuple[str, object]]:
         yield from _parts(name, vars(value))
 
 
+@dataclass(slots=True, eq=False)
+class RequestAdapter:
+    """A request's LoRA adapter, as far as it is known.
+
+    Attributes:
+        content: digest of its content; empty if the request has none, and while it is unknown.
+        asked_at: time when the workers were first asked for it; None before.
+    """
+
+    content: bytes = b""
+    asked_at: float | None = None
+
+
 class AdapterContents:
     """The scheduler half's knowledge of adapters. vLLM's own cache distinguishes them by name and path.
 
     While it may have blocks of two contents for one of them, requests of that one do not use kvoffd.
+
+    Args:
+        clock: clock such as time.monotonic().
     """
 
-    def __init__(self, namespace: EngineNamespace) -> None:
-        self._namespace = namespace
+    def __init__(self, namespace: EngineNamespace, clock: Callable[[], float]) -> None:
+        self._namespace, self._clock = namespace, clock
         self._wanted: dict[int, LoRARequest] = {}
         """Adapters that workers must read in the next step, unless they are loaded, by number."""
         self._has_asked = False
         """Whether ask() added one: at most one per step, which waits while it is read."""
-        self._cached: dict[tuple[str, str], set[bytes]] = {}
-        """Contents of which vLLM's own cache may have blocks, by name and path."""
+        self._cached: dict[tuple[str, str], bytes] = {}
+        """Content of which vLLM's own cache may have blocks, or SEVERAL, by name and path."""
         self._digests: dict[tuple[int, int], bytes] = {}
         """Digests that workers reported last since a reset, by rank and number."""
+
+    def identify(self, state: RequestState) -> bool:
+        """Find the content of a request's adapter; if it is unusable, disable the request. False if it is pending."""
+        adapter = state.request.lora_request
+        if adapter is None or state.adapter.content or state.disabled:
+            return True
+        content = self.content_of(adapter)
+        state.adapter.content, state.disabled = content or b"", content == UNREADABLE
+        return content is not None
+
+    def awaits(self, state: RequestState) -> bool:
+        """Ask the workers for a request's adapter if it is unknown; return whether the request still waits for it."""
+        if state.request.lora_request is None or self.identify(state):
+            return False
+        own, now = state.adapter, self._clock()
+        own.asked_at = now if own.asked_at is None else own.asked_at
+        may_come = self._namespace.current is not None or self._namespace.pending()
+        if may_come and now - own.asked_at < ANSWER_PATIENCE_S:
+            self.ask(state.request.lora_request)
+            return True
+        self.compute_unknown(state.request.lora_request)
+        state.disabled = True
+        return False
+
+    def compute_unknown(self, adapter: LoRARequest) -> None:
+        """Record that vLLM computes with an adapter of unknown content."""
+        self._record(adapter, SEVERAL)
 
     def content_of(self, adapter: LoRARequest) -> bytes | None:
         """Return the digest of an adapter's content; None if it is not known yet, UNREADABLE if kvoffd must not be
@@ -194,9 +243,9 @@ class AdapterContents:
         cached = self._record(adapter, content)
         if content == UNREADABLE:
             problem = "cannot be read in the workers' memory"
-        elif not cached:
+        elif cached is None:
             problem = f"exceeds the limit of {MAX_CACHED} adapters"
-        elif cached != {content}:
+        elif cached == SEVERAL:
             problem = "was loaded again with another content"
         else:
             return content
@@ -223,35 +272,31 @@ class AdapterContents:
         wanted, self._wanted, self._has_asked = list(self._wanted.values()), {}, False
         return wanted
 
-    def compute_unknown(self, adapter: LoRARequest) -> None:
-        """Record that vLLM computes with an adapter of unknown content."""
-        self._record(adapter, UNREADABLE)
-
-    def record_reports(self, reports: Mapping[int, MemoryReport], begun: Iterable[LoRARequest]) -> None:
-        """Record the reported contents of ``begun``: adapters that vLLM computes with."""
+    def update(self, states: Mapping[int, MemoryState], begun: Iterable[LoRARequest]) -> None:
+        """Record the contents of ``begun``, adapters that vLLM computes with, by new memory states."""
         if len(self._digests) > MAX_CACHED:
             self._digests.clear()
         changed = set[int]()
-        for rank, report in reports.items():
-            for number, (_, digest) in (report.adapters or {}).items():
+        for rank, state in states.items():
+            for number, (_, digest) in (state.adapters or {}).items():
                 if self._digests.setdefault((rank, number), digest) != digest:
                     self._digests[rank, number] = digest
                     changed.add(number)
         for adapter in begun:
             content = self._namespace.adapter(adapter.lora_int_id, adapter.lora_path)
             if adapter.lora_int_id in changed:
-                content = UNREADABLE
+                content = SEVERAL
             if content is not None:
                 self._record(adapter, content)
 
-    def _record(self, adapter: LoRARequest, content: bytes) -> set[bytes]:
-        """Record a content and return all that vLLM may have in its cache; empty beyond MAX_CACHED."""
+    def _record(self, adapter: LoRARequest, content: bytes) -> bytes | None:
+        """Record a content, and return that of the adapter's blocks in vLLM's cache; None beyond MAX_CACHED."""
         name = adapter.lora_name, adapter.lora_path
         if name not in self._cached and len(self._cached) >= MAX_CACHED:
-            return set()
-        cached = self._cached.setdefault(name, set())
-        cached.add(content)
-        return cached
+            return None
+        if self._cached.setdefault(name, content) != content:
+            self._cached[name] = SEVERAL
+        return self._cached[name]
 
     def engine_cache_reset(self) -> None:
         """Record that vLLM's own cache is empty."""

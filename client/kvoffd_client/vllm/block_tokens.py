@@ -32,7 +32,8 @@ class BlockTokens(NamedTuple):
     token_ids: bytes
 
     @property
-    def is_first(self) -> bool:
+    def begins_prompt(self) -> bool:
+        """Whether no block is before it."""
         return not any(self.parent[:-GROUP_ID_BYTES])
 
 
@@ -58,6 +59,11 @@ class HostBlockEvents:
     A block is published once its tokens are known and its parent was published, or if it begins a prompt: some routers
     require that. The tokens come with the event of its store; for older blocks, from the engine's own requests whose
     lookups find them.
+
+    The daemon's events wait in ``_waiting``. ``take`` applies some of them in each step: a store's tokens go to
+    ``_known``, its keys to ``_published`` and a vLLM event to ``_made``; a removal takes keys out of ``_published``.
+    When all is cleared, the published keys become ``_withdrawn``: ``take`` publishes their removal bit by bit, unless
+    they are stored again before. It returns what is in ``_made``.
 
     Routers count in the engine's blocks. If a key covers several, the hashes before the last one are computed from the
     tokens as vLLM does.
@@ -85,9 +91,13 @@ class HostBlockEvents:
         self._published: dict[str, dict[bytes, list[bytes]]] = {MEDIUM_CPU: {}, MEDIUM_STORAGE: {}}
         """Published keys by medium, with the hashes of the engine's blocks before the last one."""
         self._known: OrderedDict[bytes, BlockTokens] = OrderedDict()
+        """Tokens of blocks by key, published or not, the oldest first."""
         self._waiting: deque[KvEvent] = deque()
+        """Events of the daemon that are not applied yet."""
         self._made: list[KVCacheEvent] = []
+        """Events of vLLM for the next ``take``."""
         self._cleared: KVCacheEvent | None = None
+        """The engine's last event that its own blocks are cleared."""
         self._withdrawn: dict[str, dict[bytes, tuple[int, list[bytes]]]] = {MEDIUM_CPU: {}, MEDIUM_STORAGE: {}}
         """Keys of cleared blocks by medium, whose removal is unpublished, with group and hashes as in _published."""
 
@@ -120,13 +130,15 @@ class HostBlockEvents:
 
         ``ends`` has for each key the number of tokens up to the block's end.
         """
-        origins = {}
-        for index, group in self.groups.items() if hashed_by_tokens(request) else ():
+        origins: dict[int, tuple[bytes, bytes]] = {}
+        if not hashed_by_tokens(request):
+            return origins
+        for index, group in self.groups.items():
             chain, size = group.keys(request.block_hashes), group.tokens_per_chunk
             places = [end // size - 1 for key, end in ends.items() if key.endswith(group.suffix)]
             blocks = [tokens_of(request, chain, place, size) for place in places]
-            parents = b"".join([one.parent[:-GROUP_ID_BYTES] for one in blocks])
-            origins[index] = parents, b"".join([one.token_ids for one in blocks])
+            parents = b"".join([block.parent[:-GROUP_ID_BYTES] for block in blocks])
+            origins[index] = parents, b"".join([block.token_ids for block in blocks])
         return origins
 
     def handle_engine_events(self, events: Iterable[KVCacheEvent]) -> None:
@@ -188,7 +200,9 @@ class HostBlockEvents:
             known = self._known.get(key)
             if known is None or key in published:
                 continue
-            if not known.is_first and not any(known.parent in one for one in self._published.values()):
+            if not known.begins_prompt and not any(
+                known.parent in keys_of_medium for keys_of_medium in self._published.values()
+            ):
                 continue
             if (withdrawn := self._withdrawn[medium].pop(key, None)) is not None:  # to readers it was never removed
                 published[key], event = withdrawn[1], None
@@ -196,7 +210,7 @@ class HostBlockEvents:
             if (inner := self._inner_hashes(group, key, known)) is None:
                 continue
             if event is None or known.parent != last:
-                parent = None if known.is_first else _external(known.parent)
+                parent = None if known.begins_prompt else _external(known.parent)
                 size = group.tokens_per_chunk // self._blocks_per_chunk
                 event = BlockStored([], parent, [], size, None, medium, None)
                 event.group_idx, event.kv_cache_spec_kind = group.group_id, self._kinds[index]
@@ -224,7 +238,7 @@ class HostBlockEvents:
         if self._blocks_per_chunk == 1:
             return []
         tokens, size = memoryview(known.token_ids).cast("I"), group.tokens_per_chunk // group.hashes_per_chunk
-        last = None if known.is_first else BlockHash(known.parent[:-GROUP_ID_BYTES])
+        last = None if known.begins_prompt else BlockHash(known.parent[:-GROUP_ID_BYTES])
         hashes: list[bytes] = []
         for at in range(0, len(tokens), size):
             last = hash_block_tokens(self._hash_function, last, tokens[at : at + size])

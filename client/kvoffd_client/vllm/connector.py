@@ -31,31 +31,24 @@ require_vllm()
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole, KVConnectorTransferResults
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.platforms import current_platform
 from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.kv_cache_interface import (
-    AttentionSpec,
-    FullAttentionSpec,
-    MambaSpec,
-    get_kv_cache_spec_kind,
-    iter_layer_specs,
-)
+from vllm.v1.kv_cache_interface import MambaSpec, iter_layer_specs
 
 from kvoffd_client.vllm.adapters import LiveAdapters
 from kvoffd_client.vllm.block_tokens import HostBlockEvents
 from kvoffd_client.vllm.config import check_engine, check_groups, machine_id, parse_options
-from kvoffd_client.vllm.connector_metadata import ConnectorMetadata, WorkerReport
-from kvoffd_client.vllm.do_no_harm import largest_chunk_of, step_tokens_of
-from kvoffd_client.vllm.engine_namespace import MemoryReport
+from kvoffd_client.vllm.connector_metadata import ConnectorMetadata, WorkerNews
+from kvoffd_client.vllm.engine_facts import facts_of
+from kvoffd_client.vllm.engine_namespace import MemoryState
 from kvoffd_client.vllm.fingerprint import collect_factors, label_of, namespace_of
 from kvoffd_client.vllm.live_weights import LiveWeights, has_experts_elsewhere
-from kvoffd_client.vllm.load_admission import LoadAdmission
+from kvoffd_client.vllm.load_admission import Admission, LoadAdmission
 from kvoffd_client.vllm.log import is_no_refusal, logger
 from kvoffd_client.vllm.manager import KvoffdManager
-from kvoffd_client.vllm.request_lookups import ASSUMED_CPU_RATE, ASSUMED_RATE
-from kvoffd_client.vllm.scans import scan_bytes
+from kvoffd_client.vllm.request_state import RequestState
+from kvoffd_client.vllm.scans import search_bytes
 from kvoffd_client.vllm.spec import KvoffdSpec, name_spec
 from kvoffd_client.vllm.worker import KvoffdWorker
 
@@ -102,7 +95,7 @@ class KvoffdConnector(OffloadingConnector):
             self._adapters = LiveAdapters(None, None, self._weights.mark_changed)
             self._digest: str | None = None
             self._generation = 0
-            self._last_memory: MemoryReport | None = None
+            self._last_memory: MemoryState | None = None
             return
         if unknown:
             keys = ", ".join(sorted(unknown))
@@ -113,56 +106,28 @@ class KvoffdConnector(OffloadingConnector):
             logger.warning("kvoffd: %s", sentence)
         logging.getLogger(STORE_LOGGER).addFilter(is_no_refusal)
         self._manager: KvoffdManager = self.connector_scheduler.manager
-        self._lookups = self._manager.lookups
-        scan_bytes(self.connector_scheduler, self._manager.results_of)
+        self._turns, requests = self._manager.turns, self._manager.requests
+        search_bytes(self.connector_scheduler, self._manager.groups, lambda request_id: requests[request_id].scan)
         self._admission = LoadAdmission(
             vllm_config, kv_cache_config, clock=self._manager.clock, is_loading=self._manager.is_loading
         )
-        offloading = build_offloading_config(vllm_config, kv_cache_config)
-        self._block_tokens = min(group.tokens_per_block for group in offloading.groups)
-        speculation = vllm_config.speculative_config
-        self._drafts = speculation is not None
-        self._read_ahead_tokens = vllm_config.num_prefill_lookahead_tokens
-        largest = max(group.tokens_per_block for group in offloading.groups)
-        self._chunk_tokens = largest * offloading.cache.blocks_per_chunk
-        drops_block = speculation is not None and speculation.use_eagle_block_drop()
-        groups = [kv_cache_config.kv_cache_groups[group.group_id] for group in offloading.groups]
-        specs = [next(iter(iter_layer_specs(one.kv_cache_spec))) for one in groups]
-        self._full_attention_groups = [index for index, spec in enumerate(specs) if isinstance(spec, FullAttentionSpec)]
-        pages = [spec.page_size_bytes * len(one.layer_names) for spec, one in zip(specs, groups, strict=True)]
-        self._lookups.enabled, self._manager.stores = transfer_config.is_kv_consumer, transfer_config.is_kv_producer
-        self._tail_tokens = offloading.cache.tokens_per_hash * self.connector_scheduler.config.supports_partial_tail
-        self._group_ids = [group.group_id for group in offloading.groups]
-        self._manager.begin_engine(
-            shard_bytes=[page * offloading.cache.blocks_per_chunk for page in pages],
-            most_running=vllm_config.max_concurrent_batches,
-            largest_chunk=largest_chunk_of(vllm_config.scheduler_config),
-            step_tokens=step_tokens_of(vllm_config.scheduler_config),
-            by_priority=vllm_config.scheduler_config.policy == "priority",
-            rests=vllm_config.parallel_config.data_parallel_size == 1,
-            state_groups=[
-                index for index, spec in enumerate(specs) if getattr(spec, "mamba_cache_mode", "") == "align"
-            ],
-            only_prefixes=len(self._full_attention_groups) == len(groups),
-            tail_tokens=self._tail_tokens,
-            assumed_rate=ASSUMED_CPU_RATE if current_platform.is_cpu() else ASSUMED_RATE,
+        self._manager.lookups.enabled = transfer_config.is_kv_consumer
+        self._manager.stores.enabled = transfer_config.is_kv_producer
+        engine, self._cache = facts_of(
+            vllm_config, kv_cache_config, stores_tails=self.connector_scheduler.config.supports_partial_tail
         )
-        if offloading.enable_kv_cache_events:
-            self._manager.events = HostBlockEvents(
-                {index: self._manager.groups[index] for index in self._full_attention_groups},
-                {index: get_kv_cache_spec_kind(specs[index]).value for index in self._full_attention_groups},
-                offloading.cache.blocks_per_chunk,
+        self._manager.begin_engine(engine)
+        self._tail_tokens = engine.tail_tokens
+        self._has_drafts = vllm_config.speculative_config is not None
+        self._read_ahead_tokens = vllm_config.num_prefill_lookahead_tokens
+        if engine.publishes_events:
+            self._manager.stores.events = HostBlockEvents(
+                {index: self._manager.groups[index] for index in self._cache.full_attention},
+                self._cache.full_attention,
+                self._cache.blocks_per_chunk,
                 get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo),
             )
-        self._has_windows_or_states = len(self._full_attention_groups) < len(groups)
-        self._dropped_tokens = self._block_tokens if drops_block and not self._has_windows_or_states else 0
-        """Tokens that vLLM finds in its own cache and computes again, for the hidden states that EAGLE and MTP read."""
         self._pool: BlockPool | None = None
-        self._attention_groups = [
-            group.group_id
-            for group, spec in zip(offloading.groups, specs, strict=True)
-            if isinstance(spec, AttentionSpec)
-        ]
         self._new_blocks, self._begun_blocks = set[int](), set[int]()
         """Ids of this step's newly allocated blocks, and of all attention blocks of requests that leave the queue."""
         self._reset_since_step = False
@@ -182,8 +147,8 @@ class KvoffdConnector(OffloadingConnector):
         self._digest = weights.digest()
         manager = getattr(weights.runner, "lora_manager", None)
         self._adapters = LiveAdapters(manager, config.lora_config, weights.mark_changed)
-        specs = [one for group in cache.kv_cache_groups for one in iter_layer_specs(group.kv_cache_spec)]
-        writes_early = cache.needs_kv_cache_zeroing or any(isinstance(one, MambaSpec) for one in specs)
+        specs = [spec for group in cache.kv_cache_groups for spec in iter_layer_specs(group.kv_cache_spec)]
+        writes_early = cache.needs_kv_cache_zeroing or any(isinstance(spec, MambaSpec) for spec in specs)
         is_patched = patch_v2_runner_fence(weights.runner, super().handle_preemptions)
         if config.use_v2_model_runner and writes_early and not is_patched:
             raise ValueError(
@@ -242,15 +207,15 @@ class KvoffdConnector(OffloadingConnector):
         failed, worker.failed_requests = worker.failed_requests, set()
         return KVConnectorTransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
 
-    def build_connector_worker_meta(self) -> WorkerReport | None:
-        """Return this worker's report to the scheduler half; None if there is nothing new."""
+    def build_connector_worker_meta(self) -> WorkerNews | None:
+        """Return this worker's news for the scheduler half; None if there are none."""
         ended = super().build_connector_worker_meta()
         if self.connector_worker is None or not isinstance(worker := self.connector_worker.worker, KvoffdWorker):
             return None
-        report, spec = worker.take_report(), self.connector_worker.spec
+        news, spec = worker.take_news(), self.connector_worker.spec
         if ended is not None:
-            report.completed_jobs, report.transfer_stats = ended.completed_jobs, ended.transfer_stats
-        memory = MemoryReport(
+            news.completed_jobs, news.transfer_stats = ended.completed_jobs, ended.transfer_stats
+        memory = MemoryState(
             spec.namespace,
             self._digest,
             self._generation,
@@ -262,8 +227,8 @@ class KvoffdConnector(OffloadingConnector):
             worker.daemon,
         )
         if memory != self._last_memory:
-            report.memory[spec.config.parallel.rank] = self._last_memory = memory
-        return report if report != WorkerReport() else None
+            news.memory[spec.config.parallel.rank] = self._last_memory = memory
+        return news if news != WorkerNews() else None
 
     def unregister_kv_caches(self) -> None:
         """Release the memory before sleep (0.33), when no transfer is running."""
@@ -286,7 +251,7 @@ class KvoffdConnector(OffloadingConnector):
     def on_new_request(self, request: Request) -> None:
         """As vLLM's; also looks up all keys of the request if few others are before it."""
         super().on_new_request(request)
-        self._lookups.arrived(request)
+        self._manager.lookups.arrived(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """As vLLM's, whose scan sees one answer, read or renewed here.
@@ -302,66 +267,66 @@ class KvoffdConnector(OffloadingConnector):
             return 0, False
         return tokens, bool(tokens)  # loads never are a part of a step, see REFUSED
 
-    def _find(self, request: Request, num_computed_tokens: int) -> int | None:
-        """Return the tokens to load for a request; None if it waits."""
-        lookups = self._lookups
-        if lookups.is_waiting(request.request_id, num_computed_tokens):
+    def _find(self, request: Request, computed: int) -> int | None:
+        """Return the tokens to load for a request, of which ``computed`` are in vLLM's own cache; None if it waits."""
+        manager, turns = self._manager, self._turns
+        if turns.is_waiting(request.request_id, computed):
             return None
-        if self._admission.has_deferred and lookups.scanned(request, num_computed_tokens):
+        state = manager.requests[request.request_id]
+        if self._admission.has_deferred and (found := turns.found_before(state, computed)) and found.tokens:
             return None  # it waits for space behind another load
-        self._manager.namespace.ask()
-        if not lookups.awaits_adapter(request):
-            usable = (request.num_tokens - 1) // self._block_tokens * self._block_tokens
-            if num_computed_tokens:
-                usable -= self._dropped_tokens
-            has_all, has_tail = num_computed_tokens >= usable, self._has_tail(request, num_computed_tokens)
-            if lookups.prepare_scan(request, num_computed_tokens, engine_has_all=has_all, engine_has_tail=has_tail):
-                return self._find_load(request, num_computed_tokens)
-        return None
+        manager.namespace.ask()
+        if manager.adapters.awaits(state):
+            return None
+        has_all = computed >= self._cache.usable_tokens(request.num_tokens, computed)
+        has_tail = self._has_tail(request, computed)
+        if not turns.prepare_scan(state, computed, engine_has_all=has_all, engine_has_tail=has_tail):
+            return None
+        if (found := turns.found_before(state, computed)) is None:
+            tokens = self._scan(state, computed)
+            turns.record_scan(state, computed, tokens)
+        else:
+            tokens = found.tokens
+        return None if tokens is None else self._admit(state, computed, tokens)
 
-    def _has_tail(self, request: Request, num_computed_tokens: int) -> bool:
+    def _has_tail(self, request: Request, computed: int) -> bool:
         """Return whether vLLM's own cache has a prompt's longest tail too: it tells connectors of whole blocks only.
 
         False with drafts, whose tails have another hash in 0.33.
         """
         last = (request.num_prompt_tokens - 1) // self._tail_tokens if self._tail_tokens else 0
-        beyond = last * self._tail_tokens - num_computed_tokens
-        if not self._pool or not 0 < beyond < self._block_tokens or last > len(request.block_hashes) or self._drafts:
+        beyond, hashes = last * self._tail_tokens - computed, request.block_hashes
+        if self._pool is None or not 0 < beyond < self._cache.block_tokens or last > len(hashes) or self._has_drafts:
             return False
-        return bool(self._pool.get_cached_block(request.block_hashes[last - 1], self._group_ids))
+        return bool(self._pool.get_cached_block(hashes[last - 1], self._cache.group_ids))
 
-    def _find_load(self, request: Request, num_computed_tokens: int) -> int | None:
-        """Return the tokens to load from the prepared scan; None if the request waits."""
-        manager, name = self._manager, request.request_id
-        if (tokens := self._lookups.scanned(request, num_computed_tokens)) is None:
-            tokens = self._scan(request, num_computed_tokens)
-            self._lookups.record_scan(request, num_computed_tokens, tokens)
-            if tokens is None:
-                return None
-        if self._full_attention_groups and self._has_windows_or_states:
-            self._mark_shared_prefix(request, num_computed_tokens + tokens)
-        if tokens and manager.skips_load(name, tokens):
-            tokens = 0
-        admitted = self._admission.admits(request, num_computed_tokens + tokens, loads=tokens > 0)
-        if admitted is False:
-            manager.refuse_load(name)
-            return 0
-        return tokens if admitted else None
-
-    def _scan(self, request: Request, num_computed_tokens: int) -> int | None:
+    def _scan(self, state: RequestState, computed: int) -> int | None:
         """Return the tokens that can be loaded by vLLM's scan of the answer; None if the request must wait."""
-        tokens, _ = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        if (may_scan := self._lookups.look_up_tails(request, num_computed_tokens)) is not None:
-            if not may_scan:
+        request = state.request
+        tokens, _ = super().get_num_new_matched_tokens(request, computed)
+        if state.scan.wanted_tails:
+            if not self._turns.look_up_tails(state, computed):
                 return None
-            tokens, _ = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        # vLLM defers a request for a tail only without other hits.
-        if self._lookups.requests[request.request_id].awaits_tail:
+            tokens, _ = super().get_num_new_matched_tokens(request, computed)
+        if state.scan.awaits_tail:  # vLLM defers a request for a tail only without other hits
             return None
-        while tokens and self._needs_two_images(request, num_computed_tokens + tokens):
-            most = (num_computed_tokens + tokens - 1) // self._chunk_tokens * self._chunk_tokens - num_computed_tokens
-            tokens, _ = self.connector_scheduler.get_num_new_matched_tokens(request, num_computed_tokens, max(most, 0))
+        while tokens and self._needs_two_images(request, computed + tokens):
+            size = self._cache.chunk_tokens
+            most = (computed + tokens - 1) // size * size - computed
+            tokens, _ = self.connector_scheduler.get_num_new_matched_tokens(request, computed, max(most, 0))
         return tokens
+
+    def _admit(self, state: RequestState, computed: int, tokens: int) -> int | None:
+        """Return how many of the ``tokens`` found are loaded now; None if the request waits for other loads."""
+        if self._cache.full_attention and self._cache.has_windows_or_states:
+            self._mark_shared_prefix(state, computed + tokens)
+        if not tokens or self._manager.skips_load(state, tokens):
+            return 0 if self._admission.admits_compute(state.request, computed) else None
+        admission = self._admission.admit_load(state.request, computed + tokens)
+        if admission is Admission.ONLY_COMPUTE:
+            self._manager.refuse_load(state)
+            return 0
+        return tokens if admission is Admission.LOAD else None
 
     def _needs_two_images(self, request: Request, end: int) -> bool:
         """Return whether the token behind a hit is an image's, and those that a draft reads ahead another image's.
@@ -378,9 +343,9 @@ class KvoffdConnector(OffloadingConnector):
         if HAS_DEFECTS_OF_0_32:
             ids = [block.block_id for group in blocks.blocks for block in group if not block.is_null]
             record_scheduled_blocks(self.connector_scheduler, ids)
-        for group in self._attention_groups:
+        for group in self._cache.attention_ids:
             self._begun_blocks.update([block.block_id for block in blocks.blocks[group]])
-        self._admission.record_scheduled(request, computed_s=num_external_tokens / self._lookups.expected_rate)
+        self._admission.record_scheduled(request, computed_s=num_external_tokens / self._manager.times.rate)
         self._manager.scheduled(request, num_external_tokens)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
@@ -392,10 +357,10 @@ class KvoffdConnector(OffloadingConnector):
         self._manager.step_begins(scheduler_output.num_scheduled_tokens.values())
         if scheduler_output.total_num_scheduled_tokens > 0:
             namespace.ask()  # these tokens need a digest of the weights
-        if self._manager.events is not None and self._pool is not None:
-            self._manager.events.handle_engine_events(self._pool.kv_event_queue)
+        if (events := self._manager.stores.events) is not None and self._pool is not None:
+            events.handle_engine_events(self._pool.kv_event_queue)
         if HAS_DEFECTS_OF_0_32 and new:
-            forget_session_blocks(scheduler, [one.req_id for one in new])
+            forget_session_blocks(scheduler, [each.req_id for each in new])
         meta = super().build_connector_meta(self._as_vllm_reads_it(scheduler_output))
         starts_stores = bool(meta.store_jobs) and not scheduler_output.total_num_scheduled_tokens
         self._has_unsent_stores = bool(meta.store_jobs) and not starts_stores
@@ -422,13 +387,13 @@ class KvoffdConnector(OffloadingConnector):
             return False
         if getattr(self.connector_scheduler, "_reset_fence", None):
             return True
-        return self._manager.events is not None or self._has_unsent_stores or self._manager.is_busy
+        return self._manager.stores.events is not None or self._has_unsent_stores or self._manager.is_busy
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """As vLLM's; first handles the workers' reports, so that failed blocks are not used again."""
-        report = connector_output.kv_connector_worker_meta
-        if isinstance(report, WorkerReport):
-            self._manager.workers_report(report)
+        """As vLLM's; first handles the workers' news, so that failed blocks are not used again."""
+        news = connector_output.kv_connector_worker_meta
+        if isinstance(news, WorkerNews):
+            self._manager.handle_news(news)
         super().update_connector_output(connector_output)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
@@ -490,14 +455,17 @@ class KvoffdConnector(OffloadingConnector):
         gauge = functools.partial(metric_types[Gauge], multiprocess_mode="mostrecent")
         return super().build_prom_metrics(vllm_config, {**metric_types, Gauge: gauge}, *args)
 
-    def _mark_shared_prefix(self, request: Request, found: int) -> None:
+    def _mark_shared_prefix(self, state: RequestState, found: int) -> None:
         """Make vLLM keep and offer the windows and states at the end of the prefix that the daemon has.
 
         vLLM keeps those at the end of each prompt, and where prompts in its own cache diverge. Without this, a common
         prefix of prompts that never meet there would get no window or state, and never be a hit.
         ``found`` tokens are loaded or in vLLM's own cache.
         """
-        tokens = min(self._lookups.ready_tokens(request, index) for index in self._full_attention_groups)
+        if (answer := state.answer) is None:
+            return
+        request, groups = state.request, self._manager.groups
+        tokens = min(answer.leading_ready(at) * groups[at].tokens_per_chunk for at in self._cache.full_attention)
         if found < tokens < request.num_prompt_tokens:
             request.shared_prefix_boundary = max(request.shared_prefix_boundary, tokens)
 
@@ -512,15 +480,15 @@ class KvoffdConnector(OffloadingConnector):
         vLLM asserts that there are none.
         """
         changes: dict[str, Any] = {}
-        if output.scheduled_new_reqs and not self._has_windows_or_states:
-            new = {one.req_id for one in output.scheduled_new_reqs}
+        if output.scheduled_new_reqs and not self._cache.has_windows_or_states:
+            new = {each.req_id for each in output.scheduled_new_reqs}
             tokens = {each: count for each, count in output.num_scheduled_tokens.items() if each not in new}
             changes["num_scheduled_tokens"] = tokens
         if preempted := output.preempted_req_ids:
             changes["preempted_req_ids"] = {each for each in preempted if not self._manager.is_loading(each)}
         if (state := output.kv_connector_block_state) is not None and state.boundary_state_offloads:
             wanted = {
-                request_id: [one for one in offered if one[2] <= self._most_stored(request_id)]
+                request_id: [offer for offer in offered if offer[2] <= self._most_stored(request_id)]
                 for request_id, offered in state.boundary_state_offloads.items()
             }
             changes["kv_connector_block_state"] = replace(state, boundary_state_offloads=wanted)

@@ -1,4 +1,4 @@
-"""Messages between the connector's scheduler half and its workers."""
+"""The offloaded groups and their keys, and messages between the connector's scheduler half and its workers."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
     OffloadingWorkerMetadata,
 )
 from vllm.lora.request import LoRARequest
-from vllm.v1.kv_offload.base import LoadStoreSpec
+from vllm.v1.kv_offload.base import LoadStoreSpec, OffloadKey, ReqContext
 
 from kvoffd_client.namespace import NamespaceSpec
-from kvoffd_client.vllm.engine_namespace import MemoryReport
+from kvoffd_client.vllm.engine_namespace import MemoryState
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import GroupKeys
 
@@ -52,6 +52,50 @@ class ChunkGroup:
         return [one + self.suffix for one in self.hashes(block_hashes)]
 
 
+class Place(NamedTuple):
+    """Place of a block in its prompt.
+
+    Attributes:
+        group: index of its group on the wire.
+        chunk: index of the chunk in which it ends; -1 if vLLM did not say where it ends.
+        is_tail: whether it ends inside that chunk; see ``KeyedLookup.tails``.
+    """
+
+    group: int
+    chunk: int
+    is_tail: bool
+
+
+class ChunkGroups(tuple[ChunkGroup, ...]):
+    """The offloaded groups, by index on the wire, and where vLLM's keys belong in them."""
+
+    @cached_property
+    def _indices(self) -> dict[bytes, int]:
+        return {group.suffix: index for index, group in enumerate(self)}
+
+    def index_of(self, key: OffloadKey) -> int:
+        """Return the index of a key's group."""
+        return self._indices[key[-GROUP_ID_BYTES:]]
+
+    def place_of(self, key: OffloadKey, req_context: ReqContext) -> Place:
+        """Return the place of a key's block in its request's prompt."""
+        index, end = self.index_of(key), req_context.get_offload_key_position(key) or 0
+        tokens = self[index].tokens_per_chunk
+        return Place(index, (end - 1) // tokens, end % tokens > 0)
+
+    def hashes_of(self, keys: Iterable[OffloadKey]) -> dict[int, list[bytes]]:
+        """Return the hashes of keys by index of the group, in their order."""
+        hashes: dict[int, list[bytes]] = {}
+        for key in keys:
+            hashes.setdefault(self.index_of(key), []).append(key[:-GROUP_ID_BYTES])
+        return hashes
+
+    def spec_of(self, keys: Iterable[OffloadKey], adapter: bytes) -> KeyedSpec:
+        """Return keys of a request whose adapter has this content by group, in their order."""
+        hashes = self.hashes_of(keys)
+        return KeyedSpec(tuple(b"".join(wire_keys(hashes.get(index, ()), adapter)) for index in range(len(self))))
+
+
 @dataclass(eq=False)
 class KeyedSpec(LoadStoreSpec):
     """The daemon's side of a transfer: blocks by key.
@@ -77,12 +121,15 @@ class KeyedSpec(LoadStoreSpec):
         return [GroupKeys(index, hashes) for index, hashes in enumerate(self.groups) if hashes]
 
 
-def of_adapter(hashes: Iterable[bytes], content: bytes) -> list[bytes]:
-    """Return a request's block hashes combined with the content of its LoRA adapter.
+def wire_keys(hashes: Sequence[bytes], adapter: bytes) -> Sequence[bytes]:
+    """Return the keys on the wire of a request's block hashes.
 
-    vLLM's hashes include only the adapter's name and path.
+    vLLM's hashes include only the name and path of a LoRA adapter, so ``adapter``, the content of the request's, is
+    hashed into them. It is empty if the request has none.
     """
-    return [hashlib.shake_256(one + content).digest(len(one)) for one in hashes]
+    if not adapter:
+        return hashes
+    return [hashlib.shake_256(one + adapter).digest(len(one)) for one in hashes]
 
 
 @dataclass(frozen=True)
@@ -127,27 +174,27 @@ class ConnectorMetadata(OffloadingConnectorMetadata):
 
 
 @dataclass
-class WorkerReport(OffloadingWorkerMetadata):
+class WorkerNews(OffloadingWorkerMetadata):
     """Worker to scheduler: ended and failed jobs, the credit, and the contents of memory.
 
     Attributes:
-        failed_jobs: failures by job id, of the first rank that reported.
+        failed_jobs: failures by job id, of the first rank that has one.
         load_times: tokens and seconds of successful loads by job id, of the slowest rank.
         credit_bytes: bytes of stores each worker may have outstanding, the least of all ranks; None: unchanged.
-        memory: changed reports by rank.
+        memory: changed states by rank.
         waited_s: time that vLLM waited for stores, the longest of all ranks.
     """
 
     failed_jobs: dict[int, FailedJob] = field(default_factory=dict)
     load_times: dict[int, tuple[int, float]] = field(default_factory=dict)
     credit_bytes: int | None = None
-    memory: dict[int, MemoryReport] = field(default_factory=dict)
+    memory: dict[int, MemoryState] = field(default_factory=dict)
     waited_s: float = 0.0
 
-    def aggregate(self, other: Any) -> WorkerReport:
+    def aggregate(self, other: Any) -> WorkerNews:
         merged = super().aggregate(other)
-        credits_bytes = [one.credit_bytes for one in (self, other) if one.credit_bytes is not None]
-        return WorkerReport(
+        credits_bytes = [news.credit_bytes for news in (self, other) if news.credit_bytes is not None]
+        return WorkerNews(
             merged.completed_jobs,
             merged.transfer_stats,
             {**other.failed_jobs, **self.failed_jobs},

@@ -128,13 +128,17 @@ class DoNoHarm:
         self._waits: deque[tuple[float, float]] = deque(maxlen=1000)
         """Time and duration of vLLM's waits for stores."""
         self.loads_paused_until: dict[int, float] = {}
-        self.stores_paused_until = float("-inf")
+        self.stores_paused_until = -inf
 
     @property
     def rates(self) -> tuple[float, float]:
         """Rates of prefill and of recent loads in tokens per second; 0 if unknown."""
         recent = self._recent()
         return self.prefill.tokens_per_second, 1 / max(median(recent), 1e-9) if recent else 0.0
+
+    def skips_load(self, tokens: int) -> bool:
+        """Return whether a load of these tokens is to be computed instead, because such loads take longer."""
+        return self._clock() < self.loads_paused_until.get(tokens.bit_length(), -inf)
 
     def load_s(self, tokens: int) -> float:
         """Return how many seconds a load of these tokens takes; 0 if unknown.
@@ -147,13 +151,14 @@ class DoNoHarm:
         """Return the seconds per token of recent loads of these lengths."""
         oldest = self._clock() - SAMPLE_AGE_S
         of_lengths = (samples for length, samples in self._loads.items() if shortest <= length <= longest)
-        return [one for samples in of_lengths for at, one in samples if at >= oldest]
+        return [per_token for samples in of_lengths for at, per_token in samples if at >= oldest]
 
     @staticmethod
     def _median_s(tokens: int, per_token: Sequence[float]) -> float:
         """Return the seconds for these tokens by the median of loads, 0 if they are too few."""
-        enough = MIN_SLOW_LOADS if tokens * sum(per_token) >= SLOW_LOADS_S else MIN_LOAD_SAMPLES
-        return tokens * median(per_token) if len(per_token) >= enough else 0.0
+        together_s = tokens * sum(per_token)  # what those loads took together, had each this many tokens
+        least = MIN_SLOW_LOADS if together_s >= SLOW_LOADS_S else MIN_LOAD_SAMPLES
+        return tokens * median(per_token) if len(per_token) >= least else 0.0
 
     def record_load(self, tokens: int, seconds: float) -> None:
         """Record the duration of a load. If loads of its length take too long, pause them and log that."""
@@ -162,7 +167,7 @@ class DoNoHarm:
             return
         self._loads.setdefault(length, deque(maxlen=LOAD_SAMPLES)).append((now, seconds / tokens))
         loaded_s = self._median_s(tokens, self._recent(length, length))
-        paused_until = self.loads_paused_until.pop(length, float("-inf"))
+        paused_until = self.loads_paused_until.pop(length, -inf)
         if not self.active or not rate:
             return
         computed_s = tokens / rate

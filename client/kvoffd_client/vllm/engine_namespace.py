@@ -7,7 +7,7 @@ import os
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
+from enum import Enum, auto
 from typing import cast
 
 from kvoffd_client.namespace import NamespaceSpec
@@ -19,16 +19,24 @@ from kvoffd_proto.events import KvEvent
 from kvoffd_proto.messages import GroupKeys, PromptReport
 
 PATIENCE_S = 10.0
-"""Time limit for the workers' reports. Registration has ``deadline_s``."""
+"""Time limit for the workers' memory states. Registration has ``deadline_s``."""
 APART_S = 60.0
 """Time after which workers should be registered with the scheduler's daemon; ``doctor`` waits as long."""
-WANTED, FAILED = inf, -inf
-"""Values of ``_waiting_since``, with which pending() is true, or false: ask in the next step; not before leave()."""
+
+
+class Search(Enum):
+    """State of the search for the namespace, see ``EngineNamespace``."""
+
+    UNNEEDED = auto()
+    WANTED = auto()
+    ASKED = auto()
+    FOUND = auto()
+    FAILED = auto()
 
 
 @dataclass(frozen=True)
-class MemoryReport:
-    """A worker's report of its memory, sent after changes.
+class MemoryState:
+    """State of a worker's memory, sent after changes.
 
     Only workers know these facts: loading the model changes their copy of the configuration (vLLM resolves
     ``kv_cache_dtype: auto``, some models rewrite their config), but not the scheduler's.
@@ -69,6 +77,8 @@ class Unconnected:
 
     def release(self, lease_id: int) -> None: ...
 
+    def show_used(self, groups: Sequence[GroupKeys], *, giver: int) -> None: ...
+
     def invalidate(self, groups: Sequence[GroupKeys]) -> None: ...
 
     def report_prompt(self, report: PromptReport) -> None: ...
@@ -80,11 +90,22 @@ class Unconnected:
 
 
 class EngineNamespace:
-    """Determines an engine's namespace from its workers' reports, at the start and after changes of the weights.
+    """Determines an engine's namespace from its workers' memory states, at the start and after changes of the weights.
 
     While it is unknown, nothing may be looked up, loaded or stored. vLLM resets its caches when an engine pauses,
     before the weights change, so after a reset the workers take the digest not at once but in the first step that
     computes something, or has a request to schedule.
+
+    | search | entered | pending() | steps needed | next |
+    |---|---|---|---|---|
+    | UNNEEDED | by leave() | no | no | WANTED by ask() |
+    | WANTED | at the start, by ask() | yes | yes | ASKED by the next step |
+    | ASKED | by a step that asks the workers | for PATIENCE_S | as long | FOUND with the last state; FAILED |
+    | FOUND | with the last worker's state | for the registration | until they know it | UNNEEDED |
+    | FAILED | if workers disagree, or are silent | no | no | UNNEEDED |
+
+    ``current`` is the namespace once FOUND. ``registered``: all workers have registered their memory in it. ``serves``:
+    it is known and the daemon answers.
 
     Args:
         world_size: workers of the engine.
@@ -112,14 +133,19 @@ class EngineNamespace:
         self.engine_cache_stale = False
         self.on_leave: Callable[[], None] = lambda: None
         self._last: NamespaceSpec | None = None
-        self._reports: dict[int, MemoryReport] = {}
-        self._waiting_since: float | None = WANTED
-        """Time when the workers were asked, or the namespace was found; None while it is not needed; FAILED; WANTED."""
-        self._to_tell = False
+        self._states: dict[int, MemoryState] = {}
+        """The memory states of this generation, by rank."""
+        self._search, self._search_began = Search.WANTED, 0.0
+        """State, and the time when the workers were asked, or the namespace was found."""
+        self._must_announce = False
+        """The next step tells the workers the namespace."""
         self._engine_cache_kept = False
         self._apart_since: float | None = None
         """Time since when workers are not registered with the scheduler's daemon; None if all are."""
-        self._apart, self._to_tell_daemon = "", False
+        self._apart = ""
+        """Sentence about them once that is too long."""
+        self._must_name_daemon = False
+        """The next step tells the workers the scheduler's daemon."""
 
     @property
     def problem(self) -> str:
@@ -127,7 +153,7 @@ class EngineNamespace:
 
         A worker's memory cannot be registered, or has not been for ``APART_S``.
         """
-        problems = (f"worker {rank}: {one.problem}" for rank, one in sorted(self._reports.items()) if one.problem)
+        problems = (f"worker {rank}: {state.problem}" for rank, state in sorted(self._states.items()) if state.problem)
         return next(problems, self._apart)
 
     @property
@@ -139,7 +165,7 @@ class EngineNamespace:
     def registered(self) -> bool:
         """Whether every worker's memory is registered in the namespace."""
         known = self.current
-        return known is not None and all(one.registered == known.fingerprint for one in self._reports.values())
+        return known is not None and all(state.registered == known.fingerprint for state in self._states.values())
 
     @property
     def serves(self) -> bool:
@@ -153,37 +179,42 @@ class EngineNamespace:
         """
         if self.current is None:
             return None
-        reports = [self._reports[rank].adapters for rank in sorted(self._reports)]
-        known = [("", b"") if adapters is None else adapters.get(number) for adapters in reports]
-        if any(one is not None and one[1] == b"" for one in known):
-            return b""
-        digests = [one[1] for one in known if one is not None and one[0] == path]
-        return hashlib.sha256(b"".join(digests)).digest() if digests and len(digests) == len(known) else None
+        digests: list[bytes] = []
+        for _, state in sorted(self._states.items()):
+            its_path, digest = ("", b"") if state.adapters is None else state.adapters.get(number, ("", None))
+            if digest == b"":
+                return b""
+            if digest is not None and its_path == path:
+                digests.append(digest)
+        is_known = digests and len(digests) == len(self._states)
+        return hashlib.sha256(b"".join(digests)).digest() if is_known else None
 
     def pending(self, patience_s: float = PATIENCE_S) -> bool:
         """Return whether further steps, even empty ones, may still determine the namespace, or register the workers,
         within ``patience_s``."""
-        return self._waiting_since is not None and self._clock() - self._waiting_since < patience_s
+        if self._search in (Search.ASKED, Search.FOUND):
+            return self._clock() - self._search_began < patience_s
+        return self._search is Search.WANTED
 
     @property
     def needs_steps(self) -> bool:
         """Whether the engine must run steps, even empty ones, to exchange messages with its workers."""
-        return self._to_tell or (self.current is None and self.pending())
+        return self._must_announce or (self.current is None and self.pending())
 
     def ask(self) -> None:
         """Ask the workers in the next step if the namespace is unknown, because it is needed now."""
-        if self._waiting_since is None:
-            self._waiting_since = WANTED
+        if self._search is Search.UNNEEDED:
+            self._search = Search.WANTED
 
     def begin_step(self) -> tuple[int | None, NamespaceSpec | None]:
         """Return the message to the workers for this step: the generation to report, the namespace to register in."""
-        if self._to_tell:
-            self._to_tell = False
+        if self._must_announce:
+            self._must_announce = False
             return self.generation, self.current
-        if self.current is not None or self._waiting_since in (None, FAILED):
+        if self.current is not None or self._search in (Search.UNNEEDED, Search.FAILED):
             return None, None
-        if self._waiting_since == WANTED:
-            self._waiting_since = self._clock()
+        if self._search is Search.WANTED:
+            self._search, self._search_began = Search.ASKED, self._clock()
         if not self.pending():
             self._fail("Its workers did not report their memory in time.")
             return None, None
@@ -202,65 +233,66 @@ class EngineNamespace:
                 f"The scheduler is connected to the daemon in {self.directory}, but these workers have not registered "
                 f"with it for {APART_S:.0f} s: {ranks}. Give all processes of the engine this directory of this daemon."
             )
-            self._to_tell_daemon = True
+            self._must_name_daemon = True
             logger.warning("kvoffd: this engine stores and loads nothing. %s", self._apart)
 
     def _absent(self) -> list[int]:
         """Return the workers that may register, but are not registered with the scheduler's daemon."""
         if self.current is None or not self.client.ready:
             return []
-        wanted = self.current.fingerprint, self.client.epoch
+        fingerprint, epoch = self.current.fingerprint, self.client.epoch
         return [
             rank
-            for rank, one in sorted(self._reports.items())
-            if not one.problem and (one.registered, one.daemon or wanted[1]) != wanted
+            for rank, state in sorted(self._states.items())
+            if not state.problem and (state.registered != fingerprint or state.daemon not in (None, epoch))
         ]
 
     def take_daemon(self) -> int | None:
         """Return the scheduler's daemon if the workers must compare it with theirs, once."""
-        wanted, self._to_tell_daemon = self._to_tell_daemon, False
-        return self.client.epoch if wanted else None
+        must_name, self._must_name_daemon = self._must_name_daemon, False
+        return self.client.epoch if must_name else None
 
     def leave(self, engine_cache_kept: bool) -> None:
         """Handle a possible change of the weights. ``engine_cache_kept``: vLLM's own cache still has old blocks."""
         self.generation += 1
-        self._reports.clear()
-        self.current = self._waiting_since = None
-        self._to_tell = False
+        self._states.clear()
+        self.current, self._search = None, Search.UNNEEDED
+        self._must_announce = False
         self._apart_since, self._apart = None, ""
         self._engine_cache_kept = engine_cache_kept
         self.engine_cache_stale = self.engine_cache_stale and engine_cache_kept
         self.on_leave()
 
-    def report(self, reports: Mapping[int, MemoryReport]) -> None:
-        for rank, report in reports.items():
-            if report.generation != self.generation:
+    def update(self, states: Mapping[int, MemoryState]) -> None:
+        """Handle new memory states by rank; decide once there is one of each worker."""
+        for rank, state in states.items():
+            if state.generation != self.generation:
                 continue
-            if report.changed:
+            if state.changed:
                 # vLLM's own cache was not reset and still has blocks of the old weights.
                 self.leave(engine_cache_kept=True)
                 return
-            self._reports[rank] = report
+            self._states[rank] = state
         if self._apart and not self._absent():
             self._apart_since, self._apart = None, ""
-        if self.current is None and len(self._reports) == self._world_size:
-            self._decide([self._reports[rank] for rank in sorted(self._reports)])
+        if self.current is None and len(self._states) == self._world_size:
+            self._decide([self._states[rank] for rank in sorted(self._states)])
 
-    def _decide(self, reports: Sequence[MemoryReport]) -> None:
-        namespace, *others = [report.namespace for report in reports]
+    def _decide(self, states: Sequence[MemoryState]) -> None:
+        namespace, *others = [state.namespace for state in states]
         for other in others:
             if other.fingerprint != namespace.fingerprint:
                 names = ", ".join(name for name, _, _ in differences(namespace.description, other.description))
                 self._fail(f"Its workers disagree on {names or 'their configuration'}. Please report this.")
                 return
-        if len({report.machine for report in reports}) > 1:
+        if len({state.machine for state in states}) > 1:
             self._fail(
                 "Its workers are on several machines, but a daemon serves one. Use tensor and pipeline parallelism "
                 "within a machine, and data parallelism between machines."
             )
             return
-        weights = [report.weights for report in reports if report.weights is not None]
-        if len(weights) < len(reports):
+        weights = [state.weights for state in states if state.weights is not None]
+        if len(weights) < len(states):
             logger.warning(
                 "kvoffd: the model of this engine was not found or could not be read in its workers, so its weights "
                 "are unknown. Its blocks cannot be used by other engines, nor after a restart or reset."
@@ -268,7 +300,7 @@ class EngineNamespace:
             weights = [uuid.uuid4().hex]
         last, namespace = self._last, with_live_weights(namespace, weights)
         self.join(namespace)
-        self._to_tell, self._waiting_since = True, self._clock()
+        self._must_announce, self._search, self._search_began = True, Search.FOUND, self._clock()
         changed = last is not None and last.fingerprint != namespace.fingerprint
         if changed and self._engine_cache_kept:
             self.engine_cache_stale = True
@@ -288,5 +320,5 @@ class EngineNamespace:
             self.client, self._last = self._connect(namespace) or cast(SchedulerClient, Unconnected()), namespace
 
     def _fail(self, reason: str) -> None:
-        self._waiting_since = FAILED
+        self._search = Search.FAILED
         logger.error("kvoffd: the engine runs without the daemon. %s", reason)

@@ -12,6 +12,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -74,26 +75,20 @@ SAMPLES_PER_FILE = 256
 SAMPLE_BYTES = 256
 
 
-JUDGED_FIELDS = Path(__file__).with_name("judged_fields.txt")
-"""List of the fields of vLLM's configuration by class, with the reason why each is a factor or not."""
+JUDGED_FIELDS = Path(__file__).with_name("judged_fields.toml")
+"""Fields of vLLM's configuration by class, with the reason why each is a factor or not."""
 
 
 def judged_fields(*verdicts: str) -> dict[str, dict[str, str]]:
     """Return the fields of each class in ``JUDGED_FIELDS`` that have one of these verdicts, or any if none is given.
 
-    Each with the only release that has it, or ``""``. The file's lines are ``Class``, ``  verdict: reason`` and
-    ``    field field@release ...``.
+    Each with the only release that has it, or ``""``.
     """
     judged: dict[str, dict[str, str]] = {}
-    fields, is_wanted = dict[str, str](), False
-    for line in JUDGED_FIELDS.read_text().splitlines():
-        if line.startswith("    "):
-            if is_wanted:
-                fields.update((field, release) for field, _, release in (each.partition("@") for each in line.split()))
-        elif line.startswith("  "):
-            is_wanted = not verdicts or line.strip().partition(":")[0] in verdicts
-        elif line and not line.startswith("#"):
-            fields = judged[line] = {}
+    for name, by_verdict in tomllib.loads(JUDGED_FIELDS.read_text()).items():
+        wanted = [fields for verdict, fields in by_verdict.items() if not verdicts or verdict in verdicts]
+        listed = [field.partition("@") for fields in wanted for text in fields.values() for field in text.split()]
+        judged[name] = {field: release for field, _, release in listed}
     return judged
 
 

@@ -7,20 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta, Struct
 from vllm.v1.kv_offload.base import Locality, Medium, ReqContext
 
-from kvoffd_client.vllm.connector_metadata import ChunkGroup
 from kvoffd_client.vllm.log import logger
 from kvoffd_proto.messages import MAX_GIVER, MAX_HOST, MAX_PRIORITY, MAX_TTL_S, PENDING, SHARED, HintAction
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
 
 HintsOption: TypeAlias = Literal["off", "no_release", "all"]
 FIELD = "kv_hints"
@@ -29,10 +25,6 @@ SOURCE_FIELD = "remote_kv_source"
 FETCH = "kv.fetch"
 MAX_ACTIONS = 16
 """Actions of a request that are read."""
-MAX_KEYS = 4096
-"""Keys of one hint, of all groups together, that are passed on: two milliseconds of the daemon."""
-KEYS_PER_SECOND, KEYS_AT_ONCE = 32_768, 16_384
-"""Keys of hints that an engine passes on: a twentieth of the daemon's time, in which others' lookups wait."""
 MAX_TEXT = 128
 """Characters of an action's type, of a version, and of an owner."""
 MAX_TIERS = 16
@@ -69,6 +61,9 @@ class RequestHints(NamedTuple):
     peer: str
     giver: int
     problem: str = ""
+
+
+NO_HINTS = RequestHints((), 0, "", 0)
 
 
 _Text: TypeAlias = Annotated[str, Meta(max_length=MAX_TEXT)]
@@ -126,10 +121,10 @@ def read_hints(context: ReqContext, option: HintsOption = "all") -> RequestHints
         if (more := len(actions) - MAX_ACTIONS) > 0:
             problems.append(f"those after the first {MAX_ACTIONS}")
             unread += more
-        for given in actions[:MAX_ACTIONS]:
+        for sent in actions[:MAX_ACTIONS]:
             kind = "an action"
             try:
-                action = _convert(given, _Action)
+                action = _convert(sent, _Action)
                 kind = action.action_type
                 if kind == FETCH and _is_known(action.action_version):
                     endpoint = _convert(action.payload, _Fetch).source_control_endpoint
@@ -176,18 +171,18 @@ def _giver_of(owner: str) -> int:
     return 1 + int.from_bytes(digest, "big") % MAX_GIVER
 
 
-def _fields(given: object) -> Mapping[str, Any]:
+def _fields(value: object) -> Mapping[str, Any]:
     """Return an object's fields, by name. Raises ValueError if it has none."""
-    if isinstance(given, dict):
-        return given
-    if isinstance(given, Struct):
-        return {name: getattr(given, name) for name in given.__struct_fields__}
+    if isinstance(value, dict):
+        return value
+    if isinstance(value, Struct):
+        return {name: getattr(value, name) for name in value.__struct_fields__}
     raise ValueError("it is not an object")
 
 
-def _convert(given: object, to: type[_ReadT]) -> _ReadT:
+def _convert(value: object, to: type[_ReadT]) -> _ReadT:
     """Read the fields of ``to`` alone: there may be any number of others. Raises ValueError."""
-    fields = _fields(given)
+    fields = _fields(value)
     try:
         return msgspec.convert({name: fields[name] for name in to.__struct_fields__ if name in fields}, to)
     except OverflowError as error:
@@ -239,64 +234,11 @@ def _say(kind: str, error: Exception) -> str:
     return f"{kind!r}: {error}"
 
 
-class HintBudget:
-    """The keys that an engine's hints may still name: KEYS_AT_ONCE, which come back at KEYS_PER_SECOND.
-
-    Args:
-        clock: clock such as time.monotonic().
-    """
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._left, self._at = float(KEYS_AT_ONCE), clock()
-
-    def take(self, keys: int) -> bool:
-        """Return whether a hint of this many keys may be passed on, and take them."""
-        now = self._clock()
-        self._left = min(KEYS_AT_ONCE, self._left + max(0.0, now - self._at) * KEYS_PER_SECOND)
-        self._at = now
-        if keys > self._left:
-            return False
-        self._left -= keys
-        return True
-
-
 def allowed_tiers(context: ReqContext) -> frozenset[int]:
     """Return the states of the blocks that a request may wait for, by the first MAX_TIERS entries of ``kv_load_tiers``:
     PENDING for those on disks of this node, SHARED for those of shared stores."""
     entries = context.load_tier_filter.matchers[:MAX_TIERS]
     places = {PENDING: Locality.LOCAL, SHARED: Locality.REMOTE}
     return frozenset(
-        state for state, place in places.items() if any(one.matches(Medium.STORAGE, place) for one in entries)
+        state for state, place in places.items() if any(entry.matches(Medium.STORAGE, place) for entry in entries)
     )
-
-
-def hinted_hashes(
-    groups: Sequence[ChunkGroup],
-    request: Request,
-    start: int,
-    tail_tokens: int,
-    loaded_tails: Mapping[int, Sequence[bytes]],
-) -> dict[int, list[bytes]]:
-    """Return what a hint of a request names: by index of the group, the hashes of its complete chunks from the token
-    ``start`` on, root first and MAX_KEYS at most, then those of its tails.
-
-    Args:
-        tail_tokens: tokens per hash if tails are stored, else 0.
-        loaded_tails: hashes of tails that were found for the request, by index of the group.
-    """
-    hashes, found = request.block_hashes, dict[int, list[bytes]]()
-    most = MAX_KEYS / sum(1 / one.tokens_per_chunk for one in groups)  # tokens
-    end = (request.num_prompt_tokens - 1) // tail_tokens if tail_tokens and request.num_prompt_tokens > start else 0
-    for index, group in enumerate(groups):
-        size, tokens = group.hashes_per_chunk, group.tokens_per_chunk
-        first = -(-start // tokens)
-        last = min(first + int(most / tokens), len(hashes) // size)
-        chosen = list(hashes[first * size + size - 1 : last * size : size]) if first < last else []
-        if end and last == len(hashes) // size:
-            chosen += loaded_tails.get(index, ())[:MAX_TIERS]
-            if end % size and end <= len(hashes):
-                chosen.append(hashes[end - 1])
-        if chosen:
-            found[index] = list(dict.fromkeys(chosen))
-    return found

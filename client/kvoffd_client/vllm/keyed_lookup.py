@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey
 
 from kvoffd_client.scheduler_client import LookupFuture, StoredKeys
-from kvoffd_client.vllm.connector_metadata import ChunkGroup, of_adapter
+from kvoffd_client.vllm.connector_metadata import ChunkGroup, wire_keys
 from kvoffd_proto.messages import ABSENT, COMING, READY, WRITING
 
 HIT, COMES, MISS = b"h", b"c", b"m"
@@ -183,4 +183,4 @@ class KeyedLookup:
             else:
                 states = self.chunk_states(index)
                 lacking += [one for one, state in zip(chunks, states, strict=False) if state in (ABSENT, WRITING)]
-        return of_adapter(lacking, self.adapter) if self.adapter else lacking
+        return wire_keys(lacking, self.adapter)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum, auto
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,16 @@ STUCK_S = 1.0
 """Time that others wait for a loaded request that vLLM does not schedule. Then they compute."""
 LONGEST_TURN_S = 1.0
 """Longest time from the begin of a load for which later long prompts wait for it."""
+
+
+class Admission(Enum):
+    """Whether a request may be loaded."""
+
+    LOAD = auto()
+    LATER = auto()
+    """It waits at least until the next step."""
+    ONLY_COMPUTE = auto()
+    """The KV cache has no space for its load, or loaded requests that vLLM does not schedule would keep it waiting."""
 
 
 @dataclass(slots=True, eq=False)
@@ -106,31 +117,30 @@ class LoadAdmission:
         if computed_s:
             self._loaded[request] = Loaded(self._clock() + min(computed_s, LONGEST_TURN_S))
 
-    def admits(self, request: Request, computed: int, *, loads: bool) -> bool | None:
-        """Return whether a request may be scheduled now, to be loaded or, without ``loads``, to compute.
+    def admits_compute(self, request: Request, computed: int) -> bool:
+        """Return whether a request may be scheduled in this step without a load; ``computed`` of its tokens are in the
+        cache."""
+        # A request whose load failed is in kv_holding_waiting, before all others, until skipped once.
+        failed = self._loaded.get(request)
+        if failed is None or failed.passed:
+            return not self._waits_its_turn(request, computed)
+        failed.passed = True
+        return False
 
-        ``computed`` of its tokens will then be in the cache. False: only without a load. None: not in this step.
-        """
-        if loads and self.has_deferred:
-            return None
-        if not loads:
-            # A request whose load failed is in kv_holding_waiting, before all others, until skipped once.
-            failed = self._loaded.get(request)
-            if failed is None or failed.passed:
-                return None if self._waits_its_turn(request, computed) else True
-            failed.passed = True
-            return None
-        if self._waits_its_turn(request, computed):
-            return None
+    def admit_load(self, request: Request, computed: int) -> Admission:
+        """Return whether a request may be scheduled in this step to be loaded, after which ``computed`` of its tokens
+        are in the cache. Once one was deferred, later ones of the step are too."""
+        if self.has_deferred or self._waits_its_turn(request, computed):
+            return Admission.LATER
         others = self._others(request)
         if self._fits(request, computed, others):
-            return True
+            return Admission.LOAD
         oldest = self._clock() - STUCK_S
         moving = {other: load for other, load in others.items() if load.ended_at is None or load.ended_at > oldest}
         if not others or (len(moving) < len(others) and self._fits(request, computed, moving)):
-            return False
+            return Admission.ONLY_COMPUTE
         self.has_deferred = True
-        return None
+        return Admission.LATER
 
     def _waits_its_turn(self, request: Request, computed: int) -> bool:
         """Return whether a request would take several steps' tokens from one that came earlier and is being loaded."""

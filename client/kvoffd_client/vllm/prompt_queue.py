@@ -70,7 +70,7 @@ class PromptQueue:
         self._behind: dict[str, int] = {}
         """Prompts that are not looked up yet, with their tokens."""
         self._order: list[tuple[int, int, str]] = []
-        """Heap of these, and of some that have left it, by priority and arrival."""
+        """Heap of these, and of some that have left ``_behind``, by priority and arrival."""
         self.ahead: dict[str, tuple[int, int]] = {}
         """Tokens and priorities of the prompts that were looked up and wait for no tier, in the order of lookups."""
         self._ahead_tokens = 0
@@ -80,8 +80,9 @@ class PromptQueue:
         """Parked prompts that wait for their turn to be looked up, the first one first."""
         self._parked: dict[str, Parked] = {}
         self._by_time: list[tuple[float, int, str, Parked]] = []
-        """Heap of the parked, and of some that were woken, by ``until``; ``_turns`` of those in turns."""
+        """Heap of the parked that are not in turns, and of some that were woken, by ``until``."""
         self._turns: list[tuple[float, int, str, Parked]] = []
+        """The same of those in turns."""
         self._awaiting: dict[str, Parked] = {}
         """Parked prompts that an answer wakes."""
         self._for_loads: dict[str, None] = {}
@@ -90,9 +91,9 @@ class PromptQueue:
         """Places of the parked prompts that ask what a shared store has."""
         self._round: list[str] = []
         """Those of ``_asking`` that are still to be woken in this round, the last one first."""
-        self._asks_left = ASKED_AT_ONCE
+        self._lookups_left = ASKED_AT_ONCE
         """Prompts behind the window that may still be looked up in this step."""
-        self._left = JUDGED_AT_ONCE
+        self._turns_left = JUDGED_AT_ONCE
         """Prompts in turns that may still be woken in this step."""
 
     # --- the window ------------------------------------------------------------------------------
@@ -125,9 +126,9 @@ class PromptQueue:
         """
         if name not in self._behind or self.has_space:
             return True
-        if not self._asks_left or self.is_full:
+        if not self._lookups_left or self.is_full:
             return False
-        self._asks_left -= 1
+        self._lookups_left -= 1
         return True
 
     def outranks(self, priority: int) -> bool:
@@ -201,26 +202,27 @@ class PromptQueue:
     @property
     def first_awaited(self) -> LookupFuture | None:
         """The answer that the first of the parked prompts waits for."""
-        return next((one.future for one in self._awaiting.values()), None)
+        return next((parked.future for parked in self._awaiting.values()), None)
 
     def begin_step(self) -> None:
         """Let JUDGED_AT_ONCE prompts in turns be woken, and ASKED_AT_ONCE be looked up."""
-        self._left, self._asks_left = JUDGED_AT_ONCE, ASKED_AT_ONCE
+        self._turns_left, self._lookups_left = JUDGED_AT_ONCE, ASKED_AT_ONCE
         for name in [*islice(self._for_lookups, ASKED_AT_ONCE)]:
             self._unpark(name)
 
     def wake(self, now: float) -> None:
         """Wake the prompts whose time or answer has come; of those in turns JUDGED_AT_ONCE in a step at most."""
-        for name in [name for name, one in self._awaiting.items() if one.future is not None and one.future.done]:
+        answered = [name for name, each in self._awaiting.items() if each.future is not None and each.future.done]
+        for name in answered:
             if not self._parked[name].in_turns:
                 self._unpark(name)
-            elif self._left:
-                self._left -= self._unpark(name)
+            elif self._turns_left:
+                self._turns_left -= self._unpark(name)
         while self._by_time and self._by_time[0][0] <= now:
             self._wake_entry(heappop(self._by_time))
         self._wake_asking(now)
-        while self._left and self._turns and self._turns[0][0] <= now:
-            self._left -= self._wake_entry(heappop(self._turns))
+        while self._turns_left and self._turns and self._turns[0][0] <= now:
+            self._turns_left -= self._wake_entry(heappop(self._turns))
 
     def _wake_asking(self, now: float) -> None:
         """Wake the next of a round over all prompts that ask a store, which begins when the first one is due."""
@@ -228,8 +230,8 @@ class PromptQueue:
             first = self._parked[min(self._asking, key=self._asking.__getitem__)]
             if first.future is None and first.ask_at <= now:
                 self._round = sorted(self._asking, key=self._asking.__getitem__, reverse=True)
-        while self._round and self._left:
-            self._left -= self._unpark(self._round.pop())
+        while self._round and self._turns_left:
+            self._turns_left -= self._unpark(self._round.pop())
 
     def _wake_entry(self, entry: tuple[float, int, str, Parked]) -> bool:
         """Wake a prompt, unless it was woken since. Returns whether it was parked."""
@@ -245,7 +247,7 @@ class PromptQueue:
             self._unpark(name)
 
     def _unpark(self, name: str) -> bool:
-        """Return whether it was parked."""
+        """Wake a prompt. Return whether it was parked."""
         self._awaiting.pop(name, None)
         self._for_loads.pop(name, None)
         self._for_lookups.pop(name, None)

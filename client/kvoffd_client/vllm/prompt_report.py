@@ -11,7 +11,7 @@ from msgspec import structs
 from vllm.v1.kv_offload.base import OffloadKey
 
 from kvoffd_client.scheduler_client import LookupFuture, SchedulerClient
-from kvoffd_client.vllm.connector_metadata import ChunkGroup, of_adapter
+from kvoffd_client.vllm.connector_metadata import ChunkGroup, wire_keys
 from kvoffd_client.vllm.keyed_lookup import NOT_COMING, KeyedLookup
 from kvoffd_proto.messages import (
     COMING,
@@ -221,7 +221,7 @@ def _first_missing(
     for (index, chunks), states in zip(last.chunks.items(), last.states, strict=False) if last is not None else ():
         for at in range(covered[index], len(states)):
             if states[at] != READY:
-                key = of_adapter([chunks[at]], adapter)[0] if adapter else chunks[at]
+                (key,) = wire_keys([chunks[at]], adapter)
                 return index, key, before + at + 1, _reason_of(last, states[at], tiers)
         before += len(states)
     return 0, b"", 0, ""

@@ -2,16 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from vllm.v1.kv_offload.base import OffloadKey, ReqContext
+from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
 
-from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES
-from kvoffd_client.vllm.keyed_lookup import COMES, HIT, MISS
+from kvoffd_client.vllm.connector_metadata import ChunkGroups, Place
+from kvoffd_client.vllm.keyed_lookup import COMES, HIT, MISS, RESULTS, KeyedLookup, result_of
 
-ResultsOf = Callable[[str, int], tuple[bytes, int]]
-"""Returns the results of a request's chunks in a group, see ``keyed_lookup``, and the tokens of a chunk."""
+
+@dataclass(slots=True, eq=False)
+class PreparedScan:
+    """Results of vLLM's next scan of a request: those of one answer, which stay the same while vLLM scans.
+
+    Attributes:
+        results: results of each group's chunks, a byte each, see ``keyed_lookup``.
+        tail_results: results of the tails that were looked up.
+        asks_tails: further tails may be looked up.
+        wanted_tails: further tails for which vLLM asked in this scan, the longest first.
+        awaits_tail: the request waits for an answer about tails, or for a tail that is being promoted.
+    """
+
+    results: Mapping[int, bytes] = field(default_factory=dict)
+    tail_results: Mapping[OffloadKey, LookupResult] = field(default_factory=dict)
+    asks_tails: bool = False
+    wanted_tails: list[OffloadKey] = field(default_factory=list)
+    awaits_tail: bool = False
+
+    @classmethod
+    def of(cls, answer: KeyedLookup | None, awaited: frozenset[int], *, asks_tails: bool) -> PreparedScan:
+        """Return the results of an answer for a request that waits for keys of the ``awaited`` states."""
+        if answer is None:
+            return cls(asks_tails=asks_tails)
+        results = {index: answer.results(index, awaited) for index in answer.chunks}
+        tail_results = {key: result_of(state, awaited) for key, state in answer.tail_states().items()}
+        return cls(results, tail_results, asks_tails)
+
+    def result(self, key: OffloadKey, place: Place) -> LookupResult:
+        """Return vLLM's result for a key, and record that vLLM asked for it if it is a tail."""
+        if place.is_tail:
+            return self._tail_result(key)
+        results = self.results.get(place.group, b"")
+        return RESULTS[results[place.chunk]] if 0 <= place.chunk < len(results) else LookupResult.MISS
+
+    def _tail_result(self, key: OffloadKey) -> LookupResult:
+        if (result := self.tail_results.get(key)) is not None:
+            self.awaits_tail |= result is LookupResult.HIT_PENDING
+            return result
+        if not self.asks_tails:
+            return LookupResult.MISS
+        self.wanted_tails.append(key)
+        return LookupResult.RETRY  # so that vLLM asks for the others too
 
 
 def leading_hits(results: bytes) -> int | None:
@@ -33,17 +75,18 @@ def last_window(results: bytes, size: int, last_size: int) -> int:
     return found + size if found >= 0 else len(results) - len(results.lstrip(HIT))
 
 
-def scan_bytes(scheduler: Any, results_of: ResultsOf) -> None:
-    """Have vLLM's offloading scheduler search the bytes of ``results_of``; it has two searches.
+def search_bytes(scheduler: Any, groups: ChunkGroups, scan_of: Callable[[str], PreparedScan]) -> None:
+    """Have vLLM's offloading scheduler search the bytes of a request's ``scan_of``; it has two searches.
 
     Windows of which some chunks come, which are few, are left to vLLM's own search.
     """
     search_windows = scheduler._sliding_window_lookup
+    indices = {group.group_id: index for index, group in enumerate(groups)}
 
     def maximal_prefix_lookup(
         keys: Sequence[OffloadKey], req_context: ReqContext, req: Any, group_config: Any, start_chunk_idx: int
     ) -> int | None:
-        results, _ = results_of(req_context.req_id, group_config.group_idx)
+        results = scan_of(req_context.req_id).results.get(indices[group_config.group_idx], b"")
         return leading_hits(_cut(results, start_chunk_idx, len(keys)))
 
     def sliding_window_lookup(
@@ -52,10 +95,9 @@ def scan_bytes(scheduler: Any, results_of: ResultsOf) -> None:
         req_context: ReqContext,
         initial_window_size: int | None = None,
     ) -> int | None:
-        group_id = int.from_bytes(keys[0][-GROUP_ID_BYTES:], "big")
-        results, tokens = results_of(req_context.req_id, group_id)
-        start = (req_context.get_offload_key_position(keys[0]) or tokens) // tokens - 1
-        cut = _cut(results, start, len(keys))
+        first = groups.place_of(keys[0], req_context)
+        results = scan_of(req_context.req_id).results.get(first.group, b"")
+        cut = _cut(results, max(0, first.chunk), len(keys))
         if COMES in cut:
             found: int | None = search_windows(keys, sliding_window_size, req_context, initial_window_size)
             return found

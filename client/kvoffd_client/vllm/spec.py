@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from importlib.metadata import version
 from socket import gethostname
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -94,9 +94,9 @@ class KvoffdSpec(OffloadingSpec):
                 return None
 
         return KvoffdManager(
-            EngineNamespace(config.parallel.world_size, connect, time.monotonic),
+            EngineNamespace(config.parallel.world_size, connect, monotonic),
             groups,
-            time.monotonic,
+            monotonic,
             deadline_s=options.lookup_deadline_ms / 1000,
             disk_wait_s=options.disk_wait_ms / 1000,
             do_no_harm=options.do_no_harm,

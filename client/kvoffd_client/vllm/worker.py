@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadingWorker, TransferResult
 
 from kvoffd_client.namespace import NamespaceSpec
-from kvoffd_client.ordered_sender import OrderedSender
+from kvoffd_client.ordered_sender import Mark, OrderedSender
 from kvoffd_client.vllm.connector_metadata import (
     NO_LEASE,
     FailedJob,
     KeyedSpec,
-    WorkerReport,
+    WorkerNews,
 )
 from kvoffd_client.vllm.kv_memory import NotShareable
 from kvoffd_client.vllm.log import logger
@@ -28,10 +28,29 @@ KERNELS_TIMEOUT_S = 300.0
 """Time limit of a fence for running kernels; vLLM's executors consider a longer step hung."""
 
 
+class LaunchedKernels:
+    """The kernels that were launched before this was made; of a GPU that has failed, and on CPU, none."""
+
+    def __init__(self, sender: OrderedSender | None) -> None:
+        self._began = time.monotonic()
+        self._mark: Mark | None = None
+        if sender is not None:
+            with suppress(RuntimeError):  # the GPU has failed
+                self._mark = sender.mark()
+
+    @property
+    def ended_at(self) -> float | None:
+        """Time when they had ended; None while they run, but for KERNELS_TIMEOUT_S at most."""
+        if self._mark is None:
+            return self._began
+        latest = self._began + KERNELS_TIMEOUT_S
+        return self._mark.ended_at if time.monotonic() < latest else latest
+
+
 class KvoffdWorker(OffloadingWorker):
     """vLLM's OffloadingWorker over the daemon. Jobs may fail, but are never refused.
 
-    vLLM asserts that no job fails, so failed jobs are reported to it as successful; ``take_report`` returns the
+    vLLM asserts that no job fails, so failed jobs are reported to it as successful; ``take_news`` returns the
     failures. Without a namespace (see ``join``) every job fails at once.
 
     Args:
@@ -69,10 +88,10 @@ class KvoffdWorker(OffloadingWorker):
         """Blocks of this step's jobs by id, and whether the job is a store."""
         self._specs: dict[int, KeyedSpec] = {}
         """Specs of unfinished jobs by id."""
-        self._report = WorkerReport()
+        self._news = WorkerNews()
         self.failed_requests: set[str] = set()
         """Requests whose load failed, to be taken by the connector."""
-        self._reported_credit: int | None = None
+        self._last_credit: int | None = None
         # Jobs that were not sent, with the reason. The sender's thread appends to it too.
         self._failed: deque[tuple[int, ErrorCode]] = deque()
 
@@ -158,8 +177,8 @@ class KvoffdWorker(OffloadingWorker):
         groups: list[GroupTransfer] = []
         counts = [len(keys) // self._key_bytes for keys in keyed.groups]
         fits = len(blocks.group_sizes) == len(counts)
-        places = zip(blocks.group_sizes, blocks.block_indices, keyed.groups, counts, strict=False)
-        for index, (size, first_index, keys, count) in enumerate(places):
+        of_groups = zip(blocks.group_sizes, blocks.block_indices, keyed.groups, counts, strict=False)
+        for index, (size, first_index, keys, count) in enumerate(of_groups):
             ids = blocks.block_ids[start : start + size]
             start += size
             if size == 0 and count == 0:
@@ -194,23 +213,23 @@ class KvoffdWorker(OffloadingWorker):
                 continue
             spec = self._specs.pop(result.job_id, None)
             if spec is not None and spec.load_tokens and result.seconds is not None:
-                self._report.load_times[result.job_id] = spec.load_tokens, result.seconds
+                self._news.load_times[result.job_id] = spec.load_tokens, result.seconds
             finished.append(TransferResult(result.job_id, True, result.bytes, result.seconds))
         return finished
 
-    def take_report(self) -> WorkerReport:
-        """Return the news since the last call, except ended jobs and the memory report."""
+    def take_news(self) -> WorkerNews:
+        """Return the news since the last call, except ended jobs and the memory's state."""
         credit_bytes = self.credit_bytes
-        if credit_bytes != self._reported_credit:
-            self._reported_credit = self._report.credit_bytes = credit_bytes
-        report, self._report = self._report, WorkerReport()
-        return report
+        if credit_bytes != self._last_credit:
+            self._last_credit = self._news.credit_bytes = credit_bytes
+        news, self._news = self._news, WorkerNews()
+        return news
 
     def _ended(self, job_id: int, error: ErrorCode | None, keys: Sequence[GroupKeys] = ()) -> TransferResult:
         """Record why a job failed, and return a success for vLLM."""
         spec = self._specs.pop(job_id, None)
         if spec is not None:
-            self._report.failed_jobs[job_id] = FailedJob(error, keys or spec.keys, spec.request_id)
+            self._news.failed_jobs[job_id] = FailedJob(error, keys or spec.keys, spec.request_id)
             if spec.request_id is not None:
                 self.failed_requests.add(spec.request_id)
         return TransferResult(job_id, True)
@@ -224,27 +243,13 @@ class KvoffdWorker(OffloadingWorker):
         began = time.monotonic()
         self.flush()
         wanted = sorted(job_ids)
-        kernels_done_at = self._mark_kernels()
+        kernels = LaunchedKernels(self._sender)
         if self._sender is not None:
             self._sender.withdraw(wanted, KERNELS_TIMEOUT_S)
         for client in self._clients():
-            client.fence(wanted, self._fence_timeout_s, lambda: kernels_done_at() == math.inf)
-        now = time.monotonic()
-        self._report.waited_s += now - min(now, max(began, kernels_done_at()))
-
-    def _mark_kernels(self) -> Callable[[], float]:
-        """Return a function that gives the time when the launched kernels ended; infinity before.
-
-        After KERNELS_TIMEOUT_S they count as ended then.
-        """
-        if self._sender is None:
-            return lambda: -math.inf
-        try:
-            done_at = self._sender.mark()
-        except RuntimeError:  # the GPU has failed
-            return lambda: -math.inf
-        until = time.monotonic() + KERNELS_TIMEOUT_S
-        return lambda: done_at() if time.monotonic() < until else until
+            client.fence(wanted, self._fence_timeout_s, lambda: kernels.ended_at is None)
+        if (ended_at := kernels.ended_at) is not None:
+            self._news.waited_s += time.monotonic() - max(began, ended_at)
 
     def join(self, namespace: NamespaceSpec) -> None:
         """Leave any other namespace and register the KV memory in this one. Repeatable, also after a failure."""
