@@ -304,11 +304,11 @@ def test_an_operator_sees_what_stores_said_and_what_the_request_limits(node: Nod
     new = line(prompt(90_001, length))
     assert f" kvoffd had none. A store was asked for {length // node.kind.block} and " in new, "neither has it"
     assert "first key missing, number 1" in new
-    assert ": never stored in this namespace since the daemon's start or its last clear." in new
+    assert ": never stored in this namespace since the daemon's start (never stored)." in new
     salted = line(prompt(90_002, length), salt="tenant")
     assert salted.endswith(" Its keys contain its cache_salt: only prompts with the same share them.")
     with AdminClient(node.directory) as admin:
         admin.clear()
     barred = line(node.kind.prompts[0][0], transfer=[{"kv_load_tiers": []}])
-    assert "its kv_load_tiers exclude the tier" in barred
+    assert "which the request's kv_load_tiers exclude (excluded)." in barred
     assert "not read in time" not in barred

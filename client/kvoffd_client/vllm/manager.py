@@ -97,7 +97,7 @@ class KvoffdManager(OffloadingManager):
         self._scheduled: list[tuple[RequestState, int]] = []
         """Requests that this step schedules, with the tokens that they load."""
         self._counters = metrics.Counters()
-        self._report_at = clock() + REPORT_EVERY_S
+        self._report_at, self._reported_late_times = clock() + REPORT_EVERY_S, 0.0
         self._reported = Counter[str]()
         """Counters at the last report to the daemon."""
         self._reported_problem = ""
@@ -163,10 +163,13 @@ class KvoffdManager(OffloadingManager):
             news = self._counters - self._reported
             self._reported = Counter(self._counters)
             counts = [min(news[name], MAX_REPORTED) for name in metrics.REPORTED]
+            late_times, self._reported_late_times = self._reported_late_times, self.lookups.late_times
+            late_at = (self._reported_late_times - late_times) / max(1, news[metrics.LATE_LOOKUPS])
+            late_age_s = now - late_at if news[metrics.LATE_LOOKUPS] else 0.0
             # Also report old values: the daemon may have been restarted.
             prefill_rate, problem = self.harm.prefill.tokens_per_second, self.namespace.problem
             if any((prefill_rate, *counts, problem, self._reported_problem)):
-                self.namespace.client.report(prefill_rate, *counts, problem=problem)
+                self.namespace.client.report(prefill_rate, *counts, problem=problem, late_age_s=late_age_s)
                 self._reported_problem = problem
 
     def take_events(self) -> Sequence[KVCacheEvent]:

@@ -60,6 +60,7 @@ class RequestLookups:
         queue: the requests that are not scheduled.
         loading: by request, the lookup whose lease its load reads under, until vLLM has handled the load's end.
         loads: number of loads that have begun or ended.
+        late_times: sum of the times at which lookups were late.
         enabled: whether requests may be loaded.
     """
 
@@ -83,6 +84,7 @@ class RequestLookups:
         self.requests: dict[str, RequestState] = {}
         self.loading: dict[str, KeyedLookup] = {}
         self.loads = 0
+        self.late_times = 0.0
         self.enabled = True
         self.engine_clock = EngineClock(lambda: self.clock())
         self._answer_wait = AnswerWait(deadline_s, do_no_harm=do_no_harm)
@@ -512,6 +514,7 @@ class RequestLookups:
             if allowed_s:
                 wait.record_reply(now - pending.waits_since)
             self._counters[metrics.LATE_LOOKUPS] += 1
+            self.late_times += self.clock()
         return late_at
 
     @property
