@@ -137,22 +137,27 @@ def test_a_later_lookup_of_the_prompt_may_have_found_more(rig: Rig) -> None:
     ]
 
 
+@pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("reported", [True, False])
-def test_a_tier_that_is_down_is_the_reason_of_what_is_not_there(rig: Rig, reported: bool) -> None:
+def test_a_tier_that_is_down_is_the_reason_of_what_is_not_there(rig: Rig, reported: bool, shared: bool) -> None:
     """Of what was evicted too: it may be in the tier."""
     rig.cache.record_misses(rig.space, 0, keys_of(1), MissReason.EVICTED)
     rig.cache.record_misses(rig.space, 0, keys_of(2), MissReason.CORRUPT)
-    rig.store.hangs = True
+    tier = rig.store if shared else rig.tier
+    tier.hangs = True
     expected = [MissReason.TIER_DOWN, MissReason.CORRUPT, MissReason.TIER_DOWN]
     if reported:
         rig.ask(1)
-        assert rig.cache._uncounted._by_lease[1, 1][0].down == (rig.store.name,)
+        rig.store.answer()
+        assert rig.cache._uncounted._by_lease[1, 1][0].down == (tier.name,)
         assert rig.count(1) == expected
         rig.ask(2)
+        rig.store.answer()
         computing = [MissReason.COMPUTING, MissReason.CORRUPT, MissReason.COMPUTING]
         assert rig.count(2) == computing, "the first prompt computes them, whatever the store has"
     else:
         rig.states(rig.space, KEYS)
+        rig.store.answer()
         assert +rig.space.counters.misses == {MissReason.TIER_DOWN: 2, MissReason.CORRUPT: 1}
 
 
