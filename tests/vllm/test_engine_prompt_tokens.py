@@ -310,7 +310,7 @@ def test_an_operator_sees_what_stores_said_and_what_the_request_limits(node: Nod
     assert salted.endswith(" Its keys contain its cache_salt: only prompts with the same share them.")
     with AdminClient(node.directory) as admin:
         admin.clear()
-    barred = line(node.kind.prompts[0][0], transfer=[{"kv_load_tiers": []}])
+    barred = line(node.kind.prompts[1][0], transfer=[{"kv_load_tiers": []}])
     assert "which the request's kv_load_tiers exclude (excluded)." in barred
     assert "not read in time" not in barred
 
