@@ -28,11 +28,10 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from kvoffd.cache.asked_keys import AskedKeys, PromptOutcome, UncountedPrompts, count_prompt
+from kvoffd.cache.asked_keys import COMING, AskedKeys, PromptOutcome, UncountedPrompts, count_prompt
 from kvoffd.cache.block_table import (
     CORRUPT,
     DROPPED,
-    FOUND,
     FREE,
     NO_BLOCK,
     READY,
@@ -97,6 +96,8 @@ MAX_UNREPORTED_REQUESTS = 8
 """Requests that may wait for ``report_requests``; one more reports the oldest."""
 MAX_PREFETCHES, ASKED_AT_ONCE = 256, 4
 """Prefetches of hints that may wait for tiers, further ones do nothing; and those that a tick asks for again."""
+KNOWN_RESETS = 4
+"""Last resets of a namespace from before which it is known which keys it had."""
 REFUSED = MissReason.NO_SPACE, MissReason.QUOTA
 """Reasons why a store's keys got no blocks."""
 NO_LEASE = NO_SESSION = 0
@@ -310,6 +311,7 @@ class Cache:
         for group, now in zip(dead, self._current[namespace], strict=True):
             self._retire(group)
             now.unswept = [number for number in (*group.unswept, group.number) if number in self._dead]
+            now.before, group.before = (group, *group.before)[:KNOWN_RESETS], ()
         self._end(list(namespace.leases))
         return dropped
 
@@ -428,6 +430,10 @@ class Cache:
             self._record_reset(current[index], keys)
         pinned_before = self.blocks.pinned_bytes
         found = [self.blocks.lookup(current[index], keys, lease=is_new) for index, keys in groups]
+        found = [
+            one._replace(reasons=self._since_reset(current[index], keys, one.reasons)) if current[index].before else one
+            for (index, keys), one in zip(groups, found, strict=True)
+        ]
         self._prompts += 1
         for (index, keys), one in zip(groups, found, strict=True):
             self.blocks.prompt[one.ready] = self._prompts
@@ -548,6 +554,7 @@ class Cache:
     ) -> None:
         """Count a lookup and its keys, and keep it for ``report_requests``."""
         namespace, tokens, chains = lease.namespace, 0, []
+        number = hash((lease.session, lease.lease_id)) & 0xFFFFFFFF
         current, counters = self._current[namespace], namespace.counters
         counters.lookups += 1
         for (index, keys), one, counted in zip(groups, found, asked, strict=True):
@@ -556,6 +563,7 @@ class Cache:
             counters.keys_ready += len(one.ready)
             counters.prefix_keys_ready += one.run
             tokens = max(tokens, len(one.states) * group.tokens)
+            counted.prompt = number
             counted.found(chain := Chain(group, keys, one.ready, one.run), one.reasons)
             if group.sizes:
                 chains.append(chain)
@@ -564,7 +572,6 @@ class Cache:
             for prompt in self._uncounted.add(lease.session, lease.lease_id, asked):
                 self._count_prompt(prompt, None)
         if chains:
-            number = hash((lease.session, lease.lease_id)) & 0xFFFFFFFF
             self._requested.append((namespace, chains, asked, number, reported))
             if len(self._requested) > MAX_UNREPORTED_REQUESTS:
                 self._report_request()
@@ -619,9 +626,24 @@ class Cache:
         return {source.name: count for source, count in found.items()}
 
     def _count_prompt(self, parts: Sequence[AskedKeys], outcome: PromptOutcome | None) -> None:
-        for chain, own in count_prompt(parts, outcome):
+        for chain, own in count_prompt(parts, outcome, self._reasons_from):
             if chain.group.sizes and not (chain.group.dead or chain.group.namespace.of_bench):
                 self.on_counted(chain, own)
+
+    def _reasons_from(self, chain: Chain, first: int) -> bytes:
+        """Return the reasons of a chain's keys from one on, as far as they are known by now."""
+        return self.blocks.miss_reasons(chain.group, chain.keys[first * chain.group.key_bytes :])
+
+    def tier_lacks(self, asked: AskedKeys, first: int, count: int) -> None:
+        """Record why keys are missing, which follow one another, and which a tier was asked for and has not."""
+        if (chain := asked.chain) is None:
+            return
+        size = chain.group.key_bytes
+        keys = chain.keys[first * size : (first + count) * size]
+        reasons = bytearray(self.reasons_of(asked.namespace, chain.group.index, keys))
+        if asked.reported and not (chain.group.dead or asked.namespace.of_bench):
+            self._computing.asked(chain.group, keys, reasons, asked.prompt)
+        asked.missed(first, bytes(reasons))
 
     def record_misses(self, namespace: Namespace, group: int, keys: bytes, reason: MissReason) -> None:
         """Remember the reason why these keys have no block any more."""
@@ -631,7 +653,16 @@ class Cache:
         """Return the ``MissReason`` of each key when it was last missing, if known; it may have been stored since."""
         known = self.group(namespace, group)
         self._record_reset(known, keys)
-        return self.blocks.miss_reasons(known, keys)
+        return self._since_reset(known, keys, self.blocks.miss_reasons(known, keys))
+
+    def _since_reset(self, group: Group, keys: bytes, reasons: bytes) -> bytes:
+        """Return the reasons of keys, which is INVALIDATED for those that are only known from before a reset."""
+        never = bytes([MissReason.UNKNOWN, MissReason.FORGOTTEN])
+        for earlier in group.before if not set(never).isdisjoint(reasons) else ():
+            now, before = (np.frombuffer(one, np.uint8) for one in (reasons, self.blocks.miss_reasons(earlier, keys)))
+            dropped = np.isin(now, list(never)) & ~np.isin(before, list(never))
+            reasons = np.where(dropped, np.uint8(MissReason.INVALIDATED), now).tobytes()
+        return reasons
 
     def _record_reset(self, group: Group, keys: bytes) -> None:
         """Record which of these keys were reset, as ``background`` does when it reaches their blocks."""
@@ -1539,10 +1570,10 @@ def _limit_ready(found: Found, fresh: npt.NDArray[np.bool_], most: int) -> Found
 
 
 def _with_pending(found: Found, states: bytes) -> Found:
-    """Return a lookup's result with the states of keys that tiers bring up: these are not missed yet."""
+    """Return a lookup's result with the states of keys that tiers bring up, which are COMING."""
     if states == found.states:
         return found
     shown = np.frombuffer(states, np.uint8)
     reasons = np.frombuffer(found.reasons, np.uint8).copy()
-    reasons[(shown == PENDING) | (shown == SHARED)] = FOUND
+    reasons[(shown == PENDING) | (shown == SHARED)] = COMING
     return found._replace(states=states, reasons=reasons.tobytes())

@@ -9,7 +9,7 @@ from functools import partial
 from itertools import islice, takewhile
 from math import inf
 
-from kvoffd.cache.asked_keys import AskedKeys
+from kvoffd.cache.asked_keys import CAME, COMING, AskedKeys
 from kvoffd.cache.cache import NO_SESSION, Cache
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.cache.tickets import FillTicket, Lease
@@ -166,6 +166,8 @@ class Promotions:
         """Time when a fill last ended."""
         self.queued_blocks = self.under_way_bytes = self._given_up_bytes = self.reserved_bytes = 0
         self.ends_more = False
+        self.failed_at = -inf
+        """Time of the last read that failed."""
         self.promoted_blocks = self.promoted_bytes = 0
         self.unused_blocks = 0
         """Promoted blocks that were evicted before they were loaded."""
@@ -249,7 +251,7 @@ class Promotions:
     def drop_unawaited(self, wanted: Wanted) -> None:
         """Remove blocks for which nobody waits from the queue, so that they are not read."""
         for fill in [fill for fill in wanted.queue if not fill.leases]:
-            self._settle(fill)  # the tier has it: the engine reports why it is not loaded
+            self._settle(fill, COMING)  # the engine reports why it is not loaded
             self._withdraw(fill)
 
     def pump(self, most: int = MAX_BEGUN) -> None:
@@ -337,7 +339,7 @@ class Promotions:
             try:
                 for number, fill in enumerate(batch):
                     if number not in tickets:  # the pool has the block by now
-                        self._settle(fill)
+                        self._settle(fill, CAME)
                         self._withdraw(fill)
                     elif (ticket := tickets[number]) is None:
                         has_space = False
@@ -486,7 +488,7 @@ class Promotions:
                 for lease in fill.leases:
                     self._cache.hold(lease, fill.ticket.blocks)
                 self._promoted(self, int(fill.ticket.blocks[0]))
-                self._settle(fill)
+                self._settle(fill, CAME)
             elif not fill.withdrawn:
                 self._failed(fill, Result.CORRUPT if result is Result.DONE else result)
         finally:
@@ -505,19 +507,22 @@ class Promotions:
         """Withdraw a failed fill, and record the reason for its key."""
         self.failures[str(reason)] += 1
         miss = MISSES.get(reason, MissReason.TIER_FAILED)
+        if miss is MissReason.TIER_FAILED:
+            self.failed_at = self._clock()
         self._settle(fill, miss)
         if not fill.withdrawn:
             self._withdraw(fill)
             self._cache.record_misses(fill.wanted.namespace, fill.wanted.group.number, fill.key, miss)
 
-    def _settle(self, fill: Fill, miss: MissReason | None = None) -> None:
-        """Count the key once for all lookups that asked for it: as found, or as a miss."""
+    def _settle(self, fill: Fill, reason: int) -> None:
+        """Count the key once for all lookups that asked for it: as found if it CAME or is COMING, or as a miss."""
         askers, fill.askers = fill.askers, []
         counters = fill.wanted.namespace.counters
-        if miss is not None:
-            for asked, position in askers:
-                asked.missed(position, bytes([miss]))
-        elif self.shared:
+        for asked, position in askers:
+            asked.set(position, bytes([reason]))
+        if reason not in (CAME, COMING):
+            return
+        if self.shared:
             counters.found_shared += len(askers)
         else:
             counters.found_disk += len(askers)

@@ -151,6 +151,8 @@ class SharedTier(Tier):
     def _begin(self, name: str) -> None:
         """Know nothing yet of the store of this name."""
         self.name, self.counters = name, TierStats()
+        self._unanswered = False
+        """Whether the last question about keys was not answered."""
         self.problem = self._refusal = ""
         """``problem``: last failure of the whole store, a sentence."""
         self._polled_at: dict[bytes, float] = {}
@@ -262,6 +264,10 @@ class SharedTier(Tier):
 
     def available(self) -> bool:
         return not self.breaker.open and not self.closed
+
+    def is_down(self) -> bool:
+        servers = self._store.servers or ()
+        return self._unanswered or not self.available() or not all(one.answers for one in servers)
 
     @property
     def lifetime_bytes(self) -> int:
@@ -405,6 +411,7 @@ class SharedTier(Tier):
                 counters.found_keys += sum(found)
         if not ask.keys:
             return
+        self._unanswered = answer is None
         self._answers.record(ask.group.tag, ask.keys, found)
         if ask.prefix and False in found:
             gap = found.index(False)

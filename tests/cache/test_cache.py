@@ -11,7 +11,7 @@ import pytest
 from kvoffd.cache import POLICY_NAMES
 from kvoffd.cache.asked_keys import TAKEN_AT_ONCE
 from kvoffd.cache.block_table import DROPPED, FREE, READY
-from kvoffd.cache.cache import CLAIM_S, MAX_UNREPORTED_REQUESTS
+from kvoffd.cache.cache import CLAIM_S, KNOWN_RESETS, MAX_UNREPORTED_REQUESTS
 from kvoffd.cache.namespace import MissReason, Namespace, NamespaceSnapshot
 from kvoffd.cache.tickets import Stored, StorePart
 from kvoffd.errors import BadGeometry, NotReady, UnknownLease
@@ -366,6 +366,24 @@ def test_every_way_out_has_its_reason() -> None:
     assert rig.cache.reasons_of(namespace, 0, keys_of(4)) == bytes([MissReason.EVICTED])
     rig.store(namespace, keys_of(1))
     assert rig.cache.reasons_of(namespace, 0, keys_of(4)) == bytes([MissReason.EVICTED])
+
+
+def test_what_was_known_before_a_reset_was_dropped_by_it() -> None:
+    """Also what had been evicted by then, and might have been on a disk."""
+    rig = CacheRig(8, 4)
+    space = rig.open()
+    rig.cache.record_misses(space, 0, keys_of(1), MissReason.EVICTED)
+    for _ in range(KNOWN_RESETS):
+        rig.cache.reset(space)
+        while rig.cache.background():
+            pass
+        assert rig.cache.reasons_of(space, 0, keys_of(1, 9)) == bytes([MissReason.INVALIDATED, MissReason.UNKNOWN])
+    rig.cache.lookup(space, 8, 1, [(0, keys_of(1, 9))])
+    assert misses(space) == {"INVALIDATED": 1, "UNKNOWN": 1}
+    rig.cache.record_misses(space, 0, keys_of(1), MissReason.EVICTED)
+    assert rig.cache.reasons_of(space, 0, keys_of(1)) == bytes([MissReason.EVICTED]), "it was stored since"
+    rig.cache.reset(space)
+    assert len(rig.cache._current[space][0].before) == KNOWN_RESETS
 
 
 def test_prompts_that_wait_for_a_report_are_bounded_and_counted_in_steps() -> None:
