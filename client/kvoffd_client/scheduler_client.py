@@ -273,13 +273,15 @@ class SchedulerClient(Session):
         unknown_hints: int = 0,
         *,
         problem: str = "",
+        late_age_s: float = 0.0,
     ) -> None:
         """Report the prefill rate in tokens per second, and counts since the last call.
 
         ``late_lookups``: lookups that the engine gave up. ``unknown_hints``: hints that are not known or cannot be
-        read. ``problem``: why the engine stores and loads nothing.
+        read. ``problem``: why the engine stores and loads nothing. ``late_age_s``: mean time since the late lookups.
         """
-        fields = prefill_rate, skipped_loads, paused_stores, late_lookups, problem[: m.MAX_PROBLEM], unknown_hints
+        counts = skipped_loads, paused_stores, late_lookups
+        fields = prefill_rate, *counts, problem[: m.MAX_PROBLEM], unknown_hints, max(0.0, late_age_s)
         with self._transport.lock:
             if self.ready:
                 self._send(m.ReportEngine(m.NO_REPLY, self._fingerprint, *fields))

@@ -20,7 +20,8 @@ for nixl in "$wheels"/nixl_cu12-*.whl; do
         "$work/pip/bin/pip" install --quiet --no-index --no-deps --no-compile --target "$root$library" "$nixl"
 done
 rm -r "$root$library/bin"
-version=$(PYTHONPATH=$root$library /usr/bin/python3 -B -c 'import kvoffd; print(kvoffd.__version__)')
+version=$("$here/package_version.sh" "$(PYTHONPATH=$root$library /usr/bin/python3 -B -c \
+    'import kvoffd; from kvoffd_proto.build import with_commit; print(with_commit(kvoffd.__version__))')")
 python=$(/usr/bin/python3 -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 next=$(/usr/bin/python3 -c 'import sys; print("%d.%d" % (sys.version_info[0], sys.version_info[1] + 1))')
 

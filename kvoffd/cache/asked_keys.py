@@ -8,16 +8,27 @@ missed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 
-from kvoffd.cache.block_table import FOUND
-from kvoffd.cache.namespace import MissReason, Namespace
+from kvoffd.cache.block_table import ASKED, CAME, COMING, FOUND
+from kvoffd.cache.namespace import ABSENT_REASONS, MissReason, Namespace
 from kvoffd.cache.policy import Chain
 
+OF_READS = frozenset(
+    {
+        MissReason.TIER_FAILED,
+        MissReason.TIER_LATE,
+        MissReason.CORRUPT,
+        MissReason.NO_SPACE,
+        MissReason.QUOTA,
+    }
+)
+"""Reasons why a block that a tier had did not come, as the block table remembers them."""
+_WHILE_DOWN = bytes(MissReason.TIER_DOWN if reason in ABSENT_REASONS else reason for reason in range(256))
 TAKEN_AT_ONCE = 64
 """Prompts of a session that is gone which are counted in one step."""
 MAX_UNCOUNTED_BYTES, PART_BYTES = 32 << 20, 1024
@@ -30,31 +41,65 @@ class AskedKeys:
 
     Attributes:
         reported: whether they are counted when the engine reports the prompt's outcome, not at once.
-        reasons: by key the ``MissReason``, or FOUND.
+        reasons: by key the ``MissReason``, or one of FOUND, CAME, COMING and ASKED. Once the prompt is counted by its
+            outcome, FOUND for covered keys, and the ``MissReason`` of all others.
         chain: None until the lookup has found what it can.
+        prompt: number of its prompt, of 32 bits, the same for all its lookups.
+        down: names of the tiers that may have had some of the keys, and failed or were not asked because they had.
     """
 
-    __slots__ = ("chain", "namespace", "reasons", "reported")
+    __slots__ = ("_marks", "chain", "down", "namespace", "prompt", "reasons", "reported")
 
     def __init__(self, namespace: Namespace, *, reported: bool) -> None:
         self.namespace, self.reported = namespace, reported
         self.reasons = bytearray()
         self.chain: Chain | None = None
+        self.prompt = 0
+        self.down: tuple[str, ...] = ()
+        self._marks: list[tuple[int, int, int]] = []
+
+    def mark(self, first: int, end: int, reason: int) -> None:
+        """Record a reason for keys ``first`` to ``end``, before ``found`` is called; TIER_DOWN for absent ones only."""
+        self._marks.append((first, end, reason))
+
+    def tier_is_down(self, name: str) -> None:
+        if name not in self.down:
+            self.down += (name,)
 
     def found(self, chain: Chain, reasons: bytes) -> None:
         """Record what the lookup found."""
-        self.chain = chain
-        if self.reported:
-            self.reasons = bytearray(reasons)
-        else:
-            count_misses(self.namespace, reasons)
+        self.chain, self.reasons = chain, bytearray(reasons)
+        for first, end, reason in self._marks:
+            its = self.reasons[first:end]
+            is_down = reason == MissReason.TIER_DOWN
+            self.reasons[first:end] = its.translate(_WHILE_DOWN) if is_down else bytes([reason]) * len(its)
+        self._marks.clear()
+        if not self.reported:
+            count_misses(self.namespace, self.reasons)
+            self.reasons.clear()
 
     def missed(self, first: int, reasons: bytes) -> None:
-        """Record that keys which follow one another and were to come from a tier did not."""
+        """Record that keys which follow one another and might have come from a tier did not."""
+        if self.down:
+            reasons = reasons.translate(_WHILE_DOWN)
+        self.set(first, reasons)
+
+    def set(self, first: int, reasons: bytes) -> None:
+        """Record what is known by now of keys which follow one another: also CAME and COMING."""
         if self.reported:
             self.reasons[first : first + len(reasons)] = reasons
         else:
             count_misses(self.namespace, reasons)
+
+    def reason_of(self, key: bytes) -> int | None:
+        """Return the entry of a key in ``reasons``; None if it was not asked for."""
+        if self.chain is None or not key:
+            return None
+        keys, size, at = self.chain.keys, len(key), -1
+        while (at := keys.find(key, at + 1)) >= 0:
+            if at % size == 0:
+                return self.reasons[at // size] if at // size < len(self.reasons) else None
+        return None
 
 
 class PromptOutcome(NamedTuple):
@@ -63,57 +108,99 @@ class PromptOutcome(NamedTuple):
     Attributes:
         own: by group, leading keys that its own prefix cache had.
         covered: by group, leading keys of tokens that it did not compute.
-        unloaded: reason why it did not load what was found behind these; None: AFTER_GAP if another key was missing.
+        unloaded: reason why it did not load what was found behind these; None: it depends on the key.
+        coming: by group, keys behind the covered ones without a gap that were in the pool or coming when it began to
+            compute.
+        not_awaited: reason why it did not load those that were coming: TIER_LATE, UNANSWERED or EXCLUDED.
     """
 
     own: Sequence[int]
     covered: Sequence[int]
     unloaded: MissReason | None
+    coming: Sequence[int] = ()
+    not_awaited: MissReason | None = None
 
 
 def count_misses(namespace: Namespace, reasons: bytes | bytearray) -> None:
-    """Count keys by the reason why they were missed; those that were found are not."""
+    """Count keys by the reason why they were missed; those that were found, or may still come, are not."""
     if not reasons:
         return
     if reasons.count(first := reasons[0]) == len(reasons):  # 6 µs less than below
-        if first != FOUND:
+        if first < ASKED:
             namespace.counters.misses[MissReason(first)] += len(reasons)
         return
-    for number, count in enumerate(np.bincount(np.frombuffer(reasons, np.uint8)).tolist()[:FOUND]):
+    for number, count in enumerate(np.bincount(np.frombuffer(reasons, np.uint8)).tolist()[:ASKED]):
         if count:
             namespace.counters.misses[MissReason(number)] += count
 
 
-def count_prompt(parts: Sequence[AskedKeys], outcome: PromptOutcome | None) -> Iterator[tuple[Chain, int]]:
-    """Count a prompt's keys. Yield its chains, each with the number of leading keys that the engine had itself.
+def count_prompt(
+    parts: Sequence[AskedKeys], outcome: PromptOutcome | None, reasons_now: Callable[[Chain, int], bytes]
+) -> Iterator[tuple[Chain, int]]:
+    """Count a prompt's keys, and decide the reasons of those that were missed. Yield its chains, each with the number
+    of leading keys that the engine had itself.
 
-    Without an outcome, found keys were not needed.
+    Without an outcome, found keys were not needed. ``reasons_now``: returns the reasons of a chain's keys from one on,
+    as the block table remembers them by now.
     """
-    own, covered = Counter[int](), Counter[int]()
+    own, covered, coming = Counter[int](), Counter[int](), Counter[int]()
     if outcome is not None:
         own.update(dict(enumerate(outcome.own)))
         covered.update(dict(enumerate(outcome.covered)))
-    rest: list[tuple[AskedKeys, bytearray]] = []
+        coming.update(dict(enumerate(outcome.coming)))
+    rest: list[tuple[AskedKeys, int, int]] = []
     for part in parts:
         assert part.chain is not None
         group, count = part.chain.group, len(part.reasons)
         yield part.chain, min(count, own[group.index])
-        part.namespace.counters.covered_keys += min(count, covered[group.index])
-        rest.append((part, part.reasons[covered[group.index] :]))
+        begin = min(count, covered[group.index])
+        part.namespace.counters.covered_keys += begin
+        end = min(count, begin + coming[group.index])
+        rest.append((part, begin, end))
         own[group.index] = max(0, own[group.index] - count)
-        covered[group.index] = max(0, covered[group.index] - count)
-    has_gap = any(reasons.count(FOUND) < len(reasons) for _, reasons in rest)
-    unloaded = MissReason.AFTER_GAP if has_gap else MissReason.NOT_LOADED
-    if outcome is not None and outcome.unloaded is not None:
-        unloaded = outcome.unloaded
-    for part, reasons in rest:
-        count_misses(part.namespace, reasons)
-        if found := reasons.count(FOUND):
-            counters = part.namespace.counters
-            if outcome is None:
-                counters.covered_keys += found
-            else:
-                counters.misses[unloaded] += found
+        covered[group.index] -= begin
+        coming[group.index] -= end - begin
+    if outcome is None:
+        for part, begin, _ in rest:
+            count_misses(part.namespace, its := part.reasons[begin:])
+            part.namespace.counters.covered_keys += sum(map(its.count, (FOUND, CAME, COMING, ASKED)))
+        return
+    has_gap = any(its.count(FOUND) + its.count(CAME) < len(its) for its in (one.reasons[at:] for one, at, _ in rest))
+    tables = _tables(outcome, has_gap=has_gap or outcome.not_awaited is not None)
+    for part, begin, end in rest:
+        its = part.reasons
+        if outcome.unloaded is None and COMING in its[end:] and part.chain is not None:
+            _take_failed_reads(its, end, reasons_now(part.chain, end))
+        its[:begin] = bytes([FOUND]) * begin
+        its[begin:end] = its[begin:end].translate(tables[0])
+        its[end:] = its[end:].translate(tables[1])
+        count_misses(part.namespace, its[begin:])
+
+
+def _take_failed_reads(reasons: bytearray, first: int, now: bytes) -> None:
+    """Set the reasons of keys from ``first`` on that a tier had, and that a later lookup of the prompt did not get."""
+    for at, reason in enumerate(now, first):
+        if reasons[at] == COMING and reason in OF_READS:
+            reasons[at] = reason
+
+
+def _tables(outcome: PromptOutcome, *, has_gap: bool) -> tuple[bytes, bytes]:
+    """Return the tables that make reasons of FOUND, CAME, COMING and ASKED: for keys that were in the pool or coming
+    when the engine began to compute, and for those behind them."""
+    last = MissReason.AFTER_GAP if has_gap else MissReason.NOT_LOADED
+    awaited, known = bytearray(range(256)), bytearray(range(256))
+    for value, late in ((FOUND, last), (CAME, last), (COMING, MissReason.TIER_LATE), (ASKED, MissReason.UNANSWERED)):
+        known[value] = awaited[value] = late
+    if (why := outcome.not_awaited) is not None:
+        awaited[CAME] = awaited[ASKED] = why
+        awaited[COMING] = MissReason.TIER_LATE if why is MissReason.UNANSWERED else why  # it was answered since
+        if why is MissReason.TIER_LATE:  # a later lookup of the prompt than the counted one found these
+            for reason in ABSENT_REASONS:
+                awaited[reason] = why
+    if outcome.unloaded is not None:
+        for value in (FOUND, CAME, COMING, ASKED):
+            known[value] = awaited[value] = outcome.unloaded
+    return bytes(awaited), bytes(known)
 
 
 class UncountedPrompts:

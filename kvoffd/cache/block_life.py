@@ -55,6 +55,7 @@ from kvoffd.cache.block_table import (
     WRITING_SHARD,
     BlockIds,
     BlockTable,
+    Found,
     Offsets,
 )
 from kvoffd.cache.hints import HintedOrder
@@ -308,6 +309,26 @@ class BlockLife:
             states, _ = self.blocks.find(self.retired[number], keys)
             gone = np.flatnonzero(np.frombuffer(states, np.uint8) != FREE)
             self.blocks.record_misses(group, select_keys(keys, gone, group.key_bytes), MissReason.INVALIDATED)
+
+    def reasons_of(self, group: Group, keys: bytes) -> bytes:
+        """Return the ``MissReason`` of each key when it was last missing, if known; it may have been stored since."""
+        self.record_retired(group, keys)
+        return self._reasons_since_reset(group, keys, self.blocks.miss_reasons(group, keys))
+
+    def since_reset(self, group: Group, keys: bytes, found: Found) -> Found:
+        """Return a lookup's result with the reasons of keys that are only known from before a reset."""
+        if not group.before:
+            return found
+        return found._replace(reasons=self._reasons_since_reset(group, keys, found.reasons))
+
+    def _reasons_since_reset(self, group: Group, keys: bytes, reasons: bytes) -> bytes:
+        """Return the reasons of keys, which is INVALIDATED for those that are only known from before a reset."""
+        never = bytes([MissReason.UNKNOWN, MissReason.FORGOTTEN])
+        for earlier in group.before if not set(never).isdisjoint(reasons) else ():
+            now, before = (np.frombuffer(one, np.uint8) for one in (reasons, self.blocks.miss_reasons(earlier, keys)))
+            dropped = np.isin(now, list(never)) & ~np.isin(before, list(never))
+            reasons = np.where(dropped, np.uint8(MissReason.INVALIDATED), now).tobytes()
+        return reasons
 
     def unpin(self, blocks: BlockIds) -> None:
         """Undo ``BlockTable.pin``."""

@@ -85,8 +85,9 @@ SHARD_STATE, UNVERIFIED, CORRUPT = 3, 4, 8
 """Bits of ``shard``: its state; its bytes were not compared yet, or have no checksum yet; they are wrong."""
 MAX_SEEN = 8192
 """Blocks that one search for evictable blocks of a group examines: about a millisecond."""
-FOUND = 255
-"""Value instead of a ``MissReason`` for a key that was found."""
+FOUND, CAME, COMING, ASKED = 255, 254, 253, 252
+"""Values instead of a ``MissReason``. FOUND: the pool has the key's block. CAME: a tier had it, and it is in the pool
+now. COMING: a tier has it. ASKED: a store was asked for it, and has not answered."""
 KNOWN_MISSES = 2**19
 """Keys whose reason for leaving is remembered, 8 bytes each. A new key replaces one at random."""
 _ARRAYS = "state", "shard", "pins", "leases", "missing", "group", "next", "pages", "older", "newer", "misses", "prompt"
@@ -133,12 +134,12 @@ class Found(NamedTuple):
         return self._replace(states=states.tobytes(), ready=self.ready[kept], run=run, reasons=reasons.tobytes())
 
     def with_coming(self, states: bytes) -> Found:
-        """Return this with the states of keys that tiers bring up: these are not missed yet."""
+        """Return this with the states of keys that tiers bring up, which are COMING."""
         if states == self.states:
             return self
         shown = np.frombuffer(states, np.uint8)
         reasons = np.frombuffer(self.reasons, np.uint8).copy()
-        reasons[(shown == messages.PENDING) | (shown == messages.SHARED)] = FOUND
+        reasons[(shown == messages.PENDING) | (shown == messages.SHARED)] = COMING
         return self._replace(states=states, reasons=reasons.tobytes())
 
 

@@ -136,7 +136,10 @@ class Cache:
         for index, keys in groups if self.life.retired else ():
             self.life.record_retired(current[index], keys)
         pinned_before = self.blocks.pinned_bytes
-        found = [self.blocks.lookup(current[index], keys, lease=is_new) for index, keys in groups]
+        found = [
+            self.life.since_reset(current[index], keys, self.blocks.lookup(current[index], keys, lease=is_new))
+            for index, keys in groups
+        ]
         prompt = self.blocks.new_prompt()
         for (index, keys), of_group in zip(groups, found, strict=True):
             self.blocks.prompt[of_group.ready] = prompt
@@ -171,12 +174,6 @@ class Cache:
                 tiers.lease_ended(lease)
             raise
         return [of_group.with_coming(shown) for of_group, shown in zip(found, tier_states, strict=True)]
-
-    def reasons_of(self, namespace: Namespace, group: int, keys: bytes) -> bytes:
-        """Return the ``MissReason`` of each key when it was last missing, if known; it may have been stored since."""
-        known = namespace.group(group)
-        self.life.record_retired(known, keys)
-        return self.blocks.miss_reasons(known, keys)
 
     # --- loads ----------------------------------------------------------------------------------
 

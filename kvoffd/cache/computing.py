@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvoffd.cache.namespace import Group, MissReason
+from kvoffd.cache.namespace import ABSENT_REASONS, Group, MissReason
 from kvoffd.system.native import KEYS, NUMBER, VOID_P, declare, native
 from kvoffd.system.structures import COMPUTING
 
@@ -25,19 +25,8 @@ MOST_S = 60
 """Time after which a key that a prompt lacked, and no engine has offered since, is not being computed any more."""
 BITS, NEAR = 16, 8
 """2^BITS keys of 16 bytes are remembered; a new one replaces the oldest of NEAR neighbours."""
-_REPLACED = sum(
-    1 << reason
-    for reason in (
-        MissReason.UNKNOWN,
-        MissReason.FORGOTTEN,
-        MissReason.EVICTED,
-        MissReason.REJECTED,
-        MissReason.NO_SPACE,
-        MissReason.QUOTA,
-        MissReason.INVALIDATED,
-    )
-)
-"""Reasons for which a block is not there at all."""
+_REPLACED = sum(1 << reason for reason in ABSENT_REASONS | {MissReason.TIER_DOWN})
+"""Set of the reasons that COMPUTING replaces, a bit for each."""
 
 
 class _Fields(ctypes.Structure):

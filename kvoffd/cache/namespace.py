@@ -33,8 +33,8 @@ UNKNOWN_TOKENS = 512
 class MissReason(IntEnum):
     """Reason that a requested key was not found: ``MISS_REASONS`` of the statistics explains each.
 
-    LEASE_LIMIT, LATE, SKIPPED, ENGINE_FULL, NOT_LOADED, LOAD_FAILED, AFTER_GAP and COMPUTING belong to one request; the
-    others are remembered when a key leaves or fails to come.
+    UNKNOWN to TIER_FAILED, REJECTED, QUOTA and FORGOTTEN are remembered when a key leaves or fails to come; the others
+    belong to one request.
     """
 
     UNKNOWN = 0
@@ -56,6 +56,23 @@ class MissReason(IntEnum):
     FORGOTTEN = 16
     AFTER_GAP = 17
     COMPUTING = 18
+    TIER_DOWN = 19
+    UNANSWERED = 20
+    EXCLUDED = 21
+
+
+ABSENT_REASONS = frozenset(
+    {
+        MissReason.UNKNOWN,
+        MissReason.FORGOTTEN,
+        MissReason.EVICTED,
+        MissReason.REJECTED,
+        MissReason.NO_SPACE,
+        MissReason.QUOTA,
+        MissReason.INVALIDATED,
+    }
+)
+"""Reasons of keys whose block is not in the pool at all: another prompt may be computing it, or a tier may have it."""
 
 
 Shards: TypeAlias = tuple[tuple[int, tuple[int, ...]], ...]
@@ -308,6 +325,8 @@ class Group:
         """Whether the namespace was reset, so that the group's blocks are being freed."""
         self.unswept: list[int] = []
         """Numbers of this group before resets, until all those blocks are freed."""
+        self.before: tuple[Group, ...] = ()
+        """This group before its last resets, the latest first."""
         self.blocks_in = dict.fromkeys(WITH_SLOTS, 0)
         """Number of blocks with slots, by state."""
         self._list = array("I", [NO_BLOCK, NO_BLOCK])

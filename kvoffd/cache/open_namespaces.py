@@ -15,6 +15,9 @@ from kvoffd_proto.errors import ErrorCode
 
 logger = logging.getLogger(__name__)
 
+KNOWN_RESETS = 4
+"""Last resets of a namespace from before which it is known which keys it had."""
+
 
 class OpenNamespaces(Mapping[bytes, Namespace]):
     """Namespaces by fingerprint, in the order in which they were opened.
@@ -81,6 +84,7 @@ class OpenNamespaces(Mapping[bytes, Namespace]):
             self._life.retire(group)
             numbers = (*group.unswept, group.number)
             successor.unswept = [number for number in numbers if number in self._life.retired]
+            successor.before, group.before = (group, *group.before)[:KNOWN_RESETS], ()
 
     def forget(self, namespace: Namespace) -> None:
         """Forget a namespace that has no blocks in the index and that no session has open.

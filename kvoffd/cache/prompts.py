@@ -64,6 +64,7 @@ class Prompts:
     ) -> None:
         """Count a lookup and its keys, and keep it for ``report``. ``reported``: ``count`` counts its keys."""
         namespace, tokens, chains = lease.namespace, 0, []
+        number = hash((lease.session, lease.lease_id)) & 0xFFFFFFFF
         counters = namespace.counters
         counters.lookups += 1
         for (index, keys), of_group, counted in zip(groups, found, asked, strict=True):
@@ -72,6 +73,7 @@ class Prompts:
             counters.keys_ready += len(of_group.ready)
             counters.prefix_keys_ready += of_group.run
             tokens = max(tokens, len(of_group.states) * group.tokens)
+            counted.prompt = number
             counted.found(chain := Chain(group, keys, of_group.ready, of_group.run), of_group.reasons)
             if group.sizes:
                 chains.append(chain)
@@ -80,7 +82,6 @@ class Prompts:
             for prompt in self._uncounted.add(lease.session, lease.lease_id, asked):
                 self._count(prompt, None)
         if chains:
-            number = hash((lease.session, lease.lease_id)) & 0xFFFFFFFF
             self._looked_up.append(_LookedUp(namespace, chains, asked, number, reported))
             if len(self._looked_up) > MAX_UNREPORTED:
                 self._report_oldest()
@@ -140,9 +141,24 @@ class Prompts:
         return {source.name: count for source, count in found.items()}
 
     def _count(self, parts: Sequence[AskedKeys], outcome: PromptOutcome | None) -> None:
-        for chain, own in count_prompt(parts, outcome):
+        for chain, own in count_prompt(parts, outcome, self._reasons_from):
             if chain.group.sizes and not (chain.group.dead or chain.group.namespace.of_bench):
                 self.on_counted(chain, own)
+
+    def _reasons_from(self, chain: Chain, first: int) -> bytes:
+        """Return the reasons of a chain's keys from one on, as far as they are known by now."""
+        return self._life.blocks.miss_reasons(chain.group, chain.keys[first * chain.group.key_bytes :])
+
+    def tier_lacks(self, asked: AskedKeys, first: int, count: int) -> None:
+        """Record why keys are missing, which follow one another, and which a tier was asked for and has not."""
+        if (chain := asked.chain) is None:
+            return
+        size = chain.group.key_bytes
+        keys = chain.keys[first * size : (first + count) * size]
+        reasons = bytearray(self._life.reasons_of(asked.namespace.group(chain.group.index), keys))
+        if asked.reported and not (chain.group.dead or asked.namespace.of_bench):
+            self._computing.asked(chain.group, keys, reasons, asked.prompt)
+        asked.missed(first, bytes(reasons))
 
     def session_ended(self, session: int) -> None:
         """Leave the prompts of a session that is gone to ``count_some_ended``."""

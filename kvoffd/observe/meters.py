@@ -38,6 +38,14 @@ class CounterWindows:
             while kept[1][0] <= now - window_s:
                 kept.popleft()
 
+    def date_back(self, name: str, count: int, age_s: float) -> None:
+        """Add to a counter in the samples since ``age_s`` seconds ago: its next sample has these events."""
+        since = self._clock() - age_s
+        for kept in self._kept.values():
+            for at, (time_s, values) in enumerate(kept):
+                if time_s > since:
+                    kept[at] = time_s, {**values, name: values.get(name, 0) + count}
+
     def gained(self, window_s: float, values: Mapping[str, float]) -> tuple[float, dict[str, float]]:
         """Return the window's seconds, fewer than ``window_s`` at first, and the counters' increases in it."""
         now = self._clock()

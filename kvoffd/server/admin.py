@@ -58,7 +58,7 @@ class Administration:
         reason = MissReason.PARTIAL
         if state is m.KeyState.ABSENT:
             fits = len(key) == namespace.key_bytes
-            reason = MissReason(cache.reasons_of(namespace, group, key)[0]) if fits else MissReason.UNKNOWN
+            reason = MissReason(cache.life.reasons_of(namespace.group(group), key)[0]) if fits else MissReason.UNKNOWN
         why = "" if state is m.KeyState.READY else reason.name.lower()
         return a.BlockFound(message.request_id, state, why, first_block, checksums)
 

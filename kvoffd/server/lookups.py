@@ -39,7 +39,7 @@ class Lookups:
         namespace, groups = session.namespaces[message.namespace], [(part.group, part.keys) for part in message.groups]
         _check_count(groups, namespace, self._limits.max_keys_per_request)
         held, is_new = cache.leases.of(session.id), message.lease_id not in cache.leases.by_id
-        if is_new and held is not None and len(held.leases) >= most_leases:
+        if is_new and len(held.leases) >= most_leases:
             why = f"The session holds {most_leases} leases, its limit; release some."
             raise KvoffdError(why, ErrorCode.TOO_MANY)
         peer = self._tier_supervisor.peer_at(message.peer) if message.peer else ""

@@ -9,12 +9,14 @@ from msgspec import structs
 from kvoffd.cache.asked_keys import AskedKeys, PromptOutcome
 from kvoffd.cache.block_table import FOUND
 from kvoffd.cache.cache import Cache
-from kvoffd.cache.namespace import MissReason
+from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.cache.prompt_tokens import PromptTokens
 from kvoffd.errors import BadKeys, KvoffdError
 from kvoffd.server.handlers import answers
 from kvoffd.server.session import Session
 from kvoffd.server.sessions import Sessions
+from kvoffd.server.tier_supervisor import TierSupervisor
+from kvoffd.server.traffic import TrafficCounts
 from kvoffd_proto import admin as a
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
@@ -24,18 +26,22 @@ UNLOADED: Mapping[str, MissReason] = {
     m.Outcome.SKIPPED: MissReason.SKIPPED,
     m.Outcome.NO_SPACE: MissReason.ENGINE_FULL,
     m.Outcome.FAILED: MissReason.LOAD_FAILED,
-    "tier_late": MissReason.TIER_LATE,
-    "not_loaded": MissReason.NOT_LOADED,
 }
-"""Miss reasons of keys that were found and not loaded, by the prompt's outcome or the reason of its first missing key.
-"""
+"""Miss reasons of keys that were found and not loaded, by the prompt's outcome."""
+NOT_AWAITED: Mapping[str, MissReason] = {
+    reason.name.lower(): reason for reason in (MissReason.TIER_LATE, MissReason.UNANSWERED, MissReason.EXCLUDED)
+}
+"""Miss reasons of keys that were coming and not waited for, as engines report them."""
 
 
 class Reports:
     """Counts what engines report, and keeps each session's latest prompts."""
 
-    def __init__(self, cache: Cache, sessions: Sessions) -> None:
+    def __init__(
+        self, cache: Cache, sessions: Sessions, tier_supervisor: TierSupervisor, traffic: TrafficCounts
+    ) -> None:
         self._cache, self._sessions = cache, sessions
+        self._tier_supervisor, self._traffic = tier_supervisor, traffic
 
     @answers(m.ReportEngine)
     def report_engine(self, session: Session, message: m.ReportEngine) -> m.Done:
@@ -50,6 +56,7 @@ class Reports:
         counters.skipped_loads += message.skipped_loads
         counters.paused_stores += message.paused_stores
         counters.late_lookups += message.late_lookups
+        self._traffic.date_back("late_lookups", message.late_lookups, message.late_age_s)
         counters.unknown_hints += message.unknown_hints
         session.problem = message.problem
         return m.Done(message.request_id)
@@ -66,20 +73,15 @@ class Reports:
                 why = f"A prompt of {one.tokens} tokens did not have {had}; report those of the prompt only."
                 raise KvoffdError(why, ErrorCode.MALFORMED)
         for one in message.prompts:
-            reason = unloaded = UNLOADED.get(one.outcome) or UNLOADED.get(one.reason)
-            outcome = PromptOutcome(one.own_keys, one.covered_keys, unloaded)
-            counted = cache.prompts.count(session.id, one.lease_id, outcome)
-            if one.missing_key and not one.reason:
-                reason = _reason_when_asked(counted, one)
-                if reason is not MissReason.COMPUTING:  # the others may have become known since
-                    (reason,) = map(MissReason, cache.reasons_of(namespace, one.missing_group, one.missing_key))
-            if reason is not None and not one.reason:
-                one = structs.replace(one, reason=reason.name.lower())
+            unloaded, not_awaited = UNLOADED.get(one.outcome), NOT_AWAITED.get(one.reason)
+            outcome = PromptOutcome(one.own_keys, one.covered_keys, unloaded, one.coming_keys, not_awaited)
+            reason, down = self._reason_of(namespace, one, cache.prompts.count(session.id, one.lease_id, outcome))
+            one = structs.replace(one, reason=reason)
             tokens: dict[str, int] = {}
             if not (one.again or one.outcome == m.Outcome.DROPPED):
                 its = PromptTokens(one.tokens, one.own_tokens, one.loaded_tokens, one.other_tokens)
                 tokens = cache.prompts.count_tokens(namespace, session.id, one.load_lease_id, its)
-            session.prompts.append(a.LoggedPrompt(session.id, message.namespace, one, tokens))
+            session.prompts.append(a.LoggedPrompt(session.id, message.namespace, one, tokens, down))
         return m.Done(message.request_id, len(message.prompts))
 
     @answers(a.ListPrompts)
@@ -89,14 +91,29 @@ class Reports:
         found.sort(key=lambda prompt: prompt.report.decided_at)
         return a.PromptsListed(message.request_id, found[-message.limit :])
 
+    def _reason_of(
+        self, namespace: Namespace, report: m.PromptReport, counted: Sequence[AskedKeys]
+    ) -> tuple[str, list[str]]:
+        """Return why a prompt's first missing key was missing, or why nothing was loaded, and the tiers that failed.
 
-def _reason_when_asked(counted: Sequence[AskedKeys], report: m.PromptReport) -> MissReason | None:
-    """Return why the first missing key of a prompt was missing when it was asked for; None if that is not known."""
-    at = report.missing_number - 1
-    for part in counted:
-        if part.chain is None or part.chain.group.index != report.missing_group or at < 0:
-            continue
-        if at < len(part.reasons):
-            return MissReason(part.reasons[at]) if part.reasons[at] != FOUND else None
-        at -= len(part.reasons)
-    return None
+        It is the reason by which the key was ``counted``. Of keys that were not, it is what the engine says, else what
+        is known now.
+        """
+        down: dict[str, None] = {}
+        found: MissReason | None = None
+        for part in counted:
+            down |= dict.fromkeys(part.down)
+            is_its = part.chain is not None and part.chain.group.index == report.missing_group
+            if found is None and is_its and (entry := part.reason_of(report.missing_key)) not in (None, FOUND):
+                found = MissReason(entry)
+        if (tiering := self._tier_supervisor.tiering) is not None:
+            tiering.count_missed(list(down), sum(part.reasons.count(MissReason.TIER_DOWN) for part in counted))
+        if found is None and not report.reason:
+            found = UNLOADED.get(report.outcome)
+            if report.missing_key:
+                group = namespace.group(report.missing_group)
+                (found,) = map(MissReason, self._cache.life.reasons_of(group, report.missing_key))
+        reason = report.reason if found is None else found.name.lower()
+        if found is MissReason.TIER_FAILED and tiering is not None:
+            return reason, tiering.failing
+        return reason, list(down) if found is MissReason.TIER_DOWN else []

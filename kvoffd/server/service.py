@@ -126,7 +126,7 @@ class Service:
                 Registrations(config, cache, self.memory, self.sessions, self.jobs),
                 lookups,
                 self.jobs,
-                Reports(cache, self.sessions),
+                Reports(cache, self.sessions, tier_supervisor, self.traffic),
                 self.resets,
                 self.statistics,
                 self.health,

@@ -119,7 +119,7 @@ class Statistics:
             lifetime=traffic.lifetime(total),
             gone_namespaces=traffic.gone_namespaces,
             namespaces=self._namespace_rows(on_disk),
-            integrity=filled(s.IntegrityStats, cache),
+            integrity=filled(s.IntegrityStats, cache.integrity, cache.life),
             tiers=self._tiering_stats(),
             disks=list(map(_disk_stats, self.tier_supervisor)),
             shared=self._shared_stats(),

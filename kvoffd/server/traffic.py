@@ -65,6 +65,11 @@ class TrafficCounts:
         self._total.update({name: count - before.get(name, 0) for name, count in counts.items()})
         self._counted[namespace] = counts
 
+    def date_back(self, name: str, count: int, age_s: float) -> None:
+        """Have the windows count events, which a counter has just counted, at the time when they were."""
+        if count:
+            self._windows.date_back(name, count, age_s)
+
     def since_start(self, total: Mapping[str, float]) -> Window:
         """Return the traffic since the start; ``total`` is the result of ``total()``, here and below."""
         return Window(seconds=self._clock() - self._started_at, **figures(total))

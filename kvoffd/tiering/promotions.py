@@ -10,6 +10,7 @@ from itertools import islice, takewhile
 from math import inf
 
 from kvoffd.cache.asked_keys import AskedKeys
+from kvoffd.cache.block_table import CAME, COMING
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.cache.prefetches import NO_SESSION
@@ -186,6 +187,8 @@ class Promotions:
         """Time when a fill last ended."""
         self.queued_blocks = self.under_way_bytes = self.given_up_bytes = self.reserved_bytes = 0
         self.ends_more = False
+        self.failed_at = -inf
+        """Time of the last read that failed."""
         self.promoted_blocks = self.promoted_bytes = 0
         self.unused_blocks = 0
         """Promoted blocks that were evicted before they were loaded."""
@@ -265,7 +268,7 @@ class Promotions:
     def drop_unawaited(self, wanted: Wanted) -> None:
         """Remove blocks for which nobody waits from the queue, so that they are not read."""
         for fill in [fill for fill in wanted.queue if not fill.leases]:
-            self._settle(fill)
+            self._settle(fill, COMING)  # the engine reports why it is not loaded
 
     def pump(self, most: int = MAX_BEGUN) -> None:
         """Begin up to ``most`` fills that may begin now. Requests without space are passed over."""
@@ -356,7 +359,7 @@ class Promotions:
             try:
                 for number, fill in enumerate(batch):
                     if number not in tickets:  # the pool has the block by now
-                        self._settle(fill)
+                        self._settle(fill, CAME)
                     elif (ticket := tickets[number]) is None:
                         has_space = False
                     elif not refused and self._begin(fill, ticket):
@@ -508,9 +511,9 @@ class Promotions:
                 for lease in fill.leases:
                     self._cache.leases.hold(lease, fill.ticket.blocks)
                 self._promoted(self, int(fill.ticket.blocks[0]))
-                self._settle(fill)
+                self._settle(fill, CAME)
             elif result is Result.UNWANTED and not is_queued_again:
-                self._settle(fill)
+                self._settle(fill, COMING)
             elif not (is_queued_again or fill.is_settled):
                 self._fail(fill, Result.CORRUPT if result is Result.DONE else result)
         finally:
@@ -524,21 +527,25 @@ class Promotions:
     def _fail(self, fill: Fill, reason: str) -> None:
         """Settle a fill that failed, and record the reason for its key. One that was settled is only counted."""
         self.failures[str(reason)] += 1
-        if not fill.is_settled:
-            miss = MISSES.get(reason, MissReason.TIER_FAILED)
-            self._settle(fill, miss)
-            self._cache.blocks.record_misses(fill.wanted.namespace.group(fill.wanted.group.number), fill.key, miss)
+        if fill.is_settled:
+            return
+        miss = MISSES.get(reason, MissReason.TIER_FAILED)
+        if miss is MissReason.TIER_FAILED:
+            self.failed_at = self._clock()
+        self._settle(fill, miss)
+        self._cache.blocks.record_misses(fill.wanted.namespace.group(fill.wanted.group.number), fill.key, miss)
 
-    def _settle(self, fill: Fill, miss: MissReason | None = None) -> None:
-        """Count the key once for all lookups that asked for it, as found or as a miss, and have none wait for it any
-        more. It is not begun. A fill that was settled before stays as it is."""
+    def _settle(self, fill: Fill, reason: int) -> None:
+        """Count the key once for all lookups that asked for it, as found if it CAME or is COMING, or as a miss, and have
+        none wait for it any more. It is not begun. A fill that was settled before stays as it is."""
         if fill.is_settled:
             return
         fill.is_settled = True
         askers, fill.askers = fill.askers, []
-        if miss is not None:
-            for asked, position in askers:
-                asked.missed(position, bytes([miss]))
+        for asked, position in askers:
+            asked.set(position, bytes([reason]))
+        if reason not in (CAME, COMING):
+            pass
         elif self.shared:
             fill.wanted.namespace.counters.found_shared += len(askers)
         else:

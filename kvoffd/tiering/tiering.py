@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffd.cache.asked_keys import AskedKeys
+from kvoffd.cache.block_table import ASKED as AWAITS_ANSWER
+from kvoffd.cache.block_table import COMING as IN_A_TIER
 from kvoffd.cache.block_table import FREE, READY, WRITING, BlockIds
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.hooks import CacheListener
@@ -36,6 +39,8 @@ logger = logging.getLogger(__name__)
 ANSWER_S = 0.02
 """Estimate of a store's answer time, for engines that wait. The ask deadline covers the worst case, and may be longer
 than any engine waits."""
+FAILED_S = 10.0
+"""Time for which prompts whose blocks could not be read name the tier: their reports come about a second later."""
 LOGGED_S = 600.0
 """Interval after which a tier's error is logged again."""
 MAX_LOGGED = 1024
@@ -64,6 +69,16 @@ class _Lookup:
     @property
     def namespace(self) -> Namespace:
         return self.lease.namespace
+
+    def mark(self, some: _Range, places: Sequence[int], reason: int) -> None:
+        """Record a reason for some keys, by ascending indices, unless they were counted before."""
+        if self.asked is None or not places:
+            return
+        if places[-1] - places[0] == len(places) - 1:
+            self.asked[some.number].mark(some.start + places[0], some.start + places[-1] + 1, reason)
+            return
+        for at in places:
+            self.asked[some.number].mark(some.start + at, some.start + at + 1, reason)
 
     def asker(self, some: _Range, at: int) -> list[Asker]:
         """Return where a key is counted if it does not come; nothing if it was counted before."""
@@ -223,7 +238,7 @@ class Tiering:
         self, lease: Lease, groups: Sequence[tuple[int, bytes]], states: list[bytes], asked: Sequence[AskedKeys] | None
     ) -> list[bytes]:
         namespace, lease.wait_s = lease.namespace, 0.0
-        sources = self._sources_for(lease)
+        sources = self._sources_for(lease, asked)
         every = [namespace.group(group) for group, _ in groups]
         if not sources or not groups or not every[0].lengths:
             return states
@@ -251,16 +266,20 @@ class Tiering:
             lease.wait_s = max(answers_s, *(source.wait_s(awaits) for source in self.sources))
         return list(map(bytes, answer))
 
-    def _sources_for(self, lease: Lease) -> list[Promotions]:
+    def _sources_for(self, lease: Lease, asked: Sequence[AskedKeys] | None) -> list[Promotions]:
         """Return the available sources that a lookup under a lease may use, in the order in which they are asked.
 
-        If it names a peer that is available: that peer, disks and stores. Else all but the peers of networks.
+        If it names a peer that is available: that peer, disks and stores. Else all but the peers of networks. In
+        ``asked`` those that are down are recorded, except peers that the lookup does not name.
         """
         fingerprint, named = lease.namespace.fingerprint, lease.peer
         sources = [one for one in self.sources if not one.tier.only_named or one.name == named]
-        sources = [one for one in sources if one.tier.available()]
         if sources and self.is_unshared(fingerprint):
             sources = [one for one in sources if not one.shared]
+        for source in sources if asked is not None else ():
+            if source.tier.is_down() and (not source.name.startswith(PEER) or source.name == named):
+                _record_down(source.tier, asked)
+        sources = [one for one in sources if one.tier.available()]
         if sources and not sources[0].shared and self.is_behind(fingerprint):
             sources = [one for one in sources if one.shared]
         if named and any(one.name == named for one in sources):
@@ -330,6 +349,7 @@ class Tiering:
                 part.states[at] = SHARED
         if lookup.asked is None:
             return
+        lookup.mark(part, part.asked, AWAITS_ANSWER)
         if prefix and part.question is not None:
             self._uncounted_runs[part.question] = lookup.asked[part.number], part.start
         else:
@@ -344,17 +364,22 @@ class Tiering:
         slower, lease, wants = self._slower_sources(lookup, part, places), lookup.lease, dict[Promotions, Wanted]()
         group, together = part.group, lookup.wanted
         block_bytes = lease.namespace.group(part.group.number).block_bytes
-        for at in places:
+        for number, at in enumerate(places):
             key = part.keys[at]
             if (fill := self._coming.get(part.group.tag, {}).get(key)) is None:
                 source = part.there[at]
-                if source in slower or lookup.left_bytes < block_bytes:
+                if source in slower:
+                    lookup.mark(part, places[number:], MissReason.SKIPPED)
+                    return
+                if lookup.left_bytes < block_bytes:
+                    lookup.mark(part, places[number:], MissReason.LEASE_LIMIT)
                     return
                 if lookup.free_bytes < block_bytes and not self._may_wait(lookup, part, key):
                     return
                 if (wanted := wants.get(source)) is None:
                     wanted = wants[source] = Wanted(lease, lease, group, source, block_bytes, together=together)
                 if (fill := source.request(wanted, key)) is None:
+                    lookup.mark(part, places[number:], MissReason.TIER_LATE)
                     return
                 if len(wanted.queue) == 1:
                     lookup.wanted.append(wanted)
@@ -371,7 +396,7 @@ class Tiering:
     def _may_wait(self, lookup: _Lookup, part: _Range, key: bytes) -> bool:
         """Return whether a repeated lookup may begin to wait for space: a store had not answered to the first one, or
         the key had space then."""
-        reason = self._cache.reasons_of(lookup.namespace, part.group.number, key)[0]
+        reason = self._cache.life.reasons_of(lookup.namespace.group(part.group.number), key)[0]
         if lookup.lease.session == NO_SESSION or reason in (MissReason.NO_SPACE, MissReason.QUOTA):
             return False
         lookup.free_bytes = inf
@@ -532,6 +557,18 @@ class Tiering:
             for tier in self._disk_tiers:
                 tier.spare(block_group, keys)
 
+    @property
+    def failing(self) -> list[str]:
+        """Names of the tiers that failed to read a block within ``FAILED_S``."""
+        since = self._clock() - FAILED_S
+        return [one.tier.name for one in self.sources if one.failed_at >= since]
+
+    def count_missed(self, names: Sequence[str], keys: int) -> None:
+        """Count keys that a prompt missed, at each of the tiers of these names, which were down."""
+        for source in self.sources:
+            if source.tier.name in names:
+                source.tier.counters.missed_keys += keys
+
     def namespace_forgotten(self, namespace: Namespace) -> None:
         """Cancel the promotions of a namespace that was forgotten. Its blocks on disks and in stores stay."""
         self.cancel_promotions(namespace)
@@ -563,6 +600,7 @@ class Tiering:
     ) -> None:
         """Count the keys that lookups reported as being asked for."""
         run = self._uncounted_runs.pop(question, None)
+        is_down = tier.is_down() and not tier.name.startswith(PEER)
         if (namespace := self._cache.namespaces.get(block_group.fingerprint)) is None:
             return
         if namespace.generation != block_group.generation:
@@ -570,8 +608,10 @@ class Tiering:
         if run is not None and run[0].namespace is namespace:  # else another one has its fingerprint now
             (asked, first), gap = run, sum(found)
             namespace.counters.found_shared += gap
-            reasons = self._cache.reasons_of(namespace, block_group.number, b"".join(keys[gap:]))
-            asked.missed(first + gap, reasons)
+            if is_down:
+                asked.tier_is_down(tier.name)
+            asked.set(first, bytes([IN_A_TIER]) * gap)
+            self._cache.prompts.tier_lacks(asked, first + gap, len(keys) - gap)
         by_tag = self._uncounted.get(namespace, {})
         if not (uncounted := by_tag.get(block_group.tag)):
             return
@@ -579,11 +619,33 @@ class Tiering:
         if not uncounted:
             del by_tag[block_group.tag]
         namespace.counters.found_shared += sum(map(len, compress(askers, found)))
-        missed = [at for at, there in enumerate(found) if askers[at] and not there]
-        reasons = self._cache.reasons_of(namespace, block_group.number, b"".join([keys[at] for at in missed]))
-        for at, reason in zip(missed, reasons, strict=True):
-            for asked, position in askers[at]:
-                asked.missed(position, bytes([reason]))
+        for asked, position, count in _runs(compress(askers, found)):
+            asked.set(position, bytes([IN_A_TIER]) * count)
+        for asked, position, count in _runs(its for its, there in zip(askers, found, strict=True) if not there):
+            if is_down:
+                asked.tier_is_down(tier.name)
+            self._cache.prompts.tier_lacks(asked, position, count)
+
+
+def _runs(askers: Iterable[Sequence[Asker]]) -> Iterator[tuple[AskedKeys, int, int]]:
+    """Yield the askers of keys joined to runs: the keys of a lookup, the position of a first one, and their number."""
+    runs: dict[AskedKeys, tuple[int, int]] = {}
+    for its in askers:
+        for asked, position in its:
+            first, count = runs.get(asked, (position, 0))
+            if first + count != position:
+                yield asked, first, count
+                first, count = position, 0
+            runs[asked] = first, count + 1
+    for asked, (first, count) in runs.items():
+        yield asked, first, count
+
+
+def _record_down(tier: Tier, asked: Sequence[AskedKeys]) -> None:
+    """Record that a tier which may have keys of a lookup fails."""
+    for one in asked:
+        one.mark(0, sys.maxsize, MissReason.TIER_DOWN)
+        one.tier_is_down(tier.name)
 
 
 def run_end(states: bytes | bytearray) -> int:

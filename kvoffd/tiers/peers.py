@@ -38,6 +38,7 @@ from kvoffd.system.rare_warnings import RareWarnings
 from kvoffd.system.threads import AbandonableThreads, TaskThread
 from kvoffd.tiers.header import Block, BlockGroup
 from kvoffd.tiers.store import UNKEPT, GetRequest, PutRequest, Received, Store, StoreError
+from kvoffd_proto.build import program
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import FINGERPRINT_BYTES
 
@@ -182,14 +183,8 @@ def check_installed() -> None:
 
 
 def helper_command(channel: int) -> list[str]:
-    """Return the helper's command line. It finds kvoffd where this process did: the Debian package has it elsewhere."""
-    library = str(Path(__file__).parents[2])
-    code = (
-        f"import sys; {library!r} in sys.path or sys.path.insert(0, {library!r}); "
-        "from kvoffd.tiers.peer_helper import main; main()"
-    )
-    # -P: modules of the working directory are not the daemon's.
-    return [sys.executable, "-P", "-c", code, str(channel)]
+    """Return the helper's command line."""
+    return [*program("kvoffd.tiers.peer_helper", Path(__file__).parents[2]), str(channel)]
 
 
 class _Call:

@@ -142,6 +142,8 @@ class SharedTier(Tier):
         """Know nothing yet of the store of this name."""
         self.name, self.counters = name, TierStats()
         self.health = StoreHealth(self.breaker, self.counters, len(self._pool), self._clock)
+        self._unanswered = False
+        """Whether the last question about keys was not answered."""
         self._polled_at: dict[bytes, float] = {}
         self._heard_of: dict[bytes, float] = {}
         """Time of the last answer about each namespace, whose generation is followed since."""
@@ -256,6 +258,10 @@ class SharedTier(Tier):
 
     def available(self) -> bool:
         return not self.breaker.open and not self.closed
+
+    def is_down(self) -> bool:
+        servers = self._store.servers or ()
+        return self._unanswered or not self.available() or not all(one.answers for one in servers)
 
     @property
     def lifetime_bytes(self) -> int:
@@ -390,6 +396,7 @@ class SharedTier(Tier):
             if answer.generation == self.generations.fleet(fingerprint):  # else the blocks are void by now
                 found = answer.found
                 self.counters.found_keys += sum(found)
+        self._unanswered = answer is None
         self._answers.record(ask.group.tag, ask.keys, found)
         if ask.prefix and False in found:
             gap = found.index(False)

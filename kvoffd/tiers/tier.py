@@ -84,6 +84,7 @@ class TierStats:
     asked_keys: int = 0
     found_keys: int = 0
     unanswered_keys: int = 0
+    missed_keys: int = 0
     ask_seconds: float = 0.0
     read_blocks: int = 0
     read_bytes: int = 0
@@ -183,6 +184,10 @@ class Tier(ABC):
     @abstractmethod
     def available(self) -> bool:
         """Return whether reads and writes are tried now."""
+
+    def is_down(self) -> bool:
+        """Return whether it fails: keys that it does not report may be there all the same."""
+        return not self.available()
 
     @abstractmethod
     def tick(self) -> None:

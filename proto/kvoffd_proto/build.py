@@ -1,7 +1,8 @@
-"""The commit that an installed copy of kvoffd was built from, where that is no release."""
+"""The commit of an installed copy of kvoffd, where that is no release, and the command lines of its programs."""
 
 from __future__ import annotations
 
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -16,3 +17,15 @@ def with_commit(release: str) -> str:
         return f"{release}+{Path(__file__).with_name(COMMIT_FILE).read_text('ascii').strip()}"
     except OSError:
         return release
+
+
+def program(main: str, library: Path) -> list[str]:
+    """Return the command line of a program: the function ``main`` of the module of this name, in the directory
+    ``library``, where this process found it. The Debian package has its modules outside of Python's path."""
+    directory = str(library)
+    code = (
+        f"import sys; {directory!r} in sys.path or sys.path.insert(0, {directory!r}); "
+        f"from {main} import main; sys.exit(main())"
+    )
+    # -P: modules of the working directory are not the program's.
+    return [sys.executable, "-P", "-c", code]

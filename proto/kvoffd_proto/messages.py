@@ -16,7 +16,7 @@ from msgspec import Meta, Struct, structs
 
 from kvoffd_proto.errors import ErrorCode
 
-PROTOCOL_VERSION = 25
+PROTOCOL_VERSION = 26
 """Version that both ends must have. Raise it when a message, a field or its meaning changes."""
 
 FINGERPRINT_BYTES = 32
@@ -488,6 +488,7 @@ class ReportEngine(Request[Done], frozen=True):
     late_lookups: Annotated[int, doc("Lookups that it stopped waiting for.", ge=0, le=MAX_REPORTED)] = 0
     problem: Annotated[str, doc("Why it stores and loads nothing; empty if it does.", max_length=MAX_PROBLEM)] = ""
     unknown_hints: Annotated[int, doc("Hints that it did not know or could not read.", ge=0, le=MAX_REPORTED)] = 0
+    late_age_s: Annotated[float, doc("Mean seconds since it stopped waiting for these.", ge=0, le=MAX_TIME_S)] = 0.0
 
 
 MAX_PROMPT_REPORTS = 256
@@ -531,6 +532,9 @@ class PromptReport(Wire, frozen=True):
         list[str], doc("Properties of the request that limit sharing: ``Mark``.", max_length=MAX_MARKS)
     ] = []
     hints: Annotated[str, doc("Hints that it carried, and what became of them.", max_length=MAX_HINTS)] = ""
+    coming_keys: Annotated[
+        list[Count], doc("By group, keys ready or coming behind the covered ones, up to a gap.", max_length=MAX_GROUPS)
+    ] = []
 
 
 class Outcome(StrEnum):

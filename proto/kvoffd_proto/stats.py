@@ -121,25 +121,28 @@ PROMPT_SOURCES = {
 LOADED_SOURCES = "pool", "disk", "store", "peer"
 """Those from which engines loaded through the pool."""
 MISS_REASONS = {
-    "unknown": "never stored in this namespace since the daemon's start or its last clear",
+    "unknown": "never stored in this namespace since the daemon's start",
     "forgotten": "never stored, or evicted so long ago that it is not remembered",
     "computing": "not stored yet: another prompt that came first was computing it",
     "evicted": "evicted to make space for other blocks",
     "rejected": "not stored: the eviction policy expected no reuse",
     "no_space": "not stored or not promoted: the pool had no space",
     "partial": "still being written, or a rank has not stored its part",
-    "invalidated": "dropped by a reset, a clear or an engine",
+    "invalidated": "stored before a reset or a clear, or dropped by an engine",
     "corrupt": "did not match its checksum",
     "tier_late": "on a disk or in a shared store, and not read in time",
-    "tier_failed": "on a disk or in a shared store that failed",
-    "lease_limit": "in the pool, but leases may pin no more",
+    "tier_failed": "on a disk or in a shared store, and reading it failed",
+    "tier_down": "perhaps on a disk or in a shared store that failed, or was not asked after failures",
+    "unanswered": "perhaps in a shared store, for whose answer the engine did not wait",
+    "excluded": "on a disk or in a shared store, which the request's kv_load_tiers exclude",
+    "lease_limit": "found, but leases may pin no more",
     "late": "found, but the engine did not wait for it",
     "skipped": "found, but computing was faster than loading",
     "quota": "evicted or not stored: its namespace was at its quota",
     "engine_full": "found, but the engine's KV cache had no space to load it",
     "load_failed": "found, but the load failed, see the engine's log",
     "after_gap": "found, but an earlier block of the prompt was missing",
-    "not_loaded": "found, but the engine could not load it, or did not wait for the store's answer, or may not use it",
+    "not_loaded": "found, but the engine could not load it",
 }
 """Reasons why a key was not loaded, with their meanings."""
 NO_SPACE_CAUSES = {
@@ -420,6 +423,7 @@ class DiskStats(Part, frozen=True):
     written_bytes: Annotated[ByteCount, counter("Bytes written to the disk, including headers of blocks.")] = 0
     lifetime_written_bytes: Annotated[ByteCount, gauge("Bytes written to the disk since its file was created.")] = 0
     evicted_blocks: Annotated[Count, doc("Blocks evicted to make space for others.")] = 0
+    missed_keys: Annotated[Count, counter("Keys of prompts that were missed while the disk was down.")] = 0
     queued_reads: Annotated[Count, doc("Reads that are queued.")] = 0
     queued_writes: Annotated[Count, doc("Writes that are queued.")] = 0
     direct: Annotated[bool, doc("Whether the file bypasses the page cache (O_DIRECT).")] = False
@@ -467,6 +471,7 @@ class SharedStats(Part, frozen=True):
     asked_keys: Annotated[Count, counter("Keys looked up in the shared store.")] = 0
     found_keys: Annotated[Count, counter("Keys found in the shared store.")] = 0
     unanswered_keys: Annotated[Count, counter("Keys for which the shared store did not answer in time.")] = 0
+    missed_keys: Annotated[Count, counter("Keys of prompts that were missed while the shared store was down.")] = 0
     read_blocks: Annotated[Count, doc("Blocks read into the pool.")] = 0
     read_bytes: Annotated[ByteCount, counter("Bytes read from the shared store.")] = 0
     queued_reads: Annotated[Count, doc("Reads that wait or run.")] = 0

@@ -11,9 +11,8 @@ import pytest
 from kvoffd.cache import POLICY_NAMES
 from kvoffd.cache.asked_keys import TAKEN_AT_ONCE
 from kvoffd.cache.block_table import DROPPED, FREE, READY
-from kvoffd.cache.leases import CLAIM_S
+from kvoffd.cache.cache import CLAIM_S, KNOWN_RESETS, MAX_UNREPORTED
 from kvoffd.cache.namespace import MissReason, Namespace, NamespaceSnapshot
-from kvoffd.cache.prompts import MAX_UNREPORTED
 from kvoffd.cache.tickets import Stored, StorePart
 from kvoffd.errors import BadGeometry, NotReady, UnknownLease
 from kvoffd_proto.messages import GroupSpec
@@ -303,7 +302,7 @@ def test_a_block_that_was_reset_and_is_found_corrupt_is_counted_once() -> None:
     while rig.cache.background():
         pass
     assert (namespace.counters.invalidated_blocks, rig.cache.life.quarantined_slots) == (3, 1)
-    assert rig.cache.reasons_of(namespace, 0, keys_of(1, 2)) == bytes([MissReason.INVALIDATED] * 2)
+    assert rig.cache.life.reasons_of(namespace.group(0), keys_of(1, 2)) == bytes([MissReason.INVALIDATED] * 2)
 
 
 def test_a_successor_does_not_find_what_was_reset_and_not_freed_yet() -> None:
@@ -339,7 +338,7 @@ def test_what_was_reset_is_missed_for_that_before_it_is_swept_out() -> None:
         rig.store(space, keys_of(number))
         rig.cache.reset(space)
     for number in (1, 2):
-        assert rig.cache.reasons_of(space, 0, keys_of(number)) == bytes([MissReason.INVALIDATED])
+        assert rig.cache.life.reasons_of(space.group(0), keys_of(number)) == bytes([MissReason.INVALIDATED])
     rig.cache.lookup(space, 8, 1, [(0, keys_of(1, 2, 3))])
     rig.cache.lookup(other, 8, 2, [(0, keys_of(1))])
     rig.cache.lookup(space, 8, 3, [(1, keys_of(1))])
@@ -347,7 +346,7 @@ def test_what_was_reset_is_missed_for_that_before_it_is_swept_out() -> None:
     assert misses(other) == {"UNKNOWN": 1}
     while rig.cache.background():
         pass
-    assert rig.cache.reasons_of(space, 0, keys_of(2)) == bytes([MissReason.INVALIDATED])
+    assert rig.cache.life.reasons_of(space.group(0), keys_of(2)) == bytes([MissReason.INVALIDATED])
     rig.cache.reset(space)
     assert not space.group(0).unswept
 
@@ -366,9 +365,29 @@ def test_every_way_out_has_its_reason() -> None:
     namespace.counters.misses.clear()
     rig.cache.lookup(namespace, 8, 1, [(0, keys_of(1, 2, 4, 7, 99))])
     assert misses(namespace) == {"INVALIDATED": 1, "CORRUPT": 1, "EVICTED": 1, "NO_SPACE": 1, "UNKNOWN": 1}
-    assert rig.cache.reasons_of(namespace, 0, keys_of(4)) == bytes([MissReason.EVICTED])
+    assert rig.cache.life.reasons_of(namespace.group(0), keys_of(4)) == bytes([MissReason.EVICTED])
     rig.store(namespace, keys_of(1))
-    assert rig.cache.reasons_of(namespace, 0, keys_of(4)) == bytes([MissReason.EVICTED])
+    assert rig.cache.life.reasons_of(namespace.group(0), keys_of(4)) == bytes([MissReason.EVICTED])
+
+
+def test_what_was_known_before_a_reset_was_dropped_by_it() -> None:
+    """Also what had been evicted by then, and might have been on a disk."""
+    rig = CacheRig(8, 4)
+    space = rig.open()
+    rig.cache.blocks.record_misses(space.group(0), keys_of(1), MissReason.EVICTED)
+    for _ in range(KNOWN_RESETS):
+        rig.cache.reset(space)
+        while rig.cache.background():
+            pass
+        assert rig.cache.life.reasons_of(space.group(0), keys_of(1, 9)) == bytes(
+            [MissReason.INVALIDATED, MissReason.UNKNOWN]
+        )
+    rig.cache.lookup(space, 8, 1, [(0, keys_of(1, 9))])
+    assert misses(space) == {"INVALIDATED": 1, "UNKNOWN": 1}
+    rig.cache.blocks.record_misses(space.group(0), keys_of(1), MissReason.EVICTED)
+    assert rig.cache.life.reasons_of(space.group(0), keys_of(1)) == bytes([MissReason.EVICTED]), "it was stored since"
+    rig.cache.reset(space)
+    assert len(space.current[0].before) == KNOWN_RESETS
 
 
 def test_prompts_that_wait_for_a_report_are_bounded_and_counted_in_steps() -> None:

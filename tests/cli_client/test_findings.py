@@ -161,6 +161,7 @@ CASES: dict[str, Facts] = {
     "disk_space": with_disk(300 * GIB),
     "disk_too_small": with_disk(**SMALL_DISK, read_bytes=200 * GIB),
     "tier_late": space(misses={"tier_late": 500, "unknown": 3500}, found_keys={"pool": 4000, "disk": 2000}),
+    "tier_down": space(misses={"tier_down": 1500, "unknown": 2500}),
     "disk_writes": with_disk(written_bytes=600 * GIB),
     "disk_write_limit": with_disk(skipped=500, written_bytes=600 * GIB, read_bytes=200 * GIB),
     "not_shared": facts(namespaces=[info(1), info(2, "llama", tokens_per_hash=64)]),

@@ -17,6 +17,9 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+import kvoffd
+import kvoffd_client
+import kvoffd_proto
 from kvoffd.cache.namespace import Group, Namespace
 from kvoffd.cache.policy import Chain
 from kvoffd.errors import KvoffdError
@@ -53,6 +56,26 @@ def test_two_recordings_of_the_same_have_no_number_in_common(tmp_path: Path) -> 
         numbers.append(set(json.loads(gzip.decompress((tmp_path / name).read_bytes()))["hash_ids"]))
     assert len(numbers[0]) == 50
     assert not numbers[0] & numbers[1]
+
+
+def test_a_replay_finds_kvoffd_where_the_console_did(tmp_path: Path) -> None:
+    """The Debian package has both outside of Python's path, in a directory that only the console's script names."""
+    library = tmp_path / "lib"
+    library.mkdir()
+    for package in (kvoffd, kvoffd_client, kvoffd_proto):
+        place = Path(str(package.__file__)).parent
+        (library / place.name).symlink_to(place)
+    for place in map(Path, sys.path):  # what is installed, but no kvoffd
+        for one in place.iterdir() if place.name == "site-packages" else ():
+            if "kvoffd" not in one.name and not (library / one.name).exists():
+                (library / one.name).symlink_to(one)
+    (tmp_path / "trace").write_text('{"timestamp": 0, "input_length": 4, "output_length": 1, "hash_ids": [1, 2]}\n' * 2)
+    script = f"import sys; sys.path.insert(0, {str(library)!r}); {PROGRAM}"
+    words = [os.path.realpath(sys.executable), "-I", "-S", "-c", script]
+    words += ["trace", "replay", str(tmp_path / "trace"), "--blocks", "2", "--policy", "lru", "--json"]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=DEADLINE_S, cwd=tmp_path, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert "lru" in ended.stdout
 
 
 def test_what_was_asked_for_is_recorded_and_replayed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

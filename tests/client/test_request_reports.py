@@ -26,8 +26,9 @@ def report(name: str, outcome: str, missing: bytes = b"", reason: str = "") -> P
 def test_a_line_has_the_tokens_by_source_and_what_a_store_said() -> None:
     def line(**changes: Any) -> str:
         made = structs.replace(report("r", Outcome.MISSED, b"\xab" * 32, "unknown"), after_gap=0, **changes)
-        return request_sentence(LoggedPrompt(1, bytes(32), made, tokens))
+        return request_sentence(LoggedPrompt(1, bytes(32), made, tokens, down))
 
+    down = list[str]()
     tokens = {"computed": 1000, "engine": 20, "pool": 30, "disk": 4, "redis://cache": 5, "peer://node:1": 6}
     expected = (
         "1,000 computed, 20 from its own cache, 30 from the pool, 4 from a disk, 5 from redis://cache, 6 from peer:"
@@ -37,11 +38,15 @@ def test_a_line_has_the_tokens_by_source_and_what_a_store_said() -> None:
     assert "computed" not in line(), "that is all of them"
     assert "A store" not in line()
     asked = {"found_pool": 0, "found_disk": 0, "asked_shared": 8}
-    none = "A store was asked for 8 and has none, or failed."
+    none = "A store was asked for 8 and has none."
     assert f"Of 8 keys kvoffd had none. {none} The first key missing" in line(**asked)
     assert "A store was asked for 8 and had not answered." in line(**asked, unanswered=8)
     assert "had 3 in a store. A store was asked for 8 and has 3." in line(**asked, found_shared=3)
     assert "A store was asked" not in line(**asked, found_shared=8)
+    down = ["redis://cache:6379", "disk:/mnt"]
+    failed = line(**asked | {"reason": "tier_down"})
+    assert "A store was asked for 8 and did not answer." in failed
+    assert failed.endswith(" was not asked after failures (tier down: redis://cache:6379, disk:/mnt).")
 
 
 @pytest.mark.parametrize(
@@ -49,13 +54,13 @@ def test_a_line_has_the_tokens_by_source_and_what_a_store_said() -> None:
     [
         ("unknown", ["cache_salt"], "Its keys contain its cache_salt: only prompts with the same share them."),
         ("forgotten", ["lora", "multimodal"], "its LoRA adapter and images, audio or video: only prompts with the"),
-        ("evicted", ["cache_salt"], "abababababab: evicted to make space for other blocks."),
+        ("evicted", ["cache_salt"], "abababababab: evicted to make space for other blocks (evicted)."),
         (
-            "not_loaded",
+            "excluded",
             ["kv_load_tiers"],
-            "its kv_load_tiers exclude the tier that has it, or that would be asked for it.",
+            "on a disk or in a shared store, which the request's kv_load_tiers exclude (excluded).",
         ),
-        ("unknown", ["of the future"], "never stored in this namespace since the daemon's start or its last clear."),
+        ("unknown", ["of the future"], "in this namespace since the daemon's start (never stored)."),
     ],
 )
 def test_a_line_says_what_limits_the_sharing_of_its_request(reason: str, marks: list[str], expected: str) -> None:

@@ -238,7 +238,7 @@ def test_one_rank_is_given_no_list_of_ranks() -> None:
 
 def test_a_block_that_left_says_why(blocks: BlockClient, engine: FakeEngine) -> None:
     engine.scheduler.invalidate([GroupKeys(0, KEYS[3])])
-    with pytest.raises(KeyError, match="dropped by a reset, a clear or an engine"):
+    with pytest.raises(KeyError, match="stored before a reset or a clear, or dropped by an engine"):
         wait_until(lambda: blocks.get(KEYS[3]) is None)
     engine.workers[0].store(7, [engine._transfer([keys(77)[0]], [0])])
     assert engine.workers[0].wait_results(10)

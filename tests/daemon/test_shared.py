@@ -6,6 +6,7 @@ import itertools
 import re
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -18,13 +19,15 @@ from obstore.store import S3Store
 
 from kvoffd_client import AdminClient, GroupKeys, GroupSpec, HintAction, NamespaceSpec
 from kvoffd_client.testing import FakeEngine
+from tests.kit.command import run_cli
 from tests.kit.daemon import DaemonProcess
 from tests.kit.made_up_loads import chat_among_single_requests
 from tests.kit.peer_node import BLOCKS, DEADLINE_S, Node
 from tests.kit.redis_server import RedisCluster, RedisServer
 from tests.kit.s3_server import BUCKET, S3Server
+from tests.kit.slow_link import SlowLink
 from tests.kit.waiting import wait_until
-from tests.kit.wire import NamespaceStats, SharedStats, books, keys
+from tests.kit.wire import NamespaceStats, Said, SharedStats, ask_for, books, keys, said_of
 
 KEYS = keys(*range(BLOCKS))
 ASK_DEADLINE_S = 0.5
@@ -225,6 +228,71 @@ def test_a_server_that_goes_away_is_a_miss_in_time(own_server: RedisServer) -> N
         assert first.load(0) == sums
         sums = first.store(seed=6, first=100)
         assert second.load(first=100) == sums
+
+
+FAILING = {"tier_down", "tier_failed", "tier_late", "unanswered"}
+"""Reasons of what a store that fails may have had."""
+
+
+@pytest.mark.parametrize("fault", ["standing still", "killed", "refusing", "slow"])
+def test_an_outage_is_the_reason_of_what_is_missed_meanwhile(own_server: RedisServer, fault: str) -> None:
+    """Of keys that the store has and of others: in the line of each prompt and in the statistics, with its name."""
+    with ExitStack() as stack:
+        link = stack.enter_context(SlowLink(own_server.port))
+        node = stack.enter_context(StoreNode(link.url if fault == "slow" else own_server.url))
+        admin = stack.enter_context(AdminClient(node.daemon.directory))
+        for first in range(0, 900, 100):
+            node.store(first)
+        node.clear()
+        more = itertools.count()
+
+        def asked(its: list[bytes], patience_s: float = 10.0) -> tuple[Said, str, Counter[str]]:
+            """What is said of a prompt, its line, and its misses in the statistics."""
+            before, name = Counter(node.space.misses), f"prompt {next(more)}"
+            ask_for(node.engine.scheduler, name, its, patience_s)
+            said = wait_until(lambda: said_of(admin, name))
+            line = run_cli("clients", "--requests", name, "--directory", str(node.daemon.directory)).stdout
+            return said, line, Counter(node.space.misses) - before
+
+        if fault == "standing still":
+            own_server.signal(signal.SIGSTOP)
+        elif fault == "killed":
+            own_server.kill()
+        elif fault == "refusing":
+            own_server.command("CONFIG", "SET", "requirepass", "another")
+            own_server.command("CLIENT", "KILL", "TYPE", "normal")
+        else:
+            link.bytes_per_second = 20.0
+        url = node.shared.url
+        for first in range(0, 800, 100):
+            there, new = (keys(*range(at, at + BLOCKS)) for at in (first, first + 10_000))
+            for its, patience_s in ((there, 10.0 * (first % 200 == 0)), (new, 10.0 * (first % 400 == 0))):
+                said, line, misses = asked(its, patience_s)
+                assert misses == {said.reason: len(its)}, line
+                assert said.reason in FAILING, line
+                assert said.reason.replace("_", " ") in line
+                if said.reason in ("tier_down", "tier_failed"):
+                    assert said.down == [url]
+                    assert f"({said.reason.replace('_', ' ')}: {url})" in line
+        if fault != "slow":
+            wait_until(lambda: not node.shared.up)
+            before = node.shared.missed_keys
+            said, _, misses = asked(keys(*range(800, 800 + BLOCKS)))
+            assert (said.reason, misses) == ("tier_down", {"tier_down": BLOCKS})
+            assert node.shared.missed_keys == before + BLOCKS
+        shown = run_cli("stats", "--misses", "--directory", str(node.daemon.directory)).stdout
+        assert re.search(rf"tier down +.*\n(.*\n)*.*{re.escape(url)}", shown), shown
+        if fault == "standing still":
+            own_server.signal(signal.SIGCONT)
+        elif fault == "killed":
+            own_server.start()
+        elif fault == "refusing":
+            own_server.kill()
+            own_server.start()
+        else:
+            link.bytes_per_second = None
+        node.wait_up()
+        wait_until(lambda: asked(keys(next(more) + 100_000))[0].reason == "unknown")
 
 
 def test_bytes_that_changed_at_the_server_are_misses(server: RedisServer) -> None:

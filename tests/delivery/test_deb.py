@@ -45,6 +45,8 @@ def files(root: Path) -> set[str]:
 
 def test_the_package_is_installed_used_and_purged(chroot: Path) -> None:
     (package,) = chroot.glob("kvoffd_*.deb")
+    version = package.name.split("_")[1]
+    assert re.fullmatch(r"[\d.]+(\+git\d{8}\.\d{6}\.g[0-9a-f]{12}(\.dirty)?)?", version)
     before = files(chroot)
     run("chroot", chroot, "dpkg", "--install", f"/{package.name}")
     assert re.search(r"^kvoffd:x:\d+:\d+:kvoffd daemon:", (chroot / "etc/passwd").read_text(), re.MULTILINE)
@@ -68,6 +70,8 @@ def test_the_package_is_installed_used_and_purged(chroot: Path) -> None:
                 traffic = ["chroot", chroot, "/usr/bin/python3", "/traffic.py"]
                 assert run(*traffic, "store", "/run/kvoffd", environ=environ) == "16\n"
                 assert "ok" in run("chroot", chroot, "kvoffd-cli", "health")
+                (chroot / "trace").write_text('{"timestamp": 0, "input_length": 4, "hash_ids": [1, 2]}\n' * 2)
+                assert "lru" in run("chroot", chroot, "kvoffd-cli", "trace", "replay", "/trace", "--blocks", "2")
                 # An upgrade while it runs changes nothing under it.
                 run("chroot", chroot, "dpkg", "--install", f"/{package.name}")
                 assert run(*traffic, "find", "/run/kvoffd", environ=environ) == "16\n"

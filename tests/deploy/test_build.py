@@ -42,6 +42,21 @@ def build(tree: Path, **environ: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.skipif(not shutil.which("dpkg"), reason="there is no dpkg here")
+def test_a_package_of_a_commit_sorts_between_the_releases_and_behind_earlier_ones() -> None:
+    def version(of: str, *seconds: str) -> str:
+        program = str(ROOT / "deploy" / "debian" / "package_version.sh")
+        return subprocess.run([program, of, *seconds], capture_output=True, text=True, check=True).stdout.strip()
+
+    assert version("0.2.0") == "0.2.0"
+    earlier, later = version("0.2.0+gffffffffffff", "1795961445"), version("0.2.0+g000000000000.dirty", "1795961446")
+    assert earlier == "0.2.0+git20261129.141045.gffffffffffff"
+    now = version("0.2.0+g000000000000")
+    for one, next_one in ((earlier, later), *((one, "0.2.1") for one in (earlier, later, now))):
+        subprocess.run(["dpkg", "--compare-versions", "0.2.0", "lt", one], check=True)
+        subprocess.run(["dpkg", "--compare-versions", one, "lt", next_one], check=True)
+
+
 @pytest.mark.nightly
 def test_a_wheel_has_the_library_and_the_tree_is_left_alone(tree: Path) -> None:
     built = build(tree)

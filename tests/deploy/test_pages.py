@@ -13,6 +13,7 @@ import kvoffd
 from kvoffd.observe.metrics import all_metrics
 from kvoffd_client.cli.app import make_command
 from kvoffd_proto.messages import PROTOCOL_VERSION
+from kvoffd_proto.stats import MISS_REASONS
 
 ROOT = Path(__file__).parents[2]
 PAGES = (
@@ -32,6 +33,15 @@ COMMAND = re.compile(r"kvoffd-cli((?: [a-z][a-z-]*)*)((?: [^`\n#]*)?)")
 
 def text_of(page: str) -> str:
     return (ROOT / page).read_text()
+
+
+def test_the_table_of_reasons_is_complete() -> None:
+    (_, table) = text_of("deploy/README.md").split(
+        "| `reason` | the block was | decided by | more hits by |\n|---|---|---|---|\n"
+    )
+    rows = table.split("\n\n")[0].splitlines()
+    named = [name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+    assert sorted(named) == sorted(MISS_REASONS)
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -20,6 +20,7 @@ import os
 import re
 import socket
 import struct
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +31,7 @@ import msgspec
 import zmq
 from msgspec import structs
 
-from kvoffd_client import AdminClient, SharedMemory
+from kvoffd_client import AdminClient, SchedulerClient, SharedMemory
 from kvoffd_client.session import Closing
 from kvoffd_client.worker_client import GroupTransfer, Job, submit_of
 from kvoffd_proto import admin as a
@@ -829,6 +830,64 @@ def prompt_of(tokens: int, *, own: int = 0, loaded: int = 0) -> m.PromptReport:
 def reported(admin: AdminClient) -> list[tuple[str, dict[str, int]]]:
     """The latest prompts that engines reported: names of requests, with their tokens by source."""
     return [(one.report.request, one.tokens) for one in admin.ask(a.ListPrompts, "").prompts]
+
+
+class Said(NamedTuple):
+    """What a daemon says of a prompt.
+
+    Attributes:
+        found: leading keys that were in the pool in the end.
+        reason: why the first other key was missing.
+        down: tiers that failed.
+    """
+
+    found: int
+    reason: str
+    down: list[str]
+
+
+def ask_for(scheduler: SchedulerClient, name: str, its: Sequence[bytes], patience_s: float) -> int:
+    """Look up a prompt of one group as the connector does, again while keys are coming, for at most this time. Report
+    what became of it; return how many leading keys were in the pool then."""
+    groups, until = [m.GroupKeys(0, b"".join(its))], time.monotonic() + patience_s
+    counted = last = scheduler.lookup(groups, reported=True)
+    while True:
+        assert last.wait(TIMEOUT_S)
+        assert not last.failed
+        if not last.pending or time.monotonic() >= until:
+            break
+        time.sleep(0.02)  # as the connector does
+        if last is not counted:
+            scheduler.release(last.lease_id)
+        last = scheduler.lookup(groups, True, reported=True)
+    found, (states,) = last.leading_ready(), last.states
+    coming = len(states) - len(states.lstrip(bytes([m.READY, *m.COMING])))
+    missing, reason = its[found : found + 1], ""
+    if missing and states[found] in m.COMING:
+        reason = "unanswered" if states[found] == m.SHARED and last.asking else "tier_late"
+    outcome = m.Outcome.LOADED if found else m.Outcome.MISSED
+    report = m.PromptReport(name, time.time(), 16 * len(its), len(its), found, 0, 0, outcome)
+    scheduler.report_prompt(
+        structs.replace(
+            report,
+            missing_key=b"".join(missing),
+            reason=reason,
+            missing_number=found + 1,
+            lease_id=counted.lease_id,
+            own_keys=[0],
+            covered_keys=[found],
+            coming_keys=[coming - found],
+        )
+    )
+    for lease_id in {counted.lease_id, last.lease_id}:
+        scheduler.release(lease_id)
+    return found
+
+
+def said_of(admin: AdminClient, name: str) -> Said | None:
+    """What the daemon says of a prompt; None before it was reported."""
+    listed = admin.ask(a.ListPrompts, name).prompts
+    return Said(listed[-1].report.found_pool, listed[-1].report.reason, listed[-1].down) if listed else None
 
 
 BOOKS = "books"

@@ -38,6 +38,23 @@ def test_windows_forget_what_is_older_than_they_are_long() -> None:
         assert gained["keys"] == pytest.approx(20 * seconds, rel=0.1)
 
 
+def test_what_is_counted_late_is_in_the_windows_in_which_it_was() -> None:
+    clock = Clock()
+    windows = CounterWindows(clock)
+    for _ in range(1000):
+        clock.now += 0.5
+        windows.sample({"keys": 3})
+    windows.date_back("late", 7, 100.0)
+    for seconds, last_hour in ((0, 7), (3450, 7), (300, 0)):
+        for _ in range(seconds):
+            clock.now += 1.0
+            windows.sample({"keys": 3, "late": 7})
+        gained = [windows.gained(window_s, {"keys": 3, "late": 7})[1]["late"] for window_s in WINDOWS_S]
+        assert gained == [0, last_hour]
+    windows.date_back("late", 2, 30.0)
+    assert [windows.gained(window_s, {"keys": 3, "late": 9})[1]["late"] for window_s in WINDOWS_S] == [2, 2]
+
+
 @given(st.lists(st.tuples(st.floats(0.1, 400), st.integers(0, 5)), max_size=60))
 def test_windows_never_gain_more_than_there_was(steps: list[tuple[float, int]]) -> None:
     clock = Clock()

@@ -169,7 +169,7 @@ def test_what_an_engine_had_itself_is_no_miss_whatever_a_store_answers(rig: Tier
         shared.answer()
     assert (space.counters.covered_keys, +space.counters.misses) == (
         2,
-        {MissReason.UNKNOWN: 1, MissReason.NOT_LOADED: 1},
+        {MissReason.UNKNOWN: 1, MissReason.UNANSWERED: 1},
     )
 
 

@@ -116,11 +116,13 @@ def test_manager_counts_what_is_left_out_and_tells_the_daemon(said: list[str]) -
     rig.manager.step_begins([1])
     assert rig.client.reports == [], "what is counted while the daemon is away is reported when it is back"
     rig.client.ready = True
+    rig.clock.now += 30.0
     rig.manager.step_begins([1])
     rig.clock.now += REPORT_EVERY_S
     rig.manager.step_begins([1])
     counts = [figures[1:] for figures in rig.client.reports]
     assert counts == [(1, 1, 1, 0), (0, 0, 0, 0)], "the second one since the daemon may be another"
+    assert rig.client.late_ages_s == [30.0, 0.0], "it was late then"
 
 
 # --- the rate of computing prompts -----------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -82,6 +83,7 @@ class Node:
     """Two engines and a daemon that has a disk, a store and a peer."""
 
     kind: Kind
+    redis: RedisServer
     engines: list[EngineProcess]
     directory: Path
     store: str
@@ -96,6 +98,16 @@ class Node:
         found = Counter[str]()
         for engine in self.engines:
             found.update({name: int(n) for name, n in engine.call("tokens_by_source", cached=False).items()})
+        return found
+
+    def line(self, tokens: list[int], **arguments: Any) -> str:
+        """The line of a prompt that is new to the pool."""
+        self.forget()
+        with AdminClient(self.directory) as admin:
+            before, _ = reported(admin)[-1]
+            self.engines[0].generate([tokens], max_tokens=1, **arguments)
+            name = wait_until(lambda: (last := reported(admin)[-1][0]) != before and last)
+        (_, found) = run_cli("clients", "--requests", name, "--directory", str(self.directory)).stdout.splitlines()
         return found
 
     def forget(self) -> None:
@@ -170,7 +182,7 @@ def node(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         connect()
         found = wait_books(directory, lambda found: all(one.up for one in found.shared) and found.disks[0].blocks)
         store, peer = (one.url for one in found.shared)
-        yield Node(kind, engines, directory, store, peer)
+        yield Node(kind, redis, engines, directory, store, peer)
 
 
 @pytest.mark.parametrize("node", ["32", pytest.param("128", marks=pytest.mark.nightly)], indirect=True)
@@ -288,27 +300,43 @@ def test_the_sums_are_those_of_vllm_for_batches_larger_than_the_kv_cache(node: N
 
 @pytest.mark.parametrize("node", ["32"], indirect=True)
 def test_an_operator_sees_what_stores_said_and_what_the_request_limits(node: Node) -> None:
-    engine = node.engines[0]
-
-    def line(tokens: list[int], **arguments: Any) -> str:
-        """The line of a prompt that is new to the pool."""
-        node.forget()
-        with AdminClient(node.directory) as admin:
-            before, _ = reported(admin)[-1]
-            engine.generate([tokens], max_tokens=1, **arguments)
-            name = wait_until(lambda: (last := reported(admin)[-1][0]) != before and last)
-        (_, found) = run_cli("clients", "--requests", name, "--directory", str(node.directory)).stdout.splitlines()
-        return found
-
+    line = node.line
     length = node.kind.length
     new = line(prompt(90_001, length))
     assert f" kvoffd had none. A store was asked for {length // node.kind.block} and " in new, "neither has it"
     assert "first key missing, number 1" in new
-    assert ": never stored in this namespace since the daemon's start or its last clear." in new
+    assert ": never stored in this namespace since the daemon's start (never stored)." in new
     salted = line(prompt(90_002, length), salt="tenant")
     assert salted.endswith(" Its keys contain its cache_salt: only prompts with the same share them.")
     with AdminClient(node.directory) as admin:
         admin.clear()
-    barred = line(node.kind.prompts[0][0], transfer=[{"kv_load_tiers": []}])
-    assert "its kv_load_tiers exclude the tier" in barred
+    barred = line(node.kind.prompts[1][0], transfer=[{"kv_load_tiers": []}])
+    assert "which the request's kv_load_tiers exclude (excluded)." in barred
     assert "not read in time" not in barred
+
+
+@pytest.mark.parametrize("node", ["32"], indirect=True)
+def test_an_outage_of_the_store_is_the_reason_in_the_line_and_in_the_sums(node: Node) -> None:
+    length, url = node.kind.length, node.store
+
+    def misses() -> Counter[str]:
+        with AdminClient(node.directory) as admin:
+            return Counter(admin.stats().since_start.misses)
+
+    for fault in ("standing still", "killed"):
+        with AdminClient(node.directory) as admin:
+            admin.clear()
+        if fault == "killed":
+            node.redis.kill()
+        else:
+            node.redis.signal(signal.SIGSTOP)
+        for number, tokens in enumerate([node.kind.prompts[1][0], prompt(95_000, length), prompt(95_001, length)]):
+            before = misses()
+            line = node.line([number + 10, *tokens] if fault == "killed" and number else tokens)
+            assert f" (tier down: {url})." in line
+            assert misses() - before == {"tier_down": length // node.kind.block}
+        if fault == "killed":
+            node.redis.start()
+        else:
+            node.redis.signal(signal.SIGCONT)
+        wait_books(node.directory, lambda found: all(one.up for one in found.shared))

@@ -1104,10 +1104,11 @@ def test_what_a_store_is_asked_for_is_found_once_it_says_so() -> None:
     asking: dict[str, Any] = {"shared": HASHES, "asking": 3}
     report = missed("none", asking, {})
     assert (*found(report), report.reason) == (0, 0, 0, 3, 0, ""), "the daemon says why the first one is missing"
+    assert report.coming_keys == [0]
     report = missed("silent", asking)
-    assert (*found(report), report.reason) == (0, 0, 0, 3, 3, "")
+    assert (*found(report), report.reason, report.coming_keys) == (0, 0, 0, 3, 3, "unanswered", [3])
     report = missed("some", asking, {"shared": {block_hash(1)}})
-    assert (*found(report), report.reason) == (0, 0, 1, 3, 0, "tier_late")
+    assert (*found(report), report.reason, report.coming_keys) == (0, 0, 1, 3, 0, "tier_late", [1])
     report = missed("came", asking, {"ready": {block_hash(1)}})
     assert (*found(report), report.missing_key) == (0, 0, 1, 3, 0, block_hash(2))
     report = missed("disk", {"coming": {block_hash(1)}, "shared": {block_hash(2), block_hash(3)}, "asking": 2})
@@ -1127,7 +1128,7 @@ def test_what_limits_the_sharing_of_a_request_is_reported(harness: ManagerHarnes
         harness.client.answer(set(), asking=3 * (name == "asked"), **barred)
         harness.scan(name)
         report = report_of(harness, name=name)
-        assert (report.reason, report.marks) == ("not_loaded", ["kv_load_tiers"])
+        assert (report.reason, report.marks) == ("excluded", ["kv_load_tiers"])
 
 
 def test_a_load_that_fails_is_no_load(harness: ManagerHarness) -> None:

@@ -32,6 +32,7 @@ class FakeSchedulerClient:
     invalidated: list[GroupKeys] = field(default_factory=list)
     reports: list[tuple[float, ...]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    late_ages_s: list[float] = field(default_factory=list)
     events: list[KvEvent] = field(default_factory=list)
     reported: list[PromptReport] = field(default_factory=list)
     givers: list[int] = field(default_factory=list)
@@ -113,8 +114,9 @@ class FakeSchedulerClient:
     def invalidate(self, groups: Sequence[GroupKeys]) -> None:
         self.invalidated.extend(groups)
 
-    def report(self, *figures: float, problem: str = "") -> None:
+    def report(self, *figures: float, problem: str = "", late_age_s: float = 0.0) -> None:
         self.reports.append(figures)
+        self.late_ages_s.append(late_age_s)
         self.problems.append(problem)
 
     def take_events(self) -> list[KvEvent]:

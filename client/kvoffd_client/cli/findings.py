@@ -109,6 +109,7 @@ KINDS = {
     "disk_space": Kind("warning", "Writes will fail when the file system is full.", "df -h"),
     "disk_too_small": Kind("info", "Blocks are evicted before they are reused.", "{}" + _RESTART),
     "tier_late": Kind("warning", "Engines computed instead: tiers are slow or overloaded.", "{}" + _RESTART),
+    "tier_down": Kind("warning", "Engines computed what these may have had.", "kvoffd-cli stats tiers"),
     "disk_writes": Kind("warning", "The drives wear out for little benefit.", "{}" + _RESTART),
     "disk_write_limit": Kind("info", "They are recomputed if needed.", "{}, if the SSDs are rated for it" + _RESTART),
     # Namespaces.
@@ -385,6 +386,18 @@ def late_tiers(facts: Facts) -> Iterator[Finding]:
         yield finding("tier_late", evidence, _share(late, had), f"a longer {' or '.join(settings)}")
 
 
+def tiers_down(facts: Facts) -> Iterator[Finding]:
+    traffic = facts.stats.last_hour
+    keys = traffic.misses.get("tier_down", 0) + traffic.misses.get("tier_failed", 0)
+    if keys >= MIN_ERRORS and keys >= LATE_TIER_SHARE * traffic.asked_keys:
+        tiers = [(one.directory, one.missed_keys) for one in facts.stats.disks]
+        tiers += [(one.url, one.missed_keys) for one in facts.stats.shared]
+        names = " and ".join(printable(name) for name, missed in tiers if missed) or "a disk or a shared store"
+        share = percent(keys, traffic.asked_keys)
+        evidence = f"In the last hour {share} of the keys asked for were missed while {names} failed."
+        yield finding("tier_down", evidence, _share(keys, traffic.asked_keys))
+
+
 def disk_writes(facts: Facts) -> Iterator[Finding]:
     """Find at most one of: the disks are written for little benefit, or their write limit excludes what is read."""
     stats, tiers = facts.stats, facts.stats.tiers or s.TieringStats()
@@ -652,7 +665,8 @@ def _engine_counts(facts: Facts, at: str, engine: EngineMetrics) -> Iterator[Fin
 CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     daemon_health, late_lookups, failures, blocked_loop, connected_clients, halves_apart, partial_blocks,
     memory,
-    disks, late_tiers, disk_writes, namespaces_apart, pool_size, lru_is_better, prompts_differ, starving, engines,
+    disks, late_tiers, tiers_down, disk_writes,
+    namespaces_apart, pool_size, lru_is_better, prompts_differ, starving, engines,
 )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from kvoffd_client.cli.format import (
     print_json,
     print_page,
     print_table,
+    reason_name,
     say,
     table_of,
 )
@@ -330,12 +331,12 @@ def request_sentence(logged: LoggedPrompt) -> str:
     there = ", ".join(f"{format_count(count)} {place}" for place, count in places.items() if count)
     sentence += f" Of {format_count(report.keys)} keys kvoffd had {there or 'none'}."
     if report.asked_shared > report.found_shared:
-        # A store that could not be reached is not told from one that lacks the block.
-        said = "has none, or failed" if not report.found_shared else f"has {format_count(report.found_shared)}"
+        said = f"has {format_count(report.found_shared)}" if report.found_shared else "has none"
+        said = "did not answer" if logged.down and not report.found_shared else said
         said = "had not answered" if report.unanswered else said
         sentence += f" A store was asked for {format_count(report.asked_shared)} and {said}."
     if report.missing_key:
-        sentence += _first_missing(report)
+        sentence += _first_missing(report, logged.down)
         if report.after_gap and report.outcome in (Outcome.LOADED, Outcome.MISSED):
             count = f"{format_count(report.after_gap)} key{plural(report.after_gap)}"
             sentence += f" Without it {count} found after it cannot be loaded."
@@ -350,14 +351,13 @@ def _tokens_by_source(tokens: Mapping[str, int]) -> Iterator[str]:
         yield f"{format_count(count)} {place}"
 
 
-def _first_missing(report: PromptReport) -> str:
-    """Return a sentence or two on why a request's first missing key was missing."""
+def _first_missing(report: PromptReport, down: Sequence[str]) -> str:
+    """Return a sentence or two on why a request's first missing key was missing; ``down``: tiers that failed."""
     meaning = MISS_REASONS.get(report.reason, printable(report.reason))
-    if Mark.KV_LOAD_TIERS in report.marks:
-        meaning = "its kv_load_tiers exclude the tier that has it, or that would be asked for it"
+    name = ": ".join(filter(None, (reason_name(report.reason), ", ".join(map(printable, down)))))
     number = f" number {format_count(report.missing_number)}," * bool(report.missing_number)
     which = "that neither had" if report.own_tokens else "missing"
-    sentence = f" The first key {which},{number} {report.missing_key.hex()[:12]}: {meaning}."
+    sentence = f" The first key {which},{number} {report.missing_key.hex()[:12]}: {meaning} ({name})."
     marks = [words for mark, words in MARKS.items() if mark in report.marks]
     if marks and report.reason in ("unknown", "forgotten"):
         sentence += f" Its keys contain its {' and '.join(marks)}: only prompts with the same share them."

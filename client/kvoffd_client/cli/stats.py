@@ -235,6 +235,11 @@ def _misses(now: s.DaemonStats) -> None:
             ("keys asked for", *(format_count(one.asked_keys) for one in windows), ""),
         ],
     )
+    tiers = [(f"the disk {one.directory}", one.missed_keys, one.up) for one in now.disks]
+    for name, keys, is_up in (*tiers, *((one.url, one.missed_keys, one.up) for one in now.shared)):
+        if keys:
+            since = "" if is_up else ", as it is now"
+            say(f"tier down: {format_count(keys)} since the start while {printable(name)} was{since}.")
 
 
 def _pool_bar(pool: s.PoolStats) -> None:

@@ -36,6 +36,7 @@ from kvoffd_client.cli.target import (
 )
 from kvoffd_client.errors import DaemonUnavailable, KvoffdClientError
 from kvoffd_proto.admin import Trace, TraceChain
+from kvoffd_proto.build import program
 from kvoffd_proto.units import format_count, format_duration, format_size, parse_duration, parse_size, plural
 
 FETCH_S = 0.5
@@ -230,9 +231,9 @@ def replay(
 
     Prints hits, writes and possible hits. A running daemon's pool is one size.
     """
-    if find_spec("kvoffd") is None:
+    if (found := find_spec("kvoffd")) is None or found.origin is None:
         raise CliError("Replay needs the package kvoffd, which is not installed here.")
-    words = [sys.executable, "-m", "kvoffd.simulate.command", f"--policy={policy}"]
+    words = [*program("kvoffd.simulate.command", Path(found.origin).parents[1]), f"--policy={policy}"]
     named = {"--size": size, "--blocks": blocks, "--block-size": block_size, "--disk": disk}
     named |= {"--disk-write": disk_write, "--disk-write-per-day": disk_write_per_day} if disk else {}
     words += [f"{option}={value}" for option, value in named.items() if value]

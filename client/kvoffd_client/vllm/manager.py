@@ -90,8 +90,8 @@ class KvoffdManager(OffloadingManager):
         self._numbers = count()
         self._counters = counters = metrics.Counters()
         self._report_at = clock() + REPORT_EVERY_S
-        self._reported = Counter[str]()
-        """Counters at the last report to the daemon."""
+        self._reported, self._reported_late_times = Counter[str](), 0.0
+        """Counters, and ``PromptTurns.late_times``, at the last report to the daemon."""
         self._reported_problem = ""
         namespace.on_leave = self._on_leave
         self._engine_clock = EngineClock(clock)
@@ -144,9 +144,12 @@ class KvoffdManager(OffloadingManager):
         changes = self._counters - self._reported
         self._reported = Counter(self._counters)
         counts = [min(changes[name], MAX_REPORTED) for name in metrics.REPORTED]
+        late, late_times = changes[metrics.LATE_LOOKUPS], self.turns.late_times - self._reported_late_times
+        self._reported_late_times = self.turns.late_times
+        late_age_s = self.clock() - late_times / late if late else 0.0
         prefill_rate, problem = self.harm.prefill.tokens_per_second, self.namespace.problem
         if any((prefill_rate, *counts, problem, self._reported_problem)):
-            self.namespace.client.report(prefill_rate, *counts, problem=problem)
+            self.namespace.client.report(prefill_rate, *counts, problem=problem, late_age_s=late_age_s)
             self._reported_problem = problem
 
     def take_events(self) -> Sequence[KVCacheEvent]:

@@ -32,7 +32,7 @@ ASKED = 255
 """State of a chunk that is SHARED only because a store is being asked for it."""
 _TIER_ONLY = bytes(0 if state in NOT_COMING else state for state in range(256))
 _WHILE_ASKING = bytes(ASKED if state == SHARED else state for state in _TIER_ONLY)
-NOT_LOADED = "not_loaded"
+EXCLUDED = "excluded"
 """Reason of a key that the request excludes by its ``kv_load_tiers``."""
 MAX_REQUEST_ID = 128
 """Characters of a request's id in its report."""
@@ -191,8 +191,9 @@ class PromptRecord:
             again=again,
             asked_shared=asked,
             unanswered=min(asked, unanswered),
-            marks=_marks_of(request) + [Mark.KV_LOAD_TIERS.value] * (reason == NOT_LOADED),
+            marks=_marks_of(request) + [Mark.KV_LOAD_TIERS.value] * (reason == EXCLUDED),
             hints="; ".join(f"{name} {what}" for name, what in self.hints.items())[:MAX_HINTS],
+            coming_keys=_coming(last, covered) if missing else [],
         )
 
 
@@ -227,11 +228,16 @@ def _first_missing(
     return 0, b"", 0, ""
 
 
+def _coming(last: KeyedLookup | None, covered: Sequence[int]) -> list[int]:
+    """Return by group how many keys behind the covered ones were ready or coming, without a gap."""
+    found = [last.chunk_states(index)[count:] if last is not None else b"" for index, count in enumerate(covered)]
+    return [len(states) - len(states.lstrip(bytes([READY, *COMING]))) for states in found]
+
+
 def _reason_of(last: KeyedLookup | None, state: int, tiers: Collection[int]) -> str:
-    """Return why a key that is not READY was missing; empty if the daemon knows: a store may not have what it is asked
-    for."""
+    """Return why a key that is not READY was missing; empty if the daemon knows."""
     if state not in COMING:
         return "partial" if state == WRITING else ""
     if state not in tiers:
-        return NOT_LOADED
-    return "" if state == SHARED and last is not None and last.future.asking else "tier_late"
+        return EXCLUDED
+    return "unanswered" if state == SHARED and last is not None and last.future.asking else "tier_late"

@@ -36,6 +36,9 @@ class PromptTurns:
         deadline_s: time within which registered workers should have reported.
         disk_wait_s: longest wait for promotions.
         do_no_harm: a prompt waits for promotions only while loading is expected to be faster than computing.
+
+    Attributes:
+        late_times: sum of the times at which lookups were given up.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class PromptTurns:
         self._lookups, self._namespace, self._counters = lookups, lookups.namespace, counters
         self._engine_clock, self._answer_wait, self._sleep = engine_clock, answer_wait, sleep
         self._deadline_s, self._disk_wait_s, self._do_no_harm = deadline_s, disk_wait_s, do_no_harm
+        self.late_times = 0.0
         self._is_first = True
         """Whether vLLM has come to no prompt in this step yet."""
         self._has_paused = False
@@ -293,6 +297,7 @@ class PromptTurns:
             if allowed_s:
                 wait.record_reply(now - pending.waits_since)
             self._counters[metrics.LATE_LOOKUPS] += 1
+            self.late_times += self._lookups.clock()
         return late_at
 
     @staticmethod

@@ -329,7 +329,7 @@ def test_what_one_rank_was_rejected_the_others_are_too() -> None:
             ask(rig, namespace, chain)
     look(rig, namespace, [50, 51])
     assert rig.begin(namespace, 0, 0, keys_of(50, 51))[0].rejected == [0, 1]
-    assert rig.cache.reasons_of(namespace, 0, keys_of(50)) == bytes([MissReason.REJECTED])
+    assert rig.cache.life.reasons_of(namespace.group(0), keys_of(50)) == bytes([MissReason.REJECTED])
     rig.cache.invalidate(namespace, [(0, keys_of(1, 2, 3, 4))])  # there is room now
     assert rig.begin(namespace, 1, 0, keys_of(50, 51))[0].rejected == [0, 1]
     assert namespace.counters.rejected_keys >= 4
