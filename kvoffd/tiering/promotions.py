@@ -536,8 +536,8 @@ class Promotions:
         self._cache.blocks.record_misses(fill.wanted.namespace.group(fill.wanted.group.number), fill.key, miss)
 
     def _settle(self, fill: Fill, reason: int) -> None:
-        """Count the key once for all lookups that asked for it, as found if it CAME or is COMING, or as a miss, and have
-        none wait for it any more. It is not begun. A fill that was settled before stays as it is."""
+        """Count the key once for all lookups that asked for it, as found if it CAME or is COMING, else as a miss. None
+        waits for it any more. It is not begun. A fill that was settled before stays as it is."""
         if fill.is_settled:
             return
         fill.is_settled = True

@@ -276,9 +276,10 @@ class Tiering:
         sources = [one for one in self.sources if not one.tier.only_named or one.name == named]
         if sources and self.is_unshared(fingerprint):
             sources = [one for one in sources if not one.shared]
-        for source in sources if asked is not None else ():
-            if source.tier.is_down() and (not source.name.startswith(PEER) or source.name == named):
-                _record_down(source.tier, asked)
+        if asked is not None:
+            for source in sources:
+                if source.tier.is_down() and (not source.name.startswith(PEER) or source.name == named):
+                    _record_down(source.tier, asked)
         sources = [one for one in sources if one.tier.available()]
         if sources and not sources[0].shared and self.is_behind(fingerprint):
             sources = [one for one in sources if one.shared]
