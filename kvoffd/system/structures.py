@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 
-VERSION = 0x3518F8A2
+VERSION = 0x230B6AD0
 """A library of another version is refused: it is made of other C files."""
 
 SLOT_INDEX = (

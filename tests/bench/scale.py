@@ -56,7 +56,7 @@ MIN_CHAIN, MAX_CHAIN = 16, 64
 CONTINUED = 0.3
 """Share of the requests that begin with all keys of a recent one."""
 RECENT = 1024
-SHARD_BYTES = 32
+SHARD_BYTES = 48
 """What each further shard of a block may take; the first is ``memory_estimate``'s."""
 SESSION = LEASE = 1
 LOOKUP_KEYS, STORE_KEYS, LOOKUPS = 1000, 64, 300
@@ -124,8 +124,11 @@ class Books:
         self.namespace, _ = self.cache.namespaces.open(made_namespace)
         for rank in range(shards):
             self.cache.namespaces.register_rank(made_namespace, rank, [PAGE_BYTES], None)
-        self.cache.blocks.misses.fill(0)  # as large however many blocks there are
-        self._base_bytes += self.cache.blocks.misses.nbytes
+        # Tables of a fixed size, which PROCESS_BYTES includes.
+        lacked, asked = self.cache.prompts._computing._lacked, self.cache.order._askers._entries
+        for table in (self.cache.blocks.misses, lacked, asked):
+            table.fill(0)
+            self._base_bytes += table.nbytes
 
     def store(self, first: int, count: int, checksum: int = 0) -> None:
         """Store keys as each rank does, with random checksums if none is given."""
