@@ -29,7 +29,7 @@ Rules of access:
 3. A shard that is WRITING_SHARD belongs to the store or the fill that began it, which alone writes its slot, and which
    ends it exactly once by ``publish`` or ``end_writes``, even if the block was dropped or its namespace reset.
 4. Without a pin or a write of one's own, a slot may hold another block by the next call. Who remembers a slot compares
-   the generation of its record.
+   the sequence number of its record.
 """
 
 from __future__ import annotations

@@ -159,13 +159,13 @@ class BlockTable(Structure):
     """
 
     _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("generation", "pinned_blocks", "pinned_bytes", "leased_bytes")),
+        *((name, ctypes.c_uint64) for name in ("sequence", "pinned_blocks", "pinned_bytes", "leased_bytes")),
         *((f"at_{name}", ctypes.c_void_p) for name in ("records", *_ARRAYS, "bytes", "numbers", "offsets", "counts")),
         ("index", SlotIndex),
         ("crc", ctypes.c_uint32 * 256 * 8),
     )
-    generation: int
-    """Highest generation of any record."""
+    sequence: int
+    """Highest sequence of any record."""
     pinned_blocks: int
     pinned_bytes: int
     leased_bytes: int
@@ -321,7 +321,7 @@ class BlockTable(Structure):
         """Mark shards of a group's WRITING blocks as complete, each in its slot. Returns the blocks that became READY,
         and their keys.
 
-        The order is from the last block to the first, with rising generations. The next daemon takes it as the order of
+        The order is from the last block to the first, with rising sequences. The next daemon takes it as the order of
         use, in which a chain's tail is older than its root. It does not trust bytes whose checksum is 0.
         ``first_blocks``: None for 0 of all.
         """

@@ -289,7 +289,7 @@ static void seal(const struct blocks *x, uint8_t *record)
     WRITE(record, uint32_t, CRC, crc);
 }
 
-/* Marks shards of a group as complete, from the last to the first, with rising generations. `first_blocks` may
+/* Marks shards of a group as complete, from the last to the first, with rising sequences. `first_blocks` may
  * be NULL for 0. Finds the blocks that became complete, in that order, and their keys; returns how many. If a block is
  * not WRITING, changes nothing and returns NONE. */
 uint32_t kvoffd_blocks_publish(struct blocks *x, const struct block_group *g, const uint32_t *blocks, const uint32_t *slots,
@@ -303,7 +303,7 @@ uint32_t kvoffd_blocks_publish(struct blocks *x, const struct block_group *g, co
             return NONE;
     while (count--) {
         uint8_t *record = record_of(x, slots[count]);
-        WRITE(record, uint64_t, GENERATION, ++x->generation);
+        WRITE(record, uint64_t, SEQUENCE, ++x->sequence);
         WRITE(record, uint16_t, FIRST_BLOCK, first_blocks ? first_blocks[count] : 0);
         WRITE(record, uint32_t, LENGTH, g->rank[READ(record, uint16_t, RANK)].length);
         WRITE(record, uint64_t, CHECKSUM, checksums[count]);

@@ -8,7 +8,7 @@
 #include "../system/slot_index.h"
 
 enum { RECORD = 128, KEY = 32, MAX_RANKS = 64 /* MAX_WORLD_SIZE of messages.py */ };
-enum { GENERATION = 8, NAMESPACE = 16, GROUP = 20, RANK = 22, FIRST_BLOCK = 24, KEY_BYTES = 26, LENGTH = 28 };
+enum { SEQUENCE = 8, NAMESPACE = 16, GROUP = 20, RANK = 22, FIRST_BLOCK = 24, KEY_BYTES = 26, LENGTH = 28 };
 enum { CHECKSUM = 96, CRC = 104 };
 enum { FREE_RECORD = 0, PAGE = 4096 };
 static const uint64_t READY_RECORD = 0x215944414552766B; /* "kvREADY!" */
@@ -36,7 +36,7 @@ struct block_group {
 
 /* BlockTable of block_table.py has the same fields. */
 struct blocks {
-    uint64_t generation; /* highest generation of any record */
+    uint64_t sequence; /* highest sequence of any record */
     uint64_t pinned_blocks, pinned_bytes, leased_bytes;
     uint8_t *records; /* the slot table's */
     uint8_t *state, *shard;
@@ -99,7 +99,7 @@ static inline void crcs_of(const struct blocks *x, const uint8_t *records, int c
 {
     for (int i = 0; i < count; i++)
         crcs[i] = 0xFFFFFFFF;
-    for (int field = GENERATION; field < CRC; field += 8)
+    for (int field = SEQUENCE; field < CRC; field += 8)
         for (int i = 0; i < count; i++) {
             uint64_t word = READ(records + i * RECORD, uint64_t, field) ^ crcs[i];
             crcs[i] = x->crc[7][word & 255] ^ x->crc[6][word >> 8 & 255] ^ x->crc[5][word >> 16 & 255] ^

@@ -29,15 +29,15 @@ class Integrity:
         self._scanned_to = 0
         """Slot at which ``next_unverified`` continues."""
 
-    def check(self, slot: int, generation: int, checksum: int) -> bool:
+    def check(self, slot: int, sequence: int, checksum: int) -> bool:
         """Set the checksum of a slot's record if it has none yet. Otherwise compare; if they differ, drop the block and
         return False.
 
-        Does nothing if the slot was freed or rewritten since ``generation``. A slot that another check found wrong
+        Does nothing if the slot was freed or rewritten since ``sequence``. A slot that another check found wrong
         stays wrong: memory that changes is not trusted.
         """
         record, shard = self._table.records[slot], int(self._blocks.shard[slot])
-        is_same = int(record["generation"]) == generation and self._life.slots.in_use[slot]
+        is_same = int(record["sequence"]) == sequence and self._life.slots.in_use[slot]
         if not is_same or shard & SHARD_STATE != WRITTEN:
             return True
         if not record["checksum"]:
@@ -70,7 +70,7 @@ class Integrity:
         slots = slots[(shards & SHARD_STATE == WRITTEN) & (shards & CORRUPT == 0)]
         records = self._table.records[slots]
         offsets = self._life.slots.offsets(slots)
-        columns = records["generation"], offsets, records["length"], records["checksum"]
+        columns = records["sequence"], offsets, records["length"], records["checksum"]
         return list(map(Check, slots.tolist(), *(column.tolist() for column in columns)))
 
     def checks_of_load(self, ticket: LoadTicket, every: bool, first_block: int = 0) -> list[Check]:

@@ -4,7 +4,7 @@
 #include "blocks.h"
 
 enum { MIN_SLOT = 8192, RECORDS_TOGETHER = 4 };
-static const uint64_t MAX_GENERATION = ((uint64_t)1 << 62) - 1; /* later generations must remain */
+static const uint64_t MAX_SEQUENCE = ((uint64_t)1 << 62) - 1; /* later sequences must remain */
 
 /* _Recovery of recovery.py. Each of the last five arrays can hold all slots. */
 struct recovery {
@@ -13,7 +13,7 @@ struct recovery {
     const struct block_group *const *groups; /* of the known namespaces, ascending by namespace and index */
     struct blocks *blocks;
     uint32_t *heads; /* blocks, complete or not; at the end, the complete ones */
-    uint64_t *generations; /* generations of the complete ones */
+    uint64_t *sequences; /* sequences of the complete ones */
     uint32_t *discarded, *bad, *used; /* records to erase; quarantined slots; slots of complete blocks */
     uint64_t heads_found, discarded_found, bad_found, used_found;
     /* Discarded records: of unknown namespaces below `next_number`, from it on, and of incomplete blocks. */
@@ -49,9 +49,9 @@ static const struct block_group *group_of(const struct recovery *r, const uint8_
     return NULL;
 }
 
-static uint64_t generation_of(const struct blocks *x, uint32_t slot)
+static uint64_t sequence_of(const struct blocks *x, uint32_t slot)
 {
-    return READ(record_of(x, slot), uint64_t, GENERATION);
+    return READ(record_of(x, slot), uint64_t, SEQUENCE);
 }
 
 static uint32_t rank_of(const struct blocks *x, uint32_t slot)
@@ -69,7 +69,7 @@ static int take(struct recovery *r, const uint8_t *record, uint32_t slot, uint32
 
     if (READ(record, uint64_t, 0) != READY_RECORD || READ(record, uint32_t, CRC) != crc || !size)
         return 0;
-    if (READ(record, uint64_t, GENERATION) > MAX_GENERATION || !READ(record, uint64_t, CHECKSUM))
+    if (READ(record, uint64_t, SEQUENCE) > MAX_SEQUENCE || !READ(record, uint64_t, CHECKSUM))
         return 0;
     if (!(group = group_of(r, record))) {
         if (READ(record, uint32_t, NAMESPACE) < r->next_number)
@@ -98,7 +98,7 @@ static int take(struct recovery *r, const uint8_t *record, uint32_t slot, uint32
     do { /* of two slots of one rank, the newer replaces the other in the ring */
         uint32_t there = x->next[before];
         if (rank_of(x, there) == rank) {
-            if (generation_of(x, there) > READ(record, uint64_t, GENERATION))
+            if (sequence_of(x, there) > READ(record, uint64_t, SEQUENCE))
                 return 0;
             x->next[slot] = there == before ? slot : x->next[there];
             if (there != before)
@@ -166,8 +166,8 @@ void kvoffd_recover_blocks(struct recovery *r)
             continue; /* another slot replaced it, or the block is done */
         do {
             slots[rank_of(x, at)] = at;
-            if (generation_of(x, at) > newest)
-                newest = generation_of(x, at);
+            if (sequence_of(x, at) > newest)
+                newest = sequence_of(x, at);
             found++;
             at = x->next[at];
         } while (at != head);
@@ -193,7 +193,7 @@ void kvoffd_recover_blocks(struct recovery *r)
         }
         x->state[slots[0]] = READY;
         r->heads[whole] = slots[0];
-        r->generations[whole++] = newest;
+        r->sequences[whole++] = newest;
     }
     r->heads_found = whole;
 }

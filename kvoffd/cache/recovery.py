@@ -75,11 +75,11 @@ def recover(
     native_groups = (ctypes.c_char_p * len(packed))(*packed)
     # Sized for the worst case; pages that are not written use no memory.
     heads, discarded, bad, used = (np.empty(count, np.uint32) for _ in range(4))
-    generations = np.empty(count, np.uint64)
+    sequences = np.empty(count, np.uint64)
     recovery = _Recovery(
         *(geometry.pool_bytes, geometry.region_bytes, slots.slots_per_region, slots.regions, len(packed)),
         *(table.region_sizes.ctypes.data, ctypes.addressof(native_groups), blocks.address),
-        *(heads.ctypes.data, generations.ctypes.data, discarded.ctypes.data, bad.ctypes.data, used.ctypes.data),
+        *(heads.ctypes.data, sequences.ctypes.data, discarded.ctypes.data, bad.ctypes.data, used.ctypes.data),
     )
     recovery.next_number = next_number
     reference = ctypes.byref(recovery)
@@ -91,8 +91,8 @@ def recover(
     blocks.shard[quarantined] = CORRUPT
     slots.restore(np.concatenate([used[: recovery.used_found], quarantined]), table.region_sizes.astype(np.int64))
     whole = recovery.heads_found
-    blocks.generation = int(generations[:whole].max(initial=0))
-    oldest_first = heads[:whole][np.argsort(generations[:whole])]
+    blocks.sequence = int(sequences[:whole].max(initial=0))
+    oldest_first = heads[:whole][np.argsort(sequences[:whole])]
     counted = recovery.reset_found, recovery.unwritten_found, recovery.incomplete_found
     return RecoveredBlocks(oldest_first, quarantined, *counted, recovery.discarded_found - sum(counted))
 

@@ -132,8 +132,8 @@ class Check(NamedTuple):
     """A shard to compare with its checksum; if that is 0, compute it."""
 
     slot: int
-    generation: int
-    """Generation of its record: the slot may have been rewritten by the time the bytes are hashed."""
+    sequence: int
+    """Sequence number of its record: the slot may have been rewritten by the time the bytes are hashed."""
     offset: int
     length: int
     checksum: int

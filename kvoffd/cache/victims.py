@@ -128,7 +128,7 @@ class Victims:
             each = [blocks.oldest(one, min(most, -(-nbytes // one.block_bytes)), unpinned=True) for one in groups]
             stored = np.concatenate(each)
             stored = stored[self._may_go(stored, older_than)]
-            stored = stored[np.argsort(blocks.records["generation"][stored])]
+            stored = stored[np.argsort(blocks.records["sequence"][stored])]
             victims = np.concatenate([victims, stored[~np.isin(stored, victims)]])
         enough = np.searchsorted(np.cumsum(blocks.pages[victims]) * PAGE_BYTES, nbytes)
         return victims[: min(most, int(enough) + 1)]

@@ -13,7 +13,7 @@ records       ``RECORD``, 128 bytes each, by slot number (see ``allocator``)
 ============  ====================================================================================================
 
 ``cache/blocks.c`` writes a record in this order: its owner, while the state is FREE_RECORD; the slot's bytes;
-generation, first block, length and checksum; the CRC of all fields after the state; then the state READY_RECORD, in one
+sequence, first block, length and checksum; the CRC of all fields after the state; then the state READY_RECORD, in one
 aligned 8-byte store. So a record with that state and a correct CRC has complete bytes, wherever the writer was killed.
 
 This needs no memory fences. A killed process stops each of its threads between two instructions. What a thread stored
@@ -46,8 +46,8 @@ HEADER = Struct("=8sII16sQQQ")
 CRC = Struct("=I")
 RECORD_BYTES = 128
 MAX_KEY_BYTES = 64
-MAX_GENERATION = 2**62 - 1
-"""Largest generation that recovery accepts: later ones must remain."""
+MAX_SEQUENCE = 2**62 - 1
+"""Largest sequence that recovery accepts: later ones must remain."""
 READY_RECORD = int.from_bytes(b"kvREADY!", "little")
 """State of a record whose slot is complete; one flipped bit in another state cannot produce it."""
 FREE_RECORD = 0
@@ -56,7 +56,7 @@ BAD_RECORD = int.from_bytes(b"!kvBAD!!", "little")
 RECORD = np.dtype(
     {
         "names": [
-            *("state", "generation", "namespace", "group", "rank", "first_block", "key_bytes"),
+            *("state", "sequence", "namespace", "group", "rank", "first_block", "key_bytes"),
             *("length", "key", "checksum", "crc"),
         ],
         "formats": ["=u8", "=u8", "=u4", "=u2", "=u2", "=u2", "u1", "=u4", ("u1", MAX_KEY_BYTES), "=u8", "=u4"],
@@ -66,7 +66,7 @@ RECORD = np.dtype(
 )
 """``namespace``: its number. ``first_block``: engine blocks left out at the start of the key. ``length``: bytes of the
 shard. ``checksum``: their ``checksums.digest``, 0 if none was computed. ``crc``: CRC-32 of the bytes from
-``generation`` to ``checksum``."""
+``sequence`` to ``checksum``."""
 _MAX_NAMESPACE_BYTES = 4 << 20
 _SNAPSHOT = Struct("=QII")  # number of the snapshot; length and CRC-32 of its content
 _MAX_UNPACKED_BYTES = 64 << 20
@@ -204,7 +204,7 @@ class SlotTable:
             begin = self.geometry.namespaces_at + half * half_bytes
             number, length, crc = _SNAPSHOT.unpack_from(self._bytes, begin)
             content = bytes(self._bytes[begin + _SNAPSHOT.size : begin + min(half_bytes, _SNAPSHOT.size + length)])
-            if not self._snapshot < number < MAX_GENERATION or number % 2 != half or crc != zlib.crc32(content, number):
+            if not self._snapshot < number < MAX_SEQUENCE or number % 2 != half or crc != zlib.crc32(content, number):
                 continue
             try:
                 unpacked = zlib.decompressobj().decompress(content, _MAX_UNPACKED_BYTES)

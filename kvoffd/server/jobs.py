@@ -385,7 +385,7 @@ def apply_check(cache: Cache, check: Check, checksum: int) -> bool:
     """Act on the computed checksum of a slot; if it is wrong, return False and log that, at most once a minute."""
     record = cache.table.records[check.slot]
     key = record["key"][: record["key_bytes"]].tobytes()
-    if cache.integrity.check(check.slot, check.generation, checksum):
+    if cache.integrity.check(check.slot, check.sequence, checksum):
         return True
     _wrong_slots.warn(
         "The bytes of key %s (group %d, rank %d) at pool offset %d do not match their checksum: the block is dropped, "

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 
-VERSION = 0x230B6AD0
+VERSION = 0xA6F998BD
 """A library of another version is refused: it is made of other C files."""
 
 SLOT_INDEX = (
@@ -42,7 +42,7 @@ SLOTS = (
 """``struct slots`` of pool/slots.h."""
 
 BLOCKS = (
-    ("generation", ctypes.c_uint64),
+    ("sequence", ctypes.c_uint64),
     ("pinned_blocks", ctypes.c_uint64),
     ("pinned_bytes", ctypes.c_uint64),
     ("leased_bytes", ctypes.c_uint64),
@@ -78,7 +78,7 @@ RECOVERY = (
     ("at_groups", ctypes.c_void_p),
     ("at_blocks", ctypes.c_void_p),
     ("at_heads", ctypes.c_void_p),
-    ("at_generations", ctypes.c_void_p),
+    ("at_sequences", ctypes.c_void_p),
     ("at_discarded", ctypes.c_void_p),
     ("at_bad", ctypes.c_void_p),
     ("at_used", ctypes.c_void_p),

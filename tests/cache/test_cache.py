@@ -11,8 +11,10 @@ import pytest
 from kvoffd.cache import POLICY_NAMES
 from kvoffd.cache.asked_keys import TAKEN_AT_ONCE
 from kvoffd.cache.block_table import DROPPED, FREE, READY
-from kvoffd.cache.cache import CLAIM_S, KNOWN_RESETS, MAX_UNREPORTED
+from kvoffd.cache.leases import CLAIM_S
 from kvoffd.cache.namespace import MissReason, Namespace, NamespaceSnapshot
+from kvoffd.cache.open_namespaces import KNOWN_RESETS
+from kvoffd.cache.prompts import MAX_UNREPORTED
 from kvoffd.cache.tickets import Stored, StorePart
 from kvoffd.errors import BadGeometry, NotReady, UnknownLease
 from kvoffd_proto.messages import GroupSpec
@@ -296,7 +298,7 @@ def test_a_block_that_was_reset_and_is_found_corrupt_is_counted_once() -> None:
     rig.store(namespace, keys_of(1, 2, 3))
     (check, _, _) = rig.cache.integrity.checks(rig.blocks(namespace, keys_of(1, 2, 3)))
     assert rig.cache.reset(namespace) == 3
-    assert not rig.cache.integrity.check(check.slot, check.generation, 1)
+    assert not rig.cache.integrity.check(check.slot, check.sequence, 1)
     assert namespace.counters.invalidated_blocks == 3
     check_invariants(rig.cache)
     while rig.cache.background():
@@ -361,7 +363,7 @@ def test_every_way_out_has_its_reason() -> None:
     rig.store(namespace, keys_of(7))
     corrupt = rig.cache.blocks.find(namespace.current[0], keys_of(2))[1]
     (check,) = rig.cache.integrity.checks(corrupt)
-    rig.cache.integrity.check(check.slot, check.generation, 1)
+    rig.cache.integrity.check(check.slot, check.sequence, 1)
     namespace.counters.misses.clear()
     rig.cache.lookup(namespace, 8, 1, [(0, keys_of(1, 2, 4, 7, 99))])
     assert misses(namespace) == {"INVALIDATED": 1, "CORRUPT": 1, "EVICTED": 1, "NO_SPACE": 1, "UNKNOWN": 1}

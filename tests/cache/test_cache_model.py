@@ -561,11 +561,11 @@ class CacheMachine(RuleBasedStateMachine):
         if not written:
             return
         slot = data.draw(st.sampled_from(written))
-        checksum, generation = int(records["checksum"][slot]), int(records["generation"][slot])
+        checksum, generation = int(records["checksum"][slot]), int(records["sequence"][slot])
         assert self.cache.integrity.check(slot, generation - 1, 99), "another's bytes are judged"
         judged = not blocks.shard[slot] & CORRUPT
         (check,) = self.cache.integrity.checks(np.array([slot], np.uint32)) if judged else [None]
-        assert check is None or (check.slot, check.generation, check.checksum) == (slot, generation, checksum)
+        assert check is None or (check.slot, check.sequence, check.checksum) == (slot, generation, checksum)
         counts = self.cache.integrity.checked_slots, self.cache.integrity.mismatches
         wrong &= checksum != 0 and self.rig.cache.life.quarantined_bytes < 8 * UNIT
         group = self.cache.life.group_of(slot)

@@ -99,7 +99,7 @@ class Pool:
         """[keys, ranks] slots, claimed."""
         # A key may be there: it was stored twice, as no cache does.
         self.blocks = BlockTable(self.table.records)
-        self.blocks.generation = int(self.table.records["generation"].max())
+        self.blocks.sequence = int(self.table.records["sequence"].max())
         return self.blocks.take(self.slots, NAMESPACES[namespace][group], b"".join(keys), len(keys))
 
     def publish(self, namespace: int, group: int, slots: np.ndarray) -> None:
@@ -145,7 +145,7 @@ def plainly(fd: int) -> dict[tuple[int, bytes], list[int]]:
             continue
         if size < 8192 or size > REGION or size % 4096 or (index + 1) * size > REGION:
             continue
-        if not record["checksum"] or record["generation"] >= 2**62:
+        if not record["checksum"] or record["sequence"] >= 2**62:
             continue
         groups = NAMESPACES.get(int(record["namespace"]), [])
         if record["group"] >= len(groups):
@@ -158,8 +158,8 @@ def plainly(fd: int) -> dict[tuple[int, bytes], list[int]]:
         ranks_of[group.number] = len(group.lengths)
         name = group.number, record["key"].tobytes()[: group.key_bytes]
         kept = shards.setdefault(name, {}).get(rank)
-        if kept is None or kept[0] < record["generation"]:
-            shards[name][rank] = int(record["generation"]), slot
+        if kept is None or kept[0] < record["sequence"]:
+            shards[name][rank] = int(record["sequence"]), slot
     return {
         name: [found[rank][1] for rank in range(ranks_of[name[0]])]
         for name, found in shards.items()
@@ -173,14 +173,14 @@ def check(pool: Pool, damage: Callable[[int], None] = lambda fd: None) -> tuple[
     found = successor.found()
     assert found == plainly(successor.fd)
     assert sorted(recovered.blocks.tolist()) == sorted(row[0] for row in found.values())
-    newest = [max(int(successor.table.records["generation"][slot]) for slot in row) for row in found.values()]
+    newest = [max(int(successor.table.records["sequence"][slot]) for slot in row) for row in found.values()]
     assert len(newest) == len(set(newest))
     by_block = {row[0]: at for row, at in zip(found.values(), newest, strict=True)}
     assert [by_block[block] for block in recovered.blocks.tolist()] == sorted(newest)
     slots = [slot for row in found.values() for slot in row]
     assert set(np.flatnonzero(successor.slots.in_use).tolist()) == {*slots, *recovered.quarantined.tolist()}
     assert (successor.blocks.shard[slots] == WRITTEN | UNVERIFIED).all()
-    assert successor.blocks.generation >= max(newest, default=0)
+    assert successor.blocks.sequence >= max(newest, default=0)
     again, twice = successor.successor()
     assert again.found() == found
     assert twice[2:] == (0, 0, 0, 0)
@@ -381,10 +381,10 @@ def test_wrong_records_with_right_checksums_are_survived(changes: list[tuple[int
     records = pool.table.records
     for number, at, piece in changes:
         slot = slots[number % len(slots)]
-        generation, changed = records["generation"][slot], bytearray(records[slot].tobytes())
+        generation, changed = records["sequence"][slot], bytearray(records[slot].tobytes())
         changed[at:104] = (bytes(changed[:at]) + piece + bytes(changed[at + len(piece) :]))[at:104]
         records[slot] = np.frombuffer(changed, RECORD)[0]
-        records["generation"][slot] = generation
+        records["sequence"][slot] = generation
         records["crc"][slot] = zlib.crc32(records[slot].tobytes()[8:104])
     check(pool)
 

@@ -304,7 +304,7 @@ def test_load_fails_when_others_find_its_block_corrupt(bench: Bench) -> None:
     bench.copy(worker, lease)
     (check,) = cache.integrity.checks(cache.slots.in_use.nonzero()[0])
     for checksum in (1, 2):  # that of the store, which took none, and of what is there now
-        cache.integrity.check(check.slot, check.generation, checksum)
+        cache.integrity.check(check.slot, check.sequence, checksum)
     bench.end_copy()
     bench.service.outgoing()
     (result,) = worker.completions.replay()[-1].results

@@ -385,7 +385,7 @@ def test_what_others_use_stays_there_whatever_this_node_drops(rig: TieringHarnes
     rig.cache.invalidate(space, [(0, keys_of(1))])
     assert shared.removals == [("invalidated", keys_of(1))], "it must not come straight back"
     (check,) = rig.cache.integrity.checks(rig.blocks(space, keys_of(2)))
-    assert not rig.cache.integrity.check(check.slot, check.generation, check.checksum + 1)
+    assert not rig.cache.integrity.check(check.slot, check.sequence, check.checksum + 1)
     assert len(shared.removals) == 1, "a whole one may come from there"
     assert ("corrupt", keys_of(2)) in rig.tier.removals
     rig.cache.reset(space)
