@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffd.cache.block_table import BlockIds
-from kvoffd.cache.cache import MAX_PREFETCHES
+from kvoffd.cache.prefetches import MAX_PREFETCHES
 from kvoffd.cache.namespace import MissReason
 from kvoffd.config import Config, ServerLimits
 from kvoffd.pool.pool import Pool
@@ -347,7 +347,7 @@ def overdue(pool_bytes: int) -> Result:
         daemon.lookup(scheduler, lease, keys_of(first + 16 * lease, 16))
 
     def expire() -> None:
-        while daemon.cache.leases or daemon.cache.life.partial:
+        while daemon.cache.leases.by_id or daemon.cache.life.partial:
             daemon.settle()
 
     return daemon.measure(expire)
@@ -500,7 +500,7 @@ def prefetches(pool_bytes: int) -> Result:
     def wait() -> None:
         for _ in range(MAX_PREFETCHES):
             _hint(daemon, scheduler, m.HintAction.PREFETCH, daemon.keys(m.MAX_HINT_KEYS))
-        daemon.cache._clock = lambda: time.monotonic() + 60.0
+        daemon.cache._prefetches._clock = lambda: time.monotonic() + 60.0
         daemon.settle()
 
     return daemon.measure(wait)
