@@ -155,7 +155,8 @@ class Tiering:
         self._unused = np.zeros(len(cache.blocks.state), np.uint8)
         """[blocks] 1 plus the index in ``_numbered`` of the source from which the block was promoted, if it was not
         loaded since; otherwise 0."""
-        self._evicted: list[tuple[BlockGroup, list[bytes]]] = []
+        self._to_spare: list[tuple[BlockGroup, list[bytes]]] = []
+        """Blocks that left the pool since the last tick: see ``Tier.spare``."""
         self._events = events
         self._logged: dict[tuple[str, str], float] = {}
         """Logged errors by tier and kind, with the time; the tiers count them."""
@@ -448,7 +449,7 @@ class Tiering:
             for writer in self.writers:
                 writer.evicted(group, members, keys)
             if self._disk_tiers:
-                self._evicted.append((block_group_of(group), keys))
+                self._to_spare.append((block_group_of(group), keys))
 
     def waiting(self, blocks: BlockIds) -> npt.NDArray[np.bool_] | None:
         writers = [writer for writer in self.writers if writer.waiting and writer.available]
@@ -526,8 +527,8 @@ class Tiering:
         return more
 
     def _spare_evicted(self) -> None:
-        evicted, self._evicted = self._evicted, []
-        for block_group, keys in evicted:
+        left_pool, self._to_spare = self._to_spare, []
+        for block_group, keys in left_pool:
             for tier in self._disk_tiers:
                 tier.spare(block_group, keys)
 

@@ -20,8 +20,8 @@ from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiers.header import Block, BlockGroup, make_block_group
 from kvoffd.tiers.tier import Result, Tier
 
-_Generations: TypeAlias = dict[int, int]
-"""Blocks with the generation of their records: by the time of use, a number may belong to another block."""
+_Ordered: TypeAlias = dict[int, int]
+"""Blocks with the write order of their records: by the time of use, a number may belong to another block."""
 
 LATE, BUDGET, UNLIKELY = "late", "budget", "unlikely"
 """Reasons why a block left the pool unwritten: its turn came too late, as engines copy or the tier is slow or down; the
@@ -267,7 +267,8 @@ class Writer:
         leaves_out: Callable[[bytes], bool] = lambda fingerprint: False,
     ) -> None:
         self._cache, self._tiers = cache, tiers
-        self._generations = cache.table.records["generation"]
+        self._orders = cache.table.records["generation"]
+        """Write order of each slot's record."""
         self.mode = settings.mode
         self.budget = WriteBudget(settings.per_day_bytes, clock)
         self._refused_above = inf
@@ -277,10 +278,10 @@ class Writer:
         self._cold_bytes = cache.slots.pool_bytes // COLD_DIVISOR
         self._idle, self._engines_busy, self._leaves_out = idle, engines_busy, leaves_out
         self._trickle_bytes = self._trickle_left = settings.trickle_bytes
-        self.waiting: _Generations = {}
+        self.waiting: _Ordered = {}
         """Blocks to write, in this order."""
         self._rejected: dict[int, tuple[int, str]] = {}
-        """Blocks at the cold end that are not written, with the generations of their records, and the reason."""
+        """Blocks at the cold end that are not written, with the write orders of their records, and the reason."""
         self._evicted: list[_Evicted] = []
         self.under_way: dict[int, BlockWrite] = {}
         """Running writes by block."""
@@ -324,10 +325,10 @@ class Writer:
                     self.waiting.pop(block, None)
             return
         reasons, otherwise = [], LATE if self.budget.allows(sum(group.lengths)) else BUDGET
-        for block, generation in zip(blocks.tolist(), self._generations[blocks].tolist(), strict=True):
+        for block, order in zip(blocks.tolist(), self._orders[blocks].tolist(), strict=True):
             self.waiting.pop(block, None)
-            rejected_generation, reason = self._rejected.pop(block, (0, otherwise))
-            reasons.append(reason if rejected_generation == generation else otherwise)
+            rejected_order, reason = self._rejected.pop(block, (0, otherwise))
+            reasons.append(reason if rejected_order == order else otherwise)
         self._evicted.append(_Evicted(group, keys, reasons))
 
     def stop(self) -> None:
@@ -372,20 +373,20 @@ class Writer:
         """Return which blocks are worth writing (all, while a tier has space); record why the others are not."""
         if not self._judges or not keys:
             return np.ones(len(keys), np.bool_)
-        policy, generations = self._cache.policy, self._generations[blocks].tolist()
+        policy, orders = self._cache.policy, self._orders[blocks].tolist()
         lifetimes, packed_keys = self._selection.lifetimes(self._lifetime_bytes), b"".join(keys)
         every = np.stack([policy.chance(group, packed_keys, one) for one in lifetimes], axis=1)
         known = [
-            before.get(block, (0, ""))[0] == generation or self.waiting.get(block) == generation
-            for block, generation in zip(blocks.tolist(), generations, strict=True)
+            before.get(block, (0, ""))[0] == order or self.waiting.get(block) == order
+            for block, order in zip(blocks.tolist(), orders, strict=True)
         ]
         believed = sum(WATCHED * one <= policy.accessed_bytes for one in lifetimes)
         self._selection.record(every[~np.array(known)], sum(group.lengths), believed)
         chances, least = self._selection.deciding(every)
         rejected = chances < max(least, 1 - self.budget.left_share)
         reasons = [UNLIKELY if chance < least else BUDGET for chance in chances[rejected].tolist()]
-        unworthy = zip(blocks[rejected].tolist(), self._generations[blocks[rejected]].tolist(), reasons, strict=True)
-        self._rejected |= {block: (generation, reason) for block, generation, reason in unworthy}
+        unworthy = zip(blocks[rejected].tolist(), self._orders[blocks[rejected]].tolist(), reasons, strict=True)
+        self._rejected |= {block: (order, reason) for block, order, reason in unworthy}
         return ~rejected
 
     def pump(self) -> None:
@@ -463,11 +464,12 @@ class Writer:
 
     def _enqueue(self, blocks: BlockIds) -> None:
         blocks = blocks[: MAX_WAITING - len(self.waiting)]
-        self.waiting.update(zip(blocks.tolist(), self._generations[blocks].tolist(), strict=True))
+        self.waiting.update(zip(blocks.tolist(), self._orders[blocks].tolist(), strict=True))
 
-    def _still_ready(self, generations: _Generations) -> BlockIds:
-        blocks = np.fromiter(generations, np.uint32, len(generations))
-        same = self._generations[blocks] == np.fromiter(generations.values(), np.uint64, len(generations))
+    def _still_ready(self, batch: _Ordered) -> BlockIds:
+        """Return the blocks of a batch that are READY, and were not replaced by others of the same numbers."""
+        blocks = np.fromiter(batch, np.uint32, len(batch))
+        same = self._orders[blocks] == np.fromiter(batch.values(), np.uint64, len(batch))
         ready: BlockIds = blocks[same & (self._cache.blocks.state[blocks] == READY)]
         return ready
 
