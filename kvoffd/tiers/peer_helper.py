@@ -345,26 +345,8 @@ class Helper:
         self._channel.send(frame(kind, number, ident, payload))
 
     def _from_daemon(self, kind: int, number: int, ident: int, payload: bytes) -> None:
-        if kind in (FIND, PIN) and number in self._stuck:
-            why = (
-                f"{self._settings.peers[number]} answers, but its blocks do not come; let through the ports that UCX "
-                "uses (UCX_TCP_PORT_RANGE), and look whether it hangs."
-            )
-            self._to_daemon(FAILED, number, ident, why.encode())
-        elif kind in (FIND, PIN, RELEASE, FOLLOW):
-            try:
-                if (to := self._peers[number]) is None or (kind != RELEASE and self._links_to[number].problem):
-                    raise zmq.Again
-                to.send_multipart([bytes([kind]), ident.to_bytes(8, "little"), payload], zmq.NOBLOCK)
-                if kind != RELEASE:
-                    self._asked[ident] = number
-                    if len(self._asked) > MAX_ASKED:
-                        del self._asked[next(iter(self._asked))]
-            except zmq.Again:
-                if kind != RELEASE:
-                    problem = self._links_to[number].problem if number in self._links_to else ""
-                    why = (problem or Link.SILENT).format(self._settings.peers[number])
-                    self._to_daemon(FAILED, number, ident, why.encode())
+        if kind in (FIND, PIN, RELEASE, FOLLOW):
+            self._to_peer(kind, number, ident, payload)
         elif kind == READ:
             self._begin(number, ident, np.frombuffer(payload, np.uint64).reshape(-1, 2))
         elif kind == FREE:
@@ -373,6 +355,30 @@ class Helper:
             self._replace(number, payload.decode())
         elif kind == REPLY:
             self._reply(payload[:number], ident, payload[number:])
+
+    def _to_peer(self, kind: int, number: int, ident: int, payload: bytes) -> None:
+        """Send a question or a RELEASE to a peer. The daemon hears of a question that cannot be sent."""
+        peer, link, name = self._peers[number], self._links_to.get(number), self._settings.peers[number]
+        problem = link.problem if link is not None else ""
+        if kind in (FIND, PIN) and number in self._stuck:
+            why = (
+                f"{name} answers, but its blocks do not come; let through the ports that UCX uses "
+                "(UCX_TCP_PORT_RANGE), and look whether it hangs."
+            )
+            self._to_daemon(FAILED, number, ident, why.encode())
+            return
+        try:
+            if peer is None or (kind != RELEASE and problem):
+                raise zmq.Again
+            peer.send_multipart([bytes([kind]), ident.to_bytes(8, "little"), payload], zmq.NOBLOCK)
+        except zmq.Again:
+            if kind != RELEASE:
+                self._to_daemon(FAILED, number, ident, (problem or Link.SILENT).format(name).encode())
+            return
+        if kind != RELEASE:
+            self._asked[ident] = number
+            if len(self._asked) > MAX_ASKED:
+                del self._asked[next(iter(self._asked))]
 
     # --- serving ----------------------------------------------------------------------------------
 
