@@ -86,10 +86,10 @@ class _Range:
         self.number, self.start = number, start
         """Positions of the group in the request, and of the first key in the group."""
         free = len(states) if not any(states) else 0
-        self.left = list(range(free)) or [at for at, state in enumerate(states) if state == FREE]
+        self.unfound = list(range(free)) or [at for at, state in enumerate(states) if state == FREE]
         """Keys that are neither in the pool nor on their way, nor in a tier that was asked."""
         if coming:
-            self.left = [at for at in self.left if keys[at] not in coming]
+            self.unfound = [at for at in self.unfound if keys[at] not in coming]
         self.there: dict[int, Promotions] = {}
         """Sources that have a key."""
         self.asked: list[int] = []
@@ -100,17 +100,17 @@ class _Range:
     def look(self, sources: Sequence[Promotions], *, prefix: bool) -> None:
         """Ask each of these sources for the keys that no earlier one has."""
         for source in sources:
-            if not self.left:
+            if not self.unfound:
                 return
-            every, tier = len(self.left) == len(self.keys), source.tier
-            keys = self.keys if every else list(map(self.keys.__getitem__, self.left))
+            every, tier = len(self.unfound) == len(self.keys), source.tier
+            keys = self.keys if every else list(map(self.keys.__getitem__, self.unfound))
             found, question = tier.find(self.group, keys, prefix=prefix)
             self.question = question if every else None
             if any(found):
-                absent, present, asked = (compress(self.left, found.translate(one)) for one in _ANSWER_TABLES)
+                absent, present, asked = (compress(self.unfound, found.translate(one)) for one in _ANSWER_TABLES)
                 self.there.update(dict.fromkeys(present, source))
                 self.asked += asked
-                self.left = list(absent)
+                self.unfound = list(absent)
 
 
 class Tiering:
@@ -273,16 +273,16 @@ class Tiering:
         if WRITING in states:  # an engine may never finish what it is writing
             writing = (at for at, state in enumerate(states) if state == WRITING)
             end = next((at for at in writing if part.keys[at] not in part.coming), end)
-            part.left = [at for at in part.left if at < end]
-        remaining = part.left
+            part.unfound = [at for at in part.unfound if at < end]
+        remaining = part.unfound
         if not any(source.shared for source in lookup.sources):  # disks mostly lack the first key
-            part.left = remaining[:1]
+            part.unfound = remaining[:1]
             part.look(lookup.sources, prefix=True)
             remaining = remaining[1:] if part.there else []
-            part.left += remaining
+            part.unfound += remaining
         if remaining:
             part.look(lookup.sources, prefix=True)
-        end = min([end, *part.left[:1]])
+        end = min([end, *part.unfound[:1]])
         if end < len(part.keys):
             part.asked = [at for at in part.asked if at < end]
         if part.asked:
