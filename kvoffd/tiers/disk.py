@@ -164,7 +164,8 @@ class DiskTier(Tier):
         on_end: ReadEnd,
         is_awaited: Callable[[], bool] = lambda: True,
     ) -> bool:
-        """See Tier. Begun reads cannot be cancelled: waiting ones end when none has ended for their patience."""
+        """See Tier. Begun reads cannot be cancelled. Waiting ones end when none has ended for their patience, or nobody
+        waits for them in their turn."""
         (slot,) = self._map.find(group, [key]).tolist()
         if slot == NO_SLOT or not self.available():
             return False

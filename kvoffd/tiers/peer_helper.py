@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, cast
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
@@ -348,7 +349,7 @@ class Helper:
         if kind in (FIND, PIN, RELEASE, FOLLOW):
             self._to_peer(kind, number, ident, payload)
         elif kind == READ:
-            self._begin(number, ident, np.frombuffer(payload, np.uint64).reshape(-1, 2))
+            self._begin(number, ident, *np.frombuffer(payload, np.uint64).reshape(-1, 2).T)
         elif kind == FREE:
             self._free_part(ident)
         elif kind == CONNECT:
@@ -455,20 +456,19 @@ class Helper:
         with suppress(Exception):
             self._nixl.remove_remote_agent(name)
 
-    def _begin(self, number: int, ident: int, pieces: np.ndarray[Any, np.dtype[np.uint64]]) -> None:
-        nbytes = int(pieces[:, 1].sum())
-        if not self._free[number] or nbytes > SLICE_BYTES or number not in self._agents:
+    def _begin(self, number: int, ident: int, offsets: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint64]) -> None:
+        """Begin to read pieces of a peer's pool into one of its slices, or tell the daemon that it cannot begin."""
+        if not self._free[number] or int(lengths.sum()) > SLICE_BYTES or number not in self._agents:
             why = b"The peer is not known." if self._free[number] else b"Earlier reads of it hang."
             self._to_daemon(FAILED, number, ident, why)
             return
         part = self._free[number].pop()
         agent = self._agents[number]
-        ends = np.cumsum(pieces[:, 1], dtype=np.uint64)
-        at = self._landing_at + part * SLICE_BYTES
-        none = np.zeros(len(pieces), np.uint64)
+        begins = np.cumsum(lengths, dtype=np.uint64) - lengths
+        slice_at, devices = self._landing_at + part * SLICE_BYTES, np.zeros_like(lengths)
         try:
-            here = np.stack([ends - pieces[:, 1] + np.uint64(at), pieces[:, 1], none], axis=1)
-            there = np.stack([pieces[:, 0] + np.uint64(agent.pool_at), pieces[:, 1], none], axis=1)
+            here = np.stack([begins + np.uint64(slice_at), lengths, devices], axis=1)
+            there = np.stack([offsets + np.uint64(agent.pool_at), lengths, devices], axis=1)
             lists = self._nixl.get_xfer_descs(here, "DRAM"), self._nixl.get_xfer_descs(there, "DRAM")
             handle = self._nixl.initialize_xfer("READ", *lists, agent.name)
         except Exception as error:  # as for a descriptor that is not in the peer's memory
