@@ -272,16 +272,16 @@ class Promotions:
 
     def pump(self, most: int = MAX_BEGUN) -> None:
         """Begin up to ``most`` fills that may begin now. Requests without space are passed over."""
-        without_space, count = inf, 0
-        """Least bytes of a block for which the pool has no space; requests without any."""
+        too_large, without_space = inf, 0
+        """Least bytes of a block for which the pool has no slots now; requests without space."""
         lenders = self._lenders()
         for wanted in list(islice(self._wanted, MAX_LOOKED_AT)):
             if not self._reserve(wanted, lenders):
-                count += 1
-                if count > MAX_WITHOUT_SPACE:
+                without_space += 1
+                if without_space > MAX_WITHOUT_SPACE:
                     wanted.waits_since = self._clock() - self._patience_s  # it ends with the next tick
                 continue
-            if wanted.queue and wanted.block_bytes >= without_space:
+            if wanted.queue and wanted.block_bytes >= too_large:
                 self._wait(wanted, NO_SPACE)
                 continue
             while wanted.queue:
@@ -296,7 +296,7 @@ class Promotions:
                 if not self._begin_batch(wanted, batch):
                     return
                 if wanted.waits_since is not None:
-                    without_space = wanted.block_bytes
+                    too_large = wanted.block_bytes
                     break
 
     def _reserve(self, wanted: Wanted, lenders: Sequence[Lender]) -> bool:
@@ -319,7 +319,8 @@ class Promotions:
         waited = wanted.waits_since is not None and self._clock() - wanted.waits_since >= self._patience_s
         asked_bytes = wanted.last_lease.asking_bytes if wanted.last_lease.active and not waited else 0
         nbytes = sum([one.queued_bytes for one in every]) + asked_bytes
-        if nbytes > leasable < self._cache.leases.most_bytes:  # else there will never be more
+        may_grow = leasable < self._cache.leases.most_bytes  # else there will never be more
+        if nbytes > leasable and may_grow:
             if not asked_bytes and lenders:
                 seconds = self._patience_s + max(one.queued_bytes / (one.source.speed.current or inf) for one in every)
                 leasable += sum(max(0, reserved - int(speed * seconds)) for reserved, speed in lenders)

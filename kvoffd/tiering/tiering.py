@@ -102,10 +102,10 @@ class _Range:
         self.number, self.start = number, start
         """Positions of the group in the request, and of the first key in the group."""
         free = len(states) if not any(states) else 0
-        self.left = list(range(free)) or [at for at, state in enumerate(states) if state == FREE]
+        self.unfound = list(range(free)) or [at for at, state in enumerate(states) if state == FREE]
         """Keys that are neither in the pool nor on their way, nor in a tier that was asked."""
         if coming:
-            self.left = [at for at in self.left if keys[at] not in coming]
+            self.unfound = [at for at in self.unfound if keys[at] not in coming]
         self.there: dict[int, Promotions] = {}
         """Sources that have a key."""
         self.asked: list[int] = []
@@ -116,17 +116,17 @@ class _Range:
     def look(self, sources: Sequence[Promotions], *, prefix: bool) -> None:
         """Ask each of these sources for the keys that no earlier one has."""
         for source in sources:
-            if not self.left:
+            if not self.unfound:
                 return
-            every, tier = len(self.left) == len(self.keys), source.tier
-            keys = self.keys if every else list(map(self.keys.__getitem__, self.left))
+            every, tier = len(self.unfound) == len(self.keys), source.tier
+            keys = self.keys if every else list(map(self.keys.__getitem__, self.unfound))
             found, question = tier.find(self.group, keys, prefix=prefix)
             self.question = question if every else None
             if any(found):
-                absent, present, asked = (compress(self.left, found.translate(one)) for one in _ANSWER_TABLES)
+                absent, present, asked = (compress(self.unfound, found.translate(one)) for one in _ANSWER_TABLES)
                 self.there.update(dict.fromkeys(present, source))
                 self.asked += asked
-                self.left = list(absent)
+                self.unfound = list(absent)
 
 
 class Tiering:
@@ -171,7 +171,8 @@ class Tiering:
         self._unused = np.zeros(len(cache.blocks.state), np.uint8)
         """[blocks] 1 plus the index in ``_numbered`` of the source from which the block was promoted, if it was not
         loaded since; otherwise 0."""
-        self._evicted: list[tuple[BlockGroup, list[bytes]]] = []
+        self._to_spare: list[tuple[BlockGroup, list[bytes]]] = []
+        """Blocks that left the pool since the last tick: see ``Tier.spare``."""
         self._events = events
         self._logged: dict[tuple[str, str], float] = {}
         """Logged errors by tier and kind, with the time; the tiers count them."""
@@ -293,16 +294,16 @@ class Tiering:
         if WRITING in states:  # an engine may never finish what it is writing
             writing = (at for at, state in enumerate(states) if state == WRITING)
             end = next((at for at in writing if part.keys[at] not in part.coming), end)
-            part.left = [at for at in part.left if at < end]
-        remaining = part.left
+            part.unfound = [at for at in part.unfound if at < end]
+        remaining = part.unfound
         if not any(source.shared for source in lookup.sources):  # disks mostly lack the first key
-            part.left = remaining[:1]
+            part.unfound = remaining[:1]
             part.look(lookup.sources, prefix=True)
             remaining = remaining[1:] if part.there else []
-            part.left += remaining
+            part.unfound += remaining
         if remaining:
             part.look(lookup.sources, prefix=True)
-        end = min([end, *part.left[:1]])
+        end = min([end, *part.unfound[:1]])
         if end < len(part.keys):
             part.asked = [at for at in part.asked if at < end]
         if part.asked:
@@ -475,7 +476,7 @@ class Tiering:
             for writer in self.writers:
                 writer.evicted(group, members, keys)
             if self._disk_tiers:
-                self._evicted.append((block_group_of(group), keys))
+                self._to_spare.append((block_group_of(group), keys))
 
     def waiting(self, blocks: BlockIds) -> npt.NDArray[np.bool_] | None:
         writers = [writer for writer in self.writers if writer.waiting and writer.available]
@@ -553,8 +554,8 @@ class Tiering:
         return more
 
     def _spare_evicted(self) -> None:
-        evicted, self._evicted = self._evicted, []
-        for block_group, keys in evicted:
+        left_pool, self._to_spare = self._to_spare, []
+        for block_group, keys in left_pool:
             for tier in self._disk_tiers:
                 tier.spare(block_group, keys)
 

@@ -21,7 +21,7 @@ from kvoffd.tiers.header import Block, BlockGroup, make_block_group
 from kvoffd.tiers.tier import Result, Tier
 
 _Sequences: TypeAlias = dict[int, int]
-"""Blocks with the sequence of their records: by the time of use, a number may belong to another block."""
+"""Blocks with the sequence number of their records: by the time of use, a number may belong to another block."""
 
 LATE, BUDGET, UNLIKELY = "late", "budget", "unlikely"
 """Reasons why a block left the pool unwritten: its turn came too late, as engines copy or the tier is slow or down; the
@@ -268,6 +268,7 @@ class Writer:
     ) -> None:
         self._cache, self._tiers = cache, tiers
         self._sequences = cache.table.records["sequence"]
+        """Sequence number of each slot's record."""
         self.mode = settings.mode
         self.budget = WriteBudget(settings.per_day_bytes, clock)
         self._refused_above = inf
@@ -280,7 +281,7 @@ class Writer:
         self.waiting: _Sequences = {}
         """Blocks to write, in this order."""
         self._rejected: dict[int, tuple[int, str]] = {}
-        """Blocks at the cold end that are not written, with the sequences of their records, and the reason."""
+        """Blocks at the cold end that are not written, with the sequence numbers of their records, and the reason."""
         self._evicted: list[_Evicted] = []
         self.under_way: dict[int, BlockWrite] = {}
         """Running writes by block."""
@@ -465,9 +466,10 @@ class Writer:
         blocks = blocks[: MAX_WAITING - len(self.waiting)]
         self.waiting.update(zip(blocks.tolist(), self._sequences[blocks].tolist(), strict=True))
 
-    def _still_ready(self, sequences: _Sequences) -> BlockIds:
-        blocks = np.fromiter(sequences, np.uint32, len(sequences))
-        same = self._sequences[blocks] == np.fromiter(sequences.values(), np.uint64, len(sequences))
+    def _still_ready(self, batch: _Sequences) -> BlockIds:
+        """Return the blocks of a batch that are READY, and were not replaced by others of the same numbers."""
+        blocks = np.fromiter(batch, np.uint32, len(batch))
+        same = self._sequences[blocks] == np.fromiter(batch.values(), np.uint64, len(batch))
         ready: BlockIds = blocks[same & (self._cache.blocks.state[blocks] == READY)]
         return ready
 

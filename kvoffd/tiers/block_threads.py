@@ -107,19 +107,20 @@ class BlockThread(StoreThread):
     """Reads, writes and removes blocks."""
 
     def reads(self, batch: list[ObjectRead]) -> Iterator[tuple[Result, Block | None]]:
-        left = deque(batch)
-        while left:
+        """Yield the results of a batch, in order. What follows a read that failed is tried again."""
+        unfinished = deque(batch)
+        while unfinished:
             if self._tier.closed or self._breaker.open:
-                left.popleft()
+                unfinished.popleft()
                 yield Result.CANCELLED if self._tier.closed else Result.FAILED, None
                 continue
-            awaited = list(takewhile(lambda read: read.is_awaited(), left))
+            awaited = list(takewhile(lambda read: read.is_awaited(), unfinished))
             if not awaited:
-                left.popleft()
+                unfinished.popleft()
                 yield Result.UNWANTED, None
                 continue
             for end in self._read(awaited):
-                left.popleft()
+                unfinished.popleft()
                 yield end
 
     def _read(self, reads: Sequence[ObjectRead]) -> Iterator[tuple[Result, Block | None]]:

@@ -164,7 +164,8 @@ class DiskTier(Tier):
         on_end: ReadEnd,
         is_awaited: Callable[[], bool] = lambda: True,
     ) -> bool:
-        """See Tier. Begun reads cannot be cancelled: waiting ones end when none has ended for their patience."""
+        """See Tier. Begun reads cannot be cancelled. Waiting ones end when none has ended for their patience, or nobody
+        waits for them in their turn."""
         (slot,) = self._map.find(group, [key]).tolist()
         if slot == NO_SLOT or not self.available():
             return False
@@ -272,19 +273,23 @@ class DiskTier(Tier):
         left = LOOKED_AT_ONCE
         for _ in range(2 * len(self._map.regions)):
             number, region = next(iter(self._map.regions.items()))
-            first, other, hand = number * self._map.slots.slots_per_region, region.slot_bytes != size, region.hand
-            there, victims = (region.skip_all(), []) if other else (0, region.evict_next(left))
-            left -= max(LOOKED_AT_ONCE // REGIONS_AT_ONCE, region.hand - hand)
+            hand_before, whole_blocks, victims = region.hand, 0, list[int]()
+            if region.slot_bytes == size:
+                victims = region.evict_next(left)
+            else:
+                whole_blocks = region.skip_all()
+            left -= max(LOOKED_AT_ONCE // REGIONS_AT_ONCE, region.hand - hand_before)
             if region.hand == region.slots:
                 region.hand = 0
                 self._map.regions.move_to_end(number)
-            self.counters.evicted_blocks += there + len(victims)
-            if there:
+            self.counters.evicted_blocks += whole_blocks + len(victims)
+            if whole_blocks:
                 self._clearing.free_in_steps(self._map.slots_of_region(number))
                 return False
             if victims:
                 self._used_when_full = self._map.slots.used_bytes
-                self._clearing.drop(slots := [first + place for place in victims])
+                slots = [number * self._map.slots.slots_per_region + place for place in victims]
+                self._clearing.drop(slots)
                 self._to_overwrite.setdefault(size, []).extend(slots)
                 return True
             if left <= 0:  # the next write continues from here

@@ -249,9 +249,17 @@ class Reads:
             end = self._compared(job, self._headers[number * HEADER_BYTES : (number + 1) * HEADER_BYTES], read)
             self._free.append(number)
             self._finish(job, end)
-        while self._waiting and not self._waiting[0].is_awaited():
+        if self._end_unawaited():
+            self._begin()
+
+    def _end_unawaited(self) -> bool:
+        """End the next waiting reads that nobody waits for, some at a time; return whether the next one may begin."""
+        for _ in range(ENDED_AT_ONCE):
+            if not self._waiting or self._waiting[0].is_awaited():
+                return True
             self._finish(self._waiting.popleft(), End(Result.UNWANTED))
-        self._begin()
+        self._post(self._deliver)
+        return False
 
     def _compared(self, job: SlotJob, header: memoryview, read: BlockRead) -> End:
         """Return whether the read bytes are the requested block, as it was written."""

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, cast
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
@@ -345,34 +346,40 @@ class Helper:
         self._channel.send(frame(kind, number, ident, payload))
 
     def _from_daemon(self, kind: int, number: int, ident: int, payload: bytes) -> None:
-        if kind in (FIND, PIN) and number in self._stuck:
-            why = (
-                f"{self._settings.peers[number]} answers, but its blocks do not come; let through the ports that UCX "
-                "uses (UCX_TCP_PORT_RANGE), and look whether it hangs."
-            )
-            self._to_daemon(FAILED, number, ident, why.encode())
-        elif kind in (FIND, PIN, RELEASE, FOLLOW):
-            try:
-                if (to := self._peers[number]) is None or (kind != RELEASE and self._links_to[number].problem):
-                    raise zmq.Again
-                to.send_multipart([bytes([kind]), ident.to_bytes(8, "little"), payload], zmq.NOBLOCK)
-                if kind != RELEASE:
-                    self._asked[ident] = number
-                    if len(self._asked) > MAX_ASKED:
-                        del self._asked[next(iter(self._asked))]
-            except zmq.Again:
-                if kind != RELEASE:
-                    problem = self._links_to[number].problem if number in self._links_to else ""
-                    why = (problem or Link.SILENT).format(self._settings.peers[number])
-                    self._to_daemon(FAILED, number, ident, why.encode())
+        if kind in (FIND, PIN, RELEASE, FOLLOW):
+            self._to_peer(kind, number, ident, payload)
         elif kind == READ:
-            self._begin(number, ident, np.frombuffer(payload, np.uint64).reshape(-1, 2))
+            self._begin(number, ident, *np.frombuffer(payload, np.uint64).reshape(-1, 2).T)
         elif kind == FREE:
             self._free_part(ident)
         elif kind == CONNECT:
             self._replace(number, payload.decode())
         elif kind == REPLY:
             self._reply(payload[:number], ident, payload[number:])
+
+    def _to_peer(self, kind: int, number: int, ident: int, payload: bytes) -> None:
+        """Send a question or a RELEASE to a peer. The daemon hears of a question that cannot be sent."""
+        peer, link, name = self._peers[number], self._links_to.get(number), self._settings.peers[number]
+        problem = link.problem if link is not None else ""
+        if kind in (FIND, PIN) and number in self._stuck:
+            why = (
+                f"{name} answers, but its blocks do not come; let through the ports that UCX uses "
+                "(UCX_TCP_PORT_RANGE), and look whether it hangs."
+            )
+            self._to_daemon(FAILED, number, ident, why.encode())
+            return
+        try:
+            if peer is None or (kind != RELEASE and problem):
+                raise zmq.Again
+            peer.send_multipart([bytes([kind]), ident.to_bytes(8, "little"), payload], zmq.NOBLOCK)
+        except zmq.Again:
+            if kind != RELEASE:
+                self._to_daemon(FAILED, number, ident, (problem or Link.SILENT).format(name).encode())
+            return
+        if kind != RELEASE:
+            self._asked[ident] = number
+            if len(self._asked) > MAX_ASKED:
+                del self._asked[next(iter(self._asked))]
 
     # --- serving ----------------------------------------------------------------------------------
 
@@ -449,20 +456,19 @@ class Helper:
         with suppress(Exception):
             self._nixl.remove_remote_agent(name)
 
-    def _begin(self, number: int, ident: int, pieces: np.ndarray[Any, np.dtype[np.uint64]]) -> None:
-        nbytes = int(pieces[:, 1].sum())
-        if not self._free[number] or nbytes > SLICE_BYTES or number not in self._agents:
+    def _begin(self, number: int, ident: int, offsets: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint64]) -> None:
+        """Begin to read pieces of a peer's pool into one of its slices, or tell the daemon that it cannot begin."""
+        if not self._free[number] or int(lengths.sum()) > SLICE_BYTES or number not in self._agents:
             why = b"The peer is not known." if self._free[number] else b"Earlier reads of it hang."
             self._to_daemon(FAILED, number, ident, why)
             return
         part = self._free[number].pop()
         agent = self._agents[number]
-        ends = np.cumsum(pieces[:, 1], dtype=np.uint64)
-        at = self._landing_at + part * SLICE_BYTES
-        none = np.zeros(len(pieces), np.uint64)
+        begins = np.cumsum(lengths, dtype=np.uint64) - lengths
+        slice_at, devices = self._landing_at + part * SLICE_BYTES, np.zeros_like(lengths)
         try:
-            here = np.stack([ends - pieces[:, 1] + np.uint64(at), pieces[:, 1], none], axis=1)
-            there = np.stack([pieces[:, 0] + np.uint64(agent.pool_at), pieces[:, 1], none], axis=1)
+            here = np.stack([begins + np.uint64(slice_at), lengths, devices], axis=1)
+            there = np.stack([offsets + np.uint64(agent.pool_at), lengths, devices], axis=1)
             lists = self._nixl.get_xfer_descs(here, "DRAM"), self._nixl.get_xfer_descs(there, "DRAM")
             handle = self._nixl.initialize_xfer("READ", *lists, agent.name)
         except Exception as error:  # as for a descriptor that is not in the peer's memory

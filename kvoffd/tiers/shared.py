@@ -176,13 +176,15 @@ class SharedTier(Tier):
             return Found(bytes(len(keys)))
         question: Ask | None = None
         states = self._answers.states(group.tag, keys)
-        gap = states.find(ABSENT) if prefix else -1
-        unknown = list(compress(range(gap if gap >= 0 else len(keys)), states.translate(_IS_UNKNOWN)))
+        first, end = 0, len(keys)
         if not prefix:  # by position, or each lookup that waits would ask for keys further from the end
-            unknown = [at for at in unknown if at >= len(keys) - self._store.most_window_keys]
+            first = max(0, end - self._store.most_window_keys)
+        elif (gap := states.find(ABSENT)) >= 0:
+            end = gap
+        unknown = list(compress(range(first, end), states[first:end].translate(_IS_UNKNOWN)))
         if wanted := unknown[: MAX_ASKED - self._asked_keys]:
-            its = slice(wanted[0], wanted[-1] + 1)
-            states[its] = states[its].replace(bytes([UNKNOWN]), bytes([ASKED]))
+            asked_part = slice(wanted[0], wanted[-1] + 1)
+            states[asked_part] = states[asked_part].replace(bytes([UNKNOWN]), bytes([ASKED]))
             every = len(wanted) == len(keys)
             asked = keys if every else list(map(keys.__getitem__, wanted))
             self._answers.asked(group.tag, asked)

@@ -24,8 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffd.cache.block_table import BlockIds
-from kvoffd.cache.prefetches import MAX_PREFETCHES
 from kvoffd.cache.namespace import MissReason
+from kvoffd.cache.prefetches import MAX_PREFETCHES
 from kvoffd.config import Config, ServerLimits
 from kvoffd.pool.pool import Pool
 from kvoffd.server.persistence import State
