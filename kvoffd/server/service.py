@@ -132,7 +132,7 @@ class Service:
                 self.health,
                 self.scrubber,
                 tracer,
-                Administration(cache, self.branch_points),
+                Administration(cache),
             )
         )
         self.pending: list[Pending] = []
