@@ -97,7 +97,7 @@ class Sessions:
         """Ended sessions by ``Ending``: engines', and those that the daemon ended before their Hello."""
         self.stopping = False
         self.publications: list[Frames] = []
-        """Batches of results that ``take_publications`` returns next."""
+        """Batches of results that are to be published."""
 
     def __iter__(self) -> Iterator[Session]:
         """Iterate over the open sessions, oldest first."""
@@ -154,17 +154,13 @@ class Sessions:
         self._close_batch(session)
         return ResultsReply(message.request_id, session.completions.replay(), list(self._jobs.of(session)))
 
-    def take_publications(self) -> list[Frames]:
-        """Return the batches of results that are to be published."""
-        if self._jobs.with_results:
-            for session in self._jobs.with_results.values():
-                self._close_batch(session)
-            self._jobs.with_results.clear()
-        publications, self.publications = self.publications, []
-        return publications
+    def close_batches(self) -> None:
+        """Add the new results of all sessions to ``publications``."""
+        for session in self._jobs.with_results.values():
+            self._close_batch(session)
+        self._jobs.with_results.clear()
 
     def _close_batch(self, session: Session) -> None:
-        """Have the session's new results published."""
         if frames := session.completions.flush(self.credit_bytes):
             self.publications.append(frames)
 
