@@ -93,7 +93,7 @@ class Sessions:
         """Random number of this daemon process, so that its clients do not take a successor's results for theirs."""
         self.credit_bytes = credit_bytes(config, cache)
         """Bytes of stores that each session may have outstanding: its part of the credit of all."""
-        self.ended: Counter[str] = Counter()
+        self.endings: Counter[str] = Counter()
         """Ended sessions by ``Ending``: engines', and those that the daemon ended before their Hello."""
         self.stopping = False
         self.publications: list[Frames] = []
@@ -265,4 +265,4 @@ class Sessions:
             logger.log(level, "Session %d (%s %s) ended: %s.", session.id, session.role, session.name, why)
         of_engine = session.role is not None and session.role is not Role.ADMIN
         if of_engine or (session.role is None and why not in (Ending.CLOSED, Ending.GONE, Ending.STOPPING)):
-            self.ended[why.value] += 1
+            self.endings[why.value] += 1

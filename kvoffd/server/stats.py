@@ -97,7 +97,7 @@ class Statistics:
             health=level,
             health_problems=[s.Problem(cause.reason, cause.sentence) for cause in causes],
             sessions=self.sessions.of_engines,
-            ended_sessions=dict(self.sessions.ended),
+            ended_sessions=dict(self.sessions.endings),
             leases=len(cache.leases),
             pinned_blocks=cache.blocks.pinned_blocks,
             requests=self.counts.requests,

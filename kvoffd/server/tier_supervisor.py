@@ -335,10 +335,11 @@ class TierSupervisor:
                 )
             if tier.available() and tier.refusal:
                 yield "shared_refuses", f"Blocks are read from {tier.name}, but not written: {tier.refusal}"
-            for server in tier.servers if len(tier.servers) > 1 else ():
-                if not server.answers:
-                    what = f"{server.name}, a server of {tier.name}, cannot be used: {server.problem}"
-                    yield "shared_server", what
+            if len(tier.servers) > 1:
+                for server in tier.servers:
+                    if not server.answers:
+                        what = f"{server.name}, a server of {tier.name}, cannot be used: {server.problem}"
+                        yield "shared_server", what
 
     def __iter__(self) -> Iterator[Disk]:
         return iter(self._disks)
