@@ -610,8 +610,10 @@ def did_you_mean(name: str, names: Collection[str]) -> str:
 
 def check_disks(config: Config) -> None:
     """Raise ConfigError if a disk that is required at the start cannot be used."""
+    if config.disk_start != "required":
+        return
     seen: dict[tuple[int, int], str] = {}
-    for size in config.disk if config.disk_start == "required" else ():
+    for size in config.disk:
         path, hint = size.directory, "name another, or set disk_start to optional to start without it"
         try:
             status, space = os.stat(f"{path}/."), os.statvfs(path)

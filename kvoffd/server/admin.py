@@ -1,10 +1,9 @@
-"""Requests of administrators about single blocks, prompts that branch, and the log."""
+"""Requests of administrators about single blocks and the log."""
 
 from __future__ import annotations
 
 import logging
 
-from kvoffd.cache.branch_points import BranchPoints
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import MissReason
 from kvoffd.server.handlers import answers
@@ -14,14 +13,12 @@ from kvoffd_proto import messages as m
 
 logger = logging.getLogger(__name__)
 
-LISTED_POINTS = 8
-
 
 class Administration:
     """Shows what the cache has, and sets the log's level."""
 
-    def __init__(self, cache: Cache, branch_points: BranchPoints) -> None:
-        self._cache, self._branch_points = cache, branch_points
+    def __init__(self, cache: Cache) -> None:
+        self._cache = cache
 
     @answers(a.SetLogLevel)
     def set_log_level(self, session: Session, message: a.SetLogLevel) -> m.Done:
@@ -31,24 +28,6 @@ class Administration:
         logger.info("Session %d (%s) set the log level: %s.", session.id, session.process, message.level)
         root.setLevel(level)
         return m.Done(message.request_id, 0)
-
-    @answers(a.ListBranchPoints)
-    def list_branch_points(self, session: Session, message: a.ListBranchPoints) -> a.BranchPointsListed:
-        found = []
-        for namespace in self._cache.namespaces.values():
-            seen_tokens, points = self._branch_points.of(namespace)
-            found += [
-                a.BranchPoint(
-                    namespace.fingerprint,
-                    point.at_tokens,
-                    round(point.prompts),
-                    round(point.repeated_tokens),
-                    seen_tokens,
-                    list(point.examples),
-                )
-                for point in points[:LISTED_POINTS]
-            ]
-        return a.BranchPointsListed(message.request_id, found)
 
     @answers(a.FindBlock)
     def find_block(self, session: Session, message: a.FindBlock) -> a.BlockFound:

@@ -188,15 +188,12 @@ class Job:
     copies: list[BlockCopy] = field(default_factory=list, init=False)
     nbytes: int = field(default=0, init=False)
     """Bytes to copy."""
+    pieces: int = field(default=0, init=False)
+    """Upper bound of the pieces to copy, set when it is started."""
     checksums: SlotChecksums | None = field(default=None, init=False)
     transfer: Transfer | None = field(default=None, init=False)
     answered: bool = field(default=False, init=False)
     """Whether it has its results. If its copy hangs, it still uses its slots and the client's memory."""
-
-    @property
-    def pieces(self) -> int:
-        """Upper bound of the pieces to copy."""
-        return sum([copy.block_ids.size * len(copy.layout.layers) for copy in self.copies])
 
     def plan(self) -> Plan:
         return plan_blocks(self.direction, self.copies)
@@ -519,6 +516,7 @@ class Jobs:
         session = job.session
         self._unanswered.setdefault(session, {}).update(dict.fromkeys(job.ids, job))
         session.in_flight += len(job.ids)
+        job.pieces = sum([copy.block_ids.size * len(copy.layout.layers) for copy in job.copies])
         session.pieces += job.pieces
         assert not job.registration.closing, "a registration that is being closed accepts no jobs"
         job.registration.jobs += 1

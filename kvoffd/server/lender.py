@@ -45,7 +45,7 @@ LOOP_SHARE, WINDOW_S = 0.25, 0.25
 
 
 @dataclass(slots=True, eq=False)
-class Lent:
+class PeerLease:
     blocks: BlockIds
     nbytes: int
     deadline: float
@@ -71,7 +71,7 @@ class PeerServer:
     ) -> None:
         self._cache, self._clock, self._is_saved, self._generations = cache, clock, is_saved, generations
         self._most_bytes = cache.slots.pool_bytes // LENT_SHARE
-        self._lent: dict[tuple[bytes, int], Lent] = {}
+        self._lent: dict[tuple[bytes, int], PeerLease] = {}
         self._window_at = self._spent_s = 0.0
         self.lent_bytes = self.asked_keys = self.found_keys = self.lent_blocks = self.served_bytes = self.refused = 0
 
@@ -191,7 +191,7 @@ class PeerServer:
     def _lend(self, route: bytes, ident: int, blocks: BlockIds, nbytes: int) -> None:
         self._cache.blocks.pin(blocks)
         self._cache.order.share(blocks)
-        self._lent[route, ident] = Lent(blocks, nbytes, self._clock() + LEASE_S)
+        self._lent[route, ident] = PeerLease(blocks, nbytes, self._clock() + LEASE_S)
         self.lent_bytes += nbytes
         self.lent_blocks += len(blocks)
 

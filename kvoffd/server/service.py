@@ -132,7 +132,7 @@ class Service:
                 self.health,
                 self.scrubber,
                 tracer,
-                Administration(cache, self.branch_points),
+                Administration(cache),
             )
         )
         self.pending: list[Pending] = []
@@ -195,7 +195,9 @@ class Service:
         """Return publications, and replies by route. Send publications first: a reply may refer to a completion."""
         if self.pending:
             self.pending = [pending for pending in self.pending if not self._poll(pending)]
-        publications = self.sessions.take_publications()
+        if self.jobs.with_results:
+            self.sessions.close_batches()
+        publications, self.sessions.publications = self.sessions.publications, []
         if self.events.pending:
             publications += self.events.take()
         replies, self.replies = self.replies, []

@@ -93,11 +93,11 @@ class Sessions:
         """Random number of this daemon process, so that its clients do not take a successor's results for theirs."""
         self.credit_bytes = credit_bytes(config, cache)
         """Bytes of stores that each session may have outstanding: its part of the credit of all."""
-        self.ended: Counter[str] = Counter()
+        self.endings: Counter[str] = Counter()
         """Ended sessions by ``Ending``: engines', and those that the daemon ended before their Hello."""
         self.stopping = False
         self.publications: list[Frames] = []
-        """Batches of results that ``take_publications`` returns next."""
+        """Batches of results that are to be published."""
 
     def __iter__(self) -> Iterator[Session]:
         """Iterate over the open sessions, oldest first."""
@@ -154,17 +154,13 @@ class Sessions:
         self._close_batch(session)
         return ResultsReply(message.request_id, session.completions.replay(), list(self._jobs.of(session)))
 
-    def take_publications(self) -> list[Frames]:
-        """Return the batches of results that are to be published."""
-        if self._jobs.with_results:
-            for session in self._jobs.with_results.values():
-                self._close_batch(session)
-            self._jobs.with_results.clear()
-        publications, self.publications = self.publications, []
-        return publications
+    def close_batches(self) -> None:
+        """Add the new results of all sessions to ``publications``."""
+        for session in self._jobs.with_results.values():
+            self._close_batch(session)
+        self._jobs.with_results.clear()
 
     def _close_batch(self, session: Session) -> None:
-        """Have the session's new results published."""
         if frames := session.completions.flush(self.credit_bytes):
             self.publications.append(frames)
 
@@ -269,4 +265,4 @@ class Sessions:
             logger.log(level, "Session %d (%s %s) ended: %s.", session.id, session.role, session.name, why)
         of_engine = session.role is not None and session.role is not Role.ADMIN
         if of_engine or (session.role is None and why not in (Ending.CLOSED, Ending.GONE, Ending.STOPPING)):
-            self.ended[why.value] += 1
+            self.endings[why.value] += 1

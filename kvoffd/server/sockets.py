@@ -39,7 +39,7 @@ RETRY_S = 0.25
 """Pause after accept() failed, for example for lack of descriptors: it would fail again at once."""
 DRAIN_S, DRAINED_AT_ONCE = 0.002, 64
 """Time and messages after which the loop handles lifelines and timers."""
-REST_S = 0.002
+AFTER_REPLY_S = 0.002
 """Delay of the work that follows a reply."""
 NOBODY = 2**32 - 1
 """Id of no user and no group."""
@@ -53,6 +53,16 @@ class Sockets:
 
     libzmq's descriptor is edge-triggered: it does not signal messages that were there before, and every call may
     consume the edge. So the loop polls the socket after its last use, and at each tick.
+
+    All of these end in ``_drain``, which makes posted calls, handles requests and sends what there is:
+
+    | what happened | what is called |
+    |---|---|
+    | a message came, and libzmq signals it | ``_drain``, by the loop |
+    | another thread ended a copy, an I/O or a mapping | ``post``, which schedules it once for all posted calls |
+    | the loop queued messages: a session ended, a scrub's step | ``wake``, which schedules it once |
+    | it stopped with more to do | ``wake``, by itself |
+    | a reply was sent, AFTER_REPLY_S ago; a tick | ``serve``, for the edge may be lost |
     """
 
     def __init__(self, config: Config, directory: DaemonDirectory) -> None:
@@ -60,7 +70,7 @@ class Sockets:
         self._directory = directory
         self._loop = asyncio.get_running_loop()
         self._posted: deque[Callable[[], None]] = deque()
-        self._post_woke = self._woken = self._rest_due = False
+        self._post_scheduled = self._wake_scheduled = self._serve_scheduled = False
         self._service: Service | None = None
         """The service while the sockets are open. Earlier posts wait; later ones are dropped: the pool may be gone."""
         self._warnings = RareWarnings(logger)
@@ -114,15 +124,15 @@ class Sockets:
     def post(self, call: Callable[[], None]) -> None:
         """Schedule a call in the loop's thread, and the messages that it sends. For any thread."""
         self._posted.append(call)
-        if not self._post_woke:  # checked after the append: if it is set, _make_calls will find the call
-            self._post_woke = True
+        if not self._post_scheduled:  # checked after the append: if it is set, _make_calls will find the call
+            self._post_scheduled = True
             with suppress(RuntimeError):  # the loop has ended, and with it all sessions
                 self._loop.call_soon_threadsafe(self._drain, True)
 
     def wake(self) -> None:
         """Schedule a drain, after something other than a message may have queued messages to send."""
-        if not self._woken:
-            self._woken = True
+        if not self._wake_scheduled:
+            self._wake_scheduled = True
             self._loop.call_soon(self._on_wake)
 
     def finish_posted(self) -> None:
@@ -133,12 +143,12 @@ class Sockets:
     def serve(self) -> bool:
         """Drain the sockets at each tick, and a while after a reply, since an edge may be lost. False after a bug."""
         self._admit()
-        self._rest_due = False
+        self._serve_scheduled = False
         return self._drain(due=True)
 
     def _on_wake(self) -> None:
         # Reset only here: if each drain did, each could schedule another one, and the loop would do nothing else.
-        self._woken = False
+        self._wake_scheduled = False
         self._drain(due=True)
 
     def _drain(self, due: bool = False) -> bool:
@@ -181,7 +191,7 @@ class Sockets:
 
     def _make_calls(self, until: float) -> bool:
         """Make the posted calls until ``until``; return whether some are left."""
-        self._post_woke = False
+        self._post_scheduled = False
         for _ in range(len(self._posted)):
             call = self._posted.popleft()
             try:
@@ -211,9 +221,9 @@ class Sockets:
                 service.counts.replies_dropped["unread" if isinstance(error, zmq.Again) else "gone"] += 1
         if service.urgent or not replies:
             service.after_send()
-        elif not self._rest_due:  # later: on few cores it would delay libzmq's thread, which sends
-            self._rest_due = True
-            self._loop.call_later(REST_S, self.serve)
+        elif not self._serve_scheduled:  # later: on few cores it would delay libzmq's thread, which sends
+            self._serve_scheduled = True
+            self._loop.call_later(AFTER_REPLY_S, self.serve)
         return bool(replies)
 
     # --- access control ---------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from operator import attrgetter
 from msgspec import structs
 
 from kvoffd import __version__
-from kvoffd.cache.branch_points import BranchPoints
+from kvoffd.cache.branch_points import BranchPoint, BranchPoints
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.curve import HitRatioCurve
 from kvoffd.cache.namespace import Namespace
@@ -42,6 +42,8 @@ from kvoffd_proto import stats as s
 from kvoffd_proto.build import with_commit
 from kvoffd_proto.messages import PROTOCOL_VERSION, Role
 from kvoffd_proto.verdict import judge
+
+LISTED_POINTS = 8
 
 
 @dataclass(eq=False)
@@ -95,7 +97,7 @@ class Statistics:
             health=level,
             health_problems=[s.Problem(cause.reason, cause.sentence) for cause in causes],
             sessions=self.sessions.of_engines,
-            ended_sessions=dict(self.sessions.ended),
+            ended_sessions=dict(self.sessions.endings),
             leases=len(cache.leases.by_id),
             pinned_blocks=cache.blocks.pinned_blocks,
             requests=self.counts.requests,
@@ -119,7 +121,13 @@ class Statistics:
             lifetime=traffic.lifetime(total),
             gone_namespaces=traffic.gone_namespaces,
             namespaces=self._namespace_rows(on_disk),
-            integrity=filled(s.IntegrityStats, cache.integrity, cache.life),
+            integrity=s.IntegrityStats(
+                checked_slots=cache.integrity.checked_slots,
+                checked_bytes=cache.integrity.checked_bytes,
+                mismatches=cache.integrity.mismatches,
+                quarantined_slots=cache.life.quarantined_slots,
+                unverified_slots=cache.life.unverified_slots,
+            ),
             tiers=self._tiering_stats(),
             disks=list(map(_disk_stats, self.tier_supervisor)),
             shared=self._shared_stats(),
@@ -143,10 +151,7 @@ class Statistics:
         by_id = {s.namespace_id(one.fingerprint): one for one in self.cache.namespaces.values()}
         shown = sorted(by_id.values(), key=attrgetter("ready_bytes"), reverse=True)
         return [
-            filled(
-                s.NamespaceStats,
-                one.counters,
-                one,
+            s.NamespaceStats(
                 id=s.namespace_id(one.fingerprint),
                 model=one.label,
                 fingerprint=one.fingerprint.hex(),
@@ -155,16 +160,32 @@ class Statistics:
                 engines=engines[one.fingerprint],
                 curve=curve,
                 branching=self._branching(one),
+                of_bench=one.of_bench,
+                world_size=one.world_size,
+                ready_blocks=one.ready_blocks,
+                ready_bytes=one.ready_bytes,
+                invalidated_blocks=one.counters.invalidated_blocks,
+                partial_blocks=one.counters.partial_blocks,
+                prefill_tokens_per_second=one.counters.prefill_tokens_per_second,
                 **figures(counts_of(one)),
             )
             for one, curve in zip(shown, self.curve.of_namespaces(shown), strict=True)
         ]
 
-    def _branching(self, namespace: Namespace) -> s.Branching | None:
+    @answers(s.ListBranchPoints)
+    def list_branch_points(self, session: Session, message: s.ListBranchPoints) -> s.BranchPointsListed:
+        found = [
+            s.ListedBranchPoint(*_figures(point, seen_tokens), namespace.fingerprint, list(point.examples))
+            for namespace in self.cache.namespaces.values()
+            for seen_tokens, points in [self.branch_points.of(namespace)]
+            for point in points[:LISTED_POINTS]
+        ]
+        return s.BranchPointsListed(message.request_id, found)
+
+    def _branching(self, namespace: Namespace) -> s.BranchPoint | None:
+        """Return the branch point that costs the most; None if there is none."""
         seen_tokens, points = self.branch_points.of(namespace)
-        for point in points[:1]:
-            return s.Branching(point.at_tokens, round(point.prompts), round(point.repeated_tokens), seen_tokens)
-        return None
+        return s.BranchPoint(*_figures(points[0], seen_tokens)) if points else None
 
     def _engines(self) -> defaultdict[bytes, list[str]]:
         found = defaultdict[bytes, list[str]](list)
@@ -178,8 +199,7 @@ class Statistics:
     def _pool_stats(self) -> s.PoolStats:
         cache, pinning = self.cache, self.gpus.pinning
         usage, pool = cache.life.usage, self.pool
-        return filled(
-            s.PoolStats,
+        return s.PoolStats(
             size_bytes=pool.pool_bytes,
             bytes={state: getattr(usage, state) for state in ("free", "writing", "ready", "dropped", "quarantined")},
             usable_bytes=pool.pool_bytes - usage.quarantined,
@@ -195,15 +215,25 @@ class Statistics:
         )
 
     def _copy_stats(self, direction: Direction) -> s.CopyStats:
-        return filled(s.CopyStats, self.work[direction], self.jobs.counters[direction])
+        work, ended = self.work[direction], self.jobs.counters[direction]
+        return s.CopyStats(
+            jobs=ended.jobs,
+            failed_jobs=ended.failed_jobs,
+            bytes=ended.bytes,
+            busy_seconds=work.busy_seconds,
+            queued_jobs=work.queued_jobs,
+            running_jobs=work.running_jobs,
+            checksum_seconds=work.checksum_seconds,
+            refused_batches=work.refused_batches,
+        )
 
     def _tiering_stats(self) -> s.TieringStats | None:
         if (tiering := self.tier_supervisor.tiering) is None:
             return None
         disks, writer = tiering.disks, tiering.disk_writer
-        return filled(
-            s.TieringStats,
-            writer,
+        return s.TieringStats(
+            written_blocks=writer.written_blocks,
+            written_bytes=writer.written_bytes,
             promoted_blocks=sum(one.promoted_blocks for one in disks),
             promoted_bytes=sum(one.promoted_bytes for one in disks),
             promotions_waiting=sum(one.waiting_blocks for one in disks),
@@ -223,7 +253,7 @@ class Statistics:
         return [
             filled(
                 s.SharedStats,
-                tier.stats(),
+                tier.stats(),  # sizes, queues and counters: see TierStats
                 url=tier.name,
                 up=tier.available(),
                 breaker_trips=tier.breaker.opened,
@@ -244,9 +274,10 @@ class Statistics:
         supervisor = self.tier_supervisor
         if (server := supervisor.peer_server) is None or (helper := supervisor.peer_helper) is None:
             return None
-        return filled(
-            s.LentStats,
-            server,
+        return s.LentStats(
+            asked_keys=server.asked_keys,
+            found_keys=server.found_keys,
+            leases=server.leases,
             up=helper.up,
             blocks=server.lent_blocks,
             bytes=server.served_bytes,
@@ -256,13 +287,18 @@ class Statistics:
         )
 
 
+def _figures(point: BranchPoint, seen_tokens: int) -> tuple[int, int, int, int]:
+    """Return the fields of a branch point on the wire."""
+    return point.at_tokens, round(point.prompts), round(point.repeated_tokens), seen_tokens
+
+
 def _disk_stats(disk: Disk) -> s.DiskStats:
     tier = disk.tier
     found = tier.stats() if tier is not None else TierStats(disk.size.size_bytes)
     state = s.DiskState.HANGING if tier is not None and tier.hangs else disk.state
     return filled(
         s.DiskStats,
-        found,
+        found,  # sizes, queues and counters: see TierStats
         directory=disk.size.directory,
         up=state is s.DiskState.SERVING,
         state=state.value,

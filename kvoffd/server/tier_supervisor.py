@@ -335,8 +335,8 @@ class TierSupervisor:
                 )
             if tier.available() and tier.health.refusal:
                 yield "shared_refuses", f"Blocks are read from {tier.name}, but not written: {tier.health.refusal}"
-            if len(servers := tier.servers) > 1:
-                for server in servers:
+            if len(tier.servers) > 1:
+                for server in tier.servers:
                     if not server.answers:
                         what = f"{server.name}, a server of {tier.name}, cannot be used: {server.problem}"
                         yield "shared_server", what

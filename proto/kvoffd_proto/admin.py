@@ -242,26 +242,6 @@ class Trace(m.Request[TraceReply], frozen=True):
     """
 
 
-class BranchPoint(m.Wire, frozen=True):
-    """A place at which prompts with one beginning differ."""
-
-    namespace: m.Fingerprint
-    at_tokens: Annotated[m.Count, m.doc("Tokens of the common beginning.")]
-    prompts: Annotated[m.Count, m.doc("Prompts that differ there. The weight of old ones halves every day, as below.")]
-    repeated_tokens: Annotated[m.Count, m.doc("Tokens behind that were computed although the same block was stored.")]
-    seen_tokens: Annotated[m.Count, m.doc("Tokens of all blocks of the namespace, each counted once.")]
-    examples: Annotated[list[bytes], m.doc("Token ids, uint32, of the first different block of two prompts.")]
-
-
-class BranchPointsListed(m.Reply, frozen=True):
-    points: Annotated[list[BranchPoint], m.doc("Those of each namespace that cost most, 8 or fewer, the worst first.")]
-
-
-@m.exchange(m.ADMIN)
-class ListBranchPoints(m.Request[BranchPointsListed], frozen=True):
-    """Asks where prompts differ although what follows is the same. Admin only: the answer has tokens of prompts."""
-
-
 # --- changes of the cache --------------------------------------------------------------------------
 
 

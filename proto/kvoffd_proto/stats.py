@@ -33,9 +33,11 @@ from msgspec import Meta, Struct
 from kvoffd_proto.admin import HealthLevel
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import (
+    ADMIN,
     ANY_ROLE,
     ByteCount,
     Count,
+    Fingerprint,
     PerSecond,
     Reply,
     Request,
@@ -219,16 +221,23 @@ class HitCurve(Part, frozen=True):
     lru_hit_ratio: Annotated[dict[str, Ratio], gauge("Estimated hit ratio of lru, by times the size.", "times")] = {}
 
 
-class Branching(Part, frozen=True):
-    """The place at which prompts of a namespace differ, and which costs the most tokens that follow it.
+class BranchPoint(Part, frozen=True):
+    """A place at which prompts with one beginning differ.
 
     Known only if engines send the tokens of blocks: with KV cache events.
     """
 
-    at_tokens: Annotated[Count, doc("Tokens of the common beginning.")] = 0
-    prompts: Annotated[Count, doc("Prompts that differ there. The weight of old ones halves every day, as below.")] = 0
-    repeated_tokens: Annotated[Count, doc("Tokens behind that were computed although the same block was stored.")] = 0
-    seen_tokens: Annotated[Count, doc("Tokens of all blocks that were stored for the first time.")] = 0
+    at_tokens: Annotated[Count, doc("Tokens of the common beginning.")]
+    prompts: Annotated[Count, doc("Prompts that differ there. The weight of old ones halves every day, as below.")]
+    repeated_tokens: Annotated[Count, doc("Tokens behind that were computed although the same block was stored.")]
+    seen_tokens: Annotated[Count, doc("Tokens of all blocks of the namespace, each counted once.")]
+
+
+class ListedBranchPoint(BranchPoint, frozen=True):
+    """A branch point of any namespace, with tokens of its prompts."""
+
+    namespace: Fingerprint
+    examples: Annotated[list[bytes], doc("Token ids, uint32, of the first different block of two prompts.")]
 
 
 class NamespaceStats(Traffic, frozen=True):
@@ -247,7 +256,7 @@ class NamespaceStats(Traffic, frozen=True):
     world_size: Annotated[Count, doc("Ranks of an engine: shards that make a block.")] = 1
     prefill_tokens_per_second: Annotated[PerSecond, doc("Prefill rate an engine reported last; 0 if unknown.")] = 0.0
     curve: Annotated[HitCurve | None, doc("Hit ratios of pools of other sizes.")] = None
-    branching: Annotated[Branching | None, doc("Where prompts differ that could share more.")] = None
+    branching: Annotated[BranchPoint | None, doc("The branch point that costs the most tokens.")] = None
     engines: Annotated[list[str], doc("Names of the engines that have it open, each with its pid if known.")] = []
 
 
@@ -616,3 +625,12 @@ class StatsReply(Reply, frozen=True):
 @exchange(ANY_ROLE)
 class Stats(Request[StatsReply], frozen=True):
     """Asks for all counters."""
+
+
+class BranchPointsListed(Reply, frozen=True):
+    points: Annotated[list[ListedBranchPoint], doc("The most costly ones of each namespace, at most 8, worst first.")]
+
+
+@exchange(ADMIN)
+class ListBranchPoints(Request[BranchPointsListed], frozen=True):
+    """Asks where prompts differ although what follows is the same. Admin only: the answer has tokens of prompts."""

@@ -15,7 +15,7 @@ from kvoffd_proto.admin import NamespaceInfo, SessionInfo
 from kvoffd_proto.messages import GroupSpec, Role
 from kvoffd_proto.stats import (
     MISS_REASONS,
-    Branching,
+    BranchPoint,
     CopyStats,
     DaemonStats,
     DiskStats,
@@ -182,7 +182,7 @@ CASES: dict[str, Facts] = {
             "curve": curve(asked=2_000_000),
         }
     ),
-    "prompts_differ": facts({"namespaces": [counted(branching=Branching(1024, 1240, 410_000, 1_000_000))]}),
+    "prompts_differ": facts({"namespaces": [counted(branching=BranchPoint(1024, 1240, 410_000, 1_000_000))]}),
     "engine_unreachable": facts(engines={"http://engine:8000": EngineMetrics(problem="It does not answer.")}),
     "engine_without": facts(engines={"http://engine:8000": EngineMetrics({"vllm:num_requests_running": 1.0})}),
     "engine_away": engine(kvoffd_connected=0),

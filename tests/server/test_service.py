@@ -23,9 +23,10 @@ import pytest
 from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config, ServerLimits
 from kvoffd.errors import BadBlockIds, KvoffdError
-from kvoffd.server.handlers import Pending
+from kvoffd.server.handlers import Pending, handlers_of
 from kvoffd.server.jobs import QUIET_S, checked_parts
 from kvoffd.server.lifeline import Connection
+from kvoffd.server.lookups import Lookups
 from kvoffd.server.persistence import State
 from kvoffd.server.scrubber import Scrubber
 from kvoffd.server.session import ClientProcess, Session
@@ -261,6 +262,16 @@ def test_periodic_work_that_fails_each_time_keeps_no_other_from_being_done(
         bench.service.tick()
     assert len(caught.value.exceptions) == 3
     assert not bench.service.state.generations.voided
+
+
+def test_each_kind_of_request_has_one_handler(bench: Bench) -> None:
+    parts = [handler.__self__ for _, handler in bench.service.handlers.values()]  # type: ignore[attr-defined]
+    parts = list(dict.fromkeys(parts))
+    assert handlers_of(parts).keys() == m.EXCHANGES.keys()
+    with pytest.raises(AssertionError, match=r"without a handler: .*Lookup"):
+        handlers_of(part for part in parts if not isinstance(part, Lookups))
+    with pytest.raises(AssertionError, match="two handlers of"):
+        handlers_of([*parts, parts[0]])
 
 
 # --- jobs ------------------------------------------------------------------------------------------

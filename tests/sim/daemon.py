@@ -23,7 +23,7 @@ from kvoffd.server.events import EventLog
 from kvoffd.server.jobs import LoadJob, StoreBatch
 from kvoffd.server.persistence import State
 from kvoffd.server.session import ClientProcess
-from kvoffd.server.sockets import REST_S
+from kvoffd.server.sockets import AFTER_REPLY_S
 from kvoffd.system.mappings import HostMapping, close_segments
 from kvoffd.tiering import WriteMode
 from kvoffd.transfer.engine import OVERDUE_GRACE_S
@@ -135,7 +135,7 @@ class SimDaemon:
         """By dealer and request: checks that removed blocks stay away for good."""
         self._work_due = False
         self._session_of_route: dict[bytes, int] = {}
-        self._flush_due = self._rest_due = False
+        self._flush_due = self._serve_scheduled = False
         self._turns = 0
         self.clock.note(f"daemon starts, life {life}, pool {world.pool_bytes}")
         if (rng := world.scenario.rng(f"borrower {life}")).random() < BORROWED_PART and not world.faults.calm:
@@ -325,9 +325,9 @@ class SimDaemon:
             self._dealers[sender].reply((frame,))
         if self.service.urgent or not replies:
             self.service.after_send()
-        elif not self._rest_due:
-            self._rest_due = True
-            self.process.after(REST_S, self._rest)
+        elif not self._serve_scheduled:
+            self._serve_scheduled = True
+            self.process.after(AFTER_REPLY_S, self._rest)
         if self.service.events.pending:  # what came up from disk took others' place
             self.schedule_flush()
         else:
@@ -343,7 +343,7 @@ class SimDaemon:
         self.flush()
 
     def _rest(self) -> None:
-        self._rest_due = False
+        self._serve_scheduled = False
         self.flush()
 
     # --- copies and time: those without an underscore are ``Host``'s ---------------------------------

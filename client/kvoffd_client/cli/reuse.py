@@ -13,8 +13,7 @@ from kvoffd_client.admin_client import base_url, open_url
 from kvoffd_client.cli.format import print_json, say
 from kvoffd_client.cli.target import CliError, Directory, PlainJson, open_admin
 from kvoffd_client.errors import HttpError
-from kvoffd_proto.admin import BranchPoint, ListBranchPoints
-from kvoffd_proto.stats import Branching, namespace_id
+from kvoffd_proto.stats import BranchPoint, ListBranchPoints, namespace_id
 from kvoffd_proto.units import format_count, percent, plural, printable
 
 ANSWER_S = 10.0
@@ -60,7 +59,7 @@ def reuse(
     return int(not points)
 
 
-def sentence_of(point: BranchPoint | Branching, of: str = "") -> str:
+def sentence_of(point: BranchPoint, of: str = "") -> str:
     """Return what a place costs, and what would help. ``of``: whose prompts, a part of the sentence."""
     each = point.repeated_tokens // max(1, point.prompts)
     return (
