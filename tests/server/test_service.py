@@ -194,6 +194,31 @@ def test_the_reason_of_a_key_in_any_group_is_that_by_which_it_was_counted(bench:
     assert namespace.counters.misses == {MissReason.UNKNOWN: 7, MissReason.EVICTED: 1}
 
 
+def test_late_lookups_are_of_the_minute_in_which_they_were_late(bench: Bench) -> None:
+    """They are reported later, all at once if the daemon stood still."""
+    scheduler, admin = bench.session(m.Role.SCHEDULER), bench.session(m.Role.ADMIN)
+
+    def late(number: int = 0, age_s: float = 0.0) -> tuple[int, int, int]:
+        """In the last minute and hour, and since the start, after a report of further ones."""
+        if number:
+            bench.ask(scheduler, m.ReportEngine(1, NAMESPACE, 100.0, late_lookups=number, late_age_s=age_s))
+        (stats,) = bench.ask(admin, Stats(1))
+        assert isinstance(stats, StatsReply)
+        windows = stats.stats.last_minute, stats.stats.last_hour, stats.stats.since_start
+        return tuple(one.late_lookups for one in windows)  # type: ignore[return-value]
+
+    for _ in range(200):
+        bench.now += 1
+        bench.service.traffic.tick()
+    assert late(5, 100.0) == (0, 5, 5)
+    assert late(3) == (3, 8, 8)
+    assert late(2, 1e6) == (3, 8, 10)
+    for _ in range(70):
+        bench.now += 1
+        bench.service.traffic.tick()
+    assert late() == (0, 8, 10)
+
+
 def test_each_prompts_tokens_are_counted_once(bench: Bench) -> None:
     scheduler, admin = bench.session(m.Role.SCHEDULER), bench.session(m.Role.ADMIN)
 
