@@ -45,7 +45,8 @@ class Reports:
 
     @answers(m.ReportEngine)
     def report_engine(self, session: Session, message: m.ReportEngine) -> m.Done:
-        counters = session.namespaces[message.namespace].counters
+        namespace = session.namespaces[message.namespace]
+        counters = namespace.counters
         if 0 < message.prefill_tokens_per_second < m.MIN_PER_SECOND:
             speed = message.prefill_tokens_per_second
             why = f"{speed} tokens per second is not an engine's speed; report 0 if unknown."
@@ -56,7 +57,8 @@ class Reports:
         counters.skipped_loads += message.skipped_loads
         counters.paused_stores += message.paused_stores
         counters.late_lookups += message.late_lookups
-        self._traffic.date_back("late_lookups", message.late_lookups, message.late_age_s)
+        if not namespace.of_bench:
+            self._traffic.date_back("late_lookups", message.late_lookups, message.late_age_s)
         counters.unknown_hints += message.unknown_hints
         session.problem = message.problem
         return m.Done(message.request_id)
@@ -75,13 +77,13 @@ class Reports:
         for one in message.prompts:
             unloaded, not_awaited = UNLOADED.get(one.outcome), NOT_AWAITED.get(one.reason)
             outcome = PromptOutcome(one.own_keys, one.covered_keys, unloaded, one.coming_keys, not_awaited)
-            reason, down = self._reason_of(namespace, one, cache.prompts.count(session.id, one.lease_id, outcome))
+            reason, tiers = self._reason_of(namespace, one, cache.prompts.count(session.id, one.lease_id, outcome))
             one = structs.replace(one, reason=reason)
             tokens: dict[str, int] = {}
             if not (one.again or one.outcome == m.Outcome.DROPPED):
                 its = PromptTokens(one.tokens, one.own_tokens, one.loaded_tokens, one.other_tokens)
                 tokens = cache.prompts.count_tokens(namespace, session.id, one.load_lease_id, its)
-            session.prompts.append(a.LoggedPrompt(session.id, message.namespace, one, tokens, down))
+            session.prompts.append(a.LoggedPrompt(session.id, message.namespace, one, tokens, tiers))
         return m.Done(message.request_id, len(message.prompts))
 
     @answers(a.ListPrompts)
@@ -94,15 +96,17 @@ class Reports:
     def _reason_of(
         self, namespace: Namespace, report: m.PromptReport, counted: Sequence[AskedKeys]
     ) -> tuple[str, list[str]]:
-        """Return why a prompt's first missing key was missing, or why nothing was loaded, and the tiers that failed.
+        """Return why a prompt's first missing key was missing, or why nothing was loaded, and the tiers that this is about.
 
         It is the reason by which the key was ``counted``. Of keys that were not, it is what the engine says, else what
         is known now.
         """
         down: dict[str, None] = {}
+        sources: dict[str, None] = {}
         found: MissReason | None = None
         for part in counted:
             down |= dict.fromkeys(part.down)
+            sources |= dict.fromkeys(part.sources)
             is_its = part.chain is not None and part.chain.group.index == report.missing_group
             if found is None and is_its and (entry := part.reason_of(report.missing_key)) not in (None, FOUND):
                 found = MissReason(entry)
@@ -116,4 +120,6 @@ class Reports:
         reason = report.reason if found is None else found.name.lower()
         if found is MissReason.TIER_FAILED and tiering is not None:
             return reason, tiering.failing
+        if found in NOT_AWAITED.values():
+            return reason, list(sources)
         return reason, list(down) if found is MissReason.TIER_DOWN else []

@@ -112,6 +112,8 @@ class _Range:
         """Keys that a store is being asked for."""
         self.question: object = None
         """The question to a store, if this lookup asked it for all keys in one."""
+        self.found_by: dict[str, None] = {}
+        """Names of the tiers that have a key, or are being asked for it."""
 
     def look(self, sources: Sequence[Promotions], *, prefix: bool) -> None:
         """Ask each of these sources for the keys that no earlier one has."""
@@ -124,6 +126,7 @@ class _Range:
             self.question = question if every else None
             if any(found):
                 absent, present, asked = (compress(self.unfound, found.translate(one)) for one in _ANSWER_TABLES)
+                self.found_by[tier.name] = None
                 self.there.update(dict.fromkeys(present, source))
                 self.asked += asked
                 self.unfound = list(absent)
@@ -261,6 +264,9 @@ class Tiering:
                 asking |= self._find_run(lookup, part)
             else:
                 self._find_window(lookup, part, wait=asking)
+            if asked is not None:
+                for name in part.found_by:
+                    asked[number].tier_has_some(name)
         if lease.coming:
             awaits = self._awaits.get(lease, {})
             answers_s = max(0.0, self._answers_due - self._clock()) if lease.asking else 0.0
@@ -392,6 +398,7 @@ class Tiering:
                 lookup.left_bytes -= block_bytes
                 lease.coming += 1
                 self._awaits.setdefault(lease, {})[fill] = fill.leases[lease] = None
+            part.found_by[fill.wanted.source.tier.name] = None
             fill.askers += lookup.asker(part, at)
             part.states[at] = SHARED if fill.wanted.source.shared else PENDING
 

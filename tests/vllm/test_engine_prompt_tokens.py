@@ -311,7 +311,7 @@ def test_an_operator_sees_what_stores_said_and_what_the_request_limits(node: Nod
     with AdminClient(node.directory) as admin:
         admin.clear()
     barred = line(node.kind.prompts[1][0], transfer=[{"kv_load_tiers": []}])
-    assert "which the request's kv_load_tiers exclude (excluded)." in barred
+    assert f"which the request's kv_load_tiers exclude (excluded: {node.store})." in barred
     assert "not read in time" not in barred
 
 
