@@ -877,6 +877,17 @@ def test_a_tail_on_a_disk_is_waited_for_like_a_chunk(harness: ManagerHarness) ->
     assert (report.keys, report.found_pool, report.found_disk) == (2, 2, 0)
 
 
+def test_a_chunk_behind_those_looked_up_is_stored_though_a_tail_was_ready(harness: ManagerHarness) -> None:
+    """It is complete once the prompt is computed."""
+    context, manager = tails_of(harness, {*HASHES}), harness.manager
+    harness.results(context, TAILS)
+    manager.turns.look_up_tails(manager.requests["r"], 0)
+    harness.client.answer({*HASHES, *map(block_hash, (11, 12, 13))})
+    harness.scan()
+    context.set_offload_key_position(KEYS[2], 3 * CHUNK_TOKENS)
+    assert harness.offer(context, [*KEYS, *TAILS]) == [KEYS[2]]
+
+
 def test_a_prompt_computes_its_tail_if_the_answer_is_late_or_fails(harness: ManagerHarness) -> None:
     context, manager = tails_of(harness, {*HASHES}), harness.manager
     harness.results(context, TAILS)

@@ -157,7 +157,7 @@ class LoadAdmission:
         return request.priority if self._by_priority else 0, request.arrival_time
 
     def _others(self, request: Request) -> dict[Request, Loaded]:
-        """Return the other loaded requests that have not computed since."""
+        """Return the other loaded requests that have not computed since, and record which of their loads have ended."""
         others = {
             other: load for other, load in self._loaded.items() if other is not request and not other.is_finished()
         }
