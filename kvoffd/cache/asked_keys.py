@@ -49,9 +49,10 @@ class AskedKeys:
         chain: None until the lookup has found what it can.
         prompt: number of its prompt, of 32 bits, the same for all its lookups.
         down: names of the tiers that may have had some of the keys, and failed or were not asked because they had.
+        sources: names of the tiers that had some of the keys, or were asked for them.
     """
 
-    __slots__ = ("_marks", "chain", "down", "namespace", "prompt", "reasons", "reported")
+    __slots__ = ("_marks", "chain", "down", "namespace", "prompt", "reasons", "reported", "sources")
 
     def __init__(self, namespace: Namespace, *, reported: bool) -> None:
         self.namespace, self.reported = namespace, reported
@@ -59,6 +60,7 @@ class AskedKeys:
         self.chain: Chain | None = None
         self.prompt = 0
         self.down: tuple[str, ...] = ()
+        self.sources: tuple[str, ...] = ()
         self._marks: list[tuple[int, int, int]] = []
 
     def mark(self, first: int, end: int, reason: int) -> None:
@@ -68,6 +70,10 @@ class AskedKeys:
     def tier_is_down(self, name: str) -> None:
         if name not in self.down:
             self.down += (name,)
+
+    def tier_has_some(self, name: str) -> None:
+        if name not in self.sources:
+            self.sources += (name,)
 
     def found(self, chain: Chain, reasons: bytes) -> None:
         """Record what the lookup found."""

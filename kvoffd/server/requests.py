@@ -286,28 +286,30 @@ def report_prompts(service: Service, session: Session, message: m.ReportPrompts)
         unloaded, not_awaited = UNLOADED.get(one.outcome), NOT_AWAITED.get(one.reason)
         outcome = PromptOutcome(one.own_keys, one.covered_keys, unloaded, one.coming_keys, not_awaited)
         counted = service.cache.count_prompt(session.id, one.lease_id, outcome)
-        reason, down = _reason_of(service, namespace, one, counted)
+        reason, tiers = _reason_of(service, namespace, one, counted)
         one = structs.replace(one, reason=reason)
         tokens: dict[str, int] = {}
         if not (one.again or one.outcome == m.PromptOutcome.DROPPED):
             its = PromptTokens(one.tokens, one.own_tokens, one.loaded_tokens, one.other_tokens)
             tokens = service.cache.count_tokens(namespace, session.id, one.load_lease_id, its)
-        session.prompts.append(LoggedPrompt(session.id, message.namespace, one, tokens, down))
+        session.prompts.append(LoggedPrompt(session.id, message.namespace, one, tokens, tiers))
     return m.Done(message.request_id, len(message.prompts))
 
 
 def _reason_of(
     service: Service, namespace: Namespace, report: m.PromptReport, counted: Sequence[AskedKeys]
 ) -> tuple[str, list[str]]:
-    """Return why a prompt's first missing key was missing, or why nothing was loaded, and the tiers that failed.
+    """Return why a prompt's first missing key was missing, or why nothing was loaded, and the tiers that this is about.
 
     It is the reason by which the key was ``counted``. Of keys that were not, it is what the engine says, else what is
     known now.
     """
     down: dict[str, None] = {}
+    sources: dict[str, None] = {}
     found: MissReason | None = None
     for part in counted:
         down |= dict.fromkeys(part.down)
+        sources |= dict.fromkeys(part.sources)
         is_its = part.chain is not None and part.chain.group.index == report.missing_group
         if found is None and is_its and (entry := part.reason_of(report.missing_key)) not in (None, FOUND):
             found = MissReason(entry)
@@ -320,6 +322,8 @@ def _reason_of(
     reason = report.reason if found is None else found.name.lower()
     if found is MissReason.TIER_FAILED and tiering is not None:
         return reason, tiering.failing
+    if found in NOT_AWAITED.values():
+        return reason, list(sources)
     return reason, list(down) if found is MissReason.TIER_DOWN else []
 
 

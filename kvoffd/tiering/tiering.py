@@ -109,6 +109,8 @@ class _Range:
         """Sources that have a key."""
         self.asked: list[int] = []
         """Keys that a store is being asked for."""
+        self.found_by: dict[str, None] = {}
+        """Names of the tiers that have a key, or are being asked for it."""
         self.fresh = False
         """Whether one question of this lookup asked a store for all keys."""
 
@@ -124,6 +126,7 @@ class _Range:
             self.fresh = every and tier.counters.asked_keys == before + len(keys)
             if any(found):
                 absent, present, asked = (compress(self.left, found.translate(one)) for one in _ANSWER_TABLES)
+                self.found_by[tier.name] = None
                 self.there.update(dict.fromkeys(present, source))
                 self.asked += asked
                 self.left = list(absent)
@@ -272,6 +275,9 @@ class Tiering:
                 asking |= self._find_run(lookup, part)
             else:
                 self._find_window(lookup, part, wait=asking)
+            if asked is not None:
+                for name in part.found_by:
+                    asked[number].tier_has_some(name)
         if lease.coming:
             awaits = self._awaits.get(lease, {})
             answers_s = max(0.0, self._answers_due - self._clock()) if lease.asking else 0.0
@@ -380,6 +386,7 @@ class Tiering:
                 lookup.left_bytes -= block_bytes
                 lease.coming += 1
                 self._awaits.setdefault(lease, {})[fill] = fill.leases[lease] = None
+            part.found_by[fill.wanted.source.tier.name] = None
             fill.askers += lookup.asker(part, at)
             part.states[at] = SHARED if fill.wanted.source.shared else PENDING
 

@@ -92,9 +92,9 @@ class LoggedPrompt(m.Wire, frozen=True):
         dict[str, m.Count],
         m.doc("Tokens by source: ``PROMPT_SOURCES``, or the name of a store or a peer. Empty if they do not count."),
     ] = field(default_factory=dict)
-    down: Annotated[
+    tiers: Annotated[
         list[str],
-        m.doc("Disks and stores that may have had the first missing key, and failed or were paused after failures."),
+        m.doc("Disks and stores that the reason is about: that were slow, or failed, or were paused after failures."),
     ] = field(default_factory=list)
 
 

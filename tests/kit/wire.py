@@ -838,12 +838,12 @@ class Said(NamedTuple):
     Attributes:
         found: leading keys that were in the pool in the end.
         reason: why the first other key was missing.
-        down: tiers that failed.
+        tiers: those that the reason is about.
     """
 
     found: int
     reason: str
-    down: list[str]
+    tiers: list[str]
 
 
 def ask_for(scheduler: SchedulerClient, name: str, its: Sequence[bytes], patience_s: float) -> int:
@@ -887,7 +887,7 @@ def ask_for(scheduler: SchedulerClient, name: str, its: Sequence[bytes], patienc
 def said_of(admin: AdminClient, name: str) -> Said | None:
     """What the daemon says of a prompt; None before it was reported."""
     listed = admin.ask(a.ListPrompts, name).prompts
-    return Said(listed[-1].report.found_pool, listed[-1].report.reason, listed[-1].down) if listed else None
+    return Said(listed[-1].report.found_pool, listed[-1].report.reason, listed[-1].tiers) if listed else None
 
 
 BOOKS = "books"

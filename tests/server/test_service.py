@@ -21,7 +21,7 @@ from weakref import ref
 import numpy as np
 import pytest
 
-from kvoffd.cache.namespace import Namespace
+from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.config import Config
 from kvoffd.errors import BadBlockIds, KvoffdError
 from kvoffd.server.handlers import HANDLERS, Pending
@@ -173,6 +173,50 @@ def test_a_key_that_another_prompt_computes_is_missed_for_that(bench: Bench) -> 
     (stats,) = bench.ask(admin, Stats(1))
     assert isinstance(stats, StatsReply)
     assert stats.stats.since_start.misses == {"unknown": 3, "computing": 3, "invalidated": 1}
+
+
+def test_the_reason_of_a_key_in_any_group_is_that_by_which_it_was_counted(bench: Bench) -> None:
+    scheduler, admin, fingerprint = bench.session(m.Role.SCHEDULER), bench.session(m.Role.ADMIN), bytes([7]) * 32
+    groups = [m.GroupSpec("full", 16), m.GroupSpec("sliding_window", 16, 32)]
+    keys = [bytes([one]) * len(KEY) for one in range(4)]
+    bench.ask(scheduler, m.OpenNamespace(1, fingerprint, "two groups", 1, len(KEY), groups, "{}"))
+    cache = bench.service.cache
+    namespace = cache.namespace(fingerprint)
+    cache.record_misses(namespace, 1, keys[2], MissReason.EVICTED)
+    asked = [m.GroupKeys(0, b"".join(keys)), m.GroupKeys(1, b"".join(keys))]
+    bench.ask(scheduler, m.Lookup(1, fingerprint, 1 << 32, asked, reported=True))
+    cache.record_misses(namespace, 1, keys[2], MissReason.CORRUPT)
+    report = m.PromptReport("two", 1.0, 64, 8, 0, 0, 0, "missed", 0, 1, keys[2], "partial", 7, lease_id=1 << 32)
+    bench.ask(scheduler, m.ReportPrompts(1, fingerprint, [report]))
+    (listed,) = bench.ask(admin, ListPrompts(1))
+    assert isinstance(listed, PromptsListed)
+    assert listed.prompts[0].report.reason == "evicted"
+    assert namespace.counters.misses == {MissReason.UNKNOWN: 7, MissReason.EVICTED: 1}
+
+
+def test_late_lookups_are_of_the_minute_in_which_they_were_late(bench: Bench) -> None:
+    """They are reported later, all at once if the daemon stood still."""
+    scheduler, admin = bench.session(m.Role.SCHEDULER), bench.session(m.Role.ADMIN)
+
+    def late(number: int = 0, age_s: float = 0.0) -> tuple[int, int, int]:
+        """In the last minute and hour, and since the start, after a report of further ones."""
+        if number:
+            bench.ask(scheduler, m.ReportEngine(1, NAMESPACE, 100.0, late_lookups=number, late_age_s=age_s))
+        (stats,) = bench.ask(admin, Stats(1))
+        assert isinstance(stats, StatsReply)
+        windows = stats.stats.last_minute, stats.stats.last_hour, stats.stats.since_start
+        return tuple(one.late_lookups for one in windows)  # type: ignore[return-value]
+
+    for _ in range(200):
+        bench.now += 1
+        bench.service.traffic.tick()
+    assert late(5, 100.0) == (0, 5, 5)
+    assert late(3) == (3, 8, 8)
+    assert late(2, 1e6) == (3, 8, 10)
+    for _ in range(70):
+        bench.now += 1
+        bench.service.traffic.tick()
+    assert late() == (0, 8, 10)
 
 
 def test_each_prompts_tokens_are_counted_once(bench: Bench) -> None:

@@ -121,6 +121,7 @@ def test_what_comes_too_late_is_late_and_what_is_behind_it_in_the_pool_is_not(
     rig.put(rig.space, keys_of(2))
     rig.put_in_tier(rig.space, keys_of(1, 3))
     rig.ask(1)
+    assert rig.cache._uncounted._by_lease[1, 1][0].sources == (rig.tier.name,)
     if outcome:
         rig.finish_promotions()
     assert rig.count(1, **outcome) == [MissReason.TIER_LATE, MissReason.AFTER_GAP, MissReason.TIER_LATE]

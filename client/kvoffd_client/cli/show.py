@@ -334,11 +334,11 @@ def request_sentence(logged: LoggedPrompt) -> str:
     sentence += f" Of {format_count(report.keys)} keys kvoffd had {there or 'none'}."
     if report.asked_shared > report.found_shared:
         said = f"has {format_count(report.found_shared)}" if report.found_shared else "has none"
-        said = "did not answer" if logged.down and not report.found_shared else said
+        said = "did not answer" if report.reason == "tier_down" and not report.found_shared else said
         said = "had not answered" if report.unanswered else said
         sentence += f" A store was asked for {format_count(report.asked_shared)} and {said}."
     if report.missing_key:
-        sentence += _first_missing(report, logged.down)
+        sentence += _first_missing(report, logged.tiers)
         if report.after_gap and report.outcome in (PromptOutcome.LOADED, PromptOutcome.MISSED):
             count = f"{format_count(report.after_gap)} key{plural(report.after_gap)}"
             sentence += f" Without it {count} found after it cannot be loaded."
@@ -353,10 +353,10 @@ def _tokens_by_source(tokens: Mapping[str, int]) -> Iterator[str]:
         yield f"{format_count(count)} {place}"
 
 
-def _first_missing(report: PromptReport, down: Sequence[str]) -> str:
-    """Return a sentence or two on why a request's first missing key was missing; ``down``: tiers that failed."""
+def _first_missing(report: PromptReport, tiers: Sequence[str]) -> str:
+    """Return a sentence or two on why a request's first missing key was missing, because of these tiers."""
     meaning = MISS_REASONS.get(report.reason, printable(report.reason))
-    name = ": ".join(filter(None, (reason_name(report.reason), ", ".join(map(printable, down)))))
+    name = ": ".join(filter(None, (reason_name(report.reason), ", ".join(map(printable, tiers)))))
     number = f" number {format_count(report.missing_number)}," * bool(report.missing_number)
     which = "that neither had" if report.own_tokens else "missing"
     sentence = f" The first key {which},{number} {report.missing_key.hex()[:12]}: {meaning} ({name})."

@@ -290,7 +290,7 @@ class KvoffdConnector(OffloadingConnector):
         if manager.adapters.awaits(state):
             return None
         has_all = computed >= self._cache.usable_tokens(request.num_tokens, computed)
-        has_tail = self._has_tail(request, computed)
+        has_tail = self._tail_tokens > 0 and self._has_tail(request, computed)
         if not turns.prepare_scan(state, computed, engine_has_all=has_all, engine_has_tail=has_tail):
             return None
         if (found := turns.found_before(state, computed)) is None:
@@ -305,7 +305,7 @@ class KvoffdConnector(OffloadingConnector):
 
         False with drafts, whose tails have another hash in 0.33.
         """
-        last = (request.num_prompt_tokens - 1) // self._tail_tokens if self._tail_tokens else 0
+        last = (request.num_prompt_tokens - 1) // self._tail_tokens
         beyond, hashes = last * self._tail_tokens - computed, request.block_hashes
         if self._pool is None or not 0 < beyond < self._cache.block_tokens or last > len(hashes) or self._has_drafts:
             return False
@@ -321,7 +321,7 @@ class KvoffdConnector(OffloadingConnector):
             tokens, _ = super().get_num_new_matched_tokens(request, computed)
         if state.scan.awaits_tail:  # vLLM defers a request for a tail only without other hits
             return None
-        while tokens and self._needs_two_images(request, computed + tokens):
+        while tokens and request.mm_features and self._needs_two_images(request, computed + tokens):
             size = self._cache.chunk_tokens
             most = (computed + tokens - 1) // size * size - computed
             tokens, _ = self.connector_scheduler.get_num_new_matched_tokens(request, computed, max(most, 0))

@@ -47,6 +47,7 @@ class KeyedLookup:
             vLLM stores where a prompt of a model with recurrent layers ends.
         sent_at: time when it was sent, by time.monotonic().
         waits_since: the same by the engine's clock (``EngineClock``).
+        only_prefixes: of each group only what is behind its ready chunks without a gap can be used.
         stored: keys that were stored recently, as the client knows them.
         stored_before: ``stored.count`` when it was sent.
         is_needed: the request waits for the answer, because it has none that may be the best.
@@ -63,6 +64,7 @@ class KeyedLookup:
     tails: Mapping[int, Sequence[bytes]]
     sent_at: float
     waits_since: float
+    only_prefixes: bool
     stored: StoredKeys
     stored_before: int
     is_needed: bool
@@ -155,32 +157,31 @@ class KeyedLookup:
         """Return whether it asks for tails that ``answer`` lacks."""
         return bool(self.tails) and (answer is None or self.tails is not answer.tails)
 
-    def grows_old(self, stored: StoredKeys, *, only_prefixes: bool) -> bool:
+    def grows_old(self, stored: StoredKeys) -> bool:
         """Return whether something that the answer lacks was stored after this was sent.
 
-        ``stored``: what the client knows now; that of another client says nothing of this answer. ``only_prefixes``:
-        of each group only what is behind its ready chunks without a gap can be used.
+        ``stored``: what the client knows now; that of another client says nothing of this answer.
         """
         if not self._is_old and (count := stored.count) != self._searched_count:
-            self._is_old = self._was_stored(stored, only_prefixes=only_prefixes)
+            self._is_old = self._was_stored(stored)
             self._searched_count = count
         return self._is_old
 
-    def _was_stored(self, stored: StoredKeys, *, only_prefixes: bool) -> bool:
+    def _was_stored(self, stored: StoredKeys) -> bool:
         """Search what was stored since the last search for keys that the answer lacks."""
         if stored is not self.stored or stored.forgotten > self.stored_before:
             return True
-        if only_prefixes:
-            return any(stored.was_stored(key, self.stored_before) for key in self._lacking(only_prefixes=True))
+        if self.only_prefixes:
+            return any(stored.was_stored(key, self.stored_before) for key in self._lacking())
         if self._lacks is None:
-            self._lacks = frozenset(self._lacking(only_prefixes=False))
+            self._lacks = frozenset(self._lacking())
         return not self._lacks.isdisjoint(stored.since(max(self._searched_count, self.stored_before)))
 
-    def _lacking(self, *, only_prefixes: bool) -> Sequence[bytes]:
-        """Return the keys that the answer lacks, as they are on the wire."""
+    def _lacking(self) -> Sequence[bytes]:
+        """Return the keys that the answer lacks and that could be used now, as they are on the wire."""
         lacking: list[bytes] = []
         for index, chunks in self.chunks.items():
-            if only_prefixes:
+            if self.only_prefixes:
                 first = self.leading_ready(index)
                 lacking += chunks[first : first + 1]
             else:

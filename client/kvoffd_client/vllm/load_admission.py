@@ -169,6 +169,8 @@ class LoadAdmission:
 
     def _fits(self, request: Request, computed: int, others: dict[Request, Loaded]) -> bool:
         """Return whether a request fits besides the others, during its load and with ``computed`` tokens cached."""
+        if not others and self._blocks == inf:
+            return True
         blocks = self._blocks_of(request.num_tokens + self._drafts, computed)
         if not others:
             return max(blocks, self._blocks_of(computed, computed) + self._kept_free) <= self._blocks

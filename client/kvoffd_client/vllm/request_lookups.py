@@ -149,7 +149,7 @@ class RequestLookups:
         future = client.lookup(message, again, reported=True, peer=state.hints.peer, giver=state.hints.giver)
         if not again and future.lease_id:
             record.counted, record.counted_by = future, asked_by
-        is_needed = state.answer is None or self._lacks_stored(state.answer)
+        is_needed = state.answer is None or state.answer.grows_old(client.stored)
         state.pending = state.last = KeyedLookup(
             future,
             self.groups,
@@ -158,6 +158,7 @@ class RequestLookups:
             tails,
             sent_at=self.clock(),
             waits_since=self._engine_clock.read(),
+            only_prefixes=self._only_prefixes,
             stored=client.stored,
             stored_before=stored_before,
             is_needed=is_needed,
@@ -224,7 +225,7 @@ class RequestLookups:
         answer, now = state.answer, self.clock()
         if self.has_failed(state):
             return False
-        if answer is None or self._lacks_stored(answer):
+        if answer is None or answer.grows_old(self.namespace.client.stored):
             return True
         hashes, future = len(state.request.block_hashes), answer.future
         if sum(hashes // group.hashes_per_chunk for group in self.groups) > answer.asked_chunks:
@@ -234,10 +235,6 @@ class RequestLookups:
         if answer.is_coming and not state.turn.tier_wait.has_ended:
             return self._engine_clock.read() >= state.turn.tier_wait.ask_at
         return now - future.answered_at > REFRESH_S * max(1.0, answer.asked_chunks / REFRESH_KEYS)
-
-    def _lacks_stored(self, answer: KeyedLookup) -> bool:
-        """Return whether something that an answer lacks was stored since."""
-        return answer.grows_old(self.namespace.client.stored, only_prefixes=self._only_prefixes)
 
     # --- leases ------------------------------------------------------------------------------------
 
