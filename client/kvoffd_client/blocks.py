@@ -358,9 +358,9 @@ class BlockClient(Closing):
     @contextmanager
     def _leased(self, keys: Sequence[bytes], group: int) -> Iterator[LookupFuture]:
         """Pin keys that are in the pool, once those on disks and in stores have come up or the time is over."""
-        deadline, again, before = time.monotonic() + self._timeout_s, [GroupKeys(group, b"".join(keys))], 0
+        deadline, asked, before = time.monotonic() + self._timeout_s, [GroupKeys(group, b"".join(keys))], 0
         while True:
-            found = self._scheduler.lookup(again, again=True)
+            found = self._scheduler.lookup(asked, again=True)
             try:
                 if not found.wait(max(0.0, deadline - time.monotonic())) or found.failed:
                     raise DaemonUnavailable(f"The daemon did not look the block up: {self._scheduler.problem}")

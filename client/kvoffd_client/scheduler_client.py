@@ -47,6 +47,10 @@ class LookupFuture(Struct, eq=False):
         ttl_ms: lifetime of the lease; 0: there is no lease.
         answered_at: time.monotonic() of the answer, or of the failure; 0.0 before.
         stale_at: time after which to look up again: half of the lease's life; 0.0 once it is released or lost.
+        transport: the session's; None without one.
+        unwanted: it was released before its answer.
+        missing: number of its requests without an answer.
+        partial: states in the other answers, for each group.
     """
 
     lease_id: int
@@ -60,7 +64,6 @@ class LookupFuture(Struct, eq=False):
     answered_at: float = 0.0
     stale_at: float = 0.0
     transport: Transport | None = None
-    # Whether it was released before its answer; its requests without an answer, and the states in the other answers.
     unwanted: bool = False
     missing: int = 1
     partial: list[bytes] = []

@@ -135,7 +135,7 @@ def _slice(
     )
 
 
-def batches_of(jobs: Iterable[tuple[Job, Size]], limits: m.Limits) -> list[list[Job]]:
+def batches_of(jobs: Iterable[tuple[Job, Size]], limits: m.SessionLimits) -> list[list[Job]]:
     """Return jobs, given with their sizes, in batches that fit a message each. In it all stores of a group have parents
     and tokens, or none has."""
     batches: list[list[Job]] = []
@@ -193,12 +193,12 @@ class Sent(NamedTuple):
 
 @dataclass(slots=True)
 class Unfinished:
-    """A job without a result. ``outcome``: merged results of parts that ended; ``parts``: number of the others."""
+    """A job without a result. ``so_far``: merged results of parts that ended; ``parts``: number of the others."""
 
     job: Job
     sent_at: float
     parts: int
-    outcome: m.JobResult | None = None
+    so_far: m.JobResult | None = None
 
 
 class WorkerClient(Session):
@@ -417,7 +417,7 @@ class WorkerClient(Session):
         unfinished = self._jobs[sent.of_job]
         unfinished.parts -= 1
         if sent.of_job != result.job_id:  # a part: add it to the others
-            known = unfinished.outcome or m.JobResult(sent.of_job, True, 0, 0.0)
+            known = unfinished.so_far or m.JobResult(sent.of_job, True, 0, 0.0)
             result = m.JobResult(
                 sent.of_job,
                 known.ok and result.ok,
@@ -428,7 +428,7 @@ class WorkerClient(Session):
                 [*known.rejected, *result.rejected],
             )
         if unfinished.parts:
-            unfinished.outcome = result
+            unfinished.so_far = result
         else:
             del self._jobs[sent.of_job]
             self._results.append(result)

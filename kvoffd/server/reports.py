@@ -96,7 +96,7 @@ class Reports:
     def _reason_of(
         self, namespace: Namespace, report: m.PromptReport, counted: Sequence[AskedKeys]
     ) -> tuple[str, list[str]]:
-        """Return why a prompt's first missing key was missing, or why nothing was loaded, and the tiers that this is about.
+        """Return why a prompt's first missing key was missing, or why nothing was loaded, and the tiers concerned.
 
         It is the reason by which the key was ``counted``. Of keys that were not, it is what the engine says, else what
         is known now.

@@ -89,13 +89,7 @@ class KvoffdConnector(OffloadingConnector):
         name_spec(transfer_config)
         super().__init__(vllm_config, role, kv_cache_config)
         if role == KVConnectorRole.WORKER:
-            factors = collect_factors(vllm_config, kv_cache_config, options.salt)
-            self.connector_worker.spec.namespace = namespace_of(factors, label_of(vllm_config))
-            self._weights = LiveWeights(list)
-            self._adapters = LiveAdapters(None, None, self._weights.mark_changed)
-            self._digest: str | None = None
-            self._generation = 0
-            self._last_memory: MemoryState | None = None
+            self._begin_worker(vllm_config, kv_cache_config, options.salt)
             return
         if unknown:
             keys = ", ".join(sorted(unknown))
@@ -105,14 +99,29 @@ class KvoffdConnector(OffloadingConnector):
         if sentence := untested():
             logger.warning("kvoffd: %s", sentence)
         logging.getLogger(STORE_LOGGER).addFilter(is_no_refusal)
+        self._begin_scheduler(vllm_config, kv_cache_config)
+
+    def _begin_worker(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, salt: str) -> None:
+        factors = collect_factors(vllm_config, kv_cache_config, salt)
+        self.connector_worker.spec.namespace = namespace_of(factors, label_of(vllm_config))
+        self._weights = LiveWeights(list)
+        self._adapters = LiveAdapters(None, None, self._weights.mark_changed)
+        self._digest: str | None = None
+        """Digest of the weights; None while unknown."""
+        self._generation = 0
+        """The scheduler's number of the digest."""
+        self._last_memory: MemoryState | None = None
+        """The last state of the memory that was sent."""
+
+    def _begin_scheduler(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         self._manager: KvoffdManager = self.connector_scheduler.manager
         self._turns, requests = self._manager.turns, self._manager.requests
         search_bytes(self.connector_scheduler, self._manager.groups, lambda request_id: requests[request_id].scan)
         self._admission = LoadAdmission(
             vllm_config, kv_cache_config, clock=self._manager.clock, is_loading=self._manager.is_loading
         )
-        self._manager.lookups.enabled = transfer_config.is_kv_consumer
-        self._manager.stores.enabled = transfer_config.is_kv_producer
+        self._manager.lookups.enabled = vllm_config.kv_transfer_config.is_kv_consumer
+        self._manager.stores.enabled = vllm_config.kv_transfer_config.is_kv_producer
         engine, self._cache = facts_of(
             vllm_config, kv_cache_config, stores_tails=self.connector_scheduler.config.supports_partial_tail
         )
@@ -131,7 +140,9 @@ class KvoffdConnector(OffloadingConnector):
         self._new_blocks, self._begun_blocks = set[int](), set[int]()
         """Ids of this step's newly allocated blocks, and of all attention blocks of requests that leave the queue."""
         self._reset_since_step = False
+        """Whether vLLM has reset since the last step."""
         self._has_unsent_stores = False
+        """Whether the last step's stores start in the next one."""
 
     # --- worker ---
 
@@ -279,7 +290,7 @@ class KvoffdConnector(OffloadingConnector):
         if manager.adapters.awaits(state):
             return None
         has_all = computed >= self._cache.usable_tokens(request.num_tokens, computed)
-        has_tail = self._has_tail(request, computed)
+        has_tail = self._tail_tokens > 0 and self._has_tail(request, computed)
         if not turns.prepare_scan(state, computed, engine_has_all=has_all, engine_has_tail=has_tail):
             return None
         if (found := turns.found_before(state, computed)) is None:
@@ -294,7 +305,7 @@ class KvoffdConnector(OffloadingConnector):
 
         False with drafts, whose tails have another hash in 0.33.
         """
-        last = (request.num_prompt_tokens - 1) // self._tail_tokens if self._tail_tokens else 0
+        last = (request.num_prompt_tokens - 1) // self._tail_tokens
         beyond, hashes = last * self._tail_tokens - computed, request.block_hashes
         if self._pool is None or not 0 < beyond < self._cache.block_tokens or last > len(hashes) or self._has_drafts:
             return False
@@ -310,7 +321,7 @@ class KvoffdConnector(OffloadingConnector):
             tokens, _ = super().get_num_new_matched_tokens(request, computed)
         if state.scan.awaits_tail:  # vLLM defers a request for a tail only without other hits
             return None
-        while tokens and self._needs_two_images(request, computed + tokens):
+        while tokens and request.mm_features and self._needs_two_images(request, computed + tokens):
             size = self._cache.chunk_tokens
             most = (computed + tokens - 1) // size * size - computed
             tokens, _ = self.connector_scheduler.get_num_new_matched_tokens(request, computed, max(most, 0))

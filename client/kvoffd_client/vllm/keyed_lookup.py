@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey
 
 from kvoffd_client.scheduler_client import LookupFuture, StoredKeys
-from kvoffd_client.vllm.connector_metadata import ChunkGroup, wire_keys
+from kvoffd_client.vllm.connector_metadata import ChunkGroup, Place, wire_keys
 from kvoffd_proto.messages import ABSENT, COMING, READY, WRITING
 
 HIT, COMES, MISS = b"h", b"c", b"m"
@@ -17,6 +17,7 @@ HIT, COMES, MISS = b"h", b"c", b"m"
 RESULTS = {HIT[0]: LookupResult.HIT, COMES[0]: LookupResult.HIT_PENDING, MISS[0]: LookupResult.MISS}
 NOT_COMING = bytes([ABSENT, WRITING, READY])
 NOTHING_AWAITED: frozenset[int] = frozenset()
+_READY = bytes([READY])
 
 
 def result_of(state: int, awaited: frozenset[int]) -> LookupResult:
@@ -46,6 +47,7 @@ class KeyedLookup:
             vLLM stores where a prompt of a model with recurrent layers ends.
         sent_at: time when it was sent, by time.monotonic().
         waits_since: the same by the engine's clock (``EngineClock``).
+        only_prefixes: of each group only what is behind its ready chunks without a gap can be used.
         stored: keys that were stored recently, as the client knows them.
         stored_before: ``stored.count`` when it was sent.
         is_needed: the request waits for the answer, because it has none that may be the best.
@@ -62,6 +64,7 @@ class KeyedLookup:
     tails: Mapping[int, Sequence[bytes]]
     sent_at: float
     waits_since: float
+    only_prefixes: bool
     stored: StoredKeys
     stored_before: int
     is_needed: bool
@@ -69,15 +72,16 @@ class KeyedLookup:
     is_read: bool = False
     is_coming: bool = False
     all_ready: bool = False
-    is_old: bool = field(default=False, init=False)
-    """Whether something that the answer lacks was stored since, as far as ``grows_old`` has found."""
-    _searched: int = field(default=-1, init=False)
-    """``stored.count`` at the last search for that."""
+    _is_old: bool = field(default=False, init=False)
+    """Whether something that the answer lacks was stored since, as the last search found."""
+    _searched_count: int = field(default=-1, init=False)
+    """``stored.count`` at the last search."""
     _lacks: frozenset[bytes] | None = field(default=None, init=False)
     """All keys that the answer lacks, once they were needed."""
 
     @property
-    def asked(self) -> int:
+    def asked_chunks(self) -> int:
+        """Number of chunks looked up."""
         return sum(map(len, self.chunks.values()))
 
     @property
@@ -135,49 +139,49 @@ class KeyedLookup:
             found |= {OffloadKey(one + suffix): state for one, state in zip(tails, states, strict=False)}
         return found
 
-    def is_ready(self, index: int, block_hash: bytes, end: int) -> bool:
-        """Return whether a block of a group that ends at a number of tokens is ready."""
-        place, rest = divmod(end, self.groups[index].tokens_per_chunk)
-        if rest:
-            place = len(self.chunks.get(index, ())) + 1
-            tails = self.tails.get(index, ())
-            place += tails.index(block_hash) if block_hash in tails else len(tails)
-        states = self._all_states(index)
-        return 0 < place <= len(states) and states[place - 1] == READY
+    def is_ready(self, place: Place, block_hash: bytes) -> bool:
+        """Return whether the block at this place is ready."""
+        if not place.is_tail:
+            states = self.chunk_states(place.group)
+            return 0 <= place.chunk < len(states) and states[place.chunk] == READY
+        tails, states = self.tails.get(place.group, ()), self._all_states(place.group)
+        first = len(self.chunks.get(place.group, ()))
+        return block_hash in tails and states[first:][tails.index(block_hash) :][:1] == _READY
 
     def leading_ready(self, index: int) -> int:
         """Return the number of a group's chunks that are ready, before the first one that is not."""
         states = self.chunk_states(index)
-        return len(states) - len(states.lstrip(bytes([READY])))
+        return len(states) - len(states.lstrip(_READY))
 
     def asks_tails_beyond(self, answer: KeyedLookup | None) -> bool:
         """Return whether it asks for tails that ``answer`` lacks."""
         return bool(self.tails) and (answer is None or self.tails is not answer.tails)
 
-    def grows_old(self, stored: StoredKeys, *, only_prefixes: bool) -> bool:
+    def grows_old(self, stored: StoredKeys) -> bool:
         """Return whether something that the answer lacks was stored after this was sent.
 
-        ``stored``: what the client knows now; that of another client says nothing of this answer. ``only_prefixes``:
-        of each group only what is behind its ready chunks without a gap can be used.
+        ``stored``: what the client knows now; that of another client says nothing of this answer.
         """
-        if self.is_old or (count := stored.count) == self._searched:
-            return self.is_old
-        if stored is not self.stored or stored.forgotten > self.stored_before:
-            self.is_old = True
-        elif only_prefixes:
-            self.is_old = any(stored.was_stored(one, self.stored_before) for one in self._lacking(only_prefixes=True))
-        else:
-            if self._lacks is None:
-                self._lacks = frozenset(self._lacking(only_prefixes=False))
-            self.is_old = not self._lacks.isdisjoint(stored.since(max(self._searched, self.stored_before)))
-        self._searched = count
-        return self.is_old
+        if not self._is_old and (count := stored.count) != self._searched_count:
+            self._is_old = self._was_stored(stored)
+            self._searched_count = count
+        return self._is_old
 
-    def _lacking(self, *, only_prefixes: bool) -> Sequence[bytes]:
-        """Return the keys that the answer lacks, as they are on the wire."""
+    def _was_stored(self, stored: StoredKeys) -> bool:
+        """Search what was stored since the last search for keys that the answer lacks."""
+        if stored is not self.stored or stored.forgotten > self.stored_before:
+            return True
+        if self.only_prefixes:
+            return any(stored.was_stored(key, self.stored_before) for key in self._lacking())
+        if self._lacks is None:
+            self._lacks = frozenset(self._lacking())
+        return not self._lacks.isdisjoint(stored.since(max(self._searched_count, self.stored_before)))
+
+    def _lacking(self) -> Sequence[bytes]:
+        """Return the keys that the answer lacks and that could be used now, as they are on the wire."""
         lacking: list[bytes] = []
         for index, chunks in self.chunks.items():
-            if only_prefixes:
+            if self.only_prefixes:
                 first = self.leading_ready(index)
                 lacking += chunks[first : first + 1]
             else:

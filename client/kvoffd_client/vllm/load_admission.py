@@ -157,7 +157,7 @@ class LoadAdmission:
         return request.priority if self._by_priority else 0, request.arrival_time
 
     def _others(self, request: Request) -> dict[Request, Loaded]:
-        """Return the other loaded requests that have not computed since."""
+        """Return the other loaded requests that have not computed since, and record which of their loads have ended."""
         others = {
             other: load for other, load in self._loaded.items() if other is not request and not other.is_finished()
         }
@@ -169,6 +169,8 @@ class LoadAdmission:
 
     def _fits(self, request: Request, computed: int, others: dict[Request, Loaded]) -> bool:
         """Return whether a request fits besides the others, during its load and with ``computed`` tokens cached."""
+        if not others and self._blocks == inf:
+            return True
         blocks = self._blocks_of(request.num_tokens + self._drafts, computed)
         if not others:
             return max(blocks, self._blocks_of(computed, computed) + self._kept_free) <= self._blocks

@@ -61,12 +61,12 @@ class Counters(Counter[str]):
 
         ``rates`` returns the rates of prefill and loads in tokens per second; called only if there are counts.
         """
-        news = self - self._taken
-        if not news and connected == self._connected:
+        changes = self - self._taken
+        if not changes and connected == self._connected:
             return None
         self._taken, self._connected = Counter(self), connected
         stats = OffloadingConnectorStats()
-        for name, count in news.items():
+        for name, count in changes.items():
             stats.increase_counter(name, count)
         prefill_rate, load_rate = rates()
         for name, value in ((CONNECTED, int(connected)), (PREFILL_RATE, prefill_rate), (LOAD_RATE, load_rate)):

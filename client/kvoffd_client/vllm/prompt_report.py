@@ -21,7 +21,7 @@ from kvoffd_proto.messages import (
     SHARED,
     WRITING,
     Mark,
-    Outcome,
+    PromptOutcome,
     PromptReport,
 )
 
@@ -82,12 +82,11 @@ class PromptRecord:
         table = _WHILE_ASKING if answer.future.asking else _TIER_ONLY
         self.tails_from_tiers |= {key: state for key, state in answer.tail_states().items() if state in COMING}
         for index in answer.chunks:
-            coming = answer.chunk_states(index)
-            if coming.strip(NOT_COMING):
-                before = self.from_tiers.get(index, b"").ljust(len(coming), b"\0")
-                now = coming.translate(table) + before[len(coming) :]
-                known = [old if new in (0, ASKED) else 0 for new, old in zip(now, before, strict=True)]
-                self.from_tiers[index] = bytes([old or new for new, old in zip(now, known, strict=True)])
+            states = answer.chunk_states(index)
+            if states.strip(NOT_COMING):
+                before, now = self.from_tiers.get(index, b"").ljust(len(states), b"\0"), states.translate(table)
+                merged = [old if old and new in (0, ASKED) else new for old, new in zip(before, now, strict=False)]
+                self.from_tiers[index] = bytes(merged) + before[len(states) :]
 
     def tier_of(self, index: int, place: int) -> int:
         """Return the state that a chunk had while it was promoted; 0 if it was found in the pool."""
@@ -133,25 +132,13 @@ class PromptRecord:
         elif self.engine_has_all:  # vLLM computes the last token in any case, and with it the block that ends there
             covered = whole
         if loaded_tokens:
-            outcome = Outcome.LOADED
+            outcome = PromptOutcome.LOADED
         elif dropped:
-            outcome = Outcome.DROPPED
+            outcome = PromptOutcome.DROPPED
         elif not any(whole):
-            outcome = Outcome.TOO_SHORT
-        elif other_tokens or (self.engine_has_all and self.may_load and not (last is None or last.future.failed)):
-            outcome = Outcome.NOT_NEEDED
-        elif self.is_late:
-            outcome = Outcome.LATE
-        elif not self.may_load or last is None or last.future.failed:
-            outcome = Outcome.UNUSED
-        elif last.given_up or not last.future.done:
-            outcome = Outcome.LATE
-        elif self.skipped:
-            outcome = Outcome.SKIPPED
-        elif self.refused:
-            outcome = Outcome.NO_SPACE
+            outcome = PromptOutcome.TOO_SHORT
         else:
-            outcome = Outcome.MISSED
+            outcome = self._why_computed(last, is_loaded_elsewhere=other_tokens > 0)
         group, missing, number, reason = _first_missing(last, covered, adapter, tiers)
         after_gap = 0
         if missing and last is not None:
@@ -196,10 +183,25 @@ class PromptRecord:
             coming_keys=_coming(last, covered) if missing else [],
         )
 
+    def _why_computed(self, last: KeyedLookup | None, *, is_loaded_elsewhere: bool) -> PromptOutcome:
+        """Return the outcome of a prompt of a block or more that computes. Another connector may load it."""
+        was_looked_up = self.may_load and last is not None and not last.future.failed
+        if is_loaded_elsewhere or (self.engine_has_all and was_looked_up):
+            return PromptOutcome.NOT_NEEDED
+        if self.is_late:
+            return PromptOutcome.LATE
+        if not was_looked_up or last is None:
+            return PromptOutcome.UNUSED
+        if last.given_up or not last.future.done:
+            return PromptOutcome.LATE
+        if self.skipped:
+            return PromptOutcome.SKIPPED
+        return PromptOutcome.NO_SPACE if self.refused else PromptOutcome.MISSED
+
 
 def failed(report: PromptReport) -> PromptReport:
     """Return the report of a prompt whose load failed, so that it is computed."""
-    return structs.replace(report, outcome=Outcome.FAILED, loaded_tokens=0, covered_keys=report.own_keys)
+    return structs.replace(report, outcome=PromptOutcome.FAILED, loaded_tokens=0, covered_keys=report.own_keys)
 
 
 def _marks_of(request: Request) -> list[str]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 REFRESH_S, REFRESH_KEYS = 1.0, 1000
-"""An answer with misses is refreshed at this age, for each REFRESH_KEYS keys; a complete one this long before
+"""An answer with misses is refreshed at this age, for each REFRESH_KEYS chunks; a complete one this long before
 ``stale_at``. After a failed lookup none is sent for this long."""
 CHECKED_AHEAD = 16
 """Prompts at the head of the queue whose answers are checked, and renewed if they are old, at the end of a step."""
@@ -149,7 +149,7 @@ class RequestLookups:
         future = client.lookup(message, again, reported=True, peer=state.hints.peer, giver=state.hints.giver)
         if not again and future.lease_id:
             record.counted, record.counted_by = future, asked_by
-        is_needed = state.answer is None or self._lacks_stored(state.answer)
+        is_needed = state.answer is None or state.answer.grows_old(client.stored)
         state.pending = state.last = KeyedLookup(
             future,
             self.groups,
@@ -158,6 +158,7 @@ class RequestLookups:
             tails,
             sent_at=self.clock(),
             waits_since=self._engine_clock.read(),
+            only_prefixes=self._only_prefixes,
             stored=client.stored,
             stored_before=stored_before,
             is_needed=is_needed,
@@ -172,7 +173,7 @@ class RequestLookups:
         vLLM asks for each position inside the chunk after the last one that is a hit, in all groups.
         """
         state.tails, state.record.asks_tails = self.groups.hashes_of(reversed(state.scan.wanted_tails)), True
-        self.release(state.pending)
+        self.end_lease(state.pending)
         state.pending = None
         self.look_up(state)
 
@@ -194,15 +195,15 @@ class RequestLookups:
             return False
         state.pending = None
         if answered.future.failed:
-            self.release(answered)
+            self.end_lease(answered)
             state.failed_at = answered.future.answered_at
             return False
         if answered.future.pinned and self.clock() >= answered.future.stale_at:
-            self.release(answered)  # it came long ago, so it is asked again
+            self.end_lease(answered)  # it came long ago, so it is asked again
             return False
         self.read(answered)
         # The new lease pins the same blocks, so nothing is unpinned in between.
-        self.release(state.answer)
+        self.end_lease(state.answer)
         state.answer = answered
         state.record.came_from_tiers(answered)
         now, age_s = self._engine_clock.read(), self.clock() - answered.future.answered_at
@@ -224,20 +225,16 @@ class RequestLookups:
         answer, now = state.answer, self.clock()
         if self.has_failed(state):
             return False
-        if answer is None or self._lacks_stored(answer):
+        if answer is None or answer.grows_old(self.namespace.client.stored):
             return True
         hashes, future = len(state.request.block_hashes), answer.future
-        if sum(hashes // group.hashes_per_chunk for group in self.groups) > answer.asked:
+        if sum(hashes // group.hashes_per_chunk for group in self.groups) > answer.asked_chunks:
             return True  # it has generated further chunks
         if answer.all_ready and future.leased:
             return now > future.stale_at - REFRESH_S
         if answer.is_coming and not state.turn.tier_wait.has_ended:
             return self._engine_clock.read() >= state.turn.tier_wait.ask_at
-        return now - future.answered_at > REFRESH_S * max(1.0, answer.asked / REFRESH_KEYS)
-
-    def _lacks_stored(self, answer: KeyedLookup) -> bool:
-        """Return whether something that an answer lacks was stored since."""
-        return answer.grows_old(self.namespace.client.stored, only_prefixes=self._only_prefixes)
+        return now - future.answered_at > REFRESH_S * max(1.0, answer.asked_chunks / REFRESH_KEYS)
 
     # --- leases ------------------------------------------------------------------------------------
 
@@ -255,15 +252,15 @@ class RequestLookups:
         """End the lease of a request's load, and wake the prompts that wait for a load's end."""
         self.queue.load_ended()
         self.loads += 1
-        self.release(self.loading.pop(request_id, None))
+        self.end_lease(self.loading.pop(request_id, None))
 
     def end_leases(self, state: RequestState) -> None:
         """Release the leases of a request that runs without a load or has ended. Its last lookup stays known."""
-        self.release(state.answer)
-        self.release(state.pending)
+        self.end_lease(state.answer)
+        self.end_lease(state.pending)
         state.answer = state.pending = None
 
-    def release(self, lookup: KeyedLookup | None) -> None:
+    def end_lease(self, lookup: KeyedLookup | None) -> None:
         """End a lookup's lease, if it has one or may have one."""
         if lookup is not None and (lookup.future.leased or lookup.future.failed or not lookup.future.done):
             self.namespace.client.release(lookup.future.lease_id)
@@ -274,6 +271,6 @@ class RequestLookups:
             self.end_leases(state)
             state.last = None
         for lookup in self.loading.values():
-            self.release(lookup)
+            self.end_lease(lookup)
         self.loading.clear()
         self.queue.wake_all()

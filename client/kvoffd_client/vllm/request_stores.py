@@ -118,7 +118,7 @@ class RequestStores:
             end = req_context.get_offload_key_position(key) or 0
             if end > computed or key in self._storing:
                 continue
-            if last is None or not last.is_ready(self._groups.index_of(key), key[:-GROUP_ID_BYTES], end):
+            if last is None or not last.is_ready(self._groups.place_of(key, req_context), key[:-GROUP_ID_BYTES]):
                 missing[key] = end
         return missing
 
