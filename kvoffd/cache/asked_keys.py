@@ -18,6 +18,14 @@ from kvoffd.cache.block_table import FOUND
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.cache.policy import Chain
 
+NOT_FOR_SPACE = (
+    MissReason.UNKNOWN,
+    MissReason.COMPUTING,
+    MissReason.PARTIAL,
+    MissReason.INVALIDATED,
+    MissReason.CORRUPT,
+)
+"""Reasons of keys that no pool of any size would have had."""
 TAKEN_AT_ONCE = 64
 """Prompts of a session that is gone which are counted in one step."""
 MAX_UNCOUNTED_BYTES, PART_BYTES = 32 << 20, 1024
@@ -97,7 +105,8 @@ def count_prompt(parts: Sequence[AskedKeys], outcome: PromptOutcome | None) -> I
     for part in parts:
         assert part.chain is not None
         group, count = part.chain.group, len(part.reasons)
-        yield part.chain, min(count, own[group.index])
+        covered_by_engine = min(count, own[group.index])
+        yield part.chain._replace(findable=_findable(part.reasons, covered_by_engine)), covered_by_engine
         part.namespace.counters.covered_keys += min(count, covered[group.index])
         rest.append((part, part.reasons[covered[group.index] :]))
         own[group.index] = max(0, own[group.index] - count)
@@ -114,6 +123,12 @@ def count_prompt(parts: Sequence[AskedKeys], outcome: PromptOutcome | None) -> I
                 counters.covered_keys += found
             else:
                 counters.misses[unloaded] += found
+
+
+def _findable(reasons: bytearray, own: int) -> int:
+    """Return how many keys come before the first, behind the engine's own, that had not been stored when it was asked
+    for, or was dropped for another reason than space."""
+    return min((at for reason in NOT_FOR_SPACE if (at := reasons.find(reason, own)) >= 0), default=len(reasons))
 
 
 class UncountedPrompts:
