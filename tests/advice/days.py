@@ -45,6 +45,7 @@ class Day:
         events: whether engines send the tokens of blocks.
         store: whether there is a shared store, which holds all blocks.
         store_bytes_per_second: speed of the network to it; None for the machine's own.
+        patience_s: time for which an engine waits for a prompt's blocks.
         block_bytes: bytes of a block.
     """
 
@@ -57,6 +58,7 @@ class Day:
     events: bool = False
     store: bool = False
     store_bytes_per_second: float | None = None
+    patience_s: float = 5.0
     block_bytes: int = BLOCK_BYTES
 
     @property
@@ -138,9 +140,9 @@ def disk_never_read(make: Maker) -> Day:
 
 def store_only(make: Maker) -> Day:
     """The pool holds a few prompts; the store has all."""
-    documents = make.documents(make.times(0.1))
-    rounds = alone(make.about(documents) for _ in range(make.size))
-    return Day("a store only", rounds, 4 * 64, {"shared_write": "always"}, store=True)
+    documents = make.documents(make.times(0.06))
+    rounds = alone(make.about(documents) for _ in range(make.times(0.4)))
+    return Day("a store only", rounds, make.times(0.4), {"shared_write": "always"}, store=True)
 
 
 def own_suffices(make: Maker) -> Day:
@@ -182,11 +184,13 @@ def _dated(make: Maker, *, moved: bool) -> Day:
 
 
 def slow_store(make: Maker) -> Day:
-    """Prompts of one large block, which a store sends in longer than it may take."""
-    documents = [make.blocks(1) for _ in range(make.times(0.05))]
-    rounds = alone(make.prompt(make.random.choice(documents), make.blocks(1)) for _ in range(make.times(0.2)))
-    settings = {"shared_write": "always", "shared_deadline": "100ms"}
-    return Day("a slow store", rounds, 20, settings, store=True, store_bytes_per_second=3e5, block_bytes=1 << 16)
+    """Documents of one large block, which the store sends more slowly than engines wait for."""
+    documents = [make.blocks(1) for _ in range(make.times(0.06))]
+    rounds = alone(make.prompt(make.random.choice(documents), make.blocks(1)) for _ in range(make.times(0.3)))
+    return Day(
+        "a slow store", rounds, make.times(0.03), {"shared_write": "always"}, store=True, store_bytes_per_second=6e5,
+        patience_s=0.01, block_bytes=1 << 16,
+    )  # fmt: skip
 
 
 DAYS: dict[str, Callable[[Maker], Day]] = {

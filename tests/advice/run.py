@@ -15,7 +15,7 @@ from pathlib import Path
 from msgspec import structs
 
 from kvoffd_client import AdminClient
-from kvoffd_client.cli.doctor import gather_facts, report_of
+from kvoffd_client.cli.doctor import gather_facts
 from kvoffd_client.cli.findings import Facts, Finding, find
 from kvoffd_client.fake_engine import KEY_BYTES, FakeEngine
 from kvoffd_client.namespace import NamespaceSpec
@@ -32,8 +32,6 @@ from .days import BLOCK_TOKENS, Day, Prompt
 ENGINE_BLOCKS = 64
 PREFILL_RATE = 4000.0
 """Tokens per second that engines report; they compute nothing."""
-PATIENCE_S = 5.0
-"""Time for which an engine waits for a prompt's blocks."""
 DAY_S = 86_400.0
 TICK_S = 0.25
 
@@ -46,7 +44,7 @@ class DayEngine(FakeEngine):
         namespace = NamespaceSpec.named(day.tenants[number], 1, KEY_BYTES, groups, page_bytes=day.block_bytes)
         super().__init__(directory, namespace, 1, 1, ENGINE_BLOCKS, day.block_bytes, name=f"engine {number}")
         self._own: OrderedDict[bytes, None] = OrderedDict()
-        self._own_blocks, self._events = day.own_blocks, day.events
+        self._own_blocks, self._events, self._patience_s = day.own_blocks, day.events, day.patience_s
         self._first_lease = 0
         self.scheduler.report(PREFILL_RATE, 0, 0)
 
@@ -61,13 +59,14 @@ class DayEngine(FakeEngine):
     def begin(self, prompt: Prompt) -> tuple[Prompt, list[bytes], int]:
         """Look a prompt up, as engines do when it arrives."""
         keys = _keys_of(prompt)
-        return prompt, keys, self.lookup(keys, PATIENCE_S)
+        return prompt, keys, self.lookup(keys, self._patience_s)
 
     def end(self, begun: tuple[Prompt, list[bytes], int]) -> None:
         """Load what was found, store the rest, and report the prompt."""
         prompt, keys, found = begun
         own = next((number for number, key in enumerate(keys) if key not in self._own), len(keys))
-        outcome, covered, load_lease, is_late = Outcome.MISSED, own, 0, self._lookup is None or self._lookup.pending
+        outcome, covered, load_lease = Outcome.MISSED, own, 0
+        is_late = self._lookup is not None and self._lookup.pending and not self._lookup.asking
         if own == len(keys):
             outcome = Outcome.NOT_NEEDED
         elif found > own:
@@ -85,7 +84,7 @@ class DayEngine(FakeEngine):
         self.scheduler.report_prompt(
             PromptReport(
                 "prompt", time.time(), prompt.tokens, len(keys), 0, 0, 0,
-                Outcome.LATE if is_late and outcome == Outcome.MISSED else outcome,
+                outcome, reason="tier_late" if is_late and covered < len(keys) else "",
                 loaded_tokens=(covered - own) * BLOCK_TOKENS, own_tokens=own * BLOCK_TOKENS,
                 missing_key=missing, missing_number=covered + 1 if missing else 0,
                 lease_id=self._first_lease, load_lease_id=load_lease, own_keys=[own], covered_keys=[covered],
@@ -176,6 +175,8 @@ def run(day: Day, place: Path, trace: Path | None = None, commands: Sequence[Seq
                 begun = [(engines[number], engines[number].begin(prompt)) for number, prompt in together]
                 for engine, one in begun:
                     engine.end(one)
+                if day.store:  # in a real day it has the time to write
+                    wait_until(lambda: not any(one.queued_writes for one in admin.stats().shared), DEADLINE_S)
             tokens = sum(prompt.tokens for together in day.rounds for _, prompt in together)
             wait_until(lambda: admin.stats().since_start.all_prompt_tokens == tokens, DEADLINE_S)
             if day.events:
