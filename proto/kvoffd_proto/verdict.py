@@ -22,7 +22,9 @@ OWN_SHARE = 0.9
 
 FOR_SPACE = ("evicted", "rejected", "no_space")
 """Reasons of misses that more memory would end."""
-BEHIND = ("after_gap", "forgotten", "tier_late", "tier_failed", "not_loaded")
+TOO_LATE = ("tier_late", "tier_failed", "not_loaded")
+"""Reasons of what only a tier had, and what did not come, or not in time."""
+BEHIND = ("after_gap", "forgotten", *TOO_LATE)
 """Reasons that may stand for those: found after a missing block, evicted too long ago to be remembered, or only in a
 tier, of which a larger pool would have been sooner."""
 

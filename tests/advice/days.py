@@ -12,6 +12,8 @@ from random import Random
 from typing import NamedTuple
 
 BLOCK_TOKENS, BLOCK_BYTES = 16, 4096
+PAGE_BYTES = 4096
+"""Bytes of a slot, or of a place on a disk, besides its block."""
 DOCUMENT_BLOCKS = 16
 ONE_TENANT = ("tenant",)
 
@@ -60,6 +62,10 @@ class Day:
     store_bytes_per_second: float | None = None
     patience_s: float = 5.0
     block_bytes: int = BLOCK_BYTES
+
+    @property
+    def pool_bytes(self) -> int:
+        return self.pool_blocks * (self.block_bytes + PAGE_BYTES)
 
     @property
     def prompts(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import time
 from array import array
 from collections import OrderedDict
@@ -33,7 +34,7 @@ ENGINE_BLOCKS = 64
 PREFILL_RATE = 4000.0
 """Tokens per second that engines report; they compute nothing."""
 DAY_S = 86_400.0
-TICK_S = 0.25
+SERVE = Path(__file__).with_name("serve.py")
 
 
 class DayEngine(FakeEngine):
@@ -137,11 +138,10 @@ class Came:
         return 100 * self.by_source.get("computed", 0) / sum(self.by_source.values())
 
 
-def _is_steady(admin: AdminClient) -> bool:
-    """Whether the daemon has looked at all tokens of blocks, as far as two looks tell."""
-    before = admin.stats().namespaces
-    time.sleep(4 * TICK_S)
-    return [one.branching for one in admin.stats().namespaces] == [one.branching for one in before]
+def _has_seen_all(admin: AdminClient) -> bool:
+    """Whether the daemon has looked at all tokens of blocks."""
+    (one,) = admin.stats().namespaces
+    return one.branching is not None and one.branching.seen_tokens == one.stored_blocks * BLOCK_TOKENS
 
 
 def as_a_day(facts: Facts) -> Facts:
@@ -160,7 +160,8 @@ def run(day: Day, place: Path, trace: Path | None = None, commands: Sequence[Seq
             server = stack.enter_context(RedisServer())
             link = stack.enter_context(SlowLink(server.port, day.store_bytes_per_second))
             settings["shared"] = link.url
-        daemon = stack.enter_context(DaemonProcess(f"{day.pool_blocks * day.block_bytes >> 10}KiB", **settings))
+        program = [sys.executable, str(SERVE)]
+        daemon = stack.enter_context(DaemonProcess(f"{day.pool_bytes}B", program=program, **settings))
         engines = [stack.enter_context(DayEngine(daemon.directory, day, at)) for at in range(len(day.tenants))]
         with AdminClient(daemon.directory) as admin:
             for words in commands:
@@ -180,7 +181,7 @@ def run(day: Day, place: Path, trace: Path | None = None, commands: Sequence[Seq
             tokens = sum(prompt.tokens for together in day.rounds for _, prompt in together)
             wait_until(lambda: admin.stats().since_start.all_prompt_tokens == tokens, DEADLINE_S)
             if day.events:
-                wait_until(lambda: _is_steady(admin), DEADLINE_S, interval_s=1.0)
+                wait_until(lambda: _has_seen_all(admin), DEADLINE_S)
             if recorder:
                 recorder.send_signal(signal.SIGINT)
                 assert recorder.wait(DEADLINE_S) == 0

@@ -13,7 +13,7 @@ from kvoffd_client.cli.findings import Finding
 from kvoffd_proto.units import parse_size
 from tests.kit.command import run_cli
 
-from .days import DAYS, Day, Maker, moved_date
+from .days import BLOCK_TOKENS, DAYS, PAGE_BYTES, Day, Maker, moved_date
 from .run import Came, run
 
 POINTS = 2.0
@@ -100,7 +100,7 @@ def _tried(
     all_tokens = sum(prompt.tokens for together in day.rounds for _, prompt in together)
     keys = sum(len(prompt.blocks) for together in day.rounds for _, prompt in together)
     if replayed is not None:  # percentage points of the keys, as replay counts
-        replayed *= keys * 16 / all_tokens
+        replayed *= keys * BLOCK_TOKENS / all_tokens
     came = before.computed_percent - after.computed_percent
     return Tried(day.name, before.computed_percent, check, fix.partition(";")[0], promised, came, replayed)
 
@@ -111,14 +111,14 @@ def _policy(day: Day) -> str:
 
 def _with(day: Day, setting: str, value: str) -> Day:
     if setting == "pool_size":
-        return replace(day, pool_blocks=parse_size(value) // day.block_bytes)
+        return replace(day, pool_blocks=parse_size(value) // (day.block_bytes + PAGE_BYTES))
     return replace(day, settings=day.settings | {setting: value})
 
 
 def _found(trace: Path, day: Day) -> float:
     """Percentage of the keys that a daemon with this day's settings would find, by ``trace replay``."""
     words = ["--blocks", str(day.pool_blocks), "--policy", _policy(day)]
-    if day.store:  # a disk that has all
+    if day.store and day.store_bytes_per_second is None:  # a disk that has all
         words += ["--disk", "1000x", "--disk-write", "always"]
     elif "disk" in day.settings:
         words += ["--disk", day.settings["disk"], "--disk-write", day.settings["disk_write"]]

@@ -566,8 +566,10 @@ def _needed_keys(stats: s.DaemonStats) -> int:
 
 
 def _found_below(stats: s.DaemonStats) -> int:
-    """Return the keys that tiers had."""
-    return sum(keys for source, keys in stats.since_start.found_keys.items() if source != "pool")
+    """Return the keys that came from tiers in time."""
+    total = stats.since_start
+    found = sum(keys for source, keys in total.found_keys.items() if source != "pool")
+    return max(0, found - sum(total.misses.get(reason, 0) for reason in verdict.TOO_LATE))
 
 
 def _of_prompts(traffic: s.Window, points: float) -> float:
@@ -679,7 +681,7 @@ def crowding(facts: Facts) -> Iterator[Finding]:
     most_bytes = _whole_mib(quota)
     evidence = (
         f"{namespace_name(chosen.model, chosen.id)} has {held} of the blocks. {_computed(stats)}; "
-        f"{_would_be(stats, best)} if it had {most_bytes} at most (estimated for lru)."
+        f"{_would_be(stats, best)} or less if it had {most_bytes} at most (estimated for lru)."
     )
     level = "warning" if gain >= MANY_POINTS else "info"
     yield finding("crowding", evidence, gain / 100, f"{chosen.id} --max {most_bytes}", level, gain)
