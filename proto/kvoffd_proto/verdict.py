@@ -138,7 +138,7 @@ def _why_not(stats: DaemonStats) -> str:
         return "engines stored nothing: their prompts are shorter than a block, or kv_role is kv_consumer."
     if not repeats(stats.curve):
         what = f"{own}, and the rest does" if count else "prompts do"
-        return f"{what} not repeat: {most_of(stats.curve):.1f} % of it would be found with ten times the memory."
+        return f"{what} not repeat: {most_of(stats.curve):.1f} % would be found with ten times the memory."
     reason, keys = max(traffic.misses.items(), key=lambda item: item[1], default=("", 0))
     if not reason:
         return "no key was missed."

@@ -25,6 +25,8 @@ ADVICE = (
     "disk_writes", "tier_late", "prompts_differ",
 )  # fmt: skip
 """Kinds of findings whose fix changes what is computed, or must not."""
+AT_LEAST = ("crowding",)
+"""Those that promise this much or more."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class Tried:
         came = [one for one in (self.came, self.replayed) if one is not None]
         if self.promised is None:
             return not self.advice and max(came) <= POINTS
+        if self.advice in AT_LEAST:
+            return all(one >= self.promised - POINTS for one in came)
         return all(abs(one - self.promised) <= POINTS for one in came)
 
 

@@ -664,10 +664,15 @@ def starving(facts: Facts) -> Iterator[Finding]:
 
 def crowding(facts: Facts) -> Iterator[Finding]:
     """Find the namespace whose limit would help others the most, without a quota so far."""
-    stats, every = facts.stats, facts.stats.curve
-    if every is None or not every.asked_tokens or not verdict.enough_lookups(stats) or len(facts.counted) < 2:
+    stats, curves = facts.stats, [one.curve for one in facts.counted if one.curve is not None]
+    asked = sum(one.asked_tokens for one in curves)
+    if len(curves) < 2 or not asked or not verdict.enough_lookups(stats):
         return
-    base, most = max(_found_percent(every), _lru_percent(every)), verdict.most_gain(stats.since_start)
+    if stats.pool.of("ready") < verdict.FULL_POOL * stats.pool.size_bytes:
+        return  # all have what space they want
+    found = 100 * sum(one.found_tokens for one in curves) / asked
+    base = max(found, sum(_lru_percent(one) * one.asked_tokens for one in curves) / asked)
+    most = verdict.most_gain(stats.since_start)
     best, quota, chosen = 0.0, 0.0, None
     for one in facts.counted:
         for part in QUOTAS if one.lookups >= verdict.MIN_LOOKUPS and one.quota_bytes is None else ():
