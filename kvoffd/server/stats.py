@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import resource
 import socket
@@ -14,7 +15,7 @@ from msgspec import structs
 from kvoffd import __version__
 from kvoffd.cache.namespace import Namespace
 from kvoffd.config import settings_in_force
-from kvoffd.observe.meters import HOUR_S, MINUTE_S
+from kvoffd.observe.meters import DAY_S, HOUR_S, MINUTE_S
 from kvoffd.server.handlers import answers, filled
 from kvoffd.server.health import health_of, health_reply
 from kvoffd.server.sessions import Session
@@ -79,6 +80,7 @@ def daemon_stats(service: Service) -> s.DaemonStats:
         store=_copy_stats(service, Direction.STORE),
         load=_copy_stats(service, Direction.LOAD),
         since_start=traffic.since_start(total),
+        last_day=traffic.in_last(DAY_S, total),
         last_hour=traffic.in_last(HOUR_S, total),
         last_minute=recent,
         lifetime=traffic.lifetime(total),
@@ -93,6 +95,7 @@ def daemon_stats(service: Service) -> s.DaemonStats:
         ghost_entries=cache.policy.ghosts,
         policy_bytes=cache.policy.nbytes,
         learned=cache.policy.describe(),
+        log_level=logging.getLevelName(logging.getLogger().level).lower(),
         settings=[s.SettingInfo(*one) for one in settings_in_force(service.config)],
         paying_off=None,
         verdict="",

@@ -232,12 +232,6 @@ def _whole_mib(nbytes: float) -> str:
     return exact_size(max(1 << 20, round(nbytes) >> 20 << 20))
 
 
-def _of_all_ranks(facts: Facts, name: str) -> float:
-    """Return a count since the start, of each namespace times its ranks; namespaces without a row count once."""
-    of_further_ranks = sum(getattr(one, name) * (one.world_size - 1) for one in facts.counted)
-    return float(getattr(facts.stats.since_start, name) + of_further_ranks)
-
-
 # --- the daemon as it is now ------------------------------------------------------------------------
 
 
@@ -355,7 +349,8 @@ def memory(facts: Facts) -> Iterator[Finding]:
     if large and facts.huge_pages in ("never", "deny"):
         evidence = f"The kernel gives shared memory no huge pages (shmem_enabled is {facts.huge_pages})."
         yield finding("huge_pages", evidence)
-    pool, stored = facts.stats.pool, _of_all_ranks(facts, "stored_blocks")
+    pool, stored = facts.stats.pool, facts.stats.since_start.stored_blocks
+    stored += sum(one.stored_blocks * (one.world_size - 1) for one in facts.counted)
     if pool.unpinnable_bytes:
         evidence = f"CUDA refused to page-lock {format_size(pool.unpinnable_bytes)} of {format_size(pool.size_bytes)}."
         yield finding("unpinnable", evidence, 0.6)
@@ -491,7 +486,8 @@ class Value(msgspec.Struct, frozen=True):
     """Benefit of the cache since the daemon's start. ``paying_off`` and ``sentence``: see ``Verdict``.
 
     ``needed_tokens``: tokens of prompts that engines did not have themselves. ``gpu_seconds``: ``saved_seconds`` of all
-    ranks of the engines. ``gpu_seconds_a_day``: at that rate; None if the daemon has not been up for long.
+    ranks of the engines. ``gpu_seconds_a_day``: at the rate of the last day; None if the daemon has not been up for
+    long.
     """
 
     paying_off: bool | None
@@ -508,9 +504,9 @@ def judge_value(facts: Facts) -> Value:
     traffic = facts.stats.since_start
     needed = verdict.needed_tokens(traffic)
     pays, sentence = verdict.judge(facts.stats)
-    saved = _of_all_ranks(facts, "saved_seconds")
-    a_day = saved * 86400 / facts.stats.uptime_seconds if facts.stats.uptime_seconds >= LONG_ENOUGH_S else None
-    return Value(pays, traffic.lookups, traffic.loaded_tokens, needed, traffic.saved_seconds, saved, a_day, sentence)
+    day, saved = facts.stats.last_day, (traffic.saved_seconds, traffic.saved_gpu_seconds)
+    a_day = day.saved_gpu_seconds * DAY_S / day.seconds if day.seconds >= LONG_ENOUGH_S else None
+    return Value(pays, traffic.lookups, traffic.loaded_tokens, needed, *saved, a_day, sentence)
 
 
 def pool_size(facts: Facts) -> Iterator[Finding]:
@@ -645,8 +641,9 @@ def at_quota(one: s.NamespaceStats) -> bool:
 
 def starving(facts: Facts) -> Iterator[Finding]:
     """Find namespaces that use up a quota and could find more."""
-    every = facts.stats.curve
-    for one in facts.counted if every is not None else ():
+    if (every := facts.stats.curve) is None:
+        return
+    for one in facts.counted:
         curve = one.curve
         if curve is None or not curve.asked_tokens or one.lookups < verdict.MIN_LOOKUPS or not at_quota(one):
             continue

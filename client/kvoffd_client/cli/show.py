@@ -79,6 +79,8 @@ class Engine:
     schedulers: int = 0
     workers: int = 0
     pids: list[int] = field(default_factory=list)
+    processes: dict[str, list[int]] = field(default_factory=dict)
+    """Pids by role, in the order of the ranks, if known."""
     software: str = ""
     idle_seconds: float = 0.0
     leases: int = 0
@@ -156,6 +158,8 @@ def engines_of(found: Sequence[SessionInfo], labels: Mapping[bytes, str] = Mappi
         row.idle_seconds = min(row.idle_seconds, one.idle_seconds)
         if one.pid and one.pid not in row.pids:
             row.pids.append(one.pid)
+        if one.pid and one.role and one.pid not in (own := row.processes.setdefault(str(one.role), [])):
+            own.append(one.pid)
         for name in SUMMED:
             setattr(row, name, getattr(row, name) + getattr(one, name))
     return rows
@@ -180,9 +184,14 @@ def engine_table(rows: Sequence[Engine], width: int) -> Table:
 
 
 def _processes(row: Engine) -> str:
-    """Return an engine's workers and pids; without pids its versions and host."""
-    where = f"pid {', '.join(map(str, row.pids))}" if row.pids else printable(row.software)
-    return ", ".join(filter(None, (f"{format_count(row.workers)} worker{plural(row.workers)}", where)))
+    """Return an engine's workers and pids by role; without pids its versions and host."""
+    workers = f"{format_count(row.workers)} worker{plural(row.workers)}"
+    if not row.pids:
+        return ", ".join(filter(None, (workers, printable(row.software))))
+    if len(row.pids) == 1:  # one process has all roles
+        return f"{workers}, pid {row.pids[0]}"
+    named = [f"{role} pid {', '.join(map(str, pids))}" for role, pids in row.processes.items()]
+    return ", ".join([workers] * (not row.processes.get(Role.WORKER)) + named)
 
 
 def _show_sessions(found: Sequence[SessionInfo]) -> None:
@@ -328,7 +337,7 @@ def request_sentence(logged: LoggedPrompt) -> str:
         return sentence
     places = {"in the pool": report.found_pool, "on a disk": report.found_disk, "in a store": report.found_shared}
     there = ", ".join(f"{format_count(count)} {place}" for place, count in places.items() if count)
-    sentence += f" Of {format_count(report.keys)} keys kvoffd had {there or 'none'}."
+    sentence += f" Of {format_count(report.keys)} key{plural(report.keys)} kvoffd had {there or 'none'}."
     if report.asked_shared > report.found_shared:
         # A store that could not be reached is not told from one that lacks the block.
         said = "has none, or failed" if not report.found_shared else f"has {format_count(report.found_shared)}"
