@@ -182,15 +182,15 @@ def log_level(
     ] = None,
     directory: Directory = None,
 ) -> int:
-    """Set what the daemon logs, until it ends; without LEVEL, show it.
+    """Set what the daemon logs, or show it.
 
-    The next daemon has its setting log_level again. Level debug also has warnings that are otherwise logged once a
-    minute.
+    A level holds until the daemon ends: the next one has its setting log_level. Level debug also has warnings that are
+    otherwise logged once a minute.
     """
     with open_admin(directory) as admin:
         if level is not None:
             admin.ask(SetLogLevel, level)
-        now = level or admin.stats().log_level or "levels that it does not tell; it is older: its setting's"
+        now = level or admin.stats().log_level
     say(f"The daemon logs {now} and above.")
     return 0
 

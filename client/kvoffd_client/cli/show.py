@@ -79,8 +79,6 @@ class Engine:
     schedulers: int = 0
     workers: int = 0
     pids: list[int] = field(default_factory=list)
-    processes: dict[str, list[int]] = field(default_factory=dict)
-    """Pids by role, in the order of the ranks, if known."""
     software: str = ""
     idle_seconds: float = 0.0
     leases: int = 0
@@ -89,6 +87,8 @@ class Engine:
     registered_bytes: int = 0
     stored_bytes: int = 0
     loaded_bytes: int = 0
+    processes: dict[str, list[int]] = field(default_factory=dict)
+    """Pids by role, in the order in which they connected."""
 
 
 SUMMED = ("leases", "pinned_bytes", "jobs", "registered_bytes", "stored_bytes", "loaded_bytes")

@@ -82,7 +82,7 @@ def stats(
 
     Percentages are of all tokens of prompts, by source, and of the keys asked for, by miss. A key is a block's hash.
 
-    Exit status: 0; 1 with SECTION tiers, if a disk has failed or hangs, or a store or peer is down; 2 an error.
+    Exit status: 0; 1 with tiers, if a disk or store is down; 2 an error.
     """
     if misses and section:
         raise CliError("--misses and a section exclude each other; give one of them.")
@@ -307,7 +307,7 @@ def _namespaces(now: s.DaemonStats, most: int) -> None:
         say(NO_NAMESPACE)
     else:
         print_table(
-            ("namespace", "<id", ">size", ">prompt tokens", ">saved", ">computed", ">own", ">loaded"),
+            ("namespace", "<id", ">size", ">prompt\ntokens", ">saved", ">computed", ">own", ">loaded"),
             [
                 (
                     printable(one.model) or "(no label)",
@@ -465,8 +465,8 @@ def _usage(one: s.SharedStats) -> str:
     size = f" of {format_size(one.size_bytes)}" if one.size_bytes else ", without a limit"
     uses = f"uses {format_size(one.used_bytes)}{size}" if one.used_bytes else "does not report its usage"
     if not one.up:
-        uses = f"{uses.replace('uses', 'used', 1)} when it last answered" if one.used_bytes else "usage unknown"
-        return f"  {uses}"
+        used = f"used {format_size(one.used_bytes)}{size}, when it last answered"
+        return f"  {used}" if one.used_bytes else "  usage unknown"
     chosen = ", and gets only blocks that are likely to be reused" if one.write_mode == "auto" else ""
     return f"  {uses}: it is full{chosen}" if one.full else f"  {uses}"
 
