@@ -9,7 +9,7 @@ from kvoffd.system.limits import MemoryLimit
 from kvoffd.tiering.promotions import FILL_BYTES, MAX_QUEUED
 from kvoffd.tiering.writer import MAX_WAITING, WAITING_BYTES
 from kvoffd.tiers.disk import index_bytes
-from kvoffd_proto.units import format_size
+from kvoffd_proto.units import exact_size, format_size
 
 SLOT_BYTES = 112
 """Largest metadata of a slot besides its record: arrays, index and eviction order. The latter two are never full
@@ -53,8 +53,14 @@ def memory_summary(config: Config) -> str:
     return (
         f"An idle daemon takes {format_size(idle)} of memory (pool {format_size(parts['pool'])}, its tables "
         f"{format_size(parts['slot table and page tables'])}, the process about {format_size(IDLE_BYTES)}); set the "
-        f"memory limit to {format_size(sum(parts.values()))}, since a busy one may take up to: {later}."
+        f"memory limit to {_whole_units(sum(parts.values()))}, since a busy one may take up to: {later}."
     )
+
+
+def _whole_units(nbytes: int) -> str:
+    """Return a size for a limit, rounded up to whole GiB, or MiB below ten GiB, as the daemon's settings take it."""
+    unit = 1 << 30 if nbytes > 10 << 30 else 1 << 20
+    return exact_size(-(-nbytes // unit) * unit)
 
 
 def memory_shortage(config: Config, limit: MemoryLimit) -> str:

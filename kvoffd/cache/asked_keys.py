@@ -29,6 +29,15 @@ OF_READS = frozenset(
 )
 """Reasons why a block that a tier had did not come, as the block table remembers them."""
 _WHILE_DOWN = bytes(MissReason.TIER_DOWN if reason in ABSENT_REASONS else reason for reason in range(256))
+NOT_FOR_SPACE = (
+    MissReason.UNKNOWN,
+    MissReason.COMPUTING,
+    MissReason.PARTIAL,
+    MissReason.INVALIDATED,
+    MissReason.CORRUPT,
+    MissReason.TIER_DOWN,
+)
+"""Reasons of keys that no pool of any size would have had, or of which that is not known."""
 TAKEN_AT_ONCE = 64
 """Prompts of a session that is gone which are counted in one step."""
 MAX_UNCOUNTED_BYTES, PART_BYTES = 32 << 20, 1024
@@ -158,7 +167,8 @@ def count_prompt(
     for part in parts:
         assert part.chain is not None
         group, count = part.chain.group, len(part.reasons)
-        yield part.chain, min(count, own[group.index])
+        count_own = min(count, own[group.index])
+        yield part.chain._replace(findable=_findable(part.reasons, count_own)), count_own
         begin = min(count, covered[group.index])
         part.namespace.counters.covered_keys += begin
         end = min(count, begin + coming[group.index])
@@ -212,6 +222,12 @@ def _tables(outcome: PromptOutcome, reasons: bytes) -> tuple[bytes, bytes]:
         for value in (FOUND, CAME, COMING, ASKED):
             known[value] = awaited[value] = outcome.unloaded
     return bytes(awaited), bytes(known)
+
+
+def _findable(reasons: bytearray, own: int) -> int:
+    """Return how many keys come before the first, behind the engine's own, that had not been stored when it was asked
+    for, or was dropped for another reason than space."""
+    return min((at for reason in NOT_FOR_SPACE if (at := reasons.find(reason, own)) >= 0), default=len(reasons))
 
 
 class UncountedPrompts:

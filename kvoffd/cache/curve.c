@@ -311,9 +311,11 @@ static int reserve(struct curve *c, uint64_t pieces)
 }
 
 /* Counts one chain of a request: `count` keys of `key_bytes`, whose blocks have `bytes` and `tokens`. The request found
- * the first `run` of them. The engine had the first `own` of them itself: these are used, but not counted. */
+ * the first `run` of them. The engine had the first `own` of them itself: these are used, but not counted. Keys behind
+ * the first `findable` are found at no size. */
 void kvoffd_curve_asked(struct curve *c, struct counts *counts, uint64_t group, const uint8_t *keys, uint64_t count,
-                        uint64_t key_bytes, uint64_t bytes, uint64_t tokens, uint64_t run, uint64_t own)
+                        uint64_t key_bytes, uint64_t bytes, uint64_t tokens, uint64_t run, uint64_t own,
+                        uint64_t findable)
 {
     uint64_t per = tokens > 1 && tokens < PIECE_TOKENS ? PIECE_TOKENS / tokens : 1; /* most keys of a piece */
     uint64_t used = 0, n = 1, pieces = MAX_SMALL + 2 * count / per, mask;
@@ -361,6 +363,8 @@ void kvoffd_curve_asked(struct curve *c, struct counts *counts, uint64_t group, 
                 there = known->keys == n && known->last != one.last ? n / 2.0 : n;
             if (there > known->readable)
                 there = known->readable;
+            if (findable < first + n && there > (findable > first ? findable - first : 0))
+                there = findable > first ? findable - first : 0;
             there -= n - not_own;
             counts->hits[one.kind][known->segment] += tokens * (there > 0 ? there : 0) * scale(c->halvings[one.kind]);
         }

@@ -22,7 +22,7 @@ from kvoffd_proto.stats import HitCurve
 declare(
     curve_new=(VOID_P, VOID_P, CHAR_P),
     curve_free=(None, VOID_P),
-    curve_asked=(None, VOID_P, VOID_P, *KEYS, NUMBER, NUMBER, NUMBER, NUMBER),
+    curve_asked=(None, VOID_P, VOID_P, *KEYS, NUMBER, NUMBER, NUMBER, NUMBER, NUMBER),
     curve_stored=(None, VOID_P, *KEYS),
 )
 
@@ -71,7 +71,8 @@ class HitRatioCurve:
             counts = np.zeros(_ROW)
             row = self._rows[group.namespace] = counts, counts.ctypes.data
         which = group.number, keys, len(keys) // size, size
-        self._native.curve_asked(self._at, row[1], *which, group.block_bytes, group.weight, chain.run, own)
+        weights = group.block_bytes, group.weight
+        self._native.curve_asked(self._at, row[1], *which, *weights, chain.run, own, chain.findable)
 
     def stored(self, group: Group, keys: bytes) -> None:
         """Record keys that an engine offers for storing: from now on a request can find them."""

@@ -348,7 +348,7 @@ class HintedOrder:
         """As the policy's. A block that was set aside or released is in the policy's order again."""
         if self._has_hints:
             self.end_lapsed()
-            for group, _, ready, _ in chains:
+            for group, _, ready, *_ in chains:
                 if self._hint_of[ready].any():
                     self._found(group, ready)
         self._policy.requested(chains)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from math import inf
 from typing import NamedTuple, Protocol
@@ -31,6 +32,8 @@ class Chain(NamedTuple):
     """Blocks that were READY at the lookup and still are, in the order of the keys."""
     run: int = 0
     """Keys that were READY before the first that was not."""
+    findable: int = sys.maxsize
+    """Keys before the first that no pool of any size could have had, as far as is known."""
 
 
 class Policy(Protocol):

@@ -1,4 +1,4 @@
-"""Increases of counters in the last minute and hour, and histograms of durations."""
+"""Increases of counters in the last minute, hour and day, and histograms of durations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvoffd_proto.stats import Histogram
 
 _BINS = 20
 LOOKUP_BOUNDS_S = (25e-6, 50e-6, 100e-6, 250e-6, 500e-6, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 1.0)
-MINUTE_S, HOUR_S = WINDOWS_S = 60.0, 3600.0
+MINUTE_S, HOUR_S, DAY_S = WINDOWS_S = 60.0, 3600.0, 86_400.0
 """Periods of the traffic report, besides the daemon's lifetime."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import resource
 import socket
@@ -19,7 +20,7 @@ from kvoffd.cache.curve import HitRatioCurve
 from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config, settings_in_force
 from kvoffd.observe.loop_watch import LoopWatch
-from kvoffd.observe.meters import HOUR_S, MINUTE_S
+from kvoffd.observe.meters import DAY_S, HOUR_S, MINUTE_S
 from kvoffd.pool.pool import Pool
 from kvoffd.server.events import EventLog
 from kvoffd.server.handlers import answers, filled
@@ -116,6 +117,7 @@ class Statistics:
             store=self._copy_stats(Direction.STORE),
             load=self._copy_stats(Direction.LOAD),
             since_start=traffic.since_start(total),
+            last_day=traffic.in_last(DAY_S, total),
             last_hour=traffic.in_last(HOUR_S, total),
             last_minute=recent,
             lifetime=traffic.lifetime(total),
@@ -137,6 +139,7 @@ class Statistics:
             ghost_entries=cache.policy.ghosts,
             policy_bytes=cache.policy.nbytes,
             learned=cache.policy.describe(),
+            log_level=logging.getLevelName(logging.getLogger().level).lower(),
             settings=[s.SettingInfo(*one) for one in settings_in_force(self.config)],
             paying_off=None,
             verdict="",

@@ -1,4 +1,4 @@
-"""Traffic of engines by namespace, and in total over the last minute, the last hour and since the start."""
+"""Traffic of engines by namespace, and in total over the last minute, hour and day, and since the start."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from kvoffd_proto.stats import Lifetime, Window
 SAMPLE_EVERY_S = 1.0
 _MISSES, _NO_SPACE, _TOKENS = _BY_NAME = "misses", "no_space", "prompt_tokens"
 COUNTED = tuple(name for name in Counters.__slots__ if name not in _BY_NAME and not name.endswith("per_second"))
+_GPU_SECONDS = "saved_gpu_seconds"
 _counted = attrgetter(*COUNTED)
 _MISSES_OF = {reason: f"{_MISSES} {reason.name.lower()}" for reason in MissReason}
 _COPIED = tuple(sorted({*Window.__struct_fields__} & {*COUNTED}))
@@ -75,7 +76,7 @@ class TrafficCounts:
         return Window(seconds=self._clock() - self._started_at, **figures(total))
 
     def in_last(self, window_s: float, total: Mapping[str, float]) -> Window:
-        """Return the traffic of the last minute or hour, one of ``WINDOWS_S``."""
+        """Return the traffic of the last minute, hour or day, one of ``WINDOWS_S``."""
         seconds, gained = self._windows.gained(window_s, total)
         return Window(seconds=seconds, **figures(gained))
 
@@ -93,6 +94,8 @@ def counts_of(namespace: Namespace) -> dict[str, float]:
     """Return a namespace's counts that are not 0."""
     counters = namespace.counters
     counts = {name: count for name, count in zip(COUNTED, _counted(counters), strict=True) if count}
+    if counters.saved_seconds:
+        counts[_GPU_SECONDS] = counters.saved_seconds * namespace.world_size
     for reason, count in counters.misses.items():
         counts[_MISSES_OF[reason]] = count
     for cause, count in counters.no_space.items():
@@ -115,6 +118,7 @@ def figures(counts: Mapping[str, float]) -> dict[str, Any]:
     loaded = int(counts.get("loaded_keys", 0))
     not_needed = max(0, int(counts.get("covered_keys", 0)) - loaded)
     return {name: counts.get(name, 0) for name in _COPIED} | {
+        _GPU_SECONDS: counts.get(_GPU_SECONDS, 0.0),
         "misses": misses,
         "prompt_tokens": by_name[_TOKENS],
         "found_keys": found,

@@ -5,12 +5,13 @@ Each number is defined once, by its field. A field with ``counter``, ``gauge`` o
 ``kvoffd_``, the prefix of its part and its name, with ``_total`` for a counter. Readers ignore unknown fields and use
 the default of missing ones, so that a command and a daemon of different releases understand each other.
 
-``Traffic`` is counted per namespace and summed over the last minute, the last hour and since the start
-(``last_minute``, ``last_hour``, ``since_start``):
+``Traffic`` is counted per namespace and summed over the last minute, hour and day, and since the start
+(``last_minute``, ``last_hour``, ``last_day``, ``since_start``):
 
     prompt_tokens{source}                        all tokens of prompts that engines reported; see PROMPT_SOURCES
     asked_keys = loaded_keys + not_needed_keys + sum(misses.values()), always
     loaded_keys, loaded_tokens, saved_seconds    loaded by engines, and the seconds of prefill that this saved
+    saved_gpu_seconds                            these seconds on each rank of the engine
     not_needed_keys                              the engine had them itself, or dropped the request
     misses{reason}                               see MISS_REASONS
     found_keys{pool, disk, shared}               where keys were found: loaded, not needed, ``late`` or ``skipped``
@@ -176,6 +177,7 @@ class Traffic(Part, frozen=True):
     asked_tokens: Annotated[Count, counter("Tokens of the prompts looked up, in whole blocks.")] = 0
     loaded_tokens: Annotated[Count, counter("Tokens that engines loaded instead of computing them.")] = 0
     saved_seconds: Annotated[Seconds, counter("Seconds of prefill saved, by the rates that engines reported.")] = 0.0
+    saved_gpu_seconds: Annotated[Seconds, counter("The same on all ranks of an engine: seconds of GPUs.")] = 0.0
     loaded_bytes: Annotated[ByteCount, counter("Bytes copied from the pool to engines.")] = 0
     stored_bytes: Annotated[ByteCount, counter("Bytes copied from engines to the pool.")] = 0
     stored_blocks: Annotated[Count, doc("Blocks that became readable after all their shards were stored.")] = 0
@@ -597,6 +599,7 @@ class DaemonStats(Part, frozen=True):
     store: Annotated[CopyStats, part("Copies from engines to the pool.", "copy_", ("direction", "store"))] = CopyStats()
     load: Annotated[CopyStats, part("Copies from the pool to engines.", "copy_", ("direction", "load"))] = CopyStats()
     since_start: Annotated[Window, doc("Traffic of all namespaces, including removed ones.")] = Window()
+    last_day: Annotated[Window, doc("Traffic of the last 24 hours.")] = Window()
     last_hour: Annotated[Window, doc("Traffic of the last hour.")] = Window()
     last_minute: Annotated[Window, doc("Traffic of the last minute.")] = Window()
     lifetime: Annotated[Lifetime, part("Totals that survive restarts.", "lifetime_")] = Lifetime()
@@ -616,6 +619,7 @@ class DaemonStats(Part, frozen=True):
     paying_off: Annotated[bool | None, doc("Whether the cache pays off; null if it is too early to say.")] = None
     verdict: Annotated[str, doc("Sentence on whether the cache pays off, and why not.")] = ""
     protocol: Annotated[Count, doc("Version of the protocol that the daemon speaks.")] = 0
+    log_level: Annotated[str, doc("Least severe records that the daemon logs now; empty if it does not say.")] = ""
 
 
 class StatsReply(Reply, frozen=True):

@@ -15,15 +15,18 @@ FULL_POOL = 0.8
 POINTS = 1.0
 """Percentage points of the hit ratio that justify a finding."""
 PAYS_PERCENT = 1.0
-"""Least percentage of needed keys that must be loaded for the cache to pay off."""
+"""Least percentage of needed tokens that must be loaded for the cache to pay off."""
 OWN_SHARE = 0.9
-"""Share of looked up keys in engines' own caches from which those caches suffice."""
+"""Share of prompts' tokens in engines' own caches from which those caches suffice."""
 
 
 FOR_SPACE = ("evicted", "rejected", "no_space")
 """Reasons of misses that more memory would end."""
-BEHIND = ("after_gap", "forgotten")
-"""Reasons that may stand for those: found after a missing block, or evicted too long ago to be remembered."""
+TOO_LATE = ("tier_late", "tier_failed", "not_loaded")
+"""Reasons of what only a tier had, and what did not come, or not in time."""
+BEHIND = ("after_gap", "forgotten", *TOO_LATE)
+"""Reasons that may stand for those: found after a missing block, evicted too long ago to be remembered, or only in a
+tier, of which a larger pool would have been sooner."""
 
 
 class Verdict(NamedTuple):
@@ -38,7 +41,6 @@ def judge(stats: DaemonStats) -> Verdict:
     if not enough_lookups(stats):
         lookups = f"{format_count(traffic.lookups)} lookup{plural(traffic.lookups)}" if traffic.lookups else "no lookup"
         return Verdict(None, f"Too early to say whether it pays off: {lookups} so far, {MIN_LOOKUPS} are needed.")
-    # By keys: not every engine reports the tokens of a block.
     pays = 100 * _loaded_share(traffic) >= PAYS_PERCENT
     if pays:
         what = f"{format_count(traffic.loaded_tokens)} tokens" if traffic.loaded_tokens else ""
@@ -87,7 +89,27 @@ def most_gain(traffic: Window) -> float:
 
 
 def own_suffices(traffic: Window) -> bool:
-    return traffic.not_needed_keys >= OWN_SHARE * traffic.asked_keys > 0
+    own, every, _ = _in_own_caches(traffic)
+    return own >= OWN_SHARE * every > 0
+
+
+def _in_own_caches(traffic: Window) -> tuple[int, int, str]:
+    """Return what engines' own caches had, of all, and what that is: keys only of engines that report no prompts."""
+    if total := traffic.all_prompt_tokens:
+        return traffic.prompt_tokens.get("engine", 0), total, "the prompts' tokens"
+    return traffic.not_needed_keys, traffic.asked_keys, "the keys asked for"
+
+
+def needed_tokens(traffic: Window) -> int:
+    """Return the tokens of prompts that engines neither had nor got elsewhere; in whole blocks if none is reported."""
+    if total := traffic.all_prompt_tokens:
+        return total - traffic.prompt_tokens.get("engine", 0) - traffic.prompt_tokens.get("other", 0)
+    return max(whole_tokens(traffic), traffic.loaded_tokens)
+
+
+def whole_tokens(traffic: Window) -> int:
+    """Return about the tokens in whole blocks that engines did not have."""
+    return round(traffic.asked_tokens * (1 - traffic.not_needed_keys / max(1, traffic.asked_keys)))
 
 
 def repeats(curve: HitCurve | None) -> bool:
@@ -100,19 +122,22 @@ def most_of(curve: HitCurve | None) -> float:
 
 
 def _loaded_share(traffic: Window) -> float:
-    """Return the loaded share of the keys that engines did not have themselves."""
+    """Return the loaded share of the tokens that engines did not have; of the keys, if they report no prompts."""
+    if traffic.all_prompt_tokens:
+        return traffic.loaded_prompt_tokens / max(1, needed_tokens(traffic))
     return traffic.loaded_keys / max(1, traffic.asked_keys - traffic.not_needed_keys)
 
 
 def _why_not(stats: DaemonStats) -> str:
     traffic = stats.since_start
-    own = f"the engines' own caches had {percent(traffic.not_needed_keys, traffic.asked_keys)} of the keys asked for"
+    count, every, what = _in_own_caches(traffic)
+    own = f"the engines' own caches had {percent(count, every)} of {what}"
     if own_suffices(traffic):
         return f"{own}."
     if not traffic.stored_blocks:
         return "engines stored nothing: their prompts are shorter than a block, or kv_role is kv_consumer."
     if not repeats(stats.curve):
-        what = f"{own}, and the rest does" if traffic.not_needed_keys else "prompts do"
+        what = f"{own}, and the rest does" if count else "prompts do"
         return f"{what} not repeat: {most_of(stats.curve):.1f} % would be found with ten times the memory."
     reason, keys = max(traffic.misses.items(), key=lambda item: item[1], default=("", 0))
     if not reason:

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from kvoffd.cache import curve
+from kvoffd.cache.asked_keys import AskedKeys, PromptOutcome, count_prompt
 from kvoffd.cache.block_table import BlockIds
 from kvoffd.cache.curve import SIZES, HitRatioCurve
 from kvoffd.cache.learned import Learned
-from kvoffd.cache.namespace import Group, Namespace
+from kvoffd.cache.namespace import Group, MissReason, Namespace
 from kvoffd.cache.policy import Chain
 from kvoffd.simulate.replay import open_cache, open_namespace, replay, request
 from kvoffd.simulate.trace import KEY_BYTES, Trace
@@ -79,6 +80,31 @@ def test_what_another_engine_computes_at_the_same_time_is_found_at_no_size(token
     for keys in prompts:
         watched.requested(Chain(group, keys, NOTHING, run=count))
     assert watched.in_all().lru_hit_ratio["10"] == pytest.approx((2 * expected + 1) / 3, abs=0.01)
+
+
+@pytest.mark.parametrize("tokens", [512, 16])
+@pytest.mark.parametrize("reason", [MissReason.UNKNOWN, MissReason.COMPUTING, MissReason.PARTIAL])
+def test_what_was_not_stored_when_it_was_asked_for_is_found_at_no_size_however_late_that_is_counted(
+    tokens: int, reason: MissReason
+) -> None:
+    """Engines report prompts up to a second later, when what two of them computed is stored."""
+    watched, group = HitRatioCurve(64 * MIB, lambda: 0.0), group_of(MIB * tokens // 512, tokens=tokens)
+    keys, count = chain_of(*range(4096 // tokens)), 4096 // tokens
+
+    def count_late(reasons: bytes) -> None:
+        asked = AskedKeys(group.namespace, reported=True)
+        asked.found(Chain(group, keys, NOTHING), reasons)
+        watched.stored(group, keys)
+        for chain, own in count_prompt([asked], PromptOutcome([0], [0], None)):
+            watched.requested(chain, own)
+
+    for _ in range(4):
+        count_late(bytes([reason]) * count)
+    assert watched.in_all().lru_hit_ratio["10"] == 0.0
+    count_late(bytes([MissReason.EVICTED]) * (count // 2) + bytes([reason]) * (count // 2))
+    assert watched.in_all().lru_hit_ratio["10"] == pytest.approx(0.1, abs=0.02), "half of the fifth prompt"
+    count_late(bytes([MissReason.EVICTED]) * count)
+    assert watched.in_all().lru_hit_ratio["10"] == pytest.approx(0.25, abs=0.02)
 
 
 @pytest.mark.parametrize("tokens", [512, 16])

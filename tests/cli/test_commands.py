@@ -204,6 +204,7 @@ def test_the_log_level_changes_without_a_restart(cli: Cli) -> None:
         assert "set the log level: error." in daemon.log
         with FakeEngine(daemon.directory, "unheard"):
             pass
+        assert cli("log-level", on=daemon).out == "The daemon logs error and above.\n", "as it is now"
         assert cli("log-level", "debug", on=daemon).status == 0
         with FakeEngine(daemon.directory, "heard"):
             pass

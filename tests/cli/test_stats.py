@@ -99,7 +99,16 @@ def test_http_says_the_same_as_the_socket(cli: Cli, port: int, monkeypatch: pyte
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("NO_PROXY", raising=False)
     moving = {"uptime_seconds", "cpu_seconds", "requests", "sessions", "resident_bytes", "loop_blocked_seconds"}
-    moving |= {"last_minute", "last_hour", "since_start", "disks", "tiers", "loop_blocked_max_seconds", "index_bytes"}
+    moving |= {
+        "last_minute",
+        "last_hour",
+        "last_day",
+        "since_start",
+        "disks",
+        "tiers",
+        "loop_blocked_max_seconds",
+        "index_bytes",
+    }
     here = stats(cli)
     done = run_cli_here("stats", "--json", "--url", f"http://127.0.0.1:{port}")
     there = json.loads(done.stdout)

@@ -40,6 +40,7 @@ def test_a_line_has_the_tokens_by_source_and_what_a_store_said() -> None:
     asked = {"found_pool": 0, "found_disk": 0, "asked_shared": 8}
     none = "A store was asked for 8 and has none."
     assert f"Of 8 keys kvoffd had none. {none} The first key missing" in line(**asked)
+    assert "Of 1 key kvoffd had none." in line(keys=1, found_pool=0, found_disk=0)
     assert "A store was asked for 8 and had not answered." in line(**asked, unanswered=8)
     assert "had 3 in a store. A store was asked for 8 and has 3." in line(**asked, found_shared=3)
     assert "A store was asked" not in line(**asked, found_shared=8)

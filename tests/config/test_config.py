@@ -69,7 +69,7 @@ def test_the_memory_that_is_needed_and_a_shortage_of_it_are_told_with_numbers() 
     config = Config(pool_bytes=64 << 30)
     assert memory_summary(config) == (
         "An idle daemon takes 65.4 GiB of memory (pool 64.0 GiB, its tables 1.34 GiB, the process about 34.0 MiB); set "
-        "the memory limit to 67.7 GiB, since a busy one may take up to: block metadata "
+        "the memory limit to 68GiB, since a busy one may take up to: block metadata "
         "896 MiB, keys without blocks 1.28 GiB, process and clients 256 MiB."
     )
     assert "keys without blocks" not in memory_summary(Config(eviction_policy="lru"))

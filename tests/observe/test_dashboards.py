@@ -44,6 +44,7 @@ NAMES |= {f"{name}_{part}" for name in NAMES if name.endswith("_seconds") for pa
 OTHERS = {"process_cpu_seconds_total", "process_start_time_seconds", "up", CONNECTED}
 
 AT, MODEL = 'instance="n:9464", job="kvoffd"', 'kv_namespace="ab", model="m"'
+TOKENS = "kvoffd_namespace_prompt_tokens_total"
 FIRES: dict[str, dict[str, str]] = {
     # Series with what they count each minute, of a fault that lasts.
     "KvoffdDown": {f"up{{{AT}}}": "0x120"},
@@ -54,8 +55,9 @@ FIRES: dict[str, dict[str, str]] = {
     },
     "KvoffdNeverPaysOff": {
         f"kvoffd_namespace_lookups_total{{{AT}, {MODEL}}}": "0+1x480",
-        f"kvoffd_namespace_loaded_keys_total{{{AT}, {MODEL}}}": "0x480",
-        f'kvoffd_namespace_misses_total{{{AT}, {MODEL}, reason="unknown"}}': "0+10x480",
+        f'{TOKENS}{{{AT}, {MODEL}, source="engine"}}': "0+9000x480",
+        f'{TOKENS}{{{AT}, {MODEL}, source="pool"}}': "0+1x480",
+        f'{TOKENS}{{{AT}, {MODEL}, source="computed"}}': "0+160x480",
     },
     "KvoffdThrashing": {
         f'kvoffd_namespace_misses_total{{{AT}, {MODEL}, reason="evicted"}}': "0+21x120",
@@ -97,7 +99,9 @@ QUIET = {
     f'{CONNECTED}{{{AT}, model_name="m"}}': "1x720",
     f"kvoffd_namespace_late_lookups_total{{{AT}, {MODEL}}}": "0+1x720",
     f"kvoffd_namespace_lookups_total{{{AT}, {MODEL}}}": "0+100x720",
-    f"kvoffd_namespace_loaded_keys_total{{{AT}, {MODEL}}}": "0+1x720",
+    f'{TOKENS}{{{AT}, {MODEL}, source="engine"}}': "0+9000x720",
+    f'{TOKENS}{{{AT}, {MODEL}, source="store"}}': "0+2x720",
+    f'{TOKENS}{{{AT}, {MODEL}, source="computed"}}': "0+160x720",
     f'kvoffd_namespace_misses_total{{{AT}, {MODEL}, reason="evicted"}}': "0+10x720",
     f'kvoffd_namespace_misses_total{{{AT}, {MODEL}, reason="tier_late"}}': "0+1x720",
     f'kvoffd_namespace_found_keys_total{{{AT}, {MODEL}, source="disk"}}': "0+100x720",

@@ -7,6 +7,7 @@ from typing import cast
 
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import MissReason, Namespace
+from kvoffd.observe.meters import DAY_S
 from kvoffd.server.traffic import TrafficCounts
 from kvoffd_proto.messages import GroupSpec
 from kvoffd_proto.stats import MISS_REASONS, Lifetime
@@ -28,6 +29,21 @@ def open_all(*spaces: Namespace) -> dict[bytes, Namespace]:
 
 def test_every_reason_of_a_miss_has_its_meaning() -> None:
     assert {reason.name.lower() for reason in MissReason} == MISS_REASONS.keys()
+
+
+def test_seconds_saved_count_for_each_rank() -> None:
+    """They are paid for: a second of an engine on four GPUs is four. Those of a day are a window of their own."""
+    clock, space = Clock(), namespace(1)
+    space.world_size = 4
+    traffic = counts(clock, open_all(space))
+    space.counters.prefill_tokens_per_second = 100.0
+    for hour in range(30):
+        clock.now += 3600.0
+        space.counters.loaded({0: 500, 20: 300}.get(hour, 0))
+        traffic.tick()
+    total = traffic.total()
+    assert traffic.since_start(total).saved_gpu_seconds == 4 * 8.0
+    assert traffic.in_last(DAY_S, total).saved_gpu_seconds == 4 * 3.0
 
 
 def test_totals_go_on_from_those_of_earlier_daemons() -> None:

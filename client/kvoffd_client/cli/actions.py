@@ -177,17 +177,21 @@ def scrub(directory: Directory = None, json: Json = False) -> int:
 
 
 def log_level(
-    level: Annotated[LogLevel, typer.Argument(metavar="LEVEL", help="debug, info, warning or error.")],
+    level: Annotated[
+        LogLevel | None, typer.Argument(metavar="LEVEL", help="debug, info, warning or error.", show_default=False)
+    ] = None,
     directory: Directory = None,
 ) -> int:
-    """Set what the daemon logs, until it ends.
+    """Set what the daemon logs, or show it.
 
-    The next daemon has its setting log_level again. Level debug also has warnings that are otherwise logged once a
-    minute.
+    A level holds until the daemon ends: the next one has its setting log_level. Level debug also has warnings that are
+    otherwise logged once a minute.
     """
     with open_admin(directory) as admin:
-        admin.ask(SetLogLevel, level)
-    say(f"The daemon logs {level} and above.")
+        if level is not None:
+            admin.ask(SetLogLevel, level)
+        now = level or admin.stats().log_level
+    say(f"The daemon logs {now} and above.")
     return 0
 
 

@@ -24,11 +24,19 @@ from kvoffd_proto import verdict
 from kvoffd_proto.admin import NamespaceInfo, SessionInfo
 from kvoffd_proto.messages import BENCH_LABEL, Role
 from kvoffd_proto.stats import engine_name
-from kvoffd_proto.units import exact_size, format_count, format_duration, format_size, percent, printable
+from kvoffd_proto.units import (
+    exact_size,
+    format_count,
+    format_duration,
+    format_size,
+    parse_duration,
+    percent,
+    printable,
+)
 
 MIN_ERRORS = 20
 MANY_POINTS = 10.0
-"""Percentage points of the hit ratio that justify a warning."""
+"""Percentage points of prompts' tokens, or of the hit ratio, that justify a warning."""
 MIN_BRANCHES = 20
 """Least number of prompts that differ in one place for a finding."""
 LRU_POINTS = 2.0
@@ -46,8 +54,10 @@ LOOP_BLOCKED_S = 0.05
 AT_QUOTA = 0.9
 SHORT_LIFE_S = 3600.0
 """A full disk that is overwritten in less time is too small."""
-LONG_ENOUGH_S, OVERSIZED = 3600.0, 2.0
-"""Least uptime for advice; a pool this many times the bytes asked for is too large."""
+LONG_ENOUGH_S, OVERSIZED, SPARE = 3600.0, 2.0, 1.25
+"""Least uptime for advice; a pool this many times the bytes asked for is too large; one of ``SPARE`` times suffices."""
+QUOTAS = (1 / 8, 1 / 4, 1 / 2)
+"""Quotas that may help others, as parts of what a namespace has."""
 DAY_S = 86_400.0
 CONNECTING_S = 60.0
 """Largest normal delay between an engine's scheduler and its workers."""
@@ -108,7 +118,7 @@ KINDS = {
     # Tiers.
     "disk_space": Kind("warning", "Writes will fail when the file system is full.", "df -h"),
     "disk_too_small": Kind("info", "Blocks are evicted before they are reused.", "{}" + _RESTART),
-    "tier_late": Kind("warning", "Engines computed instead: tiers are slow or overloaded.", "{}" + _RESTART),
+    "tier_late": Kind("warning", "Engines computed instead: tiers are slow or overloaded.", "{}"),
     "tier_down": Kind("warning", "Engines computed what these may have had.", "kvoffd-cli stats tiers"),
     "disk_writes": Kind("warning", "The drives wear out for little benefit.", "{}" + _RESTART),
     "disk_write_limit": Kind("info", "They are recomputed if needed.", "{}, if the SSDs are rated for it" + _RESTART),
@@ -123,8 +133,9 @@ KINDS = {
     "pool_too_small": Kind("info", "More memory would save more prefill.", "{}" + _RESTART),
     "lru_is_better": Kind("info", "The policy does not fit this traffic.", 'eviction_policy = "lru"' + _RESTART),
     "thrash": Kind("warning", "Blocks are evicted before they are reused.", "{}"),
-    "pool_too_large": Kind("info", "The rest of the memory has no benefit now.", "a smaller pool_size" + _RESTART),
-    "starving": Kind("warning", "Others use the space, or its quota is too low.", "kvoffd-cli namespaces quota {}"),
+    "pool_too_large": Kind("info", "The rest of the memory has no benefit now.", "{}" + _RESTART),
+    "starving": Kind("warning", "Its quota is too low.", "kvoffd-cli namespaces quota {}"),
+    "crowding": Kind("warning", "Its blocks take the space of others.", "kvoffd-cli namespaces quota {}"),
     "prompts_differ": Kind("info", "The same tokens are computed again and again.", "kvoffd-cli namespaces reuse"),
     # Engines.
     "engine_unreachable": Kind("warning", "Its counters cannot be compared.", "curl {}"),
@@ -143,7 +154,9 @@ LEVELS = ("error", "warning", "info")
 class Finding(msgspec.Struct, frozen=True):
     """A finding for an operator. ``check`` is its kind, a word for scripts.
 
-    ``weight``, 0 to 1, orders findings of one level: a share of lookups, tokens or bytes, or a constant.
+    ``weight``, 0 to 1, orders findings of one level: a share of lookups, tokens or bytes, or a constant. ``gain``: the
+    percentage points of the prompts' tokens that engines would compute no more if the fix were applied, as estimated
+    for the time since the daemon's start; None if unknown.
     """
 
     level: str
@@ -152,12 +165,15 @@ class Finding(msgspec.Struct, frozen=True):
     meaning: str
     fix: str
     weight: float = 0.0
+    gain: float | None = None
 
 
-def finding(check: str, evidence: str, weight: float = 0.1, fix: str = "", level: str = "") -> Finding:
+def finding(
+    check: str, evidence: str, weight: float = 0.1, fix: str = "", level: str = "", gain: float | None = None
+) -> Finding:
     """Return a finding with its evidence; ``fix`` is inserted into the fix of its kind."""
     kind = KINDS[check]
-    return Finding(level or kind.level, check, evidence, kind.meaning, kind.fix.format(fix), min(1.0, weight))
+    return Finding(level or kind.level, check, evidence, kind.meaning, kind.fix.format(fix), min(1.0, weight), gain)
 
 
 class EngineMetrics(NamedTuple):
@@ -215,12 +231,6 @@ def _share(part: float, whole: float) -> float:
 def _whole_mib(nbytes: float) -> str:
     """Return a size for a setting, at least a MiB: 0 may mean no limit."""
     return exact_size(max(1 << 20, round(nbytes) >> 20 << 20))
-
-
-def _of_all_ranks(facts: Facts, name: str) -> float:
-    """Return a count since the start, of each namespace times its ranks; namespaces without a row count once."""
-    of_further_ranks = sum(getattr(one, name) * (one.world_size - 1) for one in facts.counted)
-    return float(getattr(facts.stats.since_start, name) + of_further_ranks)
 
 
 # --- the daemon as it is now ------------------------------------------------------------------------
@@ -340,7 +350,8 @@ def memory(facts: Facts) -> Iterator[Finding]:
     if large and facts.huge_pages in ("never", "deny"):
         evidence = f"The kernel gives shared memory no huge pages (shmem_enabled is {facts.huge_pages})."
         yield finding("huge_pages", evidence)
-    pool, stored = facts.stats.pool, _of_all_ranks(facts, "stored_blocks")
+    pool, stored = facts.stats.pool, facts.stats.since_start.stored_blocks
+    stored += sum(one.stored_blocks * (one.world_size - 1) for one in facts.counted)
     if pool.unpinnable_bytes:
         evidence = f"CUDA refused to page-lock {format_size(pool.unpinnable_bytes)} of {format_size(pool.size_bytes)}."
         yield finding("unpinnable", evidence, 0.6)
@@ -383,7 +394,16 @@ def late_tiers(facts: Facts) -> Iterator[Finding]:
         what = [*["disks"] * has_disks, *["shared stores"] * bool(facts.stats.shared)]
         settings = [*["disk_deadline"] * has_disks, *["shared_deadline"] * bool(facts.stats.shared)]
         evidence = f"{percent(late, had)} of the blocks found in {' and '.join(what) or 'tiers'} came too late."
-        yield finding("tier_late", evidence, _share(late, had), f"a longer {' or '.join(settings)}")
+        failed = [*(one.promotions_failed for one in facts.stats.shared)]
+        failed += [facts.stats.tiers.promotions_failed] if facts.stats.tiers is not None else []
+        by_deadline = sum(one.get(kind, 0) for one in failed for kind in ("deadline", "overdue"))
+        if 2 * by_deadline < late:
+            evidence += " Engines did not wait for most of them: computing was to take less time."
+            yield finding("tier_late", evidence, _share(late, had), "a larger pool_size, or a faster disk or store")
+            return
+        gain = _of_prompts(traffic, 100 * _share(late, traffic.asked_keys - traffic.not_needed_keys))
+        fixes = [f'{name} = "{2 * parse_duration(facts.setting(name)):g}s"' for name in settings]
+        yield finding("tier_late", evidence, _share(late, had), " or ".join(fixes) + _RESTART, gain=gain)
 
 
 def tiers_down(facts: Facts) -> Iterator[Finding]:
@@ -413,7 +433,7 @@ def disk_writes(facts: Facts) -> Iterator[Finding]:
         if any(_disk_life_s(facts, one) < SHORT_LIFE_S for one in stats.disks):
             evidence += " First give it more space (see disk_too_small), so that more of it is read."
         fix = 'disk_write = "auto"' if tiers.write_mode == "always" else _daily_limit(min(size, day_bytes / 2))
-        yield finding("disk_writes", evidence, 0.3, fix)
+        yield finding("disk_writes", evidence, 0.3, fix, gain=0.0)
         return
     skipped = tiers.not_written.get("budget", 0)
     left = sum(tiers.not_written.values()) + tiers.written_blocks
@@ -478,8 +498,9 @@ def _left_behind(unused: Sequence[NamespaceInfo], new: NamespaceInfo, pool_bytes
 class Value(msgspec.Struct, frozen=True):
     """Benefit of the cache since the daemon's start. ``paying_off`` and ``sentence``: see ``Verdict``.
 
-    ``needed_tokens``: tokens asked for that engines did not have themselves. ``gpu_seconds``: ``saved_seconds`` of all
-    ranks of the engines. ``gpu_seconds_a_day``: at that rate; None if the daemon has not been up for long.
+    ``needed_tokens``: tokens of prompts that engines did not have themselves. ``gpu_seconds``: ``saved_seconds`` of all
+    ranks of the engines. ``gpu_seconds_a_day``: at the rate of the last day; None if the daemon has not been up for
+    long.
     """
 
     paying_off: bool | None
@@ -494,12 +515,11 @@ class Value(msgspec.Struct, frozen=True):
 
 def judge_value(facts: Facts) -> Value:
     traffic = facts.stats.since_start
-    needed = round(traffic.asked_tokens * (1 - _share(traffic.not_needed_keys, traffic.asked_keys)))
-    needed = max(needed, traffic.loaded_tokens)
+    needed = verdict.needed_tokens(traffic)
     pays, sentence = verdict.judge(facts.stats)
-    saved = _of_all_ranks(facts, "saved_seconds")
-    a_day = saved * 86400 / facts.stats.uptime_seconds if facts.stats.uptime_seconds >= LONG_ENOUGH_S else None
-    return Value(pays, traffic.lookups, traffic.loaded_tokens, needed, traffic.saved_seconds, saved, a_day, sentence)
+    day, saved = facts.stats.last_day, (traffic.saved_seconds, traffic.saved_gpu_seconds)
+    a_day = day.saved_gpu_seconds * DAY_S / day.seconds if day.seconds >= LONG_ENOUGH_S else None
+    return Value(pays, traffic.lookups, traffic.loaded_tokens, needed, *saved, a_day, sentence)
 
 
 def pool_size(facts: Facts) -> Iterator[Finding]:
@@ -517,10 +537,12 @@ def pool_size(facts: Facts) -> Iterator[Finding]:
     larger = {float(size): 100 * ratio for size, ratio in curve.lru_hit_ratio.items() if float(size) > 1}
     size = min((size for size, ratio in larger.items() if max(larger.values()) - ratio < verdict.POINTS), default=1.0)
     gain = larger.get(size, 0.0) - max(_found_percent(curve), _lru_percent(curve))
-    gain = min(gain, verdict.most_gain(stats.since_start))
+    # Of what a larger pool would find besides, tiers have some now.
+    most, below = verdict.most_gain(stats.since_start), 100 * _share(_found_below(stats), _needed_keys(stats))
+    gain = min(gain * _share(most, most + below), most)
     if stats.curve_seen_bytes >= pool_bytes and gain >= verdict.POINTS:
         if gain >= verdict.doubt_points(stats.since_start):  # else it is too early to advise
-            yield _too_small(stats, curve, size, gain, f" {gone}." * (evicted >= verdict.POINTS / 100))
+            yield _too_small(stats, size, gain, f" {gone}." * (evicted >= verdict.POINTS / 100))
     elif evicted >= THRASH_SHARE:
         fix = 'eviction_policy = "learned"' + _RESTART
         if stats.policy == "learned":
@@ -529,28 +551,60 @@ def pool_size(facts: Facts) -> Iterator[Finding]:
     elif stats.uptime_seconds >= LONG_ENOUGH_S and OVERSIZED * stats.curve_seen_bytes <= pool_bytes:
         up, seen = format_duration(stats.uptime_seconds), format_size(stats.curve_seen_bytes)
         evidence = f"In {up} engines asked for {seen} of distinct blocks; the pool has {format_size(pool_bytes)}."
-        yield finding("pool_too_large", evidence)
+        enough = _whole_mib(SPARE * stats.curve_seen_bytes)
+        yield finding("pool_too_large", evidence, fix=f'pool_size = "{enough}"', gain=0.0)
 
 
-def _too_small(stats: s.DaemonStats, curve: s.HitCurve, size: float, gain: float, gone: str) -> Finding:
-    """Return the finding that a pool of ``size`` times the bytes would gain these percentage points."""
-    found, lru, pool_bytes = _found_percent(curve), _lru_percent(curve), stats.pool.size_bytes
-    same = f" ({lru:.1f} % with lru)" if lru > found else ""
-    evidence = (
-        f"A pool of {format_size(pool_bytes)} finds {found:.1f} % of the tokens that engines lack{same}; "
-        f"{format_size(size * pool_bytes)} would find {max(found, lru) + gain:.1f} % with lru (estimated, without "
-        "quotas)."
-    )
+def _too_small(stats: s.DaemonStats, size: float, points: float, gone: str) -> Finding:
+    """Return the finding that a pool of ``size`` times the bytes would gain these points of what engines lack."""
+    total, pool_bytes, gain = stats.since_start, stats.pool.size_bytes, _of_prompts(stats.since_start, points)
+    evidence = f"{_computed(stats)}; {_would_be(stats, points)} with a pool of {format_size(size * pool_bytes)}, not "
+    evidence += f"{format_size(pool_bytes)} (estimated for lru, without quotas)."
     evidence += " Blocks are evicted as with lru for now." * stats.learned.as_lru
     evidence += gone + verdict.doubt(stats)
-    total = stats.since_start
-    below = sum(keys for source, keys in total.found_keys.items() if source != "pool")
     if stats.disks or stats.shared:
-        evidence += f" Tiers had {percent(below, total.asked_keys)} of the keys asked for."
+        evidence += f" Tiers had {percent(_found_below(stats), total.asked_keys)} of the keys asked for."
     fix = f'pool_size = "{exact_size(round(size * pool_bytes))}"'
     fix += "" if stats.disks else f', or disk = ["/mnt/nvme={_whole_mib((size - 1) * pool_bytes)}"]'
-    gain -= 100 * _share(below, total.asked_keys)
-    return finding("pool_too_small", evidence, gain / 100, fix, "warning" if gain >= MANY_POINTS else "info")
+    level = "warning" if gain >= MANY_POINTS else "info"
+    return finding("pool_too_small", evidence, gain / 100, fix, level, gain)
+
+
+def _needed_keys(stats: s.DaemonStats) -> int:
+    return stats.since_start.asked_keys - stats.since_start.not_needed_keys
+
+
+def _found_below(stats: s.DaemonStats) -> int:
+    """Return the keys that came from tiers in time."""
+    total = stats.since_start
+    found = sum(keys for source, keys in total.found_keys.items() if source != "pool")
+    return max(0, found - sum(total.misses.get(reason, 0) for reason in verdict.TOO_LATE))
+
+
+def _of_prompts(traffic: s.Window, points: float) -> float:
+    """Return points of what engines lack in whole blocks as points of all tokens of prompts, if these are known."""
+    total = traffic.all_prompt_tokens
+    return points * min(1.0, verdict.whole_tokens(traffic) / total) if total else points
+
+
+def _computed(stats: s.DaemonStats) -> str:
+    """Return a sentence without its end: what engines compute; what they lack, if they report no prompts."""
+    traffic = stats.since_start
+    if total := traffic.all_prompt_tokens:
+        return f"Engines computed {percent(traffic.prompt_tokens.get('computed', 0), total)} of the prompts' tokens"
+    missed = sum(traffic.misses.values())
+    return f"{percent(missed, traffic.asked_keys)} of the keys asked for were missed"
+
+
+def _would_be(stats: s.DaemonStats, points: float) -> str:
+    """Return what that would be with these more points of what engines lack found."""
+    traffic = stats.since_start
+    if total := traffic.all_prompt_tokens:
+        now, gain = 100 * traffic.prompt_tokens.get("computed", 0) / total, _of_prompts(traffic, points)
+    else:
+        now = 100 * _share(sum(traffic.misses.values()), traffic.asked_keys)
+        gain = points * _share(_needed_keys(stats), traffic.asked_keys)
+    return f"it would be {max(0.0, now - gain):.1f} %"
 
 
 def _found_percent(curve: s.HitCurve) -> float:
@@ -566,11 +620,12 @@ def prompts_differ(facts: Facts) -> Iterator[Finding]:
     """Find the namespace in which a difference near the beginning of prompts costs the most."""
     points = [(one.branching, one) for one in facts.counted if one.branching is not None]
     for point, namespace in sorted(points, key=lambda item: -item[0].repeated_tokens)[:1]:
-        share = _share(point.repeated_tokens, point.seen_tokens)
+        share, all_tokens = _share(point.repeated_tokens, point.seen_tokens), facts.stats.since_start.all_prompt_tokens
         if point.prompts < MIN_BRANCHES or 100 * share < MANY_POINTS:
             return
         evidence = sentence_of(point, f" of {printable(namespace.model)}")
-        yield finding("prompts_differ", evidence, share)
+        gain = 100 * share * _share(namespace.prompt_tokens.get("computed", 0), all_tokens) if all_tokens else None
+        yield finding("prompts_differ", evidence, share, gain=gain)
 
 
 def lru_is_better(facts: Facts) -> Iterator[Finding]:
@@ -586,11 +641,11 @@ def lru_is_better(facts: Facts) -> Iterator[Finding]:
     by_policy = sum(hour.misses.get(reason, 0) for reason in ("evicted", "rejected"))
     lost = min(lru - found, 100 * _share(by_policy, hour.asked_keys))
     if lost >= LRU_POINTS:
-        evidence = (
-            f"The pool found {found:.1f} % of the tokens that engines lacked with the policy "
-            f"{printable(stats.policy)}. With lru it would have been {lru:.1f} % (estimated)."
-        )
-        yield finding("lru_is_better", evidence, lost / 100, "", "warning" if lost >= MANY_POINTS else "info")
+        gain = _of_prompts(stats.since_start, lost)
+        evidence = f"{_computed(stats)} with the policy {printable(stats.policy)}; {_would_be(stats, lost)} with lru "
+        evidence += "(estimated)."
+        level = "warning" if gain >= MANY_POINTS else "info"
+        yield finding("lru_is_better", evidence, gain / 100, "", level, gain)
 
 
 def at_quota(one: s.NamespaceStats) -> bool:
@@ -598,28 +653,79 @@ def at_quota(one: s.NamespaceStats) -> bool:
 
 
 def starving(facts: Facts) -> Iterator[Finding]:
-    every, ready_bytes = facts.stats.curve, sum(one.ready_bytes for one in facts.counted)
+    """Find namespaces that use up a quota and could find more."""
+    if (every := facts.stats.curve) is None:
+        return
     for one in facts.counted:
         curve = one.curve
-        if every is None or curve is None or not curve.asked_tokens or one.lookups < verdict.MIN_LOOKUPS:
+        if curve is None or not curve.asked_tokens or one.lookups < verdict.MIN_LOOKUPS or not at_quota(one):
             continue
-        if facts.stats.pool.of("ready") < verdict.FULL_POOL * facts.stats.pool.size_bytes and not at_quota(one):
-            continue  # it has what space it wants
         own, could = _found_percent(curve), verdict.most_of(curve)
-        asks, has = _share(curve.asked_tokens, every.asked_tokens), _share(one.ready_bytes, ready_bytes)
-        if could - own < MANY_POINTS or (has >= asks / 2 and not at_quota(one)):
+        if could - own < MANY_POINTS:
             continue
+        asks = _share(curve.asked_tokens, every.asked_tokens)
         evidence = (
-            f"{namespace_name(one.model, one.id)} looks up {percent(asks, 1)} of all tokens but has {percent(has, 1)} "
-            f"of the blocks. It finds {own:.1f} % and could find {could:.1f} %."
+            f"{namespace_name(one.model, one.id)} uses all its quota of {format_size(one.quota_bytes or 0)}. Of the "
+            f"tokens that its engines lack it finds {own:.1f} %; it would be {could:.1f} % with enough memory."
         )
-        if at_quota(one):  # raise it
-            evidence += f" Its quota of {format_size(one.quota_bytes or 0)} is used."
-            limited, most_bytes = one, 2 * (one.quota_bytes or 0)
-        else:  # limit the largest of the others
-            limited = max((each for each in facts.counted if each is not one), key=lambda each: each.ready_bytes)
-            most_bytes = limited.ready_bytes // 2
-        yield finding("starving", evidence, asks * (could - own) / 100, f"{limited.id} --max {_whole_mib(most_bytes)}")
+        fix = f"{one.id} --max {_whole_mib(2 * (one.quota_bytes or 0))}"
+        yield finding("starving", evidence, asks * (could - own) / 100, fix)
+
+
+def crowding(facts: Facts) -> Iterator[Finding]:
+    """Find the namespace whose limit would help others the most, without a quota so far."""
+    stats, curves = facts.stats, [one.curve for one in facts.counted if one.curve is not None]
+    asked = sum(one.asked_tokens for one in curves)
+    if len(curves) < 2 or not asked or not verdict.enough_lookups(stats):
+        return
+    if stats.pool.of("ready") < verdict.FULL_POOL * stats.pool.size_bytes:
+        return  # all have what space they want
+    found = 100 * sum(one.found_tokens for one in curves) / asked
+    base = max(found, sum(_lru_percent(one) * one.asked_tokens for one in curves) / asked)
+    most = verdict.most_gain(stats.since_start)
+    best, quota, chosen = 0.0, 0.0, None
+    for one in facts.counted:
+        for part in QUOTAS if one.lookups >= verdict.MIN_LOOKUPS and one.quota_bytes is None else ():
+            points = min(most, _found_with_quota(facts, one, part * one.ready_bytes) - base)
+            if points > best + verdict.POINTS or (points > best and one is not chosen):
+                best, quota, chosen = points, part * one.ready_bytes, one
+    if chosen is None or best < LRU_POINTS or best < verdict.doubt_points(stats.since_start):
+        return
+    gain = _of_prompts(stats.since_start, best)
+    held = percent(chosen.ready_bytes, sum(one.ready_bytes for one in facts.counted))
+    most_bytes = _whole_mib(quota)
+    evidence = (
+        f"{namespace_name(chosen.model, chosen.id)} has {held} of the blocks. {_computed(stats)}; "
+        f"{_would_be(stats, best)} or less if it had {most_bytes} at most (estimated for lru)."
+    )
+    level = "warning" if gain >= MANY_POINTS else "info"
+    yield finding("crowding", evidence, gain / 100, f"{chosen.id} --max {most_bytes}", level, gain)
+
+
+def _found_with_quota(facts: Facts, limited: s.NamespaceStats, quota_bytes: float) -> float:
+    """Return the percentage of the tokens that lru would find, of those that engines lack, with a quota."""
+    pool_bytes = facts.stats.pool.size_bytes
+    freed = limited.ready_bytes - quota_bytes
+    found = asked = 0.0
+    for one in facts.counted:
+        if one.curve is None:
+            continue
+        # The namespaces share each size as they share the pool: the others, without what it would have more.
+        size = quota_bytes / limited.ready_bytes if one is limited else pool_bytes / max(1.0, pool_bytes - freed)
+        asked += one.curve.asked_tokens
+        found += one.curve.asked_tokens * _lru_ratio(one.curve, size)
+    return 100 * _share(found, asked)
+
+
+def _lru_ratio(curve: s.HitCurve, size: float) -> float:
+    """Return the hit ratio of lru at this size, a multiple of the pool's, between the estimated ones."""
+    known = sorted((float(at), ratio) for at, ratio in curve.lru_hit_ratio.items())
+    before = (0.0, 0.0)
+    for at, ratio in known:
+        if size <= at:
+            return before[1] + (ratio - before[1]) * (size - before[0]) / (at - before[0])
+        before = at, ratio
+    return before[1]
 
 
 # --- engines ----------------------------------------------------------------------------------------
@@ -665,8 +771,8 @@ def _engine_counts(facts: Facts, at: str, engine: EngineMetrics) -> Iterator[Fin
 CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     daemon_health, late_lookups, failures, blocked_loop, connected_clients, halves_apart, partial_blocks,
     memory,
-    disks, late_tiers, tiers_down, disk_writes,
-    namespaces_apart, pool_size, lru_is_better, prompts_differ, starving, engines,
+    disks, late_tiers, tiers_down, disk_writes, namespaces_apart, pool_size, lru_is_better, prompts_differ, starving,
+    crowding, engines,
 )  # fmt: skip
 
 

@@ -88,6 +88,8 @@ class Engine:
     registered_bytes: int = 0
     stored_bytes: int = 0
     loaded_bytes: int = 0
+    processes: dict[str, list[int]] = field(default_factory=dict)
+    """Pids by role, in the order in which they connected."""
 
 
 SUMMED = ("leases", "pinned_bytes", "jobs", "registered_bytes", "stored_bytes", "loaded_bytes")
@@ -157,6 +159,8 @@ def engines_of(found: Sequence[SessionInfo], labels: Mapping[bytes, str] = Mappi
         row.idle_seconds = min(row.idle_seconds, one.idle_seconds)
         if one.pid and one.pid not in row.pids:
             row.pids.append(one.pid)
+        if one.pid and one.role and one.pid not in (own := row.processes.setdefault(str(one.role), [])):
+            own.append(one.pid)
         for name in SUMMED:
             setattr(row, name, getattr(row, name) + getattr(one, name))
     return rows
@@ -181,9 +185,14 @@ def engine_table(rows: Sequence[Engine], width: int) -> Table:
 
 
 def _processes(row: Engine) -> str:
-    """Return an engine's workers and pids; without pids its versions and host."""
-    where = f"pid {', '.join(map(str, row.pids))}" if row.pids else printable(row.software)
-    return ", ".join(filter(None, (f"{format_count(row.workers)} worker{plural(row.workers)}", where)))
+    """Return an engine's workers and pids by role; without pids its versions and host."""
+    workers = f"{format_count(row.workers)} worker{plural(row.workers)}"
+    if not row.pids:
+        return ", ".join(filter(None, (workers, printable(row.software))))
+    if len(row.pids) == 1:  # one process has all roles
+        return f"{workers}, pid {row.pids[0]}"
+    named = [f"{role} pid {', '.join(map(str, pids))}" for role, pids in row.processes.items()]
+    return ", ".join([workers] * (not row.processes.get(Role.WORKER)) + named)
 
 
 def _show_sessions(found: Sequence[SessionInfo]) -> None:
@@ -331,7 +340,7 @@ def request_sentence(logged: LoggedPrompt) -> str:
         return sentence
     places = {"in the pool": report.found_pool, "on a disk": report.found_disk, "in a store": report.found_shared}
     there = ", ".join(f"{format_count(count)} {place}" for place, count in places.items() if count)
-    sentence += f" Of {format_count(report.keys)} keys kvoffd had {there or 'none'}."
+    sentence += f" Of {format_count(report.keys)} key{plural(report.keys)} kvoffd had {there or 'none'}."
     if report.asked_shared > report.found_shared:
         said = f"has {format_count(report.found_shared)}" if report.found_shared else "has none"
         said = "did not answer" if report.reason == "tier_down" and not report.found_shared else said

@@ -31,6 +31,7 @@ from kvoffd_proto.messages import fields_of
 from kvoffd_proto.units import format_count, format_duration, format_rate, format_size, percent, plural, printable
 
 BAR_CELLS = 80
+DAY_S = 86_400.0
 MAX_NAMESPACES = 5
 """Namespaces on the page; ``stats namespaces`` shows all."""
 RARE_CLASS = 0.03
@@ -81,7 +82,7 @@ def stats(
 
     Percentages are of all tokens of prompts, by source, and of the keys asked for, by miss. A key is a block's hash.
 
-    Exit status: 0; 1 if `stats tiers` shows a failure; 2 an error.
+    Exit status: 0; 1 with tiers, if a disk or store is down; 2 an error.
     """
     if misses and section:
         raise CliError("--misses and a section exclude each other; give one of them.")
@@ -154,10 +155,23 @@ def _head(now: s.DaemonStats) -> Iterator[Line]:
     if now.health_problems:
         reasons = ", ".join(printable(one.reason) for one in now.health_problems)
         yield f"{now.health.value}: {reasons}; see kvoffd-cli health", "yellow"
+    if worth := day_sentence(now.last_day):
+        yield worth
     ever = now.lifetime
     if ever.loaded_tokens > now.since_start.loaded_tokens:
         saved = format_duration(ever.saved_seconds)
         yield f"including earlier runs: {format_count(ever.loaded_tokens)} tokens, {saved} of prefill saved"
+
+
+def day_sentence(day: s.Window) -> str:
+    """Return the one figure for who pays: what was not computed in the last day; empty if nothing was loaded."""
+    if not day.loaded_prompt_tokens:
+        return ""
+    hours, share = day.saved_gpu_seconds / 3600, percent(day.loaded_prompt_tokens, day.all_prompt_tokens)
+    saved = f"{hours:,.1f} GPU hours" if hours >= 0.1 else f"{format_duration(day.saved_gpu_seconds)} of a GPU"
+    period = "24 h" if day.seconds > 0.9 * DAY_S else format_duration(day.seconds)
+    worth = f", which saved {saved}" if day.saved_gpu_seconds else ""
+    return f"of the last {period}'s prompt tokens {share} were loaded instead of computed{worth}"
 
 
 def _traffic(now: s.DaemonStats) -> None:
@@ -298,7 +312,7 @@ def _namespaces(now: s.DaemonStats, most: int) -> None:
         say(NO_NAMESPACE)
     else:
         print_table(
-            ("namespace", "<id", ">size", ">tokens", ">saved", ">computed", ">own", ">loaded"),
+            ("namespace", "<id", ">size", ">prompt\ntokens", ">saved", ">computed", ">own", ">loaded"),
             [
                 (
                     printable(one.model) or "(no label)",
@@ -453,10 +467,11 @@ def answer_time(one: s.SharedStats) -> str:
 
 
 def _usage(one: s.SharedStats) -> str:
-    if not one.up and not one.ask_seconds:
-        return "  usage unknown"
     size = f" of {format_size(one.size_bytes)}" if one.size_bytes else ", without a limit"
     uses = f"uses {format_size(one.used_bytes)}{size}" if one.used_bytes else "does not report its usage"
+    if not one.up:
+        used = f"used {format_size(one.used_bytes)}{size}, when it last answered"
+        return f"  {used}" if one.used_bytes else "  usage unknown"
     chosen = ", and gets only blocks that are likely to be reused" if one.write_mode == "auto" else ""
     return f"  {uses}: it is full{chosen}" if one.full else f"  {uses}"
 
