@@ -95,7 +95,7 @@ def test_what_was_not_stored_when_it_was_asked_for_is_found_at_no_size_however_l
         asked = AskedKeys(group.namespace, reported=True)
         asked.found(Chain(group, keys, NOTHING), reasons)
         watched.stored(group, keys)
-        for chain, own in count_prompt([asked], PromptOutcome([0], [0], None)):
+        for chain, own in count_prompt([asked], PromptOutcome([0], [0], None), lambda chain, first: b""):
             watched.requested(chain, own)
 
     for _ in range(4):
