@@ -204,7 +204,7 @@ def test_errors_of_a_disk_are_a_problem_for_an_hour(rig: TiersRig) -> None:
 )
 def test_a_peer_is_found_by_its_host_however_it_is_written(host: str, peer: str) -> None:
     configured = SimpleNamespace(_peers=[("node-b", "Node-B:7400"), ("fd00::1", "[fd00::1]:7400")], networks={})
-    configured.networks, configured._name = {"[fd00::/8]:7400": (ip_network("fd00::/8"), 7400)}, str
+    configured.networks, configured._give_place = {"[fd00::/8]:7400": (ip_network("fd00::/8"), 7400)}, str
     assert TierSupervisor.peer_at(cast(Any, configured), host) == peer
 
 
