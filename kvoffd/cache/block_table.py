@@ -11,7 +11,7 @@ import ctypes
 import os
 import weakref
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -44,7 +44,7 @@ declare(
     blocks_close=(None, VOID_P),
     blocks_find=(None, VOID_P, *KEYS),
     blocks_lookup=(None, VOID_P, *KEYS, NUMBER),
-    blocks_plan=(COUNT, VOID_P, *KEYS, NUMBER, VOID_P),
+    blocks_judge=(COUNT, VOID_P, *KEYS, NUMBER, VOID_P),
     blocks_take=(COUNT, VOID_P, VOID_P, CHAR_P, CHAR_P, NUMBER),
     blocks_replace=(COUNT, VOID_P, CHAR_P, *ITEMS, CHAR_P, NUMBER),
     blocks_begin_writes=(None, VOID_P, VOID_P, *ITEMS, NUMBER),
@@ -55,7 +55,7 @@ declare(
     blocks_oldest=(COUNT, VOID_P, CHAR_P, NUMBER, NUMBER, NUMBER),
     blocks_choose_victims=(COUNT, VOID_P, VOID_P, CHAR_P, NUMBER, *ITEMS, NUMBER, NUMBER, NUMBER),
     blocks_drop=(COUNT, VOID_P, CHAR_P, *ITEMS, NUMBER),
-    blocks_release=(None, VOID_P, *ITEMS),
+    blocks_end_dropped=(None, VOID_P, *ITEMS),
     blocks_common_group=(UINT32, VOID_P, *ITEMS, NUMBER),
     blocks_pin=(None, VOID_P, *ITEMS),
     blocks_lease=(None, VOID_P, *ITEMS),
@@ -71,6 +71,7 @@ BlockIds: TypeAlias = npt.NDArray[np.uint32]
 Offsets: TypeAlias = npt.NDArray[np.uint64]
 """Pool offsets of slots, in bytes."""
 NO_BLOCK = 2**32 - 1
+NO_BLOCKS: BlockIds = np.empty(0, np.uint32)
 FREE, WRITING, READY = int(messages.ABSENT), int(messages.WRITING), int(messages.READY)
 """States of a block, as lookups report them: FREE means no block; a WRITING block lacks a shard."""
 DROPPED = 16
@@ -121,6 +122,30 @@ class Found(NamedTuple):
     reasons: bytes
     """[keys] ``MissReason`` of each, or FOUND."""
 
+    def limited(self, fresh: npt.NDArray[np.bool_], most: int, reason: int) -> Found:
+        """Return this with fewer READY keys: of the ``fresh`` ones only the first ``most``. The others are absent, for
+        this reason."""
+        states, kept = np.frombuffer(self.states, np.uint8).copy(), ~fresh
+        kept[np.flatnonzero(fresh)[:most]] = True
+        reasons, beyond = np.frombuffer(self.reasons, np.uint8).copy(), np.flatnonzero(states == READY)[~kept]
+        states[beyond], reasons[beyond] = FREE, reason
+        run = min(self.run, int(np.append(kept, False).argmin()))
+        return self._replace(states=states.tobytes(), ready=self.ready[kept], run=run, reasons=reasons.tobytes())
+
+    def with_coming(self, states: bytes) -> Found:
+        """Return this with the states of keys that tiers bring up: these are not missed yet."""
+        if states == self.states:
+            return self
+        shown = np.frombuffer(states, np.uint8)
+        reasons = np.frombuffer(self.reasons, np.uint8).copy()
+        reasons[(shown == messages.PENDING) | (shown == messages.SHARED)] = FOUND
+        return self._replace(states=states, reasons=reasons.tobytes())
+
+
+def ready_of(found: Sequence[Found]) -> BlockIds:
+    """Return the blocks of the READY keys of all groups."""
+    return found[0].ready if len(found) == 1 else np.concatenate([NO_BLOCKS, *[each.ready for each in found]])
+
 
 class BlockTable(Structure):
     """Arrays by slot number, and the index. Not thread-safe. It is the ``struct blocks`` of blocks.h.
@@ -167,9 +192,11 @@ class BlockTable(Structure):
         self.misses = np.zeros(KNOWN_MISSES, np.uint64)
         self.prompt = np.zeros(slots, np.uint64)
         """[blocks] number of the prompt that last looked the block up, or of the one whose store made it."""
+        self.last_prompt = 0
+        """Number of the last prompt that was looked up, or whose store began."""
         self._native = native()
         self._counts = array("Q", bytes(8 * 3))
-        """The largest result that C writes there: ``struct released`` of blocks.c."""
+        """The largest result that C writes there: ``struct ended`` of blocks.c."""
         self.at_records = records.ctypes.data
         for name in _ARRAYS:
             setattr(self, f"at_{name}", getattr(self, name).ctypes.data)
@@ -216,7 +243,12 @@ class BlockTable(Structure):
         states, reasons = self._bytes[:count].tobytes(), self._bytes[count : 2 * count].tobytes()
         return Found(states, self._numbers[:ready].copy(), self.leased_bytes - leased_bytes, run, reasons)
 
-    def plan(self, group: Group, keys: bytes, rank: int, first_blocks: Mapping[int, int]) -> tuple[bytes, BlockIds]:
+    def new_prompt(self) -> int:
+        """Return the number of one more prompt."""
+        self.last_prompt += 1
+        return self.last_prompt
+
+    def judge(self, group: Group, keys: bytes, rank: int, first_blocks: Mapping[int, int]) -> tuple[bytes, BlockIds]:
         """Return a ``Verdict`` for each key that a rank stores, and the key's block, NO_BLOCK if it has none.
 
         ``first_blocks``: by the number of a key, the first engine block that is offered, if not 0.
@@ -227,7 +259,7 @@ class BlockTable(Structure):
             for number, first in first_blocks.items():
                 firsts[number] = first
             offered = firsts.tobytes()
-        if not self._native.blocks_plan(self.address, group.number, keys, count, group.key_bytes, rank, offered):
+        if not self._native.blocks_judge(self.address, group.number, keys, count, group.key_bytes, rank, offered):
             raise MemoryError
         return self._bytes[:count].tobytes(), self._numbers[:count].copy()
 
@@ -343,23 +375,23 @@ class BlockTable(Structure):
         """Take blocks of a group out of the index, and remember ``reason`` if it is not 0. They become DROPPED, are not
         recovered by the next daemon, and end at once if they are not in use.
 
-        Returns their keys, and the result of ``release``.
+        Returns their keys, and the result of ``end_dropped``.
         """
         self._reserve(len(blocks) * len(group.sizes))
         dropped = self._native.blocks_drop(self.address, group.packed, packed(blocks), len(blocks), reason)
         assert dropped == len(blocks), "a block is not in the index"
-        return self._bytes[: len(blocks) * group.key_bytes].tobytes(), *self._released()
+        return self._bytes[: len(blocks) * group.key_bytes].tobytes(), *self._ended()
 
-    def release(self, blocks: BlockIds, ranks: int) -> tuple[SlotIds, int, int]:
+    def end_dropped(self, blocks: BlockIds, ranks: int) -> tuple[SlotIds, int, int]:
         """End the DROPPED blocks that are not in use. Returns their slots, and how many were UNVERIFIED, and CORRUPT.
 
         CORRUPT slots keep that mark, in their records too, and must not be used again.
         """
         self._reserve(len(blocks) * ranks)
-        self._native.blocks_release(self.address, packed(blocks), len(blocks))
-        return self._released()
+        self._native.blocks_end_dropped(self.address, packed(blocks), len(blocks))
+        return self._ended()
 
-    def _released(self) -> tuple[SlotIds, int, int]:
+    def _ended(self) -> tuple[SlotIds, int, int]:
         slots, unverified, corrupt = self._counts[:3]
         return self._numbers[:slots].copy(), unverified, corrupt
 
@@ -381,7 +413,8 @@ class BlockTable(Structure):
         self._native.blocks_pin(self.address, packed(blocks), len(blocks))
 
     def unpin(self, blocks: BlockIds) -> BlockIds:
-        """Remove one pin for each occurrence of a block. Returns the blocks that are not pinned any more."""
+        """Remove one pin for each occurrence of a block. Returns the blocks that are not pinned any more; only
+        ``BlockLife.unpin`` frees those that are DROPPED."""
         self._reserve(len(blocks))
         return self._numbers[: self._native.blocks_unpin(self.address, packed(blocks), len(blocks))].copy()
 

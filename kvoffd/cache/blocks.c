@@ -3,6 +3,9 @@
  *
  * The order of writes to a record matters, because the process may be killed between any two: see pool/slot_table.py.
  * The fences keep the compiler to it; the CPU keeps to it as far as another process can see.
+ *
+ * A function that "finds" something writes it into the table's buffers, `bytes`, `numbers`, `offsets` or `counts`, where
+ * it stays until the next call. The caller has made the buffers large enough.
  */
 #include "blocks.h"
 
@@ -383,24 +386,24 @@ static int being_written(const struct blocks *x, uint32_t block)
 }
 
 /* Result for blocks that left the index. */
-struct released {
+struct ended {
     uint64_t slots; /* slots that became FREE; of these, the ones that were UNVERIFIED, and CORRUPT */
     uint64_t unverified, corrupt;
 };
 
 /* Ends a DROPPED block that is not in use, and finds its slots; those that are CORRUPT stay marked. */
-static void release(struct blocks *x, uint32_t block)
+static void end_dropped(struct blocks *x, uint32_t block)
 {
-    struct released *released = (struct released *)x->counts;
+    struct ended *ended = (struct ended *)x->counts;
     uint32_t at = block;
 
     if (x->state[block] != DROPPED || x->pins[block] || being_written(x, block))
         return;
     do {
         uint32_t next = x->next[at];
-        x->numbers[released->slots++] = at;
-        released->unverified += (x->shard[at] & UNVERIFIED) != 0;
-        released->corrupt += (x->shard[at] & CORRUPT) != 0;
+        x->numbers[ended->slots++] = at;
+        ended->unverified += (x->shard[at] & UNVERIFIED) != 0;
+        ended->corrupt += (x->shard[at] & CORRUPT) != 0;
         x->state[at] = x->shard[at] & CORRUPT ? NOT_FIRST : FREE;
         x->shard[at] &= CORRUPT;
         at = next;
@@ -408,11 +411,11 @@ static void release(struct blocks *x, uint32_t block)
 }
 
 /* Ends DROPPED blocks that are not in use. */
-void kvoffd_blocks_release(struct blocks *x, const uint32_t *blocks, uint64_t count)
+void kvoffd_blocks_end_dropped(struct blocks *x, const uint32_t *blocks, uint64_t count)
 {
-    *(struct released *)x->counts = (struct released){ 0 };
+    *(struct ended *)x->counts = (struct ended){ 0 };
     for (uint64_t i = 0; i < count; i++)
-        release(x, blocks[i]);
+        end_dropped(x, blocks[i]);
 }
 
 static void record_miss(const struct blocks *x, uint64_t hashed, uint64_t reason)
@@ -427,7 +430,7 @@ uint64_t kvoffd_blocks_drop(struct blocks *x, const struct block_group *g, const
 {
     uint8_t *keys = x->bytes;
 
-    *(struct released *)x->counts = (struct released){ 0 };
+    *(struct ended *)x->counts = (struct ended){ 0 };
     for (uint64_t i = 0; i < count; i++) {
         uint32_t block = blocks[i], at = block;
         const uint8_t *key = key_of(x, block);
@@ -446,7 +449,7 @@ uint64_t kvoffd_blocks_drop(struct blocks *x, const struct block_group *g, const
             set_record(record_of(x, at), x->shard[at] & CORRUPT ? BAD_RECORD : FREE_RECORD);
             at = x->next[at];
         } while (at != block);
-        release(x, block);
+        end_dropped(x, block);
     }
     return count;
 }
@@ -456,11 +459,11 @@ uint64_t kvoffd_blocks_drop(struct blocks *x, const struct block_group *g, const
 uint64_t kvoffd_blocks_replace(struct blocks *x, const struct block_group *g, const uint32_t *blocks, uint64_t count,
                                const uint8_t *keys, uint64_t reason)
 {
-    const struct released *released = (struct released *)x->counts;
+    const struct ended *ended = (struct ended *)x->counts;
 
     if (kvoffd_blocks_drop(x, g, blocks, count, reason) < count)
         return 0;
-    if (released->slots < count * g->ranks || released->corrupt)
+    if (ended->slots < count * g->ranks || ended->corrupt)
         return 0;
     return enter(x, g, x->numbers, count, keys);
 }
@@ -670,7 +673,7 @@ enum { PRESENT, ABSENT, JOIN, DUPLICATE, NARROW };
 /* Finds the verdict of each key that a rank stores, and the blocks of keys that have one. A key to be written is a
  * DUPLICATE at later numbers. NARROW: the rank's shard begins after `first_blocks` (NULL for 0), and the block is not
  * in use. Returns whether there was enough memory. */
-uint64_t kvoffd_blocks_plan(const struct blocks *x, uint32_t group, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
+uint64_t kvoffd_blocks_judge(const struct blocks *x, uint32_t group, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
                        uint32_t rank, const uint16_t *first_blocks)
 {
     uint8_t *verdicts = x->bytes;

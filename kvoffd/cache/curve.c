@@ -123,7 +123,7 @@ static double weight(const struct piece *piece)
 }
 
 /* Returns the piece's newer neighbour if it is in this segment. */
-static uint32_t before(const struct curve *c, uint32_t at, uint8_t segment)
+static uint32_t newer_in_segment(const struct curve *c, uint32_t at, uint8_t segment)
 {
     uint32_t newer = c->pieces[at].newer;
 
@@ -137,7 +137,7 @@ static void unlink_piece(struct curve *c, uint32_t at)
 
     c->held[piece->segment] -= weight(piece);
     if (c->oldest[piece->segment] == at)
-        c->oldest[piece->segment] = before(c, at, piece->segment);
+        c->oldest[piece->segment] = newer_in_segment(c, at, piece->segment);
     if (piece->newer != NONE)
         c->pieces[piece->newer].older = piece->older;
     else
@@ -172,7 +172,7 @@ static void settle(struct curve *c, uint64_t steps)
                 forget(c, at);
                 continue;
             }
-            c->oldest[segment] = before(c, at, segment);
+            c->oldest[segment] = newer_in_segment(c, at, segment);
             c->held[segment] -= weight(piece);
             c->held[segment + 1] += weight(piece);
             piece->segment = segment + 1;

@@ -62,7 +62,7 @@ class TierHooks(Protocol):
         asked: Sequence[AskedKeys] | None,
     ) -> list[bytes]:
         """Return the states that a lookup reports: PENDING or SHARED for FREE keys that come from a tier; the lease
-        records how many. Returns ``states`` itself if no tier can be asked.
+        records how many.
 
         ``asked``: by group, where keys that do not come are counted as missed; None if they were counted before.
         """

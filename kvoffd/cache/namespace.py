@@ -176,6 +176,8 @@ class Namespace:
         """Pool bytes of its blocks by state."""
         self.retained_bytes = 0
         """Pool bytes of its blocks that hints retain."""
+        self.current: list[Group] = []
+        """Groups of its blocks since the last reset, by index; none before it is opened and once it is forgotten."""
         self.leases: dict[Lease, None] = {}
         """Active leases on its blocks."""
         self.nodes: dict[int, int | None] = {}
@@ -218,6 +220,11 @@ class Namespace:
                 "or clear it with kvoffd-cli clear while nobody has it open.",
                 ErrorCode.NAMESPACE_MISMATCH,
             )
+
+    def group(self, index: int) -> Group:
+        """Return the current group, valid until the next reset. Raises BadGeometry."""
+        self.check(index)
+        return self.current[index]
 
     def check(self, group: int, keys: bytes = b"") -> None:
         """Raise BadGeometry for an unknown group, and BadKeys if ``keys`` is not a whole number of keys."""
@@ -263,7 +270,7 @@ class Namespace:
         self.shards[rank] = shards
         return True
 
-    def fix_shard_bytes(self, rank: int, shard_bytes: Sequence[int]) -> bool:
+    def set_shard_bytes(self, rank: int, shard_bytes: Sequence[int]) -> bool:
         """Set the bytes of a rank's shards, by group. Returns False if they were set already.
 
         Raises BadGeometry if they were set to others, or do not fit the namespace.

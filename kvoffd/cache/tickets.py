@@ -40,7 +40,7 @@ class Lease:
     """Expected time until they are in the pool, as of the last lookup; 0 if unknown."""
     peer: str = ""
     """Name of the only peer that is asked, as of the last lookup; empty for all."""
-    counts: bool = False
+    counts_at_end: bool = False
     """Whether its blocks count as covered (loaded or not needed) at its end, as no report will come."""
 
     @property

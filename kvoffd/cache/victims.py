@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from kvoffd.cache.block_table import BlockIds, BlockTable
-from kvoffd.cache.hints import HintedOrder
+from kvoffd.cache.block_life import BlockLife
+from kvoffd.cache.block_table import NO_BLOCKS, BlockIds
 from kvoffd.cache.namespace import Group
 from kvoffd.cache.policy import BATCH
-from kvoffd.pool.allocator import PAGE_BYTES, SlotAllocator
+from kvoffd.pool.allocator import PAGE_BYTES
 
 MAX_SKIPPED_PINNED = 1000
 """Pinned blocks that one eviction may skip; if there are more, they become the newest, as they are in use."""
@@ -22,7 +22,6 @@ MAX_PASSED = 1024
 WRITTEN_AHEAD, MIN_AHEAD = 4, 1024
 """Blocks that wait to be written to a tier go last among this multiple of the blocks to evict, at least MIN_AHEAD: a
 block that was just read from a disk goes before one that no disk has."""
-_NOTHING: BlockIds = np.empty(0, np.uint32)
 
 
 ANY_PROMPT = 2**64 - 1
@@ -33,24 +32,12 @@ class Victims:
     """Chooses READY, unpinned blocks. It may move pinned blocks to the end of the policy's order.
 
     ``older_than``: number of the prompt for which others are to go. Blocks of older prompts go, and of others those
-    that are ``settled``. So a prompt larger than the pool keeps its beginning, without which the rest is useless.
-
-    Args:
-        waiting: returns which blocks wait to be written to a tier, None if none does. Of the next few blocks, those are
-            evicted last.
-        settled: returns which blocks a tier has or does not want.
+    that a tier has or does not want. So a prompt larger than the pool keeps its beginning, without which the rest is
+    useless. Of the next few blocks, those that wait to be written to a tier are evicted last.
     """
 
-    def __init__(
-        self,
-        slots: SlotAllocator,
-        blocks: BlockTable,
-        order: HintedOrder,
-        waiting: Callable[[BlockIds], npt.NDArray[np.bool_] | None],
-        settled: Callable[[BlockIds], npt.NDArray[np.bool_]],
-    ) -> None:
-        self._slots, self._blocks, self._order = slots, blocks, order
-        self._waiting, self._settled = waiting, settled
+    def __init__(self, life: BlockLife) -> None:
+        self._life, self._slots, self._blocks, self._order = life, life.slots, life.blocks, life.order
 
     def are_left(self, older_than: int) -> bool:
         """Return whether any READY blocks can be evicted, whatever their scores."""
@@ -69,7 +56,16 @@ class Victims:
             spared[doubtful] = ~self._settled(blocks[doubtful])
         return unpinned & ~spared
 
-    def own(self, group: Group, count: int, below: float, older_than: int) -> BlockIds | None:
+    def _waiting(self, blocks: BlockIds) -> npt.NDArray[np.bool_] | None:
+        """Return which of the blocks wait to be written to a tier; None if none does."""
+        return None if self._life.tiers is None else self._life.tiers.waiting(blocks)
+
+    def _settled(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
+        """Return which of the READY blocks tiers have, or do not want."""
+        tiers = self._life.tiers
+        return np.zeros(len(blocks), np.bool_) if tiers is None else tiers.settled(blocks)
+
+    def next_if_all_of(self, group: Group, count: int, below: float, older_than: int) -> BlockIds | None:
         """Return the next ``count`` blocks with a score below ``below``, or as many as there are, if all belong to the
         group and can be evicted; None if not."""
         first = self._order.first(count, below)
@@ -84,7 +80,7 @@ class Victims:
                 waiting = self._waiting(unpinned)
                 if waiting is None or len(unpinned) - waiting.sum() >= count or len(batch) < ahead or ahead == most:
                     break
-            first = self._written_first(unpinned)[:count]
+            first = self._waiting_last(unpinned)[:count]
             if len(first) < min(count, len(batch)):
                 return None
         return first if not first.size or self._blocks.group_of(first, unpinned=True) == group.number else None
@@ -102,7 +98,7 @@ class Victims:
         while True:
             order = self._order.first(most, below)
             pinned, last = self._blocks.pins[order] != 0, len(order) < most or most >= MAX_CONSIDERED
-            may_go = self._written_first(order[self._may_go(order, older_than)])
+            may_go = self._waiting_last(order[self._may_go(order, older_than)])
             chosen, enough = self._blocks.choose_victims(self._slots, group, count, may_go, older_than, last=last)
             if enough or last:
                 if chosen.size and pinned.sum() > MAX_SKIPPED_PINNED:  # skipping them each time takes long
@@ -110,7 +106,7 @@ class Victims:
                 return chosen
             most *= 4
 
-    def _written_first(self, blocks: BlockIds) -> BlockIds:
+    def _waiting_last(self, blocks: BlockIds) -> BlockIds:
         """Return the same blocks in the same order, but with those that wait to be written last."""
         if (waiting := self._waiting(blocks)) is None:
             return blocks
@@ -121,7 +117,7 @@ class Victims:
         policy's order with a score below ``below`` or, if too many others come before them, the ones that were stored
         first, whatever their score."""
         blocks, numbers = self._blocks, [group.number for group in groups]
-        victims, passed = _NOTHING, 0
+        victims, passed = NO_BLOCKS, 0
         for batch in self._order.candidates(below):
             own = batch[np.isin(blocks.group[batch], numbers)]
             own = own[self._may_go(own, older_than)]

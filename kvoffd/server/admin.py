@@ -31,7 +31,7 @@ CLEARED_NOT_SAVED = "After a kill or a reboot cleared blocks may come back from 
 def clear(service: Service, session: Session, message: a.Clear) -> Pending:
     """Drop the blocks of one namespace, or of all, and forget empty namespaces that no session has open."""
     if message.namespace is not None:
-        service.cache.namespace(message.namespace)  # raises if there is none
+        service.cache.namespaces.required(message.namespace)  # raises if there is none
     count = service.reset(message.namespace)
     forget_idle(service)
     whose = "all namespaces" if message.namespace is None else f"namespace {namespace_id(message.namespace)}"
@@ -138,7 +138,7 @@ def list_branch_points(service: Service, session: Session, message: a.ListBranch
 @answers(a.FindBlock)
 def find_block(service: Service, session: Session, message: a.FindBlock) -> a.BlockFound:
     cache, group, key = service.cache, message.group, message.key
-    namespace = cache.namespace(message.namespace)
+    namespace = cache.namespaces.required(message.namespace)
     state, first_block, checksums = cache.describe_block(namespace, group, key)
     reason = MissReason.PARTIAL
     if state is m.KeyState.ABSENT:
@@ -150,7 +150,7 @@ def find_block(service: Service, session: Session, message: a.FindBlock) -> a.Bl
 
 @answers(a.DescribeNamespace)
 def describe_namespace(service: Service, session: Session, message: a.DescribeNamespace) -> a.NamespaceDescribed:
-    namespace = service.cache.namespace(message.namespace)
+    namespace = service.cache.namespaces.required(message.namespace)
     shards = [
         None if one is None else [a.ShardSpec(count, list(pages)) for count, pages in one] for one in namespace.shards
     ]
@@ -161,6 +161,6 @@ def describe_namespace(service: Service, session: Session, message: a.DescribeNa
 
 @answers(a.ListBlocks)
 def list_blocks(service: Service, session: Session, message: a.ListBlocks) -> a.BlocksListed:
-    namespace = service.cache.namespace(message.namespace)
+    namespace = service.cache.namespaces.required(message.namespace)
     found = service.cache.list_blocks(namespace, message.group, message.position, message.limit)
     return a.BlocksListed(message.request_id, *found)

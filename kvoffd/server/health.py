@@ -44,7 +44,7 @@ def _problems(service: Service, recent: Window) -> Iterator[tuple[str, str]]:
         yield "sockets_lost", service.sockets_problem
     for sentence in service.memory.gpus.problems:
         yield "gpu", sentence
-    if lost := service.cache.quarantined_slots:
+    if lost := service.cache.life.quarantined_slots:
         yield (
             "pool_corrupt",
             f"{lost} slot{plural(lost)} of the pool did not match the checksum. The blocks were dropped and the slots "
@@ -58,7 +58,7 @@ def _problems(service: Service, recent: Window) -> Iterator[tuple[str, str]]:
             "one starts empty, with a new file. Keep cleaners of temporary files away from it.",
         )
     yield from service.tier_supervisor.problems
-    usage, over = service.cache.usage, format_duration(recent.seconds)
+    usage, over = service.cache.life.usage, format_duration(recent.seconds)
     usable_bytes = max(1, service.cache.slots.pool_bytes - usage.quarantined)
     if usage.pinned >= PINNED_SHARE * usable_bytes:
         yield (
@@ -135,7 +135,7 @@ def _missing_ranks(service: Service) -> str:
 def _most_pinned(service: Service) -> str:
     """Return the session that pins the most, as a part of a sentence."""
     found = [
-        (service.cache.leases_of(one.id).nbytes, one.id, one.name or one.role or "new") for one in service.sessions
+        (service.cache.leases.of(one.id).nbytes, one.id, one.name or one.role or "new") for one in service.sessions
     ]
     nbytes, number, name = max(found, default=(0, 0, ""))
     return f", {format_size(nbytes)} by session {number} ({name})" if nbytes else ""

@@ -230,7 +230,7 @@ class StoreBatch(Job):
             StorePart(one.group, one.keys, one.first_blocks, one.starts, one.before, [span.job for span in one.spans])
             for one in self.parts
         ]
-        self.stored = cache.begin_store(registration.namespace, registration.rank, parts, self.sole)
+        self.stored = cache.stores.begin(registration.namespace, registration.rank, parts, self.sole)
         for part, stored in zip(self.parts, self.stored, strict=True):
             if not stored.copy:
                 continue
@@ -257,7 +257,7 @@ class StoreBatch(Job):
         ``hangs``: the copy may still write. Its keys may be stored in other slots, and ``abort`` must follow.
         """
         if hangs:
-            cache.drop_unfinished(self.stored)
+            cache.stores.drop_unfinished(self.stored)
         elif error is not None:
             self.abort(cache)
         else:
@@ -267,7 +267,7 @@ class StoreBatch(Job):
             for part in self.parts:
                 if part.parents and part.token_ids:
                     tokens.update(part.tokens())
-            cache.commit_store(self.stored, checksums, tokens)
+            cache.stores.commit(self.stored, checksums, tokens)
             self.registration.namespace.counters.stored_bytes += self.nbytes
         failed: defaultdict[int, list[GroupKeys]] = defaultdict(list)
         rejected: defaultdict[int, list[GroupKeys]] = defaultdict(list)
@@ -291,7 +291,7 @@ class StoreBatch(Job):
 
     def abort(self, cache: Cache) -> None:
         """Free the slots; their content is not used."""
-        cache.abort_store(self.stored)
+        cache.stores.abort(self.stored)
 
 
 def _with_repeats(keys: Sequence[bytes], numbers: Sequence[int], repeats: Sequence[int]) -> list[int]:
@@ -338,8 +338,8 @@ class LoadJob(Job):
             block_ids = part.block_ids[span.block : span.blocks_end]
             tokens_per_block = registration.namespace.groups[part.group].tokens_per_block
             ticket.tokens = block_ids.size * tokens_per_block // part.layout.blocks_per_key
-            if verify or first or cache.unverified_slots:
-                self.checks += cache.checks_of_load(ticket, verify, first)
+            if verify or first or cache.life.unverified_slots:
+                self.checks += cache.integrity.checks_of_load(ticket, verify, first)
             slots = ticket.offsets + np.uint64(pool.mapping.address)
             self.copies.append(BlockCopy(part.layout, block_ids, slots, {0: first} if first else {}))
             self.nbytes += block_ids.size * part.layout.block_bytes
@@ -361,15 +361,17 @@ class LoadJob(Job):
             for check, found in zip(self.checks, self.checksums.sums, strict=True):
                 if found:
                     apply_check(cache, check, found)
-        if cache.mismatches:
+        if cache.integrity.mismatches:
             # Another load or the scrubber may have found a block of this load corrupt since it began.
-            corrupt = [GroupKeys(one.group.index, keys) for one in self.tickets if (keys := cache.corrupt_keys(one))]
+            corrupt = [
+                GroupKeys(one.group.index, keys) for one in self.tickets if (keys := cache.integrity.corrupt_keys(one))
+            ]
             self.failed += corrupt
             error = ErrorCode.CHECKSUM if corrupt else error
         copied_bytes = self.nbytes if error is None else 0
         error = error or self.error
         counts = error is None
-        cache.end_load(self.tickets, counts=counts, ends_lease=error is None and not self.keep_lease)
+        cache.end_load(self.tickets, is_success=counts, ends_lease=error is None and not self.keep_lease)
         if counts:
             self.registration.namespace.counters.loaded_bytes += copied_bytes
         if error is not None and self.session.ended:
@@ -384,7 +386,7 @@ def apply_check(cache: Cache, check: Check, checksum: int) -> bool:
     """Act on the computed checksum of a slot; if it is wrong, return False and log that, at most once a minute."""
     record = cache.table.records[check.slot]
     key = record["key"][: record["key_bytes"]].tobytes()
-    if cache.check(check.slot, check.generation, checksum):
+    if cache.integrity.check(check.slot, check.generation, checksum):
         return True
     _wrong_slots.warn(
         "The bytes of key %s (group %d, rank %d) at pool offset %d do not match their checksum: the block is dropped, "
@@ -394,7 +396,7 @@ def apply_check(cache: Cache, check: Check, checksum: int) -> bool:
         record["group"],
         record["rank"],
         check.offset,
-        cache.mismatches,
+        cache.integrity.mismatches,
     )
     return False
 

@@ -40,7 +40,7 @@ def open_namespace(service: Service, session: Session, message: m.OpenNamespace)
     if known is None:
         _evict_unused(service)
     label, description = printable(message.label), printable(message.description)
-    namespace, created = cache.open_namespace(Namespace(fingerprint, label, *geometry, description))
+    namespace, created = cache.namespaces.open(Namespace(fingerprint, label, *geometry, description))
     session.namespaces[fingerprint] = namespace
     namespace.last_open_at = service.clock()
     if created:
@@ -100,7 +100,7 @@ def _idle(namespace: Namespace, opened: set[bytes]) -> bool:
 
 
 def _forget(service: Service, namespace: Namespace) -> None:
-    service.cache.forget_namespace(namespace)
+    service.cache.namespaces.forget(namespace)
     service.traffic.namespace_forgotten(namespace)
     service.curve.namespace_forgotten(namespace)
     service.branch_points.namespace_forgotten(namespace)

@@ -114,7 +114,7 @@ class PeerServer:
             return None
         if not 0 <= wanted.group < len(namespace.groups) or self._generations.is_unshared(wanted.fingerprint):
             return None
-        group = self._cache.group(namespace, wanted.group)
+        group = namespace.group(wanted.group)
         return group if group.lengths and not group.dead else None
 
     def _hear(self, fingerprint: bytes, generation: int) -> None:
@@ -184,7 +184,7 @@ class PeerServer:
 
     def _lendable_blocks(self, block_bytes: int) -> int:
         # What is reserved counts as free: a slow source may reserve all, and peers have a part for some seconds.
-        left = min(self._most_bytes - self.lent_bytes, self._cache.pinnable_bytes)
+        left = min(self._most_bytes - self.lent_bytes, self._cache.leases.pinnable_bytes)
         # One block at a time is lent even if it is larger than the limit: it could never be read otherwise.
         return max(left // max(1, block_bytes), 0 if self._lent else 1)
 
@@ -199,7 +199,7 @@ class PeerServer:
         for one in ended:
             lent = self._lent.pop(one)
             self.lent_bytes -= lent.nbytes
-            self._cache.unpin(lent.blocks)
+            self._cache.life.unpin(lent.blocks)
 
     def tick(self) -> None:
         """End overdue leases."""

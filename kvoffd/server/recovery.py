@@ -130,7 +130,7 @@ def restore(cache: Cache, pool: Pool, policy: PolicyFile, state: State, max_name
         )
     for record in records[beyond:]:
         try:
-            groups = cache.restore_namespace(record)
+            groups = cache.namespaces.restore(record)
         except KvoffdError as error:
             logger.warning("The pool's blocks of %s are lost. %s", record.label, error.message)
             continue
@@ -138,11 +138,12 @@ def restore(cache: Cache, pool: Pool, policy: PolicyFile, state: State, max_name
         known += [group for group in groups if group.sizes]
     fd = pool.memory_fds[1]
     found = recover(fd, pool.table, pool.slots, cache.blocks, known, snapshot.next_number)
-    cache.enter_recovered(found.blocks, found.quarantined)
+    cache.life.enter_recovered(found.blocks, found.quarantined)
+    cache.namespaces.save()
     logger.info(
         "Recovered an earlier daemon's pool: %d blocks (%s) in %d namespace%s are ready after %.3f s.",
         len(found.blocks),
-        format_size(cache.usage.ready),
+        format_size(cache.life.usage.ready),
         len(cache.namespaces),
         plural(len(cache.namespaces)),
         time.monotonic() - started,

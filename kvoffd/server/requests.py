@@ -157,7 +157,7 @@ def _registered(
         )
         shard_bytes = [layout.shard_bytes for layout in layouts]
         shards = tuple((message.blocks_per_key, tuple(page.page_bytes for page in pages)) for pages in message.groups)
-        service.cache.register_rank(namespace, message.rank, shard_bytes, memory.node, shards)
+        service.cache.namespaces.register_rank(namespace, message.rank, shard_bytes, memory.node, shards)
     except BaseException:
         memory.close(lambda: None)
         raise
@@ -199,7 +199,7 @@ def lookup(service: Service, session: Session, message: m.Lookup) -> m.LookupRep
     started, limits = service.clock(), service.config.limits
     namespace, groups = session.namespaces[message.namespace], [(part.group, part.keys) for part in message.groups]
     _check_count(groups, namespace, limits.max_keys_per_request)
-    held, is_new = service.cache.session_leases.get(session.id), message.lease_id not in service.cache.leases
+    held, is_new = service.cache.leases.of(session.id), message.lease_id not in service.cache.leases.by_id
     if is_new and held is not None and len(held.leases) >= limits.max_leases:
         raise KvoffdError(f"The session holds {limits.max_leases} leases, its limit; release some.", ErrorCode.TOO_MANY)
     peer = service.tier_supervisor.peer_at(message.peer) if message.peer else ""
@@ -214,7 +214,7 @@ def lookup(service: Service, session: Session, message: m.Lookup) -> m.LookupRep
         giver=message.giver,
     )
     ttl_ms = wait_ms = asking = 0
-    if (lease := service.cache.leases.get(message.lease_id)) is not None:
+    if (lease := service.cache.leases.by_id.get(message.lease_id)) is not None:
         ttl_ms = max(1, round(1000 * (lease.deadline - started)))
         if lease.coming:
             wait_ms, asking = math.ceil(1000 * lease.wait_s), lease.asking
@@ -230,7 +230,7 @@ def _check_count(groups: list[tuple[int, bytes]], namespace: Namespace, most: in
 
 @answers(m.Release)
 def release(service: Service, session: Session, message: m.Release) -> m.Done:
-    return m.Done(message.request_id, service.cache.release(session.id, message.lease_ids))
+    return m.Done(message.request_id, service.cache.leases.end(session.id, message.lease_ids))
 
 
 @answers(m.Hint)
@@ -283,7 +283,7 @@ def report_prompts(service: Service, session: Session, message: m.ReportPrompts)
     for one in message.prompts:
         reason = unloaded = UNLOADED.get(one.outcome) or UNLOADED.get(one.reason)
         outcome = PromptOutcome(one.own_keys, one.covered_keys, unloaded)
-        counted = service.cache.count_prompt(session.id, one.lease_id, outcome)
+        counted = service.cache.prompts.count(session.id, one.lease_id, outcome)
         if one.missing_key and not one.reason:
             reason = _reason_when_asked(counted, one)
             if reason is not MissReason.COMPUTING:  # the others may have become known since
@@ -293,7 +293,7 @@ def report_prompts(service: Service, session: Session, message: m.ReportPrompts)
         tokens: dict[str, int] = {}
         if not (one.again or one.outcome == m.Outcome.DROPPED):
             its = PromptTokens(one.tokens, one.own_tokens, one.loaded_tokens, one.other_tokens)
-            tokens = service.cache.count_tokens(namespace, session.id, one.load_lease_id, its)
+            tokens = service.cache.prompts.count_tokens(namespace, session.id, one.load_lease_id, its)
         session.prompts.append(LoggedPrompt(session.id, message.namespace, one, tokens))
     return m.Done(message.request_id, len(message.prompts))
 

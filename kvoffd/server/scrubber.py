@@ -43,7 +43,7 @@ class Scrubber:
     @property
     def has_work(self) -> bool:
         """Whether ``next_step`` may have slots to read."""
-        return self._cache.unverified_slots > 0 or self._done < len(self._slots)
+        return self._cache.life.unverified_slots > 0 or self._done < len(self._slots)
 
     def start(self) -> None:
         """Start a pass over all slots unless one is running."""
@@ -53,10 +53,10 @@ class Scrubber:
 
     def next_step(self) -> list[Check]:
         """Return slots to read, about ``STEP_BYTES``, for ``finish_step``; it may be empty."""
-        checks = _first(self._cache.checks(self._cache.next_unverified(_STEP_SLOTS)))
+        checks = _first(self._cache.integrity.checks(self._cache.integrity.next_unverified(_STEP_SLOTS)))
         while not checks and self._done < len(self._slots):
             slots = self._slots[self._done : self._done + _STEP_SLOTS]
-            checks = _first([check for check in self._cache.checks(slots) if check.checksum])
+            checks = _first([check for check in self._cache.integrity.checks(slots) if check.checksum])
             last = np.flatnonzero(slots == checks[-1].slot)[0] + 1 if checks else len(slots)
             self._done += int(last)
             self._in_step = len(checks)

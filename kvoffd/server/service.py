@@ -121,7 +121,7 @@ class Service:
         self._totals_due = self.started_at + config.limits.totals_every_s
         self._partial_warned: WeakSet[Namespace] = WeakSet()
         state.generations.is_open = lambda fingerprint: fingerprint in cache.namespaces
-        cache.on_counted, cache.on_offered = self.curve.requested, self.curve.stored
+        cache.prompts.on_counted, cache.prompts.on_offered = self.curve.requested, self.curve.stored
         self._lru_fallback = LruFallback(self.curve, cache.policy) if isinstance(cache.policy, Learned) else None
 
     # --- called by the sockets ---------------------------------------------------------------------
@@ -155,7 +155,7 @@ class Service:
                     )
                 # A lookup changes no block, so reports can wait until its reply is sent.
                 if not isinstance(request, m.Lookup):
-                    self.cache.report_requests()
+                    self.cache.prompts.report()
                 answer = handler(self, session, request)
         except codec.CODEC_ERRORS as error:
             why = f"The frame is not a request of protocol {m.PROTOCOL_VERSION}: {error}. Fix the client."
@@ -192,14 +192,14 @@ class Service:
 
     def after_send(self) -> None:
         """Do the work of lookups that may wait until replies are sent."""
-        self.cache.report_requests()
+        self.cache.prompts.report()
         if self.tiering is not None:
             self.tiering.pump()
 
     def background(self) -> bool:
         """Do some milliseconds of long work: free blocks that were reset, unpin blocks of ended leases, fail overdue
         promotions, publish events of recovered blocks. Return whether there is more."""
-        more = self.cache.announce_recovered()
+        more = self.cache.life.announce_recovered()
         if self.tiering is not None:
             more = self.tiering.background() or more
         return self.cache.background() or more

@@ -63,7 +63,7 @@ def daemon_stats(service: Service) -> s.DaemonStats:
         health_problems=[s.Problem(cause.reason, cause.sentence) for cause in causes],
         sessions=service.sessions.of_engines,
         ended_sessions=dict(service.sessions.ended),
-        leases=len(cache.leases),
+        leases=len(cache.leases.by_id),
         pinned_blocks=cache.blocks.pinned_blocks,
         requests=service.requests,
         errors=dict(service.errors),
@@ -83,7 +83,7 @@ def daemon_stats(service: Service) -> s.DaemonStats:
         last_minute=recent,
         lifetime=traffic.lifetime(total),
         namespaces=_namespace_rows(service, on_disk),
-        integrity=filled(s.IntegrityStats, cache),
+        integrity=filled(s.IntegrityStats, cache.integrity, cache.life),
         tiers=_tiering_stats(service),
         disks=list(map(_disk_stats, service.tier_supervisor)),
         shared=_shared_stats(service),
@@ -160,13 +160,13 @@ def sessions(service: Service, session: Session, message: a.Sessions) -> a.Sessi
             role=one.role,
             age_seconds=now - one.opened_at,
             idle_seconds=now - one.last_request_at,
-            leases=len(cache.leases_of(one.id).leases),
+            leases=len(cache.leases.of(one.id).leases),
             jobs=len(one.jobs),
             registrations=len(one.registrations),
             registered_bytes=sum(size for each in one.registrations.values() for _, size in each.memory.spans),
             unacknowledged=sum(len(batch.results) for batch in one.completions.replay()),
             namespaces=sorted(one.namespaces),
-            pinned_bytes=cache.leases_of(one.id).nbytes,
+            pinned_bytes=cache.leases.of(one.id).nbytes,
         )
         for one in service.sessions
     ]
@@ -205,7 +205,7 @@ def namespaces(service: Service, session: Session, message: a.Namespaces) -> a.N
 
 def _pool_stats(service: Service) -> s.PoolStats:
     cache, pinning = service.cache, service.memory.gpus.pinning
-    usage, pool = cache.usage, service.pool
+    usage, pool = cache.life.usage, service.pool
     return filled(
         s.PoolStats,
         size_bytes=pool.pool_bytes,

@@ -86,7 +86,7 @@ def make_tiering(
     if per_day is None:
         per_day = sum(disk.size_bytes for disk in config.disk) if mode is WriteMode.AUTO else 0
     settings = TieringSettings(mode, per_day, config.disk_deadline_s, _trickle_bytes())
-    cache.tiers = tiering = Tiering(cache, events, clock, settings, engines_busy, state.generations.is_unshared)
+    cache.life.tiers = tiering = Tiering(cache, events, clock, settings, engines_busy, state.generations.is_unshared)
     spent, at = state.counted.disk_spent
     tiering.disk_writer.budget.restore(spent, time.time() - at)
     return tiering

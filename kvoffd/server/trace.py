@@ -43,7 +43,7 @@ class Tracer:
                 raise KvoffdError(why, ErrorCode.BAD_ARGUMENT)
             self._end()
             self._session, self._began_at = session, self._clock()
-            self._cache.watchers.append(self._record)
+            self._cache.prompts.watchers.append(self._record)
         chains: list[a.TraceChain] = []
         nbytes = dropped = 0
         while self._kept and nbytes < FETCHED_BYTES:
@@ -60,12 +60,12 @@ class Tracer:
             self._session = None
             self._kept.clear()
             self._kept_bytes = self._dropped = 0
-            self._cache.watchers.remove(self._record)
+            self._cache.prompts.watchers.remove(self._record)
 
     def record_hint(self, namespace: Namespace, hint: Hint) -> None:
         """Record a hint after the lookups before it."""
         if self._session is not None:
-            chains = [(self._cache.group(namespace, part.group), part.keys) for part in hint.groups]
+            chains = [(namespace.group(part.group), part.keys) for part in hint.groups]
             self._keep(chains, (hint.action, hint.priority, hint.ttl_s))
 
     def _record(self, chains: Sequence[Chain]) -> None:

@@ -117,7 +117,7 @@ class SimulatedDisk:
         )
         self._tiering.disk_writer.budget.first_filling_bytes = blocks * block_bytes
         self._source = self._tiering.add_disk(self.tier)
-        cache.tiers = self._tiering
+        cache.life.tiers = self._tiering
 
     def settle(self) -> None:
         """Run all pending reads and writes."""

@@ -90,15 +90,15 @@ def open_cache(policy: str, blocks: int, clock: Callable[[], float] = lambda: 0.
     if isinstance(made, Learned):
         curve = HitRatioCurve(slots.pool_bytes, clock)
         fallback = LruFallback(curve, made)
-        cache.on_counted, cache.on_offered = curve.requested, curve.stored
-        cache.watchers.append(lambda _: fallback.judge())
+        cache.prompts.on_counted, cache.prompts.on_offered = curve.requested, curve.stored
+        cache.prompts.watchers.append(lambda _: fallback.judge())
     return cache
 
 
 def open_namespace(cache: Cache, trace: Trace, fingerprint: bytes = bytes(32)) -> Namespace:
     groups = [GroupSpec("full", trace.tokens_per_block)]
-    namespace, _ = cache.open_namespace(Namespace(fingerprint, trace.name, 1, KEY_BYTES, groups, "{}"))
-    cache.register_rank(namespace, 0, [BLOCK_BYTES], None)
+    namespace, _ = cache.namespaces.open(Namespace(fingerprint, trace.name, 1, KEY_BYTES, groups, "{}"))
+    cache.namespaces.register_rank(namespace, 0, [BLOCK_BYTES], None)
     return namespace
 
 
@@ -133,7 +133,7 @@ def request(
 ) -> int:
     """Look up, then store the missing blocks in steps between which a disk works. Returns the length of the hit run."""
     (states,), _ = cache.lookup(namespace, SESSION, LEASE, [(0, keys)], giver=GIVER)
-    cache.report_requests()
+    cache.prompts.report()
     for _ in range(MAX_LOOKUPS):
         if disk is None or PENDING not in states:
             break
@@ -146,9 +146,9 @@ def request(
         for begin in range(0, len(lacking), step_blocks * KEY_BYTES):
             offered = lacking[begin : begin + step_blocks * KEY_BYTES]
             part = StorePart(0, offered, before={0: before} if before else {})
-            stored, before = cache.begin_store(namespace, 0, [part]), offered[-KEY_BYTES:]
-            cache.commit_store(stored, [[1] * len(part.copy) for part in stored])
+            stored, before = cache.stores.begin(namespace, 0, [part]), offered[-KEY_BYTES:]
+            cache.stores.commit(stored, [[1] * len(part.copy) for part in stored])
             if disk is not None:
                 disk.tick()
-    cache.release(SESSION, [LEASE])
+    cache.leases.end(SESSION, [LEASE])
     return len(states) - len(states.lstrip(bytes([READY])))

@@ -10,8 +10,9 @@ from itertools import islice, takewhile
 from math import inf
 
 from kvoffd.cache.asked_keys import AskedKeys
-from kvoffd.cache.cache import NO_SESSION, Cache
+from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import MissReason, Namespace
+from kvoffd.cache.prefetches import NO_SESSION
 from kvoffd.cache.tickets import FillTicket, Lease
 from kvoffd.system.calls import call_each
 from kvoffd.tiering import TieringSettings
@@ -150,7 +151,7 @@ class Promotions:
     Attributes:
         most_bytes: pool bytes that fills may use at once. A larger block is read alone. Fills that were given up and
             have not ended, as on a hanging device, may use as much again, so that others are still read.
-        given_up_bytes: pool bytes of these: allocated, although no lookup waits for them. ``Cache.reserved_bytes``
+        given_up_bytes: pool bytes of these: allocated, although no lookup waits for them. ``Leases.reserved_bytes``
             includes them.
         reserved_bytes: pool bytes reserved for its requests.
         ends_more: whether ``end_overdue`` has more to do now.
@@ -240,7 +241,7 @@ class Promotions:
         if not (tokens and prefill and speed):
             return False
         # The tokens need the blocks of all groups: those of the others count as if they were as large.
-        nbytes = len(namespace.groups) * count * self._cache.group(namespace, group).block_bytes
+        nbytes = len(namespace.groups) * count * namespace.group(group).block_bytes
         now = self._clock()
         if nbytes / speed <= tokens / prefill or now >= self._read_again_at:
             self._read_again_at = max(self._read_again_at, now + READ_AGAIN_S)
@@ -305,7 +306,7 @@ class Promotions:
         """
         if wanted.is_reserved:
             return True
-        leasable = self._cache.leasable_bytes
+        leasable = self._cache.leases.leasable_bytes
         if wanted.is_prefetch:
             if wanted.block_bytes <= leasable:
                 return True
@@ -315,7 +316,7 @@ class Promotions:
         waited = wanted.waits_since is not None and self._clock() - wanted.waits_since >= self._patience_s
         asked_bytes = wanted.last_lease.asking_bytes if wanted.last_lease.active and not waited else 0
         nbytes = sum([one.queued_bytes for one in every]) + asked_bytes
-        may_grow = leasable < self._cache.most_leased_bytes  # else there will never be more
+        may_grow = leasable < self._cache.leases.most_bytes  # else there will never be more
         if nbytes > leasable and may_grow:
             if not asked_bytes and lenders:
                 seconds = self._patience_s + max(one.queued_bytes / (one.source.speed.current or inf) for one in every)
@@ -329,18 +330,18 @@ class Promotions:
         return True
 
     def _lenders(self) -> list[Lender]:
-        if self._cache.reserved_bytes == self.reserved_bytes:
+        if self._cache.leases.reserved_bytes == self.reserved_bytes:
             return []
         others = [source for source in self._sources if source is not self and source.reserved_bytes]
         return [(source.reserved_bytes, speed) for source in others if (speed := source.speed.current)]
 
     def _count_reserved(self, nbytes: int) -> None:
         self.reserved_bytes += nbytes
-        self._cache.reserved_bytes += nbytes
+        self._cache.leases.reserved_bytes += nbytes
 
     def _count_given_up(self, nbytes: int) -> None:
         self.given_up_bytes += nbytes
-        self._cache.reserved_bytes += nbytes
+        self._cache.leases.reserved_bytes += nbytes
 
     def _wait(self, wanted: Wanted, why: str) -> None:
         """Record that a request has no space."""
@@ -351,7 +352,7 @@ class Promotions:
     def _begin_batch(self, wanted: Wanted, batch: Sequence[Fill]) -> bool:
         """Begin the first fills of a request, as far as there is space; return False if the tier accepts no more."""
         try:
-            tickets = self._cache.begin_fill(wanted.namespace, wanted.group.number, [fill.key for fill in batch])
+            tickets = self._cache.stores.begin_fill(wanted.namespace, wanted.group.number, [fill.key for fill in batch])
             refused, has_space = list[Fill](), True
             try:
                 for number, fill in enumerate(batch):
@@ -366,7 +367,7 @@ class Promotions:
                         refused.append(fill)
             finally:
                 for ticket in filter(None, tickets.values()):
-                    self._cache.end_fill(ticket, (), ())
+                    self._cache.stores.end_fill(ticket, (), ())
         except BaseException:
             for fill in batch:  # lookups must not wait for fills that are neither running nor queued
                 if fill.ticket is None and not fill.is_settled:
@@ -391,7 +392,7 @@ class Promotions:
 
     def _has_no_space(self, wanted: Wanted) -> None:
         """Have a request wait for blocks that are pinned or being written; fail it if these are not the cause."""
-        cause = self._cache.no_space_cause(self._cache.group(wanted.namespace, wanted.group.number))
+        cause = self._cache.space.no_space_cause(wanted.namespace.group(wanted.group.number))
         if cause in ("pinned", "writing"):
             self._wait(wanted, NO_SPACE)
         else:
@@ -452,7 +453,7 @@ class Promotions:
             self.given_up[fill] = None
             self._count_given_up(fill.wanted.block_bytes)
             self._fail(fill, OVERDUE)
-            self._cache.drop_unfinished([fill.ticket], MissReason.TIER_LATE)
+            self._cache.stores.drop_unfinished([fill.ticket], MissReason.TIER_LATE)
         if len(stuck) < ENDED_AT_ONCE:
             self._turn_at = now
         return len(stuck)
@@ -502,11 +503,11 @@ class Promotions:
         is_whole = result is Result.DONE and block is not None and all(block.checksums)
         first_blocks, checksums = (block.first_blocks, block.checksums) if block is not None and is_whole else ((), ())
         try:
-            if self._cache.end_fill(fill.ticket, first_blocks, checksums):
+            if self._cache.stores.end_fill(fill.ticket, first_blocks, checksums):
                 self.promoted_blocks += 1
                 self.promoted_bytes += fill.wanted.group.nbytes
                 for lease in fill.leases:
-                    self._cache.hold(lease, fill.ticket.blocks)
+                    self._cache.leases.hold(lease, fill.ticket.blocks)
                 self._promoted(self, int(fill.ticket.blocks[0]))
                 self._settle(fill)
             elif result is Result.UNWANTED and not is_queued_again:
@@ -527,7 +528,7 @@ class Promotions:
         if not fill.is_settled:
             miss = MISSES.get(reason, MissReason.TIER_FAILED)
             self._settle(fill, miss)
-            self._cache.record_misses(fill.wanted.namespace, fill.wanted.group.number, fill.key, miss)
+            self._cache.blocks.record_misses(fill.wanted.namespace.group(fill.wanted.group.number), fill.key, miss)
 
     def _settle(self, fill: Fill, miss: MissReason | None = None) -> None:
         """Count the key once for all lookups that asked for it, as found or as a miss, and have none wait for it any

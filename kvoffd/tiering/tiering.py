@@ -14,9 +14,10 @@ import numpy.typing as npt
 
 from kvoffd.cache.asked_keys import AskedKeys
 from kvoffd.cache.block_table import FREE, READY, WRITING, BlockIds
-from kvoffd.cache.cache import NO_SESSION, Cache
+from kvoffd.cache.cache import Cache
 from kvoffd.cache.hooks import CacheListener
 from kvoffd.cache.namespace import MissReason, Namespace
+from kvoffd.cache.prefetches import NO_SESSION
 from kvoffd.cache.prompt_tokens import LoadedKeys, Source
 from kvoffd.cache.tickets import Lease, LoadTicket
 from kvoffd.pool.allocator import PAGE_BYTES
@@ -224,15 +225,15 @@ class Tiering:
     ) -> list[bytes]:
         namespace, lease.wait_s = lease.namespace, 0.0
         sources = self._sources_for(lease)
-        every = [self._cache.group(namespace, group) for group, _ in groups]
+        every = [namespace.group(group) for group, _ in groups]
         if not sources or not groups or not every[0].lengths:
             return states
         ready_bytes = sum(one.count(READY) * group.block_bytes for one, group in zip(states, every, strict=True))
         # Earlier lookups under the same lease may have found the beginning of the prompt.
         held_bytes = max(ready_bytes, int(self._cache.blocks.pages[lease.blocks].sum()) * PAGE_BYTES)
         held_bytes += sum(fill.wanted.block_bytes for fill in self._awaits.get(lease, ()) if not fill.is_settled)
-        free_bytes = inf if asked is not None else self._cache.leasable_bytes
-        left_bytes = self._cache.most_leased_bytes - sum(one.given_up_bytes for one in self.sources) - held_bytes
+        free_bytes = inf if asked is not None else self._cache.leases.leasable_bytes
+        left_bytes = self._cache.leases.most_bytes - sum(one.given_up_bytes for one in self.sources) - held_bytes
         lookup = _Lookup(lease, asked, sources, left_bytes, free_bytes)
         answer, asking = list(map(bytearray, states)), False
         for number, limit in _whole_prefixes_first(namespace, groups, answer):
@@ -318,7 +319,7 @@ class Tiering:
     def _mark_asked(self, lookup: _Lookup, part: _Range, *, prefix: bool) -> None:
         """Have the lookup wait for the answers about keys that a store is being asked for."""
         lookup.lease.asking += len(part.asked)
-        block_bytes = self._cache.group(lookup.namespace, part.group.number).block_bytes
+        block_bytes = lookup.namespace.group(part.group.number).block_bytes
         lookup.lease.asking_bytes += min(len(part.asked) * block_bytes, lookup.left_bytes)
         lookup.lease.coming += len(part.asked)
         self._answers_due, keys = self._clock() + ANSWER_S, part.keys
@@ -343,7 +344,7 @@ class Tiering:
             return
         slower, lease, wants = self._slower_sources(lookup, part, places), lookup.lease, dict[Promotions, Wanted]()
         group, together = part.group, lookup.wanted
-        block_bytes = self._cache.group(lease.namespace, part.group.number).block_bytes
+        block_bytes = lease.namespace.group(part.group.number).block_bytes
         for at in places:
             key = part.keys[at]
             if (fill := self._coming.get(part.group.tag, {}).get(key)) is None:
@@ -428,7 +429,7 @@ class Tiering:
 
     def used(self, blocks: BlockIds) -> None:
         if writers := [writer for writer in self.writers if writer.available]:
-            for group, members in self._cache.by_group(blocks):
+            for group, members in self._cache.life.by_group(blocks):
                 for writer in writers:
                     writer.used(group, members)
 
@@ -442,7 +443,7 @@ class Tiering:
         for number in unused[unused > 0].tolist():
             self._numbered[number - 1].unused_blocks += 1
         # The disks' hands spare evicted blocks, from the next tick on: an engine's store waits for this call.
-        for group, members in self._cache.by_group(blocks):
+        for group, members in self._cache.life.by_group(blocks):
             if group.dead:
                 continue
             keys = self._cache.blocks.split_keys(members, group.key_bytes)
@@ -467,7 +468,7 @@ class Tiering:
         return np.ones(len(blocks), np.bool_) if waiting is None else ~waiting
 
     def remove(self, namespace: Namespace, group: int, keys: bytes, why: MissReason) -> None:
-        single_keys, block_group = namespace.split(group, keys), block_group_of(self._cache.group(namespace, group))
+        single_keys, block_group = namespace.split(group, keys), block_group_of(namespace.group(group))
         coming = self._coming.get(block_group.tag, {})
         for fill in [coming[key] for key in single_keys if key in coming]:
             fill.wanted.source.invalidate(fill, why)

@@ -357,7 +357,7 @@ class Writer:
         """Examine blocks that are next to be evicted. ``before``: ``_rejected`` as of the last tick."""
         left, left_bytes = MAX_COLD_BLOCKS, self._cold_bytes
         for batch in self._cache.order.candidates():
-            for group, members in self._cache.by_group(batch):
+            for group, members in self._cache.life.by_group(batch):
                 cold = members[: max(0, min(left, -(-left_bytes // group.block_bytes)))]
                 left -= len(cold)
                 if not group.dead:
@@ -433,7 +433,7 @@ class Writer:
         """Return the writes among the next few waiting blocks. The rest of this batch leaves the queue."""
         batch = dict(islice(self.waiting.items(), MAX_BEGUN))
         chosen: dict[int, BlockWrite] = {}
-        for group, members in self._cache.by_group(self._still_ready(batch)):
+        for group, members in self._cache.life.by_group(self._still_ready(batch)):
             blocks, _ = self._unwritten(group, members)
             if blocks.size:
                 chosen |= {write.number: write for write in writes_of(self._cache, group, blocks)}
@@ -524,5 +524,5 @@ class Writer:
                 self._selection.record_present(nbytes)
         del self.under_way[write.number]
         self.under_way_bytes -= nbytes
-        self._cache.unpin(write.block)
+        self._cache.life.unpin(write.block)
         self.pump()

@@ -24,8 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffd.cache.block_table import BlockIds
-from kvoffd.cache.cache import MAX_PREFETCHES
 from kvoffd.cache.namespace import MissReason
+from kvoffd.cache.prefetches import MAX_PREFETCHES
 from kvoffd.config import Config, Limits
 from kvoffd.pool.pool import Pool
 from kvoffd.server.persistence import State
@@ -175,7 +175,7 @@ class Daemon:
     def fill(self, worker: Session, nbytes: int | None = None) -> int:
         """Store blocks of these bytes, or until one is lost. Returns the number of the first."""
         (namespace,) = worker.namespaces.values()
-        group, first = self.cache.group(namespace, 0), self._next_key
+        group, first = namespace.group(0), self._next_key
         nbytes = self.pool.slots.free_bytes if nbytes is None else nbytes
         while nbytes >= group.block_bytes and self.pool.slots.free_bytes >= group.block_bytes:
             count = min(FILLED_AT_ONCE, nbytes // group.block_bytes)
@@ -309,7 +309,7 @@ def waiting(pool_bytes: int) -> Result:
     daemon = Daemon(pool_bytes)
     worker = daemon.session(m.Role.WORKER)
     daemon.fill(worker)
-    daemon.cache.tiers = Waits(np.flatnonzero(daemon.cache.blocks.state).astype(np.uint32))  # type: ignore[assignment]
+    daemon.cache.life.tiers = Waits(np.flatnonzero(daemon.cache.blocks.state).astype(np.uint32))  # type: ignore[assignment]
     return daemon.measure(lambda: daemon.store(worker, daemon.keys(1)), STORES)
 
 
@@ -342,12 +342,12 @@ def overdue(pool_bytes: int) -> Result:
     first = daemon.fill(worker, pool_bytes // 2)
     scheduler = daemon.session(m.Role.SCHEDULER)
     daemon.fill(half, pool_bytes // 8)
-    daemon.cache._lease_ttl_s = daemon.cache._partial_timeout_s = 0.0
+    daemon.cache.leases.ttl_s = daemon.cache._partial_timeout_s = 0.0
     for lease in range(1, 16_001):
         daemon.lookup(scheduler, lease, keys_of(first + 16 * lease, 16))
 
     def expire() -> None:
-        while daemon.cache.leases or daemon.cache._partial:
+        while daemon.cache.leases.by_id or daemon.cache.life.partial:
             daemon.settle()
 
     return daemon.measure(expire)
@@ -402,7 +402,7 @@ def _with_store(daemon: Daemon) -> SharedTier:
     """A shared store whose threads do nothing."""
     service = daemon.service
     tiering = Tiering(service.cache, service.events, time.monotonic, TieringSettings())
-    service.tiering = service.cache.tiers = tiering
+    service.tiering = service.cache.life.tiers = tiering
     tier = SharedTier(
         "redis://nowhere",
         open_store("redis://nowhere", Credentials()),
@@ -500,7 +500,7 @@ def prefetches(pool_bytes: int) -> Result:
     def wait() -> None:
         for _ in range(MAX_PREFETCHES):
             _hint(daemon, scheduler, m.HintAction.PREFETCH, daemon.keys(m.MAX_HINT_KEYS))
-        daemon.cache._clock = lambda: time.monotonic() + 60.0
+        daemon.cache._prefetches._clock = lambda: time.monotonic() + 60.0
         daemon.settle()
 
     return daemon.measure(wait)

@@ -121,9 +121,9 @@ class Books:
         self.cache = Cache(self.pool.slots, self.pool.table, made, Silence(), time.monotonic)
         groups = [GroupSpec("full_attention", 16)]
         made_namespace = Namespace(b"scale".ljust(32), "scale", shards, KEY_BYTES, groups, "{}")
-        self.namespace, _ = self.cache.open_namespace(made_namespace)
+        self.namespace, _ = self.cache.namespaces.open(made_namespace)
         for rank in range(shards):
-            self.cache.register_rank(made_namespace, rank, [PAGE_BYTES], None)
+            self.cache.namespaces.register_rank(made_namespace, rank, [PAGE_BYTES], None)
         self.cache.blocks.misses.fill(0)  # as large however many blocks there are
         self._base_bytes += self.cache.blocks.misses.nbytes
 
@@ -131,9 +131,9 @@ class Books:
         """Store keys as each rank does, with random checksums if none is given."""
         keys = keys_of(first, count)
         for rank in range(self.shards):
-            ticket = self.cache.begin_store(self.namespace, rank, [StorePart(0, keys)])
+            ticket = self.cache.stores.begin(self.namespace, rank, [StorePart(0, keys)])
             sums = [checksum or self._random.getrandbits(64) | 1 for _ in ticket[0].copy]
-            self.cache.commit_store(ticket, [sums])
+            self.cache.stores.commit(ticket, [sums])
 
     def fill(self, keys: int) -> None:
         """Requests of 16 to 64 new keys, of which some continue a recent one: looked up, and stored."""
@@ -144,8 +144,8 @@ class Books:
             self._recent = [*self._recent[-RECENT + 1 :], new]
             self._next_key += new[1]
             self.cache.lookup(self.namespace, SESSION, LEASE, [(0, keys_of(*before) + keys_of(*new))])
-            self.cache.report_requests()
-            self.cache.release(SESSION, [LEASE])
+            self.cache.prompts.report()
+            self.cache.leases.end(SESSION, [LEASE])
             self.store(*new)
 
     def block_bytes(self) -> float:

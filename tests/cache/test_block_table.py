@@ -61,7 +61,7 @@ def test_the_index_finds_what_a_dict_does() -> None:
             assert names == b"".join(names_of)
             assert not records["state"][np.array(gone)].any()
             table.unpin(heads[:1])
-            assert table.release(heads[:1], ranks)[0].tolist() == gone[0]
+            assert table.end_dropped(heads[:1], ranks)[0].tolist() == gone[0]
             slots.free(ids([slot for row in gone for slot in row]))
         listed = table.oldest(groups[group], len(there) + 1)
         assert listed.tolist() == [slots[0] for slots in there.values()], "in the order in which they were stored"

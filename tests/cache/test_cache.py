@@ -11,8 +11,9 @@ import pytest
 from kvoffd.cache import POLICY_NAMES
 from kvoffd.cache.asked_keys import TAKEN_AT_ONCE
 from kvoffd.cache.block_table import DROPPED, FREE, READY
-from kvoffd.cache.cache import CLAIM_S, MAX_UNREPORTED_REQUESTS
+from kvoffd.cache.leases import CLAIM_S
 from kvoffd.cache.namespace import MissReason, Namespace, NamespaceSnapshot
+from kvoffd.cache.prompts import MAX_UNREPORTED
 from kvoffd.cache.tickets import Stored, StorePart
 from kvoffd.errors import BadGeometry, NotReady, UnknownLease
 from kvoffd_proto.messages import GroupSpec
@@ -46,10 +47,10 @@ def test_a_store_that_fails_inside_leaves_nothing() -> None:
     def fail(*given: object) -> bool:
         raise ZeroDivisionError
 
-    rig.cache._evict_for = fail  # type: ignore[method-assign]
+    rig.cache.space._victims.next_if_all_of = fail  # type: ignore[method-assign]
     with pytest.raises(ZeroDivisionError):
-        rig.cache.begin_store(namespace, 0, [StorePart(0, keys_of(1)), StorePart(1, keys_of(*range(9)))])
-    assert rig.cache.usage.free == rig.slots.pool_bytes
+        rig.cache.stores.begin(namespace, 0, [StorePart(0, keys_of(1)), StorePart(1, keys_of(*range(9)))])
+    assert rig.cache.life.usage.free == rig.slots.pool_bytes
     check_invariants(rig.cache)
 
 
@@ -81,7 +82,7 @@ def test_partial_blocks_of_a_reset_are_freed_by_parts_or_when_space_is_needed(ne
         rig.commit(rig.begin(namespace, 0, group, keys_of(*range(16))))
     rig.cache.swept_at_once = 4
     rig.cache.reset(namespace)
-    assert len(rig.cache._partial) == 32
+    assert len(rig.cache.life.partial) == 32
     check_invariants(rig.cache)
     rig.clock.now += 100
     if needed:
@@ -92,7 +93,7 @@ def test_partial_blocks_of_a_reset_are_freed_by_parts_or_when_space_is_needed(ne
     while rig.cache.background():
         check_invariants(rig.cache)
     assert (namespace.counters.partial_blocks, namespace.counters.invalidated_blocks) == (0, 32)
-    assert (len(rig.cache._partial), namespace.held_bytes) == (0, 0)
+    assert (len(rig.cache.life.partial), namespace.held_bytes) == (0, 0)
 
 
 # --- namespaces ---------------------------------------------------------------------------------
@@ -101,12 +102,14 @@ def test_partial_blocks_of_a_reset_are_freed_by_parts_or_when_space_is_needed(ne
 def test_the_first_registration_fixes_a_ranks_shards() -> None:
     rig = full_rig()
     namespace = rig.open("a", sizes=(100, 0))
-    rig.cache.register_rank(namespace, 0, [100, 0], None)
+    rig.cache.namespaces.register_rank(namespace, 0, [100, 0], None)
     with pytest.raises(BadGeometry):
-        rig.cache.register_rank(namespace, 0, [100, 1], None)
+        rig.cache.namespaces.register_rank(namespace, 0, [100, 1], None)
     with pytest.raises(BadGeometry, match="pool_size"):
         rig.open("b", sizes=(5 * UNIT,))
-    assert rig.cache.open_namespace(Namespace(namespace.fingerprint, "b", 1, 8, namespace.groups, "{}"))[0] is namespace
+    assert (
+        rig.cache.namespaces.open(Namespace(namespace.fingerprint, "b", 1, 8, namespace.groups, "{}"))[0] is namespace
+    )
 
 
 # --- lookups and leases -------------------------------------------------------------------------
@@ -131,7 +134,7 @@ def extend(
     stored = []
     for rank in ranks:
         part = StorePart(0, keys_of(*numbers), before=before)
-        stored += rig.cache.begin_store(namespace, rank, [part])
+        stored += rig.cache.stores.begin(namespace, rank, [part])
         rig.commit(stored[-1:])
     return stored
 
@@ -153,7 +156,7 @@ def test_a_prompt_larger_than_the_pool_keeps_its_beginning(policy: str, looked_u
     assert (found, sum(namespace.counters.no_space.values())) == ([R] * 32 + [A] * 58, 2 * 58)
     assert namespace.counters.no_space == {"prompt": 2 * 58}
     assert rig.cache.lookup(namespace, 1, 1, [(0, keys_of(*range(90)))])[1] == 32
-    rig.cache.release(1, [1])
+    rig.cache.leases.end(1, [1])
     assert rig.begin(namespace, 0, 0, keys_of(500), starts=None)[0].copy == [0], "a newer prompt's"
 
 
@@ -180,7 +183,7 @@ def test_prompts_grow_at_the_cost_of_older_ones_alone() -> None:
     assert extend(rig, namespace, range(216, 224), 200)[0].copy == [*range(8)]
     assert rig.states(namespace, keys_of(*range(100, 116))) == [R] * 8 + [A] * 8
     both = StorePart(0, keys_of(124, 125, 224, 225), {}, (0, 2), {0: keys_of(107), 2: keys_of(223)})
-    (stored,) = rig.cache.begin_store(namespace, 0, [both])
+    (stored,) = rig.cache.stores.begin(namespace, 0, [both])
     assert (stored.copy, stored.no_space) == ([2, 3], [0, 1])
     rig.commit([stored])
     check_invariants(rig.cache)
@@ -195,17 +198,17 @@ def test_a_prompt_goes_on_in_all_groups_and_behind_refused_keys_takes_nothing() 
     extend(rig, namespace, range(16), 0)
     window = StorePart(1, keys_of(17), before={0: keys_of(16)})
     full = StorePart(0, keys_of(16, 17), before={0: keys_of(15)})
-    one, other = rig.cache.begin_store(namespace, 0, [window, full])
+    one, other = rig.cache.stores.begin(namespace, 0, [window, full])
     assert (one.no_space, other.no_space) == ([0], [0, 1]), "the group that has no block of it evicts none either"
     assert extend(rig, namespace, range(18, 20), 0)[0].no_space == [0, 1]
     assert rig.states(namespace, keys_of(*range(16))) == [R] * 16
     rig.cache.invalidate(namespace, [(0, keys_of(14, 15))])
     two = StorePart(0, keys_of(70, 20, 21, 71), {}, (0, 1, 3), {1: keys_of(19)})
-    (stored,) = rig.cache.begin_store(namespace, 0, [two])
+    (stored,) = rig.cache.stores.begin(namespace, 0, [two])
     assert (stored.copy, stored.no_space) == ([0, 3], [1, 2]), "free space is for what can be found"
     rig.commit([stored])
     assert extend(rig, namespace, range(50, 52), 0)[0].copy == [0, 1], "what is before it is not known"
-    (stored,) = rig.cache.begin_store(namespace, 0, [StorePart(0, keys_of(60, 61), {}, (0, 1), {1: keys_of(60)})])
+    (stored,) = rig.cache.stores.begin(namespace, 0, [StorePart(0, keys_of(60, 61), {}, (0, 1), {1: keys_of(60)})])
     assert stored.copy == [0, 1]
 
 
@@ -215,7 +218,7 @@ def test_blocks_of_another_size_do_not_take_a_region_from_their_own_prompt() -> 
     rig.store(namespace, keys_of(100, 101))
     extend(rig, namespace, range(6), 0)
     full, large = (StorePart(group, keys_of(6), before={0: keys_of(5)}) for group in (0, 1))
-    stores = rig.cache.begin_store(namespace, 0, [large, full])
+    stores = rig.cache.stores.begin(namespace, 0, [large, full])
     assert [one.no_space for one in stores] == [[0], []]
     assert rig.states(namespace, keys_of(*range(6))) == [R] * 6
     rig.commit(stores)
@@ -292,14 +295,14 @@ def test_a_block_that_was_reset_and_is_found_corrupt_is_counted_once() -> None:
     rig = full_rig()
     namespace = rig.open("a")
     rig.store(namespace, keys_of(1, 2, 3))
-    (check, _, _) = rig.cache.checks(rig.blocks(namespace, keys_of(1, 2, 3)))
+    (check, _, _) = rig.cache.integrity.checks(rig.blocks(namespace, keys_of(1, 2, 3)))
     assert rig.cache.reset(namespace) == 3
-    assert not rig.cache.check(check.slot, check.generation, 1)
+    assert not rig.cache.integrity.check(check.slot, check.generation, 1)
     assert namespace.counters.invalidated_blocks == 3
     check_invariants(rig.cache)
     while rig.cache.background():
         pass
-    assert (namespace.counters.invalidated_blocks, rig.cache.quarantined_slots) == (3, 1)
+    assert (namespace.counters.invalidated_blocks, rig.cache.life.quarantined_slots) == (3, 1)
     assert rig.cache.reasons_of(namespace, 0, keys_of(1, 2)) == bytes([MissReason.INVALIDATED] * 2)
 
 
@@ -346,7 +349,7 @@ def test_what_was_reset_is_missed_for_that_before_it_is_swept_out() -> None:
         pass
     assert rig.cache.reasons_of(space, 0, keys_of(2)) == bytes([MissReason.INVALIDATED])
     rig.cache.reset(space)
-    assert not rig.cache.group(space, 0).unswept
+    assert not space.group(0).unswept
 
 
 def test_every_way_out_has_its_reason() -> None:
@@ -357,9 +360,9 @@ def test_every_way_out_has_its_reason() -> None:
     rig.store(namespace, keys_of(5, 6))
     hold(rig, namespace, keys_of(2, 3, 5, 6))
     rig.store(namespace, keys_of(7))
-    corrupt = rig.cache.blocks.find(rig.cache._current[namespace][0], keys_of(2))[1]
-    (check,) = rig.cache.checks(corrupt)
-    rig.cache.check(check.slot, check.generation, 1)
+    corrupt = rig.cache.blocks.find(namespace.current[0], keys_of(2))[1]
+    (check,) = rig.cache.integrity.checks(corrupt)
+    rig.cache.integrity.check(check.slot, check.generation, 1)
     namespace.counters.misses.clear()
     rig.cache.lookup(namespace, 8, 1, [(0, keys_of(1, 2, 4, 7, 99))])
     assert misses(namespace) == {"INVALIDATED": 1, "CORRUPT": 1, "EVICTED": 1, "NO_SPACE": 1, "UNKNOWN": 1}
@@ -373,7 +376,7 @@ def test_prompts_that_wait_for_a_report_are_bounded_and_counted_in_steps() -> No
     namespace = rig.open("a")
     for lease_id in range(1000):
         rig.cache.lookup(namespace, 1, 1 + lease_id, [], reported=True)
-    assert not rig.cache._uncounted._by_lease, "there is nothing to count"
+    assert not rig.cache.prompts._uncounted._by_lease, "there is nothing to count"
     for lease_id in range(200):
         rig.cache.lookup(namespace, 1, 1 + lease_id, [(0, keys_of(lease_id))], reported=True)
     assert misses(namespace) == {}
@@ -392,7 +395,7 @@ def test_slots_are_taken_on_the_node_of_their_rank() -> None:
     rig = CacheRig(16, 4, nodes=2)
     namespace = rig.join("a", world_size=2)
     for rank in (0, 1):
-        rig.cache.register_rank(namespace, rank, [UNIT], 1 - rank)
+        rig.cache.namespaces.register_rank(namespace, rank, [UNIT], 1 - rank)
     rig.store(namespace, keys_of(1))
     slots = rig.cache.blocks.slots(rig.blocks(namespace, keys_of(1)), 2)
     assert (rig.slots.offsets(slots[0]) // (8 * UNIT)).tolist() == [1, 0]
@@ -413,13 +416,13 @@ def test_beyond_the_first_half_each_session_leases_an_equal_part() -> None:
     assert leased(2, *range(35)) == 35, "what others hold takes nothing from anybody"
     assert leased(3, *range(60, 80)) == 0
     check_invariants(rig.cache)
-    rig.cache.release(1, [100])
+    rig.cache.leases.end(1, [100])
     rig.cache.end_session(2)
     assert leased(1, *range(30)) == 20, "half of it anybody may have; the third was refused and has a claim"
     assert leased(3, *range(60, 80)) == 20, "an equal part"
     check_invariants(rig.cache)
     assert leased(2, *range(40, 60)) == 0
-    rig.cache.release(1, [100])
+    rig.cache.leases.end(1, [100])
     assert leased(3, *range(50, 60)) == 0, "it has more than a third"
     assert leased(2, *range(40, 60)) == 13
     assert leased(1, *range(20)) == 7, "what is left"
@@ -438,14 +441,14 @@ def test_a_session_that_was_refused_gets_what_others_give_back() -> None:
     assert [leased(1, 1 + number, *range(8 * number, 8 * number + 8)) for number in range(5)] == [8] * 5
     assert leased(2, 10, *range(40, 60)) == 0
     for number in range(3):
-        rig.cache.release(1, [1 + number])
+        rig.cache.leases.end(1, [1 + number])
         assert leased(1, 1 + number, *range(60, 68)) == (0, 0, 4)[number]
     assert leased(2, 10, *range(40, 60)) == 20
     assert rig.cache.blocks.leased_bytes == 40 * UNIT
     rig.cache.end_session(2)
     assert leased(1, 20, *range(40, 60)) == 20, "nobody else is there"
     assert leased(3, 30, *range(70, 80)) == 0
-    rig.cache.release(1, [20])
+    rig.cache.leases.end(1, [20])
     assert leased(1, 20, *range(40, 60)) == 0
     rig.clock.now += CLAIM_S
     assert leased(1, 20, *range(40, 60)) == 20
@@ -482,25 +485,25 @@ def test_a_lookup_of_several_groups_is_cut_to_the_same_part_of_each() -> None:
 def test_requests_are_reported_once_and_a_benchs_never() -> None:
     rig = CacheRig(16, 4)
     noted: list[list[bytes]] = []
-    rig.cache.watchers.append(lambda chains: noted.append([chain.keys for chain in chains]))
+    rig.cache.prompts.watchers.append(lambda chains: noted.append([chain.keys for chain in chains]))
     namespace, bench = rig.open("a"), rig.open("bench 1")
     assert bench.of_bench
     for asked in (namespace, bench):
         rig.cache.lookup(asked, 1, 5, [(0, keys_of(1))])
         rig.cache.lookup(asked, 1, 5, [(0, keys_of(1))], again=True)
     assert noted == []
-    rig.cache.report_requests()
-    rig.cache.report_requests()
+    rig.cache.prompts.report()
+    rig.cache.prompts.report()
     assert noted == [[keys_of(1)]]
     for number in range(100):
         rig.cache.lookup(namespace, 1, 5, [(0, keys_of(number))])
-    assert len(noted) == 101 - MAX_UNREPORTED_REQUESTS
-    rig.cache.report_requests()
+    assert len(noted) == 101 - MAX_UNREPORTED
+    rig.cache.prompts.report()
     assert noted[1:] == [[keys_of(number)] for number in range(100)], "none is lost, however many come at once"
 
 
 def test_what_was_not_compared_is_found_wherever_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvoffd.cache.cache.LOOKED_AT_ONCE", 5)
+    monkeypatch.setattr("kvoffd.cache.integrity.LOOKED_AT_ONCE", 5)
     rig = CacheRig(16, 4)
     namespace = rig.open("a")
     rig.store(namespace, keys_of(*range(7)))
@@ -510,29 +513,29 @@ def test_what_was_not_compared_is_found_wherever_it_is(monkeypatch: pytest.Monke
     for _ in range(2):
         found: list[int] = []
         while len(found) < 3:
-            found += rig.cache.next_unverified(2).tolist()
+            found += rig.cache.integrity.next_unverified(2).tolist()
         assert set(found) == expected
     rig.cache.reset(namespace)
     while rig.cache.background():
         pass
-    assert (rig.cache.unverified_slots, rig.cache.next_unverified(9).size) == (0, 0)
+    assert (rig.cache.life.unverified_slots, rig.cache.integrity.next_unverified(9).size) == (0, 0)
 
 
 def test_recovered_blocks_are_announced_unless_they_went(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvoffd.cache.cache.RECOVERED_AT_ONCE", 2)
+    monkeypatch.setattr("kvoffd.cache.block_life.RECOVERED_AT_ONCE", 2)
     rig = CacheRig(16, 4)
     namespace, other = rig.open("a"), rig.open("b")
     rig.store(namespace, keys_of(1, 2, 3, 4, 5))
     rig.store(other, keys_of(1))
     blocks = np.concatenate([rig.blocks(namespace, keys_of(5, 4, 3, 2, 1)), rig.blocks(other, keys_of(1))])
-    rig.cache.unannounced[blocks], rig.cache._to_announce = True, blocks  # as ``enter_recovered`` leaves them
+    rig.cache.life.unannounced[blocks], rig.cache.life._to_announce = True, blocks  # as ``enter_recovered`` leaves them
     rig.events.index.clear()
     rig.cache.invalidate(namespace, [(0, keys_of(2))])
     rig.store(namespace, keys_of(2))
     rig.cache.reset(other)
-    assert rig.cache.announce_recovered()
+    assert rig.cache.life.announce_recovered()
     rig.cache.invalidate(namespace, [(0, keys_of(1))])
-    while rig.cache.announce_recovered():
+    while rig.cache.life.announce_recovered():
         pass
     assert rig.events.index == {(namespace.fingerprint, 0, keys_of(number)) for number in (2, 3, 4, 5)}
 
@@ -602,15 +605,15 @@ def with_five_leases() -> tuple[CacheRig, Namespace]:
     rig.store(namespace, keys_of(*range(5)))
     for number in range(5):
         hold(rig, namespace, keys_of(number), lease_id=number)
-    rig.cache.ended_at_once = 2
+    rig.cache.leases.ended_at_once = 2
     return rig, namespace
 
 
 def test_the_leases_of_a_session_end_at_once_and_their_pins_by_parts() -> None:
     rig, namespace = with_five_leases()
     assert rig.cache.end_session(SESSION) == 5
-    assert not rig.cache.leases
-    assert not rig.cache.session_leases, "they do not count in the session's limits any more"
+    assert not rig.cache.leases.by_id
+    assert not rig.cache.leases.by_session, "they do not count in the session's limits any more"
     assert rig.cache.blocks.pinned_blocks == 5
     with pytest.raises(UnknownLease):
         rig.cache.begin_load(namespace, 0, 4, 0, keys_of(4))
@@ -621,7 +624,7 @@ def test_the_leases_of_a_session_end_at_once_and_their_pins_by_parts() -> None:
         assert rig.cache.blocks.pinned_blocks == left
     hold(rig, namespace, keys_of(4), lease_id=4)
     assert not rig.cache.background()
-    assert (len(rig.cache.leases), rig.cache.blocks.pinned_blocks) == (1, 1)
+    assert (len(rig.cache.leases.by_id), rig.cache.blocks.pinned_blocks) == (1, 1)
     check_invariants(rig.cache)
 
 
@@ -630,7 +633,7 @@ def test_many_leases_on_what_was_reset_are_void_at_once_and_end_by_parts() -> No
     assert rig.cache.reset(namespace) == 5
     with pytest.raises(UnknownLease):
         rig.cache.begin_load(namespace, 0, 4, 0, keys_of(4))
-    assert rig.cache.release(SESSION, [3]) == rig.cache.end_session(SESSION) == rig.cache.tick() == 0
+    assert rig.cache.leases.end(SESSION, [3]) == rig.cache.end_session(SESSION) == rig.cache.tick() == 0
     rig.store(namespace, keys_of(7))
     hold(rig, namespace, keys_of(7), lease_id=4)
     for left in (4, 2, 1):
@@ -638,8 +641,8 @@ def test_many_leases_on_what_was_reset_are_void_at_once_and_end_by_parts() -> No
         assert rig.cache.blocks.pinned_blocks == left
     while rig.cache.background():
         pass
-    assert list(rig.cache.leases) == [4]
-    assert rig.cache.leases_of(SESSION).keys == 1
+    assert list(rig.cache.leases.by_id) == [4]
+    assert rig.cache.leases.of(SESSION).keys == 1
     check_invariants(rig.cache)
 
 
@@ -648,8 +651,8 @@ def test_namespaces_that_do_not_fit_are_those_with_the_fewest_blocks(caplog: pyt
     rig.store(rig.open("most"), keys_of(1, 2, 3))
     for _ in range(100):
         namespace = Namespace(os.urandom(32), os.urandom(100).hex(), 1, 8, [GroupSpec("full", 16)], "{}")
-        rig.cache.open_namespace(namespace)
-        rig.cache.register_rank(namespace, 0, [UNIT], None)
+        rig.cache.namespaces.open(namespace)
+        rig.cache.namespaces.register_rank(namespace, 0, [UNIT], None)
     rig.cache.reset(namespace)
     known = {one.fingerprint: one.number for one in rig.cache.namespaces.values()}
     snapshot = rig.successor()[0].cache.table.load_namespaces(NamespaceSnapshot)
@@ -665,7 +668,7 @@ def test_namespaces_that_do_not_fit_are_those_with_the_fewest_blocks(caplog: pyt
 def order(rig: CacheRig) -> list[int]:
     """Keys of 8 bytes in the order in which they would go."""
     every = np.concatenate([np.empty(0, np.uint32), *rig.cache.order.candidates()])
-    keys = [key for _, alike in rig.cache.by_group(every) for key in rig.cache.blocks.split_keys(alike, 8)]
+    keys = [key for _, alike in rig.cache.life.by_group(every) for key in rig.cache.blocks.split_keys(alike, 8)]
     return [int.from_bytes(key, "big") for key in keys]
 
 
@@ -675,7 +678,7 @@ def test_pinned_blocks_are_not_passed_over_for_each_eviction(monkeypatch: pytest
     namespace = rig.open("a")
     rig.store(namespace, keys_of(*range(4)))
     rig.cache.lookup(namespace, 1, 5, [(0, keys_of(*range(4)))])
-    rig.cache.report_requests()
+    rig.cache.prompts.report()
     rig.store(namespace, keys_of(4, 5, 6, 7))
     for number in (8, 9):
         rig.store(namespace, keys_of(number))
@@ -753,7 +756,7 @@ def test_a_namespace_with_its_quota_takes_from_itself(policy: str) -> None:
 
 
 def test_a_quota_far_below_is_reached_in_several_stores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvoffd.cache.cache.MAX_OVER_QUOTA", 4)
+    monkeypatch.setattr("kvoffd.cache.space.MAX_OVER_QUOTA", 4)
     rig = CacheRig(units=32, region_units=4)
     namespace = rig.open("a")
     rig.store(namespace, keys_of(*range(30)))

@@ -106,8 +106,8 @@ class CacheMachine(RuleBasedStateMachine):
     def notice_what_went(self, job: set[Name]) -> list[Name]:
         went = []
         partial = [name for name in self.index if self.state(name) == WRITING and self.peek(name) == FREE]
-        writing_bytes = sum(self.cache.group(self.spaces[space], group).block_bytes for space, group, _ in partial)
-        crowded = 4 * (self.rig.cache.usage.writing + writing_bytes) > self.rig.slots.pool_bytes
+        writing_bytes = sum(self.spaces[space].group(group).block_bytes for space, group, _ in partial)
+        crowded = 4 * (self.rig.cache.life.usage.writing + writing_bytes) > self.rig.slots.pool_bytes
         for name, model in list(self.index.items()):
             if name in job:
                 continue
@@ -126,7 +126,7 @@ class CacheMachine(RuleBasedStateMachine):
     def peek(self, name: Name) -> int:
         """The state of a block, without a lookup."""
         space, number, key = name
-        group = self.cache.group(self.spaces[space], number)
+        group = self.spaces[space].group(number)
         return self.cache.blocks.find(group, keys_of(key))[0][0]
 
     # --- stores and fills -----------------------------------------------------------------------
@@ -164,7 +164,7 @@ class CacheMachine(RuleBasedStateMachine):
         fresh = [number for number in part.copy if names[number] not in self.index]
         assert not fresh or not part.no_space or max(fresh) < min(part.no_space), "a tail was stored without its head"
         if part.no_space:
-            room = sum(self.cache.group(namespace, other).block_bytes for owner, other, _ in went if owner == space)
+            room = sum(namespace.group(other).block_bytes for owner, other, _ in went if owner == space)
             self.assert_there_was_no_space(namespace, group, set(names), room)
         taken = []
         for number in part.copy:
@@ -179,9 +179,9 @@ class CacheMachine(RuleBasedStateMachine):
 
     def assert_there_was_no_space(self, taker: Namespace, group: int, job: set[Name], room: int) -> None:
         """``room``: bytes of the taker's own blocks that went for this: its quota was reckoned before."""
-        sizes = set(self.cache.group(taker, group).sizes)
+        sizes = set(taker.group(group).sizes)
         quota = self.cache.quotas.get(taker.fingerprint)
-        if quota is not None and taker.held_bytes + room + self.cache.group(taker, group).block_bytes > quota:
+        if quota is not None and taker.held_bytes + room + taker.group(group).block_bytes > quota:
             return
         slots = self.rig.slots
         for size in sizes:
@@ -196,7 +196,7 @@ class CacheMachine(RuleBasedStateMachine):
         for name, model in self.index.items():
             if name in job or model.pins or not model.ready:
                 continue
-            other = self.cache.group(self.spaces[name[0]], name[1]).sizes
+            other = self.spaces[name[0]].group(name[1]).sizes
             assert not sizes <= set(other) or len(sizes) > 1, "keys found no space beside a block that could go"
 
     @precondition(lambda self: self.stores)
@@ -218,7 +218,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort_store(self, data: st.DataObject) -> None:
         ticket, rank, taken = self.stores.pop(data.draw(st.integers(0, len(self.stores) - 1)))
-        self.cache.abort_store(ticket)
+        self.cache.stores.abort(ticket)
         for model, _ in taken:
             model.writing.remove(rank)
             model.idle_since = self.rig.clock.now
@@ -229,7 +229,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def store_is_overdue(self, data: st.DataObject) -> None:
         ticket, _, taken = data.draw(st.sampled_from(self.stores))
-        self.cache.drop_unfinished(ticket)
+        self.cache.stores.drop_unfinished(ticket)
         for model, _ in taken:
             if not model.ready and self.index.get(model.name) is model:
                 del self.index[model.name]
@@ -239,7 +239,7 @@ class CacheMachine(RuleBasedStateMachine):
         namespace, _, group = self.geometry(space, 0, group)
         names = self.names(space, group, chain)
         lacking = [n for n, name in enumerate(names) if self.state(name) == FREE and name not in names[:n]]
-        lacked = self.cache.begin_fill(namespace, group, namespace.split(group, keys_of(*chain)))
+        lacked = self.cache.stores.begin_fill(namespace, group, namespace.split(group, keys_of(*chain)))
         tickets = {number: ticket for number, ticket in lacked.items() if ticket is not None}
         self.notice_what_went({names[number] for number in lacking})
         assert list(lacked) == lacking
@@ -259,7 +259,7 @@ class CacheMachine(RuleBasedStateMachine):
         if not whole and living:
             del self.index[model.name]
         ranks = len(ticket.slots) if whole else 0
-        assert self.cache.end_fill(ticket, [0] * ranks, [7] * ranks) == (whole and living)
+        assert self.cache.stores.end_fill(ticket, [0] * ranks, [7] * ranks) == (whole and living)
 
     @rule(space=spaces, group=groups, chain=chains, session=sessions)
     def request_as_engines_do(self, space: int, group: int, chain: list[int], session: int) -> None:
@@ -292,7 +292,7 @@ class CacheMachine(RuleBasedStateMachine):
         lease_id, self.next_lease = self.next_lease, self.next_lease + 1
         self.ask(space, group, session, lease_id, chain, more, reported=reported)
         if note:
-            self.cache.report_requests()
+            self.cache.prompts.report()
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data(), group=groups, chain=chains)
@@ -356,7 +356,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert leased == len(lease.pinned)
         if cut:  # leases have what they may
             pinned = [model for one in self.leases.values() for model in one.pinned]
-            assert sum(self.cache.group(self.spaces[m.name[0]], m.name[1]).block_bytes for m in pinned) > 32 * UNIT // 8
+            assert sum(self.spaces[m.name[0]].group(m.name[1]).block_bytes for m in pinned) > 32 * UNIT // 8
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data(), rank=ranks, group=groups, chain=chains, first_block=first_blocks, ready=st.booleans())
@@ -396,7 +396,7 @@ class CacheMachine(RuleBasedStateMachine):
         ticket, models, _, lease = self.loads.pop(data.draw(st.integers(0, len(self.loads) - 1)))
         if ok:
             self.count_load(ticket, models, lease)
-        self.cache.end_load([ticket], counts=ok, ends_lease=ok)
+        self.cache.end_load([ticket], is_success=ok, ends_lease=ok)
         for model in models:
             model.pins -= 1
         if ok and self.leases.get(ticket.lease.lease_id) is lease:
@@ -431,7 +431,7 @@ class CacheMachine(RuleBasedStateMachine):
         if not models:
             return
         keys = keys_of(*(model.name[2] for model in models))
-        known = self.cache.group(self.spaces[space], group)
+        known = self.spaces[space].group(group)
         _, blocks = self.cache.blocks.find(known, keys)
         self.cache.blocks.pin(blocks)
         for model in models:
@@ -443,7 +443,7 @@ class CacheMachine(RuleBasedStateMachine):
     def end_a_write(self, data: st.DataObject) -> None:
         blocks, models, records = self.writes.pop(data.draw(st.integers(0, len(self.writes) - 1)))
         assert [self.rig.table.records[block].tobytes()[8:96] for block in blocks] == records
-        self.cache.unpin(blocks)
+        self.cache.life.unpin(blocks)
         for model in models:
             model.pins -= 1
 
@@ -461,7 +461,7 @@ class CacheMachine(RuleBasedStateMachine):
     def release(self, session: int, data: st.DataObject) -> None:
         asked = data.draw(st.lists(st.integers(1, self.next_lease), max_size=3))
         own = [number for number in set(asked) if number in self.leases and self.leases[number].session == session]
-        assert self.cache.release(session, asked) == len(own)
+        assert self.cache.leases.end(session, asked) == len(own)
         self.end_leases(own)
 
     @precondition(lambda self: self.unreported)
@@ -469,7 +469,7 @@ class CacheMachine(RuleBasedStateMachine):
     def report(self, data: st.DataObject, covered: list[int]) -> None:
         session, lease_id = data.draw(st.sampled_from(sorted(self.unreported)))
         own = [count // 2 for count in covered]
-        self.cache.count_prompt(session, lease_id, PromptOutcome(own, covered, MissReason.LATE))
+        self.cache.prompts.count(session, lease_id, PromptOutcome(own, covered, MissReason.LATE))
         namespace, asked = self.unreported.pop((session, lease_id))
         left = Counter(dict(enumerate(covered)))
         for group, found in asked:
@@ -482,9 +482,9 @@ class CacheMachine(RuleBasedStateMachine):
         own = [number for number, lease in self.leases.items() if lease.session == session]
         assert self.cache.end_session(session) == len(own)
         self.end_leases(own)
-        while self.cache._uncounted.has_ended:
-            for prompt in self.cache._uncounted.take_some():
-                self.cache._count_prompt(prompt, None)
+        while self.cache.prompts._uncounted.has_ended:
+            for prompt in self.cache.prompts._uncounted.take_some():
+                self.cache.prompts._count(prompt, None)
         for name in [name for name in self.unreported if name[0] == session]:
             namespace, asked = self.unreported.pop(name)
             found = [there for _, part in asked for there in part]
@@ -503,7 +503,7 @@ class CacheMachine(RuleBasedStateMachine):
         ]
         ended = list(iter(self.cache.tick, 0))
         assert sum(ended) == len(overdue) + len(stale)
-        assert max(ended, default=0) <= 2 * self.cache.ended_at_once
+        assert max(ended, default=0) <= 2 * self.cache.leases.ended_at_once
         self.end_leases(overdue)
         for name in stale:
             del self.index[name]
@@ -541,13 +541,13 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(space=spaces)
     def forget_the_namespace(self, space: int) -> None:
         self.reset(space)
-        self.cache.forget_namespace(self.spaces[space])
+        self.cache.namespaces.forget(self.spaces[space])
         self.spaces[space] = self.rig.open(f"n{space}", *NAMESPACES[space])
         self.loaded[self.spaces[space]] = [0, 0]
 
     @rule(slots=st.integers(1, 8), leases=st.integers(1, 4))
     def steps_are_small(self, slots: int, leases: int) -> None:
-        self.cache.swept_at_once, self.cache.ended_at_once = slots, leases
+        self.cache.swept_at_once, self.cache.leases.ended_at_once = slots, leases
 
     @rule()
     def background(self) -> None:
@@ -562,27 +562,29 @@ class CacheMachine(RuleBasedStateMachine):
             return
         slot = data.draw(st.sampled_from(written))
         checksum, generation = int(records["checksum"][slot]), int(records["generation"][slot])
-        assert self.cache.check(slot, generation - 1, 99), "another's bytes are judged"
+        assert self.cache.integrity.check(slot, generation - 1, 99), "another's bytes are judged"
         judged = not blocks.shard[slot] & CORRUPT
-        (check,) = self.cache.checks(np.array([slot], np.uint32)) if judged else [None]
+        (check,) = self.cache.integrity.checks(np.array([slot], np.uint32)) if judged else [None]
         assert check is None or (check.slot, check.generation, check.checksum) == (slot, generation, checksum)
-        counts = self.cache.checked_slots, self.cache.mismatches
-        wrong &= checksum != 0 and self.rig.cache.quarantined_bytes < 8 * UNIT
-        group = self.cache._of_block(slot)
+        counts = self.cache.integrity.checked_slots, self.cache.integrity.mismatches
+        wrong &= checksum != 0 and self.rig.cache.life.quarantined_bytes < 8 * UNIT
+        group = self.cache.life.group_of(slot)
         key = int.from_bytes(blocks.keys(np.array([slot], np.uint32), 8), "big")
         name = -1 if group.dead else self.spaces.index(group.namespace), group.index, key
-        assert self.cache.check(slot, generation, checksum + 1 if wrong else checksum or 5) is (judged and not wrong)
-        counted = self.cache.checked_slots - counts[0], self.cache.mismatches - counts[1]
+        assert self.cache.integrity.check(slot, generation, checksum + 1 if wrong else checksum or 5) is (
+            judged and not wrong
+        )
+        counted = self.cache.integrity.checked_slots - counts[0], self.cache.integrity.mismatches - counts[1]
         assert counted == (checksum != 0, wrong and judged)
         if wrong and judged and not group.dead:
             self.index.pop(name, None)
 
     @rule(space=spaces, chain=chains)
     def send_bad_keys(self, space: int, chain: list[int]) -> None:
-        before = self.cache.usage
+        before = self.cache.life.usage
         with pytest.raises(BadKeys):
             self.cache.lookup(self.spaces[space], 1, self.next_lease, [(0, keys_of(*chain)), (0, b"x")])
-        assert self.cache.usage == before
+        assert self.cache.life.usage == before
 
     def end_leases(self, lease_ids: list[int]) -> None:
         for lease_id in lease_ids:
@@ -619,8 +621,8 @@ class CacheMachine(RuleBasedStateMachine):
     def what_was_asked_for_was_found_or_counted_as_missed(self) -> None:
         for namespace in self.spaces:
             counters = namespace.counters
-            ended = [lease for lease in self.cache._ended if lease.namespace is namespace]
-            ending = sum(len(lease.blocks) for lease in ended if lease.counts)
+            ended = [lease for lease in self.cache.leases._to_unpin if lease.namespace is namespace]
+            ending = sum(len(lease.blocks) for lease in ended if lease.counts_at_end)
             assert (counters.covered_keys + ending, counters.misses.total()) == (
                 self.covered[namespace],
                 self.missed[namespace],
@@ -635,7 +637,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def leases_are_the_model_s(self) -> None:
-        assert {number for number, lease in self.cache.leases.items() if lease.active} == set(self.leases)
+        assert {number for number, lease in self.cache.leases.by_id.items() if lease.active} == set(self.leases)
 
     @rule()
     def a_successor_finds_every_readable_block_with_a_checksum_and_no_other(self) -> None:
@@ -649,20 +651,20 @@ class CacheMachine(RuleBasedStateMachine):
         for space, group, key in self.index:
             name = self.spaces[space].fingerprint, group, keys_of(key)
             if self.index[space, group, key].ready and name not in found:
-                known = self.cache.group(self.spaces[space], group)
+                known = self.spaces[space].group(group)
                 _, blocks = self.cache.blocks.find(known, keys_of(key))
                 slots = self.cache.blocks.slots(blocks, len(known.sizes))
                 assert not self.rig.table.records["checksum"][slots].all(), "a whole block is lost"
 
     def teardown(self) -> None:
         for ticket, *_ in self.stores:
-            self.cache.abort_store(ticket)
+            self.cache.stores.abort(ticket)
         for fill, _ in self.fills:
-            self.cache.end_fill(fill, [], [])
+            self.cache.stores.end_fill(fill, [], [])
         for load, _, _, _ in self.loads:
             self.cache.end_load([load])
         for blocks, _, _ in self.writes:
-            self.cache.unpin(blocks)
+            self.cache.life.unpin(blocks)
         for session in (1, 2, 3):
             self.cache.end_session(session)
         while self.cache.background():
@@ -673,7 +675,7 @@ class CacheMachine(RuleBasedStateMachine):
         while self.cache.background():
             pass
         check_invariants(self.cache)
-        assert self.cache.usage.free + self.cache.usage.quarantined == self.rig.slots.pool_bytes
+        assert self.cache.life.usage.free + self.cache.life.usage.quarantined == self.rig.slots.pool_bytes
 
 
 class LearnedMachine(CacheMachine):

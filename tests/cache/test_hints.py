@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from kvoffd.cache.awaited_keys import MAX_AWAITED
-from kvoffd.cache.cache import ASKED_AT_ONCE
 from kvoffd.cache.hints import AWAITED_S, RETAINED_SHARE
 from kvoffd.cache.namespace import Namespace
+from kvoffd.cache.prefetches import ASKED_AT_ONCE
 from kvoffd_proto.messages import HintAction
 from tests.kit.amount import TIMES
 from tests.kit.slot_cache import CacheRig, check_invariants, keys_of
@@ -121,7 +121,7 @@ def test_a_tick_asks_again_for_some_prefetches_and_for_all_in_turns() -> None:
             lease.coming = lease.asking = 1
             return states
 
-    rig.cache.tiers = Store()  # type: ignore[assignment]
+    rig.cache.life.tiers = Store()  # type: ignore[assignment]
     for number in range(3 * ASKED_AT_ONCE):
         rig.hint("prefetch", number)
     first = list(asked)
@@ -204,7 +204,7 @@ def test_a_key_that_is_retained_is_admitted() -> None:
     """``learned`` would store none of these keys, which it saw and rejected."""
     rig = Hinted("learned")
     rig.fill(0)
-    group = rig.cache.group(rig.namespace, 0)
+    group = rig.namespace.group(0)
     rig.policy.admit(group, keys_of(500), (0,))
     rig.policy.rejected(group, keys_of(500))
     rig.store(rig.namespace, keys_of(500))
@@ -331,7 +331,7 @@ def test_a_released_block_is_found_by_another_prompt_though_it_asks_again() -> N
     rig.put(1, 2, 3, 4)
     rig.hint("release", 1, 2, 3, 4)
     rig.cache.lookup(rig.namespace, 9, 2**62, [(0, keys_of(1, 2, 3, 4))], again=True, giver=2)
-    rig.cache.release(9, [2**62])
+    rig.cache.leases.end(9, [2**62])
     rig.put(200, 201, 202, 203)
     assert rig.there(1, 2, 3, 4) == [1, 2, 3, 4]
 
@@ -349,9 +349,9 @@ def test_what_is_not_there_is_not_released_ahead(policy: str) -> None:
 def test_what_was_recovered_or_came_from_a_tier_is_nobodys_to_release() -> None:
     rig = Hinted()
     rig.look(rig.namespace, keys_of(1), giver=1)
-    (ticket,) = rig.cache.begin_fill(rig.namespace, 0, [keys_of(1)]).values()
+    (ticket,) = rig.cache.stores.begin_fill(rig.namespace, 0, [keys_of(1)]).values()
     assert ticket is not None
-    assert rig.cache.end_fill(ticket, [0], [1])
+    assert rig.cache.stores.end_fill(ticket, [0], [1])
     rig.hint("release", 1)
     assert rig.namespace.counters.released_blocks == 0
 

@@ -455,9 +455,9 @@ def test_0_2_reads_what_is_written_of_namespaces(shards: Shards | None) -> None:
     """An operator who goes back to it keeps the blocks."""
     rig = CacheRig(64, 8)
     namespace = Namespace(bytes(32), "label", 2, 8, [GroupSpec("full", 16)], "{}")
-    rig.cache.open_namespace(namespace)
+    rig.cache.namespaces.open(namespace)
     for rank in range(2):
-        rig.cache.register_rank(namespace, rank, [8192], None, shards)
+        rig.cache.namespaces.register_rank(namespace, rank, [8192], None, shards)
     snapshot = rig.successor()[0].cache.table.load_namespaces(SnapshotOf02)
     (record,) = snapshot.namespaces
     assert (snapshot.next_number, record.shard_bytes) == (namespace.number + 1, ((8192,), (8192,)))
@@ -470,7 +470,7 @@ def test_0_2_reads_also_what_a_very_small_pool_has_no_space_for() -> None:
     rig = CacheRig(64, 8)
     for number in range(64):
         name, description = os.urandom(32), os.urandom(100).hex()
-        rig.cache.open_namespace(namespace := Namespace(name, str(number), 1, 8, [GroupSpec("full", 16)], description))
-        rig.cache.register_rank(namespace, 0, [8192], None)
+        rig.cache.namespaces.open(namespace := Namespace(name, str(number), 1, 8, [GroupSpec("full", 16)], description))
+        rig.cache.namespaces.register_rank(namespace, 0, [8192], None)
     snapshot = rig.successor()[0].cache.table.load_namespaces(SnapshotOf02)
     assert 10 < len(snapshot.namespaces) < 64

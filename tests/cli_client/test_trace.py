@@ -171,7 +171,7 @@ def test_what_nobody_fetches_is_bounded_and_counted(monkeypatch: pytest.MonkeyPa
 
     def ask(*keys: bytes) -> None:
         for key in keys:
-            for watch in tuple(cache.watchers):
+            for watch in tuple(cache.prompts.watchers):
                 watch([Chain(group, key, np.empty(0, np.uint32), 0)])
 
     ask(KEYS[0])
@@ -188,5 +188,5 @@ def test_what_nobody_fetches_is_bounded_and_counted(monkeypatch: pytest.MonkeyPa
         tracer.fetch(other)
     one.ended = True
     ask(KEYS[0])
-    assert cache.watchers == []
+    assert cache.prompts.watchers == []
     assert tracer.fetch(other) == ([], 0)

@@ -64,16 +64,16 @@ def copies_with_faults(file: Path) -> None:
 
 def commits_with_faults(file: Path) -> None:
     """Have the end of every store raise while ``file`` says ``commit fails``."""
-    from kvoffd.cache.cache import Cache
+    from kvoffd.cache.stores import Stores
 
-    commit = Cache.commit_store
+    commit = Stores.commit
 
-    def commit_store(*given: Any) -> int:
+    def commit_or_fail(*given: Any) -> int:
         if file.exists() and file.read_text() == "commit fails":
             raise AssertionError("a deliberate bug")
         return commit(*given)
 
-    Cache.commit_store = commit_store  # type: ignore[method-assign]
+    Stores.commit = commit_or_fail  # type: ignore[method-assign]
 
 
 def disks_with_faults(file: Path) -> None:

@@ -109,14 +109,14 @@ class CacheRig:
         sizes = sizes or (self.unit,)
         namespace = self.join(name, world_size, [GroupSpec("full", 16)] * len(sizes), key_bytes)
         for rank in range(world_size):
-            self.cache.register_rank(namespace, rank, sizes, None)
+            self.cache.namespaces.register_rank(namespace, rank, sizes, None)
         return namespace
 
     def open_uneven(self, name: str, sizes: Sequence[int]) -> Namespace:
         """A namespace of one group. ``sizes``: of a shard by rank."""
         namespace = self.join(name, len(sizes))
         for rank, size in enumerate(sizes):
-            self.cache.register_rank(namespace, rank, [size], None)
+            self.cache.namespaces.register_rank(namespace, rank, [size], None)
         return namespace
 
     def join(
@@ -124,11 +124,11 @@ class CacheRig:
     ) -> Namespace:
         """A namespace in which no rank need have registered."""
         namespace = Namespace(name.encode().ljust(32), name, world_size, key_bytes, groups, "{}")
-        return self.cache.open_namespace(namespace)[0]
+        return self.cache.namespaces.open(namespace)[0]
 
     def blocks(self, namespace: Namespace, keys: bytes, group: int = 0) -> BlockIds:
         """The blocks of keys that have one."""
-        known = self.cache.group(namespace, group)
+        known = namespace.group(group)
         states, blocks = self.cache.blocks.find(known, keys)
         return blocks[np.frombuffer(states, np.uint8) != FREE]
 
@@ -141,10 +141,10 @@ class CacheRig:
         first_blocks: Mapping[int, int] | None = None,
         starts: Sequence[int] | None = (0,),
     ) -> list[Stored]:
-        return self.cache.begin_store(namespace, rank, [StorePart(group, keys, first_blocks or {}, starts)])
+        return self.cache.stores.begin(namespace, rank, [StorePart(group, keys, first_blocks or {}, starts)])
 
     def commit(self, stored: list[Stored], checksum: int = 7) -> int:
-        return self.cache.commit_store(stored, [[checksum] * len(part.copy) for part in stored])
+        return self.cache.stores.commit(stored, [[checksum] * len(part.copy) for part in stored])
 
     def store(self, namespace: Namespace, keys: bytes, group: int = 0) -> int:
         """Store all ranks of keys. Returns how many became ready."""
@@ -153,8 +153,8 @@ class CacheRig:
     def look(self, namespace: Namespace, keys: bytes, group: int = 0, giver: int = 0) -> bytes:
         """A request's lookup and all that follows its reply. Returns the states."""
         (states,), _ = self.cache.lookup(namespace, 9, 2**62, [(group, keys)], giver=giver)
-        self.cache.report_requests()
-        self.cache.release(9, [2**62])
+        self.cache.prompts.report()
+        self.cache.leases.end(9, [2**62])
         return states
 
     def ask(self, namespace: Namespace, keys: bytes, group: int = 0, giver: int = 0) -> bytes:
@@ -165,7 +165,7 @@ class CacheRig:
 
     def states(self, namespace: Namespace, keys: bytes, group: int = 0) -> list[int]:
         """What a lookup would find in the pool."""
-        return list(self.cache.blocks.find(self.cache.group(namespace, group), keys)[0])
+        return list(self.cache.blocks.find(namespace.group(group), keys)[0])
 
     def successor(self) -> tuple[BlockFinder, RecoveredBlocks]:
         """What one would find that comes after this process's death."""
@@ -178,7 +178,7 @@ class CacheRig:
         numbers: dict[int, tuple[bytes, int]] = {}
         groups = []
         for namespace in cache.namespaces.values():
-            for group, current in enumerate(cache._current[namespace]):
+            for group, current in enumerate(namespace.current):
                 numbers[len(numbers) + 1] = namespace.fingerprint, group
                 groups.append(Group(len(numbers), namespace, group))
                 groups[-1].set_sizes(current.lengths, current.sizes)
@@ -209,7 +209,7 @@ def check_invariants(cache: Cache) -> None:
     nbytes: Counter[Namespace] = Counter()
     pinned = pinned_blocks = unverified = 0
     for head in heads.tolist():
-        group = cache._of_block(head)
+        group = cache.life.group_of(head)
         ring = blocks.slots(np.array([head], np.uint32), len(group.sizes))[0].tolist()
         assert len(set(ring)) == len(ring)
         assert int(blocks.next[ring[-1]]) == head, "the ring is not closed"
@@ -231,7 +231,7 @@ def check_invariants(cache: Cache) -> None:
                 assert readable == (shard & SHARD_STATE == WRITTEN and state != DROPPED), "a successor is misled"
         writing = any(shard & SHARD_STATE == WRITING_SHARD for shard in shards)
         partial = state == WRITING and not writing
-        assert group.dead or (head in cache._partial) == partial
+        assert group.dead or (head in cache.life.partial) == partial
         key = blocks.keys(np.array([head], np.uint32), group.key_bytes)
         found, number = blocks.find(group, key)
         if state == DROPPED:
@@ -244,16 +244,18 @@ def check_invariants(cache: Cache) -> None:
             pinned_blocks += 1
         counts[group, DROPPED if group.dead else state] += 1
         nbytes[group.namespace] += group.block_bytes
-    assert all(blocks.state[block] == WRITING for block in cache._partial), "a block that ended counts as incomplete"
+    assert all(blocks.state[block] == WRITING for block in cache.life.partial), (
+        "a block that ended counts as incomplete"
+    )
     quarantined = {int(slot) for slot in np.flatnonzero(slots.in_use) if int(slot) not in seen}
     assert all(blocks.shard[slot] == CORRUPT for slot in quarantined), "a slot in use is of no block"
     assert seen <= set(np.flatnonzero(slots.in_use).tolist()), "a block's slot is free"
     assert (cache.blocks.pinned_bytes, cache.blocks.pinned_blocks) == (pinned, pinned_blocks)
-    assert cache.quarantined_slots == len(quarantined)
-    assert cache.unverified_slots == unverified
-    for number, known in cache._groups.items():
+    assert cache.life.quarantined_slots == len(quarantined)
+    assert cache.life.unverified_slots == unverified
+    for number, known in cache.life.groups.items():
         assert known.number == number
-        assert known.dead or cache._current[known.namespace][known.index] is known
+        assert known.dead or known.namespace.current[known.index] is known
         assert all(known.blocks_in[state] == counts.pop((known, state), 0) for state in (WRITING, READY, DROPPED))
         assert not known.dead or any(known.blocks_in.values()), "a group that is over is still known"
         listed = blocks.oldest(known, len(heads) + 1).tolist()
@@ -262,37 +264,39 @@ def check_invariants(cache: Cache) -> None:
     assert not counts, "a block is of a group that is forgotten"
     for namespace in cache.namespaces.values():
         assert namespace.held_bytes == nbytes[namespace]
-    usage = cache.usage
+    usage = cache.life.usage
     assert usage.free + usage.writing + usage.ready + usage.dropped + usage.quarantined == slots.pool_bytes
     pins: Counter[int] = Counter()
     held: dict[int, SessionLeases] = {}
-    assert not {*cache.leases.values()} & {*cache._ended}
-    for lease in cache._ended:
+    assert not {*cache.leases.by_id.values()} & {*cache.leases._to_unpin}
+    for lease in cache.leases._to_unpin:
         pins.update(lease.blocks.tolist())
-    for lease in cache.leases.values():
+    for lease in cache.leases.by_id.values():
         pins.update(lease.blocks.tolist())
         one = held.setdefault(lease.session, SessionLeases())
         one.leases[lease] = None
         one.keys += len(lease.blocks)
         one.nbytes += lease.nbytes
     assert {session: (one.leases, one.keys, one.nbytes) for session, one in held.items()} == {
-        session: (one.leases, one.keys, one.nbytes) for session, one in cache.session_leases.items()
+        session: (one.leases, one.keys, one.nbytes) for session, one in cache.leases.by_session.items()
     }
     for namespace in cache.namespaces.values():
-        assert namespace.leases.keys() == {lease for lease in cache.leases.values() if lease.namespace is namespace}
+        assert namespace.leases.keys() == {
+            lease for lease in cache.leases.by_id.values() if lease.namespace is namespace
+        }
     assert all(blocks.pins[block] >= count for block, count in pins.items())
     assert {int(block): int(blocks.leases[block]) for block in np.flatnonzero(blocks.leases)} == pins
-    assert blocks.leased_bytes == sum(cache._of_block(block).block_bytes for block in pins)
-    assert blocks.leased_bytes <= cache.most_leased_bytes, "leases pin more than they may"
+    assert blocks.leased_bytes == sum(cache.life.group_of(block).block_bytes for block in pins)
+    assert blocks.leased_bytes <= cache.leases.most_bytes, "leases pin more than they may"
     order = [int(block) for batch in cache.order.candidates() for block in batch]
     assert sorted(order) == np.flatnonzero(blocks.state == READY).tolist(), "the policy knows other blocks"
     kept = [head for head in order if int(cache.order._hint_of[head]) in cache.order._retentions]
-    assert cache.order.retained_bytes == sum(cache._of_block(head).block_bytes for head in kept)
+    assert cache.order.retained_bytes == sum(cache.life.group_of(head).block_bytes for head in kept)
     retentions = [*cache.order._retentions.values()]
     of_namespaces, of_sessions = Counter[Namespace](), Counter[int]()
     for one in retentions:
         assert one.nbytes == sum(
-            cache._of_block(head).block_bytes for head in kept if cache.order._hint_of[head] == one.number
+            cache.life.group_of(head).block_bytes for head in kept if cache.order._hint_of[head] == one.number
         )
         of_namespaces[one.wish.namespace] += one.nbytes
         of_sessions[one.wish.session] += one.nbytes

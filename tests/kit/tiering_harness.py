@@ -50,7 +50,7 @@ class TieringHarness(CacheRig):
             lambda: self.engines_busy,
             lambda fingerprint: fingerprint in self.unshared,
         )
-        self.cache.tiers = self.tiering
+        self.cache.life.tiers = self.tiering
         self.found: set[tuple[bytes, int, bytes]] = set()
         """What the disk had from before, of which there was no event."""
         self.tier = self.add_disk(tier_blocks, most_jobs)
@@ -96,17 +96,17 @@ class TieringHarness(CacheRig):
         self._waiting.append(LEASE + self._lookups)
         if COMING.isdisjoint(states):
             self.stop_waiting()
-        self.cache._requested.clear()
+        self.cache.prompts._looked_up.clear()
         return list(states)
 
     def use(self, namespace: Namespace, keys: bytes, lease: int = 1) -> None:
         """Look keys up, and do what follows the reply."""
         self.cache.lookup(namespace, 1, lease, [(0, keys)])
-        self.cache.report_requests()
+        self.cache.prompts.report()
 
     def index(self, namespace: Namespace, group: int = 0) -> dict[bytes, int]:
         """The blocks that are WRITING or READY, by key."""
-        known = self.cache.group(namespace, group)
+        known = namespace.group(group)
         blocks = self.cache.blocks
         there = np.isin(blocks.state, (WRITING, READY)) & (blocks.group == known.number)
         heads = np.flatnonzero(there).astype(np.uint32)
@@ -120,7 +120,7 @@ class TieringHarness(CacheRig):
         return found
 
     def evict(self, namespace: Namespace, keys: bytes) -> None:
-        self.cache._evict(self.blocks(namespace, keys))
+        self.cache.life.evict(self.blocks(namespace, keys))
 
     def content(self, namespace: Namespace, group: int, key: bytes, rank: int) -> bytes:
         """The bytes that a shard must hold."""
@@ -145,7 +145,7 @@ class TieringHarness(CacheRig):
     def put(self, namespace: Namespace, keys: bytes, group: int = 0, first_block: int = 0) -> None:
         for rank in range(namespace.world_size):
             ticket = self.begin(namespace, rank, group, keys, {0: first_block})
-            self.cache.commit_store(ticket, self.fill(ticket))
+            self.cache.stores.commit(ticket, self.fill(ticket))
 
     def put_in_tier(self, namespace: Namespace, keys: bytes) -> None:
         """Have the tier hold blocks of the first group, one after the other, and the pool not."""
@@ -156,7 +156,7 @@ class TieringHarness(CacheRig):
         for key in namespace.split(0, keys):
             self.put(namespace, key)
             blocks = self.blocks(namespace, key)
-            (write,) = writes_of(self.cache, self.cache.group(namespace, 0), blocks)
+            (write,) = writes_of(self.cache, namespace.group(0), blocks)
             assert self.tier.write(write.copy, write.offsets, done)
             self.tier.end_all()
             self.evict(namespace, key)
@@ -168,7 +168,7 @@ class TieringHarness(CacheRig):
         return sum((tag, key) in names for key in namespace.split(0, keys))
 
     def group(self, namespace: Namespace, group: int = 0) -> BlockGroup:
-        return block_group_of(self.cache.group(namespace, group))
+        return block_group_of(namespace.group(group))
 
     def bring_up(self) -> None:
         """Begin what was asked for, and have the tier end it."""
@@ -181,14 +181,14 @@ class TieringHarness(CacheRig):
 
     def stop_waiting(self) -> None:
         """End the leases of all lookups by ``states`` that waited for something."""
-        self.cache.release(SESSION, self._waiting)
+        self.cache.leases.end(SESSION, self._waiting)
         self._waiting.clear()
 
     def check(self) -> None:
         """Check the cache's invariants, the pins, the events folded so far, and the bytes of all blocks."""
         check_invariants(self.cache)
         pins = Counter(number for writer in self.tiering.writers for number in writer.under_way)
-        for lease in self.cache.leases.values():
+        for lease in self.cache.leases.by_id.values():
             pins.update(lease.blocks.tolist())
             awaited = [fill for fill in self.tiering._awaits.get(lease, ()) if not fill.is_settled]
             assert lease.coming == len(awaited) + lease.asking

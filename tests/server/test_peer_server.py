@@ -65,7 +65,7 @@ class Rig:
 
     @property
     def pinned(self) -> int:
-        return self.rig.cache.usage.pinned_blocks
+        return self.rig.cache.life.usage.pinned_blocks
 
 
 def test_it_says_where_blocks_lie_and_what_their_checksums_are() -> None:
@@ -115,7 +115,7 @@ def test_peers_may_pin_what_is_reserved_for_promotions() -> None:
     rig = Rig()
     namespace = rig.rig.open()
     rig.rig.store(namespace, keys_of(1, 2))
-    rig.rig.cache.reserved_bytes = rig.rig.cache.leasable_bytes
+    rig.rig.cache.leases.reserved_bytes = rig.rig.cache.leases.leasable_bytes
     for ident in range(2):
         assert list(rig.pin(namespace, 1 + ident, ident=ident).there) == [LENT]
 

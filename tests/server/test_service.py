@@ -213,7 +213,7 @@ def test_leases_that_ended_count_no_more_and_their_ids_are_as_good_as_new_ones(b
     bench.end_copy()
     service, first = bench.service, 1 << 32
     service.config = replace(service.config, limits=replace(service.config.limits, max_leases=2))
-    service.cache.ended_at_once = 0
+    service.cache.leases.ended_at_once = 0
 
     def look_up(lease: int) -> ErrorCode | int:
         (reply,) = bench.ask(scheduler, m.Lookup(1, NAMESPACE, first + lease, [m.GroupKeys(0, KEY)]))
@@ -224,7 +224,7 @@ def test_leases_that_ended_count_no_more_and_their_ids_are_as_good_as_new_ones(b
     bench.ask(scheduler, m.Release(1, [first + 1, first + 2]))
     assert service.cache.blocks.pinned_blocks == 1
     assert [look_up(3), look_up(2), look_up(1)] == [1, 1, ErrorCode.TOO_MANY]
-    assert len(service.cache.leases_of(scheduler.id).leases) == 2
+    assert len(service.cache.leases.of(scheduler.id).leases) == 2
 
 
 @pytest.mark.parametrize("waits", [False, True])
@@ -300,9 +300,9 @@ def test_load_fails_when_others_find_its_block_corrupt(bench: Bench) -> None:
     lease = scheduler.id << 32
     bench.ask(scheduler, m.Lookup(1, NAMESPACE, lease, [m.GroupKeys(0, KEY)]))
     bench.copy(worker, lease)
-    (check,) = cache.checks(cache.slots.in_use.nonzero()[0])
+    (check,) = cache.integrity.checks(cache.slots.in_use.nonzero()[0])
     for checksum in (1, 2):  # that of the store, which took none, and of what is there now
-        cache.check(check.slot, check.generation, checksum)
+        cache.integrity.check(check.slot, check.generation, checksum)
     bench.end_copy()
     bench.service.outgoing()
     (result,) = worker.completions.replay()[-1].results
@@ -314,7 +314,7 @@ def test_load_compares_what_an_earlier_daemon_wrote_until_somebody_has_compared_
     cache, worker, scheduler = bench.service.cache, bench.session(), bench.session(m.Role.SCHEDULER)
     bench.copy(worker)
     bench.end_copy()
-    (check,) = cache.checks(cache.slots.in_use.nonzero()[0])
+    (check,) = cache.integrity.checks(cache.slots.in_use.nonzero()[0])
     cache.table.records["checksum"][check.slot] = 5  # as it is found in an earlier daemon's pool
     compared: list[object] = []
     for number in (1, 2):
@@ -334,7 +334,7 @@ def test_the_policy_knows_what_was_asked_for_before_it_judges_a_store(
 ) -> None:
     """What follows the reply to a lookup may be put off, but not beyond the next message that needs it."""
     seen, cache = list[str](), bench.service.cache
-    cache.watchers.append(lambda chains: seen.append("asked"))
+    cache.prompts.watchers.append(lambda chains: seen.append("asked"))
     admit = cache.policy.admit
     monkeypatch.setattr(cache.policy, "admit", lambda *given: seen.append("judged") or admit(*given))  # type: ignore[func-returns-value]
     scheduler, worker = bench.session(m.Role.SCHEDULER), bench.session()
@@ -360,7 +360,7 @@ def test_checksums_that_stores_left_out_are_taken_when_there_is_time() -> None:
     scrubber.finish_step(checks, [100 + check.slot for check in checks])
     assert not scrubber.has_work
     assert rig.table.records["checksum"][slots].tolist() == [100 + slot for slot in slots]
-    assert rig.cache.checked_slots == 0, "there was nothing to compare with"
+    assert rig.cache.integrity.checked_slots == 0, "there was nothing to compare with"
     scrubber.start()
     checks = scrubber.next_step()
     scrubber.finish_step(checks, [100 + check.slot for check in checks])

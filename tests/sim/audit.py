@@ -102,7 +102,7 @@ class Audit:
                 if known != {job for job in self.unfinished if job[0] == session_id}:
                     raise Broken("a session is told neither that a job runs nor how it ended, or both")
         if isinstance(request, m.Release):
-            held = [self._service.cache.leases.get(lease_id) for lease_id in request.lease_ids]
+            held = [self._service.cache.leases.by_id.get(lease_id) for lease_id in request.lease_ids]
             if any(lease is not None and lease.active and lease.session == session_id for lease in held):
                 raise Broken("a session has a lease that it released")
 
@@ -143,8 +143,8 @@ class Audit:
     def check_events(self, tiers: SimTiers | None) -> None:
         """After a flush: what the events fold to is the index, and what is on disk and was not before."""
         cache = self._service.cache
-        announced = blocks_of(cache, (cache.blocks.state == READY) & ~cache.unannounced)
-        if cache.unannounced.any() and not cache._to_announce.size:
+        announced = blocks_of(cache, (cache.blocks.state == READY) & ~cache.life.unannounced)
+        if cache.life.unannounced.any() and not cache.life._to_announce.size:
             raise Broken("some recovered blocks are never announced")
         for namespace in cache.namespaces.values():
             if self.folded(namespace.fingerprint) != announced.get(namespace.fingerprint, set()):
@@ -165,9 +165,9 @@ class Audit:
         cache, tiering = self._service.cache, self._service.tiering
         pins = Counter[int]()
         sessions = {session.id for session in self._service.sessions}
-        for lease in {**dict.fromkeys(cache.leases.values()), **dict.fromkeys(cache._ended)}:
+        for lease in {**dict.fromkeys(cache.leases.by_id.values()), **dict.fromkeys(cache.leases._to_unpin)}:
             assert lease.session in sessions or not lease.active, "a lease of a session that has ended"
-            assert not lease.active or not any(group.dead for group, _ in cache.by_group(lease.blocks)), (
+            assert not lease.active or not any(group.dead for group, _ in cache.life.by_group(lease.blocks)), (
                 "a lease outlives a reset"
             )
             pins.update(lease.blocks.tolist())  # of one that has ended they are unpinned in the background
@@ -198,7 +198,7 @@ class Audit:
 
 def watch_quotas(cache: Cache) -> None:
     """Hold every change against what quotas promise: new blocks never take a namespace beyond its own."""
-    take = cache._take
+    take = cache.space.take
 
     def watched(group: Group, keys: bytes, below: float, older_than: int) -> SlotIds:
         slots = take(group, keys, below, older_than)
@@ -207,23 +207,23 @@ def watch_quotas(cache: Cache) -> None:
             assert group.namespace.held_bytes <= quota_bytes, "a namespace has more than its quota"
         return slots
 
-    cache._take = watched  # type: ignore[method-assign]
+    cache.space.take = watched  # type: ignore[method-assign]
 
 
 def watch_narrow(cache: Cache) -> None:
     """A store that offers more of a block than there is replaces it, in the tiers too, where nothing holds it."""
-    begin = cache.begin_store
+    begin = cache.stores.begin
 
     def watched(namespace: Namespace, rank: int, parts: Sequence[StorePart], sole: int = 0) -> list[Stored]:
         def narrow(part: StorePart) -> list[bytes]:
-            group, keys = cache.group(namespace, part.group), namespace.split(part.group, part.keys)
+            group, keys = namespace.group(part.group), namespace.split(part.group, part.keys)
             states, blocks = cache.blocks.find(group, part.keys)
             loose = [at for at, state in enumerate(states) if state == READY and not cache.blocks.pins[blocks[at]]]
             slots = cache.blocks.slots(blocks[loose], namespace.world_size)[:, rank]
             firsts = zip(loose, cache.table.records["first_block"][slots].tolist(), strict=True)
             return [keys[at] for at, first in firsts if first > part.first_blocks.get(at, 0)]
 
-        before = [(part, block_group_of(cache.group(namespace, part.group)), narrow(part)) for part in parts]
+        before = [(part, block_group_of(namespace.group(part.group)), narrow(part)) for part in parts]
         ticket = begin(namespace, rank, parts, sole)
         for part, block_group, keys in before:
             assert not set(keys) & set(narrow(part)), "a block that begins later than what is offered stays"
@@ -232,13 +232,13 @@ def watch_narrow(cache: Cache) -> None:
                 assert not any(there), "a tier has a block that begins later than what is offered"
         return ticket
 
-    cache.begin_store = watched  # type: ignore[method-assign]
+    cache.stores.begin = watched  # type: ignore[method-assign]
 
 
 def blocks_of(cache: Cache, wanted: npt.NDArray[np.bool_]) -> dict[bytes, Readable]:
     """By namespace, its blocks among those wanted."""
     found = defaultdict[bytes, Readable](set)
-    for group, alike in cache.by_group(np.flatnonzero(wanted).astype(np.uint32)):
+    for group, alike in cache.life.by_group(np.flatnonzero(wanted).astype(np.uint32)):
         if not group.dead:
             keys = group.namespace.split(group.index, cache.blocks.keys(alike, group.key_bytes))
             found[group.namespace.fingerprint] |= {(group.index, key) for key in keys}

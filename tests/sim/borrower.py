@@ -70,7 +70,7 @@ class SimBorrower:
         self._after(self._rng.uniform(0.05, 1.0), self._borrow)
         cache, pool = self._daemon.service.cache, self._daemon.pool
         groups = [
-            cache.group(namespace, number)
+            namespace.group(number)
             for namespace in cache.namespaces.values()
             for number in range(len(namespace.groups))
         ]

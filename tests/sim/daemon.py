@@ -109,7 +109,7 @@ class SimDaemon:
         state = make_state(world.written_state, self.process, world.scenario.rng(f"state {life}"))
         self.service = make_service(self.config, self._pool, self.pool, self.engine, self, state)
         cache, steps = self.service.cache, world.scenario.rng(f"steps {life}")
-        cache.swept_at_once, cache.ended_at_once = steps.choice((1, 3, 1024)), steps.choice((1, 3, 1024))
+        cache.swept_at_once, cache.leases.ended_at_once = steps.choice((1, 3, 1024)), steps.choice((1, 3, 1024))
         self._more_at_once = self._rng.choice((0.0, 0.01, 0.2))
         """Seconds between two steps of background work."""
         jobs = self.service.jobs
@@ -296,7 +296,7 @@ class SimDaemon:
         sessions = [
             (one.id, set(one.segments), set(one.registrations), set(one.namespaces)) for one in service.sessions
         ]
-        return service.cache.usage, len(service.cache.leases), service.jobs.unfinished, sessions
+        return service.cache.life.usage, len(service.cache.leases.by_id), service.jobs.unfinished, sessions
 
     def flush(self) -> None:
         if self.torn is not None:
@@ -416,9 +416,9 @@ class SimDaemon:
             space, length = self._rng.choice(spaces)
             count = self.pool.pool_bytes // cache.slots.slot_size(length)
             keys = b"".join(number.to_bytes(space.key_bytes, "big") for number in range(count))
-            cache.abort_store(cache.begin_store(space, 0, [StorePart(0, keys)]))
+            cache.stores.abort(cache.stores.begin(space, 0, [StorePart(0, keys)]))
         loose = [block for batch in cache.order.candidates() for block in batch if not cache.blocks.pins[block]]
-        cache._evict(np.array(loose, np.uint32))
+        cache.life.evict(np.array(loose, np.uint32))
         self.schedule_flush()
 
     # --- invariants --------------------------------------------------------------------------------
@@ -441,8 +441,8 @@ class SimDaemon:
         """Check that nothing is held once no session and no job is left."""
         self.flush()
         self.check_all()
-        usage = self.service.cache.usage
-        if usage.pinned or usage.dropped or self.service.cache.leases:
+        usage = self.service.cache.life.usage
+        if usage.pinned or usage.dropped or self.service.cache.leases.by_id:
             raise Broken(f"no session is left but something is held: {usage}")
         if self.service.cache.order.retained_bytes:
             raise Broken("blocks are retained although no hint lasts as long as a session that is silent")

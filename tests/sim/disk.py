@@ -304,7 +304,7 @@ class SimDisk:
         self._stale.discard(read)
         cache = self._service.cache
         namespace = cache.namespaces.get(name.fingerprint)
-        group = namespace and cache.group(namespace, name.group)
+        group = namespace and namespace.group(name.group)
         if not group or group.key_bytes != len(name.key):  # it was opened anew with another geometry
             return
         (state,), blocks = cache.blocks.find(group, name.key)

@@ -82,8 +82,8 @@ class WatchedPool:
         self._cache = cache
         slots, table, blocks = cache.slots, cache.table, cache.blocks
         self._free, self._take, self._publish = slots.free, blocks.take, blocks.publish
-        self._drop, self._release, self._replace = blocks.drop, blocks.release, blocks.replace
-        watched = *((blocks, name) for name in ("take", "publish", "drop", "release", "replace")), (slots, "free")
+        self._drop, self._end_dropped, self._replace = blocks.drop, blocks.end_dropped, blocks.replace
+        watched = *((blocks, name) for name in ("take", "publish", "drop", "end_dropped", "replace")), (slots, "free")
         for owner, name in watched:
             setattr(owner, name, lambda *given, _name=name: getattr(self, _name)(*given))
         for written, name in ((table, "save_namespaces"), (blocks, "set_checksum"), (blocks, "set_corrupt")):
@@ -186,9 +186,9 @@ class WatchedPool:
         self._released(slots)
         return names, slots, *counted
 
-    def release(self, blocks: BlockIds, ranks: int) -> tuple[SlotIds, int, int]:
+    def end_dropped(self, blocks: BlockIds, ranks: int) -> tuple[SlotIds, int, int]:
         self.before_write()
-        slots, *counted = self._release(blocks, ranks)
+        slots, *counted = self._end_dropped(blocks, ranks)
         self._released(slots)
         return slots, *counted
 
@@ -267,7 +267,7 @@ class WatchedPool:
 def records_of(cache: Cache) -> list[tuple[int, SlotOwner, int, int]]:
     """Offset, owner, first block and length in bytes of each slot of the blocks that are READY in a cache."""
     found, heads = [], np.flatnonzero(cache.blocks.state == READY).astype(np.uint32)
-    for group, alike in cache.by_group(heads):
+    for group, alike in cache.life.by_group(heads):
         if group.dead:
             continue
         space, world_size = group.namespace, len(group.sizes)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from kvoffd.cache.block_table import READY, BlockIds
-from kvoffd.cache.cache import NO_SESSION
+from kvoffd.cache.prefetches import NO_SESSION
 from kvoffd.cache.tickets import Lease
 from kvoffd.server.service import Service
 from kvoffd.tiering.promotions import Fill, Promotions
@@ -54,12 +54,12 @@ class PromotionWatch:
 
     def answered(self, request: m.Lookup, reply: m.LookupReply, tiers: SimTiers) -> None:
         """A lookup was answered. See whether the time that it was told can be true where a tier is silent."""
-        lease, coming = self._cache.leases.get(request.lease_id), tiers.tiering._coming
+        lease, coming = self._cache.leases.by_id.get(request.lease_id), tiers.tiering._coming
         if lease is None:
             return
         block_bytes: dict[Promotions, int] = {}
         for part, states in zip(request.groups, reply.states, strict=True):
-            block_group = block_group_of(self._cache.group(lease.namespace, part.group))
+            block_group = block_group_of(lease.namespace.group(part.group))
             for key, state in zip(lease.namespace.split(part.group, part.keys), states, strict=True):
                 fill = coming.get(block_group.tag, {}).get(key)
                 if state in m.COMING and fill is not None:
@@ -89,7 +89,7 @@ class PromotionWatch:
         is_prefetched = any(lease.session == NO_SESSION for lease in fill.leases)  # for a hint, which has no answer
         leases = self._awaited.get(fill)
         # Of many leases that end at once, some are taken away in the background.
-        is_ending = any(lease in self._cache._ended for lease in leases or ())
+        is_ending = any(lease in self._cache.leases._to_unpin for lease in leases or ())
         if leases is not None and not (is_prefetched or is_ending or self._waiting(leases)):
             raise Broken("a block is read that nobody waits for any more")
 
@@ -116,8 +116,8 @@ class PromotionWatch:
 
     def _may_hold(self, lease: Lease, block_bytes: int) -> bool:
         """Whether leases may pin another block, for this one's session."""
-        keys = self._cache.session_leases[lease.session].keys
-        return keys < self._cache._max_leased_keys and self._cache.leasable_bytes >= block_bytes
+        keys = self._cache.leases.of(lease.session).keys
+        return keys < self._cache.leases._max_keys and self._cache.leases.leasable_bytes >= block_bytes
 
     def dropped(self, blocks: BlockIds, *, evicted: bool) -> None:
         """Blocks leave the pool. Those that came up for a lookup are not to be evicted while its lease lives."""

@@ -111,7 +111,7 @@ class SimTiers(TierSupervisor):
         """Check what a request has dropped, before anybody else is served: as ``SimDisk.dropped``. What was invalidated
         may come back after a kill."""
         if isinstance(request, m.Invalidate):
-            namespace = self._cache.namespace(request.namespace)
+            namespace = self._cache.namespaces.required(request.namespace)
             names = {
                 BlockName(request.namespace, part.group, key)
                 for part in request.groups

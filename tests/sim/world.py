@@ -212,7 +212,7 @@ class World:
                 return f"{engine.name} is not replaced yet"
             if reason := engine.why_not_idle():
                 return reason
-        usage = daemon.service.cache.usage
+        usage = daemon.service.cache.life.usage
         if usage.pinned or usage.dropped or usage.writing:
             return f"something is held for nobody: {usage}"
         return None
@@ -225,7 +225,9 @@ class World:
         sessions = self.daemon.service.sessions
         if sessions or self.daemon.lifelines:
             return f"{len(sessions)} sessions are open"
-        if dropped := self.daemon.service.cache.usage.dropped:  # of a clear just now: they are freed in the background
+        if (
+            dropped := self.daemon.service.cache.life.usage.dropped
+        ):  # of a clear just now: they are freed in the background
             return f"{dropped} bytes are still to be freed"
         return None
 

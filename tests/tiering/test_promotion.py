@@ -57,7 +57,7 @@ def test_what_is_not_read_in_time_is_absent_and_its_key_is_free(rig: TieringHarn
     rig.put(space, keys_of(1))
     assert rig.states(space, keys_of(1)) == [READY]
     rig.tier.end_all(fault=fault)  # the tier was slow, and writes into its own slots only
-    assert rig.cache.usage.writing == 0
+    assert rig.cache.life.usage.writing == 0
     assert rig.source.failures == {"overdue": 1}
     rig.check()
 
@@ -99,7 +99,7 @@ def test_what_comes_up_waits_for_space_and_evicts_nothing_that_is_pinned(rig: Ti
     assert rig.source.failures["no_space"] == 2, "all that the lookup waits for"
     assert rig.states(space, keys_of(1), again=True) == [ABSENT], "a repeated lookup does not begin to wait for space"
     assert rig.states(space, keys_of(1)) == [PENDING], "another request may have more luck"
-    rig.cache.unpin(pinned)
+    rig.cache.life.unpin(pinned)
     rig.finish_promotions()
     assert rig.states(space, keys_of(1)) == [READY]
     assert rig.states(space, keys_of(2), again=True) == [PENDING]
@@ -143,8 +143,8 @@ def test_what_comes_up_is_held_for_those_that_wait_until_they_look_again(policy:
         rig.put(space, keys_of(key))
     for lease, prompt in enumerate(prompts):
         assert look_up(rig, space, 10 + lease, keys_of(*prompt)) == bytes([READY] * 4)
-        rig.cache.release(1, [lease])
-    assert len(rig.cache.leases[10].blocks) == 4
+        rig.cache.leases.end(1, [lease])
+    assert len(rig.cache.leases.by_id[10].blocks) == 4
     rig.cache.end_session(1)
     rig.check()
 
@@ -159,7 +159,7 @@ def test_prompts_that_do_not_fit_the_pool_together_come_up_one_after_another() -
     for lease, prompt in enumerate(prompts):
         rig.bring_up()
         assert look_up(rig, space, lease, keys_of(*prompt)) == bytes([READY] * 8)
-        rig.cache.release(1, [lease])
+        rig.cache.leases.end(1, [lease])
     assert rig.source.promoted_blocks == 24
     rig.check()
 
@@ -171,14 +171,14 @@ def test_what_nobody_waits_for_any_more_is_not_read(rig: TieringHarness) -> None
     look_up(rig, space, 2, keys_of(0, 1, 2))
     rig.tiering.pump()
     assert len(rig.tier.jobs) == 2, "an eighth of the pool"
-    rig.cache.release(1, [1])
+    rig.cache.leases.end(1, [1])
     assert rig.source.queued_blocks == 1, "of what this one asked for another lookup wants the first three"
-    rig.cache.release(1, [2])
+    rig.cache.leases.end(1, [2])
     assert rig.source.waiting_blocks == 2, "what was begun ends by itself"
     assert rig.states(space, keys_of(7)) == [PENDING]
     rig.finish_promotions()
     assert rig.source.promoted_blocks == 3
-    assert not rig.cache.usage.pinned
+    assert not rig.cache.life.usage.pinned
     rig.check()
 
 
@@ -189,7 +189,7 @@ def test_a_read_whose_turn_comes_after_its_prompt_was_given_up_is_none(rig: Tier
     rig.tiering.pump()
     assert len(rig.tier.jobs) == 2
     assert all(job.is_awaited() for job in rig.tier.jobs)
-    rig.cache.release(1, [1])
+    rig.cache.leases.end(1, [1])
     assert not any(job.is_awaited() for job in rig.tier.jobs)
     rig.tier.end_all(fault=Result.UNWANTED)
     assert (rig.source.promoted_blocks, rig.source.failures, +space.counters.misses) == (0, {}, {})
@@ -207,7 +207,7 @@ def test_who_joins_a_read_that_ends_as_unwanted_gets_the_block_all_the_same(rig:
     rig.put_in_tier(space, keys)
     look_up(rig, space, 1, keys)
     rig.tiering.pump()
-    rig.cache.release(1, [1])
+    rig.cache.leases.end(1, [1])
     jobs = list(rig.tier.jobs)
     for job in jobs:  # the tier asked before the next lookup, and its answer comes behind that
         job.is_awaited = lambda: False
@@ -215,7 +215,7 @@ def test_who_joins_a_read_that_ends_as_unwanted_gets_the_block_all_the_same(rig:
     for job in jobs:
         rig.tier.end(job, fault=Result.UNWANTED)
     rig.check()
-    assert rig.cache.leases[2].coming == 3
+    assert rig.cache.leases.by_id[2].coming == 3
     rig.bring_up()
     assert look_up(rig, space, 2, keys) == bytes([READY] * 3)
     assert rig.source.promoted_blocks == 3
@@ -236,8 +236,8 @@ def test_slots_of_reads_that_were_given_up_are_promised_to_nobody() -> None:
         rig.tiering.tick()
     rig.cache.end_session(2)
     assert len(rig.source.given_up) == 8
-    fits = rig.cache.most_leased_bytes // UNIT - 8
-    assert rig.cache.leasable_bytes == fits * UNIT
+    fits = rig.cache.leases.most_bytes // UNIT - 8
+    assert rig.cache.leases.leasable_bytes == fits * UNIT
     for _ in range(2):
         states = look_up(rig, space, 3, keys_of(*range(20, 60)))
         store.answer()
@@ -251,7 +251,7 @@ def test_slots_of_reads_that_were_given_up_are_promised_to_nobody() -> None:
     assert not rig.tiering.sources[1].failures, "all that were promised have come"
     rig.tier.end_all()
     rig.cache.end_session(1)
-    assert rig.cache.leasable_bytes == rig.cache.most_leased_bytes
+    assert rig.cache.leases.leasable_bytes == rig.cache.leases.most_bytes
     check_invariants(rig.cache)
 
 
@@ -262,7 +262,7 @@ def test_what_was_promoted_for_nothing_is_counted(rig: TieringHarness) -> None:
     rig.bring_up()
     look_up(rig, space, 2, keys_of(1))
     ticket = rig.cache.begin_load(space, 0, 2, 0, keys_of(1))
-    rig.cache.end_load([ticket], counts=True)
+    rig.cache.end_load([ticket], is_success=True)
     rig.cache.end_session(1)
     rig.evict(space, keys_of(1, 2))
     assert rig.source.unused_blocks == 1
@@ -289,9 +289,9 @@ def test_a_namespace_without_workers_gets_nothing_from_a_tier(rig: TieringHarnes
     successor = rig.successor(QUIET)
     again = successor.join("a", 2)
     assert successor.states(again, keys_of(1)) == [ABSENT]
-    successor.cache.register_rank(again, 0, [UNIT], None)
+    successor.cache.namespaces.register_rank(again, 0, [UNIT], None)
     assert successor.states(again, keys_of(1)) == [ABSENT]
-    successor.cache.register_rank(again, 1, [UNIT], None)
+    successor.cache.namespaces.register_rank(again, 1, [UNIT], None)
     assert successor.states(again, keys_of(1)) == [PENDING]
     successor.bring_up()
     assert successor.cache.blocks.pinned_blocks == 1, "it is held for who waits, not each of its ranks"
@@ -395,7 +395,7 @@ def test_a_lookup_is_told_how_long_what_it_waits_for_takes() -> None:
     space, source = rig.open(), rig.source
     rig.put_in_tier(space, keys_of(*range(200)))
     look_up(rig, space, 1, keys_of(*range(100)))
-    assert rig.cache.leases[1].wait_s == 0.0, "nothing was read yet"
+    assert rig.cache.leases.by_id[1].wait_s == 0.0, "nothing was read yet"
     rig.tiering.pump()
     for _ in range(60):
         rig.clock.now += 0.01
@@ -404,16 +404,16 @@ def test_a_lookup_is_told_how_long_what_it_waits_for_takes() -> None:
     look_up(rig, space, 2, keys_of(*range(100, 150)))
     look_up(rig, space, 3, keys_of(*range(150, 200)))
     look_up(rig, space, 1, keys_of(*range(100)))
-    waits = [rig.cache.leases[lease].wait_s for lease in (1, 2, 3)]
+    waits = [rig.cache.leases.by_id[lease].wait_s for lease in (1, 2, 3)]
     assert waits == pytest.approx([0.4, 0.9, 1.4], rel=0.02)
-    rig.cache.release(1, [2])
+    rig.cache.leases.end(1, [2])
     look_up(rig, space, 3, keys_of(*range(150, 200)))
-    assert rig.cache.leases[3].wait_s == pytest.approx(0.9, rel=0.02)
+    assert rig.cache.leases.by_id[3].wait_s == pytest.approx(0.9, rel=0.02)
     for _ in range(30):  # some of the third lookup's are being read by now, which the first does not wait for
         rig.tiering.pump()
         rig.tier.end(next(iter(rig.tier.jobs)))
     look_up(rig, space, 1, keys_of(*range(100)))
-    assert 0 < 2 * rig.cache.leases[1].wait_s < rig.source.under_way_bytes / source.speed.current
+    assert 0 < 2 * rig.cache.leases.by_id[1].wait_s < rig.source.under_way_bytes / source.speed.current
 
 
 def test_a_lookup_for_which_nothing_comes_up_leaves_nothing_behind(rig: TieringHarness) -> None:
@@ -424,7 +424,7 @@ def test_a_lookup_for_which_nothing_comes_up_leaves_nothing_behind(rig: TieringH
     rig.states(space, keys_of(1))  # one is tried
     rig.stop_waiting()
     assert look_up(rig, space, 1, keys_of(1)) == bytes([ABSENT])
-    assert not rig.cache.leases
+    assert not rig.cache.leases.by_id
     assert not rig.tiering._awaits
 
 
@@ -435,14 +435,14 @@ def test_who_shares_the_beginning_of_a_prompt_waits_for_its_own_blocks_only() ->
     source.speed.measured = 10.0 * UNIT
     look_up(rig, space, 1, keys_of(*range(200)))
     look_up(rig, space, 2, keys_of(*range(4)), session=2)
-    assert rig.cache.leases[1].wait_s == pytest.approx(20.0)
-    assert rig.cache.leases[2].wait_s == pytest.approx(0.4)
+    assert rig.cache.leases.by_id[1].wait_s == pytest.approx(20.0)
+    assert rig.cache.leases.by_id[2].wait_s == pytest.approx(0.4)
     rig.tiering.pump()
     begun = len(rig.tier.jobs)
-    rig.cache.release(1, [1])
+    rig.cache.leases.end(1, [1])
     assert source.waiting_blocks == begun, "the rest is read for nobody"
     rig.tier.end_all()
-    assert (len(rig.cache.leases[2].blocks), rig.cache.leases[2].coming) == (4, 0)
+    assert (len(rig.cache.leases.by_id[2].blocks), rig.cache.leases.by_id[2].coming) == (4, 0)
     rig.cache.end_session(2)
     rig.check()
 
@@ -451,13 +451,13 @@ def test_several_requests_of_one_lookup_ask_for_no_more_than_leases_may_pin() ->
     rig = TieringHarness(settings=QUIET, regions=8)
     space = rig.open()
     rig.put_in_tier(space, keys_of(*range(60)))
-    leasable = rig.cache.most_leased_bytes // UNIT
+    leasable = rig.cache.leases.most_bytes // UNIT
     for part in (range(20), range(20, 60)):
         look_up(rig, space, 1, keys_of(*part))
-    assert rig.cache.leases[1].coming == leasable == rig.source.queued_blocks
+    assert rig.cache.leases.by_id[1].coming == leasable == rig.source.queued_blocks
     while rig.source.waiting_blocks:
         rig.bring_up()
-    assert len(rig.cache.leases[1].blocks) == leasable
+    assert len(rig.cache.leases.by_id[1].blocks) == leasable
     rig.cache.end_session(1)
     rig.check()
 
@@ -468,7 +468,7 @@ def test_what_fails_is_not_late_too(rig: TieringHarness) -> None:
     rig.cache.lookup(space, 1, 1, [(0, keys_of(1, 2))], reported=True)
     rig.tiering.pump()
     rig.tier.end_all(fault=Result.FAILED)
-    rig.cache.count_prompt(1, 1, PromptOutcome([0], [0], MissReason.LATE))
+    rig.cache.prompts.count(1, 1, PromptOutcome([0], [0], MissReason.LATE))
     assert +space.counters.misses == {MissReason.TIER_FAILED: 2}
 
 
@@ -482,7 +482,7 @@ def test_a_tier_that_raises_leaves_no_lease_behind(rig: TieringHarness, monkeypa
     monkeypatch.setattr(rig.source, "wait_s", breaks)
     with pytest.raises(RuntimeError):
         look_up(rig, space, 1, keys_of(1))
-    assert not rig.cache.leases
+    assert not rig.cache.leases.by_id
     assert not rig.source.waiting_blocks
     rig.check()
 
@@ -494,13 +494,13 @@ def test_prompts_that_have_a_part_each_do_not_keep_each_other_from_the_rest() ->
     rig.put_in_tier(space, keys_of(*range(12), *range(20, 32)))
     look_up(rig, space, 1, first)
     rig.bring_up()
-    rig.cache.release(1, [1])
+    rig.cache.leases.end(1, [1])
     rig.evict(space, keys_of(10, 11))
     look_up(rig, space, 2, second)
     assert look_up(rig, space, 3, first) == bytes([READY] * 10 + [PENDING] * 2)
     rig.bring_up()
     assert look_up(rig, space, 4, first) == bytes([READY] * 12)
-    rig.cache.release(1, [3, 4])
+    rig.cache.leases.end(1, [3, 4])
     rig.bring_up()
     assert look_up(rig, space, 5, second) == bytes([READY] * 12)
     assert not rig.source.failures
@@ -527,7 +527,7 @@ def test_prompts_with_parts_in_a_disk_and_in_a_store_do_not_wait_for_each_other(
     store.answer()
     for number, prompt in prompts.items():
         rig.cache.lookup(space, number, 10 + number, [(0, keys_of(*prompt))], again=True)
-        rig.cache.release(number, [number])
+        rig.cache.leases.end(number, [number])
     for number, prompt in prompts.items():
         rig.tiering.tick()
         rig.bring_up()
@@ -548,7 +548,7 @@ def test_space_for_what_a_store_is_asked_for_is_waited_for_no_longer_than_the_pa
     assert store.questions
     rig.tiering.tick()
     assert not rig.tier.jobs, "four blocks have space, and eight may come from the store"
-    rig.cache.unpin(pinned[:4])
+    rig.cache.life.unpin(pinned[:4])
     rig.clock.now += QUIET.deadline_s
     rig.tiering.tick()
     rig.bring_up()
@@ -569,7 +569,7 @@ def test_a_prompt_without_space_does_not_wait_a_second_time(rig: TieringHarness)
     rig.tiering.tick()
     ((states,), _) = rig.cache.lookup(space, 1, 1, [(0, keys_of(*range(8)))], again=True)
     assert states == bytes([PENDING] * 6 + [ABSENT] * 2)
-    rig.cache.unpin(pinned)
+    rig.cache.life.unpin(pinned)
     rig.cache.end_session(1)
 
 
@@ -585,7 +585,7 @@ def test_a_slow_store_lends_the_space_that_it_does_not_fill_in_time() -> None:
     rig.tiering.pump()
     look_up(rig, space, 2, keys_of(*range(30, 40)), session=2)
     began = rig.clock.now
-    while len(rig.cache.leases[2].blocks) < 10:
+    while len(rig.cache.leases.by_id[2].blocks) < 10:
         assert rig.clock.now < began + QUIET.deadline_s
         store.end(next(iter(store.jobs)))
         rig.bring_up()
@@ -596,7 +596,7 @@ def test_a_slow_store_lends_the_space_that_it_does_not_fill_in_time() -> None:
         store.end(next(iter(store.jobs)))
         rig.clock.now += step
         rig.tiering.tick()
-    assert len(rig.cache.leases[1].blocks) == 20, "it gets back what it lent"
+    assert len(rig.cache.leases.by_id[1].blocks) == 20, "it gets back what it lent"
     assert not any(source.failures for source in rig.tiering.sources)
     rig.cache.end_session(1)
     check_invariants(rig.cache)
@@ -615,7 +615,7 @@ def test_a_disk_that_hangs_costs_its_own_blocks_only() -> None:
         rig.tiering.tick()
         good.end_all()
         assert look_up(rig, space, lease, keys) == bytes([READY] * 10)
-        rig.cache.release(1, [lease])
+        rig.cache.leases.end(1, [lease])
         rig.clock.now += QUIET.deadline_s
         rig.tiering.tick()
     hanging, other = rig.tiering.disks
@@ -654,16 +654,16 @@ def test_a_prompt_that_fits_is_read_while_a_larger_one_waits(rig: TieringHarness
         look_up(rig, space, number, keys_of(number))
         rig.bring_up()
         assert look_up(rig, space, 100 + number, keys_of(number)) == bytes([READY])
-        rig.cache.release(1, [number, 100 + number])
+        rig.cache.leases.end(1, [number, 100 + number])
     rig.clock.now += half
     look_up(rig, space, 2, keys_of(*range(10, 17)), session=2)
     rig.tiering.tick()
     assert not rig.source.failures
-    assert rig.cache.leases[1].coming == 8
+    assert rig.cache.leases.by_id[1].coming == 8
     rig.clock.now += half
     rig.tiering.tick()
     assert rig.source.failures == {"no_space": 8}
-    rig.cache.unpin(pinned)
+    rig.cache.life.unpin(pinned)
     rig.cache.end_session(2)
     assert look_up(rig, space, 3, large) == bytes([PENDING] * 8)
     rig.bring_up()
@@ -682,13 +682,13 @@ def test_where_no_prompt_fits_each_is_waited_for_as_long(rig: TieringHarness) ->
     look_up(rig, space, 2, keys_of(*range(4, 8)))
     for _ in range(2):
         rig.tiering.tick()
-        waits = rig.cache.leases[1].wait_s
+        waits = rig.cache.leases.by_id[1].wait_s
         rig.clock.now += 0.25 * QUIET.deadline_s
         look_up(rig, space, 1, keys_of(*range(4)))
-        assert rig.cache.leases[1].wait_s >= waits
+        assert rig.cache.leases.by_id[1].wait_s >= waits
     rig.tiering.tick()
-    assert (rig.cache.leases[1].coming, rig.cache.leases[2].coming) == (0, 4)
-    rig.cache.unpin(pinned)
+    assert (rig.cache.leases.by_id[1].coming, rig.cache.leases.by_id[2].coming) == (0, 4)
+    rig.cache.life.unpin(pinned)
     rig.bring_up()
     assert look_up(rig, space, 2, keys_of(*range(4, 8))) == bytes([READY] * 4)
     assert rig.source.failures == {"no_space": 4}
@@ -706,7 +706,7 @@ def test_invalidated_keys_leave_a_long_queue_at_once(rig: TieringHarness) -> Non
     assert len(queued) == count
     rig.cache.invalidate(space, [(0, keys_of(*reversed(range(count))))])
     assert not queued
-    assert not rig.cache.reserved_bytes
+    assert not rig.cache.leases.reserved_bytes
     rig.cache.end_session(1)
     rig.check()
 
@@ -720,7 +720,7 @@ def test_a_request_that_has_space_again_waits_for_its_turn_only(rig: TieringHarn
     for lease, first in ((1, 0), (2, 12)):
         look_up(rig, space, lease, keys_of(*range(first, first + 12)), session=lease)
     rig.tiering.tick()
-    rig.cache.unpin(pinned)
+    rig.cache.life.unpin(pinned)
     for _ in range(24):
         rig.tiering.tick()
         rig.clock.now += 0.5 * QUIET.deadline_s

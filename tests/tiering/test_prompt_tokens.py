@@ -47,11 +47,11 @@ class Rig(TieringHarness):
         self.cache.lookup(space, 1, self.lease, [(0, keys)], again=True)
         for rank in range(space.world_size):
             ticket = self.cache.begin_load(space, rank, self.lease, 0, keys)
-            self.cache.end_load([ticket], counts=ok, ends_lease=True)
+            self.cache.end_load([ticket], is_success=ok, ends_lease=True)
         return self.lease
 
     def count(self, space: Namespace, lease: int, *tokens: int) -> dict[str, int]:
-        return self.cache.count_tokens(space, 1, lease, PromptTokens(*tokens))
+        return self.cache.prompts.count_tokens(space, 1, lease, PromptTokens(*tokens))
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_what_was_not_loaded_stays_where_it_came_from(rig: Rig, space: Namespace
     assert rig.count(space, 0, 40, 0, 0, 30) == {"computed": 10, "other": 30}
     assert rig.count(space, 99, 40, 0, 20, 0) == {"computed": 20, "pool": 20}, "an unknown lease"
     rig.load(space, keys_of(1, 2, 3), ok=False)
-    assert not rig.cache._uncounted_loads._by_lease
+    assert not rig.cache.prompts._uncounted_loads._by_lease
 
 
 def test_loads_without_a_report_are_forgotten() -> None:

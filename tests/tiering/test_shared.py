@@ -59,10 +59,10 @@ def test_keys_are_asked_for_then_come_up_as_their_objects_say(rig: TieringHarnes
     give(rig, shared, space, 1, 2)
     counters, unknown = space.counters, MissReason.UNKNOWN
     rig.cache.lookup(space, 1, 1, [(0, keys)], again=True)
-    lease = rig.cache.leases[1]
+    lease = rig.cache.leases.by_id[1]
     assert (lease.coming, lease.asking) == (3, 3)
     assert lease.wait_s == pytest.approx(ANSWER_S), "no engine would wait for the deadline"
-    rig.cache.release(1, [1])
+    rig.cache.leases.end(1, [1])
     assert rig.states(space, keys) == [SHARED] * 3
     assert rig.states(space, keys) == [SHARED] * 3
     assert shared.asked == split(keys), "once"
@@ -96,17 +96,17 @@ def test_a_store_that_went_away_is_waited_for_by_its_silence(rig: TieringHarness
     shared.hangs = True
     ((states,), _) = rig.cache.lookup(space, 1, 1, [(0, keys)], again=True)
     assert list(states) == [READY, SHARED]
-    assert rig.cache.leases[1].wait_s == pytest.approx(1.0), "one block a second, as of now"
+    assert rig.cache.leases.by_id[1].wait_s == pytest.approx(1.0), "one block a second, as of now"
 
 
 def test_a_lease_expects_no_answer_for_what_an_engine_stored_since(rig: TieringHarness, shared: FakeTier) -> None:
     space = rig.open()
     rig.cache.lookup(space, 1, 1, [(0, keys_of(1, 2))])
-    assert rig.cache.leases[1].coming == 2
+    assert rig.cache.leases.by_id[1].coming == 2
     rig.put(space, keys_of(1, 2))
     ((states,), _) = rig.cache.lookup(space, 1, 1, [(0, keys_of(1, 2))], again=True)
     assert list(states) == [READY, READY]
-    assert rig.cache.leases[1].coming == 0
+    assert rig.cache.leases.by_id[1].coming == 0
 
 
 def test_a_block_that_waited_until_its_answer_was_old_is_asked_for_again(rig: TieringHarness, shared: FakeTier) -> None:
@@ -133,7 +133,7 @@ def test_what_comes_after_a_request_was_given_up_is_late(rig: TieringHarness, sh
     space = rig.open()
     give(rig, shared, space, 1)
     late = PromptOutcome([0], [0], MissReason.LATE)
-    steps = [lambda: rig.cache.release(999, [2]), lambda: rig.cache.count_prompt(999, 1, late)]
+    steps = [lambda: rig.cache.leases.end(999, [2]), lambda: rig.cache.prompts.count(999, 1, late)]
     progress = [
         shared.answer,
         lambda: rig.cache.lookup(space, 999, 2, [(0, keys_of(1))], again=True, reported=True),
@@ -151,8 +151,8 @@ def test_keys_that_nobody_awaits_are_late(rig: TieringHarness) -> None:
     rig.put_in_tier(space, keys_of(2))
     rig.put(space, keys_of(1))
     rig.cache.lookup(space, 999, 1, [(0, keys_of(1, 2))], reported=True)
-    rig.cache.release(999, [1])
-    rig.cache.count_prompt(999, 1, PromptOutcome([0], [1], MissReason.LATE))
+    rig.cache.leases.end(999, [1])
+    rig.cache.prompts.count(999, 1, PromptOutcome([0], [1], MissReason.LATE))
     rig.finish_promotions()
     assert (space.counters.keys_ready, space.counters.found_disk, space.counters.covered_keys) == (1, 1, 1)
     assert +space.counters.misses == {MissReason.LATE: 1}
@@ -165,7 +165,7 @@ def test_what_an_engine_had_itself_is_no_miss_whatever_a_store_answers(rig: Tier
         rig.cache.lookup(space, 999, lease_id, [(0, keys_of(10 * lease_id, 10 * lease_id + 1))], reported=True)
         if lease_id == 1:
             shared.answer()
-        rig.cache.count_prompt(999, lease_id, PromptOutcome([1], [1], None))
+        rig.cache.prompts.count(999, lease_id, PromptOutcome([1], [1], None))
         shared.answer()
     assert (space.counters.covered_keys, +space.counters.misses) == (
         2,
@@ -183,7 +183,7 @@ def test_a_forgotten_namespace_counts_nothing_for_the_next(
     rig.cache.lookup(space, 999, 1, [(0, keys_of(*range(1000)))])
     if answered:
         shared.answer()
-    rig.cache.forget_namespace(space)
+    rig.cache.namespaces.forget(space)
     rig.tiering.namespace_forgotten(space)
     other = rig.open(key_bytes=key_bytes)
     if key_bytes == 8:
@@ -191,7 +191,7 @@ def test_a_forgotten_namespace_counts_nothing_for_the_next(
     shared.answer()
     rig.tiering.pump()
     shared.end_all()
-    rig.cache.release(999, [1])
+    rig.cache.leases.end(999, [1])
     rig.tiering.tick()
     counters = other.counters
     found = counters.found_shared + counters.misses.total() + pending_keys(other)
@@ -249,7 +249,7 @@ def test_the_last_whole_window(there: Sequence[int], tokens: int, window: int, f
 
 def windows(rig: TieringHarness) -> Namespace:
     space = rig.join("w", groups=[GroupSpec("full_attention", 16), GroupSpec("sliding_window", 16, 32)])
-    rig.cache.register_rank(space, 0, [UNIT, UNIT], None)
+    rig.cache.namespaces.register_rank(space, 0, [UNIT, UNIT], None)
     return space
 
 
@@ -339,7 +339,7 @@ def test_once_a_slow_store_was_away_it_is_tried_again(rig: TieringHarness, share
 
 def test_without_tokens_of_blocks_nothing_is_slower(rig: TieringHarness, shared: FakeTier) -> None:
     space = rig.join("w", groups=[GroupSpec("full_attention", 0)])
-    rig.cache.register_rank(space, 0, [UNIT], None)
+    rig.cache.namespaces.register_rank(space, 0, [UNIT], None)
     space.counters.prefill_tokens_per_second = 1e6
     rig.tiering.sources[1].speed.measured = 1.0
     give(rig, shared, space, 1, 2, 3)
@@ -384,8 +384,8 @@ def test_what_others_use_stays_there_whatever_this_node_drops(rig: TieringHarnes
     rig.put(space, keys_of(1, 2))
     rig.cache.invalidate(space, [(0, keys_of(1))])
     assert shared.removals == [("invalidated", keys_of(1))], "it must not come straight back"
-    (check,) = rig.cache.checks(rig.blocks(space, keys_of(2)))
-    assert not rig.cache.check(check.slot, check.generation, check.checksum + 1)
+    (check,) = rig.cache.integrity.checks(rig.blocks(space, keys_of(2)))
+    assert not rig.cache.integrity.check(check.slot, check.generation, check.checksum + 1)
     assert len(shared.removals) == 1, "a whole one may come from there"
     assert ("corrupt", keys_of(2)) in rig.tier.removals
     rig.cache.reset(space)

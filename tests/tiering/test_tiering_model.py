@@ -63,14 +63,14 @@ class TieringMachine(RuleBasedStateMachine):
     def end_store(self, data: st.DataObject, ok: bool) -> None:
         ticket = self.stores.pop(data.draw(st.integers(0, len(self.stores) - 1)))
         if not ok:
-            self.rig.cache.abort_store(ticket)
+            self.rig.cache.stores.abort(ticket)
             return
         (part,), table = ticket, self.rig.cache.blocks
         sums = self.rig.fill(ticket)
         if not part.group.dead:
             written = part.blocks[table.state[part.blocks] == WRITING]
             self.note_stored(part.group.namespace, table.keys(written, 8))
-        self.rig.cache.commit_store(ticket, sums)
+        self.rig.cache.stores.commit(ticket, sums)
 
     def note_stored(self, namespace: Namespace, keys: bytes) -> None:
         self.stored |= {(namespace.fingerprint, key) for key in namespace.split(0, keys)}
@@ -84,7 +84,9 @@ class TieringMachine(RuleBasedStateMachine):
     def look_up(self, space: int, chain: list[int], again: bool, end: str) -> None:
         self.leases += not again
         namespace, keys = self.spaces[space], keys_of(*chain)
-        if again and ((lease := self.rig.cache.leases.get(self.leases)) is None or lease.namespace is not namespace):
+        if again and (
+            (lease := self.rig.cache.leases.by_id.get(self.leases)) is None or lease.namespace is not namespace
+        ):
             return
         asked = [len(store.asked) for store in self.stores_of_nodes]
         ((states,), _) = self.rig.cache.lookup(namespace, 1, self.leases, [(0, keys)], again=again)
@@ -92,9 +94,9 @@ class TieringMachine(RuleBasedStateMachine):
             assert PENDING not in states[states.index(ABSENT) :], "behind a gap"
         if namespace.fingerprint in self.unshared:
             assert asked == [len(store.asked) for store in self.stores_of_nodes]
-        self.rig.cache.report_requests()
+        self.rig.cache.prompts.report()
         if end != "keep":
-            self.rig.cache.release(1, [self.leases])
+            self.rig.cache.leases.end(1, [self.leases])
         if PENDING in states or SHARED in states:
             self.rig.tiering.pump()
 
@@ -114,7 +116,7 @@ class TieringMachine(RuleBasedStateMachine):
     @rule()
     def evict_all(self) -> None:
         table = self.rig.cache.blocks
-        self.rig.cache._evict(np.flatnonzero((table.state == READY) & (table.pins == 0)).astype(np.uint32))
+        self.rig.cache.life.evict(np.flatnonzero((table.state == READY) & (table.pins == 0)).astype(np.uint32))
 
     @rule()
     def pin_all(self) -> None:
@@ -230,7 +232,7 @@ class TieringMachine(RuleBasedStateMachine):
         self.stored = {name for name in self.stored if name[0] != namespace.fingerprint}
         self.rig.tier_events.index = {name for name in self.rig.tier_events.index if name[0] != namespace.fingerprint}
         if forgotten:
-            self.rig.cache.forget_namespace(namespace)
+            self.rig.cache.namespaces.forget(namespace)
             self.rig.tiering.namespace_forgotten(namespace)
             self.spaces[space] = self.rig.open(namespace.label, namespace.world_size)
             self.spaces[space].generation = self.generation
@@ -268,7 +270,7 @@ class TieringMachine(RuleBasedStateMachine):
         assert held == sum(one.reserved_bytes for one in self.rig.tiering.sources)
         given_up = [fill for source in self.rig.tiering.sources for fill in source.given_up]
         held += sum(fill.wanted.block_bytes for fill in given_up)
-        assert self.rig.cache.reserved_bytes == held
+        assert self.rig.cache.leases.reserved_bytes == held
         for source in self.rig.tiering.sources:
             most = max(pool // 8, 2 * UNIT)
             assert source.under_way_bytes <= most
@@ -293,7 +295,7 @@ class TieringMachine(RuleBasedStateMachine):
             return
         rig = self.rig
         for ticket in self.stores:
-            rig.cache.abort_store(ticket)
+            rig.cache.stores.abort(ticket)
         rig.cache.end_session(1)
         for tier in self.tiers:
             tier.hangs = False
@@ -319,7 +321,7 @@ class TieringMachine(RuleBasedStateMachine):
         for counters in [namespace.counters for namespace in self.spaces]:
             found = counters.keys_ready + counters.found_disk + counters.found_shared
             assert counters.keys_asked == found + counters.misses.total(), "each key is counted once"
-        usage = rig.cache.usage
+        usage = rig.cache.life.usage
         assert (usage.writing, usage.dropped, usage.pinned) == (0, 0, 0)
         rig.check()
 

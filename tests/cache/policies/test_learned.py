@@ -235,7 +235,7 @@ def test_the_chance_to_come_back_is_by_kind_and_time_left() -> None:
         first = 8 * (number // 2 % 5) if number % 2 else 1000 + 8 * number  # five documents, or what never returns
         ask(rig, namespace, list(range(first, first + 2)))
     rig.store(other, keys_of(1))
-    group, unknown = (rig.cache.group(space, 0) for space in (namespace, other))
+    group, unknown = (space.group(0) for space in (namespace, other))
     pool, policy = rig.slots.pool_bytes, policy_of(rig)
     chances = [policy.chance(group, keys_of(first), part * pool // 4)[0] for part in (0, 1, 2, 8)]
     assert chances == sorted(chances)
@@ -250,7 +250,7 @@ def test_the_chance_is_right_however_many_requests_a_lifetime_has(requests: int)
     """Prompts of three blocks, of which half return, and of six, of which a tenth does: once, after a lifetime."""
     rig, rng, due, first = learned_rig(5 * requests, requests // 10, MIB), random.Random(1), deque[Chain](), 0
     policy, namespace = policy_of(rig), rig.open("a")
-    group, namespace.counters.keys_asked = rig.cache.group(namespace, 0), 5 * requests
+    group, namespace.counters.keys_asked = namespace.group(0), 5 * requests
     group.tokens = 512
     for number in range(24 * requests):
         blocks, part = (3, 0.5) if number % 2 else (6, 0.1)
@@ -307,8 +307,8 @@ def test_ranks_groups_and_repeated_lookups_count_a_request_once() -> None:
     groups = [(0, keys_of(1, 2, 3)), (1, keys_of(1, 2, 3))]
     for again in (False, True, True):
         rig.cache.lookup(namespace, 7, 1, groups, again=again)
-        rig.cache.report_requests()
-        rig.cache.release(7, [1])
+        rig.cache.prompts.report()
+        rig.cache.leases.end(7, [1])
     for rank in range(2):
         for group in range(2):
             ticket = rig.begin(namespace, rank, group, keys_of(1, 2, 3, 4))  # 4 is what the engine wrote
@@ -385,7 +385,7 @@ def test_the_next_daemon_knows_what_to_reject() -> None:
 def test_the_oldest_blocks_of_a_recovered_pool_go_first() -> None:
     rig = learned_rig(8192, 512)
     namespace = rig.open("a")
-    group, blocks = rig.cache.group(namespace, 0), BlockTable(rig.table.records)
+    group, blocks = namespace.group(0), BlockTable(rig.table.records)
     for first in range(0, 8000, 500):
         rig.store(namespace, keys_of(*range(first, first + 500)))
     order = rig.policy.first(8192).tolist()

@@ -1,0 +1,414 @@
+"""The life of a block: each change of its state, which is counted, and reported to policy, listener and tiers.
+
+::
+
+    FREE    -> WRITING  make: the slots of all ranks are allocated at once
+    WRITING -> READY    publish: the last missing shard is written
+    WRITING -> FREE     end_writes, if no other shard of it is written or being written
+    WRITING -> DROPPED  drop: invalidated, corrupt, partial for too long
+    READY   -> DROPPED  drop
+    READY   -> FREE     evict
+    READY   -> WRITING  replace: it is evicted, and a new block of its group gets its slots
+    DROPPED -> FREE     at once, or with the last unpin or the end of the write that still uses it
+
+Words for an end:
+
+* *evict*: a READY block that nobody uses goes for another one;
+* *drop*: a block must not be found any more. It leaves the index now and keeps its slots until nothing uses them;
+* *retire*: all blocks of a group, whose namespace was reset, are DROPPED at once, in the counts. They are not found,
+  since the namespace has another group now; ``sweep`` takes them out of the index, some at a time;
+* *return*: slots go back to the allocator.
+
+``Cache`` adds *reset* (retire a namespace's groups, end its leases) and *invalidate* (drop keys here and in the tiers).
+
+Rules of access:
+
+1. Only this class changes a block's ``state``, ``group``, ``missing`` and ``shard``, and the index. All may read them.
+2. The bytes of a READY block may be read by who has pinned it. ``BlockLife.unpin`` ends a pin. ``BlockTable.unpin`` and
+   ``end_lease`` are its first half: who calls these passes the result to ``return_unpinned``, as it may be DROPPED.
+3. A shard that is WRITING_SHARD belongs to the store or the fill that began it, which alone writes its slot, and which
+   ends it exactly once by ``publish`` or ``end_writes``, even if the block was dropped or its namespace reset.
+4. Without a pin or a write of one's own, a slot may hold another block by the next call. Who remembers a slot compares
+   the generation of its record.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import compress, takewhile
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffd.cache.block_table import (
+    CORRUPT,
+    DROPPED,
+    FREE,
+    NO_BLOCKS,
+    READY,
+    RESERVED,
+    SHARD_STATE,
+    UNVERIFIED,
+    WITH_SLOTS,
+    WRITING,
+    WRITING_SHARD,
+    BlockIds,
+    BlockTable,
+    Offsets,
+)
+from kvoffd.cache.hints import HintedOrder
+from kvoffd.cache.hooks import NO_TOKENS, BlockTokens, CacheListener, TierHooks
+from kvoffd.cache.namespace import Group, MissReason
+from kvoffd.cache.policy import Policy
+from kvoffd.cache.tickets import PoolUsage
+from kvoffd.pool.allocator import PAGE_BYTES, SlotAllocator, SlotIds
+
+RECOVERED_AT_ONCE = 4096
+"""Recovered blocks entered together, by group. Small, so that the order of use stays about right."""
+
+
+class BlockLife:
+    """All blocks that have slots, those of reset namespaces included.
+
+    Attributes:
+        tiers: the tiers below the pool; None if there are none.
+        groups: groups whose blocks have slots, and the current ones of all namespaces, by number.
+        order: the order of eviction of READY blocks.
+        retired: groups that were reset and have blocks in the index, by number.
+        partial: WRITING blocks of which no shard is being written, also of retired groups, with the time when that
+            began, the oldest first.
+        unverified_slots: slots that an earlier daemon wrote and nobody has compared, or whose checksum is still to be
+            computed.
+        quarantined_slots, quarantined_bytes: slots that hold wrong bytes and are not used again.
+        unannounced: [slots] whether it is a recovered block that was not reported to the listener yet.
+        ready_left: whether READY blocks left the index since the last ``Prompts.report``.
+    """
+
+    def __init__(
+        self,
+        slots: SlotAllocator,
+        blocks: BlockTable,
+        policy: Policy,
+        quotas: Mapping[bytes, int],
+        events: CacheListener,
+        clock: Callable[[], float],
+    ) -> None:
+        self.slots, self.blocks = slots, blocks
+        self.tiers: TierHooks | None = None
+        self.groups: dict[int, Group] = {}
+        self.order = HintedOrder(policy, blocks, self.groups, quotas, clock, slots.pool_bytes)
+        self.retired: dict[int, Group] = {}
+        self.partial: dict[int, float] = {}
+        self.unverified_slots = self.quarantined_slots = self.quarantined_bytes = 0
+        self.unannounced = np.zeros(len(blocks.state), np.bool_)
+        self.ready_left = False
+        self._events, self._clock = events, clock
+        self._bytes_in = dict.fromkeys(WITH_SLOTS, 0)
+        """Bytes of all blocks by state, including those of forgotten namespaces."""
+        self._store_of: dict[int, int] = {}
+        """WRITING blocks that only the stores of this number add shards to; all others are added to by any without."""
+        self._to_announce = NO_BLOCKS
+
+    @property
+    def usage(self) -> PoolUsage:
+        writing, ready, dropped = (self._bytes_in[state] for state in (WRITING, READY, DROPPED))
+        pinned = self.blocks.pinned_bytes, self.blocks.pinned_blocks
+        return PoolUsage(self.slots.free_bytes, writing, ready, dropped, self.quarantined_bytes, *pinned)
+
+    def by_group(self, blocks: BlockIds) -> list[tuple[Group, BlockIds]]:
+        """Group blocks, which have slots, by their group; each keeps its order."""
+        return self.blocks.by_group(blocks, self.groups)
+
+    def group_of(self, block: int) -> Group:
+        return self.groups[int(self.blocks.group[block])]
+
+    # --- from FREE to READY ---------------------------------------------------------------------
+
+    def make(self, group: Group, keys: bytes, count: int) -> npt.NDArray[np.uint32]:
+        """Make WRITING blocks for the first ``count`` keys, which have none, or as many as free slots allow. Returns
+        their slots, [blocks, ranks]."""
+        slots = self.blocks.take(self.slots, group, keys, count)
+        self._count(group, FREE, WRITING, len(slots))
+        return slots
+
+    def replace(self, group: Group, victims: BlockIds, keys: bytes) -> npt.NDArray[np.uint32]:
+        """Evict READY, unpinned blocks of a group, and make WRITING ones for the keys in their slots. Returns these
+        slots, [blocks, ranks]."""
+        if self.tiers is not None:
+            self.tiers.evicted(victims)
+        group.namespace.counters.evicted_blocks += len(victims)
+        slots, packed_keys, unverified = self.blocks.replace(group, victims, keys, MissReason.EVICTED)
+        self.unverified_slots -= unverified
+        self._report_removed(group, victims, packed_keys)
+        self._count(group, READY, WRITING, len(victims))
+        return slots
+
+    def begin_writes(self, blocks: BlockIds, rank: int) -> tuple[SlotIds, Offsets]:
+        """Mark a rank's shards of WRITING blocks as being written. Returns their slots and pool offsets."""
+        found = self.blocks.begin_writes(self.slots, blocks, rank)
+        self._forget(self.partial, blocks)
+        return found
+
+    def begin_all_writes(self, slots: npt.NDArray[np.uint32]) -> None:
+        """Mark all shards of new blocks, whose slots these are, as being written."""
+        self.blocks.shard[slots] = WRITING_SHARD
+
+    def reserve_for(self, blocks: BlockIds, store: int) -> None:
+        """Let only stores of this number add shards to new blocks."""
+        self._store_of |= dict.fromkeys(blocks.tolist(), store)
+
+    def is_open_to(self, block: int, store: int) -> bool:
+        """Return whether a store of this number, 0 for one without, may add a shard to a WRITING block."""
+        return self._store_of.get(block, 0) == store
+
+    def publish(
+        self,
+        group: Group,
+        blocks: BlockIds,
+        slots: SlotIds,
+        first_blocks: Iterable[int] | None,
+        checksums: Iterable[int],
+        tokens: Mapping[bytes, BlockTokens] = NO_TOKENS,
+    ) -> int:
+        """End the writes to these shards' slots, whose bytes are all there. Returns how many blocks became READY.
+
+        ``first_blocks``: first engine block of each shard; None for 0 of all. ``checksums``: 0 for those that are still
+        to be computed.
+        """
+        if group.dead or not blocks.size:
+            self.end_writes(group, blocks, slots)
+            return 0
+        sums, living = array("Q", checksums), self.blocks.state[blocks] == WRITING
+        if not living.all():
+            self.end_writes(group, blocks[~living], slots[~living])
+            blocks, slots, sums = blocks[living], slots[living], array("Q", compress(sums, living))
+            first_blocks = None if first_blocks is None else array("H", compress(first_blocks, living))
+        ready, packed_keys = self.blocks.publish(group, blocks, slots, first_blocks, sums)
+        self.unverified_slots += sums.count(0)
+        if len(ready) < len(blocks):
+            self._mark_partial(group, blocks[self.blocks.missing[blocks] != 0])
+        if ready.size:
+            self._forget(self._store_of, ready)
+            group.namespace.counters.stored_blocks += len(ready)
+            self._count(group, WRITING, READY, len(ready))
+            self.order.insert(group, ready, packed_keys)
+            keys = np.frombuffer(packed_keys, group.namespace.key_type)[::-1].tolist()
+            self._events.stored(group.namespace, group.index, keys, tokens=tokens)
+            if self.tiers is not None:
+                self.tiers.stored(ready[::-1])
+        return len(ready)
+
+    def end_writes(self, group: Group, blocks: BlockIds, slots: SlotIds) -> None:
+        """End the writes to these shards' slots, whose content is discarded. Shards of other ranks stay and wait."""
+        if not blocks.size:
+            return
+        self.blocks.shard[slots] = RESERVED
+        writing = blocks[self.blocks.state[blocks] == WRITING]
+        if writing.size and not group.dead:
+            every = self.blocks.shard[self.blocks.slots(writing, len(group.sizes))] & SHARD_STATE
+            unused = (every == RESERVED).all(axis=1)
+            self._mark_partial(group, writing[~unused])
+            self._remove(group, WRITING, writing[unused])
+        self._return_dropped(blocks[self.blocks.state[blocks] == DROPPED])
+
+    def _mark_partial(self, group: Group, blocks: BlockIds) -> None:
+        """Mark the blocks that nobody is writing as partial."""
+        shards, now = self.blocks.shard[self.blocks.slots(blocks, len(group.sizes))] & SHARD_STATE, self._clock()
+        self.partial |= dict.fromkeys(blocks[(shards != WRITING_SHARD).all(axis=1)].tolist(), now)
+
+    def partial_since(self, until: float) -> Iterator[int]:
+        """Iterate over the blocks that have been partial since this time or longer."""
+        return (block for block, since in takewhile(lambda item: item[1] <= until, self.partial.items()))
+
+    # --- after a restart ------------------------------------------------------------------------
+
+    def enter_recovered(self, blocks: BlockIds, quarantined: SlotIds) -> None:
+        """Add READY blocks that are in the BlockTable and the allocator, the least recently used first, and quarantined
+        slots. Call ``announce_recovered`` afterwards."""
+        for begin in range(0, len(blocks), RECOVERED_AT_ONCE):
+            for group, members in self.by_group(blocks[begin : begin + RECOVERED_AT_ONCE]):
+                self.blocks.pages[members] = group.block_bytes // PAGE_BYTES
+                self.unverified_slots += len(members) * len(group.sizes)
+                self._count(group, FREE, READY, len(members))
+                self.blocks.append(group, members)
+                self.order.insert(group, members, self.blocks.keys(members, group.key_bytes))
+                self.order.share(members)
+        self._to_announce = blocks
+        self.unannounced[blocks] = True
+        self._quarantine(quarantined)
+
+    def announce_recovered(self) -> bool:
+        """Report a batch of recovered blocks to the listener, the latest first. Returns whether more remain."""
+        if not self._to_announce.size:
+            return False
+        batch, self._to_announce = self._to_announce[-RECOVERED_AT_ONCE:], self._to_announce[:-RECOVERED_AT_ONCE]
+        batch = batch[self.unannounced[batch]]
+        self.unannounced[batch] = False
+        for group, members in self.by_group(batch):
+            if not group.dead:
+                keys = self.blocks.split_keys(members, group.key_bytes)
+                self._events.stored(group.namespace, group.index, keys[::-1])
+        return bool(self._to_announce.size)
+
+    # --- ends -----------------------------------------------------------------------------------
+
+    def evict(self, blocks: BlockIds, reason: MissReason = MissReason.EVICTED) -> None:
+        """Evict READY, unpinned blocks."""
+        if self.tiers is not None and blocks.size:
+            self.tiers.evicted(blocks)
+        for group, members in self.by_group(blocks):
+            if not group.dead:
+                group.namespace.counters.evicted_blocks += len(members)
+            self._remove(group, READY, members, reason)
+
+    def drop(self, blocks: BlockIds | Sequence[int], reason: MissReason) -> None:
+        """Take WRITING and READY blocks out of the index. Their slots return once nothing uses them."""
+        for group, members in self.by_group(np.asarray(blocks, np.uint32)):
+            if not group.dead:  # otherwise counted when it was reset
+                group.namespace.counters.invalidated_blocks += len(members)
+            for state in (READY, WRITING):
+                self._remove(group, state, members[self.blocks.state[members] == state], reason)
+
+    def drop_partial(self, blocks: Sequence[int]) -> None:
+        """Drop blocks that lack a shard which was not stored in time."""
+        for group, members in self.by_group(np.array(blocks, np.uint32)):
+            if not group.dead:
+                group.namespace.counters.partial_blocks += len(members)
+            self.drop(members, MissReason.PARTIAL)
+
+    def retire(self, group: Group) -> None:
+        """Stop using a group, which its namespace has replaced: count its blocks as DROPPED, and leave them to
+        ``sweep``."""
+        group.dead = True
+        if group.blocks_in[WRITING] or group.blocks_in[READY]:
+            self.retired[group.number] = group
+        for state in (WRITING, READY):
+            self._count(group, state, DROPPED, group.blocks_in[state])
+        if not group.blocks_in[DROPPED]:
+            del self.groups[group.number]
+
+    def sweep(self, groups: Iterable[Group], count: int) -> int:
+        """Take up to ``count`` blocks of retired groups out of the index. Returns how many."""
+        taken = 0
+        for group in groups:
+            blocks = self.blocks.oldest(group, count - taken)
+            if (taken := taken + len(blocks)) < count:
+                del self.retired[group.number]
+            states = self.blocks.state[blocks]
+            for state in (READY, WRITING):
+                self._remove(group, state, blocks[states == state])
+            if taken == count:
+                break
+        return taken
+
+    def record_retired(self, group: Group, keys: bytes) -> None:
+        """Record which of these keys a reset took from a group, as ``sweep`` does when it reaches their blocks."""
+        for number in self.retired.keys() & group.unswept:
+            states, _ = self.blocks.find(self.retired[number], keys)
+            gone = np.flatnonzero(np.frombuffer(states, np.uint8) != FREE)
+            self.blocks.record_misses(group, select_keys(keys, gone, group.key_bytes), MissReason.INVALIDATED)
+
+    def unpin(self, blocks: BlockIds) -> None:
+        """Undo ``BlockTable.pin``."""
+        self.return_unpinned(self.blocks.unpin(blocks))
+
+    def return_unpinned(self, unpinned: BlockIds) -> None:
+        """Return the slots of the DROPPED ones of blocks that are not pinned any more."""
+        if self._bytes_in[DROPPED]:
+            self._return_dropped(unpinned[self.blocks.state[unpinned] == DROPPED])
+
+    def _remove(self, group: Group, state: int, blocks: BlockIds, reason: MissReason | None = None) -> None:
+        """Take blocks of one state out of index and policy, and return the slots of those that are not in use."""
+        if not blocks.size:
+            return
+        packed_keys, slots, unverified, corrupt = self.blocks.drop(group, blocks, reason or 0)
+        if group.dead and group.namespace.current:
+            successor = group.namespace.current[group.index]
+            self.blocks.record_misses(successor, packed_keys, MissReason.INVALIDATED)
+        if state == READY:
+            self._report_removed(group, blocks, packed_keys)
+        self._forget(self.partial, blocks)
+        self._forget(self._store_of, blocks)
+        in_use = len(blocks) - len(slots) // len(group.sizes)
+        if in_use and not group.dead:
+            self._count(group, state, DROPPED, in_use)
+        self._return_slots(group, DROPPED if group.dead else state, slots, unverified, corrupt)
+
+    def _report_removed(self, group: Group, blocks: BlockIds, packed_keys: bytes) -> None:
+        """Report to policy and listener that READY blocks are gone."""
+        self.ready_left = True
+        self.order.remove(group, blocks, packed_keys)
+        keys = np.frombuffer(packed_keys, group.namespace.key_type)
+        if self._to_announce.size:  # some may never have been reported
+            silent = self.unannounced[blocks]
+            self.unannounced[blocks] = False
+            keys = keys[~silent]
+        if keys.size and not group.dead:
+            self._events.removed(group.namespace, group.index, keys.tolist())
+
+    def _return_dropped(self, blocks: BlockIds) -> None:
+        """Return the slots of DROPPED blocks that are not in use."""
+        for group, members in self.by_group(blocks):
+            self._return_slots(group, DROPPED, *self.blocks.end_dropped(members, len(group.sizes)))
+
+    def _return_slots(self, group: Group, state: int, slots: SlotIds, unverified: int, corrupt: int) -> None:
+        """Return the slots of ended blocks, which were counted with this state."""
+        self.unverified_slots -= unverified
+        self._count(group, state, FREE, len(slots) // len(group.sizes))
+        if corrupt:  # they stay allocated, so that nobody else gets them
+            bad = self.blocks.shard[slots] != 0  # CORRUPT is the only mark that an ended block's slots may have
+            self._quarantine(slots[bad])
+            slots = slots[~bad]
+        if slots.size:
+            self.slots.free(slots)
+        if group.dead and not any(group.blocks_in.values()):
+            del self.groups[group.number]
+
+    def _quarantine(self, slots: SlotIds) -> None:
+        self.quarantined_slots += len(slots)
+        self.quarantined_bytes += int(self.slots.slot_bytes[slots // self.slots.slots_per_region].sum())
+        self.blocks.group[slots] = 0
+
+    # --- bytes ----------------------------------------------------------------------------------
+
+    def mark_verified(self, slot: int) -> None:
+        """Note that a shard's bytes agree with its checksum."""
+        if self.blocks.shard[slot] & UNVERIFIED:
+            self.blocks.shard[slot] &= ~np.uint8(UNVERIFIED)
+            self.unverified_slots -= 1
+
+    def mark_corrupt(self, slot: int) -> None:
+        """Note that a slot holds wrong bytes, whatever is using it now. The next daemon does not use it either."""
+        assert not self.blocks.shard[slot] & CORRUPT
+        self.unverified_slots -= int(self.blocks.shard[slot] & UNVERIFIED != 0)
+        self.blocks.set_corrupt(slot)
+
+    # --- counts ---------------------------------------------------------------------------------
+
+    def _count(self, group: Group, before: int, after: int, count: int) -> None:
+        """Move blocks from the counts of one state to those of another."""
+        namespace, nbytes = group.namespace, count * group.block_bytes
+        if before != FREE:
+            group.blocks_in[before] -= count
+            namespace.blocks_in[before] -= count
+            namespace.bytes_in[before] -= nbytes
+            self._bytes_in[before] -= nbytes
+        if after != FREE:
+            group.blocks_in[after] += count
+            namespace.blocks_in[after] += count
+            namespace.bytes_in[after] += nbytes
+            self._bytes_in[after] += nbytes
+
+    @staticmethod
+    def _forget(table: dict[int, float] | dict[int, int], blocks: BlockIds) -> None:
+        if table:
+            for block in blocks.tolist():
+                table.pop(block, None)
+
+
+def select_keys(keys: bytes, indices: Sequence[int] | npt.NDArray[np.intp], size: int) -> bytes:
+    """Return the keys at these ascending indices, concatenated; consecutive ones, which are common, are one slice."""
+    if len(indices) and indices[-1] - indices[0] == len(indices) - 1:
+        return keys[indices[0] * size : (indices[-1] + 1) * size]
+    return np.frombuffer(keys, np.dtype((np.void, size)))[indices].tobytes()

@@ -1,0 +1,224 @@
+"""Leases: which blocks are pinned for the prompts that found them, for how long, and how many of the pool at most."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice, takewhile
+
+import numpy as np
+
+from kvoffd.cache.block_life import BlockLife
+from kvoffd.cache.block_table import BlockIds, Found, ready_of
+from kvoffd.cache.namespace import MissReason, Namespace
+from kvoffd.cache.tickets import Lease, SessionLeases
+from kvoffd.errors import UnknownLease
+from kvoffd.pool.allocator import PAGE_BYTES
+
+ENDED_AT_ONCE = 1024
+"""Ended leases that one step unpins."""
+CLAIM_S = 10.0
+"""Time for which a session whose lookup was cut by the limit of leases counts as one that has some."""
+
+
+class Leases:
+    """Active leases, and those that have ended and whose blocks are still to be unpinned.
+
+    An active lease is in ``by_id``, in the leases of its session (``of``), and in those of its namespace. Its blocks
+    are pinned once for it, each, and count in ``keys`` and ``nbytes`` of both lease and session.
+
+    Args:
+        ttl_s: time after which a lease ends by itself.
+        most_bytes: the most that all leases together may pin, promoted blocks included. Half of it any session may
+            lease; beyond that a session leases no more than its equal part among the sessions that have leases, or were
+            refused some in the last CLAIM_S, and never more than what is left. What a lease has it keeps until its end.
+            Blocks that others lease already count for these, and promoted ones (``hold``) are not subject to the equal
+            parts.
+        max_keys: limit for one session.
+
+    Attributes:
+        by_id: active leases by id, in the order of their deadlines.
+        by_session: the same of each session that has any.
+        reserved_bytes: bytes of blocks that will be promoted, and leases will pin; kept by the tiers.
+        ended_at_once: leases that one step unpins.
+    """
+
+    def __init__(
+        self, life: BlockLife, clock: Callable[[], float], ttl_s: float, most_bytes: int, max_keys: int
+    ) -> None:
+        self._life, self._blocks, self._clock = life, life.blocks, clock
+        self.ttl_s, self.most_bytes, self._max_keys = ttl_s, most_bytes, max_keys
+        self.by_id: dict[int, Lease] = {}
+        self.reserved_bytes = 0
+        self.ended_at_once = ENDED_AT_ONCE
+        self.by_session: dict[int, SessionLeases] = {}
+        self._claims: dict[int, float] = {}
+        """Sessions whose last lookup was cut by the limit of leases, with the time until which they count as sessions
+        with leases."""
+        self._to_unpin: deque[Lease] = deque()
+
+    @property
+    def pinnable_bytes(self) -> int:
+        """Bytes that leases may still pin."""
+        return self.most_bytes - self._blocks.pinned_bytes
+
+    @property
+    def leasable_bytes(self) -> int:
+        """Bytes that leases may still pin, without those that are reserved for promotions."""
+        return self.pinnable_bytes - self.reserved_bytes
+
+    def of(self, session: int) -> SessionLeases:
+        return self.by_session.get(session) or SessionLeases()
+
+    def find(self, session: int, lease_id: int, namespace: Namespace) -> Lease | None:
+        """Return the active lease, if it exists. Raises UnknownLease if it is another session's or namespace's."""
+        lease = self.by_id.get(lease_id)
+        if lease is not None and (lease.session != session or lease.namespace is not namespace):
+            raise UnknownLease(f"The lease {lease_id} belongs to another session or namespace; choose a new lease id.")
+        return lease
+
+    # --- what a lookup found --------------------------------------------------------------------
+
+    def give(self, lease: Lease, found: list[Found], pinned_before: int, *, is_new: bool) -> list[Found]:
+        """Give a lease the READY blocks, which it has pinned already if it ``is_new``. Returns what was found, without
+        the blocks that it may not pin.
+
+        ``pinned_before``: pinned bytes before the lookup.
+        """
+        ready, leased = ready_of(found), self.of(lease.session)
+        if is_new and (ready.size or lease.coming):
+            self.by_id[lease.lease_id], self.by_session[lease.session] = lease, leased
+            leased.leases[lease] = lease.namespace.leases[lease] = None
+        if not ready.size:
+            return found
+        if is_new:
+            fresh, newly_leased_bytes = ready, sum([each.newly_leased_bytes for each in found])
+        else:
+            fresh = ready[~np.isin(ready, lease.blocks)]
+            newly_leased_bytes = self._blocks.lease(fresh)
+        if self._is_within_limit(lease.session, len(fresh), newly_leased_bytes, pinned_before):
+            self._claims.pop(lease.session, None)
+        else:
+            self._life.return_unpinned(self._blocks.end_lease(fresh))
+            self.unpin_some()
+            found = self._cut(lease, leased, found)
+            ready = ready_of(found)
+            fresh = ready[~np.isin(ready, lease.blocks)]
+            newly_leased_bytes = self._blocks.lease(fresh)
+        _add(lease, leased, fresh, newly_leased_bytes)
+        if not lease.blocks.size and not lease.coming:  # the limit allowed no pin
+            self.end_all([lease])
+        return found
+
+    def _is_within_limit(self, session: int, keys: int, newly_leased_bytes: int, pinned_before: int) -> bool:
+        """Return whether a session may keep this many keys that a lookup has just leased."""
+        leased = self.of(session)
+        if leased.keys + keys > self._max_keys:
+            return False
+        if not newly_leased_bytes:
+            return True
+        pinned_bytes = self._blocks.pinned_bytes
+        if self._blocks.leased_bytes > self.most_bytes or pinned_bytes > max(self.most_bytes, pinned_before):
+            return False
+        is_in_share = leased.nbytes + newly_leased_bytes <= self._share_bytes(session)
+        return pinned_bytes <= self.most_bytes // 2 or is_in_share
+
+    def _share_bytes(self, session: int) -> int:
+        """Return the equal part of a session among those that have pinned something, or claim it, and itself."""
+        now = self._clock()
+        # Sessions that only wait for a tier, and have nothing pinned yet, do not count.
+        sharers = {session, *(other for other, leased in self.by_session.items() if leased.nbytes)}
+        sharers.update(other for other, until in self._claims.items() if until > now)
+        return self.most_bytes // len(sharers)
+
+    def _cut(self, lease: Lease, leased: SessionLeases, found: list[Found]) -> list[Found]:
+        """Return what was found with as many READY keys as the session may lease besides what the lease has: the first
+        of each group, about the same part of each."""
+        fresh = [~np.isin(each.ready, lease.blocks) for each in found]
+        counts = [int(which.sum()) for which in fresh]
+        groups = np.repeat(np.arange(len(found)), counts)
+        order = np.argsort(np.concatenate([np.arange(count) / max(1, count) for count in counts]), kind="stable")
+        blocks = np.concatenate([each.ready[which] for each, which in zip(found, fresh, strict=True)])[order]
+        nbytes = self._blocks.pages[blocks].astype(np.int64) * PAGE_BYTES
+        to_pin = np.cumsum(nbytes * (self._blocks.pins[blocks] == 0))
+        to_lease = np.cumsum(nbytes * (self._blocks.leases[blocks] == 0))
+        most, pinned_bytes = self.most_bytes, self._blocks.pinned_bytes
+        share = max(0, self._share_bytes(lease.session) - leased.nbytes)
+        fits = (to_lease <= most - self._blocks.leased_bytes) & (to_pin <= max(0, most - pinned_bytes))
+        fits &= (to_lease <= share) | (pinned_bytes + to_pin <= most // 2)
+        count = min(int(np.append(fits, False).argmin()), max(0, self._max_keys - leased.keys))
+        if count < len(blocks):
+            self._claims[lease.session] = self._clock() + CLAIM_S
+        leasable = np.bincount(groups[order[:count]], minlength=len(found)).tolist()
+        each_group = zip(found, fresh, leasable, strict=True)
+        return [each.limited(which, most, MissReason.LEASE_LIMIT) for each, which, most in each_group]
+
+    def hold(self, lease: Lease, blocks: BlockIds) -> None:
+        """Pin READY blocks that were promoted for a lease, unless it has ended or leases may not pin more."""
+        if not lease.active:
+            return
+        leased, pinned_before = self.by_session[lease.session], self._blocks.pinned_bytes
+        newly_leased_bytes = self._blocks.lease(blocks)
+        exceeds = self._blocks.leased_bytes > self.most_bytes and newly_leased_bytes > 0
+        exceeds |= self._blocks.pinned_bytes > max(self.most_bytes, pinned_before)
+        if exceeds or leased.keys + len(blocks) > self._max_keys:
+            self._life.return_unpinned(self._blocks.end_lease(blocks))
+        else:
+            _add(lease, leased, blocks, newly_leased_bytes)
+
+    # --- ends -----------------------------------------------------------------------------------
+
+    def end(self, session: int, lease_ids: Iterable[int]) -> int:
+        """End leases of a session; unknown ids are ignored. Returns how many ended."""
+        found = [self.by_id.get(lease_id) for lease_id in dict.fromkeys(lease_ids)]
+        return self.end_all([lease for lease in found if lease is not None and lease.session == session])
+
+    def end_session(self, session: int) -> int:
+        """End all leases of a closed session. Returns how many."""
+        self._claims.pop(session, None)
+        return self.end_all(list(self.of(session).leases))
+
+    def end_overdue(self) -> int:
+        """End leases whose time is over, at most ``ended_at_once``. Returns how many."""
+        now = self._clock()
+        overdue = takewhile(lambda lease: lease.deadline <= now, self.by_id.values())
+        return self.end_all(list(islice(overdue, self.ended_at_once)))
+
+    def end_all(self, leases: Sequence[Lease]) -> int:
+        """End active leases. Returns how many. If there are many, ``unpin_some`` unpins their blocks later."""
+        for lease in leases:
+            del lease.namespace.leases[lease], self.by_id[lease.lease_id]
+            leased = self.by_session[lease.session]
+            del leased.leases[lease]
+            leased.keys -= len(lease.blocks)
+            leased.nbytes -= lease.nbytes
+            if not leased.leases:
+                del self.by_session[lease.session]
+        self._to_unpin.extend(leases)
+        if len(self._to_unpin) <= self.ended_at_once:
+            self.unpin_some()
+        return len(leases)
+
+    @property
+    def are_pinning(self) -> bool:
+        """Whether leases have ended whose blocks are still pinned: ``unpin_some`` is to be called."""
+        return bool(self._to_unpin)
+
+    def unpin_some(self) -> None:
+        """Unpin blocks of some leases that have ended."""
+        ended = [self._to_unpin.popleft() for _ in range(min(self.ended_at_once, len(self._to_unpin)))]
+        for lease in ended:
+            if lease.counts_at_end and lease.blocks.size:
+                lease.namespace.counters.covered_keys += len(lease.blocks)
+            if self._life.tiers is not None:
+                self._life.tiers.lease_ended(lease)
+        if ended:
+            blocks = ended[0].blocks if len(ended) == 1 else np.concatenate([lease.blocks for lease in ended])
+            self._life.return_unpinned(self._blocks.end_lease(blocks))
+
+
+def _add(lease: Lease, leased: SessionLeases, fresh: BlockIds, newly_leased_bytes: int) -> None:
+    lease.blocks = np.concatenate([lease.blocks, fresh]) if lease.blocks.size else fresh
+    lease.nbytes += newly_leased_bytes
+    leased.nbytes += newly_leased_bytes
+    leased.keys += len(fresh)

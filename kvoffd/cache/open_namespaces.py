@@ -1,0 +1,150 @@
+"""The open namespaces, by fingerprint: their groups and numbers, and what the next daemon must know of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import cast
+
+from kvoffd.cache.block_life import BlockLife
+from kvoffd.cache.hooks import CacheListener
+from kvoffd.cache.namespace import Group, Namespace, NamespaceRecord, NamespaceSnapshot, Shards
+from kvoffd.errors import KvoffdError
+from kvoffd.pool.slot_table import SlotTable
+from kvoffd_proto.errors import ErrorCode
+
+logger = logging.getLogger(__name__)
+
+
+class OpenNamespaces(Mapping[bytes, Namespace]):
+    """Namespaces by fingerprint, in the order in which they were opened.
+
+    Each has a number, which names it in the slot table's records. A reset gives it a new one, and new groups: the
+    blocks of the old ones are not found, and no later daemon recovers them.
+    """
+
+    def __init__(self, life: BlockLife, table: SlotTable, events: CacheListener) -> None:
+        self._life, self._slots, self._table, self._events = life, life.slots, table, events
+        self._by_fingerprint: dict[bytes, Namespace] = {}
+        self._next_number, self._next_group = 1, 1
+        self._warned_of_no_space = False
+
+    def __getitem__(self, fingerprint: bytes) -> Namespace:
+        return self._by_fingerprint[fingerprint]
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._by_fingerprint)
+
+    def __len__(self) -> int:
+        return len(self._by_fingerprint)
+
+    def required(self, fingerprint: bytes) -> Namespace:
+        """Return the open namespace. Raises KvoffdError (UNKNOWN_NAMESPACE)."""
+        if (found := self._by_fingerprint.get(fingerprint)) is None:
+            why = f"No namespace with the fingerprint {fingerprint.hex()} is open; send OpenNamespace first."
+            raise KvoffdError(why, ErrorCode.UNKNOWN_NAMESPACE)
+        return found
+
+    def open(self, namespace: Namespace) -> tuple[Namespace, bool]:
+        """Open or join a namespace; return also whether it is new. Raises KvoffdError on another geometry."""
+        if (known := self._by_fingerprint.get(namespace.fingerprint)) is not None:
+            known.check_same(namespace.world_size, namespace.key_bytes, namespace.groups)
+            return known, False
+        self._by_fingerprint[namespace.fingerprint] = namespace
+        self._set_number(namespace, self._next_number)
+        self._events.cleared(namespace)
+        return namespace, True
+
+    def register_rank(
+        self,
+        namespace: Namespace,
+        rank: int,
+        shard_bytes: Sequence[int],
+        node: int | None,
+        shards: Shards | None = None,
+    ) -> None:
+        """Set the rank's NUMA node and, at its first registration, its shard sizes, by group, and their ``shards``.
+
+        Raises BadGeometry if the bytes differ from earlier ones, do not fit the namespace, or no slot can hold a shard.
+        """
+        is_new = self._set_shard_bytes(namespace, rank, shard_bytes)
+        namespace.nodes[rank] = node
+        self._set_sizes(namespace)
+        if namespace.describe_shards(rank, shards) or is_new:
+            self.save()
+
+    def renumber(self, namespace: Namespace) -> None:
+        """Give a namespace that is reset a new number and new groups, and retire the old ones. ``save`` afterwards."""
+        old = namespace.current
+        self._set_number(namespace, self._next_number)
+        for group, successor in zip(old, namespace.current, strict=True):
+            self._life.retire(group)
+            numbers = (*group.unswept, group.number)
+            successor.unswept = [number for number in numbers if number in self._life.retired]
+
+    def forget(self, namespace: Namespace) -> None:
+        """Forget a namespace that has no blocks in the index and that no session has open.
+
+        It stays in the slot table until the next save, as one without blocks.
+        """
+        assert not namespace.ready_blocks + namespace.writing_blocks
+        for group in namespace.current:
+            self._life.retire(group)
+        namespace.current = []
+        del self._by_fingerprint[namespace.fingerprint]
+
+    def restore(self, record: NamespaceRecord) -> list[Group]:
+        """Open a namespace with the number that an earlier daemon saved, before anything else. Returns its groups.
+
+        Raises BadGeometry, and changes nothing, if this pool cannot hold its shards.
+        """
+        geometry = record.world_size, record.key_bytes, record.groups, record.description
+        namespace = Namespace(record.fingerprint, record.label, *geometry)
+        for rank, shard_bytes in enumerate(record.shard_bytes):
+            if shard_bytes is not None:
+                self._set_shard_bytes(namespace, rank, shard_bytes)
+        for rank, shards in enumerate(record.shards or ()):
+            if shards is not None and rank < record.world_size:
+                sizes = [(count, tuple(page[0] for page in layers if page)) for count, layers in shards]
+                namespace.describe_shards(rank, tuple(cast(Shards, sizes)))
+        namespace.generation = record.generation
+        self._by_fingerprint[namespace.fingerprint] = namespace
+        self._set_number(namespace, record.number)
+        return namespace.current
+
+    def save(self) -> None:
+        """Save what the next daemon must know of the namespaces.
+
+        In the table of a very small pool some may have no space: those with the fewest blocks, which it loses.
+        """
+        kept = [namespace for namespace in self.values() if any(namespace.shard_bytes)]
+        count = len(kept)
+        while not self._table.save_namespaces(self._snapshot(kept)):
+            kept.remove(min(kept, key=lambda namespace: namespace.ready_blocks))
+        if len(kept) < count and not self._warned_of_no_space:
+            self._warned_of_no_space = True
+            logger.warning("Too many namespaces (%d) to persist: %d are lost at a restart.", count, count - len(kept))
+
+    def _snapshot(self, kept: Sequence[Namespace]) -> NamespaceSnapshot:
+        return NamespaceSnapshot(self._next_number, tuple(namespace.record() for namespace in kept))
+
+    def _set_number(self, namespace: Namespace, number: int) -> None:
+        """Set the namespace's number and give it new groups for its blocks."""
+        namespace.number = number
+        self._next_number = max(self._next_number, number + 1)
+        first, self._next_group = self._next_group, self._next_group + len(namespace.groups)
+        namespace.current = [Group(first + index, namespace, index) for index in range(len(namespace.groups))]
+        self._life.groups.update((group.number, group) for group in namespace.current)
+        self._set_sizes(namespace)
+
+    def _set_sizes(self, namespace: Namespace) -> None:
+        """Set the groups' sizes. Groups can have blocks once all ranks have registered."""
+        for group in namespace.current:
+            lengths = namespace.shard_lengths(group.index)
+            group.set_sizes(lengths, [self._slots.slot_size(length) for length in lengths])
+
+    def _set_shard_bytes(self, namespace: Namespace, rank: int, shard_bytes: Sequence[int]) -> bool:
+        """Set the namespace's shard bytes once. Raises BadGeometry."""
+        for nbytes in shard_bytes:
+            self._slots.slot_size(nbytes)  # which raises
+        return namespace.set_shard_bytes(rank, shard_bytes)

@@ -1,0 +1,66 @@
+"""Prefetches of hints: keys that tiers bring up for nobody yet. Nothing is pinned for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvoffd.cache.block_life import BlockLife
+from kvoffd.cache.block_table import NO_BLOCKS, READY
+from kvoffd.cache.hooks import TierHooks
+from kvoffd.cache.namespace import Namespace
+from kvoffd.cache.tickets import Lease
+
+MAX_PREFETCHES = 256
+"""Prefetches that may wait for tiers; further ones do nothing."""
+ASKED_AT_ONCE = 4
+"""Prefetches that a tick asks for again."""
+NO_LEASE = NO_SESSION = 0
+"""Lease and session of a prefetch: ids that no other has."""
+
+
+class Prefetches:
+    """Prefetches that wait for tiers: leases that pin nothing, and their keys."""
+
+    def __init__(self, life: BlockLife, clock: Callable[[], float], ttl_s: float) -> None:
+        self._life, self._clock, self._ttl_s = life, clock, ttl_s
+        self._groups: dict[Lease, Sequence[tuple[int, bytes]]] = {}
+
+    def add(self, namespace: Namespace, groups: Sequence[tuple[int, bytes]]) -> int:
+        """Promote what tiers have of these keys. Returns how many are READY."""
+        states = self._states_of(namespace, groups)
+        ready = sum(of_group.count(READY) for of_group in states)
+        tiers = self._life.tiers
+        if tiers is not None and ready < sum(map(len, states)) and len(self._groups) < MAX_PREFETCHES:
+            lease = Lease(NO_LEASE, NO_SESSION, namespace, self._clock() + self._ttl_s, NO_BLOCKS)
+            self._groups[lease] = groups
+            self._ask(tiers, lease, states)
+        return ready
+
+    def tick(self) -> None:
+        """End prefetches whose blocks have come, and ask again for those of stores that have not answered, in turns."""
+        left = ASKED_AT_ONCE
+        for lease, groups in list(self._groups.items()):
+            tiers, is_overdue = self._life.tiers, lease.deadline <= self._clock()
+            if tiers is None or not lease.coming or is_overdue or not lease.namespace.current:
+                self._end(lease)
+            elif lease.asking and left:
+                left -= 1
+                self._groups[lease] = self._groups.pop(lease)
+                self._ask(tiers, lease, self._states_of(lease.namespace, groups))
+
+    def _states_of(self, namespace: Namespace, groups: Sequence[tuple[int, bytes]]) -> list[bytes]:
+        return [self._life.blocks.find(namespace.current[index], keys)[0] for index, keys in groups]
+
+    def _ask(self, tiers: TierHooks, lease: Lease, states: list[bytes]) -> None:
+        """Request what the pool lacks of a prefetch's keys, or end it if nothing more comes."""
+        lease.coming -= lease.asking
+        lease.asking, lease.asking_bytes, before = 0, 0, lease.coming
+        tiers.find(lease, self._groups[lease], states, None)
+        lease.namespace.counters.prefetched_keys += max(0, lease.coming - lease.asking - before)
+        if not lease.coming:
+            self._end(lease)
+
+    def _end(self, lease: Lease) -> None:
+        del self._groups[lease]
+        if self._life.tiers is not None:
+            self._life.tiers.lease_ended(lease)

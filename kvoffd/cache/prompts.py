@@ -1,0 +1,159 @@
+"""Prompts that looked keys up: how they are counted, and reported to policy, tiers, curve and watchers."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kvoffd.cache.asked_keys import AskedKeys, PromptOutcome, UncountedPrompts, count_prompt
+from kvoffd.cache.block_life import BlockLife
+from kvoffd.cache.block_table import READY, Found
+from kvoffd.cache.computing import Computing
+from kvoffd.cache.namespace import Group, Namespace
+from kvoffd.cache.policy import Chain
+from kvoffd.cache.prompt_tokens import LoadedKeys, PromptTokens, UncountedLoads
+from kvoffd.cache.tickets import Lease
+
+MAX_UNREPORTED = 8
+"""Lookups that may wait for ``report``; one more reports the oldest."""
+
+
+class _LookedUp(NamedTuple):
+    """A lookup that ``report`` has yet to report."""
+
+    namespace: Namespace
+    chains: list[Chain]
+    asked: Sequence[AskedKeys]
+    prompt: int
+    """Number of the prompt for ``Computing``."""
+    is_counted_later: bool
+    """Whether ``count`` counts its keys."""
+
+
+class Prompts:
+    """Lookups of prompts, until they are counted and reported.
+
+    Attributes:
+        watchers: called by ``report`` with the chains of each lookup, after the policy.
+        on_counted: called for each chain when it is counted, with the number of leading keys that the engine had.
+        on_offered: called with the keys that the first rank offers for storing.
+    """
+
+    def __init__(self, life: BlockLife, clock: Callable[[], float]) -> None:
+        self._life = life
+        self.watchers: list[Callable[[Sequence[Chain]], None]] = []
+        self.on_counted: Callable[[Chain, int], None] = lambda chain, own: None
+        self.on_offered: Callable[[Group, bytes], None] = lambda group, keys: None
+        self._looked_up: deque[_LookedUp] = deque()
+        """The oldest first."""
+        self._uncounted = UncountedPrompts()
+        self._uncounted_loads = UncountedLoads()
+        self._computing = Computing(clock)
+
+    def looked_up(
+        self,
+        lease: Lease,
+        groups: Sequence[tuple[int, bytes]],
+        found: list[Found],
+        asked: list[AskedKeys],
+        *,
+        reported: bool,
+    ) -> None:
+        """Count a lookup and its keys, and keep it for ``report``. ``reported``: ``count`` counts its keys."""
+        namespace, tokens, chains = lease.namespace, 0, []
+        counters = namespace.counters
+        counters.lookups += 1
+        for (index, keys), of_group, counted in zip(groups, found, asked, strict=True):
+            group = namespace.current[index]
+            counters.keys_asked += len(of_group.states)
+            counters.keys_ready += len(of_group.ready)
+            counters.prefix_keys_ready += of_group.run
+            tokens = max(tokens, len(of_group.states) * group.tokens)
+            counted.found(chain := Chain(group, keys, of_group.ready, of_group.run), of_group.reasons)
+            if group.sizes:
+                chains.append(chain)
+        counters.asked_tokens += tokens
+        if reported:
+            for prompt in self._uncounted.add(lease.session, lease.lease_id, asked):
+                self._count(prompt, None)
+        if chains:
+            number = hash((lease.session, lease.lease_id)) & 0xFFFFFFFF
+            self._looked_up.append(_LookedUp(namespace, chains, asked, number, reported))
+            if len(self._looked_up) > MAX_UNREPORTED:
+                self._report_oldest()
+
+    def report(self) -> None:
+        """Report lookups to the tiers and, except a bench's, to the policy, ``on_counted`` and the watchers. Call it
+        after the replies are sent."""
+        while self._looked_up:
+            self._report_oldest()
+        self._life.ready_left = False
+
+    def _report_oldest(self) -> None:
+        namespace, found, asked, prompt, is_counted_later = self._looked_up.popleft()
+        chains = [chain for chain in found if not chain.group.dead]
+        if self._life.ready_left:
+            states = self._life.blocks.state
+            chains = [chain._replace(ready=chain.ready[states[chain.ready] == READY]) for chain in chains]
+        ready = [chain.ready for chain in chains if chain.ready.size]
+        if self._life.tiers is not None and ready:
+            self._life.tiers.used(np.concatenate(ready))
+        if not chains or namespace.of_bench:
+            return
+        self._life.order.requested(chains)
+        if not is_counted_later:
+            for chain in chains:
+                self.on_counted(chain, 0)
+        for part in asked:
+            if part.chain is not None and part.chain.run < len(part.reasons) and not part.chain.group.dead:
+                self._computing.asked(part.chain.group, part.chain.keys, part.reasons, prompt)
+        for watcher in self.watchers:
+            watcher(chains)
+
+    def offered(self, group: Group, keys: bytes) -> None:
+        """Record that an engine offers keys for storing."""
+        self.on_offered(group, keys)
+        self._computing.offered(group, keys)
+
+    def loaded(self, lease: Lease, keys: LoadedKeys) -> None:
+        """Record the sources of what was loaded under a lease, for ``count_tokens``."""
+        self._uncounted_loads.add(lease.session, lease.lease_id, keys)
+
+    def count(self, session: int, lease_id: int, outcome: PromptOutcome) -> Sequence[AskedKeys]:
+        """Count the keys of a prompt whose engine reports what it did with it. Counted ones are not counted again.
+
+        Returns the keys that were counted.
+        """
+        parts = self._uncounted.take(session, lease_id)
+        self._count(parts, outcome)
+        return parts
+
+    def count_tokens(self, namespace: Namespace, session: int, lease_id: int, tokens: PromptTokens) -> dict[str, int]:
+        """Count a prompt's tokens by source, of which its engine loaded some under this lease. Return them by the
+        sources' names."""
+        found = tokens.by_source(self._uncounted_loads.take(session, lease_id))
+        for source, count in found.items():
+            namespace.counters.prompt_tokens[source.kind] += count
+        return {source.name: count for source, count in found.items()}
+
+    def _count(self, parts: Sequence[AskedKeys], outcome: PromptOutcome | None) -> None:
+        for chain, own in count_prompt(parts, outcome):
+            if chain.group.sizes and not (chain.group.dead or chain.group.namespace.of_bench):
+                self.on_counted(chain, own)
+
+    def session_ended(self, session: int) -> None:
+        """Leave the prompts of a session that is gone to ``count_some_ended``."""
+        self._uncounted.session_ended(session)
+
+    @property
+    def have_ended(self) -> bool:
+        """Whether ``count_some_ended`` has any."""
+        return self._uncounted.has_ended
+
+    def count_some_ended(self) -> None:
+        """Count some prompts of sessions that are gone: what they found was not needed."""
+        for prompt in self._uncounted.take_some():
+            self._count(prompt, None)

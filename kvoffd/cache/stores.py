@@ -1,0 +1,318 @@
+"""Stores, and fills from tiers: which keys get blocks, and what is written into them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from math import inf
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvoffd.cache.block_life import BlockLife, select_keys
+from kvoffd.cache.block_table import FREE, NO_BLOCK, NO_BLOCKS, WRITING, BlockIds, Verdict
+from kvoffd.cache.hooks import NO_TOKENS, BlockTokens
+from kvoffd.cache.namespace import Group, MissReason, Namespace
+from kvoffd.cache.policy import REJECTED, Policy
+from kvoffd.cache.prompts import Prompts
+from kvoffd.cache.space import Space
+from kvoffd.cache.tickets import FillTicket, Stored, StorePart
+from kvoffd.cache.victims import ANY_PROMPT
+from kvoffd.errors import BadGeometry
+
+REFUSED = MissReason.NO_SPACE, MissReason.QUOTA
+"""Reasons why a store's keys got no blocks."""
+_ABSENT = bytes([Verdict.ABSENT])
+PromptNumbers: TypeAlias = npt.NDArray[np.uint64]
+"""[keys] number of each key's prompt; see ``BlockTable.prompt``. 0: nothing of it is to be stored."""
+
+
+class Stores:
+    """Begins and ends stores and fills. End each ticket exactly once, after the last byte of its copy has moved.
+
+    A store asks, in this order: which keys lack this rank's shard (``BlockTable.judge``); of which prompts they are, so
+    that no prompt evicts its own beginning; which of the absent ones the policy wants (``HintedOrder.admit``); for
+    which of these there is space (``Space.take``).
+    """
+
+    def __init__(self, life: BlockLife, space: Space, policy: Policy, prompts: Prompts) -> None:
+        self._life, self._blocks, self._order, self._space = life, life.blocks, life.order, space
+        self._policy, self._prompts = policy, prompts
+
+    def begin(self, namespace: Namespace, rank: int, parts: Sequence[StorePart], sole: int = 0) -> list[Stored]:
+        """Allocate slots for the missing blocks, evicting if needed. Returns what to copy, by part.
+
+        Existing blocks that begin later than the offered ones, and are not in use, are dropped first. The other
+        existing blocks of these keys are not evicted, nor are those of the same prompts or of newer ones that no tier
+        has. Each group occurs once; groups, keys and rank must be valid.
+
+        ``sole``: a number of the store of all ranks; a block that was begun under another one gets no shard of it.
+        """
+        begun, pinned = list[Stored](), list[BlockIds]()
+        offers: list[tuple[Stored, StorePart, Sequence[int], PromptNumbers]] = []
+        try:
+            for part, prompts in zip(parts, self._prompts_of(namespace, parts), strict=True):
+                group = namespace.current[part.group]
+                if rank == 0 and not namespace.of_bench:
+                    self._prompts.offered(group, part.keys)
+                stored, absent, present = self._compare(group, rank, part, prompts, sole)
+                offers.append((stored, part, absent, prompts[absent]))
+                if present.size:
+                    self._blocks.pin(present)
+                    pinned.append(present)
+            for stored, part, absent, prompts in offers:
+                begun.append(stored)
+                self._admit(rank, stored, part, absent, prompts, sole)
+        except BaseException:
+            self.abort(begun)
+            raise
+        finally:
+            for present in pinned:
+                self._life.unpin(present)
+        return begun
+
+    def _compare(
+        self, group: Group, rank: int, part: StorePart, prompts: PromptNumbers, sole: int
+    ) -> tuple[Stored, Sequence[int], BlockIds]:
+        """Compare what is offered with what is there. Returns the store of the shards that existing blocks lack, the
+        indices of the absent keys, and the existing blocks."""
+        offered = group, part.keys, rank, part.first_blocks
+        verdicts, blocks = self._blocks.judge(*offered)
+        if verdicts == _ABSENT * len(verdicts):
+            return Stored(group, NO_BLOCKS, NO_BLOCKS), range(len(verdicts)), NO_BLOCKS
+        if Verdict.NARROW in verdicts:
+            self._drop_narrow(group, blocks[np.frombuffer(verdicts, np.uint8) == Verdict.NARROW])
+            verdicts, blocks = self._blocks.judge(*offered)
+        of_key = np.frombuffer(verdicts, np.uint8)
+        absent, joined, duplicates = (
+            np.flatnonzero(of_key == verdict).tolist() for verdict in (Verdict.ABSENT, Verdict.JOIN, Verdict.DUPLICATE)
+        )
+        joined = [index for index in joined if self._life.is_open_to(int(blocks[index]), sole)]
+        existing = blocks[are_present := blocks != NO_BLOCK]
+        self._blocks.prompt[existing] = np.maximum(self._blocks.prompt[existing], prompts[are_present])
+        return Stored(group, blocks[joined], NO_BLOCKS, joined, duplicates=duplicates), absent, existing
+
+    def _drop_narrow(self, group: Group, blocks: BlockIds) -> None:
+        """Drop blocks that begin later than what is offered, and the copies in tiers, which are as narrow."""
+        packed_keys = self._blocks.keys(blocks, group.key_bytes)
+        self._life.drop(blocks, MissReason.PARTIAL)
+        if self._life.tiers is not None:
+            self._life.tiers.remove(group.namespace, group.index, packed_keys, MissReason.PARTIAL)
+
+    # --- which prompts ---------------------------------------------------------------------------
+
+    def _prompts_of(self, namespace: Namespace, parts: Sequence[StorePart]) -> list[PromptNumbers]:
+        """Return the number of each key's prompt, by part.
+
+        A prompt continues with the number of the block before a chain, of any group. It gets a new one if there is no
+        such block, and 0, so that nothing of it is stored, if that block was refused.
+        """
+        size, jobs, known = namespace.key_bytes, list[list[int]](), dict[int, int]()
+        for part in parts:
+            starts = part.starts or (0,)
+            jobs.append(part_jobs := list(part.jobs or range(len(starts))))
+            numbers = self._prompts_before(namespace.current[part.group], part.before) if part.before else {}
+            for at, start in enumerate(starts):
+                if at and part.before.get(start) == part.keys[(start - 1) * size : start * size]:
+                    part_jobs[at] = part_jobs[at - 1]  # it continues the chain before it
+                elif start in numbers:
+                    known[part_jobs[at]] = min(numbers[start], known.get(part_jobs[at], ANY_PROMPT))
+        new, found = self._blocks.new_prompt(), []
+        for part, part_jobs in zip(parts, jobs, strict=True):
+            each = np.array([known.get(job, new) for job in part_jobs], np.uint64)
+            found.append(np.repeat(each, np.diff([*(part.starts or (0,)), len(part.keys) // size])))
+        return found
+
+    def _prompts_before(self, group: Group, before: Mapping[int, bytes]) -> dict[int, int]:
+        """Return the number of each key's prompt, as far as it is known; 0 if the key was refused."""
+        keys = b"".join(before.values())
+        states, blocks = self._blocks.find(group, keys)
+        reasons = self._blocks.miss_reasons(group, keys) if FREE in states else bytes(len(states))
+        numbers: dict[int, int] = {}
+        for start, state, block, reason in zip(before, states, blocks.tolist(), reasons, strict=True):
+            if state == FREE and reason in REFUSED:
+                numbers[start] = 0
+            elif state != FREE and (number := int(self._blocks.prompt[block])):  # a recovered one has none
+                numbers[start] = number
+        return numbers
+
+    # --- which keys ------------------------------------------------------------------------------
+
+    def _admit(
+        self,
+        rank: int,
+        stored: Stored,
+        part: StorePart,
+        absent: Sequence[int],
+        prompts: PromptNumbers,
+        sole: int,
+    ) -> None:
+        """Make blocks for the absent keys that the policy admits, and fill in what to copy. ``prompts``: the number of
+        each one's prompt."""
+        joins = len(stored.copy)
+        try:
+            self._make_admitted(stored, part, absent, prompts)
+            if stored.no_space or stored.rejected:
+                self._record_lost(stored, part, prompts)
+        finally:  # allocated slots belong to the store even if this fails
+            if sole:
+                self._life.reserve_for(stored.blocks[joins:], sole)
+            if joins:  # the keys of its blocks lie between those of new ones
+                order = np.argsort(stored.copy)
+                stored.copy, stored.blocks = np.array(stored.copy)[order].tolist(), stored.blocks[order]
+            stored.slots, stored.offsets = self._life.begin_writes(stored.blocks, rank)
+            if part.first_blocks:
+                stored.first_blocks = [part.first_blocks.get(index, 0) for index in stored.copy]
+
+    def _make_admitted(self, stored: Stored, part: StorePart, absent: Sequence[int], prompts: PromptNumbers) -> None:
+        """Make blocks for the absent keys as far as policy and space allow. Each key's index goes into ``stored.copy``,
+        ``rejected`` or ``no_space``.
+
+        A run of keys may evict only blocks with a lower score than its own. Once a run of one prompt got too little,
+        runs with its score or a lower one get nothing: an example is a run with 3 behind one with 4 in a full pool
+        whose lowest block has 5, where neither needs a search.
+        """
+        if not prompts.all():  # keys behind a refused one would never be found
+            stored.no_space += [index for index, prompt in zip(absent, prompts.tolist(), strict=True) if not prompt]
+            absent, prompts = np.array(absent)[prompts != 0].tolist(), prompts[prompts != 0]
+        if not absent:
+            return
+        size, begin, packed_keys = stored.group.key_bytes, 0, part.keys
+        if len(absent) * size < len(packed_keys):
+            packed_keys = select_keys(packed_keys, absent, size)
+        runs, refused_score = self._runs_of(stored.group, part, packed_keys, absent)
+        for count, score in runs:
+            end, left = begin + count, list(absent[begin : begin + count])
+            # With tiers, every admitted block gets space, because only blocks in the pool are written to tiers.
+            limit = inf if self._life.tiers is not None else score
+            if score != REJECTED and limit > refused_score:
+                left = self._make_run(stored, packed_keys[begin * size : end * size], left, prompts[begin:end], limit)
+                if left and (prompts == prompts[0]).all():  # otherwise other prompts may still get some
+                    refused_score = limit
+            if left:
+                is_outranked = max(limit, refused_score) < inf and self._space.are_evictable(int(prompts.max()))
+                lost = stored.rejected if score == REJECTED or is_outranked else stored.no_space
+                lost += left
+            begin = end
+
+    def _runs_of(
+        self, group: Group, part: StorePart, keys: bytes, absent: Sequence[int]
+    ) -> tuple[Sequence[tuple[int, float]], float]:
+        """Return the absent keys as runs with a score each, and the score up to which none gets space."""
+        if part.starts is None or not group.sizes or group.namespace.of_bench:
+            return [(len(absent), inf)], -inf
+        starts = list(part.starts)
+        if len(starts) > 1:
+            starts = sorted({*np.searchsorted(absent, starts).tolist()})
+        runs, slots = self._order.admit(group, keys, starts), self._life.slots
+        is_full = slots.free_bytes < group.block_bytes and not self._life.retired and not self._life.partial
+        return runs, self._order.lowest if is_full else -inf
+
+    def _make_run(
+        self, stored: Stored, keys: bytes, indices: list[int], prompts: PromptNumbers, below: float
+    ) -> list[int]:
+        """Make blocks for absent keys as far as there is space. Returns the indices of those that got none.
+
+        They may evict what the oldest of their prompts may. What gets no space then tries again with its own prompt.
+        """
+        made, left = self._make_first(stored, keys, indices, prompts, below), list[int]()
+        begins = [made, *(made + 1 + np.flatnonzero(np.diff(prompts[made:]))).tolist(), len(indices)]
+        if made == len(indices) or (len(begins) == 2 and prompts[made] == prompts.min()):
+            return indices[made:]
+        size = stored.group.key_bytes
+        for begin, end in pairwise(begins):
+            of_prompt = slice(begin, end)
+            prompt_keys = keys[begin * size : end * size]
+            made = self._make_first(stored, prompt_keys, indices[of_prompt], prompts[of_prompt], below)
+            left += indices[begin + made : end]
+        return left
+
+    def _make_first(
+        self, stored: Stored, keys: bytes, indices: Sequence[int], prompts: PromptNumbers, below: float
+    ) -> int:
+        """Make blocks for the first absent keys. Returns how many got one."""
+        blocks = self._space.take(stored.group, keys, below, int(prompts.min()))[:, 0]
+        self._blocks.prompt[blocks] = prompts[: len(blocks)]
+        stored.blocks = np.concatenate([stored.blocks, blocks])
+        stored.copy += indices[: len(blocks)]
+        return len(blocks)
+
+    def _record_lost(self, stored: Stored, part: StorePart, prompts: PromptNumbers) -> None:
+        """Count the keys that got no space or were rejected, and remember why they have no block."""
+        group, size = stored.group, stored.group.key_bytes
+        stored.no_space.sort()
+        if stored.no_space:
+            cause = self._space.no_space_cause(group, int(prompts.max()))
+            reason = MissReason.QUOTA if cause == "quota" else MissReason.NO_SPACE
+            self._blocks.record_misses(group, select_keys(part.keys, stored.no_space, size), reason)
+            group.namespace.counters.no_space[cause] += len(stored.no_space)
+        if stored.rejected:
+            packed_keys = select_keys(part.keys, stored.rejected, size)
+            self._policy.rejected(group, packed_keys)
+            self._blocks.record_misses(group, packed_keys, MissReason.REJECTED)
+            group.namespace.counters.rejected_keys += len(stored.rejected)
+
+    # --- ends ------------------------------------------------------------------------------------
+
+    def commit(
+        self,
+        parts: Sequence[Stored],
+        checksums: Sequence[Iterable[int]],
+        tokens: Mapping[bytes, BlockTokens] = NO_TOKENS,
+    ) -> int:
+        """End a store whose bytes are all written. Returns how many blocks became READY.
+
+        ``checksums``: by part, of each copied key; 0 if it is still to be computed.
+        """
+        return sum(
+            self._life.publish(part.group, part.blocks, part.slots, part.first_blocks, sums, tokens)
+            for part, sums in zip(parts, checksums, strict=True)
+        )
+
+    def abort(self, parts: Sequence[Stored]) -> None:
+        """End a store that did not copy everything: its shards are discarded, those of other ranks stay and wait."""
+        for part in parts:
+            self._life.end_writes(part.group, part.blocks, part.slots)
+
+    def drop_unfinished(self, parts: Sequence[Stored | FillTicket], reason: MissReason = MissReason.PARTIAL) -> None:
+        """Drop the blocks that lack a shard, so that their keys can be stored again. The store or fill must still be
+        ended. Copies in a tier stay."""
+        for part in parts:
+            if not part.group.dead:
+                self._life.drop(part.blocks[self._blocks.state[part.blocks] == WRITING], reason)
+
+    # --- fills -----------------------------------------------------------------------------------
+
+    def begin_fill(self, namespace: Namespace, group_index: int, keys: Sequence[bytes]) -> dict[int, FillTicket | None]:
+        """Allocate slots of all ranks for keys from a tier. Returns, by the index of each key without a block, a
+        ticket, or None if there is no space. Raises BadGeometry."""
+        group = namespace.current[group_index]
+        if not group.sizes:
+            raise BadGeometry("Not all ranks of the namespace have registered; register them first.")
+        states, _ = self._blocks.find(group, b"".join(keys))
+        first: dict[bytes, int] = {}
+        for index, (key, state) in enumerate(zip(keys, states, strict=True)):
+            if state == FREE:
+                first.setdefault(key, index)
+        slots = self._space.take(group, b"".join(first), inf, ANY_PROMPT)
+        self._blocks.prompt[slots[:, 0]] = self._blocks.last_prompt
+        self._life.begin_all_writes(slots)
+        tickets: dict[int, FillTicket | None] = dict.fromkeys(first.values())
+        for index, of_block, offsets in zip(
+            first.values(), slots, self._life.slots.offsets(slots).tolist(), strict=False
+        ):
+            tickets[index] = FillTicket(group, of_block, offsets)
+        return tickets
+
+    def end_fill(self, ticket: FillTicket, first_blocks: Sequence[int], checksums: Sequence[int]) -> bool:
+        """End a fill. Both arguments are by rank, and empty if the block was not read completely. Returns whether it
+        became READY."""
+        group, slots = ticket.group, ticket.slots
+        if not checksums:
+            self._life.end_writes(group, slots[:1], slots)
+            return False
+        is_ready = bool(self._life.publish(group, np.repeat(slots[:1], len(slots)), slots, first_blocks, checksums))
+        if is_ready:
+            self._order.share(slots[:1])  # it may be anybody's
+        return is_ready
