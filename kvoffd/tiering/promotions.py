@@ -152,7 +152,7 @@ class Promotions:
     Attributes:
         most_bytes: pool bytes that fills may use at once. A larger block is read alone. Fills that were given up and
             have not ended, as on a hanging device, may use as much again, so that others are still read.
-        given_up_bytes: pool bytes of these: allocated, although no lookup waits for them. ``Cache.reserved_bytes``
+        given_up_bytes: pool bytes of these: allocated, although no lookup waits for them. ``Leases.reserved_bytes``
             includes them.
         reserved_bytes: pool bytes reserved for its requests.
         ends_more: whether ``end_overdue`` has more to do now.

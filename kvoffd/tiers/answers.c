@@ -1,4 +1,4 @@
-/* What a store said of keys, for some seconds: see Answers in shared.py, which owns the memory. An answer is found by its
+/* What a store said of keys, for some seconds: see Answers in answers.py, which owns the memory. An answer is found by its
  * key's hash alone: nobody can choose keys that fall together, and a wrong answer is as one that is not true any more. */
 #include "../system/key_hash.h"
 
