@@ -70,12 +70,13 @@ class ChunkGroups(tuple[ChunkGroup, ...]):
     """The offloaded groups, by index on the wire, and where vLLM's keys belong in them."""
 
     @cached_property
-    def _indices(self) -> dict[bytes, int]:
+    def indices(self) -> Mapping[bytes, int]:
+        """Index of each group by the suffix of its keys."""
         return {group.suffix: index for index, group in enumerate(self)}
 
     def index_of(self, key: OffloadKey) -> int:
         """Return the index of a key's group."""
-        return self._indices[key[-GROUP_ID_BYTES:]]
+        return self.indices[key[-GROUP_ID_BYTES:]]
 
     def place_of(self, key: OffloadKey, req_context: ReqContext) -> Place:
         """Return the place of a key's block in its request's prompt."""
@@ -85,10 +86,10 @@ class ChunkGroups(tuple[ChunkGroup, ...]):
 
     def hashes_of(self, keys: Iterable[OffloadKey]) -> dict[int, list[bytes]]:
         """Return the hashes of keys by index of the group, in their order."""
-        hashes: dict[int, list[bytes]] = {}
+        hashes: dict[bytes, list[bytes]] = {}
         for key in keys:
-            hashes.setdefault(self.index_of(key), []).append(key[:-GROUP_ID_BYTES])
-        return hashes
+            hashes.setdefault(key[-GROUP_ID_BYTES:], []).append(key[:-GROUP_ID_BYTES])
+        return {self.indices[suffix]: found for suffix, found in hashes.items()}
 
     def spec_of(self, keys: Iterable[OffloadKey], adapter: bytes) -> KeyedSpec:
         """Return keys of a request whose adapter has this content by group, in their order."""

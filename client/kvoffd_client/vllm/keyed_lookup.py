@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey
 
 from kvoffd_client.scheduler_client import LookupFuture, StoredKeys
-from kvoffd_client.vllm.connector_metadata import ChunkGroup, Place, wire_keys
+from kvoffd_client.vllm.connector_metadata import ChunkGroup, wire_keys
 from kvoffd_proto.messages import ABSENT, COMING, READY, WRITING
 
 HIT, COMES, MISS = b"h", b"c", b"m"
@@ -139,14 +139,17 @@ class KeyedLookup:
             found |= {OffloadKey(one + suffix): state for one, state in zip(tails, states, strict=False)}
         return found
 
-    def is_ready(self, place: Place, block_hash: bytes) -> bool:
-        """Return whether the block at this place is ready."""
-        if not place.is_tail:
-            states = self.chunk_states(place.group)
-            return 0 <= place.chunk < len(states) and states[place.chunk] == READY
-        tails, states = self.tails.get(place.group, ()), self._all_states(place.group)
-        first = len(self.chunks.get(place.group, ()))
-        return block_hash in tails and states[first:][tails.index(block_hash) :][:1] == _READY
+    def is_ready(self, index: int, block_hash: bytes, end: int) -> bool:
+        """Return whether a block of a group that ends at a number of tokens is ready."""
+        chunks, states = len(self.chunks.get(index, ())), self._all_states(index)
+        count, rest = divmod(end, self.groups[index].tokens_per_chunk)
+        at = count - 1
+        if rest:
+            tails = self.tails.get(index, ())
+            at = chunks + (tails.index(block_hash) if block_hash in tails else len(tails))
+        elif at >= chunks:
+            return False
+        return 0 <= at < len(states) and states[at] == READY
 
     def leading_ready(self, index: int) -> int:
         """Return the number of a group's chunks that are ready, before the first one that is not."""

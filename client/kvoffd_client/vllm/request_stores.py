@@ -113,12 +113,12 @@ class RequestStores:
         if last is not None:
             self._read(last)  # it may have come after the request was scheduled
         computed = request.num_computed_tokens if request.is_finished() else inf
-        missing: dict[OffloadKey, int] = {}
+        missing, indices = dict[OffloadKey, int](), self._groups.indices
         for key in keys:
             end = req_context.get_offload_key_position(key) or 0
             if end > computed or key in self._storing:
                 continue
-            if last is None or not last.is_ready(self._groups.place_of(key, req_context), key[:-GROUP_ID_BYTES]):
+            if last is None or not last.is_ready(indices[key[-GROUP_ID_BYTES:]], key[:-GROUP_ID_BYTES], end):
                 missing[key] = end
         return missing
 
@@ -130,26 +130,29 @@ class RequestStores:
 
     def _begin(self, state: RequestState, ends: Mapping[OffloadKey, int]) -> KeyedSpec:
         """Record a store as outstanding; return its keys for the workers."""
-        sizes = {key: self._shard_bytes[self._groups.index_of(key)] for key in ends}
+        indices, groups = self._groups.indices, self._groups
+        sizes = {key: self._shard_bytes[indices[key[-GROUP_ID_BYTES:]]] for key in ends}
         self._storing |= sizes
         self.outstanding_bytes += sum(sizes.values())
         spec = self._groups.spec_of(ends, state.adapter.content)
         spec.before = self._before(state, ends)
-        has_tail = any(end % self._groups[self._groups.index_of(key)].tokens_per_chunk for key, end in ends.items())
+        has_tail = any(end % groups[indices[key[-GROUP_ID_BYTES:]]].tokens_per_chunk for key, end in ends.items())
         if self.events is not None and not has_tail:  # routers get no events of tails
             spec.origins = self.events.origins_of(state.request, ends)
         return spec
 
     def _before(self, state: RequestState, ends: Mapping[OffloadKey, int]) -> dict[int, bytes]:
         """Return the key before the first one in the prompt, by group, if there is one."""
+        first_ends: dict[bytes, int] = {}
+        for key, end in ends.items():
+            first_ends.setdefault(key[-GROUP_ID_BYTES:], end)
         hashes, before = state.request.block_hashes, dict[int, bytes]()
-        for index in dict.fromkeys(map(self._groups.index_of, ends)):
+        for suffix, end in first_ends.items():
+            index = self._groups.indices[suffix]
             group = self._groups[index]
-            end = next(end for key, end in ends.items() if self._groups.index_of(key) == index)
             if chunks := max(0, end - 1) // group.tokens_per_chunk:
-                (before[index],) = wire_keys(
-                    [bytes(hashes[chunks * group.hashes_per_chunk - 1])], state.adapter.content
-                )
+                last = bytes(hashes[chunks * group.hashes_per_chunk - 1])
+                (before[index],) = wire_keys([last], state.adapter.content)
         return before
 
     def failed(self, groups: Sequence[GroupKeys]) -> None:
