@@ -44,6 +44,7 @@ from kvoffd_proto.messages import (
     exchange,
     metas_of,
 )
+from kvoffd_proto.units import printable
 
 # --- fields and their annotations ----------------------------------------------------------------
 
@@ -95,6 +96,11 @@ ID_DIGITS = 12
 def namespace_id(fingerprint: bytes | str) -> str:
     """Return a namespace's id for people: the first 12 hex digits of its fingerprint."""
     return (fingerprint.hex() if isinstance(fingerprint, bytes) else fingerprint)[:ID_DIGITS]
+
+
+def namespace_name(label: str, fingerprint: bytes | str) -> str:
+    """Return a namespace's name for people: ``llama-70b (106ed1a3c0de)``; only the id if it has no label."""
+    return f"{printable(label)} ({namespace_id(fingerprint)})" if label else namespace_id(fingerprint)
 
 
 def engine_name(session: str, role: str | None) -> str:
@@ -152,6 +158,11 @@ NO_SPACE_CAUSES = {
     "unregistered": "not all ranks of an engine have registered their memory",
 }
 """Causes for which keys were not stored for lack of space, with their meanings."""
+
+
+def reason_name(reason: str) -> str:
+    """Return a reason of misses for people; in statistics and metrics "never stored" is ``unknown``."""
+    return "never stored" if reason == "unknown" else printable(reason).replace("_", " ")
 
 
 LATE_SHARE, MIN_LATE = 0.05, 20

@@ -151,6 +151,11 @@ def format_count(count: int) -> str:
     return _scaled(count, 1000, ("", "k", "M", "G", "T"))
 
 
+def count_blocks(count: int) -> str:
+    """Return a number of blocks: ``1 block``, ``12,345 blocks``."""
+    return f"{format_count(count)} block{plural(count)}"
+
+
 def percent(part: float, whole: float) -> str:
     """Return ``part`` of ``whole`` as a percentage, 0 or 100 only if exact; a dash if ``whole`` is 0."""
     if whole <= 0:

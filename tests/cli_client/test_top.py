@@ -11,9 +11,9 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from kvoffd_client.cli import PLAIN
-from kvoffd_client.cli.show import Engine
 from kvoffd_client.cli.top import HELP, SORTS, VIEWS, History, Reading, Screen
 from kvoffd_proto.admin import HealthLevel
+from kvoffd_proto.engines import Engine
 from kvoffd_proto.stats import (
     CopyStats,
     DaemonStats,

@@ -25,9 +25,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvoffd_client.admin_client import read_stats
-from kvoffd_client.cli.findings import failing_copies
-from kvoffd_client.cli.format import Line, make_console, reason_name, table_of, wrapped
-from kvoffd_client.cli.show import Engine, engine_table, engines_of, labels_of
+from kvoffd_client.cli.format import Line, make_console, table_of, wrapped
+from kvoffd_client.cli.show import engine_table, labels_of
 from kvoffd_client.cli.stats import (
     answer_time,
     policy_lines,
@@ -40,7 +39,9 @@ from kvoffd_client.cli.stats import (
 from kvoffd_client.cli.target import CliError, Directory, Url, check_one_daemon, open_admin, parse_option
 from kvoffd_client.errors import KvoffdClientError
 from kvoffd_proto.admin import HealthLevel
-from kvoffd_proto.stats import DaemonStats, NamespaceStats, Traffic, Window
+from kvoffd_proto.engines import Engine, engines_of
+from kvoffd_proto.findings import failing_copies
+from kvoffd_proto.stats import DaemonStats, NamespaceStats, Traffic, Window, reason_name
 from kvoffd_proto.units import (
     exact_duration,
     format_count,

@@ -15,16 +15,23 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvoffd_client.cli.format import count_blocks, namespace_name
-from kvoffd_client.cli.reuse import sentence_of
-from kvoffd_client.cli.show import engines_of
-from kvoffd_client.namespace_differences import explain, fields_of_description
 from kvoffd_proto import stats as s
 from kvoffd_proto import verdict
-from kvoffd_proto.admin import NamespaceInfo, SessionInfo
+from kvoffd_proto.admin import BranchPoint, NamespaceInfo, SessionInfo
+from kvoffd_proto.engines import engines_of
 from kvoffd_proto.messages import BENCH_LABEL, Role
-from kvoffd_proto.stats import engine_name
-from kvoffd_proto.units import exact_size, format_count, format_duration, format_size, percent, printable
+from kvoffd_proto.namespace_differences import explain, fields_of_description
+from kvoffd_proto.stats import engine_name, namespace_name
+from kvoffd_proto.units import (
+    count_blocks,
+    exact_size,
+    format_count,
+    format_duration,
+    format_size,
+    percent,
+    plural,
+    printable,
+)
 
 MIN_ERRORS = 20
 MANY_POINTS = 10.0
@@ -547,6 +554,16 @@ def _found_percent(curve: s.HitCurve) -> float:
 def _lru_percent(curve: s.HitCurve) -> float:
     """Return the hit ratio that lru would have with this pool."""
     return 100 * curve.lru_hit_ratio.get("1", 0.0)
+
+
+def sentence_of(point: BranchPoint | s.Branching, of: str = "") -> str:
+    """Return what a place costs, and what would help. ``of``: whose prompts, a part of the sentence."""
+    each = point.repeated_tokens // max(1, point.prompts)
+    return (
+        f"{format_count(point.prompts)} prompt{plural(point.prompts)}{of} differ after {format_count(point.at_tokens)} "
+        f"tokens and continue with {format_count(each)} tokens each that were stored before. If what differs there "
+        f"came last, they would share {percent(point.repeated_tokens, point.seen_tokens)} of what is computed."
+    )
 
 
 def prompts_differ(facts: Facts) -> Iterator[Finding]:
