@@ -25,6 +25,7 @@ from kvoffd.server.health import health_reply
 from kvoffd.server.http import HttpServer
 from kvoffd.server.lifeline import LifelineServer
 from kvoffd.server.memory import open_gpus
+from kvoffd.server.page import PageFacts, page_facts
 from kvoffd.server.persistence import MAX_STATE_BYTES, STATE_FILE, PolicyFile, State, open_state_file
 from kvoffd.server.recovery import StartProgress, open_pool, restore
 from kvoffd.server.service import Service
@@ -194,6 +195,13 @@ class Daemon:
             return None
         with self._service.loop_watch:
             return daemon_stats(self._service)
+
+    def page_facts(self) -> PageFacts | None:
+        """Return what the page shows; None while the daemon starts or stops. Called in the loop's thread."""
+        if not self._serving:
+            return None
+        with self._service.loop_watch:
+            return page_facts(self._service)
 
     def unreachable(self) -> str:
         """Return a sentence why no engine can connect; empty if they can. For HTTP, in any thread."""

@@ -45,6 +45,7 @@ from kvoffd_proto import admin as a
 from kvoffd_proto import codec
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
+from kvoffd_proto.stats import Histogram
 
 logger = logging.getLogger(__name__)
 _refused = RareWarnings(logger, logging.INFO)
@@ -115,6 +116,7 @@ class Service:
         """Counts by reason, ``gone`` or ``unread``."""
         self.branch_points = BranchPoints(clock)
         self.lookup_times = DurationHistogram(LOOKUP_BOUNDS_S)
+        self._lookup_times_gained = CounterWindows(clock)
         self.loop_watch = LoopWatch()
         self.sockets_problem = ""
         """Reason why engines cannot connect."""
@@ -229,6 +231,11 @@ class Service:
         counts = {name: int(count) for name, count in gained.items() if count}
         return counts.pop(_REQUESTS, 0), counts
 
+    def lookups_in_last(self, window_s: float) -> Histogram:
+        """Return the durations of the lookups of the last minute or hour, one of ``WINDOWS_S``."""
+        _, gained = self._lookup_times_gained.gained(window_s, self.lookup_times.counted().buckets)
+        return Histogram({bound: int(count) for bound, count in gained.items()})
+
     def save_totals(self) -> None:
         self._totals_due = self.clock() + self.config.limits.totals_every_s
         self.state.save_lifetime(self.traffic.lifetime(self.traffic.total()))
@@ -334,6 +341,7 @@ class Service:
     def _count(self) -> None:
         self.traffic.tick()
         self._gained.sample({_REQUESTS: self.requests, **self.errors})
+        self._lookup_times_gained.sample(self.lookup_times.counted().buckets)
         if self.clock() >= self._totals_due:
             self.save_totals()
 

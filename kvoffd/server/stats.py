@@ -6,6 +6,7 @@ import os
 import resource
 import socket
 from collections import Counter, defaultdict
+from itertools import islice
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -150,8 +151,13 @@ def health(service: Service, session: Session, message: a.Health) -> a.HealthRep
 
 @answers(a.Sessions)
 def sessions(service: Service, session: Session, message: a.Sessions) -> a.SessionsReply:
+    return a.SessionsReply(message.request_id, session_infos(service))
+
+
+def session_infos(service: Service) -> list[a.SessionInfo]:
+    """Return the open sessions, oldest first."""
     now, cache = service.clock(), service.cache
-    infos = [
+    return [
         filled(
             a.SessionInfo,
             one,
@@ -170,22 +176,34 @@ def sessions(service: Service, session: Session, message: a.Sessions) -> a.Sessi
         )
         for one in service.sessions
     ]
-    return a.SessionsReply(message.request_id, infos)
 
 
 @answers(a.ListPrompts)
 def list_prompts(service: Service, session: Session, message: a.ListPrompts) -> a.PromptsListed:
-    """Return the latest prompts of all engines, in the order of their decisions."""
-    found = [one for session in service.sessions for one in session.prompts if message.name in one.report.request]
+    return a.PromptsListed(message.request_id, latest_prompts(service, message.limit, message.name))
+
+
+def latest_prompts(service: Service, limit: int, name: str = "") -> list[a.LoggedPrompt]:
+    """Return the latest prompts of all engines whose ids have ``name``, in the order of their decisions."""
+    found: list[a.LoggedPrompt] = []
+    for session in service.sessions:
+        named = (one for one in reversed(session.prompts) if name in one.report.request)
+        found += reversed([*islice(named, limit)])
     found.sort(key=lambda one: one.report.decided_at)
-    return a.PromptsListed(message.request_id, found[-message.limit :])
+    return found[-limit:]
 
 
 @answers(a.Namespaces)
 def namespaces(service: Service, session: Session, message: a.Namespaces) -> a.NamespacesReply:
+    unshared = service.state.generations.unshared_of(service.cache.namespaces)
+    return a.NamespacesReply(message.request_id, namespace_infos(service), unshared)
+
+
+def namespace_infos(service: Service) -> list[a.NamespaceInfo]:
+    """Return the open namespaces."""
     cache = service.cache
     quotas = cache.quotas
-    infos = [
+    return [
         filled(
             a.NamespaceInfo,
             namespace,
@@ -200,7 +218,6 @@ def namespaces(service: Service, session: Session, message: a.Namespaces) -> a.N
         )
         for namespace in cache.namespaces.values()
     ]
-    return a.NamespacesReply(message.request_id, infos, service.state.generations.unshared_of(cache.namespaces))
 
 
 def _pool_stats(service: Service) -> s.PoolStats:

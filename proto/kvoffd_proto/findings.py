@@ -676,3 +676,12 @@ CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
 def find(facts: Facts) -> list[Finding]:
     found = [one for check in CHECKS for one in check(facts)]
     return sorted(found, key=lambda one: (LEVELS.index(one.level), -one.weight))
+
+
+PROGRAMS = "kvoffd-cli", "vllm", "curl", "df", "swapoff", "numactl", "echo"
+"""First words of fixes that are commands."""
+
+
+def command_of(one: Finding) -> str:
+    """Return the command of a finding's fix, to copy; empty if it is a setting, or advice."""
+    return one.fix.removesuffix(_RESTART) if one.fix.partition(" ")[0] in PROGRAMS else ""

@@ -26,6 +26,7 @@ import re
 from collections.abc import Iterable
 from enum import StrEnum
 from functools import partial
+from math import inf
 from typing import Annotated, NamedTuple, TypeAlias
 
 from msgspec import Meta, Struct
@@ -44,7 +45,7 @@ from kvoffd_proto.messages import (
     exchange,
     metas_of,
 )
-from kvoffd_proto.units import printable
+from kvoffd_proto.units import format_duration, printable
 
 # --- fields and their annotations ----------------------------------------------------------------
 
@@ -321,6 +322,10 @@ class IntegrityStats(Part, frozen=True):
     unverified_slots: Annotated[Count, doc("Slots whose checksum has not been compared or computed yet.")] = 0
 
 
+FEW_DURATIONS = 20
+"""Fewer durations than this have no 99th percentile: it would be the slowest of them, or a bucket's bound."""
+
+
 class Histogram(Part, frozen=True):
     """Distribution of a duration since the daemon's start."""
 
@@ -344,6 +349,21 @@ class Histogram(Part, frozen=True):
                 return below_s + (float(bound) - below_s) * (wanted - below) / (total - below)
             below, below_s = total, float(bound)
         return below_s if self.count else 0.0
+
+    @property
+    def bound_of_all(self) -> float:
+        """The least bound in seconds that no duration exceeds: infinity if one exceeds the largest, 0 without any."""
+        bounds = (float(bound) for bound, total in self.buckets.items() if total == self.count)
+        return next(bounds, 0.0) if self.count else 0.0
+
+    def summary(self) -> str:
+        """Return the median and the 99th percentile in words; of few durations their number and a bound of all."""
+        if self.count >= FEW_DURATIONS:
+            half, most = (format_duration(self.quantile(share)) for share in (0.5, 0.99))
+            return f"p50 {half}, p99 {most}"
+        if self.bound_of_all == inf:
+            return f"{self.count}, the slowest took more than {format_duration(self.quantile(1.0))}"
+        return f"{self.count}, each within {format_duration(self.bound_of_all)}" if self.count else "none"
 
 
 # --- tiers below the pool ----------------------------------------------------------------------------
