@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 from kvoffd_proto.stats import Histogram
 
@@ -54,6 +55,49 @@ class CounterWindows:
             kept.popleft()
         at, before = kept[0]
         return now - at, {name: value - before.get(name, 0) for name, value in values.items()}
+
+
+STEP_S = 10.0
+MAX_STEPS = int(HOUR_S / STEP_S)
+"""Steps that are kept: those of an hour."""
+
+
+class Step(NamedTuple):
+    """Increases of counters in a period of ``seconds`` that ended at ``until``, of the clock. Without those of 0."""
+
+    until: float
+    seconds: float
+    gained: Mapping[str, float]
+
+
+class CounterSteps:
+    """Increases of a set of counters in the last hour, in steps of ``STEP_S``. For one thread.
+
+    It keeps ``MAX_STEPS`` steps. All counters start at 0.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._since = clock()
+        self._before: Mapping[str, float] = {}
+        """The counters at ``_since``, where the unfinished step began."""
+        self._steps: deque[Step] = deque(maxlen=MAX_STEPS)
+
+    def sample(self, values: Mapping[str, float]) -> None:
+        """Record the counters, and end the step if it is ``STEP_S`` long. Call it at least about once a second."""
+        if self._clock() - self._since >= STEP_S:
+            self._steps.append(self._unfinished(values))
+            self._since, self._before = self._clock(), values
+
+    def last_hour(self, values: Mapping[str, float]) -> list[Step]:
+        """Return the steps of the last hour, oldest first; the last one is not finished. Changes nothing."""
+        begin = self._clock() - HOUR_S
+        return [*(one for one in self._steps if one.until > begin), self._unfinished(values)]
+
+    def _unfinished(self, values: Mapping[str, float]) -> Step:
+        now, before = self._clock(), self._before
+        gained = {name: more for name, value in values.items() if (more := value - before.get(name, 0))}
+        return Step(now, now - self._since, gained)
 
 
 class DurationHistogram:

@@ -25,6 +25,7 @@ from kvoffd.server.engine_memory import open_gpus
 from kvoffd.server.events import EventLog
 from kvoffd.server.http import HttpServer
 from kvoffd.server.lifeline import LifelineServer
+from kvoffd.server.page import PageFacts, page_facts
 from kvoffd.server.persistence import MAX_STATE_BYTES, STATE_FILE, PolicyFile, State, open_state_file
 from kvoffd.server.pool_opening import StartProgress, open_pool, restore
 from kvoffd.server.service import Service
@@ -195,6 +196,13 @@ class Daemon:
             return None
         with self._service.loop_watch:
             return self._service.statistics.read()
+
+    def page_facts(self) -> PageFacts | None:
+        """Return what the page shows; None while the daemon starts or stops. Called in the loop's thread."""
+        if not self._serving:
+            return None
+        with self._service.loop_watch:
+            return page_facts(self._service)
 
     def unreachable(self) -> str:
         """Return a sentence why no engine can connect; empty if they can. For HTTP, in any thread."""

@@ -1,4 +1,4 @@
-"""HTTP for scrapers, probes and people: /metrics, /healthz, /readyz, /stats.json and, at /, a page that shows them.
+"""HTTP for scrapers, probes and people: /metrics, /healthz, /readyz, /stats.json, and a page at /, of /page.json.
 
 /healthz is 200 while the loop answers and engines can connect, whatever else is wrong: a restart would fix nothing
 else. /readyz is 200 while the daemon accepts sessions. Both list the known problems.
@@ -26,6 +26,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import msgspec
 
 from kvoffd.config import parse_address
+from kvoffd.server.page import PageFacts, page_of
 from kvoffd.system.listening import listen
 from kvoffd_proto.admin import HealthReply
 from kvoffd_proto.stats import DaemonStats
@@ -39,7 +40,7 @@ FRESH_S = 1.0
 MAX_CONNECTIONS = 32
 MAX_REQUEST_BYTES = 8192
 MAX_DISCARDED_BYTES = 1 << 20
-PATHS = ("/metrics", "/healthz", "/readyz", "/stats.json")
+PATHS = ("/metrics", "/healthz", "/readyz", "/stats.json", "/page.json")
 PRIVATE = (".svc", ".local", ".internal", ".localhost")
 """Ends of names that the public DNS does not have: Services of Kubernetes, and networks of their own."""
 POLICY = (
@@ -58,6 +59,9 @@ class Asked(Protocol):
         """Called in the daemon's loop."""
 
     def stats(self) -> DaemonStats | None:
+        """Return None while the daemon starts or stops. Called in the daemon's loop."""
+
+    def page_facts(self) -> PageFacts | None:
         """Return None while the daemon starts or stops. Called in the daemon's loop."""
 
     def unreachable(self) -> str:
@@ -189,7 +193,9 @@ class HttpServer:
 
     async def _make(self, path: str) -> _Answer:
         try:
-            return await (self._health(path) if path in ("/healthz", "/readyz") else self._stats(path))
+            if path in ("/healthz", "/readyz"):
+                return await self._health(path)
+            return await (self._page() if path == "/page.json" else self._stats(path))
         except TimeoutError:
             return _sentence(HTTPStatus.SERVICE_UNAVAILABLE, "The loop does not answer.")
         except Exception:
@@ -205,12 +211,22 @@ class HttpServer:
     async def _stats(self, path: str) -> _Answer:
         stats = await self._ask(self._daemon.stats)
         if stats is None:
-            return _sentence(HTTPStatus.SERVICE_UNAVAILABLE, "\n".join((await self._ask(self._daemon.health)).problems))
+            return await self._not_serving()
         if path == "/stats.json":
             return _Answer(HTTPStatus.OK, msgspec.json.encode(stats), "application/json")
         from kvoffd.observe.metrics import render_metrics  # a slow import, which would delay the start
 
         return _Answer(HTTPStatus.OK, render_metrics(stats), "text/plain; version=0.0.4; charset=utf-8")
+
+    async def _page(self) -> _Answer:
+        facts = await self._ask(self._daemon.page_facts)
+        if facts is None:
+            return await self._not_serving()
+        return _Answer(HTTPStatus.OK, msgspec.json.encode(page_of(facts)), "application/json")
+
+    async def _not_serving(self) -> _Answer:
+        """Answer with the reason why the daemon has no statistics."""
+        return _sentence(HTTPStatus.SERVICE_UNAVAILABLE, "\n".join((await self._ask(self._daemon.health)).problems))
 
     async def _ask(self, question: Callable[[], ReplyT]) -> ReplyT:
         """Call ``question`` in the daemon's loop and return its result. Raises TimeoutError."""

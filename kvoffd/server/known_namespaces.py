@@ -87,8 +87,12 @@ class KnownNamespaces:
 
     @answers(a.Namespaces)
     def list_namespaces(self, session: Session, message: a.Namespaces) -> a.NamespacesReply:
-        cache = self._cache
-        infos = [
+        unshared = self._state.generations.unshared_of(self._cache.namespaces)
+        return a.NamespacesReply(message.request_id, self.infos(), unshared)
+
+    def infos(self) -> list[a.NamespaceInfo]:
+        """Describe the open namespaces."""
+        return [
             a.NamespaceInfo(
                 namespace=namespace.fingerprint,
                 label=namespace.label,
@@ -103,11 +107,10 @@ class KnownNamespaces:
                 ready_bytes=namespace.ready_bytes,
                 sessions=sum(namespace.fingerprint in one.namespaces for one in self._sessions),
                 description=namespace.description,
-                quota_bytes=cache.quotas.get(namespace.fingerprint),
+                quota_bytes=self._cache.quotas.get(namespace.fingerprint),
             )
-            for namespace in cache.namespaces.values()
+            for namespace in self._cache.namespaces.values()
         ]
-        return a.NamespacesReply(message.request_id, infos, self._state.generations.unshared_of(cache.namespaces))
 
     @answers(a.DescribeNamespace)
     def describe(self, session: Session, message: a.DescribeNamespace) -> a.NamespaceDescribed:

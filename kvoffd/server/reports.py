@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 
 from msgspec import structs
 
@@ -88,10 +89,16 @@ class Reports:
 
     @answers(a.ListPrompts)
     def list_prompts(self, session: Session, message: a.ListPrompts) -> a.PromptsListed:
-        """Return the latest prompts of all engines, in the order of their decisions."""
-        found = [prompt for each in self._sessions for prompt in each.prompts if message.name in prompt.report.request]
+        return a.PromptsListed(message.request_id, self.latest(message.limit, message.name))
+
+    def latest(self, limit: int, name: str = "") -> list[a.LoggedPrompt]:
+        """Return the latest prompts of all engines whose ids have ``name``, in the order of their decisions."""
+        found: list[a.LoggedPrompt] = []
+        for session in self._sessions:
+            named = (prompt for prompt in reversed(session.prompts) if name in prompt.report.request)
+            found += reversed([*islice(named, limit)])
         found.sort(key=lambda prompt: prompt.report.decided_at)
-        return a.PromptsListed(message.request_id, found[-message.limit :])
+        return found[-limit:]
 
     def _reason_of(
         self, namespace: Namespace, report: m.PromptReport, counted: Sequence[AskedKeys]

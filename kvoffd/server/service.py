@@ -98,7 +98,8 @@ class Service:
         self.resets = NamespaceResets(cache, state, tier_supervisor, self.namespaces, clock)
         self.health = Health(config, cache, pool, gpus, self.sessions, tier_supervisor, state.file, self.traffic)
         tracer = Tracer(cache, clock)
-        lookups = Lookups(config, cache, clock, tier_supervisor, tracer)
+        self.lookups = Lookups(config, cache, clock, tier_supervisor, tracer)
+        self.reports = Reports(cache, self.sessions, tier_supervisor, self.traffic)
         self.statistics = Statistics(
             config=config,
             clock=clock,
@@ -115,7 +116,7 @@ class Service:
             curve=self.curve,
             branch_points=self.branch_points,
             counts=self.counts,
-            lookups=lookups,
+            lookups=self.lookups,
             loop_watch=self.loop_watch,
             health=self.health,
         )
@@ -124,9 +125,9 @@ class Service:
                 self.sessions,
                 self.namespaces,
                 Registrations(config, cache, self.memory, self.sessions, self.jobs),
-                lookups,
+                self.lookups,
                 self.jobs,
-                Reports(cache, self.sessions, tier_supervisor, self.traffic),
+                self.reports,
                 self.resets,
                 self.statistics,
                 self.health,
@@ -233,6 +234,7 @@ class Service:
                 self._end_overdue,
                 self.memory.tick,
                 self.traffic.tick,
+                self.lookups.tick,
                 self.counts.tick,
                 self._save_totals_if_due,
                 self.curve.tick,

@@ -166,8 +166,12 @@ class Sessions:
 
     @answers(a.Sessions)
     def list_sessions(self, session: Session, message: a.Sessions) -> a.SessionsReply:
+        return a.SessionsReply(message.request_id, self.infos())
+
+    def infos(self) -> list[a.SessionInfo]:
+        """Describe the open sessions, oldest first."""
         now = self._host.now()
-        infos = [
+        return [
             a.SessionInfo(
                 session_id=one.id,
                 role=one.role,
@@ -190,7 +194,6 @@ class Sessions:
             )
             for one in self
         ]
-        return a.SessionsReply(message.request_id, infos)
 
     def _set_role(self, session: Session, role: Role, name: str, software: str) -> None:
         """Set a session's role and names. Raises KvoffdError if the client may not have the role."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Counters, MissReason, Namespace
-from kvoffd.observe.meters import CounterWindows
+from kvoffd.observe.meters import CounterSteps, CounterWindows
 from kvoffd_proto.stats import Lifetime, Window
 
 SAMPLE_EVERY_S = 1.0
@@ -34,6 +34,7 @@ class TrafficCounts:
         self._cache, self._clock, self._earlier = cache, clock, earlier
         self._started_at, self._began = clock(), time.time()
         self._windows = CounterWindows(clock)
+        self._steps = CounterSteps(clock)
         self._sampled_at = float("-inf")
         self._total: Counter[str] = Counter()
         self._counted: dict[Namespace, Mapping[str, float]] = {}
@@ -45,7 +46,9 @@ class TrafficCounts:
         now = self._clock()
         if now - self._sampled_at >= SAMPLE_EVERY_S:
             self._sampled_at = now
-            self._windows.sample(self.total())
+            total = self.total()
+            self._windows.sample(total)
+            self._steps.sample(total)
 
     def namespace_forgotten(self, namespace: Namespace) -> None:
         """Keep a namespace's counts in the totals after it was forgotten."""
@@ -79,6 +82,14 @@ class TrafficCounts:
         """Return the traffic of the last minute, hour or day, one of ``WINDOWS_S``."""
         seconds, gained = self._windows.gained(window_s, total)
         return Window(seconds=seconds, **figures(gained))
+
+    def last_hour_in_steps(self, total: Mapping[str, float]) -> list[tuple[float, Window]]:
+        """Return the traffic of the last hour in steps, oldest first, each with the seconds since its end."""
+        now = self._clock()
+        return [
+            (now - step.until, Window(seconds=step.seconds, **figures(step.gained)))
+            for step in self._steps.last_hour(total)
+        ]
 
     def lifetime(self, total: Mapping[str, float]) -> Lifetime:
         """Return the totals of this daemon and earlier ones."""

@@ -27,6 +27,7 @@ import re
 from collections.abc import Iterable
 from enum import StrEnum
 from functools import partial
+from math import inf
 from typing import Annotated, NamedTuple, TypeAlias
 
 from msgspec import Meta, Struct
@@ -47,6 +48,7 @@ from kvoffd_proto.messages import (
     exchange,
     metas_of,
 )
+from kvoffd_proto.units import format_duration, printable
 
 # --- fields and their annotations ----------------------------------------------------------------
 
@@ -98,6 +100,11 @@ ID_DIGITS = 12
 def namespace_id(fingerprint: bytes | str) -> str:
     """Return a namespace's id for people: the first 12 hex digits of its fingerprint."""
     return (fingerprint.hex() if isinstance(fingerprint, bytes) else fingerprint)[:ID_DIGITS]
+
+
+def namespace_name(label: str, fingerprint: bytes | str) -> str:
+    """Return a namespace's name for people: ``llama-70b (106ed1a3c0de)``; only the id if it has no label."""
+    return f"{printable(label)} ({namespace_id(fingerprint)})" if label else namespace_id(fingerprint)
 
 
 def engine_name(session: str, role: str | None) -> str:
@@ -158,6 +165,11 @@ NO_SPACE_CAUSES = {
     "unregistered": "not all ranks of an engine have registered their memory",
 }
 """Causes for which keys were not stored for lack of space, with their meanings."""
+
+
+def reason_name(reason: str) -> str:
+    """Return a reason of misses for people; in statistics and metrics "never stored" is ``unknown``."""
+    return "never stored" if reason == "unknown" else printable(reason).replace("_", " ")
 
 
 LATE_SHARE, MIN_LATE = 0.05, 20
@@ -324,6 +336,10 @@ class IntegrityStats(Part, frozen=True):
     unverified_slots: Annotated[Count, doc("Slots whose checksum has not been compared or computed yet.")] = 0
 
 
+FEW_DURATIONS = 20
+"""Fewer durations than this have no 99th percentile: it would be the slowest of them, or a bucket's bound."""
+
+
 class Histogram(Part, frozen=True):
     """Distribution of a duration since the daemon's start."""
 
@@ -347,6 +363,21 @@ class Histogram(Part, frozen=True):
                 return below_s + (float(bound) - below_s) * (wanted - below) / (total - below)
             below, below_s = total, float(bound)
         return below_s if self.count else 0.0
+
+    @property
+    def bound_of_all(self) -> float:
+        """The least bound in seconds that no duration exceeds: infinity if one exceeds the largest, 0 without any."""
+        bounds = (float(bound) for bound, total in self.buckets.items() if total == self.count)
+        return next(bounds, 0.0) if self.count else 0.0
+
+    def summary(self) -> str:
+        """Return the median and the 99th percentile in words; of few durations their number and a bound of all."""
+        if self.count >= FEW_DURATIONS:
+            half, most = (format_duration(self.quantile(share)) for share in (0.5, 0.99))
+            return f"p50 {half}, p99 {most}"
+        if self.bound_of_all == inf:
+            return f"{self.count}, the slowest took more than {format_duration(self.quantile(1.0))}"
+        return f"{self.count}, each within {format_duration(self.bound_of_all)}" if self.count else "none"
 
 
 # --- tiers below the pool ----------------------------------------------------------------------------

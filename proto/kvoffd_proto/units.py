@@ -125,8 +125,8 @@ def format_size(size_bytes: float) -> str:
 
 
 def format_rate(bytes_per_second: float) -> str:
-    """Return three significant digits and a decimal unit, as for links and memory: ``12.3 GB/s``."""
-    return _scaled(bytes_per_second, 1000, ("B/s", "kB/s", "MB/s", "GB/s", "TB/s"))
+    """Return three significant digits and a binary unit, as for sizes: ``11.5 GiB/s``."""
+    return f"{format_size(bytes_per_second)}/s"
 
 
 def plural(count: int) -> str:
@@ -149,6 +149,11 @@ def format_count(count: int) -> str:
     if abs(count) < 10_000_000:
         return f"{count:,}"
     return _scaled(count, 1000, ("", "k", "M", "G", "T"))
+
+
+def count_blocks(count: int) -> str:
+    """Return a number of blocks: ``1 block``, ``12,345 blocks``."""
+    return f"{format_count(count)} block{plural(count)}"
 
 
 def percent(part: float, whole: float) -> str:

@@ -111,6 +111,15 @@ def test_a_daemon_at_work_that_goes_and_comes_back(daemon: DaemonProcess) -> Non
         terminal.resize(120, 40)
         wide = wait_until(lambda: (lines := terminal.screen().rstrip("\n").splitlines())[39:] and lines)
         assert wide[-1].endswith("200ms")
+        used = wait_until(lambda: [at for at, line in enumerate(terminal.screen().splitlines()) if "Engine " in line])
+        assert used[0] > 30, "a high screen is used: higher charts, and more lines"
+        terminal.resize(70, 24)
+        narrow = wait_until(
+            lambda: (lines := terminal.screen().rstrip("\n").splitlines())[-1].endswith("h help q quit") and lines
+        )
+        assert max(map(len, narrow)) <= 70
+        titles = next(line.split() for line in narrow if line.startswith("NAMESPACE"))
+        assert {"ID", "SIZE", "TOK/S", "COMPUTED", "LOADED"} <= set(titles)
         terminal.resize(60, 12)
         wait_until(lambda: len(terminal.screen().rstrip("\n").splitlines()) == 12)
         terminal.type("q")

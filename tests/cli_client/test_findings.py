@@ -9,9 +9,9 @@ import pytest
 from msgspec import structs
 
 from kvoffd_client.cli.doctor import report_of
-from kvoffd_client.cli.findings import KINDS, EngineMetrics, Facts, find, judge_value
 from kvoffd_client.cli.stats import UNTIMED
 from kvoffd_proto.admin import NamespaceInfo, SessionInfo
+from kvoffd_proto.findings import KINDS, EngineMetrics, Facts, find, judge_value
 from kvoffd_proto.messages import GroupSpec, Role
 from kvoffd_proto.stats import (
     MISS_REASONS,

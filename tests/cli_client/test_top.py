@@ -11,9 +11,9 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from kvoffd_client.cli import PLAIN
-from kvoffd_client.cli.show import Engine
 from kvoffd_client.cli.top import HELP, SORTS, VIEWS, History, Reading, Screen
 from kvoffd_proto.admin import HealthLevel
+from kvoffd_proto.engines import Engine
 from kvoffd_proto.stats import (
     CopyStats,
     DaemonStats,
@@ -96,9 +96,8 @@ def screen() -> Screen:
 def test_the_screen(screen: Screen) -> None:
     lines = drawn(screen)
     text = "\n".join(lines)
-    assert lines[0].startswith("kvoffd 0.2.0  ")
+    assert lines[0].startswith("kvoffd  DEGRADED: 1 problem  0.2.0  ")
     assert "up 1 min 50 s  learned" in lines[0]
-    assert "DEGRADED: 1 problem" in lines[0]
     assert lines[0].endswith("14:05:22")
     assert lines[1].startswith("Pool [█████")
     assert lines[1].endswith("] 60.0 %, 6.00 GiB of 10.0 GiB")
@@ -107,15 +106,15 @@ def test_the_screen(screen: Screen) -> None:
     now = next(line for line in lines if line.startswith("now"))
     # 300 keys a second of which 8 tokens each were loaded; of 1 MiB each key.
     shares = ["37.5", "%", "12.5", "%", "31.2", "%", "18.8", "%"]
-    assert now.split() == ["now", "4,800", *shares, "315", "MB", "157", "MB"]
+    assert now.split() == ["now", "4,800", *shares, "300", "MiB", "150", "MiB"]
     titles = lines[lines.index(now) - 1].split()
     assert titles == ["tokens/s", "computed", "own", "pool", "store", "loaded/s", "stored/s"], "those that there were"
-    whole = next(line for line in lines if line.startswith("since start"))
-    assert whole.split()[2:4] == ["436", "37.5"], "in 110 seconds"
+    whole = next(line for line in lines if line.startswith("start"))
+    assert whole.split()[1:3] == ["436", "37.5"], "in 110 seconds"
     assert "Missed  evicted 30.0 %  never stored 10.0 % in the last hour" in lines
     assert max(map(len, HELP)) <= 80
-    assert "Found   60.0 % of tokens; lru with 0.5x 50 %, 1x 60 %, 2x 70 %, 10x 100 %" in lines
-    assert "Lookups 30/s  queued copies 0  since start: p50 500 µs  p99 990 µs" in lines
+    assert "Found   60.0 % of tokens; lru 0.5x 50 %, 1x 60 %, 2x 70 %, 10x 100 %" in lines
+    assert "Lookups 30/s  queued copies 0  since start: p50 500 µs, p99 990 µs" in lines
     assert "peak 2,400 tokens/s" in text
     assert not [line for line in lines if "copy jobs failed" in line]
     names = [line for line in lines if "0000000000" in line]
@@ -195,7 +194,7 @@ def test_every_view_fits_every_screen(screen: Screen) -> None:
     )
     screen.reading = Reading(shown, engines)
     for screen.view in (*VIEWS, "help"):
-        for width, height in ((80, 24), (120, 40), (40, 10), (20, 4), (8, 2), (1, 1), (200, 60)):
+        for width, height in ((80, 24), (70, 24), (120, 40), (40, 10), (20, 4), (8, 2), (1, 1), (200, 60)):
             marks = {mark for line in drawn(screen, width, height) for mark in line if not mark.isascii()}
             assert marks <= PLAIN.keys(), "each has a plain form for a locale without it"
 
@@ -258,3 +257,37 @@ def test_an_empty_daemon_and_one_that_was_there_before() -> None:
         assert "No namespace: no engine has connected yet." in drawn(empty)
     empty.reading = Reading(structs.replace(stats(1), lifetime=Lifetime(1.0, 10**9, 7200.0)))
     assert "Saved   prefill 3.00 s, 2,400 tokens loaded; 2 h in all" in drawn(empty)
+
+
+def test_a_high_screen_is_used_and_a_narrow_one_has_whole_columns(screen: Screen) -> None:
+    high = drawn(screen, 120, 40)
+    assert len([line for line in high if line]) >= 35, "it used 19"
+    assert [line.split() for line in high if line.startswith("Missed")] == [
+        ["Missed", "1", "min", "1", "hour", "start"]
+    ]
+    assert ["evicted", "30.0", "%", "30.0", "%", "30.0", "%"] in [line.split() for line in high]
+    assert high[-1].startswith("1 all  2 clients")
+    narrow = drawn(screen, 70)
+    assert narrow[-1].endswith("h help  q quit") or narrow[-1].endswith("h help q quit")
+    head = next(line for line in narrow if line.startswith("NAMESPACE"))
+    assert head.split() == ["NAMESPACE", "ID", "SIZE", "TOK/S", "COMPUTED", "OWN", "LOADED"]
+    assert not [line for line in narrow if line.startswith(("now", "1 hour", "llama", "qwen", "Found")) and "…" in line]
+    # All sources at once are wider than the screen: rates of bytes go before them.
+    every = dict.fromkeys(("computed", "engine", "pool", "disk", "store", "peer", "other"), 1000)
+    now = stats(10)
+    screen.reading = Reading(structs.replace(now, since_start=structs.replace(now.since_start, prompt_tokens=every)))
+    for width in (70, 80):
+        titles = next(line.split() for line in drawn(screen, width) if "tokens/s" in line and "computed" in line)
+        assert titles[:8] == ["tokens/s", "computed", "own", "pool", "disk", "store", "peer", "other"]
+
+
+def test_few_lookups_have_no_percentiles(screen: Screen) -> None:
+    def line(counts: dict[str, int]) -> str:
+        screen.reading = Reading(structs.replace(stats(10), lookup_seconds=Histogram(counts, 1.0)))
+        return next(line for line in drawn(screen) if line.startswith("Lookups")).partition("since start: ")[2]
+
+    assert line({"0.001": 3, "1.0": 7, "+Inf": 7}) == "7, each within 1.00 s"
+    assert line({"0.001": 3, "1.0": 6, "+Inf": 7}) == "7, the slowest took more than 1.00 s"
+    assert line({}) == "none"
+    assert line({"0.001": 19, "+Inf": 19}) == "19, each within 1.00 ms"
+    assert line({"0.001": 20, "+Inf": 20}) == "p50 500 µs, p99 990 µs"

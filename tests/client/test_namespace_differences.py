@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from kvoffd_client import NamespaceSpec
-from kvoffd_client.namespace_differences import FIELDS, explain
+from kvoffd_proto.namespace_differences import FIELDS, explain
 from tests.kit.factors import FACTS, GROUP, other
 
 DIGESTS = ("model_config", "weights", "hash_probe", "live_weights", "computation", "multimodal", "speculative")

@@ -10,10 +10,10 @@ import pytest
 from msgspec import structs
 
 from kvoffd_client.cli import main
-from kvoffd_client.cli.show import request_sentence
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto.admin import LoggedPrompt
 from kvoffd_proto.messages import PromptOutcome, PromptReport
+from kvoffd_proto.prompts import request_sentence
 from tests.kit.daemon import DaemonProcess
 from tests.kit.waiting import wait_until
 
@@ -81,7 +81,7 @@ def test_an_operator_sees_why_a_request_missed(daemon: DaemonProcess, capsys: py
         for name, outcome in (
             ("cmpl-1", PromptOutcome.LOADED),
             ("cmpl-2", PromptOutcome.MISSED),
-            ("\x1b[2J", "of the future"),
+            ("\x1b[2J", "of {the} future"),
         ):
             engine.scheduler.report_prompt(report(name, outcome, b"\xab" * 32))
         engine.scheduler.report_prompt(report("cmpl-3", PromptOutcome.TOO_SHORT))
@@ -97,7 +97,7 @@ def test_an_operator_sees_why_a_request_missed(daemon: DaemonProcess, capsys: py
         assert "cmpl-2 loaded nothing of 128 tokens." in second
         assert second.endswith(" Without it 3 keys found after it cannot be loaded.")
         assert "Without it" not in first
-        assert "of the future" in third
+        assert "of {the} future" in third
         assert third.isprintable()
         assert cli("cmpl-2") == f"{head}\n{second}\n"
         assert "No engine has reported a request 'nobody'" in cli("nobody", status=1)

@@ -90,14 +90,15 @@ def test_http_a_page_for_people(port: int) -> None:
         head, _, body = get(port, "/", host).partition(b"\r\n\r\n")
         assert b"content-type: text/html" in head.lower(), host
         assert b"default-src 'none'" in head
-    assert b'fetch("stats.json"' in body
+    assert b'fetch("page.json"' in body
     assert b"//" not in body.replace(b"</", b"")
-    assert b"content-type: application/json" in get(port, "/stats.json").lower()
+    for path in ("/stats.json", "/page.json"):
+        assert b"content-type: application/json" in get(port, path).lower()
 
 
 def test_http_has_one_rule_for_hosts(port: int) -> None:
     """Addresses, what the public DNS lacks, this machine's names and those of the setting, whatever is asked for."""
-    for path in ("/", "/stats.json", "/metrics", "/healthz", "/readyz"):
+    for path in ("/", "/stats.json", "/page.json", "/metrics", "/healthz", "/readyz"):
         for host in (
             *("localhost:1", "[::1]:1", "10.1.2.3", "node-7", "kvoffd.monitoring.svc", "a.b.svc.cluster.local:9464"),
             *("ip-10-0-0-1.ec2.internal.", socket.gethostname(), socket.getfqdn(), "KVOFFD.example.com:443"),

@@ -822,9 +822,13 @@ class Books:
         return {name: count for name, count in found.items() if count}
 
 
-def prompt_of(tokens: int, *, own: int = 0, loaded: int = 0) -> m.PromptReport:
+def prompt_of(
+    tokens: int, *, own: int = 0, loaded: int = 0, request: str = "r", keys: int = 0, **missing: Any
+) -> m.PromptReport:
     """An engine's report of a prompt, of whose tokens its own cache had some, and others were loaded."""
-    return m.PromptReport("r", 1.0, tokens, 0, 0, 0, 0, m.PromptOutcome.LOADED, loaded, own_tokens=own)
+    return m.PromptReport(
+        request, 1.0, tokens, keys, 0, 0, 0, m.PromptOutcome.LOADED, loaded, own_tokens=own, **missing
+    )
 
 
 def reported(admin: AdminClient) -> list[tuple[str, dict[str, int]]]:

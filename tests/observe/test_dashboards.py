@@ -20,8 +20,8 @@ from kvoffd.observe.metrics import all_metrics
 from kvoffd.server import health
 from kvoffd.server.tier_supervisor import HARMLESS_ERRORS
 from kvoffd_client import NamespaceSpec
-from kvoffd_client.cli import findings as f
 from kvoffd_client.testing import FakeEngine
+from kvoffd_proto import findings as f
 from kvoffd_proto.messages import GroupSpec
 from kvoffd_proto.verdict import MIN_LOOKUPS, PAYS_PERCENT
 from tests.kit.daemon import DaemonProcess

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffd.observe.meters import WINDOWS_S, CounterWindows, DurationHistogram
+from kvoffd.observe.meters import HOUR_S, MAX_STEPS, STEP_S, WINDOWS_S, CounterSteps, CounterWindows, DurationHistogram
 from tests.kit.clock import Clock
 
 
@@ -70,3 +70,22 @@ def test_windows_never_gain_more_than_there_was(steps: list[tuple[float, int]]) 
             seconds, gained = windows.gained(window_s, {"keys": count})
             began = clock.now - seconds
             assert gained["keys"] == count - max(n for at, n in history if at <= began + 1e-6)
+
+
+def test_an_hour_in_steps_is_bounded_and_reading_it_changes_nothing() -> None:
+    clock = Clock()
+    steps = CounterSteps(clock)
+    for second in range(3 * int(HOUR_S)):
+        clock.now += 1
+        steps.sample({"keys": 2 * second, "idle": 7})
+    count = {"keys": 2 * 3 * int(HOUR_S), "idle": 7}
+    found = steps.last_hour(count)
+    assert len(found) == MAX_STEPS + 1
+    assert found == steps.last_hour(count)
+    assert all(step.gained == {"keys": 20} and step.seconds == STEP_S for step in found[1:-1])
+    assert [step.until for step in found] == sorted(step.until for step in found)
+    assert sum(step.seconds for step in found) <= HOUR_S + STEP_S
+    assert (found[-1].seconds, found[-1].gained) == (0.0, {"keys": 2}), "the unfinished one"
+    clock.now += HOUR_S  # the loop stood still
+    (only,) = steps.last_hour(count)
+    assert (only.seconds, only.gained) == (HOUR_S, {"keys": 2}), "older ones are of no hour"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Iterator
 
@@ -50,8 +51,8 @@ def test_the_page_shows_what_was_done_and_is_honest_when_the_daemon_is_away(brow
         assert engine.store(block_keys[:4], range(4)).ok
         assert engine.lookup(block_keys) == 4
         assert engine.load(block_keys[:3], range(3)).ok
-        given = {"loaded_tokens": 48, "own_tokens": 20}
-        engine.scheduler.report_prompt(PromptReport("r", 1.0, 128, 0, 0, 0, 0, PromptOutcome.LOADED, **given))
+        given = {"loaded_tokens": 48, "own_tokens": 20, "missing_key": block_keys[4], "missing_number": 5}
+        engine.scheduler.report_prompt(PromptReport(EVIL, 1.0, 128, 8, 4, 0, 0, PromptOutcome.LOADED, **given))
         wait_until(lambda: admin.stats().since_start.prompt_tokens)
         browser.open(url)
         wait_until(lambda: browser.text("level") == "ok")
@@ -81,24 +82,47 @@ def test_the_page_shows_what_was_done_and_is_honest_when_the_daemon_is_away(brow
         browser.press("Enter")
         assert [row[0] for row in rows(browser, "namespaces")] == ["another", EVIL]
         assert browser.value("document.activeElement.dataset.column") == "model"
-        # It fits, light and dark.
-        assert browser.value("document.documentElement.scrollHeight") <= 800
-        assert browser.value("document.documentElement.scrollWidth") <= 1280
-        colours = [browser.value("getComputedStyle(document.documentElement).getPropertyValue('--blue')")]
+        # Engines and the last prompts, with the reason; its whole sentence unfolds, and stays so.
+        named = [row[0] for row in rows(browser, "engines")]
+        assert len(named) == 2
+        (latest,) = rows(browser, "prompts")
+        assert (latest[1:3], latest[4:6]) == ([EVIL, "128"], ["60", "20"])
+        assert latest[6] == "48 pool"
+        assert latest[7].startswith("never stored in this namespace")
+        browser.value("document.querySelector('#prompts summary').click()")
+        wait_until(lambda: "The first key that neither had, number 5" in rows(browser, "prompts")[0][7])
+        shown = browser.text("at")
+        wait_until(lambda: browser.text("at") != shown)
+        assert "number 5" in rows(browser, "prompts")[0][7], "after the next numbers too"
+        # A finding's command is there to copy.
+        finding = {"level": "info", "check": "c", "text": EVIL, "fix": "curl x; then y", "command": "curl x"}
+        browser.value(f"findings({{...latest, findings: [{json.dumps(finding)}]}})")
+        browser.value("document.querySelector('#findings button').click()")
+        assert browser.value("String(getSelection())").strip() == "curl x"
+        assert browser.text("findings").startswith(f"info c {EVIL}")
+        # Another tab begins with the same graphs: they are the daemon's.
+        graph = "document.querySelector('#tokens-graph path:last-of-type').getAttribute('d').length"
+        wait_until(lambda: browser.value("latest.steps.length") > 1)
+        wait_until(lambda: browser.value(graph) > len("M0 0"))
+        browser.open(url)
+        wait_until(lambda: browser.value("typeof latest !== 'undefined' && latest !== null"))
+        assert browser.value(graph) > len("M0 0")
+        assert browser.text("tokens-more").startswith("in the last minute, 37.5 % of them loaded")
+        assert "1, each within " in browser.text("lookups-more"), "one lookup has no percentile"
+        # It fits in width, on a screen and on a telephone, and nothing of a third of the screen is blank.
+        for width, high in ((1200, 900), (390, 844)):
+            size = {"width": width, "height": high, "deviceScaleFactor": 1, "mobile": width < 500}
+            browser.ask("Emulation.setDeviceMetricsOverride", **size)
+            wait_until(lambda wide=width: browser.value("document.documentElement.scrollWidth") <= wide)
+            assert browser.value("document.querySelector('main').getBoundingClientRect().bottom") >= 0.9 * high
         browser.dark(True)
-        colours.append(browser.value("getComputedStyle(document.querySelector('.card')).backgroundColor"))
+        colours = [browser.value("getComputedStyle(document.querySelector('.card')).backgroundColor")]
         browser.dark(False)
         colours.append(browser.value("getComputedStyle(document.querySelector('.card')).backgroundColor"))
-        assert colours[1] != colours[2]
-        # Rates are of the last two samples; where nothing happens, of the last minute.
-        wait_until(lambda: "last minute" in browser.text("cards"))
-        assert "37.5 %" in browser.text("cards").split("Loaded, of the tokens of prompts")[1].split("Copied")[0]
-        for _ in range(5):
-            engine.lookup(block_keys)
-        wait_until(
-            lambda: "lookups/s" in browser.text("cards") and "0 lookups/s" not in browser.text("cards").split("p99")[1]
-        )
-        browser.value("show({...samples.at(-1), paying_off: false, verdict: 'Not paying off: of it.'})")
+        assert colours[0] != colours[1]
+        sentence = "Not paying off: of it."
+        changed = f"{{...latest, stats: {{...latest.stats, paying_off: false, verdict: {sentence!r}}}}}"
+        browser.value(f"show({changed})")
         assert browser.text("level") == "ok, not paying off"
         daemon.stop()
         wait_until(lambda: browser.text("level") == "away")

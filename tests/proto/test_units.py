@@ -78,7 +78,7 @@ def test_numbers_are_shown_as_people_read_them() -> None:
         (format_size(1023), "1023 B"),
         (format_size(1024), "1.00 KiB"),
         (format_size(2**30 - 1), "1.00 GiB"),
-        (format_rate(12_345_000_000), "12.3 GB/s"),
+        (format_rate(12_345_000_000), "11.5 GiB/s"),
         (format_count(12345), "12,345"),
         (format_count(12_345_678), "12.3 M"),
         (format_duration(0), "0 s"),

@@ -30,6 +30,9 @@ class FailingDaemon:
     def stats(self) -> None:
         self.health()
 
+    def page_facts(self) -> None:
+        self.health()
+
     def unreachable(self) -> str:
         return ""
 
@@ -59,7 +62,7 @@ def test_a_loop_that_hangs_is_503_for_all_who_ask_at_once() -> None:
         assert LOOP_S <= time.monotonic() - began < 5 * LOOP_S
 
 
-@pytest.mark.parametrize("path", ["/metrics", "/stats.json", "/healthz", "/readyz"])
+@pytest.mark.parametrize("path", ["/metrics", "/stats.json", "/page.json", "/healthz", "/readyz"])
 def test_a_daemon_that_fails_inside_is_503_and_the_server_goes_on(path: str, caplog: pytest.LogCaptureFixture) -> None:
     daemon = FailingDaemon()
     with serving(daemon, hangs=False) as port:

@@ -1,5 +1,4 @@
-"""Finds classes that have a name in common with another class of the same program: ``python -m tests.tools.one_name``, a
-part of ``make lint``.
+"""Finds classes with the name of another one of the same program: ``python -m tests.tools.one_name``, in ``make lint``.
 
 A reader of one of them would take it for the other. The daemon and the client library are programs of their own; both
 have what is on the wire.

@@ -235,7 +235,7 @@ def test_a_scheduler_whose_workers_are_elsewhere_is_found(doctor: Doctor, monkey
     ):
         assert engine.wait_ready(30.0)
         assert doctor(daemon) == {}, "it may be starting"
-        monkeypatch.setattr("kvoffd_client.cli.findings.CONNECTING_S", 0.0)
+        monkeypatch.setattr("kvoffd_proto.findings.CONNECTING_S", 0.0)
         assert doctor(daemon) == {"halves_apart": f"Of the engine {name} only its scheduler is connected."}
         with FakeEngine(daemon.directory, namespace, name=name):
             assert doctor(daemon) == {}

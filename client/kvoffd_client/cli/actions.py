@@ -10,24 +10,24 @@ from typing import Annotated
 import typer
 
 from kvoffd_client.admin_client import find_namespace_info
-from kvoffd_client.cli.format import (
-    WIDE_CELLS,
-    count_blocks,
-    make_console,
-    namespace_name,
-    print_json,
-    print_line,
-    print_status,
-    say,
-)
+from kvoffd_client.cli.format import WIDE_CELLS, make_console, print_json, print_line, print_status, say
 from kvoffd_client.cli.show import labels_of
 from kvoffd_client.cli.target import NAMESPACE_HELP, CliError, Directory, Json, PlainJson, open_admin
 from kvoffd_client.errors import RequestRefused
 from kvoffd_proto.admin import LogLevel, NamespacesReply, SetLogLevel
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import KV_TOPIC_PREFIX, MEDIUM_STORAGE, AllBlocksCleared, BlockStored, KvEvent
-from kvoffd_proto.stats import DaemonStats, namespace_id
-from kvoffd_proto.units import format_count, format_duration, format_rate, format_size, percent, plural, printable
+from kvoffd_proto.stats import DaemonStats, namespace_id, namespace_name
+from kvoffd_proto.units import (
+    count_blocks,
+    format_count,
+    format_duration,
+    format_rate,
+    format_size,
+    percent,
+    plural,
+    printable,
+)
 
 FIRST_SCRUB_PAUSE_S, SCRUB_PAUSE_S = 0.02, 0.5
 """Pauses between requests for a scrub's progress: short at first, for small pools."""

@@ -58,7 +58,7 @@ def make_command(names: Iterable[str] = COMMANDS) -> TyperGroup:
     """Build ``kvoffd-cli`` with these commands. Building all of them takes longer than most commands run."""
     app = typer.Typer(
         name="kvoffd-cli",
-        help="Shows and administers the kvoffd daemon of this node.",
+        help="Shows this node's kvoffd daemon on one screen; with a command, does more.",
         context_settings={"help_option_names": ["-h", "--help"]},
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
@@ -89,7 +89,8 @@ def run(given: list[str]) -> int:
     for word in given:
         if not is_utf8(word):
             return _refuse(f"{os.fsencode(word)!r} is not UTF-8; give it in UTF-8.")
-    command = make_command(given[:1] if given and given[0] in COMMANDS else COMMANDS)
+    known = given[0] in COMMANDS if given else COMPLETION not in os.environ
+    command = make_command(given[:1] if known else COMMANDS)
     try:
         # Not Command.main(), which handles Ctrl-C and closed pipes differently.
         if COMPLETION in os.environ:
@@ -160,7 +161,10 @@ def read_root_options(
         bool,
         typer.Option("--version", help="Print release and protocol.", callback=_print_version, is_eager=True),
     ] = False,
-) -> None:
+) -> int:
     """Show and administer the kvoffd daemon of this node."""
-    if context.invoked_subcommand is None:
-        print(context.get_help())
+    if context.invoked_subcommand is not None:
+        return 0
+    from kvoffd_client.cli.overview import show_overview
+
+    return show_overview()

@@ -17,7 +17,6 @@ import typer
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvoffd_client.admin_client import AdminClient, base_url, open_url, read_stats
-from kvoffd_client.cli.findings import EngineMetrics, Facts, Finding, Value, find, judge_value
 from kvoffd_client.cli.format import Line, print_json, print_line, print_status, say
 from kvoffd_client.cli.stats import UNTIMED
 from kvoffd_client.cli.target import (
@@ -33,6 +32,7 @@ from kvoffd_client.cli.target import (
     open_admin,
 )
 from kvoffd_client.errors import HttpError, KvoffdClientError
+from kvoffd_proto.findings import EngineMetrics, Facts, Finding, Value, find, judge_value
 from kvoffd_proto.stats import DaemonStats
 from kvoffd_proto.units import format_count, format_duration, format_rate, format_size, percent, plural, printable
 

@@ -13,9 +13,9 @@ from rich.console import Console, JustifyMethod, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvoffd_client.namespace_differences import fields_of_description
-from kvoffd_proto.stats import DaemonStats, namespace_id
-from kvoffd_proto.units import format_count, plural, printable
+from kvoffd_proto.namespace_differences import fields_of_description
+from kvoffd_proto.stats import DaemonStats
+from kvoffd_proto.units import printable
 
 WIDE_CELLS = 120
 """Columns of a terminal that is wide enough for labels next to ids."""
@@ -112,22 +112,8 @@ def to_plain(value: object) -> object:
     raise TypeError(f"{type(value).__name__} has no JSON form.")
 
 
-def namespace_name(label: str, fingerprint: bytes | str) -> str:
-    """Return a namespace's name for people: ``llama-70b (106ed1a3c0de)``; only the id if it has no label."""
-    return f"{printable(label)} ({namespace_id(fingerprint)})" if label else namespace_id(fingerprint)
-
-
 def engine_lines(now: DaemonStats) -> Iterator[str]:
     """Yield for each namespace which engines have it open."""
     for one in now.namespaces:
         if one.engines:
             yield f"{one.id} is open in {'; '.join(map(printable, one.engines))}"
-
-
-def reason_name(reason: str) -> str:
-    """Return a reason of misses for people; in statistics and metrics "never stored" is ``unknown``."""
-    return "never stored" if reason == "unknown" else printable(reason).replace("_", " ")
-
-
-def count_blocks(count: int) -> str:
-    return f"{format_count(count)} block{plural(count)}"

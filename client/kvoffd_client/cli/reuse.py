@@ -13,8 +13,9 @@ from kvoffd_client.admin_client import base_url, open_url
 from kvoffd_client.cli.format import print_json, say
 from kvoffd_client.cli.target import CliError, Directory, PlainJson, open_admin
 from kvoffd_client.errors import HttpError
-from kvoffd_proto.stats import BranchPoint, ListBranchPoints, namespace_id
-from kvoffd_proto.units import format_count, percent, plural, printable
+from kvoffd_proto.findings import sentence_of
+from kvoffd_proto.stats import ListBranchPoints, namespace_id
+from kvoffd_proto.units import printable
 
 ANSWER_S = 10.0
 MAX_BYTES = 1 << 20
@@ -57,16 +58,6 @@ def reuse(
         for example in point.examples if engine is not None else ():
             say(f"  {_text_of(engine or '', example)!r}")
     return int(not points)
-
-
-def sentence_of(point: BranchPoint, of: str = "") -> str:
-    """Return what a place costs, and what would help. ``of``: whose prompts, a part of the sentence."""
-    each = point.repeated_tokens // max(1, point.prompts)
-    return (
-        f"{format_count(point.prompts)} prompt{plural(point.prompts)}{of} differ after {format_count(point.at_tokens)} "
-        f"tokens and continue with {format_count(each)} tokens each that were stored before. If what differs there "
-        f"came last, they would share {percent(point.repeated_tokens, point.seen_tokens)} of what is computed."
-    )
 
 
 def _text_of(engine: str, token_ids: bytes) -> str:

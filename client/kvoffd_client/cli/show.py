@@ -5,10 +5,8 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import chain, groupby, repeat
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated
 
 import typer
@@ -20,11 +18,9 @@ from kvoffd_client.cli.format import (
     WIDE_CELLS,
     engine_lines,
     make_console,
-    namespace_name,
     print_json,
     print_page,
     print_table,
-    reason_name,
     say,
     table_of,
 )
@@ -41,10 +37,12 @@ from kvoffd_client.cli.target import (
     open_admin,
     parse_option,
 )
-from kvoffd_client.namespace_differences import differences, explain, how_they_differ
 from kvoffd_proto.admin import FindBlock, ListPrompts, LoggedPrompt, NamespaceInfo, SessionInfo, SetQuota
-from kvoffd_proto.messages import Mark, PromptOutcome, PromptReport, Role
-from kvoffd_proto.stats import MISS_REASONS, engine_name, namespace_id
+from kvoffd_proto.engines import Engine, engines_of
+from kvoffd_proto.messages import Role
+from kvoffd_proto.namespace_differences import differences, explain, how_they_differ
+from kvoffd_proto.prompts import request_sentence
+from kvoffd_proto.stats import engine_name, namespace_id, namespace_name
 from kvoffd_proto.units import exact_size, format_count, format_duration, format_size, parse_size, plural, printable
 
 
@@ -68,31 +66,6 @@ def health(
 
 
 # --- who is connected ------------------------------------------------------------------------------
-
-
-@dataclass
-class Engine:
-    """The sessions of one engine: those of one namespace whose names differ only in the role."""
-
-    name: str
-    namespaces: list[bytes]
-    labels: list[str]
-    schedulers: int = 0
-    workers: int = 0
-    pids: list[int] = field(default_factory=list)
-    software: str = ""
-    idle_seconds: float = 0.0
-    leases: int = 0
-    pinned_bytes: int = 0
-    jobs: int = 0
-    registered_bytes: int = 0
-    stored_bytes: int = 0
-    loaded_bytes: int = 0
-    processes: dict[str, list[int]] = field(default_factory=dict)
-    """Pids by role, in the order in which they connected."""
-
-
-SUMMED = ("leases", "pinned_bytes", "jobs", "registered_bytes", "stored_bytes", "loaded_bytes")
 
 
 def clients(
@@ -139,31 +112,6 @@ def clients(
 
 def labels_of(admin: AdminClient) -> dict[bytes, str]:
     return {one.namespace: one.label for one in admin.namespaces().namespaces}
-
-
-def engines_of(found: Sequence[SessionInfo], labels: Mapping[bytes, str] = MappingProxyType({})) -> list[Engine]:
-    """Return the engines among the sessions: a worker joins the scheduler of its name, if possible its process."""
-    rows: list[Engine] = []
-    for one in sorted(found, key=lambda one: one.role != Role.SCHEDULER):
-        if one.role not in (Role.SCHEDULER, Role.WORKER):
-            continue
-        row = Engine(engine_name(one.name, one.role), one.namespaces, [labels.get(each, "") for each in one.namespaces])
-        row.software, row.idle_seconds = one.software, one.idle_seconds
-        same_name = [each for each in rows if (each.name, each.namespaces) == (row.name, row.namespaces)]
-        if one.role == Role.WORKER and same_name:
-            row = min(same_name, key=lambda each: (one.pid not in each.pids, each.workers))
-        else:
-            rows.append(row)
-        row.schedulers += one.role == Role.SCHEDULER
-        row.workers += one.role == Role.WORKER
-        row.idle_seconds = min(row.idle_seconds, one.idle_seconds)
-        if one.pid and one.pid not in row.pids:
-            row.pids.append(one.pid)
-        if one.pid and one.role and one.pid not in (own := row.processes.setdefault(str(one.role), [])):
-            own.append(one.pid)
-        for name in SUMMED:
-            setattr(row, name, getattr(row, name) + getattr(one, name))
-    return rows
 
 
 def engine_table(rows: Sequence[Engine], width: int) -> Table:
@@ -225,20 +173,6 @@ FOLLOW_S = 1.0
 """Interval at which new requests are asked for; engines report once a second."""
 MAX_SOUGHT = 50
 """Latest prompts whose missing keys are sought in other namespaces."""
-OUTCOMES = {
-    PromptOutcome.LOADED: "loaded {loaded} of {tokens} tokens",
-    PromptOutcome.MISSED: "loaded nothing of {tokens} tokens",
-    PromptOutcome.NOT_NEEDED: "loaded nothing of {tokens} tokens: the engine's own cache had all it can use",
-    PromptOutcome.DROPPED: "ended before it was scheduled: {tokens} tokens",
-    PromptOutcome.TOO_SHORT: "looked up nothing: its {tokens} tokens are less than a block",
-    PromptOutcome.SKIPPED: "loaded nothing of {tokens} tokens: computing them was faster than loading",
-    PromptOutcome.NO_SPACE: "loaded nothing of {tokens} tokens: the engine's KV cache had no space for them",
-    PromptOutcome.LATE: (
-        "loaded nothing of {tokens} tokens: late, the engine did not wait longer for the daemon's answer"
-    ),
-    PromptOutcome.FAILED: "computed {tokens} tokens: a load failed, see the engine's log",
-    PromptOutcome.UNUSED: "looked up nothing: the engine was not connected, or the request may not use the cache",
-}
 
 
 def _show_requests(directory: Path | None, name: str, *, every: bool, as_json: bool) -> int:
@@ -313,66 +247,6 @@ def _elsewhere(
                 sentence = f" Namespace {namespace_id(other.namespace)} has this key, but differs: {differs}."
                 yield (fingerprint, key), sentence
                 break
-
-
-MARKS = {
-    Mark.CACHE_SALT: "cache_salt",
-    Mark.LORA: "LoRA adapter",
-    Mark.MULTIMODAL: "images, audio or video",
-    Mark.EMBEDDINGS: "embeddings",
-}
-"""Parts of a request that its keys contain, in words."""
-
-
-def request_sentence(logged: LoggedPrompt) -> str:
-    """Return the outcome of a request and why: ``14:05:22 cmpl-7 loaded 64 of 128 tokens: 64 from the pool, ...``."""
-    report = logged.report
-    known = report.outcome in set(PromptOutcome)
-    what = OUTCOMES[PromptOutcome(report.outcome)] if known else f"{printable(report.outcome)}: {{tokens}} tokens"
-    clock = time.strftime("%H:%M:%S", time.localtime(report.decided_at))
-    counts = {"loaded": format_count(report.loaded_tokens), "tokens": format_count(report.tokens)}
-    sentence = f"{clock} {printable(report.request)} {what.format(**counts)}."
-    if set(logged.tokens) - {"computed"}:
-        sentence += f" {', '.join(_tokens_by_source(logged.tokens))}."
-    if report.hints:
-        sentence += f" Hints: {printable(report.hints)}."
-    if not report.keys:
-        return sentence
-    places = {"in the pool": report.found_pool, "on a disk": report.found_disk, "in a store": report.found_shared}
-    there = ", ".join(f"{format_count(count)} {place}" for place, count in places.items() if count)
-    sentence += f" Of {format_count(report.keys)} key{plural(report.keys)} kvoffd had {there or 'none'}."
-    if report.asked_shared > report.found_shared:
-        said = f"has {format_count(report.found_shared)}" if report.found_shared else "has none"
-        said = "did not answer" if report.reason == "tier_down" and not report.found_shared else said
-        said = "had not answered" if report.unanswered else said
-        sentence += f" A store was asked for {format_count(report.asked_shared)} and {said}."
-    if report.missing_key:
-        sentence += _first_missing(report, logged.tiers)
-        if report.after_gap and report.outcome in (PromptOutcome.LOADED, PromptOutcome.MISSED):
-            count = f"{format_count(report.after_gap)} key{plural(report.after_gap)}"
-            sentence += f" Without it {count} found after it cannot be loaded."
-    return sentence
-
-
-def _tokens_by_source(tokens: Mapping[str, int]) -> Iterator[str]:
-    """Yield phrases such as ``64 tokens from redis://cache:6379``."""
-    for source, count in tokens.items():
-        where = {"engine": "its own cache", "other": "another connector", "pool": "the pool", "disk": "a disk"}
-        place = "computed" if source == "computed" else f"from {where.get(source, printable(source))}"
-        yield f"{format_count(count)} {place}"
-
-
-def _first_missing(report: PromptReport, tiers: Sequence[str]) -> str:
-    """Return a sentence or two on why a request's first missing key was missing, because of these tiers."""
-    meaning = MISS_REASONS.get(report.reason, printable(report.reason))
-    name = ": ".join(filter(None, (reason_name(report.reason), ", ".join(map(printable, tiers)))))
-    number = f" number {format_count(report.missing_number)}," * bool(report.missing_number)
-    which = "that neither had" if report.own_tokens else "missing"
-    sentence = f" The first key {which},{number} {report.missing_key.hex()[:12]}: {meaning} ({name})."
-    marks = [words for mark, words in MARKS.items() if mark in report.marks]
-    if marks and report.reason in ("unknown", "forgotten"):
-        sentence += f" Its keys contain its {' and '.join(marks)}: only prompts with the same share them."
-    return sentence
 
 
 # --- namespaces ------------------------------------------------------------------------------------

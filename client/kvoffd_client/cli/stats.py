@@ -14,21 +14,28 @@ from kvoffd_client.admin_client import read_stats
 from kvoffd_client.cli.format import (
     NO_NAMESPACE,
     Line,
-    count_blocks,
     engine_lines,
     make_console,
-    namespace_name,
     print_json,
     print_page,
     print_table,
-    reason_name,
     say,
 )
 from kvoffd_client.cli.target import CliError, Directory, Json, Url, check_one_daemon, open_admin
 from kvoffd_proto import stats as s
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import fields_of
-from kvoffd_proto.units import format_count, format_duration, format_rate, format_size, percent, plural, printable
+from kvoffd_proto.stats import namespace_name, reason_name
+from kvoffd_proto.units import (
+    count_blocks,
+    format_count,
+    format_duration,
+    format_rate,
+    format_size,
+    percent,
+    plural,
+    printable,
+)
 
 BAR_CELLS = 80
 DAY_S = 86_400.0

@@ -25,9 +25,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvoffd_client.admin_client import read_stats
-from kvoffd_client.cli.findings import failing_copies
-from kvoffd_client.cli.format import Line, make_console, reason_name, table_of, wrapped
-from kvoffd_client.cli.show import Engine, engine_table, engines_of, labels_of
+from kvoffd_client.cli.format import WIDE_CELLS, Line, make_console, table_of, wrapped
+from kvoffd_client.cli.show import engine_table, labels_of
 from kvoffd_client.cli.stats import (
     answer_time,
     policy_lines,
@@ -40,7 +39,9 @@ from kvoffd_client.cli.stats import (
 from kvoffd_client.cli.target import CliError, Directory, Url, check_one_daemon, open_admin, parse_option
 from kvoffd_client.errors import KvoffdClientError
 from kvoffd_proto.admin import HealthLevel
-from kvoffd_proto.stats import DaemonStats, NamespaceStats, Traffic, Window
+from kvoffd_proto.engines import Engine, engines_of
+from kvoffd_proto.findings import failing_copies
+from kvoffd_proto.stats import DaemonStats, NamespaceStats, Traffic, Window, reason_name
 from kvoffd_proto.units import (
     exact_duration,
     format_count,
@@ -78,7 +79,7 @@ HELP = (
     "           `kvoffd-cli stats --misses` has the reasons",
     "now        the last 3 seconds",
     "Found      of the tokens that engines lacked, those in the pool before the",
-    "           first gap, without disks and stores; lru: estimates",
+    "           first gap, without disks and stores; lru: estimates for sizes",
     "pinned     under a lease or a copy: it cannot be evicted",
     "retained   evicted after others, as clients' hints ask",
 )
@@ -92,6 +93,12 @@ PAYS = {True: ("OK, paying off", "bold green"), False: ("OK, not paying off", "b
 SHORT_SOURCES = {"engine": "own"}
 """Titles of sources of tokens, where they are long: the engines' own caches."""
 SPARKS = " ▁▂▃▄▅▆▇█"
+CHARTS, MAX_CHART = 2, 8
+"""Number of charts, and most lines of one."""
+PEAK_CELLS = 28
+"""Columns to the right of a chart, for its peak."""
+MAX_REASONS = 8
+"""Reasons of misses that a high screen shows."""
 
 
 @dataclass(frozen=True)
@@ -191,11 +198,11 @@ class Screen:
         elif self.view == "help":
             body = _lines(HELP, width)
         else:
-            body = self._all(stats, width)
+            body = self._all(stats, console)
         away = [Text(printable(self.no_answer), "bold red")] if self.no_answer else []
         page = Layout()
         page.split_column(
-            Layout(self._header(stats), size=1), Layout(Group(*away, *body)), Layout(self._keys(), size=1)
+            Layout(self._header(stats), size=1), Layout(Group(*away, *body)), Layout(self._keys(width), size=1)
         )
         return page
 
@@ -207,42 +214,60 @@ class Screen:
             style = "bold yellow" if level is HealthLevel.DEGRADED else "bold red"
         words, style = ("NO ANSWER", "bold red") if self.no_answer else (words, style)
         up = format_duration(stats.uptime_seconds)
-        left = line(f"kvoffd {stats.version}  {self.host}  up {up}  {stats.policy}   ", "bold")
-        return _ends(left.append(words, style), Text(f"{'PAUSED ' * self.paused}{self.clock}", "reverse" * self.paused))
+        left = line("kvoffd  ", "bold").append(words, style)
+        left.append(printable(f"  {stats.version}  {self.host}  up {up}  {stats.policy}"))
+        return _ends(left, Text(f" {'PAUSED ' * self.paused}{self.clock}", "reverse" * self.paused))
 
-    def _keys(self) -> RenderableType:
-        names = "  ".join(f"{number} {name}" for number, name in enumerate(VIEWS, 1))
-        keys = line(f"{names}  s sort: {self.sort.lower()}  p pause  h help  q quit")
-        return _ends(keys, Text(exact_duration(self.interval_s)), "reverse")
+    def _keys(self, width: int) -> RenderableType:
+        names = [f"{number} {name}" for number, name in enumerate(VIEWS, 1)]
+        keys = [*names, f"s sort: {self.sort.lower()}", "p pause", "h help", "q quit"]
+        interval = exact_duration(self.interval_s)
+        fits = len("  ".join(keys)) + len(interval) <= width
+        return _ends(line(("  " if fits else " ").join(keys)), Text(interval if fits else ""), "reverse")
 
-    def _all(self, stats: DaemonStats, width: int) -> list[RenderableType]:
-        now = self.history.now()
+    def _all(self, stats: DaemonStats, console: Console) -> list[RenderableType]:
+        """Return the view with all; where the screen is high, with more lines of it, and with higher charts."""
+        width, now = console.width, self.history.now()
+        # Without the lines of header, keys and a daemon that does not answer.
+        free = console.height - (3 if self.no_answer else 2)
         tells_verdict = bool(stats.verdict) and not stats.paying_off
-        return [
+        problems = [(f"! {one.reason}: {one.sentence}", "yellow") for one in stats.health_problems[:3]]
+        head: list[RenderableType] = [
             *pool_bar(stats.pool, width),
             _saved(stats),
             *(_lines([(stats.verdict, PAYS[stats.paying_off][1])], width)[1:] if tells_verdict else ()),
-            *(line(f"! {one.reason}: {one.sentence}", "yellow") for one in stats.health_problems[:3]),
-            _rates(stats, now),
-            _misses(stats),
-            *_curve(stats),
-            *_lookups(stats, now),
-            *_hints(stats),
-            *self._sparks(width - 40),
-            *_tier_summary(stats),
-            *self._namespaces(stats),
         ]
+        tail: list[RenderableType] = [*_curve(stats), *_lookups(stats, now), *_hints(stats)]
+        below: list[RenderableType] = [*_tier_summary(stats), *self._namespaces(stats, width)]
+        middle: list[RenderableType] = [
+            *(line(*one) for one in problems),
+            _rates(stats, now, width),
+            line(f"Missed  {_misses(stats)}"),
+        ]
+        free -= _height(console, [*head, *middle, *tail, *below]) + CHARTS
+        more: list[RenderableType] = [*_lines(problems, width)[1:], *middle[len(problems) : -1], *_miss_table(stats)]
+        if (added := _height(console, more) - _height(console, middle)) <= free:
+            middle, free = more, free - added
+        engines = _engines(stats)
+        if engines and len(engines) <= free:
+            below, free = [*below, *engines], free - len(engines)
+        return [*head, *middle, *tail, *self._charts(width, 1 + min(MAX_CHART - 1, max(0, free) // CHARTS)), *below]
 
-    def _sparks(self, cells: int) -> list[Text]:
+    def _charts(self, width: int, rows: int) -> list[Text]:
+        """Return the charts of loads and stores, each ``rows`` lines high."""
+        cells = width - len("Loaded  ") - PEAK_CELLS
         shown = list(self.history.rates)[-cells:] if cells > 0 else []
         tokens, stored = ([one[at] for one in shown] for at in (0, 1))
         most_tokens, most_stored = (max(rates, default=0.0) for rates in (tokens, stored))
-        return [
-            line(f"Loaded  {spark(tokens).rjust(cells)}  peak {format_count(round(most_tokens))} tokens/s"),
-            line(f"Stored  {spark(stored).rjust(cells)}  peak {format_rate(most_stored)}"),
-        ]
+        peaks = f"{format_count(round(most_tokens))} tokens/s", format_rate(most_stored)
+        lines = []
+        for name, rates, peak in zip(("Loaded", "Stored"), (tokens, stored), peaks, strict=True):
+            first, *rest = chart(rates, rows)
+            lines.append(line(f"{name}  {first.rjust(cells)}  peak {peak}"))
+            lines += [line(f"        {one.rjust(cells)}") for one in rest]
+        return lines
 
-    def _namespaces(self, stats: DaemonStats) -> list[RenderableType]:
+    def _namespaces(self, stats: DaemonStats, width: int) -> list[RenderableType]:
         """Return the namespaces in the selected order, then by size."""
         if not stats.namespaces:
             return [Text(), line("No namespace: no engine has connected yet.", "dim")]
@@ -252,11 +277,38 @@ class Screen:
             _namespace_row(one, now_of[one.id])
             for one in sorted(stats.namespaces, key=lambda one: (-rank(now_of[one.id]), -one.ready_bytes))
         ]
-        table = table_of(COLUMNS, rows, gap=1)
-        table.expand, table.header_style = True, "bold reverse"
+        titles, cells = fitted_columns(COLUMNS, rows, width, ("<MOST MISSED ", ">   OWN", "<ID          "))
+        table = table_of(titles, cells, gap=1)
+        table.expand, table.header_style = width <= WIDE_CELLS, "bold reverse"
         name = table.columns[0]
         name.ratio, name.no_wrap, name.overflow = 1, True, "ellipsis"
         return [Text(), table]
+
+
+def _height(console: Console, body: Sequence[RenderableType]) -> int:
+    """Return the number of lines that these parts take."""
+    return len(console.render_lines(Group(*body), console.options.update(height=None), pad=False)) if body else 0
+
+
+MIN_NAME_CELLS = 10
+"""Least width of the first column of a table, for which others are left out."""
+
+
+def fitted_columns(
+    titles: Sequence[str], rows: Sequence[Sequence[str]], width: int, expendable: Sequence[str]
+) -> tuple[list[str], list[list[str]]]:
+    """Return the columns that fit ``width`` with a cell between them; those of ``expendable`` go first, in its order.
+
+    The first column may be cut down to ``MIN_NAME_CELLS``.
+    """
+    cells = {title: max(map(len, (title.lstrip("<>"), *column))) for title, *column in zip(titles, *rows, strict=True)}
+    cells[titles[0]] = min(MIN_NAME_CELLS, cells[titles[0]])
+    left = list(titles)
+    for title in expendable:
+        if sum(cells[one] + 1 for one in left) - 1 > width and title in left:
+            left.remove(title)
+    kept = [titles.index(one) for one in left]
+    return left, [[row[at] for at in kept] for row in rows]
 
 
 COLUMNS = "NAMESPACE", "<ID          ", ">     SIZE", ">   TOK/S", ">COMPUTED", ">   OWN", ">LOADED", "<MOST MISSED "
@@ -289,10 +341,14 @@ def _ends(left: Text, right: Text, style: str = "") -> Table:
     return grid
 
 
-def spark(values: Sequence[float]) -> str:
-    """Return a sparkline: one character per value, from 0 to the largest."""
-    most = max(values, default=0.0)
-    return "".join(SPARKS[max(1, round(value / most * (len(SPARKS) - 1)))] if value > 0 else " " for value in values)
+def chart(values: Sequence[float], rows: int) -> list[str]:
+    """Return ``rows`` lines of a bar chart, the highest first: one character per value, from 0 to the largest."""
+    most, steps = max(values, default=0.0), len(SPARKS) - 1
+    heights = [max(1, round(value / most * steps * rows)) if value > 0 else 0 for value in values]
+    return [
+        "".join(SPARKS[min(steps, max(0, height - steps * below))] for height in heights)
+        for below in reversed(range(rows))
+    ]
 
 
 def _saved(stats: DaemonStats) -> Text:
@@ -303,12 +359,12 @@ def _saved(stats: DaemonStats) -> Text:
     return line(words, "bold")
 
 
-def _rates(stats: DaemonStats, now: Window) -> Table:
-    windows = {"now": now, "1 min": stats.last_minute, "1 hour": stats.last_hour, "since start": stats.since_start}
+def _rates(stats: DaemonStats, now: Window, width: int) -> Table:
+    windows = {"now": now, "1 min": stats.last_minute, "1 hour": stats.last_hour, "start": stats.since_start}
     sources = sources_of(stats.since_start)
     names = [f">{SHORT_SOURCES.get(name, name):>6}" for name in sources]
-    titles = "<", ">tokens/s", *names, ">loaded/s", ">stored/s"
-    rows = [
+    every = "<", ">tokens/s", *names, ">loaded/s", ">stored/s"
+    cells = [
         (
             name,
             *_token_shares(one, sources),
@@ -317,6 +373,7 @@ def _rates(stats: DaemonStats, now: Window) -> Table:
         )
         for name, one in windows.items()
     ]
+    titles, rows = fitted_columns(every, cells, width, (">stored/s", ">loaded/s"))
     table = table_of(titles, rows, gap=1)
     table.header_style, table.rows[0].style = "dim", "bold"
     return table
@@ -339,12 +396,11 @@ def _bytes(count: float, window: Window) -> str:
 
 
 def _lookups(stats: DaemonStats, now: Window) -> list[Text]:
-    times = [format_duration(stats.lookup_seconds.quantile(share)) for share in (0.5, 0.99)]
     queued = stats.store.queued_jobs + stats.load.queued_jobs
     failed = sum(copies.failed_jobs for _, copies in failing_copies(stats))
     words = f"Lookups {_rate(now.lookups, now)}/s  queued copies {format_count(queued)}  since start:"
     failures = f"! {format_count(failed)} copy jobs failed since the start: see `kvoffd-cli doctor --all`"
-    return [line(f"{words} p50 {times[0]}  p99 {times[1]}"), *([line(failures, "yellow")] if failed else [])]
+    return [line(f"{words} {stats.lookup_seconds.summary()}"), *([line(failures, "yellow")] if failed else [])]
 
 
 def _hints(stats: DaemonStats) -> list[Text]:
@@ -358,12 +414,38 @@ def _hints(stats: DaemonStats) -> list[Text]:
     return [line(f"Hints   {'  '.join(words)}")] if words else []
 
 
-def _misses(stats: DaemonStats) -> Text:
+def _misses(stats: DaemonStats) -> str:
     """Return the reasons of misses in the last hour, or since the start if it had none."""
     window = stats.last_hour if stats.last_hour.misses else stats.since_start
     largest = sorted(window.misses.items(), key=lambda item: -item[1])
     words = "  ".join(f"{reason_name(reason)} {percent(keys, window.asked_keys)}" for reason, keys in largest if keys)
-    return line(f"Missed  {words or 'nothing'}{' in the last hour' * (window is stats.last_hour)}")
+    return f"{words or 'nothing'}{' in the last hour' * (window is stats.last_hour)}"
+
+
+def _miss_table(stats: DaemonStats) -> list[RenderableType]:
+    """Return the reasons of misses in lines of their own, the most frequent first."""
+    windows = stats.last_minute, stats.last_hour, stats.since_start
+    largest = sorted(stats.since_start.misses.items(), key=lambda item: -item[1])
+    rows = [
+        (reason_name(reason), *(percent(one.misses.get(reason, 0), one.asked_keys) for one in windows))
+        for reason, keys in largest[:MAX_REASONS]
+        if keys
+    ]
+    if not rows:
+        return [line("Missed  nothing")]
+    table = table_of(("Missed", "> 1 min", ">1 hour", ">  start"), rows, gap=1)
+    table.header_style = "dim"
+    return [table]
+
+
+def _engines(stats: DaemonStats) -> list[RenderableType]:
+    """Return a line for each engine, with its namespace, after an empty one; nothing without engines."""
+    lines = [
+        line(f"Engine  {engine}  {one.model.rpartition('/')[2]} {one.id}")
+        for one in stats.namespaces
+        for engine in one.engines
+    ]
+    return [Text(), *lines] if lines else []
 
 
 def _curve(stats: DaemonStats) -> list[Text]:
@@ -373,7 +455,7 @@ def _curve(stats: DaemonStats) -> list[Text]:
     ratios = [(size, curve.lru_hit_ratio[size]) for size in SHOWN_SIZES if size in curve.lru_hit_ratio]
     words = ", ".join(f"{size}x {100 * ratio:.0f} %" for size, ratio in ratios)
     own = percent(curve.found_tokens, curve.asked_tokens)
-    return [line(f"Found   {own} of tokens; lru with {words}")]
+    return [line(f"Found   {own} of tokens; lru {words}")]
 
 
 def _size(one: NamespaceStats) -> str:

@@ -24,7 +24,7 @@ from typing import Annotated, BinaryIO
 import typer
 
 from kvoffd_client.admin_client import AdminClient
-from kvoffd_client.cli.format import count_blocks, print_json, print_status, say
+from kvoffd_client.cli.format import print_json, print_status, say
 from kvoffd_client.cli.target import (
     OPERATOR_WAIT_S,
     CliError,
@@ -37,7 +37,15 @@ from kvoffd_client.cli.target import (
 from kvoffd_client.errors import DaemonUnavailable, KvoffdClientError
 from kvoffd_proto.admin import Trace, TraceChain
 from kvoffd_proto.build import program
-from kvoffd_proto.units import format_count, format_duration, format_size, parse_duration, parse_size, plural
+from kvoffd_proto.units import (
+    count_blocks,
+    format_count,
+    format_duration,
+    format_size,
+    parse_duration,
+    parse_size,
+    plural,
+)
 
 FETCH_S = 0.5
 """Pause between two fetches."""

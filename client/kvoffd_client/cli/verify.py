@@ -27,13 +27,14 @@ import typer
 
 from kvoffd_client.admin_client import AdminClient
 from kvoffd_client.cli.endpoint import LIKELIEST, Answer, Body, Endpoint
-from kvoffd_client.cli.format import namespace_name, print_json, print_status, print_table, say
-from kvoffd_client.cli.show import request_sentence
+from kvoffd_client.cli.format import print_json, print_status, print_table, say
 from kvoffd_client.cli.target import CliError, Directory, Json, open_admin
 from kvoffd_client.errors import HttpError, KvoffdClientError
-from kvoffd_client.namespace_differences import how_they_differ
 from kvoffd_proto.admin import ListPrompts, LoggedPrompt, NamespaceInfo
 from kvoffd_proto.build import with_commit
+from kvoffd_proto.namespace_differences import how_they_differ
+from kvoffd_proto.prompts import request_sentence
+from kvoffd_proto.stats import namespace_name
 from kvoffd_proto.units import format_count, format_duration, printable
 
 TIE_NATS = 0.02

@@ -11,12 +11,12 @@ from enum import Enum, auto
 from typing import cast
 
 from kvoffd_client.namespace import NamespaceSpec
-from kvoffd_client.namespace_differences import differences
 from kvoffd_client.scheduler_client import SchedulerClient, StoredKeys
 from kvoffd_client.vllm.fingerprint import with_live_weights
 from kvoffd_client.vllm.log import logger
 from kvoffd_proto.events import KvEvent
 from kvoffd_proto.messages import GroupKeys, PromptReport
+from kvoffd_proto.namespace_differences import differences
 
 PATIENCE_S = 10.0
 """Time limit for the workers' memory states. Registration has ``deadline_s``."""

@@ -15,22 +15,22 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvoffd_client.cli.format import count_blocks, namespace_name
-from kvoffd_client.cli.reuse import sentence_of
-from kvoffd_client.cli.show import engines_of
-from kvoffd_client.namespace_differences import explain, fields_of_description
 from kvoffd_proto import stats as s
 from kvoffd_proto import verdict
 from kvoffd_proto.admin import NamespaceInfo, SessionInfo
+from kvoffd_proto.engines import engines_of
 from kvoffd_proto.messages import BENCH_LABEL, Role
-from kvoffd_proto.stats import engine_name
+from kvoffd_proto.namespace_differences import explain, fields_of_description
+from kvoffd_proto.stats import engine_name, namespace_name
 from kvoffd_proto.units import (
+    count_blocks,
     exact_size,
     format_count,
     format_duration,
     format_size,
     parse_duration,
     percent,
+    plural,
     printable,
 )
 
@@ -616,6 +616,16 @@ def _lru_percent(curve: s.HitCurve) -> float:
     return 100 * curve.lru_hit_ratio.get("1", 0.0)
 
 
+def sentence_of(point: s.BranchPoint, of: str = "") -> str:
+    """Return what a place costs, and what would help. ``of``: whose prompts, a part of the sentence."""
+    each = point.repeated_tokens // max(1, point.prompts)
+    return (
+        f"{format_count(point.prompts)} prompt{plural(point.prompts)}{of} differ after {format_count(point.at_tokens)} "
+        f"tokens and continue with {format_count(each)} tokens each that were stored before. If what differs there "
+        f"came last, they would share {percent(point.repeated_tokens, point.seen_tokens)} of what is computed."
+    )
+
+
 def prompts_differ(facts: Facts) -> Iterator[Finding]:
     """Find the namespace in which a difference near the beginning of prompts costs the most."""
     points = [(one.branching, one) for one in facts.counted if one.branching is not None]
@@ -779,3 +789,12 @@ CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
 def find(facts: Facts) -> list[Finding]:
     found = [one for check in CHECKS for one in check(facts)]
     return sorted(found, key=lambda one: (LEVELS.index(one.level), -one.weight))
+
+
+PROGRAMS = "kvoffd-cli", "vllm", "curl", "df", "swapoff", "numactl", "echo"
+"""First words of fixes that are commands."""
+
+
+def command_of(one: Finding) -> str:
+    """Return the command of a finding's fix, to copy; empty if it is a setting, or advice."""
+    return one.fix.removesuffix(_RESTART) if one.fix.partition(" ")[0] in PROGRAMS else ""
