@@ -38,12 +38,13 @@ test: $(VENV)/.engine .cuda/.fetched ## run every test that needs no GPU, real e
 		passed -m 'engine and not paced and $(HERE)' || failed=1; \
 		wait $$others || failed=1; cat $(VENV)/vllm.log; exit $$failed
 
-lint: $(VENV)/.tools ## ruff, mypy, plain words, no test that measures; needs neither torch nor vLLM
+lint: $(VENV)/.tools ## ruff, mypy, plain words, one name for one class, no test that measures; needs neither torch nor vLLM
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m tests.tools.plain_words
 	$(BIN)/python -m tests.tools.wall_times
+	$(BIN)/python -m tests.tools.one_name
 
 bench: $(VENV)/.tools ## measure lookups and copies, each beside a floor (1 minute); ARGS=loop: turns of the loop (minutes)
 	@$(BIN)/python -m tests.bench $(ARGS)

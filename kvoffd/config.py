@@ -55,7 +55,7 @@ class DiskSize(NamedTuple):
         return f"{self.directory}={exact_size(self.size_bytes)}"
 
 
-class Kind(NamedTuple):
+class SettingKind(NamedTuple):
     """Type of a setting's values."""
 
     parse: Callable[[Any], Any]
@@ -76,7 +76,7 @@ class Kind(NamedTuple):
 # --- how values are read --------------------------------------------------------------------------
 
 
-def _at_least(kind: Kind, little: str, minimum: float) -> Kind:
+def _at_least(kind: SettingKind, little: str, minimum: float) -> SettingKind:
     def parse(value: object) -> Any:
         if (found := kind.parse(value)) < minimum:
             digits, meant = str(value).strip(), ""
@@ -88,11 +88,11 @@ def _at_least(kind: Kind, little: str, minimum: float) -> Kind:
     return kind._replace(parse=parse)
 
 
-size = partial(_at_least, Kind(parse_size, "SIZE", exact_size), "small")
-duration = partial(_at_least, Kind(parse_duration, "DURATION", exact_duration), "short")
+size = partial(_at_least, SettingKind(parse_size, "SIZE", exact_size), "small")
+duration = partial(_at_least, SettingKind(parse_duration, "DURATION", exact_duration), "short")
 
 
-def number(minimum: int, maximum: int) -> Kind:
+def number(minimum: int, maximum: int) -> SettingKind:
     def parse(value: object) -> int:
         if isinstance(value, str) and re.fullmatch(r"\s*[+-]?[0-9]{1,20}\s*", value):
             value = int(value)
@@ -102,7 +102,7 @@ def number(minimum: int, maximum: int) -> Kind:
             raise ValueError(f"{quoted(str(value))} is out of range; {minimum} to {maximum} are allowed")
         return value
 
-    return Kind(parse, "N")
+    return SettingKind(parse, "N")
 
 
 def _share(value: object) -> float:
@@ -115,13 +115,13 @@ def _share(value: object) -> float:
     return part
 
 
-def choice(*choices: str) -> Kind:
+def choice(*choices: str) -> SettingKind:
     def parse(value: object) -> str:
         if not isinstance(value, str) or value.strip().lower() not in choices:
             raise ValueError(f"{quoted(value)} is unknown; choose {' or '.join(choices)}")
         return value.strip().lower()
 
-    return Kind(parse, "|".join(choices))
+    return SettingKind(parse, "|".join(choices))
 
 
 def _per_day(value: object) -> int | None:
@@ -167,7 +167,7 @@ def _absolute(name: str, value: object) -> Path:
 
 def listed(
     metavar: str, what: str, read: Callable[[str], Any], most: int = 0, name_of: Callable[[Any], str] = str
-) -> Kind:
+) -> SettingKind:
     """Return the kind of a list, or of a text with commas; ``read`` checks a part and returns it.
 
     No two have the same name.
@@ -186,7 +186,7 @@ def listed(
             raise ValueError(f"it has {len(found)} parts; at most {most} are allowed")
         return found
 
-    return Kind(parse, metavar, lambda values: ",".join(map(str, values)), repeated=True)
+    return SettingKind(parse, metavar, lambda values: ",".join(map(str, values)), repeated=True)
 
 
 def _disk(value: str) -> DiskSize:
@@ -220,8 +220,8 @@ def _pool_file(value: object) -> str:
     return str(path)
 
 
-def file(example: str) -> Kind:
-    return Kind(lambda value: _text(value, f"a path; name a file, such as {example}"), "PATH")
+def file(example: str) -> SettingKind:
+    return SettingKind(lambda value: _text(value, f"a path; name a file, such as {example}"), "PATH")
 
 
 def _address(value: object) -> str:
@@ -271,14 +271,14 @@ def _host_name(text: str) -> str:
     return text.lower().rstrip(".")
 
 
-DIRECTORY = Kind(_directory, "PATH")
+DIRECTORY = SettingKind(_directory, "PATH")
 UIDS, GIDS = (
-    Kind(partial(_ids, id_of), "IDS", lambda ids: ",".join(map(str, ids)))
+    SettingKind(partial(_ids, id_of), "IDS", lambda ids: ",".join(map(str, ids)))
     for id_of in (lambda name: pwd.getpwnam(name).pw_uid, lambda name: grp.getgrnam(name).gr_gid)
 )
 WRITE_MODE = choice(*(mode.value for mode in WriteMode))
 AUTO = "auto"
-PER_DAY = Kind(_per_day, f"SIZE|{AUTO}", lambda nbytes: AUTO if nbytes is None else exact_size(nbytes))
+PER_DAY = SettingKind(_per_day, f"SIZE|{AUTO}", lambda nbytes: AUTO if nbytes is None else exact_size(nbytes))
 
 # --- the settings ---------------------------------------------------------------------------------
 
@@ -341,7 +341,7 @@ class Config:
         4 * 1024**3,
         "Memory for blocks, allocated at the start. Set it to what the machine can spare: more memory, more hits.",
     )
-    pool_file: str = Kind(_pool_file, "PATH").setting(
+    pool_file: str = SettingKind(_pool_file, "PATH").setting(
         "",
         "File on tmpfs or hugetlbfs that keeps the pool for the next daemon. Set it if systemd cannot keep the memory "
         "over a restart, as in containers.",
@@ -420,7 +420,7 @@ class Config:
         "for each peer; they are asked in this order, after the shared stores, within the same deadlines. Nodes of a "
         "network, such as 10.0.0.0/16:7400, are asked only for requests that name them.",
     )
-    peer_listen: str = Kind(_address, "HOST:PORT").setting(
+    peer_listen: str = SettingKind(_address, "HOST:PORT").setting(
         "",
         "Address at which other nodes ask for blocks of this pool; an empty one lends nothing. NIXL listens on "
         "other ports too, and neither encrypts nor authenticates: use it in a network that you trust.",
@@ -434,7 +434,7 @@ class Config:
         "Threads that copy between engines' host memory and the pool, for each direction. Raise it for CPU engines if "
         "the machine has idle cores; GPUs have threads of their own.",
     )
-    verify_share: float = Kind(_share, "SHARE", "{:.12g}".format).setting(
+    verify_share: float = SettingKind(_share, "SHARE", "{:.12g}".format).setting(
         1 / 64,
         "Share of the loads that compare blocks with their checksums. Set 1 if memory is unreliable; blocks of an "
         "earlier daemon are always compared.",
@@ -463,7 +463,7 @@ class Config:
         "Time for running jobs to finish after SIGTERM. Keep it below TimeoutStopSec and "
         "terminationGracePeriodSeconds.",
     )
-    http_address: str = Kind(_address, "HOST:PORT").setting(
+    http_address: str = SettingKind(_address, "HOST:PORT").setting(
         "127.0.0.1:9464",
         "Address of /metrics, /healthz, /readyz, /stats.json and the page; an empty one disables HTTP. Change it so "
         "that your monitoring reaches it; there is no password.",
@@ -503,7 +503,7 @@ _ENDINGS = {"_bytes_per_day": "_per_day", "_bytes": "_size", "_s": "", "": ""}
 class Setting:
     """A field of ``Config`` as users see it; ``name`` is its key in the file."""
 
-    def __init__(self, field_name: str, kind: Kind, description: str) -> None:
+    def __init__(self, field_name: str, kind: SettingKind, description: str) -> None:
         self.field_name, self.description = field_name, description
         self.parse, self.metavar, self.show, self.repeated = kind
         ending = next(filter(field_name.endswith, _ENDINGS), "")

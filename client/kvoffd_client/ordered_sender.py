@@ -40,7 +40,7 @@ class _Step:
     """Time of the event, or of its failure; None before."""
 
 
-class Mark:
+class StreamMark:
     """Place in the GPU's order: behind the kernels that were launched before it."""
 
     def __init__(self, step: _Step) -> None:
@@ -78,11 +78,11 @@ class OrderedSender:
         """
         self._append(_Step(self._record(), {job.job_id: job for job in jobs}, send, fail))
 
-    def mark(self) -> Mark:
+    def mark(self) -> StreamMark:
         """Return a mark behind everything that is now on the caller's stream. Raises the errors of ``record``."""
         step = _Step(self._record(), {}, lambda _: None, lambda *_: None)
         self._append(step)
-        return Mark(step)
+        return StreamMark(step)
 
     def _append(self, step: _Step) -> None:
         with self._changed:

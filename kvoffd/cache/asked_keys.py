@@ -117,7 +117,7 @@ class AskedKeys:
         return None
 
 
-class PromptOutcome(NamedTuple):
+class PromptUse(NamedTuple):
     """An engine's report of what it did with a prompt.
 
     Attributes:
@@ -150,7 +150,7 @@ def count_misses(namespace: Namespace, reasons: bytes | bytearray) -> None:
 
 
 def count_prompt(
-    parts: Sequence[AskedKeys], outcome: PromptOutcome | None, reasons_now: Callable[[Chain, int], bytes]
+    parts: Sequence[AskedKeys], outcome: PromptUse | None, reasons_now: Callable[[Chain, int], bytes]
 ) -> Iterator[tuple[Chain, int]]:
     """Count a prompt's keys, and decide the reasons of those that were missed. Yield its chains, each with the number
     of leading keys that the engine had itself.
@@ -200,7 +200,7 @@ def _take_failed_reads(reasons: bytearray, first: int, now: bytes) -> None:
             reasons[at] = reason
 
 
-def _tables(outcome: PromptOutcome, reasons: bytes) -> tuple[bytes, bytes]:
+def _tables(outcome: PromptUse, reasons: bytes) -> tuple[bytes, bytes]:
     """Return the tables that make reasons of FOUND, CAME, COMING and ASKED: for keys that were in the pool or coming
     when the engine began to compute, and for those behind them. ``reasons``: those of all keys not covered."""
     there, may_come = (sum(map(reasons.count, values)) for values in ((FOUND, CAME), (COMING, ASKED)))

@@ -55,7 +55,7 @@ from kvoffd.cache.block_table import (
     WRITING_SHARD,
     BlockIds,
     BlockTable,
-    Found,
+    FoundKeys,
     Offsets,
 )
 from kvoffd.cache.hints import HintedOrder
@@ -315,7 +315,7 @@ class BlockLife:
         self.record_retired(group, keys)
         return self._reasons_since_reset(group, keys, self.blocks.miss_reasons(group, keys))
 
-    def since_reset(self, group: Group, keys: bytes, found: Found) -> Found:
+    def since_reset(self, group: Group, keys: bytes, found: FoundKeys) -> FoundKeys:
         """Return a lookup's result with the reasons of keys that are only known from before a reset."""
         if not group.before:
             return found

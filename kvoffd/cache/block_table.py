@@ -94,7 +94,7 @@ _ARRAYS = "state", "shard", "pins", "leases", "missing", "group", "next", "pages
 """Arrays of ``BlockTable`` that C reads and writes, in the order of blocks.h."""
 
 
-class Verdict(IntEnum):
+class StoreVerdict(IntEnum):
     """Action that a store takes for a key."""
 
     PRESENT = 0
@@ -109,7 +109,7 @@ class Verdict(IntEnum):
     """Replace the block, which begins later than the offered one and is not in use."""
 
 
-class Found(NamedTuple):
+class FoundKeys(NamedTuple):
     """Result of a lookup of keys of one group."""
 
     states: bytes
@@ -123,7 +123,7 @@ class Found(NamedTuple):
     reasons: bytes
     """[keys] ``MissReason`` of each, or FOUND."""
 
-    def limited(self, fresh: npt.NDArray[np.bool_], most: int, reason: int) -> Found:
+    def limited(self, fresh: npt.NDArray[np.bool_], most: int, reason: int) -> FoundKeys:
         """Return this with fewer READY keys: of the ``fresh`` ones only the first ``most``. The others are absent, for
         this reason."""
         states, kept = np.frombuffer(self.states, np.uint8).copy(), ~fresh
@@ -133,7 +133,7 @@ class Found(NamedTuple):
         run = min(self.run, int(np.append(kept, False).argmin()))
         return self._replace(states=states.tobytes(), ready=self.ready[kept], run=run, reasons=reasons.tobytes())
 
-    def with_coming(self, states: bytes) -> Found:
+    def with_coming(self, states: bytes) -> FoundKeys:
         """Return this with the states of keys that tiers bring up, which are COMING."""
         if states == self.states:
             return self
@@ -143,7 +143,7 @@ class Found(NamedTuple):
         return self._replace(states=states, reasons=reasons.tobytes())
 
 
-def ready_of(found: Sequence[Found]) -> BlockIds:
+def ready_of(found: Sequence[FoundKeys]) -> BlockIds:
     """Return the blocks of the READY keys of all groups."""
     return found[0].ready if len(found) == 1 else np.concatenate([NO_BLOCKS, *[each.ready for each in found]])
 
@@ -236,13 +236,13 @@ class BlockTable(Structure):
         self._native.blocks_find(self.address, group.number, keys, count, group.key_bytes)
         return self._bytes[:count].tobytes(), self._numbers[:count].copy()
 
-    def lookup(self, group: Group, keys: bytes, *, lease: bool) -> Found:
+    def lookup(self, group: Group, keys: bytes, *, lease: bool) -> FoundKeys:
         """Find keys, and ``lease`` the blocks of the READY ones if so told."""
         count, leased_bytes = self._reserve_for(group, keys), self.leased_bytes
         self._native.blocks_lookup(self.address, group.number, keys, count, group.key_bytes, lease)
         ready, run = self._counts[:2]
         states, reasons = self._bytes[:count].tobytes(), self._bytes[count : 2 * count].tobytes()
-        return Found(states, self._numbers[:ready].copy(), self.leased_bytes - leased_bytes, run, reasons)
+        return FoundKeys(states, self._numbers[:ready].copy(), self.leased_bytes - leased_bytes, run, reasons)
 
     def new_prompt(self) -> int:
         """Return the number of one more prompt."""

@@ -30,7 +30,7 @@ TOKEN_ID_BYTES = 4
 
 
 @dataclass(slots=True, eq=False)
-class BranchPoint:
+class Branch:
     """A place at which prompts with one beginning differ.
 
     Attributes:
@@ -51,7 +51,7 @@ class _Place:
     """A known block. ``point``: the branch point before it, if there is one."""
 
     end_tokens: int
-    point: BranchPoint | None
+    point: Branch | None
     has_child: bool = False
 
 
@@ -63,7 +63,7 @@ class _Prompts:
         self.places: OrderedDict[int, _Place] = OrderedDict()
         self.contents: OrderedDict[int, None] = OrderedDict()
         """Hashes of blocks' tokens."""
-        self.points: dict[_Place, BranchPoint] = {}
+        self.points: dict[_Place, Branch] = {}
         self.seen_tokens = 0.0
 
 
@@ -110,7 +110,7 @@ class BranchPoints:
         self._queue = deque(one for one in self._queue if one[0] is not namespace)
         self._queued_bytes = sum(len(tokens) for *_, tokens in self._queue)
 
-    def of(self, namespace: Namespace) -> tuple[int, list[BranchPoint]]:
+    def of(self, namespace: Namespace) -> tuple[int, list[Branch]]:
         """Return the tokens of the blocks that were seen, and the branch points, the one that costs most first."""
         if (prompts := self._of.get(namespace)) is None:
             return 0, []
@@ -136,7 +136,7 @@ def _add(prompts: _Prompts, key: bytes, parent: bytes, tokens: bytes) -> None:
     elif not is_known and point is None and before.has_child:
         point = prompts.points.get(before)
         if point is None:
-            point = prompts.points[before] = BranchPoint(before.end_tokens)
+            point = prompts.points[before] = Branch(before.end_tokens)
             if len(prompts.points) > MAX_POINTS:
                 least, gone = min(islice(prompts.points.items(), MAX_POINTS), key=lambda item: item[1].repeated_tokens)
                 del prompts.points[least]

@@ -21,7 +21,7 @@ import numpy as np
 
 from kvoffd.cache.asked_keys import AskedKeys
 from kvoffd.cache.block_life import BlockLife
-from kvoffd.cache.block_table import FREE, NO_BLOCKS, READY, BlockTable, Found, ready_of
+from kvoffd.cache.block_table import FREE, NO_BLOCKS, READY, BlockTable, FoundKeys, ready_of
 from kvoffd.cache.hooks import CacheListener, TierHooks
 from kvoffd.cache.integrity import Integrity
 from kvoffd.cache.leases import Leases
@@ -31,7 +31,7 @@ from kvoffd.cache.policy import Policy
 from kvoffd.cache.prefetches import NO_SESSION, Prefetches
 from kvoffd.cache.prompts import Prompts
 from kvoffd.cache.space import Space
-from kvoffd.cache.stores import Stores
+from kvoffd.cache.stores import BlockStores
 from kvoffd.cache.tickets import Lease, LoadTicket
 from kvoffd.errors import NotReady, UnknownLease
 from kvoffd.pool.allocator import SlotAllocator
@@ -85,7 +85,7 @@ class Cache:
         self.leases = Leases(self.life, clock, lease_ttl_s, int(leased_share * slots.pool_bytes), max_leased_keys)
         self.space = Space(self.life, self.quotas, clock)
         self.prompts = Prompts(self.life, clock)
-        self.stores = Stores(self.life, self.space, policy, self.prompts)
+        self.stores = BlockStores(self.life, self.space, policy, self.prompts)
         self.integrity = Integrity(self.life, table)
         self._prefetches = Prefetches(self.life, clock, lease_ttl_s)
         self._events, self._clock, self._partial_timeout_s = events, clock, partial_timeout_s
@@ -157,11 +157,11 @@ class Cache:
         tiers: TierHooks,
         lease: Lease,
         groups: Sequence[tuple[int, bytes]],
-        found: list[Found],
+        found: list[FoundKeys],
         asked: list[AskedKeys] | None,
         *,
         is_new: bool,
-    ) -> list[Found]:
+    ) -> list[FoundKeys]:
         """Request what the pool lacks from the tiers. Returns what was found, with the states of keys that come up."""
         states = [of_group.states for of_group in found]
         if not lease.coming and sum([len(of_group.ready) for of_group in found]) == sum(map(len, states)):

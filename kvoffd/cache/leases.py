@@ -9,7 +9,7 @@ from itertools import islice, takewhile
 import numpy as np
 
 from kvoffd.cache.block_life import BlockLife
-from kvoffd.cache.block_table import BlockIds, Found, ready_of
+from kvoffd.cache.block_table import BlockIds, FoundKeys, ready_of
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.cache.tickets import Lease, SessionLeases
 from kvoffd.errors import UnknownLease
@@ -79,7 +79,7 @@ class Leases:
 
     # --- what a lookup found --------------------------------------------------------------------
 
-    def give(self, lease: Lease, found: list[Found], pinned_before: int, *, is_new: bool) -> list[Found]:
+    def give(self, lease: Lease, found: list[FoundKeys], pinned_before: int, *, is_new: bool) -> list[FoundKeys]:
         """Give a lease the READY blocks, which it has pinned already if it ``is_new``. Returns what was found, without
         the blocks that it may not pin.
 
@@ -131,7 +131,7 @@ class Leases:
         sharers.update(other for other, until in self._claims.items() if until > now)
         return self.most_bytes // len(sharers)
 
-    def _cut(self, lease: Lease, leased: SessionLeases, found: list[Found]) -> list[Found]:
+    def _cut(self, lease: Lease, leased: SessionLeases, found: list[FoundKeys]) -> list[FoundKeys]:
         """Return what was found with as many READY keys as the session may lease besides what the lease has: the first
         of each group, about the same part of each."""
         fresh = [~np.isin(each.ready, lease.blocks) for each in found]

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvoffd.cache.asked_keys import AskedKeys, PromptOutcome, UncountedPrompts, count_prompt
+from kvoffd.cache.asked_keys import AskedKeys, PromptUse, UncountedPrompts, count_prompt
 from kvoffd.cache.block_life import BlockLife
-from kvoffd.cache.block_table import READY, Found
+from kvoffd.cache.block_table import READY, FoundKeys
 from kvoffd.cache.computing import Computing
 from kvoffd.cache.namespace import Group, Namespace
 from kvoffd.cache.policy import Chain
@@ -57,7 +57,7 @@ class Prompts:
         self,
         lease: Lease,
         groups: Sequence[tuple[int, bytes]],
-        found: list[Found],
+        found: list[FoundKeys],
         asked: list[AskedKeys],
         *,
         reported: bool,
@@ -123,7 +123,7 @@ class Prompts:
         """Record the sources of what was loaded under a lease, for ``count_tokens``."""
         self._uncounted_loads.add(lease.session, lease.lease_id, keys)
 
-    def count(self, session: int, lease_id: int, outcome: PromptOutcome) -> Sequence[AskedKeys]:
+    def count(self, session: int, lease_id: int, outcome: PromptUse) -> Sequence[AskedKeys]:
         """Count the keys of a prompt whose engine reports what it did with it. Counted ones are not counted again.
 
         Returns the keys that were counted.
@@ -140,7 +140,7 @@ class Prompts:
             namespace.counters.prompt_tokens[source.kind] += count
         return {source.name: count for source, count in found.items()}
 
-    def _count(self, parts: Sequence[AskedKeys], outcome: PromptOutcome | None) -> None:
+    def _count(self, parts: Sequence[AskedKeys], outcome: PromptUse | None) -> None:
         for chain, own in count_prompt(parts, outcome, self._reasons_from):
             if chain.group.sizes and not (chain.group.dead or chain.group.namespace.of_bench):
                 self.on_counted(chain, own)

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffd.cache.block_life import BlockLife, select_keys
-from kvoffd.cache.block_table import FREE, NO_BLOCK, NO_BLOCKS, WRITING, BlockIds, Verdict
+from kvoffd.cache.block_table import FREE, NO_BLOCK, NO_BLOCKS, WRITING, BlockIds, StoreVerdict
 from kvoffd.cache.hooks import NO_TOKENS, BlockTokens
 from kvoffd.cache.namespace import Group, MissReason, Namespace
 from kvoffd.cache.policy import REJECTED, Policy
@@ -23,12 +23,12 @@ from kvoffd.errors import BadGeometry
 
 REFUSED = MissReason.NO_SPACE, MissReason.QUOTA
 """Reasons why a store's keys got no blocks."""
-_ABSENT = bytes([Verdict.ABSENT])
+_ABSENT = bytes([StoreVerdict.ABSENT])
 PromptNumbers: TypeAlias = npt.NDArray[np.uint64]
 """[keys] number of each key's prompt; see ``BlockTable.prompt``. 0: nothing of it is to be stored."""
 
 
-class Stores:
+class BlockStores:
     """Begins and ends stores and fills. End each ticket exactly once, after the last byte of its copy has moved.
 
     A store asks, in this order: which keys lack this rank's shard (``BlockTable.judge``); of which prompts they are, so
@@ -81,12 +81,13 @@ class Stores:
         verdicts, blocks = self._blocks.judge(*offered)
         if verdicts == _ABSENT * len(verdicts):
             return Stored(group, NO_BLOCKS, NO_BLOCKS), range(len(verdicts)), NO_BLOCKS
-        if Verdict.NARROW in verdicts:
-            self._drop_narrow(group, blocks[np.frombuffer(verdicts, np.uint8) == Verdict.NARROW])
+        if StoreVerdict.NARROW in verdicts:
+            self._drop_narrow(group, blocks[np.frombuffer(verdicts, np.uint8) == StoreVerdict.NARROW])
             verdicts, blocks = self._blocks.judge(*offered)
         of_key = np.frombuffer(verdicts, np.uint8)
         absent, joined, duplicates = (
-            np.flatnonzero(of_key == verdict).tolist() for verdict in (Verdict.ABSENT, Verdict.JOIN, Verdict.DUPLICATE)
+            np.flatnonzero(of_key == verdict).tolist()
+            for verdict in (StoreVerdict.ABSENT, StoreVerdict.JOIN, StoreVerdict.DUPLICATE)
         )
         joined = [index for index in joined if self._life.is_open_to(int(blocks[index]), sole)]
         existing = blocks[are_present := blocks != NO_BLOCK]

@@ -62,7 +62,7 @@ MAX_STEPS = int(HOUR_S / STEP_S)
 """Steps that are kept: those of an hour."""
 
 
-class Step(NamedTuple):
+class CounterStep(NamedTuple):
     """Increases of counters in a period of ``seconds`` that ended at ``until``, of the clock. Without those of 0."""
 
     until: float
@@ -81,7 +81,7 @@ class CounterSteps:
         self._since = clock()
         self._before: Mapping[str, float] = {}
         """The counters at ``_since``, where the unfinished step began."""
-        self._steps: deque[Step] = deque(maxlen=MAX_STEPS)
+        self._steps: deque[CounterStep] = deque(maxlen=MAX_STEPS)
 
     def sample(self, values: Mapping[str, float]) -> None:
         """Record the counters, and end the step if it is ``STEP_S`` long. Call it at least about once a second."""
@@ -89,15 +89,15 @@ class CounterSteps:
             self._steps.append(self._unfinished(values))
             self._since, self._before = self._clock(), values
 
-    def last_hour(self, values: Mapping[str, float]) -> list[Step]:
+    def last_hour(self, values: Mapping[str, float]) -> list[CounterStep]:
         """Return the steps of the last hour, oldest first; the last one is not finished. Changes nothing."""
         begin = self._clock() - HOUR_S
         return [*(one for one in self._steps if one.until > begin), self._unfinished(values)]
 
-    def _unfinished(self, values: Mapping[str, float]) -> Step:
+    def _unfinished(self, values: Mapping[str, float]) -> CounterStep:
         now, before = self._clock(), self._before
         gained = {name: more for name, value in values.items() if (more := value - before.get(name, 0))}
-        return Step(now, now - self._since, gained)
+        return CounterStep(now, now - self._since, gained)
 
 
 class DurationHistogram:

@@ -12,7 +12,7 @@ from kvoffd.pool.pool import Pool
 from kvoffd.server.handlers import answers
 from kvoffd.server.persistence import StateFile
 from kvoffd.server.session import Session
-from kvoffd.server.sessions import Sessions
+from kvoffd.server.sessions import SessionTable
 from kvoffd.server.tier_supervisor import TierSupervisor
 from kvoffd.server.traffic import TrafficCounts
 from kvoffd.system.limits import open_descriptors
@@ -29,14 +29,14 @@ DESCRIPTORS_SHARE = 0.8
 
 
 @dataclass(eq=False)
-class Health:
+class HealthWatch:
     """Judges the parts of the daemon, each time that it is asked."""
 
     config: Config
     cache: Cache
     pool: Pool
     gpus: Gpus
-    sessions: Sessions
+    sessions: SessionTable
     tier_supervisor: TierSupervisor
     state_file: StateFile
     traffic: TrafficCounts

@@ -13,7 +13,7 @@ from kvoffd.errors import KvoffdError
 from kvoffd.server.handlers import Pending, answers
 from kvoffd.server.persistence import State
 from kvoffd.server.session import Session
-from kvoffd.server.sessions import Sessions
+from kvoffd.server.sessions import SessionTable
 from kvoffd_proto import admin as a
 from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
@@ -46,7 +46,7 @@ class KnownNamespaces:
         self,
         config: Config,
         cache: Cache,
-        sessions: Sessions,
+        sessions: SessionTable,
         state: State,
         clock: Callable[[], float],
         users: Sequence[NamespaceUser],

@@ -12,7 +12,7 @@ from kvoffd.server.engine_memory import MemoryMapper
 from kvoffd.server.handlers import Pending, answers
 from kvoffd.server.jobs import Jobs
 from kvoffd.server.session import Registration, Session
-from kvoffd.server.sessions import Sessions
+from kvoffd.server.sessions import SessionTable
 from kvoffd.transfer.engine import EngineMemory
 from kvoffd.transfer.plan import build_layouts
 from kvoffd_proto import messages as m
@@ -23,7 +23,7 @@ from kvoffd_proto.messages import MAX_PAGES, Handle
 class Registrations:
     """The requests of workers about their memory."""
 
-    def __init__(self, config: Config, cache: Cache, memory: MemoryMapper, sessions: Sessions, jobs: Jobs) -> None:
+    def __init__(self, config: Config, cache: Cache, memory: MemoryMapper, sessions: SessionTable, jobs: Jobs) -> None:
         self._most = config.limits.max_registrations
         self._cache, self._memory, self._sessions, self._jobs = cache, memory, sessions, jobs
 

@@ -7,7 +7,7 @@ from itertools import islice
 
 from msgspec import structs
 
-from kvoffd.cache.asked_keys import AskedKeys, PromptOutcome
+from kvoffd.cache.asked_keys import AskedKeys, PromptUse
 from kvoffd.cache.block_table import FOUND
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import MissReason, Namespace
@@ -15,7 +15,7 @@ from kvoffd.cache.prompt_tokens import PromptTokens
 from kvoffd.errors import BadKeys, KvoffdError
 from kvoffd.server.handlers import answers
 from kvoffd.server.session import Session
-from kvoffd.server.sessions import Sessions
+from kvoffd.server.sessions import SessionTable
 from kvoffd.server.tier_supervisor import TierSupervisor
 from kvoffd.server.traffic import TrafficCounts
 from kvoffd_proto import admin as a
@@ -39,7 +39,7 @@ class Reports:
     """Counts what engines report, and keeps each session's latest prompts."""
 
     def __init__(
-        self, cache: Cache, sessions: Sessions, tier_supervisor: TierSupervisor, traffic: TrafficCounts
+        self, cache: Cache, sessions: SessionTable, tier_supervisor: TierSupervisor, traffic: TrafficCounts
     ) -> None:
         self._cache, self._sessions = cache, sessions
         self._tier_supervisor, self._traffic = tier_supervisor, traffic
@@ -77,7 +77,7 @@ class Reports:
                 raise KvoffdError(why, ErrorCode.MALFORMED)
         for one in message.prompts:
             unloaded, not_awaited = UNLOADED.get(one.outcome), NOT_AWAITED.get(one.reason)
-            outcome = PromptOutcome(one.own_keys, one.covered_keys, unloaded, one.coming_keys, not_awaited)
+            outcome = PromptUse(one.own_keys, one.covered_keys, unloaded, one.coming_keys, not_awaited)
             reason, tiers = self._reason_of(namespace, one, cache.prompts.count(session.id, one.lease_id, outcome))
             one = structs.replace(one, reason=reason)
             tokens: dict[str, int] = {}

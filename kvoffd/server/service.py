@@ -22,7 +22,7 @@ from kvoffd.server.admin import Administration
 from kvoffd.server.engine_memory import Host, MemoryMapper
 from kvoffd.server.events import EventLog, Frames
 from kvoffd.server.handlers import Answer, Pending, handlers_of
-from kvoffd.server.health import Health
+from kvoffd.server.health import HealthWatch
 from kvoffd.server.jobs import Jobs
 from kvoffd.server.known_namespaces import KnownNamespaces, NamespaceUser
 from kvoffd.server.lookups import Lookups
@@ -33,7 +33,7 @@ from kvoffd.server.request_counts import RequestCounts
 from kvoffd.server.resets import NamespaceResets
 from kvoffd.server.scrubber import Scrubber
 from kvoffd.server.session import Session
-from kvoffd.server.sessions import Sessions
+from kvoffd.server.sessions import SessionTable
 from kvoffd.server.stats import Statistics
 from kvoffd.server.tier_supervisor import TierSupervisor
 from kvoffd.server.tracer import Tracer
@@ -85,7 +85,7 @@ class Service:
         self.memory = MemoryMapper(engine, host, gpus)
         self.branch_points = BranchPoints(clock)
         self.jobs = Jobs(config, cache, pool, host, self.branch_points)
-        self.sessions = Sessions(config, cache, self.jobs, host, max_attached)
+        self.sessions = SessionTable(config, cache, self.jobs, host, max_attached)
         self.scrubber = Scrubber(cache, clock)
         self.traffic = TrafficCounts(cache, clock, state.counted.lifetime)
         self.curve = HitRatioCurve(cache.slots.pool_bytes, clock)
@@ -96,7 +96,7 @@ class Service:
             users.append(tier_supervisor.tiering)
         self.namespaces = KnownNamespaces(config, cache, self.sessions, state, clock, users)
         self.resets = NamespaceResets(cache, state, tier_supervisor, self.namespaces, clock)
-        self.health = Health(config, cache, pool, gpus, self.sessions, tier_supervisor, state.file, self.traffic)
+        self.health = HealthWatch(config, cache, pool, gpus, self.sessions, tier_supervisor, state.file, self.traffic)
         tracer = Tracer(cache, clock)
         self.lookups = Lookups(config, cache, clock, tier_supervisor, tracer)
         self.reports = Reports(cache, self.sessions, tier_supervisor, self.traffic)

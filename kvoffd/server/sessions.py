@@ -71,7 +71,7 @@ def credit_bytes(config: Config, cache: Cache) -> int:
     return config.limits.credit_bytes or min(cache.slots.pool_bytes // 8, MAX_DEFAULT_CREDIT_BYTES)
 
 
-class Sessions:
+class SessionTable:
     """The open sessions: admits clients, and frees their resources when they leave.
 
     Args:

@@ -14,7 +14,7 @@ from operator import attrgetter
 from msgspec import structs
 
 from kvoffd import __version__
-from kvoffd.cache.branch_points import BranchPoint, BranchPoints
+from kvoffd.cache.branch_points import Branch, BranchPoints
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.curve import HitRatioCurve
 from kvoffd.cache.namespace import Namespace
@@ -24,13 +24,13 @@ from kvoffd.observe.meters import DAY_S, HOUR_S, MINUTE_S
 from kvoffd.pool.pool import Pool
 from kvoffd.server.events import EventLog
 from kvoffd.server.handlers import answers, filled
-from kvoffd.server.health import Health
+from kvoffd.server.health import HealthWatch
 from kvoffd.server.jobs import Jobs
 from kvoffd.server.lookups import Lookups
 from kvoffd.server.persistence import State
 from kvoffd.server.request_counts import RequestCounts
 from kvoffd.server.session import Session
-from kvoffd.server.sessions import Sessions
+from kvoffd.server.sessions import SessionTable
 from kvoffd.server.tier_supervisor import Disk, TierSupervisor
 from kvoffd.server.traffic import TrafficCounts, counts_of, figures
 from kvoffd.tiers.shared import SharedTier
@@ -60,7 +60,7 @@ class Statistics:
     gpus: Gpus
     work: WorkOfBoth
     jobs: Jobs
-    sessions: Sessions
+    sessions: SessionTable
     tier_supervisor: TierSupervisor
     traffic: TrafficCounts
     curve: HitRatioCurve
@@ -68,7 +68,7 @@ class Statistics:
     counts: RequestCounts
     lookups: Lookups
     loop_watch: LoopWatch
-    health: Health
+    health: HealthWatch
 
     def __post_init__(self) -> None:
         self.started_at = self.clock()
@@ -290,7 +290,7 @@ class Statistics:
         )
 
 
-def _figures(point: BranchPoint, seen_tokens: int) -> tuple[int, int, int, int]:
+def _figures(point: Branch, seen_tokens: int) -> tuple[int, int, int, int]:
     """Return the fields of a branch point on the wire."""
     return point.at_tokens, round(point.prompts), round(point.repeated_tokens), seen_tokens
 

@@ -15,7 +15,7 @@ from kvoffd.cache import POLICY_NAMES
 from kvoffd.errors import KvoffdError
 from kvoffd.simulate.optimum import optimum_percent, uses_of
 from kvoffd.simulate.replay import DiskPlan, Replayed, replay
-from kvoffd.simulate.trace import BadTrace, Trace, read_trace
+from kvoffd.simulate.trace import BadTrace, RequestTrace, read_trace
 from kvoffd.tiering import WriteMode
 from kvoffd_proto.units import format_size, parse_size
 from kvoffd_proto.verdict import MIN_LOOKUPS
@@ -104,7 +104,7 @@ def _show_progress(text: str) -> None:
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
 
-def _unequal(trace: Trace) -> str:
+def _unequal(trace: RequestTrace) -> str:
     kinds = ", ".join(
         f"{tokens} tokens in {format_size(nbytes)} ({100 * part:.1f} %)" for tokens, nbytes, part in trace.others
     )
@@ -121,7 +121,7 @@ def _policies(text: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _block_bytes(given: argparse.Namespace, trace: Trace) -> int:
+def _block_bytes(given: argparse.Namespace, trace: RequestTrace) -> int:
     """Return the pool bytes of a block; 0 if neither the trace nor the user gives them."""
     if not given.block_size:
         return trace.block_bytes
@@ -130,7 +130,7 @@ def _block_bytes(given: argparse.Namespace, trace: Trace) -> int:
     return block_bytes
 
 
-def _sizes(given: argparse.Namespace, trace: Trace, block_bytes: int, distinct: int) -> dict[int, str]:
+def _sizes(given: argparse.Namespace, trace: RequestTrace, block_bytes: int, distinct: int) -> dict[int, str]:
     """Return the sizes of the pool in blocks, ascending, with the text that gave them."""
     found: dict[int, str] = {}
     for part in filter(None, given.blocks.split(",")):
@@ -173,7 +173,7 @@ def _with_disks(given: argparse.Namespace, pools: dict[int, str], block_bytes: i
     return found
 
 
-def _disks(given: argparse.Namespace, trace: Trace, blocks: int, block_bytes: int) -> list[DiskPlan | None]:
+def _disks(given: argparse.Namespace, trace: RequestTrace, blocks: int, block_bytes: int) -> list[DiskPlan | None]:
     """Return the disk of a size with each mode of writing; None if there is no disk."""
     if not blocks:
         return [None]
@@ -197,7 +197,7 @@ def _bytes_of(option: str, text: str) -> int:
         raise ValueError(f"{option}: {error}.") from None
 
 
-def _as_json(trace: Trace, sizes: Sizes, results: Results) -> dict[str, object]:
+def _as_json(trace: RequestTrace, sizes: Sizes, results: Results) -> dict[str, object]:
     rows = []
     for one, best in results:
         percents = {"hit": one.hit_percent, "written": one.percent(one.written), "optimum": best}
@@ -210,7 +210,7 @@ def _as_json(trace: Trace, sizes: Sizes, results: Results) -> dict[str, object]:
     return {"trace": trace.name, "accesses": trace.accesses, "results": rows}
 
 
-def _as_table(trace: Trace, sizes: Sizes, results: Results, block_bytes: int) -> str:
+def _as_table(trace: RequestTrace, sizes: Sizes, results: Results, block_bytes: int) -> str:
     of_block = [f"{trace.tokens_per_block} tokens"] * bool(trace.tokens_per_block)
     of_block += [format_size(block_bytes)] * bool(block_bytes)
     of = f" of {' and '.join(of_block)}" if of_block else ""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvoffd.simulate.trace import KEY_BYTES, Trace
+from kvoffd.simulate.trace import KEY_BYTES, RequestTrace
 
 
 class Uses(NamedTuple):
@@ -27,7 +27,7 @@ class Uses(NamedTuple):
     distinct: int
 
 
-def uses_of(trace: Trace) -> Uses:
+def uses_of(trace: RequestTrace) -> Uses:
     """Compute what the optimum needs to know of a trace, for any pool size."""
     lengths = np.array([len(request) // KEY_BYTES for request in trace.requests], dtype=np.int64)
     bounds = np.concatenate([[0], np.cumsum(lengths)])

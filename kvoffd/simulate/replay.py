@@ -18,7 +18,7 @@ from kvoffd.cache.tickets import StorePart
 from kvoffd.pool.allocator import SlotAllocator
 from kvoffd.pool.slot_table import SlotTable, TableGeometry
 from kvoffd.simulate.disk import MAX_REGION_BLOCKS, REGIONS, SimulatedDisk
-from kvoffd.simulate.trace import KEY_BYTES, Trace
+from kvoffd.simulate.trace import KEY_BYTES, RequestTrace
 from kvoffd.tiering import WriteMode
 from kvoffd_proto.messages import PENDING, READY, GroupSpec
 
@@ -95,14 +95,16 @@ def open_cache(policy: str, blocks: int, clock: Callable[[], float] = lambda: 0.
     return cache
 
 
-def open_namespace(cache: Cache, trace: Trace, fingerprint: bytes = bytes(32)) -> Namespace:
+def open_namespace(cache: Cache, trace: RequestTrace, fingerprint: bytes = bytes(32)) -> Namespace:
     groups = [GroupSpec("full", trace.tokens_per_block)]
     namespace, _ = cache.namespaces.open(Namespace(fingerprint, trace.name, 1, KEY_BYTES, groups, "{}"))
     cache.namespaces.register_rank(namespace, 0, [BLOCK_BYTES], None)
     return namespace
 
 
-def replay(trace: Trace, policy: str, blocks: int, disk: DiskPlan | None = None, *, hints: bool = False) -> Replayed:
+def replay(
+    trace: RequestTrace, policy: str, blocks: int, disk: DiskPlan | None = None, *, hints: bool = False
+) -> Replayed:
     """Replay a trace like an engine: for each request a lookup, then the store of the missing blocks. ``hints``: obey
     the trace's."""
     now = 0.0

@@ -76,7 +76,7 @@ class TracedHint(NamedTuple):
     ttl_s: float = 0.0
 
 
-class Trace(NamedTuple):
+class RequestTrace(NamedTuple):
     """Requests by their concatenated keys, root first."""
 
     name: str
@@ -127,7 +127,7 @@ class _Lengths:
         return fitting[0] if fitting else MOONCAKE_TOKENS
 
 
-def read_trace(path: Path) -> Trace:
+def read_trace(path: Path) -> RequestTrace:
     """Read a trace of requests or sessions: one JSON object a line, or a list of them, or one session.
 
     A request is an object whose ``hash_ids`` are its blocks, as in Mooncake's format. ``kvoffd-cli trace record``
@@ -196,7 +196,7 @@ def read_trace(path: Path) -> Trace:
     if has_sessions and timed:  # all sessions begin together
         order = sorted(range(len(timed)), key=timed.__getitem__)
         requests, timed = [requests[at] for at in order], [timed[at] for at in order]
-    return Trace(
+    return RequestTrace(
         path.stem.removesuffix(".jsonl"), tokens, requests, block_bytes, cut_off, others, missing, timed, hints, skipped
     )
 

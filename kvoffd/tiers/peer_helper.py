@@ -114,7 +114,7 @@ class Agent(NamedTuple):
     pool_at: int
 
 
-class Transfer:
+class PeerTransfer:
     """A read of a peer's memory. ``handle`` is None once it has ended."""
 
     def __init__(self, peer: int, ident: int, part: int, handle: Any, began: float) -> None:
@@ -189,7 +189,7 @@ class Helper:
         """Peers by the ids of questions that they have not answered."""
         self._free = [list(range(n * SLICES, (n + 1) * SLICES)) for n in range(len(settings.peers))]
         """Slices that each peer's reads may use now."""
-        self._transfers: dict[int, Transfer] = {}
+        self._transfers: dict[int, PeerTransfer] = {}
         self._stuck = set[int]()
         """Peers that are asked nothing, because all of their reads are stuck."""
         self._stuck_reads = 0
@@ -476,7 +476,7 @@ class Helper:
             self._drop(number)
             self._to_daemon(FAILED, number, ident, f"NIXL refuses to read from it: {error}.".encode())
             return
-        self._transfers[ident] = transfer = Transfer(number, ident, part, handle, time.monotonic())
+        self._transfers[ident] = transfer = PeerTransfer(number, ident, part, handle, time.monotonic())
         self._report_if_ended(transfer, self._nixl.transfer)
 
     def _end_transfers(self, now: float) -> bool:
@@ -494,7 +494,7 @@ class Helper:
         self._stuck_reads = stuck.total()
         return ended
 
-    def _report_if_ended(self, transfer: Transfer, state_of: Callable[[Any], str]) -> bool:
+    def _report_if_ended(self, transfer: PeerTransfer, state_of: Callable[[Any], str]) -> bool:
         """Report a read if it has ended by its state; return whether it has."""
         try:
             state = state_of(transfer.handle)

@@ -23,7 +23,7 @@ from kvoffd.cache import POLICY_NAMES
 from kvoffd.cache.policy import Policy, make_policy
 from kvoffd.simulate.optimum import optimum_percent, uses_of
 from kvoffd.simulate.replay import STEP_TOKENS, replay
-from kvoffd.simulate.trace import Trace, read_trace
+from kvoffd.simulate.trace import RequestTrace, read_trace
 from tests.bench.report_file import markdown_table, print_report, run_facts
 
 BLOCKS = 1000, 2000, 4000, 8000, 16000, 32000
@@ -86,7 +86,7 @@ class Reference:
                 self.written += self._cache.find(request, update_cache=False) is not None
 
 
-def replay_reference(trace: Trace, name: str, blocks: int) -> Found:
+def replay_reference(trace: RequestTrace, name: str, blocks: int) -> Found:
     requests = [np.frombuffer(keys, ">u8").tolist() for keys in trace.requests]
     reference, began = Reference(name, blocks, trace.tokens_per_block), time.perf_counter()
     for keys in requests:
@@ -94,7 +94,7 @@ def replay_reference(trace: Trace, name: str, blocks: int) -> Found:
     return Found(name, blocks, reference.hits, reference.written, time.perf_counter() - began, nan)
 
 
-def replay_own(trace: Trace, name: str, blocks: int) -> Found:
+def replay_own(trace: RequestTrace, name: str, blocks: int) -> Found:
     in_policy = 0.0
 
     def timed(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -120,12 +120,12 @@ def replay_own(trace: Trace, name: str, blocks: int) -> Found:
         return Found(name, blocks, found.hits, found.written, time.perf_counter() - began, in_policy)
 
 
-def cut(trace: Trace, requests: int) -> Trace:
+def cut(trace: RequestTrace, requests: int) -> RequestTrace:
     """Return the first requests of a trace."""
     return trace._replace(requests=trace.requests[:requests], seconds=trace.seconds[:requests], hints=())
 
 
-def tables(trace: Trace, sizes: Sequence[int], own: Sequence[str], others: Sequence[str]) -> Iterator[str]:
+def tables(trace: RequestTrace, sizes: Sequence[int], own: Sequence[str], others: Sequence[str]) -> Iterator[str]:
     found = [replay_own(trace, name, blocks) for name in own for blocks in sizes]
     found += [replay_reference(trace, name, blocks) for name in others for blocks in sizes]
     rows = [["policy", *(f"{blocks:,}" for blocks in sizes), "µs for a block", "in the policy"]]

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvoffd.cache.asked_keys import PromptOutcome
+from kvoffd.cache.asked_keys import PromptUse
 from kvoffd.cache.block_table import CORRUPT, FREE, READY, SHARD_STATE, WRITING, WRITTEN, BlockIds
 from kvoffd.cache.namespace import MissReason, Namespace, NamespaceSnapshot
 from kvoffd.cache.tickets import FillTicket, LoadTicket, Stored
@@ -469,7 +469,7 @@ class CacheMachine(RuleBasedStateMachine):
     def report(self, data: st.DataObject, covered: list[int]) -> None:
         session, lease_id = data.draw(st.sampled_from(sorted(self.unreported)))
         own = [count // 2 for count in covered]
-        self.cache.prompts.count(session, lease_id, PromptOutcome(own, covered, MissReason.LATE))
+        self.cache.prompts.count(session, lease_id, PromptUse(own, covered, MissReason.LATE))
         namespace, asked = self.unreported.pop((session, lease_id))
         left = Counter(dict(enumerate(covered)))
         for group, found in asked:

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from kvoffd.cache import curve
-from kvoffd.cache.asked_keys import AskedKeys, PromptOutcome, count_prompt
+from kvoffd.cache.asked_keys import AskedKeys, PromptUse, count_prompt
 from kvoffd.cache.block_table import BlockIds
 from kvoffd.cache.curve import SIZES, HitRatioCurve
 from kvoffd.cache.learned import Learned
 from kvoffd.cache.namespace import Group, MissReason, Namespace
 from kvoffd.cache.policy import Chain
 from kvoffd.simulate.replay import open_cache, open_namespace, replay, request
-from kvoffd.simulate.trace import KEY_BYTES, Trace
+from kvoffd.simulate.trace import KEY_BYTES, RequestTrace
 from kvoffd_proto.messages import GroupSpec
 from kvoffd_proto.stats import PolicyClass
 
@@ -42,7 +42,7 @@ def group_of(block_bytes: int = MIB, label: str = "tiny", name: int = 0, tokens:
     return group
 
 
-def conversations(requests: int, seed: int, spread: int) -> Trace:
+def conversations(requests: int, seed: int, spread: int) -> RequestTrace:
     """Chats of a common first block, that grow by some blocks, twelve turns at most, and are left by and by."""
     random, made = Random(seed), 0
     chats: list[list[int]] = []
@@ -56,7 +56,7 @@ def conversations(requests: int, seed: int, spread: int) -> Trace:
         chats[at] = [*chats[at], *range(made + 1, made + 1 + new)]
         made += new
         asked.append(chain_of(*chats[at]))
-    return Trace("made", 512, asked)
+    return RequestTrace("made", 512, asked)
 
 
 @pytest.mark.parametrize("tokens", [512, 16])
@@ -95,7 +95,7 @@ def test_what_was_not_stored_when_it_was_asked_for_is_found_at_no_size_however_l
         asked = AskedKeys(group.namespace, reported=True)
         asked.found(Chain(group, keys, NOTHING), reasons)
         watched.stored(group, keys)
-        for chain, own in count_prompt([asked], PromptOutcome([0], [0], None), lambda chain, first: b""):
+        for chain, own in count_prompt([asked], PromptUse([0], [0], None), lambda chain, first: b""):
             watched.requested(chain, own)
 
     for _ in range(4):
@@ -147,7 +147,7 @@ def test_blocks_without_tokens_weigh_the_same_in_the_curve_and_in_the_policy() -
     assert described[0] == described[1]
 
 
-def ratios_of(trace: Trace, pool: int) -> dict[str, float]:
+def ratios_of(trace: RequestTrace, pool: int) -> dict[str, float]:
     watched, group = HitRatioCurve(pool * MIB, lambda: 0.0), group_of()
     ask(watched, group, trace.requests)
     return watched.in_all().lru_hit_ratio
@@ -187,7 +187,7 @@ def test_what_is_forgotten_stays_a_part_of_all() -> None:
 
 def test_a_sample_tells_nearly_the_same() -> None:
     # More different blocks than are kept, so that one stands for several: all are asked for twice, in one order.
-    trace = Trace("cycle", 512, [chain_of(*range(at, at + 16)) for at in range(0, 200_000, 16)] * 2)
+    trace = RequestTrace("cycle", 512, [chain_of(*range(at, at + 16)) for at in range(0, 200_000, 16)] * 2)
     found = ratios_of(trace, 250_000)
     assert found["0.7"] == pytest.approx(0, abs=0.005)
     assert found["1"] == found["10"] == pytest.approx(0.5, abs=0.005)
@@ -235,7 +235,7 @@ def test_prompts_of_small_blocks_part_and_end_anywhere(shared: int) -> None:
         chats[at] = [*chats[at], *range(made, made + new)]
         made += new
         asked.append(chain_of(*chats[at]))
-    trace, pool = Trace("small", 16, asked), 40 * (shared + 30)
+    trace, pool = RequestTrace("small", 16, asked), 40 * (shared + 30)
     watched, group = HitRatioCurve(pool * MIB // 32, lambda: 0.0), group_of(MIB // 32, tokens=16)
     ask(watched, group, trace.requests)
     found = watched.in_all().lru_hit_ratio

@@ -16,7 +16,7 @@ import pytest
 
 from kvoffd_client.cli import endpoint, verify
 from kvoffd_client.cli.endpoint import Answer
-from kvoffd_client.cli.verify import Case, Difference, difference
+from kvoffd_client.cli.verify import Case, OutputDifference, difference
 from tests.kit.closing import ServerThread, ThreadsServer
 from tests.kit.command import Done, run_cli_here
 
@@ -38,11 +38,11 @@ def case(computed: Answer, own: Answer, loaded: Answer) -> Case:
 
 def test_what_differs_and_by_how_much() -> None:
     ab = answer("a", "b")
-    assert difference(ab, answer("a", "b")) == Difference(None, 0.0, 0.0)
-    assert difference(ab, answer("a", "b", first=-0.75)) == Difference(None, 0.0, 0.25)
-    assert difference(answer("a", "b", other=-0.625), answer("a", "x")) == Difference(1, 0.125, 0.0)
-    assert difference(ab, answer("a", "unlikely")) == Difference(1, inf, 0.0)
-    assert difference(ab, answer("a")) == Difference(1, inf, 0.0)
+    assert difference(ab, answer("a", "b")) == OutputDifference(None, 0.0, 0.0)
+    assert difference(ab, answer("a", "b", first=-0.75)) == OutputDifference(None, 0.0, 0.25)
+    assert difference(answer("a", "b", other=-0.625), answer("a", "x")) == OutputDifference(1, 0.125, 0.0)
+    assert difference(ab, answer("a", "unlikely")) == OutputDifference(1, inf, 0.0)
+    assert difference(ab, answer("a")) == OutputDifference(1, inf, 0.0)
 
 
 @pytest.mark.parametrize(

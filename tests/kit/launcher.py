@@ -64,16 +64,16 @@ def copies_with_faults(file: Path) -> None:
 
 def commits_with_faults(file: Path) -> None:
     """Have the end of every store raise while ``file`` says ``commit fails``."""
-    from kvoffd.cache.stores import Stores
+    from kvoffd.cache.stores import BlockStores
 
-    commit = Stores.commit
+    commit = BlockStores.commit
 
     def commit_or_fail(*given: Any) -> int:
         if file.exists() and file.read_text() == "commit fails":
             raise AssertionError("a deliberate bug")
         return commit(*given)
 
-    Stores.commit = commit_or_fail  # type: ignore[method-assign]
+    BlockStores.commit = commit_or_fail  # type: ignore[method-assign]
 
 
 def disks_with_faults(file: Path) -> None:

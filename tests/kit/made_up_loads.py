@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count, islice
 
-from kvoffd.simulate.trace import KEY_BYTES, Trace
+from kvoffd.simulate.trace import KEY_BYTES, RequestTrace
 
 Chain = list[int]
 Load = Iterator[Chain]
@@ -71,8 +71,8 @@ class Traffic:
             yield next(self.chance.choices([load for _, load in loads], [share for share, _ in loads])[0])
 
 
-def trace_of(requests: Sequence[Chain], tokens: int = 512) -> Trace:
-    return Trace("made", tokens, [b"".join(key.to_bytes(KEY_BYTES, "big") for key in keys) for keys in requests])
+def trace_of(requests: Sequence[Chain], tokens: int = 512) -> RequestTrace:
+    return RequestTrace("made", tokens, [b"".join(key.to_bytes(KEY_BYTES, "big") for key in keys) for keys in requests])
 
 
 def chat_among_single_requests(seed: int, requests: int) -> list[Chain]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvoffd_client.cli.verify import MAX_NOISE_NATS, TIE_NATS, Difference, difference
+from kvoffd_client.cli.verify import MAX_NOISE_NATS, TIE_NATS, OutputDifference, difference
 
 
-def compare(computed: Any, own: Any, given: Any, nats: float = TIE_NATS) -> tuple[bool, Difference]:
+def compare(computed: Any, own: Any, given: Any, nats: float = TIE_NATS) -> tuple[bool, OutputDifference]:
     """Return whether an answer is as the computed one or that from vLLM's own prefix cache, and how it differs from the
     first. All have the log probabilities of several tokens at each place. ``nats``: difference that says nothing."""
     found, noise = difference(computed, given), difference(computed, own).farthest

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvoffd.simulate.replay import replay
-from kvoffd.simulate.trace import Trace, read_trace
+from kvoffd.simulate.trace import RequestTrace, read_trace
 from tests.bench.policies import replay_reference
 from tests.kit.made_up_loads import LOADS, Traffic, trace_of
 
@@ -38,11 +38,11 @@ TRACES = os.environ.get("TESTS_TRACES", "")
 """Folder with the traces of Mooncake's FAST'25 release, which are no part of kvoffd."""
 
 
-def made(load: str) -> Trace:
+def made(load: str) -> RequestTrace:
     return trace_of([*islice(LOADS[load](Traffic(1)), 1500)])
 
 
-def compare(trace: Trace, blocks: int, lru_hits: int, arc_hits: int, arc_points: float) -> None:
+def compare(trace: RequestTrace, blocks: int, lru_hits: int, arc_hits: int, arc_points: float) -> None:
     assert replay(trace, "lru", blocks).hits == lru_hits
     assert replay(trace, "arc", blocks).hit_percent == pytest.approx(100 * arc_hits / trace.accesses, abs=arc_points)
 

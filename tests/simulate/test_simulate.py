@@ -19,7 +19,7 @@ from kvoffd.cache import POLICY_NAMES
 from kvoffd.simulate.command import main
 from kvoffd.simulate.optimum import optimum_percent, uses_of
 from kvoffd.simulate.replay import DiskPlan, replay
-from kvoffd.simulate.trace import KEY_BYTES, MAX_LINE_BYTES, BadTrace, Trace, read_trace
+from kvoffd.simulate.trace import KEY_BYTES, MAX_LINE_BYTES, BadTrace, RequestTrace, read_trace
 from kvoffd.tiering import WriteMode
 from kvoffd_client.cli import main as console
 from tests.kit.cases import case
@@ -62,7 +62,7 @@ def test_the_optimum_is_what_trying_everything_finds() -> None:
 
 def test_the_optimum_of_many_and_of_very_long_requests() -> None:
     requests, long = 1_200_000, array("Q", range(2_000_000)).tobytes()
-    uses = uses_of(Trace("wide", 512, [*[long[:KEY_BYTES]] * requests, long]))
+    uses = uses_of(RequestTrace("wide", 512, [*[long[:KEY_BYTES]] * requests, long]))
     assert uses.next_uses[: requests + 1] == [*range(1, requests + 1), 0]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvoffd.cache.asked_keys import PromptOutcome
+from kvoffd.cache.asked_keys import PromptUse
 from kvoffd.cache.namespace import MissReason
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiers.tier import Result
@@ -34,7 +34,7 @@ class Rig(TieringHarness):
         """Count a prompt; return the reasons of the keys behind the covered ones, which are counted and kept."""
         before = self.space.counters.misses.copy()
         fields = {"own": [0], "covered": [covered], "unloaded": None, **outcome}
-        (part,) = self.cache.prompts.count(1, lease, PromptOutcome(**fields))  # type: ignore[arg-type]
+        (part,) = self.cache.prompts.count(1, lease, PromptUse(**fields))  # type: ignore[arg-type]
         kept = [MissReason(one) for one in part.reasons[covered:]]
         assert self.space.counters.misses - before == {one: kept.count(one) for one in kept}
         assert [part.reason_of(keys_of(number)) for number in (1, 2, 3)[covered:]] == kept

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvoffd.cache import POLICY_NAMES
-from kvoffd.cache.asked_keys import PromptOutcome
+from kvoffd.cache.asked_keys import PromptUse
 from kvoffd.cache.block_table import BlockIds
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.cache.tickets import Lease
@@ -468,7 +468,7 @@ def test_what_fails_is_not_late_too(rig: TieringHarness) -> None:
     rig.cache.lookup(space, 1, 1, [(0, keys_of(1, 2))], reported=True)
     rig.tiering.pump()
     rig.tier.end_all(fault=Result.FAILED)
-    rig.cache.prompts.count(1, 1, PromptOutcome([0], [0], MissReason.LATE))
+    rig.cache.prompts.count(1, 1, PromptUse([0], [0], MissReason.LATE))
     assert +space.counters.misses == {MissReason.TIER_FAILED: 2}
 
 

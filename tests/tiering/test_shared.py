@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvoffd.cache.asked_keys import PromptOutcome
+from kvoffd.cache.asked_keys import PromptUse
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.promotions import READ_AGAIN_S, Promotions
@@ -132,7 +132,7 @@ def test_a_block_that_waited_until_its_answer_was_old_is_asked_for_again(rig: Ti
 def test_what_comes_after_a_request_was_given_up_is_late(rig: TieringHarness, shared: FakeTier, given_up: str) -> None:
     space = rig.open()
     give(rig, shared, space, 1)
-    late = PromptOutcome([0], [0], MissReason.LATE)
+    late = PromptUse([0], [0], MissReason.LATE)
     steps = [lambda: rig.cache.leases.end(999, [2]), lambda: rig.cache.prompts.count(999, 1, late)]
     progress = [
         shared.answer,
@@ -152,7 +152,7 @@ def test_keys_that_nobody_awaits_are_late(rig: TieringHarness) -> None:
     rig.put(space, keys_of(1))
     rig.cache.lookup(space, 999, 1, [(0, keys_of(1, 2))], reported=True)
     rig.cache.leases.end(999, [1])
-    rig.cache.prompts.count(999, 1, PromptOutcome([0], [1], MissReason.LATE))
+    rig.cache.prompts.count(999, 1, PromptUse([0], [1], MissReason.LATE))
     rig.finish_promotions()
     assert (space.counters.keys_ready, space.counters.found_disk, space.counters.covered_keys) == (1, 1, 1)
     assert +space.counters.misses == {MissReason.LATE: 1}
@@ -165,7 +165,7 @@ def test_what_an_engine_had_itself_is_no_miss_whatever_a_store_answers(rig: Tier
         rig.cache.lookup(space, 999, lease_id, [(0, keys_of(10 * lease_id, 10 * lease_id + 1))], reported=True)
         if lease_id == 1:
             shared.answer()
-        rig.cache.prompts.count(999, lease_id, PromptOutcome([1], [1], None))
+        rig.cache.prompts.count(999, lease_id, PromptUse([1], [1], None))
         shared.answer()
     assert (space.counters.covered_keys, +space.counters.misses) == (
         2,

@@ -152,7 +152,7 @@ def own_prompt(lines: int) -> Body:
 # --- comparing -------------------------------------------------------------------------------------
 
 
-class Difference(NamedTuple):
+class OutputDifference(NamedTuple):
     """Difference of two answers, in nats.
 
     ``at``: the first place with another token, None if there is none. ``gap``: how much less likely the other token was
@@ -169,17 +169,17 @@ class Difference(NamedTuple):
         return max(self.gap, self.farthest) <= nats
 
 
-def difference(wanted: Answer, given: Answer) -> Difference:
+def difference(wanted: Answer, given: Answer) -> OutputDifference:
     if not (wanted.has_numbers and given.has_numbers):
-        return Difference(0, inf, inf)
+        return OutputDifference(0, inf, inf)
     farthest, length = 0.0, min(len(wanted.tokens), len(given.tokens))
     for at in range(length):
         if wanted.tokens[at] != given.tokens[at]:
             gap = wanted.logprobs[at] - wanted.likeliest[at].get(given.tokens[at], -inf)
-            return Difference(at, gap, farthest)
+            return OutputDifference(at, gap, farthest)
         farthest = max(farthest, abs(wanted.logprobs[at] - given.logprobs[at]))
     ends = len(wanted.tokens) == len(given.tokens)
-    return Difference(None, 0.0, farthest) if ends else Difference(length, inf, farthest)
+    return OutputDifference(None, 0.0, farthest) if ends else OutputDifference(length, inf, farthest)
 
 
 @dataclass

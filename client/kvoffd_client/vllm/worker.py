@@ -10,7 +10,7 @@ from contextlib import suppress
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadingWorker, TransferResult
 
 from kvoffd_client.namespace import NamespaceSpec
-from kvoffd_client.ordered_sender import Mark, OrderedSender
+from kvoffd_client.ordered_sender import OrderedSender, StreamMark
 from kvoffd_client.vllm.connector_metadata import (
     NO_LEASE,
     FailedJob,
@@ -33,7 +33,7 @@ class LaunchedKernels:
 
     def __init__(self, sender: OrderedSender | None) -> None:
         self._began = time.monotonic()
-        self._mark: Mark | None = None
+        self._mark: StreamMark | None = None
         if sender is not None:
             with suppress(RuntimeError):  # the GPU has failed
                 self._mark = sender.mark()
