@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 RESET_NOT_SAVED = "After a kill or a reboot the namespace's blocks may come back from disks and shared stores."
 UNLOADED: Mapping[str, MissReason] = {
-    m.PromptOutcome.LATE: MissReason.LATE,
-    m.PromptOutcome.SKIPPED: MissReason.SKIPPED,
-    m.PromptOutcome.NO_SPACE: MissReason.ENGINE_FULL,
-    m.PromptOutcome.FAILED: MissReason.LOAD_FAILED,
+    m.Outcome.LATE: MissReason.LATE,
+    m.Outcome.SKIPPED: MissReason.SKIPPED,
+    m.Outcome.NO_SPACE: MissReason.ENGINE_FULL,
+    m.Outcome.FAILED: MissReason.LOAD_FAILED,
 }
 """Miss reasons of keys that were found and not loaded, by the prompt's outcome."""
 NOT_AWAITED: Mapping[str, MissReason] = {
@@ -68,7 +68,7 @@ def hello(service: Service, session: Session, message: m.Hello) -> m.Welcome:
     return m.Welcome(
         message.request_id,
         session.id,
-        filled(m.SessionLimits, service.config.limits),
+        filled(m.Limits, service.config.limits),
         0 if message.role is m.Role.ADMIN else service.sessions.credit_bytes,
     )
 
@@ -289,7 +289,7 @@ def report_prompts(service: Service, session: Session, message: m.ReportPrompts)
         reason, tiers = _reason_of(service, namespace, one, counted)
         one = structs.replace(one, reason=reason)
         tokens: dict[str, int] = {}
-        if not (one.again or one.outcome == m.PromptOutcome.DROPPED):
+        if not (one.again or one.outcome == m.Outcome.DROPPED):
             its = PromptTokens(one.tokens, one.own_tokens, one.loaded_tokens, one.other_tokens)
             tokens = service.cache.count_tokens(namespace, session.id, one.load_lease_id, its)
         session.prompts.append(LoggedPrompt(session.id, message.namespace, one, tokens, tiers))

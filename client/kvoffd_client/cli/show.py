@@ -43,7 +43,7 @@ from kvoffd_client.cli.target import (
 )
 from kvoffd_client.namespace_differences import differences, explain, how_they_differ
 from kvoffd_proto.admin import FindBlock, ListPrompts, LoggedPrompt, NamespaceInfo, SessionInfo, SetQuota
-from kvoffd_proto.messages import Mark, PromptOutcome, PromptReport, Role
+from kvoffd_proto.messages import Mark, Outcome, PromptReport, Role
 from kvoffd_proto.stats import MISS_REASONS, engine_name, namespace_id
 from kvoffd_proto.units import exact_size, format_count, format_duration, format_size, parse_size, plural, printable
 
@@ -217,18 +217,16 @@ FOLLOW_S = 1.0
 MAX_SOUGHT = 50
 """Latest prompts whose missing keys are sought in other namespaces."""
 OUTCOMES = {
-    PromptOutcome.LOADED: "loaded {loaded} of {tokens} tokens",
-    PromptOutcome.MISSED: "loaded nothing of {tokens} tokens",
-    PromptOutcome.NOT_NEEDED: "loaded nothing of {tokens} tokens: the engine's own cache had all it can use",
-    PromptOutcome.DROPPED: "ended before it was scheduled: {tokens} tokens",
-    PromptOutcome.TOO_SHORT: "looked up nothing: its {tokens} tokens are less than a block",
-    PromptOutcome.SKIPPED: "loaded nothing of {tokens} tokens: computing them was faster than loading",
-    PromptOutcome.NO_SPACE: "loaded nothing of {tokens} tokens: the engine's KV cache had no space for them",
-    PromptOutcome.LATE: (
-        "loaded nothing of {tokens} tokens: late, the engine did not wait longer for the daemon's answer"
-    ),
-    PromptOutcome.FAILED: "computed {tokens} tokens: a load failed, see the engine's log",
-    PromptOutcome.UNUSED: "looked up nothing: the engine was not connected, or the request may not use the cache",
+    Outcome.LOADED: "loaded {loaded} of {tokens} tokens",
+    Outcome.MISSED: "loaded nothing of {tokens} tokens",
+    Outcome.NOT_NEEDED: "loaded nothing of {tokens} tokens: the engine's own cache had all it can use",
+    Outcome.DROPPED: "ended before it was scheduled: {tokens} tokens",
+    Outcome.TOO_SHORT: "looked up nothing: its {tokens} tokens are less than a block",
+    Outcome.SKIPPED: "loaded nothing of {tokens} tokens: computing them was faster than loading",
+    Outcome.NO_SPACE: "loaded nothing of {tokens} tokens: the engine's KV cache had no space for them",
+    Outcome.LATE: "loaded nothing of {tokens} tokens: late, the engine did not wait longer for the daemon's answer",
+    Outcome.FAILED: "computed {tokens} tokens: a load failed, see the engine's log",
+    Outcome.UNUSED: "looked up nothing: the engine was not connected, or the request may not use the cache",
 }
 
 
@@ -318,8 +316,8 @@ MARKS = {
 def request_sentence(logged: LoggedPrompt) -> str:
     """Return the outcome of a request and why: ``14:05:22 cmpl-7 loaded 64 of 128 tokens: 64 from the pool, ...``."""
     report = logged.report
-    known = report.outcome in set(PromptOutcome)
-    what = OUTCOMES[PromptOutcome(report.outcome)] if known else f"{printable(report.outcome)}: {{tokens}} tokens"
+    known = report.outcome in set(Outcome)
+    what = OUTCOMES[Outcome(report.outcome)] if known else f"{printable(report.outcome)}: {{tokens}} tokens"
     clock = time.strftime("%H:%M:%S", time.localtime(report.decided_at))
     counts = {"loaded": format_count(report.loaded_tokens), "tokens": format_count(report.tokens)}
     sentence = f"{clock} {printable(report.request)} {what.format(**counts)}."
@@ -339,7 +337,7 @@ def request_sentence(logged: LoggedPrompt) -> str:
         sentence += f" A store was asked for {format_count(report.asked_shared)} and {said}."
     if report.missing_key:
         sentence += _first_missing(report, logged.tiers)
-        if report.after_gap and report.outcome in (PromptOutcome.LOADED, PromptOutcome.MISSED):
+        if report.after_gap and report.outcome in (Outcome.LOADED, Outcome.MISSED):
             count = f"{format_count(report.after_gap)} key{plural(report.after_gap)}"
             sentence += f" Without it {count} found after it cannot be loaded."
     return sentence
