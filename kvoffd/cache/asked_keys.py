@@ -174,12 +174,12 @@ def count_prompt(
             count_misses(part.namespace, its := part.reasons[begin:])
             part.namespace.counters.covered_keys += sum(map(its.count, (FOUND, CAME, COMING, ASKED)))
         return
-    has_gap = any(its.count(FOUND) + its.count(CAME) < len(its) for its in (one.reasons[at:] for one, at, _ in rest))
-    tables = _tables(outcome, has_gap=has_gap or outcome.not_awaited is not None)
+    for part, _, end in rest:
+        if outcome.unloaded is None and COMING in part.reasons[end:] and part.chain is not None:
+            _take_failed_reads(part.reasons, end, reasons_now(part.chain, end))
+    tables = _tables(outcome, b"".join([part.reasons[begin:] for part, begin, _ in rest]))
     for part, begin, end in rest:
         its = part.reasons
-        if outcome.unloaded is None and COMING in its[end:] and part.chain is not None:
-            _take_failed_reads(its, end, reasons_now(part.chain, end))
         its[:begin] = bytes([FOUND]) * begin
         its[begin:end] = its[begin:end].translate(tables[0])
         its[end:] = its[end:].translate(tables[1])
@@ -193,13 +193,18 @@ def _take_failed_reads(reasons: bytearray, first: int, now: bytes) -> None:
             reasons[at] = reason
 
 
-def _tables(outcome: PromptOutcome, *, has_gap: bool) -> tuple[bytes, bytes]:
+def _tables(outcome: PromptOutcome, reasons: bytes) -> tuple[bytes, bytes]:
     """Return the tables that make reasons of FOUND, CAME, COMING and ASKED: for keys that were in the pool or coming
-    when the engine began to compute, and for those behind them."""
+    when the engine began to compute, and for those behind them. ``reasons``: those of all keys not covered."""
+    there, may_come = (sum(map(reasons.count, values)) for values in ((FOUND, CAME), (COMING, ASKED)))
+    has_gap = there < len(reasons) or outcome.not_awaited is not None
+    is_behind = there + may_come < len(reasons) or outcome.not_awaited is not None
     last = MissReason.AFTER_GAP if has_gap else MissReason.NOT_LOADED
     awaited, known = bytearray(range(256)), bytearray(range(256))
     for value, late in ((FOUND, last), (CAME, last), (COMING, MissReason.TIER_LATE), (ASKED, MissReason.UNANSWERED)):
         known[value] = awaited[value] = late
+    if is_behind:  # nobody had it read: the gap had ended the prompt's use
+        known[COMING] = MissReason.AFTER_GAP
     if (why := outcome.not_awaited) is not None:
         awaited[CAME] = awaited[ASKED] = why
         awaited[COMING] = MissReason.TIER_LATE if why is MissReason.UNANSWERED else why  # it was answered since

@@ -255,7 +255,8 @@ def invalidate(service: Service, session: Session, message: m.Invalidate) -> m.D
 
 @answers(m.ReportEngine)
 def report_engine(service: Service, session: Session, message: m.ReportEngine) -> m.Done:
-    counters = session.namespaces[message.namespace].counters
+    namespace = session.namespaces[message.namespace]
+    counters = namespace.counters
     if 0 < message.prefill_tokens_per_second < m.MIN_PER_SECOND:
         why = f"{message.prefill_tokens_per_second} tokens per second is not an engine's speed; report 0 if unknown."
         raise KvoffdError(why, ErrorCode.MALFORMED)
@@ -265,7 +266,8 @@ def report_engine(service: Service, session: Session, message: m.ReportEngine) -
     counters.skipped_loads += message.skipped_loads
     counters.paused_stores += message.paused_stores
     counters.late_lookups += message.late_lookups
-    service.traffic.date_back("late_lookups", message.late_lookups, message.late_age_s)
+    if not namespace.of_bench:
+        service.traffic.date_back("late_lookups", message.late_lookups, message.late_age_s)
     counters.unknown_hints += message.unknown_hints
     session.problem = message.problem
     return m.Done(message.request_id)

@@ -127,6 +127,15 @@ def test_what_comes_too_late_is_late_and_what_is_behind_it_in_the_pool_is_not(
     assert rig.count(1, **outcome) == [MissReason.TIER_LATE, MissReason.AFTER_GAP, MissReason.TIER_LATE]
 
 
+def test_what_a_store_has_behind_a_read_that_failed_is_behind_a_gap(rig: Rig) -> None:
+    rig.ask(1)
+    all_there(rig, rig.store)
+    rig.ask(2, again=True)
+    rig.tiering.pump()
+    rig.store.end(next(iter(rig.store.jobs)), fault=Result.FAILED)
+    assert rig.count(1) == [MissReason.TIER_FAILED, MissReason.AFTER_GAP, MissReason.AFTER_GAP]
+
+
 def test_a_later_lookup_of_the_prompt_may_have_found_more(rig: Rig) -> None:
     """As in a second store, which is asked once the first one has answered."""
     rig.ask(1)
