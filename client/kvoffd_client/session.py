@@ -232,7 +232,7 @@ class Session(Closing):
         self._problem = f"The client has not reached the kvoffd daemon in {self.directory} yet."
         self._last_warning = ""
         self._refusal_logged_at = -REFUSALS_LOGGED_S
-        self._limits: m.SessionLimits | None = None
+        self._limits: m.Limits | None = None
         """The daemon's limits; None before Welcome."""
         self._credit_bytes = 0
         self._next_request_id = itertools.count(1).__next__

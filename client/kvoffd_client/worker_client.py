@@ -135,7 +135,7 @@ def _slice(
     )
 
 
-def batches_of(jobs: Iterable[tuple[Job, Size]], limits: m.SessionLimits) -> list[list[Job]]:
+def batches_of(jobs: Iterable[tuple[Job, Size]], limits: m.Limits) -> list[list[Job]]:
     """Return jobs, given with their sizes, in batches that fit a message each. In it all stores of a group have parents
     and tokens, or none has."""
     batches: list[list[Job]] = []

@@ -23,10 +23,10 @@ from kvoffd_proto import messages as m
 from kvoffd_proto.errors import ErrorCode
 
 UNLOADED: Mapping[str, MissReason] = {
-    m.PromptOutcome.LATE: MissReason.LATE,
-    m.PromptOutcome.SKIPPED: MissReason.SKIPPED,
-    m.PromptOutcome.NO_SPACE: MissReason.ENGINE_FULL,
-    m.PromptOutcome.FAILED: MissReason.LOAD_FAILED,
+    m.Outcome.LATE: MissReason.LATE,
+    m.Outcome.SKIPPED: MissReason.SKIPPED,
+    m.Outcome.NO_SPACE: MissReason.ENGINE_FULL,
+    m.Outcome.FAILED: MissReason.LOAD_FAILED,
 }
 """Miss reasons of keys that were found and not loaded, by the prompt's outcome."""
 NOT_AWAITED: Mapping[str, MissReason] = {
@@ -81,7 +81,7 @@ class Reports:
             reason, tiers = self._reason_of(namespace, one, cache.prompts.count(session.id, one.lease_id, outcome))
             one = structs.replace(one, reason=reason)
             tokens: dict[str, int] = {}
-            if not (one.again or one.outcome == m.PromptOutcome.DROPPED):
+            if not (one.again or one.outcome == m.Outcome.DROPPED):
                 its = PromptTokens(one.tokens, one.own_tokens, one.loaded_tokens, one.other_tokens)
                 tokens = cache.prompts.count_tokens(namespace, session.id, one.load_lease_id, its)
             session.prompts.append(a.LoggedPrompt(session.id, message.namespace, one, tokens, tiers))

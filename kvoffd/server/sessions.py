@@ -25,10 +25,10 @@ from kvoffd_proto.messages import (
     PROTOCOL_VERSION,
     TOKEN_BYTES,
     Hello,
+    Limits,
     Results,
     ResultsReply,
     Role,
-    SessionLimits,
     Welcome,
 )
 from kvoffd_proto.units import printable
@@ -142,7 +142,7 @@ class SessionTable:
                 ErrorCode.BAD_VERSION,
             )
         self._set_role(session, message.role, printable(message.name), printable(message.software))
-        limits = filled(SessionLimits, self._config.limits)  # all fields: ServerLimits
+        limits = filled(Limits, self._config.limits)  # all fields: ServerLimits
         credit = 0 if message.role is Role.ADMIN else self.credit_bytes
         return Welcome(message.request_id, session.id, limits, credit)
 

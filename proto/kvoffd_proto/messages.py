@@ -265,7 +265,7 @@ Speed = Annotated[float, doc(ge=0, le=MAX_PER_SECOND)]
 # --- sessions, lookups and jobs ------------------------------------------------------------------
 
 
-class SessionLimits(Wire, frozen=True):
+class Limits(Wire, frozen=True):
     """Limits of one session, sent in Welcome. Requests beyond them are refused."""
 
     max_frame_bytes: Annotated[int, doc("Largest request frame in bytes.", ge=1)]
@@ -302,7 +302,7 @@ class Welcome(Reply, frozen=True):
     """Answer to Hello: the session is open."""
 
     session_id: SessionId
-    limits: Annotated[SessionLimits, doc("Limits of this session.")]
+    limits: Annotated[Limits, doc("Limits of this session.")]
     credit_bytes: Annotated[ByteCount, doc("Bytes of stores the session may have outstanding.")]
 
 
@@ -512,7 +512,7 @@ class PromptReport(Wire, frozen=True):
     found_pool: Annotated[PromptCount, doc("Keys found in the pool.")]
     found_disk: Annotated[PromptCount, doc("Keys found on a disk.")]
     found_shared: Annotated[PromptCount, doc("Keys that a store that nodes share, or a peer, answered that it has.")]
-    outcome: Annotated[str, doc("What the engine did, one word: ``PromptOutcome``.", max_length=32)]
+    outcome: Annotated[str, doc("What the engine did, one word: ``Outcome``.", max_length=32)]
     loaded_tokens: Annotated[PromptCount, doc("Tokens loaded.")] = 0
     missing_group: GroupIndex = 0
     missing_key: Annotated[bytes, doc("The first key that was missing; empty for none.", max_length=64)] = b""
@@ -537,7 +537,7 @@ class PromptReport(Wire, frozen=True):
     ] = []
 
 
-class PromptOutcome(StrEnum):
+class Outcome(StrEnum):
     """Outcome of a prompt."""
 
     LOADED = "loaded"

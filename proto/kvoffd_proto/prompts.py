@@ -9,24 +9,24 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from kvoffd_proto.admin import LoggedPrompt
-from kvoffd_proto.messages import Mark, PromptOutcome, PromptReport
+from kvoffd_proto.messages import Mark, Outcome, PromptReport
 from kvoffd_proto.stats import MISS_REASONS, reason_name
 from kvoffd_proto.units import format_count, plural, printable
 
 OUTCOMES = {
-    PromptOutcome.LOADED: ("loaded {loaded} of {tokens} tokens", ""),
-    PromptOutcome.MISSED: ("loaded nothing of {tokens} tokens", ""),
-    PromptOutcome.NOT_NEEDED: ("loaded nothing of {tokens} tokens", "the engine's own cache had all it can use"),
-    PromptOutcome.DROPPED: ("ended before it was scheduled: {tokens} tokens", ""),
-    PromptOutcome.TOO_SHORT: ("looked up nothing", "its {tokens} tokens are less than a block"),
-    PromptOutcome.SKIPPED: ("loaded nothing of {tokens} tokens", "computing them was faster than loading"),
-    PromptOutcome.NO_SPACE: ("loaded nothing of {tokens} tokens", "the engine's KV cache had no space for them"),
-    PromptOutcome.LATE: (
+    Outcome.LOADED: ("loaded {loaded} of {tokens} tokens", ""),
+    Outcome.MISSED: ("loaded nothing of {tokens} tokens", ""),
+    Outcome.NOT_NEEDED: ("loaded nothing of {tokens} tokens", "the engine's own cache had all it can use"),
+    Outcome.DROPPED: ("ended before it was scheduled: {tokens} tokens", ""),
+    Outcome.TOO_SHORT: ("looked up nothing", "its {tokens} tokens are less than a block"),
+    Outcome.SKIPPED: ("loaded nothing of {tokens} tokens", "computing them was faster than loading"),
+    Outcome.NO_SPACE: ("loaded nothing of {tokens} tokens", "the engine's KV cache had no space for them"),
+    Outcome.LATE: (
         "loaded nothing of {tokens} tokens",
         "late, the engine did not wait longer for the daemon's answer",
     ),
-    PromptOutcome.FAILED: ("computed {tokens} tokens", "a load failed, see the engine's log"),
-    PromptOutcome.UNUSED: ("looked up nothing", "the engine was not connected, or the request may not use the cache"),
+    Outcome.FAILED: ("computed {tokens} tokens", "a load failed, see the engine's log"),
+    Outcome.UNUSED: ("looked up nothing", "the engine was not connected, or the request may not use the cache"),
 }
 """The outcome of a prompt in words, and its reason where the outcome gives one."""
 MARKS = {
@@ -64,7 +64,7 @@ def outcome_sentence(logged: LoggedPrompt) -> str:
         sentence += f" A store was asked for {format_count(report.asked_shared)} and {said}."
     if report.missing_key:
         sentence += _first_missing(report, logged.tiers)
-        if report.after_gap and report.outcome in (PromptOutcome.LOADED, PromptOutcome.MISSED):
+        if report.after_gap and report.outcome in (Outcome.LOADED, Outcome.MISSED):
             count = f"{format_count(report.after_gap)} key{plural(report.after_gap)}"
             sentence += f" Without it {count} found after it cannot be loaded."
     return sentence
@@ -81,9 +81,9 @@ def why_computed(report: PromptReport) -> str:
 def _outcome(report: PromptReport) -> tuple[str, str]:
     """Return what became of a prompt, and why; empty if only its missing key says so."""
     counts = {"loaded": format_count(report.loaded_tokens), "tokens": format_count(report.tokens)}
-    if report.outcome not in set(PromptOutcome):
+    if report.outcome not in set(Outcome):
         return f"{printable(report.outcome)}: {counts['tokens']} tokens", ""
-    what, why = OUTCOMES[PromptOutcome(report.outcome)]
+    what, why = OUTCOMES[Outcome(report.outcome)]
     return what.format(**counts), why.format(**counts)
 
 

@@ -114,7 +114,7 @@ def test_a_store_that_is_known_before_its_prompt_is_counted_is_a_store(tokens: i
     watched.stored(group, keys)
     for _ in range(2):
         watched.requested(Chain(group, keys, NOTHING))
-    assert watched.in_all().lru_hit_ratio["1"] == pytest.approx(0.5, abs=0.01)
+    assert watched.in_all().lru_hit_ratio["1"] == pytest.approx(0.5, abs=0.1)
 
 
 @pytest.mark.parametrize("tokens", [512, 16])

@@ -12,20 +12,20 @@ from msgspec import structs
 from kvoffd_client.cli import main
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto.admin import LoggedPrompt
-from kvoffd_proto.messages import PromptOutcome, PromptReport
+from kvoffd_proto.messages import Outcome, PromptReport
 from kvoffd_proto.prompts import request_sentence
 from tests.kit.daemon import DaemonProcess
 from tests.kit.waiting import wait_until
 
 
 def report(name: str, outcome: str, missing: bytes = b"", reason: str = "") -> PromptReport:
-    counts = {"after_gap": 3 if outcome == PromptOutcome.MISSED else 0}
+    counts = {"after_gap": 3 if outcome == Outcome.MISSED else 0}
     return PromptReport(name, time.time(), 128, 8, 2, 1, 0, outcome, 48, 0, missing, reason, 4, **counts)
 
 
 def test_a_line_has_the_tokens_by_source_and_what_a_store_said() -> None:
     def line(**changes: Any) -> str:
-        made = structs.replace(report("r", PromptOutcome.MISSED, b"\xab" * 32, "unknown"), after_gap=0, **changes)
+        made = structs.replace(report("r", Outcome.MISSED, b"\xab" * 32, "unknown"), after_gap=0, **changes)
         return request_sentence(LoggedPrompt(1, bytes(32), made, tokens, down))
 
     down = list[str]()
@@ -65,7 +65,7 @@ def test_a_line_has_the_tokens_by_source_and_what_a_store_said() -> None:
     ],
 )
 def test_a_line_says_what_limits_the_sharing_of_its_request(reason: str, marks: list[str], expected: str) -> None:
-    made = structs.replace(report("r", PromptOutcome.LOADED, b"\xab" * 32, reason), marks=marks)
+    made = structs.replace(report("r", Outcome.LOADED, b"\xab" * 32, reason), marks=marks)
     sentence = request_sentence(LoggedPrompt(1, bytes(32), made))
     assert expected in sentence
     assert ("Its keys contain" in sentence) is ("contain" in expected or "LoRA" in expected)
@@ -79,12 +79,12 @@ def test_an_operator_sees_why_a_request_missed(daemon: DaemonProcess, capsys: py
     with FakeEngine(daemon.directory, "tiny") as engine:
         assert "No connected engine has reported a request." in cli()
         for name, outcome in (
-            ("cmpl-1", PromptOutcome.LOADED),
-            ("cmpl-2", PromptOutcome.MISSED),
+            ("cmpl-1", Outcome.LOADED),
+            ("cmpl-2", Outcome.MISSED),
             ("\x1b[2J", "of {the} future"),
         ):
             engine.scheduler.report_prompt(report(name, outcome, b"\xab" * 32))
-        engine.scheduler.report_prompt(report("cmpl-3", PromptOutcome.TOO_SHORT))
+        engine.scheduler.report_prompt(report("cmpl-3", Outcome.TOO_SHORT))
         wait_until(lambda: cli().count("\n") == 5)
         head, first, second, third, _ = cli().splitlines()
         fingerprint = engine.namespace.fingerprint.hex()
@@ -105,7 +105,7 @@ def test_an_operator_sees_why_a_request_missed(daemon: DaemonProcess, capsys: py
         assert found["report"]["request"] == "cmpl-3"
         assert found["namespace"] == engine.namespace.fingerprint.hex()
         for number in range(300):
-            engine.scheduler.report_prompt(report(f"many-{number}", PromptOutcome.MISSED))
+            engine.scheduler.report_prompt(report(f"many-{number}", Outcome.MISSED))
         wait_until(lambda: cli("--all").count(" many-") == 300)
         assert "many-299" in cli("many").splitlines()[-1]
         *_, last, earlier = cli().splitlines()

@@ -37,7 +37,7 @@ from tests.kit.submitted import jobs_in
 
 SPEC = NamespaceSpec.named("paper")
 OPTIONS = ClientOptions()
-LIMITS = m.SessionLimits(100_000, 5000, 1000, 10, 100, 10_000, 4, 64)
+LIMITS = m.Limits(100_000, 5000, 1000, 10, 100, 10_000, 4, 64)
 EPOCH, SESSION_ID = 77, 5
 KEYS = [m.GroupKeys(0, b"k" * 64)]
 TRANSFER = [GroupTransfer(0, b"k" * 64, bytes(8))]

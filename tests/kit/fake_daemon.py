@@ -27,7 +27,7 @@ from tests.kit.submitted import jobs_in
 from .closing import Starting
 from .waiting import DEADLINE_S
 
-LIMITS = m.SessionLimits(1 << 20, 65536, 1024, 1000, 1000, 1 << 20, 4, 64)
+LIMITS = m.Limits(1 << 20, 65536, 1024, 1000, 1000, 1 << 20, 4, 64)
 Answer = m.AnyReply | bytes | None
 """A reply, raw bytes to send instead of one, or silence."""
 

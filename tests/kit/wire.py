@@ -826,9 +826,7 @@ def prompt_of(
     tokens: int, *, own: int = 0, loaded: int = 0, request: str = "r", keys: int = 0, **missing: Any
 ) -> m.PromptReport:
     """An engine's report of a prompt, of whose tokens its own cache had some, and others were loaded."""
-    return m.PromptReport(
-        request, 1.0, tokens, keys, 0, 0, 0, m.PromptOutcome.LOADED, loaded, own_tokens=own, **missing
-    )
+    return m.PromptReport(request, 1.0, tokens, keys, 0, 0, 0, m.Outcome.LOADED, loaded, own_tokens=own, **missing)
 
 
 def reported(admin: AdminClient) -> list[tuple[str, dict[str, int]]]:
@@ -869,7 +867,7 @@ def ask_for(scheduler: SchedulerClient, name: str, its: Sequence[bytes], patienc
     missing, reason = its[found : found + 1], ""
     if missing and states[found] in m.COMING:
         reason = "unanswered" if states[found] == m.SHARED and last.asking else "tier_late"
-    outcome = m.PromptOutcome.LOADED if found else m.PromptOutcome.MISSED
+    outcome = m.Outcome.LOADED if found else m.Outcome.MISSED
     report = m.PromptReport(name, time.time(), 16 * len(its), len(its), found, 0, 0, outcome)
     scheduler.report_prompt(
         structs.replace(

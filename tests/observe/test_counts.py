@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvoffd_client import AdminClient, NamespaceSpec
 from kvoffd_client.testing import FakeEngine
 from kvoffd_client.worker_client import GroupTransfer
-from kvoffd_proto.messages import GroupKeys, GroupSpec, PromptOutcome, PromptReport
+from kvoffd_proto.messages import GroupKeys, GroupSpec, Outcome, PromptReport
 from tests.kit.command import run_cli
 from tests.kit.daemon import DaemonProcess
 from tests.kit.ports import free_port, http_get
@@ -64,7 +64,7 @@ def look_up(engine: FakeEngine, wanted: list[bytes], found: int, *, reported: bo
 
 
 def report(
-    engine: FakeEngine, wanted: list[bytes], found: int, covered: int, outcome: PromptOutcome = PromptOutcome.MISSED
+    engine: FakeEngine, wanted: list[bytes], found: int, covered: int, outcome: Outcome = Outcome.MISSED
 ) -> None:
     """Look up keys and report what an engine did that had the first ``covered`` in its own cache."""
     lease_id = look_up(engine, wanted, found, reported=True)
@@ -82,12 +82,12 @@ def scripted(engine: FakeEngine) -> Counts:
     assert engine.lookup(keys(0, 8)) == 8
     assert engine.load(keys(0, 5), range(5)).ok
     engine.release()
-    report(engine, keys(0, 4), 4, 0, PromptOutcome.LATE)
-    report(engine, keys(0, 4), 4, 1, PromptOutcome.SKIPPED)
-    report(engine, keys(0, 4), 4, 1, PromptOutcome.NO_SPACE)
+    report(engine, keys(0, 4), 4, 0, Outcome.LATE)
+    report(engine, keys(0, 4), 4, 1, Outcome.SKIPPED)
+    report(engine, keys(0, 4), 4, 1, Outcome.NO_SPACE)
     report(engine, keys(50, 4), 0, 3)
     report(engine, keys(4, 8), 4, 5)
-    report(engine, keys(60, 4), 0, 4, PromptOutcome.DROPPED)
+    report(engine, keys(60, 4), 0, 4, Outcome.DROPPED)
     engine.scheduler.invalidate([GroupKeys(0, b"".join(keys(6, 2)))])
     look_up(engine, keys(0, 8), 6)
     gap, first, second = *keys(6, 1), *keys(0, 2)
@@ -114,7 +114,7 @@ def from_disk(engine: FakeEngine, daemon: DaemonProcess) -> Counts:
         for number in (1, 2):
             for first in range(1000 * number, 1000 * number + POOL_BLOCKS, 8):
                 assert engine.store(keys(first, 8), range(8)).ok
-            report(engine, keys(0, 8), 0, 0, PromptOutcome.LATE)
+            report(engine, keys(0, 8), 0, 0, Outcome.LATE)
             wait_until(lambda: admin.stats().tiers.promoted_blocks == 8 * number)  # noqa: B023
     return Counts(2, 16, 0, 0, {"late": 16})
 

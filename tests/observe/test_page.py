@@ -11,7 +11,7 @@ import pytest
 from kvoffd_client import AdminClient, NamespaceSpec
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto.admin import SetQuota
-from kvoffd_proto.messages import GroupSpec, PromptOutcome, PromptReport
+from kvoffd_proto.messages import GroupSpec, Outcome, PromptReport
 from tests.kit.daemon import DaemonProcess
 from tests.kit.ports import free_port
 from tests.kit.require import require
@@ -52,7 +52,7 @@ def test_the_page_shows_what_was_done_and_is_honest_when_the_daemon_is_away(brow
         assert engine.lookup(block_keys) == 4
         assert engine.load(block_keys[:3], range(3)).ok
         given = {"loaded_tokens": 48, "own_tokens": 20, "missing_key": block_keys[4], "missing_number": 5}
-        engine.scheduler.report_prompt(PromptReport(EVIL, 1.0, 128, 8, 4, 0, 0, PromptOutcome.LOADED, **given))
+        engine.scheduler.report_prompt(PromptReport(EVIL, 1.0, 128, 8, 4, 0, 0, Outcome.LOADED, **given))
         wait_until(lambda: admin.stats().since_start.prompt_tokens)
         browser.open(url)
         wait_until(lambda: browser.text("level") == "ok")

@@ -224,27 +224,27 @@ def test_late_lookups_are_of_the_minute_in_which_they_were_late(bench: Bench) ->
 def test_each_prompts_tokens_are_counted_once(bench: Bench) -> None:
     scheduler, admin = bench.session(m.Role.SCHEDULER), bench.session(m.Role.ADMIN)
 
-    def send(outcome: m.PromptOutcome, *tokens: int, again: bool = False) -> m.AnyReply:
+    def send(outcome: m.Outcome, *tokens: int, again: bool = False) -> m.AnyReply:
         total, own, loaded, other = tokens
         given = {"own_tokens": own, "loaded_tokens": loaded, "other_tokens": other, "again": again}
         report = m.PromptReport("r", 1.0, total, 0, 0, 0, 0, outcome, **given)
         (reply,) = bench.ask(scheduler, m.ReportPrompts(1, NAMESPACE, [report]))
         return reply
 
-    for outcome in m.PromptOutcome:  # also of prompts that looked nothing up
+    for outcome in m.Outcome:  # also of prompts that looked nothing up
         assert isinstance(send(outcome, 100, 10, 20, 30), m.Done)
-    assert isinstance(send(m.PromptOutcome.LOADED, 100, 110, 20, 0, again=True), m.Done), "its own tokens too"
-    refused = send(m.PromptOutcome.LOADED, 100, 60, 41, 0)
+    assert isinstance(send(m.Outcome.LOADED, 100, 110, 20, 0, again=True), m.Done), "its own tokens too"
+    refused = send(m.Outcome.LOADED, 100, 60, 41, 0)
     assert isinstance(refused, m.Error)
     assert refused.code is ErrorCode.MALFORMED
     assert "prompt of 100 tokens did not have 101" in refused.message
-    refused = send(m.PromptOutcome.LOADED, m.MAX_PROMPT + 1, 0, 0, 0)
+    refused = send(m.Outcome.LOADED, m.MAX_PROMPT + 1, 0, 0, 0)
     assert isinstance(refused, m.Error), "a few of them would not fit any answer"
     (listed,) = bench.ask(admin, ListPrompts(1))
     assert isinstance(listed, PromptsListed)
-    each, times = {"computed": 40, "engine": 10, "pool": 20, "other": 30}, len(m.PromptOutcome) - 1
+    each, times = {"computed": 40, "engine": 10, "pool": 20, "other": 30}, len(m.Outcome) - 1
     shown = {one.report.outcome: one.tokens for one in listed.prompts if not one.report.again}
-    assert shown == {outcome: {} if outcome is m.PromptOutcome.DROPPED else each for outcome in m.PromptOutcome}
+    assert shown == {outcome: {} if outcome is m.Outcome.DROPPED else each for outcome in m.Outcome}
     assert listed.prompts[-1].tokens == {}
     (counted,) = bench.ask(admin, Stats(1))
     assert isinstance(counted, StatsReply)

@@ -38,7 +38,7 @@ from kvoffd_client.vllm.metrics import (
 )
 from kvoffd_client.vllm.waits import MAX_STOOD_STILL_S
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import COMING, MAX_GIVER, GroupKeys, PromptOutcome, PromptReport
+from kvoffd_proto.messages import COMING, MAX_GIVER, GroupKeys, Outcome, PromptReport
 from tests.vllm.manager_harness import CHUNK_TOKENS, HASHES, KEYS, ManagerHarness
 from tests.vllm.vllm_fakes import block_hash, key
 
@@ -63,7 +63,7 @@ def test_an_answer_is_awaited_no_longer_than_computing_takes(harness: ManagerHar
         harness.scan(computed=computed)
         assert harness.results(context) == [result] * 3
     assert harness.counted()[LATE_LOOKUPS] == 1
-    assert report_of(harness).outcome is PromptOutcome.LATE, "operators see it among the misses"
+    assert report_of(harness).outcome is Outcome.LATE, "operators see it among the misses"
 
 
 @pytest.mark.parametrize("do_no_harm", [True, False])
@@ -1068,32 +1068,32 @@ def test_outcomes_and_what_was_found_are_reported() -> None:
     harness = ManagerHarness(disk_wait_s=0.0)
     harness.request("gap", {block_hash(2)})
     report = report_of(harness, name="gap")
-    assert found(report) == (PromptOutcome.MISSED, 3, 1, 0, 0)
+    assert found(report) == (Outcome.MISSED, 3, 1, 0, 0)
     assert (report.missing_key, report.after_gap) == (block_hash(1), 1), "the first one, whatever is behind it"
 
     harness.request("late")
     harness.client.answer({block_hash(1)}, coming={block_hash(2)}, shared={block_hash(3)})
     harness.scan("late")
     report = report_of(harness, CHUNK_TOKENS, "late")
-    assert found(report) == (PromptOutcome.LOADED, 3, 1, 1, 1)
+    assert found(report) == (Outcome.LOADED, 3, 1, 1, 1)
     assert (report.missing_key, report.reason) == (block_hash(2), "tier_late")
 
     harness.new("short", hashes=0)
     report = report_of(harness, name="short")
-    assert (*found(report), report.tokens) == (PromptOutcome.TOO_SHORT, 0, 0, 0, 0, 1)
+    assert (*found(report), report.tokens) == (Outcome.TOO_SHORT, 0, 0, 0, 0, 1)
 
     harness.request("held")
     harness.prepare("held", 3 * CHUNK_TOKENS, engine_has_all=True)
-    assert found(report_of(harness, name="held"))[:2] == (PromptOutcome.NOT_NEEDED, 0), (
+    assert found(report_of(harness, name="held"))[:2] == (Outcome.NOT_NEEDED, 0), (
         "nobody waits for its answer: it is not late"
     )
 
     harness.new("disabled")
     harness.manager.requests["disabled"].disabled = True
-    assert report_of(harness, name="disabled").outcome is PromptOutcome.UNUSED
+    assert report_of(harness, name="disabled").outcome is Outcome.UNUSED
     harness.client.ready = False
     harness.request("away")
-    assert report_of(harness, name="away").outcome is PromptOutcome.UNUSED
+    assert report_of(harness, name="away").outcome is Outcome.UNUSED
 
 
 def test_what_a_store_is_asked_for_is_found_once_it_says_so() -> None:
@@ -1149,7 +1149,7 @@ def test_a_load_that_fails_is_no_load(harness: ManagerHarness) -> None:
     harness.manager._job_failed(FailedJob(None, request_id="r"))
     harness.manager.complete_load(KEYS, context)
     (report,) = harness.client.reported
-    assert (report.outcome, report.loaded_tokens, report.covered_keys) == (PromptOutcome.FAILED, 0, [0])
+    assert (report.outcome, report.loaded_tokens, report.covered_keys) == (Outcome.FAILED, 0, [0])
     assert report.lease_id == harness.client.asked[0][0].lease_id
     schedule(harness)
     assert len(harness.client.reported) == 1
@@ -1164,7 +1164,7 @@ def test_what_a_preempted_request_looks_up_again_is_counted_again(harness: Manag
     harness.client.answer(HASHES)
     harness.scan()
     report = report_of(harness, 3 * CHUNK_TOKENS)
-    assert (report.outcome, report.lease_id) == (PromptOutcome.LOADED, harness.client.asked[1][0].lease_id)
+    assert (report.outcome, report.lease_id) == (Outcome.LOADED, harness.client.asked[1][0].lease_id)
     assert [one.again for one in harness.client.reported] == [False, True], "its tokens are counted once"
     assert report.load_lease_id == harness.client.asked[1][0].lease_id
 
@@ -1188,7 +1188,7 @@ def test_what_another_connector_loads_is_not_needed(harness: ManagerHarness) -> 
     harness.request(ready=set())
     harness.requests["r"].num_computed_tokens = 3 * CHUNK_TOKENS  # what vLLM counts as computed when it schedules it
     report = report_of(harness)
-    assert (report.outcome, report.own_keys, report.covered_keys) == (PromptOutcome.NOT_NEEDED, [3], [3])
+    assert (report.outcome, report.own_keys, report.covered_keys) == (Outcome.NOT_NEEDED, [3], [3])
     assert (report.own_tokens, report.other_tokens) == (0, 3 * CHUNK_TOKENS)
 
 
@@ -1208,7 +1208,7 @@ def test_what_vllms_own_cache_has_is_reported_as_not_needed(harness: ManagerHarn
     harness.request("a", {block_hash(3)})
     harness.scan("a", computed=CHUNK_TOKENS)
     assert counted(report := report_of(harness, name="a")) == (
-        PromptOutcome.MISSED,
+        Outcome.MISSED,
         CHUNK_TOKENS,
         [1],
         [1],
@@ -1219,18 +1219,16 @@ def test_what_vllms_own_cache_has_is_reported_as_not_needed(harness: ManagerHarn
     harness.request("b", {block_hash(2)})
     harness.scan("b", computed=CHUNK_TOKENS)
     report = report_of(harness, CHUNK_TOKENS, "b")
-    assert counted(report) == (PromptOutcome.LOADED, CHUNK_TOKENS, [1], [2], block_hash(3))
+    assert counted(report) == (Outcome.LOADED, CHUNK_TOKENS, [1], [2], block_hash(3))
 
     harness.request("c", set())
     harness.prepare("c", 2 * CHUNK_TOKENS, engine_has_all=True)
     report = report_of(harness, name="c")
-    assert counted(report) == (PromptOutcome.NOT_NEEDED, 2 * CHUNK_TOKENS, [2], [3], b""), (
-        "the last token is computed anyway"
-    )
+    assert counted(report) == (Outcome.NOT_NEEDED, 2 * CHUNK_TOKENS, [2], [3], b""), "the last token is computed anyway"
 
     harness.request("d", set())
     harness.manager.on_request_finished(ReqContext("d"))
-    assert counted(harness.client.reported[-1]) == (PromptOutcome.DROPPED, 0, [3], [3], b"")
+    assert counted(harness.client.reported[-1]) == (Outcome.DROPPED, 0, [3], [3], b"")
     harness.manager.reset_cache()
     harness.request("e", set())
     harness.manager.reset_cache()

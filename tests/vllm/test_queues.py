@@ -15,7 +15,7 @@ from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES, FailedJob, Wor
 from kvoffd_client.vllm.prompt_queue import JUDGED_AT_ONCE, MAX_AHEAD
 from kvoffd_client.vllm.waits import MAX_RETRY_PAUSE_S
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import GroupKeys, PromptOutcome
+from kvoffd_proto.messages import GroupKeys, Outcome
 from tests.kit.amount import TIMES
 from tests.vllm.scheduler_harness import SchedulerHarness
 from tests.vllm.vllm_config import HEADS, full_attention, make_config
@@ -86,7 +86,7 @@ def test_a_prompt_whose_lookup_failed_when_it_came_is_looked_up_again(make: Make
     engine.answers = True
     engine.end([first, second], 220)
     assert engine.loaded == ["second"]
-    assert engine.client.reported[-1].outcome is PromptOutcome.LOADED
+    assert engine.client.reported[-1].outcome is Outcome.LOADED
 
 
 def test_a_prompt_that_queued_longer_than_its_lease_lives_is_looked_up_again(make: Make) -> None:
@@ -217,7 +217,7 @@ def test_prompts_behind_a_window_that_cannot_run_are_looked_up(make: Make) -> No
     engine.held = set()
     engine.end([*long, *short], 600)
     outcomes = {one.request: one.outcome for one in engine.client.reported}
-    assert {outcomes[one.request_id] for one in short} == {PromptOutcome.LOADED}
+    assert {outcomes[one.request_id] for one in short} == {Outcome.LOADED}
 
 
 def test_a_request_that_gave_up_its_turn_once_waits_for_its_next_lookup(make: Make) -> None:

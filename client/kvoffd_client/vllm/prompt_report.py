@@ -21,7 +21,7 @@ from kvoffd_proto.messages import (
     SHARED,
     WRITING,
     Mark,
-    PromptOutcome,
+    Outcome,
     PromptReport,
 )
 
@@ -132,11 +132,11 @@ class PromptRecord:
         elif self.engine_has_all:  # vLLM computes the last token in any case, and with it the block that ends there
             covered = whole
         if loaded_tokens:
-            outcome = PromptOutcome.LOADED
+            outcome = Outcome.LOADED
         elif dropped:
-            outcome = PromptOutcome.DROPPED
+            outcome = Outcome.DROPPED
         elif not any(whole):
-            outcome = PromptOutcome.TOO_SHORT
+            outcome = Outcome.TOO_SHORT
         else:
             outcome = self._why_computed(last, is_loaded_elsewhere=other_tokens > 0)
         group, missing, number, reason = _first_missing(last, covered, adapter, tiers)
@@ -183,25 +183,25 @@ class PromptRecord:
             coming_keys=_coming(last, covered) if missing else [],
         )
 
-    def _why_computed(self, last: KeyedLookup | None, *, is_loaded_elsewhere: bool) -> PromptOutcome:
+    def _why_computed(self, last: KeyedLookup | None, *, is_loaded_elsewhere: bool) -> Outcome:
         """Return the outcome of a prompt of a block or more that computes. Another connector may load it."""
         was_looked_up = self.may_load and last is not None and not last.future.failed
         if is_loaded_elsewhere or (self.engine_has_all and was_looked_up):
-            return PromptOutcome.NOT_NEEDED
+            return Outcome.NOT_NEEDED
         if self.is_late:
-            return PromptOutcome.LATE
+            return Outcome.LATE
         if not was_looked_up or last is None:
-            return PromptOutcome.UNUSED
+            return Outcome.UNUSED
         if last.given_up or not last.future.done:
-            return PromptOutcome.LATE
+            return Outcome.LATE
         if self.skipped:
-            return PromptOutcome.SKIPPED
-        return PromptOutcome.NO_SPACE if self.refused else PromptOutcome.MISSED
+            return Outcome.SKIPPED
+        return Outcome.NO_SPACE if self.refused else Outcome.MISSED
 
 
 def failed(report: PromptReport) -> PromptReport:
     """Return the report of a prompt whose load failed, so that it is computed."""
-    return structs.replace(report, outcome=PromptOutcome.FAILED, loaded_tokens=0, covered_keys=report.own_keys)
+    return structs.replace(report, outcome=Outcome.FAILED, loaded_tokens=0, covered_keys=report.own_keys)
 
 
 def _marks_of(request: Request) -> list[str]:
