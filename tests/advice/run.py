@@ -17,10 +17,10 @@ from msgspec import structs
 
 from kvoffd_client import AdminClient
 from kvoffd_client.cli.doctor import gather_facts
-from kvoffd_client.cli.findings import Facts, Finding, find
 from kvoffd_client.fake_engine import KEY_BYTES, FakeEngine
 from kvoffd_client.namespace import NamespaceSpec
 from kvoffd_client.scheduler_client import LookupFuture
+from kvoffd_proto.findings import Facts, Finding, find
 from kvoffd_proto.messages import GroupKeys, GroupSpec, GroupTransfer, Outcome, PromptReport
 from tests.kit.command import DEADLINE_S, command, start_cli
 from tests.kit.daemon import DaemonProcess

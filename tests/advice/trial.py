@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvoffd_client.cli.findings import Finding
+from kvoffd_proto.findings import Finding
 from kvoffd_proto.units import parse_size
 from tests.kit.command import run_cli
 
