@@ -8,7 +8,7 @@ missed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -149,10 +149,10 @@ def count_misses(namespace: Namespace, reasons: bytes | bytearray) -> None:
             namespace.counters.misses[MissReason(number)] += count
 
 
-def count_prompt(
+def settle(
     parts: Sequence[AskedKeys], outcome: PromptUse | None, reasons_now: Callable[[Chain, int], bytes]
-) -> Iterator[tuple[Chain, int]]:
-    """Count a prompt's keys, and decide the reasons of those that were missed. Yield its chains, each with the number
+) -> list[tuple[Chain, int]]:
+    """Count a prompt's keys, and decide the reasons of those that were missed. Returns its chains, each with the number
     of leading keys that the engine had itself.
 
     Without an outcome, found keys were not needed. ``reasons_now``: returns the reasons of a chain's keys from one on,
@@ -164,11 +164,12 @@ def count_prompt(
         covered.update(dict(enumerate(outcome.covered)))
         coming.update(dict(enumerate(outcome.coming)))
     rest: list[tuple[AskedKeys, int, int]] = []
+    chains: list[tuple[Chain, int]] = []
     for part in parts:
         assert part.chain is not None
         group, count = part.chain.group, len(part.reasons)
         count_own = min(count, own[group.index])
-        yield part.chain._replace(findable=_findable(part.reasons, count_own)), count_own
+        chains.append((part.chain._replace(findable=_findable(part.reasons, count_own)), count_own))
         begin = min(count, covered[group.index])
         part.namespace.counters.covered_keys += begin
         end = min(count, begin + coming[group.index])
@@ -180,7 +181,7 @@ def count_prompt(
         for part, begin, _ in rest:
             count_misses(part.namespace, its := part.reasons[begin:])
             part.namespace.counters.covered_keys += sum(map(its.count, (FOUND, CAME, COMING, ASKED)))
-        return
+        return chains
     for part, _, end in rest:
         if outcome.unloaded is None and COMING in part.reasons[end:] and part.chain is not None:
             _take_failed_reads(part.reasons, end, reasons_now(part.chain, end))
@@ -191,6 +192,7 @@ def count_prompt(
         its[begin:end] = its[begin:end].translate(tables[0])
         its[end:] = its[end:].translate(tables[1])
         count_misses(part.namespace, its[begin:])
+    return chains
 
 
 def _take_failed_reads(reasons: bytearray, first: int, now: bytes) -> None:
