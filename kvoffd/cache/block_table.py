@@ -29,11 +29,11 @@ from kvoffd.system.native import (
     NUMBER,
     UINT32,
     VOID_P,
-    SlotIndex,
     Structure,
     declare,
     native,
 )
+from kvoffd.system.structures import BLOCKS, SlotIndex
 from kvoffd_proto import messages
 
 if TYPE_CHECKING:
@@ -158,12 +158,7 @@ class BlockTable(Structure):
         records: the slot table's records, by slot.
     """
 
-    _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("sequence", "pinned_blocks", "pinned_bytes", "leased_bytes")),
-        *((f"at_{name}", ctypes.c_void_p) for name in ("records", *_ARRAYS, "bytes", "numbers", "offsets", "counts")),
-        ("index", SlotIndex),
-        ("crc", ctypes.c_uint32 * 256 * 8),
-    )
+    _fields_ = BLOCKS
     sequence: int
     """Highest sequence of any record."""
     pinned_blocks: int

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from kvoffd.errors import KvoffdError
 from kvoffd.system.structures import VERSION
-from kvoffd.system.structures import SlotIndex as SlotIndex
 
 LIBRARY = Path(__file__).parents[1] / "libkvoffd.so"
 if TYPE_CHECKING:  # typeshed's ctypes.Structure has every attribute
