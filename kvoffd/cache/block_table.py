@@ -160,7 +160,7 @@ class BlockTable(Structure):
 
     _fields_ = BLOCKS
     sequence: int
-    """Highest sequence of any record."""
+    """Highest sequence number of any record."""
     pinned_blocks: int
     pinned_bytes: int
     leased_bytes: int
