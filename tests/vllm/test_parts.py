@@ -134,9 +134,9 @@ PROMPTS = [prompt(seed, 1001) for seed in range(1, 9)]
 PATIENCE_MS = 5000
 """How soon a daemon without a CPU answers is no matter of this test."""
 FULL = [full_blocks(len(each)) for each in PROMPTS]
-WARM_UP = [prompt(seed, 1001) for seed in range(11, 15)]
+WARM_UP = [prompt(seed, 257) for seed in range(11, 15)]
 BLOCKS = 320
-RATE = 500
+RATE = 125
 BYTES_PER_SECOND = 8e6
 
 
@@ -152,7 +152,7 @@ def store(model: Path) -> Iterator[RedisServer]:
 
 
 def test_eight_prompts_at_once_come_whole_from_a_slow_store(model: Path, store: RedisServer) -> None:
-    """Loading takes 4 s and computing 16 s, so that nothing is computed.
+    """Loading takes 4 s and computing 64 s, so that nothing is computed.
 
     The machine may give the line, the daemon and the engine no CPU now and then.
     """
