@@ -134,7 +134,7 @@ def test_examples_are_short_and_those_of_points_that_are_forgotten_go() -> None:
     """However large a block is."""
     prompts = Prompts()
     namespace: Any = prompts.namespace
-    parent, first, made = bytes(32), b"", dict[int, branch_points.BranchPoint]()
+    parent, first, made = bytes(32), b"", dict[int, branch_points.Branch]()
     for number in range(4 * branch_points.MAX_POINTS):
         for other in range(3):  # each block of a chain has two that differ
             key = sha256(b"%d %d" % (number, other)).digest()

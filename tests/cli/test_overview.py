@@ -36,7 +36,7 @@ def test_one_screen_says_what_a_ticket_needs(tmp_path: Path) -> None:
         for words in (
             "(protocol ", " up ", "state degraded. Too early to say", "engines 1: vllm pod-7 (llama)",
             "tokens last hour: 100: computed 30.0 %, engines' own cache 20.0 %, pool 50.0 %",
-            "missed last hour, of 4 keys: never stored 50.0 %", "tier serving, ",
+            "missed last hour, of 4 keys: tier down 50.0 %", "tier serving, ",
             "tier down, unused: redis://127.0.0.1:1", "warning shared_unreachable: No blocks are shared over",
         ):  # fmt: skip
             assert words in text, (words, text)

@@ -186,7 +186,7 @@ def test_what_nobody_fetches_is_bounded_and_counted(monkeypatch: pytest.MonkeyPa
     """A tracer without a daemon."""
     monkeypatch.setattr(tracer_module, "MAX_KEPT_BYTES", 3 * (CHAIN_BYTES + 32))
     monkeypatch.setattr(tracer_module, "FETCHED_BYTES", 2 * (CHAIN_BYTES + 32))
-    cache: Any = SimpleNamespace(watchers=[])
+    cache: Any = SimpleNamespace(prompts=SimpleNamespace(watchers=[]))
     one, other = (cast(Session, SimpleNamespace(id=number, process="uid 0", ended=False)) for number in (1, 2))
     tracer = Tracer(cache, lambda: 0.0)
     group = Group(1, Namespace(bytes(32), "tiny", 1, 32, [GroupSpec("full", 16)], "{}"), 0)
