@@ -1,35 +1,43 @@
-"""The life of a block: each change of its state, which is counted, and reported to policy, listener and tiers.
+"""The life of a block: each change of its state, which is counted, and reported to policy and listener.
+
+Tiers hear of READY blocks and of evictions. Who drops keys calls ``TierHooks.remove`` himself.
 
 ::
 
     FREE    -> WRITING  make: the slots of all ranks are allocated at once
+    FREE    -> READY    enter_recovered
     WRITING -> READY    publish: the last missing shard is written
-    WRITING -> FREE     end_writes, if no other shard of it is written or being written
+    WRITING -> FREE     end_writes, if no other shard of it is written or being written (DROPPED while it is pinned)
     WRITING -> DROPPED  drop: invalidated, corrupt, partial for too long
     READY   -> DROPPED  drop
     READY   -> FREE     evict
     READY   -> WRITING  replace: it is evicted, and a new block of its group gets its slots
-    DROPPED -> FREE     at once, or with the last unpin or the end of the write that still uses it
+    DROPPED -> FREE     at once, or with the last unpin or the end of the write that still uses it; a CORRUPT slot is
+                        quarantined instead, and never FREE again
 
 Words for an end:
 
 * *evict*: a READY block that nobody uses goes for another one;
 * *drop*: a block must not be found any more. It leaves the index now and keeps its slots until nothing uses them;
-* *retire*: all blocks of a group, whose namespace was reset, are DROPPED at once, in the counts. They are not found,
-  since the namespace has another group now; ``sweep`` takes them out of the index, some at a time;
+* *retire*: all blocks of a group, whose namespace was reset or forgotten, are DROPPED at once, in the counts. They are
+  not found, since the namespace has another group now; ``sweep`` takes them out of the index, some at a time;
 * *return*: slots go back to the allocator.
 
 ``Cache`` adds *reset* (retire a namespace's groups, end its leases) and *invalidate* (drop keys here and in the tiers).
 
 Rules of access:
 
-1. Only this class changes a block's ``state``, ``group``, ``missing`` and ``shard``, and the index. All may read them.
-2. The bytes of a READY block may be read by who has pinned it. ``BlockLife.unpin`` ends a pin. ``BlockTable.unpin`` and
-   ``end_lease`` are its first half: who calls these passes the result to ``return_unpinned``, as it may be DROPPED.
+1. Only this class changes a block's ``state``, ``group``, ``missing`` and ``shard``, the index and the records. All may
+   read them. ``recover`` fills an empty table; ``choose_victims`` keeps marks in ``missing`` within one call.
+2. The bytes of a READY block may be read by who has pinned it; without a pin only to compare a checksum, by rule 4.
+   ``BlockLife.unpin`` ends a pin. ``BlockTable.unpin`` and ``end_lease`` are its first half: who calls these passes the
+   result to ``return_unpinned``, as it may be DROPPED.
 3. A shard that is WRITING_SHARD belongs to the store or the fill that began it, which alone writes its slot, and which
    ends it exactly once by ``publish`` or ``end_writes``, even if the block was dropped or its namespace reset.
 4. Without a pin or a write of one's own, a slot may hold another block by the next call. Who remembers a slot compares
    the sequence number of its record.
+5. ``BlockTable.oldest`` may reorder a group's list (``older``, ``newer``). ``prompt`` is set by ``Cache.lookup`` and
+   ``BlockStores``.
 """
 
 from __future__ import annotations
@@ -76,7 +84,7 @@ class BlockLife:
         tiers: the tiers below the pool; None if there are none.
         groups: groups whose blocks have slots, and the current ones of all namespaces, by number.
         order: the order of eviction of READY blocks.
-        retired: groups that were reset and have blocks in the index, by number.
+        retired: groups that were reset and may have blocks in the index, by number.
         partial: WRITING blocks of which no shard is being written, also of retired groups, with the time when that
             began, the oldest first.
         unverified_slots: slots that an earlier daemon wrote and nobody has compared, or whose checksum is still to be
@@ -121,8 +129,12 @@ class BlockLife:
         """Group blocks, which have slots, by their group; each keeps its order."""
         return self.blocks.by_group(blocks, self.groups)
 
-    def group_of(self, block: int) -> Group:
-        return self.groups[int(self.blocks.group[block])]
+    def group_of(self, slot: int) -> Group:
+        return self.groups[int(self.blocks.group[slot])]
+
+    def add_groups(self, groups: Iterable[Group]) -> None:
+        """Add a namespace's new groups, which have no blocks yet."""
+        self.groups.update((group.number, group) for group in groups)
 
     # --- from FREE to READY ---------------------------------------------------------------------
 
@@ -159,9 +171,11 @@ class BlockLife:
         """Let only stores of this number add shards to new blocks."""
         self._store_of |= dict.fromkeys(blocks.tolist(), store)
 
-    def is_open_to(self, block: int, store: int) -> bool:
-        """Return whether a store of this number, 0 for one without, may add a shard to a WRITING block."""
-        return self._store_of.get(block, 0) == store
+    def open_to(self, blocks: BlockIds, indices: list[int], store: int) -> list[int]:
+        """Return those of the indices whose WRITING block gets a shard of a store of this number, 0 for one without."""
+        if not (store or self._store_of):
+            return indices
+        return [index for index in indices if self._store_of.get(int(blocks[index]), 0) == store]
 
     def publish(
         self,
@@ -279,7 +293,7 @@ class BlockLife:
             self.drop(members, MissReason.PARTIAL)
 
     def retire(self, group: Group) -> None:
-        """Stop using a group, which its namespace has replaced: count its blocks as DROPPED, and leave them to
+        """Stop using a group, which its namespace has replaced or left: count its blocks as DROPPED, and leave them to
         ``sweep``."""
         group.dead = True
         if group.blocks_in[WRITING] or group.blocks_in[READY]:
@@ -392,6 +406,10 @@ class BlockLife:
         self.blocks.group[slots] = 0
 
     # --- bytes ----------------------------------------------------------------------------------
+
+    def set_checksum(self, slot: int, checksum: int) -> None:
+        """Set the checksum of a shard that was published without one."""
+        self.blocks.set_checksum(slot, checksum)
 
     def mark_verified(self, slot: int) -> None:
         """Note that a shard's bytes agree with its checksum."""

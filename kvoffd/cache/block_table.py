@@ -121,7 +121,7 @@ class FoundKeys(NamedTuple):
     run: int
     """Keys before the first that is not READY."""
     reasons: bytes
-    """[keys] ``MissReason`` of each, or FOUND."""
+    """[keys] ``MissReason`` of each, or FOUND; COMING if a tier brings it up."""
 
     def limited(self, fresh: npt.NDArray[np.bool_], most: int, reason: int) -> FoundKeys:
         """Return this with fewer READY keys: of the ``fresh`` ones only the first ``most``. The others are absent, for
@@ -245,7 +245,7 @@ class BlockTable(Structure):
         return self.last_prompt
 
     def judge(self, group: Group, keys: bytes, rank: int, first_blocks: Mapping[int, int]) -> tuple[bytes, BlockIds]:
-        """Return a ``Verdict`` for each key that a rank stores, and the key's block, NO_BLOCK if it has none.
+        """Return a ``StoreVerdict`` for each key that a rank stores, and the key's block, NO_BLOCK if it has none.
 
         ``first_blocks``: by the number of a key, the first engine block that is offered, if not 0.
         """
@@ -409,8 +409,8 @@ class BlockTable(Structure):
         self._native.blocks_pin(self.address, packed(blocks), len(blocks))
 
     def unpin(self, blocks: BlockIds) -> BlockIds:
-        """Remove one pin for each occurrence of a block. Returns the blocks that are not pinned any more; only
-        ``BlockLife.unpin`` frees those that are DROPPED."""
+        """Remove one pin for each occurrence of a block. Returns the blocks that are not pinned any more, for
+        ``BlockLife.return_unpinned``."""
         self._reserve(len(blocks))
         return self._numbers[: self._native.blocks_unpin(self.address, packed(blocks), len(blocks))].copy()
 
@@ -421,7 +421,7 @@ class BlockTable(Structure):
         return self.leased_bytes - leased_bytes
 
     def end_lease(self, blocks: BlockIds) -> BlockIds:
-        """Undo ``lease``. Returns the blocks that are not pinned any more."""
+        """Undo ``lease``. Returns the blocks that are not pinned any more, for ``BlockLife.return_unpinned``."""
         self._reserve(len(blocks))
         return self._numbers[: self._native.blocks_end_lease(self.address, packed(blocks), len(blocks))].copy()
 

@@ -3,10 +3,11 @@
 | owner | has |
 |---|---|
 | ``life`` (block_life.py) | each block's state, the counts by state, and who hears of a change; the rules of access |
+| ``blocks`` (block_table.py) | the arrays of slots and the index, in C |
 | ``namespaces`` (open_namespaces.py) | open namespaces, their numbers and groups |
 | ``leases`` (leases.py) | what is pinned for whom, and the limits |
 | ``stores`` (stores.py) | running stores, and fills from tiers |
-| ``space`` (space.py), ``Victims`` (victims.py) | where slots for new blocks come from |
+| ``space`` (space.py) | where slots for new blocks come from; ``Victims`` (victims.py) chooses what goes |
 | ``order`` (hints.py), ``Policy`` (policy.py) | which block is evicted next |
 | ``prompts`` (prompts.py) | what prompts asked for: counters, reports to policy, curve and tiers |
 | ``integrity`` (integrity.py) | checksums |
@@ -136,6 +137,7 @@ class Cache:
         for index, keys in groups if self.life.retired else ():
             self.life.record_retired(current[index], keys)
         pinned_before = self.blocks.pinned_bytes
+        # Of a new lease the same call of C leases the READY blocks. Until ``Leases.give`` an error must undo that.
         found = [
             self.life.since_reset(current[index], keys, self.blocks.lookup(current[index], keys, lease=is_new))
             for index, keys in groups
@@ -315,14 +317,14 @@ class Cache:
         """Set some retained blocks aside, and do one step of what is left: unpin blocks of ended leases, else count
         prompts of closed sessions, else return slots of reset namespaces. Returns whether more remains."""
         more = self.order.set_aside_some()
-        if self.leases.are_pinning:
+        if self.leases.has_to_unpin:
             self.leases.unpin_some()
         elif self.prompts.have_ended:
             self.prompts.count_some_ended()
         elif self.life.retired:
             group = next(iter(self.life.retired.values()))
             self.life.sweep([group], max(1, self.swept_at_once // len(group.sizes)))
-        return bool(more or self.leases.are_pinning or self.prompts.have_ended or self.life.retired)
+        return bool(more or self.leases.has_to_unpin or self.prompts.have_ended or self.life.retired)
 
     # --- facts ----------------------------------------------------------------------------------
 

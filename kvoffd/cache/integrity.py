@@ -41,7 +41,7 @@ class Integrity:
         if not is_same or shard & SHARD_STATE != WRITTEN:
             return True
         if not record["checksum"]:
-            self._blocks.set_checksum(slot, checksum)
+            self._life.set_checksum(slot, checksum)
         else:
             self.checked_slots += 1
             self.checked_bytes += int(record["length"])

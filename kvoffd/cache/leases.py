@@ -25,21 +25,23 @@ class Leases:
     """Active leases, and those that have ended and whose blocks are still to be unpinned.
 
     An active lease is in ``by_id``, in the leases of its session (``of``), and in those of its namespace. Its blocks
-    are pinned once for it, each, and count in ``keys`` and ``nbytes`` of both lease and session.
+    are pinned once for each time that a lookup named them, and count in the session's ``keys``; those that no lease had
+    pinned count in ``nbytes`` of both.
 
     Args:
         ttl_s: time after which a lease ends by itself.
-        most_bytes: the most that all leases together may pin, promoted blocks included. Half of it any session may
-            lease; beyond that a session leases no more than its equal part among the sessions that have leases, or were
-            refused some in the last CLAIM_S, and never more than what is left. What a lease has it keeps until its end.
-            Blocks that others lease already count for these, and promoted ones (``hold``) are not subject to the equal
-            parts.
+        most_bytes: the most that all leases together may pin, promoted blocks included. While all pins together stay
+            within half of it, a session gets what it asks for. Beyond that it gets no more than its equal part among
+            the sessions that have leases, or were cut in the last CLAIM_S, and never more than what is left. What a
+            lease has it keeps until its end. Blocks that others lease already count for these, and promoted ones
+            (``hold``) are not subject to the equal parts.
         max_keys: limit for one session.
 
     Attributes:
         by_id: active leases by id, in the order of their deadlines.
         by_session: the same of each session that has any.
-        reserved_bytes: bytes of blocks that will be promoted, and leases will pin; kept by the tiers.
+        reserved_bytes: bytes of blocks that will be promoted, and leases will pin, and of reads that were given up and
+            have not ended; kept by the tiers.
         ended_at_once: leases that one step unpins.
     """
 
@@ -200,7 +202,7 @@ class Leases:
         return len(leases)
 
     @property
-    def are_pinning(self) -> bool:
+    def has_to_unpin(self) -> bool:
         """Whether leases have ended whose blocks are still pinned: ``unpin_some`` is to be called."""
         return bool(self._to_unpin)
 

@@ -239,8 +239,10 @@ class Namespace:
             )
 
     def group(self, index: int) -> Group:
-        """Return the current group, valid until the next reset. Raises BadGeometry."""
+        """Return the current group, valid until the next reset. Raises BadGeometry, also if it is not open."""
         self.check(index)
+        if not self.current:
+            raise BadGeometry(f"The namespace {self.label!r} is not open; open it first.")
         return self.current[index]
 
     def check(self, group: int, keys: bytes = b"") -> None:

@@ -109,7 +109,7 @@ class OpenNamespaces(Mapping[bytes, Namespace]):
                 self._set_shard_bytes(namespace, rank, shard_bytes)
         for rank, shards in enumerate(record.shards or ()):
             if shards is not None and rank < record.world_size:
-                sizes = [(count, tuple(page[0] for page in layers if page)) for count, layers in shards]
+                sizes = [(count, tuple(layer[0] for layer in layers if layer)) for count, layers in shards]
                 namespace.describe_shards(rank, tuple(cast(Shards, sizes)))
         namespace.generation = record.generation
         self._by_fingerprint[namespace.fingerprint] = namespace
@@ -138,7 +138,7 @@ class OpenNamespaces(Mapping[bytes, Namespace]):
         self._next_number = max(self._next_number, number + 1)
         first, self._next_group = self._next_group, self._next_group + len(namespace.groups)
         namespace.current = [Group(first + index, namespace, index) for index in range(len(namespace.groups))]
-        self._life.groups.update((group.number, group) for group in namespace.current)
+        self._life.add_groups(namespace.current)
         self._set_sizes(namespace)
 
     def _set_sizes(self, namespace: Namespace) -> None:

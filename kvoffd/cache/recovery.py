@@ -36,9 +36,9 @@ class RecoveredBlocks(NamedTuple):
     quarantined: SlotIds
     """Slots in which an earlier daemon found wrong bytes: they are not used again."""
     reset: int
-    """Records erased because their namespace was reset, or left out."""
+    """Records erased because their namespace was reset, left out, or had no space in the slot table."""
     unwritten: int
-    """Records of namespaces that were not saved because the slot table lacked space."""
+    """Records of namespaces that are newer than what was read of them: the last save was damaged."""
     incomplete: int
     """Records of blocks that lack a rank."""
     damaged: int

@@ -21,7 +21,7 @@ from kvoffd.cache.tickets import FillTicket, Stored, StorePart
 from kvoffd.cache.victims import ANY_PROMPT
 from kvoffd.errors import BadGeometry
 
-REFUSED = MissReason.NO_SPACE, MissReason.QUOTA
+WITHOUT_SPACE = MissReason.NO_SPACE, MissReason.QUOTA
 """Reasons why a store's keys got no blocks."""
 _ABSENT = bytes([StoreVerdict.ABSENT])
 PromptNumbers: TypeAlias = npt.NDArray[np.uint64]
@@ -57,7 +57,7 @@ class BlockStores:
                 if rank == 0 and not namespace.of_bench:
                     self._prompts.offered(group, part.keys)
                 stored, absent, present = self._compare(group, rank, part, prompts, sole)
-                offers.append((stored, part, absent, prompts[absent]))
+                offers.append((stored, part, absent, prompts if len(absent) == len(prompts) else prompts[absent]))
                 if present.size:
                     self._blocks.pin(present)
                     pinned.append(present)
@@ -70,6 +70,9 @@ class BlockStores:
         finally:
             for present in pinned:
                 self._life.unpin(present)
+        for stored, part, _, prompts in offers:  # only now: its own pins are no cause
+            if stored.no_space or stored.rejected:
+                self._record_lost(stored, part, prompts)
         return begun
 
     def _compare(
@@ -89,7 +92,7 @@ class BlockStores:
             np.flatnonzero(of_key == verdict).tolist()
             for verdict in (StoreVerdict.ABSENT, StoreVerdict.JOIN, StoreVerdict.DUPLICATE)
         )
-        joined = [index for index in joined if self._life.is_open_to(int(blocks[index]), sole)]
+        joined = self._life.open_to(blocks, joined, sole)
         existing = blocks[are_present := blocks != NO_BLOCK]
         self._blocks.prompt[existing] = np.maximum(self._blocks.prompt[existing], prompts[are_present])
         return Stored(group, blocks[joined], NO_BLOCKS, joined, duplicates=duplicates), absent, existing
@@ -107,7 +110,7 @@ class BlockStores:
         """Return the number of each key's prompt, by part.
 
         A prompt continues with the number of the block before a chain, of any group. It gets a new one if there is no
-        such block, and 0, so that nothing of it is stored, if that block was refused.
+        such block, and 0, so that nothing of it is stored, if that block got no space.
         """
         size, jobs, known = namespace.key_bytes, list[list[int]](), dict[int, int]()
         for part in parts:
@@ -126,13 +129,13 @@ class BlockStores:
         return found
 
     def _prompts_before(self, group: Group, before: Mapping[int, bytes]) -> dict[int, int]:
-        """Return the number of each key's prompt, as far as it is known; 0 if the key was refused."""
+        """Return the number of each key's prompt, as far as it is known; 0 if the key got no space."""
         keys = b"".join(before.values())
         states, blocks = self._blocks.find(group, keys)
         reasons = self._blocks.miss_reasons(group, keys) if FREE in states else bytes(len(states))
         numbers: dict[int, int] = {}
         for start, state, block, reason in zip(before, states, blocks.tolist(), reasons, strict=True):
-            if state == FREE and reason in REFUSED:
+            if state == FREE and reason in WITHOUT_SPACE:
                 numbers[start] = 0
             elif state != FREE and (number := int(self._blocks.prompt[block])):  # a recovered one has none
                 numbers[start] = number
@@ -154,8 +157,6 @@ class BlockStores:
         joins = len(stored.copy)
         try:
             self._make_admitted(stored, part, absent, prompts)
-            if stored.no_space or stored.rejected:
-                self._record_lost(stored, part, prompts)
         finally:  # allocated slots belong to the store even if this fails
             if sole:
                 self._life.reserve_for(stored.blocks[joins:], sole)
@@ -171,10 +172,9 @@ class BlockStores:
         ``rejected`` or ``no_space``.
 
         A run of keys may evict only blocks with a lower score than its own. Once a run of one prompt got too little,
-        runs with its score or a lower one get nothing: an example is a run with 3 behind one with 4 in a full pool
-        whose lowest block has 5, where neither needs a search.
+        runs with its score or a lower one get nothing: if nothing lower than 4 was left, nothing lower than 3 is.
         """
-        if not prompts.all():  # keys behind a refused one would never be found
+        if not prompts.all():  # keys behind one without a block would never be found
             stored.no_space += [index for index, prompt in zip(absent, prompts.tolist(), strict=True) if not prompt]
             absent, prompts = np.array(absent)[prompts != 0].tolist(), prompts[prompts != 0]
         if not absent:

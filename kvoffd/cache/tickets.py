@@ -77,7 +77,8 @@ class StorePart(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Stored:
-    """One part of a rank's store, until its end. Numbers index the given keys; keys in no list are present."""
+    """One part of a rank's store, until its end. Numbers index the given keys; keys in no list are present, or
+    their block belongs to another store."""
 
     group: Group
     blocks: BlockIds

@@ -158,10 +158,10 @@ def _log_losses(found: RecoveredBlocks) -> None:
         level = logging.WARNING if lost else logging.INFO
         logger.log(level, "The pool starts empty. The earlier daemon's has no complete block.")
     for count, why, level in (
-        (found.unwritten, "their namespaces were too many for a pool of this size to be recorded", logging.WARNING),
+        (found.unwritten, "the latest record of their namespaces was damaged", logging.WARNING),
         (found.damaged, "damaged, or without a checksum", logging.WARNING),
         (found.incomplete, "their blocks lack shards of other ranks", logging.WARNING),
-        (found.reset, "their namespaces were reset, or left out", logging.INFO),
+        (found.reset, "their namespaces were reset, left out, or too many for a pool of this size", logging.INFO),
     ):
         if count:
             logger.log(level, "Dropped %d pool slot%s at recovery: %s.", count, plural(count), why)

@@ -97,6 +97,15 @@ def test_partial_blocks_of_a_reset_are_freed_by_parts_or_when_space_is_needed(ne
     assert (len(rig.cache.life.partial), namespace.held_bytes) == (0, 0)
 
 
+def test_what_a_store_itself_pins_is_no_cause_of_its_lack_of_space() -> None:
+    rig = full_rig(4)
+    namespace = rig.open("a", world_size=2)
+    for rank in range(2):
+        (stored,) = rig.begin(namespace, rank, 0, keys_of(*range(6)))
+        assert len(stored.no_space) == 4
+    assert namespace.counters.no_space == {"writing": 8}
+
+
 # --- namespaces ---------------------------------------------------------------------------------
 
 
