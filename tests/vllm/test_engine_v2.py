@@ -28,6 +28,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
 FEW_BLOCKS = 70
 """Of the about 90 that eight prompts fill with their answers."""
+MORE_ROUNDS = 8
 MAX_TOKENS = 40
 STEP_TOKENS = 256
 LONG_STEP_S = 0.1
@@ -100,11 +101,15 @@ def test_requests_of_every_kind_get_back_what_was_stored(engines: Engines) -> No
 
 
 def under_pressure(engines: Engines, seed: int, lags_s: list[float]) -> None:
-    """Rounds of prompts that share beginnings, each with another lag; in one of four the daemon is killed."""
+    """Rounds of prompts that share beginnings, each with another lag; in one of four the daemon is killed. How often
+    vLLM preempts is a matter of the machine: further rounds follow until it has."""
     engine, daemon, random = engines.engine, engines.daemon, Random(seed)
     bases = [prompt(random.randrange(10**6), 320) for _ in range(4)]
     before = engine.metrics()
-    for number, lag_s in enumerate(lags_s):
+    wanted = ["vllm:num_preemptions", "vllm:kv_offload_load_bytes", "vllm:kv_offload_store_bytes"]
+    for number, lag_s in enumerate([*lags_s, *[0.0] * MORE_ROUNDS]):
+        if number >= len(lags_s) and not lacking(engine, before, wanted):
+            break
         cuts = [random.choice([0, 64, 128, 200, 256]) for _ in range(8)]
         prompts = [random.choice(bases)[:cut] + prompt(random.randrange(12), 290 - cut) for cut in cuts]
         engine.control_stream(lag_s=lag_s)
@@ -121,9 +126,13 @@ def under_pressure(engines: Engines, seed: int, lags_s: list[float]) -> None:
         assert tokens(found) == tokens(expected), f"round {number}, cached {cached(found)}"
         assert {answer.finish for answer in found} == {"length"}
         engines.settle()
+    assert not lacking(engine, before, wanted)
+
+
+def lacking(engine: EngineProcess, before: dict[str, float], wanted: list[str]) -> list[str]:
+    """The counters that have not risen."""
     after = engine.metrics()
-    for name in ("vllm:num_preemptions", "vllm:kv_offload_load_bytes", "vllm:kv_offload_store_bytes"):
-        assert after[name] > before.get(name, 0), name
+    return [name for name in wanted if after.get(name, 0) <= before.get(name, 0)]
 
 
 def test_pressure_changes_no_token(engines: Engines) -> None:
