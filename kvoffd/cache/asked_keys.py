@@ -77,6 +77,10 @@ class AskedKeys:
         if name not in self.down:
             self.down += (name,)
 
+    def tier_answered(self, name: str) -> None:
+        """Take back that a tier is down: it has said which keys it lacks."""
+        self.down = tuple(down for down in self.down if down != name)
+
     def tier_has_some(self, name: str) -> None:
         if name not in self.sources:
             self.sources += (name,)

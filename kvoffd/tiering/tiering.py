@@ -617,8 +617,7 @@ class Tiering:
         if run is not None and run[0].namespace is namespace:  # else another one has its fingerprint now
             (asked, first), gap = run, sum(found)
             namespace.counters.found_shared += gap
-            if is_down:
-                asked.tier_is_down(tier.name)
+            _record_answer(tier, asked, is_down=is_down)
             asked.set(first, bytes([IN_A_TIER]) * gap)
             self._cache.prompts.tier_lacks(asked, first + gap, len(keys) - gap)
         by_tag = self._uncounted.get(namespace, {})
@@ -631,8 +630,7 @@ class Tiering:
         for asked, position, count in _runs(compress(askers, found)):
             asked.set(position, bytes([IN_A_TIER]) * count)
         for asked, position, count in _runs(its for its, there in zip(askers, found, strict=True) if not there):
-            if is_down:
-                asked.tier_is_down(tier.name)
+            _record_answer(tier, asked, is_down=is_down)
             self._cache.prompts.tier_lacks(asked, position, count)
 
 
@@ -655,6 +653,14 @@ def _record_down(tier: Tier, asked: Sequence[AskedKeys]) -> None:
     for one in asked:
         one.mark(0, sys.maxsize, MissReason.TIER_DOWN)
         one.tier_is_down(tier.name)
+
+
+def _record_answer(tier: Tier, asked: AskedKeys, *, is_down: bool) -> None:
+    """Record that a tier has answered, or that a question to it failed."""
+    if is_down:
+        asked.tier_is_down(tier.name)
+    else:
+        asked.tier_answered(tier.name)
 
 
 def run_end(states: bytes | bytearray) -> int:

@@ -171,6 +171,16 @@ def test_a_tier_that_is_down_is_the_reason_of_what_is_not_there(rig: Rig, report
         assert +rig.space.counters.misses == {MissReason.TIER_DOWN: 2, MissReason.CORRUPT: 1}
 
 
+def test_a_store_that_has_answered_since_is_not_down(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The question before this prompt's had failed."""
+    monkeypatch.setattr(rig.store, "is_down", lambda: True)
+    rig.ask(1)
+    monkeypatch.setattr(rig.store, "is_down", lambda: False)
+    rig.store.answer()
+    assert rig.cache.prompts._uncounted._by_lease[1, 1][0].down == ()
+    assert rig.count(1) == [MissReason.UNKNOWN] * 3
+
+
 @pytest.mark.parametrize("apart", [True, False])
 def test_what_another_prompt_computes_is_known_where_a_store_is_asked_first(rig: Rig, apart: bool) -> None:
     rig.ask(1)
