@@ -258,6 +258,18 @@ def test_the_waiting_is_judged_anew_at_each_answer_and_ends_for_good() -> None:
     assert (report.covered_keys, report.reason) == ([2], "tier_late"), "what comes up now is late"
 
 
+def test_a_preempted_request_waits_for_a_tier_anew() -> None:
+    harness = DiskHarness()
+    assert harness.ask(coming=1, wait_s=0.5) == [HIT, HIT, PENDING]
+    harness.clock.now += 3.1
+    assert harness.ask(coming=1, wait_s=0.5) == [HIT, HIT, MISS]
+    schedule(harness, 2 * CHUNK_TOKENS)
+    harness.manager.complete_load(KEYS, harness.context)
+    harness.clock.now += 2.0
+    harness.manager.step_begins([1])
+    assert harness.ask(coming=1, wait_s=0.5) == [HIT, HIT, PENDING]
+
+
 def test_what_hangs_costs_as_long_as_computing_takes() -> None:
     """Whatever the daemon expects."""
     harness = DiskHarness()

@@ -13,7 +13,7 @@ from kvoffd_client.vllm.engine_facts import EngineFacts
 from kvoffd_client.vllm.keyed_lookup import NOTHING_AWAITED, KeyedLookup
 from kvoffd_client.vllm.prompt_queue import Parked
 from kvoffd_client.vllm.request_lookups import RequestLookups
-from kvoffd_client.vllm.request_state import FoundTokens, RequestState, ScanBasis
+from kvoffd_client.vllm.request_state import FoundTokens, RequestState, ScanBasis, Turn
 from kvoffd_client.vllm.scans import PreparedScan
 from kvoffd_client.vllm.waits import MIN_COMPUTED_S, MIN_RETRY_PAUSE_S, AnswerWait, EngineClock
 from kvoffd_proto.messages import PENDING
@@ -216,8 +216,8 @@ class PromptTurns:
         return ScanBasis(state.answer, computed_tokens, state.turn.awaits_tier, self._lookups.loads)
 
     def scheduled(self, state: RequestState) -> None:
-        """Record that a request is about to be scheduled."""
-        state.turn.found = None
+        """Record that a request is about to be scheduled. After a preemption its waits begin again."""
+        state.turn = Turn()
         self._queue.remove(state.request.request_id)
 
     # --- waits -------------------------------------------------------------------------------------
