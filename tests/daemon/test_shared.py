@@ -234,7 +234,10 @@ FAILING = {"tier_down", "tier_failed", "tier_late", "unanswered"}
 """Reasons of what a store that fails may have had."""
 
 
-@pytest.mark.parametrize("fault", ["standing still", "killed", "refusing", "slow"])
+@pytest.mark.parametrize(
+    "fault",
+    ["standing still", "killed", *(pytest.param(fault, marks=pytest.mark.nightly) for fault in ("refusing", "slow"))],
+)
 def test_an_outage_is_the_reason_of_what_is_missed_meanwhile(own_server: RedisServer, fault: str) -> None:
     """Of keys that the store has and of others: in the line of each prompt and in the statistics, with its name."""
     with ExitStack() as stack:
