@@ -402,6 +402,10 @@ def test_no_memory_is_advised_that_nothing_would_use(harness: Harness) -> None:
     """The pool is full and evicts or rejects, but vLLM's own cache has what is asked for again: percentages agree."""
     home, engine, prompts = harness.home, harness.engine, [prompt(seed, 1921) for seed in range(300, 305)]
     home.ensure_no_daemon()
+    with DaemonProcess("24MiB", home.directory), AdminClient(home.directory) as admin:
+        wait_connected(home.directory, pids=lambda: engine.pids)
+        engine.generate([prompt(299, 65)], max_tokens=1)
+        wait_until(lambda: admin.stats().since_start.prompt_tokens)  # reports of prompts of the tests before are here
     engine.forget()
 
     def counters() -> list[float]:
