@@ -122,6 +122,38 @@ def test_a_lease_that_died_is_looked_up_again_and_not_loaded_from(harness: Manag
     assert harness.results(context) == [RETRY] * 3
 
 
+def test_the_lease_of_an_answer_that_has_grown_stale_is_ended(harness: ManagerHarness) -> None:
+    harness.request(ready=HASHES)
+    future = harness.client.asked[0][0]
+    future.stale_at = 0.0
+    assert harness.scan()
+    assert harness.client.released == [future.lease_id], "the daemon holds it for a while longer"
+
+
+def test_nothing_of_an_earlier_scan_is_loaded_once_a_worker_has_a_problem(harness: ManagerHarness) -> None:
+    harness.request(ready=HASHES)
+    state = harness.manager.requests["r"]
+    harness.manager.turns.record_scan(state, 0, 3 * CHUNK_TOKENS)
+    assert harness.manager.turns.found_before(state, 0) is not None
+    harness.report("weights", problem="its memory cannot be shared")
+    assert harness.prepare("r", 0)
+    assert harness.manager.turns.found_before(state, 0) is None
+
+
+def test_a_prompt_that_was_aborted_is_not_looked_up(harness: ManagerHarness) -> None:
+    """vLLM tells of it after the next step begins."""
+    harness.request("renewed", ready=set())
+    for name in ("renewed", "first"):
+        if name not in harness.requests:
+            harness.new(name)
+            harness.manager.lookups.queue.add(name, 3 * CHUNK_TOKENS, 0)
+        harness.end(name, 0)
+    asked = len(harness.client.asked)
+    harness.clock.now += 100.0
+    harness.manager.lookups.begin_step()
+    assert len(harness.client.asked) == asked
+
+
 def test_a_request_without_a_load_releases_its_leases_and_still_stores(harness: ManagerHarness) -> None:
     context = harness.request(ready={block_hash(1)})
     harness.clock.now += 2
@@ -382,6 +414,14 @@ def test_an_idle_engine_whose_steps_are_long_does_not_wait_for_ever() -> None:
     assert harness.clock.now - began < 2.0 + MAX_STOOD_STILL_S + 2.0
 
 
+def test_a_prompt_that_waits_for_a_tier_is_one_that_waits() -> None:
+    """The time until the next prompt comes is not that one's alone."""
+    harness = DiskHarness()
+    harness.ask(coming=1, wait_s=2.0)
+    harness.manager.lookups.queue.wake_all()
+    assert harness.manager.lookups.queue.has_waiting
+
+
 def test_a_daemon_that_is_gone_is_not_waited_for() -> None:
     for do_no_harm in (True, False):
         harness = DiskHarness(do_no_harm=do_no_harm)
@@ -391,6 +431,17 @@ def test_a_daemon_that_is_gone_is_not_waited_for() -> None:
         harness.client.fail()
         harness.scan()
         assert harness.results(harness.context) == [HIT, MISS, MISS]
+
+
+def test_a_wait_for_a_tier_ends_with_the_answer_that_told_of_it() -> None:
+    """After a reconnect the next daemon's answer is awaited as any other, and not as long as the tier."""
+    harness = DiskHarness(do_no_harm=False)
+    assert harness.ask(coming=1, wait_s=60.0) == [HIT, HIT, PENDING]
+    harness.client.asked[-1][0].stale_at = 0.0
+    for passed_s, waits in ((30.0, True), (0.05, True), (0.1, False)):
+        harness.clock.now += passed_s
+        harness.scan()
+        assert harness.waits["r"] is waits
 
 
 @pytest.mark.parametrize("do_no_harm", [True, False])
@@ -766,6 +817,25 @@ def test_stores_leave_out_what_the_daemon_has_and_what_is_on_its_way(harness: Ma
     whole = harness.manager.prepare_store(KEYS[:1], harness.request(ready=set()))
     assert whole is not None
     assert (whole.keys_to_store, cast(Any, whole.store_spec).before) == (KEYS[:1], {}), "it begins the prompt"
+
+
+def test_a_failure_of_before_a_reset_is_no_failure_of_the_next_store(harness: ManagerHarness) -> None:
+    context = harness.request(ready=set())
+    assert harness.offer(context) == KEYS
+    harness.manager.stores.failed([GroupKeys(0, b"".join(map(block_hash, (1, 2, 3))))])
+    harness.manager.reset_cache()
+    assert harness.offer(context) == KEYS
+    harness.manager.complete_store(KEYS, context)
+    assert harness.client.stored.count == len(KEYS)
+
+
+def test_failures_are_kept_as_long_as_their_store(harness: ManagerHarness) -> None:
+    """Those of an adapter's keys too, which are none of vLLM's."""
+    context = harness.request(ready=set())
+    assert harness.offer(context) == KEYS
+    harness.manager.stores.failed([GroupKeys(0, bytes([number]) * 32) for number in range(100, 200)])
+    harness.manager.complete_store(KEYS, context)
+    assert not harness.manager.stores._failed
 
 
 def test_beyond_the_credit_a_store_is_put_off_and_counted(harness: ManagerHarness) -> None:
@@ -1179,6 +1249,35 @@ def test_what_a_preempted_request_looks_up_again_is_counted_again(harness: Manag
     assert (report.outcome, report.lease_id) == (Outcome.LOADED, harness.client.asked[1][0].lease_id)
     assert [one.again for one in harness.client.reported] == [False, True], "its tokens are counted once"
     assert report.load_lease_id == harness.client.asked[1][0].lease_id
+
+
+def test_why_a_preempted_request_computes_is_decided_anew(harness: ManagerHarness) -> None:
+    harness.request(ready={block_hash(1)})
+    harness.manager.requests["r"].record.skipped = True
+    assert report_of(harness).outcome is Outcome.SKIPPED
+    harness.clock.now += 2
+    assert harness.scan()
+    harness.client.answer(set())
+    harness.scan()
+    assert report_of(harness).outcome is Outcome.MISSED
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_load_of_before_a_reset_is_reported(harness: ManagerHarness, ends: bool) -> None:
+    """vLLM does not report its end; whether it failed is known by the time the request runs again or ends."""
+    context = harness.request(ready=HASHES)
+    schedule(harness, 3 * CHUNK_TOKENS)
+    harness.manager.reset_cache()
+    assert not harness.client.reported
+    harness.look_up()
+    harness.client.answer(set())
+    if ends:
+        harness.manager.on_request_finished(context)
+    else:
+        schedule(harness)
+    report, *later = harness.client.reported
+    assert (report.outcome, report.loaded_tokens) == (Outcome.LOADED, 3 * CHUNK_TOKENS)
+    assert all(each.again for each in later)
 
 
 def test_a_lookup_is_counted_once_in_each_session(harness: ManagerHarness) -> None:

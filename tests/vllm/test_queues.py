@@ -258,10 +258,11 @@ def test_blocks_that_were_not_stored_outdate_no_answer(make: Make) -> None:
     engine = make()
     key, before = b"k" * KEY_BYTES, engine.client.stored.count
     failed = WorkerNews(failed_jobs={1: FailedJob(ErrorCode.NO_SPACE, [GroupKeys(0, key)])})
-    engine.manager.handle_news(failed)
-    context = ReqContext("r")
-    for count in (0, 1):  # the second time it is stored
-        engine.manager.complete_store([OffloadKey(key + bytes(GROUP_ID_BYTES))], context)
+    context, stored = ReqContext("r"), OffloadKey(key + bytes(GROUP_ID_BYTES))
+    for count, news in enumerate((failed, WorkerNews())):  # the second time it is stored
+        engine.manager.stores._storing[stored] = 1
+        engine.manager.handle_news(news)
+        engine.manager.complete_store([stored], context)
         assert engine.client.stored.count - before == count
 
 

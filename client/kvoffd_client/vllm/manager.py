@@ -168,7 +168,7 @@ class KvoffdManager(OffloadingManager):
         return bool(self.lookups.loading) or self.has_pending_work()
 
     def skips_load(self, state: RequestState, tokens: int) -> bool:
-        """Return whether a request computes tokens instead of loading them, which is slower. Counted once."""
+        """Return whether a request computes tokens because loading them is slower. Counted once for each scheduling."""
         if not self.harm.skips_load(tokens):
             return False
         self._counters[metrics.SLOW_LOADS] += not state.record.skipped

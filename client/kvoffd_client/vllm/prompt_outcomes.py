@@ -34,6 +34,7 @@ class PromptOutcomes:
         scheduled, self._scheduled = self._scheduled, []
         for state, loaded_tokens in scheduled:
             record = state.record
+            self._send(state)  # of a load before a reset, whose end vLLM does not report
             if not record.is_decided or record.counted is not None:
                 load = self._loading.get(state.request.request_id)
                 record.of_load = record.decide(
@@ -47,7 +48,8 @@ class PromptOutcomes:
                 )
                 if load is None:
                     self._send(state)
-            record.is_late = False  # a later lookup, after a pre-emption, has its own time
+            # After a pre-emption it is looked up anew, and its load decided anew.
+            record.is_late = record.skipped = record.refused = False
 
     def load_failed(self, state: RequestState) -> None:
         """Record that a request's load failed, so that it is recomputed."""
@@ -64,7 +66,9 @@ class PromptOutcomes:
         record = state.record
         if state.request is None:  # vLLM never announced it
             return
-        if record.counted is not None or state.request.request_id in self._loading:
+        if not (is_loading := state.request.request_id in self._loading):
+            self._send(state)
+        if record.counted is not None or is_loading:
             lease_id = record.of_load.lease_id if record.of_load is not None else 0
             report = record.decide(
                 state.request, self._groups, state.last, state.adapter.content, state.tiers, dropped=True

@@ -193,7 +193,7 @@ class PromptQueue:
     @property
     def has_waiting(self) -> bool:
         """Whether some prompt is not scheduled."""
-        return bool(self._behind or self.ahead or self._parked)
+        return bool(self._behind or self.ahead or self._of_tiers or self._parked)
 
     @property
     def has_parked(self) -> bool:

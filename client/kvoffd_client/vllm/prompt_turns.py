@@ -165,7 +165,7 @@ class PromptTurns:
             return True
         if not (namespace.registered and namespace.client.ready):
             return not self._awaits_workers(state)
-        if self._lookups.take_answer(state):
+        if self._lookups.take_answer(state) or state.answer is None:
             # Before the next lookup: where steps are long, one would be on its way whenever vLLM comes here.
             turn.awaits_tier = self._waits_for_tier(state)
         if self._needs_lookup(state, computed_tokens):
@@ -213,7 +213,8 @@ class PromptTurns:
             self._queue.park(name, Parked(computed_tokens, until, for_load=True))
 
     def _basis(self, state: RequestState, computed_tokens: int) -> ScanBasis:
-        return ScanBasis(state.answer, computed_tokens, state.turn.awaits_tier, self._lookups.loads)
+        answer = state.answer if state.scan.results else None  # else nothing of it was to be found
+        return ScanBasis(answer, computed_tokens, state.turn.awaits_tier, self._lookups.loads)
 
     def scheduled(self, state: RequestState) -> None:
         """Record that a request is about to be scheduled. After a preemption its waits begin again."""

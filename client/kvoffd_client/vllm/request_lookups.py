@@ -113,7 +113,9 @@ class RequestLookups:
         for _ in range(MAX_AHEAD):
             if not self.queue.has_space or (name := self.queue.take_next()) is None:
                 break
-            self.look_up(self.requests[name])
+            state = self.requests[name]
+            if not state.request.is_finished():  # vLLM tells of an aborted one later in the step
+                self.look_up(state)
 
     def _renew_ahead(self) -> None:
         """Look up again the first prompts of the queue whose answers are old."""
@@ -121,6 +123,8 @@ class RequestLookups:
             return
         for name in self.queue.first_ahead(CHECKED_AHEAD):
             state = self.requests[name]
+            if state.request.is_finished():
+                continue
             self.take_answer(state)
             comes = state.answer is not None and state.answer.is_coming  # a scan asks for these again
             if state.pending is None and not comes and self.is_outdated(state):
@@ -190,6 +194,7 @@ class RequestLookups:
         Returns whether it was replaced.
         """
         if (answer := state.answer) is not None and not answer.usable:
+            self.end_lease(answer)
             state.answer = None
         if (answered := state.pending) is None or not answered.future.done:
             return False

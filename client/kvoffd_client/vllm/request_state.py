@@ -22,6 +22,7 @@ class ScanBasis(NamedTuple):
     """Facts on which the result of vLLM's scan of a request depends.
 
     Attributes:
+        answer: the answer that the scan sees; None if it finds nothing of any.
         loads: number of loads that have begun or ended: while another request loads the same blocks, vLLM waits for it.
     """
 

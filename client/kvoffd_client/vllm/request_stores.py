@@ -159,7 +159,9 @@ class RequestStores:
         """Record that these keys of a store are missing, before vLLM handles its end."""
         self._counters[metrics.FAILED_STORES] += 1
         if (namespace := self._namespace.current) is not None:
-            self._failed.update(_hashes_of(groups, namespace.key_bytes))
+            # With an adapter the keys on the wire are none of vLLM's; those of before a reset are not being stored.
+            storing = {key[:-GROUP_ID_BYTES] for key in self._storing}
+            self._failed |= storing.intersection(_hashes_of(groups, namespace.key_bytes))
 
     def ended(self, keys: Collection[OffloadKey], *, success: bool) -> None:
         """Record that vLLM handles the end of a store."""
@@ -172,6 +174,7 @@ class RequestStores:
     def reset(self) -> None:
         """Forget the running stores, whose end vLLM does not report after a reset."""
         self._storing.clear()
+        self._failed.clear()
         self.outstanding_bytes = 0
 
 
