@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -35,6 +36,12 @@ LONGEST = ("tiers/test_peers.py", "daemon/test_peers.py")
 
 def pytest_configure(config: pytest.Config) -> None:
     require.required()  # a wrong name is an error before anything runs
+    if find_spec("hypothesis"):  # a GPU's machine has none
+        from hypothesis import HealthCheck, settings
+
+        # How long an example takes is the machine's.
+        settings.register_profile("shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        settings.load_profile("shared machine")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvoffd.cache.block_table import ASKED, CAME, COMING, FOUND
+from kvoffd.cache.block_table import CAME, FOUND, IN_A_TIER, UNANSWERED_YET
 from kvoffd.cache.namespace import ABSENT_REASONS, MissReason, Namespace
 from kvoffd.cache.policy import Chain
 
@@ -50,8 +50,8 @@ class AskedKeys:
 
     Attributes:
         reported: whether they are counted when the engine reports the prompt's outcome, not at once.
-        reasons: by key the ``MissReason``, or one of FOUND, CAME, COMING and ASKED. Once the prompt is counted by its
-            outcome, FOUND for covered keys, and the ``MissReason`` of all others.
+        reasons: by key the ``MissReason``, or one of FOUND, CAME, IN_A_TIER and UNANSWERED_YET. Once the prompt is
+            counted by its outcome, FOUND for covered keys, and the ``MissReason`` of all others.
         chain: None until the lookup has found what it can.
         prompt: number of its prompt, of 32 bits, the same for all its lookups.
         down: names of the tiers that may have had some of the keys, and failed or were not asked because they had.
@@ -104,7 +104,7 @@ class AskedKeys:
         self.set(first, reasons)
 
     def set(self, first: int, reasons: bytes) -> None:
-        """Record what is known by now of keys which follow one another: also CAME and COMING."""
+        """Record what is known by now of keys which follow one another: also CAME and IN_A_TIER."""
         if self.reported:
             self.reasons[first : first + len(reasons)] = reasons
         else:
@@ -145,10 +145,10 @@ def count_misses(namespace: Namespace, reasons: bytes | bytearray) -> None:
     if not reasons:
         return
     if reasons.count(first := reasons[0]) == len(reasons):  # 6 µs less than below
-        if first < ASKED:
+        if first < UNANSWERED_YET:
             namespace.counters.misses[MissReason(first)] += len(reasons)
         return
-    for number, count in enumerate(np.bincount(np.frombuffer(reasons, np.uint8)).tolist()[:ASKED]):
+    for number, count in enumerate(np.bincount(np.frombuffer(reasons, np.uint8)).tolist()[:UNANSWERED_YET]):
         if count:
             namespace.counters.misses[MissReason(number)] += count
 
@@ -184,10 +184,10 @@ def settle(
     if outcome is None:
         for part, begin, _ in rest:
             count_misses(part.namespace, its := part.reasons[begin:])
-            part.namespace.counters.covered_keys += sum(map(its.count, (FOUND, CAME, COMING, ASKED)))
+            part.namespace.counters.covered_keys += sum(map(its.count, (FOUND, CAME, IN_A_TIER, UNANSWERED_YET)))
         return chains
     for part, _, end in rest:
-        if outcome.unloaded is None and COMING in part.reasons[end:] and part.chain is not None:
+        if outcome.unloaded is None and IN_A_TIER in part.reasons[end:] and part.chain is not None:
             _take_failed_reads(part.reasons, end, reasons_now(part.chain, end))
     tables = _tables(outcome, b"".join([part.reasons[begin:] for part, begin, _ in rest]))
     for part, begin, end in rest:
@@ -202,30 +202,32 @@ def settle(
 def _take_failed_reads(reasons: bytearray, first: int, now: bytes) -> None:
     """Set the reasons of keys from ``first`` on that a tier had, and that a later lookup of the prompt did not get."""
     for at, reason in enumerate(now, first):
-        if reasons[at] == COMING and reason in OF_READS:
+        if reasons[at] == IN_A_TIER and reason in OF_READS:
             reasons[at] = reason
 
 
 def _tables(outcome: PromptUse, reasons: bytes) -> tuple[bytes, bytes]:
-    """Return the tables that make reasons of FOUND, CAME, COMING and ASKED: for keys that were in the pool or coming
-    when the engine began to compute, and for those behind them. ``reasons``: those of all keys not covered."""
-    there, may_come = (sum(map(reasons.count, values)) for values in ((FOUND, CAME), (COMING, ASKED)))
+    """Return the tables that make reasons of FOUND, CAME, IN_A_TIER and UNANSWERED_YET: for keys that were in the pool
+    or coming when the engine began to compute, and for those behind them. ``reasons``: those of all keys not covered.
+    """
+    there, may_come = (sum(map(reasons.count, values)) for values in ((FOUND, CAME), (IN_A_TIER, UNANSWERED_YET)))
     has_gap = there < len(reasons) or outcome.not_awaited is not None
     is_behind = there + may_come < len(reasons) or outcome.not_awaited is not None
     last = MissReason.AFTER_GAP if has_gap else MissReason.NOT_LOADED
     awaited, known = bytearray(range(256)), bytearray(range(256))
-    for value, late in ((FOUND, last), (CAME, last), (COMING, MissReason.TIER_LATE), (ASKED, MissReason.UNANSWERED)):
-        known[value] = awaited[value] = late
+    known[FOUND] = known[CAME] = awaited[FOUND] = awaited[CAME] = last
+    known[IN_A_TIER] = awaited[IN_A_TIER] = MissReason.TIER_LATE
+    known[UNANSWERED_YET] = awaited[UNANSWERED_YET] = MissReason.UNANSWERED
     if is_behind:  # nobody had it read: the gap had ended the prompt's use
-        known[COMING] = MissReason.AFTER_GAP
+        known[IN_A_TIER] = MissReason.AFTER_GAP
     if (why := outcome.not_awaited) is not None:
-        awaited[CAME] = awaited[ASKED] = why
-        awaited[COMING] = MissReason.TIER_LATE if why is MissReason.UNANSWERED else why  # it was answered since
+        awaited[CAME] = awaited[UNANSWERED_YET] = why
+        awaited[IN_A_TIER] = MissReason.TIER_LATE if why is MissReason.UNANSWERED else why  # it was answered since
         if why is MissReason.TIER_LATE:  # a later lookup of the prompt than the counted one found these
             for reason in ABSENT_REASONS:
                 awaited[reason] = why
     if outcome.unloaded is not None:
-        for value in (FOUND, CAME, COMING, ASKED):
+        for value in (FOUND, CAME, IN_A_TIER, UNANSWERED_YET):
             known[value] = awaited[value] = outcome.unloaded
     return bytes(awaited), bytes(known)
 

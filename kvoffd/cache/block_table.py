@@ -85,9 +85,9 @@ SHARD_STATE, UNVERIFIED, CORRUPT = 3, 4, 8
 """Bits of ``shard``: its state; its bytes were not compared yet, or have no checksum yet; they are wrong."""
 MAX_SEEN = 8192
 """Blocks that one search for evictable blocks of a group examines: about a millisecond."""
-FOUND, CAME, COMING, ASKED = 255, 254, 253, 252
+FOUND, CAME, IN_A_TIER, UNANSWERED_YET = 255, 254, 253, 252
 """Values instead of a ``MissReason``. FOUND: the pool has the key's block. CAME: a tier had it, and it is in the pool
-now. COMING: a tier has it. ASKED: a store was asked for it, and has not answered."""
+now. IN_A_TIER: a tier has it. UNANSWERED_YET: a store was asked for it, and has not answered."""
 KNOWN_MISSES = 2**19
 """Keys whose reason for leaving is remembered, 8 bytes each. A new key replaces one at random."""
 _ARRAYS = "state", "shard", "pins", "leases", "missing", "group", "next", "pages", "older", "newer", "misses", "prompt"
@@ -121,7 +121,7 @@ class FoundKeys(NamedTuple):
     run: int
     """Keys before the first that is not READY."""
     reasons: bytes
-    """[keys] ``MissReason`` of each, or FOUND; COMING if a tier brings it up."""
+    """[keys] ``MissReason`` of each, or FOUND; IN_A_TIER if a tier brings it up."""
 
     def limited(self, fresh: npt.NDArray[np.bool_], most: int, reason: int) -> FoundKeys:
         """Return this with fewer READY keys: of the ``fresh`` ones only the first ``most``. The others are absent, for
@@ -134,12 +134,12 @@ class FoundKeys(NamedTuple):
         return self._replace(states=states.tobytes(), ready=self.ready[kept], run=run, reasons=reasons.tobytes())
 
     def with_coming(self, states: bytes) -> FoundKeys:
-        """Return this with the states of keys that tiers bring up, which are COMING."""
+        """Return this with the states of keys that tiers bring up, which are IN_A_TIER."""
         if states == self.states:
             return self
         shown = np.frombuffer(states, np.uint8)
         reasons = np.frombuffer(self.reasons, np.uint8).copy()
-        reasons[(shown == messages.PENDING) | (shown == messages.SHARED)] = COMING
+        reasons[(shown == messages.PENDING) | (shown == messages.SHARED)] = IN_A_TIER
         return self._replace(states=states, reasons=reasons.tobytes())
 
 

@@ -131,8 +131,8 @@ class Cache:
         if is_new := lease is None:
             lease = Lease(lease_id, session, namespace, self._clock() + self.leases.ttl_s, NO_BLOCKS)
             lease.counts_at_end = not (again or reported)
-        lease.coming -= lease.asking  # stores are asked again
-        lease.asking, lease.asking_bytes, lease.peer = 0, 0, peer
+        lease.ask_again()
+        lease.peer = peer
         current = namespace.current
         for index, keys in groups if self.life.retired else ():
             self.life.record_retired(current[index], keys)

@@ -53,8 +53,8 @@ class Prefetches:
 
     def _ask(self, tiers: TierHooks, lease: Lease, states: list[bytes]) -> None:
         """Request what the pool lacks of a prefetch's keys, or end it if nothing more comes."""
-        lease.coming -= lease.asking
-        lease.asking, lease.asking_bytes, before = 0, 0, lease.coming
+        lease.ask_again()
+        before = lease.coming
         tiers.find(lease, self._groups[lease], states, None)
         lease.namespace.counters.prefetched_keys += max(0, lease.coming - lease.asking - before)
         if not lease.coming:

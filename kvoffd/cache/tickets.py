@@ -43,6 +43,11 @@ class Lease:
     counts_at_end: bool = False
     """Whether its blocks count as covered (loaded or not needed) at its end, as no report will come."""
 
+    def ask_again(self) -> None:
+        """Begin a lookup that asks stores again for what they have not answered."""
+        self.coming -= self.asking
+        self.asking = self.asking_bytes = 0
+
     @property
     def active(self) -> bool:
         """Whether it is in use: not ended, its namespace not reset. A prefetch never is."""

@@ -91,7 +91,7 @@ class KnownNamespaces:
         return a.NamespacesReply(message.request_id, self.infos(), unshared)
 
     def infos(self) -> list[a.NamespaceInfo]:
-        """Describe the open namespaces."""
+        """Describe all known namespaces."""
         return [
             a.NamespaceInfo(
                 namespace=namespace.fingerprint,
@@ -184,7 +184,7 @@ class KnownNamespaces:
             raise KvoffdError(why, ErrorCode.TOO_MANY)
         # Even one with blocks: else a block in each would block new namespaces forever.
         oldest = min(unused, key=lambda one: one.last_open_at)
-        logger.info("Evicted the unused namespace %r to make room for a new one.", oldest.label)
+        logger.info("Evicted the unused namespace %r to make space for a new one.", oldest.label)
         cache.reset(oldest)
         self._forget(oldest)
 

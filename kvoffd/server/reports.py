@@ -78,7 +78,9 @@ class Reports:
         for one in message.prompts:
             unloaded, not_awaited = UNLOADED.get(one.outcome), NOT_AWAITED.get(one.reason)
             outcome = PromptUse(one.own_keys, one.covered_keys, unloaded, one.coming_keys, not_awaited)
-            reason, tiers = self._reason_of(namespace, one, cache.prompts.count(session.id, one.lease_id, outcome))
+            counted = cache.prompts.count(session.id, one.lease_id, outcome)
+            self._count_missed(counted)
+            reason, tiers = self._reason_of(namespace, one, counted)
             one = structs.replace(one, reason=reason)
             tokens: dict[str, int] = {}
             if not (one.again or one.outcome == m.Outcome.DROPPED):
@@ -100,6 +102,12 @@ class Reports:
         found.sort(key=lambda prompt: prompt.report.decided_at)
         return found[-limit:]
 
+    def _count_missed(self, counted: Sequence[AskedKeys]) -> None:
+        """Count the keys that tiers which are down may have had, for these tiers."""
+        if (tiering := self._tier_supervisor.tiering) is not None:
+            down = dict.fromkeys(name for part in counted for name in part.down)
+            tiering.count_missed([*down], sum(part.reasons.count(MissReason.TIER_DOWN) for part in counted))
+
     def _reason_of(
         self, namespace: Namespace, report: m.PromptReport, counted: Sequence[AskedKeys]
     ) -> tuple[str, list[str]]:
@@ -117,15 +125,14 @@ class Reports:
             is_its = part.chain is not None and part.chain.group.index == report.missing_group
             if found is None and is_its and (entry := part.reason_of(report.missing_key)) not in (None, FOUND):
                 found = MissReason(entry)
-        if (tiering := self._tier_supervisor.tiering) is not None:
-            tiering.count_missed(list(down), sum(part.reasons.count(MissReason.TIER_DOWN) for part in counted))
         if found is None and not report.reason:
-            found = UNLOADED.get(report.outcome)
             if report.missing_key:
                 group = namespace.group(report.missing_group)
-                (found,) = map(MissReason, self._cache.life.reasons_of(group, report.missing_key))
+                found = MissReason(self._cache.life.reasons_of(group, report.missing_key)[0])
+            else:
+                found = UNLOADED.get(report.outcome)
         reason = report.reason if found is None else found.name.lower()
-        if found is MissReason.TIER_FAILED and tiering is not None:
+        if found is MissReason.TIER_FAILED and (tiering := self._tier_supervisor.tiering) is not None:
             return reason, tiering.failing
         if found in NOT_AWAITED.values():
             return reason, list(sources)

@@ -45,6 +45,7 @@ from kvoffd_proto.messages import PROTOCOL_VERSION, Role
 from kvoffd_proto.verdict import judge
 
 LISTED_POINTS = 8
+"""Branch points of a namespace that are listed, those that cost the most."""
 
 
 @dataclass(eq=False)
@@ -177,18 +178,19 @@ class Statistics:
 
     @answers(s.ListBranchPoints)
     def list_branch_points(self, session: Session, message: s.ListBranchPoints) -> s.BranchPointsListed:
-        found = [
-            s.ListedBranchPoint(*_figures(point, seen_tokens), namespace.fingerprint, list(point.examples))
-            for namespace in self.cache.namespaces.values()
-            for seen_tokens, points in [self.branch_points.of(namespace)]
-            for point in points[:LISTED_POINTS]
-        ]
+        found: list[s.ListedBranchPoint] = []
+        for namespace in self.cache.namespaces.values():
+            seen_tokens, points = self.branch_points.of(namespace)
+            found += [
+                s.ListedBranchPoint(*_branch_fields(point, seen_tokens), namespace.fingerprint, list(point.examples))
+                for point in points[:LISTED_POINTS]
+            ]
         return s.BranchPointsListed(message.request_id, found)
 
     def _branching(self, namespace: Namespace) -> s.BranchPoint | None:
         """Return the branch point that costs the most; None if there is none."""
         seen_tokens, points = self.branch_points.of(namespace)
-        return s.BranchPoint(*_figures(points[0], seen_tokens)) if points else None
+        return s.BranchPoint(*_branch_fields(points[0], seen_tokens)) if points else None
 
     def _engines(self) -> defaultdict[bytes, list[str]]:
         found = defaultdict[bytes, list[str]](list)
@@ -290,7 +292,7 @@ class Statistics:
         )
 
 
-def _figures(point: Branch, seen_tokens: int) -> tuple[int, int, int, int]:
+def _branch_fields(point: Branch, seen_tokens: int) -> tuple[int, int, int, int]:
     """Return the fields of a branch point on the wire."""
     return point.at_tokens, round(point.prompts), round(point.repeated_tokens), seen_tokens
 

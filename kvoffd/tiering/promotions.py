@@ -10,7 +10,7 @@ from itertools import islice, takewhile
 from math import inf
 
 from kvoffd.cache.asked_keys import AskedKeys
-from kvoffd.cache.block_table import CAME, COMING
+from kvoffd.cache.block_table import CAME, IN_A_TIER
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.cache.prefetches import NO_SESSION
@@ -106,7 +106,7 @@ class Fill:
     | nobody waits for it             | drop_unawaited      | found, see below  | none, it was queued   |
     | the same at its turn (UNWANTED) | _on_end             | found, see below  | freed                 |
     | the pool has it by now          | _begin_batch        | found             | none                  |
-    | no space; the tier refuses it   | _fail               | miss, by reason   | none                  |
+    | no space; it has left the tier  | _fail               | miss, by reason   | none                  |
     | the read fails                  | _on_end, _fail      | miss, by Result   | freed                 |
     | the read is overdue             | _give_up_overdue    | miss, TIER_LATE   | freed when it ends    |
     | its key was removed             | invalidate          | miss, by reason   | freed when it ends    |
@@ -152,9 +152,9 @@ class Promotions:
     Attributes:
         most_bytes: pool bytes that fills may use at once. A larger block is read alone. Fills that were given up and
             have not ended, as on a hanging device, may use as much again, so that others are still read.
-        given_up_bytes: pool bytes of these: allocated, although no lookup waits for them. ``Leases.reserved_bytes``
-            includes them.
-        reserved_bytes: pool bytes reserved for its requests.
+        given_up_bytes: pool bytes of these: allocated, although no lookup waits for them.
+        reserved_bytes: pool bytes reserved for its requests. ``Leases.reserved_bytes`` is the sum of these and of
+            ``given_up_bytes`` of all sources.
         ends_more: whether ``end_overdue`` has more to do now.
     """
 
@@ -193,7 +193,7 @@ class Promotions:
         self.unused_blocks = 0
         """Promoted blocks that were evicted before they were loaded."""
         self.failures: Counter[str] = Counter()
-        """Requested blocks that were not promoted, by reason: a ``Result``, or one of the above."""
+        """Fills that failed, those that were settled before included, by reason: a ``Result``, or one of the above."""
         self.speed = ReadSpeed(clock)
         self._promoted = promoted
         self._read_again_at = 0.0
@@ -268,7 +268,7 @@ class Promotions:
     def drop_unawaited(self, wanted: Wanted) -> None:
         """Remove blocks for which nobody waits from the queue, so that they are not read."""
         for fill in [fill for fill in wanted.queue if not fill.leases]:
-            self._settle(fill, COMING)  # the engine reports why it is not loaded
+            self._settle(fill, IN_A_TIER)  # the engine reports why it is not loaded
 
     def pump(self, most: int = MAX_BEGUN) -> None:
         """Begin up to ``most`` fills that may begin now. Requests without space are passed over."""
@@ -514,7 +514,7 @@ class Promotions:
                 self._promoted(self, int(fill.ticket.blocks[0]))
                 self._settle(fill, CAME)
             elif result is Result.UNWANTED and not is_queued_again:
-                self._settle(fill, COMING)
+                self._settle(fill, IN_A_TIER)
             elif not (is_queued_again or fill.is_settled):
                 self._fail(fill, Result.CORRUPT if result is Result.DONE else result)
         finally:
@@ -537,20 +537,20 @@ class Promotions:
         self._cache.blocks.record_misses(fill.wanted.namespace.group(fill.wanted.group.number), fill.key, miss)
 
     def _settle(self, fill: Fill, reason: int) -> None:
-        """Count the key once for all lookups that asked for it, as found if it CAME or is COMING, else as a miss. None
-        waits for it any more. It is not begun. A fill that was settled before stays as it is."""
+        """Count the key once for all lookups that asked for it, as found if it CAME or is IN_A_TIER, else as a miss.
+        None waits for it any more. It is not begun. A fill that was settled before stays as it is."""
         if fill.is_settled:
             return
         fill.is_settled = True
         askers, fill.askers = fill.askers, []
         for asked, position in askers:
             asked.set(position, bytes([reason]))
-        if reason not in (CAME, COMING):
-            pass
-        elif self.shared:
-            fill.wanted.namespace.counters.found_shared += len(askers)
-        else:
-            fill.wanted.namespace.counters.found_disk += len(askers)
+        if reason in (CAME, IN_A_TIER):
+            counters = fill.wanted.namespace.counters
+            if self.shared:
+                counters.found_shared += len(askers)
+            else:
+                counters.found_disk += len(askers)
         if fill in fill.wanted.queue:
             del fill.wanted.queue[fill]
             self._count(fill.wanted, -1)

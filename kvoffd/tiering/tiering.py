@@ -14,9 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffd.cache.asked_keys import AskedKeys
-from kvoffd.cache.block_table import ASKED as AWAITS_ANSWER
-from kvoffd.cache.block_table import COMING as IN_A_TIER
-from kvoffd.cache.block_table import FREE, READY, WRITING, BlockIds
+from kvoffd.cache.block_table import FREE, IN_A_TIER, READY, UNANSWERED_YET, WRITING, BlockIds
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.hooks import CacheListener
 from kvoffd.cache.namespace import MissReason, Namespace
@@ -357,7 +355,7 @@ class Tiering:
                 part.states[at] = SHARED
         if lookup.asked is None:
             return
-        lookup.mark(part, part.asked, AWAITS_ANSWER)
+        lookup.mark(part, part.asked, UNANSWERED_YET)
         if prefix and part.question is not None:
             self._uncounted_runs[part.question] = lookup.asked[part.number], part.start
         else:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -690,9 +690,7 @@ _SETTINGS = settings(
     max_examples=30 * TIMES,
     derandomize=True,  # a red build is the change's fault
     stateful_step_count=50,
-    deadline=None,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],  # to shrink what fails takes minutes
-    suppress_health_check=[HealthCheck.too_slow],
 )
 TestCache, TestLearned, TestArc = CacheMachine.TestCase, LearnedMachine.TestCase, ArcMachine.TestCase
 TestCache.settings = _SETTINGS

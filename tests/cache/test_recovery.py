@@ -357,7 +357,7 @@ def test_a_successor_may_be_killed_while_it_recovers() -> None:
         line += 1
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.binary(min_size=1, max_size=4000), st.integers(0, 2**31), st.booleans())
 def test_any_bytes_in_the_records_and_regions_are_survived(junk: bytes, seed: int, in_a_record: bool) -> None:
     """In a record of a block only that block is lost."""
@@ -369,7 +369,7 @@ def test_any_bytes_in_the_records_and_regions_are_survived(junk: bytes, seed: in
     check(pool, lambda fd: os.pwrite(fd, junk, at) and None)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 255), st.integers(8, 103), st.binary(min_size=1, max_size=8)), max_size=6))
 def test_wrong_records_with_right_checksums_are_survived(changes: list[tuple[int, int, bytes]]) -> None:
     """All but their generations, which distinguish a block from an earlier one with its key."""

@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -127,9 +127,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
 
 TestAllocatorMachine = AllocatorMachine.TestCase
-TestAllocatorMachine.settings = settings(
-    max_examples=20 * TIMES, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+TestAllocatorMachine.settings = settings(max_examples=20 * TIMES, stateful_step_count=30)
 
 
 def test_the_fullest_region_gives_first() -> None:
@@ -154,7 +152,7 @@ def test_pools_and_regions_that_fit_nothing_are_refused() -> None:
     shares=st.lists(st.integers(1, 256), min_size=1, max_size=6, unique=True),
     data=st.data(),
 )
-@settings(max_examples=60 * TIMES, deadline=None)
+@settings(max_examples=60 * TIMES)
 @pytest.mark.nightly
 def test_hardly_anything_is_free_at_the_first_eviction(pool_mib: int, shares: list[int], data: st.DataObject) -> None:
     """Of ``n`` slot sizes, ``n - 1`` leave a region free, and the pool's last region may be too short for any."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import Struct
 
@@ -24,7 +24,7 @@ REPLIES = codec.REPLIES
 OTHERS = {m.Completions: decode_completions, EventBatch: decode_event_batch}
 
 
-quick = settings(max_examples=8 * TIMES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+quick = settings(max_examples=8 * TIMES)
 
 
 def test_every_message_comes_back_as_it_was_sent() -> None:

@@ -328,5 +328,5 @@ class TieringMachine(RuleBasedStateMachine):
 
 TestTiering = TieringMachine.TestCase
 TestTiering.settings = hypothesis_settings(
-    max_examples=40 * TIMES, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=40 * TIMES, stateful_step_count=40, suppress_health_check=list(HealthCheck)
 )

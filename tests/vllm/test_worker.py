@@ -215,14 +215,14 @@ def test_a_registration_names_the_drivers_handles(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("KVOFFD_CUDA_LIBRARY", stub.path)
     buffer = stub.allocate(1 << 20)
     caches = gpu_caches((buffer.address + 4096, 512, 512), (buffer.address + 8192, 500, 1024))
-    registration = registration_of(caches, [], rank=3, blocks_per_chunk=2)
+    registration = registration_of(caches, [], shard=3, blocks_per_chunk=2)
     assert registration.on_gpu
     assert registration.tensors == (TensorLayout(0, 4096, 512, 8), TensorLayout(0, 8192, 1024, 8))
     assert registration.handles() == ([CudaIpcHandle(buffer.handle, 1 << 20, bytes([0x10] * 16))], [])
     exported = export_segments([(buffer.address, 1)], stub.driver())
     monkeypatch.setattr(kv_memory, "export_segments", lambda _: exported)
     with pytest.raises(NotShareable, match="several allocations"):
-        registration_of(gpu_caches((buffer.address + (1 << 20) - 4096, 4096, 4096)), [], rank=0, blocks_per_chunk=1)
+        registration_of(gpu_caches((buffer.address + (1 << 20) - 4096, 4096, 4096)), [], shard=0, blocks_per_chunk=1)
 
 
 # --- block lists as jobs of the wire ---------------------------------------------------------------

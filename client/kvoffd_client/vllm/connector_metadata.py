@@ -105,7 +105,7 @@ class KeyedSpec(LoadStoreSpec):
         groups: concatenated block hashes for each group on the wire.
         lease_id: the lease a load reads under; NO_LEASE for stores.
         request_id: the request of a load; None for stores.
-        load_tokens: tokens of a load.
+        load_tokens: tokens of a load; 0 for stores.
         origins: ``GroupBlocks.parents`` and ``tokens`` of a store, by group on the wire.
         before: key before the first of a store in its prompt, by group on the wire, if there is one.
     """

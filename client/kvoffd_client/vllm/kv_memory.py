@@ -51,7 +51,7 @@ class SharedKvMemory(TorchFunctionMode):
 def registration_of(
     kv_caches: CanonicalKVCaches,
     memories: Sequence[SharedMemory],
-    rank: int,
+    shard: int,
     blocks_per_chunk: int,
 ) -> Registration:
     """Return the registration of a worker's KV tensors: their places in shared memory.
@@ -82,7 +82,7 @@ def registration_of(
         undo.pop_all()
     used = sorted({layout.segment for layout in layouts})
     return Registration(
-        rank=rank,
+        rank=shard,
         blocks_per_key=blocks_per_chunk,
         memories=tuple(offered[index] for index in used),
         tensors=tuple(replace(layout, segment=used.index(layout.segment)) for layout in layouts),

@@ -48,7 +48,7 @@ class PromptOutcomes:
                 )
                 if load is None:
                     self._send(state)
-            # After a pre-emption it is looked up anew, and its load decided anew.
+            # After a preemption it is looked up again, and all this is decided again.
             record.is_late = record.skipped = record.refused = False
 
     def load_failed(self, state: RequestState) -> None:

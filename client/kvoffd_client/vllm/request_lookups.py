@@ -25,7 +25,7 @@ REFRESH_S, REFRESH_KEYS = 1.0, 1000
 """An answer with misses is refreshed at this age, for each REFRESH_KEYS chunks; a complete one this long before
 ``stale_at``. After a failed lookup none is sent for this long."""
 CHECKED_AHEAD = 16
-"""Prompts at the head of the queue whose answers are checked, and renewed if they are old, at the end of a step."""
+"""Prompts at the head of the queue whose answers are checked, and renewed if they are old, when a step is made."""
 
 
 class RequestLookups:
@@ -37,8 +37,8 @@ class RequestLookups:
     * ahead: it is looked up, and waits for no tier;
     * for a tier, whose blocks come up.
 
-    Any of them may be parked (``PromptTurns``): vLLM came to it, and passes over it until an answer, its turn, a load
-    or a time comes.
+    One that cannot be looked up, or was preempted, is in none of them. Any prompt may be parked (``PromptTurns``): vLLM
+    came to it, and passes over it until an answer, its turn, a load or a time comes.
 
     Args:
         clock: clock such as time.monotonic().
@@ -114,7 +114,7 @@ class RequestLookups:
             if not self.queue.has_space or (name := self.queue.take_next()) is None:
                 break
             state = self.requests[name]
-            if not state.request.is_finished():  # vLLM tells of an aborted one later in the step
+            if not state.request.is_finished():  # vLLM reports an aborted one later in the step
                 self.look_up(state)
 
     def _renew_ahead(self) -> None:

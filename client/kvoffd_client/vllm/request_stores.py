@@ -159,7 +159,7 @@ class RequestStores:
         """Record that these keys of a store are missing, before vLLM handles its end."""
         self._counters[metrics.FAILED_STORES] += 1
         if (namespace := self._namespace.current) is not None:
-            # With an adapter the keys on the wire are none of vLLM's; those of before a reset are not being stored.
+            # With an adapter the keys on the wire are none of vLLM's, and a job from before a reset stores none here.
             storing = {key[:-GROUP_ID_BYTES] for key in self._storing}
             self._failed |= storing.intersection(_hashes_of(groups, namespace.key_bytes))
 
