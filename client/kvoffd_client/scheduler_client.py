@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from kvoffd_client.errors import KvoffdClientError, RequestRefused
 from kvoffd_client.lifeline_stream import NEVER
@@ -182,7 +182,8 @@ class SchedulerClient(Session):
         """Lookups with pinned blocks by lease id, oldest first."""
         self._unanswered: dict[int, LookupFuture] = {}
         self.events_lost = 0
-        self._reports: deque[m.PromptReport] = deque(maxlen=MAX_WAITING_REPORTS)
+        self._reports: deque[tuple[int, m.PromptReport]] = deque(maxlen=MAX_WAITING_REPORTS)
+        """Reports that are not sent, with the ``epoch`` in which each prompt was decided."""
         self._transport.start(self)
 
     def lookup(
@@ -290,9 +291,10 @@ class SchedulerClient(Session):
                 self._send(m.ReportEngine(m.NO_REPLY, self._fingerprint, *fields))
 
     def report_prompt(self, report: m.PromptReport) -> None:
-        """Report the outcome of a prompt within about a second. While not connected, only the last ones are kept."""
+        """Report the outcome of a prompt within about a second. While not connected, only the last are kept: the next
+        daemon shows them, and does not count their tokens."""
         with self._transport.lock:
-            self._reports.append(report)
+            self._reports.append((self.epoch, report))
             if len(self._reports) % m.MAX_PROMPT_REPORTS == 0:
                 self._send_reports()
             self._role_due = min(self._role_due, self._transport.now() + REPORT_PAUSE_S)
@@ -420,7 +422,10 @@ class SchedulerClient(Session):
     def _send_reports(self) -> None:
         """Send the reports of prompts that wait; keep those that cannot be sent now."""
         while self._reports and self.ready:
-            some = list(islice(self._reports, m.MAX_PROMPT_REPORTS))
+            some = [
+                report if epoch == self.epoch else structs.replace(report, again=True)
+                for epoch, report in islice(self._reports, m.MAX_PROMPT_REPORTS)
+            ]
             if self._send(m.ReportPrompts(m.NO_REPLY, self._fingerprint, some)) is not None:
                 break
             for _ in some:

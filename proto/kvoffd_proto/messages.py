@@ -525,7 +525,7 @@ class PromptReport(Wire, frozen=True):
     after_gap: Annotated[PromptCount, doc("Keys found, but not loaded because an earlier block was missing.")] = 0
     load_lease_id: Annotated[int, doc("Lease under which it was loaded; 0 for none.", ge=0, le=2**63 - 1)] = 0
     other_tokens: Annotated[PromptCount, doc("Tokens that another connector of the engine loaded.")] = 0
-    again: Annotated[bool, doc("It was reported before: its tokens are not counted again.")] = False
+    again: Annotated[bool, doc("Count no tokens: it was reported before, or is an earlier daemon's.")] = False
     asked_shared: Annotated[PromptCount, doc("Keys that stores were asked for.")] = 0
     unanswered: Annotated[PromptCount, doc("Keys of these for which no store had answered.")] = 0
     marks: Annotated[

@@ -44,6 +44,16 @@ def test_one_screen_says_what_a_ticket_needs(tmp_path: Path) -> None:
         assert not [line for line in lines if line.startswith("Usage")], "--help prints that"
 
 
+def test_the_directory_may_be_named(tmp_path: Path) -> None:
+    with DaemonProcess() as daemon:
+        named = run_cli_here("--directory", str(daemon.directory), KVOFFD_DIRECTORY=str(tmp_path))
+        assert (named.returncode, named.stderr) == (0, "")
+        assert named.stdout.startswith("kvoffd ")
+        done = run_cli_here("--directory", str(daemon.directory), "namespaces", "diff", "a")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "write it after a command: kvoffd-cli namespaces diff a --directory." in done.stderr
+
+
 def test_without_a_daemon_it_says_so_and_how_to_see_help(tmp_path: Path) -> None:
     done = run_cli_here(KVOFFD_DIRECTORY=str(tmp_path))
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from kvoffd_client import AdminClient
 from kvoffd_client.cli import main
 from kvoffd_client.testing import FakeEngine
 from kvoffd_proto.admin import LoggedPrompt
@@ -16,6 +17,7 @@ from kvoffd_proto.messages import Outcome, PromptReport
 from kvoffd_proto.prompts import request_sentence
 from tests.kit.daemon import DaemonProcess
 from tests.kit.waiting import wait_until
+from tests.kit.wire import books, prompt_of, reported
 
 
 def report(name: str, outcome: str, missing: bytes = b"", reason: str = "") -> PromptReport:
@@ -119,3 +121,20 @@ def test_an_operator_sees_why_a_request_missed(daemon: DaemonProcess, capsys: py
             assert " differ: bytes of a layer's block 16384 and 4096" in capsys.readouterr().out
     assert "No connected engine has reported a request." in cli()
     assert main(["clients", "cmpl-1", "--directory", str(daemon.directory)]) == 2
+
+
+def test_prompts_of_the_time_before_a_daemon_are_shown_and_not_counted(daemon: DaemonProcess) -> None:
+    """What they loaded was another one's."""
+    with FakeEngine(daemon.directory, "tiny") as engine:
+        engine.scheduler.report_prompt(prompt_of(100, loaded=80, request="first"))
+        with AdminClient(daemon.directory) as admin:
+            wait_until(lambda: reported(admin) == [("first", {"computed": 20, "pool": 80})])
+        daemon.kill()
+        wait_until(lambda: not engine.scheduler.ready)
+        engine.scheduler.report_prompt(prompt_of(100, loaded=70, request="between"))
+        daemon.start()
+        wait_until(lambda: engine.scheduler.ready)
+        engine.scheduler.report_prompt(prompt_of(100, loaded=60, request="after"))
+        with AdminClient(daemon.directory) as admin:
+            wait_until(lambda: reported(admin) == [("between", {}), ("after", {"computed": 40, "pool": 60})])
+            assert books(daemon.directory).namespaces[engine.namespace.fingerprint].all_prompt_tokens == 100

@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from kvoffd_client.cli.health import fitted
-from kvoffd_client.cli.target import CliError
+from kvoffd_client.cli.target import CliError, Directory
 from kvoffd_client.errors import KvoffdClientError
 from kvoffd_proto.paths import is_utf8
 
@@ -95,7 +95,7 @@ def run(given: list[str]) -> int:
         # Not Command.main(), which handles Ctrl-C and closed pipes differently.
         if COMPLETION in os.environ:
             command.main(given, "kvoffd-cli")
-        with command.make_context("kvoffd-cli", [*given]) as context:
+        with command.make_context("kvoffd-cli", [*given], obj=given) as context:
             status: int | None = command.invoke(context)
         sys.stdout.flush()
         return status or 0
@@ -122,11 +122,16 @@ def _usage_sentence(error: Any, given: list[str]) -> str:
     option = getattr(error, "option_name", None)
     name = next((word for word in given if word in COMMANDS), None)
     if option in given and name is not None and given.index(option) < given.index(name):
-        behind = " ".join(takewhile(lambda word: not word.startswith("-"), given[given.index(name) :]))
-        return f"{option} is not a global option; write it after a command: kvoffd-cli {behind} {option}."
+        return _behind_command(option, name, given)
     said = str(error.format_message()).replace("Value error, ", "").rstrip(".")
     said = re.sub(r"\.? \(?(Did you mean|Possible options:) ([^?)]+)[?)]", r"; did you mean \2?", said)
     return said if said.endswith("?") else f"{said}; see --help."
+
+
+def _behind_command(option: str, name: str, given: list[str]) -> str:
+    """Return the sentence for an option before the command ``name``."""
+    behind = " ".join(takewhile(lambda word: not word.startswith("-"), given[given.index(name) :]))
+    return f"{option} is not a global option; write it after a command: kvoffd-cli {behind} {option}."
 
 
 def _output_that_fails() -> str:
@@ -161,10 +166,13 @@ def read_root_options(
         bool,
         typer.Option("--version", help="Print release and protocol.", callback=_print_version, is_eager=True),
     ] = False,
+    directory: Directory = None,
 ) -> int:
     """Show and administer the kvoffd daemon of this node."""
-    if context.invoked_subcommand is not None:
-        return 0
-    from kvoffd_client.cli.overview import show_overview
+    if (name := context.invoked_subcommand) is None:
+        from kvoffd_client.cli.overview import show_overview
 
-    return show_overview()
+        return show_overview(directory)
+    if directory is not None:
+        raise CliError(_behind_command("--directory", name, context.obj))
+    return 0

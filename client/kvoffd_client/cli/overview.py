@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from textwrap import wrap
 
 from kvoffd_client.cli.doctor import gather_facts
@@ -23,10 +24,10 @@ MAX_TIERS, MAX_FINDINGS = 3, 5
 """Lines of tiers and findings, after which a line says how many more there are."""
 
 
-def show_overview() -> int:
-    """Print the overview of this node's daemon. Raises CliError if it does not answer."""
+def show_overview(directory: Path | None) -> int:
+    """Print the overview of the daemon of this node, or of that directory. Raises CliError if it does not answer."""
     try:
-        with open_admin(None) as admin:
+        with open_admin(directory) as admin:
             facts = gather_facts(admin, {})
     except KvoffdClientError as error:
         raise CliError(f"{error} `kvoffd-cli --help` shows all commands.") from error
