@@ -213,7 +213,11 @@ class Reads:
         self._begin()
 
     def _begin(self) -> None:
+        """Begin the next waiting reads, up to one that nobody waits for: ``_deliver`` ends that and begins the others."""
         while self._waiting and self._free:
+            if not self._waiting[0].is_awaited():
+                self._post(self._deliver)
+                return
             if self._reading and self._nbytes + self._waiting[0].nbytes > MAX_READ_BYTES:
                 return
             job, number, parts = self._waiting.popleft(), self._free.pop(), list[int]()

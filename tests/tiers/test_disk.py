@@ -76,6 +76,27 @@ def test_what_nobody_waits_for_when_its_turn_comes_is_not_read() -> None:
     rig.check()
 
 
+def test_of_several_whose_turn_comes_at_once_only_those_are_read_that_somebody_waits_for() -> None:
+    rig, ends = DiskRig(most_reads=4), dict[int, Result]()
+    blocks = [block_of(number) for number in range(12)]
+    assert rig.write(*blocks) == [DONE] * len(blocks)
+    awaited = set(range(12))
+    for number, block in enumerate(blocks):
+        rig.tier.read(
+            block.group,
+            block.key,
+            [(16 + number) * SLOT_BYTES],
+            5.0,
+            lambda end, _, number=number: ends.setdefault(number, end),
+            lambda number=number: number in awaited,
+        )
+    awaited -= set(range(5, 12, 2))
+    rig.work()
+    assert ends == {number: DONE if number in awaited else Result.UNWANTED for number in range(12)}
+    assert rig.tier.counters.read_blocks == len(awaited)
+    rig.check()
+
+
 def test_spaces_are_kept_apart(rig: DiskRig) -> None:
     names = [(name, generation, group) for name in (ONE, OTHER) for generation in (0, 1) for group in (0, 1)]
     groups = [make_block_group(*one, [5000]) for one in names]
