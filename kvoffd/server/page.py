@@ -162,7 +162,6 @@ def _lookup_times(facts: PageFacts) -> LookupTimes:
 
 
 def _engine_rows(facts: PageFacts) -> list[EngineRow]:
-    problems = {engine_name(one.name, one.role): one.problem for one in facts.sessions if one.problem}
     labels = {one.namespace: one.label for one in facts.namespaces}
     return [
         EngineRow(
@@ -175,7 +174,7 @@ def _engine_rows(facts: PageFacts) -> list[EngineRow]:
             row.stored_bytes,
             row.loaded_bytes,
             row.pinned_bytes,
-            problems.get(row.name, ""),
+            row.problem,
         )
         for row in engines_of(facts.sessions, labels)
     ]

@@ -213,7 +213,7 @@ class Reads:
         self._begin()
 
     def _begin(self) -> None:
-        """Begin the next waiting reads, up to one that nobody waits for: ``_deliver`` ends that and begins the others."""
+        """Begin the next waiting reads, up to one that nobody waits for: ``_deliver`` ends it and begins the others."""
         while self._waiting and self._free:
             if not self._waiting[0].is_awaited():
                 self._post(self._deliver)

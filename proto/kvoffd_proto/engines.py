@@ -31,6 +31,8 @@ class Engine:
     loaded_bytes: int = 0
     processes: dict[str, list[int]] = field(default_factory=dict)
     """Pids by role, in the order in which they connected."""
+    problem: str = ""
+    """Its report of why it stores and loads nothing; empty if it does."""
 
 
 SUMMED = ("leases", "pinned_bytes", "jobs", "registered_bytes", "stored_bytes", "loaded_bytes")
@@ -52,6 +54,7 @@ def engines_of(found: Sequence[SessionInfo], labels: Mapping[bytes, str] = Mappi
         row.schedulers += one.role == Role.SCHEDULER
         row.workers += one.role == Role.WORKER
         row.idle_seconds = min(row.idle_seconds, one.idle_seconds)
+        row.problem = row.problem or one.problem
         if one.pid and one.pid not in row.pids:
             row.pids.append(one.pid)
         if one.pid and one.role and one.pid not in (own := row.processes.setdefault(str(one.role), [])):

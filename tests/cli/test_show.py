@@ -12,6 +12,7 @@ from kvoffd_client.cli import main
 from kvoffd_client.testing import FakeEngine
 from tests.kit.command import BLOCK_BYTES, Cli, Terminal, run_cli_here
 from tests.kit.daemon import DaemonProcess
+from tests.kit.waiting import wait_until
 from tests.kit.wire import keys
 
 HEARD = r"[0-9.]+ m?s ago"
@@ -60,6 +61,23 @@ def test_engines_have_a_row_each_and_the_command_none(shared_daemon: DaemonProce
         assert (worker["pid"], worker["registered_bytes"]) == (os.getpid(), 512 * BLOCK_BYTES)
         assert "admin" not in cli("clients", "--all").out
     assert cli("clients").out == "No engine is connected.\n"
+
+
+def test_the_problem_of_an_engine_is_its_own(shared_daemon: DaemonProcess, cli: Cli) -> None:
+    """Also where another one has the same name."""
+    with (
+        FakeEngine(shared_daemon.directory, "one", name="vllm") as engine,
+        FakeEngine(shared_daemon.directory, "two", name="vllm"),
+    ):
+        engine.scheduler.report(0.0, 0, 0, problem="its memory cannot be shared")
+
+        def problems() -> list[tuple[str, str]]:
+            rows = json.loads(cli("clients", "--json").out)["engines"]
+            return sorted((row["problem"], row["labels"][0]) for row in rows)
+
+        expected = [("", "two"), ("its memory cannot be shared", "one")]
+        wait_until(lambda: problems() == expected, explain=problems)
+        assert cli("clients").out.count("vllm stores and loads nothing: its memory cannot be shared\n") == 1
 
 
 def test_a_quota_that_limits_nothing_says_so_and_one_below_a_block_is_refused(engine: FakeEngine, cli: Cli) -> None:

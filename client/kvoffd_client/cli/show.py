@@ -105,6 +105,9 @@ def clients(
                 f"{format_count(without)} without workers: the engine starts or sleeps, or its workers cannot connect "
                 "here; their log says why."
             )
+        for row in rows:
+            if row.problem:
+                say(f"{printable(row.name) or 'An engine'} stores and loads nothing: {printable(row.problem)}")
     else:
         say("No engine is connected.")
     return 0
