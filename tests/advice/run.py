@@ -31,8 +31,6 @@ from tests.kit.waiting import wait_until
 from .days import BLOCK_TOKENS, Day, Prompt
 
 ENGINE_BLOCKS = 64
-PREFILL_RATE = 4000.0
-"""Tokens per second that engines report; they compute nothing."""
 DAY_S = 86_400.0
 LOOK_S = 0.3
 SERVE = Path(__file__).with_name("serve.py")
@@ -48,7 +46,7 @@ class DayEngine(FakeEngine):
         self._own: OrderedDict[bytes, None] = OrderedDict()
         self._own_blocks, self._events, self._patience_s = day.own_blocks, day.events, day.patience_s
         self._first_lease = 0
-        self.scheduler.report(PREFILL_RATE, 0, 0)
+        self.scheduler.report(day.prefill_rate, 0, 0)
 
     def _look_up(self, keys: Sequence[bytes], timeout_s: float, peer: str, *, again: bool = False) -> LookupFuture:
         future = self._lookup = self.scheduler.lookup([GroupKeys(0, b"".join(keys))], again, reported=not again)
