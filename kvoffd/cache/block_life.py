@@ -20,7 +20,8 @@ Words for an end:
 * *evict*: a READY block that nobody uses goes for another one;
 * *drop*: a block must not be found any more. It leaves the index now and keeps its slots until nothing uses them;
 * *retire*: all blocks of a group, whose namespace was reset or forgotten, are DROPPED at once, in the counts. They are
-  not found, since the namespace has another group now; ``sweep`` takes them out of the index, some at a time;
+  not found, since the namespace has another group now. Until ``sweep`` has taken them out of the index, some at a time,
+  the group is *unswept*;
 * *return*: slots go back to the allocator.
 
 ``Cache`` adds *reset* (retire a namespace's groups, end its leases) and *invalidate* (drop keys here and in the tiers).
@@ -84,7 +85,7 @@ class BlockLife:
         tiers: the tiers below the pool; None if there are none.
         groups: groups whose blocks have slots, and the current ones of all namespaces, by number.
         order: the order of eviction of READY blocks.
-        retired: groups that were reset and may have blocks in the index, by number.
+        unswept: retired groups that may have blocks in the index, by number.
         partial: WRITING blocks of which no shard is being written, also of retired groups, with the time when that
             began, the oldest first.
         unverified_slots: slots that an earlier daemon wrote and nobody has compared, or whose checksum is still to be
@@ -107,7 +108,7 @@ class BlockLife:
         self.tiers: TierHooks | None = None
         self.groups: dict[int, Group] = {}
         self.order = HintedOrder(policy, blocks, self.groups, quotas, clock, slots.pool_bytes)
-        self.retired: dict[int, Group] = {}
+        self.unswept: dict[int, Group] = {}
         self.partial: dict[int, float] = {}
         self.unverified_slots = self.quarantined_slots = self.quarantined_bytes = 0
         self.unannounced = np.zeros(len(blocks.state), np.bool_)
@@ -191,7 +192,7 @@ class BlockLife:
         ``first_blocks``: first engine block of each shard; None for 0 of all. ``checksums``: 0 for those that are still
         to be computed.
         """
-        if group.dead or not blocks.size:
+        if group.retired or not blocks.size:
             self.end_writes(group, blocks, slots)
             return 0
         sums, living = array("Q", checksums), self.blocks.state[blocks] == WRITING
@@ -220,7 +221,7 @@ class BlockLife:
             return
         self.blocks.shard[slots] = RESERVED
         writing = blocks[self.blocks.state[blocks] == WRITING]
-        if writing.size and not group.dead:
+        if writing.size and not group.retired:
             every = self.blocks.shard[self.blocks.slots(writing, len(group.sizes))] & SHARD_STATE
             unused = (every == RESERVED).all(axis=1)
             self._mark_partial(group, writing[~unused])
@@ -261,7 +262,7 @@ class BlockLife:
         batch = batch[self.unannounced[batch]]
         self.unannounced[batch] = False
         for group, members in self.by_group(batch):
-            if not group.dead:
+            if not group.retired:
                 keys = self.blocks.split_keys(members, group.key_bytes)
                 self._events.stored(group.namespace, group.index, keys[::-1])
         return bool(self._to_announce.size)
@@ -273,14 +274,14 @@ class BlockLife:
         if self.tiers is not None and blocks.size:
             self.tiers.evicted(blocks)
         for group, members in self.by_group(blocks):
-            if not group.dead:
+            if not group.retired:
                 group.namespace.counters.evicted_blocks += len(members)
             self._remove(group, READY, members, reason)
 
     def drop(self, blocks: BlockIds | Sequence[int], reason: MissReason) -> None:
         """Take WRITING and READY blocks out of the index. Their slots return once nothing uses them."""
         for group, members in self.by_group(np.asarray(blocks, np.uint32)):
-            if not group.dead:  # otherwise counted when it was reset
+            if not group.retired:  # otherwise counted when it was reset
                 group.namespace.counters.invalidated_blocks += len(members)
             for state in (READY, WRITING):
                 self._remove(group, state, members[self.blocks.state[members] == state], reason)
@@ -288,16 +289,16 @@ class BlockLife:
     def drop_partial(self, blocks: Sequence[int]) -> None:
         """Drop blocks that lack a shard which was not stored in time."""
         for group, members in self.by_group(np.array(blocks, np.uint32)):
-            if not group.dead:
+            if not group.retired:
                 group.namespace.counters.partial_blocks += len(members)
             self.drop(members, MissReason.PARTIAL)
 
     def retire(self, group: Group) -> None:
         """Stop using a group, which its namespace has replaced or left: count its blocks as DROPPED, and leave them to
         ``sweep``."""
-        group.dead = True
+        group.retired = True
         if group.blocks_in[WRITING] or group.blocks_in[READY]:
-            self.retired[group.number] = group
+            self.unswept[group.number] = group
         for state in (WRITING, READY):
             self._count(group, state, DROPPED, group.blocks_in[state])
         if not group.blocks_in[DROPPED]:
@@ -309,7 +310,7 @@ class BlockLife:
         for group in groups:
             blocks = self.blocks.oldest(group, count - taken)
             if (taken := taken + len(blocks)) < count:
-                del self.retired[group.number]
+                del self.unswept[group.number]
             states = self.blocks.state[blocks]
             for state in (READY, WRITING):
                 self._remove(group, state, blocks[states == state])
@@ -317,29 +318,32 @@ class BlockLife:
                 break
         return taken
 
-    def record_retired(self, group: Group, keys: bytes) -> None:
+    def record_unswept(self, group: Group, keys: bytes) -> None:
         """Record which of these keys a reset took from a group, as ``sweep`` does when it reaches their blocks."""
-        for number in self.retired.keys() & group.unswept:
-            states, _ = self.blocks.find(self.retired[number], keys)
+        for number in self.unswept.keys() & group.unswept:
+            states, _ = self.blocks.find(self.unswept[number], keys)
             gone = np.flatnonzero(np.frombuffer(states, np.uint8) != FREE)
             self.blocks.record_misses(group, select_keys(keys, gone, group.key_bytes), MissReason.INVALIDATED)
 
     def reasons_of(self, group: Group, keys: bytes) -> bytes:
         """Return the ``MissReason`` of each key when it was last missing, if known; it may have been stored since."""
-        self.record_retired(group, keys)
+        self.record_unswept(group, keys)
         return self._reasons_since_reset(group, keys, self.blocks.miss_reasons(group, keys))
 
     def since_reset(self, group: Group, keys: bytes, found: FoundKeys) -> FoundKeys:
         """Return a lookup's result with the reasons of keys that are only known from before a reset."""
-        if not group.before:
+        if not group.predecessors:
             return found
         return found._replace(reasons=self._reasons_since_reset(group, keys, found.reasons))
 
     def _reasons_since_reset(self, group: Group, keys: bytes, reasons: bytes) -> bytes:
         """Return the reasons of keys, which is INVALIDATED for those that are only known from before a reset."""
         never = bytes([MissReason.UNKNOWN, MissReason.FORGOTTEN])
-        for earlier in group.before if not set(never).isdisjoint(reasons) else ():
-            now, before = (np.frombuffer(one, np.uint8) for one in (reasons, self.blocks.miss_reasons(earlier, keys)))
+        if set(never).isdisjoint(reasons):
+            return reasons
+        for predecessor in group.predecessors:
+            reasons_before = self.blocks.miss_reasons(predecessor, keys)
+            now, before = (np.frombuffer(each, np.uint8) for each in (reasons, reasons_before))
             dropped = np.isin(now, list(never)) & ~np.isin(before, list(never))
             reasons = np.where(dropped, np.uint8(MissReason.INVALIDATED), now).tobytes()
         return reasons
@@ -358,7 +362,7 @@ class BlockLife:
         if not blocks.size:
             return
         packed_keys, slots, unverified, corrupt = self.blocks.drop(group, blocks, reason or 0)
-        if group.dead and group.namespace.current:
+        if group.retired and group.namespace.current:
             successor = group.namespace.current[group.index]
             self.blocks.record_misses(successor, packed_keys, MissReason.INVALIDATED)
         if state == READY:
@@ -366,9 +370,9 @@ class BlockLife:
         self._forget(self.partial, blocks)
         self._forget(self._store_of, blocks)
         in_use = len(blocks) - len(slots) // len(group.sizes)
-        if in_use and not group.dead:
+        if in_use and not group.retired:
             self._count(group, state, DROPPED, in_use)
-        self._return_slots(group, DROPPED if group.dead else state, slots, unverified, corrupt)
+        self._return_slots(group, DROPPED if group.retired else state, slots, unverified, corrupt)
 
     def _report_removed(self, group: Group, blocks: BlockIds, packed_keys: bytes) -> None:
         """Report to policy and listener that READY blocks are gone."""
@@ -379,7 +383,7 @@ class BlockLife:
             silent = self.unannounced[blocks]
             self.unannounced[blocks] = False
             keys = keys[~silent]
-        if keys.size and not group.dead:
+        if keys.size and not group.retired:
             self._events.removed(group.namespace, group.index, keys.tolist())
 
     def _return_dropped(self, blocks: BlockIds) -> None:
@@ -397,7 +401,7 @@ class BlockLife:
             slots = slots[~bad]
         if slots.size:
             self.slots.free(slots)
-        if group.dead and not any(group.blocks_in.values()):
+        if group.retired and not any(group.blocks_in.values()):
             del self.groups[group.number]
 
     def _quarantine(self, slots: SlotIds) -> None:

@@ -134,8 +134,9 @@ class Cache:
         lease.ask_again()
         lease.peer = peer
         current = namespace.current
-        for index, keys in groups if self.life.retired else ():
-            self.life.record_retired(current[index], keys)
+        if self.life.unswept:
+            for index, keys in groups:
+                self.life.record_unswept(current[index], keys)
         pinned_before = self.blocks.pinned_bytes
         # Of a new lease the same call of C leases the READY blocks. Until ``Leases.give`` an error must undo that.
         found = [
@@ -321,10 +322,10 @@ class Cache:
             self.leases.unpin_some()
         elif self.prompts.have_ended:
             self.prompts.count_some_ended()
-        elif self.life.retired:
-            group = next(iter(self.life.retired.values()))
+        elif self.life.unswept:
+            group = next(iter(self.life.unswept.values()))
             self.life.sweep([group], max(1, self.swept_at_once // len(group.sizes)))
-        return bool(more or self.leases.has_to_unpin or self.prompts.have_ended or self.life.retired)
+        return bool(more or self.leases.has_to_unpin or self.prompts.have_ended or self.life.unswept)
 
     # --- facts ----------------------------------------------------------------------------------
 

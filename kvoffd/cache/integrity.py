@@ -61,7 +61,7 @@ class Integrity:
         packed_key = self._blocks.keys(block, group.key_bytes)
         if self._blocks.state[block[0]] != DROPPED:
             self._life.drop(block, MissReason.CORRUPT)
-        if self._life.tiers is not None and not group.dead:
+        if self._life.tiers is not None and not group.retired:
             self._life.tiers.remove(group.namespace, group.index, packed_key, MissReason.CORRUPT)
 
     def checks(self, slots: SlotIds) -> list[Check]:

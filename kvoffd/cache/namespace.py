@@ -323,12 +323,12 @@ class Group:
         self.number, self.namespace, self.index, self.key_bytes = number, namespace, index, namespace.key_bytes
         self.tokens = namespace.groups[index].tokens_per_block
         """Tokens of a block; 0 if its group does not give them."""
-        self.dead = False
-        """Whether the namespace was reset, so that the group's blocks are being freed."""
+        self.retired = False
+        """Whether its namespace was reset or forgotten: its blocks are not found any more."""
+        self.predecessors: tuple[Group, ...] = ()
+        """The same group before the last resets, the latest first."""
         self.unswept: list[int] = []
-        """Numbers of this group before resets, until all those blocks are freed."""
-        self.before: tuple[Group, ...] = ()
-        """This group before its last resets, the latest first."""
+        """Numbers of its predecessors, before any number of resets, that may be in ``BlockLife.unswept``."""
         self.blocks_in = dict.fromkeys(WITH_SLOTS, 0)
         """Number of blocks with slots, by state."""
         self._list = array("I", [NO_BLOCK, NO_BLOCK])

@@ -83,8 +83,8 @@ class OpenNamespaces(Mapping[bytes, Namespace]):
         for group, successor in zip(old, namespace.current, strict=True):
             self._life.retire(group)
             numbers = (*group.unswept, group.number)
-            successor.unswept = [number for number in numbers if number in self._life.retired]
-            successor.before, group.before = (group, *group.before)[:KNOWN_RESETS], ()
+            successor.unswept = [number for number in numbers if number in self._life.unswept]
+            successor.predecessors, group.predecessors = (group, *group.predecessors)[:KNOWN_RESETS], ()
 
     def forget(self, namespace: Namespace) -> None:
         """Forget a namespace that has no blocks in the index and that no session has open.

@@ -95,7 +95,7 @@ class Prompts:
 
     def _report_oldest(self) -> None:
         namespace, found, asked, prompt, is_counted_later = self._looked_up.popleft()
-        chains = [chain for chain in found if not chain.group.dead]
+        chains = [chain for chain in found if not chain.group.retired]
         if self._life.ready_left:
             states = self._life.blocks.state
             chains = [chain._replace(ready=chain.ready[states[chain.ready] == READY]) for chain in chains]
@@ -109,7 +109,7 @@ class Prompts:
             for chain in chains:
                 self.on_counted(chain, 0)
         for part in asked:
-            if part.chain is not None and part.chain.run < len(part.reasons) and not part.chain.group.dead:
+            if part.chain is not None and part.chain.run < len(part.reasons) and not part.chain.group.retired:
                 self._computing.asked(part.chain.group, part.chain.keys, part.reasons, prompt)
         for watcher in self.watchers:
             watcher(chains)
@@ -142,7 +142,7 @@ class Prompts:
 
     def _count(self, parts: Sequence[AskedKeys], outcome: PromptUse | None) -> None:
         for chain, own in settle(parts, outcome, self._reasons_from):
-            if chain.group.sizes and not (chain.group.dead or chain.group.namespace.of_bench):
+            if chain.group.sizes and not (chain.group.retired or chain.group.namespace.of_bench):
                 self.on_counted(chain, own)
 
     def _reasons_from(self, chain: Chain, first: int) -> bytes:
@@ -156,7 +156,7 @@ class Prompts:
         size = chain.group.key_bytes
         keys = chain.keys[first * size : (first + count) * size]
         reasons = bytearray(self._life.reasons_of(asked.namespace.group(chain.group.index), keys))
-        if asked.reported and not (chain.group.dead or asked.namespace.of_bench):
+        if asked.reported and not (chain.group.retired or asked.namespace.of_bench):
             self._computing.asked(chain.group, keys, reasons, asked.prompt)
         asked.missed(first, bytes(reasons))
 

@@ -77,9 +77,9 @@ class Space:
         slots = _NO_SLOTS
         if self._slots.free_bytes >= group.block_bytes:
             slots = self._life.make(group, keys, count)
-        if not len(slots) and may_sweep and self._life.retired:
-            retired = sorted(self._life.retired.values(), key=lambda each: group.sizes != each.sizes)
-            if self._life.sweep(retired, count) and self._slots.free_bytes >= group.block_bytes:
+        if not len(slots) and may_sweep and self._life.unswept:
+            unswept = sorted(self._life.unswept.values(), key=lambda each: group.sizes != each.sizes)
+            if self._life.sweep(unswept, count) and self._slots.free_bytes >= group.block_bytes:
                 slots = self._life.make(group, keys, count)
         return slots
 
@@ -103,9 +103,9 @@ class Space:
         namespace, each = group.namespace, group.block_bytes
         quota = self._quotas[namespace.fingerprint]
         most, excess = count + MAX_OVER_QUOTA, namespace.held_bytes + count * each - quota
-        if excess > 0 and self._life.retired:
-            retired = [one for one in self._life.retired.values() if one.namespace is namespace]
-            swept = self._life.sweep(retired, min(most, -(-excess // each)))
+        if excess > 0 and self._life.unswept:
+            unswept = [known for known in self._life.unswept.values() if known.namespace is namespace]
+            swept = self._life.sweep(unswept, min(most, -(-excess // each)))
             most, excess = most - swept, excess - swept * each
         if excess > 0:
             victims = self._victims.of_namespace(namespace.current, excess, most, below, older_than)

@@ -207,7 +207,7 @@ class BlockStores:
         if len(starts) > 1:
             starts = sorted({*np.searchsorted(absent, starts).tolist()})
         runs, slots = self._order.admit(group, keys, starts), self._life.slots
-        is_full = slots.free_bytes < group.block_bytes and not self._life.retired and not self._life.partial
+        is_full = slots.free_bytes < group.block_bytes and not self._life.unswept and not self._life.partial
         return runs, self._order.lowest if is_full else -inf
 
     def _make_run(
@@ -280,7 +280,7 @@ class BlockStores:
         """Drop the blocks that lack a shard, so that their keys can be stored again. The store or fill must still be
         ended. Copies in a tier stay."""
         for part in parts:
-            if not part.group.dead:
+            if not part.group.retired:
                 self._life.drop(part.blocks[self._blocks.state[part.blocks] == WRITING], reason)
 
     # --- fills -----------------------------------------------------------------------------------

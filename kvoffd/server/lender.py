@@ -115,7 +115,7 @@ class PeerServer:
         if not 0 <= wanted.group < len(namespace.groups) or self._generations.is_unshared(wanted.fingerprint):
             return None
         group = namespace.group(wanted.group)
-        return group if group.lengths and not group.dead else None
+        return group if group.lengths and not group.retired else None
 
     def _hear(self, fingerprint: bytes, generation: int) -> None:
         """Follow a generation that a peer has, if it is higher. Raises ValueError for what is no fingerprint."""

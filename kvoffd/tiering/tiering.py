@@ -475,7 +475,7 @@ class Tiering:
             self._numbered[number - 1].unused_blocks += 1
         # The disks' hands spare evicted blocks, from the next tick on: an engine's store waits for this call.
         for group, members in self._cache.life.by_group(blocks):
-            if group.dead:
+            if group.retired:
                 continue
             keys = self._cache.blocks.split_keys(members, group.key_bytes)
             for writer in self.writers:

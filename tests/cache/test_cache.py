@@ -398,7 +398,7 @@ def test_what_was_known_before_a_reset_was_dropped_by_it() -> None:
     rig.cache.blocks.record_misses(space.group(0), keys_of(1), MissReason.EVICTED)
     assert rig.cache.life.reasons_of(space.group(0), keys_of(1)) == bytes([MissReason.EVICTED]), "it was stored since"
     rig.cache.reset(space)
-    assert len(space.current[0].before) == KNOWN_RESETS
+    assert len(space.current[0].predecessors) == KNOWN_RESETS
 
 
 def test_prompts_that_wait_for_a_report_are_bounded_and_counted_in_steps() -> None:

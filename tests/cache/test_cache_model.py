@@ -570,13 +570,13 @@ class CacheMachine(RuleBasedStateMachine):
         wrong &= checksum != 0 and self.rig.cache.life.quarantined_bytes < 8 * UNIT
         group = self.cache.life.group_of(slot)
         key = int.from_bytes(blocks.keys(np.array([slot], np.uint32), 8), "big")
-        name = -1 if group.dead else self.spaces.index(group.namespace), group.index, key
+        name = -1 if group.retired else self.spaces.index(group.namespace), group.index, key
         assert self.cache.integrity.check(slot, generation, checksum + 1 if wrong else checksum or 5) is (
             judged and not wrong
         )
         counted = self.cache.integrity.checked_slots - counts[0], self.cache.integrity.mismatches - counts[1]
         assert counted == (checksum != 0, wrong and judged)
-        if wrong and judged and not group.dead:
+        if wrong and judged and not group.retired:
             self.index.pop(name, None)
 
     @rule(space=spaces, chain=chains)

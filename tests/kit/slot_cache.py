@@ -227,11 +227,11 @@ def check_invariants(cache: Cache) -> None:
             assert state == DROPPED or not shard & CORRUPT
             readable = table.records["state"][slot] == READY_RECORD
             assert (table.records["state"][slot] == BAD_RECORD) == bool(shard & CORRUPT), "a successor uses it"
-            if not group.dead:  # whose number no successor knows
+            if not group.retired:  # whose number no successor knows
                 assert readable == (shard & SHARD_STATE == WRITTEN and state != DROPPED), "a successor is misled"
         writing = any(shard & SHARD_STATE == WRITING_SHARD for shard in shards)
         partial = state == WRITING and not writing
-        assert group.dead or (head in cache.life.partial) == partial
+        assert group.retired or (head in cache.life.partial) == partial
         key = blocks.keys(np.array([head], np.uint32), group.key_bytes)
         found, number = blocks.find(group, key)
         if state == DROPPED:
@@ -242,7 +242,7 @@ def check_invariants(cache: Cache) -> None:
         if blocks.pins[head]:
             pinned += group.block_bytes
             pinned_blocks += 1
-        counts[group, DROPPED if group.dead else state] += 1
+        counts[group, DROPPED if group.retired else state] += 1
         nbytes[group.namespace] += group.block_bytes
     assert all(blocks.state[block] == WRITING for block in cache.life.partial), (
         "a block that ended counts as incomplete"
@@ -255,9 +255,9 @@ def check_invariants(cache: Cache) -> None:
     assert cache.life.unverified_slots == unverified
     for number, known in cache.life.groups.items():
         assert known.number == number
-        assert known.dead or known.namespace.current[known.index] is known
+        assert known.retired or known.namespace.current[known.index] is known
         assert all(known.blocks_in[state] == counts.pop((known, state), 0) for state in (WRITING, READY, DROPPED))
-        assert not known.dead or any(known.blocks_in.values()), "a group that is over is still known"
+        assert not known.retired or any(known.blocks_in.values()), "a group that is over is still known"
         listed = blocks.oldest(known, len(heads) + 1).tolist()
         indexed = np.isin(blocks.state, (WRITING, READY)) & (blocks.group == number)
         assert sorted(listed) == np.flatnonzero(indexed).tolist(), "the group's list has other blocks"

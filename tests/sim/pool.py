@@ -268,7 +268,7 @@ def records_of(cache: Cache) -> list[tuple[int, SlotOwner, int, int]]:
     """Offset, owner, first block and length in bytes of each slot of the blocks that are READY in a cache."""
     found, heads = [], np.flatnonzero(cache.blocks.state == READY).astype(np.uint32)
     for group, alike in cache.life.by_group(heads):
-        if group.dead:
+        if group.retired:
             continue
         space, world_size = group.namespace, len(group.sizes)
         keys = space.split(group.index, cache.blocks.keys(alike, group.key_bytes))

@@ -67,7 +67,7 @@ class TieringMachine(RuleBasedStateMachine):
             return
         (part,), table = ticket, self.rig.cache.blocks
         sums = self.rig.fill(ticket)
-        if not part.group.dead:
+        if not part.group.retired:
             written = part.blocks[table.state[part.blocks] == WRITING]
             self.note_stored(part.group.namespace, table.keys(written, 8))
         self.rig.cache.stores.commit(ticket, sums)
@@ -153,7 +153,7 @@ class TieringMachine(RuleBasedStateMachine):
         for fill in [fill for source in self.rig.tiering.sources for fill in source.given_up]:
             assert fill.ticket is not None
             is_written = self.rig.cache.blocks.state[fill.ticket.blocks] == WRITING
-            assert fill.ticket.group.dead or not is_written.any(), "its key is free"
+            assert fill.ticket.group.retired or not is_written.any(), "its key is free"
 
     @property
     def coming(self) -> list[Fill]:
