@@ -315,8 +315,8 @@ class Group:
     """A group of a namespace between two resets.
 
     Args:
-        number: unique within this daemon.
-        index: the group's number in the namespace.
+        number: unique within this daemon, and another one after each reset.
+        index: its place in the namespace's groups, here and on the wire.
     """
 
     def __init__(self, number: int, namespace: Namespace, index: int) -> None:

@@ -27,8 +27,8 @@ class _LookedUp(NamedTuple):
     namespace: Namespace
     chains: list[Chain]
     asked: Sequence[AskedKeys]
-    prompt: int
-    """Number of the prompt for ``Computing``."""
+    prompt_hash: int
+    """See ``AskedKeys``."""
     is_counted_later: bool
     """Whether ``count`` counts its keys."""
 
@@ -64,7 +64,7 @@ class Prompts:
     ) -> None:
         """Count a lookup and its keys, and keep it for ``report``. ``reported``: ``count`` counts its keys."""
         namespace, tokens, chains = lease.namespace, 0, []
-        number = hash((lease.session, lease.lease_id)) & 0xFFFFFFFF
+        prompt_hash = hash((lease.session, lease.lease_id)) & 0xFFFFFFFF
         counters = namespace.counters
         counters.lookups += 1
         for (index, keys), of_group, counted in zip(groups, found, asked, strict=True):
@@ -73,7 +73,7 @@ class Prompts:
             counters.keys_ready += len(of_group.ready)
             counters.prefix_keys_ready += of_group.run
             tokens = max(tokens, len(of_group.states) * group.tokens)
-            counted.prompt = number
+            counted.prompt_hash = prompt_hash
             counted.found(chain := Chain(group, keys, of_group.ready, of_group.run), of_group.reasons)
             if group.sizes:
                 chains.append(chain)
@@ -82,7 +82,7 @@ class Prompts:
             for prompt in self._uncounted.add(lease.session, lease.lease_id, asked):
                 self._count(prompt, None)
         if chains:
-            self._looked_up.append(_LookedUp(namespace, chains, asked, number, reported))
+            self._looked_up.append(_LookedUp(namespace, chains, asked, prompt_hash, reported))
             if len(self._looked_up) > MAX_UNREPORTED:
                 self._report_oldest()
 
@@ -94,8 +94,8 @@ class Prompts:
         self._life.ready_left = False
 
     def _report_oldest(self) -> None:
-        namespace, found, asked, prompt, is_counted_later = self._looked_up.popleft()
-        chains = [chain for chain in found if not chain.group.retired]
+        namespace, looked_up, asked, prompt_hash, is_counted_later = self._looked_up.popleft()
+        chains = [chain for chain in looked_up if not chain.group.retired]
         if self._life.ready_left:
             states = self._life.blocks.state
             chains = [chain._replace(ready=chain.ready[states[chain.ready] == READY]) for chain in chains]
@@ -110,7 +110,7 @@ class Prompts:
                 self.on_counted(chain, 0)
         for part in asked:
             if part.chain is not None and part.chain.run < len(part.reasons) and not part.chain.group.retired:
-                self._computing.asked(part.chain.group, part.chain.keys, part.reasons, prompt)
+                self._computing.asked(part.chain.group, part.chain.keys, part.reasons, prompt_hash)
         for watcher in self.watchers:
             watcher(chains)
 
@@ -157,7 +157,7 @@ class Prompts:
         keys = chain.keys[first * size : (first + count) * size]
         reasons = bytearray(self._life.reasons_of(asked.namespace.group(chain.group.index), keys))
         if asked.reported and not (chain.group.retired or asked.namespace.of_bench):
-            self._computing.asked(chain.group, keys, reasons, asked.prompt)
+            self._computing.asked(chain.group, keys, reasons, asked.prompt_hash)
         asked.missed(first, bytes(reasons))
 
     def session_ended(self, session: int) -> None:

@@ -82,7 +82,7 @@ class TieringHarness(CacheRig):
         successor = TieringHarness(settings)
         successor.tier.blocks = self.tier.blocks
         successor.found = {
-            (block.group.fingerprint, block.group.number, block.key) for block, _ in self.tier.blocks.values()
+            (block.group.fingerprint, block.group.group_index, block.key) for block, _ in self.tier.blocks.values()
         }
         return successor
 
@@ -208,5 +208,7 @@ class TieringHarness(CacheRig):
             tier = source.tier
             assert isinstance(tier, FakeTier)
             tier.settle()
-            there |= {(block.group.fingerprint, block.group.number, block.key) for block, _ in tier.blocks.values()}
+            there |= {
+                (block.group.fingerprint, block.group.group_index, block.key) for block, _ in tier.blocks.values()
+            }
         assert self.tier_events.index == there - self.found

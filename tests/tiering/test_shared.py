@@ -268,7 +268,7 @@ def test_a_window_waits_for_others_and_only_its_last_comes_up(rig: TieringHarnes
     groups: list[int] = []
     while shared.jobs:
         job = next(iter(shared.jobs))
-        groups.append(job.group.number)
+        groups.append(job.group.group_index)
         shared.end(job)
     assert groups == [0] * 4 + [1] * 2
     assert look_up(rig, space, keys) == [[READY] * 4 + [ABSENT], [ABSENT, ABSENT, READY, READY, ABSENT]]
