@@ -153,7 +153,7 @@ def count_misses(namespace: Namespace, reasons: bytes | bytearray) -> None:
             namespace.counters.misses[MissReason(number)] += count
 
 
-def settle(
+def count_prompt(
     parts: Sequence[AskedKeys], outcome: PromptUse | None, reasons_now: Callable[[Chain, int], bytes]
 ) -> list[tuple[Chain, int]]:
     """Count a prompt's keys, and decide the reasons of those that were missed. Returns its chains, each with the number

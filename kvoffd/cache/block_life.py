@@ -56,9 +56,9 @@ from kvoffd.cache.block_table import (
     FREE,
     NO_BLOCKS,
     READY,
-    RESERVED,
     SHARD_STATE,
     UNVERIFIED,
+    UNWRITTEN,
     WITH_SLOTS,
     WRITING,
     WRITING_SHARD,
@@ -116,8 +116,8 @@ class BlockLife:
         self._events, self._clock = events, clock
         self._bytes_in = dict.fromkeys(WITH_SLOTS, 0)
         """Bytes of all blocks by state, including those of forgotten namespaces."""
-        self._store_of: dict[int, int] = {}
-        """WRITING blocks that only the stores of this number add shards to; all others are added to by any without."""
+        self._sole_of: dict[int, int] = {}
+        """WRITING blocks to which only stores with this ``sole`` number add shards; to others, stores without one."""
         self._to_announce = NO_BLOCKS
 
     @property
@@ -161,22 +161,22 @@ class BlockLife:
     def begin_writes(self, blocks: BlockIds, rank: int) -> tuple[SlotIds, Offsets]:
         """Mark a rank's shards of WRITING blocks as being written. Returns their slots and pool offsets."""
         found = self.blocks.begin_writes(self.slots, blocks, rank)
-        self._forget(self.partial, blocks)
+        self._pop_all(self.partial, blocks)
         return found
 
     def begin_all_writes(self, slots: npt.NDArray[np.uint32]) -> None:
         """Mark all shards of new blocks, whose slots these are, as being written."""
         self.blocks.shard[slots] = WRITING_SHARD
 
-    def reserve_for(self, blocks: BlockIds, store: int) -> None:
-        """Let only stores of this number add shards to new blocks."""
-        self._store_of |= dict.fromkeys(blocks.tolist(), store)
+    def set_sole(self, blocks: BlockIds, sole: int) -> None:
+        """Let only stores with this ``sole`` number add shards to new blocks."""
+        self._sole_of |= dict.fromkeys(blocks.tolist(), sole)
 
-    def open_to(self, blocks: BlockIds, indices: list[int], store: int) -> list[int]:
-        """Return those of the indices whose WRITING block gets a shard of a store of this number, 0 for one without."""
-        if not (store or self._store_of):
+    def joinable(self, blocks: BlockIds, indices: list[int], sole: int) -> list[int]:
+        """Return those of the indices whose WRITING block gets a shard of a store with this ``sole`` number, or 0."""
+        if not (sole or self._sole_of):
             return indices
-        return [index for index in indices if self._store_of.get(int(blocks[index]), 0) == store]
+        return [index for index in indices if self._sole_of.get(int(blocks[index]), 0) == sole]
 
     def publish(
         self,
@@ -205,7 +205,7 @@ class BlockLife:
         if len(ready) < len(blocks):
             self._mark_partial(group, blocks[self.blocks.missing[blocks] != 0])
         if ready.size:
-            self._forget(self._store_of, ready)
+            self._pop_all(self._sole_of, ready)
             group.namespace.counters.stored_blocks += len(ready)
             self._count(group, WRITING, READY, len(ready))
             self.order.insert(group, ready, packed_keys)
@@ -219,11 +219,11 @@ class BlockLife:
         """End the writes to these shards' slots, whose content is discarded. Shards of other ranks stay and wait."""
         if not blocks.size:
             return
-        self.blocks.shard[slots] = RESERVED
+        self.blocks.shard[slots] = UNWRITTEN
         writing = blocks[self.blocks.state[blocks] == WRITING]
         if writing.size and not group.retired:
             every = self.blocks.shard[self.blocks.slots(writing, len(group.sizes))] & SHARD_STATE
-            unused = (every == RESERVED).all(axis=1)
+            unused = (every == UNWRITTEN).all(axis=1)
             self._mark_partial(group, writing[~unused])
             self._remove(group, WRITING, writing[unused])
         self._return_dropped(blocks[self.blocks.state[blocks] == DROPPED])
@@ -367,8 +367,8 @@ class BlockLife:
             self.blocks.record_misses(successor, packed_keys, MissReason.INVALIDATED)
         if state == READY:
             self._report_removed(group, blocks, packed_keys)
-        self._forget(self.partial, blocks)
-        self._forget(self._store_of, blocks)
+        self._pop_all(self.partial, blocks)
+        self._pop_all(self._sole_of, blocks)
         in_use = len(blocks) - len(slots) // len(group.sizes)
         if in_use and not group.retired:
             self._count(group, state, DROPPED, in_use)
@@ -444,7 +444,7 @@ class BlockLife:
             self._bytes_in[after] += nbytes
 
     @staticmethod
-    def _forget(table: dict[int, float] | dict[int, int], blocks: BlockIds) -> None:
+    def _pop_all(table: dict[int, float] | dict[int, int], blocks: BlockIds) -> None:
         if table:
             for block in blocks.tolist():
                 table.pop(block, None)

@@ -79,8 +79,8 @@ DROPPED = 16
 WITH_SLOTS = WRITING, READY, DROPPED
 NOT_FIRST = 17
 """State of a slot that is not the first of its block."""
-RESERVED, WRITING_SHARD, WRITTEN = 0, 1, 2
-"""States of a shard: its slot is reserved; a store is writing it; it is complete."""
+UNWRITTEN, WRITING_SHARD, WRITTEN = 0, 1, 2
+"""States of a shard: no store has begun it; a store is writing it; it is complete."""
 SHARD_STATE, UNVERIFIED, CORRUPT = 3, 4, 8
 """Bits of ``shard``: its state; its bytes were not compared yet, or have no checksum yet; they are wrong."""
 MAX_SEEN = 8192
@@ -203,9 +203,9 @@ class BlockTable(Structure):
         self._close = weakref.finalize(self, self._native.blocks_close, self.address)
         self.at_counts, _ = self._counts.buffer_info()
         self._capacity = 0
-        self._reserve(512)
+        self._grow(512)
 
-    def _reserve(self, count: int) -> None:
+    def _grow(self, count: int) -> None:
         """Make the buffers hold this many numbers, and as many keys."""
         if count <= self._capacity:
             return
@@ -215,9 +215,9 @@ class BlockTable(Structure):
         self.at_numbers, self.at_bytes, self.at_offsets = (one.ctypes.data for one in buffers)
         self._capacity = 2 * count
 
-    def _reserve_for(self, group: Group, keys: bytes) -> int:
+    def _grow_for(self, group: Group, keys: bytes) -> int:
         """Make the buffers hold a result for each of a group's keys. Returns how many these are."""
-        self._reserve(count := len(keys) // group.key_bytes)
+        self._grow(count := len(keys) // group.key_bytes)
         return count
 
     @property
@@ -227,13 +227,13 @@ class BlockTable(Structure):
 
     def find(self, group: Group, keys: bytes) -> tuple[bytes, BlockIds]:
         """Return the state and number of each key's block; FREE and NO_BLOCK if it has none."""
-        count = self._reserve_for(group, keys)
+        count = self._grow_for(group, keys)
         self._native.blocks_find(self.address, group.number, keys, count, group.key_bytes)
         return self._bytes[:count].tobytes(), self._numbers[:count].copy()
 
     def lookup(self, group: Group, keys: bytes, *, lease: bool) -> FoundKeys:
         """Find keys, and ``lease`` the blocks of the READY ones if so told."""
-        count, leased_bytes = self._reserve_for(group, keys), self.leased_bytes
+        count, leased_bytes = self._grow_for(group, keys), self.leased_bytes
         self._native.blocks_lookup(self.address, group.number, keys, count, group.key_bytes, lease)
         ready, run = self._counts[:2]
         states, reasons = self._bytes[:count].tobytes(), self._bytes[count : 2 * count].tobytes()
@@ -249,7 +249,7 @@ class BlockTable(Structure):
 
         ``first_blocks``: by the number of a key, the first engine block that is offered, if not 0.
         """
-        count, offered = self._reserve_for(group, keys), None
+        count, offered = self._grow_for(group, keys), None
         if first_blocks:
             firsts = array("H", bytes(2 * count))
             for number, first in first_blocks.items():
@@ -266,7 +266,7 @@ class BlockTable(Structure):
         """
         assert 0 <= count * group.key_bytes <= len(keys)
         ranks = len(group.sizes)
-        self._reserve(count * ranks)
+        self._grow(count * ranks)
         taken = self._native.blocks_take(self.address, slots.address, group.packed, keys, count)
         assert taken != NO_BLOCK, "a key has a block"
         return self._numbers[: taken * ranks].reshape(taken, ranks).copy()
@@ -279,7 +279,7 @@ class BlockTable(Structure):
         Returns the slots, [blocks, ranks], the keys of the dropped blocks, and how many slots were UNVERIFIED.
         """
         count, ranks, size = len(blocks), len(group.sizes), group.key_bytes
-        self._reserve(count * ranks)
+        self._grow(count * ranks)
         replaced = self._native.blocks_replace(self.address, group.packed, packed(blocks), count, keys, reason)
         assert replaced == count, "a block is in use, or a key has a block"
         slots = self._numbers[: count * ranks].reshape(count, ranks).copy()
@@ -288,7 +288,7 @@ class BlockTable(Structure):
     def begin_writes(self, slots: SlotAllocator, blocks: BlockIds, rank: int) -> tuple[SlotIds, Offsets]:
         """Mark a rank's shards of WRITING blocks as being written. Returns their slots and pool offsets."""
         count = len(blocks)
-        self._reserve(count)
+        self._grow(count)
         self._native.blocks_begin_writes(self.address, slots.address, packed(blocks), count, rank)
         return self._numbers[:count].copy(), self._offsets[:count].copy()
 
@@ -297,7 +297,7 @@ class BlockTable(Structure):
     ) -> tuple[BlockIds, SlotIds, Offsets] | list[int]:
         """Pin blocks if a rank can read all its shards, the first from ``first_block``. Returns the blocks, the rank's
         slots and their pool offsets; otherwise the numbers of the keys that it cannot read."""
-        count = self._reserve_for(group, keys)
+        count = self._grow_for(group, keys)
         offered = group.number, keys, count, group.key_bytes, rank, first_block
         if not self._native.blocks_begin_load(self.address, slots.address, *offered):
             lacking: list[int] = np.flatnonzero(self._bytes[:count] == 0).tolist()
@@ -324,7 +324,7 @@ class BlockTable(Structure):
         firsts, sums = None if first_blocks is None else array("H", first_blocks).tobytes(), checksums.tobytes()
         assert 8 * count == 8 * len(slots) == len(sums)
         assert firsts is None or 2 * count == len(firsts)
-        self._reserve(count)
+        self._grow(count)
         written = packed(blocks), packed(slots), count
         found = self._native.blocks_publish(self.address, group.packed, *written, firsts, sums)
         assert found != NO_BLOCK, "a block is not WRITING"
@@ -346,7 +346,7 @@ class BlockTable(Structure):
     def oldest(self, group: Group, count: int, *, unpinned: bool = False) -> BlockIds:
         """Return up to ``count`` of the blocks that were first added to the group. ``unpinned``: only READY ones
         without pins among the first ``MAX_SEEN``, the others of which become the newest."""
-        self._reserve(count)
+        self._grow(count)
         seen = MAX_SEEN if unpinned else count
         found = self._native.blocks_oldest(self.address, group.packed, count, seen, unpinned)
         return self._numbers[:found].copy()
@@ -360,7 +360,7 @@ class BlockTable(Structure):
         ``order``: READY, unpinned blocks, the first to evict first; ``last``: there are no others.
         """
         most = len(order) + 2 * slots.slots_per_region
-        self._reserve(most)
+        self._grow(most)
         wanted = slots.address, group.packed, count, packed(order), len(order)
         found = self._native.blocks_choose_victims(self.address, *wanted, most, last, older_than)
         if found == NO_BLOCK:
@@ -373,7 +373,7 @@ class BlockTable(Structure):
 
         Returns their keys, and the result of ``end_dropped``.
         """
-        self._reserve(len(blocks) * len(group.sizes))
+        self._grow(len(blocks) * len(group.sizes))
         dropped = self._native.blocks_drop(self.address, group.packed, packed(blocks), len(blocks), reason)
         assert dropped == len(blocks), "a block is not in the index"
         return self._bytes[: len(blocks) * group.key_bytes].tobytes(), *self._ended()
@@ -383,7 +383,7 @@ class BlockTable(Structure):
 
         CORRUPT slots keep that mark, in their records too, and must not be used again.
         """
-        self._reserve(len(blocks) * ranks)
+        self._grow(len(blocks) * ranks)
         self._native.blocks_end_dropped(self.address, packed(blocks), len(blocks))
         return self._ended()
 
@@ -411,7 +411,7 @@ class BlockTable(Structure):
     def unpin(self, blocks: BlockIds) -> BlockIds:
         """Remove one pin for each occurrence of a block. Returns the blocks that are not pinned any more, for
         ``BlockLife.return_unpinned``."""
-        self._reserve(len(blocks))
+        self._grow(len(blocks))
         return self._numbers[: self._native.blocks_unpin(self.address, packed(blocks), len(blocks))].copy()
 
     def lease(self, blocks: BlockIds) -> int:
@@ -422,7 +422,7 @@ class BlockTable(Structure):
 
     def end_lease(self, blocks: BlockIds) -> BlockIds:
         """Undo ``lease``. Returns the blocks that are not pinned any more, for ``BlockLife.return_unpinned``."""
-        self._reserve(len(blocks))
+        self._grow(len(blocks))
         return self._numbers[: self._native.blocks_end_lease(self.address, packed(blocks), len(blocks))].copy()
 
     def slots(self, blocks: BlockIds, ranks: int) -> npt.NDArray[np.uint32]:
@@ -443,7 +443,7 @@ class BlockTable(Structure):
     def keys(self, blocks: BlockIds, key_bytes: int) -> bytes:
         """Return the keys of blocks of one group, concatenated."""
         count = len(blocks)
-        self._reserve(count)
+        self._grow(count)
         self._native.blocks_keys(self.address, packed(blocks), count, key_bytes)
         return self._bytes[: count * key_bytes].tobytes()
 
@@ -459,7 +459,7 @@ class BlockTable(Structure):
 
     def miss_reasons(self, group: Group, keys: bytes) -> bytes:
         """Return the ``MissReason`` of each key, as far as it is known."""
-        count = self._reserve_for(group, keys)
+        count = self._grow_for(group, keys)
         self._native.blocks_reasons(self.address, group.number, keys, count, group.key_bytes)
         return self._bytes[:count].tobytes()
 

@@ -244,7 +244,7 @@ static uint64_t enter(struct blocks *x, const struct block_group *g, const uint3
             memcpy(record + KEY, key, g->key_bytes);
             x->group[slot] = g->number;
             x->next[slot] = of_block[rank + 1 < g->ranks ? rank + 1 : 0];
-            x->shard[slot] = RESERVED;
+            x->shard[slot] = UNWRITTEN;
             x->state[slot] = rank ? NOT_FIRST : WRITING;
         }
         x->missing[of_block[0]] = g->ranks;
@@ -696,7 +696,7 @@ uint64_t kvoffd_blocks_judge(const struct blocks *x, uint32_t group, const uint8
         if (entry) {
             uint32_t block = blocks[i] = slot_of(entry), slot = slot_of_rank(x, block, rank);
             uint8_t shard = x->shard[slot] & SHARD_STATE;
-            verdicts[i] = shard == RESERVED ? JOIN : PRESENT;
+            verdicts[i] = shard == UNWRITTEN ? JOIN : PRESENT;
             if (shard == WRITTEN && !x->pins[block] && !being_written(x, block) &&
                 READ(record_of(x, slot), uint16_t, FIRST_BLOCK) > (first_blocks ? first_blocks[i] : 0))
                 verdicts[i] = NARROW;

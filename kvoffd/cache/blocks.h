@@ -14,7 +14,7 @@ enum { FREE_RECORD = 0, PAGE = 4096 };
 static const uint64_t READY_RECORD = 0x215944414552766B; /* "kvREADY!" */
 static const uint64_t BAD_RECORD = 0x2121444142766B21; /* "!kvBAD!!" */
 enum { FREE, WRITING, READY, DROPPED = 16, NOT_FIRST }; /* states of a block; of a slot that is not a block's first */
-enum { RESERVED, WRITING_SHARD, WRITTEN, SHARD_STATE, UNVERIFIED = 4, CORRUPT = 8 }; /* bits of a shard */
+enum { UNWRITTEN, WRITING_SHARD, WRITTEN, SHARD_STATE, UNVERIFIED = 4, CORRUPT = 8 }; /* bits of a shard */
 
 #define READ(record, type, field) ({ type value_; memcpy(&value_, (record) + (field), sizeof value_); value_; })
 

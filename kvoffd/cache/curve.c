@@ -161,7 +161,7 @@ static void forget(struct curve *c, uint32_t at)
 }
 
 /* Moves the excess of each segment to the next, in up to `steps` steps; the excess of the last one is forgotten. */
-static void settle(struct curve *c, uint64_t steps)
+static void move_excess(struct curve *c, uint64_t steps)
 {
     for (int segment = 0; segment < SIZES; segment++) {
         for (; c->held[segment] > c->width[segment] && c->oldest[segment] != NONE && steps; steps--) {
@@ -291,7 +291,7 @@ static void use(struct curve *c, const struct use *used, uint64_t bytes)
 }
 
 /* Makes `uses` and `seen` hold this many pieces; returns whether there was enough memory. */
-static int reserve(struct curve *c, uint64_t pieces)
+static int grow(struct curve *c, uint64_t pieces)
 {
     uint64_t room = 64, each = sizeof *c->uses + 2 * sizeof *c->seen;
 
@@ -323,7 +323,7 @@ void kvoffd_curve_asked(struct curve *c, struct counts *counts, uint64_t group, 
     counts->found += (run > own ? run - own : 0) * tokens;
     if (pieces > count)
         pieces = count;
-    if (!count || !reserve(c, pieces))
+    if (!count || !grow(c, pieces))
         return;
     for (mask = 63; mask + 1 < 2 * pieces; mask = 2 * mask + 1)
         ;
@@ -375,7 +375,7 @@ void kvoffd_curve_asked(struct curve *c, struct counts *counts, uint64_t group, 
     pieces = used;
     while (used) /* the tail first, because an LRU evicts it first */
         use(c, &c->uses[--used], bytes);
-    settle(c, MOVED + SIZES * pieces);
+    move_excess(c, MOVED + SIZES * pieces);
     c->seen_bytes = 0;
     for (int segment = 0; segment < SIZES; segment++)
         c->seen_bytes += c->held[segment];

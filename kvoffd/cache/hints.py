@@ -256,12 +256,12 @@ class HintedOrder:
 
     def _end(self, one: Retention) -> None:
         """End a retention. Of its blocks, those that stayed for it alone go first from now on."""
-        self._forget(one)
+        self._unlist(one)
         self._count(one, -one.nbytes)
         if one.aside:
             self._lapsed[one.number] = one
 
-    def _forget(self, one: Retention) -> None:
+    def _unlist(self, one: Retention) -> None:
         del self._retentions[one.number]
         rank = one.wish.priority, one.wish.session
         del self._ranked[rank][one.number]
@@ -332,7 +332,7 @@ class HintedOrder:
                 if one.nbytes:
                     self._count(one, -group.block_bytes * len(members))
                     if not one.nbytes:
-                        self._forget(one)
+                        self._unlist(one)
                 elif not one.aside:
                     del self._lapsed[number]
         self._hint_of[blocks] = 0

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvoffd.cache.asked_keys import AskedKeys, PromptUse, UncountedPrompts, settle
+from kvoffd.cache.asked_keys import AskedKeys, PromptUse, UncountedPrompts, count_prompt
 from kvoffd.cache.block_life import BlockLife
 from kvoffd.cache.block_table import READY, FoundKeys
 from kvoffd.cache.computing import Computing
@@ -141,7 +141,7 @@ class Prompts:
         return {source.name: count for source, count in found.items()}
 
     def _count(self, parts: Sequence[AskedKeys], outcome: PromptUse | None) -> None:
-        for chain, own in settle(parts, outcome, self._reasons_from):
+        for chain, own in count_prompt(parts, outcome, self._reasons_from):
             if chain.group.sizes and not (chain.group.retired or chain.group.namespace.of_bench):
                 self.on_counted(chain, own)
 

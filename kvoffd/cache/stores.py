@@ -92,7 +92,7 @@ class BlockStores:
             np.flatnonzero(of_key == verdict).tolist()
             for verdict in (StoreVerdict.ABSENT, StoreVerdict.JOIN, StoreVerdict.DUPLICATE)
         )
-        joined = self._life.open_to(blocks, joined, sole)
+        joined = self._life.joinable(blocks, joined, sole)
         existing = blocks[are_present := blocks != NO_BLOCK]
         self._blocks.prompt[existing] = np.maximum(self._blocks.prompt[existing], prompts[are_present])
         return Stored(group, blocks[joined], NO_BLOCKS, joined, duplicates=duplicates), absent, existing
@@ -159,7 +159,7 @@ class BlockStores:
             self._make_admitted(stored, part, absent, prompts)
         finally:  # allocated slots belong to the store even if this fails
             if sole:
-                self._life.reserve_for(stored.blocks[joins:], sole)
+                self._life.set_sole(stored.blocks[joins:], sole)
             if joins:  # the keys of its blocks lie between those of new ones
                 order = np.argsort(stored.copy)
                 stored.copy, stored.blocks = np.array(stored.copy)[order].tolist(), stored.blocks[order]
@@ -182,17 +182,17 @@ class BlockStores:
         size, begin, packed_keys = stored.group.key_bytes, 0, part.keys
         if len(absent) * size < len(packed_keys):
             packed_keys = select_keys(packed_keys, absent, size)
-        runs, refused_score = self._runs_of(stored.group, part, packed_keys, absent)
+        runs, no_space_score = self._runs_of(stored.group, part, packed_keys, absent)
         for count, score in runs:
             end, left = begin + count, list(absent[begin : begin + count])
             # With tiers, every admitted block gets space, because only blocks in the pool are written to tiers.
             limit = inf if self._life.tiers is not None else score
-            if score != REJECTED and limit > refused_score:
+            if score != REJECTED and limit > no_space_score:
                 left = self._make_run(stored, packed_keys[begin * size : end * size], left, prompts[begin:end], limit)
                 if left and (prompts == prompts[0]).all():  # otherwise other prompts may still get some
-                    refused_score = limit
+                    no_space_score = limit
             if left:
-                is_outranked = max(limit, refused_score) < inf and self._space.are_evictable(int(prompts.max()))
+                is_outranked = max(limit, no_space_score) < inf and self._space.are_evictable(int(prompts.max()))
                 lost = stored.rejected if score == REJECTED or is_outranked else stored.no_space
                 lost += left
             begin = end

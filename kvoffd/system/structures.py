@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 
-VERSION = 0x35F26836
+VERSION = 0xC5E114BD
 """A library of another version is refused: it is made of other C files."""
 
 SLOT_INDEX = (

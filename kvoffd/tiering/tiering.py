@@ -494,7 +494,7 @@ class Tiering:
             found |= np.fromiter(map(writer.waiting.__contains__, numbers), np.bool_, len(numbers))
         return found
 
-    def settled(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
+    def safe_to_evict(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
         if not any(writer.mode is not WriteMode.NEVER and writer.available for writer in self.writers):
             return np.zeros(len(blocks), np.bool_)
         waiting = self.waiting(blocks)

@@ -18,9 +18,9 @@ from kvoffd.cache.block_table import (
     NO_BLOCK,
     NOT_FIRST,
     READY,
-    RESERVED,
     SHARD_STATE,
     UNVERIFIED,
+    UNWRITTEN,
     WRITING,
     WRITING_SHARD,
     WRITTEN,
@@ -306,5 +306,5 @@ def check_invariants(cache: Cache) -> None:
         [one for rank in cache.order._ranked.values() for one in rank.values()], key=lambda one: one.number
     )
     assert (blocks.state[~slots.in_use] == FREE).all()
-    assert (blocks.shard[~slots.in_use] == RESERVED).all()
+    assert (blocks.shard[~slots.in_use] == UNWRITTEN).all()
     assert NO_BLOCK not in seen
