@@ -1,4 +1,4 @@
-"""The life of a block: each change of its state, which is counted, and reported to policy and listener.
+"""The life of a block: each change of its state, which C counts, and which is reported to policy and listener.
 
 Tiers hear of READY blocks and of evictions. Who drops keys calls ``TierHooks.remove`` himself.
 
@@ -59,7 +59,6 @@ from kvoffd.cache.block_table import (
     SHARD_STATE,
     UNVERIFIED,
     UNWRITTEN,
-    WITH_SLOTS,
     WRITING,
     WRITING_SHARD,
     BlockIds,
@@ -72,7 +71,7 @@ from kvoffd.cache.hooks import NO_TOKENS, BlockTokens, CacheListener, TierHooks
 from kvoffd.cache.namespace import Group, MissReason
 from kvoffd.cache.policy import Policy
 from kvoffd.cache.tickets import PoolUsage
-from kvoffd.pool.allocator import PAGE_BYTES, SlotAllocator, SlotIds
+from kvoffd.pool.allocator import SlotAllocator, SlotIds
 
 RECOVERED_AT_ONCE = 4096
 """Recovered blocks entered together, by group. Small, so that the order of use stays about right."""
@@ -88,8 +87,6 @@ class BlockLife:
         unswept: retired groups that may have blocks in the index, by number.
         partial: WRITING blocks of which no shard is being written, also of retired groups, with the time when that
             began, the oldest first.
-        unverified_slots: slots that an earlier daemon wrote and nobody has compared, or whose checksum is still to be
-            computed.
         quarantined_slots, quarantined_bytes: slots that hold wrong bytes and are not used again.
         unannounced: [slots] whether it is a recovered block that was not reported to the listener yet.
         ready_left: whether READY blocks left the index since the last ``Prompts.report``.
@@ -110,11 +107,11 @@ class BlockLife:
         self.order = HintedOrder(policy, blocks, self.groups, quotas, clock, slots.pool_bytes)
         self.unswept: dict[int, Group] = {}
         self.partial: dict[int, float] = {}
-        self.unverified_slots = self.quarantined_slots = self.quarantined_bytes = 0
+        self.quarantined_slots = self.quarantined_bytes = 0
         self.unannounced = np.zeros(len(blocks.state), np.bool_)
         self.ready_left = False
         self._events, self._clock = events, clock
-        self._bytes_in = dict.fromkeys(WITH_SLOTS, 0)
+        self._bytes_in = blocks.by_state.bytes
         """Bytes of all blocks by state, including those of forgotten namespaces."""
         self._sole_of: dict[int, int] = {}
         """WRITING blocks to which only stores with this ``sole`` number add shards; to others, stores without one."""
@@ -142,9 +139,7 @@ class BlockLife:
     def make(self, group: Group, keys: bytes, count: int) -> npt.NDArray[np.uint32]:
         """Make WRITING blocks for the first ``count`` keys, which have none, or as many as free slots allow. Returns
         their slots, [blocks, ranks]."""
-        slots = self.blocks.take(self.slots, group, keys, count)
-        self._count(group, FREE, WRITING, len(slots))
-        return slots
+        return self.blocks.take(self.slots, group, keys, count)
 
     def replace(self, group: Group, victims: BlockIds, keys: bytes) -> npt.NDArray[np.uint32]:
         """Evict READY, unpinned blocks of a group, and make WRITING ones for the keys in their slots. Returns these
@@ -152,10 +147,8 @@ class BlockLife:
         if self.tiers is not None:
             self.tiers.evicted(victims)
         group.namespace.counters.evicted_blocks += len(victims)
-        slots, packed_keys, unverified = self.blocks.replace(group, victims, keys, MissReason.EVICTED)
-        self.unverified_slots -= unverified
+        slots, packed_keys = self.blocks.replace(group, victims, keys, MissReason.EVICTED)
         self._report_removed(group, victims, packed_keys)
-        self._count(group, READY, WRITING, len(victims))
         return slots
 
     def begin_writes(self, blocks: BlockIds, rank: int) -> tuple[SlotIds, Offsets]:
@@ -201,13 +194,11 @@ class BlockLife:
             blocks, slots, sums = blocks[living], slots[living], array("Q", compress(sums, living))
             first_blocks = None if first_blocks is None else array("H", compress(first_blocks, living))
         ready, packed_keys = self.blocks.publish(group, blocks, slots, first_blocks, sums)
-        self.unverified_slots += sums.count(0)
         if len(ready) < len(blocks):
             self._mark_partial(group, blocks[self.blocks.missing[blocks] != 0])
         if ready.size:
             self._pop_all(self._sole_of, ready)
             group.namespace.counters.stored_blocks += len(ready)
-            self._count(group, WRITING, READY, len(ready))
             self.order.insert(group, ready, packed_keys)
             keys = np.frombuffer(packed_keys, group.namespace.key_type)[::-1].tolist()
             self._events.stored(group.namespace, group.index, keys, tokens=tokens)
@@ -244,10 +235,7 @@ class BlockLife:
         slots. Call ``announce_recovered`` afterwards."""
         for begin in range(0, len(blocks), RECOVERED_AT_ONCE):
             for group, members in self.by_group(blocks[begin : begin + RECOVERED_AT_ONCE]):
-                self.blocks.pages[members] = group.block_bytes // PAGE_BYTES
-                self.unverified_slots += len(members) * len(group.sizes)
-                self._count(group, FREE, READY, len(members))
-                self.blocks.append(group, members)
+                self.blocks.add_recovered(group, members)
                 self.order.insert(group, members, self.blocks.keys(members, group.key_bytes))
                 self.order.share(members)
         self._to_announce = blocks
@@ -297,11 +285,10 @@ class BlockLife:
         """Stop using a group, which its namespace has replaced or left: count its blocks as DROPPED, and leave them to
         ``sweep``."""
         group.retired = True
-        if group.blocks_in[WRITING] or group.blocks_in[READY]:
+        if group.by_state.blocks[WRITING] or group.by_state.blocks[READY]:
             self.unswept[group.number] = group
-        for state in (WRITING, READY):
-            self._count(group, state, DROPPED, group.blocks_in[state])
-        if not group.blocks_in[DROPPED]:
+        self.blocks.retire(group)
+        if not group.by_state.blocks[DROPPED]:
             del self.groups[group.number]
 
     def sweep(self, groups: Iterable[Group], count: int) -> int:
@@ -361,7 +348,7 @@ class BlockLife:
         """Take blocks of one state out of index and policy, and return the slots of those that are not in use."""
         if not blocks.size:
             return
-        packed_keys, slots, unverified, corrupt = self.blocks.drop(group, blocks, reason or 0)
+        packed_keys, slots, corrupt = self.blocks.drop(group, blocks, reason or 0)
         if group.retired and group.namespace.current:
             successor = group.namespace.current[group.index]
             self.blocks.record_misses(successor, packed_keys, MissReason.INVALIDATED)
@@ -369,10 +356,7 @@ class BlockLife:
             self._report_removed(group, blocks, packed_keys)
         self._pop_all(self.partial, blocks)
         self._pop_all(self._sole_of, blocks)
-        in_use = len(blocks) - len(slots) // len(group.sizes)
-        if in_use and not group.retired:
-            self._count(group, state, DROPPED, in_use)
-        self._return_slots(group, DROPPED if group.retired else state, slots, unverified, corrupt)
+        self._return_slots(group, slots, corrupt)
 
     def _report_removed(self, group: Group, blocks: BlockIds, packed_keys: bytes) -> None:
         """Report to policy and listener that READY blocks are gone."""
@@ -389,19 +373,17 @@ class BlockLife:
     def _return_dropped(self, blocks: BlockIds) -> None:
         """Return the slots of DROPPED blocks that are not in use."""
         for group, members in self.by_group(blocks):
-            self._return_slots(group, DROPPED, *self.blocks.end_dropped(members, len(group.sizes)))
+            self._return_slots(group, *self.blocks.end_dropped(group, members))
 
-    def _return_slots(self, group: Group, state: int, slots: SlotIds, unverified: int, corrupt: int) -> None:
-        """Return the slots of ended blocks, which were counted with this state."""
-        self.unverified_slots -= unverified
-        self._count(group, state, FREE, len(slots) // len(group.sizes))
+    def _return_slots(self, group: Group, slots: SlotIds, corrupt: int) -> None:
+        """Return the slots of ended blocks of a group, and forget it if it was retired and they were its last."""
         if corrupt:  # they stay allocated, so that nobody else gets them
             bad = self.blocks.shard[slots] != 0  # CORRUPT is the only mark that an ended block's slots may have
             self._quarantine(slots[bad])
             slots = slots[~bad]
         if slots.size:
             self.slots.free(slots)
-        if group.retired and not any(group.blocks_in.values()):
+        if group.retired and not group.by_state.blocks[DROPPED]:
             del self.groups[group.number]
 
     def _quarantine(self, slots: SlotIds) -> None:
@@ -419,29 +401,12 @@ class BlockLife:
         """Note that a shard's bytes agree with its checksum."""
         if self.blocks.shard[slot] & UNVERIFIED:
             self.blocks.shard[slot] &= ~np.uint8(UNVERIFIED)
-            self.unverified_slots -= 1
+            self.blocks.unverified_slots -= 1
 
     def mark_corrupt(self, slot: int) -> None:
         """Note that a slot holds wrong bytes, whatever is using it now. The next daemon does not use it either."""
         assert not self.blocks.shard[slot] & CORRUPT
-        self.unverified_slots -= int(self.blocks.shard[slot] & UNVERIFIED != 0)
         self.blocks.set_corrupt(slot)
-
-    # --- counts ---------------------------------------------------------------------------------
-
-    def _count(self, group: Group, before: int, after: int, count: int) -> None:
-        """Move blocks from the counts of one state to those of another."""
-        namespace, nbytes = group.namespace, count * group.block_bytes
-        if before != FREE:
-            group.blocks_in[before] -= count
-            namespace.blocks_in[before] -= count
-            namespace.bytes_in[before] -= nbytes
-            self._bytes_in[before] -= nbytes
-        if after != FREE:
-            group.blocks_in[after] += count
-            namespace.blocks_in[after] += count
-            namespace.bytes_in[after] += nbytes
-            self._bytes_in[after] += nbytes
 
     @staticmethod
     def _pop_all(table: dict[int, float] | dict[int, int], blocks: BlockIds) -> None:

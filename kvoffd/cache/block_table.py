@@ -33,7 +33,7 @@ from kvoffd.system.native import (
     declare,
     native,
 )
-from kvoffd.system.structures import BLOCKS, SlotIndex
+from kvoffd.system.structures import BLOCKS, SlotIndex, StateCounts
 from kvoffd_proto import messages
 
 if TYPE_CHECKING:
@@ -51,11 +51,12 @@ declare(
     blocks_begin_load=(INT, VOID_P, VOID_P, *KEYS, NUMBER, NUMBER),
     blocks_publish=(UINT32, VOID_P, CHAR_P, VOID_P, *ITEMS, VOID_P, VOID_P),
     blocks_set_checksum=(None, VOID_P, NUMBER, NUMBER),
-    blocks_append=(None, VOID_P, CHAR_P, *ITEMS),
+    blocks_retire=(None, VOID_P, CHAR_P),
+    blocks_add_recovered=(None, VOID_P, CHAR_P, *ITEMS),
     blocks_oldest=(COUNT, VOID_P, CHAR_P, NUMBER, NUMBER, NUMBER),
     blocks_choose_victims=(COUNT, VOID_P, VOID_P, CHAR_P, NUMBER, *ITEMS, NUMBER, NUMBER, NUMBER),
     blocks_drop=(COUNT, VOID_P, CHAR_P, *ITEMS, NUMBER),
-    blocks_end_dropped=(None, VOID_P, *ITEMS),
+    blocks_end_dropped=(None, VOID_P, CHAR_P, *ITEMS),
     blocks_common_group=(UINT32, VOID_P, *ITEMS, NUMBER),
     blocks_pin=(None, VOID_P, *ITEMS),
     blocks_lease=(None, VOID_P, *ITEMS),
@@ -74,10 +75,10 @@ NO_BLOCK = 2**32 - 1
 NO_BLOCKS: BlockIds = np.empty(0, np.uint32)
 FREE, WRITING, READY = int(messages.ABSENT), int(messages.WRITING), int(messages.READY)
 """States of a block, as lookups report them: FREE means no block; a WRITING block lacks a shard."""
-DROPPED = 16
+DROPPED = 5
 """State of a block that left the index while a pin or a running write still needs its slots."""
 WITH_SLOTS = WRITING, READY, DROPPED
-NOT_FIRST = 17
+NOT_FIRST = 6
 """State of a slot that is not the first of its block."""
 UNWRITTEN, WRITING_SHARD, WRITTEN = 0, 1, 2
 """States of a shard: no store has begun it; a store is writing it; it is complete."""
@@ -165,6 +166,9 @@ class BlockTable(Structure):
     pinned_bytes: int
     leased_bytes: int
     """Bytes of the blocks that leases pin."""
+    unverified_slots: int
+    """Slots that an earlier daemon wrote and nobody has compared, or whose checksum is still to be computed."""
+    by_state: StateCounts
     index: SlotIndex
 
     def __init__(self, records: npt.NDArray[np.void]) -> None:
@@ -191,8 +195,8 @@ class BlockTable(Structure):
         self.last_prompt = 0
         """Number of the last prompt that was looked up, or whose store began."""
         self._native = native()
-        self._counts = array("Q", bytes(8 * 3))
-        """The largest result that C writes there: ``struct ended`` of blocks.c."""
+        self._counts = array("Q", bytes(8 * 2))
+        """The largest results that C writes there: ``struct found`` and ``struct ended`` of blocks.c."""
         self.at_records = records.ctypes.data
         for name in _ARRAYS:
             setattr(self, f"at_{name}", getattr(self, name).ctypes.data)
@@ -235,7 +239,7 @@ class BlockTable(Structure):
         """Find keys, and ``lease`` the blocks of the READY ones if so told."""
         count, leased_bytes = self._grow_for(group, keys), self.leased_bytes
         self._native.blocks_lookup(self.address, group.number, keys, count, group.key_bytes, lease)
-        ready, run = self._counts[:2]
+        ready, run = self._counts
         states, reasons = self._bytes[:count].tobytes(), self._bytes[count : 2 * count].tobytes()
         return FoundKeys(states, self._numbers[:ready].copy(), self.leased_bytes - leased_bytes, run, reasons)
 
@@ -271,19 +275,17 @@ class BlockTable(Structure):
         assert taken != NO_BLOCK, "a key has a block"
         return self._numbers[: taken * ranks].reshape(taken, ranks).copy()
 
-    def replace(
-        self, group: Group, blocks: BlockIds, keys: bytes, reason: int
-    ) -> tuple[npt.NDArray[np.uint32], bytes, int]:
+    def replace(self, group: Group, blocks: BlockIds, keys: bytes, reason: int) -> tuple[npt.NDArray[np.uint32], bytes]:
         """``drop`` blocks of a group that are not in use, and make new blocks for the first keys in their slots.
 
-        Returns the slots, [blocks, ranks], the keys of the dropped blocks, and how many slots were UNVERIFIED.
+        Returns the slots, [blocks, ranks], and the keys of the dropped blocks.
         """
         count, ranks, size = len(blocks), len(group.sizes), group.key_bytes
         self._grow(count * ranks)
         replaced = self._native.blocks_replace(self.address, group.packed, packed(blocks), count, keys, reason)
         assert replaced == count, "a block is in use, or a key has a block"
         slots = self._numbers[: count * ranks].reshape(count, ranks).copy()
-        return slots, self._bytes[: count * size].tobytes(), self._counts[1]
+        return slots, self._bytes[: count * size].tobytes()
 
     def begin_writes(self, slots: SlotAllocator, blocks: BlockIds, rank: int) -> tuple[SlotIds, Offsets]:
         """Mark a rank's shards of WRITING blocks as being written. Returns their slots and pool offsets."""
@@ -336,12 +338,17 @@ class BlockTable(Structure):
 
     def set_corrupt(self, slot: int) -> None:
         """Mark a slot as holding wrong bytes, whatever is using it now. The next daemon does not use it either."""
+        self.unverified_slots -= int(self.shard[slot] & UNVERIFIED != 0)
         self.shard[slot] = (self.shard[slot] & ~np.uint8(UNVERIFIED)) | CORRUPT
         self.records["state"][slot] = BAD_RECORD
 
-    def append(self, group: Group, blocks: BlockIds) -> None:
-        """Append blocks that are in the index to their group's list, as its newest."""
-        self._native.blocks_append(self.address, group.packed, packed(blocks), len(blocks))
+    def add_recovered(self, group: Group, blocks: BlockIds) -> None:
+        """Add READY blocks that ``recover`` has put into the index to their group, as its newest."""
+        self._native.blocks_add_recovered(self.address, group.packed, packed(blocks), len(blocks))
+
+    def retire(self, group: Group) -> None:
+        """Count all blocks of a group as DROPPED from now on."""
+        self._native.blocks_retire(self.address, group.packed)
 
     def oldest(self, group: Group, count: int, *, unpinned: bool = False) -> BlockIds:
         """Return up to ``count`` of the blocks that were first added to the group. ``unpinned``: only READY ones
@@ -367,7 +374,7 @@ class BlockTable(Structure):
             raise MemoryError
         return self._numbers[:found].copy(), bool(self._counts[0])
 
-    def drop(self, group: Group, blocks: BlockIds, reason: int = 0) -> tuple[bytes, SlotIds, int, int]:
+    def drop(self, group: Group, blocks: BlockIds, reason: int = 0) -> tuple[bytes, SlotIds, int]:
         """Take blocks of a group out of the index, and remember ``reason`` if it is not 0. They become DROPPED, are not
         recovered by the next daemon, and end at once if they are not in use.
 
@@ -378,18 +385,18 @@ class BlockTable(Structure):
         assert dropped == len(blocks), "a block is not in the index"
         return self._bytes[: len(blocks) * group.key_bytes].tobytes(), *self._ended()
 
-    def end_dropped(self, blocks: BlockIds, ranks: int) -> tuple[SlotIds, int, int]:
-        """End the DROPPED blocks that are not in use. Returns their slots, and how many were UNVERIFIED, and CORRUPT.
+    def end_dropped(self, group: Group, blocks: BlockIds) -> tuple[SlotIds, int]:
+        """End the DROPPED blocks of a group that are not in use. Returns their slots, and how many are CORRUPT.
 
         CORRUPT slots keep that mark, in their records too, and must not be used again.
         """
-        self._grow(len(blocks) * ranks)
-        self._native.blocks_end_dropped(self.address, packed(blocks), len(blocks))
+        self._grow(len(blocks) * len(group.sizes))
+        self._native.blocks_end_dropped(self.address, group.packed, packed(blocks), len(blocks))
         return self._ended()
 
-    def _ended(self) -> tuple[SlotIds, int, int]:
-        slots, unverified, corrupt = self._counts[:3]
-        return self._numbers[:slots].copy(), unverified, corrupt
+    def _ended(self) -> tuple[SlotIds, int]:
+        slots, corrupt = self._counts
+        return self._numbers[:slots].copy(), corrupt
 
     def group_of(self, blocks: BlockIds, *, unpinned: bool = False) -> int:
         """Return the group number of all blocks; 0 if they have none in common, or ``unpinned`` and one is pinned."""

@@ -2,8 +2,8 @@
 
 | owner | has |
 |---|---|
-| ``life`` (block_life.py) | each block's state, the counts by state, and who hears of a change; the rules of access |
-| ``blocks`` (block_table.py) | the arrays of slots and the index, in C |
+| ``life`` (block_life.py) | each block's state, and who hears of a change; the rules of access |
+| ``blocks`` (block_table.py) | the arrays of slots, the index, and the counts by state, in C |
 | ``namespaces`` (open_namespaces.py) | open namespaces, their numbers and groups |
 | ``leases`` (leases.py) | what is pinned for whom, and the limits |
 | ``stores`` (stores.py) | running stores, and fills from tiers |

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from array import array
+import ctypes
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,6 +17,7 @@ from msgspec import Meta, Struct
 from kvoffd.cache.block_table import NO_BLOCK, READY, WITH_SLOTS, WRITING
 from kvoffd.errors import BadGeometry, BadKeys, KvoffdError
 from kvoffd.pool.allocator import NO_NODE, PAGE_BYTES
+from kvoffd.system.structures import GROUP_BLOCKS, StateCounts
 from kvoffd_proto import messages
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import kv_topic
@@ -187,10 +188,8 @@ class Namespace:
         self.number = 0
         """Number that identifies it in the slot table's records; each reset changes it."""
         self.counters = Counters()
-        self.blocks_in = dict.fromkeys(WITH_SLOTS, 0)
-        """Number of blocks by state: WRITING, READY, and DROPPED ones still in use."""
-        self.bytes_in = dict.fromkeys(WITH_SLOTS, 0)
-        """Pool bytes of its blocks by state."""
+        self.by_state = StateCounts()
+        """Counts of its blocks, which C keeps: WRITING, READY, and DROPPED ones still in use."""
         self.retained_bytes = 0
         """Pool bytes of its blocks that hints retain."""
         self.current: list[Group] = []
@@ -208,21 +207,21 @@ class Namespace:
 
     @property
     def ready_blocks(self) -> int:
-        return self.blocks_in[READY]
+        return int(self.by_state.blocks[READY])
 
     @property
     def ready_bytes(self) -> int:
-        return self.bytes_in[READY]
+        return int(self.by_state.bytes[READY])
 
     @property
     def writing_blocks(self) -> int:
         """Blocks that lack a shard."""
-        return self.blocks_in[WRITING]
+        return int(self.by_state.blocks[WRITING])
 
     @property
     def held_bytes(self) -> int:
         """Pool bytes of all its blocks."""
-        return sum(self.bytes_in.values())
+        return sum(self.by_state.bytes[state] for state in WITH_SLOTS)
 
     def is_same(self, world_size: int, key_bytes: int, groups: Sequence[GroupSpec]) -> bool:
         return (world_size, key_bytes, tuple(groups)) == (self.world_size, self.key_bytes, self.groups)
@@ -311,6 +310,13 @@ class Namespace:
         return known is None
 
 
+class _GroupBlocks(ctypes.Structure):
+    """``struct group_blocks`` of blocks.h."""
+
+    __slots__ = ()
+    _fields_ = GROUP_BLOCKS
+
+
 class Group:
     """A group of a namespace between two resets.
 
@@ -329,10 +335,10 @@ class Group:
         """The same group before the last resets, the latest first."""
         self.unswept: list[int] = []
         """Numbers of its predecessors, before any number of resets, that may be in ``BlockLife.unswept``."""
-        self.blocks_in = dict.fromkeys(WITH_SLOTS, 0)
-        """Number of blocks with slots, by state."""
-        self._list = array("I", [NO_BLOCK, NO_BLOCK])
-        """``struct block_list`` of blocks.h."""
+        at_of_namespace = ctypes.addressof(namespace.by_state)
+        self._blocks = _GroupBlocks(at_of_namespace=at_of_namespace, oldest=NO_BLOCK, newest=NO_BLOCK)
+        self.by_state: StateCounts = self._blocks.by_state
+        """Counts of its blocks, which C keeps."""
         self.set_sizes([], [])
 
     @property
@@ -349,6 +355,6 @@ class Group:
             pack("=IiI", size, NO_NODE if node is None else node, length)
             for size, node, length in zip(sizes, nodes, lengths, strict=True)
         ]
-        list_at, _ = self._list.buffer_info()
-        self.packed = pack("=Q6I", list_at, *whose, len(sizes), self.block_bytes // PAGE_BYTES) + b"".join(by_rank)
+        own_at = ctypes.addressof(self._blocks)
+        self.packed = pack("=Q6I", own_at, *whose, len(sizes), self.block_bytes // PAGE_BYTES) + b"".join(by_rank)
         """``struct block_group`` of blocks.h."""

@@ -334,7 +334,7 @@ class LoadJob(Job):
             block_ids = part.block_ids[span.block : span.blocks_end]
             tokens_per_block = registration.namespace.groups[part.group].tokens_per_block
             ticket.tokens = block_ids.size * tokens_per_block // part.layout.blocks_per_key
-            if verify or first or cache.life.unverified_slots:
+            if verify or first or cache.blocks.unverified_slots:
                 self.checks += cache.integrity.checks_of_load(ticket, verify, first)
             slots = ticket.offsets + np.uint64(pool.mapping.address)
             self.copies.append(BlockCopy(part.layout, block_ids, slots, {0: first} if first else {}))

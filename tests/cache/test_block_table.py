@@ -56,12 +56,12 @@ def test_the_index_finds_what_a_dict_does() -> None:
             gone = [there.pop(name) for name in names_of]
             heads = ids([row[0] for row in gone])
             table.pin(heads[:1])
-            names, slots_of, _, _ = table.drop(groups[group], heads, 1)
+            names, slots_of, _ = table.drop(groups[group], heads, 1)
             assert slots_of.tolist() == [slot for row in gone[1:] for slot in row]
             assert names == b"".join(names_of)
             assert not records["state"][np.array(gone)].any()
             table.unpin(heads[:1])
-            assert table.end_dropped(heads[:1], ranks)[0].tolist() == gone[0]
+            assert table.end_dropped(groups[group], heads[:1])[0].tolist() == gone[0]
             slots.free(ids([slot for row in gone for slot in row]))
         listed = table.oldest(groups[group], len(there) + 1)
         assert listed.tolist() == [slots[0] for slots in there.values()], "in the order in which they were stored"

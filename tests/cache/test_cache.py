@@ -548,7 +548,7 @@ def test_what_was_not_compared_is_found_wherever_it_is(monkeypatch: pytest.Monke
     rig.cache.reset(namespace)
     while rig.cache.background():
         pass
-    assert (rig.cache.life.unverified_slots, rig.cache.integrity.next_unverified(9).size) == (0, 0)
+    assert (rig.cache.blocks.unverified_slots, rig.cache.integrity.next_unverified(9).size) == (0, 0)
 
 
 def test_recovered_blocks_are_announced_unless_they_went(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -580,12 +580,12 @@ def test_a_store_sweeps_only_as_much_of_a_reset_as_it_needs() -> None:
     rig.store(other, keys_of(*range(112)))
     rig.cache.reset(reset)
     assert rig.store(other, keys_of(200, 201)) == 2
-    assert (other.ready_blocks, reset.blocks_in[DROPPED]) == (114, 398), "nobody else went"
+    assert (other.ready_blocks, reset.by_state.blocks[DROPPED]) == (114, 398), "nobody else went"
     check_invariants(rig.cache)
     rig.cache.swept_at_once = 100
     for left in (298, 198, 98, 0):
         assert rig.cache.background() == (left > 0)
-        assert reset.blocks_in[DROPPED] == left
+        assert reset.by_state.blocks[DROPPED] == left
     check_invariants(rig.cache)
 
 
@@ -597,7 +597,7 @@ def test_others_go_where_a_reset_leaves_blocks_of_another_size() -> None:
     rig.store(large, keys_of(*range(16)))
     rig.cache.reset(small)
     assert rig.store(large, keys_of(100)) == 1
-    assert small.blocks_in[DROPPED] == 384, "one region went, not all of the reset"
+    assert small.by_state.blocks[DROPPED] == 384, "one region went, not all of the reset"
     check_invariants(rig.cache)
 
 
@@ -609,7 +609,7 @@ def test_a_namespace_at_its_quota_that_was_reset_gets_its_own_space() -> None:
     rig.store(namespace, keys_of(*range(32)))
     rig.cache.reset(namespace)
     assert rig.store(namespace, keys_of(40, 41)) == 2
-    assert (namespace.blocks_in[DROPPED], other.ready_blocks) == (30, 32)
+    assert (namespace.by_state.blocks[DROPPED], other.ready_blocks) == (30, 32)
 
 
 def test_leased_blocks_are_not_looked_at_for_each_store(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -252,12 +252,12 @@ def check_invariants(cache: Cache) -> None:
     assert seen <= set(np.flatnonzero(slots.in_use).tolist()), "a block's slot is free"
     assert (cache.blocks.pinned_bytes, cache.blocks.pinned_blocks) == (pinned, pinned_blocks)
     assert cache.life.quarantined_slots == len(quarantined)
-    assert cache.life.unverified_slots == unverified
+    assert cache.blocks.unverified_slots == unverified
     for number, known in cache.life.groups.items():
         assert known.number == number
         assert known.retired or known.namespace.current[known.index] is known
-        assert all(known.blocks_in[state] == counts.pop((known, state), 0) for state in (WRITING, READY, DROPPED))
-        assert not known.retired or any(known.blocks_in.values()), "a group that is over is still known"
+        assert all(known.by_state.blocks[state] == counts.pop((known, state), 0) for state in (WRITING, READY, DROPPED))
+        assert not known.retired or known.by_state.blocks[DROPPED], "a group that is over is still known"
         listed = blocks.oldest(known, len(heads) + 1).tolist()
         indexed = np.isin(blocks.state, (WRITING, READY)) & (blocks.group == number)
         assert sorted(listed) == np.flatnonzero(indexed).tolist(), "the group's list has other blocks"

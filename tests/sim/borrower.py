@@ -74,7 +74,7 @@ class SimBorrower:
             for namespace in cache.namespaces.values()
             for number in range(len(namespace.groups))
         ]
-        groups = [group for group in groups if group.lengths and group.blocks_in[READY]]
+        groups = [group for group in groups if group.lengths and group.by_state.blocks[READY]]
         if not groups:
             return
         group, ident = self._rng.choice(groups), self._ids

@@ -179,18 +179,18 @@ class WatchedPool:
             self.verify(slot.owner, slot.offset, slot.first_block, length)
         return np.concatenate(ready), names
 
-    def drop(self, group: Group, blocks: BlockIds, reason: int = 0) -> tuple[bytes, SlotIds, int, int]:
+    def drop(self, group: Group, blocks: BlockIds, reason: int = 0) -> tuple[bytes, SlotIds, int]:
         self.before_write()
         self.before_drop(blocks, evicted=reason in (MissReason.EVICTED, MissReason.QUOTA))
-        names, slots, *counted = self._drop(group, blocks, reason)
+        names, slots, corrupt = self._drop(group, blocks, reason)
         self._released(slots)
-        return names, slots, *counted
+        return names, slots, corrupt
 
-    def end_dropped(self, blocks: BlockIds, ranks: int) -> tuple[SlotIds, int, int]:
+    def end_dropped(self, group: Group, blocks: BlockIds) -> tuple[SlotIds, int]:
         self.before_write()
-        slots, *counted = self._end_dropped(blocks, ranks)
+        slots, corrupt = self._end_dropped(group, blocks)
         self._released(slots)
-        return slots, *counted
+        return slots, corrupt
 
     def _released(self, slots: SlotIds) -> None:
         for slot, shard in zip(self._at(slots), self._cache.blocks.shard[slots].tolist(), strict=True):
