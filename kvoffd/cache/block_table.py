@@ -105,7 +105,7 @@ class StoreVerdict(IntEnum):
     JOIN = 2
     """Write the rank's shard, which the key's block lacks."""
     DUPLICATE = 3
-    """None: an earlier number in the same store has the same key."""
+    """None: an earlier index in the same store has the same key."""
     NARROW = 4
     """Replace the block, which begins later than the offered one and is not in use."""
 
@@ -251,13 +251,13 @@ class BlockTable(Structure):
     def judge(self, group: Group, keys: bytes, rank: int, first_blocks: Mapping[int, int]) -> tuple[bytes, BlockIds]:
         """Return a ``StoreVerdict`` for each key that a rank stores, and the key's block, NO_BLOCK if it has none.
 
-        ``first_blocks``: by the number of a key, the first engine block that is offered, if not 0.
+        ``first_blocks``: by the index of a key, the first engine block that is offered, if not 0.
         """
         count, offered = self._grow_for(group, keys), None
         if first_blocks:
             firsts = array("H", bytes(2 * count))
-            for number, first in first_blocks.items():
-                firsts[number] = first
+            for index, first in first_blocks.items():
+                firsts[index] = first
             offered = firsts.tobytes()
         if not self._native.blocks_judge(self.address, group.number, keys, count, group.key_bytes, rank, offered):
             raise MemoryError
@@ -298,7 +298,7 @@ class BlockTable(Structure):
         self, slots: SlotAllocator, group: Group, keys: bytes, rank: int, first_block: int
     ) -> tuple[BlockIds, SlotIds, Offsets] | list[int]:
         """Pin blocks if a rank can read all its shards, the first from ``first_block``. Returns the blocks, the rank's
-        slots and their pool offsets; otherwise the numbers of the keys that it cannot read."""
+        slots and their pool offsets; otherwise the indices of the keys that it cannot read."""
         count = self._grow_for(group, keys)
         offered = group.number, keys, count, group.key_bytes, rank, first_block
         if not self._native.blocks_begin_load(self.address, slots.address, *offered):

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from kvoffd.cache.branch_points import BranchPoints
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.hooks import BlockTokens
-from kvoffd.cache.tickets import Check, LoadTicket, Stored, StorePart
+from kvoffd.cache.tickets import Check, LoadTicket, StorePart, StoreTicket
 from kvoffd.config import Config
 from kvoffd.errors import BadBlockIds, BadKeys, KvoffdError, NotReady, UnknownLease
 from kvoffd.pool.pool import Pool
@@ -212,7 +212,7 @@ class StoreBatch(Job):
     parts: Sequence[GroupPart]
     sole: int
     """Number of ``Submit``."""
-    stored: Sequence[Stored] = field(default=(), init=False)
+    stored: Sequence[StoreTicket] = field(default=(), init=False)
     copied_bytes: list[int] = field(default_factory=list, init=False)
     """Bytes to copy for each store."""
 

@@ -15,7 +15,7 @@ from kvoffd.cache.leases import CLAIM_S
 from kvoffd.cache.namespace import MissReason, Namespace, NamespaceSnapshot
 from kvoffd.cache.open_namespaces import KNOWN_RESETS
 from kvoffd.cache.prompts import MAX_UNREPORTED
-from kvoffd.cache.tickets import Stored, StorePart
+from kvoffd.cache.tickets import StorePart, StoreTicket
 from kvoffd.errors import BadGeometry, NotReady, UnknownLease
 from kvoffd_proto.messages import GroupSpec
 from tests.kit.slot_cache import UNIT, CacheRig, check_invariants, keys_of
@@ -138,7 +138,7 @@ def test_a_lease_that_may_not_grow_keeps_what_it_has() -> None:
 
 def extend(
     rig: CacheRig, namespace: Namespace, numbers: range, begin: int, ranks: Sequence[int] = (0,)
-) -> list[Stored]:
+) -> list[StoreTicket]:
     """Store a part of a prompt, whose first number is ``begin``, in its first group."""
     before = {0: keys_of(numbers[0] - 1)} if numbers[0] > begin else {}
     stored = []

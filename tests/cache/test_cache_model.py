@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvoffd.cache.asked_keys import PromptUse
 from kvoffd.cache.block_table import CORRUPT, FREE, READY, SHARD_STATE, WRITING, WRITTEN, BlockIds
 from kvoffd.cache.namespace import MissReason, Namespace, NamespaceSnapshot
-from kvoffd.cache.tickets import FillTicket, LoadTicket, Stored
+from kvoffd.cache.tickets import FillTicket, LoadTicket, StoreTicket
 from kvoffd.errors import BadKeys, NotReady, UnknownLease
 from tests.kit.amount import TIMES
 from tests.kit.slot_cache import UNIT, CacheRig, check_invariants, keys_of
@@ -78,7 +78,7 @@ class CacheMachine(RuleBasedStateMachine):
         ]
         self.index: dict[Name, Model] = {}
         self.leases: dict[int, ModelLease] = {}
-        self.stores: list[tuple[list[Stored], int, list[tuple[Model, int]]]] = []
+        self.stores: list[tuple[list[StoreTicket], int, list[tuple[Model, int]]]] = []
         self.fills: list[tuple[FillTicket, Model]] = []
         self.loads: list[tuple[LoadTicket, list[Model], list[bytes], ModelLease]] = []
         self.writes: list[tuple[BlockIds, list[Model], list[bytes]]] = []

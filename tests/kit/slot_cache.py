@@ -31,7 +31,7 @@ from kvoffd.cache.lru import Lru
 from kvoffd.cache.namespace import Group, Namespace
 from kvoffd.cache.policy import make_policy
 from kvoffd.cache.recovery import RecoveredBlocks, recover
-from kvoffd.cache.tickets import SessionLeases, Stored, StorePart
+from kvoffd.cache.tickets import SessionLeases, StorePart, StoreTicket
 from kvoffd.pool.allocator import SlotAllocator
 from kvoffd.pool.slot_table import BAD_RECORD, READY_RECORD, SlotTable, TableGeometry
 from kvoffd.system.numa import Locality
@@ -140,10 +140,10 @@ class CacheRig:
         keys: bytes,
         first_blocks: Mapping[int, int] | None = None,
         starts: Sequence[int] | None = (0,),
-    ) -> list[Stored]:
+    ) -> list[StoreTicket]:
         return self.cache.stores.begin(namespace, rank, [StorePart(group, keys, first_blocks or {}, starts)])
 
-    def commit(self, stored: list[Stored], checksum: int = 7) -> int:
+    def commit(self, stored: list[StoreTicket], checksum: int = 7) -> int:
         return self.cache.stores.commit(stored, [[checksum] * len(part.copy) for part in stored])
 
     def store(self, namespace: Namespace, keys: bytes, group: int = 0) -> int:

@@ -8,7 +8,7 @@ import numpy as np
 
 from kvoffd.cache.block_table import READY, SHARD_STATE, WRITING, WRITTEN
 from kvoffd.cache.namespace import Namespace
-from kvoffd.cache.tickets import Stored
+from kvoffd.cache.tickets import StoreTicket
 from kvoffd.tiering import TieringSettings
 from kvoffd.tiering.promotions import Promotions
 from kvoffd.tiering.tiering import Tiering
@@ -128,7 +128,7 @@ class TieringHarness(CacheRig):
         assert sizes is not None
         return (namespace.fingerprint + bytes([group, rank]) + key).ljust(sizes[group], b".")[: sizes[group]]
 
-    def fill(self, stored: list[Stored]) -> list[list[int]]:
+    def fill(self, stored: list[StoreTicket]) -> list[list[int]]:
         """Write the bytes of a store; returns their checksums, by part."""
         sums: list[list[int]] = []
         for part in stored:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from kvoffd.cache.block_table import READY
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Group, Namespace
-from kvoffd.cache.tickets import Stored, StorePart
+from kvoffd.cache.tickets import StorePart, StoreTicket
 from kvoffd.pool.allocator import SlotIds
 from kvoffd.server.jobs import LoadJob
 from kvoffd.server.service import Service
@@ -216,7 +216,7 @@ def watch_narrow(cache: Cache) -> None:
     """A store that offers more of a block than there is replaces it, in the tiers too, where nothing holds it."""
     begin = cache.stores.begin
 
-    def watched(namespace: Namespace, rank: int, parts: Sequence[StorePart], sole: int = 0) -> list[Stored]:
+    def watched(namespace: Namespace, rank: int, parts: Sequence[StorePart], sole: int = 0) -> list[StoreTicket]:
         def narrow(part: StorePart) -> list[bytes]:
             group, keys = namespace.group(part.group), namespace.split(part.group, part.keys)
             states, blocks = cache.blocks.find(group, part.keys)

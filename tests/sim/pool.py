@@ -137,13 +137,13 @@ class WatchedPool:
                 del self._slot_of_page[page]
         self._free(slots)
 
-    def replace(self, group: Group, blocks: BlockIds, keys: bytes, reason: int) -> tuple[Any, bytes, int]:
+    def replace(self, group: Group, blocks: BlockIds, keys: bytes, reason: int) -> tuple[Any, bytes]:
         self.before_write()
         self.before_drop(blocks, evicted=True)
-        slots, names, unverified = self._replace(group, blocks, keys, reason)
+        slots, names = self._replace(group, blocks, keys, reason)
         self._released(slots.ravel())
         self._own(slots, group, keys)
-        return slots, names, unverified
+        return slots, names
 
     def _own(self, slots: Any, group: Group, keys: bytes) -> None:
         """Slots have got the first of these keys."""

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvoffd.cache.block_table import READY, WRITING
 from kvoffd.cache.namespace import Namespace
-from kvoffd.cache.tickets import Stored
+from kvoffd.cache.tickets import StoreTicket
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.promotions import Fill
 from kvoffd.tiers.tier import Result
@@ -43,7 +43,7 @@ class TieringMachine(RuleBasedStateMachine):
         self.tiers += self.stores_of_nodes
         self.generation = 0
         self.spaces = [self.rig.open("a"), self.rig.open("b", world_size=2)]
-        self.stores: list[list[Stored]] = []
+        self.stores: list[list[StoreTicket]] = []
         self.stored: set[tuple[bytes, bytes]] = set()
         """What was stored since it was dropped last: only that may be ready, or in a tier."""
         self.leases = 0
