@@ -49,7 +49,7 @@ class AskedKeys:
     """Keys of one group in one lookup.
 
     Attributes:
-        reported: whether they are counted when the engine reports the prompt's outcome, not at once.
+        reported: whether they are counted once the engine reports the prompt's outcome, not at once.
         reasons: by key the ``MissReason``, or one of FOUND, CAME, IN_A_TIER and UNANSWERED_YET. Once the prompt is
             counted by its outcome, FOUND for covered keys, and the ``MissReason`` of all others.
         chain: None until the lookup has found what it can.

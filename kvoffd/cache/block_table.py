@@ -119,7 +119,7 @@ class FoundKeys(NamedTuple):
     """Blocks of the READY keys."""
     newly_leased_bytes: int
     """Bytes of the READY blocks that only this lookup leases; 0 if it leases none."""
-    run: int
+    ready_prefix: int
     """Keys before the first that is not READY."""
     reasons: bytes
     """[keys] ``MissReason`` of each, or FOUND; IN_A_TIER if a tier brings it up."""
@@ -131,8 +131,9 @@ class FoundKeys(NamedTuple):
         kept[np.flatnonzero(fresh)[:most]] = True
         reasons, beyond = np.frombuffer(self.reasons, np.uint8).copy(), np.flatnonzero(states == READY)[~kept]
         states[beyond], reasons[beyond] = FREE, reason
-        run = min(self.run, int(np.append(kept, False).argmin()))
-        return self._replace(states=states.tobytes(), ready=self.ready[kept], run=run, reasons=reasons.tobytes())
+        prefix = min(self.ready_prefix, int(np.append(kept, False).argmin()))
+        ready, packed_states, packed_reasons = self.ready[kept], states.tobytes(), reasons.tobytes()
+        return self._replace(states=packed_states, ready=ready, ready_prefix=prefix, reasons=packed_reasons)
 
     def with_coming(self, states: bytes) -> FoundKeys:
         """Return this with the states of keys that tiers bring up, which are IN_A_TIER."""
@@ -239,9 +240,9 @@ class BlockTable(Structure):
         """Find keys, and ``lease`` the blocks of the READY ones if so told."""
         count, leased_bytes = self._grow_for(group, keys), self.leased_bytes
         self._native.blocks_lookup(self.address, group.number, keys, count, group.key_bytes, lease)
-        ready, run = self._counts
+        ready, ready_prefix = self._counts
         states, reasons = self._bytes[:count].tobytes(), self._bytes[count : 2 * count].tobytes()
-        return FoundKeys(states, self._numbers[:ready].copy(), self.leased_bytes - leased_bytes, run, reasons)
+        return FoundKeys(states, self._numbers[:ready].copy(), self.leased_bytes - leased_bytes, ready_prefix, reasons)
 
     def new_prompt(self) -> int:
         """Return the number of one more prompt."""

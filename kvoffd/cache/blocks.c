@@ -147,7 +147,7 @@ static uint64_t reason_of(const struct blocks *x, uint64_t hashed)
 
 /* Result of a lookup: the number of READY keys, and of those before the first other key. */
 struct found {
-    uint64_t ready, run;
+    uint64_t ready, ready_prefix;
 };
 
 /* Looks up keys: finds their states, behind these the reasons of misses, and the blocks of READY keys, which are leased if
@@ -169,7 +169,7 @@ void kvoffd_blocks_lookup(struct blocks *x, uint32_t group, const uint8_t *keys,
         for (uint64_t i = 0; i < together; i++) {
             if (x->bytes[begin + i] == READY) {
                 reasons[begin + i] = FOUND;
-                found->run += found->ready == begin + i;
+                found->ready_prefix += found->ready == begin + i;
                 x->numbers[found->ready++] = blocks[i];
                 if (leases)
                     lease(x, blocks[i]);

@@ -117,7 +117,7 @@ class Cache:
 
         Args:
             again: the request was counted before.
-            reported: its keys are counted by ``Prompts.count``.
+            reported: the engine will report the prompt's outcome: ``Prompts.count`` counts its keys then, not now.
             peer: see ``Lease``.
             giver: number of the owner of the prompt's hints; 0 if unknown.
 

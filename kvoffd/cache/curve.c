@@ -311,16 +311,16 @@ static int grow(struct curve *c, uint64_t pieces)
 }
 
 /* Counts one chain of a request: `count` keys of `key_bytes`, whose blocks have `bytes` and `tokens`. The request found
- * the first `run` of them. The engine had the first `own` of them itself: these are used, but not counted. Keys behind
- * the first `findable` are found at no size. */
+ * the first `ready_prefix` of them. The engine had the first `own` of them itself: these are used, but not counted. Keys
+ * behind the first `findable` are found at no size. */
 void kvoffd_curve_asked(struct curve *c, struct counts *counts, uint64_t group, const uint8_t *keys, uint64_t count,
-                        uint64_t key_bytes, uint64_t bytes, uint64_t tokens, uint64_t run, uint64_t own,
+                        uint64_t key_bytes, uint64_t bytes, uint64_t tokens, uint64_t ready_prefix, uint64_t own,
                         uint64_t findable)
 {
     uint64_t per = tokens > 1 && tokens < PIECE_TOKENS ? PIECE_TOKENS / tokens : 1; /* most keys of a piece */
     uint64_t used = 0, n = 1, pieces = MAX_SMALL + 2 * count / per, mask;
 
-    counts->found += (run > own ? run - own : 0) * tokens;
+    counts->found += (ready_prefix > own ? ready_prefix - own : 0) * tokens;
     if (pieces > count)
         pieces = count;
     if (!count || !grow(c, pieces))
@@ -336,7 +336,7 @@ void kvoffd_curve_asked(struct curve *c, struct counts *counts, uint64_t group, 
 
         while (2 * longest <= per && PARTS * longest <= first)
             longest *= 2;
-        uint64_t found = run > own ? run : own;
+        uint64_t found = ready_prefix > own ? ready_prefix : own;
 
         one.keys = n = longest < count - first ? longest : count - first;
         one.readable = found <= first ? 0 : found - first < n ? found - first : n;

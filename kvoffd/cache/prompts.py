@@ -29,8 +29,8 @@ class _LookedUp(NamedTuple):
     asked: Sequence[AskedKeys]
     prompt_hash: int
     """See ``AskedKeys``."""
-    is_counted_later: bool
-    """Whether ``count`` counts its keys."""
+    reported: bool
+    """See ``AskedKeys``."""
 
 
 class Prompts:
@@ -62,19 +62,19 @@ class Prompts:
         *,
         reported: bool,
     ) -> None:
-        """Count a lookup and its keys, and keep it for ``report``. ``reported``: ``count`` counts its keys."""
+        """Count a lookup and its keys, and keep it for ``report``. ``reported``: see ``AskedKeys``."""
         namespace, tokens, chains = lease.namespace, 0, []
         prompt_hash = hash((lease.session, lease.lease_id)) & 0xFFFFFFFF
         counters = namespace.counters
         counters.lookups += 1
-        for (index, keys), of_group, counted in zip(groups, found, asked, strict=True):
+        for (index, keys), of_group, part in zip(groups, found, asked, strict=True):
             group = namespace.current[index]
             counters.keys_asked += len(of_group.states)
             counters.keys_ready += len(of_group.ready)
-            counters.prefix_keys_ready += of_group.run
+            counters.prefix_keys_ready += of_group.ready_prefix
             tokens = max(tokens, len(of_group.states) * group.tokens)
-            counted.prompt_hash = prompt_hash
-            counted.found(chain := Chain(group, keys, of_group.ready, of_group.run), of_group.reasons)
+            part.prompt_hash = prompt_hash
+            part.found(chain := Chain(group, keys, of_group.ready, of_group.ready_prefix), of_group.reasons)
             if group.sizes:
                 chains.append(chain)
         counters.asked_tokens += tokens
@@ -94,7 +94,7 @@ class Prompts:
         self._life.ready_left = False
 
     def _report_oldest(self) -> None:
-        namespace, looked_up, asked, prompt_hash, is_counted_later = self._looked_up.popleft()
+        namespace, looked_up, asked, prompt_hash, reported = self._looked_up.popleft()
         chains = [chain for chain in looked_up if not chain.group.retired]
         if self._life.ready_left:
             states = self._life.blocks.state
@@ -105,11 +105,11 @@ class Prompts:
         if not chains or namespace.of_bench:
             return
         self._life.order.requested(chains)
-        if not is_counted_later:
+        if not reported:
             for chain in chains:
                 self.on_counted(chain, 0)
         for part in asked:
-            if part.chain is not None and part.chain.run < len(part.reasons) and not part.chain.group.retired:
+            if part.chain is not None and part.chain.ready_prefix < len(part.reasons) and not part.chain.group.retired:
                 self._computing.asked(part.chain.group, part.chain.keys, part.reasons, prompt_hash)
         for watcher in self.watchers:
             watcher(chains)

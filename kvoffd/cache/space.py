@@ -47,7 +47,7 @@ class Space:
         try:
             while made < count:
                 left, wanted = keys[made * size :] if made else keys, count - made
-                slots = self._take_free(group, left, wanted, may_sweep=may_sweep)
+                slots = self._take_without_eviction(group, left, wanted, may_sweep=may_sweep)
                 if not len(slots):
                     may_sweep = False
                     if not group.namespace.evicts_others:
@@ -71,7 +71,9 @@ class Space:
             raise
         return found[0] if len(found) == 1 else np.concatenate([np.empty((0, max(1, ranks)), np.uint32), *found])
 
-    def _take_free(self, group: Group, keys: bytes, count: int, *, may_sweep: bool) -> npt.NDArray[np.uint32]:
+    def _take_without_eviction(
+        self, group: Group, keys: bytes, count: int, *, may_sweep: bool
+    ) -> npt.NDArray[np.uint32]:
         """Make blocks in free slots, or, if there are none and it ``may_sweep``, in those of reset namespaces. Returns
         their slots."""
         slots = _NO_SLOTS
@@ -114,7 +116,7 @@ class Space:
 
     def are_evictable(self, older_than: int) -> bool:
         """Return whether any READY blocks can be evicted, whatever their scores."""
-        return self._victims.are_left(older_than)
+        return self._victims.are_evictable(older_than)
 
     def no_space_cause(self, group: Group, prompt: int = ANY_PROMPT) -> str:
         """Return why a block of a group, for the prompt of this number, gets no space now, one of NO_SPACE_CAUSES."""

@@ -39,7 +39,7 @@ class Victims:
     def __init__(self, life: BlockLife) -> None:
         self._life, self._slots, self._blocks, self._order = life, life.slots, life.blocks, life.order
 
-    def are_left(self, older_than: int) -> bool:
+    def are_evictable(self, older_than: int) -> bool:
         """Return whether any READY blocks can be evicted, whatever their scores."""
         return any(self._may_go(batch, older_than).any() for batch in self._order.candidates())
 

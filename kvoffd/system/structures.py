@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 
-VERSION = 0x51476132
+VERSION = 0x9AD9E1D5
 """A library of another version is refused: it is made of other C files."""
 
 SLOT_INDEX = (

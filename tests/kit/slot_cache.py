@@ -301,7 +301,7 @@ def check_invariants(cache: Cache) -> None:
         of_namespaces[one.wish.namespace] += one.nbytes
         of_sessions[one.wish.session] += one.nbytes
     assert all(namespace.retained_bytes == of_namespaces[namespace] for namespace in cache.namespaces.values())
-    assert cache.order._bytes_of == of_sessions
+    assert cache.order._retained_bytes_of == of_sessions
     assert retentions == sorted(
         [one for rank in cache.order._ranked.values() for one in rank.values()], key=lambda one: one.number
     )
