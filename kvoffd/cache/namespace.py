@@ -166,14 +166,15 @@ class Namespace:
         label: str,
         world_size: int,
         key_bytes: int,
-        groups: Sequence[GroupSpec],
+        specs: Sequence[GroupSpec],
         description: str,
     ) -> None:
         self.fingerprint = fingerprint
         self.label = label
         self.world_size = world_size
         self.key_bytes = key_bytes
-        self.groups = tuple(groups)
+        self.specs = tuple(specs)
+        """Specifications of its groups, by index; ``current`` has the groups."""
         self.description = description
         self.topic = kv_topic(fingerprint)
         """Topic of its KV events."""
@@ -223,16 +224,16 @@ class Namespace:
         """Pool bytes of all its blocks."""
         return sum(self.by_state.bytes[state] for state in WITH_SLOTS)
 
-    def is_same(self, world_size: int, key_bytes: int, groups: Sequence[GroupSpec]) -> bool:
-        return (world_size, key_bytes, tuple(groups)) == (self.world_size, self.key_bytes, self.groups)
+    def is_same(self, world_size: int, key_bytes: int, specs: Sequence[GroupSpec]) -> bool:
+        return (world_size, key_bytes, tuple(specs)) == (self.world_size, self.key_bytes, self.specs)
 
-    def check_same(self, world_size: int, key_bytes: int, groups: Sequence[GroupSpec]) -> None:
+    def check_same(self, world_size: int, key_bytes: int, specs: Sequence[GroupSpec]) -> None:
         """Raise KvoffdError (NAMESPACE_MISMATCH) if the geometry differs."""
-        if not self.is_same(world_size, key_bytes, groups):
+        if not self.is_same(world_size, key_bytes, specs):
             raise KvoffdError(
                 f"The namespace {self.label!r} is open with world size {self.world_size}, {self.key_bytes}-byte keys "
-                f"and {len(self.groups)} groups, but was asked for with world size {world_size}, {key_bytes}-byte keys "
-                f"and {len(groups)} groups, or groups of another kind; give different engines different fingerprints, "
+                f"and {len(self.specs)} groups, but was asked for with world size {world_size}, {key_bytes}-byte keys "
+                f"and {len(specs)} groups, or groups of another kind; give different engines different fingerprints, "
                 "or clear it with kvoffd-cli clear while nobody has it open.",
                 ErrorCode.NAMESPACE_MISMATCH,
             )
@@ -246,8 +247,8 @@ class Namespace:
 
     def check(self, group: int, keys: bytes = b"") -> None:
         """Raise BadGeometry for an unknown group, and BadKeys if ``keys`` is not a whole number of keys."""
-        if not 0 <= group < len(self.groups):
-            last = len(self.groups) - 1
+        if not 0 <= group < len(self.specs):
+            last = len(self.specs) - 1
             raise BadGeometry(f"The namespace {self.label!r} has no group {group}; name one from 0 to {last}.")
         if len(keys) % self.key_bytes:
             raise BadKeys(
@@ -277,7 +278,7 @@ class Namespace:
             for one in self.shards
         ]
         return NamespaceRecord(
-            *(self.number, self.fingerprint, self.label, self.world_size, self.key_bytes, self.groups),
+            *(self.number, self.fingerprint, self.label, self.world_size, self.key_bytes, self.specs),
             *(self.description, tuple(self.shard_bytes), tuple(shards), self.generation),
         )
 
@@ -295,9 +296,9 @@ class Namespace:
         """
         if not 0 <= rank < self.world_size:
             raise BadGeometry(f"There is no rank {rank} in a world of {self.world_size}; register the right rank.")
-        if len(shard_bytes) != len(self.groups):
+        if len(shard_bytes) != len(self.specs):
             raise BadGeometry(
-                f"The registration has {len(shard_bytes)} groups, the namespace {self.label!r} has {len(self.groups)}; "
+                f"The registration has {len(shard_bytes)} groups, the namespace {self.label!r} has {len(self.specs)}; "
                 "register every group of the namespace in its order."
             )
         known = self.shard_bytes[rank]
@@ -327,7 +328,7 @@ class Group:
 
     def __init__(self, number: int, namespace: Namespace, index: int) -> None:
         self.number, self.namespace, self.index, self.key_bytes = number, namespace, index, namespace.key_bytes
-        self.tokens = namespace.groups[index].tokens_per_block
+        self.tokens = namespace.specs[index].tokens_per_block
         """Tokens of a block; 0 if its group does not give them."""
         self.retired = False
         """Whether its namespace was reset or forgotten: its blocks are not found any more."""

@@ -124,7 +124,7 @@ def checked_parts(registration: Registration, batch: Stores | Loads, *, storing:
     named: set[int] = set()
     for part in batch.groups:
         group = part.group
-        if not 0 <= group < len(namespace.groups) or len(part.keys) % namespace.key_bytes:
+        if not 0 <= group < len(namespace.specs) or len(part.keys) % namespace.key_bytes:
             namespace.check(group, part.keys)  # raises
         if any(other.group == group for other in parts):
             raise BadKeys(f"Group {group} comes twice; put its keys into one part, or send two messages.")
@@ -152,7 +152,7 @@ def checked_parts(registration: Registration, batch: Stores | Loads, *, storing:
                 raise BadBlockIds(f"Group {group} loads into an engine block twice; name each block once.")
         if part.parents and len(part.parents) != len(part.keys):
             raise BadKeys(f"{len(part.parents)} bytes of parents for {len(part.keys)} bytes of keys; send all or none.")
-        tokens = namespace.groups[group].tokens_per_block
+        tokens = namespace.specs[group].tokens_per_block
         if part.tokens and len(part.tokens) != len(keys) * tokens * TOKEN_ID_BYTES:
             sent = f"{len(part.tokens)} bytes of token ids for {len(keys)} keys of {tokens} tokens"
             raise BadKeys(f"{sent}; send all or none.")
@@ -332,7 +332,7 @@ class LoadJob(Job):
                 continue
             self.tickets.append(ticket)
             block_ids = part.block_ids[span.block : span.blocks_end]
-            tokens_per_block = registration.namespace.groups[part.group].tokens_per_block
+            tokens_per_block = registration.namespace.specs[part.group].tokens_per_block
             ticket.tokens = block_ids.size * tokens_per_block // part.layout.blocks_per_key
             if verify or first or cache.blocks.unverified_slots:
                 self.checks += cache.integrity.checks_of_load(ticket, verify, first)

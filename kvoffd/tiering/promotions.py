@@ -240,11 +240,11 @@ class Promotions:
         """Return whether ``count`` blocks take longer to read than to compute, by the measured speeds and without a
         queue; at intervals, return False. Only the engine, which has a queue too, can weigh the queues."""
         prefill, speed = namespace.counters.prefill_tokens_per_second, self.speed.measured
-        tokens = count * namespace.groups[group].tokens_per_block
+        tokens = count * namespace.specs[group].tokens_per_block
         if not (tokens and prefill and speed):
             return False
         # The tokens need the blocks of all groups: those of the others count as if they were as large.
-        nbytes = len(namespace.groups) * count * namespace.group(group).block_bytes
+        nbytes = len(namespace.specs) * count * namespace.group(group).block_bytes
         now = self._clock()
         if nbytes / speed <= tokens / prefill or now >= self._read_again_at:
             self._read_again_at = max(self._read_again_at, now + READ_AGAIN_S)

@@ -324,7 +324,7 @@ class Tiering:
 
         Stores are not asked if the disks have the whole window at the end.
         """
-        spec = lookup.namespace.groups[part.group.group_index]
+        spec = lookup.namespace.specs[part.group.group_index]
         window = range(0)
         for shared in (False, True):
             part.look([source for source in lookup.sources if source.shared is shared], prefix=False)
@@ -699,7 +699,7 @@ def _whole_prefixes_first(
     limit_tokens: int | None = None
     windows: list[int] = []
     for number, (group, _) in enumerate(groups):
-        spec = namespace.groups[group]
+        spec = namespace.specs[group]
         if spec.window_tokens or "mamba" in spec.kind:
             windows.append(number)
             continue
@@ -707,6 +707,6 @@ def _whole_prefixes_first(
         end = run_end(states[number]) * spec.tokens_per_block
         limit_tokens = end if limit_tokens is None else min(end, limit_tokens)
     for number in windows:
-        tokens = namespace.groups[groups[number][0]].tokens_per_block
+        tokens = namespace.specs[groups[number][0]].tokens_per_block
         whole = limit_tokens is None or not tokens
         yield number, len(states[number]) if whole else min(len(states[number]), (limit_tokens or 0) // tokens)

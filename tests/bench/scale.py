@@ -185,7 +185,7 @@ def restart(blocks: int, shards: int) -> Result:
     assert books.namespace.ready_blocks == blocks
     known, count = books.namespace, min(LOOKUP_KEYS, blocks // 2)  # leases may not hold all of a pool
     spec = NamespaceSpec(
-        known.fingerprint, known.label, known.world_size, known.key_bytes, known.groups, known.description
+        known.fingerprint, known.label, known.world_size, known.key_bytes, known.specs, known.description
     )
     with ExitStack() as stack:
         manager = ServiceManager()

@@ -117,9 +117,7 @@ def test_the_first_registration_fixes_a_ranks_shards() -> None:
         rig.cache.namespaces.register_rank(namespace, 0, [100, 1], None)
     with pytest.raises(BadGeometry, match="pool_size"):
         rig.open("b", sizes=(5 * UNIT,))
-    assert (
-        rig.cache.namespaces.open(Namespace(namespace.fingerprint, "b", 1, 8, namespace.groups, "{}"))[0] is namespace
-    )
+    assert rig.cache.namespaces.open(Namespace(namespace.fingerprint, "b", 1, 8, namespace.specs, "{}"))[0] is namespace
 
 
 # --- lookups and leases -------------------------------------------------------------------------

@@ -195,7 +195,7 @@ class TieringHarness(CacheRig):
         blocks = self.cache.blocks
         assert {block: int(blocks.pins[block]) for block in np.flatnonzero(blocks.pins).tolist()} == pins
         for namespace in self.cache.namespaces.values():
-            for group in range(len(namespace.groups)):
+            for group in range(len(namespace.specs)):
                 for key, block in self.index(namespace, group).items():
                     slots = blocks.slots(np.array([block], np.uint32), namespace.world_size)[0]
                     for rank, slot in enumerate(slots):

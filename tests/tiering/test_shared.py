@@ -293,7 +293,7 @@ class Asker:
         self.rig, self.shared, self.group = rig, shared, rig.open()
         give(rig, shared, self.group, *range(1, 9))
         self.source: Promotions = rig.tiering.sources[1]
-        self.group.counters.prefill_tokens_per_second = 10.0 * self.group.groups[0].tokens_per_block
+        self.group.counters.prefill_tokens_per_second = 10.0 * self.group.specs[0].tokens_per_block
 
     def __call__(self, *numbers: int) -> list[int]:
         self.rig.states(self.group, keys_of(*numbers))
