@@ -49,22 +49,22 @@ class AskedKeys:
     """Keys of one group in one lookup.
 
     Attributes:
-        reported: whether they are counted when the engine reports the prompt's outcome, not at once.
+        reported: whether they are counted once the engine reports the prompt's outcome, not at once.
         reasons: by key the ``MissReason``, or one of FOUND, CAME, IN_A_TIER and UNANSWERED_YET. Once the prompt is
             counted by its outcome, FOUND for covered keys, and the ``MissReason`` of all others.
         chain: None until the lookup has found what it can.
-        prompt: number of its prompt, of 32 bits, the same for all its lookups.
+        prompt_hash: 32 bits that name its prompt, the same for all its lookups; no ``BlockTable.prompt``.
         down: names of the tiers that may have had some of the keys, and failed or were not asked because they had.
         sources: names of the tiers that had some of the keys, or were asked for them.
     """
 
-    __slots__ = ("_marks", "chain", "down", "namespace", "prompt", "reasons", "reported", "sources")
+    __slots__ = ("_marks", "chain", "down", "namespace", "prompt_hash", "reasons", "reported", "sources")
 
     def __init__(self, namespace: Namespace, *, reported: bool) -> None:
         self.namespace, self.reported = namespace, reported
         self.reasons = bytearray()
         self.chain: Chain | None = None
-        self.prompt = 0
+        self.prompt_hash = 0
         self.down: tuple[str, ...] = ()
         self.sources: tuple[str, ...] = ()
         self._marks: list[tuple[int, int, int]] = []
@@ -153,7 +153,7 @@ def count_misses(namespace: Namespace, reasons: bytes | bytearray) -> None:
             namespace.counters.misses[MissReason(number)] += count
 
 
-def settle(
+def count_prompt(
     parts: Sequence[AskedKeys], outcome: PromptUse | None, reasons_now: Callable[[Chain, int], bytes]
 ) -> list[tuple[Chain, int]]:
     """Count a prompt's keys, and decide the reasons of those that were missed. Returns its chains, each with the number

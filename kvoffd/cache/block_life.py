@@ -1,4 +1,4 @@
-"""The life of a block: each change of its state, which is counted, and reported to policy and listener.
+"""The life of a block: each change of its state, which C counts, and which is reported to policy and listener.
 
 Tiers hear of READY blocks and of evictions. Who drops keys calls ``TierHooks.remove`` himself.
 
@@ -20,7 +20,8 @@ Words for an end:
 * *evict*: a READY block that nobody uses goes for another one;
 * *drop*: a block must not be found any more. It leaves the index now and keeps its slots until nothing uses them;
 * *retire*: all blocks of a group, whose namespace was reset or forgotten, are DROPPED at once, in the counts. They are
-  not found, since the namespace has another group now; ``sweep`` takes them out of the index, some at a time;
+  not found, since the namespace has another group now. Until ``sweep`` has taken them out of the index, some at a time,
+  the group is *unswept*;
 * *return*: slots go back to the allocator.
 
 ``Cache`` adds *reset* (retire a namespace's groups, end its leases) and *invalidate* (drop keys here and in the tiers).
@@ -55,10 +56,9 @@ from kvoffd.cache.block_table import (
     FREE,
     NO_BLOCKS,
     READY,
-    RESERVED,
     SHARD_STATE,
     UNVERIFIED,
-    WITH_SLOTS,
+    UNWRITTEN,
     WRITING,
     WRITING_SHARD,
     BlockIds,
@@ -71,7 +71,7 @@ from kvoffd.cache.hooks import NO_TOKENS, BlockTokens, CacheListener, TierHooks
 from kvoffd.cache.namespace import Group, MissReason
 from kvoffd.cache.policy import Policy
 from kvoffd.cache.tickets import PoolUsage
-from kvoffd.pool.allocator import PAGE_BYTES, SlotAllocator, SlotIds
+from kvoffd.pool.allocator import SlotAllocator, SlotIds
 
 RECOVERED_AT_ONCE = 4096
 """Recovered blocks entered together, by group. Small, so that the order of use stays about right."""
@@ -84,11 +84,9 @@ class BlockLife:
         tiers: the tiers below the pool; None if there are none.
         groups: groups whose blocks have slots, and the current ones of all namespaces, by number.
         order: the order of eviction of READY blocks.
-        retired: groups that were reset and may have blocks in the index, by number.
+        unswept: retired groups that may have blocks in the index, by number.
         partial: WRITING blocks of which no shard is being written, also of retired groups, with the time when that
             began, the oldest first.
-        unverified_slots: slots that an earlier daemon wrote and nobody has compared, or whose checksum is still to be
-            computed.
         quarantined_slots, quarantined_bytes: slots that hold wrong bytes and are not used again.
         unannounced: [slots] whether it is a recovered block that was not reported to the listener yet.
         ready_left: whether READY blocks left the index since the last ``Prompts.report``.
@@ -107,16 +105,16 @@ class BlockLife:
         self.tiers: TierHooks | None = None
         self.groups: dict[int, Group] = {}
         self.order = HintedOrder(policy, blocks, self.groups, quotas, clock, slots.pool_bytes)
-        self.retired: dict[int, Group] = {}
+        self.unswept: dict[int, Group] = {}
         self.partial: dict[int, float] = {}
-        self.unverified_slots = self.quarantined_slots = self.quarantined_bytes = 0
+        self.quarantined_slots = self.quarantined_bytes = 0
         self.unannounced = np.zeros(len(blocks.state), np.bool_)
         self.ready_left = False
         self._events, self._clock = events, clock
-        self._bytes_in = dict.fromkeys(WITH_SLOTS, 0)
+        self._bytes_in = blocks.by_state.bytes
         """Bytes of all blocks by state, including those of forgotten namespaces."""
-        self._store_of: dict[int, int] = {}
-        """WRITING blocks that only the stores of this number add shards to; all others are added to by any without."""
+        self._sole_of: dict[int, int] = {}
+        """WRITING blocks to which only stores with this ``sole`` number add shards; to others, stores without one."""
         self._to_announce = NO_BLOCKS
 
     @property
@@ -141,9 +139,7 @@ class BlockLife:
     def make(self, group: Group, keys: bytes, count: int) -> npt.NDArray[np.uint32]:
         """Make WRITING blocks for the first ``count`` keys, which have none, or as many as free slots allow. Returns
         their slots, [blocks, ranks]."""
-        slots = self.blocks.take(self.slots, group, keys, count)
-        self._count(group, FREE, WRITING, len(slots))
-        return slots
+        return self.blocks.take(self.slots, group, keys, count)
 
     def replace(self, group: Group, victims: BlockIds, keys: bytes) -> npt.NDArray[np.uint32]:
         """Evict READY, unpinned blocks of a group, and make WRITING ones for the keys in their slots. Returns these
@@ -151,31 +147,29 @@ class BlockLife:
         if self.tiers is not None:
             self.tiers.evicted(victims)
         group.namespace.counters.evicted_blocks += len(victims)
-        slots, packed_keys, unverified = self.blocks.replace(group, victims, keys, MissReason.EVICTED)
-        self.unverified_slots -= unverified
+        slots, packed_keys = self.blocks.replace(group, victims, keys, MissReason.EVICTED)
         self._report_removed(group, victims, packed_keys)
-        self._count(group, READY, WRITING, len(victims))
         return slots
 
     def begin_writes(self, blocks: BlockIds, rank: int) -> tuple[SlotIds, Offsets]:
         """Mark a rank's shards of WRITING blocks as being written. Returns their slots and pool offsets."""
         found = self.blocks.begin_writes(self.slots, blocks, rank)
-        self._forget(self.partial, blocks)
+        self._pop_all(self.partial, blocks)
         return found
 
     def begin_all_writes(self, slots: npt.NDArray[np.uint32]) -> None:
         """Mark all shards of new blocks, whose slots these are, as being written."""
         self.blocks.shard[slots] = WRITING_SHARD
 
-    def reserve_for(self, blocks: BlockIds, store: int) -> None:
-        """Let only stores of this number add shards to new blocks."""
-        self._store_of |= dict.fromkeys(blocks.tolist(), store)
+    def set_sole(self, blocks: BlockIds, sole: int) -> None:
+        """Let only stores with this ``sole`` number add shards to new blocks."""
+        self._sole_of |= dict.fromkeys(blocks.tolist(), sole)
 
-    def open_to(self, blocks: BlockIds, indices: list[int], store: int) -> list[int]:
-        """Return those of the indices whose WRITING block gets a shard of a store of this number, 0 for one without."""
-        if not (store or self._store_of):
+    def joinable(self, blocks: BlockIds, indices: list[int], sole: int) -> list[int]:
+        """Return those of the indices whose WRITING block gets a shard of a store with this ``sole`` number, or 0."""
+        if not (sole or self._sole_of):
             return indices
-        return [index for index in indices if self._store_of.get(int(blocks[index]), 0) == store]
+        return [index for index in indices if self._sole_of.get(int(blocks[index]), 0) == sole]
 
     def publish(
         self,
@@ -191,7 +185,7 @@ class BlockLife:
         ``first_blocks``: first engine block of each shard; None for 0 of all. ``checksums``: 0 for those that are still
         to be computed.
         """
-        if group.dead or not blocks.size:
+        if group.retired or not blocks.size:
             self.end_writes(group, blocks, slots)
             return 0
         sums, living = array("Q", checksums), self.blocks.state[blocks] == WRITING
@@ -200,13 +194,11 @@ class BlockLife:
             blocks, slots, sums = blocks[living], slots[living], array("Q", compress(sums, living))
             first_blocks = None if first_blocks is None else array("H", compress(first_blocks, living))
         ready, packed_keys = self.blocks.publish(group, blocks, slots, first_blocks, sums)
-        self.unverified_slots += sums.count(0)
         if len(ready) < len(blocks):
             self._mark_partial(group, blocks[self.blocks.missing[blocks] != 0])
         if ready.size:
-            self._forget(self._store_of, ready)
+            self._pop_all(self._sole_of, ready)
             group.namespace.counters.stored_blocks += len(ready)
-            self._count(group, WRITING, READY, len(ready))
             self.order.insert(group, ready, packed_keys)
             keys = np.frombuffer(packed_keys, group.namespace.key_type)[::-1].tolist()
             self._events.stored(group.namespace, group.index, keys, tokens=tokens)
@@ -218,11 +210,11 @@ class BlockLife:
         """End the writes to these shards' slots, whose content is discarded. Shards of other ranks stay and wait."""
         if not blocks.size:
             return
-        self.blocks.shard[slots] = RESERVED
+        self.blocks.shard[slots] = UNWRITTEN
         writing = blocks[self.blocks.state[blocks] == WRITING]
-        if writing.size and not group.dead:
+        if writing.size and not group.retired:
             every = self.blocks.shard[self.blocks.slots(writing, len(group.sizes))] & SHARD_STATE
-            unused = (every == RESERVED).all(axis=1)
+            unused = (every == UNWRITTEN).all(axis=1)
             self._mark_partial(group, writing[~unused])
             self._remove(group, WRITING, writing[unused])
         self._return_dropped(blocks[self.blocks.state[blocks] == DROPPED])
@@ -243,10 +235,7 @@ class BlockLife:
         slots. Call ``announce_recovered`` afterwards."""
         for begin in range(0, len(blocks), RECOVERED_AT_ONCE):
             for group, members in self.by_group(blocks[begin : begin + RECOVERED_AT_ONCE]):
-                self.blocks.pages[members] = group.block_bytes // PAGE_BYTES
-                self.unverified_slots += len(members) * len(group.sizes)
-                self._count(group, FREE, READY, len(members))
-                self.blocks.append(group, members)
+                self.blocks.add_recovered(group, members)
                 self.order.insert(group, members, self.blocks.keys(members, group.key_bytes))
                 self.order.share(members)
         self._to_announce = blocks
@@ -261,7 +250,7 @@ class BlockLife:
         batch = batch[self.unannounced[batch]]
         self.unannounced[batch] = False
         for group, members in self.by_group(batch):
-            if not group.dead:
+            if not group.retired:
                 keys = self.blocks.split_keys(members, group.key_bytes)
                 self._events.stored(group.namespace, group.index, keys[::-1])
         return bool(self._to_announce.size)
@@ -273,14 +262,14 @@ class BlockLife:
         if self.tiers is not None and blocks.size:
             self.tiers.evicted(blocks)
         for group, members in self.by_group(blocks):
-            if not group.dead:
+            if not group.retired:
                 group.namespace.counters.evicted_blocks += len(members)
             self._remove(group, READY, members, reason)
 
     def drop(self, blocks: BlockIds | Sequence[int], reason: MissReason) -> None:
         """Take WRITING and READY blocks out of the index. Their slots return once nothing uses them."""
         for group, members in self.by_group(np.asarray(blocks, np.uint32)):
-            if not group.dead:  # otherwise counted when it was reset
+            if not group.retired:  # otherwise counted when it was reset
                 group.namespace.counters.invalidated_blocks += len(members)
             for state in (READY, WRITING):
                 self._remove(group, state, members[self.blocks.state[members] == state], reason)
@@ -288,19 +277,18 @@ class BlockLife:
     def drop_partial(self, blocks: Sequence[int]) -> None:
         """Drop blocks that lack a shard which was not stored in time."""
         for group, members in self.by_group(np.array(blocks, np.uint32)):
-            if not group.dead:
+            if not group.retired:
                 group.namespace.counters.partial_blocks += len(members)
             self.drop(members, MissReason.PARTIAL)
 
     def retire(self, group: Group) -> None:
         """Stop using a group, which its namespace has replaced or left: count its blocks as DROPPED, and leave them to
         ``sweep``."""
-        group.dead = True
-        if group.blocks_in[WRITING] or group.blocks_in[READY]:
-            self.retired[group.number] = group
-        for state in (WRITING, READY):
-            self._count(group, state, DROPPED, group.blocks_in[state])
-        if not group.blocks_in[DROPPED]:
+        group.retired = True
+        if group.by_state.blocks[WRITING] or group.by_state.blocks[READY]:
+            self.unswept[group.number] = group
+        self.blocks.retire(group)
+        if not group.by_state.blocks[DROPPED]:
             del self.groups[group.number]
 
     def sweep(self, groups: Iterable[Group], count: int) -> int:
@@ -309,7 +297,7 @@ class BlockLife:
         for group in groups:
             blocks = self.blocks.oldest(group, count - taken)
             if (taken := taken + len(blocks)) < count:
-                del self.retired[group.number]
+                del self.unswept[group.number]
             states = self.blocks.state[blocks]
             for state in (READY, WRITING):
                 self._remove(group, state, blocks[states == state])
@@ -317,29 +305,32 @@ class BlockLife:
                 break
         return taken
 
-    def record_retired(self, group: Group, keys: bytes) -> None:
+    def record_unswept(self, group: Group, keys: bytes) -> None:
         """Record which of these keys a reset took from a group, as ``sweep`` does when it reaches their blocks."""
-        for number in self.retired.keys() & group.unswept:
-            states, _ = self.blocks.find(self.retired[number], keys)
+        for number in self.unswept.keys() & group.unswept:
+            states, _ = self.blocks.find(self.unswept[number], keys)
             gone = np.flatnonzero(np.frombuffer(states, np.uint8) != FREE)
             self.blocks.record_misses(group, select_keys(keys, gone, group.key_bytes), MissReason.INVALIDATED)
 
     def reasons_of(self, group: Group, keys: bytes) -> bytes:
         """Return the ``MissReason`` of each key when it was last missing, if known; it may have been stored since."""
-        self.record_retired(group, keys)
+        self.record_unswept(group, keys)
         return self._reasons_since_reset(group, keys, self.blocks.miss_reasons(group, keys))
 
     def since_reset(self, group: Group, keys: bytes, found: FoundKeys) -> FoundKeys:
         """Return a lookup's result with the reasons of keys that are only known from before a reset."""
-        if not group.before:
+        if not group.predecessors:
             return found
         return found._replace(reasons=self._reasons_since_reset(group, keys, found.reasons))
 
     def _reasons_since_reset(self, group: Group, keys: bytes, reasons: bytes) -> bytes:
         """Return the reasons of keys, which is INVALIDATED for those that are only known from before a reset."""
         never = bytes([MissReason.UNKNOWN, MissReason.FORGOTTEN])
-        for earlier in group.before if not set(never).isdisjoint(reasons) else ():
-            now, before = (np.frombuffer(one, np.uint8) for one in (reasons, self.blocks.miss_reasons(earlier, keys)))
+        if set(never).isdisjoint(reasons):
+            return reasons
+        for predecessor in group.predecessors:
+            reasons_before = self.blocks.miss_reasons(predecessor, keys)
+            now, before = (np.frombuffer(each, np.uint8) for each in (reasons, reasons_before))
             dropped = np.isin(now, list(never)) & ~np.isin(before, list(never))
             reasons = np.where(dropped, np.uint8(MissReason.INVALIDATED), now).tobytes()
         return reasons
@@ -357,18 +348,15 @@ class BlockLife:
         """Take blocks of one state out of index and policy, and return the slots of those that are not in use."""
         if not blocks.size:
             return
-        packed_keys, slots, unverified, corrupt = self.blocks.drop(group, blocks, reason or 0)
-        if group.dead and group.namespace.current:
+        packed_keys, slots, corrupt = self.blocks.drop(group, blocks, reason or 0)
+        if group.retired and group.namespace.current:
             successor = group.namespace.current[group.index]
             self.blocks.record_misses(successor, packed_keys, MissReason.INVALIDATED)
         if state == READY:
             self._report_removed(group, blocks, packed_keys)
-        self._forget(self.partial, blocks)
-        self._forget(self._store_of, blocks)
-        in_use = len(blocks) - len(slots) // len(group.sizes)
-        if in_use and not group.dead:
-            self._count(group, state, DROPPED, in_use)
-        self._return_slots(group, DROPPED if group.dead else state, slots, unverified, corrupt)
+        self._pop_all(self.partial, blocks)
+        self._pop_all(self._sole_of, blocks)
+        self._return_slots(group, slots, corrupt)
 
     def _report_removed(self, group: Group, blocks: BlockIds, packed_keys: bytes) -> None:
         """Report to policy and listener that READY blocks are gone."""
@@ -379,25 +367,23 @@ class BlockLife:
             silent = self.unannounced[blocks]
             self.unannounced[blocks] = False
             keys = keys[~silent]
-        if keys.size and not group.dead:
+        if keys.size and not group.retired:
             self._events.removed(group.namespace, group.index, keys.tolist())
 
     def _return_dropped(self, blocks: BlockIds) -> None:
         """Return the slots of DROPPED blocks that are not in use."""
         for group, members in self.by_group(blocks):
-            self._return_slots(group, DROPPED, *self.blocks.end_dropped(members, len(group.sizes)))
+            self._return_slots(group, *self.blocks.end_dropped(group, members))
 
-    def _return_slots(self, group: Group, state: int, slots: SlotIds, unverified: int, corrupt: int) -> None:
-        """Return the slots of ended blocks, which were counted with this state."""
-        self.unverified_slots -= unverified
-        self._count(group, state, FREE, len(slots) // len(group.sizes))
+    def _return_slots(self, group: Group, slots: SlotIds, corrupt: int) -> None:
+        """Return the slots of ended blocks of a group, and forget it if it was retired and they were its last."""
         if corrupt:  # they stay allocated, so that nobody else gets them
             bad = self.blocks.shard[slots] != 0  # CORRUPT is the only mark that an ended block's slots may have
             self._quarantine(slots[bad])
             slots = slots[~bad]
         if slots.size:
             self.slots.free(slots)
-        if group.dead and not any(group.blocks_in.values()):
+        if group.retired and not group.by_state.blocks[DROPPED]:
             del self.groups[group.number]
 
     def _quarantine(self, slots: SlotIds) -> None:
@@ -415,32 +401,15 @@ class BlockLife:
         """Note that a shard's bytes agree with its checksum."""
         if self.blocks.shard[slot] & UNVERIFIED:
             self.blocks.shard[slot] &= ~np.uint8(UNVERIFIED)
-            self.unverified_slots -= 1
+            self.blocks.unverified_slots -= 1
 
     def mark_corrupt(self, slot: int) -> None:
         """Note that a slot holds wrong bytes, whatever is using it now. The next daemon does not use it either."""
         assert not self.blocks.shard[slot] & CORRUPT
-        self.unverified_slots -= int(self.blocks.shard[slot] & UNVERIFIED != 0)
         self.blocks.set_corrupt(slot)
 
-    # --- counts ---------------------------------------------------------------------------------
-
-    def _count(self, group: Group, before: int, after: int, count: int) -> None:
-        """Move blocks from the counts of one state to those of another."""
-        namespace, nbytes = group.namespace, count * group.block_bytes
-        if before != FREE:
-            group.blocks_in[before] -= count
-            namespace.blocks_in[before] -= count
-            namespace.bytes_in[before] -= nbytes
-            self._bytes_in[before] -= nbytes
-        if after != FREE:
-            group.blocks_in[after] += count
-            namespace.blocks_in[after] += count
-            namespace.bytes_in[after] += nbytes
-            self._bytes_in[after] += nbytes
-
     @staticmethod
-    def _forget(table: dict[int, float] | dict[int, int], blocks: BlockIds) -> None:
+    def _pop_all(table: dict[int, float] | dict[int, int], blocks: BlockIds) -> None:
         if table:
             for block in blocks.tolist():
                 table.pop(block, None)

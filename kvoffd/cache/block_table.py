@@ -33,7 +33,7 @@ from kvoffd.system.native import (
     declare,
     native,
 )
-from kvoffd.system.structures import BLOCKS, SlotIndex
+from kvoffd.system.structures import BLOCKS, SlotIndex, StateCounts
 from kvoffd_proto import messages
 
 if TYPE_CHECKING:
@@ -51,11 +51,12 @@ declare(
     blocks_begin_load=(INT, VOID_P, VOID_P, *KEYS, NUMBER, NUMBER),
     blocks_publish=(UINT32, VOID_P, CHAR_P, VOID_P, *ITEMS, VOID_P, VOID_P),
     blocks_set_checksum=(None, VOID_P, NUMBER, NUMBER),
-    blocks_append=(None, VOID_P, CHAR_P, *ITEMS),
+    blocks_retire=(None, VOID_P, CHAR_P),
+    blocks_add_recovered=(None, VOID_P, CHAR_P, *ITEMS),
     blocks_oldest=(COUNT, VOID_P, CHAR_P, NUMBER, NUMBER, NUMBER),
     blocks_choose_victims=(COUNT, VOID_P, VOID_P, CHAR_P, NUMBER, *ITEMS, NUMBER, NUMBER, NUMBER),
     blocks_drop=(COUNT, VOID_P, CHAR_P, *ITEMS, NUMBER),
-    blocks_end_dropped=(None, VOID_P, *ITEMS),
+    blocks_end_dropped=(None, VOID_P, CHAR_P, *ITEMS),
     blocks_common_group=(UINT32, VOID_P, *ITEMS, NUMBER),
     blocks_pin=(None, VOID_P, *ITEMS),
     blocks_lease=(None, VOID_P, *ITEMS),
@@ -74,13 +75,13 @@ NO_BLOCK = 2**32 - 1
 NO_BLOCKS: BlockIds = np.empty(0, np.uint32)
 FREE, WRITING, READY = int(messages.ABSENT), int(messages.WRITING), int(messages.READY)
 """States of a block, as lookups report them: FREE means no block; a WRITING block lacks a shard."""
-DROPPED = 16
+DROPPED = 5
 """State of a block that left the index while a pin or a running write still needs its slots."""
 WITH_SLOTS = WRITING, READY, DROPPED
-NOT_FIRST = 17
+NOT_FIRST = 6
 """State of a slot that is not the first of its block."""
-RESERVED, WRITING_SHARD, WRITTEN = 0, 1, 2
-"""States of a shard: its slot is reserved; a store is writing it; it is complete."""
+UNWRITTEN, WRITING_SHARD, WRITTEN = 0, 1, 2
+"""States of a shard: no store has begun it; a store is writing it; it is complete."""
 SHARD_STATE, UNVERIFIED, CORRUPT = 3, 4, 8
 """Bits of ``shard``: its state; its bytes were not compared yet, or have no checksum yet; they are wrong."""
 MAX_SEEN = 8192
@@ -104,7 +105,7 @@ class StoreVerdict(IntEnum):
     JOIN = 2
     """Write the rank's shard, which the key's block lacks."""
     DUPLICATE = 3
-    """None: an earlier number in the same store has the same key."""
+    """None: an earlier index in the same store has the same key."""
     NARROW = 4
     """Replace the block, which begins later than the offered one and is not in use."""
 
@@ -118,7 +119,7 @@ class FoundKeys(NamedTuple):
     """Blocks of the READY keys."""
     newly_leased_bytes: int
     """Bytes of the READY blocks that only this lookup leases; 0 if it leases none."""
-    run: int
+    ready_prefix: int
     """Keys before the first that is not READY."""
     reasons: bytes
     """[keys] ``MissReason`` of each, or FOUND; IN_A_TIER if a tier brings it up."""
@@ -130,8 +131,9 @@ class FoundKeys(NamedTuple):
         kept[np.flatnonzero(fresh)[:most]] = True
         reasons, beyond = np.frombuffer(self.reasons, np.uint8).copy(), np.flatnonzero(states == READY)[~kept]
         states[beyond], reasons[beyond] = FREE, reason
-        run = min(self.run, int(np.append(kept, False).argmin()))
-        return self._replace(states=states.tobytes(), ready=self.ready[kept], run=run, reasons=reasons.tobytes())
+        prefix = min(self.ready_prefix, int(np.append(kept, False).argmin()))
+        ready, packed_states, packed_reasons = self.ready[kept], states.tobytes(), reasons.tobytes()
+        return self._replace(states=packed_states, ready=ready, ready_prefix=prefix, reasons=packed_reasons)
 
     def with_coming(self, states: bytes) -> FoundKeys:
         """Return this with the states of keys that tiers bring up, which are IN_A_TIER."""
@@ -165,6 +167,9 @@ class BlockTable(Structure):
     pinned_bytes: int
     leased_bytes: int
     """Bytes of the blocks that leases pin."""
+    unverified_slots: int
+    """Slots that an earlier daemon wrote and nobody has compared, or whose checksum is still to be computed."""
+    by_state: StateCounts
     index: SlotIndex
 
     def __init__(self, records: npt.NDArray[np.void]) -> None:
@@ -191,8 +196,8 @@ class BlockTable(Structure):
         self.last_prompt = 0
         """Number of the last prompt that was looked up, or whose store began."""
         self._native = native()
-        self._counts = array("Q", bytes(8 * 3))
-        """The largest result that C writes there: ``struct ended`` of blocks.c."""
+        self._counts = array("Q", bytes(8 * 2))
+        """The largest results that C writes there: ``struct found`` and ``struct ended`` of blocks.c."""
         self.at_records = records.ctypes.data
         for name in _ARRAYS:
             setattr(self, f"at_{name}", getattr(self, name).ctypes.data)
@@ -203,9 +208,9 @@ class BlockTable(Structure):
         self._close = weakref.finalize(self, self._native.blocks_close, self.address)
         self.at_counts, _ = self._counts.buffer_info()
         self._capacity = 0
-        self._reserve(512)
+        self._grow(512)
 
-    def _reserve(self, count: int) -> None:
+    def _grow(self, count: int) -> None:
         """Make the buffers hold this many numbers, and as many keys."""
         if count <= self._capacity:
             return
@@ -215,9 +220,9 @@ class BlockTable(Structure):
         self.at_numbers, self.at_bytes, self.at_offsets = (one.ctypes.data for one in buffers)
         self._capacity = 2 * count
 
-    def _reserve_for(self, group: Group, keys: bytes) -> int:
+    def _grow_for(self, group: Group, keys: bytes) -> int:
         """Make the buffers hold a result for each of a group's keys. Returns how many these are."""
-        self._reserve(count := len(keys) // group.key_bytes)
+        self._grow(count := len(keys) // group.key_bytes)
         return count
 
     @property
@@ -227,17 +232,17 @@ class BlockTable(Structure):
 
     def find(self, group: Group, keys: bytes) -> tuple[bytes, BlockIds]:
         """Return the state and number of each key's block; FREE and NO_BLOCK if it has none."""
-        count = self._reserve_for(group, keys)
+        count = self._grow_for(group, keys)
         self._native.blocks_find(self.address, group.number, keys, count, group.key_bytes)
         return self._bytes[:count].tobytes(), self._numbers[:count].copy()
 
     def lookup(self, group: Group, keys: bytes, *, lease: bool) -> FoundKeys:
         """Find keys, and ``lease`` the blocks of the READY ones if so told."""
-        count, leased_bytes = self._reserve_for(group, keys), self.leased_bytes
+        count, leased_bytes = self._grow_for(group, keys), self.leased_bytes
         self._native.blocks_lookup(self.address, group.number, keys, count, group.key_bytes, lease)
-        ready, run = self._counts[:2]
+        ready, ready_prefix = self._counts
         states, reasons = self._bytes[:count].tobytes(), self._bytes[count : 2 * count].tobytes()
-        return FoundKeys(states, self._numbers[:ready].copy(), self.leased_bytes - leased_bytes, run, reasons)
+        return FoundKeys(states, self._numbers[:ready].copy(), self.leased_bytes - leased_bytes, ready_prefix, reasons)
 
     def new_prompt(self) -> int:
         """Return the number of one more prompt."""
@@ -247,13 +252,13 @@ class BlockTable(Structure):
     def judge(self, group: Group, keys: bytes, rank: int, first_blocks: Mapping[int, int]) -> tuple[bytes, BlockIds]:
         """Return a ``StoreVerdict`` for each key that a rank stores, and the key's block, NO_BLOCK if it has none.
 
-        ``first_blocks``: by the number of a key, the first engine block that is offered, if not 0.
+        ``first_blocks``: by the index of a key, the first engine block that is offered, if not 0.
         """
-        count, offered = self._reserve_for(group, keys), None
+        count, offered = self._grow_for(group, keys), None
         if first_blocks:
             firsts = array("H", bytes(2 * count))
-            for number, first in first_blocks.items():
-                firsts[number] = first
+            for index, first in first_blocks.items():
+                firsts[index] = first
             offered = firsts.tobytes()
         if not self._native.blocks_judge(self.address, group.number, keys, count, group.key_bytes, rank, offered):
             raise MemoryError
@@ -266,29 +271,27 @@ class BlockTable(Structure):
         """
         assert 0 <= count * group.key_bytes <= len(keys)
         ranks = len(group.sizes)
-        self._reserve(count * ranks)
+        self._grow(count * ranks)
         taken = self._native.blocks_take(self.address, slots.address, group.packed, keys, count)
         assert taken != NO_BLOCK, "a key has a block"
         return self._numbers[: taken * ranks].reshape(taken, ranks).copy()
 
-    def replace(
-        self, group: Group, blocks: BlockIds, keys: bytes, reason: int
-    ) -> tuple[npt.NDArray[np.uint32], bytes, int]:
+    def replace(self, group: Group, blocks: BlockIds, keys: bytes, reason: int) -> tuple[npt.NDArray[np.uint32], bytes]:
         """``drop`` blocks of a group that are not in use, and make new blocks for the first keys in their slots.
 
-        Returns the slots, [blocks, ranks], the keys of the dropped blocks, and how many slots were UNVERIFIED.
+        Returns the slots, [blocks, ranks], and the keys of the dropped blocks.
         """
         count, ranks, size = len(blocks), len(group.sizes), group.key_bytes
-        self._reserve(count * ranks)
+        self._grow(count * ranks)
         replaced = self._native.blocks_replace(self.address, group.packed, packed(blocks), count, keys, reason)
         assert replaced == count, "a block is in use, or a key has a block"
         slots = self._numbers[: count * ranks].reshape(count, ranks).copy()
-        return slots, self._bytes[: count * size].tobytes(), self._counts[1]
+        return slots, self._bytes[: count * size].tobytes()
 
     def begin_writes(self, slots: SlotAllocator, blocks: BlockIds, rank: int) -> tuple[SlotIds, Offsets]:
         """Mark a rank's shards of WRITING blocks as being written. Returns their slots and pool offsets."""
         count = len(blocks)
-        self._reserve(count)
+        self._grow(count)
         self._native.blocks_begin_writes(self.address, slots.address, packed(blocks), count, rank)
         return self._numbers[:count].copy(), self._offsets[:count].copy()
 
@@ -296,8 +299,8 @@ class BlockTable(Structure):
         self, slots: SlotAllocator, group: Group, keys: bytes, rank: int, first_block: int
     ) -> tuple[BlockIds, SlotIds, Offsets] | list[int]:
         """Pin blocks if a rank can read all its shards, the first from ``first_block``. Returns the blocks, the rank's
-        slots and their pool offsets; otherwise the numbers of the keys that it cannot read."""
-        count = self._reserve_for(group, keys)
+        slots and their pool offsets; otherwise the indices of the keys that it cannot read."""
+        count = self._grow_for(group, keys)
         offered = group.number, keys, count, group.key_bytes, rank, first_block
         if not self._native.blocks_begin_load(self.address, slots.address, *offered):
             lacking: list[int] = np.flatnonzero(self._bytes[:count] == 0).tolist()
@@ -324,7 +327,7 @@ class BlockTable(Structure):
         firsts, sums = None if first_blocks is None else array("H", first_blocks).tobytes(), checksums.tobytes()
         assert 8 * count == 8 * len(slots) == len(sums)
         assert firsts is None or 2 * count == len(firsts)
-        self._reserve(count)
+        self._grow(count)
         written = packed(blocks), packed(slots), count
         found = self._native.blocks_publish(self.address, group.packed, *written, firsts, sums)
         assert found != NO_BLOCK, "a block is not WRITING"
@@ -336,17 +339,22 @@ class BlockTable(Structure):
 
     def set_corrupt(self, slot: int) -> None:
         """Mark a slot as holding wrong bytes, whatever is using it now. The next daemon does not use it either."""
+        self.unverified_slots -= int(self.shard[slot] & UNVERIFIED != 0)
         self.shard[slot] = (self.shard[slot] & ~np.uint8(UNVERIFIED)) | CORRUPT
         self.records["state"][slot] = BAD_RECORD
 
-    def append(self, group: Group, blocks: BlockIds) -> None:
-        """Append blocks that are in the index to their group's list, as its newest."""
-        self._native.blocks_append(self.address, group.packed, packed(blocks), len(blocks))
+    def add_recovered(self, group: Group, blocks: BlockIds) -> None:
+        """Add READY blocks that ``recover`` has put into the index to their group, as its newest."""
+        self._native.blocks_add_recovered(self.address, group.packed, packed(blocks), len(blocks))
+
+    def retire(self, group: Group) -> None:
+        """Count all blocks of a group as DROPPED from now on."""
+        self._native.blocks_retire(self.address, group.packed)
 
     def oldest(self, group: Group, count: int, *, unpinned: bool = False) -> BlockIds:
         """Return up to ``count`` of the blocks that were first added to the group. ``unpinned``: only READY ones
         without pins among the first ``MAX_SEEN``, the others of which become the newest."""
-        self._reserve(count)
+        self._grow(count)
         seen = MAX_SEEN if unpinned else count
         found = self._native.blocks_oldest(self.address, group.packed, count, seen, unpinned)
         return self._numbers[:found].copy()
@@ -360,36 +368,36 @@ class BlockTable(Structure):
         ``order``: READY, unpinned blocks, the first to evict first; ``last``: there are no others.
         """
         most = len(order) + 2 * slots.slots_per_region
-        self._reserve(most)
+        self._grow(most)
         wanted = slots.address, group.packed, count, packed(order), len(order)
         found = self._native.blocks_choose_victims(self.address, *wanted, most, last, older_than)
         if found == NO_BLOCK:
             raise MemoryError
         return self._numbers[:found].copy(), bool(self._counts[0])
 
-    def drop(self, group: Group, blocks: BlockIds, reason: int = 0) -> tuple[bytes, SlotIds, int, int]:
+    def drop(self, group: Group, blocks: BlockIds, reason: int = 0) -> tuple[bytes, SlotIds, int]:
         """Take blocks of a group out of the index, and remember ``reason`` if it is not 0. They become DROPPED, are not
         recovered by the next daemon, and end at once if they are not in use.
 
         Returns their keys, and the result of ``end_dropped``.
         """
-        self._reserve(len(blocks) * len(group.sizes))
+        self._grow(len(blocks) * len(group.sizes))
         dropped = self._native.blocks_drop(self.address, group.packed, packed(blocks), len(blocks), reason)
         assert dropped == len(blocks), "a block is not in the index"
         return self._bytes[: len(blocks) * group.key_bytes].tobytes(), *self._ended()
 
-    def end_dropped(self, blocks: BlockIds, ranks: int) -> tuple[SlotIds, int, int]:
-        """End the DROPPED blocks that are not in use. Returns their slots, and how many were UNVERIFIED, and CORRUPT.
+    def end_dropped(self, group: Group, blocks: BlockIds) -> tuple[SlotIds, int]:
+        """End the DROPPED blocks of a group that are not in use. Returns their slots, and how many are CORRUPT.
 
         CORRUPT slots keep that mark, in their records too, and must not be used again.
         """
-        self._reserve(len(blocks) * ranks)
-        self._native.blocks_end_dropped(self.address, packed(blocks), len(blocks))
+        self._grow(len(blocks) * len(group.sizes))
+        self._native.blocks_end_dropped(self.address, group.packed, packed(blocks), len(blocks))
         return self._ended()
 
-    def _ended(self) -> tuple[SlotIds, int, int]:
-        slots, unverified, corrupt = self._counts[:3]
-        return self._numbers[:slots].copy(), unverified, corrupt
+    def _ended(self) -> tuple[SlotIds, int]:
+        slots, corrupt = self._counts
+        return self._numbers[:slots].copy(), corrupt
 
     def group_of(self, blocks: BlockIds, *, unpinned: bool = False) -> int:
         """Return the group number of all blocks; 0 if they have none in common, or ``unpinned`` and one is pinned."""
@@ -411,7 +419,7 @@ class BlockTable(Structure):
     def unpin(self, blocks: BlockIds) -> BlockIds:
         """Remove one pin for each occurrence of a block. Returns the blocks that are not pinned any more, for
         ``BlockLife.return_unpinned``."""
-        self._reserve(len(blocks))
+        self._grow(len(blocks))
         return self._numbers[: self._native.blocks_unpin(self.address, packed(blocks), len(blocks))].copy()
 
     def lease(self, blocks: BlockIds) -> int:
@@ -422,7 +430,7 @@ class BlockTable(Structure):
 
     def end_lease(self, blocks: BlockIds) -> BlockIds:
         """Undo ``lease``. Returns the blocks that are not pinned any more, for ``BlockLife.return_unpinned``."""
-        self._reserve(len(blocks))
+        self._grow(len(blocks))
         return self._numbers[: self._native.blocks_end_lease(self.address, packed(blocks), len(blocks))].copy()
 
     def slots(self, blocks: BlockIds, ranks: int) -> npt.NDArray[np.uint32]:
@@ -443,7 +451,7 @@ class BlockTable(Structure):
     def keys(self, blocks: BlockIds, key_bytes: int) -> bytes:
         """Return the keys of blocks of one group, concatenated."""
         count = len(blocks)
-        self._reserve(count)
+        self._grow(count)
         self._native.blocks_keys(self.address, packed(blocks), count, key_bytes)
         return self._bytes[: count * key_bytes].tobytes()
 
@@ -459,7 +467,7 @@ class BlockTable(Structure):
 
     def miss_reasons(self, group: Group, keys: bytes) -> bytes:
         """Return the ``MissReason`` of each key, as far as it is known."""
-        count = self._reserve_for(group, keys)
+        count = self._grow_for(group, keys)
         self._native.blocks_reasons(self.address, group.number, keys, count, group.key_bytes)
         return self._bytes[:count].tobytes()
 

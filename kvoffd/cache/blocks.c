@@ -147,7 +147,7 @@ static uint64_t reason_of(const struct blocks *x, uint64_t hashed)
 
 /* Result of a lookup: the number of READY keys, and of those before the first other key. */
 struct found {
-    uint64_t ready, run;
+    uint64_t ready, ready_prefix;
 };
 
 /* Looks up keys: finds their states, behind these the reasons of misses, and the blocks of READY keys, which are leased if
@@ -169,7 +169,7 @@ void kvoffd_blocks_lookup(struct blocks *x, uint32_t group, const uint8_t *keys,
         for (uint64_t i = 0; i < together; i++) {
             if (x->bytes[begin + i] == READY) {
                 reasons[begin + i] = FOUND;
-                found->run += found->ready == begin + i;
+                found->ready_prefix += found->ready == begin + i;
                 x->numbers[found->ready++] = blocks[i];
                 if (leases)
                     lease(x, blocks[i]);
@@ -179,34 +179,66 @@ void kvoffd_blocks_lookup(struct blocks *x, uint32_t group, const uint8_t *keys,
     }
 }
 
-static void append(const struct blocks *x, struct block_list *list, uint32_t block)
+static void append(const struct blocks *x, struct group_blocks *own, uint32_t block)
 {
-    x->older[block] = list->newest;
+    x->older[block] = own->newest;
     x->newer[block] = NONE;
-    *(list->newest == NONE ? &list->oldest : &x->newer[list->newest]) = block;
-    list->newest = block;
+    *(own->newest == NONE ? &own->oldest : &x->newer[own->newest]) = block;
+    own->newest = block;
 }
 
-static void take_out(const struct blocks *x, struct block_list *list, uint32_t block)
+static void take_out(const struct blocks *x, struct group_blocks *own, uint32_t block)
 {
     uint32_t older = x->older[block], newer = x->newer[block];
 
-    *(older == NONE ? &list->oldest : &x->newer[older]) = newer;
-    *(newer == NONE ? &list->newest : &x->older[newer]) = older;
+    *(older == NONE ? &own->oldest : &x->newer[older]) = newer;
+    *(newer == NONE ? &own->newest : &x->older[newer]) = older;
 }
 
-/* Appends blocks of a group, which are in the index, to its list. */
-void kvoffd_blocks_append(const struct blocks *x, const struct block_group *g, const uint32_t *blocks, uint64_t count)
+/* Moves blocks of a group from the counts of one state to those of another. FREE ones have no count that is read. */
+static void count_as(struct blocks *x, const struct block_group *g, uint32_t before, uint32_t after, uint64_t blocks)
 {
-    for (uint64_t i = 0; i < count; i++)
-        append(x, g->list, blocks[i]);
+    struct state_counts *counts[] = { &g->own->by_state, g->own->of_namespace, &x->by_state };
+    uint64_t bytes = blocks * g->pages * PAGE;
+
+    for (int i = 0; i < 3; i++) {
+        counts[i]->blocks[before] -= blocks;
+        counts[i]->blocks[after] += blocks;
+        counts[i]->bytes[before] -= bytes;
+        counts[i]->bytes[after] += bytes;
+    }
+}
+
+/* Changes the state of a block with slots, and the counts. */
+static void set_state(struct blocks *x, const struct block_group *g, uint32_t block, uint32_t state)
+{
+    count_as(x, g, g->own->retired ? DROPPED : x->state[block], state, 1);
+    x->state[block] = state;
+}
+
+/* Counts all blocks of a group as DROPPED from now on. */
+void kvoffd_blocks_retire(struct blocks *x, const struct block_group *g)
+{
+    count_as(x, g, WRITING, DROPPED, g->own->by_state.blocks[WRITING]);
+    count_as(x, g, READY, DROPPED, g->own->by_state.blocks[READY]);
+    g->own->retired = 1;
+}
+
+/* Completes READY blocks of a group that recover.c has put into the index, the oldest first. */
+void kvoffd_blocks_add_recovered(struct blocks *x, const struct block_group *g, const uint32_t *blocks, uint64_t count)
+{
+    for (uint64_t i = 0; i < count; i++) {
+        x->pages[blocks[i]] = g->pages;
+        append(x, g->own, blocks[i]);
+    }
+    count_as(x, g, FREE, READY, count);
 }
 
 /* Finds up to `count` of the oldest blocks of a group among the first `seen`; if `unpinned`, only READY, unpinned ones,
  * and the others become its newest, as they are in use. Returns how many. */
 uint64_t kvoffd_blocks_oldest(struct blocks *x, const struct block_group *g, uint64_t count, uint64_t seen, uint32_t unpinned)
 {
-    uint32_t next = g->list->oldest, last = g->list->newest, found = 0, block = NONE;
+    uint32_t next = g->own->oldest, last = g->own->newest, found = 0, block = NONE;
 
     while (block != last && found < count && seen--) {
         block = next;
@@ -214,8 +246,8 @@ uint64_t kvoffd_blocks_oldest(struct blocks *x, const struct block_group *g, uin
         if (!unpinned || (x->state[block] == READY && !x->pins[block])) {
             x->numbers[found++] = block;
         } else if (block != last) {
-            take_out(x, g->list, block);
-            append(x, g->list, block);
+            take_out(x, g->own, block);
+            append(x, g->own, block);
         }
     }
     return found;
@@ -244,12 +276,14 @@ static uint64_t enter(struct blocks *x, const struct block_group *g, const uint3
             memcpy(record + KEY, key, g->key_bytes);
             x->group[slot] = g->number;
             x->next[slot] = of_block[rank + 1 < g->ranks ? rank + 1 : 0];
-            x->shard[slot] = RESERVED;
-            x->state[slot] = rank ? NOT_FIRST : WRITING;
+            x->shard[slot] = UNWRITTEN;
+            if (rank)
+                x->state[slot] = NOT_FIRST;
         }
+        set_state(x, g, of_block[0], WRITING);
         x->missing[of_block[0]] = g->ranks;
         x->pages[of_block[0]] = g->pages;
-        append(x, g->list, of_block[0]);
+        append(x, g->own, of_block[0]);
         *new_place(&x->index, hashed) = entry_of(hashed, of_block[0]);
     }
     return count;
@@ -310,8 +344,9 @@ uint32_t kvoffd_blocks_publish(struct blocks *x, const struct block_group *g, co
         seal(x, record);
         set_record(record, READY_RECORD);
         x->shard[slots[count]] = WRITTEN | (checksums[count] ? 0 : UNVERIFIED);
+        x->unverified_slots += !checksums[count];
         if (!--x->missing[blocks[count]]) {
-            x->state[blocks[count]] = READY;
+            set_state(x, g, blocks[count], READY);
             x->numbers[found++] = blocks[count];
             memcpy(keys, key_of(x, blocks[count]), g->key_bytes);
             keys += g->key_bytes;
@@ -384,22 +419,22 @@ static int being_written(const struct blocks *x, uint32_t block)
 
 /* Result for blocks that left the index. */
 struct ended {
-    uint64_t slots; /* slots that became FREE; of these, the ones that were UNVERIFIED, and CORRUPT */
-    uint64_t unverified, corrupt;
+    uint64_t slots, corrupt; /* slots that became FREE; of these, the ones that are CORRUPT */
 };
 
-/* Ends a DROPPED block that is not in use, and finds its slots; those that are CORRUPT stay marked. */
-static void end_dropped(struct blocks *x, uint32_t block)
+/* Ends a DROPPED block of a group that is not in use, and finds its slots; those that are CORRUPT stay marked. */
+static void end_dropped(struct blocks *x, const struct block_group *g, uint32_t block)
 {
     struct ended *ended = (struct ended *)x->counts;
     uint32_t at = block;
 
     if (x->state[block] != DROPPED || x->pins[block] || being_written(x, block))
         return;
+    set_state(x, g, block, FREE);
     do {
         uint32_t next = x->next[at];
         x->numbers[ended->slots++] = at;
-        ended->unverified += (x->shard[at] & UNVERIFIED) != 0;
+        x->unverified_slots -= (x->shard[at] & UNVERIFIED) != 0;
         ended->corrupt += (x->shard[at] & CORRUPT) != 0;
         x->state[at] = x->shard[at] & CORRUPT ? NOT_FIRST : FREE;
         x->shard[at] &= CORRUPT;
@@ -407,12 +442,12 @@ static void end_dropped(struct blocks *x, uint32_t block)
     } while (at != block);
 }
 
-/* Ends DROPPED blocks that are not in use. */
-void kvoffd_blocks_end_dropped(struct blocks *x, const uint32_t *blocks, uint64_t count)
+/* Ends DROPPED blocks of a group that are not in use. */
+void kvoffd_blocks_end_dropped(struct blocks *x, const struct block_group *g, const uint32_t *blocks, uint64_t count)
 {
     *(struct ended *)x->counts = (struct ended){ 0 };
     for (uint64_t i = 0; i < count; i++)
-        end_dropped(x, blocks[i]);
+        end_dropped(x, g, blocks[i]);
 }
 
 static void record_miss(const struct blocks *x, uint64_t hashed, uint64_t reason)
@@ -436,17 +471,17 @@ uint64_t kvoffd_blocks_drop(struct blocks *x, const struct block_group *g, const
         if (!*entry || slot_of(*entry) != block)
             return i;
         remove_at(&x->index, entry);
-        take_out(x, g->list, block);
+        take_out(x, g->own, block);
         memcpy(keys, key, g->key_bytes);
         keys += g->key_bytes;
         if (reason)
             record_miss(x, hashed, reason);
-        x->state[block] = DROPPED;
+        set_state(x, g, block, DROPPED);
         do {
             set_record(record_of(x, at), x->shard[at] & CORRUPT ? BAD_RECORD : FREE_RECORD);
             at = x->next[at];
         } while (at != block);
-        end_dropped(x, block);
+        end_dropped(x, g, block);
     }
     return count;
 }
@@ -696,7 +731,7 @@ uint64_t kvoffd_blocks_judge(const struct blocks *x, uint32_t group, const uint8
         if (entry) {
             uint32_t block = blocks[i] = slot_of(entry), slot = slot_of_rank(x, block, rank);
             uint8_t shard = x->shard[slot] & SHARD_STATE;
-            verdicts[i] = shard == RESERVED ? JOIN : PRESENT;
+            verdicts[i] = shard == UNWRITTEN ? JOIN : PRESENT;
             if (shard == WRITTEN && !x->pins[block] && !being_written(x, block) &&
                 READ(record_of(x, slot), uint16_t, FIRST_BLOCK) > (first_blocks ? first_blocks[i] : 0))
                 verdicts[i] = NARROW;

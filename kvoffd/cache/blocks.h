@@ -13,19 +13,27 @@ enum { CHECKSUM = 96, CRC = 104 };
 enum { FREE_RECORD = 0, PAGE = 4096 };
 static const uint64_t READY_RECORD = 0x215944414552766B; /* "kvREADY!" */
 static const uint64_t BAD_RECORD = 0x2121444142766B21; /* "!kvBAD!!" */
-enum { FREE, WRITING, READY, DROPPED = 16, NOT_FIRST }; /* states of a block; of a slot that is not a block's first */
-enum { RESERVED, WRITING_SHARD, WRITTEN, SHARD_STATE, UNVERIFIED = 4, CORRUPT = 8 }; /* bits of a shard */
+enum { FREE, WRITING, READY, DROPPED = 5, NOT_FIRST }; /* states of a block; of a slot that is not a block's first */
+enum { UNWRITTEN, WRITING_SHARD, WRITTEN, SHARD_STATE, UNVERIFIED = 4, CORRUPT = 8 }; /* bits of a shard */
 
 #define READ(record, type, field) ({ type value_; memcpy(&value_, (record) + (field), sizeof value_); value_; })
 
-/* The blocks of a group that are in the index, in the order in which they were added; NONE if there are none. */
-struct block_list {
-    uint32_t oldest, newest;
+/* Numbers and bytes of blocks by state: WRITING, READY, DROPPED. */
+struct state_counts {
+    uint64_t blocks[NOT_FIRST], bytes[NOT_FIRST];
+};
+
+/* The blocks of a group, as far as they change. */
+struct group_blocks {
+    struct state_counts by_state;
+    struct state_counts *of_namespace; /* of all groups that its namespace has or had */
+    uint32_t oldest, newest; /* of those in the index, in the order in which they were added; NONE if there are none */
+    uint64_t retired; /* whether they all count as DROPPED: see Group.retired */
 };
 
 /* A group, as namespace.py packs it. */
 struct block_group {
-    struct block_list *list;
+    struct group_blocks *own;
     uint32_t number, namespace, index, key_bytes, ranks, pages; /* `pages`: pages of a block's slots */
     struct {
         uint32_t slot_bytes;
@@ -38,11 +46,13 @@ struct block_group {
 struct blocks {
     uint64_t sequence; /* highest sequence of any record */
     uint64_t pinned_blocks, pinned_bytes, leased_bytes;
+    uint64_t unverified_slots; /* slots with a shard that is UNVERIFIED */
+    struct state_counts by_state; /* of all groups */
     uint8_t *records; /* the slot table's */
     uint8_t *state, *shard;
     uint32_t *pins, *leases;
     uint8_t *missing;
-    uint32_t *group, *next, *pages, *older, *newer; /* the last two: neighbours in the list of the block's group */
+    uint32_t *group, *next, *pages, *older, *newer; /* the last two: neighbours of the block in its group */
     uint64_t *misses; /* reasons why keys left: see blocks.c */
     uint64_t *prompt; /* number of the prompt that looked the block up last, or whose store made it */
     /* Results of the last call: bytes or keys, numbers of blocks or slots, pool offsets, and counts. */

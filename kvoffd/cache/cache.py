@@ -2,8 +2,8 @@
 
 | owner | has |
 |---|---|
-| ``life`` (block_life.py) | each block's state, the counts by state, and who hears of a change; the rules of access |
-| ``blocks`` (block_table.py) | the arrays of slots and the index, in C |
+| ``life`` (block_life.py) | each block's state, and who hears of a change; the rules of access |
+| ``blocks`` (block_table.py) | the arrays of slots, the index, and the counts by state, in C |
 | ``namespaces`` (open_namespaces.py) | open namespaces, their numbers and groups |
 | ``leases`` (leases.py) | what is pinned for whom, and the limits |
 | ``stores`` (stores.py) | running stores, and fills from tiers |
@@ -117,7 +117,7 @@ class Cache:
 
         Args:
             again: the request was counted before.
-            reported: its keys are counted by ``Prompts.count``.
+            reported: the engine will report the prompt's outcome: ``Prompts.count`` counts its keys then, not now.
             peer: see ``Lease``.
             giver: number of the owner of the prompt's hints; 0 if unknown.
 
@@ -134,8 +134,9 @@ class Cache:
         lease.ask_again()
         lease.peer = peer
         current = namespace.current
-        for index, keys in groups if self.life.retired else ():
-            self.life.record_retired(current[index], keys)
+        if self.life.unswept:
+            for index, keys in groups:
+                self.life.record_unswept(current[index], keys)
         pinned_before = self.blocks.pinned_bytes
         # Of a new lease the same call of C leases the READY blocks. Until ``Leases.give`` an error must undo that.
         found = [
@@ -321,10 +322,10 @@ class Cache:
             self.leases.unpin_some()
         elif self.prompts.have_ended:
             self.prompts.count_some_ended()
-        elif self.life.retired:
-            group = next(iter(self.life.retired.values()))
+        elif self.life.unswept:
+            group = next(iter(self.life.unswept.values()))
             self.life.sweep([group], max(1, self.swept_at_once // len(group.sizes)))
-        return bool(more or self.leases.has_to_unpin or self.prompts.have_ended or self.life.retired)
+        return bool(more or self.leases.has_to_unpin or self.prompts.have_ended or self.life.unswept)
 
     # --- facts ----------------------------------------------------------------------------------
 

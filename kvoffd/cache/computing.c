@@ -8,7 +8,7 @@ enum { NEAR = 8 };    /* places in which a key may be; computing.py has the same
 
 struct lacked {
     uint64_t hash; /* 0 if the place is free */
-    uint32_t prompt;
+    uint32_t prompt_hash;
     uint32_t at_s;
 };
 
@@ -38,8 +38,8 @@ static struct lacked *place_of(const struct computing *x, uint64_t group, const 
 /* Records keys that a prompt asks for at `now_s` and, by their `reasons`, lacks. Those that another prompt has lacked for
  * less than `most_s` get the reason `computing` if their own is in the set `replaced`, a bit for each. */
 void kvoffd_computing_asked(struct computing *x, uint64_t group, const uint8_t *keys, uint64_t count, uint64_t key_bytes,
-                            uint8_t *reasons, uint32_t prompt, uint32_t now_s, uint32_t most_s, uint64_t replaced,
-                            uint64_t computing)
+                            uint8_t *reasons, uint32_t prompt_hash, uint32_t now_s, uint32_t most_s,
+                            uint64_t replaced, uint64_t computing)
 {
     for (uint64_t i = 0; i < count; i++) {
         uint64_t hash;
@@ -49,8 +49,8 @@ void kvoffd_computing_asked(struct computing *x, uint64_t group, const uint8_t *
             continue;
         one = place_of(x, group, keys + i * key_bytes, key_bytes, &hash);
         if (one->hash != hash || now_s - one->at_s >= most_s)
-            *one = (struct lacked){.hash = hash, .prompt = prompt, .at_s = now_s};
-        else if (one->prompt != prompt)
+            *one = (struct lacked){.hash = hash, .prompt_hash = prompt_hash, .at_s = now_s};
+        else if (one->prompt_hash != prompt_hash)
             reasons[i] = computing;
     }
 }

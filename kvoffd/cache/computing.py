@@ -46,15 +46,16 @@ class Computing:
         self._fields = _Fields(self._lacked.ctypes.data, BITS, (ctypes.c_uint64 * 2).from_buffer_copy(os.urandom(16)))
         self._at = ctypes.addressof(self._fields)
 
-    def asked(self, group: Group, keys: bytes, reasons: bytearray, prompt: int) -> None:
+    def asked(self, group: Group, keys: bytes, reasons: bytearray, prompt_hash: int) -> None:
         """Record what a prompt lacks: change the reasons of keys that another one is computing to COMPUTING.
 
-        ``prompt``: a number of 32 bits, the same at each lookup of the prompt.
+        ``prompt_hash``: 32 bits, the same at each lookup of the prompt.
         """
         at = (ctypes.c_uint8 * len(reasons)).from_buffer(reasons)
         which = group.number, keys, len(reasons), group.key_bytes
         self._native.computing_asked(
-            self._at, *which, ctypes.addressof(at), prompt, int(self._clock()), MOST_S, _REPLACED, MissReason.COMPUTING
+            *(self._at, *which, ctypes.addressof(at), prompt_hash, int(self._clock()), MOST_S),
+            *(_REPLACED, MissReason.COMPUTING),
         )
 
     def offered(self, group: Group, keys: bytes) -> None:

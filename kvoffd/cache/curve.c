@@ -161,7 +161,7 @@ static void forget(struct curve *c, uint32_t at)
 }
 
 /* Moves the excess of each segment to the next, in up to `steps` steps; the excess of the last one is forgotten. */
-static void settle(struct curve *c, uint64_t steps)
+static void move_excess(struct curve *c, uint64_t steps)
 {
     for (int segment = 0; segment < SIZES; segment++) {
         for (; c->held[segment] > c->width[segment] && c->oldest[segment] != NONE && steps; steps--) {
@@ -291,7 +291,7 @@ static void use(struct curve *c, const struct use *used, uint64_t bytes)
 }
 
 /* Makes `uses` and `seen` hold this many pieces; returns whether there was enough memory. */
-static int reserve(struct curve *c, uint64_t pieces)
+static int grow(struct curve *c, uint64_t pieces)
 {
     uint64_t room = 64, each = sizeof *c->uses + 2 * sizeof *c->seen;
 
@@ -311,19 +311,19 @@ static int reserve(struct curve *c, uint64_t pieces)
 }
 
 /* Counts one chain of a request: `count` keys of `key_bytes`, whose blocks have `bytes` and `tokens`. The request found
- * the first `run` of them. The engine had the first `own` of them itself: these are used, but not counted. Keys behind
- * the first `findable` are found at no size. */
+ * the first `ready_prefix` of them. The engine had the first `own` of them itself: these are used, but not counted. Keys
+ * behind the first `findable` are found at no size. */
 void kvoffd_curve_asked(struct curve *c, struct counts *counts, uint64_t group, const uint8_t *keys, uint64_t count,
-                        uint64_t key_bytes, uint64_t bytes, uint64_t tokens, uint64_t run, uint64_t own,
+                        uint64_t key_bytes, uint64_t bytes, uint64_t tokens, uint64_t ready_prefix, uint64_t own,
                         uint64_t findable)
 {
     uint64_t per = tokens > 1 && tokens < PIECE_TOKENS ? PIECE_TOKENS / tokens : 1; /* most keys of a piece */
     uint64_t used = 0, n = 1, pieces = MAX_SMALL + 2 * count / per, mask;
 
-    counts->found += (run > own ? run - own : 0) * tokens;
+    counts->found += (ready_prefix > own ? ready_prefix - own : 0) * tokens;
     if (pieces > count)
         pieces = count;
-    if (!count || !reserve(c, pieces))
+    if (!count || !grow(c, pieces))
         return;
     for (mask = 63; mask + 1 < 2 * pieces; mask = 2 * mask + 1)
         ;
@@ -336,7 +336,7 @@ void kvoffd_curve_asked(struct curve *c, struct counts *counts, uint64_t group, 
 
         while (2 * longest <= per && PARTS * longest <= first)
             longest *= 2;
-        uint64_t found = run > own ? run : own;
+        uint64_t found = ready_prefix > own ? ready_prefix : own;
 
         one.keys = n = longest < count - first ? longest : count - first;
         one.readable = found <= first ? 0 : found - first < n ? found - first : n;
@@ -375,7 +375,7 @@ void kvoffd_curve_asked(struct curve *c, struct counts *counts, uint64_t group, 
     pieces = used;
     while (used) /* the tail first, because an LRU evicts it first */
         use(c, &c->uses[--used], bytes);
-    settle(c, MOVED + SIZES * pieces);
+    move_excess(c, MOVED + SIZES * pieces);
     c->seen_bytes = 0;
     for (int segment = 0; segment < SIZES; segment++)
         c->seen_bytes += c->held[segment];

@@ -72,7 +72,7 @@ class HitRatioCurve:
             row = self._rows[group.namespace] = counts, counts.ctypes.data
         which = group.number, keys, len(keys) // size, size
         weights = group.block_bytes, group.weight
-        self._native.curve_asked(self._at, row[1], *which, *weights, chain.run, own, chain.findable)
+        self._native.curve_asked(self._at, row[1], *which, *weights, chain.ready_prefix, own, chain.findable)
 
     def stored(self, group: Group, keys: bytes) -> None:
         """Record keys that an engine offers for storing: from now on a request can find them."""

@@ -127,10 +127,12 @@ class HintedOrder:
         self._awaited = AwaitedKeys()
         self._askers = Askers(len(blocks.state))
         self.retained_bytes = 0
-        self._bytes_of = Counter[int]()
-        """The same by session."""
-        self._may_set_aside, self._has_moved = SET_ASIDE_AT_ONCE, False
-        """Blocks that evictions may set aside before the next step, and whether retained ones may be next to go."""
+        self._retained_bytes_of = Counter[int]()
+        """Retained bytes by session."""
+        self._set_aside_left = SET_ASIDE_AT_ONCE
+        """Blocks that evictions may set aside before the next step."""
+        self._retained_may_be_next = False
+        """Whether retained blocks may be among the next to be evicted: the order has changed since it was looked at."""
 
     # --- hints -----------------------------------------------------------------------------------
 
@@ -218,7 +220,7 @@ class HintedOrder:
             one.left -= len(some)
             self._hint_of[some] = one.number
             self._count(one, len(some) * group.block_bytes)
-            self._has_moved = True
+            self._retained_may_be_next = True
         if len(self._deadlines) > 2 * len(self._retentions) + MAX_ENDED:
             self._deadlines = sorted((one.wish.deadline, number) for number, one in self._retentions.items())
 
@@ -238,8 +240,8 @@ class HintedOrder:
         They are of lower priority, and of its session or of one that has more than its share. For the wish's own share
         they may be of any priority.
         """
-        share = self._most_bytes // len({*self._bytes_of, wish.session})
-        left, may_take = ENDED_AT_ONCE, share - self._bytes_of.get(wish.session, 0)
+        share = self._most_bytes // len({*self._retained_bytes_of, wish.session})
+        left, may_take = ENDED_AT_ONCE, share - self._retained_bytes_of.get(wish.session, 0)
         for priority, session in sorted(self._ranked):
             own, lower = session == wish.session, priority < wish.priority
             if own and not lower:
@@ -247,7 +249,7 @@ class HintedOrder:
             for one in list(islice(reversed(self._ranked[priority, session].values()), left)):
                 if (self.retained_bytes if namespace is None else namespace.retained_bytes) <= target:
                     return
-                if not own and (self._bytes_of[session] <= share or not (lower or one.nbytes <= may_take)):
+                if not own and (self._retained_bytes_of[session] <= share or not (lower or one.nbytes <= may_take)):
                     break
                 left -= 1
                 if namespace in (None, one.wish.namespace):
@@ -256,12 +258,12 @@ class HintedOrder:
 
     def _end(self, one: Retention) -> None:
         """End a retention. Of its blocks, those that stayed for it alone go first from now on."""
-        self._forget(one)
+        self._unlist(one)
         self._count(one, -one.nbytes)
         if one.aside:
             self._lapsed[one.number] = one
 
-    def _forget(self, one: Retention) -> None:
+    def _unlist(self, one: Retention) -> None:
         del self._retentions[one.number]
         rank = one.wish.priority, one.wish.session
         del self._ranked[rank][one.number]
@@ -286,23 +288,23 @@ class HintedOrder:
     def set_aside_some(self) -> bool:
         """Set aside some of what is evicted soon, so that no eviction has to set aside much. Returns whether more may
         remain."""
-        self._may_set_aside = SET_ASIDE_AT_ONCE
-        if not (self._has_moved and self._retentions):
+        self._set_aside_left = SET_ASIDE_AT_ONCE
+        if not (self._retained_may_be_next and self._retentions):
             return False
         soon = self._policy.first(min(SET_ASIDE_AT_ONCE, len(self._hint_of) // SOON))
         retained = self._are_retained(soon)
         self._set_aside(soon[retained])
-        self._has_moved = bool(retained.any())
-        return self._has_moved
+        self._retained_may_be_next = bool(retained.any())
+        return self._retained_may_be_next
 
     def _count(self, one: Retention, nbytes: int) -> None:
         wish = one.wish
         one.nbytes += nbytes
         wish.namespace.retained_bytes += nbytes
         self.retained_bytes += nbytes
-        self._bytes_of[wish.session] += nbytes
-        if not self._bytes_of[wish.session]:
-            del self._bytes_of[wish.session]
+        self._retained_bytes_of[wish.session] += nbytes
+        if not self._retained_bytes_of[wish.session]:
+            del self._retained_bytes_of[wish.session]
 
     def _live_of(self, blocks: BlockIds) -> list[Retention | None]:
         """Return each block's retention, if it has one that has not ended."""
@@ -332,7 +334,7 @@ class HintedOrder:
                 if one.nbytes:
                     self._count(one, -group.block_bytes * len(members))
                     if not one.nbytes:
-                        self._forget(one)
+                        self._unlist(one)
                 elif not one.aside:
                     del self._lapsed[number]
         self._hint_of[blocks] = 0
@@ -378,7 +380,7 @@ class HintedOrder:
             self._retain(wish, group, blocks[members][::-1])
 
     def remove(self, group: Group, blocks: BlockIds, keys: bytes) -> None:
-        self._has_moved = True
+        self._retained_may_be_next = True
         if self._has_hints and (outside := self._unmark(group, blocks)).any():
             keys = np.frombuffer(keys, group.namespace.key_type)[~outside].tobytes()
             blocks = blocks[~outside]
@@ -435,12 +437,12 @@ class HintedOrder:
         while left:
             found = self._policy.first(left, below)
             retained = self._are_retained(found)
-            if not (self._may_set_aside and retained.any()):  # rarely too many to look behind them: they go too
+            if not (self._set_aside_left and retained.any()):  # rarely too many to look behind them: they go too
                 order.append(found)
                 left -= len(found)
                 break
-            few = found[retained][: self._may_set_aside]
-            self._may_set_aside -= len(few)
+            few = found[retained][: self._set_aside_left]
+            self._set_aside_left -= len(few)
             self._set_aside(few)
         if left and below == inf:
             ranked = (self._ranked[rank].values() for rank in sorted(self._ranked))

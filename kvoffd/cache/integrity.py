@@ -61,7 +61,7 @@ class Integrity:
         packed_key = self._blocks.keys(block, group.key_bytes)
         if self._blocks.state[block[0]] != DROPPED:
             self._life.drop(block, MissReason.CORRUPT)
-        if self._life.tiers is not None and not group.dead:
+        if self._life.tiers is not None and not group.retired:
             self._life.tiers.remove(group.namespace, group.index, packed_key, MissReason.CORRUPT)
 
     def checks(self, slots: SlotIds) -> list[Check]:
@@ -92,7 +92,7 @@ class Integrity:
         """Return up to ``limit`` slots that an earlier daemon wrote and nobody has compared, or whose checksum is still
         to be computed. They come again unless they are checked."""
         passes, slots = 0, len(self._blocks.shard)
-        while self._life.unverified_slots and passes < 2:
+        while self._blocks.unverified_slots and passes < 2:
             begin, end = self._scanned_to, min(self._scanned_to + LOOKED_AT_ONCE, slots)
             shards = self._blocks.shard[begin:end]
             found = np.flatnonzero((shards & UNVERIFIED != 0) & (shards & SHARD_STATE == WRITTEN))[:limit] + begin

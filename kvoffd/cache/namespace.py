@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from array import array
+import ctypes
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,6 +17,7 @@ from msgspec import Meta, Struct
 from kvoffd.cache.block_table import NO_BLOCK, READY, WITH_SLOTS, WRITING
 from kvoffd.errors import BadGeometry, BadKeys, KvoffdError
 from kvoffd.pool.allocator import NO_NODE, PAGE_BYTES
+from kvoffd.system.structures import GROUP_BLOCKS, StateCounts
 from kvoffd_proto import messages
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.events import kv_topic
@@ -165,14 +166,15 @@ class Namespace:
         label: str,
         world_size: int,
         key_bytes: int,
-        groups: Sequence[GroupSpec],
+        specs: Sequence[GroupSpec],
         description: str,
     ) -> None:
         self.fingerprint = fingerprint
         self.label = label
         self.world_size = world_size
         self.key_bytes = key_bytes
-        self.groups = tuple(groups)
+        self.specs = tuple(specs)
+        """Specifications of its groups, by index; ``current`` has the groups."""
         self.description = description
         self.topic = kv_topic(fingerprint)
         """Topic of its KV events."""
@@ -187,10 +189,8 @@ class Namespace:
         self.number = 0
         """Number that identifies it in the slot table's records; each reset changes it."""
         self.counters = Counters()
-        self.blocks_in = dict.fromkeys(WITH_SLOTS, 0)
-        """Number of blocks by state: WRITING, READY, and DROPPED ones still in use."""
-        self.bytes_in = dict.fromkeys(WITH_SLOTS, 0)
-        """Pool bytes of its blocks by state."""
+        self.by_state = StateCounts()
+        """Counts of its blocks, which C keeps: WRITING, READY, and DROPPED ones still in use."""
         self.retained_bytes = 0
         """Pool bytes of its blocks that hints retain."""
         self.current: list[Group] = []
@@ -208,32 +208,32 @@ class Namespace:
 
     @property
     def ready_blocks(self) -> int:
-        return self.blocks_in[READY]
+        return int(self.by_state.blocks[READY])
 
     @property
     def ready_bytes(self) -> int:
-        return self.bytes_in[READY]
+        return int(self.by_state.bytes[READY])
 
     @property
     def writing_blocks(self) -> int:
         """Blocks that lack a shard."""
-        return self.blocks_in[WRITING]
+        return int(self.by_state.blocks[WRITING])
 
     @property
     def held_bytes(self) -> int:
         """Pool bytes of all its blocks."""
-        return sum(self.bytes_in.values())
+        return sum(self.by_state.bytes[state] for state in WITH_SLOTS)
 
-    def is_same(self, world_size: int, key_bytes: int, groups: Sequence[GroupSpec]) -> bool:
-        return (world_size, key_bytes, tuple(groups)) == (self.world_size, self.key_bytes, self.groups)
+    def is_same(self, world_size: int, key_bytes: int, specs: Sequence[GroupSpec]) -> bool:
+        return (world_size, key_bytes, tuple(specs)) == (self.world_size, self.key_bytes, self.specs)
 
-    def check_same(self, world_size: int, key_bytes: int, groups: Sequence[GroupSpec]) -> None:
+    def check_same(self, world_size: int, key_bytes: int, specs: Sequence[GroupSpec]) -> None:
         """Raise KvoffdError (NAMESPACE_MISMATCH) if the geometry differs."""
-        if not self.is_same(world_size, key_bytes, groups):
+        if not self.is_same(world_size, key_bytes, specs):
             raise KvoffdError(
                 f"The namespace {self.label!r} is open with world size {self.world_size}, {self.key_bytes}-byte keys "
-                f"and {len(self.groups)} groups, but was asked for with world size {world_size}, {key_bytes}-byte keys "
-                f"and {len(groups)} groups, or groups of another kind; give different engines different fingerprints, "
+                f"and {len(self.specs)} groups, but was asked for with world size {world_size}, {key_bytes}-byte keys "
+                f"and {len(specs)} groups, or groups of another kind; give different engines different fingerprints, "
                 "or clear it with kvoffd-cli clear while nobody has it open.",
                 ErrorCode.NAMESPACE_MISMATCH,
             )
@@ -247,8 +247,8 @@ class Namespace:
 
     def check(self, group: int, keys: bytes = b"") -> None:
         """Raise BadGeometry for an unknown group, and BadKeys if ``keys`` is not a whole number of keys."""
-        if not 0 <= group < len(self.groups):
-            last = len(self.groups) - 1
+        if not 0 <= group < len(self.specs):
+            last = len(self.specs) - 1
             raise BadGeometry(f"The namespace {self.label!r} has no group {group}; name one from 0 to {last}.")
         if len(keys) % self.key_bytes:
             raise BadKeys(
@@ -278,7 +278,7 @@ class Namespace:
             for one in self.shards
         ]
         return NamespaceRecord(
-            *(self.number, self.fingerprint, self.label, self.world_size, self.key_bytes, self.groups),
+            *(self.number, self.fingerprint, self.label, self.world_size, self.key_bytes, self.specs),
             *(self.description, tuple(self.shard_bytes), tuple(shards), self.generation),
         )
 
@@ -296,9 +296,9 @@ class Namespace:
         """
         if not 0 <= rank < self.world_size:
             raise BadGeometry(f"There is no rank {rank} in a world of {self.world_size}; register the right rank.")
-        if len(shard_bytes) != len(self.groups):
+        if len(shard_bytes) != len(self.specs):
             raise BadGeometry(
-                f"The registration has {len(shard_bytes)} groups, the namespace {self.label!r} has {len(self.groups)}; "
+                f"The registration has {len(shard_bytes)} groups, the namespace {self.label!r} has {len(self.specs)}; "
                 "register every group of the namespace in its order."
             )
         known = self.shard_bytes[rank]
@@ -311,28 +311,35 @@ class Namespace:
         return known is None
 
 
+class _GroupBlocks(ctypes.Structure):
+    """``struct group_blocks`` of blocks.h."""
+
+    __slots__ = ()
+    _fields_ = GROUP_BLOCKS
+
+
 class Group:
     """A group of a namespace between two resets.
 
     Args:
-        number: unique within this daemon.
-        index: the group's number in the namespace.
+        number: unique within this daemon, and another one after each reset.
+        index: its place in the namespace's groups, here and on the wire.
     """
 
     def __init__(self, number: int, namespace: Namespace, index: int) -> None:
         self.number, self.namespace, self.index, self.key_bytes = number, namespace, index, namespace.key_bytes
-        self.tokens = namespace.groups[index].tokens_per_block
+        self.tokens = namespace.specs[index].tokens_per_block
         """Tokens of a block; 0 if its group does not give them."""
-        self.dead = False
-        """Whether the namespace was reset, so that the group's blocks are being freed."""
+        self.retired = False
+        """Whether its namespace was reset or forgotten: its blocks are not found any more."""
+        self.predecessors: tuple[Group, ...] = ()
+        """The same group before the last resets, the latest first."""
         self.unswept: list[int] = []
-        """Numbers of this group before resets, until all those blocks are freed."""
-        self.before: tuple[Group, ...] = ()
-        """This group before its last resets, the latest first."""
-        self.blocks_in = dict.fromkeys(WITH_SLOTS, 0)
-        """Number of blocks with slots, by state."""
-        self._list = array("I", [NO_BLOCK, NO_BLOCK])
-        """``struct block_list`` of blocks.h."""
+        """Numbers of its predecessors, before any number of resets, that may be in ``BlockLife.unswept``."""
+        at_of_namespace = ctypes.addressof(namespace.by_state)
+        self._blocks = _GroupBlocks(at_of_namespace=at_of_namespace, oldest=NO_BLOCK, newest=NO_BLOCK)
+        self.by_state: StateCounts = self._blocks.by_state
+        """Counts of its blocks, which C keeps."""
         self.set_sizes([], [])
 
     @property
@@ -349,6 +356,6 @@ class Group:
             pack("=IiI", size, NO_NODE if node is None else node, length)
             for size, node, length in zip(sizes, nodes, lengths, strict=True)
         ]
-        list_at, _ = self._list.buffer_info()
-        self.packed = pack("=Q6I", list_at, *whose, len(sizes), self.block_bytes // PAGE_BYTES) + b"".join(by_rank)
+        own_at = ctypes.addressof(self._blocks)
+        self.packed = pack("=Q6I", own_at, *whose, len(sizes), self.block_bytes // PAGE_BYTES) + b"".join(by_rank)
         """``struct block_group`` of blocks.h."""

@@ -51,7 +51,7 @@ class OpenNamespaces(Mapping[bytes, Namespace]):
     def open(self, namespace: Namespace) -> tuple[Namespace, bool]:
         """Open or join a namespace; return also whether it is new. Raises KvoffdError on another geometry."""
         if (known := self._by_fingerprint.get(namespace.fingerprint)) is not None:
-            known.check_same(namespace.world_size, namespace.key_bytes, namespace.groups)
+            known.check_same(namespace.world_size, namespace.key_bytes, namespace.specs)
             return known, False
         self._by_fingerprint[namespace.fingerprint] = namespace
         self._set_number(namespace, self._next_number)
@@ -83,8 +83,8 @@ class OpenNamespaces(Mapping[bytes, Namespace]):
         for group, successor in zip(old, namespace.current, strict=True):
             self._life.retire(group)
             numbers = (*group.unswept, group.number)
-            successor.unswept = [number for number in numbers if number in self._life.retired]
-            successor.before, group.before = (group, *group.before)[:KNOWN_RESETS], ()
+            successor.unswept = [number for number in numbers if number in self._life.unswept]
+            successor.predecessors, group.predecessors = (group, *group.predecessors)[:KNOWN_RESETS], ()
 
     def forget(self, namespace: Namespace) -> None:
         """Forget a namespace that has no blocks in the index and that no session has open.
@@ -136,8 +136,8 @@ class OpenNamespaces(Mapping[bytes, Namespace]):
         """Set the namespace's number and give it new groups for its blocks."""
         namespace.number = number
         self._next_number = max(self._next_number, number + 1)
-        first, self._next_group = self._next_group, self._next_group + len(namespace.groups)
-        namespace.current = [Group(first + index, namespace, index) for index in range(len(namespace.groups))]
+        first, self._next_group = self._next_group, self._next_group + len(namespace.specs)
+        namespace.current = [Group(first + index, namespace, index) for index in range(len(namespace.specs))]
         self._life.add_groups(namespace.current)
         self._set_sizes(namespace)
 

@@ -30,7 +30,7 @@ class Chain(NamedTuple):
     """Concatenated, root of the prefix first."""
     ready: BlockIds
     """Blocks that were READY at the lookup and still are, in the order of the keys."""
-    run: int = 0
+    ready_prefix: int = 0
     """Keys that were READY before the first that was not."""
     findable: int = sys.maxsize
     """Keys before the first that no pool of any size could have had, as far as is known."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvoffd.cache.asked_keys import AskedKeys, PromptUse, UncountedPrompts, settle
+from kvoffd.cache.asked_keys import AskedKeys, PromptUse, UncountedPrompts, count_prompt
 from kvoffd.cache.block_life import BlockLife
 from kvoffd.cache.block_table import READY, FoundKeys
 from kvoffd.cache.computing import Computing
@@ -27,10 +27,10 @@ class _LookedUp(NamedTuple):
     namespace: Namespace
     chains: list[Chain]
     asked: Sequence[AskedKeys]
-    prompt: int
-    """Number of the prompt for ``Computing``."""
-    is_counted_later: bool
-    """Whether ``count`` counts its keys."""
+    prompt_hash: int
+    """See ``AskedKeys``."""
+    reported: bool
+    """See ``AskedKeys``."""
 
 
 class Prompts:
@@ -62,19 +62,19 @@ class Prompts:
         *,
         reported: bool,
     ) -> None:
-        """Count a lookup and its keys, and keep it for ``report``. ``reported``: ``count`` counts its keys."""
+        """Count a lookup and its keys, and keep it for ``report``. ``reported``: see ``AskedKeys``."""
         namespace, tokens, chains = lease.namespace, 0, []
-        number = hash((lease.session, lease.lease_id)) & 0xFFFFFFFF
+        prompt_hash = hash((lease.session, lease.lease_id)) & 0xFFFFFFFF
         counters = namespace.counters
         counters.lookups += 1
-        for (index, keys), of_group, counted in zip(groups, found, asked, strict=True):
+        for (index, keys), of_group, part in zip(groups, found, asked, strict=True):
             group = namespace.current[index]
             counters.keys_asked += len(of_group.states)
             counters.keys_ready += len(of_group.ready)
-            counters.prefix_keys_ready += of_group.run
+            counters.prefix_keys_ready += of_group.ready_prefix
             tokens = max(tokens, len(of_group.states) * group.tokens)
-            counted.prompt = number
-            counted.found(chain := Chain(group, keys, of_group.ready, of_group.run), of_group.reasons)
+            part.prompt_hash = prompt_hash
+            part.found(chain := Chain(group, keys, of_group.ready, of_group.ready_prefix), of_group.reasons)
             if group.sizes:
                 chains.append(chain)
         counters.asked_tokens += tokens
@@ -82,7 +82,7 @@ class Prompts:
             for prompt in self._uncounted.add(lease.session, lease.lease_id, asked):
                 self._count(prompt, None)
         if chains:
-            self._looked_up.append(_LookedUp(namespace, chains, asked, number, reported))
+            self._looked_up.append(_LookedUp(namespace, chains, asked, prompt_hash, reported))
             if len(self._looked_up) > MAX_UNREPORTED:
                 self._report_oldest()
 
@@ -94,8 +94,8 @@ class Prompts:
         self._life.ready_left = False
 
     def _report_oldest(self) -> None:
-        namespace, found, asked, prompt, is_counted_later = self._looked_up.popleft()
-        chains = [chain for chain in found if not chain.group.dead]
+        namespace, looked_up, asked, prompt_hash, reported = self._looked_up.popleft()
+        chains = [chain for chain in looked_up if not chain.group.retired]
         if self._life.ready_left:
             states = self._life.blocks.state
             chains = [chain._replace(ready=chain.ready[states[chain.ready] == READY]) for chain in chains]
@@ -105,12 +105,12 @@ class Prompts:
         if not chains or namespace.of_bench:
             return
         self._life.order.requested(chains)
-        if not is_counted_later:
+        if not reported:
             for chain in chains:
                 self.on_counted(chain, 0)
         for part in asked:
-            if part.chain is not None and part.chain.run < len(part.reasons) and not part.chain.group.dead:
-                self._computing.asked(part.chain.group, part.chain.keys, part.reasons, prompt)
+            if part.chain is not None and part.chain.ready_prefix < len(part.reasons) and not part.chain.group.retired:
+                self._computing.asked(part.chain.group, part.chain.keys, part.reasons, prompt_hash)
         for watcher in self.watchers:
             watcher(chains)
 
@@ -141,8 +141,8 @@ class Prompts:
         return {source.name: count for source, count in found.items()}
 
     def _count(self, parts: Sequence[AskedKeys], outcome: PromptUse | None) -> None:
-        for chain, own in settle(parts, outcome, self._reasons_from):
-            if chain.group.sizes and not (chain.group.dead or chain.group.namespace.of_bench):
+        for chain, own in count_prompt(parts, outcome, self._reasons_from):
+            if chain.group.sizes and not (chain.group.retired or chain.group.namespace.of_bench):
                 self.on_counted(chain, own)
 
     def _reasons_from(self, chain: Chain, first: int) -> bytes:
@@ -156,8 +156,8 @@ class Prompts:
         size = chain.group.key_bytes
         keys = chain.keys[first * size : (first + count) * size]
         reasons = bytearray(self._life.reasons_of(asked.namespace.group(chain.group.index), keys))
-        if asked.reported and not (chain.group.dead or asked.namespace.of_bench):
-            self._computing.asked(chain.group, keys, reasons, asked.prompt)
+        if asked.reported and not (chain.group.retired or asked.namespace.of_bench):
+            self._computing.asked(chain.group, keys, reasons, asked.prompt_hash)
         asked.missed(first, bytes(reasons))
 
     def session_ended(self, session: int) -> None:

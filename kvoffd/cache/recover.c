@@ -108,7 +108,7 @@ static int take(struct recovery *r, const uint8_t *record, uint32_t slot, uint32
                 x->missing[slot] = x->missing[there];
                 r->heads[r->heads_found++] = slot;
             }
-            x->state[there] = 0;
+            x->state[there] = FREE;
             r->discarded[r->discarded_found++] = there;
             return 1;
         }
@@ -146,7 +146,7 @@ void kvoffd_recover_records(struct recovery *r, const uint8_t *records, uint64_t
         if (state == BAD_RECORD && size_of(r, first + i)) {
             r->bad[r->bad_found++] = first + i;
         } else if (state && !take(r, record, first + i, crcs[i % RECORDS_TOGETHER])) {
-            x->state[first + i] = 0;
+            x->state[first + i] = FREE;
             r->discarded[r->discarded_found++] = first + i;
         }
     }
@@ -175,7 +175,7 @@ void kvoffd_recover_blocks(struct recovery *r)
         if (found < ranks) {
             remove_at(&x->index, place_of(x, head));
             for (at = head; found; found--) {
-                x->state[at] = 0;
+                x->state[at] = FREE;
                 r->discarded[r->discarded_found++] = at;
                 r->incomplete_found++;
                 at = x->next[at];
@@ -185,6 +185,7 @@ void kvoffd_recover_blocks(struct recovery *r)
         for (uint32_t rank = 0; rank < ranks; rank++) {
             x->next[slots[rank]] = slots[rank + 1 < ranks ? rank + 1 : 0];
             x->shard[slots[rank]] = WRITTEN | UNVERIFIED;
+            x->unverified_slots++;
             r->used[r->used_found++] = slots[rank];
         }
         if (slots[0] != head) {

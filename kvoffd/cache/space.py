@@ -47,7 +47,7 @@ class Space:
         try:
             while made < count:
                 left, wanted = keys[made * size :] if made else keys, count - made
-                slots = self._take_free(group, left, wanted, may_sweep=may_sweep)
+                slots = self._take_without_eviction(group, left, wanted, may_sweep=may_sweep)
                 if not len(slots):
                     may_sweep = False
                     if not group.namespace.evicts_others:
@@ -71,15 +71,17 @@ class Space:
             raise
         return found[0] if len(found) == 1 else np.concatenate([np.empty((0, max(1, ranks)), np.uint32), *found])
 
-    def _take_free(self, group: Group, keys: bytes, count: int, *, may_sweep: bool) -> npt.NDArray[np.uint32]:
+    def _take_without_eviction(
+        self, group: Group, keys: bytes, count: int, *, may_sweep: bool
+    ) -> npt.NDArray[np.uint32]:
         """Make blocks in free slots, or, if there are none and it ``may_sweep``, in those of reset namespaces. Returns
         their slots."""
         slots = _NO_SLOTS
         if self._slots.free_bytes >= group.block_bytes:
             slots = self._life.make(group, keys, count)
-        if not len(slots) and may_sweep and self._life.retired:
-            retired = sorted(self._life.retired.values(), key=lambda each: group.sizes != each.sizes)
-            if self._life.sweep(retired, count) and self._slots.free_bytes >= group.block_bytes:
+        if not len(slots) and may_sweep and self._life.unswept:
+            unswept = sorted(self._life.unswept.values(), key=lambda each: group.sizes != each.sizes)
+            if self._life.sweep(unswept, count) and self._slots.free_bytes >= group.block_bytes:
                 slots = self._life.make(group, keys, count)
         return slots
 
@@ -103,9 +105,9 @@ class Space:
         namespace, each = group.namespace, group.block_bytes
         quota = self._quotas[namespace.fingerprint]
         most, excess = count + MAX_OVER_QUOTA, namespace.held_bytes + count * each - quota
-        if excess > 0 and self._life.retired:
-            retired = [one for one in self._life.retired.values() if one.namespace is namespace]
-            swept = self._life.sweep(retired, min(most, -(-excess // each)))
+        if excess > 0 and self._life.unswept:
+            unswept = [known for known in self._life.unswept.values() if known.namespace is namespace]
+            swept = self._life.sweep(unswept, min(most, -(-excess // each)))
             most, excess = most - swept, excess - swept * each
         if excess > 0:
             victims = self._victims.of_namespace(namespace.current, excess, most, below, older_than)
@@ -114,7 +116,7 @@ class Space:
 
     def are_evictable(self, older_than: int) -> bool:
         """Return whether any READY blocks can be evicted, whatever their scores."""
-        return self._victims.are_left(older_than)
+        return self._victims.are_evictable(older_than)
 
     def no_space_cause(self, group: Group, prompt: int = ANY_PROMPT) -> str:
         """Return why a block of a group, for the prompt of this number, gets no space now, one of NO_SPACE_CAUSES."""

@@ -17,7 +17,7 @@ from kvoffd.cache.namespace import Group, MissReason, Namespace
 from kvoffd.cache.policy import REJECTED, Policy
 from kvoffd.cache.prompts import Prompts
 from kvoffd.cache.space import Space
-from kvoffd.cache.tickets import FillTicket, Stored, StorePart
+from kvoffd.cache.tickets import FillTicket, StorePart, StoreTicket
 from kvoffd.cache.victims import ANY_PROMPT
 from kvoffd.errors import BadGeometry
 
@@ -40,8 +40,8 @@ class BlockStores:
         self._life, self._blocks, self._order, self._space = life, life.blocks, life.order, space
         self._policy, self._prompts = policy, prompts
 
-    def begin(self, namespace: Namespace, rank: int, parts: Sequence[StorePart], sole: int = 0) -> list[Stored]:
-        """Allocate slots for the missing blocks, evicting if needed. Returns what to copy, by part.
+    def begin(self, namespace: Namespace, rank: int, parts: Sequence[StorePart], sole: int = 0) -> list[StoreTicket]:
+        """Allocate slots for the missing blocks, evicting if needed. Returns a ticket for each part.
 
         Existing blocks that begin later than the offered ones, and are not in use, are dropped first. The other
         existing blocks of these keys are not evicted, nor are those of the same prompts or of newer ones that no tier
@@ -49,41 +49,41 @@ class BlockStores:
 
         ``sole``: a number of the store of all ranks; a block that was begun under another one gets no shard of it.
         """
-        begun, pinned = list[Stored](), list[BlockIds]()
-        offers: list[tuple[Stored, StorePart, Sequence[int], PromptNumbers]] = []
+        begun, pinned = list[StoreTicket](), list[BlockIds]()
+        offers: list[tuple[StoreTicket, StorePart, Sequence[int], PromptNumbers]] = []
         try:
             for part, prompts in zip(parts, self._prompts_of(namespace, parts), strict=True):
                 group = namespace.current[part.group]
                 if rank == 0 and not namespace.of_bench:
                     self._prompts.offered(group, part.keys)
-                stored, absent, present = self._compare(group, rank, part, prompts, sole)
-                offers.append((stored, part, absent, prompts if len(absent) == len(prompts) else prompts[absent]))
+                ticket, absent, present = self._compare(group, rank, part, prompts, sole)
+                offers.append((ticket, part, absent, prompts if len(absent) == len(prompts) else prompts[absent]))
                 if present.size:
                     self._blocks.pin(present)
                     pinned.append(present)
-            for stored, part, absent, prompts in offers:
-                begun.append(stored)
-                self._admit(rank, stored, part, absent, prompts, sole)
+            for ticket, part, absent, prompts in offers:
+                begun.append(ticket)
+                self._admit(rank, ticket, part, absent, prompts, sole)
         except BaseException:
             self.abort(begun)
             raise
         finally:
             for present in pinned:
                 self._life.unpin(present)
-        for stored, part, _, prompts in offers:  # only now: its own pins are no cause
-            if stored.no_space or stored.rejected:
-                self._record_lost(stored, part, prompts)
+        for ticket, part, _, prompts in offers:  # only now: its own pins are no cause
+            if ticket.no_space or ticket.rejected:
+                self._record_lost(ticket, part, prompts)
         return begun
 
     def _compare(
         self, group: Group, rank: int, part: StorePart, prompts: PromptNumbers, sole: int
-    ) -> tuple[Stored, Sequence[int], BlockIds]:
+    ) -> tuple[StoreTicket, Sequence[int], BlockIds]:
         """Compare what is offered with what is there. Returns the store of the shards that existing blocks lack, the
         indices of the absent keys, and the existing blocks."""
         offered = group, part.keys, rank, part.first_blocks
         verdicts, blocks = self._blocks.judge(*offered)
         if verdicts == _ABSENT * len(verdicts):
-            return Stored(group, NO_BLOCKS, NO_BLOCKS), range(len(verdicts)), NO_BLOCKS
+            return StoreTicket(group, NO_BLOCKS, NO_BLOCKS), range(len(verdicts)), NO_BLOCKS
         if StoreVerdict.NARROW in verdicts:
             self._drop_narrow(group, blocks[np.frombuffer(verdicts, np.uint8) == StoreVerdict.NARROW])
             verdicts, blocks = self._blocks.judge(*offered)
@@ -92,10 +92,10 @@ class BlockStores:
             np.flatnonzero(of_key == verdict).tolist()
             for verdict in (StoreVerdict.ABSENT, StoreVerdict.JOIN, StoreVerdict.DUPLICATE)
         )
-        joined = self._life.open_to(blocks, joined, sole)
+        joined = self._life.joinable(blocks, joined, sole)
         existing = blocks[are_present := blocks != NO_BLOCK]
         self._blocks.prompt[existing] = np.maximum(self._blocks.prompt[existing], prompts[are_present])
-        return Stored(group, blocks[joined], NO_BLOCKS, joined, duplicates=duplicates), absent, existing
+        return StoreTicket(group, blocks[joined], NO_BLOCKS, joined, duplicates=duplicates), absent, existing
 
     def _drop_narrow(self, group: Group, blocks: BlockIds) -> None:
         """Drop blocks that begin later than what is offered, and the copies in tiers, which are as narrow."""
@@ -146,7 +146,7 @@ class BlockStores:
     def _admit(
         self,
         rank: int,
-        stored: Stored,
+        ticket: StoreTicket,
         part: StorePart,
         absent: Sequence[int],
         prompts: PromptNumbers,
@@ -154,46 +154,48 @@ class BlockStores:
     ) -> None:
         """Make blocks for the absent keys that the policy admits, and fill in what to copy. ``prompts``: the number of
         each one's prompt."""
-        joins = len(stored.copy)
+        joins = len(ticket.copy)
         try:
-            self._make_admitted(stored, part, absent, prompts)
+            self._make_admitted(ticket, part, absent, prompts)
         finally:  # allocated slots belong to the store even if this fails
             if sole:
-                self._life.reserve_for(stored.blocks[joins:], sole)
+                self._life.set_sole(ticket.blocks[joins:], sole)
             if joins:  # the keys of its blocks lie between those of new ones
-                order = np.argsort(stored.copy)
-                stored.copy, stored.blocks = np.array(stored.copy)[order].tolist(), stored.blocks[order]
-            stored.slots, stored.offsets = self._life.begin_writes(stored.blocks, rank)
+                order = np.argsort(ticket.copy)
+                ticket.copy, ticket.blocks = np.array(ticket.copy)[order].tolist(), ticket.blocks[order]
+            ticket.slots, ticket.offsets = self._life.begin_writes(ticket.blocks, rank)
             if part.first_blocks:
-                stored.first_blocks = [part.first_blocks.get(index, 0) for index in stored.copy]
+                ticket.first_blocks = [part.first_blocks.get(index, 0) for index in ticket.copy]
 
-    def _make_admitted(self, stored: Stored, part: StorePart, absent: Sequence[int], prompts: PromptNumbers) -> None:
-        """Make blocks for the absent keys as far as policy and space allow. Each key's index goes into ``stored.copy``,
+    def _make_admitted(
+        self, ticket: StoreTicket, part: StorePart, absent: Sequence[int], prompts: PromptNumbers
+    ) -> None:
+        """Make blocks for the absent keys as far as policy and space allow. Each key's index goes into ``ticket.copy``,
         ``rejected`` or ``no_space``.
 
         A run of keys may evict only blocks with a lower score than its own. Once a run of one prompt got too little,
         runs with its score or a lower one get nothing: if nothing lower than 4 was left, nothing lower than 3 is.
         """
         if not prompts.all():  # keys behind one without a block would never be found
-            stored.no_space += [index for index, prompt in zip(absent, prompts.tolist(), strict=True) if not prompt]
+            ticket.no_space += [index for index, prompt in zip(absent, prompts.tolist(), strict=True) if not prompt]
             absent, prompts = np.array(absent)[prompts != 0].tolist(), prompts[prompts != 0]
         if not absent:
             return
-        size, begin, packed_keys = stored.group.key_bytes, 0, part.keys
+        size, begin, packed_keys = ticket.group.key_bytes, 0, part.keys
         if len(absent) * size < len(packed_keys):
             packed_keys = select_keys(packed_keys, absent, size)
-        runs, refused_score = self._runs_of(stored.group, part, packed_keys, absent)
+        runs, no_space_score = self._runs_of(ticket.group, part, packed_keys, absent)
         for count, score in runs:
             end, left = begin + count, list(absent[begin : begin + count])
             # With tiers, every admitted block gets space, because only blocks in the pool are written to tiers.
             limit = inf if self._life.tiers is not None else score
-            if score != REJECTED and limit > refused_score:
-                left = self._make_run(stored, packed_keys[begin * size : end * size], left, prompts[begin:end], limit)
+            if score != REJECTED and limit > no_space_score:
+                left = self._make_run(ticket, packed_keys[begin * size : end * size], left, prompts[begin:end], limit)
                 if left and (prompts == prompts[0]).all():  # otherwise other prompts may still get some
-                    refused_score = limit
+                    no_space_score = limit
             if left:
-                is_outranked = max(limit, refused_score) < inf and self._space.are_evictable(int(prompts.max()))
-                lost = stored.rejected if score == REJECTED or is_outranked else stored.no_space
+                is_outranked = max(limit, no_space_score) < inf and self._space.are_evictable(int(prompts.max()))
+                lost = ticket.rejected if score == REJECTED or is_outranked else ticket.no_space
                 lost += left
             begin = end
 
@@ -207,81 +209,83 @@ class BlockStores:
         if len(starts) > 1:
             starts = sorted({*np.searchsorted(absent, starts).tolist()})
         runs, slots = self._order.admit(group, keys, starts), self._life.slots
-        is_full = slots.free_bytes < group.block_bytes and not self._life.retired and not self._life.partial
+        is_full = slots.free_bytes < group.block_bytes and not self._life.unswept and not self._life.partial
         return runs, self._order.lowest if is_full else -inf
 
     def _make_run(
-        self, stored: Stored, keys: bytes, indices: list[int], prompts: PromptNumbers, below: float
+        self, ticket: StoreTicket, keys: bytes, indices: list[int], prompts: PromptNumbers, below: float
     ) -> list[int]:
         """Make blocks for absent keys as far as there is space. Returns the indices of those that got none.
 
         They may evict what the oldest of their prompts may. What gets no space then tries again with its own prompt.
         """
-        made, left = self._make_first(stored, keys, indices, prompts, below), list[int]()
+        made, left = self._make_first(ticket, keys, indices, prompts, below), list[int]()
         begins = [made, *(made + 1 + np.flatnonzero(np.diff(prompts[made:]))).tolist(), len(indices)]
         if made == len(indices) or (len(begins) == 2 and prompts[made] == prompts.min()):
             return indices[made:]
-        size = stored.group.key_bytes
+        size = ticket.group.key_bytes
         for begin, end in pairwise(begins):
             of_prompt = slice(begin, end)
             prompt_keys = keys[begin * size : end * size]
-            made = self._make_first(stored, prompt_keys, indices[of_prompt], prompts[of_prompt], below)
+            made = self._make_first(ticket, prompt_keys, indices[of_prompt], prompts[of_prompt], below)
             left += indices[begin + made : end]
         return left
 
     def _make_first(
-        self, stored: Stored, keys: bytes, indices: Sequence[int], prompts: PromptNumbers, below: float
+        self, ticket: StoreTicket, keys: bytes, indices: Sequence[int], prompts: PromptNumbers, below: float
     ) -> int:
         """Make blocks for the first absent keys. Returns how many got one."""
-        blocks = self._space.take(stored.group, keys, below, int(prompts.min()))[:, 0]
+        blocks = self._space.take(ticket.group, keys, below, int(prompts.min()))[:, 0]
         self._blocks.prompt[blocks] = prompts[: len(blocks)]
-        stored.blocks = np.concatenate([stored.blocks, blocks])
-        stored.copy += indices[: len(blocks)]
+        ticket.blocks = np.concatenate([ticket.blocks, blocks])
+        ticket.copy += indices[: len(blocks)]
         return len(blocks)
 
-    def _record_lost(self, stored: Stored, part: StorePart, prompts: PromptNumbers) -> None:
+    def _record_lost(self, ticket: StoreTicket, part: StorePart, prompts: PromptNumbers) -> None:
         """Count the keys that got no space or were rejected, and remember why they have no block."""
-        group, size = stored.group, stored.group.key_bytes
-        stored.no_space.sort()
-        if stored.no_space:
+        group, size = ticket.group, ticket.group.key_bytes
+        ticket.no_space.sort()
+        if ticket.no_space:
             cause = self._space.no_space_cause(group, int(prompts.max()))
             reason = MissReason.QUOTA if cause == "quota" else MissReason.NO_SPACE
-            self._blocks.record_misses(group, select_keys(part.keys, stored.no_space, size), reason)
-            group.namespace.counters.no_space[cause] += len(stored.no_space)
-        if stored.rejected:
-            packed_keys = select_keys(part.keys, stored.rejected, size)
+            self._blocks.record_misses(group, select_keys(part.keys, ticket.no_space, size), reason)
+            group.namespace.counters.no_space[cause] += len(ticket.no_space)
+        if ticket.rejected:
+            packed_keys = select_keys(part.keys, ticket.rejected, size)
             self._policy.rejected(group, packed_keys)
             self._blocks.record_misses(group, packed_keys, MissReason.REJECTED)
-            group.namespace.counters.rejected_keys += len(stored.rejected)
+            group.namespace.counters.rejected_keys += len(ticket.rejected)
 
     # --- ends ------------------------------------------------------------------------------------
 
     def commit(
         self,
-        parts: Sequence[Stored],
+        tickets: Sequence[StoreTicket],
         checksums: Sequence[Iterable[int]],
         tokens: Mapping[bytes, BlockTokens] = NO_TOKENS,
     ) -> int:
         """End a store whose bytes are all written. Returns how many blocks became READY.
 
-        ``checksums``: by part, of each copied key; 0 if it is still to be computed.
+        ``checksums``: by ticket, of each copied key; 0 if it is still to be computed.
         """
         return sum(
-            self._life.publish(part.group, part.blocks, part.slots, part.first_blocks, sums, tokens)
-            for part, sums in zip(parts, checksums, strict=True)
+            self._life.publish(ticket.group, ticket.blocks, ticket.slots, ticket.first_blocks, sums, tokens)
+            for ticket, sums in zip(tickets, checksums, strict=True)
         )
 
-    def abort(self, parts: Sequence[Stored]) -> None:
+    def abort(self, tickets: Sequence[StoreTicket]) -> None:
         """End a store that did not copy everything: its shards are discarded, those of other ranks stay and wait."""
-        for part in parts:
-            self._life.end_writes(part.group, part.blocks, part.slots)
+        for ticket in tickets:
+            self._life.end_writes(ticket.group, ticket.blocks, ticket.slots)
 
-    def drop_unfinished(self, parts: Sequence[Stored | FillTicket], reason: MissReason = MissReason.PARTIAL) -> None:
+    def drop_unfinished(
+        self, tickets: Sequence[StoreTicket | FillTicket], reason: MissReason = MissReason.PARTIAL
+    ) -> None:
         """Drop the blocks that lack a shard, so that their keys can be stored again. The store or fill must still be
         ended. Copies in a tier stay."""
-        for part in parts:
-            if not part.group.dead:
-                self._life.drop(part.blocks[self._blocks.state[part.blocks] == WRITING], reason)
+        for ticket in tickets:
+            if not ticket.group.retired:
+                self._life.drop(ticket.blocks[self._blocks.state[ticket.blocks] == WRITING], reason)
 
     # --- fills -----------------------------------------------------------------------------------
 

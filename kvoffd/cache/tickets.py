@@ -70,19 +70,19 @@ class StorePart(NamedTuple):
     group: int
     keys: bytes
     first_blocks: Mapping[int, int] = MappingProxyType({})
-    """First engine block that is written, by key number, if it is not the key's first."""
+    """First engine block that is written, by key index, if it is not the key's first."""
     starts: Sequence[int] | None = (0,)
-    """Numbers of the keys at which chains begin, the first at 0; None to bypass the policy."""
+    """Indices of the keys at which chains begin, the first at 0; None to bypass the policy."""
     before: Mapping[int, bytes] = MappingProxyType({})
-    """Key before a chain's first in its prompt, by the first one's number; none if it begins the prompt, or if that is
+    """Key before a chain's first in its prompt, by the first one's index; none if it begins the prompt, or if that is
     unknown."""
     jobs: Sequence[int] = ()
     """Number of each chain's prompt within the store, the same in all groups; by default those from 0 on."""
 
 
 @dataclass(slots=True, eq=False)
-class Stored:
-    """One part of a rank's store, until its end. Numbers index the given keys; keys in no list are present, or
+class StoreTicket:
+    """One part of a rank's store, until its end. Indices are those of the part's keys; keys in no list are present, or
     their block belongs to another store."""
 
     group: Group
@@ -91,13 +91,13 @@ class Stored:
     slots: SlotIds
     """This rank's slot of each block; it belongs to the store until its end."""
     copy: list[int] = field(default_factory=list)
-    """Numbers of the keys to copy, ascending."""
+    """Indices of the keys to copy, ascending."""
     first_blocks: Iterable[int] | None = None
     """First engine block that is written, for each key to copy; None if all begin at 0."""
     offsets: Offsets = field(default_factory=lambda: np.empty(0, np.uint64))
     """Pool offsets of the slots."""
     duplicates: list[int] = field(default_factory=list)
-    """Numbers of keys that repeat an earlier one, which is copied or in one of the next lists."""
+    """Indices of keys that repeat an earlier one, which is copied or in one of the next lists."""
     no_space: list[int] = field(default_factory=list)
     rejected: list[int] = field(default_factory=list)
 

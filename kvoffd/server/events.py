@@ -82,7 +82,7 @@ class EventLog:
         medium: str = MEDIUM_CPU,
         tokens: Mapping[bytes, BlockTokens] = NO_TOKENS,
     ) -> None:
-        block_tokens, events = namespace.groups[group].tokens_per_block, self.pending.setdefault(namespace, [])
+        block_tokens, events = namespace.specs[group].tokens_per_block, self.pending.setdefault(namespace, [])
         if not tokens:
             events.append(BlockStored(list(keys), block_tokens, medium, group))
             return

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from kvoffd.cache.branch_points import BranchPoints
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.hooks import BlockTokens
-from kvoffd.cache.tickets import Check, LoadTicket, Stored, StorePart
+from kvoffd.cache.tickets import Check, LoadTicket, StorePart, StoreTicket
 from kvoffd.config import Config
 from kvoffd.errors import BadBlockIds, BadKeys, KvoffdError, NotReady, UnknownLease
 from kvoffd.pool.pool import Pool
@@ -124,7 +124,7 @@ def checked_parts(registration: Registration, batch: Stores | Loads, *, storing:
     named: set[int] = set()
     for part in batch.groups:
         group = part.group
-        if not 0 <= group < len(namespace.groups) or len(part.keys) % namespace.key_bytes:
+        if not 0 <= group < len(namespace.specs) or len(part.keys) % namespace.key_bytes:
             namespace.check(group, part.keys)  # raises
         if any(other.group == group for other in parts):
             raise BadKeys(f"Group {group} comes twice; put its keys into one part, or send two messages.")
@@ -152,7 +152,7 @@ def checked_parts(registration: Registration, batch: Stores | Loads, *, storing:
                 raise BadBlockIds(f"Group {group} loads into an engine block twice; name each block once.")
         if part.parents and len(part.parents) != len(part.keys):
             raise BadKeys(f"{len(part.parents)} bytes of parents for {len(part.keys)} bytes of keys; send all or none.")
-        tokens = namespace.groups[group].tokens_per_block
+        tokens = namespace.specs[group].tokens_per_block
         if part.tokens and len(part.tokens) != len(keys) * tokens * TOKEN_ID_BYTES:
             sent = f"{len(part.tokens)} bytes of token ids for {len(keys)} keys of {tokens} tokens"
             raise BadKeys(f"{sent}; send all or none.")
@@ -212,7 +212,7 @@ class StoreBatch(Job):
     parts: Sequence[GroupPart]
     sole: int
     """Number of ``Submit``."""
-    stored: Sequence[Stored] = field(default=(), init=False)
+    stored: Sequence[StoreTicket] = field(default=(), init=False)
     copied_bytes: list[int] = field(default_factory=list, init=False)
     """Bytes to copy for each store."""
 
@@ -332,9 +332,9 @@ class LoadJob(Job):
                 continue
             self.tickets.append(ticket)
             block_ids = part.block_ids[span.block : span.blocks_end]
-            tokens_per_block = registration.namespace.groups[part.group].tokens_per_block
+            tokens_per_block = registration.namespace.specs[part.group].tokens_per_block
             ticket.tokens = block_ids.size * tokens_per_block // part.layout.blocks_per_key
-            if verify or first or cache.life.unverified_slots:
+            if verify or first or cache.blocks.unverified_slots:
                 self.checks += cache.integrity.checks_of_load(ticket, verify, first)
             slots = ticket.offsets + np.uint64(pool.mapping.address)
             self.copies.append(BlockCopy(part.layout, block_ids, slots, {0: first} if first else {}))

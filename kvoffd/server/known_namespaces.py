@@ -98,10 +98,10 @@ class KnownNamespaces:
                 label=namespace.label,
                 world_size=namespace.world_size,
                 key_bytes=namespace.key_bytes,
-                groups=list(namespace.groups),
+                groups=list(namespace.specs),
                 shard_bytes=[
                     [0 if sizes is None else sizes[group] for sizes in namespace.shard_bytes]
-                    for group in range(len(namespace.groups))
+                    for group in range(len(namespace.specs))
                 ],
                 ready_blocks=namespace.ready_blocks,
                 ready_bytes=namespace.ready_bytes,
@@ -124,7 +124,7 @@ class KnownNamespaces:
             label=namespace.label,
             world_size=namespace.world_size,
             key_bytes=namespace.key_bytes,
-            groups=list(namespace.groups),
+            groups=list(namespace.specs),
             description=namespace.description,
             shards=shards,
         )

@@ -112,10 +112,10 @@ class PeerServer:
         namespace = self._cache.namespaces.get(wanted.fingerprint)
         if namespace is None or namespace.key_bytes != wanted.key_bytes or namespace.of_bench:
             return None
-        if not 0 <= wanted.group < len(namespace.groups) or self._generations.is_unshared(wanted.fingerprint):
+        if not 0 <= wanted.group < len(namespace.specs) or self._generations.is_unshared(wanted.fingerprint):
             return None
         group = namespace.group(wanted.group)
-        return group if group.lengths and not group.dead else None
+        return group if group.lengths and not group.retired else None
 
     def _hear(self, fingerprint: bytes, generation: int) -> None:
         """Follow a generation that a peer has, if it is higher. Raises ValueError for what is no fingerprint."""

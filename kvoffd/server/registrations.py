@@ -76,9 +76,9 @@ class Registrations:
             raise BadGeometry(f"The namespace has no rank {message.rank}; use one from 0 to {last}.")
         if (pages := sum(map(len, message.groups))) > MAX_PAGES:
             raise BadGeometry(f"The registration has {pages} pages in its groups; the limit is {MAX_PAGES}.")
-        if len(message.groups) != len(namespace.groups):
+        if len(message.groups) != len(namespace.specs):
             raise BadGeometry(
-                f"The registration has {len(message.groups)} groups, but its namespace {len(namespace.groups)}; send "
+                f"The registration has {len(message.groups)} groups, but its namespace {len(namespace.specs)}; send "
                 "each."
             )
 

@@ -45,7 +45,7 @@ class Scrubber:
     @property
     def has_work(self) -> bool:
         """Whether ``next_step`` may have slots to read."""
-        return self._cache.life.unverified_slots > 0 or self._done < len(self._slots)
+        return self._cache.blocks.unverified_slots > 0 or self._done < len(self._slots)
 
     @answers(a.Scrub)
     def scrub(self, session: Session, message: a.Scrub) -> a.ScrubReply:

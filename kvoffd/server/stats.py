@@ -129,7 +129,7 @@ class Statistics:
                 checked_bytes=cache.integrity.checked_bytes,
                 mismatches=cache.integrity.mismatches,
                 quarantined_slots=cache.life.quarantined_slots,
-                unverified_slots=cache.life.unverified_slots,
+                unverified_slots=cache.blocks.unverified_slots,
             ),
             tiers=self._tiering_stats(),
             disks=list(map(_disk_stats, self.tier_supervisor)),

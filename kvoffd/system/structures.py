@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 
-VERSION = 0xCEE46667
+VERSION = 0x9AD9E1D5
 """A library of another version is refused: it is made of other C files."""
 
 SLOT_INDEX = (
@@ -41,11 +41,33 @@ SLOTS = (
 )
 """``struct slots`` of pool/slots.h."""
 
+STATE_COUNTS = (
+    ("blocks", ctypes.c_uint64 * 6),
+    ("bytes", ctypes.c_uint64 * 6),
+)
+"""``struct state_counts`` of cache/blocks.h."""
+
+
+class StateCounts(ctypes.Structure):
+    _fields_ = STATE_COUNTS
+
+
+GROUP_BLOCKS = (
+    ("by_state", StateCounts),
+    ("at_of_namespace", ctypes.c_void_p),
+    ("oldest", ctypes.c_uint32),
+    ("newest", ctypes.c_uint32),
+    ("retired", ctypes.c_uint64),
+)
+"""``struct group_blocks`` of cache/blocks.h."""
+
 BLOCKS = (
     ("sequence", ctypes.c_uint64),
     ("pinned_blocks", ctypes.c_uint64),
     ("pinned_bytes", ctypes.c_uint64),
     ("leased_bytes", ctypes.c_uint64),
+    ("unverified_slots", ctypes.c_uint64),
+    ("by_state", StateCounts),
     ("at_records", ctypes.c_void_p),
     ("at_state", ctypes.c_void_p),
     ("at_shard", ctypes.c_void_p),

@@ -240,11 +240,11 @@ class Promotions:
         """Return whether ``count`` blocks take longer to read than to compute, by the measured speeds and without a
         queue; at intervals, return False. Only the engine, which has a queue too, can weigh the queues."""
         prefill, speed = namespace.counters.prefill_tokens_per_second, self.speed.measured
-        tokens = count * namespace.groups[group].tokens_per_block
+        tokens = count * namespace.specs[group].tokens_per_block
         if not (tokens and prefill and speed):
             return False
         # The tokens need the blocks of all groups: those of the others count as if they were as large.
-        nbytes = len(namespace.groups) * count * namespace.group(group).block_bytes
+        nbytes = len(namespace.specs) * count * namespace.group(group).block_bytes
         now = self._clock()
         if nbytes / speed <= tokens / prefill or now >= self._read_again_at:
             self._read_again_at = max(self._read_again_at, now + READ_AGAIN_S)
@@ -355,7 +355,9 @@ class Promotions:
     def _begin_batch(self, wanted: Wanted, batch: Sequence[Fill]) -> bool:
         """Begin the first fills of a request, as far as there is space; return False if the tier accepts no more."""
         try:
-            tickets = self._cache.stores.begin_fill(wanted.namespace, wanted.group.number, [fill.key for fill in batch])
+            tickets = self._cache.stores.begin_fill(
+                wanted.namespace, wanted.group.group_index, [fill.key for fill in batch]
+            )
             refused, has_space = list[Fill](), True
             try:
                 for number, fill in enumerate(batch):
@@ -395,7 +397,7 @@ class Promotions:
 
     def _has_no_space(self, wanted: Wanted) -> None:
         """Have a request wait for blocks that are pinned or being written; fail it if these are not the cause."""
-        cause = self._cache.space.no_space_cause(wanted.namespace.group(wanted.group.number))
+        cause = self._cache.space.no_space_cause(wanted.namespace.group(wanted.group.group_index))
         if cause in ("pinned", "writing"):
             self._wait(wanted, NO_SPACE)
         else:
@@ -534,7 +536,7 @@ class Promotions:
         if miss is MissReason.TIER_FAILED:
             self.failed_at = self._clock()
         self._settle(fill, miss)
-        self._cache.blocks.record_misses(fill.wanted.namespace.group(fill.wanted.group.number), fill.key, miss)
+        self._cache.blocks.record_misses(fill.wanted.namespace.group(fill.wanted.group.group_index), fill.key, miss)
 
     def _settle(self, fill: Fill, reason: int) -> None:
         """Count the key once for all lookups that asked for it, as found if it CAME or is IN_A_TIER, else as a miss.

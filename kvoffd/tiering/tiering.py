@@ -324,7 +324,7 @@ class Tiering:
 
         Stores are not asked if the disks have the whole window at the end.
         """
-        spec = lookup.namespace.groups[part.group.number]
+        spec = lookup.namespace.specs[part.group.group_index]
         window = range(0)
         for shared in (False, True):
             part.look([source for source in lookup.sources if source.shared is shared], prefix=False)
@@ -343,7 +343,7 @@ class Tiering:
     def _mark_asked(self, lookup: _Lookup, part: _Range, *, prefix: bool) -> None:
         """Have the lookup wait for the answers about keys that a store is being asked for."""
         lookup.lease.asking += len(part.asked)
-        block_bytes = lookup.namespace.group(part.group.number).block_bytes
+        block_bytes = lookup.namespace.group(part.group.group_index).block_bytes
         lookup.lease.asking_bytes += min(len(part.asked) * block_bytes, lookup.left_bytes)
         lookup.lease.coming += len(part.asked)
         self._answers_due, keys = self._clock() + ANSWER_S, part.keys
@@ -369,7 +369,7 @@ class Tiering:
             return
         slower, lease, wants = self._slower_sources(lookup, part, places), lookup.lease, dict[Promotions, Wanted]()
         group, together = part.group, lookup.wanted
-        block_bytes = lease.namespace.group(part.group.number).block_bytes
+        block_bytes = lease.namespace.group(part.group.group_index).block_bytes
         for number, at in enumerate(places):
             key = part.keys[at]
             if (fill := self._coming.get(part.group.tag, {}).get(key)) is None:
@@ -403,7 +403,7 @@ class Tiering:
     def _may_wait(self, lookup: _Lookup, part: _Range, key: bytes) -> bool:
         """Return whether a repeated lookup may begin to wait for space: a store had not answered to the first one, or
         the key had space then."""
-        reason = self._cache.life.reasons_of(lookup.namespace.group(part.group.number), key)[0]
+        reason = self._cache.life.reasons_of(lookup.namespace.group(part.group.group_index), key)[0]
         if lookup.lease.session == NO_SESSION or reason in (MissReason.NO_SPACE, MissReason.QUOTA):
             return False
         lookup.free_bytes = inf
@@ -425,7 +425,9 @@ class Tiering:
             return set()
         counts = Counter(part.there[at] for at in places if at in part.there)
         slower = {
-            source for source, count in counts.items() if source.is_slower(lookup.namespace, part.group.number, count)
+            source
+            for source, count in counts.items()
+            if source.is_slower(lookup.namespace, part.group.group_index, count)
         }
         for source in slower:
             source.failures[SLOWER] += counts[source]
@@ -475,7 +477,7 @@ class Tiering:
             self._numbered[number - 1].unused_blocks += 1
         # The disks' hands spare evicted blocks, from the next tick on: an engine's store waits for this call.
         for group, members in self._cache.life.by_group(blocks):
-            if group.dead:
+            if group.retired:
                 continue
             keys = self._cache.blocks.split_keys(members, group.key_bytes)
             for writer in self.writers:
@@ -492,7 +494,7 @@ class Tiering:
             found |= np.fromiter(map(writer.waiting.__contains__, numbers), np.bool_, len(numbers))
         return found
 
-    def settled(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
+    def safe_to_evict(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
         if not any(writer.mode is not WriteMode.NEVER and writer.available for writer in self.writers):
             return np.zeros(len(blocks), np.bool_)
         waiting = self.waiting(blocks)
@@ -585,11 +587,11 @@ class Tiering:
 
     def blocks_stored(self, tier: Tier, block_group: BlockGroup, keys: Sequence[bytes]) -> None:
         if (namespace := self._namespace_of(block_group)) is not None:
-            self._events.stored(namespace, block_group.number, list(keys), MEDIUM_STORAGE)
+            self._events.stored(namespace, block_group.group_index, list(keys), MEDIUM_STORAGE)
 
     def blocks_removed(self, tier: Tier, block_group: BlockGroup, keys: Sequence[bytes]) -> None:
         if (namespace := self._namespace_of(block_group)) is not None:
-            self._events.removed(namespace, block_group.number, list(keys), MEDIUM_STORAGE)
+            self._events.removed(namespace, block_group.group_index, list(keys), MEDIUM_STORAGE)
 
     def _namespace_of(self, block_group: BlockGroup) -> Namespace | None:
         """Return the namespace of a group if it is open and was not reset since."""
@@ -697,7 +699,7 @@ def _whole_prefixes_first(
     limit_tokens: int | None = None
     windows: list[int] = []
     for number, (group, _) in enumerate(groups):
-        spec = namespace.groups[group]
+        spec = namespace.specs[group]
         if spec.window_tokens or "mamba" in spec.kind:
             windows.append(number)
             continue
@@ -705,6 +707,6 @@ def _whole_prefixes_first(
         end = run_end(states[number]) * spec.tokens_per_block
         limit_tokens = end if limit_tokens is None else min(end, limit_tokens)
     for number in windows:
-        tokens = namespace.groups[groups[number][0]].tokens_per_block
+        tokens = namespace.specs[groups[number][0]].tokens_per_block
         whole = limit_tokens is None or not tokens
         yield number, len(states[number]) if whole else min(len(states[number]), (limit_tokens or 0) // tokens)

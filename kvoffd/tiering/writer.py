@@ -360,7 +360,7 @@ class Writer:
             for group, members in self._cache.life.by_group(batch):
                 cold = members[: max(0, min(left, -(-left_bytes // group.block_bytes)))]
                 left -= len(cold)
-                if not group.dead:
+                if not group.retired:
                     left_bytes -= len(cold) * group.block_bytes
                 blocks, keys = self._unwritten(group, cold)
                 self._enqueue(blocks[self._are_worth_writing(group, blocks, keys, before)])
@@ -476,7 +476,9 @@ class Writer:
     def _takes(self, group: Group) -> bool:
         """Return whether blocks of a group are written at all. A bench's are not."""
         namespace = group.namespace
-        return bool(self._tiers) and not (group.dead or namespace.of_bench or self._leaves_out(namespace.fingerprint))
+        return bool(self._tiers) and not (
+            group.retired or namespace.of_bench or self._leaves_out(namespace.fingerprint)
+        )
 
     def _is_wanted(self, group: Group, keys: Sequence[bytes]) -> npt.NDArray[np.bool_]:
         """Return which keys are in no tier, are not being written to one, and should be."""

@@ -35,14 +35,14 @@ class BlockGroup(NamedTuple):
         fingerprint: of the namespace, 32 bytes.
         generation: time of the namespace's last reset, in microseconds since 1970, or slightly more; 0 for never. In
             shared stores: of its last reset on all nodes, in seconds.
-        number: the group's number in the namespace.
+        group_index: place of the group in its namespace.
         lengths: bytes of a block's shard, by rank.
         tag: 64 bits of a hash of the first three.
     """
 
     fingerprint: bytes
     generation: int
-    number: int
+    group_index: int
     lengths: tuple[int, ...]
     tag: int
 
@@ -52,20 +52,20 @@ class BlockGroup(NamedTuple):
         return sum(self.lengths)
 
 
-def make_block_group(fingerprint: bytes, generation: int, number: int, lengths: Sequence[int]) -> BlockGroup:
-    return _made(fingerprint, generation, number, tuple(lengths))
+def make_block_group(fingerprint: bytes, generation: int, group_index: int, lengths: Sequence[int]) -> BlockGroup:
+    return _made(fingerprint, generation, group_index, tuple(lengths))
 
 
 def stored_group(group: BlockGroup, generation: int) -> BlockGroup:
     """Return a group as it is in shared stores, in this fleet generation of its namespace."""
-    return make_block_group(group.fingerprint, generation, group.number, group.lengths)
+    return make_block_group(group.fingerprint, generation, group.group_index, group.lengths)
 
 
 @lru_cache(REMEMBERED_GROUPS)
-def _made(fingerprint: bytes, generation: int, number: int, lengths: tuple[int, ...]) -> BlockGroup:
-    identity = fingerprint + generation.to_bytes(8, "little") + number.to_bytes(2, "little")
+def _made(fingerprint: bytes, generation: int, group_index: int, lengths: tuple[int, ...]) -> BlockGroup:
+    identity = fingerprint + generation.to_bytes(8, "little") + group_index.to_bytes(2, "little")
     tag = int.from_bytes(blake2b(identity, digest_size=8).digest(), "little")
-    return BlockGroup(fingerprint, generation, number, lengths, tag)
+    return BlockGroup(fingerprint, generation, group_index, lengths, tag)
 
 
 class Block(NamedTuple):
@@ -92,7 +92,7 @@ def fits_header(group: BlockGroup, key_bytes: int) -> bool:
 
 def encode_header(block: Block) -> bytes:
     group, key = block.group, block.key
-    head = _HEAD.pack(MAGIC, group.generation, group.number, len(group.fingerprint), len(key), len(group.lengths))
+    head = _HEAD.pack(MAGIC, group.generation, group.group_index, len(group.fingerprint), len(key), len(group.lengths))
     shards = map(_SHARD.pack, group.lengths, block.checksums, block.first_blocks)
     data = b"".join([head, group.fingerprint, key, *shards]).ljust(HEADER_BYTES - _SUM.size, b"\0")
     return data + _SUM.pack(xxhash.xxh3_64_intdigest(data))
@@ -102,15 +102,15 @@ def decode_header(data: bytes | memoryview) -> Block | None:
     """Return the block of a header, the caller's or another; None unless it is intact, with possible values."""
     if len(data) != HEADER_BYTES or data[-_SUM.size :] != _SUM.pack(xxhash.xxh3_64_intdigest(data[: -_SUM.size])):
         return None
-    magic, generation, number, fingerprint_bytes, key_bytes, ranks = _HEAD.unpack_from(data)
+    magic, generation, group_index, fingerprint_bytes, key_bytes, ranks = _HEAD.unpack_from(data)
     key_at = _HEAD.size + fingerprint_bytes
     shards_at = key_at + key_bytes
     end = shards_at + ranks * _SHARD.size
-    if magic != MAGIC or generation > MAX_GENERATION or number > 0xFFFF or end + _SUM.size > HEADER_BYTES:
+    if magic != MAGIC or generation > MAX_GENERATION or group_index > 0xFFFF or end + _SUM.size > HEADER_BYTES:
         return None
     shards = list(_SHARD.iter_unpack(data[shards_at:end]))
     lengths, checksums, firsts = zip(*shards, strict=True) if shards else ((), (), ())
     if not all(checksums) or max(firsts, default=0) > MAX_FIRST_BLOCK:
         return None
-    group = make_block_group(bytes(data[_HEAD.size : key_at]), generation, number, lengths)
+    group = make_block_group(bytes(data[_HEAD.size : key_at]), generation, group_index, lengths)
     return Block(group, bytes(data[key_at:shards_at]), firsts, checksums)

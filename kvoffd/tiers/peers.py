@@ -735,4 +735,4 @@ def _parts(pieces: Sequence[_Piece]) -> Iterator[_Part]:
 
 
 def _find_of(group: BlockGroup, keys: Sequence[bytes]) -> Find:
-    return Find(group.fingerprint, group.generation, group.number, len(keys[0]), b"".join(keys))
+    return Find(group.fingerprint, group.generation, group.group_index, len(keys[0]), b"".join(keys))

@@ -426,7 +426,7 @@ class SharedTier(Tier):
             counters.mismatches += 1
             self._remove_objects(group, [key])
             stored = read.stored
-            which = f"{key.hex()} of {stored.fingerprint.hex()}/{stored.generation}/{stored.number}"
+            which = f"{key.hex()} of {stored.fingerprint.hex()}/{stored.generation}/{stored.group_index}"
             self._error("mismatch", f"The block {which} has other bytes than were written; it is removed.")
         read.on_end(result, block._replace(group=group) if block is not None else None)
 

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.random import PCG64  # before memory is measured: numpy imports it late
 
 from kvoffd.cache import DEFAULT_POLICY
+from kvoffd.cache.block_table import WITH_SLOTS
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policy import make_policy
@@ -153,7 +154,7 @@ class Books:
 
     def block_bytes(self) -> float:
         """Private memory of a block, without that of ghosts: keys that have none."""
-        held, policy = sum(self.namespace.blocks_in.values()), self.cache.policy
+        held, policy = sum(self.namespace.by_state.blocks[state] for state in WITH_SLOTS), self.cache.policy
         ghosts = policy.nbytes * policy.ghosts // max(1, policy.ghosts + held)
         return (private_bytes() - self._base_bytes - ghosts) / held
 
@@ -184,7 +185,7 @@ def restart(blocks: int, shards: int) -> Result:
     assert books.namespace.ready_blocks == blocks
     known, count = books.namespace, min(LOOKUP_KEYS, blocks // 2)  # leases may not hold all of a pool
     spec = NamespaceSpec(
-        known.fingerprint, known.label, known.world_size, known.key_bytes, known.groups, known.description
+        known.fingerprint, known.label, known.world_size, known.key_bytes, known.specs, known.description
     )
     with ExitStack() as stack:
         manager = ServiceManager()

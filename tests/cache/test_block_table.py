@@ -56,12 +56,12 @@ def test_the_index_finds_what_a_dict_does() -> None:
             gone = [there.pop(name) for name in names_of]
             heads = ids([row[0] for row in gone])
             table.pin(heads[:1])
-            names, slots_of, _, _ = table.drop(groups[group], heads, 1)
+            names, slots_of, _ = table.drop(groups[group], heads, 1)
             assert slots_of.tolist() == [slot for row in gone[1:] for slot in row]
             assert names == b"".join(names_of)
             assert not records["state"][np.array(gone)].any()
             table.unpin(heads[:1])
-            assert table.end_dropped(heads[:1], ranks)[0].tolist() == gone[0]
+            assert table.end_dropped(groups[group], heads[:1])[0].tolist() == gone[0]
             slots.free(ids([slot for row in gone for slot in row]))
         listed = table.oldest(groups[group], len(there) + 1)
         assert listed.tolist() == [slots[0] for slots in there.values()], "in the order in which they were stored"
@@ -74,7 +74,7 @@ def test_the_index_finds_what_a_dict_does() -> None:
         looked_up = table.lookup(groups[group], b"".join(asked), lease=True)
         assert (looked_up.states, looked_up.ready.tolist()) == (states, heads.tolist())
         assert looked_up.newly_leased_bytes == table.leased_bytes == table.pinned_bytes == 8192 * ranks * len(heads)
-        assert looked_up.run == [name in there for name in [*asked, b""]].index(False)
+        assert looked_up.ready_prefix == [name in there for name in [*asked, b""]].index(False)
         assert [reason == FOUND for reason in looked_up.reasons] == [name in there for name in asked]
         assert table.end_lease(heads).tolist() == heads.tolist()
         assert table.leased_bytes == table.pinned_bytes == 0

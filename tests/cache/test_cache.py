@@ -15,7 +15,7 @@ from kvoffd.cache.leases import CLAIM_S
 from kvoffd.cache.namespace import MissReason, Namespace, NamespaceSnapshot
 from kvoffd.cache.open_namespaces import KNOWN_RESETS
 from kvoffd.cache.prompts import MAX_UNREPORTED
-from kvoffd.cache.tickets import Stored, StorePart
+from kvoffd.cache.tickets import StorePart, StoreTicket
 from kvoffd.errors import BadGeometry, NotReady, UnknownLease
 from kvoffd_proto.messages import GroupSpec
 from tests.kit.slot_cache import UNIT, CacheRig, check_invariants, keys_of
@@ -117,9 +117,7 @@ def test_the_first_registration_fixes_a_ranks_shards() -> None:
         rig.cache.namespaces.register_rank(namespace, 0, [100, 1], None)
     with pytest.raises(BadGeometry, match="pool_size"):
         rig.open("b", sizes=(5 * UNIT,))
-    assert (
-        rig.cache.namespaces.open(Namespace(namespace.fingerprint, "b", 1, 8, namespace.groups, "{}"))[0] is namespace
-    )
+    assert rig.cache.namespaces.open(Namespace(namespace.fingerprint, "b", 1, 8, namespace.specs, "{}"))[0] is namespace
 
 
 # --- lookups and leases -------------------------------------------------------------------------
@@ -138,7 +136,7 @@ def test_a_lease_that_may_not_grow_keeps_what_it_has() -> None:
 
 def extend(
     rig: CacheRig, namespace: Namespace, numbers: range, begin: int, ranks: Sequence[int] = (0,)
-) -> list[Stored]:
+) -> list[StoreTicket]:
     """Store a part of a prompt, whose first number is ``begin``, in its first group."""
     before = {0: keys_of(numbers[0] - 1)} if numbers[0] > begin else {}
     stored = []
@@ -398,7 +396,7 @@ def test_what_was_known_before_a_reset_was_dropped_by_it() -> None:
     rig.cache.blocks.record_misses(space.group(0), keys_of(1), MissReason.EVICTED)
     assert rig.cache.life.reasons_of(space.group(0), keys_of(1)) == bytes([MissReason.EVICTED]), "it was stored since"
     rig.cache.reset(space)
-    assert len(space.current[0].before) == KNOWN_RESETS
+    assert len(space.current[0].predecessors) == KNOWN_RESETS
 
 
 def test_prompts_that_wait_for_a_report_are_bounded_and_counted_in_steps() -> None:
@@ -548,7 +546,7 @@ def test_what_was_not_compared_is_found_wherever_it_is(monkeypatch: pytest.Monke
     rig.cache.reset(namespace)
     while rig.cache.background():
         pass
-    assert (rig.cache.life.unverified_slots, rig.cache.integrity.next_unverified(9).size) == (0, 0)
+    assert (rig.cache.blocks.unverified_slots, rig.cache.integrity.next_unverified(9).size) == (0, 0)
 
 
 def test_recovered_blocks_are_announced_unless_they_went(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -580,12 +578,12 @@ def test_a_store_sweeps_only_as_much_of_a_reset_as_it_needs() -> None:
     rig.store(other, keys_of(*range(112)))
     rig.cache.reset(reset)
     assert rig.store(other, keys_of(200, 201)) == 2
-    assert (other.ready_blocks, reset.blocks_in[DROPPED]) == (114, 398), "nobody else went"
+    assert (other.ready_blocks, reset.by_state.blocks[DROPPED]) == (114, 398), "nobody else went"
     check_invariants(rig.cache)
     rig.cache.swept_at_once = 100
     for left in (298, 198, 98, 0):
         assert rig.cache.background() == (left > 0)
-        assert reset.blocks_in[DROPPED] == left
+        assert reset.by_state.blocks[DROPPED] == left
     check_invariants(rig.cache)
 
 
@@ -597,7 +595,7 @@ def test_others_go_where_a_reset_leaves_blocks_of_another_size() -> None:
     rig.store(large, keys_of(*range(16)))
     rig.cache.reset(small)
     assert rig.store(large, keys_of(100)) == 1
-    assert small.blocks_in[DROPPED] == 384, "one region went, not all of the reset"
+    assert small.by_state.blocks[DROPPED] == 384, "one region went, not all of the reset"
     check_invariants(rig.cache)
 
 
@@ -609,7 +607,7 @@ def test_a_namespace_at_its_quota_that_was_reset_gets_its_own_space() -> None:
     rig.store(namespace, keys_of(*range(32)))
     rig.cache.reset(namespace)
     assert rig.store(namespace, keys_of(40, 41)) == 2
-    assert (namespace.blocks_in[DROPPED], other.ready_blocks) == (30, 32)
+    assert (namespace.by_state.blocks[DROPPED], other.ready_blocks) == (30, 32)
 
 
 def test_leased_blocks_are_not_looked_at_for_each_store(monkeypatch: pytest.MonkeyPatch) -> None:

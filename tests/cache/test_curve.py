@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvoffd.cache import curve
-from kvoffd.cache.asked_keys import AskedKeys, PromptUse, settle
+from kvoffd.cache.asked_keys import AskedKeys, PromptUse, count_prompt
 from kvoffd.cache.block_table import BlockIds
 from kvoffd.cache.curve import SIZES, HitRatioCurve
 from kvoffd.cache.learned import Learned
@@ -70,7 +70,7 @@ def test_what_another_engine_computes_at_the_same_time_is_found_at_no_size(token
         if reported_late:  # its outcome comes after its store
             watched.requested(Chain(group, keys, NOTHING))
             watched.stored(group, keys)
-            watched.requested(Chain(group, keys, NOTHING, run=count))
+            watched.requested(Chain(group, keys, NOTHING, ready_prefix=count))
         else:
             for _ in range(2):
                 watched.requested(Chain(group, keys, NOTHING))
@@ -78,7 +78,7 @@ def test_what_another_engine_computes_at_the_same_time_is_found_at_no_size(token
     expected = 0.5 if reported_late else 0.0
     assert watched.in_all().lru_hit_ratio["10"] == pytest.approx(expected, abs=0.01)
     for keys in prompts:
-        watched.requested(Chain(group, keys, NOTHING, run=count))
+        watched.requested(Chain(group, keys, NOTHING, ready_prefix=count))
     assert watched.in_all().lru_hit_ratio["10"] == pytest.approx((2 * expected + 1) / 3, abs=0.01)
 
 
@@ -95,7 +95,7 @@ def test_what_was_not_stored_when_it_was_asked_for_is_found_at_no_size_however_l
         asked = AskedKeys(group.namespace, reported=True)
         asked.found(Chain(group, keys, NOTHING), reasons)
         watched.stored(group, keys)
-        for chain, own in settle([asked], PromptUse([0], [0], None), lambda chain, first: b""):
+        for chain, own in count_prompt([asked], PromptUse([0], [0], None), lambda chain, first: b""):
             watched.requested(chain, own)
 
     for _ in range(4):
@@ -123,12 +123,12 @@ def test_what_an_engine_had_itself_is_used_but_not_counted(tokens: int) -> None:
     watched, group = HitRatioCurve(64 * MIB, lambda: 0.0), group_of(MIB * tokens // 512, tokens=tokens)
     count = 4096 // tokens
     for _ in range(3):
-        watched.requested(Chain(group, chain_of(*range(count)), NOTHING, run=count // 4), own=count // 2)
+        watched.requested(Chain(group, chain_of(*range(count)), NOTHING, ready_prefix=count // 4), own=count // 2)
         watched.stored(group, chain_of(*range(count)))
     found = watched.in_all()
     assert (found.asked_tokens, found.found_tokens) == (3 * 2048, 0)
     assert found.lru_hit_ratio["1"] == pytest.approx(2 / 3, abs=0.1)
-    watched.requested(Chain(group, chain_of(*range(count)), NOTHING, run=count))
+    watched.requested(Chain(group, chain_of(*range(count)), NOTHING, ready_prefix=count))
     found = watched.in_all()
     assert (found.asked_tokens, found.found_tokens) == (3 * 2048 + 4096, 4096)
     assert found.lru_hit_ratio["1"] == pytest.approx(8 / 10, abs=0.1)

@@ -379,7 +379,7 @@ def test_each_session_has_its_share_whatever_the_priority() -> None:
     rig.put(*range(12))
     rig.hint("retain", *range(100, 116), priority=100, giver=2, session=2)
     rig.hint("retain", *range(12), priority=0)
-    by_session = rig.cache.order._bytes_of
+    by_session = rig.cache.order._retained_bytes_of
     assert by_session[1] == by_session[2] == MAX_RETAINED // 2 * rig.unit
     rig.hint("retain", *range(100, 116), priority=100, giver=2, session=2)
     assert by_session[1] == by_session[2]

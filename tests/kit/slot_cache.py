@@ -18,9 +18,9 @@ from kvoffd.cache.block_table import (
     NO_BLOCK,
     NOT_FIRST,
     READY,
-    RESERVED,
     SHARD_STATE,
     UNVERIFIED,
+    UNWRITTEN,
     WRITING,
     WRITING_SHARD,
     WRITTEN,
@@ -31,7 +31,7 @@ from kvoffd.cache.lru import Lru
 from kvoffd.cache.namespace import Group, Namespace
 from kvoffd.cache.policy import make_policy
 from kvoffd.cache.recovery import RecoveredBlocks, recover
-from kvoffd.cache.tickets import SessionLeases, Stored, StorePart
+from kvoffd.cache.tickets import SessionLeases, StorePart, StoreTicket
 from kvoffd.pool.allocator import SlotAllocator
 from kvoffd.pool.slot_table import BAD_RECORD, READY_RECORD, SlotTable, TableGeometry
 from kvoffd.system.numa import Locality
@@ -140,10 +140,10 @@ class CacheRig:
         keys: bytes,
         first_blocks: Mapping[int, int] | None = None,
         starts: Sequence[int] | None = (0,),
-    ) -> list[Stored]:
+    ) -> list[StoreTicket]:
         return self.cache.stores.begin(namespace, rank, [StorePart(group, keys, first_blocks or {}, starts)])
 
-    def commit(self, stored: list[Stored], checksum: int = 7) -> int:
+    def commit(self, stored: list[StoreTicket], checksum: int = 7) -> int:
         return self.cache.stores.commit(stored, [[checksum] * len(part.copy) for part in stored])
 
     def store(self, namespace: Namespace, keys: bytes, group: int = 0) -> int:
@@ -227,11 +227,11 @@ def check_invariants(cache: Cache) -> None:
             assert state == DROPPED or not shard & CORRUPT
             readable = table.records["state"][slot] == READY_RECORD
             assert (table.records["state"][slot] == BAD_RECORD) == bool(shard & CORRUPT), "a successor uses it"
-            if not group.dead:  # whose number no successor knows
+            if not group.retired:  # whose number no successor knows
                 assert readable == (shard & SHARD_STATE == WRITTEN and state != DROPPED), "a successor is misled"
         writing = any(shard & SHARD_STATE == WRITING_SHARD for shard in shards)
         partial = state == WRITING and not writing
-        assert group.dead or (head in cache.life.partial) == partial
+        assert group.retired or (head in cache.life.partial) == partial
         key = blocks.keys(np.array([head], np.uint32), group.key_bytes)
         found, number = blocks.find(group, key)
         if state == DROPPED:
@@ -242,7 +242,7 @@ def check_invariants(cache: Cache) -> None:
         if blocks.pins[head]:
             pinned += group.block_bytes
             pinned_blocks += 1
-        counts[group, DROPPED if group.dead else state] += 1
+        counts[group, DROPPED if group.retired else state] += 1
         nbytes[group.namespace] += group.block_bytes
     assert all(blocks.state[block] == WRITING for block in cache.life.partial), (
         "a block that ended counts as incomplete"
@@ -252,12 +252,12 @@ def check_invariants(cache: Cache) -> None:
     assert seen <= set(np.flatnonzero(slots.in_use).tolist()), "a block's slot is free"
     assert (cache.blocks.pinned_bytes, cache.blocks.pinned_blocks) == (pinned, pinned_blocks)
     assert cache.life.quarantined_slots == len(quarantined)
-    assert cache.life.unverified_slots == unverified
+    assert cache.blocks.unverified_slots == unverified
     for number, known in cache.life.groups.items():
         assert known.number == number
-        assert known.dead or known.namespace.current[known.index] is known
-        assert all(known.blocks_in[state] == counts.pop((known, state), 0) for state in (WRITING, READY, DROPPED))
-        assert not known.dead or any(known.blocks_in.values()), "a group that is over is still known"
+        assert known.retired or known.namespace.current[known.index] is known
+        assert all(known.by_state.blocks[state] == counts.pop((known, state), 0) for state in (WRITING, READY, DROPPED))
+        assert not known.retired or known.by_state.blocks[DROPPED], "a group that is over is still known"
         listed = blocks.oldest(known, len(heads) + 1).tolist()
         indexed = np.isin(blocks.state, (WRITING, READY)) & (blocks.group == number)
         assert sorted(listed) == np.flatnonzero(indexed).tolist(), "the group's list has other blocks"
@@ -301,10 +301,10 @@ def check_invariants(cache: Cache) -> None:
         of_namespaces[one.wish.namespace] += one.nbytes
         of_sessions[one.wish.session] += one.nbytes
     assert all(namespace.retained_bytes == of_namespaces[namespace] for namespace in cache.namespaces.values())
-    assert cache.order._bytes_of == of_sessions
+    assert cache.order._retained_bytes_of == of_sessions
     assert retentions == sorted(
         [one for rank in cache.order._ranked.values() for one in rank.values()], key=lambda one: one.number
     )
     assert (blocks.state[~slots.in_use] == FREE).all()
-    assert (blocks.shard[~slots.in_use] == RESERVED).all()
+    assert (blocks.shard[~slots.in_use] == UNWRITTEN).all()
     assert NO_BLOCK not in seen

@@ -8,7 +8,7 @@ import numpy as np
 
 from kvoffd.cache.block_table import READY, SHARD_STATE, WRITING, WRITTEN
 from kvoffd.cache.namespace import Namespace
-from kvoffd.cache.tickets import Stored
+from kvoffd.cache.tickets import StoreTicket
 from kvoffd.tiering import TieringSettings
 from kvoffd.tiering.promotions import Promotions
 from kvoffd.tiering.tiering import Tiering
@@ -82,7 +82,7 @@ class TieringHarness(CacheRig):
         successor = TieringHarness(settings)
         successor.tier.blocks = self.tier.blocks
         successor.found = {
-            (block.group.fingerprint, block.group.number, block.key) for block, _ in self.tier.blocks.values()
+            (block.group.fingerprint, block.group.group_index, block.key) for block, _ in self.tier.blocks.values()
         }
         return successor
 
@@ -128,7 +128,7 @@ class TieringHarness(CacheRig):
         assert sizes is not None
         return (namespace.fingerprint + bytes([group, rank]) + key).ljust(sizes[group], b".")[: sizes[group]]
 
-    def fill(self, stored: list[Stored]) -> list[list[int]]:
+    def fill(self, stored: list[StoreTicket]) -> list[list[int]]:
         """Write the bytes of a store; returns their checksums, by part."""
         sums: list[list[int]] = []
         for part in stored:
@@ -195,7 +195,7 @@ class TieringHarness(CacheRig):
         blocks = self.cache.blocks
         assert {block: int(blocks.pins[block]) for block in np.flatnonzero(blocks.pins).tolist()} == pins
         for namespace in self.cache.namespaces.values():
-            for group in range(len(namespace.groups)):
+            for group in range(len(namespace.specs)):
                 for key, block in self.index(namespace, group).items():
                     slots = blocks.slots(np.array([block], np.uint32), namespace.world_size)[0]
                     for rank, slot in enumerate(slots):
@@ -208,5 +208,7 @@ class TieringHarness(CacheRig):
             tier = source.tier
             assert isinstance(tier, FakeTier)
             tier.settle()
-            there |= {(block.group.fingerprint, block.group.number, block.key) for block, _ in tier.blocks.values()}
+            there |= {
+                (block.group.fingerprint, block.group.group_index, block.key) for block, _ in tier.blocks.values()
+            }
         assert self.tier_events.index == there - self.found

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from kvoffd.cache.block_table import READY
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Group, Namespace
-from kvoffd.cache.tickets import Stored, StorePart
+from kvoffd.cache.tickets import StorePart, StoreTicket
 from kvoffd.pool.allocator import SlotIds
 from kvoffd.server.jobs import LoadJob
 from kvoffd.server.service import Service
@@ -169,7 +169,7 @@ class Audit:
         sessions = {session.id for session in self._service.sessions}
         for lease in {**dict.fromkeys(cache.leases.by_id.values()), **dict.fromkeys(cache.leases._to_unpin)}:
             assert lease.session in sessions or not lease.active, "a lease of a session that has ended"
-            assert not lease.active or not any(group.dead for group, _ in cache.life.by_group(lease.blocks)), (
+            assert not lease.active or not any(group.retired for group, _ in cache.life.by_group(lease.blocks)), (
                 "a lease outlives a reset"
             )
             pins.update(lease.blocks.tolist())  # of one that has ended they are unpinned in the background
@@ -216,7 +216,7 @@ def watch_narrow(cache: Cache) -> None:
     """A store that offers more of a block than there is replaces it, in the tiers too, where nothing holds it."""
     begin = cache.stores.begin
 
-    def watched(namespace: Namespace, rank: int, parts: Sequence[StorePart], sole: int = 0) -> list[Stored]:
+    def watched(namespace: Namespace, rank: int, parts: Sequence[StorePart], sole: int = 0) -> list[StoreTicket]:
         def narrow(part: StorePart) -> list[bytes]:
             group, keys = namespace.group(part.group), namespace.split(part.group, part.keys)
             states, blocks = cache.blocks.find(group, part.keys)
@@ -241,7 +241,7 @@ def blocks_of(cache: Cache, wanted: npt.NDArray[np.bool_]) -> dict[bytes, Readab
     """By namespace, its blocks among those wanted."""
     found = defaultdict[bytes, Readable](set)
     for group, alike in cache.life.by_group(np.flatnonzero(wanted).astype(np.uint32)):
-        if not group.dead:
+        if not group.retired:
             keys = group.namespace.split(group.index, cache.blocks.keys(alike, group.key_bytes))
             found[group.namespace.fingerprint] |= {(group.index, key) for key in keys}
     return found

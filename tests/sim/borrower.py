@@ -70,11 +70,9 @@ class SimBorrower:
         self._after(self._rng.uniform(0.05, 1.0), self._borrow)
         cache, pool = self._daemon.service.cache, self._daemon.pool
         groups = [
-            namespace.group(number)
-            for namespace in cache.namespaces.values()
-            for number in range(len(namespace.groups))
+            namespace.group(number) for namespace in cache.namespaces.values() for number in range(len(namespace.specs))
         ]
-        groups = [group for group in groups if group.lengths and group.blocks_in[READY]]
+        groups = [group for group in groups if group.lengths and group.by_state.blocks[READY]]
         if not groups:
             return
         group, ident = self._rng.choice(groups), self._ids

@@ -162,7 +162,9 @@ class SimDisk:
 
     def blocks(self) -> Iterator[BlockName]:
         """What can be read."""
-        return (BlockName(block_group.fingerprint, block_group.number, key) for block_group, key in names_of(self.tier))
+        return (
+            BlockName(block_group.fingerprint, block_group.group_index, key) for block_group, key in names_of(self.tier)
+        )
 
     # --- who uses which slot ---------------------------------------------------------------------------
 
@@ -172,7 +174,7 @@ class SimDisk:
             return False
         self._clock.note(f"disk writes {block.key.hex()[:8]}")
         self.file.begun += 1
-        self.file.written[BlockName(block.group.fingerprint, block.group.number, block.key)] = self.file.begun
+        self.file.written[BlockName(block.group.fingerprint, block.group.group_index, block.key)] = self.file.begun
         return True
 
     def read(
@@ -184,7 +186,7 @@ class SimDisk:
         on_end: ReadEnd,
         is_awaited: Callable[[], bool],
     ) -> bool:
-        name = BlockName(block_group.fingerprint, block_group.number, key)
+        name = BlockName(block_group.fingerprint, block_group.group_index, key)
 
         def ended(result: Result, block: Block | None) -> None:
             self._faults.counts["disk_read"] += result is Result.DONE
@@ -292,7 +294,7 @@ class SimDisk:
             rest, options, lambda call: None, Mock(TierListener), ReadsWithoutThreads, WorkersWithoutThreads, state
         )
         return [
-            BlockName(block_group.fingerprint, block_group.number, key)
+            BlockName(block_group.fingerprint, block_group.group_index, key)
             for block_group, key in names_of(tier)
             if _is_whole(rest, tier, block_group, key)
         ]

@@ -137,13 +137,13 @@ class WatchedPool:
                 del self._slot_of_page[page]
         self._free(slots)
 
-    def replace(self, group: Group, blocks: BlockIds, keys: bytes, reason: int) -> tuple[Any, bytes, int]:
+    def replace(self, group: Group, blocks: BlockIds, keys: bytes, reason: int) -> tuple[Any, bytes]:
         self.before_write()
         self.before_drop(blocks, evicted=True)
-        slots, names, unverified = self._replace(group, blocks, keys, reason)
+        slots, names = self._replace(group, blocks, keys, reason)
         self._released(slots.ravel())
         self._own(slots, group, keys)
-        return slots, names, unverified
+        return slots, names
 
     def _own(self, slots: Any, group: Group, keys: bytes) -> None:
         """Slots have got the first of these keys."""
@@ -179,18 +179,18 @@ class WatchedPool:
             self.verify(slot.owner, slot.offset, slot.first_block, length)
         return np.concatenate(ready), names
 
-    def drop(self, group: Group, blocks: BlockIds, reason: int = 0) -> tuple[bytes, SlotIds, int, int]:
+    def drop(self, group: Group, blocks: BlockIds, reason: int = 0) -> tuple[bytes, SlotIds, int]:
         self.before_write()
         self.before_drop(blocks, evicted=reason in (MissReason.EVICTED, MissReason.QUOTA))
-        names, slots, *counted = self._drop(group, blocks, reason)
+        names, slots, corrupt = self._drop(group, blocks, reason)
         self._released(slots)
-        return names, slots, *counted
+        return names, slots, corrupt
 
-    def end_dropped(self, blocks: BlockIds, ranks: int) -> tuple[SlotIds, int, int]:
+    def end_dropped(self, group: Group, blocks: BlockIds) -> tuple[SlotIds, int]:
         self.before_write()
-        slots, *counted = self._end_dropped(blocks, ranks)
+        slots, corrupt = self._end_dropped(group, blocks)
         self._released(slots)
-        return slots, *counted
+        return slots, corrupt
 
     def _released(self, slots: SlotIds) -> None:
         for slot, shard in zip(self._at(slots), self._cache.blocks.shard[slots].tolist(), strict=True):
@@ -268,7 +268,7 @@ def records_of(cache: Cache) -> list[tuple[int, SlotOwner, int, int]]:
     """Offset, owner, first block and length in bytes of each slot of the blocks that are READY in a cache."""
     found, heads = [], np.flatnonzero(cache.blocks.state == READY).astype(np.uint32)
     for group, alike in cache.life.by_group(heads):
-        if group.dead:
+        if group.retired:
             continue
         space, world_size = group.namespace, len(group.sizes)
         keys = space.split(group.index, cache.blocks.keys(alike, group.key_bytes))

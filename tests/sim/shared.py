@@ -160,7 +160,7 @@ class _Workers(SimWorkers):
         if isinstance(task, Poll):
             self._tier.before_ask(task.fingerprint, 0, ())  # type: ignore[union-attr]
         if isinstance(task, Ask):
-            self._tier.before_ask(task.group.fingerprint, task.group.number, task.keys)  # type: ignore[union-attr]
+            self._tier.before_ask(task.group.fingerprint, task.group.group_index, task.keys)  # type: ignore[union-attr]
         super().put(task)
 
 

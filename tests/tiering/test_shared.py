@@ -268,7 +268,7 @@ def test_a_window_waits_for_others_and_only_its_last_comes_up(rig: TieringHarnes
     groups: list[int] = []
     while shared.jobs:
         job = next(iter(shared.jobs))
-        groups.append(job.group.number)
+        groups.append(job.group.group_index)
         shared.end(job)
     assert groups == [0] * 4 + [1] * 2
     assert look_up(rig, space, keys) == [[READY] * 4 + [ABSENT], [ABSENT, ABSENT, READY, READY, ABSENT]]
@@ -293,7 +293,7 @@ class Asker:
         self.rig, self.shared, self.group = rig, shared, rig.open()
         give(rig, shared, self.group, *range(1, 9))
         self.source: Promotions = rig.tiering.sources[1]
-        self.group.counters.prefill_tokens_per_second = 10.0 * self.group.groups[0].tokens_per_block
+        self.group.counters.prefill_tokens_per_second = 10.0 * self.group.specs[0].tokens_per_block
 
     def __call__(self, *numbers: int) -> list[int]:
         self.rig.states(self.group, keys_of(*numbers))

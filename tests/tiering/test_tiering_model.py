@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvoffd.cache.block_table import READY, WRITING
 from kvoffd.cache.namespace import Namespace
-from kvoffd.cache.tickets import Stored
+from kvoffd.cache.tickets import StoreTicket
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.promotions import Fill
 from kvoffd.tiers.tier import Result
@@ -43,7 +43,7 @@ class TieringMachine(RuleBasedStateMachine):
         self.tiers += self.stores_of_nodes
         self.generation = 0
         self.spaces = [self.rig.open("a"), self.rig.open("b", world_size=2)]
-        self.stores: list[list[Stored]] = []
+        self.stores: list[list[StoreTicket]] = []
         self.stored: set[tuple[bytes, bytes]] = set()
         """What was stored since it was dropped last: only that may be ready, or in a tier."""
         self.leases = 0
@@ -67,7 +67,7 @@ class TieringMachine(RuleBasedStateMachine):
             return
         (part,), table = ticket, self.rig.cache.blocks
         sums = self.rig.fill(ticket)
-        if not part.group.dead:
+        if not part.group.retired:
             written = part.blocks[table.state[part.blocks] == WRITING]
             self.note_stored(part.group.namespace, table.keys(written, 8))
         self.rig.cache.stores.commit(ticket, sums)
@@ -153,7 +153,7 @@ class TieringMachine(RuleBasedStateMachine):
         for fill in [fill for source in self.rig.tiering.sources for fill in source.given_up]:
             assert fill.ticket is not None
             is_written = self.rig.cache.blocks.state[fill.ticket.blocks] == WRITING
-            assert fill.ticket.group.dead or not is_written.any(), "its key is free"
+            assert fill.ticket.group.retired or not is_written.any(), "its key is free"
 
     @property
     def coming(self) -> list[Fill]:

@@ -38,7 +38,7 @@ def block_of(number: int, group: BlockGroup = GROUP, first: int = 0, version: in
 
 
 def bytes_of(number: int, group: BlockGroup, rank: int, version: int = 0) -> bytes:
-    seed = f"{group.fingerprint!r} {group.number} {number} {rank} {version}"
+    seed = f"{group.fingerprint!r} {group.group_index} {number} {rank} {version}"
     return Random(seed).randbytes(group.lengths[rank])
 
 

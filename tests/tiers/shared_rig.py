@@ -162,7 +162,7 @@ class SharedRig:
         """Ask and wait for the answers."""
         group, keys = blocks[0].group, [block.key for block in blocks]
         self.tier.find(group, keys, prefix=prefix)
-        answers = partial(self.answers, group.fingerprint, keys, group.number)
+        answers = partial(self.answers, group.fingerprint, keys, group.group_index)
         self.until(lambda: Answer.ASKED not in answers())
         return answers()
 

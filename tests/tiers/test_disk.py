@@ -252,7 +252,7 @@ def test_what_is_removed_before_its_geometry_is_known_is_gone(rig: DiskRig) -> N
     """As after a restart, by an engine whose workers have not registered yet."""
     rig.write(block_of(1), block_of(2))
     rig.restart()
-    rig.remove(1, group=make_block_group(GROUP.fingerprint, GROUP.generation, GROUP.number, ()))
+    rig.remove(1, group=make_block_group(GROUP.fingerprint, GROUP.generation, GROUP.group_index, ()))
     assert rig.there([1, 2]) == [2]
     rig.work()
     rig.kill()

@@ -19,7 +19,7 @@ FIELDS, VERSION = ROOT / "system/structures.py", ROOT / "system/version.c"
 SHARED = {
     "system/slot_index.h": ["slot_index"],
     "pool/slots.h": ["slots"],
-    "cache/blocks.h": ["blocks"],
+    "cache/blocks.h": ["state_counts", "group_blocks", "blocks"],
     "cache/recover.c": ["recovery"],
     "cache/learned.c": ["known", "counts"],
     "cache/askers.c": ["askers"],
