@@ -133,11 +133,11 @@ def test_the_lease_of_an_answer_that_has_grown_stale_is_ended(harness: ManagerHa
 def test_nothing_of_an_earlier_scan_is_loaded_once_a_worker_has_a_problem(harness: ManagerHarness) -> None:
     harness.request(ready=HASHES)
     state = harness.manager.requests["r"]
-    harness.manager.turns.record_scan(state, 0, 3 * CHUNK_TOKENS)
-    assert harness.manager.turns.found_before(state, 0) is not None
+    harness.manager.waits.record_scan(state, 0, 3 * CHUNK_TOKENS)
+    assert harness.manager.waits.found_before(state, 0) is not None
     harness.report("weights", problem="its memory cannot be shared")
     assert harness.prepare("r", 0)
-    assert harness.manager.turns.found_before(state, 0) is None
+    assert harness.manager.waits.found_before(state, 0) is None
 
 
 def test_a_prompt_that_was_aborted_is_not_looked_up(harness: ManagerHarness) -> None:
@@ -651,7 +651,7 @@ def test_what_is_too_long_is_not_worked_on(hints: dict[str, Any], monkeypatch: p
     said = set[str]()
     monkeypatch.setattr("kvoffd_client.vllm.hints._said", said)
     context = ReqContext("r", {"kv_hints": {**hints, "actions": hints["actions"] * 16}})
-    assert hints_module.read_hints(context).unread in (1, 16)
+    assert hints_module.read_hints(context).unknown in (1, 16)
     tracemalloc.start()
     hints_module.read_hints(context)
     assert tracemalloc.get_traced_memory()[1] < 1 << 20, "it was copied"
@@ -669,7 +669,7 @@ def test_only_known_fields_of_a_hint_are_read() -> None:
         found = hints_module.read_hints(context)
         assert tracemalloc.get_traced_memory()[1] < 1 << 20, "it was copied"
         tracemalloc.stop()
-        assert ([(one.action, one.ttl_s) for one in found.hints], found.peer) == ([("retain", 30)], "10.0.0.7")
+        assert ([(one.action, one.ttl_s) for one in found.known], found.peer) == ([("retain", 30)], "10.0.0.7")
 
 
 def test_of_each_kind_the_last_hint_counts(harness: ManagerHarness) -> None:
@@ -911,7 +911,7 @@ def test_tails_are_looked_up_with_the_chunks_once_vllm_asks_for_them(harness: Ma
     context, (request, manager) = tails_of(harness, {*HASHES}), (harness.requests["r"], harness.manager)
     assert not manager.requests["r"].scan.wanted_tails
     assert harness.results(context, [*KEYS[:2], *TAILS]) == [HIT, HIT, RETRY, RETRY, RETRY]
-    assert not manager.turns.look_up_tails(manager.requests["r"], 0), "it waits"
+    assert not manager.waits.look_up_tails(manager.requests["r"], 0), "it waits"
     (group,) = harness.client.asked[1][1]
     assert group.keys == b"".join(map(block_hash, (1, 2, 11, 12, 13)))
     assert (harness.client.again, manager.requests["r"].scan.awaits_tail) == ([False, True], True)
@@ -936,7 +936,7 @@ def test_a_tail_in_the_pool_counts_as_from_there_though_the_chunk_before_it_came
     harness: ManagerHarness,
 ) -> None:
     context, manager = tails_of(harness, {*HASHES}), harness.manager
-    manager.requests["r"].record.from_tiers[0] = bytes([min(COMING)]) * len(KEYS)
+    manager.requests["r"].promoted.chunks[0] = bytes([min(COMING)]) * len(KEYS)
     sources = [manager.get_load_source(key, context) for key in (KEYS[1], *TAILS)]
     assert sources == [CacheHitSource.DISK, *[CacheHitSource.HOST] * len(TAILS)]
 
@@ -944,7 +944,7 @@ def test_a_tail_in_the_pool_counts_as_from_there_though_the_chunk_before_it_came
 def test_a_tail_on_a_disk_is_waited_for_like_a_chunk(harness: ManagerHarness) -> None:
     context, manager = tails_of(harness, {*HASHES}), harness.manager
     harness.results(context, TAILS)
-    manager.turns.look_up_tails(manager.requests["r"], 0)
+    manager.waits.look_up_tails(manager.requests["r"], 0)
     harness.client.answer({*HASHES}, coming=[block_hash(13)], wait_s=0.01)
     harness.scan()
     assert (harness.results(context, TAILS), manager.requests["r"].scan.awaits_tail) == ([PENDING, MISS, MISS], True)
@@ -963,7 +963,7 @@ def test_a_chunk_behind_those_looked_up_is_stored_though_a_tail_was_ready(harnes
     """It is complete once the prompt is computed."""
     context, manager = tails_of(harness, {*HASHES}), harness.manager
     harness.results(context, TAILS)
-    manager.turns.look_up_tails(manager.requests["r"], 0)
+    manager.waits.look_up_tails(manager.requests["r"], 0)
     harness.client.answer({*HASHES, *map(block_hash, (11, 12, 13))})
     harness.scan()
     context.set_offload_key_position(KEYS[2], 3 * CHUNK_TOKENS)
@@ -973,7 +973,7 @@ def test_a_chunk_behind_those_looked_up_is_stored_though_a_tail_was_ready(harnes
 def test_a_prompt_computes_its_tail_if_the_answer_is_late_or_fails(harness: ManagerHarness) -> None:
     context, manager = tails_of(harness, {*HASHES}), harness.manager
     harness.results(context, TAILS)
-    manager.turns.look_up_tails(manager.requests["r"], 0)
+    manager.waits.look_up_tails(manager.requests["r"], 0)
     harness.clock.now += 1
     harness.scan()
     assert (manager.requests["r"].scan.awaits_tail, harness.results(context, TAILS)) == (False, [MISS] * 3)
@@ -1125,7 +1125,7 @@ def schedule(harness: ManagerHarness, tokens: int = 0, name: str = "r") -> None:
     """vLLM's step schedules a request, to load so many tokens."""
     request = harness.requests[name]
     if not request.num_computed_tokens:
-        request.num_computed_tokens = harness.manager.requests[name].record.own_tokens + tokens
+        request.num_computed_tokens = harness.manager.requests[name].scan.own_tokens + tokens
     harness.manager.scheduled(harness.requests[name], tokens)
     if tokens:
         harness.manager.prepare_load(KEYS, ReqContext(name))
@@ -1253,7 +1253,7 @@ def test_what_a_preempted_request_looks_up_again_is_counted_again(harness: Manag
 
 def test_why_a_preempted_request_computes_is_decided_anew(harness: ManagerHarness) -> None:
     harness.request(ready={block_hash(1)})
-    harness.manager.requests["r"].record.skipped = True
+    harness.manager.requests["r"].wait.skipped = True
     assert report_of(harness).outcome is Outcome.SKIPPED
     harness.clock.now += 2
     assert harness.scan()

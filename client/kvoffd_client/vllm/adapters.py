@@ -208,7 +208,7 @@ class AdapterContents:
         """Digests that workers reported last since a reset, by rank and number."""
 
     def identify(self, state: RequestState) -> bool:
-        """Find the content of a request's adapter; if it is unusable, disable the request. False if it is pending."""
+        """Find the content of a request's adapter, or disable the request if it is unusable. False while unknown."""
         adapter = state.request.lora_request
         if adapter is None or state.adapter.content or state.disabled:
             return True
@@ -222,7 +222,7 @@ class AdapterContents:
             return False
         own, now = state.adapter, self._clock()
         own.asked_at = now if own.asked_at is None else own.asked_at
-        may_come = self._namespace.current is not None or self._namespace.pending()
+        may_come = self._namespace.current is not None or self._namespace.awaits_reports()
         if may_come and now - own.asked_at < ANSWER_PATIENCE_S:
             self.ask(state.request.lora_request)
             return True

@@ -115,7 +115,7 @@ class KvoffdConnector(OffloadingConnector):
 
     def _begin_scheduler(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         self._manager: KvoffdManager = self.connector_scheduler.manager
-        self._turns, requests = self._manager.turns, self._manager.requests
+        self._waits, requests = self._manager.waits, self._manager.requests
         search_bytes(self.connector_scheduler, self._manager.groups, lambda request_id: requests[request_id].scan)
         self._admission = LoadAdmission(
             vllm_config, kv_cache_config, clock=self._manager.clock, is_loading=self._manager.is_loading
@@ -280,22 +280,22 @@ class KvoffdConnector(OffloadingConnector):
 
     def _find(self, request: Request, computed: int) -> int | None:
         """Return the tokens to load for a request, of which ``computed`` are in vLLM's own cache; None if it waits."""
-        manager, turns = self._manager, self._turns
-        if turns.is_waiting(request.request_id, computed):
+        manager, waits = self._manager, self._waits
+        if waits.pass_over(request.request_id, computed):
             return None
         state = manager.requests[request.request_id]
-        if self._admission.has_deferred and (found := turns.found_before(state, computed)) and found.tokens:
+        if self._admission.has_deferred and (found := waits.found_before(state, computed)) and found.tokens:
             return None  # it waits for space behind another load
         manager.namespace.ask()
         if manager.adapters.awaits(state):
             return None
         has_all = computed >= self._cache.usable_tokens(request.num_tokens, computed)
         has_tail = self._tail_tokens > 0 and self._has_tail(request, computed)
-        if not turns.prepare_scan(state, computed, engine_has_all=has_all, engine_has_tail=has_tail):
+        if not waits.prepare_scan(state, computed, engine_has_all=has_all, engine_has_tail=has_tail):
             return None
-        if (found := turns.found_before(state, computed)) is None:
+        if (found := waits.found_before(state, computed)) is None:
             tokens = self._scan(state, computed)
-            turns.record_scan(state, computed, tokens)
+            waits.record_scan(state, computed, tokens)
         else:
             tokens = found.tokens
         return None if tokens is None else self._admit(state, computed, tokens)
@@ -316,7 +316,7 @@ class KvoffdConnector(OffloadingConnector):
         request = state.request
         tokens, _ = super().get_num_new_matched_tokens(request, computed)
         if state.scan.wanted_tails:
-            if not self._turns.look_up_tails(state, computed):
+            if not self._waits.look_up_tails(state, computed):
                 return None
             tokens, _ = super().get_num_new_matched_tokens(request, computed)
         if state.scan.awaits_tail:  # vLLM defers a request for a tail only without other hits
@@ -332,7 +332,7 @@ class KvoffdConnector(OffloadingConnector):
         if self._cache.full_attention and self._cache.has_windows_or_states:
             self._mark_shared_prefix(state, computed + tokens)
         if not tokens or self._manager.skips_load(state, tokens):
-            return 0 if self._admission.admits_compute(state.request, computed) else None
+            return 0 if self._admission.admit_compute(state.request, computed) else None
         admission = self._admission.admit_load(state.request, computed + tokens)
         if admission is Admission.ONLY_COMPUTE:
             self._manager.refuse_load(state)

@@ -96,7 +96,7 @@ class EngineNamespace:
     before the weights change, so after a reset the workers take the digest not at once but in the first step that
     computes something, or has a request to schedule.
 
-    | search | entered | pending() | steps needed | next |
+    | search | entered | awaits_reports() | steps needed | next |
     |---|---|---|---|---|
     | UNNEEDED | by leave() | no | no | WANTED by ask() |
     | WANTED | at the start, by ask() | yes | yes | ASKED by the next step |
@@ -189,7 +189,7 @@ class EngineNamespace:
         is_known = digests and len(digests) == len(self._states)
         return hashlib.sha256(b"".join(digests)).digest() if is_known else None
 
-    def pending(self, patience_s: float = PATIENCE_S) -> bool:
+    def awaits_reports(self, patience_s: float = PATIENCE_S) -> bool:
         """Return whether further steps, even empty ones, may still determine the namespace, or register the workers,
         within ``patience_s``."""
         if self._search in (Search.ASKED, Search.FOUND):
@@ -199,7 +199,7 @@ class EngineNamespace:
     @property
     def needs_steps(self) -> bool:
         """Whether the engine must run steps, even empty ones, to exchange messages with its workers."""
-        return self._must_announce or (self.current is None and self.pending())
+        return self._must_announce or (self.current is None and self.awaits_reports())
 
     def ask(self) -> None:
         """Ask the workers in the next step if the namespace is unknown, because it is needed now."""
@@ -215,7 +215,7 @@ class EngineNamespace:
             return None, None
         if self._search is Search.WANTED:
             self._search, self._search_began = Search.ASKED, self._clock()
-        if not self.pending():
+        if not self.awaits_reports():
             self._fail("Its workers did not report their memory in time.")
             return None, None
         return self.generation, None

@@ -76,19 +76,19 @@ class HintSender:
 
     def request_begins(self, state: RequestState) -> None:
         """Send the hints for a request's start, once the daemon can be reached and the adapter is known. Repeatable."""
-        if not state.hints_sent and self._adapters.identify(state) and self._namespace.serves:
-            state.hints_sent = True
-            self._send(state, [hint for hint in state.hints.hints if hint.action is not HintAction.RELEASE])
+        if not state.start_hints_sent and self._adapters.identify(state) and self._namespace.serves:
+            state.start_hints_sent = True
+            self._send(state, [hint for hint in state.hints.known if hint.action is not HintAction.RELEASE])
 
     def request_ended(self, state: RequestState) -> None:
         """Send the hints for the end of a request that has been scheduled."""
-        if state.hints.hints and self._adapters.identify(state) and self._namespace.serves:
-            self._send(state, [hint for hint in state.hints.hints if hint.action is not HintAction.PREFETCH])
+        if state.hints.known and self._adapters.identify(state) and self._namespace.serves:
+            self._send(state, [hint for hint in state.hints.known if hint.action is not HintAction.PREFETCH])
 
     def _send(self, state: RequestState, hints: Sequence[RequestHint]) -> None:
         if state.disabled or not hints:
             return
-        namespace, client, notes = self._namespace.current, self._namespace.client, state.record.hints
+        namespace, client, notes = self._namespace.current, self._namespace.client, state.hint_notes
         assert namespace is not None
         named: dict[int, list[GroupKeys]] = {}  # by the first token of what a hint applies to
         for hint in hints:

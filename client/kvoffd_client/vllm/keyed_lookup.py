@@ -46,7 +46,7 @@ class KeyedLookup:
         tails: hashes of the tails looked up with them, by group on the wire. A tail is the beginning of a chunk, which
             vLLM stores where a prompt of a model with recurrent layers ends.
         sent_at: time when it was sent, by time.monotonic().
-        waits_since: the same by the engine's clock (``EngineClock``).
+        sent_at_engine: the same by the engine's clock (``EngineClock``).
         only_prefixes: of each group only what is behind its ready chunks without a gap can be used.
         stored: keys that were stored recently, as the client knows them.
         stored_before: ``stored.count`` when it was sent.
@@ -63,7 +63,7 @@ class KeyedLookup:
     chunks: dict[int, Sequence[bytes]]
     tails: Mapping[int, Sequence[bytes]]
     sent_at: float
-    waits_since: float
+    sent_at_engine: float
     only_prefixes: bool
     stored: StoredKeys
     stored_before: int

@@ -29,7 +29,7 @@ LOADED_SHARE = 3 / 4
 """Share of the KV cache for loaded requests that have not computed since. One alone may use 100 %."""
 STUCK_S = 1.0
 """Time that others wait for a loaded request that vLLM does not schedule. Then they compute."""
-LONGEST_TURN_S = 1.0
+LONGEST_DELAY_S = 1.0
 """Longest time from the begin of a load for which later long prompts wait for it."""
 
 
@@ -48,13 +48,13 @@ class Loaded:
     """A request that was loaded and has not computed since.
 
     Attributes:
-        turn_until: time until which later long prompts wait for its load.
+        delays_until: time until which later long prompts wait for its load.
         blocks: most blocks that it can need; 0 while unknown.
         ended_at: time when the end of its load was noticed; None before.
         passed: whether it was passed over once after its load failed.
     """
 
-    turn_until: float
+    delays_until: float
     blocks: float = 0
     ended_at: float | None = None
     passed: bool = False
@@ -69,7 +69,7 @@ class LoadAdmission:
 
     vLLM gives a step's tokens to running requests first. A prompt of several steps that begins while an earlier request
     is loaded would take all of them until it is computed, and the earlier one would come later than without a load. So
-    it begins after the load, or once that could have been computed, or after LONGEST_TURN_S.
+    it begins after the load, or once that could have been computed, or after LONGEST_DELAY_S.
 
     For a request whose load failed, vLLM reserves the free blocks that it needs until it is scheduled. A load that does
     not fit in addition would block all requests behind it, including that one.
@@ -115,22 +115,22 @@ class LoadAdmission:
         self._loaded = {other: load for other, load in self._loaded.items() if not other.is_finished()}
         self._loaded.pop(request, None)
         if computed_s:
-            self._loaded[request] = Loaded(self._clock() + min(computed_s, LONGEST_TURN_S))
+            self._loaded[request] = Loaded(self._clock() + min(computed_s, LONGEST_DELAY_S))
 
-    def admits_compute(self, request: Request, computed: int) -> bool:
+    def admit_compute(self, request: Request, computed: int) -> bool:
         """Return whether a request may be scheduled in this step without a load; ``computed`` of its tokens are in the
         cache."""
         # A request whose load failed is in kv_holding_waiting, before all others, until skipped once.
         failed = self._loaded.get(request)
         if failed is None or failed.passed:
-            return not self._waits_its_turn(request, computed)
+            return not self._waits_for_earlier(request, computed)
         failed.passed = True
         return False
 
     def admit_load(self, request: Request, computed: int) -> Admission:
         """Return whether a request may be scheduled in this step to be loaded, after which ``computed`` of its tokens
         are in the cache. Once one was deferred, later ones of the step are too."""
-        if self.has_deferred or self._waits_its_turn(request, computed):
+        if self.has_deferred or self._waits_for_earlier(request, computed):
             return Admission.LATER
         others = self._others(request)
         if self._fits(request, computed, others):
@@ -142,13 +142,13 @@ class LoadAdmission:
         self.has_deferred = True
         return Admission.LATER
 
-    def _waits_its_turn(self, request: Request, computed: int) -> bool:
+    def _waits_for_earlier(self, request: Request, computed: int) -> bool:
         """Return whether a request would take several steps' tokens from one that came earlier and is being loaded."""
         if request.num_tokens - computed <= self._largest_chunk:
             return False
         now, place = self._clock(), self._place(request)
         return any(
-            load.turn_until > now and self._place(other) < place and self._is_loading(other.request_id)
+            load.delays_until > now and self._place(other) < place and self._is_loading(other.request_id)
             for other, load in self._loaded.items()
         )
 

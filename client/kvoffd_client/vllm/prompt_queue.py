@@ -39,18 +39,18 @@ class Parked:
         until: time, by the engine's clock, at which it is looked at again.
         future: an answer that wakes it; None for none.
         in_turns: only JUDGED_AT_ONCE of these are woken in a step, also by answers.
-        place: for one that asks what a shared store has, its place among all of these. They ask again one after the
-            other, when the first is due: a store's blocks are promoted in that order.
+        ask_order: for one that asks what a shared store has, a number: these ask again one after the other in the order
+            of their numbers, when the first is due. A store's blocks are promoted in that order.
         ask_at: time at which such a one is due to ask again.
         for_load: the end of a load wakes it.
-        for_lookup: it waits for its turn to be looked up.
+        for_lookup: it waits until it may be looked up.
     """
 
     computed: int
     until: float
     future: LookupFuture | None = None
     in_turns: bool = False
-    place: int | None = None
+    ask_order: int | None = None
     ask_at: float = 0.0
     for_load: bool = False
     for_lookup: bool = False
@@ -77,7 +77,7 @@ class PromptQueue:
         self._of_tiers: set[str] = set()
         """Prompts that were looked up and wait for a tier."""
         self._for_lookups: dict[str, None] = {}
-        """Parked prompts that wait for their turn to be looked up, the first one first."""
+        """Parked prompts that wait until they may be looked up, the first one first."""
         self._parked: dict[str, Parked] = {}
         self._by_time: list[tuple[float, int, str, Parked]] = []
         """Heap of the parked that are not in turns, and of some that were woken, by ``until``."""
@@ -88,7 +88,7 @@ class PromptQueue:
         self._for_loads: dict[str, None] = {}
         """Parked prompts that the end of a load wakes."""
         self._asking: dict[str, int] = {}
-        """Places of the parked prompts that ask what a shared store has."""
+        """``ask_order`` of the parked prompts that ask what a shared store has."""
         self._round: list[str] = []
         """Those of ``_asking`` that are still to be woken in this round, the last one first."""
         self._lookups_left = ASKED_AT_ONCE
@@ -118,8 +118,8 @@ class PromptQueue:
         """Whether no more prompts may be looked up."""
         return len(self.ahead) + len(self._of_tiers) >= MAX_LOOKED_UP
 
-    def take_turn(self, name: str) -> bool:
-        """Return whether a prompt that vLLM came to, or will before others, may be looked up now.
+    def take_lookup(self, name: str) -> bool:
+        """Return whether a prompt that vLLM came to, or will before others, may be looked up now, and count it.
 
         Those behind may be if few others were in this step: the queue's order may be another one than vLLM's, and what
         is before them may not run.
@@ -172,8 +172,8 @@ class PromptQueue:
         """Pass over a prompt from now on."""
         self._unpark(name)
         self._parked[name] = parked
-        if parked.place is not None:
-            self._asking[name] = parked.place
+        if parked.ask_order is not None:
+            self._asking[name] = parked.ask_order
         if parked.future is not None:
             self._awaiting[name] = parked
         if parked.for_load:

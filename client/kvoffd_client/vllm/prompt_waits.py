@@ -1,4 +1,4 @@
-"""Turns of the prompts that wait: when vLLM comes to one, it is scanned now, or passed over until something comes."""
+"""Waits of the prompts that are not scheduled: when vLLM comes to one, it is scanned now or passed over."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvoffd_client.vllm.engine_facts import EngineFacts
 from kvoffd_client.vllm.keyed_lookup import NOTHING_AWAITED, KeyedLookup
 from kvoffd_client.vllm.prompt_queue import Parked
 from kvoffd_client.vllm.request_lookups import RequestLookups
-from kvoffd_client.vllm.request_state import FoundTokens, RequestState, ScanBasis, Turn
+from kvoffd_client.vllm.request_state import FoundTokens, PromptWait, RequestState, ScanBasis
 from kvoffd_client.vllm.scans import PreparedScan
 from kvoffd_client.vllm.waits import MIN_COMPUTED_S, MIN_RETRY_PAUSE_S, AnswerWait, EngineClock
 from kvoffd_proto.messages import PENDING
@@ -22,10 +22,10 @@ LOAD_PAUSE_S = 0.05
 """Longest time for which a request that waits for another one's load is not scanned."""
 
 
-class PromptTurns:
-    """The turns of the prompts that are not scheduled. vLLM comes to each of them in each step.
+class PromptWaits:
+    """The waits of the prompts that are not scheduled. vLLM comes to each of them in each step.
 
-    ``is_waiting`` passes over those that are parked. For others ``prepare_scan`` takes the answer and decides whether
+    ``pass_over`` passes over those that are parked. For others ``prepare_scan`` takes the answer and decides whether
     vLLM may scan it now. ``found_before`` or vLLM's scan finds the tokens, and ``record_scan`` keeps them.
 
     Args:
@@ -77,8 +77,9 @@ class PromptTurns:
 
     # --- parked prompts ----------------------------------------------------------------------------
 
-    def is_waiting(self, request_id: str, computed_tokens: int) -> bool:
-        """Return whether a request is parked. Once in a step, wake what is due first; an idle engine pauses here."""
+    def pass_over(self, request_id: str, computed_tokens: int) -> bool:
+        """Return whether vLLM passes over a request, because it is parked. The first call of a step wakes what is due;
+        an idle engine pauses here once in a step."""
         if self._is_first:
             self._is_first = False
             self._wake()
@@ -102,31 +103,31 @@ class PromptTurns:
 
     def _pause(self) -> None:
         """Pause an idle engine until an answer comes, or for a moment: it runs empty steps while all prompts wait."""
-        self._has_paused, wait = True, self._answer_wait
+        self._has_paused, answer_wait = True, self._answer_wait
         if (future := self._queue.first_awaited) is None:
-            self._sleep(max(0.0, min(wait.left_s, MIN_RETRY_PAUSE_S)))
-            wait.left_s -= MIN_RETRY_PAUSE_S
-        elif wait.may_wait(self._engine_clock.read()):
+            self._sleep(max(0.0, min(answer_wait.left_s, MIN_RETRY_PAUSE_S)))
+            answer_wait.left_s -= MIN_RETRY_PAUSE_S
+        elif answer_wait.may_wait(self._engine_clock.read()):
             self._wait(future)
         self._queue.wake(self._engine_clock.read())
 
-    def _wait(self, future: LookupFuture, *, is_needed: bool = True) -> None:
-        """Wait for an answer for the rest of this step's time for waits. Only one that is needed can time out."""
-        began, wait = self._engine_clock.read(), self._answer_wait
-        answered = future.wait(wait.left_s) or not is_needed
-        self._counters[metrics.LOOKUP_WAITS] += is_needed
-        timed_out = wait.record_wait(began, self._engine_clock.read(), answered=answered)
+    def _wait(self, future: LookupFuture, *, must_come: bool = True) -> None:
+        """Wait for an answer for the rest of this step's time for waits. Only one that ``must_come`` can time out."""
+        began, answer_wait = self._engine_clock.read(), self._answer_wait
+        answered = future.wait(answer_wait.left_s) or not must_come
+        self._counters[metrics.LOOKUP_WAITS] += must_come
+        timed_out = answer_wait.record_wait(began, self._engine_clock.read(), answered=answered)
         self._counters[metrics.LOOKUP_WAITS_TIMED_OUT] += timed_out
 
     def _park(self, state: RequestState, computed_tokens: int, until: float) -> None:
-        """Pass over a request until its pending answer comes, or this time."""
-        future, turn = state.pending.future if state.pending is not None else None, state.turn
-        name, place = state.request.request_id, None
-        if turn.awaits_tier:
+        """Pass over a request until the answer to its lookup comes, or this time."""
+        future, wait = state.in_flight.future if state.in_flight is not None else None, state.wait
+        name, ask_order = state.request.request_id, None
+        if wait.awaits_tier:
             self._queue.wait_for_tier(name)
             if state.answer is not None and state.answer.future.asking:  # it asks again in turns with others
-                place, until = state.number, max(until, turn.tier_wait.judge_at)
-        parked = Parked(computed_tokens, until, future, turn.awaits_tier, place, turn.tier_wait.ask_at)
+                ask_order, until = state.number, max(until, wait.tier.judge_at)
+        parked = Parked(computed_tokens, until, future, wait.awaits_tier, ask_order, wait.tier.ask_at)
         self._queue.park(name, parked)
 
     # --- a prompt's scan ---------------------------------------------------------------------------
@@ -140,60 +141,58 @@ class PromptTurns:
         ``computed_tokens`` are in vLLM's own cache, in whole blocks; ``engine_has_all``: as many as it can use, so
         nothing is loaded but a tail, unless ``engine_has_tail``. False: the request waits, and vLLM must not scan now.
         """
-        record, tail_tokens = state.record, self._engine.tail_tokens
-        record.own_tokens, record.engine_has_all = computed_tokens, engine_has_all
-        record.may_load = self._lookups.may_load(state)
+        tail_tokens = self._engine.tail_tokens
         fits_tail = bool(tail_tokens) and computed_tokens + tail_tokens < state.request.num_prompt_tokens
-        state.scan = PreparedScan()
+        state.scan = PreparedScan(computed_tokens, engine_has_all, self._lookups.may_load(state))
         may_scan = self._prepare(state, computed_tokens, may_have_tail=fits_tail and not engine_has_tail)
         if may_scan:
-            state.turn.waits_since = None
+            state.wait.since = None
         return may_scan
 
     def look_up_tails(self, state: RequestState, computed_tokens: int) -> bool:
         """Look up the tails that vLLM wanted in its scan, and prepare a second one. Returns as ``prepare_scan``."""
         self._lookups.look_up_tails(state)
-        may_scan = self.prepare_scan(state, computed_tokens, engine_has_all=state.record.engine_has_all)
+        may_scan = self.prepare_scan(state, computed_tokens, engine_has_all=state.scan.engine_has_all)
         state.scan.asks_tails = False  # the second scan takes what is known
         return may_scan
 
     def _prepare(self, state: RequestState, computed_tokens: int, *, may_have_tail: bool) -> bool:
-        record, turn, namespace = state.record, state.turn, self._namespace
-        if (record.engine_has_all and not may_have_tail) or not record.may_load or namespace.problem:
-            if state.last is None and record.may_load:
+        wait, scan, namespace = state.wait, state.scan, self._namespace
+        if (scan.engine_has_all and not may_have_tail) or not scan.may_load or namespace.problem:
+            if state.last is None and scan.may_load:
                 self._lookups.look_up(state)  # the daemon counts its keys, and the policy learns that they are in use
             return True
         if not (namespace.registered and namespace.client.ready):
             return not self._awaits_workers(state)
         if self._lookups.take_answer(state) or state.answer is None:
             # Before the next lookup: where steps are long, one would be on its way whenever vLLM comes here.
-            turn.awaits_tier = self._waits_for_tier(state)
+            wait.awaits_tier = self._judge_tier_wait(state)
         if self._needs_lookup(state, computed_tokens):
-            if self._awaits_turn(state, computed_tokens):
+            if self._park_for_lookup(state, computed_tokens):
                 return False
-            if record.is_late:
+            if wait.is_late:
                 return True
             self._lookups.look_up(state)
         late_at = 0.0
-        if (pending := state.pending) is not None:
-            if not pending.future.done:
-                late_at = self._wait_for_answer(state, pending, computed_tokens)
+        if (lookup := state.in_flight) is not None:
+            if not lookup.future.done:
+                late_at = self._wait_for_answer(state, lookup, computed_tokens)
             self._lookups.take_answer(state)
-        turn.awaits_tier = self._waits_for_tier(state)
-        if (pending := state.pending) is not None and not pending.given_up:
-            state.scan.awaits_tail = pending.asks_tails_beyond(state.answer)
-            if pending.is_needed or turn.awaits_tier or state.scan.awaits_tail:
-                turn.waits_since = pending.waits_since if turn.waits_since is None else turn.waits_since
+        wait.awaits_tier = self._judge_tier_wait(state)
+        if (lookup := state.in_flight) is not None and not lookup.given_up:
+            scan.awaits_tail = lookup.asks_tails_beyond(state.answer)
+            if lookup.is_needed or wait.awaits_tier or scan.awaits_tail:
+                wait.since = lookup.sent_at_engine if wait.since is None else wait.since
                 self._park(state, computed_tokens, late_at)
                 return False
-        may_ask = pending is None and not self._lookups.has_failed(state)
-        awaited = state.tiers if turn.awaits_tier else NOTHING_AWAITED
-        state.scan = PreparedScan.of(state.answer, awaited, asks_tails=may_have_tail and may_ask)
+        may_ask = lookup is None and not self._lookups.has_failed(state)
+        awaited = state.tiers if wait.awaits_tier else NOTHING_AWAITED
+        scan.show(state.answer, awaited, asks_tails=may_have_tail and may_ask)
         return True
 
     def found_before(self, state: RequestState, computed_tokens: int) -> FoundTokens | None:
         """Return the result of a request's last scan, if another one would find the same; else None."""
-        found = state.turn.found
+        found = state.wait.found
         if found is None or state.answer is None or found.basis != self._basis(state, computed_tokens):
             return None
         return found
@@ -201,33 +200,28 @@ class PromptTurns:
     def record_scan(self, state: RequestState, computed_tokens: int, tokens: int | None) -> None:
         """Record the result of a scan: ``tokens`` that can be loaded; None if the request waits for promotions, or for
         another request's load of the same blocks. Then it is not scanned again before that ends."""
-        name, turn = state.request.request_id, state.turn
+        name, wait = state.request.request_id, state.wait
         if self._queue.is_parked(name, computed_tokens):
             return  # for the answer about its tails
         if tokens is not None:
-            turn.found = FoundTokens(tokens, self._basis(state, computed_tokens))
-        elif turn.awaits_tier and state.answer is not None:
-            self._park(state, computed_tokens, min(turn.tier_wait.ask_at, turn.tier_wait.judge_at))
+            wait.found = FoundTokens(tokens, self._basis(state, computed_tokens))
+        elif wait.awaits_tier and state.answer is not None:
+            self._park(state, computed_tokens, min(wait.tier.ask_at, wait.tier.judge_at))
         elif not state.request.num_preemptions:  # else its own stores may not have ended
             until = self._engine_clock.read() + LOAD_PAUSE_S
             self._queue.park(name, Parked(computed_tokens, until, for_load=True))
 
     def _basis(self, state: RequestState, computed_tokens: int) -> ScanBasis:
-        answer = state.answer if state.scan.results else None  # else nothing of it was to be found
-        return ScanBasis(answer, computed_tokens, state.turn.awaits_tier, self._lookups.loads)
-
-    def scheduled(self, state: RequestState) -> None:
-        """Record that a request is about to be scheduled. After a preemption its waits begin again."""
-        state.turn = Turn()
-        self._queue.remove(state.request.request_id)
+        answer = state.answer if state.scan.results else None  # without results the scan does not see it
+        return ScanBasis(answer, computed_tokens, state.wait.awaits_tier, self._lookups.load_changes)
 
     # --- waits -------------------------------------------------------------------------------------
 
-    def _waits_since(self, state: RequestState) -> float:
-        """Return the time since which a request waits for an answer; it begins to wait now if it did not."""
-        if state.turn.waits_since is None:
-            state.turn.waits_since = self._engine_clock.read()
-        return state.turn.waits_since
+    def _begin_wait(self, state: RequestState) -> float:
+        """Have a request wait for an answer, unless it does. Return the time since which it waits."""
+        if state.wait.since is None:
+            state.wait.since = self._engine_clock.read()
+        return state.wait.since
 
     def _allowed_s(self, state: RequestState, tokens: int) -> float:
         """Return how long a request may wait for an answer about ``tokens`` of it."""
@@ -243,12 +237,12 @@ class PromptTurns:
         if client.unreachable:
             return False
         if namespace.current is None:
-            return namespace.pending()
-        if namespace.pending(self._deadline_s):
+            return namespace.awaits_reports()
+        if namespace.awaits_reports(self._deadline_s):
             return True
         if not client.ready:
             return False
-        since = self._waits_since(state)
+        since = self._begin_wait(state)
         return self._engine_clock.is_idle and self._engine_clock.read() - since < MIN_COMPUTED_S
 
     def _needs_lookup(self, state: RequestState, computed_tokens: int) -> bool:
@@ -257,68 +251,67 @@ class PromptTurns:
         While others store what it lacks, each answer may be outdated when it comes; once the time for one is over, the
         last one counts.
         """
-        if state.pending is not None or not self._lookups.is_outdated(state):
+        if state.in_flight is not None or not self._lookups.is_outdated(state):
             return False
-        since = state.turn.waits_since
+        since = state.wait.since
         if state.answer is None or since is None:
             return True
         return self._engine_clock.read() < since + self._allowed_s(state, state.request.num_tokens - computed_tokens)
 
-    def _awaits_turn(self, state: RequestState, computed_tokens: int) -> bool:
+    def _park_for_lookup(self, state: RequestState, computed_tokens: int) -> bool:
         """Park a request that may not be looked up now, because many others were in this step. Once that takes too long
         return False: it is looked up all the same, or ``is_late`` if too many are."""
         name = state.request.request_id
-        if self._queue.take_turn(name):
+        if self._queue.take_lookup(name):
             return False
-        until = self._waits_since(state) + self._allowed_s(state, state.request.num_tokens)
+        until = self._begin_wait(state) + self._allowed_s(state, state.request.num_tokens)
         if self._engine_clock.read() < until:
             self._queue.park(name, Parked(computed_tokens, until, for_lookup=True))
             return True
-        state.record.is_late = self._queue.is_full
+        state.wait.is_late = self._queue.is_full
         return False
 
-    def _wait_for_answer(self, state: RequestState, pending: KeyedLookup, computed_tokens: int) -> float:
+    def _wait_for_answer(self, state: RequestState, lookup: KeyedLookup, computed_tokens: int) -> float:
         """Wait a moment for the answer to a request's lookup, or give it up if it is late. Return when it is late."""
-        wait, turn = self._answer_wait, state.turn
-        asks_tails = pending.asks_tails_beyond(state.answer)
-        is_needed = (pending.is_needed or asks_tails) and not pending.given_up
-        shows_promoted = turn.awaits_tier and self._engine_clock.is_idle and wait.left_s > 0
-        if shows_promoted or (is_needed and wait.may_wait(self._engine_clock.read())):
-            self._wait(pending.future, is_needed=is_needed)
+        answer_wait, wait = self._answer_wait, state.wait
+        asks_tails = lookup.asks_tails_beyond(state.answer)
+        must_come = (lookup.is_needed or asks_tails) and not lookup.given_up
+        shows_promoted = wait.awaits_tier and self._engine_clock.is_idle and answer_wait.left_s > 0
+        if shows_promoted or (must_come and answer_wait.may_wait(self._engine_clock.read())):
+            self._wait(lookup.future, must_come=must_come)
         else:
             self._namespace.client.poll()
         tokens = state.request.num_tokens - computed_tokens
         if asks_tails and state.answer is not None:
             tokens = min(tokens, self._lookups.groups[0].tokens_per_chunk)
         allowed_s = self._allowed_s(state, tokens)
-        late_at = self._late_at(state, pending, allowed_s)
+        late_at = self._late_at(wait, lookup, allowed_s)
         now = self._engine_clock.read()
-        if now >= late_at and not pending.future.done and not pending.given_up:
-            pending.given_up = turn.tier_wait.has_ended = True
+        if now >= late_at and not lookup.future.done and not lookup.given_up:
+            lookup.given_up = wait.tier.has_ended = True
             if allowed_s:
-                wait.record_reply(now - pending.waits_since)
+                answer_wait.record_reply(now - lookup.sent_at_engine)
             self._counters[metrics.LATE_LOOKUPS] += 1
             self.late_times += self._lookups.clock()
         return late_at
 
     @staticmethod
-    def _late_at(state: RequestState, pending: KeyedLookup, allowed_s: float) -> float:
+    def _late_at(wait: PromptWait, lookup: KeyedLookup, allowed_s: float) -> float:
         """Return when an answer that a request may await for ``allowed_s`` is late.
 
         Lookups that follow one another while the request waits have the deadline of the first, but each has a moment:
         vLLM may not have come here for a while.
         """
-        turn = state.turn
-        since = pending.waits_since if turn.waits_since is None else min(turn.waits_since, pending.waits_since)
-        late_at = max(since + allowed_s, pending.waits_since + min(allowed_s, MIN_COMPUTED_S))
-        return max(late_at, turn.tier_wait.until) if turn.awaits_tier else late_at  # promoted blocks may still come
+        since = lookup.sent_at_engine if wait.since is None else min(wait.since, lookup.sent_at_engine)
+        late_at = max(since + allowed_s, lookup.sent_at_engine + min(allowed_s, MIN_COMPUTED_S))
+        return max(late_at, wait.tier.until) if wait.awaits_tier else late_at  # promoted blocks may still come
 
-    def _waits_for_tier(self, state: RequestState) -> bool:
-        """Return whether a request waits for promotions: while promoting and loading are expected to be faster than
-        computing it after the earlier prompts. Else it loads the blocks that are ready.
+    def _judge_tier_wait(self, state: RequestState) -> bool:
+        """Begin, continue or end a request's wait for promotions. Return whether it waits: while promoting and loading
+        are expected to be faster than computing it after the earlier prompts. Else it loads the blocks that are ready.
         """
-        wait, answer, client = state.turn.tier_wait, state.answer, self._namespace.client
-        if answer is None or wait.has_ended or not any(map(answer.has, state.tiers)):
+        tier_wait, answer, client = state.wait.tier, state.answer, self._namespace.client
+        if answer is None or tier_wait.has_ended or not any(map(answer.has, state.tiers)):
             return False
         if self._lookups.has_failed(state) or not client.ready:
             return False  # the daemon does not report promotions
@@ -327,13 +320,13 @@ class PromptTurns:
         if self._do_no_harm:
             computed_s = self._times.seconds(state.request.request_id, tokens)
             loaded_s = self._harm.load_s(tokens)
-        wait.begin(now, min(self._disk_wait_s, computed_s))
+        tier_wait.begin(now, min(self._disk_wait_s, computed_s))
         expected_s = max(0.0, future.answered_at + future.wait_s - self._lookups.clock())
         if asks_store := bool(future.asking) and not answer.has(PENDING):
             expected_s = inf  # a store mostly has no blocks of a new prompt
         is_worth_it = expected_s + loaded_s <= computed_s
-        wait.doubt(now, is_worth_it=is_worth_it, is_estimated=bool(future.wait_s))
-        if state.turn.awaits_tier and state.pending is not None and not state.pending.given_up:
+        tier_wait.doubt(now, is_worth_it=is_worth_it, is_estimated=bool(future.wait_s))
+        if state.wait.awaits_tier and state.in_flight is not None and not state.in_flight.given_up:
             return True  # the next answer shows what was promoted during a step
-        wait.judge(now, is_worth_it=is_worth_it, asks_store=asks_store)
-        return not wait.has_ended
+        tier_wait.judge(now, is_worth_it=is_worth_it, asks_store=asks_store)
+        return not tier_wait.has_ended
