@@ -59,7 +59,7 @@ class ManagerHarness:
         )
         self.begin_engine()
         self.prefill = self.manager.harm.prefill
-        self.manager.step_begins([1])
+        self.manager.begin_step([1])
         self.report("weights")
 
     def begin_engine(self, **facts: Any) -> None:

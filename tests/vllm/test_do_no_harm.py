@@ -101,7 +101,7 @@ def test_manager_counts_what_is_left_out_and_tells_the_daemon(said: list[str]) -
     for _ in range(MIN_LOAD_SAMPLES):
         rig.manager.handle_news(WorkerNews(load_times={1: (1000, 0.5)}))
     for _ in range(2):  # vLLM asks until it is scheduled
-        assert rig.manager.skips_load(rig.manager.requests["r"], 1000)
+        assert rig.manager.skip_slow_load(rig.manager.requests["r"], 1000)
     assert any("1000 tokens take 0.50 s, computing them 0.10 s" in line for line in said)
     for _ in range(MIN_WAITS):
         rig.manager.handle_news(WorkerNews(waited_s=2.0))
@@ -113,13 +113,13 @@ def test_manager_counts_what_is_left_out_and_tells_the_daemon(said: list[str]) -
     rig.clock.now += REPORT_EVERY_S
     rig.scan(late.req_id)
     rig.client.ready = False
-    rig.manager.step_begins([1])
+    rig.manager.begin_step([1])
     assert rig.client.reports == [], "what is counted while the daemon is away is reported when it is back"
     rig.client.ready = True
     rig.clock.now += 30.0
-    rig.manager.step_begins([1])
+    rig.manager.begin_step([1])
     rig.clock.now += REPORT_EVERY_S
-    rig.manager.step_begins([1])
+    rig.manager.begin_step([1])
     counts = [figures[1:] for figures in rig.client.reports]
     assert counts == [(1, 1, 1, 0), (0, 0, 0, 0)], "the second one since the daemon may be another"
     assert rig.client.late_ages_s == [30.0, 0.0], "it was late then"
@@ -143,7 +143,7 @@ def rate_after(*steps: Step, most_running: int = 1, first: Step = ((2048,), 9.0)
         rate.step_ended()
 
     for tokens, seconds in (first, (IDLE, 1.0), *steps):
-        rate.step_begins(tokens)
+        rate.begin_step(tokens)
         ends.append(max(ends[-1], clock.now) + (seconds if tokens else 0.0))
         running.append(ends[-1])
         while running and (len(running) == most_running or not tokens):
@@ -201,13 +201,13 @@ def test_the_first_steps_in_which_an_engine_compiles_tell_nothing() -> None:
 def test_steps_that_failed_never_end() -> None:
     clock = Clock()
     rate = PrefillRate(clock, 2, 2048)
-    rate.step_begins([2048])
+    rate.begin_step([2048])
     rate.step_ended()
     for tokens in (1, 2048):
-        rate.step_begins([tokens])
+        rate.begin_step([tokens])
     clock.now += 60.0
     for tokens in (2048, 1):
-        rate.step_begins([tokens])
+        rate.begin_step([tokens])
     for seconds in (0.2048, 0.01):
         clock.now += seconds
         rate.step_ended()

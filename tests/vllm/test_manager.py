@@ -193,7 +193,7 @@ def test_blocks_from_disk_are_waited_for_and_count_as_disk_hits() -> None:
     assert harness.ask(coming=2) == [HIT, PENDING, PENDING]
     assert not harness.manager.has_pending_work(), "a pause would wait for it, and the request for the pause's end"
     harness.clock.now += 0.001
-    harness.manager.step_begins([1])
+    harness.manager.begin_step([1])
     harness.ask(coming=1)
     assert harness.client.again == [False], "not in a hurry"
     harness.clock.now += 0.005
@@ -211,7 +211,7 @@ def test_an_idle_engine_rests_while_blocks_come_up() -> None:
     harness = DiskHarness()
     harness.ask(coming=2, wait_s=1.0)
     for tokens, rests in (([], True), ([1], False)):
-        harness.manager.step_begins(tokens)
+        harness.manager.begin_step(tokens)
         before = harness.clock.now
         for _ in range(10):
             harness.scan()
@@ -298,7 +298,7 @@ def test_a_preempted_request_waits_for_a_tier_anew() -> None:
     schedule(harness, 2 * CHUNK_TOKENS)
     harness.manager.complete_load(KEYS, harness.context)
     harness.clock.now += 2.0
-    harness.manager.step_begins([1])
+    harness.manager.begin_step([1])
     assert harness.ask(coming=1, wait_s=0.5) == [HIT, HIT, PENDING]
 
 
@@ -371,7 +371,7 @@ def test_prompts_that_a_store_was_asked_for_are_looked_up_again_in_their_order()
     harness.scan()
     for after_s, sent in ((0.006, False), (0.006, True)):
         harness.clock.now += after_s
-        harness.manager.step_begins([1])
+        harness.manager.begin_step([1])
         assert [harness.scan(name) for name in ("r", "s")] == [sent, sent], "the second's answer is older"
 
 
@@ -379,7 +379,7 @@ def test_prompts_that_a_store_was_asked_for_are_looked_up_again_in_their_order()
 def test_an_idle_engine_does_not_count_the_time_in_which_it_stood_still(answers: dict[str, Any] | None) -> None:
     """The machine gave nobody a CPU: what it waits for comes right afterwards, or does not."""
     harness = DiskHarness()
-    harness.manager.step_begins([])
+    harness.manager.begin_step([])
 
     def waits() -> bool:
         """Of nothing but the lookup, if there are no answers."""
@@ -396,7 +396,7 @@ def test_an_idle_engine_does_not_count_the_time_in_which_it_stood_still(answers:
 
 
 def test_the_time_before_a_request_is_no_standstill_of_its(harness: ManagerHarness) -> None:
-    harness.manager.step_begins([])
+    harness.manager.begin_step([])
     harness.clock.now += 60.0
     context = harness.request()
     harness.clock.now += 4.0
@@ -407,7 +407,7 @@ def test_the_time_before_a_request_is_no_standstill_of_its(harness: ManagerHarne
 def test_an_idle_engine_whose_steps_are_long_does_not_wait_for_ever() -> None:
     """As where other ranks of data parallelism compute."""
     harness = DiskHarness()
-    harness.manager.step_begins([])
+    harness.manager.begin_step([])
     began = harness.clock.now
     while MISS not in harness.ask(coming=2, wait_s=0.5):
         harness.clock.now += 1.0
@@ -502,7 +502,7 @@ def hinted(harness: ManagerHarness, hints: object, *, of_engine: bool = False) -
     harness.begin(context)
     harness.look_up()
     harness.manager.scheduled(harness.requests["r"], 0)
-    harness.manager.step_begins([1])
+    harness.manager.begin_step([1])
     harness.requests["r"].block_hashes.append(block_hash(4))
     harness.manager.on_request_finished(context)
     return harness.manager._counters["vllm:kvoffd_unknown_hints"] - before
@@ -923,7 +923,7 @@ def test_tails_are_looked_up_with_the_chunks_once_vllm_asks_for_them(harness: Ma
     assert harness.client.released == [harness.client.asked[0][0].lease_id]
     manager.scheduled(request, 2 * CHUNK_TOKENS + 2 * UNIT)
     spec = manager.prepare_load([*KEYS[:2], TAILS[1]], context)
-    manager.step_begins([1])
+    manager.begin_step([1])
     assert (spec.lease_id, spec.load_tokens) == (harness.client.asked[1][0].lease_id, 2 * CHUNK_TOKENS + 2 * UNIT)
     ((used, (loaded,)), counts) = harness.client.asked[2], harness.client.again[2]
     assert (loaded.keys, counts, used.lease_id in harness.client.released) == (block_hash(12), False, True)
@@ -1001,7 +1001,7 @@ def test_why_a_worker_is_refused_is_told_until_it_is_not(harness: ManagerHarness
     for problem in ("No GPU.", "", ""):
         harness.report("weights", problem=problem)
         harness.clock.now += 100.0
-        harness.manager.step_begins([])
+        harness.manager.begin_step([])
     assert harness.client.problems == ["worker 0: No GPU.", ""]
 
 
@@ -1105,7 +1105,7 @@ def test_requests_end_where_the_engine_has_lost_its_client(harness: ManagerHarne
     harness.manager.prepare_load(KEYS, contexts[0])
     harness.manager.namespace.client = cast(SchedulerClient, Unconnected())
     harness.clock.now += 1.0
-    harness.manager.step_begins([1])
+    harness.manager.begin_step([1])
     harness.manager.handle_news(WorkerNews(failed_jobs={1: FailedJob(ErrorCode.CHECKSUM, [], "loads")}))
     for context in contexts:
         harness.scan(context.req_id)
@@ -1129,7 +1129,7 @@ def schedule(harness: ManagerHarness, tokens: int = 0, name: str = "r") -> None:
     harness.manager.scheduled(harness.requests[name], tokens)
     if tokens:
         harness.manager.prepare_load(KEYS, ReqContext(name))
-    harness.manager.step_begins([1])
+    harness.manager.begin_step([1])
 
 
 def report_of(harness: ManagerHarness, tokens: int = 0, name: str = "r") -> PromptReport:
@@ -1353,7 +1353,7 @@ def test_what_vllms_own_cache_has_is_reported_as_not_needed(harness: ManagerHarn
 def test_the_end_of_a_steps_output_ends_the_step(harness: ManagerHarness) -> None:
     """vLLM asks for events once for each step's output, and for nothing else."""
     for _ in range(2):  # the first is taken for one in which the engine compiles
-        harness.manager.step_begins([1024])
+        harness.manager.begin_step([1024])
         harness.clock.now += 0.5
         harness.manager.take_events()
     assert harness.prefill.tokens_per_second == 2048

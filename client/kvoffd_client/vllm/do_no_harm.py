@@ -68,7 +68,7 @@ class PrefillRate:
         """Whether the engine's first measurement, during which it compiles, is over."""
         self.tokens_per_second = 0.0
 
-    def step_begins(self, request_tokens: Collection[int]) -> None:
+    def begin_step(self, request_tokens: Collection[int]) -> None:
         """Record the start of a step with these numbers of tokens per request."""
         self._running.append((self._clock(), tuple(request_tokens)))
 

@@ -119,26 +119,28 @@ class LoadAdmission:
 
     def admit_compute(self, request: Request, computed: int) -> bool:
         """Return whether a request may be scheduled in this step without a load; ``computed`` of its tokens are in the
-        cache."""
-        # A request whose load failed is in kv_holding_waiting, before all others, until skipped once.
+        cache. One whose load failed is passed over once."""
         failed = self._loaded.get(request)
-        if failed is None or failed.passed:
-            return not self._waits_for_earlier(request, computed)
-        failed.passed = True
-        return False
+        if failed is not None and not failed.passed:
+            # vLLM keeps it in kv_holding_waiting, before all others, until it is passed over.
+            failed.passed = True
+            return False
+        return not self._waits_for_earlier(request, computed)
 
     def admit_load(self, request: Request, computed: int) -> Admission:
         """Return whether a request may be scheduled in this step to be loaded, after which ``computed`` of its tokens
         are in the cache. Once one was deferred, later ones of the step are too."""
         if self.has_deferred or self._waits_for_earlier(request, computed):
             return Admission.LATER
-        others = self._others(request)
+        others = self._update_others(request)
         if self._fits(request, computed, others):
             return Admission.LOAD
+        if not others:
+            return Admission.ONLY_COMPUTE
         oldest = self._clock() - STUCK_S
         moving = {other: load for other, load in others.items() if load.ended_at is None or load.ended_at > oldest}
-        if not others or (len(moving) < len(others) and self._fits(request, computed, moving)):
-            return Admission.ONLY_COMPUTE
+        if len(moving) < len(others) and self._fits(request, computed, moving):
+            return Admission.ONLY_COMPUTE  # only those that vLLM does not schedule keep it waiting
         self.has_deferred = True
         return Admission.LATER
 
@@ -156,8 +158,9 @@ class LoadAdmission:
         """Return what vLLM sorts waiting requests by."""
         return request.priority if self._by_priority else 0, request.arrival_time
 
-    def _others(self, request: Request) -> dict[Request, Loaded]:
-        """Return the other loaded requests that have not computed since, and record which of their loads have ended."""
+    def _update_others(self, request: Request) -> dict[Request, Loaded]:
+        """Record which loads of other requests have ended, and the blocks of each. Return those that have not computed
+        since."""
         others = {
             other: load for other, load in self._loaded.items() if other is not request and not other.is_finished()
         }

@@ -127,11 +127,11 @@ class KvoffdManager(OffloadingManager):
         self.waits.begin_engine(engine, self.harm, self.times)
         self.stores.begin_engine(engine, self.harm)
 
-    def step_begins(self, request_tokens: Collection[int]) -> None:
+    def begin_step(self, request_tokens: Collection[int]) -> None:
         """Record the start of a step with these numbers of tokens per request, look up the next prompts of the queue;
         regularly report to the daemon."""
         self.outcomes.decide()
-        self.harm.prefill.step_begins(request_tokens)
+        self.harm.prefill.begin_step(request_tokens)
         self.waits.begin_step(is_idle=not request_tokens)
         self.lookups.begin_step()
         # Counts are kept until the daemon answers: lookups are late when it does not.
@@ -167,11 +167,11 @@ class KvoffdManager(OffloadingManager):
         """Whether steps are needed to finish a load or to determine the namespace."""
         return bool(self.lookups.loading) or self.has_pending_work()
 
-    def skips_load(self, state: RequestState, tokens: int) -> bool:
-        """Return whether a request computes tokens because loading them is slower. Counted once for each scheduling."""
+    def skip_slow_load(self, state: RequestState, tokens: int) -> bool:
+        """Return whether a request computes tokens because loading them is slower, and record that for its report."""
         if not self.harm.skips_load(tokens):
             return False
-        self._counters[metrics.SLOW_LOADS] += not state.wait.skipped
+        self._counters[metrics.SLOW_LOADS] += not state.wait.skipped  # once for each scheduling
         state.wait.skipped = True
         return True
 

@@ -1,10 +1,17 @@
 """The prompts that vLLM has not scheduled yet: which of them are looked up ahead, and which a step can pass over.
 
-A prompt far back in the queue is not looked up: an answer would pin its blocks for as long as it waits, and would be
-old by the time it runs. The next ones are, as many as a few steps compute (the window), so that a step need not wait.
+A prompt waits in one of three ways until it is scheduled:
 
-vLLM asks for each prompt that waits again in each step. A prompt that has nothing to look at is parked here until an
-answer comes, a load ends, its time comes, or vLLM's own cache has another part of it.
+* behind: it is not looked up. An answer would pin its blocks for as long as it waits, and would be old by the time it
+  runs;
+* ahead, in the window: it is looked up, so that a step need not wait for the answer, and waits for no tier. The next
+  prompts are there, as many as a few steps compute;
+* for a tier, whose blocks come up.
+
+One that cannot be looked up, or was preempted, is in none of them.
+
+Any of them may be parked in addition. vLLM asks for each prompt that waits again in each step, and passes over a parked
+one until an answer comes, it may be looked up, a load ends, its time comes, or vLLM's own cache has another part of it.
 """
 
 from __future__ import annotations
@@ -74,7 +81,7 @@ class PromptQueue:
         self.ahead: dict[str, tuple[int, int]] = {}
         """Tokens and priorities of the prompts that were looked up and wait for no tier, in the order of lookups."""
         self._ahead_tokens = 0
-        self._of_tiers: set[str] = set()
+        self._awaiting_tier: set[str] = set()
         """Prompts that were looked up and wait for a tier."""
         self._for_lookups: dict[str, None] = {}
         """Parked prompts that wait until they may be looked up, the first one first."""
@@ -83,7 +90,7 @@ class PromptQueue:
         """Heap of the parked that are not in turns, and of some that were woken, by ``until``."""
         self._turns: list[tuple[float, int, str, Parked]] = []
         """The same of those in turns."""
-        self._awaiting: dict[str, Parked] = {}
+        self._for_answers: dict[str, Parked] = {}
         """Parked prompts that an answer wakes."""
         self._for_loads: dict[str, None] = {}
         """Parked prompts that the end of a load wakes."""
@@ -116,7 +123,7 @@ class PromptQueue:
     @property
     def is_full(self) -> bool:
         """Whether no more prompts may be looked up."""
-        return len(self.ahead) + len(self._of_tiers) >= MAX_LOOKED_UP
+        return len(self.ahead) + len(self._awaiting_tier) >= MAX_LOOKED_UP
 
     def take_lookup(self, name: str) -> bool:
         """Return whether a prompt that vLLM came to, or will before others, may be looked up now, and count it.
@@ -148,22 +155,22 @@ class PromptQueue:
         self._behind.pop(name, None)
         self._ahead_tokens += tokens - self.ahead.get(name, (0, 0))[0]
         self.ahead[name] = tokens, priority
-        self._of_tiers.discard(name)
+        self._awaiting_tier.discard(name)
         self._for_lookups.pop(name, None)
         if (parked := self._parked.get(name)) is not None:
             parked.future = future
-            self._awaiting[name] = parked
+            self._for_answers[name] = parked
 
     def wait_for_tier(self, name: str) -> None:
         """Record that a prompt waits for a tier: it takes no place in the window."""
         self._ahead_tokens -= self.ahead.pop(name, (0, 0))[0]
-        self._of_tiers.add(name)
+        self._awaiting_tier.add(name)
 
     def remove(self, name: str) -> None:
         """Remove a prompt that is scheduled, or has ended."""
         self._behind.pop(name, None)
         self._ahead_tokens -= self.ahead.pop(name, (0, 0))[0]
-        self._of_tiers.discard(name)
+        self._awaiting_tier.discard(name)
         self._unpark(name)
 
     # --- parked prompts --------------------------------------------------------------------------
@@ -175,7 +182,7 @@ class PromptQueue:
         if parked.ask_order is not None:
             self._asking[name] = parked.ask_order
         if parked.future is not None:
-            self._awaiting[name] = parked
+            self._for_answers[name] = parked
         if parked.for_load:
             self._for_loads[name] = None
         if parked.for_lookup:
@@ -193,7 +200,7 @@ class PromptQueue:
     @property
     def has_waiting(self) -> bool:
         """Whether some prompt is not scheduled."""
-        return bool(self._behind or self.ahead or self._of_tiers or self._parked)
+        return bool(self._behind or self.ahead or self._awaiting_tier or self._parked)
 
     @property
     def has_parked(self) -> bool:
@@ -202,7 +209,7 @@ class PromptQueue:
     @property
     def first_awaited(self) -> LookupFuture | None:
         """The answer that the first of the parked prompts waits for."""
-        return next((parked.future for parked in self._awaiting.values()), None)
+        return next((parked.future for parked in self._for_answers.values()), None)
 
     def begin_step(self) -> None:
         """Let JUDGED_AT_ONCE prompts in turns be woken, and ASKED_AT_ONCE be looked up."""
@@ -212,12 +219,13 @@ class PromptQueue:
 
     def wake(self, now: float) -> None:
         """Wake the prompts whose time or answer has come; of those in turns JUDGED_AT_ONCE in a step at most."""
-        answered = [name for name, each in self._awaiting.items() if each.future is not None and each.future.done]
+        answered = [name for name, each in self._for_answers.items() if each.future is not None and each.future.done]
         for name in answered:
             if not self._parked[name].in_turns:
                 self._unpark(name)
             elif self._turns_left:
-                self._turns_left -= self._unpark(name)
+                self._unpark(name)
+                self._turns_left -= 1
         while self._by_time and self._by_time[0][0] <= now:
             self._wake_entry(heappop(self._by_time))
         self._wake_asking(now)
@@ -225,7 +233,8 @@ class PromptQueue:
             self._turns_left -= self._wake_entry(heappop(self._turns))
 
     def _wake_asking(self, now: float) -> None:
-        """Wake the next of a round over all prompts that ask a store, which begins when the first one is due."""
+        """Wake the next of a round over all prompts that ask a store. It begins when the one of the lowest
+        ``ask_order`` is due."""
         if not self._round and self._asking:
             first = self._parked[min(self._asking, key=self._asking.__getitem__)]
             if first.future is None and first.ask_at <= now:
@@ -234,8 +243,9 @@ class PromptQueue:
             self._turns_left -= self._unpark(self._round.pop())
 
     def _wake_entry(self, entry: tuple[float, int, str, Parked]) -> bool:
-        """Wake a prompt, unless it was woken since. Returns whether it was parked."""
-        return self._parked.get(entry[2]) is entry[3] and self._unpark(entry[2])
+        """Wake the prompt of a heap's entry, unless it was woken since. Return whether it was parked."""
+        _, _, name, parked = entry
+        return self._parked.get(name) is parked and self._unpark(name)
 
     def wake_all(self) -> None:
         for name in [*self._parked]:
@@ -248,7 +258,7 @@ class PromptQueue:
 
     def _unpark(self, name: str) -> bool:
         """Wake a prompt. Return whether it was parked."""
-        self._awaiting.pop(name, None)
+        self._for_answers.pop(name, None)
         self._for_loads.pop(name, None)
         self._for_lookups.pop(name, None)
         self._asking.pop(name, None)

@@ -157,6 +157,8 @@ class PromptWaits:
         return may_scan
 
     def _prepare(self, state: RequestState, computed_tokens: int, *, may_have_tail: bool) -> bool:
+        """Do as ``prepare_scan``, in this order: take the answer that has come; if it is outdated, ask again; wait a
+        moment for the next answer; if that should come later, park the request, else show the scan the last one."""
         wait, scan, namespace = state.wait, state.scan, self._namespace
         if (scan.engine_has_all and not may_have_tail) or not scan.may_load or namespace.problem:
             if state.last is None and scan.may_load:
@@ -175,7 +177,7 @@ class PromptWaits:
             self._lookups.look_up(state)
         late_at = 0.0
         if (lookup := state.in_flight) is not None:
-            if not lookup.future.done:
+            if not lookup.future.done:  # else it is taken
                 late_at = self._wait_for_answer(state, lookup, computed_tokens)
             self._lookups.take_answer(state)
         wait.awaits_tier = self._judge_tier_wait(state)

@@ -29,16 +29,7 @@ CHECKED_AHEAD = 16
 
 
 class RequestLookups:
-    """The lookups of an engine's requests.
-
-    A prompt waits in one of three ways until it is scheduled:
-
-    * behind: it is not looked up, because many others will run before it;
-    * ahead: it is looked up, and waits for no tier;
-    * for a tier, whose blocks come up.
-
-    One that cannot be looked up, or was preempted, is in none of them. Any prompt may be parked (``PromptWaits``): vLLM
-    came to it, and passes over it until an answer, a lookup that it may send, the end of a load or a time comes.
+    """The lookups of an engine's requests. Which of them are looked up, and when, is up to the ``queue``.
 
     Args:
         clock: clock such as time.monotonic().
