@@ -15,11 +15,11 @@ from kvoffd_client.vllm.do_no_harm import (
     SAMPLE_AGE_S,
     STORE_PAUSE_S,
     DoNoHarm,
-    PrefillRate,
-    largest_chunk_of,
 )
+from kvoffd_client.vllm.engine_facts import largest_chunk_of
 from kvoffd_client.vllm.manager import REPORT_EVERY_S
 from kvoffd_client.vllm.metrics import SLOW_LOADS
+from kvoffd_client.vllm.prefill_rate import PrefillRate
 from tests.kit.cases import case
 from tests.kit.clock import Clock
 from tests.vllm.manager_harness import KEYS, ManagerHarness
@@ -78,16 +78,16 @@ def test_stores_pause_where_vllm_waits_for_them_again_and_again(said: list[str])
     clock = Clock()
     found = DoNoHarm(clock, PrefillRate(clock, 1, 256), active=True)
     for _ in range(100):
-        found.record_wait(0.04)
-    found.record_wait(20.0)  # a daemon that hung once
+        found.record_store_wait(0.04)
+    found.record_store_wait(20.0)  # a daemon that hung once
     for _ in range(MIN_WAITS - 2):
-        found.record_wait(2.0)
+        found.record_store_wait(2.0)
     assert clock.now >= found.stores_paused_until
     clock.now += 31.0
     for _ in range(MIN_WAITS - 1):
-        found.record_wait(2.0)
+        found.record_store_wait(2.0)
     assert clock.now >= found.stores_paused_until, "what was longer ago does not count"
-    found.record_wait(2.0)
+    found.record_store_wait(2.0)
     assert clock.now < found.stores_paused_until
     assert any("waited 10.0 s" in line for line in said)
     clock.now += STORE_PAUSE_S

@@ -10,10 +10,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, get_kv_cache_spec_kind, iter_layer_specs
 
-from kvoffd_client.vllm.do_no_harm import largest_chunk_of, step_tokens_of
-
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import SchedulerConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 ASSUMED_RATE, ASSUMED_CPU_RATE = 10_000.0, 500.0
@@ -80,6 +78,17 @@ class CacheShape:
         blocks, without the last token."""
         usable = (tokens - 1) // self.block_tokens * self.block_tokens
         return usable - self.dropped_tokens if computed_tokens else usable
+
+
+def step_tokens_of(config: SchedulerConfig) -> int:
+    """Return the most tokens that an engine computes in a step."""
+    return int(config.max_num_scheduled_tokens or config.max_num_batched_tokens)
+
+
+def largest_chunk_of(config: SchedulerConfig) -> int:
+    """Return the most tokens of a prompt that an engine computes in a step."""
+    tokens = step_tokens_of(config)
+    return min(tokens, config.long_prefill_token_threshold or tokens)
 
 
 def facts_of(

@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import (
     iter_layer_specs,
 )
 
-from kvoffd_client.vllm.do_no_harm import largest_chunk_of
+from kvoffd_client.vllm.engine_facts import largest_chunk_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -24,11 +24,12 @@ from kvoffd_client.vllm import metrics
 from kvoffd_client.vllm.adapters import AdapterContents
 from kvoffd_client.vllm.compute_times import ComputeTimes
 from kvoffd_client.vllm.connector_metadata import ChunkGroup, ChunkGroups, FailedJob, KeyedSpec, WorkerNews
-from kvoffd_client.vllm.do_no_harm import DoNoHarm, PrefillRate
+from kvoffd_client.vllm.do_no_harm import DoNoHarm
 from kvoffd_client.vllm.engine_facts import EngineFacts
 from kvoffd_client.vllm.engine_namespace import EngineNamespace
 from kvoffd_client.vllm.hints import HintsOption, allowed_tiers, notes_of, read_hints
 from kvoffd_client.vllm.log import logger
+from kvoffd_client.vllm.prefill_rate import PrefillRate
 from kvoffd_client.vllm.prompt_outcomes import PromptOutcomes
 from kvoffd_client.vllm.prompt_waits import PromptWaits
 from kvoffd_client.vllm.request_lookups import RequestLookups
@@ -212,7 +213,7 @@ class KvoffdManager(OffloadingManager):
     def handle_news(self, news: WorkerNews) -> None:
         """Handle the workers' news, before vLLM handles the ended jobs."""
         if news.waited_s:
-            self.harm.record_wait(news.waited_s)
+            self.harm.record_store_wait(news.waited_s)
         if news.credit_bytes is not None:
             self.stores.credit_bytes = news.credit_bytes
         for tokens, seconds in news.load_times.values():
