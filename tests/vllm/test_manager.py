@@ -146,7 +146,7 @@ def test_a_prompt_that_was_aborted_is_not_looked_up(harness: ManagerHarness) -> 
     for name in ("renewed", "first"):
         if name not in harness.requests:
             harness.new(name)
-            harness.manager.lookups.queue.add(name, 3 * CHUNK_TOKENS, 0)
+            harness.manager.lookups.queue.add(name, 0)
         harness.end(name, 0)
     asked = len(harness.client.asked)
     harness.clock.now += 100.0

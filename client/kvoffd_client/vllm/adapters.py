@@ -237,7 +237,7 @@ class AdapterContents:
     def content_of(self, adapter: LoRARequest) -> bytes | None:
         """Return the digest of an adapter's content; None if it is not known yet, UNREADABLE if kvoffd must not be
         used."""
-        content = self._namespace.adapter(adapter.lora_int_id, adapter.lora_path)
+        content = self._namespace.adapter_digest(adapter.lora_int_id, adapter.lora_path)
         if content is None:
             return None
         cached = self._record(adapter, content)
@@ -283,7 +283,7 @@ class AdapterContents:
                     self._digests[rank, number] = digest
                     changed.add(number)
         for adapter in begun:
-            content = self._namespace.adapter(adapter.lora_int_id, adapter.lora_path)
+            content = self._namespace.adapter_digest(adapter.lora_int_id, adapter.lora_path)
             if adapter.lora_int_id in changed:
                 content = SEVERAL
             if content is not None:

@@ -206,7 +206,7 @@ class KvoffdManager(OffloadingManager):
         if events is not None and (answer := state.answer) is not None and answer.usable:
             for index in events.groups:
                 keys = self.groups[index].keys(request.block_hashes)
-                events.found(request, index, keys, answer.leading_ready(index))
+                events.publish_found(request, index, keys, answer.leading_ready(index))
         if not loaded_tokens:
             self.lookups.end_leases(state)
 

@@ -74,8 +74,8 @@ class PromptQueue:
     def __init__(self, step_tokens: int, *, by_priority: bool) -> None:
         self._ahead_tokens_most, self._by_priority = AHEAD_STEPS * step_tokens, by_priority
         self._arrivals = count()
-        self._behind: dict[str, int] = {}
-        """Prompts that are not looked up yet, with their tokens."""
+        self._behind: set[str] = set()
+        """Prompts that are not looked up yet."""
         self._order: list[tuple[int, int, str]] = []
         """Heap of these, and of some that have left ``_behind``, by priority and arrival."""
         self.ahead: dict[str, tuple[int, int]] = {}
@@ -105,9 +105,9 @@ class PromptQueue:
 
     # --- the window ------------------------------------------------------------------------------
 
-    def add(self, name: str, tokens: int, priority: int) -> None:
+    def add(self, name: str, priority: int) -> None:
         """Add a prompt that has arrived."""
-        self._behind[name] = tokens
+        self._behind.add(name)
         heappush(self._order, (priority if self._by_priority else 0, next(self._arrivals), name))
         if len(self._order) > 2 * len(self._behind) + MAX_STALE:
             self._order = sorted([entry for entry in self._order if entry[2] in self._behind])
@@ -146,13 +146,14 @@ class PromptQueue:
         """Take the first prompt that is not looked up; None if there is none."""
         while self._order:
             name = heappop(self._order)[2]
-            if self._behind.pop(name, None) is not None:
+            if name in self._behind:
+                self._behind.remove(name)
                 return name
         return None
 
     def enter_window(self, name: str, tokens: int, priority: int, future: LookupFuture) -> None:
         """Record that a prompt was looked up. If it is parked, this answer wakes it."""
-        self._behind.pop(name, None)
+        self._behind.discard(name)
         self._ahead_tokens += tokens - self.ahead.get(name, (0, 0))[0]
         self.ahead[name] = tokens, priority
         self._awaiting_tier.discard(name)
@@ -168,7 +169,7 @@ class PromptQueue:
 
     def remove(self, name: str) -> None:
         """Remove a prompt that is scheduled, or has ended."""
-        self._behind.pop(name, None)
+        self._behind.discard(name)
         self._ahead_tokens -= self.ahead.pop(name, (0, 0))[0]
         self._awaiting_tier.discard(name)
         self._unpark(name)

@@ -127,7 +127,14 @@ class PromptWaits:
             self._queue.wait_for_tier(name)
             if state.answer is not None and state.answer.future.asking:  # it asks again in turns with others
                 ask_order, until = state.number, max(until, wait.tier.judge_at)
-        parked = Parked(computed_tokens, until, future, wait.awaits_tier, ask_order, wait.tier.ask_at)
+        parked = Parked(
+            computed_tokens,
+            until,
+            future,
+            in_turns=wait.awaits_tier,
+            ask_order=ask_order,
+            ask_at=wait.tier.ask_at,
+        )
         self._queue.park(name, parked)
 
     # --- a prompt's scan ---------------------------------------------------------------------------

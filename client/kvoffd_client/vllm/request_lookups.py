@@ -87,7 +87,7 @@ class RequestLookups:
             state.disabled = True
         if not state.disabled:
             self.hint_sender.request_begins(state)
-        self.queue.add(request.request_id, request.num_prompt_tokens, request.priority)
+        self.queue.add(request.request_id, request.priority)
         if self.queue.outranks(request.priority) and self.queue.take_lookup(request.request_id):
             self.look_up(state)
         self._look_up_ahead()

@@ -93,7 +93,7 @@ class KvoffdWorker(OffloadingWorker):
         """Requests whose load failed, to be taken by the connector."""
         self._last_credit: int | None = None
         # Jobs that were not sent, with the reason. The sender's thread appends to it too.
-        self._failed: deque[tuple[int, ErrorCode]] = deque()
+        self._unsent_failures: deque[tuple[int, ErrorCode]] = deque()
 
     @property
     def problem(self) -> str:
@@ -150,11 +150,11 @@ class KvoffdWorker(OffloadingWorker):
             if isinstance(made, Job):
                 jobs.append(made)
             else:
-                self._failed.append((job_id, made))
+                self._unsent_failures.append((job_id, made))
         if not jobs:
             return
         if self._client is None:
-            self._failed.extend([(job.job_id, ErrorCode.UNKNOWN_REGISTRATION) for job in jobs])
+            self._unsent_failures.extend([(job.job_id, ErrorCode.UNKNOWN_REGISTRATION) for job in jobs])
         elif self._sender is None:
             self._client.submit(jobs)
         else:
@@ -197,11 +197,11 @@ class KvoffdWorker(OffloadingWorker):
         return Job(job_id, groups, None if is_store else keyed.lease_id, not is_store and self._keep_leases)
 
     def _fail_unsent(self, job: Job, error: ErrorCode) -> None:
-        self._failed.append((job.job_id, error))
+        self._unsent_failures.append((job.job_id, error))
 
     def get_finished(self) -> list[TransferResult]:
         self.flush()
-        finished = [self._ended(*self._failed.popleft()) for _ in range(len(self._failed))]
+        finished = [self._ended(*self._unsent_failures.popleft()) for _ in range(len(self._unsent_failures))]
         results = [result for client in self._clients() for result in client.take_results()]
         for client in [client for client in self._former if not client.unfinished]:
             self._former.remove(client)
@@ -277,7 +277,7 @@ class KvoffdWorker(OffloadingWorker):
         if client is None:
             return
         unsent, self._unsent = self._unsent, {}
-        self._failed.extend([(job_id, ErrorCode.CANCELLED) for job_id in unsent])
+        self._unsent_failures.extend([(job_id, ErrorCode.CANCELLED) for job_id in unsent])
         if self._sender is not None:
             self._sender.withdraw(self._sender.waiting)
         released = client.unregister(UNREGISTER_TIMEOUT_S)
