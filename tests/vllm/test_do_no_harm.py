@@ -17,7 +17,7 @@ from kvoffd_client.vllm.do_no_harm import (
     DoNoHarm,
 )
 from kvoffd_client.vllm.engine_facts import largest_chunk_of
-from kvoffd_client.vllm.manager import REPORT_EVERY_S
+from kvoffd_client.vllm.engine_reports import REPORT_EVERY_S
 from kvoffd_client.vllm.metrics import SLOW_LOADS
 from kvoffd_client.vllm.prefill_rate import PrefillRate
 from tests.kit.cases import case

@@ -278,53 +278,53 @@ class KvoffdConnector(OffloadingConnector):
             return 0, False
         return tokens, bool(tokens)  # loads never are a part of a step, see REFUSED
 
-    def _find(self, request: Request, computed: int) -> int | None:
-        """Return the tokens to load for a request, of which ``computed`` are in vLLM's own cache; None if it waits."""
+    def _find(self, request: Request, own_tokens: int) -> int | None:
+        """Return the tokens to load for a request whose ``own_tokens`` are in vLLM's own cache; None if it waits."""
         manager, waits = self._manager, self._waits
-        if waits.pass_over(request.request_id, computed):
+        if waits.pass_over(request.request_id, own_tokens):
             return None
         state = manager.requests[request.request_id]
-        if self._admission.has_deferred and (found := waits.found_before(state, computed)) and found.tokens:
+        if self._admission.has_deferred and (found := waits.found_before(state, own_tokens)) and found.tokens:
             return None  # it waits for space behind another load
         manager.namespace.ask()
         if manager.adapters.awaits(state):
             return None
-        has_all = computed >= self._shape.usable_tokens(request.num_tokens, computed)
-        has_tail = self._tail_tokens > 0 and self._has_tail(request, computed)
-        if not waits.prepare_scan(state, computed, engine_has_all=has_all, engine_has_tail=has_tail):
+        has_all = own_tokens >= self._shape.usable_tokens(request.num_tokens, own_tokens)
+        has_tail = self._tail_tokens > 0 and self._has_tail(request, own_tokens)
+        if not waits.prepare_scan(state, own_tokens, engine_has_all=has_all, engine_has_tail=has_tail):
             return None
-        if (found := waits.found_before(state, computed)) is None:
-            tokens = self._scan(state, computed)
-            waits.record_scan(state, computed, tokens)
+        if (found := waits.found_before(state, own_tokens)) is None:
+            tokens = self._scan(state, own_tokens)
+            waits.record_scan(state, own_tokens, tokens)
         else:
             tokens = found.tokens
-        return None if tokens is None else self._admit(state, computed, tokens)
+        return None if tokens is None else self._admit(state, own_tokens, tokens)
 
-    def _has_tail(self, request: Request, computed: int) -> bool:
+    def _has_tail(self, request: Request, own_tokens: int) -> bool:
         """Return whether vLLM's own cache has a prompt's longest tail too: it tells connectors of whole blocks only.
 
         False with drafts, whose tails have another hash in 0.33.
         """
         last = (request.num_prompt_tokens - 1) // self._tail_tokens
-        beyond, hashes = last * self._tail_tokens - computed, request.block_hashes
+        beyond, hashes = last * self._tail_tokens - own_tokens, request.block_hashes
         if self._pool is None or not 0 < beyond < self._shape.block_tokens or last > len(hashes) or self._has_drafts:
             return False
         return bool(self._pool.get_cached_block(hashes[last - 1], self._shape.group_ids))
 
-    def _scan(self, state: RequestState, computed: int) -> int | None:
+    def _scan(self, state: RequestState, own_tokens: int) -> int | None:
         """Return the tokens that can be loaded by vLLM's scan of the answer; None if the request must wait."""
         request = state.request
-        tokens, _ = super().get_num_new_matched_tokens(request, computed)
+        tokens, _ = super().get_num_new_matched_tokens(request, own_tokens)
         if state.scan.wanted_tails:
-            if not self._waits.look_up_tails(state, computed):
+            if not self._waits.look_up_tails(state, own_tokens):
                 return None
-            tokens, _ = super().get_num_new_matched_tokens(request, computed)
+            tokens, _ = super().get_num_new_matched_tokens(request, own_tokens)
         if state.scan.awaits_tail:  # vLLM defers a request for a tail only without other hits
             return None
-        while tokens and request.mm_features and self._needs_two_images(request, computed + tokens):
+        while tokens and request.mm_features and self._needs_two_images(request, own_tokens + tokens):
             size = self._shape.chunk_tokens
-            most = (computed + tokens - 1) // size * size - computed
-            tokens, _ = self.connector_scheduler.get_num_new_matched_tokens(request, computed, max(most, 0))
+            most = (own_tokens + tokens - 1) // size * size - own_tokens
+            tokens, _ = self.connector_scheduler.get_num_new_matched_tokens(request, own_tokens, max(most, 0))
         return tokens
 
     def _needs_two_images(self, request: Request, end: int) -> bool:
@@ -337,13 +337,13 @@ class KvoffdConnector(OffloadingConnector):
         places = [feature.mm_position for feature in request.mm_features]
         return sum(at.offset <= end + self._read_ahead_tokens and at.offset + at.length > end for at in places) > 1
 
-    def _admit(self, state: RequestState, computed: int, tokens: int) -> int | None:
+    def _admit(self, state: RequestState, own_tokens: int, tokens: int) -> int | None:
         """Return how many of the ``tokens`` found are loaded now; None if the request waits for other loads."""
         if self._shape.full_attention and self._shape.has_windows_or_states:
-            self._mark_shared_prefix(state, computed + tokens)
+            self._mark_shared_prefix(state, own_tokens + tokens)
         if not tokens or self._manager.skip_slow_load(state, tokens):
-            return 0 if self._admission.admit_compute(state.request, computed) else None
-        admission = self._admission.admit_load(state.request, computed + tokens)
+            return 0 if self._admission.admit_compute(state.request, own_tokens) else None
+        admission = self._admission.admit_load(state.request, own_tokens + tokens)
         if admission is Admission.ONLY_COMPUTE:
             self._manager.refuse_load(state)
             return 0

@@ -73,11 +73,11 @@ class CacheShape:
     full_attention: dict[int, str]
     has_windows_or_states: bool
 
-    def usable_tokens(self, tokens: int, computed_tokens: int) -> int:
-        """Return how many of a request's tokens vLLM can use from its own cache, which has ``computed_tokens``: whole
+    def usable_tokens(self, tokens: int, own_tokens: int) -> int:
+        """Return how many of a request's tokens vLLM can use from its own cache, which has ``own_tokens``: whole
         blocks, without the last token."""
         usable = (tokens - 1) // self.block_tokens * self.block_tokens
-        return usable - self.dropped_tokens if computed_tokens else usable
+        return usable - self.dropped_tokens if own_tokens else usable
 
 
 def step_tokens_of(config: SchedulerConfig) -> int:

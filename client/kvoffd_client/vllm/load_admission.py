@@ -117,36 +117,36 @@ class LoadAdmission:
         if computed_s:
             self._loaded[request] = Loaded(self._clock() + min(computed_s, LONGEST_DELAY_S))
 
-    def admit_compute(self, request: Request, computed: int) -> bool:
-        """Return whether a request may be scheduled in this step without a load; ``computed`` of its tokens are in the
+    def admit_compute(self, request: Request, cached: int) -> bool:
+        """Return whether a request may be scheduled in this step without a load; ``cached`` of its tokens are in the
         cache. One whose load failed is passed over once."""
         failed = self._loaded.get(request)
         if failed is not None and not failed.passed:
             # vLLM keeps it in kv_holding_waiting, before all others, until it is passed over.
             failed.passed = True
             return False
-        return not self._waits_for_earlier(request, computed)
+        return not self._waits_for_earlier(request, cached)
 
-    def admit_load(self, request: Request, computed: int) -> Admission:
-        """Return whether a request may be scheduled in this step to be loaded, after which ``computed`` of its tokens
+    def admit_load(self, request: Request, cached: int) -> Admission:
+        """Return whether a request may be scheduled in this step to be loaded, after which ``cached`` of its tokens
         are in the cache. Once one was deferred, later ones of the step are too."""
-        if self.has_deferred or self._waits_for_earlier(request, computed):
+        if self.has_deferred or self._waits_for_earlier(request, cached):
             return Admission.LATER
         others = self._update_others(request)
-        if self._fits(request, computed, others):
+        if self._fits(request, cached, others):
             return Admission.LOAD
         if not others:
             return Admission.ONLY_COMPUTE
         oldest = self._clock() - STUCK_S
         moving = {other: load for other, load in others.items() if load.ended_at is None or load.ended_at > oldest}
-        if len(moving) < len(others) and self._fits(request, computed, moving):
+        if len(moving) < len(others) and self._fits(request, cached, moving):
             return Admission.ONLY_COMPUTE  # only those that vLLM does not schedule keep it waiting
         self.has_deferred = True
         return Admission.LATER
 
-    def _waits_for_earlier(self, request: Request, computed: int) -> bool:
+    def _waits_for_earlier(self, request: Request, cached: int) -> bool:
         """Return whether a request would take several steps' tokens from one that came earlier and is being loaded."""
-        if request.num_tokens - computed <= self._largest_chunk:
+        if request.num_tokens - cached <= self._largest_chunk:
             return False
         now, place = self._clock(), self._place(request)
         return any(
@@ -170,13 +170,13 @@ class LoadAdmission:
             load.blocks = load.blocks or self._blocks_of(other.num_tokens + self._drafts, other.num_computed_tokens)
         return others
 
-    def _fits(self, request: Request, computed: int, others: dict[Request, Loaded]) -> bool:
-        """Return whether a request fits besides the others, during its load and with ``computed`` tokens cached."""
+    def _fits(self, request: Request, cached: int, others: dict[Request, Loaded]) -> bool:
+        """Return whether a request fits besides the others, during its load and with ``cached`` tokens cached."""
         if not others and self._blocks == inf:
             return True
-        blocks = self._blocks_of(request.num_tokens + self._drafts, computed)
+        blocks = self._blocks_of(request.num_tokens + self._drafts, cached)
         if not others:
-            return max(blocks, self._blocks_of(computed, computed) + self._kept_free) <= self._blocks
+            return max(blocks, self._blocks_of(cached, cached) + self._kept_free) <= self._blocks
         # vLLM keeps blocks free for requests whose load failed.
         failed = sum(load.blocks for other, load in others.items() if not other.num_computed_tokens)
         free = self.pool.get_num_free_blocks() if self.pool is not None else inf
@@ -185,13 +185,13 @@ class LoadAdmission:
         taken = blocks + self._kept_free + sum(load.blocks for load in others.values())
         return taken <= LOADED_SHARE * self._blocks
 
-    def _blocks_of(self, tokens: int, computed: int) -> float:
-        """Return the most blocks that a request of ``tokens``, ``computed`` of them computed, may have at once."""
+    def _blocks_of(self, tokens: int, cached: int) -> float:
+        """Return the most blocks that a request of ``tokens``, ``cached`` of them computed, may have at once."""
         blocks = 0.0
         for spec, most in zip(self._specs, self._most, strict=True):
             size = self._block_tokens(spec)
             if window := _window_of(spec):
-                needed = cdiv(min(tokens, window + min(tokens - computed, self._step_tokens)), size) + 1
+                needed = cdiv(min(tokens, window + min(tokens - cached, self._step_tokens)), size) + 1
             else:
                 needed = cdiv(tokens, size) + (spec.num_speculative_blocks if isinstance(spec, MambaSpec) else 0)
             blocks += min(needed, most)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from itertools import count
 from typing import TYPE_CHECKING
@@ -27,6 +26,7 @@ from kvoffd_client.vllm.connector_metadata import ChunkGroup, ChunkGroups, Faile
 from kvoffd_client.vllm.do_no_harm import DoNoHarm
 from kvoffd_client.vllm.engine_facts import EngineFacts
 from kvoffd_client.vllm.engine_namespace import EngineNamespace
+from kvoffd_client.vllm.engine_reports import EngineReports
 from kvoffd_client.vllm.hints import HintsOption, allowed_tiers, notes_of, read_hints
 from kvoffd_client.vllm.log import logger
 from kvoffd_client.vllm.prefill_rate import PrefillRate
@@ -37,7 +37,7 @@ from kvoffd_client.vllm.request_state import PromptWait, RequestState, Schedulin
 from kvoffd_client.vllm.request_stores import RequestStores
 from kvoffd_client.vllm.waits import AnswerWait, EngineClock
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import MAX_REPORTED, SHARED
+from kvoffd_proto.messages import SHARED
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 
 # Errors after which the blocks are unusable. After other errors they are still valid.
 BLOCKS_UNUSABLE = frozenset({ErrorCode.NOT_READY, ErrorCode.COPY_FAILED, ErrorCode.CHECKSUM})
-REPORT_EVERY_S = 10.0
 
 
 class KvoffdManager(OffloadingManager):
@@ -90,10 +89,7 @@ class KvoffdManager(OffloadingManager):
         self._hints_option, self._do_no_harm = hints, do_no_harm
         self._numbers = count()
         self._counters = counters = metrics.Counters()
-        self._report_at = clock() + REPORT_EVERY_S
-        self._reported, self._reported_late_times = Counter[str](), 0.0
-        """Counters, and ``PromptWaits.late_times``, at the last report to the daemon."""
-        self._reported_problem = ""
+        self._reports = EngineReports(namespace, clock, counters)
         namespace.on_leave = self._on_leave
         self._engine_clock = EngineClock(clock)
         answer_wait = AnswerWait(deadline_s, do_no_harm=do_no_harm)
@@ -136,22 +132,8 @@ class KvoffdManager(OffloadingManager):
         self.waits.begin_step(is_idle=not request_tokens)
         self.lookups.begin_step()
         # Counts are kept until the daemon answers: lookups are late when it does not.
-        if self.clock() >= self._report_at and self.namespace.client.ready:
-            self._report_engine()
-
-    def _report_engine(self) -> None:
-        """Report what has changed in the engine to the daemon. Old values too: the daemon may have been restarted."""
-        self._report_at = self.clock() + REPORT_EVERY_S
-        changes = self._counters - self._reported
-        self._reported = Counter(self._counters)
-        counts = [min(changes[name], MAX_REPORTED) for name in metrics.REPORTED]
-        late, late_times = changes[metrics.LATE_LOOKUPS], self.waits.late_times - self._reported_late_times
-        self._reported_late_times = self.waits.late_times
-        late_age_s = self.clock() - late_times / late if late else 0.0
-        prefill_rate, problem = self.harm.prefill.tokens_per_second, self.namespace.problem
-        if any((prefill_rate, *counts, problem, self._reported_problem)):
-            self.namespace.client.report(prefill_rate, *counts, problem=problem, late_age_s=late_age_s)
-            self._reported_problem = problem
+        if self.clock() >= self._reports.due_at and self.namespace.client.ready:
+            self._reports.send(self.harm.prefill.tokens_per_second, self.waits.late_times)
 
     def take_events(self) -> Sequence[KVCacheEvent]:
         """Record that a step has ended; return events of the daemon's blocks for the engine's stream."""

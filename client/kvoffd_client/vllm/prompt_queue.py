@@ -42,7 +42,7 @@ class Parked:
     """A prompt that a step passes over.
 
     Attributes:
-        computed: tokens that vLLM's own cache had when it was parked.
+        own_tokens: tokens that vLLM's own cache had when it was parked.
         until: time, by the engine's clock, at which it is looked at again.
         future: an answer that wakes it; None for none.
         in_turns: only JUDGED_AT_ONCE of these are woken in a step, also by answers.
@@ -53,7 +53,7 @@ class Parked:
         for_lookup: it waits until it may be looked up.
     """
 
-    computed: int
+    own_tokens: int
     until: float
     future: LookupFuture | None = None
     in_turns: bool = False
@@ -193,10 +193,10 @@ class PromptQueue:
         if len(heap) > 2 * len(self._parked) + MAX_STALE:
             heap[:] = sorted([entry for entry in heap if self._parked.get(entry[2]) is entry[3]])
 
-    def is_parked(self, name: str, computed: int) -> bool:
-        """Return whether a prompt is passed over, of which vLLM's own cache has ``computed`` tokens."""
+    def is_parked(self, name: str, own_tokens: int) -> bool:
+        """Return whether a prompt is passed over, of which vLLM's own cache has ``own_tokens``."""
         parked = self._parked.get(name)
-        return parked is not None and parked.computed == computed
+        return parked is not None and parked.own_tokens == own_tokens
 
     @property
     def has_waiting(self) -> bool:

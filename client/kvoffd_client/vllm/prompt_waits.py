@@ -77,18 +77,18 @@ class PromptWaits:
 
     # --- parked prompts ----------------------------------------------------------------------------
 
-    def pass_over(self, request_id: str, computed_tokens: int) -> bool:
+    def pass_over(self, request_id: str, own_tokens: int) -> bool:
         """Return whether vLLM passes over a request, because it is parked. The first call of a step wakes what is due;
         an idle engine pauses here once in a step."""
         if self._is_first:
             self._is_first = False
             self._wake()
-        if not self._queue.is_parked(request_id, computed_tokens):
+        if not self._queue.is_parked(request_id, own_tokens):
             return False
         if not self._engine_clock.is_idle or self._has_paused or not self._engine.may_pause:
             return True
         self._pause()
-        return self._queue.is_parked(request_id, computed_tokens)
+        return self._queue.is_parked(request_id, own_tokens)
 
     def _wake(self) -> None:
         """Wake the parked requests whose time or answer has come."""
@@ -119,7 +119,7 @@ class PromptWaits:
         timed_out = answer_wait.record_wait(began, self._engine_clock.read(), answered=answered)
         self._counters[metrics.LOOKUP_WAITS_TIMED_OUT] += timed_out
 
-    def _park(self, state: RequestState, computed_tokens: int, until: float) -> None:
+    def _park(self, state: RequestState, own_tokens: int, until: float) -> None:
         """Pass over a request until the answer to its lookup comes, or this time."""
         future, wait = state.in_flight.future if state.in_flight is not None else None, state.wait
         name, ask_order = state.request.request_id, None
@@ -128,7 +128,7 @@ class PromptWaits:
             if state.answer is not None and state.answer.future.asking:  # it asks again in turns with others
                 ask_order, until = state.number, max(until, wait.tier.judge_at)
         parked = Parked(
-            computed_tokens,
+            own_tokens,
             until,
             future,
             in_turns=wait.awaits_tier,
@@ -140,30 +140,30 @@ class PromptWaits:
     # --- a prompt's scan ---------------------------------------------------------------------------
 
     def prepare_scan(
-        self, state: RequestState, computed_tokens: int, *, engine_has_all: bool, engine_has_tail: bool = False
+        self, state: RequestState, own_tokens: int, *, engine_has_all: bool, engine_has_tail: bool = False
     ) -> bool:
         """Prepare the results of vLLM's scan of a request, which must see a single answer.
 
         Take an answer that has come, ask again if it may not be the best one any more, and wait a moment for the next.
-        ``computed_tokens`` are in vLLM's own cache, in whole blocks; ``engine_has_all``: as many as it can use, so
+        ``own_tokens`` are in vLLM's own cache, in whole blocks; ``engine_has_all``: as many as it can use, so
         nothing is loaded but a tail, unless ``engine_has_tail``. False: the request waits, and vLLM must not scan now.
         """
         tail_tokens = self._engine.tail_tokens
-        fits_tail = bool(tail_tokens) and computed_tokens + tail_tokens < state.request.num_prompt_tokens
-        state.scan = PreparedScan(computed_tokens, engine_has_all, self._lookups.may_load(state))
-        may_scan = self._prepare(state, computed_tokens, may_have_tail=fits_tail and not engine_has_tail)
+        fits_tail = bool(tail_tokens) and own_tokens + tail_tokens < state.request.num_prompt_tokens
+        state.scan = PreparedScan(own_tokens, engine_has_all, self._lookups.may_load(state))
+        may_scan = self._prepare(state, own_tokens, may_have_tail=fits_tail and not engine_has_tail)
         if may_scan:
             state.wait.since = None
         return may_scan
 
-    def look_up_tails(self, state: RequestState, computed_tokens: int) -> bool:
+    def look_up_tails(self, state: RequestState, own_tokens: int) -> bool:
         """Look up the tails that vLLM wanted in its scan, and prepare a second one. Returns as ``prepare_scan``."""
         self._lookups.look_up_tails(state)
-        may_scan = self.prepare_scan(state, computed_tokens, engine_has_all=state.scan.engine_has_all)
+        may_scan = self.prepare_scan(state, own_tokens, engine_has_all=state.scan.engine_has_all)
         state.scan.asks_tails = False  # the second scan takes what is known
         return may_scan
 
-    def _prepare(self, state: RequestState, computed_tokens: int, *, may_have_tail: bool) -> bool:
+    def _prepare(self, state: RequestState, own_tokens: int, *, may_have_tail: bool) -> bool:
         """Do as ``prepare_scan``, in this order: take the answer that has come; if it is outdated, ask again; wait a
         moment for the next answer; if that should come later, park the request, else show the scan the last one."""
         wait, scan, namespace = state.wait, state.scan, self._namespace
@@ -176,8 +176,8 @@ class PromptWaits:
         if self._lookups.take_answer(state) or state.answer is None:
             # Before the next lookup: where steps are long, one would be on its way whenever vLLM comes here.
             wait.awaits_tier = self._judge_tier_wait(state)
-        if self._needs_lookup(state, computed_tokens):
-            if self._park_for_lookup(state, computed_tokens):
+        if self._needs_lookup(state, own_tokens):
+            if self._park_for_lookup(state, own_tokens):
                 return False
             if wait.is_late:
                 return True
@@ -185,44 +185,44 @@ class PromptWaits:
         late_at = 0.0
         if (lookup := state.in_flight) is not None:
             if not lookup.future.done:  # else it is taken
-                late_at = self._wait_for_answer(state, lookup, computed_tokens)
+                late_at = self._wait_for_answer(state, lookup, own_tokens)
             self._lookups.take_answer(state)
         wait.awaits_tier = self._judge_tier_wait(state)
         if (lookup := state.in_flight) is not None and not lookup.given_up:
             scan.awaits_tail = lookup.asks_tails_beyond(state.answer)
             if lookup.is_needed or wait.awaits_tier or scan.awaits_tail:
                 wait.since = lookup.sent_at_engine if wait.since is None else wait.since
-                self._park(state, computed_tokens, late_at)
+                self._park(state, own_tokens, late_at)
                 return False
         may_ask = lookup is None and not self._lookups.has_failed(state)
         awaited = state.tiers if wait.awaits_tier else NOTHING_AWAITED
         scan.show(state.answer, awaited, asks_tails=may_have_tail and may_ask)
         return True
 
-    def found_before(self, state: RequestState, computed_tokens: int) -> FoundTokens | None:
+    def found_before(self, state: RequestState, own_tokens: int) -> FoundTokens | None:
         """Return the result of a request's last scan, if another one would find the same; else None."""
         found = state.wait.found
-        if found is None or state.answer is None or found.basis != self._basis(state, computed_tokens):
+        if found is None or state.answer is None or found.basis != self._basis(state, own_tokens):
             return None
         return found
 
-    def record_scan(self, state: RequestState, computed_tokens: int, tokens: int | None) -> None:
+    def record_scan(self, state: RequestState, own_tokens: int, tokens: int | None) -> None:
         """Record the result of a scan: ``tokens`` that can be loaded; None if the request waits for promotions, or for
         another request's load of the same blocks. Then it is not scanned again before that ends."""
         name, wait = state.request.request_id, state.wait
-        if self._queue.is_parked(name, computed_tokens):
+        if self._queue.is_parked(name, own_tokens):
             return  # for the answer about its tails
         if tokens is not None:
-            wait.found = FoundTokens(tokens, self._basis(state, computed_tokens))
+            wait.found = FoundTokens(tokens, self._basis(state, own_tokens))
         elif wait.awaits_tier and state.answer is not None:
-            self._park(state, computed_tokens, min(wait.tier.ask_at, wait.tier.judge_at))
+            self._park(state, own_tokens, min(wait.tier.ask_at, wait.tier.judge_at))
         elif not state.request.num_preemptions:  # else its own stores may not have ended
             until = self._engine_clock.read() + LOAD_PAUSE_S
-            self._queue.park(name, Parked(computed_tokens, until, for_load=True))
+            self._queue.park(name, Parked(own_tokens, until, for_load=True))
 
-    def _basis(self, state: RequestState, computed_tokens: int) -> ScanBasis:
+    def _basis(self, state: RequestState, own_tokens: int) -> ScanBasis:
         answer = state.answer if state.scan.results else None  # without results the scan does not see it
-        return ScanBasis(answer, computed_tokens, state.wait.awaits_tier, self._lookups.load_changes)
+        return ScanBasis(answer, own_tokens, state.wait.awaits_tier, self._lookups.load_changes)
 
     # --- waits -------------------------------------------------------------------------------------
 
@@ -254,7 +254,7 @@ class PromptWaits:
         since = self._begin_wait(state)
         return self._engine_clock.is_idle and self._engine_clock.read() - since < MIN_COMPUTED_S
 
-    def _needs_lookup(self, state: RequestState, computed_tokens: int) -> bool:
+    def _needs_lookup(self, state: RequestState, own_tokens: int) -> bool:
         """Return whether a request is to be looked up again: its answer may not be the best, and it may wait for one.
 
         While others store what it lacks, each answer may be outdated when it comes; once the time for one is over, the
@@ -265,9 +265,9 @@ class PromptWaits:
         since = state.wait.since
         if state.answer is None or since is None:
             return True
-        return self._engine_clock.read() < since + self._allowed_s(state, state.request.num_tokens - computed_tokens)
+        return self._engine_clock.read() < since + self._allowed_s(state, state.request.num_tokens - own_tokens)
 
-    def _park_for_lookup(self, state: RequestState, computed_tokens: int) -> bool:
+    def _park_for_lookup(self, state: RequestState, own_tokens: int) -> bool:
         """Park a request that may not be looked up now, because many others were in this step. Once that takes too long
         return False: it is looked up all the same, or ``is_late`` if too many are."""
         name = state.request.request_id
@@ -275,12 +275,12 @@ class PromptWaits:
             return False
         until = self._begin_wait(state) + self._allowed_s(state, state.request.num_tokens)
         if self._engine_clock.read() < until:
-            self._queue.park(name, Parked(computed_tokens, until, for_lookup=True))
+            self._queue.park(name, Parked(own_tokens, until, for_lookup=True))
             return True
         state.wait.is_late = self._queue.is_full
         return False
 
-    def _wait_for_answer(self, state: RequestState, lookup: KeyedLookup, computed_tokens: int) -> float:
+    def _wait_for_answer(self, state: RequestState, lookup: KeyedLookup, own_tokens: int) -> float:
         """Wait a moment for the answer to a request's lookup, or give it up if it is late. Return when it is late."""
         answer_wait, wait = self._answer_wait, state.wait
         asks_tails = lookup.asks_tails_beyond(state.answer)
@@ -290,7 +290,7 @@ class PromptWaits:
             self._wait(lookup.future, must_come=must_come)
         else:
             self._namespace.client.poll()
-        tokens = state.request.num_tokens - computed_tokens
+        tokens = state.request.num_tokens - own_tokens
         if asks_tails and state.answer is not None:
             tokens = min(tokens, self._lookups.groups[0].tokens_per_chunk)
         allowed_s = self._allowed_s(state, tokens)

@@ -28,7 +28,7 @@ class ScanBasis(NamedTuple):
     """
 
     answer: KeyedLookup | None
-    computed_tokens: int
+    own_tokens: int
     awaits_tier: bool
     load_changes: int
 
