@@ -64,7 +64,7 @@ class ManagerHarness:
 
     def begin_engine(self, **facts: Any) -> None:
         """Have another engine, whose first step begins."""
-        usual = {"shard_bytes": [SHARD_BYTES] * len(self.manager.groups), "most_running": 1, "largest_chunk": 256}
+        usual = {"shard_bytes": [SHARD_BYTES] * len(self.manager.groups), "most_running": 1, "prompt_step_tokens": 256}
         self.manager.begin_engine(EngineFacts(**{**usual, **facts}))
 
     def sleep(self, seconds: float) -> None:

@@ -16,7 +16,7 @@ from kvoffd_client.vllm.do_no_harm import (
     STORE_PAUSE_S,
     DoNoHarm,
 )
-from kvoffd_client.vllm.engine_facts import largest_chunk_of
+from kvoffd_client.vllm.engine_facts import prompt_step_tokens_of
 from kvoffd_client.vllm.engine_reports import REPORT_EVERY_S
 from kvoffd_client.vllm.metrics import SLOW_LOADS
 from kvoffd_client.vllm.prefill_rate import PrefillRate
@@ -186,7 +186,7 @@ def test_an_engine_that_computes_little_of_a_prompt_in_a_step_is_timed() -> None
         given = {"max_num_batched_tokens": batched, "long_prefill_token_threshold": threshold}
         config = SchedulerConfig(max_model_len=1024, is_encoder_decoder=False, max_num_seqs=8, **given)
         with case(given):
-            assert largest_chunk_of(config) == chunk
+            assert prompt_step_tokens_of(config) == chunk
             prompts = [((chunk - 8, *DECODING), chunk / 10_000)] * (2048 // chunk + 2)
             assert rate_after(*prompts, chunk=chunk).tokens_per_second == pytest.approx(10_000)
             assert rate_after(*[((4,) * 300, 0.03)] * 50, chunk=chunk).tokens_per_second == 0.0, "speculative tokens"

@@ -25,7 +25,7 @@ class EngineFacts:
 
     Attributes:
         shard_bytes: by group, approximate bytes of one worker's shard of a block.
-        most_running, largest_chunk: see ``PrefillRate``.
+        most_running, prompt_step_tokens: see ``PrefillRate``.
         step_tokens, by_priority: see ``PromptQueue``.
         may_pause: an idle engine may pause in a step, because no other rank waits for it.
         state_groups: groups of recurrent layers, whose states vLLM offers separately.
@@ -37,7 +37,7 @@ class EngineFacts:
 
     shard_bytes: Sequence[int]
     most_running: int
-    largest_chunk: int
+    prompt_step_tokens: int
     step_tokens: int = 8192
     by_priority: bool = False
     may_pause: bool = True
@@ -85,7 +85,7 @@ def step_tokens_of(config: SchedulerConfig) -> int:
     return int(config.max_num_scheduled_tokens or config.max_num_batched_tokens)
 
 
-def largest_chunk_of(config: SchedulerConfig) -> int:
+def prompt_step_tokens_of(config: SchedulerConfig) -> int:
     """Return the most tokens of a prompt that an engine computes in a step."""
     tokens = step_tokens_of(config)
     return min(tokens, config.long_prefill_token_threshold or tokens)
@@ -125,7 +125,7 @@ def facts_of(
     facts = EngineFacts(
         shard_bytes=[page * cache.blocks_per_chunk for page in pages],
         most_running=vllm_config.max_concurrent_batches,
-        largest_chunk=largest_chunk_of(scheduler),
+        prompt_step_tokens=prompt_step_tokens_of(scheduler),
         step_tokens=step_tokens_of(scheduler),
         by_priority=scheduler.policy == "priority",
         may_pause=vllm_config.parallel_config.data_parallel_size == 1,

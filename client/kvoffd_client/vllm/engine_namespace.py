@@ -147,7 +147,7 @@ class EngineNamespace:
         self.on_leave: Callable[[], None] = lambda: None
         self._last_namespace: NamespaceSpec | None = None
         """The one for which ``client`` was made; ``current`` may be unknown again."""
-        self._states: dict[int, MemoryState] = {}
+        self._memory: dict[int, MemoryState] = {}
         """The memory states of this generation, by rank."""
         self._search, self._search_began = Search.WANTED, 0.0
         """State, and the time when the workers were asked, or the namespace was found."""
@@ -165,7 +165,7 @@ class EngineNamespace:
 
         A worker's memory cannot be registered, or has not been for ``APART_S``.
         """
-        problems = (f"worker {rank}: {state.problem}" for rank, state in sorted(self._states.items()) if state.problem)
+        problems = (f"worker {rank}: {state.problem}" for rank, state in sorted(self._memory.items()) if state.problem)
         return next(problems, self._apart.problem if self._apart is not None else "")
 
     @property
@@ -177,7 +177,7 @@ class EngineNamespace:
     def registered(self) -> bool:
         """Whether every worker's memory is registered in the namespace."""
         known = self.current
-        return known is not None and all(state.registered == known.fingerprint for state in self._states.values())
+        return known is not None and all(state.registered == known.fingerprint for state in self._memory.values())
 
     @property
     def serves(self) -> bool:
@@ -192,13 +192,13 @@ class EngineNamespace:
         if self.current is None:
             return None
         digests: list[bytes] = []
-        for _, state in sorted(self._states.items()):
+        for _, state in sorted(self._memory.items()):
             its_path, digest = ("", b"") if state.adapters is None else state.adapters.get(number, ("", None))
             if digest == b"":
                 return b""
             if digest is not None and its_path == path:
                 digests.append(digest)
-        is_known = digests and len(digests) == len(self._states)
+        is_known = digests and len(digests) == len(self._memory)
         return hashlib.sha256(b"".join(digests)).digest() if is_known else None
 
     def awaits_reports(self, patience_s: float = PATIENCE_S) -> bool:
@@ -255,7 +255,7 @@ class EngineNamespace:
         fingerprint, epoch = self.current.fingerprint, self.client.epoch
         return [
             rank
-            for rank, state in sorted(self._states.items())
+            for rank, state in sorted(self._memory.items())
             if not state.problem and (state.registered != fingerprint or state.daemon not in (None, epoch))
         ]
 
@@ -267,7 +267,7 @@ class EngineNamespace:
     def leave(self, engine_cache_kept: bool) -> None:
         """Handle a possible change of the weights. ``engine_cache_kept``: vLLM's own cache still has old blocks."""
         self.generation += 1
-        self._states.clear()
+        self._memory.clear()
         self.current, self._search = None, Search.UNNEEDED
         self._must_announce = False
         self._apart = None
@@ -284,11 +284,11 @@ class EngineNamespace:
                 # vLLM's own cache was not reset and still has blocks of the old weights.
                 self.leave(engine_cache_kept=True)
                 return
-            self._states[rank] = state
+            self._memory[rank] = state
         if self._apart is not None and self._apart.problem and not self._absent_ranks():
             self._apart = None
-        if self.current is None and len(self._states) == self._world_size:
-            self._decide([self._states[rank] for rank in sorted(self._states)])
+        if self.current is None and len(self._memory) == self._world_size:
+            self._decide([self._memory[rank] for rank in sorted(self._memory)])
 
     def _decide(self, states: Sequence[MemoryState]) -> None:
         namespace, *others = [state.namespace for state in states]

@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import (
     iter_layer_specs,
 )
 
-from kvoffd_client.vllm.engine_facts import largest_chunk_of
+from kvoffd_client.vllm.engine_facts import prompt_step_tokens_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -96,7 +96,7 @@ class LoadAdmission:
         self._most = [_most_blocks(spec, vllm_config) for spec in self._specs]
         self._context_parallel = vllm_config.parallel_config.decode_context_parallel_size
         self._step_tokens = vllm_config.max_in_flight_tokens
-        self._largest_chunk = largest_chunk_of(vllm_config.scheduler_config)
+        self._prompt_step_tokens = prompt_step_tokens_of(vllm_config.scheduler_config)
         self._by_priority = vllm_config.scheduler_config.policy == "priority"
         self._drafts = vllm_config.num_speculative_tokens + vllm_config.num_lookahead_tokens
         speculates = bool(vllm_config.num_speculative_tokens)
@@ -146,7 +146,7 @@ class LoadAdmission:
 
     def _waits_for_earlier(self, request: Request, cached: int) -> bool:
         """Return whether a request would take several steps' tokens from one that came earlier and is being loaded."""
-        if request.num_tokens - cached <= self._largest_chunk:
+        if request.num_tokens - cached <= self._prompt_step_tokens:
             return False
         now, place = self._clock(), self._place(request)
         return any(

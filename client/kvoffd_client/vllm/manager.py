@@ -117,7 +117,7 @@ class KvoffdManager(OffloadingManager):
 
     def begin_engine(self, engine: EngineFacts) -> None:
         """Set properties of the engine's configuration, before the first request."""
-        prefill = PrefillRate(self.clock, engine.most_running, engine.largest_chunk)
+        prefill = PrefillRate(self.clock, engine.most_running, engine.prompt_step_tokens)
         self.harm = DoNoHarm(self.clock, prefill, active=self._do_no_harm)
         self.times = ComputeTimes(engine, prefill, self.namespace, self.requests, self.lookups.loading)
         self.lookups.begin_engine(engine)

@@ -23,16 +23,16 @@ class PrefillRate:
 
     Args:
         most_running: most steps that vLLM begins before the first of them ends.
-        largest_chunk: most tokens of a prompt that the engine computes in a step.
+        prompt_step_tokens: most tokens of a prompt that the engine computes in a step.
 
     Attributes:
         tokens_per_second: the rate; 0 while unknown.
     """
 
-    def __init__(self, clock: Callable[[], float], most_running: int, largest_chunk: int) -> None:
+    def __init__(self, clock: Callable[[], float], most_running: int, prompt_step_tokens: int) -> None:
         self._clock = clock
-        self._least_step = min(MIN_STEP_TOKENS, largest_chunk)
-        self._least_request = min(MIN_REQUEST_TOKENS, largest_chunk // 2)
+        self._least_step = min(MIN_STEP_TOKENS, prompt_step_tokens)
+        self._least_request = min(MIN_REQUEST_TOKENS, prompt_step_tokens // 2)
         self._running: deque[tuple[float, tuple[int, ...]]] = deque(maxlen=most_running)
         """Start of each step, and the tokens of its requests. A failed step never ends and is dropped."""
         self._ended = 0.0

@@ -105,10 +105,10 @@ class PromptQueue:
 
     # --- the window ------------------------------------------------------------------------------
 
-    def add(self, name: str, priority: int) -> None:
+    def add(self, request_id: str, priority: int) -> None:
         """Add a prompt that has arrived."""
-        self._behind.add(name)
-        heappush(self._order, (priority if self._by_priority else 0, next(self._arrivals), name))
+        self._behind.add(request_id)
+        heappush(self._order, (priority if self._by_priority else 0, next(self._arrivals), request_id))
         if len(self._order) > 2 * len(self._behind) + MAX_STALE:
             self._order = sorted([entry for entry in self._order if entry[2] in self._behind])
 
@@ -125,13 +125,13 @@ class PromptQueue:
         """Whether no more prompts may be looked up."""
         return len(self.ahead) + len(self._awaiting_tier) >= MAX_LOOKED_UP
 
-    def take_lookup(self, name: str) -> bool:
+    def take_lookup(self, request_id: str) -> bool:
         """Return whether a prompt that vLLM came to, or will before others, may be looked up now, and count it.
 
         Those behind may be if few others were in this step: the queue's order may be another one than vLLM's, and what
         is before them may not run.
         """
-        if name not in self._behind or self.has_space:
+        if request_id not in self._behind or self.has_space:
             return True
         if not self._lookups_left or self.is_full:
             return False
@@ -145,57 +145,57 @@ class PromptQueue:
     def take_next(self) -> str | None:
         """Take the first prompt that is not looked up; None if there is none."""
         while self._order:
-            name = heappop(self._order)[2]
-            if name in self._behind:
-                self._behind.remove(name)
-                return name
+            request_id = heappop(self._order)[2]
+            if request_id in self._behind:
+                self._behind.remove(request_id)
+                return request_id
         return None
 
-    def enter_window(self, name: str, tokens: int, priority: int, future: LookupFuture) -> None:
+    def enter_window(self, request_id: str, tokens: int, priority: int, future: LookupFuture) -> None:
         """Record that a prompt was looked up. If it is parked, this answer wakes it."""
-        self._behind.discard(name)
-        self._ahead_tokens += tokens - self.ahead.get(name, (0, 0))[0]
-        self.ahead[name] = tokens, priority
-        self._awaiting_tier.discard(name)
-        self._for_lookups.pop(name, None)
-        if (parked := self._parked.get(name)) is not None:
+        self._behind.discard(request_id)
+        self._ahead_tokens += tokens - self.ahead.get(request_id, (0, 0))[0]
+        self.ahead[request_id] = tokens, priority
+        self._awaiting_tier.discard(request_id)
+        self._for_lookups.pop(request_id, None)
+        if (parked := self._parked.get(request_id)) is not None:
             parked.future = future
-            self._for_answers[name] = parked
+            self._for_answers[request_id] = parked
 
-    def wait_for_tier(self, name: str) -> None:
+    def wait_for_tier(self, request_id: str) -> None:
         """Record that a prompt waits for a tier: it takes no place in the window."""
-        self._ahead_tokens -= self.ahead.pop(name, (0, 0))[0]
-        self._awaiting_tier.add(name)
+        self._ahead_tokens -= self.ahead.pop(request_id, (0, 0))[0]
+        self._awaiting_tier.add(request_id)
 
-    def remove(self, name: str) -> None:
+    def remove(self, request_id: str) -> None:
         """Remove a prompt that is scheduled, or has ended."""
-        self._behind.discard(name)
-        self._ahead_tokens -= self.ahead.pop(name, (0, 0))[0]
-        self._awaiting_tier.discard(name)
-        self._unpark(name)
+        self._behind.discard(request_id)
+        self._ahead_tokens -= self.ahead.pop(request_id, (0, 0))[0]
+        self._awaiting_tier.discard(request_id)
+        self._unpark(request_id)
 
     # --- parked prompts --------------------------------------------------------------------------
 
-    def park(self, name: str, parked: Parked) -> None:
+    def park(self, request_id: str, parked: Parked) -> None:
         """Pass over a prompt from now on."""
-        self._unpark(name)
-        self._parked[name] = parked
+        self._unpark(request_id)
+        self._parked[request_id] = parked
         if parked.ask_order is not None:
-            self._asking[name] = parked.ask_order
+            self._asking[request_id] = parked.ask_order
         if parked.future is not None:
-            self._for_answers[name] = parked
+            self._for_answers[request_id] = parked
         if parked.for_load:
-            self._for_loads[name] = None
+            self._for_loads[request_id] = None
         if parked.for_lookup:
-            self._for_lookups[name] = None
+            self._for_lookups[request_id] = None
         heap = self._turns if parked.in_turns else self._by_time
-        heappush(heap, (parked.until, next(self._arrivals), name, parked))
+        heappush(heap, (parked.until, next(self._arrivals), request_id, parked))
         if len(heap) > 2 * len(self._parked) + MAX_STALE:
             heap[:] = sorted([entry for entry in heap if self._parked.get(entry[2]) is entry[3]])
 
-    def is_parked(self, name: str, own_tokens: int) -> bool:
+    def is_parked(self, request_id: str, own_tokens: int) -> bool:
         """Return whether a prompt is passed over, of which vLLM's own cache has ``own_tokens``."""
-        parked = self._parked.get(name)
+        parked = self._parked.get(request_id)
         return parked is not None and parked.own_tokens == own_tokens
 
     @property
@@ -215,17 +215,18 @@ class PromptQueue:
     def begin_step(self) -> None:
         """Let JUDGED_AT_ONCE prompts in turns be woken, and ASKED_AT_ONCE be looked up."""
         self._turns_left, self._lookups_left = JUDGED_AT_ONCE, ASKED_AT_ONCE
-        for name in [*islice(self._for_lookups, ASKED_AT_ONCE)]:
-            self._unpark(name)
+        for request_id in [*islice(self._for_lookups, ASKED_AT_ONCE)]:
+            self._unpark(request_id)
 
     def wake(self, now: float) -> None:
         """Wake the prompts whose time or answer has come; of those in turns JUDGED_AT_ONCE in a step at most."""
-        answered = [name for name, each in self._for_answers.items() if each.future is not None and each.future.done]
-        for name in answered:
-            if not self._parked[name].in_turns:
-                self._unpark(name)
+        parked = self._for_answers.items()
+        answered = [request_id for request_id, one in parked if one.future is not None and one.future.done]
+        for request_id in answered:
+            if not self._parked[request_id].in_turns:
+                self._unpark(request_id)
             elif self._turns_left:
-                self._unpark(name)
+                self._unpark(request_id)
                 self._turns_left -= 1
         while self._by_time and self._by_time[0][0] <= now:
             self._wake_entry(heappop(self._by_time))
@@ -245,26 +246,26 @@ class PromptQueue:
 
     def _wake_entry(self, entry: tuple[float, int, str, Parked]) -> bool:
         """Wake the prompt of a heap's entry, unless it was woken since. Return whether it was parked."""
-        _, _, name, parked = entry
-        return self._parked.get(name) is parked and self._unpark(name)
+        _, _, request_id, parked = entry
+        return self._parked.get(request_id) is parked and self._unpark(request_id)
 
     def wake_all(self) -> None:
-        for name in [*self._parked]:
-            self._unpark(name)
+        for request_id in [*self._parked]:
+            self._unpark(request_id)
 
     def load_ended(self) -> None:
         """Wake the prompts that wait for the end of a load."""
-        for name in [*self._for_loads]:
-            self._unpark(name)
+        for request_id in [*self._for_loads]:
+            self._unpark(request_id)
 
-    def _unpark(self, name: str) -> bool:
+    def _unpark(self, request_id: str) -> bool:
         """Wake a prompt. Return whether it was parked."""
-        self._for_answers.pop(name, None)
-        self._for_loads.pop(name, None)
-        self._for_lookups.pop(name, None)
-        self._asking.pop(name, None)
-        return self._parked.pop(name, None) is not None
+        self._for_answers.pop(request_id, None)
+        self._for_loads.pop(request_id, None)
+        self._for_lookups.pop(request_id, None)
+        self._asking.pop(request_id, None)
+        return self._parked.pop(request_id, None) is not None
 
     def first_ahead(self, most: int) -> Iterator[str]:
         """Yield the first prompts of the window that are not parked."""
-        return (name for name in [*islice(self.ahead, most)] if name not in self._parked)
+        return (request_id for request_id in [*islice(self.ahead, most)] if request_id not in self._parked)

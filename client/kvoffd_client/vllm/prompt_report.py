@@ -212,10 +212,10 @@ def _coming(last: KeyedLookup | None, covered: Sequence[int]) -> list[int]:
     return [len(states) - len(states.lstrip(bytes([READY, *COMING]))) for states in found]
 
 
-def _reason_of(last: KeyedLookup | None, state: int, tiers: Collection[int]) -> str:
+def _reason_of(last: KeyedLookup | None, key_state: int, tiers: Collection[int]) -> str:
     """Return why a key that is not READY was missing; empty if the daemon knows."""
-    if state not in COMING:
-        return "partial" if state == WRITING else ""
-    if state not in tiers:
+    if key_state not in COMING:
+        return "partial" if key_state == WRITING else ""
+    if key_state not in tiers:
         return EXCLUDED
-    return "unanswered" if state == SHARED and last is not None and last.future.asking else "tier_late"
+    return "unanswered" if key_state == SHARED and last is not None and last.future.asking else "tier_late"

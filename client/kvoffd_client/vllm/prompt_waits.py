@@ -15,7 +15,7 @@ from kvoffd_client.vllm.prompt_queue import Parked
 from kvoffd_client.vllm.request_lookups import RequestLookups
 from kvoffd_client.vllm.request_state import FoundTokens, PromptWait, RequestState, ScanBasis
 from kvoffd_client.vllm.scans import PreparedScan
-from kvoffd_client.vllm.waits import MIN_COMPUTED_S, MIN_RETRY_PAUSE_S, AnswerWait, EngineClock
+from kvoffd_client.vllm.waits import MIN_COMPUTED_S, AnswerWait, EngineClock
 from kvoffd_proto.messages import PENDING
 
 LOAD_PAUSE_S = 0.05
@@ -105,8 +105,7 @@ class PromptWaits:
         """Pause an idle engine until an answer comes, or for a moment: it runs empty steps while all prompts wait."""
         self._has_paused, answer_wait = True, self._answer_wait
         if (future := self._queue.first_awaited) is None:
-            self._sleep(max(0.0, min(answer_wait.left_s, MIN_RETRY_PAUSE_S)))
-            answer_wait.left_s -= MIN_RETRY_PAUSE_S
+            self._sleep(answer_wait.take_pause())
         elif answer_wait.may_wait(self._engine_clock.read()):
             self._wait(future)
         self._queue.wake(self._engine_clock.read())
@@ -122,9 +121,9 @@ class PromptWaits:
     def _park(self, state: RequestState, own_tokens: int, until: float) -> None:
         """Pass over a request until the answer to its lookup comes, or this time."""
         future, wait = state.in_flight.future if state.in_flight is not None else None, state.wait
-        name, ask_order = state.request.request_id, None
+        request_id, ask_order = state.request.request_id, None
         if wait.awaits_tier:
-            self._queue.wait_for_tier(name)
+            self._queue.wait_for_tier(request_id)
             if state.answer is not None and state.answer.future.asking:  # it asks again in turns with others
                 ask_order, until = state.number, max(until, wait.tier.judge_at)
         parked = Parked(
@@ -135,7 +134,7 @@ class PromptWaits:
             ask_order=ask_order,
             ask_at=wait.tier.ask_at,
         )
-        self._queue.park(name, parked)
+        self._queue.park(request_id, parked)
 
     # --- a prompt's scan ---------------------------------------------------------------------------
 
@@ -209,8 +208,8 @@ class PromptWaits:
     def record_scan(self, state: RequestState, own_tokens: int, tokens: int | None) -> None:
         """Record the result of a scan: ``tokens`` that can be loaded; None if the request waits for promotions, or for
         another request's load of the same blocks. Then it is not scanned again before that ends."""
-        name, wait = state.request.request_id, state.wait
-        if self._queue.is_parked(name, own_tokens):
+        request_id, wait = state.request.request_id, state.wait
+        if self._queue.is_parked(request_id, own_tokens):
             return  # for the answer about its tails
         if tokens is not None:
             wait.found = FoundTokens(tokens, self._basis(state, own_tokens))
@@ -218,7 +217,7 @@ class PromptWaits:
             self._park(state, own_tokens, min(wait.tier.ask_at, wait.tier.judge_at))
         elif not state.request.num_preemptions:  # else its own stores may not have ended
             until = self._engine_clock.read() + LOAD_PAUSE_S
-            self._queue.park(name, Parked(own_tokens, until, for_load=True))
+            self._queue.park(request_id, Parked(own_tokens, until, for_load=True))
 
     def _basis(self, state: RequestState, own_tokens: int) -> ScanBasis:
         answer = state.answer if state.scan.results else None  # without results the scan does not see it
@@ -270,12 +269,12 @@ class PromptWaits:
     def _park_for_lookup(self, state: RequestState, own_tokens: int) -> bool:
         """Park a request that may not be looked up now, because many others were in this step. Once that takes too long
         return False: it is looked up all the same, or ``is_late`` if too many are."""
-        name = state.request.request_id
-        if self._queue.take_lookup(name):
+        request_id = state.request.request_id
+        if self._queue.take_lookup(request_id):
             return False
         until = self._begin_wait(state) + self._allowed_s(state, state.request.num_tokens)
         if self._engine_clock.read() < until:
-            self._queue.park(name, Parked(own_tokens, until, for_lookup=True))
+            self._queue.park(request_id, Parked(own_tokens, until, for_lookup=True))
             return True
         state.wait.is_late = self._queue.is_full
         return False

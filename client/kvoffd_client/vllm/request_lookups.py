@@ -102,9 +102,9 @@ class RequestLookups:
         if not self.namespace.serves:
             return
         for _ in range(MAX_AHEAD):
-            if not self.queue.has_space or (name := self.queue.take_next()) is None:
+            if not self.queue.has_space or (request_id := self.queue.take_next()) is None:
                 break
-            state = self.requests[name]
+            state = self.requests[request_id]
             if not state.request.is_finished():  # vLLM reports an aborted one later in the step
                 self.look_up(state)
 
@@ -112,8 +112,8 @@ class RequestLookups:
         """Look up again the first prompts of the queue whose answers are old."""
         if not self.namespace.serves:
             return
-        for name in self.queue.first_ahead(CHECKED_AHEAD):
-            state = self.requests[name]
+        for request_id in self.queue.first_ahead(CHECKED_AHEAD):
+            state = self.requests[request_id]
             if state.request.is_finished():
                 continue
             self.take_answer(state)
