@@ -622,7 +622,7 @@ def test_an_unknown_hint_does_not_hide_others_and_is_said_once(
     harness: ManagerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr("kvoffd_client.vllm.hints._said", set())
+    monkeypatch.setattr("kvoffd_client.vllm.hints._logged", set())
     monkeypatch.setattr(hints_module.logger, "warning", lambda text, *args: said.append(text % args))
     for _ in range(3):
         assert hinted(harness, envelope(action("kv.pin", {}), RETAIN)) == 1
@@ -649,7 +649,7 @@ def test_an_unknown_hint_does_not_hide_others_and_is_said_once(
 def test_what_is_too_long_is_not_worked_on(hints: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Sixteen actions with strings of 4 MB each stopped vLLM's scheduler for a second."""
     said = set[str]()
-    monkeypatch.setattr("kvoffd_client.vllm.hints._said", said)
+    monkeypatch.setattr("kvoffd_client.vllm.hints._logged", said)
     context = ReqContext("r", {"kv_hints": {**hints, "actions": hints["actions"] * 16}})
     assert hints_module.read_hints(context).unknown in (1, 16)
     tracemalloc.start()

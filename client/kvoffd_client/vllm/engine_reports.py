@@ -27,22 +27,22 @@ class EngineReports:
         self._namespace, self._clock, self._counters = namespace, clock, counters
         self.due_at = clock() + REPORT_EVERY_S
         self._reported, self._reported_late_times = Counter[str](), 0.0
-        """Counters, and ``PromptWaits.late_times``, at the last report."""
+        """Counters, and ``PromptWaits.late_times_sum``, at the last report."""
         self._reported_problem = ""
 
-    def send(self, prefill_rate: float, late_times: float) -> None:
+    def send(self, prefill_rate: float, late_times_sum: float) -> None:
         """Send a report, unless there is nothing to report.
 
         Args:
             prefill_rate: tokens per second; 0 while unknown.
-            late_times: ``PromptWaits.late_times``.
+            late_times_sum: ``PromptWaits.late_times_sum``.
         """
         self.due_at = self._clock() + REPORT_EVERY_S
         changes = self._counters - self._reported
         self._reported = Counter(self._counters)
         counts = [min(changes[name], MAX_REPORTED) for name in metrics.REPORTED]
-        late, since_last = changes[metrics.LATE_LOOKUPS], late_times - self._reported_late_times
-        self._reported_late_times = late_times
+        late, since_last = changes[metrics.LATE_LOOKUPS], late_times_sum - self._reported_late_times
+        self._reported_late_times = late_times_sum
         late_age_s = self._clock() - since_last / late if late else 0.0
         problem = self._namespace.problem
         if any((prefill_rate, *counts, problem, self._reported_problem)):

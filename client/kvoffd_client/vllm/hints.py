@@ -29,7 +29,7 @@ MAX_TEXT = 128
 """Characters of an action's type, of a version, and of an owner."""
 MAX_TIERS = 16
 """Entries of a request's ``kv_load_tiers`` that are read."""
-MAX_SAID = 16
+MAX_LOGGED = 16
 """Kinds of unknown hints that are logged."""
 ACTIONS = {"kv.retain": HintAction.RETAIN, "kv.release": HintAction.RELEASE, "kv.prefetch": HintAction.PREFETCH}
 
@@ -95,7 +95,7 @@ class _Fetch(Struct):
     source_control_endpoint: Annotated[str, Meta(max_length=MAX_HOST)]
 
 
-_said: set[str] = set()
+_logged: set[str] = set()
 _random = random.Random()
 
 
@@ -107,7 +107,7 @@ def read_hints(context: ReqContext, option: HintsOption = "all") -> RequestHints
         try:
             peer = _sendable(_convert(source, _Source).remote_host)
         except ValueError as error:
-            problems.append(_say(SOURCE_FIELD, error))
+            problems.append(_log_once(SOURCE_FIELD, error))
             unknown = 1
     envelope = context.kv_hints or params.get(FIELD)
     if option == "off" and envelope is not None:
@@ -116,7 +116,7 @@ def read_hints(context: ReqContext, option: HintsOption = "all") -> RequestHints
         try:
             actions = _actions_of(envelope)
         except ValueError as error:
-            problems.append(_say(FIELD, error))
+            problems.append(_log_once(FIELD, error))
             actions, unknown = [], unknown + 1
         if (more := len(actions) - MAX_ACTIONS) > 0:
             problems.append(f"those after the first {MAX_ACTIONS}")
@@ -134,7 +134,7 @@ def read_hints(context: ReqContext, option: HintsOption = "all") -> RequestHints
                 owner = _sendable(its_owner) or owner
                 hints[hint.action] = hint
             except ValueError as error:
-                problems.append(_say(kind, error))
+                problems.append(_log_once(kind, error))
                 unknown += 1
     return RequestHints(list(hints.values()), unknown, peer, _giver_of(owner), problems[0] if problems else "")
 
@@ -227,10 +227,10 @@ def _is_known(version: str) -> bool:
     return len(version) <= MAX_TEXT and version.partition(".")[0] in ("0", "1")
 
 
-def _say(kind: str, error: Exception) -> str:
+def _log_once(kind: str, error: Exception) -> str:
     """Log the first unknown hint of each kind; return what is wrong with it."""
-    if kind not in _said and len(_said) < MAX_SAID:
-        _said.add(kind)
+    if kind not in _logged and len(_logged) < MAX_LOGGED:
+        _logged.add(kind)
         logger.warning("kvoffd: a request's hint (%r) is ignored: %s. Later ones are only counted.", kind, error)
     return f"{kind!r}: {error}"
 

@@ -112,9 +112,10 @@ class KeyedLookup:
 
     def _coming_tokens(self, index: int) -> int:
         states, chunks = self._all_states(index), len(self.chunks[index])
-        count = sum(states.count(state, 0, chunks) for state in COMING)
-        tails = any(states.count(state, chunks) for state in COMING)
-        return (count + tails) * self.groups[index].tokens_per_chunk
+        coming = sum(states.count(state, 0, chunks) for state in COMING)
+        if any(states.count(state, chunks) for state in COMING):
+            coming += 1  # a tail
+        return coming * self.groups[index].tokens_per_chunk
 
     def _all_states(self, index: int) -> bytes:
         """Return the states of a group's chunks, then of its tails; empty without an answer, or if it was not asked."""
@@ -146,7 +147,9 @@ class KeyedLookup:
         at = count - 1
         if rest:
             tails = self.tails.get(index, ())
-            at = chunks + (tails.index(block_hash) if block_hash in tails else len(tails))
+            if block_hash not in tails:
+                return False
+            at = chunks + tails.index(block_hash)
         elif at >= chunks:
             return False
         return 0 <= at < len(states) and states[at] == READY

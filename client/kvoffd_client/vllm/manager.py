@@ -133,7 +133,7 @@ class KvoffdManager(OffloadingManager):
         self.lookups.begin_step()
         # Counts are kept until the daemon answers: lookups are late when it does not.
         if self.clock() >= self._reports.due_at and self.namespace.client.ready:
-            self._reports.send(self.harm.prefill.tokens_per_second, self.waits.late_times)
+            self._reports.send(self.harm.prefill.tokens_per_second, self.waits.late_times_sum)
 
     def take_events(self) -> Sequence[KVCacheEvent]:
         """Record that a step has ended; return events of the daemon's blocks for the engine's stream."""

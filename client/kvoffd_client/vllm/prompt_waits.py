@@ -38,7 +38,7 @@ class PromptWaits:
         do_no_harm: a prompt waits for promotions only while loading is expected to be faster than computing.
 
     Attributes:
-        late_times: sum of the times at which lookups were given up.
+        late_times_sum: sum of the times at which lookups were given up.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class PromptWaits:
         self._lookups, self._namespace, self._counters = lookups, lookups.namespace, counters
         self._engine_clock, self._answer_wait, self._sleep = engine_clock, answer_wait, sleep
         self._deadline_s, self._disk_wait_s, self._do_no_harm = deadline_s, disk_wait_s, do_no_harm
-        self.late_times = 0.0
+        self.late_times_sum = 0.0
         self._is_first = True
         """Whether vLLM has come to no prompt in this step yet."""
         self._has_paused = False
@@ -300,7 +300,7 @@ class PromptWaits:
             if allowed_s:
                 answer_wait.record_reply(now - lookup.sent_at_engine)
             self._counters[metrics.LATE_LOOKUPS] += 1
-            self.late_times += self._lookups.clock()
+            self.late_times_sum += self._lookups.clock()
         return late_at
 
     @staticmethod
