@@ -1027,16 +1027,16 @@ def test_requests_of_an_unknown_adapter_use_nothing(harness: ManagerHarness) -> 
         harness.report("weights", adapters=contents)
         context = harness.new(name)
         harness.requests[name].lora_request = lora_request(1, name)
-        assert harness.manager.adapters.awaits(harness.manager.requests[name]) == (name == "silent")
+        assert harness.manager.adapters.ask_if_unknown(harness.manager.requests[name]) == (name == "silent")
         harness.clock.now += ANSWER_PATIENCE_S
-        assert not harness.manager.adapters.awaits(harness.manager.requests[name])
+        assert not harness.manager.adapters.ask_if_unknown(harness.manager.requests[name])
         assert not harness.scan(name)
         assert harness.offer(context) == []
     # vLLM's own cache has blocks of who knows what under that name.
     harness.report("weights", adapters={1: ("path", b"one")})
     context = harness.new("later")
     harness.requests["later"].lora_request = lora_request(1, "silent")
-    assert not harness.manager.adapters.awaits(harness.manager.requests["later"])
+    assert not harness.manager.adapters.ask_if_unknown(harness.manager.requests["later"])
     assert harness.offer(context) == []
 
 
@@ -1076,9 +1076,9 @@ def test_what_waits_while_its_adapter_is_loaded_in_place_of_another_is_not_spoil
     report_adapter(harness, "path", b"one")
     context = harness.new("waits")
     harness.requests["waits"].lora_request = lora_request(1, path="moved")
-    assert harness.manager.adapters.awaits(harness.manager.requests["waits"])
+    assert harness.manager.adapters.ask_if_unknown(harness.manager.requests["waits"])
     report_adapter(harness, "moved", b"other")
-    assert not harness.manager.adapters.awaits(harness.manager.requests["waits"])
+    assert not harness.manager.adapters.ask_if_unknown(harness.manager.requests["waits"])
     harness.look_up("waits")
     harness.client.answer(set())
     assert harness.offer(context) == KEYS

@@ -215,7 +215,7 @@ class KvoffdConnector(OffloadingConnector):
         """As vLLM's, and names requests whose load failed; these also count as received."""
         sent, received = self.get_finished(finished_req_ids)
         worker: KvoffdWorker = self.connector_worker.worker
-        failed, worker.failed_requests = worker.failed_requests, set()
+        failed = worker.take_failed_requests()
         return KVConnectorTransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> WorkerNews | None:
@@ -287,7 +287,7 @@ class KvoffdConnector(OffloadingConnector):
         if self._admission.has_deferred and (found := waits.found_before(state, own_tokens)) and found.tokens:
             return None  # it waits for space behind another load
         manager.namespace.ask()
-        if manager.adapters.awaits(state):
+        if manager.adapters.ask_if_unknown(state):
             return None
         has_all = own_tokens >= self._shape.usable_tokens(request.num_tokens, own_tokens)
         has_tail = self._tail_tokens > 0 and self._has_tail(request, own_tokens)

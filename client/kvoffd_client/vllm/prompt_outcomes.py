@@ -10,7 +10,7 @@ from msgspec import structs
 from kvoffd_client.vllm.connector_metadata import ChunkGroups
 from kvoffd_client.vllm.engine_namespace import EngineNamespace
 from kvoffd_client.vllm.keyed_lookup import KeyedLookup
-from kvoffd_client.vllm.prompt_report import failed, report_of
+from kvoffd_client.vllm.prompt_report import report_of, report_of_failed
 from kvoffd_client.vllm.request_state import PromptWait, RequestState, Scheduling
 
 
@@ -60,7 +60,7 @@ class PromptOutcomes:
     def load_failed(self, state: RequestState) -> None:
         """Record that a request's load failed, so that it is recomputed."""
         if (report := state.scheduling.unsent_report) is not None:
-            state.scheduling.unsent_report = failed(report)
+            state.scheduling.unsent_report = report_of_failed(report)
 
     def load_ended(self, state: RequestState) -> None:
         """Send the report of a request whose load has ended."""

@@ -175,7 +175,7 @@ def _why_computed(state: RequestState, wait: PromptWait, *, is_loaded_elsewhere:
     return Outcome.NO_SPACE if wait.refused else Outcome.MISSED
 
 
-def failed(report: PromptReport) -> PromptReport:
+def report_of_failed(report: PromptReport) -> PromptReport:
     """Return the report of a prompt whose load failed, so that it is computed."""
     return structs.replace(report, outcome=Outcome.FAILED, loaded_tokens=0, covered_keys=report.own_keys)
 

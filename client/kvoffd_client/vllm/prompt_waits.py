@@ -171,7 +171,7 @@ class PromptWaits:
                 self._lookups.look_up(state)  # the daemon counts its keys, and the policy learns that they are in use
             return True
         if not (namespace.registered and namespace.client.ready):
-            return not self._awaits_workers(state)
+            return not self._wait_for_workers(state)
         if self._lookups.take_answer(state) or state.answer is None:
             # Before the next lookup: where steps are long, one would be on its way whenever vLLM comes here.
             wait.awaits_tier = self._judge_tier_wait(state)
@@ -179,7 +179,7 @@ class PromptWaits:
             if self._park_for_lookup(state, own_tokens):
                 return False
             if wait.is_late:
-                return True
+                return True  # the scan finds nothing
             self._lookups.look_up(state)
         late_at = 0.0
         if (lookup := state.in_flight) is not None:
@@ -235,8 +235,8 @@ class PromptWaits:
         """Return how long a request may wait for an answer about ``tokens`` of it."""
         return self._answer_wait.allowed_s(self._times.seconds(state.request.request_id, tokens))
 
-    def _awaits_workers(self, state: RequestState) -> bool:
-        """Return whether a request waits a moment for the workers to report their memory or registration.
+    def _wait_for_workers(self, state: RequestState) -> bool:
+        """Have a request wait a moment for the workers to report their memory or registration. Return whether it does.
 
         An engine that computes gets the reports in its steps anyway; an idle one may have an old report. Without a
         daemon none would help.

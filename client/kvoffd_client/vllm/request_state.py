@@ -100,7 +100,8 @@ class RequestState:
         load_failed: a load failed; it is recomputed and not looked up again.
         answer: the current answer, whose lease pins the blocks that it reports as ready.
         in_flight: a lookup without an answer yet. The current answer stays until it is replaced.
-        last: the lookup sent last, even if its lease was released; it shows which blocks need not be stored.
+        last: the lookup sent last: the one in flight, else the answer, or one whose lease was released. It shows which
+            blocks need not be stored.
         failed_at: time of its last failed lookup; for a while none is sent, so that the request is not deferred for
             ever.
         tails: hashes of the tails to look up with the chunks, by group on the wire; see ``KeyedLookup``.

@@ -89,8 +89,8 @@ class KvoffdWorker(OffloadingWorker):
         self._specs: dict[int, KeyedSpec] = {}
         """Specs of unfinished jobs by id."""
         self._news = WorkerNews()
-        self.failed_requests: set[str] = set()
-        """Requests whose load failed, to be taken by the connector."""
+        self._failed_requests: set[str] = set()
+        """Requests whose load failed, until they are taken."""
         self._last_credit: int | None = None
         # Jobs that were not sent, with the reason. The sender's thread appends to it too.
         self._unsent_failures: deque[tuple[int, ErrorCode]] = deque()
@@ -225,13 +225,18 @@ class KvoffdWorker(OffloadingWorker):
         news, self._news = self._news, WorkerNews()
         return news
 
+    def take_failed_requests(self) -> set[str]:
+        """Return the requests whose load failed since the last call."""
+        failed, self._failed_requests = self._failed_requests, set()
+        return failed
+
     def _ended(self, job_id: int, error: ErrorCode | None, keys: Sequence[GroupKeys] = ()) -> TransferResult:
         """Record why a job failed, and return a success for vLLM."""
         spec = self._specs.pop(job_id, None)
         if spec is not None:
             self._news.failed_jobs[job_id] = FailedJob(error, keys or spec.keys, spec.request_id)
             if spec.request_id is not None:
-                self.failed_requests.add(spec.request_id)
+                self._failed_requests.add(spec.request_id)
         return TransferResult(job_id, True)
 
     def wait(self, job_ids: set[int]) -> None:
