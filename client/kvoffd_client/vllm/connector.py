@@ -334,8 +334,8 @@ class KvoffdConnector(OffloadingConnector):
         image, less what the draft reads ahead, which is where the hit ends. The request, and all behind it, would wait
         forever.
         """
-        places = [feature.mm_position for feature in request.mm_features]
-        return sum(at.offset <= end + self._read_ahead_tokens and at.offset + at.length > end for at in places) > 1
+        images = [feature.mm_position for feature in request.mm_features]
+        return sum(at.offset <= end + self._read_ahead_tokens and at.offset + at.length > end for at in images) > 1
 
     def _admit(self, state: RequestState, own_tokens: int, tokens: int) -> int | None:
         """Return how many of the ``tokens`` found are loaded now; None if the request waits for other loads."""

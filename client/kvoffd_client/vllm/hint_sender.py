@@ -74,14 +74,14 @@ class HintSender:
         self._counters, self._tail_tokens = counters, tail_tokens
         self._budget = HintBudget(clock)
 
-    def request_begins(self, state: RequestState) -> None:
-        """Send the hints for a request's start, once the daemon can be reached and the adapter is known. Repeatable."""
+    def send_start_hints(self, state: RequestState) -> None:
+        """Send the hints for a request's start, once: when the daemon can be reached and the adapter is known."""
         if not state.start_hints_sent and self._adapters.identify(state) and self._namespace.serves:
             state.start_hints_sent = True
             self._send(state, [hint for hint in state.hints.known if hint.action is not HintAction.RELEASE])
 
-    def request_ended(self, state: RequestState) -> None:
-        """Send the hints for the end of a request that has been scheduled."""
+    def send_end_hints(self, state: RequestState) -> None:
+        """Send the hints for the end of a request that was scheduled."""
         if state.hints.known and self._adapters.identify(state) and self._namespace.serves:
             self._send(state, [hint for hint in state.hints.known if hint.action is not HintAction.PREFETCH])
 

@@ -148,13 +148,13 @@ class LoadAdmission:
         """Return whether a request would take several steps' tokens from one that came earlier and is being loaded."""
         if request.num_tokens - cached <= self._prompt_step_tokens:
             return False
-        now, place = self._clock(), self._place(request)
+        now, own_key = self._clock(), self._sort_key(request)
         return any(
-            load.delays_until > now and self._place(other) < place and self._is_loading(other.request_id)
+            load.delays_until > now and self._sort_key(other) < own_key and self._is_loading(other.request_id)
             for other, load in self._loaded.items()
         )
 
-    def _place(self, request: Request) -> tuple[int, float]:
+    def _sort_key(self, request: Request) -> tuple[int, float]:
         """Return what vLLM sorts waiting requests by."""
         return request.priority if self._by_priority else 0, request.arrival_time
 

@@ -293,7 +293,7 @@ class KvoffdManager(OffloadingManager):
         was_scheduled = state.was_reported  # else it has stored nothing that its hints could name
         self.outcomes.request_ended(state)
         if was_scheduled:
-            self.lookups.hint_sender.request_ended(state)
+            self.lookups.hint_sender.send_end_hints(state)
         self.lookups.end_leases(state)
         if state.last is not None:
             self.lookups.read(state.last)

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count, islice
+from typing import NamedTuple
 
 from kvoffd_client.scheduler_client import LookupFuture
 
@@ -35,6 +36,16 @@ JUDGED_AT_ONCE = 4
 """Prompts waiting for a tier that one step looks at again: each takes 50 to 100 µs. The others follow in turns."""
 MAX_STALE = 1024
 """Entries of a heap, over two for each parked prompt, before it is rebuilt without those that were woken."""
+
+
+class InWindow(NamedTuple):
+    """A prompt that is ahead."""
+
+    tokens: int
+    priority: int
+
+
+NOT_AHEAD = InWindow(0, 0)
 
 
 @dataclass(slots=True, eq=False)
@@ -72,15 +83,15 @@ class PromptQueue:
     """
 
     def __init__(self, step_tokens: int, *, by_priority: bool) -> None:
-        self._ahead_tokens_most, self._by_priority = AHEAD_STEPS * step_tokens, by_priority
+        self._most_window_tokens, self._by_priority = AHEAD_STEPS * step_tokens, by_priority
         self._arrivals = count()
         self._behind: set[str] = set()
         """Prompts that are not looked up yet."""
         self._order: list[tuple[int, int, str]] = []
         """Heap of these, and of some that have left ``_behind``, by priority and arrival."""
-        self.ahead: dict[str, tuple[int, int]] = {}
-        """Tokens and priorities of the prompts that were looked up and wait for no tier, in the order of lookups."""
-        self._ahead_tokens = 0
+        self._window: dict[str, InWindow] = {}
+        """Prompts that are ahead, in the order in which they entered."""
+        self._window_tokens = 0
         self._awaiting_tier: set[str] = set()
         """Prompts that were looked up and wait for a tier."""
         self._for_lookups: dict[str, None] = {}
@@ -117,13 +128,13 @@ class PromptQueue:
         """Whether one more prompt may be looked up ahead."""
         if self.is_full:
             return False
-        few = len(self.ahead) < MIN_AHEAD
-        return few or (len(self.ahead) < MAX_AHEAD and self._ahead_tokens < self._ahead_tokens_most)
+        few = len(self._window) < MIN_AHEAD
+        return few or (len(self._window) < MAX_AHEAD and self._window_tokens < self._most_window_tokens)
 
     @property
     def is_full(self) -> bool:
         """Whether no more prompts may be looked up."""
-        return len(self.ahead) + len(self._awaiting_tier) >= MAX_LOOKED_UP
+        return len(self._window) + len(self._awaiting_tier) >= MAX_LOOKED_UP
 
     def take_lookup(self, request_id: str) -> bool:
         """Return whether a prompt that vLLM came to, or will before others, may be looked up now, and count it.
@@ -140,7 +151,7 @@ class PromptQueue:
 
     def outranks(self, priority: int) -> bool:
         """Return whether vLLM schedules a prompt of this priority before one of the window."""
-        return self._by_priority and any(priority < other for _, other in self.ahead.values())
+        return self._by_priority and any(priority < other.priority for other in self._window.values())
 
     def take_next(self) -> str | None:
         """Take the first prompt that is not looked up; None if there is none."""
@@ -154,8 +165,8 @@ class PromptQueue:
     def enter_window(self, request_id: str, tokens: int, priority: int, future: LookupFuture) -> None:
         """Record that a prompt was looked up. If it is parked, this answer wakes it."""
         self._behind.discard(request_id)
-        self._ahead_tokens += tokens - self.ahead.get(request_id, (0, 0))[0]
-        self.ahead[request_id] = tokens, priority
+        self._window_tokens += tokens - self._window.get(request_id, NOT_AHEAD).tokens
+        self._window[request_id] = InWindow(tokens, priority)
         self._awaiting_tier.discard(request_id)
         self._for_lookups.pop(request_id, None)
         if (parked := self._parked.get(request_id)) is not None:
@@ -164,13 +175,13 @@ class PromptQueue:
 
     def wait_for_tier(self, request_id: str) -> None:
         """Record that a prompt waits for a tier: it takes no place in the window."""
-        self._ahead_tokens -= self.ahead.pop(request_id, (0, 0))[0]
+        self._window_tokens -= self._window.pop(request_id, NOT_AHEAD).tokens
         self._awaiting_tier.add(request_id)
 
     def remove(self, request_id: str) -> None:
         """Remove a prompt that is scheduled, or has ended."""
         self._behind.discard(request_id)
-        self._ahead_tokens -= self.ahead.pop(request_id, (0, 0))[0]
+        self._window_tokens -= self._window.pop(request_id, NOT_AHEAD).tokens
         self._awaiting_tier.discard(request_id)
         self._unpark(request_id)
 
@@ -201,7 +212,7 @@ class PromptQueue:
     @property
     def has_waiting(self) -> bool:
         """Whether some prompt is not scheduled."""
-        return bool(self._behind or self.ahead or self._awaiting_tier or self._parked)
+        return bool(self._behind or self._window or self._awaiting_tier or self._parked)
 
     @property
     def has_parked(self) -> bool:
@@ -268,4 +279,4 @@ class PromptQueue:
 
     def first_ahead(self, most: int) -> Iterator[str]:
         """Yield the first prompts of the window that are not parked."""
-        return (request_id for request_id in [*islice(self.ahead, most)] if request_id not in self._parked)
+        return (request_id for request_id in [*islice(self._window, most)] if request_id not in self._parked)

@@ -86,7 +86,7 @@ class RequestLookups:
             )
             state.disabled = True
         if not state.disabled:
-            self.hint_sender.request_begins(state)
+            self.hint_sender.send_start_hints(state)
         self.queue.add(request.request_id, request.priority)
         if self.queue.outranks(request.priority) and self.queue.take_lookup(request.request_id):
             self.look_up(state)
@@ -126,7 +126,7 @@ class RequestLookups:
         request, namespace = state.request, self.namespace
         if not self._adapters.identify(state) or not namespace.serves:
             return
-        self.hint_sender.request_begins(state)
+        self.hint_sender.send_start_hints(state)
         if not self.may_load(state):
             return
         chunks, tails, adapter = dict[int, Sequence[bytes]](), state.tails, state.adapter.content
