@@ -35,7 +35,7 @@ class PromptOutcomes:
         """Requests that this step schedules."""
 
     def scheduled(self, state: RequestState, wait: PromptWait, earlier: Scheduling) -> None:
-        """Record that a request is about to be scheduled, whose ``wait`` ends."""
+        """Record that a request is about to be scheduled: its ``wait`` ends, and so does its ``earlier`` scheduling."""
         self._scheduled.append(Scheduled(state, wait, earlier))
 
     def decide(self) -> None:
