@@ -59,12 +59,12 @@ class ManagerHarness:
         )
         self.begin_engine()
         self.prefill = self.manager.harm.prefill
-        self.manager.step_begins([1])
+        self.manager.begin_step([1])
         self.report("weights")
 
     def begin_engine(self, **facts: Any) -> None:
         """Have another engine, whose first step begins."""
-        usual = {"shard_bytes": [SHARD_BYTES] * len(self.manager.groups), "most_running": 1, "largest_chunk": 256}
+        usual = {"shard_bytes": [SHARD_BYTES] * len(self.manager.groups), "most_running": 1, "prompt_step_tokens": 256}
         self.manager.begin_engine(EngineFacts(**{**usual, **facts}))
 
     def sleep(self, seconds: float) -> None:
@@ -124,19 +124,19 @@ class ManagerHarness:
 
     def prepare(self, name: str, computed: int, **arguments: bool) -> bool:
         """vLLM comes to a request; whether it may scan it."""
-        return self.manager.turns.prepare_scan(
+        return self.manager.waits.prepare_scan(
             self.manager.requests[name], computed, **{"engine_has_all": False, **arguments}
         )
 
     def scan(self, name: str = "r", computed: int = 0) -> bool:
         """vLLM asks for a request in its next step, and scans its keys unless it waits; whether a lookup was sent."""
         before, request, context = len(self.client.asked), self.requests[name], self.contexts[name]
-        self.manager.turns._is_first = True
-        if not self.manager.turns.is_waiting(name, computed):
+        self.manager.waits._is_first = True
+        if not self.manager.waits.pass_over(name, computed):
             self.waits[name] = not self.prepare(name, computed)
             keys = [key(number + 1) for number in range(len(request.block_hashes))]
             if not self.waits[name] and PENDING in [self.manager.lookup(one, context) for one in keys]:
-                self.manager.turns.record_scan(self.manager.requests[name], computed, None)
+                self.manager.waits.record_scan(self.manager.requests[name], computed, None)
         return len(self.client.asked) > before
 
     def results(self, context: ReqContext, keys: list[OffloadKey] = KEYS) -> list[LookupResult]:
@@ -145,7 +145,7 @@ class ManagerHarness:
         state = self.manager.requests[context.req_id]
         if not self.waits.get(context.req_id):
             return [self.manager.lookup(item, context) for item in keys]
-        if state.answer is None or not state.turn.awaits_tier:
+        if state.answer is None or not state.wait.awaits_tier:
             return [LookupResult.RETRY] * len(keys)
         found: dict[bytes, LookupResult] = {}
         for index, chunks in state.answer.chunks.items():

@@ -170,13 +170,13 @@ def test_a_block_without_tokens_is_published_once_it_is_found(rig: Rig) -> None:
     rig.stored(0, 1, tells=False)
     rig.stored(2, 3)
     assert rig.take() == []
-    rig.host.found(rig.request, 0, chain_of(rig.request), 3)
+    rig.host.publish_found(rig.request, 0, chain_of(rig.request), 3)
     assert len(rig.take()) == 1
     assert rig.published[CPU] == {0, 1, 2}
-    rig.host.found(rig.request, 0, chain_of(rig.request), 4)
+    rig.host.publish_found(rig.request, 0, chain_of(rig.request), 4)
     rig.take()
     assert rig.published[CPU] == {0, 1, 2, 3}
-    rig.host.found(rig.request, 0, chain_of(rig.request), 4)
+    rig.host.publish_found(rig.request, 0, chain_of(rig.request), 4)
     assert rig.take() == []
     rig.removed(0, 1, 2, 3)
     rig.take()
@@ -190,7 +190,7 @@ def test_after_the_engines_own_clear_blocks_are_published_anew(rig: Rig) -> None
     clear = EngineCacheCleared()
     rig.host.handle_engine_events([clear])
     rig.published[CPU].clear()  # as a router does
-    rig.host.found(rig.request, 0, chain_of(rig.request), 2)
+    rig.host.publish_found(rig.request, 0, chain_of(rig.request), 2)
     rig.host.handle_engine_events([clear])
     rig.take()
     assert rig.published[CPU] == {0, 1}
@@ -234,7 +234,7 @@ def test_a_block_that_is_back_before_its_clear_was_published_stays(rig: Rig, mon
         rig.take()
     rig.cleared()
     rig.take()  # which notes it
-    rig.host.found(rig.request, 0, rig.host.groups[0].keys(rig.hashes), 3)
+    rig.host.publish_found(rig.request, 0, rig.host.groups[0].keys(rig.hashes), 3)
     for _ in range(4):
         rig.take()
     assert rig.published[CPU] == {0, 1, 2}
@@ -265,7 +265,7 @@ def test_blocks_of_several_are_published_in_the_engine_s_block_size(
     hashes = [maybe_convert_block_hash(one) for one in request.block_hashes]
     group = ChunkGroup(0, 2, 2 * BLOCK_TOKENS)
     made = HostBlockEvents({0: group}, {0: "full_attention"}, 2, function)
-    made.found(request, 0, group.keys(request.block_hashes), 2)
+    made.publish_found(request, 0, group.keys(request.block_hashes), 2)
     keys = request.block_hashes[1::2]
     parents, tokens = [bytes(len(keys[0])), *keys], [tokens_of(0, 1), tokens_of(2, 3), tokens_of(4, 5)]
     stored = events.BlockStored(keys[2:], 2 * BLOCK_TOKENS, CPU, 0, parents[2:3], b"".join(tokens[2:]))

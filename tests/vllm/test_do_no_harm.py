@@ -15,11 +15,11 @@ from kvoffd_client.vllm.do_no_harm import (
     SAMPLE_AGE_S,
     STORE_PAUSE_S,
     DoNoHarm,
-    PrefillRate,
-    largest_chunk_of,
 )
-from kvoffd_client.vllm.manager import REPORT_EVERY_S
+from kvoffd_client.vllm.engine_facts import prompt_step_tokens_of
+from kvoffd_client.vllm.engine_reports import REPORT_EVERY_S
 from kvoffd_client.vllm.metrics import SLOW_LOADS
+from kvoffd_client.vllm.prefill_rate import PrefillRate
 from tests.kit.cases import case
 from tests.kit.clock import Clock
 from tests.vllm.manager_harness import KEYS, ManagerHarness
@@ -78,16 +78,16 @@ def test_stores_pause_where_vllm_waits_for_them_again_and_again(said: list[str])
     clock = Clock()
     found = DoNoHarm(clock, PrefillRate(clock, 1, 256), active=True)
     for _ in range(100):
-        found.record_wait(0.04)
-    found.record_wait(20.0)  # a daemon that hung once
+        found.record_store_wait(0.04)
+    found.record_store_wait(20.0)  # a daemon that hung once
     for _ in range(MIN_WAITS - 2):
-        found.record_wait(2.0)
+        found.record_store_wait(2.0)
     assert clock.now >= found.stores_paused_until
     clock.now += 31.0
     for _ in range(MIN_WAITS - 1):
-        found.record_wait(2.0)
+        found.record_store_wait(2.0)
     assert clock.now >= found.stores_paused_until, "what was longer ago does not count"
-    found.record_wait(2.0)
+    found.record_store_wait(2.0)
     assert clock.now < found.stores_paused_until
     assert any("waited 10.0 s" in line for line in said)
     clock.now += STORE_PAUSE_S
@@ -101,7 +101,7 @@ def test_manager_counts_what_is_left_out_and_tells_the_daemon(said: list[str]) -
     for _ in range(MIN_LOAD_SAMPLES):
         rig.manager.handle_news(WorkerNews(load_times={1: (1000, 0.5)}))
     for _ in range(2):  # vLLM asks until it is scheduled
-        assert rig.manager.skips_load(rig.manager.requests["r"], 1000)
+        assert rig.manager.skip_slow_load(rig.manager.requests["r"], 1000)
     assert any("1000 tokens take 0.50 s, computing them 0.10 s" in line for line in said)
     for _ in range(MIN_WAITS):
         rig.manager.handle_news(WorkerNews(waited_s=2.0))
@@ -113,13 +113,13 @@ def test_manager_counts_what_is_left_out_and_tells_the_daemon(said: list[str]) -
     rig.clock.now += REPORT_EVERY_S
     rig.scan(late.req_id)
     rig.client.ready = False
-    rig.manager.step_begins([1])
+    rig.manager.begin_step([1])
     assert rig.client.reports == [], "what is counted while the daemon is away is reported when it is back"
     rig.client.ready = True
     rig.clock.now += 30.0
-    rig.manager.step_begins([1])
+    rig.manager.begin_step([1])
     rig.clock.now += REPORT_EVERY_S
-    rig.manager.step_begins([1])
+    rig.manager.begin_step([1])
     counts = [figures[1:] for figures in rig.client.reports]
     assert counts == [(1, 1, 1, 0), (0, 0, 0, 0)], "the second one since the daemon may be another"
     assert rig.client.late_ages_s == [30.0, 0.0], "it was late then"
@@ -143,7 +143,7 @@ def rate_after(*steps: Step, most_running: int = 1, first: Step = ((2048,), 9.0)
         rate.step_ended()
 
     for tokens, seconds in (first, (IDLE, 1.0), *steps):
-        rate.step_begins(tokens)
+        rate.begin_step(tokens)
         ends.append(max(ends[-1], clock.now) + (seconds if tokens else 0.0))
         running.append(ends[-1])
         while running and (len(running) == most_running or not tokens):
@@ -186,7 +186,7 @@ def test_an_engine_that_computes_little_of_a_prompt_in_a_step_is_timed() -> None
         given = {"max_num_batched_tokens": batched, "long_prefill_token_threshold": threshold}
         config = SchedulerConfig(max_model_len=1024, is_encoder_decoder=False, max_num_seqs=8, **given)
         with case(given):
-            assert largest_chunk_of(config) == chunk
+            assert prompt_step_tokens_of(config) == chunk
             prompts = [((chunk - 8, *DECODING), chunk / 10_000)] * (2048 // chunk + 2)
             assert rate_after(*prompts, chunk=chunk).tokens_per_second == pytest.approx(10_000)
             assert rate_after(*[((4,) * 300, 0.03)] * 50, chunk=chunk).tokens_per_second == 0.0, "speculative tokens"
@@ -201,13 +201,13 @@ def test_the_first_steps_in_which_an_engine_compiles_tell_nothing() -> None:
 def test_steps_that_failed_never_end() -> None:
     clock = Clock()
     rate = PrefillRate(clock, 2, 2048)
-    rate.step_begins([2048])
+    rate.begin_step([2048])
     rate.step_ended()
     for tokens in (1, 2048):
-        rate.step_begins([tokens])
+        rate.begin_step([tokens])
     clock.now += 60.0
     for tokens in (2048, 1):
-        rate.step_begins([tokens])
+        rate.begin_step([tokens])
     for seconds in (0.2048, 0.01):
         clock.now += seconds
         rate.step_ended()

@@ -158,7 +158,7 @@ IN_VAIN, TO_READ = "waits for a store in vain", "writes blocks that a store has 
 
 def hits_are_fenced(engine: Engine) -> None:
     """As vLLM does."""
-    engine.connector._cache.attention_ids.clear()
+    engine.connector._shape.attention_ids.clear()
 
 
 def new_blocks_are_not_fenced(engine: Engine) -> None:
@@ -166,7 +166,7 @@ def new_blocks_are_not_fenced(engine: Engine) -> None:
 
 
 def states_are_not_fenced(engine: Engine) -> None:
-    engine.connector._cache.attention_ids.append(1)
+    engine.connector._shape.attention_ids.append(1)
 
 
 def copies_are_not_fenced(engine: Engine) -> None:

@@ -133,11 +133,11 @@ def test_the_lease_of_an_answer_that_has_grown_stale_is_ended(harness: ManagerHa
 def test_nothing_of_an_earlier_scan_is_loaded_once_a_worker_has_a_problem(harness: ManagerHarness) -> None:
     harness.request(ready=HASHES)
     state = harness.manager.requests["r"]
-    harness.manager.turns.record_scan(state, 0, 3 * CHUNK_TOKENS)
-    assert harness.manager.turns.found_before(state, 0) is not None
+    harness.manager.waits.record_scan(state, 0, 3 * CHUNK_TOKENS)
+    assert harness.manager.waits.found_before(state, 0) is not None
     harness.report("weights", problem="its memory cannot be shared")
     assert harness.prepare("r", 0)
-    assert harness.manager.turns.found_before(state, 0) is None
+    assert harness.manager.waits.found_before(state, 0) is None
 
 
 def test_a_prompt_that_was_aborted_is_not_looked_up(harness: ManagerHarness) -> None:
@@ -146,7 +146,7 @@ def test_a_prompt_that_was_aborted_is_not_looked_up(harness: ManagerHarness) -> 
     for name in ("renewed", "first"):
         if name not in harness.requests:
             harness.new(name)
-            harness.manager.lookups.queue.add(name, 3 * CHUNK_TOKENS, 0)
+            harness.manager.lookups.queue.add(name, 0)
         harness.end(name, 0)
     asked = len(harness.client.asked)
     harness.clock.now += 100.0
@@ -193,7 +193,7 @@ def test_blocks_from_disk_are_waited_for_and_count_as_disk_hits() -> None:
     assert harness.ask(coming=2) == [HIT, PENDING, PENDING]
     assert not harness.manager.has_pending_work(), "a pause would wait for it, and the request for the pause's end"
     harness.clock.now += 0.001
-    harness.manager.step_begins([1])
+    harness.manager.begin_step([1])
     harness.ask(coming=1)
     assert harness.client.again == [False], "not in a hurry"
     harness.clock.now += 0.005
@@ -211,7 +211,7 @@ def test_an_idle_engine_rests_while_blocks_come_up() -> None:
     harness = DiskHarness()
     harness.ask(coming=2, wait_s=1.0)
     for tokens, rests in (([], True), ([1], False)):
-        harness.manager.step_begins(tokens)
+        harness.manager.begin_step(tokens)
         before = harness.clock.now
         for _ in range(10):
             harness.scan()
@@ -298,7 +298,7 @@ def test_a_preempted_request_waits_for_a_tier_anew() -> None:
     schedule(harness, 2 * CHUNK_TOKENS)
     harness.manager.complete_load(KEYS, harness.context)
     harness.clock.now += 2.0
-    harness.manager.step_begins([1])
+    harness.manager.begin_step([1])
     assert harness.ask(coming=1, wait_s=0.5) == [HIT, HIT, PENDING]
 
 
@@ -371,7 +371,7 @@ def test_prompts_that_a_store_was_asked_for_are_looked_up_again_in_their_order()
     harness.scan()
     for after_s, sent in ((0.006, False), (0.006, True)):
         harness.clock.now += after_s
-        harness.manager.step_begins([1])
+        harness.manager.begin_step([1])
         assert [harness.scan(name) for name in ("r", "s")] == [sent, sent], "the second's answer is older"
 
 
@@ -379,7 +379,7 @@ def test_prompts_that_a_store_was_asked_for_are_looked_up_again_in_their_order()
 def test_an_idle_engine_does_not_count_the_time_in_which_it_stood_still(answers: dict[str, Any] | None) -> None:
     """The machine gave nobody a CPU: what it waits for comes right afterwards, or does not."""
     harness = DiskHarness()
-    harness.manager.step_begins([])
+    harness.manager.begin_step([])
 
     def waits() -> bool:
         """Of nothing but the lookup, if there are no answers."""
@@ -396,7 +396,7 @@ def test_an_idle_engine_does_not_count_the_time_in_which_it_stood_still(answers:
 
 
 def test_the_time_before_a_request_is_no_standstill_of_its(harness: ManagerHarness) -> None:
-    harness.manager.step_begins([])
+    harness.manager.begin_step([])
     harness.clock.now += 60.0
     context = harness.request()
     harness.clock.now += 4.0
@@ -407,7 +407,7 @@ def test_the_time_before_a_request_is_no_standstill_of_its(harness: ManagerHarne
 def test_an_idle_engine_whose_steps_are_long_does_not_wait_for_ever() -> None:
     """As where other ranks of data parallelism compute."""
     harness = DiskHarness()
-    harness.manager.step_begins([])
+    harness.manager.begin_step([])
     began = harness.clock.now
     while MISS not in harness.ask(coming=2, wait_s=0.5):
         harness.clock.now += 1.0
@@ -502,7 +502,7 @@ def hinted(harness: ManagerHarness, hints: object, *, of_engine: bool = False) -
     harness.begin(context)
     harness.look_up()
     harness.manager.scheduled(harness.requests["r"], 0)
-    harness.manager.step_begins([1])
+    harness.manager.begin_step([1])
     harness.requests["r"].block_hashes.append(block_hash(4))
     harness.manager.on_request_finished(context)
     return harness.manager._counters["vllm:kvoffd_unknown_hints"] - before
@@ -622,7 +622,7 @@ def test_an_unknown_hint_does_not_hide_others_and_is_said_once(
     harness: ManagerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr("kvoffd_client.vllm.hints._said", set())
+    monkeypatch.setattr("kvoffd_client.vllm.hints._logged", set())
     monkeypatch.setattr(hints_module.logger, "warning", lambda text, *args: said.append(text % args))
     for _ in range(3):
         assert hinted(harness, envelope(action("kv.pin", {}), RETAIN)) == 1
@@ -649,9 +649,9 @@ def test_an_unknown_hint_does_not_hide_others_and_is_said_once(
 def test_what_is_too_long_is_not_worked_on(hints: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Sixteen actions with strings of 4 MB each stopped vLLM's scheduler for a second."""
     said = set[str]()
-    monkeypatch.setattr("kvoffd_client.vllm.hints._said", said)
+    monkeypatch.setattr("kvoffd_client.vllm.hints._logged", said)
     context = ReqContext("r", {"kv_hints": {**hints, "actions": hints["actions"] * 16}})
-    assert hints_module.read_hints(context).unread in (1, 16)
+    assert hints_module.read_hints(context).unknown in (1, 16)
     tracemalloc.start()
     hints_module.read_hints(context)
     assert tracemalloc.get_traced_memory()[1] < 1 << 20, "it was copied"
@@ -669,7 +669,7 @@ def test_only_known_fields_of_a_hint_are_read() -> None:
         found = hints_module.read_hints(context)
         assert tracemalloc.get_traced_memory()[1] < 1 << 20, "it was copied"
         tracemalloc.stop()
-        assert ([(one.action, one.ttl_s) for one in found.hints], found.peer) == ([("retain", 30)], "10.0.0.7")
+        assert ([(one.action, one.ttl_s) for one in found.known], found.peer) == ([("retain", 30)], "10.0.0.7")
 
 
 def test_of_each_kind_the_last_hint_counts(harness: ManagerHarness) -> None:
@@ -911,7 +911,7 @@ def test_tails_are_looked_up_with_the_chunks_once_vllm_asks_for_them(harness: Ma
     context, (request, manager) = tails_of(harness, {*HASHES}), (harness.requests["r"], harness.manager)
     assert not manager.requests["r"].scan.wanted_tails
     assert harness.results(context, [*KEYS[:2], *TAILS]) == [HIT, HIT, RETRY, RETRY, RETRY]
-    assert not manager.turns.look_up_tails(manager.requests["r"], 0), "it waits"
+    assert not manager.waits.look_up_tails(manager.requests["r"], 0), "it waits"
     (group,) = harness.client.asked[1][1]
     assert group.keys == b"".join(map(block_hash, (1, 2, 11, 12, 13)))
     assert (harness.client.again, manager.requests["r"].scan.awaits_tail) == ([False, True], True)
@@ -923,7 +923,7 @@ def test_tails_are_looked_up_with_the_chunks_once_vllm_asks_for_them(harness: Ma
     assert harness.client.released == [harness.client.asked[0][0].lease_id]
     manager.scheduled(request, 2 * CHUNK_TOKENS + 2 * UNIT)
     spec = manager.prepare_load([*KEYS[:2], TAILS[1]], context)
-    manager.step_begins([1])
+    manager.begin_step([1])
     assert (spec.lease_id, spec.load_tokens) == (harness.client.asked[1][0].lease_id, 2 * CHUNK_TOKENS + 2 * UNIT)
     ((used, (loaded,)), counts) = harness.client.asked[2], harness.client.again[2]
     assert (loaded.keys, counts, used.lease_id in harness.client.released) == (block_hash(12), False, True)
@@ -936,7 +936,7 @@ def test_a_tail_in_the_pool_counts_as_from_there_though_the_chunk_before_it_came
     harness: ManagerHarness,
 ) -> None:
     context, manager = tails_of(harness, {*HASHES}), harness.manager
-    manager.requests["r"].record.from_tiers[0] = bytes([min(COMING)]) * len(KEYS)
+    manager.requests["r"].promoted.chunks[0] = bytes([min(COMING)]) * len(KEYS)
     sources = [manager.get_load_source(key, context) for key in (KEYS[1], *TAILS)]
     assert sources == [CacheHitSource.DISK, *[CacheHitSource.HOST] * len(TAILS)]
 
@@ -944,7 +944,7 @@ def test_a_tail_in_the_pool_counts_as_from_there_though_the_chunk_before_it_came
 def test_a_tail_on_a_disk_is_waited_for_like_a_chunk(harness: ManagerHarness) -> None:
     context, manager = tails_of(harness, {*HASHES}), harness.manager
     harness.results(context, TAILS)
-    manager.turns.look_up_tails(manager.requests["r"], 0)
+    manager.waits.look_up_tails(manager.requests["r"], 0)
     harness.client.answer({*HASHES}, coming=[block_hash(13)], wait_s=0.01)
     harness.scan()
     assert (harness.results(context, TAILS), manager.requests["r"].scan.awaits_tail) == ([PENDING, MISS, MISS], True)
@@ -963,7 +963,7 @@ def test_a_chunk_behind_those_looked_up_is_stored_though_a_tail_was_ready(harnes
     """It is complete once the prompt is computed."""
     context, manager = tails_of(harness, {*HASHES}), harness.manager
     harness.results(context, TAILS)
-    manager.turns.look_up_tails(manager.requests["r"], 0)
+    manager.waits.look_up_tails(manager.requests["r"], 0)
     harness.client.answer({*HASHES, *map(block_hash, (11, 12, 13))})
     harness.scan()
     context.set_offload_key_position(KEYS[2], 3 * CHUNK_TOKENS)
@@ -973,7 +973,7 @@ def test_a_chunk_behind_those_looked_up_is_stored_though_a_tail_was_ready(harnes
 def test_a_prompt_computes_its_tail_if_the_answer_is_late_or_fails(harness: ManagerHarness) -> None:
     context, manager = tails_of(harness, {*HASHES}), harness.manager
     harness.results(context, TAILS)
-    manager.turns.look_up_tails(manager.requests["r"], 0)
+    manager.waits.look_up_tails(manager.requests["r"], 0)
     harness.clock.now += 1
     harness.scan()
     assert (manager.requests["r"].scan.awaits_tail, harness.results(context, TAILS)) == (False, [MISS] * 3)
@@ -1001,7 +1001,7 @@ def test_why_a_worker_is_refused_is_told_until_it_is_not(harness: ManagerHarness
     for problem in ("No GPU.", "", ""):
         harness.report("weights", problem=problem)
         harness.clock.now += 100.0
-        harness.manager.step_begins([])
+        harness.manager.begin_step([])
     assert harness.client.problems == ["worker 0: No GPU.", ""]
 
 
@@ -1027,16 +1027,16 @@ def test_requests_of_an_unknown_adapter_use_nothing(harness: ManagerHarness) -> 
         harness.report("weights", adapters=contents)
         context = harness.new(name)
         harness.requests[name].lora_request = lora_request(1, name)
-        assert harness.manager.adapters.awaits(harness.manager.requests[name]) == (name == "silent")
+        assert harness.manager.adapters.ask_if_unknown(harness.manager.requests[name]) == (name == "silent")
         harness.clock.now += ANSWER_PATIENCE_S
-        assert not harness.manager.adapters.awaits(harness.manager.requests[name])
+        assert not harness.manager.adapters.ask_if_unknown(harness.manager.requests[name])
         assert not harness.scan(name)
         assert harness.offer(context) == []
     # vLLM's own cache has blocks of who knows what under that name.
     harness.report("weights", adapters={1: ("path", b"one")})
     context = harness.new("later")
     harness.requests["later"].lora_request = lora_request(1, "silent")
-    assert not harness.manager.adapters.awaits(harness.manager.requests["later"])
+    assert not harness.manager.adapters.ask_if_unknown(harness.manager.requests["later"])
     assert harness.offer(context) == []
 
 
@@ -1076,9 +1076,9 @@ def test_what_waits_while_its_adapter_is_loaded_in_place_of_another_is_not_spoil
     report_adapter(harness, "path", b"one")
     context = harness.new("waits")
     harness.requests["waits"].lora_request = lora_request(1, path="moved")
-    assert harness.manager.adapters.awaits(harness.manager.requests["waits"])
+    assert harness.manager.adapters.ask_if_unknown(harness.manager.requests["waits"])
     report_adapter(harness, "moved", b"other")
-    assert not harness.manager.adapters.awaits(harness.manager.requests["waits"])
+    assert not harness.manager.adapters.ask_if_unknown(harness.manager.requests["waits"])
     harness.look_up("waits")
     harness.client.answer(set())
     assert harness.offer(context) == KEYS
@@ -1105,7 +1105,7 @@ def test_requests_end_where_the_engine_has_lost_its_client(harness: ManagerHarne
     harness.manager.prepare_load(KEYS, contexts[0])
     harness.manager.namespace.client = cast(SchedulerClient, Unconnected())
     harness.clock.now += 1.0
-    harness.manager.step_begins([1])
+    harness.manager.begin_step([1])
     harness.manager.handle_news(WorkerNews(failed_jobs={1: FailedJob(ErrorCode.CHECKSUM, [], "loads")}))
     for context in contexts:
         harness.scan(context.req_id)
@@ -1125,11 +1125,11 @@ def schedule(harness: ManagerHarness, tokens: int = 0, name: str = "r") -> None:
     """vLLM's step schedules a request, to load so many tokens."""
     request = harness.requests[name]
     if not request.num_computed_tokens:
-        request.num_computed_tokens = harness.manager.requests[name].record.own_tokens + tokens
+        request.num_computed_tokens = harness.manager.requests[name].scan.own_tokens + tokens
     harness.manager.scheduled(harness.requests[name], tokens)
     if tokens:
         harness.manager.prepare_load(KEYS, ReqContext(name))
-    harness.manager.step_begins([1])
+    harness.manager.begin_step([1])
 
 
 def report_of(harness: ManagerHarness, tokens: int = 0, name: str = "r") -> PromptReport:
@@ -1253,7 +1253,7 @@ def test_what_a_preempted_request_looks_up_again_is_counted_again(harness: Manag
 
 def test_why_a_preempted_request_computes_is_decided_anew(harness: ManagerHarness) -> None:
     harness.request(ready={block_hash(1)})
-    harness.manager.requests["r"].record.skipped = True
+    harness.manager.requests["r"].wait.skipped = True
     assert report_of(harness).outcome is Outcome.SKIPPED
     harness.clock.now += 2
     assert harness.scan()
@@ -1353,7 +1353,7 @@ def test_what_vllms_own_cache_has_is_reported_as_not_needed(harness: ManagerHarn
 def test_the_end_of_a_steps_output_ends_the_step(harness: ManagerHarness) -> None:
     """vLLM asks for events once for each step's output, and for nothing else."""
     for _ in range(2):  # the first is taken for one in which the engine compiles
-        harness.manager.step_begins([1024])
+        harness.manager.begin_step([1024])
         harness.clock.now += 0.5
         harness.manager.take_events()
     assert harness.prefill.tokens_per_second == 2048

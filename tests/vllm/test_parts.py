@@ -176,7 +176,7 @@ def test_doctor_says_why_and_prompts_are_computed(model: Path, monkeypatch: pyte
         raise NotShareable(WHY)
 
     monkeypatch.setattr(KvoffdSpec, "_connect_worker", refuse)
-    monkeypatch.setattr("kvoffd_client.vllm.manager.REPORT_EVERY_S", 0.0)
+    monkeypatch.setattr("kvoffd_client.vllm.engine_reports.REPORT_EVERY_S", 0.0)
     with DaemonProcess("64MiB") as daemon, EngineOfParts(model, daemon.directory, BLOCKS, 1e9) as engine:
 
         def said() -> list[str]:
@@ -224,7 +224,7 @@ def test_halves_that_reach_different_daemons_are_said(
 ) -> None:
     """As where containers of workers have another one mounted at the same place."""
     monkeypatch.setattr(engine_namespace, "APART_S", 0.2)
-    monkeypatch.setattr("kvoffd_client.vllm.manager.REPORT_EVERY_S", 0.0)
+    monkeypatch.setattr("kvoffd_client.vllm.engine_reports.REPORT_EVERY_S", 0.0)
     with DaemonProcess("64MiB") as daemon, DaemonProcess("64MiB") as other:
         with EngineOfParts(model, daemon.directory, BLOCKS, 1e9) as engine:
             connect = KvoffdSpec._connect_worker

@@ -13,7 +13,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.kv_cache_interface import CircularBufferSpec, KVCacheGroupSpec, SlidingWindowSpec
 
 from kvoffd_client.vllm.engine_namespace import Search
-from kvoffd_client.vllm.load_admission import LONGEST_TURN_S
+from kvoffd_client.vllm.load_admission import LONGEST_DELAY_S
 from kvoffd_client.vllm.log import logger
 from tests.kit.amount import TIMES
 from tests.vllm.scheduler_harness import SchedulerHarness
@@ -370,7 +370,7 @@ def test_a_hit_is_not_passed_by_long_prompts_behind_it_while_it_is_loaded(
     assert took["own"] < took["loaded"] <= took["own"] + 2 < took["computed"], took
 
 
-@pytest.mark.parametrize(("rate", "turn_s"), [(100.0, LONGEST_TURN_S), (40 * BLOCK_TOKENS / 0.3, 0.3)])
+@pytest.mark.parametrize(("rate", "turn_s"), [(100.0, LONGEST_DELAY_S), (40 * BLOCK_TOKENS / 0.3, 0.3)])
 def test_a_long_prompt_waits_for_a_load_no_longer_than_computing_takes(make: Make, rate: float, turn_s: float) -> None:
     """Here it hangs. Rate: tokens a second."""
     engine = make(blocks=1000, max_num_batched_tokens=STEP_TOKENS)

@@ -355,7 +355,7 @@ def test_jobs_that_fail_say_why_and_with_which_keys() -> None:
     worker.submit_store(3, BLOCKS, KEYED)
     client.results = [JobResult(3, False, 0, 0.1, ErrorCode.COPY_FAILED, [])]
     assert failures(worker) == {3: FailedJob(ErrorCode.COPY_FAILED, KEYS)}, "all, where the daemon names none"
-    assert worker.failed_requests == set()
+    assert worker.take_failed_requests() == set()
 
 
 def test_a_worker_without_shareable_memory_fails_every_job() -> None:
@@ -367,7 +367,7 @@ def test_a_worker_without_shareable_memory_fails_every_job() -> None:
     assert worker.submit_load(2, LEASED, BLOCKS)
     worker.wait({1, 2})
     assert codes(worker) == {1: ErrorCode.UNKNOWN_REGISTRATION, 2: ErrorCode.UNKNOWN_REGISTRATION}
-    assert worker.failed_requests == {"r"}
+    assert worker.take_failed_requests() == {"r"}
     assert (worker.problem, worker.credit_bytes) == ("The driver gives no handle.", None)
     connect.side_effect, connect.return_value = None, FakeWorkerClient()
     worker.join(ONE)

@@ -47,7 +47,7 @@ FEW_REQUESTS, FEW_LIFETIMES = 1000, 10.0
 """With fewer prompts or pool lifetimes a policy has learned little."""
 
 UNTIMED = "an engine knows its prefill rate after two runs of 512 prompt tokens"
-"""Reason of an unknown time saved; see MIN_TOKENS in ``vllm/do_no_harm.py``."""
+"""Reason of an unknown time saved; see MIN_TOKENS in ``vllm/prefill_rate.py``."""
 
 SOURCE_NAMES = {"engine": "engines' own cache", "other": "other connectors"}
 """Names of sources of tokens for people, where they are not clear."""

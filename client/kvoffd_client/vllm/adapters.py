@@ -94,7 +94,7 @@ class LiveAdapters:
                 logger.warning("kvoffd: the LoRA adapter %s could not be read: %s", lora.lora_name, error)
                 self._mark_unreadable(number)
                 continue
-            self._record(lora, adapter)
+            self._record_read(lora, adapter)
             while len(self._ahead) >= self._most_ahead:
                 del self._ahead[next(iter(self._ahead))]
             self._ahead[number] = time.monotonic(), adapter
@@ -111,7 +111,7 @@ class LiveAdapters:
         read_at, adapter = self._ahead.pop(request.lora_int_id, (0.0, None))
         if adapter is None or request.load_inplace or time.monotonic() - read_at > AHEAD_S:
             adapter = self._read(request)  # type: ignore[misc]
-            self._record(request, adapter)
+            self._record_read(request, adapter)
         return adapter
 
     def _loaded_numbers(self) -> set[int]:
@@ -122,7 +122,7 @@ class LiveAdapters:
         """Return path and digest of the adapters that vLLM has in memory or will get, where known."""
         return {each: self._contents[each] for each in self._loaded_numbers() if each in self._contents}
 
-    def _record(self, request: LoRARequest, adapter: Any) -> None:
+    def _record_read(self, request: LoRARequest, adapter: Any) -> None:
         """Record an adapter that was read. A failure must cost an engine no more than its shared blocks."""
         number = request.lora_int_id
         if len(self._contents) >= MAX_REMEMBERED and number not in self._contents:
@@ -208,7 +208,7 @@ class AdapterContents:
         """Digests that workers reported last since a reset, by rank and number."""
 
     def identify(self, state: RequestState) -> bool:
-        """Find the content of a request's adapter; if it is unusable, disable the request. False if it is pending."""
+        """Find the content of a request's adapter, or disable the request if it is unusable. False while unknown."""
         adapter = state.request.lora_request
         if adapter is None or state.adapter.content or state.disabled:
             return True
@@ -216,13 +216,14 @@ class AdapterContents:
         state.adapter.content, state.disabled = content or b"", content == UNREADABLE
         return content is not None
 
-    def awaits(self, state: RequestState) -> bool:
-        """Ask the workers for a request's adapter if it is unknown; return whether the request still waits for it."""
+    def ask_if_unknown(self, state: RequestState) -> bool:
+        """Ask the workers for a request's adapter if it is unknown; disable the request if they do not answer in time.
+        Return whether it waits for them."""
         if state.request.lora_request is None or self.identify(state):
             return False
         own, now = state.adapter, self._clock()
         own.asked_at = now if own.asked_at is None else own.asked_at
-        may_come = self._namespace.current is not None or self._namespace.pending()
+        may_come = self._namespace.current is not None or self._namespace.awaits_reports()
         if may_come and now - own.asked_at < ANSWER_PATIENCE_S:
             self.ask(state.request.lora_request)
             return True
@@ -232,15 +233,15 @@ class AdapterContents:
 
     def compute_unknown(self, adapter: LoRARequest) -> None:
         """Record that vLLM computes with an adapter of unknown content."""
-        self._record(adapter, SEVERAL)
+        self._record_cached(adapter, SEVERAL)
 
     def content_of(self, adapter: LoRARequest) -> bytes | None:
         """Return the digest of an adapter's content; None if it is not known yet, UNREADABLE if kvoffd must not be
         used."""
-        content = self._namespace.adapter(adapter.lora_int_id, adapter.lora_path)
+        content = self._namespace.adapter_digest(adapter.lora_int_id, adapter.lora_path)
         if content is None:
             return None
-        cached = self._record(adapter, content)
+        cached = self._record_cached(adapter, content)
         if content == UNREADABLE:
             problem = "cannot be read in the workers' memory"
         elif cached is None:
@@ -283,13 +284,13 @@ class AdapterContents:
                     self._digests[rank, number] = digest
                     changed.add(number)
         for adapter in begun:
-            content = self._namespace.adapter(adapter.lora_int_id, adapter.lora_path)
+            content = self._namespace.adapter_digest(adapter.lora_int_id, adapter.lora_path)
             if adapter.lora_int_id in changed:
                 content = SEVERAL
             if content is not None:
-                self._record(adapter, content)
+                self._record_cached(adapter, content)
 
-    def _record(self, adapter: LoRARequest, content: bytes) -> bytes | None:
+    def _record_cached(self, adapter: LoRARequest, content: bytes) -> bytes | None:
         """Record a content, and return that of the adapter's blocks in vLLM's cache; None beyond MAX_CACHED."""
         name = adapter.lora_name, adapter.lora_path
         if name not in self._cached and len(self._cached) >= MAX_CACHED:

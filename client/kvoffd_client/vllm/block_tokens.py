@@ -37,9 +37,9 @@ class BlockTokens(NamedTuple):
         return not any(self.parent[:-GROUP_ID_BYTES])
 
 
-def tokens_of(request: Any, chain: Sequence[bytes], place: int, tokens_per_chunk: int) -> BlockTokens:
-    """Return parent and tokens of a block at an index of a request's ``chain`` of keys."""
-    parent = chain[place - 1] if place else bytes(len(chain[0]))
+def tokens_of(request: Any, keys: Sequence[bytes], place: int, tokens_per_chunk: int) -> BlockTokens:
+    """Return parent and tokens of a block at an index of a request's ``keys``, root first."""
+    parent = keys[place - 1] if place else bytes(len(keys[0]))
     token_ids = request.all_token_ids[place * tokens_per_chunk : (place + 1) * tokens_per_chunk]
     return BlockTokens(parent, array("I", token_ids).tobytes())
 
@@ -116,14 +116,14 @@ class HostBlockEvents:
         made, self._made = self._made, []
         return made
 
-    def found(self, request: Any, index: int, chain: Sequence[bytes], count: int) -> None:
+    def publish_found(self, request: Any, index: int, keys: Sequence[bytes], count: int) -> None:
         """Publish a request's first ``count`` blocks of one group, which a lookup found in the pool."""
         published, size = self._published[MEDIUM_CPU], self.groups[index].tokens_per_chunk
-        unpublished = [at for at, key in enumerate(chain[:count]) if key not in published]
+        unpublished = [at for at, key in enumerate(keys[:count]) if key not in published]
         if unpublished and hashed_by_tokens(request):
             for at in unpublished:
-                self._remember(chain[at], tokens_of(request, chain, at, size))
-            self._store(MEDIUM_CPU, index, [chain[at] for at in unpublished])
+                self._remember(keys[at], tokens_of(request, keys, at, size))
+            self._publish_stored(MEDIUM_CPU, index, [keys[at] for at in unpublished])
 
     def origins_of(self, request: Any, ends: Mapping[bytes, int]) -> dict[int, tuple[bytes, bytes]]:
         """Return the parents and token ids of a request's blocks by group, as in ``GroupBlocks``.
@@ -134,9 +134,9 @@ class HostBlockEvents:
         if not hashed_by_tokens(request):
             return origins
         for index, group in self.groups.items():
-            chain, size = group.keys(request.block_hashes), group.tokens_per_chunk
+            keys, size = group.keys(request.block_hashes), group.tokens_per_chunk
             places = [end // size - 1 for key, end in ends.items() if key.endswith(group.suffix)]
-            blocks = [tokens_of(request, chain, place, size) for place in places]
+            blocks = [tokens_of(request, keys, place, size) for place in places]
             parents = b"".join([block.parent[:-GROUP_ID_BYTES] for block in blocks])
             origins[index] = parents, b"".join([block.token_ids for block in blocks])
         return origins
@@ -179,12 +179,13 @@ class HostBlockEvents:
         suffix, size = self.groups[index].suffix, self.groups[index].tokens_per_chunk * TOKEN_ID_BYTES
         keys = [block_hash + suffix for block_hash in event.block_hashes]
         if not isinstance(event, DaemonStored):
-            self._remove(medium, index, keys)
+            published = self._published[medium]
+            self._publish_removed(medium, index, {key: published.pop(key) for key in keys if key in published})
             return len(keys)
         if len(event.parents) == len(keys) and len(event.token_ids) == size * len(keys):
             for at, (key, parent) in enumerate(zip(keys, event.parents, strict=True)):
                 self._remember(key, BlockTokens(parent + suffix, event.token_ids[at * size : (at + 1) * size]))
-        self._store(medium, index, keys)
+        self._publish_stored(medium, index, keys)
         return len(keys)
 
     def _remember(self, key: bytes, tokens: BlockTokens) -> None:
@@ -192,7 +193,7 @@ class HostBlockEvents:
         if len(self._known) > MAX_KNOWN:
             self._known.popitem(last=False)
 
-    def _store(self, medium: str, index: int, keys: Iterable[bytes]) -> None:
+    def _publish_stored(self, medium: str, index: int, keys: Iterable[bytes]) -> None:
         """Publish blocks added to a medium, as far as they can be, one event per chain."""
         published, group = self._published[medium], self.groups[index]
         last, event = b"", None
@@ -219,10 +220,6 @@ class HostBlockEvents:
             event.token_ids.extend(memoryview(known.token_ids).cast("I"))
             published[key] = inner
             last = key
-
-    def _remove(self, medium: str, index: int, keys: Iterable[bytes]) -> None:
-        published = self._published[medium]
-        self._publish_removed(medium, index, {key: published.pop(key) for key in keys if key in published})
 
     def _publish_removed(self, medium: str, index: int, gone: Mapping[bytes, list[bytes]]) -> None:
         """Publish a removal. ``gone``: keys with the hashes of the engine's blocks before the last one."""

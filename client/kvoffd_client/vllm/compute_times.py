@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 
-from kvoffd_client.vllm.do_no_harm import PrefillRate
 from kvoffd_client.vllm.engine_facts import EngineFacts
 from kvoffd_client.vllm.engine_namespace import EngineNamespace
+from kvoffd_client.vllm.prefill_rate import PrefillRate
 from kvoffd_client.vllm.request_state import RequestState
 from kvoffd_client.vllm.waits import MIN_COMPUTED_S
 

@@ -115,14 +115,14 @@ class KvoffdConnector(OffloadingConnector):
 
     def _begin_scheduler(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
         self._manager: KvoffdManager = self.connector_scheduler.manager
-        self._turns, requests = self._manager.turns, self._manager.requests
+        self._waits, requests = self._manager.waits, self._manager.requests
         search_bytes(self.connector_scheduler, self._manager.groups, lambda request_id: requests[request_id].scan)
         self._admission = LoadAdmission(
             vllm_config, kv_cache_config, clock=self._manager.clock, is_loading=self._manager.is_loading
         )
         self._manager.lookups.enabled = vllm_config.kv_transfer_config.is_kv_consumer
         self._manager.stores.enabled = vllm_config.kv_transfer_config.is_kv_producer
-        engine, self._cache = facts_of(
+        engine, self._shape = facts_of(
             vllm_config, kv_cache_config, stores_tails=self.connector_scheduler.config.supports_partial_tail
         )
         self._manager.begin_engine(engine)
@@ -131,9 +131,9 @@ class KvoffdConnector(OffloadingConnector):
         self._read_ahead_tokens = vllm_config.num_prefill_lookahead_tokens
         if engine.publishes_events:
             self._manager.stores.events = HostBlockEvents(
-                {index: self._manager.groups[index] for index in self._cache.full_attention},
-                self._cache.full_attention,
-                self._cache.blocks_per_chunk,
+                {index: self._manager.groups[index] for index in self._shape.full_attention},
+                self._shape.full_attention,
+                self._shape.blocks_per_chunk,
                 get_hash_fn_by_name(vllm_config.cache_config.prefix_caching_hash_algo),
             )
         self._pool: BlockPool | None = None
@@ -215,7 +215,7 @@ class KvoffdConnector(OffloadingConnector):
         """As vLLM's, and names requests whose load failed; these also count as received."""
         sent, received = self.get_finished(finished_req_ids)
         worker: KvoffdWorker = self.connector_worker.worker
-        failed, worker.failed_requests = worker.failed_requests, set()
+        failed = worker.take_failed_requests()
         return KVConnectorTransferResults(finished_sending=sent, finished_recving=received, failed_recving=failed)
 
     def build_connector_worker_meta(self) -> WorkerNews | None:
@@ -227,15 +227,15 @@ class KvoffdConnector(OffloadingConnector):
         if ended is not None:
             news.completed_jobs, news.transfer_stats = ended.completed_jobs, ended.transfer_stats
         memory = MemoryState(
-            spec.namespace,
-            self._digest,
-            self._generation,
-            machine_id(),
-            self._weights.changed,
-            worker.registered,
-            worker.problem,
-            self._adapters.contents(),
-            worker.daemon,
+            namespace=spec.namespace,
+            weights=self._digest,
+            generation=self._generation,
+            machine=machine_id(),
+            changed=self._weights.changed,
+            registered=worker.registered,
+            problem=worker.problem,
+            adapters=self._adapters.contents(),
+            daemon=worker.daemon,
         )
         if memory != self._last_memory:
             news.memory[spec.config.parallel.rank] = self._last_memory = memory
@@ -278,66 +278,54 @@ class KvoffdConnector(OffloadingConnector):
             return 0, False
         return tokens, bool(tokens)  # loads never are a part of a step, see REFUSED
 
-    def _find(self, request: Request, computed: int) -> int | None:
-        """Return the tokens to load for a request, of which ``computed`` are in vLLM's own cache; None if it waits."""
-        manager, turns = self._manager, self._turns
-        if turns.is_waiting(request.request_id, computed):
+    def _find(self, request: Request, own_tokens: int) -> int | None:
+        """Return the tokens to load for a request whose ``own_tokens`` are in vLLM's own cache; None if it waits."""
+        manager, waits = self._manager, self._waits
+        if waits.pass_over(request.request_id, own_tokens):
             return None
         state = manager.requests[request.request_id]
-        if self._admission.has_deferred and (found := turns.found_before(state, computed)) and found.tokens:
+        if self._admission.has_deferred and (found := waits.found_before(state, own_tokens)) and found.tokens:
             return None  # it waits for space behind another load
         manager.namespace.ask()
-        if manager.adapters.awaits(state):
+        if manager.adapters.ask_if_unknown(state):
             return None
-        has_all = computed >= self._cache.usable_tokens(request.num_tokens, computed)
-        has_tail = self._tail_tokens > 0 and self._has_tail(request, computed)
-        if not turns.prepare_scan(state, computed, engine_has_all=has_all, engine_has_tail=has_tail):
+        has_all = own_tokens >= self._shape.usable_tokens(request.num_tokens, own_tokens)
+        has_tail = self._tail_tokens > 0 and self._has_tail(request, own_tokens)
+        if not waits.prepare_scan(state, own_tokens, engine_has_all=has_all, engine_has_tail=has_tail):
             return None
-        if (found := turns.found_before(state, computed)) is None:
-            tokens = self._scan(state, computed)
-            turns.record_scan(state, computed, tokens)
+        if (found := waits.found_before(state, own_tokens)) is None:
+            tokens = self._scan(state, own_tokens)
+            waits.record_scan(state, own_tokens, tokens)
         else:
             tokens = found.tokens
-        return None if tokens is None else self._admit(state, computed, tokens)
+        return None if tokens is None else self._admit(state, own_tokens, tokens)
 
-    def _has_tail(self, request: Request, computed: int) -> bool:
+    def _has_tail(self, request: Request, own_tokens: int) -> bool:
         """Return whether vLLM's own cache has a prompt's longest tail too: it tells connectors of whole blocks only.
 
         False with drafts, whose tails have another hash in 0.33.
         """
         last = (request.num_prompt_tokens - 1) // self._tail_tokens
-        beyond, hashes = last * self._tail_tokens - computed, request.block_hashes
-        if self._pool is None or not 0 < beyond < self._cache.block_tokens or last > len(hashes) or self._has_drafts:
+        beyond, hashes = last * self._tail_tokens - own_tokens, request.block_hashes
+        if self._pool is None or not 0 < beyond < self._shape.block_tokens or last > len(hashes) or self._has_drafts:
             return False
-        return bool(self._pool.get_cached_block(hashes[last - 1], self._cache.group_ids))
+        return bool(self._pool.get_cached_block(hashes[last - 1], self._shape.group_ids))
 
-    def _scan(self, state: RequestState, computed: int) -> int | None:
+    def _scan(self, state: RequestState, own_tokens: int) -> int | None:
         """Return the tokens that can be loaded by vLLM's scan of the answer; None if the request must wait."""
         request = state.request
-        tokens, _ = super().get_num_new_matched_tokens(request, computed)
+        tokens, _ = super().get_num_new_matched_tokens(request, own_tokens)
         if state.scan.wanted_tails:
-            if not self._turns.look_up_tails(state, computed):
+            if not self._waits.look_up_tails(state, own_tokens):
                 return None
-            tokens, _ = super().get_num_new_matched_tokens(request, computed)
+            tokens, _ = super().get_num_new_matched_tokens(request, own_tokens)
         if state.scan.awaits_tail:  # vLLM defers a request for a tail only without other hits
             return None
-        while tokens and request.mm_features and self._needs_two_images(request, computed + tokens):
-            size = self._cache.chunk_tokens
-            most = (computed + tokens - 1) // size * size - computed
-            tokens, _ = self.connector_scheduler.get_num_new_matched_tokens(request, computed, max(most, 0))
+        while tokens and request.mm_features and self._needs_two_images(request, own_tokens + tokens):
+            size = self._shape.chunk_tokens
+            most = (own_tokens + tokens - 1) // size * size - own_tokens
+            tokens, _ = self.connector_scheduler.get_num_new_matched_tokens(request, own_tokens, max(most, 0))
         return tokens
-
-    def _admit(self, state: RequestState, computed: int, tokens: int) -> int | None:
-        """Return how many of the ``tokens`` found are loaded now; None if the request waits for other loads."""
-        if self._cache.full_attention and self._cache.has_windows_or_states:
-            self._mark_shared_prefix(state, computed + tokens)
-        if not tokens or self._manager.skips_load(state, tokens):
-            return 0 if self._admission.admits_compute(state.request, computed) else None
-        admission = self._admission.admit_load(state.request, computed + tokens)
-        if admission is Admission.ONLY_COMPUTE:
-            self._manager.refuse_load(state)
-            return 0
-        return tokens if admission is Admission.LOAD else None
 
     def _needs_two_images(self, request: Request, end: int) -> bool:
         """Return whether the token behind a hit is an image's, and those that a draft reads ahead another image's.
@@ -346,15 +334,41 @@ class KvoffdConnector(OffloadingConnector):
         image, less what the draft reads ahead, which is where the hit ends. The request, and all behind it, would wait
         forever.
         """
-        places = [feature.mm_position for feature in request.mm_features]
-        return sum(at.offset <= end + self._read_ahead_tokens and at.offset + at.length > end for at in places) > 1
+        images = [feature.mm_position for feature in request.mm_features]
+        return sum(at.offset <= end + self._read_ahead_tokens and at.offset + at.length > end for at in images) > 1
+
+    def _admit(self, state: RequestState, own_tokens: int, tokens: int) -> int | None:
+        """Return how many of the ``tokens`` found are loaded now; None if the request waits for other loads."""
+        if self._shape.full_attention and self._shape.has_windows_or_states:
+            self._mark_shared_prefix(state, own_tokens + tokens)
+        if not tokens or self._manager.skip_slow_load(state, tokens):
+            return 0 if self._admission.admit_compute(state.request, own_tokens) else None
+        admission = self._admission.admit_load(state.request, own_tokens + tokens)
+        if admission is Admission.ONLY_COMPUTE:
+            self._manager.refuse_load(state)
+            return 0
+        return tokens if admission is Admission.LOAD else None
+
+    def _mark_shared_prefix(self, state: RequestState, found: int) -> None:
+        """Make vLLM keep and offer the windows and states at the end of the prefix that the daemon has.
+
+        vLLM keeps those at the end of each prompt, and where prompts in its own cache diverge. Without this, a common
+        prefix of prompts that never meet there would get no window or state, and never be a hit.
+        ``found`` tokens are loaded or in vLLM's own cache.
+        """
+        if (answer := state.answer) is None:
+            return
+        request, groups = state.request, self._manager.groups
+        tokens = min(answer.leading_ready(at) * groups[at].tokens_per_chunk for at in self._shape.full_attention)
+        if found < tokens < request.num_prompt_tokens:
+            request.shared_prefix_boundary = max(request.shared_prefix_boundary, tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """As vLLM's; also releases the pinned blocks of a request that is scheduled without a load."""
         if HAS_DEFECTS_OF_0_32:
             ids = [block.block_id for group in blocks.blocks for block in group if not block.is_null]
             record_scheduled_blocks(self.connector_scheduler, ids)
-        for group in self._cache.attention_ids:
+        for group in self._shape.attention_ids:
             self._begun_blocks.update([block.block_id for block in blocks.blocks[group]])
         self._admission.record_scheduled(request, computed_s=num_external_tokens / self._manager.times.rate)
         self._manager.scheduled(request, num_external_tokens)
@@ -365,7 +379,7 @@ class KvoffdConnector(OffloadingConnector):
         namespace, scheduler = self._manager.namespace, self.connector_scheduler
         self._reset_since_step = self._admission.has_deferred = False
         new = scheduler_output.scheduled_new_reqs
-        self._manager.step_begins(scheduler_output.num_scheduled_tokens.values())
+        self._manager.begin_step(scheduler_output.num_scheduled_tokens.values())
         if scheduler_output.total_num_scheduled_tokens > 0:
             namespace.ask()  # these tokens need a digest of the weights
         if (events := self._manager.stores.events) is not None and self._pool is not None:
@@ -387,6 +401,36 @@ class KvoffdConnector(OffloadingConnector):
             directory=namespace.directory if joined is not None else "",
             daemon=namespace.take_daemon(),
         )
+
+    def _as_vllm_reads_it(self, output: SchedulerOutput) -> SchedulerOutput:
+        """Return the scheduler's output, adapted for vLLM's offloading scheduler and its assertions.
+
+        New requests get no tokens, unless layers have windows, whose blocks may be gone a step later: their first
+        blocks are offered for a store in the next step, so that this does not delay the first token.
+
+        A request that was preempted by a reset and is being loaded is removed from the preempted ones, for which only
+        stores may be running. States of recurrent layers inside a block beyond ``max_offload_tokens`` are removed too:
+        vLLM asserts that there are none.
+        """
+        changes: dict[str, Any] = {}
+        if output.scheduled_new_reqs and not self._shape.has_windows_or_states:
+            new = {each.req_id for each in output.scheduled_new_reqs}
+            tokens = {each: count for each, count in output.num_scheduled_tokens.items() if each not in new}
+            changes["num_scheduled_tokens"] = tokens
+        if preempted := output.preempted_req_ids:
+            changes["preempted_req_ids"] = {each for each in preempted if not self._manager.is_loading(each)}
+        if (state := output.kv_connector_block_state) is not None and state.boundary_state_offloads:
+            wanted = {
+                request_id: [offer for offer in offered if offer[2] <= self._most_stored(request_id)]
+                for request_id, offered in state.boundary_state_offloads.items()
+            }
+            changes["kv_connector_block_state"] = replace(state, boundary_state_offloads=wanted)
+        return replace(output, **changes) if changes else output
+
+    def _most_stored(self, request_id: str) -> float:
+        status = self.connector_scheduler._req_status.get(request_id)
+        most = status.max_offload_tokens if status is not None else None
+        return inf if most is None else most
 
     def has_pending_push_work(self) -> bool:
         """As vLLM's, but False for running stores unless KV events are published.
@@ -465,50 +509,6 @@ class KvoffdConnector(OffloadingConnector):
         name_spec(vllm_config.kv_transfer_config)
         gauge = functools.partial(metric_types[Gauge], multiprocess_mode="mostrecent")
         return super().build_prom_metrics(vllm_config, {**metric_types, Gauge: gauge}, *args)
-
-    def _mark_shared_prefix(self, state: RequestState, found: int) -> None:
-        """Make vLLM keep and offer the windows and states at the end of the prefix that the daemon has.
-
-        vLLM keeps those at the end of each prompt, and where prompts in its own cache diverge. Without this, a common
-        prefix of prompts that never meet there would get no window or state, and never be a hit.
-        ``found`` tokens are loaded or in vLLM's own cache.
-        """
-        if (answer := state.answer) is None:
-            return
-        request, groups = state.request, self._manager.groups
-        tokens = min(answer.leading_ready(at) * groups[at].tokens_per_chunk for at in self._cache.full_attention)
-        if found < tokens < request.num_prompt_tokens:
-            request.shared_prefix_boundary = max(request.shared_prefix_boundary, tokens)
-
-    def _as_vllm_reads_it(self, output: SchedulerOutput) -> SchedulerOutput:
-        """Return the scheduler's output, adapted for vLLM's offloading scheduler and its assertions.
-
-        New requests get no tokens, unless layers have windows, whose blocks may be gone a step later: their first
-        blocks are offered for a store in the next step, so that this does not delay the first token.
-
-        A request that was preempted by a reset and is being loaded is removed from the preempted ones, for which only
-        stores may be running. States of recurrent layers inside a block beyond ``max_offload_tokens`` are removed too:
-        vLLM asserts that there are none.
-        """
-        changes: dict[str, Any] = {}
-        if output.scheduled_new_reqs and not self._cache.has_windows_or_states:
-            new = {each.req_id for each in output.scheduled_new_reqs}
-            tokens = {each: count for each, count in output.num_scheduled_tokens.items() if each not in new}
-            changes["num_scheduled_tokens"] = tokens
-        if preempted := output.preempted_req_ids:
-            changes["preempted_req_ids"] = {each for each in preempted if not self._manager.is_loading(each)}
-        if (state := output.kv_connector_block_state) is not None and state.boundary_state_offloads:
-            wanted = {
-                request_id: [offer for offer in offered if offer[2] <= self._most_stored(request_id)]
-                for request_id, offered in state.boundary_state_offloads.items()
-            }
-            changes["kv_connector_block_state"] = replace(state, boundary_state_offloads=wanted)
-        return replace(output, **changes) if changes else output
-
-    def _most_stored(self, request_id: str) -> float:
-        status = self.connector_scheduler._req_status.get(request_id)
-        most = status.max_offload_tokens if status is not None else None
-        return inf if most is None else most
 
 
 require_methods(KvoffdConnector, KvoffdManager, KvoffdSpec, KvoffdWorker)

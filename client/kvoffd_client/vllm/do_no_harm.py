@@ -3,26 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 from statistics import median
-from typing import TYPE_CHECKING
 
 from kvoffd_client.vllm.log import logger
-
-if TYPE_CHECKING:
-    from vllm.config import SchedulerConfig
-
-MIN_STEP_TOKENS = 256
-"""Steps with fewer tokens are not measured, unless the engine's prompt chunks are smaller."""
-MIN_REQUEST_TOKENS = 64
-"""A request with fewer tokens in a step is considered to decode, perhaps with speculative tokens."""
-PROMPT_SHARE = 0.75
-"""Least share of prompt tokens in a measured step."""
-MIN_TOKENS = 512
-"""Consecutive steps of prompts are measured together until they have this many tokens."""
-SAMPLES = 9
-"""Measurements of which the median is taken, so that single slow steps do not matter."""
+from kvoffd_client.vllm.prefill_rate import PrefillRate
 
 LOAD_SAMPLES = 9
 """Loads remembered for each length."""
@@ -34,74 +20,13 @@ SAMPLE_AGE_S = 120.0
 MARGIN, MIN_LOSS_S = 2.0, 0.02
 """Loads are skipped if they take more than MARGIN times as long as computing, and more than MIN_LOSS_S longer."""
 WINDOW_S = 30.0
+"""Time over which the waits of vLLM for stores are summed up."""
 MIN_WAITS = 5
 MIN_WAITED_S = 0.05
 """Shortest wait of vLLM for a store that counts."""
 WAITED_SHARE = 0.2
 """Stores pause if vLLM waited for them for this share of the window, in MIN_WAITS waits."""
 STORE_PAUSE_S = 60.0
-
-
-class PrefillRate:
-    """Measures an engine's prefill rate.
-
-    Args:
-        most_running: most steps that vLLM begins before the first of them ends.
-        largest_chunk: most tokens of a prompt that the engine computes in a step.
-
-    Attributes:
-        tokens_per_second: the rate; 0 while unknown.
-    """
-
-    def __init__(self, clock: Callable[[], float], most_running: int, largest_chunk: int) -> None:
-        self._clock = clock
-        self._least_step = min(MIN_STEP_TOKENS, largest_chunk)
-        self._least_request = min(MIN_REQUEST_TOKENS, largest_chunk // 2)
-        self._running: deque[tuple[float, tuple[int, ...]]] = deque(maxlen=most_running)
-        """Start of each step, and the tokens of its requests. A failed step never ends and is dropped."""
-        self._ended = 0.0
-        """Time of the last step's end."""
-        self._tokens, self._seconds = 0, 0.0
-        """Tokens and duration of consecutive steps of prompts."""
-        self._samples: deque[float] = deque(maxlen=SAMPLES)
-        self._is_warm = False
-        """Whether the engine's first measurement, during which it compiles, is over."""
-        self.tokens_per_second = 0.0
-
-    def step_begins(self, request_tokens: Collection[int]) -> None:
-        """Record the start of a step with these numbers of tokens per request."""
-        self._running.append((self._clock(), tuple(request_tokens)))
-
-    def step_ended(self) -> None:
-        """Record the output of the first running step."""
-        if not self._running:
-            return
-        now, (began, request_tokens) = self._clock(), self._running.popleft()
-        seconds, self._ended = now - max(began, self._ended), now  # previous steps may have run until then
-        tokens = sum(request_tokens)
-        of_prompts = sum(count for count in request_tokens if count >= self._least_request)
-        if tokens < self._least_step or of_prompts < PROMPT_SHARE * tokens:
-            self._tokens, self._seconds = 0, 0.0
-            return
-        self._tokens += tokens
-        self._seconds += seconds
-        if self._tokens < MIN_TOKENS:
-            return
-        if self._is_warm:
-            self._samples.append(self._tokens / max(self._seconds, 1e-6))
-            self.tokens_per_second = median(self._samples)
-        self._is_warm, self._tokens, self._seconds = True, 0, 0.0
-
-
-def step_tokens_of(config: SchedulerConfig) -> int:
-    """Return the most tokens that an engine computes in a step."""
-    return int(config.max_num_scheduled_tokens or config.max_num_batched_tokens)
-
-
-def largest_chunk_of(config: SchedulerConfig) -> int:
-    """Return the most tokens of a prompt that an engine computes in a step."""
-    tokens = step_tokens_of(config)
-    return min(tokens, config.long_prefill_token_threshold or tokens)
 
 
 class DoNoHarm:
@@ -123,9 +48,9 @@ class DoNoHarm:
         self.prefill = prefill
         self._clock = clock
         self.active = active
-        self._loads: dict[int, deque[tuple[float, float]]] = {}
+        self._load_samples: dict[int, deque[tuple[float, float]]] = {}
         """End and seconds per token of loads, by length."""
-        self._waits: deque[tuple[float, float]] = deque(maxlen=1000)
+        self._store_waits: deque[tuple[float, float]] = deque(maxlen=1000)
         """Time and duration of vLLM's waits for stores."""
         self.loads_paused_until: dict[int, float] = {}
         self.stores_paused_until = -inf
@@ -150,7 +75,7 @@ class DoNoHarm:
     def _recent(self, shortest: int = 0, longest: float = inf) -> list[float]:
         """Return the seconds per token of recent loads of these lengths."""
         oldest = self._clock() - SAMPLE_AGE_S
-        of_lengths = (samples for length, samples in self._loads.items() if shortest <= length <= longest)
+        of_lengths = (samples for length, samples in self._load_samples.items() if shortest <= length <= longest)
         return [per_token for samples in of_lengths for at, per_token in samples if at >= oldest]
 
     @staticmethod
@@ -165,7 +90,7 @@ class DoNoHarm:
         now, rate, length = self._clock(), self.prefill.tokens_per_second, tokens.bit_length()
         if tokens <= 0:
             return
-        self._loads.setdefault(length, deque(maxlen=LOAD_SAMPLES)).append((now, seconds / tokens))
+        self._load_samples.setdefault(length, deque(maxlen=LOAD_SAMPLES)).append((now, seconds / tokens))
         loaded_s = self._median_s(tokens, self._recent(length, length))
         paused_until = self.loads_paused_until.pop(length, -inf)
         if not self.active or not rate:
@@ -180,18 +105,18 @@ class DoNoHarm:
                     *(tokens, loaded_s, computed_s, SAMPLE_AGE_S),
                 )
 
-    def record_wait(self, seconds: float) -> None:
+    def record_store_wait(self, seconds: float) -> None:
         """Record a wait of vLLM for stores, in the slowest worker."""
         now = self._clock()
         if not self.active or seconds < MIN_WAITED_S or now < self.stores_paused_until:
             return
-        self._waits.append((now, seconds))
-        while self._waits[0][0] < now - WINDOW_S:
-            self._waits.popleft()
-        waited_s = sum(wait_s for _, wait_s in self._waits)
-        if len(self._waits) >= MIN_WAITS and waited_s > WAITED_SHARE * WINDOW_S:
+        self._store_waits.append((now, seconds))
+        while self._store_waits[0][0] < now - WINDOW_S:
+            self._store_waits.popleft()
+        waited_s = sum(wait_s for _, wait_s in self._store_waits)
+        if len(self._store_waits) >= MIN_WAITS and waited_s > WAITED_SHARE * WINDOW_S:
             self.stores_paused_until = now + STORE_PAUSE_S
-            self._waits.clear()
+            self._store_waits.clear()
             logger.warning(
                 "kvoffd: vLLM waited %.1f s of the last %.0f s for stores before it could reuse their blocks; stores "
                 "pause for %.0f s. More KV cache memory in the engine, or a faster daemon, would help.",

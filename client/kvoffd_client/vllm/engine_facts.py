@@ -10,10 +10,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, get_kv_cache_spec_kind, iter_layer_specs
 
-from kvoffd_client.vllm.do_no_harm import largest_chunk_of, step_tokens_of
-
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import SchedulerConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 ASSUMED_RATE, ASSUMED_CPU_RATE = 10_000.0, 500.0
@@ -27,7 +25,7 @@ class EngineFacts:
 
     Attributes:
         shard_bytes: by group, approximate bytes of one worker's shard of a block.
-        most_running, largest_chunk: see ``PrefillRate``.
+        most_running, prompt_step_tokens: see ``PrefillRate``.
         step_tokens, by_priority: see ``PromptQueue``.
         may_pause: an idle engine may pause in a step, because no other rank waits for it.
         state_groups: groups of recurrent layers, whose states vLLM offers separately.
@@ -39,7 +37,7 @@ class EngineFacts:
 
     shard_bytes: Sequence[int]
     most_running: int
-    largest_chunk: int
+    prompt_step_tokens: int
     step_tokens: int = 8192
     by_priority: bool = False
     may_pause: bool = True
@@ -75,11 +73,22 @@ class CacheShape:
     full_attention: dict[int, str]
     has_windows_or_states: bool
 
-    def usable_tokens(self, tokens: int, computed_tokens: int) -> int:
-        """Return how many of a request's tokens vLLM can use from its own cache, which has ``computed_tokens``: whole
+    def usable_tokens(self, tokens: int, own_tokens: int) -> int:
+        """Return how many of a request's tokens vLLM can use from its own cache, which has ``own_tokens``: whole
         blocks, without the last token."""
         usable = (tokens - 1) // self.block_tokens * self.block_tokens
-        return usable - self.dropped_tokens if computed_tokens else usable
+        return usable - self.dropped_tokens if own_tokens else usable
+
+
+def step_tokens_of(config: SchedulerConfig) -> int:
+    """Return the most tokens that an engine computes in a step."""
+    return int(config.max_num_scheduled_tokens or config.max_num_batched_tokens)
+
+
+def prompt_step_tokens_of(config: SchedulerConfig) -> int:
+    """Return the most tokens of a prompt that an engine computes in a step."""
+    tokens = step_tokens_of(config)
+    return min(tokens, config.long_prefill_token_threshold or tokens)
 
 
 def facts_of(
@@ -116,7 +125,7 @@ def facts_of(
     facts = EngineFacts(
         shard_bytes=[page * cache.blocks_per_chunk for page in pages],
         most_running=vllm_config.max_concurrent_batches,
-        largest_chunk=largest_chunk_of(scheduler),
+        prompt_step_tokens=prompt_step_tokens_of(scheduler),
         step_tokens=step_tokens_of(scheduler),
         by_priority=scheduler.policy == "priority",
         may_pause=vllm_config.parallel_config.data_parallel_size == 1,

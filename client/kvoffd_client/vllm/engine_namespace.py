@@ -64,6 +64,19 @@ class MemoryState:
     daemon: int | None = None
 
 
+@dataclass
+class Apart:
+    """Workers that are not registered with the scheduler's daemon.
+
+    Attributes:
+        since: time since when there are any.
+        problem: sentence about them once that is APART_S; empty before.
+    """
+
+    since: float
+    problem: str = ""
+
+
 class Unconnected:
     """Stand-in for a SchedulerClient while the namespace is unknown."""
 
@@ -96,7 +109,7 @@ class EngineNamespace:
     before the weights change, so after a reset the workers take the digest not at once but in the first step that
     computes something, or has a request to schedule.
 
-    | search | entered | pending() | steps needed | next |
+    | search | entered | awaits_reports() | steps needed | next |
     |---|---|---|---|---|
     | UNNEEDED | by leave() | no | no | WANTED by ask() |
     | WANTED | at the start, by ask() | yes | yes | ASKED by the next step |
@@ -132,18 +145,17 @@ class EngineNamespace:
         self.current: NamespaceSpec | None = None
         self.engine_cache_stale = False
         self.on_leave: Callable[[], None] = lambda: None
-        self._last: NamespaceSpec | None = None
-        self._states: dict[int, MemoryState] = {}
+        self._last_namespace: NamespaceSpec | None = None
+        """The one for which ``client`` was made; ``current`` may be unknown again."""
+        self._memory: dict[int, MemoryState] = {}
         """The memory states of this generation, by rank."""
         self._search, self._search_began = Search.WANTED, 0.0
         """State, and the time when the workers were asked, or the namespace was found."""
         self._must_announce = False
         """The next step tells the workers the namespace."""
         self._engine_cache_kept = False
-        self._apart_since: float | None = None
-        """Time since when workers are not registered with the scheduler's daemon; None if all are."""
-        self._apart = ""
-        """Sentence about them once that is too long."""
+        self._apart: Apart | None = None
+        """None if all workers are registered with the scheduler's daemon."""
         self._must_name_daemon = False
         """The next step tells the workers the scheduler's daemon."""
 
@@ -153,8 +165,8 @@ class EngineNamespace:
 
         A worker's memory cannot be registered, or has not been for ``APART_S``.
         """
-        problems = (f"worker {rank}: {state.problem}" for rank, state in sorted(self._states.items()) if state.problem)
-        return next(problems, self._apart)
+        problems = (f"worker {rank}: {state.problem}" for rank, state in sorted(self._memory.items()) if state.problem)
+        return next(problems, self._apart.problem if self._apart is not None else "")
 
     @property
     def directory(self) -> str:
@@ -165,14 +177,14 @@ class EngineNamespace:
     def registered(self) -> bool:
         """Whether every worker's memory is registered in the namespace."""
         known = self.current
-        return known is not None and all(state.registered == known.fingerprint for state in self._states.values())
+        return known is not None and all(state.registered == known.fingerprint for state in self._memory.values())
 
     @property
     def serves(self) -> bool:
         """Whether lookups and stores are possible."""
         return self.current is not None and self.client.ready and not self.problem
 
-    def adapter(self, number: int, path: str) -> bytes | None:
+    def adapter_digest(self, number: int, path: str) -> bytes | None:
         """Return the digest of a LoRA adapter by number, over all workers.
 
         None if they have not reported it for this path yet; empty if they cannot determine it.
@@ -180,16 +192,16 @@ class EngineNamespace:
         if self.current is None:
             return None
         digests: list[bytes] = []
-        for _, state in sorted(self._states.items()):
+        for _, state in sorted(self._memory.items()):
             its_path, digest = ("", b"") if state.adapters is None else state.adapters.get(number, ("", None))
             if digest == b"":
                 return b""
             if digest is not None and its_path == path:
                 digests.append(digest)
-        is_known = digests and len(digests) == len(self._states)
+        is_known = digests and len(digests) == len(self._memory)
         return hashlib.sha256(b"".join(digests)).digest() if is_known else None
 
-    def pending(self, patience_s: float = PATIENCE_S) -> bool:
+    def awaits_reports(self, patience_s: float = PATIENCE_S) -> bool:
         """Return whether further steps, even empty ones, may still determine the namespace, or register the workers,
         within ``patience_s``."""
         if self._search in (Search.ASKED, Search.FOUND):
@@ -199,7 +211,7 @@ class EngineNamespace:
     @property
     def needs_steps(self) -> bool:
         """Whether the engine must run steps, even empty ones, to exchange messages with its workers."""
-        return self._must_announce or (self.current is None and self.pending())
+        return self._must_announce or (self.current is None and self.awaits_reports())
 
     def ask(self) -> None:
         """Ask the workers in the next step if the namespace is unknown, because it is needed now."""
@@ -215,35 +227,35 @@ class EngineNamespace:
             return None, None
         if self._search is Search.WANTED:
             self._search, self._search_began = Search.ASKED, self._clock()
-        if not self.pending():
+        if not self.awaits_reports():
             self._fail("Its workers did not report their memory in time.")
             return None, None
         return self.generation, None
 
     def step_ended(self) -> None:
         """Notice workers that do not meet the scheduler at its daemon. What changed in them has been reported."""
-        absent = self._absent()
+        absent = self._absent_ranks()
         if not absent:
-            self._apart_since, self._apart = None, ""
-        elif self._apart_since is None:
-            self._apart_since = self._clock()
-        elif not self._apart and self._clock() - self._apart_since >= APART_S:
+            self._apart = None
+        elif self._apart is None:
+            self._apart = Apart(self._clock())
+        elif not self._apart.problem and self._clock() - self._apart.since >= APART_S:
             ranks = ", ".join(map(str, absent))
-            self._apart = (
+            self._apart.problem = (
                 f"The scheduler is connected to the daemon in {self.directory}, but these workers have not registered "
                 f"with it for {APART_S:.0f} s: {ranks}. Give all processes of the engine this directory of this daemon."
             )
             self._must_name_daemon = True
-            logger.warning("kvoffd: this engine stores and loads nothing. %s", self._apart)
+            logger.warning("kvoffd: this engine stores and loads nothing. %s", self._apart.problem)
 
-    def _absent(self) -> list[int]:
+    def _absent_ranks(self) -> list[int]:
         """Return the workers that may register, but are not registered with the scheduler's daemon."""
         if self.current is None or not self.client.ready:
             return []
         fingerprint, epoch = self.current.fingerprint, self.client.epoch
         return [
             rank
-            for rank, state in sorted(self._states.items())
+            for rank, state in sorted(self._memory.items())
             if not state.problem and (state.registered != fingerprint or state.daemon not in (None, epoch))
         ]
 
@@ -255,10 +267,10 @@ class EngineNamespace:
     def leave(self, engine_cache_kept: bool) -> None:
         """Handle a possible change of the weights. ``engine_cache_kept``: vLLM's own cache still has old blocks."""
         self.generation += 1
-        self._states.clear()
+        self._memory.clear()
         self.current, self._search = None, Search.UNNEEDED
         self._must_announce = False
-        self._apart_since, self._apart = None, ""
+        self._apart = None
         self._engine_cache_kept = engine_cache_kept
         self.engine_cache_stale = self.engine_cache_stale and engine_cache_kept
         self.on_leave()
@@ -272,11 +284,11 @@ class EngineNamespace:
                 # vLLM's own cache was not reset and still has blocks of the old weights.
                 self.leave(engine_cache_kept=True)
                 return
-            self._states[rank] = state
-        if self._apart and not self._absent():
-            self._apart_since, self._apart = None, ""
-        if self.current is None and len(self._states) == self._world_size:
-            self._decide([self._states[rank] for rank in sorted(self._states)])
+            self._memory[rank] = state
+        if self._apart is not None and self._apart.problem and not self._absent_ranks():
+            self._apart = None
+        if self.current is None and len(self._memory) == self._world_size:
+            self._decide([self._memory[rank] for rank in sorted(self._memory)])
 
     def _decide(self, states: Sequence[MemoryState]) -> None:
         namespace, *others = [state.namespace for state in states]
@@ -298,7 +310,7 @@ class EngineNamespace:
                 "are unknown. Its blocks cannot be used by other engines, nor after a restart or reset."
             )
             weights = [uuid.uuid4().hex]
-        last, namespace = self._last, with_live_weights(namespace, weights)
+        last, namespace = self._last_namespace, with_live_weights(namespace, weights)
         self.join(namespace)
         self._must_announce, self._search, self._search_began = True, Search.FOUND, self._clock()
         changed = last is not None and last.fingerprint != namespace.fingerprint
@@ -314,10 +326,11 @@ class EngineNamespace:
     def join(self, namespace: NamespaceSpec) -> None:
         """Enter this namespace, and connect unless already connected."""
         self.current = namespace
-        is_same = self._last is not None and self._last.fingerprint == namespace.fingerprint
+        is_same = self._last_namespace is not None and self._last_namespace.fingerprint == namespace.fingerprint
         if not is_same or isinstance(self.client, Unconnected):
             self.client.close()
-            self.client, self._last = self._connect(namespace) or cast(SchedulerClient, Unconnected()), namespace
+            self.client = self._connect(namespace) or cast(SchedulerClient, Unconnected())
+            self._last_namespace = namespace
 
     def _fail(self, reason: str) -> None:
         self._search = Search.FAILED

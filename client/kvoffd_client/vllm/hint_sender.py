@@ -74,21 +74,21 @@ class HintSender:
         self._counters, self._tail_tokens = counters, tail_tokens
         self._budget = HintBudget(clock)
 
-    def request_begins(self, state: RequestState) -> None:
-        """Send the hints for a request's start, once the daemon can be reached and the adapter is known. Repeatable."""
-        if not state.hints_sent and self._adapters.identify(state) and self._namespace.serves:
-            state.hints_sent = True
-            self._send(state, [hint for hint in state.hints.hints if hint.action is not HintAction.RELEASE])
+    def send_start_hints(self, state: RequestState) -> None:
+        """Send the hints for a request's start, once: when the daemon can be reached and the adapter is known."""
+        if not state.start_hints_sent and self._adapters.identify(state) and self._namespace.serves:
+            state.start_hints_sent = True
+            self._send(state, [hint for hint in state.hints.known if hint.action is not HintAction.RELEASE])
 
-    def request_ended(self, state: RequestState) -> None:
-        """Send the hints for the end of a request that has been scheduled."""
-        if state.hints.hints and self._adapters.identify(state) and self._namespace.serves:
-            self._send(state, [hint for hint in state.hints.hints if hint.action is not HintAction.PREFETCH])
+    def send_end_hints(self, state: RequestState) -> None:
+        """Send the hints for the end of a request that was scheduled."""
+        if state.hints.known and self._adapters.identify(state) and self._namespace.serves:
+            self._send(state, [hint for hint in state.hints.known if hint.action is not HintAction.PREFETCH])
 
     def _send(self, state: RequestState, hints: Sequence[RequestHint]) -> None:
         if state.disabled or not hints:
             return
-        namespace, client, notes = self._namespace.current, self._namespace.client, state.record.hints
+        namespace, client, notes = self._namespace.current, self._namespace.client, state.hint_notes
         assert namespace is not None
         named: dict[int, list[GroupKeys]] = {}  # by the first token of what a hint applies to
         for hint in hints:
@@ -107,8 +107,8 @@ class HintSender:
 
     def _keys_of(self, state: RequestState, start: int) -> list[GroupKeys]:
         """Return the keys that a request's hint names, from the token ``start`` on."""
-        found: Mapping[OffloadKey, int] = state.last.tail_states() if state.last is not None else {}
-        tails = self._groups.hashes_of(key for key, key_state in found.items() if key_state == READY)
+        states: Mapping[OffloadKey, int] = state.last.tail_states() if state.last is not None else {}
+        tails = self._groups.hashes_of(key for key, key_state in states.items() if key_state == READY)
         hashes = hinted_hashes(self._groups, state.request, start, self._tail_tokens, tails)
         adapter = state.adapter.content
         return [GroupKeys(index, b"".join(wire_keys(chosen, adapter))) for index, chosen in hashes.items()]
@@ -128,18 +128,20 @@ def hinted_hashes(
         tail_tokens: tokens per hash if tails are stored, else 0.
         loaded_tails: hashes of tails that were found for the request, by index of the group.
     """
-    hashes, found = request.block_hashes, dict[int, list[bytes]]()
-    most = MAX_KEYS / sum(1 / group.tokens_per_chunk for group in groups)  # tokens
-    end = (request.num_prompt_tokens - 1) // tail_tokens if tail_tokens and request.num_prompt_tokens > start else 0
+    hashes, named = request.block_hashes, dict[int, list[bytes]]()
+    most_tokens = MAX_KEYS / sum(1 / group.tokens_per_chunk for group in groups)
+    tail_end = 0  # hashes up to the end of the prompt's longest tail
+    if tail_tokens and request.num_prompt_tokens > start:
+        tail_end = (request.num_prompt_tokens - 1) // tail_tokens
     for index, group in enumerate(groups):
         size, tokens = group.hashes_per_chunk, group.tokens_per_chunk
-        first = -(-start // tokens)
-        last = min(first + int(most / tokens), len(hashes) // size)
+        chunks, first = len(hashes) // size, -(-start // tokens)
+        last = min(first + int(most_tokens / tokens), chunks)
         chosen = list(hashes[first * size + size - 1 : last * size : size]) if first < last else []
-        if end and last == len(hashes) // size:
+        if tail_end and last == chunks:
             chosen += loaded_tails.get(index, ())[:MAX_TAILS]
-            if end % size and end <= len(hashes):
-                chosen.append(hashes[end - 1])
+            if tail_end % size and tail_end <= len(hashes):
+                chosen.append(hashes[tail_end - 1])
         if chosen:
-            found[index] = list(dict.fromkeys(chosen))
-    return found
+            named[index] = list(dict.fromkeys(chosen))
+    return named

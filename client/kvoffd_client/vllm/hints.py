@@ -29,7 +29,7 @@ MAX_TEXT = 128
 """Characters of an action's type, of a version, and of an owner."""
 MAX_TIERS = 16
 """Entries of a request's ``kv_load_tiers`` that are read."""
-MAX_SAID = 16
+MAX_LOGGED = 16
 """Kinds of unknown hints that are logged."""
 ACTIONS = {"kv.retain": HintAction.RETAIN, "kv.release": HintAction.RELEASE, "kv.prefetch": HintAction.PREFETCH}
 
@@ -49,15 +49,15 @@ class RequestHints(NamedTuple):
     """The hints of a request, as far as they can be read.
 
     Attributes:
-        hints: one of each kind at most: the last.
-        unread: number of those that are not known or cannot be read.
+        known: one of each kind at most: the last.
+        unknown: number of those that are not known or cannot be read.
         peer: host of the peer that has the blocks; empty if none is named.
         giver: number of the hints' owner, or of the request if it names none.
         problem: why the first ignored one was ignored; empty if none was.
     """
 
-    hints: Sequence[RequestHint]
-    unread: int
+    known: Sequence[RequestHint]
+    unknown: int
     peer: str
     giver: int
     problem: str = ""
@@ -95,20 +95,20 @@ class _Fetch(Struct):
     source_control_endpoint: Annotated[str, Meta(max_length=MAX_HOST)]
 
 
-_said: set[str] = set()
+_logged: set[str] = set()
 _random = random.Random()
 
 
 def read_hints(context: ReqContext, option: HintsOption = "all") -> RequestHints:
     """Read a request's hints. What cannot be read is logged once."""
     params = context.kv_transfer_params if isinstance(context.kv_transfer_params, dict) else {}
-    peer, unread, owner, hints, problems = "", 0, "", dict[HintAction, RequestHint](), list[str]()
+    peer, unknown, owner, hints, problems = "", 0, "", dict[HintAction, RequestHint](), list[str]()
     if (source := params.get(SOURCE_FIELD)) is not None:
         try:
             peer = _sendable(_convert(source, _Source).remote_host)
         except ValueError as error:
-            problems.append(_say(SOURCE_FIELD, error))
-            unread = 1
+            problems.append(_log_once(SOURCE_FIELD, error))
+            unknown = 1
     envelope = context.kv_hints or params.get(FIELD)
     if option == "off" and envelope is not None:
         problems.append('the engine has the option "hints": "off"')
@@ -116,11 +116,11 @@ def read_hints(context: ReqContext, option: HintsOption = "all") -> RequestHints
         try:
             actions = _actions_of(envelope)
         except ValueError as error:
-            problems.append(_say(FIELD, error))
-            actions, unread = [], unread + 1
+            problems.append(_log_once(FIELD, error))
+            actions, unknown = [], unknown + 1
         if (more := len(actions) - MAX_ACTIONS) > 0:
             problems.append(f"those after the first {MAX_ACTIONS}")
-            unread += more
+            unknown += more
         for sent in actions[:MAX_ACTIONS]:
             kind = "an action"
             try:
@@ -134,18 +134,19 @@ def read_hints(context: ReqContext, option: HintsOption = "all") -> RequestHints
                 owner = _sendable(its_owner) or owner
                 hints[hint.action] = hint
             except ValueError as error:
-                problems.append(_say(kind, error))
-                unread += 1
-    return RequestHints(list(hints.values()), unread, peer, _giver_of(owner), problems[0] if problems else "")
+                problems.append(_log_once(kind, error))
+                unknown += 1
+    return RequestHints(list(hints.values()), unknown, peer, _giver_of(owner), problems[0] if problems else "")
 
 
 def notes_of(found: RequestHints) -> dict[str, str]:
     """Return what became of a request's hints so far, by what they are called."""
-    notes = {name_of(one): "at its end" if one.action is HintAction.RELEASE else "not passed on" for one in found.hints}
+    notes = {name_of(one): "at its end" if one.action is HintAction.RELEASE else "not passed on" for one in found.known}
     if found.peer:
         notes[FETCH] = f"from {found.peer}"
     if found.problem:
-        notes["ignored:"] = f"{found.unread}, the first of them {found.problem}" if found.unread > 1 else found.problem
+        first = f"{found.unknown}, the first of them " if found.unknown > 1 else ""
+        notes["ignored:"] = first + found.problem
     return notes
 
 
@@ -226,10 +227,10 @@ def _is_known(version: str) -> bool:
     return len(version) <= MAX_TEXT and version.partition(".")[0] in ("0", "1")
 
 
-def _say(kind: str, error: Exception) -> str:
+def _log_once(kind: str, error: Exception) -> str:
     """Log the first unknown hint of each kind; return what is wrong with it."""
-    if kind not in _said and len(_said) < MAX_SAID:
-        _said.add(kind)
+    if kind not in _logged and len(_logged) < MAX_LOGGED:
+        _logged.add(kind)
         logger.warning("kvoffd: a request's hint (%r) is ignored: %s. Later ones are only counted.", kind, error)
     return f"{kind!r}: {error}"
 

@@ -46,7 +46,7 @@ class KeyedLookup:
         tails: hashes of the tails looked up with them, by group on the wire. A tail is the beginning of a chunk, which
             vLLM stores where a prompt of a model with recurrent layers ends.
         sent_at: time when it was sent, by time.monotonic().
-        waits_since: the same by the engine's clock (``EngineClock``).
+        sent_at_engine: the same by the engine's clock (``EngineClock``).
         only_prefixes: of each group only what is behind its ready chunks without a gap can be used.
         stored: keys that were stored recently, as the client knows them.
         stored_before: ``stored.count`` when it was sent.
@@ -63,7 +63,7 @@ class KeyedLookup:
     chunks: dict[int, Sequence[bytes]]
     tails: Mapping[int, Sequence[bytes]]
     sent_at: float
-    waits_since: float
+    sent_at_engine: float
     only_prefixes: bool
     stored: StoredKeys
     stored_before: int
@@ -112,9 +112,10 @@ class KeyedLookup:
 
     def _coming_tokens(self, index: int) -> int:
         states, chunks = self._all_states(index), len(self.chunks[index])
-        count = sum(states.count(state, 0, chunks) for state in COMING)
-        tails = any(states.count(state, chunks) for state in COMING)
-        return (count + tails) * self.groups[index].tokens_per_chunk
+        coming = sum(states.count(state, 0, chunks) for state in COMING)
+        if any(states.count(state, chunks) for state in COMING):
+            coming += 1  # a tail
+        return coming * self.groups[index].tokens_per_chunk
 
     def _all_states(self, index: int) -> bytes:
         """Return the states of a group's chunks, then of its tails; empty without an answer, or if it was not asked."""
@@ -146,7 +147,9 @@ class KeyedLookup:
         at = count - 1
         if rest:
             tails = self.tails.get(index, ())
-            at = chunks + (tails.index(block_hash) if block_hash in tails else len(tails))
+            if block_hash not in tails:
+                return False
+            at = chunks + tails.index(block_hash)
         elif at >= chunks:
             return False
         return 0 <= at < len(states) and states[at] == READY

@@ -176,12 +176,12 @@ def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     non-persistent ones, and scales that vLLM's encoders adapt (mm_encoder_attention.py).
     """
     for name, parameter in model.named_parameters():
-        yield from _plain(name, parameter)
+        yield from _byte_tensors(name, parameter)
     for prefix, module in model.named_modules():
         if not getattr(module, "_fp8_dynamic_scale", False):
             for name, buffer in module.named_buffers(prefix, recurse=False):
                 if name.removeprefix(f"{prefix}.") not in module._non_persistent_buffers_set:
-                    yield from _plain(name, buffer)
+                    yield from _byte_tensors(name, buffer)
 
 
 def _packed_columns(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -206,14 +206,14 @@ def _packed_columns(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]
             yield f"{name}.columns", product(vectors, weight, None)
 
 
-def _plain(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+def _byte_tensors(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors with the bytes: some parameters of vLLM and TorchAO consist of several."""
     if isinstance(tensor, SharedWeightParameter):
         for index, partition in tensor.partitions.items():
-            yield from _plain(f"{name}.{index}", partition)
+            yield from _byte_tensors(f"{name}.{index}", partition)
     elif is_traceable_wrapper_subclass(tensor):
         for attribute in tensor.__tensor_flatten__()[0]:
-            yield from _plain(f"{name}.{attribute}", getattr(tensor, attribute))
+            yield from _byte_tensors(f"{name}.{attribute}", getattr(tensor, attribute))
     else:
         yield name, tensor
 

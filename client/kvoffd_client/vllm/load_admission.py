@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import (
     iter_layer_specs,
 )
 
-from kvoffd_client.vllm.do_no_harm import largest_chunk_of
+from kvoffd_client.vllm.engine_facts import prompt_step_tokens_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -29,7 +29,7 @@ LOADED_SHARE = 3 / 4
 """Share of the KV cache for loaded requests that have not computed since. One alone may use 100 %."""
 STUCK_S = 1.0
 """Time that others wait for a loaded request that vLLM does not schedule. Then they compute."""
-LONGEST_TURN_S = 1.0
+LONGEST_DELAY_S = 1.0
 """Longest time from the begin of a load for which later long prompts wait for it."""
 
 
@@ -48,13 +48,13 @@ class Loaded:
     """A request that was loaded and has not computed since.
 
     Attributes:
-        turn_until: time until which later long prompts wait for its load.
+        delays_until: time until which later long prompts wait for its load.
         blocks: most blocks that it can need; 0 while unknown.
         ended_at: time when the end of its load was noticed; None before.
         passed: whether it was passed over once after its load failed.
     """
 
-    turn_until: float
+    delays_until: float
     blocks: float = 0
     ended_at: float | None = None
     passed: bool = False
@@ -69,7 +69,7 @@ class LoadAdmission:
 
     vLLM gives a step's tokens to running requests first. A prompt of several steps that begins while an earlier request
     is loaded would take all of them until it is computed, and the earlier one would come later than without a load. So
-    it begins after the load, or once that could have been computed, or after LONGEST_TURN_S.
+    it begins after the load, or once that could have been computed, or after LONGEST_DELAY_S.
 
     For a request whose load failed, vLLM reserves the free blocks that it needs until it is scheduled. A load that does
     not fit in addition would block all requests behind it, including that one.
@@ -96,7 +96,7 @@ class LoadAdmission:
         self._most = [_most_blocks(spec, vllm_config) for spec in self._specs]
         self._context_parallel = vllm_config.parallel_config.decode_context_parallel_size
         self._step_tokens = vllm_config.max_in_flight_tokens
-        self._largest_chunk = largest_chunk_of(vllm_config.scheduler_config)
+        self._prompt_step_tokens = prompt_step_tokens_of(vllm_config.scheduler_config)
         self._by_priority = vllm_config.scheduler_config.policy == "priority"
         self._drafts = vllm_config.num_speculative_tokens + vllm_config.num_lookahead_tokens
         speculates = bool(vllm_config.num_speculative_tokens)
@@ -115,49 +115,52 @@ class LoadAdmission:
         self._loaded = {other: load for other, load in self._loaded.items() if not other.is_finished()}
         self._loaded.pop(request, None)
         if computed_s:
-            self._loaded[request] = Loaded(self._clock() + min(computed_s, LONGEST_TURN_S))
+            self._loaded[request] = Loaded(self._clock() + min(computed_s, LONGEST_DELAY_S))
 
-    def admits_compute(self, request: Request, computed: int) -> bool:
-        """Return whether a request may be scheduled in this step without a load; ``computed`` of its tokens are in the
-        cache."""
-        # A request whose load failed is in kv_holding_waiting, before all others, until skipped once.
+    def admit_compute(self, request: Request, cached: int) -> bool:
+        """Return whether a request may be scheduled in this step without a load; ``cached`` of its tokens are in the
+        cache. One whose load failed is passed over once."""
         failed = self._loaded.get(request)
-        if failed is None or failed.passed:
-            return not self._waits_its_turn(request, computed)
-        failed.passed = True
-        return False
+        if failed is not None and not failed.passed:
+            # vLLM keeps it in kv_holding_waiting, before all others, until it is passed over.
+            failed.passed = True
+            return False
+        return not self._waits_for_earlier(request, cached)
 
-    def admit_load(self, request: Request, computed: int) -> Admission:
-        """Return whether a request may be scheduled in this step to be loaded, after which ``computed`` of its tokens
+    def admit_load(self, request: Request, cached: int) -> Admission:
+        """Return whether a request may be scheduled in this step to be loaded, after which ``cached`` of its tokens
         are in the cache. Once one was deferred, later ones of the step are too."""
-        if self.has_deferred or self._waits_its_turn(request, computed):
+        if self.has_deferred or self._waits_for_earlier(request, cached):
             return Admission.LATER
-        others = self._others(request)
-        if self._fits(request, computed, others):
+        others = self._update_others(request)
+        if self._fits(request, cached, others):
             return Admission.LOAD
+        if not others:
+            return Admission.ONLY_COMPUTE
         oldest = self._clock() - STUCK_S
         moving = {other: load for other, load in others.items() if load.ended_at is None or load.ended_at > oldest}
-        if not others or (len(moving) < len(others) and self._fits(request, computed, moving)):
-            return Admission.ONLY_COMPUTE
+        if len(moving) < len(others) and self._fits(request, cached, moving):
+            return Admission.ONLY_COMPUTE  # only those that vLLM does not schedule keep it waiting
         self.has_deferred = True
         return Admission.LATER
 
-    def _waits_its_turn(self, request: Request, computed: int) -> bool:
+    def _waits_for_earlier(self, request: Request, cached: int) -> bool:
         """Return whether a request would take several steps' tokens from one that came earlier and is being loaded."""
-        if request.num_tokens - computed <= self._largest_chunk:
+        if request.num_tokens - cached <= self._prompt_step_tokens:
             return False
-        now, place = self._clock(), self._place(request)
+        now, own_key = self._clock(), self._sort_key(request)
         return any(
-            load.turn_until > now and self._place(other) < place and self._is_loading(other.request_id)
+            load.delays_until > now and self._sort_key(other) < own_key and self._is_loading(other.request_id)
             for other, load in self._loaded.items()
         )
 
-    def _place(self, request: Request) -> tuple[int, float]:
+    def _sort_key(self, request: Request) -> tuple[int, float]:
         """Return what vLLM sorts waiting requests by."""
         return request.priority if self._by_priority else 0, request.arrival_time
 
-    def _others(self, request: Request) -> dict[Request, Loaded]:
-        """Return the other loaded requests that have not computed since, and record which of their loads have ended."""
+    def _update_others(self, request: Request) -> dict[Request, Loaded]:
+        """Record which loads of other requests have ended, and the blocks of each. Return those that have not computed
+        since."""
         others = {
             other: load for other, load in self._loaded.items() if other is not request and not other.is_finished()
         }
@@ -167,13 +170,13 @@ class LoadAdmission:
             load.blocks = load.blocks or self._blocks_of(other.num_tokens + self._drafts, other.num_computed_tokens)
         return others
 
-    def _fits(self, request: Request, computed: int, others: dict[Request, Loaded]) -> bool:
-        """Return whether a request fits besides the others, during its load and with ``computed`` tokens cached."""
+    def _fits(self, request: Request, cached: int, others: dict[Request, Loaded]) -> bool:
+        """Return whether a request fits besides the others, during its load and with ``cached`` tokens cached."""
         if not others and self._blocks == inf:
             return True
-        blocks = self._blocks_of(request.num_tokens + self._drafts, computed)
+        blocks = self._blocks_of(request.num_tokens + self._drafts, cached)
         if not others:
-            return max(blocks, self._blocks_of(computed, computed) + self._kept_free) <= self._blocks
+            return max(blocks, self._blocks_of(cached, cached) + self._kept_free) <= self._blocks
         # vLLM keeps blocks free for requests whose load failed.
         failed = sum(load.blocks for other, load in others.items() if not other.num_computed_tokens)
         free = self.pool.get_num_free_blocks() if self.pool is not None else inf
@@ -182,13 +185,13 @@ class LoadAdmission:
         taken = blocks + self._kept_free + sum(load.blocks for load in others.values())
         return taken <= LOADED_SHARE * self._blocks
 
-    def _blocks_of(self, tokens: int, computed: int) -> float:
-        """Return the most blocks that a request of ``tokens``, ``computed`` of them computed, may have at once."""
+    def _blocks_of(self, tokens: int, cached: int) -> float:
+        """Return the most blocks that a request of ``tokens``, ``cached`` of them computed, may have at once."""
         blocks = 0.0
         for spec, most in zip(self._specs, self._most, strict=True):
             size = self._block_tokens(spec)
             if window := _window_of(spec):
-                needed = cdiv(min(tokens, window + min(tokens - computed, self._step_tokens)), size) + 1
+                needed = cdiv(min(tokens, window + min(tokens - cached, self._step_tokens)), size) + 1
             else:
                 needed = cdiv(tokens, size) + (spec.num_speculative_blocks if isinstance(spec, MambaSpec) else 0)
             blocks += min(needed, most)

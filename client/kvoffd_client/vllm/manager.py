@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from itertools import count
 from typing import TYPE_CHECKING
@@ -24,19 +23,21 @@ from kvoffd_client.vllm import metrics
 from kvoffd_client.vllm.adapters import AdapterContents
 from kvoffd_client.vllm.compute_times import ComputeTimes
 from kvoffd_client.vllm.connector_metadata import ChunkGroup, ChunkGroups, FailedJob, KeyedSpec, WorkerNews
-from kvoffd_client.vllm.do_no_harm import DoNoHarm, PrefillRate
+from kvoffd_client.vllm.do_no_harm import DoNoHarm
 from kvoffd_client.vllm.engine_facts import EngineFacts
 from kvoffd_client.vllm.engine_namespace import EngineNamespace
+from kvoffd_client.vllm.engine_reports import EngineReports
 from kvoffd_client.vllm.hints import HintsOption, allowed_tiers, notes_of, read_hints
 from kvoffd_client.vllm.log import logger
+from kvoffd_client.vllm.prefill_rate import PrefillRate
 from kvoffd_client.vllm.prompt_outcomes import PromptOutcomes
-from kvoffd_client.vllm.prompt_turns import PromptTurns
+from kvoffd_client.vllm.prompt_waits import PromptWaits
 from kvoffd_client.vllm.request_lookups import RequestLookups
-from kvoffd_client.vllm.request_state import RequestState
+from kvoffd_client.vllm.request_state import PromptWait, RequestState, Scheduling
 from kvoffd_client.vllm.request_stores import RequestStores
 from kvoffd_client.vllm.waits import AnswerWait, EngineClock
 from kvoffd_proto.errors import ErrorCode
-from kvoffd_proto.messages import MAX_REPORTED, SHARED
+from kvoffd_proto.messages import SHARED
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
 
 # Errors after which the blocks are unusable. After other errors they are still valid.
 BLOCKS_UNUSABLE = frozenset({ErrorCode.NOT_READY, ErrorCode.COPY_FAILED, ErrorCode.CHECKSUM})
-REPORT_EVERY_S = 10.0
 
 
 class KvoffdManager(OffloadingManager):
@@ -55,7 +55,7 @@ class KvoffdManager(OffloadingManager):
     Args:
         deadline_s: a lookup without an answer by then is a miss, see ``AnswerWait``.
         disk_wait_s: longest wait of a request for promotions.
-        do_no_harm: see ``DoNoHarm``, ``AnswerWait`` and ``PromptTurns``.
+        do_no_harm: see ``DoNoHarm``, ``AnswerWait`` and ``PromptWaits``.
 
     Attributes:
         namespace: the engine's namespace and connection. The connector calls leave() before reset_cache().
@@ -63,7 +63,7 @@ class KvoffdManager(OffloadingManager):
         requests: states of unfinished requests by id.
         adapters: contents of LoRA adapters.
         lookups: lookups, answers and leases of requests.
-        turns: what requests wait for.
+        waits: what requests wait for.
         stores: stores of blocks, within the credit.
         outcomes: reports of prompts.
         harm: measurements of loads, stores and computing.
@@ -86,13 +86,10 @@ class KvoffdManager(OffloadingManager):
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.namespace, self.groups, self.clock = namespace, ChunkGroups(groups), clock
-        self._hints, self._do_no_harm = hints, do_no_harm
+        self._hints_option, self._do_no_harm = hints, do_no_harm
         self._numbers = count()
         self._counters = counters = metrics.Counters()
-        self._report_at = clock() + REPORT_EVERY_S
-        self._reported, self._reported_late_times = Counter[str](), 0.0
-        """Counters, and ``PromptTurns.late_times``, at the last report to the daemon."""
-        self._reported_problem = ""
+        self._reports = EngineReports(namespace, clock, counters)
         namespace.on_leave = self._on_leave
         self._engine_clock = EngineClock(clock)
         answer_wait = AnswerWait(deadline_s, do_no_harm=do_no_harm)
@@ -101,7 +98,7 @@ class KvoffdManager(OffloadingManager):
             namespace, self.adapters, self.groups, clock, self._engine_clock, answer_wait, counters
         )
         self.requests = self.lookups.requests
-        self.turns = PromptTurns(
+        self.waits = PromptWaits(
             self.lookups,
             self._engine_clock,
             answer_wait,
@@ -120,37 +117,23 @@ class KvoffdManager(OffloadingManager):
 
     def begin_engine(self, engine: EngineFacts) -> None:
         """Set properties of the engine's configuration, before the first request."""
-        prefill = PrefillRate(self.clock, engine.most_running, engine.largest_chunk)
+        prefill = PrefillRate(self.clock, engine.most_running, engine.prompt_step_tokens)
         self.harm = DoNoHarm(self.clock, prefill, active=self._do_no_harm)
         self.times = ComputeTimes(engine, prefill, self.namespace, self.requests, self.lookups.loading)
         self.lookups.begin_engine(engine)
-        self.turns.begin_engine(engine, self.harm, self.times)
+        self.waits.begin_engine(engine, self.harm, self.times)
         self.stores.begin_engine(engine, self.harm)
 
-    def step_begins(self, request_tokens: Collection[int]) -> None:
+    def begin_step(self, request_tokens: Collection[int]) -> None:
         """Record the start of a step with these numbers of tokens per request, look up the next prompts of the queue;
         regularly report to the daemon."""
         self.outcomes.decide()
-        self.harm.prefill.step_begins(request_tokens)
-        self.turns.begin_step(is_idle=not request_tokens)
+        self.harm.prefill.begin_step(request_tokens)
+        self.waits.begin_step(is_idle=not request_tokens)
         self.lookups.begin_step()
         # Counts are kept until the daemon answers: lookups are late when it does not.
-        if self.clock() >= self._report_at and self.namespace.client.ready:
-            self._report_engine()
-
-    def _report_engine(self) -> None:
-        """Report what has changed in the engine to the daemon. Old values too: the daemon may have been restarted."""
-        self._report_at = self.clock() + REPORT_EVERY_S
-        changes = self._counters - self._reported
-        self._reported = Counter(self._counters)
-        counts = [min(changes[name], MAX_REPORTED) for name in metrics.REPORTED]
-        late, late_times = changes[metrics.LATE_LOOKUPS], self.turns.late_times - self._reported_late_times
-        self._reported_late_times = self.turns.late_times
-        late_age_s = self.clock() - late_times / late if late else 0.0
-        prefill_rate, problem = self.harm.prefill.tokens_per_second, self.namespace.problem
-        if any((prefill_rate, *counts, problem, self._reported_problem)):
-            self.namespace.client.report(prefill_rate, *counts, problem=problem, late_age_s=late_age_s)
-            self._reported_problem = problem
+        if self.clock() >= self._reports.due_at and self.namespace.client.ready:
+            self._reports.send(self.harm.prefill.tokens_per_second, self.waits.late_times_sum)
 
     def take_events(self) -> Sequence[KVCacheEvent]:
         """Record that a step has ended; return events of the daemon's blocks for the engine's stream."""
@@ -167,17 +150,17 @@ class KvoffdManager(OffloadingManager):
         """Whether steps are needed to finish a load or to determine the namespace."""
         return bool(self.lookups.loading) or self.has_pending_work()
 
-    def skips_load(self, state: RequestState, tokens: int) -> bool:
-        """Return whether a request computes tokens because loading them is slower. Counted once for each scheduling."""
+    def skip_slow_load(self, state: RequestState, tokens: int) -> bool:
+        """Return whether a request computes tokens because loading them is slower, and record that for its report."""
         if not self.harm.skips_load(tokens):
             return False
-        self._counters[metrics.SLOW_LOADS] += not state.record.skipped
-        state.record.skipped = True
+        self._counters[metrics.SLOW_LOADS] += not state.wait.skipped  # once for each scheduling
+        state.wait.skipped = True
         return True
 
     def refuse_load(self, state: RequestState) -> None:
         """Record that a request is computed although it could be loaded, because the KV cache had no space."""
-        state.record.refused = True
+        state.wait.refused = True
         logger.warning_once(  # type: ignore[attr-defined]
             "kvoffd: a prompt is computed although its blocks were found, because the KV cache has no space for them "
             "besides other loads and draft blocks. 'kvoffd-cli clients --requests' shows such prompts as no_space. "
@@ -199,20 +182,20 @@ class KvoffdManager(OffloadingManager):
         Publish the blocks that its answer reports as ready, which another engine may have stored.
         """
         state, events = self.requests[request.request_id], self.stores.events
-        state.loaded_tokens = loaded_tokens
-        self.turns.scheduled(state)
+        self.outcomes.scheduled(state, state.wait, state.scheduling)
+        state.wait, state.scheduling = PromptWait(), Scheduling(loaded_tokens)
+        self.lookups.queue.remove(request.request_id)
         if events is not None and (answer := state.answer) is not None and answer.usable:
             for index in events.groups:
                 keys = self.groups[index].keys(request.block_hashes)
-                events.found(request, index, keys, answer.leading_ready(index))
-        self.outcomes.scheduled(state, loaded_tokens)
+                events.publish_found(request, index, keys, answer.leading_ready(index))
         if not loaded_tokens:
             self.lookups.end_leases(state)
 
     def handle_news(self, news: WorkerNews) -> None:
         """Handle the workers' news, before vLLM handles the ended jobs."""
         if news.waited_s:
-            self.harm.record_wait(news.waited_s)
+            self.harm.record_store_wait(news.waited_s)
         if news.credit_bytes is not None:
             self.stores.credit_bytes = news.credit_bytes
         for tokens, seconds in news.load_times.values():
@@ -250,11 +233,12 @@ class KvoffdManager(OffloadingManager):
         self._engine_clock.read()  # the time until now is not the new request's
         if not self.lookups.queue.has_waiting:
             self._engine_clock.begin_waits()
-        hints = read_hints(req_context, self._hints)
+        hints = read_hints(req_context, self._hints_option)
         # kv_load_tiers of the request: the pool is vLLM's primary tier, which requests cannot exclude.
-        state = RequestState(next(self._numbers), hints=hints, tiers=allowed_tiers(req_context))
-        state.record.hints = notes_of(hints)
-        self._counters[metrics.UNKNOWN_HINTS] += hints.unread
+        state = RequestState(
+            next(self._numbers), hints=hints, hint_notes=notes_of(hints), tiers=allowed_tiers(req_context)
+        )
+        self._counters[metrics.UNKNOWN_HINTS] += hints.unknown
         self.requests[req_context.req_id] = state
         # Loaded blocks are offered for stores too: they are stored if the load failed, otherwise skipped.
         return RequestOffloadingContext(policy=OffloadPolicy.REQUEST_LEVEL)
@@ -265,11 +249,7 @@ class KvoffdManager(OffloadingManager):
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         if (state := self.requests.get(req_context.req_id)) is None:
             return CacheHitSource.HOST
-        place = self.groups.place_of(key, req_context)
-        if place.is_tail:
-            tier = state.record.tails_from_tiers.get(key, 0)
-        else:
-            tier = state.record.tier_of(place.group, place.chunk) if place.chunk >= 0 else 0
+        tier = state.promoted.tier_of(key, self.groups.place_of(key, req_context))
         if tier == SHARED:
             return CacheHitSource.EXTERNAL_UNSPECIFIED  # vLLM's name of a remote store
         return CacheHitSource.DISK if tier else CacheHitSource.HOST
@@ -281,7 +261,7 @@ class KvoffdManager(OffloadingManager):
             spec = self.groups.spec_of(keys, state.adapter.content)
             tails = [key for key in keys if key in state.scan.tail_results]
             if (answer := self.lookups.begin_load(state)) is not None:
-                spec.lease_id, spec.load_tokens = answer.future.lease_id, state.loaded_tokens
+                spec.lease_id, spec.load_tokens = answer.future.lease_id, state.scheduling.loaded_tokens
                 if state.adapter.content:
                     self.adapters.will_load(state.request.lora_request)
                 if tails:  # they were found by a repeat, which the policy does not see
@@ -310,17 +290,17 @@ class KvoffdManager(OffloadingManager):
         if (state := self.requests.pop(req_context.req_id, None)) is None:
             return
         self.lookups.queue.remove(req_context.req_id)
-        was_scheduled = state.record.is_decided  # else it has stored nothing that its hints could name
+        was_scheduled = state.was_reported  # else it has stored nothing that its hints could name
         self.outcomes.request_ended(state)
         if was_scheduled:
-            self.lookups.hints.request_ended(state)
+            self.lookups.hint_sender.send_end_hints(state)
         self.lookups.end_leases(state)
         if state.last is not None:
             self.lookups.read(state.last)
 
     def has_pending_work(self) -> bool:
         # Not for requests that wait for an answer: vLLM runs steps for them anyway, but none while paused, and it
-        # finishes pausing only when nothing is pending.
+        # finishes pausing only when there is none.
         return self.namespace.needs_steps
 
     def reset_cache(self) -> None:

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from msgspec import structs
 
 from kvoffd_client.vllm.connector_metadata import ChunkGroups
 from kvoffd_client.vllm.engine_namespace import EngineNamespace
 from kvoffd_client.vllm.keyed_lookup import KeyedLookup
-from kvoffd_client.vllm.prompt_report import failed
-from kvoffd_client.vllm.request_state import RequestState
+from kvoffd_client.vllm.prompt_report import report_of, report_of_failed
+from kvoffd_client.vllm.request_state import PromptWait, RequestState, Scheduling
+
+
+class Scheduled(NamedTuple):
+    """A request that a step schedules, its wait that has ended, and its scheduling before this one."""
+
+    state: RequestState
+    wait: PromptWait
+    earlier: Scheduling
 
 
 class PromptOutcomes:
@@ -22,61 +31,57 @@ class PromptOutcomes:
 
     def __init__(self, namespace: EngineNamespace, groups: ChunkGroups, loading: Mapping[str, KeyedLookup]) -> None:
         self._namespace, self._groups, self._loading = namespace, groups, loading
-        self._scheduled: list[tuple[RequestState, int]] = []
-        """Requests that this step schedules, with the tokens that they load."""
+        self._scheduled: list[Scheduled] = []
+        """Requests that this step schedules."""
 
-    def scheduled(self, state: RequestState, loaded_tokens: int) -> None:
-        """Record that a request is about to be scheduled with ``loaded_tokens``."""
-        self._scheduled.append((state, loaded_tokens))
+    def scheduled(self, state: RequestState, wait: PromptWait, earlier: Scheduling) -> None:
+        """Record that a request is about to be scheduled: its ``wait`` ends, and so does its ``earlier`` scheduling."""
+        self._scheduled.append(Scheduled(state, wait, earlier))
 
     def decide(self) -> None:
         """Decide the outcomes of the requests that this step schedules, now that vLLM knows what they compute."""
         scheduled, self._scheduled = self._scheduled, []
-        for state, loaded_tokens in scheduled:
-            record = state.record
-            self._send(state)  # of a load before a reset, whose end vLLM does not report
-            if not record.is_decided or record.counted is not None:
-                load = self._loading.get(state.request.request_id)
-                record.of_load = record.decide(
-                    state.request,
-                    self._groups,
-                    state.last,
-                    state.adapter.content,
-                    state.tiers,
-                    loaded_tokens=loaded_tokens,
-                    load_lease_id=load.future.lease_id if load is not None else 0,
-                )
-                if load is None:
-                    self._send(state)
-            # After a preemption it is looked up again, and all this is decided again.
-            record.is_late = record.skipped = record.refused = False
+        for state, wait, earlier in scheduled:
+            self._send(earlier)  # of a load before a reset, whose end vLLM does not report
+            if state.was_reported and wait.counted is None:
+                continue
+            load = self._loading.get(state.request.request_id)
+            state.scheduling.unsent_report = report_of(
+                state,
+                wait,
+                self._groups,
+                loaded_tokens=state.scheduling.loaded_tokens,
+                load_lease_id=load.future.lease_id if load is not None else 0,
+            )
+            state.was_reported = True
+            if load is None:
+                self._send(state.scheduling)
 
     def load_failed(self, state: RequestState) -> None:
         """Record that a request's load failed, so that it is recomputed."""
-        if state.record.of_load is not None:
-            state.record.of_load = failed(state.record.of_load)
+        if (report := state.scheduling.unsent_report) is not None:
+            state.scheduling.unsent_report = report_of_failed(report)
 
     def load_ended(self, state: RequestState) -> None:
         """Send the report of a request whose load has ended."""
-        self._send(state)
+        self._send(state.scheduling)
 
     def request_ended(self, state: RequestState) -> None:
         """Send the report of a request that has ended, if it still waits for it; dropped if it was not scheduled, or
         is being loaded."""
-        record = state.record
         if state.request is None:  # vLLM never announced it
             return
+        scheduling = state.scheduling
         if not (is_loading := state.request.request_id in self._loading):
-            self._send(state)
-        if record.counted is not None or is_loading:
-            lease_id = record.of_load.lease_id if record.of_load is not None else 0
-            report = record.decide(
-                state.request, self._groups, state.last, state.adapter.content, state.tiers, dropped=True
-            )
-            record.of_load = structs.replace(report, lease_id=report.lease_id or lease_id)
-        self._send(state)
+            self._send(scheduling)
+        if state.wait.counted is not None or is_loading:
+            unsent = scheduling.unsent_report
+            report = report_of(state, state.wait, self._groups, dropped=True)
+            lease_id = report.lease_id or (unsent.lease_id if unsent is not None else 0)
+            scheduling.unsent_report = structs.replace(report, lease_id=lease_id)
+        self._send(scheduling)
 
-    def _send(self, state: RequestState) -> None:
-        if state.record.of_load is not None:
-            self._namespace.client.report_prompt(state.record.of_load)
-            state.record.of_load = None
+    def _send(self, scheduling: Scheduling) -> None:
+        if scheduling.unsent_report is not None:
+            self._namespace.client.report_prompt(scheduling.unsent_report)
+            scheduling.unsent_report = None

@@ -1,10 +1,17 @@
 """The prompts that vLLM has not scheduled yet: which of them are looked up ahead, and which a step can pass over.
 
-A prompt far back in the queue is not looked up: an answer would pin its blocks for as long as it waits, and would be
-old by the time it runs. The next ones are, as many as a few steps compute (the window), so that a step need not wait.
+A prompt waits in one of three ways until it is scheduled:
 
-vLLM asks for each prompt that waits again in each step. A prompt that has nothing to look at is parked here until an
-answer comes, a load ends, its time comes, or vLLM's own cache has another part of it.
+* behind: it is not looked up. An answer would pin its blocks for as long as it waits, and would be old by the time it
+  runs;
+* ahead, in the window: it is looked up, so that a step need not wait for the answer, and waits for no tier. The next
+  prompts are there, as many as a few steps compute;
+* for a tier, whose blocks come up.
+
+One that cannot be looked up, or was preempted, is in none of them.
+
+Any of them may be parked in addition. vLLM asks for each prompt that waits again in each step, and passes over a parked
+one until an answer comes, it may be looked up, a load ends, its time comes, or vLLM's own cache has another part of it.
 """
 
 from __future__ import annotations
@@ -13,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count, islice
+from typing import NamedTuple
 
 from kvoffd_client.scheduler_client import LookupFuture
 
@@ -30,27 +38,37 @@ MAX_STALE = 1024
 """Entries of a heap, over two for each parked prompt, before it is rebuilt without those that were woken."""
 
 
+class InWindow(NamedTuple):
+    """A prompt that is ahead."""
+
+    tokens: int
+    priority: int
+
+
+NOT_AHEAD = InWindow(0, 0)
+
+
 @dataclass(slots=True, eq=False)
 class Parked:
     """A prompt that a step passes over.
 
     Attributes:
-        computed: tokens that vLLM's own cache had when it was parked.
+        own_tokens: tokens that vLLM's own cache had when it was parked.
         until: time, by the engine's clock, at which it is looked at again.
         future: an answer that wakes it; None for none.
         in_turns: only JUDGED_AT_ONCE of these are woken in a step, also by answers.
-        place: for one that asks what a shared store has, its place among all of these. They ask again one after the
-            other, when the first is due: a store's blocks are promoted in that order.
+        ask_order: for one that asks what a shared store has, a number: these ask again one after the other in the order
+            of their numbers, when the first is due. A store's blocks are promoted in that order.
         ask_at: time at which such a one is due to ask again.
         for_load: the end of a load wakes it.
-        for_lookup: it waits for its turn to be looked up.
+        for_lookup: it waits until it may be looked up.
     """
 
-    computed: int
+    own_tokens: int
     until: float
     future: LookupFuture | None = None
     in_turns: bool = False
-    place: int | None = None
+    ask_order: int | None = None
     ask_at: float = 0.0
     for_load: bool = False
     for_lookup: bool = False
@@ -65,30 +83,30 @@ class PromptQueue:
     """
 
     def __init__(self, step_tokens: int, *, by_priority: bool) -> None:
-        self._ahead_tokens_most, self._by_priority = AHEAD_STEPS * step_tokens, by_priority
+        self._most_window_tokens, self._by_priority = AHEAD_STEPS * step_tokens, by_priority
         self._arrivals = count()
-        self._behind: dict[str, int] = {}
-        """Prompts that are not looked up yet, with their tokens."""
+        self._behind: set[str] = set()
+        """Prompts that are not looked up yet."""
         self._order: list[tuple[int, int, str]] = []
         """Heap of these, and of some that have left ``_behind``, by priority and arrival."""
-        self.ahead: dict[str, tuple[int, int]] = {}
-        """Tokens and priorities of the prompts that were looked up and wait for no tier, in the order of lookups."""
-        self._ahead_tokens = 0
-        self._of_tiers: set[str] = set()
+        self._window: dict[str, InWindow] = {}
+        """Prompts that are ahead, in the order in which they entered."""
+        self._window_tokens = 0
+        self._awaiting_tier: set[str] = set()
         """Prompts that were looked up and wait for a tier."""
         self._for_lookups: dict[str, None] = {}
-        """Parked prompts that wait for their turn to be looked up, the first one first."""
+        """Parked prompts that wait until they may be looked up, the first one first."""
         self._parked: dict[str, Parked] = {}
         self._by_time: list[tuple[float, int, str, Parked]] = []
         """Heap of the parked that are not in turns, and of some that were woken, by ``until``."""
         self._turns: list[tuple[float, int, str, Parked]] = []
         """The same of those in turns."""
-        self._awaiting: dict[str, Parked] = {}
+        self._for_answers: dict[str, Parked] = {}
         """Parked prompts that an answer wakes."""
         self._for_loads: dict[str, None] = {}
         """Parked prompts that the end of a load wakes."""
         self._asking: dict[str, int] = {}
-        """Places of the parked prompts that ask what a shared store has."""
+        """``ask_order`` of the parked prompts that ask what a shared store has."""
         self._round: list[str] = []
         """Those of ``_asking`` that are still to be woken in this round, the last one first."""
         self._lookups_left = ASKED_AT_ONCE
@@ -98,10 +116,10 @@ class PromptQueue:
 
     # --- the window ------------------------------------------------------------------------------
 
-    def add(self, name: str, tokens: int, priority: int) -> None:
+    def add(self, request_id: str, priority: int) -> None:
         """Add a prompt that has arrived."""
-        self._behind[name] = tokens
-        heappush(self._order, (priority if self._by_priority else 0, next(self._arrivals), name))
+        self._behind.add(request_id)
+        heappush(self._order, (priority if self._by_priority else 0, next(self._arrivals), request_id))
         if len(self._order) > 2 * len(self._behind) + MAX_STALE:
             self._order = sorted([entry for entry in self._order if entry[2] in self._behind])
 
@@ -110,21 +128,21 @@ class PromptQueue:
         """Whether one more prompt may be looked up ahead."""
         if self.is_full:
             return False
-        few = len(self.ahead) < MIN_AHEAD
-        return few or (len(self.ahead) < MAX_AHEAD and self._ahead_tokens < self._ahead_tokens_most)
+        few = len(self._window) < MIN_AHEAD
+        return few or (len(self._window) < MAX_AHEAD and self._window_tokens < self._most_window_tokens)
 
     @property
     def is_full(self) -> bool:
         """Whether no more prompts may be looked up."""
-        return len(self.ahead) + len(self._of_tiers) >= MAX_LOOKED_UP
+        return len(self._window) + len(self._awaiting_tier) >= MAX_LOOKED_UP
 
-    def take_turn(self, name: str) -> bool:
-        """Return whether a prompt that vLLM came to, or will before others, may be looked up now.
+    def take_lookup(self, request_id: str) -> bool:
+        """Return whether a prompt that vLLM came to, or will before others, may be looked up now, and count it.
 
         Those behind may be if few others were in this step: the queue's order may be another one than vLLM's, and what
         is before them may not run.
         """
-        if name not in self._behind or self.has_space:
+        if request_id not in self._behind or self.has_space:
             return True
         if not self._lookups_left or self.is_full:
             return False
@@ -133,67 +151,68 @@ class PromptQueue:
 
     def outranks(self, priority: int) -> bool:
         """Return whether vLLM schedules a prompt of this priority before one of the window."""
-        return self._by_priority and any(priority < other for _, other in self.ahead.values())
+        return self._by_priority and any(priority < other.priority for other in self._window.values())
 
     def take_next(self) -> str | None:
         """Take the first prompt that is not looked up; None if there is none."""
         while self._order:
-            name = heappop(self._order)[2]
-            if self._behind.pop(name, None) is not None:
-                return name
+            request_id = heappop(self._order)[2]
+            if request_id in self._behind:
+                self._behind.remove(request_id)
+                return request_id
         return None
 
-    def enter_window(self, name: str, tokens: int, priority: int, future: LookupFuture) -> None:
+    def enter_window(self, request_id: str, tokens: int, priority: int, future: LookupFuture) -> None:
         """Record that a prompt was looked up. If it is parked, this answer wakes it."""
-        self._behind.pop(name, None)
-        self._ahead_tokens += tokens - self.ahead.get(name, (0, 0))[0]
-        self.ahead[name] = tokens, priority
-        self._of_tiers.discard(name)
-        self._for_lookups.pop(name, None)
-        if (parked := self._parked.get(name)) is not None:
+        self._behind.discard(request_id)
+        self._window_tokens += tokens - self._window.get(request_id, NOT_AHEAD).tokens
+        self._window[request_id] = InWindow(tokens, priority)
+        self._awaiting_tier.discard(request_id)
+        self._for_lookups.pop(request_id, None)
+        if (parked := self._parked.get(request_id)) is not None:
             parked.future = future
-            self._awaiting[name] = parked
+            self._for_answers[request_id] = parked
 
-    def wait_for_tier(self, name: str) -> None:
+    def wait_for_tier(self, request_id: str) -> None:
         """Record that a prompt waits for a tier: it takes no place in the window."""
-        self._ahead_tokens -= self.ahead.pop(name, (0, 0))[0]
-        self._of_tiers.add(name)
+        self._window_tokens -= self._window.pop(request_id, NOT_AHEAD).tokens
+        self._awaiting_tier.add(request_id)
 
-    def remove(self, name: str) -> None:
+    def remove(self, request_id: str) -> None:
         """Remove a prompt that is scheduled, or has ended."""
-        self._behind.pop(name, None)
-        self._ahead_tokens -= self.ahead.pop(name, (0, 0))[0]
-        self._of_tiers.discard(name)
-        self._unpark(name)
+        self._behind.discard(request_id)
+        self._window_tokens -= self._window.pop(request_id, NOT_AHEAD).tokens
+        self._awaiting_tier.discard(request_id)
+        self._unpark(request_id)
 
     # --- parked prompts --------------------------------------------------------------------------
 
-    def park(self, name: str, parked: Parked) -> None:
+    def park(self, request_id: str, parked: Parked) -> None:
         """Pass over a prompt from now on."""
-        self._unpark(name)
-        self._parked[name] = parked
-        if parked.place is not None:
-            self._asking[name] = parked.place
+        self._unpark(request_id)
+        self._parked[request_id] = parked
+        if parked.ask_order is not None:
+            self._asking[request_id] = parked.ask_order
         if parked.future is not None:
-            self._awaiting[name] = parked
+            self._for_answers[request_id] = parked
         if parked.for_load:
-            self._for_loads[name] = None
+            self._for_loads[request_id] = None
         if parked.for_lookup:
-            self._for_lookups[name] = None
+            self._for_lookups[request_id] = None
         heap = self._turns if parked.in_turns else self._by_time
-        heappush(heap, (parked.until, next(self._arrivals), name, parked))
+        heappush(heap, (parked.until, next(self._arrivals), request_id, parked))
         if len(heap) > 2 * len(self._parked) + MAX_STALE:
             heap[:] = sorted([entry for entry in heap if self._parked.get(entry[2]) is entry[3]])
 
-    def is_parked(self, name: str, computed: int) -> bool:
-        """Return whether a prompt is passed over, of which vLLM's own cache has ``computed`` tokens."""
-        parked = self._parked.get(name)
-        return parked is not None and parked.computed == computed
+    def is_parked(self, request_id: str, own_tokens: int) -> bool:
+        """Return whether a prompt is passed over, of which vLLM's own cache has ``own_tokens``."""
+        parked = self._parked.get(request_id)
+        return parked is not None and parked.own_tokens == own_tokens
 
     @property
     def has_waiting(self) -> bool:
         """Whether some prompt is not scheduled."""
-        return bool(self._behind or self.ahead or self._of_tiers or self._parked)
+        return bool(self._behind or self._window or self._awaiting_tier or self._parked)
 
     @property
     def has_parked(self) -> bool:
@@ -202,22 +221,24 @@ class PromptQueue:
     @property
     def first_awaited(self) -> LookupFuture | None:
         """The answer that the first of the parked prompts waits for."""
-        return next((parked.future for parked in self._awaiting.values()), None)
+        return next((parked.future for parked in self._for_answers.values()), None)
 
     def begin_step(self) -> None:
         """Let JUDGED_AT_ONCE prompts in turns be woken, and ASKED_AT_ONCE be looked up."""
         self._turns_left, self._lookups_left = JUDGED_AT_ONCE, ASKED_AT_ONCE
-        for name in [*islice(self._for_lookups, ASKED_AT_ONCE)]:
-            self._unpark(name)
+        for request_id in [*islice(self._for_lookups, ASKED_AT_ONCE)]:
+            self._unpark(request_id)
 
     def wake(self, now: float) -> None:
         """Wake the prompts whose time or answer has come; of those in turns JUDGED_AT_ONCE in a step at most."""
-        answered = [name for name, each in self._awaiting.items() if each.future is not None and each.future.done]
-        for name in answered:
-            if not self._parked[name].in_turns:
-                self._unpark(name)
+        parked = self._for_answers.items()
+        answered = [request_id for request_id, one in parked if one.future is not None and one.future.done]
+        for request_id in answered:
+            if not self._parked[request_id].in_turns:
+                self._unpark(request_id)
             elif self._turns_left:
-                self._turns_left -= self._unpark(name)
+                self._unpark(request_id)
+                self._turns_left -= 1
         while self._by_time and self._by_time[0][0] <= now:
             self._wake_entry(heappop(self._by_time))
         self._wake_asking(now)
@@ -225,7 +246,8 @@ class PromptQueue:
             self._turns_left -= self._wake_entry(heappop(self._turns))
 
     def _wake_asking(self, now: float) -> None:
-        """Wake the next of a round over all prompts that ask a store, which begins when the first one is due."""
+        """Wake the next of a round over all prompts that ask a store. It begins when the one of the lowest
+        ``ask_order`` is due."""
         if not self._round and self._asking:
             first = self._parked[min(self._asking, key=self._asking.__getitem__)]
             if first.future is None and first.ask_at <= now:
@@ -234,26 +256,27 @@ class PromptQueue:
             self._turns_left -= self._unpark(self._round.pop())
 
     def _wake_entry(self, entry: tuple[float, int, str, Parked]) -> bool:
-        """Wake a prompt, unless it was woken since. Returns whether it was parked."""
-        return self._parked.get(entry[2]) is entry[3] and self._unpark(entry[2])
+        """Wake the prompt of a heap's entry, unless it was woken since. Return whether it was parked."""
+        _, _, request_id, parked = entry
+        return self._parked.get(request_id) is parked and self._unpark(request_id)
 
     def wake_all(self) -> None:
-        for name in [*self._parked]:
-            self._unpark(name)
+        for request_id in [*self._parked]:
+            self._unpark(request_id)
 
     def load_ended(self) -> None:
         """Wake the prompts that wait for the end of a load."""
-        for name in [*self._for_loads]:
-            self._unpark(name)
+        for request_id in [*self._for_loads]:
+            self._unpark(request_id)
 
-    def _unpark(self, name: str) -> bool:
+    def _unpark(self, request_id: str) -> bool:
         """Wake a prompt. Return whether it was parked."""
-        self._awaiting.pop(name, None)
-        self._for_loads.pop(name, None)
-        self._for_lookups.pop(name, None)
-        self._asking.pop(name, None)
-        return self._parked.pop(name, None) is not None
+        self._for_answers.pop(request_id, None)
+        self._for_loads.pop(request_id, None)
+        self._for_lookups.pop(request_id, None)
+        self._asking.pop(request_id, None)
+        return self._parked.pop(request_id, None) is not None
 
     def first_ahead(self, most: int) -> Iterator[str]:
         """Yield the first prompts of the window that are not parked."""
-        return (name for name in [*islice(self.ahead, most)] if name not in self._parked)
+        return (request_id for request_id in [*islice(self._window, most)] if request_id not in self._parked)

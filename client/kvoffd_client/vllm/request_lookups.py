@@ -29,16 +29,7 @@ CHECKED_AHEAD = 16
 
 
 class RequestLookups:
-    """The lookups of an engine's requests.
-
-    A prompt waits in one of three ways until it is scheduled:
-
-    * behind: it is not looked up, because many others will run before it;
-    * ahead: it is looked up, and waits for no tier;
-    * for a tier, whose blocks come up.
-
-    One that cannot be looked up, or was preempted, is in none of them. Any prompt may be parked (``PromptTurns``): vLLM
-    came to it, and passes over it until an answer, its turn, a load or a time comes.
+    """The lookups of an engine's requests. Which of them are looked up, and when, is up to the ``queue``.
 
     Args:
         clock: clock such as time.monotonic().
@@ -49,9 +40,9 @@ class RequestLookups:
         groups: the offloaded groups, by index on the wire.
         requests: states of unfinished requests by id.
         queue: the requests that are not scheduled.
-        hints: sends their hints.
+        hint_sender: sends their hints.
         loading: by request, the lookup whose lease its load reads under, until vLLM has handled the load's end.
-        loads: number of loads that have begun or ended.
+        load_changes: number of loads that have begun or ended.
         enabled: whether requests may be loaded.
     """
 
@@ -70,14 +61,14 @@ class RequestLookups:
         self._engine_clock, self._answer_wait = engine_clock, answer_wait
         self.requests: dict[str, RequestState] = {}
         self.loading: dict[str, KeyedLookup] = {}
-        self.loads = 0
+        self.load_changes = 0
         self.enabled = True
 
     def begin_engine(self, engine: EngineFacts) -> None:
         """Set properties of the engine, before the first request."""
         self._only_prefixes = engine.only_prefixes
         self.queue = PromptQueue(engine.step_tokens, by_priority=engine.by_priority)
-        self.hints = HintSender(
+        self.hint_sender = HintSender(
             self.namespace, self._adapters, self.groups, self.clock, self._counters, engine.tail_tokens
         )
 
@@ -95,9 +86,9 @@ class RequestLookups:
             )
             state.disabled = True
         if not state.disabled:
-            self.hints.request_begins(state)
-        self.queue.add(request.request_id, request.num_prompt_tokens, request.priority)
-        if self.queue.outranks(request.priority) and self.queue.take_turn(request.request_id):
+            self.hint_sender.send_start_hints(state)
+        self.queue.add(request.request_id, request.priority)
+        if self.queue.outranks(request.priority) and self.queue.take_lookup(request.request_id):
             self.look_up(state)
         self._look_up_ahead()
 
@@ -111,9 +102,9 @@ class RequestLookups:
         if not self.namespace.serves:
             return
         for _ in range(MAX_AHEAD):
-            if not self.queue.has_space or (name := self.queue.take_next()) is None:
+            if not self.queue.has_space or (request_id := self.queue.take_next()) is None:
                 break
-            state = self.requests[name]
+            state = self.requests[request_id]
             if not state.request.is_finished():  # vLLM reports an aborted one later in the step
                 self.look_up(state)
 
@@ -121,13 +112,13 @@ class RequestLookups:
         """Look up again the first prompts of the queue whose answers are old."""
         if not self.namespace.serves:
             return
-        for name in self.queue.first_ahead(CHECKED_AHEAD):
-            state = self.requests[name]
+        for request_id in self.queue.first_ahead(CHECKED_AHEAD):
+            state = self.requests[request_id]
             if state.request.is_finished():
                 continue
             self.take_answer(state)
             comes = state.answer is not None and state.answer.is_coming  # a scan asks for these again
-            if state.pending is None and not comes and self.is_outdated(state):
+            if state.in_flight is None and not comes and self.is_outdated(state):
                 self.look_up(state)
 
     def look_up(self, state: RequestState) -> None:
@@ -135,7 +126,7 @@ class RequestLookups:
         request, namespace = state.request, self.namespace
         if not self._adapters.identify(state) or not namespace.serves:
             return
-        self.hints.request_begins(state)
+        self.hint_sender.send_start_hints(state)
         if not self.may_load(state):
             return
         chunks, tails, adapter = dict[int, Sequence[bytes]](), state.tails, state.adapter.content
@@ -146,27 +137,27 @@ class RequestLookups:
             return
         asked = {index: [*hashes, *tails.get(index, ())] for index, hashes in chunks.items()}
         message = [GroupKeys(index, b"".join(wire_keys(hashes, adapter))) for index, hashes in asked.items()]
-        client, record, stored_before = namespace.client, state.record, namespace.client.stored.count
+        client, wait, stored_before = namespace.client, state.wait, namespace.client.stored.count
         asked_by = client, client.session_id
         # A daemon counts a prompt once, and no tails: there are many, of which one is a hit at most.
-        again = bool(tails) or (record.counted is not None and record.counted_by == asked_by)
+        again = bool(tails) or (wait.counted is not None and wait.counted_by == asked_by)
         future = client.lookup(message, again, reported=True, peer=state.hints.peer, giver=state.hints.giver)
         if not again and future.lease_id:
-            record.counted, record.counted_by = future, asked_by
+            wait.counted, wait.counted_by = future, asked_by
         is_needed = state.answer is None or state.answer.grows_old(client.stored)
-        state.pending = state.last = KeyedLookup(
+        state.in_flight = state.last = KeyedLookup(
             future,
             self.groups,
             adapter,
             chunks,
             tails,
             sent_at=self.clock(),
-            waits_since=self._engine_clock.read(),
+            sent_at_engine=self._engine_clock.read(),
             only_prefixes=self._only_prefixes,
             stored=client.stored,
             stored_before=stored_before,
             is_needed=is_needed,
-            given_up=record.is_late,
+            given_up=wait.is_late,
         )
         self._counters[metrics.LOOKUPS] += 1
         self.queue.enter_window(request.request_id, request.num_prompt_tokens, request.priority, future)
@@ -176,9 +167,9 @@ class RequestLookups:
 
         vLLM asks for each position inside the chunk after the last one that is a hit, in all groups.
         """
-        state.tails, state.record.asks_tails = self.groups.hashes_of(reversed(state.scan.wanted_tails)), True
-        self.end_lease(state.pending)
-        state.pending = None
+        state.tails = self.groups.hashes_of(reversed(state.scan.wanted_tails))
+        self.end_lease(state.in_flight)
+        state.in_flight = None
         self.look_up(state)
 
     def may_load(self, state: RequestState) -> bool:
@@ -196,9 +187,9 @@ class RequestLookups:
         if (answer := state.answer) is not None and not answer.usable:
             self.end_lease(answer)
             state.answer = None
-        if (answered := state.pending) is None or not answered.future.done:
+        if (answered := state.in_flight) is None or not answered.future.done:
             return False
-        state.pending = None
+        state.in_flight = None
         if answered.future.failed:
             self.end_lease(answered)
             state.failed_at = answered.future.answered_at
@@ -210,9 +201,9 @@ class RequestLookups:
         # The new lease pins the same blocks, so nothing is unpinned in between.
         self.end_lease(state.answer)
         state.answer = answered
-        state.record.came_from_tiers(answered)
+        state.promoted.record(answered)
         now, age_s = self._engine_clock.read(), self.clock() - answered.future.answered_at
-        state.turn.tier_wait.answered(now - age_s, now, answered.future.wait_s)
+        state.wait.tier.answered(now - age_s, now, answered.future.wait_s)
         return True
 
     def read(self, lookup: KeyedLookup) -> None:
@@ -226,7 +217,7 @@ class RequestLookups:
         return self.clock() - state.failed_at < REFRESH_S
 
     def is_outdated(self, state: RequestState) -> bool:
-        """Return whether a request without a pending lookup needs another: it has no answer that may be the best."""
+        """Return whether a request without a lookup in flight needs another: it has no answer that may be the best."""
         answer, now = state.answer, self.clock()
         if self.has_failed(state):
             return False
@@ -237,8 +228,8 @@ class RequestLookups:
             return True  # it has generated further chunks
         if answer.all_ready and future.leased:
             return now > future.stale_at - REFRESH_S
-        if answer.is_coming and not state.turn.tier_wait.has_ended:
-            return self._engine_clock.read() >= state.turn.tier_wait.ask_at
+        if answer.is_coming and not state.wait.tier.has_ended:
+            return self._engine_clock.read() >= state.wait.tier.ask_at
         return now - future.answered_at > REFRESH_S * max(1.0, answer.asked_chunks / REFRESH_KEYS)
 
     # --- leases ------------------------------------------------------------------------------------
@@ -250,20 +241,20 @@ class RequestLookups:
         state.answer = None
         self.end_leases(state)
         self.loading[state.request.request_id] = answer
-        self.loads += 1
+        self.load_changes += 1
         return answer
 
     def end_load(self, request_id: str) -> None:
         """End the lease of a request's load, and wake the prompts that wait for a load's end."""
         self.queue.load_ended()
-        self.loads += 1
+        self.load_changes += 1
         self.end_lease(self.loading.pop(request_id, None))
 
     def end_leases(self, state: RequestState) -> None:
         """Release the leases of a request that runs without a load or has ended. Its last lookup stays known."""
         self.end_lease(state.answer)
-        self.end_lease(state.pending)
-        state.answer = state.pending = None
+        self.end_lease(state.in_flight)
+        state.answer = state.in_flight = None
 
     def end_lease(self, lookup: KeyedLookup | None) -> None:
         """End a lookup's lease, if it has one or may have one."""

@@ -1,4 +1,4 @@
-"""The state of one request: what several parts of the scheduler half share, and each part's own."""
+"""The state of one request. What is replaced together is one object: see ``RequestState``."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from kvoffd_client.scheduler_client import LookupFuture, SchedulerClient
 from kvoffd_client.vllm.adapters import RequestAdapter
 from kvoffd_client.vllm.hints import NO_HINTS, RequestHints
 from kvoffd_client.vllm.keyed_lookup import KeyedLookup
-from kvoffd_client.vllm.prompt_report import PromptRecord
+from kvoffd_client.vllm.promoted_blocks import PromotedBlocks
 from kvoffd_client.vllm.scans import PreparedScan
 from kvoffd_client.vllm.waits import LONG_AGO, TierWait
-from kvoffd_proto.messages import PENDING, SHARED
+from kvoffd_proto.messages import PENDING, SHARED, PromptReport
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -22,14 +23,14 @@ class ScanBasis(NamedTuple):
     """Facts on which the result of vLLM's scan of a request depends.
 
     Attributes:
-        answer: the answer that the scan sees; None if it finds nothing of any.
-        loads: number of loads that have begun or ended: while another request loads the same blocks, vLLM waits for it.
+        answer: the answer that the scan sees; None if it sees none.
+        load_changes: ``RequestLookups.load_changes``: while another request loads the same blocks, vLLM waits for it.
     """
 
     answer: KeyedLookup | None
-    computed_tokens: int
+    own_tokens: int
     awaits_tier: bool
-    loads: int
+    load_changes: int
 
 
 class FoundTokens(NamedTuple):
@@ -40,62 +41,93 @@ class FoundTokens(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Turn:
-    """State of ``PromptTurns`` for one request.
+class PromptWait:
+    """State of a request from its arrival, or its preemption, until it is scheduled.
 
     Attributes:
-        waits_since: time since which vLLM could not scan it for want of an answer, by the engine's clock; None while it
-            can. All lookups in this time have one deadline.
+        since: time since which vLLM could not scan it for want of an answer, by the engine's clock; None while it can.
+            All lookups in this time have one deadline.
         awaits_tier: it waits for promotions in its answer.
-        tier_wait: that wait.
+        tier: that wait.
         found: result of its last scan; None before.
+        is_late: it waited too long to be looked up, because too many others were.
+        skipped: its load was skipped because computing is faster.
+        refused: its blocks were not loaded because the KV cache had no space.
+        counted: the lookup whose keys the daemon counts when the outcome is reported; None before.
+        counted_by: client and session that sent it: only that session's daemon counts it.
     """
 
-    waits_since: float | None = None
+    since: float | None = None
     awaits_tier: bool = False
-    tier_wait: TierWait = field(default_factory=TierWait)
+    tier: TierWait = field(default_factory=TierWait)
     found: FoundTokens | None = None
+    is_late: bool = False
+    skipped: bool = False
+    refused: bool = False
+    counted: LookupFuture | None = None
+    counted_by: tuple[SchedulerClient, int] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Scheduling:
+    """State of a request from the time when it is scheduled until it is scheduled again.
+
+    Attributes:
+        loaded_tokens: tokens that it loads.
+        unsent_report: its report, until its load has ended; None once it is sent.
+    """
+
+    loaded_tokens: int = 0
+    unsent_report: PromptReport | None = None
 
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """State of one request. An attribute is used by several parts, or is the own state of the part that it names.
+    """State of one request, for the request's life but for three objects, each of which is replaced as a whole:
+
+    * ``scan``, before each of vLLM's scans (``PromptWaits.prepare_scan``);
+    * ``wait`` and ``scheduling``, when it is scheduled (``KvoffdManager.scheduled``).
 
     Attributes:
         number: number of requests before it.
         request: vLLM's request, from ``arrived`` on; its block hashes grow.
         hints: the client's hints.
-        hints_sent: those for its start were sent (``HintSender``).
+        start_hints_sent: those for its start were sent (``HintSender``).
+        hint_notes: what became of each of them, for its report, by what they are called.
         tiers: states of blocks that it may wait for: PENDING for those on disks, SHARED for those of shared stores.
         adapter: its LoRA adapter (``AdapterContents``).
         disabled: it must not be looked up or stored.
         load_failed: a load failed; it is recomputed and not looked up again.
         answer: the current answer, whose lease pins the blocks that it reports as ready.
-        pending: a lookup without an answer yet. The current answer stays until it is replaced.
-        last: the lookup sent last, even if its lease was released; it shows which blocks need not be stored.
+        in_flight: a lookup without an answer yet. The current answer stays until it is replaced.
+        last: the lookup sent last: the one in flight, else the answer, or one whose lease was released. It shows which
+            blocks need not be stored.
         failed_at: time of its last failed lookup; for a while none is sent, so that the request is not deferred for
             ever.
         tails: hashes of the tails to look up with the chunks, by group on the wire; see ``KeyedLookup``.
-        scan: results of vLLM's next scan.
-        turn: its waits (``PromptTurns``).
-        record: facts for its report (``PromptOutcomes``).
-        loaded_tokens: tokens that it was scheduled to load.
+        promoted: its blocks that came from tiers.
+        was_reported: the outcome of a scheduling was decided; later reports have ``again``.
+        scan: facts for vLLM's next scan, and its results.
+        wait: its wait to be scheduled.
+        scheduling: what it was scheduled to do last.
     """
 
     number: int
     request: Request = cast(Any, None)  # noqa: RUF009
     hints: RequestHints = NO_HINTS
-    hints_sent: bool = False
+    start_hints_sent: bool = False
+    hint_notes: dict[str, str] = field(default_factory=dict)
     tiers: frozenset[int] = frozenset((PENDING, SHARED))
     adapter: RequestAdapter = field(default_factory=RequestAdapter)
     disabled: bool = False
     load_failed: bool = False
     answer: KeyedLookup | None = None
-    pending: KeyedLookup | None = None
+    in_flight: KeyedLookup | None = None
     last: KeyedLookup | None = None
     failed_at: float = LONG_AGO
     tails: Mapping[int, Sequence[bytes]] = field(default_factory=dict)
+    promoted: PromotedBlocks = field(default_factory=PromotedBlocks)
+    was_reported: bool = False
     scan: PreparedScan = field(default_factory=PreparedScan)
-    turn: Turn = field(default_factory=Turn)
-    record: PromptRecord = field(default_factory=PromptRecord)
-    loaded_tokens: int = 0
+    wait: PromptWait = field(default_factory=PromptWait)
+    scheduling: Scheduling = field(default_factory=Scheduling)

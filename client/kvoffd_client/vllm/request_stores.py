@@ -75,7 +75,7 @@ class RequestStores:
         if state is None or not self._may_store(state):
             return _nothing()
         namespace, last, has_ended = self._namespace, state.last, state.request.is_finished()
-        if namespace.current is None and namespace.pending():
+        if namespace.current is None and namespace.awaits_reports():
             return LATER
         if namespace.engine_cache_stale or not namespace.serves:
             return _nothing()

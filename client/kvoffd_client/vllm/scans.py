@@ -14,9 +14,12 @@ from kvoffd_client.vllm.keyed_lookup import COMES, HIT, MISS, RESULTS, KeyedLook
 
 @dataclass(slots=True, eq=False)
 class PreparedScan:
-    """Results of vLLM's next scan of a request: those of one answer, which stay the same while vLLM scans.
+    """Facts for vLLM's next scan of a request, and its results: those of one answer, the same while vLLM scans.
 
     Attributes:
+        own_tokens: leading tokens in vLLM's own cache.
+        engine_has_all: those are all that vLLM can use.
+        may_load: blocks may be looked up for the request.
         results: results of each group's chunks, a byte each, see ``keyed_lookup``.
         tail_results: results of the tails that were looked up.
         asks_tails: further tails may be looked up.
@@ -24,20 +27,21 @@ class PreparedScan:
         awaits_tail: the request waits for an answer about tails, or for a tail that is being promoted.
     """
 
+    own_tokens: int = 0
+    engine_has_all: bool = False
+    may_load: bool = True
     results: Mapping[int, bytes] = field(default_factory=dict)
     tail_results: Mapping[OffloadKey, LookupResult] = field(default_factory=dict)
     asks_tails: bool = False
     wanted_tails: list[OffloadKey] = field(default_factory=list)
     awaits_tail: bool = False
 
-    @classmethod
-    def of(cls, answer: KeyedLookup | None, awaited: frozenset[int], *, asks_tails: bool) -> PreparedScan:
-        """Return the results of an answer for a request that waits for keys of the ``awaited`` states."""
-        if answer is None:
-            return cls(asks_tails=asks_tails)
-        results = {index: answer.results(index, awaited) for index in answer.chunks}
-        tail_results = {key: result_of(state, awaited) for key, state in answer.tail_states().items()}
-        return cls(results, tail_results, asks_tails)
+    def show(self, answer: KeyedLookup | None, awaited: frozenset[int], *, asks_tails: bool) -> None:
+        """Set the results: those of an answer for a request that waits for keys of the ``awaited`` states."""
+        self.asks_tails = asks_tails
+        if answer is not None:
+            self.results = {index: answer.results(index, awaited) for index in answer.chunks}
+            self.tail_results = {key: result_of(state, awaited) for key, state in answer.tail_states().items()}
 
     def result(self, key: OffloadKey, place: Place) -> LookupResult:
         """Return vLLM's result for a key, and record that vLLM asked for it if it is a tail."""

@@ -87,6 +87,13 @@ class AnswerWait:
     def begin_step(self, *, is_idle: bool) -> None:
         self.left_s = IDLE_WAIT_S if is_idle else LOOKUP_WAIT_S
 
+    def take_pause(self) -> float:
+        """Return how long an idle engine may pause when no answer is awaited; it takes MIN_RETRY_PAUSE_S of the step's
+        time."""
+        pause_s = max(0.0, min(self.left_s, MIN_RETRY_PAUSE_S))
+        self.left_s -= MIN_RETRY_PAUSE_S
+        return pause_s
+
     def may_wait(self, now: float) -> bool:
         """Return whether the scheduler may wait for an answer now."""
         return self.left_s > 0 and now >= self._suspended_until
@@ -168,5 +175,6 @@ class TierWait:
         """Set the time of the next lookup: half of the time later that the answer, of time ``at``, expects; without an
         estimate (0), a quarter of the time waited so far."""
         waited_s = now - self.began if self.began is not None else 0.0
+        pause_s = expected_s / 2 if expected_s else waited_s / 4
         longest_s = max(MAX_RETRY_PAUSE_S, RETRY_SHARE * waited_s)
-        self.ask_at = at + min(longest_s, max(MIN_RETRY_PAUSE_S, (expected_s or waited_s / 2) / 2))
+        self.ask_at = at + min(longest_s, max(MIN_RETRY_PAUSE_S, pause_s))

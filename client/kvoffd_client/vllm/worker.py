@@ -89,11 +89,11 @@ class KvoffdWorker(OffloadingWorker):
         self._specs: dict[int, KeyedSpec] = {}
         """Specs of unfinished jobs by id."""
         self._news = WorkerNews()
-        self.failed_requests: set[str] = set()
-        """Requests whose load failed, to be taken by the connector."""
+        self._failed_requests: set[str] = set()
+        """Requests whose load failed, until they are taken."""
         self._last_credit: int | None = None
         # Jobs that were not sent, with the reason. The sender's thread appends to it too.
-        self._failed: deque[tuple[int, ErrorCode]] = deque()
+        self._unsent_failures: deque[tuple[int, ErrorCode]] = deque()
 
     @property
     def problem(self) -> str:
@@ -150,11 +150,11 @@ class KvoffdWorker(OffloadingWorker):
             if isinstance(made, Job):
                 jobs.append(made)
             else:
-                self._failed.append((job_id, made))
+                self._unsent_failures.append((job_id, made))
         if not jobs:
             return
         if self._client is None:
-            self._failed.extend([(job.job_id, ErrorCode.UNKNOWN_REGISTRATION) for job in jobs])
+            self._unsent_failures.extend([(job.job_id, ErrorCode.UNKNOWN_REGISTRATION) for job in jobs])
         elif self._sender is None:
             self._client.submit(jobs)
         else:
@@ -197,11 +197,11 @@ class KvoffdWorker(OffloadingWorker):
         return Job(job_id, groups, None if is_store else keyed.lease_id, not is_store and self._keep_leases)
 
     def _fail_unsent(self, job: Job, error: ErrorCode) -> None:
-        self._failed.append((job.job_id, error))
+        self._unsent_failures.append((job.job_id, error))
 
     def get_finished(self) -> list[TransferResult]:
         self.flush()
-        finished = [self._ended(*self._failed.popleft()) for _ in range(len(self._failed))]
+        finished = [self._ended(*self._unsent_failures.popleft()) for _ in range(len(self._unsent_failures))]
         results = [result for client in self._clients() for result in client.take_results()]
         for client in [client for client in self._former if not client.unfinished]:
             self._former.remove(client)
@@ -225,13 +225,18 @@ class KvoffdWorker(OffloadingWorker):
         news, self._news = self._news, WorkerNews()
         return news
 
+    def take_failed_requests(self) -> set[str]:
+        """Return the requests whose load failed since the last call."""
+        failed, self._failed_requests = self._failed_requests, set()
+        return failed
+
     def _ended(self, job_id: int, error: ErrorCode | None, keys: Sequence[GroupKeys] = ()) -> TransferResult:
         """Record why a job failed, and return a success for vLLM."""
         spec = self._specs.pop(job_id, None)
         if spec is not None:
             self._news.failed_jobs[job_id] = FailedJob(error, keys or spec.keys, spec.request_id)
             if spec.request_id is not None:
-                self.failed_requests.add(spec.request_id)
+                self._failed_requests.add(spec.request_id)
         return TransferResult(job_id, True)
 
     def wait(self, job_ids: set[int]) -> None:
@@ -277,7 +282,7 @@ class KvoffdWorker(OffloadingWorker):
         if client is None:
             return
         unsent, self._unsent = self._unsent, {}
-        self._failed.extend([(job_id, ErrorCode.CANCELLED) for job_id in unsent])
+        self._unsent_failures.extend([(job_id, ErrorCode.CANCELLED) for job_id in unsent])
         if self._sender is not None:
             self._sender.withdraw(self._sender.waiting)
         released = client.unregister(UNREGISTER_TIMEOUT_S)

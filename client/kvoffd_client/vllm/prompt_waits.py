@@ -1,0 +1,340 @@
+"""Waits of the prompts that are not scheduled: when vLLM comes to one, it is scanned now or passed over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+
+from kvoffd_client.scheduler_client import LookupFuture
+from kvoffd_client.vllm import metrics
+from kvoffd_client.vllm.compute_times import ComputeTimes
+from kvoffd_client.vllm.do_no_harm import DoNoHarm
+from kvoffd_client.vllm.engine_facts import EngineFacts
+from kvoffd_client.vllm.keyed_lookup import NOTHING_AWAITED, KeyedLookup
+from kvoffd_client.vllm.prompt_queue import Parked
+from kvoffd_client.vllm.request_lookups import RequestLookups
+from kvoffd_client.vllm.request_state import FoundTokens, PromptWait, RequestState, ScanBasis
+from kvoffd_client.vllm.scans import PreparedScan
+from kvoffd_client.vllm.waits import MIN_COMPUTED_S, AnswerWait, EngineClock
+from kvoffd_proto.messages import PENDING
+
+LOAD_PAUSE_S = 0.05
+"""Longest time for which a request that waits for another one's load is not scanned."""
+
+
+class PromptWaits:
+    """The waits of the prompts that are not scheduled. vLLM comes to each of them in each step.
+
+    ``pass_over`` passes over those that are parked. For others ``prepare_scan`` takes the answer and decides whether
+    vLLM may scan it now. ``found_before`` or vLLM's scan finds the tokens, and ``record_scan`` keeps them.
+
+    Args:
+        lookups: the prompts' lookups, which this sends and takes.
+        engine_clock: time by which prompts wait.
+        answer_wait: how long they wait for answers.
+        counters: the engine's counters, which this adds to.
+        deadline_s: time within which registered workers should have reported.
+        disk_wait_s: longest wait for promotions.
+        do_no_harm: a prompt waits for promotions only while loading is expected to be faster than computing.
+
+    Attributes:
+        late_times_sum: sum of the times at which lookups were given up.
+    """
+
+    def __init__(
+        self,
+        lookups: RequestLookups,
+        engine_clock: EngineClock,
+        answer_wait: AnswerWait,
+        counters: metrics.Counters,
+        *,
+        deadline_s: float,
+        disk_wait_s: float,
+        do_no_harm: bool,
+        sleep: Callable[[float], None],
+    ) -> None:
+        self._lookups, self._namespace, self._counters = lookups, lookups.namespace, counters
+        self._engine_clock, self._answer_wait, self._sleep = engine_clock, answer_wait, sleep
+        self._deadline_s, self._disk_wait_s, self._do_no_harm = deadline_s, disk_wait_s, do_no_harm
+        self.late_times_sum = 0.0
+        self._is_first = True
+        """Whether vLLM has come to no prompt in this step yet."""
+        self._has_paused = False
+        """Whether an idle engine has paused in this step."""
+
+    def begin_engine(self, engine: EngineFacts, harm: DoNoHarm, times: ComputeTimes) -> None:
+        """Set properties of the engine, before the first request."""
+        self._engine, self._harm, self._times = engine, harm, times
+        self._queue = self._lookups.queue
+
+    def begin_step(self, *, is_idle: bool) -> None:
+        """Begin a step, in which no request runs if it ``is_idle``."""
+        self._engine_clock.read()
+        self._engine_clock.is_idle = is_idle
+        self._answer_wait.begin_step(is_idle=is_idle)
+        self._is_first, self._has_paused = True, False
+        self._times.begin_step()
+
+    # --- parked prompts ----------------------------------------------------------------------------
+
+    def pass_over(self, request_id: str, own_tokens: int) -> bool:
+        """Return whether vLLM passes over a request, because it is parked. The first call of a step wakes what is due;
+        an idle engine pauses here once in a step."""
+        if self._is_first:
+            self._is_first = False
+            self._wake()
+        if not self._queue.is_parked(request_id, own_tokens):
+            return False
+        if not self._engine_clock.is_idle or self._has_paused or not self._engine.may_pause:
+            return True
+        self._pause()
+        return self._queue.is_parked(request_id, own_tokens)
+
+    def _wake(self) -> None:
+        """Wake the parked requests whose time or answer has come."""
+        self._queue.begin_step()
+        if not self._queue.has_parked:
+            return
+        if self._namespace.serves and self._namespace.registered:
+            self._namespace.client.poll()
+            self._queue.wake(self._engine_clock.read())
+        else:
+            self._queue.wake_all()
+
+    def _pause(self) -> None:
+        """Pause an idle engine until an answer comes, or for a moment: it runs empty steps while all prompts wait."""
+        self._has_paused, answer_wait = True, self._answer_wait
+        if (future := self._queue.first_awaited) is None:
+            self._sleep(answer_wait.take_pause())
+        elif answer_wait.may_wait(self._engine_clock.read()):
+            self._wait(future)
+        self._queue.wake(self._engine_clock.read())
+
+    def _wait(self, future: LookupFuture, *, must_come: bool = True) -> None:
+        """Wait for an answer for the rest of this step's time for waits. Only one that ``must_come`` can time out."""
+        began, answer_wait = self._engine_clock.read(), self._answer_wait
+        answered = future.wait(answer_wait.left_s) or not must_come
+        self._counters[metrics.LOOKUP_WAITS] += must_come
+        timed_out = answer_wait.record_wait(began, self._engine_clock.read(), answered=answered)
+        self._counters[metrics.LOOKUP_WAITS_TIMED_OUT] += timed_out
+
+    def _park(self, state: RequestState, own_tokens: int, until: float) -> None:
+        """Pass over a request until the answer to its lookup comes, or this time."""
+        future, wait = state.in_flight.future if state.in_flight is not None else None, state.wait
+        request_id, ask_order = state.request.request_id, None
+        if wait.awaits_tier:
+            self._queue.wait_for_tier(request_id)
+            if state.answer is not None and state.answer.future.asking:  # it asks again in turns with others
+                ask_order, until = state.number, max(until, wait.tier.judge_at)
+        parked = Parked(
+            own_tokens,
+            until,
+            future,
+            in_turns=wait.awaits_tier,
+            ask_order=ask_order,
+            ask_at=wait.tier.ask_at,
+        )
+        self._queue.park(request_id, parked)
+
+    # --- a prompt's scan ---------------------------------------------------------------------------
+
+    def prepare_scan(
+        self, state: RequestState, own_tokens: int, *, engine_has_all: bool, engine_has_tail: bool = False
+    ) -> bool:
+        """Prepare the results of vLLM's scan of a request, which must see a single answer.
+
+        Take an answer that has come, ask again if it may not be the best one any more, and wait a moment for the next.
+        ``own_tokens`` are in vLLM's own cache, in whole blocks; ``engine_has_all``: as many as it can use, so
+        nothing is loaded but a tail, unless ``engine_has_tail``. False: the request waits, and vLLM must not scan now.
+        """
+        tail_tokens = self._engine.tail_tokens
+        fits_tail = bool(tail_tokens) and own_tokens + tail_tokens < state.request.num_prompt_tokens
+        state.scan = PreparedScan(own_tokens, engine_has_all, self._lookups.may_load(state))
+        may_scan = self._prepare(state, own_tokens, may_have_tail=fits_tail and not engine_has_tail)
+        if may_scan:
+            state.wait.since = None
+        return may_scan
+
+    def look_up_tails(self, state: RequestState, own_tokens: int) -> bool:
+        """Look up the tails that vLLM wanted in its scan, and prepare a second one. Returns as ``prepare_scan``."""
+        self._lookups.look_up_tails(state)
+        may_scan = self.prepare_scan(state, own_tokens, engine_has_all=state.scan.engine_has_all)
+        state.scan.asks_tails = False  # the second scan takes what is known
+        return may_scan
+
+    def _prepare(self, state: RequestState, own_tokens: int, *, may_have_tail: bool) -> bool:
+        """Do as ``prepare_scan``, in this order: take the answer that has come; if it is outdated, ask again; wait a
+        moment for the next answer; if that should come later, park the request, else show the scan the last one."""
+        wait, scan, namespace = state.wait, state.scan, self._namespace
+        if (scan.engine_has_all and not may_have_tail) or not scan.may_load or namespace.problem:
+            if state.last is None and scan.may_load:
+                self._lookups.look_up(state)  # the daemon counts its keys, and the policy learns that they are in use
+            return True
+        if not (namespace.registered and namespace.client.ready):
+            return not self._wait_for_workers(state)
+        if self._lookups.take_answer(state) or state.answer is None:
+            # Before the next lookup: where steps are long, one would be on its way whenever vLLM comes here.
+            wait.awaits_tier = self._judge_tier_wait(state)
+        if self._needs_lookup(state, own_tokens):
+            if self._park_for_lookup(state, own_tokens):
+                return False
+            if wait.is_late:
+                return True  # the scan finds nothing
+            self._lookups.look_up(state)
+        late_at = 0.0
+        if (lookup := state.in_flight) is not None:
+            if not lookup.future.done:  # else it is taken
+                late_at = self._wait_for_answer(state, lookup, own_tokens)
+            self._lookups.take_answer(state)
+        wait.awaits_tier = self._judge_tier_wait(state)
+        if (lookup := state.in_flight) is not None and not lookup.given_up:
+            scan.awaits_tail = lookup.asks_tails_beyond(state.answer)
+            if lookup.is_needed or wait.awaits_tier or scan.awaits_tail:
+                wait.since = lookup.sent_at_engine if wait.since is None else wait.since
+                self._park(state, own_tokens, late_at)
+                return False
+        may_ask = lookup is None and not self._lookups.has_failed(state)
+        awaited = state.tiers if wait.awaits_tier else NOTHING_AWAITED
+        scan.show(state.answer, awaited, asks_tails=may_have_tail and may_ask)
+        return True
+
+    def found_before(self, state: RequestState, own_tokens: int) -> FoundTokens | None:
+        """Return the result of a request's last scan, if another one would find the same; else None."""
+        found = state.wait.found
+        if found is None or state.answer is None or found.basis != self._basis(state, own_tokens):
+            return None
+        return found
+
+    def record_scan(self, state: RequestState, own_tokens: int, tokens: int | None) -> None:
+        """Record the result of a scan: ``tokens`` that can be loaded; None if the request waits for promotions, or for
+        another request's load of the same blocks. Then it is not scanned again before that ends."""
+        request_id, wait = state.request.request_id, state.wait
+        if self._queue.is_parked(request_id, own_tokens):
+            return  # for the answer about its tails
+        if tokens is not None:
+            wait.found = FoundTokens(tokens, self._basis(state, own_tokens))
+        elif wait.awaits_tier and state.answer is not None:
+            self._park(state, own_tokens, min(wait.tier.ask_at, wait.tier.judge_at))
+        elif not state.request.num_preemptions:  # else its own stores may not have ended
+            until = self._engine_clock.read() + LOAD_PAUSE_S
+            self._queue.park(request_id, Parked(own_tokens, until, for_load=True))
+
+    def _basis(self, state: RequestState, own_tokens: int) -> ScanBasis:
+        answer = state.answer if state.scan.results else None  # without results the scan does not see it
+        return ScanBasis(answer, own_tokens, state.wait.awaits_tier, self._lookups.load_changes)
+
+    # --- waits -------------------------------------------------------------------------------------
+
+    def _begin_wait(self, state: RequestState) -> float:
+        """Have a request wait for an answer, unless it does. Return the time since which it waits."""
+        if state.wait.since is None:
+            state.wait.since = self._engine_clock.read()
+        return state.wait.since
+
+    def _allowed_s(self, state: RequestState, tokens: int) -> float:
+        """Return how long a request may wait for an answer about ``tokens`` of it."""
+        return self._answer_wait.allowed_s(self._times.seconds(state.request.request_id, tokens))
+
+    def _wait_for_workers(self, state: RequestState) -> bool:
+        """Have a request wait a moment for the workers to report their memory or registration. Return whether it does.
+
+        An engine that computes gets the reports in its steps anyway; an idle one may have an old report. Without a
+        daemon none would help.
+        """
+        namespace, client = self._namespace, self._namespace.client
+        if client.unreachable:
+            return False
+        if namespace.current is None:
+            return namespace.awaits_reports()
+        if namespace.awaits_reports(self._deadline_s):
+            return True
+        if not client.ready:
+            return False
+        since = self._begin_wait(state)
+        return self._engine_clock.is_idle and self._engine_clock.read() - since < MIN_COMPUTED_S
+
+    def _needs_lookup(self, state: RequestState, own_tokens: int) -> bool:
+        """Return whether a request is to be looked up again: its answer may not be the best, and it may wait for one.
+
+        While others store what it lacks, each answer may be outdated when it comes; once the time for one is over, the
+        last one counts.
+        """
+        if state.in_flight is not None or not self._lookups.is_outdated(state):
+            return False
+        since = state.wait.since
+        if state.answer is None or since is None:
+            return True
+        return self._engine_clock.read() < since + self._allowed_s(state, state.request.num_tokens - own_tokens)
+
+    def _park_for_lookup(self, state: RequestState, own_tokens: int) -> bool:
+        """Park a request that may not be looked up now, because many others were in this step. Once that takes too long
+        return False: it is looked up all the same, or ``is_late`` if too many are."""
+        request_id = state.request.request_id
+        if self._queue.take_lookup(request_id):
+            return False
+        until = self._begin_wait(state) + self._allowed_s(state, state.request.num_tokens)
+        if self._engine_clock.read() < until:
+            self._queue.park(request_id, Parked(own_tokens, until, for_lookup=True))
+            return True
+        state.wait.is_late = self._queue.is_full
+        return False
+
+    def _wait_for_answer(self, state: RequestState, lookup: KeyedLookup, own_tokens: int) -> float:
+        """Wait a moment for the answer to a request's lookup, or give it up if it is late. Return when it is late."""
+        answer_wait, wait = self._answer_wait, state.wait
+        asks_tails = lookup.asks_tails_beyond(state.answer)
+        must_come = (lookup.is_needed or asks_tails) and not lookup.given_up
+        shows_promoted = wait.awaits_tier and self._engine_clock.is_idle and answer_wait.left_s > 0
+        if shows_promoted or (must_come and answer_wait.may_wait(self._engine_clock.read())):
+            self._wait(lookup.future, must_come=must_come)
+        else:
+            self._namespace.client.poll()
+        tokens = state.request.num_tokens - own_tokens
+        if asks_tails and state.answer is not None:
+            tokens = min(tokens, self._lookups.groups[0].tokens_per_chunk)
+        allowed_s = self._allowed_s(state, tokens)
+        late_at = self._late_at(wait, lookup, allowed_s)
+        now = self._engine_clock.read()
+        if now >= late_at and not lookup.future.done and not lookup.given_up:
+            lookup.given_up = wait.tier.has_ended = True
+            if allowed_s:
+                answer_wait.record_reply(now - lookup.sent_at_engine)
+            self._counters[metrics.LATE_LOOKUPS] += 1
+            self.late_times_sum += self._lookups.clock()
+        return late_at
+
+    @staticmethod
+    def _late_at(wait: PromptWait, lookup: KeyedLookup, allowed_s: float) -> float:
+        """Return when an answer that a request may await for ``allowed_s`` is late.
+
+        Lookups that follow one another while the request waits have the deadline of the first, but each has a moment:
+        vLLM may not have come here for a while.
+        """
+        since = lookup.sent_at_engine if wait.since is None else min(wait.since, lookup.sent_at_engine)
+        late_at = max(since + allowed_s, lookup.sent_at_engine + min(allowed_s, MIN_COMPUTED_S))
+        return max(late_at, wait.tier.until) if wait.awaits_tier else late_at  # promoted blocks may still come
+
+    def _judge_tier_wait(self, state: RequestState) -> bool:
+        """Begin, continue or end a request's wait for promotions. Return whether it waits: while promoting and loading
+        are expected to be faster than computing it after the earlier prompts. Else it loads the blocks that are ready.
+        """
+        tier_wait, answer, client = state.wait.tier, state.answer, self._namespace.client
+        if answer is None or tier_wait.has_ended or not any(map(answer.has, state.tiers)):
+            return False
+        if self._lookups.has_failed(state) or not client.ready:
+            return False  # the daemon does not report promotions
+        now, future, tokens = self._engine_clock.read(), answer.future, answer.coming_tokens
+        computed_s, loaded_s = inf, 0.0
+        if self._do_no_harm:
+            computed_s = self._times.seconds(state.request.request_id, tokens)
+            loaded_s = self._harm.load_s(tokens)
+        tier_wait.begin(now, min(self._disk_wait_s, computed_s))
+        expected_s = max(0.0, future.answered_at + future.wait_s - self._lookups.clock())
+        if asks_store := bool(future.asking) and not answer.has(PENDING):
+            expected_s = inf  # a store mostly has no blocks of a new prompt
+        is_worth_it = expected_s + loaded_s <= computed_s
+        tier_wait.doubt(now, is_worth_it=is_worth_it, is_estimated=bool(future.wait_s))
+        if state.wait.awaits_tier and state.in_flight is not None and not state.in_flight.given_up:
+            return True  # the next answer shows what was promoted during a step
+        tier_wait.judge(now, is_worth_it=is_worth_it, asks_store=asks_store)
+        return not tier_wait.has_ended
