@@ -616,6 +616,7 @@ def test_users_who_are_not_allowed_are_refused(restricted: DaemonProcess) -> Non
 
 
 @pytest.mark.usefixtures("silent")
+@pytest.mark.timeout(300)  # two processes start, and wait for a minute at most
 def test_every_socket_asks_the_kernel_who_is_there(restricted: DaemonProcess) -> None:
     """Results and KV events are for allowed users too."""
 

@@ -77,7 +77,7 @@ def make_command(names: Iterable[str] = COMMANDS) -> TyperGroup:
     made.commands = {name: made.commands[name] for name in names}
     for option in made.params:
         if option.name == "show_completion":
-            option.help = "Show completion for the current shell."  # type: ignore[attr-defined]
+            option.hidden = True  # type: ignore[attr-defined]  # --install-completion is what people use
     return made
 
 
