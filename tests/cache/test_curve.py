@@ -24,6 +24,12 @@ MIB = 1 << 20
 NOTHING: BlockIds = np.empty(0, np.uint32)
 
 
+@pytest.fixture(autouse=True)
+def seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same hashes each time: of 32 keys two may share a place, one of which then counts as stored."""
+    monkeypatch.setattr(curve.os, "urandom", lambda size: bytes(range(size)))
+
+
 def chain_of(*keys: int) -> bytes:
     return b"".join(key.to_bytes(KEY_BYTES, "big") for key in keys)
 
