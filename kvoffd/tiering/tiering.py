@@ -25,7 +25,7 @@ from kvoffd.pool.allocator import PAGE_BYTES
 from kvoffd.system.calls import call_each
 from kvoffd.system.newest import put_newest
 from kvoffd.tiering import TieringSettings, WriteMode
-from kvoffd.tiering.promotions import SLOWER, Asker, Coming, Fill, Promotions, Wanted
+from kvoffd.tiering.promotions import SLOWER, Asker, Coming, Fill, FillQueue, Promotions
 from kvoffd.tiering.writer import Writer, block_group_of
 from kvoffd.tiers.header import BlockGroup
 from kvoffd.tiers.tier import ABSENT, ASKED, PEER, PRESENT, Tier
@@ -61,8 +61,8 @@ class _Lookup:
     """Pool bytes that may still be promoted for it: more than leases may pin would evict its own beginning."""
     free_bytes: float
     """Pool bytes that it may ask a source for: keys that got no space in their patience do not wait for it again."""
-    wanted: list[Wanted] = field(default_factory=list)
-    """Requests that it waits for and that have no space yet, to all sources."""
+    queues: list[FillQueue] = field(default_factory=list)
+    """Queues that it waits for and that have no space yet, of all sources."""
 
     @property
     def namespace(self) -> Namespace:
@@ -247,7 +247,7 @@ class Tiering:
         ready_bytes = sum(one.count(READY) * group.block_bytes for one, group in zip(states, every, strict=True))
         # Earlier lookups under the same lease may have found the beginning of the prompt.
         held_bytes = max(ready_bytes, int(self._cache.blocks.pages[lease.blocks].sum()) * PAGE_BYTES)
-        held_bytes += sum(fill.wanted.block_bytes for fill in self._awaits.get(lease, ()) if not fill.is_settled)
+        held_bytes += sum(fill.queue.block_bytes for fill in self._awaits.get(lease, ()) if not fill.is_settled)
         free_bytes = inf if asked is not None else self._cache.leases.leasable_bytes
         left_bytes = self._cache.leases.most_bytes - sum(one.given_up_bytes for one in self.sources) - held_bytes
         lookup = _Lookup(lease, asked, sources, left_bytes, free_bytes)
@@ -367,8 +367,8 @@ class Tiering:
         """Request keys that are in a tier or coming, up to the first that cannot be requested; set their states."""
         if not places:
             return
-        slower, lease, wants = self._slower_sources(lookup, part, places), lookup.lease, dict[Promotions, Wanted]()
-        group, together = part.group, lookup.wanted
+        slower, lease, queues = self._slower_sources(lookup, part, places), lookup.lease, dict[Promotions, FillQueue]()
+        group, together = part.group, lookup.queues
         block_bytes = lease.namespace.group(part.group.number).block_bytes
         for number, at in enumerate(places):
             key = part.keys[at]
@@ -382,23 +382,23 @@ class Tiering:
                     return
                 if lookup.free_bytes < block_bytes and not self._may_wait(lookup, part, key):
                     return
-                if (wanted := wants.get(source)) is None:
-                    wanted = wants[source] = Wanted(lease, lease, group, source, block_bytes, together=together)
-                if (fill := source.request(wanted, key)) is None:
+                if (queue := queues.get(source)) is None:
+                    queue = queues[source] = FillQueue(lease, lease, group, source, block_bytes, together=together)
+                if (fill := source.request(queue, key)) is None:
                     lookup.mark(part, places[number:], MissReason.TIER_LATE)
                     return
-                if len(wanted.queue) == 1:
-                    lookup.wanted.append(wanted)
+                if len(queue.fills) == 1:
+                    lookup.queues.append(queue)
                 lookup.free_bytes -= block_bytes
-            elif not (fill.wanted.is_reserved or fill.wanted.together is lookup.wanted):
-                self._take_over(lookup, fill.wanted)
+            elif not (fill.queue.is_reserved or fill.queue.together is lookup.queues):
+                self._take_over(lookup, fill.queue)
             if lease not in fill.leases:
                 lookup.left_bytes -= block_bytes
                 lease.coming += 1
                 self._awaits.setdefault(lease, {})[fill] = fill.leases[lease] = None
-            part.found_by[fill.wanted.source.tier.name] = None
+            part.found_by[fill.queue.source.tier.name] = None
             fill.askers += lookup.asker(part, at)
-            part.states[at] = SHARED if fill.wanted.source.shared else PENDING
+            part.states[at] = SHARED if fill.queue.source.shared else PENDING
 
     def _may_wait(self, lookup: _Lookup, part: _Range, key: bytes) -> bool:
         """Return whether a repeated lookup may begin to wait for space: a store had not answered to the first one, or
@@ -409,15 +409,15 @@ class Tiering:
         lookup.free_bytes = inf
         return True
 
-    def _take_over(self, lookup: _Lookup, wanted: Wanted) -> None:
-        """Have a request get its space together with the others of the last lookup that waits for it: an engine repeats
+    def _take_over(self, lookup: _Lookup, queue: FillQueue) -> None:
+        """Have a queue get its space together with the others of the last lookup that waits for it: an engine repeats
         lookups under new leases."""
-        if lookup.lease.session == NO_SESSION or wanted.is_prefetch:
+        if lookup.lease.session == NO_SESSION or queue.is_prefetch:
             return
-        if wanted in wanted.together:
-            wanted.together.remove(wanted)
-        lookup.wanted.append(wanted)
-        wanted.together, wanted.last_lease = lookup.wanted, lookup.lease
+        if queue in queue.together:
+            queue.together.remove(queue)
+        lookup.queues.append(queue)
+        queue.together, queue.last_lease = lookup.queues, lookup.lease
 
     def _slower_sources(self, lookup: _Lookup, part: _Range, places: Sequence[int]) -> set[Promotions]:
         """Return the sources whose keys take longer to read than to compute: these are not read, unless for a hint."""
@@ -432,13 +432,13 @@ class Tiering:
         return slower
 
     def lease_ended(self, lease: Lease) -> None:
-        unawaited: dict[Wanted, None] = {}
+        unawaited: dict[FillQueue, None] = {}
         for fill in self._awaits.pop(lease, ()):
             del fill.leases[lease]
             if not (fill.leases or fill.is_settled or fill.ticket):
-                unawaited[fill.wanted] = None
-        for wanted in unawaited:
-            wanted.source.drop_unawaited(wanted)
+                unawaited[fill.queue] = None
+        for queue in unawaited:
+            queue.source.drop_unawaited(queue)
 
     def loaded(self, tickets: Sequence[LoadTicket]) -> LoadedKeys | None:
         if not (self._numbered and tickets):
@@ -502,7 +502,7 @@ class Tiering:
         single_keys, block_group = namespace.split(group, keys), block_group_of(namespace.group(group))
         coming = self._coming.get(block_group.tag, {})
         for fill in [coming[key] for key in single_keys if key in coming]:
-            fill.wanted.source.invalidate(fill, why)
+            fill.queue.source.invalidate(fill, why)
         for source in self.sources:
             # Other nodes use a store's blocks; bytes that are wrong here are not wrong there.
             if not source.shared or why is not MissReason.CORRUPT:
@@ -511,9 +511,9 @@ class Tiering:
     def cancel_promotions(self, namespace: Namespace) -> None:
         for keys in list(self._coming.values()):
             for fill in list(keys.values()):
-                if fill.wanted.namespace is not namespace:
+                if fill.queue.namespace is not namespace:
                     break  # all keys of a tag belong to one namespace
-                fill.wanted.source.invalidate(fill, MissReason.INVALIDATED)
+                fill.queue.source.invalidate(fill, MissReason.INVALIDATED)
 
     # --- what the daemon calls -------------------------------------------------------------------
 
