@@ -33,7 +33,7 @@ MISSES: dict[str, MissReason] = {
 }
 """Miss reasons of failures; any other is a failure of the tier."""
 MAX_QUEUED = 2**16
-"""Blocks of one source that may wait to be read. An engine that computes them sooner gives them up."""
+"""Blocks of one source that may wait to be read. An engine that computes them sooner does not wait for them."""
 FILL_BYTES = 560
 """Memory of a waiting block, measured."""
 MAX_FILLING_BYTES = 2**30
@@ -41,7 +41,8 @@ MAX_FILLING_BYTES = 2**30
 UNMEASURED_BYTES = 64 * 2**20
 """Limit of these bytes while the speed is unknown."""
 AHEAD_S = 0.25
-"""Once the speed is known, reads under way are limited to what comes in this time: abandoned ones end soon."""
+"""Once the speed is known, reads under way are limited to what comes in this time: those that nobody waits for any
+more end soon."""
 AHEAD_BLOCKS = 16
 """Lower limit of the blocks under way."""
 MAX_BEGUN, BEGUN_PER_END = 64, 16
@@ -77,10 +78,10 @@ class FillQueue:
     """All queues that the last lease waits for, of all sources: space is reserved for all of them or none."""
     is_reserved: bool = False
     """Whether leases may pin all of these blocks: no other queue gets their space."""
-    waits_since: float | None = None
-    """Time since which it has no space; None if it has some, or its turn has not come."""
-    waits_for: str = ""
-    """Reason for which it fails if that takes too long: NO_SPACE, or OVERDUE where fills that hang have the space."""
+    no_space_since: float | None = None
+    """Time since which it has no space in the pool; None if it has some, or its turn has not come."""
+    fails_as: str = ""
+    """Reason for which its fills fail if that lasts too long: NO_SPACE, or OVERDUE if reads that hang have it."""
 
     @property
     def namespace(self) -> Namespace:
@@ -102,18 +103,18 @@ class Fill:
 
     | event                           | method              | counted as        | its slots             |
     |---------------------------------|---------------------|-------------------|-----------------------|
-    | it was read                     | _on_end             | found             | READY, leases pin it  |
+    | it was read                     | _end_read           | found             | READY, leases pin it  |
     | nobody waits for it             | drop_unawaited      | found, see below  | none, it was queued   |
-    | the same at its turn (UNWANTED) | _on_end             | found, see below  | freed                 |
-    | the pool has it by now          | _begin_batch        | found             | none                  |
+    | the same at its turn (UNWANTED) | _end_read           | found, see below  | freed                 |
+    | the pool has it by now          | _begin_reads        | found             | none                  |
     | no space; it has left the tier  | _fail               | miss, by reason   | none                  |
-    | the read fails                  | _on_end, _fail      | miss, by Result   | freed                 |
+    | the read fails                  | _end_read, _fail    | miss, by Result   | freed                 |
     | the read is overdue             | _give_up_overdue    | miss, TIER_LATE   | freed when it ends    |
     | its key was removed             | invalidate          | miss, by reason   | freed when it ends    |
 
     What nobody waits for counts as found because the tier has it: the engine reports why it did not load it.
     A read that ends after its fill was settled changes nothing but its slots. One that ends as UNWANTED although a
-    lookup has joined it since is queued again.
+    lookup has joined it since settles nothing: ``_queue_again``.
     """
 
     queue: FillQueue
@@ -150,11 +151,11 @@ class Promotions:
         shared: whether other nodes use the source too.
 
     Attributes:
-        most_bytes: pool bytes that fills may use at once. A larger block is read alone. Fills that were given up and
-            have not ended, as on a hanging device, may use as much again, so that others are still read.
+        most_bytes: pool bytes that fills may use at once. A larger block is read alone. Reads that were given
+            up may use as much again, so that others are still read.
         given_up_bytes: pool bytes of these: allocated, although no lookup waits for them.
-        reserved_bytes: pool bytes reserved for its queues. ``Leases.reserved_bytes`` is the sum of these and of
-            ``given_up_bytes`` of all sources.
+        reserved_bytes: pool bytes reserved for its queues: see ``FillQueue.is_reserved``. ``Leases.withheld_bytes`` is
+            the sum of these and of ``given_up_bytes`` of all sources.
         ends_more: whether ``end_overdue`` has more to do now.
     """
 
@@ -180,10 +181,10 @@ class Promotions:
         self.under_way: dict[Fill, None] = {}
         """Running fills in the order in which they were begun."""
         self.given_up: dict[Fill, None] = {}
-        """Overdue fills, into whose slots the tier may still write."""
+        """Fills whose reads were given up, as they were overdue: the tier may still write into their slots."""
         self._turn_at = 0.0
         """Time when the first running fill became the first."""
-        self._came_at = 0.0
+        self._ended_at = 0.0
         """Time when a fill last ended."""
         self.queued_blocks = self.under_way_bytes = self.given_up_bytes = self.reserved_bytes = 0
         self.ends_more = False
@@ -226,14 +227,14 @@ class Promotions:
         last = max((at for at, queue in enumerate(self._queues) if queue in its_queues), default=-1)
         # Others without space are passed over.
         before = islice(self._queues, last + 1)
-        ahead = [queue for queue in before if queue in its_queues or queue.waits_since is None]
+        ahead = [queue for queue in before if queue in its_queues or queue.no_space_since is None]
         nbytes = sum((len(queue.fills) + queue.under_way) * queue.block_bytes for queue in ahead)
         if ahead:  # fills behind the last awaited one do not count
             behind = takewhile(lambda fill: fill not in awaited, reversed(ahead[-1].fills))
             nbytes -= sum(1 for _ in behind) * ahead[-1].block_bytes
         # Who has no space is expected to wait as long again as so far.
-        now = self._clock()
-        blocked_s = max((now - at for at in (queue.waits_since for queue in its_queues) if at is not None), default=0.0)
+        now, since = self._clock(), (queue.no_space_since for queue in its_queues)
+        blocked_s = max((now - at for at in since if at is not None), default=0.0)
         return nbytes / speed + blocked_s
 
     def is_slower(self, namespace: Namespace, group: int, count: int) -> bool:
@@ -251,8 +252,8 @@ class Promotions:
             return False
         return True
 
-    def request(self, queue: FillQueue, key: bytes) -> Fill | None:
-        """Queue a block that the tier has; None if the queue is full. No session gets over three quarters of it."""
+    def enqueue(self, queue: FillQueue, key: bytes) -> Fill | None:
+        """Queue a block that the tier has; None if too many are queued. No session gets over three quarters of that."""
         if self.queued_blocks + self._queued_by[queue.first_lease.session] // 3 >= MAX_QUEUED:
             return None
         fill = Fill(queue, key)
@@ -279,23 +280,23 @@ class Promotions:
             if not self._reserve(queue, lenders):
                 without_space += 1
                 if without_space > MAX_WITHOUT_SPACE:
-                    queue.waits_since = self._clock() - self._patience_s  # it ends with the next tick
+                    queue.no_space_since = self._clock() - self._patience_s  # it ends with the next tick
                 continue
             if queue.fills and queue.block_bytes >= too_large:
-                self._wait(queue, NO_SPACE)
+                self._note_no_space(queue, NO_SPACE)
                 continue
             while queue.fills:
                 free = self._free_bytes(queue.block_bytes)
                 if self._stopped or most <= 0 or (self.under_way and free < queue.block_bytes):
                     return
                 if free < queue.block_bytes and self.given_up:
-                    self._wait(queue, OVERDUE)
+                    self._note_no_space(queue, OVERDUE)
                     break
                 batch = list(islice(queue.fills, max(1, min(most, free // max(1, queue.block_bytes)))))
                 most -= len(batch)
                 if not self._begin_batch(queue, batch):
                     return
-                if queue.waits_since is not None:
+                if queue.no_space_since is not None:
                     too_large = queue.block_bytes
                     break
 
@@ -313,10 +314,10 @@ class Promotions:
         if queue.is_prefetch:
             if queue.block_bytes <= leasable:
                 return True
-            self._wait(queue, NO_SPACE)
+            self._note_no_space(queue, NO_SPACE)
             return False
         every = [one for one in queue.together or [queue] if not one.is_reserved]
-        waited = queue.waits_since is not None and self._clock() - queue.waits_since >= self._patience_s
+        waited = queue.no_space_since is not None and self._clock() - queue.no_space_since >= self._patience_s
         asked_bytes = queue.last_lease.asking_bytes if queue.last_lease.active and not waited else 0
         nbytes = sum([one.queued_bytes for one in every]) + asked_bytes
         may_grow = leasable < self._cache.leases.most_bytes  # else there will never be more
@@ -325,66 +326,75 @@ class Promotions:
                 seconds = self._patience_s + max(one.queued_bytes / (one.source.speed.current or inf) for one in every)
                 leasable += sum(max(0, reserved - int(speed * seconds)) for reserved, speed in lenders)
             if nbytes > leasable:
-                self._wait(queue, NO_SPACE)
+                self._note_no_space(queue, NO_SPACE)
                 return False
         for one in every:
-            one.is_reserved, one.waits_since = True, None
+            one.is_reserved, one.no_space_since = True, None
             one.source._count_reserved(one.queued_bytes)
         return True
 
     def _lenders(self) -> list[Lender]:
-        if self._cache.leases.reserved_bytes == self.reserved_bytes:
+        """Return the other sources that have reserved space, and deliver blocks."""
+        if self._cache.leases.withheld_bytes == self.reserved_bytes:  # none has
             return []
         others = [source for source in self._sources if source is not self and source.reserved_bytes]
         return [(source.reserved_bytes, speed) for source in others if (speed := source.speed.current)]
 
     def _count_reserved(self, nbytes: int) -> None:
         self.reserved_bytes += nbytes
-        self._cache.leases.reserved_bytes += nbytes
+        self._cache.leases.withheld_bytes += nbytes
 
     def _count_given_up(self, nbytes: int) -> None:
         self.given_up_bytes += nbytes
-        self._cache.leases.reserved_bytes += nbytes
+        self._cache.leases.withheld_bytes += nbytes
 
-    def _wait(self, queue: FillQueue, why: str) -> None:
-        """Record that a queue has no space."""
-        queue.waits_for = why
-        if queue.waits_since is None:
-            queue.waits_since = self._clock()
+    def _note_no_space(self, queue: FillQueue, fails_as: str) -> None:
+        """Record that a queue has no space now."""
+        queue.fails_as = fails_as
+        if queue.no_space_since is None:
+            queue.no_space_since = self._clock()
 
     def _begin_batch(self, queue: FillQueue, batch: Sequence[Fill]) -> bool:
         """Begin the first fills of a queue, as far as there is space; return False if the tier accepts no more."""
         try:
             tickets = self._cache.stores.begin_fill(queue.namespace, queue.group.number, [fill.key for fill in batch])
-            refused, has_space = list[Fill](), True
-            try:
-                for number, fill in enumerate(batch):
-                    if number not in tickets:  # the pool has the block by now
-                        self._settle(fill, CAME)
-                    elif (ticket := tickets[number]) is None:
-                        has_space = False
-                    elif not refused and self._begin(fill, ticket):
-                        del tickets[number]
-                        queue.waits_since = None
-                    else:
-                        refused.append(fill)
-            finally:
-                for ticket in filter(None, tickets.values()):
-                    self._cache.stores.end_fill(ticket, (), ())
+            not_begun, has_space = self._begin_reads(batch, tickets)
         except BaseException:
             for fill in batch:  # lookups must not wait for fills that are neither running nor queued
                 if fill.ticket is None and not fill.is_settled:
                     self._fail(fill, Result.FAILED)
             raise
         if not has_space:
-            self._has_no_space(queue)
-        return not (refused and self._fail_refused(refused))
+            self._wait_or_fail(queue)
+        return not (not_begun and self._fail_absent(not_begun))
 
-    def _fail_refused(self, refused: Sequence[Fill]) -> bool:
-        """Fail the refused fills whose blocks the tier does not have; return whether it has others, and accepts these
-        later."""
+    def _begin_reads(self, batch: Sequence[Fill], tickets: dict[int, FillTicket | None]) -> tuple[Sequence[Fill], bool]:
+        """Begin to read fills into the slots of ``tickets``, which are those of ``BlockStores.begin_fill``.
+
+        Return the fills that the tier did not begin, whose slots are free again, and whether all had slots.
+        """
+        not_begun, has_space = list[Fill](), True
+        try:
+            for number, fill in enumerate(batch):
+                if number not in tickets:  # the pool has the block by now
+                    self._settle(fill, CAME)
+                elif (ticket := tickets[number]) is None:
+                    has_space = False
+                elif not not_begun and self._begin_read(fill, ticket):
+                    del tickets[number]
+                    fill.queue.no_space_since = None
+                else:
+                    not_begun.append(fill)
+        finally:
+            for ticket in filter(None, tickets.values()):
+                self._cache.stores.end_fill(ticket, (), ())
+        return not_begun, has_space
+
+    def _fail_absent(self, not_begun: Sequence[Fill]) -> bool:
+        """Fail those of these fills whose blocks the tier does not have; return whether it has others, and accepts
+        these later."""
         accepts_more = False
-        for fill in refused:
+        for fill in not_begun:
             if not self.tier.available():
                 self._fail(fill, Result.DEADLINE)
             elif self.tier.find(fill.queue.group, [fill.key], prefix=False).states[0] == ABSENT:
@@ -393,11 +403,11 @@ class Promotions:
                 accepts_more = True
         return accepts_more
 
-    def _has_no_space(self, queue: FillQueue) -> None:
+    def _wait_or_fail(self, queue: FillQueue) -> None:
         """Have a queue wait for blocks that are pinned or being written; fail its fills if these are not the cause."""
         cause = self._cache.space.no_space_cause(queue.namespace.group(queue.group.number))
         if cause in ("pinned", "writing"):
-            self._wait(queue, NO_SPACE)
+            self._note_no_space(queue, NO_SPACE)
         else:
             for fill in list(queue.fills):
                 self._fail(fill, QUOTA if cause == QUOTA else NO_SPACE)
@@ -411,29 +421,29 @@ class Promotions:
     def end_overdue(self) -> None:
         """Fail what is overdue: some of it, and set ``ends_more``, if it is much."""
         left = ENDED_AT_ONCE - self._give_up_overdue()
-        self.ends_more = left <= 0 or self._end_waits(left)
+        self.ends_more = left <= 0 or self._fail_without_space(left)
 
-    def _end_waits(self, left: int) -> bool:
+    def _fail_without_space(self, left: int) -> bool:
         """Fail up to ``left`` blocks of queues that had no space for as long as a block may take to read.
 
         Return whether there are more. A queue that gets space now has its turn instead: it waits for that only.
         """
         now, lenders = self._clock(), self._lenders()
         for queue in list(self._queues):
-            if queue.waits_since is None:
+            if queue.no_space_since is None:
                 continue
-            may_begin = queue.waits_for == NO_SPACE and self._reserve(queue, lenders)
-            if queue.waits_since is None or now - queue.waits_since < self._patience_s:
+            may_begin = queue.fails_as == NO_SPACE and self._reserve(queue, lenders)
+            if queue.no_space_since is None or now - queue.no_space_since < self._patience_s:
                 continue
             if left <= 0:
                 return True
             if may_begin:  # leases may pin it, and the first block shows whether there are slots for it
                 self._begin_batch(queue, list(islice(queue.fills, 1)))
-            if queue.waits_since is not None:
+            if queue.no_space_since is not None:
                 last = list(islice(reversed(queue.fills), left))  # the others are a prefix, and may still get space
                 left -= len(last)
                 for fill in last:
-                    self._fail(fill, queue.waits_for)
+                    self._fail(fill, queue.fails_as)
                 if queue.fills:
                     return True
         return False
@@ -448,7 +458,7 @@ class Promotions:
         if not self.under_way or now - self._turn_at < self._patience_s:
             return 0
         stuck = list(islice(self.under_way, 1))
-        if self._came_at <= self._turn_at:
+        if self._ended_at <= self._turn_at:
             old = takewhile(lambda fill: now - fill.begun_at >= self._patience_s, self.under_way)
             stuck = list(islice(old, ENDED_AT_ONCE))
         for fill in stuck:
@@ -474,7 +484,7 @@ class Promotions:
             return min(self.most_bytes, UNMEASURED_BYTES)
         return min(self.most_bytes, max(int(AHEAD_S * speed), AHEAD_BLOCKS * block_bytes))
 
-    def _begin(self, fill: Fill, ticket: FillTicket) -> bool:
+    def _begin_read(self, fill: Fill, ticket: FillTicket) -> bool:
         """Begin the tier's read into the slots; return False if the tier does not accept it now."""
         block_group, on_end = fill.queue.group, partial(self._on_end, fill)
         if not self.tier.read(block_group, fill.key, ticket.offsets, self._patience_s, on_end, fill.is_awaited):
@@ -490,42 +500,57 @@ class Promotions:
         return True
 
     def _on_end(self, fill: Fill, result: Result, block: Block | None) -> None:
-        assert fill.ticket is not None
-        self._came_at = self._clock()
-        is_queued_again = result is Result.UNWANTED and fill.is_awaited()
+        """Handle the end of a read: see the table of ``Fill``."""
+        self._ended_at = self._clock()
+        if next(iter(self.under_way), None) is fill:
+            self._turn_at = self._ended_at
+        if result is Result.UNWANTED and fill.is_awaited():
+            self._queue_again(fill)
+        else:
+            self._end_read(fill, result, block)
+        self.speed.end(fill.queue.group.nbytes if result is Result.DONE else 0, len(self.under_way))
+        if 2 * self.under_way_bytes <= self._may_be_under_way(fill.queue.block_bytes):
+            self.pump(BEGUN_PER_END)
+
+    def _queue_again(self, fill: Fill) -> None:
+        """Put a fill, which a lookup joined after nobody waited for it in its turn, first in its queue."""
+        ticket, fill.ticket = fill.ticket, None
+        assert ticket is not None
+        fill.queue.fills[fill] = None
+        fill.queue.fills.move_to_end(fill, last=False)
+        del self.under_way[fill]
+        self._count(fill.queue, 1, -1)
+        self._cache.stores.end_fill(ticket, (), ())
+
+    def _end_read(self, fill: Fill, result: Result, block: Block | None) -> None:
+        """Publish the block of a read, or free its slots, and settle the fill."""
+        ticket, fill.ticket = fill.ticket, None  # a lookup may refer to the fill for some seconds more
+        assert ticket is not None
         if fill in self.given_up:
             del self.given_up[fill]
             self._count_given_up(-fill.queue.block_bytes)
         else:
-            if next(iter(self.under_way)) is fill:
-                self._turn_at = self._came_at
             del self.under_way[fill]
-            if is_queued_again:
-                fill.queue.fills[fill] = None
-                fill.queue.fills.move_to_end(fill, last=False)
-            self._count(fill.queue, queued=is_queued_again, under_way=-1)
+            self._count(fill.queue, under_way=-1)
         # Without its checksums a damaged block could not be detected later.
         is_whole = result is Result.DONE and block is not None and all(block.checksums)
         first_blocks, checksums = (block.first_blocks, block.checksums) if block is not None and is_whole else ((), ())
         try:
-            if self._cache.stores.end_fill(fill.ticket, first_blocks, checksums):
+            if is_ready := self._cache.stores.end_fill(ticket, first_blocks, checksums):
                 self.promoted_blocks += 1
                 self.promoted_bytes += fill.queue.group.nbytes
                 for lease in fill.leases:
-                    self._cache.leases.hold(lease, fill.ticket.blocks)
-                self._promoted(self, int(fill.ticket.blocks[0]))
-                self._settle(fill, CAME)
-            elif result is Result.UNWANTED and not is_queued_again:
-                self._settle(fill, IN_A_TIER)
-            elif not (is_queued_again or fill.is_settled):
-                self._fail(fill, Result.CORRUPT if result is Result.DONE else result)
-        finally:
-            if not is_queued_again:  # lookups must not wait for it, even after an error
-                self._settle(fill, MissReason.TIER_FAILED)
-            fill.ticket = None  # a lookup may refer to the fill for some seconds more
-        self.speed.end(fill.queue.group.nbytes if result is Result.DONE else 0, len(self.under_way))
-        if 2 * self.under_way_bytes <= self._may_be_under_way(fill.queue.block_bytes):
-            self.pump(BEGUN_PER_END)
+                    self._cache.leases.hold(lease, ticket.blocks)
+                self._promoted(self, int(ticket.blocks[0]))
+        except BaseException:
+            self._settle(fill, MissReason.TIER_FAILED)  # lookups must not wait for it
+            raise
+        if is_ready:
+            self._settle(fill, CAME)
+        elif result is Result.UNWANTED:
+            self._settle(fill, IN_A_TIER)
+        elif not fill.is_settled:
+            self._fail(fill, Result.CORRUPT if result is Result.DONE else result)
 
     def _fail(self, fill: Fill, reason: str) -> None:
         """Settle a fill that failed, and record the reason for its key. One that was settled is only counted."""
@@ -565,7 +590,7 @@ class Promotions:
                 del self._coming[fill.queue.group.tag]
 
     def _count(self, queue: FillQueue, queued: int = 0, under_way: int = 0) -> None:
-        """Count blocks that joined the queue or began, or left and ended if negative."""
+        """Count blocks that joined a queue or began, or left and ended if negative. Drop a queue that has none left."""
         self.queued_blocks += queued
         self._queued_by[queue.first_lease.session] += queued
         if not self._queued_by[queue.first_lease.session]:

@@ -384,7 +384,7 @@ class Tiering:
                     return
                 if (queue := queues.get(source)) is None:
                     queue = queues[source] = FillQueue(lease, lease, group, source, block_bytes, together=together)
-                if (fill := source.request(queue, key)) is None:
+                if (fill := source.enqueue(queue, key)) is None:
                     lookup.mark(part, places[number:], MissReason.TIER_LATE)
                     return
                 if len(queue.fills) == 1:

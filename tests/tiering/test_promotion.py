@@ -112,7 +112,7 @@ def test_a_session_that_wants_very_much_leaves_a_part_of_the_queue_to_others(rig
     lease, other = (Lease(number, number, namespace, 1000.0, np.empty(0, np.uint32)) for number in (1, 2))
     for one, count in ((lease, MAX_QUEUED), (other, MAX_QUEUED // 8)):
         queue = FillQueue(one, one, rig.group(namespace), source, UNIT)
-        queued += [source.request(queue, number.to_bytes(8, "big")) for number in range(count)]
+        queued += [source.enqueue(queue, number.to_bytes(8, "big")) for number in range(count)]
     assert queued[:MAX_QUEUED].count(None) == pytest.approx(MAX_QUEUED / 4, abs=2)
     assert None not in queued[MAX_QUEUED:]
 
@@ -706,7 +706,7 @@ def test_invalidated_keys_leave_a_long_queue_at_once(rig: TieringHarness) -> Non
     assert len(queued) == count
     rig.cache.invalidate(space, [(0, keys_of(*reversed(range(count))))])
     assert not queued
-    assert not rig.cache.leases.reserved_bytes
+    assert not rig.cache.leases.withheld_bytes
     rig.cache.end_session(1)
     rig.check()
 

@@ -270,7 +270,7 @@ class TieringMachine(RuleBasedStateMachine):
         assert held == sum(one.reserved_bytes for one in self.rig.tiering.sources)
         given_up = [fill for source in self.rig.tiering.sources for fill in source.given_up]
         held += sum(fill.queue.block_bytes for fill in given_up)
-        assert self.rig.cache.leases.reserved_bytes == held
+        assert self.rig.cache.leases.withheld_bytes == held
         for source in self.rig.tiering.sources:
             most = max(pool // 8, 2 * UNIT)
             assert source.under_way_bytes <= most
