@@ -86,7 +86,7 @@ class TierHooks(Protocol):
     def waiting(self, blocks: BlockIds) -> npt.NDArray[np.bool_] | None:
         """Return which of the blocks wait to be written to a tier and are evicted after others; None if none waits."""
 
-    def settled(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
+    def written_or_rejected(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
         """Return which READY blocks were written to a tier, or are not worth it; none if no tier is written."""
 
     def remove(self, namespace: Namespace, group: int, keys: bytes, why: MissReason) -> None:

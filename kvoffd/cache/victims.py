@@ -53,23 +53,24 @@ class Victims:
         unpinned: npt.NDArray[np.bool_] = self._blocks.pins[blocks] == 0
         spared = self._blocks.prompt[blocks] >= older_than
         if (doubtful := unpinned & spared).any():
-            spared[doubtful] = ~self._settled(blocks[doubtful])
+            spared[doubtful] = ~self._written_or_rejected(blocks[doubtful])
         return unpinned & ~spared
 
     def _waiting(self, blocks: BlockIds) -> npt.NDArray[np.bool_] | None:
         """Return which of the blocks wait to be written to a tier; None if none does."""
         return None if self._life.tiers is None else self._life.tiers.waiting(blocks)
 
-    def _settled(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
+    def _written_or_rejected(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
         """Return which of the READY blocks tiers have, or do not want."""
         tiers = self._life.tiers
-        return np.zeros(len(blocks), np.bool_) if tiers is None else tiers.settled(blocks)
+        return np.zeros(len(blocks), np.bool_) if tiers is None else tiers.written_or_rejected(blocks)
 
     def next_if_all_of(self, group: Group, count: int, below: float, older_than: int) -> BlockIds | None:
         """Return the next ``count`` blocks with a score below ``below``, or as many as there are, if all belong to the
         group and can be evicted; None if not."""
         first = self._order.first(count, below)
-        if (spared := self._blocks.prompt[first] >= older_than).any() and not self._settled(first[spared]).all():
+        spared = first[self._blocks.prompt[first] >= older_than]
+        if spared.size and not self._written_or_rejected(spared).all():
             return None
         if (waiting := self._waiting(first)) is not None and waiting.any():
             ahead, most = count, max(WRITTEN_AHEAD * count, MIN_AHEAD)

@@ -212,7 +212,7 @@ class Waits:
     def waiting(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
         return self._waiting[np.minimum(blocks, len(self._waiting) - 1)] & (blocks < len(self._waiting))
 
-    def settled(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
+    def written_or_rejected(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
         return ~self.waiting(blocks)
 
     def find(self, lease: Any, groups: Any, states: list[bytes], again: bool) -> list[bytes]:

@@ -425,7 +425,7 @@ def test_a_lookup_for_which_nothing_comes_up_leaves_nothing_behind(rig: TieringH
     rig.stop_waiting()
     assert look_up(rig, space, 1, keys_of(1)) == bytes([ABSENT])
     assert not rig.cache.leases.by_id
-    assert not rig.tiering._awaits
+    assert not rig.tiering.lookups._awaits
 
 
 def test_who_shares_the_beginning_of_a_prompt_waits_for_its_own_blocks_only() -> None:
