@@ -207,7 +207,7 @@ class TierSupervisor:
                 return ""
             if not helper.connect(place.number, name.removeprefix(PEER)):
                 return ""
-            place.tier.renew(name)
+            place.tier.become(name)
             place.source = self.tiering.replace_source(place.source, self._settings(WriteMode.NEVER))
         place.named_at = now
         return name

@@ -249,7 +249,7 @@ class TierLookups:
         if end < len(part.keys):
             part.asking = [at for at in part.asking if at < end]
         if part.asking:
-            self._mark_asked(lookup, part, prefix=True)
+            self._await_answers(lookup, part, prefix=True)
         places = set(part.there)
         if part.coming:
             coming = (at for at in range(end) if part.keys[at] in part.coming)
@@ -275,11 +275,11 @@ class TierLookups:
             if not may_grow and window.stop == len(part.keys):
                 break
         if part.asking:
-            self._mark_asked(lookup, part, prefix=False)
+            self._await_answers(lookup, part, prefix=False)
         if not (may_grow or part.asking):
             self._request(lookup, part, [at for at in window if part.states[at] not in READY_OR_COMING])
 
-    def _mark_asked(self, lookup: _Lookup, part: _Range, *, prefix: bool) -> None:
+    def _await_answers(self, lookup: _Lookup, part: _Range, *, prefix: bool) -> None:
         """Have the lookup wait for the answers about keys that a store is being asked for."""
         lookup.lease.asking += len(part.asking)
         block_bytes = lookup.namespace.group(part.group.number).block_bytes
