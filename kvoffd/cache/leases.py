@@ -40,7 +40,7 @@ class Leases:
     Attributes:
         by_id: active leases by id, in the order of their deadlines.
         by_session: the same of each session that has any.
-        reserved_bytes: bytes of blocks that will be promoted, and leases will pin, and of reads that were given up and
+        withheld_bytes: bytes of blocks that will be promoted, and leases will pin, and of reads that were given up and
             have not ended; kept by the tiers.
         ended_at_once: leases that one step unpins.
     """
@@ -51,7 +51,7 @@ class Leases:
         self._life, self._blocks, self._clock = life, life.blocks, clock
         self.ttl_s, self.most_bytes, self._max_keys = ttl_s, most_bytes, max_keys
         self.by_id: dict[int, Lease] = {}
-        self.reserved_bytes = 0
+        self.withheld_bytes = 0
         self.ended_at_once = ENDED_AT_ONCE
         self.by_session: dict[int, SessionLeases] = {}
         self._claims: dict[int, float] = {}
@@ -67,7 +67,7 @@ class Leases:
     @property
     def leasable_bytes(self) -> int:
         """Bytes that leases may still pin, without those that are reserved for promotions."""
-        return self.pinnable_bytes - self.reserved_bytes
+        return self.pinnable_bytes - self.withheld_bytes
 
     def of(self, session: int) -> SessionLeases:
         return self.by_session.get(session) or SessionLeases()

@@ -146,7 +146,7 @@ class TierSupervisor:
         self._asked_at: dict[bytes, float] = {}
         """Time of the first lookup by open namespace, when stores were asked; -inf once it is followed."""
         if tiering is not None:
-            tiering.is_behind = self.is_behind
+            tiering.lookups.is_behind = self.is_behind
 
     def start(self, stores: OpenStores) -> None:
         """Start to open the configured tiers; ``stores`` are those of ``shared_stores``. Raises NoMoreThreads."""
@@ -207,8 +207,8 @@ class TierSupervisor:
                 return ""
             if not helper.connect(place.number, name.removeprefix(PEER)):
                 return ""
-            place.tier.renew(name)
-            place.source = self.tiering.renew(place.source, self._settings(WriteMode.NEVER))
+            place.tier.become(name)
+            place.source = self.tiering.replace_source(place.source, self._settings(WriteMode.NEVER))
         place.named_at = now
         return name
 

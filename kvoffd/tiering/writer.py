@@ -271,8 +271,8 @@ class Writer:
         """Sequence number of each slot's record."""
         self.mode = settings.mode
         self.budget = WriteBudget(settings.per_day_bytes, clock)
-        self._refused_above = inf
-        """Number of running writes above which none is begun: the tiers accepted no more, and a check is expensive."""
+        self._most_under_way = inf
+        """Number of running writes above which no other is tried: the tiers accepted no more; a try is expensive."""
         self._under_way_limit = min(cache.slots.pool_bytes // 16, MAX_WRITING_BYTES)
         """Bytes of the pool that may be read, and are pinned, at once."""
         self._cold_bytes = cache.slots.pool_bytes // COLD_DIVISOR
@@ -344,7 +344,7 @@ class Writer:
         if self.mode is not WriteMode.NEVER and self._cache.slots.free_bytes < self._cold_bytes:
             self._look_at_cold_end(before)
         self._trickle_left = self._trickle_bytes
-        self._refused_above = inf  # the running writes may hang, while another tier accepts more
+        self._most_under_way = inf  # the running writes may hang, while another tier accepts more
         self.pump()
 
     def _count_unwritten(self) -> None:
@@ -393,9 +393,9 @@ class Writer:
         """Begin writes that are possible now, up to a limit. Do nothing while over half of the limit is in progress."""
         if not self.waiting:
             return
-        if 2 * self.under_way_bytes > self._under_way_limit or len(self.under_way) > self._refused_above:
+        if 2 * self.under_way_bytes > self._under_way_limit or len(self.under_way) > self._most_under_way:
             return
-        self._refused_above = inf
+        self._most_under_way = inf
         if not self.available:  # otherwise each reply would wait for the examination of blocks
             return
         begun: list[BlockIds] = []
@@ -453,7 +453,7 @@ class Writer:
         if not any(tier.write(write.copy, write.offsets, partial(self._on_end, write)) for tier in targets):
             self.budget.refund(nbytes, fills=write.fills)
             if self.under_way:  # there were too many at once
-                self._refused_above = len(self.under_way) / 2
+                self._most_under_way = len(self.under_way) / 2
             else:
                 self.waiting.pop(write.number, None)
             return False

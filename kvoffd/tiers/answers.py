@@ -15,8 +15,8 @@ from kvoffd.tiers.tier import ABSENT, ASKED, PRESENT
 _OF_ANSWERS = VOID_P, NUMBER, CHAR_P, NUMBER, CHAR_P, NUMBER, NUMBER, VOID_P, VOID_P
 declare(answers_find=(None, *_OF_ANSWERS), answers_note=(None, *_OF_ANSWERS))
 
-YES_S, NO_S, REFUSED_S = 2.0, 1.0, 30.0
-"""Time for which an answer is cached; the last for a block that could not be read, or must not be."""
+YES_S, NO_S, HIDDEN_S = 2.0, 1.0, 30.0
+"""Time for which an answer is cached, and for which a block that was removed, or is corrupt, is hidden."""
 UNKNOWN = 3
 """State of a key in addition to those of ``find``: nobody asked for it recently."""
 MAX_ANSWERS = 262_144
@@ -34,7 +34,7 @@ class Answers:
     | ASKED   | when asked      | ``ask_deadline_s`` and NO_S later; between these two it is ABSENT |
     | ABSENT  | until when      | at that time                                    |
 
-    An ABSENT for longer than NO_S stands whatever the store answers: the block must not be read.
+    An ABSENT for longer than NO_S stands whatever the store answers: the block is hidden.
 
     Args:
         ask_deadline_s: time in which the store must answer.
@@ -67,19 +67,19 @@ class Answers:
         return believed
 
     def record(self, tag: int, keys: Sequence[bytes], found: Sequence[bool]) -> None:
-        """Record a store's answers, but for blocks that must not be read."""
+        """Record a store's answers, but for blocks that are hidden."""
         now, there = self._clock(), np.frombuffer(bytes(found), np.bool_)
         before, until = self._find(tag, keys)
-        is_refused = (before == ABSENT) & (until > now + NO_S)
-        states = np.where(there & ~is_refused, PRESENT, ABSENT)
-        self._note(tag, keys, states, np.where(is_refused, until, np.where(there, now, now + NO_S)))
+        is_hidden = (before == ABSENT) & (until > now + NO_S)
+        states = np.where(there & ~is_hidden, PRESENT, ABSENT)
+        self._note(tag, keys, states, np.where(is_hidden, until, np.where(there, now, now + NO_S)))
 
     def asked(self, tag: int, keys: Sequence[bytes]) -> None:
         """Record that the store is being asked for keys."""
         self._note(tag, keys, ASKED, self._clock())
 
-    def refuse(self, tag: int, keys: Sequence[bytes], seconds: float) -> None:
-        """Record that blocks are not to be read for this time."""
+    def hide(self, tag: int, keys: Sequence[bytes], seconds: float) -> None:
+        """Have blocks count as absent for this time; if it is longer than NO_S, whatever the store answers."""
         self._note(tag, keys, ABSENT, self._clock() + seconds)
 
     def _find(self, tag: int, keys: Sequence[bytes]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float64]]:

@@ -27,7 +27,7 @@ LOST = ("timeout", "disconnected", "unreachable", "tls", "internal")
 @dataclass(slots=True, eq=False)
 class ObjectRead:
     """Reads a block into views of the pool, one per shard. ``stored``: the group as in the store. ``retried``: whether
-    this is a retry after a lost connection. ``refused``: whether the store answered that it is overloaded.
+    this is a retry after a lost connection. ``overloaded``: whether the store answered that it is.
     ``is_awaited``: see ``Tier.read``."""
 
     group: BlockGroup
@@ -38,7 +38,7 @@ class ObjectRead:
     on_end: ReadEnd
     is_awaited: Callable[[], bool]
     retried: bool = False
-    refused: bool = False
+    overloaded: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -96,11 +96,11 @@ class StoreThread:
             error.__cause__ = cause
         if self._tier.closed:
             return
-        refused = work == "write" and error.kind not in LOST
-        if work and not refused and error.kind != "generation":
+        refuses_writes = work == "write" and error.kind not in LOST
+        if work and not refuses_writes and error.kind != "generation":
             self._breaker.failed(work, at_once=error.final)
         reported = error
-        self._tier.post(lambda: self._tier.failed(reported, refused=refused))
+        self._tier.post(lambda: self._tier.failed(reported, refuses_writes=refuses_writes))
 
 
 class BlockThread(StoreThread):
@@ -127,14 +127,14 @@ class BlockThread(StoreThread):
         """Yield the results of the first reads, up to one that fails."""
         requests = [GetRequest(read.stored, read.key, read.views) for read in reads]
         patience_s, came_at = min(read.patience_s for read in reads), self._clock()
-        refused = served = 0
+        overloaded = served = 0
         try:
             self._store.connect()
             found = self._store.get(requests, patience_s)
             for read, received in zip(reads, found, strict=True):
                 if isinstance(received, StoreError):
-                    refused += 1
-                    read.refused = True
+                    overloaded += 1
+                    read.overloaded = True
                     self._fail(received, "")
                     yield Result.FAILED, None
                     continue
@@ -151,7 +151,7 @@ class BlockThread(StoreThread):
                     yield Result.CORRUPT, None
                     return
                 yield Result.DONE, block
-            if refused and not served:
+            if overloaded and not served:
                 self._breaker.failed("read")
         except Exception as error:
             self._fail(error, "read")

@@ -56,8 +56,8 @@ class Fullness:
         size = self.usage.size_bytes
         return 0 < (1 - FULL_PART) * size <= self._counters.written_bytes - self._written_before[1]
 
-    def refused(self, seconds: float) -> None:
-        """Record that the store has no space, which holds for this time."""
+    def assume_full(self, seconds: float) -> None:
+        """Take the store for full, for this time: it had no space for a write."""
         self._full_until = self._clock() + seconds
 
     def looked(self, found: StoreUsage | None) -> None:

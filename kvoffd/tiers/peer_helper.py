@@ -119,7 +119,7 @@ class PeerTransfer:
 
     def __init__(self, peer: int, ident: int, part: int, handle: Any, began: float) -> None:
         self.peer, self.ident, self.part, self.handle, self.began = peer, ident, part, handle, began
-        self.abandoned = False
+        self.unawaited = False
         """Whether nobody waits for it any more."""
 
 
@@ -176,7 +176,7 @@ class Helper:
         self._keys = zmq.curve_public(secret_key), secret_key
         self._router: zmq.Socket[bytes] | None = None
         self._router_events: zmq.Socket[bytes] | None = None
-        self._refused = 0
+        self._refused_handshakes = 0
         """Connections of peers whose handshake failed."""
         self._links_to: dict[int, Link] = {}
         self._lent_until: dict[tuple[bytes, int], float] = {}
@@ -298,10 +298,10 @@ class Helper:
         fd = self._channel.fileno()
         while True:
             now = time.monotonic()
-            self._forget(now)
+            self._drop_expired(now)
             if now >= self._beat_at:
                 self._beat_at = now + BEAT_S
-                self._to_daemon(BEAT, 0, self._refused)
+                self._to_daemon(BEAT, 0, self._refused_handshakes)
                 if new := links().keys() - self._links:
                     print(f"The helper process for peers starts again, to use {', '.join(new)}.", file=sys.stderr)
                     return
@@ -317,7 +317,7 @@ class Helper:
                 if ready.pop(link.events, 0):
                     link.take()
             if self._router_events is not None and ready.pop(self._router_events, 0):
-                self._refused += sum(1 for _ in events_of(self._router_events))
+                self._refused_handshakes += sum(1 for _ in events_of(self._router_events))
             for number, peer in enumerate(self._peers):
                 if peer is not None and peer in ready:
                     self._answers(number, peer)
@@ -334,7 +334,7 @@ class Helper:
             if ready:
                 self._busy_until = now + BUSY_AFTER_S
 
-    def _forget(self, now: float) -> None:
+    def _drop_expired(self, now: float) -> None:
         for table in (self._lent_until, self._in_flight):
             while table and next(iter(table.values())) <= now:
                 del table[next(iter(table))]
@@ -426,19 +426,19 @@ class Helper:
             del self._asked[ident]
             try:
                 metadata, pool_at = msgspec.msgpack.decode(parts[2], type=tuple[bytes, int])
-                self._know(number, metadata, pool_at)
+                self._set_agent(number, metadata, pool_at)
             except Exception as error:  # a peer that lies
                 self._to_daemon(FAILED, number, ident, f"Its answer is not valid: {error}.".encode())
                 continue
             self._to_daemon(ANSWER, number, ident, parts[1])
 
-    def _know(self, number: int, metadata: bytes, pool_at: int) -> None:
-        """Note how NIXL reaches a peer, which has a new agent after a restart."""
+    def _set_agent(self, number: int, metadata: bytes, pool_at: int) -> None:
+        """Have NIXL reach a peer by this agent; it has a new one after a restart."""
         known = self._agents.get(number)
         if known is not None and (known.metadata, known.pool_at) == (metadata, pool_at):
             return
         if known is not None:
-            self._drop(number)
+            self._drop_agent(number)
         for agent in self._agents.values():
             if (agent.metadata, agent.pool_at) == (metadata, pool_at):
                 self._agents[number] = agent
@@ -449,8 +449,8 @@ class Helper:
             raise ValueError("another peer has the same agent")
         self._agents[number] = Agent(metadata, name, pool_at)
 
-    def _drop(self, number: int) -> None:
-        """Forget a peer's agent, under all its numbers."""
+    def _drop_agent(self, number: int) -> None:
+        """Remove a peer's agent, under all its numbers."""
         name = self._agents[number].name
         self._agents = {at: agent for at, agent in self._agents.items() if agent.name != name}
         with suppress(Exception):
@@ -473,7 +473,7 @@ class Helper:
             handle = self._nixl.initialize_xfer("READ", *lists, agent.name)
         except Exception as error:  # as for a descriptor that is not in the peer's memory
             self._free[number].append(part)
-            self._drop(number)
+            self._drop_agent(number)
             self._to_daemon(FAILED, number, ident, f"NIXL refuses to read from it: {error}.".encode())
             return
         self._transfers[ident] = transfer = PeerTransfer(number, ident, part, handle, time.monotonic())
@@ -505,13 +505,13 @@ class Helper:
         handle, transfer.handle = transfer.handle, None
         with suppress(Exception):
             self._nixl.release_xfer_handle(handle)
-        if state != "DONE" or transfer.abandoned:
+        if state != "DONE" or transfer.unawaited:
             self._free_part(transfer.ident)
         if state == "DONE":
             self._to_daemon(DONE, transfer.peer, transfer.ident, bytes([transfer.part]))
         else:
             if transfer.peer in self._agents:
-                self._drop(transfer.peer)
+                self._drop_agent(transfer.peer)
             self._to_daemon(FAILED, transfer.peer, transfer.ident, b"The connection to it was lost during a read.")
         return True
 
@@ -519,7 +519,7 @@ class Helper:
         """Have a read's memory used again: now, or once nothing can be written there any more."""
         if (transfer := self._transfers.get(ident)) is None:
             return
-        transfer.abandoned = True
+        transfer.unawaited = True
         if transfer.handle is None:
             del self._transfers[ident]
             self._free[transfer.peer].append(transfer.part)

@@ -239,7 +239,7 @@ class PeerHelper:
         """Number of helpers that have ended."""
         self.up, self.problem = False, ""
         """Whether a helper works, and if not, a sentence why."""
-        self.refused_handshakes = self._refused_before = 0
+        self.refused_handshakes = self._refused_by_earlier = 0
         """Connections to ``listen`` that were refused; those of earlier helpers."""
         self._refusals = RareWarnings(logger)
         self._replies = TaskThread("kvoffd-replies")
@@ -441,7 +441,7 @@ class PeerHelper:
                 self._end()
                 code = self._process.wait()
                 self.life += 1
-                self._refused_before = self.refused_handshakes
+                self._refused_by_earlier = self.refused_handshakes
                 with self._lock:
                     self._reads.clear()
                 if not self._closed.is_set():
@@ -461,7 +461,7 @@ class PeerHelper:
                 logger.info("The helper process for peers has started.")
             return
         if kind == BEAT:
-            self._refused(ident)
+            self._count_refused(ident)
             return
         if kind in (DONE, FAILED):
             with self._lock:
@@ -473,9 +473,9 @@ class PeerHelper:
                 call.reply = payload
             call.ended.set()
 
-    def _refused(self, count: int) -> None:
-        """Note how many connections this helper has refused."""
-        new = self._refused_before + count - self.refused_handshakes
+    def _count_refused(self, count: int) -> None:
+        """Count the connections to ``listen`` that this helper has refused so far."""
+        new = self._refused_by_earlier + count - self.refused_handshakes
         self.refused_handshakes += new
         if new:
             self._refusals.warn(

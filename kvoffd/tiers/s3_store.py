@@ -249,7 +249,7 @@ class S3(Store):
         puts = [
             self._put(block_name(block.group, block.key), [encode_header(block), *views]) for block, views in requests
         ]
-        return self._run(self._all(puts, refused=None), deadline)
+        return self._run(self._all(puts, unanswered=None), deadline)
 
     async def _put(self, name: bytes, parts: Sequence[bytes | memoryview]) -> bool:
         try:
@@ -341,7 +341,7 @@ class S3(Store):
     async def _heads(self, names: Sequence[bytes]) -> list[bool]:
         found: list[bool] = []
         for at in range(0, len(names), REQUESTS_AT_ONCE):
-            found += await self._all([self._head(name) for name in names[at : at + REQUESTS_AT_ONCE]], refused=False)
+            found += await self._all([self._head(name) for name in names[at : at + REQUESTS_AT_ONCE]], unanswered=False)
         return found
 
     async def _prefix(self, names: Sequence[bytes]) -> list[bool]:
@@ -353,7 +353,7 @@ class S3(Store):
         places = sorted({0, absent - 1}) if names else []
         while there < absent:
             try:
-                answers = await self._all([self._head(names[place]) for place in places], refused=False)
+                answers = await self._all([self._head(names[place]) for place in places], unanswered=False)
             except Exception as error:
                 if not there or self._error(error).kind not in UNANSWERED:
                     raise
@@ -382,9 +382,11 @@ class S3(Store):
             await asyncio.sleep(pause_s)
         return await send()
 
-    async def _all(self, works: Sequence[Coroutine[Any, Any, T]], *, refused: F) -> list[T | F]:
-        """Run all concurrently. ``refused`` is the result of those that an overloaded bucket refused, or did not answer
-        in time; if that is all, and of any other failure, raise the exception."""
+    async def _all(self, works: Sequence[Coroutine[Any, Any, T]], *, unanswered: F) -> list[T | F]:
+        """Run all concurrently. If all are ``unanswered``, or another one fails, raise an exception.
+
+        ``unanswered``: result of those that an overloaded bucket did not serve, or did not answer in time.
+        """
         tasks = [asyncio.ensure_future(work) for work in works]
         try:
             if tasks:
@@ -397,7 +399,7 @@ class S3(Store):
         is_alone = [self._error(error).kind in UNANSWERED for error in errors]
         if errors and (len(errors) == len(ended) or not all(is_alone)):
             raise errors[is_alone.index(False) if False in is_alone else 0]
-        return [refused if isinstance(one, BaseException) else one for one in ended]
+        return [unanswered if isinstance(one, BaseException) else one for one in ended]
 
     def _run(self, work: Awaitable[T], deadline: float) -> T:
         assert self._loop is not None

@@ -15,7 +15,7 @@ from typing import Any
 from kvoffd.pool.slot_table import MAX_KEY_BYTES
 from kvoffd.system.newest import put_newest
 from kvoffd.system.threads import Workers
-from kvoffd.tiers.answers import NO_S, REFUSED_S, UNKNOWN, Answers
+from kvoffd.tiers.answers import HIDDEN_S, NO_S, UNKNOWN, Answers
 from kvoffd.tiers.asking_thread import Answer, Ask, AskingThread, Look, Poll, Probe, Question, Raise, Unfollowed
 from kvoffd.tiers.block_threads import (
     BlockThread,
@@ -119,7 +119,7 @@ class SharedTier(Tier):
         """Raises that a peer has not followed yet: ``tick`` asks again."""
         self._asked_keys = 0
         self._writes: dict[tuple[int, bytes], ObjectWrite] = {}
-        self._begin(name)
+        self._know_nothing(name)
         threads = [BlockThread(self, store, clock) for store in self._stores[1:]]
         asks = [AskingThread(self, first, clock).asks]
         reads, writes = [one.reads for one in threads[:READERS]], [one.writes for one in threads[READERS:]]
@@ -138,8 +138,8 @@ class SharedTier(Tier):
         if name:
             self._put_due_questions()
 
-    def _begin(self, name: str) -> None:
-        """Know nothing yet of the store of this name."""
+    def _know_nothing(self, name: str) -> None:
+        """Start without knowledge of the store of this name."""
         self.name, self.counters = name, TierStats()
         self.health = StoreHealth(self.breaker, self.counters, len(self._pool), self._clock)
         self._unanswered = False
@@ -148,9 +148,9 @@ class SharedTier(Tier):
         self._heard_of: dict[bytes, float] = {}
         """Time of the last answer about each namespace, whose generation is followed since."""
 
-    def renew(self, name: str) -> None:
+    def become(self, name: str) -> None:
         """Become the tier of another store, while idle."""
-        self._begin(name)
+        self._know_nothing(name)
         self._answers.clear()
         self.health.assume_steady()
         self.breaker.reset()  # the first question waits for the connection
@@ -237,7 +237,7 @@ class SharedTier(Tier):
         return True
 
     def remove(self, group: BlockGroup, keys: Sequence[bytes], why: str) -> None:
-        self._answers.refuse(group.tag, keys, REFUSED_S)
+        self._answers.hide(group.tag, keys, HIDDEN_S)
         if why == PARTIAL:
             self._remove_objects(group, keys)
 
@@ -287,7 +287,7 @@ class SharedTier(Tier):
         self._unfollowed.clear()
         if self.breaker.open:
             self._reading.end((Result.FAILED, None))
-        if self.health.becomes_steady() and not self.only_named:
+        if self.health.update_steady() and not self.only_named:
             logger.info("%s is reachable.", self.name)
         self._put_due_questions()
         if self._store.servers is not None:
@@ -298,10 +298,10 @@ class SharedTier(Tier):
             if overdue and not self.breaker.open:
                 self.breaker.failed("ask", at_once=True)
                 why = f"Connecting to {self.name} takes too long; check its name and the network."
-                self.failed(StoreError("timeout", why), refused=False)
+                self.failed(StoreError("timeout", why), refuses_writes=False)
 
     def _put_due_questions(self) -> None:
-        for question in self.health.questions():
+        for question in self.health.take_questions():
             self._asking.put(question)
 
     def stats(self) -> TierStats:
@@ -366,7 +366,7 @@ class SharedTier(Tier):
         elif isinstance(question, Look):
             self.health.looked(result)
         elif isinstance(question, Ask):
-            self._asked(question, result if isinstance(result, Answer) else None)
+            self._ask_ended(question, result if isinstance(result, Answer) else None)
         elif isinstance(question, Poll):
             if question.fingerprint in self._polled_at:
                 self._polled_at[question.fingerprint] = self._clock()
@@ -388,7 +388,7 @@ class SharedTier(Tier):
         self._record_generation(fingerprint, answer.generation)
         put_newest(self._heard_of, fingerprint, self._clock(), MAX_NAMESPACES)
 
-    def _asked(self, ask: Ask, answer: Answer | None) -> None:
+    def _ask_ended(self, ask: Ask, answer: Answer | None) -> None:
         fingerprint, found = ask.group.fingerprint, [False] * len(ask.keys)
         self._asked_keys -= len(ask.keys)
         if answer is None:
@@ -407,7 +407,7 @@ class SharedTier(Tier):
 
     def _read_ended(self, read: ObjectRead, ended: tuple[Result, Block | None]) -> None:
         result, block = ended
-        if result is Result.FAILED and not (read.retried or read.refused) and self.available():
+        if result is Result.FAILED and not (read.retried or read.overloaded) and self.available():
             read.retried = True  # one lost or stalled connection should not cost the blocks of a prompt
             self._reading.put(read)
             return
@@ -418,10 +418,10 @@ class SharedTier(Tier):
             counters.read_blocks += 1
             counters.read_bytes += group.nbytes
         elif result is not Result.UNWANTED:
-            seconds = REFUSED_S if result is Result.CORRUPT else self._store.failed_s
-            if read.refused or not self.available():  # nothing is wrong with this block
+            seconds = HIDDEN_S if result is Result.CORRUPT else self._store.failed_s
+            if read.overloaded or not self.available():  # nothing is wrong with this block
                 seconds = NO_S
-            self._answers.refuse(group.tag, [key], seconds)
+            self._answers.hide(group.tag, [key], seconds)
         if result is Result.CORRUPT:
             counters.mismatches += 1
             self._remove_objects(group, [key])
@@ -450,9 +450,9 @@ class SharedTier(Tier):
             self._answers.record(group.tag, [key], [True])
         write.on_end(result)
 
-    def failed(self, error: StoreError, *, refused: bool) -> None:
-        """Record a failure, and report it. ``refused``: the server answers, but refuses writes."""
-        self.health.failed(error, refused=refused)
+    def failed(self, error: StoreError, *, refuses_writes: bool) -> None:
+        """Record a failure, and report it. ``refuses_writes``: the server answers, but refuses a write."""
+        self.health.failed(error, refuses_writes=refuses_writes)
         if self.only_named:
             self.counters.errors[error.kind] += 1
         else:

@@ -69,8 +69,8 @@ class StoreHealth:
         """Take the store for reachable, and do not report that."""
         self._is_steady = True
 
-    def becomes_steady(self) -> bool:
-        """Return whether the store counts as reachable from now on, and did not. Called at each tick."""
+    def update_steady(self) -> bool:
+        """Update whether the store counts as reachable, at each tick; return whether it does now and did not before."""
         now = self._clock()
         if self._breaker.open:
             self._is_steady, self._steady_at = False, now + (STEADY_S if self._breaker.opened else 0.0)
@@ -80,7 +80,7 @@ class StoreHealth:
             return True
         return False
 
-    def questions(self) -> Iterator[Look | Probe]:
+    def take_questions(self) -> Iterator[Look | Probe]:
         """Yield the questions that are due; they count as under way."""
         now = self._clock()
         if not (self._looking or self._breaker.open) and (now >= self._look_at or self.fullness.wrote_much()):
@@ -107,14 +107,14 @@ class StoreHealth:
         """Record that the store accepted a write."""
         self._shown_until = 0.0
 
-    def failed(self, error: StoreError, *, refused: bool) -> None:
-        """Record a failure. ``refused``: the server answers, but refuses writes."""
+    def failed(self, error: StoreError, *, refuses_writes: bool) -> None:
+        """Record a failure. ``refuses_writes``: the server answers, but refuses a write."""
         now, self.problem = self._clock(), error.sentence
-        if refused:
+        if refuses_writes:
             self._accepts_at, self._shown_until = now + FULL_PAUSE_S, now + SHOWN_S
             self._refusal = error.sentence
         if error.kind == "full":
-            self.fullness.refused(SHOWN_S)
+            self.fullness.assume_full(SHOWN_S)
         if now >= self._logged_at + LOGGED_S and error.kind == "internal":
             self._logged_at = now
             logger.error("A shared store failed unexpectedly.", exc_info=error.__cause__)

@@ -147,7 +147,7 @@ class Tier(ABC):
 
         Args:
             patience_s: time that the block may take from the beginning of its turn. Before that it waits as long as
-                earlier blocks come; if the device or server hangs, or is given up, it ends too.
+                earlier blocks come; if the device or server hangs, or is not used any more, it ends too.
             is_awaited: asked when the block's turn comes, in any thread. If False, the read ends as UNWANTED, and the
                 device or server is not asked for the block.
         """

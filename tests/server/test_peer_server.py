@@ -115,7 +115,7 @@ def test_peers_may_pin_what_is_reserved_for_promotions() -> None:
     rig = Rig()
     namespace = rig.rig.open()
     rig.rig.store(namespace, keys_of(1, 2))
-    rig.rig.cache.leases.reserved_bytes = rig.rig.cache.leases.leasable_bytes
+    rig.rig.cache.leases.withheld_bytes = rig.rig.cache.leases.leasable_bytes
     for ident in range(2):
         assert list(rig.pin(namespace, 1 + ident, ident=ident).there) == [LENT]
 

@@ -216,7 +216,7 @@ def test_a_place_knows_nothing_of_the_peer_that_had_it_before() -> None:
     tier.only_named, tier.idle, tier.renew = True, True, partial(setattr, tier, "name")  # type: ignore[attr-defined]
     place = NamedPeer(0, cast(Any, tier), rig.tiering.sources[-1])
     place.source.speed.measured, place.source.failures["overdue"] = 1.0, 3
-    place.source.promoted_blocks, rig.tiering._unused[3] = 7, len(rig.tiering.sources)
+    place.source.promoted_blocks, rig.tiering._promoted_blocks._source_of[3] = 7, len(rig.tiering.sources)
     made = SimpleNamespace(
         _clock=rig.clock,
         _named=[place],
@@ -228,4 +228,4 @@ def test_a_place_knows_nothing_of_the_peer_that_had_it_before() -> None:
     assert rig.tiering.sources[-1] is place.source
     assert (place.source.name, place.source.speed.measured) == ("peer://fast:7400", 0.0)
     assert (place.source.failures, place.source.promoted_blocks) == ({}, 0)
-    assert not rig.tiering._unused.any(), "its blocks do not count as unused ones of the new peer"
+    assert not rig.tiering._promoted_blocks._source_of.any(), "its blocks do not count as unused ones of the new peer"

@@ -67,7 +67,7 @@ class PromotionWatch:
                     awaited = self._awaited.setdefault(fill, {})
                     awaited[lease] = surely or awaited.get(lease, False)
                     if surely:
-                        block_bytes[fill.wanted.source] = fill.wanted.block_bytes
+                        block_bytes[fill.queue.source] = fill.queue.block_bytes
         for source, nbytes in block_bytes.items():
             if source.under_way:
                 silent_s = self._clock() - max(self._came_at[source], next(iter(source.under_way)).begun_at)
@@ -78,10 +78,10 @@ class PromotionWatch:
     def begun(self, on_end: ReadEnd) -> None:
         """A tier has begun to read a block."""
         fill = _fill_of(on_end)
-        source = fill.wanted.source
+        source = fill.queue.source
         self._begun += 1
         self._reads[fill] = self._begun
-        self._largest_bytes[source] = max(self._largest_bytes[source], fill.wanted.group.nbytes)
+        self._largest_bytes[source] = max(self._largest_bytes[source], fill.queue.group.nbytes)
 
     def watched(self, on_end: ReadEnd) -> ReadEnd:
         """What a tier is to call that is about to read a block."""
@@ -102,7 +102,7 @@ class PromotionWatch:
         return ended
 
     def _ended(self, fill: Fill, result: Result, block: int) -> None:
-        source, number, now = fill.wanted.source, self._reads.pop(fill), self._clock()
+        source, number, now = fill.queue.source, self._reads.pop(fill), self._clock()
         if fill not in self._given_up:
             self._ends[source][number] = now
         self._given_up.discard(fill)
@@ -110,7 +110,7 @@ class PromotionWatch:
             self._came_at[source] = now
         leases = [lease for lease, surely in self._awaited.pop(fill, {}).items() if surely]
         if self._cache.blocks.state[block] == READY:
-            waiting = [lease for lease in self._waiting(leases) if self._may_hold(lease, fill.wanted.block_bytes)]
+            waiting = [lease for lease in self._waiting(leases) if self._may_hold(lease, fill.queue.block_bytes)]
             self._held.setdefault(block, set()).update(waiting)
             self._counts["promoted_awaited"] += bool(waiting)
 

@@ -18,7 +18,7 @@ from kvoffd.tiering.promotions import (
     MAX_QUEUED,
     MAX_WITHOUT_SPACE,
     Fill,
-    Wanted,
+    FillQueue,
 )
 from kvoffd.tiers.tier import PRESENT, Result
 from kvoffd_proto.messages import ABSENT, PENDING, READY, SHARED, HintAction
@@ -111,8 +111,8 @@ def test_a_session_that_wants_very_much_leaves_a_part_of_the_queue_to_others(rig
     namespace, source, queued = rig.open(), rig.source, list[Fill | None]()
     lease, other = (Lease(number, number, namespace, 1000.0, np.empty(0, np.uint32)) for number in (1, 2))
     for one, count in ((lease, MAX_QUEUED), (other, MAX_QUEUED // 8)):
-        wanted = Wanted(one, one, rig.group(namespace), source, UNIT)
-        queued += [source.request(wanted, number.to_bytes(8, "big")) for number in range(count)]
+        queue = FillQueue(one, one, rig.group(namespace), source, UNIT)
+        queued += [source.enqueue(queue, number.to_bytes(8, "big")) for number in range(count)]
     assert queued[:MAX_QUEUED].count(None) == pytest.approx(MAX_QUEUED / 4, abs=2)
     assert None not in queued[MAX_QUEUED:]
 
@@ -425,7 +425,7 @@ def test_a_lookup_for_which_nothing_comes_up_leaves_nothing_behind(rig: TieringH
     rig.stop_waiting()
     assert look_up(rig, space, 1, keys_of(1)) == bytes([ABSENT])
     assert not rig.cache.leases.by_id
-    assert not rig.tiering._awaits
+    assert not rig.tiering.lookups._awaits
 
 
 def test_who_shares_the_beginning_of_a_prompt_waits_for_its_own_blocks_only() -> None:
@@ -702,11 +702,11 @@ def test_invalidated_keys_leave_a_long_queue_at_once(rig: TieringHarness) -> Non
     space, count = rig.open(), 8192
     rig.put_in_tier(space, keys_of(*range(count)))
     look_up(rig, space, 1, keys_of(*range(count)))
-    queued = next(iter(rig.source._wanted)).queue
+    queued = next(iter(rig.source._queues)).fills
     assert len(queued) == count
     rig.cache.invalidate(space, [(0, keys_of(*reversed(range(count))))])
     assert not queued
-    assert not rig.cache.leases.reserved_bytes
+    assert not rig.cache.leases.withheld_bytes
     rig.cache.end_session(1)
     rig.check()
 

@@ -10,7 +10,7 @@ from kvoffd.cache.asked_keys import PromptUse
 from kvoffd.cache.namespace import MissReason, Namespace
 from kvoffd.tiering import TieringSettings, WriteMode
 from kvoffd.tiering.promotions import READ_AGAIN_S, Promotions
-from kvoffd.tiering.tiering import ANSWER_S, last_window
+from kvoffd.tiering.tier_lookups import ANSWER_S, last_window
 from kvoffd.tiers.header import Block
 from kvoffd.tiers.tier import Result, TierStats
 from kvoffd_proto.messages import ABSENT, PENDING, READY, SHARED, WRITING, GroupSpec

@@ -228,7 +228,7 @@ class TieringMachine(RuleBasedStateMachine):
         self.generation += 1
         self.rig.tiering.remove_all(namespace.fingerprint)
         self.rig.cache.reset(namespace, generation=self.generation)
-        assert all(fill.wanted.namespace is not namespace for fill in self.coming)
+        assert all(fill.queue.namespace is not namespace for fill in self.coming)
         self.stored = {name for name in self.stored if name[0] != namespace.fingerprint}
         self.rig.tier_events.index = {name for name in self.rig.tier_events.index if name[0] != namespace.fingerprint}
         if forgotten:
@@ -265,21 +265,21 @@ class TieringMachine(RuleBasedStateMachine):
             for job in store.jobs:
                 begun = self.unshared.get(job.group.fingerprint)
                 assert begun is None or job.block is None or job in begun, "an engine reset it"
-        reserved = [one for source in self.rig.tiering.sources for one in source._wanted if one.is_reserved]
-        held = sum((len(one.queue) + one.under_way) * one.block_bytes for one in reserved)
+        reserved = [one for source in self.rig.tiering.sources for one in source._queues if one.is_reserved]
+        held = sum((len(one.fills) + one.under_way) * one.block_bytes for one in reserved)
         assert held == sum(one.reserved_bytes for one in self.rig.tiering.sources)
         given_up = [fill for source in self.rig.tiering.sources for fill in source.given_up]
-        held += sum(fill.wanted.block_bytes for fill in given_up)
-        assert self.rig.cache.leases.reserved_bytes == held
+        held += sum(fill.queue.block_bytes for fill in given_up)
+        assert self.rig.cache.leases.withheld_bytes == held
         for source in self.rig.tiering.sources:
             most = max(pool // 8, 2 * UNIT)
             assert source.under_way_bytes <= most
             held = source.under_way_bytes + source.given_up_bytes
             assert held <= 2 * most, "what was given up and hangs may hold as much again"
-            queued = [fill for wanted in source._wanted for fill in wanted.queue]
-            assert sum(wanted.under_way for wanted in source._wanted) == len(source.under_way)
-            assert all(wanted.queue or wanted.under_way for wanted in source._wanted)
-            names = [(fill.wanted.group.tag, fill.key) for fill in [*source.under_way, *queued] if not fill.is_settled]
+            queued = [fill for queue in source._queues for fill in queue.fills]
+            assert sum(queue.under_way for queue in source._queues) == len(source.under_way)
+            assert all(queue.fills or queue.under_way for queue in source._queues)
+            names = [(fill.queue.group.tag, fill.key) for fill in [*source.under_way, *queued] if not fill.is_settled]
             assert len(names) == len(set(names)), "two fills of one key"
             assert source.queued_blocks == len(queued) == source._queued_by.total()
             assert all(fill.leases for fill in queued), "nobody waits for it"

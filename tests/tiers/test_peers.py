@@ -482,7 +482,7 @@ def test_an_id_that_a_peer_repeats_keeps_no_later_one_from_being_forgotten(monke
     for now, idents in ((0.0, (1, 2)), (0.9 * peer_helper.LEASE_S, (1,)), (1.1 * peer_helper.LEASE_S, ())):
         clock.return_value = now
         messages = [[b"route", bytes([PIN]), ident.to_bytes(8, "little"), b""] for ident in idents]
-        helper._forget(now)
+        helper._drop_expired(now)
         helper._requests(router)
     assert list(helper._lent_until) == [(b"route", 1)]
 
@@ -783,14 +783,14 @@ def test_a_peer_with_two_names_has_one_agent() -> None:
     helper = object.__new__(peer_helper.Helper)
     helper._nixl, helper._agents = Mock(), {}
     helper._nixl.add_remote_agent.return_value = b"agent"
-    helper._know(0, b"metadata", 1)
+    helper._set_agent(0, b"metadata", 1)
     for _ in range(2):  # each answer has it
-        helper._know(3, b"metadata", 1)
+        helper._set_agent(3, b"metadata", 1)
     helper._nixl.remove_remote_agent.assert_not_called()
     assert helper._agents[0] == helper._agents[3]
     assert helper._nixl.add_remote_agent.call_count == 1
     with pytest.raises(ValueError, match="another peer has the same agent"):
-        helper._know(4, b"other metadata", 1)
-    helper._drop(3)
+        helper._set_agent(4, b"other metadata", 1)
+    helper._drop_agent(3)
     assert not helper._agents, "its reads failed by either name"
     helper._nixl.remove_remote_agent.assert_called_once_with("agent")

@@ -319,7 +319,7 @@ def test_no_more_is_queued_than_the_bounds_allow(store: FaultyStore, rig: Shared
 def test_a_shorter_copy_that_is_not_removed_is_counted_and_remains_as_short(
     store: FaultyStore, rig: SharedRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvoffd.tiers.shared.REFUSED_S", 0.0)
+    monkeypatch.setattr("kvoffd.tiers.shared.HIDDEN_S", 0.0)
     rig.store(block := rig.block(1, first=3))
     store.forced = {b"UNLINK": b"-NOPERM User default has no permissions to run the 'unlink' command\r\n"}
     rig.remove(block)

@@ -11,7 +11,7 @@ import pytest
 
 from kvoffd.system.threads import Workers
 from kvoffd.tiers import answers as module
-from kvoffd.tiers.answers import NO_S, REFUSED_S, YES_S
+from kvoffd.tiers.answers import HIDDEN_S, NO_S, YES_S
 from kvoffd.tiers.asking_thread import Answer, Ask
 from kvoffd.tiers.header import HEADER_BYTES, Block, encode_header, make_block_group
 from kvoffd.tiers.shared import SharedTier as Tier
@@ -90,7 +90,7 @@ def test_invalidated_keys_stay_absent_whatever_is_answered(rig: Rig, asked: bool
     rig.tier.remove(GROUP, [KEY], "invalidated")
     assert rig.find() == [ABSENT]
     rig.answer(True)
-    rig.clock.now += REFUSED_S - 0.01
+    rig.clock.now += HIDDEN_S - 0.01
     assert rig.find() == [ABSENT]
     assert not rig.tier.read(GROUP, KEY, [0], 1e9, lambda *_: None)
     rig.clock.now += 0.02
@@ -99,7 +99,7 @@ def test_invalidated_keys_stay_absent_whatever_is_answered(rig: Rig, asked: bool
     assert rig.find() == [PRESENT]
 
 
-@pytest.mark.parametrize(("result", "seconds"), [(Result.FAILED, 2.0), (Result.GONE, 2.0), (Result.CORRUPT, REFUSED_S)])
+@pytest.mark.parametrize(("result", "seconds"), [(Result.FAILED, 2.0), (Result.GONE, 2.0), (Result.CORRUPT, HIDDEN_S)])
 def test_a_block_whose_read_failed_is_absent_as_long_as_its_store_says(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, result: Result, seconds: float
 ) -> None:

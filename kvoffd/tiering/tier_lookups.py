@@ -1,0 +1,424 @@
+"""Lookups in the tiers: which keys that the pool lacks they have, and which of these are to be promoted."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import compress
+from math import inf
+
+import numpy as np
+
+from kvoffd.cache.asked_keys import AskedKeys
+from kvoffd.cache.block_table import FREE, READY, UNANSWERED_YET, WRITING
+from kvoffd.cache.cache import Cache
+from kvoffd.cache.namespace import MissReason, Namespace
+from kvoffd.cache.prefetches import NO_SESSION
+from kvoffd.cache.tickets import Lease
+from kvoffd.pool.allocator import PAGE_BYTES
+from kvoffd.tiering.promotions import SLOWER, Asker, Coming, Fill, FillQueue, Promotions
+from kvoffd.tiering.unanswered_keys import UnansweredKeys
+from kvoffd.tiering.writer import block_group_of
+from kvoffd.tiers.header import BlockGroup
+from kvoffd.tiers.tier import ABSENT, ASKED, PEER, PRESENT, Tier
+from kvoffd_proto.messages import COMING, PENDING, SHARED, GroupSpec
+
+ANSWER_S = 0.02
+"""Estimate of a store's answer time, for engines that wait. The ask deadline covers the worst case, and may be longer
+than any engine waits."""
+
+_ANSWER_TABLES = tuple(bytes(one == state for one in range(256)) for state in (ABSENT, PRESENT, ASKED))
+"""Tables for ``translate``: 1 for one answer of a tier, 0 for others."""
+READY_OR_COMING = bytes([READY, *COMING])
+"""States of keys that are in the pool, or on their way, and need no action."""
+
+
+@dataclass(slots=True)
+class _Lookup:
+    lease: Lease
+    asked: Sequence[AskedKeys] | None
+    """Keys by group of the request, for counting those that do not come; None if they were counted before."""
+    sources: Sequence[Promotions]
+    """Sources that it can use now, in the order in which they are asked."""
+    left_bytes: int
+    """Pool bytes that may still be promoted for it: more than leases may pin would evict its own beginning."""
+    free_bytes: float
+    """Pool bytes that it may ask a source for: keys that got no space in their patience do not wait for it again."""
+    queues: list[FillQueue] = field(default_factory=list)
+    """Queues that it waits for and that have no space yet, of all sources."""
+
+    @property
+    def namespace(self) -> Namespace:
+        return self.lease.namespace
+
+    def mark(self, part: _Range, places: Sequence[int], reason: int) -> None:
+        """Record a reason for some keys, by ascending indices, unless they were counted before."""
+        if self.asked is None or not places:
+            return
+        if places[-1] - places[0] == len(places) - 1:
+            self.asked[part.number].mark(part.start + places[0], part.start + places[-1] + 1, reason)
+            return
+        for at in places:
+            self.asked[part.number].mark(part.start + at, part.start + at + 1, reason)
+
+    def asker(self, part: _Range, at: int) -> list[Asker]:
+        """Return where a key is counted if it does not come; nothing if it was counted before."""
+        return [(self.asked[part.number], part.start + at)] if self.asked is not None else []
+
+
+class _Range:
+    """Keys of one group of a lookup, and what is known of them by index."""
+
+    def __init__(
+        self,
+        block_group: BlockGroup,
+        keys: Sequence[bytes],
+        states: memoryview,
+        coming: Mapping[bytes, Fill],
+        number: int,
+        start: int,
+    ) -> None:
+        self.group, self.keys, self.states, self.coming = block_group, keys, states, coming
+        """``states``: the lookup's answer. ``coming``: fills that exist already."""
+        self.number, self.start = number, start
+        """Positions of the group in the request, and of the first key in the group."""
+        free = len(states) if not any(states) else 0
+        self.unfound = list(range(free)) or [at for at, state in enumerate(states) if state == FREE]
+        """Keys that are neither in the pool nor on their way, nor in a tier that was asked."""
+        if coming:
+            self.unfound = [at for at in self.unfound if keys[at] not in coming]
+        self.there: dict[int, Promotions] = {}
+        """Sources that have a key."""
+        self.asking: list[int] = []
+        """Keys that a store is being asked for."""
+        self.question: object = None
+        """The question to a store, if this lookup asked it for all keys in one."""
+        self.found_by: dict[str, None] = {}
+        """Names of the tiers that have a key, or are being asked for it."""
+
+    def look(self, sources: Sequence[Promotions], *, prefix: bool) -> None:
+        """Ask each of these sources for the keys that no earlier one has."""
+        for source in sources:
+            if not self.unfound:
+                return
+            every, tier = len(self.unfound) == len(self.keys), source.tier
+            keys = self.keys if every else list(map(self.keys.__getitem__, self.unfound))
+            found, question = tier.find(self.group, keys, prefix=prefix)
+            self.question = question if every else None
+            if any(found):
+                absent, present, asked = (compress(self.unfound, found.translate(one)) for one in _ANSWER_TABLES)
+                self.found_by[tier.name] = None
+                self.there.update(dict.fromkeys(present, source))
+                self.asking += asked
+                self.unfound = list(absent)
+
+
+class TierLookups:
+    """Finds the keys of lookups in the tiers, and has those be promoted that their engines can use.
+
+    A key has two states here: one that the reply has, for the engine, and one in ``AskedKeys``, by which it is counted.
+
+    | it is                         | in the reply  | in ``AskedKeys``                                           |
+    |-------------------------------|---------------|------------------------------------------------------------|
+    | in the pool                   | READY         | FOUND                                                      |
+    | on a disk, and coming         | PENDING       | IN_A_TIER; once its fill is settled CAME, or why not       |
+    | in a store, and coming        | SHARED        | the same                                                   |
+    | being asked of a store        | SHARED        | UNANSWERED_YET; once it has answered IN_A_TIER, or why not |
+    | being stored by an engine     | WRITING       | the ``MissReason``                                         |
+    | nothing of these              | ABSENT (FREE) | the ``MissReason``                                         |
+
+    PENDING and SHARED together are COMING: the engine may wait, and asks again. ``FoundKeys.with_coming`` makes the
+    second state from the first, ``mark`` and the answers of stores (``UnansweredKeys``) correct it.
+
+    Args:
+        sources: the disks of this node, then shared stores in the order of asking.
+        coming: the fills that lookups may wait for, of all sources.
+        unanswered: has the keys that stores are being asked for.
+        is_unshared: whether a namespace, by its fingerprint, became stale here: other nodes' blocks of the same keys
+            may be stale too, so stores are not read for it.
+
+    Attributes:
+        is_behind: whether other nodes may have cleared a namespace, by its fingerprint, unheard of here: then disks are
+            not read for it.
+    """
+
+    def __init__(
+        self,
+        cache: Cache,
+        clock: Callable[[], float],
+        sources: Sequence[Promotions],
+        coming: Coming,
+        unanswered: UnansweredKeys,
+        is_unshared: Callable[[bytes], bool],
+    ) -> None:
+        self._cache, self._clock, self._sources, self._coming = cache, clock, sources, coming
+        self._unanswered, self._is_unshared = unanswered, is_unshared
+        self.is_behind: Callable[[bytes], bool] = lambda fingerprint: False
+        self._answers_due = 0.0
+        """Time at which the last asked store should have answered."""
+        self._awaits: dict[Lease, dict[Fill, None]] = {}
+        """Fills that each lease waits for."""
+
+    # --- what the cache calls: see TierHooks -----------------------------------------------------
+
+    def find(
+        self, lease: Lease, groups: Sequence[tuple[int, bytes]], states: list[bytes], asked: Sequence[AskedKeys] | None
+    ) -> list[bytes]:
+        namespace, lease.wait_s = lease.namespace, 0.0
+        sources = self._sources_for(lease, asked)
+        every = [namespace.group(group) for group, _ in groups]
+        if not sources or not groups or not every[0].lengths:
+            return states
+        ready_bytes = sum(one.count(READY) * group.block_bytes for one, group in zip(states, every, strict=True))
+        # Earlier lookups under the same lease may have found the beginning of the prompt.
+        held_bytes = max(ready_bytes, int(self._cache.blocks.pages[lease.blocks].sum()) * PAGE_BYTES)
+        held_bytes += sum(fill.queue.block_bytes for fill in self._awaits.get(lease, ()) if not fill.is_settled)
+        free_bytes = inf if asked is not None else self._cache.leases.leasable_bytes
+        left_bytes = self._cache.leases.most_bytes - sum(one.given_up_bytes for one in self._sources) - held_bytes
+        lookup = _Lookup(lease, asked, sources, left_bytes, free_bytes)
+        answer, may_grow = list(map(bytearray, states)), False
+        for number, limit in _whole_prefixes_first(namespace, groups, answer):
+            start = run_end(answer[number]) if limit is None else 0
+            keys: list[bytes] = np.frombuffer(groups[number][1], namespace.key_type)[start:limit].tolist()
+            block_group = block_group_of(every[number])
+            shown, coming = memoryview(answer[number])[start:limit], self._coming.get(block_group.tag, {})
+            part = _Range(block_group, keys, shown, coming, number, start)
+            if limit is None:
+                may_grow |= self._find_run(lookup, part)
+            else:
+                self._find_window(lookup, part, may_grow=may_grow)
+            if asked is not None:
+                for name in part.found_by:
+                    asked[number].tier_has_some(name)
+        if lease.coming:
+            awaits = self._awaits.get(lease, {})
+            answers_s = max(0.0, self._answers_due - self._clock()) if lease.asking else 0.0
+            lease.wait_s = max(answers_s, *(source.wait_s(awaits) for source in self._sources))
+        return list(map(bytes, answer))
+
+    def lease_ended(self, lease: Lease) -> None:
+        unawaited: dict[FillQueue, None] = {}
+        for fill in self._awaits.pop(lease, ()):
+            del fill.leases[lease]
+            if not (fill.leases or fill.is_settled or fill.ticket):
+                unawaited[fill.queue] = None
+        for queue in unawaited:
+            queue.source.drop_unawaited(queue)
+
+    # --- one lookup ------------------------------------------------------------------------------
+
+    def _sources_for(self, lease: Lease, asked: Sequence[AskedKeys] | None) -> list[Promotions]:
+        """Return the available sources that a lookup under a lease may use, in the order in which they are asked.
+
+        If it names a peer that is available: that peer, disks and stores. Else all but the peers of networks. In
+        ``asked`` those that are down are recorded, except peers that the lookup does not name.
+        """
+        fingerprint, named = lease.namespace.fingerprint, lease.peer
+        sources = [one for one in self._sources if not one.tier.only_named or one.name == named]
+        if sources and self._is_unshared(fingerprint):
+            sources = [one for one in sources if not one.shared]
+        if asked is not None:
+            for source in sources:
+                if source.tier.is_down() and (not source.name.startswith(PEER) or source.name == named):
+                    _record_down(source.tier, asked)
+        sources = [one for one in sources if one.tier.available()]
+        if sources and not sources[0].shared and self.is_behind(fingerprint):
+            sources = [one for one in sources if one.shared]
+        if named and any(one.name == named for one in sources):
+            sources = [one for one in sources if one.name == named or not one.name.startswith(PEER)]
+        return sources
+
+    def _find_run(self, lookup: _Lookup, part: _Range) -> bool:
+        """Extend the run from the first of these keys; return whether any of it is being asked for."""
+        states, end = bytes(part.states), len(part.keys)
+        if WRITING in states:  # an engine may never finish what it is writing
+            writing = (at for at, state in enumerate(states) if state == WRITING)
+            end = next((at for at in writing if part.keys[at] not in part.coming), end)
+            part.unfound = [at for at in part.unfound if at < end]
+        remaining = part.unfound
+        if not any(source.shared for source in lookup.sources):  # disks mostly lack the first key
+            part.unfound = remaining[:1]
+            part.look(lookup.sources, prefix=True)
+            remaining = remaining[1:] if part.there else []
+            part.unfound += remaining
+        if remaining:
+            part.look(lookup.sources, prefix=True)
+        end = min([end, *part.unfound[:1]])
+        if end < len(part.keys):
+            part.asking = [at for at in part.asking if at < end]
+        if part.asking:
+            self._await_answers(lookup, part, prefix=True)
+        places = set(part.there)
+        if part.coming:
+            coming = (at for at in range(end) if part.keys[at] in part.coming)
+            places |= {at for at in coming if states[at] != READY}  # else it was stored while its fill was queued
+        self._request(lookup, part, sorted(at for at in places if at < end))
+        return bool(part.asking)
+
+    def _find_window(self, lookup: _Lookup, part: _Range, *, may_grow: bool) -> None:
+        """Promote the last whole window of these keys once all answers are known.
+
+        Stores are not asked if the disks have the whole window at the end. ``may_grow``: more keys may follow, because
+        stores are being asked about the prefix.
+        """
+        spec = lookup.namespace.specs[part.group.group_index]
+        window = range(0)
+        for shared in (False, True):
+            part.look([source for source in lookup.sources if source.shared is shared], prefix=False)
+            there = [
+                state in READY_OR_COMING or key in part.coming or at in part.there
+                for at, (key, state) in enumerate(zip(part.keys, part.states, strict=True))
+            ]
+            window = last_window(there, spec)
+            if not may_grow and window.stop == len(part.keys):
+                break
+        if part.asking:
+            self._await_answers(lookup, part, prefix=False)
+        if not (may_grow or part.asking):
+            self._request(lookup, part, [at for at in window if part.states[at] not in READY_OR_COMING])
+
+    def _await_answers(self, lookup: _Lookup, part: _Range, *, prefix: bool) -> None:
+        """Have the lookup wait for the answers about keys that a store is being asked for."""
+        lookup.lease.asking += len(part.asking)
+        block_bytes = lookup.namespace.group(part.group.group_index).block_bytes
+        lookup.lease.asking_bytes += min(len(part.asking) * block_bytes, lookup.left_bytes)
+        lookup.lease.coming += len(part.asking)
+        self._answers_due, keys = self._clock() + ANSWER_S, part.keys
+        if len(part.asking) == len(keys):
+            part.states[:] = bytes([SHARED]) * len(keys)
+        else:
+            keys = [keys[at] for at in part.asking]
+            for at in part.asking:
+                part.states[at] = SHARED
+        if lookup.asked is None:
+            return
+        lookup.mark(part, part.asking, UNANSWERED_YET)
+        asked = lookup.asked[part.number]
+        if prefix and part.question is not None:
+            self._unanswered.add_run(part.question, asked, part.start)
+        else:
+            self._unanswered.add(part.group.tag, keys, asked, [part.start + at for at in part.asking])
+
+    def _request(self, lookup: _Lookup, part: _Range, places: Sequence[int]) -> None:
+        """Request keys that are in a tier or coming, up to the first that cannot be requested; set their states."""
+        if not places:
+            return
+        slower, lease, queues = self._skip_slower(lookup, part, places), lookup.lease, dict[Promotions, FillQueue]()
+        group, together = part.group, lookup.queues
+        block_bytes = lease.namespace.group(part.group.group_index).block_bytes
+        for number, at in enumerate(places):
+            key = part.keys[at]
+            if (fill := self._coming.get(part.group.tag, {}).get(key)) is None:
+                source = part.there[at]
+                if source in slower:
+                    lookup.mark(part, places[number:], MissReason.SKIPPED)
+                    return
+                if lookup.left_bytes < block_bytes:
+                    lookup.mark(part, places[number:], MissReason.LEASE_LIMIT)
+                    return
+                if lookup.free_bytes < block_bytes:
+                    if not self._may_wait_for_space(lookup, part, key):
+                        return
+                    lookup.free_bytes = inf
+                if (queue := queues.get(source)) is None:
+                    queue = queues[source] = FillQueue(lease, lease, group, source, block_bytes, together=together)
+                if (fill := source.enqueue(queue, key)) is None:
+                    lookup.mark(part, places[number:], MissReason.TIER_LATE)
+                    return
+                if len(queue.fills) == 1:
+                    lookup.queues.append(queue)
+                lookup.free_bytes -= block_bytes
+            elif not (fill.queue.is_reserved or fill.queue.together is lookup.queues):
+                self._wait_together(lookup, fill.queue)
+            if lease not in fill.leases:
+                lookup.left_bytes -= block_bytes
+                lease.coming += 1
+                self._awaits.setdefault(lease, {})[fill] = fill.leases[lease] = None
+            part.found_by[fill.queue.source.tier.name] = None
+            fill.askers += lookup.asker(part, at)
+            part.states[at] = SHARED if fill.queue.source.shared else PENDING
+
+    def _may_wait_for_space(self, lookup: _Lookup, part: _Range, key: bytes) -> bool:
+        """Return whether a repeated lookup may begin to wait for space: a store had not answered to the first one, or
+        the key had space then."""
+        reason = self._cache.life.reasons_of(lookup.namespace.group(part.group.group_index), key)[0]
+        return lookup.lease.session != NO_SESSION and reason not in (MissReason.NO_SPACE, MissReason.QUOTA)
+
+    def _wait_together(self, lookup: _Lookup, queue: FillQueue) -> None:
+        """Have a queue get its space together with the others of this lookup, the last one that waits for it: an engine
+        repeats lookups under new leases."""
+        if lookup.lease.session == NO_SESSION or queue.is_prefetch:
+            return
+        if queue in queue.together:
+            queue.together.remove(queue)
+        lookup.queues.append(queue)
+        queue.together, queue.last_lease = lookup.queues, lookup.lease
+
+    def _skip_slower(self, lookup: _Lookup, part: _Range, places: Sequence[int]) -> set[Promotions]:
+        """Return the sources whose keys take longer to read than to compute, and count these keys.
+
+        They are not read, unless for a hint.
+        """
+        if lookup.lease.session == NO_SESSION:
+            return set()
+        counts = Counter(part.there[at] for at in places if at in part.there)
+        slower = {
+            source
+            for source, count in counts.items()
+            if source.is_slower(lookup.namespace, part.group.group_index, count)
+        }
+        for source in slower:
+            source.failures[SLOWER] += counts[source]
+        return slower
+
+
+def _record_down(tier: Tier, asked: Sequence[AskedKeys]) -> None:
+    """Record that a tier which may have keys of a lookup fails."""
+    for one in asked:
+        one.mark(0, sys.maxsize, MissReason.TIER_DOWN)
+        one.tier_is_down(tier.name)
+
+
+def run_end(states: bytes | bytearray) -> int:
+    """Return the length of the unbroken run from the start that is ready, or will be."""
+    return len(states) - len(states.lstrip(READY_OR_COMING))
+
+
+def last_window(there: Sequence[bool], spec: GroupSpec) -> range:
+    """Return the indices of the last whole window whose keys all exist.
+
+    An engine with a sliding window needs only its last blocks, and uses the last place where they all exist; one with a
+    recurrent state needs one block.
+    """
+    needed = max(1, -(-spec.window_tokens // spec.tokens_per_block)) if spec.tokens_per_block else len(there)
+    run = 0
+    for place in reversed(range(len(there))):
+        run = run + 1 if there[place] else 0
+        if run == needed or (run and not place):
+            return range(place, place + run)
+    return range(0)
+
+
+def _whole_prefixes_first(
+    namespace: Namespace, groups: Sequence[tuple[int, bytes]], states: Sequence[bytearray]
+) -> Iterator[tuple[int, int | None]]:
+    """Yield the groups of a lookup by index, with the number of keys that a window may need; None for whole prefixes.
+
+    Groups that need the whole prefix come first: ``states`` then tell its length, which limits the windows.
+    """
+    limit_tokens: int | None = None
+    windows: list[int] = []
+    for number, (group, _) in enumerate(groups):
+        spec = namespace.specs[group]
+        if spec.window_tokens or "mamba" in spec.kind:
+            windows.append(number)
+            continue
+        yield number, None
+        end = run_end(states[number]) * spec.tokens_per_block
+        limit_tokens = end if limit_tokens is None else min(end, limit_tokens)
+    for number in windows:
+        tokens = namespace.specs[groups[number][0]].tokens_per_block
+        whole = limit_tokens is None or not tokens
+        yield number, len(states[number]) if whole else min(len(states[number]), (limit_tokens or 0) // tokens)
