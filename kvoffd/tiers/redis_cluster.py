@@ -19,7 +19,8 @@ from urllib.parse import parse_qs, urlsplit
 
 from kvoffd.tiers.header import Block, BlockGroup
 from kvoffd.tiers.names import block_name, block_names, generation_name
-from kvoffd.tiers.redis_store import CONNECT_S, Demoted, Redis
+from kvoffd.tiers.redis_connection import CONNECT_S, Demoted
+from kvoffd.tiers.redis_store import Redis
 from kvoffd.tiers.store import (
     Credentials,
     GetRequest,

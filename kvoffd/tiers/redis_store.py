@@ -1,4 +1,4 @@
-"""One Redis or Valkey server as a store: RESP2 over a socket, directly from and into the pool.
+"""One Redis or Valkey server as a store: commands and replies of RESP2. ``redis_connection`` moves their bytes.
 
 The clients on PyPI copy every value twice and reach a quarter of the network's speed; only four kinds of replies of the
 protocol are needed (https://redis.io/docs/latest/develop/reference/protocol-spec/).
@@ -6,25 +6,15 @@ protocol are needed (https://redis.io/docs/latest/develop/reference/protocol-spe
 
 from __future__ import annotations
 
-import ctypes
-import errno
-import os
 import re
-import socket
-import ssl
 import time
-from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, cast
 
-from kvoffd.system.files import address_of, drop_bytes
-from kvoffd.system.native import NUMBER, VOID_P, declare, native
 from kvoffd.tiers.header import HEADER_BYTES, Block, BlockGroup, decode_header, encode_header
 from kvoffd.tiers.names import block_name, block_names, decode_generation, generation_name
+from kvoffd.tiers.redis_connection import CONNECT_S, HEAD_BYTES, LINE_BYTES, REPLIES_BYTES, Demoted, RedisConnection
 from kvoffd.tiers.store import (
     Credentials,
     GetRequest,
@@ -38,22 +28,9 @@ from kvoffd.tiers.store import (
 )
 from kvoffd_proto.units import printable
 
-declare(keep_gil=False, receive=(ctypes.c_int64, *(NUMBER,) * 5, VOID_P, VOID_P, VOID_P, NUMBER))
-
-CONNECT_S = 1.0
-"""Limit for TCP, TLS and the password together, once the name is resolved."""
-STALL_S = 1.0
-"""Limit for a single send or receive in which no byte moves."""
-LINE_BYTES = 512
-"""Size of a receive call for lines."""
-HEAD_BYTES = HEADER_BYTES + 64
-"""Size of a receive call for the part before a value's shards: bytes of the pool beyond it are copied once more."""
 MAX_COMING_BYTES = 2 << 20
 """Limit of requested values that have not come yet: more than the socket buffers hold costs a third of the speed
 (measured). A larger value is requested alone."""
-REPLIES_BYTES = 65536
-MAX_PARTS = 256
-"""Parts of one ``sendmsg``; the kernel accepts 1024."""
 MAX_INFO_BYTES = 1 << 20
 MAX_ELEMENTS = 16_384, 1024, 1024, 1024, 0
 """Limits of a list and of lists nested in it: a cluster's slot ranges, their fields, those of a server, its names."""
@@ -69,23 +46,13 @@ ELSEWHERE = (b"-MOVED ", b"-ASK ", b"-CLUSTERDOWN ")
 BUSY = (b"-BUSY ", b"-LOADING ", b"-ERR max number of clients ")
 """Error replies of a server that serves again later: while a script runs, while it loads its data, and to a connection
 beyond its ``maxclients``, which it closes."""
-KEEPALIVE_S = 60  # firewalls and NAT forget a connection that is idle for some minutes
-WANTS_NO_TLS = " If it has no TLS, name it redis://; a cluster with TLS needs tls-cluster yes."
-WANTS_TLS = " If it requires TLS, name it rediss://."
-
-
-@dataclass(slots=True)
-class Demoted:
-    """Address of a server that became a replica and that the store's name has left since, for all connections."""
-
-    address: object = None
 
 
 class Redis(Store):
-    """See ``Store``.
+    """See ``Store``. Makes requests of commands, and checks their replies; ``RedisConnection`` moves the bytes.
 
-    A server that became a replica still answers questions on kept connections, perhaps without what its successor has:
-    once the name leads elsewhere, all connections go there.
+    A method ``send_x`` begins an exchange, and the one named in its docstring receives the replies, so that a cluster
+    can ask all its masters at once.
     """
 
     poll_s = 5.0
@@ -106,26 +73,18 @@ class Redis(Store):
         clustered: bool = False,
         demoted: Demoted | None = None,
     ) -> None:
-        self._address = (host, port)
         self._name = name_of((host, port))
         self.servers = Servers(self._name)
         self.connect_s = CONNECT_S
+        self._connection = RedisConnection((host, port), tls=tls, demoted=demoted or Demoted())
         self._database = database
         self._credentials = credentials
-        self._tls = tls
         self._ttl = b"%d" % ttl_s if ttl_s else b""
         """Seconds after which the server deletes keys that were not written or touched; empty for never."""
-        self._socket: socket.socket | None = None
-        self._input = bytearray()
-        self._beyond = bytearray(HEAD_BYTES)
         self._unasked: deque[GetRequest] = deque()
+        """Blocks to request once fewer bytes are coming."""
         self._coming_bytes = 0
-        self._answered = False
-        """Whether anything was received over this connection."""
-        self._demoted = demoted or Demoted()
-        self._peer: object = None
-        self._refused_by: object = None
-        """Address of the server that refused the last write, as a replica."""
+        """Bytes of requested blocks that have not come yet."""
         self._clustered = clustered
         """Whether the server is in a cluster: keys that it does not own now are absent, which is not a failure."""
         self.elsewhere = 0
@@ -138,37 +97,10 @@ class Redis(Store):
     # --- the connection --------------------------------------------------------------------------
 
     def connect(self) -> None:
-        connected = self._socket is not None and not self._input and self._peer != self._demoted.address
-        if connected and self._socket is not None and self._quiet(self._socket):
+        if self._connection.is_usable():
             return
         self.close()
-        self._answered = False
-        try:
-            places = socket.getaddrinfo(*self._address, type=socket.SOCK_STREAM)
-            deadline = time.monotonic() + self.connect_s
-            plain = _connected([place[:2] for *_, place in places], deadline)
-            try:
-                plain.settimeout(max(0.001, deadline - time.monotonic()))
-                plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_S)
-                host, self._peer = self._address[0], plain.getpeername()
-                self._socket = _tls_context().wrap_socket(plain, server_hostname=host) if self._tls else plain
-            except BaseException:
-                plain.close()
-                raise
-        except ssl.SSLCertVerificationError as error:
-            why = f"The certificate of {self._name} is not accepted: {error.verify_message}"
-            raise StoreError("tls", f"{why}. Name its CA in SSL_CERT_FILE.", final=True) from error
-        except (OSError, ValueError) as error:  # an invalid host name is a ValueError
-            hint = WANTS_NO_TLS if "handshake" in str(error) or "SSL" in str(error) else ""
-            why = f"{self._name} cannot be reached: {getattr(error, 'strerror', None) or error}.{hint}"
-            raise StoreError("unreachable", why, final=True) from error
-        if self._refused_by not in (None, self._peer):
-            self._demoted.address = self._refused_by
-        if self._demoted.address == self._peer:  # it was made primary again, or the name has several addresses
-            self._demoted.address = None
-        self._refused_by = None
+        deadline = self._connection.open(self.connect_s)
         user, password = self._credentials
         if password:
             # A password from a variable need not be UTF-8.
@@ -177,29 +109,12 @@ class Redis(Store):
         if self._database:
             self._command([b"SELECT", b"%d" % self._database], deadline)
 
-    @staticmethod
-    def _quiet(connected: socket.socket) -> bool:
-        """Return whether the server has neither closed the connection nor sent anything unrequested."""
-        connected.settimeout(0)
-        try:
-            connected.recv(1)
-        except (BlockingIOError, ssl.SSLWantReadError):
-            return True
-        except OSError:
-            pass
-        return False
-
     def close(self) -> None:
-        self._input.clear()
         self._unasked.clear()
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        self._connection.close()
 
     def interrupt(self) -> None:
-        if (connected := self._socket) is not None:
-            with suppress(OSError):  # it may be closed already
-                socket.socket.shutdown(connected, socket.SHUT_RDWR)
+        self._connection.interrupt()
 
     def ping(self, deadline: float) -> None:
         self._command([b"PING"], deadline)
@@ -231,23 +146,25 @@ class Redis(Store):
     def send_touches(self, names: Sequence[bytes], deadline: float) -> None:
         """Send touches, whose results ``answers`` receives. This restarts the time to live, and counts as a use."""
         command, *last = (b"EXPIRE", self._ttl) if self._ttl else (b"TOUCH",)
-        self._send([_repeated(command, names, *last)], deadline)
+        self._connection.send([_repeated(command, names, *last)], deadline)
 
     def send_questions(self, names: Sequence[bytes], deadline: float, generations: Sequence[bytes] = ()) -> None:
         """Send questions about names of generations, each received by ``generation_answer``, and then about names of
         blocks, received by ``answers``."""
-        self._send([_repeated(b"GET", generations) + _repeated(b"EXISTS", names)], deadline)
+        self._connection.send([_repeated(b"GET", generations) + _repeated(b"EXISTS", names)], deadline)
 
     def generation_answer(self, name: bytes, deadline: float) -> int:
-        length, text = self._value_length(deadline), b""
+        length = self._value_length(deadline)
         if isinstance(length, StoreError):
             self.close()
             raise length
-        if length is not None:
-            text = self._take(length + 2, deadline)[:-2] if 0 <= length <= LINE_BYTES else b"of another type, or long"
-        return self._number(name, text)
+        if length is None:
+            return self._decode_generation(name, b"")
+        if not 0 <= length <= LINE_BYTES:
+            return self._decode_generation(name, b"of another type, or long")
+        return self._decode_generation(name, self._connection.take(length + 2, deadline)[:-2])
 
-    def _number(self, name: bytes, text: bytes) -> int:
+    def _decode_generation(self, name: bytes, text: bytes) -> int:
         try:
             return decode_generation(text, f"The value of {name.decode()} at {self._name}")
         except StoreError:
@@ -265,10 +182,10 @@ class Redis(Store):
     def send_gets(self, requests: Sequence[GetRequest], deadline: float) -> None:
         """Request blocks, each of which one call of ``value`` receives."""
         self._unasked, self._coming_bytes = deque(requests), 0
-        self._send(self._questions(), deadline)
+        self._connection.send(self._further_gets(), deadline)
 
-    def _questions(self) -> list[bytes]:
-        """Request further blocks if at most half of MAX_COMING_BYTES is still coming."""
+    def _further_gets(self) -> list[bytes]:
+        """Return the requests of further blocks if at most half of MAX_COMING_BYTES is still coming."""
         names: list[bytes] = []
         most = MAX_COMING_BYTES if self._coming_bytes <= MAX_COMING_BYTES // 2 else 0
         while self._unasked and (self._coming_bytes + self._unasked[0].nbytes <= most or not self._coming_bytes):
@@ -284,14 +201,14 @@ class Redis(Store):
             received = length
         elif length is not None:
             fits = length == HEADER_BYTES + request.nbytes
-            if not fits or (block := decode_header(self._take(HEADER_BYTES, deadline))) is None:
+            if not fits or (block := decode_header(self._connection.take(HEADER_BYTES, deadline))) is None:
                 self.close()
                 return Received(None)
-            received = Received(block, self._fill(request.views, deadline))
-            if self._take(2, deadline) != b"\r\n":
-                raise self._broken("a value does not end where it should")
+            received = Received(block, self._connection.fill(request.views, deadline))
+            if self._connection.take(2, deadline) != b"\r\n":
+                raise self._connection.protocol_error("a value does not end where it should")
         self._coming_bytes -= request.nbytes
-        self._send_on(self._questions(), deadline)
+        self._connection.send_on(self._further_gets(), deadline)
         return received
 
     def put(self, requests: Sequence[PutRequest], deadline: float) -> list[bool | None]:
@@ -306,19 +223,20 @@ class Redis(Store):
             name, nbytes = block_name(block.group, block.key), HEADER_BYTES + sum(map(len, views))
             parts.append(b"%s\r\n$3\r\nSET\r\n%s$%d\r\n" % (head, _bulk(name), nbytes))
             parts += [encode_header(block), *views, end]
-        self._send(parts, deadline)
+        self._connection.send(parts, deadline)
 
     def put_results(self, count: int, deadline: float) -> list[bool | None]:
         """Receive ``count`` answers, as ``put`` returns them. Raises StoreError if a busy server refused all."""
-        ended = [self._stored(deadline) for _ in range(count)]
-        refused = [one for one in ended if isinstance(one, StoreError)]
-        if refused and len(refused) == count:
+        results = [self._put_result(deadline) for _ in range(count)]
+        busy = [one for one in results if isinstance(one, StoreError)]
+        if busy and len(busy) == count:
             self.close()
-            raise refused[0]
-        return [None if isinstance(one, StoreError) else one for one in ended]
+            raise busy[0]
+        return [None if isinstance(one, StoreError) else one for one in results]
 
-    def _stored(self, deadline: float) -> bool | StoreError | None:
-        line = self._line(deadline)
+    def _put_result(self, deadline: float) -> bool | StoreError | None:
+        """Receive one answer, as ``put`` returns it; the error if a busy server refused it."""
+        line = self._connection.line(deadline)
         if self._is_elsewhere(line):
             return None
         if line.startswith(BUSY):
@@ -332,17 +250,17 @@ class Redis(Store):
         self.remove_names(block_names(group, keys), deadline)
 
     def remove_names(self, names: Sequence[bytes], deadline: float) -> None:
-        self._send([_repeated(b"UNLINK", names)], deadline)
+        self._connection.send([_repeated(b"UNLINK", names)], deadline)
         self.answers(len(names), deadline)
 
     def cluster_slots(self, deadline: float) -> list[Any]:
-        """Return the reply to CLUSTER SLOTS, of numbers, texts and lists of them."""
+        """Return the reply to CLUSTER SLOTS, of numbers, texts and lists of them: see ``masters_of``."""
         self._send_words([b"CLUSTER", b"SLOTS"], deadline)
         return cast(list[Any], self._reply(deadline, b"*"))
 
     def _reply(self, deadline: float, kinds: bytes = b":$*", most_bytes: int = MAX_NAME_BYTES, depth: int = 0) -> Any:
         """Receive a short reply of one of these kinds: a number, a text, or a list of them; null is an empty text."""
-        line = self._line(deadline, REPLIES_BYTES)
+        line = self._connection.line(deadline, REPLIES_BYTES)
         kind, text = line[:1], line[1:]
         if line == b"$-1" and b"$" in kinds:
             return ""
@@ -350,11 +268,11 @@ class Redis(Store):
             self._check(line, kinds[:1])
         most = {b":": MAX_NUMBER, b"$": most_bytes, b"*": MAX_ELEMENTS[min(depth, 4)]}[kind]
         if not re.fullmatch(rb"-?[0-9]{1,18}", text) or not (kind == b":" or 0 <= int(text) <= most):
-            raise self._broken(f"{self._quoted(text)} is not a valid number or length")
+            raise self._connection.protocol_error(f"{self._quoted(text)} is not a valid number or length")
         if kind == b":":
             return int(text)
         if kind == b"$":
-            return self._take(int(text) + 2, deadline)[:-2].decode(errors="replace")
+            return self._connection.take(int(text) + 2, deadline)[:-2].decode(errors="replace")
         return [self._reply(deadline, depth=depth + 1) for _ in range(int(text))]
 
     def raise_generation(self, fingerprint: bytes, seen: int, generation: int, deadline: float) -> int:
@@ -364,25 +282,26 @@ class Redis(Store):
         """Raise the generation of this name, as ``raise_generation`` does."""
         if not seen:  # if several nodes find it missing, after a server lost it, only one may write it
             self._send_words([b"SET", name, b"%d" % generation, b"NX"], deadline)
-            if (line := self._line(deadline)) != b"$-1":
+            if (line := self._connection.line(deadline)) != b"$-1":
                 self._check(line, b"+")
                 return generation
             seen = self.stored_generation(name, deadline)
             if seen >= generation:
                 return seen
         self._send_words([b"INCRBY", name, b"%d" % (generation - seen)], deadline)
-        return self._number(name, self._check(self._line(deadline), b":"))
+        return self._decode_generation(name, self._check(self._connection.line(deadline), b":"))
 
     # --- RESP ------------------------------------------------------------------------------------
 
     def _send_words(self, words: Sequence[bytes], deadline: float) -> None:
-        self._send([b"*%d\r\n" % len(words), *map(_bulk, words)], deadline)
+        self._connection.send([b"*%d\r\n" % len(words), *map(_bulk, words)], deadline)
 
     def _command(self, words: Sequence[bytes], deadline: float) -> None:
         self._send_words(words, deadline)
-        self._check(self._line(deadline), b"+")
+        self._check(self._connection.line(deadline), b"+")
 
     def _is_elsewhere(self, line: bytes) -> bool:
+        """Return whether a reply says that the key is elsewhere in the cluster, or not served; if so, note that."""
         found = self._clustered and line.startswith(ELSEWHERE)
         self.elsewhere += found
         if found:
@@ -398,11 +317,11 @@ class Redis(Store):
         return StoreError("busy", f"{self._name} is busy and answers: {self._quoted(line[1:]).rstrip('.')}.")
 
     def _check(self, line: bytes, kind: bytes) -> bytes:
-        """Return the rest of a reply's line of this kind. Raises StoreError for any other kind."""
+        """Return the rest of a reply's line of this kind. Raises StoreError for another, and closes the connection."""
         if line[:1] == kind:
             return line[1:]
         if line[:1] != b"-":
-            raise self._broken(f"{self._quoted(line)} is not a reply to the request")
+            raise self._connection.protocol_error(f"{self._quoted(line)} is not a reply to the request")
         self.close()
         text = self._quoted(line[1:])
         code = text.partition(" ")[0]
@@ -412,7 +331,7 @@ class Redis(Store):
             why = f"{self._name} does not permit this user to do that ({text}); it needs {NEEDED_COMMANDS}."
             raise StoreError("forbidden", why, final=True)
         if code == "READONLY":
-            self._refused_by = self._peer
+            self._connection.mark_replica()
             why = f"{self._name} is a read-only replica ({text.rstrip('.')})"
             cure = "The name is resolved again before the next write, as after a failover; else name its primary."
             raise StoreError("refused", f"{why}. {cure}")
@@ -437,18 +356,7 @@ class Redis(Store):
     def answers(self, count: int, deadline: float) -> list[bool]:
         """Receive ``count`` numbers; return whether each is not 0. What a busy server refused counts as 0, unless that
         is all."""
-        data, lines = self._input, self._input.count(b"\n")
-        while lines < count:
-            if len(data) > REPLIES_BYTES + count * LINE_BYTES:
-                raise self._broken("lines do not end")
-            part = self._receive(REPLIES_BYTES, deadline)
-            data += part
-            lines += part.count(b"\n")
-        replies = data.split(b"\r\n", count)
-        if len(replies) <= count:
-            raise self._broken("malformed line ending")
-        self._input = replies[count]
-        answers = list(map(bytes, replies[:count]))
+        answers = self._connection.lines(count, deadline)
         absent, kinds = {b":0"}, set(answers)
         some = any(line.startswith(b":") for line in kinds)
         for line in kinds - {b":0", b":1"}:
@@ -461,7 +369,7 @@ class Redis(Store):
     def _value_length(self, deadline: float) -> int | StoreError | None:
         """Return the length of the next value; None for no value, -1 for one of another type, which is not sent; the
         error if a busy server refuses it."""
-        line = self._line(deadline, HEAD_BYTES)
+        line = self._connection.line(deadline, HEAD_BYTES)
         if line.startswith(BUSY):
             return self._busy(line)
         if line.startswith(b"-WRONGTYPE"):
@@ -470,136 +378,8 @@ class Redis(Store):
             return None
         text = self._check(line, b"$")
         if not re.fullmatch(rb"-1|[0-9]{1,18}", text):
-            raise self._broken(f"{self._quoted(text)} is not a length")
+            raise self._connection.protocol_error(f"{self._quoted(text)} is not a length")
         return int(text) if text != b"-1" else None
-
-    def _line(self, deadline: float, most: int = LINE_BYTES) -> bytes:
-        while (end := self._input.find(b"\r\n")) < 0:
-            if len(self._input) > 4 * LINE_BYTES:
-                raise self._broken("a line does not end")
-            self._input += self._receive(most, deadline)
-        line = bytes(self._input[:end])
-        del self._input[: end + 2]
-        return line
-
-    def _take(self, count: int, deadline: float) -> bytes:
-        while len(self._input) < count:
-            self._input += self._receive(max(HEAD_BYTES, count - len(self._input)), deadline)
-        data = bytes(self._input[:count])
-        del self._input[:count]
-        return data
-
-    def _fill(self, views: Sequence[memoryview], deadline: float) -> Sequence[int]:
-        """Receive into these views, and any further bytes into the input, if possible by the same call.
-
-        Returns the views' checksums if that call computes them, without the GIL.
-        """
-        done = 0
-        for view in views:
-            part = self._input[done : done + len(view)]
-            view[: len(part)] = part
-            done += len(part)
-        del self._input[:done]
-        rest = drop_bytes(list(views), done)
-        if rest and not self._tls:
-            return self._receive_all(rest, views, deadline)
-        while rest:
-            with self._ready(deadline) as connected:
-                count = connected.recv_into(rest[0])
-            if not count:
-                raise self._lost("it closed the connection")
-            rest = drop_bytes(rest, count)
-        return ()
-
-    def _receive_all(self, rest: Sequence[memoryview], views: Sequence[memoryview], deadline: float) -> Sequence[int]:
-        """Receive the rest of the views, and any further bytes; return the checksums of the views."""
-        with self._ready(deadline) as connected:
-            fd, left_s = connected.fileno(), deadline - time.monotonic()
-        parts = array("Q", [number for view in (*rest, memoryview(self._beyond)) for number in _place(view)])
-        addresses, lengths = (array("Q", column) for column in zip(*map(_place, views), strict=True))
-        sums = array("Q", bytes(8 * len(views)))
-        columns = (column.buffer_info()[0] for column in (addresses, lengths, sums))
-        waits_ms = int(1000 * min(STALL_S, left_s)) + 1, int(1000 * left_s) + 1
-        count = native().receive(fd, parts.buffer_info()[0], len(rest) + 1, *waits_ms, *columns, len(views))
-        if count < 0:
-            closed = count == -errno.ENODATA
-            raise self._lost("it closed the connection" if closed else OSError(-count, os.strerror(-count)))
-        self._input += self._beyond[:count]
-        return sums
-
-    def _receive(self, count: int, deadline: float) -> bytes:
-        with self._ready(deadline) as connected:
-            data = connected.recv(count)
-        if not data:
-            raise self._lost("it closed the connection")
-        self._answered = True
-        return data
-
-    def _send(self, parts: Sequence[bytes | memoryview], deadline: float) -> None:
-        """Send the beginning of an exchange. Earlier unexpected input would be taken for its answer."""
-        if self._input:
-            raise self._broken("unexpected extra reply")
-        self._send_on(parts, deadline)
-
-    def _send_on(self, parts: Sequence[bytes | memoryview], deadline: float) -> None:
-        rest = drop_bytes([memoryview(part) for part in parts], 0)
-        while rest:
-            with self._ready(deadline) as connected:  # TLS has no sendmsg
-                sent = connected.send(rest[0]) if self._tls else connected.sendmsg(rest[:MAX_PARTS])
-            rest = drop_bytes(rest, sent)
-
-    @contextmanager
-    def _ready(self, deadline: float) -> Iterator[socket.socket]:
-        """Give the socket, with its timeout set to the time left. Its errors become StoreErrors."""
-        if self._socket is None:
-            raise StoreError("unreachable", f"{self._name} is not connected.")
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise self._lost(TimeoutError("it does not answer in time"))
-        self._socket.settimeout(min(STALL_S, left))
-        try:
-            yield self._socket
-        except OSError as error:
-            raise self._lost(error) from error
-
-    def _lost(self, why: object) -> StoreError:
-        self.close()
-        if isinstance(why, TimeoutError):
-            return StoreError("timeout", f"The connection to {self._name} is closed: {why}.")
-        hint = " If it requires client certificates, set tls-auth-clients no." if self._tls else WANTS_TLS
-        hint = "" if self._answered else hint
-        return StoreError("disconnected", f"The connection to {self._name} is lost: {why}.{hint}")
-
-    def _broken(self, why: str) -> StoreError:
-        self.close()
-        return StoreError("protocol", f"{self._name} violates the Redis protocol: {why}.")
-
-
-def _connected(places: Sequence[Any], deadline: float) -> socket.socket:
-    """Connect to the first of a name's addresses that answers; each gets an equal part of the time."""
-    try:
-        return socket.create_connection(places[0], max(0.001, deadline - time.monotonic()) / len(places))
-    except OSError:
-        if len(places) == 1:
-            raise
-    return _connected(places[1:], deadline)
-
-
-def _place(view: memoryview) -> tuple[int, int]:
-    """Return a view's address and length."""
-    return address_of(view) if len(view) else 0, len(view)
-
-
-def _tls_context() -> ssl.SSLContext:
-    """Return the context of all connections, renewed when the file of CA certificates has changed."""
-    file = ssl.get_default_verify_paths().cafile
-    return _context_of(file, os.stat(file).st_mtime_ns if file is not None else 0)
-
-
-@lru_cache(1)
-def _context_of(file: str | None, changed_ns: int) -> ssl.SSLContext:
-    """Make a context: with a distribution's CA certificates, it takes 60 ms and 0.8 MiB (measured)."""
-    return ssl.create_default_context()
 
 
 def _bulk(data: bytes) -> bytes:

@@ -213,7 +213,7 @@ def test_a_place_knows_nothing_of_the_peer_that_had_it_before() -> None:
     quiet = TieringSettings(mode=WriteMode.NEVER)
     rig = TieringHarness(settings=quiet)
     tier = rig.share(quiet, "peer://slow:7400")
-    tier.only_named, tier.idle, tier.renew = True, True, partial(setattr, tier, "name")  # type: ignore[attr-defined]
+    tier.only_named, tier.idle, tier.become = True, True, partial(setattr, tier, "name")  # type: ignore[attr-defined]
     place = NamedPeer(0, cast(Any, tier), rig.tiering.sources[-1])
     place.source.speed.measured, place.source.failures["overdue"] = 1.0, 3
     place.source.promoted_blocks, rig.tiering._promoted_blocks._source_of[3] = 7, len(rig.tiering.sources)

@@ -6,7 +6,7 @@ import pytest
 
 from kvoffd.tiers.asking_thread import PROBE_S
 from kvoffd.tiers.breaker import PAUSE_S, Breaker
-from kvoffd.tiers.redis_store import CONNECT_S
+from kvoffd.tiers.redis_connection import CONNECT_S
 from tests.kit.clock import Clock
 
 TICK_S = 0.25

@@ -20,7 +20,8 @@ from kvoffd.tiers.generations import Generations, Resets
 from kvoffd.tiers.header import Block, make_block_group
 from kvoffd.tiers.names import generation_name
 from kvoffd.tiers.redis_cluster import slot_of
-from kvoffd.tiers.redis_store import CONNECT_S, NEEDED_COMMANDS, Redis
+from kvoffd.tiers.redis_connection import CONNECT_S, Demoted, RedisConnection
+from kvoffd.tiers.redis_store import NEEDED_COMMANDS, Redis
 from kvoffd.tiers.shared import MAX_REMOVALS, MAX_WRITES, READERS
 from kvoffd.tiers.store import UNKEPT, Credentials, PutRequest, StoreError, open_store
 from kvoffd.tiers.tier import Result
@@ -112,9 +113,10 @@ def test_silent_addresses_take_no_longer_than_one(store: FaultyStore, monkeypatc
         connection.ping(time.monotonic() + 5.0)
         assert len(connect.call_args_list) == len(places)
         assert given_s() <= 1.0001 * CONNECT_S
-        assert connection._socket is not None
-        assert connection._socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-        assert connection._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) < 4 * 60
+        opened = connection._connection._socket
+        assert opened is not None
+        assert opened.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert opened.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) < 4 * 60
         connection.close()
 
 
@@ -123,7 +125,7 @@ def test_silent_addresses_take_no_longer_than_one(store: FaultyStore, monkeypatc
 )
 def test_what_does_not_come_is_given_up_in_time_and_for_good(sent: int, closes: bool, kind: str) -> None:
     ours, theirs = socket.socketpair()
-    connection = Redis("nowhere", 6379, 0, Credentials(), tls=False)
+    connection = RedisConnection(("nowhere", 6379), tls=False, demoted=Demoted())
     connection._socket = ours
     with theirs:
         theirs.sendall(bytes(sent))
@@ -131,7 +133,7 @@ def test_what_does_not_come_is_given_up_in_time_and_for_good(sent: int, closes: 
             theirs.close()
         began, patience_s = time.monotonic(), 0.4
         with pytest.raises(StoreError) as caught:
-            connection._fill([memoryview(bytearray(5000))], began + patience_s)
+            connection.fill([memoryview(bytearray(5000))], began + patience_s)
         assert caught.value.kind == kind
         assert time.monotonic() - began < 5 * patience_s
         assert connection._socket is None, "what comes later goes nowhere"
@@ -775,8 +777,8 @@ def test_all_connections_leave_a_replica_once_its_name_does(monkeypatch: pytest.
         reader.connect()
         assert reader.touch([second], later) == [True]
         assert new.objects == 1
-        place = reader._socket
+        place = reader._connection._socket
         reader.connect()
-        assert reader._socket is place, "it is not opened anew for each exchange"
+        assert reader._connection._socket is place, "it is not opened anew for each exchange"
         writer.close()
         reader.close()

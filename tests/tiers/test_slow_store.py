@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from kvoffd.tiers.redis_store import STALL_S
+from kvoffd.tiers.redis_connection import STALL_S
 from kvoffd.tiers.tier import Result
 from tests.kit.redis_server import RedisServer
 from tests.kit.slow_link import SlowLink
