@@ -349,8 +349,8 @@ class BlockLife:
         if not blocks.size:
             return
         packed_keys, slots, corrupt = self.blocks.drop(group, blocks, reason or 0)
-        if group.retired and group.namespace.current:
-            successor = group.namespace.current[group.index]
+        if group.retired and group.namespace.groups:
+            successor = group.namespace.groups[group.index]
             self.blocks.record_misses(successor, packed_keys, MissReason.INVALIDATED)
         if state == READY:
             self._report_removed(group, blocks, packed_keys)

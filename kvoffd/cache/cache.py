@@ -133,20 +133,20 @@ class Cache:
             lease.counts_at_end = not (again or reported)
         lease.ask_again()
         lease.peer = peer
-        current = namespace.current
+        its = namespace.groups
         if self.life.unswept:
             for index, keys in groups:
-                self.life.record_unswept(current[index], keys)
+                self.life.record_unswept(its[index], keys)
         pinned_before = self.blocks.pinned_bytes
         # Of a new lease the same call of C leases the READY blocks. Until ``Leases.give`` an error must undo that.
         found = [
-            self.life.since_reset(current[index], keys, self.blocks.lookup(current[index], keys, lease=is_new))
+            self.life.since_reset(its[index], keys, self.blocks.lookup(its[index], keys, lease=is_new))
             for index, keys in groups
         ]
         prompt = self.blocks.new_prompt()
         for (index, keys), of_group in zip(groups, found, strict=True):
             self.blocks.prompt[of_group.ready] = prompt
-            self.order.asked(current[index], keys, of_group.states, of_group.ready, giver)
+            self.order.asked(its[index], keys, of_group.states, of_group.ready, giver)
         asked = None if again else [AskedKeys(namespace, reported=reported) for _ in groups]
         if self.tiers is not None:
             found = self._find_below(self.tiers, lease, groups, found, asked, is_new=is_new)
@@ -194,7 +194,7 @@ class Cache:
         lease = self.leases.by_id.get(lease_id)
         if lease is None or lease.namespace is not namespace:
             raise UnknownLease(f"The lease {lease_id} is unknown, ended or of another namespace; look up again.")
-        group, size = namespace.current[group_index], namespace.key_bytes
+        group, size = namespace.groups[group_index], namespace.key_bytes
         found = self.blocks.begin_load(self.slots, group, keys, rank, first_block)
         if isinstance(found, list):
             raise NotReady(group_index, found)
@@ -242,7 +242,7 @@ class Cache:
             return self._prefetches.add(namespace, groups)
         wish, count = self.order.wish(namespace, session, giver, priority, ttl_s), 0
         for index, keys in groups:
-            group, split = namespace.current[index], list(dict.fromkeys(namespace.split(index, keys)))
+            group, split = namespace.groups[index], list(dict.fromkeys(namespace.split(index, keys)))
             states, blocks = self.blocks.find(group, b"".join(split))
             is_ready = np.frombuffer(states, np.uint8) == READY
             ready = blocks[is_ready]
@@ -288,7 +288,7 @@ class Cache:
             namespace.check(index, keys)
         dropped = 0
         for index, keys in groups:
-            states, blocks = self.blocks.find(namespace.current[index], keys)
+            states, blocks = self.blocks.find(namespace.groups[index], keys)
             there = np.array(sorted(set(blocks[np.frombuffer(states, np.uint8) != FREE].tolist())), np.uint32)
             dropped += len(there)
             self.life.drop(there, MissReason.INVALIDATED)

@@ -174,7 +174,7 @@ class Namespace:
         self.world_size = world_size
         self.key_bytes = key_bytes
         self.specs = tuple(specs)
-        """Specifications of its groups, by index; ``current`` has the groups."""
+        """Specifications of its groups, by index; ``groups`` has those since the last reset."""
         self.description = description
         self.topic = kv_topic(fingerprint)
         """Topic of its KV events."""
@@ -193,7 +193,7 @@ class Namespace:
         """Counts of its blocks, which C keeps: WRITING, READY, and DROPPED ones still in use."""
         self.retained_bytes = 0
         """Pool bytes of its blocks that hints retain."""
-        self.current: list[Group] = []
+        self.groups: list[Group] = []
         """Groups of its blocks since the last reset, by index; none before it is opened and once it is forgotten."""
         self.leases: dict[Lease, None] = {}
         """Active leases on its blocks."""
@@ -241,9 +241,9 @@ class Namespace:
     def group(self, index: int) -> Group:
         """Return the current group, valid until the next reset. Raises BadGeometry, also if it is not open."""
         self.check(index)
-        if not self.current:
+        if not self.groups:
             raise BadGeometry(f"The namespace {self.label!r} is not open; open it first.")
-        return self.current[index]
+        return self.groups[index]
 
     def check(self, group: int, keys: bytes = b"") -> None:
         """Raise BadGeometry for an unknown group, and BadKeys if ``keys`` is not a whole number of keys."""

@@ -78,9 +78,9 @@ class OpenNamespaces(Mapping[bytes, Namespace]):
 
     def renumber(self, namespace: Namespace) -> None:
         """Give a namespace that is reset a new number and new groups, and retire the old ones. ``save`` afterwards."""
-        old = namespace.current
+        old = namespace.groups
         self._set_number(namespace, self._next_number)
-        for group, successor in zip(old, namespace.current, strict=True):
+        for group, successor in zip(old, namespace.groups, strict=True):
             self._life.retire(group)
             numbers = (*group.unswept, group.number)
             successor.unswept = [number for number in numbers if number in self._life.unswept]
@@ -92,9 +92,9 @@ class OpenNamespaces(Mapping[bytes, Namespace]):
         It stays in the slot table until the next save, as one without blocks.
         """
         assert not namespace.ready_blocks + namespace.writing_blocks
-        for group in namespace.current:
+        for group in namespace.groups:
             self._life.retire(group)
-        namespace.current = []
+        namespace.groups = []
         del self._by_fingerprint[namespace.fingerprint]
 
     def restore(self, record: NamespaceRecord) -> list[Group]:
@@ -114,7 +114,7 @@ class OpenNamespaces(Mapping[bytes, Namespace]):
         namespace.generation = record.generation
         self._by_fingerprint[namespace.fingerprint] = namespace
         self._set_number(namespace, record.number)
-        return namespace.current
+        return namespace.groups
 
     def save(self) -> None:
         """Save what the next daemon must know of the namespaces.
@@ -137,13 +137,13 @@ class OpenNamespaces(Mapping[bytes, Namespace]):
         namespace.number = number
         self._next_number = max(self._next_number, number + 1)
         first, self._next_group = self._next_group, self._next_group + len(namespace.specs)
-        namespace.current = [Group(first + index, namespace, index) for index in range(len(namespace.specs))]
-        self._life.add_groups(namespace.current)
+        namespace.groups = [Group(first + index, namespace, index) for index in range(len(namespace.specs))]
+        self._life.add_groups(namespace.groups)
         self._set_sizes(namespace)
 
     def _set_sizes(self, namespace: Namespace) -> None:
         """Set the groups' sizes. Groups can have blocks once all ranks have registered."""
-        for group in namespace.current:
+        for group in namespace.groups:
             lengths = namespace.shard_lengths(group.index)
             group.set_sizes(lengths, [self._slots.slot_size(length) for length in lengths])
 

@@ -41,7 +41,7 @@ class Prefetches:
         left = ASKED_AT_ONCE
         for lease, groups in list(self._groups.items()):
             tiers, is_overdue = self._life.tiers, lease.deadline <= self._clock()
-            if tiers is None or not lease.coming or is_overdue or not lease.namespace.current:
+            if tiers is None or not lease.coming or is_overdue or not lease.namespace.groups:
                 self._end(lease)
             elif lease.asking and left:
                 left -= 1
@@ -49,7 +49,7 @@ class Prefetches:
                 self._ask(tiers, lease, self._states_of(lease.namespace, groups))
 
     def _states_of(self, namespace: Namespace, groups: Sequence[tuple[int, bytes]]) -> list[bytes]:
-        return [self._life.blocks.find(namespace.current[index], keys)[0] for index, keys in groups]
+        return [self._life.blocks.find(namespace.groups[index], keys)[0] for index, keys in groups]
 
     def _ask(self, tiers: TierHooks, lease: Lease, states: list[bytes]) -> None:
         """Request what the pool lacks of a prefetch's keys, or end it if nothing more comes."""

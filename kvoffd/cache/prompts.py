@@ -68,7 +68,7 @@ class Prompts:
         counters = namespace.counters
         counters.lookups += 1
         for (index, keys), of_group, part in zip(groups, found, asked, strict=True):
-            group = namespace.current[index]
+            group = namespace.groups[index]
             counters.keys_asked += len(of_group.states)
             counters.keys_ready += len(of_group.ready)
             counters.prefix_keys_ready += of_group.ready_prefix

@@ -110,7 +110,7 @@ class Space:
             swept = self._life.sweep(unswept, min(most, -(-excess // each)))
             most, excess = most - swept, excess - swept * each
         if excess > 0:
-            victims = self._victims.of_namespace(namespace.current, excess, most, below, older_than)
+            victims = self._victims.of_namespace(namespace.groups, excess, most, below, older_than)
             self._life.evict(victims, MissReason.QUOTA)
         return max(0, min(count, (quota - namespace.held_bytes) // each))
 

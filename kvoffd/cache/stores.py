@@ -53,7 +53,7 @@ class BlockStores:
         offers: list[tuple[StoreTicket, StorePart, Sequence[int], PromptNumbers]] = []
         try:
             for part, prompts in zip(parts, self._prompts_of(namespace, parts), strict=True):
-                group = namespace.current[part.group]
+                group = namespace.groups[part.group]
                 if rank == 0 and not namespace.of_bench:
                     self._prompts.offered(group, part.keys)
                 ticket, absent, present = self._compare(group, rank, part, prompts, sole)
@@ -116,7 +116,7 @@ class BlockStores:
         for part in parts:
             starts = part.starts or (0,)
             jobs.append(part_jobs := list(part.jobs or range(len(starts))))
-            numbers = self._prompts_before(namespace.current[part.group], part.before) if part.before else {}
+            numbers = self._prompts_before(namespace.groups[part.group], part.before) if part.before else {}
             for at, start in enumerate(starts):
                 if at and part.before.get(start) == part.keys[(start - 1) * size : start * size]:
                     part_jobs[at] = part_jobs[at - 1]  # it continues the chain before it
@@ -292,7 +292,7 @@ class BlockStores:
     def begin_fill(self, namespace: Namespace, group_index: int, keys: Sequence[bytes]) -> dict[int, FillTicket | None]:
         """Allocate slots of all ranks for keys from a tier. Returns, by the index of each key without a block, a
         ticket, or None if there is no space. Raises BadGeometry."""
-        group = namespace.current[group_index]
+        group = namespace.groups[group_index]
         if not group.sizes:
             raise BadGeometry("Not all ranks of the namespace have registered; register them first.")
         states, _ = self._blocks.find(group, b"".join(keys))

@@ -368,7 +368,7 @@ def test_every_way_out_has_its_reason() -> None:
     rig.store(namespace, keys_of(5, 6))
     hold(rig, namespace, keys_of(2, 3, 5, 6))
     rig.store(namespace, keys_of(7))
-    corrupt = rig.cache.blocks.find(namespace.current[0], keys_of(2))[1]
+    corrupt = rig.cache.blocks.find(namespace.groups[0], keys_of(2))[1]
     (check,) = rig.cache.integrity.checks(corrupt)
     rig.cache.integrity.check(check.slot, check.sequence, 1)
     namespace.counters.misses.clear()
@@ -396,7 +396,7 @@ def test_what_was_known_before_a_reset_was_dropped_by_it() -> None:
     rig.cache.blocks.record_misses(space.group(0), keys_of(1), MissReason.EVICTED)
     assert rig.cache.life.reasons_of(space.group(0), keys_of(1)) == bytes([MissReason.EVICTED]), "it was stored since"
     rig.cache.reset(space)
-    assert len(space.current[0].predecessors) == KNOWN_RESETS
+    assert len(space.groups[0].predecessors) == KNOWN_RESETS
 
 
 def test_prompts_that_wait_for_a_report_are_bounded_and_counted_in_steps() -> None:

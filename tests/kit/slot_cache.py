@@ -178,7 +178,7 @@ class CacheRig:
         numbers: dict[int, tuple[bytes, int]] = {}
         groups = []
         for namespace in cache.namespaces.values():
-            for group, current in enumerate(namespace.current):
+            for group, current in enumerate(namespace.groups):
                 numbers[len(numbers) + 1] = namespace.fingerprint, group
                 groups.append(Group(len(numbers), namespace, group))
                 groups[-1].set_sizes(current.lengths, current.sizes)
@@ -255,7 +255,7 @@ def check_invariants(cache: Cache) -> None:
     assert cache.blocks.unverified_slots == unverified
     for number, known in cache.life.groups.items():
         assert known.number == number
-        assert known.retired or known.namespace.current[known.index] is known
+        assert known.retired or known.namespace.groups[known.index] is known
         assert all(known.by_state.blocks[state] == counts.pop((known, state), 0) for state in (WRITING, READY, DROPPED))
         assert not known.retired or known.by_state.blocks[DROPPED], "a group that is over is still known"
         listed = blocks.oldest(known, len(heads) + 1).tolist()
