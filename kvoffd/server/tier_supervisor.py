@@ -292,7 +292,8 @@ class TierSupervisor:
                 for tier in self.shared:
                     tier.poll(fingerprint)
             # Each of them may be the only one that knows of a clear.
-            is_late = now < asked_at + FOLLOW_S and any(tier.heard_of(fingerprint) < asked_at for tier in self.shared)
+            has_silent = any(tier.answered_about(fingerprint) < asked_at for tier in self.shared)
+            is_late = has_silent and now < asked_at + FOLLOW_S
             self._asked_at[fingerprint] = asked_at if is_late else -inf
             if is_late:
                 return True

@@ -146,8 +146,8 @@ class RedisCluster(Store):
         if not self._owners or time.monotonic() >= self._stale_at:
             self._find_owners()
         for address in list(self._nodes):
-            self._up(address)
-        if not any(map(self._up, self._nodes)):
+            self._reach(address)
+        if not any(map(self._reach, self._nodes)):
             self._owners = []
             why = next((server.problem for server in self.servers if server.problem), "")
             raise StoreError("unreachable", f"No master of the cluster at {self._name} answers: {why}", final=True)
@@ -156,7 +156,7 @@ class RedisCluster(Store):
     def _name(self) -> str:
         return name_of(self._seed)
 
-    def _up(self, address: Address) -> bool:
+    def _reach(self, address: Address) -> bool:
         """Connect to a master unless it failed recently; return whether it is connected."""
         if time.monotonic() < self._down_until.get(address, 0.0):
             return False
@@ -166,7 +166,7 @@ class RedisCluster(Store):
             if address in self._down_until:  # a stopped server accepts connections
                 node.ping(time.monotonic() + node.connect_s)
         except StoreError as error:
-            self._down(address, error, raised=False)
+            self._pause(address, error, raised=False)
             self._stale_at = 0.0
             return False
         if self._down_until.pop(address, None) is not None:
@@ -174,7 +174,8 @@ class RedisCluster(Store):
         node.connect_s = CONNECT_S
         return True
 
-    def _down(self, address: Address, error: StoreError, *, raised: bool) -> None:
+    def _pause(self, address: Address, error: StoreError, *, raised: bool) -> None:
+        """Leave a master that failed alone for DOWN_PAUSE_S. ``raised``: see ``Servers.failed``."""
         self._down_until[address] = time.monotonic() + DOWN_PAUSE_S
         self._nodes[address].connect_s = TLS_AGAIN_S if self._tls else AGAIN_S
         self.servers.failed(name_of(address), error, raised=raised)
@@ -232,14 +233,14 @@ class RedisCluster(Store):
         self.connect()
         for address in self._nodes:
             self._down_until.setdefault(address, 0.0)  # a connection alone proves nothing
-        up = {address for address in self._nodes if self._up(address)}
+        up = {address for address in self._nodes if self._reach(address)}
         if len({at * COPIES // SLOTS for at, owner in enumerate(self._owners) if owner in up}) < NEEDED_COPIES:
             raise self._too_few()
 
     def usage(self, deadline: float) -> StoreUsage | None:
         """Add up the answers of all reachable masters; without a limit if one has none."""
         found: list[StoreUsage] = []
-        for address in [one for one in self._nodes if self._up(one)]:
+        for address in [one for one in self._nodes if self._reach(one)]:
             with self._exchange(address) as node:
                 if (one := node.usage(deadline)) is None:
                     return None
@@ -255,7 +256,7 @@ class RedisCluster(Store):
         return self._ask(group.fingerprint, block_names(group, keys), deadline)
 
     def _ask(self, fingerprint: bytes, names: Sequence[bytes], deadline: float) -> tuple[int, list[bool]]:
-        numbers, found = self._questions(names, deadline, copies_of(fingerprint))
+        numbers, found = self._ask_all(names, deadline, copies_of(fingerprint))
         generation = max(numbers.values())
         if time.monotonic() >= self._raise_at:
             try:
@@ -267,9 +268,9 @@ class RedisCluster(Store):
         return generation, found
 
     def touch(self, blocks: Sequence[Block], deadline: float) -> list[bool]:
-        return self._questions([block_name(block.group, block.key) for block in blocks], deadline)[1]
+        return self._ask_all([block_name(block.group, block.key) for block in blocks], deadline)[1]
 
-    def _questions(
+    def _ask_all(
         self, names: Sequence[bytes], deadline: float, copies: Sequence[bytes] = ()
     ) -> tuple[dict[bytes, int], list[bool]]:
         """Ask all masters at once, then receive from one after the other: the reachable copies of a generation, and
@@ -312,7 +313,7 @@ class RedisCluster(Store):
             with self._exchange(owner[at]) as node:
                 received = node.value(request, time.monotonic() + patience_s)
             if isinstance(received, StoreError):
-                self._down(owner[at], received, raised=True)
+                self._pause(owner[at], received, raised=True)
             elif received is not None and received.block is None:
                 self.close()  # values of other masters are still coming
                 yield received
@@ -338,7 +339,7 @@ class RedisCluster(Store):
                 node.remove_names([names[at] for at in places], deadline)
 
     def raise_generation(self, fingerprint: bytes, seen: int, generation: int, deadline: float) -> int:
-        numbers, _ = self._questions([], deadline, copies_of(fingerprint))
+        numbers, _ = self._ask_all([], deadline, copies_of(fingerprint))
         return max(self._raise_copies(numbers, generation, deadline))
 
     @contextmanager
@@ -353,12 +354,12 @@ class RedisCluster(Store):
             if node.moved:
                 self._stale_at, node.moved = 0.0, False
             if node.down is not None:
-                self._down(address, node.down, raised=False)
+                self._pause(address, node.down, raised=False)
                 self._stale_at, node.down = 0.0, None  # it may have lost its slots while cut off from the others
         except StoreError as error:
             skipped = skips_busy and error.kind == "busy"
             if error.kind in LOST:
-                self._down(address, error, raised=not skipped)
+                self._pause(address, error, raised=not skipped)
             if not skipped:
                 self.close()
                 raise
@@ -380,7 +381,7 @@ class RedisCluster(Store):
 
     def _by_owner(self, names: Sequence[bytes]) -> dict[Address, list[int]]:
         """Return the indices of the names of each reachable master."""
-        up = {address for address in self._nodes if self._up(address)}
+        up = {address for address in self._nodes if self._reach(address)}
         parts: dict[Address, list[int]] = {}
         for at, name in enumerate(names):
             address = self._owners[slot_of(name)]

@@ -145,7 +145,7 @@ class SharedTier(Tier):
         self._unanswered = False
         """Whether the last question about keys was not answered."""
         self._polled_at: dict[bytes, float] = {}
-        self._heard_of: dict[bytes, float] = {}
+        self._answered_about: dict[bytes, float] = {}
         """Time of the last answer about each namespace, whose generation is followed since."""
 
     def become(self, name: str) -> None:
@@ -348,9 +348,9 @@ class SharedTier(Tier):
             put_newest(self._polled_at, fingerprint, inf, MAX_NAMESPACES)  # until the answer
             self._asking.put(Poll(fingerprint, now + RAISE_S))
 
-    def heard_of(self, fingerprint: bytes) -> float:
+    def answered_about(self, fingerprint: bytes) -> float:
         """Return the time of the store's last answer about a namespace; -inf without one."""
-        return self._heard_of.get(fingerprint, -inf)
+        return self._answered_about.get(fingerprint, -inf)
 
     def _record_generation(self, fingerprint: bytes, generation: int) -> None:
         if self.generations.hear(fingerprint, generation):
@@ -371,7 +371,7 @@ class SharedTier(Tier):
             if question.fingerprint in self._polled_at:
                 self._polled_at[question.fingerprint] = self._clock()
             if isinstance(result, Answer):
-                self._hear(question.fingerprint, result)
+                self._record_answer(question.fingerprint, result)
         elif isinstance(result, int):
             self._record_generation(question.fingerprint, result)
             question.ended, question.problem = True, ""
@@ -381,12 +381,12 @@ class SharedTier(Tier):
             if not question.ended:
                 self._unfollowed.append(question)
 
-    def _hear(self, fingerprint: bytes, answer: Answer) -> None:
+    def _record_answer(self, fingerprint: bytes, answer: Answer) -> None:
         """Record an answer's generation and duration."""
         earlier = self.counters.ask_seconds or answer.seconds
         self.counters.ask_seconds = OLD_WEIGHT * earlier + (1 - OLD_WEIGHT) * answer.seconds
         self._record_generation(fingerprint, answer.generation)
-        put_newest(self._heard_of, fingerprint, self._clock(), MAX_NAMESPACES)
+        put_newest(self._answered_about, fingerprint, self._clock(), MAX_NAMESPACES)
 
     def _ask_ended(self, ask: Ask, answer: Answer | None) -> None:
         fingerprint, found = ask.group.fingerprint, [False] * len(ask.keys)
@@ -394,7 +394,7 @@ class SharedTier(Tier):
         if answer is None:
             self.counters.unanswered_keys += len(ask.keys)
         else:
-            self._hear(fingerprint, answer)
+            self._record_answer(fingerprint, answer)
             if answer.generation == self.generations.fleet(fingerprint):  # else the blocks are void by now
                 found = answer.found
                 self.counters.found_keys += sum(found)
