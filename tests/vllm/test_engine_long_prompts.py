@@ -222,8 +222,10 @@ def test_loads_at_once_that_are_faster_than_computing_are_not_paused(model: Mode
         engine.forget()
         fill_tiers(daemon.directory, engine, prompts, blocks_of(prompts))
         engine.forget()
+        late = engine.metrics().get("vllm:kvoffd_late_lookups", 0)
         loaded = engine.generate(prompts)
+        late = engine.metrics().get("vllm:kvoffd_late_lookups", 0) - late
         log = engine.log
     assert PAUSED not in log
-    assert sum(cached(loaded)) >= 0.9 * sum(full(prompts)), "one is computed in 25 ms, and its lookup may take longer"
+    assert cached(loaded).count(0) <= late, "one is computed in 25 ms, and its lookup may take longer"
     assert tokens(loaded) == tokens(cold)
