@@ -138,18 +138,27 @@ class Cache:
             for index, keys in groups:
                 self.life.record_unswept(its[index], keys)
         pinned_before = self.blocks.pinned_bytes
-        # Of a new lease the same call of C leases the READY blocks. Until ``Leases.give`` an error must undo that.
-        found = [
-            self.life.since_reset(its[index], keys, self.blocks.lookup(its[index], keys, lease=is_new))
-            for index, keys in groups
-        ]
-        prompt = self.blocks.new_prompt()
-        for (index, keys), of_group in zip(groups, found, strict=True):
-            self.blocks.prompt[of_group.ready] = prompt
-            self.order.asked(its[index], keys, of_group.states, of_group.ready, giver)
         asked = None if again else [AskedKeys(namespace, reported=reported) for _ in groups]
-        if self.tiers is not None:
-            found = self._find_below(self.tiers, lease, groups, found, asked, is_new=is_new)
+        found = list[FoundKeys]()
+        try:
+            for index, keys in groups:  # of a new lease the same call of C leases the READY blocks
+                found.append(self.blocks.lookup(its[index], keys, lease=is_new))
+            found = [
+                self.life.since_reset(its[index], keys, of_group)
+                for (index, keys), of_group in zip(groups, found, strict=True)
+            ]
+            prompt = self.blocks.new_prompt()
+            for (index, keys), of_group in zip(groups, found, strict=True):
+                self.blocks.prompt[of_group.ready] = prompt
+                self.order.asked(its[index], keys, of_group.states, of_group.ready, giver)
+            if self.tiers is not None:
+                found = self._find_below(self.tiers, lease, groups, found, asked)
+        except BaseException:
+            if is_new:  # else no lease would end them
+                self.life.return_unpinned(self.blocks.end_lease(ready_of(found)))
+                if self.tiers is not None:
+                    self.tiers.lease_ended(lease)
+            raise
         found = self.leases.give(lease, found, pinned_before, is_new=is_new)
         if asked is not None:
             self.prompts.looked_up(lease, groups, found, asked, reported=reported)
@@ -162,20 +171,12 @@ class Cache:
         groups: Sequence[tuple[int, bytes]],
         found: list[FoundKeys],
         asked: list[AskedKeys] | None,
-        *,
-        is_new: bool,
     ) -> list[FoundKeys]:
         """Request what the pool lacks from the tiers. Returns what was found, with the states of keys that come up."""
         states = [of_group.states for of_group in found]
         if not lease.coming and sum([len(of_group.ready) for of_group in found]) == sum(map(len, states)):
             return found
-        try:
-            tier_states = tiers.find(lease, groups, states, asked)
-        except BaseException:
-            if is_new:
-                self.life.return_unpinned(self.blocks.end_lease(ready_of(found)))
-                tiers.lease_ended(lease)
-            raise
+        tier_states = tiers.find(lease, groups, states, asked)
         return [of_group.with_coming(shown) for of_group, shown in zip(found, tier_states, strict=True)]
 
     # --- loads ----------------------------------------------------------------------------------

@@ -52,27 +52,28 @@ class BlockStores:
         begun, pinned = list[StoreTicket](), list[BlockIds]()
         offers: list[tuple[StoreTicket, StorePart, Sequence[int], PromptNumbers]] = []
         try:
-            for part, prompts in zip(parts, self._prompts_of(namespace, parts), strict=True):
-                group = namespace.groups[part.group]
-                if rank == 0 and not namespace.of_bench:
-                    self._prompts.offered(group, part.keys)
-                ticket, absent, present = self._compare(group, rank, part, prompts, sole)
-                offers.append((ticket, part, absent, prompts if len(absent) == len(prompts) else prompts[absent]))
-                if present.size:
-                    self._blocks.pin(present)
-                    pinned.append(present)
-            for ticket, part, absent, prompts in offers:
-                begun.append(ticket)
-                self._admit(rank, ticket, part, absent, prompts, sole)
+            try:
+                for part, prompts in zip(parts, self._prompts_of(namespace, parts), strict=True):
+                    group = namespace.groups[part.group]
+                    if rank == 0 and not namespace.of_bench:
+                        self._prompts.offered(group, part.keys)
+                    ticket, absent, present = self._compare(group, rank, part, prompts, sole)
+                    offers.append((ticket, part, absent, prompts if len(absent) == len(prompts) else prompts[absent]))
+                    if present.size:
+                        self._blocks.pin(present)
+                        pinned.append(present)
+                for ticket, part, absent, prompts in offers:
+                    begun.append(ticket)
+                    self._admit(rank, ticket, part, absent, prompts, sole)
+            finally:
+                for present in pinned:
+                    self._life.unpin(present)
+            for ticket, part, _, prompts in offers:  # only now: its own pins are no cause
+                if ticket.no_space or ticket.rejected:
+                    self._record_lost(ticket, part, prompts)
         except BaseException:
             self.abort(begun)
             raise
-        finally:
-            for present in pinned:
-                self._life.unpin(present)
-        for ticket, part, _, prompts in offers:  # only now: its own pins are no cause
-            if ticket.no_space or ticket.rejected:
-                self._record_lost(ticket, part, prompts)
         return begun
 
     def _compare(

@@ -55,6 +55,38 @@ def test_a_store_that_fails_inside_leaves_nothing() -> None:
     check_invariants(rig.cache)
 
 
+def test_a_store_that_fails_once_it_has_its_slots_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = full_rig(4)
+    namespace = rig.open("a")
+
+    def fail(*given: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(rig.cache.space, "no_space_cause", fail)
+    with pytest.raises(MemoryError):
+        rig.cache.stores.begin(namespace, 0, [StorePart(0, keys_of(*range(9)))])
+    assert rig.cache.life.usage.free == rig.slots.pool_bytes
+    check_invariants(rig.cache)
+
+
+@pytest.mark.parametrize("fails", ["life.since_reset", "order.asked", "blocks.new_prompt"])
+def test_a_lookup_that_fails_inside_pins_nothing(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = full_rig(4)
+    namespace = rig.open("a", sizes=(UNIT, UNIT))
+    for group in range(2):
+        rig.store(namespace, keys_of(1, 2), group=group)
+
+    def fail(*given: object) -> None:
+        raise MemoryError
+
+    part, name = fails.split(".")
+    monkeypatch.setattr(getattr(rig.cache, part), name, fail)
+    with pytest.raises(MemoryError):
+        rig.cache.lookup(namespace, SESSION, LEASE, [(0, keys_of(1, 2)), (1, keys_of(1, 2))])
+    assert (rig.cache.life.usage.pinned, rig.cache.leases.by_id) == (0, {})
+    check_invariants(rig.cache)
+
+
 def test_partial_blocks_go_before_ready_ones() -> None:
     rig = full_rig(4)
     namespace = rig.open("a", world_size=2)
