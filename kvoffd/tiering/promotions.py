@@ -223,7 +223,7 @@ class Promotions:
         """Return the expected time until the awaited fills of this source end, at the current speed; 0 if unknown."""
         if not (speed := self.speed.current):
             return 0.0
-        its_queues = {fill.queue for fill in awaited if not fill.is_settled}
+        its_queues = {fill.queue for fill in awaited if not fill.is_settled and fill.queue.source is self}
         last = max((at for at, queue in enumerate(self._queues) if queue in its_queues), default=-1)
         # Others without space are passed over.
         before = islice(self._queues, last + 1)
@@ -483,7 +483,7 @@ class Promotions:
     def _may_be_under_way(self, block_bytes: int) -> int:
         """Return the pool bytes that fills may use now."""
         if not (speed := self.speed.measured):
-            return min(self.most_bytes, UNMEASURED_BYTES)
+            return min(self.most_bytes, max(UNMEASURED_BYTES, AHEAD_BLOCKS * block_bytes))
         return min(self.most_bytes, max(int(AHEAD_S * speed), AHEAD_BLOCKS * block_bytes))
 
     def _begin_read(self, fill: Fill, ticket: FillTicket) -> bool:

@@ -216,7 +216,8 @@ class TierLookups:
         ``asked`` those that are down are recorded, except peers that the lookup does not name.
         """
         fingerprint, named = lease.namespace.fingerprint, lease.peer
-        sources = [one for one in self._sources if not one.tier.only_named or one.name == named]
+        # A place that has no peer has no name, and neither has a lookup that names none.
+        sources = [one for one in self._sources if not one.tier.only_named or (named and one.name == named)]
         if sources and self._is_unshared(fingerprint):
             sources = [one for one in sources if not one.shared]
         if asked is not None:
@@ -283,7 +284,7 @@ class TierLookups:
         """Have the lookup wait for the answers about keys that a store is being asked for."""
         lookup.lease.asking += len(part.asking)
         block_bytes = lookup.namespace.group(part.group.group_index).block_bytes
-        lookup.lease.asking_bytes += min(len(part.asking) * block_bytes, lookup.left_bytes)
+        lookup.lease.asking_bytes += max(0, min(len(part.asking) * block_bytes, lookup.left_bytes))
         lookup.lease.coming += len(part.asking)
         self._answers_due, keys = self._clock() + ANSWER_S, part.keys
         if len(part.asking) == len(keys):

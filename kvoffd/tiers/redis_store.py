@@ -264,7 +264,7 @@ class Redis(Store):
         kind, text = line[:1], line[1:]
         if line == b"$-1" and b"$" in kinds:
             return ""
-        if kind not in kinds:
+        if not kind or kind not in kinds:
             self._check(line, kinds[:1])
         most = {b":": MAX_NUMBER, b"$": most_bytes, b"*": MAX_ELEMENTS[min(depth, 4)]}[kind]
         if not re.fullmatch(rb"-?[0-9]{1,18}", text) or not (kind == b":" or 0 <= int(text) <= most):

@@ -202,6 +202,7 @@ def test_blocks_from_disk_are_waited_for_and_count_as_disk_hits() -> None:
     harness.clock.now += 0.005
     assert harness.ask(coming=0) == [HIT] * 3
     assert len(harness.client.released) == 2, "each new lease pins what the one before did"
+    harness.manager.scheduled(harness.requests["r"], 3 * CHUNK_TOKENS)
     sources = [harness.manager.get_load_source(item, harness.context) for item in KEYS]
     assert sources == [CacheHitSource.HOST, CacheHitSource.DISK, CacheHitSource.DISK]
 
@@ -936,7 +937,7 @@ def test_a_tail_in_the_pool_counts_as_from_there_though_the_chunk_before_it_came
     harness: ManagerHarness,
 ) -> None:
     context, manager = tails_of(harness, {*HASHES}), harness.manager
-    manager.requests["r"].promoted.chunks[0] = bytes([min(COMING)]) * len(KEYS)
+    manager.requests["r"].scheduling.promoted.chunks[0] = bytes([min(COMING)]) * len(KEYS)
     sources = [manager.get_load_source(key, context) for key in (KEYS[1], *TAILS)]
     assert sources == [CacheHitSource.DISK, *[CacheHitSource.HOST] * len(TAILS)]
 
@@ -953,6 +954,7 @@ def test_a_tail_on_a_disk_is_waited_for_like_a_chunk(harness: ManagerHarness) ->
     harness.client.answer({*HASHES, block_hash(13)})
     harness.scan()
     assert (harness.results(context, TAILS), manager.requests["r"].scan.awaits_tail) == ([HIT, MISS, MISS], False)
+    manager.scheduled(harness.requests["r"], UNIT)
     assert manager.get_load_source(TAILS[0], context) is CacheHitSource.DISK
     schedule(harness)
     (report,) = harness.client.reported
@@ -1222,6 +1224,29 @@ def test_what_limits_the_sharing_of_a_request_is_reported(harness: ManagerHarnes
         harness.scan(name)
         report = report_of(harness, name=name)
         assert (report.reason, report.marks) == ("excluded", ["kv_load_tiers"])
+
+
+def test_what_came_from_a_disk_before_a_preemption_is_found_in_the_pool_afterwards() -> None:
+    harness = DiskHarness()
+    harness.ask(coming=2, wait_s=0.5)
+    harness.clock.now += 0.5
+    harness.ask(coming=0)
+    first = report_of(harness, 3 * CHUNK_TOKENS)
+    assert (first.found_pool, first.found_disk) == (1, 2)
+    harness.clock.now += 2.0
+    harness.manager.begin_step([1])
+    harness.ask(coming=0)
+    second = report_of(harness, 3 * CHUNK_TOKENS)
+    assert (second.again, second.found_pool, second.found_disk) == (True, 3, 0)
+
+
+def test_a_prompt_that_was_late_uses_the_answer_that_it_has(harness: ManagerHarness) -> None:
+    """It was looked up ahead in the end, and waits for space in the KV cache."""
+    context = harness.request(ready=HASHES)
+    harness.manager.requests["r"].wait.is_late = True
+    harness.client.asked[-1][0].stale_at = harness.clock.now + 0.5
+    assert harness.scan(), "its lease is renewed"
+    assert harness.results(context) == [HIT] * 3
 
 
 def test_a_load_that_fails_is_no_load(harness: ManagerHarness) -> None:

@@ -321,6 +321,7 @@ class KvoffdConnector(OffloadingConnector):
             tokens, _ = super().get_num_new_matched_tokens(request, own_tokens)
         if state.scan.awaits_tail:  # vLLM defers a request for a tail only without other hits
             return None
+        state.scan.asks_tails = False  # no lookup follows the scans below
         while tokens and request.mm_features and self._needs_two_images(request, own_tokens + tokens):
             size = self._shape.chunk_tokens
             most = (own_tokens + tokens - 1) // size * size - own_tokens

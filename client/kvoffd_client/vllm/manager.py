@@ -183,7 +183,7 @@ class KvoffdManager(OffloadingManager):
         """
         state, events = self.requests[request.request_id], self.stores.events
         self.outcomes.scheduled(state, state.wait, state.scheduling)
-        state.wait, state.scheduling = PromptWait(), Scheduling(loaded_tokens)
+        state.wait, state.scheduling = PromptWait(), Scheduling(loaded_tokens, state.wait.promoted)
         self.lookups.queue.remove(request.request_id)
         if events is not None and (answer := state.answer) is not None and answer.usable:
             for index in events.groups:
@@ -249,7 +249,7 @@ class KvoffdManager(OffloadingManager):
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         if (state := self.requests.get(req_context.req_id)) is None:
             return CacheHitSource.HOST
-        tier = state.promoted.tier_of(key, self.groups.place_of(key, req_context))
+        tier = state.scheduling.promoted.tier_of(key, self.groups.place_of(key, req_context))
         if tier == SHARED:
             return CacheHitSource.EXTERNAL_UNSPECIFIED  # vLLM's name of a remote store
         return CacheHitSource.DISK if tier else CacheHitSource.HOST

@@ -72,7 +72,9 @@ class PromptOutcomes:
         if state.request is None:  # vLLM never announced it
             return
         scheduling = state.scheduling
-        if not (is_loading := state.request.request_id in self._loading):
+        if is_loading := state.request.request_id in self._loading:
+            state.wait.promoted = scheduling.promoted  # of the wait for this load
+        else:
             self._send(scheduling)
         if state.wait.counted is not None or is_loading:
             unsent = scheduling.unsent_report

@@ -92,7 +92,7 @@ def report_of(
     after_gap = 0
     if missing and last is not None:
         after_gap = sum(last.chunk_states(index).count(READY, leading.covered[index]) for index in last.chunks)
-    found = _found_keys(last, state.promoted)
+    found = _found_keys(last, wait.promoted)
     return PromptReport(
         request=request.request_id[:MAX_REQUEST_ID],
         decided_at=time.time(),

@@ -175,12 +175,8 @@ class PromptWaits:
         if self._lookups.take_answer(state) or state.answer is None:
             # Before the next lookup: where steps are long, one would be on its way whenever vLLM comes here.
             wait.awaits_tier = self._judge_tier_wait(state)
-        if self._needs_lookup(state, own_tokens):
-            if self._park_for_lookup(state, own_tokens):
-                return False
-            if wait.is_late:
-                return True  # the scan finds nothing
-            self._lookups.look_up(state)
+        if self._needs_lookup(state, own_tokens) and not self._look_up_in_turn(state, own_tokens):
+            return False
         late_at = 0.0
         if (lookup := state.in_flight) is not None:
             if not lookup.future.done:  # else it is taken
@@ -266,18 +262,20 @@ class PromptWaits:
             return True
         return self._engine_clock.read() < since + self._allowed_s(state, state.request.num_tokens - own_tokens)
 
-    def _park_for_lookup(self, state: RequestState, own_tokens: int) -> bool:
-        """Park a request that may not be looked up now, because many others were in this step. Once that takes too long
-        return False: it is looked up all the same, or ``is_late`` if too many are."""
+    def _look_up_in_turn(self, state: RequestState, own_tokens: int) -> bool:
+        """Look a request up. False if it is parked instead, because many others were in this step. Once that takes too
+        long it is looked up all the same, or goes on with what it has (``is_late``) if too many are."""
         request_id = state.request.request_id
-        if self._queue.take_lookup(request_id):
-            return False
-        until = self._begin_wait(state) + self._allowed_s(state, state.request.num_tokens)
-        if self._engine_clock.read() < until:
-            self._queue.park(request_id, Parked(own_tokens, until, for_lookup=True))
-            return True
-        state.wait.is_late = self._queue.is_full
-        return False
+        if not self._queue.take_lookup(request_id):
+            until = self._begin_wait(state) + self._allowed_s(state, state.request.num_tokens)
+            if self._engine_clock.read() < until:
+                self._queue.park(request_id, Parked(own_tokens, until, for_lookup=True))
+                return False
+            if self._queue.is_full:
+                state.wait.is_late = True
+                return True
+        self._lookups.look_up(state)
+        return True
 
     def _wait_for_answer(self, state: RequestState, lookup: KeyedLookup, own_tokens: int) -> float:
         """Wait a moment for the answer to a request's lookup, or give it up if it is late. Return when it is late."""

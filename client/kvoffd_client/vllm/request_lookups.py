@@ -201,7 +201,7 @@ class RequestLookups:
         # The new lease pins the same blocks, so nothing is unpinned in between.
         self.end_lease(state.answer)
         state.answer = answered
-        state.promoted.record(answered)
+        state.wait.promoted.record(answered)
         now, age_s = self._engine_clock.read(), self.clock() - answered.future.answered_at
         state.wait.tier.answered(now - age_s, now, answered.future.wait_s)
         return True

@@ -42,7 +42,8 @@ class FoundTokens(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class PromptWait:
-    """State of a request from its arrival, or its preemption, until it is scheduled.
+    """State of a request from its arrival, or its last scheduling, until it is scheduled. One that is loaded is
+    scheduled twice: to load, then to compute.
 
     Attributes:
         since: time since which vLLM could not scan it for want of an answer, by the engine's clock; None while it can.
@@ -55,6 +56,7 @@ class PromptWait:
         refused: its blocks were not loaded because the KV cache had no space.
         counted: the lookup whose keys the daemon counts when the outcome is reported; None before.
         counted_by: client and session that sent it: only that session's daemon counts it.
+        promoted: its blocks that came from tiers.
     """
 
     since: float | None = None
@@ -66,6 +68,7 @@ class PromptWait:
     refused: bool = False
     counted: LookupFuture | None = None
     counted_by: tuple[SchedulerClient, int] | None = None
+    promoted: PromotedBlocks = field(default_factory=PromotedBlocks)
 
 
 @dataclass(slots=True, eq=False)
@@ -74,10 +77,12 @@ class Scheduling:
 
     Attributes:
         loaded_tokens: tokens that it loads.
+        promoted: its blocks that came from tiers while it waited.
         unsent_report: its report, until its load has ended; None once it is sent.
     """
 
     loaded_tokens: int = 0
+    promoted: PromotedBlocks = field(default_factory=PromotedBlocks)
     unsent_report: PromptReport | None = None
 
 
@@ -105,7 +110,6 @@ class RequestState:
         failed_at: time of its last failed lookup; for a while none is sent, so that the request is not deferred for
             ever.
         tails: hashes of the tails to look up with the chunks, by group on the wire; see ``KeyedLookup``.
-        promoted: its blocks that came from tiers.
         was_reported: the outcome of a scheduling was decided; later reports have ``again``.
         scan: facts for vLLM's next scan, and its results.
         wait: its wait to be scheduled.
@@ -126,7 +130,6 @@ class RequestState:
     last: KeyedLookup | None = None
     failed_at: float = LONG_AGO
     tails: Mapping[int, Sequence[bytes]] = field(default_factory=dict)
-    promoted: PromotedBlocks = field(default_factory=PromotedBlocks)
     was_reported: bool = False
     scan: PreparedScan = field(default_factory=PreparedScan)
     wait: PromptWait = field(default_factory=PromptWait)
