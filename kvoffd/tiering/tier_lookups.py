@@ -48,6 +48,8 @@ class _Lookup:
     """Pool bytes that it may ask a source for: keys that got no space in their patience do not wait for it again."""
     queues: list[FillQueue] = field(default_factory=list)
     """Queues that it waits for and that have no space yet, of all sources."""
+    worth_reading: set[Promotions] = field(default_factory=set)
+    """Sources that are read for one of its groups: one group without the others is of no use."""
 
     @property
     def namespace(self) -> Namespace:
@@ -284,7 +286,7 @@ class TierLookups:
         """Have the lookup wait for the answers about keys that a store is being asked for."""
         lookup.lease.asking += len(part.asking)
         block_bytes = lookup.namespace.group(part.group.group_index).block_bytes
-        lookup.lease.asking_bytes += max(0, min(len(part.asking) * block_bytes, lookup.left_bytes))
+        lookup.lease.asking_bytes += min(len(part.asking) * block_bytes, lookup.left_bytes)
         lookup.lease.coming += len(part.asking)
         self._answers_due, keys = self._clock() + ANSWER_S, part.keys
         if len(part.asking) == len(keys):
@@ -368,8 +370,9 @@ class TierLookups:
         slower = {
             source
             for source, count in counts.items()
-            if source.is_slower(lookup.namespace, part.group.group_index, count)
+            if source not in lookup.worth_reading and source.is_slower(lookup.namespace, part.group.group_index, count)
         }
+        lookup.worth_reading |= counts.keys() - slower
         for source in slower:
             source.failures[SLOWER] += counts[source]
         return slower

@@ -9,7 +9,9 @@ import pytest
 from kvoffd.cache.asked_keys import PromptUse
 from kvoffd.cache.namespace import MissReason
 from kvoffd.tiering import TieringSettings, WriteMode
+from kvoffd.tiering.read_speed import MIN_BLOCKS
 from kvoffd.tiers.tier import Result
+from kvoffd_proto.messages import ABSENT, PENDING
 from tests.kit.fake_tier import FakeTier
 from tests.kit.slot_cache import UNIT, keys_of
 from tests.kit.tiering_harness import TieringHarness
@@ -171,6 +173,14 @@ def test_a_tier_that_is_down_is_the_reason_of_what_is_not_there(rig: Rig, report
         assert +rig.space.counters.misses == {MissReason.TIER_DOWN: 2, MissReason.CORRUPT: 1}
 
 
+def test_a_place_that_has_no_peer_is_no_tier_that_is_down(rig: Rig) -> None:
+    """Of a peers' network it has no name, and a prompt that names no peer has none either."""
+    rig.store.only_named, rig.store.name, rig.store.hangs = True, "", True
+    rig.ask(1)
+    assert rig.cache.prompts._uncounted._by_lease[1, 1][0].down == ()
+    assert rig.count(1) == [MissReason.UNKNOWN] * 3
+
+
 def test_a_store_that_has_answered_since_is_not_down(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The question before this prompt's had failed."""
     monkeypatch.setattr(rig.store, "is_down", lambda: True)
@@ -200,6 +210,23 @@ def test_what_is_slower_to_read_from_a_disk_than_to_compute_is_skipped(rig: Rig)
     source.is_slower(space, 0, 1)  # one is tried now and then
     rig.ask(1)
     assert rig.count(1) == [MissReason.SKIPPED] * 3
+
+
+def test_a_slow_disk_is_tried_for_all_groups_of_a_prompt_or_for_none(rig: Rig) -> None:
+    space = rig.open("b", sizes=(UNIT, UNIT))
+    space.counters.prefill_tokens_per_second = 10.0 * space.specs[0].tokens_per_block
+    rig.tiering.sources[0].speed.measured = 5.0 * UNIT
+    for group in range(2):
+        give(rig, rig.tier, space, 1, 2, group=group)
+    for number, expected in ((1, PENDING), (2, ABSENT)):  # nothing was read lately; then the first is
+        states, _ = rig.cache.lookup(space, 1, 10 + number, [(group, keys_of(number)) for group in range(2)])
+        assert [list(one) for one in states] == [[expected]] * 2
+
+
+def test_blocks_of_any_size_have_a_speed(rig: Rig) -> None:
+    source, block_bytes = rig.tiering.sources[0], 64 << 20
+    source.most_bytes = 1 << 40
+    assert source._may_be_under_way(block_bytes) > MIN_BLOCKS * block_bytes
 
 
 def test_prompts_without_a_report_miss_nothing_that_was_coming(rig: Rig) -> None:

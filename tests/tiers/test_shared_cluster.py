@@ -167,6 +167,7 @@ def test_impossible_masters_are_refused(odd: Sequence[tuple[int, int, str, int]]
         b"*1\r\n*3\r\n:0\r\n:x\r\n*3\r\n$1\r\nh\r\n:1\r\n",
         b"*1\r\n*3\r\n:0\r\n:1\r\n*3\r\n$1\r\nh\r\n:1\r\n*5000\r\n",
         b"$3\r\nabc\r\n",
+        b"\r\n",
     ],
 )
 def test_slots_that_are_no_such_list_are_refused(store: FaultyStore, said: bytes) -> None:
