@@ -105,7 +105,7 @@ class StoreVerdict(IntEnum):
     JOIN = 2
     """Write the rank's shard, which the key's block lacks."""
     DUPLICATE = 3
-    """None: an earlier index in the same store has the same key."""
+    """None: an earlier index has the same key, which is to be written."""
     NARROW = 4
     """Replace the block, which begins later than the offered one and is not in use."""
 

@@ -419,7 +419,7 @@ static int being_written(const struct blocks *x, uint32_t block)
 
 /* Result for blocks that left the index. */
 struct ended {
-    uint64_t slots, corrupt; /* slots that became FREE; of these, the ones that are CORRUPT */
+    uint64_t slots, corrupt; /* slots that their blocks have left; of these, the CORRUPT ones, which do not become FREE */
 };
 
 /* Ends a DROPPED block of a group that is not in use, and finds its slots; those that are CORRUPT stay marked. */

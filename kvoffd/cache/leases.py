@@ -25,8 +25,8 @@ class Leases:
     """Active leases, and those that have ended and whose blocks are still to be unpinned.
 
     An active lease is in ``by_id``, in the leases of its session (``of``), and in those of its namespace. Its blocks
-    are pinned once for each time that a lookup named them, and count in the session's ``keys``; those that no lease had
-    pinned count in ``nbytes`` of both.
+    are pinned once for each time that their key came when the lease got them, and count in the session's ``keys``;
+    those that no lease had pinned count in ``nbytes`` of both.
 
     Args:
         ttl_s: time after which a lease ends by itself.

@@ -34,8 +34,8 @@ UNKNOWN_TOKENS = 512
 class MissReason(IntEnum):
     """Reason that a requested key was not found: ``MISS_REASONS`` of the statistics explains each.
 
-    UNKNOWN to TIER_FAILED, REJECTED, QUOTA and FORGOTTEN are remembered when a key leaves or fails to come; the others
-    belong to one request.
+    EVICTED to TIER_FAILED, REJECTED and QUOTA are remembered when a key leaves or fails to come; UNKNOWN and FORGOTTEN
+    mean that nothing is. The others belong to one request.
     """
 
     UNKNOWN = 0

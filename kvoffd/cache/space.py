@@ -55,7 +55,7 @@ class Space:
                     if self._life.partial and self._drop_partial(wanted):
                         continue
                     victims = self._victims.next_if_all_of(group, wanted, below, older_than)
-                    if victims is None:  # the next blocks are of several groups
+                    if victims is None:  # another group's are next, or some are in use or spared
                         if self._evict_for(group, wanted, below, older_than):
                             continue
                         break

@@ -36,7 +36,7 @@ class NamespaceUser(Protocol):
 
 
 class KnownNamespaces:
-    """The namespaces that are open or have blocks in the pool.
+    """The namespaces that are open, have blocks in the pool, or were open in the last FORGET_AFTER_S.
 
     Args:
         users: parts that are told when a namespace is forgotten.

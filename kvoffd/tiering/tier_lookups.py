@@ -49,7 +49,7 @@ class _Lookup:
     queues: list[FillQueue] = field(default_factory=list)
     """Queues that it waits for and that have no space yet, of all sources."""
     worth_reading: set[Promotions] = field(default_factory=set)
-    """Sources that are read for one of its groups: one group without the others is of no use."""
+    """Sources that are read for one of its groups: one group without the others cannot be loaded."""
 
     @property
     def namespace(self) -> Namespace:

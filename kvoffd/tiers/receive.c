@@ -1,4 +1,4 @@
-/* Receives bytes of a socket into memory and computes checksums, without the GIL: see redis_store.py. */
+/* Receives bytes of a socket into memory and computes checksums, without the GIL: see redis_connection.py. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <poll.h>

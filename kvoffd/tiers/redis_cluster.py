@@ -175,7 +175,7 @@ class RedisCluster(Store):
         return True
 
     def _pause(self, address: Address, error: StoreError, *, raised: bool) -> None:
-        """Leave a master that failed alone for DOWN_PAUSE_S. ``raised``: see ``Servers.failed``."""
+        """Do not use a master that failed for DOWN_PAUSE_S. ``raised``: see ``Servers.failed``."""
         self._down_until[address] = time.monotonic() + DOWN_PAUSE_S
         self._nodes[address].connect_s = TLS_AGAIN_S if self._tls else AGAIN_S
         self.servers.failed(name_of(address), error, raised=raised)

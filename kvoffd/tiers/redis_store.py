@@ -1,6 +1,6 @@
 """One Redis or Valkey server as a store: commands and replies of RESP2. ``redis_connection`` moves their bytes.
 
-The clients on PyPI copy every value twice and reach a quarter of the network's speed; only four kinds of replies of the
+The clients on PyPI copy every value twice and reach a quarter of the network's speed; only five kinds of replies of the
 protocol are needed (https://redis.io/docs/latest/develop/reference/protocol-spec/).
 """
 

@@ -67,8 +67,9 @@ class PromptOutcomes:
         self._send(state.scheduling)
 
     def request_ended(self, state: RequestState) -> None:
-        """Send the report of a request that has ended, if it still waits for it; dropped if it was not scheduled, or
-        is being loaded."""
+        """Send what is left of an ended request's reports: that of its last scheduling, and a dropped one if it ended
+        while it loaded, or while it waited with a lookup that the daemon must count. Others that never ran have none.
+        """
         if state.request is None:  # vLLM never announced it
             return
         scheduling = state.scheduling

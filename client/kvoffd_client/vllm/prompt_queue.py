@@ -8,7 +8,7 @@ A prompt waits in one of three ways until it is scheduled:
   prompts are there, as many as a few steps compute;
 * for a tier, whose blocks come up.
 
-One that cannot be looked up, or was preempted, is in none of them.
+One that cannot be looked up, or was preempted and is not looked up again yet, is in none of them.
 
 Any of them may be parked in addition. vLLM asks for each prompt that waits again in each step, and passes over a parked
 one until an answer comes, it may be looked up, a load ends, its time comes, or vLLM's own cache has another part of it.

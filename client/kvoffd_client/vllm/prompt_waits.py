@@ -264,7 +264,7 @@ class PromptWaits:
 
     def _look_up_in_turn(self, state: RequestState, own_tokens: int) -> bool:
         """Look a request up. False if it is parked instead, because many others were in this step. Once that takes too
-        long it is looked up all the same, or goes on with what it has (``is_late``) if too many are."""
+        long it is looked up all the same, or continues with what it has (``is_late``) if too many are."""
         request_id = state.request.request_id
         if not self._queue.take_lookup(request_id):
             until = self._begin_wait(state) + self._allowed_s(state, state.request.num_tokens)

@@ -168,8 +168,6 @@ class RequestLookups:
         vLLM asks for each position inside the chunk after the last one that is a hit, in all groups.
         """
         state.tails = self.groups.hashes_of(reversed(state.scan.wanted_tails))
-        self.end_lease(state.in_flight)
-        state.in_flight = None
         self.look_up(state)
 
     def may_load(self, state: RequestState) -> bool:

@@ -130,7 +130,7 @@ class TierWait:
     Attributes:
         began: time when it began; None before.
         until: its latest end.
-        doubted_since: time since which it seems not worth it; None while it seems worth it.
+        doubted_since: time since which it is not known to be worth it; None while it is.
         has_ended: the request waits no more.
         ask_at: time of the next lookup.
         judge_at: time when the wait ends if nothing changes.
