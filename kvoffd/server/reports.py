@@ -94,7 +94,7 @@ class Reports:
         return a.PromptsListed(message.request_id, self.latest(message.limit, message.name))
 
     def latest(self, limit: int, name: str = "") -> list[a.LoggedPrompt]:
-        """Return the latest prompts of all engines, of requests whose id has ``name``, in the order of their decisions."""
+        """Return the latest prompts of all engines whose request id has ``name``, in the order of their decisions."""
         found: list[a.LoggedPrompt] = []
         for session in self._sessions:
             named = (prompt for prompt in reversed(session.prompts) if name in prompt.report.request)
