@@ -149,17 +149,14 @@ class TierLookups:
     def __init__(
         self,
         cache: Cache,
-        clock: Callable[[], float],
         sources: Sequence[Promotions],
         coming: Coming,
         unanswered: UnansweredKeys,
         is_unshared: Callable[[bytes], bool],
     ) -> None:
-        self._cache, self._clock, self._sources, self._coming = cache, clock, sources, coming
+        self._cache, self._sources, self._coming = cache, sources, coming
         self._unanswered, self._is_unshared = unanswered, is_unshared
         self.is_behind: Callable[[bytes], bool] = lambda fingerprint: False
-        self._answers_due = 0.0
-        """Time at which the last asked store should have answered."""
         self._awaits: dict[Lease, dict[Fill, None]] = {}
         """Fills that each lease waits for."""
 
@@ -196,7 +193,7 @@ class TierLookups:
                     asked[number].tier_has_some(name)
         if lease.coming:
             awaits = self._awaits.get(lease, {})
-            answers_s = max(0.0, self._answers_due - self._clock()) if lease.asking else 0.0
+            answers_s = ANSWER_S if lease.asking else 0.0  # it was asked in this call: see ``Lease.ask_again``
             lease.wait_s = max(answers_s, *(source.wait_s(awaits) for source in self._sources))
         return list(map(bytes, answer))
 
@@ -288,7 +285,7 @@ class TierLookups:
         block_bytes = lookup.namespace.group(part.group.group_index).block_bytes
         lookup.lease.asking_bytes += min(len(part.asking) * block_bytes, lookup.left_bytes)
         lookup.lease.coming += len(part.asking)
-        self._answers_due, keys = self._clock() + ANSWER_S, part.keys
+        keys = part.keys
         if len(part.asking) == len(keys):
             part.states[:] = bytes([SHARED]) * len(keys)
         else:

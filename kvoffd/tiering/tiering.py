@@ -72,7 +72,7 @@ class Tiering:
         self.writers = [self._make_writer(self._disk_tiers, settings, lambda: self.disks, shared=False)]
         """The writer of the disks, then those of the stores."""
         self._promoted_blocks, self._unanswered = PromotedBlocks(len(cache.blocks.state)), UnansweredKeys(cache)
-        self.lookups = TierLookups(cache, clock, self.sources, self._coming, self._unanswered, is_unshared)
+        self.lookups = TierLookups(cache, self.sources, self._coming, self._unanswered, is_unshared)
         self.find, self.lease_ended = self.lookups.find, self.lookups.lease_ended
         self.loaded, self.answered = self._promoted_blocks.loaded, self._unanswered.answered
         self._to_spare: list[tuple[BlockGroup, list[bytes]]] = []
