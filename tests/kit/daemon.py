@@ -125,6 +125,7 @@ class DaemonProcess(Starting):
                 names = ":".join(name for name, _ in stored)
                 environ |= {"LISTEN_FDS": str(len(stored)), "LISTEN_FDNAMES": names}
         with self.log_path.open("ab") as log:
+            self._log_begins_at = log.tell()
             self._process = (
                 Forked(_SERVER, run_forked, arguments, self._options, environ, str(self.log_path))
                 if self._fork
@@ -145,6 +146,8 @@ class DaemonProcess(Starting):
             return all(_answers(path) for path in (paths.jobs, paths.events, paths.lifeline))
 
         wait_until(ready, START_DEADLINE_S, explain=lambda: self.log, interval_s=0.01)
+        if self._command[1:] == ["-m", "kvoffd"] and "log-level" not in self.flags:  # the launcher writes at once
+            wait_until(lambda: b"Serving" in self.log_path.read_bytes()[self._log_begins_at :], START_DEADLINE_S)
 
     def wait_log(self, text: str) -> None:
         """Until the log holds ``text``."""

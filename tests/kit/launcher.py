@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import json
+import logging
 import os
 import signal
 import stat
@@ -133,7 +134,21 @@ def release_slowly(seconds: float) -> None:
     os.close, mappings._munmap = slow_close, slow_munmap
 
 
+def write_lines_at_once() -> None:
+    """Have each line of the log be written before what follows it, so that a test can read it then."""
+    from kvoffd.observe.logging import QueuedLines
+
+    emit = QueuedLines.emit
+
+    def emit_and_flush(lines: QueuedLines, record: logging.LogRecord) -> None:
+        emit(lines, record)
+        lines.flush()
+
+    QueuedLines.emit = emit_and_flush  # type: ignore[method-assign]
+
+
 def main(options: dict[str, Any]) -> None:
+    write_lines_at_once()
     if file := options.get("faults"):
         copies_with_faults(Path(file))
         commits_with_faults(Path(file))
