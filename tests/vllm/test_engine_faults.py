@@ -20,6 +20,8 @@ import pytest
 import zmq
 
 from kvoffd_client import AdminClient
+from kvoffd_proto.admin import ListPrompts
+from kvoffd_proto.messages import PromptReport
 from tests.chaos.supervisor import Supervisor
 from tests.kit.amount import TIMES
 from tests.kit.closing import Closing
@@ -353,6 +355,12 @@ def one_by_one(engine: EngineProcess, prompts: list[list[int]]) -> tuple[list[li
     return tokens(answers), cached(answers)
 
 
+def reports(directory: Path) -> list[PromptReport]:
+    """What the engine has said of its prompts, with the daemon's reasons."""
+    with AdminClient(directory) as admin:
+        return [one.report for one in admin.ask(ListPrompts, "").prompts]
+
+
 def test_blocks_come_back_from_disk(harness: Harness, tmp_path: Path) -> None:
     """The pool is too small for the prompts, the disk holds them, also after the daemon was restarted."""
     home, engine, every = harness.home, harness.engine, len(LONG_PROMPTS) * LONG_BLOCKS
@@ -393,7 +401,8 @@ def test_blocks_come_back_from_disk(harness: Harness, tmp_path: Path) -> None:
         engine.forget()
         wait_connected(home.directory, pids=lambda: engine.pids)
         assert harness.until(on_disk).ready_bytes == 0
-        assert one_by_one(engine, LONG_PROMPTS) == (computed, [full_blocks(LONG)] * len(LONG_PROMPTS))
+        found = one_by_one(engine, LONG_PROMPTS)
+        assert found == (computed, [full_blocks(LONG)] * len(LONG_PROMPTS)), reports(home.directory)
         assert promoted() >= len(LONG_PROMPTS) * (full_blocks(LONG) // BLOCK_TOKENS)
         assert not any(books(home.directory).tiers.promotions_failed.values())
 
