@@ -892,6 +892,12 @@ def said_of(admin: AdminClient, name: str) -> Said | None:
     return Said(listed[-1].report.found_pool, listed[-1].report.reason, listed[-1].tiers) if listed else None
 
 
+def reports(directory: Path) -> list[m.PromptReport]:
+    """What engines have said of their prompts, with the daemon's reasons."""
+    with AdminClient(directory) as admin:
+        return [one.report for one in admin.ask(a.ListPrompts, "").prompts]
+
+
 BOOKS = "books"
 
 

@@ -20,8 +20,6 @@ import pytest
 import zmq
 
 from kvoffd_client import AdminClient
-from kvoffd_proto.admin import ListPrompts
-from kvoffd_proto.messages import PromptReport
 from tests.chaos.supervisor import Supervisor
 from tests.kit.amount import TIMES
 from tests.kit.closing import Closing
@@ -43,7 +41,7 @@ from tests.kit.redis_server import PROGRAM as REDIS
 from tests.kit.redis_server import RedisServer
 from tests.kit.require import require, require_nixl
 from tests.kit.waiting import wait_until
-from tests.kit.wire import Books, KvSubscriber, books
+from tests.kit.wire import Books, KvSubscriber, books, reports
 from tests.vllm.engine_home import EngineHome
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
@@ -353,12 +351,6 @@ def one_by_one(engine: EngineProcess, prompts: list[list[int]]) -> tuple[list[li
     """Tokens of the prompts, and how many of each were not computed."""
     answers = [engine.generate([one])[0] for one in prompts]
     return tokens(answers), cached(answers)
-
-
-def reports(directory: Path) -> list[PromptReport]:
-    """What the engine has said of its prompts, with the daemon's reasons."""
-    with AdminClient(directory) as admin:
-        return [one.report for one in admin.ask(ListPrompts, "").prompts]
 
 
 def test_blocks_come_back_from_disk(harness: Harness, tmp_path: Path) -> None:
