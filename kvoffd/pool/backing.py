@@ -1,4 +1,5 @@
-"""Sources of the memory for a pool and its slot table: memfds, or a file on tmpfs or hugetlbfs; existing or new."""
+"""Sources of the memory for a pool and its slot table: memory of this process alone, memfds, or a file on tmpfs or
+hugetlbfs; existing or new."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from kvoffd.errors import KvoffdError, PoolTooLarge, UnsafeSegment
-from kvoffd.pool.memory import PoolMemory
+from kvoffd.pool.memory import ALLOCATE_STEP_BYTES, PoolMemory, fits_reserved
 from kvoffd.pool.slot_table import BadTable, TableGeometry, check_table, is_table
 from kvoffd.system.files import (
     FileCalls,
@@ -20,39 +21,67 @@ from kvoffd.system.files import (
     held_bytes,
     is_regular,
     open_directory,
-    text_of,
     try_lock,
 )
-from kvoffd.system.limits import MemoryLimit, check_fits, memory_limit
+from kvoffd.system.limits import MemoryLimit, check_fits, free_huge_pages, memory_limit
 from kvoffd.system.mappings import HUGETLBFS_MAGIC, TMPFS_MAGIC, filesystem_magic
 from kvoffd_proto.units import format_size
 
 # The pool's offset in the file is a multiple of this and of the file system's page size, so tmpfs can use huge pages.
 _ALIGNMENT = 2 << 20
-_ALLOCATE_STEP_BYTES = 256 << 20
-
+POOL_NAME, TABLE_NAME = "kvoffd-pool", "kvoffd-slot-table"
+"""Names of memfds, in /proc/self/maps and in systemd's fd store."""
+NO_LIMIT = 2**63 - 1
 
 Memories: TypeAlias = tuple[PoolMemory, PoolMemory]
 """Memory of a pool, and of its slot table."""
 
 
+class NewBacking:
+    """New memory, which ends with this process: in reserved huge pages if the machine has enough, else private.
+
+    Args:
+        on_progress: called with the bytes of reserved pages taken so far.
+    """
+
+    def __init__(self, on_progress: Callable[[int], None] = lambda _: None) -> None:
+        self._on_progress = on_progress
+
+    def limit(self, pool_bytes: int) -> MemoryLimit:
+        return _limit_of_new(pool_bytes)
+
+    def find(self, geometry: TableGeometry) -> None:
+        """There never is an earlier daemon's."""
+
+    def make(self, geometry: TableGeometry) -> Memories:
+        return _make_new(geometry, lambda: PoolMemory.create_private(geometry.pool_bytes), self._on_progress)
+
+    def close(self) -> None:
+        """Nothing of it is open."""
+
+
 class MemfdBacking:
-    """Sealed memfds: new ones, or an earlier daemon's that systemd kept.
+    """Sealed memfds: new ones, in reserved huge pages if the machine has enough, or an earlier daemon's.
 
     Args:
         stored: descriptors of the earlier daemon's pool and table; this object closes them.
         on_discard: called if they are unusable, after they are closed and before new ones are made.
+        on_progress: see ``NewBacking``.
     """
 
-    def __init__(self, stored: tuple[int, int] | None = None, on_discard: Callable[[], None] | None = None) -> None:
-        self._stored = stored
-        self._on_discard = on_discard
+    def __init__(
+        self,
+        stored: tuple[int, int] | None = None,
+        on_discard: Callable[[], None] | None = None,
+        on_progress: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        self._stored, self._on_discard, self._on_progress = stored, on_discard, on_progress
 
-    def limit(self) -> MemoryLimit:
+    def limit(self, pool_bytes: int) -> MemoryLimit:
         """Return the memory available for a pool and its table, including what they hold already."""
         held = sum(held_bytes(os.fstat(fd)) for fd in self._stored or ())
-        limit = memory_limit()
-        return MemoryLimit(limit.bytes + held, limit.source)
+        limit = _limit_of_new(pool_bytes)
+        return MemoryLimit(min(NO_LIMIT, limit.bytes + held), limit.source)
 
     def find(self, geometry: TableGeometry) -> Memories | None:
         """Map the memory of an earlier daemon; None if there is none. Raises BadTable if it has another geometry."""
@@ -72,20 +101,40 @@ class MemfdBacking:
     def make(self, geometry: TableGeometry) -> Memories:
         """Make new memory, all zeros, after freeing an earlier daemon's. Raises PoolTooLarge."""
         if self._stored is not None:
-            held = sum(held_bytes(os.fstat(fd)) for fd in self._stored)
-            check_fits(geometry.pool_bytes + geometry.size_bytes, memory_limit(freed_bytes=held))
+            if not fits_reserved(geometry.pool_bytes):
+                held = sum(held_bytes(os.fstat(fd)) for fd in self._stored)
+                check_fits(geometry.pool_bytes + geometry.size_bytes, memory_limit(freed_bytes=held))
             self.close()
             if self._on_discard is not None:
                 self._on_discard()
-        pool = PoolMemory.create(geometry.pool_bytes, "kvoffd-pool")
-        with OnError(pool.close):
-            return pool, PoolMemory.create(geometry.size_bytes, "kvoffd-slot-table")
+        return _make_new(geometry, lambda: PoolMemory.create(geometry.pool_bytes, POOL_NAME), self._on_progress)
 
     def close(self) -> None:
         """Close the descriptors of the earlier daemon. Mappings stay."""
         for fd in self._stored or ():
             os.close(fd)
         self._stored = None
+
+
+def _limit_of_new(pool_bytes: int) -> MemoryLimit:
+    """Return the memory available for a new pool, if not only its reserved huge pages matter."""
+    if fits_reserved(pool_bytes):
+        return MemoryLimit(NO_LIMIT, "reserved huge pages")
+    return memory_limit()
+
+
+def _make_new(
+    geometry: TableGeometry, create: Callable[[], PoolMemory], on_progress: Callable[[int], None]
+) -> Memories:
+    """Make new memory for a pool and its table: reserved huge pages, or what ``create`` makes. Raises PoolTooLarge."""
+    pool, fits = None, fits_reserved(geometry.pool_bytes)
+    if fits and (pool := PoolMemory.take_reserved(geometry.pool_bytes, POOL_NAME, on_progress)) is None:
+        # A cgroup's limit refuses them, and for all other memory there was no check.
+        check_fits(geometry.pool_bytes + geometry.size_bytes, memory_limit())
+    if pool is None:
+        pool = create()
+    with OnError(pool.close):
+        return pool, PoolMemory.create(geometry.size_bytes, TABLE_NAME)
 
 
 class FileBacking:
@@ -126,10 +175,10 @@ class FileBacking:
             self._page_bytes = os.fstatvfs(self._directory_fd).f_bsize
             self._fd = self._claim()
 
-    def limit(self) -> MemoryLimit:
+    def limit(self, pool_bytes: int) -> MemoryLimit:
         held = held_bytes(os.fstat(self._fd)) if self._fd >= 0 else 0
         if self._huge:
-            return MemoryLimit(2**63 - 1, "huge pages are counted when they are taken")
+            return MemoryLimit(NO_LIMIT, "huge pages are counted when they are taken")
         space = os.fstatvfs(self._directory_fd)
         limits = [memory_limit()]
         if space.f_blocks:  # else the file system was mounted without a limit
@@ -220,7 +269,7 @@ class FileBacking:
 
     def _allocate(self, size_bytes: int) -> None:
         try:
-            for done_bytes in allocate_in_steps(self._calls, self._fd, size_bytes, _ALLOCATE_STEP_BYTES):
+            for done_bytes in allocate_in_steps(self._calls, self._fd, size_bytes, ALLOCATE_STEP_BYTES):
                 self._on_progress(done_bytes)
         except OSError as error:
             what, cure = "memory", "free some memory"
@@ -233,9 +282,8 @@ class FileBacking:
 
     def _huge_page_cure(self, size_bytes: int) -> str:
         """Return what lets the file have its huge pages: more of them, or a higher limit if the machine has enough."""
-        pages = Path(f"/sys/kernel/mm/hugepages/hugepages-{self._page_bytes >> 10}kB")
-        free, reserved = (int(text_of(pages / name) or 0) for name in ("free_hugepages", "resv_hugepages"))
-        if (free - reserved) * self._page_bytes + held_bytes(os.fstat(self._fd)) < size_bytes:
+        free_bytes = free_huge_pages(self._page_bytes) * self._page_bytes
+        if free_bytes + held_bytes(os.fstat(self._fd)) < size_bytes:
             return "raise vm.nr_hugepages"
         number, unit = (self._page_bytes >> 30, "G") if self._page_bytes >> 30 else (self._page_bytes >> 20, "M")
         return (
@@ -250,5 +298,5 @@ class FileBacking:
             return pool, PoolMemory.of_file(self._fd, table_bytes, 0)
 
 
-PoolBacking: TypeAlias = MemfdBacking | FileBacking
+PoolBacking: TypeAlias = NewBacking | MemfdBacking | FileBacking
 """Source of the memory of one pool."""

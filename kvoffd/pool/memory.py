@@ -1,7 +1,8 @@
-"""Shared memory of the daemon: a sealed memfd, or a part of a file, mapped and populated."""
+"""Memory of the daemon, mapped and populated: private, or shared in a sealed memfd or a part of a file."""
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import mmap
@@ -9,21 +10,26 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from itertools import chain
 
 import numpy as np
 
 from kvoffd.errors import PoolTooLarge, UnsafeSegment
 from kvoffd.pool.allocator import PoolSegment
-from kvoffd.system.files import OnError
+from kvoffd.system.files import FileCalls, OnError, allocate_in_steps
+from kvoffd.system.limits import default_huge_page_bytes, free_huge_pages
 from kvoffd.system.mappings import (
+    HUGETLBFS_MAGIC,
     MADV_POPULATE_WRITE,
     STEP_BYTES,
     HostMapping,
+    filesystem_magic,
+    huge_page_bytes,
     madvise,
     map_memfd,
     map_pages,
+    map_private,
     map_shared,
     view_of,
 )
@@ -32,15 +38,64 @@ from kvoffd.system.numa import NOWHERE, run_near, usable_cpus
 # Bytes that a thread touches at once: short enough to stop soon and to show progress, long enough to cost nothing.
 TOUCH_CHUNK_BYTES = 32 << 20
 PAUSE_S = 0.01
+ALLOCATE_STEP_BYTES = 256 << 20
+"""Memory of a file allocated at a time."""
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+"""Of a memfd: nobody can change its size."""
+SAMPLE_BYTES, SAMPLE_PIECES = 32 << 20, 8
+"""Memory that ``slowdown`` reads, and the number of places over which it lies."""
+RESERVED_FROM_BYTES = 1 << 30
+"""Smallest memory that takes reserved huge pages: a small pool gains nothing, and they may be meant for others."""
+HUGE_SHARE = 0.9
+"""Share of the memory that is in huge pages, from which ``slowdown`` measures nothing."""
 
 
 class PoolMemory:
-    """``size_bytes`` of shared memory, mapped as ``segment``; made by a class method. Owns ``fd``."""
+    """``size_bytes`` of memory, mapped as ``segment``; made by a class method. Owns ``fd``, which is -1 if no other
+    process can map it.
 
-    def __init__(self, fd: int, segment: HostMapping) -> None:
-        self.fd = fd
+    Attributes:
+        reserved: it is in huge pages that the administrator had reserved.
+    """
+
+    def __init__(self, fd: int, segment: HostMapping, *, reserved: bool = False) -> None:
+        self.fd, self.reserved = fd, reserved
         self.size_bytes = segment.size_bytes
         self.segment = segment
+
+    @classmethod
+    def create_private(cls, size_bytes: int) -> PoolMemory:
+        """Map memory of this process alone: the kernel gives it huge pages without a setting. No page is resident yet.
+
+        Raises:
+            PoolTooLarge: the kernel refuses a mapping of that size.
+        """
+        try:
+            return cls(-1, map_private(size_bytes))
+        except OSError as error:
+            raise PoolTooLarge(
+                f"The kernel refuses {size_bytes} bytes of memory ({error}); choose a smaller pool."
+            ) from error
+
+    @classmethod
+    def take_reserved(cls, size_bytes: int, name: str, on_progress: Callable[[int], None]) -> PoolMemory | None:
+        """Make a memfd as ``create`` does, all of it in reserved huge pages and resident; None if the kernel refuses.
+
+        A cgroup may have a limit of them. ``on_progress``: called with the bytes allocated so far.
+        """
+        with ExitStack() as undo:
+            try:
+                fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | os.MFD_HUGETLB)
+                undo.callback(os.close, fd)
+                os.ftruncate(fd, size_bytes)
+                for done_bytes in allocate_in_steps(FileCalls(), fd, size_bytes, ALLOCATE_STEP_BYTES):
+                    on_progress(done_bytes)
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+                made = cls(fd, map_shared(fd, size_bytes), reserved=True)
+            except OSError:
+                return None
+            undo.pop_all()
+            return made
 
     @classmethod
     def create(cls, size_bytes: int, name: str) -> PoolMemory:
@@ -56,7 +111,7 @@ class PoolMemory:
                 fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
                 undo.callback(os.close, fd)
                 os.ftruncate(fd, size_bytes)
-                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
                 made = cls(fd, map_memfd(fd, size_bytes))
             except (OSError, UnsafeSegment) as error:
                 raise PoolTooLarge(
@@ -72,9 +127,9 @@ class PoolMemory:
         Raises:
             UnsafeSegment: the descriptor is not such a memfd, or it is smaller.
         """
-        segment = map_memfd(fd, size_bytes)
+        segment = map_memfd(fd, size_bytes, may_be_huge=True)
         with OnError(segment.close):
-            return cls(os.dup(fd), segment)
+            return cls(os.dup(fd), segment, reserved=filesystem_magic(fd) == HUGETLBFS_MAGIC)
 
     @classmethod
     def of_file(cls, fd: int, size_bytes: int, offset: int) -> PoolMemory:
@@ -106,9 +161,10 @@ class PoolMemory:
     ) -> int:
         """Make every page resident, in parallel, without changing its content; return the bytes touched.
 
-        Requests huge pages, which the kernel grants shared memory only if an administrator allows it
-        (``shmem_enabled``). Measured for one thread: 6.4 to 20 GB/s with huge pages from unfragmented memory, 0.75 to
-        1.6 GB/s if the kernel has to compact memory first, and 1.3 to 1.6 GB/s with small pages.
+        Requests huge pages, which the kernel grants private memory nearly always, and shared memory only if an
+        administrator allows it (``shmem_enabled``). Measured for one thread: 6.4 to 20 GB/s with huge pages from
+        unfragmented memory, 0.75 to 1.6 GB/s if the kernel has to compact memory first, and 1.3 to 1.6 GB/s with small
+        pages.
 
         Args:
             threads: number of threads; 0 for one per usable CPU, at most 16.
@@ -160,6 +216,33 @@ class PoolMemory:
             if should_stop() or not map_pages(address, min(STEP_BYTES, end - address)):
                 return
 
+    def slowdown(self) -> float:
+        """Measure how many times as long reading this resident memory takes as reading memory in huge pages.
+
+        0.0 if (nearly) all of it is in huge pages, or if the kernel has none to compare with. Takes up to a few tenths
+        of a second.
+        """
+        sample_bytes = min(SAMPLE_BYTES, self.size_bytes)
+        if huge_page_bytes(self.segment) >= HUGE_SHARE * self.size_bytes:
+            return 0.0
+        with closing(PoolMemory.create_private(2 * sample_bytes)) as other:
+            other.touch(1)
+            if huge_page_bytes(other.segment) < 2 * sample_bytes:
+                return 0.0
+            piece_bytes, into = sample_bytes // SAMPLE_PIECES, other.segment.address + sample_bytes
+            apart = (self.size_bytes - piece_bytes) // max(1, SAMPLE_PIECES - 1)
+
+            def seconds(begin: int, step: int) -> float:
+                began = time.perf_counter()
+                for at in range(SAMPLE_PIECES):
+                    ctypes.memmove(into + at * piece_bytes, begin + at * step, piece_bytes)
+                return time.perf_counter() - began
+
+            # In turns, as other processes slow both down.
+            pairs = [(seconds(self.segment.address, apart), seconds(other.segment.address, piece_bytes)) for _ in "abc"]
+            own_s, other_s = map(min, zip(*pairs, strict=True))
+        return own_s / other_s
+
     def _ask_for_huge_pages(self) -> None:
         """Request huge pages. A kernel without them refuses, which is harmless."""
         madvise(self.segment.address, self.size_bytes, mmap.MADV_HUGEPAGE)
@@ -170,6 +253,14 @@ class PoolMemory:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+def fits_reserved(size_bytes: int) -> bool:
+    """Return whether the machine has reserved huge pages for so much memory, which nobody uses."""
+    if size_bytes < RESERVED_FROM_BYTES:
+        return False
+    page_bytes = default_huge_page_bytes()
+    return bool(page_bytes) and not size_bytes % page_bytes and free_huge_pages(page_bytes) * page_bytes >= size_bytes
 
 
 def _populate(address: int, length: int) -> None:

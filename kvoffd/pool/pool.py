@@ -4,14 +4,40 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from enum import StrEnum
+from typing import NamedTuple
 
 from kvoffd.pool.allocator import SlotAllocator
-from kvoffd.pool.backing import FileBacking, MemfdBacking, PoolBacking
+from kvoffd.pool.backing import FileBacking, NewBacking, PoolBacking
 from kvoffd.pool.checksums import digests
 from kvoffd.pool.slot_table import BadTable, SlotTable, TableGeometry
 from kvoffd.system.files import OnError, held_bytes
 from kvoffd.system.limits import MemoryLimit, check_fits
+from kvoffd.system.mappings import huge_page_bytes
 from kvoffd.system.numa import Locality
+
+
+class MemoryKind(StrEnum):
+    """What a pool's memory is."""
+
+    PRIVATE = "private"
+    """No other process can map it, and the kernel gives it huge pages."""
+    SHARED = "shared"
+    """Others may map it, or keep it; the kernel gives it huge pages only where it is told to."""
+    RESERVED = "reserved"
+    """Shared, and in huge pages that the administrator had reserved."""
+
+
+class PoolPages(NamedTuple):
+    """Pages of a pool.
+
+    Attributes:
+        huge_bytes: bytes in huge pages.
+        slowdown: how many times as long reading it takes as reading memory in huge pages; 0 if it was not measured.
+    """
+
+    huge_bytes: int = 0
+    slowdown: float = 0.0
 
 
 class Pool:
@@ -24,7 +50,7 @@ class Pool:
         size_bytes: size of the pool without the table, which adds at most 2 %.
         region_bytes: see SlotAllocator.
         limit: the memory available, including what ``backing`` holds already; found out when None.
-        backing: source of the memory; new memfds when None.
+        backing: source of the memory; new memory when None.
         nodes: NUMA nodes to spread the pool over; if empty, the kernel decides. A reused pool stays where it is, which
             is the same place if the nodes are the same.
 
@@ -42,8 +68,8 @@ class Pool:
         backing: PoolBacking | None = None,
         nodes: Sequence[Locality] = (),
     ) -> None:
-        backing = MemfdBacking() if backing is None else backing
-        limit = backing.limit() if limit is None else limit
+        backing = NewBacking() if backing is None else backing
+        limit = backing.limit(size_bytes) if limit is None else limit
         check_fits(size_bytes, limit)  # before the allocator lists the regions of an absurdly large pool
         self.slots = SlotAllocator(size_bytes, region_bytes, nodes)
         self.pool_bytes = size_bytes
@@ -67,6 +93,8 @@ class Pool:
         with OnError(self.close):
             self.table = SlotTable(self._table_memory.buffer, geometry, new=not self.recovered)
         self._is_file = isinstance(backing, FileBacking)
+        self.pages = PoolPages()
+        """What ``measure_pages`` has found."""
 
     @property
     def at_the_end(self) -> str:
@@ -80,13 +108,22 @@ class Pool:
 
     @property
     def memory_fds(self) -> tuple[int, int]:
-        """Descriptors of the pool and its table, which systemd stores for the next daemon."""
+        """Descriptors of a shared pool and its table, which systemd stores for the next daemon."""
+        assert self._memory.fd >= 0, "private memory has none"
         return self._memory.fd, self._table_memory.fd
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """Descriptor of the pool's memory, and where in it the pool begins, and its size."""
+        """Descriptor of a shared pool's memory, and where in it the pool begins, and its size."""
+        assert self._memory.fd >= 0, "private memory has none"
         return self._memory.fd, self._table_memory.size_bytes if self._is_file else 0, self._memory.size_bytes
+
+    @property
+    def kind(self) -> MemoryKind:
+        """Kind of the pool's memory."""
+        if self._memory.reserved:
+            return MemoryKind.RESERVED
+        return MemoryKind.SHARED if self._memory.fd >= 0 else MemoryKind.PRIVATE
 
     @property
     def resident(self) -> bool:
@@ -107,6 +144,11 @@ class Pool:
     def map_pages(self, should_stop: Callable[[], bool], is_busy: Callable[[], bool]) -> None:
         """Fill the page tables of a resident pool while it is in use: see PoolMemory.map_pages."""
         self._memory.map_pages(should_stop, is_busy)
+
+    def measure_pages(self) -> None:
+        """Set ``pages``, of a pool whose pages are mapped. Takes up to a few tenths of a second: see
+        PoolMemory.slowdown."""
+        self.pages = PoolPages(huge_page_bytes(self.mapping), self._memory.slowdown())
 
     def digests(self, places: Sequence[tuple[int, int]]) -> list[int]:
         """Compute the checksums of byte ranges (offset, length): never 0. For any thread, until ``close``."""

@@ -15,22 +15,21 @@ uint64_t slots_in(const struct slots *x, uint64_t region, uint64_t slot_bytes)
     return ((end < x->pool_bytes ? end : x->pool_bytes) - begin) / slot_bytes;
 }
 
-/* Returns the fullest region of a size that has a free slot, on the node or, if `anywhere`, on any; else the first free
- * region; `regions` if there is none. */
-static uint64_t best_region(const struct slots *x, int64_t slot_bytes, int32_t node, int anywhere)
+static int is_near(const struct slots *x, uint64_t region, int32_t node, int anywhere)
 {
-    uint64_t best = x->regions, empty = x->regions;
+    return anywhere || x->node[region] == node;
+}
 
-    for (uint64_t region = 0; region < x->regions; region++) {
-        if (x->node[region] != node && !anywhere)
-            continue;
-        if (x->slot_bytes[region] == slot_bytes) {
-            if (x->free[region] && (best == x->regions || x->free[region] < x->free[best]))
-                best = region;
-        } else if (!x->slot_bytes[region] && empty == x->regions && slots_in(x, region, slot_bytes))
-            empty = region;
-    }
-    return best < x->regions ? best : empty;
+/* Returns the number of free slots of the fullest region of a size that has any; 0 if there is none. */
+static uint32_t fewest_free(const struct slots *x, int64_t slot_bytes, int32_t node, int anywhere)
+{
+    uint32_t fewest = 0;
+
+    for (uint64_t region = 0; region < x->regions; region++)
+        if (x->slot_bytes[region] == slot_bytes && x->free[region] && (!fewest || x->free[region] < fewest) &&
+            is_near(x, region, node, anywhere))
+            fewest = x->free[region];
+    return fewest;
 }
 
 static int is_known(const struct slots *x, int32_t node)
@@ -55,23 +54,37 @@ static void open_region(struct slots *x, uint64_t region, uint64_t slot_bytes)
     atomic_signal_fence(memory_order_seq_cst);
 }
 
-/* Allocates up to `count` slots of a size, those on the node first, and stores one number every `stride` places.
- * Returns how many. */
+/* Allocates slots of a region that has their size, until it has none or there are `count`; returns how many there are. */
+static uint64_t take_from(struct slots *x, uint64_t region, uint64_t found, uint64_t count, uint32_t *slots, uint64_t stride)
+{
+    while (found < count && x->free[region]) {
+        uint32_t slot = x->stack[region * x->slots_per_region + --x->free[region]];
+        x->in_use[slot] = OUT;
+        slots[stride * found++] = slot;
+    }
+    return found;
+}
+
+/* Allocates up to `count` slots of a size, those on the node first, and stores one number every `stride` places: of
+ * the fullest regions first, then of free ones. Returns how many. */
 uint64_t kvoffd_slots_take(struct slots *x, uint64_t slot_bytes, uint64_t count, int32_t node, uint32_t *slots,
                            uint64_t stride)
 {
-    uint64_t found = 0, near = 0, region;
+    uint64_t found = 0, near = 0;
+    uint32_t fewest;
 
     for (int anywhere = 0; anywhere < 2; anywhere++) {
-        while (found < count && (region = best_region(x, slot_bytes, node, anywhere)) < x->regions) {
-            if (!x->slot_bytes[region])
+        /* A pass over all regions for each of the fewest free slots that are met: of 512 slots at most 32 passes. */
+        while (found < count && (fewest = fewest_free(x, slot_bytes, node, anywhere)))
+            for (uint64_t region = 0; region < x->regions && found < count; region++)
+                if (x->slot_bytes[region] == (int64_t)slot_bytes && x->free[region] == fewest &&
+                    is_near(x, region, node, anywhere))
+                    found = take_from(x, region, found, count, slots, stride);
+        for (uint64_t region = 0; region < x->regions && found < count; region++)
+            if (!x->slot_bytes[region] && is_near(x, region, node, anywhere) && slots_in(x, region, slot_bytes)) {
                 open_region(x, region, slot_bytes);
-            while (found < count && x->free[region]) {
-                uint32_t slot = x->stack[region * x->slots_per_region + --x->free[region]];
-                x->in_use[slot] = OUT;
-                slots[stride * found++] = slot;
+                found = take_from(x, region, found, count, slots, stride);
             }
-        }
         if (!anywhere)
             near = found;
     }

@@ -27,7 +27,7 @@ from kvoffd.server.http import HttpServer
 from kvoffd.server.lifeline import LifelineServer
 from kvoffd.server.page import PageFacts, page_facts
 from kvoffd.server.persistence import MAX_STATE_BYTES, STATE_FILE, PolicyFile, State, open_state_file
-from kvoffd.server.pool_opening import StartProgress, open_pool, restore
+from kvoffd.server.pool_opening import StartProgress, log_pages, open_pool, restore
 from kvoffd.server.service import Service
 from kvoffd.server.sockets import Sockets
 from kvoffd.server.tier_supervisor import OpenStores, TierSupervisor, make_tiering, shared_stores
@@ -283,7 +283,12 @@ class Daemon:
             loop = asyncio.get_running_loop()
             running = self._service.jobs.running
             parts = self._stop.is_set, lambda: bool(running)
-            self._page_mapper = loop.run_in_executor(None, self._pool.map_pages, *parts)
+            self._page_mapper = loop.run_in_executor(None, self._map_pages, *parts)
+
+    def _map_pages(self, should_stop: Callable[[], bool], is_busy: Callable[[], bool]) -> None:
+        self._pool.map_pages(should_stop, is_busy)
+        if not should_stop():
+            log_pages(self._pool, self._config.pool_file)
 
     async def _main_loop(self) -> None:
         """Tick until a signal. systemd's watchdog is notified only after a turn of the message loop."""

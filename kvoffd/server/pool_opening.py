@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -17,22 +18,21 @@ from kvoffd.cache.recovery import RecoveredBlocks, recover
 from kvoffd.config import Config
 from kvoffd.errors import KvoffdError
 from kvoffd.memory_estimate import memory_shortage, memory_summary
-from kvoffd.pool.backing import FileBacking, MemfdBacking, PoolBacking
-from kvoffd.pool.pool import Pool
+from kvoffd.pool.backing import POOL_NAME, TABLE_NAME, FileBacking, MemfdBacking, NewBacking, PoolBacking
+from kvoffd.pool.pool import MemoryKind, Pool
 from kvoffd.server.persistence import PolicyFile, State
 from kvoffd.system.files import OnError
 from kvoffd.system.limits import memory_limit
 from kvoffd.system.numa import nodes_with_gpus
 from kvoffd.system.systemd import Notifier
 from kvoffd_proto.build import with_commit
+from kvoffd_proto.stats import SLOW_PAGES
 from kvoffd_proto.units import format_duration, format_size, plural
 
 logger = logging.getLogger(__name__)
 
-POOL_NAME = "kvoffd-pool"
-TABLE_NAME = "kvoffd-slot-table"
-"""Names of the two memfds in systemd's fd store."""
-
+SMALL_POOL_BYTES = 1 << 30
+"""Up to this size nothing is said of a pool's pages: the measurement would take as long as the rest of the start."""
 RELEASE_TIMEOUT_S = 5.0
 TOLD_S = 2.0
 
@@ -85,7 +85,7 @@ def open_pool(
     if config.pool_file:
         pool = _open_pool_file(config, notifier, stored, progress)
     else:
-        pool = _open_memfds(config, notifier, stored)
+        pool = _open_memory(config, notifier, stored, progress)
         if was_killed and not stored:
             logger.warning("The pool starts empty. The earlier daemon was killed, and its memory ended with it.")
     if pool.cold_reason:
@@ -100,9 +100,36 @@ def open_pool(
             pool.touch(config.limits.touch_threads, progress, stopped)
             if not stopped():
                 logger.info("The pool is in memory after %.1f s.", time.monotonic() - started)
+                log_pages(pool, config.pool_file)
     if shortage := memory_shortage(config, memory_limit()):
         logger.warning("%s", shortage)
     return pool
+
+
+def log_pages(pool: Pool, pool_file: str) -> None:
+    """Find out which pages a large pool has, whose pages are mapped, and log what small ones cost."""
+    if pool.pool_bytes <= SMALL_POOL_BYTES:
+        return
+    pool.measure_pages()
+    huge = f"{format_size(pool.pages.huge_bytes)} of {format_size(pool.pool_bytes)} are in huge pages"
+    if pool.pages.slowdown < SLOW_PAGES:
+        logger.info("The pool's memory: %s.", huge)
+        return
+    cure = "free memory is in pieces; a restart of the machine, or of the daemon when more is free, would help"
+    if pool.kind is MemoryKind.SHARED:
+        cure = (
+            f"mount -o remount,huge=advise {Path(pool_file).parent}"
+            if pool_file
+            else "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled"
+        )
+        cure = f"before the daemon starts: {cure}"
+    logger.warning(
+        "The pool's memory: %s. Reading it takes %.1f times as long as reading memory in huge pages. For more of them, "
+        "%s.",
+        huge,
+        pool.pages.slowdown,
+        cure,
+    )
 
 
 def restore(cache: Cache, pool: Pool, policy: PolicyFile, state: State, max_namespaces: int) -> None:
@@ -183,14 +210,23 @@ def _open_pool_file(
     return pool
 
 
-def _open_memfds(config: Config, notifier: Notifier, stored: Mapping[str, list[int]]) -> Pool:
+def _open_memory(config: Config, notifier: Notifier, stored: Mapping[str, list[int]], progress: StartProgress) -> Pool:
+    if not stored and notifier.keeps_fds is False and not (config.peers or config.peer_listen):
+        # Nobody keeps it, and no helper process reads it.
+        with closing(NewBacking(progress)) as backing:
+            return _make_pool(config, backing)
+    return _open_memfds(config, notifier, stored, progress)
+
+
+def _open_memfds(config: Config, notifier: Notifier, stored: Mapping[str, list[int]], progress: StartProgress) -> Pool:
     pools, tables = stored.get(POOL_NAME, []), stored.get(TABLE_NAME, [])
     stored_pair = (pools[0], tables[0]) if len(pools) == len(tables) == 1 else None
     if stored_pair is None and stored:
         kept = ", ".join(f"{len(fds)} named {name}" for name, fds in sorted(stored.items()))
         logger.warning("The pool starts empty. systemd kept other descriptors than one pool and one table: %s.", kept)
         _discard_stored(notifier, stored)
-    with closing(MemfdBacking(stored_pair, lambda: _remove_from_systemd(notifier, stored))) as backing:
+    discard = partial(_remove_from_systemd, notifier, stored)
+    with closing(MemfdBacking(stored_pair, discard, progress)) as backing:
         pool = _make_pool(config, backing)
     if not pool.recovered:
         for name, fd in zip((POOL_NAME, TABLE_NAME), pool.memory_fds, strict=True):

@@ -21,7 +21,7 @@ from kvoffd.cache.namespace import Namespace
 from kvoffd.config import Config, settings_in_force
 from kvoffd.observe.loop_watch import LoopWatch
 from kvoffd.observe.meters import DAY_S, HOUR_S, MINUTE_S
-from kvoffd.pool.pool import Pool
+from kvoffd.pool.pool import MemoryKind, Pool
 from kvoffd.server.events import EventLog
 from kvoffd.server.handlers import answers, filled
 from kvoffd.server.health import HealthWatch
@@ -109,7 +109,7 @@ class Statistics:
             replies_dropped=dict(self.counts.replies_dropped),
             kv_events=self.events.published,
             cpu_seconds=usage.ru_utime + usage.ru_stime,
-            resident_bytes=_resident_bytes(),
+            resident_bytes=_resident_bytes(self.pool),
             lookup_seconds=self.lookups.times.counted(),
             loop_blocked_seconds=self.loop_watch.loop_blocked_seconds,
             loop_blocked_max_seconds=self.loop_watch.loop_blocked_max_seconds,
@@ -217,6 +217,9 @@ class Statistics:
             numa_remote_slots=pool.slots.slots_on_other_nodes,
             integrated_gpus=self.gpus.integrated,
             at_the_end=pool.at_the_end,
+            memory=pool.kind.value,
+            huge_page_bytes=pool.pages.huge_bytes,
+            page_slowdown=pool.pages.slowdown,
         )
 
     def _copy_stats(self, direction: Direction) -> s.CopyStats:
@@ -314,8 +317,8 @@ def _disk_stats(disk: Disk) -> s.DiskStats:
     )
 
 
-def _resident_bytes() -> int:
-    """Return the private memory: resident pages without shared ones (the pool, its table and engines' memory).
+def _resident_bytes(pool: Pool) -> int:
+    """Return the daemon's own memory: resident pages without the pool and shared ones (its table, engines' memory).
 
     0 without /proc, as in some sandboxes.
     """
@@ -324,4 +327,5 @@ def _resident_bytes() -> int:
             _, resident, shared, *_ = statm.read().split()
     except OSError:
         return 0
-    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
+    own_bytes = (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
+    return max(0, own_bytes - pool.pool_bytes) if pool.kind is MemoryKind.PRIVATE else own_bytes

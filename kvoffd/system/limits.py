@@ -65,6 +65,17 @@ def memory_limit(
     return min(limits, key=lambda limit: limit.bytes)
 
 
+def default_huge_page_bytes() -> int:
+    """Return the size of the kernel's usual huge pages; 0 if it has none."""
+    return 1024 * next((value for name, value in _pairs(Path("/proc/meminfo")) if name == "Hugepagesize:"), 0)
+
+
+def free_huge_pages(page_bytes: int) -> int:
+    """Return how many reserved huge pages of a size nobody has, or has a claim to."""
+    pages = Path(f"/sys/kernel/mm/hugepages/hugepages-{page_bytes >> 10}kB")
+    return (_number(pages / "free_hugepages") or 0) - (_number(pages / "resv_hugepages") or 0)
+
+
 def check_fits(wanted_bytes: int, limit: MemoryLimit) -> None:
     """Raise PoolTooLarge if ``wanted_bytes`` are more than the limit."""
     if wanted_bytes > limit.bytes:

@@ -1,4 +1,5 @@
-"""Shared memory, mapped so that no other process can kill the daemon through it, and faulted in before copies."""
+"""Memory: shared, mapped so that no other process can kill the daemon through it, and faulted in before copies; or
+private."""
 
 from __future__ import annotations
 
@@ -24,9 +25,12 @@ TMPFS_MAGIC = 0x01021994
 HUGETLBFS_MAGIC = 0x958458F6
 
 # linux/mman.h; Python's mmap lacks some.
-MADV_DONTDUMP = 16
+MAP_NORESERVE = 0x4000
+MADV_DONTFORK, MADV_DONTDUMP = 10, 16
 MADV_POPULATE_READ, MADV_POPULATE_WRITE = 22, 23  # Linux 5.14
 
+HUGE_PAGE_BYTES = 2 << 20
+"""A huge page of x86-64, and of aarch64 with pages of 4 KiB."""
 STEP_BYTES = 4 << 20
 """Memory faulted in at a time, in about 1 ms; other segments wait for it."""
 UNMAP_BYTES = 256 << 20
@@ -45,7 +49,7 @@ _fstatfs.argtypes = (_int, _pointer)
 
 
 class HostMapping:
-    """A shared read-write mapping of ``size_bytes`` at ``address``, which outlives its descriptor.
+    """A read-write mapping of ``size_bytes`` at ``address``, which outlives its descriptor.
 
     After ``close`` it has no address, so that nothing can use it.
     """
@@ -82,17 +86,18 @@ _NOT_WRITABLE = "send a descriptor opened for reading and writing, without a wri
 _NO_ADDRESSES = "raise the daemon's limits of address space (ulimit -v) and of mappings (vm.max_map_count)."
 
 
-def map_memfd(fd: int, size_bytes: int, *, whole: bool = False) -> HostMapping:
+def map_memfd(fd: int, size_bytes: int, *, whole: bool = False, may_be_huge: bool = False) -> HostMapping:
     """Map the first ``size_bytes`` of a memfd, shared, for reading and writing. ``fd`` stays the caller's.
 
     ``whole`` requires that every page of the file is allocated: the kernel charges a page to the process that touches
-    it first, even by reading, and the daemon must not be charged for a client's memory.
+    it first, even by reading, and the daemon must not be charged for a client's memory. ``may_be_huge`` allows reserved
+    huge pages if all are allocated.
 
     Raises:
         UnsafeSegment: it is not a memfd, is not sealed against shrinking, is smaller than ``size_bytes``, is not
             ``whole``, is not writable, or the kernel refuses the mapping.
     """
-    _check_memfd(fd, size_bytes, whole)
+    _check_memfd(fd, size_bytes, whole, may_be_huge)
     try:
         return map_shared(fd, size_bytes)
     except OSError as error:
@@ -114,9 +119,37 @@ def map_shared(
     address = _mmap(None, size_bytes, access, mmap.MAP_SHARED, fd, offset)
     if address is None or address == _MAP_FAILED:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    # A core dump of the pool would take minutes, delay the next daemon, and write prompts to a disk.
-    madvise(address, size_bytes, MADV_DONTDUMP)
+    _keep_to_this_process(address, size_bytes)
     return HostMapping(address, size_bytes)
+
+
+def map_private(size_bytes: int) -> HostMapping:
+    """Map new memory, all zeros, that no other process can map. It begins at a multiple of HUGE_PAGE_BYTES.
+
+    As of a memfd, its pages are counted when they are touched. Raises OSError.
+    """
+    whole_bytes = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    found = _mmap(None, whole_bytes + HUGE_PAGE_BYTES, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+    if found is None or found == _MAP_FAILED:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    address = -(-found // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    before_bytes = address - found
+    for begin, length in ((found, before_bytes), (address + whole_bytes, HUGE_PAGE_BYTES - before_bytes)):
+        if length:
+            _munmap(begin, length)
+    _keep_to_this_process(address, size_bytes)
+    return HostMapping(address, size_bytes)
+
+
+def _keep_to_this_process(address: int, size_bytes: int) -> None:
+    """Leave memory out of core dumps and child processes.
+
+    A core dump of the pool would take minutes, delay the next daemon, and write prompts to a disk. After a fork each
+    write to private memory would copy its page.
+    """
+    madvise(address, size_bytes, MADV_DONTDUMP)
+    madvise(address, size_bytes, MADV_DONTFORK)
 
 
 def check_descriptor(fd: int) -> None:
@@ -136,7 +169,7 @@ def check_descriptor(fd: int) -> None:
         ) from None
 
 
-def _check_memfd(fd: int, size_bytes: int, whole: bool) -> None:
+def _check_memfd(fd: int, size_bytes: int, whole: bool, may_be_huge: bool) -> None:
     if size_bytes < 1:
         raise UnsafeSegment(f"A memory segment of {size_bytes} bytes cannot be mapped; send at least one byte.")
     try:
@@ -161,10 +194,34 @@ def _check_memfd(fd: int, size_bytes: int, whole: bool) -> None:
             "it, for example with MADV_POPULATE_WRITE."
         )
     # A fault without a free huge page is a SIGBUS.
-    if filesystem_magic(fd) != TMPFS_MAGIC:
+    if filesystem_magic(fd) != TMPFS_MAGIC and not (may_be_huge and held_bytes(found) >= found.st_size):
         raise UnsafeSegment(
             "The memfd uses huge pages, which can run out under the daemon; create it without MFD_HUGETLB."
         )
+
+
+def huge_page_bytes(mapping: HostMapping) -> int:
+    """Return the bytes of a mapping that are mapped in huge pages; 0 without /proc.
+
+    The kernel walks all page tables of the process for it.
+    """
+    begin, end = mapping.address, mapping.address + mapping.size_bytes
+    found, inside = 0, False
+    try:
+        with open("/proc/self/smaps", encoding="ascii", errors="replace") as smaps:
+            for line in smaps:
+                name, _, rest = line.partition(" ")
+                if not name.endswith(":"):
+                    first, last = (int(one, 16) for one in name.split("-"))
+                    inside = first < end and begin < last
+                elif inside and name in _HUGE_FIELDS:
+                    found += int(rest.split()[0]) * 1024
+    except OSError:
+        return 0
+    return min(found, mapping.size_bytes)
+
+
+_HUGE_FIELDS = {"AnonHugePages:", "ShmemPmdMapped:", "FilePmdMapped:", "Shared_Hugetlb:", "Private_Hugetlb:"}
 
 
 def view_of(address: int, nbytes: int) -> memoryview:

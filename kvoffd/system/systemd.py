@@ -15,8 +15,8 @@ logger = logging.getLogger(__name__)
 
 MAX_STATUS_CHARACTERS = 1024
 START_EXTENSION_S = 30
-MANAGER_SOCKET = "/run/systemd/notify"
-"""The system manager's NOTIFY_SOCKET; a container engine's has another path, and keeps nothing."""
+MANAGER_SOCKETS = "/systemd/notify"
+"""End of NOTIFY_SOCKET for the system's manager and users'; a container engine's has another, and keeps nothing."""
 FIRST_STORED_FD = 3
 """SD_LISTEN_FDS_START (sd_listen_fds(3))."""
 
@@ -43,7 +43,7 @@ class Notifier:
             return
         if "FDSTORE" in environ:
             self.keeps_fds = environ["FDSTORE"] != "0"
-        elif address == MANAGER_SOCKET:
+        elif address.endswith(MANAGER_SOCKETS):
             self.keeps_fds = None
         self._address = f"\0{address[1:]}" if address[0] == "@" else address
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from math import inf
+from pathlib import PurePath
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -112,8 +113,8 @@ KINDS = {
     ),
     "huge_pages": Kind(
         "info",
-        "The daemon starts more slowly, and page tables are larger.",
-        "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled" + _RESTART,
+        "The daemon starts and copies more slowly, and page tables are larger.",
+        "{}" + _RESTART,
     ),
     # Tiers.
     "disk_space": Kind("warning", "Writes will fail when the file system is full.", "df -h"),
@@ -346,10 +347,7 @@ def partial_blocks(facts: Facts) -> Iterator[Finding]:
 def memory(facts: Facts) -> Iterator[Finding]:
     if facts.swapped_bytes:
         yield finding("swapped", f"{format_size(facts.swapped_bytes)} of the daemon's memory are swapped out.", 0.8)
-    large = facts.stats.pool.size_bytes >= HUGE_PAGES_FROM_BYTES and not facts.setting("pool_file")
-    if large and facts.huge_pages in ("never", "deny"):
-        evidence = f"The kernel gives shared memory no huge pages (shmem_enabled is {facts.huge_pages})."
-        yield finding("huge_pages", evidence)
+    yield from _huge_pages(facts)
     pool, stored = facts.stats.pool, facts.stats.since_start.stored_blocks
     stored += sum(one.stored_blocks * (one.world_size - 1) for one in facts.counted)
     if pool.unpinnable_bytes:
@@ -362,6 +360,24 @@ def memory(facts: Facts) -> Iterator[Finding]:
     if pool.numa_remote_slots > REMOTE_SHARE * stored > 0:
         count = format_count(pool.numa_remote_slots)
         yield finding("numa", f"{count} slots were taken on another NUMA node than their GPU.", 0.2)
+
+
+def _huge_pages(facts: Facts) -> Iterator[Finding]:
+    """Yield a finding of a large pool that has mostly small pages, with what would give it huge ones."""
+    pool, file = facts.stats.pool, facts.setting("pool_file")
+    if not pool.memory or pool.size_bytes < HUGE_PAGES_FROM_BYTES or 2 * pool.huge_page_bytes >= pool.size_bytes:
+        return
+    evidence = f"Of the pool {percent(pool.huge_page_bytes, pool.size_bytes)} are in huge pages."
+    if pool.page_slowdown >= s.SLOW_PAGES:
+        evidence += f" Reading it takes {pool.page_slowdown:.1f} times as long as reading memory in huge pages."
+    if file:
+        fix = f"mount -o remount,huge=advise {PurePath(file).parent}"
+    elif pool.memory == "shared":
+        evidence += f" It is shared memory, and the kernel's shmem_enabled is {facts.huge_pages or 'unknown'}."
+        fix = "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled"
+    else:
+        fix = "more free memory when the daemon starts"
+    yield finding("huge_pages", evidence, 0.0, fix)
 
 
 # --- tiers ------------------------------------------------------------------------------------------

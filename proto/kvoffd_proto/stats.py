@@ -130,6 +130,8 @@ PROMPT_SOURCES = {
 """Sources of the tokens of prompts, with their meanings. They add up to all tokens of the prompts."""
 LOADED_SOURCES = "pool", "disk", "store", "peer"
 """Those from which engines loaded through the pool."""
+SLOW_PAGES = 1.2
+"""From this ``page_slowdown`` on a pool's small pages matter."""
 MISS_REASONS = {
     "unknown": "never stored in this namespace since the daemon's start",
     "forgotten": "never stored, or evicted so long ago that it is not remembered",
@@ -308,6 +310,15 @@ class PoolStats(Part, frozen=True):
     at_the_end: Annotated[
         str, doc("What becomes of the memory: `ends with this process`, `is kept by systemd`, or `is kept in` a file.")
     ] = ""
+    memory: Annotated[
+        str,
+        doc("`private`, `shared` (with systemd, peers or a file), or `reserved` (huge pages of the administrator's)."),
+    ] = ""
+    huge_page_bytes: Annotated[ByteCount, gauge("Bytes of the pool in huge pages when the daemon started.")] = 0
+    page_slowdown: Annotated[
+        float,
+        doc("Time to read the pool in that of reading memory in huge pages, measured then; 0 if it has these."),
+    ] = 0.0
 
     def of(self, state: str) -> int:
         return self.bytes.get(state, 0)

@@ -304,6 +304,18 @@ def over_quota(pool_bytes: int) -> Result:
 
 
 @case
+def scattered(pool_bytes: int) -> Result:
+    """A store while the free slots are a few of each region."""
+    daemon = Daemon(pool_bytes)
+    worker = daemon.session(m.Role.WORKER)
+    daemon.fill(worker)
+    slots = daemon.pool.slots
+    first = np.arange(slots.regions, dtype=np.uint32) * slots.slots_per_region
+    daemon.cache.life.drop(np.concatenate([first, first + 1]), MissReason.INVALIDATED)
+    return daemon.measure(lambda: daemon.store(worker, daemon.keys(STORED)), STORES)
+
+
+@case
 def waiting(pool_bytes: int) -> Result:
     """A store of one block in a full pool, while all blocks wait for a disk."""
     daemon = Daemon(pool_bytes)

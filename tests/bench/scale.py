@@ -32,6 +32,7 @@ from kvoffd.cache.policy import make_policy
 from kvoffd.cache.tickets import StorePart
 from kvoffd.memory_estimate import SLOT_BYTES
 from kvoffd.pool.allocator import PAGE_BYTES as PAGE
+from kvoffd.pool.backing import MemfdBacking
 from kvoffd.pool.checksums import digest
 from kvoffd.pool.pool import Pool
 from kvoffd.pool.slot_table import MAX_KEY_BYTES
@@ -117,7 +118,8 @@ class Books:
         self._base_bytes = private_bytes()
         # A little more than so many blocks take: the last region may be too short for a slot.
         pool_bytes = blocks * shards * 33 // 32 * PAGE_BYTES
-        self.pool = Pool(pool_bytes, limit=MemoryLimit(2**62, "nothing: no page is touched"))
+        limit = MemoryLimit(2**62, "nothing: no page is touched")
+        self.pool = Pool(pool_bytes, limit=limit, backing=MemfdBacking())
         made = make_policy(policy, pool_bytes, self.pool.table.geometry.slots)
         self.cache = Cache(self.pool.slots, self.pool.table, made, Silence(), time.monotonic)
         groups = [GroupSpec("full_attention", 16)]

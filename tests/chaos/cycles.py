@@ -79,7 +79,7 @@ class Footprint(NamedTuple):
 
     descriptors: int
     own_bytes: int
-    """Resident memory that is neither the pool's, nor engines', nor its program's files."""
+    """Resident memory that is neither shared nor its program's files."""
     mappings: int
     threads: int
     shared_files: frozenset[str]
@@ -91,7 +91,7 @@ def footprint(daemon: DaemonProcess) -> Footprint:
     status = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
     return Footprint(
         len(os.listdir(process / "fd")),
-        int(status["RssAnon"].split()[0]) * 1024,
+        int(status["RssAnon"].split()[0]) * 1024,  # with the pool, if it is private: only differences count
         len((process / "maps").read_text().splitlines()),
         int(status["Threads"]),
         frozenset(name for name in os.listdir("/dev/shm") if "kvoffd" in name and ".pool" not in name),

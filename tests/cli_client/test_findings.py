@@ -87,7 +87,9 @@ STATS = DaemonStats(
     requests=100_000,
     last_hour_requests=100_000,
     last_hour_errors={"not_ready": 1000},
-    pool=PoolStats(size_bytes=20 * GIB, bytes={"ready": 16 * GIB, "free": 4 * GIB}),
+    pool=PoolStats(
+        size_bytes=20 * GIB, bytes={"ready": 16 * GIB, "free": 4 * GIB}, memory="private", huge_page_bytes=20 * GIB
+    ),
     store=CopyStats(jobs=5000, failed_jobs=2),
     load=CopyStats(jobs=5000),
     since_start=Window(seconds=7200.0, **traffic()),
@@ -155,7 +157,7 @@ CASES: dict[str, Facts] = {
     "workers_missing": facts(sessions=[session(1, Role.SCHEDULER)]),
     "lookups_late": space(late_lookups=200),
     "swapped": facts(swapped_bytes=GIB),
-    "huge_pages": facts(huge_pages="never"),
+    "huge_pages": facts({"pool": structs.replace(STATS.pool, memory="shared", huge_page_bytes=0)}, huge_pages="never"),
     "unpinnable": facts({"pool": structs.replace(STATS.pool, unpinnable_bytes=GIB)}),
     "integrated_gpu": facts({"pool": structs.replace(STATS.pool, integrated_gpus=1)}),
     "numa": facts({"pool": structs.replace(STATS.pool, numa_remote_slots=4000)}),
@@ -557,3 +559,21 @@ def test_what_the_daemon_says_is_not_said_twice() -> None:
     assert [one.check for one in find(facts(late))] == ["lookups_late"]
     twice = find(facts({**late, "health_problems": [Problem("lookups_late", "In the last 100 s ...")]}))
     assert [one.evidence for one in twice] == ["In the last 100 s ..."]
+
+
+@pytest.mark.parametrize(
+    ("memory", "file", "fix"),
+    [
+        ("private", "", "more free memory when the daemon starts"),
+        ("shared", "", "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled"),
+        ("shared", "/dev/shm/kvoffd.pool", "mount -o remount,huge=advise /dev/shm"),
+    ],
+)
+def test_small_pages_have_the_fix_of_their_memory(memory: str, file: str, fix: str) -> None:
+    settings = [SettingInfo(name, value) for name, value in (SETTINGS | {"pool_file": file}).items()]
+    pool = structs.replace(STATS.pool, memory=memory, huge_page_bytes=GIB, page_slowdown=1.94)
+    (found,) = find(facts({"pool": pool, "settings": settings}, huge_pages="never"))
+    assert (found.check, found.fix.startswith(fix)) == ("huge_pages", True)
+    assert "1.9 times as long" in found.evidence
+    unknown = structs.replace(pool, memory="")  # an earlier daemon does not say
+    assert not find(facts({"pool": unknown, "settings": settings}))

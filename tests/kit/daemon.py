@@ -120,7 +120,7 @@ class DaemonProcess(Starting):
             stored = self.manager.stored_fds
             fds = tuple(fd for _, fd in stored)
             command = [sys.executable, "-c", LAUNCH_WITH_FDS, ",".join(str(fd) for _, fd in stored), *command]
-            environ["NOTIFY_SOCKET"] = self.manager.address
+            environ |= {"NOTIFY_SOCKET": self.manager.address, "FDSTORE": "8"}
             if stored:
                 names = ":".join(name for name, _ in stored)
                 environ |= {"LISTEN_FDS": str(len(stored)), "LISTEN_FDNAMES": names}

@@ -912,5 +912,5 @@ def books(directory: Path) -> Books:
             clients=[one for one in admin.ask(a.Sessions).sessions if one.name != BOOKS],
             listed={one.namespace: one for one in admin.ask(a.Namespaces).namespaces},
             descriptors=len(os.listdir(process / "fd")),
-            own_bytes=int(status["RssAnon"].split()[0]) * 1024,
+            own_bytes=int(status["RssAnon"].split()[0]) * 1024 - said.pool.size_bytes * (said.pool.memory == "private"),
         )

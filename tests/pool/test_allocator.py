@@ -139,6 +139,31 @@ def test_the_fullest_region_gives_first() -> None:
     assert slots.slot_bytes[1] == 0
 
 
+@given(
+    free=st.lists(st.integers(0, 16), min_size=2, max_size=12).filter(lambda free: len(free) % 2 == 0),
+    count=st.integers(0, 120),
+)
+def test_slots_are_those_of_the_fullest_regions_of_the_node_then_of_others(free: list[int], count: int) -> None:
+    """As one slot after the other would be taken, however many are."""
+    slots = SlotAllocator(len(free) * MIB, MIB, [Locality(node, frozenset()) for node in range(2)])
+    taken = slots.take(65536, 16 * len(free), 0)
+    left = dict(enumerate(free))
+    for region, spare in left.items():
+        slots.free(taken[taken // slots.slots_per_region == region][:spare])
+    left = {region: spare or 16 * (slots.slot_bytes[region] == 0) for region, spare in left.items()}
+    expected = []
+    for _ in range(min(count, sum(left.values()))):
+        # By node, then a region in use before a free one, then the fullest, then the first.
+        region = min(
+            (one for one in left if left[one]),
+            key=lambda one: (2 * one >= len(free), slots.slot_bytes[one] == 0, left[one] % 16 or left[one], one),
+        )
+        expected.append(region)
+        left[region] -= 1
+    found = slots.take(65536, count, 0) // slots.slots_per_region
+    assert found.tolist() == expected
+
+
 def test_pools_and_regions_that_fit_nothing_are_refused() -> None:
     for pool_bytes, region_bytes in ((4096, None), (MIB, 4097), (MIB, 4096), (MIB, 2 * MIB)):
         with pytest.raises(BadGeometry):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import zlib
@@ -14,12 +15,15 @@ import numpy as np
 import pytest
 import xxhash
 
+from kvoffd.errors import PoolTooLarge
 from kvoffd.pool import backing as backing_module
+from kvoffd.pool import memory as memory_module
 from kvoffd.pool.allocator import PoolSegment, cut_pool
-from kvoffd.pool.backing import FileBacking, MemfdBacking
-from kvoffd.pool.pool import Pool
+from kvoffd.pool.backing import FileBacking, MemfdBacking, NewBacking
+from kvoffd.pool.pool import MemoryKind, Pool
 from kvoffd.pool.slot_table import CRC, FREE_RECORD, HEADER, READY_RECORD, RECORD, RECORD_BYTES, TableGeometry
-from kvoffd.system.limits import MemoryLimit
+from kvoffd.system.files import FileCalls
+from kvoffd.system.limits import MemoryLimit, default_huge_page_bytes, free_huge_pages
 from kvoffd.system.numa import Locality
 
 MIB = 1 << 20
@@ -27,7 +31,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def pool() -> Iterator[Pool]:
-    pool = Pool(64 * MIB)
+    pool = Pool(64 * MIB, backing=MemfdBacking())
     yield pool
     pool.close()
 
@@ -54,7 +58,7 @@ def test_a_table_that_cannot_be_trusted_is_not_taken_over() -> None:
         *((at, b"\xaa", False, "damaged") for at in range(HEADER.size + CRC.size)),
     ]
     for at, bytes_, sums, sentence in spoiled:
-        first = Pool(8 * MIB, region_bytes=4 * MIB)
+        first = Pool(8 * MIB, region_bytes=4 * MIB, backing=MemfdBacking())
         fds = kept(first)
         first.close()
         assert os.pread(fds[1], len(bytes_), at) != bytes_
@@ -71,7 +75,7 @@ def test_descriptors_that_are_no_pool_are_refused_with_a_reason() -> None:
     pool = successor(os.pipe(), 4 * MIB)
     assert "cannot be read" in pool.cold_reason
     pool.close()
-    first = Pool(4 * MIB)
+    first = Pool(4 * MIB, backing=MemfdBacking())
     loose = os.memfd_create("loose")
     os.ftruncate(loose, 4 * MIB)
     fds = loose, os.dup(first.memory_fds[1])
@@ -79,6 +83,88 @@ def test_descriptors_that_are_no_pool_are_refused_with_a_reason() -> None:
     second = successor(fds, 4 * MIB)
     assert "not a pool of kvoffd" in second.cold_reason, "it has no seals"
     second.close()
+
+
+# --- pages ------------------------------------------------------------------------------------
+
+
+def test_memory_that_nobody_else_needs_is_private() -> None:
+    """The kernel gives it huge pages, without a setting."""
+    with closing(Pool(4 * MIB)) as pool:
+        assert (pool.kind, pool.at_the_end) == (MemoryKind.PRIVATE, "ends with this process")
+        assert not pool.resident
+        pool.touch(1, lambda _: None)
+        pool.buffer[4 * MIB - 1] = 7
+
+
+@pytest.fixture
+def reserved(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """24 MiB of reserved huge pages that nobody has, and a daemon whose pool counts as large."""
+    monkeypatch.setattr(memory_module, "RESERVED_FROM_BYTES", 0)
+    pages = Path("/proc/sys/vm/nr_hugepages")
+    before = pages.read_text()
+    try:
+        pages.write_text(f"{int(before) + 12}")
+    except OSError as error:
+        pytest.skip(f"no huge pages can be reserved here: {error}")
+    try:
+        if free_huge_pages(default_huge_page_bytes()) < 12:
+            pytest.skip("the machine has no 12 huge pages left")
+        yield pages
+    finally:
+        pages.write_text(before)
+
+
+@pytest.mark.parametrize("backing", [NewBacking, MemfdBacking])
+def test_reserved_huge_pages_are_taken_if_all_of_the_pool_fits(
+    reserved: Path, backing: Callable[[], MemfdBacking | NewBacking]
+) -> None:
+    free = free_huge_pages(default_huge_page_bytes())
+    with closing(Pool(16 * MIB, backing=backing())) as pool:
+        assert pool.kind is MemoryKind.RESERVED
+        assert free_huge_pages(default_huge_page_bytes()) == free - 8
+        pool.touch(1, lambda _: None)
+        pool.measure_pages()
+        assert pool.pages == (16 * MIB, 0.0)
+        with closing(Pool(16 * MIB, backing=backing())) as second:
+            assert second.kind is not MemoryKind.RESERVED, "only a part of it would fit"
+    assert free_huge_pages(default_huge_page_bytes()) == free
+
+
+def test_a_pool_in_reserved_huge_pages_is_the_next_daemons(reserved: Path) -> None:
+    with closing(Pool(8 * MIB, region_bytes=4 * MIB, backing=MemfdBacking())) as first:
+        first.buffer[:4] = b"kept"
+        fds = kept(first)
+    with closing(successor(fds)) as second:
+        assert (second.cold_reason, second.kind, second.resident) == ("", MemoryKind.RESERVED, True)
+        assert bytes(second.buffer[:4]) == b"kept"
+
+
+def test_a_limit_of_reserved_huge_pages_leaves_other_memory(reserved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a cgroup's: the kernel refuses them when they are allocated."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(FileCalls, "allocate", refuse)
+    with closing(Pool(16 * MIB)) as pool:
+        assert pool.kind is MemoryKind.PRIVATE
+    monkeypatch.setattr(backing_module, "memory_limit", lambda: MemoryLimit(1000, "what is free"))
+    with pytest.raises(PoolTooLarge, match="what is free"):
+        Pool(16 * MIB)
+
+
+def test_small_pages_are_measured_beside_huge_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of its own memory and of the other once in a turn; nothing where the kernel has none to compare with."""
+    with closing(Pool(64 * MIB, backing=MemfdBacking())) as pool:
+        pool.touch(1, lambda _: None)
+        have = {pool.mapping.address: 0}
+        monkeypatch.setattr(memory_module, "huge_page_bytes", lambda one: have.get(one.address, one.size_bytes))
+        pool.measure_pages()
+        assert pool.pages.slowdown > 0
+        monkeypatch.setattr(memory_module, "huge_page_bytes", lambda one: 0)
+        pool.measure_pages()
+        assert pool.pages.slowdown == 0
 
 
 # --- the table's format ------------------------------------------------------------------------
@@ -90,10 +176,10 @@ def test_memory_that_a_pool_has_already_is_there_for_it(pool_file: Path, monkeyp
 
     def limit(backing: MemfdBacking | FileBacking) -> int:
         with closing(backing):
-            return backing.limit().bytes
+            return backing.limit(MIB).bytes
 
     with closing(FileBacking(pool_file)) as backing:
-        assert backing.limit().bytes == 1000
+        assert backing.limit(MIB).bytes == 1000
         made = Pool(MIB, limit=MemoryLimit(2 * MIB, "the test"), backing=backing)
         made.touch(1, lambda _: None)
         backing.publish()

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import io
 import os
 import resource
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 
 from kvoffd.errors import UnsafeSegment
 from kvoffd.system import mappings
-from kvoffd.system.mappings import STEP_BYTES, HostMapping, PageFaulter, check_descriptor, map_memfd
+from kvoffd.system.mappings import (
+    STEP_BYTES,
+    HostMapping,
+    PageFaulter,
+    check_descriptor,
+    huge_page_bytes,
+    map_memfd,
+    map_private,
+    view_of,
+)
 from tests.kit.waiting import wait_until
 
 SIZE = 1 << 20
@@ -51,13 +61,38 @@ def test_memory_is_unmapped_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == [(begin, step), (begin + step, step), (begin + 2 * step, 4096)]
 
 
-def test_memory_of_clients_is_in_no_core_dump() -> None:
-    with memfd() as fd:
-        segment = map_memfd(fd, SIZE)
-        _, _, of_segment = Path("/proc/self/smaps").read_text().partition(f"{segment.address:x}-")
-        flags = next(line for line in of_segment.splitlines() if line.startswith("VmFlags:"))
-        assert "dd" in flags.split()
-        segment.close()
+def flags_of(mapping: HostMapping) -> list[str]:
+    """What the kernel notes of a mapping (proc_pid_smaps(5))."""
+    _, _, of_mapping = Path("/proc/self/smaps").read_text().partition(f"{mapping.address:x}-")
+    return next(line for line in of_mapping.splitlines() if line.startswith("VmFlags:")).split()
+
+
+def test_memory_is_in_no_core_dump_and_no_child() -> None:
+    """Neither clients' nor the daemon's own."""
+    with memfd() as fd, closing(map_memfd(fd, SIZE)) as shared, closing(map_private(SIZE)) as own:
+        for mapping in (shared, own):
+            assert {"dd", "dc"} <= {*flags_of(mapping)}
+
+
+def test_private_memory_begins_with_a_huge_page_and_takes_no_more_than_its_size() -> None:
+    for size in (1, 4096, SIZE, (2 << 20) + 1):
+        with closing(map_private(size)) as own:
+            assert own.address % (2 << 20) == 0
+            lines = Path("/proc/self/maps").read_text().splitlines()
+            assert any(line.startswith(f"{own.address:x}-{own.address + -(-size // 4096) * 4096:x} ") for line in lines)
+            view_of(own.address, size)[size - 1] = 7
+
+
+def test_huge_pages_are_counted_of_one_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's fields of all kinds of them, and none of another mapping."""
+    fields = "AnonHugePages:  2048 kB", "ShmemPmdMapped: 4096 kB", "Private_Hugetlb: 0 kB", "Rss: 9999 kB"
+    text = "\n".join(
+        f"{begin:x}-{end:x} rw-p 00000000 00:00 0 \n" + "\n".join(fields)
+        for begin, end in ((1 << 40, (1 << 40) + (8 << 20)), (2 << 40, (2 << 40) + (8 << 20)))
+    )
+    monkeypatch.setattr("builtins.open", lambda *_, **__: io.StringIO(text))
+    assert huge_page_bytes(HostMapping(1 << 40, 8 << 20)) == 6 << 20
+    assert huge_page_bytes(HostMapping(3 << 40, 8 << 20)) == 0
 
 
 def test_size_is_read_behind_the_seal(monkeypatch: pytest.MonkeyPatch) -> None:

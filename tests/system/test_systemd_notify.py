@@ -155,6 +155,7 @@ def test_abstract_sockets_are_reached() -> None:
         ({}, False),
         ({"FDSTORE": "8"}, False),
         ({"NOTIFY_SOCKET": "/run/systemd/notify"}, None),
+        ({"NOTIFY_SOCKET": "/run/user/1000/systemd/notify"}, None),
         ({"NOTIFY_SOCKET": "/run/systemd/notify", "FDSTORE": "8"}, True),
         ({"NOTIFY_SOCKET": "/run/systemd/notify", "FDSTORE": "0"}, False),
         ({"NOTIFY_SOCKET": "/run/crun/notify"}, False),

@@ -291,7 +291,10 @@ def pool_bar(pool: s.PoolStats, width: int) -> list[Text]:
 
 def _pool_notes(pool: s.PoolStats) -> Iterator[tuple[str, str]]:
     if pool.at_the_end:
-        yield f"its memory {printable(pool.at_the_end)}", "dim"
+        yield f"its memory {printable(pool.at_the_end)}{pages_of(pool)}", "dim"
+    if pool.page_slowdown >= s.SLOW_PAGES:
+        slower = f"reading it takes {pool.page_slowdown:.1f} times as long as memory in huge pages"
+        yield f"{slower}; the daemon's log and kvoffd-cli doctor say what helps", "yellow"
     if pool.retained_bytes:
         yield f"{format_size(pool.retained_bytes)} are retained by hints: they are evicted last", "dim"
     if pool.numa_remote_slots:
@@ -300,6 +303,14 @@ def _pool_notes(pool: s.PoolStats) -> Iterator[tuple[str, str]]:
         yield f"{format_size(pool.pinned_for_gpu_bytes)} are page-locked for GPUs; the rest is copied slowly", "yellow"
     if pool.of("quarantined"):
         yield f"{format_size(pool.of('quarantined'))} did not match their checksum; see kvoffd-cli health", "red"
+
+
+def pages_of(pool: s.PoolStats) -> str:
+    """Return how much of a pool is in huge pages, as the end of a sentence; empty if nobody looked."""
+    if not (pool.huge_page_bytes or pool.page_slowdown):
+        return ""
+    reserved = "reserved " * (pool.memory == "reserved")
+    return f"; {percent(pool.huge_page_bytes, pool.size_bytes)} of it in {reserved}huge pages"
 
 
 def _pool(pool: s.PoolStats) -> None:
