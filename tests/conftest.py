@@ -57,6 +57,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
+@pytest.fixture(autouse=True)
+def _signals_stay() -> Iterator[None]:
+    """Each test leaves signals as they were: a daemon that one runs here would end the process at a later one's."""
+    numbers = signal.SIGINT, signal.SIGTERM
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """The connector has the client's lines go to vLLM's handlers, whose stream is that of the test that imported it."""
