@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -96,6 +99,25 @@ def test_what_was_not_loaded_stays_where_it_came_from(rig: Rig, space: Namespace
     assert rig.count(space, 99, 40, 0, 20, 0) == {"computed": 20, "pool": 20}, "an unknown lease"
     rig.load(space, keys_of(1, 2, 3), ok=False)
     assert not rig.cache.prompts._uncounted_loads._by_lease
+
+
+def test_the_first_load_imports_no_module() -> None:
+    """The daemon's loop would wait for it. In a process of its own, as tests have imported more by now."""
+    program = (
+        "import sys\n"
+        "from tests.kit.slot_cache import keys_of\n"
+        "from tests.tiering.test_prompt_tokens import Rig, put_below\n"
+        "rig = Rig()\n"
+        "space = rig.open(world_size=2)\n"
+        "before = set(sys.modules)\n"
+        "put_below(rig, space)\n"
+        "keys = keys_of(1, 2, 3, 4, 5)\n"
+        "rig.bring(space, keys)\n"
+        "assert len(rig.count(space, rig.load(space, keys), 80, 0, 80, 0)) == 4\n"
+        "print(sorted(set(sys.modules) - before))\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert ended.stdout == "[]\n"
 
 
 def test_loads_without_a_report_are_forgotten() -> None:
