@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from math import inf
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from kvoffd.cache.open_namespaces import KNOWN_RESETS
 from kvoffd.cache.prompts import MAX_UNREPORTED
 from kvoffd.cache.tickets import StorePart, StoreTicket
 from kvoffd.errors import BadGeometry, NotReady, UnknownLease
-from kvoffd_proto.messages import GroupSpec
+from kvoffd_proto.messages import GroupSpec, HintAction
 from tests.kit.slot_cache import UNIT, CacheRig, check_invariants, keys_of
 
 A, R = FREE, READY
@@ -783,6 +784,41 @@ def test_a_region_too_short_does_not_end_the_search() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_a_region_with_a_retained_block_goes_after_the_others(policy: str) -> None:
+    rig = CacheRig(16, 4, policy)
+    small, large = sizes(rig, 4)
+    for number in range(16):
+        rig.store(small, keys_of(number))
+    rig.cache.hint(small, HintAction.RETAIN, [(0, keys_of(1))], 50, 60.0)
+    for number in range(3):
+        assert rig.store(large, keys_of(number)) == 1
+    assert rig.states(small, keys_of(1)) == [R]
+    check_invariants(rig.cache)
+    for number in range(3):
+        hold(rig, large, keys_of(number), LEASE + number)
+    assert rig.store(large, keys_of(4)) == 1, "there is nothing else"
+    assert rig.states(small, keys_of(1)) == [A]
+    check_invariants(rig.cache)
+
+
+def test_a_store_of_a_low_score_takes_no_region_with_blocks_of_a_higher_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = CacheRig(8, 4)
+    small, large = sizes(rig, 4)
+    for number in range(8):
+        rig.store(small, keys_of(number))
+    low, every = rig.blocks(small, keys_of(4, 5, 6)), rig.policy.first
+    monkeypatch.setattr(rig.policy, "first", lambda count, below=inf: every(count) if below == inf else low[:count])
+    monkeypatch.setattr(rig.policy, "admit", lambda group, keys, starts: [(len(keys) // 8, 1.0)])
+    monkeypatch.setattr(rig.policy, "rejected", lambda group, keys: None)
+    (refused,) = rig.begin(large, 0, 0, keys_of(1))
+    assert (refused.copy, refused.rejected) == ([], [0])
+    assert rig.states(small, keys_of(*range(8))) == [R] * 8
+    low = rig.blocks(small, keys_of(4, 5, 6, 7))
+    assert rig.store(large, keys_of(1)) == 1
+    assert rig.states(small, keys_of(*range(8))) == [R] * 4 + [A] * 4
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_a_busy_namespace_grows_at_the_cost_of_an_idle_one(policy: str) -> None:
     rig = CacheRig(units=64, region_units=8, policy=policy)
     idle, busy = sizes(rig, 2)
@@ -812,6 +848,25 @@ def test_a_namespace_with_its_quota_takes_from_itself(policy: str) -> None:
         assert flooding.held_bytes <= 16 * UNIT
     assert rig.states(polite, keys_of(*range(40))) == [R] * 40
     assert flooding.ready_blocks > 8
+    check_invariants(rig.cache)
+
+
+def test_a_namespace_over_its_quota_keeps_what_a_hint_retains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others' blocks come before its own in the order, so it gives what it stored first."""
+    monkeypatch.setattr("kvoffd.cache.victims.MAX_PASSED", 2)
+    monkeypatch.setattr("kvoffd.cache.hints.BATCH", 2)
+    rig = CacheRig(units=32, region_units=4)
+    other, limited = rig.open("other"), rig.open("limited")
+    rig.store(other, keys_of(*range(8)))
+    for number in range(8):
+        rig.store(limited, keys_of(number))
+    set_quota(rig, limited, 8)
+    rig.cache.hint(limited, HintAction.RETAIN, [(0, keys_of(0, 1))], 50, 60.0)
+    assert rig.store(limited, keys_of(10, 11)) == 2
+    assert rig.states(limited, keys_of(*range(5), 10, 11)) == [R, R, A, A, R, R, R]
+    hold(rig, limited, keys_of(*range(4, 8), 10, 11))
+    assert rig.store(limited, keys_of(12, 13)) == 2, "there is nothing else"
+    assert rig.states(limited, keys_of(0, 1)) == [A, A]
     check_invariants(rig.cache)
 
 

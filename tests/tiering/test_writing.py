@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kvoffd.cache.namespace import Group, Namespace
+from kvoffd.cache.tickets import StorePart
 from kvoffd.tiering import TieringSettings, WriteMode, writer
 from kvoffd.tiering.writer import BUDGET, DAY_S, LATE, MAX_LOOKED_AT, STAYS, UNLIKELY, Selection, WriteBudget
 from kvoffd_proto.messages import BENCH_LABEL, READY
@@ -110,6 +111,20 @@ def test_what_is_written_goes_before_what_waits() -> None:
     assert rig.states(space, keys_of(4)) == [READY]
     assert sum(len(rig.blocks(space, keys_of(number))) for number in range(4)) == 0
     assert not rig.writer.not_written
+
+
+def test_what_a_tier_has_of_a_prompt_leaves_a_region_to_the_rest_of_it() -> None:
+    rig = TieringHarness(regions=2)
+    space = rig.open(sizes=(UNIT, 4 * UNIT))
+    rig.put(space, keys_of(*range(8)))
+    parts = [StorePart(0, keys_of(8), before={0: keys_of(7)}), StorePart(1, keys_of(8))]
+    assert [one.no_space for one in rig.cache.stores.begin(space, 0, parts)] == [[0], [0]], "it has nothing yet"
+    go_on(rig)
+    assert rig.in_tier(space, keys_of(*range(8))) == 8
+    stores = rig.cache.stores.begin(space, 0, parts[::-1])
+    assert [one.no_space for one in stores] == [[], []]
+    rig.cache.stores.abort(stores)
+    rig.check()
 
 
 def test_what_was_read_goes_before_what_waits() -> None:
