@@ -93,8 +93,8 @@ class _Range:
             self.unfound = [at for at in self.unfound if keys[at] not in coming]
         self.there: dict[int, Promotions] = {}
         """Sources that have a key."""
-        self.asking: list[int] = []
-        """Keys that a store is being asked for."""
+        self.asking: dict[int, Tier] = {}
+        """Stores that are being asked for a key."""
         self.question: object = None
         """The question to a store, if this lookup asked it for all keys in one."""
         self.found_by: dict[str, None] = {}
@@ -113,7 +113,7 @@ class _Range:
                 absent, present, asked = (compress(self.unfound, found.translate(one)) for one in _ANSWER_TABLES)
                 self.found_by[tier.name] = None
                 self.there.update(dict.fromkeys(present, source))
-                self.asking += asked
+                self.asking.update(dict.fromkeys(asked, tier))
                 self.unfound = list(absent)
 
 
@@ -247,7 +247,7 @@ class TierLookups:
             part.look(lookup.sources, prefix=True)
         end = min([end, *part.unfound[:1]])
         if end < len(part.keys):
-            part.asking = [at for at in part.asking if at < end]
+            part.asking = {at: tier for at, tier in part.asking.items() if at < end}
         if part.asking:
             self._await_answers(lookup, part, prefix=True)
         places = set(part.there)
@@ -285,21 +285,22 @@ class TierLookups:
         block_bytes = lookup.namespace.group(part.group.group_index).block_bytes
         lookup.lease.asking_bytes += min(len(part.asking) * block_bytes, lookup.left_bytes)
         lookup.lease.coming += len(part.asking)
-        keys = part.keys
-        if len(part.asking) == len(keys):
-            part.states[:] = bytes([SHARED]) * len(keys)
+        if len(part.asking) == len(part.keys):
+            part.states[:] = bytes([SHARED]) * len(part.keys)
         else:
-            keys = [keys[at] for at in part.asking]
             for at in part.asking:
                 part.states[at] = SHARED
         if lookup.asked is None:
             return
-        lookup.mark(part, part.asking, UNANSWERED_YET)
+        lookup.mark(part, sorted(part.asking), UNANSWERED_YET)
         asked = lookup.asked[part.number]
         if prefix and part.question is not None:
             self._unanswered.add_run(part.question, asked, part.start)
-        else:
-            self._unanswered.add(part.group.tag, keys, asked, [part.start + at for at in part.asking])
+            return
+        for tier in dict.fromkeys(part.asking.values()):
+            places = [at for at, one in part.asking.items() if one is tier]
+            keys = [part.keys[at] for at in places]
+            self._unanswered.add(tier, part.group.tag, keys, asked, [part.start + at for at in places])
 
     def _request(self, lookup: _Lookup, part: _Range, places: Sequence[int]) -> None:
         """Request keys that are in a tier or coming, up to the first that cannot be requested; set their states."""
