@@ -206,7 +206,7 @@ class Cache:
         If it ``is_success``, count the loaded keys and tokens, once all ranks have loaded them. A lease's tokens are
         those of its largest group: with a sliding window, fewer blocks stand for as many tokens.
         """
-        if self.tiers is not None and (keys := self.tiers.loaded(tickets)) is not None and is_success:
+        if is_success and self.tiers is not None and (keys := self.tiers.loaded(tickets)) is not None:
             self.prompts.loaded(tickets[0].lease, keys)
         for ticket in tickets:
             self.life.unpin(ticket.blocks)

@@ -71,7 +71,7 @@ class TierHooks(Protocol):
         """The lease ended: promotions for it alone can stop."""
 
     def loaded(self, tickets: Sequence[LoadTicket]) -> LoadedKeys | None:
-        """The loads of one job ended. Return the sources of its keys, of the group with the most tokens; None if all
+        """All loads of one job succeeded. Return the sources of its keys, of the group with the most tokens; None if all
         were in the pool."""
 
     def used(self, blocks: BlockIds) -> None:

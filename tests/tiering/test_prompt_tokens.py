@@ -97,8 +97,16 @@ def test_what_was_not_loaded_stays_where_it_came_from(rig: Rig, space: Namespace
     assert rig.count(space, rig.load(space, keys_of(1, 2)), 40, 0, 32, 0) == {"computed": 8, "pool": 32}
     assert rig.count(space, 0, 40, 0, 0, 30) == {"computed": 10, "other": 30}
     assert rig.count(space, 99, 40, 0, 20, 0) == {"computed": 20, "pool": 20}, "an unknown lease"
+    assert rig.count(space, rig.load(space, keys_of(1, 2, 3), ok=False), 48, 0, 0, 0) == {"computed": 48}
+    assert rig.count(space, rig.load(space, keys_of(1, 2, 3)), 48, 0, 48, 0) == {"pool": 32, "disk": 16}
+
+
+def test_what_was_promoted_for_a_load_that_failed_is_unused_if_it_goes(rig: Rig, space: Namespace) -> None:
+    put_below(rig, space)
+    rig.bring(space, keys_of(1, 2, 3))
     rig.load(space, keys_of(1, 2, 3), ok=False)
-    assert not rig.cache.prompts._uncounted_loads._by_lease
+    rig.evict(space, keys_of(3))
+    assert rig.source.unused_blocks == 1
 
 
 def test_the_first_load_imports_no_module() -> None:
