@@ -43,9 +43,12 @@ class _Lookup:
     sources: Sequence[Promotions]
     """Sources that it can use now, in the order in which they are asked."""
     left_bytes: int
-    """Pool bytes that may still be promoted for it: more than leases may pin would evict its own beginning."""
+    """Pool bytes that may still be promoted for it, negative if its READY keys are more than leases may pin: more would
+    evict its own beginning."""
     free_bytes: float
     """Pool bytes that it may ask a source for: keys that got no space in their patience do not wait for it again."""
+    asking_bytes: int = 0
+    """Pool bytes of the keys that stores are being asked for."""
     queues: list[FillQueue] = field(default_factory=list)
     """Queues that it waits for and that have no space yet, of all sources."""
     worth_reading: set[Promotions] = field(default_factory=set)
@@ -191,6 +194,7 @@ class TierLookups:
             if asked is not None:
                 for name in part.found_by:
                     asked[number].tier_has_some(name)
+        lease.asking_bytes = min(lookup.asking_bytes, max(0, lookup.left_bytes))
         if lease.coming:
             awaits = self._awaits.get(lease, {})
             answers_s = ANSWER_S if lease.asking else 0.0  # it was asked in this call: see ``Lease.ask_again``
@@ -282,8 +286,7 @@ class TierLookups:
     def _await_answers(self, lookup: _Lookup, part: _Range, *, prefix: bool) -> None:
         """Have the lookup wait for the answers about keys that a store is being asked for."""
         lookup.lease.asking += len(part.asking)
-        block_bytes = lookup.namespace.group(part.group.group_index).block_bytes
-        lookup.lease.asking_bytes += min(len(part.asking) * block_bytes, lookup.left_bytes)
+        lookup.asking_bytes += len(part.asking) * lookup.namespace.group(part.group.group_index).block_bytes
         lookup.lease.coming += len(part.asking)
         if len(part.asking) == len(part.keys):
             part.states[:] = bytes([SHARED]) * len(part.keys)
