@@ -393,6 +393,21 @@ def test_what_was_reset_is_missed_for_that_before_it_is_swept_out() -> None:
     assert not space.group(0).unswept
 
 
+@pytest.mark.parametrize("is_swept", [False, True])
+def test_what_left_after_a_reset_is_missed_for_that(is_swept: bool) -> None:
+    rig = full_rig(8)
+    space = rig.open()
+    rig.store(space, keys_of(1, 2, 3))
+    rig.cache.reset(space)
+    rig.store(space, keys_of(1))
+    rig.cache.life.evict(rig.blocks(space, keys_of(1)))
+    rig.cache.blocks.record_misses(space.group(0), keys_of(2), MissReason.REJECTED)
+    while is_swept and rig.cache.background():
+        pass
+    rig.cache.lookup(space, 8, 1, [(0, keys_of(1, 2, 3))])
+    assert misses(space) == {"EVICTED": 1, "REJECTED": 1, "INVALIDATED": 1}
+
+
 def test_every_way_out_has_its_reason() -> None:
     rig = full_rig(4)
     namespace = rig.open("a")
