@@ -46,6 +46,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import compress, takewhile
+from math import inf
 
 import numpy as np
 import numpy.typing as npt
@@ -167,11 +168,19 @@ class BlockLife:
         """Let only stores with this ``sole`` number add shards to new blocks."""
         self._sole_of |= dict.fromkeys(blocks.tolist(), sole)
 
-    def joinable(self, blocks: BlockIds, indices: list[int], sole: int) -> list[int]:
-        """Return those of the indices whose WRITING block gets a shard of a store with this ``sole`` number, or 0."""
+    def unjoinable(self, blocks: BlockIds, sole: int) -> list[int]:
+        """Return those of the WRITING blocks that get no shard of a store with this ``sole`` number, or 0."""
         if not (sole or self._sole_of):
-            return indices
-        return [index for index in indices if self._sole_of.get(int(blocks[index]), 0) == sole]
+            return []
+        return [block for block in blocks.tolist() if self._sole_of.get(block, 0) != sole]
+
+    def abandoned_by_others(self, blocks: BlockIds, sole: int, until: float) -> list[int]:
+        """Return those of some blocks that a store with another ``sole`` number began, and that nobody has been writing
+        since ``until`` or longer."""
+        if not self._sole_of:
+            return []
+        others = dict.fromkeys(block for block in blocks.tolist() if self._sole_of.get(block, sole) != sole)
+        return [block for block in others if self.partial.get(block, inf) <= until]
 
     def publish(
         self,

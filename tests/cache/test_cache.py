@@ -16,6 +16,7 @@ from kvoffd.cache.leases import CLAIM_S
 from kvoffd.cache.namespace import MissReason, Namespace, NamespaceSnapshot
 from kvoffd.cache.open_namespaces import KNOWN_RESETS
 from kvoffd.cache.prompts import MAX_UNREPORTED
+from kvoffd.cache.space import ABANDONED_S
 from kvoffd.cache.tickets import StorePart, StoreTicket
 from kvoffd.errors import BadGeometry, NotReady, UnknownLease
 from kvoffd_proto.messages import GroupSpec, HintAction
@@ -96,6 +97,42 @@ def test_partial_blocks_go_before_ready_ones() -> None:
     rig.clock.now += 5
     rig.store(namespace, keys_of(3))
     assert rig.states(namespace, keys_of(1, 2, 3)) == [R, A, R]
+
+
+def begin_sole(rig: CacheRig, namespace: Namespace, rank: int, keys: bytes, sole: int) -> StoreTicket:
+    parts = [StorePart(0, keys, {}, range(len(keys) // 8))]
+    (ticket,) = rig.cache.stores.begin(namespace, rank, parts, sole)
+    return ticket
+
+
+def test_a_block_that_one_store_alone_began_and_left_is_stored_by_another_one() -> None:
+    rig = full_rig(4)
+    namespace = rig.open("a", world_size=2)
+    rig.commit([begin_sole(rig, namespace, 0, keys_of(1), 5)])
+    assert begin_sole(rig, namespace, 1, keys_of(1), 0).copy == [], "no block has shards of two"
+    rig.clock.now += ABANDONED_S
+    assert rig.store(namespace, keys_of(1)) == 1
+    assert namespace.counters.partial_blocks == 1
+    rig.commit([begin_sole(rig, namespace, 0, keys_of(2), 5)])
+    running = begin_sole(rig, namespace, 1, keys_of(2), 5)
+    rig.clock.now += ABANDONED_S
+    assert begin_sole(rig, namespace, 1, keys_of(2), 0).copy == [], "it is being written"
+    assert rig.commit([running]) == 1
+    check_invariants(rig.cache)
+
+
+def test_a_repeated_key_of_another_store_s_block_is_lost_no_more_than_the_first() -> None:
+    rig = full_rig(4)
+    namespace = rig.open("a", world_size=2)
+    rig.commit([begin_sole(rig, namespace, 0, keys_of(1), 5)])
+    ticket = begin_sole(rig, namespace, 1, keys_of(1, 2, 1, 2), 0)
+    assert (ticket.copy, ticket.duplicates) == ([1], [3])
+    rig.cache.stores.abort([ticket])
+    rig.clock.now += ABANDONED_S
+    ticket = begin_sole(rig, namespace, 0, keys_of(1, 2, 1, 2), 0)
+    assert (ticket.copy, ticket.duplicates) == ([0, 1], [2, 3])
+    rig.cache.stores.abort([ticket])
+    check_invariants(rig.cache)
 
 
 def test_a_rank_that_never_stores_does_not_cost_the_pool() -> None:
