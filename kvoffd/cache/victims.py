@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -40,13 +40,21 @@ class Victims:
         self._life, self._slots, self._blocks, self._order = life, life.slots, life.blocks, life.order
 
     def are_evictable(self, older_than: int) -> bool:
-        """Return whether any READY blocks can be evicted, whatever their scores."""
-        return any(self._may_go(batch, older_than).any() for batch in self._order.candidates())
+        """Return whether any of the first READY blocks can be evicted, whatever their scores."""
+        return any(self._may_go(batch, older_than).any() for batch in self._considered())
 
     def spares(self, older_than: int) -> bool:
-        """Return whether blocks could be evicted for a prompt that is newer than ``older_than``."""
-        spared = (self._may_go(one, ANY_PROMPT) & ~self._may_go(one, older_than) for one in self._order.candidates())
+        """Return whether some of these blocks could be evicted for a prompt that is newer than ``older_than``."""
+        spared = (self._may_go(one, ANY_PROMPT) & ~self._may_go(one, older_than) for one in self._considered())
         return any(which.any() for which in spared)
+
+    def _considered(self) -> Iterator[BlockIds]:
+        """Yield the first blocks of the order in batches, about as many as an eviction may choose from."""
+        left = MAX_CONSIDERED
+        for batch in self._order.candidates():
+            yield batch
+            if (left := left - len(batch)) <= 0:
+                return
 
     def _may_go(self, blocks: BlockIds, older_than: int) -> npt.NDArray[np.bool_]:
         """Return which READY blocks are not pinned, and are not spared."""

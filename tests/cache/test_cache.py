@@ -354,6 +354,21 @@ def test_a_region_with_a_pinned_block_is_not_taken_over() -> None:
     check_invariants(rig.cache)
 
 
+def test_a_store_without_space_does_not_look_at_all_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool of one size whose regions have a pinned block each, of which a store needs another size."""
+    monkeypatch.setattr("kvoffd.cache.victims.MAX_CONSIDERED", 128)
+    rig = full_rig(2048)
+    small, large = rig.open("small"), rig.open("large", sizes=(2 * UNIT,))
+    rig.store(small, keys_of(*range(2048)))
+    hold(rig, small, keys_of(*range(0, 2048, 4)))
+    seen, first = list[int](), rig.policy.first
+    monkeypatch.setattr(rig.policy, "first", lambda count, below=inf: seen.append(count) or first(count, below))
+    assert rig.store(large, keys_of(1)) == 0
+    assert large.counters.no_space == {"sizes": 1}
+    assert max(seen) <= 4 * 128
+    check_invariants(rig.cache)
+
+
 def test_one_old_block_does_not_cost_a_region_in_use() -> None:
     rig = full_rig(16)
     small, large = rig.open("small"), rig.open("large", sizes=(2 * UNIT,))
