@@ -46,6 +46,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import compress, takewhile
+from math import inf
 
 import numpy as np
 import numpy.typing as npt
@@ -75,6 +76,8 @@ from kvoffd.pool.allocator import SlotAllocator, SlotIds
 
 RECOVERED_AT_ONCE = 4096
 """Recovered blocks entered together, by group. Small, so that the order of use stays about right."""
+NEVER_LEFT = MissReason.UNKNOWN, MissReason.FORGOTTEN
+"""Reasons of keys of which no other is known."""
 
 
 class BlockLife:
@@ -165,11 +168,19 @@ class BlockLife:
         """Let only stores with this ``sole`` number add shards to new blocks."""
         self._sole_of |= dict.fromkeys(blocks.tolist(), sole)
 
-    def joinable(self, blocks: BlockIds, indices: list[int], sole: int) -> list[int]:
-        """Return those of the indices whose WRITING block gets a shard of a store with this ``sole`` number, or 0."""
+    def unjoinable(self, blocks: BlockIds, sole: int) -> list[int]:
+        """Return those of the WRITING blocks that get no shard of a store with this ``sole`` number, or 0."""
         if not (sole or self._sole_of):
-            return indices
-        return [index for index in indices if self._sole_of.get(int(blocks[index]), 0) == sole]
+            return []
+        return [block for block in blocks.tolist() if self._sole_of.get(block, 0) != sole]
+
+    def abandoned_by_others(self, blocks: BlockIds, sole: int, until: float) -> list[int]:
+        """Return those of some blocks that a store with another ``sole`` number began, and that nobody has been writing
+        since ``until`` or longer."""
+        if not self._sole_of:
+            return []
+        others = dict.fromkeys(block for block in blocks.tolist() if self._sole_of.get(block, sole) != sole)
+        return [block for block in others if self.partial.get(block, inf) <= until]
 
     def publish(
         self,
@@ -310,7 +321,14 @@ class BlockLife:
         for number in self.unswept.keys() & group.unswept:
             states, _ = self.blocks.find(self.unswept[number], keys)
             gone = np.flatnonzero(np.frombuffer(states, np.uint8) != FREE)
-            self.blocks.record_misses(group, select_keys(keys, gone, group.key_bytes), MissReason.INVALIDATED)
+            self._record_reset(group, select_keys(keys, gone, group.key_bytes))
+
+    def _record_reset(self, group: Group, keys: bytes) -> None:
+        """Record that a reset took keys from a predecessor of a group, except where a later reason is known."""
+        never = np.isin(np.frombuffer(self.blocks.miss_reasons(group, keys), np.uint8), NEVER_LEFT)
+        self.blocks.record_misses(
+            group, select_keys(keys, np.flatnonzero(never), group.key_bytes), MissReason.INVALIDATED
+        )
 
     def reasons_of(self, group: Group, keys: bytes) -> bytes:
         """Return the ``MissReason`` of each key when it was last missing, if known; it may have been stored since."""
@@ -325,13 +343,12 @@ class BlockLife:
 
     def _reasons_since_reset(self, group: Group, keys: bytes, reasons: bytes) -> bytes:
         """Return the reasons of keys, which is INVALIDATED for those that are only known from before a reset."""
-        never = bytes([MissReason.UNKNOWN, MissReason.FORGOTTEN])
-        if set(never).isdisjoint(reasons):
+        if set(NEVER_LEFT).isdisjoint(reasons):
             return reasons
         for predecessor in group.predecessors:
             reasons_before = self.blocks.miss_reasons(predecessor, keys)
             now, before = (np.frombuffer(each, np.uint8) for each in (reasons, reasons_before))
-            dropped = np.isin(now, list(never)) & ~np.isin(before, list(never))
+            dropped = np.isin(now, NEVER_LEFT) & ~np.isin(before, NEVER_LEFT)
             reasons = np.where(dropped, np.uint8(MissReason.INVALIDATED), now).tobytes()
         return reasons
 
@@ -350,8 +367,7 @@ class BlockLife:
             return
         packed_keys, slots, corrupt = self.blocks.drop(group, blocks, reason or 0)
         if group.retired and group.namespace.groups:
-            successor = group.namespace.groups[group.index]
-            self.blocks.record_misses(successor, packed_keys, MissReason.INVALIDATED)
+            self._record_reset(group.namespace.groups[group.index], packed_keys)
         if state == READY:
             self._report_removed(group, blocks, packed_keys)
         self._pop_all(self.partial, blocks)

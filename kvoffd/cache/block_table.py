@@ -54,7 +54,7 @@ declare(
     blocks_retire=(None, VOID_P, CHAR_P),
     blocks_add_recovered=(None, VOID_P, CHAR_P, *ITEMS),
     blocks_oldest=(COUNT, VOID_P, CHAR_P, NUMBER, NUMBER, NUMBER),
-    blocks_choose_victims=(COUNT, VOID_P, VOID_P, CHAR_P, NUMBER, *ITEMS, NUMBER, NUMBER, NUMBER),
+    blocks_choose_victims=(COUNT, VOID_P, VOID_P, CHAR_P, NUMBER, *ITEMS, NUMBER, NUMBER, NUMBER, VOID_P, *ITEMS),
     blocks_drop=(COUNT, VOID_P, CHAR_P, *ITEMS, NUMBER),
     blocks_end_dropped=(None, VOID_P, CHAR_P, *ITEMS),
     blocks_common_group=(UINT32, VOID_P, *ITEMS, NUMBER),
@@ -360,17 +360,28 @@ class BlockTable(Structure):
         return self._numbers[:found].copy()
 
     def choose_victims(
-        self, slots: SlotAllocator, group: Group, count: int, order: BlockIds, older_than: int, *, last: bool
+        self,
+        slots: SlotAllocator,
+        group: Group,
+        count: int,
+        order: BlockIds,
+        older_than: int,
+        hints: npt.NDArray[np.uint32],
+        retentions: npt.NDArray[np.uint32],
+        *,
+        last: bool,
     ) -> tuple[BlockIds, bool]:
         """Choose blocks to evict so that slots for ``count`` blocks of a group become free; also returns whether they
         are enough: see ``Victims.for_space``.
 
-        ``order``: READY, unpinned blocks, the first to evict first; ``last``: there are no others.
+        ``order``: READY, unpinned blocks, the first to evict first; ``last``: there are no others. ``hints``,
+        ``retentions``: see ``HintedOrder.retentions``.
         """
         most = len(order) + 2 * slots.slots_per_region
         self._grow(most)
         wanted = slots.address, group.packed, count, packed(order), len(order)
-        found = self._native.blocks_choose_victims(self.address, *wanted, most, last, older_than)
+        retained = hints.ctypes.data, packed(retentions), len(retentions)
+        found = self._native.blocks_choose_victims(self.address, *wanted, most, last, older_than, *retained)
         if found == NO_BLOCK:
             raise MemoryError
         return self._numbers[:found].copy(), bool(self._counts[0])

@@ -514,7 +514,9 @@ enum { CHOSEN = 1, PASSED, REGIONS_COMPARED = 16 };
 struct choice {
     struct blocks *x;
     const struct slots *slots;
-    uint64_t older_than; /* only blocks of older prompts go with a region */
+    uint64_t older_than; /* of the blocks that were not met, only those of older prompts go with a region */
+    const uint32_t *hints, *retentions; /* by block, the number of its hint; numbers of hints that retain, ascending */
+    uint64_t count_retentions;
     uint64_t sizes, found, most_found, passed_pages, met;
     struct {
         uint64_t bytes;
@@ -606,24 +608,42 @@ static uint32_t block_of(const struct blocks *x, uint32_t slot)
     return slot;
 }
 
-/* Returns whether all blocks of a region can be evicted. */
-static int can_go(const struct choice *c, uint64_t region)
+static int is_retained(const struct choice *c, uint32_t block)
+{
+    uint32_t number = c->hints[block];
+    uint64_t first = 0, end = c->count_retentions;
+
+    while (number && first < end) {
+        uint64_t middle = (first + end) / 2;
+        if (c->retentions[middle] == number)
+            return 1;
+        *(c->retentions[middle] < number ? &first : &end) = middle + (c->retentions[middle] < number);
+    }
+    return 0;
+}
+
+/* Returns whether all blocks of a region can be evicted: those that were met in the order, and, unless `met_only`,
+ * others that nothing protects. */
+static int can_go(const struct choice *c, uint64_t region, int met_only)
 {
     const struct slots *slots = c->slots;
+    const struct blocks *x = c->x;
     uint64_t first = region * slots->slots_per_region, count = slots_in(slots, region, slots->slot_bytes[region]);
 
     for (uint64_t slot = first; slot < first + count; slot++) {
-        uint32_t block = block_of(c->x, slot);
-        if (slots->in_use[slot] &&
-            (c->x->state[block] != READY || c->x->pins[block] || c->x->prompt[block] >= c->older_than))
+        uint32_t block = block_of(x, slot);
+        if (!slots->in_use[slot] || (x->state[block] == READY && x->missing[block])) /* CHOSEN or PASSED */
+            continue;
+        if (met_only || x->state[block] != READY || x->pins[block] || x->prompt[block] >= c->older_than ||
+            is_retained(c, block))
             return 0;
     }
     return c->found + count <= c->most_found;
 }
 
-/* Chooses all blocks of the region with the largest part skipped, among those of the first regions met whose blocks can
- * all be evicted; returns whether there is one. */
-static int choose_region(struct choice *c)
+/* Chooses all blocks of the region with the largest part skipped, among those of the first regions met that can go;
+ * returns whether there is one. */
+static int choose_region(struct choice *c, int met_only)
 {
     const struct slots *slots = c->slots;
     uint64_t best = NONE, compared = 0, most = 0;
@@ -634,7 +654,7 @@ static int choose_region(struct choice *c)
             continue;
         compared++;
         if ((best == NONE || c->passed[region] * used_in(slots, best) > c->passed[best] * used_in(slots, region)) &&
-            can_go(c, region))
+            can_go(c, region, met_only))
             best = region;
     }
     if (best == NONE)
@@ -649,13 +669,15 @@ static int choose_region(struct choice *c)
 }
 
 /* Finds at most `most_found` blocks to evict for `count` blocks of a group: see Victims.for_space. `order` has READY,
- * unpinned blocks; `last`: there are no others. Returns how many, and sets counts[0] to whether they are enough; NONE
- * if memory is short. */
+ * unpinned blocks; `last`: there are no others. `hints`, `retentions`: see struct choice. Returns how many, and sets
+ * counts[0] to whether they are enough; NONE if memory is short. */
 uint64_t kvoffd_blocks_choose_victims(struct blocks *x, const struct slots *slots, const struct block_group *g, uint64_t count,
                                   const uint32_t *order, uint64_t blocks, uint64_t most_found, uint32_t last,
-                                  uint64_t older_than)
+                                  uint64_t older_than, const uint32_t *hints, const uint32_t *retentions,
+                                  uint64_t count_retentions)
 {
-    struct choice c = { .x = x, .slots = slots, .most_found = most_found, .older_than = older_than };
+    struct choice c = { .x = x, .slots = slots, .most_found = most_found, .older_than = older_than, .hints = hints,
+                        .retentions = retentions, .count_retentions = count_retentions };
     uint64_t patience = 0, seen = 0;
 
     c.passed = calloc(3 * slots->regions, sizeof *c.passed);
@@ -676,11 +698,11 @@ uint64_t kvoffd_blocks_choose_victims(struct blocks *x, const struct slots *slot
         skip(&c, order[seen]);
         if (!patience) /* until as much was skipped as the first region holds */
             patience = used_in(slots, c.regions[0]) * slots->slot_bytes[c.regions[0]] / PAGE;
-        if (c.passed_pages >= patience && !choose_region(&c))
+        if (c.passed_pages >= patience && !choose_region(&c, 0))
             patience = 2 * c.passed_pages;
     }
-    if (last && lacks(&c) && c.passed_pages)
-        choose_region(&c);
+    if (last && lacks(&c) && c.passed_pages) /* too little was skipped to cost any other block */
+        choose_region(&c, 1);
     x->counts[0] = !lacks(&c);
     while (seen--)
         x->missing[order[seen]] = 0;

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from itertools import compress, islice
 
 import numpy as np
+import numpy.ma  # otherwise the loop's first np.unique or np.isin imports it, in 20 ms or more
 
 from kvoffd.cache.asked_keys import AskedKeys
 from kvoffd.cache.block_life import BlockLife
@@ -38,8 +39,6 @@ from kvoffd.errors import NotReady, UnknownLease
 from kvoffd.pool.allocator import SlotAllocator
 from kvoffd.pool.slot_table import SlotTable
 from kvoffd_proto.messages import HintAction, KeyState
-
-# Do not call np.unique here: its first call imports numpy.ma, which takes 20 ms.
 
 SWEPT_AT_ONCE = 1024
 """Slots of reset namespaces that one step returns."""
@@ -207,7 +206,7 @@ class Cache:
         If it ``is_success``, count the loaded keys and tokens, once all ranks have loaded them. A lease's tokens are
         those of its largest group: with a sliding window, fewer blocks stand for as many tokens.
         """
-        if self.tiers is not None and (keys := self.tiers.loaded(tickets)) is not None and is_success:
+        if is_success and self.tiers is not None and (keys := self.tiers.loaded(tickets)) is not None:
             self.prompts.loaded(tickets[0].lease, keys)
         for ticket in tickets:
             self.life.unpin(ticket.blocks)

@@ -177,7 +177,7 @@ class HintedOrder:
         own = np.array([one is None or one.wish.giver == giver != ANY for one in self._live_of(blocks)], np.bool_)
         alone = self._askers.are_alone(blocks, giver)
         released, others = blocks[own & alone], blocks[own & ~alone]
-        ended = others[self._are_retained(others)]
+        ended = others[self.are_retained(others)]
         self._insert(group, ended[self._unmark(group, ended)])
         if (inner := released[~self._unmark(group, released)]).size:
             self._policy.remove(group, inner, self._blocks.keys(inner, group.key_bytes))
@@ -189,7 +189,7 @@ class HintedOrder:
         self.end_lapsed()
         if wish.deadline <= self._clock():
             return
-        are_retained, counters = self._are_retained(blocks), group.namespace.counters
+        are_retained, counters = self.are_retained(blocks), group.namespace.counters
         retained, wanted = blocks[are_retained], blocks[~are_retained]
         wishes: dict[int, Wish] = {}
         for number, at in _by_number(self._hint_of[retained]):
@@ -292,7 +292,7 @@ class HintedOrder:
         if not (self._retained_may_be_next and self._retentions):
             return False
         soon = self._policy.first(min(SET_ASIDE_AT_ONCE, len(self._hint_of) // SOON))
-        retained = self._are_retained(soon)
+        retained = self.are_retained(soon)
         self._set_aside(soon[retained])
         self._retained_may_be_next = bool(retained.any())
         return self._retained_may_be_next
@@ -310,7 +310,13 @@ class HintedOrder:
         """Return each block's retention, if it has one that has not ended."""
         return [self._retentions.get(number) for number in self._hint_of[blocks].tolist()]
 
-    def _are_retained(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
+    @property
+    def retentions(self) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
+        """Numbers of hints, [slots] of each block and, ascending, those that retain their blocks now."""
+        return self._hint_of, np.fromiter(self._retentions, np.uint32, len(self._retentions))
+
+    def are_retained(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
+        """Return which blocks a hint retains."""
         retained, numbers = np.zeros(len(blocks), np.bool_), self._hint_of[blocks]
         hinted = np.flatnonzero(numbers)
         retained[hinted] = [number in self._retentions for number in numbers[hinted].tolist()]
@@ -356,7 +362,7 @@ class HintedOrder:
         self._policy.requested(chains)
 
     def _found(self, group: Group, ready: BlockIds) -> None:
-        retained = self._are_retained(ready)
+        retained = self.are_retained(ready)
         group.namespace.counters.retained_found_keys += int(retained.sum())
         others, back = ready[~retained], []
         for number, at in _by_number(self._hint_of[ready[retained]]):
@@ -436,7 +442,7 @@ class HintedOrder:
         order, left = [early], count - len(early)
         while left:
             found = self._policy.first(left, below)
-            retained = self._are_retained(found)
+            retained = self.are_retained(found)
             if not (self._set_aside_left and retained.any()):  # rarely too many to look behind them: they go too
                 order.append(found)
                 left -= len(found)

@@ -71,8 +71,8 @@ class TierHooks(Protocol):
         """The lease ended: promotions for it alone can stop."""
 
     def loaded(self, tickets: Sequence[LoadTicket]) -> LoadedKeys | None:
-        """The loads of one job ended. Return the sources of its keys, of the group with the most tokens; None if all
-        were in the pool."""
+        """All loads of one job succeeded. Return the sources of its keys, of the group with the most tokens; None if
+        all were in the pool."""
 
     def used(self, blocks: BlockIds) -> None:
         """A lookup found these blocks READY."""

@@ -85,25 +85,37 @@ class BlockStores:
         verdicts, blocks = self._blocks.judge(*offered)
         if verdicts == _ABSENT * len(verdicts):
             return StoreTicket(group, NO_BLOCKS, NO_BLOCKS), range(len(verdicts)), NO_BLOCKS
-        if StoreVerdict.NARROW in verdicts:
-            self._drop_narrow(group, blocks[np.frombuffer(verdicts, np.uint8) == StoreVerdict.NARROW])
+        narrow = blocks[np.frombuffer(verdicts, np.uint8) == StoreVerdict.NARROW]
+        if self._drop_narrow(group, narrow) | self._space.drop_abandoned(blocks, sole):
             verdicts, blocks = self._blocks.judge(*offered)
         of_key = np.frombuffer(verdicts, np.uint8)
         absent, joined, duplicates = (
             np.flatnonzero(of_key == verdict).tolist()
             for verdict in (StoreVerdict.ABSENT, StoreVerdict.JOIN, StoreVerdict.DUPLICATE)
         )
-        joined = self._life.joinable(blocks, joined, sole)
+        if refused := {*self._life.unjoinable(blocks[joined], sole)}:
+            joined = [index for index in joined if int(blocks[index]) not in refused]
+            duplicates = self._repeats_of(group, part.keys, duplicates, [*absent, *joined])
         existing = blocks[are_present := blocks != NO_BLOCK]
         self._blocks.prompt[existing] = np.maximum(self._blocks.prompt[existing], prompts[are_present])
         return StoreTicket(group, blocks[joined], NO_BLOCKS, joined, duplicates=duplicates), absent, existing
 
-    def _drop_narrow(self, group: Group, blocks: BlockIds) -> None:
-        """Drop blocks that begin later than what is offered, and the copies in tiers, which are as narrow."""
-        packed_keys = self._blocks.keys(blocks, group.key_bytes)
-        self._life.drop(blocks, MissReason.PARTIAL)
-        if self._life.tiers is not None:
-            self._life.tiers.remove(group.namespace, group.index, packed_keys, MissReason.PARTIAL)
+    def _drop_narrow(self, group: Group, blocks: BlockIds) -> bool:
+        """Drop blocks that begin later than what is offered, and the copies in tiers, which are as narrow. Returns
+        whether there are any."""
+        if blocks.size:
+            packed_keys = self._blocks.keys(blocks, group.key_bytes)
+            self._life.drop(blocks, MissReason.PARTIAL)
+            if self._life.tiers is not None:
+                self._life.tiers.remove(group.namespace, group.index, packed_keys, MissReason.PARTIAL)
+        return bool(blocks.size)
+
+    @staticmethod
+    def _repeats_of(group: Group, keys: bytes, repeats: Sequence[int], indices: Sequence[int]) -> list[int]:
+        """Return those of the ``repeats`` whose keys are at ``indices``."""
+        split = np.frombuffer(keys, group.namespace.key_type).tolist()
+        wanted = {split[index] for index in indices}
+        return [index for index in repeats if split[index] in wanted]
 
     # --- which prompts ---------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -40,13 +40,21 @@ class Victims:
         self._life, self._slots, self._blocks, self._order = life, life.slots, life.blocks, life.order
 
     def are_evictable(self, older_than: int) -> bool:
-        """Return whether any READY blocks can be evicted, whatever their scores."""
-        return any(self._may_go(batch, older_than).any() for batch in self._order.candidates())
+        """Return whether any of the first READY blocks can be evicted, whatever their scores."""
+        return any(self._may_go(batch, older_than).any() for batch in self._considered())
 
     def spares(self, older_than: int) -> bool:
-        """Return whether blocks could be evicted for a prompt that is newer than ``older_than``."""
-        spared = (self._may_go(one, ANY_PROMPT) & ~self._may_go(one, older_than) for one in self._order.candidates())
+        """Return whether some of these blocks could be evicted for a prompt that is newer than ``older_than``."""
+        spared = (self._may_go(one, ANY_PROMPT) & ~self._may_go(one, older_than) for one in self._considered())
         return any(which.any() for which in spared)
+
+    def _considered(self) -> Iterator[BlockIds]:
+        """Yield the first blocks of the order in batches, about as many as an eviction may choose from."""
+        left = MAX_CONSIDERED
+        for batch in self._order.candidates():
+            yield batch
+            if (left := left - len(batch)) <= 0:
+                return
 
     def _may_go(self, blocks: BlockIds, older_than: int) -> npt.NDArray[np.bool_]:
         """Return which READY blocks are not pinned, and are not spared."""
@@ -93,13 +101,16 @@ class Victims:
         on the way help only by whole regions. A region is evicted once as many bytes were skipped as it holds: by
         then, evicting some of its blocks too early costs less than keeping others too long elsewhere. So the sizes
         share the pool by age of use, none starves, and one slot of an odd size does not cost a region of used blocks.
+        What a hint retains costs its region only in its own turn. Where the order ends before as much was skipped, a
+        region goes only if all of it was.
         """
         most = BATCH
         while True:
             order = self._order.first(most, below)
             pinned, last = self._blocks.pins[order] != 0, len(order) < most or most >= MAX_CONSIDERED
             may_go = self._waiting_last(order[self._may_go(order, older_than)])
-            chosen, enough = self._blocks.choose_victims(self._slots, group, count, may_go, older_than, last=last)
+            offered = self._slots, group, count, may_go, older_than, *self._order.retentions
+            chosen, enough = self._blocks.choose_victims(*offered, last=last)
             if enough or last:
                 if chosen.size and pinned.sum() > MAX_SKIPPED_PINNED:  # skipping them each time takes long
                     self._order.make_newest(order[pinned])
@@ -115,7 +126,7 @@ class Victims:
     def of_namespace(self, groups: Sequence[Group], nbytes: int, most: int, below: float, older_than: int) -> BlockIds:
         """Choose about ``nbytes`` bytes, and at most ``most`` blocks, of a namespace's groups: the next in the
         policy's order with a score below ``below`` or, if too many others come before them, the ones that were stored
-        first, whatever their score."""
+        first, whatever their score, and those that a hint retains last."""
         blocks, numbers = self._blocks, [group.number for group in groups]
         victims, passed = NO_BLOCKS, 0
         for batch in self._order.candidates(below):
@@ -125,10 +136,11 @@ class Victims:
             if passed >= MAX_PASSED or len(victims) >= most or self._bytes_of(victims) >= nbytes:
                 break
         if passed >= MAX_PASSED and self._bytes_of(victims) < nbytes:
-            each = [blocks.oldest(one, min(most, -(-nbytes // one.block_bytes)), unpinned=True) for one in groups]
+            needed = nbytes + groups[0].namespace.retained_bytes
+            each = [blocks.oldest(one, min(most, -(-needed // one.block_bytes)), unpinned=True) for one in groups]
             stored = np.concatenate(each)
             stored = stored[self._may_go(stored, older_than)]
-            stored = stored[np.argsort(blocks.records["sequence"][stored])]
+            stored = stored[np.lexsort((blocks.records["sequence"][stored], self._order.are_retained(stored)))]
             victims = np.concatenate([victims, stored[~np.isin(stored, victims)]])
         enough = np.searchsorted(np.cumsum(blocks.pages[victims]) * PAGE_BYTES, nbytes)
         return victims[: min(most, int(enough) + 1)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 
-VERSION = 0x9AD9E1D5
+VERSION = 0xCD720C5A
 """A library of another version is refused: it is made of other C files."""
 
 SLOT_INDEX = (

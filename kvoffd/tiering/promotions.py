@@ -223,7 +223,7 @@ class Promotions:
         """Return the expected time until the awaited fills of this source end, at the current speed; 0 if unknown."""
         if not (speed := self.speed.current):
             return 0.0
-        its_queues = {fill.queue for fill in awaited if not fill.is_settled}
+        its_queues = {fill.queue for fill in awaited if not fill.is_settled and fill.queue.source is self}
         last = max((at for at, queue in enumerate(self._queues) if queue in its_queues), default=-1)
         # Others without space are passed over.
         before = islice(self._queues, last + 1)

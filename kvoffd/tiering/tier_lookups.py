@@ -43,9 +43,12 @@ class _Lookup:
     sources: Sequence[Promotions]
     """Sources that it can use now, in the order in which they are asked."""
     left_bytes: int
-    """Pool bytes that may still be promoted for it: more than leases may pin would evict its own beginning."""
+    """Pool bytes that may still be promoted for it, negative if its READY keys are more than leases may pin: more would
+    evict its own beginning."""
     free_bytes: float
     """Pool bytes that it may ask a source for: keys that got no space in their patience do not wait for it again."""
+    asking_bytes: int = 0
+    """Pool bytes of the keys that stores are being asked for."""
     queues: list[FillQueue] = field(default_factory=list)
     """Queues that it waits for and that have no space yet, of all sources."""
     worth_reading: set[Promotions] = field(default_factory=set)
@@ -93,8 +96,8 @@ class _Range:
             self.unfound = [at for at in self.unfound if keys[at] not in coming]
         self.there: dict[int, Promotions] = {}
         """Sources that have a key."""
-        self.asking: list[int] = []
-        """Keys that a store is being asked for."""
+        self.asking: dict[int, Tier] = {}
+        """Stores that are being asked for a key."""
         self.question: object = None
         """The question to a store, if this lookup asked it for all keys in one."""
         self.found_by: dict[str, None] = {}
@@ -113,7 +116,7 @@ class _Range:
                 absent, present, asked = (compress(self.unfound, found.translate(one)) for one in _ANSWER_TABLES)
                 self.found_by[tier.name] = None
                 self.there.update(dict.fromkeys(present, source))
-                self.asking += asked
+                self.asking.update(dict.fromkeys(asked, tier))
                 self.unfound = list(absent)
 
 
@@ -191,6 +194,7 @@ class TierLookups:
             if asked is not None:
                 for name in part.found_by:
                     asked[number].tier_has_some(name)
+        lease.asking_bytes = min(lookup.asking_bytes, max(0, lookup.left_bytes))
         if lease.coming:
             awaits = self._awaits.get(lease, {})
             answers_s = ANSWER_S if lease.asking else 0.0  # it was asked in this call: see ``Lease.ask_again``
@@ -247,7 +251,7 @@ class TierLookups:
             part.look(lookup.sources, prefix=True)
         end = min([end, *part.unfound[:1]])
         if end < len(part.keys):
-            part.asking = [at for at in part.asking if at < end]
+            part.asking = {at: tier for at, tier in part.asking.items() if at < end}
         if part.asking:
             self._await_answers(lookup, part, prefix=True)
         places = set(part.there)
@@ -282,24 +286,24 @@ class TierLookups:
     def _await_answers(self, lookup: _Lookup, part: _Range, *, prefix: bool) -> None:
         """Have the lookup wait for the answers about keys that a store is being asked for."""
         lookup.lease.asking += len(part.asking)
-        block_bytes = lookup.namespace.group(part.group.group_index).block_bytes
-        lookup.lease.asking_bytes += min(len(part.asking) * block_bytes, lookup.left_bytes)
+        lookup.asking_bytes += len(part.asking) * lookup.namespace.group(part.group.group_index).block_bytes
         lookup.lease.coming += len(part.asking)
-        keys = part.keys
-        if len(part.asking) == len(keys):
-            part.states[:] = bytes([SHARED]) * len(keys)
+        if len(part.asking) == len(part.keys):
+            part.states[:] = bytes([SHARED]) * len(part.keys)
         else:
-            keys = [keys[at] for at in part.asking]
             for at in part.asking:
                 part.states[at] = SHARED
         if lookup.asked is None:
             return
-        lookup.mark(part, part.asking, UNANSWERED_YET)
+        lookup.mark(part, sorted(part.asking), UNANSWERED_YET)
         asked = lookup.asked[part.number]
         if prefix and part.question is not None:
             self._unanswered.add_run(part.question, asked, part.start)
-        else:
-            self._unanswered.add(part.group.tag, keys, asked, [part.start + at for at in part.asking])
+            return
+        for tier in dict.fromkeys(part.asking.values()):
+            places = [at for at, one in part.asking.items() if one is tier]
+            keys = [part.keys[at] for at in places]
+            self._unanswered.add(tier, part.group.tag, keys, asked, [part.start + at for at in places])
 
     def _request(self, lookup: _Lookup, part: _Range, places: Sequence[int]) -> None:
         """Request keys that are in a tier or coming, up to the first that cannot be requested; set their states."""

@@ -167,7 +167,7 @@ class Tiering:
                 self._to_spare.append((block_group_of(group), keys))
 
     def waiting(self, blocks: BlockIds) -> npt.NDArray[np.bool_] | None:
-        writers = [writer for writer in self.writers if writer.waiting and writer.available]
+        writers = [writer for writer in self.writers if writer.waiting and writer.works]
         if not writers:
             return None
         found, numbers = np.zeros(len(blocks), np.bool_), blocks.tolist()
@@ -176,7 +176,7 @@ class Tiering:
         return found
 
     def safe_to_evict(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
-        if not any(writer.mode is not WriteMode.NEVER and writer.available for writer in self.writers):
+        if not any(writer.mode is not WriteMode.NEVER and writer.works for writer in self.writers):
             return np.zeros(len(blocks), np.bool_)
         waiting = self.waiting(blocks)
         return np.ones(len(blocks), np.bool_) if waiting is None else ~waiting

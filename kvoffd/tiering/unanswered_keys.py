@@ -20,8 +20,8 @@ class UnansweredKeys:
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
-        self._by_key: dict[Namespace, dict[int, dict[bytes, tuple[Asker, ...]]]] = {}
-        """Lookups by namespace, tag and key."""
+        self._by_key: dict[Namespace, dict[tuple[Tier, int], dict[bytes, tuple[Asker, ...]]]] = {}
+        """Lookups by namespace, by the store that is asked and the tag, and by key."""
         self._runs: dict[object, Asker] = {}
         """Lookups all of whose keys are in one question to a store, by the question: the first key's asker."""
 
@@ -29,9 +29,9 @@ class UnansweredKeys:
         """Add the keys of a lookup from ``first`` on, all of which one question to a store is about."""
         self._runs[question] = asked, first
 
-    def add(self, tag: int, keys: Sequence[bytes], asked: AskedKeys, positions: Iterable[int]) -> None:
+    def add(self, tier: Tier, tag: int, keys: Sequence[bytes], asked: AskedKeys, positions: Iterable[int]) -> None:
         """Add keys of a lookup that a store is being asked for, and their positions in it."""
-        by_key = self._by_key.setdefault(asked.namespace, {}).setdefault(tag, {})
+        by_key = self._by_key.setdefault(asked.namespace, {}).setdefault((tier, tag), {})
         for key, position in zip(keys, positions, strict=True):
             by_key[key] = (*by_key.get(key, ()), (asked, position))
 
@@ -55,12 +55,12 @@ class UnansweredKeys:
             _record_answer(tier, asked, is_down=is_down)
             asked.set(first, bytes([IN_A_TIER]) * gap)
             self._cache.prompts.tier_lacks(asked, first + gap, len(keys) - gap)
-        by_tag = self._by_key.get(namespace, {})
-        if not (by_key := by_tag.get(block_group.tag)):
+        by_tier, tier_and_tag = self._by_key.get(namespace, {}), (tier, block_group.tag)
+        if not (by_key := by_tier.get(tier_and_tag)):
             return
         askers = [by_key.pop(key, ()) for key in keys]
         if not by_key:
-            del by_tag[block_group.tag]
+            del by_tier[tier_and_tag]
         namespace.counters.found_shared += sum(map(len, compress(askers, found)))
         for asked, position, count in _runs(compress(askers, found)):
             asked.set(position, bytes([IN_A_TIER]) * count)

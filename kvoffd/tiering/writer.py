@@ -272,7 +272,8 @@ class Writer:
         self.mode = settings.mode
         self.budget = WriteBudget(settings.per_day_bytes, clock)
         self._most_under_way = inf
-        """Number of running writes above which no other is tried: the tiers accepted no more; a try is expensive."""
+        """Number of running writes above which no other is tried: the tiers accepted no more; a try is expensive. -1 if
+        they refuse writes."""
         self._under_way_limit = min(cache.slots.pool_bytes // 16, MAX_WRITING_BYTES)
         """Bytes of the pool that may be read, and are pinned, at once."""
         self._cold_bytes = cache.slots.pool_bytes // COLD_DIVISOR
@@ -298,6 +299,11 @@ class Writer:
     @property
     def available(self) -> bool:
         return any(tier.available() for tier in self._tiers)
+
+    @property
+    def works(self) -> bool:
+        """Whether blocks that wait are written soon: a tier is available, and does not refuse writes."""
+        return any(tier.available() and not tier.refuses_writes() for tier in self._tiers)
 
     @property
     def waiting_blocks(self) -> int:
@@ -414,10 +420,11 @@ class Writer:
                 full = self.under_way_bytes >= self._under_way_limit or (busy and self._trickle_left <= 0)
                 if full or len(begun) == MAX_BEGUN:
                     return
-                if not self._begin(write, targets, busy):
+                if (is_begun := self._begin(write, targets, busy)) is False:
                     return
                 del self.waiting[write.number]
-                begun.append(write.block)
+                if is_begun:
+                    begun.append(write.block)
 
     def _targets(self) -> list[Tier]:
         """Return the tiers in the order of preference: with free space, with a short queue, and the least used."""
@@ -442,9 +449,8 @@ class Writer:
                 del self.waiting[block]
         return [chosen[block] for block in batch if block in chosen]
 
-    def _begin(self, write: BlockWrite, targets: Sequence[Tier], busy: bool) -> bool:
-        """Begin to write a block. Return False if nothing more can begin now. The block stays queued only if other
-        writes are running."""
+    def _begin(self, write: BlockWrite, targets: Sequence[Tier], busy: bool) -> bool | None:
+        """Begin to write a block. Return False if nothing more can begin now; None if no tier takes this block."""
         nbytes = write.copy.group.nbytes
         write.fills, write.trickles = self.budget.first_filling_bytes > 0, busy
         if not self.budget.take(nbytes):
@@ -454,9 +460,11 @@ class Writer:
             self.budget.refund(nbytes, fills=write.fills)
             if self.under_way:  # there were too many at once
                 self._most_under_way = len(self.under_way) / 2
-            else:
-                self.waiting.pop(write.number, None)
-            return False
+                return False
+            if not self.works:
+                self._most_under_way = -1  # none is tried before the next tick
+                return False
+            return None
         self.under_way[write.number] = write
         self.under_way_bytes += nbytes
         self._trickle_left -= nbytes if busy else 0

@@ -138,6 +138,9 @@ class DiskTier(Tier):
     def available(self) -> bool:
         return not (self.hangs or self._closed)
 
+    def refuses_writes(self) -> bool:
+        return self._pause_s > 0
+
     def find(self, group: BlockGroup, keys: Sequence[bytes], *, prefix: bool) -> Found:
         if self.hangs:
             return Found(bytes(len(keys)))
@@ -216,7 +219,8 @@ class DiskTier(Tier):
         if not self.wants(group, [key])[0]:
             return False
         known = self._map.known(group) or KnownGroup(group, self._map.last_number + 1)
-        takes = self.available() and len(self._writing) < self._options.most_writes and now >= self._write_at
+        most = 1 if self.refuses_writes() else self._options.most_writes
+        takes = self.available() and len(self._writing) < most and now >= self._write_at
         if not takes or not self._fits(known, key) or (slot := self._take(known.slot_bytes)) is None:
             return False
         assert all(block.checksums), "without checksums, a damaged block could not be detected"

@@ -223,11 +223,11 @@ class SharedTier(Tier):
 
     def write(self, block: Block, offsets: Sequence[int], on_end: WriteEnd) -> bool:
         group, key = block.group, block.key
-        if not self.available() or not self.health.accepts_writes or group.nbytes > MAX_OBJECT_BYTES:
-            self.counters.dropped_writes += 1
+        most = 1 if self.refuses_writes() else MAX_WRITES
+        if not (self.available() and self.health.accepts_writes) or len(self._writes) >= most:
             return False
         # Blocks of a namespace that was reset on all nodes belong to the earlier generation until they are dropped.
-        if len(self._writes) >= MAX_WRITES or group.fingerprint in self.generations.voided:
+        if group.fingerprint in self.generations.voided:
             return False
         if not all(self.wants(group, [key])):
             return False
@@ -260,6 +260,9 @@ class SharedTier(Tier):
 
     def available(self) -> bool:
         return not self.breaker.open and not self.closed
+
+    def refuses_writes(self) -> bool:
+        return bool(self.health.refusal)
 
     def is_down(self) -> bool:
         servers = self._store.servers or ()

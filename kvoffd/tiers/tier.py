@@ -185,6 +185,11 @@ class Tier(ABC):
     def available(self) -> bool:
         """Return whether reads and writes are tried now."""
 
+    def refuses_writes(self) -> bool:
+        """Return whether the last write was refused or failed, as of a full or read-only one. Then ``write`` accepts a
+        block now and then, to try it again."""
+        return False
+
     def is_down(self) -> bool:
         """Return whether it fails: keys that it does not report may be there all the same."""
         return not self.available()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from math import inf
 
 import numpy as np
 import pytest
@@ -15,9 +16,10 @@ from kvoffd.cache.leases import CLAIM_S
 from kvoffd.cache.namespace import MissReason, Namespace, NamespaceSnapshot
 from kvoffd.cache.open_namespaces import KNOWN_RESETS
 from kvoffd.cache.prompts import MAX_UNREPORTED
+from kvoffd.cache.space import ABANDONED_S
 from kvoffd.cache.tickets import StorePart, StoreTicket
 from kvoffd.errors import BadGeometry, NotReady, UnknownLease
-from kvoffd_proto.messages import GroupSpec
+from kvoffd_proto.messages import GroupSpec, HintAction
 from tests.kit.slot_cache import UNIT, CacheRig, check_invariants, keys_of
 
 A, R = FREE, READY
@@ -95,6 +97,42 @@ def test_partial_blocks_go_before_ready_ones() -> None:
     rig.clock.now += 5
     rig.store(namespace, keys_of(3))
     assert rig.states(namespace, keys_of(1, 2, 3)) == [R, A, R]
+
+
+def begin_sole(rig: CacheRig, namespace: Namespace, rank: int, keys: bytes, sole: int) -> StoreTicket:
+    parts = [StorePart(0, keys, {}, range(len(keys) // 8))]
+    (ticket,) = rig.cache.stores.begin(namespace, rank, parts, sole)
+    return ticket
+
+
+def test_a_block_that_one_store_alone_began_and_left_is_stored_by_another_one() -> None:
+    rig = full_rig(4)
+    namespace = rig.open("a", world_size=2)
+    rig.commit([begin_sole(rig, namespace, 0, keys_of(1), 5)])
+    assert begin_sole(rig, namespace, 1, keys_of(1), 0).copy == [], "no block has shards of two"
+    rig.clock.now += ABANDONED_S
+    assert rig.store(namespace, keys_of(1)) == 1
+    assert namespace.counters.partial_blocks == 1
+    rig.commit([begin_sole(rig, namespace, 0, keys_of(2), 5)])
+    running = begin_sole(rig, namespace, 1, keys_of(2), 5)
+    rig.clock.now += ABANDONED_S
+    assert begin_sole(rig, namespace, 1, keys_of(2), 0).copy == [], "it is being written"
+    assert rig.commit([running]) == 1
+    check_invariants(rig.cache)
+
+
+def test_a_repeated_key_of_another_store_s_block_is_lost_no_more_than_the_first() -> None:
+    rig = full_rig(4)
+    namespace = rig.open("a", world_size=2)
+    rig.commit([begin_sole(rig, namespace, 0, keys_of(1), 5)])
+    ticket = begin_sole(rig, namespace, 1, keys_of(1, 2, 1, 2), 0)
+    assert (ticket.copy, ticket.duplicates) == ([1], [3])
+    rig.cache.stores.abort([ticket])
+    rig.clock.now += ABANDONED_S
+    ticket = begin_sole(rig, namespace, 0, keys_of(1, 2, 1, 2), 0)
+    assert (ticket.copy, ticket.duplicates) == ([0, 1], [2, 3])
+    rig.cache.stores.abort([ticket])
+    check_invariants(rig.cache)
 
 
 def test_a_rank_that_never_stores_does_not_cost_the_pool() -> None:
@@ -316,6 +354,21 @@ def test_a_region_with_a_pinned_block_is_not_taken_over() -> None:
     check_invariants(rig.cache)
 
 
+def test_a_store_without_space_does_not_look_at_all_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool of one size whose regions have a pinned block each, of which a store needs another size."""
+    monkeypatch.setattr("kvoffd.cache.victims.MAX_CONSIDERED", 128)
+    rig = full_rig(2048)
+    small, large = rig.open("small"), rig.open("large", sizes=(2 * UNIT,))
+    rig.store(small, keys_of(*range(2048)))
+    hold(rig, small, keys_of(*range(0, 2048, 4)))
+    seen, first = list[int](), rig.policy.first
+    monkeypatch.setattr(rig.policy, "first", lambda count, below=inf: seen.append(count) or first(count, below))
+    assert rig.store(large, keys_of(1)) == 0
+    assert large.counters.no_space == {"sizes": 1}
+    assert max(seen) <= 4 * 128
+    check_invariants(rig.cache)
+
+
 def test_one_old_block_does_not_cost_a_region_in_use() -> None:
     rig = full_rig(16)
     small, large = rig.open("small"), rig.open("large", sizes=(2 * UNIT,))
@@ -390,6 +443,21 @@ def test_what_was_reset_is_missed_for_that_before_it_is_swept_out() -> None:
     assert rig.cache.life.reasons_of(space.group(0), keys_of(2)) == bytes([MissReason.INVALIDATED])
     rig.cache.reset(space)
     assert not space.group(0).unswept
+
+
+@pytest.mark.parametrize("is_swept", [False, True])
+def test_what_left_after_a_reset_is_missed_for_that(is_swept: bool) -> None:
+    rig = full_rig(8)
+    space = rig.open()
+    rig.store(space, keys_of(1, 2, 3))
+    rig.cache.reset(space)
+    rig.store(space, keys_of(1))
+    rig.cache.life.evict(rig.blocks(space, keys_of(1)))
+    rig.cache.blocks.record_misses(space.group(0), keys_of(2), MissReason.REJECTED)
+    while is_swept and rig.cache.background():
+        pass
+    rig.cache.lookup(space, 8, 1, [(0, keys_of(1, 2, 3))])
+    assert misses(space) == {"EVICTED": 1, "REJECTED": 1, "INVALIDATED": 1}
 
 
 def test_every_way_out_has_its_reason() -> None:
@@ -783,6 +851,41 @@ def test_a_region_too_short_does_not_end_the_search() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_a_region_with_a_retained_block_goes_after_the_others(policy: str) -> None:
+    rig = CacheRig(16, 4, policy)
+    small, large = sizes(rig, 4)
+    for number in range(16):
+        rig.store(small, keys_of(number))
+    rig.cache.hint(small, HintAction.RETAIN, [(0, keys_of(1))], 50, 60.0)
+    for number in range(3):
+        assert rig.store(large, keys_of(number)) == 1
+    assert rig.states(small, keys_of(1)) == [R]
+    check_invariants(rig.cache)
+    for number in range(3):
+        hold(rig, large, keys_of(number), LEASE + number)
+    assert rig.store(large, keys_of(4)) == 1, "there is nothing else"
+    assert rig.states(small, keys_of(1)) == [A]
+    check_invariants(rig.cache)
+
+
+def test_a_store_of_a_low_score_takes_no_region_with_blocks_of_a_higher_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = CacheRig(8, 4)
+    small, large = sizes(rig, 4)
+    for number in range(8):
+        rig.store(small, keys_of(number))
+    low, every = rig.blocks(small, keys_of(4, 5, 6)), rig.policy.first
+    monkeypatch.setattr(rig.policy, "first", lambda count, below=inf: every(count) if below == inf else low[:count])
+    monkeypatch.setattr(rig.policy, "admit", lambda group, keys, starts: [(len(keys) // 8, 1.0)])
+    monkeypatch.setattr(rig.policy, "rejected", lambda group, keys: None)
+    (refused,) = rig.begin(large, 0, 0, keys_of(1))
+    assert (refused.copy, refused.rejected) == ([], [0])
+    assert rig.states(small, keys_of(*range(8))) == [R] * 8
+    low = rig.blocks(small, keys_of(4, 5, 6, 7))
+    assert rig.store(large, keys_of(1)) == 1
+    assert rig.states(small, keys_of(*range(8))) == [R] * 4 + [A] * 4
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_a_busy_namespace_grows_at_the_cost_of_an_idle_one(policy: str) -> None:
     rig = CacheRig(units=64, region_units=8, policy=policy)
     idle, busy = sizes(rig, 2)
@@ -812,6 +915,25 @@ def test_a_namespace_with_its_quota_takes_from_itself(policy: str) -> None:
         assert flooding.held_bytes <= 16 * UNIT
     assert rig.states(polite, keys_of(*range(40))) == [R] * 40
     assert flooding.ready_blocks > 8
+    check_invariants(rig.cache)
+
+
+def test_a_namespace_over_its_quota_keeps_what_a_hint_retains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others' blocks come before its own in the order, so it gives what it stored first."""
+    monkeypatch.setattr("kvoffd.cache.victims.MAX_PASSED", 2)
+    monkeypatch.setattr("kvoffd.cache.hints.BATCH", 2)
+    rig = CacheRig(units=32, region_units=4)
+    other, limited = rig.open("other"), rig.open("limited")
+    rig.store(other, keys_of(*range(8)))
+    for number in range(8):
+        rig.store(limited, keys_of(number))
+    set_quota(rig, limited, 8)
+    rig.cache.hint(limited, HintAction.RETAIN, [(0, keys_of(0, 1))], 50, 60.0)
+    assert rig.store(limited, keys_of(10, 11)) == 2
+    assert rig.states(limited, keys_of(*range(5), 10, 11)) == [R, R, A, A, R, R, R]
+    hold(rig, limited, keys_of(*range(4, 8), 10, 11))
+    assert rig.store(limited, keys_of(12, 13)) == 2, "there is nothing else"
+    assert rig.states(limited, keys_of(0, 1)) == [A, A]
     check_invariants(rig.cache)
 
 

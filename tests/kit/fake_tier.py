@@ -75,13 +75,19 @@ class FakeTier(Tier):
         """All keys that were ever asked for."""
         self.removals: list[tuple[str, bytes]] = []
         """What was removed, and why."""
-        self.hangs = False
+        self.hangs = self.refuses = False
+        """``refuses``: writes alone."""
+        self.most_bytes = 2**40
+        """Larger blocks are not written."""
         self.written_blocks = self.evicted_blocks = 0
         self._most_blocks, self._most_jobs, self._asks = most_blocks, most_jobs, asks
         self._news: deque[Callable[[], None]] = deque()
 
     def available(self) -> bool:
         return not self.hangs
+
+    def refuses_writes(self) -> bool:
+        return self.refuses
 
     def find(self, group: BlockGroup, keys: Sequence[bytes], *, prefix: bool) -> Found:
         return Found(bytes(self._find(group, key) for key in keys))
@@ -129,7 +135,9 @@ class FakeTier(Tier):
     def write(self, block: Block, offsets: Sequence[int], on_end: Callable[[Result], None]) -> bool:
         (wanted,) = self.wants(block.group, [block.key])
         writes = sum(job.block is not None for job in self.jobs)
-        if not wanted or self.hangs or writes >= self._most_jobs:
+        if not wanted or self.hangs or self.refuses or block.group.nbytes > self.most_bytes:
+            return False
+        if writes >= self._most_jobs:
             return False
         self.jobs[Job(block.group, block.key, offsets, on_end, block=block)] = None
         return True

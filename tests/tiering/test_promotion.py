@@ -539,6 +539,27 @@ def test_prompts_with_parts_in_a_disk_and_in_a_store_do_not_wait_for_each_other(
     check_invariants(rig.cache)
 
 
+def test_what_has_no_space_at_one_source_makes_no_other_one_later() -> None:
+    """A lookup joins what a store is reading, and waits for blocks of a disk, which have no space."""
+    rig = TieringHarness(settings=QUIET, regions=100)
+    space, store = rig.open(), rig.share(QUIET)
+    rig.put_in_tier(space, keys_of(*range(110)))
+    move(rig, space, store, *range(100))
+    pin_others(rig, space, *range(200, 450))
+    for _ in range(2):
+        look_up(rig, space, 1, keys_of(*range(100)))
+        store.answer()
+    rig.tiering.pump()
+    look_up(rig, space, 2, keys_of(*range(110)))
+    rig.tiering.tick()
+    assert not rig.tier.jobs
+    for _ in range(60):
+        rig.clock.now += 0.01
+        store.end(next(iter(store.jobs)))
+    look_up(rig, space, 2, keys_of(*range(110)))
+    assert rig.cache.leases.by_id[2].wait_s == pytest.approx(0.4, rel=0.02)
+
+
 def test_space_for_what_a_store_is_asked_for_is_waited_for_no_longer_than_the_patience(rig: TieringHarness) -> None:
     """The engine may never look the prompt up again."""
     space, store = rig.open(), rig.share(QUIET)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -94,8 +97,35 @@ def test_what_was_not_loaded_stays_where_it_came_from(rig: Rig, space: Namespace
     assert rig.count(space, rig.load(space, keys_of(1, 2)), 40, 0, 32, 0) == {"computed": 8, "pool": 32}
     assert rig.count(space, 0, 40, 0, 0, 30) == {"computed": 10, "other": 30}
     assert rig.count(space, 99, 40, 0, 20, 0) == {"computed": 20, "pool": 20}, "an unknown lease"
+    assert rig.count(space, rig.load(space, keys_of(1, 2, 3), ok=False), 48, 0, 0, 0) == {"computed": 48}
+    assert rig.count(space, rig.load(space, keys_of(1, 2, 3)), 48, 0, 48, 0) == {"pool": 32, "disk": 16}
+
+
+def test_what_was_promoted_for_a_load_that_failed_is_unused_if_it_goes(rig: Rig, space: Namespace) -> None:
+    put_below(rig, space)
+    rig.bring(space, keys_of(1, 2, 3))
     rig.load(space, keys_of(1, 2, 3), ok=False)
-    assert not rig.cache.prompts._uncounted_loads._by_lease
+    rig.evict(space, keys_of(3))
+    assert rig.source.unused_blocks == 1
+
+
+def test_the_first_load_imports_no_module() -> None:
+    """The daemon's loop would wait for it. In a process of its own, as tests have imported more by now."""
+    program = (
+        "import sys\n"
+        "from tests.kit.slot_cache import keys_of\n"
+        "from tests.tiering.test_prompt_tokens import Rig, put_below\n"
+        "rig = Rig()\n"
+        "space = rig.open(world_size=2)\n"
+        "before = set(sys.modules)\n"
+        "put_below(rig, space)\n"
+        "keys = keys_of(1, 2, 3, 4, 5)\n"
+        "rig.bring(space, keys)\n"
+        "assert len(rig.count(space, rig.load(space, keys), 80, 0, 80, 0)) == 4\n"
+        "print(sorted(set(sys.modules) - before))\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert ended.stdout == "[]\n"
 
 
 def test_loads_without_a_report_are_forgotten() -> None:

@@ -221,6 +221,33 @@ def test_gaps_of_the_disks_are_filled_from_stores_in_order(rig: TieringHarness, 
     assert [source.promoted_blocks for source in rig.tiering.sources] == [2, 2, 1]
 
 
+@pytest.mark.parametrize(("ready", "units"), [(1, 13), (10, 4), (14, 0), (16, 0)])
+def test_what_a_store_is_asked_for_takes_no_more_than_leases_may_pin(ready: int, units: int) -> None:
+    """Of all groups together."""
+    rig = TieringHarness(settings=QUIET, regions=4)
+    rig.share(QUIET)
+    space = rig.open(sizes=(UNIT, UNIT))
+    rig.put(space, keys_of(*range(ready)))
+    rig.cache.lookup(space, 1, 1, [(0, keys_of(*range(30))), (1, keys_of(*range(30)))])
+    lease = rig.cache.leases.by_id[1]
+    assert (lease.asking, lease.asking_bytes) == (60 - ready, units * UNIT)
+
+
+def test_a_store_does_not_answer_for_another_one(rig: TieringHarness, shared: FakeTier) -> None:
+    space, second = rig.open(), rig.share(QUIET, "redis://second")
+    give(rig, second, space, 1)
+    rig.cache.lookup(space, 1, 1, [(0, keys_of(1, 2))])
+    shared.answer()
+    rig.cache.lookup(space, 1, 2, [(0, keys_of(1, 2))])
+    assert (shared.asked, second.asked) == (split(keys_of(1, 2)), split(keys_of(1, 2)))
+    shared.known.clear()  # its answer has grown old
+    rig.cache.lookup(space, 1, 3, [(0, keys_of(1, 2))])
+    shared.answer()
+    assert (space.counters.found_shared, space.counters.misses.total()) == (0, 4), "the second lookup's are open"
+    second.answer()
+    assert (space.counters.found_shared, space.counters.misses.total()) == (1, 5)
+
+
 def test_behind_what_an_engine_is_storing_nothing_is_asked_for(rig: TieringHarness, shared: FakeTier) -> None:
     space = rig.open()
     rig.begin(space, 0, 0, keys_of(1))

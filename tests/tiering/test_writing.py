@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from kvoffd.cache.namespace import Group, Namespace
+from kvoffd.cache.tickets import StorePart
 from kvoffd.tiering import TieringSettings, WriteMode, writer
 from kvoffd.tiering.writer import BUDGET, DAY_S, LATE, MAX_LOOKED_AT, STAYS, UNLIKELY, Selection, WriteBudget
+from kvoffd.tiers.tier import Result
 from kvoffd_proto.messages import BENCH_LABEL, READY
 from tests.kit.clock import Clock
 from tests.kit.slot_cache import UNIT, keys_of
@@ -110,6 +112,20 @@ def test_what_is_written_goes_before_what_waits() -> None:
     assert rig.states(space, keys_of(4)) == [READY]
     assert sum(len(rig.blocks(space, keys_of(number))) for number in range(4)) == 0
     assert not rig.writer.not_written
+
+
+def test_what_a_tier_has_of_a_prompt_leaves_a_region_to_the_rest_of_it() -> None:
+    rig = TieringHarness(regions=2)
+    space = rig.open(sizes=(UNIT, 4 * UNIT))
+    rig.put(space, keys_of(*range(8)))
+    parts = [StorePart(0, keys_of(8), before={0: keys_of(7)}), StorePart(1, keys_of(8))]
+    assert [one.no_space for one in rig.cache.stores.begin(space, 0, parts)] == [[0], [0]], "it has nothing yet"
+    go_on(rig)
+    assert rig.in_tier(space, keys_of(*range(8))) == 8
+    stores = rig.cache.stores.begin(space, 0, parts[::-1])
+    assert [one.no_space for one in stores] == [[], []]
+    rig.cache.stores.abort(stores)
+    rig.check()
 
 
 def test_what_was_read_goes_before_what_waits() -> None:
@@ -383,6 +399,63 @@ def test_what_the_tier_does_not_take_yet_stays_the_next() -> None:
             rig.tier.end(job)
     assert list(dict.fromkeys(written)) == [keys_of(number) for number in range(40)]
     rig.check()
+
+
+def test_what_a_tier_refuses_waits_and_is_written_once_it_takes_writes() -> None:
+    rig = rig_of(WriteMode.ALWAYS)
+    space = rig.open()
+    rig.tier.refuses = True
+    rig.put(space, keys_of(*range(15)))
+    for _ in range(30):
+        rig.tiering.pump()
+    go_on(rig)
+    assert rig.writer.waiting_blocks == 15
+    rig.tier.refuses = False
+    go_on(rig)
+    assert rig.in_tier(space, keys_of(*range(15))) == 15
+    assert not rig.writer.waiting
+
+
+def test_a_tier_that_refuses_writes_has_nothing_of_a_prompt() -> None:
+    """Its failed writes are in no tier, so the prompt keeps its beginning."""
+    rig = TieringHarness(regions=2)
+    space = rig.open()
+    rig.put(space, keys_of(*range(8)))
+    rig.tiering.tick()
+    rig.tier.refuses = True
+    rig.tier.end_all(fault=Result.FAILED)
+    for _ in range(10):
+        rig.tiering.pump()
+        rig.tiering.tick()
+    (stored,) = rig.cache.stores.begin(space, 0, [StorePart(0, keys_of(8), before={0: keys_of(7)})])
+    assert (stored.copy, stored.no_space) == ([], [0])
+    rig.check()
+
+
+def test_a_store_that_refuses_writes_keeps_nothing_from_going_that_a_disk_has() -> None:
+    rig = TieringHarness(regions=2)
+    store, space = rig.share(TieringSettings(WriteMode.ALWAYS)), rig.open()
+    store.refuses = True
+    rig.put(space, keys_of(*range(8)))
+    go_on(rig)
+    assert rig.in_tier(space, keys_of(*range(8))) == 8
+    (stored,) = rig.cache.stores.begin(space, 0, [StorePart(0, keys_of(8), before={0: keys_of(7)})])
+    assert (stored.copy, stored.no_space) == ([0], [])
+    assert sorted(rig.index(space)) == [keys_of(number) for number in (0, 1, 2, 3, 4, 5, 6, 8)], (
+        "the next in the order went"
+    )
+    rig.cache.stores.abort([stored])
+    rig.check()
+
+
+def test_a_block_that_no_tier_takes_is_passed_over() -> None:
+    rig = rig_of(WriteMode.ALWAYS)
+    large, small = rig.open("large", sizes=(2 * UNIT,)), rig.open("small")
+    rig.tier.most_bytes = UNIT
+    rig.put(large, keys_of(1, 2, 3))
+    rig.put(small, keys_of(1, 2))
+    go_on(rig)
+    assert rig.in_tier(small, keys_of(1, 2)) == 2
 
 
 def test_the_rest_of_the_first_filling_is_no_budget() -> None:

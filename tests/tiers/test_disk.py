@@ -524,6 +524,8 @@ def test_after_a_write_that_fails_none_is_taken_for_a_while(rig: DiskRig, number
         began = rig.clock.now
         while rig.begin_write(block_of(100 + at)) is None:
             rig.clock.now += 0.5
+        assert rig.begin_write(block_of(200 + at)) is None, "one is tried"
+        assert rig.tier.refuses_writes()
         rig.files.fault = fails_always("write", number)
         rig.work()
         pauses.append(rig.clock.now - began)
