@@ -122,6 +122,24 @@ def test_a_lease_that_died_is_looked_up_again_and_not_loaded_from(harness: Manag
     assert harness.results(context) == [RETRY] * 3
 
 
+@pytest.mark.parametrize("ends", ["its lease ends", "it grows old"])
+def test_an_answer_that_was_asked_for_early_is_awaited_once_it_is_needed(harness: ManagerHarness, ends: str) -> None:
+    """The one before was good when the lookup was sent."""
+    context = harness.request(ready={block_hash(1)})
+    harness.clock.now += 1.5
+    assert harness.scan()
+    assert harness.results(context) == [HIT, MISS, MISS], "the next answer is not needed yet"
+    if ends == "its lease ends":
+        harness.client.asked[0][0].stale_at = 0.0
+    else:
+        harness.client.stored.add([block_hash(2)])
+    assert not harness.scan()
+    assert harness.results(context) == [RETRY] * 3
+    harness.client.answer(HASHES)
+    harness.scan()
+    assert harness.results(context) == [HIT] * 3
+
+
 def test_the_lease_of_an_answer_that_has_grown_stale_is_ended(harness: ManagerHarness) -> None:
     harness.request(ready=HASHES)
     future = harness.client.asked[0][0]

@@ -50,7 +50,6 @@ class KeyedLookup:
         only_prefixes: of each group only what is behind its ready chunks without a gap can be used.
         stored: keys that were stored recently, as the client knows them.
         stored_before: ``stored.count`` when it was sent.
-        is_needed: the request waits for the answer, because it has none that may be the best.
         given_up: the request no longer waits for the answer, but uses it if it comes before the request runs.
         is_read: whether the answer was read.
         is_coming: some key is being promoted, or a shared store is asked for it.
@@ -67,7 +66,6 @@ class KeyedLookup:
     only_prefixes: bool
     stored: StoredKeys
     stored_before: int
-    is_needed: bool
     given_up: bool
     is_read: bool = False
     is_coming: bool = False

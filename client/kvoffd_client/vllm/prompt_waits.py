@@ -185,7 +185,7 @@ class PromptWaits:
         wait.awaits_tier = self._judge_tier_wait(state)
         if (lookup := state.in_flight) is not None and not lookup.given_up:
             scan.awaits_tail = lookup.asks_tails_beyond(state.answer)
-            if lookup.is_needed or wait.awaits_tier or scan.awaits_tail:
+            if self._lookups.lacks_answer(state) or wait.awaits_tier or scan.awaits_tail:
                 wait.since = lookup.sent_at_engine if wait.since is None else wait.since
                 self._park(state, own_tokens, late_at)
                 return False
@@ -281,7 +281,7 @@ class PromptWaits:
         """Wait a moment for the answer to a request's lookup, or give it up if it is late. Return when it is late."""
         answer_wait, wait = self._answer_wait, state.wait
         asks_tails = lookup.asks_tails_beyond(state.answer)
-        must_come = (lookup.is_needed or asks_tails) and not lookup.given_up
+        must_come = (self._lookups.lacks_answer(state) or asks_tails) and not lookup.given_up
         shows_promoted = wait.awaits_tier and self._engine_clock.is_idle and answer_wait.left_s > 0
         if shows_promoted or (must_come and answer_wait.may_wait(self._engine_clock.read())):
             self._wait(lookup.future, must_come=must_come)
