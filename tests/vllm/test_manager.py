@@ -40,7 +40,7 @@ from kvoffd_client.vllm.waits import MAX_STOOD_STILL_S
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import COMING, MAX_GIVER, GroupKeys, Outcome, PromptReport
 from tests.vllm.manager_harness import CHUNK_TOKENS, HASHES, KEYS, ManagerHarness
-from tests.vllm.vllm_fakes import block_hash, key
+from tests.vllm.vllm_fakes import FakeSchedulerClient, block_hash, key
 
 HIT, MISS, PENDING, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING, LookupResult.RETRY
 WINDOWS = ChunkGroup(7, 1, CHUNK_TOKENS)
@@ -113,6 +113,16 @@ def test_an_old_answer_with_misses_is_refreshed_under_its_lease(harness: Manager
     harness.client.asked[-1][0].stale_at = harness.clock.now + 0.5
     assert harness.scan(), "before its lease ends"
     assert harness.results(context) == [HIT] * 3
+
+
+def test_the_answer_of_another_client_is_old(harness: ManagerHarness) -> None:
+    """As after a change of the weights: it is about another namespace. That both know of no stores says nothing."""
+    context = harness.request(ready=set())
+    assert harness.results(context) == [MISS] * 3
+    harness.client = FakeSchedulerClient(harness.clock)
+    harness.manager.namespace.client = cast(SchedulerClient, harness.client)
+    assert harness.scan()
+    assert harness.results(context) == [RETRY] * 3
 
 
 def test_a_lease_that_died_is_looked_up_again_and_not_loaded_from(harness: ManagerHarness) -> None:

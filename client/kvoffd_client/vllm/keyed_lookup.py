@@ -164,8 +164,10 @@ class KeyedLookup:
     def grows_old(self, stored: StoredKeys) -> bool:
         """Return whether something that the answer lacks was stored after this was sent.
 
-        ``stored``: what the client knows now; that of another client says nothing of this answer.
+        ``stored``: the present client's. If that is another one, the answer is about another namespace, and old.
         """
+        if stored is not self.stored:
+            return True
         if not self._is_old and (count := stored.count) != self._searched_count:
             self._is_old = self._was_stored(stored)
             self._searched_count = count
@@ -173,7 +175,7 @@ class KeyedLookup:
 
     def _was_stored(self, stored: StoredKeys) -> bool:
         """Search what was stored since the last search for keys that the answer lacks."""
-        if stored is not self.stored or stored.forgotten > self.stored_before:
+        if stored.forgotten > self.stored_before:
             return True
         if self.only_prefixes:
             return any(stored.was_stored(key, self.stored_before) for key in self._lacking())
