@@ -33,6 +33,8 @@ from kvoffd_client.vllm.metrics import (
     FAILED_STORES,
     LATE_LOOKUPS,
     LOAD_RATE,
+    LOOKUP_WAITS,
+    LOOKUP_WAITS_TIMED_OUT,
     LOOKUPS,
     PREFILL_RATE,
 )
@@ -246,6 +248,23 @@ def test_an_idle_engine_rests_while_blocks_come_up() -> None:
             harness.scan()
         assert (harness.clock.now - before > 0.001) is rests
         assert harness.clock.now - before < 0.01, "new requests wait for the end of the step"
+
+
+def test_the_rest_of_an_idle_engine_says_nothing_of_the_daemon() -> None:
+    """It ends with an answer or after a moment. If none comes, no wait has timed out, and the next prompt may wait."""
+    harness = DiskHarness()
+    harness.ask(coming=2, wait_s=1.0)
+    harness.clock.now += 0.2
+    harness.manager.begin_step([])
+    assert harness.scan(), "what has come up by now is asked"
+    harness.counted()
+    harness.manager.begin_step([])
+    harness.scan()
+    assert harness.manager.get_stats() is None
+    harness.request("new")
+    harness.manager.begin_step([])
+    harness.scan("new")
+    assert harness.counted()[LOOKUP_WAITS] == 1
 
 
 def test_the_next_answer_is_waited_for_as_long_as_the_blocks(harness: ManagerHarness) -> None:

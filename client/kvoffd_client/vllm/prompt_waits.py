@@ -102,16 +102,20 @@ class PromptWaits:
             self._queue.wake_all()
 
     def _pause(self) -> None:
-        """Pause an idle engine until an answer comes, or for a moment: it runs empty steps while all prompts wait."""
+        """Pause an idle engine until an answer comes, or for a moment: it runs empty steps while all prompts wait.
+
+        That none comes says nothing of the daemon: no prompt's wait has timed out.
+        """
         self._has_paused, answer_wait = True, self._answer_wait
         if (future := self._queue.first_awaited) is None:
             self._sleep(answer_wait.take_pause())
         elif answer_wait.may_wait(self._engine_clock.read()):
-            self._wait(future)
+            self._wait(future, must_come=False)
         self._queue.wake(self._engine_clock.read())
 
-    def _wait(self, future: LookupFuture, *, must_come: bool = True) -> None:
-        """Wait for an answer for the rest of this step's time for waits. Only one that ``must_come`` can time out."""
+    def _wait(self, future: LookupFuture, *, must_come: bool) -> None:
+        """Wait for an answer for the rest of this step's time for waits. Only one that ``must_come`` is counted, and
+        can time out."""
         began, answer_wait = self._engine_clock.read(), self._answer_wait
         answered = future.wait(answer_wait.left_s) or not must_come
         self._counters[metrics.LOOKUP_WAITS] += must_come
