@@ -73,6 +73,7 @@ class PromptWaits:
         self._engine_clock.is_idle = is_idle
         self._answer_wait.begin_step(is_idle=is_idle)
         self._is_first, self._has_paused = True, False
+        self._queue.begin_step()
         self._times.begin_step()
 
     # --- parked prompts ----------------------------------------------------------------------------
@@ -91,12 +92,12 @@ class PromptWaits:
         return self._queue.is_parked(request_id, own_tokens)
 
     def _wake(self) -> None:
-        """Wake the parked requests whose time or answer has come."""
-        self._queue.begin_step()
+        """Wake the parked requests whose time, answer or turn has come."""
         if not self._queue.has_parked:
             return
         if self._namespace.serves and self._namespace.registered:
             self._namespace.client.poll()
+            self._queue.wake_for_lookups()
             self._queue.wake(self._engine_clock.read())
         else:
             self._queue.wake_all()
