@@ -1227,6 +1227,29 @@ def test_outcomes_and_what_was_found_are_reported() -> None:
     assert report_of(harness, name="away").outcome is Outcome.UNUSED
 
 
+@pytest.mark.parametrize("tokens", [CHUNK_TOKENS, 0], ids=["loaded", "computed"])
+def test_what_is_reported_is_what_the_engine_decided_by(harness: ManagerHarness, tokens: int) -> None:
+    """Its answer was a second old, so that the next one is on its way when the prompt is scheduled."""
+    harness.request(ready={block_hash(1)} if tokens else {block_hash(2)})
+    harness.clock.now += 1.5
+    assert harness.scan()
+    report = report_of(harness, tokens)
+    assert (report.outcome, report.keys, report.found_pool) == (Outcome.LOADED if tokens else Outcome.MISSED, 3, 1)
+    assert (report.missing_key, report.missing_number) == ((block_hash(2), 2) if tokens else (block_hash(1), 1))
+
+
+def test_a_prompt_whose_answer_came_before_it_ran_is_not_late(harness: ManagerHarness) -> None:
+    """It had been given up, and the prompt found no place in the meantime."""
+    context = harness.request()
+    harness.clock.now += 0.2
+    harness.scan()
+    assert harness.results(context) == [MISS] * 3
+    harness.client.answer(set())
+    harness.scan()
+    report = report_of(harness)
+    assert (report.outcome, report.keys, report.missing_key) == (Outcome.MISSED, 3, block_hash(1))
+
+
 def test_what_a_store_is_asked_for_is_found_once_it_says_so() -> None:
     def found(report: PromptReport) -> tuple[int, ...]:
         return report.found_pool, report.found_disk, report.found_shared, report.asked_shared, report.unanswered

@@ -194,6 +194,7 @@ class PromptWaits:
                 wait.since = lookup.sent_at_engine if wait.since is None else wait.since
                 self._park(state, own_tokens, late_at)
                 return False
+        scan.is_late = self._lookups.lacks_answer(state) and (lookup is not None or wait.is_late)
         may_ask = lookup is None and not self._lookups.has_failed(state)
         awaited = state.tiers if wait.awaits_tier else NOTHING_AWAITED
         scan.show(state.answer, awaited, asks_tails=may_have_tail and may_ask)
