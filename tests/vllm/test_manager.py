@@ -1276,6 +1276,10 @@ def test_what_a_store_is_asked_for_is_found_once_it_says_so() -> None:
     assert (*found(report), report.reason, report.coming_keys) == (0, 0, 1, 3, 0, "tier_late", [1])
     report = missed("came", asking, {"ready": {block_hash(1)}})
     assert (*found(report), report.missing_key) == (0, 0, 1, 3, 0, block_hash(2))
+    report = missed("stored", asking, {}, {"ready": {block_hash(1)}})
+    assert (*found(report), report.missing_key) == (1, 0, 0, 3, 0, block_hash(2)), "another engine stored it since"
+    source = harness.manager.get_load_source(KEYS[0], harness.contexts["stored"])
+    assert source is CacheHitSource.HOST
     report = missed("disk", {"coming": {block_hash(1)}, "shared": {block_hash(2), block_hash(3)}, "asking": 2})
     assert (*found(report), report.reason) == (0, 1, 0, 2, 2, "tier_late")
 
@@ -1303,11 +1307,13 @@ def test_what_came_from_a_disk_before_a_preemption_is_found_in_the_pool_afterwar
     harness.ask(coming=0)
     first = report_of(harness, 3 * CHUNK_TOKENS)
     assert (first.found_pool, first.found_disk) == (1, 2)
+    assert harness.manager.get_load_source(KEYS[2], harness.context) is CacheHitSource.DISK
     harness.clock.now += 2.0
     harness.manager.begin_step([1])
     harness.ask(coming=0)
     second = report_of(harness, 3 * CHUNK_TOKENS)
     assert (second.again, second.found_pool, second.found_disk) == (True, 3, 0)
+    assert harness.manager.get_load_source(KEYS[2], harness.context) is CacheHitSource.HOST
 
 
 def test_a_prompt_that_was_late_uses_the_answer_that_it_has(harness: ManagerHarness) -> None:

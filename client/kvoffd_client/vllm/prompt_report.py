@@ -10,7 +10,7 @@ from msgspec import structs
 
 from kvoffd_client.vllm.connector_metadata import ChunkGroup, wire_keys
 from kvoffd_client.vllm.keyed_lookup import KeyedLookup
-from kvoffd_client.vllm.promoted_blocks import ASKED, PromotedBlocks
+from kvoffd_client.vllm.promoted_blocks import ASKED, LACKED, PromotedBlocks
 from kvoffd_client.vllm.request_state import PromptWait, RequestState
 from kvoffd_proto.messages import (
     COMING,
@@ -152,11 +152,11 @@ def _found_keys(last: KeyedLookup | None, blocks: PromotedBlocks) -> FoundKeys:
         keys, ready = sum(map(len, states)), sum(one.count(READY) for one in states)
     for index, before in blocks.chunks.items():
         found = last.chunk_states(index) if last is not None else b""
-        came = [state for state, now in zip(before, found, strict=False) if state and now == READY]
+        came = [state for state, now in zip(before, found, strict=False) if state not in (0, LACKED) and now == READY]
         promoted += len(came)
         from_disk += before.count(PENDING)
         from_store += before.count(SHARED) + came.count(ASKED)
-        asked += before.count(SHARED) + before.count(ASKED)
+        asked += before.count(SHARED) + before.count(ASKED) + before.count(LACKED)
     return FoundKeys(keys, ready - promoted, from_disk, from_store, asked, min(asked, unanswered))
 
 
