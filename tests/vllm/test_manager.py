@@ -33,6 +33,8 @@ from kvoffd_client.vllm.metrics import (
     FAILED_STORES,
     LATE_LOOKUPS,
     LOAD_RATE,
+    LOOKUP_WAITS,
+    LOOKUP_WAITS_TIMED_OUT,
     LOOKUPS,
     PREFILL_RATE,
 )
@@ -40,7 +42,7 @@ from kvoffd_client.vllm.waits import MAX_STOOD_STILL_S
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import COMING, MAX_GIVER, GroupKeys, Outcome, PromptReport
 from tests.vllm.manager_harness import CHUNK_TOKENS, HASHES, KEYS, ManagerHarness
-from tests.vllm.vllm_fakes import block_hash, key
+from tests.vllm.vllm_fakes import FakeSchedulerClient, block_hash, key
 
 HIT, MISS, PENDING, RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING, LookupResult.RETRY
 WINDOWS = ChunkGroup(7, 1, CHUNK_TOKENS)
@@ -115,11 +117,39 @@ def test_an_old_answer_with_misses_is_refreshed_under_its_lease(harness: Manager
     assert harness.results(context) == [HIT] * 3
 
 
+def test_the_answer_of_another_client_is_old(harness: ManagerHarness) -> None:
+    """As after a change of the weights: it is about another namespace. That both know of no stores says nothing."""
+    context = harness.request(ready=set())
+    assert harness.results(context) == [MISS] * 3
+    harness.client = FakeSchedulerClient(harness.clock)
+    harness.manager.namespace.client = cast(SchedulerClient, harness.client)
+    assert harness.scan()
+    assert harness.results(context) == [RETRY] * 3
+
+
 def test_a_lease_that_died_is_looked_up_again_and_not_loaded_from(harness: ManagerHarness) -> None:
     context = harness.request(ready=HASHES)
     harness.client.asked[0][0].stale_at = 0.0
     assert harness.scan()
     assert harness.results(context) == [RETRY] * 3
+
+
+@pytest.mark.parametrize("ends", ["its lease ends", "it grows old"])
+def test_an_answer_that_was_asked_for_early_is_awaited_once_it_is_needed(harness: ManagerHarness, ends: str) -> None:
+    """The one before was good when the lookup was sent."""
+    context = harness.request(ready={block_hash(1)})
+    harness.clock.now += 1.5
+    assert harness.scan()
+    assert harness.results(context) == [HIT, MISS, MISS], "the next answer is not needed yet"
+    if ends == "its lease ends":
+        harness.client.asked[0][0].stale_at = 0.0
+    else:
+        harness.client.stored.add([block_hash(2)])
+    assert not harness.scan()
+    assert harness.results(context) == [RETRY] * 3
+    harness.client.answer(HASHES)
+    harness.scan()
+    assert harness.results(context) == [HIT] * 3
 
 
 def test_the_lease_of_an_answer_that_has_grown_stale_is_ended(harness: ManagerHarness) -> None:
@@ -218,6 +248,23 @@ def test_an_idle_engine_rests_while_blocks_come_up() -> None:
             harness.scan()
         assert (harness.clock.now - before > 0.001) is rests
         assert harness.clock.now - before < 0.01, "new requests wait for the end of the step"
+
+
+def test_the_rest_of_an_idle_engine_says_nothing_of_the_daemon() -> None:
+    """It ends with an answer or after a moment. If none comes, no wait has timed out, and the next prompt may wait."""
+    harness = DiskHarness()
+    harness.ask(coming=2, wait_s=1.0)
+    harness.clock.now += 0.2
+    harness.manager.begin_step([])
+    assert harness.scan(), "what has come up by now is asked"
+    harness.counted()
+    harness.manager.begin_step([])
+    harness.scan()
+    assert harness.manager.get_stats() is None
+    harness.request("new")
+    harness.manager.begin_step([])
+    harness.scan("new")
+    assert harness.counted()[LOOKUP_WAITS] == 1
 
 
 def test_the_next_answer_is_waited_for_as_long_as_the_blocks(harness: ManagerHarness) -> None:
@@ -1180,6 +1227,29 @@ def test_outcomes_and_what_was_found_are_reported() -> None:
     assert report_of(harness, name="away").outcome is Outcome.UNUSED
 
 
+@pytest.mark.parametrize("tokens", [CHUNK_TOKENS, 0], ids=["loaded", "computed"])
+def test_what_is_reported_is_what_the_engine_decided_by(harness: ManagerHarness, tokens: int) -> None:
+    """Its answer was a second old, so that the next one is on its way when the prompt is scheduled."""
+    harness.request(ready={block_hash(1)} if tokens else {block_hash(2)})
+    harness.clock.now += 1.5
+    assert harness.scan()
+    report = report_of(harness, tokens)
+    assert (report.outcome, report.keys, report.found_pool) == (Outcome.LOADED if tokens else Outcome.MISSED, 3, 1)
+    assert (report.missing_key, report.missing_number) == ((block_hash(2), 2) if tokens else (block_hash(1), 1))
+
+
+def test_a_prompt_whose_answer_came_before_it_ran_is_not_late(harness: ManagerHarness) -> None:
+    """It had been given up, and the prompt found no place in the meantime."""
+    context = harness.request()
+    harness.clock.now += 0.2
+    harness.scan()
+    assert harness.results(context) == [MISS] * 3
+    harness.client.answer(set())
+    harness.scan()
+    report = report_of(harness)
+    assert (report.outcome, report.keys, report.missing_key) == (Outcome.MISSED, 3, block_hash(1))
+
+
 def test_what_a_store_is_asked_for_is_found_once_it_says_so() -> None:
     def found(report: PromptReport) -> tuple[int, ...]:
         return report.found_pool, report.found_disk, report.found_shared, report.asked_shared, report.unanswered
@@ -1206,6 +1276,10 @@ def test_what_a_store_is_asked_for_is_found_once_it_says_so() -> None:
     assert (*found(report), report.reason, report.coming_keys) == (0, 0, 1, 3, 0, "tier_late", [1])
     report = missed("came", asking, {"ready": {block_hash(1)}})
     assert (*found(report), report.missing_key) == (0, 0, 1, 3, 0, block_hash(2))
+    report = missed("stored", asking, {}, {"ready": {block_hash(1)}})
+    assert (*found(report), report.missing_key) == (1, 0, 0, 3, 0, block_hash(2)), "another engine stored it since"
+    source = harness.manager.get_load_source(KEYS[0], harness.contexts["stored"])
+    assert source is CacheHitSource.HOST
     report = missed("disk", {"coming": {block_hash(1)}, "shared": {block_hash(2), block_hash(3)}, "asking": 2})
     assert (*found(report), report.reason) == (0, 1, 0, 2, 2, "tier_late")
 
@@ -1233,11 +1307,13 @@ def test_what_came_from_a_disk_before_a_preemption_is_found_in_the_pool_afterwar
     harness.ask(coming=0)
     first = report_of(harness, 3 * CHUNK_TOKENS)
     assert (first.found_pool, first.found_disk) == (1, 2)
+    assert harness.manager.get_load_source(KEYS[2], harness.context) is CacheHitSource.DISK
     harness.clock.now += 2.0
     harness.manager.begin_step([1])
     harness.ask(coming=0)
     second = report_of(harness, 3 * CHUNK_TOKENS)
     assert (second.again, second.found_pool, second.found_disk) == (True, 3, 0)
+    assert harness.manager.get_load_source(KEYS[2], harness.context) is CacheHitSource.HOST
 
 
 def test_a_prompt_that_was_late_uses_the_answer_that_it_has(harness: ManagerHarness) -> None:

@@ -12,7 +12,7 @@ from vllm.v1.kv_cache_interface import KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
 from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES, FailedJob, WorkerNews
-from kvoffd_client.vllm.prompt_queue import JUDGED_AT_ONCE, MAX_AHEAD
+from kvoffd_client.vllm.prompt_queue import ASKED_AT_ONCE, JUDGED_AT_ONCE, MAX_AHEAD
 from kvoffd_client.vllm.waits import MAX_RETRY_PAUSE_S
 from kvoffd_proto.errors import ErrorCode
 from kvoffd_proto.messages import GroupKeys, Outcome
@@ -200,6 +200,22 @@ def test_a_prompt_before_a_full_window_is_looked_up_at_once(make: Make) -> None:
         engine.step()
     engine.step()
     assert engine.loaded == ["high"], "its load begins once there is a place for it"
+
+
+def test_urgent_prompts_that_come_one_by_one_are_all_looked_up_at_once(make: Make) -> None:
+    """While vLLM comes to no prompt that waits, because others run. What one step may look up is that step's."""
+    engine = make(max_num_seqs=1, scheduling_policy="priority", max_num_batched_tokens=1024, blocks=200)
+    for at in range(30):
+        engine.add(f"low-{at}", document(at), max_tokens=100, priority=5)
+    for _ in range(3):
+        engine.step()
+    assert not engine.manager.lookups.queue.has_space
+    asked = len(engine.client.asked)
+    for at in range(ASKED_AT_ONCE + 8):
+        engine.add(f"high-{at}", document(100 + at), priority=0)
+        engine.step()
+    assert {run for run in engine.ran if run.startswith("high")} == set(), "the first one has no place yet"
+    assert len(engine.client.asked) == asked + ASKED_AT_ONCE + 8
 
 
 def test_prompts_behind_a_window_that_cannot_run_are_looked_up(make: Make) -> None:

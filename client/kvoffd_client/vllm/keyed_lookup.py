@@ -50,7 +50,6 @@ class KeyedLookup:
         only_prefixes: of each group only what is behind its ready chunks without a gap can be used.
         stored: keys that were stored recently, as the client knows them.
         stored_before: ``stored.count`` when it was sent.
-        is_needed: the request waits for the answer, because it has none that may be the best.
         given_up: the request no longer waits for the answer, but uses it if it comes before the request runs.
         is_read: whether the answer was read.
         is_coming: some key is being promoted, or a shared store is asked for it.
@@ -67,7 +66,6 @@ class KeyedLookup:
     only_prefixes: bool
     stored: StoredKeys
     stored_before: int
-    is_needed: bool
     given_up: bool
     is_read: bool = False
     is_coming: bool = False
@@ -166,8 +164,10 @@ class KeyedLookup:
     def grows_old(self, stored: StoredKeys) -> bool:
         """Return whether something that the answer lacks was stored after this was sent.
 
-        ``stored``: what the client knows now; that of another client says nothing of this answer.
+        ``stored``: the present client's. If that is another one, the answer is about another namespace, and old.
         """
+        if stored is not self.stored:
+            return True
         if not self._is_old and (count := stored.count) != self._searched_count:
             self._is_old = self._was_stored(stored)
             self._searched_count = count
@@ -175,7 +175,7 @@ class KeyedLookup:
 
     def _was_stored(self, stored: StoredKeys) -> bool:
         """Search what was stored since the last search for keys that the answer lacks."""
-        if stored is not self.stored or stored.forgotten > self.stored_before:
+        if stored.forgotten > self.stored_before:
             return True
         if self.only_prefixes:
             return any(stored.was_stored(key, self.stored_before) for key in self._lacking())

@@ -8,11 +8,12 @@ from vllm.v1.kv_offload.base import OffloadKey
 
 from kvoffd_client.vllm.connector_metadata import Place
 from kvoffd_client.vllm.keyed_lookup import NOT_COMING, KeyedLookup
-from kvoffd_proto.messages import COMING, SHARED
+from kvoffd_proto.messages import COMING, READY, SHARED
 
-ASKED = 255
-"""State of a chunk that is SHARED only because a store is being asked for it."""
-_TIER_ONLY = bytes(0 if state in NOT_COMING else state for state in range(256))
+ASKED, LACKED = 255, 254
+"""States of a chunk that a store is being asked for, so that it may or may not come from there, and of one that no
+store had: if it is ready later, an engine has stored it."""
+_TIER_ONLY = bytes(0 if state == READY else LACKED if state in NOT_COMING else state for state in range(256))
 _WHILE_ASKING = bytes(ASKED if state == SHARED else state for state in _TIER_ONLY)
 
 
@@ -21,31 +22,44 @@ class PromotedBlocks:
     """Blocks that were, or were to be, promoted for a request.
 
     Attributes:
-        chunks: by group, the last such state of each chunk, or ASKED; 0 for others.
-        tails: the same of tails, by vLLM's keys.
+        chunks: by group, the last such state of each chunk, or ASKED or LACKED; 0 for others.
+        tails: the same of tails that come or came, by vLLM's keys.
     """
 
     chunks: dict[int, bytes] = field(default_factory=dict)
     tails: dict[OffloadKey, int] = field(default_factory=dict)
 
     def record(self, answer: KeyedLookup) -> None:
-        """Record which blocks an answer reports as being promoted."""
-        if not answer.is_coming:
+        """Record which blocks an answer reports as being promoted, and which of the earlier ones as absent."""
+        if not (answer.is_coming or self.chunks or self.tails):
             return
         table = _WHILE_ASKING if answer.future.asking else _TIER_ONLY
-        self.tails |= {key: state for key, state in answer.tail_states().items() if state in COMING}
+        for key, state in answer.tail_states().items():
+            if state in COMING:
+                self.tails[key] = state
+            elif state != READY:
+                self.tails.pop(key, None)
         for index in answer.chunks:
-            states = answer.chunk_states(index)
-            if states.strip(NOT_COMING):
-                before, now = self.chunks.get(index, b"").ljust(len(states), b"\0"), states.translate(table)
-                merged = [old if old and new in (0, ASKED) else new for old, new in zip(before, now, strict=False)]
-                self.chunks[index] = bytes(merged) + before[len(states) :]
+            states, before = answer.chunk_states(index), self.chunks.get(index, b"")
+            if before or states.strip(NOT_COMING):
+                before, now = before.ljust(len(states), b"\0"), states.translate(table)
+                self.chunks[index] = bytes(map(_merged, before, now)) + before[len(states) :]
 
     def tier_of(self, key: OffloadKey, place: Place) -> int:
         """Return the state that a block had while it was promoted; 0 if it was found in the pool."""
         if place.is_tail:
             return self.tails.get(key, 0)
-        if place.chunk < 0:
-            return 0
-        state = self.chunks.get(place.group, b"")[place.chunk : place.chunk + 1]
-        return SHARED if state == bytes([ASKED]) else state[0] if state else 0
+        states = self.chunks.get(place.group, b"")
+        state = states[place.chunk] if 0 <= place.chunk < len(states) else 0
+        if state == ASKED:
+            return SHARED
+        return 0 if state == LACKED else state
+
+
+def _merged(old: int, new: int) -> int:
+    """Return a chunk's state after an answer: a chunk whose tier is known keeps that while it is ready or lacking."""
+    if new == LACKED:
+        return LACKED if old == ASKED else old
+    if new == ASKED:
+        return ASKED if old in (0, LACKED) else old
+    return new or old

@@ -224,9 +224,12 @@ class PromptQueue:
         return next((parked.future for parked in self._for_answers.values()), None)
 
     def begin_step(self) -> None:
-        """Let JUDGED_AT_ONCE prompts in turns be woken, and ASKED_AT_ONCE be looked up."""
+        """Let JUDGED_AT_ONCE prompts in turns be woken, and ASKED_AT_ONCE be looked up, until the next step begins."""
         self._turns_left, self._lookups_left = JUDGED_AT_ONCE, ASKED_AT_ONCE
-        for request_id in [*islice(self._for_lookups, ASKED_AT_ONCE)]:
+
+    def wake_for_lookups(self) -> None:
+        """Wake as many of the prompts that wait until they may be looked up as still may be in this step."""
+        for request_id in [*islice(self._for_lookups, self._lookups_left)]:
             self._unpark(request_id)
 
     def wake(self, now: float) -> None:

@@ -10,7 +10,7 @@ from msgspec import structs
 
 from kvoffd_client.vllm.connector_metadata import ChunkGroup, wire_keys
 from kvoffd_client.vllm.keyed_lookup import KeyedLookup
-from kvoffd_client.vllm.promoted_blocks import ASKED, PromotedBlocks
+from kvoffd_client.vllm.promoted_blocks import ASKED, LACKED, PromotedBlocks
 from kvoffd_client.vllm.request_state import PromptWait, RequestState
 from kvoffd_proto.messages import (
     COMING,
@@ -71,14 +71,16 @@ def report_of(
 
     ``wait``: its wait that has ended. ``load_lease_id``: lease under which it loads.
     """
-    request, last, adapter = state.request, state.last, state.adapter.content
-    own_tokens, other_tokens = state.scan.own_tokens, 0
+    request, scan, adapter = state.request, state.scan, state.adapter.content
+    # What it decided by is not the last lookup if that was sent early, to have the next answer in time.
+    last = state.last if dropped or scan.answer is None else scan.answer
+    own_tokens, other_tokens = scan.own_tokens, 0
     if not dropped:
         # vLLM knows now what it computes: not the end of a prompt in its cache, which is less than a block, and
         # not what another connector loads, which is more.
         own_tokens = request.num_computed_tokens - loaded_tokens
-        if (more := own_tokens - state.scan.own_tokens) >= min(one.tokens_per_chunk for one in groups):
-            own_tokens, other_tokens = state.scan.own_tokens, more
+        if (more := own_tokens - scan.own_tokens) >= min(one.tokens_per_chunk for one in groups):
+            own_tokens, other_tokens = scan.own_tokens, more
     leading = _leading_keys(state, groups, loaded_tokens, is_computed_elsewhere=dropped or other_tokens > 0)
     if loaded_tokens:
         outcome = Outcome.LOADED
@@ -87,7 +89,7 @@ def report_of(
     elif not any(leading.whole):
         outcome = Outcome.TOO_SHORT
     else:
-        outcome = _why_computed(state, wait, is_loaded_elsewhere=other_tokens > 0)
+        outcome = _why_computed(state, wait, last, is_loaded_elsewhere=other_tokens > 0)
     group, missing, number, reason = _first_missing(last, leading.covered, adapter, state.tiers)
     after_gap = 0
     if missing and last is not None:
@@ -150,26 +152,25 @@ def _found_keys(last: KeyedLookup | None, blocks: PromotedBlocks) -> FoundKeys:
         keys, ready = sum(map(len, states)), sum(one.count(READY) for one in states)
     for index, before in blocks.chunks.items():
         found = last.chunk_states(index) if last is not None else b""
-        came = [state for state, now in zip(before, found, strict=False) if state and now == READY]
+        came = [state for state, now in zip(before, found, strict=False) if state not in (0, LACKED) and now == READY]
         promoted += len(came)
         from_disk += before.count(PENDING)
         from_store += before.count(SHARED) + came.count(ASKED)
-        asked += before.count(SHARED) + before.count(ASKED)
+        asked += before.count(SHARED) + before.count(ASKED) + before.count(LACKED)
     return FoundKeys(keys, ready - promoted, from_disk, from_store, asked, min(asked, unanswered))
 
 
-def _why_computed(state: RequestState, wait: PromptWait, *, is_loaded_elsewhere: bool) -> Outcome:
+def _why_computed(
+    state: RequestState, wait: PromptWait, last: KeyedLookup | None, *, is_loaded_elsewhere: bool
+) -> Outcome:
     """Return the outcome of a prompt of a block or more that computes. Another connector may load it."""
-    last = state.last
     was_looked_up = state.scan.may_load and last is not None and not last.future.failed
     if is_loaded_elsewhere or (state.scan.engine_has_all and was_looked_up):
         return Outcome.NOT_NEEDED
-    if wait.is_late:
+    if state.scan.is_late:
         return Outcome.LATE
-    if not was_looked_up or last is None:
+    if not was_looked_up:
         return Outcome.UNUSED
-    if last.given_up or not last.future.done:
-        return Outcome.LATE
     if wait.skipped:
         return Outcome.SKIPPED
     return Outcome.NO_SPACE if wait.refused else Outcome.MISSED

@@ -73,6 +73,7 @@ class PromptWaits:
         self._engine_clock.is_idle = is_idle
         self._answer_wait.begin_step(is_idle=is_idle)
         self._is_first, self._has_paused = True, False
+        self._queue.begin_step()
         self._times.begin_step()
 
     # --- parked prompts ----------------------------------------------------------------------------
@@ -91,27 +92,31 @@ class PromptWaits:
         return self._queue.is_parked(request_id, own_tokens)
 
     def _wake(self) -> None:
-        """Wake the parked requests whose time or answer has come."""
-        self._queue.begin_step()
+        """Wake the parked requests whose time, answer or turn has come."""
         if not self._queue.has_parked:
             return
         if self._namespace.serves and self._namespace.registered:
             self._namespace.client.poll()
+            self._queue.wake_for_lookups()
             self._queue.wake(self._engine_clock.read())
         else:
             self._queue.wake_all()
 
     def _pause(self) -> None:
-        """Pause an idle engine until an answer comes, or for a moment: it runs empty steps while all prompts wait."""
+        """Pause an idle engine until an answer comes, or for a moment: it runs empty steps while all prompts wait.
+
+        That none comes says nothing of the daemon: no prompt's wait has timed out.
+        """
         self._has_paused, answer_wait = True, self._answer_wait
         if (future := self._queue.first_awaited) is None:
             self._sleep(answer_wait.take_pause())
         elif answer_wait.may_wait(self._engine_clock.read()):
-            self._wait(future)
+            self._wait(future, must_come=False)
         self._queue.wake(self._engine_clock.read())
 
-    def _wait(self, future: LookupFuture, *, must_come: bool = True) -> None:
-        """Wait for an answer for the rest of this step's time for waits. Only one that ``must_come`` can time out."""
+    def _wait(self, future: LookupFuture, *, must_come: bool) -> None:
+        """Wait for an answer for the rest of this step's time for waits. Only one that ``must_come`` is counted, and
+        can time out."""
         began, answer_wait = self._engine_clock.read(), self._answer_wait
         answered = future.wait(answer_wait.left_s) or not must_come
         self._counters[metrics.LOOKUP_WAITS] += must_come
@@ -185,10 +190,11 @@ class PromptWaits:
         wait.awaits_tier = self._judge_tier_wait(state)
         if (lookup := state.in_flight) is not None and not lookup.given_up:
             scan.awaits_tail = lookup.asks_tails_beyond(state.answer)
-            if lookup.is_needed or wait.awaits_tier or scan.awaits_tail:
+            if self._lookups.lacks_answer(state) or wait.awaits_tier or scan.awaits_tail:
                 wait.since = lookup.sent_at_engine if wait.since is None else wait.since
                 self._park(state, own_tokens, late_at)
                 return False
+        scan.is_late = self._lookups.lacks_answer(state) and (lookup is not None or wait.is_late)
         may_ask = lookup is None and not self._lookups.has_failed(state)
         awaited = state.tiers if wait.awaits_tier else NOTHING_AWAITED
         scan.show(state.answer, awaited, asks_tails=may_have_tail and may_ask)
@@ -281,7 +287,7 @@ class PromptWaits:
         """Wait a moment for the answer to a request's lookup, or give it up if it is late. Return when it is late."""
         answer_wait, wait = self._answer_wait, state.wait
         asks_tails = lookup.asks_tails_beyond(state.answer)
-        must_come = (lookup.is_needed or asks_tails) and not lookup.given_up
+        must_come = (self._lookups.lacks_answer(state) or asks_tails) and not lookup.given_up
         shows_promoted = wait.awaits_tier and self._engine_clock.is_idle and answer_wait.left_s > 0
         if shows_promoted or (must_come and answer_wait.may_wait(self._engine_clock.read())):
             self._wait(lookup.future, must_come=must_come)

@@ -144,7 +144,6 @@ class RequestLookups:
         future = client.lookup(message, again, reported=True, peer=state.hints.peer, giver=state.hints.giver)
         if not again and future.lease_id:
             wait.counted, wait.counted_by = future, asked_by
-        is_needed = state.answer is None or state.answer.grows_old(client.stored)
         state.in_flight = state.last = KeyedLookup(
             future,
             self.groups,
@@ -156,7 +155,6 @@ class RequestLookups:
             only_prefixes=self._only_prefixes,
             stored=client.stored,
             stored_before=stored_before,
-            is_needed=is_needed,
             given_up=wait.is_late,
         )
         self._counters[metrics.LOOKUPS] += 1
@@ -214,12 +212,16 @@ class RequestLookups:
         """Return whether a request's last lookup failed a moment ago, so that no further one is sent yet."""
         return self.clock() - state.failed_at < REFRESH_S
 
+    def lacks_answer(self, state: RequestState) -> bool:
+        """Return whether a request has no answer, or one that is known to be old: it should wait for the next one."""
+        return state.answer is None or state.answer.grows_old(self.namespace.client.stored)
+
     def is_outdated(self, state: RequestState) -> bool:
-        """Return whether a request without a lookup in flight needs another: it has no answer that may be the best."""
+        """Return whether a request without a lookup in flight should send one: it lacks an answer, or may soon."""
         answer, now = state.answer, self.clock()
         if self.has_failed(state):
             return False
-        if answer is None or answer.grows_old(self.namespace.client.stored):
+        if answer is None or self.lacks_answer(state):
             return True
         hashes, future = len(state.request.block_hashes), answer.future
         if sum(hashes // group.hashes_per_chunk for group in self.groups) > answer.asked_chunks:

@@ -20,6 +20,8 @@ class PreparedScan:
         own_tokens: leading tokens in vLLM's own cache.
         engine_has_all: those are all that vLLM can use.
         may_load: blocks may be looked up for the request.
+        answer: the answer that the scan sees; None if it sees none.
+        is_late: the request lacks an answer, and has stopped waiting for it.
         results: results of each group's chunks, a byte each, see ``keyed_lookup``.
         tail_results: results of the tails that were looked up.
         asks_tails: further tails may be looked up.
@@ -30,6 +32,8 @@ class PreparedScan:
     own_tokens: int = 0
     engine_has_all: bool = False
     may_load: bool = True
+    answer: KeyedLookup | None = None
+    is_late: bool = False
     results: Mapping[int, bytes] = field(default_factory=dict)
     tail_results: Mapping[OffloadKey, LookupResult] = field(default_factory=dict)
     asks_tails: bool = False
@@ -38,7 +42,7 @@ class PreparedScan:
 
     def show(self, answer: KeyedLookup | None, awaited: frozenset[int], *, asks_tails: bool) -> None:
         """Set the results: those of an answer for a request that waits for keys of the ``awaited`` states."""
-        self.asks_tails = asks_tails
+        self.answer, self.asks_tails = answer, asks_tails
         if answer is not None:
             self.results = {index: answer.results(index, awaited) for index in answer.chunks}
             self.tail_results = {key: result_of(state, awaited) for key, state in answer.tail_states().items()}
