@@ -28,7 +28,7 @@ from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Namespace
 from kvoffd.simulate.disk import SimulatedDisk
 from kvoffd.simulate.optimum import optimum_percent, uses_of
-from kvoffd.simulate.replay import GIVER, LEASE, SESSION, replay, request
+from kvoffd.simulate.replay import GIVER, LEASE, SESSION, STEP_TOKENS, replay, request
 from kvoffd.simulate.trace import MOONCAKE_TOKENS, RequestTrace, read_trace
 from tests.bench.report_file import markdown_table, print_report, run_facts
 
@@ -47,8 +47,11 @@ trace with a weight of one for each block, after as many requests whose blocks n
 cache, and go first. *As it prints* is without both.
 
 * **kvoffd lru**: what `kvoffd-cli trace replay --policy lru` counts.
-* **prompt last**: the same replay, but after each request all blocks of its prompt become the newest, the last block
-  first. It shows what the difference comes from, and is no setting.
+* **at once**: the same replay, but a prompt's new blocks are stored at once, the last one first, where an engine stores
+  them in steps of {step_tokens:,} tokens, and each step is newer than the one before.
+* **prompt last**: the same replay, but after each request all blocks of its prompt become the newest, the last one
+  first. So a block is never newer than what it follows, as in a cache that evicts leaves of a tree only. Both show what
+  the difference comes from, and are no settings.
 * **possible**: `trace replay`'s column, in blocks.
 * *as it prints*: hits in percent of tokens, of the last half of the requests, with the trace as it is. **kvoffd, in the
   same measure** is `prompt last` in percent of the same tokens of the same requests. `-`: kvcache-simulator leaves the
@@ -88,9 +91,11 @@ def make_prompt_last(cache: Cache, namespace: Namespace, keys: bytes) -> None:
     cache.leases.end(SESSION, [LEASE])
 
 
-def own_hits(trace: RequestTrace, blocks: int, *, prompt_last: bool = False) -> list[int]:
-    """Return the hits of each request in a replay with the policy ``lru``. ``prompt_last``: call ``make_prompt_last``
-    after each request."""
+def own_hits(trace: RequestTrace, blocks: int, *, at_once: bool = False, prompt_last: bool = False) -> list[int]:
+    """Return the hits of each request in a replay with the policy ``lru``.
+
+    ``at_once``: a prompt's new blocks are stored in one step. ``prompt_last``: ``make_prompt_last`` after each request.
+    """
     hits: list[int] = []
 
     def counted(
@@ -101,7 +106,8 @@ def own_hits(trace: RequestTrace, blocks: int, *, prompt_last: bool = False) -> 
             make_prompt_last(cache, namespace, keys)
         return hits[-1]
 
-    with patch("kvoffd.simulate.replay.request", counted):
+    step_tokens = sys.maxsize if at_once else STEP_TOKENS
+    with patch.multiple("kvoffd.simulate.replay", request=counted, STEP_TOKENS=step_tokens):
         found = replay(trace, "lru", blocks)
     assert sum(hits) == found.hits, "hits of requests do not add up"
     return hits
@@ -189,16 +195,16 @@ def tables(path: Path, trace: RequestTrace, lengths: Lengths, sizes: Sequence[in
     yield "### A pool of all blocks\n"
     yield endless_table(report, theirs[0], own_hits(trace, trace.accesses), lengths) + "\n"
     yield "### Pools: hits in blocks\n"
-    rows = [["blocks", "lru: theirs", "kvoffd", "of theirs", "prompt last", "optimal: theirs", "possible"]]
+    rows = [["blocks", "lru: theirs", "kvoffd", "of theirs", "at once", "prompt last", "optimal: theirs", "possible"]]
     percents = [["blocks", "as it prints: lru %", "kvoffd, in the same measure", "`trace replay`, % of blocks"]]
     half, uses = len(lengths.blocks) // 2, uses_of(trace)
     for blocks in sizes:
         print(f"replaying: {trace.name}, {blocks:,} blocks", file=sys.stderr, flush=True)
         found, plain = theirs[blocks], sum(own_hits(trace, blocks))
-        last = own_hits(trace, blocks, prompt_last=True)
+        at_once, last = sum(own_hits(trace, blocks, at_once=True)), own_hits(trace, blocks, prompt_last=True)
         possible = round(optimum_percent(uses, blocks) * total / 100)
         share = f"{plain / found.lru:.2%}" if found.lru else "-"
-        counts = found.lru, plain, share, sum(last), found.optimal, possible
+        counts = found.lru, plain, share, at_once, sum(last), found.optimal, possible
         rows.append([f"{blocks:,}", *(one if isinstance(one, str) else f"{one:,}" for one in counts)])
         same, cell = sum(lengths.tokens_of(at, last[at]) for at in range(half, len(last))), "-"
         if of_half := printed.get(blocks):
@@ -230,7 +236,11 @@ def main(arguments: Sequence[str]) -> int:
         trace, lengths = read_trace(path), Lengths.read(path, given.requests)
         trace = trace._replace(requests=trace.requests[: given.requests], seconds=trace.seconds[: given.requests])
         pages.append("\n".join(tables(path, trace, lengths, sizes, given.bin)))
-    print_report("Hits of other simulators beside `trace replay`", facts, f"{TEXT}\n" + "\n".join(pages))
+    print_report(
+        "Hits of other simulators beside `trace replay`",
+        facts,
+        TEXT.format(step_tokens=STEP_TOKENS) + "\n" + "\n".join(pages),
+    )
     return 0
 
 
