@@ -4,7 +4,7 @@ The benchmark is the folder kv_cache_benchmark of https://github.com/mlcommons/s
 here. It needs numpy and PyYAML:
 
     git clone https://github.com/mlcommons/storage
-    python -m tests.bench.mlperf_kv_cache --checkout storage -- --model llama3.1-8b --num-users 4 --duration 60
+    python -m tests.bench.mlperf_kv_cache --checkout storage -- --num-users 4 --duration 60
 
 What follows ``--`` goes to its ``kv-cache.py``, after the arguments of its README for submissions in a smaller size.
 Each side gets the same arguments. The entries of the benchmark, which have a request's whole KV cache, are cut into
@@ -44,7 +44,7 @@ GIB = 1 << 30
 NPY, NPY_MEMORY, KVOFFD = ".npy", ".npy below memory", "kvoffd"
 SIDES = (NPY, NPY_MEMORY, KVOFFD)
 DEFAULTS = {
-    "--model": "llama3.1-8b",
+    "--model": "tiny-1b",
     "--num-users": "4",
     "--duration": "60",
     "--gpu-mem-gb": "0",
@@ -52,9 +52,10 @@ DEFAULTS = {
     "--max-concurrent-allocs": "2",
     "--generation-mode": "none",
     "--seed": "42",
-    "--storage-capacity-gb": "16",
+    "--storage-capacity-gb": "8",
 }
-"""Arguments of kv-cache.py, as its README has them for submissions, but for sizes and time."""
+"""Arguments of kv-cache.py, as its README has them for submissions, but for model, sizes and time: a request of the 8B
+model takes 6 GiB of this process at most."""
 TITLE = "MLPerf Storage's KV cache benchmark, with its files and with kvoffd"
 TEXT = """\
 * **{npy}**: the benchmark's own backend. A write ends after `fsync`; before a read the file leaves the page cache.
@@ -455,7 +456,7 @@ def main() -> int:
     parser.add_argument("--sides", default=",".join(SIDES), help=f"default {','.join(SIDES)}")
     parser.add_argument("--trials", type=int, default=1, help="runs of each side, in turns (default 1)")
     parser.add_argument("--pool-gib", type=float, default=2.0, help="kvoffd's pool (default 2)")
-    parser.add_argument("--block-tokens", type=int, default=64, help="tokens of a block (default 64)")
+    parser.add_argument("--block-tokens", type=int, default=128, help="tokens of a block (default 128)")
     parser.add_argument("--clients", type=int, default=4, help="entries that go to kvoffd at once (default 4)")
     parser.add_argument("--json", type=Path, help="file for all results")
     parser.add_argument("--side", help=argparse.SUPPRESS)
