@@ -41,8 +41,8 @@ from tests.bench.report_file import ROOT, markdown_table, number, print_report, 
 from tests.kit.daemon import DaemonProcess
 
 GIB = 1 << 30
-NPY, NPY_MEMORY, KVOFFD = ".npy", ".npy below memory", "kvoffd"
-SIDES = (NPY, NPY_MEMORY, KVOFFD)
+NPY, NPY_MEMORY, KVOFFD, KVOFFD_ALONE = ".npy", ".npy below memory", "kvoffd", "kvoffd, not waited for"
+SIDES = (NPY, NPY_MEMORY, KVOFFD, KVOFFD_ALONE)
 DEFAULTS = {
     "--model": "tiny-1b",
     "--num-users": "4",
@@ -61,8 +61,11 @@ TEXT = """\
 * **{npy}**: the benchmark's own backend. A write ends after `fsync`; before a read the file leaves the page cache.
 * **{npy_memory}**: the same, below `--cpu-mem-gb` of as many GiB as kvoffd's pool has.
 * **{kvoffd}**: a daemon with a pool of {pool_gib:g} GiB and a disk in the same place (`disk_write` always, policy
-  `lru`, `O_DIRECT`), blocks of {block_tokens} tokens. A write ends when the pool has the entry, and waits while an
-  eighth of the pool waits for the disk; it does not wait for the disk to have it. A checksum is compared at each read.
+  `lru`, `O_DIRECT`), blocks of {block_tokens} tokens. A write ends when the pool has the entry, and waits while half of
+  the pool waits for the disk, so that nothing is lost; it does not wait for the disk to have it. A checksum is compared
+  at each read.
+* **{kvoffd_alone}**: without that wait, as engines are. What is evicted before the disk had its turn is lost: a failed
+  read, which an engine would compute.
 * Latencies are of whole entries, in the storage tier: those that `{npy_memory}` has in memory are not in its rows of
   storage. `request: storage` adds up what a request waited for all tiers.
 * **failed reads, writes**: entries that the backend no longer had, or did not take. The benchmark counts such a read as
@@ -72,8 +75,8 @@ TEXT = """\
 Median of {trials}. The verdict is the benchmark's."""
 READ_AHEAD = 8
 """Blocks of an entry that are brought up from the disk at once."""
-WAITING_SHARE = 8
-"""An eighth of the pool may wait to be written to the disk."""
+WAITING_SHARE = 2
+"""Half of the pool may wait to be written to the disk."""
 PAUSE_S = 0.005
 DISK_DEADLINE_S = 120.0
 RUN_DEADLINE_S = 3600.0
@@ -152,11 +155,15 @@ class KvoffdBackend:
         block_tokens: tokens of a block.
         pool_bytes: of the daemon.
         clients: number of block clients, and so of entries that are read or written at once.
+        waits: writes wait for the disk.
     """
 
-    def __init__(self, directory: Path, block_tokens: int, pool_bytes: int, clients: int) -> None:
+    def __init__(
+        self, directory: Path, block_tokens: int, pool_bytes: int, clients: int, *, waits: bool = True
+    ) -> None:
         self.base_path = directory
         self._block_tokens, self._pool_bytes, self._count = block_tokens, pool_bytes, clients
+        self._waits = waits
         self._entries: dict[str, Entry] = {}
         self._numbers = itertools.count()
         self._geometry: Geometry | None = None
@@ -182,7 +189,8 @@ class KvoffdBackend:
                     geometry.block_of(whole[tuple(map(slice, part.shape))], 0)[:] = part
                     part = whole
                 inside = time.perf_counter()
-                self._wait_for_disk(geometry)
+                if self._waits:
+                    self._wait_for_disk(geometry)
                 client.put(block_key, list(part))
                 device += time.perf_counter() - inside
         self._entries[key] = Entry(data.shape, keys)
@@ -248,7 +256,7 @@ class KvoffdBackend:
             self._clients.put(client)
 
     def _wait_for_disk(self, geometry: Geometry) -> None:
-        """Wait until at most an eighth of the pool waits to be written: what is evicted unwritten is lost."""
+        """Wait until at most half of the pool waits to be written: what is evicted unwritten is lost."""
         block_bytes, deadline = geometry.page_bytes * geometry.shape[0], time.monotonic() + DISK_DEADLINE_S
         most = max(2 * self._count, self._pool_bytes // WAITING_SHARE // block_bytes)
         with self._lock:
@@ -326,7 +334,8 @@ def run_in_this_process(side: Side) -> None:
 
     def make(base_path: str | None = None) -> Counted:
         own = (Path(side.directory), side.block_tokens, side.pool_bytes, side.clients)
-        made.append(Counted(KvoffdBackend(*own) if side.directory else theirs(base_path=base_path)))
+        waits = side.name == KVOFFD
+        made.append(Counted(KvoffdBackend(*own, waits=waits) if side.directory else theirs(base_path=base_path)))
         return made[-1]
 
     with patch.object(cache, "NVMeBackend", make), patch.object(sys, "argv", ["kv-cache.py", *side.arguments]):
@@ -359,7 +368,7 @@ class Bench:
             if name == NPY_MEMORY:
                 arguments += ["--cpu-mem-gb", str(self._pool_gib)]
             daemon = None
-            if name == KVOFFD:
+            if name in (KVOFFD, KVOFFD_ALONE):
                 disk_bytes = int(1.25 * self._storage_gib() * GIB) + 2 * pool_bytes
                 daemon = DaemonProcess(
                     str(pool_bytes), disk=f"{disk}={disk_bytes}", disk_write="always", eviction_policy="lru"
@@ -456,7 +465,7 @@ def main() -> int:
     parser.add_argument("--sides", default=",".join(SIDES), help=f"default {','.join(SIDES)}")
     parser.add_argument("--trials", type=int, default=1, help="runs of each side, in turns (default 1)")
     parser.add_argument("--pool-gib", type=float, default=2.0, help="kvoffd's pool (default 2)")
-    parser.add_argument("--block-tokens", type=int, default=128, help="tokens of a block (default 128)")
+    parser.add_argument("--block-tokens", type=int, default=256, help="tokens of a block (default 256)")
     parser.add_argument("--clients", type=int, default=4, help="entries that go to kvoffd at once (default 4)")
     parser.add_argument("--json", type=Path, help="file for all results")
     parser.add_argument("--side", help=argparse.SUPPRESS)
@@ -487,6 +496,7 @@ def main() -> int:
         npy=NPY,
         npy_memory=NPY_MEMORY,
         kvoffd=KVOFFD,
+        kvoffd_alone=KVOFFD_ALONE,
         pool_gib=given.pool_gib,
         block_tokens=given.block_tokens,
         trials=f"{given.trials} trials" if given.trials > 1 else "one trial",
