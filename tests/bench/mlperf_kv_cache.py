@@ -41,7 +41,7 @@ from tests.bench.report_file import ROOT, markdown_table, number, print_report, 
 from tests.kit.daemon import DaemonProcess
 
 GIB = 1 << 30
-NPY, NPY_MEMORY, KVOFFD, KVOFFD_ALONE = ".npy", ".npy below memory", "kvoffd", "kvoffd, not waited for"
+NPY, NPY_MEMORY, KVOFFD, KVOFFD_ALONE = ".npy", ".npy below memory", "kvoffd", "kvoffd without waiting"
 SIDES = (NPY, NPY_MEMORY, KVOFFD, KVOFFD_ALONE)
 DEFAULTS = {
     "--model": "tiny-1b",
