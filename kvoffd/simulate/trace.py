@@ -47,9 +47,10 @@ class _Line(Struct):
     input_length: Any = None
     tokens: Any = field(default=None, name="in")
     """``input_length`` of a session's request."""
-    block_tokens: Annotated[int, Meta(ge=0, lt=1 << 31)] | None = None
+    block_tokens: Annotated[int, Meta(ge=0, lt=1 << 31)] | list[Any] | None = None
+    """Tokens of a block; in kvcache-simulator's format those of each block, which are not used."""
     block_size: Any = None
-    """Tokens of a session's blocks."""
+    """Tokens of a block of a session, or of a request in kvcache-simulator's format."""
     hash_id_scope: Any = "local"
     """``global`` if equal numbers in several sessions mean the same block."""
     block_bytes: Annotated[int, Meta(ge=0, lt=1 << 53)] = 0
@@ -61,6 +62,13 @@ class _Line(Struct):
     """The line is a hint about its blocks, not a request."""
     priority: Annotated[int, Meta(ge=0, le=MAX_PRIORITY)] = 0
     ttl_s: Annotated[float, Meta(ge=0, le=MAX_TTL_S)] = 0.0
+
+    @property
+    def tokens_per_block(self) -> int | None:
+        """Tokens of a request's block; None if it does not give them."""
+        if isinstance(self.block_tokens, int):
+            return self.block_tokens
+        return self.block_size if type(self.block_size) is int and 0 < self.block_size < 1 << 31 else None
 
 
 _DECODER = Decoder(_Line | list[_Line])
@@ -131,12 +139,13 @@ def read_trace(path: Path) -> RequestTrace:
     """Read a trace of requests or sessions: one JSON object a line, or a list of them, or one session.
 
     A request is an object whose ``hash_ids`` are its blocks, as in Mooncake's format. ``kvoffd-cli trace record``
-    writes that, with more fields, compressed by gzip: client/README.md. A session has a list of ``requests``, as those
-    of kv-cache-tester and AIPerf. If no line gives the tokens of a block, they are 512, or another power of two if only
-    that fits the requests' lengths. A file that was cut off is read up to there.
+    writes that, with more fields, compressed by gzip: client/README.md. kvcache-simulator's has a ``block_size``. A
+    session has a list of ``requests``, as those of kv-cache-tester and AIPerf. If no line gives the tokens of a block,
+    they are 512, or another power of two if only that fits the requests' lengths. A file that was cut off is read up to
+    there.
 
     Sources: https://github.com/kvcache-ai/Mooncake, FAST25-release; https://github.com/callanjfox/kv-cache-tester,
-    docs/trace_replay_tester.md. Raises BadTrace, OSError.
+    docs/trace_replay_tester.md; kvcache-simulator 0.1.3 in PyPI, README. Raises BadTrace, OSError.
     """
     kinds: Counter[tuple[int, int]] = Counter()
     """Blocks by their tokens and bytes, if a line gives them."""
@@ -166,9 +175,8 @@ def read_trace(path: Path) -> RequestTrace:
                     ids = [own.setdefault(block, OWN_KEY + own_keys + len(own)) for block in ids]
                 if is_session and line.block_size is not None:
                     kinds[line.block_size, 0] += count
-                elif one.block_tokens is not None or one.block_bytes:
-                    tokens = MOONCAKE_TOKENS if one.block_tokens is None else one.block_tokens
-                    kinds[tokens, one.block_bytes] += count
+                elif (of_block := one.tokens_per_block) is not None or one.block_bytes:
+                    kinds[MOONCAKE_TOKENS if of_block is None else of_block, one.block_bytes] += count
                 if count > 1 and type(length) is int:
                     lengths.add(count, length)
                 keys = b"".join([(block & MAX_KEY).to_bytes(KEY_BYTES, "big") for block in ids])

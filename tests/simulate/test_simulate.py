@@ -286,6 +286,17 @@ def test_tokens_of_a_block_are_computed_from_lengths(tmp_path: Path) -> None:
             assert read_trace(file).tokens_per_block == 32
 
 
+@pytest.mark.parametrize("weights", [None, [60]])
+def test_a_request_of_kvcache_simulator_has_a_block_size(tmp_path: Path, weights: list[int] | None) -> None:
+    """Its ``block_tokens`` are those of each block of the request."""
+    file, line = tmp_path / "t.jsonl", {"hash_ids": [1], "block_size": 64, "input_length": 60}
+    file.write_text(json.dumps(line | ({"block_tokens": weights} if weights else {})) + "\n")
+    trace = read_trace(file)
+    assert (len(trace.requests), trace.accesses, trace.tokens_per_block) == (1, 1, 64)
+    file.write_text(json.dumps(line | {"block_tokens": 48}) + "\n")
+    assert read_trace(file).tokens_per_block == 48, "as kvoffd-cli trace record writes it"
+
+
 def test_a_file_that_is_no_trace_is_refused_with_the_line(tmp_path: Path) -> None:
     file = tmp_path / "bad.jsonl"
     for line in (
