@@ -240,8 +240,7 @@ class PoolMemory:
 
             # In turns, as other processes slow both down.
             pairs = [(seconds(self.segment.address, apart), seconds(other.segment.address, piece_bytes)) for _ in "abc"]
-            own_s, other_s = map(min, zip(*pairs, strict=True))
-        return own_s / other_s
+        return min(own for own, _ in pairs) / min(other for _, other in pairs)
 
     def _ask_for_huge_pages(self) -> None:
         """Request huge pages. A kernel without them refuses, which is harmless."""

@@ -18,7 +18,7 @@ from kvoffd.system.numa import Locality
 
 
 class MemoryKind(StrEnum):
-    """What a pool's memory is."""
+    """Kinds of a pool's memory."""
 
     PRIVATE = "private"
     """No other process can map it, and the kernel gives it huge pages."""
@@ -94,7 +94,7 @@ class Pool:
             self.table = SlotTable(self._table_memory.buffer, geometry, new=not self.recovered)
         self._is_file = isinstance(backing, FileBacking)
         self.pages = PoolPages()
-        """What ``measure_pages`` has found."""
+        """Results of ``measure_pages``."""
 
     @property
     def at_the_end(self) -> str:

@@ -32,7 +32,7 @@ from kvoffd_proto.units import format_duration, format_size, plural
 logger = logging.getLogger(__name__)
 
 SMALL_POOL_BYTES = 1 << 30
-"""Up to this size nothing is said of a pool's pages: the measurement would take as long as the rest of the start."""
+"""Up to this size a pool's pages are not measured: that would take as long as the rest of the start."""
 RELEASE_TIMEOUT_S = 5.0
 TOLD_S = 2.0
 

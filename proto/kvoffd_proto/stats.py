@@ -131,7 +131,7 @@ PROMPT_SOURCES = {
 LOADED_SOURCES = "pool", "disk", "store", "peer"
 """Those from which engines loaded through the pool."""
 SLOW_PAGES = 1.2
-"""From this ``page_slowdown`` on a pool's small pages matter."""
+"""Least ``page_slowdown`` at which a pool's small pages matter."""
 MISS_REASONS = {
     "unknown": "never stored in this namespace since the daemon's start",
     "forgotten": "never stored, or evicted so long ago that it is not remembered",

@@ -34,7 +34,6 @@ from kvoffd_client.vllm.metrics import (
     LATE_LOOKUPS,
     LOAD_RATE,
     LOOKUP_WAITS,
-    LOOKUP_WAITS_TIMED_OUT,
     LOOKUPS,
     PREFILL_RATE,
 )
