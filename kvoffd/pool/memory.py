@@ -41,7 +41,7 @@ PAUSE_S = 0.01
 ALLOCATE_STEP_BYTES = 256 << 20
 """Memory of a file allocated at a time."""
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-"""Of a memfd: nobody can change its size."""
+"""Seals of a memfd whose size nobody can change."""
 SAMPLE_BYTES, SAMPLE_PIECES = 32 << 20, 8
 """Memory that ``slowdown`` reads, and the number of places over which it lies."""
 RESERVED_FROM_BYTES = 1 << 30
@@ -255,7 +255,7 @@ class PoolMemory:
 
 
 def fits_reserved(size_bytes: int) -> bool:
-    """Return whether the machine has reserved huge pages for so much memory, which nobody uses."""
+    """Return whether the machine has reserved huge pages for this memory, which nobody uses."""
     if size_bytes < RESERVED_FROM_BYTES:
         return False
     page_bytes = default_huge_page_bytes()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 
-VERSION = 0xCD720C5A
+VERSION = 0x81EABE74
 """A library of another version is refused: it is made of other C files."""
 
 SLOT_INDEX = (
