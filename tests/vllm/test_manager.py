@@ -34,7 +34,6 @@ from kvoffd_client.vllm.metrics import (
     LATE_LOOKUPS,
     LOAD_RATE,
     LOOKUP_WAITS,
-    LOOKUP_WAITS_TIMED_OUT,
     LOOKUPS,
     PREFILL_RATE,
 )
@@ -1319,7 +1318,7 @@ def test_what_came_from_a_disk_before_a_preemption_is_found_in_the_pool_afterwar
 def test_a_prompt_that_was_late_uses_the_answer_that_it_has(harness: ManagerHarness) -> None:
     """It was looked up ahead in the end, and waits for space in the KV cache."""
     context = harness.request(ready=HASHES)
-    harness.manager.requests["r"].wait.is_late = True
+    harness.manager.requests["r"].wait.gave_up_lookup = True
     harness.client.asked[-1][0].stale_at = harness.clock.now + 0.5
     assert harness.scan(), "its lease is renewed"
     assert harness.results(context) == [HIT] * 3

@@ -194,7 +194,7 @@ class PromptWaits:
                 wait.since = lookup.sent_at_engine if wait.since is None else wait.since
                 self._park(state, own_tokens, late_at)
                 return False
-        scan.is_late = self._lookups.lacks_answer(state) and (lookup is not None or wait.is_late)
+        scan.is_late = self._lookups.lacks_answer(state) and (lookup is not None or wait.gave_up_lookup)
         may_ask = lookup is None and not self._lookups.has_failed(state)
         awaited = state.tiers if wait.awaits_tier else NOTHING_AWAITED
         scan.show(state.answer, awaited, asks_tails=may_have_tail and may_ask)
@@ -222,7 +222,7 @@ class PromptWaits:
             self._queue.park(request_id, Parked(own_tokens, until, for_load=True))
 
     def _basis(self, state: RequestState, own_tokens: int) -> ScanBasis:
-        answer = state.answer if state.scan.results else None  # without results the scan does not see it
+        answer = state.answer if state.scan.answer is not None else None
         return ScanBasis(answer, own_tokens, state.wait.awaits_tier, self._lookups.load_changes)
 
     # --- waits -------------------------------------------------------------------------------------
@@ -270,7 +270,7 @@ class PromptWaits:
 
     def _look_up_in_turn(self, state: RequestState, own_tokens: int) -> bool:
         """Look a request up. False if it is parked instead, because many others were in this step. Once that takes too
-        long it is looked up all the same, or continues with what it has (``is_late``) if too many are."""
+        long it is looked up all the same, or continues with what it has (``gave_up_lookup``) if too many are."""
         request_id = state.request.request_id
         if not self._queue.take_lookup(request_id):
             until = self._begin_wait(state) + self._allowed_s(state, state.request.num_tokens)
@@ -278,7 +278,7 @@ class PromptWaits:
                 self._queue.park(request_id, Parked(own_tokens, until, for_lookup=True))
                 return False
             if self._queue.is_full:
-                state.wait.is_late = True
+                state.wait.gave_up_lookup = True
                 return True
         self._lookups.look_up(state)
         return True

@@ -155,7 +155,7 @@ class RequestLookups:
             only_prefixes=self._only_prefixes,
             stored=client.stored,
             stored_before=stored_before,
-            given_up=wait.is_late,
+            given_up=wait.gave_up_lookup,
         )
         self._counters[metrics.LOOKUPS] += 1
         self.queue.enter_window(request.request_id, request.num_prompt_tokens, request.priority, future)
