@@ -136,6 +136,7 @@ class PromptWaits:
             until,
             future,
             in_turns=wait.awaits_tier,
+            priority=state.request.priority,
             ask_order=ask_order,
             ask_at=wait.tier.ask_at,
         )
