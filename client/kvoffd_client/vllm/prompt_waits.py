@@ -59,8 +59,8 @@ class PromptWaits:
         self.late_times_sum = 0.0
         self._is_first = True
         """Whether vLLM has come to no prompt in this step yet."""
-        self._has_paused = False
-        """Whether an idle engine has paused in this step."""
+        self._may_pause = True
+        """Whether an idle engine may pause in this step: it has not, and no prompt has come since the step before."""
 
     def begin_engine(self, engine: EngineFacts, harm: DoNoHarm, times: ComputeTimes) -> None:
         """Set properties of the engine, before the first request."""
@@ -72,9 +72,13 @@ class PromptWaits:
         self._engine_clock.read()
         self._engine_clock.is_idle = is_idle
         self._answer_wait.begin_step(is_idle=is_idle)
-        self._is_first, self._has_paused = True, False
+        self._is_first = self._may_pause = True
         self._queue.begin_step()
         self._times.begin_step()
+
+    def arrived(self) -> None:
+        """Have an idle engine not pause in the next step: vLLM comes to the new prompt after those that are parked."""
+        self._may_pause = False
 
     # --- parked prompts ----------------------------------------------------------------------------
 
@@ -86,7 +90,7 @@ class PromptWaits:
             self._wake()
         if not self._queue.is_parked(request_id, own_tokens):
             return False
-        if not self._engine_clock.is_idle or self._has_paused or not self._engine.may_pause:
+        if not (self._engine_clock.is_idle and self._may_pause and self._engine.may_pause):
             return True
         self._pause()
         return self._queue.is_parked(request_id, own_tokens)
@@ -107,7 +111,7 @@ class PromptWaits:
 
         That none comes says nothing of the daemon: no prompt's wait has timed out.
         """
-        self._has_paused, answer_wait = True, self._answer_wait
+        self._may_pause, answer_wait = False, self._answer_wait
         if (future := self._queue.first_awaited) is None:
             self._sleep(answer_wait.take_pause())
         elif answer_wait.may_wait(self._engine_clock.read()):
