@@ -249,6 +249,19 @@ def test_an_idle_engine_rests_while_blocks_come_up() -> None:
         assert harness.clock.now - before < 0.01, "new requests wait for the end of the step"
 
 
+def test_an_idle_engine_does_not_rest_before_it_comes_to_a_new_prompt() -> None:
+    """vLLM comes to the one that waits for the disk first."""
+    harness = DiskHarness()
+    harness.ask(coming=2, wait_s=1.0)
+    for comes, rests in ((True, False), (False, True)):
+        harness.manager.begin_step([])
+        if comes:
+            harness.new("new")
+        before = harness.clock.now
+        harness.scan()
+        assert (harness.clock.now > before) is rests
+
+
 def test_the_rest_of_an_idle_engine_says_nothing_of_the_daemon() -> None:
     """It ends with an answer or after a moment. If none comes, no wait has timed out, and the next prompt may wait."""
     harness = DiskHarness()
@@ -1318,7 +1331,7 @@ def test_what_came_from_a_disk_before_a_preemption_is_found_in_the_pool_afterwar
 def test_a_prompt_that_was_late_uses_the_answer_that_it_has(harness: ManagerHarness) -> None:
     """It was looked up ahead in the end, and waits for space in the KV cache."""
     context = harness.request(ready=HASHES)
-    harness.manager.requests["r"].wait.is_late = True
+    harness.manager.requests["r"].wait.gave_up_lookup = True
     harness.client.asked[-1][0].stale_at = harness.clock.now + 0.5
     assert harness.scan(), "its lease is renewed"
     assert harness.results(context) == [HIT] * 3

@@ -19,7 +19,7 @@ from kvoffd_proto.messages import GroupKeys, Outcome
 from tests.kit.amount import TIMES
 from tests.vllm.scheduler_harness import SchedulerHarness
 from tests.vllm.vllm_config import HEADS, full_attention, make_config
-from tests.vllm.vllm_fakes import KEY_BYTES
+from tests.vllm.vllm_fakes import KEY_BYTES, split
 
 BLOCK_TOKENS = 32
 DOCUMENT_BLOCKS = 20
@@ -167,6 +167,31 @@ def test_of_many_prompts_that_wait_for_a_disk_few_are_looked_at_in_a_step(make: 
     assert len(engine.loaded) == len(waiting)
 
 
+def test_an_urgent_prompt_that_waits_for_a_disk_has_its_turn_before_others(make: Make) -> None:
+    """Many less urgent ones wait for the disk too, each of which is looked at again whenever that may have changed."""
+    engine = make(max_num_seqs=256, scheduling_policy="priority", options={"do_no_harm": False})
+    engine.answers = False
+    waiting = [engine.add(f"low-{at}", document(at, 2), priority=5) for at in range(300)]
+    for _ in range(300):
+        engine.answer_coming(wait_s=60.0)
+        engine.step()
+    urgent = engine.add("urgent", document(1000, 2), priority=0)
+    its, ready_after = {bytes(one) for one in urgent.block_hashes}, 20
+    for steps in range(200):
+        if steps > ready_after:
+            for index in engine.unanswered:
+                if its.issuperset(split(engine.client.asked[index][1][0].keys)):
+                    engine.client.answer(its, index)
+        engine.answer_coming(wait_s=60.0)
+        engine.clock.now += MAX_RETRY_PAUSE_S
+        engine.step()
+        if engine.loaded:
+            break
+    assert engine.loaded == ["urgent"]
+    assert steps < ready_after + 10
+    assert not any(one.num_computed_tokens for one in waiting)
+
+
 def test_a_prompt_that_waits_for_space_is_scanned_once(make: Make) -> None:
     engine = make(max_num_seqs=8, max_model_len=4096, blocks=101)
     first = engine.add("first", document(1, 60), max_tokens=50)
@@ -239,7 +264,7 @@ def test_prompts_behind_a_window_that_cannot_run_are_looked_up(make: Make) -> No
 def test_a_request_that_gave_up_its_turn_once_waits_for_its_next_lookup(make: Make) -> None:
     engine = make(max_num_seqs=4, blocks=200)
     request = engine.add("r", document(1), max_tokens=200)
-    engine.manager.requests["r"].wait.is_late = True
+    engine.manager.requests["r"].wait.gave_up_lookup = True
     for _ in range(100):
         engine.step()
     engine.scheduler.running.remove(request)

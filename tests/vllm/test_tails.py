@@ -168,6 +168,26 @@ def test_a_prompt_whose_tail_vllm_s_own_cache_has_is_looked_up_once(make: Make) 
     assert len(engine.client.asked) - before == 1
 
 
+def test_a_preempted_prompt_with_a_tail_is_counted_again(make: Make) -> None:
+    """The daemon counts no lookups of tails."""
+    engine, asked = make(), prompt(1, 3 * BLOCK + 2 * UNIT + 3)
+    run(engine, "first", asked)
+    engine.forget()
+    request = engine.add("again", asked, 200)
+    for _ in range(4):
+        engine.step()
+    engine.scheduler.running.remove(request)
+    engine.scheduler._preempt_request(request, 0.0)
+    engine.forget()
+    before = len(engine.client.asked)
+    for _ in range(6):
+        engine.step()
+    assert request.num_computed_tokens > len(asked)
+    assert engine.client.again[before:] == [False, True, False], "chunks, then the tails too, then the one it loads"
+    assert engine.loads == [3 * BLOCK + 2 * UNIT] * 2
+    assert [one.again for one in engine.client.reported if one.request == "again"] == [False, True]
+
+
 RETAIN = {"action_id": "1", "action_type": "kv.retain", "action_version": "1.0", "payload": {"ttl_s": 60}}
 
 

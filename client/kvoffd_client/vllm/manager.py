@@ -233,6 +233,7 @@ class KvoffdManager(OffloadingManager):
         self._engine_clock.read()  # the time until now is not the new request's
         if not self.lookups.queue.has_waiting:
             self._engine_clock.begin_waits()
+        self.waits.arrived()
         hints = read_hints(req_context, self._hints_option)
         # kv_load_tiers of the request: the pool is vLLM's primary tier, which requests cannot exclude.
         state = RequestState(

@@ -56,10 +56,13 @@ class Parked:
         own_tokens: tokens that vLLM's own cache had when it was parked.
         until: time, by the engine's clock, at which it is looked at again.
         future: an answer that wakes it; None for none.
-        in_turns: only JUDGED_AT_ONCE of these are woken in a step, also by answers.
-        ask_order: for one that asks what a shared store has, a number: these ask again one after the other in the order
-            of their numbers, when the first is due. A store's blocks are promoted in that order.
-        ask_at: time at which such a one is due to ask again.
+        in_turns: only JUDGED_AT_ONCE of these are woken in a step, also by answers: the most urgent first, else those
+            that are due first.
+        priority: vLLM's priority of one that is in turns.
+        is_due: its time or answer has come, and it waits for its turn.
+        ask_order: for one that asks what a shared store has, a number: these become due together, in the order of their
+            numbers, when the first is to ask again. A store's blocks are promoted in that order.
+        ask_at: time at which such a one is to ask again.
         for_load: the end of a load wakes it.
         for_lookup: it waits until it may be looked up.
     """
@@ -68,6 +71,8 @@ class Parked:
     until: float
     future: LookupFuture | None = None
     in_turns: bool = False
+    priority: int = 0
+    is_due: bool = False
     ask_order: int | None = None
     ask_at: float = 0.0
     for_load: bool = False
@@ -100,15 +105,16 @@ class PromptQueue:
         self._by_time: list[tuple[float, int, str, Parked]] = []
         """Heap of the parked that are not in turns, and of some that were woken, by ``until``."""
         self._turns: list[tuple[float, int, str, Parked]] = []
-        """The same of those in turns."""
+        """The same of those in turns that are not due."""
+        self._due: list[tuple[float, int, str, Parked]] = []
+        """Heap of those in turns that are due, and of some that were woken, by priority and the order in which they
+        became due."""
         self._for_answers: dict[str, Parked] = {}
         """Parked prompts that an answer wakes."""
         self._for_loads: dict[str, None] = {}
         """Parked prompts that the end of a load wakes."""
         self._asking: dict[str, int] = {}
         """``ask_order`` of the parked prompts that ask what a shared store has."""
-        self._round: list[str] = []
-        """Those of ``_asking`` that are still to be woken in this round, the last one first."""
         self._lookups_left = ASKED_AT_ONCE
         """Prompts behind the window that may still be looked up in this step."""
         self._turns_left = JUDGED_AT_ONCE
@@ -199,8 +205,11 @@ class PromptQueue:
             self._for_loads[request_id] = None
         if parked.for_lookup:
             self._for_lookups[request_id] = None
-        heap = self._turns if parked.in_turns else self._by_time
-        heappush(heap, (parked.until, next(self._arrivals), request_id, parked))
+        self._push(self._turns if parked.in_turns else self._by_time, parked.until, request_id, parked)
+
+    def _push(self, heap: list[tuple[float, int, str, Parked]], key: float, request_id: str, parked: Parked) -> None:
+        """Add a parked prompt to a heap, behind those of the same key."""
+        heappush(heap, (key, next(self._arrivals), request_id, parked))
         if len(heap) > 2 * len(self._parked) + MAX_STALE:
             heap[:] = sorted([entry for entry in heap if self._parked.get(entry[2]) is entry[3]])
 
@@ -234,29 +243,38 @@ class PromptQueue:
 
     def wake(self, now: float) -> None:
         """Wake the prompts whose time or answer has come; of those in turns JUDGED_AT_ONCE in a step at most."""
-        parked = self._for_answers.items()
-        answered = [request_id for request_id, one in parked if one.future is not None and one.future.done]
-        for request_id in answered:
-            if not self._parked[request_id].in_turns:
+        waiting = self._for_answers.items()
+        answered = [(request_id, one) for request_id, one in waiting if one.future is not None and one.future.done]
+        for request_id, parked in answered:
+            if parked.in_turns:
+                self._make_due(request_id, parked)
+            else:
                 self._unpark(request_id)
-            elif self._turns_left:
-                self._unpark(request_id)
-                self._turns_left -= 1
         while self._by_time and self._by_time[0][0] <= now:
             self._wake_entry(heappop(self._by_time))
-        self._wake_asking(now)
-        while self._turns_left and self._turns and self._turns[0][0] <= now:
-            self._turns_left -= self._wake_entry(heappop(self._turns))
+        self._make_askers_due(now)
+        while self._turns and self._turns[0][0] <= now:
+            _, _, request_id, parked = heappop(self._turns)
+            if self._parked.get(request_id) is parked:
+                self._make_due(request_id, parked)
+        while self._turns_left and self._due:
+            self._turns_left -= self._wake_entry(heappop(self._due))
 
-    def _wake_asking(self, now: float) -> None:
-        """Wake the next of a round over all prompts that ask a store. It begins when the one of the lowest
-        ``ask_order`` is due."""
-        if not self._round and self._asking:
-            first = self._parked[min(self._asking, key=self._asking.__getitem__)]
-            if first.future is None and first.ask_at <= now:
-                self._round = sorted(self._asking, key=self._asking.__getitem__, reverse=True)
-        while self._round and self._turns_left:
-            self._turns_left -= self._unpark(self._round.pop())
+    def _make_due(self, request_id: str, parked: Parked) -> None:
+        """Have a parked prompt wait for its turn, unless it does."""
+        if not parked.is_due:
+            parked.is_due = True
+            self._for_answers.pop(request_id, None)
+            self._push(self._due, parked.priority if self._by_priority else 0, request_id, parked)
+
+    def _make_askers_due(self, now: float) -> None:
+        """Make the prompts due that ask a store and await no answer, all of them once the first one is to ask again."""
+        askers = [request_id for request_id in self._asking if not self._parked[request_id].is_due]
+        askers.sort(key=self._asking.__getitem__)
+        if askers and (first := self._parked[askers[0]]).future is None and first.ask_at <= now:
+            for request_id in askers:
+                if (parked := self._parked[request_id]).future is None:
+                    self._make_due(request_id, parked)
 
     def _wake_entry(self, entry: tuple[float, int, str, Parked]) -> bool:
         """Wake the prompt of a heap's entry, unless it was woken since. Return whether it was parked."""

@@ -59,8 +59,8 @@ class PromptWaits:
         self.late_times_sum = 0.0
         self._is_first = True
         """Whether vLLM has come to no prompt in this step yet."""
-        self._has_paused = False
-        """Whether an idle engine has paused in this step."""
+        self._may_pause = True
+        """Whether an idle engine may pause in this step: it has not, and no prompt has come since the step before."""
 
     def begin_engine(self, engine: EngineFacts, harm: DoNoHarm, times: ComputeTimes) -> None:
         """Set properties of the engine, before the first request."""
@@ -72,9 +72,13 @@ class PromptWaits:
         self._engine_clock.read()
         self._engine_clock.is_idle = is_idle
         self._answer_wait.begin_step(is_idle=is_idle)
-        self._is_first, self._has_paused = True, False
+        self._is_first = self._may_pause = True
         self._queue.begin_step()
         self._times.begin_step()
+
+    def arrived(self) -> None:
+        """Have an idle engine not pause in the next step: vLLM comes to the new prompt after those that are parked."""
+        self._may_pause = False
 
     # --- parked prompts ----------------------------------------------------------------------------
 
@@ -86,7 +90,7 @@ class PromptWaits:
             self._wake()
         if not self._queue.is_parked(request_id, own_tokens):
             return False
-        if not self._engine_clock.is_idle or self._has_paused or not self._engine.may_pause:
+        if not (self._engine_clock.is_idle and self._may_pause and self._engine.may_pause):
             return True
         self._pause()
         return self._queue.is_parked(request_id, own_tokens)
@@ -107,7 +111,7 @@ class PromptWaits:
 
         That none comes says nothing of the daemon: no prompt's wait has timed out.
         """
-        self._has_paused, answer_wait = True, self._answer_wait
+        self._may_pause, answer_wait = False, self._answer_wait
         if (future := self._queue.first_awaited) is None:
             self._sleep(answer_wait.take_pause())
         elif answer_wait.may_wait(self._engine_clock.read()):
@@ -136,6 +140,7 @@ class PromptWaits:
             until,
             future,
             in_turns=wait.awaits_tier,
+            priority=state.request.priority,
             ask_order=ask_order,
             ask_at=wait.tier.ask_at,
         )
@@ -194,7 +199,7 @@ class PromptWaits:
                 wait.since = lookup.sent_at_engine if wait.since is None else wait.since
                 self._park(state, own_tokens, late_at)
                 return False
-        scan.is_late = self._lookups.lacks_answer(state) and (lookup is not None or wait.is_late)
+        scan.is_late = self._lookups.lacks_answer(state) and (lookup is not None or wait.gave_up_lookup)
         may_ask = lookup is None and not self._lookups.has_failed(state)
         awaited = state.tiers if wait.awaits_tier else NOTHING_AWAITED
         scan.show(state.answer, awaited, asks_tails=may_have_tail and may_ask)
@@ -222,7 +227,7 @@ class PromptWaits:
             self._queue.park(request_id, Parked(own_tokens, until, for_load=True))
 
     def _basis(self, state: RequestState, own_tokens: int) -> ScanBasis:
-        answer = state.answer if state.scan.results else None  # without results the scan does not see it
+        answer = state.answer if state.scan.answer is not None else None
         return ScanBasis(answer, own_tokens, state.wait.awaits_tier, self._lookups.load_changes)
 
     # --- waits -------------------------------------------------------------------------------------
@@ -270,7 +275,7 @@ class PromptWaits:
 
     def _look_up_in_turn(self, state: RequestState, own_tokens: int) -> bool:
         """Look a request up. False if it is parked instead, because many others were in this step. Once that takes too
-        long it is looked up all the same, or continues with what it has (``is_late``) if too many are."""
+        long it is looked up all the same, or continues with what it has (``gave_up_lookup``) if too many are."""
         request_id = state.request.request_id
         if not self._queue.take_lookup(request_id):
             until = self._begin_wait(state) + self._allowed_s(state, state.request.num_tokens)
@@ -278,7 +283,7 @@ class PromptWaits:
                 self._queue.park(request_id, Parked(own_tokens, until, for_lookup=True))
                 return False
             if self._queue.is_full:
-                state.wait.is_late = True
+                state.wait.gave_up_lookup = True
                 return True
         self._lookups.look_up(state)
         return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvoffd_client.vllm import metrics
@@ -122,25 +122,28 @@ class RequestLookups:
                 self.look_up(state)
 
     def look_up(self, state: RequestState) -> None:
-        """Look up all complete chunks of a request, and its ``tails``, if lookups are possible."""
+        """Look up all complete chunks of a request, and its ``tails``, if lookups are possible.
+
+        A daemon counts a prompt once, and no tails: there are many, of which one is a hit at most. So the lookup that
+        it is to count has none, unless the request is shorter than a chunk.
+        """
         request, namespace = state.request, self.namespace
         if not self._adapters.identify(state) or not namespace.serves:
             return
         self.hint_sender.send_start_hints(state)
         if not self.may_load(state):
             return
-        chunks, tails, adapter = dict[int, Sequence[bytes]](), state.tails, state.adapter.content
-        for index, group in enumerate(self.groups):
-            if (found := group.hashes(request.block_hashes)) or index in tails:
-                chunks[index] = found
+        client, wait, adapter = namespace.client, state.wait, state.adapter.content
+        asked_by = client, client.session_id
+        is_counted = wait.counted is not None and wait.counted_by == asked_by
+        hashes = [group.hashes(request.block_hashes) for group in self.groups]
+        tails: Mapping[int, Sequence[bytes]] = state.tails if is_counted or not any(hashes) else {}
+        chunks = {index: found for index, found in enumerate(hashes) if found or index in tails}
         if not chunks:
             return
-        asked = {index: [*hashes, *tails.get(index, ())] for index, hashes in chunks.items()}
-        message = [GroupKeys(index, b"".join(wire_keys(hashes, adapter))) for index, hashes in asked.items()]
-        client, wait, stored_before = namespace.client, state.wait, namespace.client.stored.count
-        asked_by = client, client.session_id
-        # A daemon counts a prompt once, and no tails: there are many, of which one is a hit at most.
-        again = bool(tails) or (wait.counted is not None and wait.counted_by == asked_by)
+        asked = {index: [*found, *tails.get(index, ())] for index, found in chunks.items()}
+        message = [GroupKeys(index, b"".join(wire_keys(found, adapter))) for index, found in asked.items()]
+        stored_before, again = client.stored.count, is_counted or bool(tails)
         future = client.lookup(message, again, reported=True, peer=state.hints.peer, giver=state.hints.giver)
         if not again and future.lease_id:
             wait.counted, wait.counted_by = future, asked_by
@@ -155,7 +158,7 @@ class RequestLookups:
             only_prefixes=self._only_prefixes,
             stored=client.stored,
             stored_before=stored_before,
-            given_up=wait.is_late,
+            given_up=wait.gave_up_lookup,
         )
         self._counters[metrics.LOOKUPS] += 1
         self.queue.enter_window(request.request_id, request.num_prompt_tokens, request.priority, future)

@@ -51,7 +51,8 @@ class PromptWait:
         awaits_tier: it waits for promotions in its answer.
         tier: that wait.
         found: result of its last scan; None before.
-        is_late: it waited too long to be looked up, because too many others were.
+        gave_up_lookup: it waited too long to be looked up, because too many others were, and waits for no answer any
+            more.
         skipped: its load was skipped because computing is faster.
         refused: its blocks were not loaded because the KV cache had no space.
         counted: the lookup whose keys the daemon counts when the outcome is reported; None before.
@@ -63,7 +64,7 @@ class PromptWait:
     awaits_tier: bool = False
     tier: TierWait = field(default_factory=TierWait)
     found: FoundTokens | None = None
-    is_late: bool = False
+    gave_up_lookup: bool = False
     skipped: bool = False
     refused: bool = False
     counted: LookupFuture | None = None
