@@ -271,6 +271,8 @@ class Writer:
         """Sequence number of each slot's record."""
         self.mode = settings.mode
         self.budget = WriteBudget(settings.per_day_bytes, clock)
+        self._is_spent = False
+        """Whether the budget did not allow the last write that was tried."""
         self._most_under_way = inf
         """Number of running writes above which no other is tried: the tiers accepted no more; a try is expensive. -1 if
         they refuse writes."""
@@ -302,8 +304,9 @@ class Writer:
 
     @property
     def works(self) -> bool:
-        """Whether blocks that wait are written soon: a tier is available, and does not refuse writes."""
-        return any(tier.available() and not tier.refuses_writes() for tier in self._tiers)
+        """Whether blocks that wait are written soon: a tier is available, and does not refuse writes, and the day's
+        bytes are not spent."""
+        return not self._is_spent and any(tier.available() and not tier.refuses_writes() for tier in self._tiers)
 
     @property
     def waiting_blocks(self) -> int:
@@ -453,7 +456,8 @@ class Writer:
         """Begin to write a block. Return False if nothing more can begin now; None if no tier takes this block."""
         nbytes = write.copy.group.nbytes
         write.fills, write.trickles = self.budget.first_filling_bytes > 0, busy
-        if not self.budget.take(nbytes):
+        self._is_spent = not self.budget.take(nbytes)
+        if self._is_spent:
             self.waiting.clear()  # they wait again when they are used again, or next to be evicted
             return False
         if not any(tier.write(write.copy, write.offsets, partial(self._on_end, write)) for tier in targets):

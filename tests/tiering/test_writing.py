@@ -432,6 +432,21 @@ def test_a_tier_that_refuses_writes_has_nothing_of_a_prompt() -> None:
     rig.check()
 
 
+def test_beyond_the_days_bytes_a_prompt_keeps_its_beginning() -> None:
+    rig = TieringHarness(TieringSettings(per_day_bytes=16 * UNIT), regions=2)
+    space = rig.open()
+    rig.put(space, keys_of(*range(8)))
+    go_on(rig)
+    assert rig.in_tier(space, keys_of(*range(8))) == 2
+    (stored,) = rig.cache.stores.begin(space, 0, [StorePart(0, keys_of(8), before={0: keys_of(7)})])
+    assert (stored.copy, stored.no_space) == ([], [0])
+    rig.clock.now += DAY_S
+    rig.use(space, keys_of(*range(8)))
+    go_on(rig)
+    assert rig.in_tier(space, keys_of(*range(8))) == 4
+    rig.check()
+
+
 def test_a_store_that_refuses_writes_keeps_nothing_from_going_that_a_disk_has() -> None:
     rig = TieringHarness(regions=2)
     store, space = rig.share(TieringSettings(WriteMode.ALWAYS)), rig.open()
