@@ -8,7 +8,7 @@ here. It needs numpy and PyYAML:
 
 What follows ``--`` goes to its ``kv-cache.py``, after the arguments of its README for submissions in a smaller size.
 Each side gets the same arguments. The entries of the benchmark, which have a request's whole KV cache, are cut into
-blocks, and each is put and got by ``kvoffd_client.BlockClient``. The other tiers of the benchmark are as they are.
+blocks, which are stored and loaded as by an engine. The other tiers of the benchmark are as they are.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from unittest.mock import patch
 import numpy as np
 import numpy.typing as npt
 
-from kvoffd_client import AdminClient, BlockClient, GroupKeys
+from kvoffd_client import AdminClient, GroupKeys
 from kvoffd_client.testing import FakeEngine
 from tests.bench.report_file import ROOT, markdown_table, number, print_report, run_facts
 from tests.kit.daemon import DaemonProcess
@@ -73,14 +73,13 @@ TEXT = """\
 * **really read, written**: what went through the storage backend, in whole entries.
 
 Median of {trials}. The verdict is the benchmark's."""
-READ_AHEAD = 8
-"""Blocks of an entry that are brought up from the disk at once."""
+STAGED = 16
+"""Blocks of an entry that are copied at once."""
 WAITING_SHARE = 2
 """Half of the pool may wait to be written to the disk."""
 PAUSE_S = 0.005
-DISK_DEADLINE_S = 120.0
+TIMEOUT_S = 120.0
 RUN_DEADLINE_S = 3600.0
-BLOCKS_LABEL = "mlperf"
 
 Array = npt.NDArray[Any]
 
@@ -148,13 +147,14 @@ class Entry(NamedTuple):
 
 
 class KvoffdBackend:
-    """A storage tier of the benchmark over a kvoffd daemon. For several threads.
+    """A storage tier of the benchmark over a kvoffd daemon, which is used as by engines: blocks are copied from and to
+    memory that is shared with it, STAGED of an entry at once. For several threads.
 
     Args:
         directory: of the daemon's sockets.
         block_tokens: tokens of a block.
         pool_bytes: of the daemon.
-        clients: number of block clients, and so of entries that are read or written at once.
+        clients: number of engines, and so of entries that are read or written at once.
         waits: writes wait for the disk.
     """
 
@@ -167,62 +167,63 @@ class KvoffdBackend:
         self._entries: dict[str, Entry] = {}
         self._numbers = itertools.count()
         self._geometry: Geometry | None = None
-        self._clients: queue.LifoQueue[BlockClient] = queue.LifoQueue()
+        self._engines: queue.LifoQueue[FakeEngine] = queue.LifoQueue()
         self._opened, self._lock = ExitStack(), threading.Lock()
         self._admin = self._opened.enter_context(AdminClient(directory))
         self._unwritten = 0
         """Largest number of blocks that may wait for the disk now."""
 
     def write(self, key: str, data: Array) -> Timing:
-        """Put an entry. Raises ValueError for another shape than the first one's, KvoffdClientError."""
+        """Store an entry. Raises ValueError for another geometry than the first one's, RuntimeError if the daemon does
+        not store it."""
         began, device = time.perf_counter(), 0.0
         geometry = self._open(data)
-        blocks = -(-data.shape[geometry.axis] // self._block_tokens)
         self.delete(key)
+        blocks = -(-data.shape[geometry.axis] // self._block_tokens)
         of_entry = next(self._numbers)  # a key that is written again has other blocks: no block ever changes
         keys = [hashlib.sha256(f"{of_entry}/{at}/{key}".encode()).digest() for at in range(blocks)]
-        with self._client() as client:
-            for at, block_key in enumerate(keys):
-                part = geometry.block_of(data, at)
-                if part.shape != geometry.shape:
-                    whole = np.zeros(geometry.shape, geometry.dtype)
-                    geometry.block_of(whole[tuple(map(slice, part.shape))], 0)[:] = part
-                    part = whole
+        with self._engine() as (engine, staged):
+            for begin in range(0, blocks, STAGED):
+                batch = keys[begin : begin + STAGED]
+                for at in range(len(batch)):
+                    part = geometry.block_of(data, begin + at)
+                    staged[:, at][tuple(map(slice, part.shape))] = part
                 inside = time.perf_counter()
                 if self._waits:
-                    self._wait_for_disk(geometry)
-                client.put(block_key, list(part))
+                    self._wait_for_disk(geometry, len(batch))
+                result = engine.store(batch, range(len(batch)), TIMEOUT_S)
                 device += time.perf_counter() - inside
+                if not result.ok or result.failed_keys:
+                    raise RuntimeError(f"{len(result.failed_keys)} blocks were not stored: {result.error}")
         self._entries[key] = Entry(data.shape, keys)
         total = time.perf_counter() - began
         return Timing(total, device, total - device)
 
     def read(self, key: str) -> tuple[Array, Timing]:
-        """Get an entry. Raises KeyError if it was not written, or a block of it is gone."""
+        """Load an entry. Raises KeyError if it was not written, or a block of it is gone."""
         began, device = time.perf_counter(), 0.0
         entry, geometry = self._entries[key], self._geometry
         assert geometry is not None, "an entry was written"
-        data, found = np.empty(entry.shape, geometry.dtype), 0
-        with self._client() as client:
-            inside = time.perf_counter()
-            for block_key in client.keys(prefix_of=entry.keys, limit=READ_AHEAD):
-                layers = client.get(block_key)
+        data = np.empty(entry.shape, geometry.dtype)
+        with self._engine() as (engine, staged):
+            for begin in range(0, len(entry.keys), STAGED):
+                batch = entry.keys[begin : begin + STAGED]
+                inside = time.perf_counter()
+                found = engine.lookup(batch, TIMEOUT_S)
+                if found < len(batch) or not engine.load(batch, range(len(batch)), TIMEOUT_S).ok:
+                    raise KeyError(f"Block {begin + found} of {len(entry.keys)} of {key} is gone.")
                 device += time.perf_counter() - inside
-                part = geometry.block_of(data, found)
-                for layer, page in zip(part, layers, strict=True):
-                    whole = page.numpy().view(geometry.dtype).reshape(geometry.shape[1:])
-                    layer[:] = whole[tuple(map(slice, layer.shape))]
-                found, inside = found + 1, time.perf_counter()
-            device += time.perf_counter() - inside
-        if found < len(entry.keys):
-            raise KeyError(f"Block {found} of {len(entry.keys)} of {key} is gone.")
+                for at in range(len(batch)):
+                    part = geometry.block_of(data, begin + at)
+                    part[:] = staged[:, at][tuple(map(slice, part.shape))]
         total = time.perf_counter() - began
         return data, Timing(total, device, total - device)
 
     def delete(self, key: str) -> None:
         """Drop an entry, in the pool and on the disk."""
         if (entry := self._entries.pop(key, None)) is not None:
-            self._engine.scheduler.invalidate([GroupKeys(0, b"".join(entry.keys))])
+            with self._engine() as (engine, _):
+                engine.scheduler.invalidate([GroupKeys(0, b"".join(entry.keys))])
 
     def clear(self) -> None:
         for key in list(self._entries):
@@ -232,40 +233,48 @@ class KvoffdBackend:
         self._opened.close()
 
     def _open(self, data: Array) -> Geometry:
-        """Open the namespace with the first entry. Raises ValueError if an entry has another geometry."""
+        """Open engines with the first entry. Raises ValueError if an entry has another geometry."""
         with self._lock:
             geometry = Geometry.of(data, self._block_tokens)
             if self._geometry is None:
-                layers = geometry.shape[0]
-                fake = FakeEngine(self.base_path, BLOCKS_LABEL, layers=layers, blocks=1, page_bytes=geometry.page_bytes)
-                self._engine = self._opened.enter_context(fake)
                 for _ in range(self._count):
-                    client = BlockClient(self.base_path, BLOCKS_LABEL)
-                    self._clients.put(self._opened.enter_context(client))
+                    engine = FakeEngine(
+                        self.base_path,
+                        "mlperf",
+                        layers=geometry.shape[0],
+                        blocks=STAGED,
+                        page_bytes=geometry.page_bytes,
+                    )
+                    self._engines.put(self._opened.enter_context(engine))
                 self._geometry = geometry
             if geometry != self._geometry:
                 raise ValueError(f"An entry has blocks of {geometry}, not {self._geometry}.")
         return geometry
 
     @contextmanager
-    def _client(self) -> Iterator[BlockClient]:
-        client = self._clients.get()
+    def _engine(self) -> Iterator[tuple[FakeEngine, Array]]:
+        """Yield an engine, and its memory as [layers, STAGED, shape of a layer of a block]."""
+        geometry = self._geometry
+        assert geometry is not None, "an entry was written"
+        engine = self._engines.get()
         try:
-            yield client
+            (pages,) = engine._pages
+            yield engine, pages.view(geometry.dtype).reshape(geometry.shape[0], STAGED, *geometry.shape[1:])
         finally:
-            self._clients.put(client)
+            self._engines.put(engine)
 
-    def _wait_for_disk(self, geometry: Geometry) -> None:
+    def _wait_for_disk(self, geometry: Geometry, blocks: int) -> None:
         """Wait until at most half of the pool waits to be written: what is evicted unwritten is lost."""
-        block_bytes, deadline = geometry.page_bytes * geometry.shape[0], time.monotonic() + DISK_DEADLINE_S
-        most = max(2 * self._count, self._pool_bytes // WAITING_SHARE // block_bytes)
+        block_bytes, deadline = geometry.page_bytes * geometry.shape[0], time.monotonic() + TIMEOUT_S
+        under_way = STAGED * self._count
+        most = max(2 * under_way, self._pool_bytes // WAITING_SHARE // block_bytes)
         with self._lock:
-            self._unwritten += 1
+            self._unwritten += blocks
             while self._unwritten > most:
                 tiers = self._admin.stats().tiers
                 assert tiers is not None, "the daemon has no disk"
                 assert time.monotonic() < deadline, "the disk does not keep up"
-                self._unwritten = tiers.writes_waiting + self._count
+                self._unwritten = tiers.writes_waiting + under_way
                 if self._unwritten > most:
                     time.sleep(PAUSE_S)
 

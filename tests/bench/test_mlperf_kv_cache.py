@@ -14,7 +14,6 @@ from tests.bench.mlperf_kv_cache import SIDES, Bench, Counted, KvoffdBackend, ro
 from tests.kit.daemon import DaemonProcess
 from tests.kit.waiting import wait_until
 
-pytest.importorskip("torch")
 POOL_BYTES = 16 << 20
 BLOCK_TOKENS = 4
 STAND_IN_CACHE = """
