@@ -14,7 +14,8 @@ from typing import TypeAlias
 from kvoffd.cache import POLICY_NAMES
 from kvoffd.errors import KvoffdError
 from kvoffd.simulate.optimum import optimum_percent, uses_of
-from kvoffd.simulate.replay import DiskPlan, Replayed, replay
+from kvoffd.simulate.replay import Replayed, replay
+from kvoffd.simulate.tiers import DiskPlan
 from kvoffd.simulate.trace import BadTrace, RequestTrace, read_trace
 from kvoffd.tiering import WriteMode
 from kvoffd_proto.units import format_size, parse_size

@@ -18,7 +18,8 @@ import pytest
 from kvoffd.cache import POLICY_NAMES
 from kvoffd.simulate.command import main
 from kvoffd.simulate.optimum import optimum_percent, uses_of
-from kvoffd.simulate.replay import DiskPlan, replay
+from kvoffd.simulate.replay import replay
+from kvoffd.simulate.tiers import DiskPlan
 from kvoffd.simulate.trace import KEY_BYTES, MAX_LINE_BYTES, BadTrace, RequestTrace, read_trace
 from kvoffd.tiering import WriteMode
 from kvoffd_client.cli import main as console
