@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffd.cache.prompt_tokens import POOL
-from kvoffd.simulate.replay import BLOCK_BYTES, Found, Node
+from kvoffd.simulate.replay import Found, Node
 from kvoffd.simulate.shared import BlockPlaces, NodeEvents, SimulatedPeers, SimulatedStore, StoreObjects
 from kvoffd.simulate.tiers import DiskPlan
 from kvoffd.simulate.trace import KEY_BYTES, RequestTrace
@@ -37,7 +37,7 @@ class Route(StrEnum):
     RANDOM = "random"
     ROUND_ROBIN = "round_robin"
     PREFIX = "prefix"
-    """The node whose blocks begin the longest prefix, by the KV events, unless it is too busy."""
+    """The node that has the longest prefix, by the KV events, unless it is too busy; the least busy one of several."""
     SESSION = "session"
     """A node by a hash of the session, or of the first ``SESSION_BLOCKS`` blocks if the trace has no sessions."""
 
@@ -55,12 +55,12 @@ class Shares(StrEnum):
 class Speeds(NamedTuple):
     """Speeds of one node that a single prompt has to itself."""
 
-    compute_tokens: float = 10_000.0
+    compute_tokens: float
     """Tokens a second that a node computes."""
-    memory_bytes: float = 20e9
+    memory_bytes: float
     """Bytes a second from the pool to the engine."""
-    disk_bytes: float = 3e9
-    network_bytes: float = 3e9
+    disk_bytes: float
+    network_bytes: float
     """Bytes a second from other nodes' pools, and from the store."""
 
 
@@ -69,29 +69,32 @@ class FleetPlan(NamedTuple):
 
     Attributes:
         nodes: number of nodes.
+        speeds: see ``Speeds``.
+        block_bytes: bytes of a block, for links and speeds.
         route: see ``Route``.
         busy_s: seconds that a prompt may wait longer than at the least busy node, for the rule ``prefix``. Ignored if
             the trace has no times.
+        least_prefix: part of a prompt that a prefix must have to count for this rule.
         staleness_s: age of the router's index.
         peers: number of nodes whose pools each node reads: those after it, the first after the last.
         named_peer: the router names the only one that is read: the other node with the longest prefix by its index.
         store_blocks: size of the store; 0 for no limit, None for no store.
         store_write: which blocks are written to it.
         disk: of each node.
-        block_bytes: bytes of a block, for links and speeds.
     """
 
     nodes: int
+    speeds: Speeds
+    block_bytes: int
     route: Route = Route.PREFIX
     busy_s: float = inf
+    least_prefix: float = 0.0
     staleness_s: float = 0.0
     peers: int = 0
     named_peer: bool = False
     store_blocks: int | None = None
     store_write: WriteMode = WriteMode.AUTO
     disk: DiskPlan | None = None
-    block_bytes: int = BLOCK_BYTES
-    speeds: Speeds = Speeds()
 
     @property
     def is_sharing(self) -> bool:
@@ -160,7 +163,7 @@ class _Router:
         if self._trace.seconds and self._plan.busy_s < inf:
             waits = np.maximum(0.0, self._busy_until - now)
             candidates = _nodes(waits <= waits.min() + self._plan.busy_s)
-        return self.least_busy(self._index.longest_prefix(keys, candidates))
+        return self.least_busy(self._index.longest_prefix(keys, candidates, self._plan.least_prefix * len(keys)))
 
     def least_busy(self, nodes: int) -> int:
         """Return the node among these that has computed its prompts first; the first of several."""
@@ -199,9 +202,7 @@ class _Fleet:
         if shares is Shares.ONE_POOL:
             size, pools = blocks * plan.nodes, 1
             if disk is not None:
-                disk = disk._replace(
-                    blocks=disk.blocks * plan.nodes, per_day_blocks=disk.per_day_blocks * plan.nodes
-                )
+                disk = disk._replace(blocks=disk.blocks * plan.nodes, per_day_blocks=disk.per_day_blocks * plan.nodes)
         is_open = shares is not Shares.NOTHING and plan.is_sharing
         self.nodes = [
             Node(trace, policy, size, self._clock, NodeEvents(at, self._indexes), disk, tiers=is_open)

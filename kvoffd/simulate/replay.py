@@ -172,9 +172,7 @@ def replay(
     if node.below is None:
         return Replayed(name, blocks, trace.accesses, hits, node.stored)
     in_pool = node.namespace.counters.prefix_keys_ready
-    return Replayed(
-        name, blocks, trace.accesses, hits, node.stored, disk, hits - in_pool, node.below.written_to_disk
-    )
+    return Replayed(name, blocks, trace.accesses, hits, node.stored, disk, hits - in_pool, node.below.written_to_disk)
 
 
 def request(

@@ -87,15 +87,16 @@ class BlockPlaces:
         """Nodes that have a block in their pool, by key."""
         return self._places[MEDIUM_CPU]
 
-    def longest_prefix(self, keys: Sequence[bytes], nodes: int) -> int:
-        """Return those of the nodes that have the most leading keys, in pool or disk: all of them if none has any."""
-        media = [nodes_of.get for nodes_of in self._places.values()]
-        for key in keys:
+    def longest_prefix(self, keys: Sequence[bytes], nodes: int, least: float = 0.0) -> int:
+        """Return those of the nodes that have the most leading keys, in pool or disk: all of them if none has any, or
+        none has at least ``least``."""
+        media, every = [nodes_of.get for nodes_of in self._places.values()], nodes
+        for count, key in enumerate(keys):
             having = 0
             for nodes_of in media:
                 having |= nodes_of(key, 0)
             if not (having := having & nodes):
-                break
+                return nodes if count >= least else every
             nodes = having
         return nodes
 

@@ -1,4 +1,4 @@
-"""Tiers without bytes below the pool of a replay: the daemon's tiering decides, nothing is copied, and nothing is late."""
+"""Tiers without bytes below the pool of a replay: the daemon's tiering decides, nothing is copied or late."""
 
 from __future__ import annotations
 
