@@ -33,6 +33,8 @@ LINKS = {
     "disk_written": "to disk",
 }
 """Headings of the columns of bytes."""
+TEXTS = 4
+"""Number of leading columns that are texts."""
 
 Value = TypeVar("Value")
 Rows: TypeAlias = Sequence[tuple[str, FleetReplayed]]
@@ -183,19 +185,21 @@ def as_table(trace: RequestTrace, rows: Rows) -> str:
     ]
     sources = [source for source in SOURCES if source in SOURCES[:2] or any(one.tokens[source] for one in every)]
     links = [link for link in LINKS if any(one.links[link] for one in every)]
-    sizes = max(map(len, ("pool", *(size for size, _ in rows))))
-    heads = [f"{'pool':>{sizes}}", f"{'policy':<8}", f"{'router':<12}", f"{'shares':<8}"]
-    heads += [f"{source + ' %':>{max(7, len(source) + 2)}}" for source in sources]
-    heads += [f"{'repeated %':>10}", f"{'copies':>7}", f"{'first token s':>13}"]
-    heads += [f"{'wait s':>9}"] * bool(trace.seconds) + [f"{LINKS[link]:>10}" for link in links]
-    lines.append("  ".join(heads))
+    heads = ["pool", "policy", "router", "shares", *(f"{source} %" for source in sources)]
+    heads += ["repeated %", "copies", "first token s", *["wait s"] * bool(trace.seconds)]
+    table = [[*heads, *(LINKS[link] for link in links)]]
     for size, one in rows:
-        cells = [f"{size:>{sizes}}", f"{one.policy:<8}", f"{_route(one):<12}", f"{one.shares.value:<8}"]
-        cells += [f"{one.percent(source):>{max(7, len(source) + 2)}.2f}" for source in sources]
+        cells = [size, one.policy, _route(one), one.shares.value, *(f"{one.percent(source):.2f}" for source in sources)]
         blocks = max(1, one.pooled_blocks)
-        cells += [f"{100 * one.repeated_blocks / blocks:>10.2f}", f"{one.copies / blocks:>7.3f}"]
-        cells += [f"{one.first_token_s:>13.3f}"] + [f"{one.wait_s:>9.3f}"] * (one.wait_s is not None)
-        lines.append("  ".join([*cells, *(f"{format_size(one.links[link]):>10}" for link in links)]))
+        cells += [f"{100 * one.repeated_blocks / blocks:.2f}", f"{one.copies / blocks:.3f}", f"{one.first_token_s:.3f}"]
+        if one.wait_s is not None:
+            cells.append(f"{one.wait_s:.3f}")
+        table.append([*cells, *(format_size(one.links[link]) for link in links)])
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for row in table:
+        words = [f"{cell:<{width}}" for cell, width in zip(row[:TEXTS], widths, strict=False)]
+        numbers = [f"{cell:>{width}}" for cell, width in zip(row[TEXTS:], widths[TEXTS:], strict=True)]
+        lines.append("  ".join(words + numbers))
     return "\n".join(lines)
 
 

@@ -83,7 +83,7 @@ def test_one_node_is_the_replay_of_one_pool(disk: DiskPlan | None) -> None:
 
 
 def test_what_nodes_share_lies_between_nothing_and_one_pool() -> None:
-    """Eight documents of four blocks, each of which fits every pool, and all of them one pool of four times the size."""
+    """Eight documents of four blocks: a pool holds some of them, and one of four times the size all."""
     trace = documents(8, 4, 200)
     for route in (Route.ROUND_ROBIN, Route.RANDOM, Route.SESSION, Route.PREFIX):
         given = plan(4, route)._replace(peers=3, store_blocks=0, store_write=WriteMode.ALWAYS)
@@ -160,9 +160,7 @@ def test_a_router_knows_what_is_as_old_as_its_index() -> None:
     for age_s, computed in ((0, 2), (10, 2), (11, 4), (60, 4)):
         found = replay_fleet(trace, "lru", 8, plan(2, Route.PREFIX)._replace(staleness_s=age_s))
         with case(age_s):
-            assert blocks_by_source(found)["computed"] == computed, (
-                "the other node computes what it is not known to have"
-            )
+            assert blocks_by_source(found)["computed"] == computed, "the other node computes it too"
 
 
 def test_a_prefix_may_be_too_short_to_count() -> None:
@@ -183,7 +181,8 @@ def test_sessions_are_the_traces_or_the_first_blocks(tmp_path: Path) -> None:
     found = replay_fleet(trace, "lru", 8, plan(64, Route.SESSION))
     assert found.copies == 9, "three of 64 nodes"
     file.write_text("\n".join(map(json.dumps, [*lines, {"hash_ids": [1, 2, 3]}])))
-    assert not (trace := read_trace(file)).sessions, "a request has none"
+    trace = read_trace(file)
+    assert not trace.sessions, "a request has none"
     assert replay_fleet(trace, "lru", 8, plan(64, Route.SESSION)).copies == 3
     session = {"requests": [{"hash_ids": [1], "t": 5}, {"hash_ids": [1], "t": 1}], "hash_id_scope": "global"}
     file.write_text("\n".join(map(json.dumps, [session, session])))
@@ -262,8 +261,7 @@ def test_it_prints_json_and_a_table_as_documented(tmp_path: Path, capfd: pytest.
     assert lines[0] == "small: 4 requests, 7 blocks of 512 tokens and 100 B, 2 nodes"
     assert lines[1] == "If all tokens were computed, that would take 1.750 s for each prompt on average."
     assert lines[2].split("  ")[-1].strip() == "from peers"
-    row = lines[5].split()
-    assert row == ["8", "blocks", "lru", "round_robin", "given", *"57.14 28.57 14.29 25.00 1.250 3.000 100 B".split()]
+    assert " ".join(lines[5].split()) == "8 blocks lru round_robin given 57.14 28.57 14.29 25.00 1.250 3.000 100 B"
     assert len(lines) == 6
 
 
@@ -290,7 +288,7 @@ def test_what_is_wrong_is_said_in_a_sentence(tmp_path: Path, capfd: pytest.Captu
             assert main([str(file), *arguments.split()]) == 2
             assert sentence in capfd.readouterr().err
     file.write_text('{"hash_ids": [1], "timestamp": 0}\n')
-    assert main([str(file), *"--nodes 2 --block-size 1MiB --busy-limit soon".split()]) == 2
+    assert main([str(file), "--nodes=2", "--block-size=1MiB", "--busy-limit=soon"]) == 2
     assert "--busy-limit: 'soon' is not a duration" in capfd.readouterr().err
 
 
