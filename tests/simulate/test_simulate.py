@@ -84,6 +84,14 @@ def test_a_disk_with_space_finds_what_left_the_pool(policy: str) -> None:
     assert found.written < cycle.accesses
 
 
+def test_a_disk_that_is_only_read_leaves_to_the_policy_what_is_stored() -> None:
+    """Only blocks in the pool are written to a disk: one that is written gets all of them."""
+    trace = trace_of(chat_among_single_requests(1, 400))
+    alone, above = (replay(trace, "learned", 100, disk) for disk in (None, DiskPlan(400, WriteMode.NEVER)))
+    assert (above.hits, above.written) == (alone.hits, alone.written)
+    assert alone.written < 0.8 * replay(trace, "learned", 100, DiskPlan(400, WriteMode.ALWAYS)).written
+
+
 def test_the_hand_of_a_full_disk_keeps_nearly_what_an_lru_would() -> None:
     """One that gave used blocks no second chance would find 7 % less (measured)."""
     trace = trace_of([*islice(LOADS["agents"](Traffic(1)), 427)])
