@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffd.cache.prompt_tokens import POOL
-from kvoffd.simulate.replay import Found, Node
+from kvoffd.simulate.replay import FoundPrefix, Node
 from kvoffd.simulate.shared import BlockPlaces, NodeEvents, SimulatedPeers, SimulatedStore, StoreObjects
 from kvoffd.simulate.tiers import DiskPlan
 from kvoffd.simulate.trace import KEY_BYTES, RequestTrace
@@ -28,7 +28,7 @@ SEED = 1
 SESSION_BLOCKS = 2
 """Leading blocks that stand for a request's session if the trace has no sessions."""
 SOURCES = "computed", "pool", "disk", "store", "peer"
-"""Where the tokens of a prompt come from."""
+"""Places from which the tokens of a prompt come."""
 
 
 class Route(StrEnum):
@@ -43,7 +43,7 @@ class Route(StrEnum):
 
 
 class Shares(StrEnum):
-    """What nodes share with each other."""
+    """The things that nodes share with each other."""
 
     GIVEN = "given"
     """Peers and a store, as the plan says."""
@@ -186,12 +186,12 @@ def _nodes(chosen: npt.NDArray[np.bool_]) -> int:
 
 
 class _Fleet:
-    """The nodes of a replay, and what they share. See ``replay_fleet``."""
+    """The nodes of a replay, their router, and what they share. See ``replay_fleet``."""
 
     def __init__(self, trace: RequestTrace, policy: str, blocks: int, plan: FleetPlan, shares: Shares) -> None:
         self._trace, self._plan, self._shares, self.now = trace, plan, shares, 0.0
         self.places = BlockPlaces(self._clock)
-        """What each node has now."""
+        """The blocks that each node has now."""
         index = BlockPlaces(self._clock, plan.staleness_s) if plan.staleness_s else self.places
         self._indexes = [self.places] if index is self.places else [self.places, index]
         self.busy_until = np.zeros(plan.nodes)
@@ -226,7 +226,7 @@ class _Fleet:
                 others = [(at + distance) % plan.nodes for distance in range(1, plan.peers + 1)]
                 self.peers.append(node.below.add_peers(self.places, sum(1 << other for other in others)))
 
-    def request(self, number: int) -> tuple[int, Found]:
+    def request(self, number: int) -> tuple[int, FoundPrefix]:
         """Carry out a request of the trace. Returns its node, and what that found."""
         packed, seconds = self._trace.requests[number], self._trace.seconds
         self.now = max(self.now, seconds[number]) if seconds else 0.0
@@ -290,7 +290,7 @@ def replay_fleet(
     )
 
 
-def _by_source(found: Found) -> Counter[str]:
+def _by_source(found: FoundPrefix) -> Counter[str]:
     """Return the number of found keys by the kind of their source."""
     if found.loaded is None:
         return Counter({POOL.kind: found.hits})

@@ -100,8 +100,8 @@ def open_namespace(cache: Cache, trace: RequestTrace, fingerprint: bytes = bytes
     return namespace
 
 
-class Found(NamedTuple):
-    """Keys of a request before the first that was not found."""
+class FoundPrefix(NamedTuple):
+    """The leading keys of a request that were found."""
 
     hits: int
     loaded: LoadedKeys | None = None
@@ -137,7 +137,7 @@ class Node:
             self.below = SimulatedTiers(self.cache, events, clock, disk, BLOCK_BYTES)
         self._step_blocks = max(1, STEP_TOKENS // max(1, trace.tokens_per_block))
 
-    def request(self, keys: bytes) -> Found:
+    def request(self, keys: bytes) -> FoundPrefix:
         """Carry out a request like an engine; see the function ``request``."""
         self.cache.order.tick()
         return request(self.cache, self.namespace, keys, self.below, self._step_blocks)
@@ -177,7 +177,7 @@ def replay(
 
 def request(
     cache: Cache, namespace: Namespace, keys: bytes, below: SimulatedTiers | None = None, step_blocks: int = 2**30
-) -> Found:
+) -> FoundPrefix:
     """Look up and load, then store the missing blocks in steps between which the tiers work."""
     (states,), _ = cache.lookup(namespace, SESSION, LEASE, [(0, keys)], giver=GIVER)
     cache.prompts.report()
@@ -187,7 +187,7 @@ def request(
         below.settle()
         (states,), _ = cache.lookup(namespace, SESSION, LEASE, [(0, keys)], again=True, giver=GIVER)
     hits = len(states) - len(states.lstrip(bytes([READY])))
-    found = Found(hits, _load(cache, namespace, keys[: hits * KEY_BYTES], below) if below is not None else None)
+    found = FoundPrefix(hits, _load(cache, namespace, keys[: hits * KEY_BYTES], below) if below is not None else None)
     if (ready := states.count(READY)) < len(states):
         lacking, before = keys[ready * KEY_BYTES :], keys[: ready * KEY_BYTES][-KEY_BYTES:]
         if hits < ready:

@@ -26,7 +26,7 @@ class DiskPlan(NamedTuple):
 
 
 class SimulatedTiers:
-    """What is below one cache: a disk, a store and other nodes' pools, which are asked in this order if they are added.
+    """The tiers below one cache: a disk, a store and other nodes' pools, asked in this order as far as they are added.
 
     Args:
         disk: None for none.
