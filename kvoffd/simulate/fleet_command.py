@@ -13,7 +13,7 @@ from kvoffd.tiering import WriteMode
 from kvoffd_proto.units import format_size, parse_duration, parse_size
 
 MAX_NODES = 1000
-ALL, NAMED, NO_LIMIT = "all", "named", "none"
+ALL, NAMED, NO_LIMIT, UNLIMITED = "all", "named", "none", "unlimited"
 DEFAULTS = {
     "--route": ALL,
     "--busy-limit": "5s",
@@ -136,7 +136,7 @@ def _store_blocks(texts: dict[str, str], pooled_blocks: int, block_bytes: int) -
     times = text.removesuffix("x")
     if not text:
         return None
-    if text == NO_LIMIT:
+    if text == UNLIMITED:
         return 0
     if text.endswith("x") and times.isdecimal() and int(times):
         return int(times) * pooled_blocks

@@ -265,6 +265,18 @@ def test_it_prints_json_and_a_table_as_documented(tmp_path: Path, capfd: pytest.
     assert len(lines) == 6
 
 
+def test_sizes_of_a_store_and_requests_without_blocks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "small.jsonl"
+    file.write_text("".join(json.dumps({"hash_ids": keys}) + "\n" for keys in ([], [1], [2], [3], [1], [2])))
+    words = [str(file), "--nodes=2", "--blocks=1", "--block-size=1KiB", "--route=round_robin", "--policy=lru", "--json"]
+    for size, read in (("1KiB", 0), ("1x", 0), ("3KiB", 2), ("2x", 2), ("unlimited", 2)):
+        assert main([*words, f"--shared={size}", "--shared-write=always"]) == 0
+        found = json.loads(capfd.readouterr().out)["results"][-1]
+        with case(size):
+            assert sum(found["tokens"].values()) == 5 * 512
+            assert found["bytes"]["store_read"] == 1024 * read
+
+
 def test_what_is_wrong_is_said_in_a_sentence(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "small.jsonl"
     file.write_text('{"hash_ids": [1]}\n')

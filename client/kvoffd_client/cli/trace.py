@@ -270,7 +270,7 @@ def replay(
     ] = "",
     shared: Annotated[
         str,
-        typer.Option(metavar="SIZE", help="Size of a store for all nodes; 4x: four times all pools; none: no limit."),
+        typer.Option(metavar="SIZE", help="Size of a store for all nodes, or unlimited; 4x: four times all pools."),
     ] = "",
     shared_write: Annotated[str, typer.Option(metavar="MODE", help="As the daemon's. [default: auto]")] = "",
     speeds: Annotated[
