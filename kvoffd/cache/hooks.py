@@ -54,6 +54,10 @@ class CacheListener(Protocol):
 class TierHooks(Protocol):
     """Manages the tiers below the pool. Called in the middle of a change: it must not change the cache."""
 
+    @property
+    def are_written(self) -> bool:
+        """Whether blocks are written to a tier now; peers, and tiers of the mode ``never``, are only read."""
+
     def find(
         self,
         lease: Lease,

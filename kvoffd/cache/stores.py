@@ -198,10 +198,11 @@ class BlockStores:
         if len(absent) * size < len(packed_keys):
             packed_keys = select_keys(packed_keys, absent, size)
         runs, no_space_score = self._runs_of(ticket.group, part, packed_keys, absent)
+        # Every admitted block gets space if tiers are written, because only blocks in the pool are written to them.
+        takes_all = self._life.tiers is not None and self._life.tiers.are_written
         for count, score in runs:
             end, left = begin + count, list(absent[begin : begin + count])
-            # With tiers, every admitted block gets space, because only blocks in the pool are written to tiers.
-            limit = inf if self._life.tiers is not None else score
+            limit = inf if takes_all else score
             if score != REJECTED and limit > no_space_score:
                 left = self._make_run(ticket, packed_keys[begin * size : end * size], left, prompts[begin:end], limit)
                 if left and (prompts == prompts[0]).all():  # otherwise other prompts may still get some

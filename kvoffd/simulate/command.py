@@ -1,4 +1,4 @@
-"""Implements ``kvoffd-cli trace replay``: replays a trace with several policies and sizes of pool and disk."""
+"""Implements ``kvoffd-cli trace replay``: a trace with several policies, sizes of pool and disk, and routers."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ from typing import TypeAlias
 
 from kvoffd.cache import POLICY_NAMES
 from kvoffd.errors import KvoffdError
+from kvoffd.simulate import fleet_command
 from kvoffd.simulate.optimum import optimum_percent, uses_of
-from kvoffd.simulate.replay import DiskPlan, Replayed, replay
+from kvoffd.simulate.replay import Replayed, replay
+from kvoffd.simulate.tiers import DiskPlan
 from kvoffd.simulate.trace import BadTrace, RequestTrace, read_trace
 from kvoffd.tiering import WriteMode
 from kvoffd_proto.units import format_size, parse_size
 from kvoffd_proto.verdict import MIN_LOOKUPS
 
 ALL = "all"
-PARTS = (8, 4, 2, 1)
-"""Divisors of a trace's blocks that give the pool sizes unless others are given."""
+DEFAULT_POLICY = "learned"
+"""Policy of a replay over several nodes unless others are given."""
+PARTS, PARTS_OF_NODES = (8, 4, 2, 1), (4,)
+"""Divisors of a trace's blocks that give the pool sizes unless others are given: of one pool, and of all together."""
 EXIT_ERROR, EXIT_INTERRUPTED = 2, 130
 AUTO, NOW = "auto", " (now)"
 
@@ -38,8 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("file", type=Path)
     for option in ("--size", "--blocks", "--block-size", "--disk"):
         parser.add_argument(option, default="")
-    for option, default in (("--policy", ALL), ("--disk-write", AUTO), ("--disk-write-per-day", AUTO)):
+    for option, default in (("--policy", ""), ("--disk-write", AUTO), ("--disk-write-per-day", AUTO)):
         parser.add_argument(option, default=default)
+    fleet_command.add_options(parser)
     parser.add_argument("--pool", type=int, default=0, help="bytes of the daemon's pool")
     parser.add_argument("--json", action="store_true")
     try:
@@ -65,7 +70,8 @@ def _end_output() -> None:
 
 def _replay_file(given: argparse.Namespace) -> None:
     """Replay as the arguments say. Raises ValueError with a sentence, and OSError if it cannot print."""
-    policies = _policies(given.policy)
+    nodes = fleet_command.node_count(given)
+    policies = _policies(given.policy or (DEFAULT_POLICY if nodes else ALL))
     try:
         trace = read_trace(given.file)
     except OSError as error:
@@ -81,8 +87,16 @@ def _replay_file(given: argparse.Namespace) -> None:
         print(f"{given.file} has {trace.skipped:,} objects without hash_ids, which are left out.", file=sys.stderr)
     if trace.others:
         print(_unequal(trace), file=sys.stderr)
+    text = _replay_nodes(given, trace, nodes, policies) if nodes else _replay_one(given, trace, policies)
+    _show_progress("")
+    print(text)
+    sys.stdout.flush()
+
+
+def _replay_one(given: argparse.Namespace, trace: RequestTrace, policies: Sequence[str]) -> str:
+    """Replay over one pool. Returns what is to be printed."""
     block_bytes, uses = _block_bytes(given, trace), uses_of(trace)
-    sizes = _with_disks(given, _sizes(given, trace, block_bytes, uses.distinct), block_bytes)
+    sizes = _with_disks(given, _sizes(given, trace, block_bytes, uses.distinct, PARTS), block_bytes)
     results = []
     for (blocks, disk_blocks), text in sizes.items():
         best = optimum_percent(uses, blocks + disk_blocks)
@@ -90,12 +104,29 @@ def _replay_file(given: argparse.Namespace) -> None:
             for policy, hints in product(policies, (False, True) if trace.hints else (False,)):
                 _show_progress(f"replaying: {policy}, {text}")
                 results.append((replay(trace, policy, blocks, disk, hints=hints), best))
-    _show_progress("")
-    if given.json:
-        print(json.dumps(_as_json(trace, sizes, results)))
-    else:
-        print(_as_table(trace, sizes, results, block_bytes))
-    sys.stdout.flush()
+    return json.dumps(_as_json(trace, sizes, results)) if given.json else _as_table(trace, sizes, results, block_bytes)
+
+
+def _replay_nodes(given: argparse.Namespace, trace: RequestTrace, nodes: int, policies: Sequence[str]) -> str:
+    """Replay over several nodes. Returns what is to be printed."""
+    if not (block_bytes := _block_bytes(given, trace)):
+        raise ValueError("The trace does not give the bytes of a block, which --nodes needs; give --block-size.")
+    if not trace.tokens_per_block:
+        raise ValueError("The trace does not give the tokens of a block, which --nodes needs.")
+    if trace.hints:
+        print(f"The {len(trace.hints):,} hints in {given.file} are left out.", file=sys.stderr)
+    each = max(1, uses_of(trace).distinct // nodes)
+    rows = []
+    for (blocks, disk_blocks), text in _with_disks(
+        given, _sizes(given, trace, block_bytes, each, PARTS_OF_NODES), block_bytes
+    ).items():
+        plans = fleet_command.make_plans(given, trace, nodes, blocks, block_bytes)
+        for policy, disk in product(policies, _disks(given, trace, disk_blocks, block_bytes)):
+            with_disk = [plan._replace(disk=disk) for plan in plans]
+            for number, replay_next in enumerate(fleet_command.replays(trace, policy, blocks, with_disk), 1):
+                _show_progress(f"replaying: {policy}, {text}, {number}")
+                rows.append((text, replay_next()))
+    return json.dumps(fleet_command.as_json(trace, rows)) if given.json else fleet_command.as_table(trace, rows)
 
 
 def _show_progress(text: str) -> None:
@@ -130,8 +161,11 @@ def _block_bytes(given: argparse.Namespace, trace: RequestTrace) -> int:
     return block_bytes
 
 
-def _sizes(given: argparse.Namespace, trace: RequestTrace, block_bytes: int, distinct: int) -> dict[int, str]:
-    """Return the sizes of the pool in blocks, ascending, with the text that gave them."""
+def _sizes(
+    given: argparse.Namespace, trace: RequestTrace, block_bytes: int, distinct: int, parts: Sequence[int]
+) -> dict[int, str]:
+    """Return the sizes of a pool in blocks, ascending, with the text that gave them; by default ``parts`` of the
+    ``distinct`` blocks."""
     found: dict[int, str] = {}
     for part in filter(None, given.blocks.split(",")):
         if not part.strip().isdecimal() or not int(part):
@@ -147,7 +181,7 @@ def _sizes(given: argparse.Namespace, trace: RequestTrace, block_bytes: int, dis
             raise ValueError(f"A pool of {part} does not hold one block of {format_size(block_bytes)}.")
         found[blocks] = part.strip()
     if not found:
-        defaults = {max(1, distinct // part) for part in PARTS}
+        defaults = {max(1, distinct // part) for part in parts}
         found = {n: format_size(n * block_bytes) if block_bytes else f"{n:,} blocks" for n in defaults}
         if block_bytes and given.pool >= block_bytes:
             found[given.pool // block_bytes] = format_size(given.pool) + NOW

@@ -1,27 +1,22 @@
-"""A disk without bytes below the pool of a replay: the daemon's tiering and disk tier decide, nothing is copied."""
+"""A disk without bytes below the pool of a replay: the daemon's disk tier decides, nothing is copied."""
 
 from __future__ import annotations
 
 import os
 import stat
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import gettempdir
 from types import SimpleNamespace
 from typing import Any, cast
 
-from kvoffd.cache.cache import Cache
-from kvoffd.cache.hooks import CacheListener
 from kvoffd.pool.allocator import PAGE_BYTES
 from kvoffd.system.files import FileCalls
 from kvoffd.system.threads import AbandonableThreads, Workers
-from kvoffd.tiering import TieringSettings, WriteMode
-from kvoffd.tiering.tiering import Tiering
 from kvoffd.tiers.disk import DiskOptions, DiskTier
 from kvoffd.tiers.disk_io import End, Reads, SlotJob
 from kvoffd.tiers.header import Block
-from kvoffd.tiers.tier import Result
+from kvoffd.tiers.tier import Result, TierListener
 
 REGIONS, MAX_REGION_BLOCKS = 64, 256
 """Division of pool and disk into regions as real ones, except that no region has a rest smaller than a block."""
@@ -79,64 +74,27 @@ class _ReadAtOnce(Reads):
         return True
 
 
-class SimulatedDisk:
-    """A disk with a number of blocks below a cache, as fast as needed.
-
-    Args:
-        block_bytes: bytes of the cache's blocks.
-        per_day_blocks: limit of writes once the disk was filled; 0 for none.
-    """
-
-    def __init__(
-        self,
-        cache: Cache,
-        events: CacheListener,
-        clock: Callable[[], float],
-        block_bytes: int,
-        blocks: int,
-        mode: WriteMode,
-        per_day_blocks: int,
-    ) -> None:
-        self._posted: deque[Callable[[], None]] = deque()
-        self._tiering = Tiering(cache, events, clock, TieringSettings(mode, per_day_blocks * block_bytes))
-        region_blocks = max(1, min(MAX_REGION_BLOCKS, blocks // REGIONS))
-        regions, region_bytes = blocks // region_blocks, region_blocks * (PAGE_BYTES + block_bytes)
-        self.tier = DiskTier(
-            Path(gettempdir()),
-            int(regions * region_bytes * OVERHEAD) + region_bytes // 2,
-            pool=memoryview(bytearray(1)),
-            clock=clock,
-            post=self._posted.append,
-            listener=self._tiering,
-            generation=lambda fingerprint: 0,
-            options=OPTIONS._replace(region_bytes=region_bytes),
-            calls=_NoFiles(),
-            wall_clock=clock,
-            make_reads=_ReadAtOnce,
-            make_workers=_DoneAtOnce,
-        )
-        self._tiering.disk_writer.budget.first_filling_bytes = blocks * block_bytes
-        self._source = self._tiering.add_disk(self.tier)
-        cache.life.tiers = self._tiering
-
-    def settle(self) -> None:
-        """Run all pending reads and writes."""
-        self._tiering.pump()
-        while self._posted:
-            self._posted.popleft()()
-            self._tiering.pump()
-
-    def tick(self) -> None:
-        self._tiering.tick()
-        self.settle()
-
-    @property
-    def promoted(self) -> int:
-        return self._source.promoted_blocks
-
-    @property
-    def written(self) -> int:
-        return self._tiering.disk_writer.written_blocks
-
-    def close(self) -> None:
-        self.tier.close(0.0)
+def open_disk(
+    blocks: int,
+    block_bytes: int,
+    clock: Callable[[], float],
+    post: Callable[[Callable[[], None]], None],
+    listener: TierListener,
+) -> DiskTier:
+    """Open a disk with space for this many blocks, as fast as needed. See ``DiskTier`` for the last three."""
+    region_blocks = max(1, min(MAX_REGION_BLOCKS, blocks // REGIONS))
+    regions, region_bytes = blocks // region_blocks, region_blocks * (PAGE_BYTES + block_bytes)
+    return DiskTier(
+        Path(gettempdir()),
+        int(regions * region_bytes * OVERHEAD) + region_bytes // 2,
+        pool=memoryview(bytearray(1)),
+        clock=clock,
+        post=post,
+        listener=listener,
+        generation=lambda fingerprint: 0,
+        options=OPTIONS._replace(region_bytes=region_bytes),
+        calls=_NoFiles(),
+        wall_clock=clock,
+        make_reads=_ReadAtOnce,
+        make_workers=_DoneAtOnce,
+    )

@@ -1,4 +1,4 @@
-"""Replays a trace through the daemon's cache, with a slot table in memory, and a pool and disk without bytes."""
+"""Replays a trace through the daemon's cache, with a slot table in memory, and a pool and tiers without bytes."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ import numpy as np
 
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.curve import HitRatioCurve
+from kvoffd.cache.hooks import CacheListener
 from kvoffd.cache.learned import Learned, LruFallback
 from kvoffd.cache.namespace import Namespace
 from kvoffd.cache.policy import make_policy
+from kvoffd.cache.prompt_tokens import LoadedKeys
 from kvoffd.cache.tickets import StorePart
 from kvoffd.pool.allocator import SlotAllocator
 from kvoffd.pool.slot_table import SlotTable, TableGeometry
-from kvoffd.simulate.disk import MAX_REGION_BLOCKS, REGIONS, SimulatedDisk
+from kvoffd.simulate.disk import MAX_REGION_BLOCKS, REGIONS
+from kvoffd.simulate.tiers import DiskPlan, SimulatedTiers
 from kvoffd.simulate.trace import KEY_BYTES, RequestTrace
-from kvoffd.tiering import WriteMode
-from kvoffd_proto.messages import PENDING, READY, GroupSpec
+from kvoffd_proto.messages import COMING, READY, GroupSpec
 
 BLOCK_BYTES = 1 << 20
 """Size of a simulated block, large enough for limits relative to the pool to act as in a daemon."""
@@ -33,15 +35,6 @@ GIVER = 1
 """The owner of all hints: a trace does not say whose its prompts are."""
 WITH_HINTS = "+hints"
 """Suffix of a policy's name in results with the trace's hints."""
-
-
-class DiskPlan(NamedTuple):
-    """A disk below the pool."""
-
-    blocks: int
-    mode: WriteMode = WriteMode.AUTO
-    per_day_blocks: int = 0
-    """Blocks that may be written per day once the disk was filled; 0 for no limit."""
 
 
 class Replayed(NamedTuple):
@@ -79,14 +72,19 @@ class Silence:
     removed = cleared = stored
 
 
-def open_cache(policy: str, blocks: int, clock: Callable[[], float] = lambda: 0.0) -> Cache:
+SILENCE = Silence()
+
+
+def open_cache(
+    policy: str, blocks: int, clock: Callable[[], float] = lambda: 0.0, events: CacheListener = SILENCE
+) -> Cache:
     """Make a cache with space for this many blocks, all of which leases may pin."""
     region_blocks = max(1, min(MAX_REGION_BLOCKS, blocks // REGIONS))
     slots = SlotAllocator(blocks * BLOCK_BYTES, region_blocks * BLOCK_BYTES)
     geometry = TableGeometry(slots.pool_bytes, slots.region_bytes)
     table = SlotTable(memoryview(mmap.mmap(-1, geometry.size_bytes)), geometry, new=True)
     made = make_policy(policy, slots.pool_bytes, geometry.slots)
-    cache = Cache(slots, table, made, Silence(), clock, leased_share=1.0)
+    cache = Cache(slots, table, made, events, clock, leased_share=1.0)
     if isinstance(made, Learned):
         curve = HitRatioCurve(slots.pool_bytes, clock)
         fallback = LruFallback(curve, made)
@@ -102,55 +100,114 @@ def open_namespace(cache: Cache, trace: RequestTrace, fingerprint: bytes = bytes
     return namespace
 
 
+class FoundPrefix(NamedTuple):
+    """The leading keys of a request that were found."""
+
+    hits: int
+    loaded: LoadedKeys | None = None
+    """The sources of these keys; None if the pool had all."""
+
+
+class Node:
+    """A pool with its policy and the tiers below it, and the engine over it.
+
+    Args:
+        blocks: of the pool.
+        tiers: whether there are any, besides a disk: ``below`` is then what they are added to.
+
+    Attributes:
+        below: None without tiers.
+    """
+
+    def __init__(
+        self,
+        trace: RequestTrace,
+        policy: str,
+        blocks: int,
+        clock: Callable[[], float],
+        events: CacheListener = SILENCE,
+        disk: DiskPlan | None = None,
+        *,
+        tiers: bool = False,
+    ) -> None:
+        self.cache = open_cache(policy, max(1, min(blocks, trace.accesses)), clock, events)
+        self.namespace = open_namespace(self.cache, trace)
+        self.below: SimulatedTiers | None = None
+        if disk is not None or tiers:
+            self.below = SimulatedTiers(self.cache, events, clock, disk, BLOCK_BYTES)
+        self._step_blocks = max(1, STEP_TOKENS // max(1, trace.tokens_per_block))
+
+    def request(self, keys: bytes) -> FoundPrefix:
+        """Carry out a request like an engine; see the function ``request``."""
+        self.cache.order.tick()
+        return request(self.cache, self.namespace, keys, self.below, self._step_blocks)
+
+    @property
+    def stored(self) -> int:
+        """Blocks that the engine stored in the pool."""
+        return self.namespace.counters.stored_blocks - (self.below.promoted if self.below is not None else 0)
+
+    def close(self) -> None:
+        if self.below is not None:
+            self.below.close()
+
+
 def replay(
     trace: RequestTrace, policy: str, blocks: int, disk: DiskPlan | None = None, *, hints: bool = False
 ) -> Replayed:
     """Replay a trace like an engine: for each request a lookup, then the store of the missing blocks. ``hints``: obey
     the trace's."""
     now = 0.0
-    cache = open_cache(policy, max(1, min(blocks, trace.accesses)), lambda: now)
-    namespace = open_namespace(cache, trace)
-    below = None if disk is None else SimulatedDisk(cache, Silence(), lambda: now, BLOCK_BYTES, *disk)
-    step_blocks = max(1, STEP_TOKENS // max(1, trace.tokens_per_block))
+    node = Node(trace, policy, blocks, lambda: now, disk=disk)
     hits, name = 0, policy + WITH_HINTS * hints
     given = deque(trace.hints if hints else ())
     for number, keys in enumerate(trace.requests):
         while given and given[0].before <= number:
             one = given.popleft()
             now = max(now, one.seconds) if trace.seconds else 0.0
-            cache.hint(namespace, one.action, [(0, one.keys)], one.priority, one.ttl_s, giver=GIVER)
+            node.cache.hint(node.namespace, one.action, [(0, one.keys)], one.priority, one.ttl_s, giver=GIVER)
         now = max(now, trace.seconds[number]) if trace.seconds else 0.0
-        cache.order.tick()
-        hits += request(cache, namespace, keys, below, step_blocks)
-    in_pool, written = namespace.counters.prefix_keys_ready, namespace.counters.stored_blocks
-    if below is None:
-        return Replayed(name, blocks, trace.accesses, hits, written)
-    below.close()
-    written -= below.promoted
-    return Replayed(name, blocks, trace.accesses, hits, written, disk, hits - in_pool, below.written)
+        hits += node.request(keys).hits
+    node.close()
+    if node.below is None:
+        return Replayed(name, blocks, trace.accesses, hits, node.stored)
+    in_pool = node.namespace.counters.prefix_keys_ready
+    return Replayed(name, blocks, trace.accesses, hits, node.stored, disk, hits - in_pool, node.below.written_to_disk)
 
 
 def request(
-    cache: Cache, namespace: Namespace, keys: bytes, disk: SimulatedDisk | None = None, step_blocks: int = 2**30
-) -> int:
-    """Look up, then store the missing blocks in steps between which a disk works. Returns the length of the hit run."""
+    cache: Cache, namespace: Namespace, keys: bytes, below: SimulatedTiers | None = None, step_blocks: int = 2**30
+) -> FoundPrefix:
+    """Look up and load, then store the missing blocks in steps between which the tiers work."""
     (states,), _ = cache.lookup(namespace, SESSION, LEASE, [(0, keys)], giver=GIVER)
     cache.prompts.report()
     for _ in range(MAX_LOOKUPS):
-        if disk is None or PENDING not in states:
+        if below is None or COMING.isdisjoint(states):
             break
-        disk.settle()
+        below.settle()
         (states,), _ = cache.lookup(namespace, SESSION, LEASE, [(0, keys)], again=True, giver=GIVER)
+    hits = len(states) - len(states.lstrip(bytes([READY])))
+    found = FoundPrefix(hits, _load(cache, namespace, keys[: hits * KEY_BYTES], below) if below is not None else None)
     if (ready := states.count(READY)) < len(states):
         lacking, before = keys[ready * KEY_BYTES :], keys[: ready * KEY_BYTES][-KEY_BYTES:]
-        if not states.startswith(bytes([READY]) * ready):
+        if hits < ready:
             lacking = np.frombuffer(keys, np.uint64)[np.frombuffer(states, np.uint8) != READY].tobytes()
         for begin in range(0, len(lacking), step_blocks * KEY_BYTES):
             offered = lacking[begin : begin + step_blocks * KEY_BYTES]
             part = StorePart(0, offered, before={0: before} if before else {})
             stored, before = cache.stores.begin(namespace, 0, [part]), offered[-KEY_BYTES:]
             cache.stores.commit(stored, [[1] * len(part.copy) for part in stored])
-            if disk is not None:
-                disk.tick()
+            if below is not None:
+                below.tick()
     cache.leases.end(SESSION, [LEASE])
-    return len(states) - len(states.lstrip(bytes([READY])))
+    return found
+
+
+def _load(cache: Cache, namespace: Namespace, keys: bytes, below: SimulatedTiers) -> LoadedKeys | None:
+    """Load READY blocks; return their sources, as for the daemon's statistics."""
+    if not keys:
+        return None
+    ticket = cache.begin_load(namespace, 0, LEASE, 0, keys)
+    loaded = below.loaded([ticket])
+    cache.end_load([ticket])
+    return loaded

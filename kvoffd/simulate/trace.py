@@ -58,6 +58,8 @@ class _Line(Struct):
     timestamp: Any = None
     t: Any = None
     """Seconds since the session began."""
+    session_id: Any = None
+    """Session of a request that has a line of its own, as AIPerf writes it."""
     hint: HintAction | None = None
     """The line is a hint about its blocks, not a request."""
     priority: Annotated[int, Meta(ge=0, le=MAX_PRIORITY)] = 0
@@ -105,6 +107,8 @@ class RequestTrace(NamedTuple):
     """Hints in their order."""
     skipped: int = 0
     """Number of objects without ``hash_ids``, as of requests that were aborted, or of a summary."""
+    sessions: Sequence[int] = ()
+    """Number of each request's session, by first appearance; empty if a request has none."""
 
     @property
     def accesses(self) -> int:
@@ -151,6 +155,8 @@ def read_trace(path: Path) -> RequestTrace:
     """Blocks by their tokens and bytes, if a line gives them."""
     requests: list[bytes] = []
     seconds: list[float] = []
+    sessions: list[int] = []
+    session_numbers: dict[object, int] = {}
     hints: list[TracedHint] = []
     missing = accesses = own_keys = skipped = 0
     has_sessions = False
@@ -165,6 +171,7 @@ def read_trace(path: Path) -> RequestTrace:
                 continue
             has_sessions |= is_session
             own: dict[int, int] = {}
+            session: object = object() if is_session else line.session_id
             for one in _requests_of(line):
                 ids = one.hash_ids or []
                 count, length = len(ids), one.tokens if is_session else one.input_length
@@ -189,6 +196,8 @@ def read_trace(path: Path) -> RequestTrace:
                 elif isinstance(one.timestamp, (int, float)):
                     at = one.timestamp / 1000
                     seconds.append(max(at, *seconds[-1:]) if seconds else at)
+                if isinstance(session, str | int) or is_session:
+                    sessions.append(session_numbers.setdefault(session, len(session_numbers)))
                 requests.append(keys)
             own_keys += len(own)
     except EOFError:
@@ -201,12 +210,15 @@ def read_trace(path: Path) -> RequestTrace:
     block_bytes = sum(nbytes * count for (_, nbytes), count in sized.items()) // max(1, every)
     others = [(*kind, count / every) for kind, count in sorted(sized.items())] if len(sized) > 1 else []
     timed = seconds if len(seconds) == len(requests) else []
+    if len(sessions) < len(requests):
+        sessions = []
     if has_sessions and timed:  # all sessions begin together
         order = sorted(range(len(timed)), key=timed.__getitem__)
         requests, timed = [requests[at] for at in order], [timed[at] for at in order]
-    return RequestTrace(
-        path.stem.removesuffix(".jsonl"), tokens, requests, block_bytes, cut_off, others, missing, timed, hints, skipped
-    )
+        sessions = [sessions[at] for at in order] if sessions else []
+    name = path.stem.removesuffix(".jsonl")
+    rest = missing, timed, hints, skipped, sessions
+    return RequestTrace(name, tokens, requests, block_bytes, cut_off, others, *rest)
 
 
 def _requests_of(line: _Line) -> Iterator[_Line]:

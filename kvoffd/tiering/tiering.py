@@ -175,8 +175,12 @@ class Tiering:
             found |= np.fromiter(map(writer.waiting.__contains__, numbers), np.bool_, len(numbers))
         return found
 
+    @property
+    def are_written(self) -> bool:
+        return any(writer.mode is not WriteMode.NEVER and writer.works for writer in self.writers)
+
     def safe_to_evict(self, blocks: BlockIds) -> npt.NDArray[np.bool_]:
-        if not any(writer.mode is not WriteMode.NEVER and writer.works for writer in self.writers):
+        if not self.are_written:
             return np.zeros(len(blocks), np.bool_)
         waiting = self.waiting(blocks)
         return np.ones(len(blocks), np.bool_) if waiting is None else ~waiting

@@ -205,6 +205,8 @@ def name_of(number: int) -> bytes:
 class Waits:
     """Tiers that want the blocks that were stored before all others written."""
 
+    are_written = True
+
     def __init__(self, blocks: BlockIds) -> None:
         self._waiting = np.zeros(int(blocks.max()) + 1, np.bool_)
         self._waiting[blocks] = True

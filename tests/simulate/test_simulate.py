@@ -18,7 +18,8 @@ import pytest
 from kvoffd.cache import POLICY_NAMES
 from kvoffd.simulate.command import main
 from kvoffd.simulate.optimum import optimum_percent, uses_of
-from kvoffd.simulate.replay import DiskPlan, replay
+from kvoffd.simulate.replay import replay
+from kvoffd.simulate.tiers import DiskPlan
 from kvoffd.simulate.trace import KEY_BYTES, MAX_LINE_BYTES, BadTrace, RequestTrace, read_trace
 from kvoffd.tiering import WriteMode
 from kvoffd_client.cli import main as console
@@ -81,6 +82,14 @@ def test_a_disk_with_space_finds_what_left_the_pool(policy: str) -> None:
     assert (found.hits, found.disk_written) == (4 * 48, 48), "each block is written once, and found from then on"
     assert found.disk_hits == found.hits - replay(cycle, policy, 16, DiskPlan(64, WriteMode.NEVER)).hits > 100
     assert found.written < cycle.accesses
+
+
+def test_a_disk_that_is_only_read_leaves_to_the_policy_what_is_stored() -> None:
+    """Only blocks in the pool are written to a disk: one that is written gets all of them."""
+    trace = trace_of(chat_among_single_requests(1, 400))
+    alone, above = (replay(trace, "learned", 100, disk) for disk in (None, DiskPlan(400, WriteMode.NEVER)))
+    assert (above.hits, above.written) == (alone.hits, alone.written)
+    assert alone.written < 0.8 * replay(trace, "learned", 100, DiskPlan(400, WriteMode.ALWAYS)).written
 
 
 def test_the_hand_of_a_full_disk_keeps_nearly_what_an_lru_would() -> None:

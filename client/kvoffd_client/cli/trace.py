@@ -217,7 +217,9 @@ class TraceWriter:
 @trace_app.command()
 def replay(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Trace of trace record, or of other tools.")],
-    policy: Annotated[str, typer.Option(metavar="NAMES", help="Policies, comma-separated.")] = "all",
+    policy: Annotated[
+        str, typer.Option(metavar="NAMES", help="Policies, comma-separated. [default: all; with --nodes learned]")
+    ] = "",
     size: Annotated[
         str,
         typer.Option(metavar="SIZE,...", help="Sizes of the pool. [default: fractions of all blocks in FILE]"),
@@ -232,18 +234,74 @@ def replay(
     disk_write_per_day: Annotated[
         str, typer.Option(metavar="SIZE", help="0: no limit. auto: the disk's size, with --disk-write auto.")
     ] = "auto",
+    nodes: Annotated[
+        str, typer.Option(metavar="N", help="Replay over this many nodes, each with such a pool and disk.")
+    ] = "",
+    route: Annotated[
+        str,
+        typer.Option(
+            metavar="NAMES",
+            help="Who gets a request: random, round_robin, prefix (who has the longest, by KV events), session (a hash "
+            "of the session, or of the first 2 blocks if FILE has none). [default: all]",
+        ),
+    ] = "",
+    busy_limit: Annotated[
+        str,
+        typer.Option(
+            metavar="TIME",
+            help="With prefix: the most that a prompt may wait longer than at the least busy node; none: no limit. "
+            "[default: 5s]",
+        ),
+    ] = "",
+    least_prefix: Annotated[
+        str,
+        typer.Option(metavar="PERCENT", help="With prefix: a shorter part of a prompt counts as none. [default: 0]"),
+    ] = "",
+    staleness: Annotated[
+        str, typer.Option(metavar="TIME", help="Age of what the router knows of the nodes' blocks. [default: 0s]")
+    ] = "",
+    peers: Annotated[
+        str,
+        typer.Option(
+            metavar="N",
+            help="Other nodes whose pools each node reads: the next N, all (a daemon takes 8), or named: the one that "
+            "has the longest prefix by what the router knows. [default: 0]",
+        ),
+    ] = "",
+    shared: Annotated[
+        str,
+        typer.Option(metavar="SIZE", help="Size of a store for all nodes, or unlimited; 4x: four times all pools."),
+    ] = "",
+    shared_write: Annotated[str, typer.Option(metavar="MODE", help="As the daemon's. [default: auto]")] = "",
+    speeds: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME=N,...",
+            help="Tokens that a node computes a second, bytes a second of the others. "
+            "[default: compute=10000,memory=20GB,disk=3GB,network=3GB]",
+        ),
+    ] = "",
     directory: Directory = None,
     json: PlainJson = False,
 ) -> int:
-    """Replay a trace with several policies, and sizes of pool and disk.
+    """Replay a trace with several policies, sizes of pool and disk, and routers.
 
     Prints hits, writes and possible hits. A running daemon's pool is one size.
+
+    With --nodes: prints where the tokens of prompts come from, how many pools have a block, and the bytes over each
+    link; for one pool that all nodes have together (the most that there is to gain), and for each router without and
+    with what nodes share. Real are caches, policies, and what is written and read when. Models are the router, the
+    store's eviction (least recently used), and time: a request is over when the next one comes, reads are never late,
+    and first tokens take their bytes and tokens by --speeds.
     """
     if (found := find_spec("kvoffd")) is None or found.origin is None:
         raise CliError("Replay needs the package kvoffd, which is not installed here.")
-    words = [*program("kvoffd.simulate.command", Path(found.origin).parents[1]), f"--policy={policy}"]
-    named = {"--size": size, "--blocks": blocks, "--block-size": block_size, "--disk": disk}
+    words = program("kvoffd.simulate.command", Path(found.origin).parents[1])
+    named = {"--policy": policy, "--size": size, "--blocks": blocks, "--block-size": block_size, "--disk": disk}
     named |= {"--disk-write": disk_write, "--disk-write-per-day": disk_write_per_day} if disk else {}
+    named |= {"--nodes": nodes, "--route": route, "--busy-limit": busy_limit, "--least-prefix": least_prefix}
+    named |= {"--staleness": staleness, "--peers": peers, "--shared": shared, "--shared-write": shared_write}
+    named |= {"--speeds": speeds}
     words += [f"{option}={value}" for option, value in named.items() if value]
     if not size and not blocks:
         with suppress(KvoffdClientError), AdminClient(local_directory(directory), POOL_ANSWER_S) as admin:
