@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import sys
@@ -126,6 +127,7 @@ def _replay_nodes(given: argparse.Namespace, trace: RequestTrace, nodes: int, po
             for number, replay_next in enumerate(fleet_command.replays(trace, policy, blocks, with_disk), 1):
                 _show_progress(f"replaying: {policy}, {text}, {number}")
                 rows.append((text, replay_next()))
+                gc.collect()  # the nodes refer to each other, and most of their memory is not Python's
     return json.dumps(fleet_command.as_json(trace, rows)) if given.json else fleet_command.as_table(trace, rows)
 
 
