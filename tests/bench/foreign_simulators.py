@@ -26,9 +26,9 @@ import numpy as np
 
 from kvoffd.cache.cache import Cache
 from kvoffd.cache.namespace import Namespace
-from kvoffd.simulate.disk import SimulatedDisk
 from kvoffd.simulate.optimum import optimum_percent, uses_of
-from kvoffd.simulate.replay import GIVER, LEASE, SESSION, STEP_TOKENS, replay, request
+from kvoffd.simulate.replay import GIVER, LEASE, SESSION, STEP_TOKENS, FoundPrefix, replay, request
+from kvoffd.simulate.tiers import SimulatedTiers
 from kvoffd.simulate.trace import MOONCAKE_TOKENS, RequestTrace, read_trace
 from tests.bench.report_file import markdown_table, print_report, run_facts
 
@@ -99,12 +99,13 @@ def own_hits(trace: RequestTrace, blocks: int, *, at_once: bool = False, prompt_
     hits: list[int] = []
 
     def counted(
-        cache: Cache, namespace: Namespace, keys: bytes, disk: SimulatedDisk | None = None, step_blocks: int = 2**30
-    ) -> int:
-        hits.append(request(cache, namespace, keys, disk, step_blocks))
+        cache: Cache, namespace: Namespace, keys: bytes, below: SimulatedTiers | None = None, step_blocks: int = 2**30
+    ) -> FoundPrefix:
+        found = request(cache, namespace, keys, below, step_blocks)
+        hits.append(found.hits)
         if prompt_last:
             make_prompt_last(cache, namespace, keys)
-        return hits[-1]
+        return found
 
     step_tokens = sys.maxsize if at_once else STEP_TOKENS
     with patch.multiple("kvoffd.simulate.replay", request=counted, STEP_TOKENS=step_tokens):

@@ -107,3 +107,14 @@ def test_help_names_every_command_and_fits_a_screen(capsys: pytest.CaptureFixtur
         assert lines[0].startswith("Usage: ")
         assert len(lines) <= 24, command
         assert max(map(len, lines)) <= 80, command
+
+
+def test_options_of_a_replay_over_nodes_have_a_help_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    """One page for all options would not fit a screen."""
+    shown = {}
+    for option in ("--help", "--help-nodes"):
+        assert main(["trace", "replay", option]) == 0
+        shown[option] = capsys.readouterr().out
+    assert "--help-nodes" in shown["--help"]
+    assert "--route" not in shown["--help"]
+    assert all(name in shown["--help-nodes"] for name in ("--nodes", "--route", "--peers", "--speeds", "--policy"))

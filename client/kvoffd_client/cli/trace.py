@@ -214,15 +214,38 @@ class TraceWriter:
         return json_text.dumps(fields, separators=(",", ":")).encode() + b"\n"
 
 
+NODES_HELP = """Replay a trace over several nodes, with several routers.
+
+Prints where the tokens of prompts come from, how many pools have a block, and the bytes over each link; for one pool
+that all nodes have together (the most that there is to gain), and for each router without and with what nodes share.
+Real are caches, policies, and what is written and read when. Models are the router, the store's eviction (least
+recently used), and time: a request is over when the next one comes, reads are never late, and first tokens take their
+bytes and tokens by --speeds. Without --policy it is learned.
+"""
+
+
+OF_BOTH = "policy", "size", "blocks", "block_size", "disk", "nodes", "json", "help"
+"""Options of a replay that both helps show."""
+
+
+def _show_nodes_help(context: typer.Context, is_wanted: bool) -> None:
+    """Show the help of a replay over nodes, which would not fit a screen with that of one pool."""
+    if is_wanted:
+        context.command.help = NODES_HELP
+        for option in context.command.params:
+            if option.param_type_name == "option":  # not by its class: typer has a click of its own
+                option.hidden = not option.hidden and option.name not in OF_BOTH  # type: ignore[attr-defined]
+        typer.echo(context.get_help())
+        raise typer.Exit
+
+
 @trace_app.command()
 def replay(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Trace of trace record, or of other tools.")],
-    policy: Annotated[
-        str, typer.Option(metavar="NAMES", help="Policies, comma-separated. [default: all; with --nodes learned]")
-    ] = "",
+    policy: Annotated[str, typer.Option(metavar="NAMES", help="Policies, comma-separated. [default: all]")] = "",
     size: Annotated[
         str,
-        typer.Option(metavar="SIZE,...", help="Sizes of the pool. [default: fractions of all blocks in FILE]"),
+        typer.Option(metavar="SIZE,...", help="Sizes of the pool. [default: parts of FILE]"),
     ] = "",
     blocks: Annotated[str, typer.Option(metavar="N,...", help="Sizes of the pool, in blocks of FILE.")] = "",
     block_size: Annotated[str, typer.Option(metavar="SIZE", help="Bytes of a block, if not in FILE.")] = "",
@@ -234,12 +257,11 @@ def replay(
     disk_write_per_day: Annotated[
         str, typer.Option(metavar="SIZE", help="0: no limit. auto: the disk's size, with --disk-write auto.")
     ] = "auto",
-    nodes: Annotated[
-        str, typer.Option(metavar="N", help="Replay over this many nodes, each with such a pool and disk.")
-    ] = "",
+    nodes: Annotated[str, typer.Option(metavar="N", help="Replay over this many nodes like this one.")] = "",
     route: Annotated[
         str,
         typer.Option(
+            hidden=True,
             metavar="NAMES",
             help="Who gets a request: random, round_robin, prefix (who has the longest, by KV events), session (a hash "
             "of the session, or of the first 2 blocks if FILE has none). [default: all]",
@@ -248,6 +270,7 @@ def replay(
     busy_limit: Annotated[
         str,
         typer.Option(
+            hidden=True,
             metavar="TIME",
             help="With prefix: the most that a prompt may wait longer than at the least busy node; none: no limit. "
             "[default: 5s]",
@@ -255,14 +278,20 @@ def replay(
     ] = "",
     least_prefix: Annotated[
         str,
-        typer.Option(metavar="PERCENT", help="With prefix: a shorter part of a prompt counts as none. [default: 0]"),
+        typer.Option(
+            hidden=True, metavar="PERCENT", help="With prefix: a shorter part of a prompt counts as none. [default: 0]"
+        ),
     ] = "",
     staleness: Annotated[
-        str, typer.Option(metavar="TIME", help="Age of what the router knows of the nodes' blocks. [default: 0s]")
+        str,
+        typer.Option(
+            hidden=True, metavar="TIME", help="Age of what the router knows of the nodes' blocks. [default: 0s]"
+        ),
     ] = "",
     peers: Annotated[
         str,
         typer.Option(
+            hidden=True,
             metavar="N",
             help="Other nodes whose pools each node reads: the next N, all (a daemon takes 8), or named: the one that "
             "has the longest prefix by what the router knows. [default: 0]",
@@ -270,29 +299,32 @@ def replay(
     ] = "",
     shared: Annotated[
         str,
-        typer.Option(metavar="SIZE", help="Size of a store for all nodes, or unlimited; 4x: four times all pools."),
+        typer.Option(
+            hidden=True, metavar="SIZE", help="Size of a store for all nodes, or unlimited; 4x: four times all pools."
+        ),
     ] = "",
-    shared_write: Annotated[str, typer.Option(metavar="MODE", help="As the daemon's. [default: auto]")] = "",
+    shared_write: Annotated[
+        str, typer.Option(hidden=True, metavar="MODE", help="As the daemon's. [default: auto]")
+    ] = "",
     speeds: Annotated[
         str,
         typer.Option(
+            hidden=True,
             metavar="NAME=N,...",
             help="Tokens that a node computes a second, bytes a second of the others. "
             "[default: compute=10000,memory=20GB,disk=3GB,network=3GB]",
         ),
     ] = "",
+    help_nodes: Annotated[
+        bool,
+        typer.Option("--help-nodes", is_eager=True, callback=_show_nodes_help, help="Show the options of --nodes."),
+    ] = False,
     directory: Directory = None,
     json: PlainJson = False,
 ) -> int:
-    """Replay a trace with several policies, sizes of pool and disk, and routers.
+    """Replay a trace with several policies, sizes of pool and disk, and nodes.
 
     Prints hits, writes and possible hits. A running daemon's pool is one size.
-
-    With --nodes: prints where the tokens of prompts come from, how many pools have a block, and the bytes over each
-    link; for one pool that all nodes have together (the most that there is to gain), and for each router without and
-    with what nodes share. Real are caches, policies, and what is written and read when. Models are the router, the
-    store's eviction (least recently used), and time: a request is over when the next one comes, reads are never late,
-    and first tokens take their bytes and tokens by --speeds.
     """
     if (found := find_spec("kvoffd")) is None or found.origin is None:
         raise CliError("Replay needs the package kvoffd, which is not installed here.")
