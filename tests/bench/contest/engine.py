@@ -39,6 +39,7 @@ class Engine(OpenAiServer):
             "max-model-len": str(min(MAX_TOKENS, kv_tokens)),
             "num-gpu-blocks-override": str(1 + kv_tokens // BLOCK_TOKENS),
             "max-num-seqs": str(MAX_RUNNING),
+            "override-generation-config": '{"temperature": 0.0}',  # of requests that do not say it
             "enforce-eager": "",
             "enable-prompt-tokens-details": "",
         }
@@ -75,6 +76,7 @@ class Engine(OpenAiServer):
             prompt_tokens=counters["vllm:prompt_tokens"],
             by_source=dict(sources),
             preempted=counters["vllm:num_preemptions"],
+            requests=counters["vllm:num_requests_running"] + counters["vllm:num_requests_waiting"],
             engine_cpu_s=sum(map(cpu_seconds, self.pids)),
             cache_cpu_s=sum(map(cpu_seconds, with_children(cache_pid))) if cache_pid else 0.0,
         )
@@ -86,6 +88,8 @@ class Counts(NamedTuple):
     prompt_tokens: int = 0
     by_source: dict[str, int] = {}  # noqa: RUF012 - nobody changes it
     preempted: int = 0
+    requests: int = 0
+    """Requests that run or wait."""
     engine_cpu_s: float = 0.0
     cache_cpu_s: float = 0.0
 
@@ -94,6 +98,7 @@ class Counts(NamedTuple):
             self.prompt_tokens - before.prompt_tokens,
             {source: count - before.by_source.get(source, 0) for source, count in self.by_source.items()},
             self.preempted - before.preempted,
+            self.requests,
             self.engine_cpu_s - before.engine_cpu_s,
             self.cache_cpu_s - before.cache_cpu_s,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -13,7 +12,7 @@ from typing import Any
 from tests.bench.contest.bench import PARTS
 from tests.bench.contest.caches import CONTEST_PYTHON, NONE, SIDES
 from tests.bench.contest.rows import Row
-from tests.bench.report_file import ROOT, markdown_table, number
+from tests.bench.report_file import markdown_table, number
 
 TITLE = "Contest: vLLM's own cache alone, kvoffd, and LMCache"
 HEADER = [
@@ -37,7 +36,7 @@ HEADER = [
 COUNTED_BY_OTHERS = "-"
 VERDICT_HEADER = ["program", "side", "round", "its verdict"]
 LOST_HEADER = ["part", "workload", "side", "round", "why"]
-DRAWING_S = 60.0
+DRAWS, DRAWING_S = Path(__file__).with_name("picture.py"), 60.0
 
 
 def tables(rows: Sequence[Row]) -> str:
@@ -129,9 +128,8 @@ def draw(rows_file: Path, picture: Path) -> bool:
     """Draw the picture; return whether it is there."""
     if not CONTEST_PYTHON.exists():
         return False
-    command = [CONTEST_PYTHON, "-m", "tests.bench.contest.picture", rows_file, picture]
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run(command, env=environ, timeout=DRAWING_S, check=True)
+    # By its path: a package of LMCache's has a module ``tests`` too.
+    subprocess.run([CONTEST_PYTHON, DRAWS, rows_file, picture], timeout=DRAWING_S, check=True)
     return True
 
 

@@ -1,4 +1,4 @@
-"""Draws the page's picture: ``python -m tests.bench.contest.picture ROWS.jsonl FILE.png``, by a Python with matplotlib.
+"""Draws the page's picture: ``picture.py ROWS.jsonl FILE.png``, run by a Python with matplotlib.
 
 For each workload, the seconds and the median time to the first token of each side, as parts of those of vLLM's own
 cache.
