@@ -20,6 +20,8 @@ MAX_RUNNING = 4
 MAX_TOKENS = 4_096
 BY_SOURCE = re.compile(r'^vllm:prompt_tokens_by_source_total\{.*?source="(\w+)".*?\} (\S+)$', re.MULTILINE)
 COUNTER = re.compile(r"^(vllm:\w+?)(?:_total)?(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+CONNECTORS = ("vllm:kvoffd_", "vllm:lmcache_")
+"""Beginnings of the names of what connectors count."""
 COMPUTED, OWN, OUTSIDE = "local_compute", "local_cache_hit", "external_kv_transfer"
 """The sources by which vLLM counts prompts' tokens."""
 SERVER = "vllm.entrypoints.openai.api_server"
@@ -76,6 +78,7 @@ class Engine(OpenAiServer):
             prompt_tokens=counters["vllm:prompt_tokens"],
             by_source=dict(sources),
             preempted=counters["vllm:num_preemptions"],
+            connector={name: count for name, count in counters.items() if name.startswith(CONNECTORS)},
             requests=counters["vllm:num_requests_running"] + counters["vllm:num_requests_waiting"],
             engine_cpu_s=sum(map(cpu_seconds, self.pids)),
             cache_cpu_s=sum(map(cpu_seconds, with_children(cache_pid))) if cache_pid else 0.0,
@@ -88,6 +91,7 @@ class Counts(NamedTuple):
     prompt_tokens: int = 0
     by_source: dict[str, int] = {}  # noqa: RUF012 - nobody changes it
     preempted: int = 0
+    connector: dict[str, int] = {}  # noqa: RUF012 - nobody changes it
     requests: int = 0
     """Requests that run or wait."""
     engine_cpu_s: float = 0.0
@@ -98,6 +102,7 @@ class Counts(NamedTuple):
             self.prompt_tokens - before.prompt_tokens,
             {source: count - before.by_source.get(source, 0) for source, count in self.by_source.items()},
             self.preempted - before.preempted,
+            {name: count - before.connector.get(name, 0) for name, count in self.connector.items()},
             self.requests,
             self.engine_cpu_s - before.engine_cpu_s,
             self.cache_cpu_s - before.cache_cpu_s,

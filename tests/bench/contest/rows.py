@@ -31,6 +31,7 @@ class Row:
         computed, own, outside: those that were computed, in vLLM's own cache, and loaded from outside.
         engine_cpu_s, cache_cpu_s: CPU seconds of the engine's processes, and of the cache's outside.
         preempted: requests that vLLM pre-empted.
+        connector: what the connector counted, if not 0.
         answers: a digest of each answer.
         failed: causes of requests that failed.
         verdict: what a program of others concluded.
@@ -52,6 +53,7 @@ class Row:
     engine_cpu_s: float = 0.0
     cache_cpu_s: float = 0.0
     preempted: int = 0
+    connector: dict[str, int] = field(default_factory=dict)
     answers: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     verdict: str = ""
@@ -72,6 +74,7 @@ class Row:
         self.seconds = traffic.seconds
         self.engine_cpu_s, self.cache_cpu_s = counts.engine_cpu_s, counts.cache_cpu_s
         self.preempted = counts.preempted
+        self.connector = {name: count for name, count in counts.connector.items() if count}
         self.answers = [blake2b(repr(one).encode(), digest_size=6).hexdigest() for one in traffic.answers]
         self.failed = [one[:MAX_CAUSE] for one in traffic.failed]
         self.verdict = traffic.verdict
