@@ -20,6 +20,8 @@ MAX_RUNNING = 4
 MAX_TOKENS = 4_096
 BY_SOURCE = re.compile(r'^vllm:prompt_tokens_by_source_total\{.*?source="(\w+)".*?\} (\S+)$', re.MULTILINE)
 COUNTER = re.compile(r"^(vllm:\w+?)(?:_total)?(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+CREATED = "_created"
+"""End of the names of when a counter began."""
 CONNECTORS = ("vllm:kvoffd_", "vllm:lmcache_")
 """Beginnings of the names of what connectors count."""
 COMPUTED, OWN, OUTSIDE = "local_compute", "local_cache_hit", "external_kv_transfer"
@@ -78,7 +80,11 @@ class Engine(OpenAiServer):
             prompt_tokens=counters["vllm:prompt_tokens"],
             by_source=dict(sources),
             preempted=counters["vllm:num_preemptions"],
-            connector={name: count for name, count in counters.items() if name.startswith(CONNECTORS)},
+            connector={
+                name: count
+                for name, count in counters.items()
+                if name.startswith(CONNECTORS) and not name.endswith(CREATED)
+            },
             requests=counters["vllm:num_requests_running"] + counters["vllm:num_requests_waiting"],
             engine_cpu_s=sum(map(cpu_seconds, self.pids)),
             cache_cpu_s=sum(map(cpu_seconds, with_children(cache_pid))) if cache_pid else 0.0,
