@@ -23,7 +23,7 @@ from tests.bench.contest.traces import Slice
 from tests.bench.report_file import ROOT
 
 BIN = CONTEST_PYTHON.parent
-VERDICT = re.compile(r"survival|retained|RESULT:|reuse|verdict|PASS|FAIL")
+VERDICT = re.compile(r"FINALIZE|continuation turns|^retained|RESULT:|\[(PASS|FAIL)\]|runs passed")
 VERDICT_LINES = 3
 TAIL = 600
 TOKENS_PER_GB = 65_536
@@ -88,7 +88,7 @@ CACHE_PRESSURE: Mapping[str, dict[str, Any]] = {
         "max_tokens": 16,
         "max_context": MAX_TOKENS,
     },
-    "abort-sim": {"context_tokens": 2_000, "thinking_tokens": 50, "max_tokens": 256, "max_context": MAX_TOKENS},
+    "abort-sim": {"context_tokens": 1_000, "thinking_tokens": 50, "max_tokens": 256, "max_context": MAX_TOKENS},
     "needle-test": {"lengths": "500,1000,2000", "max_tokens": 16},
 }
 """cache-pressure's programs and their flags, scaled to the contest's KV cache."""
