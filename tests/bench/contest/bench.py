@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from tests.bench.contest import programs
-from tests.bench.contest.caches import KINDS, LMCACHE, NONE, Cache, Tiers
+from tests.bench.contest.caches import KINDS, NONE, Cache, Tiers
 from tests.bench.contest.client import Traffic, send
 from tests.bench.contest.engine import Engine
 from tests.bench.contest.model import FIRST_TOKEN, VOCABULARY
@@ -40,8 +40,6 @@ RESTART_ROWS = ("new prompts", "engine restarted", "cache restarted", "node rest
 STORE_ROWS = ("slow store, new prompts", "slow store, from it", "store hangs, new prompts")
 WORKLOAD_S = 150.0
 """Deadline of a workload: four times what computing everything takes on two cores."""
-NOTICES_S = 15.0
-"""Time for an engine without other means to notice a new server: LMCache's connector asks every 10 s."""
 LEFT_S = 10.0
 """Time for an engine to end requests whose client has gone."""
 WARM_UP_TOKENS = 550
@@ -287,12 +285,10 @@ class Bench:
                     left.unlink()
                 self._measure_restarted(node, rows.pop(0), ask, node.cache, node.engine)
                 node.cache.settle()
+                node.engine.stop()
                 node.cache.stop()
                 node.cache.tiers = Tiers(redis=redis.port)
-                node.cache.start()
-                node.engine.forget()
-                self._wait_noticed(node)
-                self._measure(node, rows.pop(0), ask, empty=False)
+                self._measure_restarted(node, rows.pop(0), ask, node.cache, node.engine)
 
     def _measure_restarted(
         self, node: Node, row: Row, ask: Callable[[Engine], Traffic], *restarted: Engine | Cache
@@ -300,17 +296,11 @@ class Bench:
         """Restart these and measure what is sent as soon as the engine serves."""
         for one in restarted:
             one.stop()
-        for one in restarted:
+        for one in sorted(restarted, key=lambda one: one is node.engine):  # as a node starts them
             one.start()
         if node.engine not in restarted:
             node.engine.forget()
         self._measure(node, row, ask, empty=False)
-
-    @staticmethod
-    def _wait_noticed(node: Node) -> None:
-        node.cache.wait_connected(node.engine.pids)
-        if node.cache.name == LMCACHE:
-            time.sleep(NOTICES_S)
 
     # --- stores ---
 
@@ -335,10 +325,7 @@ class Bench:
                 node.warm_up()
                 self._measure(node, rows.pop(0), ask(prompts))
                 node.forget()
-                node.cache.stop()
-                node.cache.start()
-                self._wait_noticed(node)
-                self._measure(node, rows.pop(0), ask(prompts), empty=False)
+                self._measure_restarted(node, rows.pop(0), ask(prompts), node.engine, node.cache)
                 node.forget()
                 link.hang_after(0)
                 self._measure(node, rows.pop(0), ask(others), empty=False)
