@@ -16,7 +16,7 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3.14 pyth
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint bench gpu servers nightly shapes routers next-vllm fuzz gpu-files dist deb image release delivery clean
+.PHONY: help venv demo test lint bench contest gpu servers nightly shapes routers next-vllm fuzz gpu-files dist deb image release delivery clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -48,6 +48,9 @@ lint: $(VENV)/.tools ## ruff, mypy, plain words, one name for one class, no test
 
 bench: $(VENV)/.tools ## measure lookups and copies, each beside a floor (1 minute); ARGS=loop: turns of the loop (minutes)
 	@$(BIN)/python -m tests.bench $(ARGS)
+
+contest: $(VENV)/.engine .venv-contest/.built ## vLLM alone, kvoffd and LMCache by programs of others (40 minutes); ARGS="--part batch"
+	@$(BIN)/python -m tests.bench.contest $(ARGS)
 
 gpu: ## measure and try what only an NVIDIA GPU can tell (10 minutes, no internet); ARGS="--part vllm", or --double
 	@$(or $(PYTHON),$(error There is no Python 3.11 to 3.14 here)) -m tests.bench.gpu.carry run $(ARGS)
@@ -127,6 +130,10 @@ $(VENV)/.engine $(VENV)/.fuzz $(VENV)/.dist: $(VENV)/.%: $(BUILD) | $(VENV)/.too
 
 .venv-routers/.built: $(BUILD)
 	@for router in dynamo vllm-router; do $(PYTHON) $(BUILD) .venv-routers/$$router $$router || exit 1; done
+	@touch $@
+
+.venv-contest/.built: $(BUILD) | $(VENV)/.engine
+	@$(BIN)/python $(BUILD) $(@D) contest
 	@touch $@
 
 # PyPI's torchvision is built for CUDA: beside a torch for CPU its operators do not load, and it is not imported where

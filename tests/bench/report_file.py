@@ -54,12 +54,13 @@ def in_child(program: str, *arguments: str) -> dict[str, Any]:
 
 
 def print_report(title: str, facts: dict[str, object], tables: str) -> None:
-    print(f"# {title}", "", *(f"* {name}: {_fact_text(fact)}" for name, fact in facts.items()), "", tables, sep="\n")
+    print(f"# {title}", "", *(f"* {name}: {fact_text(fact)}" for name, fact in facts.items()), "", tables, sep="\n")
 
 
-def _fact_text(fact: object) -> str:
+def fact_text(fact: object) -> str:
+    """Return a fact as a report shows it; of a dict the names and values."""
     if isinstance(fact, dict):
-        return ", ".join(f"{name} {_fact_text(value)}" for name, value in fact.items())
+        return ", ".join(f"{name} {fact_text(value)}" for name, value in fact.items())
     return str(fact)
 
 

