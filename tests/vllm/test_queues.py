@@ -11,7 +11,9 @@ import pytest
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
+from kvoffd_client import NamespaceSpec
 from kvoffd_client.vllm.connector_metadata import GROUP_ID_BYTES, FailedJob, WorkerNews
+from kvoffd_client.vllm.engine_namespace import Search
 from kvoffd_client.vllm.prompt_queue import ASKED_AT_ONCE, JUDGED_AT_ONCE, MAX_AHEAD
 from kvoffd_client.vllm.waits import MAX_RETRY_PAUSE_S
 from kvoffd_proto.errors import ErrorCode
@@ -344,3 +346,84 @@ def test_random_queues_come_to_their_end_and_find_what_is_there(make: Make, seed
     engine.end(requests, 3000)
     assert not engine.manager.requests
     assert not engine.manager.lookups.queue.has_waiting
+
+
+class Troubled(SchedulerHarness):
+    """An engine over a daemon with a disk and a store, which is restarted now and then, and which vLLM resets."""
+
+    def trouble(self, rng: Random) -> None:
+        """What may happen between two steps."""
+        namespace = self.manager.namespace
+        if rng.random() < 0.3:
+            for index in self.unanswered:
+                keys = [one for group in self.client.asked[index][1] for one in split(group.keys)]
+                coming = [one for one in keys if one not in self.there and rng.random() < 0.7]
+                tiers: Any = rng.choice(
+                    ({"coming": coming}, {"shared": coming}, {"shared": coming, "asking": len(coming)})
+                )
+                self.client.answer(self.there, index, wait_s=rng.choice((0.0, 0.01, 0.5)), **tiers)
+        if rng.random() < 0.02 and not (self.loading or self.scheduler.kv_holding_waiting):
+            self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        if namespace.current is None and rng.random() < 0.7:
+            self.find()
+        if rng.random() < 0.03:
+            self.restart()
+            self.client.ready = rng.random() < 0.5
+        elif rng.random() < 0.3:
+            self.client.ready = True
+
+    def restart(self) -> None:
+        """The daemon is restarted: its leases have ended, and nothing that it was asked is answered."""
+        for index in self.unanswered:
+            self.client.fail(index)
+        for future, _ in self.client.asked:
+            future.stale_at = 0.0
+        self.client.session_id += 1
+        self.client.stored.forget()
+
+    def find(self) -> None:
+        """The workers report the weights of before."""
+        namespace: Any = self.manager.namespace
+        namespace.current, namespace._search = NamespaceSpec.named("model"), Search.FOUND
+        self.register(registered=True)
+
+
+@pytest.mark.parametrize("seed", range(2 * TIMES))
+def test_random_queues_with_tiers_restarts_and_resets_leave_nothing_behind(
+    model: Path, tmp_path: Path, seed: int
+) -> None:
+    """Of two tenants, of which one may be more urgent, with aborts and loads that fail."""
+    rng = Random(seed)
+    policy = rng.choice(("fcfs", "priority"))
+    arguments: Any = {"max_num_seqs": rng.choice((1, 8, 64)), "max_num_batched_tokens": rng.choice((128, 1024))}
+    options = {"directory": str(tmp_path), "do_no_harm": rng.random() < 0.5}
+    config = make_config(model, options, max_model_len=1024, scheduling_policy=policy, **arguments)
+    engine = Troubled(config, rng.choice((60, 200)), *rng.choice([(FULL,), (FULL, WINDOW)]))
+    engine.keeps_stored = True
+    requests: list[Any] = []
+    for _ in range(300):
+        if rng.random() < 0.3 and len(requests) < 100:
+            for _ in range(rng.choice((1, 1, 10))):
+                tokens, urgency = document(rng.randrange(8), rng.randrange(1, 20)), rng.randrange(2)
+                priority = urgency if policy == "priority" else 0
+                requests.append(engine.add(f"{len(requests)}", tokens, rng.randrange(1, 8), priority=priority))
+        if requests and rng.random() < 0.05:
+            engine.abort(rng.choice(requests))
+        if requests and rng.random() < 0.05:
+            engine.failing.add(rng.choice(requests).request_id)
+        engine.trouble(rng)
+        engine.answers = rng.random() < 0.7
+        engine.clock.now += rng.choice((0.0, 0.0, 0.02, 0.5, 2.0))
+        engine.step()
+    engine.answers = engine.client.ready = True
+    engine.find()
+    engine.end(requests, 3000)
+    lookups = engine.manager.lookups
+    assert not lookups.requests
+    assert not lookups.loading
+    assert not lookups.queue.has_waiting
+    leased = {future.lease_id for future, _ in engine.client.asked if future.leased and future.stale_at}
+    assert leased <= {*engine.client.released}
+    firsts = [one.request for one in engine.client.reported if not one.again]
+    assert len(firsts) == len({*firsts}), "its tokens are counted once"
+    engine.close()

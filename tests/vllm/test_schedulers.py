@@ -112,6 +112,7 @@ def test_an_engine_that_has_all_of_a_prompt_loads_no_last_block(connector: Kvoff
     assert connector.get_num_new_matched_tokens(request, 64) == (0, False), "it waits for no answer"
     assert connector.get_num_new_matched_tokens(request, 32) == (None, False)
     client.answer(set(request.block_hashes))
+    connector.build_connector_meta(SchedulerOutput.make_empty())
     assert connector.get_num_new_matched_tokens(request, 32) == (64, True)
     assert connector.get_num_new_matched_tokens(request, 64) == (0, False), "it computes a token anyway"
 
