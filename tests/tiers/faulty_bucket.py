@@ -14,6 +14,7 @@ from random import Random
 from tests.kit.closing import ServerThread
 
 MAX_LATE_S = 10.0
+RANGE = re.compile(r"bytes=(\d+)-(\d*)")
 
 
 class Server(ThreadingHTTPServer):
@@ -63,8 +64,10 @@ class FaultyBucket(ServerThread):
 
             def log_message(self, *_: object) -> None: ...
 
-            def answer(self, status: int, body: bytes = b"") -> None:
+            def answer(self, status: int, body: bytes = b"", part: str = "") -> None:
                 self.send_response(status)
+                if part:
+                    self.send_header("Content-Range", part)
                 self.send_header("Content-Length", str(len(body)))
                 self.send_header("ETag", '"1"')
                 self.send_header("Last-Modified", "Sat, 21 Nov 2026 12:00:00 GMT")
@@ -84,6 +87,13 @@ class FaultyBucket(ServerThread):
                     self.close_connection = True
                     return
                 self.wfile.write(body)
+
+            def answer_object(self, body: bytes) -> None:
+                wanted = RANGE.fullmatch(self.headers.get("Range", ""))
+                if wanted is None or self.command == "HEAD":
+                    return self.answer(200, body)
+                first, last = int(wanted[1]), min(int(wanted[2] or len(body)), len(body) - 1)
+                self.answer(206, body[first : last + 1], f"bytes {first}-{last}/{len(body)}")
 
             def refuse(self, status: int, code: str) -> None:
                 self.answer(status, b"<Error><Code>%s</Code></Error>" % code.encode())
@@ -124,7 +134,7 @@ class FaultyBucket(ServerThread):
                 elif path not in bucket.values:
                     self.refuse(404, "NoSuchKey")
                 else:
-                    self.answer(200, bucket.spoil(bucket.values[path]))
+                    self.answer_object(bucket.spoil(bucket.values[path]))
 
             do_GET = do_HEAD = do_PUT = do_POST = serve
 

@@ -137,7 +137,7 @@ def write(page: Path, rows_file: Path, facts: Mapping[str, Any], text: str) -> N
     """Write the page, and its picture next to it."""
     rows = Row.read(rows_file)
     picture = page.with_suffix(".png")
-    shown = [f"![seconds and first tokens, as parts of those of vLLM's own cache]({picture.name})", ""]
+    shown = [f"![seconds, first tokens and CPU seconds, as parts of those of vLLM's own cache]({picture.name})", ""]
     lines = [f"# {TITLE}", "", *(f"* {name}: {fact}" for name, fact in facts.items()), "", text, ""]
     lines += shown if draw(rows_file, picture) else []
     page.write_text("\n".join(lines) + "\n" + tables(rows).rstrip() + "\n")

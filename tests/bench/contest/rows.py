@@ -62,8 +62,9 @@ class Row:
     def fill(self, traffic: Traffic, counts: Counts) -> None:
         """Take over what the client saw and what the engine counted.
 
-        Raises AssertionError if vLLM's sources do not add up to its prompts' tokens.
+        Raises AssertionError if no request was answered, or vLLM's sources do not add up to its prompts' tokens.
         """
+        assert traffic.ttft_s or not traffic.failed, f"no request was answered: {traffic.failed[0]}"
         sources = counts.by_source
         self.computed, self.own, self.outside = (sources.get(name, 0) for name in (COMPUTED, OWN, OUTSIDE))
         self.prompt_tokens = counts.prompt_tokens

@@ -48,6 +48,11 @@ def test_counts_that_do_not_add_up_are_refused() -> None:
         Row(BATCH, "batch, random", NONE, 1).fill(Traffic(), counts)
 
 
+def test_a_row_without_an_answer_is_refused() -> None:
+    with pytest.raises(AssertionError, match="no request was answered: it hangs"):
+        Row(BATCH, "batch, random", NONE, 1).fill(Traffic(failed=["it hangs"]), Counts())
+
+
 def test_a_long_cause_keeps_its_begin_and_its_end() -> None:
     kept = cause("first" + "\n\n" + "x" * 2 * MAX_CAUSE + " last")
     assert kept.startswith("first x")
