@@ -236,7 +236,7 @@ class StoreObjects:
 
 class SimulatedStore(_Instant):
     """One node's connection to a store. What the daemon believes of it for a while is believed here: what exists is
-    offered again after ``Store.believed_s``, which counts as a use.
+    offered again after ``Store.believed_s``, which counts as a use, or once a lookup did not find it.
 
     Args:
         block_bytes: bytes of a block.
@@ -264,6 +264,12 @@ class SimulatedStore(_Instant):
         if is_there := key in self._objects:
             self._believe(key)
         return is_there
+
+    def find(self, group: BlockGroup, keys: Sequence[bytes], *, prefix: bool) -> Found:
+        for key in keys:  # a daemon asks about those behind the first that is absent too
+            if key not in self._objects:
+                self._believed.pop(key, None)
+        return super().find(group, keys, prefix=prefix)
 
     def _believe(self, key: bytes) -> None:
         self._believed[key] = self._clock() + Store.believed_s

@@ -65,7 +65,7 @@ def test_sources_add_up_to_all_tokens(route: Route) -> None:
             sources, links = blocks_by_source(found), blocks_by_link(found)
             assert sources.get("peer", 0) == links.get("peer", 0)
             assert sources.get("store", 0) == links.get("store_read", 0)
-            assert sources.get("disk", 0) == links.get("disk_read", 0)
+            assert sources.get("disk", 0) <= links.get("disk_read", 0), "some lie behind what a full store just evicted"
             assert ("peer" in sources) <= (shares is Shares.GIVEN)
             assert ("store" in sources) == (shares is not Shares.NOTHING)
 
@@ -214,6 +214,16 @@ def test_a_store_evicts_what_is_unused_for_longest() -> None:
     store.put(b"3")
     assert not store.use(b"2")
     assert (b"1" in store, b"3" in store, len(store), store.evicted) == (True, True, 2, 1)
+
+
+@pytest.mark.parametrize("every_s", [0, 10])
+def test_a_block_that_a_full_store_evicted_is_written_again(every_s: int) -> None:
+    """The lookup before said that the store lacks it, as in a daemon. Three blocks in turn never fit in two."""
+    cycle = timed([(at * every_s, [1 + at % 3]) for at in range(30)])
+    trace = cycle if every_s else cycle._replace(seconds=[])
+    found = replay_fleet(trace, "lru", 1, plan(1)._replace(store_blocks=2, store_write=WriteMode.ALWAYS))
+    assert blocks_by_source(found) == {"computed": 30}
+    assert blocks_by_link(found) == {"store_written": 30}
 
 
 def test_a_full_store_is_written_less_in_auto() -> None:
