@@ -87,10 +87,11 @@ class BlockPlaces:
         """Nodes that have a block in their pool, by key."""
         return self._places[MEDIUM_CPU]
 
-    def longest_prefix(self, keys: Sequence[bytes], nodes: int, least: float = 0.0) -> int:
-        """Return those of the nodes that have the most leading keys, in pool or disk: all of them if none has any, or
-        none has at least ``least``."""
-        media, every = [nodes_of.get for nodes_of in self._places.values()], nodes
+    def longest_prefix(self, keys: Sequence[bytes], nodes: int, least: float = 0.0, *, only_pools: bool = False) -> int:
+        """Return those of the nodes that have the most leading keys, in pool or disk unless ``only_pools``: all of them
+        if none has any, or none has at least ``least``."""
+        places = [self.pools] if only_pools else [*self._places.values()]
+        media, every = [nodes_of.get for nodes_of in places], nodes
         for count, key in enumerate(keys):
             having = 0
             for nodes_of in media:

@@ -145,6 +145,13 @@ def test_peers_are_the_next_nodes_or_the_one_that_the_router_names() -> None:
             assert blocks_by_source(replay_fleet(trace, "lru", 8, given)) == found
 
 
+def test_the_router_names_a_peer_by_what_is_in_its_pool() -> None:
+    """The first node has all of the last prompt, but on its disk, which no other node can read."""
+    trace = trace_of([[1, 2, 3, 4], [1, 2], [9], [5, 6, 7, 8], [10], [1, 2, 3, 4]])
+    given = plan(3)._replace(named_peer=True, disk=DiskPlan(64, WriteMode.ALWAYS))
+    assert blocks_by_source(replay_fleet(trace, "lru", 4, given)) == {"computed": 12, "peer": 4}
+
+
 def test_a_busy_node_gets_no_prompt_for_its_prefix() -> None:
     """The second prompt comes while its node has 4 s to compute, the third after that."""
     trace = timed([(0, [1, 2, 3, 4]), (0.5, [1, 2, 3, 4]), (9, [1, 2, 3, 4])])
@@ -300,6 +307,7 @@ def test_what_is_wrong_is_said_in_a_sentence(tmp_path: Path, capfd: pytest.Captu
         ("--nodes 2 --block-size 1MiB --shared 1KiB", "A store of 1KiB does not hold one block"),
         ("--nodes 2 --block-size 1MiB --shared much", "--shared: 'much' is not a size"),
         ("--nodes 2 --block-size 1MiB --shared 1x --shared-write some", "choose from auto, always, never"),
+        ("--nodes 2 --block-size 1MiB --shared-write always", "--shared-write needs a store; give --shared too"),
         ("--nodes 2 --block-size 1MiB --speeds light=1", "--speeds light=1: write some of compute=10000"),
         ("--nodes 2 --block-size 1MiB --speeds disk=0", "a speed is more than nothing"),
         ("--nodes 2 --block-size 1MiB --least-prefix 101", "'101' is not a whole number of percent"),
